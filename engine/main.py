@@ -26,11 +26,11 @@ from engine.emulated.standin import StandIn, constant, read_stand_in
 from engine.errors import EngineError, ModelError, StageDied
 from engine.metrics import EngineMetrics
 from engine.openai.unsupported import not_done_json
-from engine.runtime.runner import Runner
+from engine.runtime.runner import ModelRunner
 from engine.runtime.scheduler import MAX_RUNNING, Scheduler, no_chunk
 from engine.runtime.thread import ModelThread
 from engine.serving.http import MAX_BODY_BYTES, OpenAIServer
-from engine.serving.serving import MAX_REQUESTS, Service
+from engine.serving.serving import MAX_REQUESTS, GenerationService
 from engine.staged.staged import StagedEngine
 from engine.torch.tiny import RECIPES
 from prompts.errors import TokenizerUnreadable
@@ -102,7 +102,9 @@ async def _serve(model: LoadedModel, args: argparse.Namespace) -> int:
         on_load=lambda: _on_loop(loop, service.report_load),
         on_death=lambda: _on_loop(loop, stop.set),
     )
-    service = Service(model.engine, model_runner, EngineMetrics(), time.monotonic, max_requests=args.max_requests)
+    service = GenerationService(
+        model.engine, model_runner, EngineMetrics(), time.monotonic, max_requests=args.max_requests
+    )
     server = OpenAIServer(service, model.tokenizer, model.name, max_body_bytes=args.max_body_bytes)
     runner = web.AppRunner(server.app(), handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
     model_runner.start()
@@ -127,7 +129,7 @@ async def _serve(model: LoadedModel, args: argparse.Namespace) -> int:
 
 def _runner(
     model: LoadedModel, args: argparse.Namespace, on_load: Callable[[], None], on_death: Callable[[], None]
-) -> Runner:
+) -> ModelRunner:
     if model.stand_in is not None:
         assert isinstance(model.engine, EmulatedEngine)
         paced = PacedScheduler(
@@ -147,7 +149,7 @@ def _runner(
     return thread
 
 
-async def _drain(service: Service, timeout_s: float, orphaned: asyncio.Event) -> None:
+async def _drain(service: GenerationService, timeout_s: float, orphaned: asyncio.Event) -> None:
     log.info("draining %d requests", service.active)
     waits = [asyncio.create_task(service.drain(timeout_s)), asyncio.create_task(orphaned.wait())]
     await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
@@ -175,7 +177,7 @@ async def _listen(runner: web.AppRunner, host: str, port: int) -> str:
 
 @contextlib.asynccontextmanager
 async def _agent_link(
-    service: Service, model: LoadedModel, args: argparse.Namespace, url: str, stop: asyncio.Event
+    service: GenerationService, model: LoadedModel, args: argparse.Namespace, url: str, stop: asyncio.Event
 ) -> AsyncIterator[bool]:
     """Keeps the link up while the block runs; yields whether the agent answered in time (True without one to ask)."""
     if args.agent_socket is None:
@@ -213,7 +215,7 @@ async def _answered(link: AgentLink, timeout_s: float, stop: asyncio.Event) -> b
     return link.connected or stop.is_set()
 
 
-def _obey(welcome: Welcome, service: Service, block_size: int) -> None:
+def _obey(welcome: Welcome, service: GenerationService, block_size: int) -> None:
     """The agent says how long chunks are: prefill and transfer must cut alike on all nodes."""
     if welcome.chunk_tokens < block_size:
         log.error("the agent's %s: ours stays", no_chunk(welcome.chunk_tokens, block_size))

@@ -14,53 +14,53 @@ from typing import Final
 
 from gateway.admin.console.endpoints import Console
 from gateway.admin.console.link_switch import LinkSwitch
-from gateway.admin.console.plan_proxy import PlanDesk
-from gateway.admin.console_snapshot import Snapshots
+from gateway.admin.console.plan_proxy import PlanProxy
+from gateway.admin.console_snapshot import ConsoleSnapshots
 from gateway.admin.explain import Explanations
 from gateway.admin.reload import Reloads
-from gateway.admission.concurrency import Admission
+from gateway.admission.concurrency import ConcurrencyLimiter
 from gateway.admission.queue import WaitingLine
 from gateway.admission.service_classes import Classes
-from gateway.admission.slo import Refusals
+from gateway.admission.slo import SloGate
 from gateway.auth.oidc import Provider
 from gateway.cluster.agent_client import AgentClient
-from gateway.cluster.drained_links import Drained, SharedDrained
+from gateway.cluster.drained_links import DrainedLinks, SharedDrainedLinks
 from gateway.cluster.link_probes import Probes
-from gateway.cluster.links import Links
+from gateway.cluster.links import ClusterLinks
 from gateway.cluster.registry import NODE_TIMES, Clusters, NodeTimes
 from gateway.config.gateway import GatewayConfig
-from gateway.errors import ConfigError
-from gateway.http.body import Receiver
+from gateway.errors import GatewayConfigError
+from gateway.http.body import BodyReceiver
 from gateway.http.connections import Gate
 from gateway.http.listener import OPERATORS, Listener, client_connections, descriptor_limit, raise_descriptor_limit
 from gateway.pipeline.dispatcher import Dispatcher
 from gateway.pipeline.engine_render import EngineReadings
 from gateway.pipeline.relay import Relay
-from gateway.pipeline.reservations import Reservations
+from gateway.pipeline.reservations import DecodeReservations
 from gateway.pipeline.retries import Retries
 from gateway.pipeline.sglang_pair import Pairing
-from gateway.pipeline.ticketed import Runner
-from gateway.prompt.reader import Reader
+from gateway.pipeline.ticketed import TicketedRunner
+from gateway.prompt.reader import PromptReader
 from gateway.prompt.tokenizer_trust import Styles
 from gateway.routing.egress_leases import Shares
 from gateway.routing.plan_follower import Follower
-from gateway.routing.prefix_transfers import Moves
+from gateway.routing.prefix_transfers import PrefixTransfers
 from gateway.routing.replication import Replicas
-from gateway.routing.router import Decider
+from gateway.routing.router import Router
 from gateway.routing.transfer_log import Flows
-from gateway.server.app import FrontDoor, Rooms
-from gateway.server.handlers.operators import Pages
-from gateway.server.handlers.tokens import Desk
+from gateway.server.app import GenerationEndpoint, Pipeline
+from gateway.server.handlers.operators import OperatorEndpoints
+from gateway.server.handlers.tokens import TokenEndpoints
 from gateway.server.routes import build_app, build_operators_app, straight_ways
 from gateway.tasks import TaskSet
-from gateway.telemetry.load_report import LoadReport
+from gateway.telemetry.load_report import LoadReporter
 from gateway.telemetry.otlp import Traces
-from gateway.telemetry.recorder import Accounts
+from gateway.telemetry.recorder import RequestRecorder
 from gateway.telemetry.request_log import RequestLog
 from gateway.upstream.legs import Legs
-from gateway.workers.peers import Kept
-from gateway.workers.process_scope import ORPHANED, Alone, Seat
-from gateway.workers.shared_counters import State
+from gateway.workers.peers import NumberedRing
+from gateway.workers.process_scope import ORPHANED, SingleProcess, WorkerProcess
+from gateway.workers.shared_counters import WorkerState
 from planner.decisions.decoding import LearnedSteps
 from planner.decisions.estimates import LearnedCost
 from prompts.renderers import renders_otherwise
@@ -76,18 +76,18 @@ PROBE_TIMEOUT_S: Final = 10.0  # of a link: twice what a sender waits for a conn
 
 
 @dataclass(slots=True)
-class Gateway:
+class RunningGateway:
     """A running gateway; `url` is where it answers."""
 
     config: GatewayConfig
-    door: FrontDoor
-    admission: Admission
-    decider: Decider
-    refusals: Refusals
+    door: GenerationEndpoint
+    admission: ConcurrencyLimiter
+    decider: Router
+    refusals: SloGate
     legs: Legs
     line: WaitingLine
     clusters: Clusters
-    links: Links
+    links: ClusterLinks
     replicas: Replicas | None
     reloads: Reloads = field(init=False)
     url: str = ""
@@ -122,19 +122,19 @@ async def running(
     config: GatewayConfig,
     tokenizer: TextTokenizer,
     clock: Callable[[], float],
-    seat: Alone | Seat | None = None,
+    seat: SingleProcess | WorkerProcess | None = None,
     read_again: Callable[[], GatewayConfig] | None = None,
     warm_s: float = 0.0,
     *,
     agent_client: type[AgentClient] = AgentClient,
     node_times: NodeTimes = NODE_TIMES,
-) -> AsyncIterator[Gateway]:
+) -> AsyncIterator[RunningGateway]:
     """A gateway that answers inside the block, or the worker of one that has this seat.
 
     `read_again` gives its configuration as it is now, when an operator wants that taken over. The gateway waits up to `warm_s`
     for a process that reads long bodies; 0: the first long body starts one.
     """
-    seat = seat or Alone()
+    seat = seat or SingleProcess()
     metrics = seat.metrics
     tokenizer.encoder.report_to(lambda reason: metrics.fallback(f"tokenizer_{reason}"))
     strangers = config.strangers.divided(seat.workers)
@@ -168,22 +168,22 @@ async def running(
         times=node_times,
     )
     seat.join(clusters.nodes)
-    refusals = Refusals(config, clusters, steps, clock)
-    links = Links(
+    refusals = SloGate(config, clusters, steps, clock)
+    links = ClusterLinks(
         clusters.nodes, clock, config.routing.link_bytes_per_s, metrics.upkeep.link_failed, expected=config.ways,
         is_budget_shared=config.routing.share_egress,
     )  # fmt: skip
-    drained = SharedDrained(config.drained_dir) if config.drained_dir is not None else seat.drained
+    drained = SharedDrainedLinks(config.drained_dir) if config.drained_dir is not None else seat.drained
     links.drain(drained.links())
     records = seat.records(config.kept_records)
     flows = Flows(seat.next_seq, clock)
-    kept: dict[str, Kept] = {"requests": records, "flows": flows}
+    kept: dict[str, NumberedRing] = {"requests": records, "flows": flows}
     with _named(config):
         request_log = (
             RequestLog(config.request_log, metrics.upkeep.not_logged) if config.request_log.directory else None
         )
         traces = Traces(config.traces, metrics.upkeep.not_traced) if config.traces.endpoint else None
-    reader = Reader(
+    reader = PromptReader(
         tokenizer,
         afterwards,
         threads=config.tokenise_threads,
@@ -191,17 +191,17 @@ async def running(
         max_bytes=strangers.max_reading_bytes,
     )
     warming = afterwards.start(reader.warm(warm_s), "warm") if warm_s else None
-    decider = Decider(config, clusters, links, cost, clock)
+    decider = Router(config, clusters, links, cost, clock)
     engine_readings = EngineReadings(
         Styles(), clusters, legs, reader, afterwards, clock, config.timeouts.read_s,
         lambda: decider.setting.threshold_tokens,
         renders_otherwise=renders_otherwise(config.tokenizer_dir),
     )  # fmt: skip
     on_ended = [each.ended for each in (request_log, traces, engine_readings) if each is not None]
-    accounts = Accounts(metrics, records, seat.offered, clock, on_ended)
+    accounts = RequestRecorder(metrics, records, seat.offered, clock, on_ended)
     follower = Follower(config.plan, decider.follow, metrics.upkeep)
     follower.begin()
-    moves = Moves(
+    moves = PrefixTransfers(
         metrics,
         afterwards,
         clock,
@@ -212,7 +212,7 @@ async def running(
         on_ended=flows.moved,
     )
     replicas = Replicas(clusters, moves, clock, decider.pays) if config.routing.replicate else None
-    admission = Admission(config.max_in_flight, metrics.in_flight.set, seat.in_flight)
+    admission = ConcurrencyLimiter(config.max_in_flight, metrics.in_flight.set, seat.in_flight)
     line = WaitingLine(
         clock,
         limit=config.max_waiting,
@@ -230,16 +230,16 @@ async def running(
         share=config.retry_share,
         least=config.least_retries / seat.workers,
     )
-    rooms = Rooms(
-        receiver=Receiver(strangers, config.max_body_bytes, config.timeouts.body_s, now),
+    rooms = Pipeline(
+        receiver=BodyReceiver(strangers, config.max_body_bytes, config.timeouts.body_s, now),
         admission=admission,
         reader=reader,
         engine_readings=engine_readings,
         dispatcher=Dispatcher(
             clusters,
             decider,
-            Reservations(clusters, accounts, afterwards, clock, config.timeouts.reservation_ttl_s),
-            Runner(
+            DecodeReservations(clusters, accounts, afterwards, clock, config.timeouts.reservation_ttl_s),
+            TicketedRunner(
                 clusters,
                 links,
                 legs,
@@ -275,8 +275,10 @@ async def running(
         accounts=accounts,
     )
     allowances = seat.allowances(clock)
-    door = FrontDoor(config, rooms, clusters, metrics, requests, clock, allowances, decider.answer_tokens, traces)
-    load = LoadReport(
+    door = GenerationEndpoint(
+        config, rooms, clusters, metrics, requests, clock, allowances, decider.answer_tokens, traces
+    )
+    load = LoadReporter(
         seat.offered, clusters, links, lambda: decider.setting, lambda: follower.plan,
         config.routing.decode_slots,
     )  # fmt: skip
@@ -294,7 +296,7 @@ async def running(
     chores.keep(Probes(links, afterwards, PROBE_TIMEOUT_S, clock, flows.probed).run, "probes")
     if replicas:
         chores.keep(replicas.run, "replicas")
-    gateway = Gateway(config, door, admission, decider, refusals, legs, line, clusters, links, replicas)
+    gateway = RunningGateway(config, door, admission, decider, refusals, legs, line, clusters, links, replicas)
     gateway.reloads = Reloads(
         read_again or (lambda: config), lambda: gateway.config, gateway.reload, metrics.upkeep.reloaded, seat.parent
     )
@@ -311,18 +313,18 @@ async def running(
         stack.push_async_callback(chores.cancel)
         siblings = await stack.enter_async_context(seat.siblings(kept))
         console = Console(
-            Snapshots(
+            ConsoleSnapshots(
                 config, clusters, links, decider, admission, line, lambda: door.classes, lambda: door.keyring.tenants,
                 follower, seat, clock,
             ),
             Explanations(door, rooms.receiver, clusters, decider, refusals, line),
-            PlanDesk(config.plan),
+            PlanProxy(config.plan),
             LinkSwitch(links, drained),
             gateway.reloads,
             rooms.receiver,
             door.keyring.is_operator,
         )  # fmt: skip
-        pages = Pages(
+        pages = OperatorEndpoints(
             clusters,
             links,
             decider,
@@ -344,7 +346,9 @@ async def running(
             await warming
         idle_s, is_shared = strangers.idle_s, siblings is not None
         port = config.port if seat.port is None else seat.port
-        desk = Desk(admission, rooms.receiver, rooms.reader, clusters, legs, metrics, door.keyring.tenant, allowances)
+        desk = TokenEndpoints(
+            admission, rooms.receiver, rooms.reader, clusters, legs, metrics, door.keyring.tenant, allowances
+        )
         app, straight = build_app(door, pages, desk), straight_ways(door)
         clients = await Listener.start(app, gates[0], config.host, port, idle_s, straight=straight, is_shared=is_shared)
         stack.push_async_callback(clients.close)
@@ -369,7 +373,7 @@ async def serve(
     tokenizer: TextTokenizer,
     announce: Callable[[str], None],
     read_again: Callable[[], GatewayConfig],
-    seat: Alone | Seat | None = None,
+    seat: SingleProcess | WorkerProcess | None = None,
 ) -> None:
     """Serves until SIGTERM or SIGINT, then until the running requests have ended; a second signal ends them too.
 
@@ -385,7 +389,7 @@ async def serve(
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal)
 
-    def on_orphaned(gateway: Gateway) -> None:
+    def on_orphaned(gateway: RunningGateway) -> None:
         gateway.leave_ports()
         stop.set()
 
@@ -410,11 +414,18 @@ def _named(config: GatewayConfig) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise ConfigError(f"request_log.directory = {str(config.request_log.directory)!r}: {error.strerror}") from error
+        raise GatewayConfigError(
+            f"request_log.directory = {str(config.request_log.directory)!r}: {error.strerror}"
+        ) from error
 
 
 async def _heartbeat(
-    door: FrontDoor, gates: list[Gate], links: Links, drained: Drained, clock: Callable[[], float], seat: Alone | Seat
+    door: GenerationEndpoint,
+    gates: list[Gate],
+    links: ClusterLinks,
+    drained: DrainedLinks,
+    clock: Callable[[], float],
+    seat: SingleProcess | WorkerProcess,
 ) -> None:
     """Measures how late the event loop is, and ends unread answers and unused connections."""
     while True:
@@ -428,7 +439,7 @@ async def _heartbeat(
         links.drain(drained.links())
 
 
-def _state(door: FrontDoor) -> State:
+def _state(door: GenerationEndpoint) -> WorkerState:
     if door.rooms.admission.is_draining:
-        return State.DRAINING
-    return State.READY if door.clusters.is_ready else State.WITHOUT_NODES
+        return WorkerState.DRAINING
+    return WorkerState.READY if door.clusters.is_ready else WorkerState.WITHOUT_NODES

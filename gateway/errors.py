@@ -1,7 +1,7 @@
 """What can go wrong in the gateway.
 
 GatewayError
-├── ConfigError               the configuration file is wrong; the process does not start
+├── GatewayConfigError        the configuration file is wrong; the process does not start
 │   └── CannotListen          a port that it names is not to be had
 ├── WorkersFail               processes of the gateway end as often as they are started
 ├── ApiError                  becomes the client's answer, in OpenAI's shape
@@ -18,7 +18,7 @@ GatewayError
 │   └── InternalError         500: an error of ours
 ├── LegFailed                 HTTP with an engine; `gateway.upstream.legs` says which node's leg it was
 └── NodeFailure               a node did not do what was asked; `planner.decisions.retries` says what follows
-    ├── NodeError             its agent, over gRPC
+    ├── AgentCallFailed       its agent, over gRPC
     ├── PrefillFailed         its engine, over HTTP
     └── DecodeFailed
 """
@@ -28,7 +28,7 @@ from typing import Final
 
 import msgspec
 
-from planner.decisions.retries import Failure, failure_of
+from planner.decisions.retries import FailureKind, failure_of
 
 LATE_S: Final = 0.5  # that a timer is: this process was stopped, or stuck
 RETRY_AFTER_S: Final = 1.0
@@ -38,11 +38,11 @@ class GatewayError(Exception):
     """Base of all errors of this package."""
 
 
-class ConfigError(GatewayError):
+class GatewayConfigError(GatewayError):
     """Names the key, the value and what is allowed."""
 
 
-class CannotListen(ConfigError):
+class CannotListen(GatewayConfigError):
     """Names the address, and why not."""
 
 
@@ -187,7 +187,7 @@ class LegFailed(GatewayError):
 class NodeFailure(GatewayError):
     """A node did not do what was asked. `reason` is a metric label, `failure` what the retry table knows it as."""
 
-    def __init__(self, node: str, reason: str, detail: str = "", failure: Failure | None = None) -> None:
+    def __init__(self, node: str, reason: str, detail: str = "", failure: FailureKind | None = None) -> None:
         super().__init__(f"{node}: {reason}{': ' + detail if detail else ''}")
         self.node = node
         self.reason = reason
@@ -195,17 +195,17 @@ class NodeFailure(GatewayError):
         self.failure = failure or failure_of(reason)
 
 
-class NodeError(NodeFailure):
+class AgentCallFailed(NodeFailure):
     """A gRPC call to an agent failed."""
 
 
-def unheard(address: str, silence_s: float, late_s: float) -> NodeError:
+def unheard(address: str, silence_s: float, late_s: float) -> AgentCallFailed:
     """What it means that nothing was heard of a node for `silence_s`, if that was noticed `late_s` after."""
     if late_s >= LATE_S:
-        return NodeError(
+        return AgentCallFailed(
             address, "not_listened", f"we were not there for {late_s:.1f} s or more, it may have said something"
         )
-    return NodeError(address, "silent", f"no event for {silence_s} s")
+    return AgentCallFailed(address, "silent", f"no event for {silence_s} s")
 
 
 class PrefillFailed(NodeFailure):

@@ -18,11 +18,11 @@ import uvloop
 
 from gateway.assembly import serve
 from gateway.config.gateway import GatewayConfig, load
-from gateway.errors import ConfigError
+from gateway.errors import GatewayConfigError
 from gateway.telemetry import log_setup as logs
-from gateway.workers.process_scope import FIRST_CONFIG, VERDICT, Seat
+from gateway.workers.process_scope import FIRST_CONFIG, VERDICT, WorkerProcess
 from gateway.workers.supervisor import serve_with_workers
-from prompts.encoder import Verdict
+from prompts.encoder import EncoderVerdict
 from prompts.errors import TokenizerUnreadable
 from prompts.fair_cache import FairCache
 from prompts.tokenizer import TextTokenizer
@@ -76,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = _configured(arguments, copy)
         check_identity(config)
         tokenizer = read_tokenizer(config)
-    except ConfigError as error:
+    except GatewayConfigError as error:
         print(f"prfaas gateway: {error}", file=sys.stderr)
         return BAD_CONFIG
     if arguments.check:
@@ -84,35 +84,35 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     try:
         return _run(config, tokenizer, arguments)
-    except ConfigError as error:
+    except GatewayConfigError as error:
         print(f"prfaas gateway: {error}", file=sys.stderr)
         return BAD_CONFIG
 
 
 def _configured(arguments: argparse.Namespace, copy: Path | None = None) -> GatewayConfig:
-    """The configuration of the file, or of a copy of it, with what the command line says instead. Raises ConfigError."""
+    """The configuration of the file, or of a copy of it, with what the command line says instead. Raises GatewayConfigError."""
     config = load(arguments.config, copy)
     if arguments.workers is None:
         return config
-    with mapped(ConfigError):
+    with mapped(GatewayConfigError):
         return replace(config, workers=arguments.workers)
 
 
 def read_tokenizer(config: GatewayConfig) -> TextTokenizer:
-    """The tokenizer that the configuration names. Raises ConfigError."""
+    """The tokenizer that the configuration names. Raises GatewayConfigError."""
     try:
         return TextTokenizer.load(config.tokenizer_dir, FairCache(config.prompt_memory_bytes))
     except TokenizerUnreadable as error:
-        raise ConfigError(f"tokenizer_dir: {error}") from error
+        raise GatewayConfigError(f"tokenizer_dir: {error}") from error
 
 
 def check_identity(config: GatewayConfig) -> None:
-    """Raises ConfigError now for files that no agent could be talked to with."""
+    """Raises GatewayConfigError now for files that no agent could be talked to with."""
     try:
         if config.identity is not None:
             config.identity.check()
     except OSError as error:
-        raise ConfigError(str(error)) from error
+        raise GatewayConfigError(str(error)) from error
 
 
 def _run(config: GatewayConfig, tokenizer: TextTokenizer, arguments: argparse.Namespace) -> int:
@@ -142,12 +142,12 @@ def _run(config: GatewayConfig, tokenizer: TextTokenizer, arguments: argparse.Na
     return status
 
 
-def _known(seat: Sequence[str] | None) -> Verdict | None:
+def _known(seat: Sequence[str] | None) -> EncoderVerdict | None:
     """What the parent of a worker has found out about the tokenizer's fast encoder."""
     if seat is None:
         return None
     try:
-        return msgspec.json.decode((Path(seat[0]) / VERDICT).read_bytes(), type=Verdict | None)
+        return msgspec.json.decode((Path(seat[0]) / VERDICT).read_bytes(), type=EncoderVerdict | None)
     except (OSError, msgspec.DecodeError) as error:
         log.warning("what is known of the tokenizer cannot be read: %s", error)
         return None
@@ -160,9 +160,9 @@ def _worker(arguments: argparse.Namespace, directory: Path, number: int, port: i
     return [*own, *asked, "--seat", str(directory), str(number), str(port)]
 
 
-def _seat(words: Sequence[str]) -> Seat:
+def _seat(words: Sequence[str]) -> WorkerProcess:
     directory, number, port = words
-    return Seat(Path(directory), int(number), int(port))
+    return WorkerProcess(Path(directory), int(number), int(port))
 
 
 def _announce(line: str) -> None:

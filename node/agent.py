@@ -21,7 +21,7 @@ from hybrid_cache.hashing.block_hash import model_salt
 from hybrid_cache.layout.layout import ModelLayout
 from node.config import RELOADABLE, SERVERS, NodeConfig
 from node.control.broadcast import Broadcast
-from node.control.holders import Holders
+from node.control.holders import ReservationHolders
 from node.draining import Draining
 from node.engine.http_status import follow_adapters, follow_loads, serves
 from node.engine.kv_events import events_endpoint, follow
@@ -30,16 +30,24 @@ from node.engine.prefix_cache import EngineCache
 from node.engine.sglang_teardown import end_headless
 from node.engine.socket import EngineConnection, EngineSocket
 from node.engine.supervisor import EngineCommand, EngineSupervisor, engine_command
-from node.errors import ArenaError, ConfigError, EngineError, EngineRefused, LayoutMismatch, NodeRefusal, SecondEngine
+from node.errors import (
+    ArenaError,
+    EngineFailure,
+    EngineRefused,
+    LayoutMismatch,
+    NodeConfigError,
+    NodeRefusal,
+    SecondEngine,
+)
 from node.kvcache.arena import SHM_DIR, Arena, arena_directory, arena_path
 from node.kvcache.paced_check import PacedCheck
-from node.kvcache.pages import Pages, as_message
-from node.kvcache.pinned_contexts import Contexts
+from node.kvcache.pages import ArenaPages, as_message
+from node.kvcache.pinned_contexts import PinnedContexts
 from node.process.owned_names import OwnedDirectory, sweep_directories, sweep_files
-from node.role import Landings, Role
+from node.role import LandingClaims, NodeRole
 from node.tasks import Tasks
 from node.transfer.incoming import Consumer
-from node.transfer.links import Links, rdma_of
+from node.transfer.links import PeerLinks, rdma_of
 from node.transfer.loans import Producer
 from transport.control import messages as m
 from transport.control.proto import node_pb2 as pb
@@ -59,18 +67,18 @@ class NodeAgent:
     def __init__(
         self,
         config: NodeConfig,
-        role: Role,
+        role: NodeRole,
         now: Callable[[], float],
         *,
         engine_command: EngineCommand = engine_command,
         liveness: LivenessTimes = TIMES,
-        pages: type[Pages] = Pages,
+        pages: type[ArenaPages] = ArenaPages,
     ) -> None:
         self.config = config
         self.role = role
         self.boot_id = uuid.uuid4().hex
         self.events = Broadcast()
-        self.holders = Holders(now)
+        self.holders = ReservationHolders(now)
         rdma = rdma_of(config)
         run_dir = Path(config.run_dir)
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -78,17 +86,17 @@ class NodeAgent:
         # A directory of its own: no other node's name can collide.
         self._socket_dir = OwnedDirectory(Path(tempfile.gettempdir()))
         self.socket = EngineSocket(self._socket_dir.path / "engine.sock", self)
-        self.links = Links(config, use_shm=config.transport == "auto" and os.access(SHM_DIR, os.W_OK), rdma=rdma)
+        self.links = PeerLinks(config, use_shm=config.transport == "auto" and os.access(SHM_DIR, os.W_OK), rdma=rdma)
         self.supervisor = EngineSupervisor(
             config, self.socket.path, self.engine_log, now, self.publish_description, command=engine_command
         )
         self.arena: Arena | None = None
         self._taking: asyncio.Future[Arena] | None = None
-        self.pages: Pages | None = None
+        self.pages: ArenaPages | None = None
         self.producer: Producer | None = None
         self.consumer: Consumer | None = None
-        self.landings: Landings | None = None
-        self.contexts: Contexts | None = None
+        self.landings: LandingClaims | None = None
+        self.contexts: PinnedContexts | None = None
         self.calls_ended: Counter[str] = Counter()  # kept connections that the node ended, by why
         self.reloads = Counter(applied=0, unchanged=0, refused=0)
         self.calls_port = 0  # where calls are taken over kept connections; 0: nowhere
@@ -113,7 +121,10 @@ class NodeAgent:
     # Life
 
     async def start(self) -> None:
-        """Takes the arena's memory, starts listening and starts the engine; `wait_ready` waits for it. Raises NoRoom, OSError."""
+        """Takes the arena's memory, starts listening and starts the engine; `wait_ready` waits for it.
+
+        Raises NoArenaMemory, OSError.
+        """
         self._taking = asyncio.ensure_future(asyncio.to_thread(_take_arena, self.config))
         self.arena = await asyncio.shield(self._taking)
         self.links.start()
@@ -122,13 +133,13 @@ class NodeAgent:
         self.tasks.start("housekeeping", self._keep_house)
 
     async def wait_ready(self, timeout_s: float) -> None:
-        """Waits for an engine that takes requests. Raises TimeoutError, and EngineError when waiting is in vain."""
+        """Waits for an engine that takes requests. Raises TimeoutError, and EngineFailure when waiting is in vain."""
         async with asyncio.timeout(timeout_s):
             while not self._engine_serves:
                 if refusal := self.unusable or self.supervisor.refusal:
                     raise EngineRefused(refusal)
                 if self.supervisor.gave_up:
-                    raise EngineError("it died too often")
+                    raise EngineFailure("it died too often")
                 await asyncio.sleep(POLL_S)
 
     def _on_draining(self, is_on: bool) -> None:
@@ -159,7 +170,7 @@ class NodeAgent:
         """Takes up what may change while the node runs. What is wrong with the file is logged, and nothing changes."""
         try:
             new = read()
-        except ConfigError as exc:
+        except NodeConfigError as exc:
             self.reloads["refused"] += 1
             log.error("configuration refused node=%s: %s", self.config.node_id, exc)
             return
@@ -209,7 +220,7 @@ class NodeAgent:
     # EngineListener
 
     def on_hello(self, hello: m.Hello, engine: EngineConnection) -> None:
-        """Cuts the arena, or checks that a returning engine fits the one there is. Raises EngineError, MessageError."""
+        """Cuts the arena, or checks that a returning engine fits the one there is. Raises EngineFailure, MessageError."""
         if self._engine is engine:
             raise m.MessageError("Hello twice")
         if self._engine is not None:
@@ -274,7 +285,7 @@ class NodeAgent:
                 self._publish_cache_event(event)
             self._engine_cache = None
 
-    def _pages_for(self, hello: m.Hello) -> Pages:
+    def _pages_for(self, hello: m.Hello) -> ArenaPages:
         assert self.arena is not None  # no engine is started without
         try:
             layout = ModelLayout.from_json(hello.layout_json)
@@ -302,7 +313,7 @@ class NodeAgent:
             )
             self.consumer = Consumer(pages, self.links, self.config.lease_s, self._now, self.holders)
             self.landings = self.role.landings(self.consumer)
-            self.contexts = Contexts(pages, self._now)
+            self.contexts = PinnedContexts(pages, self._now)
         return pages
 
     def on_message(self, message: m.EngineMessage, engine: EngineConnection) -> None:
@@ -373,7 +384,7 @@ class NodeAgent:
             raise NodeRefusal("starting", f"{self.config.node_id} has had no engine yet")
         return self.consumer
 
-    def any_contexts(self) -> Contexts:
+    def any_contexts(self) -> PinnedContexts:
         """The contexts, once a layout is known. Raises NodeRefusal."""
         if self.contexts is None:
             raise NodeRefusal("starting", f"{self.config.node_id} has had no engine yet")
@@ -474,7 +485,7 @@ class NodeAgent:
 
 
 def _take_arena(config: NodeConfig) -> Arena:
-    """Blocks while memory is cleared; first, what dead nodes left behind is given back. Raises NoRoom, OSError."""
+    """Blocks while memory is cleared; first, what dead nodes left behind is given back. Raises NoArenaMemory, OSError."""
     directory = arena_directory(Path(config.run_dir))
     sweep_files(directory)
     sweep_directories(Path(tempfile.gettempdir()))

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from node.config import CLUSTER_KINDS, ENGINES, ROLES, TRANSPORTS, NodeConfig, load_node_config, node_config
-from node.errors import ConfigError
+from node.errors import NodeConfigError
 from transport.control.settings import mapped
 
 # Of a node without a file: alone, it serves whole requests.
@@ -47,16 +47,16 @@ def add_node_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def config_from(arguments: argparse.Namespace, engine_args: Sequence[str] = ()) -> NodeConfig:
-    """The configuration that the command line stands for. Raises ConfigError."""
+    """The configuration that the command line stands for. Raises NodeConfigError."""
     given = {f.name: getattr(arguments, f.name) for f in fields(NodeConfig) if f.name not in FILE_ONLY}
     flags = {key: value for key, value in given.items() if value is not None}
     if arguments.config is not None:
         config = load_node_config(arguments.config)
         flags = {key: _number_or_text(key, value) for key, value in flags.items()}
-        with mapped(ConfigError):
+        with mapped(NodeConfigError):
             return replace(config, **flags, engine_args=(*config.engine_args, *engine_args))
     if not flags:
-        raise ConfigError("give a file with -c, or at least --model")
+        raise NodeConfigError("give a file with -c, or at least --model")
     table = DEFAULTS | {key: _number_or_text(key, value) for key, value in flags.items()}
     table.setdefault("node_id", f"{table['cluster']}-{table['role']}")
     return node_config({**table, "engine_args": list(engine_args)}, "arguments")

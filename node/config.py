@@ -7,8 +7,8 @@ from typing import Any, Final, TypeAlias
 
 from hybrid_cache.eviction.choice import DEFAULT, HISTORY_BLOCKS, POLICIES
 from node.coding import Coding, coding_of
-from node.errors import ConfigError
-from node.process.ports import Port
+from node.errors import NodeConfigError
+from node.process.ports import ListenPort
 from transport.control.settings import (
     SettingsError,
     build,
@@ -188,10 +188,10 @@ class NodeConfig:
                 f"integrity = 'aead': it needs {', '.join(IDENTITY_KEYS)}; `prfaas certificates` makes them"
             )
 
-    def port(self, listener: str) -> Port:
+    def port(self, listener: str) -> ListenPort:
         """Where one of LISTENERS is to listen."""
         host = getattr(self, f"{'control' if listener == 'calls' else listener}_host") or self.host
-        return Port(f"{listener}_port", host, getattr(self, f"{listener}_port"))
+        return ListenPort(f"{listener}_port", host, getattr(self, f"{listener}_port"))
 
     @property
     def model_name(self) -> str:
@@ -255,14 +255,14 @@ def _second_of_day(name: str, text: str) -> float:
 
 
 def node_config(table: Mapping[str, Any], where: str = "[node]") -> NodeConfig:
-    """Parses a TOML table. Raises ConfigError that names the key, the value and what is allowed."""
-    with mapped(ConfigError):
+    """Parses a TOML table. Raises NodeConfigError that names the key, the value and what is allowed."""
+    with mapped(NodeConfigError):
         return build(NodeConfig, dict(table), where)
 
 
 def load_node_config(path: Path) -> NodeConfig:
-    """Reads the [node] table of a TOML file. Raises ConfigError."""
-    with in_file(path, ConfigError):
+    """Reads the [node] table of a TOML file. Raises NodeConfigError."""
+    with in_file(path, NodeConfigError):
         document = read_toml(path)
         _only_a_node(document)
         config = build(NodeConfig, document["node"], "[node]")

@@ -1,10 +1,10 @@
 """Errors of a node.
 
 NodeError
-├── ConfigError            the configuration names an unknown key or holds a bad value
+├── NodeConfigError       the configuration names an unknown key or holds a bad value
 ├── PortHeld              a process of this node's earlier start does not let go of a port
-├── NoRoom                 the host's shared memory has no room for the arena
-├── EngineError
+├── NoArenaMemory         the host's shared memory has no room for the arena
+├── EngineFailure
 │   ├── EngineRefused      no start of the engine can succeed
 │   ├── ArenaError         no page arena can be made for the engine's model
 │   ├── LayoutMismatch     an engine came back with another KVCache layout than the arena was cut for
@@ -17,7 +17,7 @@ class NodeError(Exception):
     """Base of all errors of this package."""
 
 
-class ConfigError(NodeError):
+class NodeConfigError(NodeError):
     """An unknown key or an impossible value: names both, and what is allowed."""
 
 
@@ -25,7 +25,7 @@ class PortHeld(NodeError):
     """A port is taken by what is left of this node's earlier start."""
 
 
-class NoRoom(NodeError):
+class NoArenaMemory(NodeError):
     """The memory that `cache_bytes` promises is not there: says how much is. `is_final`: there never will be so much."""
 
     def __init__(self, message: str, *, is_final: bool) -> None:
@@ -33,23 +33,23 @@ class NoRoom(NodeError):
         self.is_final = is_final
 
 
-class EngineError(NodeError):
+class EngineFailure(NodeError):
     """The engine side of the node failed."""
 
 
-class EngineRefused(EngineError):
+class EngineRefused(EngineFailure):
     """What is configured cannot be served, however often it is tried: says why."""
 
 
-class ArenaError(EngineError):
+class ArenaError(EngineFailure):
     """No arena can be made: the layout is invalid, or the memory is not there."""
 
 
-class LayoutMismatch(EngineError):
+class LayoutMismatch(EngineFailure):
     """The arena was cut for another model."""
 
 
-class SecondEngine(EngineError):
+class SecondEngine(EngineFailure):
     """A node has one engine at a time."""
 
 

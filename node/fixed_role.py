@@ -4,7 +4,7 @@ from collections import Counter
 
 from node.config import NodeConfig
 from node.errors import NodeRefusal
-from node.role import Standing
+from node.role import RoleState
 from transport.control.proto import node_pb2 as pb
 
 
@@ -13,7 +13,7 @@ class FixedRole:
 
     def __init__(self, config: NodeConfig, why: str) -> None:
         self.counts: Counter[str] = Counter()
-        self.standing = Standing(node_id=config.node_id, role=config.role)
+        self.standing = RoleState(node_id=config.node_id, role=config.role)
         self._why = why
 
     async def convert(self, request: pb.ConvertRequest) -> pb.Conversion:

@@ -18,11 +18,11 @@ from node.agent import ENGINE_STOP_S, NodeAgent
 from node.command_line import add_node_arguments, config_from, split_engine_args
 from node.config import LISTENERS, SERVERS, NodeConfig
 from node.control.call_server import CallServer
-from node.errors import ConfigError, EngineError, EngineRefused, NodeError, NoRoom
+from node.errors import EngineFailure, EngineRefused, NoArenaMemory, NodeConfigError, NodeError
 from node.grpc_service import NodeService, serve
 from node.metrics import serve_metrics
-from node.process.ports import UNUSABLE, Port, wait_free
-from node.role import Role
+from node.process.ports import UNUSABLE, ListenPort, wait_free
+from node.role import NodeRole
 from transport.path.tcp import format_address
 
 log = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ NOT_INSTALLED = {
 }
 
 
-def run(config: NodeConfig, role: Role, read_again: Callable[[], NodeConfig]) -> int:
+def run(config: NodeConfig, role: NodeRole, read_again: Callable[[], NodeConfig]) -> int:
     """Runs one node to its end; returns the exit status. SIGHUP applies what `read_again` gives.
 
     SIGTERM ends it once what runs has ended; a second one ends that, too.
@@ -57,7 +57,7 @@ def run(config: NodeConfig, role: Role, read_again: Callable[[], NodeConfig]) ->
     return status
 
 
-async def _run(config: NodeConfig, role: Role, read_again: Callable[[], NodeConfig]) -> int:
+async def _run(config: NodeConfig, role: NodeRole, read_again: Callable[[], NodeConfig]) -> int:
     stop, hurry, loop = asyncio.Event(), asyncio.Event(), asyncio.get_running_loop()
 
     def told() -> None:
@@ -72,7 +72,7 @@ async def _run(config: NodeConfig, role: Role, read_again: Callable[[], NodeConf
             agent = await _or_stopped(_start(config, role, read_again, stack), stop)
         except (OSError, NodeError) as exc:
             print(f"node {config.node_id}: cannot start: {exc}", file=sys.stderr)
-            is_final = isinstance(exc, ConfigError) or (isinstance(exc, NoRoom) and exc.is_final)
+            is_final = isinstance(exc, NodeConfigError) or (isinstance(exc, NoArenaMemory) and exc.is_final)
             return EXIT_BAD_CONFIG if is_final else EXIT_FAILED
         if agent is None:
             return 0
@@ -88,7 +88,7 @@ async def _run(config: NodeConfig, role: Role, read_again: Callable[[], NodeConf
 
 
 async def _start(
-    config: NodeConfig, role: Role, read_again: Callable[[], NodeConfig], stack: AsyncExitStack
+    config: NodeConfig, role: NodeRole, read_again: Callable[[], NodeConfig], stack: AsyncExitStack
 ) -> NodeAgent:
     """Starts all listeners, then the engine. Raises OSError, NodeError."""
     for listener in LISTENERS:  # an engine would find out by dying, again and again
@@ -128,7 +128,7 @@ def _patience_s(config: NodeConfig) -> float:
 
 
 @contextmanager
-def _binding(port: Port) -> Iterator[None]:
+def _binding(port: ListenPort) -> Iterator[None]:
     """A process that took a port since it was free is a stranger."""
     try:
         yield
@@ -159,7 +159,7 @@ async def _engine_came(agent: NodeAgent, stop: asyncio.Event) -> int:
             file=sys.stderr,
         )
         return EXIT_BAD_CONFIG
-    except (TimeoutError, EngineError) as failure:
+    except (TimeoutError, EngineFailure) as failure:
         _say_why(agent, f"its engine did not come up: {str(failure) or 'it said nothing'}")
         return EXIT_ENGINE_FAILED
     return 0
@@ -180,25 +180,25 @@ def _say_why(agent: NodeAgent, what: str) -> None:
 
 
 def check_model(config: NodeConfig) -> None:
-    """Raises ConfigError now for what every start of an engine would fail on."""
+    """Raises NodeConfigError now for what every start of an engine would fail on."""
     if config.engine in SERVERS and importlib.util.find_spec(config.engine) is None:
-        raise ConfigError(NOT_INSTALLED[config.engine])
+        raise NodeConfigError(NOT_INSTALLED[config.engine])
     try:
         if config.identity is not None:
             config.identity.check()
     except OSError as exc:
-        raise ConfigError(str(exc)) from exc
+        raise NodeConfigError(str(exc)) from exc
     if config.engine == "emulated" and config.model.endswith(".json") and not Path(config.model).is_file():
-        raise ConfigError(
+        raise NodeConfigError(
             f"model = {config.model!r}: there is no such file; a profile stands in for hardware that it knows"
         )
     if config.engine == "embedded" and not (Path(config.model) / "config.json").is_file():
-        raise ConfigError(
+        raise NodeConfigError(
             f"model = {config.model!r}: it must be a model directory, with a config.json; `prfaas model build` makes one"
         )
 
 
-def node_main(prog: str, about: str, role: Role, argv: Sequence[str] | None) -> int:
+def node_main(prog: str, about: str, role: NodeRole, argv: Sequence[str] | None) -> int:
     """The command line that both kinds of cluster share."""
     parser = argparse.ArgumentParser(prog=prog, description=about)
     add_node_arguments(parser)
@@ -209,9 +209,11 @@ def node_main(prog: str, about: str, role: Role, argv: Sequence[str] | None) -> 
         config = config_from(arguments, engine_args)
         if config.cluster_kind != role.kind:
             where = f"{arguments.config}: [node]: " if arguments.config else ""
-            raise ConfigError(f"{where}cluster_kind = {config.cluster_kind!r}: {prog} runs nodes of kind {role.kind!r}")
+            raise NodeConfigError(
+                f"{where}cluster_kind = {config.cluster_kind!r}: {prog} runs nodes of kind {role.kind!r}"
+            )
         check_model(config)
-    except ConfigError as exc:
+    except NodeConfigError as exc:
         print(f"{prog}: {exc}", file=sys.stderr)
         return EXIT_BAD_CONFIG
     return run(config, role, lambda: config_from(arguments, engine_args))

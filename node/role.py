@@ -15,7 +15,7 @@ from transport.control.proto import node_pb2 as pb
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Standing:
+class RoleState:
     """What a node does now. One that is converting does nothing new in either role."""
 
     node_id: str
@@ -23,11 +23,11 @@ class Standing:
     is_converting: bool = False
 
 
-Admit = Callable[[Standing, pb.ReserveRequest], None]
-AdmitLeg = Callable[[Standing], None]
+Admit = Callable[[RoleState, pb.ReserveRequest], None]
+AdmitLeg = Callable[[RoleState], None]
 
 
-class Landings(Protocol):
+class LandingClaims(Protocol):
     """Landed KVCache on its way into engines. `jobs` counts claims by kind and outcome, `refused` by reason."""
 
     refused: Counter[str]
@@ -60,7 +60,7 @@ class Conversions(Protocol):
     counts: Counter[str]
 
     @property
-    def standing(self) -> Standing: ...
+    def standing(self) -> RoleState: ...
 
     async def convert(self, request: pb.ConvertRequest) -> pb.Conversion:
         """Takes a command up. Raises NodeRefusal."""
@@ -72,11 +72,11 @@ class Conversions(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Role:
+class NodeRole:
     """One kind of cluster. `admit` and `admit_leg` raise NodeRefusal for reservations and prefill legs that it does not take."""
 
     kind: str
     admit: Admit
     admit_leg: AdmitLeg
-    landings: Callable[[Consumer], Landings]
+    landings: Callable[[Consumer], LandingClaims]
     conversions: Callable[[Convertible, Callable[[], float]], Conversions]

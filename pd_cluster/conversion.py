@@ -1,8 +1,8 @@
 """A node's way from one role to the other: what follows an event, as a table.
 
-    STEADY ──Command──► DRAINING ──Drained──► VERIFYING ──Verified──► STEADY, in the new role
-       ▲                   │                      │
-       └── too late, or the old role is wanted ───┴── too late, Unfit, or the old role is wanted: the old role
+    STEADY ──Command──► DRAINING ──RoleDrained──► VERIFYING ──Verified──► STEADY, in the new role
+       ▲                   │                          │
+       └── too late, or the old role is wanted ───────┴── too late, RoleUnfit, or the old role is wanted: the old role
 
 From the first step to the last the node takes nothing new for either role, and whatever ends it ends in one of the two. The
 role changes in one place, when the new one has been verified: a node that dies before comes back in the old one.
@@ -18,7 +18,7 @@ from types import MappingProxyType
 from typing import Any, Final, TypeAlias
 
 
-class Phase(StrEnum):
+class ConversionPhase(StrEnum):
     """Where a conversion is."""
 
     STEADY = "steady"
@@ -26,7 +26,7 @@ class Phase(StrEnum):
     VERIFYING = "verifying"
 
 
-class Outcome(StrEnum):
+class CommandOutcome(StrEnum):
     """How the newest command ended."""
 
     PENDING = ""  # it is under way, or there was none
@@ -52,8 +52,8 @@ class Conversion:
     role: str
     epoch: int = 0
     target: str = ""
-    phase: Phase = Phase.STEADY
-    outcome: Outcome = Outcome.PENDING
+    phase: ConversionPhase = ConversionPhase.STEADY
+    outcome: CommandOutcome = CommandOutcome.PENDING
     detail: str = ""
     attempt: int = 0
     verify_timeout_s: float = 0.0
@@ -63,14 +63,14 @@ class Conversion:
     control_s: float = 0.0
 
     @property
-    def lasting(self) -> tuple[str, int, str, Outcome, str]:
+    def lasting(self) -> tuple[str, int, str, CommandOutcome, str]:
         """What a restart must not undo: role, epoch, target, outcome, detail."""
         return self.role, self.epoch, self.target, self.outcome, self.detail
 
     @property
     def is_converting(self) -> bool:
         """Whether the node takes nothing new."""
-        return self.phase is not Phase.STEADY
+        return self.phase is not ConversionPhase.STEADY
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +84,7 @@ class Command:
 
 
 @dataclass(frozen=True, slots=True)
-class Drained:
+class RoleDrained:
     """Nothing of the old role is left."""
 
     attempt: int
@@ -98,7 +98,7 @@ class Verified:
 
 
 @dataclass(frozen=True, slots=True)
-class Unfit:
+class RoleUnfit:
     """It does not, and why."""
 
     attempt: int
@@ -110,7 +110,7 @@ class Tick:
     """Time has passed."""
 
 
-Event: TypeAlias = Command | Drained | Verified | Unfit | Tick
+Event: TypeAlias = Command | RoleDrained | Verified | RoleUnfit | Tick
 
 
 class Effect(StrEnum):
@@ -123,7 +123,7 @@ class Effect(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class ConversionStep:
     """What follows an event."""
 
     conversion: Conversion
@@ -134,15 +134,15 @@ BEGUN: Final = (Effect.ANNOUNCE, Effect.REMEMBER, Effect.CARRY_OUT)
 ENDED: Final = (Effect.ANNOUNCE, Effect.REMEMBER, Effect.COUNT)
 
 
-def step(conversion: Conversion, event: Event, now: float) -> Step:
+def step(conversion: Conversion, event: Event, now: float) -> ConversionStep:
     """The one after `event`. Raises StaleCommand."""
     if isinstance(event, Command):
         if is_repeated(conversion, event):
-            return Step(conversion)
+            return ConversionStep(conversion)
     elif not isinstance(event, Tick) and event.attempt != conversion.attempt:
-        return Step(conversion)
+        return ConversionStep(conversion)
     follow = TRANSITIONS.get((conversion.phase, type(event)))
-    return Step(conversion) if follow is None else follow(conversion, event, now)
+    return ConversionStep(conversion) if follow is None else follow(conversion, event, now)
 
 
 def is_repeated(conversion: Conversion, command: Command) -> bool:
@@ -155,101 +155,103 @@ def is_repeated(conversion: Conversion, command: Command) -> bool:
     raise StaleCommand(f"epoch {command.epoch} wants {command.role}, but {newest}")
 
 
-def _begin(conversion: Conversion, command: Command, now: float) -> Step:
+def _begin(conversion: Conversion, command: Command, now: float) -> ConversionStep:
     commanded = replace(conversion, epoch=command.epoch, target=command.role, detail="", drain_s=0.0, control_s=0.0)
     if command.role == conversion.role:
-        return Step(replace(commanded, outcome=Outcome.UNCHANGED), ENDED)
+        return ConversionStep(replace(commanded, outcome=CommandOutcome.UNCHANGED), ENDED)
     begun = replace(
         commanded,
-        phase=Phase.DRAINING,
-        outcome=Outcome.PENDING,
+        phase=ConversionPhase.DRAINING,
+        outcome=CommandOutcome.PENDING,
         attempt=conversion.attempt + 1,
         verify_timeout_s=command.verify_timeout_s,
         phase_began=now,
         deadline=now + command.drain_timeout_s,
     )
-    return Step(begun, BEGUN)
+    return ConversionStep(begun, BEGUN)
 
 
-def _overrule_draining(conversion: Conversion, command: Command, now: float) -> Step:
+def _overrule_draining(conversion: Conversion, command: Command, now: float) -> ConversionStep:
     if command.role == conversion.role:
         return _withdraw(conversion, command, now)
     deadline = now + command.drain_timeout_s
     taken = replace(
         conversion, epoch=command.epoch, verify_timeout_s=command.verify_timeout_s, deadline=deadline
     )  # fmt: skip
-    return Step(taken, (Effect.ANNOUNCE, Effect.REMEMBER))
+    return ConversionStep(taken, (Effect.ANNOUNCE, Effect.REMEMBER))
 
 
-def _overrule_verifying(conversion: Conversion, command: Command, now: float) -> Step:
+def _overrule_verifying(conversion: Conversion, command: Command, now: float) -> ConversionStep:
     if command.role == conversion.role:
         return _withdraw(conversion, command, now)
-    return Step(replace(conversion, epoch=command.epoch), (Effect.ANNOUNCE, Effect.REMEMBER))
+    return ConversionStep(replace(conversion, epoch=command.epoch), (Effect.ANNOUNCE, Effect.REMEMBER))
 
 
-def _withdraw(conversion: Conversion, command: Command, now: float) -> Step:
+def _withdraw(conversion: Conversion, command: Command, now: float) -> ConversionStep:
     commanded = replace(conversion, epoch=command.epoch, target=command.role)
-    return _end(commanded, Outcome.WITHDRAWN, now)
+    return _end(commanded, CommandOutcome.WITHDRAWN, now)
 
 
-def _verify(conversion: Conversion, event: Drained, now: float) -> Step:
+def _verify(conversion: Conversion, event: RoleDrained, now: float) -> ConversionStep:
     verifying = replace(
         conversion,
-        phase=Phase.VERIFYING,
+        phase=ConversionPhase.VERIFYING,
         drain_s=now - conversion.phase_began,
         phase_began=now,
         deadline=now + conversion.verify_timeout_s,
     )
-    return Step(verifying)
+    return ConversionStep(verifying)
 
 
-def _take_up(conversion: Conversion, event: Verified, now: float) -> Step:
-    return _end(replace(conversion, role=conversion.target), Outcome.CONVERTED, now)
+def _take_up(conversion: Conversion, event: Verified, now: float) -> ConversionStep:
+    return _end(replace(conversion, role=conversion.target), CommandOutcome.CONVERTED, now)
 
 
-def _restore(conversion: Conversion, event: Unfit, now: float) -> Step:
-    return _end(conversion, Outcome.VERIFY_FAILED, now, event.reason)
+def _restore(conversion: Conversion, event: RoleUnfit, now: float) -> ConversionStep:
+    return _end(conversion, CommandOutcome.VERIFY_FAILED, now, event.reason)
 
 
-def _drain_late(conversion: Conversion, event: Tick, now: float) -> Step:
+def _drain_late(conversion: Conversion, event: Tick, now: float) -> ConversionStep:
     if now < conversion.deadline:
-        return Step(conversion)
+        return ConversionStep(conversion)
     return _end(
-        conversion, Outcome.DRAIN_TIMEOUT, now, f"requests still ran after {now - conversion.phase_began:.1f} s"
+        conversion, CommandOutcome.DRAIN_TIMEOUT, now, f"requests still ran after {now - conversion.phase_began:.1f} s"
     )
 
 
-def _verify_late(conversion: Conversion, event: Tick, now: float) -> Step:
+def _verify_late(conversion: Conversion, event: Tick, now: float) -> ConversionStep:
     if now < conversion.deadline:
-        return Step(conversion)
-    return _end(conversion, Outcome.VERIFY_FAILED, now, f"no answer after {now - conversion.phase_began:.1f} s")
+        return ConversionStep(conversion)
+    return _end(conversion, CommandOutcome.VERIFY_FAILED, now, f"no answer after {now - conversion.phase_began:.1f} s")
 
 
-def _end(conversion: Conversion, outcome: Outcome, now: float, detail: str = "") -> Step:
+def _end(conversion: Conversion, outcome: CommandOutcome, now: float, detail: str = "") -> ConversionStep:
     in_phase_s = now - conversion.phase_began
-    drained = conversion.phase is Phase.VERIFYING
+    drained = conversion.phase is ConversionPhase.VERIFYING
     ended = replace(
         conversion,
-        phase=Phase.STEADY,
+        phase=ConversionPhase.STEADY,
         outcome=outcome,
         detail=detail,
         deadline=float("inf"),
         drain_s=conversion.drain_s if drained else in_phase_s,
         control_s=in_phase_s if drained else 0.0,
     )
-    return Step(ended, ENDED)
+    return ConversionStep(ended, ENDED)
 
 
 # What is not here is news that comes too late, or a time that is not awaited: nothing follows.
-TRANSITIONS: Final[Mapping[tuple[Phase, type[Event]], Callable[[Conversion, Any, float], Step]]] = MappingProxyType(
-    {
-        (Phase.STEADY, Command): _begin,
-        (Phase.DRAINING, Command): _overrule_draining,
-        (Phase.DRAINING, Drained): _verify,
-        (Phase.DRAINING, Tick): _drain_late,
-        (Phase.VERIFYING, Command): _overrule_verifying,
-        (Phase.VERIFYING, Verified): _take_up,
-        (Phase.VERIFYING, Unfit): _restore,
-        (Phase.VERIFYING, Tick): _verify_late,
-    }
+TRANSITIONS: Final[Mapping[tuple[ConversionPhase, type[Event]], Callable[[Conversion, Any, float], ConversionStep]]] = (
+    MappingProxyType(
+        {
+            (ConversionPhase.STEADY, Command): _begin,
+            (ConversionPhase.DRAINING, Command): _overrule_draining,
+            (ConversionPhase.DRAINING, RoleDrained): _verify,
+            (ConversionPhase.DRAINING, Tick): _drain_late,
+            (ConversionPhase.VERIFYING, Command): _overrule_verifying,
+            (ConversionPhase.VERIFYING, Verified): _take_up,
+            (ConversionPhase.VERIFYING, RoleUnfit): _restore,
+            (ConversionPhase.VERIFYING, Tick): _verify_late,
+        }
+    )
 )

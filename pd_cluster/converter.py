@@ -16,18 +16,18 @@ import aiohttp
 
 from node.config import ROLES
 from node.errors import NodeRefusal
-from node.role import Convertible, Standing
+from node.role import Convertible, RoleState
 from pd_cluster.conversion import (
     Command,
+    CommandOutcome,
     Conversion,
-    Drained,
+    ConversionPhase,
     Effect,
     Event,
-    Outcome,
-    Phase,
+    RoleDrained,
+    RoleUnfit,
     StaleCommand,
     Tick,
-    Unfit,
     Verified,
     is_repeated,
     step,
@@ -45,13 +45,13 @@ MAX_WAIT_S: Final = 3600.0
 WRITE_S: Final = 2.0  # an answer waits no longer for the role's file, at the beginning and at the end
 READY: Final = (pb.NODE_STATE_READY, pb.NODE_STATE_CONVERTING)
 PHASES: Final = {
-    Phase.STEADY: pb.CONVERSION_PHASE_STEADY,
-    Phase.DRAINING: pb.CONVERSION_PHASE_DRAINING,
-    Phase.VERIFYING: pb.CONVERSION_PHASE_VERIFYING,
+    ConversionPhase.STEADY: pb.CONVERSION_PHASE_STEADY,
+    ConversionPhase.DRAINING: pb.CONVERSION_PHASE_DRAINING,
+    ConversionPhase.VERIFYING: pb.CONVERSION_PHASE_VERIFYING,
 }
 
 
-class Converter:
+class RoleConverter:
     """The role of a PD node. `counts` are commands by how they ended."""
 
     def __init__(self, node: Convertible, now: Callable[[], float], *, write_s: float = WRITE_S) -> None:
@@ -66,10 +66,10 @@ class Converter:
         self.counts: Counter[str] = Counter()
 
     @property
-    def standing(self) -> Standing:
+    def standing(self) -> RoleState:
         """What the node does now."""
         conversion = self._conversion
-        return Standing(
+        return RoleState(
             node_id=self._node.config.node_id, role=conversion.role, is_converting=conversion.is_converting
         )  # fmt: skip
 
@@ -97,8 +97,8 @@ class Converter:
             phase=PHASES[conversion.phase],
             outcome=conversion.outcome.value,
             detail=conversion.detail,
-            drain_s=since_s if conversion.phase is Phase.DRAINING else conversion.drain_s,
-            control_s=since_s if conversion.phase is Phase.VERIFYING else conversion.control_s,
+            drain_s=since_s if conversion.phase is ConversionPhase.DRAINING else conversion.drain_s,
+            control_s=since_s if conversion.phase is ConversionPhase.VERIFYING else conversion.control_s,
         )
 
     def _command(self, request: pb.ConvertRequest) -> Command:
@@ -165,27 +165,27 @@ class Converter:
             self._changed.set()
 
     async def _carry_out(self, attempt: int) -> None:
-        while self._is_in(Phase.DRAINING, attempt):
+        while self._is_in(ConversionPhase.DRAINING, attempt):
             if has_drained(self._node):
-                self._take(Drained(attempt))
+                self._take(RoleDrained(attempt))
             else:
                 self._take(Tick())
                 await asyncio.sleep(POLL_S)
-        if self._is_in(Phase.VERIFYING, attempt):
+        if self._is_in(ConversionPhase.VERIFYING, attempt):
             self._take(await self._verified(attempt))
 
-    def _is_in(self, phase: Phase, attempt: int) -> bool:
+    def _is_in(self, phase: ConversionPhase, attempt: int) -> bool:
         return self._conversion.phase is phase and self._conversion.attempt == attempt
 
-    async def _verified(self, attempt: int) -> Verified | Unfit:
+    async def _verified(self, attempt: int) -> Verified | RoleUnfit:
         left_s = self._conversion.deadline - self._now()
         try:
             async with asyncio.timeout(left_s):
                 await verify(self._node)
         except TimeoutError:
-            return Unfit(attempt, f"no answer after {self._conversion.verify_timeout_s:g} s")
+            return RoleUnfit(attempt, f"no answer after {self._conversion.verify_timeout_s:g} s")
         except (VerificationFailed, aiohttp.ClientError, OSError) as exc:
-            return Unfit(attempt, str(exc) or type(exc).__name__)
+            return RoleUnfit(attempt, str(exc) or type(exc).__name__)
         return Verified(attempt)
 
 
@@ -204,7 +204,7 @@ def _seconds(name: str, value: float, default: float) -> float:
 
 def _line(node_id: str, conversion: Conversion) -> str:
     about = f"conversion node={node_id} epoch={conversion.epoch} role={conversion.role} target={conversion.target}"
-    if conversion.outcome is Outcome.PENDING:
+    if conversion.outcome is CommandOutcome.PENDING:
         return f"{about} phase={conversion.phase}"
     took = f"drain={conversion.drain_s:.3f}s control={conversion.control_s * 1e3:.1f}ms"
     return f"{about} outcome={conversion.outcome} {took}{' ' + conversion.detail if conversion.detail else ''}"

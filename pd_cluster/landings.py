@@ -10,7 +10,7 @@ from typing import Final
 
 from node.errors import NodeRefusal
 from node.transfer.incoming import Consumer, Incoming
-from node.transfer.job_replies import OK, Answers, JobKey, Reply, job_pages, noting_refusals
+from node.transfer.job_replies import OK, JobKey, JobReplies, Reply, job_pages, noting_refusals
 from transport.control import messages as m
 
 LANDING: Final = "landing"  # the kind of an engine's job that loads one
@@ -22,7 +22,7 @@ class DecodeLandings:
 
     def __init__(self, consumer: Consumer) -> None:
         self._consumer = consumer
-        self._claims = Answers()
+        self._claims = JobReplies()
         self._loading: dict[JobKey, Incoming] = {}
         self.refused = self._claims.refused
         self.jobs: Counter[tuple[str, str]] = Counter()  # by kind and outcome

@@ -11,7 +11,7 @@ from typing import Final
 import msgspec
 
 from node.config import ROLES, NodeConfig
-from pd_cluster.conversion import Conversion, Outcome
+from pd_cluster.conversion import CommandOutcome, Conversion
 from transport.control.durable import write_durably
 
 log = logging.getLogger(__name__)
@@ -26,7 +26,7 @@ class Remembered(msgspec.Struct, frozen=True, kw_only=True):
     role: str
     epoch: int
     target: str
-    outcome: Outcome
+    outcome: CommandOutcome
     detail: str = ""
 
 
@@ -43,7 +43,7 @@ class RoleMemory:
         if found is None:
             return Conversion(role=self._configured, target=self._configured)
         role = found.role if found.configured == self._configured else self._configured
-        outcome = found.outcome if found.outcome is not Outcome.PENDING else Outcome.INTERRUPTED
+        outcome = found.outcome if found.outcome is not CommandOutcome.PENDING else CommandOutcome.INTERRUPTED
         if role != self._configured:
             log.info("the node has the role %s, as epoch %d wanted, not %s", role, found.epoch, self._configured)
         return Conversion(role=role, epoch=found.epoch, target=found.target, outcome=outcome, detail=found.detail)

@@ -5,9 +5,9 @@ from typing import Final
 
 from node.config import ENGINES_OF_ONE_ROLE
 from node.fixed_role import FixedRole
-from node.role import Conversions, Convertible, Role
+from node.role import Conversions, Convertible, NodeRole
 from pd_cluster.admission import admit, admit_leg
-from pd_cluster.converter import Converter
+from pd_cluster.converter import RoleConverter
 from pd_cluster.landings import DecodeLandings
 
 
@@ -15,7 +15,7 @@ def conversions(node: Convertible, now: Callable[[], float]) -> Conversions:
     """The way to the other role, where the engine can go it while it runs."""
     if node.config.engine in ENGINES_OF_ONE_ROLE:
         return FixedRole(node.config, f"has an engine {node.config.engine!r}, which is started for one role")
-    return Converter(node, now)
+    return RoleConverter(node, now)
 
 
-PD: Final = Role(kind="pd", admit=admit, admit_leg=admit_leg, landings=DecodeLandings, conversions=conversions)
+PD: Final = NodeRole(kind="pd", admit=admit, admit_leg=admit_leg, landings=DecodeLandings, conversions=conversions)

@@ -6,7 +6,7 @@ PlannerError
 ├── InputError         a configuration, profile or trace names the field, the value and what would do
 │   └── OutsideProfile a length beyond the profiled points, without leave to extrapolate
 ├── MissingExtra       scipy is needed, which the extra `planner` installs
-├── Refused            a change of the plan that cannot be made now
+├── ChangeRefused      a change of the plan that cannot be made now
 └── Infeasible         no plan meets the constraints; says which one and the nearest change that would
 """
 
@@ -38,7 +38,7 @@ class MissingExtra(PlannerError):
     """A package is needed that only the extra `planner` installs."""
 
 
-class Refused(PlannerError):
+class ChangeRefused(PlannerError):
     """A change of the plan that cannot be made now; the message says why."""
 
 

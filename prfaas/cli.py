@@ -338,13 +338,13 @@ def _gateway(arguments: argparse.Namespace) -> int:
 
 def _node(arguments: argparse.Namespace) -> int:
     _hear_no_hang_up()
-    from node.errors import ConfigError
+    from node.errors import NodeConfigError
     from node.main import check_model, run
 
     try:
         config = config_from(arguments, arguments.engine_args)
         check_model(config)
-    except ConfigError as exc:
+    except NodeConfigError as exc:
         print(f"prfaas node: {exc}", file=sys.stderr)
         return EXIT_BAD_CONFIG
     if config.cluster_kind == "prfaas":
@@ -355,10 +355,10 @@ def _node(arguments: argparse.Namespace) -> int:
 
 
 def _explain(arguments: argparse.Namespace) -> int:
-    from prfaas.commands.asking import Gateway
-    from prfaas.commands.explain import Wish, ask, show
+    from prfaas.commands.asking import GatewayClient
+    from prfaas.commands.explain import ExplainWish, ask, show
 
-    wish = Wish(
+    wish = ExplainWish(
         file=arguments.file,
         prompt=arguments.prompt,
         tokens=arguments.tokens,
@@ -367,7 +367,7 @@ def _explain(arguments: argparse.Namespace) -> int:
         tenant=arguments.tenant,
         headers=dict(arguments.header),
     )
-    gateway = Gateway(arguments.url)
+    gateway = GatewayClient(arguments.url)
     with gateway.understood():
         found = ask(gateway, wish)
         if arguments.json:
@@ -378,10 +378,10 @@ def _explain(arguments: argparse.Namespace) -> int:
 
 
 def _top(arguments: argparse.Namespace) -> int:
-    from prfaas.commands.asking import Gateway
+    from prfaas.commands.asking import GatewayClient
     from prfaas.commands.top import once, watch
 
-    gateway, console = Gateway(arguments.url), _console()
+    gateway, console = GatewayClient(arguments.url), _console()
     with gateway.understood():
         if arguments.json:
             print(json.dumps(gateway.get("/prfaas/console")))
@@ -393,11 +393,11 @@ def _top(arguments: argparse.Namespace) -> int:
 
 
 def _flows(arguments: argparse.Namespace) -> int:
-    from prfaas.commands.asking import Gateway
-    from prfaas.commands.flows import HEADER, Wanted, follow, line
+    from prfaas.commands.asking import GatewayClient
+    from prfaas.commands.flows import HEADER, FlowFilter, follow, line
 
-    wanted = Wanted(all_of_them=arguments.all, link=arguments.link, kinds=frozenset(arguments.kind))
-    gateway = Gateway(arguments.url)
+    wanted = FlowFilter(all_of_them=arguments.all, link=arguments.link, kinds=frozenset(arguments.kind))
+    gateway = GatewayClient(arguments.url)
     if not arguments.json:
         print(HEADER, flush=True)
     with gateway.understood():
@@ -407,20 +407,20 @@ def _flows(arguments: argparse.Namespace) -> int:
 
 
 def _drain_node(arguments: argparse.Namespace) -> int:
-    from prfaas.commands.drain import Wish, drain_node
+    from prfaas.commands.drain import DrainWish, drain_node
 
-    wish = Wish(node=arguments.node, undo=arguments.undo, timeout_s=arguments.timeout)
+    wish = DrainWish(node=arguments.node, undo=arguments.undo, timeout_s=arguments.timeout)
     return run_until_done(drain_node(wish, arguments.config, _telling(_console())))
 
 
 def _drain(arguments: argparse.Namespace) -> int:
     if arguments.node is not None:
         return _drain_node(arguments)
-    from prfaas.commands.asking import Gateway
+    from prfaas.commands.asking import GatewayClient
 
     source, destination = arguments.link
     wanted = {"source": source, "destination": destination, "drained": not arguments.undo}
-    gateway = Gateway(arguments.url)
+    gateway = GatewayClient(arguments.url)
     with gateway.understood():
         found = gateway.post("/prfaas/links", json.dumps(wanted).encode())["data"]
         if arguments.json:
@@ -433,9 +433,9 @@ def _drain(arguments: argparse.Namespace) -> int:
 
 
 def _reload(arguments: argparse.Namespace) -> int:
-    from prfaas.commands.asking import Gateway
+    from prfaas.commands.asking import GatewayClient
 
-    gateway = Gateway(arguments.url)
+    gateway = GatewayClient(arguments.url)
     with gateway.understood():
         found = (gateway.get("/prfaas/config") if arguments.dry_run else gateway.post("/prfaas/config", b""))["data"]
         stays = [each["key"] for each in found if each["needs_restart"]]
@@ -455,9 +455,9 @@ def _reload(arguments: argparse.Namespace) -> int:
 
 def _convert(arguments: argparse.Namespace) -> int:
     from planner.decisions.views import Role
-    from prfaas.commands.convert import Wish, convert
+    from prfaas.commands.convert import ConvertWish, convert
 
-    wish = Wish(
+    wish = ConvertWish(
         node=arguments.node,
         role=Role(arguments.to),
         drain_timeout_s=arguments.drain_timeout,

@@ -1,11 +1,11 @@
 """What a PrfaaS node takes: prefill legs, prefixes from other clusters, never a decode reservation."""
 
 from node.errors import NodeRefusal
-from node.role import Standing
+from node.role import RoleState
 from transport.control.proto import node_pb2 as pb
 
 
-def admit(standing: Standing, request: pb.ReserveRequest) -> None:
+def admit(standing: RoleState, request: pb.ReserveRequest) -> None:
     """Raises NodeRefusal("wrong_role") for a reservation that would end in a decode."""
     if not request.prefix_only:
         raise NodeRefusal(
@@ -13,5 +13,5 @@ def admit(standing: Standing, request: pb.ReserveRequest) -> None:
         )
 
 
-def admit_leg(standing: Standing) -> None:
+def admit_leg(standing: RoleState) -> None:
     """Takes every prefill leg: it is what the node is there for."""

@@ -27,7 +27,7 @@ STATEFUL: Final = (
 )  # fmt: skip
 
 
-class Parts(NamedTuple):
+class ConversationParts(NamedTuple):
     """The text of a rendered conversation."""
 
     before: str
@@ -62,10 +62,10 @@ def in_parts(environment: Environment, source: str) -> Template:
     return environment.from_string(tree)
 
 
-def split(text: str) -> Parts | None:
+def split(text: str) -> ConversationParts | None:
     """The parts of what such a template has rendered; None if they cannot be told apart."""
     parts = text.split(MARK)
-    return Parts(*parts) if len(parts) == 3 else None
+    return ConversationParts(*parts) if len(parts) == 3 else None
 
 
 def _check(tree: nodes.Template, loop: nodes.For) -> None:

@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 from xxhash import xxh3_128
 
-from prompts.appending import Parts
+from prompts.appending import ConversationParts
 from prompts.errors import BadPrompt, TakesLonger
 from prompts.form import Message, in_form, in_form_from
 from prompts.reading import Chat, check_kwargs
@@ -49,7 +49,7 @@ class _Known(NamedTuple):
     by_developer: bool = False  # the first message was a developer's
 
 
-class Read(NamedTuple):
+class ConversationRead(NamedTuple):
     """Tokens of a chat, None where the whole is to be read; and why, or how: a word for a metric."""
 
     tokens: TokenArray | None
@@ -75,28 +75,28 @@ class Conversations:
         chat: Chat,
         tenant: bytes = b"",
         most_new: int | None = None,
-    ) -> Read:
+    ) -> ConversationRead:
         """The tokens of `chat`, whose messages are given as JSON, other fields both ways. `chat.messages` are not looked at.
 
         Raises TakesLonger where this would be more than going on by `most_new` bytes.
         """
         has_tools = bool(chat.tools)
         if len(messages) < self._stride_bytes:
-            return Read(None, "short")
+            return ConversationRead(None, "short")
         if chat.continue_final_message or chat.add_special_tokens:
-            return Read(None, "unusual")
+            return ConversationRead(None, "unusual")
         if not self._tokenizer.is_incremental:
-            return Read(None, "tokenizer_cannot_be_cut")
+            return ConversationRead(None, "tokenizer_cannot_be_cut")
         if has_tools in self._disbelieved:
-            return Read(None, "template_differs")
+            return ConversationRead(None, "template_differs")
         if reason := self._tokenizer.not_appending(has_tools):
-            return Read(None, f"template_{reason}")
+            return ConversationRead(None, f"template_{reason}")
         try:
             return self._read(messages, _said(fields), chat, tenant, most_new)
         except (BadPrompt, *NOT_JSON):
-            return Read(None, "refused")  # by the reader of the whole, with the right words
+            return ConversationRead(None, "refused")  # by the reader of the whole, with the right words
 
-    def _read(self, messages: bytes, said: bytes, chat: Chat, tenant: bytes, most_new: int | None) -> Read:
+    def _read(self, messages: bytes, said: bytes, chat: Chat, tenant: bytes, most_new: int | None) -> ConversationRead:
         check_kwargs(chat)
         end = _end(messages)
         said += b"%d" % self._tokenizer.encoder.generation
@@ -111,19 +111,19 @@ class Conversations:
             said_new, how = _MESSAGES.decode(messages), "new"
             known = _NOTHING
             if not said_new:
-                return Read(None, "refused")
+                return ConversationRead(None, "refused")
         else:
             how = "continued"
         form = self._tokenizer.form(bool(chat.tools))
         continued = in_form_from(said_new, known.num_messages, known.by_developer, form)
         if continued is None:
-            return Read(None, "developer")
+            return ConversationRead(None, "developer")
         new = continued.messages
         if not known.num_messages:
             known = known._replace(first=new[0], by_developer=continued.by_developer)
         parts = self._render(known, new, chat)
         if parts is None or (known.num_messages and parts.before != known.before):
-            return Read(None, "unlike_before")
+            return ConversationRead(None, "unlike_before")
         is_same = how == "continued" and not new and parts.after == known.after
         if not is_same and most_new is not None and len(known.tail) > most_new:
             raise TakesLonger
@@ -131,12 +131,12 @@ class Conversations:
         learned = known if is_same else self._learned(known, messages[:end], count, parts, tenant)
         tokens = np.concatenate([learned.tokens, learned.rest])
         if how == "continued" and not self._is_believed(tokens, messages, chat, may_check=most_new is None):
-            return Read(None, "template_differs")
+            return ConversationRead(None, "template_differs")
         if places and not is_same:
             self._keep(learned, places[-1], known, place, tenant)
-        return Read(tokens, how)
+        return ConversationRead(tokens, how)
 
-    def _render(self, known: _Known, new: Sequence[Message], chat: Chat) -> Parts | None:
+    def _render(self, known: _Known, new: Sequence[Message], chat: Chat) -> ConversationParts | None:
         return self._tokenizer.render_from(
             known.num_messages,
             known.first,
@@ -144,7 +144,9 @@ class Conversations:
             **chat.rendering,
         )
 
-    def _learned(self, known: _Known, json: bytes, num_messages: int, parts: Parts, tenant: bytes) -> _Known:
+    def _learned(
+        self, known: _Known, json: bytes, num_messages: int, parts: ConversationParts, tenant: bytes
+    ) -> _Known:
         """`known`, gone on with by `parts`."""
         text = (known.tail if known.num_messages else parts.before) + parts.messages
         cut = self._tokenizer.lasting_cut(text)

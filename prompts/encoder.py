@@ -7,8 +7,8 @@ that come later a few are compared, too, in a thread beside. Once it differs it 
     plain ──built, equal on every probe──► fast ──a text differs, or it raises──► plain, for good
       └─────not installed, not of its kind, or unequal: plain, with the reason
 
-What the comparison comes to is a value (`Verdict`): it takes seconds for a large vocabulary, so one process finds it out and
-hands it on to others of the same tokenizer.
+What the comparison comes to is a value (`EncoderVerdict`): it takes seconds for a large vocabulary, so one process
+finds it out and hands it on to others of the same tokenizer.
 
 fastokens remembers words. Of long ones only so many characters are given to it (`prompts.words`); texts that have others are
 encoded by tokenizers.
@@ -55,7 +55,7 @@ class Fast(Protocol):
     def encode_batch_flat(self, inputs: list[str], add_special_tokens: bool) -> tuple[bytes, bytes]: ...
 
 
-class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+class EncoderVerdict(msgspec.Struct, frozen=True, kw_only=True):
     """What was found out about a tokenizer's fast twin; `of` names both and the versions of their programs.
 
     `why_plain` says in a word why there is no twin, or is "". `splits` says what it remembers as a word.
@@ -75,7 +75,7 @@ def in_a_thread(work: Callable[[], None]) -> None:
     Thread(target=work, name="check tokens").start()
 
 
-class Encoder:
+class TextEncoder:
     """Encodes texts by one tokenizer. Thread-safe.
 
     `generation` changes when tokens that were handed out before may have been wrong: what is remembered of them should be
@@ -90,7 +90,7 @@ class Encoder:
     ) -> None:
         self.generation = 0
         self.why_plain = ""  # once it is known
-        self.verdict: Verdict | None = None  # what was found out at the start
+        self.verdict: EncoderVerdict | None = None  # what was found out at the start
         self._plain = tokenizer
         self._fast: Fast | None = None
         self._distrusted: Fast | None = None  # freeing it would hold the interpreter's lock for 0.1 s
@@ -108,7 +108,7 @@ class Encoder:
         """Whether fastokens is asked."""
         return self._fast is not None
 
-    def hasten(self, twin_of: Callable[[Tokenizer], Fast] | None = None, known: Verdict | None = None) -> None:
+    def hasten(self, twin_of: Callable[[Tokenizer], Fast] | None = None, known: EncoderVerdict | None = None) -> None:
         """Uses fastokens from now on, if it can be: 150 MB for a large vocabulary, and seconds unless the verdict is `known`."""
         if self._fast is not None or self.why_plain:
             return
@@ -119,11 +119,11 @@ class Encoder:
         try:
             fast = (twin_of or fast_twin)(self._plain)
         except NotEqual as reason:
-            self._stay_plain(Verdict(of=of, why_plain=str(reason)), reason.__cause__)
+            self._stay_plain(EncoderVerdict(of=of, why_plain=str(reason)), reason.__cause__)
         else:
-            self._use(fast, Verdict(of=of, splits=words_of(self._plain, fast)))
+            self._use(fast, EncoderVerdict(of=of, splits=words_of(self._plain, fast)))
 
-    def follow(self, verdict: Verdict) -> None:
+    def follow(self, verdict: EncoderVerdict) -> None:
         """Does what a `verdict` on the same tokenizer says."""
         try:
             if verdict.why_plain:
@@ -169,12 +169,12 @@ class Encoder:
         log.error("fastokens is not believed any more (%s): %s", why, what)
         self._counted(why)
 
-    def _use(self, fast: Fast, verdict: Verdict) -> None:
+    def _use(self, fast: Fast, verdict: EncoderVerdict) -> None:
         self.verdict = verdict
         self._long_words = LongWords(verdict.splits, self._most_chars)
         self._fast = fast
 
-    def _stay_plain(self, verdict: Verdict, cause: BaseException | None) -> None:
+    def _stay_plain(self, verdict: EncoderVerdict, cause: BaseException | None) -> None:
         self.verdict = verdict
         self.why_plain = verdict.why_plain
         log.warning("tokenizers is used, fastokens is not (%s): %s", verdict.why_plain, cause or "no more is known")

@@ -18,7 +18,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from prompts.appending import NEW, START, NotAppending, Parts, in_parts, split
+from prompts.appending import NEW, START, ConversationParts, NotAppending, in_parts, split
 from prompts.content_format import wants_parts
 from prompts.errors import TemplateError
 from prompts.form import Form, Message
@@ -106,7 +106,7 @@ class ChatTemplate:
         documents: list[Any] | None,
         add_generation_prompt: bool,
         kwargs: Mapping[str, Any] | None,
-    ) -> Parts | None:
+    ) -> ConversationParts | None:
         """The prompt text in parts, of its messages only `new`, those from number `start` on; `first` is the first of all.
 
         None where the parts cannot be told apart. Only for a template that is appending. Raises TemplateError.

@@ -12,9 +12,9 @@ import numpy as np
 from tokenizers import Tokenizer
 from xxhash import xxh3_64_intdigest
 
-from prompts.appending import Parts
+from prompts.appending import ConversationParts
 from prompts.byte_tokens import bytes_spelled
-from prompts.encoder import Encoder, Verdict
+from prompts.encoder import EncoderVerdict, TextEncoder
 from prompts.errors import BadPrompt, TokenizerUnreadable
 from prompts.fair_cache import DEFAULT_BYTES, FairCache
 from prompts.form import Form, Message
@@ -37,7 +37,7 @@ class Blueprint(msgspec.Struct, frozen=True, kw_only=True):
     template: str = ""
     tool_template: str = ""
     eos_token_ids: tuple[int, ...] = ()
-    known: Verdict | None = None
+    known: EncoderVerdict | None = None
     cache_bytes: int = DEFAULT_BYTES
 
 
@@ -68,7 +68,7 @@ class TextTokenizer:
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._tokenizer = tokenizer
-        self.encoder = Encoder(tokenizer)
+        self.encoder = TextEncoder(tokenizer)
         self._template = template
         self._tool_template = tool_template or template
         self.eos_token_ids = tuple(dict.fromkeys(eos_token_ids))
@@ -173,7 +173,7 @@ class TextTokenizer:
 
     def render_from(
         self, start: int, first: Message, new: Sequence[Message], tools: list[Any] | None = None, **options: Any
-    ) -> Parts | None:
+    ) -> ConversationParts | None:
         """The same in parts, of messages only the text of `new`, from number `start` on. Raises BadPrompt."""
         return self._template_for(bool(tools)).render_from(start, first, new, tools=tools, **options)
 

@@ -12,10 +12,10 @@ from itertools import count
 from transport.errors import TransportError
 from transport.receive.landing import Claim, Landing, Notices, OnLanded, Rivals
 from transport.receive.landings import Landings
-from transport.send.lanes import LaneScheduler, Transfer
+from transport.send.lanes import LaneScheduler, LaneTransfer
 from transport.send.spec import Urgency
 from transport.wire.checksum import DIGEST_BYTES, Digest, Integrity, digest, transfer_seed
-from transport.wire.connection import Connection, Role, State
+from transport.wire.connection import Connection, ConnectionRole, ProtocolState
 from transport.wire.frames import MAX_CHUNK_BYTES, Abort, Ack, Chunk, Code, Frame, Nack, Open, Welcome
 from transport.wire.manifest import Manifest, Outbox, RangeViews, proof_of
 
@@ -46,8 +46,8 @@ class Loopback:
         self.bytes_per_s = bytes_per_s
         self.latency_s = latency_s
         self.reconnect_s = reconnect_s
-        self.wires = {Role.SENDER: to_receiver, Role.RECEIVER: to_sender}
-        self.free_at = {Role.SENDER: 0.0, Role.RECEIVER: 0.0}
+        self.wires = {ConnectionRole.SENDER: to_receiver, ConnectionRole.RECEIVER: to_sender}
+        self.free_at = {ConnectionRole.SENDER: 0.0, ConnectionRole.RECEIVER: 0.0}
         self.errors: list[str] = []
         self.sources: dict[int, RangeViews] = {}
         self._events: list[tuple[float, int, Callable[[], None]]] = []
@@ -69,8 +69,8 @@ class Loopback:
     def open(
         self, transfer_id: str, secret: bytes, sizes: Iterable[int], source: RangeViews, *,
         urgency: Urgency = Urgency.NORMAL, deadline: float = float("inf"), tenant: str = "", weight: float = 1.0,
-    ) -> Transfer:  # fmt: skip
-        transfer = Transfer(
+    ) -> LaneTransfer:  # fmt: skip
+        transfer = LaneTransfer(
             slot=next(self._slots),
             transfer_id=transfer_id,
             secret=secret,
@@ -85,11 +85,11 @@ class Loopback:
         self.pump()
         return transfer
 
-    def ready(self, transfer: Transfer, indexes: Iterable[int]) -> None:
+    def ready(self, transfer: LaneTransfer, indexes: Iterable[int]) -> None:
         self.scheduler.ready(transfer, indexes)
         self.pump()
 
-    def abort(self, transfer: Transfer, *, leave: bool = False) -> None:
+    def abort(self, transfer: LaneTransfer, *, leave: bool = False) -> None:
         self.scheduler.abort(transfer, "", leave=leave)
         self.pump()
 
@@ -127,7 +127,7 @@ class Loopback:
         for lane in list(self.lanes.values()):
             lane.pump()
 
-    def transmit(self, role: Role, size: int) -> float:
+    def transmit(self, role: ConnectionRole, size: int) -> float:
         """Puts `size` bytes on the link; returns when they arrive."""
         self.free_at[role] = max(self.free_at[role], self.now) + size / self.bytes_per_s
         return self.free_at[role] + self.latency_s
@@ -156,51 +156,51 @@ class _Lane:
                 integrity=Integrity.CHECKSUM,
                 nonce=role.name[:1].encode() * 8 + lane_id.to_bytes(8, "little"),
                 now=link.now,
-                max_chunk_bytes=link.chunk_bytes if role is Role.SENDER else MAX_CHUNK_BYTES,
+                max_chunk_bytes=link.chunk_bytes if role is ConnectionRole.SENDER else MAX_CHUNK_BYTES,
             )
-            for role in Role
+            for role in ConnectionRole
         }
-        self._seeds: dict[Role, dict[int, int]] = {role: {} for role in Role}
+        self._seeds: dict[ConnectionRole, dict[int, int]] = {role: {} for role in ConnectionRole}
         self._claim: Claim | None = None
         self._chunk: Chunk | None = None
         self._views: list[memoryview] = []
         self._trailer = bytearray(DIGEST_BYTES)
-        for role in Role:
+        for role in ConnectionRole:
             self._arm(role)
 
     def say(self, frame: Frame) -> None:
-        self._put(Role.RECEIVER, self.ends[Role.RECEIVER].send(frame))
+        self._put(ConnectionRole.RECEIVER, self.ends[ConnectionRole.RECEIVER].send(frame))
 
     def pump(self) -> None:
         """Sends what both ends have to say, and the next chunks if the link is free for them."""
         for role, end in self.ends.items():
             self._put(role, end.data_to_send())
-        sender = self.ends[Role.SENDER]
-        if sender.state is not State.OPEN or self.link.lanes.get(self.lane_id) is not self:
+        sender = self.ends[ConnectionRole.SENDER]
+        if sender.state is not ProtocolState.OPEN or self.link.lanes.get(self.lane_id) is not self:
             return
-        while self.link.free_at[Role.SENDER] <= self.link.now and self._send_batch(sender):
+        while self.link.free_at[ConnectionRole.SENDER] <= self.link.now and self._send_batch(sender):
             pass
 
     def _send_batch(self, sender: Connection) -> bool:
         batch = self.link.scheduler.next_batch(self.lane_id)
         for notice in batch.notices:
-            self._put(Role.SENDER, sender.send(notice))
+            self._put(ConnectionRole.SENDER, sender.send(notice))
         for transfer in batch.opens:
-            self._put(Role.SENDER, sender.send(self._opening(transfer, sender)))
+            self._put(ConnectionRole.SENDER, sender.send(self._opening(transfer, sender)))
         for piece in batch.pieces:
             slot, start, stop = piece.transfer.slot, piece.start, piece.stop
             views = piece.transfer.manifest.views(self.link.sources[slot], start, stop)
-            running = Digest(self._seeds[Role.SENDER][slot], start)
+            running = Digest(self._seeds[ConnectionRole.SENDER][slot], start)
             running.update(views)
             header = sender.chunk_header(slot, start, stop - start)
-            self._put(Role.SENDER, b"".join([header, *views, running.trailer()]))
+            self._put(ConnectionRole.SENDER, b"".join([header, *views, running.trailer()]))
         if batch.pieces:
-            self.link.at(self.link.free_at[Role.SENDER], self.link.pump)
+            self.link.at(self.link.free_at[ConnectionRole.SENDER], self.link.pump)
         return bool(batch)
 
-    def _opening(self, transfer: Transfer, sender: Connection) -> Open:
+    def _opening(self, transfer: LaneTransfer, sender: Connection) -> Open:
         manifest = transfer.manifest
-        self._seeds[Role.SENDER][transfer.slot] = transfer_seed(transfer.transfer_id, sender.transcript)
+        self._seeds[ConnectionRole.SENDER][transfer.slot] = transfer_seed(transfer.transfer_id, sender.transcript)
         return Open(
             slot=transfer.slot,
             transfer_id=transfer.transfer_id,
@@ -210,12 +210,12 @@ class _Lane:
             manifest_digest=manifest.digest,
         )
 
-    def _put(self, role: Role, data: bytes) -> None:
-        peer = Role.RECEIVER if role is Role.SENDER else Role.SENDER
+    def _put(self, role: ConnectionRole, data: bytes) -> None:
+        peer = ConnectionRole.RECEIVER if role is ConnectionRole.SENDER else ConnectionRole.SENDER
         for part in self.link.wires[role](self.lane_id, data) if data else ():
             self.link.at(self.link.transmit(role, len(part)), partial(self._arrive, peer, part))
 
-    def _arrive(self, role: Role, data: bytes) -> None:
+    def _arrive(self, role: ConnectionRole, data: bytes) -> None:
         if self.link.lanes.get(self.lane_id) is not self:
             return
         end, view = self.ends[role], memoryview(data)
@@ -228,7 +228,7 @@ class _Lane:
             return
         self.link.pump()
 
-    def _drain(self, role: Role, end: Connection) -> None:
+    def _drain(self, role: ConnectionRole, end: Connection) -> None:
         while True:
             if end.payload_left:
                 if not end.payload_buffered:
@@ -241,19 +241,19 @@ class _Lane:
                 return
             self._handle(role, end, frame)
 
-    def _handle(self, role: Role, end: Connection, frame: Frame) -> None:
+    def _handle(self, role: ConnectionRole, end: Connection, frame: Frame) -> None:
         link, landings = self.link, self.link.landings
         match frame:
             case Welcome():
                 link.scheduler.lane_up(self.lane_id)
             case Open():
-                self._seeds[Role.RECEIVER][frame.slot] = transfer_seed(frame.transfer_id, end.transcript)
+                self._seeds[ConnectionRole.RECEIVER][frame.slot] = transfer_seed(frame.transfer_id, end.transcript)
                 self.say(landings.open(self.lane_id, frame, end.transcript, link.now))
             case Abort():
                 self._tell(landings.abort(self.lane_id, frame, link.now))
             case Chunk():
                 self._begin_chunk(frame)
-            case _ if role is Role.SENDER:
+            case _ if role is ConnectionRole.SENDER:
                 link.scheduler.on_frame(self.lane_id, frame)
 
     def _tell(self, notices: Notices) -> None:
@@ -291,15 +291,15 @@ class _Lane:
             return
         reply: Ack | Nack | None = None
         if claim is not None:
-            seed = self._seeds[Role.RECEIVER][chunk.slot]
+            seed = self._seeds[ConnectionRole.RECEIVER][chunk.slot]
             verified = digest(claim.views, seed, chunk.offset) == int.from_bytes(self._trailer, "little")
             reply = self.link.landings.finish(claim, verified, self.link.now)
         self.say(reply or Nack(slot=chunk.slot, offset=chunk.offset, length=chunk.length, code=Code.CANCELLED))
 
-    def _arm(self, role: Role) -> None:
+    def _arm(self, role: ConnectionRole) -> None:
         self.link.at(self.ends[role].next_timer(), lambda: self._on_timer(role))
 
-    def _on_timer(self, role: Role) -> None:
+    def _on_timer(self, role: ConnectionRole) -> None:
         if self.link.lanes.get(self.lane_id) is not self:
             return
         try:

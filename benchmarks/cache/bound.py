@@ -16,14 +16,14 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 
-from benchmarks.cache.traces import Trace, read_trace
+from benchmarks.cache.traces import RecordedTrace, read_trace
 
 HOLDS_S = tuple(0.5 * 2 ** (step / 2) for step in range(26))
 Class = tuple[int, int, int, bool, str]
 Point = tuple[float, float]  # block seconds, hits
 
 
-def bound(trace: Trace, capacity: int) -> float:
+def bound(trace: RecordedTrace, capacity: int) -> float:
     """Hits per block of the trace."""
     seconds_left = capacity * trace.rows[-1].now
     hits = 0.0
@@ -37,7 +37,7 @@ def bound(trace: Trace, capacity: int) -> float:
     return hits / trace.blocks
 
 
-def _curves(trace: Trace) -> list[list[Point]]:
+def _curves(trace: RecordedTrace) -> list[list[Point]]:
     """For each class, block seconds and hits by holding time."""
     gaps: dict[Class, list[float]] = defaultdict(list)
     for key_class, gap in _uses(trace):
@@ -48,7 +48,7 @@ def _curves(trace: Trace) -> list[list[Point]]:
     ]
 
 
-def _uses(trace: Trace) -> Iterator[tuple[Class, float]]:
+def _uses(trace: RecordedTrace) -> Iterator[tuple[Class, float]]:
     """Class and time to the next use, of each use of a block."""
     following: dict[int, float] = {}
     gaps = []

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from benchmarks.cache.traces import Row, Trace
+from benchmarks.cache.traces import RecordedRequest, RecordedTrace
 from hybrid_cache.eviction.snapshot_density import SnapshotModel
 
 KV_BYTES_PER_TOKEN: Final = 17_280
@@ -39,16 +39,16 @@ def prefill_flops(tokens: int) -> float:
 
 
 @dataclass(eq=False, slots=True)
-class Segment:
+class BlockRange:
     """Blocks [start, end) of some prompts; `keys` are theirs. `state` says whether the state at `end` is there."""
 
     start: int
     keys: list[int]
-    parent: "Segment | None"
+    parent: "BlockRange | None"
     state: bool = False
     used: float = 0.0
     order: int = 0
-    children: set["Segment"] = field(default_factory=set)
+    children: set["BlockRange"] = field(default_factory=set)
 
     @property
     def end(self) -> int:
@@ -59,53 +59,53 @@ class Segment:
         return self.keys[-1]
 
 
-class System:
+class CacheSystem:
     """What a system decides; the base is the least recently used."""
 
     every_boundary = False
 
-    def observe(self, row: Row, full: Sequence[int]) -> None:
+    def observe(self, row: RecordedRequest, full: Sequence[int]) -> None:
         pass
 
-    def rank(self, segments: Sequence[Segment], now: float) -> list[float]:
+    def rank(self, segments: Sequence[BlockRange], now: float) -> list[float]:
         return [segment.order for segment in segments]
 
 
-class EveryBoundary(System):
+class EveryBoundary(CacheSystem):
     every_boundary = True
 
 
-class Marconi(System):
+class Marconi(CacheSystem):
     """Recency and FLOP efficiency, each scaled to [0, 1] over the candidates."""
 
     def __init__(self, alpha: float, block_size: int) -> None:
         self.alpha = alpha
         self.block_size = block_size
 
-    def rank(self, segments: Sequence[Segment], now: float) -> list[float]:
+    def rank(self, segments: Sequence[BlockRange], now: float) -> list[float]:
         recency = _scaled([1.0 / (now - segment.used + 1e-3) for segment in segments])
         efficiency = _scaled([self._efficiency(segment) for segment in segments])
         return [r + self.alpha * e for r, e in zip(recency, efficiency, strict=True)]
 
-    def _efficiency(self, segment: Segment) -> float:
+    def _efficiency(self, segment: BlockRange) -> float:
         saved = prefill_flops(segment.end * self.block_size) - prefill_flops(segment.start * self.block_size)
         return saved / _freed_bytes(segment, self.block_size)
 
 
-class Ours(System):
+class Ours(CacheSystem):
     """As `SnapshotDensity` decides in a node."""
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
         self.model = SnapshotModel()
 
-    def observe(self, row: Row, full: Sequence[int]) -> None:
+    def observe(self, row: RecordedRequest, full: Sequence[int]) -> None:
         self.model.observe(row.now, full)
 
-    def rank(self, segments: Sequence[Segment], now: float) -> list[float]:
+    def rank(self, segments: Sequence[BlockRange], now: float) -> list[float]:
         return [self._worth(segment, now) for segment in segments]
 
-    def _worth(self, segment: Segment, now: float) -> float:
+    def _worth(self, segment: BlockRange, now: float) -> float:
         if not segment.state:
             return 0.0  # a leaf that nothing can continue from
         tokens = segment.end * self.block_size
@@ -118,7 +118,7 @@ def _scaled(values: list[float]) -> list[float]:
     return [(value - low) / (high - low) if high > low else 0.0 for value in values]
 
 
-def _freed_bytes(segment: Segment, block_size: int) -> float:
+def _freed_bytes(segment: BlockRange, block_size: int) -> float:
     state = STATE_BYTES if segment.state else 0
     return state if segment.children else state + len(segment.keys) * block_size * KV_BYTES_PER_TOKEN
 
@@ -126,16 +126,16 @@ def _freed_bytes(segment: Segment, block_size: int) -> float:
 class HybridPool:
     """The radix tree and its bytes."""
 
-    def __init__(self, capacity_bytes: float, block_size: int, system: System) -> None:
+    def __init__(self, capacity_bytes: float, block_size: int, system: CacheSystem) -> None:
         self.capacity = capacity_bytes
         self.block_bytes = block_size * KV_BYTES_PER_TOKEN
         self.system = system
         self.used = 0.0
-        self._home: dict[int, Segment] = {}
-        self._segments: set[Segment] = set()
+        self._home: dict[int, BlockRange] = {}
+        self._segments: set[BlockRange] = set()
         self._order = 0
 
-    def request(self, row: Row, full: Sequence[int]) -> int:
+    def request(self, row: RecordedRequest, full: Sequence[int]) -> int:
         """One prefill over full blocks; returns the blocks of its hit."""
         now = row.now
         attention = next((i for i, key in enumerate(full) if key not in self._home), len(full))
@@ -147,7 +147,7 @@ class HybridPool:
             path[-1] = self._split(path[-1], attention)
         for start, end in self._pieces(attention, len(full)):
             parent = path[-1] if path else None
-            piece = Segment(start, list(full[start:end]), parent, state=True, used=now)
+            piece = BlockRange(start, list(full[start:end]), parent, state=True, used=now)
             if not self._fits(piece, path, now):
                 break
             self._insert(piece)
@@ -161,7 +161,9 @@ class HybridPool:
             return [(i, i + 1) for i in range(attention, length)]
         return [(attention, length)] if attention < length else []
 
-    def _snapshot_where_computed(self, path: list[Segment], hit: int, attention: int, length: int, now: float) -> None:
+    def _snapshot_where_computed(
+        self, path: list[BlockRange], hit: int, attention: int, length: int, now: float
+    ) -> None:
         """States that the prefill passes: at the branch point, or at its end if only the KV was there."""
         for segment in path:
             wanted = segment.end in (attention, length) or self.system.every_boundary
@@ -172,23 +174,23 @@ class HybridPool:
                 else:
                     segment.state = False
 
-    def _path(self, full: Sequence[int], attention: int) -> list[Segment]:
-        path: list[Segment] = []
+    def _path(self, full: Sequence[int], attention: int) -> list[BlockRange]:
+        path: list[BlockRange] = []
         at = 0
         while at < attention:
             path.append(self._home[full[at]])
             at = path[-1].end
         return path
 
-    def _touch(self, path: list[Segment], hit: int, now: float) -> None:
+    def _touch(self, path: list[BlockRange], hit: int, now: float) -> None:
         for segment in reversed(path):
             self._order += 1
             segment.used, segment.order = now, self._order
 
-    def _split(self, segment: Segment, at: int) -> Segment:
+    def _split(self, segment: BlockRange, at: int) -> BlockRange:
         """Cuts a segment before block `at`; the upper part has no state."""
         cut = at - segment.start
-        upper = Segment(segment.start, segment.keys[:cut], segment.parent, used=segment.used, order=segment.order)
+        upper = BlockRange(segment.start, segment.keys[:cut], segment.parent, used=segment.used, order=segment.order)
         segment.keys, segment.start = segment.keys[cut:], at
         if segment.parent is not None:
             segment.parent.children.discard(segment)
@@ -199,7 +201,7 @@ class HybridPool:
         self._home.update(dict.fromkeys(upper.keys, upper))
         return upper
 
-    def _insert(self, segment: Segment) -> None:
+    def _insert(self, segment: BlockRange) -> None:
         self.used += len(segment.keys) * self.block_bytes + STATE_BYTES
         if segment.parent is not None:
             segment.parent.children.add(segment)
@@ -208,11 +210,11 @@ class HybridPool:
 
     # Room
 
-    def _fits(self, piece: Segment, path: list[Segment], now: float) -> bool:
+    def _fits(self, piece: BlockRange, path: list[BlockRange], now: float) -> bool:
         size = len(piece.keys) * self.block_bytes + STATE_BYTES
         return size <= self.capacity and self._make_room(size, path, now)
 
-    def _make_room(self, size: float, path: list[Segment], now: float) -> bool:
+    def _make_room(self, size: float, path: list[BlockRange], now: float) -> bool:
         if self.used + size <= self.capacity:
             return True
         own = set(path)
@@ -238,7 +240,7 @@ class HybridPool:
                 heapq.heappush(heap, (score, count, parent))
         return self.used + size <= self.capacity
 
-    def _evict(self, segment: Segment) -> Segment | None:
+    def _evict(self, segment: BlockRange) -> BlockRange | None:
         """Drops the state, of a leaf the KV as well, and then what is left without use above it. Returns a new leaf."""
         if segment.state:
             segment.state = False
@@ -255,7 +257,7 @@ class HybridPool:
         return segment.parent
 
 
-def replay(trace: Trace, pool_bytes: float, system: System) -> tuple[float, float]:
+def replay(trace: RecordedTrace, pool_bytes: float, system: CacheSystem) -> tuple[float, float]:
     """Token hit ratio over all input tokens, and FLOPs saved."""
     pool = HybridPool(pool_bytes, trace.block_size, system)
     tokens = hits = 0
@@ -271,14 +273,14 @@ def replay(trace: Trace, pool_bytes: float, system: System) -> tuple[float, floa
     return hits / tokens, saved
 
 
-def compare(trace: Trace, pools_gb: Sequence[float] | None) -> list[dict[str, str | int | float]]:
+def compare(trace: RecordedTrace, pools_gb: Sequence[float] | None) -> list[dict[str, str | int | float]]:
     """Token hits and FLOPs saved of all systems; `flops_vs_sglang` is relative."""
     tables: list[dict[str, str | int | float]] = []
     for pool_gb in pools_gb or DEFAULT_POOLS_GB:
         size = pool_gb * 1e9
         measured = {
             "vllm-align": replay(trace, size, EveryBoundary()),
-            "sglang": replay(trace, size, System()),
+            "sglang": replay(trace, size, CacheSystem()),
         }
         marconi = [(replay(trace, size, Marconi(alpha, trace.block_size)), alpha) for alpha in ALPHAS]
         best, alpha = max(marconi, key=lambda result: result[0][1])

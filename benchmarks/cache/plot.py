@@ -4,13 +4,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.cache.replay import Result
-from benchmarks.cache.traces import Trace
+from benchmarks.cache.traces import RecordedTrace
 
 COLOURS = ("#4477aa", "#66ccee", "#228833", "#ccbb44", "#ee6677", "#aa3377", "#997700", "#44bb99", "#332288", "#bbbbbb")
 MARKERS = "svD^<>pPXd"
 
 
-def plot(trace: Trace, results: Sequence[Result], path: Path, what: str) -> None:
+def plot(trace: RecordedTrace, results: Sequence[Result], path: Path, what: str) -> None:
     """Writes the figure in the format that the file name says. Needs the extra `plots`."""
     import matplotlib
 

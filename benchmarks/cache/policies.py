@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from benchmarks.cache.replay import Replay, Result, flat_replays, prefix_replays, run
-from benchmarks.cache.traces import Trace, read_trace
+from benchmarks.cache.traces import RecordedTrace, read_trace
 
 DEFAULT_FRACTIONS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3)
 
@@ -66,7 +66,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return arguments
 
 
-def _replay(trace: Trace, arguments: argparse.Namespace) -> list[Result]:
+def _replay(trace: RecordedTrace, arguments: argparse.Namespace) -> list[Result]:
     replays = prefix_replays() if arguments.prefix else flat_replays()
     results = []
     for capacity in _capacities(trace, arguments):
@@ -83,7 +83,7 @@ def _known(replays: dict[str, Replay], name: str) -> Replay:
     return replays[name]
 
 
-def _capacities(trace: Trace, arguments: argparse.Namespace) -> list[int]:
+def _capacities(trace: RecordedTrace, arguments: argparse.Namespace) -> list[int]:
     if arguments.capacity_blocks:
         capacities = arguments.capacity_blocks
     else:

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 
-from benchmarks.cache.traces import Row, Trace, categories
+from benchmarks.cache.traces import RecordedRequest, RecordedTrace, categories
 from benchmarks.eviction.choice import COMPARED
 from benchmarks.eviction.pools import ChainPool, FlatPool, leading
 from hybrid_cache.eviction.base import EvictionPolicy, Use
@@ -38,10 +38,10 @@ class Counts:
     evictions: int
 
 
-Replay = Callable[[Trace, int], Counts]
+Replay = Callable[[RecordedTrace, int], Counts]
 
 
-def run(name: str, trace: Trace, capacity: int, replay: Replay) -> Result:
+def run(name: str, trace: RecordedTrace, capacity: int, replay: Replay) -> Result:
     started = time.perf_counter()
     counts = replay(trace, capacity)
     seconds = time.perf_counter() - started
@@ -81,7 +81,7 @@ def prefix_replays() -> dict[str, Replay]:
 
 
 def _flat(make: Callable[[int], EvictionPolicy]) -> Replay:
-    def replay(trace: Trace, capacity: int) -> Counts:
+    def replay(trace: RecordedTrace, capacity: int) -> Counts:
         pool = FlatPool(capacity, make(capacity))
         hits = []
         for row in trace.rows:
@@ -93,7 +93,7 @@ def _flat(make: Callable[[int], EvictionPolicy]) -> Replay:
 
 
 def _passive(make: Callable[[int], EvictionPolicy]) -> Replay:
-    def replay(trace: Trace, capacity: int) -> Counts:
+    def replay(trace: RecordedTrace, capacity: int) -> Counts:
         pool = FlatPool(capacity, make(capacity))
         hits = [pool.request(Use(row.now, row.path, row.type)) for row in trace.rows]
         return Counts(hits, pool.evictions)
@@ -101,23 +101,25 @@ def _passive(make: Callable[[int], EvictionPolicy]) -> Replay:
     return replay
 
 
-def _chains(trace: Trace, capacity: int, policy: EvictionPolicy) -> Counts:
+def _chains(trace: RecordedTrace, capacity: int, policy: EvictionPolicy) -> Counts:
     pool = ChainPool(capacity, policy)
     hits = [pool.request(Use(row.now, row.path, row.type)) for row in trace.rows]
     return Counts(hits, pool.evictions)
 
 
-def _workload(trace: Trace, capacity: int, policy: EvictionPolicy, make: type[FlatPool] | type[ChainPool]) -> Counts:
+def _workload(
+    trace: RecordedTrace, capacity: int, policy: EvictionPolicy, make: type[FlatPool] | type[ChainPool]
+) -> Counts:
     pool = make(capacity, policy)
     return Counts([pool.request(use) for use in categorised(trace)], pool.evictions)
 
 
-def categorised(trace: Trace) -> Iterator[Use]:
+def categorised(trace: RecordedTrace) -> Iterator[Use]:
     for row, category in zip(trace.rows, categories(trace.rows), strict=True):
         yield Use(row.now, row.path, category)
 
 
-def _literal(trace: Trace) -> WorkloadAware:
+def _literal(trace: RecordedTrace) -> WorkloadAware:
     """The paper's form: fitted on the first half of the trace."""
     half = trace.rows[-1].now / 2
     return WorkloadAware(fits=fit_offline(use for use in categorised(trace) if use.now < half), conditional=False)
@@ -126,7 +128,7 @@ def _literal(trace: Trace) -> WorkloadAware:
 # Bélady's optimum: evict what is used again last. It knows the future, nothing else can reach it.
 
 
-def _next_uses(rows: Sequence[Row]) -> list[list[int]]:
+def _next_uses(rows: Sequence[RecordedRequest]) -> list[list[int]]:
     """For each block of each request the next request that uses it."""
     later: dict[int, int] = {}
     result: list[list[int]] = [[]] * len(rows)
@@ -137,7 +139,7 @@ def _next_uses(rows: Sequence[Row]) -> list[list[int]]:
     return result
 
 
-def _flat_belady(trace: Trace, capacity: int) -> Counts:
+def _flat_belady(trace: RecordedTrace, capacity: int) -> Counts:
     stream = [key for row in trace.rows for key in row.path]
     following = [NEVER] * len(stream)
     seen: dict[int, int] = {}
@@ -214,7 +216,7 @@ class _Oracle:
             heapq.heappush(self._heap, (-self._after[key], key))
 
 
-def _chain_belady(trace: Trace, capacity: int) -> Counts:
+def _chain_belady(trace: RecordedTrace, capacity: int) -> Counts:
     pool = _Oracle(capacity)
     hits = [pool.request(row.path, after) for row, after in zip(trace.rows, _next_uses(trace.rows), strict=True)]
     return Counts(hits, pool.evictions)

@@ -14,7 +14,7 @@ from typing import IO, Any
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class RecordedRequest:
     """One request. `path` are its block ids from the root, the last block may be partial; `turn` is 0 where not recorded."""
 
     now: float
@@ -25,10 +25,10 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class Trace:
+class RecordedTrace:
     name: str
     block_size: int
-    rows: Sequence[Row]
+    rows: Sequence[RecordedRequest]
 
     @property
     def blocks(self) -> int:
@@ -40,7 +40,7 @@ class Trace:
         return len({key for row in self.rows for key in row.path})
 
 
-def read_trace(path: Path) -> Trace:
+def read_trace(path: Path) -> RecordedTrace:
     """Reads .jsonl, .jsonl.xz or .jsonl.zst. Raises ValueError for rows without block ids."""
     with _open_text(path) as lines:
         tables = [json.loads(line) for line in lines if line.strip()]
@@ -48,11 +48,11 @@ def read_trace(path: Path) -> Trace:
         raise ValueError(f"{path.name} has no hash_ids: it says nothing about prefixes")
     seconds = "turn" in tables[0] or "chat_id" in tables[0]
     rows = [_row(table, 1.0 if seconds else 1e-3) for table in tables]
-    return Trace(path.name.split(".")[0], _block_size(rows), rows)
+    return RecordedTrace(path.name.split(".")[0], _block_size(rows), rows)
 
 
-def _row(table: dict[str, Any], unit_s: float) -> Row:
-    return Row(
+def _row(table: dict[str, Any], unit_s: float) -> RecordedRequest:
+    return RecordedRequest(
         now=table["timestamp"] * unit_s,
         path=tuple(table["hash_ids"]),
         input_length=table["input_length"],
@@ -61,7 +61,7 @@ def _row(table: dict[str, Any], unit_s: float) -> Row:
     )
 
 
-def _block_size(rows: Sequence[Row]) -> int:
+def _block_size(rows: Sequence[RecordedRequest]) -> int:
     """The block size that len(path) == ceil(input_length / block_size) implies; the known ones are powers of two."""
     sizes = [2**n for n in range(4, 13)]
     return next(size for size in sizes if all(-(-row.input_length // size) <= len(row.path) for row in rows))
@@ -83,7 +83,7 @@ def _open_text(path: Path) -> Iterator[IO[str]]:
                 yield lines
 
 
-def turns(rows: Sequence[Row]) -> list[int]:
+def turns(rows: Sequence[RecordedRequest]) -> list[int]:
     """The turn of each request in its conversation, inferred from prefixes where it was not recorded.
 
     A request that contains all full blocks of the last request with the same prefix continues it.
@@ -103,7 +103,7 @@ def turns(rows: Sequence[Row]) -> list[int]:
     return result
 
 
-def categories(rows: Sequence[Row]) -> list[str]:
+def categories(rows: Sequence[RecordedRequest]) -> list[str]:
     """Request type and bucket of the turn, as the workload-aware policy groups requests."""
     names = []
     for row, turn in zip(rows, turns(rows), strict=True):

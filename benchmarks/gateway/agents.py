@@ -34,7 +34,7 @@ LAYOUT = ModelLayout(
 )
 
 
-class Agent(NodeAgentServicer):
+class ReservingAgent(NodeAgentServicer):
     """One node. What it has made room for it holds from then on, and says so."""
 
     def __init__(self, name: str, role: str, engine_url: str) -> None:
@@ -118,7 +118,7 @@ async def main(nodes: list[str]) -> None:
         role, _, engine_url = node.partition("=")
         options = [("grpc.max_receive_message_length", MAX_CONTROL_BYTES)]
         server = grpc.aio.server(options=options)
-        agent = Agent(f"{role}{number}", role, engine_url)
+        agent = ReservingAgent(f"{role}{number}", role, engine_url)
         add_NodeAgentServicer_to_server(agent, server)  # type: ignore[no-untyped-call]
         calls = CallServer(agent)
         agent.calls_port = await calls.start("127.0.0.1", 0)

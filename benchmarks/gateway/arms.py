@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.lib import peers
-from benchmarks.lib.processes import End
+from benchmarks.lib.processes import GreetingChild
 
 ENDS_SOURCE = Path(__file__).with_name("http_ends.c")
 # DeepSeek's own template has more cases; these are the tokens that it puts around messages.
@@ -29,7 +29,7 @@ CHECKOUT = Path(__file__).parents[2]
 
 
 @dataclass(frozen=True, slots=True)
-class Arm:
+class GatewayArm:
     """A gateway that answers on `port`; `pid` and its children are what is measured."""
 
     name: str
@@ -53,7 +53,7 @@ def _cpu_ns(pid: int) -> int:
     return total
 
 
-Start = Callable[[ExitStack, str, list[str], Path], Arm]
+Start = Callable[[ExitStack, str, list[str], Path], GatewayArm]
 
 
 def built_ends(directory: Path) -> Path:
@@ -64,7 +64,7 @@ def built_ends(directory: Path) -> Path:
 
 
 @contextmanager
-def arms(names: list[str], ends: Path, directory: Path, before: Path | None) -> Iterator[list[Arm]]:
+def arms(names: list[str], ends: Path, directory: Path, before: Path | None) -> Iterator[list[GatewayArm]]:
     """The gateways of these names, ready; `before` is the checkout that `before` and `before_pd` run from."""
     starts = STARTS | {
         name.replace("ours", "before"): _ours(roles, before or CHECKOUT) for name, roles in ROLES.items()
@@ -76,7 +76,7 @@ def arms(names: list[str], ends: Path, directory: Path, before: Path | None) -> 
 
 
 def _ours(roles: tuple[str, str], checkout: Path, more: str = "", *, marked: bool = False) -> Start:
-    def start(stack: ExitStack, name: str, urls: list[str], directory: Path) -> Arm:
+    def start(stack: ExitStack, name: str, urls: list[str], directory: Path) -> GatewayArm:
         nodes = [f"{role}={url}" for role, url in zip(roles, urls, strict=True)]
         agents = _started(stack, [sys.executable, "-m", "benchmarks.gateway.agents", *nodes])
         _write_model(directory, marked=marked)
@@ -104,7 +104,9 @@ def _write_model(directory: Path, *, marked: bool) -> None:
     (directory / "tokenizer_config.json").write_text(json.dumps(settings))
 
 
-def _started_ours(stack: ExitStack, name: str, agents: list[str], directory: Path, checkout: Path, more: str) -> Arm:
+def _started_ours(
+    stack: ExitStack, name: str, agents: list[str], directory: Path, checkout: Path, more: str
+) -> GatewayArm:
     port = _free_port()
     nodes = "".join(f'[[gateway.nodes]]\nagent = "{agent}"\n' for agent in agents)
     (directory / "gateway.toml").write_text(f'[gateway]\nport = {port}\ntokenizer_dir = "."\n{more}{nodes}')
@@ -112,16 +114,16 @@ def _started_ours(stack: ExitStack, name: str, agents: list[str], directory: Pat
     return _listening(stack, name, port, argv, directory, checkout)
 
 
-def _vllm_router(stack: ExitStack, name: str, urls: list[str], directory: Path) -> Arm:
+def _vllm_router(stack: ExitStack, name: str, urls: list[str], directory: Path) -> GatewayArm:
     return _router(stack, name, ["--worker-urls", *urls], directory)
 
 
-def _vllm_router_pd(stack: ExitStack, name: str, urls: list[str], directory: Path) -> Arm:
+def _vllm_router_pd(stack: ExitStack, name: str, urls: list[str], directory: Path) -> GatewayArm:
     prefill, decode = urls
     return _router(stack, name, ["--vllm-pd-disaggregation", "--prefill", prefill, "--decode", decode], directory)
 
 
-def _router(stack: ExitStack, name: str, workers: list[str], directory: Path) -> Arm:
+def _router(stack: ExitStack, name: str, workers: list[str], directory: Path) -> GatewayArm:
     directory.mkdir()
     port = _free_port()
     options = ["--policy", "cache_aware", "--port", str(port), "--prometheus-port", str(_free_port())]
@@ -132,7 +134,7 @@ def _router(stack: ExitStack, name: str, workers: list[str], directory: Path) ->
 def _dynamo(*options: str, marked: bool = False) -> Start:
     """Dynamo's frontend, choosing workers by what it sent them (its workers here tell it of no blocks), as vllm-router does."""
 
-    def start(stack: ExitStack, name: str, urls: list[str], directory: Path) -> Arm:
+    def start(stack: ExitStack, name: str, urls: list[str], directory: Path) -> GatewayArm:
         _write_model(directory, marked=marked)
         (directory / "config.json").write_text(json.dumps(DYNAMO_MODEL))
         known = directory / "known"
@@ -141,7 +143,7 @@ def _dynamo(*options: str, marked: bool = False) -> Start:
         python = str(peers.DYNAMO_PYTHON)
         for _ in urls:
             argv = [python, "-m", "benchmarks.gateway.dynamo_worker", str(directory)]
-            stack.callback(End(argv, environment | {"DYN_LOG": "error"}, quiet=True).close)
+            stack.callback(GreetingChild(argv, environment | {"DYN_LOG": "error"}, quiet=True).close)
         port = _free_port()
         argv = [python, "-m", "dynamo.frontend", *DYNAMO_OPTIONS, "--http-port", str(port), *options]
         return _listening(stack, name, port, argv, directory, more=environment)
@@ -149,9 +151,9 @@ def _dynamo(*options: str, marked: bool = False) -> Start:
     return start
 
 
-def _bare_proxy(stack: ExitStack, name: str, urls: list[str], directory: Path) -> Arm:
+def _bare_proxy(stack: ExitStack, name: str, urls: list[str], directory: Path) -> GatewayArm:
     proxy = _started(stack, [sys.executable, "-m", "benchmarks.gateway.bare_proxy", *urls])
-    return Arm(name, proxy.greeting["port"], proxy.pid)
+    return GatewayArm(name, proxy.greeting["port"], proxy.pid)
 
 
 DYNAMO_OPTIONS = [
@@ -181,8 +183,8 @@ STARTS: dict[str, Start] = {
 }
 
 
-def _started(stack: ExitStack, argv: list[str]) -> End:
-    end = End(argv)
+def _started(stack: ExitStack, argv: list[str]) -> GreetingChild:
+    end = GreetingChild(argv)
     stack.callback(end.close)
     return end
 
@@ -195,7 +197,7 @@ def _listening(
     directory: Path,
     checkout: Path = CHECKOUT,
     more: dict[str, str] | None = None,
-) -> Arm:
+) -> GatewayArm:
     """A gateway once it answers a request; what it says goes to a file, as it would in production."""
     environment = os.environ | {"PYTHONPATH": str(checkout)} | (more or {})
     log = stack.enter_context((directory / "log").open("w"))
@@ -206,7 +208,7 @@ def _listening(
         if process.poll() is not None or time.monotonic() > deadline:
             raise RuntimeError(f"{name} did not start:\n{(directory / 'log').read_text()[-2000:]}")
         time.sleep(0.2)
-    return Arm(name, port, process.pid)
+    return GatewayArm(name, port, process.pid)
 
 
 def _answers(port: int) -> bool:

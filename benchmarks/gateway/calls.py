@@ -22,8 +22,8 @@ import grpc
 import grpc.aio
 import uvloop
 
-from benchmarks.lib.processes import End
-from gateway.cluster.agent_connection import CallConnection, KeptCalls
+from benchmarks.lib.processes import GreetingChild
+from gateway.cluster.agent_connection import CallConnection, PersistentCalls
 from node.control.call_server import CallServer
 from transport.control.certificates import Authority
 from transport.control.credentials import channel_credentials, channel_options, server_credentials
@@ -51,7 +51,7 @@ TICKET: Final = pb.Ticket(
 Call = Callable[[], Awaitable[Any]]
 
 
-class Agent(NodeAgentServicer):
+class AcceptingAgent(NodeAgentServicer):
     """Has room for everything."""
 
     async def reserve(self, request: pb.ReserveRequest) -> pb.Ticket:
@@ -84,8 +84,8 @@ def message() -> pb.ReserveRequest:
 
 async def serve(identity: Identity | None) -> None:
     """Says its ports, and serves until its standard input closes."""
-    server, calls = grpc.aio.server(), CallServer(Agent())
-    add_NodeAgentServicer_to_server(Agent(), server)  # type: ignore[no-untyped-call]
+    server, calls = grpc.aio.server(), CallServer(AcceptingAgent())
+    add_NodeAgentServicer_to_server(AcceptingAgent(), server)  # type: ignore[no-untyped-call]
     server.add_generic_rpc_handlers((Streams(),))
     address = "127.0.0.1:0"
     port = (
@@ -110,7 +110,7 @@ async def ways(ports: dict[str, Any], identity: Identity | None) -> AsyncIterato
             channel = grpc.aio.secure_channel(address, channel_credentials(identity), options=channel_options(NAME))
         await stack.enter_async_context(channel)
         stub: Any = NodeAgentStub(channel)  # type: ignore[no-untyped-call]
-        kept = KeptCalls(address, TIMEOUT_S, identity, NAME)
+        kept = PersistentCalls(address, TIMEOUT_S, identity, NAME)
         stack.push_async_callback(kept.close)
         kept.offered(ports["kept"])
         while not isinstance(connection := kept.connection(), CallConnection):  # noqa: ASYNC110 it has no Event
@@ -174,7 +174,7 @@ async def measured(by: dict[str, Call], calls: int, rounds: int) -> dict[tuple[s
 async def compare(folder: Path, calls: int, rounds: int, secure: bool) -> dict[tuple[str, int], float]:
     identity = Authority(folder).issue("agent", [NAME]) if secure else None
     files = [str(identity.certificate), str(identity.key), str(identity.authority)] if identity else []
-    agent = End([sys.executable, "-m", "benchmarks.gateway.calls", "--serve", *files])
+    agent = GreetingChild([sys.executable, "-m", "benchmarks.gateway.calls", "--serve", *files])
     try:
         async with ways(agent.greeting, identity) as by:
             return await measured(by, calls, rounds)

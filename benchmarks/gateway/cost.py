@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gateway.arms import CHECKOUT, Arm, arms, built_ends
+from benchmarks.gateway.arms import CHECKOUT, GatewayArm, arms, built_ends
 from benchmarks.lib import peers
 
 WORDS = re.findall(
@@ -45,7 +45,7 @@ LAG = re.compile(r'prfaas_event_loop_lag_seconds_bucket\{le="([^"]+)"\} (\S+)')
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class ClientLoad:
     """What a client sends in one round: `first` is not measured, `bodies` are, in turns until `requests` are answered."""
 
     bodies: Sequence[bytes]
@@ -54,12 +54,12 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
-class Scenario:
+class LoadScenario:
     """A load of its own for every round, by its number."""
 
     name: str
     connections: int
-    load: Callable[[int], Load]
+    load: Callable[[int], ClientLoad]
 
 
 def text(size: int, seed: int) -> str:
@@ -86,29 +86,29 @@ def chat(*contents: str, **fields: Any) -> bytes:
     ).encode()
 
 
-def same(requests: int, body: bytes) -> Callable[[int], Load]:
-    return lambda _: Load([body], requests, first=[body])
+def same(requests: int, body: bytes) -> Callable[[int], ClientLoad]:
+    return lambda _: ClientLoad([body], requests, first=[body])
 
 
-def new_prompts(requests: int, size: int, words: Callable[[int, int], str] = text) -> Callable[[int], Load]:
-    return lambda number: Load([chat(words(size, 1000 * number + i)) for i in range(requests)], requests)
+def new_prompts(requests: int, size: int, words: Callable[[int, int], str] = text) -> Callable[[int], ClientLoad]:
+    return lambda number: ClientLoad([chat(words(size, 1000 * number + i)) for i in range(requests)], requests)
 
 
-def next_turns(requests: int, size: int, new: int) -> Callable[[int], Load]:
+def next_turns(requests: int, size: int, new: int) -> Callable[[int], ClientLoad]:
     """An agent's conversation of `size` bytes, and turn after turn that adds `new` bytes to it."""
 
-    def load(number: int) -> Load:
+    def load(number: int) -> ClientLoad:
         said = [text(size // 160, 1_000_000 * number + i) for i in range(161)]
         turns = []
         for turn in range(requests + 1):
             turns.append(chat(*said))
             said += [text(new // 2, -1_000_000 * number - 2 * turn - i) for i in range(2)]
-        return Load(turns[1:], requests, first=turns[:1])
+        return ClientLoad(turns[1:], requests, first=turns[:1])
 
     return load
 
 
-def scenarios(scale: float) -> list[Scenario]:
+def scenarios(scale: float) -> list[LoadScenario]:
     """The issue's table; `scale` times as many requests."""
 
     def n(requests: int) -> int:
@@ -117,17 +117,17 @@ def scenarios(scale: float) -> list[Scenario]:
     hello = "Hello, how are you today?"
     stream = {"stream": True, "max_tokens": 200}
     return [
-        Scenario("short, 1 connection", 1, same(n(1500), chat(hello))),
-        Scenario("short, 16 connections", 16, same(n(2000), chat(hello))),
-        Scenario("stream of 200, 16", 16, same(n(160), chat(hello, **stream))),
-        Scenario("stream of 200, 100", 100, same(n(200), chat(hello, **stream))),
-        Scenario("stream of 200 at 10 ms, 100", 100, same(n(100), chat(hello, **stream, seed=10))),
-        Scenario("28 KB, seen", 4, same(n(200), chat(text(28_000, 1)))),
-        Scenario("418 KB, seen", 1, same(n(30), chat(text(418_000, 1)))),
-        Scenario("418 KB, new", 1, new_prompts(n(6), 418_000)),
-        Scenario("418 KB of source, new", 1, new_prompts(n(6), 418_000, source)),
-        Scenario("480 KB, agent's next turn", 1, next_turns(n(12), 480_000, 2_900)),
-        Scenario("10 MB", 1, same(4, chat(text(9_900_000, 1)))),
+        LoadScenario("short, 1 connection", 1, same(n(1500), chat(hello))),
+        LoadScenario("short, 16 connections", 16, same(n(2000), chat(hello))),
+        LoadScenario("stream of 200, 16", 16, same(n(160), chat(hello, **stream))),
+        LoadScenario("stream of 200, 100", 100, same(n(200), chat(hello, **stream))),
+        LoadScenario("stream of 200 at 10 ms, 100", 100, same(n(100), chat(hello, **stream, seed=10))),
+        LoadScenario("28 KB, seen", 4, same(n(200), chat(text(28_000, 1)))),
+        LoadScenario("418 KB, seen", 1, same(n(30), chat(text(418_000, 1)))),
+        LoadScenario("418 KB, new", 1, new_prompts(n(6), 418_000)),
+        LoadScenario("418 KB of source, new", 1, new_prompts(n(6), 418_000, source)),
+        LoadScenario("480 KB, agent's next turn", 1, next_turns(n(12), 480_000, 2_900)),
+        LoadScenario("10 MB", 1, same(4, chat(text(9_900_000, 1)))),
     ]
 
 
@@ -156,12 +156,12 @@ class Figures:
 class Bench:
     """Runs scenarios."""
 
-    def __init__(self, ends: Path, arms: Sequence[Arm], rounds: int) -> None:
+    def __init__(self, ends: Path, arms: Sequence[GatewayArm], rounds: int) -> None:
         self._ends = ends
         self._arms = arms
         self._rounds = rounds
 
-    def run(self, scenario: Scenario) -> dict[str, Figures]:
+    def run(self, scenario: LoadScenario) -> dict[str, Figures]:
         figures: dict[str, Figures] = defaultdict(lambda: Figures([], []))
         taking_part = list(self._arms)
         for number in range(self._rounds):
@@ -171,7 +171,7 @@ class Bench:
                 self._round(arm, scenario, load, figures[arm.name])
         return figures
 
-    def _round(self, arm: Arm, scenario: Scenario, load: Load, figures: Figures) -> None:
+    def _round(self, arm: GatewayArm, scenario: LoadScenario, load: ClientLoad, figures: Figures) -> None:
         if load.first:
             self._send(arm, 1, load.first, len(load.first))
         late, before_s = _lags(arm), arm.cpu_s()
@@ -182,7 +182,7 @@ class Bench:
         if answer["failed"]:
             raise RuntimeError(f"{arm.name}, {scenario.name}: {answer}")
 
-    def _send(self, arm: Arm, connections: int, bodies: Sequence[bytes], requests: int) -> dict[str, Any]:
+    def _send(self, arm: GatewayArm, connections: int, bodies: Sequence[bytes], requests: int) -> dict[str, Any]:
         argv = [str(self._ends), "load", str(arm.port), str(connections), str(requests)]
         told = b"".join(struct.pack("<I", len(body)) + body for body in bodies)
         ended = subprocess.run(argv, input=told, stdout=subprocess.PIPE, check=False)
@@ -192,7 +192,7 @@ class Bench:
         return answer
 
 
-def _lags(arm: Arm) -> Counter[float]:
+def _lags(arm: GatewayArm) -> Counter[float]:
     """Samples of the event loop's lag so far, by upper bound in seconds; only ours tells."""
     if not arm.is_ours:
         return Counter()

@@ -25,15 +25,15 @@ from pathlib import Path
 from typing import Final
 
 from gateway.admission.queue import WaitingLine
-from gateway.admission.slo import Refusals
+from gateway.admission.slo import SloGate
 from gateway.api.openai import Endpoint, parse
 from gateway.cluster.agent_client import AgentClient, LinkLoad, NodeEvent, NodeInfo, NodeLoad
-from gateway.cluster.links import Links
+from gateway.cluster.links import ClusterLinks
 from gateway.cluster.registry import Clusters
-from gateway.config.gateway import GatewayConfig, NodeConfig
+from gateway.config.gateway import GatewayConfig, NodeAddress
 from gateway.prompt.prompt import Prompt
 from gateway.request.request import Request, Timeline
-from gateway.routing.router import Decider
+from gateway.routing.router import Router
 from gateway.tasks import TaskSet
 from hybrid_cache.cache.events import BlocksStored, Medium
 from hybrid_cache.layout.layout import KVCacheGroup, ModelLayout
@@ -52,7 +52,7 @@ PROMISED: Final = ServiceClass(name="interactive", ttft_s=600.0, tbt_s=0.1)
 
 
 @dataclass(frozen=True, slots=True)
-class Arm:
+class DecisionArm:
     """A kind of model and cache, and how much of a prompt who holds."""
 
     name: str
@@ -63,7 +63,7 @@ class Arm:
 
 
 ARMS: Final = tuple(
-    Arm(f"{name}, {'spread' if spread else 'few'}", block_size, hybrid, medium, spread)
+    DecisionArm(f"{name}, {'spread' if spread else 'few'}", block_size, hybrid, medium, spread)
     for spread in (False, True)
     for name, block_size, hybrid, medium in (
         ("full attention, blocks of 16", 16, False, Medium.MEMORY),
@@ -91,7 +91,7 @@ class StillAgent(AgentClient):
         pass
 
 
-def layout_of(arm: Arm) -> ModelLayout:
+def layout_of(arm: DecisionArm) -> ModelLayout:
     full = KVCacheGroup(FullAttention(1152, 1152), (0,))
     state = KVCacheGroup(LinearState(4_000_000), (1,))
     return ModelLayout("speed", "bfloat16", arm.block_size, (full, state) if arm.hybrid else (full,))
@@ -102,14 +102,14 @@ def chain(rng: random.Random, blocks: int) -> list[bytes]:
     return [data[at : at + 32] for at in range(0, len(data), 32)]
 
 
-def prompts_of(arm: Arm, count: int, rng: random.Random) -> list[list[bytes]]:
+def prompts_of(arm: DecisionArm, count: int, rng: random.Random) -> list[list[bytes]]:
     """Conversations that share a system prompt; the last token of a prompt is in no block."""
     system = chain(rng, SYSTEM_TOKENS // arm.block_size)
     rest = (PROMPT_TOKENS - 1) // arm.block_size - len(system)
     return [system + chain(rng, rest) for _ in range(count)]
 
 
-def held_blocks(arm: Arm, node: int, prompt: int, num_nodes: int, rng: random.Random) -> int:
+def held_blocks(arm: DecisionArm, node: int, prompt: int, num_nodes: int, rng: random.Random) -> int:
     """How many leading blocks of a prompt a node holds."""
     longest = (PROMPT_TOKENS - GROWN_TOKENS) // arm.block_size
     if arm.spread:
@@ -124,7 +124,9 @@ def stored(group: int, hashes: Sequence[bytes], medium: Medium) -> Iterator[Bloc
         yield BlocksStored(group, tuple(hashes[at : at + EVENT_BLOCKS]), medium)
 
 
-def node_events(arm: Arm, prompts: Sequence[Sequence[bytes]], filler: int, rng: random.Random) -> list[list[NodeEvent]]:
+def node_events(
+    arm: DecisionArm, prompts: Sequence[Sequence[bytes]], filler: int, rng: random.Random
+) -> list[list[NodeEvent]]:
     """What each node says of itself: its prompts with a state at the end of what it holds, and blocks of others' prompts."""
     layout = layout_of(arm)
     roles = [role for role, count in NODES.items() for _ in range(count)]
@@ -176,19 +178,19 @@ def request_of(hashes: Sequence[bytes], clusters: Clusters, number: int) -> Requ
     )
 
 
-async def measure(arm: Arm, num_prompts: int, rounds: int, num_blocks: int) -> dict[str, float]:
+async def measure(arm: DecisionArm, num_prompts: int, rounds: int, num_blocks: int) -> dict[str, float]:
     """Microseconds of CPU by part, the number of blocks indexed, and the longest decision."""
     rng = random.Random(0)
     prompts = prompts_of(arm, num_prompts, rng)
     events = node_events(arm, prompts, max(0, num_blocks - sum(map(len, prompts))), rng)
     agents = [StillAgent(each, f"127.0.0.1:{port}") for port, each in enumerate(events, 1)]
-    config = GatewayConfig(tokenizer_dir=Path(), nodes=tuple(NodeConfig(agent=agent.address) for agent in agents))
+    config = GatewayConfig(tokenizer_dir=Path(), nodes=tuple(NodeAddress(agent=agent.address) for agent in agents))
     clusters = Clusters(agents, time.monotonic, tasks=TaskSet(lambda work: None))
-    links = Links(clusters.nodes, time.monotonic)
+    links = ClusterLinks(clusters.nodes, time.monotonic)
     steps = LearnedSteps()
     cost = LearnedCost(steps=steps)
-    decider = Decider(config, clusters, links, cost, time.monotonic)
-    refusals = Refusals(config, clusters, steps, time.monotonic)
+    decider = Router(config, clusters, links, cost, time.monotonic)
+    refusals = SloGate(config, clusters, steps, time.monotonic)
     line = WaitingLine(time.monotonic, limit=256, patience_s=30.0)
     clusters.start()
     try:
@@ -225,7 +227,7 @@ def teach(cost: LearnedCost, steps: LearnedSteps, clusters: Clusters, rng: rando
             steps.observe(node.id, running, slowness * (0.02 + 0.003 * running))
 
 
-def decide(line: WaitingLine, decider: Decider, refusals: Refusals, request: Request) -> None:
+def decide(line: WaitingLine, decider: Router, refusals: SloGate, request: Request) -> None:
     with line.place(request.service, request.timeline.arrived):
         refusals.check(request, decider.route(request))
 

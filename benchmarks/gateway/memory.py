@@ -19,10 +19,10 @@ from benchmarks.gateway.agents import LAYOUT
 from benchmarks.gateway.cost import WORDS
 from gateway.api.openai import Endpoint
 from gateway.cluster.registry import ServedModel
-from gateway.prompt.prompt import Hashing, Model, Prompt, PromptMemory, read_call
+from gateway.prompt.prompt import Hashing, Prompt, PromptMemory, PromptModel, read_call
 from gateway.request.request import Request, Timeline
 from gateway.telemetry.metrics import Metrics
-from gateway.telemetry.record_ring import Records
+from gateway.telemetry.record_ring import RecordRing
 from hybrid_cache.cache.events import BlocksStored
 from hybrid_cache.index.index import PrefixIndex
 from planner.decisions.routing import Reason, Route, Target
@@ -47,9 +47,9 @@ class Soak:
         self._memory = PromptMemory(TextTokenizer(bpe(), template, cache=FairCache(CACHE_BYTES)))
         self._index = PrefixIndex(LAYOUT, max_blocks=INDEX_BLOCKS)
         self._metrics = Metrics()
-        self._records = Records(4096)
+        self._records = RecordRing(4096)
         hashing = Hashing(16, b"soak")
-        self._model = Model(names=("mock",), max_model_len=1 << 22, hashing=hashing)
+        self._model = PromptModel(names=("mock",), max_model_len=1 << 22, hashing=hashing)
         self._served = ServedModel("mock", "mock", LAYOUT, 1 << 22, hashing)
         self._turns: list[tuple[int, int]] = [(number, 1) for number in range(conversations)]  # seed and length of each
 

@@ -1,7 +1,7 @@
 """A line between clusters as a process of its own: TCP relays that share one rate, which can be changed, or nothing at all.
 
-Asked in JSON lines (benchmarks.lib.processes.End): `{"bytes_per_s": 6e6}`, `{"bytes_per_s": 0}` for a line that carries nothing
-and tells nobody. It shapes what goes from whoever connects to the target; the way back is free.
+Asked in JSON lines (benchmarks.lib.processes.GreetingChild): `{"bytes_per_s": 6e6}`, `{"bytes_per_s": 0}` for a line
+that carries nothing and tells nobody. It shapes what goes from whoever connects to the target; the way back is free.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ BUFFER_BYTES: Final = 64 * 1024  # of a connection here: the queue is to stand w
 
 
 @dataclass(slots=True)
-class Line:
+class SharedLine:
     """One rate for all relays, first come first served."""
 
     bytes_per_s: float
@@ -43,7 +43,7 @@ class Line:
         await self._alive.wait()
 
 
-async def _relay(line: Line, port: int, near: asyncio.StreamReader, back: asyncio.StreamWriter) -> None:
+async def _relay(line: SharedLine, port: int, near: asyncio.StreamReader, back: asyncio.StreamWriter) -> None:
     try:
         far, onward = await asyncio.open_connection("127.0.0.1", port, limit=PIECE_BYTES)
     except OSError:
@@ -58,14 +58,14 @@ async def _relay(line: Line, port: int, near: asyncio.StreamReader, back: asynci
     back.close()
 
 
-async def _forward(line: Line, source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
+async def _forward(line: SharedLine, source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
     while piece := await source.read(PIECE_BYTES):
         await line.carry(len(piece))
         target.write(piece)
         await target.drain()
 
 
-async def _back(line: Line, source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
+async def _back(line: SharedLine, source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
     while piece := await source.read(PIECE_BYTES):
         await line.signal()
         target.write(piece)
@@ -81,7 +81,7 @@ def _listener() -> socket.socket:
 
 
 async def _serve(targets: list[int], bytes_per_s: float) -> None:
-    line = Line(bytes_per_s)
+    line = SharedLine(bytes_per_s)
     line.set_rate(bytes_per_s)
     listeners = [_listener() for _ in targets]
     for listener, port in zip(listeners, targets, strict=True):

@@ -9,7 +9,7 @@ from typing import Any
 from benchmarks.lib import peers
 
 
-class End:
+class GreetingChild:
     """A child process; `greeting` is what it says first."""
 
     def __init__(self, argv: list[str], env: dict[str, str] | None = None, *, quiet: bool = False) -> None:

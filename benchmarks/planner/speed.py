@@ -23,12 +23,12 @@ from planner.decisions.views import ClusterKind
 from planner.model.profile import DecodeProfile, KvSize, PrefillCurve
 from planner.model.site import load_site
 from planner.model.workload import Trace, poisson, read_trace
-from planner.simulator.outcome import Outcome
+from planner.simulator.outcome import SimulationOutcome
 from planner.simulator.scenario import Pool, Scenario
-from planner.simulator.trials import Setting, Trial, scenario_of
+from planner.simulator.trials import Trial, TrialSetting, scenario_of
 from planner.simulator.world import simulate
 from planner.solve.plan import make_plan
-from planner.solve.problem import Options, best_cut, pose
+from planner.solve.problem import SolveOptions, best_cut, pose
 
 CONFIG = Path(__file__).parents[2] / "configs" / "case_study.toml"
 
@@ -88,18 +88,18 @@ def main() -> None:
     arguments.add_argument("--trace", type=Path, help="replay this instead of the made-up conversations")
     args = arguments.parse_args()
     site = load_site(CONFIG)
-    problem = pose(site, Options())
+    problem = pose(site, SolveOptions())
     results: dict[str, float] = {}
-    results["solve_s"], results["solve_cpu_s"] = timed(lambda: make_plan(site, Options()), 3)
-    results["search_s"], _ = timed(lambda: best_cut(problem, Options()), 3)
+    results["solve_s"], results["solve_cpu_s"] = timed(lambda: make_plan(site, SolveOptions()), 3)
+    results["search_s"], _ = timed(lambda: best_cut(problem, SolveOptions()), 3)
     trace = read_trace(args.trace) if args.trace else conversations(24_000, 8.0)
     results["trace_requests"] = len(trace)
     results["trace_blocks"] = sum(len(ids) for ids in trace.blocks or ())
     results["trace_s"], results["trace_cpu_s"] = timed(lambda: simulate(cached_scenario(), trace))
     many = poisson(site.workload.lengths, 1024, 0.8 * 3.24, args.requests, np.random.default_rng(0))
-    scenario = scenario_of(site, Setting(19_400, 0.0, 3, 5), Trial())
+    scenario = scenario_of(site, TrialSetting(19_400, 0.0, 3, 5), Trial())
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    outcomes: list[Outcome] = []
+    outcomes: list[SimulationOutcome] = []
     results["uncached_requests"] = args.requests
     results["uncached_s"], results["uncached_cpu_s"] = timed(lambda: outcomes.append(simulate(scenario, many)))
     results["events_per_s"] = outcomes[0].events / results["uncached_s"]

@@ -44,10 +44,10 @@ from planner.model.site import Site, load_site
 from planner.model.workload import Trace
 from planner.simulator.hits import finite_cache_hits
 from planner.simulator.scenario import Scenario
-from planner.simulator.trials import Setting, Trial, scenario_of
+from planner.simulator.trials import Trial, TrialSetting, scenario_of
 from planner.simulator.world import simulate
 from planner.solve.plan import outline
-from planner.solve.problem import Options
+from planner.solve.problem import SolveOptions
 from prfaas.system.standin import Scale
 from transport.control.settings import read_toml
 
@@ -78,7 +78,7 @@ COLUMNS: Final = (
 
 
 @dataclass(frozen=True, slots=True)
-class Arena:
+class AgentsArena:
     """Requests, and the site solved for them."""
 
     site: Site
@@ -86,31 +86,31 @@ class Arena:
     sessions: int
 
     @classmethod
-    def of(cls, site: Site, trace: Trace, sessions: int) -> "Arena":
+    def of(cls, site: Site, trace: Trace, sessions: int) -> "AgentsArena":
         """Solved for what nodes' caches find that never evict. A state serves one length: who goes back finds none there."""
         hits = finite_cache_hits(trace, site.profile.kv_size(), ENDLESS_GB)
         return cls(replace(site, workload=workload_of(trace, hits)), trace, sessions)
 
     @classmethod
-    def open(cls, site: Site, sessions: Sequence[Session], count: int, over_s: float, seed: int) -> "Arena":
+    def open(cls, site: Site, sessions: Sequence[Session], count: int, over_s: float, seed: int) -> "AgentsArena":
         return cls.of(site, replay(sessions, count, over_s, seed), count)
 
-    def solved(self, deployment: str | None = None) -> tuple[Site, Setting]:
-        plan = outline(self.site, Options(extrapolate=True), deployment)
-        return (self.site.deployed(deployment)[0] if deployment else self.site), Setting.of(plan)
+    def solved(self, deployment: str | None = None) -> tuple[Site, TrialSetting]:
+        plan = outline(self.site, SolveOptions(extrapolate=True), deployment)
+        return (self.site.deployed(deployment)[0] if deployment else self.site), TrialSetting.of(plan)
 
     def row(self, name: str, scenario: Scenario) -> dict[str, Any]:
         outcome = simulate(scenario, self.trace)
         return {"name": name, **outcome.report(), "egress_gb_per_session": outcome.sent_bytes / 1e9 / self.sessions}
 
 
-def contenders(arena: Arena, trial: Trial = TRIAL) -> dict[str, Scenario]:
+def contenders(arena: AgentsArena, trial: Trial = TRIAL) -> dict[str, Scenario]:
     site, plan = arena.solved()
     ours = scenario_of(site, plan, trial)
     never = replace(plan, threshold_tokens=1e12)
     always_site, always = arena.solved("naive")
     twelve, _ = arena.solved("homogeneous")
-    colocated = scenario_of(twelve, Setting(1e12, 1.0, 0, 12), trial)
+    colocated = scenario_of(twelve, TrialSetting(1e12, 1.0, 0, 12), trial)
     return {
         "ours": ours,
         "total length": replace(ours, routing=replace(ours.routing, by_total_length=True)),
@@ -125,7 +125,7 @@ def _loyal(routing: RoutingPolicy) -> RoutingPolicy:
     return replace(routing, placement=replace(routing.placement, decode_load_slack=3.0))
 
 
-def _split_at_home(arena: Arena, setting: Setting) -> Setting:
+def _split_at_home(arena: AgentsArena, setting: TrialSetting) -> TrialSetting:
     """The best split of the same PD nodes where nothing is offloaded."""
     _, twelve = arena.solved("homogeneous")
     nodes = setting.num_prefill + setting.num_decode
@@ -133,21 +133,21 @@ def _split_at_home(arena: Arena, setting: Setting) -> Setting:
     return replace(setting, num_prefill=prefill, num_decode=nodes - prefill)
 
 
-def pair(arena: Arena) -> dict[str, Scenario]:
+def pair(arena: AgentsArena) -> dict[str, Scenario]:
     both = contenders(arena)
     return {name: both[name] for name in ("ours", "never")}
 
 
-def conditions(site: Site, sessions: Sequence[Session], count: int, over_s: float, seed: int) -> dict[str, Arena]:
+def conditions(site: Site, sessions: Sequence[Session], count: int, over_s: float, seed: int) -> dict[str, AgentsArena]:
     """Where offloading should pay less, and what it is compared with."""
     short = [each for each in sessions if _longest_increment(each) <= SHORT_TOKENS]
     thin = replace(site, links=tuple(replace(link, capacity_gbps=1.0) for link in site.links))
     found = {
-        "a quarter of the load": Arena.open(site, sessions, count // 4, over_s, seed),
-        "a link of 1 Gbit/s": Arena.open(thin, sessions, count, over_s, seed),
+        "a quarter of the load": AgentsArena.open(site, sessions, count // 4, over_s, seed),
+        "a link of 1 Gbit/s": AgentsArena.open(thin, sessions, count, over_s, seed),
     }
     if short:
-        found["short increments only"] = Arena.open(site, short, count, over_s, seed)
+        found["short increments only"] = AgentsArena.open(site, short, count, over_s, seed)
     return found
 
 
@@ -179,8 +179,8 @@ async def live(
     begun = drawn(within(sessions, CONTEXT_TOKENS), count, LIVE_STARTS * over_s, args.seed)
     step_s = site.profile.decode_on(PD_HARDWARE).step_s
     calls = in_virtual_time(ClosedLoop(begun, over_s), lambda turn: LIVE_TTFT_S + step_s * turn.output_tokens)
-    arena = Arena.of(site, trace_of([(call.at_s, call.turn) for call in calls]), count)
-    plan = outline(arena.site, Options(extrapolate=True))
+    arena = AgentsArena.of(site, trace_of([(call.at_s, call.turn) for call in calls]), count)
+    plan = outline(arena.site, SolveOptions(extrapolate=True))
     scenarios = {
         name: scenario for name, scenario in contenders(arena, LIVE_TRIAL).items() if name in (args.only or [name])
     }
@@ -255,7 +255,7 @@ def main() -> None:
         else:
             _print_live(result)
         return
-    arena = Arena.open(site, sessions, args.count, over_s, args.seed)
+    arena = AgentsArena.open(site, sessions, args.count, over_s, args.seed)
     rows = [arena.row(name, scenario) for name, scenario in contenders(arena).items()]
     verdicts = [verdict("this load", rows[0], rows[2])]
     for name, other in conditions(site, sessions, args.count, over_s, args.seed).items():

@@ -25,7 +25,7 @@ from engine.byte_tokenizer import SPECIAL_TOKENS, VOCAB_SIZE
 from engine.emulated.emulated import emulated_tokens
 from planner.decisions.views import ClusterKind
 from planner.model.profile import Floats
-from planner.model.sessions import BLOCK_TOKENS, Call, ClosedLoop, Session, trace_of
+from planner.model.sessions import BLOCK_TOKENS, ClosedLoop, DueTurn, Session, trace_of
 from planner.simulator.hits import finite_cache_hits
 from planner.simulator.scenario import Scenario, Targets
 from planner.simulator.world import simulate
@@ -44,7 +44,7 @@ HEADS: Final = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class AgentsRow:
     """One run, live or simulated. Goodput is within the targets: TTFT, and TBT as the mean of an answer."""
 
     goodput_req_per_s: float
@@ -65,10 +65,10 @@ class Requests:
     cached_tokens: Floats
     remote: Floats
 
-    def row(self, targets: Targets, over_s: float, sent_bytes: float, sessions: int) -> Row:
+    def row(self, targets: Targets, over_s: float, sent_bytes: float, sessions: int) -> AgentsRow:
         answered = self.ttft_s[~np.isnan(self.ttft_s)]
         good = (self.ttft_s <= targets.ttft_s) & (self.tbt_s <= targets.tbt_s)
-        return Row(
+        return AgentsRow(
             goodput_req_per_s=float(good.sum()) / over_s,
             ttft_mean_s=float(answered.mean()) if len(answered) else nan,
             ttft_p90_s=float(np.quantile(answered, 0.9)) if len(answered) else nan,
@@ -79,10 +79,10 @@ class Requests:
 
 
 @dataclass(frozen=True, slots=True)
-class Sent:
+class EndedCall:
     """A call that has ended: when it was sent, and how, by the gateway's record; times are nan where there was no answer."""
 
-    call: Call
+    call: DueTurn
     sent_s: float
     ttft_s: float
     tbt_s: float
@@ -102,7 +102,7 @@ class Script:
         self._blocks: dict[int, list[int]] = {}
         self._said: dict[tuple[int, str], tuple[tuple[int, ...], list[int]]] = {}  # by agent: whole blocks, all tokens
 
-    def prompt(self, call: Call) -> list[int]:
+    def prompt(self, call: DueTurn) -> list[int]:
         """The tokens of a turn, and one more: the decode node computes a prompt's last one, which the model's length has not."""
         turn = call.turn
         whole, said = self._said.get((call.session, turn.agent), ((), []))
@@ -117,7 +117,7 @@ class Script:
         length = self._scale.tokens_of(turn.prompt_tokens) + 1
         return tokens[:length] + self._chance(length - len(tokens))
 
-    def answered(self, call: Call, tokens: Sequence[int]) -> None:
+    def answered(self, call: DueTurn, tokens: Sequence[int]) -> None:
         """Prompt and answer of a call, which its agent's next one may go on from."""
         whole = call.turn.blocks[: call.turn.prompt_tokens // BLOCK_TOKENS]
         self._said[call.session, call.turn.agent] = whole, list(tokens)
@@ -155,7 +155,7 @@ class Agents:
         self._scale = scale
         self._loop = loop
         self._script = Script(scale, seed)
-        self.sent: list[Sent] = []
+        self.sent: list[EndedCall] = []
         self.wrong: list[str] = []
 
     async def work(self) -> list[dict[str, Any]]:
@@ -167,7 +167,7 @@ class Agents:
                     group.create_task(self._one(group, http, begin, call))
             return await self._records(http)
 
-    async def _one(self, group: asyncio.TaskGroup, http: aiohttp.ClientSession, begin: float, call: Call) -> None:
+    async def _one(self, group: asyncio.TaskGroup, http: aiohttp.ClientSession, begin: float, call: DueTurn) -> None:
         prompt = self._script.prompt(call)
         max_tokens = self._scale.tokens_of(call.turn.output_tokens) + 1  # the first takes one decode step alone
         body = {"model": self._system.topology.model.served_name, "prompt": prompt, "max_tokens": max_tokens}
@@ -186,7 +186,7 @@ class Agents:
             tbt_s = (answer.e2e_s - answer.ttft_s) / self._scale.time / call.turn.output_tokens
             tokens = answer.token_ids
             self._script.answered(call, prompt + tokens)
-        self.sent.append(Sent(call, sent_s, ttft_s, tbt_s, request_id))
+        self.sent.append(EndedCall(call, sent_s, ttft_s, tbt_s, request_id))
         now_s = (time.monotonic() - begin) / self._scale.time
         for other in self._loop.answered(call, sent_s, now_s):
             group.create_task(self._one(group, http, begin, other))
@@ -205,15 +205,15 @@ class Agents:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Way:
+class ServingWay:
     """One way of serving them: live, beside what the simulator makes of the same requests."""
 
     name: str
     instances: tuple[int, int, int]
     threshold_tokens: float
     requests: int
-    live: Row
-    simulated: Row
+    live: AgentsRow
+    simulated: AgentsRow
     endless_hit_ratio: float
     routes: Mapping[str, int]
     routes_simulated: Mapping[str, int]
@@ -274,7 +274,7 @@ def _counted(names: Sequence[str]) -> dict[str, int]:
 async def serve(
     name: str, scenario: Scenario, begun: Sequence[tuple[float, Session]], over_s: float, scale: Scale, state_dir: Path,
     seed: int,
-) -> Way:  # fmt: skip
+) -> ServingWay:  # fmt: skip
     """Starts the system that `scenario` simulates, has the sessions work on it, and ends it."""
     topology = topology_of(scenario, scale, state_dir)
     ensure_model(topology.model, state_dir, say)
@@ -285,35 +285,35 @@ async def serve(
         records = await agents.work()
         watch.cancel()
     late_p99_s = float(np.quantile(lag.late_s, 0.99))
-    way = Way.of(name, scenario, agents, records, scale, over_s, len(begun), late_p99_s)
+    way = ServingWay.of(name, scenario, agents, records, scale, over_s, len(begun), late_p99_s)
     say(f"{name}: {way.requests} requests, timers late by {1e3 * late_p99_s:.0f} ms at P99, {len(way.wrong)} wrong")
     say(f"  live {asdict(way.live)}\n  simulated {asdict(way.simulated)}")
     say(f"  live {way.routes}, {way.fallbacks}\n  simulated {way.routes_simulated}")
     return way
 
 
-def table(ways: Sequence[Way]) -> str:
+def table(ways: Sequence[ServingWay]) -> str:
     """Markdown, live / simulated."""
     lines = ["| live / simulated | requests | " + " | ".join(HEADS) + " |", "|---" * (len(HEADS) + 2) + "|"]
     for way in ways:
-        cells = [_cell(each.name, way) for each in fields(Row)]
+        cells = [_cell(each.name, way) for each in fields(AgentsRow)]
         lines.append(f"| {way.name}, {_instances(way)} | {way.requests} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
-def _cell(key: str, way: Way) -> str:
+def _cell(key: str, way: ServingWay) -> str:
     live, computed = getattr(way.live, key), getattr(way.simulated, key)
     if key in ("hit_ratio", "offload_fraction"):
         return f"{live:.1%} / {computed:.1%}"
     return f"{live:.2f} / {computed:.2f}"
 
 
-def _instances(way: Way) -> str:
+def _instances(way: ServingWay) -> str:
     prfaas, prefill, decode = way.instances
     return f"{prfaas} + {prefill} / {decode}" if prfaas else f"{prefill} / {decode}"
 
 
-def bars(ours: Way, planned_share: float, planned_gb_per_session: float) -> list[str]:
+def bars(ours: ServingWay, planned_share: float, planned_gb_per_session: float) -> list[str]:
     """What ours does beside its plan and beside a cache that never evicts."""
     row = ours.live
     egress = row.egress_gb_per_session / planned_gb_per_session if planned_gb_per_session else float("nan")

@@ -44,7 +44,7 @@ CHUNK_LINE: Final = b"data: {"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class BreakpointsRow:
     """One round of questions, a question of each document: means of tokens, median of seconds."""
 
     memory: str
@@ -57,7 +57,7 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class QuestionAsked:
     """One request."""
 
     prompt_tokens: int
@@ -92,7 +92,7 @@ def document_of(number: int) -> str:
     return (f"Document {number} says what document {number} says. " * (1 + DOCUMENT_CHARS // 40))[:DOCUMENT_CHARS]
 
 
-async def ask(http: aiohttp.ClientSession, document: str, question: str, *, is_marked: bool) -> Asked:
+async def ask(http: aiohttp.ClientSession, document: str, question: str, *, is_marked: bool) -> QuestionAsked:
     """A question about a document, streamed."""
     part: dict[str, Any] = {"type": "text", "text": document}
     if is_marked:
@@ -112,10 +112,10 @@ async def ask(http: aiohttp.ClientSession, document: str, question: str, *, is_m
             if line.startswith(CHUNK_LINE):
                 first = first or time.monotonic()
                 usage = json.loads(line.removeprefix(b"data: ")).get("usage") or usage
-    return Asked(usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"], first - began)
+    return QuestionAsked(usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"], first - began)
 
 
-async def rounds(arch: str, memory: str, cache_bytes: int, *, is_marked: bool) -> list[Row]:
+async def rounds(arch: str, memory: str, cache_bytes: int, *, is_marked: bool) -> list[BreakpointsRow]:
     """Every question about every document."""
     rows = []
     with system_of(arch, cache_bytes) as system:
@@ -123,7 +123,7 @@ async def rounds(arch: str, memory: str, cache_bytes: int, *, is_marked: bool) -
             for number, question in enumerate(QUESTIONS):
                 asked = [await ask(http, document_of(each), question, is_marked=is_marked) for each in range(DOCUMENTS)]
                 rows.append(
-                    Row(
+                    BreakpointsRow(
                         memory=memory,
                         is_marked=is_marked,
                         question=number + 1,
@@ -140,7 +140,7 @@ async def rounds(arch: str, memory: str, cache_bytes: int, *, is_marked: bool) -
     return rows
 
 
-async def measure(arch: str) -> list[Row]:
+async def measure(arch: str) -> list[BreakpointsRow]:
     """Each memory, unmarked and marked, with new processes."""
     rows = []
     for memory, cache_bytes in (("roomy", ROOMY_BYTES), ("tight", TIGHT_BYTES)):
@@ -149,7 +149,7 @@ async def measure(arch: str) -> list[Row]:
     return rows
 
 
-def table(rows: list[Row]) -> str:
+def table(rows: list[BreakpointsRow]) -> str:
     """For people."""
     lines = ["| memory | question | marked | cached | computed | TTFT, ms |", "|---|---|---|---|---|---|"]
     for row in rows:

@@ -28,11 +28,11 @@ from engine.emulated.emulated import emulated_tokens
 from planner.model.site import Site, load_site
 from planner.model.workload import Trace
 from planner.simulator.scenario import Scenario
-from planner.simulator.trials import Setting, Trial, scenario_of
+from planner.simulator.trials import Trial, TrialSetting, scenario_of
 from planner.simulator.world import simulate
 from planner.solve.plan import Plan, outline
-from planner.solve.problem import Options
-from prfaas.demo.client import Completion, RequestFailed, complete
+from planner.solve.problem import SolveOptions
+from prfaas.demo.client import DemoCompletion, RequestFailed, complete
 from prfaas.system.models import ensure_model
 from prfaas.system.standin import Scale
 from prfaas.system.system import System
@@ -57,7 +57,7 @@ RECORDS_S: Final = 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Contender:
+class CaseDeployment:
     """A deployment: its plan, how the simulator has it, how it is started."""
 
     name: str
@@ -67,7 +67,7 @@ class Contender:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seen:
+class CaseRun:
     """One run, in seconds and bytes of the model."""
 
     ttft_mean_s: float
@@ -112,13 +112,15 @@ def requests_of(site: Site, count: int, seed: int) -> Trace:
 
 def contender(
     site: Site, name: str, scale: Scale, state_dir: Path, plan_service: Mapping[str, Any] | None = None
-) -> Contender:
+) -> CaseDeployment:
     """Its plan is the one that E[T(L)] gives; with a `plan_service` ([plan] of a topology) it may change while it runs."""
     deployment = DEPLOYMENTS[name]
-    plan = outline(site, Options(), deployment)
+    plan = outline(site, SolveOptions(), deployment)
     deployed = site.deployed(deployment)[0] if deployment else site
-    scenario = scenario_of(deployed, Setting.of(plan), Trial(tail_share=TAIL_SHARE))
-    return Contender(name=name, plan=plan, scenario=scenario, topology=_topology(plan, scale, state_dir, plan_service))
+    scenario = scenario_of(deployed, TrialSetting.of(plan), Trial(tail_share=TAIL_SHARE))
+    return CaseDeployment(
+        name=name, plan=plan, scenario=scenario, topology=_topology(plan, scale, state_dir, plan_service)
+    )
 
 
 def _topology(plan: Plan, scale: Scale, state_dir: Path, plan_service: Mapping[str, Any] | None) -> Topology:
@@ -148,7 +150,7 @@ def live_document(scale: Scale, threshold_tokens: float, nodes: tuple[int, int, 
     return document
 
 
-class Live:
+class LiveDeployment:
     """A running deployment that requests are sent to."""
 
     def __init__(self, system: System, scale: Scale, seed: int) -> None:
@@ -160,7 +162,7 @@ class Live:
         self.wrong: list[str] = []
         self.late_p99_s = 0.0
 
-    async def run(self, trace: Trace) -> Seen:
+    async def run(self, trace: Trace) -> CaseRun:
         """Sends every request at its time and waits for all answers."""
         lag, self._runs = Lag(), self._runs + 1
         watch = asyncio.create_task(lag.watch())
@@ -181,7 +183,9 @@ class Live:
         tokens: list[int] = self._rng.integers(len(SPECIAL_TOKENS), VOCAB_SIZE, length).tolist()
         return tokens
 
-    async def _one(self, session: aiohttp.ClientSession, trace: Trace, number: int, begin: float) -> Completion | None:
+    async def _one(
+        self, session: aiohttp.ClientSession, trace: Trace, number: int, begin: float
+    ) -> DemoCompletion | None:
         prompt = self.prompt(trace, number)
         max_tokens = self._scale.tokens_of(trace.output_tokens[number])
         name = f"r{self._runs}-{number}"
@@ -210,13 +214,15 @@ class Live:
                 await asyncio.sleep(LAG_EVERY_S)
         return records
 
-    def _seen(self, trace: Trace, answers: Sequence[Completion | None], records: Sequence[Mapping[str, Any]]) -> Seen:
+    def _seen(
+        self, trace: Trace, answers: Sequence[DemoCompletion | None], records: Sequence[Mapping[str, Any]]
+    ) -> CaseRun:
         ttft = np.array([answer.ttft_s if answer else np.inf for answer in answers]) / self._scale.time
         steps = max(1.0, (trace.output_tokens[0] - 1 / self._scale.tokens))
         tbt = [(answer.e2e_s - answer.ttft_s) / self._scale.time / steps for answer in answers if answer]
         remote = [record for record in records if record["route"] == "remote"]
         sent = sum(record["bytes"] or 0 for record in remote) / self._scale.bytes
-        return Seen(
+        return CaseRun(
             ttft_mean_s=float(ttft.mean()),
             ttft_p90_s=float(np.quantile(ttft, 0.9)),
             tbt_mean_s=float(np.mean(tbt)),
@@ -225,11 +231,11 @@ class Live:
         )
 
 
-def simulated(scenario: Scenario, trace: Trace, seed: int) -> Seen:
+def simulated(scenario: Scenario, trace: Trace, seed: int) -> CaseRun:
     """The same requests in the simulator."""
     outcome = simulate(scenario, trace, seed)
     report = outcome.report()
-    return Seen(
+    return CaseRun(
         ttft_mean_s=report["ttft_mean_s"],
         ttft_p90_s=report["ttft_p90_s"],
         tbt_mean_s=report["tbt_mean_s"],
@@ -258,7 +264,9 @@ def rate_at_slo(tried: Mapping[float, float]) -> float:
     return low + (high - low) * (SLO_TTFT_P90_S - tried[low]) / (tried[high] - tried[low])
 
 
-async def measure(contender: Contender, site: Site, loads: Sequence[float], args: argparse.Namespace) -> dict[str, Any]:
+async def measure(
+    contender: CaseDeployment, site: Site, loads: Sequence[float], args: argparse.Namespace
+) -> dict[str, Any]:
     """All runs of one deployment."""
     few, many = (requests_of(site, count, args.seed) for count in (LOAD_REQUESTS, args.requests))
     seed, scenario = args.seed, contender.scenario
@@ -268,7 +276,7 @@ async def measure(contender: Contender, site: Site, loads: Sequence[float], args
     begin = time.monotonic()
     async with System(contender.topology, state_dir / "case-study", lambda line: None) as system:
         say(f"{contender.name}: {len(system.nodes)} instances up after {time.monotonic() - begin:.0f} s")
-        live = Live(system, scale, seed)
+        live = LiveDeployment(system, scale, seed)
 
         async def pair(base: Trace, rate: float) -> dict[str, Any]:
             trace = base.faster(rate)

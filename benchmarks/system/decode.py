@@ -23,7 +23,7 @@ import numpy as np
 from engine.agent.base import Logits
 from engine.byte_tokenizer import byte_text
 from engine.runtime.sampling import SamplingParams
-from engine.runtime.scheduler import Event, Failed, NewToken, Scheduler, Work
+from engine.runtime.scheduler import Event, ModelWork, NewToken, Scheduler, WorkFailed
 from engine.torch.embedded import EmbeddedEngine
 from engine.torch.tiny import ARCHITECTURES, build_model
 
@@ -33,7 +33,7 @@ FIRST_PLAIN_TOKEN = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class DecodeRow:
     """One number of answers at once, of one model. Tokens per processor second, medians of the rounds."""
 
     model: str
@@ -57,7 +57,7 @@ class OneByOne:
         return [self._engine.decode([sequence], [token])[0] for sequence, token in zip(sequences, tokens, strict=True)]
 
 
-class Answers:
+class DecodedAnswers:
     """What a scheduler says of some requests that run at once."""
 
     def __init__(self, engine: Any, concurrency: int, num_tokens: int) -> None:
@@ -67,7 +67,7 @@ class Answers:
         for number, tokens in enumerate(self.tokens):
             params = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
             prompt = _prompt(PROMPT_TOKENS + 7 * number, number, engine.vocab_size)
-            self._scheduler.add(Work(id=str(number), prompt=prompt, params=params, emit=_into(tokens)))
+            self._scheduler.add(ModelWork(id=str(number), prompt=prompt, params=params, emit=_into(tokens)))
 
     def tokens_per_cpu_s(self) -> float:
         """Runs them to the end; what is measured are the steps of all."""
@@ -85,15 +85,15 @@ class Answers:
         return sum(map(len, self.tokens))
 
 
-def measure(name: str, engine: EmbeddedEngine, concurrency: int, num_tokens: int, rounds: int) -> Row:
+def measure(name: str, engine: EmbeddedEngine, concurrency: int, num_tokens: int, rounds: int) -> DecodeRow:
     speeds, equal = [], True
     for _ in range(rounds):
-        ways = [Answers(each, concurrency, num_tokens) for each in (OneByOne(engine), engine)]
+        ways = [DecodedAnswers(each, concurrency, num_tokens) for each in (OneByOne(engine), engine)]
         speeds.append([way.tokens_per_cpu_s() for way in ways])
         equal &= ways[0].tokens == ways[1].tokens
     one_by_one, together = (statistics.median(way) for way in zip(*speeds, strict=True))
     ratio = statistics.median(after / before for before, after in speeds)
-    return Row(name, concurrency, one_by_one, together, ratio, equal)
+    return DecodeRow(name, concurrency, one_by_one, together, ratio, equal)
 
 
 def engines(models: Sequence[str], scratch: Path) -> Iterator[tuple[str, EmbeddedEngine]]:
@@ -126,7 +126,7 @@ def main() -> int:
     return 0 if all(row.equal for row in rows) else 1
 
 
-def line(row: Row) -> str:
+def line(row: DecodeRow) -> str:
     return (
         f"{row.model:<16}{row.concurrency:>3} at once: {row.one_by_one:>7.0f} tokens/s one by one, "
         f"{row.together:>7.0f} together: {row.ratio:.2f} times; tokens {'equal' if row.equal else 'DIFFER'}"
@@ -135,7 +135,7 @@ def line(row: Row) -> str:
 
 def _into(tokens: list[int]) -> Callable[[Event], None]:
     def note(event: Event) -> None:
-        if isinstance(event, Failed):
+        if isinstance(event, WorkFailed):
             raise event.error
         if isinstance(event, NewToken):
             tokens.append(event.sampled.token)

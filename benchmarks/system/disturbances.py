@@ -37,7 +37,7 @@ import aiohttp
 import msgspec
 import numpy as np
 
-from benchmarks.lib.processes import End
+from benchmarks.lib.processes import GreetingChild
 from benchmarks.system.case_study import CONFIGS, SLO_TTFT_P90_S, contender, requests_of, say
 from benchmarks.system.disturbance_plot import plot
 from engine.byte_tokenizer import SPECIAL_TOKENS, VOCAB_SIZE
@@ -46,7 +46,7 @@ from planner.decisions.offered import GatewayLoad, of_kind
 from planner.decisions.views import ClusterKind, Role
 from planner.model.site import Site, load_site
 from planner.model.workload import Trace
-from planner.solve.ledger import Change, Entry
+from planner.solve.ledger import LedgerEntry, PlanEvent
 from planner.solve.readings import Cursors
 from prfaas.demo.client import RequestFailed, complete
 from prfaas.errors import StartError
@@ -79,7 +79,7 @@ PLAN_SERVICE: Final = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Phase:
+class ArrivalPhase:
     """Arrivals for some time: `rate` over the steady one, prompts `length` times as long."""
 
     seconds: float
@@ -92,14 +92,14 @@ class Disturbance:
     """What happens, and what arrives meanwhile. `strike` begins it and returns what ends it."""
 
     name: str
-    phase: Phase
-    strike: "Callable[[Stage], Awaitable[Callable[[], Awaitable[None]]]]"
-    before: Phase = Phase(seconds=BEFORE_S)
-    after: Phase = Phase(seconds=AFTER_S)
+    phase: ArrivalPhase
+    strike: "Callable[[DisturbedSystem], Awaitable[Callable[[], Awaitable[None]]]]"
+    before: ArrivalPhase = ArrivalPhase(seconds=BEFORE_S)
+    after: ArrivalPhase = ArrivalPhase(seconds=AFTER_S)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answered:
+class DisturbedRequest:
     """One request. `at_s`: of its arrival after the start; `outcome` is a route, `refused`, `failed` or `wrong`."""
 
     at_s: float
@@ -109,7 +109,7 @@ class Answered:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sampled:
+class GatewaySample:
     """What the gateway says of its link, how many requests are under way, and which plan (0: none) it follows with how many
     nodes of either role."""
 
@@ -132,11 +132,11 @@ class Course:
     begin_s: float
     end_s: float
     calm_p90_s: float  # of the steady load
-    answers: Sequence[Answered]
-    samples: Sequence[Sampled]
+    answers: Sequence[DisturbedRequest]
+    samples: Sequence[GatewaySample]
     not_converted: Sequence[str] = ()  # node and reason
 
-    def changes(self) -> list[Sampled]:
+    def changes(self) -> list[GatewaySample]:
         """The first sample, and the first of every plan after."""
         return [next(same) for _, same in groupby(self.samples, lambda each: each.version)]
 
@@ -205,10 +205,10 @@ def turns(course: Sequence[float]) -> int:
     return sum((step > 0) != (following > 0) for step, following in pairwise(steps))
 
 
-class Stage:
+class DisturbedSystem:
     """The running system, its line, and who sends requests."""
 
-    def __init__(self, system: System, line: End, scale: Scale, steady: Trace, seed: int) -> None:
+    def __init__(self, system: System, line: GreetingChild, scale: Scale, steady: Trace, seed: int) -> None:
         self.system = system
         self.line = line
         self.scale = scale
@@ -229,7 +229,7 @@ class Stage:
         begin_s = phases[0].seconds
         end_s = begin_s + phases[1].seconds
         start, began_at = time.monotonic(), datetime.now(UTC).timestamp()
-        samples: list[Sampled] = []
+        samples: list[GatewaySample] = []
         async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
             sampling = asyncio.create_task(self._sample(session, start, samples))
             async with asyncio.TaskGroup() as group:
@@ -248,7 +248,7 @@ class Stage:
             calm_p90_s=0.0,
             answers=answers,
             samples=samples,
-            not_converted=[entry.reason for entry in entries if entry.change is Change.NOT_CONVERTED],
+            not_converted=[entry.reason for entry in entries if entry.change is PlanEvent.NOT_CONVERTED],
         )
         self._calm_p90_s = self._calm_p90_s or course.p90_s(0.0, begin_s)
         return replace(course, calm_p90_s=self._calm_p90_s)
@@ -261,7 +261,7 @@ class Stage:
         finally:
             await mend()
 
-    def _arrivals(self, phases: Sequence[Phase]) -> list[tuple[float, int, int]]:
+    def _arrivals(self, phases: Sequence[ArrivalPhase]) -> list[tuple[float, int, int]]:
         """When (seconds of here), prompt and answer in tokens of here."""
         found, phase_at_s = [], 0.0
         for phase in phases:
@@ -275,7 +275,7 @@ class Stage:
 
     async def _one(
         self, session: aiohttp.ClientSession, name: str, start: float, at_s: float, length: int, max_tokens: int
-    ) -> Answered:
+    ) -> DisturbedRequest:
         prompt = self._rng.integers(len(SPECIAL_TOKENS), VOCAB_SIZE, length).tolist()
         await asyncio.sleep(max(0.0, start + at_s - time.monotonic()))
         body = {"model": self.system.topology.model.served_name, "prompt": prompt, "max_tokens": max_tokens}
@@ -285,15 +285,17 @@ class Stage:
             done = await complete(session, self.system.api_url, body, name)
         except RequestFailed as error:
             refused = any(status in str(error) for status in REFUSED)
-            return Answered(
+            return DisturbedRequest(
                 at_s=at_s, ttft_s=float("inf"), outcome="refused" if refused else "failed", detail=str(error)
             )
         finally:
             self._under_way -= 1
         right = done.token_ids == emulated_tokens(prompt, max_tokens)
-        return Answered(at_s=at_s, ttft_s=done.ttft_s, outcome=done.route.partition(";")[0] if right else "wrong")
+        return DisturbedRequest(
+            at_s=at_s, ttft_s=done.ttft_s, outcome=done.route.partition(";")[0] if right else "wrong"
+        )
 
-    async def _sample(self, session: aiohttp.ClientSession, start: float, samples: list[Sampled]) -> None:
+    async def _sample(self, session: aiohttp.ClientSession, start: float, samples: list[GatewaySample]) -> None:
         cursors = Cursors()
         while True:
             with suppress(aiohttp.ClientError, ValueError, IndexError):
@@ -304,7 +306,7 @@ class Stage:
                 cursors.new(load)
                 prefills, decodes = (of_kind(load.nodes, ClusterKind.PD, role) for role in (Role.PREFILL, Role.DECODE))
                 samples.append(
-                    Sampled(
+                    GatewaySample(
                         at_s=time.monotonic() - start,
                         under_way=self._under_way,
                         up=link["up"],
@@ -318,22 +320,22 @@ class Stage:
                 )
             await asyncio.sleep(SAMPLE_EVERY_S)
 
-    async def _history(self, session: aiohttp.ClientSession, since: float) -> list[Entry]:
+    async def _history(self, session: aiohttp.ClientSession, since: float) -> list[LedgerEntry]:
         """What the plan service has written down since then (seconds since the epoch)."""
         async with session.get(f"{self.system.plan_url}/history", params={"limit": ENTRIES}) as answer:
-            entries = msgspec.json.decode(await answer.read(), type=list[Entry])
+            entries = msgspec.json.decode(await answer.read(), type=list[LedgerEntry])
         return [entry for entry in entries if entry.at >= since]
 
 
-async def _thin(stage: Stage) -> Callable[[], Awaitable[None]]:
+async def _thin(stage: DisturbedSystem) -> Callable[[], Awaitable[None]]:
     return await _line_at(stage, stage.line_bytes_per_s / 10)
 
 
-async def _dead(stage: Stage) -> Callable[[], Awaitable[None]]:
+async def _dead(stage: DisturbedSystem) -> Callable[[], Awaitable[None]]:
     return await _line_at(stage, 0.0)
 
 
-async def _line_at(stage: Stage, bytes_per_s: float) -> Callable[[], Awaitable[None]]:
+async def _line_at(stage: DisturbedSystem, bytes_per_s: float) -> Callable[[], Awaitable[None]]:
     await asyncio.to_thread(stage.line.ask, bytes_per_s=bytes_per_s)
 
     async def mend() -> None:
@@ -342,13 +344,13 @@ async def _line_at(stage: Stage, bytes_per_s: float) -> Callable[[], Awaitable[N
     return mend
 
 
-async def _kill(stage: Stage) -> Callable[[], Awaitable[None]]:
+async def _kill(stage: DisturbedSystem) -> Callable[[], Awaitable[None]]:
     victim = next(node for node in stage.system.nodes.values() if node.config.cluster_kind == "prfaas")
     os.kill(victim.process.pid, signal.SIGKILL)
     return _nothing
 
 
-async def _only_load(stage: Stage) -> Callable[[], Awaitable[None]]:
+async def _only_load(stage: DisturbedSystem) -> Callable[[], Awaitable[None]]:
     return _nothing
 
 
@@ -356,17 +358,19 @@ async def _nothing() -> None:
     """The end of what ends by itself."""
 
 
-CALM: Final = Disturbance(name="calm", phase=Phase(seconds=1.0), strike=_only_load, after=Phase(seconds=1.0))
+CALM: Final = Disturbance(
+    name="calm", phase=ArrivalPhase(seconds=1.0), strike=_only_load, after=ArrivalPhase(seconds=1.0)
+)
 # Long enough to be planned for.
-NIGHT: Final = Phase(seconds=2 * BEFORE_S, rate=0.6, length=0.5)
-DAY: Final = Phase(seconds=2 * AFTER_S)
+NIGHT: Final = ArrivalPhase(seconds=2 * BEFORE_S, rate=0.6, length=0.5)
+DAY: Final = ArrivalPhase(seconds=2 * AFTER_S)
 DISTURBANCES: Final = (
-    Disturbance(name="thin link", phase=Phase(seconds=30.0), strike=_thin),
-    Disturbance(name="dead link", phase=Phase(seconds=30.0), strike=_dead),
-    Disturbance(name="burst", phase=Phase(seconds=20.0, rate=10.0), strike=_only_load),
-    Disturbance(name="dead node", phase=Phase(seconds=15.0), strike=_kill),
+    Disturbance(name="thin link", phase=ArrivalPhase(seconds=30.0), strike=_thin),
+    Disturbance(name="dead link", phase=ArrivalPhase(seconds=30.0), strike=_dead),
+    Disturbance(name="burst", phase=ArrivalPhase(seconds=20.0, rate=10.0), strike=_only_load),
+    Disturbance(name="dead node", phase=ArrivalPhase(seconds=15.0), strike=_kill),
     # A shift takes no time, and does not end.
-    Disturbance(name="night to day", before=NIGHT, phase=Phase(seconds=0.0), after=DAY, strike=_only_load),
+    Disturbance(name="night to day", before=NIGHT, phase=ArrivalPhase(seconds=0.0), after=DAY, strike=_only_load),
 )
 
 
@@ -401,7 +405,7 @@ async def run(args: argparse.Namespace) -> tuple[dict[str, Any], list[Course]]:
     rate = args.load * ours.plan.lambda_max
     steady = requests_of(site, 1000, args.seed).faster(rate)
     begin, courses = time.monotonic(), []
-    line = End(
+    line = GreetingChild(
         [sys.executable, "-m", "benchmarks.lib.line", str(scale.bytes_per_s(LINE_GBPS)), *map(str, ports.values())]
     )
     try:
@@ -411,7 +415,7 @@ async def run(args: argparse.Namespace) -> tuple[dict[str, Any], list[Course]]:
                 f"{len(system.nodes)} instances up after {time.monotonic() - begin:.0f} s; {rate:.2f} req/s of the model"
             )
             keeper = asyncio.create_task(_keep(system))
-            stage = Stage(system, line, scale, steady, args.seed)
+            stage = DisturbedSystem(system, line, scale, steady, args.seed)
             await stage.course(CALM)
             for disturbance in DISTURBANCES:
                 if not args.only or disturbance.name in args.only:

@@ -46,7 +46,7 @@ IDLE_S: Final = 1.0  # until what it has left is gone
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kind:
+class TenantSystem:
     """A system, and what both tenants ask of it: (tokens of a prompt, tokens of an answer)."""
 
     name: str
@@ -62,21 +62,21 @@ class Kind:
 
 
 KINDS: Final = (
-    Kind(name="prefill", heavy=(4096, 1), light=(768, 1), prefill_s_per_token=4e-4),
-    Kind(name="local", heavy=(4096, 1), light=(768, 1), prefill_s_per_token=4e-4, is_remote=False),
-    Kind(
+    TenantSystem(name="prefill", heavy=(4096, 1), light=(768, 1), prefill_s_per_token=4e-4),
+    TenantSystem(name="local", heavy=(4096, 1), light=(768, 1), prefill_s_per_token=4e-4, is_remote=False),
+    TenantSystem(
         name="decode", heavy=(128, 250), light=(640, 4), prefill_s_per_token=4e-4, step_s=0.008, max_running=16,
     ),
-    Kind(
+    TenantSystem(
         name="rooms", heavy=(2048, 250), light=(1536, 4), prefill_s_per_token=1.5e-4, step_s=0.008, max_running=6,
         decode_cache_bytes=96 << 20,
     ),
-    Kind(name="line", heavy=(2048, 1), light=(1280, 1), prefill_s_per_token=1e-5, every_s=1.6, line_bytes_per_s=8e6),
+    TenantSystem(name="line", heavy=(2048, 1), light=(1280, 1), prefill_s_per_token=1e-5, every_s=1.6, line_bytes_per_s=8e6),
 )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class FairnessRow:
     """What the light tenant saw, in ms."""
 
     kind: str
@@ -94,7 +94,7 @@ class Row:
         return self.beside_p90 / self.alone_p90
 
 
-def topology_of(kind: Kind, state_dir: Path) -> Topology:
+def topology_of(kind: TenantSystem, state_dir: Path) -> Topology:
     """One PrfaaS node, unless prompts are to be computed where they decode, and one decode node."""
     args = ["--prefill-per-token-s", str(kind.prefill_s_per_token), "--decode-step-s", str(kind.step_s)]
     args += ["--max-running", str(kind.max_running)]
@@ -115,10 +115,10 @@ def topology_of(kind: Kind, state_dir: Path) -> Topology:
     return parse_topology(document, state_dir)
 
 
-class Load:
+class TwoTenants:
     """Two tenants of one running system."""
 
-    def __init__(self, kind: Kind, system: System, session: aiohttp.ClientSession, seed: int) -> None:
+    def __init__(self, kind: TenantSystem, system: System, session: aiohttp.ClientSession, seed: int) -> None:
         self._kind = kind
         self._system = system
         self._session = session
@@ -168,7 +168,7 @@ class Load:
         return answer.ttft_s
 
 
-async def measure(kind: Kind, samples: int, seed: int, state_dir: Path) -> Row:
+async def measure(kind: TenantSystem, samples: int, seed: int, state_dir: Path) -> FairnessRow:
     """The light tenant beside the heavy one, then alone, in one system."""
     topology = topology_of(kind, state_dir)
     ensure_model(topology.model, state_dir, lambda _: None)
@@ -177,13 +177,13 @@ async def measure(kind: Kind, samples: int, seed: int, state_dir: Path) -> Row:
         System(topology, state_dir / kind.name, lambda _: None) as system,
         aiohttp.ClientSession(connector=connector) as session,
     ):
-        load = Load(kind, system, session, seed)
+        load = TwoTenants(kind, system, session, seed)
         await load.light(WARM_UP, 0.0)
         async with load.heavy():
             beside = await load.light(samples, kind.every_s)
         await asyncio.sleep(IDLE_S)
         alone = await load.light(samples, 0.1)
-    return Row(
+    return FairnessRow(
         kind=kind.name,
         alone_p50=percentile(alone, 50),
         alone_p90=percentile(alone, 90),
@@ -204,7 +204,7 @@ def say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def table(rows: Sequence[Row]) -> str:
+def table(rows: Sequence[FairnessRow]) -> str:
     lines = [f"{'':8}{'alone P50':>10}{'P90':>8}{'beside P50':>12}{'P90':>8}{'ratio':>7}{'heavy':>7}{'load':>6}"]
     lines += [
         f"{row.kind:8}{row.alone_p50:>10.0f}{row.alone_p90:>8.0f}{row.beside_p50:>12.0f}{row.beside_p90:>8.0f}"
@@ -214,7 +214,7 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
-async def run(kinds: Sequence[Kind], samples: int, seed: int, state_dir: Path) -> list[Row]:
+async def run(kinds: Sequence[TenantSystem], samples: int, seed: int, state_dir: Path) -> list[FairnessRow]:
     """One kind after the other."""
     rows = []
     for kind in kinds:

@@ -28,7 +28,7 @@ from scipy.stats import rankdata
 
 from engine.byte_tokenizer import SPECIAL_TOKENS, VOCAB_SIZE
 from gateway.auth.keyring import digest_of
-from prfaas.demo.client import Completion, complete
+from prfaas.demo.client import DemoCompletion, complete
 from prfaas.system.models import ensure_model
 from prfaas.system.system import System
 from prfaas.system.topology import Topology, parse_topology
@@ -39,7 +39,7 @@ THRESHOLD: Final = 300  # tokens; longer prompts are prefilled in the other clus
 
 
 @dataclass(frozen=True, slots=True)
-class Guess:
+class ProberView:
     """What a prober sees."""
 
     ttft_s: float
@@ -59,7 +59,7 @@ class Leak:
     median_ttft_ms: tuple[float, float]
 
 
-def leak(right: Sequence[Guess], wrong: Sequence[Guess]) -> Leak:
+def leak(right: Sequence[ProberView], wrong: Sequence[ProberView]) -> Leak:
     """What right guesses show that wrong ones do not."""
     times = np.array([guess.ttft_s for guess in (*right, *wrong)])
     ranks, many = rankdata(-times), len(right)
@@ -97,14 +97,14 @@ async def probe(probes: int, tokens: int, seed: int, state_dir: Path) -> dict[st
     ensure_model(system.model, state_dir, lambda _: None)
     async with System(system, state_dir / "run", lambda _: None) as running, aiohttp.ClientSession() as http:
 
-        async def ask(key: str, prompt: Sequence[int]) -> Guess:
+        async def ask(key: str, prompt: Sequence[int]) -> ProberView:
             nonlocal count
             count += 1
             body = {"model": system.model.served_name, "prompt": list(prompt), "max_tokens": 1, "temperature": 0}
             headers = {"Authorization": f"Bearer {key}"}
-            done: Completion = await complete(http, running.api_url, body, f"probe-{count}", headers)
+            done: DemoCompletion = await complete(http, running.api_url, body, f"probe-{count}", headers)
             said = dict(part.strip().split("=", 1) for part in done.route.split(";") if "=" in part)
-            return Guess(done.ttft_s, done.cached_tokens, int(said.get("uncached", -1)))
+            return ProberView(done.ttft_s, done.cached_tokens, int(said.get("uncached", -1)))
 
         def prompt() -> list[int]:
             return [int(token) for token in rng.integers(len(SPECIAL_TOKENS), VOCAB_SIZE, tokens)]

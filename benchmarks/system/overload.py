@@ -34,10 +34,10 @@ from planner.decisions.policy import RoutingPolicy
 from planner.decisions.views import ClusterKind
 from planner.model.profile import ModelProfile, load_profile
 from planner.model.workload import Trace
-from planner.simulator.outcome import Outcome
+from planner.simulator.outcome import SimulationOutcome
 from planner.simulator.scenario import Pool, Scenario, Targets
 from planner.simulator.world import simulate
-from prfaas.demo.client import Completion, RequestFailed, complete
+from prfaas.demo.client import DemoCompletion, RequestFailed, complete
 from prfaas.system.models import ensure_model
 from prfaas.system.standin import Scale
 from prfaas.system.system import System
@@ -59,7 +59,7 @@ POLL_S: Final = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seen:
+class OverloadRun:
     """One run, in seconds of the model."""
 
     requests: int
@@ -72,7 +72,7 @@ class Seen:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Load:
+class OverloadTrace:
     """What is sent: `trace` in the model's units, and the answers' lengths in tokens of here."""
 
     trace: Trace
@@ -84,7 +84,7 @@ def answer_tokens(here: int, scale: Scale) -> float:
     return 1 + (here - 1) / scale.tokens
 
 
-def load_of(count: int, factor: float, scale: Scale, step_s: float, seed: int) -> Load:
+def load_of(count: int, factor: float, scale: Scale, step_s: float, seed: int) -> OverloadTrace:
     """Evenly spread lengths in random order, at `factor` times the rate that the decode node can serve."""
     rng = np.random.default_rng(seed)
     shares = (np.arange(count) + 0.5) / count
@@ -99,7 +99,7 @@ def load_of(count: int, factor: float, scale: Scale, step_s: float, seed: int) -
         prompt_tokens=np.round(rng.permutation(low + shares * (high - low))),
         output_tokens=outputs,
     )
-    return Load(trace=trace, answers=answers)
+    return OverloadTrace(trace=trace, answers=answers)
 
 
 def profile_in(directory: Path) -> Path:
@@ -158,7 +158,7 @@ def scenario_of(profile: ModelProfile, policy: AdmissionPolicy) -> Scenario:
 
 
 @dataclass(frozen=True, slots=True)
-class Answered:
+class OverloadRequest:
     """One request; times after its arrival in seconds of the model, nan where it was refused."""
 
     ttft_s: float = float("nan")
@@ -167,7 +167,7 @@ class Answered:
     refused: str = ""
 
 
-class Live:
+class OverloadedSystem:
     """A running system under a load."""
 
     def __init__(self, system: System, scale: Scale, seed: int) -> None:
@@ -176,7 +176,7 @@ class Live:
         self._rng = np.random.default_rng(seed)
         self.wrong: list[str] = []
 
-    async def run(self, load: Load) -> Seen:
+    async def run(self, load: OverloadTrace) -> OverloadRun:
         """Sends every request at its time and waits for all answers."""
         trace = load.trace
         async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
@@ -196,7 +196,9 @@ class Live:
             sum(record["wasted_prefill_s"] for record in records) / self._scale.time,
         )
 
-    async def _one(self, session: aiohttp.ClientSession, load: Load, number: int, begin: float | None) -> Answered:
+    async def _one(
+        self, session: aiohttp.ClientSession, load: OverloadTrace, number: int, begin: float | None
+    ) -> OverloadRequest:
         # The decode node computes the last token of a prompt, which the model's length has not.
         length = self._scale.tokens_of(load.trace.prompt_tokens[number]) + 1
         prompt = self._rng.integers(len(SPECIAL_TOKENS), VOCAB_SIZE, length).tolist()
@@ -212,14 +214,14 @@ class Live:
         except RequestFailed as error:
             if error.status != 429:
                 self.wrong.append(str(error))
-            return Answered(refused=error.code or "failed")
+            return OverloadRequest(refused=error.code or "failed")
         if answer.token_ids != emulated_tokens(prompt, load.answers[number]):
             self.wrong.append(f"{name}: not the tokens of its prompt")
         return self._answered(answer, load.trace.output_tokens[number])
 
-    def _answered(self, answer: Completion, steps: float) -> Answered:
+    def _answered(self, answer: DemoCompletion, steps: float) -> OverloadRequest:
         ttft_s, e2e_s = answer.ttft_s / self._scale.time, answer.e2e_s / self._scale.time
-        return Answered(ttft_s=ttft_s, e2e_s=e2e_s, tbt_s=(e2e_s - ttft_s) / max(1.0, steps - 1))
+        return OverloadRequest(ttft_s=ttft_s, e2e_s=e2e_s, tbt_s=(e2e_s - ttft_s) / max(1.0, steps - 1))
 
     async def _records(self, session: aiohttp.ClientSession, count: int) -> list[dict[str, Any]]:
         """The gateway's, which writes one right after an answer's last byte."""
@@ -232,15 +234,15 @@ class Live:
                 await asyncio.sleep(POLL_S)
 
 
-def simulated(profile: ModelProfile, policy: AdmissionPolicy, load: Load, seed: int) -> Seen:
+def simulated(profile: ModelProfile, policy: AdmissionPolicy, load: OverloadTrace, seed: int) -> OverloadRun:
     """The same requests in the simulator."""
-    found: Outcome = simulate(scenario_of(profile, policy), load.trace, seed)
+    found: SimulationOutcome = simulate(scenario_of(profile, policy), load.trace, seed)
     return seen(load.trace, found.ttft_s, found.tbt_s, found.e2e_s, found.rejects, found.wasted_prefill_s)
 
 
 def seen(
     trace: Trace, ttft_s: Any, tbt_s: Any, e2e_s: Any, refused: Mapping[str, int], wasted_prefill_s: float
-) -> Seen:
+) -> OverloadRun:
     """What both kinds of run are judged by."""
     done = ~np.isnan(ttft_s)
     good = done & (ttft_s <= TARGETS.ttft_s) & (tbt_s <= TARGETS.tbt_s)
@@ -248,7 +250,7 @@ def seen(
     starts, ends = (np.sort((arrival_s + times)[done]) for times in (ttft_s, e2e_s))
     moments = np.arange(ends[0], arrival_s[-1], 0.25) if len(ends) else np.zeros(1)
     held = np.searchsorted(starts, moments) - np.searchsorted(ends, moments)
-    return Seen(
+    return OverloadRun(
         requests=len(trace),
         refused=sum(refused.values()),
         refused_by_reason=dict(sorted(refused.items())),
@@ -259,14 +261,16 @@ def seen(
     )
 
 
-async def measure(policy: AdmissionPolicy, load: Load, scale: Scale, args: argparse.Namespace) -> dict[str, Any]:
+async def measure(
+    policy: AdmissionPolicy, load: OverloadTrace, scale: Scale, args: argparse.Namespace
+) -> dict[str, Any]:
     """One policy, live and simulated."""
     state_dir = Path(args.state_dir)
     path = profile_in(state_dir)
     topology = topology_of(path, policy, scale, state_dir)
     ensure_model(topology.model, state_dir, say)
     async with System(topology, state_dir / "overload", lambda line: None) as system:
-        live = Live(system, scale, args.seed)
+        live = OverloadedSystem(system, scale, args.seed)
         found = await live.run(load)
     computed = simulated(load_profile(path), policy, load, args.seed)
     say(f"{policy}: live {asdict(found)}")

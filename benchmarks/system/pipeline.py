@@ -61,7 +61,7 @@ REAL_ROUNDS: Final = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class PipelineRow:
     """Seconds to the first token: of a prompt alone (median), and of the last of several that come at once."""
 
     stages: int
@@ -176,7 +176,7 @@ async def overlapped(http: aiohttp.ClientSession) -> float:
     return float(sum((record["overlap"] or 0.0) * record["bytes"] for record in records) / sent)
 
 
-async def measure(stages: int) -> Row:
+async def measure(stages: int) -> PipelineRow:
     """A system of its own."""
     with tempfile.TemporaryDirectory(prefix="prfaas-pipeline-") as name:
         directory = Path(name)
@@ -187,7 +187,7 @@ async def measure(stages: int) -> Row:
         async with system, aiohttp.ClientSession(system.api_url) as http:
             alone = [await ask(http, seed) for seed in range(ROUNDS)]
             several = await asyncio.gather(*(ask(http, ROUNDS + number) for number in range(AT_ONCE)))
-            return Row(
+            return PipelineRow(
                 stages=stages,
                 ttft_s=median(alone),
                 arithmetic_s=pipeline_s(stages, CHUNKS),
@@ -277,7 +277,7 @@ def real_table(rows: Sequence[RealRow]) -> str:
     return "\n".join(lines)
 
 
-def table(rows: Sequence[Row]) -> str:
+def table(rows: Sequence[PipelineRow]) -> str:
     """For people."""
     models = exchanges()
     heads = [
@@ -302,7 +302,7 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
-def plot(rows: Sequence[Row], path: Path) -> None:
+def plot(rows: Sequence[PipelineRow], path: Path) -> None:
     """Writes the figure. Needs the extra `plots`."""
     import matplotlib
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from benchmarks.planner.speed import cached_scenario, conversations
-from benchmarks.system.case_study import Live, say
+from benchmarks.system.case_study import LiveDeployment, say
 from engine.byte_tokenizer import SPECIAL_TOKENS, VOCAB_SIZE
 from planner.decisions.placement import PLACERS, PlacementPolicy
 from planner.model.workload import Trace, read_trace
@@ -87,7 +87,7 @@ def balancing(trace: Trace) -> dict[str, dict[str, float]]:
     return found
 
 
-class Replayed(Live):
+class Replayed(LiveDeployment):
     """Prompts made of the trace's blocks: what repeats there repeats here."""
 
     def prompt(self, trace: Trace, number: int) -> list[int]:

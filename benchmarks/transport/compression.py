@@ -27,13 +27,13 @@ from typing import Any
 import numpy as np
 
 from benchmarks.lib.trained import smollm2
-from engine.agent.job_pages import Arena, JobKV
+from engine.agent.job_pages import JobKV, MappedArena
 from engine.torch.embedded import EmbeddedEngine, EmbeddedSequence
 from engine.torch.tiny import ARCHITECTURES, build_model
 from hybrid_cache.layout.layout import ModelLayout, RangeKey, transfer_ranges
 from hybrid_cache.layout.spec import LinearState
 from node.coding import runs_of
-from transport.coding.codec import LOSSY, Codec, Decoder, Encoder, Part, decodable, parts_of
+from transport.coding.codec import LOSSY, ChunkDecoder, ChunkEncoder, ChunkPart, Codec, decodable, parts_of
 from transport.coding.elements import to_floats
 from transport.control.messages import JobPages
 
@@ -51,7 +51,7 @@ CODECS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class CompressionRow:
     """One codec on one model."""
 
     model: str
@@ -70,7 +70,7 @@ class Row:
     first_divergence_median: float | None  # position of the first other token, among prompts that have one
 
 
-class Job:
+class CompressionJob:
     """Pages of one prompt, in an arena of its own."""
 
     def __init__(self, layout: ModelLayout, num_tokens: int) -> None:
@@ -87,7 +87,7 @@ class Job:
         self.pages = JobPages(
             job="j", num_tokens=num_tokens, cached_tokens=0, blocks=tuple(blocks), states=tuple(states)
         )
-        self.arena = Arena.in_memory(layout.page_bytes, next(numbers))
+        self.arena = MappedArena.in_memory(layout.page_bytes, next(numbers))
         self.kv = JobKV(layout, self.arena, self.pages)
 
     def views(self, key: RangeKey) -> list[memoryview]:
@@ -115,10 +115,10 @@ class Bytes:
     squared_errors: float = 0.0
 
 
-def there_and_back(source: Job, target: Job, codec: Codec, total: Bytes, *, states: bool) -> None:
+def there_and_back(source: CompressionJob, target: CompressionJob, codec: Codec, total: Bytes, *, states: bool) -> None:
     """Codes what would travel of `source`, in chunks, and decodes it into `target`."""
     layout = source.layout
-    encoder, decoder = Encoder(), Decoder(decodable(lossy=True))
+    encoder, decoder = ChunkEncoder(), ChunkDecoder(decodable(lossy=True))
     room, plain = memoryview(bytearray(CHUNK_BYTES)), memoryview(bytearray(CHUNK_BYTES))
     for keys in chunks(layout, transfer_ranges(layout, source.num_tokens, 0)):
         before = b"".join(view for key in keys for view in source.views(key))
@@ -168,11 +168,11 @@ def chunks(layout: ModelLayout, ranges: Sequence[RangeKey]) -> Iterator[list[Ran
 
 def coded_parts(
     layout: ModelLayout, key: RangeKey, views: Sequence[memoryview], codec: Codec, states: bool
-) -> list[Part]:
+) -> list[ChunkPart]:
     is_state = key.group in layout.state_groups
     how = Codec.ZSTD if is_state and codec & LOSSY and not states else codec
     whole = memoryview(b"".join(views))
-    parts: list[Part] = []
+    parts: list[ChunkPart] = []
     at = 0
     for run in runs_of(layout.elements(key.group)):
         parts += parts_of(run, [whole[at : at + run.num_bytes]], 0, how, "states" if is_state else "attention")
@@ -193,18 +193,18 @@ class Subject:
         self.jobs = [self._prefilled(prompt[:-1]) for prompt in prompts]
         self.expected = [self.decode(job, last) for job, last in zip(self.jobs, self.last, strict=True)]
 
-    def _prefilled(self, tokens: list[int]) -> Job:
-        job, sequence = Job(self.engine.layout, len(tokens)), self.engine.new_sequence(len(tokens))
+    def _prefilled(self, tokens: list[int]) -> CompressionJob:
+        job, sequence = CompressionJob(self.engine.layout, len(tokens)), self.engine.new_sequence(len(tokens))
         for start in range(0, len(tokens), PREFILL_TOKENS):
             self.engine.prefill(sequence, tokens[start : start + PREFILL_TOKENS], job.kv)
         return job
 
-    def _loaded(self, job: Job) -> EmbeddedSequence:
+    def _loaded(self, job: CompressionJob) -> EmbeddedSequence:
         sequence = self.engine.new_sequence(job.num_tokens + self.num_output)
         self.engine.load(sequence, job.kv, job.num_tokens)
         return sequence
 
-    def decode(self, job: Job, last: int, fed: Sequence[int] = ()) -> list[int]:
+    def decode(self, job: CompressionJob, last: int, fed: Sequence[int] = ()) -> list[int]:
         """Greedy tokens after `job`'s; with `fed`, each step is given that token instead of its own choice."""
         sequence, tokens, token = self._loaded(job), list[int](), last
         for step in range(self.num_output):
@@ -212,10 +212,10 @@ class Subject:
             token = fed[step] if fed else tokens[-1]
         return tokens
 
-    def row(self, name: str, codec: Codec) -> Row:
+    def row(self, name: str, codec: Codec) -> CompressionRow:
         total, equal, steps, diverged = Bytes(), list[float](), list[float](), list[int]()
         for job, last, expected in zip(self.jobs, self.last, self.expected, strict=True):
-            back = Job(self.engine.layout, job.num_tokens)
+            back = CompressionJob(self.engine.layout, job.num_tokens)
             there_and_back(job, back, codec, total, states=name.endswith("+states"))
             tokens = self.decode(back, last)
             same = [a == b for a, b in zip(tokens, expected, strict=True)]
@@ -227,7 +227,7 @@ class Subject:
             forced = self.decode(back, last, expected)
             steps.append(statistics.mean(a == b for a, b in zip(forced, expected, strict=True)))
         gigabytes = total.plain / 1e9
-        return Row(
+        return CompressionRow(
             model=self.name,
             dtype=self.engine.layout.dtype,
             codec=name,
@@ -268,7 +268,7 @@ def real(directory: Path, args: argparse.Namespace) -> Subject:
     return Subject(directory.name, engine, prompts, args.output)
 
 
-def table(rows: Sequence[Row]) -> str:
+def table(rows: Sequence[CompressionRow]) -> str:
     lines = [
         "| model | codec | ratio | attention | encode, decode (GB per CPU-s) | CPU-s/GB | rms error "
         "| prompts equal | tokens equal | steps equal | first divergence |",
@@ -299,7 +299,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
-    rows: list[Row] = []
+    rows: list[CompressionRow] = []
     with tempfile.TemporaryDirectory() as folder:
         for model in args.models:
             if model in ARCHITECTURES:

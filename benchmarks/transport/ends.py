@@ -40,7 +40,7 @@ def main() -> None:
     parser.add_argument("--options", default="{}", help="fields of ClientOptions as JSON")
     parser.add_argument("--tcp", default="{}", help="fields of TcpOptions as JSON")
     args = parser.parse_args()
-    end = Receiver(args) if args.role == "receiver" else Sender(args)
+    end = ReceivingEnd(args) if args.role == "receiver" else SendingEnd(args)
     cpu_s = time.process_time()
     for line in sys.stdin:
         request = json.loads(line)
@@ -73,7 +73,7 @@ def memory_of(size: int, seed: int) -> memoryview:
     return memory.data
 
 
-class Receiver:
+class ReceivingEnd:
     def __init__(self, args: argparse.Namespace) -> None:
         self.memory = memory_of(args.memory, seed=0)
         options = ServerOptions(
@@ -98,7 +98,7 @@ class Receiver:
         self._server.close()
 
 
-class Sender:
+class SendingEnd:
     def __init__(self, args: argparse.Namespace) -> None:
         self.memory = memory_of(args.memory, seed=7)
         self._integrity = Integrity(args.integrity)
@@ -148,7 +148,7 @@ class Sender:
             push.ready_all()
         if request.get("background"):
             return {"ok": True}
-        watch = Watch(client, address)
+        watch = LinkSampler(client, address)
         while (result := push.wait(SAMPLE_S)) is None:
             watch.sample()
         seconds = time.monotonic() - started
@@ -192,7 +192,7 @@ def describe(state: LinkState) -> dict[str, Any]:
     }
 
 
-class Watch:
+class LinkSampler:
     """Samples the link state during one push."""
 
     def __init__(self, client: TransferClient, address: str) -> None:

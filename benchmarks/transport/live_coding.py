@@ -53,7 +53,7 @@ POLL_S: Final = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class CodingRow:
     """A line's width, and what became of the prompts sent over it."""
 
     gbps: float
@@ -96,7 +96,7 @@ def topology_of(gbps: float, coding: str, state_dir: Path) -> Topology:
     return parse_topology(document, state_dir)
 
 
-class Live:
+class CodingSystem:
     """A running system that is sent one prompt after the other."""
 
     def __init__(self, system: System, session: aiohttp.ClientSession, run_dir: Path, seed: int) -> None:
@@ -121,13 +121,13 @@ class Live:
             lines = (await answer.text()).splitlines()
         return [line for line in lines if line.startswith("prfaas_config_reloads_total{")]
 
-    async def send(self, count: int, gbps: float, coding: str) -> Row:
+    async def send(self, count: int, gbps: float, coding: str) -> CodingRow:
         """So many prompts of equal length. Raises RuntimeError for a wrong answer."""
         first, ttft_s = self._sent, [await self._one() for _ in range(count)]
         records = (await self._records())[first:]
         sent = sum(record["bytes"] for record in records)
         coded = sum(size for record in records for name, size in record["codecs"].items() if name != "plain")
-        return Row(
+        return CodingRow(
             gbps=gbps,
             coding=coding,
             remote=sum(record["route"] == "remote" for record in records),
@@ -161,13 +161,15 @@ class Live:
                 await asyncio.sleep(POLL_S)
 
 
-async def measure(coding: str, lines_gbps: Sequence[float], requests: int, state_dir: Path, seed: int = 0) -> list[Row]:
+async def measure(
+    coding: str, lines_gbps: Sequence[float], requests: int, state_dir: Path, seed: int = 0
+) -> list[CodingRow]:
     """One system, over one line after the other; a first prompt, over which connections are made, is not counted."""
     topology, run_dir = topology_of(lines_gbps[0], coding, state_dir), state_dir / coding
     ensure_model(topology.model, state_dir, say)
     rows = []
     async with System(topology, run_dir, lambda line: None) as system, aiohttp.ClientSession() as session:
-        live = Live(system, session, run_dir, seed)
+        live = CodingSystem(system, session, run_dir, seed)
         await live.send(1, lines_gbps[0], coding)
         for number, gbps in enumerate(lines_gbps):
             if number:

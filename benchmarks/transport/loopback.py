@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.lib import peers
-from benchmarks.lib.processes import End, our_argv, peer_argv
+from benchmarks.lib.processes import GreetingChild, our_argv, peer_argv
 from transport.control.certificates import Authority
 
 MODES = {"plain": "none", "checksum": "xxh3", "aead": "aes-128-gcm"}
@@ -24,7 +24,7 @@ CHUNK_BYTES = 16 << 20  # the most there is: each chunk costs some tenths of a m
 RANGE_BYTES = 4 << 20
 
 
-class Pair:
+class WarmPair:
     """A sender and a receiver of one kind, warm."""
 
     def __init__(self, name: str, args: argparse.Namespace) -> None:
@@ -34,12 +34,12 @@ class Pair:
             mode = ["--integrity", MODES[name], "--certificates", args.certificates]
             options = json.dumps({"connections": args.connections, "chunk_bytes": CHUNK_BYTES})
             tcp = json.dumps({"congestion": args.congestion})
-            self.receiver = End(our_argv("receiver", *memory, *mode, "--tcp", tcp))
-            self.sender = End(our_argv("sender", *memory, *mode, "--tcp", tcp, "--options", options))
+            self.receiver = GreetingChild(our_argv("receiver", *memory, *mode, "--tcp", tcp))
+            self.sender = GreetingChild(our_argv("sender", *memory, *mode, "--tcp", tcp, "--options", options))
         else:
             env = peers.environment(UCX_NET_DEVICES="lo", **peers.congestion_shim(args.congestion))
-            self.receiver = End(peer_argv(name, "receiver", *memory), env, quiet=True)
-            self.sender = End(peer_argv(name, "sender", *memory), env, quiet=True)
+            self.receiver = GreetingChild(peer_argv(name, "receiver", *memory), env, quiet=True)
+            self.sender = GreetingChild(peer_argv(name, "sender", *memory), env, quiet=True)
         self._count = 0
         self.samples: list[tuple[float, float]] = []
         self._rest()
@@ -66,7 +66,7 @@ class Pair:
                 end.pause()
 
     @property
-    def _ends(self) -> tuple[End, End]:
+    def _ends(self) -> tuple[GreetingChild, GreetingChild]:
         return self.receiver, self.sender
 
     def _run(self, mb: int, keep: bool) -> None:
@@ -125,12 +125,12 @@ def main() -> None:
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     names = [*args.modes, *(peers.install() if args.peers else [])]
-    pairs: list[Pair] = []
+    pairs: list[WarmPair] = []
     with suppress(PermissionError):  # all ends alike, before other work of this machine
         os.nice(-8)
     try:
         for name in names:
-            pairs.append(Pair(name, args))  # one by one: those that started are closed when the next one fails
+            pairs.append(WarmPair(name, args))  # one by one: those that started are closed when the next one fails
         for pair in pairs:
             pair.run(args.mb, keep=False)
         for _ in range(args.repeats):
@@ -153,7 +153,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def ratios(pairs: list[Pair]) -> dict[str, Any]:
+def ratios(pairs: list[WarmPair]) -> dict[str, Any]:
     """Medians over rounds: what ran next to each other is compared, so that a machine busy with other things matters less."""
     ours = [pair for pair in pairs if pair.name in MODES]
     others = [pair for pair in pairs if pair.name not in MODES]

@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from benchmarks.lib import peers
-from benchmarks.lib.processes import End, our_argv, peer_argv
+from benchmarks.lib.processes import GreetingChild, our_argv, peer_argv
 from benchmarks.lib.wanem import ADDRESSES, Wan, why_not
 
 MB = 1 << 20
@@ -61,14 +61,14 @@ def wan_of(args: argparse.Namespace) -> Wan:
 
 
 @contextmanager
-def our_ends(wan: Wan, args: argparse.Namespace, cc: str, mb: int) -> Iterator[tuple[End, End]]:
+def our_ends(wan: Wan, args: argparse.Namespace, cc: str, mb: int) -> Iterator[tuple[GreetingChild, GreetingChild]]:
     options: dict[str, Any] = {"connections": args.connections}
     if args.budget_mbit:
         options["egress_bytes_per_s"] = args.budget_mbit * 1e6 / 8
     common = ["--memory", str(mb * MB), "--integrity", "xxh3", "--tcp", json.dumps({"congestion": cc})]
-    receiver = End(wan.command("b", our_argv("receiver", "--host", ADDRESSES["b"], *common)))
+    receiver = GreetingChild(wan.command("b", our_argv("receiver", "--host", ADDRESSES["b"], *common)))
     try:
-        sender = End(wan.command("a", our_argv("sender", "--options", json.dumps(options), *common)))
+        sender = GreetingChild(wan.command("a", our_argv("sender", "--options", json.dumps(options), *common)))
         try:
             yield sender, receiver
         finally:
@@ -77,7 +77,7 @@ def our_ends(wan: Wan, args: argparse.Namespace, cc: str, mb: int) -> Iterator[t
         receiver.close()
 
 
-def push(sender: End, receiver: End, name: str, mb: int, **more: Any) -> dict[str, Any]:
+def push(sender: GreetingChild, receiver: GreetingChild, name: str, mb: int, **more: Any) -> dict[str, Any]:
     receiver.ask(expect=name, ranges=mb, range_bytes=MB)
     result = sender.ask(push=name, ranges=mb, range_bytes=MB, address=receiver.greeting["address"], **more)
     if not result["ok"]:
@@ -132,8 +132,12 @@ def fill_peer(wan: Wan, name: str, cc: str) -> dict[str, Any]:
     """64 MiB from memory to memory, connections warm; the first transfer is the cold one."""
     memory = ["--memory", str(WARM_MB * MB)]
     env = peers.environment(UCX_NET_DEVICES="wan0", **peers.congestion_shim(cc))
-    receiver = End(wan.command("b", peer_argv(name, "receiver", "--host", ADDRESSES["b"], *memory)), env, quiet=True)
-    sender = End(wan.command("a", peer_argv(name, "sender", "--host", ADDRESSES["a"], *memory)), env, quiet=True)
+    receiver = GreetingChild(
+        wan.command("b", peer_argv(name, "receiver", "--host", ADDRESSES["b"], *memory)), env, quiet=True
+    )
+    sender = GreetingChild(
+        wan.command("a", peer_argv(name, "sender", "--host", ADDRESSES["a"], *memory)), env, quiet=True
+    )
     try:
         results = [
             sender.ask(

@@ -43,7 +43,7 @@ LINE: Final = b"data: {"
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class ImagesRow:
     """Seconds, medians of all rounds, for images of `width` by `height` pixels and `num_bytes`."""
 
     width: int
@@ -98,7 +98,7 @@ def chat_about(image: bytes, start: int) -> dict[str, Any]:
     }
 
 
-class Ways:
+class ImageServers:
     """The gateway, and the decode node's server alone."""
 
     def __init__(self, http: aiohttp.ClientSession, gateway_url: str, engine_url: str) -> None:
@@ -136,7 +136,7 @@ class Ways:
         return ttft_s, tokens
 
 
-async def measure(ways: Ways, rng: np.random.Generator, size: tuple[int, int], rounds: int) -> Row:
+async def measure(ways: ImageServers, rng: np.random.Generator, size: tuple[int, int], rounds: int) -> ImagesRow:
     """Raises RuntimeError where the two ways have different answers."""
     taken: dict[str, list[float]] = {"gateway": [], "alone": [], "render": []}
     sizes = []
@@ -156,7 +156,7 @@ async def measure(ways: Ways, rng: np.random.Generator, size: tuple[int, int], r
         taken["render"].append(render_s)
         for name, (ttft_s, _) in found.items():
             taken[name].append(ttft_s)
-    return Row(
+    return ImagesRow(
         width=size[0],
         height=size[1],
         num_bytes=int(median(sizes)),
@@ -169,7 +169,7 @@ async def measure(ways: Ways, rng: np.random.Generator, size: tuple[int, int], r
     )
 
 
-async def run(rounds: int) -> list[Row]:
+async def run(rounds: int) -> list[ImagesRow]:
     from tests.vllm.vision import build_vision
 
     with tempfile.TemporaryDirectory(prefix="prfaas-images-") as name:
@@ -177,12 +177,12 @@ async def run(rounds: int) -> list[Row]:
         parsed = parse_topology(topology(build_vision(base)), base)
         system = System(parsed, base / "run", lambda line: print(line, file=sys.stderr, flush=True))
         async with system, aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=300.0)) as http:
-            ways = Ways(http, system.api_url, system.nodes["decode0"].engine_url)
+            ways = ImageServers(http, system.api_url, system.nodes["decode0"].engine_url)
             rng = np.random.default_rng(0)
             return [await measure(ways, rng, size, rounds) for size in SIZES]
 
 
-def table(rows: Sequence[Row], rounds: int) -> str:
+def table(rows: Sequence[ImagesRow], rounds: int) -> str:
     """For people."""
     lines = [
         "| pixels | JPEG | render | TTFT, one server alone | TTFT, gateway and two servers | ratio | prefilled remotely |",

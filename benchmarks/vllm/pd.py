@@ -33,10 +33,10 @@ from typing import Any
 import numpy as np
 import tomli_w
 
-from benchmarks.lib.processes import End
+from benchmarks.lib.processes import GreetingChild
 from benchmarks.lib.wanem import ADDRESSES, Wan, why_not
 from engine.torch.tiny import build_model
-from engine.vllm.launch import ServerOptions, environment, installed_version, server_command
+from engine.vllm.launch import VllmOptions, environment, installed_version, server_command
 from node.process.children import ending_with_us
 from tests.e2e.harness import free_port
 
@@ -58,7 +58,7 @@ Round = dict[str, dict[str, Any]]  # a prompt's results by pair
 Results = dict[int, list[Round]]  # by prompt length
 
 
-class Child:
+class ServerProcess:
     """A server. What it logs goes to a file, and without `talks` so does its standard output."""
 
     def __init__(
@@ -103,12 +103,12 @@ class Child:
             self.process.wait()
 
 
-class Pair:
+class ServerPair:
     """A prefill and a decode server and what stands before them."""
 
     failure = ""  # why it is asked no more
 
-    def __init__(self, name: str, ask: dict[str, Any], children: Sequence[Child]) -> None:
+    def __init__(self, name: str, ask: dict[str, Any], children: Sequence[ServerProcess]) -> None:
         self.name = name
         self.ask = ask
         self._children = children
@@ -139,7 +139,7 @@ def cpu_s(pid: int) -> float:
     return 0.0
 
 
-class Place:
+class PairPlacement:
     """Where the two servers run: one host, or the two ends of a link."""
 
     def __init__(self, wan: Wan | None) -> None:
@@ -171,15 +171,15 @@ def main() -> None:
     install_nixl()
     with contextlib.ExitStack() as stack:
         wan = stack.enter_context(Wan(rate_mbit=args.rate_mbit, rtt_ms=args.rtt_ms)) if args.wan else None
-        report = run(args, Place(wan), stack)
+        report = run(args, PairPlacement(wan), stack)
     print(json.dumps(report, indent=2) if args.json else table(report))
 
 
-def run(args: argparse.Namespace, place: Place, stack: contextlib.ExitStack) -> dict[str, Any]:
+def run(args: argparse.Namespace, place: PairPlacement, stack: contextlib.ExitStack) -> dict[str, Any]:
     scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="vllm-pd-")))
     model = scratch / "model"
     build_model(args.arch, model, report=lambda line: None)
-    client = End(place.command("b", [sys.executable, "-m", "benchmarks.vllm.client"]))
+    client = GreetingChild(place.command("b", [sys.executable, "-m", "benchmarks.vllm.client"]))
     stack.callback(client.close)
     seed = time.monotonic_ns()
     results: Results = {length: [{} for _ in range(args.rounds)] for length in args.lengths}
@@ -216,7 +216,7 @@ def run(args: argparse.Namespace, place: Place, stack: contextlib.ExitStack) -> 
     }
 
 
-def idle(pair: Pair) -> float:
+def idle(pair: ServerPair) -> float:
     """Cores that its processes keep busy while it has nothing to do."""
     time.sleep(SETTLE_S)
     before_s, started_s = pair.cpu_s(), time.monotonic()
@@ -225,7 +225,11 @@ def idle(pair: Pair) -> float:
 
 
 def measure_all(
-    pairs: Sequence[Pair], client: End, args: argparse.Namespace, rng: np.random.Generator, results: Results
+    pairs: Sequence[ServerPair],
+    client: GreetingChild,
+    args: argparse.Namespace,
+    rng: np.random.Generator,
+    results: Results,
 ) -> None:
     """Fills in results by length and round; a round before each length's first, which opens connections, does not count."""
     for length in args.lengths:
@@ -235,7 +239,9 @@ def measure_all(
                 results[length][number] |= measured
 
 
-def measure(pairs: Sequence[Pair], client: End, length: int, rng: np.random.Generator, number: int) -> Round:
+def measure(
+    pairs: Sequence[ServerPair], client: GreetingChild, length: int, rng: np.random.Generator, number: int
+) -> Round:
     """One prompt through every pair, the order changing from round to round."""
     prompt = [int(token) for token in rng.integers(VOCABULARY.start, VOCABULARY.stop, length)]
     results = {}
@@ -256,7 +262,7 @@ def measure(pairs: Sequence[Pair], client: End, length: int, rng: np.random.Gene
     return results
 
 
-def asked(client: End, **request: Any) -> dict[str, Any]:
+def asked(client: GreetingChild, **request: Any) -> dict[str, Any]:
     """The client's answer. Raises RuntimeError when it got none."""
     answer = client.ask(**request)
     if "error" in answer:
@@ -264,7 +270,7 @@ def asked(client: End, **request: Any) -> dict[str, Any]:
     return answer
 
 
-def wait_for(server: Child, client: End, url: str) -> None:
+def wait_for(server: ServerProcess, client: GreetingChild, url: str) -> None:
     """Until it is well. Raises RuntimeError when it ends before, or takes too long."""
     deadline_s = time.monotonic() + START_S
     while "error" in client.ask(do="wait", url=url, timeout_s=LOOK_S):
@@ -298,7 +304,9 @@ def summary(rounds: Sequence[Round]) -> dict[str, Any]:
     return {key: round(value, 4) if isinstance(value, float) else value for key, value in result.items()}
 
 
-def our_pair(model: Path, scratch: Path, place: Place, client: End, stack: contextlib.ExitStack) -> Pair:
+def our_pair(
+    model: Path, scratch: Path, place: PairPlacement, client: GreetingChild, stack: contextlib.ExitStack
+) -> ServerPair:
     nodes = []
     for side, kind, role in (("a", "prfaas", "prefill"), ("b", "pd", "decode")):
         config = {
@@ -319,7 +327,7 @@ def our_pair(model: Path, scratch: Path, place: Place, client: End, stack: conte
         path = scratch / f"{role}.toml"
         path.write_text(tomli_w.dumps({"node": config}))
         argv = place.command(side, [sys.executable, "-m", f"{kind}_cluster", "-c", str(path)])
-        nodes.append(started(Child(argv, scratch / f"{role}.log"), stack))
+        nodes.append(started(ServerProcess(argv, scratch / f"{role}.log"), stack))
     agents = [{"agent": node.says("node listening ")["agent"]} for node in nodes]
     for node in nodes:
         node.says("node ready ")
@@ -327,13 +335,15 @@ def our_pair(model: Path, scratch: Path, place: Place, client: End, stack: conte
     path = scratch / "gateway.toml"
     path.write_text(tomli_w.dumps({"gateway": table}))
     argv = place.command("b", [sys.executable, "-m", "gateway", "-c", str(path)])
-    gateway = started(Child(argv, scratch / "gateway.log"), stack)
+    gateway = started(ServerProcess(argv, scratch / "gateway.log"), stack)
     url = gateway.says("gateway ready ")["url"]
     asked(client, do="wait", url=url, nodes=2)
-    return Pair("ours", {"url": url}, [*nodes, gateway])
+    return ServerPair("ours", {"url": url}, [*nodes, gateway])
 
 
-def nixl_pair(model: Path, scratch: Path, place: Place, client: End, stack: contextlib.ExitStack) -> Pair:
+def nixl_pair(
+    model: Path, scratch: Path, place: PairPlacement, client: GreetingChild, stack: contextlib.ExitStack
+) -> ServerPair:
     transfer = {
         "kv_connector": "NixlConnector",
         "kv_role": "kv_both",
@@ -343,7 +353,7 @@ def nixl_pair(model: Path, scratch: Path, place: Place, client: End, stack: cont
     servers, urls = [], []
     for side in ("a", "b"):
         host, port = place.host(side), free_port()
-        options = ServerOptions(
+        options = VllmOptions(
             model=str(model),
             served_name="m",
             host=host,
@@ -366,17 +376,17 @@ def nixl_pair(model: Path, scratch: Path, place: Place, client: End, stack: cont
             "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()),
         }
         argv = place.command(side, [sys.executable, *flags, "--kv-transfer-config", json.dumps(transfer)])
-        servers.append(started(Child(argv, scratch / f"nixl-{side}.log", env, talks=False), stack))
+        servers.append(started(ServerProcess(argv, scratch / f"nixl-{side}.log", env, talks=False), stack))
         urls.append(f"http://{host}:{port}")
     for server, url in zip(servers, urls, strict=True):
         wait_for(server, client, url)
-    return Pair("nixl", {"prefill_url": urls[0], "url": urls[1]}, servers)
+    return ServerPair("nixl", {"prefill_url": urls[0], "url": urls[1]}, servers)
 
 
 PAIRS = {"ours": our_pair, "nixl": nixl_pair}
 
 
-def started(child: Child, stack: contextlib.ExitStack) -> Child:
+def started(child: ServerProcess, stack: contextlib.ExitStack) -> ServerProcess:
     stack.callback(child.stop)
     return child
 

@@ -44,7 +44,7 @@ CONNECTORS = {
 }
 
 
-class Arm:
+class EngineArm:
     """An engine in a process of its own, which steps when it is told to."""
 
     def __init__(self, name: str, model: Path, running: int, scratch: Path) -> None:
@@ -82,7 +82,7 @@ class Arm:
         raise RuntimeError(f"vLLM ended:\n{Path(self._log.name).read_text()[-4000:]}")
 
 
-def measure(arms: dict[str, Arm], steps: int, rounds: int) -> dict[str, float]:
+def measure(arms: dict[str, EngineArm], steps: int, rounds: int) -> dict[str, float]:
     """Medians over rounds: milliseconds of a step, and what each connector adds, in per cent of a step of the same round."""
     spent: dict[str, list[float]] = {name: [] for name in arms}
     for number in range(rounds):
@@ -192,7 +192,7 @@ def main() -> int:
         model = Path(options.model)
         if options.model in ARCHITECTURES:
             model = build_model(options.model, scratch / "model", report=lambda line: None).path
-        arms = {name: Arm(name, model, options.running, scratch) for name in CONNECTORS}
+        arms = {name: EngineArm(name, model, options.running, scratch) for name in CONNECTORS}
         try:
             for arm in arms.values():
                 arm.wait_ready()

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.errors import PagesInvalid
-from hybrid_cache.layout.layout import ModelLayout, Segment
+from hybrid_cache.layout.layout import ByteRange, ModelLayout
 from hybrid_cache.layout.spec import FullAttention, LinearState, SlidingWindow
 from transport.control.messages import JobPages
 
@@ -39,12 +39,12 @@ class ArenaPlace(NamedTuple):
     num_pages: int
     file: tuple[int, int]
 
-    def open(self) -> "Arena":
+    def open(self) -> "MappedArena":
         """Raises OSError, and PagesInvalid where another agent has taken the path."""
-        return Arena.open(Path(self.path), self.page_bytes, self.num_pages, self.file)
+        return MappedArena.open(Path(self.path), self.page_bytes, self.num_pages, self.file)
 
 
-class Arena:
+class MappedArena:
     """The page arena, mapped. Pages are shared with the agent: what is written here is there."""
 
     def __init__(self, data: Bytes, page_bytes: int, place: ArenaPlace | None = None) -> None:
@@ -53,7 +53,7 @@ class Arena:
         self.place: Final = place
 
     @classmethod
-    def open(cls, path: Path, page_bytes: int, num_pages: int, file: tuple[int, int] | None = None) -> "Arena":
+    def open(cls, path: Path, page_bytes: int, num_pages: int, file: tuple[int, int] | None = None) -> "MappedArena":
         """Maps an arena file: `file`, if that is given. Raises OSError, or PagesInvalid for one that is not it, or too short."""
         size = page_bytes * num_pages
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
@@ -73,12 +73,12 @@ class Arena:
         )
 
     @classmethod
-    def in_memory(cls, page_bytes: int, num_pages: int) -> "Arena":
+    def in_memory(cls, page_bytes: int, num_pages: int) -> "MappedArena":
         return cls(np.zeros(page_bytes * num_pages, dtype=np.uint8), page_bytes)
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class LayerOffset:
     """Where a layer is in the layout."""
 
     group: int
@@ -89,11 +89,11 @@ class LayerMap:
     """Layer number to its place among attention groups and among state groups."""
 
     def __init__(self, layout: ModelLayout) -> None:
-        self.attention: dict[int, Place] = {}
-        self.state: dict[int, Place] = {}
+        self.attention: dict[int, LayerOffset] = {}
+        self.state: dict[int, LayerOffset] = {}
         for number, group in enumerate(layout.groups):
             places = self.state if isinstance(group.spec, LinearState) else self.attention
-            places.update({layer: Place(number, index) for index, layer in enumerate(group.layers)})
+            places.update({layer: LayerOffset(number, index) for index, layer in enumerate(group.layers)})
 
 
 class Loan(Protocol):
@@ -148,7 +148,7 @@ class JobKV:
     def __init__(
         self,
         layout: ModelLayout,
-        arena: Arena,
+        arena: MappedArena,
         pages: JobPages,
         *,
         on_layer: Callable[[int, int, int], None] = _ignore,
@@ -203,7 +203,7 @@ class JobKV:
             self._write_rows(place, start, k, v)
         self.on_layer(place.group, layer, start + len(k))
 
-    def _write_rows(self, place: Place, start: int, k: Bytes, v: Bytes) -> None:
+    def _write_rows(self, place: LayerOffset, start: int, k: Bytes, v: Bytes) -> None:
         for block, lo, hi in self._blocks(place.group, start, start + len(k)):
             offset = lo - block * self._layout.block_size
             segments = self._segments(place, block)
@@ -264,7 +264,7 @@ class JobKV:
             if blocks[block]:
                 yield block, max(start, block * size), min(stop, (block + 1) * size)
 
-    def _segments(self, place: Place, block: int) -> tuple[Segment, ...]:
+    def _segments(self, place: LayerOffset, block: int) -> tuple[ByteRange, ...]:
         return self._layout.segments(place.group, place.layer_index, self.pages.blocks[place.group][block])
 
     def _row_bytes(self, group: int) -> tuple[int, int]:
@@ -287,19 +287,19 @@ class JobKV:
                     raise PagesInvalid(f"pages {pages} do not fit group {number}")
 
 
-def _store(arena: Bytes, segments: Sequence[Segment], offset: int, rows: Bytes) -> None:
+def _store(arena: Bytes, segments: Sequence[ByteRange], offset: int, rows: Bytes) -> None:
     data = rows.reshape(-1)
     for place, source in _pieces(segments, offset, data.size):
         arena[place] = data[source]
 
 
-def _fetch(arena: Bytes, segments: Sequence[Segment], offset: int, rows: Bytes) -> None:
+def _fetch(arena: Bytes, segments: Sequence[ByteRange], offset: int, rows: Bytes) -> None:
     data = rows.reshape(-1)  # a view: rows are contiguous
     for place, target in _pieces(segments, offset, data.size):
         data[target] = arena[place]
 
 
-def _pieces(segments: Sequence[Segment], offset: int, length: int) -> Iterator[tuple[slice, slice]]:
+def _pieces(segments: Sequence[ByteRange], offset: int, length: int) -> Iterator[tuple[slice, slice]]:
     """(arena slice, data slice) pairs for slab bytes [offset, offset + length)."""
     position = 0  # slab offset at which a segment begins
     for segment in segments:

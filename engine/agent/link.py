@@ -13,13 +13,15 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Final, TypeVar
 
-from engine.agent.job_pages import Arena, JobKV
+from engine.agent.job_pages import JobKV, MappedArena
 from engine.errors import AgentGone, PagesInvalid, TransferError
 from hybrid_cache.cache.reservation import NO_HINTS, Hints
 from hybrid_cache.layout.layout import ModelLayout
 from transport.control.messages import (
     BeginPrefill,
+    BootstrapAddress,
     ClaimLanding,
+    ControlMessage,
     Delivered,
     Drain,
     EndJob,
@@ -27,13 +29,11 @@ from transport.control.messages import (
     JobPages,
     LayerDone,
     LoadReport,
-    Message,
     MessageBuffer,
     MessageError,
     PrefillDone,
     Refused,
     Resume,
-    Rooms,
     StateDone,
     TicketInfo,
     Welcome,
@@ -135,7 +135,7 @@ class AgentLink:
         notice: str = "",
         not_done_json: str = "",
         takes_media: bool = False,
-        rooms: Rooms | None = None,
+        rooms: BootstrapAddress | None = None,
         on_welcome: Callable[[Welcome], None],
         on_drain: Callable[[], None],
         on_resume: Callable[[], None],
@@ -164,7 +164,7 @@ class AgentLink:
         self._on_lost = on_lost
         self._hold = hold
         self._writer: asyncio.StreamWriter | None = None
-        self._arena: Arena | None = None
+        self._arena: MappedArena | None = None
         self._jobs: dict[str, AgentJob] = {}
         self._job_count = 0
         self._welcomed = asyncio.Event()
@@ -323,7 +323,7 @@ class AgentLink:
 
     # The connection
 
-    def send(self, message: Message) -> None:
+    def send(self, message: ControlMessage) -> None:
         """Frames are small and the agent reads at once: nothing here waits."""
         if self._writer is not None and not self._writer.is_closing():
             self._writer.write(encode(message))
@@ -363,7 +363,7 @@ class AgentLink:
         async with asyncio.timeout(None if self.connected else WELCOME_TIMEOUT_S):
             return await reader.read(READ_BYTES)
 
-    def _hear(self, message: Message) -> None:
+    def _hear(self, message: ControlMessage) -> None:
         match message:
             case Welcome():
                 self._welcome(message)
@@ -379,7 +379,7 @@ class AgentLink:
     def _welcome(self, welcome: Welcome) -> None:
         if welcome.page_bytes != self._layout.page_bytes:
             raise PagesInvalid(f"the arena has pages of {welcome.page_bytes} bytes, not {self._layout.page_bytes}")
-        self._arena = Arena.open(Path(welcome.arena_path), welcome.page_bytes, welcome.num_pages)
+        self._arena = MappedArena.open(Path(welcome.arena_path), welcome.page_bytes, welcome.num_pages)
         self._sent_load = None
         self._complaint = ""
         self._welcomed.set()

@@ -18,11 +18,11 @@ from functools import partial
 from typing import Final
 
 from engine.emulated.emulated import EmulatedEngine
-from engine.emulated.pipeline import Passage, Pipeline
+from engine.emulated.pipeline import EmulatedPipeline, Passage
 from engine.emulated.standin import StandIn
 from engine.errors import EngineError
 from engine.runtime.batch import DecodeBatch
-from engine.runtime.scheduler import Keep, Load, Scheduler, Work
+from engine.runtime.scheduler import Keep, ModelWork, Scheduler, SchedulerLoad
 from engine.runtime.steps import Steps
 from prompts.tokenizer import TextTokenizer
 
@@ -48,9 +48,9 @@ class PacedScheduler(Scheduler):
         super().__init__(engine, tokenizer, clock, chunk_tokens=chunk_tokens, max_running=stand_in.max_running)
         self._emulated = engine
         self._stand_in = stand_in
-        self._batch: DecodeBatch[Work] = DecodeBatch(stand_in.decode_step_s)
-        self._pipeline = Pipeline(stages)
-        self._entering: Work | None = None  # whose next chunk comes to the first stage at `_enters_s`
+        self._batch: DecodeBatch[ModelWork] = DecodeBatch(stand_in.decode_step_s)
+        self._pipeline = EmulatedPipeline(stages)
+        self._entering: ModelWork | None = None  # whose next chunk comes to the first stage at `_enters_s`
         self._enters_s = 0.0
         self._under_way: list[_Chunk] = []
 
@@ -130,7 +130,7 @@ class PacedScheduler(Scheduler):
         """Whose layer is due next."""
         return min(self._under_way, key=lambda chunk: chunk.due_s, default=None)
 
-    def _next_in_line(self, now: float) -> Work | None:
+    def _next_in_line(self, now: float) -> ModelWork | None:
         """Whose next chunk comes to the first stage: one that has been begun before the others of its tenant."""
         through = [chunk.work for chunk in self._under_way if chunk.is_last]
         begun = {work.part.flow: work for work in reversed(self._prefilling) if work not in through}
@@ -141,7 +141,7 @@ class PacedScheduler(Scheduler):
         flow = self._turns.first(flows, now)
         return begun[flow] if flow in begun else next(self._to_compute(flow))
 
-    def _turn_to(self, now: float, work: Work) -> None:
+    def _turn_to(self, now: float, work: ModelWork) -> None:
         """A prompt's chunks come next. What it costs the server comes before any stage."""
         self._enters_s = now
         if work not in self._prefilling:
@@ -149,7 +149,7 @@ class PacedScheduler(Scheduler):
             self._start(work)
             self._enters_s = now + self._stand_in.prefill_s(0)
 
-    def _enter(self, now: float, work: Work) -> None:
+    def _enter(self, now: float, work: ModelWork) -> None:
         """The next chunk of a prompt comes to the first stage."""
         start, prefill_s = work.sequence.num_tokens, self._stand_in.prefill_s
         stop = self._chunk_stop(work, start)
@@ -163,7 +163,7 @@ class PacedScheduler(Scheduler):
         if stop == work.prefill_tokens:
             self._entering = None
 
-    def _go_on(self, chunk: "_Chunk", now: float, work: Work) -> None:
+    def _go_on(self, chunk: "_Chunk", now: float, work: ModelWork) -> None:
         """Another layer of a chunk has been computed."""
         if chunk.write_layer():
             return
@@ -174,7 +174,7 @@ class PacedScheduler(Scheduler):
             self._prefilling.remove(work)
             self._end_prefill(work)
 
-    def _join(self, now: float, work: Work) -> None:
+    def _join(self, now: float, work: ModelWork) -> None:
         if work in self._decoding:
             self._batch.join(now, work)
 
@@ -182,7 +182,7 @@ class PacedScheduler(Scheduler):
 class _Chunk:
     """A chunk on its way through the stages."""
 
-    def __init__(self, work: Work, passage: Passage, layers: Iterator[float], *, is_last: bool) -> None:
+    def __init__(self, work: ModelWork, passage: Passage, layers: Iterator[float], *, is_last: bool) -> None:
         """`layers`: `EmulatedEngine.prefill_layers`; each layer has the same share."""
         self.work: Final = work
         self.is_last: Final = is_last
@@ -221,7 +221,7 @@ class PacedModel:
         self.alive = False
 
     @property
-    def load(self) -> Load:
+    def load(self) -> SchedulerLoad:
         return self._scheduler.load
 
     @property
@@ -235,7 +235,7 @@ class PacedModel:
     def start(self) -> None:
         self.alive = True
 
-    def submit(self, work: Work | Keep) -> None:
+    def submit(self, work: ModelWork | Keep) -> None:
         self._scheduler.add(work)
         self._call_in(0.0)
 

@@ -30,7 +30,7 @@ class Passage:
         return self.begins_s[stage] + min(at - stage, 1.0) * self.stage_s
 
 
-class Pipeline:
+class EmulatedPipeline:
     """What stages have taken on. Pure: times are given, in seconds."""
 
     def __init__(self, stages: int) -> None:

@@ -22,7 +22,7 @@ LEAST_ROW_BYTES: Final = 2 * DIGEST_BYTES  # K and V each hold a digest, else th
 FASTEST_STEP_S: Final = 1e-6
 
 
-class Window(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class StandInWindow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Sliding-window layers together."""
 
     window_tokens: int
@@ -40,7 +40,7 @@ class StandIn(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     model: str
     fixed_bytes: int
     bytes_per_token: int
-    windows: tuple[Window, ...] = ()
+    windows: tuple[StandInWindow, ...] = ()
     prefill_points: tuple[tuple[float, float], ...]
     max_running: int
     step_s: float = 0.0

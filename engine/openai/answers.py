@@ -7,12 +7,12 @@ from typing import Any
 
 from engine.errors import RequestError
 from engine.openai.api import ChatRequest, OpenAIRequest, top_logprobs
-from engine.runtime.sampling import Sampled
+from engine.runtime.sampling import SampledToken
 from prompts.tokenizer import TextTokenizer
 
 
 @dataclass(frozen=True, slots=True)
-class Usage:
+class TokenUsage:
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
@@ -56,9 +56,9 @@ class AnswerShape:
     def whole(
         self,
         text: str,
-        sampled: Sequence[Sampled],
+        sampled: Sequence[SampledToken],
         finish_reason: str,
-        usage: Usage,
+        usage: TokenUsage,
         prompt: Sequence[int],
         kv_transfer_params: dict[str, Any] | None,
     ) -> dict[str, Any]:
@@ -80,7 +80,7 @@ class AnswerShape:
     def chunk(
         self,
         text: str,
-        sampled: Sequence[Sampled],
+        sampled: Sequence[SampledToken],
         finish_reason: str | None,
         kv_transfer_params: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
@@ -96,7 +96,7 @@ class AnswerShape:
         usage: dict[str, Any] = {"usage": None} if self._with_usage else {}
         return self._envelope([choice], chunk=True) | usage | _optional(kv_transfer_params)
 
-    def usage_chunk(self, usage: Usage, kv_transfer_params: dict[str, Any] | None) -> dict[str, Any] | None:
+    def usage_chunk(self, usage: TokenUsage, kv_transfer_params: dict[str, Any] | None) -> dict[str, Any] | None:
         """The last chunk, if the client wants one."""
         if not self._with_usage:
             return None
@@ -112,10 +112,10 @@ class AnswerShape:
             "choices": choices,
         }
 
-    def _logprobs(self, sampled: Sequence[Sampled]) -> dict[str, Any]:
+    def _logprobs(self, sampled: Sequence[SampledToken]) -> dict[str, Any]:
         return self._chat_logprobs(sampled) if self._chat else self._completion_logprobs(sampled)
 
-    def _chat_logprobs(self, sampled: Sequence[Sampled]) -> dict[str, Any]:
+    def _chat_logprobs(self, sampled: Sequence[SampledToken]) -> dict[str, Any]:
         def entry(token: int, logprob: float | None) -> dict[str, Any]:
             raw = list(self._tokenizer.token_bytes(token))
             return {"token": self._name(token), "logprob": _finite(logprob), "bytes": raw}
@@ -127,7 +127,7 @@ class AnswerShape:
             ]
         }
 
-    def _completion_logprobs(self, sampled: Sequence[Sampled]) -> dict[str, Any]:
+    def _completion_logprobs(self, sampled: Sequence[SampledToken]) -> dict[str, Any]:
         return {
             "tokens": [self._name(s.token, "bytes:") for s in sampled],
             "token_logprobs": [_finite(s.logprob) for s in sampled],
@@ -135,7 +135,7 @@ class AnswerShape:
             "text_offset": [self._next_offset(s.token) for s in sampled],
         }
 
-    def _by_name(self, sampled: Sampled) -> dict[str, float | None]:
+    def _by_name(self, sampled: SampledToken) -> dict[str, float | None]:
         """The likeliest tokens and the chosen one; of two tokens with one name, the second is told by its number, as in vLLM."""
         named = {self._name(sampled.token, "bytes:"): _finite(sampled.logprob)}
         for token, logprob in sampled.top:

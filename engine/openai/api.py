@@ -13,7 +13,7 @@ from msgspec import Meta
 
 from engine.errors import RequestError
 from engine.runtime.sampling import MAX_TOP_LOGPROBS, SamplingParams
-from engine.runtime.turns import EVERYBODYS, Part
+from engine.runtime.turns import EVERYBODYS, WorkShare
 from hybrid_cache.cache.reservation import NO_HINTS, Hints
 from prompts.errors import BadPrompt
 from prompts.reading import Chat, chat_tokens, completion_tokens
@@ -43,7 +43,7 @@ R = TypeVar("R")
 NOTHING: Final[tuple[Any, ...]] = (None, False, [], {}, "")  # values that ask for nothing
 
 
-class StreamOptions(msgspec.Struct, frozen=True):
+class EngineStreamOptions(msgspec.Struct, frozen=True):
     include_usage: bool = False
 
 
@@ -71,7 +71,7 @@ class KVTransferParams(msgspec.Struct, frozen=True, kw_only=True):
     useful_tokens: NotNegative | None = None
 
 
-class NotDone(msgspec.Struct, frozen=True, kw_only=True):
+class UnsupportedOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Fields of OpenAI's and vLLM's that would change the answer, and that this engine does nothing about."""
 
     guided_json: Any = None
@@ -107,7 +107,7 @@ ONLY: Final[dict[str, tuple[Any, ...]]] = {
 }
 
 
-class _Common(NotDone, frozen=True, kw_only=True):
+class _Common(UnsupportedOptions, frozen=True, kw_only=True):
     model: str
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
@@ -124,7 +124,7 @@ class _Common(NotDone, frozen=True, kw_only=True):
     top_k: Annotated[int, Meta(ge=-1)] | None = None
     n: Positive | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
+    stream_options: EngineStreamOptions | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[TokenId] | None = None
     seed: int | None = None
@@ -162,7 +162,7 @@ OpenAIRequest = CompletionRequest | ChatRequest
 
 
 @dataclass(frozen=True, slots=True)
-class Transfer:
+class KVTransfer:
     """What a request has to do with another node's KVCache: nothing, send it (`ticket`), receive it (`transfer_id`).
 
     And whose it is.
@@ -173,7 +173,7 @@ class Transfer:
     transfer_id: str | None = None
     timeout_s: float = DEFAULT_LANDING_TIMEOUT_S
     hints: Hints = NO_HINTS
-    part: Part = EVERYBODYS
+    part: WorkShare = EVERYBODYS
 
 
 def parse_request(body: bytes, kind: type[R]) -> R:
@@ -191,7 +191,7 @@ def check_supported(request: OpenAIRequest) -> None:
     """Refuses what would otherwise be ignored in silence. Raises RequestError."""
     if request.n not in (None, 1):
         raise RequestError("n: only one choice per request is supported", param="n")
-    for name in NotDone.__struct_fields__:
+    for name in UnsupportedOptions.__struct_fields__:
         value = getattr(request, name)
         _refuse(value not in NOTHING or (value == 0 and value is not False), name)
     for name, done in ONLY.items():
@@ -294,17 +294,17 @@ def sampling_params(
     )
 
 
-def transfer_of(params: KVTransferParams | None) -> Transfer:
+def transfer_of(params: KVTransferParams | None) -> KVTransfer:
     """What `kv_transfer_params` ask for. Raises RequestError."""
     if params is None:
-        return Transfer()
+        return KVTransfer()
     if params.do_remote_decode and params.do_remote_prefill:
         raise RequestError("a request is either a prefill leg or a decode leg", param="kv_transfer_params")
-    transfer = Transfer(
+    transfer = KVTransfer(
         salt=_unhex(params.salt, "kv_transfer_params.salt"),
         timeout_s=params.timeout_s or DEFAULT_LANDING_TIMEOUT_S,
         hints=Hints(branch_tokens=params.branch_tokens, category=params.category, useful_tokens=params.useful_tokens),
-        part=Part(params.tenant, params.weight),
+        part=WorkShare(params.tenant, params.weight),
     )
     if params.do_remote_decode:
         if params.ticket is None:

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import msgspec
 
-from engine.openai.api import NOTHING, ONLY, NotDone
+from engine.openai.api import NOTHING, ONLY, UnsupportedOptions
 
 # Fields of `check_supported` with the values that ask for nothing, beside those that are nothing everywhere.
 _HARMLESS: Final[dict[str, tuple[Any, ...]]] = {
@@ -23,7 +23,7 @@ _HARMLESS: Final[dict[str, tuple[Any, ...]]] = {
 
 def not_done_json() -> str:
     """The fields, each with the values that ask for nothing, as a JSON object."""
-    fields = {name: list(NOTHING) for name in NotDone.__struct_fields__}
+    fields = {name: list(NOTHING) for name in UnsupportedOptions.__struct_fields__}
     fields |= {name: [None, *values] for name, values in ONLY.items()}
     fields |= {name: [*NOTHING, *values] for name, values in _HARMLESS.items()}
     return msgspec.json.encode(fields).decode()

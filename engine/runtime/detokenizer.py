@@ -43,7 +43,7 @@ class IncrementalDecoder:
         return self._bytes.decode(b"", True)
 
 
-class Piece(NamedTuple):
+class TextPiece(NamedTuple):
     text: str
     stopped: bool
 
@@ -85,10 +85,10 @@ class StopStrings:
         self._held = ""
         self._begun: list[_Beginning] = []  # the longest one first: that is what is held
 
-    def push(self, text: str, *, may_stop: bool = True) -> Piece:
+    def push(self, text: str, *, may_stop: bool = True) -> TextPiece:
         """`may_stop=False`: a stop string that is complete within `text` does not count; one that begins there may."""
         if self._nothing is None:
-            return Piece(text, False)
+            return TextPiece(text, False)
         self._held += text
         rest = len(text)
         for char in text:
@@ -105,10 +105,10 @@ class StopStrings:
             self._begun = begun
             if longest:
                 piece, self._held = self._held[: len(self._held) - rest - longest], ""
-                return Piece(piece, True)
+                return TextPiece(piece, True)
         certain = len(self._held) - (self._begun[0].length if self._begun else 0)
         piece, self._held = self._held[:certain], self._held[certain:]
-        return Piece(piece, False)
+        return TextPiece(piece, False)
 
     def flush(self) -> str:
         rest, self._held, self._begun = self._held, "", []
@@ -122,11 +122,11 @@ class OutputText:
         self._decoder = IncrementalDecoder(tokenizer)
         self._stops = StopStrings(stops)
 
-    def push(self, token: int, *, may_stop: bool = True) -> Piece:
+    def push(self, token: int, *, may_stop: bool = True) -> TextPiece:
         """`may_stop=False`: one of the first `min_tokens` tokens. A stop string counts if it ends after them, as in vLLM."""
         return self._stops.push(self._decoder.push(token), may_stop=may_stop)
 
-    def flush(self, *, may_stop: bool = True) -> Piece:
+    def flush(self, *, may_stop: bool = True) -> TextPiece:
         """The rest, after the last token. A stop string that only now is complete still counts."""
         piece = self._stops.push(self._decoder.flush(), may_stop=may_stop)
-        return piece if piece.stopped else Piece(piece.text + self._stops.flush(), False)
+        return piece if piece.stopped else TextPiece(piece.text + self._stops.flush(), False)

@@ -2,15 +2,15 @@
 
 from typing import Protocol
 
-from engine.runtime.scheduler import Keep, Load, Work
+from engine.runtime.scheduler import Keep, ModelWork, SchedulerLoad
 from engine.runtime.steps import Steps
 
 
-class Runner(Protocol):
+class ModelRunner(Protocol):
     """Its methods belong to the event loop's thread."""
 
     @property
-    def load(self) -> Load:
+    def load(self) -> SchedulerLoad:
         """With what has been submitted since the last round."""
         ...
 
@@ -29,7 +29,7 @@ class Runner(Protocol):
 
     def start(self) -> None: ...
 
-    def submit(self, work: Work | Keep) -> None: ...
+    def submit(self, work: ModelWork | Keep) -> None: ...
 
     def set_chunk_tokens(self, chunk_tokens: int) -> None: ...
 

@@ -43,7 +43,7 @@ class TokenLogprob(NamedTuple):
     logprob: float
 
 
-class Sampled(NamedTuple):
+class SampledToken(NamedTuple):
     """A chosen token. `logprob` and `top` are of the model's own distribution, before temperature and penalties."""
 
     token: int
@@ -60,14 +60,14 @@ class Sampler:
         self._counts: Counter[int] = Counter()
         self._generated = 0
 
-    def sample(self, logits: Logits, position: int) -> Sampled:
+    def sample(self, logits: Logits, position: int) -> SampledToken:
         """Chooses the token at `position` (0 = first token of the prompt) from logits [vocab_size]."""
         token = self._choose(self._adjusted(logits), position)
         self.note(token)
         if self._params.top_logprobs is None:
-            return Sampled(token)
+            return SampledToken(token)
         logprobs = log_softmax(logits)
-        return Sampled(token, float(logprobs[token]), _top(logprobs, self._params.top_logprobs))
+        return SampledToken(token, float(logprobs[token]), _top(logprobs, self._params.top_logprobs))
 
     def note(self, token: int) -> None:
         """`token` has been generated, here or by an engine before."""

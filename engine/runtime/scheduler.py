@@ -26,9 +26,9 @@ from engine.agent.job_pages import JobKV
 from engine.errors import EngineError, PagesInvalid, PrefillAborted, TransferError
 from engine.runtime.detokenizer import OutputText
 from engine.runtime.lines import Lines
-from engine.runtime.sampling import Sampled, Sampler, SamplingParams
+from engine.runtime.sampling import SampledToken, Sampler, SamplingParams
 from engine.runtime.steps import StepTimes
-from engine.runtime.turns import EVERYBODYS, HALF_LIFE_S, Part, may_begin
+from engine.runtime.turns import EVERYBODYS, HALF_LIFE_S, WorkShare, may_begin
 from prompts.tokenizer import TextTokenizer
 from transport.turns import Turns
 
@@ -54,14 +54,14 @@ class Prefilled:
 class NewToken:
     """One output token and the text that became certain with it. `finish_reason` is set on the last one."""
 
-    sampled: Sampled
+    sampled: SampledToken
     text: str
     finish_reason: str | None
     at_s: float
 
 
 @dataclass(frozen=True, slots=True)
-class Failed:
+class WorkFailed:
     error: EngineError
 
 
@@ -73,22 +73,22 @@ class Finished:
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class SequenceKept:
     """All that a finished sequence had for its pages is in them."""
 
 
-Event = Prefilled | NewToken | Failed | Finished | Kept
+Event = Prefilled | NewToken | WorkFailed | Finished | SequenceKept
 
 
 @dataclass(eq=False, kw_only=True)
-class Work:
+class ModelWork:
     """One request for the model. `emit` is called on the model's thread."""
 
     id: str
     prompt: Sequence[int]
     params: SamplingParams | None  # None: a prefill leg
     emit: Callable[[Event], None]
-    part: Part = EVERYBODYS
+    part: WorkShare = EVERYBODYS
     kv: JobKV | None = None
     load_tokens: int = 0  # how many tokens of `kv` are there already
     num_answered: int = 0  # tokens at the end of `prompt` that are of the answer: another engine has given them
@@ -156,7 +156,7 @@ class _Output:
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class SchedulerLoad:
     running: int
     waiting: int
     queued_tokens: int
@@ -186,19 +186,19 @@ class Scheduler:
         self._tokenizer = tokenizer
         self._clock = clock
         self._turns: Turns[str] = Turns(HALF_LIFE_S)
-        self._waiting: Lines[Work] = Lines()  # nothing has been done for them
-        self._prefilling: list[Work] = []
-        self._settling: list[Work] = []
-        self._decoding: list[Work] = []
+        self._waiting: Lines[ModelWork] = Lines()  # nothing has been done for them
+        self._prefilling: list[ModelWork] = []
+        self._settling: list[ModelWork] = []
+        self._decoding: list[ModelWork] = []
         self._keeping: deque[Keep] = deque()
         self._landings_passed = 0  # loads since the last chunk
 
     @property
-    def load(self) -> Load:
+    def load(self) -> SchedulerLoad:
         """Who waits with a slot free for it counts as running: a chunk or two, and it does."""
         begun, waiting = self._num_begun, len(self._waiting)
         starting = min(waiting, max(0, self.slots - begun))
-        return Load(
+        return SchedulerLoad(
             running=begun + starting,
             waiting=waiting - starting,
             queued_tokens=sum(work.remaining_tokens for work in (*self._waiting, *self._prefilling)),
@@ -215,7 +215,7 @@ class Scheduler:
         """Each of these holds a slot."""
         return len(self._prefilling) + len(self._settling) + len(self._decoding)
 
-    def add(self, work: Work | Keep) -> None:
+    def add(self, work: ModelWork | Keep) -> None:
         if isinstance(work, Keep):
             self._keeping.append(work)
             return
@@ -237,9 +237,9 @@ class Scheduler:
 
     def fail_all(self, error: EngineError) -> None:
         for work in [*self._waiting, *self._prefilling, *self._settling, *self._decoding]:
-            work.emit(Failed(error))
+            work.emit(WorkFailed(error))
         for keep in self._keeping:
-            keep.emit(Failed(error))
+            keep.emit(WorkFailed(error))
         self._keeping.clear()
         self._waiting.clear()
         self._prefilling.clear()
@@ -253,7 +253,7 @@ class Scheduler:
             self._settling = [work for work in self._settling if not work.aborted]
             self._decoding = [work for work in self._decoding if not work.aborted]
 
-    def _guarded(self, action: Callable[[Work], None], work: Work) -> None:
+    def _guarded(self, action: Callable[[ModelWork], None], work: ModelWork) -> None:
         """One request's failure is its own."""
         try:
             action(work)
@@ -262,14 +262,14 @@ class Scheduler:
         except Exception as exc:
             self._fail(work, exc)
 
-    def _fail(self, work: Work, error: Exception) -> None:
+    def _fail(self, work: ModelWork, error: Exception) -> None:
         if not isinstance(error, EngineError):
             log.error("request %s failed in the model", work.id, exc_info=error)
             error = EngineError(f"the model failed: {type(error).__name__}: {error}")
         self._forget(work)
-        work.emit(Failed(error))
+        work.emit(WorkFailed(error))
 
-    def _forget(self, work: Work) -> None:
+    def _forget(self, work: ModelWork) -> None:
         for queue in (self._prefilling, self._settling, self._decoding):
             if work in queue:
                 queue.remove(work)
@@ -285,24 +285,24 @@ class Scheduler:
         held = Counter(work.part.flow for work in (*self._prefilling, *self._settling, *self._decoding))
         return may_begin(self._turns, self._waiting.flows, held, free, now)
 
-    def _candidates(self, flow: str) -> Iterator[Work]:
+    def _candidates(self, flow: str) -> Iterator[ModelWork]:
         """Of those who wait, whom the free slots would be for."""
         return self._waiting.ahead(flow, max(0, self.slots - self._num_begun))
 
-    def _to_compute(self, flow: str) -> Iterator[Work]:
+    def _to_compute(self, flow: str) -> Iterator[ModelWork]:
         return (work for work in self._candidates(flow) if not work.has_landed)
 
-    def _charge(self, part: Part, tokens: int, now: float) -> None:
+    def _charge(self, part: WorkShare, tokens: int, now: float) -> None:
         self._turns.charge(part.flow, tokens / part.weight, now)
 
-    def _begin(self, work: Work) -> None:
+    def _begin(self, work: ModelWork) -> None:
         """It has a slot from now on."""
         self._waiting.take(work.part.flow, work)
         self._prefilling.append(work)
 
     # Prefill
 
-    def _next_prefill(self) -> Work | None:
+    def _next_prefill(self) -> ModelWork | None:
         """The request that has the round's chunk, or is loaded in its place."""
         now = self._clock()
         beginners = self._may_begin(now)
@@ -317,12 +317,12 @@ class Scheduler:
             self._begin(chosen)
         return chosen
 
-    def _next_landing(self, beginners: Sequence[str], now: float) -> Work | None:
+    def _next_landing(self, beginners: Sequence[str], now: float) -> ModelWork | None:
         firsts = {flow: next((work for work in self._candidates(flow) if work.has_landed), None) for flow in beginners}
         found = {flow: work for flow, work in firsts.items() if work is not None}
         return found[self._turns.first(found, now)] if found else None
 
-    def _next_to_compute(self, beginners: Sequence[str], now: float) -> Work | None:
+    def _next_to_compute(self, beginners: Sequence[str], now: float) -> ModelWork | None:
         begun = dict.fromkeys(work.part.flow for work in self._prefilling)
         flows = [*begun, *(flow for flow in beginners if flow not in begun and any(self._to_compute(flow)))]
         if not flows:
@@ -336,10 +336,10 @@ class Scheduler:
             work.chunks_waited += work is not chosen
         return chosen
 
-    def _urgency(self, work: Work) -> float:
+    def _urgency(self, work: ModelWork) -> float:
         return work.remaining_tokens / self.chunk_tokens - work.chunks_waited
 
-    def _prefill_some(self, work: Work) -> None:
+    def _prefill_some(self, work: ModelWork) -> None:
         if work.sequence is None:
             self._start(work)
         start = work.sequence.num_tokens
@@ -352,12 +352,12 @@ class Scheduler:
             self._settling.append(work)
             self._end_if_settled(work)
 
-    def _end_if_settled(self, work: Work) -> None:
+    def _end_if_settled(self, work: ModelWork) -> None:
         if self._engine.settled(work.sequence):
             self._settling.remove(work)
             self._end_prefill(work)
 
-    def _start(self, work: Work) -> None:
+    def _start(self, work: ModelWork) -> None:
         work.started_s = self._clock()
         max_tokens = work.params.max_tokens if work.params else 0
         work.sequence = self._engine.new_sequence(len(work.prompt) + min(max_tokens, GROWTH_HINT_TOKENS))
@@ -370,7 +370,7 @@ class Scheduler:
         except PagesInvalid as exc:
             raise TransferError("pages_invalid", str(exc)) from exc
 
-    def _chunk_stop(self, work: Work, start: int) -> int:
+    def _chunk_stop(self, work: ModelWork, start: int) -> int:
         """Chunks end on block borders, at every length whose states must be stored, and one token before the end.
 
         Raises EngineError where that leaves nothing to compute: the request would stand there for ever.
@@ -385,7 +385,7 @@ class Scheduler:
             )
         return stop
 
-    def _end_prefill(self, work: Work) -> None:
+    def _end_prefill(self, work: ModelWork) -> None:
         assert work.started_s is not None
         work.emit(Prefilled(work.sequence.num_tokens, work.started_s, self._clock()))
         if work.params is None:
@@ -407,7 +407,7 @@ class Scheduler:
             params, end_tokens, Sampler(params, end_tokens), OutputText(self._tokenizer, params.stop), last_token
         )
 
-    def _decode(self, works: Sequence[Work]) -> None:
+    def _decode(self, works: Sequence[ModelWork]) -> None:
         """One step of all. An aborted request gets no token of it; an error is one request's alone, unless it is the model's."""
         works = [work for work in works if not work.aborted]
         if not works:
@@ -427,7 +427,7 @@ class Scheduler:
             if not work.aborted:
                 self._guarded(partial(self._take_token, logits), work)
 
-    def _take_token(self, logits: Logits, work: Work) -> None:
+    def _take_token(self, logits: Logits, work: ModelWork) -> None:
         output = _output(work)
         sampled = output.sampler.sample(logits, work.sequence.num_tokens)
         output.last_token = sampled.token
@@ -459,11 +459,11 @@ class Scheduler:
             next(keep.pieces)
         except StopIteration:
             self._keeping.popleft()
-            keep.emit(Kept())
+            keep.emit(SequenceKept())
         except Exception as exc:
             log.exception("an answer cannot be kept")
             self._keeping.popleft()
-            keep.emit(Failed(EngineError(f"the model failed: {type(exc).__name__}: {exc}")))
+            keep.emit(WorkFailed(EngineError(f"the model failed: {type(exc).__name__}: {exc}")))
 
     def _finish_reason(self, output: "_Output", total_tokens: int) -> str | None:
         if output.last_token in output.end_tokens:
@@ -472,6 +472,6 @@ class Scheduler:
         return "length" if full else None
 
 
-def _output(work: Work) -> _Output:
+def _output(work: ModelWork) -> _Output:
     assert work.output is not None
     return work.output

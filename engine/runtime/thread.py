@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Final
 
 from engine.errors import EngineError
-from engine.runtime.scheduler import Failed, Keep, Load, Scheduler, Work
+from engine.runtime.scheduler import Keep, ModelWork, Scheduler, SchedulerLoad, WorkFailed
 from engine.runtime.steps import Steps
 
 log = logging.getLogger(__name__)
@@ -29,20 +29,20 @@ class ModelThread:
         self._scheduler = scheduler
         self._on_load = on_load
         self._on_death = on_death
-        self._fresh: list[Work] = []
-        self._inbox: queue.SimpleQueue[Work | Keep | str | None] = queue.SimpleQueue()
+        self._fresh: list[ModelWork] = []
+        self._inbox: queue.SimpleQueue[ModelWork | Keep | str | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="model", daemon=True)
         self._load = scheduler.load
         self._stopping = False
         self._ended = False
 
     @property
-    def load(self) -> Load:
+    def load(self) -> SchedulerLoad:
         """As of the last round, with what has been submitted since. Of the event loop's thread."""
         self._fresh = [work for work in self._fresh if not (work.received or work.aborted)]
         fresh_tokens = sum(work.remaining_tokens for work in self._fresh)
         last = self._load
-        return Load(last.running, last.waiting + len(self._fresh), last.queued_tokens + fresh_tokens)
+        return SchedulerLoad(last.running, last.waiting + len(self._fresh), last.queued_tokens + fresh_tokens)
 
     @property
     def slots(self) -> int:
@@ -59,8 +59,8 @@ class ModelThread:
     def start(self) -> None:
         self._thread.start()
 
-    def submit(self, work: Work | Keep) -> None:
-        if isinstance(work, Work):
+    def submit(self, work: ModelWork | Keep) -> None:
+        if isinstance(work, ModelWork):
             self._fresh.append(work)
         self._inbox.put(work)
         if self._ended:
@@ -98,8 +98,8 @@ class ModelThread:
         with contextlib.suppress(queue.Empty):
             while True:
                 work = self._inbox.get_nowait()
-                if isinstance(work, Work | Keep):
-                    work.emit(Failed(EngineError("the engine is shutting down")))
+                if isinstance(work, ModelWork | Keep):
+                    work.emit(WorkFailed(EngineError("the engine is shutting down")))
 
     def _publish_load(self) -> None:
         load = self._scheduler.load
@@ -117,6 +117,6 @@ class ModelThread:
                 return
             if work is _STOP:
                 return
-            if isinstance(work, Work | Keep):
+            if isinstance(work, ModelWork | Keep):
                 self._scheduler.add(work)
             block = False

@@ -13,14 +13,14 @@ from transport.turns import LATELY_S, Turns, leaves_room
 HALF_LIFE_S: Final = 30.0  # what was served before is forgotten
 
 
-class Part(NamedTuple):
+class WorkShare(NamedTuple):
     """Whose part work is served from, and how large that is beside the others' (`weight` above 0)."""
 
     flow: str = ""
     weight: float = 1.0
 
 
-EVERYBODYS: Final = Part()
+EVERYBODYS: Final = WorkShare()
 
 
 def may_begin(turns: Turns[str], waiting: Collection[str], held: Mapping[str, int], free: int, now: float) -> list[str]:

@@ -14,7 +14,7 @@ import msgspec
 from aiohttp import web
 
 from engine.errors import EngineError, RequestError
-from engine.openai.answers import AnswerShape, Usage, error_body
+from engine.openai.answers import AnswerShape, TokenUsage, error_body
 from engine.openai.api import (
     ANSWERED_HEADER,
     ChatRequest,
@@ -28,7 +28,7 @@ from engine.openai.api import (
     transfer_of,
 )
 from engine.runtime.scheduler import NewToken
-from engine.serving.serving import Request, Service
+from engine.serving.serving import GenerationService, ServedRequest
 from prompts.tokenizer import TextTokenizer
 
 log = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 @dataclass(frozen=True, slots=True)
 class _Parsed:
     body: OpenAIRequest
-    request: Request
+    request: ServedRequest
     shape: AnswerShape
 
 
@@ -54,7 +54,12 @@ class OpenAIServer:
     """Routes of one model. Its owner runs the app and drains the service."""
 
     def __init__(
-        self, service: Service, tokenizer: TextTokenizer, model_name: str, *, max_body_bytes: int = MAX_BODY_BYTES
+        self,
+        service: GenerationService,
+        tokenizer: TextTokenizer,
+        model_name: str,
+        *,
+        max_body_bytes: int = MAX_BODY_BYTES,
     ) -> None:
         self._service = service
         self._tokenizer = tokenizer
@@ -106,7 +111,7 @@ class OpenAIServer:
             body = _as_leg(body)
         params = sampling_params(body, len(prompt), engine.max_model_len, engine.vocab_size, secrets.randbits(63))
         answered = answered_tokens(body, params, engine.vocab_size)
-        request = Request(
+        request = ServedRequest(
             id=request_id,
             prompt=[*prompt, *answered] if answered else prompt,
             params=None if transfer.ticket is not None else params,
@@ -130,7 +135,7 @@ class OpenAIServer:
         if not request.prefill_tokens:
             raise RequestError("a prompt of one token leaves nothing to transfer", param="prompt")
         delivery = await self._service.prefill_leg(request)
-        usage = Usage(len(request.prompt), 0, request.cached_tokens)
+        usage = TokenUsage(len(request.prompt), 0, request.cached_tokens)
         return _json(parsed.shape.whole("", [], "length", usage, request.prompt, delivery.to_dict()))
 
     async def _whole(self, parsed: _Parsed) -> web.Response:
@@ -255,13 +260,13 @@ def _as_leg(body: OpenAIRequest) -> OpenAIRequest:
     return msgspec.structs.replace(body, max_tokens=1)
 
 
-def _usage(request: Request) -> Usage:
+def _usage(request: ServedRequest) -> TokenUsage:
     """As the client counts: what another engine has answered is answer, not prompt."""
     asked = len(request.prompt) - request.num_answered
-    return Usage(asked, request.num_answered + request.tokens_out, min(asked, request.cached_tokens))
+    return TokenUsage(asked, request.num_answered + request.tokens_out, min(asked, request.cached_tokens))
 
 
-def _recomputed(request: Request) -> dict[str, Any] | None:
+def _recomputed(request: ServedRequest) -> dict[str, Any] | None:
     return None if request.recomputed is None else {"recomputed": True, "reason": request.recomputed}
 
 

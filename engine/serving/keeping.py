@@ -15,8 +15,8 @@ from typing import Any, Final
 from engine.agent.link import AgentJob, AgentLink
 from engine.errors import EngineError, TransferError
 from engine.metrics import EngineMetrics
-from engine.runtime.runner import Runner
-from engine.runtime.scheduler import Event, Failed, Keep
+from engine.runtime.runner import ModelRunner
+from engine.runtime.scheduler import Event, Keep, WorkFailed
 from hybrid_cache.hashing.block_hash import block_hashes
 
 log = logging.getLogger(__name__)
@@ -27,7 +27,7 @@ MAX_KEEPING: Final = 8  # sequences that have ended and still hold memory in the
 class AnswerKeeper:
     """Puts finished answers into the agent's pages. Its methods belong to the event loop's thread."""
 
-    def __init__(self, model: Runner, block_size: int, metrics: EngineMetrics) -> None:
+    def __init__(self, model: ModelRunner, block_size: int, metrics: EngineMetrics) -> None:
         self._model = model
         self._block_size = block_size
         self._metrics = metrics
@@ -72,7 +72,7 @@ class AnswerKeeper:
             kv = await job.pages()
             loop = asyncio.get_running_loop()
             done: asyncio.Future[Event] = loop.create_future()
-            job.on_failure = lambda error: _settle(done, Failed(error))
+            job.on_failure = lambda error: _settle(done, WorkFailed(error))
             work = Keep(sequence=sequence, kv=kv, emit=lambda event: _from_model(loop, done, event))
             self._model.submit(work)
             try:
@@ -90,7 +90,7 @@ class AnswerKeeper:
 
 
 def _check(event: Event) -> None:
-    if isinstance(event, Failed):
+    if isinstance(event, WorkFailed):
         raise event.error
 
 

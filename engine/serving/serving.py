@@ -21,10 +21,10 @@ from engine.agent.job_pages import JobKV
 from engine.agent.link import AgentJob, AgentLink
 from engine.errors import RequestError, TransferError
 from engine.metrics import EngineMetrics
-from engine.openai.api import Transfer
-from engine.runtime.runner import Runner
+from engine.openai.api import KVTransfer
+from engine.runtime.runner import ModelRunner
 from engine.runtime.sampling import SamplingParams
-from engine.runtime.scheduler import Event, Failed, Finished, NewToken, Prefilled, Work
+from engine.runtime.scheduler import Event, Finished, ModelWork, NewToken, Prefilled, WorkFailed
 from engine.runtime.turns import HALF_LIFE_S, may_begin
 from engine.serving.keeping import AnswerKeeper
 from hybrid_cache.hashing.block_hash import block_hashes, tokens_digest
@@ -38,7 +38,7 @@ LONG_PROMPT_TOKENS: Final = 8192  # hashing takes about 0.3 µs per token: longe
 
 
 @dataclass(slots=True, kw_only=True)
-class Request:
+class ServedRequest:
     """A parsed request and what became of it.
 
     The last `num_answered` tokens of `prompt` are the answer's: another engine has given them, this one goes on.
@@ -47,7 +47,7 @@ class Request:
     id: str
     prompt: list[int]
     params: SamplingParams | None  # None: a prefill leg
-    transfer: Transfer
+    transfer: KVTransfer
     arrived_s: float
     num_answered: int = 0
     cached_tokens: int = 0
@@ -90,13 +90,13 @@ class Delivery:
         }
 
 
-class Service:
+class GenerationService:
     """Serves requests on one model. Its methods belong to the event loop's thread."""
 
     def __init__(
         self,
         engine: Engine,
-        model: Runner,
+        model: ModelRunner,
         metrics: EngineMetrics,
         clock: Callable[[], float],
         *,
@@ -121,7 +121,7 @@ class Service:
         """Requests that are being served."""
         return self._active.total()
 
-    async def tokens(self, request: Request) -> AsyncGenerator[NewToken, None]:
+    async def tokens(self, request: ServedRequest) -> AsyncGenerator[NewToken, None]:
         """The output of a request, token by token. Closing the iterator aborts it. Raises RequestError."""
         outcome = "aborted"
         self._admit(request)
@@ -143,7 +143,7 @@ class Service:
         finally:
             self._leave("generate", outcome, request)
 
-    async def prefill_leg(self, request: Request) -> Delivery:
+    async def prefill_leg(self, request: ServedRequest) -> Delivery:
         """Computes a prompt's KVCache for the holder of a ticket. Raises RequestError."""
         outcome = "aborted"
         self._admit(request)
@@ -192,7 +192,7 @@ class Service:
 
     # Which way
 
-    async def _events(self, request: Request) -> AsyncGenerator[Event, None]:
+    async def _events(self, request: ServedRequest) -> AsyncGenerator[Event, None]:
         if request.transfer.transfer_id is not None and request.prefill_tokens:
             try:
                 async with aclosing(self._from_landing(request)) as events:
@@ -208,7 +208,7 @@ class Service:
             async for event in events:
                 yield event
 
-    async def _from_landing(self, request: Request) -> AsyncGenerator[Event, None]:
+    async def _from_landing(self, request: ServedRequest) -> AsyncGenerator[Event, None]:
         link, transfer = self._require_link(), request.transfer
         assert transfer.transfer_id is not None
         _, digest = await self._identify(request, with_hashes=False)
@@ -226,7 +226,7 @@ class Service:
         finally:
             job.end(reason="not loaded")
 
-    async def _from_here(self, request: Request) -> AsyncGenerator[Event, None]:
+    async def _from_here(self, request: ServedRequest) -> AsyncGenerator[Event, None]:
         job = await self._local_pages(request)
         try:
             async with aclosing(self._local_events(request, job)) as events:
@@ -246,7 +246,7 @@ class Service:
             if job is not None:
                 job.end(reason="aborted")
 
-    async def _local_events(self, request: Request, job: AgentJob | None) -> AsyncGenerator[Event, None]:
+    async def _local_events(self, request: ServedRequest, job: AgentJob | None) -> AsyncGenerator[Event, None]:
         kv = job.kv if job is not None else None
         request.cached_tokens = kv.cached_tokens if kv is not None else 0
         async with aclosing(self._compute(request, kv, request.cached_tokens)) as events:
@@ -256,7 +256,7 @@ class Service:
                     job.end()
                 yield event
 
-    async def _local_pages(self, request: Request) -> AgentJob | None:
+    async def _local_pages(self, request: ServedRequest) -> AgentJob | None:
         """A loan of pages for our own prefix cache; none is no reason to refuse a request."""
         if self.link is None or not request.prefill_tokens:
             return None
@@ -278,7 +278,7 @@ class Service:
                 job.end(reason="aborted")
             raise
 
-    async def _deliver(self, request: Request) -> Delivery:
+    async def _deliver(self, request: ServedRequest) -> Delivery:
         link, ticket = self._require_link(), request.transfer.ticket
         assert ticket is not None
         hashes, digest = await self._identify(request)
@@ -306,12 +306,12 @@ class Service:
         return Delivery(request.prefill_tokens, request.cached_tokens, started_s - asked_s, delivered)
 
     async def _compute(
-        self, request: Request, kv: JobKV | None, load_tokens: int, pushing: AgentJob | None = None
+        self, request: ServedRequest, kv: JobKV | None, load_tokens: int, pushing: AgentJob | None = None
     ) -> AsyncGenerator[Event, None]:
         """Events of the model for this request; leaving early aborts the work. So does a failure of `pushing`."""
         loop = asyncio.get_running_loop()
         inbox: asyncio.Queue[Event] = asyncio.Queue()
-        work = Work(
+        work = ModelWork(
             id=request.id,
             prompt=request.prompt,
             params=request.params,
@@ -323,12 +323,12 @@ class Service:
             keeps=self.link is not None and request.params is not None and (kv is None or kv.exact),
         )
         if pushing is not None:
-            pushing.on_failure = lambda error: inbox.put_nowait(Failed(error))
+            pushing.on_failure = lambda error: inbox.put_nowait(WorkFailed(error))
         self.model.submit(work)
         self.report_load()
         try:
             while not isinstance(event := await inbox.get(), Finished):
-                if isinstance(event, Failed):
+                if isinstance(event, WorkFailed):
                     raise event.error
                 yield event
             if event.sequence is not None:
@@ -336,7 +336,7 @@ class Service:
         finally:
             work.abort()
 
-    def _keep_answer(self, request: Request, sequence: Any) -> None:
+    def _keep_answer(self, request: ServedRequest, sequence: Any) -> None:
         if self.link is None or self.draining:
             self.metrics.on_answer("no_agent" if self.link is None else "draining")
             return
@@ -345,7 +345,7 @@ class Service:
 
     # Bookkeeping
 
-    def _admit(self, request: Request) -> None:
+    def _admit(self, request: ServedRequest) -> None:
         """While others are active, a tenant leaves some places to them, beyond as many as run at once."""
         if self.draining:
             raise RequestError("the engine is shutting down", status=503, kind="server_error", code="draining")
@@ -359,7 +359,7 @@ class Service:
         self._active[flow] += 1
         self._idle.clear()
 
-    def _leave(self, kind: str, outcome: str, request: Request) -> None:
+    def _leave(self, kind: str, outcome: str, request: ServedRequest) -> None:
         flow = request.transfer.part.flow
         self._active[flow] -= 1
         if not self._active[flow]:
@@ -385,7 +385,7 @@ class Service:
             raise TransferError("no_agent", "this engine runs without an agent")
         return self.link
 
-    async def _identify(self, request: Request, *, with_hashes: bool = True) -> tuple[bytes, bytes]:
+    async def _identify(self, request: ServedRequest, *, with_hashes: bool = True) -> tuple[bytes, bytes]:
         """Concatenated block hashes of the prefill's full blocks, and the digest of all tokens."""
         block_size, salt = self.engine.layout.block_size, request.transfer.salt
 
@@ -397,7 +397,7 @@ class Service:
             return identify()
         return await asyncio.to_thread(identify)
 
-    def _note_prefill(self, request: Request, event: Prefilled) -> None:
+    def _note_prefill(self, request: ServedRequest, event: Prefilled) -> None:
         landed = request.transfer.transfer_id is not None and request.recomputed is None
         local = request.cached_tokens
         self.metrics.on_prefilled(
@@ -409,7 +409,7 @@ class Service:
         )
         log.debug("prefilled id=%s tokens=%d cached=%d landed=%s", request.id, event.num_tokens, local, landed)
 
-    def _note_token(self, request: Request, event: NewToken) -> None:
+    def _note_token(self, request: ServedRequest, event: NewToken) -> None:
         if request.tokens_out:
             self.metrics.on_next_token(event.at_s - request.last_token_s)
         else:
@@ -417,12 +417,12 @@ class Service:
         request.answer.append(event.sampled.token)
         request.last_token_s = event.at_s
 
-    def _note_fallback(self, request: Request, error: TransferError) -> None:
+    def _note_fallback(self, request: ServedRequest, error: TransferError) -> None:
         self.metrics.on_fallback(error.reason)
         log.warning("fallback id=%s reason=%s %s", request.id, error.reason, error.detail)
 
 
-def _prefilled(job: AgentJob, request: Request, event: Prefilled) -> None:
+def _prefilled(job: AgentJob, request: ServedRequest, event: Prefilled) -> None:
     job.prefill_done(event.num_tokens, event.num_tokens - request.cached_tokens, event.ended_s - event.started_s)
 
 

@@ -11,7 +11,7 @@ from typing import Any, Final, TypeVar
 from engine.agent.link import AgentLink
 from engine.errors import AgentGone
 from hybrid_cache.layout.layout import ModelLayout
-from transport.control.messages import Rooms
+from transport.control.messages import BootstrapAddress
 
 T = TypeVar("T")
 
@@ -21,7 +21,7 @@ START_TIMEOUT_S: Final = 30.0
 CLOSE_TIMEOUT_S: Final = 10.0
 
 
-class AgentThread:
+class SglangAgentThread:
     """An event loop and the link that it keeps up. Methods may be called from any thread."""
 
     def __init__(
@@ -34,7 +34,7 @@ class AgentThread:
         http_url: str,
         notice: str = "",
         not_done_json: str = "",
-        rooms: Rooms | None = None,
+        rooms: BootstrapAddress | None = None,
     ) -> None:
         self.layout: Final = layout
         self._socket = socket

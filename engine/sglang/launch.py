@@ -31,7 +31,7 @@ Become = Callable[[str, list[str], dict[str, str]], object]  # as os.execve, whi
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServerOptions:
+class SglangOptions:
     """What the node says about its server; `sglang_flags` are passed on as they are."""
 
     model: str
@@ -91,7 +91,7 @@ def main(
     return 0
 
 
-def server_command(options: ServerOptions) -> list[str]:
+def server_command(options: SglangOptions) -> list[str]:
     """The arguments for a Python that becomes the server. SGLang's flags come last: where one is given twice, it wins."""
     # Not `sglang serve`: a script, which belongs to another Python where that environment is a copy.
     command = ["-m", "sglang.launch_server", "--model-path", options.model]
@@ -107,7 +107,7 @@ def server_command(options: ServerOptions) -> list[str]:
     return [*command, *options.sglang_flags]
 
 
-def environment(options: ServerOptions, inherited: Mapping[str, str]) -> dict[str, str]:
+def environment(options: SglangOptions, inherited: Mapping[str, str]) -> dict[str, str]:
     """The server's environment; what the operator has set wins, but for where its agent is."""
     # `/health` would have the model generate a token: a long chunk must not look like a server that is gone
     # (`node.engine.liveness`).
@@ -116,7 +116,7 @@ def environment(options: ServerOptions, inherited: Mapping[str, str]) -> dict[st
     return {**wanted, **inherited, **ours}
 
 
-def _kv_events(options: ServerOptions) -> dict[str, object]:
+def _kv_events(options: SglangOptions) -> dict[str, object]:
     # In Dynamo's format hashes of blocks differ by the salt of their requests, in SGLang's own they do not.
     endpoint = f"ipc://{options.agent_socket.parent / EVENTS_SOCKET}"
     return {"publisher": "zmq", "endpoint": endpoint, "topic": "", "format": "dynamo"}
@@ -133,8 +133,8 @@ def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
     return arguments[:at], arguments[at + 1 :]
 
 
-def _options(parsed: argparse.Namespace, max_model_len: int, sglang_flags: Sequence[str]) -> ServerOptions:
-    return ServerOptions(
+def _options(parsed: argparse.Namespace, max_model_len: int, sglang_flags: Sequence[str]) -> SglangOptions:
+    return SglangOptions(
         model=parsed.model,
         served_name=parsed.model_name or Path(parsed.model).name,
         role=parsed.role,

@@ -15,7 +15,7 @@ from typing import Final
 from engine.agent.job_pages import Bytes, JobKV
 from engine.agent.link import AgentJob
 from engine.errors import PagesInvalid, TransferError
-from engine.sglang.agent_thread import AgentThread
+from engine.sglang.agent_thread import SglangAgentThread
 from hybrid_cache.layout.layout import ModelLayout
 
 log = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ class BlockStore:
         self._answer_timeout_s = answer_timeout_s
         self._lock = threading.Lock()  # counts
         self._requests = 0
-        self._agent = AgentThread(
+        self._agent = SglangAgentThread(
             socket, layout, model_id=model_id, max_model_len=max_model_len, http_url=http_url, notice=notice
         )
 

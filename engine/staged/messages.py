@@ -1,9 +1,11 @@
 """What an engine and the processes of its stages say to each other, over sockets between parent and children.
 
-    engine ─► stage 0 ─► stage 1 ─► ...      Whole, Begin, Pages, Load, Chunk, Drop: in this order for every sequence
-    engine ◄─ each stage                     Ready or Unfit; Written, StateWritten, Done, Failure, Logits
+    engine ─► stage 0 ─► stage 1 ─► ...      Whole, Begin, SequencePages, LoadPages, SequenceChunk, Drop
+    engine ◄─ each stage                     StageReady or StageUnfit; StageLayerWritten, StageStateWritten, Done, StageFailure,
+                                             Logits
 
-Everything for stages goes through all of them, so that each hears of a sequence before its chunks, and of its end after them.
+Messages to stages come in this order for every sequence. They go through all stages, so that each hears of a sequence
+before its chunks, and of its end after them.
 A frame:
 
     | bytes of the head, u32 | bytes of the payload, u64 | head, msgpack | payload: a tensor, raw |
@@ -40,7 +42,7 @@ class Begin(StageMessage, frozen=True):
     expected_tokens: int
 
 
-class Pages(StageMessage, frozen=True):
+class SequencePages(StageMessage, frozen=True, tag="Pages"):
     """Where a sequence's KVCache goes: pages of the arena at `path`, which is `file` (device and inode)."""
 
     sequence: int
@@ -51,14 +53,14 @@ class Pages(StageMessage, frozen=True):
     pages: JobPages
 
 
-class Load(StageMessage, frozen=True):
+class LoadPages(StageMessage, frozen=True, tag="Load"):
     """The first `num_tokens` are in the pages."""
 
     sequence: int
     num_tokens: int
 
 
-class Chunk(StageMessage, frozen=True):
+class SequenceChunk(StageMessage, frozen=True, tag="Chunk"):
     """More tokens of a sequence; the payload is those (int64), or their hidden states behind the first stage.
 
     `steps`: one token, whose logits are wanted. `is_void`: an earlier stage has not computed it, so none can.
@@ -76,7 +78,7 @@ class Drop(StageMessage, frozen=True):
     sequence: int
 
 
-class Ready(StageMessage, frozen=True):
+class StageReady(StageMessage, frozen=True, tag="Ready"):
     """The layout of a share, and what else the engine does not know of a model that it never loads."""
 
     layout_json: str
@@ -84,13 +86,13 @@ class Ready(StageMessage, frozen=True):
     vocab_size: int
 
 
-class Unfit(StageMessage, frozen=True):
+class StageUnfit(StageMessage, frozen=True, tag="Unfit"):
     """No stage can be made of this model, however often it is started."""
 
     reason: str
 
 
-class Written(StageMessage, frozen=True):
+class StageLayerWritten(StageMessage, frozen=True, tag="Written"):
     """K and V of `layer` are in their pages up to `num_tokens`."""
 
     sequence: int
@@ -99,7 +101,7 @@ class Written(StageMessage, frozen=True):
     num_tokens: int
 
 
-class StateWritten(StageMessage, frozen=True):
+class StageStateWritten(StageMessage, frozen=True, tag="StateWritten"):
     """So are the states of `layer` after `num_tokens`."""
 
     sequence: int
@@ -109,13 +111,13 @@ class StateWritten(StageMessage, frozen=True):
 
 
 class Done(StageMessage, frozen=True):
-    """This stage is through with the sequence's next Load or Chunk, computed or not."""
+    """This stage is through with the sequence's next LoadPages or SequenceChunk, computed or not."""
 
     sequence: int
 
 
-class Failure(StageMessage, frozen=True):
-    """A Load or a Chunk could not be done. `reason` "pages_invalid": what is in the pages cannot be used."""
+class StageFailure(StageMessage, frozen=True, tag="Failure"):
+    """A LoadPages or a SequenceChunk could not be done. `reason` "pages_invalid": what is in the pages cannot be used."""
 
     sequence: int
     reason: str
@@ -128,8 +130,8 @@ class Logits(StageMessage, frozen=True):
     sequence: int
 
 
-ToStage = Whole | Begin | Pages | Load | Chunk | Drop
-FromStage = Ready | Unfit | Written | StateWritten | Done | Failure | Logits
+ToStage = Whole | Begin | SequencePages | LoadPages | SequenceChunk | Drop
+FromStage = StageReady | StageUnfit | StageLayerWritten | StageStateWritten | Done | StageFailure | Logits
 
 _encoder: Final = msgspec.msgpack.Encoder()
 _to_stage: Final = msgspec.msgpack.Decoder(ToStage)

@@ -40,7 +40,7 @@ def shares(num_layers: int, stages: int) -> tuple[range, ...]:
     return tuple(range(start, stop) for start, stop in zip([0, *stops], stops, strict=False))
 
 
-class Share:
+class LayerShare:
     """Layers `layers` of a model, and the layout of their KVCache."""
 
     def __init__(self, model: Any, layers: range, *, identity: str, block_size: int) -> None:

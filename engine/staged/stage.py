@@ -24,29 +24,29 @@ from typing import Any, Final
 
 import torch
 
-from engine.agent.job_pages import Arena, ArenaPlace, JobKV
+from engine.agent.job_pages import ArenaPlace, JobKV, MappedArena
 from engine.errors import ModelError, PagesInvalid, PrefillAborted
 from engine.staged.messages import (
     Begin,
-    Chunk,
     Done,
     Drop,
-    Failure,
-    Load,
+    LoadPages,
     Logits,
-    Pages,
-    Ready,
+    SequenceChunk,
+    SequencePages,
+    StageFailure,
+    StageLayerWritten,
     StageMessage,
-    StateWritten,
+    StageReady,
+    StageStateWritten,
+    StageUnfit,
     ToStageFrame,
-    Unfit,
     Whole,
-    Written,
     receive_to_stage,
     send,
 )
 from engine.staged.permits import Permits
-from engine.staged.share import Share, load_share, num_layers_of, shares
+from engine.staged.share import LayerShare, load_share, num_layers_of, shares
 from engine.torch.embedded import context_tokens
 from hybrid_cache.layout.layout import ModelLayout
 
@@ -56,7 +56,7 @@ PR_SET_PDEATHSIG: Final = 1  # prctl(2)
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class StagePlace:
     """Where a stage stands, and its sockets: None behind the last."""
 
     stage: int
@@ -78,7 +78,7 @@ class _Sequence:
 class StageLoan:
     """Pages that the engine has lent on to this stage."""
 
-    def __init__(self, place: Place, slot: int, number: int) -> None:
+    def __init__(self, place: StagePlace, slot: int, number: int) -> None:
         self._place = place
         self._slot = slot
         self._number = number
@@ -97,20 +97,20 @@ class StageLoan:
 class Stage:
     """Computes a share of the layers for live sequences, in the order in which things come in."""
 
-    def __init__(self, share: Share, place: Place) -> None:
+    def __init__(self, share: LayerShare, place: StagePlace) -> None:
         self._share = share
         self._place = place
         self._layout = share.layout
         self._sequences: dict[int, _Sequence] = {}
-        self._arena: Arena | None = None
+        self._arena: MappedArena | None = None
 
     def hear(self, message: StageMessage, payload: bytearray) -> None:
         """Raises OSError where nothing listens any more."""
         match message:
-            case Chunk():
+            case SequenceChunk():
                 self._compute(message, payload)
                 return
-            case Load():
+            case LoadPages():
                 self._pass_on(message)  # all load at once
                 self._load(message)
                 return
@@ -118,7 +118,7 @@ class Stage:
                 self._layout = ModelLayout.from_json(message.layout_json)
             case Begin():
                 self._begin(message)
-            case Pages():
+            case SequencePages():
                 self._take_pages(message)
             case Drop():
                 self._sequences.pop(message.sequence, None)
@@ -134,7 +134,7 @@ class Stage:
         state = self._share.new_sequence(begin.expected_tokens, is_wanted)
         self._sequences[begin.sequence] = _Sequence(begin.sequence, begin.slot, state)
 
-    def _take_pages(self, lent: Pages) -> None:
+    def _take_pages(self, lent: SequencePages) -> None:
         sequence = self._sequences[lent.sequence]
         place = ArenaPlace(lent.path, lent.page_bytes, lent.num_pages, lent.file)
         try:
@@ -144,14 +144,14 @@ class Stage:
                 self._layout,
                 self._arena,
                 lent.pages,
-                on_layer=lambda *done: self._tell(Written(lent.sequence, *done)),
-                on_state=lambda *done: self._tell(StateWritten(lent.sequence, *done)),
+                on_layer=lambda *done: self._tell(StageLayerWritten(lent.sequence, *done)),
+                on_state=lambda *done: self._tell(StageStateWritten(lent.sequence, *done)),
                 loan=StageLoan(self._place, sequence.slot, sequence.number),
             )
         except (OSError, PagesInvalid) as exc:
             self._fail(sequence, exc)
 
-    def _load(self, load: Load) -> None:
+    def _load(self, load: LoadPages) -> None:
         sequence = self._sequences[load.sequence]
         try:
             if not sequence.is_broken:
@@ -161,7 +161,7 @@ class Stage:
             self._fail(sequence, exc)
         self._tell(Done(load.sequence))
 
-    def _compute(self, chunk: Chunk, payload: bytearray) -> None:
+    def _compute(self, chunk: SequenceChunk, payload: bytearray) -> None:
         sequence = self._sequences[chunk.sequence]
         output, is_void = None, True
         if not (chunk.is_void or sequence.is_broken):
@@ -173,13 +173,14 @@ class Stage:
             except Exception as exc:
                 self._fail(sequence, exc)
         self._pass_on(
-            Chunk(chunk.sequence, chunk.num_tokens, chunk.steps, is_void), b"" if output is None else _raw(output)
+            SequenceChunk(chunk.sequence, chunk.num_tokens, chunk.steps, is_void),
+            b"" if output is None else _raw(output),
         )
         if chunk.steps and self._place.behind is None and output is not None:
             self._tell(Logits(chunk.sequence), _raw(output))
         self._tell(Done(chunk.sequence))
 
-    def _output(self, sequence: _Sequence, chunk: Chunk, payload: bytearray) -> torch.Tensor | None:
+    def _output(self, sequence: _Sequence, chunk: SequenceChunk, payload: bytearray) -> torch.Tensor | None:
         share, entry = self._share, self._entry(chunk, payload)
         if chunk.steps:
             return share.decode(sequence.state, entry)
@@ -187,7 +188,7 @@ class Stage:
             raise PrefillAborted
         return share.prefill(sequence.state, entry, chunk.num_tokens, sequence.kv)
 
-    def _entry(self, chunk: Chunk, payload: bytearray) -> torch.Tensor:
+    def _entry(self, chunk: SequenceChunk, payload: bytearray) -> torch.Tensor:
         if self._place.stage == 0:
             return torch.frombuffer(payload, dtype=torch.int64)
         return torch.frombuffer(payload, dtype=self._share.model.dtype).view(1, chunk.num_tokens, -1)
@@ -198,7 +199,7 @@ class Stage:
         # Pages are taken back whenever a client leaves; the engine tells those that still wait.
         if reason == "failed":
             log.error("stage %d: sequence %d: %s", self._place.stage, sequence.number, error, exc_info=error)
-        self._tell(Failure(sequence.number, reason, f"{type(error).__name__}: {error}"))
+        self._tell(StageFailure(sequence.number, reason, f"{type(error).__name__}: {error}"))
 
     def _pass_on(self, message: StageMessage, payload: memoryview | bytes = b"") -> None:
         if self._place.behind is not None:
@@ -221,13 +222,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     permits = Permits(args.permits_fd, args.stages)
     before, engine = socket.socket(fileno=args.before_fd), socket.socket(fileno=args.engine_fd)
     behind = None if args.behind_fd < 0 else socket.socket(fileno=args.behind_fd)
-    place = Place(args.stage, before, behind, engine, permits)
+    place = StagePlace(args.stage, before, behind, engine, permits)
     inbox: queue.SimpleQueue[ToStageFrame] = queue.SimpleQueue()
     threading.Thread(target=_end_with_engine, args=(engine,), name="engine", daemon=True).start()
     try:
         share, ready = _make(args)
     except ModelError as exc:
-        send(engine, Unfit(str(exc)))
+        send(engine, StageUnfit(str(exc)))
         return 0
     threading.Thread(target=_read, args=(before, inbox), name="before", daemon=True).start()
     try:
@@ -239,14 +240,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0  # the engine is gone, or the stage behind, whose end the engine sees
 
 
-def _make(args: argparse.Namespace) -> tuple[Share, Ready]:
+def _make(args: argparse.Namespace) -> tuple[LayerShare, StageReady]:
     """Raises ModelError."""
     torch.set_num_threads(args.threads)
     layers = shares(num_layers_of(args.model), args.stages)[args.stage]
     model = load_share(args.model, layers)
-    share = Share(model, layers, identity="", block_size=args.block_size)
+    share = LayerShare(model, layers, identity="", block_size=args.block_size)
     text = model.config.get_text_config(decoder=True)
-    ready = Ready(share.layout.to_json(), context_tokens(model.config, args.max_model_len), int(text.vocab_size))
+    ready = StageReady(share.layout.to_json(), context_tokens(model.config, args.max_model_len), int(text.vocab_size))
     return share, ready
 
 

@@ -187,7 +187,7 @@ class StagedEngine:
         """Begins to; `settled` says when it is done."""
         kv.check_ours()
         self._lend(sequence, kv)
-        self._give(sequence, m.Load(sequence.number, num_tokens))
+        self._give(sequence, m.LoadPages(sequence.number, num_tokens))
         sequence.num_tokens = num_tokens
 
     def prefill(self, sequence: StagedSequence, tokens: Sequence[int], kv: JobKV | None) -> None:
@@ -195,7 +195,7 @@ class StagedEngine:
         self._check(sequence)
         if kv is not None and kv is not sequence.kv:
             self._lend(sequence, kv)
-        self._give(sequence, m.Chunk(sequence.number, len(tokens)), np.asarray(tokens, np.int64).tobytes())
+        self._give(sequence, m.SequenceChunk(sequence.number, len(tokens)), np.asarray(tokens, np.int64).tobytes())
         sequence.num_tokens += len(tokens)
 
     @property
@@ -216,7 +216,9 @@ class StagedEngine:
         """The sequences follow each other through the stages; so each has the logits that it has alone."""
         for sequence, token in zip(sequences, tokens, strict=True):
             sequence.logits = None
-            self._give(sequence, m.Chunk(sequence.number, 1, steps=True), np.asarray([token], np.int64).tobytes())
+            self._give(
+                sequence, m.SequenceChunk(sequence.number, 1, steps=True), np.asarray([token], np.int64).tobytes()
+            )
             sequence.num_tokens += 1
         with self._news:
             self._news.wait_for(lambda: self._ended or all(each.is_settled for each in sequences))
@@ -270,7 +272,7 @@ class StagedEngine:
         self._permits.give_pages(sequence.slot, sequence.number)
         slot, number = sequence.slot, sequence.number
         loan.share(lambda: self._withdraw(slot, number))
-        pages = m.Pages(sequence.number, place.path, place.page_bytes, place.num_pages, place.file, kv.pages)
+        pages = m.SequencePages(sequence.number, place.path, place.page_bytes, place.num_pages, place.file, kv.pages)
         self._outbox.put((pages, b""))
 
     def _withdraw(self, slot: int, number: int) -> None:
@@ -281,7 +283,7 @@ class StagedEngine:
             self._processes[stage].popen.kill()
             self._processes[stage].popen.wait()
 
-    def _give(self, sequence: StagedSequence, message: m.Load | m.Chunk, payload: bytes = b"") -> None:
+    def _give(self, sequence: StagedSequence, message: m.LoadPages | m.SequenceChunk, payload: bytes = b"") -> None:
         with self._news:
             sequence.given += 1
             self._given += 1
@@ -314,7 +316,7 @@ class StagedEngine:
 
     # What comes in
 
-    def _ready(self, stage: int) -> m.Ready:
+    def _ready(self, stage: int) -> m.StageReady:
         """Raises ModelError where no start can succeed, StageDied where another one may."""
         process = self._processes[stage]
         process.events.settimeout(START_S)
@@ -325,9 +327,9 @@ class StagedEngine:
         process.events.settimeout(STALL_S)  # for the rest of what a stage has begun to say
         if frame is None:
             raise StageDied(f"stage {stage} {_how_it_ended(process.popen)} while it loaded its weights")
-        if isinstance(frame.message, m.Unfit):
+        if isinstance(frame.message, m.StageUnfit):
             raise ModelError(frame.message.reason)
-        assert isinstance(frame.message, m.Ready)
+        assert isinstance(frame.message, m.StageReady)
         return frame.message
 
     def _listen(self) -> None:
@@ -356,7 +358,7 @@ class StagedEngine:
         self._hear(stage, frame.message, frame.payload)
 
     def _hear(self, stage: int, message: m.FromStage, payload: bytearray) -> None:
-        assert not isinstance(message, m.Ready | m.Unfit)
+        assert not isinstance(message, m.StageReady | m.StageUnfit)
         sequence = self._sequences.get(message.sequence)
         if isinstance(message, m.Done):
             with self._news:
@@ -369,19 +371,22 @@ class StagedEngine:
             self._note(sequence, message, payload)
 
     def _note(
-        self, sequence: StagedSequence, message: m.Written | m.StateWritten | m.Failure | m.Logits, payload: bytearray
+        self,
+        sequence: StagedSequence,
+        message: m.StageLayerWritten | m.StageStateWritten | m.StageFailure | m.Logits,
+        payload: bytearray,
     ) -> None:
         kv = sequence.kv
         match message:
-            case m.Written() if kv is not None:
+            case m.StageLayerWritten() if kv is not None:
                 with contextlib.suppress(RuntimeError):  # of a closed event loop: the engine is ending
                     kv.on_layer(message.group, message.layer, message.num_tokens)
-            case m.StateWritten() if kv is not None:
+            case m.StageStateWritten() if kv is not None:
                 with contextlib.suppress(RuntimeError):
                     kv.on_state(message.group, message.layer, message.num_tokens)
             case m.Logits():
                 sequence.logits = payload
-            case m.Failure():
+            case m.StageFailure():
                 self._permits.cancel(sequence.slot, sequence.number)
                 sequence.error = (
                     TransferError(message.reason, message.text)

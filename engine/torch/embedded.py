@@ -26,7 +26,7 @@ from engine.errors import ModelError, PrefillAborted
 from engine.torch.apart import are_apart
 from engine.torch.kv_layers import SequenceCache
 from engine.torch.layout_of import layout_of, probe
-from engine.torch.marks import Marks
+from engine.torch.marks import BorderMarks
 from engine.torch.together import BatchCache, run_latent_attention_by_sequence, together
 from hybrid_cache.layout.layout import ModelLayout
 
@@ -63,7 +63,7 @@ class EmbeddedSequence:
         self.num_tokens = 0
         self.cancelled = False
         self._is_wanted = is_wanted
-        self.marks: Marks | None = None
+        self.marks: BorderMarks | None = None
         self._job: JobKV | None = None
         self._chunk_stop = 0
         self._may_stop = False
@@ -240,7 +240,7 @@ class EmbeddedEngine(AtOnce):
         return sequence
 
     def begin_answer(self, sequence: EmbeddedSequence) -> None:
-        sequence.marks = Marks(sequence.cache, self.layout, sequence.num_tokens)
+        sequence.marks = BorderMarks(sequence.cache, self.layout, sequence.num_tokens)
 
     def keep(self, sequence: EmbeddedSequence, kv: JobKV) -> Iterator[None]:
         marks = sequence.marks

@@ -31,7 +31,7 @@ class Rows(NamedTuple):
             yield Rows(self.start + at, self.keys[:, :, at : at + tokens], self.values[:, :, at : at + tokens])
 
 
-class Marks:
+class BorderMarks:
     """The last block border that an answer has passed, and what was true there."""
 
     def __init__(self, cache: SequenceCache, layout: ModelLayout, num_tokens: int) -> None:

@@ -31,11 +31,11 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from engine.agent.identity import default_memory
 from engine.vllm import internals
 from engine.vllm.identity import kv_identity, with_forms
-from engine.vllm.layout import CacheLayer, Kind, VllmLayout, vllm_layout
+from engine.vllm.layout import CacheLayer, LayerKind, VllmLayout, vllm_layout
 from engine.vllm.scheduler_side import media
-from engine.vllm.scheduler_side.agent import AgentThread, agent_socket
+from engine.vllm.scheduler_side.agent import VllmAgentThread, agent_socket
 from engine.vllm.scheduler_side.scheduler import SchedulerSide
-from engine.vllm.scheduler_side.steps import Step
+from engine.vllm.scheduler_side.steps import ForwardStep
 from engine.vllm.server.leaving import leave_at_once
 from engine.vllm.server.parent import end_with_parent
 from engine.vllm.server.stats import PrfaasPromMetrics, PrfaasStats, copy_stats, handover_stats
@@ -49,9 +49,9 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
-    """A Step in vLLM's envelope."""
+    """A ForwardStep in vLLM's envelope."""
 
-    step: Step
+    step: ForwardStep
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         check_version(vllm.__version__)
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
-        self._agent: AgentThread | None = None
+        self._agent: VllmAgentThread | None = None
         self._engine = internals.NO_ENGINE
         if role is KVConnectorRole.SCHEDULER:
             end_with_parent()
@@ -298,7 +298,7 @@ def identity(vllm_config: Any, everything: Cached) -> str:
 
 def layout_of(vllm_config: Any, everything: Cached, model: str) -> VllmLayout:
     """The canonical layout of a model as vLLM caches it. Raises LayoutError for what cannot be transferred."""
-    block_tokens = {layer.block_tokens for layer in everything.layers if layer.kind is not Kind.STATE}
+    block_tokens = {layer.block_tokens for layer in everything.layers if layer.kind is not LayerKind.STATE}
     if not block_tokens:
         raise LayoutError("a model without any attention layer has no blocks that a prompt could be cut into")
     cache_dtype = str(vllm_config.cache_config.cache_dtype)
@@ -314,11 +314,11 @@ def layout_of(vllm_config: Any, everything: Cached, model: str) -> VllmLayout:
     )
 
 
-def _agent(vllm_config: Any, layout: VllmLayout) -> AgentThread:
+def _agent(vllm_config: Any, layout: VllmLayout) -> VllmAgentThread:
     settings = vllm_config.kv_transfer_config
     model = vllm_config.model_config
     names = model.served_model_name
-    return AgentThread(
+    return VllmAgentThread(
         agent_socket(settings.get_from_extra_config("agent_socket", None)),
         layout,
         model_id=str(names[0] if isinstance(names, list) else names or model.model),

@@ -19,7 +19,7 @@ from types import FrameType, SimpleNamespace
 from typing import Any, Final, TypeVar
 
 from engine.vllm.identity import text_of
-from engine.vllm.layout import CacheLayer, Kind
+from engine.vllm.layout import CacheLayer, LayerKind
 from engine.vllm.scheduler_side.media import is_named, name_media, stop_of
 from engine.vllm.server.continuation import going_on
 from engine.vllm.server.harmless import HARMLESS
@@ -407,7 +407,7 @@ def _cache_layer(name: str, table: int, spec: Any, ranks: int, heads: int) -> Ca
         return CacheLayer(
             name=name,
             table=table,
-            kind=Kind.STATE,
+            kind=LayerKind.STATE,
             block_tokens=spec.block_size,
             part_bytes=spec.state_content_size_bytes,
             parts=1 if spec.tp_replicated else ranks,
@@ -423,7 +423,7 @@ def _cache_layer(name: str, table: int, spec: Any, ranks: int, heads: int) -> Ca
     return CacheLayer(
         name=name,
         table=table,
-        kind=Kind.WINDOW if is_window else Kind.FULL,
+        kind=LayerKind.WINDOW if is_window else LayerKind.FULL,
         block_tokens=spec.block_size,
         part_bytes=spec.unpadded_page_size_bytes,
         parts=min(ranks, spec.max_tp_shards or heads),

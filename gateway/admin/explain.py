@@ -9,13 +9,13 @@ import msgspec
 from aiohttp import web
 
 from gateway.admission.queue import WaitingLine
-from gateway.admission.slo import Refusals
+from gateway.admission.slo import SloGate
 from gateway.api.openai import NOT_JSON, Endpoint
 from gateway.cluster.registry import Clusters
 from gateway.errors import ApiError, BadRequest, Overloaded
-from gateway.http.body import Receiver
+from gateway.http.body import BodyReceiver
 from gateway.request.request import Request
-from gateway.routing.router import Decider
+from gateway.routing.router import Router
 from planner.decisions.explain import Explanation
 
 MOST_AT_ONCE: Final = 4  # each is read as a request is, and a gateway has requests to read
@@ -46,7 +46,7 @@ class LeftOut(msgspec.Struct, frozen=True, kw_only=True):
     why: str
 
 
-class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+class AdmissionVerdict(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the request would be taken. `line_s` is how long it would wait for room first; the rest is of a refusal."""
 
     accepted: bool
@@ -67,7 +67,7 @@ class Explained(msgspec.Struct, frozen=True, kw_only=True):
     is_unshared: bool
     plan: int
     decision: Explanation | None
-    verdict: Verdict
+    verdict: AdmissionVerdict
     left_out: tuple[LeftOut, ...]
 
 
@@ -77,10 +77,10 @@ class Explanations:
     def __init__(
         self,
         door: Understands,
-        receiver: Receiver,
+        receiver: BodyReceiver,
         clusters: Clusters,
-        decider: Decider,
-        refusals: Refusals,
+        decider: Router,
+        refusals: SloGate,
         line: WaitingLine,
     ) -> None:
         self._door = door
@@ -120,7 +120,7 @@ class Explanations:
             ),
         )
 
-    def _decided(self, request: Request) -> tuple[Explanation | None, Verdict]:
+    def _decided(self, request: Request) -> tuple[Explanation | None, AdmissionVerdict]:
         """As `Dispatcher` asks: first where to, then whether at all."""
         decision, line_s = None, 0.0
         try:
@@ -129,7 +129,7 @@ class Explanations:
                 line_s = self._line.expected_s(request.service, request.tenant.share)
             self._refusals.check(request, decision.route, line_s)
         except ApiError as error:
-            return decision, Verdict(
+            return decision, AdmissionVerdict(
                 accepted=False,
                 line_s=line_s,
                 status=error.status,
@@ -137,7 +137,7 @@ class Explanations:
                 message=error.message,
                 retry_after_s=error.retry_after_s,
             )
-        return decision, Verdict(accepted=True, line_s=line_s)
+        return decision, AdmissionVerdict(accepted=True, line_s=line_s)
 
 
 def _endpoint(http: web.Request, body: bytes) -> Endpoint:

@@ -17,7 +17,7 @@ from typing import Any, Final
 import msgspec
 
 from gateway.config.gateway import CHANGEABLE, CHANGEABLE_ROUTING, GatewayConfig
-from gateway.errors import ApiError, ConfigError, Unavailable
+from gateway.errors import ApiError, GatewayConfigError, Unavailable
 
 log = logging.getLogger("prfaas.gateway")
 
@@ -25,7 +25,7 @@ SECRET: Final = frozenset({"keys", "operator_keys"})  # digests, but still not t
 _PASSWORD: Final = re.compile(r"(://)[^/?#\s]*@")  # and the name before it, in a URL (RFC 3986, 3.2.1)
 
 
-class Change(msgspec.Struct, frozen=True):
+class ConfigChange(msgspec.Struct, frozen=True):
     """A key that the file gives another value, both as text; `needs_restart` if a running gateway cannot take it over."""
 
     key: str
@@ -34,10 +34,10 @@ class Change(msgspec.Struct, frozen=True):
     needs_restart: bool
 
 
-def changes(running: GatewayConfig, wanted: GatewayConfig) -> list[Change]:
+def changes(running: GatewayConfig, wanted: GatewayConfig) -> list[ConfigChange]:
     """What differs, key by key, spelled as in the file: `routing.tie_share`, `tenants.acme.weight`."""
     return [
-        Change(key, _told(key, was), _told(key, will), not _is_changeable(key))
+        ConfigChange(key, _told(key, was), _told(key, will), not _is_changeable(key))
         for key, was, will in _differences("", running, wanted)
     ]
 
@@ -90,11 +90,11 @@ class Reloads:
         self._on_outcome = on_outcome
         self._parent = parent
 
-    def pending(self) -> list[Change]:
+    def pending(self) -> list[ConfigChange]:
         """What the file says that the gateway does not do. Raises ApiError for a file that is wrong."""
         return changes(self._running(), self._read())
 
-    def ask(self) -> list[Change]:
+    def ask(self) -> list[ConfigChange]:
         """Reloads, in all workers. Raises ApiError for a file that is wrong: everything stays as it was."""
         found = self.pending()
         if self._parent is None:
@@ -109,7 +109,7 @@ class Reloads:
         """Reloads in this process; the log says what came of it."""
         try:
             wanted = self._read_again()
-        except ConfigError as error:
+        except GatewayConfigError as error:
             self._on_outcome("refused")
             log.error("the configuration stays as it was: %s", error)
             return
@@ -127,5 +127,5 @@ class Reloads:
     def _read(self) -> GatewayConfig:
         try:
             return self._read_again()
-        except ConfigError as error:
+        except GatewayConfigError as error:
             raise ApiError(409, f"The file is not taken: {error}", code="bad_config") from error

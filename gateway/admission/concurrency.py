@@ -3,20 +3,20 @@
 import asyncio
 from collections.abc import Callable
 
-from gateway.admission.slots import OwnPlaces, Places
+from gateway.admission.slots import LocalSlots, Slots
 from gateway.errors import Overloaded, Unavailable
 
 
-class Admission:
+class ConcurrencyLimiter:
     """Counts who is served. While it is draining, running requests end in peace and new ones are refused.
 
     `limit` holds for `places`, which other processes may share; `in_flight` are this one's.
     """
 
-    def __init__(self, limit: int, on_change: Callable[[int], None], places: Places | None = None) -> None:
+    def __init__(self, limit: int, on_change: Callable[[int], None], places: Slots | None = None) -> None:
         self.limit = limit
         self.in_flight = 0
-        self._places = places or OwnPlaces()
+        self._places = places or LocalSlots()
         self.is_draining = False
         self._on_change = on_change
         self._idle = asyncio.Event()

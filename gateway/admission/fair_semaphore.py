@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 
-class Turns:
+class FairSemaphore:
     """`at_once` of them; all methods belong to one event loop."""
 
     def __init__(self, at_once: int) -> None:

@@ -10,10 +10,10 @@ from contextlib import suppress
 from math import inf
 from typing import Final, Self
 
-from gateway.admission.slots import OwnPlaces, Places
+from gateway.admission.slots import LocalSlots, Slots
 from gateway.errors import Overloaded
 from planner.decisions.classes import UNPROMISED, ServiceClass
-from planner.decisions.waiting import EVERYBODYS, Drain, Line, Share
+from planner.decisions.waiting import EVERYBODYS, DrainRate, TenantShare, WaitQueue
 
 ASK_AGAIN_S: Final = 0.25
 HELD_BACK_S: Final = 1.0  # a request refused for its tenant's part yields to others for so long, at least
@@ -35,15 +35,15 @@ class WaitingLine:
         patience_s: float,
         ageing_s: float = inf,
         on_change: Callable[[int], None] = lambda length: None,
-        room: Places | None = None,
+        room: Slots | None = None,
     ) -> None:
         self.patience_s = patience_s
-        self.drain = Drain()
+        self.drain = DrainRate()
         self._clock = clock
         self._on_change = on_change
         self._limit = limit
-        self._room = room or OwnPlaces()
-        self._line: Line[Place] = Line(limit, ageing_s)
+        self._room = room or LocalSlots()
+        self._line: WaitQueue[QueueEntry] = WaitQueue(limit, ageing_s)
         self._freed = asyncio.Event()
         self._ask_s = 0.0  # from somebody's turn to the refusal for its tenant's part, lately
 
@@ -63,28 +63,28 @@ class WaitingLine:
         self._limit, self._line.ageing_s = limit, ageing_s
 
     def place(
-        self, service: ServiceClass = UNPROMISED, arrived: float | None = None, share: Share = EVERYBODYS
-    ) -> "Place":
+        self, service: ServiceClass = UNPROMISED, arrived: float | None = None, share: TenantShare = EVERYBODYS
+    ) -> "QueueEntry":
         """For one request, as a `with` block: it stands in the line from its first `wait` on, until it leaves or that ends."""
-        return Place(self, service, inf if arrived is None else arrived + service.deadline_s, share)
+        return QueueEntry(self, service, inf if arrived is None else arrived + service.deadline_s, share)
 
     def freed(self) -> None:
         """A request has ended: the first in line may ask again."""
         self._freed.set()
 
-    def expected_s(self, service: ServiceClass, share: Share = EVERYBODYS) -> float:
+    def expected_s(self, service: ServiceClass, share: TenantShare = EVERYBODYS) -> float:
         """Predicted wait of a request of that class and tenant that joined now; 0 while none waits or nothing is known."""
         if not len(self) or not self.drain.is_known:
             return 0.0
         now = self._clock()
         return self.drain.wait_s(self._line.ahead_of(service.priority, now + self.patience_s, now, share))
 
-    def must_wait(self, service: ServiceClass, share: Share = EVERYBODYS) -> bool:
+    def must_wait(self, service: ServiceClass, share: TenantShare = EVERYBODYS) -> bool:
         """Whether another request would come before one of that class and tenant that joined now."""
         now = self._clock()
         return self._line.is_anyone_ahead(service.priority, now + self.patience_s, now, share)
 
-    def hold_back(self, place: "Place") -> None:
+    def hold_back(self, place: "QueueEntry") -> None:
         """The part of its tenant is full: others are asked for first, who may find room."""
         place.is_held_back = True
         now = self._clock()
@@ -98,7 +98,7 @@ class WaitingLine:
             self._freed.set()  # it is asked for at once: a moment each would be long behind many
         self._wake_first()
 
-    def join(self, place: "Place") -> None:
+    def join(self, place: "QueueEntry") -> None:
         """At its place in the order. Raises Overloaded."""
         now = self._clock()
         place.due = min(now + self.patience_s, place.deadline)
@@ -121,7 +121,7 @@ class WaitingLine:
             self.hold_back(place)
         self._on_change(len(self))
 
-    async def turn(self, place: "Place") -> None:
+    async def turn(self, place: "QueueEntry") -> None:
         """Until `place` is the first and may ask again. Raises Overloaded when that will not be."""
         try:
             async with asyncio.timeout(place.due - self._clock()):
@@ -134,7 +134,7 @@ class WaitingLine:
             raise self.refusal(place, self.drain.wait_s(len(self)))
         place.asked_at = self._clock()
 
-    async def _is_due(self, place: "Place") -> bool:
+    async def _is_due(self, place: "QueueEntry") -> bool:
         """Whether `place`, once it was the first, is so still when room has become free or a moment has gone by.
 
         One that was held back meanwhile has waited for that moment already.
@@ -157,17 +157,17 @@ class WaitingLine:
             return True
         return False
 
-    def _is_first(self, place: "Place") -> bool:
+    def _is_first(self, place: "QueueEntry") -> bool:
         return self._line.first(self._clock()) is place
 
-    def served(self, place: "Place") -> None:
+    def served(self, place: "QueueEntry") -> None:
         """It has got its room."""
         if place in self:
             self.drain.on_turn(self._clock())
             self._line.serve(place)
             self._left()
 
-    def refusal(self, place: "Place", retry_after_s: float) -> Overloaded:
+    def refusal(self, place: "QueueEntry", retry_after_s: float) -> Overloaded:
         """The error for a request that gets no place, or loses it."""
         waiting = f"{len(self)} requests wait for it"
         if place.is_displaced:
@@ -179,7 +179,7 @@ class WaitingLine:
             message, code = f"No decode node has room and {waiting}", "no_room"
         return Overloaded(f"{message}. Please retry.", code, retry_after_s=retry_after_s)
 
-    def leave(self, place: "Place") -> None:
+    def leave(self, place: "QueueEntry") -> None:
         """It stands in the line no more, if it did."""
         if self._line.leave(place):
             self._left()
@@ -195,10 +195,10 @@ class WaitingLine:
             first.woken.set()
 
 
-class Place:
+class QueueEntry:
     """One request's place. `tokens`, which it would have computed, are what it takes of its tenant's part."""
 
-    def __init__(self, line: WaitingLine, service: ServiceClass, deadline: float, share: Share) -> None:
+    def __init__(self, line: WaitingLine, service: ServiceClass, deadline: float, share: TenantShare) -> None:
         self.service = service
         self.deadline = deadline
         self.share = share

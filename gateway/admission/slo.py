@@ -11,7 +11,7 @@ from typing import Final
 from gateway.cluster.registry import Clusters
 from gateway.config.gateway import GatewayConfig
 from gateway.errors import Overloaded
-from gateway.request.request import Request, Stay
+from gateway.request.request import DecodeStay, Request
 from planner.decisions.admission import Admission, AdmissionPolicy, Expected, RejectReason, admit, admit_to_decode
 from planner.decisions.decoding import DecodeForecast, LearnedSteps
 from planner.decisions.routing import Route
@@ -29,7 +29,7 @@ MESSAGES: Final = {
 }
 
 
-class Refusals:
+class SloGate:
     """Asks the planner's rule of a request that has been routed, and follows those accepted to their end."""
 
     def __init__(
@@ -74,7 +74,7 @@ class Refusals:
         self.left(request)
         request.unheard_tokens = 0  # what an engine that failed has said is not paid for
         now = self._clock()
-        request.stay = stay = Stay(now + max(chosen.ttft_s, chosen.link_s))
+        request.stay = stay = DecodeStay(now + max(chosen.ttft_s, chosen.link_s))
         self._forecast.on_accepted(stay.expected, now)
 
     def computed(self, request: Request, decode_node: str) -> None:
@@ -125,7 +125,7 @@ class Refusals:
         if (tbt_s := request.tbt_s) is not None:
             self._steps.observe(stay.node, stay.beside, tbt_s)
 
-    def _unheard_tokens(self, request: Request, stay: Stay, ended: float) -> int:
+    def _unheard_tokens(self, request: Request, stay: DecodeStay, ended: float) -> int:
         """What is estimated of an answer that comes as a whole, and has not come."""
         if request.call.stream or request.timeline.first_token is not None or stay.since is None:
             return 0
@@ -137,7 +137,7 @@ class Refusals:
         said = int(max(0.0, ended - began) / step_s)
         return said if most is None else min(said, most)
 
-    def _through(self, stay: Stay) -> float:
+    def _through(self, stay: DecodeStay) -> float:
         """Decode has no more to do for it: since when."""
         if stay.until is None:
             stay.until = self._clock()

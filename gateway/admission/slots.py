@@ -3,7 +3,7 @@
 from typing import Protocol
 
 
-class Places(Protocol):
+class Slots(Protocol):
     """Who takes one gives it back."""
 
     @property
@@ -15,7 +15,7 @@ class Places(Protocol):
     def give_back(self) -> None: ...
 
 
-class OwnPlaces:
+class LocalSlots:
     """Places of this process alone."""
 
     def __init__(self) -> None:

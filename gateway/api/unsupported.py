@@ -16,7 +16,7 @@ _FIELDS: Final = msgspec.json.Decoder(dict[str, list[Any]])
 
 
 @dataclass(frozen=True, slots=True)
-class NotDone:
+class UnsupportedFields:
     """Fields that no engine does anything about, each with the values that ask for nothing."""
 
     harmless: Mapping[str, Collection[Any]] = field(default_factory=dict)

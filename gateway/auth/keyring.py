@@ -18,11 +18,11 @@ from dataclasses import dataclass
 from hashlib import blake2b, sha256
 from typing import Final
 
-from gateway.auth.oidc import Holder, Tokens, looks_like_a_token
+from gateway.auth.oidc import TokenSubject, TokenVerifier, looks_like_a_token
 from gateway.config.tenants import PINNED_TOKENS, TenantConfig
 from gateway.errors import BadRequest, Unauthorised
-from planner.decisions.limits import NO_LIMITS, Limits
-from planner.decisions.waiting import EVERYBODYS, Share
+from planner.decisions.limits import NO_LIMITS, TenantLimits
+from planner.decisions.waiting import EVERYBODYS, TenantShare
 
 API_KEY_HEADER: Final = "x-api-key"  # of Anthropic's clients
 MEMORY_BYTES: Final = 16
@@ -35,8 +35,8 @@ class Tenant:
     name: str = ""
     group: str = ""
     memory: bytes = b""
-    limits: Limits = NO_LIMITS
-    share: Share = EVERYBODYS
+    limits: TenantLimits = NO_LIMITS
+    share: TenantShare = EVERYBODYS
     pinned_tokens: int = PINNED_TOKENS
     classes: tuple[str, ...] = ()
 
@@ -48,7 +48,7 @@ class Keyring:
         self,
         tenants: Mapping[str, TenantConfig],
         operator_keys: Sequence[str],
-        tokens: Tokens | None = None,
+        tokens: TokenVerifier | None = None,
         unix_s: Callable[[], float] = lambda: 0.0,
     ) -> None:
         """Of who shows a token, `tokens` says whom it names; at `unix_s`."""
@@ -60,7 +60,13 @@ class Keyring:
         """What holds from the next request on."""
         self._named = {
             name: Tenant(
-                name, group, _memory(group), each.limits, Share(name, each.weight), each.pinned_tokens, each.classes
+                name,
+                group,
+                _memory(group),
+                each.limits,
+                TenantShare(name, each.weight),
+                each.pinned_tokens,
+                each.classes,
             )
             for name, each in tenants.items()
             for group in [each.group or name]
@@ -103,7 +109,7 @@ class Keyring:
             raise Unauthorised("Incorrect API key provided.", "invalid_api_key")
         return found
 
-    def _of_token(self, holder: Holder) -> Tenant:
+    def _of_token(self, holder: TokenSubject) -> Tenant:
         found = self._by_subject.get(holder.subject)
         if found is None:
             raise Unauthorised("The token names no tenant of this gateway.", "unknown_tenant")

@@ -23,7 +23,7 @@ from yarl import URL
 
 from gateway.api.openai import NOT_JSON
 from gateway.config.oidc import OidcConfig
-from gateway.errors import ConfigError, Unauthorised, Unavailable
+from gateway.errors import GatewayConfigError, Unauthorised, Unavailable
 from gateway.tasks import BACKOFF_S
 from transport.control.bounded import BodyTooLong, read_bounded
 
@@ -56,22 +56,22 @@ LEEWAY_S: Final = 30.0  # that two clocks may differ
 
 
 @dataclass(frozen=True, slots=True)
-class Holder:
+class TokenSubject:
     """What a token says: whom it names, and until when."""
 
     subject: str
     until_unix_s: float
 
 
-class Tokens:
+class TokenVerifier:
     """Checks tokens by the keys that it was given. Holds no clock: `now` is UNIX time, in seconds."""
 
     def __init__(self, config: OidcConfig, *, max_remembered: int = MAX_REMEMBERED) -> None:
-        """Raises ConfigError without the extra."""
+        """Raises GatewayConfigError without the extra."""
         try:
             import jwt
         except ImportError as error:
-            raise ConfigError(
+            raise GatewayConfigError(
                 f"oidc.issuer: tokens need the oidc extra (pip install 'prfaas[oidc]'): {error}"
             ) from error
         self._jwt = jwt
@@ -79,7 +79,7 @@ class Tokens:
         self._max_remembered = max_remembered
         self._keys: tuple[PyJWK, ...] = ()
         self._shown: frozenset[bytes] = frozenset()
-        self._holders: OrderedDict[str, Holder] = OrderedDict()
+        self._holders: OrderedDict[str, TokenSubject] = OrderedDict()
         self.is_ready = False
         self.wanted: Callable[[], None] = lambda: None  # is called for a token whose key is unknown
 
@@ -99,7 +99,7 @@ class Tokens:
             self._holders.clear()  # a key that was taken back opens nothing any more
         self._keys, self._shown, self.is_ready = keys, shown, True
 
-    def holder(self, token: str, digest: str, now: float) -> Holder:
+    def holder(self, token: str, digest: str, now: float) -> TokenSubject:
         """Whom a token names. Raises Unauthorised, and Unavailable before there are keys."""
         if (known := self._holders.get(digest)) is not None and now < known.until_unix_s:
             self._holders.move_to_end(digest)
@@ -110,7 +110,7 @@ class Tokens:
             self._holders.popitem(last=False)
         return holder
 
-    def _checked(self, token: str, now: float) -> Holder:
+    def _checked(self, token: str, now: float) -> TokenSubject:
         if not self.is_ready:
             raise Unavailable("The identity provider's keys are not known yet.", "identity_provider")
         try:
@@ -123,7 +123,7 @@ class Tokens:
         subject = claims.get(self._config.tenant_claim)
         if not isinstance(subject, str) or not subject:
             raise _refused(f"no claim {self._config.tenant_claim}")
-        return Holder(subject, float(claims["exp"]))
+        return TokenSubject(subject, float(claims["exp"]))
 
     def _claims(self, token: str) -> dict[str, Any]:
         name = self._jwt.get_unverified_header(token).get("kid")
@@ -177,7 +177,12 @@ class Provider:
     """Keeps the provider's keys fresh."""
 
     def __init__(
-        self, config: OidcConfig, tokens: Tokens, on_asked: Callable[[str], None], *, soonest_s: float = SOONEST_S
+        self,
+        config: OidcConfig,
+        tokens: TokenVerifier,
+        on_asked: Callable[[str], None],
+        *,
+        soonest_s: float = SOONEST_S,
     ) -> None:
         """`on_asked` is told what became of each question: "ok", or a reason."""
         self._config = config

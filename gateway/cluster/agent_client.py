@@ -10,15 +10,15 @@ from typing import Any, Final
 import grpc
 import grpc.aio
 
-from gateway.cluster.agent_connection import CallConnection, KeptCalls
-from gateway.cluster.pinned_prefixes import Kept, kept_from
-from gateway.errors import NodeError, unheard
+from gateway.cluster.agent_connection import CallConnection, PersistentCalls
+from gateway.cluster.pinned_prefixes import PinnedPrefix, kept_from
+from gateway.errors import AgentCallFailed, unheard
 from gateway.prompt.prompt import Prompt
 from hybrid_cache.cache.events import BlocksRemoved, BlocksStored, CacheCleared, Medium
 from hybrid_cache.hashing.block_hash import HASH_BYTES, split_hashes
-from planner.decisions.shares import Grant
+from planner.decisions.shares import RateGrant
 from transport.control.credentials import channel_credentials, channel_options
-from transport.control.messages import Rooms, TicketInfo
+from transport.control.messages import BootstrapAddress, TicketInfo
 from transport.control.proto import node_pb2 as pb
 from transport.control.proto.node_pb2_grpc import NodeAgentStub
 from transport.control.tickets import MAX_CONTROL_BYTES, REASON_KEY, ticket_info, ticket_message
@@ -70,13 +70,13 @@ class NodeInfo:
     takes_media: bool = False  # its engine takes messages with images, sounds or videos
     calls_port: int = 0  # where it takes calls over kept connections; 0: nowhere
     version: str = ""  # of what it runs; empty: of a time when nodes did not say
-    contexts: tuple[Kept, ...] = ()
+    contexts: tuple[PinnedPrefix, ...] = ()
     wall_clock_s: float = 0.0  # since 1970 by its clock, when it said this; 0: it did not
-    rooms: Rooms | None = None  # how its engine is paired; None: by tickets
+    rooms: BootstrapAddress | None = None  # how its engine is paired; None: by tickets
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Conversion:
+class ConversionStatus:
     """A node's way to another role: how the newest command stands. `role` is what the node does now."""
 
     epoch: int
@@ -108,7 +108,7 @@ class LinkLoad:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Room:
+class FreeRoom:
     """What of a node's arena a new prompt could have: in pages, and in tokens of a prompt that fits.
 
     `free_tokens` fit into the free pages alone, `tokens` into these and what eviction would free.
@@ -132,16 +132,16 @@ class NodeLoad:
     links: tuple[LinkLoad, ...] = ()
     slots: int = 0
     steps: tuple[tuple[float, float], ...] = ()
-    room: Room | None = None
+    room: FreeRoom | None = None
     clock_s: float = 0.0  # the node's own, when it said this
     budgets: Mapping[str, float] = field(default_factory=dict)  # its own by destination, "" all others; 0: none
 
 
-NodeEvent = NodeInfo | NodeLoad | Kept | BlocksStored | BlocksRemoved | CacheCleared
+NodeEvent = NodeInfo | NodeLoad | PinnedPrefix | BlocksStored | BlocksRemoved | CacheCleared
 
 
 class AgentClient:
-    """One agent. Every call has a deadline; every failure is a NodeError with a reason label."""
+    """One agent. Every call has a deadline; every failure is an AgentCallFailed with a reason label."""
 
     def __init__(
         self,
@@ -161,7 +161,7 @@ class AgentClient:
         self._identity = identity
         self._version = identity.version() if identity is not None else ()
         self._name = name
-        self.kept = KeptCalls(address, timeout_s, identity, name, holder)
+        self.kept = PersistentCalls(address, timeout_s, identity, name, holder)
         self._holder = holder
         self._by_grpc = by_grpc
         self._channel = self._open()
@@ -181,7 +181,7 @@ class AgentClient:
         return grpc.aio.secure_channel(self.address, channel_credentials(self._identity), options=options)
 
     async def renew(self) -> None:
-        """Takes up a certificate that has changed, for connections from now on. Raises NodeError."""
+        """Takes up a certificate that has changed, for connections from now on. Raises AgentCallFailed."""
         if self._identity is None:
             return
         try:
@@ -191,7 +191,7 @@ class AgentClient:
             self._identity.check()
             old, self._channel = self._channel, self._open()
         except OSError as error:
-            raise NodeError(self.address, "identity", str(error)) from error
+            raise AgentCallFailed(self.address, "identity", str(error)) from error
         self._version = version
         self._stub = NodeAgentStub(self._channel)  # type: ignore[no-untyped-call]
         await old.close(self.timeout_s)
@@ -207,7 +207,7 @@ class AgentClient:
 
     async def convert(
         self, epoch: int, role: str, *, drain_timeout_s: float = 0.0, verify_timeout_s: float = 0.0, wait_s: float = 0.0
-    ) -> Conversion:
+    ) -> ConversionStatus:
         """Has the node change its role, or says how that stands; waits up to `wait_s` for its end. 0: the node's own limits."""
         message = pb.ConvertRequest(
             epoch=epoch, role=role, drain_timeout_s=drain_timeout_s, verify_timeout_s=verify_timeout_s, wait_s=wait_s
@@ -241,12 +241,12 @@ class AgentClient:
         """Waits until a prefix has landed here and can be hit."""
         done = await self._call(self._stub.Commit, pb.TransferRef(transfer_id=transfer_id), timeout_s)
         if not done.ok:
-            raise NodeError(self.address, "not_landed", done.reason)
+            raise AgentCallFailed(self.address, "not_landed", done.reason)
 
     async def share_egress(
-        self, holder: str, cluster: str, grant: Grant, *, serial: int, lease_s: float, until_clock_s: float
+        self, holder: str, cluster: str, grant: RateGrant, *, serial: int, lease_s: float, until_clock_s: float
     ) -> None:
-        """Gives this node another part of a line's budget, for a time. Raises NodeError."""
+        """Gives this node another part of a line's budget, for a time. Raises AgentCallFailed."""
         message = pb.EgressShare(
             holder=holder,
             serial=serial,
@@ -271,8 +271,8 @@ class AgentClient:
         owner: str,
         ttl_s: float,
         budget_tokens: int,
-    ) -> Kept:
-        """Has this node keep what it has of a prefix, which it may keep already. Raises NodeError."""
+    ) -> PinnedPrefix:
+        """Has this node keep what it has of a prefix, which it may keep already. Raises AgentCallFailed."""
         message = pb.ContextRequest(
             context_id=context_id,
             block_hashes=b"".join(hashes),
@@ -284,7 +284,7 @@ class AgentClient:
         return kept_from(await self._call(self._stub.CreateContext, message))
 
     async def delete_context(self, context_id: str, owner: str) -> None:
-        """Has this node keep a prefix no longer. Raises NodeError."""
+        """Has this node keep a prefix no longer. Raises AgentCallFailed."""
         await self._call(self._stub.DeleteContext, pb.ContextRequest(context_id=context_id, owner=owner))
 
     async def probe(self, ticket: TicketInfo, timeout_s: float) -> str:
@@ -301,7 +301,7 @@ class AgentClient:
         await self._call(self._stub.Abort, message)
 
     async def watch(self, load_interval_s: float, silence_s: float) -> AsyncGenerator[NodeEvent, None]:
-        """Events until the stream ends or is silent for `silence_s`. Raises NodeError, also on a lost event."""
+        """Events until the stream ends or is silent for `silence_s`. Raises AgentCallFailed, also on a lost event."""
         await self.renew()
         stream = self._stub.Watch(pb.WatchRequest(load_interval_s=load_interval_s, holder=self._holder))
         last_seq: int | None = None
@@ -309,7 +309,7 @@ class AgentClient:
             while True:
                 event = await _next(stream, silence_s, self.address)
                 if last_seq is not None and event.seq != last_seq + 1:
-                    raise NodeError(self.address, "event_gap", f"{event.seq} after {last_seq}")
+                    raise AgentCallFailed(self.address, "event_gap", f"{event.seq} after {last_seq}")
                 last_seq = event.seq
                 for value in events_from(event):
                     if isinstance(value, NodeInfo):
@@ -351,24 +351,24 @@ async def _next(stream: Any, silence_s: float, address: str) -> pb.NodeEvent:
     except grpc.aio.AioRpcError as error:
         raise node_error(address, error) from error
     if event is grpc.aio.EOF:
-        raise NodeError(address, "stream_ended")
+        raise AgentCallFailed(address, "stream_ended")
     return event
 
 
 def _unless_refused(answer: pb.CallAnswer, address: str) -> pb.CallAnswer:
     if answer.HasField("refusal"):
-        raise NodeError(address, answer.refusal.reason, answer.refusal.detail)
+        raise AgentCallFailed(address, answer.refusal.reason, answer.refusal.detail)
     return answer
 
 
-def node_error(address: str, error: grpc.aio.AioRpcError) -> NodeError:
+def node_error(address: str, error: grpc.aio.AioRpcError) -> AgentCallFailed:
     """The foreign error as ours, with the label it is counted under."""
     code = error.code()
     labels = [str(value) for key, value in error.trailing_metadata() or () if key == REASON_KEY]
     details = error.details() or ""
     if not labels and any(sign in details for sign in NOT_WHO_WE_MEANT):
         labels = ["identity"]
-    return NodeError(address, labels[0] if labels else REASONS.get(code, code.name.lower()), details)
+    return AgentCallFailed(address, labels[0] if labels else REASONS.get(code, code.name.lower()), details)
 
 
 def events_from(event: pb.NodeEvent) -> Iterator[NodeEvent]:
@@ -420,13 +420,13 @@ def info_from(node: pb.NodeDescription) -> NodeInfo:
         version=node.version,
         wall_clock_s=node.wall_clock_s,
         contexts=tuple(kept_from(context) for context in node.contexts),
-        rooms=Rooms(node.rooms.host, node.rooms.port) if node.HasField("rooms") else None,
+        rooms=BootstrapAddress(node.rooms.host, node.rooms.port) if node.HasField("rooms") else None,
     )
 
 
-def conversion_from(conversion: pb.Conversion) -> Conversion:
+def conversion_from(conversion: pb.Conversion) -> ConversionStatus:
     """How a conversion stands, as a value."""
-    return Conversion(
+    return ConversionStatus(
         epoch=conversion.epoch,
         role=conversion.role,
         target=conversion.target,
@@ -476,8 +476,8 @@ def _steps_from(steps: Iterable[pb.StepTime]) -> tuple[tuple[float, float], ...]
     return tuple(sorted(sane.items()))
 
 
-def _room_from(room: pb.Room) -> Room:
-    return Room(
+def _room_from(room: pb.Room) -> FreeRoom:
+    return FreeRoom(
         pages_total=room.pages_total,
         pages_free=room.pages_free,
         pages_evictable=room.pages_evictable,

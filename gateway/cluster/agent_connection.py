@@ -11,8 +11,8 @@ from typing import Final, cast
 
 from google.protobuf.message import DecodeError
 
-from gateway.errors import NodeError
-from transport.control.calls import AGENT, CALLER, MAX_ANSWER_BYTES, MAX_CALLS, CallBuffer, Outbox, keep_alive
+from gateway.errors import AgentCallFailed
+from transport.control.calls import AGENT, CALLER, MAX_ANSWER_BYTES, MAX_CALLS, CallBuffer, CallOutbox, keep_alive
 from transport.control.messages import MessageError
 from transport.control.proto import node_pb2 as pb
 from transport.wire.identity import Identity
@@ -33,7 +33,7 @@ class CallConnection(asyncio.Protocol):
         self._holder = holder
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
-        self._outbox: Outbox
+        self._outbox: CallOutbox
         self._buffer = CallBuffer(AGENT, MAX_ANSWER_BYTES)
         self._asked: dict[int, tuple[asyncio.Future[pb.CallAnswer], asyncio.TimerHandle]] = {}
         self._number = 0
@@ -57,7 +57,7 @@ class CallConnection(asyncio.Protocol):
         )
 
     def ask(self, call: pb.Call, timeout_s: float) -> "asyncio.Future[pb.CallAnswer]":
-        """The answer to `call`, which gets its number here, or NodeError: `timeout`, `unreachable` if the connection breaks."""
+        """The answer to `call`, which gets its number here, or AgentCallFailed: `timeout`, `unreachable`."""
         assert self._transport is not None
         self._number = number = self._number + 1
         call.id, call.timeout_s = number, timeout_s
@@ -85,7 +85,7 @@ class CallConnection(asyncio.Protocol):
         keep_alive(transport.get_extra_info("socket"))
         self._transport.set_write_buffer_limits(high=MAX_UNREAD_BYTES)
         self._transport.write(CALLER)
-        self._outbox = Outbox(self._transport)
+        self._outbox = CallOutbox(self._transport)
         if self._holder:
             self._outbox.say(pb.Call(introduce=pb.Introduce(holder=self._holder)).SerializeToString())
 
@@ -111,7 +111,7 @@ class CallConnection(asyncio.Protocol):
         if not self.greeted.done():
             self.greeted.set_exception(exc or ConnectionError("closed before it was greeted"))
             self.greeted.exception()  # seen, if it is not awaited any more
-        self._fail_all(NodeError(self._address, *self._end))
+        self._fail_all(AgentCallFailed(self._address, *self._end))
 
     def _heard(self, answer: pb.CallAnswer) -> None:
         self._owed.discard(answer.id)
@@ -134,7 +134,7 @@ class CallConnection(asyncio.Protocol):
         answer, deadline = self._asked.pop(number)
         deadline.cancel()
         if not answer.done():
-            answer.set_exception(NodeError(self._address, "timeout", f"no answer for {timeout_s} s"))
+            answer.set_exception(AgentCallFailed(self._address, "timeout", f"no answer for {timeout_s} s"))
         if number > self._heard_until:  # nothing at all has come since: the others need not wait as long
             self._stalled(number, f"the kept connection was silent for {timeout_s} s")
         self._unless_needed()
@@ -144,11 +144,11 @@ class CallConnection(asyncio.Protocol):
         log.warning("the kept connection to %s is given up (timeout): %s", self._address, detail)
         self._is_retired = True
         self._owed = {number, *self._asked}
-        self._fail_all(NodeError(self._address, "timeout", detail))
+        self._fail_all(AgentCallFailed(self._address, "timeout", detail))
         if self._transport is not None:
             self._loop.call_later(OWED_S, self._transport.abort)
 
-    def _fail_all(self, error: NodeError) -> None:
+    def _fail_all(self, error: AgentCallFailed) -> None:
         asked, self._asked = self._asked, {}
         for answer, deadline in asked.values():
             deadline.cancel()
@@ -167,7 +167,7 @@ class CallConnection(asyncio.Protocol):
             self._transport.abort()
 
 
-class KeptCalls:
+class PersistentCalls:
     """Keeps a connection to the agent at `address`, once that has said at which port it takes them."""
 
     def __init__(self, address: str, connect_s: float, identity: Identity | None, name: str, holder: str = "") -> None:

@@ -11,7 +11,7 @@ log = logging.getLogger("prfaas.gateway.links")
 Link = tuple[str, str]  # clusters: source, destination
 
 
-class Drained(Protocol):
+class DrainedLinks(Protocol):
     """Who drains a link, or has it used again, does so for all who have this."""
 
     def set(self, link: Link, is_drained: bool) -> None:
@@ -21,7 +21,7 @@ class Drained(Protocol):
     def links(self) -> frozenset[Link]: ...
 
 
-class OwnDrained:
+class LocalDrainedLinks:
     """Of this process alone."""
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class OwnDrained:
         return self._links
 
 
-class SharedDrained:
+class SharedDrainedLinks:
     """Of all gateways with this folder: an empty file for each link, so that none undoes what another was told.
 
     A folder that is gone or cannot be read says nothing: what was known of it stays, and comes back with the next change.

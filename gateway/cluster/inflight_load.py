@@ -7,9 +7,9 @@ by then or not. What was counted is given back when it is done, and all of it at
 from collections.abc import Callable, Sequence
 from typing import Self
 
-from gateway.cluster.inflight_prefixes import Computing, Landing
-from gateway.cluster.node import Node, Work
-from planner.decisions.arrivals import Shared
+from gateway.cluster.inflight_prefixes import InflightLanding, InflightPrefill
+from gateway.cluster.node import ClusterNode, NodeWork
+from planner.decisions.arrivals import SharedPrefix
 from planner.decisions.routing import Route
 
 
@@ -17,22 +17,24 @@ class Booking:
     """The work of one try at a request: from now on, until the `with` block that it opens ends."""
 
     def __init__(
-        self, decode: Node, clock: Callable[[], float], hashes: Sequence[bytes] = (), held_tokens: int = 0
+        self, decode: ClusterNode, clock: Callable[[], float], hashes: Sequence[bytes] = (), held_tokens: int = 0
     ) -> None:
         """`hashes` are those of the prompt's full blocks; of `held_tokens` the decode node has the attention."""
-        self.awaited: Computing | None = None  # what the prefill node has to have computed for this prompt, if anything
+        self.awaited: InflightPrefill | None = (
+            None  # what the prefill node has to have computed for this prompt, if anything
+        )
         self._decode = decode
         self._clock = clock
         self._hashes = hashes
-        self._computing: tuple[Node, Computing] | None = None
-        self._landing: Landing | None = None
-        self._answer: Work | None = Work()
-        self._prefill: tuple[Node, Work] | None = None
+        self._computing: tuple[ClusterNode, InflightPrefill] | None = None
+        self._landing: InflightLanding | None = None
+        self._answer: NodeWork | None = NodeWork()
+        self._prefill: tuple[ClusterNode, NodeWork] | None = None
         decode.take(self._answer)
         if decode.info is not None:
             decode.expects(max(0, len(hashes) * decode.info.block_size - held_tokens))
 
-    def prefill(self, node: Node, route: Route) -> None:
+    def prefill(self, node: ClusterNode, route: Route) -> None:
         """`node` computes the prompt as `route` says from now on, and no other node does."""
         kept = self._computing if self._computing is not None and self._computing[0] is node else None
         if kept is not None:  # who waits for it goes on waiting
@@ -41,9 +43,9 @@ class Booking:
         if self._landing is not None:
             self._landing.prefill_node = node.id
         if node.cluster == self._decode.cluster:
-            work = Work(tokens=route.uncached_tokens)
+            work = NodeWork(tokens=route.uncached_tokens)
         else:
-            work = Work(
+            work = NodeWork(
                 tokens=route.uncached_tokens, destination=self._decode.cluster, promised_bytes=int(route.link_bytes)
             )
         if node is self._decode and self._answer is None:
@@ -58,7 +60,7 @@ class Booking:
             node.take(work)
             self._computing = kept or self._begin(node, route)
 
-    def _begin(self, node: Node, route: Route) -> tuple[Node, Computing]:
+    def _begin(self, node: ClusterNode, route: Route) -> tuple[ClusterNode, InflightPrefill]:
         blocks = route.cached_tokens // node.info.block_size if node.info and node.info.block_size else 0
         self.awaited = node.underway.first(self._hashes, blocks)
         # What is there already, or awaited from another request, adds no wait.
@@ -69,10 +71,10 @@ class Booking:
         """The prompt's KVCache is on its way to the decode node from now on: prompts with the same beginning may wait for it."""
         if self._hashes:
             expected_at = self._clock() + max(route.ttft_s, route.link_s)
-            self._landing = Landing(self._hashes, expected_at, route.prefill_node or "")
+            self._landing = InflightLanding(self._hashes, expected_at, route.prefill_node or "")
             self._decode.arrivals.add(self._landing)
 
-    def shared_with(self, held_blocks: int) -> Shared[Landing] | None:
+    def shared_with(self, held_blocks: int) -> SharedPrefix[InflightLanding] | None:
         """What was on its way there before, and has more than the first `held_blocks` of this prompt."""
         if self._landing is None:
             return None
@@ -116,6 +118,8 @@ class Booking:
         self.close()
 
 
-def booked(decode: Node, clock: Callable[[], float], hashes: Sequence[bytes] = (), held_tokens: int = 0) -> Booking:
+def booked(
+    decode: ClusterNode, clock: Callable[[], float], hashes: Sequence[bytes] = (), held_tokens: int = 0
+) -> Booking:
     """A place on a decode node, and whatever else is booked inside the block that it opens."""
     return Booking(decode, clock, hashes, held_tokens)

@@ -12,7 +12,7 @@ from planner.decisions.promises import Promises
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Computing:
+class InflightPrefill:
     """One prompt's computing, from the decision to its end, however that is."""
 
     hashes: Sequence[bytes]  # of its full blocks
@@ -20,7 +20,7 @@ class Computing:
 
 
 @dataclass(slots=True, eq=False)
-class Landing:
+class InflightLanding:
     """One prompt's way to its decode node, from the decision to its end, however that is; times are the gateway's clock's."""
 
     hashes: Sequence[bytes]  # of its full blocks
@@ -30,26 +30,26 @@ class Landing:
     has_landed: bool = False
 
 
-class Underway:
+class InflightPrefixes:
     """What is being computed on one node."""
 
     def __init__(self) -> None:
         self._promises = Promises()
         self.by_end: dict[
-            bytes, list[Computing]
+            bytes, list[InflightPrefill]
         ] = {}  # by their last hash; empty while nothing is that would be cached
 
     def __len__(self) -> int:
         return len(self._promises)
 
-    def begin(self, hashes: Sequence[bytes]) -> Computing:
-        computing = Computing(hashes)
+    def begin(self, hashes: Sequence[bytes]) -> InflightPrefill:
+        computing = InflightPrefill(hashes)
         if hashes:
             self._promises.add(hashes)
             self.by_end.setdefault(hashes[-1], []).append(computing)
         return computing
 
-    def end(self, computing: Computing) -> None:
+    def end(self, computing: InflightPrefill) -> None:
         """To be called once for each."""
         computing.done.set()
         if not computing.hashes:
@@ -64,7 +64,7 @@ class Underway:
         """Blocks of a prompt with these full blocks that will be there; `held` are already."""
         return self._promises.longest(hashes, held)
 
-    def first(self, hashes: Sequence[bytes], blocks: int) -> Computing | None:
+    def first(self, hashes: Sequence[bytes], blocks: int) -> InflightPrefill | None:
         """The node that will first have computed exactly the first `blocks` of these; None: no node does just now."""
         found = self.by_end.get(hashes[blocks - 1], ()) if 0 < blocks <= len(hashes) else ()
         return found[0] if found else None

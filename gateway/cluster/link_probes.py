@@ -10,9 +10,9 @@ import logging
 from collections.abc import Callable
 from typing import Final
 
-from gateway.cluster.links import Links
-from gateway.cluster.node import Node
-from gateway.errors import NodeError
+from gateway.cluster.links import ClusterLinks
+from gateway.cluster.node import ClusterNode
+from gateway.errors import AgentCallFailed
 from gateway.tasks import TaskSet
 from planner.decisions.paths import MAX_LOST, PATH_FAILED, PROBE_TICK_S
 from transport.control.messages import TicketInfo
@@ -28,11 +28,11 @@ class Probes:
 
     def __init__(
         self,
-        links: Links,
+        links: ClusterLinks,
         tasks: TaskSet,
         timeout_s: float,
         clock: Callable[[], float],
-        on_probed: Callable[[Node, Node, str, float], None],
+        on_probed: Callable[[ClusterNode, ClusterNode, str, float], None],
     ) -> None:
         """`on_probed` hears of each that had an answer: who, whom, why there is no way ("": there is), seconds."""
         self._links = links
@@ -48,18 +48,18 @@ class Probes:
             for sender, receivers in self._links.probes():
                 self._tasks.start(self._probe(sender, receivers), "probe")
 
-    async def _probe(self, sender: Node, receivers: list[Node]) -> None:
+    async def _probe(self, sender: ClusterNode, receivers: list[ClusterNode]) -> None:
         lost = 0
         for receiver in receivers:
             try:
                 ticket = await _ticket(receiver)
-            except NodeError as error:  # says nothing of the link: another receiver may have a ticket
+            except AgentCallFailed as error:  # says nothing of the link: another receiver may have a ticket
                 log.info("no probe of the link to %s by %s: %s", receiver.id, sender.id, error)
                 continue
             began = self._clock()
             try:
                 reason = await sender.agent.probe(ticket, self._timeout_s)
-            except NodeError as error:
+            except AgentCallFailed as error:
                 log.info("no probe of the link to %s by %s: %s", receiver.id, sender.id, error)
                 if error.reason == UNKNOWN_CALL:
                     self._links.unasked(sender, receiver)
@@ -75,8 +75,8 @@ class Probes:
                 return
 
 
-async def _ticket(receiver: Node) -> TicketInfo:
-    """The addresses of a receiver. Raises NodeError."""
+async def _ticket(receiver: ClusterNode) -> TicketInfo:
+    """The addresses of a receiver. Raises AgentCallFailed."""
     assert receiver.info is not None
     ticket = await receiver.agent.reserve_prefix("probe", (), receiver.info.block_size, ROOM_S)
     await receiver.agent.abort(ticket.transfer_id, "request_ended")

@@ -13,7 +13,7 @@ import msgspec
 from msgspec.structs import replace
 
 from gateway.cluster.agent_client import LinkLoad
-from gateway.cluster.node import Node
+from gateway.cluster.node import ClusterNode
 from gateway.cluster.prefill_outcome import PrefillOutcome
 from planner.decisions.coding import CodingEstimate
 from planner.decisions.lines import BOUND, shared_line
@@ -55,12 +55,12 @@ class LinkStatus(msgspec.Struct, frozen=True, kw_only=True):
     coded_ratio: float  # coded over plain bytes, while the link binds
 
 
-class Links:
+class ClusterLinks:
     """All links. `nodes` are all nodes there are, whatever their state; `expected` links there are before they are heard of."""
 
     def __init__(
         self,
-        nodes: Sequence[Node],
+        nodes: Sequence[ClusterNode],
         clock: Callable[[], float],
         unmeasured_bytes_per_s: float = 0.0,
         on_failed: Callable[[str, str], None] = lambda source, destination: None,
@@ -92,7 +92,7 @@ class Links:
         A link that no node has measured yet is taken to be up, its bandwidth what the configuration says, or unknown. A
         link stays listed, and is down, while no agent of its senders answers.
         """
-        senders: dict[str, list[Node]] = {}
+        senders: dict[str, list[ClusterNode]] = {}
         destinations: dict[str, None] = {}
         for node in self._nodes:
             info = node.info
@@ -110,7 +110,7 @@ class Links:
         self._viewed = viewed
         return [view for _, view in viewed.values()]
 
-    def is_up(self, sender: Node, receiver: Node) -> bool:
+    def is_up(self, sender: ClusterNode, receiver: ClusterNode) -> bool:
         """Whether anything may be sent that way. Within a cluster there is no link that could fail."""
         if sender.cluster == receiver.cluster:
             return True
@@ -122,7 +122,7 @@ class Links:
         """Senders that do not reach that node, although they reach others of its cluster."""
         return self._paths.cut_off_from(receiver)
 
-    def _view(self, source: str, destination: str, senders: Sequence[Node]) -> tuple["_Seen", LinkView]:
+    def _view(self, source: str, destination: str, senders: Sequence[ClusterNode]) -> tuple["_Seen", LinkView]:
         not_up = self._paths.not_up()
         cut_off = tuple(node.id for node in senders if (node.id, destination) in not_up) if not_up else ()
         able = [node for node in senders if node.id not in cut_off] if cut_off else senders
@@ -170,7 +170,7 @@ class Links:
         known = self._coding.get((source, destination))
         return 1.0 if known is None else round(known.ratio(self._clock()), 2)
 
-    def learn_coding(self, sender: Node, receiver: Node, outcome: PrefillOutcome) -> None:
+    def learn_coding(self, sender: ClusterNode, receiver: ClusterNode, outcome: PrefillOutcome) -> None:
         """What a transfer over a link was made of: what the next one will be, once the link binds."""
         if sender.cluster == receiver.cluster or not outcome.delivered:
             return
@@ -227,7 +227,7 @@ class Links:
 
     # What transfers and probes have seen
 
-    def failed(self, sender: Node, receiver: Node) -> None:
+    def failed(self, sender: ClusterNode, receiver: ClusterNode) -> None:
         """`sender` had no connection to `receiver`, which is well itself."""
         siblings = [node.id for node in self._nodes if node is not sender and node.cluster == sender.cluster]
         if self._paths.failed(sender.id, siblings, receiver.id, receiver.cluster, self._clock()):
@@ -237,11 +237,11 @@ class Links:
                 sender.cluster, receiver.cluster, sender.id, receiver.id,
             )  # fmt: skip
 
-    def still_down(self, sender: Node, receiver: Node) -> None:
+    def still_down(self, sender: ClusterNode, receiver: ClusterNode) -> None:
         """A probe of the way to `receiver` had no answer; of the sender's siblings' it says nothing."""
         self._paths.still_down(sender.id, receiver.id, receiver.cluster, self._clock())
 
-    def arrived(self, sender: Node, receiver: Node) -> None:
+    def arrived(self, sender: ClusterNode, receiver: ClusterNode) -> None:
         """Something got through: the line is well, and receivers of it that were not reached have no such excuse any more."""
         found = self._paths.arrived(sender.id, receiver.id, receiver.cluster, self._clock())
         for lost in found.left_out:
@@ -249,13 +249,13 @@ class Links:
         if found.is_back:
             log.info("link from=%s to=%s is up again for node %s", sender.cluster, receiver.cluster, sender.id)
 
-    def unasked(self, sender: Node, receiver: Node) -> None:
+    def unasked(self, sender: ClusterNode, receiver: ClusterNode) -> None:
         """`sender` knows no probes, being of an earlier version: a request may try the way."""
         self._paths.unasked(sender.id, receiver.id, receiver.cluster)
 
     # What is to be probed
 
-    def probes(self) -> list[tuple[Node, list[Node]]]:
+    def probes(self) -> list[tuple[ClusterNode, list[ClusterNode]]]:
         """Senders with a way to be probed now, and the receivers to try, one after the other."""
         now = self._clock()
         by_id = {node.id: node for node in self._nodes}
@@ -270,7 +270,9 @@ class Links:
         ]
         return lines + pairs
 
-    def _candidates(self, sender: str, destination: str, now: float, by_id: Mapping[str, Node]) -> list[Node]:
+    def _candidates(
+        self, sender: str, destination: str, now: float, by_id: Mapping[str, ClusterNode]
+    ) -> list[ClusterNode]:
         """Decode nodes, for it is them that requests send to, in the order in which to try them."""
         ready = [
             node.id
@@ -279,14 +281,14 @@ class Links:
         ]
         return [by_id[each] for each in self._paths.in_order(sender, destination, ready)]
 
-    def _forget(self, by_id: Mapping[str, Node]) -> None:
+    def _forget(self, by_id: Mapping[str, ClusterNode]) -> None:
         """Nodes without a name of `by_id` are gone for good."""
         clusters = {node.cluster for node in self._nodes}
         self._paths.forget(by_id, clusters)
         self._coding = {path: known for path, known in self._coding.items() if clusters.issuperset(path)}
 
 
-def is_path_failure(reason: str, sender: Node, receiver: Node, engine: tuple[str, int]) -> bool:
+def is_path_failure(reason: str, sender: ClusterNode, receiver: ClusterNode, engine: tuple[str, int]) -> bool:
     """Whether a transfer that ended for `reason` tells of the way: its receiver is there, and its `engine` what it was."""
     return (
         reason == PATH_FAILED
@@ -296,7 +298,7 @@ def is_path_failure(reason: str, sender: Node, receiver: Node, engine: tuple[str
     )
 
 
-def _sender(node: Node, destination: str) -> _Sender:
+def _sender(node: ClusterNode, destination: str) -> _Sender:
     promised_bytes = node.promised_bytes.get(destination, 0)
     return node.id, node.link_to(destination), promised_bytes, node.own_budget_to(destination)
 

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 from gateway.cluster.agent_client import AgentClient, LinkLoad, NodeInfo, NodeLoad
-from gateway.cluster.inflight_prefixes import Landing, Underway
-from gateway.cluster.pinned_prefixes import KeptContexts
+from gateway.cluster.inflight_prefixes import InflightLanding, InflightPrefixes
+from gateway.cluster.pinned_prefixes import PinnedPrefixes
 from hybrid_cache.index.index import Holding
 from planner.decisions.arrivals import Arrivals
 from planner.decisions.estimates import PrefillShare
@@ -19,7 +19,7 @@ ROLES: Final = {role.value: role for role in Role}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
+class NodeWork:
     """What a request adds to a node: tokens to compute, and KVCache to send to another cluster, in bytes."""
 
     tokens: int = 0
@@ -27,13 +27,13 @@ class Work:
     promised_bytes: int = 0
 
 
-class Shared(Protocol):
+class SharedNodeWork(Protocol):
     """Where other processes see what this one has under way on a node."""
 
-    def pend(self, sign: int, work: Work) -> None: ...
+    def pend(self, sign: int, work: NodeWork) -> None: ...
 
 
-class Node:
+class ClusterNode:
     """One node, as its agent last described it, and the work that this gateway has under way on it."""
 
     def __init__(self, agent: AgentClient) -> None:
@@ -43,15 +43,17 @@ class Node:
         self.reported_at = 0.0
         self.connected = False
         self.suspect_until = float("-inf")
-        self.contexts = KeptContexts()
+        self.contexts = PinnedPrefixes()
         self.pending_tokens = 0
         self.pending_requests = 0
         self.prefill_share = PrefillShare()
-        self.shared: Shared | None = None  # with workers beside this one, whose work is then in these numbers, too
+        self.shared: SharedNodeWork | None = (
+            None  # with workers beside this one, whose work is then in these numbers, too
+        )
         self._own_requests = self._foreign = self._beyond = 0
         self.promised_bytes: Counter[str] = Counter()  # by destination cluster, of requests that were sent here
-        self.underway = Underway()
-        self.arrivals: Arrivals[Landing] = Arrivals()
+        self.underway = InflightPrefixes()
+        self.arrivals: Arrivals[InflightLanding] = Arrivals()
         self.keeps_nothing_until = float("-inf")  # what landed here was not there for the next prompt
         self._landing_tokens = (
             0,
@@ -192,14 +194,14 @@ class Node:
         """Requests here that are not this process's: other workers', other gateways'."""
         return self._foreign + max(0, self.pending_requests - self._own_requests)
 
-    def take(self, work: Work) -> None:
+    def take(self, work: NodeWork) -> None:
         """Counts a request's work here; `give_back` the same when it is over."""
         self._pend(1, work)
 
-    def give_back(self, work: Work) -> None:
+    def give_back(self, work: NodeWork) -> None:
         self._pend(-1, work)
 
-    def _pend(self, sign: int, work: Work) -> None:
+    def _pend(self, sign: int, work: NodeWork) -> None:
         self._own_requests += sign
         self.pending_requests += sign
         self.pending_tokens += sign * work.tokens

@@ -11,7 +11,7 @@ from transport.control.proto import node_pb2 as pb
 MAX_LOST: Final = 4096  # of a node that has ended; as many as it can have kept
 
 
-class State(StrEnum):
+class PinState(StrEnum):
     """How a context stands."""
 
     KEPT = "kept"
@@ -20,7 +20,7 @@ class State(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kept:
+class PinnedPrefix:
     """A context: a prefix of `num_tokens` tokens, for `left_s` when its node said so, and for `ttl_s` after each use.
 
     `expires_at` is that by the gateway's clock, once it has heard.
@@ -37,18 +37,18 @@ class Kept:
     owned_tokens: int = 0
     added_tokens: int = 0
     has_ended: bool = False
-    state: State = State.KEPT
+    state: PinState = PinState.KEPT
 
-    def told(self, now: float, state: State) -> dict[str, Any]:
+    def told(self, now: float, state: PinState) -> dict[str, Any]:
         """As a client reads it."""
         left_s = max(0, ceil(self.expires_at - now))
         said = {"id": self.context_id, "object": "context", "tokens": self.num_tokens, "ttl_s": round(self.ttl_s)}
         return said | {"expires_in_s": left_s, "status": str(state)}
 
 
-def kept_from(context: pb.Context) -> Kept:
+def kept_from(context: pb.Context) -> PinnedPrefix:
     """A context as a value."""
-    return Kept(
+    return PinnedPrefix(
         context_id=context.context_id,
         num_tokens=context.num_tokens,
         left_s=context.ttl_s,
@@ -60,23 +60,23 @@ def kept_from(context: pb.Context) -> Kept:
     )
 
 
-class KeptContexts:
+class PinnedPrefixes:
     """Those of one node, as it has told them."""
 
     def __init__(self) -> None:
-        self._all: dict[str, Kept] = {}
+        self._all: dict[str, PinnedPrefix] = {}
         self._owned: dict[str, int] = {}
 
-    def described(self, contexts: Iterable[Kept], now: float, *, is_same_process: bool) -> None:
+    def described(self, contexts: Iterable[PinnedPrefix], now: float, *, is_same_process: bool) -> None:
         """A node says all that it keeps. What another process of it has kept before is lost."""
         before, self._all, self._owned = self._all, {}, {}
         if not is_same_process:
             lost = [each for each in before.values() if each.expires_at > now][:MAX_LOST]
-            self._all = {each.context_id: replace(each, state=State.LOST) for each in lost}
+            self._all = {each.context_id: replace(each, state=PinState.LOST) for each in lost}
         for each in contexts:
             self.heard(each, now)
 
-    def heard(self, kept: Kept, now: float) -> None:
+    def heard(self, kept: PinnedPrefix, now: float) -> None:
         """One has been made, lives on or has ended."""
         self._owned[kept.owner] = kept.owned_tokens
         if not kept.owned_tokens:
@@ -89,12 +89,12 @@ class KeptContexts:
     def forget(self, context_id: str) -> None:
         self._all.pop(context_id, None)
 
-    def get(self, context_id: str, now: float) -> Kept | None:
+    def get(self, context_id: str, now: float) -> PinnedPrefix | None:
         """None for one whose time is over, too."""
         kept = self._all.get(context_id)
         return kept if kept is not None and kept.expires_at > now else None
 
-    def of(self, owner: str, now: float) -> Iterator[Kept]:
+    def of(self, owner: str, now: float) -> Iterator[PinnedPrefix]:
         """An owner's, whose time is not over."""
         return (each for each in self._all.values() if each.owner == owner and each.expires_at > now)
 

@@ -12,12 +12,12 @@ from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-from gateway.api.unsupported import NotDone
+from gateway.api.unsupported import UnsupportedFields
 from gateway.cluster.agent_client import SILENT, AgentClient, NodeEvent, NodeInfo, NodeLoad
-from gateway.cluster.node import Node
-from gateway.cluster.pinned_prefixes import Kept
-from gateway.errors import NodeError
-from gateway.prompt.prompt import Hashing, Model, Prompt
+from gateway.cluster.node import ClusterNode
+from gateway.cluster.pinned_prefixes import PinnedPrefix
+from gateway.errors import AgentCallFailed
+from gateway.prompt.prompt import Hashing, Prompt, PromptModel
 from gateway.tasks import BACKOFF_S, TaskSet
 from hybrid_cache.cache.events import CacheEvent
 from hybrid_cache.errors import CacheError
@@ -35,7 +35,7 @@ QUIET_S: Final = 5.0  # that an engine has said nothing, when its agent has not 
 STILL_S: Final = 1.0  # of one that is silent by its agent's word: of several servers of one engine others may go on
 DEATH_NEWS_S: Final = 1.0  # an agent sees its engine end within milliseconds, unless it went with it
 NO_LANDING: Final = (0, 0.0)
-_Named = list[tuple[str, Node]]  # nodes by their names, which take a moment to ask for
+_Named = list[tuple[str, ClusterNode]]  # nodes by their names, which take a moment to ask for
 SUSPECT_S: Final = 2.0  # how long a node whose engine failed a leg is left alone; its agent knows better by then
 
 
@@ -60,7 +60,7 @@ class ServedModel:
     layout: ModelLayout
     max_model_len: int
     hashing: Hashing
-    not_done: NotDone = field(default_factory=NotDone)
+    not_done: UnsupportedFields = field(default_factory=UnsupportedFields)
     adapters: frozenset[str] = frozenset()  # of the model, that some decode node serves
     takes_media: bool = False  # some decode node does
     is_paired: bool = False  # engines are paired by rooms (`gateway.upstream.sglang_bootstrap`), else by tickets
@@ -71,17 +71,17 @@ class ServedModel:
         return replace(
             self,
             max_model_len=min((info.max_model_len for info in nodes), default=self.max_model_len),
-            not_done=NotDone.of(info.not_done_json for info in nodes),
+            not_done=UnsupportedFields.of(info.not_done_json for info in nodes),
             adapters=frozenset(name for info in decodes for name in info.adapters) - {self.name, self.model_id},
             takes_media=any(info.takes_media for info in decodes),
         )
 
-    def as_read(self, group: str = "") -> Model:
+    def as_read(self, group: str = "") -> PromptModel:
         """The model as reading a prompt of one of `group` sees it."""
         hashing = self.hashing
         if group:
             hashing = Hashing(hashing.block_size, hashing.salt, group)
-        return Model(
+        return PromptModel(
             names=(self.name, self.model_id),
             max_model_len=self.max_model_len,
             hashing=hashing,
@@ -109,14 +109,14 @@ class Clusters:
         on_lost: Callable[[str], None] = lambda reason: None,
         on_silent: Callable[[str, float], None] = lambda engine_url, quiet_s: None,
         on_renamed: Callable[[str], None] = lambda node_id: None,
-        catch_up: Callable[[Sequence[Node]], None] = lambda nodes: None,
+        catch_up: Callable[[Sequence[ClusterNode]], None] = lambda nodes: None,
         times: NodeTimes = NODE_TIMES,
     ) -> None:
         """`on_silent` is told whose engine says nothing: what waits for it and has heard nothing for `quiet_s` need wait no more.
 
         `catch_up` is called before nodes are looked at: what other workers have under way on them is to be seen, too.
         """
-        self.nodes = [Node(agent) for agent in agents]
+        self.nodes = [ClusterNode(agent) for agent in agents]
         self.served: ServedModel | None = None
         self._served_name = served_model
         self._decode_slots = decode_slots
@@ -126,7 +126,7 @@ class Clusters:
         self._on_renamed = on_renamed
         self._catch_up = catch_up
         self._times = times
-        self._by_id: dict[str, Node] = {}
+        self._by_id: dict[str, ClusterNode] = {}
         self._indexes: dict[
             str, PrefixIndex
         ] = {}  # by layout, of all connected nodes: another model may be served next
@@ -157,10 +157,10 @@ class Clusters:
         """What the nodes that serve the model have cached; None before one is known."""
         return self._indexes.get(self.served.layout.fingerprint) if self.served is not None else None
 
-    def by_id(self, node_id: str) -> Node:
-        """The node that bears this name. Raises NodeError: since a decision, its address may have got another one."""
+    def by_id(self, node_id: str) -> ClusterNode:
+        """The node that bears this name. Raises AgentCallFailed: since a decision, its address may have got another one."""
         if (node := self._by_id.get(node_id)) is None:
-            raise NodeError(node_id, "gone", "its agent answers under another name now")
+            raise AgentCallFailed(node_id, "gone", "its agent answers under another name now")
         return node
 
     def views(self, prompt: Prompt, exclude: Collection[str] = ()) -> ReadyNodes:
@@ -196,13 +196,13 @@ class Clusters:
             )
         }
 
-    def ready(self, role: Role) -> list[Node]:
+    def ready(self, role: Role) -> list[ClusterNode]:
         """Nodes of that role and the model served to which new work may be sent."""
         now, (prefills, decodes) = self._clock(), self._ready()
         named = decodes if role is Role.DECODE else [each for nodes in prefills.values() for each in nodes]
         return [node for _, node in named if now >= node.suspect_until]
 
-    def left_out(self) -> list[tuple[Node, str]]:
+    def left_out(self) -> list[tuple[ClusterNode, str]]:
         """Nodes that no decision sees now, and why."""
         now, found = self._clock(), []
         for node in self.nodes:
@@ -228,7 +228,7 @@ class Clusters:
             self._serving = prefills, decodes
         return self._serving
 
-    async def has_died(self, node: Node, engine: tuple[str, int]) -> bool:
+    async def has_died(self, node: ClusterNode, engine: tuple[str, int]) -> bool:
         """Whether the process that was the `engine` of `node` is gone; the news of it may take a moment."""
 
         def is_gone() -> bool:
@@ -252,7 +252,7 @@ class Clusters:
             return False
         return True
 
-    def _serves(self, node: Node) -> bool:
+    def _serves(self, node: ClusterNode) -> bool:
         served, info = self.served, node.info
         if served is None or info is None or info.layout_fingerprint != served.layout.fingerprint:
             return False
@@ -260,7 +260,7 @@ class Clusters:
 
     # What events change
 
-    async def _watch(self, node: Node) -> None:
+    async def _watch(self, node: ClusterNode) -> None:
         """Follows one node for ever: watch, and again after a pause that grows while nothing comes."""
         failures = 0
         while True:
@@ -269,10 +269,10 @@ class Clusters:
                     async for event in events:
                         self._apply(node, event)
                         failures = 0
-            except (NodeError, CacheError, ValueError, KeyError) as error:
+            except (AgentCallFailed, CacheError, ValueError, KeyError) as error:
                 if node.connected or not failures:
                     log.warning("node %s is down: %s", node.id, error)
-                reason = error.reason if isinstance(error, NodeError) else "bad_event"
+                reason = error.reason if isinstance(error, AgentCallFailed) else "bad_event"
             except Exception as error:
                 self._tasks.unforeseen("watch", error)
                 reason = "unforeseen"
@@ -284,11 +284,11 @@ class Clusters:
             await asyncio.sleep(BACKOFF_S[min(failures, len(BACKOFF_S) - 1)])
             failures += 1
 
-    def _apply(self, node: Node, event: NodeEvent) -> None:
+    def _apply(self, node: ClusterNode, event: NodeEvent) -> None:
         match event:
             case NodeInfo():
                 self._describe(node, event)
-            case Kept():
+            case PinnedPrefix():
                 node.contexts.heard(event, self._clock())
             case NodeLoad():
                 node.reported(event, self._clock())
@@ -297,12 +297,12 @@ class Clusters:
         if node.state == SILENT:
             self._give_up(node, STILL_S)
 
-    def _give_up(self, node: Node, quiet_s: float) -> None:
+    def _give_up(self, node: ClusterNode, quiet_s: float) -> None:
         """Ends what waits for an engine that says nothing, if another node could do its work: it may come back."""
         if node.info is not None and self.ready(Role.DECODE):
             self._on_silent(node.info.engine_url, quiet_s)
 
-    def _describe(self, node: Node, info: NodeInfo) -> None:
+    def _describe(self, node: ClusterNode, info: NodeInfo) -> None:
         _check(info, [other for other in self.nodes if other is not node])
         before, known = node.state, node.info
         self._name(node, info.node_id)
@@ -349,11 +349,11 @@ class Clusters:
         infos = [node.info for node in self.nodes if node.connected and node.info]
         return [info for info in infos if info.layout_fingerprint == layout.fingerprint]
 
-    def _cache_event(self, node: Node, event: CacheEvent) -> None:
+    def _cache_event(self, node: ClusterNode, event: CacheEvent) -> None:
         if node.info is not None and (index := self._indexes.get(node.info.layout_fingerprint)) is not None:
             index.apply(node.id, event)
 
-    def _lost(self, node: Node) -> None:
+    def _lost(self, node: ClusterNode) -> None:
         if node.connected:
             self._drop_prefixes(node.id)
         node.connected = False
@@ -366,7 +366,7 @@ class Clusters:
         self._serving = None
         self._changed.set()
 
-    def _name(self, node: Node, name: str) -> None:
+    def _name(self, node: ClusterNode, name: str) -> None:
         """`node` says that this is its name.
 
         If it had another one, another node answers at its address: what the one before had is gone with its name. Another node
@@ -408,7 +408,7 @@ class Clusters:
         return next((node.info for node in self.nodes if node.connected and node.info and node.info.layout_json), None)
 
 
-def _check(info: NodeInfo, others: Collection[Node]) -> None:
+def _check(info: NodeInfo, others: Collection[ClusterNode]) -> None:
     """Raises ValueError for a description that cannot be worked with; the node counts as down, and the log says why."""
     Role(info.role)
     ClusterKind(info.cluster_kind)
@@ -416,13 +416,13 @@ def _check(info: NodeInfo, others: Collection[Node]) -> None:
         raise ValueError(f"another node is called {info.node_id!r}, too")
 
 
-def _promised(node: Node, prompt: Prompt, holding: Holding) -> int:
+def _promised(node: ClusterNode, prompt: Prompt, holding: Holding) -> int:
     """How much of `prompt` a node will hold when it has computed what it computes now, 0 for no more than now."""
     size = node.info.block_size if node.info is not None else 0
     return node.underway.longest(prompt.hashes, holding.hit.num_tokens // size) * size if size else 0
 
 
-def _landing(node: Node, prompt: Prompt, holding: Holding, now: float) -> tuple[int, float]:
+def _landing(node: ClusterNode, prompt: Prompt, holding: Holding, now: float) -> tuple[int, float]:
     """How much of `prompt` is on its way to a decode node for others, in tokens, and in how many seconds it is there."""
     size = node.info.block_size if node.info is not None else 0
     if not size or now < node.keeps_nothing_until:

@@ -24,7 +24,7 @@ from gateway.config.plan import PlanConfig
 from gateway.config.request_log import RequestLogConfig
 from gateway.config.tenants import TenantConfig, check_digest, check_tenants
 from gateway.config.traces import TracesConfig
-from gateway.errors import ConfigError
+from gateway.errors import GatewayConfigError
 from planner.decisions.placement import PLACERS
 from transport.control.settings import (
     SettingsError,
@@ -45,7 +45,7 @@ HOST: Final = re.compile(r"[a-z0-9._-]+")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NodeConfig:
+class NodeAddress:
     """Where a node's agent answers gRPC, as `host:port`.
 
     `name` is what its certificate must carry, where that is not the host; only with mutual TLS.
@@ -230,7 +230,7 @@ class GatewayConfig:
     """
 
     tokenizer_dir: Path
-    nodes: tuple[NodeConfig, ...]
+    nodes: tuple[NodeAddress, ...]
     host: str = "127.0.0.1"
     port: int = 8000
     metrics_port: int = 0
@@ -360,11 +360,11 @@ IDENTITY_KEYS: Final = ("certificate", "key", "authority")
 
 
 def load(path: Path, copy: Path | None = None) -> GatewayConfig:
-    """Reads the [gateway] table of a TOML file, from a `copy` of it if there is one. Raises ConfigError.
+    """Reads the [gateway] table of a TOML file, from a `copy` of it if there is one. Raises GatewayConfigError.
 
     A relative path in it is relative to the file.
     """
-    with in_file(path, ConfigError):
+    with in_file(path, GatewayConfigError):
         document = read_toml(copy or path)
         _only_a_gateway(document)
         return build(GatewayConfig, document["gateway"], "[gateway]", path.parent)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from gateway.errors import ConfigError
+from gateway.errors import GatewayConfigError
 from transport.control.settings import require
 
 
@@ -25,10 +25,10 @@ class PlanConfig:
         require(0 < self.wait_s <= 60, "wait_s", self.wait_s, "a number of seconds above 0, at most 60")
 
     def headers(self) -> dict[str, str]:
-        """With the secret. Raises ConfigError."""
+        """With the secret. Raises GatewayConfigError."""
         if self.token_file is None:
             return {}
         try:
             return {"Authorization": f"Bearer {self.token_file.read_text().strip()}"}
         except OSError as exc:
-            raise ConfigError(f"[gateway.plan]: token_file: {exc}") from exc
+            raise GatewayConfigError(f"[gateway.plan]: token_file: {exc}") from exc

@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from planner.decisions.limits import Bucket, Limits
+from planner.decisions.limits import Bucket, TenantLimits
 from transport.control.settings import require, require_range
 
 NAME: Final = re.compile(r"[A-Za-z0-9._-]{1,64}")
@@ -44,9 +44,11 @@ class TenantConfig:
         require_range("weight", self.weight, LEAST_WEIGHT, MOST_WEIGHT)
 
     @property
-    def limits(self) -> Limits:
+    def limits(self) -> TenantLimits:
         """What its requests may take."""
-        return Limits(_bucket(self.requests_per_minute), _bucket(self.tokens_per_minute), self.concurrent_requests)
+        return TenantLimits(
+            _bucket(self.requests_per_minute), _bucket(self.tokens_per_minute), self.concurrent_requests
+        )
 
 
 def _bucket(per_minute: int) -> Bucket | None:

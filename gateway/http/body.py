@@ -15,7 +15,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 from gateway.config.gateway import Strangers
 from gateway.errors import ApiError, BadRequest, Overloaded
 from gateway.http.codings import CODINGS, coding_of, decoded
-from gateway.http.connections import Connection
+from gateway.http.connections import ClientConnection
 
 JSON: Final = "application/json"
 CHUNKED: Final = "chunked"
@@ -54,7 +54,7 @@ def _already_here(http: web.Request) -> bytes | None:
     return content.read_nowait()
 
 
-class Receiver:
+class BodyReceiver:
     """Receives bodies. `now` is the event loop's clock."""
 
     def __init__(self, limits: Strangers, max_bytes: int, body_s: float, now: Callable[[], float]) -> None:
@@ -72,7 +72,7 @@ class Receiver:
         if not coding and (whole := _already_here(http)) is not None:
             return whole
         connection = http.protocol
-        assert isinstance(connection, Connection)
+        assert isinstance(connection, ClientConnection)
         with connection.receiving(), self._one_of(connection.address):
             return await (self._decoded_body(http, coding) if coding else self._body(http))
 

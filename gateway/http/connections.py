@@ -47,7 +47,7 @@ FIRST_LOOK_S: Final = 0.0005  # after asking; the next ones after twice as long 
 LAST_LOOK_S: Final = 1.0
 
 
-class State(StrEnum):
+class ConnectionState(StrEnum):
     """What a connection is doing."""
 
     NEW = "new"
@@ -67,22 +67,22 @@ class Gate:
         self._now = now
         self._open: Counter[str] = Counter()
         # In the order in which they began to wait.
-        self._waiting: dict[State, OrderedDict[Connection, float]] = {
-            state: OrderedDict() for state in State if state is not State.SERVING
+        self._waiting: dict[ConnectionState, OrderedDict[ClientConnection, float]] = {
+            state: OrderedDict() for state in ConnectionState if state is not ConnectionState.SERVING
         }
-        self._waiting_at: dict[str, OrderedDict[Connection, None]] = {}
+        self._waiting_at: dict[str, OrderedDict[ClientConnection, None]] = {}
         self._suppressed: Counter[str] = Counter()
         self._logged_at = float("-inf")
 
     def __len__(self) -> int:
         return self._open.total()
 
-    def opened(self, connection: "Connection") -> None:
+    def opened(self, connection: "ClientConnection") -> None:
         """A client has connected; another one may have to go, or this one."""
         address = connection.address
         self._open[address] += 1
         self._metrics.connections.labels(self._name).set(len(self))
-        self.changed(connection, State.NEW)
+        self.changed(connection, ConnectionState.NEW)
         if self._open[address] > self._limits.max_connections_per_address and not self._limits.trusts(address):
             self._close_longest_waiting(self._waiting_at.get(address, ()), connection, "per_address")
         elif len(self) > self.limit:
@@ -90,7 +90,7 @@ class Gate:
             longest = [each for each, _ in sorted(fronts, key=lambda front: front[1])]
             self._close_longest_waiting(longest, connection, "too_many")
 
-    def closed(self, connection: "Connection") -> None:
+    def closed(self, connection: "ClientConnection") -> None:
         """A connection is no more."""
         self._forget(connection)
         self._open[connection.address] -= 1
@@ -98,29 +98,32 @@ class Gate:
             del self._open[connection.address]
         self._metrics.connections.labels(self._name).set(len(self))
 
-    def changed(self, connection: "Connection", state: State) -> None:
+    def changed(self, connection: "ClientConnection", state: ConnectionState) -> None:
         """A connection is in another state from now on."""
         self._forget(connection)
         connection.state = state
-        if state is not State.SERVING:
+        if state is not ConnectionState.SERVING:
             self._waiting[state][connection] = self._now()
             self._waiting_at.setdefault(connection.address, OrderedDict())[connection] = None
 
     def sweep(self) -> None:
         """Closes connections whose head has not come in time."""
-        for state, limit_s in ((State.NEW, self._limits.header_s), (State.IDLE, self._limits.idle_s)):
+        for state, limit_s in (
+            (ConnectionState.NEW, self._limits.header_s),
+            (ConnectionState.IDLE, self._limits.idle_s),
+        ):
             waiting = self._waiting[state]
             while waiting:
                 connection, since = next(iter(waiting.items()))
                 if self._now() - since < limit_s:
                     break
-                if state is State.NEW and not connection.has_said_nothing:
+                if state is ConnectionState.NEW and not connection.has_said_nothing:
                     connection.refuse(
                         ApiError(408, "The request's head did not arrive in time.", code="request_timeout")
                     )
-                self.turn_away(connection, "no_request" if state is State.NEW else "idle")
+                self.turn_away(connection, "no_request" if state is ConnectionState.NEW else "idle")
 
-    def turn_away(self, connection: "Connection", reason: str) -> None:
+    def turn_away(self, connection: "ClientConnection", reason: str) -> None:
         """Closes a connection for `reason`."""
         self._forget(connection)
         connection.end()
@@ -140,14 +143,14 @@ class Gate:
         self._suppressed.clear()
         self._logged_at = self._now()
 
-    def _close_longest_waiting(self, waiting: Any, newcomer: "Connection", reason: str) -> None:
+    def _close_longest_waiting(self, waiting: Any, newcomer: "ClientConnection", reason: str) -> None:
         longest = next((each for each in waiting if each is not newcomer), None)
         if longest is None:
             newcomer.refuse(Overloaded("Too many connections from this address. Please retry.", "too_many_connections"))
         self.turn_away(longest or newcomer, reason)
 
-    def _forget(self, connection: "Connection") -> None:
-        if connection.state is State.SERVING:
+    def _forget(self, connection: "ClientConnection") -> None:
+        if connection.state is ConnectionState.SERVING:
             return
         self._waiting[connection.state].pop(connection, None)
         if (at_address := self._waiting_at.get(connection.address)) is not None:
@@ -156,12 +159,12 @@ class Gate:
                 del self._waiting_at[connection.address]
 
 
-class Connection(RequestHandler):
+class ClientConnection(RequestHandler):
     """aiohttp's, that tells its gate what it does, answers errors in OpenAI's shape, and outlives half of a close."""
 
     def __init__(self, gate: Gate, server: web.Server, **options: Any) -> None:
         super().__init__(server, **options)
-        self.state = State.NEW
+        self.state = ConnectionState.NEW
         self.address = ""
         self.has_begun = False  # to answer the current request
         self.probe_stream: Callable[[], None] | None = None  # sends a byte that means nothing, in a stream
@@ -206,23 +209,23 @@ class Connection(RequestHandler):
     def serving(self, http: web.BaseRequest) -> None:
         """A request's head is there."""
         self._current, self.has_begun = http, False
-        self._gate.changed(self, State.SERVING)
+        self._gate.changed(self, ConnectionState.SERVING)
 
     def served(self) -> None:
         """Its answer has ended."""
         self._current = None
         if self._wire is not None:  # closed or not: the client may still have to read its answer
-            self._gate.changed(self, State.IDLE)
+            self._gate.changed(self, ConnectionState.IDLE)
 
     @contextmanager
     def receiving(self) -> Iterator[None]:
         """The time until the body is there."""
-        self._gate.changed(self, State.RECEIVING)
+        self._gate.changed(self, ConnectionState.RECEIVING)
         try:
             yield
         finally:
             if self._wire is not None:
-                self._gate.changed(self, State.SERVING)
+                self._gate.changed(self, ConnectionState.SERVING)
 
     def end(self) -> None:
         """Closes now. What a client has not read by then would keep the descriptor for as long as it reads nothing."""
@@ -339,7 +342,7 @@ def shaped(application: Handler, straight: Mapping[str, Way]) -> Handler:
 
     async def handler(http: web.BaseRequest) -> web.StreamResponse:
         connection = http.protocol
-        assert isinstance(connection, Connection)
+        assert isinstance(connection, ClientConnection)
         way = straight.get(http.raw_path) if http.method == "POST" and "Expect" not in http.headers else None
         connection.serving(http)
         try:

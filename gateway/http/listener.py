@@ -12,7 +12,7 @@ from aiohttp import web
 
 from gateway.config.gateway import GatewayConfig
 from gateway.errors import CannotListen
-from gateway.http.connections import Connection, Gate, Way, shaped
+from gateway.http.connections import ClientConnection, Gate, Way, shaped
 from transport.path.tcp import format_address
 
 log = logging.getLogger("prfaas.gateway.listen")
@@ -76,9 +76,9 @@ class Listener:
         http.request_handler = shaped(http.request_handler, straight)
         loop = asyncio.get_running_loop()
 
-        def connection() -> Connection:
+        def connection() -> ClientConnection:
             # Idle connections are the gate's to close; aiohttp's own timer stands behind it.
-            return Connection(
+            return ClientConnection(
                 gate, http, loop=loop, access_log=None, keepalive_timeout=2 * idle_s, lingering_time=LINGER_S,
                 auto_decompress=False,
             )  # fmt: skip

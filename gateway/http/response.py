@@ -13,7 +13,7 @@ from typing import Final
 from aiohttp import web
 from aiohttp.http import SERVER_SOFTWARE, HttpVersion11
 
-from gateway.http.connections import Connection
+from gateway.http.connections import ClientConnection
 
 REASONS: Final = {status.value: status.phrase for status in HTTPStatus}
 WITHOUT_BODY: Final = frozenset({204, 304})  # RFC 9110 §6.4.1
@@ -45,7 +45,7 @@ class Reply(web.StreamResponse):
     ) -> None:
         super().__init__(status=status)
         connection = http.protocol
-        assert isinstance(connection, Connection)
+        assert isinstance(connection, ClientConnection)
         self._http = http
         self._connection = connection
         self._is_empty = status in WITHOUT_BODY

@@ -24,38 +24,38 @@ from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
-from gateway.admission.queue import ASK_AGAIN_S, Place, WaitingLine
-from gateway.admission.slo import Refusals
+from gateway.admission.queue import ASK_AGAIN_S, QueueEntry, WaitingLine
+from gateway.admission.slo import SloGate
 from gateway.cluster.inflight_load import Booking, booked
 from gateway.cluster.registry import Clusters
 from gateway.errors import (
+    AgentCallFailed,
     DecodeFailed,
     KillsEngines,
     NoDecodeNode,
-    NodeError,
     NodeFailure,
     Overloaded,
     ShapeKillsEngines,
     Unavailable,
 )
 from gateway.pipeline.engine_render import EngineReadings
-from gateway.pipeline.reservations import Reservations
+from gateway.pipeline.reservations import DecodeReservations
 from gateway.pipeline.retries import Retries
 from gateway.pipeline.sglang_pair import Pairing
-from gateway.pipeline.ticketed import Attempt, Runner
-from gateway.prompt.reader import Reader
-from gateway.request.fingerprint import Shape, shape_of
+from gateway.pipeline.ticketed import Attempt, TicketedRunner
+from gateway.prompt.reader import PromptReader
+from gateway.request.fingerprint import RequestShape, shape_of
 from gateway.request.request import Request
 from gateway.routing.replication import Replicas
-from gateway.routing.router import Decider
-from gateway.telemetry.recorder import Accounts
+from gateway.routing.router import Router
+from gateway.telemetry.recorder import RequestRecorder
 from planner.decisions.poison import Poison
 from planner.decisions.retries import (
     MAX_DEATHS,
     TENANTS_PART,
-    Failure,
+    FailedStage,
+    FailureKind,
     Next,
-    Stage,
     adds_enough,
     may_have_died,
     tries_of,
@@ -67,14 +67,14 @@ from planner.decisions.routing import Route, Target
 class Tried:
     """What a request has behind it: the decode nodes that failed, and the routes to those that only lacked room."""
 
-    failed: dict[str, Failure] = field(default_factory=dict)
+    failed: dict[str, FailureKind] = field(default_factory=dict)
     full: dict[str, Route] = field(default_factory=dict)
     tries: int = 0  # that failed; one node may have failed several
     waits: int = 0  # for any decode node to be ready
 
-    def fail(self, node_id: str, failure: Failure) -> None:
+    def fail(self, node_id: str, failure: FailureKind) -> None:
         """A try on `node_id` has failed; one that found it full and then asked it for more is one try."""
-        if self.failed.get(node_id) is not Failure.FULL:
+        if self.failed.get(node_id) is not FailureKind.FULL:
             self.tries += tries_of([failure])
         self.failed[node_id] = failure
 
@@ -104,15 +104,15 @@ class Dispatcher:
     def __init__(
         self,
         clusters: Clusters,
-        decider: Decider,
-        reservations: Reservations,
-        runner: Runner,
+        decider: Router,
+        reservations: DecodeReservations,
+        runner: TicketedRunner,
         pairing: Pairing,
-        reader: Reader,
+        reader: PromptReader,
         engine_readings: EngineReadings,
-        accounts: Accounts,
+        accounts: RequestRecorder,
         replicas: Replicas | None,
-        refusals: Refusals,
+        refusals: SloGate,
         line: WaitingLine,
         clock: Callable[[], float],
         retries: Retries,
@@ -153,7 +153,7 @@ class Dispatcher:
                 self._decider.learn_answer(request)
                 self._poison.answered(shape, self._clock())
 
-    def _judge(self, request: Request, shape: Shape) -> None:
+    def _judge(self, request: Request, shape: RequestShape) -> None:
         """After a request, however it ended: what the engines that died under it say of its kind."""
         if len(request.deaths) < MAX_DEATHS:
             self._poison.ended(shape, self._clock())
@@ -204,20 +204,20 @@ class Dispatcher:
             request.broken.append((failed.decode, failed.engine))
         place = held.enter_context(self._line.place(request.service, request.timeline.arrived, request.tenant.share))
         assert request.route is not None
-        following = await self._following(request, request.route, error, tried, Stage.STREAM)
+        following = await self._following(request, request.route, error, tried, FailedStage.STREAM)
         if following is None:
             following = await self._turn(request, place)
         return await self._answer(request, following, place, tried, held)
 
     async def _following(
-        self, request: Request, chosen: Route, error: NodeFailure, tried: Tried, stage: Stage
+        self, request: Request, chosen: Route, error: NodeFailure, tried: Tried, stage: FailedStage
     ) -> Route | None:
         """As `_next_route`; but an answer that has begun waits a while for a decode node that is ready."""
         await self._learn_deaths(request)
         try:
             return self._next_route(request, chosen, error, tried, stage)
         except NoDecodeNode:
-            if not request.answered or error.failure is Failure.TROUBLE or tried.waits >= self._retries.max_tries:
+            if not request.answered or error.failure is FailureKind.TROUBLE or tried.waits >= self._retries.max_tries:
                 raise
         tried.waits += 1
         return await self._ready_route(request)
@@ -245,7 +245,7 @@ class Dispatcher:
             if await self._clusters.has_died(node, engine):
                 request.deaths.append(node.id)
 
-    async def _turn(self, request: Request, place: Place) -> Route:
+    async def _turn(self, request: Request, place: QueueEntry) -> Route:
         """The route of a request that has waited in line for room. Raises Overloaded."""
         await place.wait()
         following = self._decider.route(request)
@@ -255,7 +255,7 @@ class Dispatcher:
         return following
 
     async def _answer(
-        self, request: Request, chosen: Route, place: Place, tried: Tried, held: AsyncExitStack
+        self, request: Request, chosen: Route, place: QueueEntry, tried: Tried, held: AsyncExitStack
     ) -> Attempt:
         """The first attempt that is answered, from that by `chosen` on; what it holds is handed to `held`."""
         while True:
@@ -264,12 +264,12 @@ class Dispatcher:
                 self.replicas.wanted(request.prompt, chosen.prefill_node)
             try:
                 return await held.enter_async_context(self._attempt(request, chosen, place))
-            except (DecodeFailed, NodeError) as error:
-                if not (place.stands and error.failure is Failure.FULL):  # that it still waits is no news
+            except (DecodeFailed, AgentCallFailed) as error:
+                if not (place.stands and error.failure is FailureKind.FULL):  # that it still waits is no news
                     self._accounts.fell_back(request, f"decode_{error.reason}", error)
                 if error.reason == TENANTS_PART:
                     place.held_back()
-                stage = Stage.RESERVE if isinstance(error, NodeError) else Stage.DECODE
+                stage = FailedStage.RESERVE if isinstance(error, AgentCallFailed) else FailedStage.DECODE
                 following = await self._following(request, chosen, error, tried, stage)
             if following is None:
                 following = await self._turn(request, place)
@@ -277,7 +277,7 @@ class Dispatcher:
             chosen = following
 
     @asynccontextmanager
-    async def _attempt(self, request: Request, chosen: Route, place: Place) -> AsyncIterator[Attempt]:
+    async def _attempt(self, request: Request, chosen: Route, place: QueueEntry) -> AsyncIterator[Attempt]:
         # Nothing is awaited between the decision and its booking: the next decision sees this one.
         decode = self._clusters.by_id(chosen.decode_node)
         held_tokens = max(chosen.held_tokens, chosen.shared_tokens)
@@ -317,7 +317,7 @@ class Dispatcher:
         attempt.answer.when_whole(decoded)
 
     def _next_route(
-        self, request: Request, chosen: Route, error: NodeFailure, tried: Tried, stage: Stage
+        self, request: Request, chosen: Route, error: NodeFailure, tried: Tried, stage: FailedStage
     ) -> Route | None:
         """The route after one that failed; None: there is no room now, and a decode node may not do more by itself.
 
@@ -327,17 +327,19 @@ class Dispatcher:
         rule = self._retries.rule_after(request, stage, chosen.decode_node, error.failure, tried.tries)
         if rule.otherwise is Next.ALONE:
             tried.full[chosen.decode_node] = chosen
-        if stage is not Stage.RESERVE:  # it has computed the prompt itself, or was to: it is not asked for that again
+        if (
+            stage is not FailedStage.RESERVE
+        ):  # it has computed the prompt itself, or was to: it is not asked for that again
             tried.full.pop(chosen.decode_node, None)
         if rule.next is Next.ELSEWHERE:
             return self._elsewhere(request, tried)
         if rule.next is Next.ALONE:
-            return _alone(chosen) if error.failure is Failure.REQUEST else self._alone_if_spared(chosen)
+            return _alone(chosen) if error.failure is FailureKind.REQUEST else self._alone_if_spared(chosen)
         if len(request.deaths) >= MAX_DEATHS:
             raise KillsEngines(request.deaths)
         if rule.is_over_budget:
             raise Unavailable("A decode node failed, as many do now. Please retry.", "retry_budget_spent")
-        if stage is Stage.STREAM and self._retries.are_takeovers_spent(request):
+        if stage is FailedStage.STREAM and self._retries.are_takeovers_spent(request):
             raise Unavailable(f"{request.takeovers} decode nodes have gone on with the answer.", "takeovers_spent")
         raise Unavailable(f"{tried.tries} decode nodes failed in turn.", "attempts_exhausted")
 
@@ -349,10 +351,10 @@ class Dispatcher:
                 return self._alone_if_spared(next(reversed(tried.full.values())))
             if request.served.is_paired:
                 # Such nodes change no roles, and have waited for room themselves: who joined the line would be let go at once.
-                if Failure.FULL in tried.failed.values():
+                if FailureKind.FULL in tried.failed.values():
                     raise Overloaded("No decode node has room. Please retry.", "no_room") from None
                 raise
-            if Failure.AWAY in tried.failed.values():  # what has taken its place is about to say so
+            if FailureKind.AWAY in tried.failed.values():  # what has taken its place is about to say so
                 return None
             raise
 

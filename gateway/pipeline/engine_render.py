@@ -18,17 +18,17 @@ import msgspec
 from msgspec import Raw
 from msgspec.structs import replace
 
-from gateway.admission.fair_semaphore import Turns
+from gateway.admission.fair_semaphore import FairSemaphore
 from gateway.api.openai import NOT_JSON, Call, Endpoint
 from gateway.auth.keyring import Tenant
-from gateway.cluster.node import Node
+from gateway.cluster.node import ClusterNode
 from gateway.cluster.registry import Clusters
 from gateway.errors import LegFailed, Overloaded
-from gateway.prompt.media import Guess
+from gateway.prompt.media import MediaGuess
 from gateway.prompt.media_render import AT_ONCE, MAX_MEDIA, TIMEOUT_S, Worth, seen_in
 from gateway.prompt.media_render import MAX_ANSWER_BYTES as MAX_SEEN_BYTES
-from gateway.prompt.prompt import Model, Prompt, PromptMemory, prompt_from
-from gateway.prompt.reader import Reader
+from gateway.prompt.prompt import Prompt, PromptMemory, PromptModel, prompt_from
+from gateway.prompt.reader import PromptReader
 from gateway.prompt.tokenizer_trust import Reading, Styles, style_of, style_with_media
 from gateway.request.request import Request, RequestRecord
 from gateway.tasks import TaskSet
@@ -85,7 +85,7 @@ class EngineReadings:
         styles: Styles,
         clusters: Clusters,
         legs: Legs,
-        reader: Reader,
+        reader: PromptReader,
         tasks: TaskSet,
         clock: Callable[[], float],
         timeout_s: float,
@@ -107,14 +107,14 @@ class EngineReadings:
         self._threshold_tokens = threshold_tokens
         self._renders_otherwise = renders_otherwise
         self._worth = Worth()
-        self._turns = Turns(AT_ONCE)
+        self._turns = FairSemaphore(AT_ONCE)
 
     @property
     def num_styles(self) -> int:
         """Styles that engines are known to read otherwise."""
         return len(self._styles)
 
-    async def understood(self, call: Call, prompt: Prompt, model: Model, tenant: Tenant) -> Understood:
+    async def understood(self, call: Call, prompt: Prompt, model: PromptModel, tenant: Tenant) -> Understood:
         """`prompt`, or what an engine reads in its place. Raises BadRequest."""
         if prompt.guess is not None and not prompt.adapter:
             return await self._with_media(call, prompt, prompt.guess, model, tenant)
@@ -148,7 +148,9 @@ class EngineReadings:
         found = await self._reader.think(read, tenant.share, len(answer))
         return found or Understood(prompt, Reading.ALONE, failure="bad_answer")
 
-    async def _with_media(self, call: Call, guessed: Prompt, guess: Guess, model: Model, tenant: Tenant) -> Understood:
+    async def _with_media(
+        self, call: Call, guessed: Prompt, guess: MediaGuess, model: PromptModel, tenant: Tenant
+    ) -> Understood:
         if not self._may_leave(guess):
             return Understood(guessed)
         if guess.unread or guess.number > MAX_MEDIA:
@@ -183,7 +185,7 @@ class EngineReadings:
             self._worth.learn(guess, found.prompt.num_tokens)
         return found
 
-    def _may_leave(self, guess: Guess) -> bool:
+    def _may_leave(self, guess: MediaGuess) -> bool:
         """Whether another node than the one that decodes it may compute a prompt with media, as far as can be said now."""
         able = [node for node in self._clusters.ready(Role.PREFILL) if _takes_media(node)]
         homes = {node.cluster for node in self._clusters.ready(Role.DECODE)}
@@ -191,7 +193,9 @@ class EngineReadings:
             return True
         return bool(able) and self._worth.asks(guess, self._threshold_tokens())
 
-    async def longer(self, token_ids: Raw, call: Call, model: Model, tenant: Tenant, answered: Sequence[int]) -> Prompt:
+    async def longer(
+        self, token_ids: Raw, call: Call, model: PromptModel, tenant: Tenant, answered: Sequence[int]
+    ) -> Prompt:
         """The prompt that an engine has read, with what has been `answered` after it. Raises BadRequest."""
 
         def read(memory: PromptMemory) -> Prompt:
@@ -214,7 +218,12 @@ class EngineReadings:
         log.warning("engines read style=%s otherwise than reading=%s", style.hex(), request.reading)
 
     async def _rendered(
-        self, call: Call, model: Model, nodes: Sequence[Node], max_bytes: int = MAX_ANSWER_BYTES, **values: Any
+        self,
+        call: Call,
+        model: PromptModel,
+        nodes: Sequence[ClusterNode],
+        max_bytes: int = MAX_ANSWER_BYTES,
+        **values: Any,
     ) -> tuple[int, bytes]:
         if not nodes:
             raise LegFailed(NOBODY)
@@ -228,11 +237,11 @@ class EngineReadings:
         return status, answer
 
 
-def _takes_media(node: Node) -> bool:
+def _takes_media(node: ClusterNode) -> bool:
     return node.info is not None and node.info.takes_media
 
 
-def _read(answer: bytes, call: Call, model: Model, memory: PromptMemory, tenant: bytes) -> Understood | None:
+def _read(answer: bytes, call: Call, model: PromptModel, memory: PromptMemory, tenant: bytes) -> Understood | None:
     tokens = _tokens(answer)
     if tokens is None:
         return None

@@ -15,7 +15,7 @@ from aiohttp import web
 from msgspec import Raw
 
 from gateway.api.cache_control import CONTROL, KEY, OPTIONS
-from gateway.api.dialects.chat import DONE, Cutter, Usage, error_of
+from gateway.api.dialects.chat import DONE, ChatUsage, Cutter, error_of
 from gateway.api.openai import NOT_JSON, Call, Endpoint, parse
 from gateway.api.validation import LEAST_SEED, MOST_SEED
 from gateway.errors import ApiError, BadRequest
@@ -204,7 +204,7 @@ class Merged:
         return total | {"prompt_tokens_details": {"cached_tokens": cached} | writes}
 
 
-class Part:
+class AnswerListener:
     """Who hears the answer to one of several calls."""
 
     def __init__(self, merged: Merged, number: int) -> None:
@@ -283,7 +283,7 @@ def _decoded(data: bytes) -> dict[str, Raw]:
 def _usage_in(fields: Mapping[str, Raw]) -> dict[str, Any] | None:
     with _of_engines():
         usage: dict[str, Any] | None = _USAGE.decode(fields.get("usage", Raw(b"null")))
-        msgspec.convert(usage, Usage | None)  # its numbers are added up
+        msgspec.convert(usage, ChatUsage | None)  # its numbers are added up
         return usage
 
 

@@ -16,13 +16,13 @@ from gateway.api.usage import MARK, RECOMPUTED, UsagePatch, completion_tokens, w
 from gateway.errors import ApiError, DecodeFailed, LegFailed
 from gateway.http.response import Date, Reply
 from gateway.pipeline.dispatcher import Answering
-from gateway.pipeline.fanout import Part, PartReply
-from gateway.pipeline.stream_resume import MAX_TOLD_BYTES, Seam, names_tokens, why_not
+from gateway.pipeline.fanout import AnswerListener, PartReply
+from gateway.pipeline.stream_resume import MAX_TOLD_BYTES, StreamResume, names_tokens, why_not
 from gateway.pipeline.ticketed import Attempt
 from gateway.request.request import BrokenOff, Request
 from gateway.request.request import cached_tokens as known_cached_tokens
 from gateway.tasks import TaskSet
-from gateway.telemetry.recorder import Accounts
+from gateway.telemetry.recorder import RequestRecorder
 
 OUTCOME_WAIT_S: Final = 2.0  # the prefill's own report is a round trip behind the KVCache that the answer needed
 EVENT_END: Final = b"\n\n"
@@ -37,7 +37,7 @@ PIECE_BYTES: Final = 128 * 1024  # of a whole answer: more than a transport hold
 Read = Callable[[], Awaitable[bytes]]
 
 
-class Offered(Protocol):
+class ClientStream(Protocol):
     """An answer on its way to a client."""
 
     def offer(self, data: bytes) -> bool:
@@ -50,7 +50,7 @@ class Offered(Protocol):
 class Relay:
     """Relays answers."""
 
-    def __init__(self, accounts: Accounts, tasks: TaskSet, clock: Callable[[], float]) -> None:
+    def __init__(self, accounts: RequestRecorder, tasks: TaskSet, clock: Callable[[], float]) -> None:
         self._accounts = accounts
         self._tasks = tasks
         self._clock = clock
@@ -61,13 +61,15 @@ class Relay:
         return Reply(http, status, headers, self._date, length)
 
     def _reply_to(
-        self, listener: web.Request | Part, status: int, headers: dict[str, str], length: int | None = None
+        self, listener: web.Request | AnswerListener, status: int, headers: dict[str, str], length: int | None = None
     ) -> Reply | PartReply:
-        if isinstance(listener, Part):
+        if isinstance(listener, AnswerListener):
             return listener.reply(status, headers)
         return Reply(listener, status, headers, self._date, length)
 
-    async def send(self, listener: web.Request | Part, request: Request, answering: Answering) -> web.StreamResponse:
+    async def send(
+        self, listener: web.Request | AnswerListener, request: Request, answering: Answering
+    ) -> web.StreamResponse:
         """Relays all of the answer."""
         attempt = answering.attempt
         answer = attempt.answer
@@ -94,7 +96,7 @@ class Relay:
         return await with_details(body, cached, request.details)
 
     async def _stream(
-        self, listener: web.Request | Part, request: Request, answering: Answering, headers: dict[str, str]
+        self, listener: web.Request | AnswerListener, request: Request, answering: Answering, headers: dict[str, str]
     ) -> web.StreamResponse:
         headers |= {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         reply = self._reply_to(listener, 200, headers)
@@ -200,12 +202,14 @@ class Relay:
 class _Continued:
     """Reads an answer, by as many decode nodes as it takes."""
 
-    def __init__(self, request: Request, answering: Answering, accounts: Accounts, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, request: Request, answering: Answering, accounts: RequestRecorder, clock: Callable[[], float]
+    ) -> None:
         self._request = request
         self._answering = answering
         self._accounts = accounts
         self._clock = clock
-        self._seam = Seam(request.kept_bytes, is_asked=names_tokens(request.call))
+        self._seam = StreamResume(request.kept_bytes, is_asked=names_tokens(request.call))
         self._first = answering.attempt.answer.first
         self._has_ended = False
 
@@ -280,7 +284,7 @@ def _notice_error(request: Request, told: bytes) -> None:
         request.broken_off = BrokenOff("stream_error", detail)
 
 
-async def pass_on(read: Read, reply: Offered, request: Request, clock: Callable[[], float]) -> None:
+async def pass_on(read: Read, reply: ClientStream, request: Request, clock: Callable[[], float]) -> None:
     """Offers all that is read. A client that has been given the last event has its answer, and may hang up."""
     tail, telling = b"", request.telling
     while chunk := await read():
@@ -294,7 +298,7 @@ async def pass_on(read: Read, reply: Offered, request: Request, clock: Callable[
             request.has_all(clock())
 
 
-async def waited_for(reply: Offered, request: Request, clock: Callable[[], float]) -> None:
+async def waited_for(reply: ClientStream, request: Request, clock: Callable[[], float]) -> None:
     """The time in which a client has to take what it is offered, or loses its place."""
     request.writing_since = clock()
     request.falls_behind(request.writing_since)

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from typing import Final
 
 from gateway.cluster.inflight_load import Booking
-from gateway.cluster.inflight_prefixes import Landing
-from gateway.cluster.node import Node
+from gateway.cluster.inflight_prefixes import InflightLanding
+from gateway.cluster.node import ClusterNode
 from gateway.cluster.registry import Clusters
-from gateway.errors import NodeError
+from gateway.errors import AgentCallFailed
 from gateway.request.request import Request
 from gateway.tasks import TaskSet
-from gateway.telemetry.recorder import Accounts
-from planner.decisions.arrivals import Shared
+from gateway.telemetry.recorder import RequestRecorder
+from planner.decisions.arrivals import SharedPrefix
 from planner.decisions.routing import Route
 from transport.control.messages import TicketInfo
 
@@ -29,16 +29,18 @@ KEEPS_NOTHING_S: Final = 60.0  # a decode node that kept nothing of what had lan
 
 
 @dataclass(slots=True)
-class Hold:
+class DecodeReservation:
     """A reservation on a decode node, the first of `nodes`, and everybody else who may hold something for it."""
 
     ticket: TicketInfo
-    nodes: list[Node]
+    nodes: list[ClusterNode]
     shared_from: str = ""  # the prefill node that has sent others all that it was to begin with
     settled: bool = False  # delivered and loaded: nothing is left to free
 
 
-async def until_landed(booking: Booking, held_blocks: int, patience_s: float) -> tuple[Shared[Landing] | None, bool]:
+async def until_landed(
+    booking: Booking, held_blocks: int, patience_s: float
+) -> tuple[SharedPrefix[InflightLanding] | None, bool]:
     """What has landed at last of what a booked prompt shares beyond `held_blocks`, and whether more of it is late."""
     landed = None
     try:
@@ -52,11 +54,11 @@ async def until_landed(booking: Booking, held_blocks: int, patience_s: float) ->
     return landed, False
 
 
-class Reservations:
+class DecodeReservations:
     """Makes reservations that are given back whatever happens to the request."""
 
     def __init__(
-        self, clusters: Clusters, accounts: Accounts, tasks: TaskSet, clock: Callable[[], float], ttl_s: float
+        self, clusters: Clusters, accounts: RequestRecorder, tasks: TaskSet, clock: Callable[[], float], ttl_s: float
     ) -> None:
         self._clusters = clusters
         self._accounts = accounts
@@ -65,12 +67,12 @@ class Reservations:
         self._ttl_s = ttl_s
 
     @asynccontextmanager
-    async def held(self, request: Request, chosen: Route, booking: Booking) -> AsyncIterator[Hold | None]:
+    async def held(self, request: Request, chosen: Route, booking: Booking) -> AsyncIterator[DecodeReservation | None]:
         """A ticket for what `chosen` has sent to its decode node; None where nothing travels.
 
         What is on its way there for others, and is to be shared, is waited for first.
 
-        Unless it is settled inside the block, all that was made for it is freed after it. Raises NodeError.
+        Unless it is settled inside the block, all that was made for it is freed after it. Raises AgentCallFailed.
         """
         if chosen.prefill_node is None:
             yield None
@@ -79,11 +81,11 @@ class Reservations:
         landed_tokens = landed.blocks * request.served.layout.block_size if landed is not None else 0
         decode = self._clusters.by_id(chosen.decode_node)
         reserving = decode.agent.reserve(request.leg_id, request.prompt, self._ttl_s, request.tenant.share.flow)
-        making = self._tasks.start(reserving, "reserve", expected=(NodeError,))
-        hold: Hold | None = None
+        making = self._tasks.start(reserving, "reserve", expected=(AgentCallFailed,))
+        hold: DecodeReservation | None = None
         try:
             # Shielded: a client that leaves now must not leave a reservation behind whose id is lost.
-            hold = Hold(await asyncio.shield(making), [decode])
+            hold = DecodeReservation(await asyncio.shield(making), [decode])
             if landed is not None and landed_tokens >= chosen.cached_tokens:
                 hold.shared_from = landed.first.prefill_node
             if hold.ticket.have_tokens < landed_tokens:
@@ -94,7 +96,9 @@ class Reservations:
             if hold is None or not hold.settled:
                 self._tasks.start(self._give_back(making, hold.nodes if hold else [decode]), "give_back")
 
-    async def _until_landed(self, request: Request, chosen: Route, booking: Booking) -> Shared[Landing] | None:
+    async def _until_landed(
+        self, request: Request, chosen: Route, booking: Booking
+    ) -> SharedPrefix[InflightLanding] | None:
         """Waits while KVCache that this prompt shares lands for others; what has landed at last, if anything has.
 
         Should it not land, the first prompt that has waited for it has all of it sent, and the others wait for that.
@@ -105,15 +109,15 @@ class Reservations:
             self._accounts.fell_back(request, "landing_late")
         return landed
 
-    async def _give_back(self, making: "asyncio.Task[TicketInfo]", nodes: list[Node]) -> None:
+    async def _give_back(self, making: "asyncio.Task[TicketInfo]", nodes: list[ClusterNode]) -> None:
         try:
             ticket = await making
-        except NodeError:
+        except AgentCallFailed:
             return  # nothing was reserved
         await asyncio.gather(*(self._abort(node, ticket.transfer_id) for node in nodes))
 
-    async def _abort(self, node: Node, transfer_id: str) -> None:
+    async def _abort(self, node: ClusterNode, transfer_id: str) -> None:
         try:
             await node.agent.abort(transfer_id, "request_ended")
-        except NodeError as error:
+        except AgentCallFailed as error:
             log.warning("abort of %s failed (its lease will end it): %s", transfer_id, error)

@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 from gateway.cluster.registry import Clusters
 from gateway.request.request import Request
-from gateway.telemetry.recorder import Accounts
-from planner.decisions.retries import Failure, RetryBudget, Rule, Stage
+from gateway.telemetry.recorder import RequestRecorder
+from planner.decisions.retries import FailedStage, FailureKind, RetryBudget, RetryRule
 
 
 class Retries:
@@ -14,7 +14,7 @@ class Retries:
     def __init__(
         self,
         clusters: Clusters,
-        accounts: Accounts,
+        accounts: RequestRecorder,
         clock: Callable[[], float],
         *,
         max_tries: int,
@@ -38,9 +38,11 @@ class Retries:
         """Whether as many engines have gone on with its answer as may."""
         return request.takeovers >= self._max_takeovers
 
-    def rule_after(self, request: Request, stage: Stage, node_id: str, failure: Failure, tries: int) -> Rule:
+    def rule_after(
+        self, request: Request, stage: FailedStage, node_id: str, failure: FailureKind, tries: int
+    ) -> RetryRule:
         """What is to be done, now that `node_id` has failed, as the last of so many tries."""
-        if stage is Stage.STREAM and self.are_takeovers_spent(request):
+        if stage is FailedStage.STREAM and self.are_takeovers_spent(request):
             tries = self.max_tries
         rule = self._budget.rule_after(
             self._clock(),

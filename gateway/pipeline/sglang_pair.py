@@ -10,18 +10,18 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any, Final
 
-from gateway.admission.slo import Refusals
+from gateway.admission.slo import SloGate
 from gateway.cluster.inflight_load import Booking
-from gateway.cluster.links import Links, is_path_failure
-from gateway.cluster.node import Node
+from gateway.cluster.links import ClusterLinks, is_path_failure
+from gateway.cluster.node import ClusterNode
 from gateway.cluster.prefill_outcome import PrefillOutcome
 from gateway.cluster.registry import Clusters
 from gateway.errors import (
+    AgentCallFailed,
     ApiError,
     DecodeFailed,
     InternalError,
     KillsEngines,
-    NodeError,
     NodeFailure,
     PrefillFailed,
     Unavailable,
@@ -29,12 +29,12 @@ from gateway.errors import (
 from gateway.pipeline.retries import Retries
 from gateway.pipeline.ticketed import Attempt, cancel, hang_up, noting_death
 from gateway.request.request import Request
-from gateway.routing.router import Decider
+from gateway.routing.router import Router
 from gateway.tasks import TaskSet
-from gateway.telemetry.recorder import Accounts
+from gateway.telemetry.recorder import RequestRecorder
 from gateway.upstream.legs import DecodeAnswer, Legs
-from gateway.upstream.sglang_bootstrap import Room, is_certain, room_at, to_blame
-from planner.decisions.retries import Failure, Next, Stage, tries_of
+from gateway.upstream.sglang_bootstrap import BootstrapRoom, is_certain, room_at, to_blame
+from planner.decisions.retries import FailedStage, FailureKind, Next, tries_of
 from planner.decisions.routing import Route
 
 log = logging.getLogger("prfaas.gateway.pairing")
@@ -48,11 +48,11 @@ class Pairing:
     def __init__(
         self,
         clusters: Clusters,
-        links: Links,
+        links: ClusterLinks,
         legs: Legs,
-        decider: Decider,
-        refusals: Refusals,
-        accounts: Accounts,
+        decider: Router,
+        refusals: SloGate,
+        accounts: RequestRecorder,
         tasks: TaskSet,
         retries: Retries,
         draw: Callable[[int], int],
@@ -76,7 +76,7 @@ class Pairing:
 
     async def _first_answer(self, request: Request, chosen: Route, booking: Booking, own: AsyncExitStack) -> Attempt:
         """By one prefill node or another; what the attempt holds is handed to `own`."""
-        failed: dict[str, Failure] = {}
+        failed: dict[str, FailureKind] = {}
         way = chosen
         while True:
             assert way.prefill_node is not None  # routing chooses no decode node without a prefill node
@@ -106,18 +106,24 @@ class Pairing:
         answer = await _answer_of(delivery, asking)
         return Attempt(answer, decode, engine, delivery)
 
-    def _prefill_node(self, way: Route) -> Node:
+    def _prefill_node(self, way: Route) -> ClusterNode:
         assert way.prefill_node is not None
         try:
             node = self._clusters.by_id(way.prefill_node)
-        except NodeError as error:  # the decode node is not to blame
+        except AgentCallFailed as error:  # the decode node is not to blame
             raise PrefillFailed(way.prefill_node, error.reason, error.detail) from error
         if node.info is None or node.info.rooms is None or not node.info.rooms.port:
             raise PrefillFailed(node.id, "wrong_role", "it opens no rooms any more")
         return node
 
     async def _deliver(
-        self, request: Request, way: Route, node: Node, decode: Node, room: Room, booking: Booking
+        self,
+        request: Request,
+        way: Route,
+        node: ClusterNode,
+        decode: ClusterNode,
+        room: BootstrapRoom,
+        booking: Booking,
     ) -> PrefillOutcome:
         receiver = decode.engine
         # Its answer says nothing of a queue: only what had none tells how long computing takes.
@@ -138,21 +144,23 @@ class Pairing:
         self._refusals.computed(request, decode.id)
         return outcome
 
-    async def _ask(self, request: Request, decode: Node, room: Room) -> DecodeAnswer:
+    async def _ask(self, request: Request, decode: ClusterNode, room: BootstrapRoom) -> DecodeAnswer:
         async with noting_death(self._clusters, request, decode):
             return await self._legs.decode_in(decode, request, room)
 
     def _next_way(
-        self, request: Request, chosen: Route, failing: str, error: PrefillFailed, failed: dict[str, Failure]
+        self, request: Request, chosen: Route, failing: str, error: PrefillFailed, failed: dict[str, FailureKind]
     ) -> Route:
         """The node that prefills after `failing`, for the same decode node. Raises ApiError without one: decode cannot go on
         alone."""
-        noted = self._accounts.doubted if error.failure is Failure.REQUEST else self._accounts.fell_back
+        noted = self._accounts.doubted if error.failure is FailureKind.REQUEST else self._accounts.fell_back
         noted(request, f"prefill_{error.reason}", error)
-        rule = self._retries.rule_after(request, Stage.PREFILL, failing, failed[failing], tries_of(failed.values()))
+        rule = self._retries.rule_after(
+            request, FailedStage.PREFILL, failing, failed[failing], tries_of(failed.values())
+        )
         if rule.next is Next.REFUSE:
             raise KillsEngines(request.deaths)
-        if error.failure is Failure.REQUEST:
+        if error.failure is FailureKind.REQUEST:
             raise ApiError(400, error.detail or error.reason, code="bad_request")
         other = self._decider.other_prefill(request, chosen, failed) if rule.next is Next.ELSEWHERE else None
         if other is None:

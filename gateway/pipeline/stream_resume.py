@@ -60,7 +60,7 @@ def _said(call: Call, name: str) -> bool:
     return raw is not None and bytes(raw) not in _NOTHING
 
 
-class Seam:
+class StreamResume:
     """What has been relayed of one stream: at most `max_bytes` of its tokens' names. `is_asked`: the client wants them, too."""
 
     __slots__ = ("_created", "_error", "_held", "_ids", "_is_asked", "_last", "_max_bytes", "is_too_long", "num_tokens")

@@ -11,22 +11,30 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
-from gateway.admission.slo import Refusals
+from gateway.admission.slo import SloGate
 from gateway.cluster.inflight_load import Booking
-from gateway.cluster.links import Links, is_path_failure
-from gateway.cluster.node import Node
+from gateway.cluster.links import ClusterLinks, is_path_failure
+from gateway.cluster.node import ClusterNode
 from gateway.cluster.prefill_outcome import PrefillOutcome
 from gateway.cluster.registry import Clusters
-from gateway.errors import ApiError, DecodeFailed, InternalError, KillsEngines, NodeError, NodeFailure, PrefillFailed
-from gateway.pipeline.reservations import Hold
+from gateway.errors import (
+    AgentCallFailed,
+    ApiError,
+    DecodeFailed,
+    InternalError,
+    KillsEngines,
+    NodeFailure,
+    PrefillFailed,
+)
+from gateway.pipeline.reservations import DecodeReservation
 from gateway.pipeline.retries import Retries
 from gateway.request.request import Request
-from gateway.routing.prefix_transfers import OK, Move, Moves, prefix_of
-from gateway.routing.router import Decider
+from gateway.routing.prefix_transfers import OK, PrefixTransfer, PrefixTransfers, prefix_of
+from gateway.routing.router import Router
 from gateway.tasks import TaskSet
-from gateway.telemetry.recorder import Accounts
+from gateway.telemetry.recorder import RequestRecorder
 from gateway.upstream.legs import DecodeAnswer, Legs
-from planner.decisions.retries import Failure, Next, Stage, may_have_died, tries_of
+from planner.decisions.retries import FailedStage, FailureKind, Next, may_have_died, tries_of
 from planner.decisions.routing import Route
 
 log = logging.getLogger("prfaas.gateway.run")
@@ -48,24 +56,24 @@ class Attempt:
     """
 
     answer: DecodeAnswer
-    decode: Node
+    decode: ClusterNode
     engine: tuple[str, int]
     delivery: "asyncio.Task[PrefillOutcome] | asyncio.Task[PrefillOutcome | None] | None" = None
-    hold: Hold | None = None
+    hold: DecodeReservation | None = None
 
 
-class Runner:
+class TicketedRunner:
     """Runs what has been decided and reserved."""
 
     def __init__(
         self,
         clusters: Clusters,
-        links: Links,
+        links: ClusterLinks,
         legs: Legs,
-        moves: Moves,
-        decider: Decider,
-        refusals: Refusals,
-        accounts: Accounts,
+        moves: PrefixTransfers,
+        decider: Router,
+        refusals: SloGate,
+        accounts: RequestRecorder,
         tasks: TaskSet,
         retries: Retries,
         room_s: float,
@@ -83,7 +91,7 @@ class Runner:
 
     @asynccontextmanager
     async def attempt(
-        self, request: Request, chosen: Route, hold: Hold | None, booking: Booking
+        self, request: Request, chosen: Route, hold: DecodeReservation | None, booking: Booking
     ) -> AsyncIterator[Attempt]:
         """The attempt, once its decode node answers. Raises NodeFailure, or ApiError for what no node can mend."""
         decode = self._clusters.by_id(chosen.decode_node)
@@ -105,29 +113,31 @@ class Runner:
             own.push_async_callback(hang_up, asking)
             yield Attempt(await _unless_it_fails(delivery, asking), decode, engine, delivery, hold)
 
-    async def _ask(self, decode: Node, request: Request, transfer_id: str | None) -> DecodeAnswer:
+    async def _ask(self, decode: ClusterNode, request: Request, transfer_id: str | None) -> DecodeAnswer:
         async with noting_death(self._clusters, request, decode):
             return await self._legs.decode(decode, request, transfer_id)
 
     # The prefill's side
 
-    async def _deliver(self, request: Request, chosen: Route, hold: Hold, booking: Booking) -> PrefillOutcome | None:
+    async def _deliver(
+        self, request: Request, chosen: Route, hold: DecodeReservation, booking: Booking
+    ) -> PrefillOutcome | None:
         """Gets the KVCache to the decode node, by one prefill node or another. None: it computes the prompt itself."""
         if hold.shared_from != chosen.prefill_node:
             await self._fetch(request, chosen)
         await self._until_computed(request, chosen, booking)
-        failed: dict[str, Failure] = {}
+        failed: dict[str, FailureKind] = {}
         pauses = 0
         way: Route | None = chosen
         while way is not None:
             assert way.prefill_node is not None
             try:
                 outcome = await self._prefill(way, request, hold, booking)
-            except (PrefillFailed, NodeError) as error:
+            except (PrefillFailed, AgentCallFailed) as error:
                 booking.prefilled()
                 failed[way.prefill_node] = error.failure
                 way = self._next_way(request, chosen, way.prefill_node, error, failed)
-                full = way is None and error.failure is Failure.FULL
+                full = way is None and error.failure is FailureKind.FULL
                 if full and pauses < self._max_pauses and not self._decider.may_compute(chosen.decode_node):
                     pauses += 1
                     await asyncio.sleep(PAUSE_S)
@@ -142,7 +152,7 @@ class Runner:
         await self._stop_waiting(request, chosen, hold, booking)
         return None
 
-    async def _prefill(self, way: Route, request: Request, hold: Hold, booking: Booking) -> PrefillOutcome:
+    async def _prefill(self, way: Route, request: Request, hold: DecodeReservation, booking: Booking) -> PrefillOutcome:
         assert way.prefill_node is not None
         node, decode = self._clusters.by_id(way.prefill_node), hold.nodes[0]
         receiver = decode.engine
@@ -163,13 +173,13 @@ class Runner:
         return outcome
 
     def _next_way(
-        self, request: Request, chosen: Route, failing: str, error: NodeFailure, failed: dict[str, Failure]
+        self, request: Request, chosen: Route, failing: str, error: NodeFailure, failed: dict[str, FailureKind]
     ) -> Route | None:
         """The node that prefills after node `failing`; None: no node. Raises KillsEngines."""
-        noted = self._accounts.doubted if error.failure is Failure.REQUEST else self._accounts.fell_back
+        noted = self._accounts.doubted if error.failure is FailureKind.REQUEST else self._accounts.fell_back
         noted(request, f"prefill_{error.reason}", error)
         match self._retries.rule_after(
-            request, Stage.PREFILL, failing, failed[failing], tries_of(failed.values())
+            request, FailedStage.PREFILL, failing, failed[failing], tries_of(failed.values())
         ).next:
             case Next.ELSEWHERE:
                 return self._decider.other_prefill(request, chosen, failed)
@@ -194,7 +204,7 @@ class Runner:
             return
         try:
             source, target = self._clusters.by_id(chosen.fetch_from), self._clusters.by_id(chosen.prefill_node)
-        except NodeError as error:
+        except AgentCallFailed as error:
             self._accounts.fell_back(request, f"fetch_{error.reason}", error)
             return
         if not self._links.is_up(source, target):
@@ -202,14 +212,14 @@ class Runner:
             return
         hashes = prefix_of(request.prompt.hashes, chosen.cached_tokens, request.served.layout.block_size)
         num_bytes = request.served.layout.kv_bytes(chosen.cached_tokens)
-        move = Move(source, target, hashes, chosen.cached_tokens, num_bytes, tenant=request.tenant.name)
+        move = PrefixTransfer(source, target, hashes, chosen.cached_tokens, num_bytes, tenant=request.tenant.name)
         outcome = await self._moves.make(move, chosen.fetch_limit_s)
         if outcome == OK:
             request.fetched_from = source.id
         else:
             self._accounts.fell_back(request, f"fetch_{outcome}")
 
-    async def _stop_waiting(self, request: Request, chosen: Route, hold: Hold, booking: Booking) -> None:
+    async def _stop_waiting(self, request: Request, chosen: Route, hold: DecodeReservation, booking: Booking) -> None:
         """Tells the decode node that nothing will come; its engine then recomputes, and the answer goes on."""
         noted = self._accounts.doubted if request.doubts else self._accounts.fell_back
         noted(request, "recompute_no_prefill")
@@ -219,12 +229,12 @@ class Runner:
         self._accounts.prefilling(request, hold.nodes[0])
         try:
             await hold.nodes[0].agent.abort(hold.ticket.transfer_id, "prefill_failed")
-        except NodeError as error:
+        except AgentCallFailed as error:
             log.warning("id=%s decode node could not be told to recompute: %s", request.id, error)
 
 
 @asynccontextmanager
-async def noting_death(clusters: Clusters, request: Request, node: Node) -> AsyncIterator[None]:
+async def noting_death(clusters: Clusters, request: Request, node: ClusterNode) -> AsyncIterator[None]:
     """A leg at `node`. If it fails because the engine died, the request keeps that, and the failure says `engine_died`."""
     engine = node.engine
     try:

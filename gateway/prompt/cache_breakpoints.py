@@ -63,7 +63,7 @@ class _Options(msgspec.Struct, frozen=True):
     ttl: Ttl = DEFAULT_TTL
 
 
-class Mark(msgspec.Struct, frozen=True):
+class PrefixMark(msgspec.Struct, frozen=True):
     """The end of a prefix: `end` parts (of a text: characters) of message `message` and all before it, or `tools` tools.
 
     `field` is what it is called in an error.
@@ -76,16 +76,16 @@ class Mark(msgspec.Struct, frozen=True):
     tools: int = 0
 
 
-class Marks(msgspec.Struct, frozen=True):
+class PrefixMarks(msgspec.Struct, frozen=True):
     """What a call says of caching; `is_explicit`: nothing but what is marked is worth keeping."""
 
-    marks: tuple[Mark, ...] = ()
+    marks: tuple[PrefixMark, ...] = ()
     category: str = ""
     is_explicit: bool = False
 
 
-NO_MARKS: Final = Marks()
-_Taken = Callable[[Any, str, Mark], Iterator[Mark]]
+NO_MARKS: Final = PrefixMarks()
+_Taken = Callable[[Any, str, PrefixMark], Iterator[PrefixMark]]
 
 _MESSAGES: Final = msgspec.json.Decoder(list[dict[str, Any]])
 _TOOLS: Final = msgspec.json.Decoder(list[dict[str, Any]])
@@ -101,7 +101,7 @@ def is_marked(body: bytes) -> bool:
     return any(said in body for said in _CALLS_FOR_MARKS)
 
 
-def unmarked(call: Call, *, may_be_marked: bool = True) -> tuple[Call, Marks]:
+def unmarked(call: Call, *, may_be_marked: bool = True) -> tuple[Call, PrefixMarks]:
     """The call without what it says of caching, which engines need not know, and that. Raises BadRequest.
 
     `may_be_marked` is `is_marked` of its body, which is not looked through again if that is known.
@@ -118,11 +118,11 @@ def unmarked(call: Call, *, may_be_marked: bool = True) -> tuple[Call, Marks]:
     control = field_of(fields, CONTROL, _CONTROL)
     ttl = options.ttl if options is not None else DEFAULT_TTL
     taken = _taken if call.dialect is None else _taken_of_dialect
-    marks: list[Mark] = []
+    marks: list[PrefixMark] = []
     if _bears(call, "tools"):
         tools = field_of(fields, "tools", _TOOLS)
         for number, tool in enumerate(tools):
-            end = Mark("", ttl, tools=number + 1)
+            end = PrefixMark("", ttl, tools=number + 1)
             for where, bearer in ((f"tools[{number}]", tool), (f"tools[{number}].function", tool.get("function"))):
                 marks += taken(bearer, where, end)
         kept["tools"] = Raw(msgspec.json.encode(tools))
@@ -135,21 +135,21 @@ def unmarked(call: Call, *, may_be_marked: bool = True) -> tuple[Call, Marks]:
         kept["messages"] = Raw(msgspec.json.encode(messages))
         last = len(messages) - 1
     if implicit and last >= 0:
-        marks.append(Mark(OPTIONS, ttl, last))
+        marks.append(PrefixMark(OPTIONS, ttl, last))
     if control is not None and last >= 0:
-        marks.append(Mark(CONTROL, control.ttl, last))
+        marks.append(PrefixMark(CONTROL, control.ttl, last))
     check_number(sum(mark.field.endswith(CONTROL) for mark in marks))
     # OpenAI writes the last four.
-    return replace(call, fields=kept), Marks(
+    return replace(call, fields=kept), PrefixMarks(
         tuple(marks[-MAX_MARKS:]),
         blake2b(key.encode("utf-8", "surrogatepass"), digest_size=CATEGORY_BYTES).hexdigest() if key else "",
         options is not None and options.mode == "explicit",
     )
 
 
-def _in_message(message: dict[str, Any], number: int, ttl: str, taken: _Taken) -> list[Mark]:
+def _in_message(message: dict[str, Any], number: int, ttl: str, taken: _Taken) -> list[PrefixMark]:
     """The marks in a message, which are taken out of it."""
-    where, whole = f"messages[{number}]", Mark("", ttl, message=number)
+    where, whole = f"messages[{number}]", PrefixMark("", ttl, message=number)
     found = [*taken(message, where, whole)]
     for index, called in enumerate(_list(message.get("tool_calls"))):
         found += taken(called, f"{where}.tool_calls[{index}]", whole)  # a part of its message's end
@@ -161,7 +161,7 @@ def _in_message(message: dict[str, Any], number: int, ttl: str, taken: _Taken) -
     return found
 
 
-def _taken(bearer: Any, where: str, end: Mark) -> Iterator[Mark]:
+def _taken(bearer: Any, where: str, end: PrefixMark) -> Iterator[PrefixMark]:
     """The marks of `bearer`, which it loses; they are where `end` is. Raises BadRequest."""
     if not isinstance(bearer, dict):
         return
@@ -173,7 +173,7 @@ def _taken(bearer: Any, where: str, end: Mark) -> Iterator[Mark]:
         yield msgspec.structs.replace(end, field=f"{where}.{CONTROL}", ttl=control.ttl)
 
 
-def _taken_of_dialect(bearer: Any, where: str, end: Mark) -> Iterator[Mark]:
+def _taken_of_dialect(bearer: Any, where: str, end: PrefixMark) -> Iterator[PrefixMark]:
     """As `_taken`, of what a dialect has become: such marks may be several, and say themselves where they are."""
     said = bearer.pop(MARK, ()) if isinstance(bearer, dict) else ()
     for each in said if isinstance(said, list | tuple) else [said]:
@@ -201,13 +201,13 @@ def _bears(call: Call, name: str) -> bool:
 
 
 def breakpoints(
-    marks: Sequence[Mark], chat: Chat, tokens: TokenArray, read: Callable[[Chat], TokenArray]
+    marks: Sequence[PrefixMark], chat: Chat, tokens: TokenArray, read: Callable[[Chat], TokenArray]
 ) -> tuple[Breakpoint, ...]:
     """Where the marked prefixes of `chat`, which is read as `tokens`, end. Raises BadRequest for those that cannot be kept."""
     return tuple(_place(mark, chat, tokens, read) for mark in marks)
 
 
-def _place(mark: Mark, chat: Chat, tokens: TokenArray, read: Callable[[Chat], TokenArray]) -> Breakpoint:
+def _place(mark: PrefixMark, chat: Chat, tokens: TokenArray, read: Callable[[Chat], TokenArray]) -> Breakpoint:
     def rendered(part: Chat) -> TokenArray:
         try:
             return read(part)
@@ -223,7 +223,7 @@ def _place(mark: Mark, chat: Chat, tokens: TokenArray, read: Callable[[Chat], To
     return Breakpoint(mark.field, mark.ttl, length, len(whole))
 
 
-def _up_to(mark: Mark, chat: Chat) -> Chat:
+def _up_to(mark: PrefixMark, chat: Chat) -> Chat:
     if mark.tools:
         return _opening(chat, mark.tools)
     message = chat.messages[mark.message]
@@ -232,7 +232,7 @@ def _up_to(mark: Mark, chat: Chat) -> Chat:
     return _short(chat, [*chat.messages[: mark.message], message])
 
 
-def _before(mark: Mark, chat: Chat) -> Chat:
+def _before(mark: PrefixMark, chat: Chat) -> Chat:
     """The conversation up to the marked part, but without all that is marked of its message."""
     if mark.tools:
         return _opening(chat, mark.tools - 1)

@@ -34,7 +34,7 @@ _MARKS: Final = tuple(f'"{kind}"'.encode() for kind in sorted(KINDS))
 _MESSAGES: Final = msgspec.json.Decoder(list[Any])
 
 
-class Guess(msgspec.Struct, frozen=True):
+class MediaGuess(msgspec.Struct, frozen=True):
     """What is known of a prompt whose media no engine has read: the tokens of its texts, the number of media, and why none is
     asked for them; "": one may be.
     """
@@ -45,7 +45,7 @@ class Guess(msgspec.Struct, frozen=True):
 
 
 class Apart(msgspec.Struct, frozen=True):
-    """A call's texts, and how many media were among them; `digest` is of all they say, `unread` as in a Guess."""
+    """A call's texts, and how many media were among them; `digest` is of all they say, `unread` as in a MediaGuess."""
 
     texts: Call
     number: int

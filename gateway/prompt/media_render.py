@@ -11,7 +11,7 @@ from typing import Final
 import msgspec
 
 from gateway.api.openai import NOT_JSON
-from gateway.prompt.media import TOKENS_EACH, Guess
+from gateway.prompt.media import TOKENS_EACH, MediaGuess
 from hybrid_cache.hashing.block_hash import MEDIUM, Inset
 from prompts.segments import TokenArray, token_array
 
@@ -43,7 +43,7 @@ _RENDERED: Final = msgspec.json.Decoder(_Rendered)
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class RenderedMedia:
     """A prompt's tokens, and the media among them, in order; `failure` is why they are not known well enough."""
 
     tokens: TokenArray
@@ -51,27 +51,27 @@ class Seen:
     failure: str = ""
 
 
-def seen_in(answer: bytes, number: int) -> Seen:
+def seen_in(answer: bytes, number: int) -> RenderedMedia:
     """What an engine has seen of a prompt with so many media."""
     nothing = token_array([])
     try:
         told = _RENDERED.decode(answer)
         tokens = token_array(told.token_ids)
     except (*NOT_JSON, ValueError, OverflowError):
-        return Seen(nothing, failure="bad_answer")
+        return RenderedMedia(nothing, failure="bad_answer")
     if told.features is None or told.features.mm_hashes.keys() != told.features.mm_placeholders.keys():
-        return Seen(nothing, failure="bad_answer")
+        return RenderedMedia(nothing, failure="bad_answer")
     if not KINDS.issuperset(told.features.mm_hashes):
-        return Seen(nothing, failure="kind")
+        return RenderedMedia(nothing, failure="kind")
     names = [name for kind in KINDS for name in told.features.mm_hashes.get(kind, ())]
     places = [place for kind in KINDS for place in told.features.mm_placeholders.get(kind, ())]
     if len(names) != len(places) or len(names) != number or not _in_order(places, len(tokens)):
-        return Seen(nothing, failure="bad_answer")
+        return RenderedMedia(nothing, failure="bad_answer")
     if not all(name.startswith(MEDIUM) for name in names):
-        return Seen(nothing, failure="unnamed")
+        return RenderedMedia(nothing, failure="unnamed")
     if places[-1].offset + places[-1].length == len(tokens):  # the last token is the decode node's to compute
-        return Seen(nothing, failure="at_end")
-    return Seen(tokens, tuple(Inset(place.offset, name) for place, name in zip(places, names, strict=True)))
+        return RenderedMedia(nothing, failure="at_end")
+    return RenderedMedia(tokens, tuple(Inset(place.offset, name) for place, name in zip(places, names, strict=True)))
 
 
 def _in_order(places: list[_Range], num_tokens: int) -> bool:
@@ -90,11 +90,11 @@ class Worth:
         self._tokens_each: deque[float] = deque(maxlen=KNOWN)
         self._short = 0
 
-    def learn(self, guess: Guess, num_tokens: int) -> None:
+    def learn(self, guess: MediaGuess, num_tokens: int) -> None:
         """A prompt of that guess has `num_tokens`."""
         self._tokens_each.append((num_tokens - guess.text_tokens) / guess.number)
 
-    def asks(self, guess: Guess, threshold_tokens: float) -> bool:
+    def asks(self, guess: MediaGuess, threshold_tokens: float) -> bool:
         """Whether it may be one of more than `threshold_tokens`; now and then, and as long as nothing is known, any may be."""
         if not self._tokens_each:
             return True

@@ -17,8 +17,8 @@ from gateway.api.dialects.translation import call_in
 from gateway.api.openai import Call, ChatOptions, Endpoint, field_of
 from gateway.api.validation import MAX_ANSWERS, Tools, check_tools, too_many
 from gateway.errors import BadRequest, unknown_model
-from gateway.prompt.cache_breakpoints import NO_MARKS, Marks, breakpoints, unmarked
-from gateway.prompt.media import TOKENS_EACH, Apart, Guess, apart, may_have_media
+from gateway.prompt.cache_breakpoints import NO_MARKS, PrefixMarks, breakpoints, unmarked
+from gateway.prompt.media import TOKENS_EACH, Apart, MediaGuess, apart, may_have_media
 from hybrid_cache.hashing.block_hash import NAMESPACE, Inset, namespaced
 from hybrid_cache.hashing.chains import ChainCache
 from prompts.conversations import Conversations
@@ -82,7 +82,7 @@ class Prompt(msgspec.Struct, frozen=True):
     caching: Caching = NO_CACHING
     adapter: str = ""
     has_media: bool = False
-    guess: Guess | None = None
+    guess: MediaGuess | None = None
 
     @property
     def is_plain(self) -> bool:
@@ -100,7 +100,7 @@ class Prompt(msgspec.Struct, frozen=True):
         return self.num_tokens - 1
 
 
-class Model(msgspec.Struct, frozen=True, kw_only=True):
+class PromptModel(msgspec.Struct, frozen=True, kw_only=True):
     """What reading needs to know of the model served: the names it goes by, the longest context, how blocks are named.
 
     `adapters` of it are served, too, by names of their own; whether messages may have media in them.
@@ -125,7 +125,7 @@ class PromptMemory:
 def read_call(
     endpoint: Endpoint,
     body: bytes,
-    model: Model,
+    model: PromptModel,
     memory: PromptMemory,
     tenant: bytes = b"",
     answered: Sequence[int] = (),
@@ -140,12 +140,12 @@ def read_call(
 
 def prompt_of(
     call: Call,
-    model: Model,
+    model: PromptModel,
     memory: PromptMemory,
     tenant: bytes = b"",
     most_new: int | None = None,
     answered: Sequence[int] = (),
-    marks: Marks = NO_MARKS,
+    marks: PrefixMarks = NO_MARKS,
 ) -> Prompt:
     """The prompt of `call`, with what has been `answered` after it. Raises ApiError, BadRequest above all.
 
@@ -162,7 +162,7 @@ def prompt_of(
     return replace(prompt, caching=caching)
 
 
-def _media_of(call: Call, model: Model, most_new: int | None) -> Apart | None:
+def _media_of(call: Call, model: PromptModel, most_new: int | None) -> Apart | None:
     """The texts of a chat that has media in it; TakesLonger as `prompt_of`, BadRequest for a name that others may have given."""
     if call.endpoint is not Endpoint.CHAT or not may_have_media(call.fields["messages"]):
         return None
@@ -171,19 +171,19 @@ def _media_of(call: Call, model: Model, most_new: int | None) -> Apart | None:
     return apart(call, may_be_named=not model.hashing.namespace(call.options.cache_salt))
 
 
-def _prompt_with(media: Apart, model: Model, memory: PromptMemory, tenant: bytes, marks: Marks) -> Prompt:
+def _prompt_with(media: Apart, model: PromptModel, memory: PromptMemory, tenant: bytes, marks: PrefixMarks) -> Prompt:
     """The prompt of texts with media between them: its tokens are guessed, its blocks named by what the media are."""
     tokens, _ = tokens_of_prompt(media.texts, model, memory, tenant)
     prompt = prompt_from(media.texts, tokens, MEDIA, model, memory, tenant, unread=media.digest)
     room = model.max_model_len - 1  # who is sure that it fits is the engine
     guessed = max(prompt.num_tokens, min(room, prompt.num_tokens + media.number * TOKENS_EACH))
     unread = media.unread or ("truncated" if media.texts.options.truncate_prompt_tokens is not None else "")
-    guess = Guess(prompt.num_tokens, media.number, unread)
+    guess = MediaGuess(prompt.num_tokens, media.number, unread)
     return replace(prompt, num_tokens=guessed, caching=_unkept(marks), has_media=True, guess=guess)
 
 
 def tokens_of_prompt(
-    call: Call, model: Model, memory: PromptMemory, tenant: bytes, most_new: int | None = None
+    call: Call, model: PromptModel, memory: PromptMemory, tenant: bytes, most_new: int | None = None
 ) -> tuple[TokenArray, str]:
     """As `prompt_tokens`, and no more of them than the call wants to be left."""
     tokens, how = prompt_tokens(call, memory, tenant, most_new)
@@ -196,7 +196,7 @@ def prompt_from(
     call: Call,
     tokens: TokenArray,
     how: str,
-    model: Model,
+    model: PromptModel,
     memory: PromptMemory,
     tenant: bytes = b"",
     answered: Sequence[int] = (),
@@ -230,7 +230,7 @@ def prompt_from(
     )
 
 
-def check_name(call: Call, model: Model) -> None:
+def check_name(call: Call, model: PromptModel) -> None:
     """Raises ApiError 404 for a model that is not served."""
     name = call.options.model
     if name not in model.names and name not in model.adapters:
@@ -265,7 +265,7 @@ def prompt_tokens(
         raise BadRequest(error.message, param=error.param, code=error.code) from error
 
 
-def _caching(call: Call, marks: Marks, tokens: TokenArray, memory: PromptMemory, tenant: bytes) -> Caching:
+def _caching(call: Call, marks: PrefixMarks, tokens: TokenArray, memory: PromptMemory, tenant: bytes) -> Caching:
     """What `marks` mean for the prompt of `call`, which is read as `tokens`. Raises BadRequest."""
     if call.endpoint is not Endpoint.CHAT:  # a text has no parts: its end is all that can be marked
         places = tuple(Breakpoint(mark.field, mark.ttl, len(tokens), len(tokens)) for mark in marks.marks)
@@ -278,7 +278,7 @@ def _caching(call: Call, marks: Marks, tokens: TokenArray, memory: PromptMemory,
     return Caching(places, marks.category, marks.is_explicit)
 
 
-def _unkept(marks: Marks) -> Caching:
+def _unkept(marks: PrefixMarks) -> Caching:
     """What `marks` mean for a prompt whose blocks are not kept: each says so."""
     places = tuple(Breakpoint(mark.field, mark.ttl, 0, 0) for mark in marks.marks)
     return Caching(places, marks.category, marks.is_explicit)

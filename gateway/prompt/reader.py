@@ -24,12 +24,12 @@ from gateway.api.dialects.translation import call_in
 from gateway.api.openai import Call, Endpoint
 from gateway.errors import ApiError, ReaderDied
 from gateway.prompt.cache_breakpoints import is_marked, unmarked
-from gateway.prompt.prompt import Model, Prompt, PromptMemory, prompt_of, read_call
+from gateway.prompt.prompt import Prompt, PromptMemory, PromptModel, prompt_of, read_call
 from gateway.prompt.reader_pool import GONE, ReadingPool
-from gateway.prompt.reader_process import Question, answer_of, header_of
+from gateway.prompt.reader_process import ReadQuestion, answer_of, header_of
 from gateway.prompt.reader_queue import ReadingQueue, ReadingRoom
 from gateway.tasks import TaskSet
-from planner.decisions.waiting import EVERYBODYS, Share
+from planner.decisions.waiting import EVERYBODYS, TenantShare
 from prompts.errors import TakesLonger
 from prompts.ids import may_be_ids
 from prompts.tokenizer import TextTokenizer
@@ -51,7 +51,7 @@ def nothing() -> None:
     """No reason to refuse."""
 
 
-class Reader:
+class PromptReader:
     """Reads bodies: `threads` short ones and as many long ones at once."""
 
     def __init__(
@@ -89,10 +89,10 @@ class Reader:
         self,
         endpoint: Endpoint,
         body: bytes,
-        model: Model,
+        model: PromptModel,
         tenant: bytes = b"",
         answered: Sequence[int] = (),
-        share: Share = EVERYBODYS,
+        share: TenantShare = EVERYBODYS,
         check: Callable[[], None] = nothing,
     ) -> tuple[Call, Prompt]:
         """The call that `body` makes, and its prompt, with what has been `answered` after it. Raises ApiError.
@@ -123,12 +123,12 @@ class Reader:
             held.enter_context(self._room.held(share.flow, len(body)))
             await self._pool.take(share, len(body), check)
             # A task of its own: should the client leave, the process still gets its question whole, and its answer is taken.
-            asked = Question(endpoint, model, tenant, list(answered))
+            asked = ReadQuestion(endpoint, model, tenant, list(answered))
             asking = self._tasks.start(self._ask(asked, body, held.pop_all()), "read", expected=(ApiError,))
         return await asyncio.shield(asking)
 
     async def think(
-        self, work: Callable[[PromptMemory], T], share: Share = EVERYBODYS, num_bytes: int = TINY_BODY_BYTES
+        self, work: Callable[[PromptMemory], T], share: TenantShare = EVERYBODYS, num_bytes: int = TINY_BODY_BYTES
     ) -> T:
         """What `work` on so many bytes comes to in a thread. It must not hold the interpreter's lock for long."""
         return await self._in_thread(partial(work, self._memory), share, num_bytes, nothing)
@@ -141,7 +141,9 @@ class Reader:
             self._threads.shutdown(wait=True, cancel_futures=True)
             self._pool.forget()
 
-    async def _in_thread(self, work: Callable[[], T], share: Share, num_bytes: int, check: Callable[[], None]) -> T:
+    async def _in_thread(
+        self, work: Callable[[], T], share: TenantShare, num_bytes: int, check: Callable[[], None]
+    ) -> T:
         with self._room.held(share.flow, num_bytes):
             await self._queue.take(share, num_bytes)
             loop = asyncio.get_running_loop()
@@ -155,7 +157,7 @@ class Reader:
             working.add_done_callback(lambda _: loop.call_soon_threadsafe(self._queue.give_back))
             return await asyncio.wrap_future(working)
 
-    async def _ask(self, question: Question, body: bytes, held: ExitStack) -> tuple[Call, Prompt]:
+    async def _ask(self, question: ReadQuestion, body: bytes, held: ExitStack) -> tuple[Call, Prompt]:
         """Asks a process whose place has been taken; `held` is left when the answer is there."""
         with held:
             try:

@@ -22,11 +22,11 @@ from typing import Final
 
 import msgspec
 
-from gateway.prompt.reader_process import LENGTHS, Start, header_of
+from gateway.prompt.reader_process import LENGTHS, StartReader, header_of
 from gateway.prompt.reader_queue import ReadingQueue
 from gateway.tasks import TaskSet
-from planner.decisions.waiting import Share
-from prompts.encoder import Verdict
+from planner.decisions.waiting import TenantShare
+from prompts.encoder import EncoderVerdict
 from prompts.tokenizer import TextTokenizer
 
 log = logging.getLogger("prfaas.gateway.read")
@@ -64,7 +64,7 @@ class ReadingPool:
         if self._starting:
             await asyncio.wait(self._starting.copy())
 
-    async def take(self, share: Share, num_bytes: int, check: Callable[[], None]) -> None:
+    async def take(self, share: TenantShare, num_bytes: int, check: Callable[[], None]) -> None:
         """Waits for a place, which `process` gives back. Should `check` raise when it is there, nothing is taken."""
         if not self._queue.has_free and self._places < self._most:
             self._grow()
@@ -160,7 +160,7 @@ class ReadingProcess:
         self._writer = writer
 
     @classmethod
-    async def start(cls, known: Verdict | None, blueprint: int, threads: Executor) -> "ReadingProcess":
+    async def start(cls, known: EncoderVerdict | None, blueprint: int, threads: Executor) -> "ReadingProcess":
         """A process that has loaded its tokenizer. If the caller is cancelled, the thread that spawns the process ends it.
 
         Raises what `GONE` lists.
@@ -170,7 +170,7 @@ class ReadingProcess:
         try:
             reader, writer = await asyncio.open_connection(sock=ours, limit=4 * PIECE_BYTES)
             try:
-                writer.write(header_of(Start(known)))
+                writer.write(header_of(StartReader(known)))
                 process = await asyncio.shield(asyncio.wrap_future(spawning))
                 header_size, _ = LENGTHS.unpack(await reader.readexactly(LENGTHS.size))
                 await reader.readexactly(header_size)

@@ -4,11 +4,11 @@ It finds the tokenizer, a Blueprint, in a file that the gateway has open for all
 input, a socket, until the gateway closes it. Frames are two lengths, of a msgpack header and of what follows it as it is:
 
     gateway                                       process
-    Start ─────────────────────────────────────►  whether to use the fast encoder, and what is known of it
-    ◄────────────────────────────────────  Ready  the tokenizer is there
-    Question · body of the call ───────────────►
-    ◄───────────────────── Answer · fields of the body, one after the other
-                           Refusal · nothing                                    one at a time, for ever
+    StartReader ───────────────────────────────►  whether to use the fast encoder, and what is known of it
+    ◄───────────────────────────────  ReaderReady  the tokenizer is there
+    ReadQuestion · body of the call ───────────►
+    ◄───────────────── ReadAnswer · fields of the body, one after the other
+                       ReadRefusal · nothing                                    one at a time, for ever
 """
 
 import dataclasses
@@ -27,35 +27,35 @@ from msgspec.structs import replace
 from gateway.api.cache_control import Caching
 from gateway.api.openai import Call, Endpoint, call_of
 from gateway.errors import ApiError
-from gateway.prompt.media import Guess
-from gateway.prompt.prompt import Model, Prompt, PromptMemory, read_call
+from gateway.prompt.media import MediaGuess
+from gateway.prompt.prompt import Prompt, PromptMemory, PromptModel, read_call
 from hybrid_cache.hashing.block_hash import split_hashes
-from prompts.encoder import Verdict
+from prompts.encoder import EncoderVerdict
 from prompts.tokenizer import Blueprint, TextTokenizer
 
 LENGTHS: Final = struct.Struct("<QQ")
 
 
-class Start(msgspec.Struct, frozen=True, tag=True):
+class StartReader(msgspec.Struct, frozen=True, tag="Start"):
     """How the tokenizer is to be used; `known` is what its fast encoder has shown, None: it is not to be used."""
 
-    known: Verdict | None
+    known: EncoderVerdict | None
 
 
-class Ready(msgspec.Struct, frozen=True, tag=True):
+class ReaderReady(msgspec.Struct, frozen=True, tag="Ready"):
     """The tokenizer has been loaded."""
 
 
-class Question(msgspec.Struct, frozen=True, tag=True):
+class ReadQuestion(msgspec.Struct, frozen=True, tag="Question"):
     """Which call does the body that follows make, and with what prompt?"""
 
     endpoint: Endpoint
-    model: Model
+    model: PromptModel
     tenant: bytes
     answered: list[int] = []
 
 
-class Answer(msgspec.Struct, frozen=True, tag=True):
+class ReadAnswer(msgspec.Struct, frozen=True, tag="Answer"):
     """The prompt; `fields` are name and length, in bytes, of each top-level field that follows. Hashes come put together.
 
     `endpoint` is where engines are asked, wherever the client has; `why_plain` why the process does not use the fast encoder that
@@ -72,13 +72,13 @@ class Answer(msgspec.Struct, frozen=True, tag=True):
     caching: Caching
     adapter: str
     has_media: bool
-    guess: Guess | None
+    guess: MediaGuess | None
     fields: list[tuple[str, int]]
     echo: bytes
     why_plain: str
 
 
-class Refusal(msgspec.Struct, frozen=True, tag=True):
+class ReadRefusal(msgspec.Struct, frozen=True, tag="Refusal"):
     """The client's mistake: an ApiError as a value."""
 
     status: int
@@ -88,9 +88,9 @@ class Refusal(msgspec.Struct, frozen=True, tag=True):
 
 
 _BLUEPRINT: Final = msgspec.msgpack.Decoder(Blueprint)
-_START: Final = msgspec.msgpack.Decoder(Start)
-_QUESTION: Final = msgspec.msgpack.Decoder(Question)
-_ANSWER: Final = msgspec.msgpack.Decoder(Answer | Refusal)
+_START: Final = msgspec.msgpack.Decoder(StartReader)
+_QUESTION: Final = msgspec.msgpack.Decoder(ReadQuestion)
+_ANSWER: Final = msgspec.msgpack.Decoder(ReadAnswer | ReadRefusal)
 
 
 def header_of(value: msgspec.Struct, size: int = 0) -> bytes:
@@ -102,7 +102,7 @@ def header_of(value: msgspec.Struct, size: int = 0) -> bytes:
 def answer_of(header: bytes, data: bytearray, endpoint: Endpoint) -> tuple[Call, Prompt, str]:
     """What an answer says, and why its encoder is not to be believed, if so. Raises ApiError for a refusal."""
     answer = _ANSWER.decode(header)
-    if isinstance(answer, Refusal):
+    if isinstance(answer, ReadRefusal):
         raise ApiError(answer.status, answer.message, param=answer.param, code=answer.code)
     fields, view, start = {}, memoryview(data), 0
     for name, size in answer.fields:
@@ -132,7 +132,7 @@ def serve(connection: socket.socket, blueprint: int) -> None:
         try:
             known = _START.decode(_frame(incoming)[0]).known
             memory = PromptMemory(TextTokenizer.build(replace(_blueprint(blueprint), known=known)))
-            connection.sendall(header_of(Ready()))
+            connection.sendall(header_of(ReaderReady()))
             while True:
                 header, body = _frame(incoming)
                 for part in _answer(_QUESTION.decode(header), body, memory):
@@ -146,14 +146,14 @@ def _blueprint(descriptor: int) -> Blueprint:
         return _BLUEPRINT.decode(data)
 
 
-def _answer(question: Question, body: bytes, memory: PromptMemory) -> Iterable[bytes]:
+def _answer(question: ReadQuestion, body: bytes, memory: PromptMemory) -> Iterable[bytes]:
     try:
         call, prompt = read_call(question.endpoint, body, question.model, memory, question.tenant, question.answered)
     except ApiError as error:
-        return [header_of(Refusal(error.status, error.message, error.param, error.code))]
+        return [header_of(ReadRefusal(error.status, error.message, error.param, error.code))]
     values = [bytes(raw) for raw in call.fields.values()]
     sizes = [len(value) for value in values]
-    answer = Answer(
+    answer = ReadAnswer(
         call.endpoint,
         prompt.num_tokens,
         b"".join(prompt.hashes),

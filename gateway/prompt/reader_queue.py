@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from gateway.errors import Overloaded
-from planner.decisions.waiting import Share
+from planner.decisions.waiting import TenantShare
 
 CLASS_BYTES: Final = (16 * 1024, 128 * 1024)
 LEAST_BYTES: Final = 1024  # a body costs at least as much as one of so many
@@ -66,7 +66,7 @@ class ReadingQueue:
         """Whether the next body gets a place at once."""
         return self._free > 0
 
-    async def take(self, share: Share, num_bytes: int) -> None:
+    async def take(self, share: TenantShare, num_bytes: int) -> None:
         """Waits for a place; to be given back once, by `give_back`."""
         cost = float(max(LEAST_BYTES, num_bytes))
         if self._free:
@@ -116,7 +116,7 @@ class ReadingQueue:
                 return turn
         return None
 
-    def _start_of(self, share: Share) -> float:
+    def _start_of(self, share: TenantShare) -> float:
         return max(self._now, self._ends.get(share.flow, 0.0))
 
     def _has_had(self, name: str, end: float) -> None:

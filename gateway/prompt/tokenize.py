@@ -10,7 +10,7 @@ from msgspec import Meta, Raw
 
 from gateway.api.openai import NOT_JSON, Endpoint, bad_field, call_of, check_fields
 from gateway.errors import BadRequest, unknown_model
-from gateway.prompt.prompt import Model, PromptMemory, check_name, prompt_tokens
+from gateway.prompt.prompt import PromptMemory, PromptModel, check_name, prompt_tokens
 from prompts.tokenizer import TextTokenizer
 
 MAX_BODY_BYTES: Final = 512 * 1024  # as many tokens at worst, whose list takes 8 ms of the interpreter's lock
@@ -34,7 +34,7 @@ _TOKENISE: Final = msgspec.json.Decoder(Tokenise)
 _DETOKENISE: Final = msgspec.json.Decoder(Detokenise)
 
 
-def tokens_of(body: bytes, model: Model, memory: PromptMemory, tenant: bytes) -> bytes:
+def tokens_of(body: bytes, model: PromptModel, memory: PromptMemory, tenant: bytes) -> bytes:
     """The answer to a body of `/tokenize`: of a chat, if it has messages, else of a plain prompt. Raises ApiError."""
     fields, asked = _decoded(body, _FIELDS), _decoded(body, _TOKENISE)
     endpoint = Endpoint.CHAT if "messages" in fields else Endpoint.COMPLETIONS
@@ -51,7 +51,7 @@ def tokens_of(body: bytes, model: Model, memory: PromptMemory, tenant: bytes) ->
     )
 
 
-def text_of(body: bytes, model: Model, tokenizer: TextTokenizer) -> bytes:
+def text_of(body: bytes, model: PromptModel, tokenizer: TextTokenizer) -> bytes:
     """The answer to a body of `/detokenize`, special tokens spelled out. Raises ApiError."""
     asked: Detokenise = _decoded(body, _DETOKENISE)
     if asked.model is not None and asked.model not in model.names and asked.model not in model.adapters:

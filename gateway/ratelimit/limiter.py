@@ -18,7 +18,18 @@ from gateway.auth.keyring import Tenant
 from gateway.config.tenants import MAX_TENANTS
 from gateway.errors import TenantLimited
 from gateway.shared_array import SharedArray
-from planner.decisions.limits import Left, Limit, Limits, Refusal, Used, entered, left, read, settled, solvent
+from planner.decisions.limits import (
+    Left,
+    Limit,
+    LimitRefusal,
+    TenantLimits,
+    Used,
+    entered,
+    left,
+    read,
+    settled,
+    solvent,
+)
 
 ROWS: Final = 4 * MAX_TENANTS  # those of tenants that are no more are used again when they say nothing any more
 NAME, REQUESTS, TOKENS, OWN_CELLS = range(4)
@@ -31,7 +42,7 @@ MESSAGES: Final = {
 }
 
 
-class Allowance:
+class TenantLimiter:
     """What a request may take, and has; to be left once, when the request is over."""
 
     headers: Mapping[str, str] = MappingProxyType({})  # for the client
@@ -49,10 +60,10 @@ class Allowance:
         """It is over."""
 
 
-UNLIMITED: Final = Allowance()
+UNLIMITED: Final = TenantLimiter()
 
 
-class Allowances:
+class TenantLimiters:
     """Those of all tenants: in this process alone, or in a file that has been created for so many `workers`, as `own` sees it."""
 
     def __init__(self, clock: Callable[[], float], path: Path | None = None, *, workers: int = 1, own: int = 0) -> None:
@@ -82,18 +93,18 @@ class Allowances:
         del self._cells
         self._array.close()
 
-    def enter(self, tenant: Tenant) -> Allowance:
+    def enter(self, tenant: Tenant) -> TenantLimiter:
         """Lets a request of this tenant in. Raises TenantLimited."""
         if not tenant.limits.are_any:
             return UNLIMITED
         used, now = self.change(tenant, lambda used, now: entered(tenant.limits, used, now))
         return _Limited(self, tenant, headers_of(tenant.limits, used, now))
 
-    def change(self, tenant: Tenant, change: Callable[[Used, float], Used | Refusal]) -> tuple[Used, float]:
+    def change(self, tenant: Tenant, change: Callable[[Used, float], Used | LimitRefusal]) -> tuple[Used, float]:
         """What the tenant has taken after `change` of what it had by now, and now. Raises TenantLimited."""
         now = self._clock()
         used, changed = self._written(tenant.name, change, now)
-        if isinstance(changed, Refusal):
+        if isinstance(changed, LimitRefusal):
             raise _refused(tenant.limits, changed, used, now)
         return changed, now
 
@@ -110,8 +121,8 @@ class Allowances:
             return int(row[self._pins].sum() - row[self._own + self._workers])
 
     def _written(
-        self, tenant: str, change: Callable[[Used, float], Used | Refusal], now: float
-    ) -> tuple[Used, Used | Refusal]:
+        self, tenant: str, change: Callable[[Used, float], Used | LimitRefusal], now: float
+    ) -> tuple[Used, Used | LimitRefusal]:
         """Used before and after. A frame of its own: an exception would keep the map open for as long as it is kept."""
         with self._array.locked():
             row = self._cells[self._row(tenant, now)]
@@ -142,10 +153,10 @@ class Allowances:
         return int(found[0])
 
 
-class _Limited(Allowance):
+class _Limited(TenantLimiter):
     """That of a tenant with limits, which has entered."""
 
-    def __init__(self, allowances: Allowances, tenant: Tenant, headers: Mapping[str, str]) -> None:
+    def __init__(self, allowances: TenantLimiters, tenant: Tenant, headers: Mapping[str, str]) -> None:
         self.headers = headers
         self._allowances = allowances
         self._tenant = tenant
@@ -171,7 +182,7 @@ class _Limited(Allowance):
         self._allowances.change(self._tenant, lambda used, _: used._replace(at_once=used.at_once - places))
 
 
-def headers_of(limits: Limits, used: Used, now: float) -> dict[str, str]:
+def headers_of(limits: TenantLimits, used: Used, now: float) -> dict[str, str]:
     """What is left of each bucket, in OpenAI's headers."""
     headers: dict[str, str] = {}
     if limits.requests:
@@ -197,7 +208,7 @@ def span(seconds: float) -> str:
     return f"{minutes}m{rest}s" if minutes else f"{rest}s"
 
 
-def _refused(limits: Limits, refusal: Refusal, used: Used, now: float) -> TenantLimited:
+def _refused(limits: TenantLimits, refusal: LimitRefusal, used: Used, now: float) -> TenantLimited:
     allowed = {
         Limit.REQUESTS: limits.requests and limits.requests.per_minute,
         Limit.TOKENS: limits.tokens and limits.tokens.per_minute,

@@ -34,7 +34,7 @@ KNOWN: Final = frozenset(
 )  # fmt: skip
 
 
-class Shape(NamedTuple):
+class RequestShape(NamedTuple):
     """`options` are names of fields, some with a kind; `size` is the bit length of the number of prompt tokens."""
 
     endpoint: Endpoint
@@ -46,7 +46,7 @@ class Shape(NamedTuple):
         return f"{self.endpoint}, {', '.join(sorted(self.options)) or 'no options'}, up to {most} tokens"
 
 
-def shape_of(call: Call, num_tokens: int) -> Shape:
+def shape_of(call: Call, num_tokens: int) -> RequestShape:
     """The shape of a call whose prompt has so many tokens."""
     fields = call.fields.keys() - CONTENTS
     options = fields & KNOWN
@@ -57,4 +57,4 @@ def shape_of(call: Call, num_tokens: int) -> Shape:
     for name in ("response_format", "tool_choice"):
         if name in options and (kind := _KINDS.search(bytes(call.fields[name]))):
             options.add(f"{name}={kind[1].decode()}")
-    return Shape(call.endpoint, frozenset(options), num_tokens.bit_length())
+    return RequestShape(call.endpoint, frozenset(options), num_tokens.bit_length())

@@ -4,17 +4,17 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from gateway.api.dialects.translator import Telling
+from gateway.api.dialects.translator import ResponseTranslator
 from gateway.api.openai import Call
 from gateway.api.usage import Details
 from gateway.auth.keyring import EVERYBODY, Tenant
-from gateway.cluster.node import Node
+from gateway.cluster.node import ClusterNode
 from gateway.cluster.prefill_outcome import PrefillOutcome
 from gateway.cluster.registry import ServedModel
-from gateway.prompt.prompt import Model, Prompt
+from gateway.prompt.prompt import Prompt, PromptModel
 from gateway.prompt.tokenizer_trust import Reading
-from gateway.ratelimit.limiter import UNLIMITED, Allowance
-from gateway.request.trace_context import Trace
+from gateway.ratelimit.limiter import UNLIMITED, TenantLimiter
+from gateway.request.trace_context import TraceContext
 from planner.decisions.classes import UNPROMISED, ServiceClass
 from planner.decisions.routing import Route
 
@@ -72,7 +72,7 @@ class Heard:
 
 
 @dataclass(slots=True)
-class Stay:
+class DecodeStay:
     """An accepted request as decode will have it, or has it."""
 
     expected: float  # when its first token was predicted to come
@@ -94,13 +94,13 @@ class Request:
     timeline: Timeline
     service: ServiceClass = UNPROMISED
     tenant: Tenant = EVERYBODY
-    allowance: Allowance = UNLIMITED
+    allowance: TenantLimiter = UNLIMITED
     trace_headers: dict[str, str] = field(default_factory=dict)
-    trace: Trace | None = None  # None: traces are off
-    telling: Telling | None = None  # None: the client speaks as engines do
+    trace: TraceContext | None = None  # None: traces are off
+    telling: ResponseTranslator | None = None  # None: the client speaks as engines do
     route: Route | None = None
     plan_version: int = 0  # of the plan under which it was last routed; 0: none
-    stay: Stay | None = None
+    stay: DecodeStay | None = None
     prefill_node: str = ""
     prefilling_since: float | None = None  # a prefill leg is under way
     legs: int = 0  # that engines were sent for it, and did not turn away
@@ -126,8 +126,10 @@ class Request:
     )  # tokens that the client has had from engines that failed
     takeovers: int = 0  # engines that went on with its answer
     gap_s: float = 0.0  # the longest time that it took one, from the failure to its first bytes
-    broken: list[tuple[Node, tuple[str, int]]] = field(default_factory=list, repr=False)  # engines that may have died
-    model: Model | None = None  # as its prompt was read, should it be read again
+    broken: list[tuple[ClusterNode, tuple[str, int]]] = field(
+        default_factory=list, repr=False
+    )  # engines that may have died
+    model: PromptModel | None = None  # as its prompt was read, should it be read again
     reading: Reading = Reading.OWN  # by whom
     token_ids: msgspec.Raw | None = field(default=None, repr=False)  # as JSON, where an engine has read it
     first_prompt: Prompt | None = None  # the client's, once `prompt` goes on with what has been answered

@@ -12,7 +12,7 @@ _HEX: Final = frozenset("0123456789abcdef")
 
 
 @dataclass(frozen=True, slots=True)
-class Trace:
+class TraceContext:
     """The ids of one request's span; `parent` 0: it is its trace's first."""
 
     trace: int
@@ -30,13 +30,13 @@ class Trace:
         return replace(self, span=random.getrandbits(64) or 1)
 
 
-def trace_under(traceparent: str | None, sample: float, rng: random.Random) -> Trace:
+def trace_under(traceparent: str | None, sample: float, rng: random.Random) -> TraceContext:
     """The trace of a request that came with this header; one of its own where it is missing or makes no sense."""
     span = rng.getrandbits(64) or 1
     if (caller := _parsed(traceparent)) is not None:
         trace, parent, flags = caller
-        return Trace(trace, span, parent, bool(flags & SAMPLED))
-    return Trace(rng.getrandbits(128) or 1, span, is_sampled=rng.random() < sample)
+        return TraceContext(trace, span, parent, bool(flags & SAMPLED))
+    return TraceContext(rng.getrandbits(128) or 1, span, is_sampled=rng.random() < sample)
 
 
 def _parsed(traceparent: str | None) -> tuple[int, int, int] | None:

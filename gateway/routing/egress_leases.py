@@ -9,10 +9,10 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
-from gateway.cluster.node import Node
-from gateway.errors import NodeError
-from gateway.telemetry.process_metrics import Upkeep
-from planner.decisions.shares import Grant, Sender, SharedBudget
+from gateway.cluster.node import ClusterNode
+from gateway.errors import AgentCallFailed
+from gateway.telemetry.process_metrics import ProcessMetrics
+from planner.decisions.shares import LineSender, RateGrant, SharedBudget
 
 TICK_S: Final = 1.0
 DRIFT: Final = 1.02  # no two clocks run at rates that differ by more
@@ -24,7 +24,9 @@ Line = tuple[str, str]
 class Shares:
     """Deals out the budgets of all lines that have several senders, each with a budget of its own."""
 
-    def __init__(self, nodes: Sequence[Node], upkeep: Upkeep, clock: Callable[[], float], holder: str) -> None:
+    def __init__(
+        self, nodes: Sequence[ClusterNode], upkeep: ProcessMetrics, clock: Callable[[], float], holder: str
+    ) -> None:
         """`holder` names this process: a sender listens to one at a time."""
         self._nodes = nodes
         self._upkeep = upkeep
@@ -48,15 +50,15 @@ class Shares:
         self._budgets = {**{line: SharedBudget() for line in lines.keys() - kept.keys()}, **kept}
         await asyncio.gather(*(self._deal(line, nodes) for line, nodes in lines.items()))
 
-    def _lines(self) -> Mapping[Line, list[Node]]:
-        found: defaultdict[Line, list[Node]] = defaultdict(list)
+    def _lines(self) -> Mapping[Line, list[ClusterNode]]:
+        found: defaultdict[Line, list[ClusterNode]] = defaultdict(list)
         for node in self._nodes:
             for link in node.load.links if node.connected else ():
                 if link.own_budget_bytes_per_s and link.peer != node.cluster:
                     found[node.cluster, link.peer].append(node)
         return {line: nodes for line, nodes in found.items() if len(nodes) > 1}
 
-    async def _deal(self, line: Line, nodes: Sequence[Node]) -> None:
+    async def _deal(self, line: Line, nodes: Sequence[ClusterNode]) -> None:
         budget, by_id = self._budgets[line], {node.id: node for node in nodes}
         senders = [_sender(node, line[1]) for node in nodes]
         given_up = budget.lower(senders, self._clock())
@@ -67,7 +69,7 @@ class Shares:
         raised = budget.raise_(senders, self._clock())
         await asyncio.gather(*(self._tell(by_id[grant.node_id], line[1], grant) for grant in raised))
 
-    async def _tell(self, node: Node, cluster: str, grant: Grant) -> bool:
+    async def _tell(self, node: ClusterNode, cluster: str, grant: RateGrant) -> bool:
         left_s = grant.until - self._clock()
         until_clock_s = node.load.clock_s + (grant.until - node.reported_at) / DRIFT
         try:
@@ -79,15 +81,15 @@ class Shares:
                 lease_s=DRIFT * max(left_s, 0.1),
                 until_clock_s=until_clock_s,
             )
-        except NodeError as error:
+        except AgentCallFailed as error:
             self._upkeep.shared(error.reason)
             return False
         self._upkeep.shared("ok")
         return True
 
 
-def _sender(node: Node, cluster: str) -> Sender:
+def _sender(node: ClusterNode, cluster: str) -> LineSender:
     link = node.link_to(cluster)
     assert link is not None
     queued_bytes = max(link.queued_bytes, node.promised_bytes[cluster])
-    return Sender(node.id, link.own_budget_bytes_per_s, queued_bytes)
+    return LineSender(node.id, link.own_budget_bytes_per_s, queued_bytes)

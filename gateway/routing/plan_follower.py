@@ -46,7 +46,7 @@ class PollFailed(Exception):
 
 
 class Follower:
-    """Keeps to the newest plan; `follow` is told of each. Raises ConfigError for a secret that cannot be read."""
+    """Keeps to the newest plan; `follow` is told of each. Raises GatewayConfigError for a secret that cannot be read."""
 
     def __init__(self, config: PlanConfig, follow: Callable[[LivePlan], None], counted: Counted) -> None:
         self.plan: LivePlan | None = None

@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from gateway.cluster.node import Node
-from gateway.errors import NodeError
+from gateway.cluster.node import ClusterNode
+from gateway.errors import AgentCallFailed
 from gateway.tasks import TaskSet
 from gateway.telemetry.metrics import Metrics
 
@@ -24,14 +24,14 @@ LATE: Final = "late"  # still under way when the request had no more patience
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
+class PrefixTransfer:
     """The prefix of `num_tokens` tokens that ends with the last of `hashes` goes from one node to another.
 
     `num_bytes` is what that is at most: the target may have some of it.
     """
 
-    source: Node
-    target: Node
+    source: ClusterNode
+    target: ClusterNode
     hashes: tuple[bytes, ...]
     num_tokens: int
     num_bytes: int
@@ -44,7 +44,7 @@ class Move:
         return self.target.id, self.hashes[-1]
 
 
-class Moves:
+class PrefixTransfers:
     """Carries moves out, `limit` at a time; the rest is refused.
 
     `on_moved` hears of each that arrived (bytes sent, seconds), `on_failed` of each that did not (seconds until then),
@@ -59,9 +59,9 @@ class Moves:
         *,
         limit: int,
         timeout_s: float,
-        on_moved: Callable[[Move, int, float], None] = lambda move, sent, seconds: None,
-        on_failed: Callable[[Move, float], None] = lambda move, seconds: None,
-        on_ended: Callable[[Move, str, int, float], None] = lambda move, outcome, sent, seconds: None,
+        on_moved: Callable[[PrefixTransfer, int, float], None] = lambda move, sent, seconds: None,
+        on_failed: Callable[[PrefixTransfer, float], None] = lambda move, seconds: None,
+        on_ended: Callable[[PrefixTransfer, str, int, float], None] = lambda move, outcome, sent, seconds: None,
     ) -> None:
         self._metrics = metrics
         self._clock = clock
@@ -80,11 +80,11 @@ class Moves:
         """Waits for what is under way."""
         await self._tasks.join(self._timeout_s)
 
-    def left_out(self, move: Move, why: str) -> None:
+    def left_out(self, move: PrefixTransfer, why: str) -> None:
         """A move that could have been made is not; it is counted."""
         self._metrics.upkeep.moved(move.reason, why)
 
-    async def make(self, move: Move, patience_s: float) -> str:
+    async def make(self, move: PrefixTransfer, patience_s: float) -> str:
         """How it ended: OK, LATE, or the reason to count. Requests for one prefix share one move."""
         task = self._running.get(move.key) or self.start(move)
         if task is None:
@@ -93,7 +93,7 @@ class Moves:
         done, _ = await asyncio.wait([task], timeout=patience_s)
         return task.result() if done else LATE
 
-    def start(self, move: Move) -> "asyncio.Task[str] | None":
+    def start(self, move: PrefixTransfer) -> "asyncio.Task[str] | None":
         """The same without waiting; None if there are too many, or it is under way already."""
         if len(self._running) >= self._limit or move.key in self._running:
             self._metrics.upkeep.moved(move.reason, "busy")
@@ -101,21 +101,21 @@ class Moves:
         self._running[move.key] = task = self._tasks.start(self._run(move), "move")
         return task
 
-    def drop(self, node: Node, hashes: Sequence[bytes], keep_tokens: int, unused_s: float) -> None:
+    def drop(self, node: ClusterNode, hashes: Sequence[bytes], keep_tokens: int, unused_s: float) -> None:
         """Has a node give up what is cold of a prefix, without waiting; what comes of it is counted."""
         self._tasks.start(self._drop(node, hashes, keep_tokens, unused_s), "drop")
 
-    async def _drop(self, node: Node, hashes: Sequence[bytes], keep_tokens: int, unused_s: float) -> None:
+    async def _drop(self, node: ClusterNode, hashes: Sequence[bytes], keep_tokens: int, unused_s: float) -> None:
         pages = 0
         try:
             pages = await node.agent.drop_prefix(hashes, keep_tokens, unused_s)
             outcome = OK if pages else "in_use"
-        except NodeError as error:
+        except AgentCallFailed as error:
             outcome = error.reason
         self._metrics.upkeep.dropped(outcome)
         log.info("cold copy dropped node=%s blocks=%d pages=%d outcome=%s", node.id, len(hashes), pages, outcome)
 
-    async def _run(self, move: Move) -> str:
+    async def _run(self, move: PrefixTransfer) -> str:
         sent = 0
         began = self._clock()
 
@@ -129,7 +129,7 @@ class Moves:
             outcome = OK
         except TimeoutError:
             outcome = "timeout"
-        except NodeError as error:
+        except AgentCallFailed as error:
             outcome = error.reason
         finally:
             del self._running[move.key]
@@ -147,7 +147,7 @@ class Moves:
         )  # fmt: skip
         return outcome
 
-    async def _carry_out(self, move: Move, on_sent: Callable[[int], None]) -> None:
+    async def _carry_out(self, move: PrefixTransfer, on_sent: Callable[[int], None]) -> None:
         name = f"prefix-{move.hashes[-1].hex()[:16]}"
         ticket = await move.target.agent.reserve_prefix(name, move.hashes, move.num_tokens, self._timeout_s)
         try:
@@ -158,10 +158,10 @@ class Moves:
             raise
 
 
-async def _abort(target: Node, transfer_id: str) -> None:
+async def _abort(target: ClusterNode, transfer_id: str) -> None:
     try:
         await target.agent.abort(transfer_id, "prefix_not_moved")
-    except NodeError as error:
+    except AgentCallFailed as error:
         log.warning("abort of %s failed (its lease will end it): %s", transfer_id, error)
 
 

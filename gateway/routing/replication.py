@@ -10,10 +10,10 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Final
 
-from gateway.cluster.node import Node
+from gateway.cluster.node import ClusterNode
 from gateway.cluster.registry import Clusters
 from gateway.prompt.prompt import Prompt
-from gateway.routing.prefix_transfers import OK, Move, Moves
+from gateway.routing.prefix_transfers import OK, PrefixTransfer, PrefixTransfers
 from hybrid_cache.index.store import PrefixStore, Replicate, StoreConfig
 from planner.decisions.views import Role
 
@@ -27,9 +27,9 @@ class Replicas:
     def __init__(
         self,
         clusters: Clusters,
-        moves: Moves,
+        moves: PrefixTransfers,
         clock: Callable[[], float],
-        pays: Callable[[Move], bool] = lambda move: True,
+        pays: Callable[[PrefixTransfer], bool] = lambda move: True,
     ) -> None:
         """`pays` says whether a copy is worth its way now."""
         self._clusters = clusters
@@ -68,10 +68,10 @@ class Replicas:
             for decision in (*store.replicate(loads, now=now), *store.rebalance(loads, now=now)):
                 self._copy(store, decision, nodes)
 
-    def _copy(self, store: PrefixStore, decision: Replicate, nodes: Mapping[str, Node]) -> None:
+    def _copy(self, store: PrefixStore, decision: Replicate, nodes: Mapping[str, ClusterNode]) -> None:
         """In what requests leave: they move prefixes, too, and those are waited for."""
         num_tokens = decision.num_tokens
-        move = Move(
+        move = PrefixTransfer(
             nodes[decision.source],
             nodes[decision.target],
             decision.hashes,
@@ -99,9 +99,9 @@ class Replicas:
             store = self._stores[cluster] = PrefixStore(index, StoreConfig(max_tracked=MAX_TRACKED))
         return store
 
-    def _prefills(self, cluster: str) -> list[Node]:
+    def _prefills(self, cluster: str) -> list[ClusterNode]:
         return [node for node in self._clusters.ready(Role.PREFILL) if node.cluster == cluster]
 
 
-def _load(node: Node) -> float:
+def _load(node: ClusterNode) -> float:
     return float(max(node.load.running + node.load.waiting, node.pending_requests))

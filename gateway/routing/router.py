@@ -4,32 +4,37 @@ import hashlib
 from collections.abc import Callable, Collection
 from dataclasses import replace
 
-from gateway.cluster.links import Links
-from gateway.cluster.node import Node
+from gateway.cluster.links import ClusterLinks
+from gateway.cluster.node import ClusterNode
 from gateway.cluster.prefill_outcome import PrefillOutcome
 from gateway.cluster.registry import Clusters
 from gateway.config.gateway import GatewayConfig
-from gateway.errors import NoDecodeNode, NodeError, NoPrefillNode, Unavailable
+from gateway.errors import AgentCallFailed, NoDecodeNode, NoPrefillNode, Unavailable
 from gateway.request.request import Request
-from gateway.routing.prefix_transfers import Move
+from gateway.routing.prefix_transfers import PrefixTransfer
 from hybrid_cache.index.index import NOTHING
 from planner.decisions.accuracy import Accuracy, Error
 from planner.decisions.congestion import pressure
 from planner.decisions.estimates import AnswerEstimate, LearnedCost, MoveDelays, MoveEstimate
 from planner.decisions.explain import Explanation, explain_among
 from planner.decisions.placement import PLACERS, PlacementPolicy
-from planner.decisions.plan import LivePlan, Setting
+from planner.decisions.plan import LivePlan, PlanSetting
 from planner.decisions.policy import RoutingPolicy
 from planner.decisions.routing import Route, route_among
 from planner.decisions.views import LinkView, RouteRequest
 from planner.errors import NobodyPrefills, NoReadyNode
 
 
-class Decider:
+class Router:
     """Asks the planner's rule, in this gateway's words and with its limits."""
 
     def __init__(
-        self, config: GatewayConfig, clusters: Clusters, links: Links, cost: LearnedCost, clock: Callable[[], float]
+        self,
+        config: GatewayConfig,
+        clusters: Clusters,
+        links: ClusterLinks,
+        cost: LearnedCost,
+        clock: Callable[[], float],
     ) -> None:
         self._clusters = clusters
         self._clock = clock
@@ -39,7 +44,7 @@ class Decider:
         self._moves: MoveEstimate | None = None
         self._delays = MoveDelays()
         self._plan: LivePlan | None = None
-        self._own = Setting(threshold_tokens=config.threshold_tokens, tie_share=config.routing.tie_share)
+        self._own = PlanSetting(threshold_tokens=config.threshold_tokens, tie_share=config.routing.tie_share)
         self._answers = AnswerEstimate()
         self._arrivals: dict[tuple[str, str], Accuracy] = {}  # over a link, by (source, destination)
         self.configure(config)
@@ -47,7 +52,7 @@ class Decider:
     def configure(self, config: GatewayConfig) -> None:
         """Decides as `config` says from now on. What was learned of moves begins anew with another rate for them."""
         routing = config.routing
-        self._own = Setting(threshold_tokens=config.threshold_tokens, tie_share=routing.tie_share)
+        self._own = PlanSetting(threshold_tokens=config.threshold_tokens, tie_share=routing.tie_share)
         self._home = routing.home_cluster or None
         self._balancing_ratio = routing.balancing_ratio or None
         self._decode_load_slack = routing.decode_load_slack
@@ -67,7 +72,7 @@ class Decider:
         self._cost.assume(routing.prefill_tokens_per_s)
 
     @property
-    def setting(self) -> Setting:
+    def setting(self) -> PlanSetting:
         """The threshold and tie share that hold: the plan's, or without one those of the configuration."""
         return self._own if self._plan is None else self._plan.setting
 
@@ -152,20 +157,20 @@ class Decider:
         """Whether a decode node can compute a prompt, and has time for one that a prefill node should have computed."""
         try:
             node = self._clusters.by_id(decode_node)
-        except NodeError:
+        except AgentCallFailed:
             return True  # it is another one by now, and will say so
         if node.is_paired:
             return False
         share = node.prefill_share.at(self._clock())
         return share < self._policy.decode_prefill_share
 
-    def learn(self, node: Node, outcome: PrefillOutcome) -> None:
+    def learn(self, node: ClusterNode, outcome: PrefillOutcome) -> None:
         """`node` has computed a prompt."""
         computed, seconds = outcome.num_tokens - outcome.cached_tokens, outcome.prefill_end_s - outcome.prefill_start_s
         self._cost.as_of(self._clock())
         self._cost.observe(node.id, node.cluster, computed, outcome.cached_tokens, seconds)
 
-    def learn_arrival(self, request: Request, way: Route, node: Node, decode: Node) -> None:
+    def learn_arrival(self, request: Request, way: Route, node: ClusterNode, decode: ClusterNode) -> None:
         """What was to cross a link is there now; only where nothing went wrong does that say anything of the prediction."""
         routed = request.timeline.routed
         if way.arrives_s and routed is not None and not request.fallbacks:
@@ -190,14 +195,14 @@ class Decider:
         found["output", "answers"] = self._answers.error
         return {key: error for key, error in found.items() if error.samples}
 
-    def learn_move(self, move: Move, sent: int, seconds: float) -> None:
+    def learn_move(self, move: PrefixTransfer, sent: int, seconds: float) -> None:
         """A prefix has moved; what it took says what the next one takes, inside a cluster."""
         self._delays.arrived(move.source.id, move.target.id)
         if self._moves is not None and move.source.cluster == move.target.cluster:
             self._moves.observe(sent, seconds)
             self._policy = replace(self._policy, placement=self._placement())
 
-    def pays(self, move: Move) -> bool:
+    def pays(self, move: PrefixTransfer) -> bool:
         """Whether a copy for later requests is predicted to arrive before computing it would: else nothing is sent."""
         if self._moves is None:
             return True
@@ -206,7 +211,7 @@ class Decider:
         computed_s = self._cost.prefill_s(move.target.view(NOTHING, 1, self._clock()), move.num_tokens, 0)
         return expected_s + delay_s < computed_s
 
-    def learn_late_move(self, move: Move, seconds: float) -> None:
+    def learn_late_move(self, move: PrefixTransfer, seconds: float) -> None:
         """A prefix has not moved; for some time the next one between the two nodes is expected to be late."""
         expected_s = self._moves.seconds(move.num_bytes) if self._moves is not None else 0.0
         self._delays.failed(move.source.id, move.target.id, expected_s, seconds, self._clock())
@@ -219,7 +224,7 @@ class Decider:
             other = self.route(request, {*failed, *self._links.cut_off_from(chosen.decode_node)}, home)
             if self._clusters.by_id(other.decode_node).cluster != home:  # no node prefills for `home`
                 return None
-        except (Unavailable, NodeError):
+        except (Unavailable, AgentCallFailed):
             return None
         return other if other.prefill_node is not None else None
 

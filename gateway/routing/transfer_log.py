@@ -15,8 +15,8 @@ from typing import Final
 import msgspec
 from msgspec.structs import replace
 
-from gateway.cluster.node import Node
-from gateway.routing.prefix_transfers import Move
+from gateway.cluster.node import ClusterNode
+from gateway.routing.prefix_transfers import PrefixTransfer
 
 KEPT: Final = 1024
 REQUEST: Final = "request"  # the reason of a move that a request asked for
@@ -58,18 +58,26 @@ class Flows:
         """Those after `seq`, oldest first."""
         return (flow for flow in self._ring if flow.seq > seq)
 
-    def moved(self, move: Move, outcome: str, sent: int, seconds: float) -> None:
+    def moved(self, move: PrefixTransfer, outcome: str, sent: int, seconds: float) -> None:
         """A prefix has moved, or has not."""
         kind = "move" if move.reason == REQUEST else "replica"
         who = f"prefix {move.hashes[-1].hex()[:16]}, {move.num_tokens} tokens"
         self._add(kind, move.source, move.target, sent, seconds, outcome, move.reason, who)
 
-    def probed(self, sender: Node, receiver: Node, outcome: str, seconds: float) -> None:
+    def probed(self, sender: ClusterNode, receiver: ClusterNode, outcome: str, seconds: float) -> None:
         """A way was probed; an empty `outcome` says that it is there."""
         self._add("probe", sender, receiver, 0, seconds, outcome or "ok", "the link's breaker is open", "gateway")
 
     def _add(
-        self, kind: str, source: Node, target: Node, sent: int, seconds: float, outcome: str, why: str, who: str
+        self,
+        kind: str,
+        source: ClusterNode,
+        target: ClusterNode,
+        sent: int,
+        seconds: float,
+        outcome: str,
+        why: str,
+        who: str,
     ) -> None:
         self._ring.append(
             Flow(

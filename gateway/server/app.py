@@ -12,35 +12,35 @@ from typing import Final
 
 from aiohttp import web
 
-from gateway.admission.concurrency import Admission
+from gateway.admission.concurrency import ConcurrencyLimiter
 from gateway.admission.service_classes import Classes
 from gateway.api.dialects.translation import telling_of
 from gateway.api.openai import Call, Endpoint
 from gateway.api.validation import MAX_ANSWERS, too_many
 from gateway.auth.keyring import EVERYBODY, Keyring
-from gateway.auth.oidc import Tokens
+from gateway.auth.oidc import TokenVerifier
 from gateway.cluster.registry import Clusters, ServedModel
 from gateway.config.gateway import GatewayConfig
 from gateway.errors import ApiError, InternalError, Unavailable
-from gateway.http.body import Receiver
+from gateway.http.body import BodyReceiver
 from gateway.http.hosts import check_host
 from gateway.pipeline.dispatcher import Dispatcher
 from gateway.pipeline.engine_render import EngineReadings
-from gateway.pipeline.fanout import Merged, Part, bodies_of, calls_of, check_size
+from gateway.pipeline.fanout import AnswerListener, Merged, bodies_of, calls_of, check_size
 from gateway.pipeline.relay import Relay
 from gateway.pipeline.settlement import settle
 from gateway.pipeline.stream_resume import why_not
 from gateway.prompt.prompt import SEVERAL_PROMPTS
-from gateway.prompt.reader import Reader
-from gateway.ratelimit.limiter import UNLIMITED, Allowance, Allowances
+from gateway.prompt.reader import PromptReader
+from gateway.ratelimit.limiter import UNLIMITED, TenantLimiter, TenantLimiters
 from gateway.request.request import BrokenOff, Request, Timeline
-from gateway.request.trace_context import TRACEPARENT, TRACESTATE, Trace
-from gateway.server.handlers.contexts import Contexts
-from gateway.server.inflight import CLIENT_CLOSED, Visit, Visits
+from gateway.request.trace_context import TRACEPARENT, TRACESTATE, TraceContext
+from gateway.server.handlers.contexts import ContextPinning
+from gateway.server.inflight import CLIENT_CLOSED, InflightRequest, InflightRequests
 from gateway.tasks import TaskSet
 from gateway.telemetry.metrics import Metrics
 from gateway.telemetry.otlp import Traces
-from gateway.telemetry.recorder import CLIENT_LEFT, Accounts
+from gateway.telemetry.recorder import CLIENT_LEFT, RequestRecorder
 
 log = logging.getLogger("prfaas.gateway.http")
 
@@ -51,30 +51,30 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rooms:
+class Pipeline:
     """What a request walks through, in this order."""
 
-    receiver: Receiver
-    admission: Admission
-    reader: Reader
+    receiver: BodyReceiver
+    admission: ConcurrencyLimiter
+    reader: PromptReader
     engine_readings: EngineReadings
     dispatcher: Dispatcher  # decide, reserve, run
     relay: Relay
-    accounts: Accounts
+    accounts: RequestRecorder
 
 
-class FrontDoor:
+class GenerationEndpoint:
     """Takes a request through the rooms, as a task of its own that outlives nothing but its answer."""
 
     def __init__(
         self,
         config: GatewayConfig,
-        rooms: Rooms,
+        rooms: Pipeline,
         clusters: Clusters,
         metrics: Metrics,
         tasks: TaskSet,
         clock: Callable[[], float],
-        allowances: Allowances,
+        allowances: TenantLimiters,
         expected_answer: Callable[[], float],
         traces: Traces | None = None,
     ) -> None:
@@ -86,15 +86,15 @@ class FrontDoor:
         self.clusters = clusters
         self.metrics = metrics
         self.classes = Classes(config.classes, config.admission.default_class)
-        self.tokens = Tokens(config.oidc) if config.oidc.issuer else None
+        self.tokens = TokenVerifier(config.oidc) if config.oidc.issuer else None
         self.keyring = Keyring(config.tenants, config.operator_keys, self.tokens, unix_s)
         self.allowances = allowances
-        self.contexts = Contexts(clusters, metrics, tasks, clock, allowances)
+        self.contexts = ContextPinning(clusters, metrics, tasks, clock, allowances)
         self._tasks = tasks
         self._clock = clock
         self._boot = uuid.uuid4().hex[:12]
         self._numbers = itertools.count(1)
-        self.visits = Visits()
+        self.visits = InflightRequests()
 
     def next_id(self) -> str:
         """An id that no other request of any gateway has."""
@@ -140,7 +140,7 @@ class FrontDoor:
             tenant = self.keyring.tenant(http.headers)
             self.rooms.admission.check()
             allowance = self.allowances.enter(tenant)
-            visit = Visit(http, endpoint, await self.rooms.receiver.receive(http), arrived, tenant, allowance)
+            visit = InflightRequest(http, endpoint, await self.rooms.receiver.receive(http), arrived, tenant, allowance)
             self.rooms.admission.take()
         except BaseException as error:
             allowance.leave()
@@ -153,16 +153,16 @@ class FrontDoor:
         work.add_done_callback(lambda _: self._left(allowance))
         return await self.visits.until_answered(visit, work)
 
-    def _left(self, allowance: Allowance) -> None:
+    def _left(self, allowance: TenantLimiter) -> None:
         self.rooms.admission.give_back()
         allowance.leave()
 
     async def understood(self, http: web.Request, endpoint: Endpoint, body: bytes) -> Request:
         """The request that `body` would be at `endpoint`: read as one, but it has no place and is in no book. Raises ApiError."""
         tenant = self.keyring.named(http.query.get("tenant", ""))
-        return await self._read(Visit(http, endpoint, body, self._clock(), tenant))
+        return await self._read(InflightRequest(http, endpoint, body, self._clock(), tenant))
 
-    async def _serve(self, visit: Visit) -> web.StreamResponse:
+    async def _serve(self, visit: InflightRequest) -> web.StreamResponse:
         try:
             requests = await self._read_all(visit)
             taken = _prompt_tokens(requests) + sum(self._answer_tokens(request) for request in requests)
@@ -181,7 +181,7 @@ class FrontDoor:
         finally:
             visit.allowance.settle(_used_tokens(requests) - taken)
 
-    async def _read_all(self, visit: Visit) -> list[Request]:
+    async def _read_all(self, visit: InflightRequest) -> list[Request]:
         """The requests for one answer each that a visit makes, almost always one. Raises ApiError."""
         try:
             request = await self._read(visit)
@@ -197,11 +197,11 @@ class FrontDoor:
         check_size([request.call] * n, self.config.max_several_bytes)
         return _for_each_answer(request, self.next_id)
 
-    def _most_answers(self, visit: Visit) -> int:
+    def _most_answers(self, visit: InflightRequest) -> int:
         """How many answers one request may ask for: more would never have a place at once."""
         return min(MAX_ANSWERS, visit.tenant.limits.at_once or MAX_ANSWERS, self.rooms.admission.limit)
 
-    async def _read_list(self, visit: Visit) -> list[Request]:
+    async def _read_list(self, visit: InflightRequest) -> list[Request]:
         """The requests that a completion with a list of prompts makes. Raises ApiError."""
         body, visit.body = visit.body, b""
         bodies = await self.rooms.reader.think(lambda _: bodies_of(body), visit.tenant.share, len(body))
@@ -218,7 +218,7 @@ class FrontDoor:
             await asyncio.sleep(0)  # the shortest are read at once
         return requests
 
-    async def _answer_all(self, visit: Visit) -> web.StreamResponse:
+    async def _answer_all(self, visit: InflightRequest) -> web.StreamResponse:
         """Answers several requests as one. Raises ApiError."""
         requests = visit.requests
         call, num_prompts = requests[0].call, len({id(request.prompt) for request in requests})
@@ -241,7 +241,7 @@ class FrontDoor:
             try:
                 async with asyncio.TaskGroup() as group:
                     for number, request in enumerate(requests):
-                        group.create_task(self._answer(Part(merged, number), request))
+                        group.create_task(self._answer(AnswerListener(merged, number), request))
                         await asyncio.sleep(0)  # others get their turn between two decisions
             except* ConnectionResetError as left:
                 raise ConnectionResetError from left
@@ -249,7 +249,7 @@ class FrontDoor:
                 failed = _first(failures)
             return await (merged.end() if failed is None else merged.fail(failed))
 
-    async def _read(self, visit: Visit, whole: Callable[[Call], Call] = lambda call: call) -> Request:
+    async def _read(self, visit: InflightRequest, whole: Callable[[Call], Call] = lambda call: call) -> Request:
         """The request that a body makes; `whole` makes its call complete. Raises ApiError."""
         headers = visit.http.headers
         tenant = visit.tenant
@@ -295,7 +295,7 @@ class FrontDoor:
         room = request.served.max_model_len - request.asked.num_tokens
         return max(0, min(int(expected), room))
 
-    def _trace(self, headers: Mapping[str, str]) -> tuple[Trace | None, dict[str, str]]:
+    def _trace(self, headers: Mapping[str, str]) -> tuple[TraceContext | None, dict[str, str]]:
         """Where a request with these headers stands in a trace, if traces are wanted; and what its legs are told."""
         if self.traces is not None:
             return self.traces.below(headers)
@@ -306,7 +306,7 @@ class FrontDoor:
             raise Unavailable("No node has reported its model yet.", "no_model")
         return self.clusters.served
 
-    async def _answer(self, listener: web.Request | Part, request: Request) -> web.StreamResponse:
+    async def _answer(self, listener: web.Request | AnswerListener, request: Request) -> web.StreamResponse:
         status, error, code = 500, "internal error", "internal_error"
         response: web.StreamResponse | None = None
         if request.prompt.is_plain and not (why_not(request.call) or request.served.is_paired):
@@ -320,13 +320,13 @@ class FrontDoor:
             return response
         except ApiError as failure:
             status, error, code = failure.status, failure.message, failure.code or "invalid"
-            if isinstance(listener, Part):
+            if isinstance(listener, AnswerListener):
                 listener.give_up()
             raise
         except (asyncio.CancelledError, ConnectionResetError):
             if response is None:
                 status, error, code = CLIENT_CLOSED, "client disconnected", CLIENT_LEFT
-                if isinstance(listener, Part) and listener.is_given_up:
+                if isinstance(listener, AnswerListener) and listener.is_given_up:
                     error, code = "another answer to the same request failed", "given_up"
                     request.broken_off = request.broken_off or BrokenOff(code, error, status)
             raise

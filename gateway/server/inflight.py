@@ -8,7 +8,7 @@ from aiohttp import web
 
 from gateway.api.openai import Endpoint
 from gateway.auth.keyring import Tenant
-from gateway.ratelimit.limiter import UNLIMITED, Allowance
+from gateway.ratelimit.limiter import UNLIMITED, TenantLimiter
 from gateway.request.request import BrokenOff, Request
 
 CLIENT_CLOSED: Final = 499  # nginx's status for a client that did not wait
@@ -17,7 +17,7 @@ SHUT_DOWN: Final = BrokenOff("shutdown", "the gateway was shut down", 503)
 
 
 @dataclass(slots=True, eq=False)
-class Visit:
+class InflightRequest:
     """A body that has been given a place; `requests` once it has been read: one for each answer."""
 
     http: web.Request
@@ -25,7 +25,7 @@ class Visit:
     body: bytes
     arrived: float
     tenant: Tenant
-    allowance: Allowance = UNLIMITED
+    allowance: TenantLimiter = UNLIMITED
     requests: list[Request] = field(default_factory=list)
 
     @property
@@ -39,13 +39,15 @@ class Visit:
                 request.broken_off = request.broken_off or why
 
 
-class Visits:
+class InflightRequests:
     """The visits under way, with the tasks that answer them."""
 
     def __init__(self) -> None:
-        self._works: dict[Visit, asyncio.Task[web.StreamResponse]] = {}
+        self._works: dict[InflightRequest, asyncio.Task[web.StreamResponse]] = {}
 
-    async def until_answered(self, visit: Visit, work: "asyncio.Task[web.StreamResponse]") -> web.StreamResponse:
+    async def until_answered(
+        self, visit: InflightRequest, work: "asyncio.Task[web.StreamResponse]"
+    ) -> web.StreamResponse:
         """The answer that `work` comes to. It ends with a client that hangs up in the middle."""
         self._works[visit] = work
         try:

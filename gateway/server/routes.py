@@ -10,17 +10,17 @@ from gateway.api.openai import request_id_or
 from gateway.auth.keyring import EVERYBODY
 from gateway.errors import ApiError, InternalError
 from gateway.http.body import check_head
-from gateway.http.connections import CONTINUE, Connection, error_response, http_error_response
+from gateway.http.connections import CONTINUE, ClientConnection, error_response, http_error_response
 from gateway.routing.router import tie_of
 from gateway.server import openapi
-from gateway.server.app import REQUEST_ID, FrontDoor, Handler
-from gateway.server.handlers.operators import Page, Pages
-from gateway.server.handlers.tokens import Desk
+from gateway.server.app import REQUEST_ID, GenerationEndpoint, Handler
+from gateway.server.handlers.operators import OperatorEndpoints, Page
+from gateway.server.handlers.tokens import TokenEndpoints
 
 log = logging.getLogger("prfaas.gateway.http")
 
 
-def build_app(door: FrontDoor, pages: Pages, desk: Desk) -> web.Application:
+def build_app(door: GenerationEndpoint, pages: OperatorEndpoints, desk: TokenEndpoints) -> web.Application:
     """The API application."""
 
     @web.middleware
@@ -45,7 +45,7 @@ def build_app(door: FrontDoor, pages: Pages, desk: Desk) -> web.Application:
     return app
 
 
-def straight_ways(door: FrontDoor) -> dict[str, Handler]:
+def straight_ways(door: GenerationEndpoint) -> dict[str, Handler]:
     """What handles a POST to such a path, spelled exactly so, without the application's routing and middlewares."""
 
     def straight(handler: Handler) -> Handler:
@@ -57,7 +57,7 @@ def straight_ways(door: FrontDoor) -> dict[str, Handler]:
     return {endpoint.value: straight(handler) for endpoint, handler in door.ways().items()}
 
 
-def build_operators_app(door: FrontDoor, pages: Pages) -> web.Application:
+def build_operators_app(door: GenerationEndpoint, pages: OperatorEndpoints) -> web.Application:
     """/metrics and records, for a port that clients do not reach."""
 
     @web.middleware
@@ -70,7 +70,7 @@ def build_operators_app(door: FrontDoor, pages: Pages) -> web.Application:
     return app
 
 
-def _add_operators(app: web.Application, door: FrontDoor, pages: Pages) -> None:
+def _add_operators(app: web.Application, door: GenerationEndpoint, pages: OperatorEndpoints) -> None:
     def guarded(page: Page) -> Page:
         async def answer(http: web.Request) -> web.StreamResponse:
             door.keyring.check_operator(http.headers)
@@ -88,7 +88,7 @@ def _add(app: web.Application, pages: dict[str, Page]) -> None:
         app.router.add_get(path, page)
 
 
-def _continue_or_refuse(door: FrontDoor, http: web.Request) -> web.StreamResponse | None:
+def _continue_or_refuse(door: GenerationEndpoint, http: web.Request) -> web.StreamResponse | None:
     """What `Expect` gets: `100 Continue`, unless the body is refused before it comes."""
     if http.headers.get("Expect", "").lower() != "100-continue":
         raise web.HTTPExpectationFailed
@@ -106,7 +106,7 @@ def _continue_or_refuse(door: FrontDoor, http: web.Request) -> web.StreamRespons
     return None
 
 
-async def _framed(door: FrontDoor, http: web.Request, handler: Handler) -> web.StreamResponse:
+async def _framed(door: GenerationEndpoint, http: web.Request, handler: Handler) -> web.StreamResponse:
     """Gives every request its id, and every failure OpenAI's shape."""
     http[REQUEST_ID] = request_id_or(http.headers.get("x-request-id"), f"req-{door.next_id()}")
     try:
@@ -131,5 +131,5 @@ async def _framed(door: FrontDoor, http: web.Request, handler: Handler) -> web.S
 
 def _begin(http: web.Request) -> None:
     """An answer of the server's own is about to be written."""
-    assert isinstance(http.protocol, Connection)
+    assert isinstance(http.protocol, ClientConnection)
     http.protocol.has_begun = True

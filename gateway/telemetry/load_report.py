@@ -3,11 +3,11 @@
 from collections.abc import Callable
 from typing import Final, Protocol
 
-from gateway.cluster.links import Links
-from gateway.cluster.node import Node
+from gateway.cluster.links import ClusterLinks
+from gateway.cluster.node import ClusterNode
 from gateway.cluster.registry import Clusters
-from planner.decisions.offered import GatewayLoad, LinkSeen, NodeSeen, Samples
-from planner.decisions.plan import LivePlan, Setting
+from planner.decisions.offered import GatewayLoad, LinkReport, NodeReport, Samples
+from planner.decisions.plan import LivePlan, PlanSetting
 from planner.decisions.views import ClusterKind, Role
 
 KEPT: Final = 8192  # samples of either kind: half a minute of 250 requests/s, 50 KB as JSON
@@ -20,7 +20,7 @@ class Ring(Protocol):
     def after(self, seq: int) -> Samples: ...
 
 
-class Offered:
+class OfferedLoad:
     """Counts what requests ask for, refused ones too: a plan made for what is served would plan the shortage on.
 
     `boot` names this life of the gateway; cursors of another one count from the beginning.
@@ -50,15 +50,15 @@ class Offered:
         return self._unread
 
 
-class LoadReport:
+class LoadReporter:
     """Puts it together."""
 
     def __init__(
         self,
-        offered: Offered,
+        offered: OfferedLoad,
         clusters: Clusters,
-        links: Links,
-        setting: Callable[[], Setting],
+        links: ClusterLinks,
+        setting: Callable[[], PlanSetting],
         followed: Callable[[], LivePlan | None],
         decode_slots: int,
     ) -> None:
@@ -83,7 +83,7 @@ class LoadReport:
             tie_share=setting.tie_share,
             nodes=tuple(self._node(node) for node in self._clusters.nodes if node.info is not None),
             links=tuple(
-                LinkSeen(
+                LinkReport(
                     source=view.source,
                     destination=view.destination,
                     up=view.up,
@@ -96,10 +96,10 @@ class LoadReport:
             follows=self._followed(),
         )
 
-    def _node(self, node: Node) -> NodeSeen:
+    def _node(self, node: ClusterNode) -> NodeReport:
         assert node.info is not None
         role = Role(node.info.role)
-        return NodeSeen(
+        return NodeReport(
             node_id=node.id,
             agent=node.agent.address,
             cluster=node.cluster,

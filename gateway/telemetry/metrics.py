@@ -16,11 +16,11 @@ from prometheus_client.multiprocess import MultiProcessCollector, mark_process_d
 from prometheus_client.registry import Collector
 
 from gateway.cluster.links import LinkStatus
-from gateway.cluster.node import Node
+from gateway.cluster.node import ClusterNode
 from gateway.request.request import Request, cached_tokens, kept
 from gateway.telemetry.added_up import added_up
-from gateway.telemetry.process_metrics import Children, Upkeep
-from gateway.telemetry.tenant_usage import Spent, spent_by
+from gateway.telemetry.process_metrics import Children, ProcessMetrics
+from gateway.telemetry.tenant_usage import TenantUsage, spent_by
 from planner.decisions.accuracy import Error
 from planner.decisions.plan import LivePlan
 
@@ -64,7 +64,7 @@ class Metrics:
         if directory is not None:
             self._page = CollectorRegistry()
             self._page.register(_AddedUp(directory))
-        self.upkeep = Upkeep(registry)
+        self.upkeep = ProcessMetrics(registry)
         self._seen = _Seen()
         self._page.register(self._seen)
         self._requests = Children(
@@ -239,7 +239,7 @@ class Metrics:
         if tenant:
             self._tenant_bytes[tenant, source, destination, kind].inc(size)
 
-    def spent(self) -> list[Spent]:
+    def spent(self) -> list[TenantUsage]:
         """What each tenant has been served, by all workers together."""
         found: dict[str, list[tuple[dict[str, str], float]]] = defaultdict(list)
         for family in self._page.collect():
@@ -304,7 +304,7 @@ class Metrics:
 
     # What is looked up when the page is asked for, as this process sees it
 
-    def observe_nodes(self, nodes: Collection[Node]) -> None:
+    def observe_nodes(self, nodes: Collection[ClusterNode]) -> None:
         """Takes down what the nodes say of themselves."""
         counts, egress = Tally[tuple[str, str, str]](), dict[tuple[str, str], float]()
         for node in nodes:

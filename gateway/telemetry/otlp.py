@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from gateway.config.traces import TracesConfig
-from gateway.errors import ConfigError
+from gateway.errors import GatewayConfigError
 from gateway.request.request import Request, RequestRecord
-from gateway.request.trace_context import TRACEPARENT, TRACESTATE, Trace, trace_under
+from gateway.request.trace_context import TRACEPARENT, TRACESTATE, TraceContext, trace_under
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
@@ -31,18 +31,18 @@ class Traces:
         exporter: "SpanExporter | None" = None,
         rng: random.Random | None = None,
     ) -> None:
-        """To an `exporter` other than that of `config`, if there is one. Raises ConfigError without the extra."""
+        """To an `exporter` other than that of `config`, if there is one. Raises GatewayConfigError without the extra."""
         self._sample = config.sample
         self._rng = rng or random.Random()
         try:
             from gateway.telemetry.otlp_spans import Spans
         except ImportError as error:
-            raise ConfigError(
+            raise GatewayConfigError(
                 f"traces.endpoint: traces need the otlp extra (pip install 'prfaas[otlp]'): {error}"
             ) from error
         self._spans = Spans(config.endpoint, on_lost, exporter)
 
-    def below(self, given: Mapping[str, str]) -> tuple[Trace, dict[str, str]]:
+    def below(self, given: Mapping[str, str]) -> tuple[TraceContext, dict[str, str]]:
         """The trace of a request with these headers, and the headers of its legs."""
         trace = trace_under(given.get(TRACEPARENT), self._sample, self._rng)
         headers = {TRACEPARENT: trace.header}

@@ -16,7 +16,7 @@ from opentelemetry.trace import NonRecordingSpan, SpanContext, SpanKind, StatusC
 
 from gateway.api.openai import Endpoint
 from gateway.request.request import RequestRecord
-from gateway.request.trace_context import Trace
+from gateway.request.trace_context import TraceContext
 
 log = logging.getLogger("prfaas.gateway.traces")
 
@@ -118,7 +118,7 @@ class Spans:
         )
         self._tracer = self._provider.get_tracer("prfaas.gateway")
 
-    def add(self, trace: Trace, record: RequestRecord, model: str, arrived_unix_s: float) -> None:
+    def add(self, trace: TraceContext, record: RequestRecord, model: str, arrived_unix_s: float) -> None:
         """The spans of a request to `model` that is over: all of them, or none where too many wait."""
         reached = [each for each in STEPS if each[1] in record.timeline and each[2] in record.timeline]
         if self._made - self._exporter.taken > self._max_waiting - MOST_OF_A_REQUEST:

@@ -25,7 +25,7 @@ class Children(dict[tuple[str, ...], M]):
         return child
 
 
-class Upkeep:
+class ProcessMetrics:
     """Counts what goes on around requests: nodes, links, moves, plans, what the gateway does for itself."""
 
     def __init__(self, registry: CollectorRegistry) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from gateway.request.request import Request, RequestRecord, record_of
 
 
-class Records:
+class RecordRing:
     """Keeps `limit` records. Sequence numbers start at 1 and never repeat while the gateway runs, in whichever process."""
 
     def __init__(self, limit: int, next_seq: Callable[[], int]) -> None:

@@ -7,14 +7,14 @@ from typing import Final
 
 from gateway.api.usage import recompute_reason
 from gateway.auth.keyring import Tenant
-from gateway.cluster.node import Node
+from gateway.cluster.node import ClusterNode
 from gateway.cluster.prefill_outcome import PrefillOutcome
 from gateway.errors import ApiError, TenantLimited
 from gateway.request.request import Request, RequestRecord
-from gateway.telemetry.load_report import Offered
+from gateway.telemetry.load_report import OfferedLoad
 from gateway.telemetry.metrics import Metrics
-from gateway.telemetry.record_ring import Records
-from planner.decisions.retries import Stage
+from gateway.telemetry.record_ring import RecordRing
+from planner.decisions.retries import FailedStage
 from planner.decisions.routing import Route, Target
 from planner.decisions.views import ClusterKind
 
@@ -27,14 +27,14 @@ CLIENT_LEFT: Final = "client_closed"
 OnEnded = Callable[[Request, RequestRecord, float], None]  # with the time of arrival, in seconds since 1970
 
 
-class Accounts:
+class RequestRecorder:
     """Keeps the books of requests."""
 
     def __init__(
         self,
         metrics: Metrics,
-        records: Records,
-        offered: Offered,
+        records: RecordRing,
+        offered: OfferedLoad,
         clock: Callable[[], float],
         on_ended: Sequence[OnEnded] = (),
     ) -> None:
@@ -82,13 +82,13 @@ class Accounts:
             for reason in doubts:
                 self.fell_back(request, reason)
 
-    def prefilling(self, request: Request, node: Node) -> None:
+    def prefilling(self, request: Request, node: ClusterNode) -> None:
         """`node` computes the prompt, be it the one that was chosen or another one."""
         request.prefilling_since = self._clock()
         request.prefill_node, request.origin = node.id, node.cluster
         request.is_remote = node.info is not None and node.info.cluster_kind == ClusterKind.PRFAAS
 
-    def delivered(self, request: Request, outcome: PrefillOutcome, decode: Node) -> None:
+    def delivered(self, request: Request, outcome: PrefillOutcome, decode: ClusterNode) -> None:
         """The KVCache is with the decode node."""
         now, timeline = self._clock(), request.timeline
         request.prefilling_since = None
@@ -118,7 +118,7 @@ class Accounts:
         self._metrics.taken_over(reason)
         log.warning("no takeover id=%s reason=%s", request.id, reason)
 
-    def not_tried_again(self, request: Request, stage: Stage) -> None:
+    def not_tried_again(self, request: Request, stage: FailedStage) -> None:
         """What failed would have been asked of another node, had that not happened too often of late."""
         self._metrics.retry_refused(stage)
         log.warning("not tried again id=%s stage=%s: the budget is spent", request.id, stage)

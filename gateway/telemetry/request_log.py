@@ -37,7 +37,7 @@ ATTEMPTS: Final = 100  # to find a free name, in one second
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class LogEntry:
     """What a line is made of, off the hot path. `block_size` is that of `hashes`, in tokens."""
 
     record: RequestRecord
@@ -47,7 +47,7 @@ class Entry:
     block_size: int
 
 
-class Line(RequestRecord, frozen=True, kw_only=True):
+class LogLine(RequestRecord, frozen=True, kw_only=True):
     """A record as it is written. `hash_ids` names full blocks of `block_tokens` tokens, and then what is left of the prompt."""
 
     unix_s: float
@@ -55,7 +55,7 @@ class Line(RequestRecord, frozen=True, kw_only=True):
     hash_ids: list[int]
 
 
-def line_of(entry: Entry) -> bytes:
+def line_of(entry: LogEntry) -> bytes:
     """One line of JSON, with its end."""
     stride = max(1, BLOCK_TOKENS // entry.block_size)
     block_tokens = stride * entry.block_size
@@ -64,7 +64,7 @@ def line_of(entry: Entry) -> bytes:
     if len(ids) * block_tokens < entry.record.total:
         ids.append(_name(entry.digest))
     record = {name: getattr(entry.record, name) for name in entry.record.__struct_fields__}
-    line = Line(**record, unix_s=round(entry.unix_s, 6), block_tokens=block_tokens, hash_ids=ids)
+    line = LogLine(**record, unix_s=round(entry.unix_s, 6), block_tokens=block_tokens, hash_ids=ids)
     return msgspec.json.encode(line) + b"\n"
 
 
@@ -104,7 +104,7 @@ class RequestLog:
         self._on_lost = on_lost
         self._interval_s = interval_s
         self._new_file = new_file
-        self._waiting: deque[Entry] = deque()
+        self._waiting: deque[LogEntry] = deque()
         self._is_closing = threading.Event()
         self._is_failing = False
         self._file = self._next_file()
@@ -118,7 +118,7 @@ class RequestLog:
             return
         prompt, model = request.asked, request.model
         block_size = model.hashing.block_size if model is not None else BLOCK_TOKENS
-        self._waiting.append(Entry(record, arrived_unix_s, prompt.hashes, prompt.digest, block_size))
+        self._waiting.append(LogEntry(record, arrived_unix_s, prompt.hashes, prompt.digest, block_size))
 
     def close(self) -> None:
         """Writes what waits, for as long as a stop may take."""

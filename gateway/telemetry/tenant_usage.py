@@ -14,7 +14,7 @@ COLUMNS: Final = ("tenant", "what", "source", "destination", "value")
 TOKENS: Final = ("prompt", "cached", "completion")
 
 
-class Sent(msgspec.Struct, frozen=True):
+class SentBytes(msgspec.Struct, frozen=True):
     """KVCache that went from cluster to cluster: for requests at once (`request`), or as a prefix that one asked for (`move`)."""
 
     source: str
@@ -23,7 +23,7 @@ class Sent(msgspec.Struct, frozen=True):
     bytes: int
 
 
-class Spent(msgspec.Struct, kw_only=True):
+class TenantUsage(msgspec.Struct, kw_only=True):
     """Of one tenant. `requests` are by status; `cached_tokens` are part of `prompt_tokens`."""
 
     tenant: str
@@ -31,19 +31,19 @@ class Spent(msgspec.Struct, kw_only=True):
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0
-    kv_bytes: list[Sent] = []
+    kv_bytes: list[SentBytes] = []
 
 
 def spent_by(
     requests: Iterable[tuple[Mapping[str, str], float]],
     tokens: Iterable[tuple[Mapping[str, str], float]],
     sent: Iterable[tuple[Mapping[str, str], float]],
-) -> list[Spent]:
+) -> list[TenantUsage]:
     """By name, out of counters: labels and value of each series."""
-    found: dict[str, Spent] = {}
+    found: dict[str, TenantUsage] = {}
 
-    def of(labels: Mapping[str, str]) -> Spent:
-        return found.setdefault(labels["tenant"], Spent(tenant=labels["tenant"]))
+    def of(labels: Mapping[str, str]) -> TenantUsage:
+        return found.setdefault(labels["tenant"], TenantUsage(tenant=labels["tenant"]))
 
     for labels, value in requests:
         of(labels).requests[labels["status"]] = int(value)
@@ -51,11 +51,11 @@ def spent_by(
         if labels["kind"] in TOKENS:  # the one series beyond `process_metrics.MOST_SERIES` adds up all kinds
             setattr(of(labels), f"{labels['kind']}_tokens", int(value))
     for labels, value in sent:
-        of(labels).kv_bytes.append(Sent(labels["source"], labels["destination"], labels["kind"], int(value)))
+        of(labels).kv_bytes.append(SentBytes(labels["source"], labels["destination"], labels["kind"], int(value)))
     return sorted(found.values(), key=lambda spent: spent.tenant)
 
 
-def as_csv(tenants: Iterable[Spent]) -> str:
+def as_csv(tenants: Iterable[TenantUsage]) -> str:
     """The same, one number a line (RFC 4180)."""
     text = io.StringIO()
     lines = csv.writer(text)

@@ -26,7 +26,7 @@ MAX_WHOLE_WRITE_BYTES: Final = 512 * 1024
 PIECE_BYTES: Final = 256 * 1024
 
 
-class Answer:
+class EngineAnswer:
     """What an engine answers. Status and type are known; its body may still be on its way."""
 
     __slots__ = (
@@ -34,7 +34,7 @@ class Answer:
         "answered", "content_type", "is_whole", "not_resumable", "status",
     )  # fmt: skip
 
-    def __init__(self, connection: "EngineConnection", loop: asyncio.AbstractEventLoop, due: float) -> None:
+    def __init__(self, connection: "UpstreamConnection", loop: asyncio.AbstractEventLoop, due: float) -> None:
         self.status = 0
         self.content_type = JSON
         self.answered = b""  # after how many tokens of an answer it goes on
@@ -157,25 +157,25 @@ class Answer:
             waiter.set_result(None)
 
 
-class Owner(Protocol):
+class ConnectionOwner(Protocol):
     """What keeps connections."""
 
-    def unused(self, connection: "EngineConnection") -> None:
+    def unused(self, connection: "UpstreamConnection") -> None:
         """`connection` may be used again."""
 
-    def closed(self, connection: "EngineConnection") -> None:
+    def closed(self, connection: "UpstreamConnection") -> None:
         """`connection` is no more."""
 
 
-class EngineConnection(asyncio.Protocol):
+class UpstreamConnection(asyncio.Protocol):
     """One connection to an engine, and the answer that is under way on it."""
 
-    def __init__(self, owner: Owner) -> None:
+    def __init__(self, owner: ConnectionOwner) -> None:
         self._owner = owner
         self._loop = asyncio.get_running_loop()
         self._parser: HttpResponseParser | None = HttpResponseParser(self)
         self._transport: asyncio.Transport | None = None  # until it is closed by either side
-        self._answer: Answer | None = None
+        self._answer: EngineAnswer | None = None
         self._quiet_bytes = 0
         self._quiet_since = 0.0
         self._ends_by_closing = True
@@ -185,12 +185,12 @@ class EngineConnection(asyncio.Protocol):
         self._is_asking = False  # parts of the request have not been written yet
         self._writable: asyncio.Future[None] | None = None
 
-    async def ask(self, head: bytes, body: Body | bytes, due: float) -> Answer:
+    async def ask(self, head: bytes, body: Body | bytes, due: float) -> EngineAnswer:
         """Sends a request. The answer has begun, or has failed by the time `due` of the loop's clock. Raises LegFailed."""
         if self._transport is None:  # it has been closed in the step of the loop in which it was opened
             raise LegFailed("connection_lost", "the engine closed the connection")
         body = body if isinstance(body, Body) else Body((body,))
-        answer = self._answer = Answer(self, self._loop, due)
+        answer = self._answer = EngineAnswer(self, self._loop, due)
         self._quiet_bytes, self._quiet_since = 0, self._loop.time()
         try:
             if len(body) <= MAX_WHOLE_WRITE_BYTES:
@@ -203,7 +203,7 @@ class EngineConnection(asyncio.Protocol):
             raise
         return answer
 
-    async def _write_in_pieces(self, answer: Answer, head: bytes, body: Body) -> None:
+    async def _write_in_pieces(self, answer: EngineAnswer, head: bytes, body: Body) -> None:
         """Others get their turn in between."""
         left = len(body)
         for part in body.parts(PIECE_BYTES):

@@ -20,15 +20,15 @@ from msgspec.structs import replace
 from gateway.api.bodies import Body
 from gateway.api.openai import NOT_JSON
 from gateway.api.sse import DATA, ERROR
-from gateway.cluster.node import Node
+from gateway.cluster.node import ClusterNode
 from gateway.cluster.prefill_outcome import PrefillOutcome
 from gateway.config.gateway import Timeouts
 from gateway.errors import DecodeFailed, LegFailed, NodeFailure, PrefillFailed
 from gateway.request.request import Request
-from gateway.upstream.http1 import NODE_SILENT, Answer
+from gateway.upstream.http1 import NODE_SILENT, EngineAnswer
 from gateway.upstream.pool import EnginePool
-from gateway.upstream.sglang_bootstrap import Room, label_in
-from planner.decisions.retries import NOTHING_DONE, SAME_EVERYWHERE, Failure
+from gateway.upstream.sglang_bootstrap import BootstrapRoom, label_in
+from planner.decisions.retries import NOTHING_DONE, SAME_EVERYWHERE, FailureKind
 from transport.control.messages import TicketInfo
 
 MAX_ERROR_BYTES: Final = 64 * 1024
@@ -91,7 +91,7 @@ _FALSE: Final = Raw(b"false")
 class DecodeAnswer:
     """The answer of a decode node that has begun: `first` are its first bytes, all of them if it is not streamed."""
 
-    def __init__(self, node: Node, answer: Answer, first: bytes) -> None:
+    def __init__(self, node: ClusterNode, answer: EngineAnswer, first: bytes) -> None:
         self.status = answer.status
         self.content_type = answer.content_type
         self.not_resumable = _fit(answer.not_resumable.decode("ascii", "replace"))
@@ -135,7 +135,7 @@ class Legs:
         """Waits no more for what an engine has said nothing about for `quiet_s`."""
         self._pool.give_up(engine_url, quiet_s)
 
-    async def prefill(self, node: Node, request: Request, ticket: TicketInfo) -> PrefillOutcome:
+    async def prefill(self, node: ClusterNode, request: Request, ticket: TicketInfo) -> PrefillOutcome:
         """Has `node` compute the prompt and push its KVCache to the holder of `ticket`. Raises PrefillFailed."""
         share = request.tenant.share
         params = _hints(request) | {
@@ -153,7 +153,7 @@ class Legs:
         with _sent(request):
             return _outcome(node, *await self._prefill(node, request, body))
 
-    async def _prefill(self, node: Node, request: Request, body: Body) -> tuple[int, bytes]:
+    async def _prefill(self, node: ClusterNode, request: Request, body: Body) -> tuple[int, bytes]:
         try:
             answer = await self._post(node, request, body, self.timeouts.prefill_s)
             try:
@@ -163,7 +163,7 @@ class Legs:
         except LegFailed as error:
             raise PrefillFailed(node.id, error.reason, str(error)) from error
 
-    async def decode(self, node: Node, request: Request, transfer_id: str | None) -> DecodeAnswer:
+    async def decode(self, node: ClusterNode, request: Request, transfer_id: str | None) -> DecodeAnswer:
         """The answer of `node`, to be closed, from its first token on. Raises DecodeFailed if none comes.
 
         Without a `transfer_id` the node computes the prompt itself. What another node has answered is not answered again.
@@ -179,7 +179,7 @@ class Legs:
         with _sent(request):
             return await self._decode(node, request, request.call.written(_common(request, params)))
 
-    async def _decode(self, node: Node, request: Request, body: Body) -> DecodeAnswer:
+    async def _decode(self, node: ClusterNode, request: Request, body: Body) -> DecodeAnswer:
         try:
             answer = await self._post(node, request, body, self._first_bytes_s(request))
             try:
@@ -191,7 +191,7 @@ class Legs:
             raise DecodeFailed(node.id, error.reason, str(error)) from error
         return DecodeAnswer(node, answer, first)
 
-    async def prefill_in(self, node: Node, request: Request, room: Room) -> PrefillOutcome:
+    async def prefill_in(self, node: ClusterNode, request: Request, room: BootstrapRoom) -> PrefillOutcome:
         """Has `node` compute the prompt and hand it to the server that asks for `room`. Raises PrefillFailed."""
         began = self._clock()
         body = request.call.written(_paired(request, room) | {"stream": _FALSE}, drop=NOT_FOR_PAIRED_PREFILL)
@@ -199,22 +199,22 @@ class Legs:
             told = await self._prefill_paired(node, request, body)
         return _paired_outcome(node, request, told, self._clock() - began)
 
-    async def _prefill_paired(self, node: Node, request: Request, body: Body) -> bytes:
+    async def _prefill_paired(self, node: ClusterNode, request: Request, body: Body) -> bytes:
         status, told = await self._prefill(node, request, body)
         if status != 200:
             failed = _error(told)
             others_too = status not in RETRYABLE
             reason = _told_by_us(failed, status) or _label(failed, status)
-            raise PrefillFailed(node.id, reason, failed.message, Failure.REQUEST if others_too else None)
+            raise PrefillFailed(node.id, reason, failed.message, FailureKind.REQUEST if others_too else None)
         return told
 
-    async def decode_in(self, node: Node, request: Request, room: Room) -> DecodeAnswer:
+    async def decode_in(self, node: ClusterNode, request: Request, room: BootstrapRoom) -> DecodeAnswer:
         """The answer of `node` to what another node prefills in `room`, as of `decode`. Raises DecodeFailed."""
         with _sent(request):
             return await self._decode(node, request, request.call.written(_paired(request, room)))
 
     async def ask(
-        self, node: Node, path: str, body: Body | bytes, max_bytes: int = MAX_ANSWER_BYTES
+        self, node: ClusterNode, path: str, body: Body | bytes, max_bytes: int = MAX_ANSWER_BYTES
     ) -> tuple[int, str, bytes]:
         """Status, type and body of what `node` answers at `path`, which is no leg of a generation. Raises LegFailed."""
         assert node.info is not None
@@ -228,7 +228,7 @@ class Legs:
         # An answer that is not streamed comes as a whole, so its first byte waits for its last token.
         return self.timeouts.first_token_s if request.call.stream else self.timeouts.answer_s
 
-    async def _first_bytes(self, node: Node, request: Request, answer: Answer) -> bytes:
+    async def _first_bytes(self, node: ClusterNode, request: Request, answer: EngineAnswer) -> bytes:
         if answer.status in RETRYABLE:
             error = _error(await answer.whole(MAX_ERROR_BYTES))
             told = _told_by_us(error, answer.status) if node.is_paired else None
@@ -254,7 +254,7 @@ class Legs:
             raise DecodeFailed(node.id, "bad_answer", _beginning(first))
         return first
 
-    async def _post(self, node: Node, request: Request, body: Body, within_s: float) -> Answer:
+    async def _post(self, node: ClusterNode, request: Request, body: Body, within_s: float) -> EngineAnswer:
         assert node.info is not None
         headers = "".join(f"{name}: {value}\r\n" for name, value in request.trace_headers.items())
         return await self._pool.post(
@@ -278,7 +278,7 @@ def _sent(request: Request) -> Iterator[None]:
         raise
 
 
-async def _check_goes_on(node: Node, request: Request, answer: Answer) -> None:
+async def _check_goes_on(node: ClusterNode, request: Request, answer: EngineAnswer) -> None:
     """Raises DecodeFailed if `answer` is invalid, or would begin again what the client has a part of."""
     if answer.status != 200:
         error = _error(await answer.whole(MAX_ERROR_BYTES))
@@ -300,7 +300,7 @@ def _common(request: Request, params: dict[str, Any]) -> dict[str, Any]:
     return {"kv_transfer_params": params} | _named(request)
 
 
-def _paired(request: Request, room: Room) -> dict[str, Any]:
+def _paired(request: Request, room: BootstrapRoom) -> dict[str, Any]:
     return room.fields() | _named(request)
 
 
@@ -319,12 +319,12 @@ def _hints(request: Request) -> dict[str, Any]:
     return request.asked.caching.hints(request.served.layout.block_size)
 
 
-def _outcome(node: Node, status: int, answer: bytes) -> PrefillOutcome:
+def _outcome(node: ClusterNode, status: int, answer: bytes) -> PrefillOutcome:
     if status != 200:
         error = _error(answer)
         code = _label(error, status)
         others_too = status not in RETRYABLE or code in SAME_EVERYWHERE
-        raise PrefillFailed(node.id, code, error.message, Failure.REQUEST if others_too else None)
+        raise PrefillFailed(node.id, code, error.message, FailureKind.REQUEST if others_too else None)
     try:
         outcome = _PREFILL.decode(answer).kv_transfer_params
     except NOT_JSON as error:
@@ -334,7 +334,7 @@ def _outcome(node: Node, status: int, answer: bytes) -> PrefillOutcome:
     return outcome
 
 
-def _paired_outcome(node: Node, request: Request, answer: bytes, seconds: float) -> PrefillOutcome:
+def _paired_outcome(node: ClusterNode, request: Request, answer: bytes, seconds: float) -> PrefillOutcome:
     """What is known of a leg in a room: whole pages of all of its prompt have left, at some time before its answer."""
     try:
         usage = _USAGE.decode(answer).usage

@@ -8,12 +8,12 @@ from urllib.parse import urlsplit
 
 from gateway.api.bodies import Body
 from gateway.errors import LegFailed
-from gateway.upstream.http1 import JSON, Answer, EngineConnection
+from gateway.upstream.http1 import JSON, EngineAnswer, UpstreamConnection
 
 AGENT: Final = "prfaas"
 
 
-class Engine:
+class UpstreamEngine:
     """Where an engine listens, and the idle connections to it: since when, the latest last."""
 
     def __init__(self, url: str) -> None:
@@ -28,7 +28,7 @@ class Engine:
         self.url = url
         self.host = parts.hostname
         self.ssl = ssl.create_default_context() if parts.scheme == "https" else None
-        self.idle: dict[EngineConnection, float] = {}
+        self.idle: dict[UpstreamConnection, float] = {}
         self.num_open = 0
         self._path = parts.path.rstrip("/")
         authority = parts.netloc.rpartition("@")[2]
@@ -48,22 +48,22 @@ class EnginePool:
         self._connect_s = connect_s
         self._keep_alive_s = keep_alive_s
         self._loop = asyncio.get_running_loop()
-        self._engines: dict[str, Engine] = {}
-        self._connections: dict[EngineConnection, Engine] = {}  # also those that are being made
+        self._engines: dict[str, UpstreamEngine] = {}
+        self._connections: dict[UpstreamConnection, UpstreamEngine] = {}  # also those that are being made
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._sweeping: asyncio.TimerHandle | None = None
 
     def __len__(self) -> int:
         return len(self._connections)
 
-    async def post(self, url: str, path: str, headers: str, body: Body | bytes, within_s: float) -> Answer:
+    async def post(self, url: str, path: str, headers: str, body: Body | bytes, within_s: float) -> EngineAnswer:
         """The answer to `body` of the engine at `url`, to be closed, once it has begun. Raises LegFailed.
 
         `headers` are lines that end in CRLF. `within_s` bounds all of the exchange, or what it takes until its answer's
         `bound_silence` is called.
         """
         now = self._loop.time()
-        engine = self._engines.get(url) or Engine(url)
+        engine = self._engines.get(url) or UpstreamEngine(url)
         connection = self._idle_one(engine, now) or await self._connected(engine, min(self._connect_s, within_s))
         return await connection.ask(engine.head(path, headers, len(body)), body, now + within_s)
 
@@ -86,14 +86,14 @@ class EnginePool:
             if engine.url == url:
                 connection.give_up(quiet_s)
 
-    def unused(self, connection: EngineConnection) -> None:
+    def unused(self, connection: UpstreamConnection) -> None:
         """A connection may be used again."""
         self._connections[connection].idle[connection] = self._loop.time()
         if self._sweeping is None:
             self._sweeping = self._loop.call_later(self._keep_alive_s, self._sweep)
         self._tell_one()
 
-    def closed(self, connection: EngineConnection) -> None:
+    def closed(self, connection: UpstreamConnection) -> None:
         """A connection is no more."""
         engine = self._connections.pop(connection, None)
         if engine is None:
@@ -104,7 +104,7 @@ class EnginePool:
             del self._engines[engine.url]
         self._tell_one()
 
-    def _idle_one(self, engine: Engine, now: float) -> EngineConnection | None:
+    def _idle_one(self, engine: UpstreamEngine, now: float) -> UpstreamConnection | None:
         while engine.idle:
             connection, since = engine.idle.popitem()
             if now - since < self._keep_alive_s:
@@ -112,7 +112,7 @@ class EnginePool:
             connection.abort()
         return None
 
-    async def _connected(self, engine: Engine, within_s: float) -> EngineConnection:
+    async def _connected(self, engine: UpstreamEngine, within_s: float) -> UpstreamConnection:
         try:
             async with asyncio.timeout(within_s):
                 return await self._room(engine) or await self._connect(engine)
@@ -121,8 +121,8 @@ class EnginePool:
         except OSError as error:
             raise LegFailed("unreachable", str(error)) from error
 
-    async def _connect(self, engine: Engine) -> EngineConnection:
-        connection = EngineConnection(self)
+    async def _connect(self, engine: UpstreamEngine) -> UpstreamConnection:
+        connection = UpstreamConnection(self)
         engine = self._engines.setdefault(engine.url, engine)  # others may have waited for room, too
         self._connections[connection] = engine
         engine.num_open += 1
@@ -134,7 +134,7 @@ class EnginePool:
             raise
         return connection
 
-    async def _room(self, engine: Engine) -> EngineConnection | None:
+    async def _room(self, engine: UpstreamEngine) -> UpstreamConnection | None:
         """Waits until one more may be opened, or one of this engine's is idle."""
         while len(self) >= self.limit:
             if self._close_longest_idle():
@@ -159,7 +159,7 @@ class EnginePool:
                 told.set_result(None)
                 return
 
-    def _longest_idle(self) -> tuple[EngineConnection, float] | None:
+    def _longest_idle(self) -> tuple[UpstreamConnection, float] | None:
         fronts = [next(iter(engine.idle.items())) for engine in self._engines.values() if engine.idle]
         return min(fronts, key=lambda front: front[1], default=None)
 

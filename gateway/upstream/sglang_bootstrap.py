@@ -9,10 +9,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
-from gateway.cluster.node import Node
+from gateway.cluster.node import ClusterNode
 from gateway.errors import DecodeFailed, PrefillFailed
 from planner.decisions.paths import PATH_FAILED
-from planner.decisions.retries import Failure
+from planner.decisions.retries import FailureKind
 
 BITS: Final = 62  # of a room's number, which is a signed 64-bit integer to SGLang
 DECODE_ABORTED: Final = "decode_aborted"
@@ -21,13 +21,13 @@ TOLD: Final = (
     ("decode has aborted the request", DECODE_ABORTED),
     *((label, label) for label in ("no_capacity", PATH_FAILED, "draining", "agent_gone", "landing_timeout")),
 )
-GONE: Final = frozenset({Failure.UNREACHABLE, Failure.LOST, Failure.DIED})
+GONE: Final = frozenset({FailureKind.UNREACHABLE, FailureKind.LOST, FailureKind.DIED})
 # Failures that are the decode server's own, whatever the other one says of the same room.
-OF_DECODE: Final = GONE | {Failure.FULL, Failure.AWAY}
+OF_DECODE: Final = GONE | {FailureKind.FULL, FailureKind.AWAY}
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class BootstrapRoom:
     """One try of a request at a pair of servers. `host` and `port` are of the prefill server's bootstrap."""
 
     host: str
@@ -39,11 +39,11 @@ class Room:
         return {"bootstrap_host": self.host, "bootstrap_port": self.port, "bootstrap_room": self.number}
 
 
-def room_at(prefill: Node, draw: Callable[[int], int]) -> Room:
+def room_at(prefill: ClusterNode, draw: Callable[[int], int]) -> BootstrapRoom:
     """A new room at a node that prefills; `draw` gives that many random bits."""
     assert prefill.info is not None
     assert prefill.info.rooms is not None
-    return Room(prefill.info.rooms.host, prefill.info.rooms.port, draw(BITS))
+    return BootstrapRoom(prefill.info.rooms.host, prefill.info.rooms.port, draw(BITS))
 
 
 def label_in(message: str) -> str | None:

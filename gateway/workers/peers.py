@@ -12,7 +12,7 @@ from typing import Final, Protocol
 
 import msgspec
 
-from gateway.workers.shared_counters import Board
+from gateway.workers.shared_counters import SharedCounters
 
 log = logging.getLogger("prfaas.gateway.siblings")
 
@@ -29,23 +29,23 @@ class Numbered(Protocol):
     def seq(self) -> int: ...
 
 
-class Kept(Protocol):
-    """A ring of such (`Records`, `Flows`)."""
+class NumberedRing(Protocol):
+    """A ring of such (`RecordRing`, `Flows`)."""
 
     limit: int
 
     def since(self, seq: int) -> Iterable[Numbered]: ...
 
 
-def lines_of(records: Kept, seq: int) -> list[Line]:
+def lines_of(records: NumberedRing, seq: int) -> list[Line]:
     """Records after number `seq`, as they are handed out."""
     return [(record.seq, msgspec.json.encode(record)) for record in records.since(seq)]
 
 
-class Siblings:
+class WorkerPeers:
     """The other workers, and this one's answers to them."""
 
-    def __init__(self, directory: Path, number: int, board: Board, kept: Mapping[str, Kept]) -> None:
+    def __init__(self, directory: Path, number: int, board: SharedCounters, kept: Mapping[str, NumberedRing]) -> None:
         """`kept` are the rings of this worker, by the word that asks for them."""
         self._directory = directory
         self._number = number

@@ -1,4 +1,6 @@
-"""State that a process shares with other workers: nothing in a single process (`Alone`); a worker has a `Seat`."""
+"""State that a process shares with other workers: nothing in a single process (`SingleProcess`); a worker has a
+`WorkerProcess`.
+"""
 
 import os
 import signal
@@ -9,16 +11,16 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Final
 
-from gateway.admission.slots import OwnPlaces, Places
-from gateway.cluster.drained_links import Drained, OwnDrained, SharedDrained
-from gateway.cluster.node import Node
-from gateway.ratelimit.limiter import Allowances
-from gateway.telemetry.load_report import KEPT, Offered
+from gateway.admission.slots import LocalSlots, Slots
+from gateway.cluster.drained_links import DrainedLinks, LocalDrainedLinks, SharedDrainedLinks
+from gateway.cluster.node import ClusterNode
+from gateway.ratelimit.limiter import TenantLimiters
+from gateway.telemetry.load_report import KEPT, OfferedLoad
 from gateway.telemetry.metrics import Metrics, keep_in
-from gateway.telemetry.record_ring import Records
-from gateway.workers.peers import Kept, Siblings
-from gateway.workers.shared_counters import IN_FLIGHT, WAITING, Board, SharedPlaces, State
-from gateway.workers.shared_samples import Tally
+from gateway.telemetry.record_ring import RecordRing
+from gateway.workers.peers import NumberedRing, WorkerPeers
+from gateway.workers.shared_counters import IN_FLIGHT, WAITING, SharedCounters, SharedSlots, WorkerState
+from gateway.workers.shared_samples import SharedSamples
 from planner.decisions.offered import SampleRing
 
 BOARD: Final = "board"
@@ -31,7 +33,7 @@ VERDICT: Final = "verdict.json"  # what the parent has found out about the token
 ORPHANED: Final = signal.SIGUSR1  # what a worker gets when its parent is gone
 
 
-class Alone:
+class SingleProcess:
     """A gateway of one process."""
 
     workers = 1
@@ -40,10 +42,10 @@ class Alone:
 
     def __init__(self) -> None:
         self.metrics = Metrics()
-        self.offered = Offered(uuid.uuid4().hex, SampleRing(KEPT), SampleRing(KEPT))
-        self.in_flight: Places = OwnPlaces()
-        self.waiting: Places = OwnPlaces()
-        self.drained: Drained = OwnDrained()
+        self.offered = OfferedLoad(uuid.uuid4().hex, SampleRing(KEPT), SampleRing(KEPT))
+        self.in_flight: Slots = LocalSlots()
+        self.waiting: Slots = LocalSlots()
+        self.drained: DrainedLinks = LocalDrainedLinks()
         self._last_seq = 0
 
     def next_seq(self) -> int:
@@ -55,29 +57,29 @@ class Alone:
         """What follows number `seq` follows this one: 0 when `seq` was given out before this start, which counts anew."""
         return seq if seq <= self._last_seq else 0
 
-    def allowances(self, clock: Callable[[], float]) -> Allowances:
+    def allowances(self, clock: Callable[[], float]) -> TenantLimiters:
         """What tenants have taken of their limits."""
-        return Allowances(clock)
+        return TenantLimiters(clock)
 
-    def records(self, limit: int) -> Records:
+    def records(self, limit: int) -> RecordRing:
         """The book of what this process has served."""
-        return Records(limit, self.next_seq)
+        return RecordRing(limit, self.next_seq)
 
     @asynccontextmanager
-    async def siblings(self, kept: Mapping[str, Kept]) -> AsyncIterator[Siblings | None]:
+    async def siblings(self, kept: Mapping[str, NumberedRing]) -> AsyncIterator[WorkerPeers | None]:
         """The other workers, which can ask this one inside the block; None: a single process."""
         yield None
 
-    def join(self, nodes: Sequence[Node]) -> None:
+    def join(self, nodes: Sequence[ClusterNode]) -> None:
         """Has others see what this process gives these nodes to do."""
 
-    def catch_up(self, nodes: Sequence[Node]) -> None:
+    def catch_up(self, nodes: Sequence[ClusterNode]) -> None:
         """Sees what others have given these nodes."""
 
-    def be(self, state: State) -> None:
+    def be(self, state: WorkerState) -> None:
         """Has others see what this process does."""
 
-    def states(self) -> Mapping[State, int]:
+    def states(self) -> Mapping[WorkerState, int]:
         """How many processes do what."""
         return {}
 
@@ -87,7 +89,7 @@ class Alone:
         return 0
 
 
-class Seat:
+class WorkerProcess:
     """The seat of worker `number`, at a board that the parent has laid out in `directory`; `port` is the one they share."""
 
     def __init__(self, directory: Path, number: int, port: int) -> None:
@@ -96,44 +98,44 @@ class Seat:
         self.parent: int | None = os.getppid()
         self._directory = directory
         self._number = number
-        self._board = Board(directory / BOARD, number)
+        self._board = SharedCounters(directory / BOARD, number)
         self.workers = self._board.workers
         keep_in(directory / METRICS, number)
         self.metrics = Metrics(directory / METRICS)
-        self.offered: Offered = Tally(directory / TALLY)
-        self.in_flight: Places = SharedPlaces(self._board, IN_FLIGHT)
-        self.waiting: Places = SharedPlaces(self._board, WAITING)
+        self.offered: OfferedLoad = SharedSamples(directory / TALLY)
+        self.in_flight: Slots = SharedSlots(self._board, IN_FLIGHT)
+        self.waiting: Slots = SharedSlots(self._board, WAITING)
         self.next_seq: Callable[[], int] = self._board.next_seq
-        self.drained: Drained = SharedDrained(directory / DRAINED)
+        self.drained: DrainedLinks = SharedDrainedLinks(directory / DRAINED)
 
     def cursor(self, seq: int) -> int:
         return seq if seq <= self._board.last_seq() else 0
 
-    def allowances(self, clock: Callable[[], float]) -> Allowances:
-        return Allowances(clock, self._directory / ALLOWANCES, workers=self.workers, own=self._number)
+    def allowances(self, clock: Callable[[], float]) -> TenantLimiters:
+        return TenantLimiters(clock, self._directory / ALLOWANCES, workers=self.workers, own=self._number)
 
-    def records(self, limit: int) -> Records:
-        return Records(limit, self.next_seq)
+    def records(self, limit: int) -> RecordRing:
+        return RecordRing(limit, self.next_seq)
 
     @asynccontextmanager
-    async def siblings(self, kept: Mapping[str, Kept]) -> AsyncIterator[Siblings | None]:
-        siblings = Siblings(self._directory, self._number, self._board, kept)
+    async def siblings(self, kept: Mapping[str, NumberedRing]) -> AsyncIterator[WorkerPeers | None]:
+        siblings = WorkerPeers(self._directory, self._number, self._board, kept)
         await siblings.start()
         try:
             yield siblings
         finally:
             await siblings.close()
 
-    def join(self, nodes: Sequence[Node]) -> None:
+    def join(self, nodes: Sequence[ClusterNode]) -> None:
         self._board.join(nodes)
 
-    def catch_up(self, nodes: Sequence[Node]) -> None:
+    def catch_up(self, nodes: Sequence[ClusterNode]) -> None:
         self._board.catch_up(nodes)
 
-    def be(self, state: State) -> None:
+    def be(self, state: WorkerState) -> None:
         self._board.be(state)
 
-    def states(self) -> Mapping[State, int]:
+    def states(self) -> Mapping[WorkerState, int]:
         return Counter(self._board.states())
 
     @property

@@ -18,7 +18,7 @@ from typing import Final
 
 import numpy as np
 
-from gateway.cluster.node import Node, Work
+from gateway.cluster.node import ClusterNode, NodeWork
 from gateway.shared_array import SharedArray
 from planner.decisions.estimates import PREFILL_SHARE_S, PrefillShare
 
@@ -29,7 +29,7 @@ OWN_CELLS: Final = 4
 STATE, IN_FLIGHT, WAITING, BEATS = range(4)
 
 
-class State(IntEnum):
+class WorkerState(IntEnum):
     """What a worker does."""
 
     NONE = 0  # it starts, or is gone
@@ -38,7 +38,7 @@ class State(IntEnum):
     DRAINING = 3
 
 
-class Board:
+class SharedCounters:
     """The file, as the worker `number` or the parent (None) sees it."""
 
     def __init__(self, path: Path, number: int | None = None) -> None:
@@ -72,20 +72,20 @@ class Board:
 
     # Workers
 
-    def be(self, state: State) -> None:
+    def be(self, state: WorkerState) -> None:
         """This worker's state from now on; said now and then, it says that the worker is there, too."""
         self._rows[self._own, STATE] = state
         self._rows[self._own, BEATS] += 1
 
-    def state(self, number: int) -> State:
+    def state(self, number: int) -> WorkerState:
         """What a worker says of itself."""
-        return State(int(self._rows[number, STATE]))
+        return WorkerState(int(self._rows[number, STATE]))
 
     def beats(self, number: int) -> int:
         """How often a worker has said what it does: another number each time it is looked at, or it is stopped, or stuck."""
         return int(self._rows[number, BEATS])
 
-    def states(self) -> list[State]:
+    def states(self) -> list[WorkerState]:
         """Of all workers."""
         return [self.state(number) for number in range(self.workers)]
 
@@ -134,13 +134,13 @@ class Board:
 
     # Work on nodes
 
-    def join(self, nodes: Sequence[Node]) -> None:
+    def join(self, nodes: Sequence[ClusterNode]) -> None:
         """What these nodes are given here, all workers see from now on; their order is that of the configuration everywhere."""
         for column, node in enumerate(nodes):
             node.shared = SharedWork(self, column)
             node.prefill_share = SharedShare(self, column)
 
-    def catch_up(self, nodes: Sequence[Node]) -> None:
+    def catch_up(self, nodes: Sequence[ClusterNode]) -> None:
         """What all workers have under way on these nodes, as the next decision is to see it."""
         total = self._work.sum(axis=0).tolist()
         promised = self._promised.sum(axis=0)
@@ -152,7 +152,7 @@ class Board:
             if name := self._name(int(column), nodes):
                 nodes[row].promised_bytes[name] = int(promised[row, column])
 
-    def pend(self, column: int, sign: int, work: Work) -> None:
+    def pend(self, column: int, sign: int, work: NodeWork) -> None:
         """Adds work of this worker on a node, or takes it away."""
         cells = self._work[self._own, column]
         cells[0] += sign
@@ -183,7 +183,7 @@ class Board:
             self._clusters[free[0]] = digest
             return int(free[0])
 
-    def _name(self, column: int, nodes: Sequence[Node]) -> str | None:
+    def _name(self, column: int, nodes: Sequence[ClusterNode]) -> str | None:
         if column not in self._names:
             digest = int(self._clusters[column])
             name = next((node.cluster for node in nodes if _digest(node.cluster) == digest), None)
@@ -197,10 +197,10 @@ def _digest(name: str) -> int:
     return int.from_bytes(blake2b(name.encode(), digest_size=8).digest(), signed=True) or 1
 
 
-class SharedPlaces:
+class SharedSlots:
     """Places of all workers."""
 
-    def __init__(self, board: Board, kind: int) -> None:
+    def __init__(self, board: SharedCounters, kind: int) -> None:
         self._board = board
         self._kind = kind
 
@@ -218,18 +218,18 @@ class SharedPlaces:
 class SharedWork:
     """A node's column."""
 
-    def __init__(self, board: Board, column: int) -> None:
+    def __init__(self, board: SharedCounters, column: int) -> None:
         self._board = board
         self._column = column
 
-    def pend(self, sign: int, work: Work) -> None:
+    def pend(self, sign: int, work: NodeWork) -> None:
         self._board.pend(self._column, sign, work)
 
 
 class SharedShare(PrefillShare):
     """The part of its time that a decode node has lately spent on prompts of any worker."""
 
-    def __init__(self, board: Board, column: int) -> None:
+    def __init__(self, board: SharedCounters, column: int) -> None:
         super().__init__()
         self._board = board
         self._column = column

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gateway.shared_array import CELL_BYTES, SharedArray
-from gateway.telemetry.load_report import KEPT, Offered
+from gateway.telemetry.load_report import KEPT, OfferedLoad
 from planner.decisions.offered import Samples
 
 HEAD_CELLS: Final = 3
@@ -23,7 +23,7 @@ RING_CELLS: Final = 1 + KEPT
 LAST_SEQ, SAMPLES = 0, slice(1, None)
 
 
-class Tally(Offered):
+class SharedSamples(OfferedLoad):
     """The file, as a worker sees it."""
 
     def __init__(self, path: Path) -> None:

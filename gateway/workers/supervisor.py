@@ -26,15 +26,15 @@ import msgspec
 
 from gateway.config.gateway import GatewayConfig
 from gateway.errors import CannotListen, WorkersFail
-from gateway.ratelimit.limiter import Allowances
+from gateway.ratelimit.limiter import TenantLimiters
 from gateway.telemetry.metrics import forget_gauges
 from gateway.workers.process_scope import ALLOWANCES, BOARD, FIRST_CONFIG, METRICS, ORPHANED, TALLY, VERDICT
-from gateway.workers.shared_counters import Board
-from gateway.workers.shared_samples import Tally
+from gateway.workers.shared_counters import SharedCounters
+from gateway.workers.shared_samples import SharedSamples
 from node.process.children import Child, kill_group
 from node.process.owned_names import OwnedDirectory, sweep_directories
 from node.process.restarts import Restarts
-from prompts.encoder import Verdict
+from prompts.encoder import EncoderVerdict
 from transport.path.tcp import format_address
 
 log = logging.getLogger("prfaas.gateway.workers")
@@ -56,7 +56,7 @@ class Workers:
     def __init__(
         self,
         command: Callable[[int], Sequence[str]],
-        board: Board,
+        board: SharedCounters,
         metrics: Path,
         now: Callable[[], float],
         max_restarts: int = MAX_RESTARTS,
@@ -215,9 +215,9 @@ async def serve_with_workers(
     path: Path,
     command: Callable[[Path, int, int], Sequence[str]],
     announce: Callable[[str], None],
-    verdict: Verdict | None = None,
+    verdict: EncoderVerdict | None = None,
 ) -> int:
-    """A gateway of `config.workers` processes until SIGTERM or SIGINT; returns the exit status. Raises ConfigError.
+    """A gateway of `config.workers` processes until SIGTERM or SIGINT; returns the exit status. Raises GatewayConfigError.
 
     `path` is the file of the configuration, which workers begin with a copy of; `verdict` is that on the
     tokenizer's fast encoder.
@@ -226,8 +226,8 @@ async def serve_with_workers(
     """
     loop = asyncio.get_running_loop()
     with _held_ports(config) as address, _laid_out(config, path, verdict) as directory:
-        board = Board(directory / BOARD)
-        allowances = Allowances(loop.time, directory / ALLOWANCES, workers=config.workers)
+        board = SharedCounters(directory / BOARD)
+        allowances = TenantLimiters(loop.time, directory / ALLOWANCES, workers=config.workers)
         workers = Workers(
             lambda number: command(directory, number, address[1]),
             board,
@@ -250,7 +250,7 @@ async def serve_with_workers(
 
 
 @contextmanager
-def _laid_out(config: GatewayConfig, path: Path, verdict: Verdict | None) -> Iterator[Path]:
+def _laid_out(config: GatewayConfig, path: Path, verdict: EncoderVerdict | None) -> Iterator[Path]:
     parent = SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
     sweep_directories(parent)
     owned = OwnedDirectory(parent)
@@ -258,9 +258,9 @@ def _laid_out(config: GatewayConfig, path: Path, verdict: Verdict | None) -> Ite
         (owned.path / METRICS).mkdir()
         shutil.copyfile(path, owned.path / FIRST_CONFIG)
         (owned.path / VERDICT).write_bytes(msgspec.json.encode(verdict))
-        Tally.create(owned.path / TALLY)
-        Allowances.create(owned.path / ALLOWANCES, config.workers)
-        Board.create(owned.path / BOARD, config.workers, len(config.nodes))
+        SharedSamples.create(owned.path / TALLY)
+        TenantLimiters.create(owned.path / ALLOWANCES, config.workers)
+        SharedCounters.create(owned.path / BOARD, config.workers, len(config.nodes))
         yield owned.path
     finally:
         owned.close()

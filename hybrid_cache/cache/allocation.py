@@ -6,7 +6,7 @@ from itertools import islice
 from typing import TypeAlias
 
 from hybrid_cache.cache.blocks import Pages
-from hybrid_cache.cache.reservation import Hold
+from hybrid_cache.cache.reservation import ReservedPages
 from hybrid_cache.layout.layout import ModelLayout
 
 Keys: TypeAlias = Sequence[tuple[int, int]]
@@ -26,7 +26,7 @@ class Need:
         return full + sum([layout.pages_per_block(group) for keys in (self.windows, self.states) for group, _ in keys])
 
 
-def need_of(layout: ModelLayout, hold: Hold, cached: int, lengths: Iterable[int]) -> Need:
+def need_of(layout: ModelLayout, hold: ReservedPages, cached: int, lengths: Iterable[int]) -> Need:
     """What a request needs after `cached` tokens that it shares, if its states are kept at `lengths`."""
     first, stop = cached // layout.block_size, -(-hold.num_tokens // layout.block_size)
     if not layout.companion_groups:
@@ -41,7 +41,7 @@ def need_of(layout: ModelLayout, hold: Hold, cached: int, lengths: Iterable[int]
     return Need(first, stop, windows, [(group, length) for group in layout.state_groups for length in lengths])
 
 
-def deal(layout: ModelLayout, hold: Hold, need: Need, pages: Sequence[int]) -> None:
+def deal(layout: ModelLayout, hold: ReservedPages, need: Need, pages: Sequence[int]) -> None:
     """Gives a request the pages that it needs."""
     hold.first_own = need.first
     hold.own_blocks = _blocks_of(layout, pages, need.stop - need.first)

@@ -11,12 +11,12 @@ Where a request stored them it has companions: the snapshot of a linear state at
 Pages = tuple[int, ...]
 
 
-class Node:
+class BlockNode:
     """One full block of a prefix. Evictable when it has neither locks nor children."""
 
     __slots__ = ("children", "hash", "index", "locks", "pages", "parent")
 
-    def __init__(self, hash: bytes, parent: "Node | None", pages: Pages) -> None:
+    def __init__(self, hash: bytes, parent: "BlockNode | None", pages: Pages) -> None:
         self.hash = hash
         self.parent = parent
         self.children = 0
@@ -41,7 +41,7 @@ class Companion:
 
     __slots__ = ("group", "key", "locks", "node", "pages")
 
-    def __init__(self, node: Node, group: int, pages: Pages) -> None:
+    def __init__(self, node: BlockNode, group: int, pages: Pages) -> None:
         self.node = node
         self.group = group
         self.key = (group, node.hash)
@@ -52,5 +52,5 @@ class Companion:
         return f"Companion(group={self.group} locks={self.locks} of {self.node!r})"
 
 
-Item = Node | Companion
+Item = BlockNode | Companion
 ItemKey = bytes | tuple[int, bytes]

@@ -4,15 +4,15 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from itertools import chain
 
-from hybrid_cache.cache.blocks import Companion, Item, Node
-from hybrid_cache.cache.reservation import Hold
+from hybrid_cache.cache.blocks import BlockNode, Companion, Item
+from hybrid_cache.cache.reservation import ReservedPages
 from hybrid_cache.errors import IntegrityError
 
-Nodes = Mapping[bytes, Node]
+Nodes = Mapping[bytes, BlockNode]
 Companions = Sequence[Mapping[bytes, Companion]]
 
 
-def held_pages(nodes: Nodes, companions: Companions, holds: Collection[Hold]) -> list[int]:
+def held_pages(nodes: Nodes, companions: Companions, holds: Collection[ReservedPages]) -> list[int]:
     """The pages of all blocks and of all reservations, as often as they are held."""
     held = list(chain.from_iterable([node.pages for node in nodes.values()]))
     held += [page for group in companions for companion in group.values() for page in companion.pages]
@@ -26,7 +26,7 @@ def evictable_pages(nodes: Nodes, companions: Companions, node_pages: int) -> in
     return unlocked * node_pages + sum(len(c.pages) for group in companions for c in group.values() if not c.locks)
 
 
-def check_locks(nodes: Nodes, companions: Companions, holds: Collection[Hold]) -> None:
+def check_locks(nodes: Nodes, companions: Companions, holds: Collection[ReservedPages]) -> None:
     """Raises IntegrityError unless everything is locked as often as reservations use it."""
     locks: Counter[Item] = Counter()
     for hold in holds:

@@ -18,7 +18,7 @@ from hybrid_cache.cache.allocation import deal, need_of
 from hybrid_cache.cache.blocks import Pages
 from hybrid_cache.cache.events import BlocksStored, CacheCleared, CacheEvent, EventLog, Medium
 from hybrid_cache.cache.lookup import PrefixHit, longest_common_hit
-from hybrid_cache.cache.reservation import NO_HINTS, Hints, Hold, Purpose, Reservation
+from hybrid_cache.cache.reservation import NO_HINTS, Hints, Purpose, Reservation, ReservedPages
 from hybrid_cache.cache.snapshots import BranchPoints, Prefill, SnapshotPolicy
 from hybrid_cache.cache.tree import PrefixTree
 from hybrid_cache.errors import DuplicateReservation, OutOfPages, UnknownReservation
@@ -61,7 +61,7 @@ class PrefixCache:
         self._snapshots = snapshots or BranchPoints()
         self._events = EventLog(event_limit)
         self._tree = PrefixTree(layout, num_pages, self._eviction, self._events)
-        self._holds: dict[str, Hold] = {}
+        self._holds: dict[str, ReservedPages] = {}
         self._found: OrderedDict[bytes, float] = OrderedDict()  # last blocks of the hits of late, and when that was
 
     def __repr__(self) -> str:
@@ -153,7 +153,7 @@ class PrefixCache:
         hashes = list(hashes[: num_tokens // self.layout.block_size])
         hit = self.match(hashes, num_tokens)
         cached = _cached(hit, purpose)
-        hold = Hold(request_id, hashes, num_tokens)
+        hold = ReservedPages(request_id, hashes, num_tokens)
         self._tree.lock_prefix(hold, cached, purpose)
         hit_end = hold.nodes[-1].hash if hold.nodes else None
         self._holds[request_id] = hold
@@ -180,7 +180,7 @@ class PrefixCache:
             raise DuplicateReservation(f"request {request_id!r} already holds a reservation")
         length = self.match(hashes, num_tokens).num_tokens
         blocks = list(hashes[: length // self.layout.block_size])
-        hold = Hold(request_id, blocks, length)
+        hold = ReservedPages(request_id, blocks, length)
         self._tree.lock_prefix(hold, length, Purpose.PREFILL)
         self._holds[request_id] = hold
         return length
@@ -237,7 +237,7 @@ class PrefixCache:
         """Raises IntegrityError unless every page, lock and link is accounted for. Reads everything: for probes."""
         self._tree.check_integrity(self._holds.values())
 
-    def _hold(self, request_id: str) -> Hold:
+    def _hold(self, request_id: str) -> ReservedPages:
         try:
             return self._holds[request_id]
         except KeyError:
@@ -267,7 +267,7 @@ class PrefixCache:
             return wanted & {num_tokens}
         return wanted | ({num_tokens} - {hit.num_tokens})
 
-    def _allocate_own(self, hold: Hold, cached: int, lengths: set[int], now: float) -> None:
+    def _allocate_own(self, hold: ReservedPages, cached: int, lengths: set[int], now: float) -> None:
         try:
             self._allocate_for(hold, cached, lengths, now)
         except OutOfPages:
@@ -276,7 +276,7 @@ class PrefixCache:
                 raise
             self._allocate_for(hold, cached, {hold.num_tokens}, now)
 
-    def _allocate_for(self, hold: Hold, cached: int, lengths: Iterable[int], now: float) -> None:
+    def _allocate_for(self, hold: ReservedPages, cached: int, lengths: Iterable[int], now: float) -> None:
         need = need_of(self.layout, hold, cached, lengths)
         deal(self.layout, hold, need, self._tree.allocate(need.num_pages(self.layout), now))
 

@@ -6,7 +6,7 @@ from functools import cached_property
 from itertools import accumulate, chain
 from typing import Final
 
-from hybrid_cache.cache.blocks import Companion, Node, Pages
+from hybrid_cache.cache.blocks import BlockNode, Companion, Pages
 from hybrid_cache.layout.layout import ModelLayout
 
 
@@ -37,18 +37,18 @@ NO_HINTS: Final = Hints()
 
 
 @dataclass(slots=True)
-class Hold:
+class ReservedPages:
     """The cache's side of a reservation: what it locks and what it owns."""
 
     request_id: str
     hashes: list[bytes]
     num_tokens: int
-    nodes: list[Node] = field(default_factory=list)  # the locked path from the root: [0, len(nodes)) blocks
+    nodes: list[BlockNode] = field(default_factory=list)  # the locked path from the root: [0, len(nodes)) blocks
     companions: list[Companion] = field(default_factory=list)  # locked
     first_own: int = 0
     own_blocks: list[Pages] = field(
         default_factory=list
-    )  # as `Node.pages`, from block `first_own` on; () once committed
+    )  # as `BlockNode.pages`, from block `first_own` on; () once committed
     own_windows: dict[tuple[int, int], Pages] = field(default_factory=dict)  # (group, block)
     own_states: dict[tuple[int, int], Pages] = field(default_factory=dict)  # (group, length)
 
@@ -65,7 +65,7 @@ class Reservation:
     Pages of `[0, cached_tokens)` are shared and read-only; all others are the request's own until `commit`.
     """
 
-    def __init__(self, hold: Hold, layout: ModelLayout, purpose: Purpose, cached_tokens: int) -> None:
+    def __init__(self, hold: ReservedPages, layout: ModelLayout, purpose: Purpose, cached_tokens: int) -> None:
         self.request_id = hold.request_id
         self.purpose = purpose
         self.num_tokens = hold.num_tokens
@@ -113,6 +113,6 @@ class Reservation:
 
 
 def full_group_parts(layout: ModelLayout) -> list[slice]:
-    """Where the pages of each full-attention group lie in `Node.pages`."""
+    """Where the pages of each full-attention group lie in `BlockNode.pages`."""
     ends = list(accumulate(layout.pages_per_block(group) for group in layout.full_groups))
     return [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]

@@ -9,10 +9,10 @@ from collections.abc import Callable, Collection, Container, Sequence
 from itertools import chain
 
 from hybrid_cache.cache import integrity
-from hybrid_cache.cache.blocks import Companion, Node, Pages
+from hybrid_cache.cache.blocks import BlockNode, Companion, Pages
 from hybrid_cache.cache.events import EventLog
 from hybrid_cache.cache.pool import PagePool
-from hybrid_cache.cache.reservation import Hold, Purpose, full_group_parts
+from hybrid_cache.cache.reservation import Purpose, ReservedPages, full_group_parts
 from hybrid_cache.errors import IntegrityError, OutOfPages
 from hybrid_cache.eviction.base import EvictionPolicy, Key
 from hybrid_cache.layout.layout import ModelLayout
@@ -29,7 +29,7 @@ class PrefixTree:
         self.on_evict: Callable[[int, bytes, Pages], None] | None = None
         self._eviction = eviction
         self._events = events
-        self._nodes: dict[bytes, Node] = {}
+        self._nodes: dict[bytes, BlockNode] = {}
         self._companions: tuple[dict[bytes, Companion], ...] = tuple({} for _ in layout.groups)
         # What a lookup sees of each group: nodes hold every full-attention group at once.
         self.held = tuple(
@@ -56,7 +56,7 @@ class PrefixTree:
         companion = self._companions[group].get(block_hash)
         return companion.pages if companion is not None else ()
 
-    def check_integrity(self, holds: Collection[Hold]) -> None:
+    def check_integrity(self, holds: Collection[ReservedPages]) -> None:
         """Raises IntegrityError unless every page, lock and link is accounted for, `holds` being all there are."""
         self.pool.check_integrity(integrity.held_pages(self._nodes, self._companions, holds))
         evictable = integrity.evictable_pages(self._nodes, self._companions, self._node_pages)
@@ -67,7 +67,7 @@ class PrefixTree:
 
     # Locks
 
-    def lock_prefix(self, hold: Hold, cached: int, purpose: Purpose) -> None:
+    def lock_prefix(self, hold: ReservedPages, cached: int, purpose: Purpose) -> None:
         """Locks what a request shares: the first `cached` tokens, with the companions that a prefill continues from."""
         self._lock_path(hold, cached // self.layout.block_size)
         if purpose is not Purpose.PREFILL or not cached:
@@ -78,7 +78,7 @@ class PrefixTree:
         for group in self.layout.state_groups:
             self._lock_companion(hold, self._companions[group][hold.nodes[-1].hash])
 
-    def _lock_path(self, hold: Hold, blocks: int) -> None:
+    def _lock_path(self, hold: ReservedPages, blocks: int) -> None:
         """Locks the request's blocks up to `blocks`, all cached, as far as it does not do so yet."""
         nodes, path = self._nodes, hold.nodes
         unlocked = 0
@@ -92,7 +92,7 @@ class PrefixTree:
         if unlocked and path[-1].locks == 1 and not path[-1].children:
             self._eviction.withdraw(path[-1].hash)
 
-    def _lock_companion(self, hold: Hold, companion: Companion) -> None:
+    def _lock_companion(self, hold: ReservedPages, companion: Companion) -> None:
         if not companion.locks:
             self.evictable_pages -= len(companion.pages)
             self._eviction.withdraw(companion.key)
@@ -103,7 +103,7 @@ class PrefixTree:
         """Of a path of cached blocks, those that requests hold: who holds a block holds all before it."""
         return bisect_left(hashes, True, key=lambda block_hash: not self._nodes[block_hash].locks)
 
-    def unlock(self, hold: Hold, now: float) -> None:
+    def unlock(self, hold: ReservedPages, now: float) -> None:
         """Undoes all locks of a request."""
         # Tail first, so that age alone already evicts tails before heads.
         for companion in reversed(hold.companions):
@@ -117,7 +117,7 @@ class PrefixTree:
         elif hold.nodes:
             self._unlock_path(hold, now)
 
-    def _unlock_path(self, hold: Hold, now: float) -> None:
+    def _unlock_path(self, hold: ReservedPages, now: float) -> None:
         path = hold.nodes
         unlocked = 0
         for node in path:
@@ -129,14 +129,14 @@ class PrefixTree:
         if not tail.locks and not tail.children:
             self._eviction.offer(tail.hash, now)
 
-    def _unlock_empty(self, hold: Hold) -> None:
+    def _unlock_empty(self, hold: ReservedPages) -> None:
         for node in reversed(hold.nodes):
             node.locks -= 1
             self._prune(node)
 
     # Growing
 
-    def commit_blocks(self, hold: Hold, full_blocks: int) -> None:
+    def commit_blocks(self, hold: ReservedPages, full_blocks: int) -> None:
         """A request's own blocks up to `full_blocks` join the tree; where one is there already, ours stays its own."""
         nodes, path, own, first = self._nodes, hold.nodes, hold.own_blocks, hold.first_own
         added = []
@@ -147,14 +147,14 @@ class PrefixTree:
                 self._lock_path(hold, index + 1)
                 parent = path[-1]
                 continue
-            parent = nodes[block_hash] = Node(block_hash, parent, own[index - first])
+            parent = nodes[block_hash] = BlockNode(block_hash, parent, own[index - first])
             own[index - first] = ()
             path.append(parent)
             added.append(block_hash)
         for group in self.layout.full_groups:
             self._events.stored(group, added)
 
-    def commit_companions(self, hold: Hold, full_blocks: int, unfilled: Container[tuple[int, int]]) -> None:
+    def commit_companions(self, hold: ReservedPages, full_blocks: int, unfilled: Container[tuple[int, int]]) -> None:
         """The same for window blocks and aligned snapshots, but those of `unfilled`."""
         for group, index in [key for key in hold.own_windows if key not in unfilled]:
             if index < full_blocks and hold.hashes[index] not in self._companions[group]:
@@ -164,7 +164,7 @@ class PrefixTree:
             if not rest and blocks <= full_blocks and hold.hashes[blocks - 1] not in self._companions[group]:
                 self._add_companion(hold, hold.nodes[blocks - 1], group, hold.own_states.pop((group, length)))
 
-    def _add_companion(self, hold: Hold, node: Node, group: int, pages: Pages) -> None:
+    def _add_companion(self, hold: ReservedPages, node: BlockNode, group: int, pages: Pages) -> None:
         companion = self._companions[group][node.hash] = Companion(node, group, pages)
         companion.locks = 1
         hold.companions.append(companion)
@@ -252,7 +252,7 @@ class PrefixTree:
                 for block_hash, pages in zip(hashes, pages_of, strict=True):
                     self.on_evict(group, block_hash, pages[part])
 
-    def _drop_companions_of(self, node: Node) -> int:
+    def _drop_companions_of(self, node: BlockNode) -> int:
         """Drops what cannot stay without `node`; returns the number of pages that this frees."""
         freed = 0
         for group in self._companion_groups:
@@ -274,14 +274,14 @@ class PrefixTree:
         self._events.removed(group, (block_hash,))
         return len(companion.pages)
 
-    def _prune(self, node: Node) -> None:
+    def _prune(self, node: BlockNode) -> None:
         # Without full attention a node is only a place for companions.
-        empty: Node | None = node
+        empty: BlockNode | None = node
         while empty and not (self._node_pages or empty.locks or empty.children or self._has_companions(empty)):
             del self._nodes[empty.hash]
             empty = empty.parent
             if empty is not None:
                 empty.children -= 1
 
-    def _has_companions(self, node: Node) -> bool:
+    def _has_companions(self, node: BlockNode) -> bool:
         return any(node.hash in self._companions[group] for group in self._companion_groups)

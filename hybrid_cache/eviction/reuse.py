@@ -43,7 +43,7 @@ STATE_BYTES: Final = MAX_CLASSES * (BYTES_PER_CLASS + MAX_COHORTS * BYTES_PER_CO
 Class = tuple[int, ...]
 
 
-class Place(NamedTuple):
+class LastUse(NamedTuple):
     """The last use of a block: with which requests, as which class, the how manieth it was."""
 
     cohort: Cohort
@@ -57,7 +57,7 @@ class ReuseModel:
     def __init__(self, max_history: int, prior: float = PRIOR_BLOCKS) -> None:
         self.max_history = max_history
         self.prior = prior  # observations a class needs before it counts as much as its coarser one
-        self._places: OrderedDict[Key, Place] = OrderedDict()  # the least recently used first
+        self._places: OrderedDict[Key, LastUse] = OrderedDict()  # the least recently used first
         self._density: list[list[float]] = []  # by class id and age bucket
         self._fresh: list[list[float]] = []  # the same, being computed
         self._hazards: NDArray[np.float64] | None = None  # those that they are computed of
@@ -128,7 +128,7 @@ class ReuseModel:
         for key, key_class in zip(keys, classes, strict=True):
             class_id = self._id(key_class)
             cohort.add(class_id)
-            places[key] = Place(cohort, class_id, self._uses(key) + 1)
+            places[key] = LastUse(cohort, class_id, self._uses(key) + 1)
         for key in reversed(keys):  # a prefix is of use without its tail
             places.move_to_end(key)
         self._cohorts.enter(cohort)

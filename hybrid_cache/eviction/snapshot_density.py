@@ -28,7 +28,7 @@ SCALES_PER_OCTAVE: Final = 4
 LAST_RESORT: Final = 1 << 9
 
 
-class Kind(IntEnum):
+class SnapshotKind(IntEnum):
     TIP = 0
     BRANCH = 5
     SHADOW = 9
@@ -60,11 +60,11 @@ class SnapshotModel:
         if deepest is not None:
             key = path[deepest]
             self._uses[key] += 1
-            self.reuse.observe_classes(now, [(key, (Kind.SHADOW, min(3, self._uses[key]), *shape))])
+            self.reuse.observe_classes(now, [(key, (SnapshotKind.SHADOW, min(3, self._uses[key]), *shape))])
         if deepest is None or deepest < len(path) - 1:
-            self._note(now, path[-1], (Kind.TIP, 0, *shape))
+            self._note(now, path[-1], (SnapshotKind.TIP, 0, *shape))
         if 0 < seen < len(path) and (deepest is None or deepest < seen - 1):
-            self._note(now, path[seen - 1], (Kind.BRANCH, 0, *shape))
+            self._note(now, path[seen - 1], (SnapshotKind.BRANCH, 0, *shape))
         self._trim()
         due = self._refreshing or self._requests % min(self.REFRESH_REQUESTS, 1 + self._requests // 16) == 0
         self._refreshing = due and not self.reuse.refresh()

@@ -43,7 +43,7 @@ class _Chunk(NamedTuple):
     digesting: Any  # the digest up to and including this chunk, to be copied
 
 
-class Memory(Protocol):
+class ChainMemory(Protocol):
     """Keeps values by tenant and key, as long as there is room. Shared by threads."""
 
     def get(self, tenant: bytes, key: Hashable) -> Any: ...
@@ -56,7 +56,7 @@ class ChainCache:
     `fast_hash` says where to look. Python's own hash of so many bytes takes four times as long as xxh3.
     """
 
-    def __init__(self, memory: Memory, fast_hash: Callable[[bytes], int] = xxh3_64_intdigest) -> None:
+    def __init__(self, memory: ChainMemory, fast_hash: Callable[[bytes], int] = xxh3_64_intdigest) -> None:
         self.hits = 0
         self._fast_hash = fast_hash
         self._memory = memory

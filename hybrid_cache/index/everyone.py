@@ -8,13 +8,13 @@ from collections.abc import Iterator, Sequence
 from itertools import compress
 from typing import Final
 
-from hybrid_cache.index.holders import Holders
+from hybrid_cache.index.holders import HolderSets
 
 CHUNK_BLOCKS: Final = 256  # looked at in one go: some ten microseconds
 
 
 def leading_blocks(
-    groups: Sequence[Holders], nodes: int, hashes: Sequence[bytes], limit: int
+    groups: Sequence[HolderSets], nodes: int, hashes: Sequence[bytes], limit: int
 ) -> Iterator[tuple[int, int]]:
     """(length, nodes) for all of `nodes`, whose holdings must be prefix-closed: binary searches that part where answers do."""
     parts, others = groups[0].parts, groups[1:]
@@ -37,7 +37,7 @@ def leading_blocks(
         yield low, some
 
 
-def unbroken_blocks(groups: Sequence[Holders], bits: int, hashes: Sequence[bytes], start: int, limit: int) -> int:
+def unbroken_blocks(groups: Sequence[HolderSets], bits: int, hashes: Sequence[bytes], start: int, limit: int) -> int:
     """Leading blocks that a node holds in any of its media, whatever is missing behind them; [0, `start`) it does hold."""
     while start < limit:
         stop = min(limit, start + CHUNK_BLOCKS)
@@ -50,10 +50,10 @@ def unbroken_blocks(groups: Sequence[Holders], bits: int, hashes: Sequence[bytes
     return limit
 
 
-class Snapshots:
+class SnapshotLengths:
     """Lengths, in blocks, at which any node has states of a prompt: looked for only when asked."""
 
-    def __init__(self, groups: Sequence[Holders], hashes: Sequence[bytes], known: int) -> None:
+    def __init__(self, groups: Sequence[HolderSets], hashes: Sequence[bytes], known: int) -> None:
         """Of all bits only those of `known` are anybody's."""
         self._groups = groups
         self._hashes = hashes

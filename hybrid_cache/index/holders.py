@@ -11,7 +11,7 @@ from itertools import islice
 PARTS = 256
 
 
-class Holders:
+class HolderSets:
     """Sets of holders, as the bits of an int, by block hash. An empty set is no entry."""
 
     __slots__ = ("_oldest", "_parts", "_size")

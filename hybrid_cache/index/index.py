@@ -17,8 +17,8 @@ from typing import Final, NamedTuple, Self
 
 from hybrid_cache.cache.events import BlocksRemoved, BlocksStored, CacheCleared, CacheEvent, Medium
 from hybrid_cache.cache.lookup import MISS, PrefixHit, longest_common_hit
-from hybrid_cache.index.everyone import Snapshots, leading_blocks, unbroken_blocks
-from hybrid_cache.index.holders import PARTS, Holders
+from hybrid_cache.index.everyone import SnapshotLengths, leading_blocks, unbroken_blocks
+from hybrid_cache.index.holders import PARTS, HolderSets
 from hybrid_cache.layout.layout import ModelLayout
 
 DEFAULT_MAX_BLOCKS = 4_000_000
@@ -49,7 +49,7 @@ class PrefixIndex:
             raise ValueError(f"max_blocks must be positive, not {max_blocks}")
         self.layout = layout
         self.max_blocks = max_blocks
-        self._holders: tuple[Holders, ...] = tuple(Holders() for _ in layout.groups)
+        self._holders: tuple[HolderSets, ...] = tuple(HolderSets() for _ in layout.groups)
         self._bits: dict[tuple[str, Medium], int] = {}
         self._known: _Known | None = None  # made of the bits, until these change
         self._dead_bits = 0  # of who is gone; still in the table
@@ -199,7 +199,7 @@ class PrefixIndex:
         self._known = None
         self._dead_bits |= sum(self._bits.pop((node_id, medium), 0) for medium in media)
 
-    def _store(self, holders: Holders, bit: int, hashes: Sequence[bytes]) -> None:
+    def _store(self, holders: HolderSets, bit: int, hashes: Sequence[bytes]) -> None:
         holders.add(hashes, bit)
         excess = len(self) - self.max_blocks
         if excess > 0:
@@ -223,7 +223,7 @@ class _Media(NamedTuple):
         return cls(sum(media.values()), closed, Medium.SSD in media)
 
     def attention(
-        self, full: Sequence[Holders], lengths: Mapping[int, int], hashes: Sequence[bytes], limit: int
+        self, full: Sequence[HolderSets], lengths: Mapping[int, int], hashes: Sequence[bytes], limit: int
     ) -> int:
         """Leading blocks whose attention is here; `lengths` are those of each closed bit."""
         longest = 0
@@ -284,14 +284,19 @@ class _Look:
     """One look at a prompt, in blocks."""
 
     def __init__(
-        self, layout: ModelLayout, holders: Sequence[Holders], known: _Known, hashes: Sequence[bytes], num_tokens: int
+        self,
+        layout: ModelLayout,
+        holders: Sequence[HolderSets],
+        known: _Known,
+        hashes: Sequence[bytes],
+        num_tokens: int,
     ) -> None:
         self._size = layout.block_size
         self._hashes = hashes
         self._limit = min(num_tokens // layout.block_size, len(hashes))
         self._full = [holders[group] for group in layout.full_groups]
         states = [holders[group] for group in layout.state_groups]
-        self._snapshots = Snapshots(states, hashes, known.bits) if states else None
+        self._snapshots = SnapshotLengths(states, hashes, known.bits) if states else None
         self._led = list(leading_blocks(self._full, known.closed, hashes, self._limit)) if known.closed else []
 
     def sets(self, nodes: int, engines: int) -> list[tuple[int, Holding]]:
@@ -368,7 +373,7 @@ class _HeldBy:
 
     __slots__ = ("bits", "holders")
 
-    def __init__(self, holders: Holders, bits: int) -> None:
+    def __init__(self, holders: HolderSets, bits: int) -> None:
         self.holders = holders
         self.bits = bits
 

@@ -68,7 +68,7 @@ class DropReplica:
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
+class PrefixPlacement:
     """Where to `get` a prefix: the best holder and what it holds; None without a holder."""
 
     node_id: str | None
@@ -113,14 +113,16 @@ class PrefixStore:
         )  # by node and last hash, the newest at the end
         self.tracked_bytes = 0
 
-    def get(self, hashes: Sequence[bytes], num_tokens: int, loads: Mapping[str, float], *, now: float) -> Placement:
+    def get(
+        self, hashes: Sequence[bytes], num_tokens: int, loads: Mapping[str, float], *, now: float
+    ) -> PrefixPlacement:
         """The holder of the longest hit, the least loaded of equals. Counts as demand for that prefix."""
         hits = {node: self.index.match(node, hashes, num_tokens) for node in loads}
         best = min(loads, key=lambda node: (-hits[node].num_tokens, loads[node], node), default=None)
         if best is None or not hits[best].num_tokens:
-            return Placement(None, PrefixHit(0, 0))
+            return PrefixPlacement(None, PrefixHit(0, 0))
         self._want(hashes, hits[best].num_tokens, now)
-        return Placement(best, hits[best])
+        return PrefixPlacement(best, hits[best])
 
     def put(self, loads: Mapping[str, float], free_pages: Mapping[str, int], num_pages: int) -> str | None:
         """The node that should take a new prefix of `num_pages`: room first, then load. None if no node has room."""

@@ -31,7 +31,7 @@ _KINDS: Final[dict[str, type[KVCacheSpec]]] = {
 }
 
 
-class Segment(NamedTuple):
+class ByteRange(NamedTuple):
     """Half-open byte range [start, start + length) of the arena."""
 
     start: int
@@ -166,7 +166,7 @@ class ModelLayout:
 
     # Places
 
-    def segments(self, group: int, layer_index: int, pages: Sequence[int]) -> tuple[Segment, ...]:
+    def segments(self, group: int, layer_index: int, pages: Sequence[int]) -> tuple[ByteRange, ...]:
         """Arena ranges, in slab order, of the `layer_index`-th layer of `group` in a block stored in `pages`."""
         if len(pages) != self.pages_per_block(group):
             raise LayoutError(f"a block of group {group} has {self.pages_per_block(group)} pages, not {len(pages)}")
@@ -263,21 +263,21 @@ def _layer_bytes(spec: KVCacheSpec, num_tokens: int) -> int:
             return size
 
 
-def _cut(start: int, stop: int, pages: Sequence[int], page_bytes: int) -> list[Segment]:
+def _cut(start: int, stop: int, pages: Sequence[int], page_bytes: int) -> list[ByteRange]:
     cuts = []
     while start < stop:
         index, offset = divmod(start, page_bytes)
         length = min(page_bytes - offset, stop - start)
-        cuts.append(Segment(pages[index] * page_bytes + offset, length))
+        cuts.append(ByteRange(pages[index] * page_bytes + offset, length))
         start += length
     return cuts
 
 
-def _merge(cuts: list[Segment]) -> tuple[Segment, ...]:
-    merged: list[Segment] = []
+def _merge(cuts: list[ByteRange]) -> tuple[ByteRange, ...]:
+    merged: list[ByteRange] = []
     for cut in cuts:
         if merged and merged[-1].start + merged[-1].length == cut.start:
-            merged[-1] = Segment(merged[-1].start, merged[-1].length + cut.length)
+            merged[-1] = ByteRange(merged[-1].start, merged[-1].length + cut.length)
         else:
             merged.append(cut)
     return tuple(merged)

@@ -11,10 +11,10 @@ from hybrid_cache.cache.lookup import PrefixHit, longest_common_hit
 from hybrid_cache.cache.prefix_cache import PrefixCache
 from hybrid_cache.cache.reservation import Purpose, Reservation
 from hybrid_cache.errors import OutOfPages
-from hybrid_cache.layout.layout import Segment
+from hybrid_cache.layout.layout import ByteRange
 from hybrid_cache.tiers.disk import BlockKey, DiskTier
 
-Views = Callable[[Sequence[Segment]], list[memoryview]]
+Views = Callable[[Sequence[ByteRange]], list[memoryview]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class Promotion:
 
     request_id: str
     num_tokens: int
-    blocks: tuple[tuple[BlockKey, tuple[Segment, ...]], ...]
+    blocks: tuple[tuple[BlockKey, tuple[ByteRange, ...]], ...]
 
     @property
     def size(self) -> int:
@@ -109,7 +109,9 @@ class Tiers:
                 if pages and (held := self.cache.pages_of(group, hashes[index])):
                     self.demote(group, hashes[index], held)
 
-    def _sources(self, reservation: Reservation, hashes: Sequence[bytes]) -> list[tuple[BlockKey, tuple[Segment, ...]]]:
+    def _sources(
+        self, reservation: Reservation, hashes: Sequence[bytes]
+    ) -> list[tuple[BlockKey, tuple[ByteRange, ...]]]:
         layout = self.cache.layout
         first = reservation.cached_tokens // layout.block_size
         last = reservation.num_tokens // layout.block_size - 1
@@ -122,7 +124,7 @@ class Tiers:
                 sources.append((BlockKey(group, hashes[last]), self._segments(group, pages)))
         return sources
 
-    def _segments(self, group: int, pages: Sequence[int]) -> tuple[Segment, ...]:
+    def _segments(self, group: int, pages: Sequence[int]) -> tuple[ByteRange, ...]:
         layout = self.cache.layout
         layers = range(len(layout.groups[group].layers))
         return tuple(segment for layer in layers for segment in layout.segments(group, layer, pages))

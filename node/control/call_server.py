@@ -16,9 +16,9 @@ from typing import Final, Protocol, cast
 from google.protobuf.message import DecodeError
 
 from node.control.frames import FRAME_S, Frame, FrameRoom
-from node.control.holders import Holders, checked_name
+from node.control.holders import ReservationHolders, checked_name
 from node.errors import NodeRefusal
-from transport.control.calls import AGENT, CALLER, MAX_CALLS, CallBuffer, Outbox, keep_alive
+from transport.control.calls import AGENT, CALLER, MAX_CALLS, CallBuffer, CallOutbox, keep_alive
 from transport.control.messages import MessageError
 from transport.control.proto import node_pb2 as pb
 from transport.wire.identity import Identity
@@ -48,7 +48,7 @@ class CallServer:
     def __init__(
         self,
         called: Called,
-        holders: Holders | None = None,
+        holders: ReservationHolders | None = None,
         *,
         handshake_s: float = HANDSHAKE_S,
         frame_s: float = FRAME_S,
@@ -61,7 +61,7 @@ class CallServer:
         self.unread_s = unread_s
         self.of_address = of_address
         self.called = called
-        self.holders = Holders(time.monotonic) if holders is None else holders
+        self.holders = ReservationHolders(time.monotonic) if holders is None else holders
         self.handshake_s = handshake_s
         self._connections: set[_Connection] = set()
         self._server: asyncio.Server | None = None
@@ -118,7 +118,7 @@ class _Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's transports are not so by class
-        self._outbox = Outbox(self._transport)
+        self._outbox = CallOutbox(self._transport)
         self.address = (transport.get_extra_info("peername") or ("",))[0]
         self._others.add(self)
         self._is_read = True

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Final
 
 from transport.control.messages import MAX_MESSAGE_BYTES
-from transport.wire.memory import Memory
+from transport.wire.memory import LentMemory
 
 FREE_BYTES: Final = 256 << 10  # what a read may bring
 OF_ONE_BYTES: Final = MAX_MESSAGE_BYTES + FREE_BYTES  # of one address: another one's longest frame has room beside it
@@ -23,7 +23,7 @@ class FrameRoom:
 
     def __init__(self, frame_s: float = FRAME_S) -> None:
         self.frame_s = frame_s
-        self.memory = Memory(TOTAL_BYTES, OF_ONE_BYTES)
+        self.memory = LentMemory(TOTAL_BYTES, OF_ONE_BYTES)
         self._waiting: dict[Frame, None] = {}
 
     @property

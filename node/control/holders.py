@@ -17,7 +17,7 @@ MAX_NAME: Final = 64
 MAX_GONE: Final = 1024  # names that are remembered; what an older one held ends with its lease
 
 
-class Holders:
+class ReservationHolders:
     """The holders of one node, by name. Those without a name are not known here: their reservations have leases only."""
 
     def __init__(self, now: Callable[[], float], grace_s: float = GRACE_S) -> None:

@@ -19,7 +19,7 @@ from hybrid_cache.cache.events import BlocksRemoved, BlocksStored, CacheCleared,
 from hybrid_cache.hashing.block_hash import MEDIUM, NAMESPACE, Inset, block_hashes, namespaced
 from hybrid_cache.layout.layout import ModelLayout
 from hybrid_cache.layout.spec import FullAttention, KVCacheSpec, LinearState, SlidingWindow
-from node.engine.sub_blocks import Begun, Pieces
+from node.engine.sub_blocks import PartialBlock, Pieces
 
 EngineHash = int | bytes
 
@@ -148,13 +148,13 @@ class EngineCache:
             return False
         return member not in self._ours or (member in self._cut and self._cut[member] is self._pieces.get(theirs))
 
-    def _before(self, event: BlockStored) -> Begun[EngineHash] | None:
+    def _before(self, event: BlockStored) -> PartialBlock[EngineHash] | None:
         """What the event's first block goes on from; None for what has no name."""
         parent = event.parent_block_hash
         if parent is None:
-            return Begun(b"", self._salt)
+            return PartialBlock(b"", self._salt)
         if (name := self._names.get(parent)) is not None:
-            return Begun(name, self._salt)
+            return PartialBlock(name, self._salt)
         pieces = self._pieces.get(event.block_size)
         return pieces.begun(parent) if pieces is not None else None
 

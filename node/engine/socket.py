@@ -6,7 +6,7 @@ import logging
 from pathlib import Path
 from typing import Protocol
 
-from node.errors import EngineError
+from node.errors import EngineFailure
 from transport.control import messages as m
 
 log = logging.getLogger(__name__)
@@ -22,7 +22,7 @@ class EngineConnection:
         self._writer = writer
         self._over = False
 
-    def send(self, message: m.Message) -> None:
+    def send(self, message: m.ControlMessage) -> None:
         """Queues a frame. After the engine left it does nothing: the reader's end tells the jobs."""
         if not self._over and not self._writer.is_closing():
             self._writer.write(m.encode(message))
@@ -89,7 +89,7 @@ class EngineSocket:
             await self._read(reader, engine)
         except OSError as exc:
             log.error("engine connection lost: %s", exc)
-        except (m.MessageError, EngineError) as exc:
+        except (m.MessageError, EngineFailure) as exc:
             log.error("engine hung up on: %s", exc)
             await self._hang_up(reader, engine)
         except Exception:

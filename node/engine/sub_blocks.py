@@ -20,7 +20,7 @@ Key = TypeVar("Key")
 
 
 @dataclass(frozen=True, slots=True)
-class Begun(Generic[Key]):
+class PartialBlock(Generic[Key]):
     """A block of ours as far as pieces have been told: our name of the prefix before it, its first tokens, their pieces.
 
     `salt`: of a first block, before which nothing has a name.
@@ -31,9 +31,9 @@ class Begun(Generic[Key]):
     tokens: tuple[int, ...] = ()
     pieces: tuple[Key, ...] = ()
 
-    def and_then(self, piece: Key, tokens: Sequence[int]) -> "Begun[Key]":
+    def and_then(self, piece: Key, tokens: Sequence[int]) -> "PartialBlock[Key]":
         """With one piece more."""
-        return Begun(self.before, self.salt, (*self.tokens, *tokens), (*self.pieces, piece))
+        return PartialBlock(self.before, self.salt, (*self.tokens, *tokens), (*self.pieces, piece))
 
 
 class Pieces(Generic[Key]):
@@ -45,7 +45,7 @@ class Pieces(Generic[Key]):
     def __init__(self, size: int, whole: int) -> None:
         self._size = size
         self._whole = whole
-        self._begun: dict[Key, Begun[Key]] = {}  # by its last piece so far
+        self._begun: dict[Key, PartialBlock[Key]] = {}  # by its last piece so far
         self._made_of: dict[Key, tuple[Key, ...]] = {}  # by its last piece
         self._ends_of: dict[Key, set[Key]] = {}  # of a piece: the blocks that it is a part of, by their last pieces
         self._held: dict[int, set[Key]] = {}
@@ -54,11 +54,13 @@ class Pieces(Generic[Key]):
         """Pieces that are remembered."""
         return len({*self._begun, *self._made_of, *self._ends_of}) + sum(map(len, self._held.values()))
 
-    def begun(self, last: Key) -> Begun[Key] | None:
+    def begun(self, last: Key) -> PartialBlock[Key] | None:
         """The block that this piece is in, if others follow it."""
         return self._begun.get(last)
 
-    def learn(self, begun: Begun[Key], pieces: Sequence[Key], tokens: Sequence[int]) -> Iterator[tuple[Key, bytes]]:
+    def learn(
+        self, begun: PartialBlock[Key], pieces: Sequence[Key], tokens: Sequence[int]
+    ) -> Iterator[tuple[Key, bytes]]:
         """Takes in what follows: pieces, and all of their tokens. Blocks of ours that end among them, with our names."""
         for index, piece in enumerate(pieces):
             begun = begun.and_then(piece, tokens[index * self._size : (index + 1) * self._size])
@@ -70,7 +72,7 @@ class Pieces(Generic[Key]):
             for part in begun.pieces:
                 self._ends_of.setdefault(part, set()).add(piece)
             yield piece, name
-            begun = Begun(name, begun.salt)
+            begun = PartialBlock(name, begun.salt)
 
     def store(self, group: int, pieces: Iterable[Key]) -> list[Key]:
         """A group has these now. Blocks of ours that it holds for that, by their last pieces."""

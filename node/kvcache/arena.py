@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
 
-from node.errors import NoRoom
+from node.errors import NoArenaMemory
 from node.process.owned_names import PREFIX, create_file
 
 log = logging.getLogger(__name__)
@@ -26,7 +26,7 @@ MADV_POPULATE_WRITE: Final = 23  # madvise(2), Linux 5.14
 
 
 class Arena:
-    """`num_bytes` of shared memory, all of them there. Blocks while the kernel clears them. Raises NoRoom, and OSError.
+    """`num_bytes` of shared memory, all of them there. Blocks while the kernel clears them. Raises NoArenaMemory, and OSError.
 
     `hugepages` asks the kernel for huge pages; where it has none for this mapping, `hugepages` says False afterwards.
     """
@@ -121,9 +121,9 @@ def _free_bytes(directory: Path) -> int:
     return room.f_bavail * room.f_frsize
 
 
-def _no_room(directory: Path, num_bytes: int) -> NoRoom:
+def _no_room(directory: Path, num_bytes: int) -> NoArenaMemory:
     arenas = [entry.stat().st_size for entry in directory.glob(f"{PREFIX}*") if entry.is_file()]
-    return NoRoom(
+    return NoArenaMemory(
         f"cache_bytes = {num_bytes}: {directory} has {_free_bytes(directory)} bytes free; "
         f"{len(arenas)} other arenas there have {sum(arenas)}",
         is_final=num_bytes > _all_bytes(directory),

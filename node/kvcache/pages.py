@@ -13,14 +13,14 @@ from hybrid_cache.cache.reservation import NO_HINTS, Hints, Purpose, Reservation
 from hybrid_cache.errors import DiskInUse, OutOfPages
 from hybrid_cache.eviction.choice import policy_named
 from hybrid_cache.hashing import block_hash as hashing
-from hybrid_cache.layout.layout import ModelLayout, RangeKey, Segment
+from hybrid_cache.layout.layout import ByteRange, ModelLayout, RangeKey
 from hybrid_cache.tiers.disk import DiskTier
 from node.config import NodeConfig
 from node.control.broadcast import Broadcast
 from node.errors import NodeRefusal
 from node.kvcache.arena import Arena
 from node.kvcache.ssd_tier import WAITS, Ssd, SsdWaits, open_disk
-from node.kvcache.tenant_pages import NOBODY, TENANTS_PART, Rooms
+from node.kvcache.tenant_pages import NOBODY, TENANTS_PART, TenantPages
 from transport.control.proto import node_pb2 as pb
 from transport.path.shm import ArenaSource
 
@@ -45,7 +45,7 @@ def split_hashes(joined: bytes) -> list[bytes]:
         raise NodeRefusal("bad_request", str(exc)) from exc
 
 
-class Pages:
+class ArenaPages:
     """Arena and cache of one layout; all calls come from the agent's event loop."""
 
     def __init__(
@@ -76,7 +76,7 @@ class Pages:
         self._ssd_waits = ssd_waits
         self._ssd_retry_s = ssd_retry_s
         self._freed = asyncio.Event()
-        self._rooms = Rooms()
+        self._rooms = TenantPages()
         # A request uses blocks that were cached: their hashes from the prompt's beginning on.
         self.on_found: Callable[[Sequence[bytes]], None] = lambda hashes: None
         self.pinned_tokens: Callable[[], int] = lambda: 0  # what contexts hold, whatever requests end
@@ -112,7 +112,7 @@ class Pages:
         """All pages, writable."""
         return self.arena.view(0, self.layout.page_bytes * self.num_pages)
 
-    def place(self, reservation: Reservation, key: RangeKey) -> tuple[Segment, ...]:
+    def place(self, reservation: Reservation, key: RangeKey) -> tuple[ByteRange, ...]:
         """The arena ranges of one slab of a reservation, in order."""
         held = reservation.states if key.group in self.layout.state_groups else reservation.blocks
         return self.layout.segments(key.group, key.layer_index, held[key.group][key.block])
@@ -121,11 +121,11 @@ class Pages:
         """The same as writable memory."""
         return self.segment_views(self.place(reservation, key))
 
-    def segment_views(self, segments: Sequence[Segment]) -> list[memoryview]:
+    def segment_views(self, segments: Sequence[ByteRange]) -> list[memoryview]:
         """Ranges of the arena as writable memory."""
         return [self.arena.view(segment.start, segment.length) for segment in segments]
 
-    def source(self, segments: Callable[[int], Iterable[Segment]]) -> ArenaSource:
+    def source(self, segments: Callable[[int], Iterable[ByteRange]]) -> ArenaSource:
         """The arena as a transfer's source, whose range i lies in `segments(i)`."""
         return ArenaSource(str(self.arena.path), self.memory(), segments)
 

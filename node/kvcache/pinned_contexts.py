@@ -7,7 +7,7 @@ from typing import Final
 from hybrid_cache.errors import DuplicateReservation, UnknownReservation
 from hybrid_cache.pinning import Context, ContextCache, NotCached, OverBudget, TooManyContexts
 from node.errors import NodeRefusal
-from node.kvcache.pages import MAX_TOKENS, Pages, split_hashes
+from node.kvcache.pages import MAX_TOKENS, ArenaPages, split_hashes
 from transport.control.proto import node_pb2 as pb
 
 MAX_TTL_S: Final = 86400.0
@@ -15,10 +15,10 @@ MAX_NAME_CHARS: Final = 200
 TELL_S: Final = 1.0  # watchers hear of a context that lives on no oftener
 
 
-class Contexts:
+class PinnedContexts:
     """All contexts of a node. They end with their time, with `delete`, or with the agent."""
 
-    def __init__(self, pages: Pages, now: Callable[[], float]) -> None:
+    def __init__(self, pages: ArenaPages, now: Callable[[], float]) -> None:
         self._pages = pages
         self._contexts = ContextCache(pages.cache)
         self._now = now

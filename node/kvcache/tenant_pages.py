@@ -14,7 +14,7 @@ NOBODY = ""
 TENANTS_PART = "tenants_part"  # the reason of a refusal: there is room, but for others
 
 
-class Rooms:
+class TenantPages:
     """Pages by tenant."""
 
     def __init__(self) -> None:

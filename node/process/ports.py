@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from node.errors import ConfigError, PortHeld
+from node.errors import NodeConfigError, PortHeld
 from transport.path.tcp import family_of, format_address
 
 log = logging.getLogger(__name__)
@@ -26,23 +26,23 @@ UNUSABLE: Final = (errno.EADDRINUSE, errno.EADDRNOTAVAIL, errno.EACCES)
 
 
 @dataclass(frozen=True, slots=True)
-class Port:
+class ListenPort:
     """An address to listen on, and the key of the configuration that says so. Number 0 is any free one."""
 
     key: str
     host: str
     number: int
 
-    def refused(self, exc: OSError) -> ConfigError:
+    def refused(self, exc: OSError) -> NodeConfigError:
         """An address that is not to be had is the fault of a key."""
         reason = os.strerror(exc.errno) if exc.errno else str(exc)
-        return ConfigError(
+        return NodeConfigError(
             f"{self.key} = {self.number}: cannot listen on {format_address(self.host, self.number)}: {reason}"
         )
 
 
-async def wait_free(port: Port, node_id: str, timeout_s: float, now: Callable[[], float]) -> None:
-    """Returns once `port` can be had. Raises ConfigError if a stranger has it, PortHeld if a predecessor does not let go."""
+async def wait_free(port: ListenPort, node_id: str, timeout_s: float, now: Callable[[], float]) -> None:
+    """Returns once `port` can be had. Raises NodeConfigError if a stranger has it, PortHeld if a predecessor does not let go."""
     deadline, told = now() + timeout_s, False
     while (refusal := _try(port)) is not None:
         pid = holder(port.number) if refusal.errno == errno.EADDRINUSE else None
@@ -58,7 +58,7 @@ async def wait_free(port: Port, node_id: str, timeout_s: float, now: Callable[[]
         await asyncio.sleep(POLL_S)
 
 
-def _try(port: Port) -> OSError | None:
+def _try(port: ListenPort) -> OSError | None:
     try:
         socket.create_server((port.host, port.number), family=family_of(port.host)).close()
     except OSError as exc:

@@ -20,10 +20,10 @@ from enum import Enum
 
 from hybrid_cache.cache.reservation import Purpose, Reservation
 from hybrid_cache.layout.layout import transfer_ranges
-from node.control.holders import Holders, checked_name
+from node.control.holders import ReservationHolders, checked_name
 from node.errors import NodeRefusal
-from node.kvcache.pages import Pages, split_hashes
-from node.transfer.links import Landing, Links
+from node.kvcache.pages import ArenaPages, split_hashes
+from node.transfer.links import IncomingTransfer, PeerLinks
 from transport.control.proto import node_pb2 as pb
 from transport.receive.landing import LandingResult
 
@@ -57,7 +57,7 @@ class Incoming:
     holder: str  # the gateway that reserved it; "": it did not say
     reserved_at: float
     state: LandingState = LandingState.RESERVED
-    landing: Landing | None = None
+    landing: IncomingTransfer | None = None
     receiving: bool = False
     prefix_only: bool = False  # no engine waits for it
     reusable: bool = True  # once it has landed: it is prefix cache, and so may be what is computed on top of it
@@ -80,7 +80,9 @@ class ConsumerCounts:
 class Consumer:
     """All reservations of a node."""
 
-    def __init__(self, pages: Pages, links: Links, lease_s: float, now: Callable[[], float], holders: Holders) -> None:
+    def __init__(
+        self, pages: ArenaPages, links: PeerLinks, lease_s: float, now: Callable[[], float], holders: ReservationHolders
+    ) -> None:
         self._pages = pages
         self._links = links
         self._lease_s = lease_s

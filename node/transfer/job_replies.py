@@ -20,7 +20,7 @@ OK = "ok"  # the outcome of a job that went as it should
 Answer = Callable[[], Coroutine[None, None, m.JobPages]]
 
 
-class Answers:
+class JobReplies:
     """Tasks that end in an answer; `refused` counts those that were none, by label."""
 
     def __init__(self) -> None:

@@ -19,7 +19,7 @@ from typing import Any, Final
 from msgspec import structs
 
 from node.config import ANY_CLUSTER, INTEGRITIES, NodeConfig
-from node.errors import ConfigError, NodeRefusal
+from node.errors import NodeConfigError, NodeRefusal
 from node.kvcache.arena import SHM_DIR
 from node.transfer.shares import EgressShares
 from transport.coding.choice import FormatOf
@@ -72,7 +72,7 @@ def spec_of(
     )
 
 
-class Push:
+class OutgoingTransfer:
     """One transfer that leaves."""
 
     def __init__(self, push: client.Push, kind: str) -> None:
@@ -94,7 +94,7 @@ class Push:
         self._push.abort(reason, keep_landing=True)
 
 
-class Landing:
+class IncomingTransfer:
     """One transfer that is expected."""
 
     def __init__(self, server: TransferServer, landing: landings.Landing) -> None:
@@ -116,7 +116,7 @@ class Landing:
         self._server.cancel(self._landing.transfer_id, reason)
 
 
-class Links:
+class PeerLinks:
     """Sends to and receives from other nodes."""
 
     def __init__(self, config: NodeConfig, *, use_shm: bool, rdma: RdmaDevices | None = None) -> None:
@@ -173,7 +173,7 @@ class Links:
         *,
         formats: FormatOf | None = None,
         urgency: Urgency = Urgency.NORMAL,
-    ) -> Push:
+    ) -> OutgoingTransfer:
         """Opens a transfer to the holder of `ticket`. Raises NodeRefusal.
 
         The reservation's lease orders it among others, but does not end it: progress renews the lease. What is small goes
@@ -199,7 +199,7 @@ class Links:
         except (TransportError, ValueError, OSError) as exc:
             raise NodeRefusal("push_failed", str(exc)) from exc
         self._urgent_bytes[cluster] += urgent_bytes
-        return Push(push, kind)
+        return OutgoingTransfer(push, kind)
 
     async def probe(self, ticket: TicketInfo) -> str:
         """Asks the receiver that a ticket names for an answer, over the way its bytes would take; "" when one came.
@@ -242,7 +242,7 @@ class Links:
         on_done: Callable[[landings.LandingResult], None],
         *,
         exact: bool = True,
-    ) -> Landing:
+    ) -> IncomingTransfer:
         """Announces a transfer whose range i goes into `target(i)`; `exact` refuses quantised bytes. Raises NodeRefusal."""
         try:
             landing = self._server.expect(
@@ -257,7 +257,7 @@ class Links:
             raise NodeRefusal("draining", "the node ends") from exc
         except ValueError as exc:
             raise NodeRefusal("bad_request", str(exc)) from exc
-        return Landing(self._server, landing)
+        return IncomingTransfer(self._server, landing)
 
     def _on_loop(self, callback: Callable[[Any], None], result: object) -> None:
         assert self._loop is not None
@@ -356,7 +356,7 @@ def _message(link: LinkState) -> pb.Link:
 def rdma_of(
     config: NodeConfig, *, open_devices: Callable[[RdmaOptions], RdmaDevices] = open_devices
 ) -> RdmaDevices | None:
-    """The NICs that a node uses. Raises ConfigError where it was told to use some and cannot."""
+    """The NICs that a node uses. Raises NodeConfigError where it was told to use some and cannot."""
     # By default, encryption that was asked for is not given up for speed.
     if config.transport == "tcp" or (config.transport == "auto" and config.integrity == "aead"):
         return None
@@ -364,7 +364,7 @@ def rdma_of(
         devices = open_devices(RdmaOptions(devices=config.rdma_devices))
     except RdmaError as exc:
         if config.transport == "rdma" or config.rdma_devices:
-            raise ConfigError(f"transport = {config.transport!r}: RDMA is not possible here: {exc}") from exc
+            raise NodeConfigError(f"transport = {config.transport!r}: RDMA is not possible here: {exc}") from exc
         log.info("no RDMA: %s", exc)
         return None
     for location, (preferred, secondary) in matrix(devices.nics).items():

@@ -17,9 +17,9 @@ from hybrid_cache.cache.reservation import Hints, Purpose, Reservation
 from hybrid_cache.layout.layout import ModelLayout, RangeKey, transfer_ranges
 from node.coding import formats_of
 from node.errors import NodeRefusal
-from node.kvcache.pages import Pages, split_hashes
-from node.transfer.job_replies import OK, Answers, JobKey, Reply, job_pages, noting_refusals
-from node.transfer.links import Links, Push
+from node.kvcache.pages import ArenaPages, split_hashes
+from node.transfer.job_replies import OK, JobKey, JobReplies, Reply, job_pages, noting_refusals
+from node.transfer.links import OutgoingTransfer, PeerLinks
 from transport.control import messages as m
 from transport.path.shm import ArenaSource
 from transport.send.push import PushResult
@@ -34,10 +34,10 @@ MAX_CATEGORY_CHARS = 64
 LEG, LOCAL, ANSWER, LOOKUP = "leg", "local", "answer", "lookup"
 
 
-class Outgoing:
+class OutgoingLoan:
     """One transfer that leaves this node: which of its ranges are computed, and what has been sent when."""
 
-    def __init__(self, pages: Pages, reservation: Reservation, have_tokens: int) -> None:
+    def __init__(self, pages: ArenaPages, reservation: Reservation, have_tokens: int) -> None:
         self._layout = pages.layout
         self._pages = pages
         self._reservation = reservation
@@ -100,8 +100,8 @@ class PrefillJob:
     reply: Reply
     started_at: float
     is_lookup: bool = False
-    outgoing: Outgoing | None = None
-    push: Push | None = None
+    outgoing: OutgoingLoan | None = None
+    push: OutgoingTransfer | None = None
     transfer_id: str = ""  # of what is pushed
     link: str = ""
     prefill_end_s: float | None = None
@@ -164,8 +164,8 @@ class Producer:
 
     def __init__(
         self,
-        pages: Pages,
-        links: Links,
+        pages: ArenaPages,
+        links: PeerLinks,
         room_timeout_s: float,
         now: Callable[[], float],
         admit_leg: Callable[[], None] = lambda: None,
@@ -178,7 +178,7 @@ class Producer:
         self._room_timeout_s = room_timeout_s
         self._now = now
         self._ids = itertools.count()
-        self._begins = Answers()
+        self._begins = JobReplies()
         self._jobs: dict[JobKey, PrefillJob] = {}  # that engines work on
         self._leaving: set[PrefillJob] = set()  # ended, but lanes may still read their pages
         self._prefixes: set[asyncio.Future[PushResult]] = set()
@@ -307,13 +307,13 @@ class Producer:
         on_done: Callable[[PushResult], None],
         *,
         rebalancing: bool = False,
-    ) -> tuple[Outgoing, Push]:
+    ) -> tuple[OutgoingLoan, OutgoingTransfer]:
         """Opens a push of reserved pages, or gives them back. Raises NodeRefusal.
 
         What is copied for other requests to find (`rebalancing`) must be exact, and gives way to what a request waits for.
         """
         try:
-            outgoing = Outgoing(self._pages, reservation, ticket.have_tokens)
+            outgoing = OutgoingLoan(self._pages, reservation, ticket.have_tokens)
             formats = formats_of(self._links.coding, self.layout, outgoing.ranges, exact=rebalancing)
             urgency = Urgency.BULK if rebalancing else Urgency.NORMAL
             push = self._links.push(ticket, outgoing.sizes, outgoing.source, on_done, formats=formats, urgency=urgency)

@@ -5,7 +5,7 @@ from typing import Final
 
 from node.errors import NodeRefusal
 from transport.control.proto import node_pb2 as pb
-from transport.path.pacing import Share
+from transport.path.pacing import BudgetShare
 from transport.send.client import TransferClient
 
 MAX_LEASE_S: Final = 30.0
@@ -36,4 +36,4 @@ class EgressShares:
         if share.serial <= serial:
             raise NodeRefusal("bad_request", f"share {share.serial} comes after {serial}")
         self._held[share.cluster] = share.holder, max(until, held_until), share.serial
-        self._client.set_egress_share(Share(share.bytes_per_s, share.own_bytes_per_s, until), share.cluster, now)
+        self._client.set_egress_share(BudgetShare(share.bytes_per_s, share.own_bytes_per_s, until), share.cluster, now)

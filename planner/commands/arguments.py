@@ -14,7 +14,7 @@ from planner.decisions.admission import AdmissionPolicy
 from planner.decisions.placement import PLACERS
 from planner.model.reading import LEAST
 from planner.simulator.policies import POLICIES, Estimates
-from planner.solve.goals import Objective, Rule, TieBreak, Worst
+from planner.solve.goals import Objective, SplitRule, TieBreak, Worst
 
 LARGEST: Final = 1e9  # of gigabytes, seconds, factors: whatever is measured
 MOST: Final = 10_000_000  # of whatever is counted: more requests than that do not fit into memory
@@ -99,7 +99,7 @@ def _trial(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--estimates", choices=list(Estimates), default=Estimates.LEARNED, help="of how long things take"
     )
-    command.add_argument("--controller", choices=list(Rule), help="let the long-timescale controller act")
+    command.add_argument("--controller", choices=list(SplitRule), help="let the long-timescale controller act")
     command.add_argument("--tick", type=above_zero, default=60.0, help="seconds between the controller's decisions")
     command.add_argument(
         "--flip-s",

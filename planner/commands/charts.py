@@ -43,7 +43,7 @@ NO_METADATA: Final = dict.fromkeys(("Creator", "Date", "Format", "Type"))
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class ChartLine:
     """One curve: points with a name, in the colour of `slot`; `dashed` for limits and references."""
 
     name: str
@@ -53,7 +53,7 @@ class Line:
 
 
 @dataclass(frozen=True, slots=True)
-class Mark:
+class ChartMark:
     """A labelled point."""
 
     x: float
@@ -71,12 +71,12 @@ class Swing:
 
 
 def line_chart(
-    lines: Sequence[Line],
+    lines: Sequence[ChartLine],
     *,
     x_label: str,
     y_label: str,
     title: str,
-    marks: Sequence[Mark] = (),
+    marks: Sequence[ChartMark] = (),
     x_range: tuple[float, float] | None = None,
     y_range: tuple[float, float] | None = None,
 ) -> str:

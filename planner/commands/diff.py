@@ -12,7 +12,7 @@ from planner.commands.output import emit
 from planner.errors import InputError
 from planner.model.reading import SHARE, Range, named, number, read_json
 from planner.model.site import INSTANCES
-from planner.solve.differences import Verdict, compare_plans
+from planner.solve.differences import DiffStatus, compare_plans
 
 COUNTS: Final = ("num_prfaas", "num_prefill", "num_decode")  # what every plan says
 KNOWN: Final = {
@@ -70,4 +70,4 @@ def _of_service(args: argparse.Namespace) -> int:
         )
     else:
         emit({"changes": {}, "proposal": None})
-    return int(Verdict.SAME if status.proposal is None else Verdict.DIFFERENT)
+    return int(DiffStatus.SAME if status.proposal is None else DiffStatus.DIFFERENT)

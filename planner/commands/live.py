@@ -5,10 +5,10 @@ from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 
 from planner.commands.text import table
-from planner.decisions.plan import LivePlan, Setting
+from planner.decisions.plan import LivePlan, PlanSetting
 from planner.service.client import PlanClient
 from planner.service.status import Status
-from planner.solve.ledger import Entry, held
+from planner.solve.ledger import LedgerEntry, held
 
 
 def client_of(args: argparse.Namespace) -> PlanClient:
@@ -45,7 +45,7 @@ def _status_lines(status: Status) -> Iterator[str]:
         yield f"unforeseen errors, while {work}: {count}; they are in the log"
 
 
-def history_text(entries: list[Entry]) -> str:
+def history_text(entries: list[LedgerEntry]) -> str:
     rows = [
         {
             "at": _when(entry.at),
@@ -74,14 +74,14 @@ def diff_text(status: Status) -> str:
     return "\n".join([*lines, f"version {status.proposal.version}: {status.proposal.reason}"])
 
 
-def setting_now(status: Status) -> Setting | None:
+def setting_now(status: Status) -> PlanSetting | None:
     """What holds: the plan in force as far as nodes have taken their roles, or what gateways were found with."""
     return status.found if status.in_force is None else held(status.in_force.setting, status.conversions)
 
 
-def differences(now: Setting | None, planned: Setting) -> list[tuple[str, object, object]]:
+def differences(now: PlanSetting | None, planned: PlanSetting) -> list[tuple[str, object, object]]:
     """What differs: name, value now, value planned."""
-    before = now or Setting(threshold_tokens=0.0)
+    before = now or PlanSetting(threshold_tokens=0.0)
     found: list[tuple[str, object, object]] = [
         ("threshold_tokens", before.threshold_tokens if now else "?", planned.threshold_tokens),
         ("tie_share", before.tie_share if now else "?", planned.tie_share),
@@ -105,11 +105,11 @@ def _plan_row(name: str, plan: LivePlan | None) -> Mapping[str, object]:
     }
 
 
-def _setting_cells(setting: Setting) -> Mapping[str, object]:
+def _setting_cells(setting: PlanSetting) -> Mapping[str, object]:
     return {"threshold": f"{setting.threshold_tokens:g}", "tie share": f"{setting.tie_share:g}"}
 
 
-def _change(entry: Entry) -> str | None:
+def _change(entry: LedgerEntry) -> str | None:
     if entry.after is None:
         return None
     after = f"{entry.after.threshold_tokens:g}"

@@ -6,13 +6,13 @@ from typing import Any, Final
 
 import numpy as np
 
-from planner.commands.charts import Line, Mark, Swing, heat_map, line_chart, tornado
+from planner.commands.charts import ChartLine, ChartMark, Swing, heat_map, line_chart, tornado
 from planner.commands.text import LABELS
 from planner.model.site import BYTES_PER_S_PER_GBPS, Site
-from planner.simulator.outcome import Outcome, over_seeds
+from planner.simulator.outcome import SimulationOutcome, over_seeds
 from planner.solve.plan import Plan
-from planner.solve.problem import Options, Problem, best_cut, pose
-from planner.solve.search import Stage, cuts_of, stage_rates
+from planner.solve.problem import Problem, SolveOptions, best_cut, pose
+from planner.solve.search import Bottleneck, cuts_of, stage_rates
 from planner.solve.sweeps import heat_map as rate_grid
 from planner.version import tool_version
 
@@ -36,7 +36,9 @@ ul{margin:6px 0;padding-left:20px}section{margin-top:26px}.scroll{overflow-x:aut
 """
 
 
-def html_report(site: Site, options: Options, plan: Plan, outcomes: Mapping[str, Sequence[Outcome]]) -> str:
+def html_report(
+    site: Site, options: SolveOptions, plan: Plan, outcomes: Mapping[str, Sequence[SimulationOutcome]]
+) -> str:
     """The page. `outcomes` are simulations by contender name; the one called prfaas is the plan."""
     problem = pose(site, options)
     figures = [
@@ -65,7 +67,7 @@ def html_report(site: Site, options: Options, plan: Plan, outcomes: Mapping[str,
             f'<p class="soft">{escape(plan.workload)} · {escape(plan.objective)} · '
             f"{'E[T(L)]' if plan.service == 'exact' else 'T(E[L])'} · input {plan.input_hash} · prfaas {tool_version()}</p>",
             _tiles(plan),
-            f"<p><b>{LABELS[plan.bottleneck].capitalize() if plan.bottleneck is not Stage.PRFAAS else 'PrfaaS compute'}</b> "
+            f"<p><b>{LABELS[plan.bottleneck].capitalize() if plan.bottleneck is not Bottleneck.PRFAAS else 'PrfaaS compute'}</b> "
             f"is the bottleneck. {escape(_next_step(plan))}</p>",
             f'<div class="grid2">{"".join(figures)}</div>',
             _simulated(outcomes),
@@ -106,12 +108,20 @@ def _by_split(problem: Problem, plan: Plan) -> str:
     prefill, decode, best = [], [], []
     for split in range(problem.capacity.num_pd + 1):
         limits = stage_rates(problem.loads, problem.capacity, split, cut)
-        prefill.append((float(split), min(limits[Stage.PRFAAS], limits[Stage.EGRESS], limits[Stage.PD_P])))
-        decode.append((float(split), limits[Stage.PD_D]))
+        prefill.append(
+            (float(split), min(limits[Bottleneck.PRFAAS], limits[Bottleneck.EGRESS], limits[Bottleneck.PD_P]))
+        )
+        decode.append((float(split), limits[Bottleneck.PD_D]))
         best.append((float(split), min(prefill[-1][1], decode[-1][1])))
     top = max(rate for _, rate in best) * 1.6
-    lines = [Line("prefill bound", prefill, 0), Line("decode bound", decode, 1), Line("Λ", best, 2, dashed=True)]
-    mark = Mark(plan.num_prefill, dict(best)[plan.num_prefill], f"Np = {plan.num_prefill}, Λ = {plan.lambda_max:.2f}")
+    lines = [
+        ChartLine("prefill bound", prefill, 0),
+        ChartLine("decode bound", decode, 1),
+        ChartLine("Λ", best, 2, dashed=True),
+    ]
+    mark = ChartMark(
+        plan.num_prefill, dict(best)[plan.num_prefill], f"Np = {plan.num_prefill}, Λ = {plan.lambda_max:.2f}"
+    )
     return line_chart(
         lines, x_label="PD prefill instances", y_label="requests/s", title="Λ by split", marks=[mark], y_range=(0, top)
     )
@@ -122,25 +132,27 @@ def _by_threshold(problem: Problem, plan: Plan) -> str:
     high = min(float(tokens[-1]), max(3 * plan.threshold_tokens, float(np.quantile(tokens, 0.5))))
     thresholds = np.linspace(0, high, 160)
     cuts = cuts_of(problem.loads, thresholds)
-    stages: dict[Stage, list[tuple[float, float]]] = {stage: [] for stage in Stage}
+    stages: dict[Bottleneck, list[tuple[float, float]]] = {stage: [] for stage in Bottleneck}
     for t, cut in zip(thresholds.tolist(), cuts.tolist(), strict=True):
         for stage, limit in stage_rates(problem.loads, problem.capacity, plan.num_prefill, cut).items():
             stages[stage].append((t, limit))
     lines = [
-        Line(LABELS[stage], points, slot, dashed=slot > 1) for slot, (stage, points) in enumerate(_ordered(stages))
+        ChartLine(LABELS[stage], points, slot, dashed=slot > 1) for slot, (stage, points) in enumerate(_ordered(stages))
     ]
-    mark = Mark(plan.threshold_tokens, plan.lambda_max, f"t = {plan.threshold_tokens:,.0f}")
+    mark = ChartMark(plan.threshold_tokens, plan.lambda_max, f"t = {plan.threshold_tokens:,.0f}")
     return line_chart(
         lines, x_label="threshold t, tokens", y_label="requests/s", title="Λ by threshold", marks=[mark],
         y_range=(0, 2 * plan.lambda_max), x_range=(0, high),
     )  # fmt: skip
 
 
-def _ordered(stages: Mapping[Stage, Any]) -> list[tuple[Stage, Any]]:
-    return [(stage, stages[stage]) for stage in (Stage.PRFAAS, Stage.PD_P, Stage.PD_D, Stage.EGRESS)]
+def _ordered(stages: Mapping[Bottleneck, Any]) -> list[tuple[Bottleneck, Any]]:
+    return [
+        (stage, stages[stage]) for stage in (Bottleneck.PRFAAS, Bottleneck.PD_P, Bottleneck.PD_D, Bottleneck.EGRESS)
+    ]
 
 
-def _heat(site: Site, options: Options, plan: Plan) -> str:
+def _heat(site: Site, options: SolveOptions, plan: Plan) -> str:
     grid = rate_grid(site, options, 80)
     best = (plan.threshold_tokens, plan.num_prefill) if plan.num_prfaas else None
     return heat_map(
@@ -161,33 +173,33 @@ def _tornado(plan: Plan) -> str:
     return tornado(swings, plan.lambda_max, x_label="Λ, requests/s", title="Sensitivity")
 
 
-def _break_even(problem: Problem, plan: Plan, options: Options) -> str:
+def _break_even(problem: Problem, plan: Plan, options: SolveOptions) -> str:
     top = max(2.5 * plan.egress_gbps, 1.0)
     points = []
     for gbps in np.linspace(0, top, 40).tolist():
         smaller = problem.with_capacity(egress_bytes_per_s=gbps * BYTES_PER_S_PER_GBPS)
         points.append((gbps, best_cut(smaller, options).rate))
-    mark = Mark(plan.egress_gbps, plan.lambda_max, f"needs {plan.egress_gbps:.1f} Gbit/s")
-    alone = Line("without PrfaaS", [(0.0, points[0][1]), (top, points[0][1])], 1, dashed=True)
+    mark = ChartMark(plan.egress_gbps, plan.lambda_max, f"needs {plan.egress_gbps:.1f} Gbit/s")
+    alone = ChartLine("without PrfaaS", [(0.0, points[0][1]), (top, points[0][1])], 1, dashed=True)
     return line_chart(
-        [Line("best plan", points, 0), alone], x_label="egress, Gbit/s", y_label="Λ, requests/s", title="Λ by egress",
+        [ChartLine("best plan", points, 0), alone], x_label="egress, Gbit/s", y_label="Λ, requests/s", title="Λ by egress",
         marks=[mark],
     )  # fmt: skip
 
 
-def _egress(outcomes: Mapping[str, Sequence[Outcome]]) -> str:
+def _egress(outcomes: Mapping[str, Sequence[SimulationOutcome]]) -> str:
     lines = []
     for slot, (name, runs) in enumerate(outcomes.items()):
         sent = runs[0].egress_bytes[10.0] * 8e-10
         if sent.any():
             stride = max(1, len(sent) // 400)
-            lines.append(Line(name, [(10.0 * i, float(sent[i])) for i in range(0, len(sent), stride)], slot))
+            lines.append(ChartLine(name, [(10.0 * i, float(sent[i])) for i in range(0, len(sent), stride)], slot))
     if not lines:
-        lines = [Line("no egress", [(0.0, 0.0), (1.0, 0.0)], 0)]
+        lines = [ChartLine("no egress", [(0.0, 0.0), (1.0, 0.0)], 0)]
     return line_chart(lines, x_label="time, s", y_label="Gbit/s", title="Egress over time")
 
 
-def _cdfs(outcomes: Mapping[str, Sequence[Outcome]]) -> str:
+def _cdfs(outcomes: Mapping[str, Sequence[SimulationOutcome]]) -> str:
     lines, longest = [], 0.0
     shares = np.linspace(0, 0.995, 200)
     for slot, (name, runs) in enumerate(outcomes.items()):
@@ -195,14 +207,14 @@ def _cdfs(outcomes: Mapping[str, Sequence[Outcome]]) -> str:
         if len(values):
             found = np.quantile(values, shares)
             longest = max(longest, float(np.quantile(values, 0.97)))
-            lines.append(Line(name, list(zip(found.tolist(), shares.tolist(), strict=True)), slot))
+            lines.append(ChartLine(name, list(zip(found.tolist(), shares.tolist(), strict=True)), slot))
     return line_chart(
         lines, x_label="TTFT, s", y_label="share of requests", title="TTFT distribution", x_range=(0, longest or 1.0),
         y_range=(0, 1.0),
     )  # fmt: skip
 
 
-def _simulated(outcomes: Mapping[str, Sequence[Outcome]]) -> str:
+def _simulated(outcomes: Mapping[str, Sequence[SimulationOutcome]]) -> str:
     columns = [
         ("ttft_mean_s", "TTFT mean, s"), ("ttft_p90_s", "P90, s"), ("ttft_p99_s", "P99, s"), ("tbt_p99_s", "TBT P99, s"),
         ("throughput_req_per_s", "req/s"), ("goodput_req_per_s", "goodput, req/s"), ("egress_p99_gbps", "egress P99, Gbit/s"),

@@ -4,11 +4,11 @@ import argparse
 from dataclasses import replace
 
 from planner.solve.goals import Objective, TieBreak
-from planner.solve.problem import Options
+from planner.solve.problem import SolveOptions
 
 
-def options_of(args: argparse.Namespace) -> Options:
-    options = Options.as_in_paper() if args.as_in_paper else Options()
+def options_of(args: argparse.Namespace) -> SolveOptions:
+    options = SolveOptions.as_in_paper() if args.as_in_paper else SolveOptions()
     return replace(
         options,
         extrapolate=args.extrapolate,

@@ -14,7 +14,7 @@ from planner.solve.corners import robust_report
 from planner.solve.fleet import fleet_json, fleet_of, solve_fleet
 from planner.solve.goals import Objective, Worst
 from planner.solve.plan import make_plan, outline
-from planner.solve.problem import Options
+from planner.solve.problem import SolveOptions
 
 
 def run(args: argparse.Namespace) -> int:
@@ -61,7 +61,7 @@ def _solve_fleet(args: argparse.Namespace, site: Site) -> int:
     return 0
 
 
-def _solve_robust(args: argparse.Namespace, site: Site, options: Options) -> int:
+def _solve_robust(args: argparse.Namespace, site: Site, options: SolveOptions) -> int:
     result = robust_report(site, options, args.spread, Worst(args.worst), args.deployment)
     if args.output:
         write(args.output, result)

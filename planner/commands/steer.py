@@ -10,9 +10,9 @@ from planner.commands.live import client_of, history_text, status_text
 from planner.commands.output import emit
 from planner.service.client import PlanClient
 from planner.service.status import Status
-from planner.solve.ledger import Entry
+from planner.solve.ledger import LedgerEntry
 
-CALLS: Final[Mapping[str, Callable[[PlanClient, argparse.Namespace], Status | list[Entry]]]] = {
+CALLS: Final[Mapping[str, Callable[[PlanClient, argparse.Namespace], Status | list[LedgerEntry]]]] = {
     "show": lambda service, _: service.status(),
     "apply": lambda service, args: service.change("apply", version=args.version),
     "rollback": lambda service, _: service.change("rollback"),

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from planner.model.profile import provenance_kind
-from planner.solve.goals import Service
+from planner.solve.goals import ServiceTime
 from planner.solve.plan import Plan
 
 LABELS = {
@@ -30,8 +30,8 @@ def plan_text(plan: Plan, current: Plan | None = None) -> str:
     return "\n".join([*head, *_columns(_rows(plan), _rows(current) if current else None), "", *_judgement(plan)])
 
 
-def _service(service: Service) -> str:
-    return "E[T(L)]" if service is Service.EXACT else "T(E[L]) as in the paper"
+def _service(service: ServiceTime) -> str:
+    return "E[T(L)]" if service is ServiceTime.EXACT else "T(E[L]) as in the paper"
 
 
 def _sources(provenance: Mapping[str, str]) -> str:
@@ -83,7 +83,9 @@ def _judgement(plan: Plan) -> list[str]:
             f"{tokens(other.low_tokens)}–{tokens(other.high_tokens)}, Λ={other.lambda_max:.3f} "
             f"({other.lambda_max / plan.lambda_max - 1:+.1%})"
         )
-    lines.append(f"Λ with {'T(E[L])' if plan.service is Service.EXACT else 'E[T(L)]'}: {plan.lambda_other_service:.3f}")
+    lines.append(
+        f"Λ with {'T(E[L])' if plan.service is ServiceTime.EXACT else 'E[T(L)]'}: {plan.lambda_other_service:.3f}"
+    )
     if plan.sensitivity:
         lines.append("If an input is off by 10 %:        Λ kept   Λ re-solved")
         lines += [

@@ -21,10 +21,10 @@ from planner.model.workload import Trace, read_trace
 from planner.simulator.hits import hits_of
 from planner.simulator.policies import Estimates
 from planner.simulator.scenario import FlipTimes, Outage, Scenario
-from planner.simulator.trials import Setting, Source, Trial, from_day, from_trace, from_workload, judged, read_plan
+from planner.simulator.trials import Source, Trial, TrialSetting, from_day, from_trace, from_workload, judged, read_plan
 from planner.solve.controller import ControllerConfig
 from planner.solve.fleet import fleet_json, fleet_of, solve_fleet
-from planner.solve.goals import Rule
+from planner.solve.goals import SplitRule
 from planner.solve.plan import outline
 
 LOAD: Final = Range(0, 1e3)
@@ -33,7 +33,7 @@ REQUESTS: Final = 20_000  # made up where there is no trace
 
 
 def trial_of(args: argparse.Namespace) -> Trial:
-    controller = ControllerConfig(rule=Rule(args.controller), tick_s=args.tick) if args.controller else None
+    controller = ControllerConfig(rule=SplitRule(args.controller), tick_s=args.tick) if args.controller else None
     return Trial(
         placer=args.placement,
         admission=AdmissionPolicy(args.admission),
@@ -101,7 +101,7 @@ def site_for_trial(args: argparse.Namespace, trace: Trace | None) -> Site:
     return replace(site, workload=workload_of(trace, hits))
 
 
-def settle(args: argparse.Namespace, site: Site) -> tuple[Site, Setting, float]:
+def settle(args: argparse.Namespace, site: Site) -> tuple[Site, TrialSetting, float]:
     """Site as deployed, setting, and its Λ."""
     if args.plan:
         return site, *read_plan(args.plan)
@@ -109,15 +109,15 @@ def settle(args: argparse.Namespace, site: Site) -> tuple[Site, Setting, float]:
         return _settle_fleet(args, site)
     plan = outline(site, options_of(args), args.deployment)
     deployed = site.deployed(args.deployment)[0] if args.deployment else site
-    return deployed, Setting.of(plan), plan.lambda_max
+    return deployed, TrialSetting.of(plan), plan.lambda_max
 
 
-def _settle_fleet(args: argparse.Namespace, site: Site) -> tuple[Site, Setting, float]:
+def _settle_fleet(args: argparse.Namespace, site: Site) -> tuple[Site, TrialSetting, float]:
     if args.deployment or args.as_in_paper:
         raise InputError("several clusters: there is neither --deployment nor --as-in-paper for them")
     fleet = fleet_of(site, extrapolate=args.extrapolate)
     table = fleet_json(site, fleet, solve_fleet(fleet, watched))
-    return site, Setting.of_fleet(table), table["one_threshold"]["lambda_max_req_per_s"]
+    return site, TrialSetting.of_fleet(table), table["one_threshold"]["lambda_max_req_per_s"]
 
 
 def source_of(args: argparse.Namespace, site: Site, trace: Trace | None, limit: float) -> Source:

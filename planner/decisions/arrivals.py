@@ -33,7 +33,7 @@ Prompt = TypeVar("Prompt", bound=Arriving)
 
 
 @dataclass(frozen=True, slots=True)
-class Shared(Generic[Prompt]):
+class SharedPrefix(Generic[Prompt]):
     """The first `blocks` of a prompt are those of `first`, too."""
 
     first: Prompt
@@ -63,12 +63,12 @@ class Arrivals(Generic[Prompt]):
         if not left:
             del self._by_first_block[prompt.hashes[0]]
 
-    def longest(self, hashes: Sequence[bytes], held: int, before: Prompt | None = None) -> Shared[Prompt] | None:
+    def longest(self, hashes: Sequence[bytes], held: int, before: Prompt | None = None) -> SharedPrefix[Prompt] | None:
         """The prompt that has most in common with these blocks, more than the `held` ones; of several the first.
 
         Only prompts that were decided `before` one of these are looked at.
         """
-        found: Shared[Prompt] | None = None
+        found: SharedPrefix[Prompt] | None = None
         if len(hashes) <= held:
             return None
         for prompt in self._by_first_block.get(hashes[0], ()):
@@ -77,7 +77,7 @@ class Arrivals(Generic[Prompt]):
             # Most have no more than the best so far, or part where all do: one hash tells.
             if len(prompt.hashes) > held and prompt.hashes[held] == hashes[held]:
                 held = common_blocks(prompt.hashes, hashes)
-                found = Shared(prompt, held)
+                found = SharedPrefix(prompt, held)
                 if held == len(hashes):
                     break
         return found
@@ -95,7 +95,7 @@ def common_blocks(one: Sequence[bytes], other: Sequence[bytes]) -> int:
     return low
 
 
-class Sending(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+class ArrivalEstimate(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """How a prompt's KVCache gets to its decode node; the names are those of `Route`."""
 
     ttft_s: float
@@ -112,7 +112,7 @@ class Sending(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 def sending_of(
     request: RouteRequest, decode: NodeView, link: LinkView | None, ttft_s: float, compute_s: float
-) -> Sending:
+) -> ArrivalEstimate:
     """All at once, or after what is on its way to the same node has landed; `link` is the one to cross, if there is one."""
     alone = _sent(request, decode.attention_tokens, link, ttft_s)
     saved_tokens = decode.landing_tokens - decode.attention_tokens
@@ -131,11 +131,11 @@ def sending_of(
     return shared if shared.arrives_s <= PATIENCE * alone.arrives_s + GRACE_S else alone
 
 
-def _sent(request: RouteRequest, held_tokens: int, link: LinkView | None, ttft_s: float) -> Sending:
+def _sent(request: RouteRequest, held_tokens: int, link: LinkView | None, ttft_s: float) -> ArrivalEstimate:
     link_bytes = _bytes_beyond(request, held_tokens) if link is not None else 0.0
     if link is None or not link_bytes:
-        return Sending(ttft_s=ttft_s)
-    return Sending(
+        return ArrivalEstimate(ttft_s=ttft_s)
+    return ArrivalEstimate(
         ttft_s=ttft_s,
         link_bytes=link_bytes,
         link_s=link.arrives_s(link_bytes),

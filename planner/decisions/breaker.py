@@ -19,7 +19,7 @@ MAX_RETRY_S: Final = 30.0  # a link that was down for hours is back within half 
 PROBE_S: Final = 10.0  # a probe without an answer has failed: twice the time in which a peer is given up
 
 
-class State(StrEnum):
+class BreakerState(StrEnum):
     """What a breaker lets pass."""
 
     CLOSED = "closed"  # everything
@@ -27,7 +27,7 @@ class State(StrEnum):
     HALF_OPEN = "half_open"  # one probe
 
 
-class Event(StrEnum):
+class PathEvent(StrEnum):
     """What the rim has seen of the path."""
 
     FAILED = "failed"  # nothing got through within the time in which a peer is given up
@@ -38,16 +38,16 @@ class Event(StrEnum):
 
 TRANSITIONS: Final = MappingProxyType(
     {
-        (State.CLOSED, Event.FAILED): State.OPEN,
-        (State.CLOSED, Event.ARRIVED): State.CLOSED,
-        (State.OPEN, Event.FAILED): State.OPEN,  # what had left before
-        (State.OPEN, Event.ARRIVED): State.CLOSED,  # what had left before got through after all
-        (State.OPEN, Event.WAITED): State.HALF_OPEN,
-        (State.HALF_OPEN, Event.FAILED): State.OPEN,
-        (State.HALF_OPEN, Event.ARRIVED): State.CLOSED,
-        (State.CLOSED, Event.UNASKED): State.CLOSED,
-        (State.OPEN, Event.UNASKED): State.OPEN,
-        (State.HALF_OPEN, Event.UNASKED): State.CLOSED,
+        (BreakerState.CLOSED, PathEvent.FAILED): BreakerState.OPEN,
+        (BreakerState.CLOSED, PathEvent.ARRIVED): BreakerState.CLOSED,
+        (BreakerState.OPEN, PathEvent.FAILED): BreakerState.OPEN,  # what had left before
+        (BreakerState.OPEN, PathEvent.ARRIVED): BreakerState.CLOSED,  # what had left before got through after all
+        (BreakerState.OPEN, PathEvent.WAITED): BreakerState.HALF_OPEN,
+        (BreakerState.HALF_OPEN, PathEvent.FAILED): BreakerState.OPEN,
+        (BreakerState.HALF_OPEN, PathEvent.ARRIVED): BreakerState.CLOSED,
+        (BreakerState.CLOSED, PathEvent.UNASKED): BreakerState.CLOSED,
+        (BreakerState.OPEN, PathEvent.UNASKED): BreakerState.OPEN,
+        (BreakerState.HALF_OPEN, PathEvent.UNASKED): BreakerState.CLOSED,
     }
 )
 
@@ -56,7 +56,7 @@ class Breaker:
     """One link's."""
 
     def __init__(self) -> None:
-        self.state = State.CLOSED
+        self.state = BreakerState.CLOSED
         self._retry_s = RETRY_S
         self._until = 0.0
 
@@ -66,43 +66,43 @@ class Breaker:
     @property
     def up(self) -> bool:
         """Whether requests may be routed over the link."""
-        return self.state is State.CLOSED
+        return self.state is BreakerState.CLOSED
 
     def on_failed(self, now: float) -> None:
         """The path failed, for a transfer or for a probe."""
-        if self.state is State.HALF_OPEN:
+        if self.state is BreakerState.HALF_OPEN:
             self._retry_s = min(MAX_RETRY_S, 2 * self._retry_s)
-        if self.state is not State.OPEN:
+        if self.state is not BreakerState.OPEN:
             self._until = now + self._retry_s
-        self._take(Event.FAILED)
+        self._take(PathEvent.FAILED)
 
     def on_arrived(self, now: float) -> None:
         """Something arrived over the path."""
-        self._take(Event.ARRIVED)
+        self._take(PathEvent.ARRIVED)
         self._retry_s = RETRY_S
 
     def on_unasked(self) -> None:
         """The sender cannot probe. Should the request that does it instead fail, the next one waits longer."""
-        if self.state is State.HALF_OPEN:
+        if self.state is BreakerState.HALF_OPEN:
             self._retry_s = min(MAX_RETRY_S, 2 * self._retry_s)
-        self._take(Event.UNASKED)
+        self._take(PathEvent.UNASKED)
 
     def wants_probe(self, now: float) -> bool:
         """Whether to send one now; asked once, it counts as sent, and no other caller is told to."""
-        if self.state is State.CLOSED or now < self._until:
+        if self.state is BreakerState.CLOSED or now < self._until:
             return False
-        if self.state is State.HALF_OPEN:  # of the last one nothing was heard
+        if self.state is BreakerState.HALF_OPEN:  # of the last one nothing was heard
             self.on_failed(now)
             return False
-        self._take(Event.WAITED)
+        self._take(PathEvent.WAITED)
         self._until = now + PROBE_S
         return True
 
     def next_probe_time(self) -> float | None:
         """When to ask again; None while there is nothing to probe."""
-        return None if self.state is State.CLOSED else self._until
+        return None if self.state is BreakerState.CLOSED else self._until
 
-    def _take(self, event: Event) -> None:
+    def _take(self, event: PathEvent) -> None:
         self.state = TRANSITIONS[self.state, event]
 
 
@@ -116,12 +116,12 @@ class Breakers:
     def __init__(self) -> None:
         self._known: dict[tuple[str, str], Breaker] = {}
 
-    def state(self, sender: str, destination: str) -> State:
+    def state(self, sender: str, destination: str) -> BreakerState:
         known = self._known.get((sender, destination))
-        return State.CLOSED if known is None else known.state
+        return BreakerState.CLOSED if known is None else known.state
 
     def up(self, sender: str, destination: str) -> bool:
-        return self.state(sender, destination) is State.CLOSED
+        return self.state(sender, destination) is BreakerState.CLOSED
 
     def on_failed(self, sender: str, siblings: Iterable[str], destination: str, now: float) -> None:
         """The path of `sender` failed; nothing speaks for those of its `siblings` in the same cluster."""

@@ -7,7 +7,7 @@ from planner.decisions.views import ClusterKind, Role
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Standing:
+class NodeStanding:
     """A node and its role now; `is_ready` unless it is down, drains, or is on its way to another role."""
 
     node_id: str
@@ -17,7 +17,7 @@ class Standing:
     is_ready: bool = True
 
 
-def why_not(node_id: str, to: Role, nodes: Iterable[Standing]) -> str:
+def why_not(node_id: str, to: Role, nodes: Iterable[NodeStanding]) -> str:
     """Why `node_id` should not become `to`; "" when nothing speaks against it. An operator may insist all the same."""
     known = {node.node_id: node for node in nodes}
     if (node := known.get(node_id)) is None:

@@ -59,7 +59,7 @@ class Bucket:
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class TenantLimits:
     """A tenant's; None and 0 are no limit."""
 
     requests: Bucket | None = None
@@ -71,7 +71,7 @@ class Limits:
         return bool(self.requests or self.tokens or self.at_once)
 
 
-NO_LIMITS: Final = Limits()
+NO_LIMITS: Final = TenantLimits()
 
 
 class Used(NamedTuple):
@@ -82,7 +82,7 @@ class Used(NamedTuple):
     at_once: int = 0
 
 
-class Refusal(NamedTuple):
+class LimitRefusal(NamedTuple):
     """The limit that is exceeded, and when that will be over if no other request of the tenant takes anything."""
 
     limit: Limit
@@ -97,39 +97,39 @@ class Left(NamedTuple):
     full_in_s: float
 
 
-def entered(limits: Limits, used: Used, now: float) -> Used | Refusal:
+def entered(limits: TenantLimits, used: Used, now: float) -> Used | LimitRefusal:
     """A request has come. It is not let in while tokens of earlier ones are owed."""
     if limits.at_once and used.at_once >= limits.at_once:
-        return Refusal(Limit.AT_ONCE, AT_ONCE_RETRY_S)
+        return LimitRefusal(Limit.AT_ONCE, AT_ONCE_RETRY_S)
     if limits.requests and (wait_s := limits.requests.wait_s(1, used.requests_full_at, now)):
-        return Refusal(Limit.REQUESTS, wait_s)
+        return LimitRefusal(Limit.REQUESTS, wait_s)
     if limits.tokens and (wait_s := limits.tokens.wait_s(1, used.tokens_full_at, now)):
-        return Refusal(Limit.TOKENS, wait_s)
+        return LimitRefusal(Limit.TOKENS, wait_s)
     requests_full_at = limits.requests.taken(1, used.requests_full_at, now) if limits.requests else 0.0
     return used._replace(requests_full_at=requests_full_at, at_once=used.at_once + 1)
 
 
-def solvent(limits: Limits, used: Used, now: float) -> Used | Refusal:
+def solvent(limits: TenantLimits, used: Used, now: float) -> Used | LimitRefusal:
     """A request that has entered is about to be read. It is not while tokens of those read meanwhile are owed."""
     if limits.tokens and (wait_s := limits.tokens.wait_s(1, used.tokens_full_at, now)):
-        return Refusal(Limit.TOKENS, wait_s)
+        return LimitRefusal(Limit.TOKENS, wait_s)
     return used
 
 
-def read(limits: Limits, used: Used, tokens: int, answers: int, now: float) -> Used | Refusal:
+def read(limits: TenantLimits, used: Used, tokens: int, answers: int, now: float) -> Used | LimitRefusal:
     """A request that has entered has been read: it may use so many tokens, and is for so many `answers`, each one at once."""
     at_once = used.at_once + answers - 1
     if limits.at_once and at_once > limits.at_once and answers > 1:
-        return Refusal(Limit.AT_ONCE, AT_ONCE_RETRY_S)
+        return LimitRefusal(Limit.AT_ONCE, AT_ONCE_RETRY_S)
     if limits.tokens and (wait_s := limits.tokens.wait_s(tokens, used.tokens_full_at, now)):
-        return Refusal(Limit.TOKENS, wait_s)
+        return LimitRefusal(Limit.TOKENS, wait_s)
     used = used._replace(at_once=at_once)
     if not limits.tokens:
         return used
     return used._replace(tokens_full_at=limits.tokens.taken(tokens, used.tokens_full_at, now))
 
 
-def settled(limits: Limits, used: Used, tokens: int, now: float) -> Used:
+def settled(limits: TenantLimits, used: Used, tokens: int, now: float) -> Used:
     """So many tokens more than were taken were used; below 0: fewer."""
     if not limits.tokens:
         return used

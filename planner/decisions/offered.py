@@ -48,7 +48,7 @@ class SampleRing:
         return Samples(values=values, last_seq=self._last_seq, missed=new - kept)
 
 
-class NodeSeen(msgspec.Struct, frozen=True, kw_only=True):
+class NodeReport(msgspec.Struct, frozen=True, kw_only=True):
     """A node as a gateway sees it. `waiting` and `running` are requests, `slots` how many it may decode at once."""
 
     node_id: str
@@ -63,7 +63,7 @@ class NodeSeen(msgspec.Struct, frozen=True, kw_only=True):
     slots: int = 1
 
 
-class LinkSeen(msgspec.Struct, frozen=True, kw_only=True):
+class LinkReport(msgspec.Struct, frozen=True, kw_only=True):
     """A link as a gateway sees it: what it can carry is believed only while it is `congested` or full."""
 
     source: str
@@ -87,11 +87,11 @@ class GatewayLoad(msgspec.Struct, frozen=True, kw_only=True):
     unread: int = 0
     threshold_tokens: float
     tie_share: float = 1.0
-    nodes: tuple[NodeSeen, ...] = ()
-    links: tuple[LinkSeen, ...] = ()
+    nodes: tuple[NodeReport, ...] = ()
+    links: tuple[LinkReport, ...] = ()
     follows: LivePlan | None = None
 
 
-def of_kind(nodes: Iterable[NodeSeen], kind: ClusterKind, role: Role) -> list[NodeSeen]:
+def of_kind(nodes: Iterable[NodeReport], kind: ClusterKind, role: Role) -> list[NodeReport]:
     """Those that work, of a kind and a role."""
     return [node for node in nodes if node.kind is kind and node.role is role and node.state == READY]

@@ -10,14 +10,14 @@ from typing import Final
 
 import msgspec
 
-from planner.decisions.breaker import Breakers, State
+from planner.decisions.breaker import Breakers, BreakerState
 
 PATH_FAILED: Final = "peer_lost"  # what a sender says of a receiver that it had no connection to for its peer timeout
 PROBE_TICK_S: Final = 0.25  # between two looks whether a probe is due
 MAX_LOST: Final = 2  # receivers that do not answer a probe; each takes half the time in which a probe must be heard of
 
 
-class Answered(msgspec.Struct, frozen=True):
+class PathChange(msgspec.Struct, frozen=True):
     """What an answer has changed: `is_back` if the path was not used before, and receivers that are left out from now on."""
 
     is_back: bool
@@ -38,7 +38,7 @@ class Paths:
         """Paths that failed and have not answered since."""
         return len(self._lost)
 
-    def state(self, sender: str, cluster: str) -> State:
+    def state(self, sender: str, cluster: str) -> BreakerState:
         return self._lines.state(sender, cluster)
 
     def is_up(self, sender: str, receiver: str, cluster: str) -> bool:
@@ -68,7 +68,7 @@ class Paths:
         self._lines.on_failed(sender, siblings, cluster, now)
         for each in (sender, *siblings):
             self._not_reached(each, receiver, cluster)
-        return before is State.CLOSED
+        return before is BreakerState.CLOSED
 
     def still_down(self, sender: str, receiver: str, cluster: str, now: float) -> None:
         """A probe of the way to `receiver` had no answer; of the sender's siblings' it says nothing."""
@@ -78,7 +78,7 @@ class Paths:
             self._lines.on_failed(sender, (), cluster, now)
             self._not_reached(sender, receiver, cluster)
 
-    def arrived(self, sender: str, receiver: str, cluster: str, now: float) -> Answered:
+    def arrived(self, sender: str, receiver: str, cluster: str, now: float) -> PathChange:
         """Something got through: the line is well, and receivers of it that were not reached have no such excuse any more."""
         was_up = self._lines.up(sender, cluster)
         self._lines.on_arrived(sender, cluster, now)
@@ -87,7 +87,7 @@ class Paths:
         left_out = tuple(lost for lost in earlier if lost != receiver and self._pairs.up(sender, lost))
         for lost in left_out:
             self._pairs.on_failed(sender, (), lost, now)
-        return Answered(not was_up, left_out)
+        return PathChange(not was_up, left_out)
 
     def unasked(self, sender: str, receiver: str, cluster: str) -> None:
         """`sender` knows no probes, being of an earlier version: a request may try the way."""

@@ -21,7 +21,7 @@ class Mode(StrEnum):
     APPLIED = "applied"
 
 
-class Setting(msgspec.Struct, frozen=True, kw_only=True):
+class PlanSetting(msgspec.Struct, frozen=True, kw_only=True):
     """What a plan decides. `tie_share` of the requests of exactly t tokens stay local; `roles` by node of the PD cluster."""
 
     threshold_tokens: float
@@ -35,7 +35,7 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError(f"tie_share={self.tie_share}: must be in [0, 1]")
 
 
-class Seen(msgspec.Struct, frozen=True, kw_only=True):
+class PlanInputs(msgspec.Struct, frozen=True, kw_only=True):
     """What a plan was made from: rates in requests/s, lengths in tokens, loads as means over nodes, bandwidth in
     bytes/s (None: as configured), and what the nodes of the PD cluster did."""
 
@@ -60,12 +60,12 @@ class LivePlan(msgspec.Struct, frozen=True, kw_only=True):
     version: int
     term: int
     made_at: float
-    setting: Setting
+    setting: PlanSetting
     reason: str
     gain: float = 0.0
     by: str = "controller"
     mode: Mode = Mode.ADVISORY
-    seen: Seen = Seen()
+    seen: PlanInputs = PlanInputs()
     leader: str = ""
 
     @property
@@ -79,7 +79,7 @@ class LivePlan(msgspec.Struct, frozen=True, kw_only=True):
         return self.term, self.version
 
 
-class Refusal(StrEnum):
+class PlanRefusal(StrEnum):
     """Why a plan is not followed."""
 
     STALE_TERM = "stale_term"
@@ -88,14 +88,14 @@ class Refusal(StrEnum):
     NOT_APPLIED = "not_applied"
 
 
-def refusal_of(offered: LivePlan, followed: LivePlan | None) -> Refusal | None:
+def refusal_of(offered: LivePlan, followed: LivePlan | None) -> PlanRefusal | None:
     """Why `offered` must not replace `followed`; None: it may. The one that is followed is never refused."""
     if offered.mode is not Mode.APPLIED:
-        return Refusal.NOT_APPLIED
+        return PlanRefusal.NOT_APPLIED
     if followed is None:
         return None
     if offered.term < followed.term:
-        return Refusal.STALE_TERM
+        return PlanRefusal.STALE_TERM
     if offered.rank < followed.rank:
-        return Refusal.STALE_LEADER
-    return Refusal.STALE_VERSION if offered.version < followed.version else None
+        return PlanRefusal.STALE_LEADER
+    return PlanRefusal.STALE_VERSION if offered.version < followed.version else None

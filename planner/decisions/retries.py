@@ -38,7 +38,7 @@ TENANTS_PART: Final = "tenants_part"  # a node has room, but for others than thi
 MAX_DEATHS: Final = 2  # a request under which that many engines have died is not carried to another one
 
 
-class Stage(StrEnum):
+class FailedStage(StrEnum):
     """What was asked of the node that failed."""
 
     RESERVE = "reserve"
@@ -47,7 +47,7 @@ class Stage(StrEnum):
     STREAM = "stream"  # the client has had a part of the answer
 
 
-class Failure(StrEnum):
+class FailureKind(StrEnum):
     """How it failed."""
 
     UNREACHABLE = "unreachable"  # nothing listens there, or nothing answers
@@ -71,7 +71,7 @@ class Next(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class RetryRule:
     """`otherwise` is done when no other node is left to try. `suspect`: new requests leave the node alone for a moment."""
 
     next: Next
@@ -80,42 +80,42 @@ class Rule:
     is_over_budget: bool = False  # there might have been another try
 
 
-RULES: Final[Mapping[tuple[Stage, Failure], Rule]] = MappingProxyType(
+RULES: Final[Mapping[tuple[FailedStage, FailureKind], RetryRule]] = MappingProxyType(
     {
-        (Stage.RESERVE, Failure.UNREACHABLE): Rule(Next.ELSEWHERE, Next.REFUSE, suspect=True),
-        (Stage.RESERVE, Failure.TIMEOUT): Rule(Next.ELSEWHERE, Next.REFUSE, suspect=True),
-        (Stage.RESERVE, Failure.FULL): Rule(Next.ELSEWHERE, Next.ALONE),
-        (Stage.RESERVE, Failure.AWAY): Rule(Next.ELSEWHERE, Next.REFUSE),
-        (Stage.RESERVE, Failure.CUT): Rule(Next.ELSEWHERE, Next.REFUSE),
-        (Stage.RESERVE, Failure.TROUBLE): Rule(Next.ELSEWHERE, Next.REFUSE),
-        (Stage.RESERVE, Failure.REQUEST): Rule(Next.ALONE, Next.ALONE),
-        (Stage.PREFILL, Failure.UNREACHABLE): Rule(Next.ELSEWHERE, Next.RECOMPUTE, suspect=True),
-        (Stage.PREFILL, Failure.LOST): Rule(Next.ELSEWHERE, Next.RECOMPUTE, suspect=True),
-        (Stage.PREFILL, Failure.DIED): Rule(Next.ELSEWHERE, Next.RECOMPUTE, suspect=True),
-        (Stage.PREFILL, Failure.TIMEOUT): Rule(Next.ELSEWHERE, Next.RECOMPUTE),
-        (Stage.PREFILL, Failure.FULL): Rule(Next.ELSEWHERE, Next.RECOMPUTE),
-        (Stage.PREFILL, Failure.AWAY): Rule(Next.ELSEWHERE, Next.RECOMPUTE),
-        (Stage.PREFILL, Failure.CUT): Rule(Next.ELSEWHERE, Next.RECOMPUTE),
-        (Stage.PREFILL, Failure.TROUBLE): Rule(Next.ELSEWHERE, Next.RECOMPUTE),
-        (Stage.PREFILL, Failure.REQUEST): Rule(Next.RECOMPUTE, Next.RECOMPUTE),
-        (Stage.DECODE, Failure.UNREACHABLE): Rule(Next.ELSEWHERE, Next.REFUSE, suspect=True),
-        (Stage.DECODE, Failure.LOST): Rule(Next.ELSEWHERE, Next.REFUSE, suspect=True),
-        (Stage.DECODE, Failure.DIED): Rule(Next.ELSEWHERE, Next.REFUSE, suspect=True),
-        (Stage.DECODE, Failure.TIMEOUT): Rule(Next.ELSEWHERE, Next.REFUSE),
-        (Stage.DECODE, Failure.FULL): Rule(Next.ELSEWHERE, Next.REFUSE),
-        (Stage.DECODE, Failure.AWAY): Rule(Next.ELSEWHERE, Next.REFUSE),
-        (Stage.DECODE, Failure.CUT): Rule(Next.ELSEWHERE, Next.REFUSE),
-        (Stage.DECODE, Failure.TROUBLE): Rule(Next.ELSEWHERE, Next.REFUSE),
-        (Stage.DECODE, Failure.REQUEST): Rule(Next.REFUSE, Next.REFUSE),
-        (Stage.STREAM, Failure.UNREACHABLE): Rule(Next.ELSEWHERE, Next.REFUSE, suspect=True),
-        (Stage.STREAM, Failure.LOST): Rule(Next.ELSEWHERE, Next.REFUSE, suspect=True),
-        (Stage.STREAM, Failure.DIED): Rule(Next.ELSEWHERE, Next.REFUSE, suspect=True),
-        (Stage.STREAM, Failure.TIMEOUT): Rule(Next.ELSEWHERE, Next.REFUSE, suspect=True),
-        (Stage.STREAM, Failure.FULL): Rule(Next.ELSEWHERE, Next.REFUSE),
-        (Stage.STREAM, Failure.AWAY): Rule(Next.ELSEWHERE, Next.REFUSE),
-        (Stage.STREAM, Failure.CUT): Rule(Next.ELSEWHERE, Next.REFUSE),
-        (Stage.STREAM, Failure.TROUBLE): Rule(Next.ELSEWHERE, Next.REFUSE),
-        (Stage.STREAM, Failure.REQUEST): Rule(Next.REFUSE, Next.REFUSE),
+        (FailedStage.RESERVE, FailureKind.UNREACHABLE): RetryRule(Next.ELSEWHERE, Next.REFUSE, suspect=True),
+        (FailedStage.RESERVE, FailureKind.TIMEOUT): RetryRule(Next.ELSEWHERE, Next.REFUSE, suspect=True),
+        (FailedStage.RESERVE, FailureKind.FULL): RetryRule(Next.ELSEWHERE, Next.ALONE),
+        (FailedStage.RESERVE, FailureKind.AWAY): RetryRule(Next.ELSEWHERE, Next.REFUSE),
+        (FailedStage.RESERVE, FailureKind.CUT): RetryRule(Next.ELSEWHERE, Next.REFUSE),
+        (FailedStage.RESERVE, FailureKind.TROUBLE): RetryRule(Next.ELSEWHERE, Next.REFUSE),
+        (FailedStage.RESERVE, FailureKind.REQUEST): RetryRule(Next.ALONE, Next.ALONE),
+        (FailedStage.PREFILL, FailureKind.UNREACHABLE): RetryRule(Next.ELSEWHERE, Next.RECOMPUTE, suspect=True),
+        (FailedStage.PREFILL, FailureKind.LOST): RetryRule(Next.ELSEWHERE, Next.RECOMPUTE, suspect=True),
+        (FailedStage.PREFILL, FailureKind.DIED): RetryRule(Next.ELSEWHERE, Next.RECOMPUTE, suspect=True),
+        (FailedStage.PREFILL, FailureKind.TIMEOUT): RetryRule(Next.ELSEWHERE, Next.RECOMPUTE),
+        (FailedStage.PREFILL, FailureKind.FULL): RetryRule(Next.ELSEWHERE, Next.RECOMPUTE),
+        (FailedStage.PREFILL, FailureKind.AWAY): RetryRule(Next.ELSEWHERE, Next.RECOMPUTE),
+        (FailedStage.PREFILL, FailureKind.CUT): RetryRule(Next.ELSEWHERE, Next.RECOMPUTE),
+        (FailedStage.PREFILL, FailureKind.TROUBLE): RetryRule(Next.ELSEWHERE, Next.RECOMPUTE),
+        (FailedStage.PREFILL, FailureKind.REQUEST): RetryRule(Next.RECOMPUTE, Next.RECOMPUTE),
+        (FailedStage.DECODE, FailureKind.UNREACHABLE): RetryRule(Next.ELSEWHERE, Next.REFUSE, suspect=True),
+        (FailedStage.DECODE, FailureKind.LOST): RetryRule(Next.ELSEWHERE, Next.REFUSE, suspect=True),
+        (FailedStage.DECODE, FailureKind.DIED): RetryRule(Next.ELSEWHERE, Next.REFUSE, suspect=True),
+        (FailedStage.DECODE, FailureKind.TIMEOUT): RetryRule(Next.ELSEWHERE, Next.REFUSE),
+        (FailedStage.DECODE, FailureKind.FULL): RetryRule(Next.ELSEWHERE, Next.REFUSE),
+        (FailedStage.DECODE, FailureKind.AWAY): RetryRule(Next.ELSEWHERE, Next.REFUSE),
+        (FailedStage.DECODE, FailureKind.CUT): RetryRule(Next.ELSEWHERE, Next.REFUSE),
+        (FailedStage.DECODE, FailureKind.TROUBLE): RetryRule(Next.ELSEWHERE, Next.REFUSE),
+        (FailedStage.DECODE, FailureKind.REQUEST): RetryRule(Next.REFUSE, Next.REFUSE),
+        (FailedStage.STREAM, FailureKind.UNREACHABLE): RetryRule(Next.ELSEWHERE, Next.REFUSE, suspect=True),
+        (FailedStage.STREAM, FailureKind.LOST): RetryRule(Next.ELSEWHERE, Next.REFUSE, suspect=True),
+        (FailedStage.STREAM, FailureKind.DIED): RetryRule(Next.ELSEWHERE, Next.REFUSE, suspect=True),
+        (FailedStage.STREAM, FailureKind.TIMEOUT): RetryRule(Next.ELSEWHERE, Next.REFUSE, suspect=True),
+        (FailedStage.STREAM, FailureKind.FULL): RetryRule(Next.ELSEWHERE, Next.REFUSE),
+        (FailedStage.STREAM, FailureKind.AWAY): RetryRule(Next.ELSEWHERE, Next.REFUSE),
+        (FailedStage.STREAM, FailureKind.CUT): RetryRule(Next.ELSEWHERE, Next.REFUSE),
+        (FailedStage.STREAM, FailureKind.TROUBLE): RetryRule(Next.ELSEWHERE, Next.REFUSE),
+        (FailedStage.STREAM, FailureKind.REQUEST): RetryRule(Next.REFUSE, Next.REFUSE),
     }
 )
 
@@ -126,28 +126,28 @@ SAME_EVERYWHERE: Final = frozenset(
 )
 _FAILURES: Final = MappingProxyType(
     {
-        "unreachable": Failure.UNREACHABLE,
-        "node_silent": Failure.UNREACHABLE,
-        "connection_lost": Failure.LOST,
-        "stream_broken": Failure.LOST,
-        "stream_idle": Failure.TIMEOUT,
-        "engine_died": Failure.DIED,
-        PATH_FAILED: Failure.CUT,
-        "timeout": Failure.TIMEOUT,
-        "no_capacity": Failure.FULL,
-        TENANTS_PART: Failure.FULL,
-        "converting": Failure.AWAY,
-        "wrong_role": Failure.AWAY,
-        "draining": Failure.AWAY,
+        "unreachable": FailureKind.UNREACHABLE,
+        "node_silent": FailureKind.UNREACHABLE,
+        "connection_lost": FailureKind.LOST,
+        "stream_broken": FailureKind.LOST,
+        "stream_idle": FailureKind.TIMEOUT,
+        "engine_died": FailureKind.DIED,
+        PATH_FAILED: FailureKind.CUT,
+        "timeout": FailureKind.TIMEOUT,
+        "no_capacity": FailureKind.FULL,
+        TENANTS_PART: FailureKind.FULL,
+        "converting": FailureKind.AWAY,
+        "wrong_role": FailureKind.AWAY,
+        "draining": FailureKind.AWAY,
     }
 )
 
 
-def failure_of(reason: str) -> Failure:
+def failure_of(reason: str) -> FailureKind:
     """What a reason label stands for."""
     if reason in SAME_EVERYWHERE:
-        return Failure.REQUEST
-    return _FAILURES.get(reason, Failure.TROUBLE)
+        return FailureKind.REQUEST
+    return _FAILURES.get(reason, FailureKind.TROUBLE)
 
 
 # What a server says whose engine has died under it, before it ends, too (vLLM's): that, not that the connection broke.
@@ -156,26 +156,28 @@ _LAMENTS: Final = frozenset({"500", "bad_answer", "stream_error"})
 
 def may_have_died(reason: str) -> bool:
     """Whether an engine that failed for that may have died of it: then who watches it knows."""
-    return failure_of(reason) is Failure.LOST or reason in _LAMENTS
+    return failure_of(reason) is FailureKind.LOST or reason in _LAMENTS
 
 
-def tries_of(failures: Iterable[Failure]) -> int:
+def tries_of(failures: Iterable[FailureKind]) -> int:
     """How many tries these count as: who is away has tried nothing."""
-    return sum(failure is not Failure.AWAY for failure in failures)
+    return sum(failure is not FailureKind.AWAY for failure in failures)
 
 
-def rule_after(stage: Stage, failure: Failure, *, tries: int, max_tries: int, deaths: int) -> Rule:
+def rule_after(stage: FailedStage, failure: FailureKind, *, tries: int, max_tries: int, deaths: int) -> RetryRule:
     """What follows the failure of try number `tries`, if `deaths` engines have died under the request by now."""
     rule = RULES[stage, failure]
     if deaths >= MAX_DEATHS:
-        return Rule(Next.REFUSE, Next.REFUSE, rule.suspect)
+        return RetryRule(Next.REFUSE, Next.REFUSE, rule.suspect)
     if rule.next is Next.ELSEWHERE and tries >= max_tries:
-        return Rule(rule.otherwise, rule.otherwise, rule.suspect)
+        return RetryRule(rule.otherwise, rule.otherwise, rule.suspect)
     return rule
 
 
-NOTHING_DONE: Final = frozenset({Failure.UNREACHABLE, Failure.FULL, Failure.AWAY})
-REPEATING: Final = frozenset({Failure.LOST, Failure.TIMEOUT, Failure.TROUBLE})  # what was done is done again
+NOTHING_DONE: Final = frozenset({FailureKind.UNREACHABLE, FailureKind.FULL, FailureKind.AWAY})
+REPEATING: Final = frozenset(
+    {FailureKind.LOST, FailureKind.TIMEOUT, FailureKind.TROUBLE}
+)  # what was done is done again
 
 
 def adds_enough(answered: int, answered_before: int) -> bool:
@@ -201,14 +203,22 @@ class RetryBudget:
         self._tokens += tokens
 
     def rule_after(
-        self, now: float, stage: Stage, failure: Failure, *, tries: int, max_tries: int, deaths: int, tokens: int = 1
-    ) -> Rule:
+        self,
+        now: float,
+        stage: FailedStage,
+        failure: FailureKind,
+        *,
+        tries: int,
+        max_tries: int,
+        deaths: int,
+        tokens: int = 1,
+    ) -> RetryRule:
         """As the function of that name; another try of so many tokens is counted, or is not to be."""
         rule = rule_after(stage, failure, tries=tries, max_tries=max_tries, deaths=deaths)
-        if rule.next is not Next.ELSEWHERE or failure is Failure.AWAY or failure is Failure.FULL:
+        if rule.next is not Next.ELSEWHERE or failure is FailureKind.AWAY or failure is FailureKind.FULL:
             return rule
         self._fade(now)
-        is_first_takeover = stage is Stage.STREAM and tries <= 1  # a client must not notice the failure before it
+        is_first_takeover = stage is FailedStage.STREAM and tries <= 1  # a client must not notice the failure before it
         is_bound = failure in REPEATING and not is_first_takeover
         if is_bound and self._tries + 0.5 > self._least + self._share * self._requests:  # to the nearest whole try
             return replace(rule, next=rule.otherwise, is_over_budget=True)

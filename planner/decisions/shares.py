@@ -22,7 +22,7 @@ ALIKE: Final = 0.02  # of a rate: a smaller change does not count
 
 
 @dataclass(frozen=True, slots=True)
-class Sender:
+class LineSender:
     """A sender of a line: its own budget, and what has to leave it."""
 
     node_id: str
@@ -40,7 +40,7 @@ class Bound:
 
 
 @dataclass(frozen=True, slots=True)
-class Grant:
+class RateGrant:
     """A rate for a sender until some time."""
 
     node_id: str
@@ -53,7 +53,7 @@ class Grant:
         return self.bytes_per_s > self.own_bytes_per_s
 
 
-def divide(senders: Sequence[Sender]) -> dict[str, float]:
+def divide(senders: Sequence[LineSender]) -> dict[str, float]:
     """Bytes per second by sender, all of the line's budget; each its own where no sender is busy, or all are."""
     own = {sender.node_id: sender.own_bytes_per_s for sender in senders}
     busy = {s.node_id: s.queued_bytes for s in senders if s.queued_bytes > BUSY_S * s.own_bytes_per_s}
@@ -77,12 +77,12 @@ class SharedBudget:
         """Whether a sender may still be sending by a share, even one that is not seen."""
         return any(now < each.until for each in self._bounds.values())
 
-    def bound(self, sender: Sender, now: float) -> float:
+    def bound(self, sender: LineSender, now: float) -> float:
         """What it may be sending at most."""
         known = self._bounds.get(sender.node_id)
         return known.bytes_per_s if known is not None and now < known.until else sender.own_bytes_per_s
 
-    def lower(self, senders: Sequence[Sender], now: float) -> list[Grant]:
+    def lower(self, senders: Sequence[LineSender], now: float) -> list[RateGrant]:
         """What is to be given up, or to stay given up; first."""
         self._forget(now)
         wanted, until = divide(senders), now + LEASE_S
@@ -90,17 +90,17 @@ class SharedBudget:
         for sender in senders:
             rate, own, bound = wanted[sender.node_id], sender.own_bytes_per_s, self.bound(sender, now)
             if rate < (1.0 - ALIKE) * own or (bound > own and rate < (1.0 - ALIKE) * bound):
-                grants.append(Grant(sender.node_id, min(rate, bound), own, until))
+                grants.append(RateGrant(sender.node_id, min(rate, bound), own, until))
         # A borrower that needs less, but more than its own, keeps to the end that its raise has.
         return [
             grant if not grant.is_raise else replace(grant, until=self._bounds[grant.node_id].until) for grant in grants
         ]
 
-    def answered(self, grant: Grant) -> None:
+    def answered(self, grant: RateGrant) -> None:
         """The sender keeps to it."""
         self._bounds[grant.node_id] = Bound(grant.bytes_per_s, grant.until, grant.own_bytes_per_s)
 
-    def raise_(self, senders: Sequence[Sender], now: float) -> list[Grant]:
+    def raise_(self, senders: Sequence[LineSender], now: float) -> list[RateGrant]:
         """What can be had of what was given up. It counts as taken from now on, whether it will be answered or not.
 
         A lender is not raised above its own before its lease has ended: until then others may have what it lent.
@@ -126,14 +126,14 @@ class SharedBudget:
         grants = []
         for sender in borrowers:
             rate = bounds[sender.node_id] + part * more[sender.node_id]
-            grants.append(Grant(sender.node_id, rate, sender.own_bytes_per_s, min(ends)))
+            grants.append(RateGrant(sender.node_id, rate, sender.own_bytes_per_s, min(ends)))
         for grant in grants:
             known = self._bounds.get(grant.node_id, Bound(0.0, now))
             until = max(grant.until, known.until)
             self._bounds[grant.node_id] = Bound(grant.bytes_per_s, until, grant.own_bytes_per_s)
         return returned + [grant for grant in grants if grant.is_raise]
 
-    def _given_back(self, senders: Sequence[Sender], free: float, now: float) -> list[Grant]:
+    def _given_back(self, senders: Sequence[LineSender], free: float, now: float) -> list[RateGrant]:
         """To lenders that need it, as far as borrowers have let go of it; until their lease ends, as they may not hear of it."""
         grants = []
         for sender in senders:
@@ -145,7 +145,7 @@ class SharedBudget:
                 continue
             free -= rate - bound.bytes_per_s
             self._bounds[sender.node_id] = replace(bound, bytes_per_s=rate)
-            grants.append(Grant(sender.node_id, rate, sender.own_bytes_per_s, bound.until))
+            grants.append(RateGrant(sender.node_id, rate, sender.own_bytes_per_s, bound.until))
         return grants
 
     def _forget(self, now: float) -> None:

@@ -32,14 +32,14 @@ class Joined(NamedTuple, Generic[Who]):
     displaced: Who | None = None
 
 
-class Share(NamedTuple):
+class TenantShare(NamedTuple):
     """Whose part a request is served from, and how large that is beside the others' (`weight` above 0)."""
 
     flow: str = ""
     weight: float = 1.0
 
 
-EVERYBODYS: Final = Share()
+EVERYBODYS: Final = TenantShare()
 
 
 @dataclass(slots=True)
@@ -69,7 +69,7 @@ class _Standing:
         return self.priority + int(max(0.0, now - self.since) / ageing_s)
 
 
-class Line(Generic[Who]):
+class WaitQueue(Generic[Who]):
     """At most `limit` who wait. Times are seconds, `now` never goes back; `Who` is anything that can be a key."""
 
     def __init__(self, limit: int, ageing_s: float = inf) -> None:
@@ -93,7 +93,7 @@ class Line(Generic[Who]):
         *,
         priority: int = 0,
         due: float = inf,
-        share: Share = EVERYBODYS,
+        share: TenantShare = EVERYBODYS,
         cost: float = 1.0,
     ) -> Joined[Who]:
         """`who`, not in it yet, takes a place until its time is `due`, if there is one for it. `cost`: what it will get."""
@@ -148,7 +148,7 @@ class Line(Generic[Who]):
         """Who is to be served next."""
         return min(self._standing, key=lambda who: self._turn(who, now), default=None)
 
-    def ahead_of(self, priority: int, due: float, now: float, share: Share = EVERYBODYS) -> int:
+    def ahead_of(self, priority: int, due: float, now: float, share: TenantShare = EVERYBODYS) -> int:
         """How many would come before a request that joined now; of other flows, without those that are held back."""
         flows: defaultdict[str, list[tuple[int, float, int, float]]] = defaultdict(list)
         for each in self._standing.values():
@@ -164,7 +164,7 @@ class Line(Generic[Who]):
                 start += cost / self._flows[name].weight
         return ahead
 
-    def is_anyone_ahead(self, priority: int, due: float, now: float, share: Share = EVERYBODYS) -> bool:
+    def is_anyone_ahead(self, priority: int, due: float, now: float, share: TenantShare = EVERYBODYS) -> bool:
         """Whether `ahead_of` would count anybody. In a long line the first that is looked at nearly always says so."""
         newcomer = -priority, self._start(share.flow)
         for each in self._standing.values():
@@ -181,7 +181,7 @@ class Line(Generic[Who]):
         known = self._flows.get(flow)
         return self._virtual if known is None else max(known.start, self._virtual)
 
-    def _who_yields(self, priority: int, share: Share, now: float) -> Who | None:
+    def _who_yields(self, priority: int, share: TenantShare, now: float) -> Who | None:
         """The last one, if a request of such a priority and flow may have its place."""
         last = max(self._standing, key=lambda who: self._yields(who, now), default=None)
         if last is None:
@@ -212,7 +212,7 @@ class Line(Generic[Who]):
             del self._flows[name]
 
 
-class Drain:
+class DrainRate:
     """How fast a line moves: the mean time between two of its turns, lately. Of a line that has not moved yet it is a guess."""
 
     def __init__(self, interval_s: float = 1.0) -> None:

@@ -41,7 +41,7 @@ def provenance_kind(text: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class ProfileWindow:
     """Sliding-window layers together: they keep the last `window_tokens` tokens only."""
 
     window_tokens: int
@@ -58,7 +58,7 @@ class KvSize:
 
     fixed_bytes: float = 0.0
     bytes_per_token: float = 0.0
-    windows: tuple[Window, ...] = ()
+    windows: tuple[ProfileWindow, ...] = ()
     provenance: str = "unverified: not stated"
 
     def __post_init__(self) -> None:

@@ -149,7 +149,7 @@ def within(sessions: Sequence[Session], most_tokens: int) -> list[Session]:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class DueTurn:
     """A turn that is due: when, its session of a closed loop, and its place in it."""
 
     at_s: float
@@ -170,11 +170,11 @@ class ClosedLoop:
         self._until_s = until_s
         self._after = [_followers(session) for _, session in begun]
 
-    def first(self) -> list[Call]:
+    def first(self) -> list[DueTurn]:
         """Where each session begins."""
-        return self._due([Call(start, number, 0, session[0]) for number, (start, session) in enumerate(self._begun)])
+        return self._due([DueTurn(start, number, 0, session[0]) for number, (start, session) in enumerate(self._begun)])
 
-    def answered(self, call: Call, sent_s: float, now: float) -> list[Call]:
+    def answered(self, call: DueTurn, sent_s: float, now: float) -> list[DueTurn]:
         """What is due after `call`, sent at `sent_s`, has been answered."""
         session = self._begun[call.session][1]
         found = []
@@ -182,10 +182,10 @@ class ClosedLoop:
             turn = session[index]
             gap_s = turn.at_s - call.turn.at_s
             at_s = now + turn.think_s if turn.agent == call.turn.agent else max(now, sent_s + gap_s)
-            found.append(Call(at_s, call.session, index, turn))
+            found.append(DueTurn(at_s, call.session, index, turn))
         return self._due(found)
 
-    def _due(self, calls: list[Call]) -> list[Call]:
+    def _due(self, calls: list[DueTurn]) -> list[DueTurn]:
         return [call for call in calls if call.at_s < self._until_s]
 
 
@@ -201,7 +201,7 @@ def _followers(session: Session) -> dict[int, list[int]]:
     return found
 
 
-def in_virtual_time(loop: ClosedLoop, answer_s: Callable[[Turn], float]) -> Iterator[Call]:
+def in_virtual_time(loop: ClosedLoop, answer_s: Callable[[Turn], float]) -> Iterator[DueTurn]:
     """All calls in order, if every answer takes what `answer_s` says."""
     due = [(call.at_s, call.session, call.index, call) for call in loop.first()]
     heapify(due)

@@ -15,7 +15,7 @@ from typing import Final
 import msgspec
 from aiohttp import web
 
-from planner.errors import Refused
+from planner.errors import ChangeRefused
 from planner.service.keeper import Keeper
 
 JSON: Final = "application/json"
@@ -27,14 +27,14 @@ MAX_ENTRIES: Final = 1000
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-class Asked(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class ChangeBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """The body of a change."""
 
     by: str = ""
     version: int | None = None
 
 
-class Pages:
+class PlanEndpoints:
     """Answers for a keeper; `token` is asked for unless it is empty."""
 
     def __init__(self, keeper: Keeper, token: str) -> None:
@@ -62,7 +62,7 @@ class Pages:
             return _error(401, "the secret of token_file is missing or wrong")
         try:
             return await handler(http)
-        except Refused as error:
+        except ChangeRefused as error:
             return _error(409, str(error))
         except (msgspec.MsgspecError, ValueError) as error:
             return _error(400, str(error))
@@ -97,29 +97,29 @@ class Pages:
     async def _health(self, http: web.Request) -> web.Response:
         return _json({"status": "ok", "term": self._keeper.ledger.term, "leader": self._keeper.ledger.leader})
 
-    def _changing(self, change: Callable[[Asked], Awaitable[None]]) -> Handler:
+    def _changing(self, change: Callable[[ChangeBody], Awaitable[None]]) -> Handler:
         async def answer(http: web.Request) -> web.Response:
             if http.content_type != JSON:
                 return _error(415, f"the body must be {JSON}")
-            await change(msgspec.json.decode(await http.read() or b"{}", type=Asked))
+            await change(msgspec.json.decode(await http.read() or b"{}", type=ChangeBody))
             return _json(self._keeper.status())
 
         return answer
 
-    async def _apply(self, asked: Asked) -> None:
+    async def _apply(self, asked: ChangeBody) -> None:
         await self._keeper.apply(_who(asked), asked.version)
 
-    async def _roll_back(self, asked: Asked) -> None:
+    async def _roll_back(self, asked: ChangeBody) -> None:
         await self._keeper.roll_back(_who(asked))
 
-    async def _pause(self, asked: Asked) -> None:
+    async def _pause(self, asked: ChangeBody) -> None:
         await self._keeper.pause(_who(asked))
 
-    async def _resume(self, asked: Asked) -> None:
+    async def _resume(self, asked: ChangeBody) -> None:
         await self._keeper.resume(_who(asked))
 
 
-def _who(asked: Asked) -> str:
+def _who(asked: ChangeBody) -> str:
     """The name for the log, which is read on terminals, line by line."""
     return "".join(each if each.isprintable() else "?" for each in asked.by[:80]) or "somebody"
 

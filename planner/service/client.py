@@ -14,9 +14,9 @@ from urllib.request import Request
 
 import msgspec
 
-from planner.errors import InputError, Refused
+from planner.errors import ChangeRefused, InputError
 from planner.service.status import Status
-from planner.solve.ledger import Entry
+from planner.solve.ledger import LedgerEntry
 from transport.control.asking import answer_to
 
 TIMEOUT_S: Final = 10.0
@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 class PlanClient:
-    """One service. Raises InputError when it does not answer, Refused when it does not do as it is told."""
+    """One service. Raises InputError when it does not answer, ChangeRefused when it does not do as it is told."""
 
     def __init__(self, url: str, token_file: Path | None = None) -> None:
         if not url.startswith(("http://", "https://")):
@@ -38,9 +38,9 @@ class PlanClient:
     def status(self) -> Status:
         return self._decoded(self._answer("/status"), Status)
 
-    def history(self, limit: int) -> list[Entry]:
+    def history(self, limit: int) -> list[LedgerEntry]:
         """The last changes, oldest first."""
-        return self._decoded(self._answer(f"/history?{urlencode({'limit': limit})}"), list[Entry])
+        return self._decoded(self._answer(f"/history?{urlencode({'limit': limit})}"), list[LedgerEntry])
 
     def change(self, what: str, **fields: Any) -> Status:
         """`what` is apply, rollback, pause or resume; the service's log says that the user of this process asked."""
@@ -69,7 +69,7 @@ class PlanClient:
         if not isinstance(text, str):
             return InputError(f"{self._url} does not answer as a plan service does: {exc.code} {exc.reason}")
         if exc.code == HTTPStatus.CONFLICT:
-            return Refused(text)
+            return ChangeRefused(text)
         return InputError(f"the plan service at {self._url}: {text}")
 
     def _decoded(self, body: bytes, kind: type[T]) -> T:

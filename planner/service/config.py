@@ -18,8 +18,8 @@ from typing import Final
 from planner.errors import InputError
 from planner.model.profile import load_profile
 from planner.model.site import BYTES_PER_S_PER_GBPS
-from planner.solve.controller import ControllerConfig, Model
-from planner.solve.ledger import Limits
+from planner.solve.controller import ControllerConfig, HardwareModel
+from planner.solve.ledger import PlanLimits
 from planner.solve.readings import Units
 from transport.control.settings import SettingsError, build, in_file, read_toml, require, require_known, require_range
 from transport.wire.identity import Identity
@@ -67,7 +67,7 @@ class ServiceConfig:
     byte_scale: float = 1.0
     log_bytes: int = 4 * 1024 * 1024
     controller: ControllerConfig = field(default_factory=ControllerConfig)
-    limits: Limits = field(default_factory=Limits)
+    limits: PlanLimits = field(default_factory=PlanLimits)
 
     def __post_init__(self) -> None:
         require_range("port", self.port, 0, 65535)
@@ -97,11 +97,11 @@ class ServiceConfig:
             return self.controller
         return replace(self.controller, min_prefill=UNREACHABLE, min_decode=UNREACHABLE)
 
-    def model(self) -> Model:
+    def model(self) -> HardwareModel:
         """The hardware as the profile has it. Raises InputError."""
         profile = load_profile(self.profile)
         decode = profile.decode_on(self.pd_hardware)
-        return Model(
+        return HardwareModel(
             local=profile.prefill_on(self.pd_hardware),
             remote=profile.prefill_on(self.prfaas_hardware or self.pd_hardware),
             kv=profile.kv_size(),

@@ -10,7 +10,7 @@ from typing import Final, Protocol
 import grpc
 import grpc.aio
 
-from planner.decisions.offered import NodeSeen
+from planner.decisions.offered import NodeReport
 from planner.decisions.views import Role
 from transport.control.credentials import channel_credentials, channel_options
 from transport.control.proto import node_pb2 as pb
@@ -27,10 +27,10 @@ class ConversionFailed(Exception):
     """The node keeps its old role; the message says why."""
 
 
-class Converter(Protocol):
+class NodeConverter(Protocol):
     """What can have a node converted."""
 
-    async def convert(self, node: NodeSeen, role: Role, version: int) -> None:
+    async def convert(self, node: NodeReport, role: Role, version: int) -> None:
         """Returns when the node holds the role. Raises ConversionFailed."""
         ...
 
@@ -42,7 +42,7 @@ class AgentConverter:
         self._drain_timeout_s = drain_timeout_s
         self._identity = identity
 
-    async def convert(self, node: NodeSeen, role: Role, version: int) -> None:
+    async def convert(self, node: NodeReport, role: Role, version: int) -> None:
         """Returns when the node holds the role. Raises ConversionFailed."""
         try:
             async with asyncio.timeout(self._drain_timeout_s + VERIFY_S), self._channel(node) as channel:
@@ -68,7 +68,7 @@ class AgentConverter:
             if found.outcome:
                 raise ConversionFailed(f"{found.outcome}: {found.detail}" if found.detail else found.outcome)
 
-    def _channel(self, node: NodeSeen) -> grpc.aio.Channel:
+    def _channel(self, node: NodeReport) -> grpc.aio.Channel:
         if self._identity is None:
             return grpc.aio.insecure_channel(node.agent)
         return grpc.aio.secure_channel(

@@ -14,27 +14,27 @@ from typing import Any, Final
 import aiohttp
 from msgspec.structs import replace
 
-from planner.decisions.conversions import Standing, why_not
+from planner.decisions.conversions import NodeStanding, why_not
 from planner.decisions.offered import CONVERTING, READY, GatewayLoad
-from planner.decisions.plan import LivePlan, Seen, Setting
+from planner.decisions.plan import LivePlan, PlanInputs, PlanSetting
 from planner.decisions.views import Role
-from planner.errors import Refused
+from planner.errors import ChangeRefused
 from planner.service.config import ApplyMode, ServiceConfig
-from planner.service.conversions import ConversionFailed, Converter
+from planner.service.conversions import ConversionFailed, NodeConverter
 from planner.service.gateways import Gateways
 from planner.service.status import Status
 from planner.service.store import Store
-from planner.solve.controller import Controller, Effects, Move
-from planner.solve.ledger import PENDING, Draft, Entry, Ledger
+from planner.solve.controller import Controller, Effects, RoleMove
+from planner.solve.ledger import PENDING, Draft, Ledger, LedgerEntry
 from planner.solve.readings import Readings, quietest
 
 log = logging.getLogger("prfaas.plan")
 
 ITSELF: Final = "controller"
-FROM: Final = {Move.TO_PREFILL: Role.DECODE, Move.TO_DECODE: Role.PREFILL}
-TO: Final = {Move.TO_PREFILL: Role.PREFILL, Move.TO_DECODE: Role.DECODE}
+FROM: Final = {RoleMove.TO_PREFILL: Role.DECODE, RoleMove.TO_DECODE: Role.PREFILL}
+TO: Final = {RoleMove.TO_PREFILL: Role.PREFILL, RoleMove.TO_DECODE: Role.DECODE}
 
-Change = Callable[[Ledger], tuple[Ledger, Entry | None]]
+Change = Callable[[Ledger], tuple[Ledger, LedgerEntry | None]]
 
 
 class Keeper:
@@ -46,7 +46,7 @@ class Keeper:
         store: Store,
         ledger: Ledger,
         gateways: Gateways,
-        converter: Converter,
+        converter: NodeConverter,
         clock: Callable[[], float],
         wall: Callable[[], float],
     ) -> None:
@@ -62,7 +62,7 @@ class Keeper:
         self._readings = Readings(config.units)
         self._controller = Controller(config.ruled, config.model(), clock())
         self._nodes = self._readings.nodes()
-        self._seen: Seen | None = None
+        self._seen: PlanInputs | None = None
         self._diagnosis = "nothing has been seen yet"
         self._one_change = asyncio.Lock()
         self._changed = asyncio.Event()
@@ -99,19 +99,19 @@ class Keeper:
         except TimeoutError:
             return None
 
-    async def history(self, limit: int) -> list[Entry]:
+    async def history(self, limit: int) -> list[LedgerEntry]:
         """The last changes, oldest first."""
         return await asyncio.to_thread(self._store.last_entries, limit)
 
     # What others want
 
     async def apply(self, by: str, version: int | None = None) -> None:
-        """Raises Refused."""
+        """Raises ChangeRefused."""
         await self._change(lambda ledger: ledger.apply(self._wall(), by, version))
         self._to_convert.set()
 
     async def roll_back(self, by: str) -> None:
-        """Raises Refused."""
+        """Raises ChangeRefused."""
         await self._change(lambda ledger: ledger.roll_back(self._wall(), by))
         self._to_convert.set()
 
@@ -122,17 +122,17 @@ class Keeper:
         await self._change(lambda ledger: ledger.resume(self._wall(), by))
 
     async def _change(self, step: Change) -> None:
-        """Raises Refused, and OSError when it cannot be written down: then nothing has changed."""
+        """Raises ChangeRefused, and OSError when it cannot be written down: then nothing has changed."""
         async with self._one_change:
             if self.superseded:
-                raise Refused("another service leads: gateways follow a plan of a later term or leader")
+                raise ChangeRefused("another service leads: gateways follow a plan of a later term or leader")
             ledger, entry = step(self.ledger)
             if ledger == self.ledger and entry is None:
                 return
             # A caller that leaves meanwhile must not leave the files ahead of what is said.
             await _whole(self._keep(ledger, entry))
 
-    async def _keep(self, ledger: Ledger, entry: Entry | None) -> None:
+    async def _keep(self, ledger: Ledger, entry: LedgerEntry | None) -> None:
         await asyncio.to_thread(self._store.write, ledger, entry)
         self.ledger = ledger
         if entry is not None:
@@ -185,7 +185,7 @@ class Keeper:
         if not self.superseded and (found := self._readings.found()) is not None:
             await self._change(lambda ledger: (ledger.observed(found), None))
 
-    async def _follow_up(self, effects: Effects, setting: Setting, seen: Seen) -> None:
+    async def _follow_up(self, effects: Effects, setting: PlanSetting, seen: PlanInputs) -> None:
         draft = self._draft(effects, setting, seen)
         limits = self._config.limits
         if draft is not None:
@@ -196,10 +196,10 @@ class Keeper:
         if draft is None or self._config.mode is not ApplyMode.AUTO:
             return  # one that stands from before is for people: no look has found it better since
         if proposal and self.ledger.may_apply_itself(limits, self._wall()):
-            with suppress(Refused):  # a person was faster
+            with suppress(ChangeRefused):  # a person was faster
                 await self.apply(ITSELF, proposal.version)
 
-    def _draft(self, effects: Effects, setting: Setting, seen: Seen) -> Draft | None:
+    def _draft(self, effects: Effects, setting: PlanSetting, seen: PlanInputs) -> Draft | None:
         threshold, roles = setting.threshold_tokens, dict(setting.roles)
         tie_share = setting.tie_share
         if effects.threshold_tokens is not None:
@@ -214,7 +214,7 @@ class Keeper:
         elif effects.threshold_tokens is None:
             return None
         return Draft(
-            setting=Setting(threshold_tokens=threshold, tie_share=tie_share, roles=roles),
+            setting=PlanSetting(threshold_tokens=threshold, tie_share=tie_share, roles=roles),
             reason=effects.diagnosis,
             gain=effects.gain,
             seen=seen,
@@ -243,7 +243,7 @@ class Keeper:
     def _obstacle(self, node_id: str, role: Role) -> str:
         """What speaks against it; "" nothing. One that is converting already may have been told so by the leader before."""
         standings = [
-            Standing(
+            NodeStanding(
                 node_id=node.node_id,
                 cluster=node.cluster,
                 kind=node.kind,
@@ -267,12 +267,12 @@ class Keeper:
         if failure:
             log.warning("%s does not become a %s node: %s", node_id, role, failure)
 
-        def noted(ledger: Ledger) -> tuple[Ledger, Entry | None]:
+        def noted(ledger: Ledger) -> tuple[Ledger, LedgerEntry | None]:
             if ledger.in_force is None or ledger.in_force.version != plan.version:
                 return ledger, None  # another plan has come meanwhile, and asks anew
             return ledger.converted(self._wall(), node_id, failure)
 
-        with suppress(Refused):  # another service leads by now, and asks the node itself
+        with suppress(ChangeRefused):  # another service leads by now, and asks the node itself
             await self._change(noted)
 
 

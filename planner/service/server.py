@@ -16,9 +16,9 @@ import aiohttp
 from aiohttp import web
 
 from planner.errors import InputError
-from planner.service.app import Pages
+from planner.service.app import PlanEndpoints
 from planner.service.config import ServiceConfig
-from planner.service.conversions import AgentConverter, Converter
+from planner.service.conversions import AgentConverter, NodeConverter
 from planner.service.gateways import Gateways
 from planner.service.keeper import Keeper
 from planner.service.store import Lock, Store
@@ -32,7 +32,7 @@ CLOSE_S: Final = 1.0
 
 
 @dataclass(slots=True)
-class Service:
+class PlanService:
     """A running, leading service; `url` is where it answers."""
 
     keeper: Keeper
@@ -41,8 +41,8 @@ class Service:
 
 @asynccontextmanager
 async def leading(
-    config: ServiceConfig, gateways: Gateways | None = None, converter: Converter | None = None
-) -> AsyncIterator[Service]:
+    config: ServiceConfig, gateways: Gateways | None = None, converter: NodeConverter | None = None
+) -> AsyncIterator[PlanService]:
     """A service that leads inside the block; waits for its turn first. Raises InputError, and OSError for a port.
 
     `gateways` may come to be others while it waits.
@@ -69,7 +69,7 @@ async def leading(
         )  # fmt: skip
         http = await stack.enter_async_context(aiohttp.ClientSession())
         runner = web.AppRunner(
-            Pages(keeper, token).app(), access_log=None, handler_cancellation=True, shutdown_timeout=CLOSE_S
+            PlanEndpoints(keeper, token).app(), access_log=None, handler_cancellation=True, shutdown_timeout=CLOSE_S
         )
         stack.push_async_callback(runner.cleanup)
         await runner.setup()
@@ -78,7 +78,7 @@ async def leading(
         for name, work in {"looking": lambda: keeper.run(http), "converting": keeper.convert_nodes}.items():
             task = asyncio.create_task(_for_ever(name, work, keeper.failures))
             stack.push_async_callback(_ended, task)
-        yield Service(keeper, f"http://{format_address(host, runner.addresses[0][1])}")
+        yield PlanService(keeper, f"http://{format_address(host, runner.addresses[0][1])}")
 
 
 async def serve(

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from planner.decisions.plan import LivePlan, Seen, Setting
+from planner.decisions.plan import LivePlan, PlanInputs, PlanSetting
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True):
@@ -21,10 +21,10 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     superseded: bool
     in_force: LivePlan | None
     proposal: LivePlan | None
-    found: Setting | None
+    found: PlanSetting | None
     conversions: Mapping[str, str]
     diagnosis: str
-    seen: Seen | None
+    seen: PlanInputs | None
     gateways: Mapping[str, str]
     polls_failed: Mapping[str, int]
     failures: Mapping[str, int]

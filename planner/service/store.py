@@ -14,7 +14,7 @@ from typing import BinaryIO, Final, TextIO
 import msgspec
 
 from planner.errors import InputError
-from planner.solve.ledger import Entry, Ledger
+from planner.solve.ledger import Ledger, LedgerEntry
 from transport.control.durable import write_durably
 
 log = logging.getLogger("prfaas.plan")
@@ -64,7 +64,7 @@ class Store:
         except (msgspec.MsgspecError, UnicodeDecodeError) as exc:
             raise InputError(f"{self._ledger}: not a ledger ({exc}); move it away to begin with none") from exc
 
-    def write(self, ledger: Ledger, entry: Entry | None) -> None:
+    def write(self, ledger: Ledger, entry: LedgerEntry | None) -> None:
         """Keeps both, the ledger first: what the log says has happened. What only the log has no room for has happened, too."""
         write_durably(self._ledger, msgspec.json.encode(ledger))
         if entry is None:
@@ -74,7 +74,7 @@ class Store:
         except OSError as exc:
             log.error("not in the log: %s version=%d by=%s: %s", entry.change, entry.version, entry.by, exc)
 
-    def log(self, entry: Entry) -> None:
+    def log(self, entry: LedgerEntry) -> None:
         """Adds a line; what is beyond the oldest file is forgotten."""
         line = msgspec.json.encode(entry) + b"\n"
         if self._log.exists() and self._log.stat().st_size + len(line) > self._log_bytes:
@@ -90,7 +90,7 @@ class Store:
     def _older(self, number: int) -> Path:
         return self._log.with_name(f"{self._log.name}.{number}")
 
-    def last_entries(self, limit: int) -> list[Entry]:
+    def last_entries(self, limit: int) -> list[LedgerEntry]:
         """The last lines of the log, oldest first. A line that the machine's end has cut off is left out."""
         lines: list[bytes] = []
         for path in (self._log, *(self._older(number) for number in range(1, OLDER_LOGS + 1))):
@@ -108,8 +108,8 @@ def _ends_whole(file: BinaryIO) -> bool:
     return file.read(1) == b"\n"
 
 
-def _entry(line: bytes) -> Entry | None:
+def _entry(line: bytes) -> LedgerEntry | None:
     try:
-        return msgspec.json.decode(line, type=Entry)
+        return msgspec.json.decode(line, type=LedgerEntry)
     except (msgspec.MsgspecError, UnicodeDecodeError):
         return None

@@ -8,8 +8,8 @@ import numpy as np
 
 from planner.decisions.views import ClusterKind
 from planner.model.profile import Floats
-from planner.simulator.egress import Egress
-from planner.simulator.nodes import Job
+from planner.simulator.egress import SimulatedEgress
+from planner.simulator.nodes import SimulatedRequest
 from planner.simulator.scenario import Scenario
 
 Busy = Mapping[tuple[str, str], tuple[float, float]]  # seconds, and available ones, by cluster and stage
@@ -25,7 +25,7 @@ def homes_of(scenario: Scenario, requests: int, seed: int) -> list[str]:
     return [names[each] for each in drawn]
 
 
-class Ways:
+class RequestClusters:
     """By request the clusters that computed and answered it. Only kept where there are several of a kind."""
 
     def __init__(self, scenario: Scenario, requests: int) -> None:
@@ -38,7 +38,7 @@ class Ways:
         kinds = Counter(pool.kind for pool in scenario.pools)
         return max(kinds.values()) > 1
 
-    def note(self, job: Job) -> None:
+    def note(self, job: SimulatedRequest) -> None:
         """A request has been answered. What crossed no link was computed where it was answered."""
         at_home = job.decode_node.pool.name
         self._computed[job.index] = self._number[at_home if job.egress is None else job.egress.wire.source]
@@ -69,7 +69,7 @@ class Ways:
         return found
 
 
-def by_link(links: Sequence[Egress], horizon_s: float) -> dict[str, dict[str, float]]:
+def by_link(links: Sequence[SimulatedEgress], horizon_s: float) -> dict[str, dict[str, float]]:
     """What each link carried, on average, and could, in Gbit/s."""
     return {
         f"{link.wire.source} to {link.wire.destination}": {

@@ -8,36 +8,36 @@ from typing import Any
 from planner.decisions.admission import AdmissionPolicy
 from planner.errors import InputError
 from planner.model.site import Site
-from planner.simulator.outcome import Outcome, over_seeds
+from planner.simulator.outcome import SimulationOutcome, over_seeds
 from planner.simulator.policies import POLICIES
 from planner.simulator.scenario import Scenario
-from planner.simulator.trials import Setting, Source, Trial, read_plan, run, scenario_of
+from planner.simulator.trials import Source, Trial, TrialSetting, read_plan, run, scenario_of
 from planner.solve.plan import outline
-from planner.solve.problem import Options
+from planner.solve.problem import SolveOptions
 
 
 @dataclass(frozen=True, slots=True)
-class Contender:
+class NamedScenario:
     """A named scenario and the Λ its plan promises."""
 
     name: str
     scenario: Scenario
     lambda_max: float
 
-    def run(self, source: Source, seeds: Sequence[int]) -> list[Outcome]:
+    def run(self, source: Source, seeds: Sequence[int]) -> list[SimulationOutcome]:
         return run(self.scenario, source, seeds)
 
 
 def contenders_of(
     site: Site,
-    options: Options,
+    options: SolveOptions,
     trial: Trial,
     *,
     policies: Sequence[str] = (),
     plans: Sequence[Path] = (),
     deployments: Sequence[str] = (),
     base: str | None = None,
-) -> list[Contender]:
+) -> list[NamedScenario]:
     """One contender per plan file, deployment and policy; policies that name no deployment run on `base`.
 
     Raises InputError naming the policies there are.
@@ -49,12 +49,12 @@ def contenders_of(
     ]
 
 
-def _planned(site: Site, trial: Trial, path: Path) -> Contender:
+def _planned(site: Site, trial: Trial, path: Path) -> NamedScenario:
     setting, lambda_max = read_plan(path)
-    return Contender(path.stem, scenario_of(site, setting, trial), lambda_max)
+    return NamedScenario(path.stem, scenario_of(site, setting, trial), lambda_max)
 
 
-def _by_policy(site: Site, options: Options, trial: Trial, name: str, base: str | None) -> Contender:
+def _by_policy(site: Site, options: SolveOptions, trial: Trial, name: str, base: str | None) -> NamedScenario:
     if name not in POLICIES:
         raise InputError(f"policy {name!r}: must be one of {', '.join(POLICIES)}")
     policy = POLICIES[name]
@@ -64,13 +64,13 @@ def _by_policy(site: Site, options: Options, trial: Trial, name: str, base: str 
     return _deployed(site, options, replace(trial, placer=placer, admission=admission), name, deployment)
 
 
-def _deployed(site: Site, options: Options, trial: Trial, name: str, deployment: str | None) -> Contender:
+def _deployed(site: Site, options: SolveOptions, trial: Trial, name: str, deployment: str | None) -> NamedScenario:
     plan = outline(site, options, deployment)
     deployed = site.deployed(deployment)[0] if deployment else site
-    return Contender(name, scenario_of(deployed, Setting.of(plan), trial), plan.lambda_max)
+    return NamedScenario(name, scenario_of(deployed, TrialSetting.of(plan), trial), plan.lambda_max)
 
 
-def compare(contenders: Sequence[Contender], source: Source, seeds: Sequence[int]) -> list[dict[str, Any]]:
+def compare(contenders: Sequence[NamedScenario], source: Source, seeds: Sequence[int]) -> list[dict[str, Any]]:
     """One row per contender: its simulation report, over all seeds."""
     rows = []
     for contender in contenders:

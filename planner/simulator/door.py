@@ -9,10 +9,10 @@ from planner.decisions.admission import ACCEPTED, Admission, AdmissionPolicy, Ex
 from planner.decisions.classes import ServiceClass
 from planner.decisions.decoding import DecodeForecast
 from planner.decisions.routing import Route
-from planner.decisions.waiting import Drain, Line
+from planner.decisions.waiting import DrainRate, WaitQueue
 from planner.model.profile import Floats
 from planner.simulator.loop import Loop
-from planner.simulator.nodes import DecodeNode, Job
+from planner.simulator.nodes import DecodeNode, SimulatedRequest
 from planner.simulator.scenario import LineLimits
 
 
@@ -27,8 +27,8 @@ class Door:
         decodes: Mapping[str, DecodeNode],
         loop: Loop,
         *,
-        consider: Callable[[float, Job], None],
-        refuse: Callable[[float, Job, str], None],
+        consider: Callable[[float, SimulatedRequest], None],
+        refuse: Callable[[float, SimulatedRequest, str], None],
         decode_s: float,
         draws: Floats,
     ) -> None:
@@ -50,8 +50,10 @@ class Door:
         self.class_of = np.searchsorted(shares / shares[-1], draws, side="right")
         self._decodes = decodes
         self.count_room()
-        self._line: Line[Job] = Line(limits.max_waiting if limits else 1, limits.ageing_s if limits else inf)
-        self._drain = Drain()
+        self._line: WaitQueue[SimulatedRequest] = WaitQueue(
+            limits.max_waiting if limits else 1, limits.ageing_s if limits else inf
+        )
+        self._drain = DrainRate()
 
     def count_room(self) -> None:
         """Counts what decode holds within each class's TBT; to be called when other nodes are ready than before."""
@@ -64,7 +66,7 @@ class Door:
 
     # Who is refused
 
-    def admission(self, now: float, job: Job, route: Route) -> Admission:
+    def admission(self, now: float, job: SimulatedRequest, route: Route) -> Admission:
         """Whether it may go as `route` says."""
         if not self._forecasting:
             return ACCEPTED
@@ -77,13 +79,13 @@ class Door:
             forecast=self._forecast, now=now,
         )  # fmt: skip
 
-    def accepted(self, now: float, job: Job, route: Route) -> None:
+    def accepted(self, now: float, job: SimulatedRequest, route: Route) -> None:
         """It goes."""
         if self._forecasting:
             job.forecast = now + max(route.ttft_s, route.link_s)
             self._forecast.on_accepted(job.forecast, now)
 
-    def to_decode(self, job: Job) -> Admission:
+    def to_decode(self, job: SimulatedRequest) -> Admission:
         """Whether decode takes it after its prefill; if not, that was in vain."""
         if not self._forecasting:
             return ACCEPTED
@@ -98,12 +100,12 @@ class Door:
             self.wasted_s += job.service_s
         return found
 
-    def started(self, job: Job) -> None:
+    def started(self, job: SimulatedRequest) -> None:
         """Its first token is there."""
         if self._forecasting:
             self._forecast.on_started(job.forecast)
 
-    def ended(self, now: float, job: Job) -> None:
+    def ended(self, now: float, job: SimulatedRequest) -> None:
         """Its last one is."""
         if self._forecasting:
             self._decoding -= 1
@@ -111,14 +113,14 @@ class Door:
 
     # Who waits
 
-    def has_room(self, now: float, job: Job, node: DecodeNode) -> bool:
+    def has_room(self, now: float, job: SimulatedRequest, node: DecodeNode) -> bool:
         """Whether a decode node takes it now: there is a place, and no other request comes first."""
         if self._limits is None:
             return True
         first = self._line.first(now)
         return node.assigned < node.profile.max_running + self._limits.landings and first in (None, job)
 
-    def stand(self, now: float, job: Job) -> None:
+    def stand(self, now: float, job: SimulatedRequest) -> None:
         """There is no room: it stands in line from now on, or goes."""
         if job in self._line:
             return
@@ -145,11 +147,11 @@ class Door:
             if first in self._line:
                 break
 
-    def _on_patience(self, now: float, job: Job) -> None:
+    def _on_patience(self, now: float, job: SimulatedRequest) -> None:
         if job in self._line:
             self._refuse(now, job, "no_room")
 
-    def leave(self, now: float, job: Job, *, served: bool) -> None:
+    def leave(self, now: float, job: SimulatedRequest, *, served: bool) -> None:
         """It is out of the line, if it was in it."""
         if not served:
             self._line.leave(job)

@@ -20,7 +20,7 @@ from planner.simulator.sharing import FairShare
 MONITOR_S: Final = 1.0
 
 
-class Egress:
+class SimulatedEgress:
     """Transfers that share a link; `on_delivered(now, item)` is called as each arrives, `on_lost(now, items)` as they fail."""
 
     def __init__(

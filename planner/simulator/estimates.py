@@ -13,7 +13,7 @@ from planner.decisions.placement import PlacementPolicy
 from planner.decisions.views import NodeView, PrefillCost, Role
 from planner.model.profile import PrefillCurve
 from planner.simulator.loop import Loop
-from planner.simulator.nodes import DecodeNode, Job, PrefillNode
+from planner.simulator.nodes import DecodeNode, PrefillNode, SimulatedRequest
 
 Nodes = Mapping[str, PrefillNode]
 Decodes = Mapping[str, DecodeNode]
@@ -28,7 +28,7 @@ class LearnedTimes(LearnedCost):
         self._prefills = nodes
         self._decodes = decodes
 
-    def learn_steps(self, now: float, job: Job) -> None:
+    def learn_steps(self, now: float, job: SimulatedRequest) -> None:
         """Its answer has ended, and its decode node does not count it any more."""
         beside = (job.beside + job.decode_node.running + 1) / 2
         self._learned_steps.observe(job.decode_node.node_id, beside, (now - job.decode_start) / max(1.0, job.output))

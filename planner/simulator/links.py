@@ -14,13 +14,13 @@ from msgspec import structs
 
 from planner.decisions.paths import MAX_LOST, PROBE_TICK_S, Paths
 from planner.decisions.views import LinkView
-from planner.simulator.egress import Egress
+from planner.simulator.egress import SimulatedEgress
 from planner.simulator.loop import Loop
-from planner.simulator.nodes import DecodeNode, Job, PrefillNode
+from planner.simulator.nodes import DecodeNode, PrefillNode, SimulatedRequest
 from planner.simulator.scenario import Scenario
 
 
-class Links:
+class SimulatedLinks:
     """All links of a scenario. `senders` are the prefill nodes by name, `decodes` the decode nodes there are now."""
 
     def __init__(
@@ -35,12 +35,14 @@ class Links:
         is_over: Callable[[], bool],
     ) -> None:
         """`is_over` says that there is nothing more to send, and so to probe for."""
-        self.all = [Egress(wire, loop, on_delivered, on_lost, scenario.peer_timeout_s) for wire in scenario.wires]
+        self.all = [
+            SimulatedEgress(wire, loop, on_delivered, on_lost, scenario.peer_timeout_s) for wire in scenario.wires
+        ]
         self._by_ends = {(link.wire.source, link.wire.destination): link for link in self.all}
         # The other direction of the same lines: only prefixes go there.
         for wire in scenario.wires if scenario.routing.cross_cluster_cache else ():
             back = replace(wire, source=wire.destination, destination=wire.source)
-            self._by_ends[back.source, back.destination] = Egress(
+            self._by_ends[back.source, back.destination] = SimulatedEgress(
                 back, loop, on_delivered, on_lost, scenario.peer_timeout_s
             )
         by_cluster = groupby(senders.values(), lambda node: node.pool.name)
@@ -56,7 +58,7 @@ class Links:
             tuple[str, str], int
         ] = {}  # by (source, destination): how often a link went down for deciders
 
-    def between(self, source: str, destination: str) -> Egress:
+    def between(self, source: str, destination: str) -> SimulatedEgress:
         return self._by_ends[source, destination]
 
     def views(self, now: float) -> list[LinkView]:
@@ -67,7 +69,7 @@ class Links:
         return [self._view(link, now, not_up, pairs) for link in self.all]
 
     def _view(
-        self, link: Egress, now: float, not_up: Collection[tuple[str, str]], pairs: Sequence[tuple[str, str]]
+        self, link: SimulatedEgress, now: float, not_up: Collection[tuple[str, str]], pairs: Sequence[tuple[str, str]]
     ) -> LinkView:
         source, destination = link.wire.source, link.wire.destination
         senders = self._senders.get(source, ())
@@ -88,13 +90,13 @@ class Links:
 
     # What transfers have seen
 
-    def arrived(self, now: float, job: Job) -> None:
+    def arrived(self, now: float, job: SimulatedRequest) -> None:
         """A job's KVCache is with its decode node."""
         if self._troubled:
             assert job.route.prefill_node is not None
             self._paths.arrived(job.route.prefill_node, job.decode_node.node_id, job.decode_node.pool.name, now)
 
-    def failed(self, now: float, job: Job) -> None:
+    def failed(self, now: float, job: SimulatedRequest) -> None:
         """A job's KVCache could not be sent."""
         sender, receiver = job.route.prefill_node, job.decode_node
         assert sender is not None

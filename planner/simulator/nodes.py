@@ -9,7 +9,7 @@ from math import inf
 from typing import Any
 
 from hybrid_cache.cache.lookup import MISS, PrefixHit
-from planner.decisions.arrivals import Arrivals, Shared
+from planner.decisions.arrivals import Arrivals, SharedPrefix
 from planner.decisions.estimates import PrefillShare
 from planner.decisions.promises import Promises
 from planner.decisions.routing import Route
@@ -29,10 +29,10 @@ class Coming:
 
     hashes: tuple[bytes, ...]  # of its full blocks
     expected_at: float
-    waiting: list["Job"] = field(default_factory=list)
+    waiting: list["SimulatedRequest"] = field(default_factory=list)
 
 
-class Job:
+class SimulatedRequest:
     """One request on its way."""
 
     __slots__ = (
@@ -69,7 +69,7 @@ class Job:
         self.beside: int  # requests that decoded with it when it began, itself included
         self.given: array[float]
 
-    def again(self) -> "Job":
+    def again(self) -> "SimulatedRequest":
         """The same request, to take another way to its decode node."""
         other = copy(self)
         other.failed = (*self.failed, self.route.prefill_node or "")
@@ -81,8 +81,8 @@ class PrefillNode:
     """One request at a time, first come first served. `on_done(now, job)` is called as each prefill ends."""
 
     def __init__(
-        self, node_id: str, pool: Pool, loop: Loop, cache: NodeCache | None, on_start: Callable[[float, Job], None],
-        on_done: Callable[[float, Job], None],
+        self, node_id: str, pool: Pool, loop: Loop, cache: NodeCache | None, on_start: Callable[[float, SimulatedRequest], None],
+        on_done: Callable[[float, SimulatedRequest], None],
     ) -> None:  # fmt: skip
         self.node_id = node_id
         self.pool = pool
@@ -94,7 +94,7 @@ class PrefillNode:
         self._loop = loop
         self._on_start = on_start
         self._on_done = on_done
-        self._queue: deque[Job] = deque()
+        self._queue: deque[SimulatedRequest] = deque()
         self._queued_s = 0.0
         self._free_at = 0.0
         self._running = False
@@ -108,7 +108,7 @@ class PrefillNode:
         """Jobs that wait or run. Not its length: an idle node is no less of one."""
         return len(self._queue) + self._running + self._expected
 
-    def view_for(self, job: Job) -> NodeView:
+    def view_for(self, job: SimulatedRequest) -> NodeView:
         """As this prompt sees it: what will have been computed when its turn comes counts, but cannot be sent yet."""
         held = self.match(job.hashes, job.prompt).num_tokens
         if not len(self._promises) or self.cache is None:
@@ -138,23 +138,23 @@ class PrefillNode:
         left_s = self._free_at - now
         return self._queued_s + left_s if left_s > 0 else self._queued_s
 
-    def expect(self, job: Job) -> None:
+    def expect(self, job: SimulatedRequest) -> None:
         """A job comes as soon as it has the prefix it waits for; it is work of this node already."""
         self._expected += 1
         self._book(job)
 
-    def expect_no_more(self, job: Job) -> None:
+    def expect_no_more(self, job: SimulatedRequest) -> None:
         """An expected job comes now, or goes another way."""
         self._expected -= 1
         self.queued_tokens -= job.queued
         self._promises.remove(job.blocks)
 
-    def _book(self, job: Job) -> None:
+    def _book(self, job: SimulatedRequest) -> None:
         job.queued = job.prompt - job.cached
         self.queued_tokens += job.queued
         self._promises.add(job.blocks)
 
-    def put(self, now: float, job: Job, *, expected: bool = False) -> None:
+    def put(self, now: float, job: SimulatedRequest, *, expected: bool = False) -> None:
         if expected:
             self._expected -= 1
             self.queued_tokens += job.prompt - job.cached - job.queued
@@ -174,7 +174,7 @@ class PrefillNode:
         self._queued_s = self._queued_s - job.est_s if self._queue else 0.0
         self._start(now, job)
 
-    def _start(self, now: float, job: Job) -> None:
+    def _start(self, now: float, job: SimulatedRequest) -> None:
         self._running = True
         if self.cache is not None:
             # What was computed while the request waited may have become a prefix; what was promised may be evicted.
@@ -188,7 +188,7 @@ class PrefillNode:
         self._loop.at(self._free_at, self._finish, job)
         self._on_start(start, job)
 
-    def _finish(self, now: float, job: Job) -> None:
+    def _finish(self, now: float, job: SimulatedRequest) -> None:
         self._running = False
         self.queued_tokens -= job.queued
         self._promises.remove(job.blocks)
@@ -216,8 +216,8 @@ class DecodeNode:
     """
 
     def __init__(
-        self, node_id: str, pool: Pool, loop: Loop, on_start: Callable[[float, Job], None],
-        on_done: Callable[[float, Job], None], cache: NodeCache | None = None, computes: bool = False,
+        self, node_id: str, pool: Pool, loop: Loop, on_start: Callable[[float, SimulatedRequest], None],
+        on_done: Callable[[float, SimulatedRequest], None], cache: NodeCache | None = None, computes: bool = False,
     ) -> None:  # fmt: skip
         assert pool.decode is not None
         self.node_id = node_id
@@ -235,7 +235,7 @@ class DecodeNode:
         self._loop = loop
         self._on_start = on_start
         self._on_done = on_done
-        self._queue: deque[Job] = deque()
+        self._queue: deque[SimulatedRequest] = deque()
         self._free_at = 0.0  # from prompts
         self._stalls = 0  # prompts under way or waiting
         self.queued_tokens = 0  # of those
@@ -257,7 +257,9 @@ class DecodeNode:
         """Requests that decode, wait, or are on the way here."""
         return self.assigned
 
-    def compute(self, now: float, job: Job, on_computed: Callable[[float, Job], None]) -> None:
+    def compute(
+        self, now: float, job: SimulatedRequest, on_computed: Callable[[float, SimulatedRequest], None]
+    ) -> None:
         """Prefills a prompt here, after those that came before it."""
         gpu_s = self.pool.prefill(job.prompt) - self.pool.prefill(job.cached)
         start = max(now, self._free_at)
@@ -313,13 +315,13 @@ class DecodeNode:
         landing_s = max(0.0, shared.first.expected_at - now)
         return self._view(cached, hit.attention_tokens, share, shared.blocks * size, landing_s)
 
-    def comes(self, job: Job, expected_at: float) -> None:
+    def comes(self, job: SimulatedRequest, expected_at: float) -> None:
         """A job's KVCache is on its way here, until `arrived`."""
         if self.cache is not None and job.blocks:
             job.coming = Coming(job.blocks, expected_at)
             self.arrivals.add(job.coming)
 
-    def arrived(self, job: Job) -> list[Job]:
+    def arrived(self, job: SimulatedRequest) -> list[SimulatedRequest]:
         """It has landed, or will not; the jobs that have waited for that."""
         coming, job.coming = job.coming, None
         if coming is None:
@@ -327,7 +329,7 @@ class DecodeNode:
         self.arrivals.remove(coming)
         return coming.waiting
 
-    def shared_with(self, job: Job) -> Shared[Coming] | None:
+    def shared_with(self, job: SimulatedRequest) -> SharedPrefix[Coming] | None:
         """What was on its way here before a job, and has more of its prompt than the node holds."""
         if job.coming is None or self.cache is None:
             return None
@@ -358,13 +360,13 @@ class DecodeNode:
             room_tokens=self.cache.room_tokens(attention_tokens) if self.cache is not None else None,
         )
 
-    def put(self, now: float, job: Job) -> None:
+    def put(self, now: float, job: SimulatedRequest) -> None:
         if self.running < self.profile.max_running:
             self._start(now, job)
         else:
             self._queue.append(job)
 
-    def _start(self, now: float, job: Job) -> None:
+    def _start(self, now: float, job: SimulatedRequest) -> None:
         self.running += 1
         self.seen = None
         job.decode_start, job.beside = now, self.running
@@ -402,7 +404,7 @@ class DecodeNode:
             self._given = array("d", bytes(8 * (self.profile.max_running + 1)))
         self._fill(now)
 
-    def _longest_tenth(self, job: Job) -> float:
+    def _longest_tenth(self, job: SimulatedRequest) -> float:
         """Mooncake's TBT: the mean of the longest tenth of the intervals between a request's tokens."""
         wanted = left = max(1.0, job.output / 10)
         total = 0.0
@@ -417,11 +419,11 @@ class DecodeNode:
                     break
         return total / (wanted - left) if wanted > left else self.profile.at(1)
 
-    def _finish_flat(self, now: float, job: Job) -> None:
+    def _finish_flat(self, now: float, job: SimulatedRequest) -> None:
         self._leave(now, job, self.profile.step_s)
         self._fill(now)
 
-    def _leave(self, now: float, job: Job, tbt_s: float) -> None:
+    def _leave(self, now: float, job: SimulatedRequest, tbt_s: float) -> None:
         self.running -= 1
         self.assigned -= 1
         self.seen = None

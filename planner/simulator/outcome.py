@@ -14,7 +14,7 @@ from planner.simulator.scenario import Targets
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Outcome:
+class SimulationOutcome:
     """One run. Per request: arrival, TTFT, TBT and E2E in seconds (nan where it was refused), tokens found cached."""
 
     arrival_s: Floats

@@ -14,22 +14,22 @@ from typing import Any, Final
 import numpy as np
 
 from hybrid_cache.layout.layout import ModelLayout
-from planner.decisions.conversions import Standing, why_not
+from planner.decisions.conversions import NodeStanding, why_not
 from planner.decisions.routing import ReadyNodes
 from planner.decisions.views import ClusterKind, NodeView, Role
 from planner.simulator.caches import NodeCache
 from planner.simulator.loop import Loop
-from planner.simulator.nodes import DecodeNode, Job, PrefillNode
+from planner.simulator.nodes import DecodeNode, PrefillNode, SimulatedRequest
 from planner.simulator.scenario import Pool, Scenario
-from planner.solve.controller import Move
+from planner.solve.controller import RoleMove
 
 POLL_S: Final = 0.01  # how often a node that drains looks whether it has (`pd_cluster/converter.py`)
 
 Z_P90: Final = 1.2815515655446004  # of the normal distribution
 
 Node = PrefillNode | DecodeNode
-TO: Final = {Move.TO_PREFILL: Role.PREFILL, Move.TO_DECODE: Role.DECODE}
-Told = Callable[[float, Job], None]
+TO: Final = {RoleMove.TO_PREFILL: Role.PREFILL, RoleMove.TO_DECODE: Role.DECODE}
+Told = Callable[[float, SimulatedRequest], None]
 
 
 class Roles:
@@ -96,7 +96,7 @@ class Roles:
             name: [node.view(0) for node in nodes] for name, nodes in self._ready_prefills.items()
         }
 
-    def seen_by(self, job: Job, now: float) -> ReadyNodes:
+    def seen_by(self, job: SimulatedRequest, now: float) -> ReadyNodes:
         """The ready nodes as a job sees them."""
         hashes, prompt = job.hashes, job.prompt
         if not hashes:
@@ -116,9 +116,9 @@ class Roles:
 
     # From one role to the other
 
-    def convert(self, now: float, move: Move) -> bool:
+    def convert(self, now: float, move: RoleMove) -> bool:
         """Has the node that is soonest drained change its role; False if none may."""
-        candidates: Sequence[Node] = self.ready_pd_prefills() if move is Move.TO_DECODE else self._ready_decodes
+        candidates: Sequence[Node] = self.ready_pd_prefills() if move is RoleMove.TO_DECODE else self._ready_decodes
         node = min(candidates, key=lambda each: (each.num_jobs, each.node_id), default=None)
         if node is None or why_not(node.node_id, TO[move], self._standings()):
             return False
@@ -129,10 +129,10 @@ class Roles:
         self._drain(now, (node, now + self._scenario.flips.drain_timeout_s))
         return True
 
-    def _standings(self) -> Iterator[Standing]:
+    def _standings(self) -> Iterator[NodeStanding]:
         for role, nodes in ((Role.PREFILL, self.prefills), (Role.DECODE, self.decodes)):
             for node in nodes.values():
-                yield Standing(
+                yield NodeStanding(
                     node_id=node.node_id, cluster=node.pool.name, kind=node.pool.kind, role=role, is_ready=node.ready
                 )
 

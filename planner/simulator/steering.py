@@ -8,7 +8,7 @@ from planner.decisions.views import ClusterKind
 from planner.errors import InputError
 from planner.simulator.roles import Roles
 from planner.simulator.scenario import Scenario
-from planner.solve.controller import Controller, ControllerConfig, Model, Observation
+from planner.solve.controller import Controller, ControllerConfig, HardwareModel, Observation
 
 
 class Steering:
@@ -59,11 +59,11 @@ class Steering:
         return policy
 
 
-def _model_of(scenario: Scenario) -> Model:
+def _model_of(scenario: Scenario) -> HardwareModel:
     pd = next(pool for pool in scenario.pools if pool.kind is ClusterKind.PD)
     prfaas = next((pool for pool in scenario.pools if pool.kind is ClusterKind.PRFAAS), None)
     assert pd.decode is not None
-    return Model(
+    return HardwareModel(
         local=pd.prefill,
         remote=prfaas.prefill if prfaas else pd.prefill,
         kv=scenario.kv,

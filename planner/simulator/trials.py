@@ -16,7 +16,7 @@ from planner.model.profile import ModelProfile
 from planner.model.reading import RATE, SHARE, TOKENS, named, number, placed, read_json
 from planner.model.site import BYTES_PER_S_PER_GBPS, INSTANCES, Cluster, Site
 from planner.model.workload import Trace, diurnal, poisson
-from planner.simulator.outcome import Outcome, over_seeds
+from planner.simulator.outcome import SimulationOutcome, over_seeds
 from planner.simulator.policies import Estimates
 from planner.simulator.scenario import FlipTimes, Outage, Pool, Scenario, Targets, Wire
 from planner.simulator.world import simulate
@@ -47,7 +47,7 @@ class Trial:
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class TrialSetting:
     """The numbers of a plan that a system is configured with. `splits` are (prefill, decode) nodes by PD cluster, where there
     are several; the counts are then those of all.
     """
@@ -68,11 +68,11 @@ class Setting:
                 raise InputError(f"{name}={getattr(self, name)}: must be a count")
 
     @classmethod
-    def of(cls, plan: Plan) -> "Setting":
+    def of(cls, plan: Plan) -> "TrialSetting":
         return cls(plan.threshold_tokens, plan.tie_share, plan.num_prefill, plan.num_decode)
 
     @classmethod
-    def of_fleet(cls, table: Mapping[str, Any]) -> "Setting":
+    def of_fleet(cls, table: Mapping[str, Any]) -> "TrialSetting":
         """Of a plan for several clusters, as `solve` writes it: its splits, and the threshold that one gateway can follow."""
         splits = {each["name"]: (each["num_prefill"], each["num_decode"]) for each in table["pd_clusters"]}
         prefills, decodes = (sum(split[part] for split in splits.values()) for part in (0, 1))
@@ -87,14 +87,14 @@ class Setting:
         return self.splits[cluster]
 
 
-def read_plan(path: Path) -> tuple[Setting, float]:
+def read_plan(path: Path) -> tuple[TrialSetting, float]:
     """The setting of a plan file, and its Λ in requests/s. Raises InputError naming the file."""
     with named(f"plan {path}"):
         table = read_json(path)
         if "pd_clusters" in table:
             one = require_table(table.get("one_threshold"), "one_threshold")
             return _fleet_setting(table, one), RATE.above_low("lambda_max_req_per_s", one.get("lambda_max_req_per_s"))
-        setting = Setting(
+        setting = TrialSetting(
             number(table, "threshold_tokens", TOKENS),
             SHARE.of("tie_share", table.get("tie_share", 0.0)),
             int(number(table, "num_prefill", INSTANCES)),
@@ -103,7 +103,7 @@ def read_plan(path: Path) -> tuple[Setting, float]:
         return setting, RATE.above_low("lambda_max_req_per_s", table.get("lambda_max_req_per_s"))
 
 
-def _fleet_setting(table: Mapping[str, Any], one: Mapping[str, Any]) -> Setting:
+def _fleet_setting(table: Mapping[str, Any], one: Mapping[str, Any]) -> TrialSetting:
     for at, each in enumerate(require_tables(table["pd_clusters"], "pd_clusters")):
         with placed(f"pd_clusters[{at}]"):
             require(isinstance(each.get("name"), str), "name", each.get("name"), "a string")
@@ -111,10 +111,10 @@ def _fleet_setting(table: Mapping[str, Any], one: Mapping[str, Any]) -> Setting:
                 number(each, part, INSTANCES)
     with placed("one_threshold"):
         number(one, "threshold_tokens", TOKENS)
-    return Setting.of_fleet(table)
+    return TrialSetting.of_fleet(table)
 
 
-def scenario_of(site: Site, setting: Setting, trial: Trial) -> Scenario:
+def scenario_of(site: Site, setting: TrialSetting, trial: Trial) -> Scenario:
     """PD clusters split as the setting says, all PrfaaS clusters, and the links between them."""
     pd = site.of_kind(ClusterKind.PD)
     if len(pd) > 1 and not setting.splits:
@@ -165,7 +165,7 @@ def scenario_of(site: Site, setting: Setting, trial: Trial) -> Scenario:
     )
 
 
-def _pool(cluster: Cluster, profile: ModelProfile, setting: Setting, trial: Trial) -> Pool:
+def _pool(cluster: Cluster, profile: ModelProfile, setting: TrialSetting, trial: Trial) -> Pool:
     decodes = cluster.kind is ClusterKind.PD
     num_prefill, num_decode = setting.split_of(cluster.name) if decodes else (cluster.instances, 0)
     return Pool(
@@ -213,7 +213,7 @@ def from_day(site: Site, rates_req_per_s: Sequence[float], bin_s: float) -> Sour
     return lambda seed: diurnal(lengths, outputs, rates_req_per_s, bin_s, np.random.default_rng(seed))
 
 
-def run(scenario: Scenario, source: Source, seeds: Sequence[int]) -> list[Outcome]:
+def run(scenario: Scenario, source: Source, seeds: Sequence[int]) -> list[SimulationOutcome]:
     """One outcome per seed."""
     return [simulate(scenario, source(seed), seed) for seed in seeds]
 

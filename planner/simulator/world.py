@@ -19,22 +19,22 @@ import numpy as np
 from planner.decisions.classes import ServiceClass
 from planner.decisions.paths import PATH_FAILED
 from planner.decisions.placement import PLACERS
-from planner.decisions.retries import Next, Stage, failure_of, rule_after
+from planner.decisions.retries import FailedStage, Next, failure_of, rule_after
 from planner.decisions.routing import ReadyNodes, Reason, Route, Target, route_among
 from planner.decisions.views import PrefillCost, RouteRequest
 from planner.errors import NoReadyNode
 from planner.model.profile import Floats, KvSize
 from planner.model.workload import Trace
 from planner.simulator.caches import layout_of
-from planner.simulator.clusters import Ways, by_link, homes_of
+from planner.simulator.clusters import RequestClusters, by_link, homes_of
 from planner.simulator.door import Door
-from planner.simulator.egress import Egress
+from planner.simulator.egress import SimulatedEgress
 from planner.simulator.estimates import Experience, LearnedTimes, TrueTimes
-from planner.simulator.links import Links
+from planner.simulator.links import SimulatedLinks
 from planner.simulator.loop import Loop
-from planner.simulator.moves import Move, Moves
-from planner.simulator.nodes import NO_HASHES, Job, PrefillNode
-from planner.simulator.outcome import Outcome
+from planner.simulator.moves import SimulatedMove, SimulatedMoves
+from planner.simulator.nodes import NO_HASHES, PrefillNode, SimulatedRequest
+from planner.simulator.outcome import SimulationOutcome
 from planner.simulator.policies import Estimates
 from planner.simulator.roles import Roles
 from planner.simulator.scenario import Scenario
@@ -70,7 +70,7 @@ class World:
             if scenario.estimates is Estimates.LEARNED
             else TrueTimes(curves, self._prefills, self._decodes, self.loop)
         )
-        self.links = Links(
+        self.links = SimulatedLinks(
             scenario, self._prefills, self._decodes, self.loop,
             on_delivered=self._on_delivered, on_lost=self._on_lost, is_over=lambda: self._num_ended == len(trace),
         )  # fmt: skip
@@ -88,16 +88,16 @@ class World:
         self._ended = bytearray(size)
         self._num_ended = 0
         self._fallbacks: Counter[str] = Counter()
-        self._moves = Moves(self.loop, trace.block_size, self._on_late_move)
+        self._moves = SimulatedMoves(self.loop, trace.block_size, self._on_late_move)
         self._homes = homes_of(scenario, size, seed)
-        self._ways = Ways(scenario, size) if Ways.are_several(scenario) else None
+        self._ways = RequestClusters(scenario, size) if RequestClusters.are_several(scenario) else None
         self._rejects: Counter[str] = Counter()
         self._routes: Counter[tuple[str, str]] = Counter()
         self._steering = None if scenario.controller is None else Steering(scenario, scenario.controller, self.roles)
 
     # A request's life
 
-    def run(self) -> Outcome:
+    def run(self) -> SimulationOutcome:
         """Until every request has ended."""
         if len(self.trace):
             # Arrays, not lists: a list of a million floats costs 32 MB.
@@ -116,13 +116,13 @@ class World:
         if index + 1 < len(self._arrivals):
             self.loop.at(self._arrivals[index + 1], self._on_arrival, index + 1)
         hashes = hashes_of(self.trace, index) if self._layout is not None else NO_HASHES
-        job = Job(index, now, self._prompts[index], self._outputs[index], hashes)
+        job = SimulatedRequest(index, now, self._prompts[index], self._outputs[index], hashes)
         if hashes:
             job.request_id = str(index)
             job.blocks = hashes[: job.prompt // self.trace.block_size]
         self._consider(now, job)
 
-    def _consider(self, now: float, job: Job) -> None:
+    def _consider(self, now: float, job: SimulatedRequest) -> None:
         job.route = found = self._route(now, job, self._homes[job.index] if self._homes else None)
         if self._steering is not None and now == job.arrived:
             self._steering.offered.append((found.uncached_tokens, job.output))
@@ -139,7 +139,9 @@ class World:
             job.decode_node.assign(1)
             self._dispatch(now, job)
 
-    def _route(self, now: float, job: Job, home: str | None = None, exclude: Collection[str] = ()) -> Route:
+    def _route(
+        self, now: float, job: SimulatedRequest, home: str | None = None, exclude: Collection[str] = ()
+    ) -> Route:
         """Where a job goes now, by what deciders know."""
         request = RouteRequest(
             num_tokens=max(2, job.prompt), kv_bytes=self.scenario.kv, tie=self._tie_of[job.index], home=home,
@@ -161,7 +163,7 @@ class World:
             self._learned.tried(found.prefill_node, self._prefills[found.prefill_node].pool.name)
         return found
 
-    def _dispatch(self, now: float, job: Job) -> None:
+    def _dispatch(self, now: float, job: SimulatedRequest) -> None:
         found, decode = job.route, job.decode_node
         job.cached = found.cached_tokens
         if found.prefill_node is None:
@@ -170,7 +172,7 @@ class World:
         decode.comes(job, now + max(found.ttft_s, found.link_s))
         self._send_or_wait(now, job)
 
-    def _send_or_wait(self, now: float, job: Job) -> None:
+    def _send_or_wait(self, now: float, job: SimulatedRequest) -> None:
         """What is on its way to the decode node for others, and is to be shared, is waited for."""
         found, decode = job.route, job.decode_node
         assert found.prefill_node is not None
@@ -183,25 +185,25 @@ class World:
             job.have = decode.cache.expect(job.request_id, job.hashes, job.prompt, now)
         self._compute_on(now, job, node)
 
-    def _arrived(self, now: float, job: Job) -> None:
+    def _arrived(self, now: float, job: SimulatedRequest) -> None:
         """A job's KVCache is on its way no more."""
         for waiting in job.decode_node.arrived(job):
             self.loop.at(now, self._look_again, waiting)
 
-    def _look_again(self, now: float, job: Job) -> None:
+    def _look_again(self, now: float, job: SimulatedRequest) -> None:
         """A job has waited for another one's KVCache, which has landed, or will not."""
         assert job.route.prefill_node is not None
         self._prefills[job.route.prefill_node].expect_no_more(job)
         self._send_or_wait(now, job)
 
-    def _compute_at_decode(self, now: float, job: Job) -> None:
+    def _compute_at_decode(self, now: float, job: SimulatedRequest) -> None:
         decode = job.decode_node
         self._remote[job.index] = 0.0
         if decode.cache is not None:
             job.cached = min(decode.cache.begin(job.request_id, job.hashes, job.prompt, now), job.prompt - 1)
         decode.compute(now, job, self._on_prefilled)
 
-    def _compute_on(self, now: float, job: Job, node: PrefillNode) -> None:
+    def _compute_on(self, now: float, job: SimulatedRequest, node: PrefillNode) -> None:
         """A prefill node computes it, after a prefix that it is sent where the route says so."""
         found, decode = job.route, job.decode_node
         job.cached = found.cached_tokens
@@ -231,19 +233,19 @@ class World:
         if now < self._arrivals[-1]:
             self.loop.at(now + steering.tick_s, self._on_tick, steering)
 
-    def _on_prefill_start(self, now: float, job: Job) -> None:
+    def _on_prefill_start(self, now: float, job: SimulatedRequest) -> None:
         self._wait[job.index] = now - job.arrived
         if job.egress is not None and self.scenario.tail_share < 1:
             job.flows = 2
             self._send(now, job, 1 - self.scenario.tail_share)
 
-    def _send(self, now: float, job: Job, share: float) -> None:
+    def _send(self, now: float, job: SimulatedRequest, share: float) -> None:
         size = _bytes_to_send(self.scenario.kv, job) * share
         job.unsent -= size
         job.egress.promise(-size)
         job.egress.send(now, size, job)
 
-    def _on_prefilled(self, now: float, job: Job) -> None:
+    def _on_prefilled(self, now: float, job: SimulatedRequest) -> None:
         if job.is_lost:
             return
         self._cached[job.index] = job.cached
@@ -256,8 +258,8 @@ class World:
         else:
             self._send(now, job, self.scenario.tail_share)
 
-    def _on_delivered(self, now: float, job: Job | Move) -> None:
-        if isinstance(job, Move):
+    def _on_delivered(self, now: float, job: SimulatedRequest | SimulatedMove) -> None:
+        if isinstance(job, SimulatedMove):
             self._moves.on_delivered(now, job)
             return
         job.flows -= 1
@@ -268,10 +270,10 @@ class World:
             self.links.arrived(now, job)
             self._on_kv_ready(now, job)
 
-    def _on_lost(self, now: float, items: list[Job | Move]) -> None:
+    def _on_lost(self, now: float, items: list[SimulatedRequest | SimulatedMove]) -> None:
         """Their transfers have failed: each goes another way, as gateways have it go (`gateway/pipeline/ticketed.py`)."""
         # One may have two transfers under way.
-        lost = list(dict.fromkeys(item for item in items if isinstance(item, Job)))
+        lost = list(dict.fromkeys(item for item in items if isinstance(item, SimulatedRequest)))
         for job in lost:
             job.is_lost = True
             job.egress.promise(-job.unsent)
@@ -280,16 +282,20 @@ class World:
             self._fallbacks[f"prefill_{PATH_FAILED}"] += 1
             self._take_another_way(now, job.again())
         for item in items:
-            if isinstance(item, Move):
+            if isinstance(item, SimulatedMove):
                 self._moves.on_lost(now, item)
 
     def _on_late_move(self, reason: str) -> None:
         self._fallbacks[reason] += 1
 
-    def _take_another_way(self, now: float, job: Job) -> None:
+    def _take_another_way(self, now: float, job: SimulatedRequest) -> None:
         decode, failed = job.decode_node, job.failed
         rule = rule_after(
-            Stage.PREFILL, failure_of(PATH_FAILED), tries=len(failed), max_tries=self.scenario.max_attempts, deaths=0
+            FailedStage.PREFILL,
+            failure_of(PATH_FAILED),
+            tries=len(failed),
+            max_tries=self.scenario.max_attempts,
+            deaths=0,
         )
         other = None
         if rule.next is Next.ELSEWHERE:
@@ -311,7 +317,7 @@ class World:
         self._arrived(now, job)
         self._compute_at_decode(now, job)
 
-    def _on_kv_ready(self, now: float, job: Job) -> None:
+    def _on_kv_ready(self, now: float, job: SimulatedRequest) -> None:
         admission = self._door.to_decode(job)
         if not admission.accepted:
             job.decode_node.assign(-1)
@@ -326,11 +332,11 @@ class World:
         self._arrived(now, job)
         job.decode_node.put(now, job)
 
-    def _on_first_token(self, now: float, job: Job) -> None:
+    def _on_first_token(self, now: float, job: SimulatedRequest) -> None:
         self._ttft[job.index] = now - job.arrived
         self._door.started(job)
 
-    def _on_decoded(self, now: float, job: Job) -> None:
+    def _on_decoded(self, now: float, job: SimulatedRequest) -> None:
         self._door.ended(now, job)
         self._keep_answer(now, job)
         self._experience.on_answered(job.output)
@@ -342,7 +348,7 @@ class World:
         self._end(job.index)
         self._door.let_in(now)
 
-    def _keep_answer(self, now: float, job: Job) -> None:
+    def _keep_answer(self, now: float, job: SimulatedRequest) -> None:
         """Blocks of the answer become prefix cache like those of the prompt, and the last of them has a state."""
         cache, size = job.decode_node.cache, self.trace.block_size
         following = self._following.get(job.index)
@@ -354,7 +360,7 @@ class World:
             cache.begin(f"answer {job.request_id}", hashes, end, now)
             cache.end(f"answer {job.request_id}", end, now)
 
-    def _refuse(self, now: float, job: Job, reason: str) -> None:
+    def _refuse(self, now: float, job: SimulatedRequest, reason: str) -> None:
         self._door.leave(now, job, served=False)
         self._ttft[job.index] = nan
         self._rejects[reason] += 1
@@ -367,7 +373,7 @@ class World:
 
     # Results
 
-    def _outcome(self) -> Outcome:
+    def _outcome(self) -> SimulationOutcome:
         horizon = max(self.trace.span_s, 1e-9) if len(self.trace) > 1 else max(self.loop.now, 1e-9)
         busy = self.roles.busy(horizon)
         utilisation = _by_stage(busy)
@@ -376,7 +382,7 @@ class World:
         if capacity:
             utilisation["egress"] = float(windows[1.0].sum()) / horizon / capacity
         start = self.trace.arrival_s[0] if len(self.trace) else 0.0
-        return Outcome(
+        return SimulationOutcome(
             arrival_s=self.trace.arrival_s - start,
             ttft_s=np.frombuffer(self._ttft),
             tbt_s=np.frombuffer(self._tbt),
@@ -409,7 +415,7 @@ class World:
         )
 
 
-def _bytes_to_send(kv: KvSize, job: Job) -> float:
+def _bytes_to_send(kv: KvSize, job: SimulatedRequest) -> float:
     """What the decode node lacks: states and windows are sent whatever it holds of attention."""
     return kv(job.prompt) - kv.bytes_per_token * job.have
 
@@ -424,7 +430,7 @@ def _caches(scenario: Scenario, trace: Trace) -> bool:
     return trace.blocks is not None and any(pool.cache_bytes for pool in scenario.pools)
 
 
-def _sent(links: Sequence[Egress], window_s: float, horizon_s: float) -> Floats:
+def _sent(links: Sequence[SimulatedEgress], window_s: float, horizon_s: float) -> Floats:
     parts = [link.sent_per_window(window_s, horizon_s) for link in links]
     return np.sum(parts, axis=0) if parts else np.zeros(max(1, int(np.ceil(horizon_s / window_s))))
 
@@ -438,6 +444,6 @@ def _by_stage(busy: Mapping[tuple[str, str], tuple[float, float]]) -> dict[str, 
     return {stage: busy_s / available_s for stage, (busy_s, available_s) in sorted(totals.items()) if available_s}
 
 
-def simulate(scenario: Scenario, trace: Trace, seed: int = 0) -> Outcome:
+def simulate(scenario: Scenario, trace: Trace, seed: int = 0) -> SimulationOutcome:
     """Runs `trace` through `scenario`. The same arguments give the same result, to the bit."""
     return World(scenario, trace, seed).run()

@@ -21,8 +21,8 @@ import numpy as np
 
 from planner.model.profile import Floats, KvSize, PrefillCurve
 from planner.model.traffic import Lengths
-from planner.solve.goals import Rule, Service
-from planner.solve.judge import Choice, Judge
+from planner.solve.goals import ServiceTime, SplitRule
+from planner.solve.judge import Judge, ThresholdChoice
 from planner.solve.search import Capacity, Loads, build_loads
 
 LEAST_REQUESTS: Final = 2  # of one nothing can be left out, to see what chance does
@@ -35,7 +35,7 @@ class ControllerConfig:
     `threshold_step` is the greatest factor by which one decision moves the threshold.
     """
 
-    rule: Rule = Rule.MODEL
+    rule: SplitRule = SplitRule.MODEL
     tick_s: float = 60.0
     warmup_s: float = 120.0
     window_s: float = 900.0
@@ -78,7 +78,7 @@ class Observation:
     converting: int = 0
 
 
-class Move(StrEnum):
+class RoleMove(StrEnum):
     """A role conversion."""
 
     TO_PREFILL = "to_prefill"
@@ -94,14 +94,14 @@ class Effects:
 
     threshold_tokens: float | None = None
     tie_share: float | None = None
-    convert: Move | None = None
+    convert: RoleMove | None = None
     diagnosis: str = ""
     gain: float = 0.0
     judged: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Model:
+class HardwareModel:
     """The hardware as the controller knows it."""
 
     local: PrefillCurve
@@ -126,7 +126,7 @@ class Controller:
     """The state behind `on_tick`: recent samples, and when something last changed."""
 
     config: ControllerConfig
-    model: Model
+    model: HardwareModel
     started_s: float = 0.0
     _window: deque[_Sample] = field(default_factory=deque)
     _settled_s: float = 0.0
@@ -148,7 +148,7 @@ class Controller:
             return Effects(diagnosis="too few requests to judge by", judged=False)
         if not any(sample.outputs for sample in self._window):
             return Effects(diagnosis="no answer has ended yet", judged=False)
-        by_rule = {Rule.MODEL: self._by_model, Rule.IMBALANCE: self._by_imbalance}
+        by_rule = {SplitRule.MODEL: self._by_model, SplitRule.IMBALANCE: self._by_imbalance}
         return by_rule[self.config.rule](seen)
 
     def converted(self, at_s: float) -> None:
@@ -176,8 +176,8 @@ class Controller:
     def _by_model(self, seen: Observation) -> Effects:
         judge, here = self._judge(seen), seen.num_prefill
         moves = {
-            Move.TO_PREFILL: here + 1 if seen.num_decode > self.config.min_decode else None,
-            Move.TO_DECODE: here - 1 if here > self.config.min_prefill else None,
+            RoleMove.TO_PREFILL: here + 1 if seen.num_decode > self.config.min_decode else None,
+            RoleMove.TO_DECODE: here - 1 if here > self.config.min_prefill else None,
         }
         gains = {move: judge.gain_of_split(here, count) for move, count in moves.items() if count is not None}
         move = max(gains, key=lambda each: gains[each], default=None)
@@ -213,7 +213,7 @@ class Controller:
         def loads(samples: Floats) -> Loads:
             return build_loads(
                 Lengths.of(samples), model.local, model.remote, model.kv,
-                egress_bytes_per_s=egress, service=Service.EXACT,
+                egress_bytes_per_s=egress, service=ServiceTime.EXACT,
             )  # fmt: skip
 
         capacity = Capacity(
@@ -222,7 +222,7 @@ class Controller:
             egress_bytes_per_s=egress,
             decode_s=model.decode_s_per_token * output,
         )
-        current = Choice(threshold_tokens=seen.threshold_tokens, tie_share=seen.tie_share)
+        current = ThresholdChoice(threshold_tokens=seen.threshold_tokens, tie_share=seen.tie_share)
         return Judge.of(uncached, loads, capacity, current, self.config.threshold_step)
 
     def _by_imbalance(self, seen: Observation) -> Effects:
@@ -231,9 +231,9 @@ class Controller:
         if self._cooling(seen.at_s):
             return Effects(diagnosis=f"imbalance {factor:.2f}, cooling down")
         if factor > high and seen.num_prefill > self.config.min_prefill:
-            return Effects(convert=Move.TO_DECODE, gain=factor - 1, diagnosis=f"imbalance {factor:.2f}")
+            return Effects(convert=RoleMove.TO_DECODE, gain=factor - 1, diagnosis=f"imbalance {factor:.2f}")
         if factor < 1 / high and seen.num_decode > self.config.min_decode:
-            return Effects(convert=Move.TO_PREFILL, gain=1 / factor - 1, diagnosis=f"imbalance {factor:.2f}")
+            return Effects(convert=RoleMove.TO_PREFILL, gain=1 / factor - 1, diagnosis=f"imbalance {factor:.2f}")
         return Effects(diagnosis=f"imbalance {factor:.2f}")
 
 

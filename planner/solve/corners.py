@@ -7,12 +7,12 @@ from typing import Any
 from planner.errors import InputError
 from planner.model.site import BYTES_PER_S_PER_GBPS, Deployment, Site
 from planner.solve.goals import Worst
-from planner.solve.problem import Options, Problem, best_cut, pose, threshold_for
-from planner.solve.robust import Scenario, most_robust
+from planner.solve.problem import Problem, SolveOptions, best_cut, pose, threshold_for
+from planner.solve.robust import PlanScenario, most_robust
 from planner.solve.search import rate_at
 
 
-def corner_scenarios(problem: Problem, site: Site, options: Options, spread: float) -> list[Scenario]:
+def corner_scenarios(problem: Problem, site: Site, options: SolveOptions, spread: float) -> list[PlanScenario]:
     """Every corner of T_PrfaaS, T_PD and T_decode `spread` faster or slower, on each link quantile and workload slice."""
     capacities = [problem.capacity.egress_bytes_per_s]
     if problem.link is not None:
@@ -21,7 +21,7 @@ def corner_scenarios(problem: Problem, site: Site, options: Options, spread: flo
     for index, lengths in enumerate(site.workload.slices, 1):
         traffics.append((f" slice {index}", problem.loads_for(lengths, options.service)))
     return [
-        Scenario(
+        PlanScenario(
             name=f"PrfaaS×{remote:g} PD×{local:g} decode×{decode:g} {egress / BYTES_PER_S_PER_GBPS:g} Gbit/s{label}",
             loads=loads.scaled(remote=remote, local=local),
             capacity=replace(problem.capacity, egress_bytes_per_s=egress, decode_s=problem.capacity.decode_s * decode),
@@ -32,7 +32,9 @@ def corner_scenarios(problem: Problem, site: Site, options: Options, spread: flo
     ]
 
 
-def robust_report(site: Site, options: Options, spread: float, worst: Worst, deployment: str | None) -> dict[str, Any]:
+def robust_report(
+    site: Site, options: SolveOptions, spread: float, worst: Worst, deployment: str | None
+) -> dict[str, Any]:
     """The plan with the best worst case, next to the one that is best if every number is right. Raises InputError."""
     if not 0 <= spread < 1:
         raise InputError(f"spread={spread:g}: must be at least 0 and below 1, or nothing is left of a profile")

@@ -9,7 +9,7 @@ SETTINGS: Final = ("threshold_tokens", "tie_share", "num_prfaas", "num_prefill",
 TOLERANCE: Final = 0.01  # of a threshold: Λ does not notice less
 
 
-class Verdict(IntEnum):
+class DiffStatus(IntEnum):
     """What `diff` exits with."""
 
     SAME = 0
@@ -18,7 +18,7 @@ class Verdict(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class SettingChange:
     """One setting that differs; None where the running configuration does not name it."""
 
     name: str
@@ -30,22 +30,22 @@ class Change:
 class Difference:
     """The verdict, what differs, and what stands in the way."""
 
-    verdict: Verdict
-    changes: tuple[Change, ...]
+    verdict: DiffStatus
+    changes: tuple[SettingChange, ...]
     obstacles: tuple[str, ...]
 
 
 def compare_plans(plan: Mapping[str, Any], current: Mapping[str, Any]) -> Difference:
     """`plan` is a plan file; `current` the same keys, plus, where known, `max_prfaas` and `num_pd` there are."""
     changes = tuple(
-        Change(name, current.get(name), plan[name])
+        SettingChange(name, current.get(name), plan[name])
         for name in SETTINGS
         if name in plan and not _same(name, plan[name], current.get(name, 0 if name == "tie_share" else None))
     )
     obstacles = tuple(_obstacles(plan, current))
     if obstacles:
-        return Difference(Verdict.INFEASIBLE, changes, obstacles)
-    return Difference(Verdict.DIFFERENT if changes else Verdict.SAME, changes, ())
+        return Difference(DiffStatus.INFEASIBLE, changes, obstacles)
+    return Difference(DiffStatus.DIFFERENT if changes else DiffStatus.SAME, changes, ())
 
 
 def _same(name: str, planned: Any, current: Any) -> bool:

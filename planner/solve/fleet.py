@@ -30,7 +30,7 @@ from planner.model.profile import Floats
 from planner.model.site import Site
 from planner.model.throughput import decode_seconds
 from planner.model.traffic import Lengths
-from planner.solve.watch import Watch, unwatched
+from planner.solve.watch import ProgressWatch, unwatched
 
 BINS: Final = 60
 MAX_SPLITS: Final = 2_000
@@ -138,7 +138,7 @@ def _sparse(entries: list[tuple[int, int, float]], shape: tuple[int, int]) -> An
     return coo_array((values, (rows, columns)), shape=shape).tocsr()
 
 
-def solve_fleet(fleet: Fleet, watched: Watch = unwatched) -> FleetPlan:
+def solve_fleet(fleet: Fleet, watched: ProgressWatch = unwatched) -> FleetPlan:
     """The best splits and routing. Tries every combination of splits; raises InputError when there are too many."""
     choices = [range(count + 1) for count in fleet.num_pd]
     total = int(np.prod([len(choice) for choice in choices]))

@@ -11,7 +11,7 @@ class Objective(StrEnum):
     SLO = "slo"
 
 
-class Service(StrEnum):
+class ServiceTime(StrEnum):
     """How a class of requests is turned into one service time."""
 
     EXACT = "exact"  # E[T(L)]
@@ -32,7 +32,7 @@ class Worst(StrEnum):
     RATE = "rate"
 
 
-class Rule(StrEnum):
+class SplitRule(StrEnum):
     """How the controller finds a better split."""
 
     MODEL = "model"  # argmax of equation (6) on the observed lengths

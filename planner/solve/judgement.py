@@ -6,7 +6,7 @@ from typing import Final
 import numpy as np
 
 from planner.model.site import BYTES_PER_S_PER_GBPS
-from planner.solve.problem import Options, Problem, best_cut, threshold_for
+from planner.solve.problem import Problem, SolveOptions, best_cut, threshold_for
 from planner.solve.search import Cut, Interval, interval_of, rate_at
 
 NEAR_OPTIMAL: Final = 0.01
@@ -37,7 +37,7 @@ class Alternative:
     lambda_max: float
 
 
-def shadow_prices(problem: Problem, options: Options) -> dict[str, float]:
+def shadow_prices(problem: Problem, options: SolveOptions) -> dict[str, float]:
     """ΔΛ, solved again, for one more PrfaaS instance, one more PD instance, one more Gbit/s."""
     capacity = problem.capacity
     more = {
@@ -51,7 +51,7 @@ def shadow_prices(problem: Problem, options: Options) -> dict[str, float]:
     return {what: max(0.0, best_cut(bigger, options).rate - now) for what, bigger in more.items()}
 
 
-def sensitivity(problem: Problem, found: Cut, options: Options) -> list[Sensitivity]:
+def sensitivity(problem: Problem, found: Cut, options: SolveOptions) -> list[Sensitivity]:
     """Every input 10 % off, one at a time: the tornado."""
     loads, capacity = problem.loads, problem.capacity
     rows = []
@@ -77,7 +77,7 @@ def sensitivity(problem: Problem, found: Cut, options: Options) -> list[Sensitiv
     return sorted(rows, key=lambda row: (row.what, row.factor))
 
 
-def flat_alternative(problem: Problem, found: Cut, options: Options) -> Alternative | None:
+def flat_alternative(problem: Problem, found: Cut, options: SolveOptions) -> Alternative | None:
     """The split that forgives the widest range of thresholds, if it costs at most 5 % of Λ and is not the plan's own."""
     if problem.variant.threshold_tokens is not None or problem.variant.num_prefill is not None:
         return None

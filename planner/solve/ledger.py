@@ -17,8 +17,8 @@ from typing import Final
 import msgspec
 from msgspec.structs import replace
 
-from planner.decisions.plan import LivePlan, Mode, Seen, Setting
-from planner.errors import Refused
+from planner.decisions.plan import LivePlan, Mode, PlanInputs, PlanSetting
+from planner.errors import ChangeRefused
 
 MAX_KEPT: Final = 64  # settings to go back to
 MAX_KEPT_BYTES: Final = 256 * 1024  # as JSON: roles of a thousand nodes are 20 KB
@@ -27,7 +27,7 @@ DONE: Final = "done"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class PlanLimits:
     """What plans may say, and how often one may be applied by itself. `settle_s`: seconds between two such changes.
 
     Thresholds that differ by less than `resolution` (relative) are one.
@@ -45,14 +45,14 @@ class Limits:
                 "need 0 <= min <= max"
             )
 
-    def within(self, setting: Setting) -> Setting:
+    def within(self, setting: PlanSetting) -> PlanSetting:
         """`setting`, with a threshold that may be; one that was moved is no atom."""
         threshold = min(max(setting.threshold_tokens, self.min_threshold_tokens), self.max_threshold_tokens)
         if threshold == setting.threshold_tokens:
             return setting
         return replace(setting, threshold_tokens=threshold, tie_share=1.0)
 
-    def same(self, one: Setting, other: Setting) -> bool:
+    def same(self, one: PlanSetting, other: PlanSetting) -> bool:
         """Whether it makes no difference which of them is in force."""
         apart = abs(one.threshold_tokens - other.threshold_tokens)
         near = apart <= self.resolution * max(one.threshold_tokens, other.threshold_tokens)
@@ -61,7 +61,7 @@ class Limits:
         return near and exact and dict(one.roles) == dict(other.roles)
 
 
-class Change(StrEnum):
+class PlanEvent(StrEnum):
     """What happened to a plan."""
 
     PROPOSED = "proposed"
@@ -76,28 +76,28 @@ class Change(StrEnum):
     NOT_CONVERTED = "not_converted"
 
 
-class Entry(msgspec.Struct, frozen=True, kw_only=True):
+class LedgerEntry(msgspec.Struct, frozen=True, kw_only=True):
     """A line of the audit log: what changed, when (seconds since the epoch), from what to what, why, and who asked."""
 
     at: float
-    change: Change
+    change: PlanEvent
     version: int
     term: int
     by: str
     reason: str = ""
     gain: float = 0.0
-    before: Setting | None = None
-    after: Setting | None = None
-    seen: Seen | None = None
+    before: PlanSetting | None = None
+    after: PlanSetting | None = None
+    seen: PlanInputs | None = None
 
 
 class Draft(msgspec.Struct, frozen=True, kw_only=True):
     """A setting that seems better, before it has a version."""
 
-    setting: Setting
+    setting: PlanSetting
     reason: str
     gain: float = 0.0
-    seen: Seen = Seen()
+    seen: PlanInputs = PlanInputs()
 
 
 class Ledger(msgspec.Struct, frozen=True, kw_only=True):
@@ -112,14 +112,14 @@ class Ledger(msgspec.Struct, frozen=True, kw_only=True):
     last_version: int = 0
     in_force: LivePlan | None = None
     proposal: LivePlan | None = None
-    found: Setting | None = None
-    back_to: tuple[Setting, ...] = ()
+    found: PlanSetting | None = None
+    back_to: tuple[PlanSetting, ...] = ()
     paused: bool = False
     conversions: Mapping[str, str] = {}
     changed_at: float | None = None  # when something was last applied or rolled back
 
     @property
-    def setting(self) -> Setting | None:
+    def setting(self) -> PlanSetting | None:
         """What holds now, as far as is known."""
         return self.found if self.in_force is None else held(self.in_force.setting, self.conversions)
 
@@ -130,10 +130,10 @@ class Ledger(msgspec.Struct, frozen=True, kw_only=True):
         """As `LivePlan.rank`."""
         return self.term, self.leader
 
-    def led(self, term: int, at: float, by: str, leader: str = "") -> tuple["Ledger", Entry]:
-        """A leader of a later term goes on with what is in force. Raises Refused for a term that has been."""
+    def led(self, term: int, at: float, by: str, leader: str = "") -> tuple["Ledger", LedgerEntry]:
+        """A leader of a later term goes on with what is in force. Raises ChangeRefused for a term that has been."""
         if term <= self.term:
-            raise Refused(f"term {term} is over: it is {self.term}")
+            raise ChangeRefused(f"term {term} is over: it is {self.term}")
         ledger = replace(
             self,
             term=term,
@@ -141,9 +141,9 @@ class Ledger(msgspec.Struct, frozen=True, kw_only=True):
             in_force=_of_leader(self.in_force, term, leader),
             proposal=_of_leader(self.proposal, term, leader),
         )
-        return ledger, self._entry(at, Change.LED, by, term=term)
+        return ledger, self._entry(at, PlanEvent.LED, by, term=term)
 
-    def adopted(self, plan: LivePlan, at: float, by: str) -> tuple["Ledger", Entry | None]:
+    def adopted(self, plan: LivePlan, at: float, by: str) -> tuple["Ledger", LedgerEntry | None]:
         """Goes on with a plan that a gateway follows, if it is later than all that are remembered.
 
         The leader that made it has asked its nodes: no conversions are known here, and none wait.
@@ -155,15 +155,15 @@ class Ledger(msgspec.Struct, frozen=True, kw_only=True):
             self, term=ours.term, last_version=ours.version, in_force=ours, proposal=None, conversions={}, changed_at=at,
             back_to=self.back_to if self.in_force is None else self._with_way_back(ours),
         )  # fmt: skip
-        return ledger, ledger._entry(at, Change.ADOPTED, by, plan=ours, before=self.setting)
+        return ledger, ledger._entry(at, PlanEvent.ADOPTED, by, plan=ours, before=self.setting)
 
     # What is to be
 
-    def observed(self, found: Setting) -> "Ledger":
+    def observed(self, found: PlanSetting) -> "Ledger":
         """What gateways do now; as long as there is no plan, that is what a first one is measured by."""
         return self if self.in_force is not None or self.found == found else replace(self, found=found)
 
-    def propose(self, draft: Draft, limits: Limits, at: float) -> tuple["Ledger", Entry | None]:
+    def propose(self, draft: Draft, limits: PlanLimits, at: float) -> tuple["Ledger", LedgerEntry | None]:
         """Makes `draft` the proposal, within the limits, unless it says nothing new."""
         if self.paused:
             return self, None
@@ -177,39 +177,42 @@ class Ledger(msgspec.Struct, frozen=True, kw_only=True):
             gain=draft.gain, seen=draft.seen, leader=self.leader,
         )  # fmt: skip
         ledger = replace(self, last_version=plan.version, proposal=plan)
-        return ledger, ledger._entry(at, Change.PROPOSED, plan.by, plan=plan, before=self.setting)
+        return ledger, ledger._entry(at, PlanEvent.PROPOSED, plan.by, plan=plan, before=self.setting)
 
-    def withdraw(self, at: float, reason: str) -> tuple["Ledger", Entry | None]:
+    def withdraw(self, at: float, reason: str) -> tuple["Ledger", LedgerEntry | None]:
         """Nothing is to be gained any more."""
         if self.proposal is None:
             return self, None
         gone = replace(self.proposal, reason=reason, gain=0.0)
-        return replace(self, proposal=None), self._entry(at, Change.WITHDRAWN, gone.by, plan=gone)
+        return replace(self, proposal=None), self._entry(at, PlanEvent.WITHDRAWN, gone.by, plan=gone)
 
-    def may_apply_itself(self, limits: Limits, at: float) -> bool:
+    def may_apply_itself(self, limits: PlanLimits, at: float) -> bool:
         """Whether the proposal may be applied without anybody being asked."""
         settled = self.changed_at is None or at >= self.changed_at + limits.settle_s
         return self.proposal is not None and not self.paused and settled
 
     # What changes
 
-    def apply(self, at: float, by: str, version: int | None = None) -> tuple["Ledger", Entry]:
-        """The proposal is in force. Raises Refused without one, and for another `version` than that of the proposal."""
+    def apply(self, at: float, by: str, version: int | None = None) -> tuple["Ledger", LedgerEntry]:
+        """The proposal is in force. Raises ChangeRefused without one, and for another `version` than that of the proposal."""
         if self.proposal is None:
-            raise Refused("there is no proposal to apply")
+            raise ChangeRefused("there is no proposal to apply")
         if version is not None and version != self.proposal.version:
-            raise Refused(f"version {version} is not proposed; the proposal is version {self.proposal.version}")
+            raise ChangeRefused(f"version {version} is not proposed; the proposal is version {self.proposal.version}")
         plan = replace(self.proposal, mode=Mode.APPLIED, by=by, term=self.term, leader=self.leader)
         ledger = replace(
             self, in_force=plan, proposal=None, conversions=self._conversions_for(plan), changed_at=at,
             back_to=self._with_way_back(plan),
         )  # fmt: skip
-        return ledger, ledger._entry(at, Change.APPLIED, by, plan=plan, before=self.setting)
+        return ledger, ledger._entry(at, PlanEvent.APPLIED, by, plan=plan, before=self.setting)
 
-    def roll_back(self, at: float, by: str) -> tuple["Ledger", Entry]:
-        """The setting before is in force again, and nothing changes by itself until `resume`. Raises Refused without one."""
+    def roll_back(self, at: float, by: str) -> tuple["Ledger", LedgerEntry]:
+        """The setting before is in force again, and nothing changes by itself until `resume`.
+
+        Raises ChangeRefused without one.
+        """
         if self.in_force is None or not self.back_to:
-            raise Refused("there is nothing to roll back to")
+            raise ChangeRefused("there is nothing to roll back to")
         *earlier, setting = self.back_to
         plan = LivePlan(
             version=self.last_version + 1, term=self.term, made_at=at, setting=setting, by=by, mode=Mode.APPLIED,
@@ -219,18 +222,18 @@ class Ledger(msgspec.Struct, frozen=True, kw_only=True):
             self, last_version=plan.version, in_force=plan, proposal=None, back_to=tuple(earlier), paused=True,
             conversions=self._conversions_for(plan), changed_at=at,
         )  # fmt: skip
-        return ledger, ledger._entry(at, Change.ROLLED_BACK, by, plan=plan, before=self.setting)
+        return ledger, ledger._entry(at, PlanEvent.ROLLED_BACK, by, plan=plan, before=self.setting)
 
-    def pause(self, at: float, by: str) -> tuple["Ledger", Entry]:
+    def pause(self, at: float, by: str) -> tuple["Ledger", LedgerEntry]:
         """Nothing is proposed and nothing changes by itself; a proposal that stands may still be applied."""
-        return replace(self, paused=True), self._entry(at, Change.PAUSED, by)
+        return replace(self, paused=True), self._entry(at, PlanEvent.PAUSED, by)
 
-    def resume(self, at: float, by: str) -> tuple["Ledger", Entry]:
-        return replace(self, paused=False), self._entry(at, Change.RESUMED, by)
+    def resume(self, at: float, by: str) -> tuple["Ledger", LedgerEntry]:
+        return replace(self, paused=False), self._entry(at, PlanEvent.RESUMED, by)
 
-    def converted(self, at: float, node_id: str, failure: str = "") -> tuple["Ledger", Entry]:
+    def converted(self, at: float, node_id: str, failure: str = "") -> tuple["Ledger", LedgerEntry]:
         """A node has the role that the plan in force gives it, or has not got it: with the reason."""
-        change = Change.NOT_CONVERTED if failure else Change.CONVERTED
+        change = PlanEvent.NOT_CONVERTED if failure else PlanEvent.CONVERTED
         ledger = replace(self, conversions={**self.conversions, node_id: failure or DONE})
         reason = f"{node_id}: {failure}" if failure else node_id
         return ledger, replace(self._entry(at, change, "controller", plan=self.in_force), reason=reason)
@@ -244,7 +247,7 @@ class Ledger(msgspec.Struct, frozen=True, kw_only=True):
             for node, role in plan.setting.roles.items()
         }
 
-    def _with_way_back(self, plan: LivePlan) -> tuple[Setting, ...]:
+    def _with_way_back(self, plan: LivePlan) -> tuple[PlanSetting, ...]:
         before = self.setting
         if before is None:
             return self.back_to
@@ -255,15 +258,15 @@ class Ledger(msgspec.Struct, frozen=True, kw_only=True):
     def _entry(
         self,
         at: float,
-        change: Change,
+        change: PlanEvent,
         by: str,
         *,
         plan: LivePlan | None = None,
-        before: Setting | None = None,
+        before: PlanSetting | None = None,
         term: int | None = None,
-    ) -> Entry:
+    ) -> LedgerEntry:
         shown = plan or self.in_force
-        return Entry(
+        return LedgerEntry(
             at=at,
             change=change,
             version=shown.version if shown is not None else 0,
@@ -277,7 +280,7 @@ class Ledger(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-def held(setting: Setting, conversions: Mapping[str, str]) -> Setting:
+def held(setting: PlanSetting, conversions: Mapping[str, str]) -> PlanSetting:
     """`setting` without the roles that nodes have not taken: a plan that gives them again is another one."""
     roles = {node: role for node, role in setting.roles.items() if conversions.get(node, DONE) in (PENDING, DONE)}
     return replace(setting, roles=roles)
@@ -287,7 +290,7 @@ def _of_leader(plan: LivePlan | None, term: int, leader: str) -> LivePlan | None
     return None if plan is None else replace(plan, term=term, leader=leader)
 
 
-def _newest(kept: tuple[Setting, ...]) -> tuple[Setting, ...]:
+def _newest(kept: tuple[PlanSetting, ...]) -> tuple[PlanSetting, ...]:
     """As many of the last ones as may be kept; the last one always."""
     size, start = 0, len(kept)
     while start > max(0, len(kept) - MAX_KEPT):

@@ -8,7 +8,7 @@ import numpy as np
 from planner.errors import Infeasible, InputError
 from planner.model.site import BYTES_PER_S_PER_GBPS, Site
 from planner.solve.loaded import QUEUE_BINS, loaded_ttft
-from planner.solve.problem import Options, Problem, best_cut, ttft_by_length
+from planner.solve.problem import Problem, SolveOptions, best_cut, ttft_by_length
 from planner.solve.search import Cut, cuts_of, rate_at, threshold_of, weighted_quantile
 
 
@@ -24,7 +24,7 @@ def cost_per_hour(problem: Problem) -> float:
     return total
 
 
-def cheapest(problem: Problem, site: Site, options: Options) -> Problem:
+def cheapest(problem: Problem, site: Site, options: SolveOptions) -> Problem:
     """The part of the site worth paying for: least cost per request at the rate it can serve (or at the rate asked for).
 
     With a TTFT target the rate is the one that meets it. Tries every count of instances up to what the site has.
@@ -51,18 +51,18 @@ def cheapest(problem: Problem, site: Site, options: Options) -> Problem:
     return best[1]
 
 
-def _thinned(problem: Problem, options: Options) -> Problem:
+def _thinned(problem: Problem, options: SolveOptions) -> Problem:
     return replace(problem, loads=problem.loads_for(problem.lengths.thinned(QUEUE_BINS), options.service))
 
 
-def _served_rate(problem: Problem, site: Site, options: Options) -> float:
+def _served_rate(problem: Problem, site: Site, options: SolveOptions) -> float:
     found = best_cut(problem, options)
     if found.rate <= 0 or site.slo.ttft_p90_s is None:
         return found.rate
     return loaded_ttft(problem, found, site.workload.output_tokens, 300).highest_rate(found.rate, site.slo.ttft_p90_s)
 
 
-def best_slo_cut(problem: Problem, site: Site, options: Options) -> Cut:
+def best_slo_cut(problem: Problem, site: Site, options: SolveOptions) -> Cut:
     """The cut whose rate, queues included, still meets the P90 TTFT target; `rate` is that rate.
 
     Tries every split with a ladder of thresholds, then finer steps around the best.

@@ -9,7 +9,7 @@ import numpy as np
 from planner.errors import Infeasible
 from planner.model.profile import provenance_kind
 from planner.model.site import BYTES_PER_S_PER_GBPS, Deployment, Site
-from planner.solve.goals import Objective, Service
+from planner.solve.goals import Objective, ServiceTime
 from planner.solve.judgement import (
     NEAR_OPTIMAL,
     Alternative,
@@ -21,8 +21,8 @@ from planner.solve.judgement import (
 )
 from planner.solve.loaded import loaded_ttft
 from planner.solve.objectives import best_slo_cut, cheapest, cost_per_hour
-from planner.solve.problem import Options, Problem, best_cut, pose, threshold_for, ttft_by_length
-from planner.solve.search import Cut, Loads, Stage, interval_of, rate_at, stage_rates, weighted_quantile
+from planner.solve.problem import Problem, SolveOptions, best_cut, pose, threshold_for, ttft_by_length
+from planner.solve.search import Bottleneck, Cut, Loads, interval_of, rate_at, stage_rates, weighted_quantile
 from planner.version import tool_version
 
 
@@ -33,7 +33,7 @@ class Plan:
     site: str
     workload: str
     deployment: str
-    service: Service
+    service: ServiceTime
     objective: Objective
     threshold_tokens: float
     threshold_interval_tokens: tuple[float, float]
@@ -56,7 +56,7 @@ class Plan:
     ttft_p90_s: float
     loaded_ttft_mean_s: float
     loaded_ttft_p90_s: float
-    bottleneck: Stage
+    bottleneck: Bottleneck
     utilisation: Mapping[str, float]
     cost_per_hour: float
     lambda_slo: float | None = None
@@ -91,7 +91,7 @@ class Plan:
             "theta_pd_p_req_per_s": self.theta_pd_p,
             "theta_pd_d_req_per_s": self.theta_pd_d,
             "lambda_max_req_per_s": self.lambda_max,
-            f"lambda_max_{'of_mean' if self.service is Service.EXACT else 'exact'}_req_per_s": self.lambda_other_service,
+            f"lambda_max_{'of_mean' if self.service is ServiceTime.EXACT else 'exact'}_req_per_s": self.lambda_other_service,
             "lambda_slo_req_per_s": self.lambda_slo,
             "offload_fraction": self.offload_fraction,
             "mean_offloaded_tokens": self.mean_offloaded_tokens,
@@ -134,12 +134,12 @@ class _Solved:
     site: Site
     problem: Problem
     found: Cut
-    options: Options
+    options: SolveOptions
     deployment: str
     lambda_slo: float | None
 
 
-def make_plan(site: Site, options: Options, deployment: str | None = None) -> Plan:
+def make_plan(site: Site, options: SolveOptions, deployment: str | None = None) -> Plan:
     """Solves a site with one PD cluster and at most one PrfaaS cluster.
 
     Raises InputError for inputs that make no sense, Infeasible when nothing can be served.
@@ -155,12 +155,12 @@ def make_plan(site: Site, options: Options, deployment: str | None = None) -> Pl
     return replace(plan, warnings=warnings_of(plan, solved.site, problem))
 
 
-def outline(site: Site, options: Options, deployment: str | None = None) -> Plan:
+def outline(site: Site, options: SolveOptions, deployment: str | None = None) -> Plan:
     """The plan that `make_plan` makes, without judgement: no prices, no sensitivity, no alternative, no warnings."""
     return _outline(_solve(site, options, deployment))
 
 
-def _solve(site: Site, options: Options, deployment: str | None) -> _Solved:
+def _solve(site: Site, options: SolveOptions, deployment: str | None) -> _Solved:
     variant = Deployment()
     if deployment is not None:
         site, variant = site.deployed(deployment)
@@ -217,9 +217,9 @@ def _outline(solved: _Solved) -> Plan:
         num_prfaas=int(capacity.num_prfaas),
         num_prefill=found.num_prefill,
         num_decode=found.num_decode,
-        theta_prfaas=_share_rate(mix.offloaded, min(limits[Stage.PRFAAS], limits[Stage.EGRESS])),
-        theta_pd_p=_share_rate(1 - mix.offloaded, limits[Stage.PD_P]),
-        theta_pd_d=limits[Stage.PD_D],
+        theta_prfaas=_share_rate(mix.offloaded, min(limits[Bottleneck.PRFAAS], limits[Bottleneck.EGRESS])),
+        theta_pd_p=_share_rate(1 - mix.offloaded, limits[Bottleneck.PD_P]),
+        theta_pd_d=limits[Bottleneck.PD_D],
         lambda_max=found.rate,
         lambda_other_service=_other_service(problem, found, options),
         offload_fraction=mix.offloaded,
@@ -273,9 +273,9 @@ def _share_rate(share: float, limit: float) -> float:
     return share * limit if np.isfinite(limit) else 0.0
 
 
-def _other_service(problem: Problem, found: Cut, options: Options) -> float:
+def _other_service(problem: Problem, found: Cut, options: SolveOptions) -> float:
     """Λ of the same plan under the other of T(E[L]) and E[T(L)]."""
-    other = Service.OF_MEAN if options.service is Service.EXACT else Service.EXACT
+    other = ServiceTime.OF_MEAN if options.service is ServiceTime.EXACT else ServiceTime.EXACT
     loads = problem.loads_for(problem.lengths, other)
     return rate_at(loads, problem.capacity, found.num_prefill, found.cut, found.share)
 
@@ -289,10 +289,10 @@ def warnings_of(plan: Plan, site: Site, problem: Problem) -> tuple[str, ...]:
     low, high = plan.near_optimal_tokens
     if plan.num_prfaas and 0 < high - low < 0.2 * plan.threshold_tokens:
         found.append(f"Λ is within 1 % of the optimum only for {low:.0f} ≤ t ≤ {high:.0f}")
-    if plan.service is Service.OF_MEAN:
+    if plan.service is ServiceTime.OF_MEAN:
         found.append(f"T(E[L]) overrates the plan: with E[T(L)] its Λ is {plan.lambda_other_service:.3f}")
-    if plan.utilisation[Stage.EGRESS] > 0.7:
-        found.append(f"the egress link is {plan.utilisation[Stage.EGRESS]:.0%} busy at Λ; bursts will queue")
+    if plan.utilisation[Bottleneck.EGRESS] > 0.7:
+        found.append(f"the egress link is {plan.utilisation[Bottleneck.EGRESS]:.0%} busy at Λ; bursts will queue")
     if plan.num_prfaas and not advantage_rises(problem):
         found.append("T_PD/T_PrfaaS does not rise with length everywhere: a threshold may not be the best rule")
     if site.workload.hit_ratio is None:

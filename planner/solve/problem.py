@@ -11,17 +11,17 @@ from planner.model.profile import DecodeProfile, Floats, KvSize, PrefillCurve
 from planner.model.site import Cluster, Deployment, Link, Site
 from planner.model.throughput import decode_seconds
 from planner.model.traffic import Lengths
-from planner.solve.goals import Objective, Service, TieBreak
+from planner.solve.goals import Objective, ServiceTime, TieBreak
 from planner.solve.search import Capacity, Cut, Loads, build_loads, solve, threshold_of
 
 PAPER_GRID_TOKENS: Final = 100  # the step that brings Table 6's 19.4K out of a grid search
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
+class SolveOptions:
     """How to solve. `rate_req_per_s` is the load a cost plan must carry."""
 
-    service: Service = Service.EXACT
+    service: ServiceTime = ServiceTime.EXACT
     objective: Objective = Objective.THROUGHPUT
     tie_break: TieBreak = TieBreak.EGRESS
     grid_tokens: int | None = None
@@ -29,9 +29,9 @@ class Options:
     rate_req_per_s: float | None = None
 
     @classmethod
-    def as_in_paper(cls) -> "Options":
+    def as_in_paper(cls) -> "SolveOptions":
         """T(E[L]) and a threshold grid, as in §4.2."""
-        return cls(service=Service.OF_MEAN, grid_tokens=PAPER_GRID_TOKENS)
+        return cls(service=ServiceTime.OF_MEAN, grid_tokens=PAPER_GRID_TOKENS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -56,7 +56,7 @@ class Problem:
     def with_capacity(self, **changes: Any) -> "Problem":
         return replace(self, capacity=replace(self.capacity, **changes))
 
-    def loads_for(self, lengths: Lengths, service: Service) -> Loads:
+    def loads_for(self, lengths: Lengths, service: ServiceTime) -> Loads:
         """What other lengths, or another service model, ask of the same hardware."""
         return build_loads(
             lengths, self.local, self.remote, self.kv,
@@ -67,7 +67,7 @@ class Problem:
         return replace(self, variant=replace(self.variant, num_prefill=num_prefill))
 
 
-def pose(site: Site, options: Options, variant: Deployment | None = None) -> Problem:
+def pose(site: Site, options: SolveOptions, variant: Deployment | None = None) -> Problem:
     """The site as a Problem. Raises InputError when it has several clusters of a kind (those are `fleet`'s)."""
     prfaas, pd = site.of_kind(ClusterKind.PRFAAS), site.of_kind(ClusterKind.PD)
     if len(prfaas) > 1 or len(pd) > 1:
@@ -98,7 +98,7 @@ def pose(site: Site, options: Options, variant: Deployment | None = None) -> Pro
     )  # fmt: skip
 
 
-def best_cut(problem: Problem, options: Options) -> Cut:
+def best_cut(problem: Problem, options: SolveOptions) -> Cut:
     """The best plan there is, within what the deployment pins."""
     variant = problem.variant
     thresholds: Floats | None = None
@@ -116,7 +116,7 @@ def best_cut(problem: Problem, options: Options) -> Cut:
     )
 
 
-def threshold_for(problem: Problem, found: Cut, options: Options) -> float:
+def threshold_for(problem: Problem, found: Cut, options: SolveOptions) -> float:
     """The threshold to configure for a cut; on a grid, the grid's own."""
     if problem.variant.threshold_tokens is not None:
         return problem.variant.threshold_tokens

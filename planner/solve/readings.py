@@ -10,8 +10,8 @@ from typing import Final
 
 import numpy as np
 
-from planner.decisions.offered import CONVERTING, READY, GatewayLoad, LinkSeen, NodeSeen, Samples, of_kind
-from planner.decisions.plan import Seen, Setting
+from planner.decisions.offered import CONVERTING, READY, GatewayLoad, LinkReport, NodeReport, Samples, of_kind
+from planner.decisions.plan import PlanInputs, PlanSetting
 from planner.decisions.views import ClusterKind, Role
 from planner.solve.controller import Observation
 
@@ -99,21 +99,21 @@ class Readings:
         kept = set(gateways)
         self._cursors = {name: cursors for name, cursors in self._cursors.items() if name in kept}
 
-    def nodes(self) -> list[NodeSeen]:
+    def nodes(self) -> list[NodeReport]:
         """All nodes that gateways see, each once; one that works for any of them works."""
-        found: dict[str, NodeSeen] = {}
+        found: dict[str, NodeReport] = {}
         for load in self._loads.values():
             for node in load.nodes:
                 if node.node_id not in found or node.state == READY:
                     found[node.node_id] = node
         return list(found.values())
 
-    def found(self) -> Setting | None:
+    def found(self) -> PlanSetting | None:
         """The setting of the first gateway that answered; None: none has."""
         load = next(iter(self._loads.values()), None)
-        return None if load is None else Setting(threshold_tokens=load.threshold_tokens, tie_share=load.tie_share)
+        return None if load is None else PlanSetting(threshold_tokens=load.threshold_tokens, tie_share=load.tie_share)
 
-    def observe(self, at_s: float, setting: Setting) -> tuple[Observation, Seen]:
+    def observe(self, at_s: float, setting: PlanSetting) -> tuple[Observation, PlanInputs]:
         """What was heard since the last call, in the model's units for the controller, and as it is for people."""
         nodes, scale = self.nodes(), self.units
         prefills, decodes = (of_kind(nodes, ClusterKind.PD, role) for role in (Role.PREFILL, Role.DECODE))
@@ -123,7 +123,7 @@ class Readings:
         egress = _egress(link for load in self._loads.values() for link in load.links)
         uncached, outputs = self._uncached, self._outputs
         span_s = at_s - self._since_s if self._since_s is not None else 0.0
-        seen = Seen(
+        seen = PlanInputs(
             requests=len(uncached),
             offered_req_per_s=len(uncached) / span_s if span_s > 0 else 0.0,
             mean_uncached_tokens=float(np.mean(uncached)) if uncached else 0.0,
@@ -155,7 +155,7 @@ class Readings:
         return observation, seen
 
 
-def _egress(links: Iterable[LinkSeen]) -> float | None:
+def _egress(links: Iterable[LinkReport]) -> float | None:
     """What the links carry, where they show it: several gateways see the same ones. None: they are not full, as far as is seen.
 
     A link that is down is the short timescale's business; to plan without it would be to follow every outage.
@@ -168,7 +168,7 @@ def _egress(links: Iterable[LinkSeen]) -> float | None:
     return sum(shown.values()) if shown else None
 
 
-def quietest(nodes: Iterable[NodeSeen], role: Role, preferred: Mapping[str, Role]) -> NodeSeen | None:
+def quietest(nodes: Iterable[NodeReport], role: Role, preferred: Mapping[str, Role]) -> NodeReport | None:
     """The node of a role that has the least to do: it is the soonest drained. One that `preferred` converts comes first."""
     working = of_kind(nodes, ClusterKind.PD, role)
     chosen = [node for node in working if preferred.get(node.node_id, role) is not role]

@@ -19,7 +19,7 @@ CANDIDATES: Final = 2_000  # thresholds tried per split; a step of 0.05 % of the
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Scenario:
+class PlanScenario:
     """One way the world may be. `loads` may be of another workload: thresholds, not cuts, are compared."""
 
     name: str
@@ -42,7 +42,12 @@ class Robust:
 
 
 def most_robust(
-    scenarios: Sequence[Scenario], base: Loads, *, plan: Cut, worst: Worst = Worst.RATIO, candidates: int = CANDIDATES
+    scenarios: Sequence[PlanScenario],
+    base: Loads,
+    *,
+    plan: Cut,
+    worst: Worst = Worst.RATIO,
+    candidates: int = CANDIDATES,
 ) -> Robust:
     """The (threshold, split) of `base` with the best worst case over `scenarios`; `plan` is always among them."""
     size = len(base.lengths.tokens)
@@ -70,7 +75,7 @@ def most_robust(
     )
 
 
-def _rates(scenario: Scenario, thresholds: Floats, num_pd: int) -> Floats:
+def _rates(scenario: PlanScenario, thresholds: Floats, num_pd: int) -> Floats:
     at = cuts_of(scenario.loads, thresholds)
     names = ("offloaded", "local_s", "remote_s", "egress_bytes", "ttft_s")
     few = replace(scenario.loads, **{name: getattr(scenario.loads, name)[at] for name in names})

@@ -26,7 +26,7 @@ from planner.errors import InputError
 from planner.model.profile import Floats, KvSize, PrefillCurve
 from planner.model.throughput import lambda_max, theta, theta_pd_d, theta_pd_p, theta_prfaas
 from planner.model.traffic import Lengths
-from planner.solve.goals import Service, TieBreak
+from planner.solve.goals import ServiceTime, TieBreak
 
 # Rates this close are the same rate: a plateau, not a peak.
 TIE: Final = 1e-9
@@ -34,7 +34,7 @@ TIE: Final = 1e-9
 WORTH_A_SHARE: Final = 1e-4
 
 
-class Stage(StrEnum):
+class Bottleneck(StrEnum):
     """What can bind."""
 
     PRFAAS = "prfaas_compute"
@@ -68,7 +68,7 @@ class Loads:
     remote_s: Floats
     egress_bytes: Floats
     ttft_s: Floats  # mean zero-queue TTFT; the transfer counted after the prefill, as in Table 6
-    service: Service
+    service: ServiceTime
 
     def scaled(self, *, local: float = 1.0, remote: float = 1.0) -> "Loads":
         """The same traffic on hardware that takes these factors as long (T scales, so both service models do)."""
@@ -91,7 +91,7 @@ def build_loads(
     kv: KvSize,
     *,
     egress_bytes_per_s: float,
-    service: Service = Service.EXACT,
+    service: ServiceTime = ServiceTime.EXACT,
 ) -> Loads:
     """Prefix sums over sorted lengths. O(n); the sort is `Lengths.of`'s."""
     tokens, weights = lengths.tokens, lengths.weights
@@ -99,7 +99,7 @@ def build_loads(
     heads, tails = _head_sums(weights), _tail_sums(weights)
     transfer_s = size / egress_bytes_per_s if egress_bytes_per_s > 0 else np.full_like(size, np.inf)
     ttft_s = _head_sums(weights * local_t) + _tail_sums(weights * (remote_t + transfer_s))
-    if service is Service.EXACT:
+    if service is ServiceTime.EXACT:
         local_s, remote_s = _head_sums(weights * local_t), _tail_sums(weights * remote_t)
         egress = _tail_sums(weights * size)
     else:
@@ -163,7 +163,7 @@ def solve(
     best: Cut | None = None
     for count in splits:
         found = _best_cut(loads, capacity, count, remote, allowed, tie_break)
-        if allowed is None and loads.service is Service.EXACT:
+        if allowed is None and loads.service is ServiceTime.EXACT:
             found = _with_shares(loads, capacity, found, worth_a_share)
         if best is None or _beats(loads, found, best, tie_break):
             best = found
@@ -242,13 +242,15 @@ def rate_at(loads: Loads, capacity: Capacity, num_prefill: int, cut: int, share:
     return min(stage_rates(loads, capacity, num_prefill, cut, share).values())
 
 
-def stage_rates(loads: Loads, capacity: Capacity, num_prefill: int, cut: int, share: float = 0.0) -> dict[Stage, float]:
+def stage_rates(
+    loads: Loads, capacity: Capacity, num_prefill: int, cut: int, share: float = 0.0
+) -> dict[Bottleneck, float]:
     """Requests/s that each stage lets the whole system serve (its Θ over its share of the requests); the least binds."""
     return {
-        Stage.PRFAAS: float(theta(capacity.num_prfaas, _mixed(loads.remote_s, cut, share))),
-        Stage.EGRESS: float(theta(capacity.egress_bytes_per_s, _mixed(loads.egress_bytes, cut, share))),
-        Stage.PD_P: float(theta_pd_p(num_prefill, _mixed(loads.local_s, cut, share))),
-        Stage.PD_D: float(theta_pd_d(capacity.num_pd - num_prefill, capacity.decode_s)),
+        Bottleneck.PRFAAS: float(theta(capacity.num_prfaas, _mixed(loads.remote_s, cut, share))),
+        Bottleneck.EGRESS: float(theta(capacity.egress_bytes_per_s, _mixed(loads.egress_bytes, cut, share))),
+        Bottleneck.PD_P: float(theta_pd_p(num_prefill, _mixed(loads.local_s, cut, share))),
+        Bottleneck.PD_D: float(theta_pd_d(capacity.num_pd - num_prefill, capacity.decode_s)),
     }
 
 

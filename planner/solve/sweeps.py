@@ -11,9 +11,9 @@ import numpy as np
 from planner.errors import InputError
 from planner.model.reading import GBPS, TOKENS, Range, named
 from planner.model.site import BYTES_PER_S_PER_GBPS, INSTANCES, Site
-from planner.solve.problem import Options, best_cut, pose, threshold_for
+from planner.solve.problem import SolveOptions, best_cut, pose, threshold_for
 from planner.solve.search import rates
-from planner.solve.watch import Watch, unwatched
+from planner.solve.watch import ProgressWatch, unwatched
 from transport.control.settings import require
 
 FACTOR: Final = Range(0, 1e6)
@@ -63,7 +63,9 @@ def _value(knob: str, text: str) -> float:
     return value if knob in MAY_BE_0 else allowed.above_low(knob, value)
 
 
-def whatif(site: Site, options: Options, sweeps: Sequence[Sweep], watched: Watch = unwatched) -> list[dict[str, Any]]:
+def whatif(
+    site: Site, options: SolveOptions, sweeps: Sequence[Sweep], watched: ProgressWatch = unwatched
+) -> list[dict[str, Any]]:
     """One row per combination: the knobs, and the plan that is best there."""
     base = pose(site, options)
     combinations = math.prod(len(sweep.values) for sweep in sweeps)
@@ -104,7 +106,7 @@ def whatif(site: Site, options: Options, sweeps: Sequence[Sweep], watched: Watch
     return rows
 
 
-def heat_map(site: Site, options: Options, thresholds: int = 60) -> dict[str, Any]:
+def heat_map(site: Site, options: SolveOptions, thresholds: int = 60) -> dict[str, Any]:
     """Λ over (threshold, N_p): `rates[i][j]` is that of N_p = i at thresholds_tokens[j]."""
     problem = pose(site, options)
     size = len(problem.lengths.tokens)

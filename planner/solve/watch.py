@@ -6,7 +6,7 @@ from typing import Protocol, TypeVar
 Item = TypeVar("Item")
 
 
-class Watch(Protocol):
+class ProgressWatch(Protocol):
     """Passes items on, one by one, and may report it."""
 
     def __call__(self, items: Sequence[Item], what: str, /) -> Iterable[Item]: ...

@@ -18,7 +18,7 @@ KEY_VARIABLE: Final = "PRFAAS_OPERATOR_KEY"  # where gateways ask operators for 
 NEVER: Final[Mapping[str, str]] = {}
 
 
-class Gateway:
+class GatewayClient:
     """One gateway, at the port that its operators reach. Raises AskError when it does not answer, or refuses."""
 
     def __init__(self, url: str, headers: Mapping[str, str] = NEVER) -> None:

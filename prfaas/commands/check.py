@@ -20,8 +20,19 @@ from rich.text import Text
 
 from gateway.cluster.agent_client import AgentClient
 from gateway.config.gateway import GatewayConfig, load
-from gateway.errors import ConfigError, NodeError
-from prfaas.commands.findings import Certificate, Described, Finding, Level, Port, Seen, Silent, Way, findings, worst
+from gateway.errors import AgentCallFailed, GatewayConfigError
+from prfaas.commands.findings import (
+    Certificate,
+    CheckFindings,
+    Described,
+    Finding,
+    Level,
+    PortFinding,
+    Silent,
+    WayFinding,
+    findings,
+    worst,
+)
 from prfaas.errors import CheckError
 from transport.control.certificates import expires_at
 from transport.control.messages import TicketInfo
@@ -39,7 +50,7 @@ async def check(gateway_file: Path, console: Console, as_json: bool) -> bool:
     """Whether nothing is an error. Raises CheckError."""
     try:
         config = load(gateway_file)
-    except ConfigError as error:
+    except GatewayConfigError as error:
         raise CheckError(str(error)) from error
     found = findings(await look(config))
     if as_json:
@@ -67,7 +78,7 @@ def tell(console: Console, file: Path, found: Sequence[Finding]) -> None:
     )
 
 
-async def look(config: GatewayConfig) -> Seen:
+async def look(config: GatewayConfig) -> CheckFindings:
     """Asks everybody; takes as long as the slowest of a few rounds of calls, RPC_S each at most."""
     async with AsyncExitStack() as stack:
         agents = [AgentClient(node.agent, RPC_S, config.identity, node.name) for node in config.nodes]
@@ -80,7 +91,7 @@ async def look(config: GatewayConfig) -> Seen:
         ports = await asyncio.gather(*[_try(*port) for _, node in nodes for port in _ports(node)])
         pairs = _pairs(nodes)
         ways = await _ask_ways(pairs[:MAX_WAYS])
-    return Seen(
+    return CheckFindings(
         described=[node for _, node in nodes],
         silent=[answer for answer in answers if isinstance(answer, Silent)],
         ports=ports,
@@ -98,7 +109,7 @@ async def _describe(agent: AgentClient) -> Described | Silent:
     asked_at, began = _wall_clock_s(), time.monotonic()
     try:
         info, load_report = await agent.describe()
-    except NodeError as error:
+    except AgentCallFailed as error:
         return Silent(agent.address, error.reason, error.detail)
     took_s = time.monotonic() - began
     ahead_s = info.wall_clock_s - (asked_at + took_s / 2) if info.wall_clock_s else 0.0
@@ -118,17 +129,17 @@ def _ports(node: Described) -> list[tuple[str, str, str, int]]:
     return ports
 
 
-async def _try(node_id: str, name: str, host: str, port: int) -> Port:
+async def _try(node_id: str, name: str, host: str, port: int) -> PortFinding:
     address = format_address(host, port)
     try:
         async with asyncio.timeout(RPC_S):
             _, writer = await asyncio.open_connection(host, port)
     except TimeoutError:
-        return Port(node_id, name, address, f"no answer within {RPC_S:.0f} s")
+        return PortFinding(node_id, name, address, f"no answer within {RPC_S:.0f} s")
     except OSError as error:
-        return Port(node_id, name, address, error.strerror or str(error))
+        return PortFinding(node_id, name, address, error.strerror or str(error))
     writer.close()
-    return Port(node_id, name, address, "")
+    return PortFinding(node_id, name, address, "")
 
 
 def _pairs(nodes: Sequence[Asked]) -> list[tuple[Asked, Asked]]:
@@ -139,22 +150,22 @@ def _pairs(nodes: Sequence[Asked]) -> list[tuple[Asked, Asked]]:
     return [(sender, receiver) for sender in senders for receiver in receivers]
 
 
-async def _ask_ways(pairs: Sequence[tuple[Asked, Asked]]) -> list[Way]:
+async def _ask_ways(pairs: Sequence[tuple[Asked, Asked]]) -> list[WayFinding]:
     room = asyncio.Semaphore(AT_ONCE)
     receivers = {receiver[1].address: receiver for _, receiver in pairs}
     tickets = dict(zip(receivers, await asyncio.gather(*map(_ticket, receivers.values())), strict=True))
 
-    async def ask(sender: Asked, receiver: Asked) -> Way:
+    async def ask(sender: Asked, receiver: Asked) -> WayFinding:
         ticket, names = tickets[receiver[1].address], (sender[1].info.node_id, receiver[1].info.node_id)
         if isinstance(ticket, str):
-            return Way(*names, 0.0, f"{names[1]} gives no ticket: {ticket}")
+            return WayFinding(*names, 0.0, f"{names[1]} gives no ticket: {ticket}")
         async with room:
             began = time.monotonic()
             try:
                 refusal = await sender[0].probe(ticket, RPC_S)
-            except NodeError as error:
+            except AgentCallFailed as error:
                 refusal = str(error)
-            return Way(*names, time.monotonic() - began, refusal)
+            return WayFinding(*names, time.monotonic() - began, refusal)
 
     return await asyncio.gather(*[ask(*pair) for pair in pairs])
 
@@ -165,7 +176,7 @@ async def _ticket(receiver: Asked) -> TicketInfo | str:
     try:
         ticket = await agent.reserve_prefix("check", (), node.info.block_size, ROOM_S)
         await agent.abort(ticket.transfer_id, "request_ended")
-    except NodeError as error:
+    except AgentCallFailed as error:
         return str(error)
     return ticket
 

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from gateway.cluster.agent_client import AgentClient, Conversion, NodeInfo, NodeLoad
+from gateway.cluster.agent_client import AgentClient, ConversionStatus, NodeInfo, NodeLoad
 from gateway.config.gateway import load
-from gateway.errors import ConfigError, NodeError
-from planner.decisions.conversions import Standing, why_not
+from gateway.errors import AgentCallFailed, GatewayConfigError
+from planner.decisions.conversions import NodeStanding, why_not
 from planner.decisions.views import ClusterKind, Role
 from prfaas.errors import ConversionError
 
@@ -25,7 +25,7 @@ Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wish:
+class ConvertWish:
     """What the user wants. `node` is an id, or the host:port of an agent; limits of 0 are the node's own."""
 
     node: str
@@ -36,7 +36,7 @@ class Wish:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class AnsweringNode:
     """A node that has answered."""
 
     agent: AgentClient
@@ -44,10 +44,10 @@ class Asked:
     load: NodeLoad
 
     @property
-    def standing(self) -> Standing:
+    def standing(self) -> NodeStanding:
         """As the planner sees it."""
         info = self.info
-        return Standing(
+        return NodeStanding(
             node_id=info.node_id,
             cluster=info.cluster,
             kind=ClusterKind(info.cluster_kind),
@@ -56,7 +56,7 @@ class Asked:
         )
 
 
-async def convert(wish: Wish, gateway_file: Path, say: Say) -> bool:
+async def convert(wish: ConvertWish, gateway_file: Path, say: Say) -> bool:
     """Whether the node holds the role now. Raises ConversionError."""
     async with agents_of(gateway_file) as agents:
         nodes = await answering(agents)
@@ -64,7 +64,7 @@ async def convert(wish: Wish, gateway_file: Path, say: Say) -> bool:
         _check(wish, node, nodes)
         try:
             return await _carry_out(wish, node, say)
-        except NodeError as error:
+        except AgentCallFailed as error:
             say(str(error))
             return False
 
@@ -74,7 +74,7 @@ async def agents_of(gateway_file: Path) -> AsyncIterator[Sequence[AgentClient]]:
     """The agents that a gateway's file names. Raises ConversionError."""
     try:
         config = load(gateway_file)
-    except ConfigError as error:
+    except GatewayConfigError as error:
         raise ConversionError(str(error)) from error
     async with AsyncExitStack() as stack:
         agents = [AgentClient(node.agent, RPC_S, config.identity, node.name) for node in config.nodes]
@@ -83,19 +83,19 @@ async def agents_of(gateway_file: Path) -> AsyncIterator[Sequence[AgentClient]]:
         yield agents
 
 
-async def answering(agents: Sequence[AgentClient]) -> list[Asked]:
+async def answering(agents: Sequence[AgentClient]) -> list[AnsweringNode]:
     """The nodes that answer."""
-    return [node for node in await asyncio.gather(*map(_ask, agents)) if isinstance(node, Asked)]
+    return [node for node in await asyncio.gather(*map(_ask, agents)) if isinstance(node, AnsweringNode)]
 
 
-async def _ask(agent: AgentClient) -> Asked | NodeError:
+async def _ask(agent: AgentClient) -> AnsweringNode | AgentCallFailed:
     try:
-        return Asked(agent, *await agent.describe())
-    except NodeError as error:
+        return AnsweringNode(agent, *await agent.describe())
+    except AgentCallFailed as error:
         return error
 
 
-def meant(name: str, nodes: Sequence[Asked], agents: Sequence[AgentClient]) -> Asked:
+def meant(name: str, nodes: Sequence[AnsweringNode], agents: Sequence[AgentClient]) -> AnsweringNode:
     """The node of that id, or of that address of an agent. Raises ConversionError."""
     for node in nodes:
         if name in (node.info.node_id, node.agent.address):
@@ -106,17 +106,17 @@ def meant(name: str, nodes: Sequence[Asked], agents: Sequence[AgentClient]) -> A
     raise ConversionError(f"{name}: there is no such node, or it does not answer; those that do: {known}")
 
 
-def _check(wish: Wish, node: Asked, nodes: Sequence[Asked]) -> None:
+def _check(wish: ConvertWish, node: AnsweringNode, nodes: Sequence[AnsweringNode]) -> None:
     reason = why_not(node.info.node_id, wish.role, [other.standing for other in nodes])
     if reason and not wish.force:
         raise ConversionError(f"{reason}; --force does it all the same")
 
 
-async def _carry_out(wish: Wish, node: Asked, say: Say) -> bool:
+async def _carry_out(wish: ConvertWish, node: AnsweringNode, say: Say) -> bool:
     name, epoch = node.info.node_id, node.info.role_epoch + 1
     say(f"{name}: {node.info.role} -> {wish.role}, epoch {epoch}")
 
-    async def stands(wait_s: float) -> Conversion:
+    async def stands(wait_s: float) -> ConversionStatus:
         return await node.agent.convert(
             epoch,
             wish.role,
@@ -133,14 +133,14 @@ async def _carry_out(wish: Wish, node: Asked, say: Say) -> bool:
     return conversion.outcome in DONE and conversion.epoch == epoch
 
 
-async def _progress(node: Asked, conversion: Conversion) -> str:
+async def _progress(node: AnsweringNode, conversion: ConversionStatus) -> str:
     if conversion.control_s:
         return f"its engine is asked for an answer since {conversion.control_s:.1f} s"
     _, load = await node.agent.describe()
     return f"drains since {conversion.drain_s:.0f} s: {load.running} run, {load.waiting} wait"
 
 
-def _ending(conversion: Conversion, epoch: int) -> str:
+def _ending(conversion: ConversionStatus, epoch: int) -> str:
     if conversion.epoch != epoch:
         return f"overruled by epoch {conversion.epoch}, which wants {conversion.target}"
     if conversion.outcome == "converted":

@@ -10,7 +10,7 @@ import grpc
 
 from gateway.cluster.agent_client import node_error
 from gateway.config.gateway import load
-from gateway.errors import NodeError
+from gateway.errors import AgentCallFailed
 from prfaas.commands.convert import Say, agents_of, answering, meant
 from transport.control.credentials import channel_credentials, channel_options
 from transport.control.proto import node_pb2 as pb
@@ -21,7 +21,7 @@ RPC_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wish:
+class DrainWish:
     """What the operator wants. `node` is an id, or the host:port of an agent; a timeout of 0 waits for nothing."""
 
     node: str
@@ -29,7 +29,7 @@ class Wish:
     timeout_s: float = 0.0
 
 
-async def drain_node(wish: Wish, gateway_file: Path, say: Say) -> bool:
+async def drain_node(wish: DrainWish, gateway_file: Path, say: Say) -> bool:
     """Whether the node has done so: drained whole, or takes requests. Raises ConversionError."""
     async with agents_of(gateway_file) as agents:
         node = meant(wish.node, await answering(agents), agents)
@@ -63,7 +63,7 @@ def _channel(address: str, name: str, identity: Identity | None) -> grpc.aio.Cha
     return grpc.aio.secure_channel(address, channel_credentials(identity), channel_options(name))
 
 
-def _in_words(error: NodeError) -> str:
+def _in_words(error: AgentCallFailed) -> str:
     if error.reason == "unimplemented":
         return "its version cannot undo a drain: start it again"
     return str(error)

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from prfaas.commands.asking import Gateway
+from prfaas.commands.asking import GatewayClient
 from prfaas.errors import AskError
 
 TOKEN_IDS: Final = 256  # every vocabulary has as many
@@ -20,7 +20,7 @@ MB: Final = 1e6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wish:
+class ExplainWish:
     """What is asked. A body in `file` ("-": standard input), a `prompt`, or so many `tokens` that are cached nowhere."""
 
     file: str | None = None
@@ -32,7 +32,7 @@ class Wish:
     headers: Mapping[str, str] = field(default_factory=dict)
 
 
-def ask(gateway: Gateway, wish: Wish) -> dict[str, Any]:
+def ask(gateway: GatewayClient, wish: ExplainWish) -> dict[str, Any]:
     """The gateway's explanation. Raises AskError."""
     found: dict[str, Any] = gateway.post(
         "/prfaas/explain", _body(gateway, wish), wish.headers, endpoint=wish.endpoint, tenant=wish.tenant
@@ -40,7 +40,7 @@ def ask(gateway: Gateway, wish: Wish) -> dict[str, Any]:
     return found
 
 
-def _body(gateway: Gateway, wish: Wish) -> bytes:
+def _body(gateway: GatewayClient, wish: ExplainWish) -> bytes:
     if wish.prompt is None and wish.tokens is None:
         return _read(wish.file or "-")
     prompt: str | list[int] = wish.prompt or ""
@@ -56,7 +56,7 @@ def _read(file: str) -> bytes:
         raise AskError(f"{file}: {exc.strerror}") from exc
 
 
-def _served(gateway: Gateway) -> str:
+def _served(gateway: GatewayClient) -> str:
     # Operators' keys open operators' pages alone, which may have a port of their own.
     model = gateway.get("/prfaas/console")["model"]
     if not model:

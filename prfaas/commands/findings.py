@@ -58,7 +58,7 @@ class Silent:
 
 
 @dataclass(frozen=True, slots=True)
-class Port:
+class PortFinding:
     """Whether a port of a node lets us in; `refusal` is empty where it does."""
 
     node_id: str
@@ -68,7 +68,7 @@ class Port:
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class WayFinding:
     """From a sender to a receiver over the way of KVCache. `refusal` is empty where an answer came back, after `took_s`."""
 
     sender: str
@@ -87,19 +87,19 @@ class Certificate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seen:
+class CheckFindings:
     """Everything that was asked."""
 
     described: Sequence[Described] = ()
     silent: Sequence[Silent] = ()
-    ports: Sequence[Port] = ()
-    ways: Sequence[Way] = ()
+    ports: Sequence[PortFinding] = ()
+    ways: Sequence[WayFinding] = ()
     ways_left_out: int = 0
     certificates: Sequence[Certificate] = ()
     version: str = ""
 
 
-def findings(seen: Seen) -> list[Finding]:
+def findings(seen: CheckFindings) -> list[Finding]:
     """All of it, in the order in which an operator would look."""
     return [
         *_about_certificates(seen.certificates),
@@ -261,7 +261,7 @@ WHY_A_PORT: Final = {
 }
 
 
-def _about_ports(ports: Sequence[Port]) -> Iterator[Finding]:
+def _about_ports(ports: Sequence[PortFinding]) -> Iterator[Finding]:
     closed = [port for port in ports if port.refusal]
     for port in closed:
         level, why = WHY_A_PORT[port.name]
@@ -270,7 +270,7 @@ def _about_ports(ports: Sequence[Port]) -> Iterator[Finding]:
         yield Finding(Level.OK, "ports", f"{len(ports)} of engines and calls let this machine in")
 
 
-def _about_ways(ways: Sequence[Way], left_out: int) -> Iterator[Finding]:
+def _about_ways(ways: Sequence[WayFinding], left_out: int) -> Iterator[Finding]:
     """Whether KVCache finds its way: what a sender asked a receiver, over the connections that transfers take."""
     for way in ways:
         if way.refusal:

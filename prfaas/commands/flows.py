@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from prfaas.commands.asking import Gateway
+from prfaas.commands.asking import GatewayClient
 from prfaas.commands.top import rate, scaled, seconds
 
 EVERY_S: Final = 1.0
@@ -16,7 +16,7 @@ HEADER: Final = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
+class FlowFilter:
     """Which: also within a cluster, if `all_of_them`; of one `link`, from and to a cluster, alone; of these `kinds` alone."""
 
     all_of_them: bool = False
@@ -34,8 +34,8 @@ class Wanted:
 
 
 def follow(
-    gateway: Gateway,
-    wanted: Wanted,
+    gateway: GatewayClient,
+    wanted: FlowFilter,
     *,
     once: bool,
     sleep: Callable[[float], None] = time.sleep,

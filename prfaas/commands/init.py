@@ -13,7 +13,7 @@ from typing import Final
 from gateway.auth.keyring import digest_of
 from prfaas.commands.keys import new_key
 from prfaas.errors import InitError
-from prfaas.system.certificates import GATEWAY_NAME, Holder, issue
+from prfaas.system.certificates import GATEWAY_NAME, CertificateHolder, issue
 from transport.path.tcp import format_address
 
 HERE: Final = "127.0.0.1"
@@ -29,7 +29,7 @@ GATEWAY_PORT: Final = 8000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Site:
+class InitSite:
     """What there is to know. `remote` are machines of a PrfaaS cluster, which only prefill; the others are one PD cluster."""
 
     model: str
@@ -73,7 +73,7 @@ class Member:
     nth: int
 
 
-def members(site: Site) -> list[Member]:
+def members(site: InitSite) -> list[Member]:
     """Every node, the PrfaaS cluster's first."""
     seats: Counter[str] = Counter()
     found = []
@@ -88,7 +88,7 @@ def members(site: Site) -> list[Member]:
     return found
 
 
-def files(site: Site, key_digest: str = "") -> dict[str, str]:
+def files(site: InitSite, key_digest: str = "") -> dict[str, str]:
     """What to write: names and contents. Who reaches a gateway from another machine needs the key of this digest."""
     if site.is_one_machine:  # whose files all lie here
         return {"prfaas.toml": _topology(replace(site, model=str(Path(site.model).absolute())))}
@@ -100,7 +100,7 @@ def files(site: Site, key_digest: str = "") -> dict[str, str]:
     }
 
 
-def init(site: Site, folder: Path, overwrite: bool, say: Callable[[str], None]) -> None:
+def init(site: InitSite, folder: Path, overwrite: bool, say: Callable[[str], None]) -> None:
     """Writes them, with certificates if they are asked for. Raises InitError, CertificateError."""
     key = "" if site.gateway == HERE else new_key()
     contents = files(site, digest_of(key) if key else "")
@@ -122,7 +122,7 @@ def init(site: Site, folder: Path, overwrite: bool, say: Callable[[str], None]) 
         say(line)
 
 
-def _next_steps(site: Site, folder: Path) -> list[str]:
+def _next_steps(site: InitSite, folder: Path) -> list[str]:
     if site.is_one_machine:
         build = f"build one:  prfaas model build --arch kimi_linear --out {site.model}"
         missing = (
@@ -134,12 +134,12 @@ def _next_steps(site: Site, folder: Path) -> list[str]:
     return [f"{folder}/START.md says what to run on which machine", f"then:  prfaas check -c {folder}/gateway.toml"]
 
 
-def _holders(site: Site) -> list[Holder]:
-    nodes = [Holder(node.name, (node.host,)) for node in members(site)]
-    return [Holder(GATEWAY_NAME, (site.gateway,)), *nodes]
+def _holders(site: InitSite) -> list[CertificateHolder]:
+    nodes = [CertificateHolder(node.name, (node.host,)) for node in members(site)]
+    return [CertificateHolder(GATEWAY_NAME, (site.gateway,)), *nodes]
 
 
-def _topology(site: Site) -> str:
+def _topology(site: InitSite) -> str:
     nodes = members(site)
     lines = [
         "# A gateway and its clusters on one machine: prfaas up -c this file.",
@@ -172,7 +172,7 @@ def _topology(site: Site) -> str:
 WHAT_KINDS_ARE: Final = {"prfaas": "prefills for others", "pd": "prefills short prompts, and decodes"}
 
 
-def _node_file(site: Site, node: Member) -> str:
+def _node_file(site: InitSite, node: Member) -> str:
     lines = [
         f"# A {node.role} node of {node.cluster}: on {node.host}, run `prfaas node -c {node.name}.toml`.",
         "# All keys are in docs/reference/node.md.",
@@ -196,7 +196,7 @@ def _node_file(site: Site, node: Member) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _ports(site: Site, node: Member) -> Mapping[str, tuple[int, str]]:
+def _ports(site: InitSite, node: Member) -> Mapping[str, tuple[int, str]]:
     if site.engine == "sglang" and node.role == "prefill":
         return PORTS | {
             "bootstrap_port": (7501, "decode nodes ask here; their servers need ports of its own choice, too")
@@ -213,7 +213,7 @@ def _links(nodes: Sequence[Member]) -> list[str]:
     return [f"links = {json.dumps(links)}  # missed where no node of theirs answers"] if links else []
 
 
-def _gateway_file(site: Site, nodes: Sequence[Member], key_digest: str) -> str:
+def _gateway_file(site: InitSite, nodes: Sequence[Member], key_digest: str) -> str:
     lines = [
         f"# The gateway: on {site.gateway}, run `prfaas gateway -c gateway.toml`.",
         "# Nodes may start before or after it, and come and go.",
@@ -252,7 +252,7 @@ def _identity(name: str) -> Iterator[str]:
         yield _pair(key, f"certificates/{file}")
 
 
-def _start(site: Site, nodes: Sequence[Member]) -> str:
+def _start(site: InitSite, nodes: Sequence[Member]) -> str:
     lines = ["# What to run where", "", "Nodes and the gateway may start in any order.", ""]
     if site.tls:
         lines += ["Each machine needs `certificates/NAME.pem` and `NAME.key` of its own and `authority.pem`;", ""]
@@ -304,13 +304,13 @@ QUESTIONS: Final = {
 }
 
 
-def site_of(answers: Mapping[str, str], tls: bool) -> Site:
+def site_of(answers: Mapping[str, str], tls: bool) -> InitSite:
     """Raises InitError."""
 
     def hosts(text: str) -> tuple[str, ...]:
         return () if text in ("-", "") else tuple(host.strip() for host in text.split(","))
 
-    return Site(
+    return InitSite(
         model=answers["model"],
         engine=answers["engine"],
         gateway=answers["gateway"],

@@ -10,7 +10,7 @@ from prfaas.errors import TopologyError
 from transport.control.settings import mapped
 
 if TYPE_CHECKING:
-    from prfaas.system.certificates import Holder
+    from prfaas.system.certificates import CertificateHolder
 
 STATE_DIR = Path(".prfaas")
 
@@ -64,7 +64,7 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     build.set_defaults(run=_model_build)
 
 
-def _holder(text: str) -> "Holder":
+def _holder(text: str) -> "CertificateHolder":
     from prfaas.system.certificates import holder
 
     try:

@@ -10,7 +10,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from prfaas.commands.asking import Gateway
+from prfaas.commands.asking import GatewayClient
 from prfaas.errors import AskError
 
 BUSY: Final = 0.65
@@ -154,7 +154,9 @@ def _nodes(nodes: Sequence[Mapping[str, Any]], limit: int) -> RenderableType:
     return Group(table, Text(f"… and {left} more", style="dim")) if left > 0 else table
 
 
-def watch(gateway: Gateway, console: Console, every_s: float, sleep: Callable[[float], None] = time.sleep) -> None:
+def watch(
+    gateway: GatewayClient, console: Console, every_s: float, sleep: Callable[[float], None] = time.sleep
+) -> None:
     """Shows it until the user interrupts. Raises AskError if no gateway answers at first; one that goes away is asked again."""
     screen = Screen()
     screen.take(gateway.get("/prfaas/console", since=0))
@@ -169,7 +171,7 @@ def watch(gateway: Gateway, console: Console, every_s: float, sleep: Callable[[f
             live.update(page, refresh=True)
 
 
-def once(gateway: Gateway) -> RenderableType:
+def once(gateway: GatewayClient) -> RenderableType:
     """One page, with every node."""
     screen = Screen()
     screen.take(gateway.get("/prfaas/console", since=0))

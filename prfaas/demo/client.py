@@ -24,7 +24,7 @@ class RequestFailed(PrfaasError):
 
 
 @dataclass(slots=True)
-class Completion:
+class DemoCompletion:
     """What came back."""
 
     request_id: str
@@ -47,7 +47,7 @@ async def complete(
     body: dict[str, Any],
     request_id: str,
     headers: Mapping[str, str] = MappingProxyType({}),
-) -> Completion:
+) -> DemoCompletion:
     """Streams one /v1/completions call to its end. Raises RequestFailed."""
     body = {**body, "stream": True, "stream_options": {"include_usage": True}, "return_token_ids": True}
     started_at = time.monotonic()
@@ -66,7 +66,7 @@ async def complete(
                     answer.status,
                     answer.headers.get("x-prfaas-rejected", ""),
                 )
-            result = Completion(request_id, answer.headers.get("x-prfaas-route", ""))
+            result = DemoCompletion(request_id, answer.headers.get("x-prfaas-route", ""))
             async for line in answer.content:
                 if line.startswith(b"data: ") and line.strip() != b"data: [DONE]":
                     _take(result, json.loads(line[6:]), time.monotonic() - started_at)
@@ -76,7 +76,7 @@ async def complete(
     return result
 
 
-def _take(result: Completion, event: dict[str, Any], at_s: float) -> None:
+def _take(result: DemoCompletion, event: dict[str, Any], at_s: float) -> None:
     if error := event.get("error"):
         raise RequestFailed(f"{result.request_id}: {error.get('message')}")
     for choice in event.get("choices") or []:

@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from prfaas.demo.client import RequestFailed, complete
 from prfaas.demo.replay import ReplayRequest, read_rows, scaled
-from prfaas.demo.summary import HEADER, Outcome, Summary, summarise
+from prfaas.demo.summary import HEADER, DemoOutcome, Summary, summarise
 from prfaas.system.models import ensure_model
 from prfaas.system.system import System
 from prfaas.system.topology import Topology
@@ -34,7 +34,7 @@ IDLE_TIMEOUT_S = 10.0
 SEED = 20260421
 
 
-class Records:
+class DemoRecords:
     """The gateway's records of finished requests, fetched as they appear."""
 
     def __init__(self) -> None:
@@ -67,9 +67,9 @@ class Demo:
         self._state_dir = state_dir
         self._console = console
         self._requests = scaled(read_rows()[:num_requests], LENGTH_FACTOR, SPEED, np.random.default_rng(SEED))
-        self._outcomes: list[Outcome] = []
+        self._outcomes: list[DemoOutcome] = []
         self._failures: list[str] = []
-        self._records = Records()
+        self._records = DemoRecords()
 
     async def run(self) -> bool:
         """True if everything that was claimed held."""
@@ -136,7 +136,7 @@ class Demo:
             self._failures.append(str(exc))
             self._console.print(f"[red]{exc}[/red]", highlight=False)
             return
-        outcome = Outcome(
+        outcome = DemoOutcome(
             name=request.name,
             prompt=request.prompt,
             max_tokens=request.max_tokens,
@@ -164,7 +164,7 @@ class Demo:
         return wrong
 
 
-def _sample(outcomes: Sequence[Outcome]) -> list[Outcome]:
+def _sample(outcomes: Sequence[DemoOutcome]) -> list[DemoOutcome]:
     """A few of each route, those with a prefix hit first: they have more ways to be wrong."""
     rng = random.Random(SEED)
     sample = []
@@ -176,11 +176,11 @@ def _sample(outcomes: Sequence[Outcome]) -> list[Outcome]:
     return sample
 
 
-def _is_telling(outcome: Outcome) -> bool:
+def _is_telling(outcome: DemoOutcome) -> bool:
     return outcome.record["total"] <= MAX_CHECKED_TOKENS and outcome.max_tokens >= MIN_CHECKED_OUTPUT
 
 
-def _unequal(model_dir: Path, outcomes: Sequence[Outcome]) -> list[str]:
+def _unequal(model_dir: Path, outcomes: Sequence[DemoOutcome]) -> list[str]:
     from engine.torch.embedded import load_model
     from engine.torch.reference import reference_tokens
     from prompts.tokenizer import TextTokenizer

@@ -12,7 +12,7 @@ HEADER = "     s   request route  prefill  computed/prompt     TTFT   egress, ea
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class DemoOutcome:
     """One finished request: what the client saw, and the gateway's record of it."""
 
     name: str
@@ -80,7 +80,7 @@ class Summary:
         return [*lines, f"fallbacks         {fallbacks}"]
 
 
-def summarise(outcomes: Sequence[Outcome], seconds: float) -> Summary:
+def summarise(outcomes: Sequence[DemoOutcome], seconds: float) -> Summary:
     """Totals over `outcomes`, which took `seconds` in all. Raises ValueError without outcomes."""
     if not outcomes:
         raise ValueError("no request has finished")

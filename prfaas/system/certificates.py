@@ -12,21 +12,21 @@ GATEWAY_NAME = "gateway"
 
 
 @dataclass(frozen=True, slots=True)
-class Holder:
+class CertificateHolder:
     """Who gets a certificate: a name, and the hosts that it is good for, too."""
 
     name: str
     hosts: tuple[str, ...] = ()
 
 
-def holder(text: str) -> Holder:
+def holder(text: str) -> CertificateHolder:
     """NAME or NAME=HOST,HOST. Raises ValueError."""
     name, equals, hosts = text.partition("=")
     if not name or not all(c.isalnum() or c in "-_." for c in name) or name == "authority":
         raise ValueError(f"{text!r}: a name has only letters, digits, '-', '_' and '.', and is not 'authority'")
     if equals and not all(hosts.split(",")):
         raise ValueError(f"{text!r}: hosts are separated by commas, and none is empty")
-    return Holder(name, tuple(hosts.split(",")) if equals else ())
+    return CertificateHolder(name, tuple(hosts.split(",")) if equals else ())
 
 
 def paths(folder: Path, name: str) -> dict[str, str]:
@@ -39,7 +39,7 @@ def paths(folder: Path, name: str) -> dict[str, str]:
     }
 
 
-def issue(folder: Path, holders: Sequence[Holder], days: int) -> list[Identity]:
+def issue(folder: Path, holders: Sequence[CertificateHolder], days: int) -> list[Identity]:
     """Makes the authority of `folder` unless it is there, and a new certificate for each. Raises CertificateError."""
     try:
         authority = Authority(folder)
@@ -48,7 +48,9 @@ def issue(folder: Path, holders: Sequence[Holder], days: int) -> list[Identity]:
         raise CertificateError(f"{folder}: {exc}") from exc
 
 
-def issue_and_tell(folder: Path, holders: Sequence[Holder], days: int, report: Callable[[str], None]) -> None:
+def issue_and_tell(
+    folder: Path, holders: Sequence[CertificateHolder], days: int, report: Callable[[str], None]
+) -> None:
     """As `prfaas certificates` does it: what to write into which configuration is said."""
     issue(folder, holders, days)
     report(f"{folder}/authority.key signs certificates: keep it, and keep it secret")

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from engine.byte_tokenizer import save_byte_tokenizer
-from engine.emulated.standin import StandIn, Window
+from engine.emulated.standin import StandIn, StandInWindow
 from engine.errors import ModelError
 from engine.runtime.scheduler import MAX_RUNNING
 from planner.errors import InputError
@@ -58,7 +58,7 @@ def stand_in(profile: ModelProfile, hardware: str, scale: Scale) -> StandIn:
         fixed_bytes=round(kv.fixed_bytes * scale.bytes),
         bytes_per_token=round(kv.bytes_per_token * scale.bytes / scale.tokens),
         windows=tuple(
-            Window(scale.tokens_of(each.window_tokens), round(each.bytes_per_token * scale.bytes / scale.tokens))
+            StandInWindow(scale.tokens_of(each.window_tokens), round(each.bytes_per_token * scale.bytes / scale.tokens))
             for each in kv.windows
         ),
         prefill_points=tuple(points),

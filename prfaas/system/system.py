@@ -22,7 +22,7 @@ from node.config import IDENTITY_KEYS, NodeConfig
 from node.kvcache.arena import SHM_DIR
 from node.process.owned_names import sweep_directories, sweep_files
 from prfaas.errors import StartError, TopologyError
-from prfaas.system.certificates import GATEWAY_NAME, Holder, issue
+from prfaas.system.certificates import GATEWAY_NAME, CertificateHolder, issue
 from prfaas.system.process import Process
 from prfaas.system.stages import Progress
 from prfaas.system.topology import Topology
@@ -45,10 +45,10 @@ HEALTH_S = 5.0
 LOOK_S = 1.0
 
 
-class Node:
+class StartedNode:
     """A started node: its configuration, process and addresses, which it keeps from its start before."""
 
-    def __init__(self, config: NodeConfig, process: Process, before: "Node | None" = None) -> None:
+    def __init__(self, config: NodeConfig, process: Process, before: "StartedNode | None" = None) -> None:
         self.config = config
         self.process = process
         # A gateway that is started again meanwhile must be told where this node will be.
@@ -96,7 +96,7 @@ class System:
         self._tell_s = tell_s
         self._run_dir = run_dir
         self._report = report
-        self.nodes: dict[str, Node] = {}
+        self.nodes: dict[str, StartedNode] = {}
         self.gateway: Process | None = None
         self.plan: Process | None = None
         self.plan_url = ""
@@ -159,10 +159,10 @@ class System:
         if folder is None:
             return
         names = [*(config.node_id for config in self.topology.nodes), GATEWAY_NAME]
-        issue(folder, [Holder(name) for name in names], CERTIFICATE_DAYS)
+        issue(folder, [CertificateHolder(name) for name in names], CERTIFICATE_DAYS)
         self._report(f"mutual TLS: certificates for {len(names)} in {folder}/")
 
-    async def start_node(self, config: NodeConfig) -> Node:
+    async def start_node(self, config: NodeConfig) -> StartedNode:
         """Starts one node and waits for its engine. Raises StartError."""
         path = self._run_dir / f"{config.node_id}.toml"
         config = dataclasses.replace(config, run_dir=str(self._run_dir))
@@ -172,7 +172,7 @@ class System:
             ["-m", NODE_MODULES[config.cluster_kind], "-c", str(path)],
             self._run_dir / f"{config.node_id}.log",
         )
-        node = self.nodes[config.node_id] = Node(config, process, self.nodes.get(config.node_id))
+        node = self.nodes[config.node_id] = StartedNode(config, process, self.nodes.get(config.node_id))
         await process.start()
         listening = await process.line("node listening ", NODE_START_S, self._report)
         node.agent_address, node.metrics_url = listening["agent"], listening["metrics"]
@@ -265,7 +265,7 @@ class System:
     ) -> None:
         await keep_up(process, start_again, self._report, time.monotonic, is_needed=is_needed)
 
-    async def _node_again(self, before: Node) -> Process:
+    async def _node_again(self, before: StartedNode) -> Process:
         """Gateways and Prometheus know its addresses; its engine's, they are told."""
         return await self._start_afresh(
             dataclasses.replace(
@@ -370,7 +370,7 @@ def _port_of(address: str) -> int:
     return int(address.rpartition(":")[2])
 
 
-def _agent(node: Node) -> Mapping[str, str]:
+def _agent(node: StartedNode) -> Mapping[str, str]:
     """How the gateway finds a node; with mutual TLS, its certificate must carry its id."""
     name = {"name": node.config.node_id} if node.config.certificate else {}
     return {"agent": node.agent_address, **name}

@@ -20,8 +20,8 @@ import numpy as np
 
 from gateway.cluster.registry import salt_of
 from hybrid_cache.layout.layout import ModelLayout
-from prfaas.demo.client import Completion, complete
-from prfaas.system.system import Node, System
+from prfaas.demo.client import DemoCompletion, complete
+from prfaas.system.system import StartedNode, System
 from prfaas.system.topology import parse_topology
 from transport.control.proto import node_pb2 as pb
 from transport.control.proto import node_pb2_grpc as rpc
@@ -112,7 +112,7 @@ class Bench:
 
     async def generate(
         self, prompt: Sequence[int], max_tokens: int = 16, *, name: str = "", url: str = "", **options: Any
-    ) -> Completion:
+    ) -> DemoCompletion:
         body = {"model": "tiny", "prompt": list(prompt), "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
         return await complete(self.session, url or self.system.api_url, body | options, name or self.name())
 
@@ -149,7 +149,7 @@ class Bench:
 
     # Nodes
 
-    def node(self, name: str) -> Node:
+    def node(self, name: str) -> StartedNode:
         return self.system.nodes[name]
 
     async def describe(self, name: str) -> pb.NodeDescription:

@@ -12,10 +12,10 @@ import msgspec
 
 from engine.emulated.emulated import emulated_tokens
 from planner.commands.cli import main
-from planner.decisions.offered import GatewayLoad, NodeSeen
+from planner.decisions.offered import GatewayLoad, NodeReport
 from planner.decisions.views import Role
 from planner.service.status import Status
-from planner.solve.ledger import Entry
+from planner.solve.ledger import LedgerEntry
 from prfaas.demo.client import complete
 from prfaas.system.models import ensure_model
 from prfaas.system.system import System
@@ -126,9 +126,9 @@ class Stage:
         async with self.http.get(f"{self.system.plan_url}/status") as answer:
             return msgspec.json.decode(await answer.read(), type=Status)
 
-    async def history(self) -> list[Entry]:
+    async def history(self) -> list[LedgerEntry]:
         async with self.http.get(f"{self.system.plan_url}/history", params={"limit": 1000}) as answer:
-            return msgspec.json.decode(await answer.read(), type=list[Entry])
+            return msgspec.json.decode(await answer.read(), type=list[LedgerEntry])
 
     async def until(self, holds: Callable[[], Awaitable[bool]]) -> None:
         async with asyncio.timeout(PATIENCE_S):
@@ -171,7 +171,7 @@ class Stage:
     async def command(self, *argv: str) -> int:
         return await asyncio.to_thread(main, [*argv, "--url", self.system.plan_url])
 
-    async def node(self, node_id: str) -> NodeSeen:
+    async def node(self, node_id: str) -> NodeReport:
         return next(node for node in (await self.load()).nodes if node.node_id == node_id)
 
     async def until_role(self, node_id: str, role: Role) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from prfaas.demo.client import Completion, RequestFailed
+from prfaas.demo.client import DemoCompletion, RequestFailed
 from tests.conftest import Models
 from tests.e2e.harness import Bench, free_port, topology_document
 from tests.transport.proxy import Proxy
@@ -42,7 +42,7 @@ def bench(models: Models, relay: Proxy, tmp_path_factory: pytest.TempPathFactory
         yield running
 
 
-def start(bench: Bench, prompt: list[int], name: str) -> "asyncio.Task[Completion]":
+def start(bench: Bench, prompt: list[int], name: str) -> "asyncio.Task[DemoCompletion]":
     return asyncio.create_task(bench.generate(prompt, name=name))
 
 

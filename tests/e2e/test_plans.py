@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from gateway.cluster.agent_client import AgentClient
-from gateway.errors import NodeError
+from gateway.errors import AgentCallFailed
 from planner.decisions.plan import LivePlan
 from planner.decisions.views import Role
-from planner.solve.ledger import DONE, PENDING, Change
+from planner.solve.ledger import DONE, PENDING, PlanEvent
 from tests.e2e.planned import LONG, PATIENCE_S, SHORT, Stage, document, running
 
 pytestmark = pytest.mark.e2e
@@ -158,7 +158,7 @@ async def conversions(at: Stage) -> None:
         assert node in await decoded_by(at)
         agent = AgentClient(at.system.nodes[node].agent_address, PATIENCE_S)
         assert (await agent.describe())[0].role_epoch == done.version
-        with pytest.raises(NodeError, match="stale_epoch"):
+        with pytest.raises(AgentCallFailed, match="stale_epoch"):
             await agent.convert(failed.version, Role.PREFILL)
 
         assert await at.command("rollback") == 0
@@ -168,10 +168,10 @@ async def conversions(at: Stage) -> None:
         assert (await agent.describe())[0].role_epoch == back.version > done.version
         await agent.close()
     told = [(entry.change, entry.version, entry.reason) for entry in await at.history()]
-    kept = [each for each in told if each[0] in (Change.CONVERTED, Change.NOT_CONVERTED)]
-    assert kept[0][:2] == (Change.NOT_CONVERTED, failed.version)
+    kept = [each for each in told if each[0] in (PlanEvent.CONVERTED, PlanEvent.NOT_CONVERTED)]
+    assert kept[0][:2] == (PlanEvent.NOT_CONVERTED, failed.version)
     assert kept[0][2].startswith(f"{stuck}: drain_timeout: ")
-    assert kept[1:] == [(Change.CONVERTED, done.version, node), (Change.CONVERTED, back.version, node)]
+    assert kept[1:] == [(PlanEvent.CONVERTED, done.version, node), (PlanEvent.CONVERTED, back.version, node)]
 
 
 def test_plans_are_followed_through_everything_that_dies(tmp_path: Path) -> None:

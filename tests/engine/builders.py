@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from engine.agent.base import Engine
-from engine.agent.job_pages import Arena, JobKV
+from engine.agent.job_pages import JobKV, MappedArena
 from hybrid_cache.layout.layout import ModelLayout
 from transport.control.messages import JobPages
 
@@ -41,10 +41,10 @@ def job_pages(layout: ModelLayout, num_tokens: int, lengths: Sequence[int] = (),
     )
 
 
-def arena_for(layout: ModelLayout, pages: JobPages) -> Arena:
+def arena_for(layout: ModelLayout, pages: JobPages) -> MappedArena:
     used = [page for group in pages.blocks for block in group for page in block]
     used += [page for group in pages.states for snapshot in group.values() for page in snapshot]
-    return Arena.in_memory(layout.page_bytes, max(used) + 1)
+    return MappedArena.in_memory(layout.page_bytes, max(used) + 1)
 
 
 def prefill(engine: Engine, tokens: Sequence[int], kv: JobKV, start: int = 0, chunk: int = CHUNK) -> None:

@@ -65,7 +65,7 @@ class MiniAgent:
             await self._server.wait_closed()
         self.socket.unlink(missing_ok=True)
 
-    def send(self, message: m.Message) -> None:
+    def send(self, message: m.ControlMessage) -> None:
         self.send_bytes(m.encode(message))
 
     def send_bytes(self, data: bytes) -> None:

@@ -19,7 +19,7 @@ from engine.metrics import EngineMetrics
 from engine.runtime.scheduler import Scheduler
 from engine.runtime.thread import ModelThread
 from engine.serving.http import OpenAIServer
-from engine.serving.serving import Service
+from engine.serving.serving import GenerationService
 from tests.engine.mini_agent import SALT, MiniAgent
 
 MODEL = "tiny"
@@ -41,7 +41,7 @@ def emulated(arch: str = "kimi_linear", **times: float) -> EmulatedEngine:
 class Running:
     """A running engine and a client for it."""
 
-    service: Service
+    service: GenerationService
     url: str
     http: aiohttp.ClientSession
 
@@ -71,7 +71,7 @@ async def running(engine: Engine, agent: MiniAgent | None = None, **limits: int)
     tokenizer = byte_text()
     scheduler = Scheduler(engine, tokenizer, time.monotonic, chunk_tokens=128)
     thread = ModelThread(scheduler, on_load=lambda: loop.call_soon_threadsafe(service.report_load))
-    service = Service(engine, thread, EngineMetrics(), time.monotonic, **limits)
+    service = GenerationService(engine, thread, EngineMetrics(), time.monotonic, **limits)
     runner = web.AppRunner(OpenAIServer(service, tokenizer, MODEL).app(), handler_cancellation=True, shutdown_timeout=1)
     thread.start()
     await runner.setup()

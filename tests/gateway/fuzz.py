@@ -18,8 +18,8 @@ from typing import Any
 
 import aiohttp
 
-from gateway.api.dialects.anthropic_response import MessagesTelling
-from gateway.api.dialects.responses_response import ResponsesTelling
+from gateway.api.dialects.anthropic_response import MessagesTranslator
+from gateway.api.dialects.responses_response import ResponsesTranslator
 from gateway.api.usage import UsagePatch
 from gateway.errors import ApiError
 from gateway.pipeline.fanout import Merged
@@ -378,7 +378,7 @@ def streams(inputs: int, seed: int, found: Found) -> None:
     for number in range(inputs):
         data = events(rng)
         cut = pieces(data, rng)
-        tellings = (MessagesTelling("i", "m", 3), ResponsesTelling("i", "m", b'{"tools":[]}', 5))
+        tellings = (MessagesTranslator("i", "m", 3), ResponsesTranslator("i", "m", b'{"tools":[]}', 5))
         for telling in tellings:
             told = b""
             try:

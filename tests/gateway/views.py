@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from gateway.cluster.agent_client import AgentClient
-from gateway.cluster.links import Links
+from gateway.cluster.links import ClusterLinks
 from gateway.cluster.registry import Clusters
 from gateway.config.gateway import GatewayConfig
 from gateway.request.request import Request
-from gateway.routing.router import Decider
+from gateway.routing.router import Router
 from gateway.tasks import TaskSet
 from planner.decisions.estimates import LearnedCost
 from planner.decisions.routing import Route
@@ -77,7 +77,7 @@ async def watched(
 class Deciding(Watched):
     """What a gateway that sees these nodes decides, without the gateway."""
 
-    decider: Decider
+    decider: Router
     config: GatewayConfig
 
     def route(self, text: str) -> Route:
@@ -107,7 +107,7 @@ async def deciding(
     async with watched(remote, local, decode, remote_clusters=remote_clusters) as w:
         config, clock = config_for(w.nodes, **fields), time.monotonic
         cost = LearnedCost(config.routing.prefill_tokens_per_s)
-        links = Links(w.clusters.nodes, clock, config.routing.link_bytes_per_s)
-        decided = Deciding(w.clusters, w.nodes, w.errors, Decider(config, w.clusters, links, cost, clock), config)
+        links = ClusterLinks(w.clusters.nodes, clock, config.routing.link_bytes_per_s)
+        decided = Deciding(w.clusters, w.nodes, w.errors, Router(config, w.clusters, links, cost, clock), config)
         await decided.has_bandwidth()
         yield decided

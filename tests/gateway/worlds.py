@@ -14,13 +14,13 @@ import aiohttp
 import uvloop
 
 from gateway.api.openai import Endpoint
-from gateway.assembly import Gateway, running
+from gateway.assembly import RunningGateway, running
 from gateway.cluster.agent_client import AgentClient
 from gateway.cluster.registry import NODE_TIMES, NodeTimes, ServedModel
-from gateway.config.gateway import GatewayConfig, NodeConfig, Timeouts
-from gateway.prompt.prompt import Hashing, Model, Prompt, PromptMemory, read_call
+from gateway.config.gateway import GatewayConfig, NodeAddress, Timeouts
+from gateway.prompt.prompt import Hashing, Prompt, PromptMemory, PromptModel, read_call
 from gateway.request.request import Request, Timeline
-from gateway.workers.process_scope import Alone
+from gateway.workers.process_scope import SingleProcess
 from tests.gateway.layouts import LAYOUT
 from tests.gateway.scripted import ScriptedNode, Topology, topology
 from tests.prompts.builders import text_tokenizer
@@ -37,8 +37,8 @@ PATIENT = Timeouts(
 )
 
 
-def model_of(hashing: Hashing, max_model_len: int = 1 << 20) -> Model:
-    return Model(names=("scripted", "m"), max_model_len=max_model_len, hashing=hashing)
+def model_of(hashing: Hashing, max_model_len: int = 1 << 20) -> PromptModel:
+    return PromptModel(names=("scripted", "m"), max_model_len=max_model_len, hashing=hashing)
 
 
 def prompt_of(endpoint: Endpoint, hashing: Hashing, **fields: Any) -> Prompt:
@@ -97,7 +97,7 @@ async def until(holds: Callable[[], object], found: Callable[[], object] = lambd
 class World:
     """A gateway, its nodes, and a client session whose base is the gateway."""
 
-    gateway: Gateway
+    gateway: RunningGateway
     nodes: Topology
     http: aiohttp.ClientSession
 
@@ -147,7 +147,7 @@ def config_for(nodes: Topology, **fields: Any) -> GatewayConfig:
         served_model="scripted",
         threshold_tokens=100,
         timeouts=PATIENT,
-        nodes=tuple(NodeConfig(agent=node.agent_address) for node in nodes.nodes),
+        nodes=tuple(NodeAddress(agent=node.agent_address) for node in nodes.nodes),
     )
     return replace(config, **fields)
 
@@ -164,7 +164,7 @@ async def world(
     wait: bool = True,
     clock: Callable[[], float] = time.monotonic,
     read_again: Callable[[GatewayConfig], GatewayConfig] = lambda config: config,
-    seat: Alone | None = None,
+    seat: SingleProcess | None = None,
     agent_client: type[AgentClient] = AgentClient,
     node_times: NodeTimes = NODE_TIMES,
     **fields: Any,

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.cache.replay import categorised, flat_replays, prefix_replays
-from benchmarks.cache.traces import Trace, read_trace
+from benchmarks.cache.traces import RecordedTrace, read_trace
 from benchmarks.eviction.choice import COMPARED
 from benchmarks.eviction.pools import ChainPool, FlatPool
 from hybrid_cache.eviction.base import Use
@@ -17,7 +17,7 @@ GOLDEN = json.loads((FIXTURES / "golden_mooncake_synthetic.json").read_text())
 
 
 @pytest.fixture(scope="module")
-def trace() -> Trace:
+def trace() -> RecordedTrace:
     return read_trace(FIXTURES / "mooncake_synthetic.jsonl.xz")
 
 
@@ -52,7 +52,7 @@ def test_block_hits_backwards(trace, name):
     assert hits == golden["hits"][name]["5%"]
 
 
-def prefix_hits_after_warm_up(trace: Trace, hits) -> int:
+def prefix_hits_after_warm_up(trace: RecordedTrace, hits) -> int:
     half = trace.rows[-1].now / 2
     return sum(count for row, count in zip(trace.rows, hits, strict=True) if row.now >= half)
 
@@ -64,7 +64,7 @@ def test_prefix_hits_are_equal(trace, name, capacity):
     assert prefix_hits_after_warm_up(trace, counts.hits) == GOLDEN["prefix"][capacity][name][0]
 
 
-def workload_aware(trace: Trace, name: str) -> WorkloadAware:
+def workload_aware(trace: RecordedTrace, name: str) -> WorkloadAware:
     half = trace.rows[-1].now / 2
     fits = None if name.endswith("online") else fit_offline(use for use in categorised(trace) if use.now < half)
     return WorkloadAware(fits=fits, conditional="cond" in name)

@@ -20,9 +20,9 @@ from typing import Any, Final
 from msgspec import structs
 
 from gateway.cluster.agent_connection import CallConnection
-from gateway.errors import NodeError
+from gateway.errors import AgentCallFailed
 from node.control.call_server import CallServer
-from node.control.holders import Holders, checked_name
+from node.control.holders import ReservationHolders, checked_name
 from node.errors import NodeRefusal
 from node.transfer.links import spec_of
 from tests.transport.fuzz_inputs import spoil
@@ -220,7 +220,7 @@ async def asked(rng: random.Random, port: int, counts: Counter[str]) -> list[pb.
             counts["answered"] += 1
             if answer.HasField("ticket"):
                 tickets.append(answer.ticket)
-    except NodeError as error:
+    except AgentCallFailed as error:
         counts[f"failed:{error.reason}"] += 1
     except OSError:
         counts["not greeted"] += 1
@@ -243,7 +243,7 @@ async def _is_answered(port: int) -> bool:
         await asyncio.get_running_loop().create_connection(lambda: connection, "127.0.0.1", port)
         await connection.greeted
         return (await connection.ask(call, PATIENCE_S)).ticket.transfer_id == "honest"
-    except (OSError, NodeError):
+    except (OSError, AgentCallFailed):
         return False
     finally:
         connection.close()
@@ -275,7 +275,7 @@ async def fuzz(num_inputs: int, seed: int) -> Counter[str]:
         logger.addHandler(overheard)
         logger.propagate = False
     # Names of holders are told apart from what their connections are worth: nobody stays.
-    holders = Holders(loop.time)
+    holders = ReservationHolders(loop.time)
     server = CallServer(
         Room(rng), holders, handshake_s=SHORT_S, frame_s=SHORT_S, unread_s=SHORT_S, of_address=4 * CONNECTIONS
     )

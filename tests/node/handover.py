@@ -12,12 +12,12 @@ from hybrid_cache.layout.layout import KVCacheGroup, ModelLayout
 from hybrid_cache.layout.spec import FullAttention, LinearState, SlidingWindow
 from node.config import NodeConfig
 from node.control.broadcast import Broadcast
-from node.control.holders import Holders
+from node.control.holders import ReservationHolders
 from node.kvcache.arena import Arena, arena_directory, arena_path
-from node.kvcache.pages import Pages
+from node.kvcache.pages import ArenaPages
 from node.transfer.incoming import Consumer
 from node.transfer.job_replies import Reply
-from node.transfer.links import Links
+from node.transfer.links import PeerLinks
 from node.transfer.loans import Producer
 from pd_cluster.landings import DecodeLandings
 from transport.control import messages as m
@@ -63,7 +63,7 @@ class HandNode:
         clock: Callable[[], float] = time.monotonic,
         layout: ModelLayout = LAYOUT,
         content_of: ContentOf | None = None,
-        pages: type[Pages] = Pages,
+        pages: type[ArenaPages] = ArenaPages,
         **changes: Any,
     ) -> None:
         values: dict[str, Any] = {
@@ -77,7 +77,7 @@ class HandNode:
             "connections": 3,
         }
         self.config = config = NodeConfig(**(values | changes))
-        self.links = Links(config, use_shm=use_shm, rdma=rdma)
+        self.links = PeerLinks(config, use_shm=use_shm, rdma=rdma)
         self.links.start()
         self.arena = Arena(arena_path(arena_directory(tmp_path), config.node_id), config.cache_bytes)
         self.layout = layout
@@ -85,7 +85,7 @@ class HandNode:
         self.pages = pages(layout, self.arena, config, Broadcast(), clock)
         self.links.open_memory(self.pages.memory())
         self.producer = Producer(self.pages, self.links, room_timeout_s, clock)
-        self.holders = Holders(clock, grace_s=0.0)
+        self.holders = ReservationHolders(clock, grace_s=0.0)
         self.consumer = Consumer(self.pages, self.links, 0.5, clock, self.holders)
         self.landings = DecodeLandings(self.consumer)
         self.inbox: asyncio.Queue[m.AgentMessage] = asyncio.Queue()

@@ -14,7 +14,7 @@ from engine.emulated.emulated import emulated_layout
 from node import agent
 from node.config import NodeConfig
 from node.engine.liveness import Vigil
-from node.errors import EngineError, NoRoom
+from node.errors import EngineFailure, NoArenaMemory
 from tests.node.running import BLOCK, RunningNode, alone, config, refused, running_node, until
 from transport.control import messages as m
 from transport.control.proto import node_pb2 as pb
@@ -29,7 +29,7 @@ def test_an_engine_that_keeps_dying_is_given_up(tmp_path: Path) -> None:
         async with running_node(config(tmp_path, **options), wait=False) as node:
             assert (await node.describe()).state == pb.NODE_STATE_STARTING
             assert await refused(node.stub.Load(pb.LoadRequest())) == (grpc.StatusCode.UNAVAILABLE, "starting")
-            with pytest.raises(EngineError, match="died too often"):
+            with pytest.raises(EngineFailure, match="died too often"):
                 await node.agent.wait_ready(60.0)
             assert (await node.describe()).state == pb.NODE_STATE_ENGINE_DOWN
             assert node.agent.supervisor.restarts == 1
@@ -39,7 +39,7 @@ def test_an_engine_that_keeps_dying_is_given_up(tmp_path: Path) -> None:
 
 def test_an_arena_that_does_not_fit_is_named_as_the_reason(tmp_path: Path) -> None:
     async def scenario() -> None:
-        with pytest.raises(NoRoom, match=f"cache_bytes = {1 << 45}.*bytes free"):
+        with pytest.raises(NoArenaMemory, match=f"cache_bytes = {1 << 45}.*bytes free"):
             async with running_node(config(tmp_path, cache_bytes=1 << 45), wait=False):
                 pass
 

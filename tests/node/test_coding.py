@@ -12,7 +12,7 @@ from hybrid_cache.layout.layout import Elements, KVCacheGroup, ModelLayout, Rang
 from hybrid_cache.layout.spec import FullAttention, LinearState
 from node.coding import Coding, check_installed, coding_of, formats_of, runs_of
 from node.config import node_config
-from node.errors import ConfigError
+from node.errors import NodeConfigError
 from tests.node.handover import BLOCK, HandNode, run, until
 from transport.coding.choice import CodingPolicy, Compression, Quantisation
 from transport.coding.codec import Codec, zstd_module
@@ -211,7 +211,7 @@ def test_a_whole_table() -> None:
     ],
 )
 def test_what_is_wrong_is_named(table: dict[str, Any], says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
+    with pytest.raises(NodeConfigError, match=says):
         node_config(TABLE | table)
 
 

@@ -6,7 +6,7 @@ import pytest
 from node.command_line import add_node_arguments, config_from, split_engine_args
 from node.config import NodeConfig
 from node.engine.supervisor import engine_command
-from node.errors import ConfigError
+from node.errors import NodeConfigError
 
 FILE = """[node]
 node_id = "n0"
@@ -49,9 +49,9 @@ def test_types_are_those_of_the_file() -> None:
 
 
 def test_bad_values_are_named_as_in_a_file() -> None:
-    with pytest.raises(ConfigError, match="chunk_tokens = 0: must be 1 to"):
+    with pytest.raises(NodeConfigError, match="chunk_tokens = 0: must be 1 to"):
         parse("--model", "m", "--chunk-tokens", "0")
-    with pytest.raises(ConfigError, match="give a file with -c, or at least --model"):
+    with pytest.raises(NodeConfigError, match="give a file with -c, or at least --model"):
         parse()
 
 
@@ -75,11 +75,11 @@ def test_an_sglang_server_is_told_its_role() -> None:
 
 
 def test_what_an_sglang_node_cannot_do_is_said_at_once() -> None:
-    with pytest.raises(ConfigError, match="stages = 2"):
+    with pytest.raises(NodeConfigError, match="stages = 2"):
         parse("--engine", "sglang", "--model", "m", "--stages", "2")
-    with pytest.raises(ConfigError, match="certificate: engine 'sglang'"):
+    with pytest.raises(NodeConfigError, match="certificate: engine 'sglang'"):
         parse("--engine", "sglang", "--model", "m", "--certificate", "c", "--key", "k", "--authority", "a")
-    with pytest.raises(ConfigError, match="bootstrap_port = 1: only engine 'sglang'"):
+    with pytest.raises(NodeConfigError, match="bootstrap_port = 1: only engine 'sglang'"):
         parse("--model", "m", "--bootstrap-port", "1")
 
 

@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 
 from node.config import load_node_config, node_config
-from node.errors import ConfigError
+from node.errors import NodeConfigError
 from transport.path.pacing import DailyBudget
 
 TABLE: dict[str, Any] = {
@@ -54,7 +54,7 @@ def test_a_short_table_is_enough() -> None:
     ],
 )
 def test_key_value_and_what_is_allowed_are_named(change: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(NodeConfigError, match=message):
         node_config(TABLE | change)
 
 
@@ -74,7 +74,7 @@ def test_budgets_are_for_all_by_cluster_or_by_time_of_day() -> None:
 
 
 def test_missing_keys_are_named() -> None:
-    with pytest.raises(ConfigError, match="missing: cluster, cluster_kind, role, model"):
+    with pytest.raises(NodeConfigError, match="missing: cluster, cluster_kind, role, model"):
         node_config({"node_id": "n"})
 
 
@@ -96,7 +96,7 @@ def test_an_integer_serves_as_a_float() -> None:
 def test_broken_files(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "node.toml"
     path.write_text(text)
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(NodeConfigError, match=message):
         load_node_config(path)
 
 

@@ -16,7 +16,7 @@ import grpc
 import pytest
 
 from node.config import LISTENERS, NodeConfig
-from node.errors import ConfigError
+from node.errors import NodeConfigError
 from node.main import check_model
 from pd_cluster.__main__ import main
 from transport.control.proto import node_pb2 as pb
@@ -227,7 +227,7 @@ def test_a_hang_up_signal_changes_budgets_and_says_so(tmp_path: Path) -> None:
 def test_hardware_that_no_profile_knows_is_said_at_once(tmp_path: Path) -> None:
     values = {"node_id": "n", "cluster": "west", "cluster_kind": "pd", "role": "decode", "engine": "emulated"}
     missing = NodeConfig(**values, model=str(tmp_path / "h300x8.json"))
-    with pytest.raises(ConfigError, match="h300x8"):
+    with pytest.raises(NodeConfigError, match="h300x8"):
         check_model(missing)
 
 

@@ -1,13 +1,13 @@
 import pytest
 
 from node.errors import NodeRefusal
-from node.role import Standing
+from node.role import RoleState
 from pd_cluster.admission import admit, admit_leg
 from transport.control.proto import node_pb2 as pb
 
 
-def standing(role: str, *, is_converting: bool = False) -> Standing:
-    return Standing(node_id="n", role=role, is_converting=is_converting)
+def standing(role: str, *, is_converting: bool = False) -> RoleState:
+    return RoleState(node_id="n", role=role, is_converting=is_converting)
 
 
 @pytest.mark.parametrize("is_converting", [False, True])

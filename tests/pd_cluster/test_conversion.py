@@ -9,16 +9,16 @@ from hypothesis import strategies as st
 from pd_cluster.conversion import (
     TRANSITIONS,
     Command,
+    CommandOutcome,
     Conversion,
-    Drained,
+    ConversionPhase,
+    ConversionStep,
     Effect,
     Event,
-    Outcome,
-    Phase,
+    RoleDrained,
+    RoleUnfit,
     StaleCommand,
-    Step,
     Tick,
-    Unfit,
     Verified,
     step,
 )
@@ -32,8 +32,8 @@ def command(epoch: int, role: str = "decode", drain_s: float = DRAIN_S) -> Comma
     return Command(epoch=epoch, role=role, drain_timeout_s=drain_s, verify_timeout_s=VERIFY_S)
 
 
-def after(*events: tuple[Event, float], start: Conversion = AT_FIRST) -> Step:
-    last = Step(start)
+def after(*events: tuple[Event, float], start: Conversion = AT_FIRST) -> ConversionStep:
+    last = ConversionStep(start)
     for event, now in events:
         last = step(last.conversion, event, now)
     return last
@@ -41,43 +41,47 @@ def after(*events: tuple[Event, float], start: Conversion = AT_FIRST) -> Step:
 
 def test_from_one_role_to_the_other() -> None:
     draining = after((command(1), 10.0))
-    assert (draining.conversion.phase, draining.conversion.role) == (Phase.DRAINING, "prefill")
+    assert (draining.conversion.phase, draining.conversion.role) == (ConversionPhase.DRAINING, "prefill")
     assert draining.effects == (Effect.ANNOUNCE, Effect.REMEMBER, Effect.CARRY_OUT)
-    verifying = step(draining.conversion, Drained(1), 12.0)
-    assert (verifying.conversion.phase, verifying.conversion.role) == (Phase.VERIFYING, "prefill")
+    verifying = step(draining.conversion, RoleDrained(1), 12.0)
+    assert (verifying.conversion.phase, verifying.conversion.role) == (ConversionPhase.VERIFYING, "prefill")
     ended = step(verifying.conversion, Verified(1), 12.5)
     assert ended.effects == (Effect.ANNOUNCE, Effect.REMEMBER, Effect.COUNT)
     conversion = ended.conversion
-    assert (conversion.phase, conversion.role, conversion.outcome) == (Phase.STEADY, "decode", Outcome.CONVERTED)
+    assert (conversion.phase, conversion.role, conversion.outcome) == (
+        ConversionPhase.STEADY,
+        "decode",
+        CommandOutcome.CONVERTED,
+    )
     assert (conversion.drain_s, conversion.control_s) == (2.0, 0.5)
 
 
 @pytest.mark.parametrize(
     ("events", "outcome", "detail"),
     [
-        ([(Tick(), 69.9), (Tick(), 70.0)], Outcome.DRAIN_TIMEOUT, "requests still ran after 60.0 s"),
-        ([(Drained(1), 20.0), (Unfit(1, "it said 500"), 21.0)], Outcome.VERIFY_FAILED, "it said 500"),
-        ([(Drained(1), 20.0), (Tick(), 50.0)], Outcome.VERIFY_FAILED, "no answer after 30.0 s"),
-        ([(command(2, "prefill"), 20.0)], Outcome.WITHDRAWN, ""),
-        ([(Drained(1), 20.0), (command(2, "prefill"), 21.0)], Outcome.WITHDRAWN, ""),
+        ([(Tick(), 69.9), (Tick(), 70.0)], CommandOutcome.DRAIN_TIMEOUT, "requests still ran after 60.0 s"),
+        ([(RoleDrained(1), 20.0), (RoleUnfit(1, "it said 500"), 21.0)], CommandOutcome.VERIFY_FAILED, "it said 500"),
+        ([(RoleDrained(1), 20.0), (Tick(), 50.0)], CommandOutcome.VERIFY_FAILED, "no answer after 30.0 s"),
+        ([(command(2, "prefill"), 20.0)], CommandOutcome.WITHDRAWN, ""),
+        ([(RoleDrained(1), 20.0), (command(2, "prefill"), 21.0)], CommandOutcome.WITHDRAWN, ""),
     ],
 )
-def test_what_restores_the_old_role(events: list[tuple[Event, float]], outcome: Outcome, detail: str) -> None:
+def test_what_restores_the_old_role(events: list[tuple[Event, float]], outcome: CommandOutcome, detail: str) -> None:
     ended = after((command(1), 10.0), *events)
     conversion = ended.conversion
-    assert (conversion.phase, conversion.role, conversion.outcome) == (Phase.STEADY, "prefill", outcome)
+    assert (conversion.phase, conversion.role, conversion.outcome) == (ConversionPhase.STEADY, "prefill", outcome)
     assert conversion.detail == detail
     assert Effect.ANNOUNCE in ended.effects
 
 
 def test_a_role_that_it_holds_is_had_at_once() -> None:
     ended = after((command(7, "prefill"), 10.0))
-    assert (ended.conversion.outcome, ended.conversion.epoch) == (Outcome.UNCHANGED, 7)
+    assert (ended.conversion.outcome, ended.conversion.epoch) == (CommandOutcome.UNCHANGED, 7)
 
 
 @pytest.mark.parametrize("drained", [False, True])
 def test_a_newer_command_of_the_same_role_goes_on_with_what_is_under_way(drained: bool) -> None:
-    events: list[tuple[Event, float]] = [(Drained(1), 20.0)] if drained else []
+    events: list[tuple[Event, float]] = [(RoleDrained(1), 20.0)] if drained else []
     before = after((command(1), 10.0), *events).conversion
     now = step(before, command(2, drain_s=100.0), 21.0).conversion
     assert replace(now, epoch=1, deadline=before.deadline) == before
@@ -85,30 +89,30 @@ def test_a_newer_command_of_the_same_role_goes_on_with_what_is_under_way(drained
 
 
 @pytest.mark.parametrize("stale", [command(4), command(4, "prefill"), command(5, "prefill"), command(0)])
-@pytest.mark.parametrize("events", [[], [(Drained(1), 11.0)], [(Drained(1), 11.0), (Verified(1), 12.0)]])
+@pytest.mark.parametrize("events", [[], [(RoleDrained(1), 11.0)], [(RoleDrained(1), 11.0), (Verified(1), 12.0)]])
 def test_a_stale_command_is_refused_and_changes_nothing(stale: Command, events: list[tuple[Event, float]]) -> None:
     with pytest.raises(StaleCommand, match="epoch 5 wants decode"):
         after((command(5), 10.0), *events, (stale, 20.0))
 
 
-@pytest.mark.parametrize("events", [[], [(Drained(1), 11.0)], [(Drained(1), 11.0), (Unfit(1, "no"), 12.0)]])
+@pytest.mark.parametrize("events", [[], [(RoleDrained(1), 11.0)], [(RoleDrained(1), 11.0), (RoleUnfit(1, "no"), 12.0)]])
 def test_the_same_command_again_changes_nothing(events: list[tuple[Event, float]]) -> None:
     before = after((command(5), 10.0), *events).conversion
-    assert step(before, command(5), 20.0) == Step(before)
+    assert step(before, command(5), 20.0) == ConversionStep(before)
 
 
 def test_news_of_an_earlier_conversion_is_no_news() -> None:
-    again = after((command(1), 0.0), (Drained(1), 1.0), (command(2, "prefill"), 2.0), (command(3), 3.0))
-    assert again.conversion.phase is Phase.DRAINING
-    for late in (Drained(1), Verified(1), Unfit(1, "no")):
-        assert step(again.conversion, late, 4.0) == Step(again.conversion)
+    again = after((command(1), 0.0), (RoleDrained(1), 1.0), (command(2, "prefill"), 2.0), (command(3), 3.0))
+    assert again.conversion.phase is ConversionPhase.DRAINING
+    for late in (RoleDrained(1), Verified(1), RoleUnfit(1, "no")):
+        assert step(again.conversion, late, 4.0) == ConversionStep(again.conversion)
 
 
 events = st.one_of(
     st.builds(command, st.integers(0, 8), st.sampled_from(ROLES), st.sampled_from([1.0, 5.0])),
-    st.builds(Drained, st.integers(0, 4)),
+    st.builds(RoleDrained, st.integers(0, 4)),
     st.builds(Verified, st.integers(0, 4)),
-    st.builds(Unfit, st.integers(0, 4), st.just("no")),
+    st.builds(RoleUnfit, st.integers(0, 4), st.just("no")),
     st.just(Tick()),
 )
 
@@ -128,13 +132,13 @@ def test_whatever_happens(first: str, happens: list[tuple[Event, float]]) -> Non
         assert conversion.role in ROLES
         assert conversion.epoch >= before.epoch
         if conversion.role != before.role:  # the one way in which a role changes
-            assert (before.phase, type(event)) == (Phase.VERIFYING, Verified)
+            assert (before.phase, type(event)) == (ConversionPhase.VERIFYING, Verified)
             assert conversion.role == before.target == conversion.target
         if conversion.is_converting:
             assert conversion.target != conversion.role
-            assert conversion.outcome is Outcome.PENDING
+            assert conversion.outcome is CommandOutcome.PENDING
         if before.is_converting and not conversion.is_converting:
-            assert conversion.outcome not in (Outcome.PENDING, Outcome.UNCHANGED)
+            assert conversion.outcome not in (CommandOutcome.PENDING, CommandOutcome.UNCHANGED)
             assert Effect.COUNT in following.effects
         if Effect.CARRY_OUT in following.effects:
             assert conversion.attempt == before.attempt + 1
@@ -142,10 +146,10 @@ def test_whatever_happens(first: str, happens: list[tuple[Event, float]]) -> Non
     for _ in range(2):
         now += 1000.0
         conversion = step(conversion, Tick(), now).conversion
-    assert conversion.phase is Phase.STEADY
+    assert conversion.phase is ConversionPhase.STEADY
     assert conversion.role in ROLES
 
 
 def test_the_table_has_no_phase_without_a_way_out() -> None:
-    for phase in (Phase.DRAINING, Phase.VERIFYING):
+    for phase in (ConversionPhase.DRAINING, ConversionPhase.VERIFYING):
         assert {Command, Tick} <= {event for at, event in TRANSITIONS if at is phase}

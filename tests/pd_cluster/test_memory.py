@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from node.config import NodeConfig
-from pd_cluster.conversion import Conversion, Outcome, Phase
+from pd_cluster.conversion import CommandOutcome, Conversion, ConversionPhase
 from pd_cluster.memory import RoleMemory
 
 
@@ -13,7 +13,9 @@ def config(tmp_path: Path, role: str = "prefill") -> NodeConfig:
     )  # fmt: skip
 
 
-CONVERTED = Conversion(role="decode", epoch=3, target="decode", outcome=Outcome.CONVERTED, attempt=2, drain_s=1.0)
+CONVERTED = Conversion(
+    role="decode", epoch=3, target="decode", outcome=CommandOutcome.CONVERTED, attempt=2, drain_s=1.0
+)
 
 
 def test_a_node_starts_in_the_role_of_its_configuration(tmp_path: Path) -> None:
@@ -23,7 +25,7 @@ def test_a_node_starts_in_the_role_of_its_configuration(tmp_path: Path) -> None:
 def test_a_converted_node_comes_back_converted(tmp_path: Path) -> None:
     RoleMemory(config(tmp_path)).write(CONVERTED)
     again = RoleMemory(config(tmp_path)).recall()
-    assert (again.role, again.epoch, again.outcome) == ("decode", 3, Outcome.CONVERTED)
+    assert (again.role, again.epoch, again.outcome) == ("decode", 3, CommandOutcome.CONVERTED)
     assert [path.name for path in tmp_path.iterdir()] == ["n.role.json"]
 
 
@@ -34,11 +36,11 @@ def test_what_the_operator_wrote_since_counts_and_epochs_go_on(tmp_path: Path) -
 
 
 def test_who_ended_in_the_middle_comes_back_in_the_old_role(tmp_path: Path) -> None:
-    under_way = Conversion(role="prefill", epoch=5, target="decode", phase=Phase.VERIFYING, attempt=1)
+    under_way = Conversion(role="prefill", epoch=5, target="decode", phase=ConversionPhase.VERIFYING, attempt=1)
     RoleMemory(config(tmp_path)).write(under_way)
     again = RoleMemory(config(tmp_path)).recall()
-    assert (again.role, again.epoch, again.phase) == ("prefill", 5, Phase.STEADY)
-    assert (again.target, again.outcome) == ("decode", Outcome.INTERRUPTED)
+    assert (again.role, again.epoch, again.phase) == ("prefill", 5, ConversionPhase.STEADY)
+    assert (again.target, again.outcome) == ("decode", CommandOutcome.INTERRUPTED)
 
 
 @pytest.mark.parametrize(

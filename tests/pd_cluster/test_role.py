@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from node.errors import NodeRefusal
-from pd_cluster.converter import Converter
+from pd_cluster.converter import RoleConverter
 from pd_cluster.role import PD
 from tests.node.running import config
 from transport.control.proto import node_pb2 as pb
@@ -26,4 +26,4 @@ def test_a_server_that_was_started_for_one_role_keeps_it(tmp_path: Path) -> None
 
 
 def test_other_engines_take_either(tmp_path: Path) -> None:
-    assert isinstance(conversions(tmp_path), Converter)
+    assert isinstance(conversions(tmp_path), RoleConverter)

@@ -14,7 +14,7 @@ from node.config import NodeConfig
 from node.tasks import Tasks
 from node.transfer.incoming import Consumer
 from node.transfer.loans import Producer
-from pd_cluster.converter import Converter
+from pd_cluster.converter import RoleConverter
 from pd_cluster.verification import MAX_ANSWER_BYTES, VerificationFailed, verify
 from tests.node.running import config
 from transport.control import messages as m
@@ -124,7 +124,7 @@ def test_who_does_not_wait_for_the_end_is_answered_while_the_engine_is_verified(
                 await response.write(piece)
 
         async with node_with(tmp_path, when_told) as node:
-            converter = Converter(node, asyncio.get_running_loop().time, write_s=10 * PATIENCE_S)
+            converter = RoleConverter(node, asyncio.get_running_loop().time, write_s=10 * PATIENCE_S)
             for _ in range(2):
                 begun = await converter.convert(pb.ConvertRequest(epoch=1, role="prefill"))
                 assert (begun.epoch, begun.outcome) == (1, "")

@@ -6,9 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.system.agents import CONFIG, LIVE_TRIAL, Arena, contenders
-from benchmarks.system.agents_live import Requests, Row, Script, Way, bars, table, topology_of
-from planner.model.sessions import Call, Turn, trace_of
+from benchmarks.system.agents import CONFIG, LIVE_TRIAL, AgentsArena, contenders
+from benchmarks.system.agents_live import AgentsRow, Requests, Script, ServingWay, bars, table, topology_of
+from planner.model.sessions import DueTurn, Turn, trace_of
 from planner.model.site import load_site
 from planner.simulator.scenario import Targets
 from prfaas.system.standin import Scale
@@ -17,8 +17,8 @@ SCALE = Scale(time=0.2, tokens=1 / 64, bytes=0.001)
 BLOCK = 8  # 512 tokens of the model
 
 
-def call(blocks: tuple[int, ...], prompt_tokens: int, output_tokens: int = 640, agent: str = "1") -> Call:
-    return Call(0.0, 0, 0, Turn(0.0, prompt_tokens, output_tokens, blocks, agent))
+def call(blocks: tuple[int, ...], prompt_tokens: int, output_tokens: int = 640, agent: str = "1") -> DueTurn:
+    return DueTurn(0.0, 0, 0, Turn(0.0, prompt_tokens, output_tokens, blocks, agent))
 
 
 def test_equal_blocks_are_equal_tokens_and_partial_ones_their_own() -> None:
@@ -48,12 +48,12 @@ def test_a_prompt_that_goes_back_has_nothing_of_the_answer() -> None:
 
 
 @pytest.fixture(scope="module")
-def arena() -> Arena:
+def arena() -> AgentsArena:
     turns = [(float(at), Turn(0.0, 40_000, 512, tuple(range(100 * at, 100 * at + 79)))) for at in range(20)]
-    return Arena.of(load_site(CONFIG), trace_of(turns), 20)
+    return AgentsArena.of(load_site(CONFIG), trace_of(turns), 20)
 
 
-def test_every_way_can_be_started_as_it_is_simulated(arena: Arena, tmp_path: Path) -> None:
+def test_every_way_can_be_started_as_it_is_simulated(arena: AgentsArena, tmp_path: Path) -> None:
     for name, scenario in contenders(arena, LIVE_TRIAL).items():
         topology = topology_of(scenario, SCALE, tmp_path)
         pools = {pool.name: pool for pool in scenario.pools}
@@ -78,12 +78,12 @@ def test_what_was_not_answered_is_no_goodput() -> None:
     assert row.ttft_mean_s == 3.0
 
 
-def way(offloaded: float = 0.25) -> Way:
-    row = Row(
+def way(offloaded: float = 0.25) -> ServingWay:
+    row = AgentsRow(
         goodput_req_per_s=1.0, ttft_mean_s=2.0, ttft_p90_s=3.0, hit_ratio=0.7, offload_fraction=offloaded,
         egress_gb_per_session=1.5,
     )  # fmt: skip
-    return Way(
+    return ServingWay(
         name="ours", instances=(4, 5, 3), threshold_tokens=1e4, requests=9, live=row,
         simulated=replace(row, ttft_mean_s=1.9), endless_hit_ratio=0.71, routes={}, routes_simulated={}, fallbacks={},
         late_p99_s=0.0, wrong=(),

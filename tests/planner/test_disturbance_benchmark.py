@@ -5,23 +5,24 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.system.disturbances import Answered, Course, Sampled, table, turns
+from benchmarks.system.disturbances import Course, DisturbedRequest, GatewaySample, table, turns
 
 BEGIN_S, END_S, LAST_S = 20.0, 50.0, 80.0
 
 
-def sample(at_s: float, version: int, threshold_tokens: float, split: tuple[int, int] = (3, 5)) -> Sampled:
-    return Sampled(
+def sample(at_s: float, version: int, threshold_tokens: float, split: tuple[int, int] = (3, 5)) -> GatewaySample:
+    return GatewaySample(
         at_s=at_s, under_way=3, up=True, available_bytes_per_s=1e6, behind_bytes=0.0, version=version,
         threshold_tokens=threshold_tokens, num_prefill=split[0], num_decode=split[1],
     )  # fmt: skip
 
 
-def course(samples: Sequence[Sampled] = (), slow_until_s: float = 0.0) -> Course:
+def course(samples: Sequence[GatewaySample] = (), slow_until_s: float = 0.0) -> Course:
     """Two requests a second; slow from the beginning of the disturbance on."""
     moments = [each / 2 for each in range(int(2 * LAST_S))]
     answers = [
-        Answered(at_s=at_s, ttft_s=9.0 if BEGIN_S <= at_s < slow_until_s else 1.0, outcome="local") for at_s in moments
+        DisturbedRequest(at_s=at_s, ttft_s=9.0 if BEGIN_S <= at_s < slow_until_s else 1.0, outcome="local")
+        for at_s in moments
     ]
     return Course(name="x", begin_s=BEGIN_S, end_s=END_S, calm_p90_s=1.0, answers=answers, samples=samples)
 

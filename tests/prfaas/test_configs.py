@@ -9,7 +9,7 @@ from gateway.config.gateway import load as load_gateway
 from node.config import load_node_config
 from planner.model.site import load_site
 from planner.solve.plan import outline
-from planner.solve.problem import Options
+from planner.solve.problem import SolveOptions
 from prfaas.system.topology import DEFAULT_FILE, load_topology
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -36,7 +36,7 @@ def test_topology(name: str, engine: str) -> None:
 
 def test_the_live_case_study_has_the_instances_of_the_plan_that_it_names() -> None:
     site = load_site(CONFIGS / "case_study.toml")
-    plan = outline(site, Options.as_in_paper())
+    plan = outline(site, SolveOptions.as_in_paper())
     topology = load_topology(CONFIGS / "case_study_live.toml", Path(".prfaas"))
     roles = Counter((node.cluster_kind, node.role) for node in topology.nodes)
     assert roles == {

@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 
 from gateway.config.gateway import GatewayConfig, RoutingConfig, Strangers, Timeouts
-from gateway.config.gateway import NodeConfig as Agent
+from gateway.config.gateway import NodeAddress as Agent
 from gateway.config.plan import PlanConfig
 from node.config import NodeConfig
 from planner.service.config import ServiceConfig
 from planner.solve.controller import ControllerConfig
-from planner.solve.ledger import Limits
+from planner.solve.ledger import PlanLimits
 from transport.metrics import LINK_METRICS
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -47,7 +47,7 @@ def test_every_metric_of_a_link_is_explained(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "key", [field.name for part in (ServiceConfig, ControllerConfig, Limits) for field in fields(part)]
+    "key", [field.name for part in (ServiceConfig, ControllerConfig, PlanLimits) for field in fields(part)]
 )
 def test_every_key_of_a_plan_service_is_explained(key: str) -> None:
     section = rows("reference/plan.md", "The plan service's settings")

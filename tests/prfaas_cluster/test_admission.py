@@ -1,11 +1,11 @@
 import pytest
 
 from node.errors import NodeRefusal
-from node.role import Standing
+from node.role import RoleState
 from prfaas_cluster.admission import admit, admit_leg
 from transport.control.proto import node_pb2 as pb
 
-STANDING = Standing(node_id="n", role="prefill")
+STANDING = RoleState(node_id="n", role="prefill")
 
 
 def test_a_prefix_is_taken() -> None:

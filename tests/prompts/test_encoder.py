@@ -20,10 +20,10 @@ from prompts.encoder import (
     CHECKED_CHARS,
     CHECKED_EVERY,
     CHECKED_FIRST,
-    Encoder,
+    EncoderVerdict,
     Fast,
     NotEqual,
-    Verdict,
+    TextEncoder,
     fast_twin,
     identity,
     native_twin,
@@ -95,9 +95,9 @@ def plain(tokenizer: Tokenizer, text: str, add_special_tokens: bool = False) -> 
 
 
 @pytest.fixture(scope="module")
-def hastened() -> dict[str, tuple[Tokenizer, Encoder]]:
+def hastened() -> dict[str, tuple[Tokenizer, TextEncoder]]:
     pytest.importorskip("fastokens")
-    made = {kind: (make(), Encoder(make(), later=lambda check: check())) for kind, make in KINDS.items()}
+    made = {kind: (make(), TextEncoder(make(), later=lambda check: check())) for kind, make in KINDS.items()}
     for _, each in made.values():
         each.hasten()
     return made
@@ -107,7 +107,7 @@ def hastened() -> dict[str, tuple[Tokenizer, Encoder]]:
 @settings(deadline=None, max_examples=60)
 @given(text=TEXTS, add_special_tokens=st.booleans())
 def test_tokens_are_equal(
-    hastened: dict[str, tuple[Tokenizer, Encoder]], kind: str, text: str, add_special_tokens: bool
+    hastened: dict[str, tuple[Tokenizer, TextEncoder]], kind: str, text: str, add_special_tokens: bool
 ) -> None:
     tokenizer, each = hastened[kind]
     assert each.is_fast
@@ -117,7 +117,7 @@ def test_tokens_are_equal(
 
 
 def test_texts_one_after_the_other_and_long_ones_have_equal_tokens(
-    hastened: dict[str, tuple[Tokenizer, Encoder]],
+    hastened: dict[str, tuple[Tokenizer, TextEncoder]],
 ) -> None:
     tokenizer, each = hastened["qwen's split"]
     start = "the quick brown fox, 123 and the lazy dog\n" * 200
@@ -130,7 +130,7 @@ def test_texts_one_after_the_other_and_long_ones_have_equal_tokens(
     assert each.encode(text, add_special_tokens=False).tolist() == plain(tokenizer, text)
 
 
-def test_threads_do_not_disturb_each_other(hastened: dict[str, tuple[Tokenizer, Encoder]]) -> None:
+def test_threads_do_not_disturb_each_other(hastened: dict[str, tuple[Tokenizer, TextEncoder]]) -> None:
     tokenizer, each = hastened["llama"]
     texts = [f"{number} hello there, " * (1 + 40 * number) for number in range(24)]
     expected = [plain(tokenizer, text) for text in texts]
@@ -139,10 +139,10 @@ def test_threads_do_not_disturb_each_other(hastened: dict[str, tuple[Tokenizer, 
             assert found == expected
 
 
-def test_half_a_surrogate_pair_is_refused_by_both(hastened: dict[str, tuple[Tokenizer, Encoder]]) -> None:
+def test_half_a_surrogate_pair_is_refused_by_both(hastened: dict[str, tuple[Tokenizer, TextEncoder]]) -> None:
     _, each = hastened["bpe"]
     errors = []
-    for encoding in (each, Encoder(bpe())):
+    for encoding in (each, TextEncoder(bpe())):
         with pytest.raises((UnicodeError, TypeError)) as error:
             encoding.encode("a\ud800b", add_special_tokens=False)
         errors.append(error.type)
@@ -169,7 +169,7 @@ def test_what_fastokens_has_no_equal_of_stays_with_tokenizers(kind: str) -> None
             tokenizer.pre_tokenizer = pre_tokenizers.Digits()
             reason = "unequal"
     told: list[str] = []
-    each = Encoder(tokenizer)
+    each = TextEncoder(tokenizer)
     each.report_to(told.append)
     each.hasten()
     assert (each.is_fast, each.why_plain, told) == (False, reason, [reason])
@@ -179,7 +179,7 @@ def test_what_fastokens_has_no_equal_of_stays_with_tokenizers(kind: str) -> None
 
 def test_without_fastokens_tokenizers_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "fastokens", None)
-    each = Encoder(bpe())
+    each = TextEncoder(bpe())
     each.hasten()
     assert (each.is_fast, each.why_plain) == (False, "not_installed")
     with pytest.raises(NotEqual):
@@ -203,8 +203,8 @@ class Liar:
         return np.array(ids, "<u4").tobytes(), b""
 
 
-def with_a_liar(later: Callable[[Callable[[], None]], None], error: BaseException | None = None) -> Encoder:
-    each = Encoder(bpe(), later)
+def with_a_liar(later: Callable[[Callable[[], None]], None], error: BaseException | None = None) -> TextEncoder:
+    each = TextEncoder(bpe(), later)
     each.hasten(lambda tokenizer: Liar(tokenizer, error=error))
     return each
 
@@ -257,7 +257,7 @@ def test_of_a_long_text_a_part_is_compared() -> None:
             sizes.append(len(inputs[0]))
             return super().encode_batch_flat(inputs, add_special_tokens)
 
-    each = Encoder(bpe(), later=lambda check: check())
+    each = TextEncoder(bpe(), later=lambda check: check())
     each.hasten(Measured)
     each.encode("x" * 100_000, add_special_tokens=False)
     assert sizes == [100_000, CHECKED_CHARS]
@@ -284,7 +284,7 @@ def test_tokens_that_may_have_been_wrong_are_not_remembered() -> None:
     assert tokenizer.encode_rendered(text).tolist() == plain(bpe(), text)
 
 
-def with_a_twin_that_remembers(most_chars: int) -> tuple[Encoder, list[str], list[str]]:
+def with_a_twin_that_remembers(most_chars: int) -> tuple[TextEncoder, list[str], list[str]]:
     """An encoder whose twin remembers long words; the texts that the twin is given, and what is counted."""
     given: list[str] = []
     counted: list[str] = []
@@ -294,7 +294,7 @@ def with_a_twin_that_remembers(most_chars: int) -> tuple[Encoder, list[str], lis
             given.append(inputs[0])
             return super().encode_batch_flat(inputs, add_special_tokens)
 
-    each = Encoder(split_by(CL100K), lambda check: check(), most_chars)
+    each = TextEncoder(split_by(CL100K), lambda check: check(), most_chars)
     each.hasten(Remembering)
     each.report_to(counted.append)
     return each, given, counted
@@ -320,21 +320,21 @@ def test_what_another_process_has_found_out_is_not_found_out_again() -> None:
         pytest.fail("compared again")
 
     pytest.importorskip("fastokens")
-    first = Encoder(split_by(CL100K))
+    first = TextEncoder(split_by(CL100K))
     first.hasten()
     assert first.verdict is not None
-    second = Encoder(split_by(CL100K))
+    second = TextEncoder(split_by(CL100K))
     second.hasten(compared_again, known=first.verdict)
     assert (second.is_fast, second.verdict) == (True, first.verdict)
-    third = Encoder(split_by(CL100K))
+    third = TextEncoder(split_by(CL100K))
     third.hasten(compared_again, known=replace(first.verdict, why_plain="unequal"))
     assert (third.is_fast, third.why_plain) == (False, "unequal")
 
 
 def test_a_verdict_on_another_tokenizer_is_void() -> None:
     pytest.importorskip("fastokens")
-    each = Encoder(bpe())
-    each.hasten(known=Verdict(of="another", why_plain="unequal"))
+    each = TextEncoder(bpe())
+    each.hasten(known=EncoderVerdict(of="another", why_plain="unequal"))
     assert each.is_fast
     assert each.verdict is not None
     assert each.verdict.of == identity(bpe())
@@ -348,7 +348,7 @@ def test_a_twin_that_is_not_believed_any_more_is_not_freed_at_once() -> None:
             freed.append(True)
 
     freed: list[bool] = []
-    each = Encoder(bpe())
+    each = TextEncoder(bpe())
     each.hasten(Freed)
     each.distrust("differs", "in this test")
     assert not each.is_fast
@@ -365,9 +365,9 @@ def test_memory_of_long_words_is_bounded() -> None:
     """Without a bound this takes 10 bytes for each character: 640 MB."""
     pytest.importorskip("fastokens")
     program = (
-        "import random; from engine.byte_tokenizer import byte_tokenizer; from prompts.encoder import Encoder\n"
+        "import random; from engine.byte_tokenizer import byte_tokenizer; from prompts.encoder import TextEncoder\n"
         "def resident_mb(): return int(open('/proc/self/statm').read().split()[1]) * 4096 / 1e6\n"
-        "each = Encoder(byte_tokenizer(), later=lambda work: work()); each.hasten(); start_mb = resident_mb()\n"
+        "each = TextEncoder(byte_tokenizer(), later=lambda work: work()); each.hasten(); start_mb = resident_mb()\n"
         "for _ in range(1000): each.encode(random.randbytes(32_000).hex(), add_special_tokens=False)\n"
         "print(resident_mb() - start_mb)"
     )

@@ -7,8 +7,8 @@ import pytest
 
 from tests.rdma_vm.ends import End, RemoteEnd
 from tests.rdma_vm.links import mend_all, resources, swallow, unplug
-from transport.rdma.device import PROOF, Completion, QueuePair, RdmaError, address_of
-from transport.rdma.rails import Posting, Write
+from transport.rdma.device import PROOF, QueuePair, RdmaError, WorkCompletion, address_of
+from transport.rdma.rails import Posting, RailWrite
 from transport.rdma.verbs import RdmaOptions, VerbsDevice, open_devices
 
 pytestmark = [pytest.mark.rdma, pytest.mark.timeout(900)]
@@ -77,7 +77,9 @@ class Pair:
         self.far.receive()
 
     def post(self, wr_id: int, start: int, length: int, *, number: int | None = None, key: int | None = None) -> None:
-        write = Write(address_of(memoryview(self.source)) + start, address_of(memoryview(self.target)) + start, length)
+        write = RailWrite(
+            address_of(memoryview(self.source)) + start, address_of(memoryview(self.target)) + start, length
+        )
         remote = self.far_keys.remote if key is None else key
         self.near.write(Posting(wr_id, write, number is not None, number), self.keys.local, remote)
 
@@ -86,8 +88,8 @@ class Pair:
         self.far.close()
 
 
-def completion_of(queue_pair: QueuePair) -> Completion:
-    found: list[Completion] = []
+def completion_of(queue_pair: QueuePair) -> WorkCompletion:
+    found: list[WorkCompletion] = []
     wait_for(lambda: bool(found.extend(queue_pair.poll()) or found), "a completion")
     return found[0]
 
@@ -106,10 +108,10 @@ def pair() -> Iterator[Pair]:
 
 def test_the_last_write_of_a_chunk_carries_its_number(pair: Pair) -> None:
     pair.near.prove()
-    assert completion_of(pair.near) == Completion(wr_id=PROOF)
+    assert completion_of(pair.near) == WorkCompletion(wr_id=PROOF)
     pair.post(1, 0, MIB // 2)
     pair.post(2, MIB // 2, MIB // 2, number=0x01020304)
-    assert completion_of(pair.near) == Completion(wr_id=2)
+    assert completion_of(pair.near) == WorkCompletion(wr_id=2)
     assert completion_of(pair.far).number == 0x01020304
     assert pair.target == pair.source
 

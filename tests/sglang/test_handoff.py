@@ -13,10 +13,10 @@ from msgspec import structs
 torch = pytest.importorskip("torch")
 
 from engine.errors import TransferError  # noqa: E402
-from engine.sglang.agent_thread import AgentThread  # noqa: E402
+from engine.sglang.agent_thread import SglangAgentThread  # noqa: E402
 from engine.sglang.control import AgentControl  # noqa: E402
 from engine.sglang.disaggregation.buffers import PageBuffers  # noqa: E402
-from engine.sglang.disaggregation.handoff import Chunk, Landing, Sending  # noqa: E402
+from engine.sglang.disaggregation.handoff import PageChunk, ReceivingHandoff, SendingHandoff  # noqa: E402
 from engine.sglang.disaggregation.pools import Buffer, Pools, layout_of  # noqa: E402
 from tests.sglang.agents import ANSWER_S, Agent  # noqa: E402
 from transport.control.messages import TicketInfo  # noqa: E402
@@ -41,7 +41,7 @@ class Server:
         )
         pools = Pools(buffers=buffers, page_tokens=page, dtype="uint8", device="cpu")
         self.pages = PageBuffers(pools)
-        self.agent = AgentThread(
+        self.agent = SglangAgentThread(
             agent.socket, layout_of("m", pools), model_id="m", max_model_len=4096, http_url="http://127.0.0.1:1"
         )
         self.control = AgentControl(agent.control, ttl_s=ANSWER_S)
@@ -71,17 +71,17 @@ class Request:
         self.tickets: queue.Queue = queue.Queue()
         self.sent: queue.Queue[str] = queue.Queue()
         self.landed: queue.Queue[str] = queue.Queue()
-        self.landing = Landing(
+        self.landing = ReceivingHandoff(
             self.decode.agent, self.decode.pages, self.decode.control, "r", self.target, timeout_s=timeout_s,
             on_ticket=self.tickets.put, on_end=self.landed.put,
         )  # fmt: skip
 
-    def send(self, *ends: int) -> Sending:
+    def send(self, *ends: int) -> SendingHandoff:
         """Chunks up to these numbers of pages, all of them as far as they are named."""
         ticket = self.tickets.get(timeout=ANSWER_S)
-        sending = Sending(self.prefill.agent, self.prefill.pages, "r", ticket, self.sent.put)
+        sending = SendingHandoff(self.prefill.agent, self.prefill.pages, "r", ticket, self.sent.put)
         for first, end in itertools.pairwise((0, *ends)):
-            sending.put(Chunk(first, self.source[first:end], end == len(self.source)))
+            sending.put(PageChunk(first, self.source[first:end], end == len(self.source)))
         return sending
 
     def is_equal(self) -> bool:
@@ -257,7 +257,7 @@ def test_a_landing_that_is_given_up_while_it_is_reserved_tells_nobody_its_ticket
             later=loop.call_soon_threadsafe, layout=SimpleNamespace(block_size=1),
             link=SimpleNamespace(claim_landing=lambda *_: job),
         )  # fmt: skip
-        landing = Landing(
+        landing = ReceivingHandoff(
             agent, [], Control(), "r", np.zeros(1, np.int32), timeout_s=1.0, on_ticket=told.append, on_end=ended.append
         )
         async with asyncio.timeout(5.0):

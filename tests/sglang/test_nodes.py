@@ -22,7 +22,7 @@ pytest.importorskip("sglang")
 
 from engine.torch.tiny import build_model
 from gateway.cluster.agent_client import AgentClient
-from gateway.errors import NodeError
+from gateway.errors import AgentCallFailed
 from node.engine.liveness import has_ended
 from node.engine.shm_cleanup import SHARED
 from node.process.children import members
@@ -268,7 +268,7 @@ def test_a_role_is_not_changed(bench):
     async def scenario():
         agent = AgentClient(bench.node("decode0").agent_address, SOON_S)
         try:
-            with pytest.raises(NodeError, match="started for one role"):
+            with pytest.raises(AgentCallFailed, match="started for one role"):
                 await agent.convert(1, "prefill")
         finally:
             await agent.close()

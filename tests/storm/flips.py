@@ -25,8 +25,8 @@ import numpy as np
 
 from engine.emulated.emulated import emulated_tokens
 from engine.torch.tiny import build_model
-from gateway.cluster.agent_client import AgentClient, Conversion, NodeInfo
-from planner.decisions.conversions import Standing, why_not
+from gateway.cluster.agent_client import AgentClient, ConversionStatus, NodeInfo
+from planner.decisions.conversions import NodeStanding, why_not
 from planner.decisions.views import ClusterKind, Role
 from prfaas.demo.client import RequestFailed, complete
 from prfaas.demo.replay import ReplayRequest, TraceRow, read_rows, scaled
@@ -143,7 +143,7 @@ class Flip:
 
     node: str
     wanted: Role
-    conversion: Conversion
+    conversion: ConversionStatus
     held_tokens: int
     found_tokens: int
 
@@ -198,8 +198,8 @@ class Commander:
         return (await complete(self._session, info.engine_url, body, "probe")).cached_tokens
 
 
-def _standing(info: NodeInfo) -> Standing:
-    return Standing(
+def _standing(info: NodeInfo) -> NodeStanding:
+    return NodeStanding(
         node_id=info.node_id,
         cluster=info.cluster,
         kind=ClusterKind(info.cluster_kind),

@@ -23,11 +23,11 @@ from tests.transport.fuzz_inputs import SECRET, SEGMENT, SEGMENT_BYTES, SIZES, a
 from tests.transport.fuzz_outlet import RealOutlets
 from transport.errors import TransportError
 from transport.receive.landings import Landings
-from transport.receive.segments import Segment
-from transport.send.lanes import LaneScheduler, Transfer
+from transport.receive.segments import RemoteSegment
+from transport.send.lanes import LaneScheduler, LaneTransfer
 from transport.wire import frames
 from transport.wire.checksum import Integrity
-from transport.wire.connection import Connection, Role, State
+from transport.wire.connection import Connection, ConnectionRole, ProtocolState
 from transport.wire.encoding import encode
 from transport.wire.frames import HEADER, Abort, Chunk, CodedChunk, Frame, Open
 from transport.wire.manifest import Manifest, Outbox
@@ -45,7 +45,7 @@ class End:
     """One end of a connection, with whatever stands behind it."""
 
     def __init__(self, rng: random.Random) -> None:
-        self.role = rng.choice(list(Role))
+        self.role = rng.choice(list(ConnectionRole))
         self.sealed = rng.random() < 0.3
         self.connection = self._connection(self.role, b"n" * 16)
         self.greeted = rng.random() < 0.75
@@ -53,16 +53,16 @@ class End:
             self._greet()
         self.landings = Landings()
         self.landings.connected(1)
-        self.landings.segments.register(SEGMENT, Segment(SEGMENT_MEMORY, SECRET, readable=True))
+        self.landings.segments.register(SEGMENT, RemoteSegment(SEGMENT_MEMORY, SECRET, readable=True))
         self.landings.expect("t", SECRET, SIZES, _memory, on_done=None, deadline=1e9)
         self.scheduler = LaneScheduler(chunk_bytes=1 << 16)
         self.scheduler.lane_up(1)
-        self.transfer = Transfer(slot=0, transfer_id="t", secret=SECRET, outbox=Outbox(Manifest(SIZES)))
+        self.transfer = LaneTransfer(slot=0, transfer_id="t", secret=SECRET, outbox=Outbox(Manifest(SIZES)))
         self.scheduler.add(self.transfer)
         self.scheduler.ready(self.transfer, [0, 1, 2])
         self.sink = memoryview(bytearray(1 << 17))
 
-    def _connection(self, role: Role, nonce: bytes) -> Connection:
+    def _connection(self, role: ConnectionRole, nonce: bytes) -> Connection:
         return Connection(
             role,
             integrity=Integrity.AEAD if self.sealed else Integrity.CHECKSUM,
@@ -74,7 +74,9 @@ class End:
         )
 
     def _greet(self) -> None:
-        peer = self._connection(Role.RECEIVER if self.role is Role.SENDER else Role.SENDER, b"m" * 16)
+        peer = self._connection(
+            ConnectionRole.RECEIVER if self.role is ConnectionRole.SENDER else ConnectionRole.SENDER, b"m" * 16
+        )
         self.peer = peer
         for _ in range(2):
             for here, there in ((peer, self.connection), (self.connection, peer)):
@@ -82,7 +84,7 @@ class End:
                     there.receive_data(data, 0.0)
                     while there.next_event() is not None:
                         pass
-        assert self.connection.state is State.OPEN
+        assert self.connection.state is ProtocolState.OPEN
 
     @property
     def next_number(self) -> int:
@@ -106,7 +108,7 @@ class End:
         return taken
 
     def _act_on(self, frame: Frame) -> None:
-        if self.role is Role.SENDER:
+        if self.role is ConnectionRole.SENDER:
             self.scheduler.on_frame(1, frame)
             self.scheduler.next_batch(1)
             return
@@ -154,7 +156,7 @@ def any_input(rng: random.Random, end: End) -> bytes:
 def _sealed(rng: random.Random, end: End, data: bytes) -> bytes:
     """As a peer with the keys would say it."""
     peer = end.peer
-    if peer.state is not State.OPEN:
+    if peer.state is not ProtocolState.OPEN:
         return data
     peer.frames_sent = end.next_number
     try:
@@ -198,7 +200,7 @@ def _fuzz(num_inputs: int, seed: int, inlets: RealInlets, outlets: RealOutlets) 
     taken, slowest_s, refused, end = 0, 0.0, Counter[str](), End(rng)
     at_first = 0
     for number in range(num_inputs):
-        if number % INPUTS_PER_END == 0 or end.connection.state is State.CLOSED:
+        if number % INPUTS_PER_END == 0 or end.connection.state is ProtocolState.CLOSED:
             end = End(rng)
         if number == WARM_INPUTS:
             at_first = _peak_bytes()

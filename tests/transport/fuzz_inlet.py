@@ -17,7 +17,7 @@ from typing import Final
 
 from tests.transport.fuzz_inputs import SECRET, SEGMENT, SEGMENT_BYTES, SIZES, any_frame, spoil
 from tests.transport.raw_sender import RawSender
-from transport.coding.codec import Codec, Encoder, Part, decodable
+from transport.coding.codec import ChunkEncoder, ChunkPart, Codec, decodable
 from transport.coding.elements import Run
 from transport.errors import LocalProtocolError
 from transport.rdma.device import RdmaDevices
@@ -25,7 +25,7 @@ from transport.rdma.loopback import LoopbackFabric
 from transport.receive.options import ServerOptions
 from transport.receive.server import TransferServer
 from transport.wire.checksum import DIGEST_BYTES, Integrity, digest, transfer_seed
-from transport.wire.connection import Role
+from transport.wire.connection import ConnectionRole
 from transport.wire.frames import AskRails, Chunk, CodedChunk
 from transport.wire.identity import Identity
 from transport.wire.seal import TAG_BYTES, chunk_seal
@@ -41,7 +41,7 @@ LOG: Final = logging.getLogger("transport")
 class Stranger(RawSender):
     """One that has been greeted; what it is about to say is for a receiver."""
 
-    role = Role.RECEIVER
+    role = ConnectionRole.RECEIVER
 
 
 class RealInlets:
@@ -57,7 +57,7 @@ class RealInlets:
         self._servers = [self._server(integrity) for integrity in (Integrity.CHECKSUM, Integrity.AEAD)]
         self._stranger: Stranger | None = None
         self._inputs_left = 0
-        self._encoder = Encoder()
+        self._encoder = ChunkEncoder()
 
     def _server(self, integrity: Integrity) -> TransferServer:
         options = ServerOptions(
@@ -183,7 +183,7 @@ class RealInlets:
         """What the decoder gets to see: its checksum, or seal, will be right."""
         codec = self._rng.choice((Codec.INT8, Codec.FP8, Codec.ZSTD, Codec.INT8 | Codec.ZSTD))
         out = memoryview(bytearray(len(plain)))
-        made = self._encoder.encode([Part(plain, Run(len(plain), "bfloat16", 64), codec, "")], out)
+        made = self._encoder.encode([ChunkPart(plain, Run(len(plain), "bfloat16", 64), codec, "")], out)
         coded = spoil(self._rng, bytearray(out[: made[0]])) if made is not None else bytearray()
         return memoryview(bytes(coded)) if 0 < len(coded) < len(plain) else None
 

@@ -6,7 +6,7 @@ from typing import Any, Final, Protocol
 
 from transport.receive.segments import read_id, write_id
 from transport.wire import frames
-from transport.wire.connection import TRANSITIONS, Connection, Role
+from transport.wire.connection import TRANSITIONS, Connection, ConnectionRole
 from transport.wire.encoding import shapes
 from transport.wire.frames import Chunk, CodedChunk, Frame, Open, Shape
 from transport.wire.manifest import Manifest, proof_of
@@ -28,7 +28,7 @@ class Listening(Protocol):
     """The end that is spoken to."""
 
     @property
-    def role(self) -> Role: ...
+    def role(self) -> ConnectionRole: ...
 
     @property
     def connection(self) -> Connection:

@@ -19,7 +19,7 @@ from tests.transport.helpers import PATIENCE_S
 from tests.transport.rdma.worlds import PinnedMemory
 from transport.coding.codec import Codec, decodable
 from transport.errors import TransportError
-from transport.rdma.device import RECEIVE_DEPTH, QueuePair, QueuePairEnd, RdmaDevices, RdmaError, Region
+from transport.rdma.device import RECEIVE_DEPTH, MemoryRegion, QueuePair, QueuePairEnd, RdmaDevices, RdmaError
 from transport.rdma.loopback import LoopbackFabric
 from transport.rdma.topology import format_nics
 from transport.receive.options import ServerOptions
@@ -27,7 +27,7 @@ from transport.receive.server import TransferServer
 from transport.send.client import ClientOptions, Push, TransferClient
 from transport.send.spec import TransferSpec, Via
 from transport.wire.checksum import Integrity
-from transport.wire.connection import Connection, Role, State
+from transport.wire.connection import Connection, ConnectionRole, ProtocolState
 from transport.wire.frames import (
     Accept,
     Ack,
@@ -56,9 +56,9 @@ LOG: Final = logging.getLogger("transport")
 class StrangeReceiver:
     """One connection of a sender, greeted; what is about to be said is for that sender."""
 
-    role = Role.SENDER
+    role = ConnectionRole.SENDER
 
-    def __init__(self, sock: socket.socket, rng: random.Random, far: RdmaDevices, granted: Region) -> None:
+    def __init__(self, sock: socket.socket, rng: random.Random, far: RdmaDevices, granted: MemoryRegion) -> None:
         self.sock = sock
         sock.settimeout(PATIENCE_S)
         self.offers: list[RailOffer] = []
@@ -67,14 +67,14 @@ class StrangeReceiver:
         self._rng, self._far, self._granted = rng, far, granted
         self._sink = memoryview(bytearray(1 << 17))
         self.connection = Connection(
-            Role.RECEIVER,
+            ConnectionRole.RECEIVER,
             integrity=Integrity.CHECKSUM,
             nonce=rng.randbytes(16),
             now=0.0,
             max_chunk_bytes=rng.choice(CHUNK_LIMITS),
             codecs=rng.choice((Codec.RAW, Codec.RAW, decodable(lossy=True), decodable(lossy=True), 255)),
         )
-        while self.connection.state is State.GREETING:
+        while self.connection.state is ProtocolState.GREETING:
             self._take(self.sock.recv(1 << 16))
         self.sock.sendall(self.connection.data_to_send())
 

@@ -7,7 +7,7 @@ from tests.transport.helpers import PATIENCE_S, SECRET
 from transport.errors import ConnectionRefused
 from transport.path.tcp import parse_address
 from transport.wire.checksum import Integrity
-from transport.wire.connection import Connection, Role
+from transport.wire.connection import Connection, ConnectionRole
 from transport.wire.frames import Accept, Chunk, CodedChunk, Frame, Open, Pong, Refuse, Welcome
 from transport.wire.manifest import Manifest, proof_of
 from transport.wire.session import Session
@@ -24,7 +24,7 @@ class RawSender:
         self.sock = sock
         sock.settimeout(PATIENCE_S)
         self.connection = Connection(
-            Role.SENDER,
+            ConnectionRole.SENDER,
             integrity=Integrity.CHECKSUM if session is None else Integrity.AEAD,
             nonce=b"n" * 16,
             now=0.0,

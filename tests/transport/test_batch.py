@@ -12,7 +12,7 @@ from transport.control.certificates import Authority
 from transport.errors import LocalProtocolError
 from transport.receive.landings import Landings
 from transport.receive.options import ServerOptions
-from transport.receive.segments import ReadRequest, Segment, read_id
+from transport.receive.segments import ReadRequest, RemoteSegment, read_id
 from transport.receive.server import TransferServer
 from transport.send.client import ClientOptions
 from transport.wire.checksum import Integrity
@@ -194,7 +194,7 @@ def test_unregistering_ends_reads_and_waits_for_them() -> None:
 
 def test_a_read_that_was_granted_before_its_segment_went_is_not_served_after() -> None:
     with BatchEngine() as engine:
-        segment = Segment(memoryview(bytearray(10)), b"secret", readable=True)
+        segment = RemoteSegment(memoryview(bytearray(10)), b"secret", readable=True)
         request = ReadRequest("kv", segment, "reply:kv:1", b"secret", "127.0.0.1:1", (segment.view,))
         engine.register_memory("kv", memoryview(bytearray(10)), remote_read=True)  # the name is not the segment
         engine.serve(request)
@@ -220,7 +220,7 @@ def test_unregistering_waits_for_the_writes_under_way() -> None:
 def test_reads_not_taken_up_yet_go_with_their_segment() -> None:
     landings = Landings()
     landings.connected(1)
-    landings.segments.register("kv", Segment(memoryview(bytearray(100)), b"secret", readable=True))
+    landings.segments.register("kv", RemoteSegment(memoryview(bytearray(100)), b"secret", readable=True))
     manifest, transcript = Manifest([10]), b"n" * 32
     asked = read_id("kv", "1", "host:7")
     request = Open(
@@ -235,7 +235,7 @@ def test_reads_not_taken_up_yet_go_with_their_segment() -> None:
 
 def test_a_request_that_is_repeated_is_served_once() -> None:
     landings = Landings()
-    landings.segments.register("kv", Segment(memoryview(bytearray(100)), b"secret", readable=True))
+    landings.segments.register("kv", RemoteSegment(memoryview(bytearray(100)), b"secret", readable=True))
     manifest, transcript = Manifest([10, 20]), b"n" * 32
     asked = read_id("kv", "1", "host:7")
     request = Open(

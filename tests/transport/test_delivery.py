@@ -11,7 +11,7 @@ from tests.transport.proxy import Proxy
 from tests.transport.raw_sender import RawSender
 from transport.errors import LocalProtocolError
 from transport.path.tcp import TcpOptions, parse_address
-from transport.receive.inlet import Inlet
+from transport.receive.inlet import ReceiverThread
 from transport.receive.landing import LandingResult
 from transport.receive.options import Limits, ServerOptions
 from transport.receive.server import TransferServer
@@ -357,14 +357,14 @@ def test_an_id_is_expected_once() -> None:
 
 
 def test_a_listener_survives_a_connection_that_gets_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    start, calls = Inlet.start, iter(range(1000))
+    start, calls = ReceiverThread.start, iter(range(1000))
 
-    def failing_first(inlet: Inlet) -> None:
+    def failing_first(inlet: ReceiverThread) -> None:
         if next(calls) < 2:
             raise RuntimeError("can't start new thread")
         start(inlet)
 
-    monkeypatch.setattr(Inlet, "start", failing_first)
+    monkeypatch.setattr(ReceiverThread, "start", failing_first)
     with TransferServer() as server, client_of(1) as client:
         assert all(result is not None and result.ok for result in deliver(server, client, MIXED).wait())
         assert server.counters["internal_errors"] == 2

@@ -19,7 +19,7 @@ from transport.receive.options import ServerOptions
 from transport.receive.server import TransferServer
 from transport.send.client import ClientOptions, TransferClient
 from transport.send.spec import TransferSpec
-from transport.wire.connection import Connection, Role
+from transport.wire.connection import Connection, ConnectionRole
 
 MB = 1 << 20
 SIZES = [MB] * 24
@@ -167,7 +167,9 @@ def test_half_open_connections_are_given_up_and_the_rest_goes_over_new_ones() ->
 
 
 def test_peers_that_connect_and_stop_speaking_are_dropped() -> None:
-    hello = Connection(Role.SENDER, integrity="xxh3", nonce=b"n" * 16, now=0.0, max_chunk_bytes=MB).data_to_send()
+    hello = Connection(
+        ConnectionRole.SENDER, integrity="xxh3", nonce=b"n" * 16, now=0.0, max_chunk_bytes=MB
+    ).data_to_send()
     with TransferServer(options=ServerOptions(tcp=TcpOptions(dead_after_s=0.5))) as server:
         socks = [socket.create_connection(parse_address(server.address)) for _ in range(40)]
         try:

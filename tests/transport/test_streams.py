@@ -17,7 +17,7 @@ from transport.receive.server import TransferServer
 from transport.send.client import ClientOptions, TransferClient
 from transport.send.spec import TransferSpec, Via
 from transport.wire.checksum import Integrity
-from transport.wire.connection import Connection, Role
+from transport.wire.connection import Connection, ConnectionRole
 from transport.wire.encoding import encode
 from transport.wire.frames import (
     Abort,
@@ -115,7 +115,7 @@ class Receiver:
         self.sock = sock
         sock.settimeout(PATIENCE_S)
         self.connection = Connection(
-            Role.RECEIVER, integrity=Integrity.CHECKSUM, nonce=b"r" * 16, now=0.0, max_chunk_bytes=1 << 16
+            ConnectionRole.RECEIVER, integrity=Integrity.CHECKSUM, nonce=b"r" * 16, now=0.0, max_chunk_bytes=1 << 16
         )
         assert isinstance(self._hear(), Hello)
         self.sock.sendall(self.connection.data_to_send())

@@ -19,12 +19,12 @@ from node.agent import NodeAgent
 from node.config import NodeConfig
 from node.engine.socket import EngineSocket
 from node.grpc_service import NodeService, serve
-from node.kvcache.pages import Pages
+from node.kvcache.pages import ArenaPages
 from node.kvcache.ssd_tier import SsdWaits
 from pd_cluster.role import PD
 
 
-class FromDisk(Pages):
+class FromDisk(ArenaPages):
     """Pages of a node whose prefills take for ever, as far as its disk knows."""
 
     def __init__(self, *parts: Any) -> None:
@@ -35,7 +35,7 @@ class FromDisk(Pages):
 
 
 async def main(settings: dict) -> None:
-    pages = FromDisk if settings.pop("always_from_disk", False) else Pages
+    pages = FromDisk if settings.pop("always_from_disk", False) else ArenaPages
     socket = Path(settings.pop("socket"))
     config = NodeConfig(**settings)
     agent = NodeAgent(config, PD, time.monotonic, pages=pages)

@@ -10,7 +10,7 @@ import pytest
 from gateway.api.dialects.translation import call_in
 from gateway.api.openai import Endpoint
 from gateway.errors import BadRequest
-from gateway.prompt.prompt import Hashing, Model, PromptMemory, tokens_of_prompt
+from gateway.prompt.prompt import Hashing, PromptMemory, PromptModel, tokens_of_prompt
 from prompts.conversations import Conversations
 from prompts.tokenizer import TextTokenizer
 from tests.vllm.chats import HISTORIES, MAX_MODEL_LEN, TEMPLATES, TOOLS, VllmReader, bodies, save_model
@@ -22,7 +22,7 @@ pytestmark = [
     pytest.mark.dimensions(start="chats"),
     pytest.mark.filterwarnings("ignore"),  # what vLLM's import warns of is not ours to mend
 ]
-MODEL = Model(names=("m",), max_model_len=MAX_MODEL_LEN, hashing=Hashing(16, b""))
+MODEL = PromptModel(names=("m",), max_model_len=MAX_MODEL_LEN, hashing=Hashing(16, b""))
 REFUSED_HERE = {"tools: no type"}  # as OpenAI does
 LEAST_TEMPLATES, LEAST_CHATS = 12, 500
 DRAWN = 60  # by chance, for each template

@@ -99,11 +99,11 @@ def test_a_scheduler_hears_what_its_workers_have_and_not_from_its_configuration(
 
 def test_what_stages_keep_is_put_together():
     from engine.vllm.connector import Cached, all_cached
-    from engine.vllm.layout import CacheLayer, Kind
+    from engine.vllm.layout import CacheLayer, LayerKind
     from hybrid_cache.errors import LayoutError
 
     first, second = (
-        CacheLayer(name=name, table=0, kind=Kind.FULL, block_tokens=16, part_bytes=64, parts=1) for name in "ab"
+        CacheLayer(name=name, table=0, kind=LayerKind.FULL, block_tokens=16, part_bytes=64, parts=1) for name in "ab"
     )
     stages = [Cached((first,), ("conv",), ("cpu amx",), {"a": "1"}), Cached((second,), (), ("cpu amx",), {})]
     assert all_cached(stages) == Cached((first, second), ("conv",), ("cpu amx",), {"a": "1"})

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from gateway.cluster.registry import salt_of
-from gateway.prompt.media_render import Seen, seen_in
+from gateway.prompt.media_render import RenderedMedia, seen_in
 from hybrid_cache.cache.events import Medium
 from hybrid_cache.hashing.block_hash import block_hashes
 from hybrid_cache.layout.layout import ModelLayout
@@ -108,7 +108,7 @@ async def travelled(bench: Bench, asked: dict[str, Any]) -> dict[str, Any]:
     return record
 
 
-async def seen(bench: Bench, asked: dict[str, Any], number: int) -> Seen:
+async def seen(bench: Bench, asked: dict[str, Any], number: int) -> RenderedMedia:
     body = asked | {"mm_payload": "none"}
     async with bench.session.post(f"{bench.node('decode0').engine_url}{CHAT}/render", json=body) as answer:
         found = seen_in(await answer.read(), number)

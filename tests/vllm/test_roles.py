@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from gateway.cluster.agent_client import AgentClient, Conversion
+from gateway.cluster.agent_client import AgentClient, ConversionStatus
 from prfaas.demo.client import complete
 from tests.e2e.harness import Bench
 from tests.vllm.cases import build
@@ -49,7 +49,7 @@ def bench(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Be
         yield running
 
 
-async def convert(bench: Bench, name: str, role: str) -> Conversion:
+async def convert(bench: Bench, name: str, role: str) -> ConversionStatus:
     """Of one node, to its end."""
     agent = AgentClient(bench.node(name).agent_address, 30.0)
     try:

@@ -17,7 +17,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Final
 
-from transport.coding.codec import Codec, Share
+from transport.coding.codec import Codec, CodedPart
 from transport.coding.elements import Run
 
 # The link is the bottleneck when what is ready to leave needs this long, and no more when it needs less than the other.
@@ -181,7 +181,7 @@ class CodecAccounts:
     def cpu_s(self) -> float:
         return sum(use.cpu_s for use in list(self.uses.values()))
 
-    def add(self, shares: Iterable[Share], cpu_s: float) -> None:
+    def add(self, shares: Iterable[CodedPart], cpu_s: float) -> None:
         """Processor time is shared out by plain bytes."""
         shares = list(shares)
         total = sum(share.plain_bytes for share in shares) or 1
@@ -217,7 +217,7 @@ class Chooser:
             self._present[label] = choices[0]
         return self._present[label]
 
-    def on_coded(self, asked: Mapping[str, Codec], shares: Iterable[Share], cpu_s: float, now: float) -> None:
+    def on_coded(self, asked: Mapping[str, Codec], shares: Iterable[CodedPart], cpu_s: float, now: float) -> None:
         """A chunk was coded in `cpu_s`; `asked` says with what. Where that gained nothing, the share says RAW."""
         shares = list(shares)
         self.accounts.add(shares, cpu_s)

@@ -21,7 +21,7 @@ import numpy as np
 import xxhash
 
 from transport.coding.elements import ITEM_BYTES, MAX_VECTOR, Bytes, Run, shuffle, unshuffle
-from transport.coding.quantise import Kind, dequantise, quantise
+from transport.coding.quantise import QuantisedType, dequantise, quantise
 from transport.wire.manifest import cut
 
 BLOCK: Final = struct.Struct("<BBHIIQ")
@@ -52,7 +52,7 @@ class Codec(IntFlag):
 
 
 LOSSY: Final = Codec.INT8 | Codec.FP8
-_KINDS: Final = {Codec.INT8: Kind.INT8, Codec.FP8: Kind.FP8}
+_KINDS: Final = {Codec.INT8: QuantisedType.INT8, Codec.FP8: QuantisedType.FP8}
 MAKEABLE: Final = frozenset(quantised | zstd for quantised in (Codec.RAW, *_KINDS) for zstd in (Codec.RAW, Codec.ZSTD))
 
 
@@ -77,7 +77,7 @@ def decodable(*, lossy: bool) -> Codec:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ChunkPart:
     """Some bytes of a chunk, all of one kind: `plain` belongs to `run` and is to be coded with `codec`."""
 
     plain: memoryview
@@ -87,7 +87,7 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class CodedPart:
     """What a codec made of some bytes."""
 
     label: str
@@ -96,14 +96,14 @@ class Share:
     coded_bytes: int
 
 
-class Encoder:
+class ChunkEncoder:
     """Makes chunks smaller; belongs to one thread at a time."""
 
     def __init__(self) -> None:
         zstd = zstd_module()
         self._zstd = zstd.ZstdCompressor(level=ZSTD_LEVEL, write_checksum=False) if zstd is not None else None
 
-    def encode(self, parts: Iterable[Part], out: memoryview) -> tuple[int, tuple[Share, ...]] | None:
+    def encode(self, parts: Iterable[ChunkPart], out: memoryview) -> tuple[int, tuple[CodedPart, ...]] | None:
         """Writes a coded chunk; returns its size and who used what. None when it does not fit into `out`."""
         rows = merged(parts)
         if len(rows) > MAX_BLOCKS:
@@ -119,11 +119,11 @@ class Encoder:
             vector = part.run.vector if codec.lossy else 0
             BLOCK.pack_into(out, at, codec, dtype, vector, len(plain), len(coded), digest)
             out[at + BLOCK.size : stop] = coded
-            shares.append(Share(part.label, codec, len(plain), stop - at))
+            shares.append(CodedPart(part.label, codec, len(plain), stop - at))
             at = stop
         return at, tuple(shares)
 
-    def _block(self, part: Part) -> tuple[Codec, memoryview]:
+    def _block(self, part: ChunkPart) -> tuple[Codec, memoryview]:
         plain, run, codec = part.plain, part.run, part.codec
         if len(plain) < MIN_BLOCK_BYTES:
             return Codec.RAW, plain
@@ -140,24 +140,27 @@ class Encoder:
         return made, plain if data is None else memoryview(data.data)
 
 
-def parts_of(run: Run, views: Sequence[memoryview], skip: int, codec: Codec, label: str) -> list[Part]:
+def parts_of(run: Run, views: Sequence[memoryview], skip: int, codec: Codec, label: str) -> list[ChunkPart]:
     """Bytes of a run, after its first `skip`, as parts: whole vectors are quantised, what is cut at either end is not."""
     lossless = codec & ~LOSSY
     if not codec.lossy or not run.vector_bytes:
-        return [Part(view, run, lossless, label) for view in views]
+        return [ChunkPart(view, run, lossless, label) for view in views]
     size = sum(len(view) for view in views)
     head = min(-skip % run.vector_bytes, size)
     body = (size - head) // run.vector_bytes * run.vector_bytes
     # Pages may end in the middle of a vector: cut by vectors first, by memory second.
     pieces = ((0, head, lossless), (head, body, codec), (head + body, size - head - body, lossless))
     return [
-        Part(view, run, how, label) for start, length, how in pieces if length for view in cut(views, start, length)
+        ChunkPart(view, run, how, label)
+        for start, length, how in pieces
+        if length
+        for view in cut(views, start, length)
     ]
 
 
-def merged(parts: Iterable[Part]) -> list[Part]:
+def merged(parts: Iterable[ChunkPart]) -> list[ChunkPart]:
     """Neighbours of one kind become one part, so that blocks are few and vectors whole."""
-    rows: list[list[Part]] = []
+    rows: list[list[ChunkPart]] = []
     for part in parts:
         if rows and _alike(rows[-1][-1], part):
             rows[-1].append(part)
@@ -166,17 +169,17 @@ def merged(parts: Iterable[Part]) -> list[Part]:
     return [row[0] if len(row) == 1 else _joined(row) for row in rows]
 
 
-def _alike(one: Part, other: Part) -> bool:
+def _alike(one: ChunkPart, other: ChunkPart) -> bool:
     same_run = (one.run.dtype, one.run.vector) == (other.run.dtype, other.run.vector)
     return same_run and one.codec == other.codec and one.label == other.label
 
 
-def _joined(row: Sequence[Part]) -> Part:
+def _joined(row: Sequence[ChunkPart]) -> ChunkPart:
     joined = memoryview(b"".join(part.plain for part in row))
-    return Part(joined, row[0].run, row[0].codec, row[0].label)
+    return ChunkPart(joined, row[0].run, row[0].codec, row[0].label)
 
 
-class Decoder:
+class ChunkDecoder:
     """Takes coded chunks apart; belongs to one thread at a time. `allowed` is the mask that the peer was told."""
 
     def __init__(self, allowed: Codec) -> None:
@@ -184,9 +187,9 @@ class Decoder:
         zstd = zstd_module()
         self._zstd = zstd.ZstdDecompressor(max_window_size=_MAX_WINDOW_BYTES) if zstd is not None else None
 
-    def decode(self, coded: memoryview, into: memoryview) -> tuple[Share, ...]:
+    def decode(self, coded: memoryview, into: memoryview) -> tuple[CodedPart, ...]:
         """Fills `into`, which is exactly as long as the chunk; returns which codecs it took. Raises CodecError."""
-        shares: list[Share] = []
+        shares: list[CodedPart] = []
         at = filled = 0
         while at < len(coded):
             if len(coded) - at < BLOCK.size or len(shares) == MAX_BLOCKS:
@@ -200,7 +203,7 @@ class Decoder:
             self._decode_block(codec, _DTYPES[dtype], vector, coded[at : at + coded_bytes], target)
             if not codec.lossy and xxhash.xxh3_64_intdigest(target) != digest:
                 raise CodecError("what was decoded is not what was coded")
-            shares.append(Share("", codec, plain_bytes, BLOCK.size + coded_bytes))
+            shares.append(CodedPart("", codec, plain_bytes, BLOCK.size + coded_bytes))
             at, filled = at + coded_bytes, filled + plain_bytes
         if filled != len(into):
             raise CodecError(f"{filled} of {len(into)} bytes")

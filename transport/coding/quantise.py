@@ -27,12 +27,12 @@ LARGEST: Final = 1e37  # beyond it the way back could overflow
 _TILE_VALUES: Final = 1 << 16  # float32 copies of this many stay in the cache of a core
 
 
-class Kind(StrEnum):
+class QuantisedType(StrEnum):
     INT8 = "int8"
     FP8 = "fp8"
 
 
-def quantise(raw: Bytes, dtype: str, vector: int, kind: Kind) -> Bytes | None:
+def quantise(raw: Bytes, dtype: str, vector: int, kind: QuantisedType) -> Bytes | None:
     """Scales and codes of whole vectors; None when there is a value that no scale carries (not finite, or huge)."""
     item_bytes = 2 if dtype != "float32" else 4
     vectors = raw.size // (item_bytes * vector)
@@ -48,19 +48,19 @@ def quantise(raw: Bytes, dtype: str, vector: int, kind: Kind) -> Bytes | None:
         largest = magnitude.max(axis=1)
         if not largest.max() < LARGEST:  # also when it is not a number
             return None
-        top = INT8_MAX if kind is Kind.INT8 else FP8_MAX
+        top = INT8_MAX if kind is QuantisedType.INT8 else FP8_MAX
         scale = np.where(largest < SMALLEST, 0.0, largest / top).astype(np.float32)
         inverse = np.divide(1.0, scale, out=np.zeros_like(scale), where=scale > 0)
         values *= inverse[:, None]
         scales[first:last] = scale
-        if kind is Kind.INT8:
+        if kind is QuantisedType.INT8:
             codes[first:last] = np.rint(values, out=values).astype(np.int8).view(np.uint8)
         else:
             codes[first:last] = _to_e4m3(values)
     return out
 
 
-def dequantise(quantised: Bytes, dtype: str, vector: int, kind: Kind, into: Bytes) -> None:
+def dequantise(quantised: Bytes, dtype: str, vector: int, kind: QuantisedType, into: Bytes) -> None:
     """Inverse of `quantise` but for the error above. Raises ValueError when it is nothing that `quantise` makes."""
     vectors, rest = divmod(quantised.size, SCALE_BYTES + vector)
     item_bytes = 2 if dtype != "float32" else 4
@@ -73,10 +73,10 @@ def dequantise(quantised: Bytes, dtype: str, vector: int, kind: Kind, into: Byte
     step = max(1, _TILE_VALUES // vector)
     for first in range(0, vectors, step):
         last = min(first + step, vectors)
-        values = _from_int8(codes[first:last]) if kind is Kind.INT8 else E4M3[codes[first:last]]
+        values = _from_int8(codes[first:last]) if kind is QuantisedType.INT8 else E4M3[codes[first:last]]
         values = values * scales[first:last, None]
         into[first * vector * item_bytes : last * vector * item_bytes] = from_floats(values, dtype)
-    if kind is Kind.FP8 and ((codes & 0x7F) == 0x7F).any():
+    if kind is QuantisedType.FP8 and ((codes & 0x7F) == 0x7F).any():
         raise ValueError("a code that is no number")
 
 

@@ -54,7 +54,7 @@ class CallBuffer:
         return self._frames.feed(more)
 
 
-class Outbox:
+class CallOutbox:
     """What one end says: all of one turn of the loop leaves in one write, and with TLS as one record."""
 
     def __init__(self, transport: asyncio.Transport) -> None:

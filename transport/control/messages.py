@@ -27,11 +27,11 @@ import msgspec
 MAX_MESSAGE_BYTES: Final = 64 << 20  # a 10M-token prompt has 5 MB of hashes; anything near this is a broken peer
 
 
-class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class ControlMessage(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Base of all messages; `tag=True` writes the class name into the frame."""
 
 
-class TicketInfo(Message, frozen=True, kw_only=True):
+class TicketInfo(ControlMessage, frozen=True, kw_only=True):
     """Where a prefill's KVCache goes: proto Ticket as a value. In `kv_transfer_params` it is JSON, bytes in base64.
 
     Whose request it is for (`tenant`), and its part of a link beside others' (`weight`), the gateway adds.
@@ -51,14 +51,14 @@ class TicketInfo(Message, frozen=True, kw_only=True):
     weight: float = 1.0
 
 
-class Rooms(msgspec.Struct, frozen=True):
+class BootstrapAddress(msgspec.Struct, frozen=True):
     """How an engine that is paired by rooms is found: proto Rooms as a value. `port` is 0 of one that decodes."""
 
     host: str = ""
     port: int = 0
 
 
-class Hello(Message, frozen=True, kw_only=True):
+class Hello(ControlMessage, frozen=True, kw_only=True):
     """First message of an engine. `layout_json` is ModelLayout.to_json(), `notice` what the node's operator should read.
 
     `not_done_json` names fields of requests that it does nothing about, each with the values that ask for nothing; `takes_media`:
@@ -73,10 +73,10 @@ class Hello(Message, frozen=True, kw_only=True):
     notice: str = ""
     not_done_json: str = ""
     takes_media: bool = False
-    rooms: Rooms | None = None
+    rooms: BootstrapAddress | None = None
 
 
-class Welcome(Message, frozen=True, kw_only=True):
+class Welcome(ControlMessage, frozen=True, kw_only=True):
     """Where the arena lies and how it is cut into pages."""
 
     arena_path: str
@@ -85,7 +85,7 @@ class Welcome(Message, frozen=True, kw_only=True):
     chunk_tokens: int
 
 
-class BeginPrefill(Message, frozen=True, kw_only=True):
+class BeginPrefill(ControlMessage, frozen=True, kw_only=True):
     """Asks for pages for the first `num_tokens` tokens of a prompt. `hashes`: of its full blocks, concatenated.
 
     `computed`: the engine holds all of it already, for a prompt and its answer, and offers it as prefix cache. It is not
@@ -109,7 +109,7 @@ class BeginPrefill(Message, frozen=True, kw_only=True):
     tenant: str = ""
 
 
-class JobPages(Message, frozen=True, kw_only=True):
+class JobPages(ControlMessage, frozen=True, kw_only=True):
     """Pages of a job.
 
     `blocks[g][i]` are the pages of block i of group g (empty tuple: not stored, e.g. out of the window, or a state group).
@@ -127,7 +127,7 @@ class JobPages(Message, frozen=True, kw_only=True):
     exact: bool = True
 
 
-class Refused(Message, frozen=True, kw_only=True):
+class Refused(ControlMessage, frozen=True, kw_only=True):
     """The job cannot be served; `reason` is one of the labels that fallbacks are counted under."""
 
     job: str
@@ -135,7 +135,7 @@ class Refused(Message, frozen=True, kw_only=True):
     detail: str = ""
 
 
-class LayerDone(Message, frozen=True, kw_only=True):
+class LayerDone(ControlMessage, frozen=True, kw_only=True):
     """Attention KV of `layer` is in its pages up to `num_tokens` (in `group`, should a layer be in two)."""
 
     job: str
@@ -144,7 +144,7 @@ class LayerDone(Message, frozen=True, kw_only=True):
     num_tokens: int
 
 
-class StateDone(Message, frozen=True, kw_only=True):
+class StateDone(ControlMessage, frozen=True, kw_only=True):
     """The snapshot of `layer` in `group` at length `num_tokens` is in its pages."""
 
     job: str
@@ -153,7 +153,7 @@ class StateDone(Message, frozen=True, kw_only=True):
     num_tokens: int
 
 
-class PrefillDone(Message, frozen=True, kw_only=True):
+class PrefillDone(ControlMessage, frozen=True, kw_only=True):
     """All layers and states up to `num_tokens` are in their pages, but those of `unfilled`.
 
     An engine may be unable to keep a state at every length it was offered pages for; `unfilled` are the (group, length)
@@ -169,7 +169,7 @@ class PrefillDone(Message, frozen=True, kw_only=True):
     compute_s: float | None = None
 
 
-class Delivered(Message, frozen=True, kw_only=True):
+class Delivered(ControlMessage, frozen=True, kw_only=True):
     """Outcome of the push of a job with a ticket. Times are seconds after BeginPrefill on the agent's clock."""
 
     job: str
@@ -186,7 +186,7 @@ class Delivered(Message, frozen=True, kw_only=True):
     link: str = ""  # "shm", "rdma" or "tcp"
 
 
-class EndJob(Message, frozen=True, kw_only=True):
+class EndJob(ControlMessage, frozen=True, kw_only=True):
     """The engine needs the job's pages no more; `loaded` on the decode side means that they were copied into the model."""
 
     job: str
@@ -194,7 +194,7 @@ class EndJob(Message, frozen=True, kw_only=True):
     reason: str = ""
 
 
-class ClaimLanding(Message, frozen=True, kw_only=True):
+class ClaimLanding(ControlMessage, frozen=True, kw_only=True):
     """Decode side: answer with JobPages once the reservation `transfer_id` is complete, with Refused if it never will be."""
 
     job: str
@@ -203,7 +203,7 @@ class ClaimLanding(Message, frozen=True, kw_only=True):
     timeout_s: float
 
 
-class LoadReport(Message, frozen=True, kw_only=True):
+class LoadReport(ControlMessage, frozen=True, kw_only=True):
     """Engine to agent, whenever it changes (at most every 50 ms).
 
     `slots`: sequences that it runs at once; 0: it does not say. `steps`: what its decode steps have taken lately, as
@@ -217,11 +217,11 @@ class LoadReport(Message, frozen=True, kw_only=True):
     steps: tuple[tuple[float, float], ...] = ()
 
 
-class Drain(Message, frozen=True, kw_only=True):
+class Drain(ControlMessage, frozen=True, kw_only=True):
     """Agent to engine: finish what runs, refuse what is new."""
 
 
-class Resume(Message, frozen=True, kw_only=True):
+class Resume(ControlMessage, frozen=True, kw_only=True):
     """Agent to engine: take what is new again, after a Drain."""
 
 
@@ -240,7 +240,7 @@ class MessageError(Exception):
     """The peer sent a frame that is too long, cut off, or no message of ours."""
 
 
-def encode(message: Message) -> bytes:
+def encode(message: ControlMessage) -> bytes:
     """One frame: length and msgpack map."""
     return frame(_encoder.encode(message))
 

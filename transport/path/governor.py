@@ -82,14 +82,14 @@ PROBE_RTTS: Final = 4.0  # at most, and a little more on short links
 PROBE_S: Final = 0.1
 
 
-class Phase(Enum):
+class GovernorPhase(Enum):
     RESTING = auto()  # nothing is to be learnt: there is little to send, or the link is short
     STEERING = auto()
     DRAINING = auto()  # the link has become narrower
     PROBING = auto()  # for the length of the route
 
 
-class Event(Enum):
+class LinkEvent(Enum):
     IDLE = auto()
     BUSY = auto()
     NARROWED = auto()
@@ -98,16 +98,20 @@ class Event(Enum):
     SEEN = auto()  # how long it is, or it has become longer
 
 
-TRANSITIONS: Final[dict[Phase, dict[Event, Phase]]] = {
-    Phase.RESTING: {Event.IDLE: Phase.RESTING, Event.BUSY: Phase.STEERING},
-    Phase.STEERING: {Event.IDLE: Phase.RESTING, Event.NARROWED: Phase.DRAINING, Event.FORGOTTEN: Phase.PROBING},
-    Phase.DRAINING: {Event.IDLE: Phase.RESTING, Event.FITS: Phase.STEERING},
-    Phase.PROBING: {Event.IDLE: Phase.RESTING, Event.SEEN: Phase.STEERING},
+TRANSITIONS: Final[dict[GovernorPhase, dict[LinkEvent, GovernorPhase]]] = {
+    GovernorPhase.RESTING: {LinkEvent.IDLE: GovernorPhase.RESTING, LinkEvent.BUSY: GovernorPhase.STEERING},
+    GovernorPhase.STEERING: {
+        LinkEvent.IDLE: GovernorPhase.RESTING,
+        LinkEvent.NARROWED: GovernorPhase.DRAINING,
+        LinkEvent.FORGOTTEN: GovernorPhase.PROBING,
+    },
+    GovernorPhase.DRAINING: {LinkEvent.IDLE: GovernorPhase.RESTING, LinkEvent.FITS: GovernorPhase.STEERING},
+    GovernorPhase.PROBING: {LinkEvent.IDLE: GovernorPhase.RESTING, LinkEvent.SEEN: GovernorPhase.STEERING},
 }
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class LanePlan:
     """What the lanes of a peer should do. `pace` is for all together; None: as fast as the kernel likes."""
 
     connections: int
@@ -115,12 +119,12 @@ class Plan:
 
 
 class Governor:
-    """Adapts a Plan to a series of link states."""
+    """Adapts a LanePlan to a series of link states."""
 
     def __init__(self, connections: int, max_connections: int) -> None:
         self._max_connections = max(connections, max_connections)
-        self._plan = Plan(connections)
-        self._phase = Phase.RESTING
+        self._plan = LanePlan(connections)
+        self._phase = GovernorPhase.RESTING
         self._step = STEP_FIRST
         self._decided_at = 0.0
         self._judged_at: float | None = None  # when the goodput was last compared with what it was
@@ -146,50 +150,50 @@ class Governor:
         """The kernel gives us no bbr: every loss halves a connection, so many are needed from the start."""
         if self._judged_at is None and self._plan.pace_bytes_per_s is None:
             many = max(self._plan.connections, min(LOSS_BASED_CONNECTIONS, self._max_connections))
-            self._plan, self._first_connections, self._loss_based = Plan(many), many, True
+            self._plan, self._first_connections, self._loss_based = LanePlan(many), many, True
 
     @property
-    def plan(self) -> Plan:
+    def plan(self) -> LanePlan:
         return self._plan
 
-    def on_sample(self, state: LinkState, now: float, *, busy: bool) -> Plan:
+    def on_sample(self, state: LinkState, now: float, *, busy: bool) -> LanePlan:
         """`busy`: there was more to send than the link has taken; otherwise the state says nothing about its limits."""
         if not busy or state.min_rtt_s < LAN_RTT_S:
             self._plan = self._rest(now)
             return self._plan
-        if self._phase is Phase.RESTING:
-            self._enter(Event.BUSY)
+        if self._phase is GovernorPhase.RESTING:
+            self._enter(LinkEvent.BUSY)
             self._busy_since = now
         # Until what was sent after a pause is acknowledged, the state still tells of the time before.
         if now - self._busy_since < MIN_WINDOW_S + 2 * state.rtt_s:
             return self._plan
         self._remember(state.goodput_bytes_per_s, now)
-        at_work: dict[Phase, Callable[[LinkState, float], Plan]] = {
-            Phase.STEERING: self._steer,
-            Phase.DRAINING: self._drain,
-            Phase.PROBING: self._probe,
+        at_work: dict[GovernorPhase, Callable[[LinkState, float], LanePlan]] = {
+            GovernorPhase.STEERING: self._steer,
+            GovernorPhase.DRAINING: self._drain,
+            GovernorPhase.PROBING: self._probe,
         }
         self._plan = at_work[self._phase](state, now)
         return self._plan
 
-    def _enter(self, event: Event) -> None:
+    def _enter(self, event: LinkEvent) -> None:
         self._phase = TRANSITIONS[self._phase][event]
 
-    def _rest(self, now: float) -> Plan:
+    def _rest(self, now: float) -> LanePlan:
         plan = self._plan
-        if self._phase is Phase.DRAINING:
+        if self._phase is GovernorPhase.DRAINING:
             plan = self._resume(now)
-        if self._phase is Phase.PROBING:
+        if self._phase is GovernorPhase.PROBING:
             plan = self._before_probe
         self._judged_at = self._queued_since = None
-        self._enter(Event.IDLE)
+        self._enter(LinkEvent.IDLE)
         return plan
 
-    def _steer(self, state: LinkState, now: float) -> Plan:
+    def _steer(self, state: LinkState, now: float) -> LanePlan:
         if self._has_forgotten(state, now):
             return self._begin_probe(state, now)
         if self._narrows(state, now):
-            self._enter(Event.NARROWED)
+            self._enter(LinkEvent.NARROWED)
             self._narrower_since, self._narrower_samples = now, 0
             self._new_width, self._old_width = 0.0, self._recent_best(now)
             return self._drain(state, now)
@@ -198,28 +202,28 @@ class Governor:
             return self._decide(state, now)
         return self._plan
 
-    def _decide(self, state: LinkState, now: float) -> Plan:
+    def _decide(self, state: LinkState, now: float) -> LanePlan:
         plan, goodput = self._plan, state.goodput_bytes_per_s
         if state.rtt_inflation > QUEUE:
             self._step = STEP_FIRST
             if not self._loss_based:
                 self._judged_at = None
-            return Plan(plan.connections, self._pace_under_queue(state, now))
+            return LanePlan(plan.connections, self._pace_under_queue(state, now))
         self._queued_since = None
         if self._width is not None:  # the queue has drained: on at what arrived while it stood
             width, self._width = self._width, None
-            return Plan(plan.connections, DRAINED * width)
+            return LanePlan(plan.connections, DRAINED * width)
         if state.rtt_inflation > NO_QUEUE:
             return plan
         best = self._best[0][1]
         if self._loss_based and plan.pace_bytes_per_s is not None and goodput < LOSS_BASED_REACHED * best:
-            return Plan(self._connections(state, now), max(plan.pace_bytes_per_s, best))
+            return LanePlan(self._connections(state, now), max(plan.pace_bytes_per_s, best))
         if plan.pace_bytes_per_s is not None and goodput >= PACE_REACHED * plan.pace_bytes_per_s:
             self._step = min(STEP_MAX, self._step * STEP_GROWTH)
-            return Plan(plan.connections, plan.pace_bytes_per_s * (1 + self._step))
+            return LanePlan(plan.connections, plan.pace_bytes_per_s * (1 + self._step))
         if state.budget_bytes_per_s and goodput >= PACE_REACHED * state.budget_bytes_per_s:
             return plan
-        return Plan(self._connections(state, now), plan.pace_bytes_per_s)
+        return LanePlan(self._connections(state, now), plan.pace_bytes_per_s)
 
     def _narrows(self, state: LinkState, now: float) -> bool:
         """Much less arrives although the pipe is full, and a queue has begun: several times in a row, without a pause
@@ -236,18 +240,18 @@ class Governor:
         self._narrower_samples = self._narrower_samples + 1 if seen else 0
         return self._narrower_samples >= NARROWER_SAMPLES
 
-    def _drain(self, state: LinkState, now: float) -> Plan:
+    def _drain(self, state: LinkState, now: float) -> LanePlan:
         """(Almost) nothing, until what is under way fits into the link as it is now."""
         # While a queue stands, what arrives is the width; after a stall of the machine it is what it was before.
         if now - self._narrower_since >= INSTANT_S:
             self._new_width = max(self._new_width, min(state.arriving_bytes_per_s, self._old_width))
         fits = state.in_flight_bytes <= FITS * self._new_width * state.min_rtt_s
         if not fits and now - self._narrower_since < DRAIN_MAX_S:
-            return Plan(self._plan.connections, max(TRICKLE * state.arriving_bytes_per_s, self._least))
-        self._enter(Event.FITS)
+            return LanePlan(self._plan.connections, max(TRICKLE * state.arriving_bytes_per_s, self._least))
+        self._enter(LinkEvent.FITS)
         return self._resume(now)
 
-    def _resume(self, now: float) -> Plan:
+    def _resume(self, now: float) -> LanePlan:
         """After a drain: what was known of the link is void."""
         width = self._new_width
         self._width = self._judged_at = self._queued_since = None
@@ -255,24 +259,24 @@ class Governor:
         self._remember(width, now)
         self._decided_at, self._step, self._last_goodput = now, STEP_FIRST, width
         self._busy_since = now  # the pipe must fill again before it tells anything
-        return Plan(self._plan.connections, max(DRAINED * width, LEAST_BYTES_PER_S, self._least))
+        return LanePlan(self._plan.connections, max(DRAINED * width, LEAST_BYTES_PER_S, self._least))
 
     def _has_forgotten(self, state: LinkState, now: float) -> bool:
         """Whether it is not known any more how long the route is."""
         return state.min_rtt_age_s > PROBE_AFTER_S and now - self._probed_at > PROBE_AFTER_S
 
-    def _begin_probe(self, state: LinkState, now: float) -> Plan:
+    def _begin_probe(self, state: LinkState, now: float) -> LanePlan:
         """Less than arrives, until a round trip is as short as it was or should have been."""
-        self._enter(Event.FORGOTTEN)
+        self._enter(LinkEvent.FORGOTTEN)
         self._before_probe, self._probed_at = self._plan, now
         pace = max(PROBE_SHARE * state.goodput_bytes_per_s, self._least)
-        return Plan(self._plan.connections, min(pace, self._plan.pace_bytes_per_s or pace))
+        return LanePlan(self._plan.connections, min(pace, self._plan.pace_bytes_per_s or pace))
 
-    def _probe(self, state: LinkState, now: float) -> Plan:
+    def _probe(self, state: LinkState, now: float) -> LanePlan:
         probed_s = now - self._probed_at
         if state.min_rtt_age_s > probed_s and probed_s < PROBE_S + PROBE_RTTS * state.rtt_s:
             return self._plan
-        self._enter(Event.SEEN)
+        self._enter(LinkEvent.SEEN)
         self._busy_since, self._judged_at = now, None  # the pipe must fill again before it tells anything
         return self._before_probe
 

@@ -41,7 +41,7 @@ def rate_now(budget: Budget) -> float | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class BudgetShare:
     """Of the budget of a line with several senders, what this one may send until `until` (monotonic) instead of its own.
 
     `own_bytes_per_s` is what its own budget was when the line's was shared out. Less than that holds whatever becomes of
@@ -100,13 +100,13 @@ class TokenBucket:
         self._updated_at = now
 
 
-class Egress:
+class EgressBudget:
     """The budget of one link, kept by all connections of all peers behind it. May be used from any thread."""
 
     def __init__(self, budget: Budget = None) -> None:
         self._lock = threading.Lock()
         self._budget = budget
-        self._share: Share | None = None
+        self._share: BudgetShare | None = None
         self._bucket: TokenBucket | None = None
         self.follow(time.monotonic())
 
@@ -127,7 +127,7 @@ class Egress:
             self._budget = budget
         self.follow(now)
 
-    def take_share(self, share: Share, now: float) -> None:
+    def take_share(self, share: BudgetShare, now: float) -> None:
         """Keeps to a share of the line's budget at once, until it ends."""
         with self._lock:
             self._share = share

@@ -39,7 +39,7 @@ class QueuePairEnd:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Completion:
+class WorkCompletion:
     """A work request that is over. `error` is empty, or the name of a verbs status."""
 
     wr_id: int
@@ -71,7 +71,7 @@ class QueuePair(Protocol):
     def receive(self) -> None:
         """Takes one more immediate value."""
 
-    def poll(self) -> list[Completion]: ...
+    def poll(self) -> list[WorkCompletion]: ...
 
     def close(self) -> None:
         """Nothing is sent or taken in by it from here on. Idempotent, and raises nothing."""
@@ -101,7 +101,7 @@ class Device(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Region:
+class MemoryRegion:
     """Memory that every device of the process may read and write."""
 
     address: int
@@ -119,7 +119,7 @@ class RdmaDevices:
     def __init__(self, devices: Iterable[Device], *, numa_maps: Callable[[], str] = lambda: _read(NUMA_MAPS)) -> None:
         self._devices = {device.nic.name: device for device in devices}
         self._numa_maps = numa_maps
-        self._regions: list[Region] = []
+        self._regions: list[MemoryRegion] = []
         self._lock = threading.Lock()
 
     @property
@@ -127,14 +127,14 @@ class RdmaDevices:
         """All NICs; their places in it are what Grant and RailOffer speak of."""
         return tuple(device.nic for device in self._devices.values())
 
-    def nics_for(self, region: Region | None) -> tuple[Nic, ...]:
+    def nics_for(self, region: MemoryRegion | None) -> tuple[Nic, ...]:
         """The same, marked as preferred or not for this memory."""
         return judged(self.nics, ANY_NODE if region is None else region.numa_node)
 
     def device(self, name: str) -> Device:
         return self._devices[name]
 
-    def register(self, memory: memoryview) -> Region:
+    def register(self, memory: memoryview) -> MemoryRegion:
         """Pins the memory and opens it to the NICs; what is registered already is found. Raises RdmaError.
 
         The memory must stay where it is until close(). Pinning takes a moment per GiB, and needs the right to lock as
@@ -148,7 +148,7 @@ class RdmaDevices:
             keys = self._register_with_all(address, memory.nbytes)
             # Only now: untouched pages lie nowhere.
             node = numa_node_of(address, self._numa_maps())
-            self._regions.append(Region(address, memory.nbytes, node, keys))
+            self._regions.append(MemoryRegion(address, memory.nbytes, node, keys))
             return self._regions[-1]
 
     def _register_with_all(self, address: int, length: int) -> dict[str, Keys]:
@@ -162,12 +162,12 @@ class RdmaDevices:
             raise
         return keys
 
-    def find(self, address: int, length: int) -> Region | None:
+    def find(self, address: int, length: int) -> MemoryRegion | None:
         """The registered memory that these bytes lie in."""
         with self._lock:
             return self._find(address, length)
 
-    def _find(self, address: int, length: int) -> Region | None:
+    def _find(self, address: int, length: int) -> MemoryRegion | None:
         return next((region for region in self._regions if region.covers(address, length)), None)
 
     def close(self) -> None:

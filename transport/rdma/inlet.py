@@ -16,11 +16,11 @@ from transport.errors import RemoteProtocolError
 from transport.path.shm import merge_extents
 from transport.rdma.device import (
     RECEIVE_DEPTH,
+    MemoryRegion,
     QueuePair,
     QueuePairEnd,
     RdmaDevices,
     RdmaError,
-    Region,
     address_of,
 )
 from transport.rdma.topology import MAX_RAILS, format_nics
@@ -53,7 +53,7 @@ class RailEnds:
         self._told = False
         self._ends: dict[int, _RailEnd] = {}
 
-    def nics(self, region: Region | None) -> list[Nics]:
+    def nics(self, region: MemoryRegion | None) -> list[Nics]:
         """What there is here; told once, to a sender that has shown a secret."""
         if self._told:
             return []
@@ -61,7 +61,7 @@ class RailEnds:
         nics = () if self._devices is None or region is None else self._devices.nics_for(region)
         return [Nics(nics=format_nics(nics))]
 
-    def locate(self, views: Iterable[memoryview]) -> tuple[Region, list[tuple[int, int]]] | None:
+    def locate(self, views: Iterable[memoryview]) -> tuple[MemoryRegion, list[tuple[int, int]]] | None:
         """Where a landing's memory lies, as (address, length); None when it cannot be written by RDMA."""
         extents = merge_extents((address_of(view), len(view)) for view in views if len(view))
         if self._devices is None or not extents or len(extents) > MAX_EXTENTS:
@@ -71,7 +71,7 @@ class RailEnds:
             return None
         return region, extents
 
-    def grants(self, slot: int, region: Region, extents: list[tuple[int, int]]) -> Iterator[Grant]:
+    def grants(self, slot: int, region: MemoryRegion, extents: list[tuple[int, int]]) -> Iterator[Grant]:
         assert self._devices is not None
         keys = tuple((place, region.keys[nic.name].remote) for place, nic in enumerate(self._devices.nics))
         for first in range(0, len(extents), MAX_LIST):

@@ -18,13 +18,13 @@ from transport.rdma.device import (
     PROOF,
     RECEIVE_DEPTH,
     SEND_DEPTH,
-    Completion,
     Keys,
     QueuePair,
     QueuePairEnd,
     RdmaError,
+    WorkCompletion,
 )
-from transport.rdma.rails import Posting, Write
+from transport.rdma.rails import Posting, RailWrite
 from transport.rdma.topology import ANY_NODE, Nic
 
 MTU: Final = 4096
@@ -130,7 +130,7 @@ class LoopbackQueuePair:
         self.broken = False
         self._fabric = device.fabric
         self._peer: QueuePairEnd | None = None
-        self._completions: deque[tuple[float, Completion]] = deque()
+        self._completions: deque[tuple[float, WorkCompletion]] = deque()
         self._receives = 0
         self._in_queue = 0
         with self._fabric.lock:
@@ -158,12 +158,12 @@ class LoopbackQueuePair:
             self.broken = self.broken or bool(error)
             if posting.signalled or error:
                 due = max(time.monotonic() + late, self._completions[-1][0] if self._completions else 0.0)
-                self._completions.append((due, Completion(wr_id=posting.wr_id, error=error)))
+                self._completions.append((due, WorkCompletion(wr_id=posting.wr_id, error=error)))
             else:
                 self._in_queue -= 1
 
     def prove(self) -> None:
-        self.write(Posting(PROOF, Write(0, 0, 0), True), 0, 0)
+        self.write(Posting(PROOF, RailWrite(0, 0, 0), True), 0, 0)
 
     def receive(self) -> None:
         with self._fabric.lock:
@@ -171,7 +171,7 @@ class LoopbackQueuePair:
                 raise RdmaError("the receive queue is full")
             self._receives += 1
 
-    def poll(self) -> list[Completion]:
+    def poll(self) -> list[WorkCompletion]:
         done = []
         with self._fabric.lock:
             while self._completions and self._completions[0][0] <= time.monotonic():
@@ -212,7 +212,7 @@ class LoopbackQueuePair:
             fabric.corrupt_writes -= 1
             ctypes.memset(write.target, (ctypes.c_ubyte.from_address(write.target).value + 1) & 0xFF, 1)
         if posting.number is not None:
-            far._completions.append((0.0, Completion(wr_id=0, number=posting.number)))
+            far._completions.append((0.0, WorkCompletion(wr_id=0, number=posting.number)))
         return 0.0, ""
 
 

@@ -197,7 +197,7 @@ class RailTable:
 
 
 @dataclass(frozen=True, slots=True)
-class Write:
+class RailWrite:
     """One work request: `length` bytes from an address of ours to one of the peer's."""
 
     source: int
@@ -205,9 +205,9 @@ class Write:
     length: int
 
 
-def plan_writes(sources: Iterable[tuple[int, int]], targets: Iterable[tuple[int, int]]) -> list[Write]:
+def plan_writes(sources: Iterable[tuple[int, int]], targets: Iterable[tuple[int, int]]) -> list[RailWrite]:
     """The fewest writes that carry one list of (address, length) into another, of the same length in all."""
-    writes: list[Write] = []
+    writes: list[RailWrite] = []
     left = deque(pair for pair in targets if pair[1])
     for source, size in sources:
         while size:
@@ -215,7 +215,7 @@ def plan_writes(sources: Iterable[tuple[int, int]], targets: Iterable[tuple[int,
                 raise LocalProtocolError("more bytes than there is room for")
             target, room = left.popleft()
             take = min(size, room, MAX_WRITE_BYTES)
-            writes.append(Write(source, target, take))
+            writes.append(RailWrite(source, target, take))
             source, size = source + take, size - take
             if room > take:
                 left.appendleft((target + take, room - take))
@@ -224,7 +224,7 @@ def plan_writes(sources: Iterable[tuple[int, int]], targets: Iterable[tuple[int,
     return writes
 
 
-class Placement:
+class MemoryPlacement:
     """Where the line of a transfer's bytes lies in one end's memory: (address, length) pairs, in order, 16 bytes each."""
 
     def __init__(self, extents: Iterable[tuple[int, int]] = ()) -> None:
@@ -268,7 +268,7 @@ class Posting:
     """A write as it goes onto the queue pair. The last one of a chunk carries the chunk's number."""
 
     wr_id: int
-    write: Write
+    write: RailWrite
     signalled: bool
     number: int | None = None
 
@@ -311,7 +311,7 @@ class SendQueue(Generic[K]):
         """Chunks that have not completed, oldest first."""
         return list(self._chunks.values())
 
-    def put(self, chunk: K, writes: Sequence[Write]) -> None:
+    def put(self, chunk: K, writes: Sequence[RailWrite]) -> None:
         number = self._next_number
         self._next_number = (number + 1) & 0xFFFFFFFF
         self._chunks[number] = chunk

@@ -22,16 +22,16 @@ from transport.rdma.device import (
     PROOF,
     RECEIVE_DEPTH,
     SEND_DEPTH,
-    Completion,
     Device,
     Keys,
     QueuePair,
     QueuePairEnd,
     RdmaDevices,
     RdmaError,
+    WorkCompletion,
     random_packet_number,
 )
-from transport.rdma.rails import Posting, Write
+from transport.rdma.rails import Posting, RailWrite
 from transport.rdma.topology import MAX_NICS, Nic, node_of_device
 
 log = logging.getLogger(__name__)
@@ -272,7 +272,7 @@ class VerbsQueuePair:
 
     def prove(self) -> None:
         scratch = self._device.scratch
-        self.write(Posting(PROOF, Write(scratch.buf, 0, 0), True), scratch.lkey, 0)
+        self.write(Posting(PROOF, RailWrite(scratch.buf, 0, 0), True), scratch.lkey, 0)
 
     def receive(self) -> None:
         scratch = self._device.scratch
@@ -280,16 +280,18 @@ class VerbsQueuePair:
         with self._verbs.errors():
             self._qp.post_recv(self._verbs.wr.RecvWR(wr_id=0, num_sge=1, sg=[entry]))
 
-    def poll(self) -> list[Completion]:
+    def poll(self) -> list[WorkCompletion]:
         with self._verbs.errors():
             _, found = self._cq.poll(POLL_BATCH)
         return [self._completion(entry) for entry in found]
 
-    def _completion(self, entry: Any) -> Completion:
+    def _completion(self, entry: Any) -> WorkCompletion:
         if entry.status:
-            return Completion(wr_id=entry.wr_id, error=self._verbs.status_names.get(entry.status, str(entry.status)))
+            return WorkCompletion(
+                wr_id=entry.wr_id, error=self._verbs.status_names.get(entry.status, str(entry.status))
+            )
         received = entry.opcode == self._verbs.enums.IBV_WC_RECV_RDMA_WITH_IMM
-        return Completion(wr_id=entry.wr_id, number=entry.imm_data if received else None)
+        return WorkCompletion(wr_id=entry.wr_id, number=entry.imm_data if received else None)
 
     def close(self) -> None:
         _close(self._qp)

@@ -8,13 +8,13 @@ import threading
 from typing import Final
 
 from transport.errors import PeerLost
-from transport.wire.memory import Memory
+from transport.wire.memory import LentMemory
 
 WAIT_S: Final = 5.0  # less than what a sender takes for the end of a silent connection
 ADDRESS_PART: Final = 2
 
 
-class NoRoom(PeerLost):
+class NoBufferRoom(PeerLost):
     """The budget is lent to others."""
 
 
@@ -22,7 +22,7 @@ class BufferRoom:
     """The budget of one listener."""
 
     def __init__(self, total_bytes: int) -> None:
-        self._memory = Memory(total_bytes, total_bytes // ADDRESS_PART)
+        self._memory = LentMemory(total_bytes, total_bytes // ADDRESS_PART)
         self._changed = threading.Condition()
 
     @property
@@ -30,10 +30,10 @@ class BufferRoom:
         return self._memory.lent_bytes
 
     def lend(self, peer: str, num_bytes: int, wait_s: float) -> None:
-        """Raises NoRoom when it is not there in time."""
+        """Raises NoBufferRoom when it is not there in time."""
         with self._changed:
             if not self._changed.wait_for(lambda: self._memory.lend(peer, num_bytes), wait_s):
-                raise NoRoom(f"no {num_bytes} bytes for buffers within {wait_s} s")
+                raise NoBufferRoom(f"no {num_bytes} bytes for buffers within {wait_s} s")
 
     def give_back(self, peer: str, num_bytes: int) -> None:
         with self._changed:
@@ -68,7 +68,7 @@ class Buffers:
             raise
 
     def of(self, use: str, size: int, wait_s: float = WAIT_S) -> memoryview:
-        """At least `size` bytes, valid until the next of this use. Raises NoRoom."""
+        """At least `size` bytes, valid until the next of this use. Raises NoBufferRoom."""
         self.prepare({use: size}, wait_s)
         return self._buffers[use]
 

@@ -28,7 +28,7 @@ from transport.errors import ConnectionRefused, GreetingRefused, LocalProtocolEr
 from transport.path.tcp import HANG_UP_S, TICK_S, format_address, receive_now
 from transport.receive.few_lines import FewLines
 from transport.receive.options import Limits
-from transport.wire.connection import Connection, State
+from transport.wire.connection import Connection, ProtocolState
 from transport.wire.frames import (
     Abort,
     Accept,
@@ -62,7 +62,7 @@ LOG_EVERY_S: Final = 10.0
 SHORTAGES: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 
 
-class Step(Enum):
+class GreetingStep(Enum):
     KNOCKING = auto()
     TALKING = auto()
     SHAKING = auto()
@@ -79,7 +79,7 @@ class Visitor:
     address: str  # without the port
     name: str
     connection: Connection
-    step: Step = Step.KNOCKING
+    step: GreetingStep = GreetingStep.KNOCKING
     leave_at: float = float("inf")
     unsent: bytes = b""
     refused: set[int] = field(default_factory=set)
@@ -91,7 +91,7 @@ class Visitor:
 
 
 @dataclass(frozen=True, slots=True)
-class Begun:
+class GreetedVisitor:
     """What a visitor has said that opened the door, and what it has not been told yet."""
 
     frame: Open
@@ -112,7 +112,7 @@ class Host(Protocol):
 
     def open(self, who: int, frame: Open, transcript: bytes) -> Accept | Refuse: ...
 
-    def admit(self, who: int, sock: socket.socket, connection: Connection, begun: Begun) -> Code | None:
+    def admit(self, who: int, sock: socket.socket, connection: Connection, begun: GreetedVisitor) -> Code | None:
         """Takes the connection over; or why not. Raises RuntimeError when there is no thread for it."""
 
     def gone(self, who: int) -> None: ...
@@ -124,7 +124,7 @@ class Host(Protocol):
     def count(self, label: str) -> None: ...
 
 
-class Greeter(threading.Thread):
+class Acceptor(threading.Thread):
     """Accepts connections, and greets all of them in one thread."""
 
     def __init__(
@@ -150,12 +150,12 @@ class Greeter(threading.Thread):
         self._log_at = 0.0
         self._round_at = 0.0
         self._sink = memoryview(bytearray(SINK_BYTES))
-        self._steps: dict[Step, Callable[[Visitor], None]] = {
-            Step.KNOCKING: self._knocked,
-            Step.TALKING: self._talked,
-            Step.SHAKING: self._shake,
-            Step.GRANTED: self._granted,
-            Step.LEAVING: self._leave,
+        self._steps: dict[GreetingStep, Callable[[Visitor], None]] = {
+            GreetingStep.KNOCKING: self._knocked,
+            GreetingStep.TALKING: self._talked,
+            GreetingStep.SHAKING: self._shake,
+            GreetingStep.GRANTED: self._granted,
+            GreetingStep.LEAVING: self._leave,
         }
 
     @property
@@ -234,7 +234,7 @@ class Greeter(threading.Thread):
     def _turn_away(self, visitor: Visitor, reason: str) -> None:
         self._turned_away[reason] += 1
         self._host.count(f"turned_away:{reason}")
-        if visitor.step is Step.TALKING and visitor.connection.state is State.OPEN:
+        if visitor.step is GreetingStep.TALKING and visitor.connection.state is ProtocolState.OPEN:
             with suppress(OSError):
                 visitor.sock.send(visitor.connection.send(Goodbye(code=Code.TOO_MANY)))
         self._drop(visitor)
@@ -243,7 +243,7 @@ class Greeter(threading.Thread):
         for visitor in list(self._visitors):
             if visitor.leave_at <= now:
                 self._drop(visitor)
-            elif visitor.step in (Step.KNOCKING, Step.TALKING):
+            elif visitor.step in (GreetingStep.KNOCKING, GreetingStep.TALKING):
                 try:
                     visitor.connection.on_timer(now)
                 except PeerLost:
@@ -284,7 +284,7 @@ class Greeter(threading.Thread):
             self._say_goodbye(visitor, exc)
         except (OSError, PeerLost, ConnectionRefused, LocalProtocolError) as exc:
             log.debug("a stranger at %s left: %s", visitor.name, exc)
-            if visitor.step is not Step.LEAVING:
+            if visitor.step is not GreetingStep.LEAVING:
                 self._host.count("lost_connections")
             self._drop(visitor)
         except Exception:
@@ -300,8 +300,8 @@ class Greeter(threading.Thread):
             raise PeerLost("nothing was said")
         if size is None:
             return
-        visitor.step = Step.SHAKING if first[0] == TLS_RECORD else Step.TALKING
-        if visitor.step is Step.SHAKING:
+        visitor.step = GreetingStep.SHAKING if first[0] == TLS_RECORD else GreetingStep.TALKING
+        if visitor.step is GreetingStep.SHAKING:
             self._begin_tls(visitor)
         self._steps[visitor.step](visitor)
 
@@ -375,7 +375,7 @@ class Greeter(threading.Thread):
         self._forget(visitor)
         code: Code | None = None
         try:
-            begun = Begun(frame, reply, visitor.asked_rails, visitor.unsent, frozenset(visitor.refused))
+            begun = GreetedVisitor(frame, reply, visitor.asked_rails, visitor.unsent, frozenset(visitor.refused))
             code = self._host.admit(visitor.who, visitor.sock, visitor.connection, begun)
         except RuntimeError:  # out of threads: others may have better luck
             log.exception("a connection could not be served")
@@ -421,7 +421,7 @@ class Greeter(threading.Thread):
 
     def _dismiss(self, visitor: Visitor, last_words: bytes) -> None:
         """It may read why; unread bytes at close would become a reset, which would overtake that."""
-        visitor.step, visitor.leave_at = Step.LEAVING, time.monotonic() + HANG_UP_S
+        visitor.step, visitor.leave_at = GreetingStep.LEAVING, time.monotonic() + HANG_UP_S
         try:
             self._say(visitor, last_words)
             self._leave(visitor)
@@ -464,7 +464,7 @@ class Greeter(threading.Thread):
             self._dismiss(visitor, b"")
             return
         self._selector.modify(visitor.sock, selectors.EVENT_READ, visitor)
-        visitor.step = Step.GRANTED
+        visitor.step = GreetingStep.GRANTED
         visitor.sock.send(grant_bytes(self._host.new_session(), time.monotonic()))
         self._granted(visitor)
 

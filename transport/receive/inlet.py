@@ -8,14 +8,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
 
-from transport.coding.codec import CodecError, Decoder
+from transport.coding.codec import ChunkDecoder, CodecError
 from transport.errors import Closed, ConnectionRefused, PeerLost, RemoteProtocolError
 from transport.path.shm import copy_extents, scatter
 from transport.path.tcp import peer_of, prepare, receive_now, wait_readable
 from transport.rdma.inlet import RailEnds
 from transport.receive.arenas import Arenas
-from transport.receive.buffers import Buffers, NoRoom
-from transport.receive.greeter import Begun
+from transport.receive.buffers import Buffers, NoBufferRoom
+from transport.receive.greeter import GreetedVisitor
 from transport.receive.landing import Claim, Landing
 from transport.receive.options import ServerOptions
 from transport.receive.payload import Filled, Payload
@@ -49,7 +49,7 @@ log = logging.getLogger(__name__)
 MAX_REFUSED: Final = 1024  # slots that were refused, whose chunks may be on their way; the oldest are forgotten first
 
 
-class Inlet(threading.Thread):
+class ReceiverThread(threading.Thread):
     """Reads one connection to its end."""
 
     def __init__(
@@ -59,7 +59,7 @@ class Inlet(threading.Thread):
         sock: socket.socket,
         who: int,
         connection: Connection,
-        begun: Begun,
+        begun: GreetedVisitor,
     ) -> None:
         super().__init__(name=f"kv-inlet-{who}", daemon=True)
         self.who = who
@@ -71,7 +71,7 @@ class Inlet(threading.Thread):
         self._replies = Replies(sock, connection)
         self._buffers = Buffers(shared.buffers, peer_of(sock).rpartition(":")[0])
         self._payload = Payload(sock, connection, self._replies, self._buffers, options.limits)
-        self._decoder: Decoder | None = None  # made when first needed
+        self._decoder: ChunkDecoder | None = None  # made when first needed
         self._seeds: dict[int, int] = {}  # of the slots that were accepted, as are seals and arenas
         self._seals: dict[int, Seal] = {}
         self._refused: dict[int, None] = dict.fromkeys(begun.refused)
@@ -97,7 +97,7 @@ class Inlet(threading.Thread):
             self._serve()
         except RemoteProtocolError as exc:
             broken = exc
-        except NoRoom as exc:
+        except NoBufferRoom as exc:
             log.warning("connection %d of %s ended: %s", self.who, peer_of(self._sock), exc)
             self._shared.count("crowded:memory")
             self._shared.count("lost_connections")
@@ -175,7 +175,7 @@ class Inlet(threading.Thread):
     def _open(self, frame: Open) -> None:
         self._answer(frame, self._shared.open(self.who, frame, self._connection.transcript))
 
-    def _begin(self, begun: Begun) -> None:
+    def _begin(self, begun: GreetedVisitor) -> None:
         """With what was said at the door; the sender could not be told what became of the transfer since then."""
         self._answer(begun.frame, begun.reply)
         landing = self._shared.bound(self.who, begun.frame.slot)
@@ -314,7 +314,7 @@ class Inlet(threading.Thread):
     def _decode(self, chunk: CodedChunk, coded: memoryview, plain: memoryview) -> int | None:
         """How many bytes of it are not exact; None when it cannot be decoded, or must not be."""
         if self._decoder is None:
-            self._decoder = Decoder(self._options.codecs)
+            self._decoder = ChunkDecoder(self._options.codecs)
         began = time.thread_time()
         try:
             shares = self._decoder.decode(coded, plain)

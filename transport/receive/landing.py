@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from transport.wire.frames import MAX_LIST, Cancel, Code, Open
 from transport.wire.manifest import Inbox, Manifest, RangeViews, proof_of
-from transport.wire.outcome import Outcome
+from transport.wire.outcome import TransferOutcome
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +46,7 @@ class Landing:
     exact: bool = True  # quantised chunks are refused
     lossy_bytes: int = 0
     broken_seals: int = 0
-    outcome: Outcome | None = None
+    outcome: TransferOutcome | None = None
     senders: set[int] = field(default_factory=set)  # connections that opened it
     orphaned_at: float = float("inf")
     first_byte_at: float = 0.0
@@ -75,7 +75,7 @@ class Landing:
             on_done(self.result())
 
     def result(self) -> LandingResult:
-        outcome = self.outcome or Outcome()
+        outcome = self.outcome or TransferOutcome()
         return LandingResult(
             transfer_id=self.transfer_id,
             ok=outcome.ok,
@@ -101,10 +101,10 @@ class Ended:
     manifest_digest: bytes
     num_ranges: int
     total_bytes: int
-    outcome: Outcome
+    outcome: TransferOutcome
 
     @classmethod
-    def of(cls, landing: Landing, outcome: Outcome) -> "Ended":
+    def of(cls, landing: Landing, outcome: TransferOutcome) -> "Ended":
         manifest = landing.inbox.manifest
         sizes = len(manifest.sizes), manifest.total_bytes
         return cls(landing.transfer_id, landing.secret, manifest.digest, *sizes, outcome)

@@ -18,7 +18,7 @@ from transport.receive.landing import Claim, Ended, Landing, Notices, OnLanded, 
 from transport.receive.segments import MAX_READS, READ_PREFIX, SEGMENT_PREFIX, Segments
 from transport.wire.frames import Abort, Accept, Ack, Cancel, Code, Nack, Open, Refuse
 from transport.wire.manifest import Inbox, Manifest, RangeViews
-from transport.wire.outcome import MAX_REJECTED_CHUNKS, Outcome
+from transport.wire.outcome import MAX_REJECTED_CHUNKS, TransferOutcome
 
 # Ended landings are remembered, so that a sender whose last acknowledgement was lost hears "complete", not "unknown".
 MAX_REMEMBERED: Final = 4096
@@ -87,14 +87,14 @@ class Landings:
     def cancel(self, transfer_id: str, detail: str, now: float, code: Code = Code.CANCELLED) -> Notices:
         """Ends a landing; returns what to tell which connection. Unknown or ended ids are fine."""
         landing = self._active.get(transfer_id)
-        return [] if landing is None else self._end(landing, Outcome(code, detail), now)
+        return [] if landing is None else self._end(landing, TransferOutcome(code, detail), now)
 
     def expire(self, now: float) -> Notices:
         """Ends what is past its deadline or has been without a sender for too long."""
         notices: Notices = []
         for landing in [x for x in self._active.values() if x.expires_at() <= now]:
             late = landing.deadline <= now
-            outcome = Outcome(Code.DEADLINE if late else Code.SENDER_LOST, "nothing more came in time")
+            outcome = TransferOutcome(Code.DEADLINE if late else Code.SENDER_LOST, "nothing more came in time")
             notices += self._end(landing, outcome, now)
         return notices
 
@@ -161,7 +161,7 @@ class Landings:
         landing.senders.add(who)
         landing.orphaned_at = float("inf")
         if landing.inbox.complete:
-            self._end(landing, Outcome(), now)
+            self._end(landing, TransferOutcome(), now)
         self.activity.opened(who, landing, now)
         return Accept(slot=frame.slot, missing=few(landing.missing()))
 
@@ -182,7 +182,7 @@ class Landings:
             landing.orphaned_at = now
         if frame.leave or landing.outcome is not None:
             return []
-        return self._end(landing, Outcome(Code.ABORTED, frame.detail), now)
+        return self._end(landing, TransferOutcome(Code.ABORTED, frame.detail), now)
 
     def begin(self, who: int, slot: int, start: int, stop: int, sink_of: SinkOf, now: float) -> Claim | Rivals | None:
         """A chunk is about to come in: where it goes. None: nowhere, read past it.
@@ -227,7 +227,7 @@ class Landings:
     def fail(self, who: int, slot: int, code: Code, detail: str, now: float) -> Notices:
         """Ends the landing that a slot is bound to, for a reason that another try will not cure."""
         landing = self._slots[who].get(slot)
-        return [] if landing is None else self._end(landing, Outcome(code, detail), now)
+        return [] if landing is None else self._end(landing, TransferOutcome(code, detail), now)
 
     def break_seal(self, who: int, slot: int, now: float) -> Notices:
         """A chunk was not authentic, which ends its connection; too often, and it ends the landing."""
@@ -251,7 +251,7 @@ class Landings:
             return Nack(slot=claim.slot, offset=claim.start, length=claim.stop - claim.start, code=Code.CHECKSUM)
         landing.lossy_bytes += lossy_bytes
         if landing.inbox.complete:
-            self._end(landing, Outcome(), now)
+            self._end(landing, TransferOutcome(), now)
         return Ack(slot=claim.slot, ranges=((claim.start, claim.stop),))
 
     def grant(self, who: int, slot: int) -> Landing | Rivals | None:
@@ -291,7 +291,7 @@ class Landings:
         landing, ended = self._active.get(frame.transfer_id), self._ended.get(frame.transfer_id)
         if landing is None and ended is None and frame.transfer_id.startswith(SEGMENT_PREFIX):
             return self._expect_write(frame, transcript, now)
-        known = Ended.of(landing, Outcome()) if landing is not None else ended
+        known = Ended.of(landing, TransferOutcome()) if landing is not None else ended
         if known is None:
             return Code.UNKNOWN_TRANSFER
         return known.refusal(frame, transcript) or landing or known.complete_landing()
@@ -322,7 +322,7 @@ class Landings:
         self.counters["reads"] += 1
         return Accept(slot=frame.slot, missing=())
 
-    def _end(self, landing: Landing, outcome: Outcome, now: float) -> Notices:
+    def _end(self, landing: Landing, outcome: TransferOutcome, now: float) -> Notices:
         if self._active.get(landing.transfer_id) is not landing:  # over already; the id may be another one's by now
             return []
         del self._active[landing.transfer_id]

@@ -8,7 +8,7 @@ from typing import Final
 
 from transport.errors import LocalProtocolError, PeerLost, RemoteProtocolError
 from transport.path.tcp import hang_up, send_some, shut
-from transport.wire.connection import Connection, State
+from transport.wire.connection import Connection, ProtocolState
 from transport.wire.frames import Ack, Frame
 
 MAX_PENDING_ACKS: Final = 1000
@@ -39,7 +39,7 @@ class Replies:
             self.stop()
             return
         try:
-            if self._connection.state is State.OPEN:
+            if self._connection.state is ProtocolState.OPEN:
                 self.send_all(self._connection.send(frame), timeout_s)
         except (OSError, PeerLost, LocalProtocolError):  # the last: it was closed by its own thread meanwhile
             self.stop()

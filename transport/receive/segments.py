@@ -16,7 +16,7 @@ MAX_REMEMBERED: Final = 4096
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Segment:
+class RemoteSegment:
     """Memory that a peer with the secret may write into, or read, without being expected."""
 
     view: memoryview
@@ -30,7 +30,7 @@ class ReadRequest:
     """A one-sided read that was granted: `views` are to be pushed to `address`, where a landing `reply_id` waits."""
 
     name: str
-    segment: Segment = field(repr=False)
+    segment: RemoteSegment = field(repr=False)
     reply_id: str
     secret: bytes = field(repr=False)
     address: str
@@ -42,11 +42,11 @@ class Segments:
 
     def __init__(self, *, max_reads: int = MAX_READS) -> None:
         self._max_reads = max_reads
-        self._by_name: dict[str, Segment] = {}
+        self._by_name: dict[str, RemoteSegment] = {}
         self._reads: list[ReadRequest] = []
         self._granted: OrderedDict[str, None] = OrderedDict()  # reads, by id: one that is asked for again is one
 
-    def register(self, name: str, segment: Segment) -> None:
+    def register(self, name: str, segment: RemoteSegment) -> None:
         self._by_name[name] = segment
 
     def unregister(self, name: str) -> None:
@@ -54,7 +54,7 @@ class Segments:
         self._by_name.pop(name, None)
         self._reads = [read for read in self._reads if read.name != name]
 
-    def __contains__(self, segment: Segment) -> bool:
+    def __contains__(self, segment: RemoteSegment) -> bool:
         return segment in self._by_name.values()
 
     def take_reads(self) -> list[ReadRequest]:
@@ -62,7 +62,7 @@ class Segments:
         reads, self._reads = self._reads, []
         return reads
 
-    def to_write(self, frame: Open, transcript: bytes) -> Segment | Code:
+    def to_write(self, frame: Open, transcript: bytes) -> RemoteSegment | Code:
         """Where a one-sided write goes, once secret, bounds and manifest are right."""
         segment = self._by_name.get(segment_of(frame.transfer_id))
         if segment is None:
@@ -90,7 +90,7 @@ class Segments:
         return None
 
 
-def _refusal(segment: Segment, frame: Open, transcript: bytes, *, allowed: bool) -> Code | None:
+def _refusal(segment: RemoteSegment, frame: Open, transcript: bytes, *, allowed: bool) -> Code | None:
     expected = proof_of(segment.secret, frame.transfer_id, frame.manifest_digest, transcript)
     if not hmac.compare_digest(expected, frame.proof):
         return Code.BAD_SECRET

@@ -17,14 +17,14 @@ from transport.coding.choice import CodecAccounts
 from transport.errors import Closed
 from transport.path.tcp import format_address, listen, peer_of, shut
 from transport.receive.few_lines import FewLines
-from transport.receive.greeter import Begun, Greeter
-from transport.receive.inlet import Inlet
+from transport.receive.greeter import Acceptor, GreetedVisitor
+from transport.receive.inlet import ReceiverThread
 from transport.receive.landing import Landing, OnLanded
 from transport.receive.options import ServerOptions
 from transport.receive.seats import Origin
-from transport.receive.segments import ReadRequest, Segment, write_id
+from transport.receive.segments import ReadRequest, RemoteSegment, write_id
 from transport.receive.shared import SharedLandings
-from transport.wire.connection import Connection, Role
+from transport.wire.connection import Connection, ConnectionRole
 from transport.wire.frames import Accept, Code, Open, Refuse
 from transport.wire.greeting import NONCE_BYTES
 from transport.wire.manifest import RangeViews
@@ -60,7 +60,7 @@ class TransferServer:
         self._shared = SharedLandings(on_read, self.options.max_connections, self.options.buffer_bytes)
         self._sessions = Sessions(SESSION_LIFE_S)
         self._threads: list[threading.Thread] = []
-        self._greeter: Greeter | None = None
+        self._greeter: Acceptor | None = None
         self._few_lines = FewLines(log)
         self.address = ""
 
@@ -70,7 +70,7 @@ class TransferServer:
         host, port = self._listener.getsockname()[:2]
         self.address = format_address(host, port)
         options = self.options
-        self._greeter = Greeter(self, self._listener, options.identity, options.tcp.connect_timeout_s, options.limits)
+        self._greeter = Acceptor(self, self._listener, options.identity, options.tcp.connect_timeout_s, options.limits)
         self._threads = [self._greeter, threading.Thread(target=self._keep_time, name=f"kv-server-{port}", daemon=True)]
         for thread in self._threads:
             thread.start()
@@ -122,7 +122,7 @@ class TransferServer:
         if readable and not self._serves_reads:
             raise ValueError(f"segment {name!r} is readable, but nothing here serves reads")
         with self._shared.lock:
-            self._shared.landings.segments.register(name, Segment(memory, secret, readable, writable))
+            self._shared.landings.segments.register(name, RemoteSegment(memory, secret, readable, writable))
 
     def unregister_segment(self, name: str) -> None:
         """Refuses further access and ends the writes under way; returns when nothing writes there any more (within a
@@ -137,7 +137,7 @@ class TransferServer:
         with shared.changed:
             shared.changed.wait_for(lambda: shared.closing or not shared.landings.is_settling(prefix))
 
-    def is_registered(self, segment: Segment) -> bool:
+    def is_registered(self, segment: RemoteSegment) -> bool:
         """Whether others may still read or write there."""
         with self._shared.lock:
             return segment in self._shared.landings.segments
@@ -222,7 +222,7 @@ class TransferServer:
     def receiver(self) -> Connection:
         options = self.options
         return Connection(
-            Role.RECEIVER,
+            ConnectionRole.RECEIVER,
             integrity=options.integrity,
             nonce=os.urandom(NONCE_BYTES),
             now=time.monotonic(),
@@ -235,8 +235,8 @@ class TransferServer:
     def open(self, who: int, frame: Open, transcript: bytes) -> Accept | Refuse:
         return self._shared.open(who, frame, transcript)
 
-    def admit(self, who: int, sock: socket.socket, connection: Connection, begun: Begun) -> Code | None:
-        inlet = Inlet(self._shared, self.options, sock, who, connection, begun)
+    def admit(self, who: int, sock: socket.socket, connection: Connection, begun: GreetedVisitor) -> Code | None:
+        inlet = ReceiverThread(self._shared, self.options, sock, who, connection, begun)
         refusal = self._shared.enter(who, inlet, Origin(peer_of(sock).rpartition(":")[0], begun.frame.transfer_id))
         if refusal is not None:
             return refusal

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from typing import Final, Protocol, TypeVar
 
 from transport.coding.choice import CodecAccounts
-from transport.coding.codec import Share
+from transport.coding.codec import CodedPart
 from transport.errors import Closed, TargetFailed
 from transport.receive.buffers import BufferRoom
 from transport.receive.landing import Claim, Landing, Notices, Rivals, SinkOf
@@ -42,7 +42,7 @@ BUFFER_BYTES: Final = 1 << 30
 T = TypeVar("T")
 
 
-class Reader(Protocol):
+class ConnectionReader(Protocol):
     """Who reads a connection, as the others see it."""
 
     def stop(self) -> None:
@@ -70,7 +70,7 @@ class SharedLandings:
         self.received_bytes = 0
         self.decoded = CodecAccounts()
         self._on_read = on_read  # sends what a one-sided read asks for (see batch)
-        self._readers: dict[int, Reader] = {}
+        self._readers: dict[int, ConnectionReader] = {}
         self._seats = Seats(num_seats)
         self.buffers = BufferRoom(buffer_bytes)
         self._next_reader = 0
@@ -104,7 +104,7 @@ class SharedLandings:
             self.landings.connected(who)
             return who
 
-    def enter(self, who: int, reader: Reader, origin: Origin) -> Code | None:
+    def enter(self, who: int, reader: ConnectionReader, origin: Origin) -> Code | None:
         """From now on it reads that connection; or why not. One that is idle may have to make room for it."""
         with self.lock:
             if self.closing:
@@ -135,7 +135,7 @@ class SharedLandings:
             self._readers.pop(who, None)
             self._seats.leave(who)
 
-    def close(self) -> list[Reader]:
+    def close(self) -> list[ConnectionReader]:
         """Ends all landings and tells their senders; returns who reads, stopped."""
         with self.changed:
             self.closing = True
@@ -262,7 +262,7 @@ class SharedLandings:
         with self.lock:
             return self.landings.reject(who, chunk.slot, chunk.offset, chunk.length, code)
 
-    def on_decoded(self, shares: Iterable[Share], cpu_s: float) -> None:
+    def on_decoded(self, shares: Iterable[CodedPart], cpu_s: float) -> None:
         with self.lock:
             self.decoded.add(shares, cpu_s)
 

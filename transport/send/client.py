@@ -16,7 +16,7 @@ from weakref import WeakValueDictionary
 from transport.coding.choice import CodecAccounts, CpuMeter
 from transport.errors import Closed, LocalProtocolError
 from transport.path.link import LinkState
-from transport.path.pacing import Budget, Egress, Share, rate_now
+from transport.path.pacing import Budget, BudgetShare, EgressBudget, rate_now
 from transport.path.shm import ArenaSource
 from transport.rdma.rails import RailReport
 from transport.send.options import ClientOptions
@@ -47,8 +47,8 @@ class TransferClient:
         self._peers: dict[PeerKey, Peer] = {}
         self._default_budget = self.options.egress_bytes_per_s
         self._budgets: dict[str, Budget] = {}  # of links that have one of their own
-        self._shares: dict[str, Share] = {}  # of links whose budget several senders share, until they end
-        self._egress: WeakValueDictionary[str, Egress] = WeakValueDictionary()  # by link, as long as it has peers
+        self._shares: dict[str, BudgetShare] = {}  # of links whose budget several senders share, until they end
+        self._egress: WeakValueDictionary[str, EgressBudget] = WeakValueDictionary()  # by link, as long as it has peers
         self._refusals: Counter[tuple[str, str]] = Counter()
         self._internal_errors: Counter[str] = Counter()
         self._errors_lock = threading.Lock()  # taken last of all
@@ -157,7 +157,7 @@ class TransferClient:
         with self._lock:
             return rate_now(self._budgets.get(link, self._default_budget))
 
-    def set_egress_share(self, share: Share, link: str, now: float) -> None:
+    def set_egress_share(self, share: BudgetShare, link: str, now: float) -> None:
         """Keeps to a share of a link's budget, used already or not, until it ends."""
         with self._lock:
             self._shares = {name: each for name, each in self._shares.items() if now < each.until}
@@ -197,10 +197,10 @@ class TransferClient:
         with self._errors_lock:
             self._internal_errors[thread] += 1
 
-    def _egress_of(self, link: str) -> Egress:
+    def _egress_of(self, link: str) -> EgressBudget:
         egress = self._egress.get(link)
         if egress is None:
-            egress = self._egress[link] = Egress(self._budgets.get(link, self._default_budget))
+            egress = self._egress[link] = EgressBudget(self._budgets.get(link, self._default_budget))
             if (share := self._shares.get(link)) is not None:
                 egress.take_share(share, time.monotonic())
         return egress
@@ -217,7 +217,7 @@ class TransferClient:
                 spec.via,
                 self.options,
                 link=link,
-                egress=self._egress_of(link) if spec.via is Via.TCP else Egress(),
+                egress=self._egress_of(link) if spec.via is Via.TCP else EgressBudget(),
                 on_refused=self._refused,
                 on_failed=self._failed,
             )

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
 from transport.coding.choice import Chooser, CodecAccounts, FormatOf, RangeFormat, Situation
-from transport.coding.codec import Codec, Encoder, Part, Share, parts_of
+from transport.coding.codec import ChunkEncoder, ChunkPart, Codec, CodedPart, parts_of
 from transport.path.shm import advance
-from transport.send.lanes import Transfer
+from transport.send.lanes import LaneTransfer
 
 MIN_CODED_BYTES: Final = 4 << 10  # a smaller chunk is not worth it
 MAX_RATIO: Final = 0.98  # a chunk that stays larger leaves as it is: the receiver need not decode it
@@ -46,7 +46,7 @@ class PeerCoding:
             }
 
     def on_coded(
-        self, transfer: Transfer, asked: Mapping[str, Codec], shares: Sequence[Share], cpu_s: float, sent: int
+        self, transfer: LaneTransfer, asked: Mapping[str, Codec], shares: Sequence[CodedPart], cpu_s: float, sent: int
     ) -> None:
         """A chunk of `transfer` was coded, and leaves as `sent` bytes."""
         plain = sum(share.plain_bytes for share in shares)
@@ -72,7 +72,7 @@ class LaneCoder:
     def __init__(self, coding: PeerCoding, chunk_bytes: int) -> None:
         self._coding = coding
         self._chunk_bytes = chunk_bytes
-        self._encoder: Encoder | None = None  # made when first needed
+        self._encoder: ChunkEncoder | None = None  # made when first needed
         self._room = memoryview(b"")
         self._used = 0
         self.bytes_saved = 0  # in this batch
@@ -81,7 +81,7 @@ class LaneCoder:
         self._used = self.bytes_saved = 0
 
     def code(
-        self, transfer: Transfer, formats: FormatOf, taken: int, start: int, stop: int, views: Sequence[memoryview]
+        self, transfer: LaneTransfer, formats: FormatOf, taken: int, start: int, stop: int, views: Sequence[memoryview]
     ) -> memoryview | None:
         """The chunk `[start, stop)`, which lies in `views`, made smaller; None when it is to leave as it is.
 
@@ -96,7 +96,7 @@ class LaneCoder:
             encoded = self._encode(pieces, asked, views, length)
             cpu_s = time.thread_time() - began
         if encoded is None:
-            shares = [Share(found.label, Codec.RAW, size, size) for found, _, size in pieces]
+            shares = [CodedPart(found.label, Codec.RAW, size, size) for found, _, size in pieces]
             self._coding.on_coded(transfer, asked, shares, cpu_s, length)
             return None
         size, coded_shares = encoded
@@ -112,9 +112,9 @@ class LaneCoder:
         asked: dict[str, Codec],
         views: Sequence[memoryview],
         length: int,
-    ) -> tuple[int, tuple[Share, ...]] | None:
+    ) -> tuple[int, tuple[CodedPart, ...]] | None:
         if self._encoder is None:
-            self._encoder = Encoder()
+            self._encoder = ChunkEncoder()
             self._room = memoryview(bytearray(self._chunk_bytes))
         rest = list(views)
         parts = [part for piece in pieces for part in _parts(*piece, asked, rest)]
@@ -122,13 +122,15 @@ class LaneCoder:
         return self._encoder.encode(parts, out)
 
 
-def _pieces(transfer: Transfer, formats: FormatOf, start: int, stop: int) -> Iterator[tuple[RangeFormat, int, int]]:
+def _pieces(transfer: LaneTransfer, formats: FormatOf, start: int, stop: int) -> Iterator[tuple[RangeFormat, int, int]]:
     """The chunk by ranges: what the range is, the first byte of it, how many."""
     for index, skip, size in transfer.manifest.pieces(start, stop):
         yield formats(index), skip, size
 
 
-def _parts(found: RangeFormat, skip: int, size: int, asked: dict[str, Codec], rest: list[memoryview]) -> Iterator[Part]:
+def _parts(
+    found: RangeFormat, skip: int, size: int, asked: dict[str, Codec], rest: list[memoryview]
+) -> Iterator[ChunkPart]:
     """The next `size` bytes of `rest`, which they are taken off, as parts of the runs that they belong to."""
     begin = 0
     for run in found.runs:

@@ -19,7 +19,7 @@ from transport.send.fairness import Fairness, Flow
 from transport.send.spec import Urgency
 from transport.wire.frames import Abort, Accept, Ack, Cancel, Code, Frame, Nack, Refuse, known
 from transport.wire.manifest import Manifest, Outbox
-from transport.wire.outcome import MAX_REJECTED_CHUNKS, Outcome
+from transport.wire.outcome import MAX_REJECTED_CHUNKS, TransferOutcome
 
 MIN_CHUNK_BYTES: Final = 128 << 10
 # The last chunks of a transfer on a long link are smaller: what a lane has taken, no other one can send.
@@ -33,7 +33,7 @@ MAX_UNDECODED_CHUNKS: Final = 4096  # all that may be on its way when the receiv
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class Transfer:
+class LaneTransfer:
     """A transfer as the scheduler sees it."""
 
     slot: int
@@ -49,7 +49,7 @@ class Transfer:
     placement: tuple[tuple[int, int], ...] = ()
     formats: FormatOf | None = None  # what its ranges are; without, they leave as they are
     undecoded_chunks: int = 0
-    outcome: Outcome | None = None
+    outcome: TransferOutcome | None = None
     opened_on: set[int] = field(default_factory=set)
     writing: int = 0  # lanes that are reading the source memory at this moment
 
@@ -68,10 +68,10 @@ class Transfer:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class LanePiece:
     """A chunk to send: `[start, stop)` of a transfer."""
 
-    transfer: Transfer
+    transfer: LaneTransfer
     start: int
     stop: int
 
@@ -81,8 +81,8 @@ class Batch:
     """What a lane sends next: notices, then openings, then chunks."""
 
     notices: tuple[Frame, ...] = ()
-    opens: tuple[Transfer, ...] = ()
-    pieces: tuple[Piece, ...] = ()
+    opens: tuple[LaneTransfer, ...] = ()
+    pieces: tuple[LanePiece, ...] = ()
 
     @property
     def num_bytes(self) -> int:
@@ -110,23 +110,23 @@ class LaneScheduler:
         self.budget_bytes_per_s = float("inf")  # of all lanes together
         self.burst_bytes = float("inf")  # what the egress budget lets leave at once
         self._lanes: dict[int, _Lane] = {}
-        self._transfers: dict[int, Transfer] = {}
+        self._transfers: dict[int, LaneTransfer] = {}
         self._fairness = Fairness()
-        self._settled: list[Transfer] = []
+        self._settled: list[LaneTransfer] = []
 
     # transfers
 
-    def add(self, transfer: Transfer) -> None:
+    def add(self, transfer: LaneTransfer) -> None:
         self._transfers[transfer.slot] = transfer
 
-    def ready(self, transfer: Transfer, indexes: Iterable[int]) -> None:
+    def ready(self, transfer: LaneTransfer, indexes: Iterable[int]) -> None:
         if transfer.outcome is None:
             transfer.outbox.ready(indexes)
 
-    def abort(self, transfer: Transfer, detail: str, *, leave: bool = False, code: str = Code.ABORTED) -> None:
+    def abort(self, transfer: LaneTransfer, detail: str, *, leave: bool = False, code: str = Code.ABORTED) -> None:
         """Ends a transfer from our side; with `leave` the landing stays open for another sender."""
         if transfer.outcome is None:
-            self._finish(transfer, Outcome(code, detail), Abort(slot=transfer.slot, leave=leave, detail=detail))
+            self._finish(transfer, TransferOutcome(code, detail), Abort(slot=transfer.slot, leave=leave, detail=detail))
 
     def expire(self, now: float) -> None:
         """Gives up what is past its deadline; what tenants have sent fades as time goes by."""
@@ -136,9 +136,9 @@ class LaneScheduler:
 
     def fail_all(self, code: Code, detail: str) -> None:
         for transfer in list(self._transfers.values()):
-            self._finish(transfer, Outcome(code, detail))
+            self._finish(transfer, TransferOutcome(code, detail))
 
-    def take_settled(self) -> list[Transfer]:
+    def take_settled(self) -> list[LaneTransfer]:
         """Transfers that ended and whose source memory is not read any more."""
         settled = [t for t in self._settled if not t.writing]
         self._settled = [t for t in self._settled if t.writing]
@@ -231,14 +231,14 @@ class LaneScheduler:
         notices.clear()
         return taken
 
-    def take_openings(self, lane: int) -> list[Transfer]:
+    def take_openings(self, lane: int) -> list[LaneTransfer]:
         """Transfers that are new to this lane."""
         opens = [transfer for transfer in self._transfers.values() if lane not in transfer.opened_on]
         for transfer in opens:
             transfer.opened_on.add(lane)
         return opens
 
-    def hand_over(self, piece: Piece, lane: int, to: int) -> None:
+    def hand_over(self, piece: LanePiece, lane: int, to: int) -> None:
         """The bytes went over `lane`; what the receiver says of them will come over `to`."""
         size = piece.stop - piece.start
         if piece.transfer.outcome is None:
@@ -260,15 +260,15 @@ class LaneScheduler:
             case Accept() if transfer is not None:
                 transfer.outbox.accept(frame.missing)
             case Refuse() | Cancel() if transfer is not None:
-                self._finish(transfer, Outcome(known(frame.code), frame.detail))
+                self._finish(transfer, TransferOutcome(known(frame.code), frame.detail))
         if transfer is not None and transfer.outbox.complete:
-            self._finish(transfer, Outcome())
+            self._finish(transfer, TransferOutcome())
 
     # inside
 
     def take_pieces(
-        self, lane: int, may_leave: Callable[[Transfer], bool] = lambda _: True, max_pieces: int = MAX_BATCH_CHUNKS
-    ) -> list[Piece]:
+        self, lane: int, may_leave: Callable[[LaneTransfer], bool] = lambda _: True, max_pieces: int = MAX_BATCH_CHUNKS
+    ) -> list[LanePiece]:
         """The next chunks for a lane, as far as its window has room; they are in flight on it from now on."""
         state = self._lanes[lane]
         sendable = [
@@ -278,7 +278,7 @@ class LaneScheduler:
         ]
         queued = sum(t.outbox.bytes_queued for t in sendable)
         limit = self._chunk_limit(state, queued * _part_of(state, self._lanes.values()))
-        pieces: list[Piece] = []
+        pieces: list[LanePiece] = []
         room = min(limit, self.window_bytes - state.in_flight_bytes)
         while room > 0 and sendable and len(pieces) < min(max_pieces, MAX_BATCH_CHUNKS):
             transfer = min(sendable, key=self._rank)
@@ -287,7 +287,7 @@ class LaneScheduler:
                 sendable.remove(transfer)
                 continue
             size = chunk[1] - chunk[0]
-            pieces.append(Piece(transfer, *chunk))
+            pieces.append(LanePiece(transfer, *chunk))
             self._fairness.charge(transfer.flow, size, transfer.weight)
             state.in_flight_bytes += size
             room -= size
@@ -304,7 +304,7 @@ class LaneScheduler:
         least = min(MIN_CHUNK_BYTES, max(LEAST_CHUNK_BYTES, rate * LEAST_CHUNK_S))
         return int(min(self.chunk_bytes, max(limit, least)))
 
-    def _rank(self, transfer: Transfer) -> tuple[int, float, float, int]:
+    def _rank(self, transfer: LaneTransfer) -> tuple[int, float, float, int]:
         return (
             transfer.urgency,
             self._fairness.rank(transfer.flow),
@@ -312,7 +312,7 @@ class LaneScheduler:
             transfer.slot,
         )
 
-    def _on_nack(self, lane: int, nack: Nack, transfer: Transfer) -> None:
+    def _on_nack(self, lane: int, nack: Nack, transfer: LaneTransfer) -> None:
         if nack.code == Code.CANCELLED:
             return  # the Cancel on its way ends the transfer; if the lane is lost before that, the chunk leaves again
         self._release_window(lane, nack.length)
@@ -329,7 +329,7 @@ class LaneScheduler:
         if (state := self._lanes.get(lane)) is not None:
             state.in_flight_bytes = max(0, state.in_flight_bytes - size)
 
-    def _finish(self, transfer: Transfer, outcome: Outcome, notice: Abort | None = None) -> None:
+    def _finish(self, transfer: LaneTransfer, outcome: TransferOutcome, notice: Abort | None = None) -> None:
         """Lanes tell the receiver that the slot is free, when they next have something to say."""
         if self._transfers.pop(transfer.slot, None) is None:
             return

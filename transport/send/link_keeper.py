@@ -6,7 +6,7 @@ from typing import Final, Protocol
 
 from transport.path.governor import Governor
 from transport.path.link import LinkMonitor, LinkState, TcpInfo
-from transport.path.pacing import BULK_LEAVES, Egress
+from transport.path.pacing import BULK_LEAVES, EgressBudget
 from transport.path.tcp import LONG_RTT_S, NOTSENT_LOWAT_BYTES
 from transport.send.spec import Via
 from transport.send.transfers import Transfers
@@ -46,7 +46,7 @@ class LinkKeeper:
         via: Via,
         monitor: LinkMonitor,
         governor: Governor,
-        egress: Egress,
+        egress: EgressBudget,
         transfers: Transfers,
         *,
         adaptive: bool,

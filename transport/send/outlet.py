@@ -30,7 +30,7 @@ from transport.send.link_keeper import LinkKeeper
 from transport.send.options import ClientOptions
 from transport.send.stream import Stream
 from transport.send.transfers import Transfers
-from transport.wire.connection import Connection, Role, State
+from transport.wire.connection import Connection, ConnectionRole, ProtocolState
 from transport.wire.frames import Ack, Frame, Welcome
 from transport.wire.greeting import NONCE_BYTES
 from transport.wire.session import Session
@@ -45,24 +45,24 @@ CARRIES_ANEW: Final = 0.2  # a smaller change is not worth a system call
 class Home(Protocol):
     """The peer that an outlet belongs to."""
 
-    def wants(self, lane: "Outlet") -> bool: ...
+    def wants(self, lane: "SenderLane") -> bool: ...
 
-    def surplus(self, lane: "Outlet") -> bool: ...
+    def surplus(self, lane: "SenderLane") -> bool: ...
 
-    def lane_up(self, lane: "Outlet", max_chunk_bytes: int) -> None: ...
+    def lane_up(self, lane: "SenderLane", max_chunk_bytes: int) -> None: ...
 
-    def lane_down(self, lane: "Outlet", error: str) -> None: ...
+    def lane_down(self, lane: "SenderLane", error: str) -> None: ...
 
     def lane_refused(self, error: ConnectionRefused) -> None: ...
 
-    def on_frame(self, lane: "Outlet", frame: Frame) -> None: ...
+    def on_frame(self, lane: "SenderLane", frame: Frame) -> None: ...
 
     @property
     def on_failed(self) -> Callable[[str], None]: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shared:
+class PeerContext:
     """What all lanes to one peer have together."""
 
     address: str
@@ -73,10 +73,10 @@ class Shared:
     coding: PeerCoding
 
 
-class Outlet:
+class SenderLane:
     """One connection after another to the same peer, and the thread that feeds it."""
 
-    def __init__(self, home: Home, shared: Shared, index: int) -> None:
+    def __init__(self, home: Home, shared: PeerContext, index: int) -> None:
         self.key = index  # of the present connection: unique over the peer's life
         self.up = False
         self.idle = False
@@ -229,7 +229,7 @@ class Outlet:
     def _serve(self, sock: socket.socket, session: Session | None) -> None:
         options = self._options
         connection = Connection(
-            Role.SENDER,
+            ConnectionRole.SENDER,
             integrity=options.integrity,
             nonce=os.urandom(NONCE_BYTES),
             now=time.monotonic(),
@@ -261,7 +261,7 @@ class Outlet:
             if stream.read():
                 continue
             wait_s = self._link.wait_s(time.monotonic())
-            free = stream.connection.state is State.OPEN and not wait_s and not leaving
+            free = stream.connection.state is ProtocolState.OPEN and not wait_s and not leaving
             full = free and self._on_long_link and self._transfers.ending and not has_room(stream.sock)
             batch = self._transfers.batch_for(self) if free and not full else Batch()
             if batch:

@@ -10,16 +10,16 @@ from transport.coding.choice import CodecAccounts, Situation
 from transport.errors import ConnectionRefused
 from transport.path.governor import Governor
 from transport.path.link import LinkMonitor, LinkState
-from transport.path.pacing import Egress
+from transport.path.pacing import EgressBudget
 from transport.rdma.rails import RailReport
 from transport.send.coder import PeerCoding
 from transport.send.keys import SessionKeys
 from transport.send.lanes import LaneScheduler
 from transport.send.link_keeper import LinkKeeper
 from transport.send.options import ClientOptions
-from transport.send.outlet import Outlet, Shared
+from transport.send.outlet import PeerContext, SenderLane
 from transport.send.push import OnPushed, Push
-from transport.send.rdma_outlet import RDMA_CHUNK_BYTES, RdmaOutlet
+from transport.send.rdma_outlet import RDMA_CHUNK_BYTES, RdmaSenderLane
 from transport.send.reach import Reach
 from transport.send.spec import TransferSpec, Via
 from transport.send.transfers import Transfers
@@ -42,7 +42,7 @@ class Peer:
         options: ClientOptions,
         *,
         link: str,
-        egress: Egress,
+        egress: EgressBudget,
         on_refused: Callable[[str, str], None],
         on_failed: Callable[[str], None],
     ) -> None:
@@ -63,7 +63,7 @@ class Peer:
         governor = Governor(count, options.max_connections if adaptive else count)
         self.link_keeper = LinkKeeper(link, via, monitor, governor, egress, self.transfers, adaptive=adaptive)
         self._reach = Reach(time.monotonic())
-        self._shared = Shared(
+        self._shared = PeerContext(
             address=address,
             options=options,
             transfers=self.transfers,
@@ -72,10 +72,10 @@ class Peer:
             coding=self.coding,
         )
         # Over RDMA one connection serves all rails.
-        self._lanes: list[Outlet] = (
-            [Outlet(self, self._shared, i) for i in range(count)]
+        self._lanes: list[SenderLane] = (
+            [SenderLane(self, self._shared, i) for i in range(count)]
             if rdma is None
-            else [RdmaOutlet(self, self._shared, 0, rdma)]
+            else [RdmaSenderLane(self, self._shared, 0, rdma)]
         )
         self.busy_at = time.monotonic()
         self.follow_budget()
@@ -87,14 +87,14 @@ class Peer:
     @property
     def rails(self) -> list[RailReport]:
         """Pairs of NICs, where it is reached by RDMA."""
-        return [report for lane in self._lanes if isinstance(lane, RdmaOutlet) for report in lane.reports()]
+        return [report for lane in self._lanes if isinstance(lane, RdmaSenderLane) for report in lane.reports()]
 
     @property
     def fallback_bytes(self) -> Counter[str]:
         """Bytes that should have gone by RDMA and went over TCP, by reason."""
         total: Counter[str] = Counter()
         for lane in self._lanes:
-            if isinstance(lane, RdmaOutlet):
+            if isinstance(lane, RdmaSenderLane):
                 total += Counter(dict(lane.fallback_bytes))
         return total
 
@@ -142,18 +142,18 @@ class Peer:
 
     # what lanes ask for
 
-    def wants(self, lane: Outlet) -> bool:
+    def wants(self, lane: SenderLane) -> bool:
         """Whether a lane that is down should connect."""
         with self.transfers.lock:
             up = sum(other.up for other in self._lanes)
             useful = self.transfers.scheduler.lanes_useful(BYTES_PER_LANE)
             return self.busy and not self.surplus(lane) and up < useful
 
-    def surplus(self, lane: Outlet) -> bool:
+    def surplus(self, lane: SenderLane) -> bool:
         """The governor has found that fewer lanes do as well."""
         return lane.index >= self.link_keeper.connections
 
-    def lane_up(self, lane: Outlet, max_chunk_bytes: int) -> None:
+    def lane_up(self, lane: SenderLane, max_chunk_bytes: int) -> None:
         with self.transfers.lock:
             scheduler = self.transfers.scheduler
             scheduler.chunk_bytes = min(scheduler.chunk_bytes, max_chunk_bytes)
@@ -163,7 +163,7 @@ class Peer:
             scheduler.lane_up(lane.key)
         self.link_keeper.share(self._lanes)
 
-    def lane_down(self, lane: Outlet, error: str) -> None:
+    def lane_down(self, lane: SenderLane, error: str) -> None:
         with self.transfers.lock:
             if lane.up:
                 lane.up = lane.idle = False
@@ -186,7 +186,7 @@ class Peer:
             self._shared.keys.forget()
         self.transfers.settle()
 
-    def on_frame(self, lane: Outlet, frame: Frame) -> None:
+    def on_frame(self, lane: SenderLane, frame: Frame) -> None:
         """What the receiver says about a transfer. Raises RemoteProtocolError."""
         if isinstance(frame, Nack) and frame.code == Code.CODEC:
             self.coding.refused()
@@ -240,7 +240,7 @@ class Peer:
         pace_changed = self.link_keeper.govern(state, now)
         with self.transfers.lock:
             while len(self._lanes) < self.link_keeper.connections and not self.transfers.closing:
-                self._lanes.append(Outlet(self, self._shared, len(self._lanes)))
+                self._lanes.append(SenderLane(self, self._shared, len(self._lanes)))
             self.wake_for_work()
         if pace_changed:
             self.link_keeper.share(self._lanes)

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
-from transport.send.lanes import Transfer
+from transport.send.lanes import LaneTransfer
 from transport.wire.manifest import PushStats, RangeViews
-from transport.wire.outcome import Outcome
+from transport.wire.outcome import TransferOutcome
 
 log = logging.getLogger(__name__)
 
@@ -29,20 +29,20 @@ class PushResult:
 OnPushed = Callable[[PushResult], None]
 
 
-class Owner(Protocol):
+class PushOwner(Protocol):
     """The scheduler of a push's transfer; `lock` guards what is known of it."""
 
     lock: threading.Lock
 
-    def ready(self, transfer: Transfer, indexes: Iterable[int]) -> None: ...
+    def ready(self, transfer: LaneTransfer, indexes: Iterable[int]) -> None: ...
 
-    def abort(self, transfer: Transfer, reason: str, keep_landing: bool) -> None: ...
+    def abort(self, transfer: LaneTransfer, reason: str, keep_landing: bool) -> None: ...
 
 
 class Push:
     """A transfer that is leaving. All methods may be called from any thread."""
 
-    def __init__(self, owner: Owner, transfer: Transfer, source: RangeViews, on_done: OnPushed | None) -> None:
+    def __init__(self, owner: PushOwner, transfer: LaneTransfer, source: RangeViews, on_done: OnPushed | None) -> None:
         self._owner = owner
         self._transfer = transfer
         self.source = source
@@ -88,7 +88,7 @@ class Push:
 
     def finish(self) -> None:
         """The transfer has ended and its memory is free; called once."""
-        outcome = self._transfer.outcome or Outcome()
+        outcome = self._transfer.outcome or TransferOutcome()
         self._result = PushResult(
             transfer_id=self.transfer_id,
             ok=outcome.ok,

@@ -20,11 +20,11 @@ from transport.rdma.device import RdmaDevices
 from transport.rdma.inlet import MAX_EXTENTS
 from transport.rdma.rails import RailReport
 from transport.rdma.topology import parse_nics
-from transport.send.lanes import Batch, Transfer
-from transport.send.outlet import Home, Outlet, Shared
+from transport.send.lanes import Batch, LaneTransfer
+from transport.send.outlet import Home, PeerContext, SenderLane
 from transport.send.running_rails import RunningRails, Slot
 from transport.send.stream import Stream
-from transport.wire.connection import State
+from transport.wire.connection import ProtocolState
 from transport.wire.frames import (
     Abort,
     Accept,
@@ -44,10 +44,10 @@ NAP_FIRST_S: Final = 20e-6
 NAP_MAX_S: Final = 1e-3
 
 
-class RdmaOutlet(Outlet):
+class RdmaSenderLane(SenderLane):
     """One connection after another to the same peer, and the rails that each of them agrees on."""
 
-    def __init__(self, home: Home, shared: Shared, index: int, devices: RdmaDevices) -> None:
+    def __init__(self, home: Home, shared: PeerContext, index: int, devices: RdmaDevices) -> None:
         super().__init__(home, shared, index)
         self._said: list[Frame] = []
         self._rails = RunningRails(devices, shared.transfers, self._said.append)
@@ -72,7 +72,7 @@ class RdmaOutlet(Outlet):
                     return
                 stream.write_control()
                 moved = stream.read()
-                if stream.connection.state is State.OPEN:
+                if stream.connection.state is ProtocolState.OPEN:
                     moved = self._advance(stream, leaving) or moved
                 self._rest(stream, moved)
         finally:
@@ -190,7 +190,7 @@ class RdmaOutlet(Outlet):
         """Over the connection itself: one batch at a time, so that the rails are not forgotten meanwhile."""
         exhausted = self._rails.table.exhausted
 
-        def may_leave(transfer: Transfer) -> bool:
+        def may_leave(transfer: LaneTransfer) -> bool:
             slot = self._rails.slots.get(transfer.slot)
             return slot is not None and slot.accepted and (exhausted or bool(slot.fallback))
 

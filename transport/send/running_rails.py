@@ -15,17 +15,17 @@ from transport.rdma.device import (
     PROOF,
     RECEIVE_DEPTH,
     SEND_DEPTH,
-    Completion,
+    MemoryRegion,
     QueuePair,
     QueuePairEnd,
     RdmaDevices,
     RdmaError,
-    Region,
+    WorkCompletion,
     address_of,
 )
-from transport.rdma.rails import Placement, Rail, RailState, RailTable, SendQueue, plan_writes
+from transport.rdma.rails import MemoryPlacement, Rail, RailState, RailTable, SendQueue, plan_writes
 from transport.rdma.topology import Nic, plan_rails
-from transport.send.lanes import Piece, Transfer
+from transport.send.lanes import LanePiece, LaneTransfer
 from transport.send.transfers import Transfers
 from transport.wire.frames import Frame, RailAnswer, RailClosed, RailOffer, Written
 
@@ -33,12 +33,12 @@ log = logging.getLogger(__name__)
 
 # Why a rail is given up whose time is over.
 LATE: Final = {RailState.OFFERED: "no_answer", RailState.PROVING: "no_proof", RailState.UP: "no_completion"}
-Checksum: TypeAlias = Callable[[Transfer, int, Sequence[memoryview]], int]
+Checksum: TypeAlias = Callable[[LaneTransfer, int, Sequence[memoryview]], int]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Chunk:
-    piece: Piece
+    piece: LanePiece
     checksum: int
     local_key: int
     remote_key: int
@@ -60,12 +60,12 @@ class _Running:
 class Slot:
     """A transfer on this connection, and where its bytes go."""
 
-    transfer: Transfer
+    transfer: LaneTransfer
     address: int = 0
     keys: dict[int, int] = field(default_factory=dict)  # by place of the receiver's NIC
-    granted: Placement = field(default_factory=Placement)
-    placement: Placement | None = None  # what was granted, once it is accepted
-    memory: Region | None = None  # ours
+    granted: MemoryPlacement = field(default_factory=MemoryPlacement)
+    placement: MemoryPlacement | None = None  # what was granted, once it is accepted
+    memory: MemoryRegion | None = None  # ours
     accepted: bool = False
     fallback: str = ""  # why its chunks go over TCP
 
@@ -226,7 +226,7 @@ class RunningRails:
         try:
             completions = running.queue_pair.poll()
         except RdmaError as exc:
-            completions = [Completion(wr_id=0, error=str(exc) and "device_lost")]
+            completions = [WorkCompletion(wr_id=0, error=str(exc) and "device_lost")]
         for completion in completions:
             if completion.error:
                 self._lose(running.rail, completion.error)
@@ -294,11 +294,11 @@ class RunningRails:
                 self._transfers.abort(piece.transfer, f"source: {exc}", keep_landing=False)
         return bool(pieces)
 
-    def _may_be_written(self, transfer: Transfer) -> bool:
+    def _may_be_written(self, transfer: LaneTransfer) -> bool:
         slot = self.slots.get(transfer.slot)
         return slot is not None and slot.accepted and not slot.fallback
 
-    def _put(self, running: _Running, piece: Piece) -> None:
+    def _put(self, running: _Running, piece: LanePiece) -> None:
         transfer, slot = piece.transfer, self.slots[piece.transfer.slot]
         assert slot.placement is not None
         assert slot.memory is not None
@@ -327,5 +327,5 @@ class RunningRails:
         return bool(postings)
 
 
-def _nothing_opened(transfer: Transfer, start: int, views: Sequence[memoryview]) -> int:
+def _nothing_opened(transfer: LaneTransfer, start: int, views: Sequence[memoryview]) -> int:
     raise AssertionError("a chunk before any connection")

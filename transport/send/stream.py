@@ -12,7 +12,7 @@ from transport.errors import PeerLost
 from transport.path.shm import ArenaSource, merge_extents, parts_of, pieces_of
 from transport.path.tcp import MAX_VIEWS, receive_now, send_some
 from transport.send.coder import LaneCoder
-from transport.send.lanes import Batch, Piece, Transfer
+from transport.send.lanes import Batch, LanePiece, LaneTransfer
 from transport.send.link_keeper import LinkKeeper
 from transport.send.transfers import Taker, Transfers
 from transport.wire.checksum import HASHED_PART_BYTES, Digest, Integrity, digest, transfer_seed
@@ -26,10 +26,10 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
-class Outgoing:
+class OutgoingViews:
     """Views still to be written, each with the transfer whose memory it is (None: our own bytes)."""
 
-    views: deque[tuple[memoryview | bytes, Transfer | None]] = field(default_factory=deque)
+    views: deque[tuple[memoryview | bytes, LaneTransfer | None]] = field(default_factory=deque)
 
     def add(self, data: bytes) -> None:
         if data:
@@ -47,7 +47,7 @@ class Outgoing:
             size -= len(view)
             self.views.popleft()
 
-    def copy_of(self, ended: set[Transfer]) -> None:
+    def copy_of(self, ended: set[LaneTransfer]) -> None:
         """What was promised of these transfers leaves from memory of ours: theirs is wanted back."""
         for i, (view, owner) in enumerate(self.views):
             if owner in ended:
@@ -85,7 +85,7 @@ class Stream:
         self._sealed_bytes = 0
         self._gathered = memoryview(b"")  # small views, to be sealed together
         self._hashed_bytes = 0  # and not written yet
-        self._reading: set[Transfer] = set()  # whose memory the present batch reads
+        self._reading: set[LaneTransfer] = set()  # whose memory the present batch reads
 
     def __repr__(self) -> str:
         return f"<Stream: {self.num_open} transfers open, reading the memory of {len(self._reading)}>"
@@ -110,12 +110,12 @@ class Stream:
 
     def write_control(self) -> None:
         """What the connection has to say by itself."""
-        outgoing = Outgoing()
+        outgoing = OutgoingViews()
         outgoing.add(self.connection.data_to_send())
         self.write(outgoing)
 
     def say(self, frames: Sequence[Frame]) -> None:
-        outgoing = Outgoing()
+        outgoing = OutgoingViews()
         for frame in frames:
             outgoing.add(self.connection.send(frame))
         self.write(outgoing)
@@ -124,7 +124,7 @@ class Stream:
         """All of it; what its transfers' memory is read for is over afterwards."""
         self._reading = {piece.transfer for piece in batch.pieces}
         try:
-            outgoing = Outgoing()
+            outgoing = OutgoingViews()
             self._sealed_bytes = self._hashed_bytes = 0
             self._coder.begin_batch()
             for notice in batch.notices:
@@ -147,7 +147,7 @@ class Stream:
             self._seeds.pop(notice.slot, None)
             self._seals.pop(notice.slot, None)
 
-    def opening(self, transfer: Transfer) -> Open:
+    def opening(self, transfer: LaneTransfer) -> Open:
         """What begins a transfer on this connection."""
         manifest = transfer.manifest
         self._seeds[transfer.slot] = transfer_seed(transfer.transfer_id, self.connection.transcript)
@@ -168,7 +168,7 @@ class Stream:
             placement=transfer.placement,
         )
 
-    def _add_piece(self, outgoing: Outgoing, piece: Piece) -> None:
+    def _add_piece(self, outgoing: OutgoingViews, piece: LanePiece) -> None:
         transfer = piece.transfer
         formats = transfer.formats if self.connection.codecs else None  # once: a refusal may take it away at any time
         coded, references = None, []
@@ -198,16 +198,16 @@ class Stream:
         else:
             self._add_views(outgoing, piece, views)
 
-    def checksum(self, transfer: Transfer, start: int, views: Sequence[memoryview]) -> int:
+    def checksum(self, transfer: LaneTransfer, start: int, views: Sequence[memoryview]) -> int:
         """Of a chunk that begins at `start` and lies in `views`."""
         return digest(views, self._seeds[transfer.slot], start)
 
-    def _add_views(self, outgoing: Outgoing, piece: Piece, views: list[memoryview]) -> None:
+    def _add_views(self, outgoing: OutgoingViews, piece: LanePiece, views: list[memoryview]) -> None:
         transfer = piece.transfer
         outgoing.add(self.connection.chunk_header(transfer.slot, piece.start, piece.stop - piece.start))
         outgoing.views.extend((view, piece.transfer) for view in views)
 
-    def _write_hashed(self, outgoing: Outgoing, piece: Piece, views: list[memoryview]) -> None:
+    def _write_hashed(self, outgoing: OutgoingViews, piece: LanePiece, views: list[memoryview]) -> None:
         """Hashes and writes by turns: what was hashed is still in the processor's cache when it is written.
 
         Once the transfer has ended, all that is left is hashed before more is written, as with what is sealed.
@@ -223,7 +223,7 @@ class Stream:
                 self._hashed_bytes = 0
         outgoing.add(running.trailer())
 
-    def _add_coded(self, outgoing: Outgoing, piece: Piece, coded: memoryview) -> None:
+    def _add_coded(self, outgoing: OutgoingViews, piece: LanePiece, coded: memoryview) -> None:
         sealed, checksum = self._session is not None, 0
         if not sealed and self._integrity is Integrity.CHECKSUM:
             checksum = self.checksum(piece.transfer, piece.start, [coded])
@@ -244,10 +244,10 @@ class Stream:
 
     def _write_sealed(
         self,
-        outgoing: Outgoing,
+        outgoing: OutgoingViews,
         header: bytes,
         views: list[memoryview],
-        transfer: Transfer,
+        transfer: LaneTransfer,
     ) -> None:
         """Seals and writes by turns: the receiver opens one part while we seal the next.
 
@@ -266,7 +266,7 @@ class Stream:
             outgoing.views.append((sealed, None))
         outgoing.add(sealing.tag())
 
-    def _references(self, transfer: Transfer, source: ArenaSource, start: int, stop: int) -> list[Reference]:
+    def _references(self, transfer: LaneTransfer, source: ArenaSource, start: int, stop: int) -> list[Reference]:
         """One; or more, each a chunk of its own, where the bytes lie in more extents than one can name."""
         manifest = transfer.manifest
         checksum = self.checksum(transfer, start, manifest.views(source, start, stop))
@@ -280,7 +280,7 @@ class Stream:
             part for ends in ((start, middle), (middle, stop)) for part in self._references(transfer, source, *ends)
         ]
 
-    def write(self, outgoing: Outgoing, unfinished: Transfer | None = None) -> bool:
+    def write(self, outgoing: OutgoingViews, unfinished: LaneTransfer | None = None) -> bool:
         """False when something is left, since the transfer whose chunk is still being made has ended."""
         while outgoing.views:
             if unfinished is not None and unfinished.outcome is not None:
@@ -292,7 +292,7 @@ class Stream:
                 self._blocked()
         return True
 
-    def _let_go_of_ended(self, outgoing: Outgoing, unfinished: Transfer | None) -> None:
+    def _let_go_of_ended(self, outgoing: OutgoingViews, unfinished: LaneTransfer | None) -> None:
         ended = {transfer for transfer in self._reading if transfer.outcome is not None and transfer is not unfinished}
         if ended:
             outgoing.copy_of(ended)

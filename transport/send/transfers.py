@@ -9,7 +9,7 @@ from typing import Protocol
 from transport.errors import Closed
 from transport.path.link import LinkMonitor
 from transport.path.shm import ArenaSource
-from transport.send.lanes import Batch, LaneScheduler, Transfer
+from transport.send.lanes import Batch, LaneScheduler, LaneTransfer
 from transport.send.push import OnPushed, Push
 from transport.send.spec import TransferSpec, Via
 from transport.wire.frames import Code, Frame
@@ -66,7 +66,7 @@ class Transfers:
         with self.lock:
             if self.closing:
                 raise Closed("the client is closed")
-            transfer = Transfer(
+            transfer = LaneTransfer(
                 slot=self._next_slot,
                 transfer_id=spec.transfer_id,
                 secret=spec.secret,
@@ -87,7 +87,7 @@ class Transfers:
             self._lanes.wake_for_work()
         return push
 
-    def ready(self, transfer: Transfer, indexes: Iterable[int]) -> None:
+    def ready(self, transfer: LaneTransfer, indexes: Iterable[int]) -> None:
         with self.lock:
             outbox = transfer.outbox
             before = outbox.bytes_ready
@@ -96,7 +96,7 @@ class Transfers:
                 self._predict(self._pushes.get(transfer.slot))
             self._lanes.wake_for_work()
 
-    def abort(self, transfer: Transfer, reason: str, keep_landing: bool) -> None:
+    def abort(self, transfer: LaneTransfer, reason: str, keep_landing: bool) -> None:
         with self.lock:
             self.scheduler.abort(transfer, reason, leave=keep_landing)
             self._lanes.wake_connected()  # an abort frees memory at the far end: do not let it wait
@@ -129,7 +129,7 @@ class Transfers:
 
     # what lanes ask for
 
-    def source_of(self, transfer: Transfer) -> RangeViews:
+    def source_of(self, transfer: LaneTransfer) -> RangeViews:
         return self._pushes[transfer.slot].source
 
     def batch_for(self, lane: Taker) -> Batch:
@@ -141,14 +141,14 @@ class Transfers:
             lane.idle = not batch
             return batch
 
-    def let_go(self, transfers: Iterable[Transfer]) -> None:
+    def let_go(self, transfers: Iterable[LaneTransfer]) -> None:
         """A lane does not read their memory any more."""
         with self.lock:
             for transfer in transfers:
                 transfer.writing -= 1
         self.settle()
 
-    def split(self, lane: Taker, transfer: Transfer, start: int, at: int) -> None:
+    def split(self, lane: Taker, transfer: LaneTransfer, start: int, at: int) -> None:
         """A chunk that is about to leave does so as two: up to `at`, and the rest."""
         with self.lock:
             transfer.outbox.split(lane.key, start, at)

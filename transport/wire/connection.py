@@ -60,33 +60,33 @@ GREETING_BUFFER_BYTES: Final = 4096
 MAX_FAREWELL_BYTES: Final = 500
 
 
-class Role(Enum):
+class ConnectionRole(Enum):
     SENDER = auto()
     RECEIVER = auto()
 
 
-class State(Enum):
+class ProtocolState(Enum):
     GREETING = auto()
     OPEN = auto()
     CLOSED = auto()
 
 
-_G, _O, _C = State.GREETING, State.OPEN, State.CLOSED
-_BOTH: Final[dict[type[Frame], State]] = {Ping: _O, Pong: _O, Goodbye: _C}
-_RDMA_OF_SENDER: Final[dict[type[Frame], State]] = {AskRails: _O, RailOffer: _O, Written: _O, RailClosed: _O}
-_RDMA_OF_RECEIVER: Final[dict[type[Frame], State]] = {Nics: _O, Grant: _O, RailAnswer: _O, RailClosed: _O}
-_SAID_BY_SENDER: Final[dict[State, dict[type[Frame], State]]] = {
+_G, _O, _C = ProtocolState.GREETING, ProtocolState.OPEN, ProtocolState.CLOSED
+_BOTH: Final[dict[type[Frame], ProtocolState]] = {Ping: _O, Pong: _O, Goodbye: _C}
+_RDMA_OF_SENDER: Final[dict[type[Frame], ProtocolState]] = {AskRails: _O, RailOffer: _O, Written: _O, RailClosed: _O}
+_RDMA_OF_RECEIVER: Final[dict[type[Frame], ProtocolState]] = {Nics: _O, Grant: _O, RailAnswer: _O, RailClosed: _O}
+_SAID_BY_SENDER: Final[dict[ProtocolState, dict[type[Frame], ProtocolState]]] = {
     _G: {Hello: _O, Goodbye: _C},
     _O: {**_BOTH, Open: _O, Chunk: _O, CodedChunk: _O, Reference: _O, Abort: _O, **_RDMA_OF_SENDER},
     _C: {},
 }
-_SAID_BY_RECEIVER: Final[dict[State, dict[type[Frame], State]]] = {
+_SAID_BY_RECEIVER: Final[dict[ProtocolState, dict[type[Frame], ProtocolState]]] = {
     _G: {Welcome: _O, Goodbye: _C},
     _O: {**_BOTH, Accept: _O, Refuse: _O, Ack: _O, Nack: _O, Cancel: _O, **_RDMA_OF_RECEIVER},
     _C: {},
 }
 # What may come in. What may go out is the other one; only the greeting differs, since saying Hello opens nothing yet.
-TRANSITIONS: Final = {Role.SENDER: _SAID_BY_RECEIVER, Role.RECEIVER: _SAID_BY_SENDER}
+TRANSITIONS: Final = {ConnectionRole.SENDER: _SAID_BY_RECEIVER, ConnectionRole.RECEIVER: _SAID_BY_SENDER}
 
 
 class Connection:
@@ -94,7 +94,7 @@ class Connection:
 
     def __init__(
         self,
-        role: Role,
+        role: ConnectionRole,
         *,
         integrity: str,
         nonce: bytes,
@@ -107,7 +107,7 @@ class Connection:
     ) -> None:
         self.role = role
         self.codecs = codecs  # what the receiver decodes; a sender learns it
-        self.state = State.GREETING
+        self.state = ProtocolState.GREETING
         self.integrity = integrity
         self.digest_behind = integrity == Integrity.CHECKSUM  # of a Chunk's payload
         self.transcript = b""  # of both greetings, once they were said: unique, and the same at both ends or not at all
@@ -121,14 +121,14 @@ class Connection:
         self.payload_left = 0
         self._dead_after_s = dead_after_s
         # Strangers are many: until one is let in, or has a large frame to say, it gets little.
-        self._buffer = memoryview(bytearray(BUFFER_BYTES if role is Role.SENDER else GREETING_BUFFER_BYTES))
+        self._buffer = memoryview(bytearray(BUFFER_BYTES if role is ConnectionRole.SENDER else GREETING_BUFFER_BYTES))
         self._begin = self._end = 0
         self._bulk = False
         self.frames_received = self.frames_sent = 0
         self._greeting_bytes = b""  # not sent yet
         self._outgoing: dict[type[Frame], Frame] = {}  # one of a kind: a peer cannot make them pile up
         self._began_at = self._heard_at = self._pinged_at = now
-        if role is Role.SENDER:
+        if role is ConnectionRole.SENDER:
             self._greet(self._greeting.hello())
 
     # bytes in
@@ -178,7 +178,7 @@ class Connection:
             while frame is not None and self._answered(frame):
                 frame = self._parse()
         except (RemoteProtocolError, ConnectionRefused):
-            self.state = State.CLOSED
+            self.state = ProtocolState.CLOSED
             raise
         return frame
 
@@ -205,11 +205,11 @@ class Connection:
 
     def send(self, frame: Frame) -> bytes:
         """The bytes of `frame`, which must be sent next. Raises LocalProtocolError when the state forbids it."""
-        allowed = TRANSITIONS[Role.RECEIVER if self.role is Role.SENDER else Role.SENDER]
+        allowed = TRANSITIONS[ConnectionRole.RECEIVER if self.role is ConnectionRole.SENDER else ConnectionRole.SENDER]
         if type(frame) not in allowed[self.state]:
             raise LocalProtocolError(f"{type(frame).__name__} cannot be sent in state {self.state.name}")
         if isinstance(frame, Goodbye):
-            self.state = State.CLOSED
+            self.state = ProtocolState.CLOSED
         return self.encoded(frame)
 
     def encoded(self, frame: Frame) -> bytes:
@@ -235,14 +235,14 @@ class Connection:
 
     def chunk_header(self, slot: int, offset: int, length: int, sealed: bool = False) -> bytes:
         """What goes before a chunk's payload: `send(Chunk(...))` without the object."""
-        assert self.state is State.OPEN
+        assert self.state is ProtocolState.OPEN
         seq = self.frames_sent
         self.frames_sent += 1
         return encode_chunk(slot, offset, length, seq, sealed)
 
     def coded_header(self, chunk: CodedChunk) -> bytes:
         """What goes before a coded chunk's payload."""
-        assert self.state is State.OPEN
+        assert self.state is ProtocolState.OPEN
         seq = self.frames_sent
         self.frames_sent += 1
         return encode_coded(chunk, seq)
@@ -252,7 +252,7 @@ class Connection:
         if not isinstance(exc, GreetingRefused):  # that has said it already
             detail = str(exc).encode()[:MAX_FAREWELL_BYTES].decode(errors="ignore")
             self._say(Goodbye(code=exc.code, detail=detail))
-        self.state = State.CLOSED
+        self.state = ProtocolState.CLOSED
         return self.data_to_send()
 
     def data_to_send(self) -> bytes:
@@ -270,7 +270,7 @@ class Connection:
     def next_timer(self) -> float:
         """When on_timer() wants to be called."""
         dead_at = self._alive_at + self._dead_after_s
-        if self.role is Role.SENDER and self.state is State.OPEN:
+        if self.role is ConnectionRole.SENDER and self.state is ProtocolState.OPEN:
             return min(dead_at, self._pinged_at + PING_INTERVAL_S)
         return dead_at
 
@@ -280,10 +280,10 @@ class Connection:
         Only senders ping: it keeps idle connections alive, and tells the receiver, too, that its peer is alive.
         """
         if now >= self._alive_at + self._dead_after_s:
-            silent = "no whole greeting" if self.state is State.GREETING else "nothing heard"
-            self.state = State.CLOSED
+            silent = "no whole greeting" if self.state is ProtocolState.GREETING else "nothing heard"
+            self.state = ProtocolState.CLOSED
             raise PeerLost(f"{silent} for {now - self._alive_at:.1f} s")
-        if self.role is not Role.SENDER or self.state is not State.OPEN:
+        if self.role is not ConnectionRole.SENDER or self.state is not ProtocolState.OPEN:
             return
         if now >= self._pinged_at + PING_INTERVAL_S:
             self._pinged_at = now
@@ -292,7 +292,7 @@ class Connection:
     @property
     def _alive_at(self) -> float:
         """A greeting has to be whole in time: a stranger could drag it out for ever."""
-        return self._began_at if self.state is State.GREETING else self._heard_at
+        return self._began_at if self.state is ProtocolState.GREETING else self._heard_at
 
     # inside
 
@@ -314,7 +314,7 @@ class Connection:
         if self._seal_in is not None:
             body, flags = self._unseal(kind, flags, body)
         frame = decode(kind, flags, body)
-        if self.state is State.GREETING:
+        if self.state is ProtocolState.GREETING:
             self._greeting.note(self._buffer[self._begin : stop])
         self.frames_received += 1
         self._begin = stop
@@ -367,7 +367,9 @@ class Connection:
             self._greeting.accept(frame)
             self.max_chunk_bytes, self.codecs = min(self.max_chunk_bytes, frame.max_chunk_bytes), frame.codecs
         self.transcript, self.session_secret = self._greeting.transcript(), self._greeting.secret
-        self._seal_out, self._seal_in = self._greeting.seals(*(("s", "r") if self.role is Role.SENDER else ("r", "s")))
+        self._seal_out, self._seal_in = self._greeting.seals(
+            *(("s", "r") if self.role is ConnectionRole.SENDER else ("r", "s"))
+        )
 
     def _answer_to(self, hello: Hello) -> Welcome:
         try:

@@ -3,7 +3,7 @@
 from collections import Counter
 
 
-class Memory:
+class LentMemory:
     """At most `total_bytes` are lent, and at most `of_one_bytes` of them to one peer."""
 
     def __init__(self, total_bytes: int, of_one_bytes: int) -> None:

@@ -8,7 +8,7 @@ MAX_REJECTED_CHUNKS: Final = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class TransferOutcome:
     """How a transfer ended, for one end. `code` is a frames.Code, empty when it went well."""
 
     code: str = ""

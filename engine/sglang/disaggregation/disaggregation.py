@@ -34,10 +34,10 @@ from sglang.srt.runtime_context import get_device, get_parallel
 from sglang.srt.utils.network import NetworkAddress
 
 from engine.errors import PagesInvalid
-from engine.sglang.agent_thread import AgentThread
+from engine.sglang.agent_thread import SglangAgentThread
 from engine.sglang.control import AgentControl
 from engine.sglang.disaggregation.buffers import PageBuffers, read_item, write_item
-from engine.sglang.disaggregation.handoff import Chunk, Landing, Sending
+from engine.sglang.disaggregation.handoff import PageChunk, ReceivingHandoff, SendingHandoff
 from engine.sglang.disaggregation.pools import Buffer, Pools, layout_of, refusal_of
 from engine.sglang.disaggregation.rendezvous import (
     AUXILIARY,
@@ -55,7 +55,7 @@ from engine.sglang.identity import kv_identity
 from engine.sglang.settings import CONTROL, REVISION, SOCKET
 from engine.sglang.unsupported import not_done_json
 from engine.sglang.version import is_tested, untested
-from transport.control.messages import Rooms, TicketInfo
+from transport.control.messages import BootstrapAddress, TicketInfo
 from transport.path.tcp import format_address
 
 log = logging.getLogger(__name__)
@@ -95,7 +95,7 @@ class PrfaasKVManager(CommonKVManager):  # type: ignore[misc]
         notice = "" if is_tested(version) else untested(version)
         if notice:
             log.warning(notice)
-        self._handoffs: dict[int, Sending | Landing] = {}
+        self._handoffs: dict[int, SendingHandoff | ReceivingHandoff] = {}
         self._aux_index: dict[int, int] = {}  # of rooms whose auxiliary data may be written
         self._aborted: OrderedDict[int, None] = OrderedDict()  # rooms that were not asked for here yet
         self._early: OrderedDict[int, None] = OrderedDict()  # rooms with an offer, and no request yet
@@ -107,7 +107,7 @@ class PrfaasKVManager(CommonKVManager):  # type: ignore[misc]
             for pointer, length, item in zip(args.aux_data_ptrs, args.aux_data_lens, args.aux_item_lens, strict=True)
         )
         identity = kv_identity(server_args, version, os.environ.get(REVISION, ""))
-        self.agent = AgentThread(
+        self.agent = SglangAgentThread(
             Path(socket),
             layout_of(identity, pools),
             model_id=server_args.served_model_name or Path(server_args.model_path).name,
@@ -115,7 +115,9 @@ class PrfaasKVManager(CommonKVManager):  # type: ignore[misc]
             http_url=f"http://{format_address(server_args.host, server_args.port)}",
             notice=notice,
             not_done_json=not_done_json(),
-            rooms=Rooms() if decodes else Rooms(server_args.host, server_args.disaggregation_bootstrap_port),
+            rooms=BootstrapAddress()
+            if decodes
+            else BootstrapAddress(server_args.host, server_args.disaggregation_bootstrap_port),
         )
         self.agent.start()
         super().__init__(args, disaggregation_mode, server_args, is_mla_backend)
@@ -181,17 +183,17 @@ class PrfaasKVManager(CommonKVManager):  # type: ignore[misc]
                 self._aux_index[bootstrap_room] = aux_index
             sending = self._handoffs.get(bootstrap_room)
             if sending is None and offer.ticket is not None:
-                sending = self._handoffs[bootstrap_room] = Sending(
+                sending = self._handoffs[bootstrap_room] = SendingHandoff(
                     self.agent,
                     self._pages,
                     f"room-{bootstrap_room}",
                     offer.ticket,
                     lambda reason: self._sent(bootstrap_room, reason),
                 )
-        if isinstance(sending, Sending):
+        if isinstance(sending, SendingHandoff):
             wait = wait_event.synchronize if wait_event is not None else None
             pages = np.array(kv_indices, dtype=np.int32)  # a copy: the scheduler's buffer may be another's soon
-            sending.put(Chunk(index_slice.start, pages, is_last_chunk, wait))
+            sending.put(PageChunk(index_slice.start, pages, is_last_chunk, wait))
         elif is_last_chunk:
             self._sent(bootstrap_room, "")
 
@@ -291,7 +293,7 @@ class PrfaasKVManager(CommonKVManager):  # type: ignore[misc]
             self._aux_index[room] = aux_index
             self._parts[room] = set() if len(pages) else {"pages"}
             if len(pages):
-                self._handoffs[room] = Landing(
+                self._handoffs[room] = ReceivingHandoff(
                     self.agent,
                     self._pages,
                     self._reservations,

@@ -1,7 +1,7 @@
 """One request's pages on their way: out of a prefill server into its agent, and out of a decode server's agent into its pool.
 
-    Sending   chunks of pages ──► the agent's pages ──► pushed while later chunks are computed ──► delivered
-    Landing   reserve ──► ticket, for the prefill server ──► landed ──► copied into the server's pages
+    SendingHandoff     chunks of pages ──► the agent's pages ──► pushed while later chunks are computed ──► delivered
+    ReceivingHandoff   reserve ──► ticket, for the prefill server ──► landed ──► copied into the server's pages
 
 Blocks have no names here: nothing of it becomes prefix cache. Once `give_up` has returned the server's pages are no longer
 touched, so that it may give them to another request.
@@ -19,7 +19,7 @@ import numpy as np
 
 from engine.agent.job_pages import Bytes, JobKV
 from engine.errors import PagesInvalid, TransferError
-from engine.sglang.agent_thread import AgentThread
+from engine.sglang.agent_thread import SglangAgentThread
 from engine.sglang.disaggregation.pools import PageIndex
 from transport.control.messages import Delivered, TicketInfo
 
@@ -40,14 +40,14 @@ class PoolPages(Protocol):
     def write(self, buffer: int, pages: PageIndex, tokens: Bytes) -> None: ...
 
 
-class Reservations(Protocol):
+class PoolReservations(Protocol):
     """Who reserves pages for what will land, and gives them back."""
 
     async def reserve(self, request_id: str, num_tokens: int, digest: bytes) -> TicketInfo: ...
     async def abort(self, transfer_id: str) -> None: ...
 
 
-class Chunk(NamedTuple):
+class PageChunk(NamedTuple):
     """Pages that are computed; `first` is the number of their first one within the request."""
 
     first: int
@@ -59,7 +59,7 @@ class Chunk(NamedTuple):
 class _Handoff:
     """What both directions share: a task on the agent's thread, and an end that is told once."""
 
-    def __init__(self, agent: AgentThread, pool: PoolPages, name: str, on_end: Callable[[str], None]) -> None:
+    def __init__(self, agent: SglangAgentThread, pool: PoolPages, name: str, on_end: Callable[[str], None]) -> None:
         """`on_end` hears "" or why it failed, on the agent's thread; not after `give_up`."""
         self._agent = agent
         self._pool = pool
@@ -106,18 +106,18 @@ class _Handoff:
             raise TransferError(GIVEN_UP)
 
 
-class Sending(_Handoff):
+class SendingHandoff(_Handoff):
     """Pages that leave. Chunks are put in their order; the last one says so."""
 
     def __init__(
-        self, agent: AgentThread, pool: PoolPages, name: str, ticket: TicketInfo, on_end: Callable[[str], None]
+        self, agent: SglangAgentThread, pool: PoolPages, name: str, ticket: TicketInfo, on_end: Callable[[str], None]
     ) -> None:
         super().__init__(agent, pool, name, on_end)
         self._ticket = ticket
-        self._chunks: asyncio.Queue[Chunk] = asyncio.Queue()
+        self._chunks: asyncio.Queue[PageChunk] = asyncio.Queue()
         self._begin(self._send)
 
-    def put(self, chunk: Chunk) -> None:
+    def put(self, chunk: PageChunk) -> None:
         """More pages are computed, and stay until `on_end` or `give_up`. Any thread."""
         self._agent.later(lambda: self._chunks.put_nowait(chunk))
 
@@ -158,7 +158,7 @@ class Sending(_Handoff):
             if chunk.is_last:
                 return
 
-    def _copy(self, kv: JobKV, chunk: Chunk) -> None:
+    def _copy(self, kv: JobKV, chunk: PageChunk) -> None:
         start = chunk.first * self._agent.layout.block_size
         if chunk.wait is not None:
             chunk.wait()
@@ -170,14 +170,14 @@ class Sending(_Handoff):
             kv.check_ours()
 
 
-class Landing(_Handoff):
+class ReceivingHandoff(_Handoff):
     """Pages that arrive, for `pages` of the server's pool."""
 
     def __init__(
         self,
-        agent: AgentThread,
+        agent: SglangAgentThread,
         pool: PoolPages,
-        reservations: Reservations,
+        reservations: PoolReservations,
         name: str,
         pages: PageIndex,
         *,

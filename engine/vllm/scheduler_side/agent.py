@@ -17,7 +17,7 @@ from typing import Any, Final
 from engine.agent.link import AgentJob, AgentLink
 from engine.errors import TransferError
 from engine.vllm.layout import VllmLayout
-from engine.vllm.scheduler_side.errands import AgentEvent, Arrived, Errand, Failed, Granted, Written
+from engine.vllm.scheduler_side.errands import AgentEvent, Arrived, Errand, ErrandFailed, ErrandWritten, Granted
 from engine.vllm.scheduler_side.steps import (
     ArenaRef,
     LayerWritten,
@@ -40,7 +40,7 @@ CLOSE_TIMEOUT_S: Final = 10.0
 LONG_PROMPT_TOKENS: Final = 8192  # hashing takes about 0.3 µs per token: longer prompts go to a worker thread
 
 
-class AgentThread:
+class VllmAgentThread:
     """Jobs for the scheduler's side of the connector. Public methods may be called from any thread, and never wait."""
 
     def __init__(
@@ -228,10 +228,10 @@ class AgentThread:
             await work
         except TransferError as exc:
             log.warning("errand=%d reason=%s %s", errand.number, exc.reason, exc.detail)
-            self._post(Failed(errand.number, exc.reason))
+            self._post(ErrandFailed(errand.number, exc.reason))
         except Exception as exc:  # a request that hears nothing would wait for its deadline
             log.exception("errand=%d", errand.number)
-            self._post(Failed(errand.number, type(exc).__name__))
+            self._post(ErrandFailed(errand.number, type(exc).__name__))
 
     async def _begin(
         self,
@@ -286,7 +286,7 @@ class AgentThread:
         assert self._arena is not None
         errand.num_tokens = job.granted.num_tokens
         self._by_job[job.job] = errand
-        job.on_failure = lambda error: self._post(Failed(errand.number, error.reason))
+        job.on_failure = lambda error: self._post(ErrandFailed(errand.number, error.reason))
         self._post(Granted(errand.number, job.granted, self._arena))
 
     def _end(self, number: int, loaded: bool, reason: str) -> None:
@@ -324,7 +324,7 @@ class AgentThread:
             case SaveFailed(reason=reason):
                 log.error("errand=%d rank=%d: %s", errand.number, rank, reason)
                 errand.complete = True  # never: the step's end is reported all the same
-                self._post(Failed(errand.number, "save_failed"))
+                self._post(ErrandFailed(errand.number, "save_failed"))
         if done is not None:
             self._link.send_for_job(done)
 
@@ -333,7 +333,7 @@ class AgentThread:
             return
         errand.complete = True
         self._link.send_for_job(errand.done(self._loop.time()))
-        self._post(Written(errand.number))
+        self._post(ErrandWritten(errand.number))
 
 
 async def _where(num_tokens: int, work: Callable[[], Any]) -> Any:

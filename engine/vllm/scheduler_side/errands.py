@@ -19,7 +19,7 @@ class Granted:
 
 
 @dataclass(frozen=True, slots=True)
-class Failed:
+class ErrandFailed:
     """An errand came to nothing: refused, or what had been granted is lost."""
 
     errand: int
@@ -35,13 +35,13 @@ class Arrived:
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class ErrandWritten:
     """All of an errand's tokens are in its pages, and prefix cache by now."""
 
     errand: int
 
 
-AgentEvent = Granted | Failed | Arrived | Written
+AgentEvent = Granted | ErrandFailed | Arrived | ErrandWritten
 
 
 @dataclass(slots=True)

@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from engine.openai.api import Transfer
+from engine.openai.api import KVTransfer
 from hybrid_cache.hashing.block_hash import Inset
 from transport.control.messages import Delivered, JobPages
 
 
-class Route(Enum):
+class HandoverRoute(Enum):
     """What a request has to do with KVCache from elsewhere."""
 
     LOCAL = "local"
@@ -23,7 +23,7 @@ class Route(Enum):
     LANDING = "landing"
 
 
-class Phase(Enum):
+class HandoverPhase(Enum):
     """How far a request's pages are."""
 
     NEW = "new"  # a local prompt whose turn has not come: a queue of them must not hold the pages that landings need
@@ -41,11 +41,11 @@ class Handover:
     """One request and its pages."""
 
     request: Any
-    route: Route
+    route: HandoverRoute
     prompt: list[int]
-    transfer: Transfer
+    transfer: KVTransfer
     insets: tuple[Inset, ...] = ()  # what stands in the prompt beside its tokens
-    phase: Phase = Phase.OVER
+    phase: HandoverPhase = HandoverPhase.OVER
     errand: int = 0
     deadline_s: float = 0.0
     asked_s: float = 0.0
@@ -69,7 +69,7 @@ class Handover:
 
     def answer(self) -> dict[str, Any] | None:
         """The `kv_transfer_params` of its answer."""
-        if self.route is not Route.LEG:
+        if self.route is not HandoverRoute.LEG:
             return {"recomputed": True, "reason": self.recomputed} if self.recomputed else None
         if self.outcome is None:
             return {"delivered": False, "reason": self.reason or "ended_early"}

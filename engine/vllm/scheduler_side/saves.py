@@ -2,15 +2,15 @@
 
 from collections.abc import Sequence
 
-from engine.vllm.layout import NULL_BLOCK, Kind, Table, VllmLayout, state_block, unfilled
-from engine.vllm.scheduler_side.handover import Handover, Phase
-from engine.vllm.scheduler_side.steps import Save
+from engine.vllm.layout import NULL_BLOCK, LayerKind, Table, VllmLayout, state_block, unfilled
+from engine.vllm.scheduler_side.handover import Handover, HandoverPhase
+from engine.vllm.scheduler_side.steps import SaveBlocks
 
 
 def begin_computing(handover: Handover, now: float) -> None:
     """What is cached is there: from here on the request's own tokens are saved."""
     assert handover.pages is not None
-    handover.phase = Phase.COMPUTING
+    handover.phase = HandoverPhase.COMPUTING
     handover.computing_s = now
     handover.saved_tokens = handover.pages.cached_tokens
     handover.unsaved_states = {
@@ -21,7 +21,7 @@ def begin_computing(handover: Handover, now: float) -> None:
     }
 
 
-def step_save(layout: VllmLayout, handover: Handover, num_tokens: int, tables: Sequence[Table]) -> Save | None:
+def step_save(layout: VllmLayout, handover: Handover, num_tokens: int, tables: Sequence[Table]) -> SaveBlocks | None:
     """The save of a step that computes `num_tokens` tokens of a request, None if it adds nothing; notes it as saved.
 
     `tables`: block ids of the request by the end of the step, one table per group of vLLM.
@@ -36,7 +36,7 @@ def step_save(layout: VllmLayout, handover: Handover, num_tokens: int, tables: S
     lengths = _states_at(layout, before, before + num_tokens, handover, tables)
     handover.unfilled_windows |= unfilled(layout, handover.pages, tables, start, stop)
     handover.saved_tokens = stop
-    return Save(handover.pages.job, start, stop, lengths, frozen(tables))
+    return SaveBlocks(handover.pages.job, start, stop, lengths, frozen(tables))
 
 
 def is_last(handover: Handover) -> bool:
@@ -61,7 +61,7 @@ def _states_at(
         missing = {
             place.group
             for place in layout.places
-            if place.layer.kind is Kind.STATE
+            if place.layer.kind is LayerKind.STATE
             and (
                 state_block(tables[place.layer.table], length, place.layer.block_tokens) == NULL_BLOCK
                 or (length == before and before % place.layer.block_tokens)

@@ -17,15 +17,15 @@ from typing import Any, Final
 import msgspec
 
 from engine.errors import RequestError
-from engine.openai.api import KVTransferParams, Transfer, transfer_of
+from engine.openai.api import KVTransfer, KVTransferParams, transfer_of
 from engine.vllm import internals
 from engine.vllm.layout import VllmLayout
 from engine.vllm.scheduler_side import media
-from engine.vllm.scheduler_side.agent import AgentThread
-from engine.vllm.scheduler_side.errands import AgentEvent, Arrived, Failed, Granted, Written
-from engine.vllm.scheduler_side.handover import Handover, HandoverCounts, Phase, Route
+from engine.vllm.scheduler_side.agent import VllmAgentThread
+from engine.vllm.scheduler_side.errands import AgentEvent, Arrived, ErrandFailed, ErrandWritten, Granted
+from engine.vllm.scheduler_side.handover import Handover, HandoverCounts, HandoverPhase, HandoverRoute
 from engine.vllm.scheduler_side.saves import begin_computing, frozen, is_last, step_save
-from engine.vllm.scheduler_side.steps import ArenaRef, Load, Save, Step
+from engine.vllm.scheduler_side.steps import ArenaRef, ForwardStep, LoadBlocks, SaveBlocks
 from hybrid_cache.hashing.block_hash import model_salt, namespaced
 from transport.control.messages import JobPages
 
@@ -47,7 +47,7 @@ class SchedulerSide:
     def __init__(
         self,
         layout: VllmLayout,
-        agent: AgentThread,
+        agent: VllmAgentThread,
         now: Callable[[], float],
         *,
         local_tier: bool = True,
@@ -67,7 +67,7 @@ class SchedulerSide:
         self._errands: dict[int, Handover] = {}
         self._arena: ArenaRef | None = None
         self._grants: list[JobPages] = []
-        self._loads: list[Load] = []
+        self._loads: list[LoadBlocks] = []
         self._counts = HandoverCounts()
         self._reported_s = float("-inf")
         self._said: tuple[int, int, int] | None = None
@@ -82,12 +82,12 @@ class SchedulerSide:
         if handover is None:
             return
         self._handovers[request.request_id] = handover
-        if handover.route is Route.LEG:
+        if handover.route is HandoverRoute.LEG:
             internals.stop_before_last(request)
         if reason := handover.reason or self._unsuited(request, handover.transfer):
             self._give_up(handover, reason)
-        elif handover.route is Route.LOCAL:
-            handover.phase = Phase.NEW
+        elif handover.route is HandoverRoute.LOCAL:
+            handover.phase = HandoverPhase.NEW
         else:
             self._ask(handover)
 
@@ -98,29 +98,29 @@ class SchedulerSide:
         handover = self._handovers.get(request.request_id)
         if handover is None:
             return 0
-        if handover.phase is Phase.NEW:
+        if handover.phase is HandoverPhase.NEW:
             self._ask(handover)
-        if handover.phase is Phase.ASKED and self._rest():
+        if handover.phase is HandoverPhase.ASKED and self._rest():
             self._hear()
         if request.num_prompt_tokens != num_prompt_tokens:  # cut by what was heard: vLLM's own hit may be longer now
             return None
-        if handover.phase is Phase.ASKED:
+        if handover.phase is HandoverPhase.ASKED:
             if self._now() < handover.deadline_s:
                 return None
             self._fail(handover, "timeout")
             return None
-        if handover.phase is Phase.HELD:  # preempted while it waits: nothing to do before its delivery
+        if handover.phase is HandoverPhase.HELD:  # preempted while it waits: nothing to do before its delivery
             return None
-        if handover.phase not in (Phase.GRANTED, Phase.DELIVERED):
+        if handover.phase not in (HandoverPhase.GRANTED, HandoverPhase.DELIVERED):
             return 0
         assert handover.pages is not None
         ready = handover.pages.num_tokens
-        if handover.phase is Phase.GRANTED and handover.route is not Route.LANDING:
+        if handover.phase is HandoverPhase.GRANTED and handover.route is not HandoverRoute.LANDING:
             ready = handover.pages.cached_tokens
-            if handover.route is Route.LEG and ready >= handover.prefill_tokens:
+            if handover.route is HandoverRoute.LEG and ready >= handover.prefill_tokens:
                 self._send_cached(handover)
                 return None
-        if handover.phase is Phase.DELIVERED and not request.num_preemptions:
+        if handover.phase is HandoverPhase.DELIVERED and not request.num_preemptions:
             return 0
         if ready > request.num_prompt_tokens:  # cut after its delivery: there is nothing to load into
             return 0
@@ -130,24 +130,26 @@ class SchedulerSide:
     def after_alloc(self, request: Any, tables: Sequence[Sequence[int]], num_external_tokens: int) -> None:
         """vLLM has blocks for the request; `num_external_tokens` are to be loaded into them."""
         handover = self._handovers.get(request.request_id)
-        if handover is None or handover.phase not in (Phase.GRANTED, Phase.DELIVERED):
+        if handover is None or handover.phase not in (HandoverPhase.GRANTED, HandoverPhase.DELIVERED):
             return
         assert handover.pages is not None
         if num_external_tokens > 0:
-            handover.phase = Phase.LOADING
+            handover.phase = HandoverPhase.LOADING
             stop = handover.offered_from + num_external_tokens
             self._loads.append(
-                Load(request.request_id, handover.pages.job, handover.offered_from, stop, frozen(tables))
+                LoadBlocks(request.request_id, handover.pages.job, handover.offered_from, stop, frozen(tables))
             )
-        elif handover.phase is Phase.DELIVERED:
+        elif handover.phase is HandoverPhase.DELIVERED:
             pass
-        elif handover.route is Route.LANDING:
+        elif handover.route is HandoverRoute.LANDING:
             self._finish(handover, loaded=handover.offered_from >= handover.pages.num_tokens)
         else:
             handover.cached_tokens = handover.offered_from  # found in vLLM's own cache
             self._begin_computing(handover)
 
-    def build_step(self, scheduled: Mapping[str, int], tables_of: Callable[[str], Sequence[Sequence[int]]]) -> Step:
+    def build_step(
+        self, scheduled: Mapping[str, int], tables_of: Callable[[str], Sequence[Sequence[int]]]
+    ) -> ForwardStep:
         """What the workers do besides computing `scheduled` tokens of each request. `tables_of`: block ids of one."""
         if not scheduled and not self._loads and not self._rest() and self._is_waiting():
             self._agent.news.wait(IDLE_WAIT_S)
@@ -160,7 +162,7 @@ class SchedulerSide:
             and (save := self._save(handover, num_tokens, tables_of)) is not None
         ]
         self._report_load(scheduled)
-        step = Step(
+        step = ForwardStep(
             str(self._agent.rank_socket),
             self._arena,
             tuple(self._grants),
@@ -175,12 +177,12 @@ class SchedulerSide:
         """All ranks have finished the loads of these requests, or could not."""
         for request_id in done:
             handover = self._handovers.get(request_id)
-            if handover is None or handover.phase is not Phase.LOADING:
+            if handover is None or handover.phase is not HandoverPhase.LOADING:
                 continue
             if handover.finished:  # aborted meanwhile
                 self._finish(handover, reason="aborted")
                 del self._handovers[request_id]
-                if handover.route is Route.LEG:
+                if handover.route is HandoverRoute.LEG:
                     self._counts.legs["aborted"] += 1
             elif request_id in failed:
                 self._load_failed(handover)
@@ -194,11 +196,11 @@ class SchedulerSide:
         if handover is None:
             return None
         handover.finished = True
-        if handover.phase is Phase.LOADING:
+        if handover.phase is HandoverPhase.LOADING:
             return None  # its pages are being read: `loads_ended` gives them back
         del self._handovers[request.request_id]
         self._finish(handover, reason="" if handover.outcome else "aborted")
-        if handover.route is Route.LEG:
+        if handover.route is HandoverRoute.LEG:
             self._counts.legs["delivered" if handover.outcome else handover.reason or "ended_early"] += 1
         return handover.answer()
 
@@ -217,7 +219,7 @@ class SchedulerSide:
             transfer = _transfer(request.kv_transfer_params)
         except RequestError as exc:
             log.warning("kv_transfer_params of id=%s: %s", request.request_id, exc)
-            transfer, reason = Transfer(), "bad_request"
+            transfer, reason = KVTransfer(), "bad_request"
         asked = request.kv_transfer_params if isinstance(request.kv_transfer_params, Mapping) else {}
         if transfer.ticket is not None or (reason and asked.get("do_remote_decode")):
             if len(prompt) < 2:
@@ -225,24 +227,26 @@ class SchedulerSide:
             elif media.reaches_the_end(request):
                 reason = "media_at_end"
             return Handover(
-                request=request, route=Route.LEG, prompt=prompt, transfer=transfer, insets=insets, reason=reason
+                request=request, route=HandoverRoute.LEG, prompt=prompt, transfer=transfer, insets=insets, reason=reason
             )
         if transfer.transfer_id is not None and len(prompt) > 1:
-            return Handover(request=request, route=Route.LANDING, prompt=prompt, transfer=transfer, insets=insets)
+            return Handover(
+                request=request, route=HandoverRoute.LANDING, prompt=prompt, transfer=transfer, insets=insets
+            )
         if reason:
             self._counts.fallbacks[reason] += 1
         if not self._local_tier or (len(prompt) - 1) < self._block_size or self._unsuited(request, transfer):
             return None
-        return Handover(request=request, route=Route.LOCAL, prompt=prompt, transfer=transfer, insets=insets)
+        return Handover(request=request, route=HandoverRoute.LOCAL, prompt=prompt, transfer=transfer, insets=insets)
 
-    def _unsuited(self, request: Any, transfer: Transfer) -> str:
+    def _unsuited(self, request: Any, transfer: KVTransfer) -> str:
         return internals.unsuited(request, lambda namespace: transfer.salt == namespaced(self._salt, namespace))
 
     def _ask(self, handover: Handover) -> None:
-        handover.phase = Phase.ASKED
+        handover.phase = HandoverPhase.ASKED
         handover.asked_s = self._now()
         transfer, request_id = handover.transfer, handover.request.request_id
-        if handover.route is Route.LANDING:
+        if handover.route is HandoverRoute.LANDING:
             assert transfer.transfer_id is not None
             handover.deadline_s = handover.asked_s + transfer.timeout_s + CLAIM_GRACE_S
             handover.errand = self._agent.claim(
@@ -276,66 +280,66 @@ class SchedulerSide:
         match event:
             case Granted():
                 self._granted(handover, event)
-            case Failed(reason=reason):
+            case ErrandFailed(reason=reason):
                 self._fail(handover, reason)
             case Arrived(outcome=outcome):
                 handover.outcome = outcome
                 self._counts.delivered_bytes += outcome.bytes_total
                 self._counts.overlapped_bytes += outcome.bytes_before_prefill_end
                 self._let_finish(handover)
-            case Written():
-                if handover.route is Route.LOCAL:
+            case ErrandWritten():
+                if handover.route is HandoverRoute.LOCAL:
                     self._finish(handover)
 
     def _granted(self, handover: Handover, event: Granted) -> None:
-        if handover.phase is not Phase.ASKED:
+        if handover.phase is not HandoverPhase.ASKED:
             return
-        if handover.route is Route.LANDING and event.pages.num_tokens != handover.prefill_tokens:
+        if handover.route is HandoverRoute.LANDING and event.pages.num_tokens != handover.prefill_tokens:
             self._fail(handover, "digest_mismatch")
             return
         handover.pages, self._arena = event.pages, event.arena
-        handover.phase = Phase.GRANTED
+        handover.phase = HandoverPhase.GRANTED
         self._grants.append(event.pages)
 
     def _fail(self, handover: Handover, reason: str) -> None:
         """The agent cannot, or can no longer, do what was asked."""
-        if handover.phase is Phase.LOADING:
+        if handover.phase is HandoverPhase.LOADING:
             handover.reason = reason  # the ranks have let go: the load ends in failure, if it has not ended already
             return
         was = handover.phase
         self._finish(handover, reason=reason)
-        if handover.route is not Route.LEG:
+        if handover.route is not HandoverRoute.LEG:
             self._counts.fallbacks[reason] += 1
             log.warning("fallback id=%s reason=%s", handover.request.request_id, reason)
-            if handover.route is Route.LANDING and was in (Phase.ASKED, Phase.GRANTED):
+            if handover.route is HandoverRoute.LANDING and was in (HandoverPhase.ASKED, HandoverPhase.GRANTED):
                 handover.recomputed = reason
                 self._go_local(handover)
             return
         handover.reason = reason
-        if was in (Phase.ASKED, Phase.GRANTED):
+        if was in (HandoverPhase.ASKED, HandoverPhase.GRANTED):
             internals.shrink(handover.request)
-        elif was is not Phase.COMPUTING or not self._engine.end(handover.request, handover.answer()):
+        elif was is not HandoverPhase.COMPUTING or not self._engine.end(handover.request, handover.answer()):
             internals.sample_one(handover.request)
             self._let_finish(handover)
 
     def _give_up(self, handover: Handover, reason: str) -> None:
         """Nothing has been asked yet, and nothing will be."""
         handover.reason = reason
-        if handover.route is Route.LEG:
+        if handover.route is HandoverRoute.LEG:
             internals.shrink(handover.request)
         else:
             self._counts.fallbacks[reason] += 1
-            if handover.route is Route.LANDING:
+            if handover.route is HandoverRoute.LANDING:
                 handover.recomputed = reason
 
     def _go_local(self, handover: Handover) -> None:
-        handover.route = Route.LOCAL
+        handover.route = HandoverRoute.LOCAL
         if self._local_tier and handover.prefill_tokens >= self._block_size:
             self._ask(handover)
 
     def _finish(self, handover: Handover, *, loaded: bool = False, reason: str = "") -> None:
         """No more loads or saves: the pages go back."""
-        handover.phase = Phase.OVER
+        handover.phase = HandoverPhase.OVER
         if self._errands.pop(handover.errand, None) is not None:
             self._agent.end(handover.errand, loaded=loaded, reason=reason)
             if handover.pages is not None:
@@ -346,11 +350,11 @@ class SchedulerSide:
     def _loaded(self, handover: Handover) -> None:
         assert handover.pages is not None
         if handover.outcome is not None:
-            handover.phase = Phase.DELIVERED
-        elif handover.reason and handover.route is not Route.LANDING:  # the pages were lost behind it
+            handover.phase = HandoverPhase.DELIVERED
+        elif handover.reason and handover.route is not HandoverRoute.LANDING:  # the pages were lost behind it
             self._begin_computing(handover)
             self._fail(handover, handover.reason)
-        elif handover.route is Route.LANDING:
+        elif handover.route is HandoverRoute.LANDING:
             self._counts.landed_tokens += handover.prefill_tokens - handover.offered_from
             self._finish(handover, loaded=True)
         else:
@@ -362,22 +366,22 @@ class SchedulerSide:
         """vLLM starts the request over; what it computes is saved no more than it is loaded."""
         self._counts.fallbacks[handover.reason or "load_failed"] += 1
         log.warning("load failed id=%s reason=%s", handover.request.request_id, handover.reason or "load_failed")
-        if handover.route is Route.LEG and handover.outcome is None and not handover.reason:
+        if handover.route is HandoverRoute.LEG and handover.outcome is None and not handover.reason:
             self._begin_computing(handover)  # the pages are ours: only what they hold could not be used
             return
         reason = handover.reason or "load_failed"
         self._finish(handover, reason=reason)
-        if handover.route is Route.LANDING:
+        if handover.route is HandoverRoute.LANDING:
             handover.recomputed = reason
-        elif handover.route is Route.LEG and not handover.request.num_preemptions:
+        elif handover.route is HandoverRoute.LEG and not handover.request.num_preemptions:
             internals.shrink(handover.request)
-        elif handover.route is Route.LEG:
+        elif handover.route is HandoverRoute.LEG:
             internals.sample_one(handover.request)
 
     def _begin_computing(self, handover: Handover) -> None:
         assert handover.pages is not None
         begin_computing(handover, self._now())
-        if handover.saved_tokens >= handover.pages.num_tokens and handover.route is Route.LOCAL:
+        if handover.saved_tokens >= handover.pages.num_tokens and handover.route is HandoverRoute.LOCAL:
             self._agent.complete(handover.errand)
             self._finish(handover)
 
@@ -392,9 +396,9 @@ class SchedulerSide:
 
     def _save(
         self, handover: Handover, num_tokens: int, tables_of: Callable[[str], Sequence[Sequence[int]]]
-    ) -> Save | None:
+    ) -> SaveBlocks | None:
         """What this step adds to the pages of a request."""
-        if handover.phase is not Phase.COMPUTING:
+        if handover.phase is not HandoverPhase.COMPUTING:
             return None
         save = step_save(self._layout, handover, num_tokens, tables_of(handover.request.request_id))
         if save is not None and is_last(handover):
@@ -404,18 +408,18 @@ class SchedulerSide:
                 computed_tokens=max(0, save.stop - (handover.computed_from or 0)),
                 so_far_s=self._now() - handover.computing_s,
             )
-            if handover.route is Route.LEG:
+            if handover.route is HandoverRoute.LEG:
                 self._hold(handover)
         return save
 
     def _hold(self, handover: Handover) -> None:
-        handover.phase = Phase.HELD
+        handover.phase = HandoverPhase.HELD
         handover.deadline_s = self._now() + DELIVERY_WAIT_S
         internals.hold(handover.request)
 
     def _let_finish(self, handover: Handover) -> None:
-        if handover.phase is Phase.HELD:
-            handover.phase = Phase.DELIVERED
+        if handover.phase is HandoverPhase.HELD:
+            handover.phase = HandoverPhase.DELIVERED
         internals.let_go(handover.request)
 
     def _rest(self) -> bool:
@@ -430,18 +434,20 @@ class SchedulerSide:
         return True
 
     def _all_wait(self) -> bool:
-        waiting = all(handover.phase in (Phase.ASKED, Phase.HELD) for handover in self._handovers.values())
+        waiting = all(
+            handover.phase in (HandoverPhase.ASKED, HandoverPhase.HELD) for handover in self._handovers.values()
+        )
         return waiting and bool(self._handovers) and self._requests.keys() <= self._handovers.keys()
 
     def _is_waiting(self) -> bool:
-        return any(handover.phase in (Phase.ASKED, Phase.HELD) for handover in self._handovers.values())
+        return any(handover.phase in (HandoverPhase.ASKED, HandoverPhase.HELD) for handover in self._handovers.values())
 
     def _report_load(self, scheduled: Mapping[str, int], *, at_once: bool = False) -> None:
         now = self._now()
         if now - self._reported_s < REPORT_INTERVAL_S and self._requests and not at_once:
             return
         self._reported_s = now
-        held = [handover for handover in self._handovers.values() if handover.phase is Phase.HELD]
+        held = [handover for handover in self._handovers.values() if handover.phase is HandoverPhase.HELD]
         for handover in held:
             if now >= handover.deadline_s:
                 self._fail(handover, "delivery_timeout")
@@ -453,7 +459,7 @@ class SchedulerSide:
             self._agent.report_load(*load)
 
 
-def _transfer(params: Any) -> Transfer:
+def _transfer(params: Any) -> KVTransfer:
     """What a request's `kv_transfer_params` ask for. Anybody may have written them. Raises RequestError."""
     try:
         return transfer_of(msgspec.json.decode(msgspec.json.encode(params or {}), type=KVTransferParams))

@@ -1,6 +1,6 @@
 """What the scheduler's side of the connector has the workers do in a step, and what they tell it at once.
 
-scheduler ── Step, with the metadata of a forward pass ──────────────────► every rank
+scheduler ── ForwardStep, with the metadata of a forward pass ───────────► every rank
 scheduler ◄── RankHello, LayerWritten, StateWritten, StepWritten, LetGo … ── every rank     (a local socket)
 scheduler ── Release ────────────────────────────────────────────────────► every rank
 """
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from transport.control.messages import JobPages, Message, MessageError
+from transport.control.messages import ControlMessage, JobPages, MessageError
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class ArenaRef:
 
 
 @dataclass(frozen=True, slots=True)
-class Save:
+class SaveBlocks:
     """Tokens [start, stop) of a request go into the job's pages, and its states after `states` tokens.
 
     `tables`: its block ids, one tuple per group of vLLM.
@@ -37,7 +37,7 @@ class Save:
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class LoadBlocks:
     """The job's pages for tokens [start, stop) go into the blocks of a request that waits for them."""
 
     request_id: str
@@ -48,25 +48,25 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class ForwardStep:
     """Everything about one forward pass. `grants` are pages that the workers have not heard of yet; an idle one computes
     nothing."""
 
     socket: str = ""
     arena: ArenaRef | None = None
     grants: tuple[JobPages, ...] = ()
-    saves: tuple[Save, ...] = ()
-    loads: tuple[Load, ...] = ()
+    saves: tuple[SaveBlocks, ...] = ()
+    loads: tuple[LoadBlocks, ...] = ()
     is_idle: bool = False
 
 
-class RankHello(Message, frozen=True, kw_only=True):
+class RankHello(ControlMessage, frozen=True, kw_only=True):
     """First message of a rank."""
 
     rank: int
 
 
-class LayerWritten(Message, frozen=True, kw_only=True):
+class LayerWritten(ControlMessage, frozen=True, kw_only=True):
     """The rank's part of a layer is in the job's pages up to `num_tokens`."""
 
     job: str
@@ -75,7 +75,7 @@ class LayerWritten(Message, frozen=True, kw_only=True):
     num_tokens: int
 
 
-class StateWritten(Message, frozen=True, kw_only=True):
+class StateWritten(ControlMessage, frozen=True, kw_only=True):
     """The rank's part of a layer's state after `num_tokens` tokens is in the job's pages."""
 
     job: str
@@ -84,27 +84,27 @@ class StateWritten(Message, frozen=True, kw_only=True):
     num_tokens: int
 
 
-class StepWritten(Message, frozen=True, kw_only=True):
+class StepWritten(ControlMessage, frozen=True, kw_only=True):
     """Everything of the job up to `num_tokens` that this rank has to write is in its pages."""
 
     job: str
     num_tokens: int
 
 
-class SaveFailed(Message, frozen=True, kw_only=True):
+class SaveFailed(ControlMessage, frozen=True, kw_only=True):
     """The rank could not write what it should have."""
 
     job: str
     reason: str
 
 
-class LetGo(Message, frozen=True, kw_only=True):
+class LetGo(ControlMessage, frozen=True, kw_only=True):
     """The rank neither reads nor writes the job's pages any more, and never will."""
 
     job: str
 
 
-class Release(Message, frozen=True, kw_only=True):
+class Release(ControlMessage, frozen=True, kw_only=True):
     """To a rank: let go of the job's pages and answer with LetGo."""
 
     job: str

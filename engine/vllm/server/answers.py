@@ -60,7 +60,7 @@ _FIELDS: Final = msgspec.json.Decoder(dict[str, Raw])
 _NOT_JSON: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
-class Asked(msgspec.Struct, frozen=True):
+class ResumeParams(msgspec.Struct, frozen=True):
     """The part of `kv_transfer_params` that is about streams that go on."""
 
     resumable: bool = False
@@ -69,7 +69,7 @@ class Asked(msgspec.Struct, frozen=True):
     do_remote_prefill: bool = False
 
 
-_ASKED: Final = msgspec.json.Decoder(Asked | None)
+_ASKED: Final = msgspec.json.Decoder(ResumeParams | None)
 
 
 def why_not(fields: Mapping[str, Raw]) -> str:
@@ -87,7 +87,7 @@ def _says(fields: Mapping[str, Raw], name: str) -> bool:
     return value not in _NOTHING and (name in ASKED_BY_ZERO or value not in _ZERO)
 
 
-class Answers:
+class ResumeMiddleware:
     """The middleware. It reads the bodies of generations that come by a gateway, and the streams that answer them."""
 
     def __init__(self, app: App, *, prepare: Callable[[], None] = prepare_front_end) -> None:
@@ -114,7 +114,7 @@ class Answers:
             RECOMPUTED.reset(was)
 
 
-class Outgoing:
+class OutgoingAnswer:
     """An answer on its way to a gateway."""
 
     def __init__(self, send: Send, headers: list[tuple[bytes, bytes]], replayed: int, *, has_prompt_ids: bool) -> None:
@@ -155,26 +155,26 @@ def named_tokens(event: bytes) -> int:
     return ids.count(b",") + 1 if ids else 0
 
 
-def _read(body: bytes, send: Send) -> tuple[bytes, Outgoing | None]:
+def _read(body: bytes, send: Send) -> tuple[bytes, OutgoingAnswer | None]:
     """The body as vLLM is to have it, and what its answer has to pass; None: any answer will do as it is."""
     if b'"kv_transfer_params"' not in body:
         return body, None
     try:
         fields = _FIELDS.decode(body)
-        asked = _ASKED.decode(fields.get("kv_transfer_params", Raw(b"null"))) or Asked()
+        asked = _ASKED.decode(fields.get("kv_transfer_params", Raw(b"null"))) or ResumeParams()
     except _NOT_JSON:
         return body, None  # vLLM says what is wrong with it
     goes_on = asked.resumable or bool(asked.answered)
     if asked.do_remote_decode or not (goes_on or asked.do_remote_prefill):
         return body, None
     if not goes_on:
-        return body, Outgoing(send, [], 0, has_prompt_ids=False)
+        return body, OutgoingAnswer(send, [], 0, has_prompt_ids=False)
     why = why_not(fields)
     if why:
-        return body, Outgoing(send, [(NOT_RESUMABLE_HEADER.encode(), why.encode())], 0, has_prompt_ids=False)
+        return body, OutgoingAnswer(send, [(NOT_RESUMABLE_HEADER.encode(), why.encode())], 0, has_prompt_ids=False)
     is_wanted = _says(fields, "return_token_ids")
     headers = [(ANSWERED_HEADER.encode(), str(len(asked.answered)).encode())] if asked.answered else []
-    outgoing = Outgoing(send, headers, len(asked.answered), has_prompt_ids=not is_wanted)
+    outgoing = OutgoingAnswer(send, headers, len(asked.answered), has_prompt_ids=not is_wanted)
     return msgspec.json.encode({**fields, "return_token_ids": True}), outgoing
 
 

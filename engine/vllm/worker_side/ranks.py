@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Final
 
 from engine.vllm.scheduler_side.steps import LetGo, RankHello, RankMessage, Release, decode_from_rank, decode_to_rank
-from transport.control.messages import Message, MessageBuffer, MessageError, encode
+from transport.control.messages import ControlMessage, MessageBuffer, MessageError, encode
 
 log = logging.getLogger(__name__)
 
@@ -118,7 +118,7 @@ class RankLink:
         """Connects. `on_lost`: the other end counts this rank as gone, so it must touch no pages. Raises OSError."""
         self._on_release = on_release
         self._on_lost = on_lost
-        self._unsent: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
+        self._unsent: queue.SimpleQueue[ControlMessage | None] = queue.SimpleQueue()
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             self._socket.settimeout(CONNECT_TIMEOUT_S)
@@ -135,7 +135,7 @@ class RankLink:
         for thread in self._threads:
             thread.start()
 
-    def send(self, message: Message) -> None:
+    def send(self, message: ControlMessage) -> None:
         """A peer that is gone hears nothing. One that does not listen misses what is beyond a limit: nothing is taken for
         written that is not, and pages that it is not told of stay where they are."""
         if self._unsent.qsize() < MAX_UNSENT:

@@ -14,7 +14,7 @@ from typing import Final
 
 from engine.errors import PagesInvalid
 from engine.vllm.scheduler_side.steps import SaveFailed
-from transport.control.messages import Message
+from transport.control.messages import ControlMessage
 
 log = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ class Saver:
 
     def __init__(
         self,
-        say: Callable[[Message], None],
+        say: Callable[[ControlMessage], None],
         timeout_s: float = SAVE_TIMEOUT_S,
         *,
         max_given_up: int = MAX_GIVEN_UP,
@@ -66,7 +66,7 @@ class Saver:
             self.give_up(job, f"not copied within {self._timeout_s} s")
         return len(jobs)
 
-    def announce(self, job: str, message: Message) -> None:
+    def announce(self, job: str, message: ControlMessage) -> None:
         """Says what has been written. Raises PagesInvalid where that no longer holds."""
         with self._lock:
             if job in self._given_up:

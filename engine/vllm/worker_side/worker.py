@@ -18,23 +18,23 @@ from typing import Any, Final
 
 import torch
 
-from engine.agent.job_pages import Arena, Bytes
+from engine.agent.job_pages import Bytes, MappedArena
 from engine.errors import PagesInvalid
-from engine.vllm.layout import BlockCopy, Kind, LayerPlace, VllmLayout, attention_copies, state_copy, unloadable
+from engine.vllm.layout import BlockCopy, LayerKind, LayerPlace, VllmLayout, attention_copies, state_copy, unloadable
 from engine.vllm.scheduler_side.steps import (
     ArenaRef,
+    ForwardStep,
     LayerWritten,
-    Load,
-    Save,
+    LoadBlocks,
+    SaveBlocks,
     SaveFailed,
     StateWritten,
-    Step,
     StepWritten,
 )
 from engine.vllm.worker_side.blocks import Blocks, blocks_of
 from engine.vllm.worker_side.ranks import RankLink
 from engine.vllm.worker_side.saver import SAVE_TIMEOUT_S, Saver
-from transport.control.messages import JobPages, Message
+from transport.control.messages import ControlMessage, JobPages
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ LOAD_WAIT_S: Final = 0.01  # of a step with nothing to compute; a request that h
 MAX_RELEASED: Final = 4096  # a step with a released job was built before the release: a handful at most
 
 
-class Grant:
+class PageGrant:
     """Pages of a job in this worker's hands."""
 
     def __init__(self, pages: JobPages, arena: Bytes) -> None:
@@ -102,11 +102,11 @@ class WorkerSide:
         self._load_wait_s = load_wait_s
         self._places = {place.layer.name: place for place in layout.places if own is None or place.layer.name in own}
         self._blocks: dict[str, Blocks] = {}
-        self._step = Step()
+        self._step = ForwardStep()
         self._arena: tuple[ArenaRef, Bytes] | None = None
         self._link: RankLink | None = None
         self._unsaid: list[SaveFailed] = []  # until there is a link
-        self._grants: dict[str, Grant] = {}
+        self._grants: dict[str, PageGrant] = {}
         self._released: OrderedDict[str, None] = OrderedDict()
         self._lock = threading.Lock()  # _grants, _released, _results, _counts, _unsaid, _link
         self._results = LoadResults()
@@ -122,7 +122,7 @@ class WorkerSide:
                 raise PagesInvalid(f"{name}: no such KV tensor")
             self._blocks[name] = blocks_of(name, tensors[name], place.layer.part_bytes)
 
-    def begin_step(self, step: Step) -> None:
+    def begin_step(self, step: ForwardStep) -> None:
         """Takes over what a step brings. Pages that cannot be reached, or given back, are not taken."""
         self._step = step
         try:
@@ -135,9 +135,9 @@ class WorkerSide:
         with self._lock:
             for pages in step.grants:
                 if pages.job not in self._released and arena is not None:
-                    self._grants[pages.job] = Grant(pages, arena)
+                    self._grants[pages.job] = PageGrant(pages, arena)
 
-    def _join(self, step: Step) -> None:
+    def _join(self, step: ForwardStep) -> None:
         """Without a link pages could not be asked back. Raises OSError."""
         if not step.socket or self._link is not None:
             return
@@ -147,11 +147,11 @@ class WorkerSide:
         for message in unsaid:
             link.send(message)
 
-    def _mapped(self, step: Step) -> Bytes | None:
+    def _mapped(self, step: ForwardStep) -> Bytes | None:
         """The page arena, mapped anew for every agent. Raises OSError and PagesInvalid."""
         if step.arena is not None and (self._arena is None or self._arena[0] != step.arena):
             self._arena = None
-            opened = Arena.open(Path(step.arena.path), step.arena.page_bytes, step.arena.num_pages)
+            opened = MappedArena.open(Path(step.arena.path), step.arena.page_bytes, step.arena.num_pages)
             self._arena = (step.arena, opened.data)
         return self._arena[1] if self._arena is not None else None
 
@@ -178,12 +178,12 @@ class WorkerSide:
             self._finish_saves()
         if self._step.is_idle:
             self._loading = wait(self._loading, self._load_wait_s, FIRST_COMPLETED).not_done
-        self._step = Step()
+        self._step = ForwardStep()
 
     def _finish_saves(self) -> None:
         for save in self._step.saves:
             for place in self._places.values() if save.states else ():
-                if place.layer.kind is Kind.STATE:
+                if place.layer.kind is LayerKind.STATE:
                     self._submit(save, self._save_state, place, save, self._blocks[place.layer.name].mark())
             self._submit(save, self._note_step, save)
         started_s = time.perf_counter()
@@ -212,10 +212,10 @@ class WorkerSide:
 
     # Saving, on the saver's thread
 
-    def _submit(self, save: Save, copy: Callable[..., None], *arguments: Any) -> None:
+    def _submit(self, save: SaveBlocks, copy: Callable[..., None], *arguments: Any) -> None:
         self._saver.submit(save.job, lambda: copy(*arguments))
 
-    def _save_attention(self, place: LayerPlace, save: Save, mark: Any) -> None:
+    def _save_attention(self, place: LayerPlace, save: SaveBlocks, mark: Any) -> None:
         part = self._layout.part(place, self._rank)
         if not part.writes:
             return
@@ -226,7 +226,7 @@ class WorkerSide:
             save.job, LayerWritten(job=save.job, group=place.group, layer=place.number, num_tokens=save.stop)
         )
 
-    def _save_state(self, place: LayerPlace, save: Save, mark: Any) -> None:
+    def _save_state(self, place: LayerPlace, save: SaveBlocks, mark: Any) -> None:
         part = self._layout.part(place, self._rank)
         if not part.writes:
             return
@@ -244,11 +244,11 @@ class WorkerSide:
                 save.job, StateWritten(job=save.job, group=place.group, layer=place.number, num_tokens=length)
             )
 
-    def _note_step(self, save: Save) -> None:
+    def _note_step(self, save: SaveBlocks) -> None:
         self._grant(save.job)
         self._saver.announce(save.job, StepWritten(job=save.job, num_tokens=save.stop))
 
-    def _count_saved(self, grant: Grant, copy: Callable[[], int]) -> None:
+    def _count_saved(self, grant: PageGrant, copy: Callable[[], int]) -> None:
         started_s = time.perf_counter()
         size = grant.use(copy)
         with self._lock:
@@ -257,7 +257,7 @@ class WorkerSide:
 
     # Loading, on the loader's thread
 
-    def _load(self, load: Load) -> None:
+    def _load(self, load: LoadBlocks) -> None:
         failed = True
         try:
             self._load_parts(load)
@@ -272,13 +272,13 @@ class WorkerSide:
                 if failed:
                     self._results.failed.add(load.request_id)
 
-    def _load_parts(self, load: Load) -> None:
+    def _load_parts(self, load: LoadBlocks) -> None:
         grant, started_s, size = self._grant(load.job), time.perf_counter(), 0
         if why := unloadable(self._layout, grant.pages, load.tables, load.start, load.stop):
             raise PagesInvalid(why)
         for place in self._places.values():
             part, table = self._layout.part(place, self._rank), load.tables[place.layer.table]
-            if place.layer.kind is Kind.STATE:
+            if place.layer.kind is LayerKind.STATE:
                 state = state_copy(self._layout.model, place, part, grant.pages, table, load.stop)
                 copies: tuple[BlockCopy, ...] = (state,) if state is not None else ()
             else:
@@ -294,7 +294,7 @@ class WorkerSide:
 
     # Pages
 
-    def _grant(self, job: str) -> Grant:
+    def _grant(self, job: str) -> PageGrant:
         with self._lock:
             grant = self._grants.get(job)
         if grant is None:
@@ -319,7 +319,7 @@ class WorkerSide:
         for job in jobs:
             self.release(job)
 
-    def _send(self, message: Message) -> None:
+    def _send(self, message: ControlMessage) -> None:
         with self._lock:
             link = self._link
             if link is None and isinstance(message, SaveFailed):

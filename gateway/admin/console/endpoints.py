@@ -9,13 +9,13 @@ import msgspec
 from aiohttp import web
 
 from gateway.admin.console.link_switch import LinkSwitch
-from gateway.admin.console.plan_proxy import PlanDesk
+from gateway.admin.console.plan_proxy import PlanProxy
 from gateway.admin.console.static import INDEX, File, all_files
-from gateway.admin.console_snapshot import Snapshots
+from gateway.admin.console_snapshot import ConsoleSnapshots
 from gateway.admin.explain import Explanations
 from gateway.admin.reload import Reloads
 from gateway.errors import ApiError
-from gateway.http.body import Receiver, too_large
+from gateway.http.body import BodyReceiver, too_large
 from gateway.server.handlers.operators import News, Page
 
 JSON: Final = "application/json"
@@ -27,12 +27,12 @@ class Console:
 
     def __init__(
         self,
-        snapshots: Snapshots,
+        snapshots: ConsoleSnapshots,
         explanations: Explanations,
-        desk: PlanDesk,
+        desk: PlanProxy,
         switch: LinkSwitch,
         reloads: Reloads,
-        receiver: Receiver,
+        receiver: BodyReceiver,
         is_operator: Callable[[Mapping[str, str]], bool],
     ) -> None:
         """Raises OSError when its files are not where they were installed."""

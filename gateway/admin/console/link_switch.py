@@ -10,14 +10,14 @@ import logging
 import msgspec
 
 from gateway.api.openai import NOT_JSON
-from gateway.cluster.drained_links import Drained
-from gateway.cluster.links import Links, LinkStatus
+from gateway.cluster.drained_links import DrainedLinks
+from gateway.cluster.links import ClusterLinks, LinkStatus
 from gateway.errors import ApiError, BadRequest, Unavailable
 
 log = logging.getLogger("prfaas.gateway.links")
 
 
-class Wanted(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class LinkSwitchRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What an operator wants of a link."""
 
     source: str
@@ -28,14 +28,14 @@ class Wanted(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class LinkSwitch:
     """Drains links, and has them used again."""
 
-    def __init__(self, links: Links, drained: Drained) -> None:
+    def __init__(self, links: ClusterLinks, drained: DrainedLinks) -> None:
         self._links = links
         self._drained = drained
 
     def set(self, body: bytes) -> list[LinkStatus]:
         """All links after the change that `body` asks for. Raises ApiError."""
         try:
-            wanted = msgspec.json.decode(body, type=Wanted)
+            wanted = msgspec.json.decode(body, type=LinkSwitchRequest)
         except NOT_JSON as error:
             raise BadRequest(f"The body is no switch of a link: {error}", code="invalid_value") from error
         link = (wanted.source, wanted.destination)

@@ -20,14 +20,14 @@ MAX_ANSWER_BYTES: Final = 1 << 20
 ENTRIES: Final = 20
 
 
-class Change(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class PlanChangeRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What an operator wants of the plan service; `version` is of the plan to apply, by default the one proposed."""
 
     change: Literal["apply", "rollback", "pause", "resume"]
     version: int | None = None
 
 
-class Standing(msgspec.Struct, frozen=True, kw_only=True):
+class PlanServiceState(msgspec.Struct, frozen=True, kw_only=True):
     """The plan service as it was reached; `status` is `planner.service.status.Status`, `history` entries of its ledger."""
 
     configured: bool
@@ -36,26 +36,28 @@ class Standing(msgspec.Struct, frozen=True, kw_only=True):
     history: msgspec.Raw | None = None
 
 
-_CHANGE: Final = msgspec.json.Decoder(Change)
+_CHANGE: Final = msgspec.json.Decoder(PlanChangeRequest)
 _REFUSED: Final = msgspec.json.Decoder(dict[str, str])
 
 
-class PlanDesk:
+class PlanProxy:
     """Asks the plan service that the gateway follows, with the gateway's secret. Raises ApiError for what becomes of that."""
 
     def __init__(self, config: PlanConfig) -> None:
         self._config = config
 
-    async def standing(self) -> Standing:
+    async def standing(self) -> PlanServiceState:
         config = self._config
         if not config.url:
-            return Standing(configured=False)
+            return PlanServiceState(configured=False)
         async with self._session(config) as http:
             status, history = await asyncio.gather(
                 self._asked(http, config, "GET", "/status"),
                 self._asked(http, config, "GET", f"/history?limit={ENTRIES}"),
             )
-        return Standing(configured=True, url=config.url, status=msgspec.Raw(status), history=msgspec.Raw(history))
+        return PlanServiceState(
+            configured=True, url=config.url, status=msgspec.Raw(status), history=msgspec.Raw(history)
+        )
 
     async def change(self, body: bytes) -> msgspec.Raw:
         """The service's status after the change that `body` asks for."""

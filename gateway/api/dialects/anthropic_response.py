@@ -10,18 +10,18 @@ from typing import Any, Final
 import msgspec
 
 from gateway.api.dialects.chat import (
-    Answer,
-    Change,
-    Delta,
-    Kind,
-    Part,
-    Step,
-    Usage,
+    AnswerPart,
+    ChatAnswer,
+    ChatDelta,
+    ChatUsage,
+    PartChange,
+    PartKind,
+    PartStep,
     answer_of,
     check_ended,
     error_of,
 )
-from gateway.api.dialects.translator import StreamTelling, named_event
+from gateway.api.dialects.translator import StreamTranslator, named_event
 from gateway.errors import ApiError
 
 STOP_REASONS: Final = {
@@ -35,7 +35,7 @@ ERROR_TYPES: Final = {
 }  # fmt: skip
 
 
-class MessagesTelling(StreamTelling):
+class MessagesTranslator(StreamTranslator):
     """One answer, as a message. `num_tokens` are the prompt's: a stream says them before anything else."""
 
     def __init__(self, message_id: str, model: str, num_tokens: int) -> None:
@@ -52,7 +52,7 @@ class MessagesTelling(StreamTelling):
         answer = answer_of(body)
         for choice in answer.choices[:1]:
             self._choice = choice
-            for _ in itertools.chain(self._parts.feed(choice.message or Delta()), self._parts.end()):
+            for _ in itertools.chain(self._parts.feed(choice.message or ChatDelta()), self._parts.end()):
                 pass
         check_ended(self._choice.finish_reason)
         self._count(answer.usage)
@@ -65,11 +65,11 @@ class MessagesTelling(StreamTelling):
         self._has_ended = True
         return named_event(_error(error))
 
-    def _changes(self, answer: Answer) -> Iterator[dict[str, Any]]:
+    def _changes(self, answer: ChatAnswer) -> Iterator[dict[str, Any]]:
         yield from self._beginning()
         for choice in answer.choices[:1]:
             self.output_tokens = (self.output_tokens or 0) + 1  # until usage says it
-            for change in self._parts.feed(choice.delta or Delta()):
+            for change in self._parts.feed(choice.delta or ChatDelta()):
                 yield _block_event(change)
             if choice.finish_reason is not None:
                 self._choice = choice
@@ -78,7 +78,7 @@ class MessagesTelling(StreamTelling):
     def _beginning(self) -> Iterator[dict[str, Any]]:
         if not self._has_begun:
             self._has_begun = True
-            message = self._message([], Usage(prompt_tokens=self._num_tokens))
+            message = self._message([], ChatUsage(prompt_tokens=self._num_tokens))
             yield {"type": "message_start", "message": message | {"stop_reason": None, "stop_sequence": None}}
 
     def _ending(self) -> Iterator[dict[str, Any]]:
@@ -90,34 +90,34 @@ class MessagesTelling(StreamTelling):
         yield {"type": "message_delta", "delta": self._stopped(), "usage": _usage(self._usage, self._num_tokens)}
         yield {"type": "message_stop"}
 
-    def _message(self, content: list[dict[str, Any]], usage: Usage | None) -> dict[str, Any]:
+    def _message(self, content: list[dict[str, Any]], usage: ChatUsage | None) -> dict[str, Any]:
         message = {"id": self._id, "type": "message", "role": "assistant", "model": self._model, "content": content}
         return message | {"usage": _usage(usage, self._num_tokens)}
 
-    def _count(self, usage: Usage | None) -> None:
+    def _count(self, usage: ChatUsage | None) -> None:
         if usage is not None:
             self._usage, self.output_tokens = usage, usage.completion_tokens
 
     def _stopped(self) -> dict[str, Any]:
         reason, stop = self._choice.finish_reason, self._choice.stop_reason
-        if reason == "stop" and any(part.kind is Kind.CALL for part in self._parts.all):
+        if reason == "stop" and any(part.kind is PartKind.CALL for part in self._parts.all):
             reason = "tool_calls"  # vLLM's, for a call that the client asked for by name
         if reason == "stop" and isinstance(stop, str):
             return {"stop_reason": "stop_sequence", "stop_sequence": stop}
         return {"stop_reason": STOP_REASONS.get(reason or "stop", "end_turn"), "stop_sequence": None}
 
 
-def _whole_block(part: Part) -> dict[str, Any]:
+def _whole_block(part: AnswerPart) -> dict[str, Any]:
     match part.kind:
-        case Kind.THOUGHTS:
+        case PartKind.THOUGHTS:
             return {"type": "thinking", "thinking": part.text, "signature": ""}
-        case Kind.CALL:
+        case PartKind.CALL:
             return {"type": "tool_use", "id": part.call_id, "name": part.name, "input": _input(part)}
         case _:
             return {"type": "text", "text": part.text}
 
 
-def _input(part: Part) -> dict[str, Any]:
+def _input(part: AnswerPart) -> dict[str, Any]:
     """A call's arguments; as they are where a model has written what is no object, or was cut short."""
     if not part.text.strip():
         return {}
@@ -125,36 +125,36 @@ def _input(part: Part) -> dict[str, Any]:
     return {INVALID_JSON: part.text} if arguments is None else arguments
 
 
-_BEGINNINGS: Final[dict[Kind, dict[str, Any]]] = {
-    Kind.THOUGHTS: {"type": "thinking", "thinking": "", "signature": ""},
-    Kind.TEXT: {"type": "text", "text": ""},
-    Kind.REFUSAL: {"type": "text", "text": ""},
+_BEGINNINGS: Final[dict[PartKind, dict[str, Any]]] = {
+    PartKind.THOUGHTS: {"type": "thinking", "thinking": "", "signature": ""},
+    PartKind.TEXT: {"type": "text", "text": ""},
+    PartKind.REFUSAL: {"type": "text", "text": ""},
 }
 _DELTAS: Final = {
-    Kind.THOUGHTS: ("thinking_delta", "thinking"),
-    Kind.TEXT: ("text_delta", "text"),
-    Kind.REFUSAL: ("text_delta", "text"),
-    Kind.CALL: ("input_json_delta", "partial_json"),
+    PartKind.THOUGHTS: ("thinking_delta", "thinking"),
+    PartKind.TEXT: ("text_delta", "text"),
+    PartKind.REFUSAL: ("text_delta", "text"),
+    PartKind.CALL: ("input_json_delta", "partial_json"),
 }
 
 
-def _block_event(change: Change) -> dict[str, Any]:
+def _block_event(change: PartChange) -> dict[str, Any]:
     part = change.part
     match change.step:
-        case Step.BEGIN:
+        case PartStep.BEGIN:
             called = {"type": "tool_use", "id": part.call_id, "name": part.name, "input": {}}
             block = _BEGINNINGS.get(part.kind, called)
             return {"type": "content_block_start", "index": part.number, "content_block": block}
-        case Step.GROW:
+        case PartStep.GROW:
             kind, name = _DELTAS[part.kind]
             return {"type": "content_block_delta", "index": part.number, "delta": {"type": kind, name: change.text}}
-        case Step.END:
+        case PartStep.END:
             return {"type": "content_block_stop", "index": part.number}
 
 
-def _usage(usage: Usage | None, num_tokens: int) -> dict[str, Any]:
+def _usage(usage: ChatUsage | None, num_tokens: int) -> dict[str, Any]:
     """Anthropic counts input tokens without those that were read from a cache or written to one."""
-    counted = usage or Usage(prompt_tokens=num_tokens)
+    counted = usage or ChatUsage(prompt_tokens=num_tokens)
     others = counted.cached_tokens + counted.written_tokens
     details = counted.prompt_tokens_details
     writes: dict[str, Any] = {}

@@ -35,7 +35,7 @@ class CallDelta(msgspec.Struct, frozen=True):
     function: _Function = _Function()
 
 
-class Delta(msgspec.Struct, frozen=True):
+class ChatDelta(msgspec.Struct, frozen=True):
     """What a message says, or a part of it. vLLM calls thoughts `reasoning`, others `reasoning_content`."""
 
     content: str | None = None
@@ -49,11 +49,11 @@ class _Logprobs(msgspec.Struct, frozen=True):
     content: list[Any] | None = None
 
 
-class Choice(msgspec.Struct, frozen=True):
+class ChatChoice(msgspec.Struct, frozen=True):
     """One of `choices`; a chunk has `delta`, a whole answer `message`."""
 
-    delta: Delta | None = None
-    message: Delta | None = None
+    delta: ChatDelta | None = None
+    message: ChatDelta | None = None
     finish_reason: str | None = None
     stop_reason: str | int | None = None  # vLLM's: the stop string that was met
     logprobs: _Logprobs | None = None
@@ -75,7 +75,7 @@ class _CompletionDetails(msgspec.Struct, frozen=True):
     reasoning_tokens: int | None = None
 
 
-class Usage(msgspec.Struct, frozen=True):
+class ChatUsage(msgspec.Struct, frozen=True):
     """`usage` of a chat."""
 
     prompt_tokens: int = 0
@@ -97,7 +97,7 @@ class Usage(msgspec.Struct, frozen=True):
         return (self.completion_tokens_details and self.completion_tokens_details.reasoning_tokens) or 0
 
 
-class EngineError(msgspec.Struct, frozen=True):
+class ChatError(msgspec.Struct, frozen=True):
     """`error` of an answer or an event."""
 
     message: str = ""
@@ -106,18 +106,18 @@ class EngineError(msgspec.Struct, frozen=True):
     code: str | int | None = None
 
 
-class Answer(msgspec.Struct, frozen=True):
+class ChatAnswer(msgspec.Struct, frozen=True):
     """A chat answer, or one event of it."""
 
-    choices: list[Choice] = []
-    usage: Usage | None = None
-    error: EngineError | None = None
+    choices: list[ChatChoice] = []
+    usage: ChatUsage | None = None
+    error: ChatError | None = None
 
 
-_ANSWER: Final = msgspec.json.Decoder(Answer)
+_ANSWER: Final = msgspec.json.Decoder(ChatAnswer)
 
 
-def answer_of(body: bytes) -> Answer:
+def answer_of(body: bytes) -> ChatAnswer:
     """A whole answer, or the data of an event. Raises ApiError for what an engine should not say."""
     try:
         return _ANSWER.decode(body)
@@ -133,9 +133,9 @@ def nonsense() -> ApiError:
 def error_of(status: int, body: bytes) -> ApiError:
     """What an engine that answers with `status` says."""
     try:
-        said = _ANSWER.decode(body).error or EngineError()
+        said = _ANSWER.decode(body).error or ChatError()
     except (msgspec.ValidationError, *NOT_JSON):
-        said = EngineError()
+        said = ChatError()
     kind = "invalid_request_error" if status < 500 else "server_error"
     return ApiError(
         status,
@@ -181,19 +181,19 @@ def _data_of(event: bytes) -> bytes | None:
     return b"\n".join(lines) if lines else None
 
 
-class Events:
+class ChatEvents:
     """The events of a chat. None stands for the last one, `[DONE]`."""
 
     def __init__(self) -> None:
         self._cutter = Cutter()
 
-    def feed(self, data: bytes) -> Iterator[Answer | None]:
+    def feed(self, data: bytes) -> Iterator[ChatAnswer | None]:
         """The events that are whole now. Raises ApiError."""
         for each in self._cutter.feed(data):
             yield None if each == DONE else answer_of(each)
 
 
-class Kind(StrEnum):
+class PartKind(StrEnum):
     """What a part is."""
 
     THOUGHTS = "thoughts"
@@ -202,7 +202,7 @@ class Kind(StrEnum):
     CALL = "call"
 
 
-class Step(StrEnum):
+class PartStep(StrEnum):
     """What happens to a part."""
 
     BEGIN = "begin"
@@ -211,10 +211,10 @@ class Step(StrEnum):
 
 
 @dataclass(slots=True)
-class Part:
+class AnswerPart:
     """A part of an answer, its number among them, and what there is of it."""
 
-    kind: Kind
+    kind: PartKind
     number: int
     call_id: str = ""
     name: str = ""
@@ -240,71 +240,71 @@ class Part:
     @property
     def is_named(self) -> bool:
         """Whether it can begin: a call does so with its name."""
-        return self.kind is not Kind.CALL or self.name != ""
+        return self.kind is not PartKind.CALL or self.name != ""
 
     @property
     def is_over(self) -> bool:
         """Whether nothing is missing once something else has begun."""
-        return self.kind is not Kind.CALL or self.arguments is not None
+        return self.kind is not PartKind.CALL or self.arguments is not None
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class PartChange:
     """One step of a part; `text` is by what it grows."""
 
-    step: Step
-    part: Part
+    step: PartStep
+    part: AnswerPart
     text: str = ""
     logprobs: tuple[Any, ...] = ()
 
 
-class Parts:
+class AnswerParts:
     """The parts of one answer, as its deltas come.
 
     all   | ended ... | open | waiting ... |
     """
 
     def __init__(self, unnamed: str) -> None:
-        self.all: list[Part] = []
+        self.all: list[AnswerPart] = []
         self._unnamed = unnamed  # what calls without an id are named after
         self._begun = 0  # how many of them have begun; the last one of these is open
-        self._calls: dict[int, Part] = {}  # the call that an index stands for now
+        self._calls: dict[int, AnswerPart] = {}  # the call that an index stands for now
 
-    def feed(self, delta: Delta, logprobs: list[Any] | None = None) -> Iterator[Change]:
+    def feed(self, delta: ChatDelta, logprobs: list[Any] | None = None) -> Iterator[PartChange]:
         """What `delta` changes. Raises ApiError for more of a call that was whole."""
         if thoughts := delta.reasoning or delta.reasoning_content:
-            yield from self._grow(Kind.THOUGHTS, thoughts)
+            yield from self._grow(PartKind.THOUGHTS, thoughts)
         if delta.content:
-            yield from self._grow(Kind.TEXT, delta.content, logprobs or ())
+            yield from self._grow(PartKind.TEXT, delta.content, logprobs or ())
         if delta.refusal:
-            yield from self._grow(Kind.REFUSAL, delta.refusal)
+            yield from self._grow(PartKind.REFUSAL, delta.refusal)
         for number, call in enumerate(delta.tool_calls or ()):
             yield from self._grow_call(number if call.index is None else call.index, call)
 
-    def end(self) -> Iterator[Change]:
+    def end(self) -> Iterator[PartChange]:
         """Nothing follows: what waited is told. Raises ApiError for a call without a name."""
         while self._begun < len(self.all):
             if not self.all[self._begun].is_named:
                 raise nonsense()
             yield from self._begin_next()
         if self.all:
-            yield Change(Step.END, self.all[-1])
+            yield PartChange(PartStep.END, self.all[-1])
 
-    def _grow(self, kind: Kind, text: str, logprobs: Sequence[Any] = ()) -> Iterator[Change]:
+    def _grow(self, kind: PartKind, text: str, logprobs: Sequence[Any] = ()) -> Iterator[PartChange]:
         if not self.all or self.all[-1].kind is not kind:
-            self.all.append(Part(kind, len(self.all)))
+            self.all.append(AnswerPart(kind, len(self.all)))
         yield from self._add(self.all[-1], text, logprobs)
 
-    def _grow_call(self, index: int, call: CallDelta) -> Iterator[Change]:
+    def _grow_call(self, index: int, call: CallDelta) -> Iterator[PartChange]:
         part = self._calls.get(index)
         if part is None or (call.id and part.call_id not in ("", call.id, self._made_id(part))):
-            part = self._calls[index] = Part(Kind.CALL, len(self.all))
+            part = self._calls[index] = AnswerPart(PartKind.CALL, len(self.all))
             self.all.append(part)
         part.call_id = part.call_id or call.id or ""
         part.name = part.name or call.function.name or ""
         yield from self._add(part, call.function.arguments or "")
 
-    def _add(self, part: Part, text: str, logprobs: Sequence[Any] = ()) -> Iterator[Change]:
+    def _add(self, part: AnswerPart, text: str, logprobs: Sequence[Any] = ()) -> Iterator[PartChange]:
         if part.number < self._begun - 1:
             if text.strip():
                 raise nonsense()
@@ -313,22 +313,22 @@ class Parts:
             part.said.append(text)
             part.logprobs += logprobs
             if part.number == self._begun - 1:
-                yield Change(Step.GROW, part, text, tuple(logprobs))
+                yield PartChange(PartStep.GROW, part, text, tuple(logprobs))
         while self._begun < len(self.all) and self.all[self._begun].is_named:
             if self._begun and not self.all[self._begun - 1].is_over:
                 return
             yield from self._begin_next()
 
-    def _begin_next(self) -> Iterator[Change]:
+    def _begin_next(self) -> Iterator[PartChange]:
         if self._begun:
-            yield Change(Step.END, self.all[self._begun - 1])
+            yield PartChange(PartStep.END, self.all[self._begun - 1])
         part = self.all[self._begun]
         self._begun += 1
-        if part.kind is Kind.CALL:
+        if part.kind is PartKind.CALL:
             part.call_id = part.call_id or self._made_id(part)
-        yield Change(Step.BEGIN, part)
+        yield PartChange(PartStep.BEGIN, part)
         if part.said:
-            yield Change(Step.GROW, part, part.text, tuple(part.logprobs))
+            yield PartChange(PartStep.GROW, part, part.text, tuple(part.logprobs))
 
-    def _made_id(self, part: Part) -> str:
+    def _made_id(self, part: AnswerPart) -> str:
         return f"call_{self._unnamed}_{part.number}"

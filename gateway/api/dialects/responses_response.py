@@ -12,18 +12,18 @@ from typing import Any, Final
 import msgspec
 
 from gateway.api.dialects.chat import (
-    Answer,
-    Change,
-    Delta,
-    Kind,
-    Part,
-    Step,
-    Usage,
+    AnswerPart,
+    ChatAnswer,
+    ChatDelta,
+    ChatUsage,
+    PartChange,
+    PartKind,
+    PartStep,
     answer_of,
     check_ended,
     error_of,
 )
-from gateway.api.dialects.translator import StreamTelling, named_event
+from gateway.api.dialects.translator import StreamTranslator, named_event
 from gateway.errors import ApiError
 
 # Status of a response, and why it is incomplete, by the chat's finish reason.
@@ -38,14 +38,14 @@ DEFAULTS: Final[dict[str, Any]] = {
 }  # fmt: skip
 _ECHO: Final = msgspec.json.Decoder(dict[str, Any])
 _DELTAS: Final = {
-    Kind.TEXT: "response.output_text.delta",
-    Kind.REFUSAL: "response.refusal.delta",
-    Kind.THOUGHTS: "response.reasoning_text.delta",
-    Kind.CALL: "response.function_call_arguments.delta",
+    PartKind.TEXT: "response.output_text.delta",
+    PartKind.REFUSAL: "response.refusal.delta",
+    PartKind.THOUGHTS: "response.reasoning_text.delta",
+    PartKind.CALL: "response.function_call_arguments.delta",
 }
 
 
-class ResponsesTelling(StreamTelling):
+class ResponsesTranslator(StreamTranslator):
     """One answer, as a response. `echo` is what it repeats of its request, as JSON; `created_s` a date."""
 
     def __init__(self, response_id: str, model: str, echo: bytes, created_s: int) -> None:
@@ -64,7 +64,7 @@ class ResponsesTelling(StreamTelling):
         answer = answer_of(body)
         for choice in answer.choices[:1]:
             self._choice = choice
-            for _ in itertools.chain(self._parts.feed(choice.message or Delta(), choice.tokens), self._parts.end()):
+            for _ in itertools.chain(self._parts.feed(choice.message or ChatDelta(), choice.tokens), self._parts.end()):
                 pass
         check_ended(self._choice.finish_reason)
         self._count(answer.usage)
@@ -78,11 +78,11 @@ class ResponsesTelling(StreamTelling):
         response = self._response() | failed | {"output": [_item(part, self._id, True) for part in self._parts.all]}
         return self._joined([{"type": "response.failed", "response": response}, said])
 
-    def _changes(self, answer: Answer) -> Iterator[dict[str, Any]]:
+    def _changes(self, answer: ChatAnswer) -> Iterator[dict[str, Any]]:
         yield from self._beginning()
         for choice in answer.choices[:1]:
             self.output_tokens = (self.output_tokens or 0) + 1  # until usage says it
-            for change in self._parts.feed(choice.delta or Delta(), choice.tokens):
+            for change in self._parts.feed(choice.delta or ChatDelta(), choice.tokens):
                 yield from self._change(change)
             if choice.finish_reason is not None:
                 self._choice = choice
@@ -103,30 +103,30 @@ class ResponsesTelling(StreamTelling):
         response = self._ended_response()
         yield {"type": f"response.{response['status']}", "response": response}
 
-    def _change(self, change: Change) -> Iterator[dict[str, Any]]:
+    def _change(self, change: PartChange) -> Iterator[dict[str, Any]]:
         part = change.part
-        item, at = _item(part, self._id, change.step is Step.END), {"output_index": part.number}
-        within = at | {"item_id": item["id"]} | ({} if part.kind is Kind.CALL else {"content_index": 0})
+        item, at = _item(part, self._id, change.step is PartStep.END), {"output_index": part.number}
+        within = at | {"item_id": item["id"]} | ({} if part.kind is PartKind.CALL else {"content_index": 0})
         match change.step:
-            case Step.BEGIN:
-                whole: dict[str, Any] = {} if part.kind is Kind.CALL else {"content": []}
+            case PartStep.BEGIN:
+                whole: dict[str, Any] = {} if part.kind is PartKind.CALL else {"content": []}
                 yield {"type": "response.output_item.added", **at, "item": item | whole | {"status": "in_progress"}}
-                if part.kind is not Kind.CALL:
+                if part.kind is not PartKind.CALL:
                     yield {"type": "response.content_part.added", **within, "part": item["content"][0]}
-            case Step.GROW:
-                logprobs = {"logprobs": list(change.logprobs)} if part.kind is Kind.TEXT else {}
+            case PartStep.GROW:
+                logprobs = {"logprobs": list(change.logprobs)} if part.kind is PartKind.TEXT else {}
                 yield {"type": _DELTAS[part.kind], **within, "delta": change.text, **logprobs}
-            case Step.END:
+            case PartStep.END:
                 yield _done(part, within)
-                if part.kind is not Kind.CALL:
+                if part.kind is not PartKind.CALL:
                     yield {"type": "response.content_part.done", **within, "part": item["content"][0]}
                 yield {"type": "response.output_item.done", **at, "item": item | {"status": self._status(part)}}
 
-    def _status(self, part: Part) -> str:
+    def _status(self, part: AnswerPart) -> str:
         was_cut = self._choice.finish_reason in INCOMPLETE and (part is self._parts.all[-1] or not part.is_over)
         return "incomplete" if was_cut else "completed"
 
-    def _count(self, usage: Usage | None) -> None:
+    def _count(self, usage: ChatUsage | None) -> None:
         if usage is not None:
             self._usage, self.output_tokens = usage, usage.completion_tokens
 
@@ -156,15 +156,15 @@ class ResponsesTelling(StreamTelling):
         return told
 
 
-def _item(part: Part, answer_id: str, is_whole: bool) -> dict[str, Any]:
+def _item(part: AnswerPart, answer_id: str, is_whole: bool) -> dict[str, Any]:
     """The output item that `part` is, or is to become."""
     text = part.text if is_whole else ""
     unique = f"{answer_id}_{part.number}"
     match part.kind:
-        case Kind.CALL:
+        case PartKind.CALL:
             call = {"call_id": part.call_id, "name": part.name, "arguments": text}
             return {"type": "function_call", "id": f"fc_{unique}", **call, "status": "completed"}
-        case Kind.THOUGHTS:
+        case PartKind.THOUGHTS:
             content: dict[str, Any] = {"type": "reasoning_text", "text": text}
             return {
                 "type": "reasoning",
@@ -173,28 +173,28 @@ def _item(part: Part, answer_id: str, is_whole: bool) -> dict[str, Any]:
                 "content": [content],
                 "status": "completed",
             }
-        case Kind.REFUSAL:
+        case PartKind.REFUSAL:
             content = {"type": "refusal", "refusal": text}
-        case Kind.TEXT:
+        case PartKind.TEXT:
             logprobs = part.logprobs if is_whole else []
             content = {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
     return {"type": "message", "id": f"msg_{unique}", "role": "assistant", "content": [content], "status": "completed"}
 
 
-def _done(part: Part, within: dict[str, Any]) -> dict[str, Any]:
+def _done(part: AnswerPart, within: dict[str, Any]) -> dict[str, Any]:
     kind = _DELTAS[part.kind].removesuffix("delta") + "done"
     match part.kind:
-        case Kind.CALL:
+        case PartKind.CALL:
             return {"type": kind, **within, "name": part.name, "arguments": part.text}
-        case Kind.REFUSAL:
+        case PartKind.REFUSAL:
             return {"type": kind, **within, "refusal": part.text}
-        case Kind.TEXT:
+        case PartKind.TEXT:
             return {"type": kind, **within, "text": part.text, "logprobs": part.logprobs}
         case _:
             return {"type": kind, **within, "text": part.text}
 
 
-def _usage(usage: Usage) -> dict[str, Any]:
+def _usage(usage: ChatUsage) -> dict[str, Any]:
     return {
         "input_tokens": usage.prompt_tokens,
         "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": usage.written_tokens},

@@ -5,9 +5,9 @@ from dataclasses import replace
 from gateway.api.dialects import anthropic_request as messages
 from gateway.api.dialects import anthropic_response as messages_answer
 from gateway.api.dialects import responses_request as responses
-from gateway.api.dialects.anthropic_response import MessagesTelling
-from gateway.api.dialects.responses_response import ResponsesTelling
-from gateway.api.dialects.translator import Telling
+from gateway.api.dialects.anthropic_response import MessagesTranslator
+from gateway.api.dialects.responses_response import ResponsesTranslator
+from gateway.api.dialects.translator import ResponseTranslator
 from gateway.api.openai import Call, Endpoint, parse
 from gateway.errors import ApiError
 
@@ -27,13 +27,13 @@ def call_in(endpoint: Endpoint, body: bytes) -> Call:
     return replace(parse(Endpoint.CHAT, chat), dialect=endpoint, echo=echo)
 
 
-def telling_of(call: Call, answer_id: str, num_tokens: int, unix_s: int) -> Telling | None:
+def telling_of(call: Call, answer_id: str, num_tokens: int, unix_s: int) -> ResponseTranslator | None:
     """How an answer to `call` is told; None: as engines say it. `answer_id` is unique, `unix_s` the date."""
     match call.dialect:
         case Endpoint.MESSAGES:
-            return MessagesTelling(answer_id, call.options.model, num_tokens)
+            return MessagesTranslator(answer_id, call.options.model, num_tokens)
         case Endpoint.RESPONSES:
-            return ResponsesTelling(answer_id, call.options.model, call.echo, unix_s)
+            return ResponsesTranslator(answer_id, call.options.model, call.echo, unix_s)
         case _:
             return None
 

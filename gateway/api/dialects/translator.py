@@ -6,13 +6,13 @@ from typing import Any, Final, Protocol
 
 import msgspec
 
-from gateway.api.dialects.chat import Answer, Choice, EngineError, Events, Parts, Usage
+from gateway.api.dialects.chat import AnswerParts, ChatAnswer, ChatChoice, ChatError, ChatEvents, ChatUsage
 from gateway.errors import ApiError
 
 STATUS_OF_KIND: Final = {"invalid_request_error": 400, "rate_limit_error": 429}
 
 
-class Telling(Protocol):
+class ResponseTranslator(Protocol):
     """One answer, whole or as a stream. `output_tokens` is what its usage counted, once that has come."""
 
     output_tokens: int | None
@@ -35,15 +35,15 @@ class Telling(Protocol):
         """What is left to be said when the stream has ended."""
 
 
-class StreamTelling(ABC):
+class StreamTranslator(ABC):
     """The state of one answer, and how the engine's events become a dialect's."""
 
     def __init__(self, answer_id: str) -> None:
         self.output_tokens: int | None = None
-        self._events = Events()
-        self._parts = Parts(answer_id)
-        self._choice = Choice()
-        self._usage: Usage | None = None
+        self._events = ChatEvents()
+        self._parts = AnswerParts(answer_id)
+        self._choice = ChatChoice()
+        self._usage: ChatUsage | None = None
         self._has_begun = self._has_ended = False
         self._wrong: ApiError | None = None
 
@@ -90,7 +90,7 @@ class StreamTelling(ABC):
         """The event that ends a stream that cannot go on."""
 
     @abstractmethod
-    def _changes(self, answer: Answer) -> Iterator[dict[str, Any]]:
+    def _changes(self, answer: ChatAnswer) -> Iterator[dict[str, Any]]:
         """The events for one event of the engine's. Raises ApiError."""
 
     @abstractmethod
@@ -103,7 +103,7 @@ def named_event(value: dict[str, Any]) -> bytes:
     return b"event: %b\ndata: %b\n\n" % (value["type"].encode(), msgspec.json.encode(value))
 
 
-def stream_error(error: EngineError) -> ApiError:
+def stream_error(error: ChatError) -> ApiError:
     """What an engine says in its stream."""
     kind = error.type or "server_error"
     code = None if error.code is None else str(error.code)

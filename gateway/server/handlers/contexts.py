@@ -19,14 +19,14 @@ from aiohttp import web
 
 from gateway.api.cache_control import TTL_S, Breakpoint
 from gateway.auth.keyring import Tenant
-from gateway.cluster.node import Node
-from gateway.cluster.pinned_prefixes import Kept, State
+from gateway.cluster.node import ClusterNode
+from gateway.cluster.pinned_prefixes import PinnedPrefix, PinState
 from gateway.cluster.registry import Clusters
-from gateway.errors import ApiError, NodeError
+from gateway.errors import AgentCallFailed, ApiError
 from gateway.http.connections import JSON
 from gateway.pipeline.ticketed import Attempt
 from gateway.prompt.prompt import Prompt
-from gateway.ratelimit.limiter import Allowances
+from gateway.ratelimit.limiter import TenantLimiters
 from gateway.request.request import Request
 from gateway.tasks import TaskSet
 from gateway.telemetry.metrics import Metrics
@@ -43,7 +43,7 @@ TenantOf = Callable[[web.Request], Tenant]
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class PinOutcome:
     """What became of one marked prefix: `kept` tokens of it are, `added` of them since now; else why not."""
 
     wish: Breakpoint
@@ -66,7 +66,7 @@ class Outcome:
 class Keeping:
     """The marked prefixes of one request on their way to being kept."""
 
-    task: "asyncio.Task[list[Outcome]]"
+    task: "asyncio.Task[list[PinOutcome]]"
 
     async def details(self, cached_tokens: int) -> dict[str, Any]:
         """What the usage of an answer says of them, where `cached_tokens` of the prompt were read from a cache."""
@@ -77,7 +77,7 @@ class Keeping:
         return details_of(self.task.result(), cached_tokens)
 
 
-def details_of(outcomes: list[Outcome], cached_tokens: int) -> dict[str, Any]:
+def details_of(outcomes: list[PinOutcome], cached_tokens: int) -> dict[str, Any]:
     """`prompt_tokens_details` of a prompt with marks. A token is read from a cache or written to one, never both."""
     before, written, by_ttl = cached_tokens, 0, dict.fromkeys(TTL_S, 0)
     for outcome in sorted(outcomes, key=lambda each: each.kept):
@@ -91,14 +91,14 @@ def details_of(outcomes: list[Outcome], cached_tokens: int) -> dict[str, Any]:
 
 
 @dataclass(slots=True)
-class Contexts:
+class ContextPinning:
     """All of the tenants of a gateway; `clock` is its own."""
 
     clusters: Clusters
     metrics: Metrics
     tasks: TaskSet
     clock: Callable[[], float]
-    allowances: Allowances
+    allowances: TenantLimiters
     _making: dict[str, asyncio.Lock] = field(
         default_factory=dict
     )  # by tenant: what it may have is asked and taken at once
@@ -108,13 +108,13 @@ class Contexts:
         if request.asked.caching.breakpoints and attempt.answer.status == 200:
             request.details = Keeping(self.tasks.start(self._keep(request, attempt), "keep")).details
 
-    async def _keep(self, request: Request, attempt: Attempt) -> list[Outcome]:
+    async def _keep(self, request: Request, attempt: Attempt) -> list[PinOutcome]:
         prompt, tenant = request.asked, request.tenant
         wishes = prompt.caching.breakpoints
         try:
             node = await self._computed(request, attempt)
-        except NodeError as error:
-            outcomes = [Outcome(wish, reason=error.reason) for wish in wishes]
+        except AgentCallFailed as error:
+            outcomes = [PinOutcome(wish, reason=error.reason) for wish in wishes]
         else:
             size = request.served.layout.block_size
             outcomes = [await self._one(node, prompt, tenant, wish, size) for wish in wishes]
@@ -122,36 +122,36 @@ class Contexts:
             self.metrics.context(outcome.reason or KEPT)
         return outcomes
 
-    async def _computed(self, request: Request, attempt: Attempt) -> Node:
-        """The node that has computed the prompt. Raises NodeError."""
+    async def _computed(self, request: Request, attempt: Attempt) -> ClusterNode:
+        """The node that has computed the prompt. Raises AgentCallFailed."""
         if attempt.delivery is not None:
             await asyncio.wait([attempt.delivery])
         return self.clusters.by_id(request.prefill_node)
 
-    async def _one(self, node: Node, prompt: Prompt, tenant: Tenant, wish: Breakpoint, size: int) -> Outcome:
+    async def _one(self, node: ClusterNode, prompt: Prompt, tenant: Tenant, wish: Breakpoint, size: int) -> PinOutcome:
         if not prompt.is_plain:
-            return Outcome(wish, reason=NOT_SHARED)
+            return PinOutcome(wish, reason=NOT_SHARED)
         blocks = min(wish.tokens // size, len(prompt.hashes))
         if not blocks:
-            return Outcome(wish, reason=TOO_SHORT)
+            return PinOutcome(wish, reason=TOO_SHORT)
         hashes, context_id = prompt.hashes[:blocks], id_of(tenant, prompt.hashes[blocks - 1])
         if (holder := self._holder(tenant, context_id)) is not None:
             node = holder
         try:
             kept = await self._kept(node, context_id, hashes, blocks * size, tenant, TTL_S[wish.ttl])
-        except NodeError as error:
-            return Outcome(wish, reason=error.reason)
+        except AgentCallFailed as error:
+            return PinOutcome(wish, reason=error.reason)
         reason = "" if kept.num_tokens == wish.asked_tokens // size * size else "partial"
-        return Outcome(wish, context_id, kept.num_tokens, kept.added_tokens > 0, reason)
+        return PinOutcome(wish, context_id, kept.num_tokens, kept.added_tokens > 0, reason)
 
     async def _kept(
-        self, node: Node, context_id: str, hashes: list[bytes], num_tokens: int, tenant: Tenant, ttl_s: float
-    ) -> Kept:
-        """What `node` keeps of a prefix now. Raises NodeError."""
+        self, node: ClusterNode, context_id: str, hashes: list[bytes], num_tokens: int, tenant: Tenant, ttl_s: float
+    ) -> PinnedPrefix:
+        """What `node` keeps of a prefix now. Raises AgentCallFailed."""
         # Said before it is looked at what there is: of two workers at once, one at least sees what the other one wants.
         others = self._others(tenant, num_tokens) if self._holder(tenant, context_id) is None else 0
-        failure: NodeError | None = None
-        kept: Kept | None = None
+        failure: AgentCallFailed | None = None
+        kept: PinnedPrefix | None = None
         for pause_s in PAUSES_S:
             await asyncio.sleep(pause_s)  # others of the tenant have their turn
             try:
@@ -159,7 +159,7 @@ class Contexts:
                     budget = self._budget(node, tenant, others)
                     found = await node.agent.keep(context_id, hashes, num_tokens, tenant.name, ttl_s, budget)
                     node.contexts.heard(found, self.clock())
-            except NodeError as error:
+            except AgentCallFailed as error:
                 failure = error
                 if error.reason != "not_cached":
                     break
@@ -174,12 +174,12 @@ class Contexts:
         assert failure is not None
         raise failure
 
-    def _budget(self, node: Node, tenant: Tenant, others: int) -> int:
-        """Tokens that a tenant may have on `node`. Raises NodeError."""
+    def _budget(self, node: ClusterNode, tenant: Tenant, others: int) -> int:
+        """Tokens that a tenant may have on `node`. Raises AgentCallFailed."""
         elsewhere = sum(each.owned_tokens(tenant.name) for each in self.clusters.nodes if each is not node)
         budget = tenant.pinned_tokens - elsewhere - others
         if budget <= 0:
-            raise NodeError(node.id, "over_budget", f"{elsewhere} tokens are kept on other nodes")
+            raise AgentCallFailed(node.id, "over_budget", f"{elsewhere} tokens are kept on other nodes")
         return budget
 
     def _others(self, tenant: Tenant, num_tokens: int) -> int:
@@ -196,12 +196,12 @@ class Contexts:
         finally:
             self.allowances.about_to_pin(tenant.name, -num_tokens)
 
-    def _holder(self, tenant: Tenant, context_id: str) -> Node | None:
+    def _holder(self, tenant: Tenant, context_id: str) -> ClusterNode | None:
         """The node that keeps this prefix already."""
         now = self.clock()
         for node in self.clusters.nodes:
             kept = node.contexts.get(context_id, now)
-            if kept is not None and kept.owner == tenant.name and node.connected and kept.state is State.KEPT:
+            if kept is not None and kept.owner == tenant.name and node.connected and kept.state is PinState.KEPT:
                 return node
         return None
 
@@ -213,8 +213,8 @@ class Contexts:
         for node in self.clusters.nodes:
             total += node.owned_tokens(tenant.name)
             for kept in node.contexts.of(tenant.name, now):
-                is_seen = node.connected or kept.state is not State.KEPT
-                found.append(kept.told(now, kept.state if is_seen else State.UNREACHABLE))
+                is_seen = node.connected or kept.state is not PinState.KEPT
+                found.append(kept.told(now, kept.state if is_seen else PinState.UNREACHABLE))
         budget = {"kept_tokens": total, "budget_tokens": tenant.pinned_tokens}
         return {"object": "list", "data": sorted(found, key=lambda each: str(each["id"])), **budget}
 
@@ -229,7 +229,7 @@ class Contexts:
             if node.connected:
                 try:
                     await node.agent.delete_context(context_id, tenant.name)
-                except NodeError as error:
+                except AgentCallFailed as error:
                     message = f"The node that keeps '{context_id}' does not answer: {error.reason}."
                     raise ApiError(503, message, type="server_error", code="node_unreachable") from error
             node.contexts.forget(context_id)
@@ -247,7 +247,7 @@ class Contexts:
         return listed, ended
 
 
-def _is_owned(kept: Kept | None, tenant: Tenant) -> bool:
+def _is_owned(kept: PinnedPrefix | None, tenant: Tenant) -> bool:
     return kept is not None and kept.owner == tenant.name
 
 

@@ -7,21 +7,21 @@ from typing import Final, Protocol
 import msgspec
 from aiohttp import web
 
-from gateway.admission.concurrency import Admission
+from gateway.admission.concurrency import ConcurrencyLimiter
 from gateway.auth.keyring import Keyring
-from gateway.cluster.links import Links
+from gateway.cluster.links import ClusterLinks
 from gateway.cluster.registry import Clusters, ServedModel
 from gateway.errors import ApiError, BadRequest, Unavailable
 from gateway.http.connections import JSON
-from gateway.routing.router import Decider
+from gateway.routing.router import Router
 from gateway.routing.transfer_log import merged
-from gateway.telemetry.load_report import LoadReport
+from gateway.telemetry.load_report import LoadReporter
 from gateway.telemetry.metrics import CONTENT_TYPE, Metrics
 from gateway.telemetry.page_thread import PageThread
 from gateway.telemetry.tenant_usage import as_csv
-from gateway.workers.peers import Kept, Siblings, lines_of
-from gateway.workers.process_scope import Alone, Seat
-from gateway.workers.shared_counters import State
+from gateway.workers.peers import NumberedRing, WorkerPeers, lines_of
+from gateway.workers.process_scope import SingleProcess, WorkerProcess
+from gateway.workers.shared_counters import WorkerState
 from planner.decisions.plan import LivePlan
 
 Page = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -44,21 +44,21 @@ class _Identified(msgspec.Struct, frozen=True):
 _ID: Final = msgspec.json.Decoder(_Identified)
 
 
-class Pages:
+class OperatorEndpoints:
     """Reads what others keep."""
 
     def __init__(
         self,
         clusters: Clusters,
-        links: Links,
-        decider: Decider,
-        admission: Admission,
+        links: ClusterLinks,
+        decider: Router,
+        admission: ConcurrencyLimiter,
         metrics: Metrics,
-        kept: Mapping[str, Kept],
-        load: LoadReport,
+        kept: Mapping[str, NumberedRing],
+        load: LoadReporter,
         plan: Callable[[], LivePlan | None],
-        seat: Alone | Seat,
-        siblings: Siblings | None,
+        seat: SingleProcess | WorkerProcess,
+        siblings: WorkerPeers | None,
         console: OperatorPages,
         clock: Callable[[], float],
         keyring: Keyring,
@@ -135,13 +135,13 @@ class Pages:
         if not self._clusters.is_ready:
             raise Unavailable("No decode node is ready.", "no_decode_node")
         workers = self._seat.states()
-        if workers.get(State.WITHOUT_NODES):  # the port is theirs, too
+        if workers.get(WorkerState.WITHOUT_NODES):  # the port is theirs, too
             raise Unavailable("A worker of this gateway sees no decode node that is ready.", "worker_not_ready")
         states = {node.id: node.state for node in self._clusters.nodes}
         health: dict[str, object] = {"status": "ok", "nodes_ready": list(states.values()).count("ready")}
         if not self._keyring.has_tenants or self._keyring.is_operator(http.headers):
             health["nodes"] = states
-        return json_response(health | {"workers_ready": workers.get(State.READY, 0)} if workers else health)
+        return json_response(health | {"workers_ready": workers.get(WorkerState.READY, 0)} if workers else health)
 
     async def _prometheus(self, http: web.Request) -> web.Response:
         self._metrics.observe_nodes(self._clusters.nodes)

@@ -14,18 +14,18 @@ import msgspec
 from aiohttp import web
 from msgspec import Raw
 
-from gateway.admission.concurrency import Admission
+from gateway.admission.concurrency import ConcurrencyLimiter
 from gateway.api.openai import NOT_JSON, RESERVED, Endpoint, check_text
 from gateway.auth.keyring import Tenant
-from gateway.cluster.node import Node
+from gateway.cluster.node import ClusterNode
 from gateway.cluster.registry import Clusters
 from gateway.errors import ApiError, BadRequest, LegFailed, Unauthorised, Unavailable, unknown_model
-from gateway.http.body import Receiver, too_large
+from gateway.http.body import BodyReceiver, too_large
 from gateway.http.connections import JSON
-from gateway.prompt.prompt import Model, PromptMemory
-from gateway.prompt.reader import Reader
+from gateway.prompt.prompt import PromptMemory, PromptModel
+from gateway.prompt.reader import PromptReader
 from gateway.prompt.tokenize import MAX_BODY_BYTES, text_of, tokens_of
-from gateway.ratelimit.limiter import Allowance, Allowances
+from gateway.ratelimit.limiter import TenantLimiter, TenantLimiters
 from gateway.server.openapi import DETOKENISE, PASSED_ON, TOKENISE, document
 from gateway.telemetry.metrics import Metrics
 from gateway.upstream.legs import Legs
@@ -42,19 +42,19 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 _FIELDS: Final = msgspec.json.Decoder(dict[str, Raw])
 
 
-class Desk:
+class TokenEndpoints:
     """Answers at once, to whom `tenant_of` knows."""
 
     def __init__(
         self,
-        admission: Admission,
-        receiver: Receiver,
-        reader: Reader,
+        admission: ConcurrencyLimiter,
+        receiver: BodyReceiver,
+        reader: PromptReader,
         clusters: Clusters,
         legs: Legs,
         metrics: Metrics,
         tenant_of: Callable[[Mapping[str, str]], Tenant],
-        allowances: Allowances,
+        allowances: TenantLimiters,
     ) -> None:
         self._admission = admission
         self._receiver = receiver
@@ -135,7 +135,7 @@ class Desk:
             self._metrics.passed_on(tenant.name, status)
             return web.Response(status=status, body=told, headers={"Content-Type": kind})
 
-    async def _received(self, http: web.Request, max_bytes: int | None = None) -> tuple[Tenant, bytes, Model]:
+    async def _received(self, http: web.Request, max_bytes: int | None = None) -> tuple[Tenant, bytes, PromptModel]:
         """Who asks, the body, and the model that it is about. Raises ApiError."""
         tenant = self._tenant_of(http.headers)
         self._admission.check()
@@ -146,7 +146,7 @@ class Desk:
             raise Unavailable("No node has reported its model yet.", "no_model")
         return tenant, body, self._clusters.served.as_read()
 
-    def _node(self) -> Node:
+    def _node(self) -> ClusterNode:
         """The decode node with the fewest requests. Raises Unavailable."""
         ready = self._clusters.ready(Role.DECODE)
         if not ready:
@@ -154,7 +154,7 @@ class Desk:
         return min(ready, key=lambda node: (node.pending_requests, node.load.running))
 
     @contextmanager
-    def _place(self, tenant: Tenant) -> Iterator[Allowance]:
+    def _place(self, tenant: Tenant) -> Iterator[TenantLimiter]:
         """A place among those served, and among the tenant's requests."""
         allowance = self._allowances.enter(tenant)
         try:
@@ -178,7 +178,7 @@ class Desk:
             raise
 
 
-def _for_engine(body: bytes, model: Model) -> bytes:
+def _for_engine(body: bytes, model: PromptModel) -> bytes:
     """The client's body, with the name that engines know the model by. Raises ApiError."""
     try:
         fields = _FIELDS.decode(body)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from engine.agent.job_pages import Arena, JobKV
+from engine.agent.job_pages import JobKV, MappedArena
 from engine.emulated.emulated import GROUPS, emulated_layout
 from engine.errors import PagesInvalid
 from hybrid_cache.layout.layout import KVCacheGroup, ModelLayout
@@ -111,16 +111,16 @@ def test_pages_outside_the_arena_are_refused(bad):
 def test_arena_file_is_shared(tmp_path):
     path = tmp_path / "arena"
     path.write_bytes(bytes(4096))
-    Arena.open(path, 1024, 4).data[1030] = 7
+    MappedArena.open(path, 1024, 4).data[1030] = 7
     assert path.read_bytes()[1030] == 7
     with pytest.raises(PagesInvalid, match="5 pages need 5120"):
-        Arena.open(path, 1024, 5)
+        MappedArena.open(path, 1024, 5)
 
 
 def test_another_process_opens_the_arena_that_is_meant_or_none(tmp_path):
     path = tmp_path / "arena"
     path.write_bytes(bytes(4096))
-    place = Arena.open(path, 1024, 4).place
+    place = MappedArena.open(path, 1024, 4).place
     place.open().data[0] = 9
     assert path.read_bytes()[0] == 9
     path.rename(tmp_path / "the former agent's")

@@ -12,8 +12,8 @@ from engine.emulated.emulated import EmulatedEngine, emulated_tokens
 from engine.emulated.paced import PacedModel, PacedScheduler
 from engine.errors import EngineError
 from engine.runtime.sampling import SamplingParams
-from engine.runtime.scheduler import Failed, Finished, NewToken, Prefilled, Work
-from engine.runtime.turns import Part
+from engine.runtime.scheduler import Finished, ModelWork, NewToken, Prefilled, WorkFailed
+from engine.runtime.turns import WorkShare
 from tests.engine.builders import arena_for, job_pages, random_tokens
 from tests.engine.standins import stand_in
 
@@ -36,7 +36,7 @@ class Bench:
 
     def add(self, name, length, max_tokens=4, **fields):
         params = None if max_tokens is None else SamplingParams(max_tokens=max_tokens, temperature=0.0)
-        work = Work(
+        work = ModelWork(
             id=name, prompt=random_tokens(length), params=params,
             emit=lambda event: self.log.append((name, event)), **fields,
         )  # fmt: skip
@@ -266,7 +266,7 @@ def test_a_failure_is_its_own():
     bad, good = bench.add("bad", 300, None), bench.add("good", 300, 4)
     bad.prompt = [*bad.prompt[:-2], -5, 7]  # no unsigned token
     bench.run()
-    assert "OverflowError" in str(bench.of("bad", Failed)[0].error)
+    assert "OverflowError" in str(bench.of("bad", WorkFailed)[0].error)
     assert len(bench.of(good.id, NewToken)) == 4
 
 
@@ -283,7 +283,7 @@ def test_on_an_event_loop_it_answers_and_ends_with_a_word_to_those_who_wait():
         prompt = random_tokens(200)
         for name, max_tokens in (("answered", 20), ("cut off", 3000)):
             params = SamplingParams(max_tokens=max_tokens, temperature=0.0)
-            model.submit(Work(id=name, prompt=prompt, params=params, emit=events[name].put_nowait))
+            model.submit(ModelWork(id=name, prompt=prompt, params=params, emit=events[name].put_nowait))
         tokens = []
         async with asyncio.timeout(60):
             while not isinstance(event := await events["answered"].get(), Finished):
@@ -293,7 +293,7 @@ def test_on_an_event_loop_it_answers_and_ends_with_a_word_to_those_who_wait():
         model.stop(0.0)
         while not events["cut off"].empty():
             last = events["cut off"].get_nowait()
-        assert isinstance(last, Failed)
+        assert isinstance(last, WorkFailed)
         assert isinstance(last.error, EngineError)
         assert not model.alive
 
@@ -306,7 +306,7 @@ def test_chunks_below_a_block_fail_that_prompt_alone(stages):
     bench.add("long", 200)
     bench.add("short", 16)
     bench.run()
-    (failed,) = bench.of("long", Failed)
+    (failed,) = bench.of("long", WorkFailed)
     assert "chunk_tokens = 16: less than a block, block_size = 64" in str(failed.error)
     assert len(bench.of("short", NewToken)) == 4
     assert bench.scheduler.idle
@@ -315,9 +315,9 @@ def test_chunks_below_a_block_fail_that_prompt_alone(stages):
 def test_a_light_tenants_prompt_comes_before_the_next_chunk_of_a_heavy_ones():
     bench = Bench(chunk_tokens=128)
     for n in range(5):
-        bench.add(f"h{n}", 1001, None, part=Part("heavy"))
+        bench.add(f"h{n}", 1001, None, part=WorkShare("heavy"))
     bench.run(until=0.6)
-    bench.add("light", 129, None, part=Part("light"))
+    bench.add("light", 129, None, part=WorkShare("light"))
     bench.run()
     alone = Bench(chunk_tokens=128)
     alone.add("light", 129, None)
@@ -329,9 +329,9 @@ def test_a_light_tenants_prompt_comes_before_the_next_chunk_of_a_heavy_ones():
 
 def test_a_prompt_that_was_set_aside_ends_and_costs_no_more():
     bench = Bench(chunk_tokens=128)
-    bench.add("heavy", 1001, None, part=Part("heavy"))
+    bench.add("heavy", 1001, None, part=WorkShare("heavy"))
     bench.run(until=0.6)
-    bench.add("light", 129, None, part=Part("light"))
+    bench.add("light", 129, None, part=WorkShare("light"))
     bench.run()
     ends = [bench.of(name, Prefilled)[0].ended_s for name in ("light", "heavy")]
     assert ends[0] < ends[1] == pytest.approx(bench.prefill_s(1000) + bench.prefill_s(128))
@@ -340,7 +340,7 @@ def test_a_prompt_that_was_set_aside_ends_and_costs_no_more():
 def test_prompts_of_one_tenant_are_computed_one_after_the_other():
     bench = Bench(chunk_tokens=128)
     for n in range(3):
-        bench.add(f"p{n}", 1001, None, part=Part("one"))
+        bench.add(f"p{n}", 1001, None, part=WorkShare("one"))
     bench.run()
     ends = [bench.of(f"p{n}", Prefilled)[0].ended_s for n in range(3)]
     assert ends == pytest.approx([bench.prefill_s(1000) * n for n in (1, 2, 3)])
@@ -349,7 +349,7 @@ def test_prompts_of_one_tenant_are_computed_one_after_the_other():
 @pytest.mark.parametrize("stages", [1, 2, 4])
 def test_tenants_beside_each_other_have_their_own_tokens(stages):
     bench = Bench(chunk_tokens=128, stages=stages)
-    works = [bench.add(f"{t}{n}", 300 + 100 * n, 5, part=Part(t)) for n in range(4) for t in "abc"]
+    works = [bench.add(f"{t}{n}", 300 + 100 * n, 5, part=WorkShare(t)) for n in range(4) for t in "abc"]
     bench.run()
     for work in works:
         assert [event.sampled.token for event in bench.of(work.id, NewToken)] == emulated_tokens(work.prompt, 5)

@@ -6,14 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.emulated.pipeline import Pipeline
+from engine.emulated.pipeline import EmulatedPipeline
 
 seconds = st.floats(0.0, 100.0, allow_subnormal=False)
 
 
 @given(stages=st.integers(1, 9), chunks=st.integers(1, 30), chunk_s=st.floats(0.001, 100.0))
 def test_equal_chunks_are_through_after_the_time_that_arithmetic_says(stages: int, chunks: int, chunk_s: float) -> None:
-    pipeline = Pipeline(stages)
+    pipeline = EmulatedPipeline(stages)
     passages = [pipeline.take(0.0, chunk_s) for _ in range(chunks)]
     assert passages[-1].end_s(stages - 1) == pytest.approx((chunks + stages - 1) * chunk_s / stages)
     assert pipeline.ready_s == pytest.approx(chunks * chunk_s / stages)
@@ -23,7 +23,7 @@ def test_equal_chunks_are_through_after_the_time_that_arithmetic_says(stages: in
 def test_a_stage_begins_when_the_one_before_and_the_chunk_before_are_done(
     stages: int, chunks: list[tuple[float, float]]
 ) -> None:
-    pipeline, now, passages = Pipeline(stages), 0.0, []
+    pipeline, now, passages = EmulatedPipeline(stages), 0.0, []
     for wait_s, chunk_s in chunks:
         now += wait_s
         passages.append(pipeline.take(now, chunk_s))
@@ -37,7 +37,7 @@ def test_a_stage_begins_when_the_one_before_and_the_chunk_before_are_done(
 def test_layers_are_done_one_after_the_other_and_none_before_its_stage_has_begun(
     stages: int, layers: int, chunk_s: float
 ) -> None:
-    pipeline = Pipeline(stages)
+    pipeline = EmulatedPipeline(stages)
     first, second = pipeline.take(0.0, chunk_s), pipeline.take(0.0, chunk_s)
     for passage in (first, second):
         done = [passage.done_s(min(1.0, (layer + 1) * (1 / layers))) for layer in range(layers)]
@@ -50,7 +50,7 @@ def test_layers_are_done_one_after_the_other_and_none_before_its_stage_has_begun
 
 
 def test_cleared_stages_are_free_at_once() -> None:
-    pipeline = Pipeline(2)
+    pipeline = EmulatedPipeline(2)
     pipeline.take(0.0, 10.0)
     pipeline.clear(1.0)
     assert pipeline.take(1.0, 2.0).begins_s == (1.0, 2.0)

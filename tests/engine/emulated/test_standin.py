@@ -1,7 +1,7 @@
 import msgspec
 import pytest
 
-from engine.emulated.standin import Window, read_stand_in
+from engine.emulated.standin import StandInWindow, read_stand_in
 from engine.errors import ModelError
 from tests.engine.standins import stand_in
 
@@ -19,7 +19,7 @@ def test_a_step_takes_longer_the_more_requests_it_serves():
 
 
 def test_the_layout_has_as_many_bytes_as_the_file_says():
-    layout = stand_in(windows=(Window(128, 64),)).layout(32)
+    layout = stand_in(windows=(StandInWindow(128, 64),)).layout(32)
     assert layout.kv_bytes(1000) == 3 * 4096 + 64 * 1000 + 64 * 128
 
 

@@ -1,7 +1,7 @@
 from engine.byte_tokenizer import byte_text
 from engine.openai.answers import AnswerShape
 from engine.openai.api import ChatRequest, CompletionRequest
-from engine.runtime.sampling import Sampled, TokenLogprob
+from engine.runtime.sampling import SampledToken, TokenLogprob
 
 TOKENIZER = byte_text()
 EMOJI = TOKENIZER.encode("😀").tolist()
@@ -10,7 +10,8 @@ EMOJI = TOKENIZER.encode("😀").tolist()
 
 def sampled(*tokens, top=()):
     return [
-        Sampled(token, -1.0, tuple(TokenLogprob(each, -2.0 - at) for at, each in enumerate(top))) for token in tokens
+        SampledToken(token, -1.0, tuple(TokenLogprob(each, -2.0 - at) for at, each in enumerate(top)))
+        for token in tokens
     ]
 
 

@@ -12,7 +12,7 @@ from engine.openai.api import (
     sampling_params,
     transfer_of,
 )
-from engine.runtime.turns import EVERYBODYS, Part
+from engine.runtime.turns import EVERYBODYS, WorkShare
 
 TOKENIZER = byte_text()
 TICKET = {
@@ -250,7 +250,7 @@ def test_ticket_comes_back_as_bytes():
 
 def test_whose_a_request_is():
     params = completion(kv_transfer_params={"tenant": "acme", "weight": 2}).kv_transfer_params
-    assert transfer_of(params).part == Part("acme", 2.0)
+    assert transfer_of(params).part == WorkShare("acme", 2.0)
     assert (
         transfer_of(None).part == transfer_of(completion(kv_transfer_params={}).kv_transfer_params).part == EVERYBODYS
     )

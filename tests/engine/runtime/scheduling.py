@@ -4,8 +4,8 @@ from engine.agent.job_pages import JobKV
 from engine.byte_tokenizer import byte_text
 from engine.emulated.emulated import EmulatedEngine, EmulatedTimes, emulated_layout
 from engine.runtime.sampling import SamplingParams
-from engine.runtime.scheduler import NewToken, Scheduler, Work
-from engine.runtime.turns import Part
+from engine.runtime.scheduler import ModelWork, NewToken, Scheduler
+from engine.runtime.turns import WorkShare
 from tests.engine.builders import arena_for, job_pages, random_tokens
 
 PER_TOKEN_S, STEP_S = 0.001, 0.01
@@ -28,8 +28,8 @@ class Bench:
 
     def add(self, name, length, max_tokens=4, tenant="", weight=1.0, **params):
         sampling = None if max_tokens is None else SamplingParams(max_tokens=max_tokens, temperature=0.0, **params)
-        work = Work(
-            id=name, prompt=random_tokens(length), params=sampling, part=Part(tenant, weight),
+        work = ModelWork(
+            id=name, prompt=random_tokens(length), params=sampling, part=WorkShare(tenant, weight),
             emit=lambda event: self.log.append((name, event)),
         )  # fmt: skip
         self.scheduler.add(work)

@@ -9,7 +9,7 @@ from engine.byte_tokenizer import byte_text
 from engine.emulated.emulated import EmulatedEngine, emulated_tokens
 from engine.errors import EngineError, PrefillAborted
 from engine.runtime.sampling import SamplingParams
-from engine.runtime.scheduler import Failed, Finished, Keep, Kept, NewToken, Prefilled
+from engine.runtime.scheduler import Finished, Keep, NewToken, Prefilled, SequenceKept, WorkFailed
 from tests.engine.builders import arena_for, job_pages, random_tokens
 from tests.engine.runtime.scheduling import PER_TOKEN_S, STEP_S, Bench
 
@@ -110,7 +110,7 @@ def test_abort_while_waiting_prefilling_and_decoding():
         work.abort()
         bench.run(1)
     assert bench.scheduler.idle
-    assert not any(bench.of(name, Finished) or bench.of(name, Failed) for name in "abc")
+    assert not any(bench.of(name, Finished) or bench.of(name, WorkFailed) for name in "abc")
 
 
 def test_abort_takes_effect_inside_a_chunk():
@@ -127,7 +127,7 @@ def test_failure_of_one_request_is_its_own():
     bad, good = bench.add("bad", 100), bench.add("good", 100)
     bad.prompt = [*bad.prompt[:-2], -5, 7]  # no unsigned token
     bench.run()
-    assert "OverflowError" in str(bench.of("bad", Failed)[0].error)
+    assert "OverflowError" in str(bench.of("bad", WorkFailed)[0].error)
     assert bench.tokens("good") == emulated_tokens(good.prompt, 4)
 
 
@@ -167,7 +167,7 @@ def test_a_step_that_fails_fails_those_who_made_it():
     bench.engine.decode = broken
     bench.run()
     for name in "ab":
-        assert "RuntimeError: no memory" in str(bench.of(name, Failed)[0].error)
+        assert "RuntimeError: no memory" in str(bench.of(name, WorkFailed)[0].error)
     assert bench.tokens("late") == emulated_tokens(late.prompt, 4)
 
 
@@ -177,7 +177,7 @@ def test_an_error_in_one_answer_is_its_own():
     bench.run(3)
     bad.output.text.push = None
     bench.run()
-    assert "TypeError" in str(bench.of("bad", Failed)[0].error)
+    assert "TypeError" in str(bench.of("bad", WorkFailed)[0].error)
     assert bench.tokens("good") == emulated_tokens(good.prompt, 10)
 
 
@@ -235,7 +235,7 @@ def test_a_finished_answer_goes_piece_by_piece_between_the_tokens_of_others():
         bench.scheduler.add(Keep(sequence=None, kv=None, emit=ends.append))
     bench.run()
     assert len(set(pieces.at[:40])) >= 38  # one per round, until the stream had ended
-    assert ends == [Kept(), Kept()]
+    assert ends == [SequenceKept(), SequenceKept()]
     gaps = [later.at_s - earlier.at_s for earlier, later in itertools.pairwise(bench.of("stream", NewToken))]
     assert max(gaps) <= STEP_S + 1e-9
 
@@ -250,8 +250,8 @@ def test_an_aborted_keep_and_one_that_fails_make_way():
     keeps["aborted"].abort()
     bench.run()
     assert events["aborted"] == []
-    assert isinstance(events["broken"][0], Failed)
-    assert events["fine"] == [Kept()]
+    assert isinstance(events["broken"][0], WorkFailed)
+    assert events["fine"] == [SequenceKept()]
 
 
 def test_in_stages_a_prompt_follows_the_one_before_without_a_gap():
@@ -319,7 +319,7 @@ def test_chunks_below_a_block_fail_the_prompts_that_need_a_second_one(chunk_toke
     bench.run(rounds=100)
     assert bench.scheduler.idle
     assert len(bench.tokens("short")) == 4
-    (failed,) = bench.of("long", Failed)
+    (failed,) = bench.of("long", WorkFailed)
     assert f"chunk_tokens = {chunk_tokens}: less than a block, block_size = 64" in str(failed.error)
 
 
@@ -346,7 +346,7 @@ def test_logits_that_are_no_numbers_fail_their_request_alone(temperature):
     whole, sick = bench.add("whole", 70, 6), bench.add("sick", 71, 6)
     sick.params = SamplingParams(max_tokens=6, temperature=temperature)
     bench.run()
-    (failed,) = bench.of("sick", Failed)
+    (failed,) = bench.of("sick", WorkFailed)
     assert "no token can be chosen" in str(failed.error)
     assert len(bench.tokens("sick")) == 2
     assert bench.tokens("whole") == emulated_tokens(whole.prompt, 6)

@@ -5,7 +5,7 @@ import queue
 from engine.byte_tokenizer import byte_text
 from engine.emulated.emulated import EmulatedEngine, emulated_layout
 from engine.errors import EngineError
-from engine.runtime.scheduler import Failed, Prefilled, Scheduler, Work
+from engine.runtime.scheduler import ModelWork, Prefilled, Scheduler, WorkFailed
 from engine.runtime.thread import ModelThread
 from tests.engine.builders import random_tokens
 
@@ -26,7 +26,7 @@ def thread_of(engine_class, on_death=lambda: None):
 
 
 def submit(thread, events):
-    thread.submit(Work(id="a", prompt=random_tokens(100), params=None, emit=events.put))
+    thread.submit(ModelWork(id="a", prompt=random_tokens(100), params=None, emit=events.put))
 
 
 def test_work_that_comes_to_a_dead_model_fails_at_once():
@@ -34,10 +34,10 @@ def test_work_that_comes_to_a_dead_model_fails_at_once():
     thread, events = thread_of(Dying, on_death=lambda: died.put(True)), queue.SimpleQueue()
     thread.start()
     submit(thread, events)
-    assert isinstance(events.get(timeout=PATIENCE_S), Failed)
+    assert isinstance(events.get(timeout=PATIENCE_S), WorkFailed)
     assert died.get(timeout=PATIENCE_S)
     submit(thread, events)
-    assert isinstance(events.get(timeout=PATIENCE_S), Failed)
+    assert isinstance(events.get(timeout=PATIENCE_S), WorkFailed)
     thread.stop(PATIENCE_S)
 
 

@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 
-from engine.sglang.launch import ServerOptions, environment, main, server_command
+from engine.sglang.launch import SglangOptions, environment, main, server_command
 from transport.control.last_words import CANNOT_SERVE
 
 
-def options(**changes: Any) -> ServerOptions:
+def options(**changes: Any) -> SglangOptions:
     values: dict[str, Any] = {
         "model": "models/tiny",
         "served_name": "tiny",
@@ -21,7 +21,7 @@ def options(**changes: Any) -> ServerOptions:
         "block_size": 64,
         "max_model_len": 4096,
     }
-    return ServerOptions(**(values | changes))
+    return SglangOptions(**(values | changes))
 
 
 def value_of(command: list[str], flag: str) -> str:

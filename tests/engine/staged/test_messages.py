@@ -3,7 +3,7 @@ import threading
 
 import pytest
 
-from engine.staged.messages import Chunk, Done, Drop, Logits, receive_from_stage, receive_to_stage, send
+from engine.staged.messages import Done, Drop, Logits, SequenceChunk, receive_from_stage, receive_to_stage, send
 
 
 @pytest.fixture
@@ -17,10 +17,10 @@ def test_frames_come_as_they_were_sent(peers):
     one, other = peers
     payload = bytes(range(256)) * 8192  # more than a socket holds
     sending = threading.Thread(
-        target=lambda: [send(one, Chunk(7, 3, is_void=True), payload), send(one, Drop(7)), one.close()]
+        target=lambda: [send(one, SequenceChunk(7, 3, is_void=True), payload), send(one, Drop(7)), one.close()]
     )
     sending.start()
-    assert receive_to_stage(other) == (Chunk(7, 3, is_void=True), payload)
+    assert receive_to_stage(other) == (SequenceChunk(7, 3, is_void=True), payload)
     assert receive_to_stage(other) == (Drop(7), b"")
     assert receive_to_stage(other) is None
     sending.join()

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from engine.agent.job_pages import JobKV
 from engine.errors import ModelError
-from engine.staged.share import Share, load_share, shares
+from engine.staged.share import LayerShare, load_share, shares
 from engine.torch.embedded import EmbeddedEngine
 from engine.torch.tiny import ARCHITECTURES
 from tests.engine.builders import BLOCK, arena_for, job_pages, prefill, random_tokens
@@ -26,7 +26,7 @@ CASES = ((2, 1), (BLOCK, 64), (2 * BLOCK + 1, 100), (5 * BLOCK - 1, 2 * BLOCK)) 
 
 
 def cut_up(directory, split, block_size=BLOCK):
-    return [Share(load_share(directory, part), part, identity="m", block_size=block_size) for part in split]
+    return [LayerShare(load_share(directory, part), part, identity="m", block_size=block_size) for part in split]
 
 
 class Staged:
@@ -152,7 +152,7 @@ def test_layers_that_look_at_embeddings_beside_what_the_layer_before_made_are_re
         model = load_share(directory, part)
         if part.start:
             with pytest.raises(ModelError, match="zamba2 cannot be shared out among stages: they use embeddings"):
-                Share(model, part, identity="m", block_size=BLOCK)
+                LayerShare(model, part, identity="m", block_size=BLOCK)
 
 
 def test_a_share_without_any_kvcache_is_refused(tmp_path):

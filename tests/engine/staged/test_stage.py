@@ -4,12 +4,12 @@ import socket
 
 import pytest
 
-from engine.agent.job_pages import Arena
+from engine.agent.job_pages import MappedArena
 from engine.emulated.emulated import emulated_layout
 from engine.errors import PagesInvalid
-from engine.staged.messages import Begin, Done, Failure, Load, Pages, receive_from_stage
+from engine.staged.messages import Begin, Done, LoadPages, SequencePages, StageFailure, receive_from_stage
 from engine.staged.permits import Permits
-from engine.staged.stage import Place, Stage
+from engine.staged.stage import Stage, StagePlace
 from tests.engine.builders import BLOCK, job_pages
 
 
@@ -39,9 +39,9 @@ def told(tmp_path):
         pages = job_pages(share.layout, BLOCK)
         path = tmp_path / "arena"
         path.write_bytes(bytes(share.layout.page_bytes * 64))
-        place = Arena.open(path, share.layout.page_bytes, 64).place
-        stage = Stage(share, Place(0, theirs, None, theirs, permits))
-        for message in (Begin(1, 0, BLOCK), Pages(1, *place, pages), Load(1, BLOCK)):
+        place = MappedArena.open(path, share.layout.page_bytes, 64).place
+        stage = Stage(share, StagePlace(0, theirs, None, theirs, permits))
+        for message in (Begin(1, 0, BLOCK), SequencePages(1, *place, pages), LoadPages(1, BLOCK)):
             stage.hear(message, bytearray())
         return [receive_from_stage(ours).message for _ in range(2)]
 
@@ -52,10 +52,10 @@ def told(tmp_path):
 
 def test_pages_that_are_taken_back_while_a_prefix_is_loaded_are_no_error_of_the_stage(told, caplog):
     gone = PagesInvalid("the pages are no longer ours")
-    assert told(gone) == [Failure(1, "pages_invalid", f"PagesInvalid: {gone}"), Done(1)]
+    assert told(gone) == [StageFailure(1, "pages_invalid", f"PagesInvalid: {gone}"), Done(1)]
     assert not caplog.records
 
 
 def test_what_fails_otherwise_is_logged_with_where_it_came_from(told, caplog):
-    assert told(ValueError("shapes")) == [Failure(1, "failed", "ValueError: shapes"), Done(1)]
+    assert told(ValueError("shapes")) == [StageFailure(1, "failed", "ValueError: shapes"), Done(1)]
     assert [(record.levelname, bool(record.exc_info)) for record in caplog.records] == [("ERROR", True)]

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.agent.job_pages import Arena, JobKV
+from engine.agent.job_pages import JobKV, MappedArena
 from engine.errors import ModelError, PrefillAborted, StageDied, TransferError
 from engine.staged.staged import LOOK_S, STALL_S, StagedEngine, Stalls
 from tests.engine.builders import BLOCK, job_pages, random_tokens
@@ -60,12 +60,12 @@ def bench(arch, model_dir) -> Iterator[Bench]:
     engine.close()
 
 
-def file_arena(folder: Path, layout, pages) -> Arena:
+def file_arena(folder: Path, layout, pages) -> MappedArena:
     used = [page for group in pages.blocks for block in group for page in block]
     used += [page for group in pages.states for snapshot in group.values() for page in snapshot]
     path = folder / f"arena-{len(list(folder.iterdir()))}"
     path.write_bytes(bytes(layout.page_bytes * (max(used) + 1)))
-    return Arena.open(path, layout.page_bytes, max(used) + 1)
+    return MappedArena.open(path, layout.page_bytes, max(used) + 1)
 
 
 def whole_pages(engine, tokens, pages, arena, chunk=2 * BLOCK):

@@ -5,7 +5,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from engine.errors import ModelError
-from engine.staged.share import Share, load_share, shares
+from engine.staged.share import LayerShare, load_share, shares
 from engine.torch.apart import are_apart
 from engine.torch.embedded import EmbeddedEngine
 
@@ -48,4 +48,4 @@ def test_a_model_that_remembers_outside_of_its_cache_is_refused(recurrent_gemma)
 def test_so_is_its_share_of_layers(recurrent_gemma):
     first = shares(3, 2)[0]
     with pytest.raises(ModelError, match="recurrent_gemma remembers outside of its cache"):
-        Share(load_share(recurrent_gemma, first), first, identity="m", block_size=16)
+        LayerShare(load_share(recurrent_gemma, first), first, identity="m", block_size=16)

@@ -1,6 +1,6 @@
 """Small caches of vLLM's shape."""
 
-from engine.vllm.layout import CacheLayer, Kind, VllmLayout, vllm_layout
+from engine.vllm.layout import CacheLayer, LayerKind, VllmLayout, vllm_layout
 from hybrid_cache.layout.spec import FullAttention, LinearState, SlidingWindow
 from transport.control.messages import JobPages
 
@@ -8,14 +8,16 @@ BLOCK = 4
 
 
 def full(name: str, *, table: int = 0, part_bytes: int = 64 * BLOCK, parts: int = 1) -> CacheLayer:
-    return CacheLayer(name=name, table=table, kind=Kind.FULL, block_tokens=BLOCK, part_bytes=part_bytes, parts=parts)
+    return CacheLayer(
+        name=name, table=table, kind=LayerKind.FULL, block_tokens=BLOCK, part_bytes=part_bytes, parts=parts
+    )
 
 
 def window(name: str, *, tokens: int, table: int = 0, part_bytes: int = 64 * BLOCK, parts: int = 1) -> CacheLayer:
     return CacheLayer(
         name=name,
         table=table,
-        kind=Kind.WINDOW,
+        kind=LayerKind.WINDOW,
         block_tokens=BLOCK,
         part_bytes=part_bytes,
         parts=parts,
@@ -25,7 +27,7 @@ def window(name: str, *, tokens: int, table: int = 0, part_bytes: int = 64 * BLO
 
 def state(name: str, *, table: int = 0, part_bytes: int = 300, parts: int = 1, block_tokens: int = BLOCK) -> CacheLayer:
     return CacheLayer(
-        name=name, table=table, kind=Kind.STATE, block_tokens=block_tokens, part_bytes=part_bytes, parts=parts
+        name=name, table=table, kind=LayerKind.STATE, block_tokens=block_tokens, part_bytes=part_bytes, parts=parts
     )
 
 
@@ -71,7 +73,7 @@ def tables_for(layout: VllmLayout, num_tokens: int, *, first: int = 1) -> tuple[
     tables: dict[int, tuple[int, ...]] = {}
     for place in layout.places:
         ids = tuple(range(first, first + count))
-        if place.layer.kind is Kind.STATE:
+        if place.layer.kind is LayerKind.STATE:
             ids = (*(0 for _ in ids[:-1]), ids[-1]) if place.layer.block_tokens == BLOCK else ids[-1:]
         tables[place.layer.table] = ids
     return tuple(tables[number] for number in range(len(tables)))

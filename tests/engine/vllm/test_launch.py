@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 
-from engine.vllm.launch import ServerOptions, complaint_about, complaint_about_chunks, environment, main, server_command
+from engine.vllm.launch import VllmOptions, complaint_about, complaint_about_chunks, environment, main, server_command
 from engine.vllm.version import is_tested, release
 
 
-def options(**changes: Any) -> ServerOptions:
+def options(**changes: Any) -> VllmOptions:
     values: dict[str, Any] = {
         "model": "models/tiny",
         "served_name": "tiny",
@@ -19,7 +19,7 @@ def options(**changes: Any) -> ServerOptions:
         "threads": 2,
         "drain_timeout_s": 60.0,
     }
-    return ServerOptions(**(values | changes))
+    return VllmOptions(**(values | changes))
 
 
 def value_of(command: list[str], flag: str) -> str:

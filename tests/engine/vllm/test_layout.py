@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from engine.vllm.layout import (
     NULL_BLOCK,
     CacheLayer,
-    Kind,
+    LayerKind,
     Table,
     VllmLayout,
     attention_copies,
@@ -21,7 +21,7 @@ from engine.vllm.layout import (
     vllm_layout,
 )
 from hybrid_cache.errors import LayoutError
-from hybrid_cache.layout.layout import Segment
+from hybrid_cache.layout.layout import ByteRange
 from tests.engine.vllm.builders import BLOCK, full, layout_of, pages_for, state, tables_for, window
 
 
@@ -91,7 +91,7 @@ def test_what_cannot_be_paged_is_refused():
         layout_of(full("a", parts=3), ranks=4)
     with pytest.raises(LayoutError, match="blocks of 8 tokens among"):
         vllm_layout(
-            [CacheLayer(name="a", table=0, kind=Kind.FULL, block_tokens=8, part_bytes=64, parts=1)],
+            [CacheLayer(name="a", table=0, kind=LayerKind.FULL, block_tokens=8, part_bytes=64, parts=1)],
             model="m", dtype="float32", block_tokens=20, ranks=1,
         )  # fmt: skip
     with pytest.raises(LayoutError, match="whole number"):
@@ -102,7 +102,7 @@ def test_what_cannot_be_paged_is_refused():
 def test_cut_is_a_slice_of_the_bytes_in_order(lengths, data):
     position, segments, order = 100, [], []
     for length in lengths:
-        segments.append(Segment(position, length))
+        segments.append(ByteRange(position, length))
         order += range(position, position + length)
         position += length + 7
     start = data.draw(st.integers(0, len(order)))
@@ -136,7 +136,7 @@ def halves(ranks: int = 1) -> VllmLayout:
     """As vLLM cuts layers of which some have twice the bytes per token: `b` has two blocks where `a` has one."""
     parts = min(ranks, 2)
     small = CacheLayer(
-        name="b", table=1, kind=Kind.FULL, block_tokens=BLOCK // 2, part_bytes=64 * BLOCK // parts, parts=parts
+        name="b", table=1, kind=LayerKind.FULL, block_tokens=BLOCK // 2, part_bytes=64 * BLOCK // parts, parts=parts
     )
     return layout_of(full("a", part_bytes=64 * BLOCK // parts, parts=parts), small, ranks=ranks)
 
@@ -184,7 +184,7 @@ def test_blocks_of_other_sizes_are_another_layout():
 
 def test_a_window_that_has_left_a_part_of_a_block_has_not_the_block():
     small = CacheLayer(
-        name="w", table=1, kind=Kind.WINDOW, block_tokens=BLOCK // 2, part_bytes=64 * BLOCK, parts=1, window=BLOCK
+        name="w", table=1, kind=LayerKind.WINDOW, block_tokens=BLOCK // 2, part_bytes=64 * BLOCK, parts=1, window=BLOCK
     )
     layout = layout_of(full("a"), small)
     pages = pages_for(layout, 2 * BLOCK)

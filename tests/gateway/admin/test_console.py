@@ -17,7 +17,7 @@ from aiohttp import web
 
 from gateway.admin.console.static import FOLDER, POLICY, all_files
 from gateway.auth.keyring import digest_of
-from gateway.cluster.drained_links import SharedDrained
+from gateway.cluster.drained_links import SharedDrainedLinks
 from gateway.config.classes import ClassConfig
 from gateway.config.plan import PlanConfig
 from gateway.config.tenants import TenantConfig
@@ -319,7 +319,7 @@ async def test_nothing_new_goes_over_a_drained_link_until_it_is_used_again() -> 
 
 
 def test_workers_tell_each_other_which_links_are_drained(tmp_path: Path) -> None:
-    first, second = (SharedDrained(tmp_path / "drained") for _ in range(2))
+    first, second = (SharedDrainedLinks(tmp_path / "drained") for _ in range(2))
     assert first.links() == frozenset()
     first.set(("east/1", "a west"), True)
     second.set(("north", "south"), True)
@@ -330,7 +330,7 @@ def test_workers_tell_each_other_which_links_are_drained(tmp_path: Path) -> None
 
 def test_links_stay_drained_when_their_folder_is_gone_or_cannot_be_read(tmp_path: Path, caplog) -> None:
     folder = tmp_path / "drained"
-    drained = SharedDrained(folder)
+    drained = SharedDrainedLinks(folder)
     drained.set(("east", "west"), True)
     (folder / "notes").touch()
     assert drained.links() == {("east", "west")}
@@ -343,7 +343,7 @@ def test_links_stay_drained_when_their_folder_is_gone_or_cannot_be_read(tmp_path
     assert [record.levelname for record in caplog.records] == ["ERROR"]
     folder.unlink()
     drained.set(("north", "south"), True)
-    assert SharedDrained(folder).links() == drained.links() == {("east", "west"), ("north", "south")}
+    assert SharedDrainedLinks(folder).links() == drained.links() == {("east", "west"), ("north", "south")}
     drained.set(("east", "west"), False)
     drained.set(("north", "south"), False)
     assert drained.links() == frozenset()

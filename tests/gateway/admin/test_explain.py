@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from gateway.cluster.node import Work
+from gateway.cluster.node import NodeWork
 from gateway.config.gateway import RoutingConfig
 from tests.gateway.admission.test_slo import LONG, promising
 from tests.gateway.routing.test_prefix_transfers import holds
@@ -103,7 +103,7 @@ async def test_a_node_that_no_decision_sees_is_named_with_its_reason() -> None:
 @on_loop
 async def test_a_refusal_is_explained_with_its_stage() -> None:
     async with world(remote=0, local=1, decode=1, **promising(ttft_s=0.001)) as w:
-        w.gateway.clusters.by_id("p0").take(Work(tokens=10_000))
+        w.gateway.clusters.by_id("p0").take(NodeWork(tokens=10_000))
         verdict = (await explained(w, LONG))["verdict"]
         assert (verdict["accepted"], verdict["status"], verdict["code"]) == (False, 429, "prefill_overload")
         assert verdict["retry_after_s"] > 0

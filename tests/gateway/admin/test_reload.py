@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from gateway.admin.reload import Change, Reloads, changes
+from gateway.admin.reload import ConfigChange, Reloads, changes
 from gateway.auth.keyring import digest_of
 from gateway.config.gateway import GatewayConfig
 from gateway.config.tenants import TenantConfig
-from gateway.errors import ConfigError, Unavailable
+from gateway.errors import GatewayConfigError, Unavailable
 from tests.gateway.worlds import World, on_loop, world
 from transport.control.settings import build
 
@@ -27,24 +27,24 @@ def config_of(**values: Any) -> GatewayConfig:
 @pytest.mark.parametrize(
     ("was", "will", "change"),
     [
-        ({}, {"max_waiting": 9}, Change("max_waiting", "256", "9", False)),
-        ({}, {"port": 9}, Change("port", "8000", "9", True)),
-        ({}, {"routing": {"tie_share": 0.5}}, Change("routing.tie_share", "1.0", "0.5", False)),
-        ({}, {"routing": {"max_moves": 5}}, Change("routing.max_moves", "4", "5", True)),
-        ({}, {"timeouts": {"room_s": 5.0}}, Change("timeouts.room_s", "30.0", "5.0", True)),
+        ({}, {"max_waiting": 9}, ConfigChange("max_waiting", "256", "9", False)),
+        ({}, {"port": 9}, ConfigChange("port", "8000", "9", True)),
+        ({}, {"routing": {"tie_share": 0.5}}, ConfigChange("routing.tie_share", "1.0", "0.5", False)),
+        ({}, {"routing": {"max_moves": 5}}, ConfigChange("routing.max_moves", "4", "5", True)),
+        ({}, {"timeouts": {"room_s": 5.0}}, ConfigChange("timeouts.room_s", "30.0", "5.0", True)),
         (
             {"tenants": {"acme": {"keys": ["0" * 64]}}},
             {"tenants": {"acme": {"keys": ["1" * 64]}}},
-            Change("tenants.acme.keys", "1 digests", "1 digests", False),
+            ConfigChange("tenants.acme.keys", "1 digests", "1 digests", False),
         ),
         (
             {"operator_keys": []},
             {"operator_keys": ["1" * 64]},
-            Change("operator_keys", "0 digests", "1 digests", False),
+            ConfigChange("operator_keys", "0 digests", "1 digests", False),
         ),
     ],
 )
-def test_a_difference_is_told_by_its_key(was: Mapping[str, Any], will: Mapping[str, Any], change: Change) -> None:
+def test_a_difference_is_told_by_its_key(was: Mapping[str, Any], will: Mapping[str, Any], change: ConfigChange) -> None:
     assert changes(config_of(**was), config_of(**will)) == [change]
 
 
@@ -59,8 +59,8 @@ def test_a_url_is_told_without_its_password() -> None:
     urls = [f"https://{user}collector.example:4318/v1/traces?as=a@b" for user in ("me:hunter2@", "me:other@", "")]
     first, second, third = (config_of(traces={"endpoint": url}) for url in urls)
     masked = urls[2].replace("//", "//…@")
-    assert changes(first, second) == [Change("traces.endpoint", masked, masked, True)]
-    assert changes(third, first) == [Change("traces.endpoint", urls[2], masked, True)]
+    assert changes(first, second) == [ConfigChange("traces.endpoint", masked, masked, True)]
+    assert changes(third, first) == [ConfigChange("traces.endpoint", urls[2], masked, True)]
 
 
 async def asked(w: World, *, apply: bool = False, status: int = 200, headers: Mapping[str, str] = JSON) -> Any:
@@ -91,7 +91,7 @@ async def test_an_operator_sees_what_differs_and_has_it_taken_over() -> None:
 @on_loop
 async def test_a_file_that_is_wrong_changes_nothing() -> None:
     def read_again(config: GatewayConfig) -> GatewayConfig:
-        raise ConfigError("gateway.toml: port = -1: must be from 0 to 65535")
+        raise GatewayConfigError("gateway.toml: port = -1: must be from 0 to 65535")
 
     async with world(read_again=read_again, tenants={"acme": ACME}, operator_keys=(digest_of("sk-op"),)) as w:
         key = {**JSON, "Authorization": "Bearer sk-op"}

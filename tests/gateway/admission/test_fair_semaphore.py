@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.admission.fair_semaphore import Turns
+from gateway.admission.fair_semaphore import FairSemaphore
 
 
 def run(scenario: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -16,7 +16,7 @@ def run(scenario: Callable[[], Coroutine[Any, Any, None]]) -> None:
 
 def test_who_has_many_waiting_keeps_nobody_else_waiting_behind_them() -> None:
     async def scenario() -> None:
-        turns, order = Turns(1), list[str]()
+        turns, order = FairSemaphore(1), list[str]()
 
         async def work(tenant: str) -> None:
             async with turns.turn(tenant):
@@ -31,7 +31,7 @@ def test_who_has_many_waiting_keeps_nobody_else_waiting_behind_them() -> None:
 
 def test_who_leaves_the_line_and_who_leaves_as_its_turn_comes_keep_none() -> None:
     async def scenario() -> None:
-        turns = Turns(1)
+        turns = FairSemaphore(1)
 
         async def work() -> None:
             async with turns.turn("t"):
@@ -60,7 +60,7 @@ def test_never_more_at_once_and_all_of_them_come_back(at_once: int, works: list[
     """A work takes so many steps, and is cancelled after so many."""
 
     async def scenario() -> None:
-        turns, running, most = Turns(at_once), 0, 0
+        turns, running, most = FairSemaphore(at_once), 0, 0
 
         async def work(tenant: str, steps: int) -> None:
             nonlocal running, most

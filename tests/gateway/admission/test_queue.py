@@ -6,12 +6,12 @@ from collections import Counter
 
 import pytest
 
-from gateway.admission.queue import ASK_AGAIN_S, HELD_BACK_S, Place, WaitingLine
+from gateway.admission.queue import ASK_AGAIN_S, HELD_BACK_S, QueueEntry, WaitingLine
 from gateway.config.gateway import RoutingConfig
 from gateway.errors import Overloaded
 from gateway.http.response import Reply
 from planner.decisions.classes import ServiceClass
-from planner.decisions.waiting import Share
+from planner.decisions.waiting import TenantShare
 from tests.gateway.worlds import PATIENT, World, on_loop, until, world
 from transport.control.proto import node_pb2 as pb
 
@@ -67,7 +67,7 @@ async def test_a_line_that_is_full_says_when_to_come_again() -> None:
 
 @on_loop
 async def test_nobody_waits_longer_than_the_patience() -> None:
-    async def in_vain(place: Place) -> None:
+    async def in_vain(place: QueueEntry) -> None:
         while True:
             await place.wait()
 
@@ -85,7 +85,7 @@ async def test_nobody_waits_longer_than_the_patience() -> None:
 @on_loop
 async def test_who_leaves_lets_the_next_one_come() -> None:
     line = line_of()
-    places: list[Place] = []
+    places: list[QueueEntry] = []
 
     async def client() -> None:
         with line.place() as place:
@@ -172,7 +172,7 @@ async def test_a_full_line_sends_the_last_away_for_a_higher_priority() -> None:
 
 @on_loop
 async def test_whose_deadline_has_passed_is_told_at_once() -> None:
-    async def in_vain(place: Place) -> None:
+    async def in_vain(place: QueueEntry) -> None:
         while True:
             await place.wait()
 
@@ -305,22 +305,22 @@ async def test_who_is_refused_for_its_tenants_part_lets_others_ask_first() -> No
     line, asked = line_of(), []
 
     async def in_vain(tenant: str) -> None:
-        with line.place(share=Share(tenant)) as place:
+        with line.place(share=TenantShare(tenant)) as place:
             while True:
                 await place.wait()
                 asked.append(tenant)
                 place.held_back()
 
     async def client(tenant: str) -> None:
-        with line.place(share=Share(tenant)) as place:
+        with line.place(share=TenantShare(tenant)) as place:
             await place.wait()
             asked.append(tenant)
             place.served()
 
     heavy = [asyncio.create_task(in_vain("heavy")) for _ in range(3)]
     await until(lambda: len(line) == 3 and "heavy" in asked)
-    assert not line.must_wait(ServiceClass(), Share("light"))
-    assert line.must_wait(ServiceClass(), Share("heavy"))
+    assert not line.must_wait(ServiceClass(), TenantShare("light"))
+    assert line.must_wait(ServiceClass(), TenantShare("heavy"))
     asked.clear()
     async with asyncio.timeout(HELD_BACK_S / 2):
         await client("light")
@@ -335,7 +335,7 @@ async def test_many_tenants_whose_parts_are_full_keep_none_waiting_that_finds_ro
     line, asked = line_of(limit=100), Counter[str]()
 
     async def in_vain(tenant: str) -> None:
-        with line.place(share=Share(tenant)) as place:
+        with line.place(share=TenantShare(tenant)) as place:
             while True:
                 await place.wait()
                 asked[tenant] += 1
@@ -344,7 +344,7 @@ async def test_many_tenants_whose_parts_are_full_keep_none_waiting_that_finds_ro
 
     heavy = [asyncio.create_task(in_vain(f"heavy {number}")) for number in range(40)]
     await until(lambda: len(line) == 40 and bool(asked))
-    with line.place(share=Share("light")) as place:
+    with line.place(share=TenantShare("light")) as place:
         async with asyncio.timeout(30.0):
             await place.wait()
         place.served()
@@ -359,7 +359,7 @@ async def test_a_tenant_alone_that_is_held_back_asks_again_and_again() -> None:
     line, asked = line_of(), []
 
     async def in_vain() -> None:
-        with line.place(share=Share("heavy")) as place:
+        with line.place(share=TenantShare("heavy")) as place:
             while True:
                 await place.wait()
                 asked.append(time.monotonic())
@@ -378,7 +378,7 @@ async def test_while_another_waits_in_vain_too_who_was_held_back_asks_now_and_th
     line, asked = line_of(), []
 
     async def in_vain(tenant: str, held_back: bool) -> None:
-        with line.place(share=Share(tenant)) as place:
+        with line.place(share=TenantShare(tenant)) as place:
             while True:
                 await place.wait()
                 asked.append(tenant)

@@ -6,7 +6,7 @@ import pytest
 from msgspec import Raw
 
 from gateway.api.openai import Endpoint
-from gateway.api.unsupported import NotDone
+from gateway.api.unsupported import UnsupportedFields
 from gateway.errors import BadRequest
 from tests.gateway.worlds import on_loop, until, world
 from transport.control.proto import node_pb2 as pb
@@ -28,19 +28,19 @@ TOOLS = [{"type": "function", "function": {"name": "look"}}]
 def test_a_value_that_asks_for_nothing_is_harmless(raw: bytes, is_done: bool) -> None:
     fields = {name: Raw(json.dumps(value).encode()) for name, value in json.loads(raw).items()}
     if is_done:
-        NotDone.of([SAID]).check(fields)
+        UnsupportedFields.of([SAID]).check(fields)
         return
     with pytest.raises(BadRequest, match="not supported by the engines") as refusal:
-        NotDone.of([SAID]).check(fields)
+        UnsupportedFields.of([SAID]).check(fields)
     assert (refusal.value.param, refusal.value.code) == (next(iter(fields)), "unsupported_parameter")
 
 
 def test_what_one_engine_does_is_done() -> None:
     for more in ("", "{", '{"tool_choice": [null]}'):
-        NotDone.of([SAID, more]).check({"tools": Raw(b"[1]")})
+        UnsupportedFields.of([SAID, more]).check({"tools": Raw(b"[1]")})
     with pytest.raises(BadRequest):
-        NotDone.of([SAID, SAID]).check({"tools": Raw(b"[1]")})
-    NotDone.of([]).check({"tools": Raw(b"[1]")})
+        UnsupportedFields.of([SAID, SAID]).check({"tools": Raw(b"[1]")})
+    UnsupportedFields.of([]).check({"tools": Raw(b"[1]")})
 
 
 @on_loop

@@ -17,7 +17,7 @@ from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
 from gateway.auth.keyring import Keyring, digest_of
-from gateway.auth.oidc import Provider, Tokens, looks_like_a_token
+from gateway.auth.oidc import Provider, TokenVerifier, looks_like_a_token
 from gateway.config.oidc import OidcConfig
 from gateway.config.tenants import TenantConfig
 from gateway.errors import ApiError
@@ -55,8 +55,8 @@ def signed_with_the_public_key() -> str:
     return f"{head}.{body}.{urlsafe_b64encode(mac).decode().rstrip('=')}"
 
 
-def tokens(keys: dict[str, Any] = KEYS) -> Tokens:
-    checked = Tokens(CONFIG)
+def tokens(keys: dict[str, Any] = KEYS) -> TokenVerifier:
+    checked = TokenVerifier(CONFIG)
     checked.take_keys(keys)
     return checked
 
@@ -150,7 +150,7 @@ def test_keys_without_names_are_tried_one_after_the_other(order: int) -> None:
 
 
 def test_what_is_remembered_is_bounded() -> None:
-    checked, held = Tokens(CONFIG, max_remembered=3), token()
+    checked, held = TokenVerifier(CONFIG, max_remembered=3), token()
     checked.take_keys(KEYS)
     for digest in "abcad":
         checked.holder(held, digest, 0.0)
@@ -235,7 +235,7 @@ class Login:
 async def test_the_first_token_that_names_a_key_of_later_has_it_asked_for() -> None:
     async with Login().serving() as login:
         oidc = OidcConfig(issuer=login.url, audience="prfaas")
-        checked = Tokens(oidc)
+        checked = TokenVerifier(oidc)
         asking = asyncio.create_task(Provider(oidc, checked, lambda outcome: None, soonest_s=0.01).run())
         await until(lambda: checked.is_ready)
         login.keys = {"keys": [*KEYS["keys"], shown(OTHER_KEY, "o", "RS256")]}
@@ -280,7 +280,7 @@ async def test_the_log_names_a_provider_that_fails_without_what_is_secret(caplog
     async with login.serving():
         keys = f"{login.url}/keys"
         config = OidcConfig(issuer=ISSUER, audience="x", jwks_url=keys + "?code=hidden")
-        asking = asyncio.create_task(Provider(config, Tokens(CONFIG), outcomes.append).run())
+        asking = asyncio.create_task(Provider(config, TokenVerifier(CONFIG), outcomes.append).run())
         try:
             await until(lambda: outcomes)
         finally:
@@ -294,7 +294,7 @@ async def test_the_log_names_a_provider_that_fails_without_what_is_secret(caplog
 async def test_a_provider_that_speaks_for_another_is_not_believed() -> None:
     login, outcomes = Login(), []
     async with login.serving():
-        checked = Tokens(CONFIG)
+        checked = TokenVerifier(CONFIG)
         config = OidcConfig(issuer=login.url + "/", audience="prfaas")
         asking = asyncio.create_task(Provider(config, checked, outcomes.append).run())
         try:

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from gateway.cluster.agent_client import AgentClient
-from gateway.cluster.agent_connection import CallConnection, KeptCalls
-from gateway.errors import NodeError
+from gateway.cluster.agent_connection import CallConnection, PersistentCalls
+from gateway.errors import AgentCallFailed
 from node.control.call_server import CallServer
 from tests.gateway.scripted import Fabric, Script, ScriptedNode
 from tests.gateway.worlds import PATIENCE_S, on_both_loops, on_loop, until, world
@@ -31,8 +31,8 @@ def reserve(name: str) -> pb.Call:
 @asynccontextmanager
 async def kept(
     port: int, host: str = "127.0.0.1", identity: Identity | None = None, name: str = ""
-) -> AsyncIterator[KeptCalls]:
-    calls = KeptCalls(f"{host}:1", PATIENCE_S, identity, name)
+) -> AsyncIterator[PersistentCalls]:
+    calls = PersistentCalls(f"{host}:1", PATIENCE_S, identity, name)
     calls.offered(port)
     try:
         yield calls
@@ -40,7 +40,7 @@ async def kept(
         await calls.close()
 
 
-async def connected(calls: KeptCalls) -> CallConnection:
+async def connected(calls: PersistentCalls) -> CallConnection:
     await until(lambda: isinstance(calls.connection(), CallConnection))
     connection = calls.connection()
     assert isinstance(connection, CallConnection)
@@ -48,7 +48,7 @@ async def connected(calls: KeptCalls) -> CallConnection:
 
 
 async def failure_of(answer: "asyncio.Future[pb.CallAnswer]") -> str:
-    with pytest.raises(NodeError) as failed:
+    with pytest.raises(AgentCallFailed) as failed:
         await answer
     return failed.value.reason
 
@@ -254,7 +254,7 @@ async def test_an_agent_of_before_is_asked_by_grpc_which_is_counted() -> None:
     node.takes_calls = False
     async with node.serving():
         client = AgentClient(node.agent_address, PATIENCE_S, by_grpc=lambda why: ways.update([why]))
-        with pytest.raises(NodeError) as full:
+        with pytest.raises(AgentCallFailed) as full:
             await client.reserve_prefix("r", (), 16, 60.0)
         ticket = await client.reserve_prefix("r", (), 16, 60.0)
         await client.abort(ticket.transfer_id, "request_ended")

@@ -9,15 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.cluster.agent_client import AgentClient, NodeInfo, NodeLoad, Room
+from gateway.cluster.agent_client import AgentClient, FreeRoom, NodeInfo, NodeLoad
 from gateway.cluster.inflight_load import Booking, booked
-from gateway.cluster.node import Node
+from gateway.cluster.node import ClusterNode
 from hybrid_cache.index.index import NOTHING
 from planner.decisions.routing import Reason, Route, Target
 
 
-def node_of(node_id: str, cluster: str = "west", kind: str = "pd", role: str = "prefill") -> Node:
-    node = Node(cast(AgentClient, None))
+def node_of(node_id: str, cluster: str = "west", kind: str = "pd", role: str = "prefill") -> ClusterNode:
+    node = ClusterNode(cast(AgentClient, None))
     node.info = NodeInfo(
         node_id=node_id, cluster=cluster, cluster_kind=kind, role=role, state="ready", engine_url="", model_id="m",
         layout_json="", layout_fingerprint="", max_model_len=1, boot_id="1",
@@ -58,7 +58,7 @@ def test_a_prompt_that_the_decode_node_computes_is_one_request_there():
 def test_what_was_sent_since_the_last_two_reports_takes_room_that_they_do_not_show():
     decode = node_of("d0", role="decode")
     decode.info = replace(decode.info, block_size=16)
-    report = NodeLoad(room=Room(pages_total=9, pages_free=4, pages_evictable=4, free_tokens=64, tokens=128))
+    report = NodeLoad(room=FreeRoom(pages_total=9, pages_free=4, pages_evictable=4, free_tokens=64, tokens=128))
 
     def room():
         return decode.view(NOTHING, 16, 0.0).room_tokens

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from gateway.cluster.inflight_prefixes import Underway
+from gateway.cluster.inflight_prefixes import InflightPrefixes
 from tests.gateway.worlds import World, on_loop, until, world
 
 BEGINNING = "the quick brown fox jumps over the lazy dog " * 20
@@ -11,7 +11,7 @@ A, B, C = b"a", b"b", b"c"
 
 
 def test_a_prompt_that_goes_on_finds_who_computes_its_beginning():
-    underway = Underway()
+    underway = InflightPrefixes()
     first = underway.begin([A, B])
     again = underway.begin([A, B])
     assert underway.longest([A, B, C], 0) == 2
@@ -27,7 +27,7 @@ def test_a_prompt_that_goes_on_finds_who_computes_its_beginning():
 
 
 def test_a_prompt_without_full_blocks_promises_nothing():
-    underway = Underway()
+    underway = InflightPrefixes()
     short = underway.begin([])
     assert not len(underway)
     assert underway.first([], 0) is None

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from gateway.cluster.agent_client import LinkLoad, NodeLoad
-from gateway.cluster.links import Links, is_path_failure
-from gateway.cluster.node import Node, Work
+from gateway.cluster.links import ClusterLinks, is_path_failure
+from gateway.cluster.node import ClusterNode, NodeWork
 from planner.decisions.views import LinkView
 from tests.gateway.cluster.test_inflight_load import node_of
 from tests.gateway.worlds import World, on_loop, until, world
@@ -22,14 +22,14 @@ WEST = LinkLoad(
 )  # fmt: skip
 
 
-def sender(name: str, *links: LinkLoad) -> Node:
+def sender(name: str, *links: LinkLoad) -> ClusterNode:
     node = node_of(name, "east", "prfaas")
     node.load = NodeLoad(links=links)
     return node
 
 
-def line_of(*senders: Node) -> LinkView:
-    (line,) = Links([*senders, node_of("d0", role="decode")], lambda: 0.0).views()
+def line_of(*senders: ClusterNode) -> LinkView:
+    (line,) = ClusterLinks([*senders, node_of("d0", role="decode")], lambda: 0.0).views()
     return line
 
 
@@ -50,16 +50,16 @@ def test_longer_round_trips_are_a_queue_only_where_their_sender_says_so(inflated
 
 @pytest.mark.parametrize(("configured", "seen"), [(0.0, None), (5.0, 5.0)])
 def test_a_line_nobody_has_measured_is_as_wide_as_the_configuration_says(configured: float, seen: float | None) -> None:
-    (line,) = Links([sender("r0"), node_of("d0", role="decode")], lambda: 0.0, configured).views()
+    (line,) = ClusterLinks([sender("r0"), node_of("d0", role="decode")], lambda: 0.0, configured).views()
     assert (line.up, line.available_bytes_per_s) == (True, seen)
 
 
 def test_promises_are_those_of_the_destination_less_what_is_queued():
     first, second = sender("r0", replace(WEST, queued_bytes=30)), sender("r1")
     for node in (first, second):
-        node.take(Work(destination="west", promised_bytes=100))
+        node.take(NodeWork(destination="west", promised_bytes=100))
     nodes = [first, second, node_of("d0", role="decode"), node_of("d1", "north", role="decode")]
-    promised = {view.destination: view.promised_bytes for view in Links(nodes, lambda: 0.0).views()}
+    promised = {view.destination: view.promised_bytes for view in ClusterLinks(nodes, lambda: 0.0).views()}
     assert promised == {"west": 170, "north": 0}
 
 
@@ -71,7 +71,7 @@ def test_a_failure_is_of_the_line_to_one_cluster_and_a_sender_comes_back_alone()
         node_of("d0", role="decode"),
         node_of("d1", "north", role="decode"),
     ]
-    links = Links(nodes, lambda: now)
+    links = ClusterLinks(nodes, lambda: now)
     links.failed(nodes[0], nodes[2])
     assert {view.destination: view.up for view in links.views()} == {"west": False, "north": True}
     assert not links.is_up(nodes[1], nodes[2])  # it shares the line
@@ -87,7 +87,7 @@ def test_a_failure_is_of_the_line_to_one_cluster_and_a_sender_comes_back_alone()
 def test_another_receiver_that_answers_puts_the_line_back_and_leaves_out_the_pair_alone():
     now = 0.0
     r0, r1, d0, d1 = nodes = [sender("r0"), sender("r1"), node_of("d0", role="decode"), node_of("d1", role="decode")]
-    links = Links(nodes, lambda: now)
+    links = ClusterLinks(nodes, lambda: now)
     links.failed(r0, d0)
     now = 1.0
     assert links.probes() == [(r0, [d1, d0]), (r1, [d1, d0])]
@@ -113,7 +113,7 @@ def test_another_receiver_that_answers_puts_the_line_back_and_leaves_out_the_pai
 
 def test_pairs_of_nodes_that_are_gone_for_good_are_forgotten():
     r0, d0, d1 = nodes = [sender("r0"), node_of("d0", role="decode"), node_of("d1", role="decode")]
-    links = Links(nodes, lambda: 0.0)
+    links = ClusterLinks(nodes, lambda: 0.0)
     links.failed(r0, d0)
     links.arrived(r0, d1)
     assert links.views()[0].lost == (("r0", "d0"),)
@@ -124,7 +124,7 @@ def test_pairs_of_nodes_that_are_gone_for_good_are_forgotten():
 
 def test_senders_that_are_gone_for_good_are_forgotten():
     nodes = [sender("r0"), sender("r1"), node_of("d0", role="decode")]
-    links = Links(nodes, lambda: 0.0)
+    links = ClusterLinks(nodes, lambda: 0.0)
     for number in range(
         3
     ):  # the first address gets a new node each time, as under an orchestrator that names them anew
@@ -225,14 +225,14 @@ async def test_a_sender_without_probes_is_not_left_out_for_ever() -> None:
         assert route.startswith("remote;")
 
 
-def status_of(links: Links) -> dict[str, object]:
+def status_of(links: ClusterLinks) -> dict[str, object]:
     (status,) = links.status()
     return {"up": status.up, "drained": status.drained, "senders": dict(status.senders)}
 
 
 def test_a_link_whose_senders_have_all_fallen_silent_is_still_there_and_dead():
     r0, r1, d0 = sender("r0", WEST), sender("r1", WEST), node_of("d0", role="decode")
-    links = Links([r0, r1, d0], lambda: 0.0)
+    links = ClusterLinks([r0, r1, d0], lambda: 0.0)
     r1.connected = False
     assert status_of(links) == {"up": True, "drained": False, "senders": {"r0": "closed", "r1": "unheard"}}
     r0.connected = False
@@ -245,7 +245,7 @@ def test_a_link_whose_senders_have_all_fallen_silent_is_still_there_and_dead():
 
 def test_a_link_that_is_configured_is_missed_before_anybody_of_it_is_heard_of():
     d0 = node_of("d0", role="decode")
-    links = Links([d0], lambda: 0.0, expected=[("east", "west")])
+    links = ClusterLinks([d0], lambda: 0.0, expected=[("east", "west")])
     assert status_of(links) == {"up": False, "drained": False, "senders": {}}
     links.drain(frozenset({("east", "west")}))
     assert status_of(links) == {"up": False, "drained": True, "senders": {}}
@@ -270,7 +270,7 @@ async def test_a_dead_link_is_told_to_operators_and_long_prompts_stay_at_home() 
         assert (await w.complete(LONG)).headers["x-prfaas-route"].startswith(("local;", "decode;"))
 
 
-def budgeted(name: str, *links: LinkLoad, **budgets: float) -> Node:
+def budgeted(name: str, *links: LinkLoad, **budgets: float) -> ClusterNode:
     node = sender(name)
     node.load = NodeLoad(links=links, budgets={"": 0.0, **budgets})
     return node
@@ -298,7 +298,7 @@ def test_shares_of_a_moment_are_not_the_lines_budget():
         )
 
     nodes = [budgeted("r0", part(1.75 * GB, 1.0), west=GB), budgeted("r1", part(0.25 * GB, 0.0), west=GB)]
-    links = Links([*nodes, node_of("d0", role="decode")], lambda: 0.0, is_budget_shared=True)
+    links = ClusterLinks([*nodes, node_of("d0", role="decode")], lambda: 0.0, is_budget_shared=True)
     (line,) = links.views()
     assert (line.budget_bytes_per_s, line.available_bytes_per_s, line.senders) == (2 * GB, 2 * GB, ())
     assert line.utilisation == 0.5
@@ -323,7 +323,7 @@ async def test_of_two_senders_with_budgets_of_their_own_the_idle_one_sends() -> 
 def test_round_trips_are_shown_as_they_are_measured_and_weighed_as_far_as_they_are_a_queue():
     load = replace(WEST, rtt_s=0.09, min_rtt_s=0.00001)
     silent = budgeted("r0", west=0.0)
-    links = Links([silent, sender("r1", load), sender("r2", WEST), node_of("d0", role="decode")], lambda: 0.0)
+    links = ClusterLinks([silent, sender("r1", load), sender("r2", WEST), node_of("d0", role="decode")], lambda: 0.0)
     (status,) = links.status()
     assert (status.rtt_s, status.min_rtt_s) == (0.09, 0.00001)
     assert links.views()[0].rtt_s == 0.00001

@@ -5,9 +5,9 @@ import time
 
 import pytest
 
-from gateway.cluster.links import Links
+from gateway.cluster.links import ClusterLinks
 from gateway.cluster.registry import Clusters, salt_of
-from gateway.errors import NodeError
+from gateway.errors import AgentCallFailed
 from gateway.prompt.prompt import Prompt
 from hybrid_cache.index.index import NOTHING
 from hybrid_cache.layout.layout import KVCacheGroup, ModelLayout
@@ -121,7 +121,7 @@ async def test_an_address_that_returns_under_another_name_is_another_node() -> N
         node.node_id = "d9"
         node.become(pb.NODE_STATE_READY)
         await until(lambda: "d9" in states(clusters))
-        with pytest.raises(NodeError, match="gone"):
+        with pytest.raises(AgentCallFailed, match="gone"):
             clusters.by_id("d1")
         gate.set()
         assert (await asking).status == 200
@@ -191,7 +191,7 @@ async def test_a_name_is_that_of_one_node() -> None:
         with_image = Prompt(1, [], b"", has_media=True)
         assert "d1" not in clusters.unfit(with_image)
         now = 0.0
-        links = Links(clusters.nodes, lambda: now)
+        links = ClusterLinks(clusters.nodes, lambda: now)
         links.failed(clusters.by_id("r0"), clusters.by_id("d1"))
         now = 1.0
         assert links.probes() == [(clusters.by_id("r0"), [clusters.by_id("d1")])]
@@ -213,7 +213,7 @@ async def test_a_description_that_makes_no_sense_keeps_the_node_out() -> None:
 @on_loop
 async def test_senders_share_one_line() -> None:
     async with watched(remote=2) as w:
-        links = Links(w.clusters.nodes, time.monotonic)
+        links = ClusterLinks(w.clusters.nodes, time.monotonic)
         (before,) = links.views()
         assert (before.source, before.destination, before.up) == ("east", "west", True)
         assert before.available_bytes_per_s is None
@@ -230,7 +230,7 @@ async def test_senders_share_one_line() -> None:
 @on_loop
 async def test_what_waits_for_an_egress_budget_keeps_requests_local() -> None:
     async with deciding() as d:
-        (node,), links = d.nodes.remote, Links(d.clusters.nodes, time.monotonic)
+        (node,), links = d.nodes.remote, ClusterLinks(d.clusters.nodes, time.monotonic)
         # No loss, no longer round trips: only the queue says it.
         link = pb.Link(peer="west", available_bytes_per_s=1e6, budget_bytes_per_s=1e6, queued_bytes=5_000_000)
         await d.reports(node, pb.Load(links=[link]))
@@ -286,7 +286,7 @@ async def test_a_watch_that_fails_in_a_way_nobody_thought_of_is_counted_and_begu
 @on_loop
 async def test_a_queue_that_one_sender_sees_is_the_lines() -> None:
     async with watched(remote=2) as w:
-        links = Links(w.clusters.nodes, time.monotonic)
+        links = ClusterLinks(w.clusters.nodes, time.monotonic)
         for node, rtt_s in zip(w.nodes.remote, (0.04, 0.2), strict=True):
             link = pb.Link(
                 peer="west", available_bytes_per_s=1e9, rtt_s=rtt_s, min_rtt_s=0.04, congested=rtt_s > 0.08,

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from gateway.config.gateway import NodeConfig, load
-from gateway.errors import ConfigError
+from gateway.config.gateway import NodeAddress, load
+from gateway.errors import GatewayConfigError
 from gateway.main import main
 from transport.control.settings import SettingsError
 
@@ -27,7 +27,7 @@ def write(tmp_path: Path, text: str) -> Path:
 
 def test_a_good_file_fills_in_defaults(tmp_path: Path) -> None:
     config = load(write(tmp_path, GOOD))
-    assert config.nodes == (NodeConfig(agent="127.0.0.1:7001"),)
+    assert config.nodes == (NodeAddress(agent="127.0.0.1:7001"),)
     assert (config.threshold_tokens, config.timeouts.prefill_s, config.port) == (16_384.0, 7.0, 8000)
     assert config.tokenizer_dir == tmp_path / "tok"
     assert config.max_body_bytes == 10 * 1024 * 1024
@@ -98,7 +98,7 @@ def test_a_good_file_fills_in_defaults(tmp_path: Path) -> None:
     ],
 )
 def test_a_bad_value_is_named(tmp_path: Path, change: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(GatewayConfigError, match=message):
         load(write(tmp_path, GOOD.replace("[gateway]", change, 1)))
 
 
@@ -155,5 +155,5 @@ def test_help_names_the_file_option(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize("agent", ["::1:7001", "2001:db8::1:7001", "[::1:7001", ":7001"])
 def test_an_agents_ipv6_address_is_in_brackets(agent: str) -> None:
     with pytest.raises(SettingsError, match="in brackets"):
-        NodeConfig(agent=agent)
-    assert NodeConfig(agent="[::1]:7001").agent == "[::1]:7001"
+        NodeAddress(agent=agent)
+    assert NodeAddress(agent="[::1]:7001").agent == "[::1]:7001"

@@ -16,7 +16,7 @@ from gateway.http.response import Reply
 from gateway.pipeline.relay import pass_on
 from gateway.prompt.prompt import Hashing, PromptMemory, read_call
 from gateway.request.request import Request, Timeline
-from gateway.upstream.http1 import Answer
+from gateway.upstream.http1 import EngineAnswer
 from tests.gateway.layouts import LAYOUT
 from tests.gateway.worlds import PATIENT, model_of, on_both_loops, on_loop, until, world
 from tests.prompts.builders import text_tokenizer
@@ -227,16 +227,16 @@ async def test_a_client_that_hangs_up_at_the_last_event_has_been_served(
     path: str, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ends = asyncio.Event()
-    read = Answer.read
+    read = EngineAnswer.read
 
-    async def until_it_ends(answer: Answer) -> bytes:
+    async def until_it_ends(answer: EngineAnswer) -> bytes:
         data = await read(answer)
         if not data:  # the engine's connection ends later than its answer
             await ends.wait()
         return data
 
     async with world(decode=1) as w:
-        monkeypatch.setattr(Answer, "read", until_it_ends)
+        monkeypatch.setattr(EngineAnswer, "read", until_it_ends)
         body = {"model": "scripted", "stream": True, **fields}
         host, port = w.gateway.url.removeprefix("http://").split(":")
         reader, writer = await asyncio.open_connection(host, int(port))

@@ -10,7 +10,7 @@ import pytest
 
 from gateway.api.openai import Endpoint
 from gateway.auth.keyring import digest_of
-from gateway.config.gateway import GatewayConfig, NodeConfig
+from gateway.config.gateway import GatewayConfig, NodeAddress
 from gateway.errors import ApiError
 from gateway.http.codings import CODINGS, coding_of, decoded
 from gateway.http.hosts import check_host
@@ -248,7 +248,7 @@ async def test_a_page_of_another_origin_generates_nothing() -> None:
 @pytest.mark.parametrize("name", ["Gateway.example", "gateway.example:8000", "http://gateway", ""])
 def test_hosts_are_names(name: str, tmp_path: Any) -> None:
     with pytest.raises(SettingsError, match="hosts"):
-        GatewayConfig(tokenizer_dir=tmp_path, nodes=(NodeConfig(agent="127.0.0.1:1"),), hosts=(name,))
+        GatewayConfig(tokenizer_dir=tmp_path, nodes=(NodeAddress(agent="127.0.0.1:1"),), hosts=(name,))
 
 
 @on_loop

@@ -13,7 +13,7 @@ from gateway.config.gateway import Strangers
 from gateway.config.tenants import TenantConfig
 from gateway.errors import BadRequest
 from gateway.pipeline.fanout import bodies_of, calls_of
-from planner.decisions.waiting import Share
+from planner.decisions.waiting import TenantShare
 from tests.gateway.worlds import World, on_loop, until, world
 
 LONG = "the quick brown fox jumps over the lazy dog " * 40
@@ -87,7 +87,7 @@ async def test_a_list_of_prompts_is_its_tenants_to_read() -> None:
     async with world(tenants=tenants, strangers=Strangers(max_reading_bytes=40_000)) as w:
         may_end = threading.Event()
         reader = w.gateway.door.rooms.reader
-        holding = asyncio.ensure_future(reader.think(lambda _: may_end.wait(60.0), Share("acme"), 20_000))
+        holding = asyncio.ensure_future(reader.think(lambda _: may_end.wait(60.0), TenantShare("acme"), 20_000))
         await asyncio.sleep(0)
         try:
             refused = await w.complete(PROMPTS, headers=key)

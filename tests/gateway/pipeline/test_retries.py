@@ -9,7 +9,7 @@ import pytest
 from gateway.cluster.registry import NodeTimes
 from gateway.tasks import TaskSet
 from gateway.telemetry.metrics import Metrics
-from gateway.workers.process_scope import Alone
+from gateway.workers.process_scope import SingleProcess
 from tests.gateway.worlds import PATIENCE_S, World, on_loop, until, world
 
 LONG = "the quick brown fox jumps over the lazy dog " * 40
@@ -214,9 +214,9 @@ class FailingMetrics(Metrics):
         raise RuntimeError("nobody thought of this")
 
 
-def buggy() -> Alone:
+def buggy() -> SingleProcess:
     """What a gateway with that bug has to itself."""
-    alone = Alone()
+    alone = SingleProcess()
     alone.metrics = FailingMetrics()
     return alone
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from gateway.api.sse import DONE
 from gateway.errors import LegFailed
-from gateway.pipeline.stream_resume import Seam
+from gateway.pipeline.stream_resume import StreamResume
 
 HEAD = {"id": "chatcmpl-7", "object": "chat.completion.chunk", "created": 1_700_000_000, "model": "tiny"}
 ERROR = b'data: {"error":{"message":"EngineCore encountered an issue.","type":"InternalServerError","code":500}}\n\n'
@@ -51,7 +51,7 @@ SPLITS = st.lists(st.floats(0, 1), max_size=10)
 def test_clients_get_whole_events_without_names_however_the_bytes_come(
     events: list[tuple[bytes, bytes, list[int]]], at: list[float]
 ) -> None:
-    seam = Seam(1 << 20)
+    seam = StreamResume(1 << 20)
     told = b"".join(seam.take(chunk) for chunk in cut(b"".join(each[0] for each in events), at))
     assert told == b"".join(each[1] for each in events)
     assert seam.tokens == [token for each in events for token in each[2]]
@@ -64,7 +64,7 @@ def test_what_is_known_at_a_break_is_what_the_client_has_had(
 ) -> None:
     """Events that follow are asked for after those tokens: none is missing, none comes twice."""
     whole = b"".join(each[0] for each in events)
-    seam, relayed = Seam(1 << 20), 0
+    seam, relayed = StreamResume(1 << 20), 0
     told = b"".join(seam.take(chunk) for chunk in cut(whole[: int(end * len(whole))], at))
     while (
         relayed < len(events) and b"".join(each[1] for each in events[: relayed + 1]) == told[: _size(events, relayed)]
@@ -96,7 +96,7 @@ def test_an_error_is_never_the_clients_to_see_while_tokens_are_known(
 
 
 def relay(chunks: Iterable[bytes], told: list[bytes]) -> None:
-    seam = Seam(1 << 20)
+    seam = StreamResume(1 << 20)
     for chunk in chunks:
         told.append(seam.take(chunk))
         seam.check()

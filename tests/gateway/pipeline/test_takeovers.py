@@ -13,7 +13,7 @@ import pytest
 
 from gateway.cluster.agent_client import AgentClient, NodeEvent
 from gateway.cluster.registry import NodeTimes
-from gateway.errors import NodeError
+from gateway.errors import AgentCallFailed
 from tests.gateway import worlds
 from tests.gateway.scripted import ScriptedNode
 from tests.gateway.worlds import PATIENCE_S, PATIENT, World, on_loop, until
@@ -152,7 +152,7 @@ class HushedAgent(AgentClient):
             async for event in events:
                 if self.address in self.hushed:
                     self.hushed.remove(self.address)
-                    raise NodeError(self.address, "silent")
+                    raise AgentCallFailed(self.address, "silent")
                 yield event
 
 

@@ -11,7 +11,7 @@ import pytest
 from gateway.api.openai import Endpoint, parse
 from gateway.errors import ApiError, BadRequest
 from gateway.prompt.media import KINDS, TOKENS_EACH, apart, may_have_media
-from gateway.prompt.prompt import Hashing, Model, Prompt, PromptMemory, read_call
+from gateway.prompt.prompt import Hashing, Prompt, PromptMemory, PromptModel, read_call
 from tests.gateway.worlds import World, on_loop, until, world
 from tests.prompts.builders import text_tokenizer
 from transport.control.proto import node_pb2 as pb
@@ -19,7 +19,7 @@ from transport.control.proto import node_pb2 as pb
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBORw0KGgo="}}
 OTHER_IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
 WORDS = "the quick brown fox " * 40
-MODEL = Model(
+MODEL = PromptModel(
     names=("m",), max_model_len=1 << 20, hashing=Hashing(16, b"salt"), adapters=frozenset({"terse"}), takes_media=True
 )
 
@@ -28,7 +28,7 @@ def chat(*parts: Any, **fields: Any) -> dict[str, Any]:
     return {"model": "m", "messages": [{"role": "user", "content": list(parts)}], **fields}
 
 
-def read(body: dict[str, Any], model: Model = MODEL) -> Prompt:
+def read(body: dict[str, Any], model: PromptModel = MODEL) -> Prompt:
     return read_call(Endpoint.CHAT, json.dumps(body).encode(), model, PromptMemory(text_tokenizer()))[1]
 
 

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.api.openai import Endpoint
-from gateway.prompt.media import TOKENS_EACH, Guess
-from gateway.prompt.media_render import EXPLORED, Seen, Worth, seen_in
+from gateway.prompt.media import TOKENS_EACH, MediaGuess
+from gateway.prompt.media_render import EXPLORED, RenderedMedia, Worth, seen_in
 from gateway.prompt.prompt import PromptMemory, prompt_from, read_call
 from hybrid_cache.hashing.block_hash import MEDIUM, Inset, namespaced
 from tests.gateway.prompt.test_media import IMAGE, MODEL, WORDS, chat, text
@@ -75,16 +75,16 @@ def test_media_that_overlap_or_leave_the_prompt_are_no_answer(places: list[tuple
     in_order = places == sorted(places) and all(length > 0 for _, length in places)
     inside = all(part <= set(range(11)) for part in whole)
     assert (seen.failure == "") == (bool(places) and apart and in_order and inside)
-    assert not isinstance(seen, Seen) or len(seen.insets) in (0, len(places))
+    assert not isinstance(seen, RenderedMedia) or len(seen.insets) in (0, len(places))
 
 
 def test_short_prompts_are_asked_about_now_and_then() -> None:
-    worth, guess = Worth(), Guess(100, 1)
+    worth, guess = Worth(), MediaGuess(100, 1)
     assert worth.asks(guess, 4000), "nothing is known yet"
     worth.learn(guess, 400)
     asked = [worth.asks(guess, 4000) for _ in range(2 * EXPLORED)]
     assert sum(asked) == 2
-    assert worth.asks(Guess(100, 4), 4000), f"{TOKENS_EACH} each are too many"
+    assert worth.asks(MediaGuess(100, 4), 4000), f"{TOKENS_EACH} each are too many"
     worth.learn(guess, 5000)
     assert worth.asks(guess, 4000)
 

@@ -20,10 +20,10 @@ import gateway.prompt.reader_pool
 from gateway.api.openai import Endpoint
 from gateway.errors import ApiError, Overloaded, ReaderDied, TenantLimited
 from gateway.prompt.prompt import Hashing, Prompt, PromptMemory, read_call
-from gateway.prompt.reader import LONG_BODY_BYTES, LONGER_BODY_BYTES, Reader
+from gateway.prompt.reader import LONG_BODY_BYTES, LONGER_BODY_BYTES, PromptReader
 from gateway.tasks import TaskSet
-from planner.decisions.waiting import Share
-from prompts.encoder import Encoder
+from planner.decisions.waiting import TenantShare
+from prompts.encoder import TextEncoder
 from tests.gateway.worlds import model_of, on_loop, until
 from tests.prompts.builders import bpe, text_tokenizer
 
@@ -71,9 +71,9 @@ LONG_BODIES = {
 
 
 @asynccontextmanager
-async def reader(timeout_s: float = 120.0) -> AsyncIterator[Reader]:
+async def reader(timeout_s: float = 120.0) -> AsyncIterator[PromptReader]:
     tasks = TaskSet(lambda name: pytest.fail(name))
-    made = Reader(text_tokenizer(), tasks, timeout_s=timeout_s)
+    made = PromptReader(text_tokenizer(), tasks, timeout_s=timeout_s)
     try:
         yield made
     finally:
@@ -194,7 +194,7 @@ async def test_a_chat_that_goes_on_by_little_is_read_at_once_and_what_is_new_in_
     pytest.importorskip("fastokens")
     before, tasks, tokenizer = children(), TaskSet(lambda name: pytest.fail(name)), text_tokenizer()
     tokenizer.encoder.hasten()
-    reads, there = Reader(tokenizer, tasks), list[bool]()
+    reads, there = PromptReader(tokenizer, tasks), list[bool]()
     try:
         for turns in (40, 41, 42, 43, 44, 45, 45, 70, 1500):
             body = chat_body(turns)
@@ -221,7 +221,7 @@ async def test_a_process_that_has_come_to_distrust_its_encoder_is_believed_and_r
     body = long_body("hello there", LONGER_BODY_BYTES)
     tokenizer.encoder.hasten()
     tokenizer.encoder.report_to(told.append)
-    reads = Reader(tokenizer, tasks)
+    reads = PromptReader(tokenizer, tasks)
     try:
         prompts = [(await reads.read(Endpoint.COMPLETIONS, body, MODEL))[1]]
         (pid,) = children() - before
@@ -346,14 +346,14 @@ async def test_a_process_that_ended_is_replaced_before_the_next_body_comes() -> 
 
 @on_loop
 async def test_a_short_body_passes_the_long_ones_of_another_tenant_and_its_own() -> None:
-    heavy, light = Share("heavy"), Share("light")
+    heavy, light = TenantShare("heavy"), TenantShare("light")
     async with reader() as reads:
         held = threading.Event()
         blocked = [asyncio.ensure_future(reads.think(lambda _: held.wait(60.0), heavy)) for _ in range(2)]
         await asyncio.sleep(0)
         order: list[str] = []
 
-        async def read(name: str, share: Share, size: int) -> None:
+        async def read(name: str, share: TenantShare, size: int) -> None:
             body = json.dumps({"model": "m", "prompt": "hello " * (size // 6)}).encode()
             await reads.read(Endpoint.COMPLETIONS, body, MODEL, share=share, check=lambda: order.append(name))
 
@@ -403,20 +403,22 @@ async def test_a_client_that_leaves_while_it_waits_takes_no_place() -> None:
 @on_loop
 async def test_bodies_that_wait_are_bounded() -> None:
     tasks = TaskSet(lambda name: pytest.fail(name))
-    reads = Reader(text_tokenizer(), tasks, max_bytes=100_000)
+    reads = PromptReader(text_tokenizer(), tasks, max_bytes=100_000)
     held = threading.Event()
-    blocked = [asyncio.ensure_future(reads.think(lambda _: held.wait(60.0), Share("acme"), 20_000)) for _ in range(2)]
+    blocked = [
+        asyncio.ensure_future(reads.think(lambda _: held.wait(60.0), TenantShare("acme"), 20_000)) for _ in range(2)
+    ]
     await asyncio.sleep(0)
     try:
         body = long_body("a", 20_000)
         with pytest.raises(Overloaded, match="acme") as refusal:
-            await reads.read(Endpoint.COMPLETIONS, body, MODEL, share=Share("acme"))
+            await reads.read(Endpoint.COMPLETIONS, body, MODEL, share=TenantShare("acme"))
         assert (refusal.value.status, refusal.value.code) == (429, "reading_overload")
-        other = asyncio.ensure_future(reads.read(Endpoint.COMPLETIONS, body, MODEL, share=Share("beta")))
+        other = asyncio.ensure_future(reads.read(Endpoint.COMPLETIONS, body, MODEL, share=TenantShare("beta")))
         await asyncio.sleep(0)
         held.set()
         assert (await other)[1].num_tokens
-        assert (await reads.read(Endpoint.COMPLETIONS, body, MODEL, share=Share("acme")))[1].num_tokens
+        assert (await reads.read(Endpoint.COMPLETIONS, body, MODEL, share=TenantShare("acme")))[1].num_tokens
     finally:
         held.set()
         await asyncio.gather(*blocked)
@@ -427,7 +429,7 @@ async def test_bodies_that_wait_are_bounded() -> None:
 async def test_a_long_body_is_held_until_it_has_been_read_and_no_longer_than_its_client_waits_for_that() -> None:
     before = children()
     tasks = TaskSet(lambda name: pytest.fail(name))
-    reads = Reader(text_tokenizer(), tasks, threads=1, max_bytes=5 * LONG_BODY_BYTES // 2)
+    reads = PromptReader(text_tokenizer(), tasks, threads=1, max_bytes=5 * LONG_BODY_BYTES // 2)
     body = long_body("a")
     try:
         await reads.warm(60.0)
@@ -463,7 +465,7 @@ async def test_a_process_believes_what_has_been_found_out_about_the_fast_encoder
     tokenizer.encoder.verdict = replace(tokenizer.encoder.verdict, why_plain="told")
     told: list[str] = []
     tokenizer.encoder.report_to(told.append)
-    reads = Reader(tokenizer, tasks)
+    reads = PromptReader(tokenizer, tasks)
     try:
         await reads.read(Endpoint.COMPLETIONS, long_body("hello there", LONGER_BODY_BYTES), MODEL)
         assert told == ["told"]
@@ -476,9 +478,9 @@ async def test_a_process_believes_what_has_been_found_out_about_the_fast_encoder
 async def test_where_tokens_may_be_a_list_again_longer_texts_go_to_a_process() -> None:
     pytest.importorskip("fastokens")
     before, tasks, tokenizer = children(), TaskSet(lambda name: pytest.fail(name)), text_tokenizer()
-    tokenizer.encoder = Encoder(bpe(), most_chars=0)
+    tokenizer.encoder = TextEncoder(bpe(), most_chars=0)
     tokenizer.encoder.hasten()
-    reads = Reader(tokenizer, tasks)
+    reads = PromptReader(tokenizer, tasks)
     try:
         for word, started in (("hello", 0), ("x" * 100, 0), ("hello", 1)):  # the second one has long words
             await reads.read(Endpoint.COMPLETIONS, long_body(word, LONG_BODY_BYTES + 1000), MODEL)

@@ -8,17 +8,17 @@ import pytest
 
 from gateway.errors import Overloaded
 from gateway.prompt.reader_queue import ReadingQueue, ReadingRoom
-from planner.decisions.waiting import Share
+from planner.decisions.waiting import TenantShare
 from tests.gateway.worlds import on_loop
 
 KIB = 1024
 
 
-async def served(queue: ReadingQueue, bodies: list[tuple[Share, int]]) -> list[tuple[str, int]]:
+async def served(queue: ReadingQueue, bodies: list[tuple[TenantShare, int]]) -> list[tuple[str, int]]:
     """In which order bodies that all wait for the one place get it."""
     order: list[tuple[str, int]] = []
 
-    async def read(share: Share, size: int) -> None:
+    async def read(share: TenantShare, size: int) -> None:
         await queue.take(share, size)
         order.append((share.flow, size))
         queue.give_back()
@@ -33,14 +33,14 @@ async def served(queue: ReadingQueue, bodies: list[tuple[Share, int]]) -> list[t
 
 @on_loop
 async def test_a_short_body_waits_for_one_long_one_of_others_at_most() -> None:
-    heavy = [(Share("heavy"), 500 * KIB)] * 256
-    order = await served(ReadingQueue(0), [*heavy, (Share("light"), 8 * KIB)])
+    heavy = [(TenantShare("heavy"), 500 * KIB)] * 256
+    order = await served(ReadingQueue(0), [*heavy, (TenantShare("light"), 8 * KIB)])
     assert order.index(("light", 8 * KIB)) <= 1
 
 
 @on_loop
 async def test_a_short_body_waits_for_one_long_one_of_its_own_tenant_at_most() -> None:
-    order = await served(ReadingQueue(0), [*[(Share(), 500 * KIB)] * 256, (Share(), 8 * KIB)])
+    order = await served(ReadingQueue(0), [*[(TenantShare(), 500 * KIB)] * 256, (TenantShare(), 8 * KIB)])
     assert order.index(("", 8 * KIB)) <= 1
 
 
@@ -49,7 +49,7 @@ async def test_bytes_are_shared_by_weight_whatever_the_sizes() -> None:
     rng = random.Random(4)
     weights = {"one": 1.0, "two": 2.0, "five": 5.0}
     sizes = {"one": 300 * KIB, "two": 20 * KIB, "five": 5 * KIB}
-    bodies = [(Share(name, weight), sizes[name]) for name, weight in weights.items() for _ in range(2000)]
+    bodies = [(TenantShare(name, weight), sizes[name]) for name, weight in weights.items() for _ in range(2000)]
     rng.shuffle(bodies)
     order = await served(ReadingQueue(0), bodies)
     had: Counter[str] = Counter()
@@ -65,9 +65,9 @@ async def test_bytes_are_shared_by_weight_whatever_the_sizes() -> None:
 async def test_who_had_much_while_nobody_waited_is_not_punished_for_long() -> None:
     queue = ReadingQueue(1)
     for _ in range(100):
-        await queue.take(Share("a"), 500 * KIB)
+        await queue.take(TenantShare("a"), 500 * KIB)
         queue.give_back()
-    await queue.take(Share("a"), 500 * KIB)
+    await queue.take(TenantShare("a"), 500 * KIB)
     order = asyncio.ensure_future(served_late(queue))
     assert (await order)[:4].count("a") >= 1
 
@@ -76,7 +76,7 @@ async def served_late(queue: ReadingQueue) -> list[str]:
     order: list[str] = []
 
     async def read(name: str) -> None:
-        await queue.take(Share(name), 500 * KIB)
+        await queue.take(TenantShare(name), 500 * KIB)
         order.append(name)
         queue.give_back()
 
@@ -89,7 +89,7 @@ async def served_late(queue: ReadingQueue) -> list[str]:
 
 @on_loop
 async def test_within_a_tenant_and_a_size_who_came_first_is_first() -> None:
-    order = await served(ReadingQueue(0), [(Share("a"), 2 * KIB + n) for n in range(50)])
+    order = await served(ReadingQueue(0), [(TenantShare("a"), 2 * KIB + n) for n in range(50)])
     assert order == sorted(order)
 
 
@@ -98,7 +98,7 @@ async def test_places_survive_any_order_of_coming_leaving_and_being_cancelled() 
     rng = random.Random(11)
     queue, inside, most = ReadingQueue(3), 0, 0
 
-    async def read(share: Share, size: int) -> None:
+    async def read(share: TenantShare, size: int) -> None:
         nonlocal inside, most
         await queue.take(share, size)
         inside += 1
@@ -112,7 +112,7 @@ async def test_places_survive_any_order_of_coming_leaving_and_being_cancelled() 
 
     tasks: list[asyncio.Task[None]] = []
     for _ in range(3000):
-        share = Share(rng.choice("abcd"), rng.choice([0.5, 1.0, 3.0]))
+        share = TenantShare(rng.choice("abcd"), rng.choice([0.5, 1.0, 3.0]))
         tasks.append(asyncio.create_task(read(share, rng.choice([1, 20_000, 500_000]))))
         if rng.random() < 0.3:
             rng.choice(tasks[-20:]).cancel()
@@ -122,7 +122,7 @@ async def test_places_survive_any_order_of_coming_leaving_and_being_cancelled() 
     assert (inside, most, len(queue)) == (0, 3, 0)
     for _ in range(3):
         async with asyncio.timeout(10.0):
-            await queue.take(Share(), 1)
+            await queue.take(TenantShare(), 1)
     assert not queue.has_free
 
 

@@ -7,23 +7,23 @@ import pytest
 from gateway.auth.keyring import EVERYBODY, Keyring, Tenant, digest_of
 from gateway.config.tenants import TenantConfig
 from gateway.errors import TenantLimited
-from gateway.ratelimit.limiter import ROWS, UNLIMITED, Allowances, span
-from planner.decisions.limits import Bucket, Limits
+from gateway.ratelimit.limiter import ROWS, UNLIMITED, TenantLimiters, span
+from planner.decisions.limits import Bucket, TenantLimits
 from tests.gateway.worlds import on_loop, world
 
 ACME, RIVAL, FREE = "sk-acme", "sk-rival", "sk-free"
-TENANT = Tenant("acme", "acme", b"", Limits(Bucket(3), Bucket(600), 2))
+TENANT = Tenant("acme", "acme", b"", TenantLimits(Bucket(3), Bucket(600), 2))
 
 
 def test_without_limits_nothing_is_counted() -> None:
-    allowances = Allowances(lambda: 0.0)
+    allowances = TenantLimiters(lambda: 0.0)
     assert allowances.enter(EVERYBODY) is UNLIMITED
     allowances.enter(EVERYBODY).leave()
 
 
 def test_a_request_takes_its_part_and_gives_back_its_place() -> None:
     now = 100.0
-    allowances = Allowances(lambda: now)
+    allowances = TenantLimiters(lambda: now)
     first, second = allowances.enter(TENANT), allowances.enter(TENANT)
     with pytest.raises(TenantLimited) as refused:
         allowances.enter(TENANT)
@@ -54,13 +54,13 @@ def test_a_request_takes_its_part_and_gives_back_its_place() -> None:
 
 def test_workers_count_together_and_one_that_is_gone_has_nothing_under_way(tmp_path: Path) -> None:
     path = tmp_path / "allowances"
-    Allowances.create(path, 2)
-    first, second = (Allowances(lambda: 0.0, path, workers=2, own=number) for number in range(2))
+    TenantLimiters.create(path, 2)
+    first, second = (TenantLimiters(lambda: 0.0, path, workers=2, own=number) for number in range(2))
     first.enter(TENANT)
     second.enter(TENANT)
     with pytest.raises(TenantLimited, match="more requests at once than its limit of 2"):
         first.enter(TENANT)
-    again = Allowances(lambda: 0.0, path, workers=2, own=0)  # in the place of the first
+    again = TenantLimiters(lambda: 0.0, path, workers=2, own=0)  # in the place of the first
     again.enter(TENANT)
     with pytest.raises(TenantLimited) as refused:
         second.enter(TENANT)
@@ -71,8 +71,8 @@ def test_workers_count_together_and_one_that_is_gone_has_nothing_under_way(tmp_p
 
 def test_rows_of_tenants_that_are_gone_are_used_again() -> None:
     now = 0.0
-    allowances = Allowances(lambda: now)
-    limits = Limits(at_once=1)
+    allowances = TenantLimiters(lambda: now)
+    limits = TenantLimits(at_once=1)
     stays = allowances.enter(Tenant("stays", limits=limits))
     for number in range(ROWS + 10):
         allowances.enter(Tenant(f"t{number}", limits=limits)).leave()
@@ -138,21 +138,21 @@ async def test_what_nobody_computed_is_not_paid_for_and_an_answer_is() -> None:
 
 def test_a_tenants_limits_come_from_its_table() -> None:
     keyring = Keyring(TENANTS, ())
-    assert keyring.named("acme").limits == Limits(requests=Bucket(2))
+    assert keyring.named("acme").limits == TenantLimits(requests=Bucket(2))
     assert not keyring.named("free").limits.are_any
 
 
 def test_workers_see_what_others_are_about_to_pin(tmp_path: Path) -> None:
     path = tmp_path / "allowances"
-    Allowances.create(path, 2)
-    first, second = (Allowances(lambda: 0.0, path, workers=2, own=number) for number in range(2))
+    TenantLimiters.create(path, 2)
+    first, second = (TenantLimiters(lambda: 0.0, path, workers=2, own=number) for number in range(2))
     assert first.are_shared
     assert (first.about_to_pin("acme", 100), second.about_to_pin("acme", 50)) == (0, 100)
     assert (first.about_to_pin("acme", -100), first.about_to_pin("globex", 1)) == (50, 0)
     first.clear(1)  # as the parent does when the second has died
     assert first.about_to_pin("acme", 0) == 0
     second.about_to_pin("acme", 50)
-    third = Allowances(lambda: 0.0, path, workers=2, own=1)  # in the place of the second, which has died
+    third = TenantLimiters(lambda: 0.0, path, workers=2, own=1)  # in the place of the second, which has died
     assert first.about_to_pin("acme", 0) == 0
     for each in (first, second, third):
         each.close()
@@ -160,8 +160,8 @@ def test_workers_see_what_others_are_about_to_pin(tmp_path: Path) -> None:
 
 def test_a_worker_that_has_died_leaves_its_tenants_places_to_the_others_at_once(tmp_path: Path) -> None:
     path = tmp_path / "allowances"
-    Allowances.create(path, 2)
-    parent, first, second = (Allowances(lambda: 0.0, path, workers=2, own=number) for number in (0, 0, 1))
+    TenantLimiters.create(path, 2)
+    parent, first, second = (TenantLimiters(lambda: 0.0, path, workers=2, own=number) for number in (0, 0, 1))
     first.enter(TENANT)
     kept = second.enter(TENANT)
     parent.clear(0)

@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 
 from gateway.api.openai import Endpoint, parse
-from gateway.request.fingerprint import Shape, shape_of
+from gateway.request.fingerprint import RequestShape, shape_of
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
 
 
-def shape(**fields: Any) -> Shape:
+def shape(**fields: Any) -> RequestShape:
     body = {"model": "m", "messages": [{"role": "user", "content": "hello"}], **fields}
     return shape_of(parse(Endpoint.CHAT, json.dumps(body).encode()), 100)
 
@@ -31,7 +31,7 @@ def shape(**fields: Any) -> Shape:
     ],
 )
 def test_the_options_of_a_shape(fields: dict[str, Any], options: set[str]) -> None:
-    assert shape(**fields) == Shape(Endpoint.CHAT, frozenset(options), 7)
+    assert shape(**fields) == RequestShape(Endpoint.CHAT, frozenset(options), 7)
 
 
 def test_what_is_said_makes_no_difference() -> None:

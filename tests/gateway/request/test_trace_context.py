@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.request.trace_context import Trace, trace_under
+from gateway.request.trace_context import TraceContext, trace_under
 
 CALLER = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
 
@@ -50,7 +50,7 @@ def test_a_share_is_sampled() -> None:
 
 
 def test_several_answers_of_one_call_are_beside_each_other() -> None:
-    first = Trace(7, 8, 9)
+    first = TraceContext(7, 8, 9)
     other = first.beside()
     assert (other.trace, other.parent) == (7, 9)
     assert other.span != 8

@@ -15,10 +15,10 @@ from aiohttp import web
 
 from gateway.config.gateway import RoutingConfig
 from gateway.config.plan import PlanConfig
-from gateway.errors import ConfigError
+from gateway.errors import GatewayConfigError
 from gateway.routing.plan_follower import Follower
 from planner.decisions.offered import GatewayLoad
-from planner.decisions.plan import LivePlan, Mode, Setting
+from planner.decisions.plan import LivePlan, Mode, PlanSetting
 from planner.decisions.routing import Target
 from tests.gateway.views import deciding
 from tests.gateway.worlds import World, on_loop, until, world
@@ -39,7 +39,7 @@ class Service:
 
     def publish(self, version: int, term: int = 1, **setting: Any) -> LivePlan:
         self.plan = LivePlan(
-            version=version, term=term, made_at=1.0, setting=Setting(**setting), reason="test", mode=Mode.APPLIED
+            version=version, term=term, made_at=1.0, setting=PlanSetting(**setting), reason="test", mode=Mode.APPLIED
         )
         self.changed.set()
         return self.plan
@@ -217,7 +217,7 @@ async def test_the_secret_is_sent(tmp_path: Path) -> None:
 
 
 def test_a_secret_that_cannot_be_read_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"token_file: .*none"):
+    with pytest.raises(GatewayConfigError, match=r"token_file: .*none"):
         PlanConfig(token_file=tmp_path / "none").headers()
 
 

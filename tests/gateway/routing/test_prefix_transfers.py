@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from gateway.cluster.node import Work
+from gateway.cluster.node import NodeWork
 from gateway.config.gateway import RoutingConfig
 from gateway.prompt.prompt import Prompt
-from gateway.routing.prefix_transfers import Move, Moves
+from gateway.routing.prefix_transfers import PrefixTransfer, PrefixTransfers
 from gateway.routing.replication import Replicas
 from gateway.tasks import TaskSet
 from gateway.telemetry.metrics import Metrics
@@ -97,17 +97,17 @@ async def test_nothing_moves_over_a_busy_link() -> None:
 class Moving(Watched):
     """Moves between nodes that a gateway sees, without the gateway."""
 
-    moves: Moves
+    moves: PrefixTransfers
     metrics: Metrics
 
     def prompt(self, text: str) -> Prompt:
         return self.request(text).prompt
 
-    def move(self, text: str, source: str = "r0", target: str = "p0") -> Move:
+    def move(self, text: str, source: str = "r0", target: str = "p0") -> PrefixTransfer:
         """The blocks of a plain prompt go from one node to another."""
         hashes = tuple(self.prompt(text).hashes)
         nodes = self.clusters.by_id(source), self.clusters.by_id(target)
-        return Move(*nodes, hashes, len(hashes) * BLOCK_SIZE, LAYOUT.kv_bytes(len(hashes) * BLOCK_SIZE))
+        return PrefixTransfer(*nodes, hashes, len(hashes) * BLOCK_SIZE, LAYOUT.kv_bytes(len(hashes) * BLOCK_SIZE))
 
     def counts(self, series: str) -> bool:
         return series in self.metrics.render().decode()
@@ -119,7 +119,7 @@ async def moving(
 ) -> AsyncIterator[Moving]:
     async with watched(remote, clock=clock) as w:
         metrics, tasks = Metrics(), TaskSet(w.errors.append)
-        moves = Moves(metrics, tasks, clock, limit=limit, timeout_s=timeout_s)
+        moves = PrefixTransfers(metrics, tasks, clock, limit=limit, timeout_s=timeout_s)
         try:
             yield Moving(w.clusters, w.nodes, w.errors, moves, metrics)
         finally:
@@ -146,7 +146,7 @@ async def test_moves_that_time_out_are_soon_made_no_more() -> None:
         source.script.load = ["hang"] * 8
         source.script.tokens_per_s = target.script.tokens_per_s = SLOW_TOKENS_PER_S
         await holds(w, source, [LONG])
-        w.gateway.clusters.by_id("p0").take(Work(tokens=100_000))
+        w.gateway.clusters.by_id("p0").take(NodeWork(tokens=100_000))
         for _ in range(8):
             assert (await w.complete(LONG)).headers["x-prfaas-route"].startswith("local; node=p1; ")
         assert len(target.bodies) == 8

@@ -5,10 +5,10 @@ import time
 from collections import Counter
 from dataclasses import replace
 
-from gateway.cluster.node import Work
+from gateway.cluster.node import NodeWork
 from gateway.cluster.prefill_outcome import PrefillOutcome
 from gateway.config.gateway import RoutingConfig
-from gateway.routing.prefix_transfers import Move
+from gateway.routing.prefix_transfers import PrefixTransfer
 from planner.decisions.routing import Reason, Target
 from tests.gateway.routing.test_prefix_transfers import OTHER
 from tests.gateway.views import deciding
@@ -109,10 +109,10 @@ async def test_a_prefix_is_fetched_inside_the_cluster_only_while_that_pays() -> 
     async with deciding(remote=0, local=2, routing=RoutingConfig(prefill_tokens_per_s=200.0)) as d:
         holder, _ = d.nodes.local
         await d.holds(holder, LONG)
-        d.clusters.by_id("p0").take(Work(tokens=10_000))  # busy for some time
+        d.clusters.by_id("p0").take(NodeWork(tokens=10_000))  # busy for some time
         way = d.route(f"{LONG} and so on")
         assert (way.prefill_node, way.fetch_from) == ("p1", "p0")
-        move = Move(*d.clusters.nodes[:2], hashes=(b"",), num_tokens=1_000, num_bytes=1_000_000)
+        move = PrefixTransfer(*d.clusters.nodes[:2], hashes=(b"",), num_tokens=1_000, num_bytes=1_000_000)
         for _ in range(20):  # moves turn out to take ten seconds each
             d.decider.learn_move(move, 1_000_000, 10.0)
         await d.holds(holder, OTHER)

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from gateway.config.gateway import RoutingConfig
-from gateway.routing.prefix_transfers import Move
+from gateway.routing.prefix_transfers import PrefixTransfer
 from gateway.routing.transfer_log import Flows
-from gateway.workers.peers import Siblings
-from gateway.workers.shared_counters import Board, State
+from gateway.workers.peers import WorkerPeers
+from gateway.workers.shared_counters import SharedCounters, WorkerState
 from tests.gateway.admission.test_slo import LONG
 from tests.gateway.cluster.test_inflight_load import node_of
 from tests.gateway.routing.test_prefix_transfers import holds
@@ -70,7 +70,7 @@ async def test_moves_and_probes_are_told_between_requests_and_no_cursor_misses_a
 def test_what_is_kept_is_bounded_and_a_copy_is_told_from_a_move() -> None:
     ring = Flows(iter(range(1, 100)).__next__, lambda: 5.0, limit=3)
     for reason in ("request", "hot", "hot", "rebalance"):
-        ring.moved(Move(node_of("p0"), node_of("p1"), (b"\x01" * 32,), 32, 100, reason), "ok", 100, 0.5)
+        ring.moved(PrefixTransfer(node_of("p0"), node_of("p1"), (b"\x01" * 32,), 32, 100, reason), "ok", 100, 0.5)
     assert [(flow.seq, flow.kind, flow.why) for flow in ring.since(0)] == [
         (2, "replica", "hot"),
         (3, "replica", "hot"),
@@ -83,17 +83,17 @@ def test_what_is_kept_is_bounded_and_a_copy_is_told_from_a_move() -> None:
 async def test_workers_flows_come_in_the_order_of_their_numbers_and_no_later_one_before_an_earlier(
     tmp_path: Path,
 ) -> None:
-    Board.create(tmp_path / "board", 2, 1)
-    boards = [Board(tmp_path / "board", number) for number in range(2)]
+    SharedCounters.create(tmp_path / "board", 2, 1)
+    boards = [SharedCounters(tmp_path / "board", number) for number in range(2)]
     first, second = node_of("p0"), node_of("p1")
     rings = [Flows(board.next_seq, lambda: 5.0) for board in boards]
     workers = [
-        Siblings(tmp_path, number, boards[number], {"requests": rings[number], "flows": rings[number]})
+        WorkerPeers(tmp_path, number, boards[number], {"requests": rings[number], "flows": rings[number]})
         for number in range(2)
     ]
     for board, worker in zip(boards, workers, strict=True):
         await worker.start()
-        board.be(State.READY)
+        board.be(WorkerState.READY)
     for ring in (rings[0], rings[1], rings[1], rings[0]):
         ring.probed(first, second, "", 0.1)
     for worker in workers:

@@ -16,7 +16,7 @@ from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
 from gateway.config.traces import TracesConfig
 from gateway.request.request import RequestRecord
-from gateway.request.trace_context import Trace
+from gateway.request.trace_context import TraceContext
 from gateway.telemetry.otlp import Traces
 from gateway.telemetry.otlp_spans import CLOSE_S, Spans
 from tests.gateway.worlds import SERVED, on_loop, request_of, world
@@ -153,10 +153,10 @@ def test_lost_spans_are_counted_with_a_reason(result: SpanExportResult) -> None:
         close_s=30.0,
     )
     for _ in range(256):  # two spans each, a batch
-        spans.add(Trace(1, 2), of_one_step(), "m", 0.0)
+        spans.add(TraceContext(1, 2), of_one_step(), "m", 0.0)
     assert exporter.is_asked.wait(30)
     for _ in range(261):
-        spans.add(Trace(1, 2), of_one_step(), "m", 0.0)
+        spans.add(TraceContext(1, 2), of_one_step(), "m", 0.0)
     exporter.is_let_go.set()
     spans.close()
     kept = 512 + 516
@@ -167,7 +167,7 @@ def test_a_stop_does_not_wait_for_a_collector_that_hangs(caplog: pytest.LogCaptu
     assert CLOSE_S < 1
     exporter = Held(SpanExportResult.SUCCESS)
     spans = Spans("", lambda *_: None, exporter, close_s=0.05)
-    spans.add(Trace(1, 2), of_one_step(), "m", 0.0)
+    spans.add(TraceContext(1, 2), of_one_step(), "m", 0.0)
     spans.close()  # the exporter hangs for good: this would not come back
     assert "2 spans are lost" in caplog.text
     exporter.is_let_go.set()

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.config.request_log import RequestLogConfig
-from gateway.errors import ConfigError
+from gateway.errors import GatewayConfigError
 from gateway.request.request import RequestRecord
-from gateway.telemetry.request_log import FILES, PATTERN, Entry, RequestLog, line_of, name_of, new_file
+from gateway.telemetry.request_log import FILES, PATTERN, LogEntry, RequestLog, line_of, name_of, new_file
 from planner.model.workload import infinite_cache_hits, read_trace
 from tests.gateway.worlds import SERVED, on_loop, request_of, until, world
 from transport.control.settings import SettingsError
@@ -50,7 +50,7 @@ async def test_what_was_served_is_a_trace(tmp_path) -> None:
 @given(block_size=st.sampled_from([16, 48, 64, 512, 1024]), total=st.integers(1, 5000))
 def test_blocks_are_named_as_a_trace_wants_them(block_size: int, total: int) -> None:
     hashes = [number.to_bytes(32, "big") for number in range(1 << 70, (1 << 70) + (total - 1) // block_size)]
-    line = json.loads(line_of(Entry(record(total=total), 5.0, hashes, b"\xff" * 32, block_size)))
+    line = json.loads(line_of(LogEntry(record(total=total), 5.0, hashes, b"\xff" * 32, block_size)))
     size = line["block_tokens"]
     assert size % block_size == 0
     assert size <= max(512, block_size)
@@ -132,6 +132,6 @@ def test_what_cannot_be_is_said(tmp_path) -> None:
 @on_loop
 async def test_a_directory_that_cannot_be_is_named(tmp_path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match=r"request_log\.directory = .*file/log"):
+    with pytest.raises(GatewayConfigError, match=r"request_log\.directory = .*file/log"):
         async with world(request_log=RequestLogConfig(directory=tmp_path / "file" / "log")):
             pass

@@ -12,14 +12,14 @@ from prometheus_client import CollectorRegistry, Counter
 
 from gateway.auth.keyring import digest_of
 from gateway.cluster.agent_client import AgentClient
-from gateway.cluster.node import Node
+from gateway.cluster.node import ClusterNode
 from gateway.config.tenants import TenantConfig
-from gateway.errors import NodeError
-from gateway.routing.prefix_transfers import Move, Moves
+from gateway.errors import AgentCallFailed
+from gateway.routing.prefix_transfers import PrefixTransfer, PrefixTransfers
 from gateway.tasks import TaskSet
 from gateway.telemetry.metrics import Metrics
 from gateway.telemetry.process_metrics import Children
-from gateway.telemetry.tenant_usage import Sent, Spent, as_csv, spent_by
+from gateway.telemetry.tenant_usage import SentBytes, TenantUsage, as_csv, spent_by
 from tests.gateway.scripted import ScriptedNode
 from tests.gateway.worlds import PATIENCE_S, World, on_loop, until, world
 from transport.control.messages import TicketInfo
@@ -43,8 +43,8 @@ def test_a_tenants_series_become_one_account() -> None:
         [({"tenant": "b", "source": "east", "destination": "west", "kind": "move"}, 1e12)],
     )
     assert [each.tenant for each in found] == ["a", "b"]
-    sent = [Sent("east", "west", "move", 10**12)]
-    assert found[1] == Spent(tenant="b", requests={"200": 2}, prompt_tokens=100, cached_tokens=60, kv_bytes=sent)
+    sent = [SentBytes("east", "west", "move", 10**12)]
+    assert found[1] == TenantUsage(tenant="b", requests={"200": 2}, prompt_tokens=100, cached_tokens=60, kv_bytes=sent)
     assert list(csv.reader(io.StringIO(as_csv(found))))[-2:] == [
         ["b", "completion_tokens", "", "", "0"],
         ["b", "kv_bytes_move", "east", "west", "1000000000000"],
@@ -143,15 +143,18 @@ async def test_a_prefix_that_crossed_the_link_and_was_not_taken_is_counted() -> 
             )  # fmt: skip
 
         async def commit(self, *_: object) -> None:
-            raise NodeError("p0", "no_capacity")
+            raise AgentCallFailed("p0", "no_capacity")
 
         async def abort(self, *_: object) -> None:
             pass
 
-    source, target = (Node(cast(AgentClient, each)) for each in (Source(), Target()))
+    source, target = (ClusterNode(cast(AgentClient, each)) for each in (Source(), Target()))
     metrics, tasks = Metrics(), TaskSet(lambda name: None)
-    moves = Moves(metrics, tasks, lambda: 0.0, limit=1, timeout_s=PATIENCE_S)
-    assert await moves.make(Move(source, target, (b"h" * 32,), 16, 500, tenant="acme"), PATIENCE_S) == "no_capacity"
+    moves = PrefixTransfers(metrics, tasks, lambda: 0.0, limit=1, timeout_s=PATIENCE_S)
+    assert (
+        await moves.make(PrefixTransfer(source, target, (b"h" * 32,), 16, 500, tenant="acme"), PATIENCE_S)
+        == "no_capacity"
+    )
     await tasks.join(PATIENCE_S)
     (spent,) = metrics.spent()
     assert [each.bytes for each in spent.kv_bytes] == [500]

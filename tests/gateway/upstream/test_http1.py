@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.errors import LegFailed
-from gateway.upstream.http1 import MAX_QUIET_BYTES, MAX_UNREAD_BYTES, Answer, EngineConnection
+from gateway.upstream.http1 import MAX_QUIET_BYTES, MAX_UNREAD_BYTES, EngineAnswer, UpstreamConnection
 from tests.gateway.worlds import on_loop
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/x\r\n"
@@ -26,7 +26,7 @@ LONG_S = 1000.0
 class Wire(asyncio.Transport):
     """What a connection writes to."""
 
-    def __init__(self, connection: EngineConnection) -> None:
+    def __init__(self, connection: UpstreamConnection) -> None:
         super().__init__()
         self.sent = b""
         self.asked = asyncio.Event()
@@ -68,13 +68,13 @@ class Shelf:
     """Owns connections."""
 
     def __init__(self) -> None:
-        self.unused_ones: list[EngineConnection] = []
-        self.closed_ones: list[EngineConnection] = []
+        self.unused_ones: list[UpstreamConnection] = []
+        self.closed_ones: list[UpstreamConnection] = []
 
-    def unused(self, connection: EngineConnection) -> None:
+    def unused(self, connection: UpstreamConnection) -> None:
         self.unused_ones.append(connection)
 
-    def closed(self, connection: EngineConnection) -> None:
+    def closed(self, connection: UpstreamConnection) -> None:
         self.closed_ones.append(connection)
 
 
@@ -83,14 +83,14 @@ class Bench:
 
     def __init__(self) -> None:
         self.shelf = Shelf()
-        self.connection = EngineConnection(self.shelf)
+        self.connection = UpstreamConnection(self.shelf)
         self.wire = Wire(self.connection)
 
-    def ask(self, within_s: float = LONG_S, body: bytes = b"{}") -> "asyncio.Task[Answer]":
+    def ask(self, within_s: float = LONG_S, body: bytes = b"{}") -> "asyncio.Task[EngineAnswer]":
         due = asyncio.get_running_loop().time() + within_s
         return asyncio.create_task(self.connection.ask(b"POST\r\n\r\n", body, due))
 
-    async def told(self, *parts: bytes) -> Answer:
+    async def told(self, *parts: bytes) -> EngineAnswer:
         """The answer to a request that the other end answers with these, one at a time."""
         asking = self.ask()
         await self.wire.asked.wait()

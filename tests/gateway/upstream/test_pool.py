@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from gateway.errors import LegFailed
-from gateway.upstream.pool import Engine, EnginePool
+from gateway.upstream.pool import EnginePool, UpstreamEngine
 from tests.gateway.worlds import PATIENCE_S, on_loop, until
 
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
@@ -183,12 +183,12 @@ async def test_a_deadline_bounds_connecting_and_answering() -> None:
 )
 def test_what_is_no_url_of_http_is_unreachable(url: str) -> None:
     with pytest.raises(LegFailed) as failed:
-        Engine(url)
+        UpstreamEngine(url)
     assert failed.value.reason == "unreachable"
 
 
 def test_a_head_names_the_authority_and_keeps_the_path() -> None:
-    engine = Engine("http://user:secret@[::1]:8000/base/")
+    engine = UpstreamEngine("http://user:secret@[::1]:8000/base/")
     assert (engine.host, engine.port) == ("::1", 8000)
     head = engine.head("/v1", "traceparent: \udcff\r\n", 7)
     assert head.startswith(b"POST /base/v1 HTTP/1.1\r\nHost: [::1]:8000\r\n")

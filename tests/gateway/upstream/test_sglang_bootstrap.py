@@ -2,7 +2,7 @@ import pytest
 
 from gateway.errors import DecodeFailed, PrefillFailed
 from gateway.upstream.sglang_bootstrap import DECODE_ABORTED, label_in, to_blame
-from planner.decisions.retries import Failure
+from planner.decisions.retries import FailureKind
 
 TROUBLE = PrefillFailed("p", "500", "somehow")
 
@@ -31,7 +31,7 @@ def test_our_own_reasons_are_found_in_sglangs_words(message: str, label: str | N
         (TROUBLE, DecodeFailed("d", "connection_lost"), False),
         (TROUBLE, DecodeFailed("d", "no_capacity"), False),
         (PrefillFailed("p", "engine_died"), DecodeFailed("d", "503"), True),
-        (PrefillFailed("p", "400", "", Failure.REQUEST), None, True),
+        (PrefillFailed("p", "400", "", FailureKind.REQUEST), None, True),
     ],
 )
 def test_who_was_told_of_a_failure_is_not_to_blame(

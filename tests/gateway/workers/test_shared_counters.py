@@ -6,13 +6,13 @@ from typing import cast
 import pytest
 
 from gateway.cluster.agent_client import AgentClient, NodeInfo
-from gateway.cluster.node import Node, Work
-from gateway.workers.shared_counters import IN_FLIGHT, WAITING, Board, State
+from gateway.cluster.node import ClusterNode, NodeWork
+from gateway.workers.shared_counters import IN_FLIGHT, WAITING, SharedCounters, WorkerState
 from planner.decisions.estimates import PrefillShare
 
 
-def node(name: str, cluster: str) -> Node:
-    made = Node(cast(AgentClient, None))  # nobody speaks to it
+def node(name: str, cluster: str) -> ClusterNode:
+    made = ClusterNode(cast(AgentClient, None))  # nobody speaks to it
     made.info = NodeInfo(
         node_id=name, cluster=cluster, cluster_kind="pd", role="decode", state="ready", engine_url="", model_id="m",
         layout_json="", layout_fingerprint="f", max_model_len=1, boot_id="1", engine_pid=1, block_size=16,
@@ -22,12 +22,12 @@ def node(name: str, cluster: str) -> Node:
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    Board.create(tmp_path / "board", workers=3, nodes=2)
+    SharedCounters.create(tmp_path / "board", workers=3, nodes=2)
     return tmp_path / "board"
 
 
 def test_a_limit_holds_for_all_workers_together(path: Path) -> None:
-    one, other, parent = Board(path, 0), Board(path, 1), Board(path)
+    one, other, parent = SharedCounters(path, 0), SharedCounters(path, 1), SharedCounters(path)
     assert [board.take(IN_FLIGHT, 3) for board in (one, other, one, other)] == [True, True, True, False]
     assert one.take(WAITING, 1)
     other.give_back(IN_FLIGHT)
@@ -39,13 +39,13 @@ def test_a_limit_holds_for_all_workers_together(path: Path) -> None:
 
 
 def test_work_of_one_worker_is_seen_by_all_and_goes_with_it(path: Path) -> None:
-    boards = [Board(path, number) for number in range(2)]
+    boards = [SharedCounters(path, number) for number in range(2)]
     views = [[node("a", "east"), node("b", "west")] for _ in boards]
     for board, nodes in zip(boards, views, strict=True):
         board.join(nodes)
-    work = Work(tokens=100, destination="west", promised_bytes=5_000)
+    work = NodeWork(tokens=100, destination="west", promised_bytes=5_000)
     views[0][0].take(work)
-    views[1][0].take(Work(tokens=7))
+    views[1][0].take(NodeWork(tokens=7))
     for board, nodes in zip(boards, views, strict=True):
         board.catch_up(nodes)
         assert [(each.pending_requests, each.pending_tokens) for each in nodes] == [(2, 107), (0, 0)]
@@ -61,7 +61,7 @@ def test_work_of_one_worker_is_seen_by_all_and_goes_with_it(path: Path) -> None:
 
 
 def test_what_decode_nodes_compute_is_one_share(path: Path) -> None:
-    boards = [Board(path, number) for number in range(2)]
+    boards = [SharedCounters(path, number) for number in range(2)]
     views = [[node("a", "west"), node("b", "west")] for _ in boards]
     alone = PrefillShare()
     for turn, (board, nodes) in enumerate([*zip(boards, views, strict=True)] * 2):
@@ -76,21 +76,21 @@ def test_what_decode_nodes_compute_is_one_share(path: Path) -> None:
 
 
 def test_more_clusters_than_columns_are_nobodys_loss_but_the_promise(path: Path) -> None:
-    board = Board(path, 0)
+    board = SharedCounters(path, 0)
     nodes = [node("a", "east"), node("b", "west")]
     board.join(nodes)
     for number in range(100):
-        nodes[0].take(Work(tokens=1, destination=f"old {number}", promised_bytes=1))
+        nodes[0].take(NodeWork(tokens=1, destination=f"old {number}", promised_bytes=1))
     board.catch_up(nodes)
     assert nodes[0].pending_tokens == 100
     board.close()
 
 
 def test_numbers_are_given_out_once_and_states_are_told(path: Path) -> None:
-    one, other = Board(path, 0), Board(path, 2)
+    one, other = SharedCounters(path, 0), SharedCounters(path, 2)
     assert [board.next_seq() for board in (one, other, one)] == [1, 2, 3]
     assert other.last_seq() == 3
-    other.be(State.READY)
-    assert one.states() == [State.NONE, State.NONE, State.READY]
+    other.be(WorkerState.READY)
+    assert one.states() == [WorkerState.NONE, WorkerState.NONE, WorkerState.READY]
     for board in (one, other):
         board.close()

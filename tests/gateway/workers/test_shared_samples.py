@@ -3,19 +3,23 @@
 from pathlib import Path
 
 from gateway.telemetry.load_report import KEPT
-from gateway.workers.shared_samples import Tally
+from gateway.workers.shared_samples import SharedSamples
 from planner.decisions.offered import SampleRing
 
 
 def created(directory: Path) -> Path:
     path = directory / "tally"
-    Tally.create(path)
+    SharedSamples.create(path)
     return path
 
 
 def test_any_worker_tells_what_all_were_asked_for(tmp_path: Path) -> None:
     path = created(tmp_path)
-    one, other, later = Tally(path), Tally(path), Tally(path)  # the last one takes the place of one that died
+    one, other, later = (
+        SharedSamples(path),
+        SharedSamples(path),
+        SharedSamples(path),
+    )  # the last one takes the place of one that died
     one.asked(100)
     other.asked(200)
     other.answered(7)
@@ -35,14 +39,14 @@ def test_another_life_of_the_gateway_has_another_name(tmp_path: Path) -> None:
     boots = set()
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
-        tally = Tally(created(tmp_path / name))
+        tally = SharedSamples(created(tmp_path / name))
         boots.add(tally.boot)
         tally.close()
     assert len(boots) == 2
 
 
 def test_a_ring_of_workers_says_what_that_of_one_process_says(tmp_path: Path) -> None:
-    tally, own = Tally(created(tmp_path)), SampleRing(KEPT)
+    tally, own = SharedSamples(created(tmp_path)), SampleRing(KEPT)
     value = 0
     for more in (0, 1, 30, KEPT - 32, 1, 1, 40):  # before it is full, just full, and around once
         for _ in range(more):

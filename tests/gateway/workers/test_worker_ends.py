@@ -9,16 +9,16 @@ from typing import Final
 import pytest
 
 from gateway.errors import WorkersFail
-from gateway.workers.shared_counters import Board, State
+from gateway.workers.shared_counters import SharedCounters, WorkerState
 from gateway.workers.supervisor import Workers
 from tests.gateway.worlds import PATIENCE_S, on_loop, until
 
 
 @on_loop
 async def test_workers_that_end_as_often_as_they_are_started_are_given_up(tmp_path: Path) -> None:
-    Board.create(tmp_path / "board", workers=2, nodes=1)
-    board = Board(tmp_path / "board")
-    board.be(State.READY)  # worker 0 is taken to serve
+    SharedCounters.create(tmp_path / "board", workers=2, nodes=1)
+    board = SharedCounters(tmp_path / "board")
+    board.be(WorkerState.READY)  # worker 0 is taken to serve
     commands = (["sleep", "1000"], [sys.executable, "-c", "raise SystemExit(3)"])
     now = asyncio.get_running_loop().time
     ended: list[int] = []
@@ -32,8 +32,8 @@ async def test_workers_that_end_as_often_as_they_are_started_are_given_up(tmp_pa
 
 @on_loop
 async def test_a_worker_that_is_killed_from_outside_is_never_given_up(tmp_path: Path) -> None:
-    Board.create(tmp_path / "board", workers=1, nodes=1)
-    board, started = Board(tmp_path / "board"), []
+    SharedCounters.create(tmp_path / "board", workers=1, nodes=1)
+    board, started = SharedCounters(tmp_path / "board"), []
 
     def command(number: int) -> list[str]:
         started.append(number)
@@ -49,9 +49,9 @@ async def test_a_worker_that_is_killed_from_outside_is_never_given_up(tmp_path: 
 
 @on_loop
 async def test_a_worker_that_cannot_be_started_just_now_is_started_later(tmp_path: Path) -> None:
-    Board.create(tmp_path / "board", workers=2, nodes=1)
-    board = Board(tmp_path / "board")
-    board.be(State.READY)  # worker 0 is taken to serve
+    SharedCounters.create(tmp_path / "board", workers=2, nodes=1)
+    board = SharedCounters(tmp_path / "board")
+    board.be(WorkerState.READY)  # worker 0 is taken to serve
     asked = [0, 0]
 
     def command(number: int) -> list[str]:
@@ -70,9 +70,9 @@ async def test_a_worker_that_cannot_be_started_just_now_is_started_later(tmp_pat
 
 @on_loop
 async def test_a_gateway_whose_workers_fail_ends_though_one_of_them_is_stuck(tmp_path: Path) -> None:
-    Board.create(tmp_path / "board", workers=2, nodes=1)
-    board = Board(tmp_path / "board")
-    board.be(State.READY)  # worker 0 is taken to serve, and hears nothing any more
+    SharedCounters.create(tmp_path / "board", workers=2, nodes=1)
+    board = SharedCounters(tmp_path / "board")
+    board.be(WorkerState.READY)  # worker 0 is taken to serve, and hears nothing any more
     stuck = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(1000)"
     commands = ([sys.executable, "-c", stuck], [sys.executable, "-c", "raise SystemExit(3)"])
     now = asyncio.get_running_loop().time
@@ -85,13 +85,13 @@ async def test_a_gateway_whose_workers_fail_ends_though_one_of_them_is_stuck(tmp
 
 @on_loop
 async def test_a_worker_that_says_nothing_is_killed_and_another_one_started(tmp_path: Path) -> None:
-    Board.create(tmp_path / "board", workers=1, nodes=1)
-    board, started = Board(tmp_path / "board"), []
+    SharedCounters.create(tmp_path / "board", workers=1, nodes=1)
+    board, started = SharedCounters(tmp_path / "board"), []
     now = asyncio.get_running_loop().time
 
     def command(number: int) -> list[str]:
         started.append(number)
-        board.be(State.READY)  # it is taken to serve, and never says so again
+        board.be(WorkerState.READY)  # it is taken to serve, and never says so again
         return ["sleep", "1000"]
 
     workers = Workers(command, board, tmp_path, now, silence_s=0.5)
@@ -108,8 +108,8 @@ STUCK_AT_ITS_START: Final = "import signal, time; signal.signal(signal.SIGTERM, 
 
 @on_loop
 async def test_a_worker_that_does_not_start_is_killed_and_another_one_started(tmp_path: Path) -> None:
-    Board.create(tmp_path / "board", workers=1, nodes=1)
-    board = Board(tmp_path / "board")
+    SharedCounters.create(tmp_path / "board", workers=1, nodes=1)
+    board = SharedCounters(tmp_path / "board")
     now = asyncio.get_running_loop().time
     command = [sys.executable, "-c", STUCK_AT_ITS_START]
     workers = Workers(lambda number: command, board, tmp_path, now, max_restarts=1, start_s=0.2)
@@ -121,8 +121,8 @@ async def test_a_worker_that_does_not_start_is_killed_and_another_one_started(tm
 
 @on_loop
 async def test_a_gateway_ends_though_a_worker_is_stuck_at_its_start(tmp_path: Path) -> None:
-    Board.create(tmp_path / "board", workers=1, nodes=1)
-    board, started = Board(tmp_path / "board"), asyncio.Event()
+    SharedCounters.create(tmp_path / "board", workers=1, nodes=1)
+    board, started = SharedCounters(tmp_path / "board"), asyncio.Event()
     now = asyncio.get_running_loop().time
 
     def command(number: int) -> list[str]:

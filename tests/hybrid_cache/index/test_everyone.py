@@ -1,17 +1,17 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybrid_cache.index.everyone import CHUNK_BLOCKS, Snapshots, leading_blocks, unbroken_blocks
-from hybrid_cache.index.holders import Holders
+from hybrid_cache.index.everyone import CHUNK_BLOCKS, SnapshotLengths, leading_blocks, unbroken_blocks
+from hybrid_cache.index.holders import HolderSets
 
 CHAIN = [number.to_bytes(2) for number in range(4 * CHUNK_BLOCKS)]
 LENGTHS = st.integers(0, len(CHAIN))
 POSITIONS = st.sets(st.integers(0, len(CHAIN) - 1), max_size=12)
 
 
-def holders(held: dict[int, set[int]]) -> Holders:
+def holders(held: dict[int, set[int]]) -> HolderSets:
     """Who holds which block: by bit, positions in the chain."""
-    found = Holders()
+    found = HolderSets()
     for bit, positions in held.items():
         found.add([CHAIN[at] for at in positions], bit)
     return found
@@ -40,7 +40,7 @@ def test_a_missing_block_ends_what_is_unbroken(missing, one, other):
 def test_the_longest_snapshot_is_one_of_every_group(nodes, questions):
     groups = [holders({1 << node: both[group] for node, both in enumerate(nodes)}) for group in (0, 1)]
     everybody = (1 << len(nodes)) - 1
-    snapshots = Snapshots(groups, CHAIN, everybody)
+    snapshots = SnapshotLengths(groups, CHAIN, everybody)
 
     def expected(node, limit):
         both = set.intersection(*nodes[node]) if node < len(nodes) else set[int]()

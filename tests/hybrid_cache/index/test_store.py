@@ -9,7 +9,7 @@ from hybrid_cache.index.store import (
     BYTES_PER_HASH,
     BYTES_PER_PREFIX,
     DropReplica,
-    Placement,
+    PrefixPlacement,
     PrefixStore,
     Replicate,
     StoreConfig,
@@ -29,7 +29,7 @@ def make_store(*holders: str, **config) -> PrefixStore:
 
 def test_get_prefers_the_longest_hit_then_the_idlest_node():
     store = make_store("a", "b")
-    assert store.get(CHAIN, 32, {"a": 3.0, "b": 1.0, "c": 0.0}, now=0.0) == Placement("b", PrefixHit(32, 32))
+    assert store.get(CHAIN, 32, {"a": 3.0, "b": 1.0, "c": 0.0}, now=0.0) == PrefixPlacement("b", PrefixHit(32, 32))
     assert store.get(hashes_of([9] * 32), 32, IDLE, now=0.0).node_id is None
 
 

@@ -10,10 +10,10 @@ from hybrid_cache.errors import LayoutError, OutOfPages
 from hybrid_cache.layout.layout import (
     PAGE_ALIGN_BYTES,
     UNBOUNDED_TOKENS,
+    ByteRange,
     KVCacheGroup,
     ModelLayout,
     RangeKey,
-    Segment,
     derive_page_bytes,
     transfer_ranges,
 )
@@ -157,7 +157,7 @@ def test_slabs_are_layer_major_and_neighbours_merge():
     layout = make_layout(FULL, layers=3)
     slab = layout.slab_bytes(0)
     pages = tuple(range(layout.pages_per_block(0)))
-    assert layout.segments(0, 1, pages) == (Segment(slab, slab),)
+    assert layout.segments(0, 1, pages) == (ByteRange(slab, slab),)
 
 
 def test_wrong_places():

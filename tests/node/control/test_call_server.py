@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from node.control.call_server import CallServer
-from node.control.holders import Holders
+from node.control.holders import ReservationHolders
 from node.errors import NodeRefusal
 from tests.gateway.worlds import on_both_loops, until
 from transport.control.calls import AGENT, CALLER, MAX_CALLS
@@ -77,7 +77,7 @@ def reserve(number: int, name: str, timeout_s: float = 60.0) -> pb.Call:
 
 @asynccontextmanager
 async def serving(
-    room: Room, identity: Identity | None = None, handshake_s: float = 60.0, holders: Holders | None = None
+    room: Room, identity: Identity | None = None, handshake_s: float = 60.0, holders: ReservationHolders | None = None
 ) -> AsyncIterator[tuple[CallServer, int]]:
     server = CallServer(room, holders, handshake_s=handshake_s)
     port = await server.start("127.0.0.1", 0, identity)

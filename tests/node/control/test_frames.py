@@ -15,7 +15,7 @@ from tests.gateway.worlds import on_both_loops, on_loop, until
 from tests.node.control.test_call_server import Room, calling, reserve
 from transport.control.messages import frame
 from transport.control.proto import node_pb2 as pb
-from transport.wire.memory import Memory
+from transport.wire.memory import LentMemory
 
 MB = 1 << 20
 BEGUN = (60 * MB).to_bytes(4, "little")  # a frame's length, and nothing after it
@@ -39,7 +39,7 @@ async def serving(**limits: Any) -> AsyncIterator[tuple[CallServer, int]]:
 
 
 def test_memory_is_lent_up_to_its_bounds_and_comes_back() -> None:
-    memory = Memory(100, 60)
+    memory = LentMemory(100, 60)
     assert memory.lend("a", 60)
     assert not memory.lend("a", 1)
     assert memory.lend("b", 40)

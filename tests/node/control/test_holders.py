@@ -11,7 +11,7 @@ import pytest
 
 from gateway.cluster.agent_client import AgentClient
 from node.control.call_server import CallServer
-from node.control.holders import MAX_GONE, MAX_NAME, Holders, checked_name
+from node.control.holders import MAX_GONE, MAX_NAME, ReservationHolders, checked_name
 from node.errors import NodeRefusal
 from node.grpc_service import NodeService
 from tests.gateway.worlds import on_both_loops, until
@@ -30,8 +30,8 @@ class Clock:
         return self.now
 
 
-def holders(clock: Clock) -> Holders:
-    return Holders(clock, grace_s=5.0)
+def holders(clock: Clock) -> ReservationHolders:
+    return ReservationHolders(clock, grace_s=5.0)
 
 
 # The rule
@@ -180,7 +180,7 @@ async def _introduced(caller: Caller, name: str) -> str:
 
 @on_both_loops
 async def test_a_kept_connection_says_who_holds_it_and_its_end_is_the_holders_end() -> None:
-    known = Holders(Clock())
+    known = ReservationHolders(Clock())
     async with serving(Room(), holders=known) as (_, port):
         async with calling(port) as first, calling(port) as second, calling(port) as other:
             assert [await _introduced(first, "a"), await _introduced(second, "a"), await _introduced(other, "b")] == [
@@ -196,7 +196,7 @@ async def test_a_kept_connection_says_who_holds_it_and_its_end_is_the_holders_en
 
 @on_both_loops
 async def test_what_is_no_name_is_refused() -> None:
-    known = Holders(Clock())
+    known = ReservationHolders(Clock())
     async with serving(Room(), holders=known) as (_, port), calling(port) as caller:
         assert await _introduced(caller, "") == "bad_request"
         assert await _introduced(caller, "x" * (MAX_NAME + 1)) == "bad_request"

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from node.errors import NoRoom
+from node.errors import NoArenaMemory
 from node.kvcache.arena import SHMEM_HUGEPAGES, Arena
 
 
@@ -30,7 +30,9 @@ def test_all_its_memory_is_taken_when_it_is_made(tmp_path: Path) -> None:
 def test_what_does_not_fit_is_refused_with_the_numbers(tmp_path: Path) -> None:
     with (
         Arena(tmp_path / "prfaas-other", 4096),
-        pytest.raises(NoRoom, match=rf"cache_bytes = {1 << 60}: {tmp_path} has \d+ bytes free; 1 other .* have 4096"),
+        pytest.raises(
+            NoArenaMemory, match=rf"cache_bytes = {1 << 60}: {tmp_path} has \d+ bytes free; 1 other .* have 4096"
+        ),
     ):
         Arena(tmp_path / "arena", 1 << 60)
     assert list(tmp_path.iterdir()) == []

@@ -7,8 +7,8 @@ from hybrid_cache.hashing.block_hash import block_hashes
 from node.config import NodeConfig
 from node.control.broadcast import Broadcast, Watcher
 from node.kvcache.arena import Arena
-from node.kvcache.pages import Pages
-from node.kvcache.pinned_contexts import Contexts
+from node.kvcache.pages import ArenaPages
+from node.kvcache.pinned_contexts import PinnedContexts
 from tests.node.handover import LAYOUT, run
 from transport.control.proto import node_pb2 as pb
 
@@ -44,8 +44,8 @@ def test_a_context_lives_on_when_it_is_found_and_watchers_hear_of_it(tmp_path: P
             cache_bytes=1 << 20,
         )
         arena = Arena(tmp_path / "arena", 1 << 20)
-        pages = Pages(LAYOUT, arena, config, events, clock)
-        contexts = Contexts(pages, clock)
+        pages = ArenaPages(LAYOUT, arena, config, events, clock)
+        contexts = PinnedContexts(pages, clock)
 
         def compute(name: str) -> None:
             pages.reserve(name, HASHES, len(TOKENS), Purpose.PREFILL)

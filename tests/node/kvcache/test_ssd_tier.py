@@ -13,7 +13,7 @@ import pytest
 
 from hybrid_cache.hashing.block_hash import block_hashes
 from hybrid_cache.tiers.disk import HEADER_BYTES, Buffer, DiskTier, FileDisk
-from node.kvcache.pages import Pages
+from node.kvcache.pages import ArenaPages
 from node.kvcache.ssd_tier import SsdWaits
 from tests.node.handover import BLOCK, LAYOUT, HandNode, run, until
 from transport.control import messages as m
@@ -54,7 +54,7 @@ async def node_with_ssd(tmp_path: Path, name: str = "p") -> AsyncIterator[tuple[
         disks.append(SlowDisk(directory))
         return DiskTier(LAYOUT, disks[-1], capacity_bytes=capacity_bytes)
 
-    class PagesAboveSlowDisk(Pages):
+    class PagesAboveSlowDisk(ArenaPages):
         """An engine that computes nothing is faster than any disk: here it does not count."""
 
         def __init__(self, *parts: Any) -> None:
@@ -251,7 +251,7 @@ def test_a_disk_slower_than_computing_is_not_asked(tmp_path: Path) -> None:
     run(scenario())
 
 
-class EagerPages(Pages):
+class EagerPages(ArenaPages):
     """Looks often whether a directory is free."""
 
     def __init__(self, *parts: Any) -> None:

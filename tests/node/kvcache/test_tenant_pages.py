@@ -4,12 +4,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from node.kvcache.tenant_pages import MAX_FLOWS, Rooms
+from node.kvcache.tenant_pages import MAX_FLOWS, TenantPages
 from transport.turns import LATELY_S
 
 
 def test_a_tenant_that_is_alone_may_have_all_pages() -> None:
-    rooms = Rooms()
+    rooms = TenantPages()
     rooms.ask("a", 0.0)
     rooms.reserved("r", "a", 60)
     assert rooms.may_have("a", 4, 4, 0.0)
@@ -17,7 +17,7 @@ def test_a_tenant_that_is_alone_may_have_all_pages() -> None:
 
 @pytest.mark.parametrize("how", ["holds", "waits", "has_asked"])
 def test_while_another_is_about_an_eighth_is_left(how: str) -> None:
-    rooms = Rooms()
+    rooms = TenantPages()
     rooms.reserved("r", "a", 50)
     match how:
         case "holds":
@@ -32,7 +32,7 @@ def test_while_another_is_about_an_eighth_is_left(how: str) -> None:
 
 
 def test_who_asked_long_ago_is_about_no_more() -> None:
-    rooms = Rooms()
+    rooms = TenantPages()
     rooms.ask("b", 0.0)
     rooms.ask("a", LATELY_S)
     rooms.reserved("r", "a", 60)
@@ -41,7 +41,7 @@ def test_who_asked_long_ago_is_about_no_more() -> None:
 
 
 def test_what_is_nobodys_is_not_bound_and_binds_nobody() -> None:
-    rooms = Rooms()
+    rooms = TenantPages()
     rooms.ask("", 0.0)
     rooms.reserved("moves", "", 30)
     rooms.reserved("r", "a", 30)
@@ -51,7 +51,7 @@ def test_what_is_nobodys_is_not_bound_and_binds_nobody() -> None:
 
 
 def test_who_holds_least_comes_first_and_of_equals_who_began_to_wait_first() -> None:
-    rooms = Rooms()
+    rooms = TenantPages()
     assert rooms.is_first("a")
     rooms.reserved("r", "a", 2)
     for tenant in ("a", "c", "b"):
@@ -65,13 +65,13 @@ def test_who_holds_least_comes_first_and_of_equals_who_began_to_wait_first() -> 
 
 
 def test_a_reservation_that_nobody_knows_is_no_harm() -> None:
-    rooms = Rooms()
+    rooms = TenantPages()
     rooms.released("unknown")
     assert rooms.held("") == 0
 
 
 def test_who_has_asked_is_remembered_within_bounds() -> None:
-    rooms = Rooms()
+    rooms = TenantPages()
     for number in range(MAX_FLOWS + 10):
         rooms.ask(str(number), 0.0)
     rooms.reserved("r", "a", 60)
@@ -85,7 +85,7 @@ steps = st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 20), st.boolea
 def test_nobody_who_has_some_takes_the_last_ones_while_others_are_about(
     steps: list[tuple[str, int, bool, int]],
 ) -> None:
-    rooms, pages, live = Rooms(), 160, {}
+    rooms, pages, live = TenantPages(), 160, {}
     for number, (tenant, wanted, ends, which) in enumerate(steps):
         if ends and live:
             name = sorted(live)[which % len(live)]

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from node.errors import ConfigError, PortHeld
-from node.process.ports import NODE_VARIABLE, Port, holder, is_predecessor, wait_free
+from node.errors import NodeConfigError, PortHeld
+from node.process.ports import NODE_VARIABLE, ListenPort, holder, is_predecessor, wait_free
 
 LISTENER = """
 import socket, sys
@@ -32,13 +32,13 @@ for _ in range(4):
 
 
 @contextmanager
-def listener(before: str = "", **environment: str) -> Iterator[tuple[subprocess.Popen[str], Port]]:
+def listener(before: str = "", **environment: str) -> Iterator[tuple[subprocess.Popen[str], ListenPort]]:
     command = [sys.executable, "-c", before + LISTENER]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, **environment}
     ) as process:
         assert process.stdout is not None
-        yield process, Port("engine_port", "127.0.0.1", int(process.stdout.readline()))
+        yield process, ListenPort("engine_port", "127.0.0.1", int(process.stdout.readline()))
         process.kill()
 
 
@@ -56,7 +56,7 @@ def test_a_strangers_port_is_refused_at_once() -> None:
             await wait_free(port, "n0", 3600.0, lambda: 0.0)
 
     with pytest.raises(
-        ConfigError, match=r"engine_port = \d+: cannot listen on 127\.0\.0\.1:\d+: Address already in use"
+        NodeConfigError, match=r"engine_port = \d+: cannot listen on 127\.0\.0\.1:\d+: Address already in use"
     ):
         asyncio.run(never())
 
@@ -93,16 +93,16 @@ def test_but_not_for_ever() -> None:
 
 
 def test_any_free_port_is_free() -> None:
-    asyncio.run(wait_free(Port("control_port", "127.0.0.1", 0), "n0", 0.0, lambda: 0.0))
+    asyncio.run(wait_free(ListenPort("control_port", "127.0.0.1", 0), "n0", 0.0, lambda: 0.0))
     with socket.create_server(("127.0.0.1", 0)) as probe:
         number = probe.getsockname()[1]
-    asyncio.run(wait_free(Port("control_port", "127.0.0.1", number), "n0", 0.0, lambda: 0.0))
+    asyncio.run(wait_free(ListenPort("control_port", "127.0.0.1", number), "n0", 0.0, lambda: 0.0))
 
 
 @pytest.mark.skipif(not Path("/proc/net/if_inet6").exists(), reason="this machine has no IPv6")
 def test_an_address_of_ipv6_is_free_or_taken_as_any_other() -> None:
     with socket.create_server(("::1", 0), family=socket.AF_INET6) as listener:
         number = listener.getsockname()[1]
-        with pytest.raises(ConfigError, match=rf"\[::1\]:{number}"):
-            asyncio.run(wait_free(Port("control_port", "::1", number), "n", 0.0, time.monotonic))
-    asyncio.run(wait_free(Port("control_port", "::1", number), "n", 0.0, time.monotonic))
+        with pytest.raises(NodeConfigError, match=rf"\[::1\]:{number}"):
+            asyncio.run(wait_free(ListenPort("control_port", "::1", number), "n", 0.0, time.monotonic))
+    asyncio.run(wait_free(ListenPort("control_port", "::1", number), "n", 0.0, time.monotonic))

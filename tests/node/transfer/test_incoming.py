@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from node.errors import NodeRefusal
-from node.kvcache.pages import Pages
+from node.kvcache.pages import ArenaPages
 from tests.node.handover import HandNode, run, two_nodes
 from tests.node.transfer.test_loans import lent
 from transport.control import messages as m
@@ -95,7 +95,7 @@ def test_a_reservation_that_waits_for_an_ssd_is_expected_already(tmp_path: Path)
     async def scenario() -> None:
         asked = asyncio.Event()
 
-        class PagesAboveStuckDisk(Pages):
+        class PagesAboveStuckDisk(ArenaPages):
             async def bring_back_for_landing(self, joined_hashes: bytes, num_tokens: int) -> None:
                 asked.set()
                 await asyncio.Event().wait()

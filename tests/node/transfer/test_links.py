@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from node.config import NodeConfig
 from node.errors import NodeRefusal
-from node.transfer.links import SMALL_S, URGENT_S, Links, spec_of, urgency_of
+from node.transfer.links import SMALL_S, URGENT_S, PeerLinks, spec_of, urgency_of
 from tests.node.running import new_runner
 from transport.control.certificates import Authority
 from transport.control.messages import TicketInfo
@@ -24,9 +24,9 @@ from transport.send.spec import Urgency
 SIZE = 200_000
 
 
-def links(tmp_path: Path, cluster: str, **changes: Any) -> Links:
+def links(tmp_path: Path, cluster: str, **changes: Any) -> PeerLinks:
     values: dict[str, Any] = {"node_id": "n", "cluster_kind": "pd", "role": "decode", "model": "m"}
-    made = Links(NodeConfig(cluster=cluster, run_dir=str(tmp_path), **values, **changes), use_shm=False)
+    made = PeerLinks(NodeConfig(cluster=cluster, run_dir=str(tmp_path), **values, **changes), use_shm=False)
     made.start()
     return made
 
@@ -48,7 +48,7 @@ def ticket_of(name: str, cluster: str, endpoints: Sequence[tuple[str, str, str]]
     )  # fmt: skip
 
 
-async def send(sender: Links, receiver: Links, cluster: str, name: str, size: int = SIZE) -> PushResult:
+async def send(sender: PeerLinks, receiver: PeerLinks, cluster: str, name: str, size: int = SIZE) -> PushResult:
     target = memoryview(bytearray(size))
     receiver.expect(name, b"secret", [size], lambda _: [target], lambda _: None)
     ticket = ticket_of(name, cluster, [(each.kind, each.address, each.host_id) for each in receiver.endpoints()])
@@ -58,7 +58,7 @@ async def send(sender: Links, receiver: Links, cluster: str, name: str, size: in
         return await done
 
 
-def told(of: Links) -> dict[str, float]:
+def told(of: PeerLinks) -> dict[str, float]:
     """Values by name and link."""
     registry = CollectorRegistry()
     registry.register(of.collector)
@@ -71,7 +71,7 @@ def told(of: Links) -> dict[str, float]:
     return found
 
 
-async def until_told(of: Links, name: str, value: float) -> None:
+async def until_told(of: PeerLinks, name: str, value: float) -> None:
     """Links are sampled by a thread of transport."""
     async with asyncio.timeout(60.0):
         while told(of).get(f"prfaas_link_{name} west") != value:  # noqa: ASYNC110 no event of ours

@@ -9,7 +9,7 @@ import pytest
 
 from hybrid_cache.hashing.block_hash import block_hashes
 from node.errors import NodeRefusal
-from node.kvcache.pages import Pages
+from node.kvcache.pages import ArenaPages
 from tests.node.handover import BLOCK, HandNode, run, turns_of_the_loop, two_nodes, until
 from transport.control import messages as m
 
@@ -290,7 +290,7 @@ def test_a_prefix_push_that_is_given_up_frees_its_pages_when_the_lanes_let_go(tm
 def test_what_the_engine_says_it_computed_is_what_counts(tmp_path: Path) -> None:
     told: list[tuple[int, float]] = []
 
-    class NotingPages(Pages):
+    class NotingPages(ArenaPages):
         def computed(self, num_tokens: int, seconds: float) -> None:
             told.append((num_tokens, seconds))
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from node.config import node_config
-from node.errors import ConfigError
+from node.errors import NodeConfigError
 from node.transfer.links import rdma_of
 from tests.node.handover import HandNode
 from tests.node.test_config import TABLE
@@ -72,9 +72,11 @@ def test_rdma_that_is_asked_for_and_impossible_is_an_error_that_says_why() -> No
     config = node_config(TABLE)
     assert rdma_of(config, open_devices=none) is None
     assert rdma_of(replace(config, transport="tcp"), open_devices=none) is None
-    with pytest.raises(ConfigError, match="transport = 'rdma': RDMA is not possible here: this machine has no RDMA"):
+    with pytest.raises(
+        NodeConfigError, match="transport = 'rdma': RDMA is not possible here: this machine has no RDMA"
+    ):
         rdma_of(replace(config, transport="rdma"), open_devices=none)
-    with pytest.raises(ConfigError, match="RDMA is not possible here"):
+    with pytest.raises(NodeConfigError, match="RDMA is not possible here"):
         rdma_of(replace(config, rdma_devices=("mlx5_0",)), open_devices=none)
     with pytest.raises(SettingsError, match="rdma_devices: allowed only with transport"):
         replace(config, transport="tcp", rdma_devices=("mlx5_0",))

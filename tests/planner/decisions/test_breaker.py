@@ -2,7 +2,7 @@
 
 import itertools
 
-from planner.decisions.breaker import MAX_RETRY_S, PROBE_S, TRANSITIONS, Breaker, Breakers, Event, State
+from planner.decisions.breaker import MAX_RETRY_S, PROBE_S, TRANSITIONS, Breaker, Breakers, BreakerState, PathEvent
 
 
 def test_the_first_failure_opens_and_nothing_passes_until_a_probe_has():
@@ -11,7 +11,7 @@ def test_the_first_failure_opens_and_nothing_passes_until_a_probe_has():
     assert not breaker.up
     assert not breaker.wants_probe(10.5)
     assert breaker.wants_probe(11.0)
-    assert (breaker.state, breaker.up) == (State.HALF_OPEN, False)
+    assert (breaker.state, breaker.up) == (BreakerState.HALF_OPEN, False)
     assert not breaker.wants_probe(11.0)  # one at a time
     breaker.on_arrived(11.1)
     assert breaker.up
@@ -37,7 +37,7 @@ def test_a_probe_of_which_nothing_is_heard_has_failed():
     breaker.on_failed(0.0)
     assert breaker.wants_probe(1.0)
     assert not breaker.wants_probe(1.0 + PROBE_S)
-    assert breaker.state is State.OPEN
+    assert breaker.state is BreakerState.OPEN
     assert breaker.wants_probe(breaker.next_probe_time())
 
 
@@ -56,9 +56,9 @@ def test_what_had_left_before_and_arrives_closes():
 
 
 def test_whatever_is_seen_leads_somewhere():
-    seen = (Event.FAILED, Event.ARRIVED, Event.UNASKED)
-    assert {(state, event) for state, event in itertools.product(State, seen)} <= set(TRANSITIONS)
-    assert set(TRANSITIONS) - set(itertools.product(State, seen)) == {(State.OPEN, Event.WAITED)}
+    seen = (PathEvent.FAILED, PathEvent.ARRIVED, PathEvent.UNASKED)
+    assert {(state, event) for state, event in itertools.product(BreakerState, seen)} <= set(TRANSITIONS)
+    assert set(TRANSITIONS) - set(itertools.product(BreakerState, seen)) == {(BreakerState.OPEN, PathEvent.WAITED)}
 
 
 def test_a_failure_is_of_one_line_and_each_of_its_senders_comes_back_alone():
@@ -71,9 +71,9 @@ def test_a_failure_is_of_one_line_and_each_of_its_senders_comes_back_alone():
     breakers.on_arrived("r1", "west", 1.1)
     breakers.on_failed("r0", [], "west", 1.2)  # its own probe: the others' are still out
     assert [breakers.state(sender, "west") for sender in ("r0", "r1", "r2")] == [
-        State.OPEN,
-        State.CLOSED,
-        State.HALF_OPEN,
+        BreakerState.OPEN,
+        BreakerState.CLOSED,
+        BreakerState.HALF_OPEN,
     ]
     assert breakers.probes(2.0) == []
     assert breakers.probes(3.2) == [("r0", "west")]

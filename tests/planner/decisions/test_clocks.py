@@ -7,17 +7,17 @@ from hypothesis import strategies as st
 
 from node.process.restarts import MAX_BACKOFF_S, Restarts
 from planner.decisions.breaker import MAX_RETRY_S as MAX_PROBE_RETRY_S
-from planner.decisions.breaker import PROBE_S, Breaker, State
+from planner.decisions.breaker import PROBE_S, Breaker, BreakerState
 from planner.decisions.coding import CodingEstimate
 from planner.decisions.decoding import DecodeForecast
 from planner.decisions.estimates import LearnedCost, MoveDelays, PrefillShare
-from planner.decisions.limits import Bucket, Limits, Refusal, Used, entered, left, read, settled
+from planner.decisions.limits import Bucket, LimitRefusal, TenantLimits, Used, entered, left, read, settled
 from planner.decisions.paths import Paths
 from planner.decisions.poison import MAX_RETRY_S, TRIAL_S, Poison
-from planner.decisions.retries import Failure, Next, RetryBudget, Stage
-from planner.decisions.shares import Sender, SharedBudget
+from planner.decisions.retries import FailedStage, FailureKind, Next, RetryBudget
+from planner.decisions.shares import LineSender, SharedBudget
 from planner.decisions.views import ClusterKind, NodeView, Role
-from planner.decisions.waiting import Drain, Line
+from planner.decisions.waiting import DrainRate, WaitQueue
 from tests.clocks import times
 
 NODE = NodeView(node_id="n", cluster="c", kind=ClusterKind.PD, role=Role.PREFILL)
@@ -82,11 +82,11 @@ def test_retries_are_bounded_by_their_budget(clock):
     tried = 0
     for now in clock:
         budget.request(now)
-        rule = budget.rule_after(now, Stage.PREFILL, Failure.TROUBLE, tries=1, max_tries=3, deaths=0)
+        rule = budget.rule_after(now, FailedStage.PREFILL, FailureKind.TROUBLE, tries=1, max_tries=3, deaths=0)
         tried += rule.next is Next.ELSEWHERE
     assert tried >= min(2, len(clock))
     assert budget.rule_after(
-        clock[-1] + 1e9, Stage.PREFILL, Failure.TROUBLE, tries=1, max_tries=3, deaths=0
+        clock[-1] + 1e9, FailedStage.PREFILL, FailureKind.TROUBLE, tries=1, max_tries=3, deaths=0
     ).next is Next.ELSEWHERE  # fmt: skip
 
 
@@ -123,7 +123,7 @@ def test_a_breaker_probes_soon_whenever_it_opened(clock):
         at = breaker.next_probe_time()
         assert at is not None
         assert at - now <= max(MAX_PROBE_RETRY_S, PROBE_S) + 1e-3
-        assert breaker.wants_probe(max(at, now)) or breaker.state is State.OPEN
+        assert breaker.wants_probe(max(at, now)) or breaker.state is BreakerState.OPEN
     breaker.on_arrived(clock[-1])
     assert breaker.up
 
@@ -141,11 +141,11 @@ def test_paths_come_back_whenever_something_arrives(clock):
 
 @given(clock=times(), requests=st.integers(1, 1000), tokens=st.integers(1, 100_000))
 def test_a_tenant_gets_a_minutes_worth_after_a_minute(clock, requests, tokens):
-    limits = Limits(requests=Bucket(requests), tokens=Bucket(tokens))
+    limits = TenantLimits(requests=Bucket(requests), tokens=Bucket(tokens))
     used = Used()
     for now in clock:
         got = entered(limits, used, now)
-        if not isinstance(got, Refusal):
+        if not isinstance(got, LimitRefusal):
             used = settled(limits, Used(got.requests_full_at, got.tokens_full_at), 2 * tokens, now)
         else:
             assert 0.0 < got.wait_s <= 120.0 + 1e-3
@@ -157,7 +157,7 @@ def test_a_tenant_gets_a_minutes_worth_after_a_minute(clock, requests, tokens):
 
 @given(clock=times())
 def test_a_first_request_is_let_in_on_any_clock(clock):
-    limits = Limits(requests=Bucket(1), tokens=Bucket(1), at_once=1)
+    limits = TenantLimits(requests=Bucket(1), tokens=Bucket(1), at_once=1)
     for now in clock:
         assert isinstance(entered(limits, Used(), now), Used)
 
@@ -165,7 +165,7 @@ def test_a_first_request_is_let_in_on_any_clock(clock):
 @given(clock=times(), queued=st.lists(st.floats(0.0, 1e12), min_size=2, max_size=4))
 def test_shares_of_a_line_never_exceed_it(clock, queued):
     budget = SharedBudget()
-    senders = [Sender(f"s{index}", 1e6, each) for index, each in enumerate(queued)]
+    senders = [LineSender(f"s{index}", 1e6, each) for index, each in enumerate(queued)]
     for now in clock:
         for grant in budget.lower(senders, now):
             budget.answered(grant)
@@ -176,8 +176,8 @@ def test_shares_of_a_line_never_exceed_it(clock, queued):
 
 @given(clock=times())
 def test_a_line_moves_on_any_clock(clock):
-    line: Line[int] = Line(1000, ageing_s=10.0)
-    drain = Drain()
+    line: WaitQueue[int] = WaitQueue(1000, ageing_s=10.0)
+    drain = DrainRate()
     drain.on_line(clock[0])
     for number, now in enumerate(clock):
         line.join(number, now, priority=number % 3)

@@ -1,14 +1,14 @@
 import pytest
 
-from planner.decisions.conversions import Standing, why_not
+from planner.decisions.conversions import NodeStanding, why_not
 from planner.decisions.views import ClusterKind, Role
 
 P, D = Role.PREFILL, Role.DECODE
 
 
-def standing(name: str, role: Role, cluster: str = "west", *, is_ready: bool = True) -> Standing:
+def standing(name: str, role: Role, cluster: str = "west", *, is_ready: bool = True) -> NodeStanding:
     kind = ClusterKind.PRFAAS if cluster == "east" else ClusterKind.PD
-    return Standing(node_id=name, cluster=cluster, kind=kind, role=role, is_ready=is_ready)
+    return NodeStanding(node_id=name, cluster=cluster, kind=kind, role=role, is_ready=is_ready)
 
 
 SITE = [standing("p0", P), standing("p1", P), standing("d0", D), standing("d1", D), standing("far", P, "east")]
@@ -36,5 +36,5 @@ def test_nothing_speaks_against_it(node: str, to: Role) -> None:
         ),
     ],
 )
-def test_what_speaks_against_it(node: str, to: Role, others: list[Standing], reason: str) -> None:
+def test_what_speaks_against_it(node: str, to: Role, others: list[NodeStanding], reason: str) -> None:
     assert why_not(node, to, [standing("p0", P), standing("d0", D), *others]) == reason

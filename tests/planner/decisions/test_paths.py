@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planner.decisions.breaker import State
+from planner.decisions.breaker import BreakerState
 from planner.decisions.paths import Paths
 
 SENDERS = ("r0", "r1")
@@ -54,7 +54,7 @@ def test_whatever_happened_an_answer_puts_a_way_back_and_nothing_is_left_for_who
         elif what == "arrived":
             paths.arrived(sender, receiver, "west", now)
             assert paths.is_up(sender, receiver, "west")
-            assert paths.state(sender, "west") is State.CLOSED
+            assert paths.state(sender, "west") is BreakerState.CLOSED
         else:
             paths.lines_to_probe(now)
             paths.pairs_to_probe(now)

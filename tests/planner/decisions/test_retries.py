@@ -7,11 +7,11 @@ from hypothesis import strategies as st
 from planner.decisions.retries import (
     REPEATING,
     RULES,
-    Failure,
+    FailedStage,
+    FailureKind,
     Next,
     RetryBudget,
-    Rule,
-    Stage,
+    RetryRule,
     adds_enough,
     failure_of,
     rule_after,
@@ -20,30 +20,32 @@ from planner.decisions.retries import (
 
 
 def test_every_failure_that_a_stage_can_have_has_a_rule() -> None:
-    never = {(Stage.RESERVE, Failure.LOST), (Stage.RESERVE, Failure.DIED)}  # gRPC says unreachable
-    assert set(RULES) == {(stage, failure) for stage in Stage for failure in Failure} - never
+    never = {(FailedStage.RESERVE, FailureKind.LOST), (FailedStage.RESERVE, FailureKind.DIED)}  # gRPC says unreachable
+    assert set(RULES) == {(stage, failure) for stage in FailedStage for failure in FailureKind} - never
 
 
 @pytest.mark.parametrize(("stage", "failure"), RULES)
-def test_nothing_is_tried_for_ever(stage: Stage, failure: Failure) -> None:
+def test_nothing_is_tried_for_ever(stage: FailedStage, failure: FailureKind) -> None:
     assert rule_after(stage, failure, tries=3, max_tries=3, deaths=0).next is not Next.ELSEWHERE
     assert rule_after(stage, failure, tries=1, max_tries=3, deaths=2).next is Next.REFUSE
 
 
-@pytest.mark.parametrize("stage", Stage)
-def test_what_every_node_would_say_is_asked_of_no_other(stage: Stage) -> None:
-    assert failure_of("digest_mismatch") is Failure.REQUEST
-    assert rule_after(stage, Failure.REQUEST, tries=1, max_tries=3, deaths=0).next is not Next.ELSEWHERE
+@pytest.mark.parametrize("stage", FailedStage)
+def test_what_every_node_would_say_is_asked_of_no_other(stage: FailedStage) -> None:
+    assert failure_of("digest_mismatch") is FailureKind.REQUEST
+    assert rule_after(stage, FailureKind.REQUEST, tries=1, max_tries=3, deaths=0).next is not Next.ELSEWHERE
 
 
 def test_who_is_away_has_tried_nothing() -> None:
     for reason in ("converting", "wrong_role", "draining"):
-        assert failure_of(reason) is Failure.AWAY
-    assert tries_of([Failure.AWAY, Failure.TROUBLE, Failure.AWAY]) == 1
-    assert not any(rule.suspect for (_, failure), rule in RULES.items() if failure is Failure.AWAY)
+        assert failure_of(reason) is FailureKind.AWAY
+    assert tries_of([FailureKind.AWAY, FailureKind.TROUBLE, FailureKind.AWAY]) == 1
+    assert not any(rule.suspect for (_, failure), rule in RULES.items() if failure is FailureKind.AWAY)
 
 
-def again(budget: RetryBudget, now: float, failure: Failure = Failure.TIMEOUT, stage: Stage = Stage.DECODE) -> Rule:
+def again(
+    budget: RetryBudget, now: float, failure: FailureKind = FailureKind.TIMEOUT, stage: FailedStage = FailedStage.DECODE
+) -> RetryRule:
     return budget.rule_after(now, stage, failure, tries=1, max_tries=3, deaths=0)
 
 
@@ -64,13 +66,13 @@ def test_what_was_tried_is_forgotten() -> None:
     assert not again(budget, 100.0).is_over_budget
 
 
-@pytest.mark.parametrize("stage", Stage)
-@pytest.mark.parametrize("failure", Failure)
-def test_only_what_repeats_work_and_has_shown_nothing_is_refused(stage: Stage, failure: Failure) -> None:
+@pytest.mark.parametrize("stage", FailedStage)
+@pytest.mark.parametrize("failure", FailureKind)
+def test_only_what_repeats_work_and_has_shown_nothing_is_refused(stage: FailedStage, failure: FailureKind) -> None:
     if (stage, failure) not in RULES:
         return
     budget = RetryBudget(0.0, 0)
-    is_bound = failure in REPEATING and stage is not Stage.STREAM
+    is_bound = failure in REPEATING and stage is not FailedStage.STREAM
     rule = again(budget, 0.0, failure, stage)
     assert rule.is_over_budget == is_bound
     assert rule.next is (RULES[stage, failure].otherwise if is_bound else RULES[stage, failure].next)
@@ -79,9 +81,9 @@ def test_only_what_repeats_work_and_has_shown_nothing_is_refused(stage: Stage, f
 def test_those_that_lost_their_nodes_leave_less_to_others() -> None:
     budget = RetryBudget(0.0, 3)
     for _ in range(3):
-        again(budget, 0.0, Failure.DIED)
+        again(budget, 0.0, FailureKind.DIED)
     assert again(budget, 0.0).is_over_budget
-    assert not again(budget, 0.0, Failure.DIED).is_over_budget
+    assert not again(budget, 0.0, FailureKind.DIED).is_over_budget
 
 
 @given(
@@ -105,10 +107,10 @@ def test_a_sick_system_is_asked_little_more_than_a_well_one(
 
 
 @pytest.mark.parametrize("failure", sorted(REPEATING))
-def test_a_stream_that_did_not_go_on_is_a_try_like_others(failure: Failure) -> None:
+def test_a_stream_that_did_not_go_on_is_a_try_like_others(failure: FailureKind) -> None:
     budget = RetryBudget(0.0, 0)
     first, second = (
-        budget.rule_after(0.0, Stage.STREAM, failure, tries=tries, max_tries=3, deaths=0) for tries in (1, 2)
+        budget.rule_after(0.0, FailedStage.STREAM, failure, tries=tries, max_tries=3, deaths=0) for tries in (1, 2)
     )
     assert (first.next, second.next) == (Next.ELSEWHERE, Next.REFUSE)
     assert second.is_over_budget
@@ -123,7 +125,7 @@ def tried(budget: RetryBudget, tokens: int) -> int:
     """How many tries of prompts of that length the budget lets through at one time."""
     count = 0
     while not budget.rule_after(
-        0.0, Stage.DECODE, Failure.TIMEOUT, tries=1, max_tries=3, deaths=0, tokens=tokens
+        0.0, FailedStage.DECODE, FailureKind.TIMEOUT, tries=1, max_tries=3, deaths=0, tokens=tokens
     ).is_over_budget:
         count += 1
     return count

@@ -6,13 +6,13 @@ from dataclasses import dataclass, field, replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.decisions.shares import FLOOR, Bound, Grant, Sender, SharedBudget, divide
+from planner.decisions.shares import FLOOR, Bound, LineSender, RateGrant, SharedBudget, divide
 
 MB = 1e6
 
 
-def line(*queued: float, own: float = 10 * MB) -> list[Sender]:
-    return [Sender(f"n{i}", own, each) for i, each in enumerate(queued)]
+def line(*queued: float, own: float = 10 * MB) -> list[LineSender]:
+    return [LineSender(f"n{i}", own, each) for i, each in enumerate(queued)]
 
 
 def test_what_nobody_needs_goes_to_who_waits_but_for_a_floor():
@@ -98,7 +98,7 @@ def waits_s(*, is_shared: bool, seed: int) -> list[float]:
             queues[rng.randrange(2)].append([arrives, 2.3 * MB * rng.uniform(0.5, 1.5)])
             arrives += rng.expovariate(0.8 * 2 / 2.3)
         if is_shared and number % 20 == 0:
-            senders = [Sender(f"n{i}", 1 * MB, sum(left for _, left in queue)) for i, queue in enumerate(queues)]
+            senders = [LineSender(f"n{i}", 1 * MB, sum(left for _, left in queue)) for i, queue in enumerate(queues)]
             for grant in budget.lower(senders, now):
                 nodes[int(grant.node_id[1])].take(grant, now, grant.until - now)
                 budget.answered(grant)
@@ -129,7 +129,7 @@ class Node:
     own: float
     taken: Bound = field(default_factory=lambda: Bound(0.0, -1.0))
 
-    def take(self, grant: Grant, now: float, lease_s: float) -> None:
+    def take(self, grant: RateGrant, now: float, lease_s: float) -> None:
         until = grant.until if grant.is_raise else now + lease_s
         if until > now:
             self.taken = Bound(grant.bytes_per_s, until)
@@ -161,7 +161,7 @@ def test_together_they_never_send_more_than_the_budget(rounds):
 
     for queued, fates, answer_s, pause_s, unseen in rounds:
         line = enumerate(zip(owns, queued, strict=True))
-        senders = [Sender(f"n{i}", own, each) for i, (own, each) in line if i not in unseen]
+        senders = [LineSender(f"n{i}", own, each) for i, (own, each) in line if i not in unseen]
         for grant, fate in zip(budget.lower(senders, now), fates, strict=False):
             if fate != "lost":
                 nodes[grant.node_id].take(grant, now + answer_s, grant.until - now)

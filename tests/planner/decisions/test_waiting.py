@@ -5,10 +5,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from planner.decisions.waiting import Drain, Joined, Line, Share
+from planner.decisions.waiting import DrainRate, Joined, TenantShare, WaitQueue
 
 
-def served(line: Line[str], now: float) -> list[str]:
+def served(line: WaitQueue[str], now: float) -> list[str]:
     order = []
     while (who := line.first(now)) is not None:
         line.leave(who)
@@ -17,14 +17,14 @@ def served(line: Line[str], now: float) -> list[str]:
 
 
 def test_equals_come_in_the_order_in_which_they_came():
-    line: Line[str] = Line(10)
+    line: WaitQueue[str] = WaitQueue(10)
     for at, who in enumerate("abc"):
         line.join(who, float(at))
     assert served(line, 3.0) == ["a", "b", "c"]
 
 
 def test_priority_then_deadline():
-    line: Line[str] = Line(10)
+    line: WaitQueue[str] = WaitQueue(10)
     line.join("batch", 0.0, priority=-1, due=5.0)
     line.join("late", 1.0, due=30.0)
     line.join("soon", 2.0, due=20.0)
@@ -33,7 +33,7 @@ def test_priority_then_deadline():
 
 
 def test_waiting_counts_as_priority():
-    line: Line[str] = Line(10, ageing_s=10.0)
+    line: WaitQueue[str] = WaitQueue(10, ageing_s=10.0)
     line.join("low", 0.0, due=60.0)
     line.join("high", 15.0, priority=2, due=40.0)
     assert line.first(19.0) == "high"
@@ -44,7 +44,7 @@ def test_waiting_counts_as_priority():
 
 
 def test_a_full_line_gives_the_last_place_to_a_higher_priority():
-    line: Line[str] = Line(2, ageing_s=10.0)
+    line: WaitQueue[str] = WaitQueue(2, ageing_s=10.0)
     line.join("first", 0.0, due=9.0)
     line.join("second", 1.0, due=10.0)
     assert line.join("equal", 2.0) == Joined(False)
@@ -55,7 +55,7 @@ def test_a_full_line_gives_the_last_place_to_a_higher_priority():
 
 
 def test_who_would_come_before():
-    line: Line[str] = Line(10)
+    line: WaitQueue[str] = WaitQueue(10)
     line.join("high", 0.0, priority=1, due=5.0)
     line.join("low", 0.0, due=5.0)
     assert [line.ahead_of(priority, 5.0, 1.0) for priority in (2, 1, 0)] == [0, 1, 2]
@@ -71,7 +71,7 @@ class LineMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.line: Line[int] = Line(6, AGEING_S)
+        self.line: WaitQueue[int] = WaitQueue(6, AGEING_S)
         self.now = 0.0
         self.standing: dict[int, tuple[int, float, float]] = {}
         self.names = 0
@@ -126,7 +126,7 @@ TestLine = LineMachine.TestCase
 
 @given(st.lists(st.tuples(st.sampled_from(PRIORITIES), st.floats(0, 100)), max_size=20))
 def test_those_who_come_together_are_served_by_priority_and_deadline(waiters):
-    line: Line[int] = Line(20, AGEING_S)
+    line: WaitQueue[int] = WaitQueue(20, AGEING_S)
     for number, (priority, due) in enumerate(waiters):
         line.join(number, 0.0, priority=priority, due=due)
     order = []
@@ -137,7 +137,7 @@ def test_those_who_come_together_are_served_by_priority_and_deadline(waiters):
 
 
 def test_a_line_is_as_slow_as_its_last_turns():
-    drain = Drain()
+    drain = DrainRate()
     assert (drain.is_known, drain.wait_s(3)) == (False, 4.0)
     drain.on_line(100.0)
     for at in (102.0, 104.0, 106.0):
@@ -151,7 +151,7 @@ def test_a_line_is_as_slow_as_its_last_turns():
     assert drain.wait_s(0) == pytest.approx(1.0, rel=0.01)
 
 
-def turns(line: Line[tuple[str, int]], number: int) -> str:
+def turns(line: WaitQueue[tuple[str, int]], number: int) -> str:
     order = ""
     for _ in range(number):
         who = line.first(0.0)
@@ -161,35 +161,35 @@ def turns(line: Line[tuple[str, int]], number: int) -> str:
     return order
 
 
-def crowd(line: Line[tuple[str, int]], **weights: tuple[int, float]) -> None:
+def crowd(line: WaitQueue[tuple[str, int]], **weights: tuple[int, float]) -> None:
     for flow, (many, weight) in weights.items():
         for number in range(many):
-            line.join((flow, number), 0.0, share=Share(flow, weight))
+            line.join((flow, number), 0.0, share=TenantShare(flow, weight))
 
 
 def test_tenants_take_turns_however_many_requests_each_has():
-    line: Line[tuple[str, int]] = Line(100)
+    line: WaitQueue[tuple[str, int]] = WaitQueue(100)
     crowd(line, a=(20, 1.0), b=(3, 1.0))
     assert turns(line, 8) == "abababaa"
 
 
 def test_a_tenant_of_twice_the_weight_has_twice_the_turns():
-    line: Line[tuple[str, int]] = Line(100)
+    line: WaitQueue[tuple[str, int]] = WaitQueue(100)
     crowd(line, a=(12, 2.0), b=(12, 1.0))
     order = turns(line, 12)
     assert (order.count("a"), order.count("b")) == (8, 4)
 
 
 def test_a_long_prompt_takes_the_part_of_several_short_ones():
-    line: Line[tuple[str, int]] = Line(100)
+    line: WaitQueue[tuple[str, int]] = WaitQueue(100)
     for number in range(5):
-        line.join(("a", number), 0.0, share=Share("a"), cost=4.0)
-        line.join(("b", number), 0.0, share=Share("b"), cost=1.0)
+        line.join(("a", number), 0.0, share=TenantShare("a"), cost=4.0)
+        line.join(("b", number), 0.0, share=TenantShare("b"), cost=1.0)
     assert turns(line, 6) == "abbbba"
 
 
 def test_nobody_saves_up_turns():
-    line: Line[tuple[str, int]] = Line(100)
+    line: WaitQueue[tuple[str, int]] = WaitQueue(100)
     crowd(line, a=(10, 1.0))
     assert turns(line, 6) == "aaaaaa"
     crowd(line, b=(10, 1.0))
@@ -198,13 +198,13 @@ def test_nobody_saves_up_turns():
 
 
 def test_a_full_line_is_shared_and_the_tenant_with_most_places_yields():
-    line: Line[tuple[str, int]] = Line(6)
+    line: WaitQueue[tuple[str, int]] = WaitQueue(6)
     crowd(line, a=(6, 1.0))
     for number in range(3):
-        displaced = line.join(("b", number), 1.0, share=Share("b")).displaced
+        displaced = line.join(("b", number), 1.0, share=TenantShare("b")).displaced
         assert displaced == ("a", 5 - number)
-    assert line.join(("b", 3), 1.0, share=Share("b")) == Joined(False)
-    assert line.join(("a", 9), 1.0, share=Share("a")) == Joined(False)
+    assert line.join(("b", 3), 1.0, share=TenantShare("b")) == Joined(False)
+    assert line.join(("a", 9), 1.0, share=TenantShare("a")) == Joined(False)
 
 
 WEIGHTS = {"a": 1.0, "b": 2.0, "c": 0.5}
@@ -218,14 +218,14 @@ WEIGHTS = {"a": 1.0, "b": 2.0, "c": 0.5}
 def test_how_many_come_before_is_how_many_are_served_before(
     waiting: list[tuple[str, float, int]], served_before: int, newcomer: str
 ):
-    line: Line[int] = Line(20)
+    line: WaitQueue[int] = WaitQueue(20)
     for number, (flow, due, cost) in enumerate(waiting):
-        line.join(number, 0.0, due=due, share=Share(flow, WEIGHTS[flow]), cost=cost)
+        line.join(number, 0.0, due=due, share=TenantShare(flow, WEIGHTS[flow]), cost=cost)
     for _ in range(min(served_before, len(line))):
         first = line.first(0.0)
         assert first is not None
         line.serve(first)
-    share = Share(newcomer, WEIGHTS[newcomer])
+    share = TenantShare(newcomer, WEIGHTS[newcomer])
     expected = line.ahead_of(0, 5.0, 0.0, share)
     line.join(-1, 0.0, due=5.0, share=share)
     before = 0
@@ -247,9 +247,9 @@ def test_how_many_come_before_is_how_many_are_served_before(
 def test_whether_anybody_comes_before_is_whether_any_are_counted(
     waiting: list[tuple[str, int, int, int]], served_before: int, held_back: set[str], priority: int
 ):
-    line: Line[int] = Line(20, ageing_s=2.0)
+    line: WaitQueue[int] = WaitQueue(20, ageing_s=2.0)
     for number, (flow, rank, due, cost) in enumerate(waiting):
-        line.join(number, number / 4, priority=rank, due=due, share=Share(flow, WEIGHTS[flow]), cost=cost)
+        line.join(number, number / 4, priority=rank, due=due, share=TenantShare(flow, WEIGHTS[flow]), cost=cost)
     for _ in range(min(served_before, len(line))):
         first = line.first(2.0)
         assert first is not None
@@ -257,37 +257,37 @@ def test_whether_anybody_comes_before_is_whether_any_are_counted(
     for flow in held_back:
         line.hold_back(flow, 3.0)
     for flow in WEIGHTS:
-        asked = priority, 3.0, 2.0, Share(flow, WEIGHTS[flow])
+        asked = priority, 3.0, 2.0, TenantShare(flow, WEIGHTS[flow])
         assert line.is_anyone_ahead(*asked) == (line.ahead_of(*asked) > 0)
 
 
 def test_a_flow_whose_own_part_is_full_holds_nobody_up():
-    line: Line[str] = Line(10)
-    line.join("a1", 0.0, share=Share("a"))
-    line.join("a2", 0.0, share=Share("a"))
-    line.join("b1", 1.0, share=Share("b"))
+    line: WaitQueue[str] = WaitQueue(10)
+    line.join("a1", 0.0, share=TenantShare("a"))
+    line.join("a2", 0.0, share=TenantShare("a"))
+    line.join("b1", 1.0, share=TenantShare("b"))
     assert line.first(1.0) == "a1"
     line.hold_back("a", 3.0)
     assert line.first(2.0) == "b1"
-    assert line.ahead_of(0, inf, 2.0, Share("c")) == 1
+    assert line.ahead_of(0, inf, 2.0, TenantShare("c")) == 1
     assert line.first(3.0) == "a1"
-    assert line.ahead_of(0, inf, 3.0, Share("c")) == 2
+    assert line.ahead_of(0, inf, 3.0, TenantShare("c")) == 2
     line.leave("b1")
     line.hold_back("a", 9.0)
     assert line.first(4.0) == "a1"  # there is nobody else
 
 
 def test_a_higher_priority_that_is_held_back_holds_nobody_up_either():
-    line: Line[str] = Line(10)
-    line.join("vip", 0.0, priority=9, share=Share("a"))
-    line.join("b", 1.0, share=Share("b"))
+    line: WaitQueue[str] = WaitQueue(10)
+    line.join("vip", 0.0, priority=9, share=TenantShare("a"))
+    line.join("b", 1.0, share=TenantShare("b"))
     line.hold_back("a", 5.0)
     assert line.first(2.0) == "b"
     assert line.first(5.0) == "vip"
 
 
 def test_holding_back_a_flow_with_nobody_in_line_is_no_harm():
-    line: Line[str] = Line(10)
+    line: WaitQueue[str] = WaitQueue(10)
     line.hold_back("nobody", 5.0)
-    line.join("a", 1.0, share=Share("nobody"))
+    line.join("a", 1.0, share=TenantShare("nobody"))
     assert line.first(1.0) == "a"

@@ -7,7 +7,7 @@ from planner.errors import InputError, OutsideProfile
 from planner.model.profile import (
     KvSize,
     PrefillCurve,
-    Window,
+    ProfileWindow,
     calibrate,
     dump_curve,
     fit_quadratic,
@@ -67,7 +67,7 @@ def test_table_3_comes_back_from_the_profiles(name):
 
 
 def test_kv_size_of_windows_stops_growing():
-    kv = KvSize(fixed_bytes=10, bytes_per_token=2, windows=(Window(100, 3),))
+    kv = KvSize(fixed_bytes=10, bytes_per_token=2, windows=(ProfileWindow(100, 3),))
     assert [kv(50), kv(100), kv(1000)] == [260, 510, 2310]
     assert list(kv.of(np.array([50.0, 1000.0]))) == [260, 2310]
 

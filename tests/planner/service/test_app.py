@@ -15,26 +15,26 @@ import msgspec
 import pytest
 
 from planner.commands.cli import main
-from planner.decisions.offered import NodeSeen
+from planner.decisions.offered import NodeReport
 from planner.decisions.plan import LivePlan
 from planner.decisions.views import Role
 from planner.errors import InputError
-from planner.service.conversions import Converter
-from planner.service.server import Service, leading, serve
+from planner.service.conversions import NodeConverter
+from planner.service.server import PlanService, leading, serve
 from planner.service.status import Status
 from tests.planner.service.worlds import LAW, PATIENCE_S, SOON, FakeGateway, config_for, fake_gateway, on_loop
 
 
 @asynccontextmanager
 async def service(
-    state_dir: Path, gateway: FakeGateway, converter: Converter | None = None, **fields: Any
-) -> AsyncIterator[Service]:
+    state_dir: Path, gateway: FakeGateway, converter: NodeConverter | None = None, **fields: Any
+) -> AsyncIterator[PlanService]:
     config = config_for(state_dir, gateways=(gateway.url,), **fields)
     async with leading(replace(config, controller=replace(SOON, tick_s=0.01)), converter=converter) as found:
         yield found
 
 
-async def proposed(found: Service, gateway: FakeGateway) -> None:
+async def proposed(found: PlanService, gateway: FakeGateway) -> None:
     """Waits until there is a proposal, and has it stay."""
     async with asyncio.timeout(PATIENCE_S):
         while not found.keeper.gateways.answers:  # noqa: ASYNC110 nobody tells
@@ -223,7 +223,7 @@ async def logged(text: str, caplog: pytest.LogCaptureFixture) -> None:
 @on_loop
 async def test_unforeseen_errors_are_counted_and_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     class Broken:
-        async def convert(self, node: NodeSeen, role: Role, version: int) -> None:
+        async def convert(self, node: NodeReport, role: Role, version: int) -> None:
             raise ZeroDivisionError
 
     async with (

@@ -7,12 +7,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from planner.decisions.plan import LivePlan, Mode, Setting, refusal_of
+from planner.decisions.plan import LivePlan, Mode, PlanSetting, refusal_of
 from planner.decisions.views import Role
-from planner.errors import Refused
+from planner.errors import ChangeRefused
 from planner.service.config import ApplyMode
 from planner.service.store import Store
-from planner.solve.ledger import DONE, PENDING, Change, Draft, Limits
+from planner.solve.ledger import DONE, PENDING, Draft, PlanEvent, PlanLimits
 from tests.planner.service.worlds import LAW, PATIENCE_S, Desk, desk, fake_gateway, on_loop
 
 
@@ -33,7 +33,7 @@ async def test_a_far_off_threshold_is_proposed_and_waits_for_somebody(tmp_path: 
         await seen_enough(at)
         status = at.keeper.status()
         assert status.in_force is None
-        assert status.found == Setting(threshold_tokens=60_000.0)
+        assert status.found == PlanSetting(threshold_tokens=60_000.0)
         assert status.proposal is not None
         assert status.proposal.setting.threshold_tokens == 30_000
         assert "pd_prefill binds" in status.proposal.reason
@@ -53,7 +53,7 @@ async def test_a_far_off_threshold_is_proposed_and_waits_for_somebody(tmp_path: 
         assert proposal is not None
         assert proposal.setting.threshold_tokens == pytest.approx(19_684, rel=0.15)
         assert [entry.change for entry in await at.keeper.history(9)] == [
-            Change.LED, Change.PROPOSED, Change.APPLIED, Change.PROPOSED
+            PlanEvent.LED, PlanEvent.PROPOSED, PlanEvent.APPLIED, PlanEvent.PROPOSED
         ]  # fmt: skip
 
 
@@ -116,14 +116,14 @@ async def test_the_next_service_goes_on_where_the_last_one_ended(tmp_path: Path)
             assert plan.place == (2, 1)
             await at.look()
             await at.keeper.roll_back("bob")
-            assert at.keeper.ledger.setting == Setting(threshold_tokens=60_000.0)
+            assert at.keeper.ledger.setting == PlanSetting(threshold_tokens=60_000.0)
 
 
 @on_loop
 async def test_a_service_that_has_lost_its_memory_takes_up_what_gateways_follow(tmp_path: Path) -> None:
     async with fake_gateway() as gateway, desk(tmp_path, gateway) as at:
         gateway.follows = LivePlan(
-            version=7, term=5, made_at=0.0, setting=Setting(threshold_tokens=9_000.0), reason="", mode=Mode.APPLIED
+            version=7, term=5, made_at=0.0, setting=PlanSetting(threshold_tokens=9_000.0), reason="", mode=Mode.APPLIED
         )
         await at.look()
         assert at.keeper.ledger.in_force is not None
@@ -140,7 +140,7 @@ async def test_a_leader_that_was_replaced_changes_nothing(tmp_path: Path) -> Non
         gateway.follows = msgspec.structs.replace(at.keeper.ledger.in_force, term=9)
         await at.look(LAW[:500])
         assert at.keeper.status().superseded
-        with pytest.raises(Refused, match="another service leads"):
+        with pytest.raises(ChangeRefused, match="another service leads"):
             await at.keeper.roll_back("ann")
         gateway.follows = at.keeper.ledger.in_force
         await at.look()
@@ -192,7 +192,7 @@ async def test_a_conversion_that_fails_is_said_and_not_tried_for_ever(tmp_path: 
             await at.look()
             assert len(at.nodes.asked) == 1
             last = (await at.keeper.history(1))[0]
-            assert (last.change, last.reason) == (Change.NOT_CONVERTED, "n0: drain_timeout: 3 requests run")
+            assert (last.change, last.reason) == (PlanEvent.NOT_CONVERTED, "n0: drain_timeout: 3 requests run")
         async with desk(tmp_path, gateway, conversions=True) as at:
             await at.look()
             assert at.keeper.status().conversions == {"n0": "drain_timeout: 3 requests run"}
@@ -280,8 +280,8 @@ async def test_nodes_that_change_places_do_so_in_the_order_that_leaves_every_rol
     ) as at:  # fmt: skip
         await at.look()
         at.keeper.ledger, _ = at.keeper.ledger.propose(
-            Draft(setting=Setting(threshold_tokens=19_684.0, roles={"n0": Role.DECODE, "n1": Role.PREFILL}), reason=""),
-            Limits(), 0.0,
+            Draft(setting=PlanSetting(threshold_tokens=19_684.0, roles={"n0": Role.DECODE, "n1": Role.PREFILL}), reason=""),
+            PlanLimits(), 0.0,
         )  # fmt: skip
         await at.keeper.apply("ann")
         await until(lambda: at.keeper.ledger.conversions == {"n0": DONE, "n1": DONE})
@@ -320,13 +320,13 @@ async def test_a_leader_goes_on_from_the_later_version_of_one_that_gives_way(tmp
         plan = at.keeper.ledger.in_force
         assert plan is not None
         gateway.follows = msgspec.structs.replace(
-            plan, leader="a", version=9, setting=Setting(threshold_tokens=9_000.0)
+            plan, leader="a", version=9, setting=PlanSetting(threshold_tokens=9_000.0)
         )
         assert refusal_of(plan, gateway.follows) is not None
         await at.look(LAW[:10])
         followed = at.keeper.ledger.in_force
         assert followed is not None
-        assert followed.setting == Setting(threshold_tokens=9_000.0)
+        assert followed.setting == PlanSetting(threshold_tokens=9_000.0)
         assert refusal_of(followed, gateway.follows) is None
         assert not at.keeper.superseded
 

@@ -4,20 +4,22 @@ from pathlib import Path
 
 import pytest
 
-from planner.decisions.plan import Setting
+from planner.decisions.plan import PlanSetting
 from planner.errors import InputError
 from planner.service.store import OLDER_LOGS, Lock, Store
-from planner.solve.ledger import Change, Entry, Ledger
+from planner.solve.ledger import Ledger, LedgerEntry, PlanEvent
 
 
-def entry(version: int) -> Entry:
-    return Entry(at=1.0, change=Change.APPLIED, version=version, term=1, by="ann", after=Setting(threshold_tokens=7.0))
+def entry(version: int) -> LedgerEntry:
+    return LedgerEntry(
+        at=1.0, change=PlanEvent.APPLIED, version=version, term=1, by="ann", after=PlanSetting(threshold_tokens=7.0)
+    )
 
 
 def test_the_ledger_is_as_it_was_written(tmp_path: Path) -> None:
     store = Store(tmp_path, 1000)
     assert store.read() == Ledger()
-    ledger = Ledger(term=3, last_version=7, found=Setting(threshold_tokens=5.0))
+    ledger = Ledger(term=3, last_version=7, found=PlanSetting(threshold_tokens=5.0))
     store.write(ledger, entry(7))
     again = Store(tmp_path, 1000)
     assert again.read() == ledger

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 from aiohttp import web
 
-from planner.decisions.offered import GatewayLoad, NodeSeen, SampleRing
+from planner.decisions.offered import GatewayLoad, NodeReport, SampleRing
 from planner.decisions.plan import LivePlan
 from planner.decisions.views import ClusterKind, Role
 from planner.service.config import ServiceConfig
@@ -23,7 +23,7 @@ from planner.service.gateways import Gateways
 from planner.service.keeper import Keeper
 from planner.service.store import Store
 from planner.solve.controller import ControllerConfig
-from planner.solve.ledger import Limits
+from planner.solve.ledger import PlanLimits
 from tests.planner.conftest import CONFIGS
 
 PATIENCE_S = 60.0
@@ -54,7 +54,7 @@ def config_for(state_dir: Path, **fields: Any) -> ServiceConfig:
         egress_gbps=100.0,
         port=0,
         controller=SOON,
-        limits=Limits(settle_s=5.0),
+        limits=PlanLimits(settle_s=5.0),
     )
     return replace(base, **fields)
 
@@ -77,10 +77,10 @@ class FakeGateway:
 
     async def answer(self, http: web.Request) -> web.Response:
         known = http.query["boot"] == "b"
-        nodes = [NodeSeen(node_id=f"r{i}", agent="", cluster="e", kind=ClusterKind.PRFAAS, role=Role.PREFILL,
+        nodes = [NodeReport(node_id=f"r{i}", agent="", cluster="e", kind=ClusterKind.PRFAAS, role=Role.PREFILL,
                           state="ready") for i in range(4)]  # fmt: skip
         nodes += [
-            NodeSeen(node_id=name, agent="", cluster="w", kind=ClusterKind.PD, role=role, state="ready", slots=20)
+            NodeReport(node_id=name, agent="", cluster="w", kind=ClusterKind.PD, role=role, state="ready", slots=20)
             for name, role in self.roles.items()
         ]
         load = GatewayLoad(
@@ -119,7 +119,7 @@ class Nodes:
         self.under_way = 0
         self._gateway = gateway
 
-    async def convert(self, node: NodeSeen, role: Role, version: int) -> None:
+    async def convert(self, node: NodeReport, role: Role, version: int) -> None:
         self.on_asked()
         self.asked.append((node.node_id, role, version))
         self.under_way += 1

@@ -10,13 +10,13 @@ from planner.model.profile import DecodeProfile, Floats, KvSize, PrefillCurve
 from planner.model.site import Site
 from planner.model.workload import Trace
 from planner.simulator.scenario import Pool, Scenario, Wire
-from planner.simulator.trials import Setting, Trial, scenario_of
+from planner.simulator.trials import Trial, TrialSetting, scenario_of
 
-PUBLISHED = Setting(19_400, 0.0, 3, 5)
+PUBLISHED = TrialSetting(19_400, 0.0, 3, 5)
 FOREVER = 1e9
 
 
-def case_study_scenario(site: Site, setting: Setting = PUBLISHED, **trial: Any) -> Scenario:
+def case_study_scenario(site: Site, setting: TrialSetting = PUBLISHED, **trial: Any) -> Scenario:
     return scenario_of(site, setting, Trial(**trial))
 
 

@@ -10,14 +10,14 @@ from planner.errors import InputError
 from planner.model.site import Site, load_site
 from planner.simulator.outcome import over_seeds
 from planner.simulator.scenario import Outage, Scenario
-from planner.simulator.trials import Setting, Trial, from_workload, scenario_of
+from planner.simulator.trials import Trial, TrialSetting, from_workload, scenario_of
 from planner.simulator.world import simulate
 from planner.solve.controller import ControllerConfig
 from planner.solve.fleet import fleet_json, fleet_of, solve_fleet
 from tests.planner.conftest import CONFIGS
 
 SPLITS = {"pd-east": (2, 3), "pd-west": (1, 2)}
-SETTING = Setting(18_815.0, 0.0, 3, 5, SPLITS)
+SETTING = TrialSetting(18_815.0, 0.0, 3, 5, SPLITS)
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +76,7 @@ def test_where_nobody_is_at_home_load_decides(pairs):
 
 def test_the_programs_shares_are_what_is_simulated_below_saturation(pairs):
     plan = fleet_json(pairs, fleet := fleet_of(pairs), solve_fleet(fleet))
-    setting, rate = Setting.of_fleet(plan), plan["one_threshold"]["lambda_max_req_per_s"]
+    setting, rate = TrialSetting.of_fleet(plan), plan["one_threshold"]["lambda_max_req_per_s"]
     assert rate == pytest.approx(3.15, abs=0.01)
     assert rate <= plan["lambda_max_req_per_s"]
     report = simulate(scenario_of(pairs, setting, Trial()), from_workload(pairs, 0.6 * rate, 3000)(1)).report()
@@ -96,7 +96,7 @@ def test_reports_of_several_seeds_are_means_by_cluster(pairs):
 
 def test_what_cannot_be_is_refused(pairs, tmp_path: Path):
     with pytest.raises(InputError, match="2 of kind pd, but a plan for one"):
-        scenario_of(pairs, Setting(1.0, 0.0, 3, 5), Trial())
+        scenario_of(pairs, TrialSetting(1.0, 0.0, 3, 5), Trial())
     with pytest.raises(InputError, match="'pd-west' is not in it; it has pd-east"):
         scenario_of(pairs, replace(SETTING, splits={"pd-east": (2, 3)}), Trial())
     with pytest.raises(InputError, match="2 PD clusters; it plans the split of one"):

@@ -11,7 +11,7 @@ from planner.decisions.policy import RoutingPolicy
 from planner.decisions.views import ClusterKind
 from planner.errors import InputError
 from planner.model.profile import DecodeProfile, KvSize, PrefillCurve
-from planner.simulator.outcome import Outcome
+from planner.simulator.outcome import SimulationOutcome
 from planner.simulator.policies import Estimates
 from planner.simulator.scenario import Outage, Pool, Scenario, Wire
 from planner.simulator.world import World, simulate
@@ -41,7 +41,7 @@ def pair(outages: list[Outage], far: int = 2, near: int = 1, decodes: int = 2, *
     return Scenario(pools=pools, wires=[wire], **{**defaults, **fields})
 
 
-def every(seconds: float, until: float) -> Outcome:
+def every(seconds: float, until: float) -> SimulationOutcome:
     return arrivals(np.arange(0.0, until, seconds), 1000.0)
 
 

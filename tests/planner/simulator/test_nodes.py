@@ -6,7 +6,7 @@ from planner.decisions.views import ClusterKind
 from planner.model.profile import DecodeProfile, KvSize, PrefillCurve
 from planner.simulator.caches import NodeCache, layout_of
 from planner.simulator.loop import Loop
-from planner.simulator.nodes import DecodeNode, Job, PrefillNode
+from planner.simulator.nodes import DecodeNode, PrefillNode, SimulatedRequest
 from planner.simulator.scenario import Pool
 
 POOL = Pool(
@@ -28,20 +28,20 @@ def test_an_idle_node_is_no_less_of_one():
 def test_a_batch_that_never_empties_remembers_no_more():
     loop, ended, sizes = Loop(), [0], {}
 
-    def next_one(now: float, job: Job) -> None:
+    def next_one(now: float, job: SimulatedRequest) -> None:
         ended[0] += 1
         if ended[0] in (4_000, 24_000):
             sizes[ended[0]] = tracemalloc.get_traced_memory()[0]
         if ended[0] < 24_000:
             node.assign(1)
-            node.put(now, Job(0, now, 100, 5.0 + ended[0] % 7, ()))
+            node.put(now, SimulatedRequest(0, now, 100, 5.0 + ended[0] % 7, ()))
 
     node = DecodeNode("d0", POOL, loop, lambda now, job: None, next_one)
     tracemalloc.start()
     try:
         for output in (5.0, 6.0, 8.0):
             node.assign(1)
-            node.put(0.0, Job(0, 0.0, 100, output, ()))
+            node.put(0.0, SimulatedRequest(0, 0.0, 100, output, ()))
         loop.run()
     finally:
         tracemalloc.stop()

@@ -11,10 +11,10 @@ from planner.model.profile import DecodeProfile, KvSize, PrefillCurve
 from planner.simulator.caches import layout_of
 from planner.simulator.door import Door
 from planner.simulator.loop import Loop
-from planner.simulator.nodes import Job
+from planner.simulator.nodes import SimulatedRequest
 from planner.simulator.roles import Roles
 from planner.simulator.scenario import FlipTimes, Pool
-from planner.solve.controller import Move
+from planner.solve.controller import RoleMove
 from tests.planner.simulator.systems import FOREVER, queue_of
 
 POOL = Pool(
@@ -27,7 +27,7 @@ HASHES = tuple(bytes([index]) * 32 for index in range(4))
 
 
 def roles_of(loop: Loop, flips: FlipTimes = STEADY, seed: int = 0, pool: Pool = POOL) -> Roles:
-    def ignored(now: float, job: Job) -> None:
+    def ignored(now: float, job: SimulatedRequest) -> None:
         return
 
     return Roles(
@@ -46,8 +46,8 @@ def test_a_node_keeps_its_name_and_its_cache_and_is_left_out_meanwhile():
     cache = roles.prefills["pd-p0"].cache
     cache.begin("r", HASHES, 64, 0.0)
     cache.end("r", 64, 0.0)
-    assert roles.convert(0.0, Move.TO_DECODE)
-    job = Job(0, 0.0, 64, 1.0, HASHES)
+    assert roles.convert(0.0, RoleMove.TO_DECODE)
+    job = SimulatedRequest(0, 0.0, 64, 1.0, HASHES)
     assert [node.node_id for node in roles.seen_by(job, 0.0).prefills["pd"]] == ["pd-p1"]
     assert roles.converting == 1
     loop.run()
@@ -55,7 +55,7 @@ def test_a_node_keeps_its_name_and_its_cache_and_is_left_out_meanwhile():
     assert loop.now == pytest.approx(0.03)
     assert roles.decodes["pd-p0"].match(HASHES, 64).num_tokens == 64
     assert (roles.converting, roles.conversions) == (0, {"converted": 1})
-    assert roles.convert(loop.now, Move.TO_PREFILL)
+    assert roles.convert(loop.now, RoleMove.TO_PREFILL)
     loop.run()
     assert len(roles.decodes) == 2
 
@@ -65,11 +65,11 @@ def test_it_ends_what_it_decodes_first_and_gets_nothing_new():
     roles = roles_of(loop)
     for node, tokens in zip(roles.decodes.values(), (300.0, 200.0), strict=True):
         node.assign(1)
-        node.put(0.0, Job(0, 0.0, 10, tokens, ()))
+        node.put(0.0, SimulatedRequest(0, 0.0, 10, tokens, ()))
     busy = roles.decodes["pd-d1"]
     busy.assign(1)
-    busy.put(0.0, Job(0, 0.0, 10, 100.0, ()))
-    assert roles.convert(0.0, Move.TO_PREFILL)  # the node with the least to do
+    busy.put(0.0, SimulatedRequest(0, 0.0, 10, 100.0, ()))
+    assert roles.convert(0.0, RoleMove.TO_PREFILL)  # the node with the least to do
     assert [node.node_id for node in roles.ready_decodes()] == ["pd-d1"]
     loop.run()
     assert names(roles)[0] == ["pd-p0", "pd-p1", "pd-d0"]
@@ -89,8 +89,8 @@ def test_what_fails_leaves_the_node_in_its_old_role_and_in_use(flips: FlipTimes,
     if outcome == "drain_timeout":
         for node in roles.decodes.values():
             node.assign(1)
-            node.put(0.0, Job(0, 0.0, 10, 1e4, ()))
-    assert roles.convert(0.0, Move.TO_PREFILL)
+            node.put(0.0, SimulatedRequest(0, 0.0, 10, 1e4, ()))
+    assert roles.convert(0.0, RoleMove.TO_PREFILL)
     loop.run()
     assert names(roles) == (["pd-p0", "pd-p1"], ["pd-d0", "pd-d1"])
     assert len(roles.ready_decodes()) == 2
@@ -100,8 +100,8 @@ def test_what_fails_leaves_the_node_in_its_old_role_and_in_use(flips: FlipTimes,
 def test_the_last_node_of_a_role_is_left_alone():
     loop = Loop()
     roles = roles_of(loop)
-    assert roles.convert(0.0, Move.TO_DECODE)
-    assert not roles.convert(0.0, Move.TO_DECODE)
+    assert roles.convert(0.0, RoleMove.TO_DECODE)
+    assert not roles.convert(0.0, RoleMove.TO_DECODE)
     assert len(roles.prefills) == 2
 
 
@@ -114,10 +114,10 @@ def test_the_door_counts_the_room_of_the_nodes_there_are():
     )  # fmt: skip
     roles.on_changed = door.count_room
     assert door.rooms == {service: 8}
-    assert roles.convert(0.0, Move.TO_PREFILL)
+    assert roles.convert(0.0, RoleMove.TO_PREFILL)
     assert door.rooms == {service: 4}
     loop.run()
-    assert roles.convert(loop.now, Move.TO_DECODE)
+    assert roles.convert(loop.now, RoleMove.TO_DECODE)
     loop.run()
     assert door.rooms == {service: 8}
 
@@ -125,7 +125,7 @@ def test_the_door_counts_the_room_of_the_nodes_there_are():
 def test_flips_take_what_was_measured():
     def flip_s(seed: int) -> float:
         loop = Loop()
-        assert roles_of(loop, FlipTimes(), seed).convert(0.0, Move.TO_DECODE)
+        assert roles_of(loop, FlipTimes(), seed).convert(0.0, RoleMove.TO_DECODE)
         loop.run()
         return loop.now
 

@@ -16,10 +16,10 @@ from planner.model.queueing import erlang_c
 from planner.model.workload import Trace, poisson, read_trace
 from planner.simulator.outcome import confidence_95
 from planner.simulator.scenario import LineLimits, Pool, Scenario, Targets, Wire
-from planner.simulator.trials import Setting, from_workload, judged
+from planner.simulator.trials import TrialSetting, from_workload, judged
 from planner.simulator.world import simulate
 from planner.solve.plan import make_plan
-from planner.solve.problem import Options
+from planner.solve.problem import SolveOptions
 from tests.planner.simulator.systems import PUBLISHED, arrivals, case_study_scenario, queue_of, with_link
 from tests.planner.traces import MOONCAKE
 
@@ -72,7 +72,7 @@ def test_m_g_1():
 
 
 def test_zero_load_ttft_is_the_models(case_study):
-    plan = make_plan(case_study, Options.as_in_paper())
+    plan = make_plan(case_study, SolveOptions.as_in_paper())
     report = judged(case_study_scenario(case_study), from_workload(case_study, 0.01, 4000), [0])
     assert report["ttft_mean_s"] == pytest.approx(plan.ttft_mean_s, rel=0.02)
     assert report["ttft_p90_s"] == pytest.approx(plan.ttft_p90_s, rel=0.03)
@@ -86,7 +86,7 @@ def test_zero_load_ttft_is_the_models(case_study):
 
 
 def test_below_saturation_utilisation_and_throughput_are_the_closed_forms(case_study):
-    plan = make_plan(case_study, Options.as_in_paper())
+    plan = make_plan(case_study, SolveOptions.as_in_paper())
     rate = 0.7 * 3.163
     trace = poisson(case_study.workload.lengths, 1024, rate, 12_000, np.random.default_rng(0))
     found = simulate(case_study_scenario(case_study), trace)
@@ -106,7 +106,7 @@ def test_below_saturation_utilisation_and_throughput_are_the_closed_forms(case_s
 
 
 def test_ttft_under_load_is_near_the_queueing_formula(case_study):
-    plan = make_plan(case_study, Options.as_in_paper())
+    plan = make_plan(case_study, SolveOptions.as_in_paper())
     report = judged(case_study_scenario(case_study), from_workload(case_study, 0.8 * 3.24, 12_000), range(2))
     assert report["ttft_mean_s"] == pytest.approx(3.55, abs=0.24)  # four standard deviations between seeds
     assert report["ttft_mean_s"] == pytest.approx(plan.loaded_ttft_mean_s, rel=0.08)
@@ -320,7 +320,7 @@ def test_a_batch_stands_still_while_its_node_computes_a_prompt(case_study):
 
 
 def test_settings_are_what_runs(case_study):
-    scenario = case_study_scenario(case_study, Setting(20_000, 0.25, 2, 6))
+    scenario = case_study_scenario(case_study, TrialSetting(20_000, 0.25, 2, 6))
     assert [(pool.num_prefill, pool.num_decode) for pool in scenario.pools] == [(4, 0), (2, 6)]
     assert (scenario.routing.threshold_tokens, scenario.routing.tie_share) == (20_000, 0.25)
     assert case_study_scenario(case_study, PUBLISHED).routing.tie_share == 1.0

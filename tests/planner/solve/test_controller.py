@@ -7,19 +7,26 @@ import pytest
 from planner.model.traffic import Lengths
 from planner.model.workload import Trace, diurnal
 from planner.simulator.scenario import Scenario
-from planner.simulator.trials import Setting
+from planner.simulator.trials import TrialSetting
 from planner.simulator.world import simulate
-from planner.solve.controller import Controller, ControllerConfig, Model, Move, Observation, imbalance_factor
-from planner.solve.goals import Rule
+from planner.solve.controller import (
+    Controller,
+    ControllerConfig,
+    HardwareModel,
+    Observation,
+    RoleMove,
+    imbalance_factor,
+)
+from planner.solve.goals import SplitRule
 from planner.solve.judge import MOST_GAIN
 from tests.planner.simulator.systems import case_study_scenario
 
 
 @pytest.fixture(scope="session")
-def model(case_study) -> Model:
+def model(case_study) -> HardwareModel:
     profile = case_study.profile
     decode = profile.decode_on("h20x8")
-    return Model(
+    return HardwareModel(
         local=profile.prefill_on("h20x8"),
         remote=profile.prefill_on("h200x8"),
         kv=profile.kv_size(),
@@ -55,11 +62,11 @@ def test_a_good_plan_is_left_alone(model, prompts):
 def test_a_bad_split_is_changed_by_one_node(model, prompts):
     controller = Controller(config(), model)
     effects = controller.on_tick(seen(60, prompts, num_prefill=1, num_decode=7))
-    assert effects.convert is Move.TO_PREFILL
+    assert effects.convert is RoleMove.TO_PREFILL
     assert effects.gain > 0.05
     assert effects.threshold_tokens is not None
     other = Controller(config(), model).on_tick(seen(60, prompts, num_prefill=6, num_decode=2))
-    assert other.convert is Move.TO_DECODE
+    assert other.convert is RoleMove.TO_DECODE
 
 
 def test_after_a_conversion_it_waits(model, prompts):
@@ -68,7 +75,7 @@ def test_after_a_conversion_it_waits(model, prompts):
     assert controller.on_tick(seen(90, prompts, num_prefill=1, num_decode=7)).convert  # nobody has carried it out
     controller.converted(90)
     assert controller.on_tick(seen(120, prompts, num_prefill=2, num_decode=6)).convert is None
-    assert controller.on_tick(seen(700, prompts, num_prefill=2, num_decode=6)).convert is Move.TO_PREFILL
+    assert controller.on_tick(seen(700, prompts, num_prefill=2, num_decode=6)).convert is RoleMove.TO_PREFILL
 
 
 def test_a_small_gain_is_not_worth_a_conversion(model, prompts):
@@ -192,11 +199,11 @@ def test_the_imbalance_factor_ignores_outliers():
 
 def test_mooncakes_rule_follows_the_loads(model, prompts):
     def decided(prefill: float, decode: float):
-        controller = Controller(config(rule=Rule.IMBALANCE), model)
+        controller = Controller(config(rule=SplitRule.IMBALANCE), model)
         return controller.on_tick(seen(60, prompts, prefill_loads=[prefill] * 4, decode_loads=[decode] * 4)).convert
 
-    assert decided(0.2, 1.5) is Move.TO_DECODE
-    assert decided(3.0, 0.2) is Move.TO_PREFILL
+    assert decided(0.2, 1.5) is RoleMove.TO_DECODE
+    assert decided(3.0, 0.2) is RoleMove.TO_PREFILL
     assert decided(1.0, 1.0) is None
 
 
@@ -213,11 +220,11 @@ def still_day(case_study) -> tuple[Scenario, Trace, float]:
     """Nodes that stay as they are, a day, and its mean time to the last token then."""
     laws, outputs, rates = day(case_study)
     trace = diurnal(laws, outputs, rates, 300.0, np.random.default_rng(0))
-    still = case_study_scenario(case_study, Setting(19_400, 0.0, 4, 4))
+    still = case_study_scenario(case_study, TrialSetting(19_400, 0.0, 4, 4))
     return still, trace, float(np.nanmean(simulate(still, trace).e2e_s))
 
 
-@pytest.mark.parametrize("rule", list(Rule))
+@pytest.mark.parametrize("rule", list(SplitRule))
 def test_it_follows_a_day_without_oscillating(still_day, rule):
     still, trace, fixed_e2e_s = still_day
     found = simulate(replace(still, controller=ControllerConfig(rule=rule, window_s=600, cooldown_s=300)), trace)
@@ -230,7 +237,7 @@ def test_it_follows_a_day_without_oscillating(still_day, rule):
 
 def test_what_is_gained_over_nothing_is_a_number(model, prompts):
     effects = Controller(config(), model).on_tick(seen(60, prompts, num_prefill=0, num_decode=8))
-    assert effects.convert is Move.TO_PREFILL
+    assert effects.convert is RoleMove.TO_PREFILL
     assert effects.gain == MOST_GAIN
 
 

@@ -11,7 +11,7 @@ from planner.errors import Infeasible, InputError
 from planner.model.site import Link
 from planner.model.traffic import Lengths
 from planner.solve.fleet import Fleet, at_threshold, fleet_json, fleet_of, solve_fleet, solve_split
-from planner.solve.problem import Options, best_cut, pose
+from planner.solve.problem import SolveOptions, best_cut, pose
 
 
 def small(seed: int, lengths: int = 2, prfaas: int = 2, pd: int = 2) -> Fleet:
@@ -93,7 +93,7 @@ def test_finer_exhaustive_search_approaches_the_program_from_below(seed):
 def test_one_of_each_is_the_solver_for_one_of_each(case_study):
     thin = replace(case_study, workload=replace(case_study.workload, lengths=case_study.workload.lengths.thinned(60)))
     found = solve_fleet(fleet_of(thin))
-    single = best_cut(pose(thin, Options()), Options())
+    single = best_cut(pose(thin, SolveOptions()), SolveOptions())
     assert found.num_prefill == (single.num_prefill,)
     assert found.rate == pytest.approx(single.rate, rel=2e-3)
     assert found.rate >= single.rate * (1 - 1e-9)
@@ -136,7 +136,7 @@ def test_one_threshold_serves_no_more_than_one_for_each_and_one_of_each_as_much(
     assert one.local[far].sum() == 0
     assert one.remote[~far].sum() == 0
     thin = replace(case_study, workload=replace(case_study.workload, lengths=case_study.workload.lengths.thinned(60)))
-    single = best_cut(pose(thin, Options()), Options())
+    single = best_cut(pose(thin, SolveOptions()), SolveOptions())
     assert at_threshold(fleet_of(thin), (single.num_prefill,))[1].rate == pytest.approx(single.rate, rel=0.02)
 
 
@@ -163,4 +163,4 @@ def test_too_many_splits_are_refused(case_study):
 def test_pose_refers_several_clusters_here(case_study):
     assert len(two_of_each(case_study).of_kind(ClusterKind.PRFAAS)) == 2
     with pytest.raises(InputError, match="2 prfaas and 2 pd"):
-        pose(two_of_each(case_study), Options())
+        pose(two_of_each(case_study), SolveOptions())

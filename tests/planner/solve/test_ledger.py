@@ -5,17 +5,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planner.decisions.plan import LivePlan, Mode, Refusal, Seen, Setting, refusal_of
+from planner.decisions.plan import LivePlan, Mode, PlanInputs, PlanRefusal, PlanSetting, refusal_of
 from planner.decisions.views import Role
-from planner.errors import Refused
-from planner.solve.ledger import DONE, MAX_KEPT, MAX_KEPT_BYTES, PENDING, Change, Draft, Ledger, Limits
+from planner.errors import ChangeRefused
+from planner.solve.ledger import DONE, MAX_KEPT, MAX_KEPT_BYTES, PENDING, Draft, Ledger, PlanEvent, PlanLimits
 
-LIMITS = Limits(min_threshold_tokens=100, max_threshold_tokens=50_000)
-FOUND = Setting(threshold_tokens=20_000)
+LIMITS = PlanLimits(min_threshold_tokens=100, max_threshold_tokens=50_000)
+FOUND = PlanSetting(threshold_tokens=20_000)
 
 
 def draft(threshold_tokens: float, **fields) -> Draft:
-    return Draft(setting=Setting(threshold_tokens=threshold_tokens, **fields), reason="longer prompts", gain=0.1)
+    return Draft(setting=PlanSetting(threshold_tokens=threshold_tokens, **fields), reason="longer prompts", gain=0.1)
 
 
 def begun() -> Ledger:
@@ -25,22 +25,22 @@ def begun() -> Ledger:
 def test_a_plan_is_proposed_applied_and_rolled_back():
     ledger, entry = begun().propose(draft(15_000), LIMITS, 10.0)
     assert entry is not None
-    assert (entry.change, entry.version, entry.reason, entry.gain) == (Change.PROPOSED, 1, "longer prompts", 0.1)
+    assert (entry.change, entry.version, entry.reason, entry.gain) == (PlanEvent.PROPOSED, 1, "longer prompts", 0.1)
     assert ledger.in_force is None
     assert ledger.setting == FOUND
     ledger, entry = ledger.apply(11.0, "ann", 1)
-    assert (entry.by, entry.before, entry.after) == ("ann", FOUND, Setting(threshold_tokens=15_000))
+    assert (entry.by, entry.before, entry.after) == ("ann", FOUND, PlanSetting(threshold_tokens=15_000))
     assert ledger.in_force is not None
     assert (ledger.in_force.version, ledger.in_force.mode, ledger.in_force.by) == (1, Mode.APPLIED, "ann")
     ledger, _ = ledger.propose(draft(12_000), LIMITS, 20.0)
     ledger, _ = ledger.apply(21.0, "ann")
     ledger, entry = ledger.roll_back(22.0, "bob")
-    assert ledger.setting == Setting(threshold_tokens=15_000)
+    assert ledger.setting == PlanSetting(threshold_tokens=15_000)
     assert entry.reason == "rollback of version 2"
     ledger, _ = ledger.roll_back(23.0, "bob")
     assert ledger.setting == FOUND
     assert ledger.last_version == 4
-    with pytest.raises(Refused, match="nothing to roll back"):
+    with pytest.raises(ChangeRefused, match="nothing to roll back"):
         ledger.roll_back(24.0, "bob")
 
 
@@ -58,13 +58,13 @@ def test_a_proposal_that_says_the_same_stands():
     assert other.proposal is not None
     assert other.proposal.version == 2
     assert entry is not None
-    with pytest.raises(Refused, match="version 1 is not proposed; the proposal is version 2"):
+    with pytest.raises(ChangeRefused, match="version 1 is not proposed; the proposal is version 2"):
         other.apply(21.0, "ann", 1)
     gone, entry = other.withdraw(22.0, "nothing to gain")
     assert gone.proposal is None
     assert entry is not None
-    assert entry.change is Change.WITHDRAWN
-    with pytest.raises(Refused, match="no proposal"):
+    assert entry.change is PlanEvent.WITHDRAWN
+    with pytest.raises(ChangeRefused, match="no proposal"):
         gone.apply(23.0, "ann")
     again, _ = gone.propose(draft(14_000), LIMITS, 30.0)
     assert again.proposal is not None
@@ -91,18 +91,18 @@ def test_the_next_leader_goes_on_with_the_same_version():
     ledger = begun().propose(draft(15_000), LIMITS, 10.0)[0].apply(11.0, "ann")[0]
     before = ledger.in_force
     later, entry = msgspec.json.decode(msgspec.json.encode(ledger), type=Ledger).led(2, 20.0, "b")
-    assert entry.change is Change.LED
+    assert entry.change is PlanEvent.LED
     assert later.in_force is not None
     assert later.in_force.place == (2, 1)
     assert refusal_of(later.in_force, before) is None
-    assert refusal_of(before, later.in_force) is Refusal.STALE_TERM
-    with pytest.raises(Refused, match="term 2 is over"):
+    assert refusal_of(before, later.in_force) is PlanRefusal.STALE_TERM
+    with pytest.raises(ChangeRefused, match="term 2 is over"):
         later.led(2, 21.0, "c")
 
 
 def test_a_plan_that_only_gateways_remember_is_gone_on_with():
     followed = LivePlan(
-        version=7, term=3, made_at=0.0, setting=Setting(threshold_tokens=9_000), reason="", mode=Mode.APPLIED
+        version=7, term=3, made_at=0.0, setting=PlanSetting(threshold_tokens=9_000), reason="", mode=Mode.APPLIED
     )
     ledger, entry = begun().adopted(followed, 5.0, "b")
     assert entry is not None
@@ -117,14 +117,14 @@ def test_a_plan_that_is_adopted_takes_the_place_of_one_that_was_followed():
     ledger, _ = ledger.apply(2.0, "ann")
     before = ledger.setting
     assert ledger.conversions == {"n0": PENDING}
-    followed = LivePlan(version=7, term=1, made_at=0.0, setting=Setting(threshold_tokens=9_000), reason="")
+    followed = LivePlan(version=7, term=1, made_at=0.0, setting=PlanSetting(threshold_tokens=9_000), reason="")
     ledger, _ = ledger.adopted(followed, 5.0, "b")
     assert ledger.conversions == {}
     assert ledger.roll_back(6.0, "ann")[0].in_force.setting == before
 
 
 def test_the_past_is_bounded():
-    ledger, limits = begun(), Limits(resolution=0.0)
+    ledger, limits = begun(), PlanLimits(resolution=0.0)
     roles = {f"node-{index}": Role.DECODE for index in range(1000)}
     for step in range(2 * MAX_KEPT):
         ledger = ledger.propose(draft(1_000 + 100 * step, roles=roles), limits, step)[0].apply(step, "ann")[0]
@@ -160,7 +160,7 @@ def test_whatever_happens_limits_hold_and_versions_grow(steps):
                     ledger, _ = ledger.led(ledger.term + 1, at, "b")
                 case _:
                     ledger, _ = getattr(ledger, name)(at, "ann")
-        except Refused:
+        except ChangeRefused:
             assert ledger == before
         assert ledger.last_version >= before.last_version
         if ledger.proposal is not None:
@@ -175,20 +175,20 @@ def test_whatever_happens_limits_hold_and_versions_grow(steps):
 
 
 def test_only_applied_plans_are_followed():
-    plan = LivePlan(version=1, term=1, made_at=0.0, setting=FOUND, reason="", seen=Seen())
-    assert refusal_of(plan, None) is Refusal.NOT_APPLIED
+    plan = LivePlan(version=1, term=1, made_at=0.0, setting=FOUND, reason="", seen=PlanInputs())
+    assert refusal_of(plan, None) is PlanRefusal.NOT_APPLIED
     applied = msgspec.structs.replace(plan, mode=Mode.APPLIED)
     assert refusal_of(applied, None) is None
-    assert refusal_of(applied, msgspec.structs.replace(applied, version=2)) is Refusal.STALE_VERSION
+    assert refusal_of(applied, msgspec.structs.replace(applied, version=2)) is PlanRefusal.STALE_VERSION
     assert refusal_of(applied, applied) is None
 
 
 @pytest.mark.parametrize("fields", [{"threshold_tokens": -1.0}, {"threshold_tokens": 1.0, "tie_share": 2.0}])
 def test_a_setting_that_cannot_be_is_refused(fields):
     with pytest.raises(ValueError, match="must be"):
-        Setting(**fields)
+        PlanSetting(**fields)
     with pytest.raises(msgspec.ValidationError):
-        msgspec.json.decode(msgspec.json.encode(fields), type=Setting)
+        msgspec.json.decode(msgspec.json.encode(fields), type=PlanSetting)
 
 
 def test_a_plan_asks_nothing_of_a_node_that_has_done_it_and_tries_again_where_it_failed():
@@ -204,11 +204,11 @@ def test_a_plan_asks_nothing_of_a_node_that_has_done_it_and_tries_again_where_it
 
 def test_a_role_that_a_node_has_not_taken_may_be_given_again():
     turned, found = {"n0": Role.DECODE}, {"n0": Role.PREFILL}
-    turning = msgspec.structs.replace(draft(15_000, roles=turned), seen=Seen(roles=found))
+    turning = msgspec.structs.replace(draft(15_000, roles=turned), seen=PlanInputs(roles=found))
     ledger = begun().propose(turning, LIMITS, 10.0)[0].apply(11.0, "ann")[0]
     assert dict(ledger.setting.roles) == turned
     ledger = ledger.converted(12.0, "n0", "drain_timeout")[0]
-    assert ledger.setting == Setting(threshold_tokens=15_000)  # without it
+    assert ledger.setting == PlanSetting(threshold_tokens=15_000)  # without it
     assert ledger.propose(draft(15_000), LIMITS, 13.0) == (ledger, None)
     ledger = ledger.propose(turning, LIMITS, 14.0)[0].apply(15.0, "ann")[0]
     assert ledger.conversions == {"n0": PENDING}
@@ -225,5 +225,5 @@ def test_of_one_term_the_leader_of_the_greater_id_is_followed():
     one, other = in_force("a"), in_force("b")
     assert one.place == other.place
     assert refusal_of(other, one) is None
-    assert refusal_of(one, other) is Refusal.STALE_LEADER
-    assert refusal_of(in_force(""), one) is Refusal.STALE_LEADER
+    assert refusal_of(one, other) is PlanRefusal.STALE_LEADER
+    assert refusal_of(in_force(""), one) is PlanRefusal.STALE_LEADER

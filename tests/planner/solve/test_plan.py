@@ -11,7 +11,7 @@ from planner.solve.corners import robust_report
 from planner.solve.goals import Objective, TieBreak, Worst
 from planner.solve.loaded import loaded_ttft
 from planner.solve.plan import make_plan
-from planner.solve.problem import Options, pose
+from planner.solve.problem import SolveOptions, pose
 from planner.solve.search import Cut
 
 TABLE_6 = {
@@ -33,7 +33,7 @@ TABLE_6 = {
 
 @pytest.mark.parametrize("deployment", TABLE_6)
 def test_table_6(case_study, deployment):
-    plan = make_plan(case_study, Options.as_in_paper(), deployment).to_json()
+    plan = make_plan(case_study, SolveOptions.as_in_paper(), deployment).to_json()
     for key, value in TABLE_6[deployment].items():
         assert plan[key] == pytest.approx(value, rel=0.007), key
 
@@ -45,28 +45,28 @@ def coarse(case_study):
 
 
 def test_egress_lies_between_the_papers_two_numbers(case_study):
-    plan = make_plan(case_study, Options.as_in_paper())
+    plan = make_plan(case_study, SolveOptions.as_in_paper())
     assert 12 <= plan.egress_gbps <= 13
     assert plan.mean_offloaded_tokens == pytest.approx(45_046, rel=1e-4)
     assert str(plan.bottleneck) == "prfaas_compute"
 
 
 def test_ratios_of_table_6(case_study):
-    rates = [make_plan(case_study, Options.as_in_paper(), name).lambda_max for name in TABLE_6]
+    rates = [make_plan(case_study, SolveOptions.as_in_paper(), name).lambda_max for name in TABLE_6]
     assert rates[0] / rates[1] == pytest.approx(1.54, rel=0.01)
     assert rates[2] / rates[1] == pytest.approx(1.16, rel=0.01)
 
 
 def test_both_service_models_are_reported(case_study):
-    paper, exact = make_plan(case_study, Options.as_in_paper()), make_plan(case_study, Options())
+    paper, exact = make_plan(case_study, SolveOptions.as_in_paper()), make_plan(case_study, SolveOptions())
     assert paper.lambda_other_service == pytest.approx(3.163, rel=1e-3)
     assert exact.lambda_max == pytest.approx(3.182, rel=1e-3)
-    homogeneous = make_plan(case_study, Options(), "homogeneous")
+    homogeneous = make_plan(case_study, SolveOptions(), "homogeneous")
     assert homogeneous.lambda_max == pytest.approx(2.025, rel=1e-3)
 
 
 def test_shadow_prices_and_the_flat_alternative(case_study):
-    plan = make_plan(case_study, Options.as_in_paper())
+    plan = make_plan(case_study, SolveOptions.as_in_paper())
     assert plan.shadow_prices["prfaas_instance"] == pytest.approx(0.63, abs=0.01)
     assert plan.shadow_prices["pd_instance"] == pytest.approx(0.24, abs=0.01)
     assert plan.shadow_prices["egress_gbps"] == pytest.approx(0.0, abs=1e-3)
@@ -76,7 +76,7 @@ def test_shadow_prices_and_the_flat_alternative(case_study):
 
 
 def test_what_was_fitted_is_said(case_study):
-    plan = make_plan(case_study, Options())
+    plan = make_plan(case_study, SolveOptions())
     assert plan.provenance["T_prefill h20x8"].startswith("fitted")
     assert plan.provenance["T_prefill h200x8"].startswith("derived")
     assert any("T_prefill h20x8" in warning for warning in plan.warnings)
@@ -87,14 +87,14 @@ def test_lengths_outside_the_profile_are_refused(case_study):
     workload = replace(case_study.workload, lengths=Lengths.of(np.array([100.0, 500_000.0])))
     site = replace(case_study, workload=workload)
     with pytest.raises(InputError, match=r"length 500000 tokens .* 1–131072"):
-        make_plan(site, Options())
-    assert make_plan(site, Options(extrapolate=True)).lambda_max > 0
+        make_plan(site, SolveOptions())
+    assert make_plan(site, SolveOptions(extrapolate=True)).lambda_max > 0
 
 
 def test_an_slo_plan_meets_its_target(coarse):
-    plan = make_plan(coarse, Options(objective=Objective.SLO))
+    plan = make_plan(coarse, SolveOptions(objective=Objective.SLO))
     assert 0.6 * plan.lambda_max < plan.lambda_slo < plan.lambda_max
-    problem = pose(coarse, Options())
+    problem = pose(coarse, SolveOptions())
     tokens = problem.lengths.tokens
     cut = Cut(
         rate=plan.lambda_max, num_prefill=plan.num_prefill, num_decode=plan.num_decode,
@@ -107,30 +107,30 @@ def test_an_slo_plan_meets_its_target(coarse):
 def test_an_impossible_slo_says_what_is_possible(coarse):
     site = replace(coarse, slo=replace(coarse.slo, ttft_p90_s=1.0))
     with pytest.raises(Infeasible, match=r"ttft_p90_s=1.0.*nearest is 3.5"):
-        make_plan(site, Options(objective=Objective.SLO))
+        make_plan(site, SolveOptions(objective=Objective.SLO))
 
 
 def test_cost_buys_no_more_than_needed(coarse):
-    whole = make_plan(coarse, Options())
-    plan = make_plan(coarse, Options(objective=Objective.COST, rate_req_per_s=1.5))
+    whole = make_plan(coarse, SolveOptions())
+    plan = make_plan(coarse, SolveOptions(objective=Objective.COST, rate_req_per_s=1.5))
     assert plan.cost_per_hour < whole.cost_per_hour
     assert plan.lambda_max >= 1.5
     with pytest.raises(Infeasible, match=r"rate_req_per_s=9"):
-        make_plan(coarse, Options(objective=Objective.COST, rate_req_per_s=9))
+        make_plan(coarse, SolveOptions(objective=Objective.COST, rate_req_per_s=9))
 
 
 def test_nothing_decodes(coarse):
     pd = replace(coarse.clusters[1], instances=0)
     with pytest.raises(Infeasible, match="instances=0"):
-        make_plan(replace(coarse, clusters=(coarse.clusters[0], pd)), Options())
+        make_plan(replace(coarse, clusters=(coarse.clusters[0], pd)), SolveOptions())
 
 
 def test_the_robust_plan_has_the_better_worst_case(coarse):
-    found = robust_report(coarse, Options(), 0.1, Worst.RATIO, None)
+    found = robust_report(coarse, SolveOptions(), 0.1, Worst.RATIO, None)
     assert found["scenarios"] == 8
     assert found["worst_ratio"] > found["plan_worst_ratio"]
     assert min(row["robust"] / row["optimum"] for row in found["regret"]) == pytest.approx(found["worst_ratio"])
-    rate = robust_report(coarse, Options(), 0.1, Worst.RATE, None)
+    rate = robust_report(coarse, SolveOptions(), 0.1, Worst.RATE, None)
     assert rate["worst_lambda_req_per_s"] >= found["worst_lambda_req_per_s"] - 1e-9
 
 
@@ -138,15 +138,15 @@ def test_robust_plans_take_link_quantiles_and_slices(coarse):
     link = replace(coarse.links[0], quantiles_gbps=(8.0,))
     shorter = coarse.workload.lengths.thinned(500)
     workload = replace(coarse.workload, slices=(Lengths(shorter.tokens / 2, shorter.weights),))
-    found = robust_report(replace(coarse, links=(link,), workload=workload), Options(), 0.1, Worst.RATE, None)
+    found = robust_report(replace(coarse, links=(link,), workload=workload), SolveOptions(), 0.1, Worst.RATE, None)
     assert found["scenarios"] == 32
 
 
 def test_the_second_goal_is_the_callers(coarse):
     pinned = replace(coarse.deployments["naive"], num_prefill=4, threshold_tokens=None)
     site = replace(coarse, deployments={"flat": pinned})
-    egress = make_plan(site, Options(tie_break=TieBreak.EGRESS), "flat")
-    ttft = make_plan(site, Options(tie_break=TieBreak.TTFT), "flat")
+    egress = make_plan(site, SolveOptions(tie_break=TieBreak.EGRESS), "flat")
+    ttft = make_plan(site, SolveOptions(tie_break=TieBreak.TTFT), "flat")
     assert egress.lambda_max == pytest.approx(ttft.lambda_max)
     assert egress.egress_gbps < ttft.egress_gbps
     assert ttft.ttft_mean_s < egress.ttft_mean_s

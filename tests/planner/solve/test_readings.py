@@ -2,12 +2,12 @@
 
 import pytest
 
-from planner.decisions.offered import GatewayLoad, LinkSeen, NodeSeen, SampleRing, Samples
-from planner.decisions.plan import Setting
+from planner.decisions.offered import GatewayLoad, LinkReport, NodeReport, SampleRing, Samples
+from planner.decisions.plan import PlanSetting
 from planner.decisions.views import ClusterKind, Role
 from planner.solve.readings import Readings, Units, quietest
 
-NOW = Setting(threshold_tokens=1000.0)
+NOW = PlanSetting(threshold_tokens=1000.0)
 
 
 class Told:
@@ -36,9 +36,9 @@ def look(readings: Readings, **gateways: Told):
         readings.heard(name, gateway.answer(readings.query(name)))
 
 
-def node(node_id: str, role: str = "prefill", kind: str = "pd", **fields) -> NodeSeen:
+def node(node_id: str, role: str = "prefill", kind: str = "pd", **fields) -> NodeReport:
     defaults = {"agent": "h:1", "cluster": kind, "state": "ready"}
-    return NodeSeen(node_id=node_id, role=Role(role), kind=ClusterKind(kind), **defaults | fields)
+    return NodeReport(node_id=node_id, role=Role(role), kind=ClusterKind(kind), **defaults | fields)
 
 
 def test_what_was_asked_before_anybody_listened_is_not_new():
@@ -117,7 +117,7 @@ def test_nodes_on_their_way_are_of_no_role():
 )
 def test_a_link_is_believed_while_it_is_full(fields, believed):
     readings, gateway = Readings(), Told()
-    link = LinkSeen(**{"source": "east", "destination": "west", "rate_bytes_per_s": 1e9} | fields)
+    link = LinkReport(**{"source": "east", "destination": "west", "rate_bytes_per_s": 1e9} | fields)
     for name in ("g", "h"):  # the same link, seen twice
         readings.heard(name, gateway.answer(readings.query(name), links=(link,)))
     assert readings.observe(1.0, NOW)[0].egress_bytes_per_s == believed
@@ -129,7 +129,7 @@ def test_a_smaller_scale_is_put_right():
     look(readings, g=gateway)
     gateway.ask(304, output=16)
     look(readings, g=gateway)
-    observation, seen = readings.observe(1.0, Setting(threshold_tokens=304.0))
+    observation, seen = readings.observe(1.0, PlanSetting(threshold_tokens=304.0))
     assert observation.uncached_tokens == [19_456]
     assert observation.threshold_tokens == 19_456
     assert observation.output_tokens == [1024]

@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 
 from planner.model.profile import KvSize, PrefillCurve
 from planner.model.traffic import Lengths
-from planner.solve.goals import Service, TieBreak
+from planner.solve.goals import ServiceTime, TieBreak
 from planner.solve.search import (
     TIE,
+    Bottleneck,
     Capacity,
     Loads,
-    Stage,
     build_loads,
     cuts_of,
     interval_of,
@@ -43,9 +43,9 @@ def test_the_published_plan(of_mean):
     limits = stage_rates(of_mean.loads, of_mean.capacity, 3, cut)
     p = float(of_mean.loads.offloaded[cut])
     assert at(of_mean, 19_400) == pytest.approx(3.2406, rel=1e-3)
-    assert p * limits[Stage.PRFAAS] == pytest.approx(1.6064, rel=1e-3)
-    assert (1 - p) * limits[Stage.PD_P] == pytest.approx(1.6431, rel=1e-3)
-    assert limits[Stage.PD_D] == pytest.approx(3.909, rel=1e-3)
+    assert p * limits[Bottleneck.PRFAAS] == pytest.approx(1.6064, rel=1e-3)
+    assert (1 - p) * limits[Bottleneck.PD_P] == pytest.approx(1.6431, rel=1e-3)
+    assert limits[Bottleneck.PD_D] == pytest.approx(3.909, rel=1e-3)
     assert 3.2406 * of_mean.loads.egress_bytes[cut] / GBPS == pytest.approx(12.347, rel=1e-3)
 
 
@@ -188,7 +188,7 @@ def test_dense_attention_does_not_fit_the_link(case_study):
     profile = case_study.profile
     loads = build_loads(
         case_study.workload.lengths, profile.prefill_on("h20x8"), profile.prefill_on("h200x8"), dense,
-        egress_bytes_per_s=12.5e9, service=Service.OF_MEAN,
+        egress_bytes_per_s=12.5e9, service=ServiceTime.OF_MEAN,
     )  # fmt: skip
     cut = int(cuts_of(loads, np.array([19_400.0]))[0])
     assert 3.24 * loads.egress_bytes[cut] / GBPS == pytest.approx(147, rel=0.01)
@@ -232,7 +232,7 @@ def small_problems(draw):
 def by_hand(lengths, local, remote, kv, capacity, num_prefill, kept, service) -> float:
     """Λ from the definition: `kept[i]` is the share of length i that stays local."""
     local_w, remote_w = kept * lengths.weights, (1 - kept) * lengths.weights
-    if service is Service.EXACT:
+    if service is ServiceTime.EXACT:
         loads = [float(local_w @ local.of(lengths.tokens)), float(remote_w @ remote.of(lengths.tokens))]
         egress = float(remote_w @ kv.of(lengths.tokens))
     else:
@@ -254,12 +254,12 @@ def by_hand(lengths, local, remote, kv, capacity, num_prefill, kept, service) ->
 
 
 @settings(max_examples=60, deadline=None)
-@given(problem=small_problems(), service=st.sampled_from(list(Service)))
+@given(problem=small_problems(), service=st.sampled_from(list(ServiceTime)))
 def test_brute_force_never_finds_better(problem, service):
     lengths, local, remote, kv, capacity = problem
     loads = build_loads(lengths, local, remote, kv, egress_bytes_per_s=capacity.egress_bytes_per_s, service=service)
     found = solve(loads, capacity, worth_a_share=TIE)
-    shares = np.linspace(0, 1, 11) if service is Service.EXACT else [0.0]
+    shares = np.linspace(0, 1, 11) if service is ServiceTime.EXACT else [0.0]
     top = 0.0
     for num_prefill, cut, share in itertools.product(
         range(capacity.num_pd + 1), range(len(lengths.tokens) + 1), shares

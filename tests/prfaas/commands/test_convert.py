@@ -10,7 +10,7 @@ import pytest
 import tomli_w
 
 from planner.decisions.views import Role
-from prfaas.commands.convert import Wish, convert
+from prfaas.commands.convert import ConvertWish, convert
 from prfaas.errors import ConversionError
 from tests.node.running import RunningNode, config, new_runner, running_node
 from tests.node.test_agent import reserve_request
@@ -38,7 +38,7 @@ class Site:
 
     def convert(self, node: str, to: Role, **options: Any) -> bool:
         self.said.clear()
-        return self.run(convert(Wish(node=node, role=to, **options), self.file, self.said.append))
+        return self.run(convert(ConvertWish(node=node, role=to, **options), self.file, self.said.append))
 
 
 @pytest.fixture(scope="module")
@@ -107,4 +107,4 @@ async def _abort(node: RunningNode, ticket: pb.Ticket) -> None:
 
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConversionError, match="no such file"):
-        asyncio.run(convert(Wish(node="d0", role=Role.DECODE), tmp_path / "none.toml", print))
+        asyncio.run(convert(ConvertWish(node="d0", role=Role.DECODE), tmp_path / "none.toml", print))

@@ -9,7 +9,7 @@ import pytest
 import tomli_w
 
 from prfaas.cli import main
-from prfaas.commands.drain import Wish, drain_node
+from prfaas.commands.drain import DrainWish, drain_node
 from prfaas.errors import ConversionError
 from tests.node.running import alone, config, running_node
 from tests.node.test_agent import reserve_request
@@ -33,7 +33,7 @@ def test_a_drained_node_takes_requests_again_and_logs_who_asked(
             file, said = file_for(tmp_path, node.address), []
 
             async def drain(**wish: Any) -> bool:
-                return await drain_node(Wish(node="d0", **wish), file, said.append)
+                return await drain_node(DrainWish(node="d0", **wish), file, said.append)
 
             ticket = await node.stub.Reserve(reserve_request(1))
             assert await drain()
@@ -60,7 +60,7 @@ def test_a_node_that_is_about_to_end_does_not_come_back(tmp_path: Path) -> None:
         async with running_node(config(tmp_path, node_id="d0")) as node:
             await node.agent.draining.for_good(0.0)
             said: list[str] = []
-            assert not await drain_node(Wish(node="d0", undo=True), file_for(tmp_path, node.address), said.append)
+            assert not await drain_node(DrainWish(node="d0", undo=True), file_for(tmp_path, node.address), said.append)
             assert "d0 is about to end" in said[0]
 
     alone(scenario())
@@ -74,4 +74,4 @@ def test_what_is_to_be_drained_is_one_thing(tmp_path: Path, capsys: pytest.Captu
     assert main(["drain", "--node", "d0", "-c", str(tmp_path / "none.toml")]) == 2
     assert "no such file" in capsys.readouterr().err
     with pytest.raises(ConversionError, match="does not answer"):
-        asyncio.run(drain_node(Wish(node="127.0.0.1:1"), file_for(tmp_path, "127.0.0.1:1"), print))
+        asyncio.run(drain_node(DrainWish(node="127.0.0.1:1"), file_for(tmp_path, "127.0.0.1:1"), print))

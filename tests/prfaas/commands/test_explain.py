@@ -9,8 +9,8 @@ from rich.console import Console
 from gateway.auth.keyring import digest_of
 from gateway.config.tenants import TenantConfig
 from prfaas.cli import main
-from prfaas.commands.asking import KEY_VARIABLE, Gateway
-from prfaas.commands.explain import Wish, ask, show
+from prfaas.commands.asking import KEY_VARIABLE, GatewayClient
+from prfaas.commands.explain import ExplainWish, ask, show
 from prfaas.errors import AskError
 from tests.gateway.worlds import on_loop, world
 from transport.control.proto import node_pb2 as pb
@@ -25,10 +25,10 @@ def shown(found: dict) -> str:
 @on_loop
 async def test_a_gateway_explains_bodies_prompts_and_lengths(tmp_path: Path) -> None:
     async with world(remote=2) as w:
-        gateway = Gateway(w.gateway.url)
+        gateway = GatewayClient(w.gateway.url)
 
         async def asked(**fields: object) -> dict:
-            return await asyncio.to_thread(ask, gateway, Wish(**fields))
+            return await asyncio.to_thread(ask, gateway, ExplainWish(**fields))
 
         text = shown(await asked(tokens=1000))
         assert "1000 tokens to /v1/completions, class default, plan none\nprefill on r0, decode on d0 (long)\n" in text
@@ -55,7 +55,7 @@ async def test_an_operators_key_is_all_that_a_length_needs(monkeypatch: pytest.M
     tenants = {"acme": TenantConfig(keys=(digest_of("sk-acme"),))}
     async with world(tenants=tenants, operator_keys=(digest_of("sk-operator"),)) as w:
         for tenant in (None, "acme"):
-            found = await asyncio.to_thread(ask, Gateway(w.gateway.url), Wish(tokens=1000, tenant=tenant))
+            found = await asyncio.to_thread(ask, GatewayClient(w.gateway.url), ExplainWish(tokens=1000, tenant=tenant))
             assert found["verdict"]["accepted"]
 
 

@@ -3,7 +3,18 @@
 from dataclasses import replace
 
 from gateway.cluster.agent_client import LinkLoad, NodeInfo, NodeLoad
-from prfaas.commands.findings import Certificate, Described, Finding, Level, Port, Seen, Silent, Way, findings, worst
+from prfaas.commands.findings import (
+    Certificate,
+    CheckFindings,
+    Described,
+    Finding,
+    Level,
+    PortFinding,
+    Silent,
+    WayFinding,
+    findings,
+    worst,
+)
 
 INFO = NodeInfo(
     node_id="d0",
@@ -21,14 +32,14 @@ INFO = NodeInfo(
 )
 DECODE = Described(address="127.0.0.1:7003", info=INFO, load=NodeLoad(), took_s=0.002, ahead_s=0.0)
 PREFILL = replace(DECODE, address="127.0.0.1:7001", info=replace(INFO, node_id="p0", role="prefill"))
-WELL = Seen(described=(PREFILL, DECODE), ways=(Way("p0", "d0", 0.004, ""),), version="1.0")
+WELL = CheckFindings(described=(PREFILL, DECODE), ways=(WayFinding("p0", "d0", 0.004, ""),), version="1.0")
 
 
-def bad(seen: Seen) -> list[Finding]:
+def bad(seen: CheckFindings) -> list[Finding]:
     return [each for each in findings(seen) if each.level is not Level.OK]
 
 
-def with_decode(**changes: object) -> Seen:
+def with_decode(**changes: object) -> CheckFindings:
     info = replace(INFO, **changes)  # type: ignore[arg-type]
     return replace(WELL, described=(PREFILL, replace(DECODE, info=info)))
 
@@ -90,12 +101,14 @@ def test_a_clock_is_wrong_only_by_what_is_sure() -> None:
 
 
 def test_a_closed_engine_port_is_worse_than_others() -> None:
-    ports = [Port("d0", name, "h:1", "Connection refused") for name in ("engine_port", "calls_port", "bootstrap_port")]
+    ports = [
+        PortFinding("d0", name, "h:1", "Connection refused") for name in ("engine_port", "calls_port", "bootstrap_port")
+    ]
     assert [each.level for each in bad(replace(WELL, ports=ports))] == [Level.ERROR, Level.WARNING, Level.WARNING]
 
 
 def test_a_way_without_an_answer_is_named_by_both_its_ends() -> None:
-    (found,) = bad(replace(WELL, ways=(Way("p0", "d0", 0.1, "path_failed"),)))
+    (found,) = bad(replace(WELL, ways=(WayFinding("p0", "d0", 0.1, "path_failed"),)))
     assert (found.level, found.about) == (Level.ERROR, "p0 -> d0")
 
 

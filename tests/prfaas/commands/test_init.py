@@ -7,23 +7,23 @@ import pytest
 from gateway.auth.keyring import Keyring
 from gateway.config.gateway import load as load_gateway
 from node.config import load_node_config
-from prfaas.commands.init import QUESTIONS, Site, asked, files, init, members, site_of
+from prfaas.commands.init import QUESTIONS, InitSite, asked, files, init, members, site_of
 from prfaas.errors import InitError
 from prfaas.system.topology import load_topology
 
-SEVERAL = Site(
+SEVERAL = InitSite(
     model="models/m", gateway="10.0.0.1", remote=("10.1.0.1", "10.1.0.2"), prefill=("10.0.0.2",), decode=("10.0.0.2", "d.lan")
 )  # fmt: skip
 
 
-def write(site: Site, folder: Path) -> list[str]:
+def write(site: InitSite, folder: Path) -> list[str]:
     said: list[str] = []
     init(site, folder, overwrite=False, say=said.append)
     return said
 
 
 def test_one_machine_gets_one_file_that_up_takes(tmp_path: Path) -> None:
-    said = write(Site(model=str(tmp_path / "m"), tls=True), tmp_path)
+    said = write(InitSite(model=str(tmp_path / "m"), tls=True), tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["prfaas.toml"]
     topology = load_topology(tmp_path / "prfaas.toml", tmp_path)
     assert [node.node_id for node in topology.nodes] == ["remote-p0", "home-d0"]
@@ -53,7 +53,7 @@ def test_several_machines_get_a_file_for_each_process(tmp_path: Path) -> None:
 
 
 def test_certificates_are_made_for_all_and_named_in_their_files(tmp_path: Path) -> None:
-    site = Site(model="m", remote=("10.1.0.1",), tls=True)
+    site = InitSite(model="m", remote=("10.1.0.1",), tls=True)
     write(site, tmp_path)
     gateway = load_gateway(tmp_path / "gateway.toml")
     assert gateway.identity is not None
@@ -96,12 +96,12 @@ def test_answers_that_make_no_system_are_named(answers: dict[str, str], message:
 
 
 def test_an_sglang_site_has_a_port_where_decode_nodes_ask(tmp_path: Path) -> None:
-    site = Site(model="m", engine="sglang", gateway="10.0.0.1", remote=("10.0.0.2",), decode=("10.0.0.3",))
+    site = InitSite(model="m", engine="sglang", gateway="10.0.0.1", remote=("10.0.0.2",), decode=("10.0.0.3",))
     write(site, tmp_path)
     ports = {member.role: load_node_config(tmp_path / f"{member.name}.toml").bootstrap_port for member in members(site)}
     assert ports == {"prefill": 7501, "decode": 0}
     with pytest.raises(InitError, match="no TLS"):
-        Site(model="m", engine="sglang", tls=True)
+        InitSite(model="m", engine="sglang", tls=True)
 
 
 def test_only_what_is_not_known_is_asked() -> None:
@@ -118,7 +118,7 @@ def test_only_what_is_not_known_is_asked() -> None:
 
 def test_addresses_of_ipv6_are_in_brackets_beside_ports(tmp_path: Path) -> None:
     write(
-        Site(model="models/m", gateway="2001:db8::9", remote=("2001:db8::2",), decode=("2001:db8::1", "d.lan")),
+        InitSite(model="models/m", gateway="2001:db8::9", remote=("2001:db8::2",), decode=("2001:db8::1", "d.lan")),
         tmp_path,
     )
     gateway = load_gateway(tmp_path / "gateway.toml")

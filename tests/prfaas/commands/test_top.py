@@ -8,8 +8,8 @@ import pytest
 from rich.console import Console
 
 from prfaas.cli import main
-from prfaas.commands.asking import Gateway
-from prfaas.commands.flows import Wanted, follow, line
+from prfaas.commands.asking import GatewayClient
+from prfaas.commands.flows import FlowFilter, follow, line
 from prfaas.commands.top import Screen, once, rate, watch
 from prfaas.errors import AskError
 from tests.gateway.admission.test_slo import LONG
@@ -29,7 +29,7 @@ async def test_a_page_has_links_clusters_and_nodes_and_a_link_that_fails_shows()
         (remote,) = w.nodes.remote
         remote.load = pb.Load(links=[pb.Link(peer="west", available_bytes_per_s=2e6, utilisation=0.7)])
         await until(lambda: w.gateway.links.status()[0].utilisation > 0)
-        gateway = Gateway(w.gateway.url)
+        gateway = GatewayClient(w.gateway.url)
         page = shown(await asyncio.to_thread(once, gateway))
         assert "scripted  in flight 0 of 1024, in line 0  t = 100, no plan" in page
         (way,) = [line for line in page.splitlines() if line.startswith("east → west")]
@@ -52,16 +52,16 @@ async def test_flows_are_followed_from_where_the_last_answer_ended() -> None:
             await w.complete(f"{i} {LONG}")
         await w.complete("hello there")
         await w.idle()
-        gateway = Gateway(w.gateway.url)
+        gateway = GatewayClient(w.gateway.url)
 
-        def seen(wanted: Wanted) -> list[dict[str, Any]]:
+        def seen(wanted: FlowFilter) -> list[dict[str, Any]]:
             return list(follow(gateway, wanted, once=True))
 
-        crossing = await asyncio.to_thread(seen, Wanted())
+        crossing = await asyncio.to_thread(seen, FlowFilter())
         assert [flow["source"] for flow in crossing] == ["r0", "r0"]
-        assert len(await asyncio.to_thread(seen, Wanted(all_of_them=True))) == 3
-        assert len(await asyncio.to_thread(seen, Wanted(link=("west", "west")))) == 1
-        assert not await asyncio.to_thread(seen, Wanted(kinds=frozenset({"move"})))
+        assert len(await asyncio.to_thread(seen, FlowFilter(all_of_them=True))) == 3
+        assert len(await asyncio.to_thread(seen, FlowFilter(link=("west", "west")))) == 1
+        assert not await asyncio.to_thread(seen, FlowFilter(kinds=frozenset({"move"})))
         assert "east → west" in line(crossing[0])
         assert "request" in line(crossing[0])
         assert "long · req-" in line(crossing[0])
@@ -76,7 +76,7 @@ def test_following_asks_after_the_last_number() -> None:
             flow = {"source_cluster": "a", "destination_cluster": "b", "kind": "request"}
             return [{**flow, "seq": since + 1}, {**flow, "seq": since + 2}]
 
-    found: Iterator[dict[str, Any]] = follow(Told(), Wanted(), once=False, sleep=lambda _: None)  # type: ignore[arg-type]
+    found: Iterator[dict[str, Any]] = follow(Told(), FlowFilter(), once=False, sleep=lambda _: None)  # type: ignore[arg-type]
     assert [next(found)["seq"] for _ in range(5)] == [1, 2, 3, 4, 5]
     assert asked == [0, 2, 4]
 

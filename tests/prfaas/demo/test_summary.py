@@ -2,10 +2,10 @@ from typing import Any
 
 import pytest
 
-from prfaas.demo.summary import Outcome, summarise
+from prfaas.demo.summary import DemoOutcome, summarise
 
 
-def outcome(route: str, **record: Any) -> Outcome:
+def outcome(route: str, **record: Any) -> DemoOutcome:
     values = {
         "route": route,
         "total": 100,
@@ -15,7 +15,7 @@ def outcome(route: str, **record: Any) -> Outcome:
         "fallbacks": [],
         "kv_ready_minus_prefill_end_s": None,
     }
-    return Outcome(
+    return DemoOutcome(
         name="x", prompt="", max_tokens=1, token_ids=(1,), ttft_s=record.pop("ttft_s", 1.0), record=values | record
     )
 

@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from engine.emulated.standin import read_stand_in
-from planner.model.profile import DecodeProfile, KvSize, ModelProfile, PrefillCurve, Window, load_profile
+from planner.model.profile import DecodeProfile, KvSize, ModelProfile, PrefillCurve, ProfileWindow, load_profile
 from prfaas.errors import TopologyError
 from prfaas.system.standin import Scale, stand_in, stand_in_file, write_stand_ins
 from transport.control.settings import SettingsError
@@ -41,7 +41,7 @@ def test_a_link_carries_what_its_bytes_and_seconds_are_scaled_to() -> None:
 def test_windows_are_as_long_as_they_are_in_tokens_of_here() -> None:
     profile = ModelProfile(
         model="m",
-        kv=KvSize(bytes_per_token=64_000, windows=(Window(128, 64_000),)),
+        kv=KvSize(bytes_per_token=64_000, windows=(ProfileWindow(128, 64_000),)),
         prefill={"gpu": PrefillCurve(coefficients=(0.1, 1e-4, 0.0), valid_tokens=(1, 1000))},
         decode={"gpu": DecodeProfile(max_running=8, step_s=0.02, step_s_per_request=0.001)},
     )

@@ -23,7 +23,7 @@ from transport.coding.choice import (
     choose,
     plain_bytes_per_s,
 )
-from transport.coding.codec import Codec, Share
+from transport.coding.codec import Codec, CodedPart
 
 ALL = Codec.ZSTD | Codec.INT8 | Codec.FP8
 AUTO = CodingPolicy(compression=Compression.AUTO)
@@ -130,7 +130,7 @@ def test_a_chooser_learns_and_changes_its_mind_only_now_and_then() -> None:
     chooser.on_situation(SLOW, 1.0)
     assert chooser.codec_of("kv", choices) is Codec.ZSTD
     # It does not compress after all.
-    chooser.on_coded({"kv": Codec.ZSTD}, [Share("kv", Codec.RAW, 64 << 20, 64 << 20)], 0.2, 1.1)
+    chooser.on_coded({"kv": Codec.ZSTD}, [CodedPart("kv", Codec.RAW, 64 << 20, 64 << 20)], 0.2, 1.1)
     chooser.on_situation(SLOW, 1.0 + DWELL_S / 2)
     assert chooser.codec_of("kv", choices) is Codec.ZSTD
     chooser.on_situation(IDLE, 1.1 + DWELL_S)
@@ -146,7 +146,7 @@ def test_groups_are_decided_on_one_by_one() -> None:
     chooser, choices = Chooser(), AUTO.choices(ALL)
     for label in ("kv", "state"):
         chooser.codec_of(label, choices)
-    chooser.on_coded({"state": Codec.ZSTD}, [Share("state", Codec.RAW, 64 << 20, 64 << 20)], 0.2, 0.0)
+    chooser.on_coded({"state": Codec.ZSTD}, [CodedPart("state", Codec.RAW, 64 << 20, 64 << 20)], 0.2, 0.0)
     chooser.on_situation(SLOW, 1.0)
     assert chooser.codec_of("kv", choices) is Codec.ZSTD
     assert chooser.codec_of("state", choices) is Codec.RAW
@@ -161,7 +161,7 @@ def test_other_choices_begin_anew() -> None:
 
 def test_accounts_know_bytes_and_seconds_by_group_and_codec() -> None:
     chooser = Chooser()
-    shares = [Share("kv", Codec.INT8, 300, 160), Share("state", Codec.RAW, 100, 100)]
+    shares = [CodedPart("kv", Codec.INT8, 300, 160), CodedPart("state", Codec.RAW, 100, 100)]
     chooser.on_coded({"kv": Codec.INT8, "state": Codec.RAW}, shares, 4.0, 0.0)
     use = chooser.accounts.uses["kv", "int8"]
     assert (use.plain_bytes, use.coded_bytes, use.cpu_s) == (300, 160, 3.0)

@@ -11,11 +11,11 @@ from transport.coding.codec import (
     LOSSY,
     MAKEABLE,
     MAX_BLOCKS,
+    ChunkDecoder,
+    ChunkEncoder,
+    ChunkPart,
     Codec,
     CodecError,
-    Decoder,
-    Encoder,
-    Part,
     decodable,
     merged,
     parts_of,
@@ -35,23 +35,23 @@ def kv(num_bytes: int, seed: int = 0) -> memoryview:
     return memoryview(from_floats(values, "bfloat16").copy().data).cast("B")
 
 
-def encode(*parts: Part, room: int = 1 << 21) -> memoryview:
+def encode(*parts: ChunkPart, room: int = 1 << 21) -> memoryview:
     out = memoryview(bytearray(room))
-    encoded = Encoder().encode(parts, out)
+    encoded = ChunkEncoder().encode(parts, out)
     assert encoded is not None
     return out[: encoded[0]]
 
 
 def decode(coded: memoryview, size: int, allowed: Codec = EVERYTHING) -> bytes:
     into = memoryview(bytearray(size))
-    Decoder(allowed).decode(coded, into)
+    ChunkDecoder(allowed).decode(coded, into)
     return bytes(into)
 
 
 @pytest.mark.parametrize("codec", sorted(MAKEABLE))
 def test_all_codecs_come_back_as_large_as_they_went(codec: Codec) -> None:
     plain = kv(1 << 16)
-    coded = encode(Part(plain, RUN, codec, "g"))
+    coded = encode(ChunkPart(plain, RUN, codec, "g"))
     back = decode(coded, len(plain))
     assert (back == plain) == (not codec.lossy)
     if codec:
@@ -69,7 +69,7 @@ def test_all_codecs_come_back_as_large_as_they_went(codec: Codec) -> None:
 def test_lossless_means_every_byte_of_any_chunk(kinds: list[tuple[int, str, int]], codec: Codec) -> None:
     rng = np.random.default_rng(1)
     parts = [
-        Part(memoryview(rng.integers(0, 7, size, np.uint8).data).cast("B"), Run(size, dtype, vector), codec, "g")
+        ChunkPart(memoryview(rng.integers(0, 7, size, np.uint8).data).cast("B"), Run(size, dtype, vector), codec, "g")
         for size, dtype, vector in kinds
     ]
     plain = b"".join(part.plain for part in parts)
@@ -94,24 +94,26 @@ def test_whole_vectors_are_quantised_wherever_pages_and_chunks_are_cut(skip: int
 def test_what_is_not_finite_is_carried_exactly() -> None:
     plain = kv(1 << 14)
     plain[128:130] = b"\x80\x7f"  # infinity
-    coded = encode(Part(plain, RUN, Codec.INT8 | Codec.ZSTD, "g"))
+    coded = encode(ChunkPart(plain, RUN, Codec.INT8 | Codec.ZSTD, "g"))
     assert decode(coded, len(plain)) == plain
 
 
 def test_noise_is_carried_raw() -> None:
     noise = memoryview(np.random.default_rng(1).bytes(1 << 16))
     out = memoryview(bytearray(1 << 17))
-    encoded = Encoder().encode([Part(noise, Run(1 << 16), Codec.ZSTD, "g")], out)
+    encoded = ChunkEncoder().encode([ChunkPart(noise, Run(1 << 16), Codec.ZSTD, "g")], out)
     assert encoded is not None
     size, (share,) = encoded
     assert share.codec is Codec.RAW
     assert size == len(noise) + BLOCK.size
-    assert Encoder().encode([Part(noise, Run(1 << 16), Codec.ZSTD, "g")], out[: len(noise)]) is None  # no room: no gain
+    assert (
+        ChunkEncoder().encode([ChunkPart(noise, Run(1 << 16), Codec.ZSTD, "g")], out[: len(noise)]) is None
+    )  # no room: no gain
 
 
 def test_quantised_blocks_are_refused_where_they_are_not_taken() -> None:
     plain = kv(1 << 14)
-    coded = encode(Part(plain, RUN, Codec.FP8, "g"))
+    coded = encode(ChunkPart(plain, RUN, Codec.FP8, "g"))
     with pytest.raises(CodecError, match="fp8 is not taken"):
         decode(coded, len(plain), decodable(lossy=False))
 
@@ -165,15 +167,15 @@ def test_the_number_of_blocks_has_a_limit() -> None:
     many = memoryview(b"".join(BLOCK.pack(2, 2, 1, 2, 5, 0) + b"\0" * 5 for _ in range(MAX_BLOCKS + 1)))
     with pytest.raises(CodecError, match="row of blocks"):
         decode(many, 2 * (MAX_BLOCKS + 1))
-    parts = [Part(memoryview(b"ab"), RUN, Codec.RAW, str(i)) for i in range(MAX_BLOCKS + 1)]
-    assert Encoder().encode(parts, memoryview(bytearray(1 << 20))) is None
+    parts = [ChunkPart(memoryview(b"ab"), RUN, Codec.RAW, str(i)) for i in range(MAX_BLOCKS + 1)]
+    assert ChunkEncoder().encode(parts, memoryview(bytearray(1 << 20))) is None
 
 
 @settings(max_examples=300, deadline=None)
 @given(st.data(), st.sampled_from(sorted(MAKEABLE)))
 def test_damage_is_refused_or_harmless(data: st.DataObject, codec: Codec) -> None:
     plain = kv(4096)
-    coded = bytearray(encode(Part(plain[:2048], RUN, codec, "g"), Part(plain[2048:], RUN, Codec.ZSTD, "h")))
+    coded = bytearray(encode(ChunkPart(plain[:2048], RUN, codec, "g"), ChunkPart(plain[2048:], RUN, Codec.ZSTD, "h")))
     for _ in range(data.draw(st.integers(1, 4))):
         coded[data.draw(st.integers(0, len(coded) - 1))] ^= data.draw(st.integers(1, 255))
     cut = data.draw(st.integers(0, len(coded)))

@@ -29,7 +29,7 @@ from transport.send import outlet
 from transport.send.client import ClientOptions, PushResult, TransferClient
 from transport.send.spec import TransferSpec
 from transport.wire.checksum import Integrity
-from transport.wire.connection import Connection, Role, State
+from transport.wire.connection import Connection, ConnectionRole, ProtocolState
 
 pytestmark = pytest.mark.skipif(zstd_module() is None, reason="needs the zstd extra")
 
@@ -237,12 +237,12 @@ def test_auto_codes_on_a_narrow_link_with_an_idle_machine() -> None:
 def test_codecs_are_offered_in_the_greeting() -> None:
     sender, receiver = (
         Connection(role, integrity="xxh3", nonce=b"n" * 16, now=0.0, max_chunk_bytes=1 << 20, codecs=codecs)
-        for role, codecs in ((Role.SENDER, 0), (Role.RECEIVER, 5))
+        for role, codecs in ((ConnectionRole.SENDER, 0), (ConnectionRole.RECEIVER, 5))
     )
     for here, there in ((sender, receiver), (receiver, sender)):
         there.receive_data(here.data_to_send(), 0.0)
         there.next_event()
-    assert sender.state is receiver.state is State.OPEN
+    assert sender.state is receiver.state is ProtocolState.OPEN
     assert sender.codecs == receiver.codecs == 5
 
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from benchmarks.transport.compression import CODECS, Bytes, Job, there_and_back
+from benchmarks.transport.compression import CODECS, Bytes, CompressionJob, there_and_back
 from hybrid_cache.layout.layout import KVCacheGroup, ModelLayout, transfer_ranges
 from hybrid_cache.layout.spec import FullAttention, LinearState
 from transport.coding.codec import zstd_module
@@ -20,8 +20,8 @@ LAYOUT = ModelLayout(
 )
 
 
-def filled(num_tokens: int) -> Job:
-    job, rng = Job(LAYOUT, num_tokens), np.random.default_rng(1)
+def filled(num_tokens: int) -> CompressionJob:
+    job, rng = CompressionJob(LAYOUT, num_tokens), np.random.default_rng(1)
     job.arena.data[:] = from_floats(rng.standard_normal(job.arena.data.size // 2).astype(np.float32), "bfloat16")
     return job
 
@@ -30,7 +30,7 @@ def filled(num_tokens: int) -> Job:
 def test_what_comes_back(name: str) -> None:
     if zstd_module() is None and "zstd" in name:
         pytest.skip("needs the zstd extra")
-    source, target, total = filled(100), Job(LAYOUT, 100), Bytes()
+    source, target, total = filled(100), CompressionJob(LAYOUT, 100), Bytes()
     there_and_back(source, target, CODECS[name], total, states=False)
     keys = transfer_ranges(LAYOUT, 100, 0)
     assert total.plain == sum(LAYOUT.slab_bytes(key.group) for key in keys)

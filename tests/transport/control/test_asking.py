@@ -10,7 +10,7 @@ import pytest
 
 from planner.errors import InputError
 from planner.service.client import PlanClient
-from prfaas.commands.asking import KEY_VARIABLE, Gateway
+from prfaas.commands.asking import KEY_VARIABLE, GatewayClient
 from prfaas.errors import AskError
 
 Served = tuple[str, list[str]]
@@ -52,7 +52,10 @@ def redirecting(request: pytest.FixtureRequest) -> Iterator[Served]:
 def test_an_operators_key_follows_no_redirect(redirecting: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     url, shown = redirecting
     monkeypatch.setenv(KEY_VARIABLE, "operator-secret")
-    for ask in (lambda: Gateway(url).get("/prfaas/requests"), lambda: Gateway(url).post("/prfaas/links", b"{}")):
+    for ask in (
+        lambda: GatewayClient(url).get("/prfaas/requests"),
+        lambda: GatewayClient(url).post("/prfaas/links", b"{}"),
+    ):
         with pytest.raises(AskError, match=r"says 30.: it redirects to http://localhost:\d+/elsewhere"):
             ask()
     assert not shown

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from transport.control.calls import AGENT, CALLER, CallBuffer, Outbox
+from transport.control.calls import AGENT, CALLER, CallBuffer, CallOutbox
 from transport.control.messages import MessageError, frame
 
 
@@ -48,7 +48,7 @@ class Paper(asyncio.Transport):
 
 def test_what_is_said_in_one_turn_of_the_loop_leaves_in_one_write() -> None:
     async def scenario() -> None:
-        outbox = Outbox(paper := Paper())
+        outbox = CallOutbox(paper := Paper())
         outbox.say(b"a")
         outbox.say(b"b")
         assert paper.writes == []

@@ -9,7 +9,7 @@ from transport.coding.choice import Chooser, Situation
 from transport.coding.codec import Codec
 from transport.path.governor import Governor
 from transport.path.link import LinkMonitor
-from transport.path.pacing import DailyBudget, Egress, Share, TokenBucket
+from transport.path.pacing import BudgetShare, DailyBudget, EgressBudget, TokenBucket
 
 
 @given(clock=times(), busy=st.lists(st.booleans(), min_size=24, max_size=24), rtt=st.sampled_from([0.04, 0.05, 0.2]))
@@ -42,10 +42,10 @@ def test_a_bucket_waits_no_longer_than_its_debt(clock, rate, size):
 
 @given(clock=times(), budget=st.sampled_from([1e6, DailyBudget(((0.0, 1e6), (43_200.0, 2e6)))]))
 def test_an_egress_keeps_its_budget_on_any_clock(clock, budget):
-    egress = Egress(budget)
+    egress = EgressBudget(budget)
     for now in clock:
         egress.follow(now)
-        egress.take_share(Share(5e5, 1e6, now + 3.0), now)
+        egress.take_share(BudgetShare(5e5, 1e6, now + 3.0), now)
         egress.charge(1000, now)
         assert 0.0 <= egress.wait_s(now) <= 1.0
     egress.follow(clock[-1] + 3.1)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from transport.path.governor import TRANSITIONS, Event, Governor, Phase
+from transport.path.governor import TRANSITIONS, Governor, GovernorPhase, LinkEvent
 from transport.path.link import MIN_RTT_MEMORY_S, LinkMonitor, LinkState, TcpInfo
 
 RTT_S = 0.04
@@ -271,6 +271,6 @@ def test_a_short_queue_that_stands_is_drained_now_and_then() -> None:
 
 
 def test_whatever_it_is_at_it_can_rest_and_gets_back_to_steering() -> None:
-    assert all(TRANSITIONS[phase][Event.IDLE] is Phase.RESTING for phase in Phase)
-    for phase in set(Phase) - {Phase.STEERING}:
-        assert Phase.STEERING in TRANSITIONS[phase].values()
+    assert all(TRANSITIONS[phase][LinkEvent.IDLE] is GovernorPhase.RESTING for phase in GovernorPhase)
+    for phase in set(GovernorPhase) - {GovernorPhase.STEERING}:
+        assert GovernorPhase.STEERING in TRANSITIONS[phase].values()

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from transport.path.pacing import BULK_LEAVES, BURST_S, DailyBudget, Egress, Share, TokenBucket
+from transport.path.pacing import BULK_LEAVES, BURST_S, BudgetShare, DailyBudget, EgressBudget, TokenBucket
 
 
 def test_bucket_refills_with_time() -> None:
@@ -62,7 +62,7 @@ def test_refuses_what_is_no_day(steps: tuple[tuple[float, float], ...]) -> None:
 
 
 def test_what_shares_a_link_shares_its_budget() -> None:
-    egress = Egress(1e6)
+    egress = EgressBudget(1e6)
     start = egress.wait_s(0.0)
     egress.charge(2_000_000, 0.0)
     assert egress.wait_s(0.0) - start == pytest.approx(2.0, abs=0.2)
@@ -71,12 +71,12 @@ def test_what_shares_a_link_shares_its_budget() -> None:
 
 
 def test_a_budget_for_the_whole_day_is_the_one_that_holds_now() -> None:
-    assert Egress(DailyBudget(((0.0, 5e6),))).bytes_per_s == 5e6
+    assert EgressBudget(DailyBudget(((0.0, 5e6),))).bytes_per_s == 5e6
 
 
 def shared(leaves: dict[str, float], *, rate: float = 10e6, seconds: float = 20.0) -> dict[str, float]:
     """Bytes per second of senders with always something to send, who wake up to 5 ms late."""
-    egress, late, sent = Egress(rate), random.Random(7), dict.fromkeys(leaves, 0)
+    egress, late, sent = EgressBudget(rate), random.Random(7), dict.fromkeys(leaves, 0)
     ready = dict.fromkeys(leaves, 0.0)
     now = 0.0
     while now < seconds:
@@ -99,7 +99,7 @@ def test_bulk_to_one_peer_waits_for_what_another_one_is_sent() -> None:
 
 
 def test_what_requests_leave_of_a_budget_is_for_bulk() -> None:
-    egress, now, bulk = Egress(10e6), 0.0, 0
+    egress, now, bulk = EgressBudget(10e6), 0.0, 0
     while now < 20.0:
         now += 0.001
         if int(now * 1000) % 100 == 0:
@@ -111,20 +111,20 @@ def test_what_requests_leave_of_a_budget_is_for_bulk() -> None:
 
 
 def test_a_share_holds_until_it_ends_and_less_whatever_becomes_of_the_budget():
-    lent, had = Share(2.0, 10.0, until=5.0), Share(18.0, 10.0, until=5.0)
+    lent, had = BudgetShare(2.0, 10.0, until=5.0), BudgetShare(18.0, 10.0, until=5.0)
     assert [lent.of(own, 4.0) for own in (10.0, 20.0, 1.0, None)] == [2.0, 2.0, 1.0, None]
     assert [had.of(own, 4.0) for own in (10.0, 20.0, 1.0, None)] == [18.0, 20.0, 1.0, None]
     assert (lent.of(10.0, 5.0), had.of(10.0, 5.0)) == (10.0, 10.0)
 
 
 def test_a_line_keeps_to_its_share_and_returns_to_its_budget_by_itself():
-    egress = Egress(1e6)
+    egress = EgressBudget(1e6)
     now = time.monotonic()
-    egress.take_share(Share(5e6, 1e6, now + 100.0), now)
+    egress.take_share(BudgetShare(5e6, 1e6, now + 100.0), now)
     assert egress.bytes_per_s == 5e6
     egress.set(2e6, now)  # another budget: nothing was shared of that
     assert egress.bytes_per_s == 2e6
-    egress.take_share(Share(1e6, 2e6, now + 100.0), now)
+    egress.take_share(BudgetShare(1e6, 2e6, now + 100.0), now)
     assert egress.bytes_per_s == 1e6
     egress.wait_s(now + 100.0)
     assert egress.bytes_per_s == 2e6
@@ -143,11 +143,11 @@ def test_a_share_that_comes_while_another_ends_has_the_last_word():
             return 10e6
 
     sending = threading.Thread(target=lambda: egress.wait_s(now + 2.0))
-    egress = Egress(Slow(((0, 10e6),)))
-    egress.take_share(Share(19e6, 10e6, now + 1.0), now)
+    egress = EgressBudget(Slow(((0, 10e6),)))
+    egress.take_share(BudgetShare(19e6, 10e6, now + 1.0), now)
     sending.start()
     about.wait(20.0)
-    egress.take_share(Share(2.5e6, 10e6, now + 5.0), now + 2.0)
+    egress.take_share(BudgetShare(2.5e6, 10e6, now + 5.0), now + 2.0)
     came.set()
     sending.join(20.0)
     assert egress.bytes_per_s == 2.5e6

@@ -3,9 +3,9 @@ import ctypes
 import numpy as np
 import pytest
 
-from transport.rdma.device import PROOF, RECEIVE_DEPTH, Completion, Keys, RdmaDevices, RdmaError, address_of
+from transport.rdma.device import PROOF, RECEIVE_DEPTH, Keys, RdmaDevices, RdmaError, WorkCompletion, address_of
 from transport.rdma.loopback import LoopbackDevice, LoopbackFabric, LoopbackQueuePair
-from transport.rdma.rails import Posting, Write
+from transport.rdma.rails import Posting, RailWrite
 from transport.rdma.topology import ANY_NODE, Nic
 from transport.rdma.verbs import RdmaOptions
 
@@ -85,10 +85,10 @@ def test_loopback_writes_into_registered_memory_and_tells_the_number() -> None:
     here, there = source.ctypes.data, target.ctypes.data
     local, remote = near.device.register(here, 100), far.device.register(there, 100)
     near.prove()
-    near.write(Posting(1, Write(here, there, 50), False), local.local, remote.remote)
-    near.write(Posting(2, Write(here + 50, there + 50, 50), True, 7), local.local, remote.remote)
-    assert near.poll() == [Completion(wr_id=PROOF), Completion(wr_id=2)]
-    assert far.poll() == [Completion(wr_id=0, number=7)]
+    near.write(Posting(1, RailWrite(here, there, 50), False), local.local, remote.remote)
+    near.write(Posting(2, RailWrite(here + 50, there + 50, 50), True, 7), local.local, remote.remote)
+    assert near.poll() == [WorkCompletion(wr_id=PROOF), WorkCompletion(wr_id=2)]
+    assert far.poll() == [WorkCompletion(wr_id=0, number=7)]
     assert target.tolist() == source.tolist()
 
 
@@ -97,8 +97,8 @@ def test_loopback_refuses_wrong_keys_and_flushes_what_follows() -> None:
     memory = bytearray(100)
     address = address_of(memoryview(memory))
     local = near.device.register(address, 100)
-    near.write(Posting(1, Write(address, address, 10), True), local.local, 12345)
-    near.write(Posting(2, Write(address, address, 10), True), local.local, 12345)
+    near.write(Posting(1, RailWrite(address, address, 10), True), local.local, 12345)
+    near.write(Posting(2, RailWrite(address, address, 10), True), local.local, 12345)
     assert [completion.error for completion in near.poll()] == ["rem_access_err", "wr_flush_err"]
     assert far.broken
 

@@ -8,7 +8,7 @@ from transport.errors import RemoteProtocolError
 from transport.rdma.device import RECEIVE_DEPTH, QueuePair, QueuePairEnd, RdmaDevices
 from transport.rdma.inlet import NUMBER_S, RailEnds
 from transport.rdma.loopback import LoopbackFabric
-from transport.rdma.rails import Posting, Write
+from transport.rdma.rails import Posting, RailWrite
 from transport.wire.frames import RailAnswer, RailOffer, Written
 
 
@@ -33,7 +33,7 @@ class World:
 
     def write(self, numbers: Iterable[int]) -> None:
         for number in numbers:
-            self.queue_pair.write(Posting(number, Write(0, 0, 0), True, number), 0, 0)
+            self.queue_pair.write(Posting(number, RailWrite(0, 0, 0), True, number), 0, 0)
         self.queue_pair.poll()
 
     def named(self, number: int) -> bool:

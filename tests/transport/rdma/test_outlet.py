@@ -15,7 +15,7 @@ from transport.receive.options import ServerOptions
 from transport.send.client import ClientOptions, TransferClient
 from transport.send.spec import TransferSpec, Via
 from transport.wire.checksum import Integrity
-from transport.wire.connection import Connection, Role
+from transport.wire.connection import Connection, ConnectionRole
 from transport.wire.frames import AskRails, Grant, Nics, Open, RailOffer
 
 SIZES = [300_000, 0, 20_480, 1, 3_000_000] * 3
@@ -282,7 +282,7 @@ def test_a_receiver_that_tells_nonsense_is_left_and_so_are_its_rails(what: str) 
         with sock:
             sock.settimeout(PATIENCE_S)
             receiver = Connection(
-                Role.RECEIVER, integrity=Integrity.CHECKSUM, nonce=b"n" * 16, now=0.0, max_chunk_bytes=MIB
+                ConnectionRole.RECEIVER, integrity=Integrity.CHECKSUM, nonce=b"n" * 16, now=0.0, max_chunk_bytes=MIB
             )
             offers: list[RailOffer] = []
             slots: list[int] = []

@@ -8,14 +8,14 @@ from transport.rdma.rails import (
     ANSWER_S,
     REST_FIRST_S,
     REST_MAX_S,
-    Placement,
+    MemoryPlacement,
     Posting,
     Rail,
     RailEvent,
     RailState,
     RailTable,
+    RailWrite,
     SendQueue,
-    Write,
     plan_writes,
 )
 from transport.rdma.topology import RailPlan
@@ -55,8 +55,8 @@ def indexes(rails: list[Rail]) -> list[int]:
 @given(sizes, sizes, st.integers(0, 3), st.integers(0, 3))
 def test_writes_carry_one_layout_into_another(a: list[int], b: list[int], gap_a: int, gap_b: int) -> None:
     short = min(sum(a), sum(b))
-    sources = Placement(extents_of(a, gap_a)).slice(0, short)
-    targets = Placement(extents_of(b, gap_b)).slice(0, short)
+    sources = MemoryPlacement(extents_of(a, gap_a)).slice(0, short)
+    targets = MemoryPlacement(extents_of(b, gap_b)).slice(0, short)
     memory = np.random.default_rng(1).bytes(3000)
     landed = bytearray(3000)
     for write in plan_writes(sources, targets):
@@ -74,7 +74,7 @@ def test_memory_of_different_sizes_is_a_mistake() -> None:
 
 @given(sizes, st.data())
 def test_a_slice_is_the_same_as_cutting_the_line(lengths: list[int], data: st.DataObject) -> None:
-    placement = Placement(extents_of(lengths, 7))
+    placement = MemoryPlacement(extents_of(lengths, 7))
     start = data.draw(st.integers(0, placement.num_bytes))
     stop = data.draw(st.integers(start, placement.num_bytes))
     memory = np.random.default_rng(2).bytes(3000)
@@ -99,7 +99,7 @@ def test_every_chunk_completes_once_and_never_too_many_are_out(
     for _ in range(10_000):
         if queue.wants_more and waiting:
             chunk, count = waiting.pop(0)
-            queue.put(chunk, [Write(0, 0, 1)] * count)
+            queue.put(chunk, [RailWrite(0, 0, 1)] * count)
             unanswered += 1
         posted += [posting for posting, _ in queue.take_postings()]
         assert len(posted) <= room
@@ -123,7 +123,7 @@ def test_every_chunk_completes_once_and_never_too_many_are_out(
 
 def test_only_the_last_write_of_a_chunk_carries_its_number() -> None:
     queue: SendQueue[str] = SendQueue(room=100, max_unanswered=4)
-    queue.put("chunk", [Write(0, 0, 1)] * 3)
+    queue.put("chunk", [RailWrite(0, 0, 1)] * 3)
     postings = [posting for posting, _ in queue.take_postings()]
     assert [(p.wr_id, p.signalled, p.number) for p in postings] == [(0, False, None), (1, False, None), (2, True, 0)]
     assert queue.pending == ["chunk"]

@@ -8,7 +8,7 @@ import pytest
 
 from tests.transport.helpers import PATIENCE_S, SECRET, Memory, wait_for
 from tests.transport.raw_sender import RawSender
-from transport.receive.buffers import BufferRoom, Buffers, NoRoom
+from transport.receive.buffers import BufferRoom, Buffers, NoBufferRoom
 from transport.receive.options import Limits, ServerOptions
 from transport.receive.server import TransferServer
 from transport.wire.frames import Accept, Chunk, CodedChunk
@@ -22,10 +22,10 @@ def test_buffers_grow_out_of_one_budget_and_give_all_back() -> None:
     assert len(one.of("sink", 30 * KB)) >= 30 * KB
     one.of("plain", 20 * KB)
     assert room.lent_bytes == 50 * KB
-    with pytest.raises(NoRoom):
+    with pytest.raises(NoBufferRoom):
         one.of("plain", 21 * KB, wait_s=0.0)  # half of it is one address's
     other.of("sink", 50 * KB)
-    with pytest.raises(NoRoom):
+    with pytest.raises(NoBufferRoom):
         Buffers(room, "c").of("sink", KB, wait_s=0.01)
     one.close()
     other.close()
@@ -35,7 +35,7 @@ def test_buffers_grow_out_of_one_budget_and_give_all_back() -> None:
 def test_what_is_asked_for_together_comes_together_or_not_at_all() -> None:
     room = BufferRoom(100 * KB)
     buffers = Buffers(room, "a")
-    with pytest.raises(NoRoom):
+    with pytest.raises(NoBufferRoom):
         buffers.prepare({"carried": 30 * KB, "plain": 30 * KB}, wait_s=0.0)
     assert room.lent_bytes == 0
     buffers.prepare({"carried": 20 * KB, "plain": 20 * KB}, wait_s=0.0)

@@ -21,13 +21,13 @@ from transport.receive.options import Limits, ServerOptions
 from transport.receive.server import TransferServer
 from transport.send.client import ClientOptions, TransferClient
 from transport.wire.checksum import DIGEST_BYTES, Integrity
-from transport.wire.connection import Connection, Role
+from transport.wire.connection import Connection, ConnectionRole
 from transport.wire.frames import Accept, Chunk, Nack, Refuse
 from transport.wire.session import TLS_RECORD
 
 STRANGERS = 2000
 HELLO = Connection(
-    Role.SENDER, integrity=Integrity.CHECKSUM, nonce=b"n" * 16, now=0.0, max_chunk_bytes=MAX_CHUNK_BYTES
+    ConnectionRole.SENDER, integrity=Integrity.CHECKSUM, nonce=b"n" * 16, now=0.0, max_chunk_bytes=MAX_CHUNK_BYTES
 ).data_to_send()
 WORDS = {"silent": b"", "slow": HELLO[:5], "greeted": HELLO, "half a TLS record": bytes([TLS_RECORD, 3, 1, 2])}
 

@@ -21,7 +21,7 @@ from transport.receive.options import ServerOptions
 from transport.receive.server import TransferServer
 from transport.send.client import ClientOptions, TransferClient
 from transport.wire.checksum import DIGEST_BYTES, Integrity
-from transport.wire.connection import Connection, Role
+from transport.wire.connection import Connection, ConnectionRole
 from transport.wire.encoding import encode
 from transport.wire.frames import (
     KINDS,
@@ -237,9 +237,11 @@ def test_babble_is_answered_before_the_connection_ends(server: TransferServer) -
 
 
 def test_a_greeting_that_drips_in_is_not_waited_for_longer_than_silence() -> None:
-    connection = Connection(Role.RECEIVER, integrity=Integrity.NONE, nonce=b"n" * 16, now=0.0, max_chunk_bytes=MB)
+    connection = Connection(
+        ConnectionRole.RECEIVER, integrity=Integrity.NONE, nonce=b"n" * 16, now=0.0, max_chunk_bytes=MB
+    )
     hello = Connection(
-        Role.SENDER, integrity=Integrity.NONE, nonce=b"m" * 16, now=0.0, max_chunk_bytes=MB
+        ConnectionRole.SENDER, integrity=Integrity.NONE, nonce=b"m" * 16, now=0.0, max_chunk_bytes=MB
     ).data_to_send()
     deadline = connection.next_timer()
     for now in range(9):
@@ -292,7 +294,7 @@ def test_a_listener_cannot_have_the_bytes_in_crumbs() -> None:
         ServerOptions(max_chunk_bytes=1000)
     sender, receiver = (
         Connection(role, integrity=Integrity.CHECKSUM, nonce=b"n" * 16, now=0.0, max_chunk_bytes=1000)
-        for role in (Role.SENDER, Role.RECEIVER)
+        for role in (ConnectionRole.SENDER, ConnectionRole.RECEIVER)
     )
     receiver.receive_data(sender.data_to_send(), 0.0)
     receiver.next_event()

@@ -10,7 +10,7 @@ from tests.transport.helpers import SECRET
 from transport.errors import RemoteProtocolError
 from transport.receive.landing import Claim
 from transport.receive.landings import Landings
-from transport.receive.segments import Segment, read_id, write_id
+from transport.receive.segments import RemoteSegment, read_id, write_id
 from transport.wire.frames import MAX_TRANSFER_BYTES, Abort, Accept, Ack, Code, Nack, Open, Refuse
 from transport.wire.manifest import Manifest, proof_of
 
@@ -123,7 +123,7 @@ def test_a_slot_that_is_open_is_not_opened_again() -> None:
 
 def test_one_write_too_many_is_named_as_such() -> None:
     landings = registry(1, max_active=1)
-    landings.segments.register("kv", Segment(memoryview(bytearray(100)), SECRET))
+    landings.segments.register("kv", RemoteSegment(memoryview(bytearray(100)), SECRET))
     for slot, answer in enumerate((Accept(slot=0, missing=((0, 10),)), Refuse(slot=1, code="too_many_landings"))):
         frame = opening([10], slot, write_id("kv", str(slot)), placement=((0, 10),))
         assert landings.open(1, frame, NONCES, 0.0) == answer
@@ -167,7 +167,7 @@ def test_a_coded_chunk_that_comes_again_and_is_damaged_is_answered_so_that_it_le
 )
 def test_a_write_whose_manifest_does_not_fit_its_placement_is_never_registered(spoilt: dict[str, object]) -> None:
     landings = registry(1)
-    landings.segments.register("kv", Segment(memoryview(bytearray(100)), SECRET))
+    landings.segments.register("kv", RemoteSegment(memoryview(bytearray(100)), SECRET))
     name = write_id("kv", "1")
     frame = replace(opening([10], 0, name, placement=((0, 10),)), **spoilt)  # type: ignore[arg-type]
     frame = replace(frame, proof=proof_of(SECRET, name, frame.manifest_digest, NONCES))
@@ -179,7 +179,7 @@ def test_a_write_whose_manifest_does_not_fit_its_placement_is_never_registered(s
 
 def test_reads_and_writes_of_more_bytes_than_any_transfer_has_are_refused() -> None:
     landings, many = registry(1), 10
-    landings.segments.register("kv", Segment(Endless(MAX_TRANSFER_BYTES // 5), SECRET, readable=True))  # type: ignore[arg-type]
+    landings.segments.register("kv", RemoteSegment(Endless(MAX_TRANSFER_BYTES // 5), SECRET, readable=True))  # type: ignore[arg-type]
     placement = ((0, MAX_TRANSFER_BYTES // many * 2),) * many
     for slot, name in enumerate((write_id("kv", "1"), read_id("kv", "1", "host:7"))):
         frame = replace(opening([10], slot, name), placement=placement)
@@ -188,7 +188,7 @@ def test_reads_and_writes_of_more_bytes_than_any_transfer_has_are_refused() -> N
 
 def test_one_read_too_many_is_named_as_such() -> None:
     landings = registry(1, max_reads=1)
-    landings.segments.register("kv", Segment(memoryview(bytearray(100)), SECRET, readable=True))
+    landings.segments.register("kv", RemoteSegment(memoryview(bytearray(100)), SECRET, readable=True))
     answers = (Accept(slot=0, missing=()), Refuse(slot=1, code="too_many_reads"), Accept(slot=2, missing=()))
     for name, (slot, answer) in zip("121", enumerate(answers), strict=True):  # the last one asks again for the first
         frame = opening([10], slot, read_id("kv", name, "host:7"), placement=((0, 10),))

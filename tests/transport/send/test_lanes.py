@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from transport.errors import RemoteProtocolError
 from transport.send.fairness import HALF_LIFE_S
-from transport.send.lanes import LaneScheduler, Transfer
+from transport.send.lanes import LaneScheduler, LaneTransfer
 from transport.send.spec import Urgency
 from transport.turns import LATELY_S
 from transport.wire.frames import Abort, Accept, Ack, Cancel, Nack
@@ -16,8 +16,8 @@ from transport.wire.outcome import MAX_REJECTED_CHUNKS
 CHUNK = 1 << 20
 
 
-def transfer(scheduler: LaneScheduler, slot: int, megabytes: int = 10, **more: object) -> Transfer:
-    made = Transfer(
+def transfer(scheduler: LaneScheduler, slot: int, megabytes: int = 10, **more: object) -> LaneTransfer:
+    made = LaneTransfer(
         slot=slot, transfer_id=f"t{slot}", secret=b"s", outbox=Outbox(Manifest([CHUNK] * megabytes)), **more
     )  # type: ignore[arg-type]  # fmt: skip
     scheduler.add(made)
@@ -87,7 +87,7 @@ def test_tenants_share_by_weight() -> None:
     assert heavy.outbox.bytes_sent / light.outbox.bytes_sent == pytest.approx(3.0, rel=0.1)
 
 
-def sent_by_two(scheduler: LaneScheduler, *transfers: Transfer) -> list[int]:
+def sent_by_two(scheduler: LaneScheduler, *transfers: LaneTransfer) -> list[int]:
     """Chunks of each that leave in the next 20."""
     before = [each.outbox.bytes_sent for each in transfers]
     for _ in range(20):
@@ -205,7 +205,7 @@ def test_a_full_window_takes_no_more_until_it_is_acknowledged() -> None:
 
 def test_a_receiver_owes_an_answer_to_an_opening_and_to_chunks_and_to_nothing_else() -> None:
     scheduler = scheduler_with()
-    opened = Transfer(slot=0, transfer_id="t0", secret=b"s", outbox=Outbox(Manifest([CHUNK])))
+    opened = LaneTransfer(slot=0, transfer_id="t0", secret=b"s", outbox=Outbox(Manifest([CHUNK])))
     scheduler.add(opened)
     assert not scheduler.unanswered
     assert scheduler.take_openings(0) == [opened]
@@ -298,7 +298,7 @@ def test_the_end_is_near_when_the_lanes_soon_have_sent_what_is_queued() -> None:
 def test_some_bytes_may_leave_before_the_receiver_has_answered() -> None:
     scheduler = scheduler_with(2)
     scheduler.eager_bytes = 3 * CHUNK // 2
-    t = Transfer(slot=0, transfer_id="t", secret=b"s", outbox=Outbox(Manifest([CHUNK] * 10)))
+    t = LaneTransfer(slot=0, transfer_id="t", secret=b"s", outbox=Outbox(Manifest([CHUNK] * 10)))
     scheduler.add(t)
     scheduler.ready(t, range(10))
     assert scheduler.lanes_wanted() > 2

@@ -4,15 +4,15 @@ import socket
 
 from transport.path.governor import Governor
 from transport.path.link import LinkMonitor
-from transport.path.pacing import Egress
+from transport.path.pacing import EgressBudget
 from transport.send.coder import LaneCoder, PeerCoding
-from transport.send.lanes import LaneScheduler, Transfer
+from transport.send.lanes import LaneScheduler, LaneTransfer
 from transport.send.link_keeper import LinkKeeper
 from transport.send.spec import Via
 from transport.send.stream import Stream
 from transport.send.transfers import Transfers
 from transport.wire.checksum import Integrity
-from transport.wire.connection import Connection, Role
+from transport.wire.connection import Connection, ConnectionRole
 from transport.wire.frames import Abort
 from transport.wire.manifest import Manifest, Outbox
 
@@ -33,10 +33,10 @@ class Lane:
 def stream_over(sock: socket.socket) -> Stream:
     monitor = LinkMonitor("nobody")
     transfers = Transfers(LaneScheduler(chunk_bytes=1 << 20), monitor, NoLanes())
-    link = LinkKeeper("nobody", Via.TCP, monitor, Governor(1, 1), Egress(), transfers, adaptive=False)
+    link = LinkKeeper("nobody", Via.TCP, monitor, Governor(1, 1), EgressBudget(), transfers, adaptive=False)
     sender, receiver = (
         Connection(role, integrity=Integrity.CHECKSUM, nonce=b"n" * 16, now=0.0, max_chunk_bytes=1 << 20)
-        for role in (Role.SENDER, Role.RECEIVER)
+        for role in (ConnectionRole.SENDER, ConnectionRole.RECEIVER)
     )
     receiver.receive_data(memoryview(sender.data_to_send()), 0.0)
     receiver.next_event()
@@ -60,7 +60,7 @@ def test_nothing_is_kept_of_transfers_that_are_over() -> None:
     with near, far:
         stream = stream_over(near)
         for slot in range(20):
-            stream.opening(Transfer(slot=slot, transfer_id=str(slot), secret=b"s", outbox=Outbox(Manifest([10]))))
+            stream.opening(LaneTransfer(slot=slot, transfer_id=str(slot), secret=b"s", outbox=Outbox(Manifest([10]))))
         assert stream.num_open == 20
         for slot in range(19):
             stream.forget(Abort(slot=slot, leave=True))

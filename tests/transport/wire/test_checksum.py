@@ -10,7 +10,7 @@ from transport.path.shm import parts_of
 from transport.receive.server import TransferServer
 from transport.send.client import ClientOptions, TransferClient
 from transport.wire.checksum import DIGEST_BYTES, Digest, Integrity, digest
-from transport.wire.connection import Connection, Role
+from transport.wire.connection import Connection, ConnectionRole
 from transport.wire.frames import Chunk
 from transport.wire.seal import TAG_BYTES
 
@@ -47,7 +47,7 @@ def greeted(integrity: Integrity) -> tuple[Connection, Connection]:
             max_chunk_bytes=1 << 20,
             session_secret=lambda _: b"k" * 32,
         )
-        for role in (Role.SENDER, Role.RECEIVER)
+        for role in (ConnectionRole.SENDER, ConnectionRole.RECEIVER)
     )
     for here, there in ((sender, receiver), (receiver, sender)):
         there.receive_data(here.data_to_send(), 0.0)

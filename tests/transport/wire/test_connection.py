@@ -9,7 +9,7 @@ import pytest
 from transport.errors import GreetingRefused, RemoteProtocolError
 from transport.receive.landings import Landings
 from transport.wire.checksum import Integrity, transfer_seed
-from transport.wire.connection import Connection, Role, State
+from transport.wire.connection import Connection, ConnectionRole, ProtocolState
 from transport.wire.encoding import decode, encode
 from transport.wire.frames import HEADER, Accept, Frame, Hello, Open, Ping, Pong, Refuse, Welcome
 from transport.wire.manifest import Manifest, proof_of
@@ -43,9 +43,9 @@ def ends(integrity: Integrity) -> tuple[Connection, Connection]:
             now=0.0,
             max_chunk_bytes=MB,
             session_secret=lambda _: b"k" * 32,
-            codecs=0 if role is Role.SENDER else 3,
+            codecs=0 if role is ConnectionRole.SENDER else 3,
         )
-        for role in (Role.SENDER, Role.RECEIVER)
+        for role in (ConnectionRole.SENDER, ConnectionRole.RECEIVER)
     )
     return sender, receiver
 
@@ -100,17 +100,17 @@ def test_a_secret_is_shown_for_the_greetings_that_were_heard(integrity: Integrit
 def test_nobody_changes_a_greeting_unseen(integrity: Integrity, hello: Change, welcome: Change) -> None:
     sender, receiver = ends(integrity)
     greet(sender, receiver, hello, welcome)
-    assert sender.state is receiver.state is State.OPEN
+    assert sender.state is receiver.state is ProtocolState.OPEN
     assert answer(receiver, opening(sender)) == Refuse(slot=0, code="bad_secret")
     assert transfer_seed("t", sender.transcript) != transfer_seed("t", receiver.transcript)
 
 
 @pytest.mark.parametrize(("hello", "welcome"), TAMPERED.values(), ids=TAMPERED.keys())
 def test_after_a_greeting_that_was_changed_nothing_sealed_opens(hello: Change, welcome: Change) -> None:
-    for speaks in Role:
+    for speaks in ConnectionRole:
         sender, receiver = ends(Integrity.AEAD)
         greet(sender, receiver, hello, welcome)
-        here, there = (sender, receiver) if speaks is Role.SENDER else (receiver, sender)
+        here, there = (sender, receiver) if speaks is ConnectionRole.SENDER else (receiver, sender)
         there.receive_data(here.send(Ping(token=1)), 0.0)
         with pytest.raises(RemoteProtocolError, match="not authentic"):
             there.next_event()
@@ -123,11 +123,11 @@ def test_versions_that_we_do_not_speak_are_refused(lowest: int, highest: int) ->
         pass_on(sender, receiver, with_changes(version_min=lowest, version_max=highest))
 
 
-@pytest.mark.parametrize("role", list(Role))
-def test_pongs_do_not_pile_up(role: Role) -> None:
+@pytest.mark.parametrize("role", list(ConnectionRole))
+def test_pongs_do_not_pile_up(role: ConnectionRole) -> None:
     sender, receiver = ends(Integrity.CHECKSUM)
     greet(sender, receiver)
-    asked, asking = (sender, receiver) if role is Role.SENDER else (receiver, sender)
+    asked, asking = (sender, receiver) if role is ConnectionRole.SENDER else (receiver, sender)
     for token in range(10_000):
         asked.receive_data(asking.send(Ping(token=token)), 0.0)
         assert asked.next_event() is None

@@ -18,7 +18,7 @@ from transport.send.client import ClientOptions, TransferClient
 from transport.send.keys import SessionKeys
 from transport.send.spec import TransferSpec
 from transport.wire.checksum import Integrity
-from transport.wire.connection import Connection, Role
+from transport.wire.connection import Connection, ConnectionRole
 from transport.wire.frames import HEADER, Ack, Chunk, Ping
 from transport.wire.identity import Identity
 from transport.wire.seal import SEALED_PART_BYTES, TAG_BYTES, chunk_seal
@@ -161,7 +161,12 @@ def test_a_server_must_be_who_we_meant(authority: Authority) -> None:
 def test_without_a_session_nobody_gets_in(authority: Authority) -> None:
     with server_of(authority.issue("decode")) as server:
         sender = Connection(
-            Role.SENDER, integrity=Integrity.AEAD, nonce=b"n" * 16, now=0.0, max_chunk_bytes=1000, session=b"guess"
+            ConnectionRole.SENDER,
+            integrity=Integrity.AEAD,
+            nonce=b"n" * 16,
+            now=0.0,
+            max_chunk_bytes=1000,
+            session=b"guess",
         )
         with socket.create_connection(parse_address(server.address), timeout=PATIENCE_S) as sock:
             sock.sendall(sender.data_to_send())
@@ -324,7 +329,7 @@ def test_a_certificate_whose_key_is_not_there_yet_leaves_the_old_pair_in_service
 
 
 def pair() -> Iterator[Connection]:
-    for role in Role:
+    for role in ConnectionRole:
         yield Connection(
             role, integrity=Integrity.AEAD, nonce=role.name[:1].encode() * 16, now=0.0, max_chunk_bytes=1 << 16,
             session_secret=lambda _: b"secret" * 5,
@@ -404,8 +409,8 @@ def test_sealed_mode_needs_an_identity() -> None:
         ServerOptions(integrity=Integrity.AEAD)
     with pytest.raises(ValueError, match="needs an identity"):
         ClientOptions(integrity=Integrity.AEAD)
-    sender = Connection(Role.SENDER, integrity=Integrity.AEAD, nonce=b"s" * 16, now=0.0, max_chunk_bytes=10)
-    receiver = next(c for c in pair() if c.role is Role.RECEIVER)
+    sender = Connection(ConnectionRole.SENDER, integrity=Integrity.AEAD, nonce=b"s" * 16, now=0.0, max_chunk_bytes=10)
+    receiver = next(c for c in pair() if c.role is ConnectionRole.RECEIVER)
     receiver.receive_data(sender.data_to_send(), 0.0)
     receiver.next_event()
     sender.receive_data(receiver.data_to_send(), 0.0)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.vllm.scheduler_side.agent import AgentThread, agent_socket
-from engine.vllm.scheduler_side.errands import Arrived, Failed, Granted, Written
+from engine.vllm.scheduler_side.agent import VllmAgentThread, agent_socket
+from engine.vllm.scheduler_side.errands import Arrived, ErrandFailed, ErrandWritten, Granted
 from engine.vllm.scheduler_side.steps import LayerWritten, SaveFailed, StateWritten, StepWritten
 from engine.vllm.worker_side.ranks import RankLink
 from tests.engine.mini_agent import SALT, MiniAgent
@@ -25,7 +25,7 @@ class Engine:
     """The thread, its two ranks, and all events so far."""
 
     def __init__(self, agent: MiniAgent) -> None:
-        self.thread = AgentThread(agent.socket, LAYOUT, model_id="m", max_model_len=100, http_url="http://here")
+        self.thread = VllmAgentThread(agent.socket, LAYOUT, model_id="m", max_model_len=100, http_url="http://here")
         self.thread.start()
         self.released: list[tuple[int, str]] = []
         self.ranks = [
@@ -102,7 +102,7 @@ def test_a_layer_is_announced_when_every_rank_has_written_it(tmp_path):
         engine.ranks[0].send(StepWritten(job=job, num_tokens=N))
         engine.ranks[1].send(StepWritten(job=job, num_tokens=BLOCK))
         engine.ranks[1].send(StepWritten(job=job, num_tokens=N))
-        assert (await engine.next(Written)).errand == errand
+        assert (await engine.next(ErrandWritten)).errand == errand
         await until(lambda: heard(agent, m.PrefillDone))
         (done,) = heard(agent, m.PrefillDone)
         assert (done.num_tokens, done.unfilled, done.computed_tokens) == (N, ((1, BLOCK),), BLOCK)
@@ -140,7 +140,7 @@ def test_tickets_for_other_layouts_or_tokens_are_refused_before_anything_is_aske
     async def scenario(agent, engine):
         ticket = agent.reserve("t", PROMPT)
         engine.thread.begin("r", [*PROMPT[:-1], 99], N, SALT, ticket)
-        assert (await engine.next(Failed)).reason == "digest_mismatch"
+        assert (await engine.next(ErrandFailed)).reason == "digest_mismatch"
         assert not heard(agent, m.BeginPrefill)
 
     run(tmp_path, scenario)
@@ -150,7 +150,7 @@ def test_what_the_agent_refuses_is_an_event(tmp_path):
     async def scenario(agent, engine):
         agent.refuse = "no_capacity"
         engine.thread.begin("r", PROMPT, N, SALT, None)
-        assert (await engine.next(Failed)).reason == "no_capacity"
+        assert (await engine.next(ErrandFailed)).reason == "no_capacity"
 
     run(tmp_path, scenario)
 
@@ -160,7 +160,7 @@ def test_a_rank_that_cannot_write_fails_the_errand(tmp_path):
         errand = engine.thread.begin("r", PROMPT, N, SALT, None)
         job = (await engine.next(Granted)).pages.job
         engine.ranks[0].send(SaveFailed(job=job, reason="OSError"))
-        failed = await engine.next(Failed)
+        failed = await engine.next(ErrandFailed)
         assert (failed.errand, failed.reason) == (errand, "save_failed")
         for rank in engine.ranks:  # their step ends all the same
             rank.send(StepWritten(job=job, num_tokens=N))
@@ -176,7 +176,7 @@ def test_all_pages_are_let_go_before_a_lost_agent_is_left(tmp_path):
         engine.thread.begin("r", PROMPT, N, SALT, None)
         job = (await engine.next(Granted)).pages.job
         await agent.stop()
-        assert (await engine.next(Failed)).reason == "agent_gone"
+        assert (await engine.next(ErrandFailed)).reason == "agent_gone"
         await until(lambda: len(engine.released) == 2)
         assert sorted(engine.released) == [(0, job), (1, job)]
 

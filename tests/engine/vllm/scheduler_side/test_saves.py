@@ -1,6 +1,6 @@
 """What steps save: every token and state once, and only while vLLM has it."""
 
-from engine.vllm.scheduler_side.errands import Granted, Written
+from engine.vllm.scheduler_side.errands import ErrandWritten, Granted
 from tests.engine.vllm.builders import BLOCK, full, layout_of, pages_for, state, tables_for
 from tests.engine.vllm.scripted import ARENA, LAYOUT, LEG, N, Request, World
 
@@ -16,7 +16,7 @@ def test_local_prompts_save_whole_blocks_and_say_which_states_they_could_not(wor
     step = world.schedule(request, N)
     assert (step.saves[0].start, step.saves[0].stop, step.saves[0].states) == (0, 3 * BLOCK, ())
     assert world.agent.last == [(1, [(1, 3 * BLOCK)])], "vLLM had no state there: it computed past it"
-    world.agent.events.append(Written(1))
+    world.agent.events.append(ErrandWritten(1))
     world.idle()
     assert world.agent.ended == [(1, False, "")]
 

@@ -1,6 +1,6 @@
 """Landings against a scripted agent: loaded and given back, or recomputed and counted."""
 
-from engine.vllm.scheduler_side.errands import Failed
+from engine.vllm.scheduler_side.errands import ErrandFailed
 from tests.engine.vllm.builders import BLOCK, tables_for
 from tests.engine.vllm.scripted import LANDING, LAYOUT, N, Request
 
@@ -29,7 +29,7 @@ def test_a_landing_that_vllm_has_already_is_not_loaded(world):
 
 def test_a_landing_that_fails_goes_on_as_local(world):
     request = world.arrive(Request(params=LANDING))
-    world.agent.events.append(Failed(1, "landing_timeout"))
+    world.agent.events.append(ErrandFailed(1, "landing_timeout"))
     assert world.side.num_new_matched_tokens(request, 0) is None
     assert world.agent.asked[1] == ("begin", 3 * BLOCK, None)
     assert world.side.take_counts().fallbacks == {"landing_timeout": 1}
@@ -53,7 +53,7 @@ def test_a_landing_that_was_recomputed_says_so(world):
     world.side.loads_ended({"r"}, {"r"})
     assert world.side.request_finished(request) == {"recomputed": True, "reason": "load_failed"}
     late = world.arrive(Request("late", params=LANDING))
-    world.agent.events.append(Failed(2, "landing_timeout"))
+    world.agent.events.append(ErrandFailed(2, "landing_timeout"))
     assert world.side.num_new_matched_tokens(late, 0) is None
     assert world.side.request_finished(late) == {"recomputed": True, "reason": "landing_timeout"}
 

@@ -3,7 +3,7 @@
 import pytest
 
 from engine.vllm.internals import HELD_STEP, EngineAround
-from engine.vllm.scheduler_side.errands import Arrived, Failed, Written
+from engine.vllm.scheduler_side.errands import Arrived, ErrandFailed, ErrandWritten
 from tests.engine.vllm.builders import BLOCK, tables_for
 from tests.engine.vllm.scripted import LAYOUT, LEG, N, Request, World, ticket
 from transport.control.messages import Delivered
@@ -34,7 +34,7 @@ def test_a_leg_waits_for_pages_is_saved_held_and_answers(world):
     assert world.agent.last == [(1, [])]
     assert request.next_decode_eligible_step == HELD_STEP
     world.agent.events += [
-        Written(1),
+        ErrandWritten(1),
         Arrived(1, Delivered(job="j", ok=True, bytes_total=9, bytes_before_prefill_end=7)),
     ]
     world.idle()
@@ -64,7 +64,7 @@ def test_a_leg_that_is_cached_completely_is_hardly_computed(world):
 @pytest.mark.parametrize("reason", ["no_capacity", "layout_mismatch", "agent_gone"])
 def test_a_refused_leg_computes_one_token_and_says_why(world, reason):
     request = world.arrive(Request(params=LEG))
-    world.agent.events.append(Failed(1, reason))
+    world.agent.events.append(ErrandFailed(1, reason))
     assert world.side.num_new_matched_tokens(request, BLOCK) is None, "vLLM's own hit is that of the whole prompt"
     assert (request.num_prompt_tokens, request.max_tokens) == (1, 1)
     assert world.side.num_new_matched_tokens(request, 0) == 0
@@ -78,7 +78,7 @@ def test_a_push_that_fails_ends_the_leg(world):
     world.side.num_new_matched_tokens(request, 0)
     world.side.after_alloc(request, tables_for(LAYOUT, N - 1), 0)
     world.schedule(request, N - 1)
-    world.agent.events.append(Failed(1, "peer_lost"))
+    world.agent.events.append(ErrandFailed(1, "peer_lost"))
     world.idle()
     assert request.next_decode_eligible_step == 0
     assert request.max_tokens == 1
@@ -99,7 +99,7 @@ def test_a_leg_whose_push_fails_computes_no_further_where_the_engine_can_end_it(
     world.side.num_new_matched_tokens(request, 0)
     world.side.after_alloc(request, tables_for(LAYOUT, N - 1), 0)
     world.schedule(request, BLOCK)
-    world.agent.events.append(Failed(1, "peer_lost"))
+    world.agent.events.append(ErrandFailed(1, "peer_lost"))
     assert not world.schedule(request, BLOCK).saves
     assert ended == [("r", {"delivered": False, "reason": "peer_lost"})]
     assert request.max_tokens != 1, "nobody waits for a token"
@@ -113,7 +113,7 @@ def test_a_leg_whose_pages_are_lost_while_it_loads_is_not_held(world):
     world.grant(cached=2 * BLOCK)
     world.side.after_alloc(request, ((), ()), world.side.num_new_matched_tokens(request, 0))
     world.idle()
-    world.agent.events.append(Failed(1, "agent_gone"))
+    world.agent.events.append(ErrandFailed(1, "agent_gone"))
     world.idle()
     world.side.loads_ended({"r"}, set())  # the ranks were through already
     request.num_computed_tokens = 2 * BLOCK
@@ -127,7 +127,7 @@ def test_a_leg_whose_push_failed_while_it_loaded_in_vain_is_hardly_computed(worl
     world.grant(cached=2 * BLOCK)
     world.side.after_alloc(request, ((), ()), world.side.num_new_matched_tokens(request, 0))
     world.idle()
-    world.agent.events.append(Failed(1, "peer_lost"))
+    world.agent.events.append(ErrandFailed(1, "peer_lost"))
     world.idle()
     world.side.loads_ended({"r"}, {"r"})
     assert (request.num_prompt_tokens, request.max_tokens) == (1, 1)

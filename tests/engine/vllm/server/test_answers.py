@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from engine.vllm.internals import RECOMPUTED
-from engine.vllm.server.answers import Answers, App, Message, Receive, Send, named_tokens, why_not
+from engine.vllm.server.answers import App, Message, Receive, ResumeMiddleware, Send, named_tokens, why_not
 from engine.vllm.server.continuation import going_on
 from gateway.api.usage import recompute_reason
 
@@ -83,9 +83,9 @@ def body(params: dict[str, Any] | None, **fields: Any) -> bytes:
     return json.dumps(asks if params is None else asks | {"kv_transfer_params": params}).encode()
 
 
-def answers(app: App) -> Answers:
+def answers(app: App) -> ResumeMiddleware:
     """Before an `app` that needs no vLLM to be prepared."""
-    return Answers(app, prepare=lambda: None)
+    return ResumeMiddleware(app, prepare=lambda: None)
 
 
 @pytest.fixture

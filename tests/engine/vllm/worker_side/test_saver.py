@@ -8,7 +8,7 @@ import pytest
 from engine.errors import PagesInvalid
 from engine.vllm.scheduler_side.steps import SaveFailed, StepWritten
 from engine.vllm.worker_side.saver import Saver
-from transport.control.messages import Message
+from transport.control.messages import ControlMessage
 
 FAST_S = 0.05
 
@@ -26,7 +26,7 @@ class Stuck:
 
 
 @pytest.fixture
-def said() -> list[Message]:
+def said() -> list[ControlMessage]:
     return []
 
 
@@ -38,7 +38,7 @@ def stuck() -> Iterator[Stuck]:
 
 
 @pytest.fixture
-def saver(said: list[Message], stuck: Stuck) -> Iterator[Saver]:
+def saver(said: list[ControlMessage], stuck: Stuck) -> Iterator[Saver]:
     saver = Saver(said.append, FAST_S, max_given_up=8)
     yield saver
     stuck.may_end.set()
@@ -49,11 +49,11 @@ def written(job: str) -> StepWritten:
     return StepWritten(job=job, num_tokens=1)
 
 
-def failed_jobs(said: list[Message]) -> list[str]:
+def failed_jobs(said: list[ControlMessage]) -> list[str]:
     return [message.job for message in said if isinstance(message, SaveFailed)]
 
 
-def test_what_is_copied_in_time_is_announced(said: list[Message]) -> None:
+def test_what_is_copied_in_time_is_announced(said: list[ControlMessage]) -> None:
     saver = Saver(said.append, timeout_s=60.0)
     saver.submit("j", lambda: saver.announce("j", written("j")))
     assert saver.wait() == 0
@@ -62,7 +62,7 @@ def test_what_is_copied_in_time_is_announced(said: list[Message]) -> None:
 
 
 def test_a_copy_that_does_not_end_is_given_up_and_never_announced(
-    saver: Saver, said: list[Message], stuck: Stuck
+    saver: Saver, said: list[ControlMessage], stuck: Stuck
 ) -> None:
     refused = threading.Event()
 
@@ -81,7 +81,7 @@ def test_a_copy_that_does_not_end_is_given_up_and_never_announced(
     assert [type(message) for message in said] == [SaveFailed, SaveFailed]
 
 
-def test_steps_do_not_wait_while_an_older_copy_is_stuck(saver: Saver, said: list[Message], stuck: Stuck) -> None:
+def test_steps_do_not_wait_while_an_older_copy_is_stuck(saver: Saver, said: list[ControlMessage], stuck: Stuck) -> None:
     saver.submit("j", stuck)
     stuck.began.wait(60.0)
     assert saver.wait() == 1
@@ -93,7 +93,7 @@ def test_steps_do_not_wait_while_an_older_copy_is_stuck(saver: Saver, said: list
 
 
 def test_jobs_whose_end_is_never_told_are_not_remembered_for_ever(
-    saver: Saver, said: list[Message], stuck: Stuck
+    saver: Saver, said: list[ControlMessage], stuck: Stuck
 ) -> None:
     refused = threading.Event()
 
@@ -114,7 +114,7 @@ def test_jobs_whose_end_is_never_told_are_not_remembered_for_ever(
     assert len(failed_jobs(said)) == 101
 
 
-def test_a_job_that_was_given_up_stays_so_until_it_is_over(said: list[Message], stuck: Stuck) -> None:
+def test_a_job_that_was_given_up_stays_so_until_it_is_over(said: list[ControlMessage], stuck: Stuck) -> None:
     saver = Saver(said.append, timeout_s=60.0)
     saver.give_up("j", "why")
     ran: list[str] = []
@@ -127,7 +127,7 @@ def test_a_job_that_was_given_up_stays_so_until_it_is_over(said: list[Message], 
     assert ran == ["afterwards"]
 
 
-def test_a_copy_that_raises_gives_up_its_job_alone(said: list[Message]) -> None:
+def test_a_copy_that_raises_gives_up_its_job_alone(said: list[ControlMessage]) -> None:
     saver = Saver(said.append, timeout_s=60.0)
 
     def broken() -> None:

@@ -9,10 +9,10 @@ import torch
 
 from engine.errors import PagesInvalid
 from engine.vllm.layout import BlockCopy, CacheLayer, VllmLayout
-from engine.vllm.scheduler_side.steps import ArenaRef, Load, Save, Step
+from engine.vllm.scheduler_side.steps import ArenaRef, ForwardStep, LoadBlocks, SaveBlocks
 from engine.vllm.worker_side.blocks import HostBlocks, StridedBlocks, blocks_of
 from engine.vllm.worker_side.worker import WorkerSide
-from hybrid_cache.layout.layout import Segment
+from hybrid_cache.layout.layout import ByteRange
 from tests.engine.vllm.builders import BLOCK, full, layout_of, num_pages, pages_for, state, window
 
 HEADS, WIDTH, NUM_BLOCKS = 4, 6, 12
@@ -66,7 +66,7 @@ class Side:
         first = rank * HEADS // ranks
         return tensor[:, first : first + heads].clone()
 
-    def step(self, step: Step) -> None:
+    def step(self, step: ForwardStep) -> None:
         for worker, tensors in zip(self.workers, self.tensors, strict=True):
             worker.begin_step(step)
             for name in tensors:
@@ -132,9 +132,9 @@ def test_attention_moves_between_any_numbers_of_ranks(sides, tmp_path, here, the
     arena = arena_for(tmp_path, source.layout, pages)
     full_table, window_table = (1, 2, 3, 4), (0, 0, 6, 7)
     source_tables = (full_table, window_table)
-    source.step(Step("", arena, (pages,), (Save("j", 0, n, (), source_tables),)))
+    source.step(ForwardStep("", arena, (pages,), (SaveBlocks("j", 0, n, (), source_tables),)))
     target_tables = ((5, 6, 7, 8), (0, 0, 9, 10))
-    target.step(Step("", arena, (pages,), (), (Load("r", "j", 0, n, target_tables),)))
+    target.step(ForwardStep("", arena, (pages,), (), (LoadBlocks("r", "j", 0, n, target_tables),)))
     assert target.loaded("r") == set()
     assert_equal_blocks(source, source_tables, target, target_tables, n)
 
@@ -147,8 +147,8 @@ def test_states_move_between_equal_numbers_of_ranks(sides, tmp_path, ranks):
     arena = arena_for(tmp_path, source.layout, pages)
     source_tables = ((1, 2, 3), (0, 5, 6), (0, 0, 7))
     target_tables = ((3, 2, 1), (0, 5, 4), (0, 0, 8))
-    source.step(Step("", arena, (pages,), (Save("j", 0, n, (n,), source_tables),)))
-    target.step(Step("", arena, (pages,), (), (Load("r", "j", 0, n, target_tables),)))
+    source.step(ForwardStep("", arena, (pages,), (SaveBlocks("j", 0, n, (n,), source_tables),)))
+    target.step(ForwardStep("", arena, (pages,), (), (LoadBlocks("r", "j", 0, n, target_tables),)))
     assert target.loaded("r") == set()
     assert_equal_blocks(source, source_tables, target, target_tables, n)
 
@@ -163,8 +163,8 @@ def test_layers_move_between_pipelines(sides, tmp_path, here, there):
     arena = arena_for(tmp_path, source.layout, pages)
     source_tables = ((1, 2, 3), (0, 5, 6), (0, 0, 7))
     target_tables = ((3, 2, 1), (0, 5, 4), (0, 0, 8))
-    source.step(Step("", arena, (pages,), (Save("j", 0, n, (n,), source_tables),)))
-    target.step(Step("", arena, (pages,), (), (Load("r", "j", 0, n, target_tables),)))
+    source.step(ForwardStep("", arena, (pages,), (SaveBlocks("j", 0, n, (n,), source_tables),)))
+    target.step(ForwardStep("", arena, (pages,), (), (LoadBlocks("r", "j", 0, n, target_tables),)))
     assert target.loaded("r") == set()
     assert {name for tensors in target.tensors for name in tensors} == set(target.whole)
     assert_equal_blocks(source, source_tables, target, target_tables, n)
@@ -176,8 +176,8 @@ def test_blocks_that_vllm_has_already_are_left_alone(sides, tmp_path):
     pages = pages_for(source.layout, n)
     arena = arena_for(tmp_path, source.layout, pages)
     before = target.tensors[0]["0.attn"].clone()
-    source.step(Step("", arena, (pages,), (Save("j", 0, n, (), ((1, 2, 3),)),)))
-    target.step(Step("", arena, (pages,), (), (Load("r", "j", BLOCK, n, ((4, 5, 6),)),)))
+    source.step(ForwardStep("", arena, (pages,), (SaveBlocks("j", 0, n, (), ((1, 2, 3),)),)))
+    target.step(ForwardStep("", arena, (pages,), (), (LoadBlocks("r", "j", BLOCK, n, ((4, 5, 6),)),)))
     assert target.loaded("r") == set()
     assert torch.equal(target.tensors[0]["0.attn"][4], before[4])
     assert torch.equal(target.tensors[0]["0.attn"][5], source.whole["0.attn"][2])
@@ -187,8 +187,8 @@ def test_a_step_with_nothing_to_compute_waits_for_a_load(sides, tmp_path):
     n = 2 * BLOCK
     side = sides(2, "f", 1)
     pages = pages_for(side.layout, n)
-    load = Load("r", "j", 0, n, ((1, 2),))
-    side.step(Step("", arena_for(tmp_path, side.layout, pages), (pages,), (), (load,), is_idle=True))
+    load = LoadBlocks("r", "j", 0, n, ((1, 2),))
+    side.step(ForwardStep("", arena_for(tmp_path, side.layout, pages), (pages,), (), (load,), is_idle=True))
     assert [worker.take_results().done for worker in side.workers] == [{"r"}, {"r"}]
 
 
@@ -198,7 +198,7 @@ def test_a_load_that_lacks_bytes_fails_and_writes_nothing(sides, tmp_path):
     pages = pages_for(target.layout, n)
     arena = arena_for(tmp_path, target.layout, pages)
     before = {name: tensor.clone() for name, tensor in target.tensors[0].items()}
-    target.step(Step("", arena, (pages,), (), (Load("r", "j", 0, n, ((1, 2, 3), (), (0, 0, 0))),)))
+    target.step(ForwardStep("", arena, (pages,), (), (LoadBlocks("r", "j", 0, n, ((1, 2, 3), (), (0, 0, 0))),)))
     assert target.loaded("r") == {"r"}
     assert all(torch.equal(tensor, before[name]) for name, tensor in target.tensors[0].items())
 
@@ -208,12 +208,14 @@ def test_released_pages_are_neither_read_nor_written(sides, tmp_path):
     side = sides(1, "f", 1)
     pages = pages_for(side.layout, n)
     arena = arena_for(tmp_path, side.layout, pages)
-    side.step(Step("", arena, (pages,)))
+    side.step(ForwardStep("", arena, (pages,)))
     side.workers[0].release("j")
-    side.step(Step("", arena, (), (Save("j", 0, n, (), ((1, 2),)),), (Load("r", "j", 0, n, ((1, 2),)),)))
+    side.step(
+        ForwardStep("", arena, (), (SaveBlocks("j", 0, n, (), ((1, 2),)),), (LoadBlocks("r", "j", 0, n, ((1, 2),)),))
+    )
     assert side.loaded("r") == {"r"}
     assert not any(Path(arena.path).read_bytes())
-    side.step(Step("", arena, (pages,), (Save("j", 0, n, (), ((1, 2),)),)))
+    side.step(ForwardStep("", arena, (pages,), (SaveBlocks("j", 0, n, (), ((1, 2),)),)))
     assert not any(Path(arena.path).read_bytes()), "a grant that was built before the release came after it"
 
 
@@ -221,7 +223,9 @@ def test_counts_are_bytes_of_this_rank(sides, tmp_path):
     n = 2 * BLOCK
     side = sides(2, "f", 1)
     pages = pages_for(side.layout, n)
-    side.step(Step("", arena_for(tmp_path, side.layout, pages), (pages,), (Save("j", 0, n, (), ((1, 2),)),)))
+    side.step(
+        ForwardStep("", arena_for(tmp_path, side.layout, pages), (pages,), (SaveBlocks("j", 0, n, (), ((1, 2),)),))
+    )
     counts = side.workers[1].take_counts()
     assert counts.bytes_saved == side.layout.model.block_bytes(0)
     assert side.workers[1].take_counts().bytes_saved == 0
@@ -245,7 +249,10 @@ def test_strided_blocks_read_and_write_what_contiguous_ones_do():
     assert isinstance(blocks_of("a", strided, size), StridedBlocks)
     assert isinstance(blocks_of("a", strided.contiguous(), size), HostBlocks)
     arenas = [np.zeros(3 * size, np.uint8) for _ in range(2)]
-    copies = [BlockCopy(4, (Segment(7, size - 10), Segment(size + 50, 10))), BlockCopy(2, (Segment(2 * size, size),))]
+    copies = [
+        BlockCopy(4, (ByteRange(7, size - 10), ByteRange(size + 50, 10))),
+        BlockCopy(2, (ByteRange(2 * size, size),)),
+    ]
     for blocks, arena in zip(
         (blocks_of("a", strided, size), blocks_of("a", strided.contiguous(), size)), arenas, strict=True
     ):
@@ -284,7 +291,7 @@ def test_copies_on_a_stream_begin_after_the_model_and_are_waited_for():
     size = HEADS * BLOCK * WIDTH * 4
     arena, stream = np.zeros(2 * size, np.uint8), Stream()
     blocks = StridedBlocks(strided, stream)
-    copies = [BlockCopy(4, (Segment(0, size),)), BlockCopy(2, (Segment(size, size),))]
+    copies = [BlockCopy(4, (ByteRange(0, size),)), BlockCopy(2, (ByteRange(size, size),))]
     assert blocks.read(copies, arena, "mark") == 2 * size
     assert stream.seen == ["mark", "begun", "queued", "copied"]
     assert (arena.view(np.float32)[: size // 4] == strided[4].reshape(-1).numpy()).all()

@@ -12,12 +12,12 @@ import torch
 
 from engine.vllm.scheduler_side.steps import (
     ArenaRef,
+    ForwardStep,
     LayerWritten,
-    Load,
+    LoadBlocks,
     RankMessage,
-    Save,
+    SaveBlocks,
     SaveFailed,
-    Step,
     StepWritten,
 )
 from engine.vllm.worker_side.ranks import RankServer
@@ -118,15 +118,15 @@ def arena_for(folder: Path, *pages: JobPages) -> ArenaRef:
     return ArenaRef(str(path), LAYOUT.model.page_bytes, num_pages(*pages), 1)
 
 
-def run(side: WorkerSide, step: Step) -> None:
+def run(side: WorkerSide, step: ForwardStep) -> None:
     side.begin_step(step)
     side.save_layer("a")
     side.start_loads()
     side.finish_step()
 
 
-def saving(pages: JobPages) -> tuple[Save, ...]:
-    return (Save(pages.job, 0, N, (), TABLES),)
+def saving(pages: JobPages) -> tuple[SaveBlocks, ...]:
+    return (SaveBlocks(pages.job, 0, N, (), TABLES),)
 
 
 def test_a_save_that_hangs_costs_its_job_and_neither_the_step_nor_anothers_pages(
@@ -137,7 +137,7 @@ def test_a_save_that_hangs_costs_its_job_and_neither_the_step_nor_anothers_pages
     tensor = torch.ones(4, BLOCK, 2, 1).transpose(1, 2).as_subclass(hanging)
     side = worker(tensor, save_timeout_s=0.05)
     hanging.hangs = True
-    run(side, Step(str(scheduler.path), arena, (pages,), saving(pages)))
+    run(side, ForwardStep(str(scheduler.path), arena, (pages,), saving(pages)))
     scheduler.wait_for(SaveFailed, "j")
     assert side.take_counts().saves_given_up == 1
     assert hanging.reached.is_set()
@@ -149,7 +149,7 @@ def test_a_save_that_hangs_costs_its_job_and_neither_the_step_nor_anothers_pages
     released.join(WAIT_S)
     assert not released.is_alive()
     other = pages_for(LAYOUT, N, job="k")
-    run(side, Step(str(scheduler.path), None, (other,), saving(other)))
+    run(side, ForwardStep(str(scheduler.path), None, (other,), saving(other)))
     scheduler.wait_for(StepWritten, "k")
     side.close()
     assert not any(
@@ -161,7 +161,12 @@ def test_pages_that_cannot_be_mapped_fail_what_needs_them(scheduler: Scheduler, 
     pages = pages_for(LAYOUT, N)
     side = worker(kv())
     gone = ArenaRef(str(tmp_path / "gone"), LAYOUT.model.page_bytes, num_pages(pages), 1)
-    run(side, Step(str(scheduler.path), gone, (pages,), saving(pages), (Load("r", "j", 0, N, TABLES),), is_idle=True))
+    run(
+        side,
+        ForwardStep(
+            str(scheduler.path), gone, (pages,), saving(pages), (LoadBlocks("r", "j", 0, N, TABLES),), is_idle=True
+        ),
+    )
     assert side.take_results().failed == {"r"}
     scheduler.wait_for(SaveFailed, "j")
     side.close()
@@ -172,9 +177,9 @@ def test_without_a_link_no_pages_are_taken_and_it_is_said_later(scheduler: Sched
     pages = pages_for(LAYOUT, N)
     arena = arena_for(tmp_path, pages)
     side = worker(kv())
-    run(side, Step(str(tmp_path / "nobody.sock"), arena, (pages,), saving(pages)))
+    run(side, ForwardStep(str(tmp_path / "nobody.sock"), arena, (pages,), saving(pages)))
     assert not any(Path(arena.path).read_bytes())
-    run(side, Step(str(scheduler.path), arena))
+    run(side, ForwardStep(str(scheduler.path), arena))
     scheduler.wait_for(SaveFailed, "j")
     side.close()
 
@@ -184,16 +189,16 @@ def test_a_rank_that_counts_as_gone_touches_no_pages(tmp_path: Path) -> None:
     arena = arena_for(tmp_path, pages)
     side = worker(kv())
     scheduler = Scheduler(tmp_path)
-    run(side, Step(str(scheduler.path), arena, (pages,), saving(pages)))
+    run(side, ForwardStep(str(scheduler.path), arena, (pages,), saving(pages)))
     scheduler.wait_for(StepWritten, "j")
     Path(arena.path).write_bytes(bytes(Path(arena.path).stat().st_size))
     scheduler.close()
-    load = Step("", arena, (), (), (Load("r", "j", 0, N, TABLES),), is_idle=True)
+    load = ForwardStep("", arena, (), (), (LoadBlocks("r", "j", 0, N, TABLES),), is_idle=True)
     deadline, failed = time.monotonic() + WAIT_S, set[str]()
     while not failed and time.monotonic() < deadline:  # until it has noticed
         run(side, load)
         failed = side.take_results().failed
     assert failed == {"r"}
-    run(side, Step("", arena, (), saving(pages)))
+    run(side, ForwardStep("", arena, (), saving(pages)))
     assert not any(Path(arena.path).read_bytes())
     side.close()

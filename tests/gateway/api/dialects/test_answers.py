@@ -8,13 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.api.dialects.anthropic_response import MessagesTelling
+from gateway.api.dialects.anthropic_response import MessagesTranslator
 from gateway.api.dialects.chat import Cutter
-from gateway.api.dialects.responses_response import ResponsesTelling
+from gateway.api.dialects.responses_response import ResponsesTranslator
 from gateway.errors import ApiError
 
 Told = list[dict[str, Any]]
-TELLINGS = {"messages": lambda: MessagesTelling("1", "m", 5), "responses": lambda: ResponsesTelling("1", "m", b"{}", 0)}
+TELLINGS = {
+    "messages": lambda: MessagesTranslator("1", "m", 5),
+    "responses": lambda: ResponsesTranslator("1", "m", b"{}", 0),
+}
 each_dialect = pytest.mark.parametrize("dialect", TELLINGS)
 
 
@@ -175,9 +178,9 @@ def test_events_before_one_that_makes_no_sense_are_told(dialect: str) -> None:
 def whole_input(arguments: str) -> Any:
     call = {"id": "a", "function": {"name": "f", "arguments": arguments}}
     choice = {"message": {"tool_calls": [call]}, "finish_reason": "tool_calls"}
-    return json.loads(MessagesTelling("1", "m", 5).whole(200, json.dumps({"choices": [choice]}).encode()))["content"][
-        0
-    ]["input"]
+    return json.loads(MessagesTranslator("1", "m", 5).whole(200, json.dumps({"choices": [choice]}).encode()))[
+        "content"
+    ][0]["input"]
 
 
 @pytest.mark.parametrize("arguments", ['{"path": "/a', "[1]", '"x"', "null", "{} {}", "call me"])

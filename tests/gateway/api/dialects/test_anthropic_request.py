@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.api.dialects.anthropic_request import to_chat, to_counted
-from gateway.api.dialects.anthropic_response import MessagesTelling, error_body
+from gateway.api.dialects.anthropic_response import MessagesTranslator, error_body
 from gateway.api.openai import Endpoint
 from gateway.errors import ApiError, BadRequest, Overloaded
 from tests.gateway.worlds import on_loop, until, world
@@ -212,8 +212,8 @@ def test_a_conversation_that_goes_on_begins_with_the_bytes_it_had(first: Any, mo
 # Answers
 
 
-def telling() -> MessagesTelling:
-    return MessagesTelling("7", "scripted", 10)
+def telling() -> MessagesTranslator:
+    return MessagesTranslator("7", "scripted", 10)
 
 
 def whole(message: dict[str, Any], finish: str = "stop", stop: Any = None) -> dict[str, Any]:

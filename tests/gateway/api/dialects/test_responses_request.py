@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.api.dialects.responses_request import to_chat
-from gateway.api.dialects.responses_response import ResponsesTelling
+from gateway.api.dialects.responses_response import ResponsesTranslator
 from gateway.api.openai import Endpoint
 from gateway.errors import ApiError, BadRequest
 from tests.gateway.api.dialects.test_anthropic_request import STREAM, chunk, events_of, usage
@@ -141,8 +141,8 @@ def test_a_conversation_that_goes_on_begins_with_the_bytes_it_had(first: Any, mo
 # Answers
 
 
-def telling(**echo: Any) -> ResponsesTelling:
-    return ResponsesTelling("7", "scripted", json.dumps(echo).encode(), 1000)
+def telling(**echo: Any) -> ResponsesTranslator:
+    return ResponsesTranslator("7", "scripted", json.dumps(echo).encode(), 1000)
 
 
 def test_a_whole_answer_is_a_response() -> None:

@@ -7,8 +7,8 @@ from typing import Any, cast
 from gateway.api.cache_control import Breakpoint
 from gateway.auth.keyring import Tenant
 from gateway.cluster.agent_client import AgentClient
-from gateway.cluster.pinned_prefixes import Kept, KeptContexts, State
-from gateway.server.handlers.contexts import OUTCOME_WAIT_S, PAUSES_S, Outcome, details_of, id_of
+from gateway.cluster.pinned_prefixes import PinnedPrefix, PinnedPrefixes, PinState
+from gateway.server.handlers.contexts import OUTCOME_WAIT_S, PAUSES_S, PinOutcome, details_of, id_of
 from tests.gateway.scripted import ScriptedNode
 from tests.gateway.worlds import on_loop, world
 from transport.control.proto import node_pb2 as pb
@@ -18,16 +18,16 @@ def wish(tokens: int, ttl: str = "5m") -> Breakpoint:
     return Breakpoint(f"messages[{tokens}]", ttl, tokens, tokens)
 
 
-def kept(context_id: str = "c", owner: str = "acme", **fields: Any) -> Kept:
+def kept(context_id: str = "c", owner: str = "acme", **fields: Any) -> PinnedPrefix:
     values: dict[str, Any] = {"num_tokens": 64, "left_s": 300.0, "ttl_s": 300.0, "owned_tokens": 64}
-    return Kept(context_id=context_id, owner=owner, **values | fields)
+    return PinnedPrefix(context_id=context_id, owner=owner, **values | fields)
 
 
 def test_a_token_is_read_from_a_cache_or_written_to_it() -> None:
     outcomes = [
-        Outcome(wish(96, "1h"), "b", 96, is_new=True),
-        Outcome(wish(64), "a", 64, is_new=True),
-        Outcome(wish(200), reason="over_budget"),
+        PinOutcome(wish(96, "1h"), "b", 96, is_new=True),
+        PinOutcome(wish(64), "a", 64, is_new=True),
+        PinOutcome(wish(200), reason="over_budget"),
     ]
     details = details_of(outcomes, 0)
     assert details["cache_write_tokens"] == 96
@@ -37,7 +37,7 @@ def test_a_token_is_read_from_a_cache_or_written_to_it() -> None:
     }  # fmt: skip
     assert details["breakpoints"][2]["reason"] == "over_budget"
     assert details_of(outcomes, 80)["cache_write_tokens"] == 16
-    assert details_of([Outcome(wish(64), "a", 64)], 0)["cache_write_tokens"] == 0
+    assert details_of([PinOutcome(wish(64), "a", 64)], 0)["cache_write_tokens"] == 0
 
 
 def test_a_context_has_a_name_of_its_tenants() -> None:
@@ -46,7 +46,7 @@ def test_a_context_has_a_name_of_its_tenants() -> None:
 
 
 def test_what_a_node_keeps_is_what_it_said_last() -> None:
-    contexts = KeptContexts()
+    contexts = PinnedPrefixes()
     contexts.described([kept()], 10.0, is_same_process=True)
     found = contexts.get("c", 11.0)
     assert found is not None
@@ -63,12 +63,12 @@ def test_what_a_node_keeps_is_what_it_said_last() -> None:
 
 
 def test_what_a_node_kept_before_it_ended_is_lost_until_its_time_is_over() -> None:
-    contexts = KeptContexts()
+    contexts = PinnedPrefixes()
     contexts.described([kept("c"), kept("d")], 0.0, is_same_process=True)
     contexts.described([kept("d")], 10.0, is_same_process=False)
     assert {each.context_id: each.state for each in contexts.of("acme", 10.0)} == {
-        "c": State.LOST,
-        "d": State.KEPT,
+        "c": PinState.LOST,
+        "d": PinState.KEPT,
     }
     contexts.described([], 20.0, is_same_process=True)  # the same process as at 10: what it does not name has ended
     assert list(contexts.of("acme", 20.0)) == []
@@ -131,7 +131,7 @@ async def test_a_part_that_is_kept_was_written_however_often_the_rest_was_looked
 class HalfKeepingAgent(AgentClient):
     """The same at once, however many are asked for."""
 
-    async def keep(self, context_id: str, *_: Any) -> Kept:
+    async def keep(self, context_id: str, *_: Any) -> PinnedPrefix:
         return kept(context_id, "", num_tokens=16, owned_tokens=16, added_tokens=16)
 
 

@@ -12,7 +12,7 @@ from prometheus_client.multiprocess import MultiProcessCollector
 from gateway.telemetry.metrics import Metrics
 from gateway.telemetry.page_thread import PageThread
 from gateway.telemetry.process_metrics import Children
-from gateway.workers.process_scope import Alone
+from gateway.workers.process_scope import SingleProcess
 from tests.gateway.worlds import PATIENCE_S, on_loop, world
 
 WORKER = """
@@ -81,7 +81,7 @@ async def test_requests_are_served_while_pages_are_made() -> None:
             assert may_end.wait(PATIENCE_S)
             return super().render()
 
-    alone = Alone()
+    alone = SingleProcess()
     alone.metrics = SlowMetrics()
     async with world(seat=alone) as w:
         page = asyncio.ensure_future(w.http.get("/metrics"))
