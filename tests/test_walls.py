@@ -1,7 +1,8 @@
 """Rooms have walls: imports go one way, nothing grows beyond what one reads in one sitting, and tests look in by the door."""
 
 import ast
-from collections import Counter
+import re
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +15,7 @@ PACKAGES = (
 MAX_LINES = 500
 MAX_METHODS = 30
 MAX_MODULES = 14
+MAX_REPEATED = 20  # class names that stand for more than one class
 # Rooms that are still too full, and how full they may be at most.
 CROWDED = {
     "planner/commands": 21,
@@ -109,6 +111,28 @@ def test_a_class_is_one_idea(folder: str) -> None:
                 if methods > MAX_METHODS:
                     many[f"{path.relative_to(ROOT)}:{node.name}"] = methods
     assert many == {}
+
+
+def public_classes() -> dict[str, set[str]]:
+    """The modules that define each public class name."""
+    found: dict[str, set[str]] = defaultdict(set)
+    for path in sources(*PACKAGES, "benchmarks", "deploy"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                found[node.name].add(str(path.relative_to(ROOT)))
+    return found
+
+
+def explained() -> dict[str, set[str]]:
+    """The rows of the glossary's last table: a name, and the modules that share it."""
+    rows = re.findall(r"^\| `(\w+)` \| (.+?) \| .+ \|$", (ROOT / "docs" / "glossary.md").read_text(), re.MULTILINE)
+    return {name: set(re.findall(r"`([\w/.]+)`", modules)) for name, modules in rows}
+
+
+def test_a_class_name_means_one_class_or_the_glossary_says_why() -> None:
+    repeated = {name: modules for name, modules in public_classes().items() if len(modules) > 1}
+    assert repeated == explained()
+    assert len(repeated) <= MAX_REPEATED
 
 
 def private_names(tree: ast.AST) -> list[str]:
