@@ -79,7 +79,7 @@ test-e2e: $(STAMP)  ## Whole systems: nodes killed, connections cut, certificate
 	$(BIN)/python -m pytest -m e2e tests/e2e $(sampled)
 
 test-deploy: $(STAMP)  ## Alert rules and dashboards before a real Prometheus (Debian's, fetched unless it is installed)
-	@command -v promtool >/dev/null || test -x .prometheus/usr/bin/promtool || ./.ci/fetch-prometheus
+	@command -v promtool >/dev/null || test -x .prometheus/usr/bin/promtool || ./scripts/fetch-prometheus
 	$(BIN)/python -m pytest tests/deploy tests/e2e/test_prometheus.py
 
 test-storm: $(STAMP)  ## A system under traffic while its processes, links, disk and memory fail at random; nobody helps it
@@ -118,7 +118,7 @@ test-vllm: $(VLLM_STAMP)  ## vLLM with our connector: the matrix of models, and 
 	$(VLLM_BIN)/python -m pytest -m vllm -o faulthandler_timeout=600 tests/vllm $(sampled)
 
 test-vllm-release: $(VLLM_STAMP)  ## The contract and the matrix with another release of vLLM: RELEASE=0.33.0
-	./.ci/vllm-version $(RELEASE) tests/vllm/test_contract.py tests/vllm/test_matrix.py $(sampled)
+	./scripts/vllm-version $(RELEASE) tests/vllm/test_contract.py tests/vllm/pairs/test_matrix.py $(sampled)
 
 test-sglang: $(SGLANG_STAMP)  ## SGLang's servers on a CPU against one alone, and its classes; no GPU, no kernels
 	$(SGLANG_BIN)/python -m pytest -m sglang -o faulthandler_timeout=600 tests/sglang $(sampled)
@@ -196,7 +196,7 @@ proto: $(STAMP)  ## Regenerate the gRPC code from transport/control/proto/*.prot
 	$(BIN)/python -m transport.control.proto.generate
 
 wheel: $(STAMP)  ## Build the wheel, install it into a clean venv and start the CLI from there
-	./.ci/check-wheel
+	./scripts/check-wheel
 
 check-resolution:  ## pip finds versions that suit prfaas and vLLM, and prfaas and SGLang (a dry run, minutes)
 	@PYTHON=$(PYTHON) ./scripts/check-resolution

@@ -11,8 +11,8 @@ from typing import Final
 import msgspec
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from prompts.template import ChatTemplate
-from prompts.tokenizer import TextTokenizer
+from prompts.chat.template import ChatTemplate
+from prompts.tokens.tokenizer import TextTokenizer
 
 VOCAB_SIZE: Final = 512
 PAD, BOS, EOS, UNK = range(4)

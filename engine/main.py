@@ -34,7 +34,7 @@ from engine.serving.serving import MAX_REQUESTS, GenerationService
 from engine.staged.staged import StagedEngine
 from engine.torch.tiny import RECIPES
 from prompts.errors import TokenizerUnreadable
-from prompts.tokenizer import TextTokenizer
+from prompts.tokens.tokenizer import TextTokenizer
 from transport.control.last_words import CANNOT_SERVE
 from transport.control.messages import Welcome
 from transport.path.tcp import format_address

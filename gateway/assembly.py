@@ -61,10 +61,10 @@ from gateway.upstream.legs import Legs
 from gateway.workers.peers import NumberedRing
 from gateway.workers.process_scope import ORPHANED, SingleProcess, WorkerProcess
 from gateway.workers.shared_counters import WorkerState
-from planner.decisions.decoding import LearnedSteps
-from planner.decisions.estimates import LearnedCost
-from prompts.renderers import renders_otherwise
-from prompts.tokenizer import TextTokenizer
+from planner.decisions.estimates.decoding import LearnedSteps
+from planner.decisions.estimates.durations import LearnedCost
+from prompts.chat.renderers import renders_otherwise
+from prompts.tokens.tokenizer import TextTokenizer
 
 log = logging.getLogger("prfaas.gateway")
 

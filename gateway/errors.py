@@ -17,7 +17,7 @@ GatewayError
 │   ├── KillsEngines          500: neither did two engines
 │   └── InternalError         500: an error of ours
 ├── LegFailed                 HTTP with an engine; `gateway.upstream.legs` says which node's leg it was
-└── NodeFailure               a node did not do what was asked; `planner.decisions.retries` says what follows
+└── NodeFailure               a node did not do what was asked; `planner.decisions.failures.retries` says what follows
     ├── AgentCallFailed       its agent, over gRPC
     ├── PrefillFailed         its engine, over HTTP
     └── DecodeFailed
@@ -28,7 +28,7 @@ from typing import Final
 
 import msgspec
 
-from planner.decisions.retries import FailureKind, failure_of
+from planner.decisions.failures.retries import FailureKind, failure_of
 
 LATE_S: Final = 0.5  # that a timer is: this process was stopped, or stuck
 RETRY_AFTER_S: Final = 1.0

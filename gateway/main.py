@@ -22,10 +22,10 @@ from gateway.errors import GatewayConfigError
 from gateway.telemetry import log_setup as logs
 from gateway.workers.process_scope import FIRST_CONFIG, VERDICT, WorkerProcess
 from gateway.workers.supervisor import serve_with_workers
-from prompts.encoder import EncoderVerdict
 from prompts.errors import TokenizerUnreadable
 from prompts.fair_cache import FairCache
-from prompts.tokenizer import TextTokenizer
+from prompts.tokens.encoder import EncoderVerdict
+from prompts.tokens.tokenizer import TextTokenizer
 from transport.control.settings import mapped
 
 log = logging.getLogger("prfaas.gateway")

@@ -1,10 +1,10 @@
 """Chats that go on: of a conversation read before, only the new messages are decoded, rendered and tokenised.
 
 What is kept of a conversation is the JSON of its messages, byte for byte, and the tokens of their text up to the last place
-at which it may be cut whatever follows (prompts.segments). A body whose messages begin with these bytes continues it:
+at which it may be cut whatever follows (prompts.tokens.segments). A body whose messages begin with these bytes continues it:
 
     messages  [{…},{…},{…}      ,{…},{…}]
-    text      BEFORE · … <eot>  …             · AFTER        BEFORE and AFTER are rendered each time (prompts.appending)
+    text      BEFORE · … <eot>  …             · AFTER        BEFORE and AFTER are rendered each time (prompts.chat.appending)
     tokens    known ─────────┤  new ─────────────────┤
 
 Every answer is that of reading the whole; some are compared with it, and a template for which one differs is not believed again.
@@ -19,12 +19,12 @@ import msgspec
 import numpy as np
 from xxhash import xxh3_128
 
-from prompts.appending import ConversationParts
+from prompts.chat.appending import ConversationParts
+from prompts.chat.form import Message, in_form, in_form_from
 from prompts.errors import BadPrompt, TakesLonger
-from prompts.form import Message, in_form, in_form_from
 from prompts.reading import Chat, check_kwargs
-from prompts.segments import TokenArray
-from prompts.tokenizer import TextTokenizer
+from prompts.tokens.segments import TokenArray
+from prompts.tokens.tokenizer import TextTokenizer
 
 STRIDE_BYTES: Final = 16 * 1024
 MAX_ALIKE: Final = 4  # conversations kept that begin alike for as many strides

@@ -6,10 +6,10 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
+from prompts.chat.form import Message, in_form, invalid, tools_in_form, variables
 from prompts.errors import BadPrompt
-from prompts.form import Message, in_form, invalid, tools_in_form, variables
-from prompts.segments import TokenArray, token_array
-from prompts.tokenizer import TextTokenizer
+from prompts.tokens.segments import TokenArray, token_array
+from prompts.tokens.tokenizer import TextTokenizer
 
 # What templates are rendered with, and what `apply_chat_template` of transformers and vLLM takes: fields of the request
 # say it or it is not said. (vLLM answers an error where both do; to let either win would be for one of two ends to be wrong.)

@@ -29,10 +29,10 @@ from itertools import count
 from typing import Final, TypeAlias
 
 from transport.errors import LocalProtocolError, TransportError
-from transport.receive.landing import LandingResult
-from transport.receive.landings import WRITE_DEADLINE_S
 from transport.receive.options import ServerOptions
-from transport.receive.segments import ReadRequest, parse_read_id, read_id, reply_secret, write_id
+from transport.receive.registry.landing import LandingResult
+from transport.receive.registry.landings import WRITE_DEADLINE_S
+from transport.receive.registry.segments import ReadRequest, parse_read_id, read_id, reply_secret, write_id
 from transport.receive.server import TransferServer
 from transport.send.client import ClientOptions, Push, PushResult, TransferClient
 from transport.send.spec import TransferSpec

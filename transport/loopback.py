@@ -10,9 +10,9 @@ from functools import partial
 from itertools import count
 
 from transport.errors import TransportError
-from transport.receive.landing import Claim, Landing, Notices, OnLanded, Rivals
-from transport.receive.landings import Landings
-from transport.send.lanes import LaneScheduler, LaneTransfer
+from transport.receive.registry.landing import Claim, Landing, Notices, OnLanded, Rivals
+from transport.receive.registry.landings import Landings
+from transport.send.schedule.lanes import LaneScheduler, LaneTransfer
 from transport.send.spec import Urgency
 from transport.wire.checksum import DIGEST_BYTES, Digest, Integrity, digest, transfer_seed
 from transport.wire.connection import Connection, ConnectionRole, ProtocolState

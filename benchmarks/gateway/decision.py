@@ -38,9 +38,9 @@ from gateway.tasks import TaskSet
 from hybrid_cache.cache.events import BlocksStored, Medium
 from hybrid_cache.layout.layout import KVCacheGroup, ModelLayout
 from hybrid_cache.layout.spec import FullAttention, LinearState
-from planner.decisions.classes import ServiceClass
-from planner.decisions.decoding import LearnedSteps
-from planner.decisions.estimates import LearnedCost
+from planner.decisions.admission.classes import ServiceClass
+from planner.decisions.estimates.decoding import LearnedSteps
+from planner.decisions.estimates.durations import LearnedCost
 
 PROMPT_TOKENS: Final = 131_072
 NODES: Final = {"prfaas": 16, "prefill": 32, "decode": 16}

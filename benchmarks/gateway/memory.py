@@ -25,10 +25,10 @@ from gateway.telemetry.metrics import Metrics
 from gateway.telemetry.record_ring import RecordRing
 from hybrid_cache.cache.events import BlocksStored
 from hybrid_cache.index.index import PrefixIndex
-from planner.decisions.routing import Reason, Route, Target
+from planner.decisions.routing.offload import Reason, Route, Target
+from prompts.chat.template import ChatTemplate
 from prompts.fair_cache import FairCache
-from prompts.template import ChatTemplate
-from prompts.tokenizer import TextTokenizer
+from prompts.tokens.tokenizer import TextTokenizer
 from tests.prompts.builders import TEMPLATE, bpe, fixed_clock
 
 TENANTS: Final = 50

@@ -17,15 +17,15 @@ from pathlib import Path
 
 import numpy as np
 
-from planner.decisions.placement import PlacementPolicy
-from planner.decisions.policy import RoutingPolicy
+from planner.decisions.routing.placement import PlacementPolicy
+from planner.decisions.routing.policy import RoutingPolicy
 from planner.decisions.views import ClusterKind
 from planner.model.profile import DecodeProfile, KvSize, PrefillCurve
 from planner.model.site import load_site
 from planner.model.workload import Trace, poisson, read_trace
 from planner.simulator.outcome import SimulationOutcome
 from planner.simulator.scenario import Pool, Scenario
-from planner.simulator.trials import Trial, TrialSetting, scenario_of
+from planner.simulator.trials.trial import Trial, TrialSetting, scenario_of
 from planner.simulator.world import simulate
 from planner.solve.plan import make_plan
 from planner.solve.problem import SolveOptions, best_cut, pose

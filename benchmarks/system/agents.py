@@ -28,7 +28,7 @@ from typing import Any, Final
 
 from benchmarks.system.agents_live import ENDLESS_GB, bars, serve, table
 from benchmarks.system.case_study import TAIL_SHARE
-from planner.decisions.policy import RoutingPolicy
+from planner.decisions.routing.policy import RoutingPolicy
 from planner.model.fitting import workload_of
 from planner.model.sessions import (
     ClosedLoop,
@@ -42,9 +42,9 @@ from planner.model.sessions import (
 )
 from planner.model.site import Site, load_site
 from planner.model.workload import Trace
-from planner.simulator.hits import finite_cache_hits
 from planner.simulator.scenario import Scenario
-from planner.simulator.trials import Trial, TrialSetting, scenario_of
+from planner.simulator.trials.hits import finite_cache_hits
+from planner.simulator.trials.trial import Trial, TrialSetting, scenario_of
 from planner.simulator.world import simulate
 from planner.solve.plan import outline
 from planner.solve.problem import SolveOptions

@@ -26,8 +26,8 @@ from engine.emulated.emulated import emulated_tokens
 from planner.decisions.views import ClusterKind
 from planner.model.profile import Floats
 from planner.model.sessions import BLOCK_TOKENS, ClosedLoop, DueTurn, Session, trace_of
-from planner.simulator.hits import finite_cache_hits
 from planner.simulator.scenario import Scenario, Targets
+from planner.simulator.trials.hits import finite_cache_hits
 from planner.simulator.world import simulate
 from prfaas.demo.client import RequestFailed, complete
 from prfaas.system.models import ensure_model

@@ -28,7 +28,7 @@ from engine.emulated.emulated import emulated_tokens
 from planner.model.site import Site, load_site
 from planner.model.workload import Trace
 from planner.simulator.scenario import Scenario
-from planner.simulator.trials import Trial, TrialSetting, scenario_of
+from planner.simulator.trials.trial import Trial, TrialSetting, scenario_of
 from planner.simulator.world import simulate
 from planner.solve.plan import Plan, outline
 from planner.solve.problem import SolveOptions

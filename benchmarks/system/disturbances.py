@@ -42,12 +42,12 @@ from benchmarks.system.case_study import CONFIGS, SLO_TTFT_P90_S, contender, req
 from benchmarks.system.disturbance_plot import plot
 from engine.byte_tokenizer import SPECIAL_TOKENS, VOCAB_SIZE
 from engine.emulated.emulated import emulated_tokens
-from planner.decisions.offered import GatewayLoad, of_kind
+from planner.decisions.plans.offered import GatewayLoad, of_kind
 from planner.decisions.views import ClusterKind, Role
 from planner.model.site import Site, load_site
 from planner.model.workload import Trace
-from planner.solve.ledger import LedgerEntry, PlanEvent
-from planner.solve.readings import Cursors
+from planner.solve.control.ledger import LedgerEntry, PlanEvent
+from planner.solve.control.readings import Cursors
 from prfaas.demo.client import RequestFailed, complete
 from prfaas.errors import StartError
 from prfaas.system.models import ensure_model

@@ -29,8 +29,8 @@ import numpy as np
 
 from engine.byte_tokenizer import SPECIAL_TOKENS, VOCAB_SIZE
 from engine.emulated.emulated import emulated_tokens
-from planner.decisions.admission import AdmissionPolicy
-from planner.decisions.policy import RoutingPolicy
+from planner.decisions.admission.overload import AdmissionPolicy
+from planner.decisions.routing.policy import RoutingPolicy
 from planner.decisions.views import ClusterKind
 from planner.model.profile import ModelProfile, load_profile
 from planner.model.workload import Trace

@@ -170,7 +170,7 @@ async def measure(ways: ImageServers, rng: np.random.Generator, size: tuple[int,
 
 
 async def run(rounds: int) -> list[ImagesRow]:
-    from tests.vllm.vision import build_vision
+    from tests.vllm.servers.vision import build_vision
 
     with tempfile.TemporaryDirectory(prefix="prfaas-images-") as name:
         base = Path(name)

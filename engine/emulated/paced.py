@@ -24,7 +24,7 @@ from engine.errors import EngineError
 from engine.runtime.batch import DecodeBatch
 from engine.runtime.scheduler import Keep, ModelWork, Scheduler, SchedulerLoad
 from engine.runtime.steps import Steps
-from prompts.tokenizer import TextTokenizer
+from prompts.tokens.tokenizer import TextTokenizer
 
 log = logging.getLogger(__name__)
 

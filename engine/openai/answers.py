@@ -8,7 +8,7 @@ from typing import Any
 from engine.errors import RequestError
 from engine.openai.api import ChatRequest, OpenAIRequest, top_logprobs
 from engine.runtime.sampling import SampledToken
-from prompts.tokenizer import TextTokenizer
+from prompts.tokens.tokenizer import TextTokenizer
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,8 +17,8 @@ from engine.runtime.turns import EVERYBODYS, WorkShare
 from hybrid_cache.cache.reservation import NO_HINTS, Hints
 from prompts.errors import BadPrompt
 from prompts.reading import Chat, chat_tokens, completion_tokens
-from prompts.segments import TokenArray
-from prompts.tokenizer import TextTokenizer
+from prompts.tokens.segments import TokenArray
+from prompts.tokens.tokenizer import TextTokenizer
 from transport.control.messages import TicketInfo
 
 ANSWERED_HEADER: Final = "x-prfaas-answered"  # after how many tokens a stream goes on; who ignores them does not say so

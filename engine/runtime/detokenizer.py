@@ -4,7 +4,7 @@ import codecs
 from collections.abc import Iterable, Sequence
 from typing import Final, NamedTuple
 
-from prompts.tokenizer import TextTokenizer
+from prompts.tokens.tokenizer import TextTokenizer
 
 _UTF8: Final = codecs.getincrementaldecoder("utf-8")
 

@@ -29,7 +29,7 @@ from engine.runtime.lines import Lines
 from engine.runtime.sampling import SampledToken, Sampler, SamplingParams
 from engine.runtime.steps import StepTimes
 from engine.runtime.turns import EVERYBODYS, HALF_LIFE_S, WorkShare, may_begin
-from prompts.tokenizer import TextTokenizer
+from prompts.tokens.tokenizer import TextTokenizer
 from transport.turns import Turns
 
 log = logging.getLogger(__name__)

@@ -29,7 +29,7 @@ from engine.openai.api import (
 )
 from engine.runtime.scheduler import NewToken
 from engine.serving.serving import GenerationService, ServedRequest
-from prompts.tokenizer import TextTokenizer
+from prompts.tokens.tokenizer import TextTokenizer
 
 log = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ from gateway.config.gateway import GatewayConfig
 from gateway.routing.plan_follower import Follower
 from gateway.routing.router import Router
 from gateway.workers.process_scope import SingleProcess, WorkerProcess
-from planner.decisions.plan import LivePlan
+from planner.decisions.plans.live_plan import LivePlan
 from planner.decisions.views import Role, step_at
 
 MOST_RECORDS: Final = 500  # in an answer: what a reader missed beyond that is of no use on a screen

@@ -16,7 +16,7 @@ from gateway.errors import ApiError, BadRequest, Overloaded
 from gateway.http.body import BodyReceiver
 from gateway.request.request import Request
 from gateway.routing.router import Router
-from planner.decisions.explain import Explanation
+from planner.decisions.routing.explain import Explanation
 
 MOST_AT_ONCE: Final = 4  # each is read as a request is, and a gateway has requests to read
 

@@ -12,8 +12,8 @@ from typing import Final, Self
 
 from gateway.admission.slots import LocalSlots, Slots
 from gateway.errors import Overloaded
-from planner.decisions.classes import UNPROMISED, ServiceClass
-from planner.decisions.waiting import EVERYBODYS, DrainRate, TenantShare, WaitQueue
+from planner.decisions.admission.classes import UNPROMISED, ServiceClass
+from planner.decisions.admission.waiting import EVERYBODYS, DrainRate, TenantShare, WaitQueue
 
 ASK_AGAIN_S: Final = 0.25
 HELD_BACK_S: Final = 1.0  # a request refused for its tenant's part yields to others for so long, at least

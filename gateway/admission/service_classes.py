@@ -17,7 +17,7 @@ from typing import Final
 from gateway.auth.keyring import digest_of, key_in
 from gateway.config.classes import NAME, ClassConfig
 from gateway.errors import ApiError, BadRequest
-from planner.decisions.classes import ServiceClass
+from planner.decisions.admission.classes import ServiceClass
 
 HEADER: Final = "x-prfaas-class"
 

@@ -12,9 +12,16 @@ from gateway.cluster.registry import Clusters
 from gateway.config.gateway import GatewayConfig
 from gateway.errors import Overloaded
 from gateway.request.request import DecodeStay, Request
-from planner.decisions.admission import Admission, AdmissionPolicy, Expected, RejectReason, admit, admit_to_decode
-from planner.decisions.decoding import DecodeForecast, LearnedSteps
-from planner.decisions.routing import Route
+from planner.decisions.admission.overload import (
+    Admission,
+    AdmissionPolicy,
+    Expected,
+    RejectReason,
+    admit,
+    admit_to_decode,
+)
+from planner.decisions.estimates.decoding import DecodeForecast, LearnedSteps
+from planner.decisions.routing.offload import Route
 from planner.decisions.views import Role
 
 TYPICAL_STEP_S: Final = 0.02  # from token to token, where no stream has shown it

@@ -21,8 +21,8 @@ from typing import Final
 from gateway.auth.oidc import TokenSubject, TokenVerifier, looks_like_a_token
 from gateway.config.tenants import PINNED_TOKENS, TenantConfig
 from gateway.errors import BadRequest, Unauthorised
-from planner.decisions.limits import NO_LIMITS, TenantLimits
-from planner.decisions.waiting import EVERYBODYS, TenantShare
+from planner.decisions.admission.limits import NO_LIMITS, TenantLimits
+from planner.decisions.admission.waiting import EVERYBODYS, TenantShare
 
 API_KEY_HEADER: Final = "x-api-key"  # of Anthropic's clients
 MEMORY_BYTES: Final = 16

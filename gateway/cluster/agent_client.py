@@ -16,7 +16,7 @@ from gateway.errors import AgentCallFailed, unheard
 from gateway.prompt.prompt import Prompt
 from hybrid_cache.cache.events import BlocksRemoved, BlocksStored, CacheCleared, Medium
 from hybrid_cache.hashing.block_hash import HASH_BYTES, split_hashes
-from planner.decisions.shares import RateGrant
+from planner.decisions.links.shares import RateGrant
 from transport.control.credentials import channel_credentials, channel_options
 from transport.control.messages import BootstrapAddress, TicketInfo
 from transport.control.proto import node_pb2 as pb

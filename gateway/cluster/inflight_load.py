@@ -9,8 +9,8 @@ from typing import Self
 
 from gateway.cluster.inflight_prefixes import InflightLanding, InflightPrefill
 from gateway.cluster.node import ClusterNode, NodeWork
-from planner.decisions.arrivals import SharedPrefix
-from planner.decisions.routing import Route
+from planner.decisions.routing.arrivals import SharedPrefix
+from planner.decisions.routing.offload import Route
 
 
 class Booking:

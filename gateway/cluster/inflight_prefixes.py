@@ -8,7 +8,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from planner.decisions.promises import Promises
+from planner.decisions.routing.promises import Promises
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -14,7 +14,7 @@ from gateway.cluster.links import ClusterLinks
 from gateway.cluster.node import ClusterNode
 from gateway.errors import AgentCallFailed
 from gateway.tasks import TaskSet
-from planner.decisions.paths import MAX_LOST, PATH_FAILED, PROBE_TICK_S
+from planner.decisions.links.paths import MAX_LOST, PATH_FAILED, PROBE_TICK_S
 from transport.control.messages import TicketInfo
 
 log = logging.getLogger("prfaas.gateway.probes")

@@ -2,7 +2,7 @@
 
 A transfer whose receiver could not be reached opens the breaker of its path and of all others over the same line; requests then
 leave the link alone, until a probe (gateway.cluster.link_probes) has had an answer. Whose fault a failure was is asked before: a
-receiver that is gone itself says nothing of the way to it. What follows of either is `planner.decisions.paths`'s to say.
+receiver that is gone itself says nothing of the way to it. What follows of either is `planner.decisions.links.paths`'s to say.
 """
 
 import logging
@@ -15,9 +15,9 @@ from msgspec.structs import replace
 from gateway.cluster.agent_client import LinkLoad
 from gateway.cluster.node import ClusterNode
 from gateway.cluster.prefill_outcome import PrefillOutcome
-from planner.decisions.coding import CodingEstimate
-from planner.decisions.lines import BOUND, shared_line
-from planner.decisions.paths import PATH_FAILED, Paths
+from planner.decisions.estimates.coding import CodingEstimate
+from planner.decisions.links.paths import PATH_FAILED, Paths
+from planner.decisions.routing.lines import BOUND, shared_line
 from planner.decisions.views import ClusterKind, LinkView, Role
 
 log = logging.getLogger("prfaas.gateway.links")

@@ -8,8 +8,8 @@ from gateway.cluster.agent_client import AgentClient, LinkLoad, NodeInfo, NodeLo
 from gateway.cluster.inflight_prefixes import InflightLanding, InflightPrefixes
 from gateway.cluster.pinned_prefixes import PinnedPrefixes
 from hybrid_cache.index.index import Holding
-from planner.decisions.arrivals import Arrivals
-from planner.decisions.estimates import PrefillShare
+from planner.decisions.estimates.durations import PrefillShare
+from planner.decisions.routing.arrivals import Arrivals
 from planner.decisions.views import ClusterKind, NodeView, Role, room_beside
 
 KINDS: Final = {

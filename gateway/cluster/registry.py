@@ -24,7 +24,7 @@ from hybrid_cache.errors import CacheError
 from hybrid_cache.hashing.block_hash import model_salt
 from hybrid_cache.index.index import NOTHING, Holding, PrefixIndex
 from hybrid_cache.layout.layout import ModelLayout
-from planner.decisions.routing import ReadyNodes
+from planner.decisions.routing.offload import ReadyNodes
 from planner.decisions.views import ClusterKind, NodeView, Role
 
 log = logging.getLogger("prfaas.gateway.clusters")

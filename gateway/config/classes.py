@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from math import inf
 from typing import Final
 
-from planner.decisions.admission import AdmissionPolicy
-from planner.decisions.classes import MOST_PRIORITY, ServiceClass
+from planner.decisions.admission.classes import MOST_PRIORITY, ServiceClass
+from planner.decisions.admission.overload import AdmissionPolicy
 from transport.control.settings import require, require_range
 
 NAME: Final = re.compile(r"[A-Za-z0-9._-]{1,64}")

@@ -25,7 +25,7 @@ from gateway.config.request_log import RequestLogConfig
 from gateway.config.tenants import TenantConfig, check_digest, check_tenants
 from gateway.config.traces import TracesConfig
 from gateway.errors import GatewayConfigError
-from planner.decisions.placement import PLACERS
+from planner.decisions.routing.placement import PLACERS
 from transport.control.settings import (
     SettingsError,
     build,

@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from planner.decisions.limits import Bucket, TenantLimits
+from planner.decisions.admission.limits import Bucket, TenantLimits
 from transport.control.settings import require, require_range
 
 NAME: Final = re.compile(r"[A-Za-z0-9._-]{1,64}")

@@ -28,7 +28,7 @@ from gateway.api.dialects.translation import error_told
 from gateway.config.gateway import Strangers
 from gateway.errors import ApiError, Overloaded, Unauthorised
 from gateway.telemetry.metrics import Metrics
-from planner.decisions.admission import spread_s
+from planner.decisions.admission.overload import spread_s
 
 log = logging.getLogger("prfaas.gateway.connections")
 

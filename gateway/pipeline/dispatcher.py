@@ -12,9 +12,9 @@
     settle    what it held is freed                                                     gateway.pipeline.settlement
 
 Everything held on a node is held by a `with` block: the client going away, a node dying and the answer ending all leave
-by the same door. What fails before the client has seen a byte goes back to `decide` as often as `planner.decisions.retries`
-allows; so does a stream that the client has a part of, with that part as the end of its prompt
-(`gateway.pipeline.stream_resume`).
+by the same door. What fails before the client has seen a byte goes back to `decide` as often as
+`planner.decisions.failures.retries` allows; so does a stream that the client has a part of, with that part as the end
+of its prompt (`gateway.pipeline.stream_resume`).
 """
 
 import asyncio
@@ -49,8 +49,8 @@ from gateway.request.request import Request
 from gateway.routing.replication import Replicas
 from gateway.routing.router import Router
 from gateway.telemetry.recorder import RequestRecorder
-from planner.decisions.poison import Poison
-from planner.decisions.retries import (
+from planner.decisions.failures.poison import Poison
+from planner.decisions.failures.retries import (
     MAX_DEATHS,
     TENANTS_PART,
     FailedStage,
@@ -60,7 +60,7 @@ from planner.decisions.retries import (
     may_have_died,
     tries_of,
 )
-from planner.decisions.routing import Route, Target
+from planner.decisions.routing.offload import Route, Target
 
 
 @dataclass(slots=True)

@@ -34,7 +34,7 @@ from gateway.request.request import Request, RequestRecord
 from gateway.tasks import TaskSet
 from gateway.upstream.legs import MAX_ANSWER_BYTES, Legs
 from planner.decisions.views import Role
-from prompts.segments import TokenArray, token_array
+from prompts.tokens.segments import TokenArray, token_array
 
 log = logging.getLogger("prfaas.gateway.engine_reading")
 

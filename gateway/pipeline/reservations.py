@@ -15,8 +15,8 @@ from gateway.errors import AgentCallFailed
 from gateway.request.request import Request
 from gateway.tasks import TaskSet
 from gateway.telemetry.recorder import RequestRecorder
-from planner.decisions.arrivals import SharedPrefix
-from planner.decisions.routing import Route
+from planner.decisions.routing.arrivals import SharedPrefix
+from planner.decisions.routing.offload import Route
 from transport.control.messages import TicketInfo
 
 log = logging.getLogger("prfaas.gateway.reserve")

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from gateway.cluster.registry import Clusters
 from gateway.request.request import Request
 from gateway.telemetry.recorder import RequestRecorder
-from planner.decisions.retries import FailedStage, FailureKind, RetryBudget, RetryRule
+from planner.decisions.failures.retries import FailedStage, FailureKind, RetryBudget, RetryRule
 
 
 class Retries:

@@ -34,8 +34,8 @@ from gateway.tasks import TaskSet
 from gateway.telemetry.recorder import RequestRecorder
 from gateway.upstream.legs import DecodeAnswer, Legs
 from gateway.upstream.sglang_bootstrap import BootstrapRoom, is_certain, room_at, to_blame
-from planner.decisions.retries import FailedStage, FailureKind, Next, tries_of
-from planner.decisions.routing import Route
+from planner.decisions.failures.retries import FailedStage, FailureKind, Next, tries_of
+from planner.decisions.routing.offload import Route
 
 log = logging.getLogger("prfaas.gateway.pairing")
 

@@ -34,8 +34,8 @@ from gateway.routing.router import Router
 from gateway.tasks import TaskSet
 from gateway.telemetry.recorder import RequestRecorder
 from gateway.upstream.legs import DecodeAnswer, Legs
-from planner.decisions.retries import FailedStage, FailureKind, Next, may_have_died, tries_of
-from planner.decisions.routing import Route
+from planner.decisions.failures.retries import FailedStage, FailureKind, Next, may_have_died, tries_of
+from planner.decisions.routing.offload import Route
 
 log = logging.getLogger("prfaas.gateway.run")
 

@@ -35,7 +35,7 @@ from gateway.api.openai import Call, Endpoint, bad_field, field_of
 from gateway.errors import BadRequest
 from prompts.errors import BadPrompt
 from prompts.reading import Chat
-from prompts.segments import TokenArray
+from prompts.tokens.segments import TokenArray
 
 CATEGORY_BYTES: Final = 8
 

@@ -13,7 +13,7 @@ import msgspec
 from gateway.api.openai import NOT_JSON
 from gateway.prompt.media import TOKENS_EACH, MediaGuess
 from hybrid_cache.hashing.block_hash import MEDIUM, Inset
-from prompts.segments import TokenArray, token_array
+from prompts.tokens.segments import TokenArray, token_array
 
 MAX_MEDIA: Final = 256  # of a prompt that is read
 MAX_ANSWER_BYTES: Final = 16 << 20  # a million tokens are 7 MB

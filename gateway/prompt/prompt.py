@@ -23,10 +23,10 @@ from hybrid_cache.hashing.block_hash import NAMESPACE, Inset, namespaced
 from hybrid_cache.hashing.chains import ChainCache
 from prompts.conversations import Conversations
 from prompts.errors import BadPrompt, TakesLonger
-from prompts.ids import flat_ids
 from prompts.reading import Chat, chat_tokens, completion_tokens, truncated
-from prompts.segments import TokenArray, token_array
-from prompts.tokenizer import TextTokenizer
+from prompts.tokens.ids import flat_ids
+from prompts.tokens.segments import TokenArray, token_array
+from prompts.tokens.tokenizer import TextTokenizer
 
 # What the text of a chat depends on, beside its messages.
 SAID: Final[tuple[str, ...]] = (

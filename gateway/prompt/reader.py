@@ -29,10 +29,10 @@ from gateway.prompt.reader_pool import GONE, ReadingPool
 from gateway.prompt.reader_process import ReadQuestion, answer_of, header_of
 from gateway.prompt.reader_queue import ReadingQueue, ReadingRoom
 from gateway.tasks import TaskSet
-from planner.decisions.waiting import EVERYBODYS, TenantShare
+from planner.decisions.admission.waiting import EVERYBODYS, TenantShare
 from prompts.errors import TakesLonger
-from prompts.ids import may_be_ids
-from prompts.tokenizer import TextTokenizer
+from prompts.tokens.ids import may_be_ids
+from prompts.tokens.tokenizer import TextTokenizer
 
 log = logging.getLogger("prfaas.gateway.read")
 
@@ -41,7 +41,7 @@ T = TypeVar("T")
 TINY_BODY_BYTES: Final = 4 * 1024  # read in 0.1 ms, at worst in 2
 SHORT_BODY_BYTES: Final = 128 * 1024  # the worst JSON of this length is decoded in 3 ms
 LONG_BODY_BYTES: Final = 512 * 1024  # at worst as many new tokens: 8 ms to make a list of them
-LONGER_BODY_BYTES: Final = 2 * 1024 * 1024  # where tokens are no list (prompts.encoder): 2 ms for its JSON
+LONGER_BODY_BYTES: Final = 2 * 1024 * 1024  # where tokens are no list (prompts.tokens.encoder): 2 ms for its JSON
 NEW_BYTES: Final = 16 * 1024  # of a chat that goes on: tokenised in 0.2 ms by a fast encoder, at worst in 5
 MAX_COMMAS_AND_BRACKETS: Final = 24 * 1024  # no JSON has more values; prose of that length has a third as many
 MAX_READING_BYTES: Final = 512 * 1024 * 1024

@@ -25,9 +25,9 @@ import msgspec
 from gateway.prompt.reader_process import LENGTHS, StartReader, header_of
 from gateway.prompt.reader_queue import ReadingQueue
 from gateway.tasks import TaskSet
-from planner.decisions.waiting import TenantShare
-from prompts.encoder import EncoderVerdict
-from prompts.tokenizer import TextTokenizer
+from planner.decisions.admission.waiting import TenantShare
+from prompts.tokens.encoder import EncoderVerdict
+from prompts.tokens.tokenizer import TextTokenizer
 
 log = logging.getLogger("prfaas.gateway.read")
 

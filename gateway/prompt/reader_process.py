@@ -30,8 +30,8 @@ from gateway.errors import ApiError
 from gateway.prompt.media import MediaGuess
 from gateway.prompt.prompt import Prompt, PromptMemory, PromptModel, read_call
 from hybrid_cache.hashing.block_hash import split_hashes
-from prompts.encoder import EncoderVerdict
-from prompts.tokenizer import Blueprint, TextTokenizer
+from prompts.tokens.encoder import EncoderVerdict
+from prompts.tokens.tokenizer import Blueprint, TextTokenizer
 
 LENGTHS: Final = struct.Struct("<QQ")
 

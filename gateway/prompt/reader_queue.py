@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from gateway.errors import Overloaded
-from planner.decisions.waiting import TenantShare
+from planner.decisions.admission.waiting import TenantShare
 
 CLASS_BYTES: Final = (16 * 1024, 128 * 1024)
 LEAST_BYTES: Final = 1024  # a body costs at least as much as one of so many

@@ -11,7 +11,7 @@ from msgspec import Meta, Raw
 from gateway.api.openai import NOT_JSON, Endpoint, bad_field, call_of, check_fields
 from gateway.errors import BadRequest, unknown_model
 from gateway.prompt.prompt import PromptMemory, PromptModel, check_name, prompt_tokens
-from prompts.tokenizer import TextTokenizer
+from prompts.tokens.tokenizer import TextTokenizer
 
 MAX_BODY_BYTES: Final = 512 * 1024  # as many tokens at worst, whose list takes 8 ms of the interpreter's lock
 

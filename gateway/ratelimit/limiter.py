@@ -1,4 +1,4 @@
-"""What each tenant has taken of its limits; `planner.decisions.limits` says what follows from that.
+"""What each tenant has taken of its limits; `planner.decisions.admission.limits` says what follows from that.
 
 Workers of one gateway share a file, in which a tenant has a row: its name (a digest), when its buckets will be full again,
 and by worker its requests under way, and tokens that it is about to have kept for it. The parent clears the columns of a worker
@@ -18,7 +18,7 @@ from gateway.auth.keyring import Tenant
 from gateway.config.tenants import MAX_TENANTS
 from gateway.errors import TenantLimited
 from gateway.shared_array import SharedArray
-from planner.decisions.limits import (
+from planner.decisions.admission.limits import (
     Left,
     Limit,
     LimitRefusal,

@@ -15,8 +15,8 @@ from gateway.prompt.prompt import Prompt, PromptModel
 from gateway.prompt.tokenizer_trust import Reading
 from gateway.ratelimit.limiter import UNLIMITED, TenantLimiter
 from gateway.request.trace_context import TraceContext
-from planner.decisions.classes import UNPROMISED, ServiceClass
-from planner.decisions.routing import Route
+from planner.decisions.admission.classes import UNPROMISED, ServiceClass
+from planner.decisions.routing.offload import Route
 
 
 @dataclass(slots=True)

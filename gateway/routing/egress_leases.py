@@ -1,6 +1,6 @@
 """Senders of one line share its egress budget by what waits at each of them: read from their reports, dealt out every second.
 
-What is dealt out ends by itself, in seconds; `planner.decisions.shares` says who gets what, and in which order.
+What is dealt out ends by itself, in seconds; `planner.decisions.links.shares` says who gets what, and in which order.
 """
 
 import asyncio
@@ -12,7 +12,7 @@ from typing import Final
 from gateway.cluster.node import ClusterNode
 from gateway.errors import AgentCallFailed
 from gateway.telemetry.process_metrics import ProcessMetrics
-from planner.decisions.shares import LineSender, RateGrant, SharedBudget
+from planner.decisions.links.shares import LineSender, RateGrant, SharedBudget
 
 TICK_S: Final = 1.0
 DRIFT: Final = 1.02  # no two clocks run at rates that differ by more

@@ -19,7 +19,7 @@ import msgspec
 from gateway.api.openai import NOT_JSON
 from gateway.config.plan import PlanConfig
 from gateway.tasks import BACKOFF_S
-from planner.decisions.plan import LivePlan, refusal_of
+from planner.decisions.plans.live_plan import LivePlan, refusal_of
 from transport.control.bounded import BodyTooLong, read_bounded
 from transport.control.durable import write_durably
 

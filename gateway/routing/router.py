@@ -13,14 +13,14 @@ from gateway.errors import AgentCallFailed, NoDecodeNode, NoPrefillNode, Unavail
 from gateway.request.request import Request
 from gateway.routing.prefix_transfers import PrefixTransfer
 from hybrid_cache.index.index import NOTHING
-from planner.decisions.accuracy import Accuracy, Error
-from planner.decisions.congestion import pressure
-from planner.decisions.estimates import AnswerEstimate, LearnedCost, MoveDelays, MoveEstimate
-from planner.decisions.explain import Explanation, explain_among
-from planner.decisions.placement import PLACERS, PlacementPolicy
-from planner.decisions.plan import LivePlan, PlanSetting
-from planner.decisions.policy import RoutingPolicy
-from planner.decisions.routing import Route, route_among
+from planner.decisions.estimates.accuracy import Accuracy, Error
+from planner.decisions.estimates.durations import AnswerEstimate, LearnedCost, MoveDelays, MoveEstimate
+from planner.decisions.plans.live_plan import LivePlan, PlanSetting
+from planner.decisions.routing.congestion import pressure
+from planner.decisions.routing.explain import Explanation, explain_among
+from planner.decisions.routing.offload import Route, route_among
+from planner.decisions.routing.placement import PLACERS, PlacementPolicy
+from planner.decisions.routing.policy import RoutingPolicy
 from planner.decisions.views import LinkView, RouteRequest
 from planner.errors import NobodyPrefills, NoReadyNode
 

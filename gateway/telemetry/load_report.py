@@ -6,8 +6,8 @@ from typing import Final, Protocol
 from gateway.cluster.links import ClusterLinks
 from gateway.cluster.node import ClusterNode
 from gateway.cluster.registry import Clusters
-from planner.decisions.offered import GatewayLoad, LinkReport, NodeReport, Samples
-from planner.decisions.plan import LivePlan, PlanSetting
+from planner.decisions.plans.live_plan import LivePlan, PlanSetting
+from planner.decisions.plans.offered import GatewayLoad, LinkReport, NodeReport, Samples
 from planner.decisions.views import ClusterKind, Role
 
 KEPT: Final = 8192  # samples of either kind: half a minute of 250 requests/s, 50 KB as JSON

@@ -21,8 +21,8 @@ from gateway.request.request import Request, cached_tokens, kept
 from gateway.telemetry.added_up import added_up
 from gateway.telemetry.process_metrics import Children, ProcessMetrics
 from gateway.telemetry.tenant_usage import TenantUsage, spent_by
-from planner.decisions.accuracy import Error
-from planner.decisions.plan import LivePlan
+from planner.decisions.estimates.accuracy import Error
+from planner.decisions.plans.live_plan import LivePlan
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 TTFT_BUCKETS_S: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)

@@ -14,8 +14,8 @@ from gateway.request.request import Request, RequestRecord
 from gateway.telemetry.load_report import OfferedLoad
 from gateway.telemetry.metrics import Metrics
 from gateway.telemetry.record_ring import RecordRing
-from planner.decisions.retries import FailedStage
-from planner.decisions.routing import Route, Target
+from planner.decisions.failures.retries import FailedStage
+from planner.decisions.routing.offload import Route, Target
 from planner.decisions.views import ClusterKind
 
 log = logging.getLogger("prfaas.gateway.route")

@@ -28,7 +28,7 @@ from gateway.request.request import Request
 from gateway.upstream.http1 import NODE_SILENT, EngineAnswer
 from gateway.upstream.pool import EnginePool
 from gateway.upstream.sglang_bootstrap import BootstrapRoom, label_in
-from planner.decisions.retries import NOTHING_DONE, SAME_EVERYWHERE, FailureKind
+from planner.decisions.failures.retries import NOTHING_DONE, SAME_EVERYWHERE, FailureKind
 from transport.control.messages import TicketInfo
 
 MAX_ERROR_BYTES: Final = 64 * 1024

@@ -11,8 +11,8 @@ from typing import Any, Final
 
 from gateway.cluster.node import ClusterNode
 from gateway.errors import DecodeFailed, PrefillFailed
-from planner.decisions.paths import PATH_FAILED
-from planner.decisions.retries import FailureKind
+from planner.decisions.failures.retries import FailureKind
+from planner.decisions.links.paths import PATH_FAILED
 
 BITS: Final = 62  # of a room's number, which is a signed 64-bit integer to SGLang
 DECODE_ABORTED: Final = "decode_aborted"

@@ -21,7 +21,7 @@ from gateway.telemetry.record_ring import RecordRing
 from gateway.workers.peers import NumberedRing, WorkerPeers
 from gateway.workers.shared_counters import IN_FLIGHT, WAITING, SharedCounters, SharedSlots, WorkerState
 from gateway.workers.shared_samples import SharedSamples
-from planner.decisions.offered import SampleRing
+from planner.decisions.plans.offered import SampleRing
 
 BOARD: Final = "board"
 METRICS: Final = "metrics"

@@ -20,7 +20,7 @@ import numpy as np
 
 from gateway.cluster.node import ClusterNode, NodeWork
 from gateway.shared_array import SharedArray
-from planner.decisions.estimates import PREFILL_SHARE_S, PrefillShare
+from planner.decisions.estimates.durations import PREFILL_SHARE_S, PrefillShare
 
 HEAD_CELLS: Final = 8
 WORKERS, NODES, LAST_SEQ, RESTARTS = range(4)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from gateway.shared_array import CELL_BYTES, SharedArray
 from gateway.telemetry.load_report import KEPT, OfferedLoad
-from planner.decisions.offered import Samples
+from planner.decisions.plans.offered import Samples
 
 HEAD_CELLS: Final = 3
 BOOT, UNREAD = slice(0, 2), 2

@@ -34,7 +34,7 @@ from gateway.workers.shared_samples import SharedSamples
 from node.process.children import Child, kill_group
 from node.process.owned_names import OwnedDirectory, sweep_directories
 from node.process.restarts import Restarts
-from prompts.encoder import EncoderVerdict
+from prompts.tokens.encoder import EncoderVerdict
 from transport.path.tcp import format_address
 
 log = logging.getLogger("prfaas.gateway.workers")

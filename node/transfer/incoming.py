@@ -25,7 +25,7 @@ from node.errors import NodeRefusal
 from node.kvcache.pages import ArenaPages, split_hashes
 from node.transfer.links import IncomingTransfer, PeerLinks
 from transport.control.proto import node_pb2 as pb
-from transport.receive.landing import LandingResult
+from transport.receive.registry.landing import LandingResult
 
 log = logging.getLogger(__name__)
 

@@ -34,12 +34,12 @@ from transport.path.tcp import TcpOptions
 from transport.rdma.device import RdmaDevices, RdmaError
 from transport.rdma.topology import fabrics_of, matrix
 from transport.rdma.verbs import RdmaOptions, open_devices
-from transport.receive import landing as landings
 from transport.receive.options import ServerOptions
+from transport.receive.registry import landing as landings
 from transport.receive.server import TransferServer
 from transport.send import client
 from transport.send.client import ClientOptions, TransferClient
-from transport.send.push import PushResult
+from transport.send.schedule.push import PushResult
 from transport.send.spec import TransferSpec, Urgency, Via
 from transport.wire.frames import Code
 

@@ -22,7 +22,7 @@ from node.transfer.job_replies import OK, JobKey, JobReplies, Reply, job_pages, 
 from node.transfer.links import OutgoingTransfer, PeerLinks
 from transport.control import messages as m
 from transport.path.shm import ArenaSource
-from transport.send.push import PushResult
+from transport.send.schedule.push import PushResult
 from transport.send.spec import Urgency
 
 log = logging.getLogger(__name__)

@@ -10,8 +10,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Final
 
-from planner.decisions.admission import AdmissionPolicy
-from planner.decisions.placement import PLACERS
+from planner.decisions.admission.overload import AdmissionPolicy
+from planner.decisions.routing.placement import PLACERS
 from planner.model.reading import LEAST
 from planner.simulator.policies import POLICIES, Estimates
 from planner.solve.goals import Objective, SplitRule, TieBreak, Worst
@@ -237,7 +237,8 @@ def _report(command: argparse.ArgumentParser) -> None:
     command.add_argument("-o", "--output", type=Path, required=True, help="HTML file to write")
 
 
-# What each command is for, and its arguments. `run(args)` is in the module of the same name, or in the default `module`.
+# What each command is for, and its arguments. `run(args)` is in the module of the same name, or in the default `module`;
+# `cli.GROUPS` says where that lies.
 COMMANDS: Final = MappingProxyType[str, tuple[str, Callable[[argparse.ArgumentParser], None]]](
     {
         "solve": ("threshold and split of highest rate (or least cost, or within an SLO)", _solve),

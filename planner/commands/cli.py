@@ -9,13 +9,31 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Final
 
 from planner.commands.arguments import COMMANDS
 from planner.errors import Infeasible, PlannerError
 from planner.version import tool_version
 
 EXIT_INPUT, EXIT_INFEASIBLE = 1, 3
+
+# The folder of each command's module.
+GROUPS: Final = MappingProxyType(
+    {
+        "solve": "capacity",
+        "whatif": "capacity",
+        "fit": "inputs",
+        "profile": "inputs",
+        "diff": "service",
+        "serve": "service",
+        "steer": "service",
+        "compare": "simulation",
+        "report": "simulation",
+        "saturate": "simulation",
+        "simulate": "simulation",
+    }
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -25,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     try:
         # By name: a command loads what it needs, and no command loads what another one does.
-        return int(import_module(f"planner.commands.{args.module}").run(args))
+        return int(import_module(f"planner.commands.{GROUPS[args.module]}.{args.module}").run(args))
     except BrokenPipeError:
         # The reader has seen enough; the interpreter's last flush must not complain about it.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

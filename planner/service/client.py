@@ -16,7 +16,7 @@ import msgspec
 
 from planner.errors import ChangeRefused, InputError
 from planner.service.status import Status
-from planner.solve.ledger import LedgerEntry
+from planner.solve.control.ledger import LedgerEntry
 from transport.control.asking import answer_to
 
 TIMEOUT_S: Final = 10.0

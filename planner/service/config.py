@@ -18,9 +18,9 @@ from typing import Final
 from planner.errors import InputError
 from planner.model.profile import load_profile
 from planner.model.site import BYTES_PER_S_PER_GBPS
-from planner.solve.controller import ControllerConfig, HardwareModel
-from planner.solve.ledger import PlanLimits
-from planner.solve.readings import Units
+from planner.solve.control.controller import ControllerConfig, HardwareModel
+from planner.solve.control.ledger import PlanLimits
+from planner.solve.control.readings import Units
 from transport.control.settings import SettingsError, build, in_file, read_toml, require, require_known, require_range
 from transport.wire.identity import Identity
 

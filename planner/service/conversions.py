@@ -10,7 +10,7 @@ from typing import Final, Protocol
 import grpc
 import grpc.aio
 
-from planner.decisions.offered import NodeReport
+from planner.decisions.plans.offered import NodeReport
 from planner.decisions.views import Role
 from transport.control.credentials import channel_credentials, channel_options
 from transport.control.proto import node_pb2 as pb

@@ -7,8 +7,8 @@ from typing import Final
 import aiohttp
 import msgspec
 
-from planner.decisions.offered import GatewayLoad
-from planner.solve.readings import Readings
+from planner.decisions.plans.offered import GatewayLoad
+from planner.solve.control.readings import Readings
 from transport.control.bounded import BodyTooLong, read_bounded
 
 MAX_LOAD_BYTES: Final = 4 << 20

@@ -14,9 +14,9 @@ from typing import Any, Final
 import aiohttp
 from msgspec.structs import replace
 
-from planner.decisions.conversions import NodeStanding, why_not
-from planner.decisions.offered import CONVERTING, READY, GatewayLoad
-from planner.decisions.plan import LivePlan, PlanInputs, PlanSetting
+from planner.decisions.plans.conversions import NodeStanding, why_not
+from planner.decisions.plans.live_plan import LivePlan, PlanInputs, PlanSetting
+from planner.decisions.plans.offered import CONVERTING, READY, GatewayLoad
 from planner.decisions.views import Role
 from planner.errors import ChangeRefused
 from planner.service.config import ApplyMode, ServiceConfig
@@ -24,9 +24,9 @@ from planner.service.conversions import ConversionFailed, NodeConverter
 from planner.service.gateways import Gateways
 from planner.service.status import Status
 from planner.service.store import Store
-from planner.solve.controller import Controller, Effects, RoleMove
-from planner.solve.ledger import PENDING, Draft, Ledger, LedgerEntry
-from planner.solve.readings import Readings, quietest
+from planner.solve.control.controller import Controller, Effects, RoleMove
+from planner.solve.control.ledger import PENDING, Draft, Ledger, LedgerEntry
+from planner.solve.control.readings import Readings, quietest
 
 log = logging.getLogger("prfaas.plan")
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from planner.decisions.plan import LivePlan, PlanInputs, PlanSetting
+from planner.decisions.plans.live_plan import LivePlan, PlanInputs, PlanSetting
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True):

@@ -14,7 +14,7 @@ from typing import BinaryIO, Final, TextIO
 import msgspec
 
 from planner.errors import InputError
-from planner.solve.ledger import Ledger, LedgerEntry
+from planner.solve.control.ledger import Ledger, LedgerEntry
 from transport.control.durable import write_durably
 
 log = logging.getLogger("prfaas.plan")

@@ -8,8 +8,8 @@ import numpy as np
 
 from planner.decisions.views import ClusterKind
 from planner.model.profile import Floats
-from planner.simulator.egress import SimulatedEgress
-from planner.simulator.nodes import SimulatedRequest
+from planner.simulator.network.egress import SimulatedEgress
+from planner.simulator.nodes.node import SimulatedRequest
 from planner.simulator.scenario import Scenario
 
 Busy = Mapping[tuple[str, str], tuple[float, float]]  # seconds, and available ones, by cluster and stage

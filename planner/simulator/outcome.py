@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from planner.decisions.accuracy import Error
-from planner.decisions.classes import ServiceClass
+from planner.decisions.admission.classes import ServiceClass
+from planner.decisions.estimates.accuracy import Error
 from planner.errors import needing_scipy
 from planner.model.profile import Floats
 from planner.simulator.scenario import Targets

@@ -4,8 +4,8 @@ from enum import StrEnum
 from types import MappingProxyType
 from typing import Final
 
-from planner.decisions.admission import AdmissionPolicy
-from planner.decisions.placement import PLACERS
+from planner.decisions.admission.overload import AdmissionPolicy
+from planner.decisions.routing.placement import PLACERS
 
 
 class Estimates(StrEnum):

@@ -5,15 +5,15 @@ from dataclasses import dataclass, field, replace
 from math import inf
 
 from hybrid_cache.eviction import POLICIES
-from planner.decisions.admission import AdmissionPolicy
-from planner.decisions.classes import ServiceClass
-from planner.decisions.placement import PLACERS
-from planner.decisions.policy import RoutingPolicy
+from planner.decisions.admission.classes import ServiceClass
+from planner.decisions.admission.overload import AdmissionPolicy
+from planner.decisions.routing.placement import PLACERS
+from planner.decisions.routing.policy import RoutingPolicy
 from planner.decisions.views import ClusterKind
 from planner.errors import InputError
 from planner.model.profile import DecodeProfile, KvSize, PrefillCurve
 from planner.simulator.policies import Estimates
-from planner.solve.controller import ControllerConfig
+from planner.solve.control.controller import ControllerConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

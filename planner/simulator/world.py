@@ -16,29 +16,29 @@ from math import nan
 
 import numpy as np
 
-from planner.decisions.classes import ServiceClass
-from planner.decisions.paths import PATH_FAILED
-from planner.decisions.placement import PLACERS
-from planner.decisions.retries import FailedStage, Next, failure_of, rule_after
-from planner.decisions.routing import ReadyNodes, Reason, Route, Target, route_among
+from planner.decisions.admission.classes import ServiceClass
+from planner.decisions.failures.retries import FailedStage, Next, failure_of, rule_after
+from planner.decisions.links.paths import PATH_FAILED
+from planner.decisions.routing.offload import ReadyNodes, Reason, Route, Target, route_among
+from planner.decisions.routing.placement import PLACERS
 from planner.decisions.views import PrefillCost, RouteRequest
 from planner.errors import NoReadyNode
 from planner.model.profile import Floats, KvSize
 from planner.model.workload import Trace
-from planner.simulator.caches import layout_of
 from planner.simulator.clusters import RequestClusters, by_link, homes_of
-from planner.simulator.door import Door
-from planner.simulator.egress import SimulatedEgress
-from planner.simulator.estimates import Experience, LearnedTimes, TrueTimes
-from planner.simulator.links import SimulatedLinks
+from planner.simulator.gateway.door import Door
+from planner.simulator.gateway.estimates import Experience, LearnedTimes, TrueTimes
 from planner.simulator.loop import Loop
-from planner.simulator.moves import SimulatedMove, SimulatedMoves
-from planner.simulator.nodes import NO_HASHES, PrefillNode, SimulatedRequest
+from planner.simulator.network.egress import SimulatedEgress
+from planner.simulator.network.links import SimulatedLinks
+from planner.simulator.network.moves import SimulatedMove, SimulatedMoves
+from planner.simulator.nodes.caches import layout_of
+from planner.simulator.nodes.node import NO_HASHES, PrefillNode, SimulatedRequest
+from planner.simulator.nodes.roles import Roles
+from planner.simulator.nodes.steering import Steering
 from planner.simulator.outcome import SimulationOutcome
 from planner.simulator.policies import Estimates
-from planner.simulator.roles import Roles
 from planner.simulator.scenario import Scenario
-from planner.simulator.steering import Steering
 from planner.simulator.turns import hashes_of, next_turns
 
 

@@ -10,7 +10,11 @@ from planner.errors import Infeasible
 from planner.model.profile import provenance_kind
 from planner.model.site import BYTES_PER_S_PER_GBPS, Deployment, Site
 from planner.solve.goals import Objective, ServiceTime
-from planner.solve.judgement import (
+from planner.solve.loaded import loaded_ttft
+from planner.solve.objectives import best_slo_cut, cheapest, cost_per_hour
+from planner.solve.problem import Problem, SolveOptions, best_cut, pose, threshold_for, ttft_by_length
+from planner.solve.search import Bottleneck, Cut, Loads, interval_of, rate_at, stage_rates, weighted_quantile
+from planner.solve.sensitivity.judgement import (
     NEAR_OPTIMAL,
     Alternative,
     Sensitivity,
@@ -19,10 +23,6 @@ from planner.solve.judgement import (
     sensitivity,
     shadow_prices,
 )
-from planner.solve.loaded import loaded_ttft
-from planner.solve.objectives import best_slo_cut, cheapest, cost_per_hour
-from planner.solve.problem import Problem, SolveOptions, best_cut, pose, threshold_for, ttft_by_length
-from planner.solve.search import Bottleneck, Cut, Loads, interval_of, rate_at, stage_rates, weighted_quantile
 from planner.version import tool_version
 
 

@@ -13,7 +13,7 @@ from typing import Final
 from gateway.cluster.agent_client import AgentClient, ConversionStatus, NodeInfo, NodeLoad
 from gateway.config.gateway import load
 from gateway.errors import AgentCallFailed, GatewayConfigError
-from planner.decisions.conversions import NodeStanding, why_not
+from planner.decisions.plans.conversions import NodeStanding, why_not
 from planner.decisions.views import ClusterKind, Role
 from prfaas.errors import ConversionError
 

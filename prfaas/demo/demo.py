@@ -183,7 +183,7 @@ def _is_telling(outcome: DemoOutcome) -> bool:
 def _unequal(model_dir: Path, outcomes: Sequence[DemoOutcome]) -> list[str]:
     from engine.torch.embedded import load_model
     from engine.torch.reference import reference_tokens
-    from prompts.tokenizer import TextTokenizer
+    from prompts.tokens.tokenizer import TextTokenizer
 
     model, tokenizer = load_model(model_dir), TextTokenizer.load(model_dir)
     wrong = []

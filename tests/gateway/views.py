@@ -13,8 +13,8 @@ from gateway.config.gateway import GatewayConfig
 from gateway.request.request import Request
 from gateway.routing.router import Router
 from gateway.tasks import TaskSet
-from planner.decisions.estimates import LearnedCost
-from planner.decisions.routing import Route
+from planner.decisions.estimates.durations import LearnedCost
+from planner.decisions.routing.offload import Route
 from tests.gateway.scripted import ScriptedNode, Topology, topology
 from tests.gateway.worlds import PATIENCE_S, config_for, request_of, until
 from transport.control.proto import node_pb2 as pb

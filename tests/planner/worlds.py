@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from planner.decisions.policy import RoutingPolicy
+from planner.decisions.routing.policy import RoutingPolicy
 from planner.decisions.views import ClusterKind, LinkView, NodeView, Role, RouteRequest
 
 GB = 10**9

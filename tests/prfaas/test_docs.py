@@ -10,8 +10,8 @@ from gateway.config.gateway import NodeAddress as Agent
 from gateway.config.plan import PlanConfig
 from node.config import NodeConfig
 from planner.service.config import ServiceConfig
-from planner.solve.controller import ControllerConfig
-from planner.solve.ledger import PlanLimits
+from planner.solve.control.controller import ControllerConfig
+from planner.solve.control.ledger import PlanLimits
 from transport.metrics import LINK_METRICS
 
 DOCS = Path(__file__).parents[2] / "docs"

@@ -5,8 +5,8 @@ from datetime import datetime
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from prompts.template import ChatTemplate
-from prompts.tokenizer import TextTokenizer
+from prompts.chat.template import ChatTemplate
+from prompts.tokens.tokenizer import TextTokenizer
 
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

@@ -12,7 +12,7 @@ from engine.openai import api
 from gateway.api.openai import Endpoint, parse
 from gateway.errors import BadRequest
 from gateway.prompt import prompt as prompts
-from prompts.tokenizer import TextTokenizer
+from prompts.tokens.tokenizer import TextTokenizer
 
 TEXTS = ("hi", "é漢\n\n </s><s> x", "the quick brown fox " * 50)
 USER = {"role": "user", "content": "hello"}

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from prompts.chat.template import ChatTemplate
 from prompts.conversations import CHECKED_FIRST, Conversations
 from prompts.errors import TakesLonger
 from prompts.fair_cache import FairCache
 from prompts.reading import Chat, chat_tokens
-from prompts.template import ChatTemplate
-from prompts.tokenizer import TextTokenizer
+from prompts.tokens.tokenizer import TextTokenizer
 from tests.prompts.builders import bpe
 
 TURNS = (

@@ -12,8 +12,8 @@ from tests.transport.helpers import SECRET
 from tests.transport.rdma.worlds import PinnedMemory
 from transport.path.tcp import TcpOptions
 from transport.rdma.verbs import RdmaOptions, open_devices
-from transport.receive.landing import LandingResult
 from transport.receive.options import ServerOptions
+from transport.receive.registry.landing import LandingResult
 from transport.receive.server import TransferServer
 from transport.send.client import ClientOptions, Push, TransferClient
 from transport.send.spec import TransferSpec, Via

@@ -26,7 +26,7 @@ import numpy as np
 from engine.emulated.emulated import emulated_tokens
 from engine.torch.tiny import build_model
 from gateway.cluster.agent_client import AgentClient, ConversionStatus, NodeInfo
-from planner.decisions.conversions import NodeStanding, why_not
+from planner.decisions.plans.conversions import NodeStanding, why_not
 from planner.decisions.views import ClusterKind, Role
 from prfaas.demo.client import RequestFailed, complete
 from prfaas.demo.replay import ReplayRequest, TraceRow, read_rows, scaled
@@ -351,7 +351,7 @@ Reference = Callable[[ReplayRequest], list[int]]
 
 def reference(model: Path, engine: str) -> Reference:
     """What one process comes to that has neither caches nor other nodes."""
-    from prompts.tokenizer import TextTokenizer
+    from prompts.tokens.tokenizer import TextTokenizer
 
     tokenizer = TextTokenizer.load(model)
     if engine == "emulated":

@@ -18,13 +18,13 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Final
 
-from tests.transport.fuzz_inlet import RealInlets
-from tests.transport.fuzz_inputs import SECRET, SEGMENT, SEGMENT_BYTES, SIZES, any_frame, spoil
-from tests.transport.fuzz_outlet import RealOutlets
+from tests.transport.fuzzing.inlet import RealInlets
+from tests.transport.fuzzing.inputs import SECRET, SEGMENT, SEGMENT_BYTES, SIZES, any_frame, spoil
+from tests.transport.fuzzing.outlet import RealOutlets
 from transport.errors import TransportError
-from transport.receive.landings import Landings
-from transport.receive.segments import RemoteSegment
-from transport.send.lanes import LaneScheduler, LaneTransfer
+from transport.receive.registry.landings import Landings
+from transport.receive.registry.segments import RemoteSegment
+from transport.send.schedule.lanes import LaneScheduler, LaneTransfer
 from transport.wire import frames
 from transport.wire.checksum import Integrity
 from transport.wire.connection import Connection, ConnectionRole, ProtocolState

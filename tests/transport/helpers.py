@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from transport.receive.landing import Landing, LandingResult
+from transport.receive.registry.landing import Landing, LandingResult
 from transport.receive.server import TransferServer
 from transport.send.client import ClientOptions, Push, PushResult, TransferClient
 from transport.send.spec import TransferSpec

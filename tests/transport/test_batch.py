@@ -10,9 +10,9 @@ from tests.transport.helpers import PATIENCE_S, random_bytes, wait_for
 from transport.batch import BatchEngine, Read, TaskState, Write
 from transport.control.certificates import Authority
 from transport.errors import LocalProtocolError
-from transport.receive.landings import Landings
 from transport.receive.options import ServerOptions
-from transport.receive.segments import ReadRequest, RemoteSegment, read_id
+from transport.receive.registry.landings import Landings
+from transport.receive.registry.segments import ReadRequest, RemoteSegment, read_id
 from transport.receive.server import TransferServer
 from transport.send.client import ClientOptions
 from transport.wire.checksum import Integrity

@@ -11,9 +11,9 @@ from tests.transport.proxy import Proxy
 from tests.transport.raw_sender import RawSender
 from transport.errors import LocalProtocolError
 from transport.path.tcp import TcpOptions, parse_address
-from transport.receive.inlet import ReceiverThread
-from transport.receive.landing import LandingResult
+from transport.receive.connection.inlet import ReceiverThread
 from transport.receive.options import Limits, ServerOptions
+from transport.receive.registry.landing import LandingResult
 from transport.receive.server import TransferServer
 from transport.send.spec import TransferSpec
 from transport.wire.checksum import DIGEST_BYTES, Integrity

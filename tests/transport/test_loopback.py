@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.transport.helpers import SECRET, Memory
 from transport.loopback import Loopback
-from transport.receive.landing import LandingResult
+from transport.receive.registry.landing import LandingResult
 from transport.wire.outcome import MAX_REJECTED_CHUNKS
 
 SIZES = [70_000, 0, 20_480, 1, 300_000, 5_000]

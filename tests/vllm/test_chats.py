@@ -12,7 +12,7 @@ from gateway.api.openai import Endpoint
 from gateway.errors import BadRequest
 from gateway.prompt.prompt import Hashing, PromptMemory, PromptModel, tokens_of_prompt
 from prompts.conversations import Conversations
-from prompts.tokenizer import TextTokenizer
+from prompts.tokens.tokenizer import TextTokenizer
 from tests.vllm.chats import HISTORIES, MAX_MODEL_LEN, TEMPLATES, TOOLS, VllmReader, bodies, save_model
 from tests.vllm.random_chats import Writer
 

@@ -16,14 +16,14 @@ from typing import Final
 from transport.coding.choice import CodecAccounts
 from transport.errors import Closed
 from transport.path.tcp import format_address, listen, peer_of, shut
+from transport.receive.connection.greeter import Acceptor, GreetedVisitor
+from transport.receive.connection.inlet import ReceiverThread
 from transport.receive.few_lines import FewLines
-from transport.receive.greeter import Acceptor, GreetedVisitor
-from transport.receive.inlet import ReceiverThread
-from transport.receive.landing import Landing, OnLanded
 from transport.receive.options import ServerOptions
-from transport.receive.seats import Origin
-from transport.receive.segments import ReadRequest, RemoteSegment, write_id
-from transport.receive.shared import SharedLandings
+from transport.receive.registry.landing import Landing, OnLanded
+from transport.receive.registry.seats import Origin
+from transport.receive.registry.segments import ReadRequest, RemoteSegment, write_id
+from transport.receive.registry.shared import SharedLandings
 from transport.wire.connection import Connection, ConnectionRole
 from transport.wire.frames import Accept, Code, Open, Refuse
 from transport.wire.greeting import NONCE_BYTES

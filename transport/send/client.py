@@ -21,7 +21,7 @@ from transport.path.shm import ArenaSource
 from transport.rdma.rails import RailReport
 from transport.send.options import ClientOptions
 from transport.send.peer import Peer
-from transport.send.push import OnPushed, Push, PushResult
+from transport.send.schedule.push import OnPushed, Push, PushResult
 from transport.send.sieve import Sieve
 from transport.send.spec import TransferSpec, Via
 from transport.wire.encoding import check_opening

@@ -12,17 +12,17 @@ from transport.path.governor import Governor
 from transport.path.link import LinkMonitor, LinkState
 from transport.path.pacing import EgressBudget
 from transport.rdma.rails import RailReport
-from transport.send.coder import PeerCoding
-from transport.send.keys import SessionKeys
-from transport.send.lanes import LaneScheduler
-from transport.send.link_keeper import LinkKeeper
+from transport.send.lane.coder import PeerCoding
+from transport.send.lane.keys import SessionKeys
+from transport.send.lane.link_keeper import LinkKeeper
+from transport.send.lane.outlet import PeerContext, SenderLane
+from transport.send.lane.rdma_outlet import RDMA_CHUNK_BYTES, RdmaSenderLane
 from transport.send.options import ClientOptions
-from transport.send.outlet import PeerContext, SenderLane
-from transport.send.push import OnPushed, Push
-from transport.send.rdma_outlet import RDMA_CHUNK_BYTES, RdmaSenderLane
 from transport.send.reach import Reach
+from transport.send.schedule.lanes import LaneScheduler
+from transport.send.schedule.push import OnPushed, Push
+from transport.send.schedule.transfers import Transfers
 from transport.send.spec import TransferSpec, Via
-from transport.send.transfers import Transfers
 from transport.wire.frames import Ack, Code, Frame, Nack, known
 from transport.wire.manifest import Manifest, RangeViews
 

@@ -22,7 +22,7 @@ from gateway.telemetry.tenant_usage import as_csv
 from gateway.workers.peers import NumberedRing, WorkerPeers, lines_of
 from gateway.workers.process_scope import SingleProcess, WorkerProcess
 from gateway.workers.shared_counters import WorkerState
-from planner.decisions.plan import LivePlan
+from planner.decisions.plans.live_plan import LivePlan
 
 Page = Callable[[web.Request], Awaitable[web.StreamResponse]]
 News = Callable[[int], Awaitable[tuple[list[bytes], list[bytes]]]]

@@ -7,8 +7,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from engine.byte_tokenizer import byte_text, byte_tokenizer
 from engine.runtime.detokenizer import IncrementalDecoder, OutputText, StopStrings
-from prompts.byte_tokens import bytes_spelled
-from prompts.tokenizer import TextTokenizer
+from prompts.tokens.byte_tokens import bytes_spelled
+from prompts.tokens.tokenizer import TextTokenizer
 
 TOKENIZER = byte_text()
 

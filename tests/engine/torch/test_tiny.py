@@ -6,7 +6,7 @@ from engine.byte_tokenizer import VOCAB_SIZE, byte_vocabulary
 from engine.errors import ModelError
 from engine.torch import tiny
 from engine.torch.tiny import build_model
-from prompts.tokenizer import TextTokenizer
+from prompts.tokens.tokenizer import TextTokenizer
 
 
 def build(arch, path, **options):

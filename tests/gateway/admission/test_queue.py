@@ -10,8 +10,8 @@ from gateway.admission.queue import ASK_AGAIN_S, HELD_BACK_S, QueueEntry, Waitin
 from gateway.config.gateway import RoutingConfig
 from gateway.errors import Overloaded
 from gateway.http.response import Reply
-from planner.decisions.classes import ServiceClass
-from planner.decisions.waiting import TenantShare
+from planner.decisions.admission.classes import ServiceClass
+from planner.decisions.admission.waiting import TenantShare
 from tests.gateway.worlds import PATIENT, World, on_loop, until, world
 from transport.control.proto import node_pb2 as pb
 

@@ -10,8 +10,8 @@ from gateway.admission.service_classes import Classes
 from gateway.config.classes import AdmissionConfig, ClassConfig, check_classes
 from gateway.config.tenants import TenantConfig
 from gateway.errors import ApiError
-from planner.decisions.admission import AdmissionPolicy
-from planner.decisions.classes import ServiceClass
+from planner.decisions.admission.classes import ServiceClass
+from planner.decisions.admission.overload import AdmissionPolicy
 from tests.gateway.worlds import on_loop, world
 from transport.control.settings import SettingsError
 

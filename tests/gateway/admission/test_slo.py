@@ -16,9 +16,9 @@ from gateway.config.classes import AdmissionConfig, ClassConfig
 from gateway.config.gateway import GatewayConfig, NodeAddress, RoutingConfig
 from gateway.prompt.prompt import Hashing, PromptMemory, read_call
 from gateway.request.request import Request, Timeline
-from planner.decisions.admission import AdmissionPolicy
-from planner.decisions.decoding import STEPS_BELIEVED, LearnedSteps
-from planner.decisions.routing import Reason, Route, Target
+from planner.decisions.admission.overload import AdmissionPolicy
+from planner.decisions.estimates.decoding import STEPS_BELIEVED, LearnedSteps
+from planner.decisions.routing.offload import Reason, Route, Target
 from tests.gateway.layouts import LAYOUT
 from tests.gateway.worlds import PATIENCE_S, World, config_for, on_loop, until, world
 from tests.prompts.builders import text_tokenizer

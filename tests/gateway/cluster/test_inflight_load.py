@@ -13,7 +13,7 @@ from gateway.cluster.agent_client import AgentClient, FreeRoom, NodeInfo, NodeLo
 from gateway.cluster.inflight_load import Booking, booked
 from gateway.cluster.node import ClusterNode
 from hybrid_cache.index.index import NOTHING
-from planner.decisions.routing import Reason, Route, Target
+from planner.decisions.routing.offload import Reason, Route, Target
 
 
 def node_of(node_id: str, cluster: str = "west", kind: str = "pd", role: str = "prefill") -> ClusterNode:

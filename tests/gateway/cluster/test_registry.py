@@ -12,7 +12,7 @@ from gateway.prompt.prompt import Prompt
 from hybrid_cache.index.index import NOTHING
 from hybrid_cache.layout.layout import KVCacheGroup, ModelLayout
 from hybrid_cache.layout.spec import FullAttention
-from planner.decisions.routing import Reason
+from planner.decisions.routing.offload import Reason
 from planner.decisions.views import Role
 from tests.gateway.layouts import LAYOUT
 from tests.gateway.views import deciding, view_of, watched

@@ -13,7 +13,7 @@ from gateway.config.gateway import Strangers
 from gateway.config.tenants import TenantConfig
 from gateway.errors import BadRequest
 from gateway.pipeline.fanout import bodies_of, calls_of
-from planner.decisions.waiting import TenantShare
+from planner.decisions.admission.waiting import TenantShare
 from tests.gateway.worlds import World, on_loop, until, world
 
 LONG = "the quick brown fox jumps over the lazy dog " * 40

@@ -9,7 +9,7 @@ import pytest
 
 from gateway.config.gateway import RoutingConfig
 from hybrid_cache.layout.layout import ModelLayout
-from planner.decisions.policy import RoutingPolicy
+from planner.decisions.routing.policy import RoutingPolicy
 from planner.decisions.views import ClusterKind
 from planner.model.profile import DecodeProfile, KvSize, PrefillCurve
 from planner.model.workload import Trace

@@ -11,8 +11,8 @@ from gateway.api.openai import Endpoint, parse
 from gateway.errors import BadRequest
 from gateway.prompt.cache_breakpoints import unmarked
 from gateway.prompt.prompt import Hashing, PromptMemory, read_call
-from prompts.template import ChatTemplate
-from prompts.tokenizer import TextTokenizer
+from prompts.chat.template import ChatTemplate
+from prompts.tokens.tokenizer import TextTokenizer
 from tests.gateway.worlds import model_of
 from tests.prompts.builders import bpe, text_tokenizer
 

@@ -9,9 +9,9 @@ from gateway.api.openai import Endpoint, parse
 from gateway.errors import ApiError, BadRequest
 from gateway.prompt.prompt import Hashing, Prompt, PromptMemory, prompt_tokens, read_call
 from hybrid_cache.hashing.block_hash import NAMESPACE, block_hashes, namespaced, tokens_digest
+from prompts.chat.template import ChatTemplate
 from prompts.reading import RESERVED_KWARGS
-from prompts.template import ChatTemplate
-from prompts.tokenizer import TextTokenizer
+from prompts.tokens.tokenizer import TextTokenizer
 from tests.gateway import worlds
 from tests.gateway.worlds import model_of
 from tests.prompts.builders import bpe, fixed_clock, text_tokenizer

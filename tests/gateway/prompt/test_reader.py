@@ -22,8 +22,8 @@ from gateway.errors import ApiError, Overloaded, ReaderDied, TenantLimited
 from gateway.prompt.prompt import Hashing, Prompt, PromptMemory, read_call
 from gateway.prompt.reader import LONG_BODY_BYTES, LONGER_BODY_BYTES, PromptReader
 from gateway.tasks import TaskSet
-from planner.decisions.waiting import TenantShare
-from prompts.encoder import TextEncoder
+from planner.decisions.admission.waiting import TenantShare
+from prompts.tokens.encoder import TextEncoder
 from tests.gateway.worlds import model_of, on_loop, until
 from tests.prompts.builders import bpe, text_tokenizer
 

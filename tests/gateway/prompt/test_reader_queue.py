@@ -8,7 +8,7 @@ import pytest
 
 from gateway.errors import Overloaded
 from gateway.prompt.reader_queue import ReadingQueue, ReadingRoom
-from planner.decisions.waiting import TenantShare
+from planner.decisions.admission.waiting import TenantShare
 from tests.gateway.worlds import on_loop
 
 KIB = 1024

@@ -8,7 +8,7 @@ from gateway.auth.keyring import EVERYBODY, Keyring, Tenant, digest_of
 from gateway.config.tenants import TenantConfig
 from gateway.errors import TenantLimited
 from gateway.ratelimit.limiter import ROWS, UNLIMITED, TenantLimiters, span
-from planner.decisions.limits import Bucket, TenantLimits
+from planner.decisions.admission.limits import Bucket, TenantLimits
 from tests.gateway.worlds import on_loop, world
 
 ACME, RIVAL, FREE = "sk-acme", "sk-rival", "sk-free"

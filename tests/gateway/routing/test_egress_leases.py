@@ -7,7 +7,7 @@ import pytest
 
 from gateway.routing.egress_leases import Shares
 from gateway.telemetry.metrics import Metrics
-from planner.decisions.shares import FLOOR, LEASE_S
+from planner.decisions.links.shares import FLOOR, LEASE_S
 from tests.gateway.views import Watched, watched
 from tests.gateway.worlds import on_loop, until
 from transport.control.proto import node_pb2 as pb

@@ -17,9 +17,9 @@ from gateway.config.gateway import RoutingConfig
 from gateway.config.plan import PlanConfig
 from gateway.errors import GatewayConfigError
 from gateway.routing.plan_follower import Follower
-from planner.decisions.offered import GatewayLoad
-from planner.decisions.plan import LivePlan, Mode, PlanSetting
-from planner.decisions.routing import Target
+from planner.decisions.plans.live_plan import LivePlan, Mode, PlanSetting
+from planner.decisions.plans.offered import GatewayLoad
+from planner.decisions.routing.offload import Target
 from tests.gateway.views import deciding
 from tests.gateway.worlds import World, on_loop, until, world
 

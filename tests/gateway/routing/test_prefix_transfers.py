@@ -17,7 +17,7 @@ from gateway.tasks import TaskSet
 from gateway.telemetry.metrics import Metrics
 from hybrid_cache.index.store import StoreConfig
 from hybrid_cache.layout.layout import ModelLayout
-from planner.decisions.routing import Reason
+from planner.decisions.routing.offload import Reason
 from planner.decisions.views import Role
 from tests.gateway.layouts import BLOCK_SIZE, LAYOUT
 from tests.gateway.scripted import ScriptedNode

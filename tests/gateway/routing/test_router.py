@@ -9,7 +9,7 @@ from gateway.cluster.node import NodeWork
 from gateway.cluster.prefill_outcome import PrefillOutcome
 from gateway.config.gateway import RoutingConfig
 from gateway.routing.prefix_transfers import PrefixTransfer
-from planner.decisions.routing import Reason, Target
+from planner.decisions.routing.offload import Reason, Target
 from tests.gateway.routing.test_prefix_transfers import OTHER
 from tests.gateway.views import deciding
 from tests.gateway.worlds import on_loop, world

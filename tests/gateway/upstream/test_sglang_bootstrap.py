@@ -2,7 +2,7 @@ import pytest
 
 from gateway.errors import DecodeFailed, PrefillFailed
 from gateway.upstream.sglang_bootstrap import DECODE_ABORTED, label_in, to_blame
-from planner.decisions.retries import FailureKind
+from planner.decisions.failures.retries import FailureKind
 
 TROUBLE = PrefillFailed("p", "500", "somehow")
 

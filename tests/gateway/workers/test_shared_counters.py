@@ -8,7 +8,7 @@ import pytest
 from gateway.cluster.agent_client import AgentClient, NodeInfo
 from gateway.cluster.node import ClusterNode, NodeWork
 from gateway.workers.shared_counters import IN_FLIGHT, WAITING, SharedCounters, WorkerState
-from planner.decisions.estimates import PrefillShare
+from planner.decisions.estimates.durations import PrefillShare
 
 
 def node(name: str, cluster: str) -> ClusterNode:

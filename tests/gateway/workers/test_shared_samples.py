@@ -4,7 +4,7 @@ from pathlib import Path
 
 from gateway.telemetry.load_report import KEPT
 from gateway.workers.shared_samples import SharedSamples
-from planner.decisions.offered import SampleRing
+from planner.decisions.plans.offered import SampleRing
 
 
 def created(directory: Path) -> Path:

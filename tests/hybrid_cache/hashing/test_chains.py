@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hybrid_cache.hashing.block_hash import Inset, block_hashes, tokens_digest
 from hybrid_cache.hashing.chains import CHUNK_BLOCKS, Chain, ChainCache
 from prompts.fair_cache import FairCache
-from prompts.segments import TokenArray
+from prompts.tokens.segments import TokenArray
 
 BLOCK_SIZE = 2
 CHUNK = CHUNK_BLOCKS * BLOCK_SIZE

@@ -18,7 +18,7 @@ from tests.node.running import new_runner
 from transport.control.certificates import Authority
 from transport.control.messages import TicketInfo
 from transport.path.link import LinkState
-from transport.send.push import PushResult
+from transport.send.schedule.push import PushResult
 from transport.send.spec import Urgency
 
 SIZE = 200_000
@@ -118,7 +118,7 @@ def test_a_node_does_not_hold_back_its_own_cluster(tmp_path: Path) -> None:
 
 
 def test_a_transfer_is_its_tenants_and_has_its_weight() -> None:
-    """By which transport shares a link (tests/transport/send/test_lanes.py)."""
+    """By which transport shares a link (tests/transport/send/schedule/test_lanes.py)."""
     ticket = structs.replace(ticket_of("t", "west", ()), tenant="acme", weight=3.0)
     spec = spec_of(ticket, "tcp", "127.0.0.1:1", [1], None, Urgency.NORMAL)
     assert (spec.tenant, spec.weight, spec.link, spec.due_s) == ("acme", 3.0, "west", 60.0)

@@ -6,18 +6,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from node.process.restarts import MAX_BACKOFF_S, Restarts
-from planner.decisions.breaker import MAX_RETRY_S as MAX_PROBE_RETRY_S
-from planner.decisions.breaker import PROBE_S, Breaker, BreakerState
-from planner.decisions.coding import CodingEstimate
-from planner.decisions.decoding import DecodeForecast
-from planner.decisions.estimates import LearnedCost, MoveDelays, PrefillShare
-from planner.decisions.limits import Bucket, LimitRefusal, TenantLimits, Used, entered, left, read, settled
-from planner.decisions.paths import Paths
-from planner.decisions.poison import MAX_RETRY_S, TRIAL_S, Poison
-from planner.decisions.retries import FailedStage, FailureKind, Next, RetryBudget
-from planner.decisions.shares import LineSender, SharedBudget
+from planner.decisions.admission.limits import Bucket, LimitRefusal, TenantLimits, Used, entered, left, read, settled
+from planner.decisions.admission.waiting import DrainRate, WaitQueue
+from planner.decisions.estimates.coding import CodingEstimate
+from planner.decisions.estimates.decoding import DecodeForecast
+from planner.decisions.estimates.durations import LearnedCost, MoveDelays, PrefillShare
+from planner.decisions.failures.poison import MAX_RETRY_S, TRIAL_S, Poison
+from planner.decisions.failures.retries import FailedStage, FailureKind, Next, RetryBudget
+from planner.decisions.links.breaker import MAX_RETRY_S as MAX_PROBE_RETRY_S
+from planner.decisions.links.breaker import PROBE_S, Breaker, BreakerState
+from planner.decisions.links.paths import Paths
+from planner.decisions.links.shares import LineSender, SharedBudget
 from planner.decisions.views import ClusterKind, NodeView, Role
-from planner.decisions.waiting import DrainRate, WaitQueue
 from tests.clocks import times
 
 NODE = NodeView(node_id="n", cluster="c", kind=ClusterKind.PD, role=Role.PREFILL)

@@ -15,8 +15,8 @@ import msgspec
 import pytest
 
 from planner.commands.cli import main
-from planner.decisions.offered import NodeReport
-from planner.decisions.plan import LivePlan
+from planner.decisions.plans.live_plan import LivePlan
+from planner.decisions.plans.offered import NodeReport
 from planner.decisions.views import Role
 from planner.errors import InputError
 from planner.service.conversions import NodeConverter

@@ -7,12 +7,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from planner.decisions.plan import LivePlan, Mode, PlanSetting, refusal_of
+from planner.decisions.plans.live_plan import LivePlan, Mode, PlanSetting, refusal_of
 from planner.decisions.views import Role
 from planner.errors import ChangeRefused
 from planner.service.config import ApplyMode
 from planner.service.store import Store
-from planner.solve.ledger import DONE, PENDING, Draft, PlanEvent, PlanLimits
+from planner.solve.control.ledger import DONE, PENDING, Draft, PlanEvent, PlanLimits
 from tests.planner.service.worlds import LAW, PATIENCE_S, Desk, desk, fake_gateway, on_loop
 
 

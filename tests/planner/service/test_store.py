@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from planner.decisions.plan import PlanSetting
+from planner.decisions.plans.live_plan import PlanSetting
 from planner.errors import InputError
 from planner.service.store import OLDER_LOGS, Lock, Store
-from planner.solve.ledger import Ledger, LedgerEntry, PlanEvent
+from planner.solve.control.ledger import Ledger, LedgerEntry, PlanEvent
 
 
 def entry(version: int) -> LedgerEntry:

@@ -14,16 +14,16 @@ import msgspec
 import numpy as np
 from aiohttp import web
 
-from planner.decisions.offered import GatewayLoad, NodeReport, SampleRing
-from planner.decisions.plan import LivePlan
+from planner.decisions.plans.live_plan import LivePlan
+from planner.decisions.plans.offered import GatewayLoad, NodeReport, SampleRing
 from planner.decisions.views import ClusterKind, Role
 from planner.service.config import ServiceConfig
 from planner.service.conversions import ConversionFailed
 from planner.service.gateways import Gateways
 from planner.service.keeper import Keeper
 from planner.service.store import Store
-from planner.solve.controller import ControllerConfig
-from planner.solve.ledger import PlanLimits
+from planner.solve.control.controller import ControllerConfig
+from planner.solve.control.ledger import PlanLimits
 from tests.planner.conftest import CONFIGS
 
 PATIENCE_S = 60.0

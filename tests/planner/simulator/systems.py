@@ -4,13 +4,13 @@ from typing import Any
 
 import numpy as np
 
-from planner.decisions.policy import RoutingPolicy
+from planner.decisions.routing.policy import RoutingPolicy
 from planner.decisions.views import ClusterKind
 from planner.model.profile import DecodeProfile, Floats, KvSize, PrefillCurve
 from planner.model.site import Site
 from planner.model.workload import Trace
 from planner.simulator.scenario import Pool, Scenario, Wire
-from planner.simulator.trials import Trial, TrialSetting, scenario_of
+from planner.simulator.trials.trial import Trial, TrialSetting, scenario_of
 
 PUBLISHED = TrialSetting(19_400, 0.0, 3, 5)
 FOREVER = 1e9

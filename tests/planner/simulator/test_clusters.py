@@ -10,9 +10,9 @@ from planner.errors import InputError
 from planner.model.site import Site, load_site
 from planner.simulator.outcome import over_seeds
 from planner.simulator.scenario import Outage, Scenario
-from planner.simulator.trials import Trial, TrialSetting, from_workload, scenario_of
+from planner.simulator.trials.trial import Trial, TrialSetting, from_workload, scenario_of
 from planner.simulator.world import simulate
-from planner.solve.controller import ControllerConfig
+from planner.solve.control.controller import ControllerConfig
 from planner.solve.fleet import fleet_json, fleet_of, solve_fleet
 from tests.planner.conftest import CONFIGS
 

@@ -6,17 +6,17 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from planner.decisions.admission import AdmissionPolicy
-from planner.decisions.classes import ServiceClass
-from planner.decisions.placement import PlacementPolicy
-from planner.decisions.policy import RoutingPolicy
+from planner.decisions.admission.classes import ServiceClass
+from planner.decisions.admission.overload import AdmissionPolicy
+from planner.decisions.routing.placement import PlacementPolicy
+from planner.decisions.routing.policy import RoutingPolicy
 from planner.decisions.views import ClusterKind
 from planner.model.profile import DecodeProfile, KvSize, PrefillCurve
 from planner.model.queueing import erlang_c
 from planner.model.workload import Trace, poisson, read_trace
 from planner.simulator.outcome import confidence_95
 from planner.simulator.scenario import LineLimits, Pool, Scenario, Targets, Wire
-from planner.simulator.trials import TrialSetting, from_workload, judged
+from planner.simulator.trials.trial import TrialSetting, from_workload, judged
 from planner.simulator.world import simulate
 from planner.solve.plan import make_plan
 from planner.solve.problem import SolveOptions

@@ -7,12 +7,12 @@ import pytest
 
 from planner.errors import Infeasible, InputError
 from planner.model.traffic import Lengths
-from planner.solve.corners import robust_report
 from planner.solve.goals import Objective, TieBreak, Worst
 from planner.solve.loaded import loaded_ttft
 from planner.solve.plan import make_plan
 from planner.solve.problem import SolveOptions, pose
 from planner.solve.search import Cut
+from planner.solve.sensitivity.corners import robust_report
 
 TABLE_6 = {
     None: {

@@ -22,11 +22,11 @@ from transport.coding.choice import (
 from transport.coding.codec import Codec, decodable, zstd_module
 from transport.coding.elements import Run, from_floats, to_floats
 from transport.control.certificates import Authority
-from transport.receive.landing import LandingResult
 from transport.receive.options import ServerOptions
+from transport.receive.registry.landing import LandingResult
 from transport.receive.server import TransferServer
-from transport.send import outlet
 from transport.send.client import ClientOptions, PushResult, TransferClient
+from transport.send.lane import outlet
 from transport.send.spec import TransferSpec
 from transport.wire.checksum import Integrity
 from transport.wire.connection import Connection, ConnectionRole, ProtocolState

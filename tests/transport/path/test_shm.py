@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from tests.transport.helpers import PATIENCE_S, SECRET, Memory, random_bytes, wait_for
 from transport.errors import LocalProtocolError
 from transport.path.shm import ArenaSource, copy, copy_extents, merge_extents, open_arena, pieces_of, pour
-from transport.receive.landing import LandingResult
 from transport.receive.options import ServerOptions
+from transport.receive.registry.landing import LandingResult
 from transport.receive.server import TransferServer
 from transport.send.client import ClientOptions, TransferClient
 from transport.send.spec import TransferSpec, Via

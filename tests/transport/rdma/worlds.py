@@ -10,8 +10,8 @@ from transport.path.shm import ArenaSource
 from transport.rdma.device import RdmaDevices
 from transport.rdma.loopback import LoopbackDevice, LoopbackFabric
 from transport.rdma.rails import RailReport
-from transport.receive.landing import Landing, LandingResult
 from transport.receive.options import ServerOptions
+from transport.receive.registry.landing import Landing, LandingResult
 from transport.receive.server import TransferServer
 from transport.send.client import ClientOptions, Push, PushResult, TransferClient
 from transport.send.spec import TransferSpec, Via

@@ -7,7 +7,7 @@ from typing import cast
 import pytest
 
 from transport.errors import GreetingRefused, RemoteProtocolError
-from transport.receive.landings import Landings
+from transport.receive.registry.landings import Landings
 from transport.wire.checksum import Integrity, transfer_seed
 from transport.wire.connection import Connection, ConnectionRole, ProtocolState
 from transport.wire.encoding import decode, encode

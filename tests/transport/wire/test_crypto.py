@@ -15,7 +15,7 @@ from transport.path.tcp import parse_address
 from transport.receive.options import ServerOptions
 from transport.receive.server import TransferServer
 from transport.send.client import ClientOptions, TransferClient
-from transport.send.keys import SessionKeys
+from transport.send.lane.keys import SessionKeys
 from transport.send.spec import TransferSpec
 from transport.wire.checksum import Integrity
 from transport.wire.connection import Connection, ConnectionRole

@@ -1,0 +1,1 @@
+"""Commands that make or check what the solver reads: workloads and profiles."""

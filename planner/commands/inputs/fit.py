@@ -1,0 +1,46 @@
+"""`prfaas-plan fit`: a workload from a trace, or from a gateway's metrics."""
+
+import argparse
+
+import numpy as np
+
+from planner.commands.rendering.output import emit, write
+from planner.commands.rendering.text import table
+from planner.model.fitting import fit, fit_metrics
+from planner.model.reading import named, read_text
+from planner.model.site import load_site
+from planner.model.workload import read_trace
+from planner.simulator.trials.hits import hits_of
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.metrics:
+        return _from_metrics(args)
+    trace = read_trace(args.trace)
+    kv = load_site(args.config).profile.kv_size() if args.config else None
+    hits = np.zeros(len(trace)) if args.tokens == "total" else hits_of(trace, kv, args.cache_gb)
+    result = fit(trace, hits)
+    if args.output:
+        write(args.output, result)
+    if args.json:
+        emit(result)
+        return 0
+    rows = [{"": name.split("_")[0], **result[name]} for name in ("prompt_tokens", "uncached_tokens", "output_tokens")]
+    print(f"{trace.name}: {len(trace)} requests over {trace.span_s:.0f} s, hit ratio {result['hit_ratio']:.2%}")
+    print(table(rows, ["", "mean", "p50", "p90", "p99", "max"]))
+    shares = [{"threshold": t, **share} for t, share in result["share_above_threshold"].items()]
+    print(table(shares, ["threshold", "total", "uncached"]))
+    bursts = ", ".join(f"{window} {index:.2f}" for window, index in result["burst_index"].items() if index)
+    print(f"burst index (variance/mean of arrivals; Poisson is 1): {bursts}")
+    return 0
+
+
+def _from_metrics(args: argparse.Namespace) -> int:
+    with named(f"metrics {args.metrics}"):
+        text = read_text(args.metrics)
+    result = fit_metrics(text, args.span)
+    if args.output:
+        write(args.output, result)
+    if args.json or not args.output:
+        emit(result)
+    return 0

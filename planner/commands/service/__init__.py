@@ -1,0 +1,1 @@
+"""Commands for a running plan service, and the one that runs it."""

@@ -1,0 +1,1 @@
+"""Commands that run plans in virtual time."""

@@ -1,0 +1,55 @@
+"""`prfaas-plan simulate`: a plan in virtual time."""
+
+import argparse
+from collections.abc import Sequence
+from typing import Any
+
+from planner.commands.rendering.output import emit
+from planner.commands.rendering.text import outcome_text, table
+from planner.commands.simulation.trial import (
+    judged_watched,
+    seeds_of,
+    settle,
+    site_for_trial,
+    source_of,
+    trace_of,
+    trial_of,
+)
+from planner.simulator.trials.trial import scenario_of
+
+
+def run(args: argparse.Namespace) -> int:
+    trace = trace_of(args)
+    site = site_for_trial(args, trace)
+    deployed, setting, limit = settle(args, site)
+    scenario = scenario_of(deployed, setting, trial_of(args))
+    seeds = seeds_of(args)
+    report = judged_watched(scenario, source_of(args, deployed, trace, limit), seeds)
+    report["setting"] = {
+        "threshold_tokens": setting.threshold_tokens,
+        "num_prefill": setting.num_prefill,
+        "num_decode": setting.num_decode,
+    }
+    if args.json:
+        emit(report)
+        return 0
+    name = trace.name if trace is not None else f"{site.workload.name} at {args.load:.0%} of Λ={limit:.3f}"
+    print(
+        outcome_text(
+            report,
+            f"{name}: t={setting.threshold_tokens:.0f}, Np/Nd={setting.num_prefill}/{setting.num_decode}, "
+            f"{args.placement}, admission {args.admission}, seeds {seeds[0]}–{seeds[-1]}",
+        )
+    )
+    if "timeline" in report:
+        print(table(_turning_points(report["timeline"]), ["at_s", "num_prefill", "num_decode", "threshold_tokens"]))
+    return 0
+
+
+def _turning_points(timeline: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Ticks at which the split differed from the one before; at most 20."""
+    changed = [
+        row for before, row in zip([None, *timeline], timeline, strict=False)
+        if before is None or (before["num_prefill"], before["num_decode"]) != (row["num_prefill"], row["num_decode"])
+    ]  # fmt: skip
+    return changed[:20]

@@ -1,0 +1,1 @@
+"""What follows a failure, and which requests cause failures."""

@@ -1,0 +1,1 @@
+"""Which links are used, and how senders share what a link carries."""

@@ -1,0 +1,1 @@
+"""The simulated gateway: who enters, and what is expected of each node."""

@@ -1,0 +1,1 @@
+"""Links under simulation, and what crosses them."""

@@ -1,0 +1,1 @@
+"""Nodes under simulation: what they compute, cache, and which role they have."""

@@ -1,0 +1,1 @@
+"""Connections of a listener, from the handshake to the last chunk."""

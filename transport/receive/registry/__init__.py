@@ -1,0 +1,1 @@
+"""What a listener expects, and which connections it knows. Shared by its threads."""

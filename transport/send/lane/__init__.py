@@ -1,0 +1,1 @@
+"""A lane at work: its connections, and the thread that feeds them."""
