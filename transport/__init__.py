@@ -24,9 +24,10 @@ Rooms; each imports only from those below it (contracts in pyproject.toml):
     path                       sockets, shared memory, what a link carries and may carry
     errors
 
-Pure (no sockets, no threads, time comes in): errors, wire but for session and identity, path.governor, send.{lanes, fairness,
-reach, sieve, spec}, receive.{landing, landings, segments}, coding.{elements, quantise}, rdma.{rails, topology}.
-Rim: send.{client, peer, transfers, link_keeper, keys, coder, outlet, stream, rdma_outlet, running_rails, push}, receive.{server,
-inlet}, path.{tcp, shm, link, pacing}, wire.{session, identity}, rdma.{device, verbs, inlet}, coding.{codec, choice}, control.
+Pure (no sockets, no threads, time comes in): errors, turns, wire but for session and identity, path.governor, send.{reach,
+sieve, spec}, send.schedule.{lanes, fairness}, receive.registry.{landing, landings, segments, activity, seats},
+coding.{elements, quantise}, rdma.{rails, topology}.
+Rim: send.{client, peer, lane}, receive.{server, connection}, path.{tcp, shm, link, pacing}, wire.{session, identity},
+rdma.{device, verbs, inlet}, coding.{codec, choice}, control.
 For tests without sockets: loopback; without NICs: rdma.loopback.
 """

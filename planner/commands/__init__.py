@@ -1,1 +1,1 @@
-"""The command line `prfaas-plan`: one file per command."""
+"""The command line `prfaas-plan`: one module per command, in one folder per subject."""
