@@ -45,7 +45,7 @@ class WaitingLine:
         self._room = room or LocalSlots()
         self._line: WaitQueue[QueueEntry] = WaitQueue(limit, ageing_s)
         self._freed = asyncio.Event()
-        self._ask_s = 0.0  # from somebody's turn to the refusal for its tenant's part, lately
+        self._ask_s = 0.0  # from a turn to its refusal for its tenant's part, lately
 
     def __len__(self) -> int:
         return len(self._line)

@@ -141,7 +141,7 @@ class WaitQueue(Generic[Who]):
 
     @property
     def num_flows(self) -> int:
-        """With somebody in the line, or with turns that others have not had yet."""
+        """With a request in the line, or with turns that others have not had yet."""
         return len(self._flows)
 
     def first(self, now: float) -> Who | None:
