@@ -218,7 +218,8 @@ class ForgetfulTokenizer(TextTokenizer):
     """Of messages that are appended it does not see what they say."""
 
     def render_from(self, start: int, first: Any, new: Any, **options: Any) -> Any:
-        return super().render_from(start, first, [{**message, "content": "?"} for message in new], **options)
+        seen = [{**message, "content": "?"} for message in new] if start else new
+        return super().render_from(start, first, seen, **options)
 
 
 def test_a_template_that_differs_after_all_is_not_believed_again() -> None:

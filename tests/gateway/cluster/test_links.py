@@ -315,6 +315,7 @@ async def test_of_two_senders_with_budgets_of_their_own_the_idle_one_sends() -> 
             )  # fmt: skip
             node.load = pb.Load(links=[link], budgets={"west": 1e9})
         await until(lambda: w.gateway.links.views()[0].queued_bytes > 0)
+        await until(lambda: w.gateway.links.views()[0].budget_bytes_per_s == 2e9)  # both have reported
         answers = [await w.complete(f"{number} {LONG}") for number in range(4)]
         assert {answer.headers["x-prfaas-route"].partition(";")[0] for answer in answers} == {"remote"}
         assert {record["prefill_node"] for record in await w.records()} == {idle.node_id}

@@ -327,7 +327,7 @@ def test_report_is_one_self_contained_page(capsys, tmp_path):
 
 
 def test_a_report_without_matplotlib_names_the_extra_before_it_simulates(capsys, tmp_path, monkeypatch):
-    for name in ("charts", "page", "report"):
+    for name in ("rendering.charts", "rendering.page", "simulation.report"):
         monkeypatch.delitem(sys.modules, f"planner.commands.{name}", raising=False)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     code, _, err = run(capsys, "report", "-c", CASE, "-o", str(tmp_path / "report.html"))
