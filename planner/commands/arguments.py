@@ -6,6 +6,7 @@ be known as wrong.
 
 import argparse
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Final
@@ -18,6 +19,15 @@ from planner.solve.goals import Objective, SplitRule, TieBreak, Worst
 
 LARGEST: Final = 1e9  # of gigabytes, seconds, factors: whatever is measured
 MOST: Final = 10_000_000  # of whatever is counted: more requests than that do not fit into memory
+
+
+@dataclass(frozen=True, slots=True)
+class PlannerCommand:
+    """One command: `module` below `planner.commands` has its `run(args)`, which returns the exit status."""
+
+    module: str
+    help: str
+    add_arguments: Callable[[argparse.ArgumentParser], None]
 
 
 def above_zero(text: str) -> float:
@@ -191,19 +201,14 @@ def _serve(command: argparse.ArgumentParser) -> None:
     )
 
 
-def _steer(command: argparse.ArgumentParser) -> None:
-    _live(command)
-    command.set_defaults(module="steer")
-
-
 def _apply(command: argparse.ArgumentParser) -> None:
     command.add_argument("--version", type=at_least_one, help="only if the proposal is this one")
-    _steer(command)
+    _live(command)
 
 
 def _history(command: argparse.ArgumentParser) -> None:
     command.add_argument("--limit", type=at_least_one, default=20, help="how many (default: %(default)s)")
-    _steer(command)
+    _live(command)
 
 
 def _whatif(command: argparse.ArgumentParser) -> None:
@@ -237,28 +242,33 @@ def _report(command: argparse.ArgumentParser) -> None:
     command.add_argument("-o", "--output", type=Path, required=True, help="HTML file to write")
 
 
-# What each command is for, and its arguments. `run(args)` is in the module of the same name, or in the default `module`;
-# `cli.GROUPS` says where that lies.
-COMMANDS: Final = MappingProxyType[str, tuple[str, Callable[[argparse.ArgumentParser], None]]](
+COMMANDS: Final = MappingProxyType[str, PlannerCommand](
     {
-        "solve": ("threshold and split of highest rate (or least cost, or within an SLO)", _solve),
-        "simulate": ("run a plan in virtual time", _simulate),
-        "fit": ("a workload from a trace", _fit),
-        "profile": ("show, check, calibrate or import profiles", _profile),
-        "diff": (
+        "solve": PlannerCommand(
+            "capacity.solve", "threshold and split of highest rate (or least cost, or within an SLO)", _solve
+        ),
+        "simulate": PlannerCommand("simulation.simulate", "run a plan in virtual time", _simulate),
+        "fit": PlannerCommand("inputs.fit", "a workload from a trace", _fit),
+        "profile": PlannerCommand("inputs.profile", "show, check, calibrate or import profiles", _profile),
+        "diff": PlannerCommand(
+            "service.diff",
             "plan against what runs, of files or of a running service: exit 0 same, 2 different, 3 infeasible",
             _diff,
         ),
-        "whatif": ("solve over ranges of inputs", _whatif),
-        "saturate": ("largest simulated rate that meets an SLO", _saturate),
-        "compare": ("plans or policies side by side, simulated", _compare),
-        "report": ("one self-contained HTML page", _report),
-        "serve": ("watch running gateways, propose plans, publish the one in force", _serve),
-        "show": ("how a running plan service stands", _steer),
-        "apply": ("a running service's proposal comes into force", _apply),
-        "rollback": ("what was in force before is so again; then nothing changes by itself until resume", _steer),
-        "history": ("the last changes of plans, with reasons", _history),
-        "pause": ("a running service proposes and changes nothing by itself", _steer),
-        "resume": ("a running service goes on", _steer),
+        "whatif": PlannerCommand("capacity.whatif", "solve over ranges of inputs", _whatif),
+        "saturate": PlannerCommand("simulation.saturate", "largest simulated rate that meets an SLO", _saturate),
+        "compare": PlannerCommand("simulation.compare", "plans or policies side by side, simulated", _compare),
+        "report": PlannerCommand("simulation.report", "one self-contained HTML page", _report),
+        "serve": PlannerCommand(
+            "service.serve", "watch running gateways, propose plans, publish the one in force", _serve
+        ),
+        "show": PlannerCommand("service.steer", "how a running plan service stands", _live),
+        "apply": PlannerCommand("service.steer", "a running service's proposal comes into force", _apply),
+        "rollback": PlannerCommand(
+            "service.steer", "what was in force before is so again; then nothing changes by itself until resume", _live
+        ),
+        "history": PlannerCommand("service.steer", "the last changes of plans, with reasons", _history),
+        "pause": PlannerCommand("service.steer", "a running service proposes and changes nothing by itself", _live),
+        "resume": PlannerCommand("service.steer", "a running service goes on", _live),
     }
 )

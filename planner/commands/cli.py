@@ -9,31 +9,13 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from types import MappingProxyType
-from typing import Any, Final
+from typing import Any
 
 from planner.commands.arguments import COMMANDS
 from planner.errors import Infeasible, PlannerError
 from planner.version import tool_version
 
 EXIT_INPUT, EXIT_INFEASIBLE = 1, 3
-
-# The folder of each command's module.
-GROUPS: Final = MappingProxyType(
-    {
-        "solve": "capacity",
-        "whatif": "capacity",
-        "fit": "inputs",
-        "profile": "inputs",
-        "diff": "service",
-        "serve": "service",
-        "steer": "service",
-        "compare": "simulation",
-        "report": "simulation",
-        "saturate": "simulation",
-        "simulate": "simulation",
-    }
-)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -43,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     try:
         # By name: a command loads what it needs, and no command loads what another one does.
-        return int(import_module(f"planner.commands.{GROUPS[args.module]}.{args.module}").run(args))
+        return int(import_module(f"planner.commands.{COMMANDS[args.command].module}").run(args))
     except BrokenPipeError:
         # The reader has seen enough; the interpreter's last flush must not complain about it.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -61,10 +43,8 @@ def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(prog="prfaas-plan", description="Capacity planning for PrfaaS-PD deployments.")
     top.add_argument("--version", action=_Version, nargs=0, help="show the version and exit")
     commands = top.add_subparsers(required=True, metavar="COMMAND", dest="command")
-    for name, (text, add_arguments) in COMMANDS.items():
-        command = commands.add_parser(name, help=text, description=text)
-        command.set_defaults(module=name)
-        add_arguments(command)
+    for name, command in COMMANDS.items():
+        command.add_arguments(commands.add_parser(name, help=command.help, description=command.help))
     return top
 
 
