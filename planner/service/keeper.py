@@ -272,7 +272,7 @@ class Keeper:
                 return ledger, None  # another plan has come meanwhile, and asks anew
             return ledger.converted(self._wall(), node_id, failure)
 
-        with suppress(ChangeRefused):  # another service leads by now, and asks the node itself
+        with suppress(ChangeRefused):  # another service leads now, and asks the node itself
             await self._change(noted)
 
 

@@ -118,7 +118,7 @@ def any_ticket(rng: random.Random) -> pb.Ticket:
 
 
 def sound_ticket() -> TicketInfo:
-    """One that a sender believes, at a port where nobody listens."""
+    """A ticket that a sender accepts, at a port without a listener."""
     return ticket_info(
         pb.Ticket(
             transfer_id="sound",
@@ -177,7 +177,7 @@ async def strange_caller(rng: random.Random, port: int) -> None:
 
 
 async def silent_caller(port: int) -> None:
-    """Greets, begins a frame, and says no more until it is hung up on."""
+    """Greets, begins a frame, and sends no more until the server closes the connection."""
     with suppress(OSError, HUNG_UP):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         try:
