@@ -86,7 +86,7 @@ def _json(command: argparse.ArgumentParser) -> None:
 
 def _objective(command: argparse.ArgumentParser) -> None:
     command.add_argument("--objective", choices=list(Objective), default=Objective.THROUGHPUT)
-    command.add_argument("--rate", type=above_zero, help="req/s that a cost plan must carry")
+    command.add_argument("--rate", type=above_zero, help="req/s that the plan must carry")
 
 
 def _trial(command: argparse.ArgumentParser) -> None:
@@ -94,6 +94,7 @@ def _trial(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--requests", type=at_least_one, help="of a trace the first (default: all); else how many (20000)"
     )
+    _begin_within(command)
     command.add_argument("--seed", type=whole, default=0)
     command.add_argument("--seeds", type=at_least_one, default=1, help="how many seeds; results carry 95 %% intervals")
     command.add_argument("--placement", choices=list(PLACERS), default="kvcache_centric")
@@ -131,6 +132,12 @@ def _trial(command: argparse.ArgumentParser) -> None:
     command.add_argument("--no-cache-in-plan", action="store_true", help="plan for whole prompts, not uncached tails")
 
 
+def _begin_within(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--begin-within", type=above_zero, default=10_800.0, help="seconds within which agents' sessions begin (10800)"
+    )
+
+
 def _arrivals(command: argparse.ArgumentParser) -> None:
     command.add_argument("--rate-scale", type=above_zero, default=1.0, help="replay the trace this much faster")
     command.add_argument("--load", type=above_zero, default=0.8, help="without a trace: share of the plan's Λ")
@@ -161,8 +168,11 @@ def _of_plan(command: argparse.ArgumentParser) -> None:
 
 def _fit(command: argparse.ArgumentParser) -> None:
     source = command.add_mutually_exclusive_group(required=True)
-    source.add_argument("--trace", type=Path, help="Mooncake, Qwen or Azure trace, or a gateway's request log")
+    source.add_argument(
+        "--trace", type=Path, help="Mooncake, Qwen or Azure trace, agents' sessions, or a gateway's request log"
+    )
     source.add_argument("--metrics", type=Path, help="a gateway's /metrics, saved as text")
+    _begin_within(command)
     command.add_argument("--span", type=above_zero, help="seconds that the metrics cover, for the rate")
     command.add_argument("--tokens", choices=["incremental", "total"], default="incremental")
     command.add_argument("--cache-gb", type=above_zero, help="a finite prefix cache (needs -c); else it never evicts")
@@ -213,7 +223,11 @@ def _history(command: argparse.ArgumentParser) -> None:
 
 def _whatif(command: argparse.ArgumentParser) -> None:
     _site(command)
-    command.add_argument("--sweep", action="append", default=[], help="knob=low:high[:steps] or knob=a,b,c; repeatable")
+    command.add_argument(
+        "--sweep", action="append", default=[],
+        help="knob=low:high[:steps] or knob=a,b,c; repeatable. Knobs: b_out (Gbit/s), n_prfaas, n_pd, output_tokens, and "
+        "factors: t_prfaas, t_pd (of times), decode_rate",
+    )  # fmt: skip
     command.add_argument("--heat-map", action="store_true", help="Λ over threshold and N_p instead")
     command.add_argument("-o", "--output", type=Path, help="CSV file")
 

@@ -129,11 +129,23 @@ def drawn(sessions: Sequence[Session], count: int, over_s: float, seed: int) -> 
     return found
 
 
-def trace_of(arrivals: Sequence[tuple[float, Turn]]) -> Trace:
-    """Turns as requests, in order of the times at which they come."""
+def drawn_once(sessions: Sequence[Session], over_s: float, seed: int = 0) -> list[tuple[float, Turn]]:
+    """Every session once, begun at a time uniform over `over_s`, to its end. They share no blocks."""
+    starts = np.random.default_rng(seed).random(len(sessions)) * over_s
+    found, offset = [], 0
+    for start, session in zip(starts.tolist(), sessions, strict=True):
+        for turn in session:
+            own = tuple([block + offset for block in turn.blocks])
+            found.append((start + turn.at_s, replace(turn, blocks=own)))
+        offset += 1 + max((max(turn.blocks, default=0) for turn in session), default=0)
+    return found
+
+
+def trace_of(arrivals: Sequence[tuple[float, Turn]], name: str = "sessions") -> Trace:
+    """Turns as requests, in order of the times at which they come, counted from the first."""
     arrivals = sorted(arrivals, key=lambda arrival: arrival[0])
     return Trace(
-        name="sessions",
+        name=name,
         arrival_s=np.array([at for at, _ in arrivals]),
         prompt_tokens=np.array([float(turn.prompt_tokens) for _, turn in arrivals]),
         output_tokens=np.array([float(turn.output_tokens) for _, turn in arrivals]),

@@ -14,7 +14,7 @@ import numpy as np
 
 from planner.decisions.views import ClusterKind
 from planner.errors import InputError
-from planner.model.profile import ModelProfile, load_profile, provenance_kind
+from planner.model.profile import Floats, ModelProfile, load_profile, provenance_kind
 from planner.model.reading import GBPS, LEAST, RATE, SECONDS, SHARE, TOKENS, Range, named, number, placed, read_json
 from planner.model.traffic import Lengths, TruncatedLogNormal
 from transport.control.settings import (
@@ -108,7 +108,8 @@ class Workload:
     """What is asked: uncached prompt lengths, mean answer length, and where they come from.
 
     `slices` are other weeks or tenants that a robust plan must serve as well. `hit_ratio` is the share of prompt tokens
-    that was taken out of the lengths as cached; None when lengths are whole prompts.
+    that was taken out of the lengths as cached; None when it is not known. `longest_prompt_tokens` counts what is cached, too:
+    attention reaches back over all of it.
     """
 
     name: str
@@ -116,6 +117,7 @@ class Workload:
     output_tokens: float
     rate_req_per_s: float | None = None
     hit_ratio: float | None = None
+    longest_prompt_tokens: float | None = None
     slices: tuple[Lengths, ...] = ()
     provenance: str = ""
 
@@ -124,6 +126,12 @@ class Workload:
             raise InputError(f"workload: output_tokens={self.output_tokens}: must be above 0 and finite")
         if self.rate_req_per_s is not None and not LEAST <= self.rate_req_per_s <= RATE.high:
             raise InputError(f"workload: rate_req_per_s={self.rate_req_per_s}: must be above 0 and finite")
+
+    @property
+    def computed_tokens(self) -> Floats:
+        """Where profiles are asked: at the uncached lengths, and at the longest prompt, however much of it is cached."""
+        longest = self.longest_prompt_tokens
+        return self.lengths.tokens if longest is None else np.append(self.lengths.tokens, longest)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,11 +176,29 @@ class Site:
             for end in (link.source, link.destination):
                 if end not in names:
                     raise InputError(f"links: {end!r} is no cluster; known: {', '.join(names)}")
+            self._check_direction(link)
         if not self.of_kind(ClusterKind.PD):
             raise InputError("clusters: at least one of kind 'pd' is needed, to decode")
         total = sum(self.homes.values())
         if self.homes and abs(total - 1.0) > 1e-6:
             raise InputError(f"clusters: home_share adds up to {total:g} over pd clusters; it must be 1, or left out")
+
+    def _check_direction(self, link: Link) -> None:
+        """KVCache goes from PrfaaS to PD clusters; prefixes that move take the same line. Raises InputError."""
+        source, destination = (
+            next(cluster.kind for cluster in self.clusters if cluster.name == end)
+            for end in (link.source, link.destination)
+        )
+        if (source, destination) == (ClusterKind.PRFAAS, ClusterKind.PD):
+            return
+        if (source, destination) == (ClusterKind.PD, ClusterKind.PRFAAS):
+            raise InputError(
+                f"links: from {link.source!r} to {link.destination!r}: KVCache goes the other way; write source = "
+                f'"{link.destination}", destination = "{link.source}"'
+            )
+        raise InputError(
+            f"links: from {link.source!r} to {link.destination!r}: a link goes from a prfaas cluster to a pd one"
+        )
 
     def of_kind(self, kind: ClusterKind) -> list[Cluster]:
         return [cluster for cluster in self.clusters if cluster.kind is kind]
@@ -356,9 +382,18 @@ def read_fitted(path: Path) -> Workload:
             lengths=_fitted_lengths(require_table(table.get("uncached_tokens"), "uncached_tokens")),
             output_tokens=TOKENS.above_low("output_tokens_mean", table.get("output_tokens_mean")),
             rate_req_per_s=None if rate is None else RATE.above_low("rate_req_per_s", rate),
-            hit_ratio=number(table, "hit_ratio", SHARE),
+            hit_ratio=None if table.get("hit_ratio", 0) is None else number(table, "hit_ratio", SHARE),
+            longest_prompt_tokens=_longest(table),
             provenance=str(texts["provenance"]),
         )
+
+
+def _longest(table: Mapping[str, Any]) -> float | None:
+    """The longest prompt, which workloads of a gateway's metrics do not know."""
+    if "prompt_tokens" not in table:
+        return None
+    with placed("prompt_tokens"):
+        return number(require_table(table["prompt_tokens"], "prompt_tokens"), "max", TOKENS)
 
 
 def _fitted_lengths(table: Mapping[str, Any]) -> Lengths:

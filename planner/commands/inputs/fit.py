@@ -2,23 +2,21 @@
 
 import argparse
 
-import numpy as np
-
 from planner.commands.rendering.output import emit, write
 from planner.commands.rendering.text import table
 from planner.model.fitting import fit, fit_metrics
 from planner.model.reading import named, read_text
 from planner.model.site import load_site
-from planner.model.workload import read_trace
+from planner.model.traces import read_requests
 from planner.simulator.trials.hits import hits_of
 
 
 def run(args: argparse.Namespace) -> int:
     if args.metrics:
         return _from_metrics(args)
-    trace = read_trace(args.trace)
+    trace = read_requests(args.trace, args.begin_within)
     kv = load_site(args.config).profile.kv_size() if args.config else None
-    hits = np.zeros(len(trace)) if args.tokens == "total" else hits_of(trace, kv, args.cache_gb)
+    hits = None if args.tokens == "total" else hits_of(trace, kv, args.cache_gb)
     result = fit(trace, hits)
     if args.output:
         write(args.output, result)
@@ -26,7 +24,9 @@ def run(args: argparse.Namespace) -> int:
         emit(result)
         return 0
     rows = [{"": name.split("_")[0], **result[name]} for name in ("prompt_tokens", "uncached_tokens", "output_tokens")]
-    print(f"{trace.name}: {len(trace)} requests over {trace.span_s:.0f} s, hit ratio {result['hit_ratio']:.2%}")
+    known = "is not known" if result["hit_ratio"] is None else f"{result['hit_ratio']:.2%}"
+    rate = f", {result['rate_req_per_s']:.3g} a second" if result["rate_req_per_s"] else ""
+    print(f"{trace.name}: {len(trace)} requests over {trace.span_s:.0f} s{rate}; hit ratio {known}")
     print(table(rows, ["", "mean", "p50", "p90", "p99", "max"]))
     shares = [{"threshold": t, **share} for t, share in result["share_above_threshold"].items()]
     print(table(shares, ["threshold", "total", "uncached"]))

@@ -6,8 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
-import numpy as np
-
 from planner.commands.arguments import MOST
 from planner.commands.capacity.options import options_of
 from planner.commands.rendering.progress import busy, watched
@@ -17,7 +15,8 @@ from planner.errors import InputError
 from planner.model.fitting import workload_of
 from planner.model.reading import GBPS, SECONDS, SHARE, Range, named, read_columns
 from planner.model.site import BYTES_PER_S_PER_GBPS, Site, load_site
-from planner.model.workload import Trace, read_trace
+from planner.model.traces import read_requests
+from planner.model.workload import Trace
 from planner.simulator.policies import Estimates
 from planner.simulator.scenario import FlipTimes, Outage, Scenario
 from planner.simulator.trials.hits import hits_of
@@ -55,14 +54,19 @@ def trial_of(args: argparse.Namespace) -> Trial:
         estimates=Estimates(args.estimates),
         controller=controller,
         capacity=_link_trace(args.link_trace) if args.link_trace else None,
-        outages=[
-            *(_outage("link-down", text, 2) for text in args.link_down),
-            *(_outage("link-thin", text, 3) for text in args.link_thin),
-        ],
+        outages=outages_of(args),
         flips=_flips(args),
         ttft_s=args.ttft,
         tbt_s=args.tbt,
     )
+
+
+def outages_of(args: argparse.Namespace) -> list[Outage]:
+    """When links are down or thin."""
+    return [
+        *(_outage("link-down", text, 2) for text in args.link_down),
+        *(_outage("link-thin", text, 3) for text in args.link_thin),
+    ]
 
 
 def _link_trace(path: Path) -> list[tuple[float, float]]:
@@ -97,7 +101,7 @@ def trace_of(args: argparse.Namespace) -> Trace | None:
     """The trace, or as much of it as was asked for."""
     if args.trace is None:
         return None
-    trace = read_trace(args.trace)
+    trace = read_requests(args.trace, args.begin_within)
     return trace if args.requests is None else trace.head(args.requests)
 
 
@@ -106,7 +110,7 @@ def site_for_trial(args: argparse.Namespace, trace: Trace | None) -> Site:
     site = load_site(args.config, args.workload)
     if trace is None or args.workload:
         return site
-    hits = hits_of(trace) if not args.no_cache_in_plan else np.zeros(len(trace))
+    hits = hits_of(trace) if not args.no_cache_in_plan else None
     return replace(site, workload=workload_of(trace, hits))
 
 
@@ -130,6 +134,28 @@ def _settle_fleet(args: argparse.Namespace, site: Site) -> tuple[Site, TrialSett
 
 
 def source_of(args: argparse.Namespace, site: Site, trace: Trace | None, limit: float) -> Source:
+    return disturbed(args, _source_of(args, site, trace, limit))
+
+
+def disturbed(args: argparse.Namespace, source: Source) -> Source:
+    """The same requests; raises InputError for an outage that would begin after the last of them."""
+    outages = outages_of(args)
+
+    def checked(seed: int) -> Trace:
+        trace = source(seed)
+        last_s = float(trace.arrival_s[-1]) if len(trace) else 0.0
+        for outage in outages:
+            if outage.from_s > last_s:
+                raise InputError(
+                    f"link-down or link-thin from {outage.from_s:g} s: the last request comes at {last_s:.6g} s; "
+                    "begin it earlier, or send more requests"
+                )
+        return trace
+
+    return checked if outages else source
+
+
+def _source_of(args: argparse.Namespace, site: Site, trace: Trace | None, limit: float) -> Source:
     if trace is not None:
         return from_trace(trace, args.rate_scale)
     if args.day:

@@ -22,12 +22,19 @@ def finite_cache_hits(trace: Trace, kv: KvSize, cache_gb: float) -> Floats:
     return hits
 
 
-def hits_of(trace: Trace, kv: KvSize | None = None, cache_gb: float | None = None) -> Floats:
-    """Cached tokens per request: from a finite pool, as logged, or with a cache that never evicts."""
-    if trace.cached_tokens is not None and (cache_gb is None or trace.blocks is None):
-        return trace.cached_tokens
+def hits_of(trace: Trace, kv: KvSize | None = None, cache_gb: float | None = None) -> Floats | None:
+    """Cached tokens per request: from a finite pool, as logged, or with a cache that never evicts.
+
+    None where nothing is known of them: the trace names no blocks. Raises InputError if a pool is asked for all the same.
+    """
     if cache_gb is None:
-        return infinite_cache_hits(trace)
+        if trace.cached_tokens is not None:
+            return trace.cached_tokens
+        return infinite_cache_hits(trace) if trace.blocks is not None else None
+    if trace.blocks is None:
+        raise InputError(
+            f"cache_gb={cache_gb:g}: the trace names no blocks (hash_ids): what a cache finds is not known"
+        )
     if kv is None:
         raise InputError("cache_gb: a finite cache needs a site file (-c) for S_kv")
     return finite_cache_hits(trace, kv, cache_gb)

@@ -94,7 +94,7 @@ def anything(rng, folder):
                 "whatif": ["--sweep"],
             }[command]
             option = rng.choice(options)
-            extra = [f"{option}={rng.choice(['n_pd=', 'decode=', '']) if option == '--sweep' else ''}{value}"]
+            extra = [f"{option}={rng.choice(['n_pd=', 'decode_rate=', '']) if option == '--sweep' else ''}{value}"]
     config = written(folder, site, profile)
     trace = folder / rng.choice(["t.jsonl", "t.csv", "requests-1.jsonl"])
     trace.write_bytes(spoiled_bytes(rng, jsonl(rows if isinstance(rows, list) else [rows]).encode()))
