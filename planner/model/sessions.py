@@ -17,13 +17,14 @@ from typing import Any, Final
 
 import numpy as np
 
-from planner.model.reading import SECONDS, TOKENS, Range, json_rows, named, number, open_text, placed
+from planner.model.reading import SECONDS, Range, json_rows, named, number, open_text, placed
 from planner.model.workload import Trace
 from transport.control.settings import SettingsError, require
 
 BLOCK_TOKENS: Final = 512  # of a trace: eight of the file's
 MERGED: Final = 8
 SMALL_TOKENS: Final = BLOCK_TOKENS // MERGED
+PROMPT: Final = Range(0, 1e7, "tokens")  # each block of a prompt is named
 THINK: Final = Range(-SECONDS.high, SECONDS.high, "seconds")  # below 0 where clocks differed: at once
 
 
@@ -65,7 +66,7 @@ class _Reader:
         self._names: dict[tuple[Any, ...], int] = {}
 
     def add(self, row: dict[str, Any]) -> None:
-        prompt, output = (int(number(row, key, TOKENS)) for key in ("input_length", "output_length"))
+        prompt, output = (int(number(row, key, PROMPT)) for key in ("input_length", "output_length"))
         small = [block for first, count in _runs(row, prompt) for block in range(first, first + count)]
         names: list[int] = []
         for at in range(0, len(small) - MERGED + 1, MERGED):

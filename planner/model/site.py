@@ -40,6 +40,9 @@ WEIGHT_SLACK: Final = 1e-6  # by which the weights of a fitted workload may miss
 class Cluster:
     """`instances` engines of one kind of hardware. Cache and fetch rate are per instance; prices per instance.
 
+    Of a cluster that says no `cache_gb` caches never evict, and one that says no `fetch_gbps` moves prefixes as fast as gateways
+    suppose; `--ideal` takes both for 0.
+
     `home_share` is the part of all requests whose gateway decodes in this PD cluster; where no cluster has one, load decides.
     """
 
@@ -48,16 +51,18 @@ class Cluster:
     hardware: str
     instances: int
     price_per_hour: float = 0.0
-    cache_gb: float = 0.0
-    fetch_gbps: float = 0.0
+    cache_gb: float | None = None
+    fetch_gbps: float | None = None
     home_share: float = 0.0
     provenance: str = ""
 
     def __post_init__(self) -> None:
         INSTANCES.of("instances", self.instances)
         PRICE.of("price_per_hour", self.price_per_hour)
-        CACHE.of("cache_gb", self.cache_gb)
-        GBPS.of("fetch_gbps", self.fetch_gbps)
+        if self.cache_gb is not None:
+            CACHE.of("cache_gb", self.cache_gb)
+        if self.fetch_gbps is not None:
+            GBPS.of("fetch_gbps", self.fetch_gbps)
         SHARE.of("home_share", self.home_share)
 
 
@@ -108,8 +113,9 @@ class Workload:
     """What is asked: uncached prompt lengths, mean answer length, and where they come from.
 
     `slices` are other weeks or tenants that a robust plan must serve as well. `hit_ratio` is the share of prompt tokens
-    that was taken out of the lengths as cached; None when it is not known. `longest_prompt_tokens` counts what is cached, too:
-    attention reaches back over all of it.
+    that was taken out of the lengths as cached; None when it is not known. `caches_gb` are the caches of a node that they were
+    taken out by, by PD cluster (None: never evicts); without it, by blocks seen before. `longest_prompt_tokens` counts what
+    is cached, too: attention reaches back over all of it.
     """
 
     name: str
@@ -117,6 +123,7 @@ class Workload:
     output_tokens: float
     rate_req_per_s: float | None = None
     hit_ratio: float | None = None
+    caches_gb: Mapping[str, float | None] | None = None
     longest_prompt_tokens: float | None = None
     slices: tuple[Lengths, ...] = ()
     provenance: str = ""
@@ -286,6 +293,7 @@ def parse_site(table: Mapping[str, Any], folder: Path) -> Site:
             name: build(Deployment, entry, f"[deployments.{name}]") for name, entry in document.deployments.items()
         },
     )
+    _check_caches(site)
     for text in site.provenances().values():
         provenance_kind(text)
     for name, deployment in site.deployments.items():
@@ -383,9 +391,33 @@ def read_fitted(path: Path) -> Workload:
             output_tokens=TOKENS.above_low("output_tokens_mean", table.get("output_tokens_mean")),
             rate_req_per_s=None if rate is None else RATE.above_low("rate_req_per_s", rate),
             hit_ratio=None if table.get("hit_ratio", 0) is None else number(table, "hit_ratio", SHARE),
+            caches_gb=_caches(table),
             longest_prompt_tokens=_longest(table),
             provenance=str(texts["provenance"]),
         )
+
+
+def _caches(table: Mapping[str, Any]) -> dict[str, float | None] | None:
+    if "caches_gb" not in table:
+        return None
+    with placed("caches_gb"):
+        said = require_table(table["caches_gb"], "caches_gb")
+        return {name: None if size is None else CACHE.of(name, size) for name, size in said.items()}
+
+
+def _check_caches(site: Site) -> None:
+    """A fitted workload has been fitted for the caches that the site has. Raises InputError."""
+    workload = site.workload
+    if not workload.hit_ratio:
+        return
+    for cluster in site.of_kind(ClusterKind.PD):
+        fitted = None if workload.caches_gb is None else workload.caches_gb.get(cluster.name)
+        if fitted != cluster.cache_gb:
+            sizes = [f"{size:g} GB" if size is not None else "no end" for size in (fitted, cluster.cache_gb)]
+            raise InputError(
+                f"workload {workload.name}: fitted for a cache of {sizes[0]} per node, cluster {cluster.name!r} has one of "
+                f"{sizes[1]} (cache_gb): fit the trace again with -c and this site"
+            )
 
 
 def _longest(table: Mapping[str, Any]) -> float | None:

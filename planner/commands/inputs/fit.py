@@ -4,20 +4,26 @@ import argparse
 
 from planner.commands.rendering.output import emit, write
 from planner.commands.rendering.text import table
+from planner.decisions.views import ClusterKind
 from planner.model.fitting import fit, fit_metrics
 from planner.model.reading import named, read_text
 from planner.model.site import load_site
 from planner.model.traces import read_requests
-from planner.simulator.trials.hits import hits_of
+from planner.simulator.trials.hits import hits_of, pd_hits
 
 
 def run(args: argparse.Namespace) -> int:
     if args.metrics:
         return _from_metrics(args)
     trace = read_requests(args.trace, args.begin_within)
-    kv = load_site(args.config).profile.kv_size() if args.config else None
-    hits = None if args.tokens == "total" else hits_of(trace, kv, args.cache_gb)
+    site = load_site(args.config) if args.config else None
+    hits = None
+    if args.tokens != "total":
+        hits = hits_of(trace, None, args.cache_gb) if site is None else pd_hits(trace, site, args.cache_gb)
     result = fit(trace, hits)
+    if site is not None and hits is not None:
+        pds = site.of_kind(ClusterKind.PD)
+        result["caches_gb"] = {each.name: each.cache_gb if args.cache_gb is None else args.cache_gb for each in pds}
     if args.output:
         write(args.output, result)
     if args.json:

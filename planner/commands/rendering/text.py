@@ -87,7 +87,10 @@ def _judgement(plan: Plan) -> list[str]:
     if plan.num_prfaas and high - low > 2:
         lines.append(f"Any t in [{tokens(low)}, {tokens(high)}) is as good; this one sends least over the link")
     if plan.lambda_slo is not None:
-        lines.append(f"Rate that meets the P90 TTFT target, queues included: {plan.lambda_slo:.3f} req/s")
+        lines.append(
+            f"Rate that meets the P90 TTFT target, queues included: {plan.lambda_slo:.3f} req/s, if nodes are chosen by "
+            "their true queues; saturate says what learned ones leave of it"
+        )
     if plan.alternative is not None:
         other = plan.alternative
         lines.append(

@@ -19,8 +19,9 @@ from planner.model.traces import read_requests
 from planner.model.workload import Trace
 from planner.simulator.policies import Estimates
 from planner.simulator.scenario import FlipTimes, Outage, Scenario
-from planner.simulator.trials.hits import hits_of
+from planner.simulator.trials.hits import hits_of, pd_hits
 from planner.simulator.trials.trial import (
+    DEPLOYED_TRIAL,
     Source,
     Trial,
     TrialSetting,
@@ -42,14 +43,19 @@ REQUESTS: Final = 20_000  # made up where there is no trace
 
 def trial_of(args: argparse.Namespace) -> Trial:
     controller = ControllerConfig(rule=SplitRule(args.controller), tick_s=args.tick) if args.controller else None
-    return Trial(
+    base = Trial() if args.ideal else DEPLOYED_TRIAL
+    asked = {
+        "cache_gb": args.cache_gb,
+        "fetch_gbps": args.fetch_gbps,
+        "eviction": args.eviction,
+        "tail_share": args.tail_share,
+        "increment_tokens": args.increment,
+    }
+    return replace(
+        base,
+        **{name: value for name, value in asked.items() if value is not None},
         placer=args.placement,
         admission=AdmissionPolicy(args.admission),
-        cache_gb=args.cache_gb,
-        fetch_gbps=args.fetch_gbps,
-        eviction=args.eviction,
-        tail_share=args.tail_share,
-        increment_tokens=args.increment,
         cross_cluster_cache=args.cross_cluster_cache,
         estimates=Estimates(args.estimates),
         controller=controller,
@@ -61,12 +67,12 @@ def trial_of(args: argparse.Namespace) -> Trial:
     )
 
 
-def outages_of(args: argparse.Namespace) -> list[Outage]:
+def outages_of(args: argparse.Namespace) -> tuple[Outage, ...]:
     """When links are down or thin."""
-    return [
+    return (
         *(_outage("link-down", text, 2) for text in args.link_down),
         *(_outage("link-thin", text, 3) for text in args.link_thin),
-    ]
+    )
 
 
 def _link_trace(path: Path) -> list[tuple[float, float]]:
@@ -110,7 +116,9 @@ def site_for_trial(args: argparse.Namespace, trace: Trace | None) -> Site:
     site = load_site(args.config, args.workload)
     if trace is None or args.workload:
         return site
-    hits = hits_of(trace) if not args.no_cache_in_plan else None
+    if args.no_cache_in_plan:
+        return replace(site, workload=workload_of(trace, None))
+    hits = hits_of(trace) if args.ideal else pd_hits(trace, site, args.cache_gb)
     return replace(site, workload=workload_of(trace, hits))
 
 

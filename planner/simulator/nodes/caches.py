@@ -18,6 +18,8 @@ from planner.decisions.views import room_beside
 from planner.errors import InputError
 from planner.model.profile import KvSize
 
+STATES: Final = 3  # that a prompt leaves: where it branches off, where it ends, where its answer does
+MOST_AT_ONCE: Final = 64  # prompts with blocks of their own for a while
 MOST_PAGES: Final = 30_000_000  # of all nodes: a list of the free ones takes 36 B each
 
 
@@ -48,6 +50,16 @@ def pages_within(layout: ModelLayout, capacity_bytes: float) -> int:
             f"caches of {capacity_bytes / 1e9:g} GB over all nodes: at most {most_gb:,.0f} GB of this model are simulated"
         )
     return max(1, int(pages))
+
+
+def endless_bytes(layout: ModelLayout, blocks: Sequence[Sequence[int]]) -> float:
+    """The size of a cache that never evicts while it serves prompts of these blocks: each once, and the states of each prompt."""
+    distinct = len({block for ids in blocks for block in ids})
+    longest = max((len(ids) for ids in blocks), default=0)
+    per_block = sum(layout.pages_per_block(group) for group in (*layout.full_groups, *layout.window_groups))
+    per_state = sum(layout.pages_per_block(group) for group in layout.state_groups)
+    pages = (distinct + MOST_AT_ONCE * longest) * per_block + STATES * (len(blocks) + MOST_AT_ONCE) * per_state
+    return float(pages * layout.page_bytes)
 
 
 class NodeCache:

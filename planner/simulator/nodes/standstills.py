@@ -14,6 +14,9 @@ class Standstills:
         self._began_at = 0.0
         self._drop_at = LEAST_KEPT
 
+    def __len__(self) -> int:
+        return len(self._times)
+
     def begin(self, now: float) -> None:
         self._began_at = now
 

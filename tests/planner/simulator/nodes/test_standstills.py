@@ -22,6 +22,6 @@ def test_what_no_request_has_seen_is_forgotten():
     for at in range(3 * LEAST_KEPT):
         stands.begin(float(at))
         stands.end(at + 0.5, [at - 2.0])
-    assert len(stands._times) <= LEAST_KEPT + 4
+    assert len(stands) <= LEAST_KEPT + 4
     stands.end(1e9, [])
     assert stands.longest_s(0.0, 5.0) == 0.0
