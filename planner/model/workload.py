@@ -226,7 +226,8 @@ def _parse(row: Mapping[str, Any]) -> _Row | None:
     if "arrived_s" in row:
         return _parse_logged(row)
     if "timestamp" not in row:
-        raise SettingsError(f"fields {', '.join(list(row)[:8]) or 'none'}: no shape that is known; known are {SHAPES}")
+        fields = ", ".join(str(key) for key in list(row)[:8]) or "none"
+        raise SettingsError(f"fields {fields}: no shape that is known; known are {SHAPES}")
     unit, per_s = (SECONDS, 1.0) if "chat_id" in row else (MILLISECONDS, 1e3)
     arrived_s = number(row, "timestamp", unit) / per_s
     return _Row(arrived_s, number(row, "input_length", TOKENS), number(row, "output_length", TOKENS), _ids(row))

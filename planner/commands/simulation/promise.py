@@ -17,9 +17,17 @@ WHYS: Final = {
 }
 
 
-def promised(plan: Plan, report: Mapping[str, Any], rate: float) -> list[dict[str, Any]]:
+def promised(
+    plan: Plan, report: Mapping[str, Any], rate: float, planned_hit_ratio: float | None
+) -> list[dict[str, Any]]:
     """What a plan promises at a rate, and what was simulated. Without TTFT where the plan would not carry the rate."""
     return [
+        {
+            "": "found cached",
+            "plan": planned_hit_ratio,
+            "simulated": report["hit_ratio"],
+            "why": _cached(planned_hit_ratio, report["hit_ratio"]),
+        },
         {
             "": "offloaded",
             "plan": plan.offload_fraction,
@@ -40,6 +48,14 @@ def promised(plan: Plan, report: Mapping[str, Any], rate: float) -> list[dict[st
         },
         {"": "TTFT P90, s", "plan": plan.asked_ttft_p90_s, "simulated": report["ttft_p90_s"], "why": ""},
     ]
+
+
+def _cached(planned: float | None, simulated: float) -> str:
+    if not planned or simulated >= planned - LEAST_SHARE:
+        return ""
+    if not simulated:
+        return "simulated nodes cache nothing: whole prompts are compared with t, and computed"
+    return "plans have one cache per PD cluster, with the answers' blocks; nodes have their own"
 
 
 def _routed(report: Mapping[str, Any]) -> str:
