@@ -131,6 +131,7 @@ class ConsoleSnapshots:
 
     def __init__(
         self,
+        *,
         config: GatewayConfig,
         clusters: Clusters,
         links: ClusterLinks,

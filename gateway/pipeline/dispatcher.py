@@ -103,6 +103,7 @@ class Dispatcher:
 
     def __init__(
         self,
+        *,
         clusters: Clusters,
         decider: Router,
         reservations: DecodeReservations,

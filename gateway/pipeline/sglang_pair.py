@@ -47,6 +47,7 @@ class Pairing:
 
     def __init__(
         self,
+        *,
         clusters: Clusters,
         links: ClusterLinks,
         legs: Legs,

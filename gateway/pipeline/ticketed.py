@@ -67,6 +67,7 @@ class TicketedRunner:
 
     def __init__(
         self,
+        *,
         clusters: Clusters,
         links: ClusterLinks,
         legs: Legs,

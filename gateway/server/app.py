@@ -68,6 +68,7 @@ class GenerationEndpoint:
 
     def __init__(
         self,
+        *,
         config: GatewayConfig,
         rooms: Pipeline,
         clusters: Clusters,
@@ -95,6 +96,11 @@ class GenerationEndpoint:
         self._boot = uuid.uuid4().hex[:12]
         self._numbers = itertools.count(1)
         self.visits = InflightRequests()
+
+    def configure(self, config: GatewayConfig) -> None:
+        """Other classes, tenants and operators from now on."""
+        self.classes = Classes(config.classes, config.admission.default_class)
+        self.keyring.configure(config.tenants, config.operator_keys)
 
     def next_id(self) -> str:
         """An id that no other request of any gateway has."""

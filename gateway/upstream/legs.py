@@ -22,7 +22,7 @@ from gateway.api.openai import NOT_JSON
 from gateway.api.sse import DATA, ERROR
 from gateway.cluster.node import ClusterNode
 from gateway.cluster.prefill_outcome import PrefillOutcome
-from gateway.config.gateway import Timeouts
+from gateway.config.gateway import GatewayConfig, Timeouts
 from gateway.errors import DecodeFailed, LegFailed, NodeFailure, PrefillFailed
 from gateway.request.request import Request
 from gateway.upstream.http1 import NODE_SILENT, EngineAnswer
@@ -124,9 +124,9 @@ class Legs:
         self._clock = clock
         self._pool = EnginePool(LEGS * max_in_flight, timeouts.connect_s, KEEP_ALIVE_S)
 
-    def serve(self, max_in_flight: int) -> None:
-        """As many connections from now on as so many requests take."""
-        self._pool.resize(LEGS * max_in_flight)
+    def configure(self, config: GatewayConfig) -> None:
+        """As many connections from now on as its requests take."""
+        self._pool.resize(LEGS * config.max_in_flight)
 
     def close(self) -> None:
         self._pool.close()
