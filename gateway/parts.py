@@ -19,6 +19,7 @@ from gateway.cluster.registry import Clusters, NodeTimes
 from gateway.config.gateway import GatewayConfig, Strangers
 from gateway.errors import GatewayConfigError
 from gateway.http.body import BodyReceiver
+from gateway.pipeline.attempt import LegRunner
 from gateway.pipeline.dispatcher import Dispatcher
 from gateway.pipeline.engine_render import EngineReadings
 from gateway.pipeline.relay import Relay
@@ -260,33 +261,21 @@ def build_pipeline(
         share=config.retry_share,
         least=config.least_retries / seat.workers,
     )
+    run = LegRunner(
+        clusters=clusters,
+        links=seen.links,
+        legs=seen.legs,
+        decider=router,
+        accounts=accounts,
+        tasks=tasks.requests,
+        retries=retries,
+    )
     dispatcher = Dispatcher(
         clusters=clusters,
         decider=router,
         reservations=DecodeReservations(clusters, accounts, tasks.afterwards, clock, config.timeouts.reservation_ttl_s),
-        runner=TicketedRunner(
-            clusters=clusters,
-            links=seen.links,
-            legs=seen.legs,
-            moves=routing.moves,
-            decider=router,
-            refusals=seen.refusals,
-            accounts=accounts,
-            tasks=tasks.requests,
-            retries=retries,
-            room_s=config.timeouts.room_s,
-        ),
-        pairing=Pairing(
-            clusters=clusters,
-            links=seen.links,
-            legs=seen.legs,
-            decider=router,
-            refusals=seen.refusals,
-            accounts=accounts,
-            tasks=tasks.requests,
-            retries=retries,
-            draw=secrets.randbits,
-        ),
+        runner=TicketedRunner(run, moves=routing.moves, refusals=seen.refusals, room_s=config.timeouts.room_s),
+        pairing=Pairing(run, refusals=seen.refusals, draw=secrets.randbits),
         reader=reader,
         engine_readings=engine_readings,
         accounts=accounts,

@@ -38,11 +38,12 @@ from gateway.errors import (
     ShapeKillsEngines,
     Unavailable,
 )
+from gateway.pipeline.attempt import Attempt
 from gateway.pipeline.engine_render import EngineReadings
 from gateway.pipeline.reservations import DecodeReservations
 from gateway.pipeline.retries import Retries
 from gateway.pipeline.sglang_pair import Pairing
-from gateway.pipeline.ticketed import Attempt, TicketedRunner
+from gateway.pipeline.ticketed import TicketedRunner
 from gateway.prompt.reader import PromptReader
 from gateway.request.fingerprint import RequestShape, shape_of
 from gateway.request.request import Request

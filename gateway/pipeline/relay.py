@@ -5,20 +5,19 @@ Should the node fail in the middle of a stream, another one goes on where the cl
 whatever the error.
 """
 
-import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Final, Protocol
 
 from aiohttp import web
 
 from gateway.api.sse import DONE, ERROR
-from gateway.api.usage import MARK, RECOMPUTED, UsagePatch, completion_tokens, with_cached_tokens, with_details
+from gateway.api.usage import MARK, RECOMPUTED, Details, UsagePatch, completion_tokens, with_cached_tokens, with_details
 from gateway.errors import ApiError, DecodeFailed, LegFailed
 from gateway.http.response import Date, Reply
+from gateway.pipeline.attempt import Attempt
 from gateway.pipeline.dispatcher import Answering
 from gateway.pipeline.fanout import AnswerListener, PartReply
 from gateway.pipeline.stream_resume import MAX_TOLD_BYTES, StreamResume, names_tokens, why_not
-from gateway.pipeline.ticketed import Attempt
 from gateway.request.request import BrokenOff, Request
 from gateway.request.request import cached_tokens as known_cached_tokens
 from gateway.tasks import TaskSet
@@ -68,16 +67,20 @@ class Relay:
         return Reply(listener, status, headers, self._date, length)
 
     async def send(
-        self, listener: web.Request | AnswerListener, request: Request, answering: Answering
+        self,
+        listener: web.Request | AnswerListener,
+        request: Request,
+        answering: Answering,
+        details: Details | None = None,
     ) -> web.StreamResponse:
-        """Relays all of the answer."""
+        """Relays all of the answer; `details` is what its usage says of prefixes that are to be kept."""
         attempt = answering.attempt
         answer = attempt.answer
         self._accounts.notice_recompute(request, answer.first)
         if answer.status == 200 and request.call.stream:
-            return await self._stream(listener, request, answering, _headers(request, attempt))
+            return await self._stream(listener, request, answering, details)
         request.completion_tokens = completion_tokens(answer.first)  # whether its client waits for the rest or not
-        body = answer.first if answer.status != 200 else await self._whole(request, attempt)
+        body = answer.first if answer.status != 200 else await self._whole(attempt, details)
         headers = _headers(request, attempt)
         if request.telling is not None:
             body = request.telling.whole(answer.status, body)
@@ -89,16 +92,20 @@ class Relay:
         await self._end(reply, request, body[last:])
         return reply
 
-    async def _whole(self, request: Request, attempt: Attempt) -> bytes:
+    async def _whole(self, attempt: Attempt, details: Details | None) -> bytes:
         body, cached = attempt.answer.first, await cached_tokens(attempt)
-        if request.details is None:
+        if details is None:
             return with_cached_tokens(body, cached)
-        return await with_details(body, cached, request.details)
+        return await with_details(body, cached, details)
 
     async def _stream(
-        self, listener: web.Request | AnswerListener, request: Request, answering: Answering, headers: dict[str, str]
+        self,
+        listener: web.Request | AnswerListener,
+        request: Request,
+        answering: Answering,
+        details: Details | None,
     ) -> web.StreamResponse:
-        headers |= {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        headers = _headers(request, answering.attempt) | {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         reply = self._reply_to(listener, 200, headers)
 
         def probe() -> None:
@@ -108,7 +115,7 @@ class Relay:
 
         reply.probed_by(probe)
         try:
-            await pass_on(self._telling(request, answering), reply, request, self._clock)
+            await pass_on(self._telling(request, answering, details), reply, request, self._clock)
         except DecodeFailed as error:
             self._tell(reply, request, 502, f"The decode node failed: {error.reason}.", error.reason, error)
         except ApiError as error:  # what the engine says makes no sense in the client's dialect
@@ -142,9 +149,9 @@ class Relay:
         request.writing_since = None
         self._accounts.relayed(request)
 
-    def _telling(self, request: Request, answering: Answering) -> Read:
+    def _telling(self, request: Request, answering: Answering, details: Details | None) -> Read:
         """Reads the answer in the client's dialect."""
-        read, telling = self._reading(request, answering), request.telling
+        read, telling = self._reading(request, answering, details), request.telling
         if telling is None:
             return read
 
@@ -158,7 +165,7 @@ class Relay:
 
         return told
 
-    def _reading(self, request: Request, answering: Answering) -> Read:
+    def _reading(self, request: Request, answering: Answering, details: Details | None) -> Read:
         """Reads the answer from its first byte; what the client should not be the only one to learn is noticed."""
         attempt = answering.attempt
         read: Read = self._uncontinued(request, attempt)
@@ -166,7 +173,7 @@ class Relay:
             read = _Continued(request, answering, self._accounts, self._clock).read
         if not request.call.options.wants_usage:
             return read
-        return UsagePatch(read, lambda: cached_tokens(attempt), request.details).read
+        return UsagePatch(read, lambda: cached_tokens(attempt), details).read
 
     def _uncontinued(self, request: Request, attempt: Attempt) -> Read:
         """Reads an answer that ends with its engine."""
@@ -312,12 +319,7 @@ async def cached_tokens(attempt: Attempt) -> int | None:
     """What the prefill reused, or None when the decode node knows better."""
     if attempt.delivery is None:
         return None
-    delivery = attempt.delivery
-    if not delivery.done():
-        await asyncio.wait([delivery], timeout=OUTCOME_WAIT_S)
-    if not delivery.done() or delivery.cancelled() or delivery.exception() is not None:
-        return None
-    outcome = delivery.result()
+    outcome = await attempt.delivery.outcome(OUTCOME_WAIT_S)
     return outcome.cached_tokens if outcome else None
 
 

@@ -6,7 +6,6 @@ import msgspec
 
 from gateway.api.dialects.translator import ResponseTranslator
 from gateway.api.openai import Call
-from gateway.api.usage import Details
 from gateway.auth.keyring import EVERYBODY, Tenant
 from gateway.cluster.node import ClusterNode
 from gateway.cluster.prefill_outcome import PrefillOutcome
@@ -133,7 +132,6 @@ class Request:
     reading: Reading = Reading.OWN  # by whom
     token_ids: msgspec.Raw | None = field(default=None, repr=False)  # as JSON, where an engine has read it
     first_prompt: Prompt | None = None  # the client's, once `prompt` goes on with what has been answered
-    details: Details | None = field(default=None, repr=False)  # what its usage says of prefixes that are to be kept
     is_recomputed: bool = False  # the decode node computed a prompt whose KVCache should have come
 
     def forget_prefill(self) -> None:

@@ -319,8 +319,8 @@ class GenerationEndpoint:
             request.kept_bytes = self.config.kept_answer_bytes
         try:
             async with self.rooms.dispatcher.answered(request) as answering:
-                self.contexts.begin(request, answering.attempt)
-                response = await self.rooms.relay.send(listener, request, answering)
+                details = self.contexts.begin(request, answering.attempt)
+                response = await self.rooms.relay.send(listener, request, answering, details)
                 status, error, code = response.status, "", "none"
                 await settle(request, answering.attempt)
             return response
