@@ -72,6 +72,7 @@ class RunningGateway:
     refusals: SloGate
     line: WaitingLine
     clusters: Clusters
+    links: ClusterLinks
     replicas: Replicas | None
     reloads: Reloads
     url: str = ""
@@ -167,6 +168,7 @@ async def running(
             refusals=seen.refusals,
             line=pipeline.line,
             clusters=seen.clusters,
+            links=seen.links,
             replicas=routing.replicas,
             reloads=reloads,
         )

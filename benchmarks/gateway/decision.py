@@ -32,7 +32,7 @@ from gateway.cluster.links import ClusterLinks
 from gateway.cluster.registry import Clusters
 from gateway.config.gateway import GatewayConfig, NodeAddress
 from gateway.prompt.prompt import Prompt
-from gateway.request.request import Request, Timeline
+from gateway.request.request import Progress, Request, Timeline
 from gateway.routing.router import Router
 from gateway.tasks import TaskSet
 from hybrid_cache.cache.events import BlocksStored, Medium
@@ -171,9 +171,9 @@ def request_of(hashes: Sequence[bytes], clusters: Clusters, number: int) -> Requ
         id=f"r{number}",
         leg_id=f"r{number}",
         call=call,
-        prompt=prompt,
+        asked=prompt,
         served=clusters.served,
-        timeline=Timeline(time.monotonic()),
+        progress=Progress(Timeline(time.monotonic())),
         service=PROMISED,
     )
 
@@ -228,7 +228,7 @@ def teach(cost: LearnedCost, steps: LearnedSteps, clusters: Clusters, rng: rando
 
 
 def decide(line: WaitingLine, decider: Router, refusals: SloGate, request: Request) -> None:
-    with line.place(request.service, request.timeline.arrived):
+    with line.place(request.service, request.progress.timeline.arrived):
         refusals.check(request, decider.route(request))
 
 

@@ -1,7 +1,7 @@
 """An attempt: a prefill and a decode leg at once. What they have in common, by tickets or by rooms."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Collection, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +19,7 @@ from gateway.tasks import TaskSet
 from gateway.telemetry.recorder import RequestRecorder
 from gateway.upstream.legs import DecodeAnswer, Legs
 from planner.decisions.failures.retries import FailedStage, FailureKind, Next, may_have_died, tries_of
+from planner.decisions.routing.offload import Route
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +63,8 @@ class LegRunner:
     async def decode(self, request: Request, node: ClusterNode, leg: Awaitable[DecodeAnswer]) -> DecodeAnswer:
         """The answer of `leg`, which `node` has begun. Raises DecodeFailed."""
         async with self._noting_death(request, node):
-            return await leg
+            with self.accounts.leg(request):
+                return await leg
 
     async def prefill(
         self, request: Request, node: ClusterNode, decode: ClusterNode, leg: Awaitable[PrefillOutcome]
@@ -71,7 +73,8 @@ class LegRunner:
         receiver = decode.engine
         async with self._noting_death(request, node):
             try:
-                outcome = await leg
+                with self.accounts.leg(request):
+                    outcome = await leg
             except PrefillFailed as error:
                 if is_path_failure(error.reason, node, decode, receiver):
                     self.links.failed(node, decode)
@@ -88,8 +91,13 @@ class LegRunner:
         tries = tries_of(failed.values())
         rule = self.retries.rule_after(request, FailedStage.PREFILL, node_id, failed[node_id], tries)
         if rule.next is Next.REFUSE:
-            raise KillsEngines(request.deaths)
+            raise KillsEngines(request.progress.deaths)
         return rule.next
+
+    def other_prefill(self, request: Request, chosen: Route, failed: Collection[str]) -> Route | None:
+        """Another node to prefill for the decode node of `chosen`, by the plan that is followed now."""
+        self.accounts.decides(request, self.decider.plan_version)
+        return self.decider.other_prefill(request, chosen, failed)
 
     @asynccontextmanager
     async def _noting_death(self, request: Request, node: ClusterNode) -> AsyncIterator[None]:
@@ -100,7 +108,7 @@ class LegRunner:
         except (DecodeFailed, PrefillFailed) as error:
             if not may_have_died(error.reason) or not await self.clusters.has_died(node, engine):
                 raise
-            request.deaths.append(node.id)
+            self.accounts.died(request, node)
             raise type(error)(node.id, "engine_died") from error
 
 

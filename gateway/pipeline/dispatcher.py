@@ -18,7 +18,7 @@ of its prompt (`gateway.pipeline.stream_resume`).
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 
@@ -93,7 +93,7 @@ class Answering:
     async def go_on(self, answered: list[int], error: DecodeFailed) -> None:
         """Has another decode node go on after the tokens `answered` so far. Raises ApiError."""
         failed, request = self.attempt, self._request
-        if adds_enough(len(answered), len(request.answered)):
+        if adds_enough(len(answered), len(request.progress.answered)):
             self._tried = Tried()
         await self._held.aclose()
         self.attempt = await self._dispatcher.rest(request, answered, failed, error, self._tried, self._held)
@@ -145,7 +145,7 @@ class Dispatcher:
         if wait_s := self._poison.let_in(shape, self._clock()):
             raise ShapeKillsEngines(str(shape), wait_s)
         async with AsyncExitStack() as all_held, AsyncExitStack() as held:
-            all_held.callback(self._refusals.left, request)
+            all_held.callback(lambda: self._accounts.unheard(request, self._refusals.left(request)))
             all_held.callback(self._judge, request, shape)
             attempt = await self._first_answer(request, held)
             self._accounts.answering(request, attempt.answer.status)
@@ -157,22 +157,27 @@ class Dispatcher:
 
     def _judge(self, request: Request, shape: RequestShape) -> None:
         """After a request, however it ended: what the engines that died under it say of its kind."""
-        if len(request.deaths) < MAX_DEATHS:
+        if len(request.progress.deaths) < MAX_DEATHS:
             self._poison.ended(shape, self._clock())
         elif not request.is_served:
             self._accounts.killed_engines(request, str(shape), self._poison.killed(shape, self._clock()))
 
+    def _route(self, request: Request, exclude: Collection[str] = ()) -> Route:
+        """Where it goes now, leaving the nodes of `exclude` out. Raises Unavailable."""
+        self._accounts.decides(request, self._decider.plan_version)
+        return self._decider.route(request, exclude)
+
     async def _first_answer(self, request: Request, held: AsyncExitStack) -> Attempt:
         """The first attempt whose decode node answers; what it holds is handed to `held`."""
         share = request.tenant.share
-        place = held.enter_context(self._line.place(request.service, request.timeline.arrived, share))
-        chosen = self._decider.route(request)
+        place = held.enter_context(self._line.place(request.service, request.progress.timeline.arrived, share))
+        chosen = self._route(request)
         place.tokens = chosen.uncached_tokens
         self._accounts.asked(chosen)
         if chosen.prefill_node and self._line.must_wait(request.service, share):
             self._refusals.check(request, chosen, self._line.expected_s(request.service, share))
             await place.wait()
-            chosen = self._decider.route(request)
+            chosen = self._route(request)
         self._refusals.check(request, chosen)
         self._refusals.accepted(request, chosen)
         self._retries.begins(request)
@@ -200,13 +205,14 @@ class Dispatcher:
                 _, prompt = await self._reader.read(
                     call.endpoint, call.body({}), model, memory, answered, request.tenant.share
                 )
-        request.first_prompt = request.asked
-        request.prompt, request.answered = prompt, answered
+        self._accounts.goes_on(request, prompt, answered)
         if may_have_died(error.reason):
-            request.broken.append((failed.decode, failed.engine))
-        place = held.enter_context(self._line.place(request.service, request.timeline.arrived, request.tenant.share))
-        assert request.route is not None
-        following = await self._following(request, request.route, error, tried, FailedStage.STREAM)
+            self._accounts.broke(request, failed.decode, failed.engine)
+        place = held.enter_context(
+            self._line.place(request.service, request.progress.timeline.arrived, request.tenant.share)
+        )
+        assert request.progress.route is not None
+        following = await self._following(request, request.progress.route, error, tried, FailedStage.STREAM)
         if following is None:
             following = await self._turn(request, place)
         return await self._answer(request, following, place, tried, held)
@@ -219,7 +225,11 @@ class Dispatcher:
         try:
             return self._next_route(request, chosen, error, tried, stage)
         except NoDecodeNode:
-            if not request.answered or error.failure is FailureKind.TROUBLE or tried.waits >= self._retries.max_tries:
+            if (
+                not request.progress.answered
+                or error.failure is FailureKind.TROUBLE
+                or tried.waits >= self._retries.max_tries
+            ):
                 raise
         tried.waits += 1
         return await self._ready_route(request)
@@ -232,7 +242,7 @@ class Dispatcher:
         due = self._clock() + self._line.patience_s
         while True:
             try:
-                return self._decider.route(request)
+                return self._route(request)
             except NoDecodeNode:
                 if self._clock() >= due:
                     raise
@@ -240,18 +250,17 @@ class Dispatcher:
 
     async def _learn_deaths(self, request: Request) -> None:
         """Which of the engines that broke a stream have died of it. The first is not waited for: the client waits."""
-        if len(request.broken) + len(request.deaths) < MAX_DEATHS:
+        if len(request.progress.broken) + len(request.progress.deaths) < MAX_DEATHS:
             return
-        broken, request.broken = request.broken, []
-        for node, engine in broken:
+        for node, engine in self._accounts.take_broken(request):
             if await self._clusters.has_died(node, engine):
-                request.deaths.append(node.id)
+                self._accounts.died(request, node)
 
     async def _turn(self, request: Request, place: QueueEntry) -> Route:
         """The route of a request that has waited in line for room. Raises Overloaded."""
         await place.wait()
-        following = self._decider.route(request)
-        if not request.answered:
+        following = self._route(request)
+        if not request.progress.answered:
             self._refusals.check(request, following)
             self._refusals.accepted(request, following)
         return following
@@ -337,17 +346,19 @@ class Dispatcher:
             return self._elsewhere(request, tried)
         if rule.next is Next.ALONE:
             return _alone(chosen) if error.failure is FailureKind.REQUEST else self._alone_if_spared(chosen)
-        if len(request.deaths) >= MAX_DEATHS:
-            raise KillsEngines(request.deaths)
+        if len(request.progress.deaths) >= MAX_DEATHS:
+            raise KillsEngines(request.progress.deaths)
         if rule.is_over_budget:
             raise Unavailable("A decode node failed, as many do now. Please retry.", "retry_budget_spent")
         if stage is FailedStage.STREAM and self._retries.are_takeovers_spent(request):
-            raise Unavailable(f"{request.takeovers} decode nodes have gone on with the answer.", "takeovers_spent")
+            raise Unavailable(
+                f"{request.progress.takeovers} decode nodes have gone on with the answer.", "takeovers_spent"
+            )
         raise Unavailable(f"{tried.tries} decode nodes failed in turn.", "attempts_exhausted")
 
     def _elsewhere(self, request: Request, tried: Tried) -> Route | None:
         try:
-            return self._decider.route(request, tried.failed)
+            return self._route(request, tried.failed)
         except Unavailable:
             if tried.full:
                 return self._alone_if_spared(next(reversed(tried.full.values())))

@@ -13,7 +13,7 @@ async def settle(request: Request, attempt: Attempt) -> None:
     hold, delivery = attempt.hold, attempt.delivery
     if hold is None or delivery is None or attempt.answer.status != 200:
         return
-    if request.is_recomputed or request.broken_off is not None:
+    if request.progress.is_recomputed or request.stream.broken_off is not None:
         return
     if not request.output_tokens:  # nothing says that the engine has loaded anything
         return

@@ -121,7 +121,7 @@ class Pairing:
         following = self._run.prefill_failed(request, failing, error, failed)
         if error.failure is FailureKind.REQUEST:
             raise ApiError(400, error.detail or error.reason, code="bad_request")
-        other = self._run.decider.other_prefill(request, chosen, failed) if following is Next.ELSEWHERE else None
+        other = self._run.other_prefill(request, chosen, failed) if following is Next.ELSEWHERE else None
         if other is None:
             raise Unavailable(f"No prefill node could compute the prompt: {error.reason}.", "prefill_failed")
         return other

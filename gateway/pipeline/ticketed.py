@@ -95,7 +95,7 @@ class TicketedRunner:
                     pauses += 1
                     await asyncio.sleep(PAUSE_S)
                     failed.clear()
-                    way = self._run.decider.other_prefill(request, chosen, ()) or chosen
+                    way = self._run.other_prefill(request, chosen, ()) or chosen
             else:
                 booking.prefilled()
                 booking.landed(has_landed=True)
@@ -123,7 +123,7 @@ class TicketedRunner:
     ) -> Route | None:
         """The node that prefills after node `failing`; None: no node. Raises KillsEngines."""
         if self._run.prefill_failed(request, failing, error, failed) is Next.ELSEWHERE:
-            return self._run.decider.other_prefill(request, chosen, failed)
+            return self._run.other_prefill(request, chosen, failed)
         return None
 
     async def _until_computed(self, request: Request, chosen: Route, booking: Booking) -> None:
@@ -153,15 +153,15 @@ class TicketedRunner:
         move = PrefixTransfer(source, target, hashes, chosen.cached_tokens, num_bytes, tenant=request.tenant.name)
         outcome = await self._moves.make(move, chosen.fetch_limit_s)
         if outcome == OK:
-            request.fetched_from = source.id
+            self._run.accounts.fetched(request, source)
         else:
             self._run.accounts.fell_back(request, f"fetch_{outcome}")
 
     async def _stop_waiting(self, request: Request, chosen: Route, hold: DecodeReservation, booking: Booking) -> None:
         """Tells the decode node that nothing will come; its engine then recomputes, and the answer goes on."""
-        noted = self._run.accounts.doubted if request.doubts else self._run.accounts.fell_back
+        noted = self._run.accounts.doubted if request.progress.doubts else self._run.accounts.fell_back
         noted(request, "recompute_no_prefill")
-        request.is_recomputed = True
+        self._run.accounts.recomputes(request)
         booking.landed(has_landed=False)
         booking.prefill(hold.nodes[0], chosen)
         self._run.accounts.prefilling(request, hold.nodes[0])

@@ -29,11 +29,10 @@ from gateway.pipeline.engine_render import EngineReadings
 from gateway.pipeline.fanout import AnswerListener, Merged, bodies_of, calls_of, check_size
 from gateway.pipeline.relay import Relay
 from gateway.pipeline.settlement import settle
-from gateway.pipeline.stream_resume import why_not
 from gateway.prompt.prompt import SEVERAL_PROMPTS
 from gateway.prompt.reader import PromptReader
 from gateway.ratelimit.limiter import UNLIMITED, TenantLimiter, TenantLimiters
-from gateway.request.request import BrokenOff, Request, Timeline
+from gateway.request.request import BrokenOff, Progress, Request, StreamState, Timeline
 from gateway.request.trace_context import TRACEPARENT, TRACESTATE, TraceContext
 from gateway.server.handlers.contexts import ContextPinning
 from gateway.server.inflight import CLIENT_CLOSED, InflightRequest, InflightRequests
@@ -277,12 +276,12 @@ class GenerationEndpoint:
             id=request_id,
             leg_id=f"{request_id}-{self.next_id()}",
             call=call,
-            prompt=prompt,
+            asked=prompt,
             model=model,
             reading=understood.reading,
             token_ids=understood.token_ids,
             served=served,
-            timeline=Timeline(visit.arrived),
+            progress=Progress(Timeline(visit.arrived)),
             service=service,
             tenant=tenant,
             allowance=visit.allowance,
@@ -315,8 +314,7 @@ class GenerationEndpoint:
     async def _answer(self, listener: web.Request | AnswerListener, request: Request) -> web.StreamResponse:
         status, error, code = 500, "internal error", "internal_error"
         response: web.StreamResponse | None = None
-        if request.prompt.is_plain and not (why_not(request.call) or request.served.is_paired):
-            request.kept_bytes = self.config.kept_answer_bytes
+        self.rooms.relay.begin(request, self.config.kept_answer_bytes)
         try:
             async with self.rooms.dispatcher.answered(request) as answering:
                 details = self.contexts.begin(request, answering.attempt)
@@ -334,7 +332,7 @@ class GenerationEndpoint:
                 status, error, code = CLIENT_CLOSED, "client disconnected", CLIENT_LEFT
                 if isinstance(listener, AnswerListener) and listener.is_given_up:
                     error, code = "another answer to the same request failed", "given_up"
-                    request.broken_off = request.broken_off or BrokenOff(code, error, status)
+                    request.stream.break_off(BrokenOff(code, error, status))
             raise
         except Exception as failure:
             self._tasks.unforeseen("request", failure)
@@ -347,23 +345,23 @@ class GenerationEndpoint:
 
 def _for_each_answer(request: Request, next_id: Callable[[], str]) -> list[Request]:
     """Requests for one answer each, where `request` is for `n`. Raises ApiError."""
-    requests = [
-        replace(
-            request,
-            call=call,
-            leg_id=f"{request.id}-{next_id()}",
-            timeline=Timeline(request.timeline.arrived),
-            fallbacks=[],
-            doubts=[],
-            deaths=[],
-            broken=[],
+    requests: list[Request] = []
+    for call in calls_of(request.call):
+        trace, trace_headers = request.trace, request.trace_headers
+        if requests and trace is not None:
+            trace = trace.beside()
+            trace_headers = {**trace_headers, TRACEPARENT: trace.header}
+        requests.append(
+            replace(
+                request,
+                call=call,
+                leg_id=f"{request.id}-{next_id()}",
+                progress=Progress(Timeline(request.progress.timeline.arrived)),
+                stream=StreamState(),
+                trace=trace,
+                trace_headers=trace_headers,
+            )
         )
-        for call in calls_of(request.call)
-    ]
-    for each in requests[1:]:
-        if each.trace is not None:
-            each.trace = each.trace.beside()
-            each.trace_headers = {**each.trace_headers, TRACEPARENT: each.trace.header}
     return requests
 
 

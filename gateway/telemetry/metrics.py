@@ -153,21 +153,25 @@ class Metrics:
     def finished(self, request: Request, status: int, code: str = "none") -> None:
         """Counts a request that is over, however it ended; `code` is why, if it was not even routed."""
         route = request.route_label
-        self._requests[route, request.reason_label if request.route else code, str(status)].inc()
+        self._requests[route, request.reason_label if request.progress.route else code, str(status)].inc()
         self.travelled(request)
         if tenant := request.tenant.name:
             self._count_tenant(request, tenant, status)
-        if request.broken_off is not None and request.call.stream and request.timeline.first_token is not None:
-            self._broken[request.broken_off.reason,].inc()
-        if request.wasted_prefill_s:
-            self._wasted[WASTED.get(status, "failed"),].inc(request.wasted_prefill_s)
+        if (
+            request.stream.broken_off is not None
+            and request.call.stream
+            and request.progress.timeline.first_token is not None
+        ):
+            self._broken[request.stream.broken_off.reason,].inc()
+        if request.progress.wasted_prefill_s:
+            self._wasted[WASTED.get(status, "failed"),].inc(request.progress.wasted_prefill_s)
         if status == OVERLOADED and code != "none":
             self._refused[request.service.name, code].inc()
         if status != 200:
             return
         if request.service.promises and (outcome := kept(request)):
             self._promises[request.service.name, outcome].inc()
-        timeline = request.timeline
+        timeline = request.progress.timeline
         # An answer that is not streamed comes as a whole: its first byte says nothing about its first token.
         if request.call.stream and timeline.ttft_s is not None:
             self._ttft[route,].observe(timeline.ttft_s)
@@ -179,9 +183,13 @@ class Metrics:
 
     def travelled(self, request: Request) -> None:
         """Counts the KVCache that a try has had sent, whatever becomes of the answer. To be called once for each try."""
-        if sent := request.outcome:
-            self._kv_bytes[request.route_label, request.destination, sent.link or "unknown"].inc(sent.bytes_total)
-            self.sent_for(request.tenant.name, request.origin, request.destination, "request", sent.bytes_total)
+        if sent := request.progress.outcome:
+            self._kv_bytes[request.route_label, request.progress.destination, sent.link or "unknown"].inc(
+                sent.bytes_total
+            )
+            self.sent_for(
+                request.tenant.name, request.progress.origin, request.progress.destination, "request", sent.bytes_total
+            )
 
     def _count_tenant(self, request: Request, tenant: str, status: int) -> None:
         self._tenant_requests[tenant, str(status)].inc()
@@ -204,7 +212,7 @@ class Metrics:
         return spent_by(*(found[name] for name in names))
 
     def _count_tokens(self, request: Request) -> None:
-        if request.route is None:
+        if request.progress.route is None:
             return
         cached = cached_tokens(request)
         self._prompt_tokens["cache",].inc(cached)

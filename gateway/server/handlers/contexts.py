@@ -128,7 +128,7 @@ class ContextPinning:
         """The node that has computed the prompt. Raises AgentCallFailed."""
         if attempt.delivery is not None:
             await attempt.delivery.outcome()
-        return self.clusters.by_id(request.prefill_node)
+        return self.clusters.by_id(request.progress.prefill_node)
 
     async def _one(self, node: ClusterNode, prompt: Prompt, tenant: Tenant, wish: Breakpoint, size: int) -> PinOutcome:
         if not prompt.is_plain:
