@@ -42,9 +42,10 @@ from gateway.parts import (
     build_sinks,
     ending,
 )
+from gateway.pipeline.pipeline import Pipeline
 from gateway.routing.egress_leases import Shares
 from gateway.routing.replication import Replicas
-from gateway.server.app import GenerationEndpoint, Pipeline
+from gateway.server.app import GenerationEndpoint
 from gateway.server.handlers.operators import OperatorEndpoints
 from gateway.server.handlers.tokens import TokenEndpoints
 from gateway.server.routes import build_app, build_operators_app, straight_ways
@@ -245,7 +246,51 @@ def _operator_pages(
     kept: Mapping[str, NumberedRing],
     siblings: WorkerPeers | None,
 ) -> OperatorEndpoints:
-    clusters, router, follower, steps = seen.clusters, routing.router, routing.follower, pipeline.steps
+    clusters, router, follower = seen.clusters, routing.router, routing.follower
+    console = _console(
+        config=config,
+        clock=clock,
+        seat=seat,
+        seen=seen,
+        routing=routing,
+        pipeline=pipeline,
+        door=door,
+        reloads=reloads,
+    )
+    load = LoadReporter(
+        seat.offered, clusters, seen.links, lambda: router.setting, lambda: follower.plan,
+        config.routing.decode_slots,
+    )  # fmt: skip
+    return OperatorEndpoints(
+        clusters=clusters,
+        links=seen.links,
+        decider=router,
+        admission=pipeline.steps.admission,
+        metrics=seat.metrics,
+        kept=kept,
+        load=load,
+        plan=lambda: follower.plan,
+        seat=seat,
+        siblings=siblings,
+        console=console,
+        clock=clock,
+        keyring=door.keyring,
+        started_at=int(datetime.now(UTC).timestamp()),
+    )
+
+
+def _console(
+    *,
+    config: GatewayConfig,
+    clock: Callable[[], float],
+    seat: SingleProcess | WorkerProcess,
+    seen: NodeAccess,
+    routing: RoutingParts,
+    pipeline: ServingParts,
+    door: GenerationEndpoint,
+    reloads: Reloads,
+) -> Console:
+    clusters, router, steps = seen.clusters, routing.router, pipeline.steps
     snapshots = ConsoleSnapshots(
         config=config,
         clusters=clusters,
@@ -255,11 +300,11 @@ def _operator_pages(
         line=pipeline.line,
         classes=lambda: door.classes,
         tenants=lambda: door.keyring.tenants,
-        follower=follower,
+        follower=routing.follower,
         seat=seat,
         clock=clock,
     )
-    console = Console(
+    return Console(
         snapshots=snapshots,
         explanations=Explanations(
             door=door,
@@ -274,26 +319,6 @@ def _operator_pages(
         reloads=reloads,
         receiver=steps.receiver,
         is_operator=door.keyring.is_operator,
-    )
-    load = LoadReporter(
-        seat.offered, clusters, seen.links, lambda: router.setting, lambda: follower.plan,
-        config.routing.decode_slots,
-    )  # fmt: skip
-    return OperatorEndpoints(
-        clusters=clusters,
-        links=seen.links,
-        decider=router,
-        admission=steps.admission,
-        metrics=seat.metrics,
-        kept=kept,
-        load=load,
-        plan=lambda: follower.plan,
-        seat=seat,
-        siblings=siblings,
-        console=console,
-        clock=clock,
-        keyring=door.keyring,
-        started_at=int(datetime.now(UTC).timestamp()),
     )
 
 

@@ -22,6 +22,7 @@ from gateway.http.body import BodyReceiver
 from gateway.pipeline.attempt import LegRunner
 from gateway.pipeline.dispatcher import Dispatcher
 from gateway.pipeline.engine_render import EngineReadings
+from gateway.pipeline.pipeline import Pipeline
 from gateway.pipeline.relay import Relay
 from gateway.pipeline.reservations import DecodeReservations
 from gateway.pipeline.retries import Retries
@@ -34,7 +35,6 @@ from gateway.routing.prefix_transfers import PrefixTransfers
 from gateway.routing.replication import Replicas
 from gateway.routing.router import Router
 from gateway.routing.transfer_log import Flows
-from gateway.server.app import Pipeline
 from gateway.tasks import TaskSet
 from gateway.telemetry.metrics import Metrics
 from gateway.telemetry.otlp import Traces
@@ -261,19 +261,59 @@ def build_pipeline(
         share=config.retry_share,
         least=config.least_retries / seat.workers,
     )
+    dispatcher = _dispatcher(
+        config=config,
+        clock=clock,
+        tasks=tasks,
+        seen=seen,
+        routing=routing,
+        reader=reader,
+        engine_readings=engine_readings,
+        accounts=accounts,
+        line=line,
+        retries=retries,
+    )
+    steps = Pipeline(
+        receiver=receiver,
+        admission=ConcurrencyLimiter(config.max_in_flight, metrics.in_flight.set, seat.in_flight),
+        reader=reader,
+        engine_readings=engine_readings,
+        dispatcher=dispatcher,
+        relay=Relay(accounts, tasks.requests, clock),
+        accounts=accounts,
+        tasks=tasks.requests,
+    )
+    return ServingParts(steps=steps, line=line, records=records)
+
+
+def _dispatcher(
+    *,
+    config: GatewayConfig,
+    clock: Callable[[], float],
+    tasks: GatewayTasks,
+    seen: NodeAccess,
+    routing: RoutingParts,
+    reader: PromptReader,
+    engine_readings: EngineReadings,
+    accounts: RequestRecorder,
+    line: WaitingLine,
+    retries: Retries,
+) -> Dispatcher:
     run = LegRunner(
-        clusters=clusters,
+        clusters=seen.clusters,
         links=seen.links,
         legs=seen.legs,
-        decider=router,
+        decider=routing.router,
         accounts=accounts,
         tasks=tasks.requests,
         retries=retries,
     )
-    dispatcher = Dispatcher(
-        clusters=clusters,
-        decider=router,
-        reservations=DecodeReservations(clusters, accounts, tasks.afterwards, clock, config.timeouts.reservation_ttl_s),
+    return Dispatcher(
+        clusters=seen.clusters,
+        decider=routing.router,
+        reservations=DecodeReservations(
+            seen.clusters, accounts, tasks.afterwards, clock, config.timeouts.reservation_ttl_s
+        ),
         runner=TicketedRunner(run, moves=routing.moves, refusals=seen.refusals, room_s=config.timeouts.room_s),
         pairing=Pairing(run, refusals=seen.refusals, draw=secrets.randbits),
         reader=reader,
@@ -285,16 +325,6 @@ def build_pipeline(
         clock=clock,
         retries=retries,
     )
-    steps = Pipeline(
-        receiver=receiver,
-        admission=ConcurrencyLimiter(config.max_in_flight, metrics.in_flight.set, seat.in_flight),
-        reader=reader,
-        engine_readings=engine_readings,
-        dispatcher=dispatcher,
-        relay=Relay(accounts, tasks.requests, clock),
-        accounts=accounts,
-    )
-    return ServingParts(steps=steps, line=line, records=records)
 
 
 @contextlib.contextmanager

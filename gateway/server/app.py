@@ -6,13 +6,12 @@ import logging
 import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Final
 
 from aiohttp import web
 
-from gateway.admission.concurrency import ConcurrencyLimiter
 from gateway.admission.service_classes import Classes
 from gateway.api.dialects.translation import telling_of
 from gateway.api.openai import Call, Endpoint
@@ -21,25 +20,20 @@ from gateway.auth.keyring import EVERYBODY, Keyring
 from gateway.auth.oidc import TokenVerifier
 from gateway.cluster.registry import Clusters, ServedModel
 from gateway.config.gateway import GatewayConfig
-from gateway.errors import ApiError, InternalError, Unavailable
-from gateway.http.body import BodyReceiver
+from gateway.errors import ApiError, Unavailable
 from gateway.http.hosts import check_host
-from gateway.pipeline.dispatcher import Dispatcher
-from gateway.pipeline.engine_render import EngineReadings
 from gateway.pipeline.fanout import AnswerListener, Merged, bodies_of, calls_of, check_size
-from gateway.pipeline.relay import Relay
-from gateway.pipeline.settlement import settle
+from gateway.pipeline.pipeline import Pipeline
 from gateway.prompt.prompt import SEVERAL_PROMPTS
-from gateway.prompt.reader import PromptReader
 from gateway.ratelimit.limiter import UNLIMITED, TenantLimiter, TenantLimiters
-from gateway.request.request import BrokenOff, Progress, Request, StreamState, Timeline
+from gateway.request.request import Progress, Request, StreamState, Timeline
 from gateway.request.trace_context import TRACEPARENT, TRACESTATE, TraceContext
 from gateway.server.handlers.contexts import ContextPinning
-from gateway.server.inflight import CLIENT_CLOSED, InflightRequest, InflightRequests
+from gateway.server.inflight import InflightRequest, InflightRequests
 from gateway.tasks import TaskSet
 from gateway.telemetry.metrics import Metrics
 from gateway.telemetry.otlp import Traces
-from gateway.telemetry.recorder import CLIENT_LEFT, RequestRecorder
+from gateway.telemetry.recorder import CLIENT_CLOSED, CLIENT_LEFT
 
 log = logging.getLogger("prfaas.gateway.http")
 
@@ -47,19 +41,6 @@ OPERATORS_PATHS: Final = ("/metrics", "/prfaas/", "/console")
 REQUEST_ID: Final = web.RequestKey("request_id", str)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pipeline:
-    """What a request walks through, in this order."""
-
-    receiver: BodyReceiver
-    admission: ConcurrencyLimiter
-    reader: PromptReader
-    engine_readings: EngineReadings
-    dispatcher: Dispatcher  # decide, reserve, run
-    relay: Relay
-    accounts: RequestRecorder
 
 
 class GenerationEndpoint:
@@ -312,35 +293,7 @@ class GenerationEndpoint:
         return self.clusters.served
 
     async def _answer(self, listener: web.Request | AnswerListener, request: Request) -> web.StreamResponse:
-        status, error, code = 500, "internal error", "internal_error"
-        response: web.StreamResponse | None = None
-        self.rooms.relay.begin(request, self.config.kept_answer_bytes)
-        try:
-            async with self.rooms.dispatcher.answered(request) as answering:
-                details = self.contexts.begin(request, answering.attempt)
-                response = await self.rooms.relay.send(listener, request, answering, details)
-                status, error, code = response.status, "", "none"
-                await settle(request, answering.attempt)
-            return response
-        except ApiError as failure:
-            status, error, code = failure.status, failure.message, failure.code or "invalid"
-            if isinstance(listener, AnswerListener):
-                listener.give_up()
-            raise
-        except (asyncio.CancelledError, ConnectionResetError):
-            if response is None:
-                status, error, code = CLIENT_CLOSED, "client disconnected", CLIENT_LEFT
-                if isinstance(listener, AnswerListener) and listener.is_given_up:
-                    error, code = "another answer to the same request failed", "given_up"
-                    request.stream.break_off(BrokenOff(code, error, status))
-            raise
-        except Exception as failure:
-            self._tasks.unforeseen("request", failure)
-            if response is None:
-                raise InternalError from failure
-            return response
-        finally:
-            self.rooms.accounts.closed(request, status, error, code)
+        return await self.rooms.answer(listener, request, self.contexts.begin, self.config.kept_answer_bytes)
 
 
 def _for_each_answer(request: Request, next_id: Callable[[], str]) -> list[Request]:

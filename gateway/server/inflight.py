@@ -10,8 +10,8 @@ from gateway.api.openai import Endpoint
 from gateway.auth.keyring import Tenant
 from gateway.ratelimit.limiter import UNLIMITED, TenantLimiter
 from gateway.request.request import BrokenOff, Request
+from gateway.telemetry.recorder import CLIENT_CLOSED
 
-CLIENT_CLOSED: Final = 499  # nginx's status for a client that did not wait
 STALLED: Final = BrokenOff("client_stalled", "client stalled", CLIENT_CLOSED)
 SHUT_DOWN: Final = BrokenOff("shutdown", "the gateway was shut down", 503)
 

@@ -25,6 +25,7 @@ log = logging.getLogger("prfaas.gateway.route")
 BUSY: Final = (429, 503)  # that would have been served by a larger system
 
 CLIENT_LEFT: Final = "client_closed"
+CLIENT_CLOSED: Final = 499  # nginx's status for a client that did not wait
 
 OnEnded = Callable[[Request, RequestRecord, float], None]  # with the time of arrival, in seconds since 1970
 
