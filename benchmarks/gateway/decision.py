@@ -32,7 +32,7 @@ from gateway.cluster.links import ClusterLinks
 from gateway.cluster.registry import Clusters
 from gateway.config.gateway import GatewayConfig, NodeAddress
 from gateway.prompt.prompt import Prompt
-from gateway.request.request import Progress, Request, Timeline
+from gateway.request.request import Request, RequestProgress, Timeline
 from gateway.routing.router import Router
 from gateway.tasks import TaskSet
 from hybrid_cache.cache.events import BlocksStored, Medium
@@ -173,7 +173,7 @@ def request_of(hashes: Sequence[bytes], clusters: Clusters, number: int) -> Requ
         call=call,
         asked=prompt,
         served=clusters.served,
-        progress=Progress(Timeline(time.monotonic())),
+        progress=RequestProgress(Timeline(time.monotonic())),
         service=PROMISED,
     )
 

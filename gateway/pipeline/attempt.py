@@ -23,7 +23,7 @@ from planner.decisions.routing.offload import Route
 
 
 @dataclass(frozen=True, slots=True)
-class Delivery:
+class KvDelivery:
     """KVCache on its way to a decode node. It comes to None where the decode node computes the prompt itself."""
 
     task: "asyncio.Task[PrefillOutcome | None]"
@@ -44,7 +44,7 @@ class Attempt:
     answer: DecodeAnswer
     decode: ClusterNode
     engine: tuple[str, int]
-    delivery: Delivery | None = None
+    delivery: KvDelivery | None = None
     hold: DecodeReservation | None = None
 
 

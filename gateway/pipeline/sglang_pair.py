@@ -22,7 +22,7 @@ from gateway.errors import (
     PrefillFailed,
     Unavailable,
 )
-from gateway.pipeline.attempt import Attempt, Delivery, LegRunner, cancel, hang_up
+from gateway.pipeline.attempt import Attempt, KvDelivery, LegRunner, cancel, hang_up
 from gateway.request.request import Request
 from gateway.upstream.legs import DecodeAnswer
 from gateway.upstream.sglang_bootstrap import BootstrapRoom, is_certain, room_at, to_blame
@@ -77,7 +77,7 @@ class Pairing:
         asking = self._run.tasks.start(self._ask(request, decode, room), "ask", expected=(DecodeFailed,))
         held.push_async_callback(hang_up, asking)
         answer = await _answer_of(delivery, asking)
-        return Attempt(answer, decode, engine, Delivery(delivery))
+        return Attempt(answer, decode, engine, KvDelivery(delivery))
 
     def _prefill_node(self, way: Route) -> ClusterNode:
         assert way.prefill_node is not None

@@ -15,7 +15,7 @@ from gateway.cluster.inflight_load import Booking
 from gateway.cluster.node import ClusterNode
 from gateway.cluster.prefill_outcome import PrefillOutcome
 from gateway.errors import AgentCallFailed, ApiError, DecodeFailed, InternalError, NodeFailure, PrefillFailed
-from gateway.pipeline.attempt import Attempt, Delivery, LegRunner, cancel, hang_up
+from gateway.pipeline.attempt import Attempt, KvDelivery, LegRunner, cancel, hang_up
 from gateway.pipeline.reservations import DecodeReservation
 from gateway.request.request import Request
 from gateway.routing.prefix_transfers import OK, PrefixTransfer, PrefixTransfers, prefix_of
@@ -65,7 +65,7 @@ class TicketedRunner:
             asking_for = self._ask(decode, request, hold.ticket.transfer_id)
             asking = self._run.tasks.start(asking_for, "ask", expected=(DecodeFailed,))
             own.push_async_callback(hang_up, asking)
-            yield Attempt(await _unless_it_fails(delivery, asking), decode, engine, Delivery(delivery), hold)
+            yield Attempt(await _unless_it_fails(delivery, asking), decode, engine, KvDelivery(delivery), hold)
 
     async def _ask(self, decode: ClusterNode, request: Request, transfer_id: str | None) -> DecodeAnswer:
         return await self._run.decode(request, decode, self._run.legs.decode(decode, request, transfer_id))

@@ -72,7 +72,7 @@ class Heard:
 
 
 @dataclass(slots=True)
-class Progress:
+class RequestProgress:
     """How far a request is, and what befell it on its way. Only the recorder writes it."""
 
     timeline: Timeline
@@ -131,7 +131,7 @@ class Request:
     call: Call
     asked: Prompt  # the client's
     served: ServedModel
-    progress: Progress
+    progress: RequestProgress
     service: ServiceClass = UNPROMISED
     tenant: Tenant = EVERYBODY
     allowance: TenantLimiter = UNLIMITED

@@ -26,7 +26,7 @@ from gateway.pipeline.fanout import AnswerListener, Merged, bodies_of, calls_of,
 from gateway.pipeline.pipeline import Pipeline
 from gateway.prompt.prompt import SEVERAL_PROMPTS
 from gateway.ratelimit.limiter import UNLIMITED, TenantLimiter, TenantLimiters
-from gateway.request.request import Progress, Request, StreamState, Timeline
+from gateway.request.request import Request, RequestProgress, StreamState, Timeline
 from gateway.request.trace_context import TRACEPARENT, TRACESTATE, TraceContext
 from gateway.server.handlers.contexts import ContextPinning
 from gateway.server.inflight import InflightRequest, InflightRequests
@@ -262,7 +262,7 @@ class GenerationEndpoint:
             reading=understood.reading,
             token_ids=understood.token_ids,
             served=served,
-            progress=Progress(Timeline(visit.arrived)),
+            progress=RequestProgress(Timeline(visit.arrived)),
             service=service,
             tenant=tenant,
             allowance=visit.allowance,
@@ -309,7 +309,7 @@ def _for_each_answer(request: Request, next_id: Callable[[], str]) -> list[Reque
                 request,
                 call=call,
                 leg_id=f"{request.id}-{next_id()}",
-                progress=Progress(Timeline(request.progress.timeline.arrived)),
+                progress=RequestProgress(Timeline(request.progress.timeline.arrived)),
                 stream=StreamState(),
                 trace=trace,
                 trace_headers=trace_headers,

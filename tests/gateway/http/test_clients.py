@@ -15,7 +15,7 @@ from gateway.config.gateway import RoutingConfig, Strangers
 from gateway.http.response import Reply
 from gateway.pipeline.relay import pass_on
 from gateway.prompt.prompt import Hashing, PromptMemory, read_call
-from gateway.request.request import Progress, Request, Timeline
+from gateway.request.request import Request, RequestProgress, Timeline
 from gateway.upstream.http1 import EngineAnswer
 from tests.gateway.layouts import LAYOUT
 from tests.gateway.worlds import PATIENT, model_of, on_both_loops, on_loop, until, world
@@ -116,7 +116,7 @@ async def test_what_waits_for_the_client_counts_as_written() -> None:
     body = b'{"model":"scripted","prompt":"x","stream":true}'
     call, prompt = read_call(Endpoint.COMPLETIONS, body, model_of(hashing), PromptMemory(text_tokenizer()))
     served = ServedModel("scripted", "scripted", LAYOUT, 4096, hashing)
-    request = Request("r", "r-1", call, prompt, served, Progress(Timeline(0.0)))
+    request = Request("r", "r-1", call, prompt, served, RequestProgress(Timeline(0.0)))
     chunks = [b"data: 1\n\n", b"data: ", b"2\n\n", b""]
     seen: list[bool] = []
     seen_waiting: list[float | None] = []
@@ -160,7 +160,7 @@ async def test_an_engine_is_timed_by_what_it_says_not_by_a_client_that_does_not_
     call, prompt = read_call(Endpoint.COMPLETIONS, body, model_of(hashing), PromptMemory(text_tokenizer()))
     served = ServedModel("scripted", "scripted", LAYOUT, 4096, hashing)
     now = 0.0
-    request = Request("r", "r-1", call, prompt, served, Progress(Timeline(0.0, first_token=0.0)))
+    request = Request("r", "r-1", call, prompt, served, RequestProgress(Timeline(0.0, first_token=0.0)))
     chunks = [b"data: x\n\n"] * 12 + [b""]
 
     class Client:
