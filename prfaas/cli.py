@@ -7,7 +7,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -233,37 +233,46 @@ def _console() -> Console:
 
 
 def _demo(arguments: argparse.Namespace) -> int:
-    from prfaas.demo.demo import Demo
-    from prfaas.system.topology import DEFAULT_FILE, load_topology
+    with ended_by_signals():
+        from prfaas.demo.demo import Demo
+        from prfaas.system.models import ensure_model
+        from prfaas.system.topology import DEFAULT_FILE, load_topology
 
-    topology = load_topology(arguments.config or DEFAULT_FILE, arguments.state_dir)
-    if topology.model.profile:
-        raise TopologyError(
-            "[model]: profile: a demo compares answers with a model's own, and there is no model; use `prfaas up`"
-        )
+        topology = load_topology(arguments.config or DEFAULT_FILE, arguments.state_dir)
+        if topology.model.profile:
+            raise TopologyError(
+                "[model]: profile: a demo compares answers with a model's own, and there is no model; use `prfaas up`"
+            )
+        console = _console()
+        model_dir = ensure_model(topology.model, arguments.state_dir, console.print)
     # Any free port: a demo must not fail because something else listens on 8000.
-    demo = Demo(topology.replace_gateway(port=0), arguments.state_dir, arguments.requests, _console())
+    demo = Demo(topology.replace_gateway(port=0), model_dir, arguments.state_dir, arguments.requests, console)
     return run_until_done(
         demo.run(), on_signal=lambda: print("stopping: what was started is ended in order ...", flush=True)
     )
 
 
 def _up(arguments: argparse.Namespace) -> int:
-    from prfaas.system.topology import DEFAULT_FILE, load_topology
+    say = _telling(_console())
+    try:
+        with ended_by_signals():
+            import prfaas.system.system  # noqa: F401  # takes seconds, which a signal need not wait for
+            from prfaas.system.models import ensure_model
+            from prfaas.system.topology import DEFAULT_FILE, load_topology
 
-    topology = load_topology(arguments.config or DEFAULT_FILE, arguments.state_dir)
-    if arguments.port is not None:
-        topology = topology.replace_gateway(port=arguments.port)
-    status = run_until_done(_stay_up(topology, arguments.state_dir))
-    return 0 if status == EXIT_INTERRUPTED else status  # a signal is how it is meant to end
+            topology = load_topology(arguments.config or DEFAULT_FILE, arguments.state_dir)
+            if arguments.port is not None:
+                topology = topology.replace_gateway(port=arguments.port)
+            ensure_model(topology.model, arguments.state_dir, say)
+    except KeyboardInterrupt:
+        return 0  # a signal is how it is meant to end
+    status = run_until_done(_stay_up(topology, arguments.state_dir, say))
+    return 0 if status == EXIT_INTERRUPTED else status
 
 
-async def _stay_up(topology: "Topology", state_dir: Path) -> bool:
-    from prfaas.system.models import ensure_model
+async def _stay_up(topology: "Topology", state_dir: Path, say: Callable[[str], None]) -> bool:
     from prfaas.system.system import System
 
-    say = _telling(_console())
-    ensure_model(topology.model, state_dir, say)
     async with System(topology, state_dir / "up", say) as system:
         for line in _welcome(system):
             say(line)
@@ -272,6 +281,27 @@ async def _stay_up(topology: "Topology", state_dir: Path) -> bool:
         finally:
             say("stopping: running streams finish first ...")
     return False  # only a signal ends it well
+
+
+@contextlib.contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """What runs inside, without an event loop, ends at a signal as at Ctrl-C: by KeyboardInterrupt, which lets it clean up."""
+    is_ended = False
+
+    def end(*_: object) -> None:
+        nonlocal is_ended
+        is_ended = True
+        raise KeyboardInterrupt
+
+    heard = [number for number in ENDING if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, end) for number in heard}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    if is_ended:  # where Python ignores exceptions, as in finalisers, it ignored this one
+        raise KeyboardInterrupt
 
 
 def _telling(console: Console) -> Callable[[str], None]:
@@ -401,9 +431,14 @@ def _flows(arguments: argparse.Namespace) -> int:
     if not arguments.json:
         print(HEADER, flush=True)
     with gateway.understood():
-        for flow in follow(gateway, wanted, once=arguments.once):
+        for flow in follow(gateway, wanted, once=arguments.once, tell=_warn):
             print(json.dumps(flow) if arguments.json else line(flow), flush=True)
     return 0
+
+
+def _warn(line: str) -> None:
+    """Beside what the command prints, which another program may read."""
+    print(line, file=sys.stderr, flush=True)
 
 
 def _drain_node(arguments: argparse.Namespace) -> int:
