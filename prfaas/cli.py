@@ -1,15 +1,14 @@
 """The command line of `prfaas`: one parser, and one module of `prfaas.commands` for each command that needs one."""
 
 import argparse
-import asyncio
 import contextlib
 import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
@@ -17,6 +16,7 @@ import prfaas
 from node.command_line import add_node_arguments, config_from, split_engine_args
 from prfaas.commands.argument_types import header, link, seconds, within
 from prfaas.commands.preparing import STATE_DIR, add_preparations
+from prfaas.ending import EXIT_FAILED, EXIT_INTERRUPTED, ended_by_signals, run_until_done
 from prfaas.errors import (
     CertificateError,
     CheckError,
@@ -32,12 +32,9 @@ if TYPE_CHECKING:
     from prfaas.system.system import System
     from prfaas.system.topology import Topology
 
-EXIT_FAILED = 1
 EXIT_NEEDS_RESTART = 3
 EXIT_BAD_CONFIG = 2
-EXIT_INTERRUPTED = 130
 WIDTH_WHEN_PIPED = 160
-ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -283,27 +280,6 @@ async def _stay_up(topology: "Topology", state_dir: Path, say: Callable[[str], N
     return False  # only a signal ends it well
 
 
-@contextlib.contextmanager
-def ended_by_signals() -> Iterator[None]:
-    """What runs inside, without an event loop, ends at a signal as at Ctrl-C: by KeyboardInterrupt, which lets it clean up."""
-    is_ended = False
-
-    def end(*_: object) -> None:
-        nonlocal is_ended
-        is_ended = True
-        raise KeyboardInterrupt
-
-    heard = [number for number in ENDING if signal.getsignal(number) is not signal.SIG_IGN]
-    before = {number: signal.signal(number, end) for number in heard}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-    if is_ended:  # where Python ignores exceptions, as in finalisers, it ignored this one
-        raise KeyboardInterrupt
-
-
 def _telling(console: Console) -> Callable[[str], None]:
     """Prints lines as they are. A terminal that is gone must not keep us from ending what we started."""
 
@@ -312,31 +288,6 @@ def _telling(console: Console) -> Callable[[str], None]:
             console.print(line, highlight=False, markup=False, soft_wrap=True)
 
     return say
-
-
-def run_until_done(main: Coroutine[Any, Any, bool], on_signal: Callable[[], None] = lambda: None) -> int:
-    """Runs a command's coroutine; signals cancel it, so that everything it started is ended in order.
-
-    SIGHUP does, too: a terminal that closes sends it, and there is no file of a running system to read again. (Of a node
-    there is, see `node.main`.) Who starts us with nohup wants none of it.
-    """
-
-    async def until_signalled() -> int:
-        task = asyncio.ensure_future(main)
-
-        def stop() -> None:
-            on_signal()
-            task.cancel()
-
-        for number in ENDING:
-            if signal.getsignal(number) is not signal.SIG_IGN:
-                asyncio.get_running_loop().add_signal_handler(number, stop)
-        await asyncio.wait([task])
-        if task.cancelled():
-            return EXIT_INTERRUPTED
-        return 0 if task.result() else EXIT_FAILED
-
-    return asyncio.run(until_signalled())
 
 
 def _welcome(system: "System") -> list[str]:

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from prfaas.cli import ended_by_signals, main, run_until_done
+from prfaas.cli import main
+from prfaas.ending import ended_by_signals, run_until_done
 from transport.wire.identity import Identity
 
 
