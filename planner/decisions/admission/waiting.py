@@ -47,23 +47,23 @@ EVERYBODYS: Final = TenantShare()
 class _Bucket(Generic[Who]):
     """The requests of one flow at one level, in their order: three lists side by side."""
 
-    __slots__ = ("begins", "costs", "places", "whos")
+    __slots__ = ("begins", "costs", "places", "members")
 
     def __init__(self) -> None:
         self.places: list[Place] = []
         self.costs: list[float] = []
-        self.whos: list[Who] = []
+        self.members: list[Who] = []
         self.begins: list[float] = []  # once asked for, until the flow changes: when each begins, in virtual time
 
     def add(self, place: Place, cost: float, who: Who) -> None:
         at = bisect_left(self.places, place)
         self.places.insert(at, place)
         self.costs.insert(at, cost)
-        self.whos.insert(at, who)
+        self.members.insert(at, who)
 
     def remove(self, place: Place) -> None:
         at = bisect_left(self.places, place)
-        del self.places[at], self.costs[at], self.whos[at]
+        del self.places[at], self.costs[at], self.members[at]
 
     def up_to(self, due: float) -> tuple[int, float]:
         """How many have their time up by `due`, and what they cost."""
@@ -234,10 +234,10 @@ class WaitQueue(Generic[Who]):
         for level in levels:
             for *_, name in self._heads[level]:
                 if not self._is_back(name, now):
-                    return self._flows[name].levels[level].whos[0]
+                    return self._flows[name].levels[level].members[0]
         if not levels:
             return None
-        return self._flows[self._heads[levels[0]][0][-1]].levels[levels[0]].whos[0]
+        return self._flows[self._heads[levels[0]][0][-1]].levels[levels[0]].members[0]
 
     def ahead_of(self, priority: int, due: float, now: float, share: TenantShare = EVERYBODYS) -> int:
         """How many would come before a request that joined now; of other flows, without those that are held back."""
@@ -285,7 +285,7 @@ class WaitQueue(Generic[Who]):
             return 0
         without = (self._flows[name].levels for name in left_out if name in self._flows)
         number = sum(self._sizes[level] for level in levels)
-        return number - sum(len(each[level].whos) for each in without for level in levels if level in each)
+        return number - sum(len(each[level].members) for each in without for level in levels if level in each)
 
     def _start(self, flow: str) -> float:
         """Of the flow's next turn, if it has a request in the line."""
@@ -303,7 +303,7 @@ class WaitQueue(Generic[Who]):
         if level > priority:
             return None
         theirs = self._with_most_places(level)
-        last, own = theirs.levels[level].whos[-1], self._flows.get(share.flow)
+        last, own = theirs.levels[level].members[-1], self._flows.get(share.flow)
         places = ((own.standing if own else 0) + 1) / share.weight
         has_less = level == priority and theirs is not own and theirs.places > places
         return last if level < priority or has_less else None
@@ -330,7 +330,7 @@ class WaitQueue(Generic[Who]):
         flow.levels[level].remove(standing.place)
         flow.stands(-1)
         self._sizes[level] -= 1
-        if not flow.levels[level].whos:
+        if not flow.levels[level].members:
             del flow.levels[level]
         if not self._sizes[level]:
             del self._sizes[level]
