@@ -47,7 +47,7 @@ EVERYBODYS: Final = TenantShare()
 class _Bucket(Generic[Who]):
     """The requests of one flow at one level, in their order: three lists side by side."""
 
-    __slots__ = ("begins", "costs", "places", "members")
+    __slots__ = ("begins", "costs", "members", "places")
 
     def __init__(self) -> None:
         self.places: list[Place] = []
