@@ -61,6 +61,8 @@ class Tried:
     full: dict[str, Route] = field(default_factory=dict)
     tries: int = 0  # that failed; one node may have failed several
     waits: int = 0  # for any decode node to be ready
+    has_full_engine: bool = False  # though its node had room
+    laps: int = 0  # waits for room after such an engine
 
     def fail(self, node_id: str, failure: FailureKind) -> None:
         """A try on `node_id` has failed; one that found it full and then asked it for more is one try."""
@@ -283,10 +285,15 @@ class Dispatcher:
                 if error.reason == TENANTS_PART:
                     place.held_back()
                 stage = FailedStage.RESERVE if isinstance(error, AgentCallFailed) else FailedStage.DECODE
+                tried.has_full_engine |= stage is FailedStage.DECODE and error.failure is FailureKind.FULL
                 following = await self._following(request, chosen, error, tried, stage)
             if following is None:
+                # Each wait begins with the whole patience again, as the node's room had been got: they must not go on for ever.
+                laps = tried.laps + tried.has_full_engine
+                if laps > self._retries.max_tries:
+                    raise Overloaded("Engines have no room. Please retry.", "no_room")
                 following = await self._turn(request, place)
-                tried = Tried()
+                tried = Tried(laps=laps)
             chosen = following
 
     @asynccontextmanager
