@@ -3,12 +3,14 @@
 import asyncio
 import ssl
 from collections import deque
+from dataclasses import replace
 from typing import Final
 from urllib.parse import urlsplit
 
 from gateway.api.bodies import Body
 from gateway.errors import LegFailed
 from gateway.upstream.http1 import JSON, EngineAnswer, UpstreamConnection
+from transport.wire.identity import Identity
 
 AGENT: Final = "prfaas"
 
@@ -16,8 +18,11 @@ AGENT: Final = "prfaas"
 class UpstreamEngine:
     """Where an engine listens, and the idle connections to it: since when, the latest last."""
 
-    def __init__(self, url: str) -> None:
-        """Raises LegFailed for what is no URL of HTTP."""
+    def __init__(self, url: str, identity: Identity | None = None, name: str = "") -> None:
+        """With an `identity`, https is mutual TLS, and the engine's certificate must carry `name`, or else the URL's host.
+
+        Raises LegFailed for what is no URL of HTTP.
+        """
         try:
             parts = urlsplit(url)
             self.port = parts.port or (443 if parts.scheme == "https" else 80)
@@ -27,12 +32,20 @@ class UpstreamEngine:
             raise LegFailed("unreachable", f"{url!r} is no URL of HTTP")
         self.url = url
         self.host = parts.hostname
-        self.ssl = ssl.create_default_context() if parts.scheme == "https" else None
+        self.is_secure = parts.scheme == "https"
+        self.name = name if self.is_secure and name else parts.hostname
+        self._identity = replace(identity, peer_name=self.name) if self.is_secure and identity is not None else None
         self.idle: dict[UpstreamConnection, float] = {}
         self.num_open = 0
         self._path = parts.path.rstrip("/")
         authority = parts.netloc.rpartition("@")[2]
         self._headers = f"Host: {authority}\r\nAccept: */*\r\nUser-Agent: {AGENT}\r\nContent-Type: {JSON}\r\n"
+
+    def context(self) -> ssl.SSLContext | None:
+        """What the next handshake shows and accepts, as the files are now; None: none is made. Raises OSError."""
+        if self._identity is not None:
+            return self._identity.client_context()
+        return ssl.create_default_context() if self.is_secure else None
 
     def head(self, path: str, headers: str, length: int) -> bytes:
         """The head of a POST; `headers` are lines that end in CRLF."""
@@ -43,8 +56,9 @@ class UpstreamEngine:
 class EnginePool:
     """Connections to engines, `limit` of them at most, used and idle ones together; those idle for `keep_alive_s` are closed."""
 
-    def __init__(self, limit: int, connect_s: float, keep_alive_s: float) -> None:
+    def __init__(self, limit: int, connect_s: float, keep_alive_s: float, identity: Identity | None = None) -> None:
         self.limit = limit
+        self._identity = identity
         self._connect_s = connect_s
         self._keep_alive_s = keep_alive_s
         self._loop = asyncio.get_running_loop()
@@ -56,14 +70,16 @@ class EnginePool:
     def __len__(self) -> int:
         return len(self._connections)
 
-    async def post(self, url: str, path: str, headers: str, body: Body | bytes, within_s: float) -> EngineAnswer:
+    async def post(
+        self, url: str, path: str, headers: str, body: Body | bytes, within_s: float, *, name: str = ""
+    ) -> EngineAnswer:
         """The answer to `body` of the engine at `url`, to be closed, once it has begun. Raises LegFailed.
 
-        `headers` are lines that end in CRLF. `within_s` bounds all of the exchange, or what it takes until its answer's
-        `bound_silence` is called.
+        `headers` are lines that end in CRLF. `name` is what the engine's certificate must carry over TLS. `within_s` bounds all
+        of the exchange, or what it takes until its answer's `bound_silence` is called.
         """
         now = self._loop.time()
-        engine = self._engines.get(url) or UpstreamEngine(url)
+        engine = self._engines.get(url) or UpstreamEngine(url, self._identity, name)
         connection = self._idle_one(engine, now) or await self._connected(engine, min(self._connect_s, within_s))
         return await connection.ask(engine.head(path, headers, len(body)), body, now + within_s)
 
@@ -127,7 +143,13 @@ class EnginePool:
         self._connections[connection] = engine
         engine.num_open += 1
         try:
-            await self._loop.create_connection(lambda: connection, engine.host, engine.port, ssl=engine.ssl)
+            await self._loop.create_connection(
+                lambda: connection,
+                engine.host,
+                engine.port,
+                ssl=engine.context(),
+                server_hostname=engine.name if engine.is_secure else None,
+            )
         except BaseException:
             connection.abort()
             self.closed(connection)
