@@ -31,6 +31,7 @@ class UpstreamEngine:
         if parts.scheme not in ("http", "https") or not parts.hostname or not url.isascii() or not url.isprintable():
             raise LegFailed("unreachable", f"{url!r} is no URL of HTTP")
         self.url = url
+        self.key = url, name
         self.host = parts.hostname
         self.is_secure = parts.scheme == "https"
         self.name = name if self.is_secure and name else parts.hostname
@@ -62,7 +63,7 @@ class EnginePool:
         self._connect_s = connect_s
         self._keep_alive_s = keep_alive_s
         self._loop = asyncio.get_running_loop()
-        self._engines: dict[str, UpstreamEngine] = {}
+        self._engines: dict[tuple[str, str], UpstreamEngine] = {}  # by URL and certified name
         self._connections: dict[UpstreamConnection, UpstreamEngine] = {}  # also those that are being made
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._sweeping: asyncio.TimerHandle | None = None
@@ -79,7 +80,7 @@ class EnginePool:
         of the exchange, or what it takes until its answer's `bound_silence` is called.
         """
         now = self._loop.time()
-        engine = self._engines.get(url) or UpstreamEngine(url, self._identity, name)
+        engine = self._engines.get((url, name)) or UpstreamEngine(url, self._identity, name)
         connection = self._idle_one(engine, now) or await self._connected(engine, min(self._connect_s, within_s))
         return await connection.ask(engine.head(path, headers, len(body)), body, now + within_s)
 
@@ -116,8 +117,8 @@ class EnginePool:
             return
         engine.idle.pop(connection, None)
         engine.num_open -= 1
-        if not engine.num_open and self._engines.get(engine.url) is engine:
-            del self._engines[engine.url]
+        if not engine.num_open and self._engines.get(engine.key) is engine:
+            del self._engines[engine.key]
         self._tell_one()
 
     def _idle_one(self, engine: UpstreamEngine, now: float) -> UpstreamConnection | None:
@@ -139,7 +140,7 @@ class EnginePool:
 
     async def _connect(self, engine: UpstreamEngine) -> UpstreamConnection:
         connection = UpstreamConnection(self)
-        engine = self._engines.setdefault(engine.url, engine)  # others may have waited for room, too
+        engine = self._engines.setdefault(engine.key, engine)  # others may have waited for room, too
         self._connections[connection] = engine
         engine.num_open += 1
         try:
@@ -169,7 +170,7 @@ class EnginePool:
                 if told.done() and not told.cancelled():
                     self._tell_one()  # it was for a waiting request
                 raise
-            known = self._engines.get(engine.url, engine)
+            known = self._engines.get(engine.key, engine)
             if (connection := self._idle_one(known, self._loop.time())) is not None:
                 return connection
         return None

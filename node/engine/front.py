@@ -67,9 +67,10 @@ class HandshakeTurns:
 
 
 class EngineDoor(Protocol):
-    """Where gateways reach the engine: `url`, "" before the first one."""
+    """Where the engine is reached: at `url` by gateways, at `engine_url` from its own machine; "" before the first engine."""
 
     url: str
+    engine_url: str
     ended: Counter[str]
 
     async def start(self, port: ListenPort) -> None: ...
@@ -85,14 +86,14 @@ class OpenDoor:
     """Without certificates the engine itself faces the network."""
 
     def __init__(self) -> None:
-        self.url = ""
+        self.url = self.engine_url = ""
         self.ended: Counter[str] = Counter()
 
     async def start(self, port: ListenPort) -> None:
         """The engine will listen."""
 
     def open(self, engine_url: str) -> None:
-        self.url = engine_url
+        self.url = self.engine_url = engine_url
 
     def shut(self) -> None:
         """Nothing listens where the engine was."""
@@ -115,8 +116,8 @@ class EngineFront:
     ) -> None:
         """`complaint` says why the holder of a certificate may not ask the engine, or "" if it may."""
         self.ended: Counter[str] = Counter()  # connections that the front ended, by reason
-        self.url = ""
-        self.engine: tuple[str, int] | None = None
+        self.url = self.engine_url = ""
+        self._engine: tuple[str, int] | None = None  # that takes connections
         self._outsides: set[_Outside] = set()
         self._identity = identity
         self._complaint = complaint
@@ -148,11 +149,12 @@ class EngineFront:
     def open(self, engine_url: str) -> None:
         """Carries callers to the engine at `engine_url` from now on."""
         parts = urlsplit(engine_url)
-        self.engine = (parts.hostname or "", parts.port or 80)
+        self.engine_url = engine_url
+        self._engine = (parts.hostname or "", parts.port or 80)
 
     def shut(self) -> None:
         """Turns callers away: there is no engine. Connections to the one that was there end with it."""
-        self.engine = None
+        self._engine = None
 
     async def close(self) -> None:
         """Listens no more, and ends all connections."""
@@ -207,7 +209,7 @@ class EngineFront:
             task.add_done_callback(self._tasks.discard)
 
     def _reason_against(self, address: str) -> str:
-        if self.engine is None:
+        if self._engine is None:
             return "no_engine"
         is_crowded = len(self) >= MAX_CONNECTIONS or self._addresses[address] >= self._of_address
         return "crowded" if is_crowded else ""
@@ -233,12 +235,12 @@ class EngineFront:
         await self._connect(outside)
 
     async def _connect(self, outside: "_Outside") -> None:
-        if self.engine is None:
+        if self._engine is None:
             outside.abort()
             return
         try:
             async with asyncio.timeout(CONNECT_S):
-                await self._loop.create_connection(lambda: _Inside(outside), *self.engine)
+                await self._loop.create_connection(lambda: _Inside(outside), *self._engine)
         except (OSError, TimeoutError) as exc:
             self._end(outside, "no_engine", _detail(exc))
 
