@@ -154,7 +154,7 @@ async def build_nodes(
         cost.forget(node_id)
         refusals.forget(node_id)
 
-    legs = Legs(config.timeouts, config.max_in_flight, clock)
+    legs = Legs(config.timeouts, config.max_in_flight, clock, config.identity)
     clusters = Clusters(
         agents,
         clock,

@@ -42,7 +42,7 @@ async def verify(node: Convertible) -> None:
     while node.state() in NO_ENGINE:  # noqa: ASYNC110
         await asyncio.sleep(POLL_S)  # one that died while the node drained is started again
     async with aiohttp.ClientSession() as session:
-        await _complete(session, node.describe().engine_url, node.config.model_name)
+        await _complete(session, node.door.engine_url, node.config.model_name)
 
 
 async def _complete(session: aiohttp.ClientSession, engine_url: str, model: str) -> None:

@@ -167,6 +167,11 @@ class AgentClient:
         self._channel = self._open()
         self._stub: Any = NodeAgentStub(self._channel)  # type: ignore[no-untyped-call]
 
+    @property
+    def certified_name(self) -> str:
+        """What the certificates of this node's listeners must carry."""
+        return self._name or self.address.rpartition(":")[0].strip("[]")
+
     def _open(self) -> grpc.aio.Channel:
         options: list[tuple[str, Any]] = [
             ("grpc.max_send_message_length", MAX_CONTROL_BYTES),

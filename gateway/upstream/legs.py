@@ -29,6 +29,7 @@ from gateway.upstream.pool import EnginePool
 from gateway.upstream.sglang_bootstrap import BootstrapRoom, label_in
 from planner.decisions.failures.retries import SAME_EVERYWHERE, FailureKind
 from transport.control.messages import TicketInfo
+from transport.wire.identity import Identity
 
 MAX_ERROR_BYTES: Final = 64 * 1024
 MAX_ANSWER_BYTES: Final = 64 << 20  # of what is no generation
@@ -118,10 +119,17 @@ class DecodeAnswer:
 class Legs:
     """HTTP to the engines, over one bounded pool of connections."""
 
-    def __init__(self, timeouts: Timeouts, max_in_flight: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        timeouts: Timeouts,
+        max_in_flight: int,
+        clock: Callable[[], float] = time.monotonic,
+        identity: Identity | None = None,
+    ) -> None:
+        """`identity` is what engines behind mutual TLS are shown."""
         self.timeouts = timeouts
         self._clock = clock
-        self._pool = EnginePool(LEGS * max_in_flight, timeouts.connect_s, KEEP_ALIVE_S)
+        self._pool = EnginePool(LEGS * max_in_flight, timeouts.connect_s, KEEP_ALIVE_S, identity)
 
     def configure(self, config: GatewayConfig) -> None:
         """As many connections from now on as its requests take."""
@@ -213,7 +221,9 @@ class Legs:
     ) -> tuple[int, str, bytes]:
         """Status, type and body of what `node` answers at `path`, which is no leg of a generation. Raises LegFailed."""
         assert node.info is not None
-        answer = await self._pool.post(node.info.engine_url, path, "", body, self.timeouts.answer_s)
+        answer = await self._pool.post(
+            node.info.engine_url, path, "", body, self.timeouts.answer_s, name=node.agent.certified_name
+        )
         try:
             return answer.status, answer.content_type, await answer.whole(max_bytes)
         finally:
@@ -258,6 +268,7 @@ class Legs:
             f"X-Request-Id: {request.leg_id}\r\n{headers}",
             body,
             within_s,
+            name=node.agent.certified_name,
         )
 
 
