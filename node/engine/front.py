@@ -347,7 +347,7 @@ class _Outside(_Side):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)  # uvloop's transports are not so by class
         self.transport.set_write_buffer_limits(high=MAX_UNSENT_BYTES)
-        self.hold()  # until there is somebody to tell
+        self.hold()  # until the engine has taken the connection
 
     def data_received(self, data: bytes) -> None:
         if self.other is None:
