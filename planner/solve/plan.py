@@ -2,10 +2,11 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
+from planner.decisions.defaults import DEPLOYED
 from planner.errors import Infeasible
 from planner.model.profile import provenance_kind
 from planner.model.site import BYTES_PER_S_PER_GBPS, Deployment, Site
@@ -25,6 +26,8 @@ from planner.solve.sensitivity.judgement import (
     shadow_prices,
 )
 from planner.version import tool_version
+
+MOSTLY_HELD: Final = 0.05  # of the requests, that decode nodes may compute where the plan offloads them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -337,6 +340,13 @@ def warnings_of(plan: Plan, site: Site, problem: Problem) -> tuple[str, ...]:
         found.append(f"decode batches of at most {problem.decode.max_running} requests keep tbt_s={tbt_s:g}")
     if plan.num_prfaas and not advantage_rises(problem):
         found.append("T_PD/T_PrfaaS does not rise with length everywhere: a threshold may not be the best rule")
+    lengths, short = site.workload.lengths, DEPLOYED.increment_tokens
+    held = lengths.share_above(plan.threshold_tokens) - lengths.share_above(max(plan.threshold_tokens, short))
+    if plan.num_prfaas and site.workload.hit_ratio and held > MOSTLY_HELD:
+        found.append(
+            f"{held:.0%} of the requests are offloaded with at most {short} uncached tokens: decode nodes that hold the rest "
+            "compute them themselves, and less crosses the line than planned"
+        )
     if site.workload.hit_ratio is None:
         found.append("lengths are taken as uncached: prefix hits, which are not known, would lower them (see fit)")
     return tuple(found)

@@ -3,11 +3,14 @@
 import itertools
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from planner.commands.rendering.text import plan_text
 from planner.errors import Infeasible
 from planner.model.profile import DecodeProfile
+from planner.model.site import Deployment
+from planner.model.traffic import Lengths
 from planner.solve.aims import Aim
 from planner.solve.goals import Objective
 from planner.solve.objectives import cost_per_hour
@@ -102,6 +105,19 @@ def test_no_plan_keeps_a_tbt_shorter_than_a_decode_step(coarse):
         with pytest.raises(Infeasible, match=r"tbt_s=0.001: a decode step of one request takes"):
             outline(hasty, SolveOptions(objective=objective))
     assert any("longer than tbt_s=0.001" in warning for warning in make_plan(hasty, SolveOptions()).warnings)
+
+
+def test_a_plan_that_offloads_what_decode_nodes_compute_says_so(coarse):
+    lengths = Lengths.of(np.array([100.0, 500.0, 900.0, 50_000.0]))
+    pinned = {
+        "low": Deployment(threshold_tokens=200, num_prefill=1),
+        "high": Deployment(threshold_tokens=2000, num_prefill=1),
+    }
+    workload = replace(coarse.workload, lengths=lengths, hit_ratio=0.5)
+    site = replace(coarse, workload=workload, deployments=pinned)
+    low, high = (make_plan(site, SolveOptions(), name).warnings for name in pinned)
+    assert any(warning.startswith("50% of the requests are offloaded with at most 1024") for warning in low)
+    assert not any("are offloaded with" in warning for warning in high)
 
 
 def test_batches_are_as_large_as_a_tbt_allows():
