@@ -32,7 +32,7 @@ PREFIX_PUSH_TIMEOUT_S: Final = 120.0
 
 
 class PrefillSender:
-    """Opens pushes of reserved pages. Whoever holds the pages keeps them until the push is done."""
+    """Opens pushes of reserved pages. The caller holds the pages until the push is done."""
 
     def __init__(self, pages: ArenaPages, links: EgressLinks, coding: Coding) -> None:
         self.pages = pages

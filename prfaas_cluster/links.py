@@ -126,7 +126,7 @@ class EgressLinks:
     async def probe(self, ticket: TicketInfo) -> str:
         """Ask the receiver that a ticket names for an answer, over the way its bytes would take; "" when one came.
 
-        The probe offers a transfer that nobody expects, so that an answer is a refusal by that name. Raises NodeRefusal.
+        The probe offers a transfer that the receiver does not expect: its answer is a refusal by that name. Raises NodeRefusal.
         """
         done: asyncio.Future[PushResult] = asyncio.get_running_loop().create_future()
         unexpected = structs.replace(ticket, transfer_id=f"probe-{secrets.token_hex(8)}")
@@ -195,7 +195,7 @@ class EgressLinks:
 
 
 def urgency_of(num_bytes: int, link: LinkState | None, urgent_bytes: int) -> Urgency:
-    """Whether a push goes before others, of which `urgent_bytes` do already. On an unknown link, none does."""
+    """Whether a push goes before others; `urgent_bytes` do so already. No push does on a link without an estimate."""
     rate = link.available_bytes_per_s if link is not None else 0.0
     small = num_bytes <= SMALL_S * rate and urgent_bytes + num_bytes <= URGENT_S * rate
     return Urgency.URGENT if small else Urgency.NORMAL

@@ -10,7 +10,7 @@ from transport.path.shm import ArenaSource
 
 
 class OutgoingRanges:
-    """The ranges that travel for a reservation of which the receiver has `have_tokens` already."""
+    """The ranges that travel for a reservation, to a receiver that has `have_tokens` already."""
 
     def __init__(self, pages: ArenaPages, reservation: Reservation, have_tokens: int) -> None:
         self._layout = pages.layout

@@ -308,7 +308,7 @@ class IncomingTransfers:
             self.end(entry, reason)
 
     def end(self, entry: Incoming, reason: str) -> None:
-        """End a reservation and release its pages. For lent pages: only whoever borrowed them may call this."""
+        """End a reservation and release its pages. Only the borrower calls this for lent pages."""
         if entry.state is LandingState.GONE:
             return
         entry.state = LandingState.GONE

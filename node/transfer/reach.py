@@ -52,7 +52,7 @@ class PeerReach:
 def rdma_of(
     config: NodeConfig, *, open_devices: Callable[[RdmaOptions], RdmaDevices] = open_devices
 ) -> RdmaDevices | None:
-    """The NICs that a node uses. Raises NodeConfigError where the configuration demands RDMA and there is none."""
+    """The NICs that a node uses. Raises NodeConfigError where the configuration demands RDMA and this machine has no device."""
     # By default, encryption that was asked for is not given up for speed.
     if config.transport == "tcp" or (config.transport == "auto" and config.integrity == "aead"):
         return None
