@@ -24,7 +24,7 @@ from node.config import RELOADABLE, SERVERS, NodeConfig
 from node.control.broadcast import Broadcast
 from node.control.holders import ReservationHolders
 from node.draining import Draining
-from node.engine.front import EngineDoor, EngineFront, OpenDoor
+from node.engine.front import door_of
 from node.engine.http_status import follow_adapters, follow_loads, serves
 from node.engine.kv_events import events_endpoint, follow
 from node.engine.liveness import TIMES, LivenessTimes, Vigil
@@ -98,8 +98,7 @@ class NodeAgent:
         self.supervisor = EngineSupervisor(
             config, self.socket.path, self.engine_log, now, self.publish_description, command=engine_command
         )
-        identity = config.identity
-        self.door: EngineDoor = OpenDoor() if identity is None else EngineFront(identity)
+        self.door = door_of(config.identity)
         self.arena: Arena | None = None
         self._taking: asyncio.Future[Arena] | None = None
         self.pages: ArenaPages | None = None
