@@ -19,7 +19,7 @@ from planner.solve.control.controller import ControllerConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pool:
-    """One cluster. `cache_bytes` is the prefix cache of each node: 0 is none, and an infinite one never evicts."""
+    """One cluster. `cache_bytes` is the prefix cache of each node; 0 means none, an infinite one never evicts."""
 
     name: str
     kind: ClusterKind
