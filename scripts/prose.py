@@ -16,7 +16,7 @@ MAX_WORDS = 25
 # Arguments of argparse, whose texts a user reads.
 HELP = ("help", "description", "epilog")
 STUMBLING = re.compile(
-    r"\b(?:whoever|whomever|nobody|somebody|(?:of|to|by|with) whom|of which|(?:is|are) none"
+    r"\b(?:whoever|whomever|nobody|somebody|(?:of|to|by|with) whom|of which|(?:is|are) (?-i:none)"
     r"|(?-i:who) (?:has|is|asks|waits|holds|knows|may|wants))\b",  # at its start a question may ask for a person
     re.IGNORECASE,
 )
@@ -24,7 +24,9 @@ _FENCE = re.compile(r"^ {0,3}(```|~~~).*?^ {0,3}\1", re.MULTILINE | re.DOTALL)
 _SPAN = re.compile(r"(`+)(?!`).+?(?<!`)\1(?!`)", re.DOTALL)
 _LINK = re.compile(r"!?\[([^\]]*)\]\([^)]*\)")
 _ITEM = re.compile(r"\s*(?:[-*+]|\d+[.)])\s+")
-_RULE = re.compile(r"\s*[-=*|: ]+\s*")
+_RULE = re.compile(r"[-=*|: ]+")
+# Lines of drawings, and rows of columns that spaces align.
+_ALIGNED = re.compile(r"[│├└─►◄═▼▲]|\S {2,}\S")
 _END = re.compile(r"[.!?:;]+[\"')\]*_»”]*(?=\s|$)")
 
 
@@ -42,7 +44,7 @@ def _units(text: str) -> Iterator[str]:
             continue
         unit: list[str] = []
         for line in lines:
-            if line.lstrip().startswith(("|", "#")) or _ITEM.match(line) or _RULE.fullmatch(line):
+            if line.lstrip().startswith(("|", "#")) or _ITEM.match(line) or _RULE.fullmatch(line) or _ALIGNED.search(line):
                 yield " ".join(unit)
                 unit = []
             if line.lstrip().startswith("|"):
