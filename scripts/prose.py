@@ -40,11 +40,18 @@ def sentences(text: str) -> Iterator[str]:
 def _units(text: str) -> Iterator[str]:
     for block in re.split(r"\n\s*\n", text):
         lines = block.splitlines()
-        if all(line.startswith("    ") or not line.strip() for line in lines) and not _ITEM.match(lines[0] if lines else ""):
+        if all(line.startswith("    ") or not line.strip() for line in lines) and not _ITEM.match(
+            lines[0] if lines else ""
+        ):
             continue
         unit: list[str] = []
         for line in lines:
-            if line.lstrip().startswith(("|", "#")) or _ITEM.match(line) or _RULE.fullmatch(line) or _ALIGNED.search(line):
+            if (
+                line.lstrip().startswith(("|", "#"))
+                or _ITEM.match(line)
+                or _RULE.fullmatch(line)
+                or _ALIGNED.search(line)
+            ):
                 yield " ".join(unit)
                 unit = []
             if line.lstrip().startswith("|"):
@@ -116,7 +123,9 @@ def stumbling(path: Path) -> list[str]:
 
 def files(paths: Iterable[Path]) -> Iterator[Path]:
     for path in paths:
-        inside = (each for each in sorted(path.rglob("*")) if each.suffix in {".md", ".py"}) if path.is_dir() else [path]
+        inside = (
+            (each for each in sorted(path.rglob("*")) if each.suffix in {".md", ".py"}) if path.is_dir() else [path]
+        )
         yield from (each for each in inside if "_pb2" not in each.name)
 
 

@@ -1,7 +1,9 @@
-"""How much of a prompt each of many nodes has cached, in one look at the prompt: sets of nodes are the bits of an int.
+"""Finds how much of a prompt each of many nodes has cached, in one pass over the prompt. Sets of nodes are the bits of
+an int.
 
-Nodes that agree so far are asked together, so a look costs what the prompt and the number of different answers cost, hardly
-what the number of nodes does. Answers are those of `lookup.longest_common_hit`, node by node; a test holds them together.
+Nodes that agree so far are asked together. So the cost depends on the prompt and on the number of different answers,
+and hardly on the number of nodes. Answers are those of `lookup.longest_common_hit`, node by node; a test holds them
+together.
 """
 
 from collections.abc import Iterator, Sequence
@@ -59,7 +61,7 @@ class SnapshotLengths:
         self._hashes = hashes
         self._known = known
         self._chunks: dict[int, _Chunk] = {}
-        self._ends: dict[int, list[int]] = {}  # who holds the state of each group, by length
+        self._ends: dict[int, list[int]] = {}  # the holders of each group's state, by length
 
     def longest(self, bits: int, limit: int) -> int:
         """The longest length, at most `limit`, whose states of every group a node holds, in any of its media."""
@@ -125,7 +127,7 @@ def _held_by_all(held: Sequence[int], nodes: int, plane: int) -> int:
 
 
 class _Chunk:
-    """Some of a prompt's blocks: lengths with states, the longest first, with who holds them of each group."""
+    """Some of a prompt's blocks: lengths with states, the longest first, with the holders for each group."""
 
     __slots__ = ("anybody", "found")
 

@@ -1,4 +1,4 @@
-"""Which code a process runs: the distribution's version, and a digest of the sources, which a version does not tell apart.
+"""Names the code that a process runs: the distribution's version, and a digest of the sources.
 
 Between two releases, and in a changed checkout, many states of the code have one version.
 """

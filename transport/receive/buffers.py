@@ -1,4 +1,5 @@
-"""Buffers for what cannot go straight into its place: sealed, coded and repeated bytes. All of a listener share one budget.
+"""Buffers for bytes that cannot go straight into their place: sealed, coded and repeated ones. All of a listener share
+one budget.
 
 A thread waits a moment for its part; a connection that gets none ends, and its sender sends again over another one. Buffers are
 kept for the next chunk as long as less than half of the budget is lent.

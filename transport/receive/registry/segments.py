@@ -38,7 +38,7 @@ class ReadRequest:
 
 
 class Segments:
-    """What is registered, and which reads were granted."""
+    """The registered segments, and the granted reads."""
 
     def __init__(self, *, max_reads: int = MAX_READS) -> None:
         self._max_reads = max_reads
