@@ -89,7 +89,8 @@ async def _serve(model: LoadedModel, args: argparse.Namespace) -> int:
     stop, orphaned, parent = asyncio.Event(), asyncio.Event(), os.getppid()
 
     def told_to_stop() -> None:
-        # The kernel says SIGTERM for a supervisor that was killed: the rest is not awaited, and its successor needs the port.
+        # The kernel sends SIGTERM when the supervisor was killed: the engine waits for nothing, as its successor needs
+        # the port.
         if os.getppid() != parent:
             orphaned.set()
         stop.set()
@@ -292,7 +293,7 @@ def _load_stand_in(stand_in: StandIn, args: argparse.Namespace) -> LoadedModel:
 
 
 def _emulated_model(model: str) -> tuple[str, Path | None]:
-    """What `--emulate` names: an architecture, or a model directory, whose architecture and tokenizer it takes."""
+    """The model that `--emulate` names: an architecture, or a directory, whose architecture and tokenizer it takes."""
     if model in GROUPS:
         return model, None
     directory = Path(model)

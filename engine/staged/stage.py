@@ -57,7 +57,7 @@ PR_SET_PDEATHSIG: Final = 1  # prctl(2)
 
 @dataclass(frozen=True, slots=True)
 class StagePlace:
-    """Where a stage stands, and its sockets: None behind the last."""
+    """A stage's position and its sockets; the last stage has None behind it."""
 
     stage: int
     before: socket.socket

@@ -4,8 +4,8 @@
                                                                    at a snapshot length: states -> pages, StateDone
 
 Prefill never computes logits; the last token of a prompt goes through `decode`, on whichever node samples. In fp32 the
-split into chunks moves logits by some 5e-6. Who else is decoded in the same step moves nothing: that is tried with every model
-that is loaded, and a model that fails decodes one sequence at a time.
+split into chunks moves logits by some 5e-6. Other sequences in the same step move nothing: every loaded model is tested
+for that, and one that fails decodes one sequence at a time.
 """
 
 import logging
@@ -216,7 +216,7 @@ class EmbeddedEngine(AtOnce):
         return list(output.logits[:, -1].float().numpy())
 
     def _why_alone(self) -> str | None:
-        """What speaks against decoding sequences together: this model, on this machine, is asked."""
+        """The reason against decoding sequences together: tries this model on this machine."""
         try:
             alone, batch = ([self._primed(length) for length in PROOF_LENGTHS] for _ in range(2))
             for token in PROOF_TOKENS:

@@ -67,7 +67,7 @@ class _Layer(LinearAttentionCacheLayerMixin):
 
 
 class BatchCache(Cache):
-    """What several sequences have, for one step of all. Make one for each step."""
+    """The caches of several sequences, for one step of all. Make one for each step."""
 
     def __init__(self, caches: Sequence[SequenceCache]) -> None:
         self.caches = caches
