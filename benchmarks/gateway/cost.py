@@ -46,7 +46,8 @@ LAG = re.compile(r'prfaas_event_loop_lag_seconds_bucket\{le="([^"]+)"\} (\S+)')
 
 @dataclass(frozen=True, slots=True)
 class ClientLoad:
-    """What a client sends in one round: `first` is not measured, `bodies` are, in turns until `requests` are answered."""
+    """A client's requests in one round: `first` is not measured; `bodies` are, in turns until `requests` are
+    answered."""
 
     bodies: Sequence[bytes]
     requests: int
@@ -133,7 +134,7 @@ def scenarios(scale: float) -> list[LoadScenario]:
 
 @dataclass(slots=True)
 class Figures:
-    """What the rounds of one arm in one scenario came to."""
+    """The results of one arm's rounds in one scenario."""
 
     cpu_ms: list[float]
     p50_ms: list[float]
@@ -166,7 +167,7 @@ class Bench:
         taking_part = list(self._arms)
         for number in range(self._rounds):
             load = scenario.load(number)
-            # Each round begins with another arm: what the first one pays for the machine is nobody's alone.
+            # Each round begins with another arm, so that no arm alone pays for the machine's warm-up.
             for arm in taking_part[number % len(taking_part) :] + taking_part[: number % len(taking_part)]:
                 self._round(arm, scenario, load, figures[arm.name])
         return figures

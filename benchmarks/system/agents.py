@@ -171,7 +171,7 @@ def verdict(name: str, ours: Mapping[str, Any], never: Mapping[str, Any]) -> str
 async def live(
     site: Site, sessions: Sequence[Session], count: int, over_s: float, args: argparse.Namespace
 ) -> dict[str, Any]:
-    """The ways of `contenders`, each in a running system; plans are solved for answers that nobody waits for."""
+    """The ways of `contenders`, each in a running system; plans are solved as if no turn waited for an answer."""
     document = read_toml(CONFIG.with_name("case_study_live.toml"))["model"]
     scale = Scale(
         time=args.time_scale or document["time_scale"], tokens=document["token_scale"], bytes=document["byte_scale"]

@@ -1,4 +1,4 @@
-"""What files and arguments say, read once: text in plain or compressed files, and numbers with a range and a unit.
+"""Reads files and arguments: text in plain or compressed files, and numbers with a range and a unit.
 
     trace day.jsonl, row 6: input_length = nan: must be a number of tokens, 0 to 1000000000
 
@@ -159,7 +159,7 @@ def json_rows(text: Iterable[str], is_growing: bool = False) -> Iterator[tuple[i
 
 
 def open_text(path: Path) -> io.TextIOWrapper:
-    """A text file in UTF-8, whatever it is compressed by, and whatever it is called. Reading raises SettingsError or OSError."""
+    """A text file in UTF-8, with any compression and any name. Reading raises SettingsError or OSError."""
     return io.TextIOWrapper(io.BufferedReader(_Unpacked(path)), encoding="utf-8-sig")
 
 
