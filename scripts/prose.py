@@ -121,6 +121,11 @@ def stumbling(path: Path) -> list[str]:
     return STUMBLING.findall(prose(path))
 
 
+def findings(path: Path) -> list[str]:
+    """Long sentences, each with its number of words, and stumbling words."""
+    return [*(f"{words(each)} words: {each}" for each in long_sentences(path)), *stumbling(path)]
+
+
 def files(paths: Iterable[Path]) -> Iterator[Path]:
     for path in paths:
         inside = (
@@ -137,10 +142,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     found: Counter[Path] = Counter()
     for root in args.paths:
         for path in files([root]):
-            for each in [*long_sentences(path), *stumbling(path)]:
+            for each in findings(path):
                 found[root] += 1
                 if not args.count:
-                    print(f"{path}: {words(each)}: {each}")
+                    print(f"{path}: {each}")
     if args.count:
         for root in args.paths:
             print(f"{found[root]:>6} {root}")
