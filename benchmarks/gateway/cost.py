@@ -241,11 +241,9 @@ def _arms(with_peers: bool, before: Path | None) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "--peers", action="store_true", help="beside vllm-router and Dynamo, too; they are installed on demand"
-    )
-    parser.add_argument("--arms", nargs="+", help="these only")
-    parser.add_argument("--before", type=Path, help="beside ours of another checkout, too")
+    parser.add_argument("--peers", action="store_true", help="also vllm-router and Dynamo, installed on demand")
+    parser.add_argument("--arms", nargs="+", help="only these")
+    parser.add_argument("--before", type=Path, help="also our gateway of another checkout")
     parser.add_argument("--only", default="", help="scenarios whose name contains this")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--scale", type=float, default=1.0, help="times as many requests")

@@ -241,7 +241,7 @@ def main() -> None:
     )
     arguments.add_argument("--seed", type=int, default=0)
     arguments.add_argument("--live", action="store_true", help="through a running system, later turns after answers")
-    arguments.add_argument("--only", action="append", help="live: this way alone; may be given several times")
+    arguments.add_argument("--only", action="append", help="live: only this way; may be given several times")
     arguments.add_argument("--time-scale", type=float, help="live: instead of that of configs/case_study_live.toml")
     arguments.add_argument("--state-dir", help="live; default: a temporary directory")
     args = arguments.parse_args()

@@ -162,7 +162,7 @@ def table(rows: list[BreakpointsRow]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="What a mark in a prompt is worth to a hybrid model")
+    parser = argparse.ArgumentParser(description="The gain of a mark in a prompt for a hybrid model")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--arch", default="kimi_linear", help="as `--emulate` of the engine names it")
     arguments = parser.parse_args()

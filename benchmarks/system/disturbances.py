@@ -477,7 +477,7 @@ def main() -> None:
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--plots", type=Path, help="directory for a picture of each; it is made if it is not there")
-    parser.add_argument("--state-dir", help="default: a temporary directory")
+    parser.add_argument("--state-dir", help="directory for files (default: a temporary one)")
     args = parser.parse_args()
     if args.plots:  # now: a directory that cannot be made costs eight minutes later on
         args.plots.mkdir(parents=True, exist_ok=True)

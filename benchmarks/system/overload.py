@@ -340,7 +340,7 @@ def main() -> None:
     )
     parser.add_argument("--time-scale", type=float, default=0.2)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--state-dir", help="default: a temporary directory")
+    parser.add_argument("--state-dir", help="directory for files (default: a temporary one)")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         args.state_dir = args.state_dir or directory

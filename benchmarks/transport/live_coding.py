@@ -208,7 +208,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=6, help="over each line")
     parser.add_argument("--gbps", type=float, nargs="+", default=list(GBPS), help="of the line, in turn")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--state-dir", help="default: a temporary directory")
+    parser.add_argument("--state-dir", help="directory for files (default: a temporary one)")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         args.state_dir = args.state_dir or directory

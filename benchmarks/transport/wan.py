@@ -38,7 +38,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rate-mbit", type=float, default=500.0)
     parser.add_argument("--rtt-ms", type=float, default=40.0)
-    parser.add_argument("--loss", type=float, default=0.0001, help="probability that a packet is lost, each way")
+    parser.add_argument("--loss", type=float, default=0.0001, help="probability of losing a packet, each way")
     parser.add_argument("--mtu", type=int, default=1500)
     parser.add_argument("--mb", type=int, default=1024)
     parser.add_argument("--cc", nargs="*", default=["auto", "cubic"], help="congestion controls to ask for")
