@@ -154,11 +154,11 @@ class ContextCache:
 
     @property
     def pinned_tokens(self) -> int:
-        """What all contexts hold together, each block counted once."""
+        """The tokens of all contexts together, each block counted once."""
         return self._all.num_tokens
 
     def owned_tokens(self, owner: str) -> int:
-        """What an owner's contexts hold together."""
+        """The tokens of an owner's contexts together."""
         held = self._owned.get(owner)
         return held.num_tokens if held is not None else 0
 

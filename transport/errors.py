@@ -64,7 +64,7 @@ class PeerLost(TransportError):
 
 
 class BackendMissing(TransportError):
-    """What was asked for comes with an extra that is not installed, or does not load."""
+    """A requested feature comes with an extra that is not installed, or does not load."""
 
     def __init__(self, what: str, extra: str, cause: ImportError) -> None:
         super().__init__(f'{what} needs the {extra} extra (pip install "prfaas[{extra}]"): {cause}')

@@ -41,7 +41,7 @@ class Served:
 
 
 class Turns(Generic[Flow]):
-    """What flows have been served lately."""
+    """The recent service of flows."""
 
     def __init__(self, half_life_s: float) -> None:
         self._half_life_s = half_life_s
@@ -75,7 +75,7 @@ class Turns(Generic[Flow]):
         return max(self._newcomer(now), self._rank_of(flow))
 
     def first(self, flows: Iterable[Flow], now: float) -> Flow:
-        """Whose turn it is of `flows` (at least one); of equals, the first."""
+        """The next one of `flows` (at least one); of equals, the first."""
         return min(flows, key=lambda flow: self.rank(flow, now))
 
     def latest(self) -> Iterator[tuple[Flow, float]]:
@@ -91,7 +91,7 @@ class Turns(Generic[Flow]):
         return self._forgotten if known is None else known.rank
 
     def _forget(self, now: float) -> None:
-        """Flows that are newcomers again; if those are few, the flows that have been served least."""
+        """Forgets flows that are newcomers again, or, if those are few, the flows that have been served least."""
         newcomer = self._newcomer(now)
         self._flows = {flow: served for flow, served in self._flows.items() if served.rank >= newcomer}
         if len(self._flows) > KEPT_FLOWS:

@@ -137,7 +137,7 @@ class DigestMemory:
 
 
 def default_memory() -> DigestMemory:
-    """What a user's processes share; its place is that of the XDG base directory specification."""
+    """The digests that a user's processes share, at the place of the XDG base directory specification."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return DigestMemory(Path(base) / "prfaas" / "model-digests")
 

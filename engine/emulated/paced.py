@@ -79,7 +79,7 @@ class PacedScheduler(Scheduler):
         self._keep_some()
 
     def _let_go(self, now: float) -> None:
-        """Of what has ended or was aborted."""
+        """Drops sequences that have ended or were aborted."""
         for work in self._batch.members:
             if work not in self._decoding:
                 self._batch.leave(now, work)

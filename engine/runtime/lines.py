@@ -44,7 +44,7 @@ class Lines(Generic[Who]):
             del self._lines[flow]
 
     def keep(self, wanted: Callable[[Who], bool]) -> None:
-        """Keeps these, and removes all others."""
+        """Keeps the wanted ones, and removes all others."""
         kept = {flow: deque(filter(wanted, line)) for flow, line in self._lines.items()}
         self._lines = {flow: line for flow, line in kept.items() if line}
 

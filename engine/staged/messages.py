@@ -125,7 +125,7 @@ class StageFailure(StageMessage, frozen=True, tag="Failure"):
 
 
 class Logits(StageMessage, frozen=True):
-    """Of a step, float32 in the payload."""
+    """The logits of a step, float32 in the payload."""
 
     sequence: int
 

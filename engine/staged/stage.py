@@ -252,7 +252,7 @@ def _make(args: argparse.Namespace) -> tuple[LayerShare, StageReady]:
 
 
 def _end_with(parent: int) -> None:
-    """Of a stopped process no thread sees that its sockets are closed."""
+    """Has the kernel kill this process when `parent` ends: while it is stopped, no thread of it sees closed sockets."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL))
     if os.getppid() != parent:
         os._exit(0)

@@ -78,7 +78,7 @@ class EmbeddedSequence:
         self._stored_states.clear()
 
     def begin_step(self) -> None:
-        """Of decoding: made together with others, and not left in the middle."""
+        """Begins a decode step: sequences make it together, and never leave it in the middle."""
         self._job, self._chunk_stop, self._may_stop = None, self.num_tokens + 1, False
 
     def end_chunk(self) -> None:

@@ -70,7 +70,7 @@ def block_hashes(
 
 
 def marks(insets: Sequence[Inset], start: int, num_tokens: int) -> bytes:
-    """Of the insets that begin in [start, start + num_tokens): where in it, and what they are."""
+    """The marks of the insets that begin in [start, start + num_tokens): their places in it and their names."""
     first = bisect_left(insets, start, key=_start)
     within = insets[first : bisect_left(insets, start + num_tokens, first, key=_start)]
     return b"".join(_PLACE.pack(inset.start - start) + sha256(inset.name.encode()).digest() for inset in within)

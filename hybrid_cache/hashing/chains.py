@@ -109,5 +109,5 @@ class ChainCache:
 
 
 def _from(insets: Sequence[Inset], start: int) -> list[Inset]:
-    """Those that begin at `start` or later, placed as seen from there."""
+    """The insets that begin at `start` or later, with places counted from there."""
     return [Inset(inset.start - start, inset.name) for inset in insets if inset.start >= start]

@@ -56,7 +56,7 @@ class SnapshotLengths:
     """Lengths, in blocks, at which any node has states of a prompt: looked for only when asked."""
 
     def __init__(self, groups: Sequence[HolderSets], hashes: Sequence[bytes], known: int) -> None:
-        """Of all bits only those of `known` are anybody's."""
+        """Keeps the bits of `known` nodes only."""
         self._groups = groups
         self._hashes = hashes
         self._known = known
@@ -120,7 +120,7 @@ class SnapshotLengths:
 
 
 def _held_by_all(held: Sequence[int], nodes: int, plane: int) -> int:
-    """Those of `nodes` that are in every one of `held`, by either bit."""
+    """The `nodes` that are in every one of `held`, by either bit."""
     for some in held:
         nodes &= some | some >> plane
     return nodes

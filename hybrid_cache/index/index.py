@@ -350,7 +350,7 @@ class _Look:
 
 
 def _any_length(bits: int, limit: int) -> int:
-    """Of a model without states, every length is one to go on from."""
+    """A model without states can continue from every length."""
     return limit
 
 

@@ -206,11 +206,11 @@ class PrefixStore:
         return None
 
     def _holders(self, hashes: Sequence[bytes], nodes: Iterable[str]) -> list[str]:
-        """Those of `nodes` that have all of a prefix."""
+        """The `nodes` that have all of a prefix."""
         return [node for node in nodes if self._holds(node, hashes, ANYWHERE)]
 
     def _senders(self, hashes: Sequence[bytes], nodes: Iterable[str]) -> list[str]:
-        """Those that can send it to another one, too."""
+        """The nodes that can also send it to another one."""
         return [node for node in nodes if self._holds(node, hashes, MOVABLE)]
 
     def _holds(self, node: str, hashes: Sequence[bytes], media: Sequence[Medium]) -> bool:

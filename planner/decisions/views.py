@@ -21,7 +21,7 @@ class ClusterKind(StrEnum):
 
 
 class Role(StrEnum):
-    """What a node does; the values are those of `NodeDescription.role`."""
+    """The role of a node; the values are those of `NodeDescription.role`."""
 
     PREFILL = "prefill"
     DECODE = "decode"

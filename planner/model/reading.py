@@ -28,7 +28,7 @@ _ZSTD: Final = b"\x28\xb5\x2f\xfd"
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """What a number may be: [low, high], in a unit."""
+    """The range of a number: [low, high], in a unit."""
 
     low: float
     high: float
@@ -203,7 +203,7 @@ def _unpacked(file: io.BufferedReader) -> Iterator[bytes]:
 
 
 def _members(begin: bytes, blocks: Iterator[bytes], name: str, new: Callable[[], Any]) -> Iterator[bytes]:
-    """What is in a compressed file, which may have several parts, one behind the other."""
+    """The contents of a compressed file, which may have several parts, one behind the other."""
     unpacker, block = new(), begin
     while block:
         try:

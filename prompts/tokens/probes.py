@@ -54,7 +54,7 @@ _AROUND: Final = (("", ""), ("x", "y"), ("x ", ""), (".", "1"), ("", "é"))
 
 
 def _chosen(tokens: Sequence[AddedToken]) -> list[str]:
-    """Of the added tokens those that take in what stands around them first, then of every kind, evenly."""
+    """Picks added tokens: first those that absorb their surroundings, then evenly from every kind."""
     kinds: dict[tuple[bool, ...], list[str]] = {}
     for token in tokens:
         kind = token.lstrip, token.rstrip, token.single_word, token.normalized, token.special

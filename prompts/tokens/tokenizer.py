@@ -253,7 +253,7 @@ class TextTokenizer:
 
 
 def special_tokens(config: dict[str, Any]) -> dict[str, str]:
-    """What a template may name (`bos_token`, …), out of tokenizer_config.json."""
+    """The special tokens that a template may name (`bos_token`, …), from tokenizer_config.json."""
     extra = config.get("extra_special_tokens")
     named = {name: config.get(name) for name in SPECIAL_NAMES} | (extra if isinstance(extra, dict) else {})
     contents = {name: token.get("content") if isinstance(token, dict) else token for name, token in named.items()}

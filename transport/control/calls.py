@@ -38,7 +38,7 @@ class CallBuffer:
 
     @property
     def begun_bytes(self) -> int:
-        """Of the frame that has begun and is not whole; see MessageBuffer."""
+        """The full length of the incomplete frame; see MessageBuffer."""
         return self._frames.begun_bytes
 
     def feed(self, data: bytes) -> list[bytes]:

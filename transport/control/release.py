@@ -27,7 +27,7 @@ def release() -> str:
 
 
 def digest_of(site: Path) -> str:
-    """Of the packages' sources below `site`, wherever that is."""
+    """The digest of the packages' sources below `site`."""
     digest = hashlib.sha256()
     sources = (path for name in PACKAGES for path in (site / name).rglob("*.py"))
     # Editors lock a file by a link that points nowhere (`.#agent.py`).

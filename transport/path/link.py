@@ -188,7 +188,7 @@ class MinRtt:
         return now - self._rising[0][0] if self._rising else 0.0
 
     def add(self, rtt_s: float, now: float) -> None:
-        """What lies before this sample by more than the memory is forgotten; without samples, nothing is."""
+        """Forgets values older than the memory, counted from this sample; without samples it forgets nothing."""
         while self._rising and self._rising[0][0] < now - MIN_RTT_MEMORY_S:
             self._rising.popleft()
         while self._rising and self._rising[-1][1] >= rtt_s:

@@ -117,7 +117,7 @@ def has_room(sock: socket.socket) -> bool:
 
 
 def choose_congestion_control(sock: socket.socket, rtt_s: float) -> None:
-    """Of a fresh connection, whose handshake has measured the round trip.
+    """Chooses by the round trip, for a fresh connection, whose handshake has measured it.
 
     bbr fills a long path in spite of loss; within a host or a rack its pacing timers cost up to half the speed.
     """

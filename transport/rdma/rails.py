@@ -102,7 +102,7 @@ class RailTable:
         self.rails = [Rail(index, plan) for index, plan in enumerate(plans)]
 
     def plan(self, plans: Sequence[RailPlan]) -> None:
-        """Sets the peer's present NICs; rails that stay keep their counts."""
+        """Sets the pairs of NICs; if they are unchanged, rails keep their counts."""
         if [rail.plan for rail in self.rails] != list(plans):
             self.rails = [Rail(index, plan) for index, plan in enumerate(plans)]
 
@@ -242,7 +242,7 @@ class MemoryPlacement:
         return len(self._ends)
 
     def add(self, extents: Iterable[tuple[int, int]]) -> None:
-        """Appends a pair. Raises OverflowError for bytes that lie in no memory."""
+        """Appends extents. Raises OverflowError for bytes that lie in no memory."""
         end = self.num_bytes
         for address, length in extents:
             if length:
@@ -324,7 +324,7 @@ class SendQueue(Generic[K]):
             self._next_wr_id += 1
 
     def take_postings(self) -> list[tuple[Posting, K]]:
-        """What may be posted now, each with the chunk that it is of."""
+        """The writes that may be posted now, each with its chunk."""
         postings = []
         while self._waiting and len(self._posted) < self._room:
             postings.append(self._waiting.popleft())

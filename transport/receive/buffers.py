@@ -48,7 +48,7 @@ class BufferRoom:
 
 
 class Buffers:
-    """Those of one connection, by use; used by the thread that reads it."""
+    """The buffers of one connection, by use; used by the thread that reads it."""
 
     def __init__(self, room: BufferRoom, peer: str) -> None:
         self._room = room

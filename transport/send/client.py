@@ -153,7 +153,8 @@ class TransferClient:
             peer.follow_budget()
 
     def egress_budget(self, link: str) -> float | None:
-        """What the budget of a link, its own or everybody's, allows at this time of the day; no share of others counts."""
+        """The rate that a link's budget, its own or the common one, allows at this time of the day, without any
+        share."""
         with self._lock:
             return rate_now(self._budgets.get(link, self._default_budget))
 

@@ -51,7 +51,8 @@ class Reach:
     # connections that are up and carry nothing
 
     def on_sample(self, now: float, delivered_bytes: int, *, owed: bool) -> None:
-        """What TCP has delivered over the present connections; `owed`: the receiver has not answered all that left."""
+        """The bytes that TCP has delivered over the present connections; `owed`: the receiver has not answered all of
+        them."""
         if not owed or self._answered or delivered_bytes > self._delivered_bytes:
             self.silent_s = 0.0
         else:

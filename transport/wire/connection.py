@@ -234,14 +234,14 @@ class Connection:
         return seal.opening(self._chunk_seq, self._chunk_header)
 
     def chunk_header(self, slot: int, offset: int, length: int, sealed: bool = False) -> bytes:
-        """What goes before a chunk's payload: `send(Chunk(...))` without the object."""
+        """The header before a chunk's payload: `send(Chunk(...))` without the object."""
         assert self.state is ProtocolState.OPEN
         seq = self.frames_sent
         self.frames_sent += 1
         return encode_chunk(slot, offset, length, seq, sealed)
 
     def coded_header(self, chunk: CodedChunk) -> bytes:
-        """What goes before a coded chunk's payload."""
+        """The header before a coded chunk's payload."""
         assert self.state is ProtocolState.OPEN
         seq = self.frames_sent
         self.frames_sent += 1

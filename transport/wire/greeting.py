@@ -29,7 +29,7 @@ class Greeting:
         self._words.update(words)
 
     def transcript(self) -> bytes:
-        """Of both greetings: unique, and the same at both ends or not at all."""
+        """The digest of both greetings: unique, and the same at both ends or not at all."""
         return self._words.digest()
 
     def seals(self, mine: str, theirs: str) -> tuple[Seal | None, Seal | None]:

@@ -211,7 +211,7 @@ class Outbox:
             raise RemoteProtocolError(f"[{start}, {stop}) is answered but was not sent")
 
     def hand_over(self, start: int, stop: int, lane: int, to: int) -> None:
-        """What was on its way over `lane` is answered on another one."""
+        """Another lane carries the replies for the bytes on their way over `lane`."""
         self._arrived(lane, start, stop)
         self._in_flight.setdefault(to, {})[start] = stop
 
@@ -224,7 +224,7 @@ class Outbox:
             self.chunks += 1
 
     def on_lane_lost(self, lane: int) -> None:
-        """Whatever was on its way over `lane` may not have arrived: it leaves again, first."""
+        """Bytes on their way over `lane` may not have arrived: they leave again, first."""
         for start, stop in sorted(self._in_flight.pop(lane, {}).items(), reverse=True):
             self._resend(start, stop)
 

@@ -27,7 +27,7 @@ class LentMemory:
         return 2 * self.lent_bytes > self.total_bytes or 2 * self._of[peer] > self.of_one_bytes
 
     def give_back(self, peer: str, num_bytes: int) -> None:
-        """What was lent to that peer before."""
+        """Gives back bytes that were lent to that peer."""
         self.lent_bytes -= num_bytes
         self._of[peer] -= num_bytes
         assert self.lent_bytes >= 0

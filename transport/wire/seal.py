@@ -69,7 +69,7 @@ class Sealing:
         self._stream.update_into(plain, out)
 
     def tag(self) -> bytes:
-        """What follows the last part."""
+        """The tag after the last part."""
         self._stream.finalize()
         return self._stream.tag
 

@@ -31,7 +31,7 @@ def takes_media(vllm_config: Any) -> bool:
 
 
 def insets_of(request: Any) -> tuple[Inset, ...]:
-    """What stands in a prompt beside its tokens, in order."""
+    """The insets of a prompt, in order."""
     return tuple(Inset(feature.mm_position.offset, feature.identifier) for feature in request.mm_features)
 
 

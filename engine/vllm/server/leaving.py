@@ -34,7 +34,8 @@ def leave_at_once(is_unsent: Callable[[], bool] | None = None) -> None:
 
 
 def _statuses() -> list[object]:
-    """What this process is asked to exit with, from now on; the last one counts. `multiprocessing.spawn` asks each child so."""
+    """Records the exit status of this process from now on; the last one counts. `multiprocessing.spawn` asks each child
+    so."""
     asked, leave = list[object](), sys.exit
 
     def leave_with(status: object = None, /) -> NoReturn:

@@ -88,7 +88,7 @@ def complaint_about_parallelism(flags: Sequence[str]) -> str | None:
 
 
 def _values(flags: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Of the flags that matter here: each with its value."""
+    """The flags that matter here, each with its value."""
     for index, flag in enumerate(flags):
         name, has_value, value = flag.partition("=")
         name = SHORT.get(name, name.replace("_", "-"))

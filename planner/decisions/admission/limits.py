@@ -90,7 +90,7 @@ class LimitRefusal(NamedTuple):
 
 
 class Left(NamedTuple):
-    """What is left of one bucket, in whole ones, and how long it takes to be full."""
+    """The rest of one bucket, in whole units, and the time until it is full."""
 
     limit: int
     remaining: int

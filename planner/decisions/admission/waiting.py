@@ -51,7 +51,7 @@ class _Flow:
 
     @property
     def places(self) -> float:
-        """Those it has, for its weight."""
+        """Its places, divided by its weight."""
         return self.standing / self.weight
 
 

@@ -226,7 +226,7 @@ class RetryBudget:
         return rule
 
     def _cost(self, tokens: int) -> float:
-        """Of a try, in requests of the mean length of late."""
+        """The cost of a try, in requests of the recent mean length."""
         if not self._tokens:
             return 1.0
         cheapest, dearest = COSTS

@@ -32,7 +32,7 @@ class LineSender:
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """What a sender may send at most until some time; then it is its own budget again."""
+    """The most that a sender may send until some time; then its own budget holds again."""
 
     bytes_per_s: float
     until: float

@@ -93,5 +93,5 @@ class GatewayLoad(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def of_kind(nodes: Iterable[NodeReport], kind: ClusterKind, role: Role) -> list[NodeReport]:
-    """Those that work, of a kind and a role."""
+    """The working nodes of a kind and a role."""
     return [node for node in nodes if node.kind is kind and node.role is role and node.state == READY]

@@ -274,7 +274,8 @@ class ReceiverThread(threading.Thread):
             raise
 
     def _receive_coded(self, chunk: CodedChunk) -> None:
-        """Whole into a buffer of ours, checked and decoded there, and only then into its place."""
+        """Reads a coded chunk whole into a buffer, checks and decodes it there, and only then copies it into its
+        place."""
         self._shared.received_bytes += chunk.length
         if not self._is_bound(chunk.slot):
             self._payload.skip()

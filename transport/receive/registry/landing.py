@@ -62,7 +62,7 @@ class Landing:
         return self.inbox.landed.num_bytes
 
     def missing(self) -> list[tuple[int, int]]:
-        """What has not landed, as offsets of the transfer's line of bytes."""
+        """The missing ranges, as offsets of the transfer's line of bytes."""
         return self.inbox.missing()
 
     def expires_at(self) -> float:

@@ -314,7 +314,7 @@ class Landings:
         )
 
     def _read(self, frame: Open, transcript: bytes) -> Accept | Refuse:
-        """Of the request itself nothing is missing."""
+        """The read's own request needs no bytes: nothing is missing."""
         refusal = self.segments.read(frame, transcript)
         if refusal is not None:
             self.counters[f"refused:{refusal}"] += 1

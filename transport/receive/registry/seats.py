@@ -77,7 +77,7 @@ class Seats:
         self._taken.pop(who, None)
 
     def overdue(self, idle_since: IdleSince, now: float) -> list[int]:
-        """Those that have been idle for too long, whatever room there is; each is named once."""
+        """Connections that have been idle for too long, also when there is room; each is named once."""
         late = [who for who in self._taken if idle_since(who) + IDLE_S <= now]
         for who in late:
             del self._taken[who]

@@ -78,13 +78,13 @@ class LinkKeeper:
         return self._governor.plan.connections
 
     def available_bytes_per_s(self, state: LinkState) -> float:
-        """What it carries, or may; 0 = not known."""
+        """The link's rate, measured or allowed; 0 = not known."""
         return state.available_bytes_per_s or self._budget or 0.0
 
     # the budget
 
     def follow_budget(self, lanes: Sequence[PacedLane]) -> None:
-        """What the budget is now, which others may have changed."""
+        """Takes over the present budget, which other threads may have changed."""
         budget = self._egress.bytes_per_s
         with self._transfers.lock:
             changed, self._budget = self._budget != budget, budget

@@ -148,7 +148,7 @@ class Stream:
             self._seals.pop(notice.slot, None)
 
     def opening(self, transfer: LaneTransfer) -> Open:
-        """What begins a transfer on this connection."""
+        """The frame that begins a transfer on this connection."""
         manifest = transfer.manifest
         self._seeds[transfer.slot] = transfer_seed(transfer.transfer_id, self.connection.transcript)
         if self._session is not None:
@@ -199,7 +199,7 @@ class Stream:
             self._add_views(outgoing, piece, views)
 
     def checksum(self, transfer: LaneTransfer, start: int, views: Sequence[memoryview]) -> int:
-        """Of a chunk that begins at `start` and lies in `views`."""
+        """The checksum of a chunk that begins at `start` and lies in `views`."""
         return digest(views, self._seeds[transfer.slot], start)
 
     def _add_views(self, outgoing: OutgoingViews, piece: LanePiece, views: list[memoryview]) -> None:

@@ -12,7 +12,7 @@ Flow: TypeAlias = tuple[Urgency, str]  # and the tenant
 
 
 class Fairness:
-    """What each flow has sent lately, divided by the weight of what it sent.
+    """The recent bytes of each flow, divided by their weight.
 
     A tenant that has sent less goes first until it has had as much: a short transfer beside others' backlog leaves as if it
     were alone. `now` is as of the last `at`: fading is slow beside it.

@@ -202,7 +202,7 @@ class LaneScheduler:
             transfer.outbox.on_lane_lost(lane)
 
     def on_rates(self, bytes_per_s: Mapping[int, float]) -> None:
-        """What each lane carries at present."""
+        """Sets the present rate of each lane."""
         for lane, rate in bytes_per_s.items():
             if lane in self._lanes:
                 self._lanes[lane].bytes_per_s = rate
