@@ -11,9 +11,9 @@ import pytest
 from aiohttp import web
 
 from node.config import NodeConfig
+from node.engine.front import OpenDoor
 from node.tasks import Tasks
-from node.transfer.incoming import Consumer
-from node.transfer.loans import Producer
+from node.transfer.services import DecodeService, OutgoingLegs
 from pd_cluster.converter import RoleConverter
 from pd_cluster.verification import MAX_ANSWER_BYTES, VerificationFailed, verify
 from tests.node.running import config
@@ -32,16 +32,14 @@ class FakeNode:
     def __init__(self, node_config: NodeConfig, engine_url: str) -> None:
         self.config = node_config
         self.tasks = Tasks(Counter())
-        self.producer: Producer | None = None
-        self.consumer: Consumer | None = None
+        self.legs: OutgoingLegs | None = None
+        self.decodes: DecodeService | None = None
         self.engine_load = m.LoadReport(running=0, waiting=0, queued_tokens=0)
-        self._engine_url = engine_url
+        self.door = OpenDoor()
+        self.door.open(engine_url)
 
     def state(self) -> pb.NodeState:
         return pb.NODE_STATE_READY
-
-    def describe(self) -> pb.NodeDescription:
-        return pb.NodeDescription(engine_url=self._engine_url)
 
     def publish_description(self) -> None:
         pass
