@@ -101,7 +101,7 @@ async def serve(identity: Identity | None) -> None:
 
 @asynccontextmanager
 async def ways(ports: dict[str, Any], identity: Identity | None) -> AsyncIterator[dict[str, Call]]:
-    """What a reservation can go by, connected."""
+    """A connected transport for reservations."""
     async with AsyncExitStack() as stack:
         address = f"127.0.0.1:{ports['grpc']}"
         if identity is None:

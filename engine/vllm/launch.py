@@ -146,14 +146,15 @@ def environment(options: VllmOptions, inherited: Mapping[str, str], *, is_cpu: b
 
 
 def complaint_about_chunks(options: VllmOptions) -> str | None:
-    """Why prompts cannot be computed in such chunks; None when they can. Block sizes of its own choice vLLM compares itself."""
+    """The reason why vLLM cannot compute such chunks; None if it can. vLLM itself checks block sizes of its own
+    choice."""
     if options.block_size is None or options.chunk_tokens >= options.block_size:
         return None
     return f"chunk_tokens = {options.chunk_tokens}: less than a block, block_size = {options.block_size}"
 
 
 def complaint_about(vllm_flags: Sequence[str]) -> str | None:
-    """Why these flags cannot be passed on; None when they can."""
+    """The reason why these flags cannot be passed on; None if they can."""
     for flag in vllm_flags:
         name = flag.split("=", 1)[0].split(".", 1)[0].replace("_", "-")  # --kv-transfer-config.kv_role, too
         if name in OURS:

@@ -39,10 +39,10 @@ class ApplyMode(StrEnum):
 class ServiceConfig:
     """`[plan]`. `time_scale`, `token_scale` and `byte_scale` are those of a system that stands in for the profile's model.
 
-    `token_file` holds a secret that everybody must show who asks; needed where other hosts reach the port. `gateway_key_file`
-    holds an operator's key of the gateways, where they ask for one. `certificate`, `key`
-    and `authority` are for nodes that ask for mutual TLS before they convert.
-    `conversions` lets plans move nodes between prefill and decode. A node has `drain_timeout_s` to end what it does.
+    `token_file` holds a secret that every caller must show; needed where other hosts reach the port. `gateway_key_file`
+    holds an operator's key of the gateways, where they ask for one. `certificate`, `key` and `authority` are for nodes
+    that ask for mutual TLS before they convert. `conversions` lets plans move nodes between prefill and decode. A node
+    has `drain_timeout_s` to end what it does.
     """
 
     state_dir: Path
@@ -111,7 +111,7 @@ class ServiceConfig:
         )
 
     def token(self) -> str:
-        """The secret that who asks must show, "" without one. Raises InputError."""
+        """The secret that callers must show, "" without one. Raises InputError."""
         return _secret("token_file", self.token_file)
 
     def gateway_key(self) -> str:

@@ -18,7 +18,7 @@ from transport.control.proto.node_pb2_grpc import NodeAgentStub
 from transport.wire.identity import Identity
 
 RPC_S: Final = 5.0
-WAIT_S: Final = 10.0  # of one call; who waits longer asks again
+WAIT_S: Final = 10.0  # of one call; a caller that waits longer asks again
 VERIFY_S: Final = 60.0  # for everything after the drain
 DONE: Final = ("converted", "unchanged")
 

@@ -143,7 +143,8 @@ async def _try(node_id: str, name: str, host: str, port: int) -> PortFinding:
 
 
 def _pairs(nodes: Sequence[Asked]) -> list[tuple[Asked, Asked]]:
-    """Who sends KVCache to whom: every prefill node to every decode node, a receiver's senders one after the other."""
+    """The pairs that send KVCache: every prefill node to every decode node, a receiver's senders one after the
+    other."""
     ready = [node for node in nodes if node[1].info.state == "ready" and node[1].info.block_size]
     senders = [node for node in ready if node[1].info.role == "prefill"]
     receivers = [node for node in ready if node[1].info.role == "decode"]

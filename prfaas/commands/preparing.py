@@ -19,7 +19,9 @@ def add_preparations(commands: Any) -> None:
     """Adds them to the parser's subcommands."""
     _add_init(commands.add_parser("init", help="write commented files for a first system, on one machine or several"))
     key = commands.add_parser("key", help="make an API key, for a tenant of a gateway or for its operators")
-    key.add_argument("tenant", metavar="TENANT", help="whose it is; operator: for metrics, records and the console")
+    key.add_argument(
+        "tenant", metavar="TENANT", help="the key's tenant; operator: for metrics, records and the console"
+    )
     key.set_defaults(run=_key)
     certificates = commands.add_parser(
         "certificates", help="make an authority of your own and certificates for nodes and gateways"
@@ -28,8 +30,8 @@ def add_preparations(commands: Any) -> None:
         "names", nargs="+", type=_holder, metavar="NAME[=HOST,...]",
         help="a node_id, or gateway; HOSTs are names and addresses under which it is reached",
     )  # fmt: skip
-    certificates.add_argument("--out", type=Path, required=True, metavar="DIR", help="where the files are and go")
-    certificates.add_argument("--days", type=within(1, 3650), default=365, metavar="N", help="how long they are good")
+    certificates.add_argument("--out", type=Path, required=True, metavar="DIR", help="directory of the files")
+    certificates.add_argument("--days", type=within(1, 3650), default=365, metavar="N", help="how long they are valid")
     certificates.set_defaults(run=_certificates)
     _add_model(commands.add_parser("model", help="build a tiny model of a real hybrid architecture, offline"))
 
@@ -37,7 +39,7 @@ def add_preparations(commands: Any) -> None:
 def _add_init(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", type=Path, metavar="DIR", help="where to write them")
     parser.add_argument("--model", metavar="DIR", help="the model's directory")
-    parser.add_argument("--engine", choices=["embedded", "vllm", "sglang"], help="what runs it (default: embedded)")
+    parser.add_argument("--engine", choices=["embedded", "vllm", "sglang"], help="the engine (default: embedded)")
     for name, what in (
         ("decode", "machines that decode"),
         ("prefill", "machines beside them that prefill, - for none"),
@@ -47,7 +49,7 @@ def _add_init(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(f"--{name}", metavar="HOST" if name == "gateway" else "HOST,...", help=what)
     parser.add_argument("--tls", action="store_true", help="certificates for all, KVCache encrypted")
     parser.add_argument("--overwrite", action="store_true", help="replace files that are there")
-    parser.add_argument("--yes", action="store_true", help="ask nothing: defaults for what is not given")
+    parser.add_argument("--yes", action="store_true", help="ask nothing, and take defaults for missing answers")
     parser.set_defaults(run=_init)
 
 

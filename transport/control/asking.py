@@ -1,4 +1,4 @@
-"""Asks an HTTP server with a secret, for commands: no answer may send the secret on to another one."""
+"""Calls an HTTP server with a secret, for commands. A redirect never carries the secret to another server."""
 
 from http.client import HTTPMessage
 from typing import IO, Final
@@ -7,7 +7,7 @@ from urllib.request import HTTPRedirectHandler, Request, build_opener
 
 
 class _NoRedirects(HTTPRedirectHandler):
-    """urllib repeats every header, secrets included, wherever an answer points."""
+    """urllib sends every header, secrets included, to the target of a redirect."""
 
     def redirect_request(
         self, req: Request, fp: IO[bytes], code: int, msg: str, headers: HTTPMessage, newurl: str

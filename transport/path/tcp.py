@@ -56,7 +56,7 @@ def free_port(host: str) -> int:
 
 
 def family_of(host: str) -> socket.AddressFamily:
-    """What a listener at this address, or name, is of."""
+    """The address family of a listener at this address or name."""
     return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
@@ -96,7 +96,7 @@ def _within_host(sock: socket.socket) -> bool:
 
 
 def peer_of(sock: socket.socket) -> str:
-    """Who is at the other end, for a log; never fails."""
+    """The address of the other end, for a log; never fails."""
     try:
         return format_address(*sock.getpeername()[:2])
     except OSError:
@@ -117,7 +117,7 @@ def has_room(sock: socket.socket) -> bool:
 
 
 def choose_congestion_control(sock: socket.socket, rtt_s: float) -> None:
-    """Of a fresh connection, whose handshake has measured the round trip.
+    """Chooses by the round trip, for a fresh connection, whose handshake has measured it.
 
     bbr fills a long path in spite of loss; within a host or a rack its pacing timers cost up to half the speed.
     """
@@ -148,7 +148,8 @@ def set_pacing_rate(sock: socket.socket, bytes_per_s: float | None) -> None:
 
 
 def receive_now(sock: socket.socket, into: memoryview, flags: int = 0) -> int | None:
-    """What is there: its size, 0 at the end of the stream, None when nothing is there yet."""
+    """Reads the available bytes: returns their number, 0 at the end of the stream, or None when no byte is there
+    yet."""
     try:
         return sock.recv_into(into, 0, socket.MSG_DONTWAIT | flags)
     except BlockingIOError:

@@ -17,7 +17,7 @@ CHUNKS_OF_BUFFERS: Final = 8  # a coded chunk may need four times its length, of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What a listener bears of strangers, and of one peer."""
+    """A listener's limits for unknown peers, and for one peer."""
 
     max_visitors: int = 512  # strangers at once
     # In a row that had no place here: each is answered, and a stranger lands none.

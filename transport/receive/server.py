@@ -156,12 +156,12 @@ class TransferServer:
 
     @property
     def counters(self) -> Counter[str]:
-        """What happened so far: "landed", "failed:<code>", "refused:<code>", "rejected:<code>", "sessions", …"""
+        """Events so far: "landed", "failed:<code>", "refused:<code>", "rejected:<code>", "sessions", …"""
         return self._shared.counters
 
     @property
     def codecs(self) -> CodecAccounts:
-        """What was decoded so far; only the codecs are known here, not what the ranges are."""
+        """Decoded bytes so far, by codec; the receiver does not know the ranges' labels."""
         with self._shared.lock:
             accounts = CodecAccounts()
             accounts.merge(self._shared.decoded)
@@ -179,7 +179,7 @@ class TransferServer:
 
     @property
     def num_connections(self) -> int:
-        """Of senders that were let in, and of those who have shown no secret yet."""
+        """Connections of admitted senders, and of peers that have shown no secret yet."""
         return self._shared.num_readers + (self._greeter.num_visitors if self._greeter is not None else 0)
 
     def close(self) -> None:

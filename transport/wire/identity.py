@@ -1,4 +1,4 @@
-"""Who an end of a link is: a certificate, its key, and the authority that signs those of its peers."""
+"""The identity of an end of a link: a certificate, its key, and the authority of its peers' certificates."""
 
 import logging
 import os

@@ -29,7 +29,7 @@ _GRANT: Final = struct.Struct(f"<{SESSION_ID_BYTES}s{SESSION_SECRET_BYTES}sd")
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """What a control connection agreed on."""
+    """The result of a control connection."""
 
     id: bytes
     secret: bytes
@@ -92,5 +92,5 @@ def begin_tls(sock: socket.socket, identity: Identity) -> ssl.SSLSocket:
 
 
 def grant_bytes(session: Session, now: float) -> bytes:
-    """What a peer whose certificate was accepted is told."""
+    """The message to a peer whose certificate was accepted."""
     return _GRANT.pack(session.id, session.secret, session.ends_at - now)

@@ -1,4 +1,4 @@
-"""Strangers at the door of a listener: one thread for all who have not shown a secret yet.
+"""Unknown peers of a listener: one thread serves all that have not shown a secret yet.
 
     KNOCKING ──first byte──> TALKING ──an Open that is accepted──> a thread of its own (see inlet)
         │ a TLS record
@@ -6,8 +6,8 @@
         └──────────────────┬────┴───────────┘
                   refused, wrong ──────────────────────────────> LEAVING ──has read why──> gone
 
-A stranger costs a socket and some kilobytes, and no more than so many of them are there, overall and of one address: the
-oldest goes when there is one too many, so that an honest sender, who needs a round trip or two, gets in however many wait.
+An unknown peer costs a socket and some kilobytes. Their number is bounded, overall and by address. When there is one
+too many, the oldest goes. So an honest sender, which needs a round trip or two, gets in no matter how many wait.
 """
 
 import errno
@@ -56,7 +56,7 @@ MAX_REFUSED: Final = 64  # transfers of one visitor
 MAX_UNSENT_BYTES: Final = 64 << 10  # to one who does not read
 MAX_PAST_BYTES: Final = 1 << 30  # payload of refused transfers that one visitor may send
 SINK_BYTES: Final = 64 << 10
-ROUND_S: Final = 0.1  # between two looks at who is overdue
+ROUND_S: Final = 0.1  # between two looks for overdue peers
 LOG_EVERY_S: Final = 10.0
 # The process or its host has no more to give: a connection has to go.
 SHORTAGES: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
@@ -92,7 +92,7 @@ class Visitor:
 
 @dataclass(frozen=True, slots=True)
 class GreetedVisitor:
-    """What a visitor has said that opened the door, and what it has not been told yet."""
+    """The frames with which a peer showed its secret, and the replies that it has not had yet."""
 
     frame: Open
     reply: Accept
@@ -102,10 +102,10 @@ class GreetedVisitor:
 
 
 class Host(Protocol):
-    """Who lets them in."""
+    """Decides which peers are let in."""
 
     def arrive(self) -> int | Code:
-        """A number for a new connection; or why none may come."""
+        """A number for a new connection; or the reason why it is refused."""
 
     def receiver(self) -> Connection:
         """A connection that waits for its greeting."""
@@ -113,7 +113,7 @@ class Host(Protocol):
     def open(self, who: int, frame: Open, transcript: bytes) -> Accept | Refuse: ...
 
     def admit(self, who: int, sock: socket.socket, connection: Connection, begun: GreetedVisitor) -> Code | None:
-        """Takes the connection over; or why not. Raises RuntimeError when there is no thread for it."""
+        """Takes the connection over, or returns why not. Raises RuntimeError when there is no thread for it."""
 
     def gone(self, who: int) -> None: ...
 
@@ -339,7 +339,7 @@ class Acceptor(threading.Thread):
         return None if connection.payload_left else connection.next_event()
 
     def _let_in(self, visitor: Visitor, frame: Frame) -> bool:
-        """True when the visitor has shown a secret, and is no longer ours."""
+        """True when the peer has shown a secret, and another thread serves it now."""
         match frame:
             case Open():
                 self._say(visitor, visitor.connection.data_to_send())
@@ -469,7 +469,7 @@ class Acceptor(threading.Thread):
         self._granted(visitor)
 
     def _granted(self, visitor: Visitor) -> None:
-        """Until the sender hangs up: closing first might lose what it has not read."""
+        """Waits until the sender closes: closing first might lose what it has not read."""
         with suppress(ssl.SSLWantReadError):
             visitor.sock.recv(1)
             self._drop(visitor)

@@ -1,4 +1,4 @@
-"""What a receiver expects, and what becomes of it: the pure registry behind a listener.
+"""The transfers that a receiver expects, and their outcomes: the pure registry behind a listener.
 
     expect ──> waiting ──Open──> landing ──last chunk──> done
                   └───────┬─────────┘
@@ -85,7 +85,7 @@ class Landings:
         return any(landing.transfer_id.startswith(prefix) for landing in self._unsettled)
 
     def cancel(self, transfer_id: str, detail: str, now: float, code: Code = Code.CANCELLED) -> Notices:
-        """Ends a landing; returns what to tell which connection. Unknown or ended ids are fine."""
+        """Ends a landing; returns the message for each connection. Unknown or ended ids are fine."""
         landing = self._active.get(transfer_id)
         return [] if landing is None else self._end(landing, TransferOutcome(code, detail), now)
 
@@ -170,7 +170,7 @@ class Landings:
         return self._slots[who].get(slot)
 
     def abort(self, who: int, frame: Abort, now: float) -> Notices:
-        """The sender is through with a slot: with its part of the transfer, or with all of it."""
+        """The sender has finished with a slot: with its part of the transfer, or with all of it."""
         landing = self._slots[who].pop(frame.slot, None)
         if landing is None:
             return []
@@ -287,7 +287,7 @@ class Landings:
     # inside
 
     def _landing_of(self, frame: Open, transcript: bytes, now: float) -> Landing | Code:
-        """The landing that is asked for, or why it is not to be had; one that ended has its outcome."""
+        """The landing that an Open names, or why it is refused; an ended one gives its outcome."""
         landing, ended = self._active.get(frame.transfer_id), self._ended.get(frame.transfer_id)
         if landing is None and ended is None and frame.transfer_id.startswith(SEGMENT_PREFIX):
             return self._expect_write(frame, transcript, now)
@@ -297,7 +297,7 @@ class Landings:
         return known.refusal(frame, transcript) or landing or known.complete_landing()
 
     def _expect_write(self, frame: Open, transcript: bytes, now: float) -> Landing | Code:
-        """A one-sided write becomes a landing of its own: not before all that its Open says is right."""
+        """A one-sided write becomes a landing of its own, once everything in its Open is correct."""
         segment = self.segments.to_write(frame, transcript)
         if isinstance(segment, Code):
             return segment
@@ -314,7 +314,7 @@ class Landings:
         )
 
     def _read(self, frame: Open, transcript: bytes) -> Accept | Refuse:
-        """Of the request itself nothing is missing."""
+        """The read's own request needs no bytes: nothing is missing."""
         refusal = self.segments.read(frame, transcript)
         if refusal is not None:
             self.counters[f"refused:{refusal}"] += 1

@@ -1,4 +1,4 @@
-"""The landings of one listener, as its threads share them: one lock, and what follows from each decision.
+"""The landings of one listener, shared by its threads under one lock, and the actions after each decision.
 
 Decisions are those of `Landings`, taken under the lock; bytes move, and owners are told, outside of it.
 """
@@ -43,7 +43,7 @@ T = TypeVar("T")
 
 
 class ConnectionReader(Protocol):
-    """Who reads a connection, as the others see it."""
+    """The reader of a connection, as other threads see it."""
 
     def stop(self) -> None:
         """From any thread; never blocks."""
@@ -55,7 +55,7 @@ class ConnectionReader(Protocol):
 
 
 class SharedLandings:
-    """All landings of a listener, and who reads the connections that fill them."""
+    """All landings of a listener, and the readers of the connections that fill them."""
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class SharedLandings:
             return len(self._readers)
 
     def arrive(self) -> int | Code:
-        """A number for a connection that has come; or why it may not."""
+        """A number for a new connection; or the reason why it is refused."""
         with self.lock:
             if self.closing:
                 return Code.CLOSING
@@ -105,7 +105,7 @@ class SharedLandings:
             return who
 
     def enter(self, who: int, reader: ConnectionReader, origin: Origin) -> Code | None:
-        """From now on it reads that connection; or why not. Idle ones may have to make room for it."""
+        """Seats the connection's reader, or returns why not. Idle connections may have to make room."""
         with self.lock:
             if self.closing:
                 return Code.CLOSING
@@ -136,7 +136,7 @@ class SharedLandings:
             self._seats.leave(who)
 
     def close(self) -> list[ConnectionReader]:
-        """Ends all landings and tells their senders; returns who reads, stopped."""
+        """Ends all landings and tells their senders; returns the stopped readers."""
         with self.changed:
             self.closing = True
             readers = list(self._readers.values())
