@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Final
 
 from gateway.admin.console.endpoints import Console
@@ -23,6 +24,7 @@ from gateway.admission.queue import WaitingLine
 from gateway.admission.service_classes import Classes
 from gateway.admission.slo import SloGate
 from gateway.auth.oidc import Provider
+from gateway.auth.sessions import OperatorSessions
 from gateway.cluster.agent_client import AgentClient
 from gateway.cluster.drained_links import DrainedLinks, SharedDrainedLinks
 from gateway.cluster.link_probes import Probes
@@ -33,6 +35,7 @@ from gateway.errors import GatewayConfigError
 from gateway.http.body import BodyReceiver
 from gateway.http.connections import Gate
 from gateway.http.listener import OPERATORS, Listener, client_connections, descriptor_limit, raise_descriptor_limit
+from gateway.http.tls import LOOK_S, ServerCertificate
 from gateway.pipeline.dispatcher import Dispatcher
 from gateway.pipeline.engine_render import EngineReadings
 from gateway.pipeline.relay import Relay
@@ -53,6 +56,7 @@ from gateway.server.handlers.operators import OperatorEndpoints
 from gateway.server.handlers.tokens import TokenEndpoints
 from gateway.server.routes import build_app, build_operators_app, straight_ways
 from gateway.tasks import TaskSet
+from gateway.telemetry.audit_log import AuditLog
 from gateway.telemetry.load_report import LoadReporter
 from gateway.telemetry.otlp import Traces
 from gateway.telemetry.recorder import RequestRecorder
@@ -106,7 +110,7 @@ class RunningGateway:
         self.refusals.configure(possible)
         self.line.configure(possible.max_waiting, possible.admission.ageing_s)
         self.door.classes = Classes(possible.classes, possible.admission.default_class)
-        self.door.keyring.configure(possible.tenants, possible.operator_keys)
+        self.door.keyring.configure(possible.tenants, possible.all_operators)
         logging.getLogger().setLevel(possible.log_level.upper())
         self.config = possible
         return possible.differences(config)
@@ -177,8 +181,10 @@ async def running(
     links.drain(drained.links())
     records = seat.records(config.kept_records)
     flows = Flows(seat.next_seq, clock)
-    kept: dict[str, NumberedRing] = {"requests": records, "flows": flows}
-    with _named(config):
+    with _named("audit", config.audit.directory):
+        audit = AuditLog(config.audit, seat.next_seq, clock, _unix_s, metrics.upkeep.not_audited)
+    kept: dict[str, NumberedRing] = {"requests": records, "flows": flows, "audit": audit}
+    with _named("request_log", config.request_log.directory):
         request_log = (
             RequestLog(config.request_log, metrics.upkeep.not_logged) if config.request_log.directory else None
         )
@@ -274,10 +280,10 @@ async def running(
         relay=Relay(accounts, requests, clock),
         accounts=accounts,
     )
-    allowances = seat.allowances(clock)
+    allowances, sessions = seat.allowances(clock), OperatorSessions(seat.sessions, config.session_s)
     door = GenerationEndpoint(
-        config, rooms, clusters, metrics, requests, clock, allowances, decider.answer_tokens, traces
-    )
+        config, rooms, clusters, metrics, requests, clock, allowances, decider.answer_tokens, audit, sessions, traces,
+    )  # fmt: skip
     load = LoadReporter(
         seat.offered, clusters, links, lambda: decider.setting, lambda: follower.plan,
         config.routing.decode_slots,
@@ -301,7 +307,7 @@ async def running(
         read_again or (lambda: config), lambda: gateway.config, gateway.reload, metrics.upkeep.reloaded, seat.parent
     )
     async with AsyncExitStack() as stack:
-        for each in (request_log, traces):
+        for each in (request_log, traces, audit):
             if each is not None:
                 stack.push_async_callback(asyncio.to_thread, each.close)
         stack.callback(allowances.close)
@@ -322,7 +328,7 @@ async def running(
             LinkSwitch(links, drained),
             gateway.reloads,
             rooms.receiver,
-            door.keyring.is_operator,
+            door.keyring, sessions,
         )  # fmt: skip
         pages = OperatorEndpoints(
             clusters,
@@ -345,23 +351,31 @@ async def running(
         if warming is not None:
             await warming
         idle_s, is_shared = strangers.idle_s, siblings is not None
+        certificate = server_certificate(config)
         port = config.port if seat.port is None else seat.port
         desk = TokenEndpoints(
-            admission, rooms.receiver, rooms.reader, clusters, legs, metrics, door.keyring.tenant, allowances
-        )
+            admission, rooms.receiver, rooms.reader, clusters, legs, metrics, door.keyring.tenant, allowances,
+            door.media_domains,
+        )  # fmt: skip
         app, straight = build_app(door, pages, desk), straight_ways(door)
-        clients = await Listener.start(app, gates[0], config.host, port, idle_s, straight=straight, is_shared=is_shared)
+        clients = await Listener.start(
+            app, gates[0], config.host, port, idle_s, straight=straight, is_shared=is_shared,
+            certificate=certificate, header_s=strangers.header_s,
+        )  # fmt: skip
         stack.push_async_callback(clients.close)
         gateway.url, gateway.metrics_url = clients.url, f"{clients.url}/metrics"
         gateway.listeners.append(clients)
         if config.metrics_port:
             app = build_operators_app(door, pages)
             operators = await Listener.start(
-                app, gates[1], config.host, config.metrics_port, idle_s, is_shared=is_shared
-            )
+                app, gates[1], config.host, config.metrics_port, idle_s, is_shared=is_shared,
+                certificate=certificate, header_s=strangers.header_s,
+            )  # fmt: skip
             stack.push_async_callback(operators.close)
             gateway.metrics_url = f"{operators.url}/metrics"
             gateway.listeners.append(operators)
+        if certificate is not None:
+            chores.keep(lambda: _keep_current(certificate), "certificate")
         seat.be(_state(door))
         chores.keep(lambda: _heartbeat(door, gates, links, drained, clock, seat), "heartbeat")
         stack.callback(door.visits.end_all)
@@ -409,14 +423,25 @@ async def serve(
 
 
 @contextlib.contextmanager
-def _named(config: GatewayConfig) -> Iterator[None]:
-    """Says at the start what of the configuration cannot be had."""
+def _named(table: str, directory: Path | None) -> Iterator[None]:
+    """Says at the start which directory cannot be had."""
     try:
         yield
     except OSError as error:
-        raise GatewayConfigError(
-            f"request_log.directory = {str(config.request_log.directory)!r}: {error.strerror}"
-        ) from error
+        raise GatewayConfigError(f"{table}.directory = {str(directory)!r}: {error.strerror}") from error
+
+
+def server_certificate(config: GatewayConfig) -> ServerCertificate | None:
+    """What its listeners show; None: they speak HTTP. Raises GatewayConfigError."""
+    if config.tls_certificate is None or config.tls_key is None:
+        return None
+    return ServerCertificate(config.tls_certificate, config.tls_key)
+
+
+async def _keep_current(certificate: ServerCertificate) -> None:
+    while True:
+        await asyncio.sleep(LOOK_S)
+        await asyncio.to_thread(certificate.refresh)
 
 
 async def _heartbeat(
@@ -437,6 +462,10 @@ async def _heartbeat(
             gate.sweep()
         seat.be(_state(door))
         links.drain(drained.links())
+
+
+def _unix_s() -> float:
+    return datetime.now(UTC).timestamp()
 
 
 def _state(door: GenerationEndpoint) -> WorkerState:

@@ -19,6 +19,8 @@ from gateway.api.openai import Call, Endpoint
 from gateway.api.validation import MAX_ANSWERS, too_many
 from gateway.auth.keyring import EVERYBODY, Keyring
 from gateway.auth.oidc import TokenVerifier
+from gateway.auth.sessions import OperatorSessions
+from gateway.auth.wrong_keys import WrongKeys
 from gateway.cluster.registry import Clusters, ServedModel
 from gateway.config.gateway import GatewayConfig
 from gateway.errors import ApiError, InternalError, Unavailable
@@ -35,9 +37,11 @@ from gateway.prompt.reader import PromptReader
 from gateway.ratelimit.limiter import UNLIMITED, TenantLimiter, TenantLimiters
 from gateway.request.request import BrokenOff, Request, Timeline
 from gateway.request.trace_context import TRACEPARENT, TRACESTATE, TraceContext
+from gateway.server.guards import KeyGuard, OperatorGuard
 from gateway.server.handlers.contexts import ContextPinning
 from gateway.server.inflight import CLIENT_CLOSED, InflightRequest, InflightRequests
 from gateway.tasks import TaskSet
+from gateway.telemetry.audit_log import AuditLog
 from gateway.telemetry.metrics import Metrics
 from gateway.telemetry.otlp import Traces
 from gateway.telemetry.recorder import CLIENT_LEFT, RequestRecorder
@@ -76,6 +80,8 @@ class GenerationEndpoint:
         clock: Callable[[], float],
         allowances: TenantLimiters,
         expected_answer: Callable[[], float],
+        audit: AuditLog,
+        sessions: OperatorSessions,
         traces: Traces | None = None,
     ) -> None:
         """`expected_answer` says how many tokens an answer mostly has."""
@@ -86,8 +92,12 @@ class GenerationEndpoint:
         self.clusters = clusters
         self.metrics = metrics
         self.classes = Classes(config.classes, config.admission.default_class)
+        self.media_domains = frozenset(config.allowed_media_domains)
         self.tokens = TokenVerifier(config.oidc) if config.oidc.issuer else None
-        self.keyring = Keyring(config.tenants, config.operator_keys, self.tokens, unix_s)
+        self.keyring = Keyring(config.tenants, config.all_operators, self.tokens, unix_s, sessions)
+        wrong_keys = WrongKeys(config.wrong_keys.divided(config.workers), clock)
+        self.guard = KeyGuard(self.keyring, wrong_keys, config.strangers, audit, metrics.upkeep.key_shown)
+        self.operators = OperatorGuard(self.keyring, config.strangers, audit)
         self.allowances = allowances
         self.contexts = ContextPinning(clusters, metrics, tasks, clock, allowances)
         self._tasks = tasks
@@ -255,7 +265,7 @@ class GenerationEndpoint:
         tenant = visit.tenant
         service = self.classes.of(headers, tenant.classes)
         served = self._served()
-        model = served.as_read(tenant.group)
+        model = served.as_read(tenant.group, self.media_domains)
         call, prompt = await self.rooms.reader.read(
             visit.endpoint, visit.body, model, tenant.memory, share=tenant.share, check=visit.allowance.check
         )

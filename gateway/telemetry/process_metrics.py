@@ -88,6 +88,21 @@ class ProcessMetrics:
             registry=registry,
         )  # fmt: skip
 
+        self._keys_shown = Counter(
+            "prfaas_wrong_keys", "Wrong keys that were shown, answers to such that were delayed, and requests held off",
+            ["what"], registry=registry,
+        )  # fmt: skip
+        self._not_audited = Counter(
+            "prfaas_audit_lost", "Lines that are not in the audit log's files, by reason", ["reason"], registry=registry
+        )
+
+    def key_shown(self, what: str) -> None:
+        """`wrong`, `delayed` or `held_off`."""
+        self._keys_shown.labels(what).inc()
+
+    def not_audited(self, reason: str, lines: int) -> None:
+        self._not_audited.labels(reason).inc(lines)
+
     def plan_polled(self, outcome: str) -> None:
         self._plan_polls.labels(outcome).inc()
 
