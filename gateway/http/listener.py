@@ -47,13 +47,13 @@ def descriptor_limit() -> int:
 
 
 class Listener:
-    """An application that answers on a port; `url` says where."""
+    """An application that answers on a port; `url` says where. `handshaking` are connections that agree on TLS still."""
 
     def __init__(
         self, runner: web.AppRunner, server: asyncio.Server, url: str, handshaking: Set[SecureConnection]
     ) -> None:
         self.url = url
-        self._handshaking = handshaking
+        self.handshaking = handshaking
         self._runner = runner
         self._server = server
 
@@ -121,6 +121,6 @@ class Listener:
     async def close(self) -> None:
         """Stops listening, and ends what is under way."""
         self._server.close()
-        for connection in list(self._handshaking):
+        for connection in list(self.handshaking):
             connection.end()
         await self._runner.cleanup()

@@ -72,6 +72,17 @@ def new_context() -> ssl.SSLContext:
     return context
 
 
+def _feed(raw: asyncio.Transport, data: bytes) -> None:
+    """Has TLS read what came before it listened: uvloop reads at once, before any task of ours can run."""
+    protocol = raw.get_protocol()
+    while data and hasattr(protocol, "buffer_updated"):  # a connection that is gone meanwhile has no protocol
+        buffer = protocol.get_buffer(len(data))
+        size = min(len(buffer), len(data))
+        buffer[:size] = data[:size]
+        protocol.buffer_updated(size)
+        data = data[size:]
+
+
 def _why(error: Exception) -> str:
     if isinstance(error, ssl.SSLError):
         return f"no certificate with its key, in PEM ({error.reason or error})"
@@ -106,13 +117,20 @@ class SecureConnection(ClientConnection):
         self.joined(self._raw)
 
     async def _secure(self, raw: asyncio.Transport) -> None:
+        starting = self._loop.create_task(
+            self._loop.start_tls(raw, self, self._context, server_side=True, ssl_handshake_timeout=self._handshake_s)
+        )
         try:
-            secured = await self._loop.start_tls(
-                raw, self, self._context, server_side=True, ssl_handshake_timeout=self._handshake_s
-            )
+            await asyncio.sleep(0)  # from now on `raw` belongs to TLS
+            hello, self._early = self._early or [], []
+            await asyncio.sleep(0)  # which has begun to listen, and has read nothing yet
+            _feed(raw, b"".join(hello))
+            secured = await starting
         except (OSError, TimeoutError) as error:  # SSLError, too
             self._gave_up(type(error).__name__ if not isinstance(error, ssl.SSLError) else error.reason or "SSLError")
             return
+        finally:
+            starting.cancel()
         if secured is None or secured.is_closing():
             self._gave_up("")
             return

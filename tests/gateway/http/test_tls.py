@@ -63,6 +63,18 @@ async def test_every_listener_speaks_https_and_answers_as_without(tmp_path: Path
         await w.settled()
 
 
+@on_both_loops
+async def test_many_clients_at_once_agree_whenever_their_first_bytes_come(tmp_path: Path) -> None:
+    async with world(**issued(tmp_path)) as w:
+
+        async def ask() -> int:
+            async with client(tmp_path) as http, http.get(f"{w.gateway.url}/livez") as answer:
+                return answer.status
+
+        assert await asyncio.gather(*(ask() for _ in range(40))) == [200] * 40
+        await until(lambda: not w.gateway.listeners[0].handshaking)
+
+
 def handshake(w: World, version: ssl.TLSVersion) -> tuple[str, str]:
     """The version and the cipher that a client of this version agrees on. Raises OSError."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
