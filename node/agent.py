@@ -23,6 +23,7 @@ from node.config import RELOADABLE, SERVERS, NodeConfig
 from node.control.broadcast import Broadcast
 from node.control.holders import ReservationHolders
 from node.draining import Draining
+from node.engine.front import EngineDoor, EngineFront, OpenDoor
 from node.engine.http_status import follow_adapters, follow_loads, serves
 from node.engine.kv_events import events_endpoint, follow
 from node.engine.liveness import TIMES, LivenessTimes, Vigil
@@ -90,6 +91,8 @@ class NodeAgent:
         self.supervisor = EngineSupervisor(
             config, self.socket.path, self.engine_log, now, self.publish_description, command=engine_command
         )
+        identity = config.identity
+        self.door: EngineDoor = OpenDoor() if identity is None else EngineFront(identity)
         self.arena: Arena | None = None
         self._taking: asyncio.Future[Arena] | None = None
         self.pages: ArenaPages | None = None
@@ -123,12 +126,13 @@ class NodeAgent:
     async def start(self) -> None:
         """Takes the arena's memory, starts listening and starts the engine; `wait_ready` waits for it.
 
-        Raises NoArenaMemory, OSError.
+        Raises NoArenaMemory, NodeConfigError, OSError.
         """
         self._taking = asyncio.ensure_future(asyncio.to_thread(_take_arena, self.config))
         self.arena = await asyncio.shield(self._taking)
         self.links.start()
         await self.socket.start()
+        await self.door.start(self.config.port("engine"))
         self.tasks.start("supervisor", self.supervisor.run)
         self.tasks.start("housekeeping", self._keep_house)
 
@@ -153,6 +157,7 @@ class NodeAgent:
         self._forget_engine_cache()
         await self.tasks.close()
         await self.supervisor.stop(ENGINE_STOP_S)
+        await self.door.close()
         await self.socket.close()
         self._socket_dir.close()
         await asyncio.to_thread(self.links.close)
@@ -227,6 +232,7 @@ class NodeAgent:
             raise SecondEngine(f"engine pid={hello.engine_pid}: another one is connected")
         pages = self._pages_for(hello)
         self._engine, self._hello = engine, hello
+        self.door.open(hello.http_url)
         engine.send(
             m.Welcome(
                 arena_path=str(pages.arena.path),
@@ -357,6 +363,7 @@ class NodeAgent:
                 end = partial(end_headless, self.supervisor, scheduler, lambda: self._engine is not None)
                 self.tasks.start("engine's end", end)
             self._engine, self._engine_serves, self._adapters = None, False, ()
+            self.door.shut()
             self.vigil.end()
             self._engine_tasks.cancel()
             self._forget_engine_cache()
@@ -451,7 +458,7 @@ class NodeAgent:
         )
         if hello:
             description.engine_pid = hello.engine_pid if self._engine else 0
-            description.engine_url = hello.http_url
+            description.engine_url = self.door.url
             description.max_model_len = hello.max_model_len
             description.not_done_json = hello.not_done_json
             description.takes_media = hello.takes_media

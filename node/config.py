@@ -66,8 +66,9 @@ class NodeConfig:
     `bootstrap_port` is where an SGLang server that prefills is asked for by those that decode, at the host of `engine_port`.
     `block_size` and `max_model_len` of 0 leave the choice to the engine, `engine_start_timeout_s` of 0 to the kind of engine.
     `connections` "auto" begins with a few and lets long links have more; a number is what every receiver gets.
-    `certificate`, `key` and `authority` are PEM files, and make the control service speak mutual TLS; `integrity` "aead"
-    needs them, too. They are read again when they change.
+    `certificate`, `key` and `authority` are PEM files. With them the control service, calls and `engine_port` speak mutual TLS:
+    the agent listens there, and the engine on loopback only. `integrity` "aead" needs them, too. They are read again when they
+    change.
     `egress_bytes_per_s` limits what leaves for each destination cluster; 0 is no limit.
     `coding` makes KVCache smaller on its way, by kind of group (see `node.coding`); an empty table does nothing.
     `stages` is how many share the layers, so that chunks of a prompt follow each other through them: of vLLM the size of its
@@ -216,6 +217,10 @@ class NodeConfig:
         if listener == "metrics" and not self.metrics_key and not is_loopback(host):
             host = THIS_MACHINE
         return ListenPort(f"{listener}_port", host, getattr(self, f"{listener}_port"))
+
+    def inner_engine_port(self) -> ListenPort:
+        """Where the engine itself is to listen: on loopback where its agent faces the network for it."""
+        return self.port("engine") if self.identity is None else ListenPort("engine_port", "127.0.0.1", 0)
 
     @property
     def model_name(self) -> str:

@@ -10,10 +10,11 @@ import logging
 import os
 import ssl
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Any, Final, Protocol, cast, runtime_checkable
 
 from aiohttp import web
 
+from gateway.config.gateway import GatewayConfig
 from gateway.errors import GatewayConfigError
 from gateway.http.connections import ClientConnection, Gate
 
@@ -22,6 +23,15 @@ log = logging.getLogger("prfaas.gateway.tls")
 # TLS 1.3 has its own; of TLS 1.2 those with forward secrecy and authenticated encryption (RFC 9325).
 CIPHERS: Final = "ECDHE+AESGCM:ECDHE+CHACHA20"
 LOOK_S: Final = 1.0  # between two looks at the files
+
+
+@runtime_checkable
+class _Buffered(Protocol):
+    """The protocol of TLS, in both loops."""
+
+    def get_buffer(self, sizehint: int) -> "bytearray | memoryview": ...
+    def buffer_updated(self, nbytes: int) -> None: ...
+
 
 Stamp = tuple[tuple[int, int, int], ...]
 
@@ -62,6 +72,20 @@ class ServerCertificate:
         return tuple((each.st_mtime_ns, each.st_size, each.st_ino) for each in found)
 
 
+def server_certificate(config: GatewayConfig) -> ServerCertificate | None:
+    """What the listeners of a gateway show; None: they speak HTTP. Raises GatewayConfigError."""
+    if config.tls_certificate is None or config.tls_key is None:
+        return None
+    return ServerCertificate(config.tls_certificate, config.tls_key)
+
+
+async def keep_current(certificate: ServerCertificate) -> None:
+    """Looks at its files for ever."""
+    while True:
+        await asyncio.sleep(LOOK_S)
+        await asyncio.to_thread(certificate.refresh)
+
+
 def new_context() -> ssl.SSLContext:
     """TLS 1.3, and 1.2 for clients that have nothing newer."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -75,7 +99,7 @@ def new_context() -> ssl.SSLContext:
 def _feed(raw: asyncio.Transport, data: bytes) -> None:
     """Has TLS read what came before it listened: uvloop reads at once, before any task of ours can run."""
     protocol = raw.get_protocol()
-    while data and hasattr(protocol, "buffer_updated"):  # a connection that is gone meanwhile has no protocol
+    while data and isinstance(protocol, _Buffered):  # a connection that is gone meanwhile has no protocol
         buffer = protocol.get_buffer(len(data))
         size = min(len(buffer), len(data))
         buffer[:size] = data[:size]

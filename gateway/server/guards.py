@@ -12,8 +12,8 @@ from gateway.auth.wrong_keys import WrongKeys
 from gateway.config.gateway import Strangers
 from gateway.errors import ApiError, Forbidden, Overloaded, Unauthorised
 from gateway.http.connections import ClientConnection
+from gateway.server.audit_log import AuditLog, Deed
 from gateway.server.handlers.operators import Page
-from gateway.telemetry.audit_log import AuditLog, Deed
 
 MAX_DELAYED: Final = 64  # answers that wait at once; each holds a connection
 FORWARDED: Final = "X-Forwarded-For"

@@ -21,9 +21,9 @@ from gateway.auth.sessions import OperatorSessions
 from gateway.errors import ApiError, Unauthorised
 from gateway.http.body import BodyReceiver, too_large
 from gateway.http.connections import CHALLENGE
+from gateway.server.audit_log import Deed
 from gateway.server.guards import DEED, OPERATOR
 from gateway.server.handlers.operators import News, Page
-from gateway.telemetry.audit_log import Deed
 
 JSON: Final = "application/json"
 MAX_CHANGE_BYTES: Final = 4096
@@ -34,6 +34,7 @@ class Console:
 
     def __init__(
         self,
+        *,
         snapshots: ConsoleSnapshots,
         explanations: Explanations,
         desk: PlanProxy,

@@ -49,6 +49,7 @@ class TokenEndpoints:
 
     def __init__(
         self,
+        *,
         admission: ConcurrencyLimiter,
         receiver: BodyReceiver,
         reader: PromptReader,

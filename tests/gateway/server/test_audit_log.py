@@ -11,7 +11,7 @@ from gateway.config.audit import AuditConfig
 from gateway.config.operators import OperatorConfig, OperatorRole
 from gateway.config.tenants import TenantConfig
 from gateway.errors import GatewayConfigError
-from gateway.telemetry.audit_log import BURST_LINES, KEPT_REFUSED, SAME_SITE_S, AuditLog, Deed
+from gateway.server.audit_log import BURST_LINES, KEPT_REFUSED, SAME_SITE_S, AuditLog, Deed
 from tests.gateway.worlds import World, on_loop, world
 from transport.control.settings import SettingsError
 
