@@ -250,6 +250,11 @@ class EngineFront:
         outside.abort()
 
 
+def door_of(identity: Identity | None) -> EngineDoor:
+    """The front of a node with certificates; without, the engine's own port."""
+    return OpenDoor() if identity is None else EngineFront(identity)
+
+
 def _reset(caller: socket.socket) -> None:
     """Ends a connection as a port does where nothing listens."""
     caller.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
