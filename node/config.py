@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
@@ -9,6 +10,7 @@ from hybrid_cache.eviction.choice import DEFAULT, HISTORY_BLOCKS, POLICIES
 from node.coding import Coding, coding_of
 from node.errors import NodeConfigError
 from node.process.ports import ListenPort
+from transport.control.secret_files import located
 from transport.control.settings import (
     SettingsError,
     build,
@@ -38,6 +40,8 @@ INTEGRITIES: Final = {"plain": Integrity.NONE, "checksum": Integrity.CHECKSUM, "
 IDENTITY_KEYS: Final = ("certificate", "key", "authority")
 ANY_CLUSTER: Final = "*"
 # Each with a key ..._port, and one ..._host; gateways look for calls at the host of control.
+SECRET_FLAGS: Final = ("--api-key", "--admin-api-key", "--hf-token", "--ssl-keyfile-password")
+THIS_MACHINE: Final = "127.0.0.1"
 LISTENERS: Final = ("control", "calls", "transfer", "engine", "metrics")
 # What may be changed while the node runs, by SIGHUP.
 RELOADABLE: Final = ("egress_bytes_per_s",)
@@ -51,7 +55,8 @@ class NodeConfig:
     """One node of a cluster. Ports of 0 mean: any free one (the node prints what it got).
 
     `host` is where all of them listen, but those whose own `..._host` says another address: KVCache may come over a WAN while
-    engine, control and metrics stay inside.
+    engine and control stay inside. Metrics stay on this machine unless `metrics_key` names a file with the SHA-256 of the key
+    that a reader of them must show; it is read again for every question.
     `transport` "auto" hands KVCache over in shared memory where both ends are on one host, else by RDMA within a cluster
     whose nodes have NICs on a common fabric, else by TCP; "rdma" insists on NICs and uses no shared memory; "tcp" is TCP only.
     `rdma_devices` names the NICs to use; empty: all. Bytes that go by RDMA are checked, but never encrypted: with
@@ -70,6 +75,7 @@ class NodeConfig:
     pipeline, of the embedded engine processes (experimental), of an emulated engine how it counts. SGLang has one.
     `eviction` is the policy that says which cached block leaves when room is needed, by name; the default one remembers the
     last uses of `eviction_history_blocks` blocks, up to 480 bytes each.
+    vLLM fetches media at addresses of `allowed_media_domains` only, and follows no redirect.
     `ssd_dir` is where blocks go that leave memory, up to `ssd_bytes`, in a directory named after the node; empty: nowhere.
     """
 
@@ -94,6 +100,7 @@ class NodeConfig:
     engine_port: int = 0
     bootstrap_port: int = 0
     metrics_port: int = 0
+    metrics_key: str = ""
     run_dir: str = ".prfaas/run"
     cache_bytes: int = 256 << 20
     hugepages: bool = False
@@ -101,6 +108,7 @@ class NodeConfig:
     eviction_history_blocks: int = HISTORY_BLOCKS
     ssd_dir: str = ""
     ssd_bytes: int = 0
+    allowed_media_domains: tuple[str, ...] = ()
     chunk_tokens: int = 512
     stages: int = 1
     max_model_len: int = 0
@@ -151,10 +159,24 @@ class NodeConfig:
         require_range("engine_max_restarts", self.engine_max_restarts, 0, 1000)
         for name in ("lease_s", "room_timeout_s", "drain_timeout_s"):
             require_range(name, getattr(self, name), 0.1, 86400.0)
+        for argument in self.engine_args:
+            if argument.partition("=")[0] in SECRET_FLAGS:
+                raise SettingsError(
+                    f"engine_args: {argument.partition('=')[0]}: everybody on this machine sees it in the process list; "
+                    "give the engine its secret by the environment"
+                )
         require_range("engine_start_timeout_s", self.engine_start_timeout_s, 0.0, 86400.0)
+        self._check_metrics()
         self._check_memory()
         self._check_links()
         self._check_identity()
+
+    def _check_metrics(self) -> None:
+        if self.metrics_host and not self.metrics_key and not is_loopback(self.metrics_host):
+            raise SettingsError(
+                f"metrics_host = {self.metrics_host!r}: others than this machine reach it, and no key is needed: "
+                "add metrics_key, a file with the SHA-256 of one"
+            )
 
     def _check_memory(self) -> None:
         require_range("cache_bytes", self.cache_bytes, 1 << 20, 1 << 50)
@@ -192,6 +214,8 @@ class NodeConfig:
     def port(self, listener: str) -> ListenPort:
         """Where one of LISTENERS is to listen."""
         host = getattr(self, f"{'control' if listener == 'calls' else listener}_host") or self.host
+        if listener == "metrics" and not self.metrics_key and not is_loopback(host):
+            host = THIS_MACHINE
         return ListenPort(f"{listener}_port", host, getattr(self, f"{listener}_port"))
 
     def inner_engine_port(self) -> ListenPort:
@@ -222,6 +246,14 @@ class NodeConfig:
     def budgets(self) -> dict[str, Budget]:
         """Egress budget by destination cluster; under ANY_CLUSTER that of all others."""
         return egress_budgets(self.egress_bytes_per_s)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches who listens there."""
+    try:
+        return host == "localhost" or ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def egress_budgets(table: EgressTable) -> dict[str, Budget]:
@@ -272,10 +304,13 @@ def load_node_config(path: Path) -> NodeConfig:
         _only_a_node(document)
         config = build(NodeConfig, document["node"], "[node]")
     # A relative path is relative to its file.
-    paths = [name for name in ("model", *IDENTITY_KEYS) if getattr(config, name)]
+    paths = [name for name in ("model", "metrics_key", *IDENTITY_KEYS) if getattr(config, name)]
     if config.engine != "embedded" and not (path.parent / config.model).exists():
         paths.remove("model")  # a name, not a path
-    absolute: dict[str, Any] = {name: str(path.parent / getattr(config, name)) for name in paths}
+    try:
+        absolute: dict[str, Any] = {name: str(located(path.parent, getattr(config, name))) for name in paths}
+    except ValueError as exc:
+        raise NodeConfigError(f"{path}: {exc}") from exc
     return replace(config, **absolute)
 
 

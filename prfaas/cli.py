@@ -139,6 +139,10 @@ def _add_gateway(parser: argparse.ArgumentParser) -> None:
         "-u", "--url", default="http://127.0.0.1:8000", metavar="URL",
         help="the gateway's address for operators: its port, or its metrics_port if it has one (default: %(default)s)",
     )  # fmt: skip
+    parser.add_argument(
+        "--ca", type=Path, metavar="FILE.pem",
+        help="the authority of an https URL's certificate, or that certificate (default: those this host trusts)",
+    )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="as JSON")
 
 
@@ -356,7 +360,7 @@ def _explain(arguments: argparse.Namespace) -> int:
         tenant=arguments.tenant,
         headers=dict(arguments.header),
     )
-    gateway = GatewayClient(arguments.url)
+    gateway = GatewayClient(arguments.url, authority=arguments.ca)
     with gateway.understood():
         found = ask(gateway, wish)
         if arguments.json:
@@ -370,7 +374,7 @@ def _top(arguments: argparse.Namespace) -> int:
     from prfaas.commands.asking import GatewayClient
     from prfaas.commands.top import once, watch
 
-    gateway, console = GatewayClient(arguments.url), _console()
+    gateway, console = GatewayClient(arguments.url, authority=arguments.ca), _console()
     with gateway.understood():
         if arguments.json:
             print(json.dumps(gateway.get("/prfaas/console")))
@@ -386,7 +390,7 @@ def _flows(arguments: argparse.Namespace) -> int:
     from prfaas.commands.flows import HEADER, FlowFilter, follow, line
 
     wanted = FlowFilter(all_of_them=arguments.all, link=arguments.link, kinds=frozenset(arguments.kind))
-    gateway = GatewayClient(arguments.url)
+    gateway = GatewayClient(arguments.url, authority=arguments.ca)
     if not arguments.json:
         print(HEADER, flush=True)
     with gateway.understood():
@@ -414,7 +418,7 @@ def _drain(arguments: argparse.Namespace) -> int:
 
     source, destination = arguments.link
     wanted = {"source": source, "destination": destination, "drained": not arguments.undo}
-    gateway = GatewayClient(arguments.url)
+    gateway = GatewayClient(arguments.url, authority=arguments.ca)
     with gateway.understood():
         found = gateway.post("/prfaas/links", json.dumps(wanted).encode())["data"]
         if arguments.json:
@@ -429,7 +433,7 @@ def _drain(arguments: argparse.Namespace) -> int:
 def _reload(arguments: argparse.Namespace) -> int:
     from prfaas.commands.asking import GatewayClient
 
-    gateway = GatewayClient(arguments.url)
+    gateway = GatewayClient(arguments.url, authority=arguments.ca)
     with gateway.understood():
         found = (gateway.get("/prfaas/config") if arguments.dry_run else gateway.post("/prfaas/config", b""))["data"]
         stays = [each["key"] for each in found if each["needs_restart"]]

@@ -16,7 +16,6 @@ import queue
 import selectors
 import socket
 import subprocess
-import sys
 import threading
 import time
 import weakref
@@ -36,6 +35,7 @@ from engine.staged import messages as m
 from engine.staged.permits import SLOTS, Permits
 from hybrid_cache.layout.layout import KVCacheGroup, ModelLayout
 from hybrid_cache.layout.spec import FullAttention, KVCacheSpec, LinearState, SlidingWindow
+from transport.control.python_command import python_module
 
 log = logging.getLogger(__name__)
 
@@ -471,7 +471,7 @@ def _start(options: StageOptions, permits: Permits) -> tuple[socket.socket, list
 
 
 def _command(options: StageOptions, stage: int, before: int, behind: int, engine: int, permits: int) -> list[str]:
-    command = [sys.executable, "-m", "engine.staged.stage", "--model", str(options.model)]
+    command = [*python_module("engine.staged.stage"), "--model", str(options.model)]
     command += ["--stage", str(stage), "--stages", str(options.stages), "--parent", str(os.getpid())]
     command += ["--before-fd", str(before), "--behind-fd", str(behind)]
     command += ["--engine-fd", str(engine), "--permits-fd", str(permits)]

@@ -77,8 +77,8 @@ class ServedModel:
             takes_media=any(info.takes_media for info in decodes),
         )
 
-    def as_read(self, group: str = "") -> PromptModel:
-        """The model as reading a prompt of one of `group` sees it."""
+    def as_read(self, group: str = "", media_domains: frozenset[str] = frozenset()) -> PromptModel:
+        """The model as reading a prompt of one of `group` sees it, with media at addresses of these domains."""
         hashing = self.hashing
         if group:
             hashing = Hashing(hashing.block_size, hashing.salt, group)
@@ -88,6 +88,7 @@ class ServedModel:
             hashing=hashing,
             adapters=self.adapters,
             takes_media=self.takes_media,
+            media_domains=media_domains,
         )
 
 

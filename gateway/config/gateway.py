@@ -18,12 +18,15 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, Final, Self
 
+from gateway.config.audit import AuditConfig
 from gateway.config.classes import AdmissionConfig, ClassConfig, check_classes, names_of
 from gateway.config.oidc import OidcConfig
+from gateway.config.operators import OperatorConfig, check_operators, nameless
 from gateway.config.plan import PlanConfig
 from gateway.config.request_log import RequestLogConfig
 from gateway.config.tenants import TenantConfig, check_digest, check_tenants
 from gateway.config.traces import TracesConfig
+from gateway.config.wrong_keys import WrongKeysConfig
 from gateway.errors import GatewayConfigError
 from planner.decisions.defaults import DEPLOYED
 from planner.decisions.routing.placement import PLACERS
@@ -225,7 +228,12 @@ class GatewayConfig:
     and as much by each of its processes for long bodies.
     `drained_dir` remembers which links are drained when the gateway is started anew.
     `links`, as "FROM:TO" by names of clusters, are shown, and missed, before any node of theirs has been heard of.
+    `tls_certificate` and `tls_key` are PEM files, read again when they change: with them all listeners speak HTTPS. A gateway
+    that other machines reach without says so, unless `plain` says that this is meant.
     `certificate`, `key` and `authority` are PEM files: with them, agents are talked to over mutual TLS.
+    Media at addresses are taken from `allowed_media_domains` alone.
+    `operators` may look at this gateway and change it; `operator_keys` are of such without a name, who may do everything. A
+    browser in which one of them has logged in need not show the key again for `session_s`.
     Without `tenants` no client needs a key; a gateway that other machines reach then starts only if it is `open`. Such a gateway
     answers at addresses, at names without a dot and at those of `hosts`; an `open` one without `hosts` answers at any name.
     """
@@ -266,10 +274,18 @@ class GatewayConfig:
     admission: AdmissionConfig = field(default_factory=AdmissionConfig)
     classes: Mapping[str, ClassConfig] = field(default_factory=dict)
     tenants: Mapping[str, TenantConfig] = field(default_factory=dict)
+    operators: tuple[OperatorConfig, ...] = ()
     operator_keys: tuple[str, ...] = ()
+    session_s: float = 43_200.0
+    tls_certificate: Path | None = None
+    tls_key: Path | None = None
+    plain: bool = False
+    wrong_keys: WrongKeysConfig = field(default_factory=WrongKeysConfig)
+    audit: AuditConfig = field(default_factory=AuditConfig)
     oidc: OidcConfig = field(default_factory=OidcConfig)
     open: bool = False
     hosts: tuple[str, ...] = ()
+    allowed_media_domains: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("port", "metrics_port"):
@@ -302,8 +318,12 @@ class GatewayConfig:
         require(self.threshold_tokens >= 0, "threshold_tokens", self.threshold_tokens, "a number of at least 0")
         check_classes(self.classes, self.admission.default_class)
         check_tenants(self.tenants, names_of(self.classes), has_tokens=bool(self.oidc.issuer))
+        require(self.session_s > 0, "session_s", self.session_s, "a number of seconds above 0")
         for key in self.operator_keys:
             check_digest("operator_keys", key)
+        check_operators(self.all_operators, self.tenants)
+        for name in self.allowed_media_domains:
+            require(bool(HOST.fullmatch(name)), "allowed_media_domains", name, "a list of names, in lower case")
         for name in self.hosts:
             require(bool(HOST.fullmatch(name)), "hosts", name, "a list of names, in lower case and without a port")
         if not (self.tenants or self.open or is_loopback(self.host)):
@@ -311,6 +331,8 @@ class GatewayConfig:
                 f"host = {self.host!r}: others than this machine reach it, and no key is needed: "
                 "add [gateway.tenants.NAME] (`prfaas key` makes keys), or say open = true"
             )
+        if (self.tls_certificate is None) != (self.tls_key is None):
+            raise SettingsError("tls_certificate and tls_key go together")
         missing = [name for name in IDENTITY_KEYS if getattr(self, name) is None]
         if missing and len(missing) < len(IDENTITY_KEYS):
             raise SettingsError(f"{missing[0]} is missing: {', '.join(IDENTITY_KEYS)} go together")
@@ -326,6 +348,21 @@ class GatewayConfig:
     def differences(self, other: Self) -> list[str]:
         """The keys in which `other` differs."""
         return [each.name for each in fields(self) if getattr(self, each.name) != getattr(other, each.name)]
+
+    @property
+    def scheme(self) -> str:
+        """How clients speak to its listeners."""
+        return "http" if self.tls_certificate is None else "https"
+
+    @property
+    def is_in_clear(self) -> bool:
+        """Whether what other machines ask crosses networks in clear, and nothing says that this is meant."""
+        return self.scheme == "http" and not self.plain and not is_loopback(self.host)
+
+    @property
+    def all_operators(self) -> tuple[OperatorConfig, ...]:
+        """Those of `operators`, and those that `operator_keys` stands for."""
+        return (*self.operators, *nameless(self.operator_keys))
 
     @property
     def ways(self) -> tuple[tuple[str, str], ...]:
@@ -349,7 +386,8 @@ DIVIDED: Final = (
     "max_reading_bytes",
 )
 CHANGEABLE: Final = (
-    "threshold_tokens", "max_in_flight", "max_waiting", "log_level", "admission", "classes", "tenants", "operator_keys",
+    "threshold_tokens", "max_in_flight", "max_waiting", "log_level", "admission", "classes", "tenants", "operators",
+    "operator_keys",
 )  # fmt: skip
 CHANGEABLE_ROUTING: Final = (
     "prefill_tokens_per_s", "tie_share", "placement", "balancing_ratio", "home_cluster", "cross_cluster_cache",

@@ -103,7 +103,8 @@ class Prompt(msgspec.Struct, frozen=True):
 class PromptModel(msgspec.Struct, frozen=True, kw_only=True):
     """What reading needs to know of the model served: the names it goes by, the longest context, how blocks are named.
 
-    `adapters` of it are served, too, by names of their own; whether messages may have media in them.
+    `adapters` of it are served, too, by names of their own; whether messages may have media in them, and at addresses of
+    which domains.
     """
 
     names: tuple[str, ...]
@@ -111,6 +112,7 @@ class PromptModel(msgspec.Struct, frozen=True, kw_only=True):
     hashing: Hashing
     adapters: frozenset[str] = frozenset()
     takes_media: bool = False
+    media_domains: frozenset[str] = frozenset()
 
 
 class PromptMemory:
@@ -168,7 +170,8 @@ def _media_of(call: Call, model: PromptModel, most_new: int | None) -> Apart | N
         return None
     if most_new is not None:
         raise TakesLonger
-    return apart(call, may_be_named=not model.hashing.namespace(call.options.cache_salt))
+    may_be_named = not model.hashing.namespace(call.options.cache_salt)
+    return apart(call, may_be_named=may_be_named, domains=model.media_domains)
 
 
 def _prompt_with(media: Apart, model: PromptModel, memory: PromptMemory, tenant: bytes, marks: PrefixMarks) -> Prompt:

@@ -21,6 +21,7 @@ from planner.model.site import BYTES_PER_S_PER_GBPS
 from planner.solve.control.controller import ControllerConfig, HardwareModel
 from planner.solve.control.ledger import PlanLimits
 from planner.solve.control.readings import Units
+from transport.control.secret_files import read_secret
 from transport.control.settings import SettingsError, build, in_file, read_toml, require, require_known, require_range
 from transport.wire.identity import Identity
 
@@ -123,7 +124,7 @@ def _secret(name: str, file: Path | None) -> str:
     if file is None:
         return ""
     try:
-        text = file.read_text().strip()
+        text = read_secret(file)
     except OSError as exc:
         raise InputError(f"[plan]: {name}: {exc}") from exc
     if not text:

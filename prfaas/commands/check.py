@@ -21,6 +21,7 @@ from rich.text import Text
 from gateway.cluster.agent_client import AgentClient
 from gateway.config.gateway import GatewayConfig, load
 from gateway.errors import AgentCallFailed, GatewayConfigError
+from prfaas.commands.access_findings import access_findings, tls_findings
 from prfaas.commands.findings import (
     Certificate,
     CheckFindings,
@@ -52,7 +53,8 @@ async def check(gateway_file: Path, console: Console, as_json: bool) -> bool:
         config = load(gateway_file)
     except GatewayConfigError as error:
         raise CheckError(str(error)) from error
-    found = findings(await look(config))
+    access = [*access_findings(config, _wall_clock_s()), *await tls_findings(config)]
+    found = [*access, *findings(await look(config))]
     if as_json:
         console.out(json.dumps([asdict(each) for each in found], indent=2), highlight=False)
     else:
@@ -91,13 +93,14 @@ async def look(config: GatewayConfig) -> CheckFindings:
         ports = await asyncio.gather(*[_try(*port) for _, node in nodes for port in _ports(node)])
         pairs = _pairs(nodes)
         ways = await _ask_ways(pairs[:MAX_WAYS])
+    files = (config.certificate, config.authority, config.tls_certificate)
     return CheckFindings(
         described=[node for _, node in nodes],
         silent=[answer for answer in answers if isinstance(answer, Silent)],
         ports=ports,
         ways=ways,
         ways_left_out=max(0, len(pairs) - MAX_WAYS),
-        certificates=[_certificate(path) for path in (config.certificate, config.authority) if path is not None],
+        certificates=[_certificate(path) for path in files if path is not None],
         version=release(),
     )
 

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from prfaas.commands.argument_types import within
+from prfaas.commands.argument_types import day, within
 from prfaas.errors import TopologyError
 from transport.control.settings import mapped
 
@@ -18,10 +18,11 @@ STATE_DIR = Path(".prfaas")
 def add_preparations(commands: Any) -> None:
     """Adds them to the parser's subcommands."""
     _add_init(commands.add_parser("init", help="write commented files for a first system, on one machine or several"))
-    key = commands.add_parser("key", help="make an API key, for a tenant of a gateway or for its operators")
-    key.add_argument(
-        "tenant", metavar="TENANT", help="the key's tenant; operator: for metrics, records and the console"
-    )
+    key = commands.add_parser("key", help="make an API key, for a tenant of a gateway or for one of its operators")
+    key.add_argument("name", metavar="NAME", help="whose it is; operator: an operator of that name, who may do all")
+    key.add_argument("--operator", choices=["viewer", "operator", "admin"], metavar="ROLE", dest="role",
+                     help="for an operator who is a viewer, an operator or an admin, not for a tenant")  # fmt: skip
+    key.add_argument("--expires", type=day, metavar="DATE", help="from when on it is refused, as 2027-01-31")
     key.set_defaults(run=_key)
     certificates = commands.add_parser(
         "certificates", help="make an authority of your own and certificates for nodes and gateways"
@@ -89,9 +90,11 @@ def _init(arguments: argparse.Namespace) -> int:
 
 
 def _key(arguments: argparse.Namespace) -> int:
+    from gateway.config.operators import OperatorRole
     from prfaas.commands.keys import make_and_tell
 
-    make_and_tell(arguments.tenant, print)
+    role = OperatorRole(arguments.role) if arguments.role is not None else None
+    make_and_tell(arguments.name, print, role, arguments.expires)
     return 0
 
 

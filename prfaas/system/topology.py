@@ -32,6 +32,7 @@ from planner.service.config import ServiceConfig
 from prfaas.errors import TopologyError
 from prfaas.system.certificates import GATEWAY_NAME, paths
 from prfaas.system.standin import Scale, stand_in_file
+from transport.control.secret_files import located
 from transport.control.settings import (
     SettingsError,
     build,
@@ -42,6 +43,7 @@ from transport.control.settings import (
     require_one_of,
 )
 
+PATHS = ("path", "profile", "token_file", "gateway_key_file", "tls_certificate", "tls_key", "metrics_key")
 DEFAULT_FILE = Path(__file__).parents[1] / "data" / "local.toml"
 
 
@@ -143,19 +145,22 @@ def load_topology(path: Path, state_dir: Path) -> Topology:
 
 
 def _relative_to(directory: Path, document: dict[str, Any]) -> dict[str, Any]:
-    """Relative paths of the model and of certificates are relative to the file that names them."""
+    """Relative paths of the model, of certificates and of secrets are relative to the file that names them."""
     return {key: _with_paths(value, directory) if key != "clusters" else value for key, value in document.items()}
 
 
 def _with_paths(table: Any, directory: Path) -> Any:
     if not isinstance(table, dict):
         return table
-    paths = {
-        key: str(directory / table[key])
-        for key in ("path", "profile", "token_file", "gateway_key_file", *IDENTITY_KEYS)
-        if isinstance(table.get(key), str)
-    }
+    paths = {key: _where(directory, table[key]) for key in (*PATHS, *IDENTITY_KEYS) if isinstance(table.get(key), str)}
     return {**table, **paths}
+
+
+def _where(directory: Path, text: str) -> str:
+    try:
+        return str(located(directory, text))
+    except ValueError as exc:
+        raise SettingsError(f"{text}: {exc}") from exc
 
 
 def parse_topology(document: Mapping[str, Any], state_dir: Path) -> Topology:

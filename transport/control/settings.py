@@ -10,6 +10,7 @@ that before it, and `in_file` the name of the file. Errors are SettingsError her
 error at its edge.
 
 A field has one of these types: str; int; float; bool; Path, relative to the folder of the file; Any; a StrEnum. It may
+be a datetime: a date is its first moment, one without a time zone is in UTC, and a string is parsed. It may
 be another such class (a table), or a tuple of any of these (an array). It may be a Mapping from str to such a class
 (tables by name), or to Any (a table that its reader parses). It may be a union of them.
 """
@@ -18,12 +19,15 @@ import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING, Field, fields, is_dataclass
+from datetime import UTC, date, datetime, time
 from difflib import get_close_matches
 from enum import StrEnum
 from math import isfinite, isnan
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Final, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from transport.control.secret_files import located
 
 T = TypeVar("T")
 
@@ -36,6 +40,7 @@ _PLAIN: Final[dict[Any, tuple[tuple[type, ...], str]]] = {
     float: ((int, float), "a number"),
     bool: ((bool,), "true or false"),
     Path: ((str,), "a path"),
+    datetime: ((date, str), "a date, such as 2027-01-31 or 2027-01-31T12:00:00Z"),  # a datetime is a date, too
     Mapping: ((dict,), "a table"),
 }
 
@@ -175,12 +180,29 @@ def _typed(kind: Any, value: Any, where: str, key: str, base: Path) -> Any:
     with _at(where):
         require(isinstance(value, accepted) and (type(value) is not bool or kind is bool), key, value, name)
     if kind is Path:
-        return base / value
+        with _at(where):
+            try:
+                return located(base, value)
+            except ValueError as exc:
+                raise SettingsError(f"{key} = {shown(value)}: {exc}") from exc
+    if kind is datetime:
+        with _at(where):
+            return _moment(key, value, name)
     if kind is not float:
         return value
     with _at(where):
         require(_is_finite(value), key, value, "a finite number")
     return float(value)
+
+
+def _moment(key: str, value: date | str, name: str) -> datetime:
+    """The moment that a date means: the first one of a day, in UTC where it says nothing else. Raises SettingsError."""
+    try:
+        told = datetime.fromisoformat(value) if isinstance(value, str) else value
+    except ValueError as exc:
+        raise SettingsError(f"{key} = {shown(value)}: must be {name}") from exc
+    moment = told if isinstance(told, datetime) else datetime.combine(told, time())
+    return moment if moment.tzinfo is not None else moment.replace(tzinfo=UTC)
 
 
 def _is_finite(value: float) -> bool:
