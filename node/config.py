@@ -62,7 +62,7 @@ class NodeConfig:
     `block_size` and `max_model_len` of 0 leave the choice to the engine, `engine_start_timeout_s` of 0 to the kind of engine.
     `connections` "auto" begins with a few and lets long links have more; a number is what every receiver gets.
     `certificate`, `key` and `authority` are PEM files, and make the control service speak mutual TLS; `integrity` "aead"
-    needs them, too. They are read again when they change.
+    needs them, too. They are read again when they change, as is `revoked`, the list of certificates that count no more.
     `egress_bytes_per_s` limits what leaves for each destination cluster; 0 is no limit.
     `coding` makes KVCache smaller on its way, by kind of group (see `node.coding`); an empty table does nothing.
     `stages` is how many share the layers, so that chunks of a prompt follow each other through them: of vLLM the size of its
@@ -112,6 +112,7 @@ class NodeConfig:
     certificate: str = ""
     key: str = ""
     authority: str = ""
+    revoked: str = ""
     egress_bytes_per_s: EgressTable = 0.0
     coding: Mapping[str, Any] = field(default_factory=dict)
     threads: int = 1
@@ -179,6 +180,8 @@ class NodeConfig:
         missing = [name for name in IDENTITY_KEYS if not getattr(self, name)]
         if missing and len(missing) < len(IDENTITY_KEYS):
             raise SettingsError(f"{missing[0]} is missing: {', '.join(IDENTITY_KEYS)} go together")
+        if self.revoked and missing:
+            raise SettingsError(f"revoked = {self.revoked!r}: allowed only with {', '.join(IDENTITY_KEYS)}")
         if self.certificate and self.engine == "sglang":
             raise SettingsError(
                 "certificate: engine 'sglang' reserves at its agent, and its servers find each other, without certificates"
@@ -208,7 +211,12 @@ class NodeConfig:
         """Who the node is to other nodes and to gateways; None where it is not asked for."""
         if not self.certificate:
             return None
-        return Identity(certificate=Path(self.certificate), key=Path(self.key), authority=Path(self.authority))
+        return Identity(
+            certificate=Path(self.certificate),
+            key=Path(self.key),
+            authority=Path(self.authority),
+            revoked=Path(self.revoked) if self.revoked else None,
+        )
 
     def codings(self) -> Coding:
         """What may be done to KVCache that leaves, and what is taken of what comes."""
@@ -267,7 +275,7 @@ def load_node_config(path: Path) -> NodeConfig:
         _only_a_node(document)
         config = build(NodeConfig, document["node"], "[node]")
     # A relative path is relative to its file.
-    paths = [name for name in ("model", *IDENTITY_KEYS) if getattr(config, name)]
+    paths = [name for name in ("model", *IDENTITY_KEYS, "revoked") if getattr(config, name)]
     if config.engine != "embedded" and not (path.parent / config.model).exists():
         paths.remove("model")  # a name, not a path
     absolute: dict[str, Any] = {name: str(path.parent / getattr(config, name)) for name in paths}

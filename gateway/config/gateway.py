@@ -224,7 +224,8 @@ class GatewayConfig:
     and as much by each of its processes for long bodies.
     `drained_dir` remembers which links are drained when the gateway is started anew.
     `links`, as "FROM:TO" by names of clusters, are shown, and missed, before any node of theirs has been heard of.
-    `certificate`, `key` and `authority` are PEM files: with them, agents are talked to over mutual TLS.
+    `certificate`, `key` and `authority` are PEM files: with them, agents are talked to over mutual TLS. `revoked` lists
+    certificates that count no more.
     Without `tenants` no client needs a key; a gateway that other machines reach then starts only if it is `open`. Such a gateway
     answers at addresses, at names without a dot and at those of `hosts`; an `open` one without `hosts` answers at any name.
     """
@@ -256,6 +257,7 @@ class GatewayConfig:
     certificate: Path | None = None
     key: Path | None = None
     authority: Path | None = None
+    revoked: Path | None = None
     routing: RoutingConfig = field(default_factory=RoutingConfig)
     timeouts: Timeouts = field(default_factory=Timeouts)
     plan: PlanConfig = field(default_factory=PlanConfig)
@@ -313,6 +315,8 @@ class GatewayConfig:
         missing = [name for name in IDENTITY_KEYS if getattr(self, name) is None]
         if missing and len(missing) < len(IDENTITY_KEYS):
             raise SettingsError(f"{missing[0]} is missing: {', '.join(IDENTITY_KEYS)} go together")
+        if self.revoked is not None and missing:
+            raise SettingsError(f"revoked = {str(self.revoked)!r}: allowed only with {', '.join(IDENTITY_KEYS)}")
         agents = [node.agent for node in self.nodes]
         require(bool(agents), "nodes", agents, "at least one [[gateway.nodes]] table")
         require(len(set(agents)) == len(agents), "nodes", agents, "every agent once")
@@ -337,7 +341,7 @@ class GatewayConfig:
         """Who the gateway is to agents; None: it talks to them in plain text."""
         if self.certificate is None or self.key is None or self.authority is None:
             return None
-        return Identity(certificate=self.certificate, key=self.key, authority=self.authority)
+        return Identity(certificate=self.certificate, key=self.key, authority=self.authority, revoked=self.revoked)
 
 
 DIVIDED: Final = (

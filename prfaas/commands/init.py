@@ -13,8 +13,9 @@ from typing import Final
 from gateway.auth.keyring import digest_of
 from prfaas.commands.keys import new_key
 from prfaas.errors import InitError
-from prfaas.system.certificates import GATEWAY_NAME, CertificateHolder, issue
+from prfaas.system.certificates import GATEWAY_NAME, REVOKED, CertificateHolder, clusterless, issue, node_holder
 from transport.path.tcp import format_address
+from transport.peers.name import PeerRole
 
 HERE: Final = "127.0.0.1"
 ENGINES: Final = ("embedded", "vllm", "sglang")
@@ -135,8 +136,8 @@ def _next_steps(site: InitSite, folder: Path) -> list[str]:
 
 
 def _holders(site: InitSite) -> list[CertificateHolder]:
-    nodes = [CertificateHolder(node.name, (node.host,)) for node in members(site)]
-    return [CertificateHolder(GATEWAY_NAME, (site.gateway,)), *nodes]
+    nodes = [node_holder(node.cluster, node.kind, node.name, (node.host,)) for node in members(site)]
+    return [clusterless(PeerRole.GATEWAY, (site.gateway,)), clusterless(PeerRole.OPERATOR), *nodes]
 
 
 def _topology(site: InitSite) -> str:
@@ -248,15 +249,26 @@ def _gateway_file(site: InitSite, nodes: Sequence[Member], key_digest: str) -> s
 
 
 def _identity(name: str) -> Iterator[str]:
-    for key, file in (("certificate", f"{name}.pem"), ("key", f"{name}.key"), ("authority", "authority.pem")):
+    for key, file in (
+        ("certificate", f"{name}.pem"),
+        ("key", f"{name}.key"),
+        ("authority", "authority.pem"),
+        ("revoked", REVOKED),
+    ):
         yield _pair(key, f"certificates/{file}")
 
 
 def _start(site: InitSite, nodes: Sequence[Member]) -> str:
     lines = ["# What to run where", "", "Nodes and the gateway may start in any order.", ""]
     if site.tls:
-        lines += ["Each machine needs `certificates/NAME.pem` and `NAME.key` of its own and `authority.pem`;", ""]
-        lines[-2] = lines[-2].rstrip(";") + ". `authority.key` stays with you."
+        lines += [
+            "Each machine needs `certificates/NAME.pem` and `NAME.key` of its own, `authority.pem` and `revoked`;",
+            "",
+        ]
+        lines[-2] = (
+            lines[-2].rstrip(";")
+            + ". `authority.key` stays with you, and so does `operator.key`, which drains and converts."
+        )
     lines += ["| machine | needs | command |", "|---|---|---|"]
     lines += [
         f"| {node.host} | {node.name}.toml, `{site.model}` | `prfaas node -c {node.name}.toml` |" for node in nodes

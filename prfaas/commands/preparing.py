@@ -25,9 +25,11 @@ def add_preparations(commands: Any) -> None:
         "certificates", help="make an authority of your own and certificates for nodes and gateways"
     )
     certificates.add_argument(
-        "names", nargs="+", type=_holder, metavar="NAME[=HOST,...]",
-        help="a node_id, or gateway; HOSTs are names and addresses under which it is reached",
+        "names", nargs="+", type=_holder, metavar="CLUSTER/ROLE/NAME[=HOST,...]",
+        help="east/prefill/NODE_ID of a PrfaaS cluster, west/node/NODE_ID of a PD cluster; or gateway, planner, operator; "
+        "HOSTs are names and addresses under which it is reached",
     )  # fmt: skip
+    certificates.add_argument("--trust", default="prfaas", metavar="NAME", help="trust domain of all (default: prfaas)")
     certificates.add_argument("--out", type=Path, required=True, metavar="DIR", help="where the files are and go")
     certificates.add_argument("--days", type=within(1, 3650), default=365, metavar="N", help="how long they are good")
     certificates.set_defaults(run=_certificates)
@@ -96,7 +98,8 @@ def _key(arguments: argparse.Namespace) -> int:
 def _certificates(arguments: argparse.Namespace) -> int:
     from prfaas.system.certificates import issue_and_tell
 
-    issue_and_tell(arguments.out, arguments.names, arguments.days, print)
+    holders = [each.of_trust(arguments.trust) for each in arguments.names]
+    issue_and_tell(arguments.out, holders, arguments.days, print)
     return 0
 
 

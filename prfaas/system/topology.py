@@ -30,7 +30,7 @@ from gateway.config.gateway import GatewayConfig
 from node.config import IDENTITY_KEYS, NodeConfig
 from planner.service.config import ServiceConfig
 from prfaas.errors import TopologyError
-from prfaas.system.certificates import GATEWAY_NAME, paths
+from prfaas.system.certificates import GATEWAY_NAME, PLANNER_NAME, paths
 from prfaas.system.standin import Scale, stand_in_file
 from transport.control.settings import (
     SettingsError,
@@ -152,7 +152,7 @@ def _with_paths(table: Any, directory: Path) -> Any:
         return table
     paths = {
         key: str(directory / table[key])
-        for key in ("path", "profile", "token_file", "gateway_key_file", *IDENTITY_KEYS)
+        for key in ("path", "profile", "token_file", "gateway_key_file", *IDENTITY_KEYS, "revoked")
         if isinstance(table.get(key), str)
     }
     return {**table, **paths}
@@ -182,6 +182,7 @@ def _parse(table: Mapping[str, Any], state_dir: Path) -> Topology:
     if certificates is not None:
         tables = [(where, {**paths(certificates, str(table.get("node_id"))), **table}) for where, table in tables]
         gateway = {**paths(certificates, GATEWAY_NAME), **gateway}
+    asks_nodes = {} if certificates is None else paths(certificates, PLANNER_NAME)
     nodes = tuple(build(NodeConfig, table, where) for where, table in tables)
     _check_nodes(nodes)
     if any(node.certificate for node in nodes) and not gateway.keys() >= set(IDENTITY_KEYS):
@@ -193,7 +194,7 @@ def _parse(table: Mapping[str, Any], state_dir: Path) -> Topology:
         gateway=gateway,
         nodes=nodes,
         tokenizer_dir=model.directory(state_dir),
-        plan=_plan(document.plan, document) if document.plan is not None else None,
+        plan=_plan({**asks_nodes, **document.plan}, document) if document.plan is not None else None,
         certificates=certificates,
     )
 
