@@ -141,9 +141,11 @@ async def running(
     now = asyncio.get_running_loop().time
     chores, watches, afterwards, requests = (TaskSet(metrics.upkeep.unforeseen) for _ in range(4))
     holder = uuid.uuid4().hex  # a name for what this process reserves: no worker's and no other start's
+    identity = config.identity
+    guard = identity.guard() if identity is not None else None
     agents = [
         agent_client(
-            node.agent, config.timeouts.rpc_s, config.identity, node.name, metrics.upkeep.called_by_grpc, holder
+            node.agent, config.timeouts.rpc_s, identity, node.name, metrics.upkeep.called_by_grpc, holder, guard
         )
         for node in config.nodes
     ]

@@ -27,6 +27,7 @@ from prompts.fair_cache import FairCache
 from prompts.tokens.encoder import EncoderVerdict
 from prompts.tokens.tokenizer import TextTokenizer
 from transport.control.settings import mapped
+from transport.peers.name import PeerRole
 
 log = logging.getLogger("prfaas.gateway")
 
@@ -107,12 +108,16 @@ def read_tokenizer(config: GatewayConfig) -> TextTokenizer:
 
 
 def check_identity(config: GatewayConfig) -> None:
-    """Raises GatewayConfigError now for files that no agent could be talked to with."""
+    """Raises GatewayConfigError now for files that no agent could be talked to with, and for somebody else's certificate."""
     try:
-        if config.identity is not None:
-            config.identity.check()
+        if config.identity is None:
+            return
+        config.identity.check()
+        own = config.identity.guard().own
     except OSError as error:
         raise GatewayConfigError(str(error)) from error
+    if own.role is not PeerRole.GATEWAY:
+        raise GatewayConfigError(f"certificate {config.certificate}: it is that of {own}, not of a gateway")
 
 
 def _run(config: GatewayConfig, tokenizer: TextTokenizer, arguments: argparse.Namespace) -> int:

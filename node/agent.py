@@ -79,6 +79,7 @@ class NodeAgent:
         self.boot_id = uuid.uuid4().hex
         self.events = Broadcast()
         self.holders = ReservationHolders(now)
+        self.guard = config.identity.guard() if config.identity is not None else None
         rdma = rdma_of(config)
         run_dir = Path(config.run_dir)
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -86,7 +87,8 @@ class NodeAgent:
         # A directory of its own: no other node's name can collide.
         self._socket_dir = OwnedDirectory(Path(tempfile.gettempdir()))
         self.socket = EngineSocket(self._socket_dir.path / "engine.sock", self)
-        self.links = PeerLinks(config, use_shm=config.transport == "auto" and os.access(SHM_DIR, os.W_OK), rdma=rdma)
+        use_shm = config.transport == "auto" and os.access(SHM_DIR, os.W_OK)
+        self.links = PeerLinks(config, use_shm=use_shm, rdma=rdma, guard=self.guard)
         self.supervisor = EngineSupervisor(
             config, self.socket.path, self.engine_log, now, self.publish_description, command=engine_command
         )
@@ -194,6 +196,8 @@ class NodeAgent:
         while True:
             await asyncio.sleep(HOUSEKEEPING_S)
             self._end_silent_engine()
+            if self.guard:
+                self.guard.end_revoked()
             if self.consumer:
                 self.consumer.expire()
             if self.pages:

@@ -61,6 +61,8 @@ class NodeCollector(Collector):
             self._agent.vigil.counts,
         )
         yield from _security(self._agent.config)
+        if self._agent.guard is not None:
+            yield _refused(self._agent.guard.refused)
         yield _counter(
             "prfaas_node_internal_errors", "Errors of our own that were survived", "task", self._agent.failures
         )
@@ -136,6 +138,17 @@ def _security(config: NodeConfig) -> Iterator[Metric]:
     with contextlib.suppress(OSError, ValueError):  # it is being replaced
         expiry.add_metric([], expires_at(config.identity.certificate))
     yield expiry
+
+
+def _refused(refused: Mapping[tuple[str, str], int]) -> Metric:
+    family = CounterMetricFamily(
+        "prfaas_peer_refusals",
+        "What peers were refused for want of a right, by what they asked for and the role in their certificate",
+        labels=["operation", "role"],
+    )
+    for labels, count in refused.items():
+        family.add_metric(labels, count)
+    return family
 
 
 def _counter(name: str, about: str, label: str, values: Mapping[str, int]) -> Metric:

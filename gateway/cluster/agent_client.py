@@ -11,6 +11,8 @@ import grpc
 import grpc.aio
 
 from gateway.cluster.agent_connection import CallConnection, PersistentCalls
+from gateway.cluster.agent_failures import node_error, unless_refused
+from gateway.cluster.agent_peer import AgentPeer
 from gateway.cluster.pinned_prefixes import PinnedPrefix, kept_from
 from gateway.errors import AgentCallFailed, unheard
 from gateway.prompt.prompt import Prompt
@@ -21,20 +23,12 @@ from transport.control.credentials import channel_credentials, channel_options
 from transport.control.messages import BootstrapAddress, TicketInfo
 from transport.control.proto import node_pb2 as pb
 from transport.control.proto.node_pb2_grpc import NodeAgentStub
-from transport.control.tickets import MAX_CONTROL_BYTES, REASON_KEY, ticket_info, ticket_message
+from transport.control.tickets import MAX_CONTROL_BYTES, ticket_info, ticket_message
+from transport.peers.guard import Guard
 from transport.wire.identity import Identity
 
 MAX_EVENT_HASHES: Final = 2048
 MAX_STEPS: Final = 64  # step times in a report: nodes have a dozen
-REASONS: Final = {
-    grpc.StatusCode.RESOURCE_EXHAUSTED: "no_capacity",
-    grpc.StatusCode.UNAVAILABLE: "unreachable",
-    grpc.StatusCode.DEADLINE_EXCEEDED: "timeout",
-    grpc.StatusCode.FAILED_PRECONDITION: "not_ready",
-    grpc.StatusCode.INVALID_ARGUMENT: "invalid",
-}
-# What gRPC says of a node whose certificate is not accepted; of ours, the node's side tells nothing but a closed socket.
-NOT_WHO_WE_MEANT: Final = ("handshake failed", "Hostname Verification Check failed", "CERTIFICATE_VERIFY_FAILED")
 SILENT: Final = "engine_silent"
 STATES: Final = {
     pb.NODE_STATE_STARTING: "starting",
@@ -151,17 +145,20 @@ class AgentClient:
         name: str = "",
         by_grpc: Callable[[str], None] = lambda reason: None,
         holder: str = "",
+        guard: Guard | None = None,
     ) -> None:
         """`by_grpc` is told why a call that every request makes did not go over a kept connection.
 
         `holder` names this process: the agent frees what it holds once its connections are gone. "": with the lease.
+        `guard` knows who may be an agent.
         """
         self.address = address
         self.timeout_s = timeout_s
         self._identity = identity
         self._version = identity.version() if identity is not None else ()
         self._name = name
-        self.kept = PersistentCalls(address, timeout_s, identity, name, holder)
+        self._peer = AgentPeer(address, timeout_s, identity, guard)
+        self.kept = PersistentCalls(address, timeout_s, identity, name, holder, self._peer.refusal)
         self._holder = holder
         self._by_grpc = by_grpc
         self._channel = self._open()
@@ -296,13 +293,14 @@ class AgentClient:
         """Frees what a reservation, or a push to it, still holds here."""
         message = pb.AbortRequest(transfer_id=transfer_id, reason=reason)
         if (answer := self._asked(pb.Call(abort=message))) is not None:
-            _unless_refused(await answer, self.address)
+            unless_refused(await answer, self.address)
             return
         await self._call(self._stub.Abort, message)
 
     async def watch(self, load_interval_s: float, silence_s: float) -> AsyncGenerator[NodeEvent, None]:
         """Events until the stream ends or is silent for `silence_s`. Raises AgentCallFailed, also on a lost event."""
         await self.renew()
+        await self._peer.look()
         stream = self._stub.Watch(pb.WatchRequest(load_interval_s=load_interval_s, holder=self._holder))
         last_seq: int | None = None
         try:
@@ -311,6 +309,7 @@ class AgentClient:
                 if last_seq is not None and event.seq != last_seq + 1:
                     raise AgentCallFailed(self.address, "event_gap", f"{event.seq} after {last_seq}")
                 last_seq = event.seq
+                self._peer.unless_revoked()
                 for value in events_from(event):
                     if isinstance(value, NodeInfo):
                         self.kept.offered(value.calls_port)
@@ -322,7 +321,7 @@ class AgentClient:
     async def _reserve(self, message: pb.ReserveRequest, hashes: Sequence[bytes]) -> TicketInfo:
         message.holder, message.block_hashes = self._holder, b"".join(hashes)
         if (answer := self._asked(pb.Call(reserve=message))) is not None:
-            return ticket_info(_unless_refused(await answer, self.address).ticket)
+            return ticket_info(unless_refused(await answer, self.address).ticket)
         return ticket_info(await self._call(self._stub.Reserve, message))
 
     def _asked(self, call: pb.Call) -> "asyncio.Future[pb.CallAnswer] | None":
@@ -353,22 +352,6 @@ async def _next(stream: Any, silence_s: float, address: str) -> pb.NodeEvent:
     if event is grpc.aio.EOF:
         raise AgentCallFailed(address, "stream_ended")
     return event
-
-
-def _unless_refused(answer: pb.CallAnswer, address: str) -> pb.CallAnswer:
-    if answer.HasField("refusal"):
-        raise AgentCallFailed(address, answer.refusal.reason, answer.refusal.detail)
-    return answer
-
-
-def node_error(address: str, error: grpc.aio.AioRpcError) -> AgentCallFailed:
-    """The foreign error as ours, with the label it is counted under."""
-    code = error.code()
-    labels = [str(value) for key, value in error.trailing_metadata() or () if key == REASON_KEY]
-    details = error.details() or ""
-    if not labels and any(sign in details for sign in NOT_WHO_WE_MEANT):
-        labels = ["identity"]
-    return AgentCallFailed(address, labels[0] if labels else REASONS.get(code, code.name.lower()), details)
 
 
 def events_from(event: pb.NodeEvent) -> Iterator[NodeEvent]:

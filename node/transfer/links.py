@@ -31,6 +31,7 @@ from transport.path.link import LinkState, together
 from transport.path.pacing import Budget, rate_now
 from transport.path.shm import ArenaSource
 from transport.path.tcp import TcpOptions
+from transport.peers.guard import Guard
 from transport.rdma.device import RdmaDevices, RdmaError
 from transport.rdma.topology import fabrics_of, matrix
 from transport.rdma.verbs import RdmaOptions, open_devices
@@ -119,11 +120,13 @@ class IncomingTransfer:
 class PeerLinks:
     """Sends to and receives from other nodes."""
 
-    def __init__(self, config: NodeConfig, *, use_shm: bool, rdma: RdmaDevices | None = None) -> None:
+    def __init__(
+        self, config: NodeConfig, *, use_shm: bool, rdma: RdmaDevices | None = None, guard: Guard | None = None
+    ) -> None:
         port = config.port("transfer")
-        server_options = replace(_server_options(config, use_shm), rdma=rdma)
+        server_options = replace(_server_options(config, use_shm), rdma=rdma, guard=guard)
         self._server = TransferServer(port.host, port.number, options=server_options)
-        self._client = TransferClient(options=replace(_client_options(config), rdma=rdma))
+        self._client = TransferClient(options=replace(_client_options(config), rdma=rdma, guard=guard))
         self._cluster = config.cluster
         self._rdma = rdma
         self._fabrics = fabrics_of(rdma.nics) if rdma is not None else frozenset()

@@ -15,6 +15,7 @@ from gateway.config.gateway import load
 from gateway.errors import AgentCallFailed, GatewayConfigError
 from planner.decisions.plans.conversions import NodeStanding, why_not
 from planner.decisions.views import ClusterKind, Role
+from prfaas.commands.operator import operator_identity
 from prfaas.errors import ConversionError
 
 RPC_S: Final = 5.0
@@ -26,13 +27,14 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConvertWish:
-    """What the user wants. `node` is an id, or the host:port of an agent; limits of 0 are the node's own."""
+    """What the operator wants. `node` is an id, or the host:port of an agent; limits of 0 are the node's own."""
 
     node: str
     role: Role
     drain_timeout_s: float = 0.0
     verify_timeout_s: float = 0.0
     force: bool = False
+    certificate: Path | None = None  # an operator's
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +60,7 @@ class AnsweringNode:
 
 async def convert(wish: ConvertWish, gateway_file: Path, say: Say) -> bool:
     """Whether the node holds the role now. Raises ConversionError."""
-    async with agents_of(gateway_file) as agents:
+    async with agents_of(gateway_file, wish.certificate) as agents:
         nodes = await answering(agents)
         node = meant(wish.node, nodes, agents)
         _check(wish, node, nodes)
@@ -70,14 +72,15 @@ async def convert(wish: ConvertWish, gateway_file: Path, say: Say) -> bool:
 
 
 @asynccontextmanager
-async def agents_of(gateway_file: Path) -> AsyncIterator[Sequence[AgentClient]]:
-    """The agents that a gateway's file names. Raises ConversionError."""
+async def agents_of(gateway_file: Path, certificate: Path | None = None) -> AsyncIterator[Sequence[AgentClient]]:
+    """The agents that a gateway's file names, asked with an operator's certificate. Raises ConversionError."""
     try:
         config = load(gateway_file)
     except GatewayConfigError as error:
         raise ConversionError(str(error)) from error
+    identity = operator_identity(config, certificate)
     async with AsyncExitStack() as stack:
-        agents = [AgentClient(node.agent, RPC_S, config.identity, node.name) for node in config.nodes]
+        agents = [AgentClient(node.agent, RPC_S, identity, node.name) for node in config.nodes]
         for agent in agents:
             stack.push_async_callback(agent.close)
         yield agents

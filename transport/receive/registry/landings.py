@@ -40,6 +40,7 @@ class Landings:
         self._ended: OrderedDict[str, Ended] = OrderedDict()
         self._slots: dict[int, dict[int, Landing]] = {}  # connection -> slot -> landing
         self._unsettled: list[Landing] = []
+        self._places: dict[int, str] = {}  # connection -> CLUSTER/NAME of its sender, where it is known
         self.activity = Activity()
         self._grants: dict[int, set[Landing]] = {}  # connection -> landings that its sender may write into by itself
         self.counters: Counter[str] = Counter()
@@ -57,6 +58,7 @@ class Landings:
         deadline: float,
         orphan_timeout_s: float = float("inf"),
         exact: bool = True,
+        sender: str = "",
     ) -> Landing:
         if transfer_id in self._active:
             raise LocalProtocolError(f"transfer {transfer_id} is expected already")
@@ -69,6 +71,7 @@ class Landings:
             deadline=deadline,
             orphan_timeout_s=orphan_timeout_s,
             exact=exact,
+            sender=sender,
         )
         self._ended.pop(transfer_id, None)
         self._active[transfer_id] = landing
@@ -79,6 +82,13 @@ class Landings:
         landing = self._active.get(transfer_id)
         if landing is not None and not landing.senders:
             landing.orphaned_at = min(landing.orphaned_at, now)
+
+    def expect_from(self, transfer_id: str, sender: str) -> bool:
+        """Only that one may open it from now on; False for what is not expected."""
+        landing = self._active.get(transfer_id)
+        if landing is not None:
+            landing.sender = sender
+        return landing is not None
 
     def is_settling(self, prefix: str) -> bool:
         """Whether something still writes for a landing that ended."""
@@ -125,9 +135,14 @@ class Landings:
     def connected(self, who: int) -> None:
         self._slots[who] = {}
 
+    def introduce(self, who: int, place: str) -> None:
+        """Whose connection it is."""
+        self._places[who] = place
+
     def disconnected(self, who: int, now: float) -> None:
         """The connection is gone: what it was writing does not count."""
         self.activity.gone(who)
+        self._places.pop(who, None)
         for landing in self._grants.pop(who, set()):
             landing.inbox.granted.discard(who)
         for landing in set(self._slots.pop(who, {}).values()):
@@ -147,6 +162,8 @@ class Landings:
             self.activity.opened(who, None, now)
             return self._read(frame, transcript)
         landing = self._landing_of(frame, transcript, now)
+        if isinstance(landing, Landing) and landing.sender and self._places.get(who, landing.sender) != landing.sender:
+            landing = Code.ACCESS  # the ticket is somebody else's
         if isinstance(landing, Code):
             self.counters[f"refused:{landing}"] += 1
             return Refuse(slot=frame.slot, code=landing)
