@@ -271,7 +271,7 @@ class TransferServer:
         with self._shared.lock:
             return self._sessions.secret_of(session_id, time.monotonic())
 
-    def new_session(self, peer: PeerCertificate) -> Session:
+    def new_session(self, peer: PeerCertificate | None = None) -> Session:
         with self._shared.lock:
             self._shared.landings.counters["sessions"] += 1
             return self._sessions.grant(time.monotonic(), peer)
