@@ -19,6 +19,7 @@ from prfaas.commands.operator import operator_identity
 from prfaas.errors import ConversionError
 
 RPC_S: Final = 5.0
+MAX_EPOCH: Final = (1 << 64) - 1  # that a command can carry
 TELL_S: Final = 1.0  # between two lines about a node that drains
 DONE: Final = ("converted", "unchanged")
 
@@ -47,14 +48,14 @@ class AnsweringNode:
 
     @property
     def standing(self) -> NodeStanding:
-        """As the planner sees it."""
+        """As the planner sees it. Raises ConversionError for a node of a version that knows more kinds and roles."""
         info = self.info
+        try:
+            kind, role = ClusterKind(info.cluster_kind), Role(info.role)
+        except ValueError as error:
+            raise ConversionError(f"{info.node_id}: this version does not know what it is: {error}") from error
         return NodeStanding(
-            node_id=info.node_id,
-            cluster=info.cluster,
-            kind=ClusterKind(info.cluster_kind),
-            role=Role(info.role),
-            is_ready=info.state == "ready",
+            node_id=info.node_id, cluster=info.cluster, kind=kind, role=role, is_ready=info.state == "ready"
         )
 
 
@@ -117,6 +118,11 @@ def _check(wish: ConvertWish, node: AnsweringNode, nodes: Sequence[AnsweringNode
 
 async def _carry_out(wish: ConvertWish, node: AnsweringNode, say: Say) -> bool:
     name, epoch = node.info.node_id, node.info.role_epoch + 1
+    if epoch > MAX_EPOCH:
+        raise ConversionError(
+            f"{name}: its newest command has epoch {node.info.role_epoch}, which leaves no room for another: "
+            "start the node again, with this version, which forgets it"
+        )
     say(f"{name}: {node.info.role} -> {wish.role}, epoch {epoch}")
 
     async def stands(wait_s: float) -> ConversionStatus:
