@@ -116,6 +116,13 @@ class NodeService(rpc.NodeAgentServicer):
     async def Abort(self, request: pb.AbortRequest, context: grpc.aio.ServicerContext) -> pb.Done:
         return self.abort(request)
 
+    async def Readdress(self, request: pb.ReaddressRequest, context: grpc.aio.ServicerContext) -> pb.Done:
+        try:
+            known = self._agent.any_consumer().readdress(request.transfer_id, request.sender)
+        except NodeRefusal as exc:
+            await _refuse(context, exc)
+        return pb.Done(ok=known, reason="" if known else "unknown")
+
     async def Load(self, request: pb.LoadRequest, context: grpc.aio.ServicerContext) -> pb.LoadResult:
         try:
             producer = self._agent.ready_producer()

@@ -211,23 +211,36 @@ class AgentClient:
         )
         return conversion_from(await self._call(self._stub.Convert, message, self.timeout_s + wait_s))
 
-    async def reserve(self, request_id: str, prompt: Prompt, ttl_s: float, tenant: str = "") -> TicketInfo:
-        """Room for the KVCache of all but the last token of `prompt` on this decode node, of the part of `tenant`."""
+    async def reserve(
+        self, request_id: str, prompt: Prompt, ttl_s: float, tenant: str = "", sender: str = ""
+    ) -> TicketInfo:
+        """Room for the KVCache of all but the last token of `prompt` on this decode node, of the part of `tenant`.
+
+        `sender` is the node that will send it; empty: any.
+        """
         message = pb.ReserveRequest(
             request_id=request_id,
             num_tokens=prompt.transfer_tokens,
             tokens_digest=prompt.digest,
             ttl_s=ttl_s,
             tenant=tenant,
+            sender=sender,
         )
         return await self._reserve(message, prompt.hashes)
 
     async def reserve_prefix(
-        self, request_id: str, hashes: Sequence[bytes], num_tokens: int, ttl_s: float
+        self, request_id: str, hashes: Sequence[bytes], num_tokens: int, ttl_s: float, sender: str = ""
     ) -> TicketInfo:
         """Room for a prefix of whole blocks that another node will send."""
-        message = pb.ReserveRequest(request_id=request_id, num_tokens=num_tokens, ttl_s=ttl_s, prefix_only=True)
+        message = pb.ReserveRequest(
+            request_id=request_id, num_tokens=num_tokens, ttl_s=ttl_s, prefix_only=True, sender=sender
+        )
         return await self._reserve(message, hashes)
+
+    async def readdress(self, transfer_id: str, sender: str) -> None:
+        """Another node sends instead. Raises AgentCallFailed."""
+        if self._identity is not None:  # else nobody looks
+            await self._call(self._stub.Readdress, pb.ReaddressRequest(transfer_id=transfer_id, sender=sender))
 
     async def load(self, request_id: str, hashes: Sequence[bytes], ticket: TicketInfo, timeout_s: float) -> int:
         """Has this node send a prefix that it holds to the holder of `ticket`; returns the bytes sent."""

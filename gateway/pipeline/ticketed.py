@@ -156,6 +156,7 @@ class TicketedRunner:
         assert way.prefill_node is not None
         node, decode = self._clusters.by_id(way.prefill_node), hold.nodes[0]
         receiver = decode.engine
+        await self._readdress(hold, node)
         hold.nodes.append(node)
         booking.prefill(node, way)
         self._accounts.prefilling(request, node)
@@ -171,6 +172,16 @@ class TicketedRunner:
         self._decider.learn(node, outcome)
         self._decider.learn_arrival(request, way, node, decode)
         return outcome
+
+    async def _readdress(self, hold: DecodeReservation, sender: ClusterNode) -> None:
+        """The ticket is that node's from now on. A receiver of before knows no senders, and refuses none."""
+        if hold.sender is sender:
+            return
+        try:
+            await hold.nodes[0].agent.readdress(hold.ticket.transfer_id, sender.place)
+            hold.sender = sender
+        except AgentCallFailed as error:
+            log.info("the ticket of %s is not readdressed to %s: %s", hold.ticket.transfer_id, sender.id, error)
 
     def _next_way(
         self, request: Request, chosen: Route, failing: str, error: NodeFailure, failed: dict[str, FailureKind]

@@ -165,7 +165,7 @@ class Consumer:
                 now,
                 prefix_only=request.prefix_only,
             )
-            self._expect(entry, secret, exact=self._wants_exact(request.prefix_only))
+            self._expect(entry, secret, exact=self._wants_exact(request.prefix_only), sender=request.sender)
         except BaseException:
             self._pages.release(transfer_id)
             raise
@@ -177,7 +177,7 @@ class Consumer:
         coding = self._links.coding
         return not coding.accept_quantised or (prefix_only and not coding.reuse_quantised)
 
-    def _expect(self, entry: Incoming, secret: bytes, *, exact: bool) -> None:
+    def _expect(self, entry: Incoming, secret: bytes, *, exact: bool, sender: str) -> None:
         layout, reservation = self._pages.layout, entry.reservation
         ranges = transfer_ranges(layout, reservation.num_tokens, reservation.cached_tokens)
         entry.landing = self._links.expect(
@@ -187,6 +187,7 @@ class Consumer:
             lambda i: self._pages.views(reservation, ranges[i]),
             lambda result: self._received(entry, result),
             exact=exact,
+            sender=sender,
         )
         entry.receiving = True
 
@@ -236,6 +237,14 @@ class Consumer:
         if entry is None:
             return False
         self.give_up(entry, reason if reason in ABORT_REASONS else "other" if reason else "aborted")
+        return True
+
+    def readdress(self, transfer_id: str, sender: str) -> bool:
+        """Another sender takes over; False for an unknown id."""
+        entry = self.incoming.get(transfer_id)
+        if entry is None or entry.landing is None:
+            return False
+        entry.landing.readdress(sender)
         return True
 
     def expire(self) -> list[str]:

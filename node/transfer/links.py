@@ -112,6 +112,10 @@ class IncomingTransfer:
         """Bytes that are to come, in all."""
         return self._landing.bytes_total
 
+    def readdress(self, sender: str) -> None:
+        """Only that sender may go on, by its certificate."""
+        self._server.expect_from(self._landing.transfer_id, sender)
+
     def cancel(self, reason: str) -> None:
         """Ends it; its callback comes when no thread writes into the pages any more."""
         self._server.cancel(self._landing.transfer_id, reason)
@@ -245,8 +249,12 @@ class PeerLinks:
         on_done: Callable[[landings.LandingResult], None],
         *,
         exact: bool = True,
+        sender: str = "",
     ) -> IncomingTransfer:
-        """Announces a transfer whose range i goes into `target(i)`; `exact` refuses quantised bytes. Raises NodeRefusal."""
+        """Announces a transfer whose range i goes into `target(i)`; `exact` refuses quantised bytes. Raises NodeRefusal.
+
+        With a `sender`, CLUSTER/NAME of its certificate, others are refused.
+        """
         try:
             landing = self._server.expect(
                 transfer_id,
@@ -254,6 +262,7 @@ class PeerLinks:
                 sizes,
                 target,
                 exact=exact,
+                sender=sender,
                 on_done=lambda result: self._on_loop(on_done, result),
             )
         except Closed as exc:

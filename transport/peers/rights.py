@@ -30,6 +30,7 @@ RPCS: Final[Mapping[str, Roles]] = {
     "Reserve": GATEWAY,
     "Commit": GATEWAY,
     "Abort": GATEWAY,
+    "Readdress": GATEWAY,
     "Load": GATEWAY,
     "DropPrefix": GATEWAY,
     "Probe": GATEWAY,

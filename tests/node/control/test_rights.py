@@ -34,7 +34,7 @@ METHODS = {method.name: method for method in pb.DESCRIPTOR.services_by_name["Nod
 # Written down once more: a cell that changes by mistake is seen here.
 ALLOWED = {
     PeerRole.GATEWAY: {
-        "Describe", "Reserve", "Commit", "Abort", "Load", "DropPrefix", "Probe", "Watch", "ShareEgress",
+        "Describe", "Reserve", "Commit", "Abort", "Readdress", "Load", "DropPrefix", "Probe", "Watch", "ShareEgress",
         "CreateContext", "ExtendContext", "DeleteContext",
     },
     PeerRole.PREFILL: set(),

@@ -262,7 +262,7 @@ class PoolReport(_message.Message):
     def __init__(self, pages_total: _Optional[int] = ..., pages_free: _Optional[int] = ..., pages_prefix: _Optional[int] = ..., pages_transfer: _Optional[int] = ..., pages_locked: _Optional[int] = ..., reservations: _Optional[int] = ..., page_bytes: _Optional[int] = ...) -> None: ...
 
 class ReserveRequest(_message.Message):
-    __slots__ = ("request_id", "num_tokens", "block_hashes", "tokens_digest", "ttl_s", "prefix_only", "holder", "tenant")
+    __slots__ = ("request_id", "num_tokens", "block_hashes", "tokens_digest", "ttl_s", "prefix_only", "holder", "tenant", "sender")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     BLOCK_HASHES_FIELD_NUMBER: _ClassVar[int]
@@ -271,6 +271,7 @@ class ReserveRequest(_message.Message):
     PREFIX_ONLY_FIELD_NUMBER: _ClassVar[int]
     HOLDER_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
+    SENDER_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     num_tokens: int
     block_hashes: bytes
@@ -279,7 +280,16 @@ class ReserveRequest(_message.Message):
     prefix_only: bool
     holder: str
     tenant: str
-    def __init__(self, request_id: _Optional[str] = ..., num_tokens: _Optional[int] = ..., block_hashes: _Optional[bytes] = ..., tokens_digest: _Optional[bytes] = ..., ttl_s: _Optional[float] = ..., prefix_only: _Optional[bool] = ..., holder: _Optional[str] = ..., tenant: _Optional[str] = ...) -> None: ...
+    sender: str
+    def __init__(self, request_id: _Optional[str] = ..., num_tokens: _Optional[int] = ..., block_hashes: _Optional[bytes] = ..., tokens_digest: _Optional[bytes] = ..., ttl_s: _Optional[float] = ..., prefix_only: _Optional[bool] = ..., holder: _Optional[str] = ..., tenant: _Optional[str] = ..., sender: _Optional[str] = ...) -> None: ...
+
+class ReaddressRequest(_message.Message):
+    __slots__ = ("transfer_id", "sender")
+    TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
+    SENDER_FIELD_NUMBER: _ClassVar[int]
+    transfer_id: str
+    sender: str
+    def __init__(self, transfer_id: _Optional[str] = ..., sender: _Optional[str] = ...) -> None: ...
 
 class Ticket(_message.Message):
     __slots__ = ("transfer_id", "secret", "num_tokens", "have_tokens", "tokens_digest", "endpoints", "ttl_s", "layout_fingerprint", "node_id", "cluster")
