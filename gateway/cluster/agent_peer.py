@@ -9,7 +9,7 @@ from transport.wire.identity import Identity
 
 
 class AgentPeer:
-    """One agent's address. Without a guard, whoever the authority has signed is an agent."""
+    """One agent's address. Without a guard, every holder of a certificate is an agent."""
 
     def __init__(self, address: str, timeout_s: float, identity: Identity | None, guard: Guard | None) -> None:
         self._address = address
@@ -23,7 +23,7 @@ class AgentPeer:
         if self._identity is None or self._guard is None:
             return
         try:
-            self._shown = await server_certificate(self._address, self._identity, self._timeout_s)
+            self._shown = (await server_certificate(self._address, self._identity, self._timeout_s)).peer
         except (OSError, ValueError):  # gRPC will find it out, too, and knows how to call it
             self._shown = None
             return
@@ -31,7 +31,7 @@ class AgentPeer:
             raise AgentCallFailed(self._address, "identity", why)
 
     def refusal(self, shown: PeerCertificate) -> str:
-        """Why who has shown that certificate is no agent; "": it is one."""
+        """Why the holder of that certificate is no agent; "": it is one."""
         return self._guard.refusal(SERVE, shown, self._address) if self._guard is not None else ""
 
     def unless_revoked(self) -> None:

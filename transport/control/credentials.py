@@ -6,7 +6,9 @@ handshake, by a client when it asks for new credentials.
 
 import asyncio
 import logging
+import ssl
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import grpc
 
@@ -54,13 +56,21 @@ def channel_options(name: str) -> list[tuple[str, str]]:
     return [("grpc.ssl_target_name_override", name)] if name else []
 
 
-async def server_certificate(address: str, identity: Identity, timeout_s: float) -> PeerCertificate:
+@dataclass(frozen=True, slots=True)
+class ShownCertificate:
+    """What a server has shown, and until when (seconds since 1970) it is good."""
+
+    peer: PeerCertificate
+    ends_at: float
+
+
+async def server_certificate(address: str, identity: Identity, timeout_s: float) -> ShownCertificate:
     """What the server at `address` shows, over a connection of its own: gRPC's clients do not tell. Raises OSError."""
     host, _, port = address.rpartition(":")
     context = identity.client_context()
     name = host.strip("[]")
     async with asyncio.timeout(timeout_s):
         _, writer = await asyncio.open_connection(name, int(port), ssl=context, server_hostname=name)
-    shown = of_tls(writer.get_extra_info("peercert") or {})
+    shown = writer.get_extra_info("peercert") or {}
     writer.transport.abort()
-    return shown
+    return ShownCertificate(of_tls(shown), ssl.cert_time_to_seconds(shown["notAfter"]))
