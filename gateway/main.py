@@ -108,7 +108,7 @@ def read_tokenizer(config: GatewayConfig) -> TextTokenizer:
 
 
 def check_identity(config: GatewayConfig) -> None:
-    """Raises GatewayConfigError now for files that no agent could be talked to with, and for somebody else's certificate."""
+    """Raises GatewayConfigError now for files that no agent could be talked to with, and for another's certificate."""
     try:
         if config.identity is None:
             return

@@ -452,6 +452,7 @@ class NodeAgent:
             calls_port=self.calls_port,
             version=VERSION,
             wall_clock_s=datetime.now(UTC).timestamp(),
+            plain=config.plain_listeners,
         )
         if hello:
             description.engine_pid = hello.engine_pid if self._engine else 0

@@ -21,6 +21,7 @@ from transport.control.settings import (
     require_range,
 )
 from transport.path.pacing import Budget, DailyBudget
+from transport.path.tcp import is_loopback
 from transport.wire.checksum import Integrity
 from transport.wire.identity import Identity
 
@@ -39,6 +40,7 @@ IDENTITY_KEYS: Final = ("certificate", "key", "authority")
 ANY_CLUSTER: Final = "*"
 # Each with a key ..._port, and one ..._host; gateways look for calls at the host of control.
 LISTENERS: Final = ("control", "calls", "transfer", "engine", "metrics")
+GUARDED: Final = ("control", "calls", "transfer")  # by certificates
 # What may be changed while the node runs, by SIGHUP.
 RELOADABLE: Final = ("egress_bytes_per_s",)
 
@@ -63,6 +65,7 @@ class NodeConfig:
     `connections` "auto" begins with a few and lets long links have more; a number is what every receiver gets.
     `certificate`, `key` and `authority` are PEM files, and make the control service speak mutual TLS; `integrity` "aead"
     needs them, too. They are read again when they change, as is `revoked`, the list of certificates that count no more.
+    Without them a node that other machines reach starts only if `plain` says that this is known.
     `egress_bytes_per_s` limits what leaves for each destination cluster; 0 is no limit.
     `coding` makes KVCache smaller on its way, by kind of group (see `node.coding`); an empty table does nothing.
     `stages` is how many share the layers, so that chunks of a prompt follow each other through them: of vLLM the size of its
@@ -113,6 +116,7 @@ class NodeConfig:
     key: str = ""
     authority: str = ""
     revoked: str = ""
+    plain: bool = False
     egress_bytes_per_s: EgressTable = 0.0
     coding: Mapping[str, Any] = field(default_factory=dict)
     threads: int = 1
@@ -180,6 +184,11 @@ class NodeConfig:
         missing = [name for name in IDENTITY_KEYS if not getattr(self, name)]
         if missing and len(missing) < len(IDENTITY_KEYS):
             raise SettingsError(f"{missing[0]} is missing: {', '.join(IDENTITY_KEYS)} go together")
+        if missing and not self.plain and (far := [name for name in GUARDED if not is_loopback(self.port(name).host)]):
+            raise SettingsError(
+                f"host = {self.port(far[0]).host!r}: other machines reach {', '.join(f'{name}_port' for name in far)}, and "
+                f"anybody may use them: give {', '.join(IDENTITY_KEYS)} (`prfaas certificates` makes them), or say plain = true"
+            )
         if self.revoked and missing:
             raise SettingsError(f"revoked = {self.revoked!r}: allowed only with {', '.join(IDENTITY_KEYS)}")
         if self.certificate and self.engine == "sglang":
@@ -190,6 +199,13 @@ class NodeConfig:
             raise SettingsError(
                 f"integrity = 'aead': it needs {', '.join(IDENTITY_KEYS)}; `prfaas certificates` makes them"
             )
+
+    @property
+    def plain_listeners(self) -> tuple[str, ...]:
+        """Those of LISTENERS that other machines reach, and whose words anybody on the way can read."""
+        secured = {"control", "calls"} if self.certificate else set()
+        secured |= {"transfer"} if self.integrity == "aead" else set()
+        return tuple(name for name in LISTENERS if name not in secured and not is_loopback(self.port(name).host))
 
     def port(self, listener: str) -> ListenPort:
         """Where one of LISTENERS is to listen."""

@@ -196,7 +196,7 @@ def check_model(config: NodeConfig) -> None:
 
 
 def check_identity(config: NodeConfig) -> None:
-    """Raises NodeConfigError for files that cannot be used, and for a certificate of somebody else."""
+    """Raises NodeConfigError for files that cannot be used, and for another's certificate."""
     if config.identity is None:
         return
     try:

@@ -132,6 +132,14 @@ def _security(config: NodeConfig) -> Iterator[Metric]:
     )
     info.add_metric([config.integrity, "mtls" if config.identity else "plain"], 1.0)
     yield info
+    plain = GaugeMetricFamily(
+        "prfaas_node_plain_listener",
+        "1 for each port that other machines reach, and that speaks in clear",
+        labels=["listener"],
+    )
+    for listener in config.plain_listeners:
+        plain.add_metric([listener], 1.0)
+    yield plain
     if config.identity is None:
         return
     expiry = GaugeMetricFamily("prfaas_certificate_expiry_timestamp_seconds", "When the certificate on disk ends")

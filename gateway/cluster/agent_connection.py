@@ -188,7 +188,7 @@ class PersistentCalls:
     ) -> None:
         """`name` is what the agent's certificate must carry if that is not the host of its address; `holder` names the caller.
 
-        `refusal` says why who has shown a certificate is no agent.
+        `refusal` says why the holder of a certificate is no agent.
         """
         self._refusal = refusal
         self._address = address

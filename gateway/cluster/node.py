@@ -78,7 +78,7 @@ class ClusterNode:
 
     @property
     def place(self) -> str:
-        """As its certificate has it: CLUSTER/NAME; empty while nobody knows."""
+        """As its certificate has it: CLUSTER/NAME; empty before its first description."""
         return f"{self.info.cluster}/{self.info.node_id}" if self.info else ""
 
     @property

@@ -36,6 +36,7 @@ from transport.control.settings import (
     require_one_of,
     require_range,
 )
+from transport.path.tcp import is_loopback
 from transport.wire.identity import Identity
 
 MAX_BODY_BYTES: Final = 10 * 1024 * 1024
@@ -59,6 +60,11 @@ class NodeAddress:
         is_whole = host.startswith("[") and host.endswith("]") if ":" in host else bool(host)
         is_port = port.isdigit() and 0 < int(port) < 65536
         require(is_whole and is_port, "agent", self.agent, "host:port, an IPv6 address in brackets")
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the way to it does not leave this machine."""
+        return is_loopback(self.agent.rpartition(":")[0].strip("[]"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,11 +201,6 @@ class Strangers:
         return address in self.trusted_proxies or (_is_address(address) and ip_address(address).is_loopback)
 
 
-def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches who listens there."""
-    return host == "localhost" or (_is_address(host) and ip_address(host).is_loopback)
-
-
 def _is_address(text: str) -> bool:
     try:
         ip_address(text)
@@ -225,7 +226,7 @@ class GatewayConfig:
     `drained_dir` remembers which links are drained when the gateway is started anew.
     `links`, as "FROM:TO" by names of clusters, are shown, and missed, before any node of theirs has been heard of.
     `certificate`, `key` and `authority` are PEM files: with them, agents are talked to over mutual TLS. `revoked` lists
-    certificates that count no more.
+    certificates that count no more. Without, agents on other machines are talked to only if `plain` says that this is known.
     Without `tenants` no client needs a key; a gateway that other machines reach then starts only if it is `open`. Such a gateway
     answers at addresses, at names without a dot and at those of `hosts`; an `open` one without `hosts` answers at any name.
     """
@@ -258,6 +259,7 @@ class GatewayConfig:
     key: Path | None = None
     authority: Path | None = None
     revoked: Path | None = None
+    plain: bool = False
     routing: RoutingConfig = field(default_factory=RoutingConfig)
     timeouts: Timeouts = field(default_factory=Timeouts)
     plan: PlanConfig = field(default_factory=PlanConfig)
@@ -320,6 +322,11 @@ class GatewayConfig:
         agents = [node.agent for node in self.nodes]
         require(bool(agents), "nodes", agents, "at least one [[gateway.nodes]] table")
         require(len(set(agents)) == len(agents), "nodes", agents, "every agent once")
+        if missing and not self.plain and (far := [node.agent for node in self.nodes if not node.is_here]):
+            raise SettingsError(
+                f"nodes: {far[0]!r} is another machine, and what is said to it would be in clear: give "
+                f"{', '.join(IDENTITY_KEYS)} (`prfaas certificates` makes them), or say plain = true"
+            )
 
     def with_changes_of(self, other: Self) -> Self:
         """This configuration with what `other` has different and a running gateway can take over."""

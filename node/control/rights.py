@@ -12,12 +12,12 @@ from transport.peers.guard import Guard
 from transport.peers.name import PeerCertificate, of_grpc
 
 DENIED: Final = "permission_denied"
-UNCERTIFIED: Final = PeerCertificate(None, 0, "there is none")
+UNCERTIFIED: Final = PeerCertificate(None, 0, "it has not come")
 
 Continuation = Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler | None]]
 
 
-class RightsInterceptor(grpc.aio.ServerInterceptor):
+class RightsInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     """Refuses what the caller's role may not do, and ends streams of callers that are revoked meanwhile."""
 
     def __init__(self, guard: Guard) -> None:

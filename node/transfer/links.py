@@ -114,7 +114,7 @@ class IncomingTransfer:
 
     def readdress(self, sender: str) -> None:
         """Only that sender may go on, by its certificate."""
-        self._server.expect_from(self._landing.transfer_id, sender)
+        self._server.readdress(self._landing, sender)
 
     def cancel(self, reason: str) -> None:
         """Ends it; its callback comes when no thread writes into the pages any more."""

@@ -11,7 +11,6 @@ egress_gbps = 100
 
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from ipaddress import ip_address
 from pathlib import Path
 from typing import Final
 
@@ -22,6 +21,7 @@ from planner.solve.control.controller import ControllerConfig, HardwareModel
 from planner.solve.control.ledger import PlanLimits
 from planner.solve.control.readings import Units
 from transport.control.settings import SettingsError, build, in_file, read_toml, require, require_known, require_range
+from transport.path.tcp import is_loopback
 from transport.wire.identity import Identity
 
 DEFAULT_PORT: Final = 8100
@@ -41,7 +41,7 @@ class ServiceConfig:
 
     `token_file` holds a secret that everybody must show who asks; needed where other hosts reach the port. `gateway_key_file`
     holds an operator's key of the gateways, where they ask for one. `certificate`, `key`
-    and `authority` are for nodes that ask for mutual TLS before they convert, `revoked` for those that count no more.
+    and `authority` are for nodes that ask for mutual TLS before they convert.
     `conversions` lets plans move nodes between prefill and decode. A node has `drain_timeout_s` to end what it does.
     """
 
@@ -58,7 +58,6 @@ class ServiceConfig:
     certificate: Path | None = None
     key: Path | None = None
     authority: Path | None = None
-    revoked: Path | None = None
     mode: ApplyMode = ApplyMode.ADVISORY
     conversions: bool = False
     drain_timeout_s: float = 60.0
@@ -77,7 +76,7 @@ class ServiceConfig:
         require(self.egress_gbps >= 0, "egress_gbps", self.egress_gbps, "a number of at least 0")
         for url in self.gateways:
             require(url.startswith(("http://", "https://")), "gateways", url, "http(s) URLs")
-        if self.token_file is None and not _is_loopback(self.host):
+        if self.token_file is None and not is_loopback(self.host):
             raise SettingsError(f"host = {self.host!r}: others than this host reach it, so token_file is needed")
 
     @property
@@ -85,7 +84,7 @@ class ServiceConfig:
         """Who the service is to nodes; None: it talks to them in plain text."""
         if self.certificate is None or self.key is None or self.authority is None:
             return None
-        return Identity(certificate=self.certificate, key=self.key, authority=self.authority, revoked=self.revoked)
+        return Identity(certificate=self.certificate, key=self.key, authority=self.authority)
 
     @property
     def units(self) -> Units:
@@ -130,13 +129,6 @@ def _secret(name: str, file: Path | None) -> str:
     if not text:
         raise InputError(f"[plan]: {name}: {file} is empty")
     return text
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return host == "localhost" or ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def load(path: Path) -> ServiceConfig:

@@ -14,7 +14,7 @@ from gateway.auth.keyring import digest_of
 from prfaas.commands.keys import new_key
 from prfaas.errors import InitError
 from prfaas.system.certificates import GATEWAY_NAME, REVOKED, CertificateHolder, clusterless, issue, node_holder
-from transport.path.tcp import format_address
+from transport.path.tcp import format_address, is_loopback
 from transport.peers.name import PeerRole
 
 HERE: Final = "127.0.0.1"
@@ -27,6 +27,9 @@ PORTS: Final = {
     "metrics_port": (7301, "Prometheus"),
 }
 GATEWAY_PORT: Final = 8000
+IN_CLEAR: Final = (
+    "plain = true                             # known: anybody on this network can read, and ask, what others do"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,6 +120,13 @@ def init(site: InitSite, folder: Path, overwrite: bool, say: Callable[[str], Non
     if site.tls and not site.is_one_machine:  # `prfaas up` makes its own
         issue(folder / "certificates", _holders(site), days=365)
     say(f"wrote {', '.join(contents)} to {folder}")
+    if not site.tls and not site.is_one_machine:
+        why = (
+            "sglang's servers find each other without certificates"
+            if site.engine == "sglang"
+            else "as --plain wants it"
+        )
+        say(f"in clear, {why}: carry all of it over a network that you trust, or over a VPN")
     if key:
         say(f"API key, shown this once, of tenant 'first' and of operators: {key}")
     for line in _next_steps(site, folder):
@@ -194,6 +204,8 @@ def _node_file(site: InitSite, node: Member) -> str:
         lines.append("# egress_bytes_per_s = 1.25e9            # of what leaves for each other cluster: 10 Gbit/s")
     if site.tls:
         lines += ["", *_identity(node.name), _pair("integrity", "aead", "encrypts KVCache on its way")]
+    elif not is_loopback(node.host):
+        lines.append(IN_CLEAR)
     return "\n".join(lines) + "\n"
 
 
@@ -227,6 +239,7 @@ def _gateway_file(site: InitSite, nodes: Sequence[Member], key_digest: str) -> s
             "threshold_tokens", 2048, "longer uncached prompts go to the PrfaaS cluster; prfaas-plan solve finds yours"
         ),
         *(_identity(GATEWAY_NAME) if site.tls else []),
+        *([] if site.tls or all(is_loopback(node.host) for node in nodes) else [IN_CLEAR]),
         *_links(nodes),
     ]
     if key_digest:
@@ -316,13 +329,13 @@ QUESTIONS: Final = {
 }
 
 
-def site_of(answers: Mapping[str, str], tls: bool) -> InitSite:
-    """Raises InitError."""
+def site_of(answers: Mapping[str, str], tls: bool, plain: bool = False) -> InitSite:
+    """Several machines get certificates unless `plain` says no, or their engine cannot. Raises InitError."""
 
     def hosts(text: str) -> tuple[str, ...]:
         return () if text in ("-", "") else tuple(host.strip() for host in text.split(","))
 
-    return InitSite(
+    site = InitSite(
         model=answers["model"],
         engine=answers["engine"],
         gateway=answers["gateway"],
@@ -331,3 +344,5 @@ def site_of(answers: Mapping[str, str], tls: bool) -> InitSite:
         decode=hosts(answers["decode"]),
         tls=tls,
     )
+    may_have_tls = not (plain or site.is_one_machine or site.engine == "sglang")
+    return replace(site, tls=True) if may_have_tls else site

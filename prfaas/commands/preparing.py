@@ -47,7 +47,11 @@ def _add_init(parser: argparse.ArgumentParser) -> None:
         ("gateway", "machine of the gateway"),
     ):
         parser.add_argument(f"--{name}", metavar="HOST" if name == "gateway" else "HOST,...", help=what)
-    parser.add_argument("--tls", action="store_true", help="certificates for all, KVCache encrypted")
+    secured = parser.add_mutually_exclusive_group()
+    secured.add_argument(
+        "--tls", action="store_true", help="certificates for all, KVCache encrypted (default on several machines)"
+    )
+    secured.add_argument("--plain", action="store_true", help="none, also on several machines: all of it in clear")
     parser.add_argument("--overwrite", action="store_true", help="replace files that are there")
     parser.add_argument("--yes", action="store_true", help="ask nothing: defaults for what is not given")
     parser.set_defaults(run=_init)
@@ -83,7 +87,7 @@ def _init(arguments: argparse.Namespace) -> int:
             return default
         return input(f"{question} [{default}]: ")
 
-    site = site_of(asked({key: getattr(arguments, key) for key in QUESTIONS}, ask), arguments.tls)
+    site = site_of(asked({key: getattr(arguments, key) for key in QUESTIONS}, ask), arguments.tls, arguments.plain)
     init(site, arguments.folder, arguments.overwrite, print)
     return 0
 

@@ -182,7 +182,8 @@ def _parse(table: Mapping[str, Any], state_dir: Path) -> Topology:
     if certificates is not None:
         tables = [(where, {**paths(certificates, str(table.get("node_id"))), **table}) for where, table in tables]
         gateway = {**paths(certificates, GATEWAY_NAME), **gateway}
-    asks_nodes = {} if certificates is None else paths(certificates, PLANNER_NAME)
+    shown = paths(certificates, PLANNER_NAME) if certificates is not None else {}
+    asks_nodes: dict[str, Any] = {key: shown[key] for key in IDENTITY_KEYS if key in shown}
     nodes = tuple(build(NodeConfig, table, where) for where, table in tables)
     _check_nodes(nodes)
     if any(node.certificate for node in nodes) and not gateway.keys() >= set(IDENTITY_KEYS):

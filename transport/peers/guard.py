@@ -66,7 +66,7 @@ class Guard:
             self.leave(ticket)
 
     def enter(self, peer: PeerCertificate, end: Callable[[], None]) -> object:
-        """The same for who has no block; gives what `leave` takes."""
+        """The same without a block; gives what `leave` takes."""
         ticket = object()
         self._open[ticket] = (peer, end)
         return ticket

@@ -1,4 +1,4 @@
-"""The name in a certificate: which process of which cluster its holder is, and in which role.
+"""The name in a certificate: the cluster, the role and the name of its holder.
 
 spiffe://TRUST/CLUSTER/ROLE/NAME      one URI among the alternative names of the subject, as in an X.509 SVID
 """
@@ -70,7 +70,7 @@ class PeerName:
             raise NamelessPeer(f"{text[:MAX_BYTES]!r}: must be {SHAPE}")
         trust, cluster, role, name = parts
         if role not in {*PeerRole}:
-            raise NamelessPeer(f"{text[:MAX_BYTES]!r}: the role {role!r} is none of {', '.join(PeerRole)}")
+            raise NamelessPeer(f"{text[:MAX_BYTES]!r}: the role {role!r} must be one of {', '.join(PeerRole)}")
         return cls(trust, cluster, PeerRole(role), name)
 
     @classmethod

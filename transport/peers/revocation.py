@@ -2,7 +2,7 @@
 
 # one of a line, and comments
 spiffe://prfaas/east/prefill/east-p0      this one name
-east-p0                                   whoever is called so, in whatever cluster and role
+east-p0                                   every holder of that name, in any cluster and role
 3f:a0:...                                 a certificate's serial number, hexadecimal, 16 digits or more
 """
 

@@ -1,4 +1,4 @@
-"""Who may do what: a cell for each operation and role. What is not here is nobody's.
+"""Who may do what: a cell for each operation and role. What is not here, no role may do.
 
     operation                 gateway   prefill   node      planner   operator
     describe                  yes       -         -         yes       yes
@@ -72,4 +72,4 @@ def may(role: PeerRole, operation: str) -> bool:
 
 def holders(operation: str) -> str:
     """Who may, in words."""
-    return " or ".join(sorted(RIGHTS.get(operation, NOBODY))) or "nobody"
+    return " or ".join(sorted(RIGHTS.get(operation, NOBODY))) or "no role"

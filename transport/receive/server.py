@@ -100,7 +100,7 @@ class TransferServer:
         `on_done(LandingResult)` is called once, when nothing writes into the targets any more. `deadline_s` counts from
         now; `orphan_timeout_s` from the moment when the last connection of a sender that had begun goes away. `exact`
         refuses quantised bytes even where `ServerOptions.codecs` allows them. `sender` is the only one, as CLUSTER/NAME
-        of its certificate, where connections have sessions; empty: whoever may send.
+        of its certificate, where connections have sessions; empty: any that may send.
         """
         shared = self._shared
         with shared.changed:
@@ -157,10 +157,10 @@ class TransferServer:
             self._shared.landings.await_sender(transfer_id, time.monotonic())
             self._shared.changed.notify_all()
 
-    def expect_from(self, transfer_id: str, sender: str) -> bool:
-        """Another sender takes over, as in `expect`; False for a landing that is not awaited any more."""
+    def readdress(self, landing: Landing, sender: str) -> None:
+        """Another sender takes over, as in `expect`."""
         with self._shared.lock:
-            return self._shared.landings.expect_from(transfer_id, sender)
+            landing.sender = sender
 
     def cancel(self, transfer_id: str, reason: str = "") -> None:
         """Ends a landing and has its sender told; never blocks. Its on_done comes within a few ticks (10 ms).

@@ -30,7 +30,7 @@ def test_a_line_is_a_name_or_a_serial(line: str, has: bool) -> None:
 
 
 def test_a_name_that_is_none_is_refused_with_its_line() -> None:
-    with pytest.raises(ValueError, match=r"line 2: .*the role 'king' is none of"):
+    with pytest.raises(ValueError, match=r"line 2: .*the role 'king' must be one of"):
         Revoked.parse("\nspiffe://prfaas/any/king/x")
 
 

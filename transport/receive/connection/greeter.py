@@ -123,7 +123,7 @@ class Host(Protocol):
     def new_session(self, peer: PeerCertificate | None = None) -> Session: ...
 
     def introduced(self, who: int, address: str, session_id: bytes) -> None:
-        """A connection goes on with a session, and so with the name of whom that was granted to."""
+        """A connection goes on with a session, and so with the name of its holder."""
 
     def refused(self, code: str, who: str, detail: str) -> None: ...
 

@@ -40,7 +40,7 @@ class Landings:
         self._ended: OrderedDict[str, Ended] = OrderedDict()
         self._slots: dict[int, dict[int, Landing]] = {}  # connection -> slot -> landing
         self._unsettled: list[Landing] = []
-        self._places: dict[int, str] = {}  # connection -> CLUSTER/NAME of its sender, where it is known
+        self.places: dict[int, str] = {}  # connection -> CLUSTER/NAME of its sender, where it is known
         self.activity = Activity()
         self._grants: dict[int, set[Landing]] = {}  # connection -> landings that its sender may write into by itself
         self.counters: Counter[str] = Counter()
@@ -82,13 +82,6 @@ class Landings:
         landing = self._active.get(transfer_id)
         if landing is not None and not landing.senders:
             landing.orphaned_at = min(landing.orphaned_at, now)
-
-    def expect_from(self, transfer_id: str, sender: str) -> bool:
-        """Only that one may open it from now on; False for what is not expected."""
-        landing = self._active.get(transfer_id)
-        if landing is not None:
-            landing.sender = sender
-        return landing is not None
 
     def is_settling(self, prefix: str) -> bool:
         """Whether something still writes for a landing that ended."""
@@ -135,14 +128,10 @@ class Landings:
     def connected(self, who: int) -> None:
         self._slots[who] = {}
 
-    def introduce(self, who: int, place: str) -> None:
-        """Whose connection it is."""
-        self._places[who] = place
-
     def disconnected(self, who: int, now: float) -> None:
         """The connection is gone: what it was writing does not count."""
         self.activity.gone(who)
-        self._places.pop(who, None)
+        self.places.pop(who, None)
         for landing in self._grants.pop(who, set()):
             landing.inbox.granted.discard(who)
         for landing in set(self._slots.pop(who, {}).values()):
@@ -162,8 +151,8 @@ class Landings:
             self.activity.opened(who, None, now)
             return self._read(frame, transcript)
         landing = self._landing_of(frame, transcript, now)
-        if isinstance(landing, Landing) and landing.sender and self._places.get(who, landing.sender) != landing.sender:
-            landing = Code.ACCESS  # the ticket is somebody else's
+        if isinstance(landing, Landing) and landing.sender and self.places.get(who, landing.sender) != landing.sender:
+            landing = Code.ACCESS  # the ticket is another's
         if isinstance(landing, Code):
             self.counters[f"refused:{landing}"] += 1
             return Refuse(slot=frame.slot, code=landing)

@@ -113,7 +113,7 @@ class SharedLandings:
     def introduce(self, who: int, peer: PeerCertificate, address: str) -> None:
         """It goes on with a session of that peer's. The caller has the lock."""
         self._peers[who] = peer, address
-        self.landings.introduce(who, peer.name.place if peer.name is not None else "")
+        self.landings.places[who] = peer.name.place if peer.name is not None else ""
 
     def enter(self, who: int, reader: ConnectionReader, origin: Origin) -> Code | None:
         """From now on it reads that connection; or why not. One that is idle may have to make room for it."""
@@ -232,21 +232,15 @@ class SharedLandings:
     # what a connection asks for
 
     def open(self, who: int, frame: Open, transcript: bytes) -> Accept | Refuse:
-        if why := self._why_not(who):
+        with self.lock:
+            peer = self._peers.get(who)
+        if self._guard is not None and peer is not None and (why := self._guard.refusal(SEND, *peer)):
             self.count(f"refused:{Code.ACCESS}")
             return Refuse(slot=frame.slot, code=Code.ACCESS, detail=why)
         with self.changed:
             reply = self.landings.open(who, frame, transcript, time.monotonic())
             self.changed.notify_all()
         return reply
-
-    def _why_not(self, who: int) -> str:
-        """Why its certificate gives no right to send, or no more."""
-        if self._guard is None:
-            return ""
-        with self.lock:
-            peer = self._peers.get(who)
-        return self._guard.refusal(SEND, *peer) if peer is not None else ""
 
     def bound(self, who: int, slot: int) -> Landing | None:
         with self.lock:
