@@ -69,13 +69,13 @@ demo: $(STAMP)   ## Build a tiny hybrid model, start both clusters, replay real 
 up: $(STAMP)     ## The demo's topology, left running until Ctrl-C
 	@$(BIN)/prfaas up
 
-test: $(STAMP)   ## The tests, about four minutes on two cores; those that take long have targets of their own
+test: $(STAMP)   ## The tests of every change; those that take long have targets of their own
 	$(BIN)/python -m pytest -m "not e2e and not slow and not vllm and not sglang" $(SPREAD) --hypothesis-seed=$(SEED)
 
 # CI runs samples of the long ones, others for every commit; this is all of them, for releases: over an hour.
 test-all: lint test test-e2e test-deploy fuzz soak soak-cache test-storm test-crowd test-flips test-migration test-rdma test-vllm test-sglang test-equality test-schema test-clients test-load docs wheel demo  ## Everything, whole
 
-test-e2e: $(STAMP)  ## Whole systems: nodes killed, connections cut, certificates replaced, disks that lie, plans that move nodes
+test-e2e: $(STAMP)  ## Whole systems: tokens and the API, nodes killed, connections cut, certificates replaced, disks that lie, plans that move nodes
 	$(BIN)/python -m pytest -m e2e tests/e2e $(sampled)
 
 test-deploy: $(STAMP)  ## Alert rules and dashboards before a real Prometheus (Debian's, fetched unless it is installed)

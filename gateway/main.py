@@ -1,13 +1,13 @@
-"""`prfaas gateway` and `python -m gateway`."""
+"""`prfaas gateway` and `python -m gateway`: serves until told to stop, and lets running requests end."""
 
 import argparse
 import asyncio
+import contextlib
 import gc
 import logging
 import signal
 import sys
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,11 +16,12 @@ from typing import Final
 import msgspec
 import uvloop
 
-from gateway.assembly import serve
+from gateway.assembly import RunningGateway, running
 from gateway.config.gateway import GatewayConfig, load
 from gateway.errors import GatewayConfigError
+from gateway.http.listener import raise_descriptor_limit
 from gateway.telemetry import log_setup as logs
-from gateway.workers.process_scope import FIRST_CONFIG, VERDICT, WorkerProcess
+from gateway.workers.process_scope import FIRST_CONFIG, ORPHANED, VERDICT, SingleProcess, WorkerProcess
 from gateway.workers.supervisor import serve_with_workers
 from prompts.errors import TokenizerUnreadable
 from prompts.fair_cache import FairCache
@@ -34,6 +35,7 @@ log = logging.getLogger("prfaas.gateway")
 BAD_CONFIG: Final = 2
 COLLECT_AFTER: Final = 20_000  # objects; a request leaves few in circles
 SWITCH_INTERVAL_S: Final = 0.001  # after which a thread that reads a prompt lets the event loop go on; Python: 5 ms
+WARM_S: Final = 60.0  # that a gateway waits for its first process for long bodies; three on an idle machine
 EXAMPLE: Final = """
   [gateway]
   host = "127.0.0.1"
@@ -120,6 +122,46 @@ def check_identity(config: GatewayConfig) -> None:
         raise GatewayConfigError(f"certificate {config.certificate}: it is that of {own}, not of a gateway")
 
 
+async def serve(
+    config: GatewayConfig,
+    tokenizer: TextTokenizer,
+    announce: Callable[[str], None],
+    read_again: Callable[[], GatewayConfig],
+    seat: SingleProcess | WorkerProcess | None = None,
+) -> None:
+    """Serves until SIGTERM or SIGINT, then until the running requests have ended; a second signal ends them too.
+
+    SIGHUP has the configuration read again. A worker whose parent is gone leaves its ports to the next gateway.
+    """
+    loop = asyncio.get_running_loop()
+    stop, stop_now = asyncio.Event(), asyncio.Event()
+
+    def on_signal() -> None:
+        (stop_now if stop.is_set() else stop).set()
+
+    raise_descriptor_limit()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal)
+
+    def on_orphaned(gateway: RunningGateway) -> None:
+        gateway.leave_ports()
+        stop.set()
+
+    async with running(config, tokenizer, loop.time, seat, read_again, WARM_S) as gateway:
+        loop.add_signal_handler(signal.SIGHUP, gateway.reloads.run)
+        loop.add_signal_handler(ORPHANED, on_orphaned, gateway)
+        announce(f"gateway ready url={gateway.url}")
+        await stop.wait()
+        log.info("stopping: %d requests in flight", gateway.admission.in_flight)
+        draining = asyncio.create_task(gateway.admission.drained(config.timeouts.drain_s))
+        hurry = asyncio.create_task(stop_now.wait())
+        await asyncio.wait([draining, hurry], return_when=asyncio.FIRST_COMPLETED)
+        for task in (draining, hurry):
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+
+
 def _run(config: GatewayConfig, tokenizer: TextTokenizer, arguments: argparse.Namespace) -> int:
     logs.set_up(config.log_level.upper(), config.log_format)
     if arguments.seat is None and config.workers > 1:
@@ -171,5 +213,5 @@ def _seat(words: Sequence[str]) -> WorkerProcess:
 
 
 def _announce(line: str) -> None:
-    with suppress(OSError):  # the disk that it is written to may be full
+    with contextlib.suppress(OSError):  # the disk that it is written to may be full
         print(line, flush=True)

@@ -23,6 +23,7 @@ from node.config import RELOADABLE, SERVERS, NodeConfig
 from node.control.broadcast import Broadcast
 from node.control.holders import ReservationHolders
 from node.draining import Draining
+from node.engine.front import engine_door
 from node.engine.http_status import follow_adapters, follow_loads, serves
 from node.engine.kv_events import events_endpoint, follow
 from node.engine.liveness import TIMES, LivenessTimes, Vigil
@@ -80,18 +81,18 @@ class NodeAgent:
         self.events = Broadcast()
         self.holders = ReservationHolders(now)
         self.guard = config.identity.guard() if config.identity is not None else None
-        rdma = rdma_of(config)
+        use_shm = config.transport == "auto" and os.access(SHM_DIR, os.W_OK)
+        self.links = PeerLinks(config, use_shm=use_shm, rdma=rdma_of(config), guard=self.guard)
         run_dir = Path(config.run_dir)
         run_dir.mkdir(parents=True, exist_ok=True)
         self.engine_log = run_dir / f"{config.node_id}-engine.log"
         # A directory of its own: no other node's name can collide.
         self._socket_dir = OwnedDirectory(Path(tempfile.gettempdir()))
         self.socket = EngineSocket(self._socket_dir.path / "engine.sock", self)
-        use_shm = config.transport == "auto" and os.access(SHM_DIR, os.W_OK)
-        self.links = PeerLinks(config, use_shm=use_shm, rdma=rdma, guard=self.guard)
         self.supervisor = EngineSupervisor(
             config, self.socket.path, self.engine_log, now, self.publish_description, command=engine_command
         )
+        self.door = engine_door(config.identity, self.guard)
         self.arena: Arena | None = None
         self._taking: asyncio.Future[Arena] | None = None
         self.pages: ArenaPages | None = None
@@ -125,12 +126,13 @@ class NodeAgent:
     async def start(self) -> None:
         """Takes the arena's memory, starts listening and starts the engine; `wait_ready` waits for it.
 
-        Raises NoArenaMemory, OSError.
+        Raises NoArenaMemory, NodeConfigError, OSError.
         """
         self._taking = asyncio.ensure_future(asyncio.to_thread(_take_arena, self.config))
         self.arena = await asyncio.shield(self._taking)
         self.links.start()
         await self.socket.start()
+        await self.door.start(self.config.port("engine"))
         self.tasks.start("supervisor", self.supervisor.run)
         self.tasks.start("housekeeping", self._keep_house)
 
@@ -155,6 +157,7 @@ class NodeAgent:
         self._forget_engine_cache()
         await self.tasks.close()
         await self.supervisor.stop(ENGINE_STOP_S)
+        await self.door.close()
         await self.socket.close()
         self._socket_dir.close()
         await asyncio.to_thread(self.links.close)
@@ -196,8 +199,6 @@ class NodeAgent:
         while True:
             await asyncio.sleep(HOUSEKEEPING_S)
             self._end_silent_engine()
-            if self.guard:
-                self.guard.end_revoked()
             if self.consumer:
                 self.consumer.expire()
             if self.pages:
@@ -231,6 +232,7 @@ class NodeAgent:
             raise SecondEngine(f"engine pid={hello.engine_pid}: another one is connected")
         pages = self._pages_for(hello)
         self._engine, self._hello = engine, hello
+        self.door.open(hello.http_url)
         engine.send(
             m.Welcome(
                 arena_path=str(pages.arena.path),
@@ -361,6 +363,7 @@ class NodeAgent:
                 end = partial(end_headless, self.supervisor, scheduler, lambda: self._engine is not None)
                 self.tasks.start("engine's end", end)
             self._engine, self._engine_serves, self._adapters = None, False, ()
+            self.door.shut()
             self.vigil.end()
             self._engine_tasks.cancel()
             self._forget_engine_cache()
@@ -456,7 +459,7 @@ class NodeAgent:
         )
         if hello:
             description.engine_pid = hello.engine_pid if self._engine else 0
-            description.engine_url = hello.http_url
+            description.engine_url = self.door.url
             description.max_model_len = hello.max_model_len
             description.not_done_json = hello.not_done_json
             description.takes_media = hello.takes_media

@@ -40,7 +40,7 @@ IDENTITY_KEYS: Final = ("certificate", "key", "authority")
 ANY_CLUSTER: Final = "*"
 # Each with a key ..._port, and one ..._host; gateways look for calls at the host of control.
 LISTENERS: Final = ("control", "calls", "transfer", "engine", "metrics")
-GUARDED: Final = ("control", "calls", "transfer")  # by certificates
+GUARDED: Final = ("control", "calls", "transfer", "engine")  # by certificates
 # What may be changed while the node runs, by SIGHUP.
 RELOADABLE: Final = ("egress_bytes_per_s",)
 
@@ -63,9 +63,10 @@ class NodeConfig:
     `bootstrap_port` is where an SGLang server that prefills is asked for by those that decode, at the host of `engine_port`.
     `block_size` and `max_model_len` of 0 leave the choice to the engine, `engine_start_timeout_s` of 0 to the kind of engine.
     `connections` "auto" begins with a few and lets long links have more; a number is what every receiver gets.
-    `certificate`, `key` and `authority` are PEM files, and make the control service speak mutual TLS; `integrity` "aead"
-    needs them, too. They are read again when they change, as is `revoked`, the list of certificates that count no more.
-    Without them a node that other machines reach starts only if `plain` says that this is known.
+    `certificate`, `key` and `authority` are PEM files. With them the control service, calls and `engine_port` speak mutual TLS:
+    the agent listens there, and the engine on loopback only. `integrity` "aead" needs them, too. They are read again when they
+    change, as is `revoked`, the list of certificates that count no more. Without them a node that other machines reach starts
+    only if `plain` says that this is known.
     `egress_bytes_per_s` limits what leaves for each destination cluster; 0 is no limit.
     `coding` makes KVCache smaller on its way, by kind of group (see `node.coding`); an empty table does nothing.
     `stages` is how many share the layers, so that chunks of a prompt follow each other through them: of vLLM the size of its
@@ -203,7 +204,7 @@ class NodeConfig:
     @property
     def plain_listeners(self) -> tuple[str, ...]:
         """Those of LISTENERS that other machines reach, and whose words anybody on the way can read."""
-        secured = {"control", "calls"} if self.certificate else set()
+        secured = {"control", "calls", "engine"} if self.certificate else set()
         secured |= {"transfer"} if self.integrity == "aead" else set()
         return tuple(name for name in LISTENERS if name not in secured and not is_loopback(self.port(name).host))
 
@@ -211,6 +212,10 @@ class NodeConfig:
         """Where one of LISTENERS is to listen."""
         host = getattr(self, f"{'control' if listener == 'calls' else listener}_host") or self.host
         return ListenPort(f"{listener}_port", host, getattr(self, f"{listener}_port"))
+
+    def inner_engine_port(self) -> ListenPort:
+        """Where the engine itself is to listen: on loopback where its agent faces the network for it."""
+        return self.port("engine") if self.identity is None else ListenPort("engine_port", "127.0.0.1", 0)
 
     @property
     def model_name(self) -> str:

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import TextIO, TypeVar
 
@@ -18,6 +19,7 @@ from node.agent import ENGINE_STOP_S, NodeAgent
 from node.command_line import add_node_arguments, config_from, split_engine_args
 from node.config import LISTENERS, SERVERS, NodeConfig
 from node.control.call_server import CallServer
+from node.control.rights import end_revoked
 from node.errors import EngineFailure, EngineRefused, NoArenaMemory, NodeConfigError, NodeError
 from node.grpc_service import NodeService, serve
 from node.metrics import serve_metrics
@@ -96,6 +98,8 @@ async def _start(
         await wait_free(config.port(listener), config.node_id, _patience_s(config), time.monotonic)
     agent = NodeAgent(config, role, time.monotonic)
     stack.push_async_callback(agent.close)
+    if agent.guard is not None:
+        agent.tasks.start("revoked peers", partial(end_revoked, agent.guard))
     asyncio.get_running_loop().set_exception_handler(agent.tasks.on_loop_error)
     with _binding(inside := config.port("metrics")):
         metrics = await serve_metrics(agent, inside.host, inside.number)

@@ -69,6 +69,12 @@ class NodeCollector(Collector):
         yield _counter(
             "prfaas_calls_ended", "Kept connections that the node ended, by why", "reason", self._agent.calls_ended
         )
+        yield _counter(
+            "prfaas_engine_connections_ended",
+            "Connections to the engine that the node ended or turned away, by why",
+            "reason",
+            self._agent.door.ended,
+        )
         yield _counter("prfaas_config_reloads", "SIGHUPs, by what came of them", "outcome", self._agent.reloads)
 
     def _requests(self) -> Iterator[Metric]:

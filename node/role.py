@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from node.config import NodeConfig
+from node.engine.front import EngineDoor
 from node.tasks import Tasks
 from node.transfer.incoming import Consumer
 from node.transfer.job_replies import Reply
@@ -48,9 +49,9 @@ class Convertible(Protocol):
     consumer: Consumer | None
 
     engine_load: m.LoadReport
+    door: EngineDoor
 
     def state(self) -> pb.NodeState: ...
-    def describe(self) -> pb.NodeDescription: ...
     def publish_description(self) -> None: ...
 
 

@@ -42,7 +42,7 @@ async def verify(node: Convertible) -> None:
     while node.state() in NO_ENGINE:  # noqa: ASYNC110
         await asyncio.sleep(POLL_S)  # one that died while the node drained is started again
     async with aiohttp.ClientSession() as session:
-        await _complete(session, node.describe().engine_url, node.config.model_name)
+        await _complete(session, node.door.engine_url, node.config.model_name)
 
 
 async def _complete(session: aiohttp.ClientSession, engine_url: str, model: str) -> None:
@@ -56,7 +56,7 @@ async def _complete(session: aiohttp.ClientSession, engine_url: str, model: str)
             raise VerificationFailed(f"its engine answered with {response.status}: {data[:200]!r}")
     try:
         answer = _ANSWER.decode(data)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as exc:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as exc:
         raise VerificationFailed(f"its engine's answer makes no sense: {exc}") from exc
     if answer.usage.completion_tokens != 1:
         raise VerificationFailed(f"its engine answered with {answer.usage.completion_tokens} tokens instead of one")

@@ -1,15 +1,14 @@
 """The command line of `prfaas`: one parser, and one module of `prfaas.commands` for each command that needs one."""
 
 import argparse
-import asyncio
 import contextlib
 import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
@@ -17,6 +16,7 @@ import prfaas
 from node.command_line import add_node_arguments, config_from, split_engine_args
 from prfaas.commands.argument_types import header, link, seconds, within
 from prfaas.commands.preparing import STATE_DIR, add_preparations
+from prfaas.ending import EXIT_FAILED, EXIT_INTERRUPTED, ended_by_signals, run_until_done
 from prfaas.errors import (
     CertificateError,
     CheckError,
@@ -32,12 +32,9 @@ if TYPE_CHECKING:
     from prfaas.system.system import System
     from prfaas.system.topology import Topology
 
-EXIT_FAILED = 1
 EXIT_NEEDS_RESTART = 3
 EXIT_BAD_CONFIG = 2
-EXIT_INTERRUPTED = 130
 WIDTH_WHEN_PIPED = 160
-ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -242,37 +239,46 @@ def _console() -> Console:
 
 
 def _demo(arguments: argparse.Namespace) -> int:
-    from prfaas.demo.demo import Demo
-    from prfaas.system.topology import DEFAULT_FILE, load_topology
+    with ended_by_signals():
+        from prfaas.demo.demo import Demo
+        from prfaas.system.models import ensure_model
+        from prfaas.system.topology import DEFAULT_FILE, load_topology
 
-    topology = load_topology(arguments.config or DEFAULT_FILE, arguments.state_dir)
-    if topology.model.profile:
-        raise TopologyError(
-            "[model]: profile: a demo compares answers with a model's own, and there is no model; use `prfaas up`"
-        )
+        topology = load_topology(arguments.config or DEFAULT_FILE, arguments.state_dir)
+        if topology.model.profile:
+            raise TopologyError(
+                "[model]: profile: a demo compares answers with a model's own, and there is no model; use `prfaas up`"
+            )
+        console = _console()
+        model_dir = ensure_model(topology.model, arguments.state_dir, console.print)
     # Any free port: a demo must not fail because something else listens on 8000.
-    demo = Demo(topology.replace_gateway(port=0), arguments.state_dir, arguments.requests, _console())
+    demo = Demo(topology.replace_gateway(port=0), model_dir, arguments.state_dir, arguments.requests, console)
     return run_until_done(
         demo.run(), on_signal=lambda: print("stopping: what was started is ended in order ...", flush=True)
     )
 
 
 def _up(arguments: argparse.Namespace) -> int:
-    from prfaas.system.topology import DEFAULT_FILE, load_topology
+    say = _telling(_console())
+    try:
+        with ended_by_signals():
+            import prfaas.system.system  # noqa: F401  # takes seconds, which a signal need not wait for
+            from prfaas.system.models import ensure_model
+            from prfaas.system.topology import DEFAULT_FILE, load_topology
 
-    topology = load_topology(arguments.config or DEFAULT_FILE, arguments.state_dir)
-    if arguments.port is not None:
-        topology = topology.replace_gateway(port=arguments.port)
-    status = run_until_done(_stay_up(topology, arguments.state_dir))
-    return 0 if status == EXIT_INTERRUPTED else status  # a signal is how it is meant to end
+            topology = load_topology(arguments.config or DEFAULT_FILE, arguments.state_dir)
+            if arguments.port is not None:
+                topology = topology.replace_gateway(port=arguments.port)
+            ensure_model(topology.model, arguments.state_dir, say)
+    except KeyboardInterrupt:
+        return 0  # a signal is how it is meant to end
+    status = run_until_done(_stay_up(topology, arguments.state_dir, say))
+    return 0 if status == EXIT_INTERRUPTED else status
 
 
-async def _stay_up(topology: "Topology", state_dir: Path) -> bool:
-    from prfaas.system.models import ensure_model
+async def _stay_up(topology: "Topology", state_dir: Path, say: Callable[[str], None]) -> bool:
     from prfaas.system.system import System
 
-    say = _telling(_console())
-    ensure_model(topology.model, state_dir, say)
     async with System(topology, state_dir / "up", say) as system:
         for line in _welcome(system):
             say(line)
@@ -291,31 +297,6 @@ def _telling(console: Console) -> Callable[[str], None]:
             console.print(line, highlight=False, markup=False, soft_wrap=True)
 
     return say
-
-
-def run_until_done(main: Coroutine[Any, Any, bool], on_signal: Callable[[], None] = lambda: None) -> int:
-    """Runs a command's coroutine; signals cancel it, so that everything it started is ended in order.
-
-    SIGHUP does, too: a terminal that closes sends it, and there is no file of a running system to read again. (Of a node
-    there is, see `node.main`.) Who starts us with nohup wants none of it.
-    """
-
-    async def until_signalled() -> int:
-        task = asyncio.ensure_future(main)
-
-        def stop() -> None:
-            on_signal()
-            task.cancel()
-
-        for number in ENDING:
-            if signal.getsignal(number) is not signal.SIG_IGN:
-                asyncio.get_running_loop().add_signal_handler(number, stop)
-        await asyncio.wait([task])
-        if task.cancelled():
-            return EXIT_INTERRUPTED
-        return 0 if task.result() else EXIT_FAILED
-
-    return asyncio.run(until_signalled())
 
 
 def _welcome(system: "System") -> list[str]:
@@ -410,9 +391,14 @@ def _flows(arguments: argparse.Namespace) -> int:
     if not arguments.json:
         print(HEADER, flush=True)
     with gateway.understood():
-        for flow in follow(gateway, wanted, once=arguments.once):
+        for flow in follow(gateway, wanted, once=arguments.once, tell=_warn):
             print(json.dumps(flow) if arguments.json else line(flow), flush=True)
     return 0
+
+
+def _warn(line: str) -> None:
+    """Beside what the command prints, which another program may read."""
+    print(line, file=sys.stderr, flush=True)
 
 
 def _drain_node(arguments: argparse.Namespace) -> int:

@@ -23,16 +23,16 @@ class Peers:
         for role in PeerRole:
             self.by_role[role] = self.issue(PeerName("prfaas", "east", role, f"thief-{role}"))
         self.server = self.issue(OWN)
-        self.nameless = self._authority.issue("nameless", [HOST])
+        self.nameless = self._authority.issue("nameless", [HOST, "node"])
         self.abroad = self.issue(PeerName("elsewhere", "east", PeerRole.GATEWAY, "abroad"))
         self.expired = self.issue(PeerName("prfaas", "any", PeerRole.GATEWAY, "expired"), days=-0.5)
         elsewhere = Authority(folder / "other", "other").issue(
-            "stranger", [HOST], peer=PeerName("prfaas", "any", PeerRole.GATEWAY, "stranger")
+            "stranger", [HOST, "node"], peer=PeerName("prfaas", "any", PeerRole.GATEWAY, "stranger")
         )
         self.stranger = replace(elsewhere, authority=self.server.authority)  # it believes in ours
 
     def issue(self, peer: PeerName, *, days: float = 365) -> Identity:
-        return self._authority.issue(peer.name, [HOST], days=days, peer=peer)
+        return self._authority.issue(peer.name, [HOST, "node"], days=days, peer=peer)
 
     def guarded(self, revoked: Path) -> tuple[Identity, Guard]:
         """A server, and what it knows of rights; `revoked` is made unless it is there."""

@@ -108,6 +108,7 @@ def run(folder: Path, *arguments: str, **environment: str) -> str:
     (folder / "test_suite.py").write_text(SUITE)
     (folder / "pytest.ini").write_text("[pytest]\nmarkers = slow\n")
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", "-m", "not slow", *arguments]
+    environment |= {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # hypothesis alone takes as long to load as the rest
     return subprocess.run(command, cwd=folder, env=environment, text=True, capture_output=True, check=False).stdout
 
 
@@ -122,7 +123,7 @@ def test_pytest_runs_the_sample_and_prints_the_rest(tmp_path: Path) -> None:
 
 def test_workers_tell_what_they_drew(tmp_path: Path) -> None:
     alone = run(tmp_path, "--sample", "0", "--sample-seed", "abc").splitlines()
-    spread = run(tmp_path, "--sample", "0", "--sample-seed", "abc", "-n", "2").splitlines()
+    spread = run(tmp_path, "--sample", "0", "--sample-seed", "abc", "-p", "xdist", "-n", "2").splitlines()
     said = [line for line in alone if "left out:" in line or line.startswith("sample:")]
     assert said
     assert set(said) <= set(spread)

@@ -27,12 +27,13 @@ from typing import Final
 from gateway.admission.queue import WaitingLine
 from gateway.admission.slo import SloGate
 from gateway.api.openai import Endpoint, parse
-from gateway.cluster.agent_client import AgentClient, LinkLoad, NodeEvent, NodeInfo, NodeLoad
+from gateway.cluster.agent_client import AgentClient
+from gateway.cluster.agent_values import LinkLoad, NodeEvent, NodeInfo, NodeLoad
 from gateway.cluster.links import ClusterLinks
 from gateway.cluster.registry import Clusters
 from gateway.config.gateway import GatewayConfig, NodeAddress
 from gateway.prompt.prompt import Prompt
-from gateway.request.request import Request, Timeline
+from gateway.request.request import Request, RequestProgress, Timeline
 from gateway.routing.router import Router
 from gateway.tasks import TaskSet
 from hybrid_cache.cache.events import BlocksStored, Medium
@@ -171,9 +172,9 @@ def request_of(hashes: Sequence[bytes], clusters: Clusters, number: int) -> Requ
         id=f"r{number}",
         leg_id=f"r{number}",
         call=call,
-        prompt=prompt,
+        asked=prompt,
         served=clusters.served,
-        timeline=Timeline(time.monotonic()),
+        progress=RequestProgress(Timeline(time.monotonic())),
         service=PROMISED,
     )
 
@@ -228,7 +229,7 @@ def teach(cost: LearnedCost, steps: LearnedSteps, clusters: Clusters, rng: rando
 
 
 def decide(line: WaitingLine, decider: Router, refusals: SloGate, request: Request) -> None:
-    with line.place(request.service, request.timeline.arrived):
+    with line.place(request.service, request.progress.timeline.arrived):
         refusals.check(request, decider.route(request))
 
 

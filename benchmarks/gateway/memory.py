@@ -20,7 +20,7 @@ from benchmarks.gateway.cost import WORDS
 from gateway.api.openai import Endpoint
 from gateway.cluster.registry import ServedModel
 from gateway.prompt.prompt import Hashing, Prompt, PromptMemory, PromptModel, read_call
-from gateway.request.request import Request, Timeline
+from gateway.request.request import Request, RequestProgress, Timeline
 from gateway.telemetry.metrics import Metrics
 from gateway.telemetry.record_ring import RecordRing
 from hybrid_cache.cache.events import BlocksStored
@@ -61,9 +61,11 @@ class Soak:
         node = f"node {at % 8}"
         self._index.match_all(prompt.hashes, prompt.transfer_tokens)
         self._index.apply(node, BlocksStored(0, tuple(prompt.hashes)))
-        request = Request(f"req-{number}", f"leg-{number}", call, prompt, self._served, Timeline(float(number)))
-        request.route = _route(prompt, node)
-        request.timeline.last_token = number + 1.0
+        request = Request(
+            f"req-{number}", f"leg-{number}", call, prompt, self._served, RequestProgress(Timeline(float(number)))
+        )
+        request.progress.route = _route(prompt, node)
+        request.progress.timeline.last_token = number + 1.0
         self._records.add(request, 200)
         self._metrics.finished(request, 200)
         self._turns[at] = (seed, turns + 2) if turns < MOST_TURNS else (seed + len(self._turns), 1)

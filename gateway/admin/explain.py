@@ -76,6 +76,7 @@ class Explanations:
 
     def __init__(
         self,
+        *,
         door: Understands,
         receiver: BodyReceiver,
         clusters: Clusters,

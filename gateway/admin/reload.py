@@ -10,9 +10,9 @@ import logging
 import os
 import re
 import signal
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import msgspec
 
@@ -72,27 +72,41 @@ def _is_changeable(key: str) -> bool:
     return first in CHANGEABLE or (first == "routing" and rest in CHANGEABLE_ROUTING)
 
 
+class Reconfigurable(Protocol):
+    """A part of a running gateway that takes over what may change."""
+
+    def configure(self, config: GatewayConfig) -> None: ...
+
+
 class Reloads:
-    """Has what runs take over what the file says."""
+    """Has what runs take over what the file says; `config` is what it runs by."""
 
     def __init__(
         self,
+        config: GatewayConfig,
+        parts: Sequence[Reconfigurable],
         read_again: Callable[[], GatewayConfig],
-        running: Callable[[], GatewayConfig],
-        take: Callable[[GatewayConfig], object],
         on_outcome: Callable[[str], None],
         parent: int | None = None,
     ) -> None:
         """`parent` is the process that has all workers reload when it gets a SIGHUP; None: there are no others."""
+        self.config = config
+        self._parts = parts
         self._read_again = read_again
-        self._running = running
-        self._take = take
         self._on_outcome = on_outcome
         self._parent = parent
 
+    def take(self, wanted: GatewayConfig) -> list[str]:
+        """Takes over what may change while the gateway runs; the keys that differ and may not are returned."""
+        possible = self.config.with_changes_of(wanted)
+        for part in self._parts:
+            part.configure(possible)
+        self.config = possible
+        return possible.differences(wanted)
+
     def pending(self) -> list[ConfigChange]:
         """What the file says that the gateway does not do. Raises ApiError for a file that is wrong."""
-        return changes(self._running(), self._read())
+        return changes(self.config, self._read())
 
     def ask(self) -> list[ConfigChange]:
         """Reloads, in all workers. Raises ApiError for a file that is wrong: everything stays as it was."""
@@ -113,8 +127,8 @@ class Reloads:
             self._on_outcome("refused")
             log.error("the configuration stays as it was: %s", error)
             return
-        found = changes(self._running(), wanted)
-        self._take(wanted)
+        found = changes(self.config, wanted)
+        self.take(wanted)
         is_partial = any(each.needs_restart for each in found)
         self._on_outcome("partial" if is_partial else "ok")
         for each in found:

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Callable
 
 from gateway.admission.slots import LocalSlots, Slots
+from gateway.config.gateway import GatewayConfig
 from gateway.errors import Overloaded, Unavailable
 
 
@@ -21,6 +22,10 @@ class ConcurrencyLimiter:
         self._on_change = on_change
         self._idle = asyncio.Event()
         self._idle.set()
+
+    def configure(self, config: GatewayConfig) -> None:
+        """Another limit for requests that come from now on."""
+        self.limit = config.max_in_flight
 
     def check(self) -> None:
         """Raises ApiError when no further request would get a place now."""

@@ -11,6 +11,7 @@ from math import inf
 from typing import Final, Self
 
 from gateway.admission.slots import LocalSlots, Slots
+from gateway.config.gateway import GatewayConfig
 from gateway.errors import Overloaded
 from planner.decisions.admission.classes import UNPROMISED, ServiceClass
 from planner.decisions.admission.waiting import EVERYBODYS, DrainRate, TenantShare, WaitQueue
@@ -58,9 +59,9 @@ class WaitingLine:
         """How many may wait, in all lines that share this one's room."""
         return self._limit
 
-    def configure(self, limit: int, ageing_s: float) -> None:
+    def configure(self, config: GatewayConfig) -> None:
         """Other rules for requests that come from now on."""
-        self._limit, self._line.ageing_s = limit, ageing_s
+        self._limit, self._line.ageing_s = config.max_waiting, config.admission.ageing_s
 
     def place(
         self, service: ServiceClass = UNPROMISED, arrived: float | None = None, share: TenantShare = EVERYBODYS

@@ -6,12 +6,13 @@ Of what other gateways have sent only the number is known, from the nodes' repor
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Final
 
 from gateway.cluster.registry import Clusters
 from gateway.config.gateway import GatewayConfig
 from gateway.errors import Overloaded
-from gateway.request.request import DecodeStay, Request
+from gateway.request.request import Request
 from planner.decisions.admission.overload import (
     Admission,
     AdmissionPolicy,
@@ -36,6 +37,17 @@ MESSAGES: Final = {
 }
 
 
+@dataclass(slots=True)
+class DecodeStay:
+    """An accepted request as decode will have it, or has it."""
+
+    expected: float  # when its first token was predicted to come
+    since: float | None = None  # it decodes
+    until: float | None = None  # its engine has said all, whether its client has read that or not
+    node: str = ""
+    beside: float = 0.0  # requests that decode there, itself included: when it began, then the mean of begin and end
+
+
 class SloGate:
     """Asks the planner's rule of a request that has been routed, and follows those accepted to their end."""
 
@@ -47,6 +59,7 @@ class SloGate:
         self._forecast = DecodeForecast(DECODE_S, samples=0)
         self._steps = steps
         self._decoding: Counter[str] = Counter()  # by decode node
+        self._stays: dict[Request, DecodeStay] = {}
         self.configure(config)
 
     @property
@@ -68,7 +81,7 @@ class SloGate:
             computed_s=chosen.ttft_s,
             alone_s=chosen.compute_s,
             arrived_s=chosen.link_s,
-            waited_s=now - request.timeline.arrived + line_s,
+            waited_s=now - request.progress.timeline.arrived + line_s,
         )
         verdict = admit(
             self._policy, service, expected, room=self._room(request), decoding=self._forecast.running,
@@ -79,26 +92,26 @@ class SloGate:
     def accepted(self, request: Request, chosen: Route) -> None:
         """It goes as `chosen`, and will come to decode."""
         self.left(request)
-        request.unheard_tokens = 0  # what an engine that failed has said is not paid for
         now = self._clock()
-        request.stay = stay = DecodeStay(now + max(chosen.ttft_s, chosen.link_s))
+        self._stays[request] = stay = DecodeStay(now + max(chosen.ttft_s, chosen.link_s))
         self._forecast.on_accepted(stay.expected, now)
 
     def computed(self, request: Request, decode_node: str) -> None:
         """Its KVCache is with its decode node. Raises Overloaded where only now it is asked whether that can take it."""
         is_asked = self._policy is AdmissionPolicy.BASELINE and request.service.promises
-        if is_asked and request.timeline.first_token is None:
+        if is_asked and request.progress.timeline.first_token is None:
             verdict = admit_to_decode(
                 self._policy, request.service, room=self._room(request), decoding=self._forecast.running,
                 forecast=self._forecast,
             )  # fmt: skip
             _raise_unless_accepted(verdict, request)
-        if request.stay is not None and request.stay.since is None:  # else its answer has begun, or is over already
+        stay = self._stays.get(request)
+        if stay is not None and stay.since is None:  # else its answer has begun, or is over already
             self.decoding(request, decode_node)
 
     def decoding(self, request: Request, decode_node: str) -> None:
         """It decodes there, if that is news; a node that had it before has failed."""
-        stay = request.stay
+        stay = self._stays.get(request)
         if stay is None or (stay.node == decode_node and stay.until is None):
             return
         if stay.since is None:
@@ -113,32 +126,32 @@ class SloGate:
 
     def decoded(self, request: Request) -> None:
         """Its engine has said all: decode is through with it, whether its client has read that or not."""
-        if request.stay is not None:
-            self._through(request.stay)
+        if (stay := self._stays.get(request)) is not None:
+            self._through(stay)
 
-    def left(self, request: Request) -> None:
-        """It is over, or goes another way."""
-        stay, request.stay = request.stay, None
+    def left(self, request: Request) -> int:
+        """It is over, or goes another way; the estimated tokens that its engine had said and no client has read."""
+        stay = self._stays.pop(request, None)
         if stay is None:
-            return
+            return 0
         if stay.since is None:
             self._forecast.on_dropped(stay.expected)
-            return
+            return 0
         ended = self._through(stay)
         if not request.is_served:
-            request.unheard_tokens = self._unheard_tokens(request, stay, ended)
-            return
+            return self._unheard_tokens(request, stay, ended)
         self._forecast.learn(ended - stay.since)
         if (tbt_s := request.tbt_s) is not None:
             self._steps.observe(stay.node, stay.beside, tbt_s)
+        return 0
 
     def _unheard_tokens(self, request: Request, stay: DecodeStay, ended: float) -> int:
         """What is estimated of an answer that comes as a whole, and has not come."""
-        if request.call.stream or request.timeline.first_token is not None or stay.since is None:
+        if request.call.stream or request.progress.timeline.first_token is not None or stay.since is None:
             return 0
-        if request.route is not None and request.route.decode_node != stay.node:
+        if request.progress.route is not None and request.progress.route.decode_node != stay.node:
             return 0  # that node has failed, and the next one does not decode yet
-        began = stay.since if request.outcome is not None else max(stay.since, stay.expected)
+        began = stay.since if request.progress.outcome is not None else max(stay.since, stay.expected)
         step_s = self._steps.step_s(stay.node, stay.beside) or TYPICAL_STEP_S
         most = request.call.options.output_tokens
         said = int(max(0.0, ended - began) / step_s)

@@ -81,7 +81,7 @@ class Gate:
         """A client has connected; another one may have to go, or this one."""
         address = connection.address
         self._open[address] += 1
-        self._metrics.connections.labels(self._name).set(len(self))
+        self._metrics.connections[self._name,].set(len(self))
         self.changed(connection, ConnectionState.NEW)
         if self._open[address] > self._limits.max_connections_per_address and not self._limits.trusts(address):
             self._close_longest_waiting(self._waiting_at.get(address, ()), connection, "per_address")
@@ -96,7 +96,7 @@ class Gate:
         self._open[connection.address] -= 1
         if not self._open[connection.address]:
             del self._open[connection.address]
-        self._metrics.connections.labels(self._name).set(len(self))
+        self._metrics.connections[self._name,].set(len(self))
 
     def changed(self, connection: "ClientConnection", state: ConnectionState) -> None:
         """A connection is in another state from now on."""

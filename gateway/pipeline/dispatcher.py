@@ -1,25 +1,14 @@
-"""The steps of one request, in order; each step's result is the next one's input.
-
-    receive   the body, at a minimum rate and within bounds                             gateway.http.body
-    admit     a place among those being served                                          gateway.admission.concurrency
-    read      the body's call, and tokens, block hashes and digest of its prompt        gateway.prompt.reader
-    decide    local or remote, and which nodes, by what is known now                    gateway.routing.router
-              whether its class would be served as promised                             gateway.admission.slo
-    reserve   the decode node makes room and hands out a ticket                         gateway.pipeline.reservations
-    run       both legs at once                                                         gateway.pipeline.ticketed
-              for SGLang's pairs, without a reservation                                 gateway.pipeline.sglang_pair
-    relay     the decode node's bytes, unchanged but for the number of cached tokens    gateway.pipeline.relay
-    settle    what it held is freed                                                     gateway.pipeline.settlement
+"""Takes a request that has been read to a decode node that answers it: decides, reserves, runs, and begins again.
 
 Everything held on a node is held by a `with` block: the client going away, a node dying and the answer ending all leave
-by the same door. What fails before the client has seen a byte goes back to `decide` as often as
-`planner.decisions.failures.retries` allows; so does a stream that the client has a part of, with that part as the end
+by the same door. What fails before the client has seen a byte is decided anew as often as
+`planner.decisions.failures.retries` allows; so is a stream that the client has a part of, with that part as the end
 of its prompt (`gateway.pipeline.stream_resume`).
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Collection, Iterator
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 
 from msgspec.structs import replace
@@ -38,11 +27,12 @@ from gateway.errors import (
     ShapeKillsEngines,
     Unavailable,
 )
+from gateway.pipeline.attempt import Attempt
 from gateway.pipeline.engine_render import EngineReadings
 from gateway.pipeline.reservations import DecodeReservations
 from gateway.pipeline.retries import Retries
 from gateway.pipeline.sglang_pair import Pairing
-from gateway.pipeline.ticketed import Attempt, TicketedRunner
+from gateway.pipeline.ticketed import TicketedRunner
 from gateway.prompt.reader import PromptReader
 from gateway.request.fingerprint import RequestShape, shape_of
 from gateway.request.request import Request
@@ -71,6 +61,8 @@ class Tried:
     full: dict[str, Route] = field(default_factory=dict)
     tries: int = 0  # that failed; one node may have failed several
     waits: int = 0  # for any decode node to be ready
+    has_full_engine: bool = False  # though its node had room
+    laps: int = 0  # waits for room after such an engine
 
     def fail(self, node_id: str, failure: FailureKind) -> None:
         """A try on `node_id` has failed; one that found it full and then asked it for more is one try."""
@@ -92,7 +84,7 @@ class Answering:
     async def go_on(self, answered: list[int], error: DecodeFailed) -> None:
         """Has another decode node go on after the tokens `answered` so far. Raises ApiError."""
         failed, request = self.attempt, self._request
-        if adds_enough(len(answered), len(request.answered)):
+        if adds_enough(len(answered), len(request.progress.answered)):
             self._tried = Tried()
         await self._held.aclose()
         self.attempt = await self._dispatcher.rest(request, answered, failed, error, self._tried, self._held)
@@ -103,6 +95,7 @@ class Dispatcher:
 
     def __init__(
         self,
+        *,
         clusters: Clusters,
         decider: Router,
         reservations: DecodeReservations,
@@ -142,39 +135,59 @@ class Dispatcher:
         shape = shape_of(request.call, request.prompt.num_tokens)
         if wait_s := self._poison.let_in(shape, self._clock()):
             raise ShapeKillsEngines(str(shape), wait_s)
-        async with AsyncExitStack() as all_held, AsyncExitStack() as held:
-            all_held.callback(self._refusals.left, request)
-            all_held.callback(self._judge, request, shape)
-            attempt = await self._first_answer(request, held)
-            self._accounts.answering(request, attempt.answer.status)
-            answering = Answering(self, request, attempt, held)
-            yield answering
-            if request.is_served and answering.attempt.answer.status == 200:
-                self._decider.learn_answer(request)
-                self._poison.answered(shape, self._clock())
+        with self._judged(request, shape):
+            async with AsyncExitStack() as held:
+                place = held.enter_context(self._place(request))
+                chosen = await self._decide(request, place)
+                attempt = await self._answer(request, chosen, place, Tried(), held)
+                self._accounts.answering(request, attempt.answer.status)
+                answering = Answering(self, request, attempt, held)
+                yield answering
+                self._learn(request, answering.attempt, shape)
 
-    def _judge(self, request: Request, shape: RequestShape) -> None:
-        """After a request, however it ended: what the engines that died under it say of its kind."""
-        if len(request.deaths) < MAX_DEATHS:
-            self._poison.ended(shape, self._clock())
-        elif not request.is_served:
-            self._accounts.killed_engines(request, str(shape), self._poison.killed(shape, self._clock()))
+    @contextmanager
+    def _judged(self, request: Request, shape: RequestShape) -> Iterator[None]:
+        """A request. However it ends, decode has it no more, and engines that died under it say something of its kind."""
+        with ExitStack() as ends:
+            ends.callback(lambda: self._accounts.unheard(request, self._refusals.left(request)))
+            ends.callback(self._judge, request, shape)
+            yield
 
-    async def _first_answer(self, request: Request, held: AsyncExitStack) -> Attempt:
-        """The first attempt whose decode node answers; what it holds is handed to `held`."""
+    def _place(self, request: Request) -> QueueEntry:
+        """Its place in the line for room, which it may never need."""
+        return self._line.place(request.service, request.progress.timeline.arrived, request.tenant.share)
+
+    async def _decide(self, request: Request, place: QueueEntry) -> Route:
+        """Where it goes, after those that waited before it, and that it is served as promised. Raises ApiError."""
         share = request.tenant.share
-        place = held.enter_context(self._line.place(request.service, request.timeline.arrived, share))
-        chosen = self._decider.route(request)
+        chosen = self._route(request)
         place.tokens = chosen.uncached_tokens
         self._accounts.asked(chosen)
         if chosen.prefill_node and self._line.must_wait(request.service, share):
             self._refusals.check(request, chosen, self._line.expected_s(request.service, share))
             await place.wait()
-            chosen = self._decider.route(request)
+            chosen = self._route(request)
         self._refusals.check(request, chosen)
         self._refusals.accepted(request, chosen)
         self._retries.begins(request)
-        return await self._answer(request, chosen, place, Tried(), held)
+        return chosen
+
+    def _learn(self, request: Request, attempt: Attempt, shape: RequestShape) -> None:
+        """After a whole answer: how long such answers are, and that its kind kills no engines."""
+        if request.is_served and attempt.answer.status == 200:
+            self._decider.learn_answer(request)
+            self._poison.answered(shape, self._clock())
+
+    def _judge(self, request: Request, shape: RequestShape) -> None:
+        if len(request.progress.deaths) < MAX_DEATHS:
+            self._poison.ended(shape, self._clock())
+        elif not request.is_served:
+            self._accounts.killed_engines(request, str(shape), self._poison.killed(shape, self._clock()))
+
+    def _route(self, request: Request, exclude: Collection[str] = ()) -> Route:
+        """Where it goes now, leaving the nodes of `exclude` out. Raises Unavailable."""
+        self._accounts.decides(request, self._decider.plan_version)
+        return self._decider.route(request, exclude)
 
     async def rest(
         self,
@@ -198,13 +211,12 @@ class Dispatcher:
                 _, prompt = await self._reader.read(
                     call.endpoint, call.body({}), model, memory, answered, request.tenant.share
                 )
-        request.first_prompt = request.asked
-        request.prompt, request.answered = prompt, answered
+        self._accounts.goes_on(request, prompt, answered)
         if may_have_died(error.reason):
-            request.broken.append((failed.decode, failed.engine))
-        place = held.enter_context(self._line.place(request.service, request.timeline.arrived, request.tenant.share))
-        assert request.route is not None
-        following = await self._following(request, request.route, error, tried, FailedStage.STREAM)
+            self._accounts.broke(request, failed.decode, failed.engine)
+        place = held.enter_context(self._place(request))
+        assert request.progress.route is not None
+        following = await self._following(request, request.progress.route, error, tried, FailedStage.STREAM)
         if following is None:
             following = await self._turn(request, place)
         return await self._answer(request, following, place, tried, held)
@@ -217,7 +229,11 @@ class Dispatcher:
         try:
             return self._next_route(request, chosen, error, tried, stage)
         except NoDecodeNode:
-            if not request.answered or error.failure is FailureKind.TROUBLE or tried.waits >= self._retries.max_tries:
+            if (
+                not request.progress.answered
+                or error.failure is FailureKind.TROUBLE
+                or tried.waits >= self._retries.max_tries
+            ):
                 raise
         tried.waits += 1
         return await self._ready_route(request)
@@ -230,7 +246,7 @@ class Dispatcher:
         due = self._clock() + self._line.patience_s
         while True:
             try:
-                return self._decider.route(request)
+                return self._route(request)
             except NoDecodeNode:
                 if self._clock() >= due:
                     raise
@@ -238,18 +254,17 @@ class Dispatcher:
 
     async def _learn_deaths(self, request: Request) -> None:
         """Which of the engines that broke a stream have died of it. The first is not waited for: the client waits."""
-        if len(request.broken) + len(request.deaths) < MAX_DEATHS:
+        if len(request.progress.broken) + len(request.progress.deaths) < MAX_DEATHS:
             return
-        broken, request.broken = request.broken, []
-        for node, engine in broken:
+        for node, engine in self._accounts.take_broken(request):
             if await self._clusters.has_died(node, engine):
-                request.deaths.append(node.id)
+                self._accounts.died(request, node)
 
     async def _turn(self, request: Request, place: QueueEntry) -> Route:
         """The route of a request that has waited in line for room. Raises Overloaded."""
         await place.wait()
-        following = self._decider.route(request)
-        if not request.answered:
+        following = self._route(request)
+        if not request.progress.answered:
             self._refusals.check(request, following)
             self._refusals.accepted(request, following)
         return following
@@ -270,10 +285,15 @@ class Dispatcher:
                 if error.reason == TENANTS_PART:
                     place.held_back()
                 stage = FailedStage.RESERVE if isinstance(error, AgentCallFailed) else FailedStage.DECODE
+                tried.has_full_engine |= stage is FailedStage.DECODE and error.failure is FailureKind.FULL
                 following = await self._following(request, chosen, error, tried, stage)
             if following is None:
+                # Each wait begins with the whole patience again, as the node's room had been got: they must not go on for ever.
+                laps = tried.laps + tried.has_full_engine
+                if laps > self._retries.max_tries:
+                    raise Overloaded("Engines have no room. Please retry.", "no_room")
                 following = await self._turn(request, place)
-                tried = Tried()
+                tried = Tried(laps=laps)
             chosen = following
 
     @asynccontextmanager
@@ -283,27 +303,42 @@ class Dispatcher:
         held_tokens = max(chosen.held_tokens, chosen.shared_tokens)
         with booked(decode, self._clock, request.prompt.hashes, held_tokens) as booking:
             booking.prefill(self._clusters.by_id(chosen.prefill_node or chosen.decode_node), chosen)
-            has_room = decode.is_paired
-            try:
-                if decode.is_paired:
-                    place.served()
-                    async with self._pairing.attempt(request, chosen, booking) as attempt:
-                        self._begins_to_answer(request, attempt, booking)
-                        yield attempt
-                    return
-                if chosen.prefill_node is not None and not request.is_unshared:
-                    booking.lands(chosen)
-                if chosen.shared_tokens:
-                    place.served()  # it waits for what others are sent, not for room
-                async with self._reservations.held(request, chosen, booking) as hold:
-                    has_room = True
-                    place.served()
-                    async with self._runner.attempt(request, chosen, hold, booking) as attempt:
-                        self._begins_to_answer(request, attempt, booking)
-                        yield attempt
-            finally:
-                if has_room:  # else the first in line would wake itself, and ask a full node as fast as it answers
-                    self._line.freed()
+            running = self._in_a_room if decode.is_paired else self._with_a_ticket
+            async with running(request, chosen, place, booking) as attempt:
+                self._begins_to_answer(request, attempt, booking)
+                yield attempt
+
+    @asynccontextmanager
+    async def _in_a_room(
+        self, request: Request, chosen: Route, place: QueueEntry, booking: Booking
+    ) -> AsyncIterator[Attempt]:
+        """The attempt of a pair of servers, which make room by themselves."""
+        place.served()
+        try:
+            async with self._pairing.attempt(request, chosen, booking) as attempt:
+                yield attempt
+        finally:
+            self._line.freed()
+
+    @asynccontextmanager
+    async def _with_a_ticket(
+        self, request: Request, chosen: Route, place: QueueEntry, booking: Booking
+    ) -> AsyncIterator[Attempt]:
+        """The attempt of nodes that agents join: room is reserved, then both legs run."""
+        has_room = False
+        if chosen.prefill_node is not None and not request.is_unshared:
+            booking.lands(chosen)
+        if chosen.shared_tokens:
+            place.served()  # it waits for what others are sent, not for room
+        try:
+            async with self._reservations.held(request, chosen, booking) as hold:
+                has_room = True
+                place.served()
+                async with self._runner.attempt(request, chosen, hold, booking) as attempt:
+                    yield attempt
+        finally:
+            if has_room:  # else the first in line would wake itself, and ask a full node as fast as it answers
+                self._line.freed()
 
     def _begins_to_answer(self, request: Request, attempt: Attempt, booking: Booking) -> None:
         """The request decodes from now on, until its engine has said all."""
@@ -327,25 +362,26 @@ class Dispatcher:
         rule = self._retries.rule_after(request, stage, chosen.decode_node, error.failure, tried.tries)
         if rule.otherwise is Next.ALONE:
             tried.full[chosen.decode_node] = chosen
-        if (
-            stage is not FailedStage.RESERVE
-        ):  # it has computed the prompt itself, or was to: it is not asked for that again
+        if stage is not FailedStage.RESERVE:
+            # It has computed the prompt itself, or was to: it is not asked for that again.
             tried.full.pop(chosen.decode_node, None)
         if rule.next is Next.ELSEWHERE:
             return self._elsewhere(request, tried)
         if rule.next is Next.ALONE:
             return _alone(chosen) if error.failure is FailureKind.REQUEST else self._alone_if_spared(chosen)
-        if len(request.deaths) >= MAX_DEATHS:
-            raise KillsEngines(request.deaths)
+        if len(request.progress.deaths) >= MAX_DEATHS:
+            raise KillsEngines(request.progress.deaths)
         if rule.is_over_budget:
             raise Unavailable("A decode node failed, as many do now. Please retry.", "retry_budget_spent")
         if stage is FailedStage.STREAM and self._retries.are_takeovers_spent(request):
-            raise Unavailable(f"{request.takeovers} decode nodes have gone on with the answer.", "takeovers_spent")
+            raise Unavailable(
+                f"{request.progress.takeovers} decode nodes have gone on with the answer.", "takeovers_spent"
+            )
         raise Unavailable(f"{tried.tries} decode nodes failed in turn.", "attempts_exhausted")
 
     def _elsewhere(self, request: Request, tried: Tried) -> Route | None:
         try:
-            return self._decider.route(request, tried.failed)
+            return self._route(request, tried.failed)
         except Unavailable:
             if tried.full:
                 return self._alone_if_spared(next(reversed(tried.full.values())))

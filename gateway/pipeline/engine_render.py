@@ -206,7 +206,7 @@ class EngineReadings:
 
     def ended(self, request: Request, record: RequestRecord, arrived_unix_s: float) -> None:
         """Learns of a request that is over."""
-        if not MISMATCH.isdisjoint(request.fallbacks):
+        if not MISMATCH.isdisjoint(request.progress.fallbacks):
             kind = style_with_media if request.asked.has_media else style_of
             # A gateway that has no room for this reading learns from the next request of the style.
             self._tasks.start(self._learn(request, kind), "learn_style", expected=(Overloaded,))

@@ -5,20 +5,19 @@ Should the node fail in the middle of a stream, another one goes on where the cl
 whatever the error.
 """
 
-import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Final, Protocol
 
 from aiohttp import web
 
 from gateway.api.sse import DONE, ERROR
-from gateway.api.usage import MARK, RECOMPUTED, UsagePatch, completion_tokens, with_cached_tokens, with_details
+from gateway.api.usage import MARK, RECOMPUTED, Details, UsagePatch, completion_tokens, with_cached_tokens, with_details
 from gateway.errors import ApiError, DecodeFailed, LegFailed
 from gateway.http.response import Date, Reply
+from gateway.pipeline.attempt import Attempt
 from gateway.pipeline.dispatcher import Answering
 from gateway.pipeline.fanout import AnswerListener, PartReply
 from gateway.pipeline.stream_resume import MAX_TOLD_BYTES, StreamResume, names_tokens, why_not
-from gateway.pipeline.ticketed import Attempt
 from gateway.request.request import BrokenOff, Request
 from gateway.request.request import cached_tokens as known_cached_tokens
 from gateway.tasks import TaskSet
@@ -56,6 +55,11 @@ class Relay:
         self._clock = clock
         self._date = Date()
 
+    def begin(self, request: Request, kept_bytes: int) -> None:
+        """Its answer is about to be asked for: can another engine go on with it, so much of its tokens' names is kept."""
+        if request.prompt.is_plain and not (why_not(request.call) or request.served.is_paired):
+            request.stream.kept_bytes = kept_bytes
+
     def reply(self, http: web.BaseRequest, status: int, headers: Mapping[str, str], length: int | None = None) -> Reply:
         """The answer to `http`, which begins with its first bytes."""
         return Reply(http, status, headers, self._date, length)
@@ -68,16 +72,22 @@ class Relay:
         return Reply(listener, status, headers, self._date, length)
 
     async def send(
-        self, listener: web.Request | AnswerListener, request: Request, answering: Answering
+        self,
+        listener: web.Request | AnswerListener,
+        request: Request,
+        answering: Answering,
+        details: Details | None = None,
     ) -> web.StreamResponse:
-        """Relays all of the answer."""
+        """Relays all of the answer; `details` is what its usage says of prefixes that are to be kept."""
         attempt = answering.attempt
         answer = attempt.answer
         self._accounts.notice_recompute(request, answer.first)
         if answer.status == 200 and request.call.stream:
-            return await self._stream(listener, request, answering, _headers(request, attempt))
-        request.completion_tokens = completion_tokens(answer.first)  # whether its client waits for the rest or not
-        body = answer.first if answer.status != 200 else await self._whole(request, attempt)
+            return await self._stream(listener, request, answering, details)
+        request.stream.completion_tokens = completion_tokens(
+            answer.first
+        )  # whether its client waits for the rest or not
+        body = answer.first if answer.status != 200 else await self._whole(attempt, details)
         headers = _headers(request, attempt)
         if request.telling is not None:
             body = request.telling.whole(answer.status, body)
@@ -89,26 +99,36 @@ class Relay:
         await self._end(reply, request, body[last:])
         return reply
 
-    async def _whole(self, request: Request, attempt: Attempt) -> bytes:
+    async def _whole(self, attempt: Attempt, details: Details | None) -> bytes:
         body, cached = attempt.answer.first, await cached_tokens(attempt)
-        if request.details is None:
+        if details is None:
             return with_cached_tokens(body, cached)
-        return await with_details(body, cached, request.details)
+        return await with_details(body, cached, details)
 
     async def _stream(
-        self, listener: web.Request | AnswerListener, request: Request, answering: Answering, headers: dict[str, str]
+        self,
+        listener: web.Request | AnswerListener,
+        request: Request,
+        answering: Answering,
+        details: Details | None,
     ) -> web.StreamResponse:
-        headers |= {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        headers = _headers(request, answering.attempt) | {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         reply = self._reply_to(listener, 200, headers)
 
         def probe() -> None:
             """Lets the connection find out whether a client that has closed its half still listens."""
-            if request.is_between_events:  # else the rest of one follows at once
+            if request.stream.is_between_events:  # else the rest of one follows at once
                 reply.offer(COMMENT)
 
         reply.probed_by(probe)
         try:
-            await pass_on(self._telling(request, answering), reply, request, self._clock)
+            await pass_on(
+                self._telling(request, answering, details),
+                reply,
+                request,
+                self._clock,
+                lambda: self._accounts.relayed(request),
+            )
         except DecodeFailed as error:
             self._tell(reply, request, 502, f"The decode node failed: {error.reason}.", error.reason, error)
         except ApiError as error:  # what the engine says makes no sense in the client's dialect
@@ -126,47 +146,47 @@ class Relay:
     def _tell(
         self, reply: Reply | PartReply, request: Request, status: int, message: str, code: str, error: Exception
     ) -> None:
-        request.broken_off = request.broken_off or BrokenOff(code, str(error) or code, status)
+        request.stream.break_off(BrokenOff(code, str(error) or code, status))
         failure = ApiError(status, message, type="server_error", code=code)
         told = b"data: " + failure.body() + EVENT_END if request.telling is None else request.telling.failure(failure)
         reply.offer(told)
 
     async def _end(self, reply: Reply | PartReply, request: Request, rest: bytes = b"") -> None:
-        request.writing_since = self._clock()
-        request.falls_behind(request.writing_since)
+        request.stream.writing_since = self._clock()
+        request.falls_behind(request.stream.writing_since)
         try:
             await reply.write_eof(rest)
         except ConnectionResetError:
             if not request.is_answered:
                 raise  # else it has hung up at the last event: nothing was missing
-        request.writing_since = None
+        request.stream.writing_since = None
         self._accounts.relayed(request)
 
-    def _telling(self, request: Request, answering: Answering) -> Read:
+    def _telling(self, request: Request, answering: Answering, details: Details | None) -> Read:
         """Reads the answer in the client's dialect."""
-        read, telling = self._reading(request, answering), request.telling
+        read, telling = self._reading(request, answering, details), request.telling
         if telling is None:
             return read
 
         async def told() -> bytes:
             while chunk := await read():
                 events = telling.events(chunk)
-                request.completion_tokens = telling.output_tokens
+                request.stream.completion_tokens = telling.output_tokens
                 if events:
                     return events
             return telling.end()
 
         return told
 
-    def _reading(self, request: Request, answering: Answering) -> Read:
+    def _reading(self, request: Request, answering: Answering, details: Details | None) -> Read:
         """Reads the answer from its first byte; what the client should not be the only one to learn is noticed."""
         attempt = answering.attempt
         read: Read = self._uncontinued(request, attempt)
-        if request.kept_bytes:
+        if request.stream.kept_bytes:
             read = _Continued(request, answering, self._accounts, self._clock).read
         if not request.call.options.wants_usage:
             return read
-        return UsagePatch(read, lambda: cached_tokens(attempt), request.details).read
+        return UsagePatch(read, lambda: cached_tokens(attempt), details).read
 
     def _uncontinued(self, request: Request, attempt: Attempt) -> Read:
         """Reads an answer that ends with its engine."""
@@ -193,7 +213,7 @@ class Relay:
             if RECOMPUTED in chunk:
                 self._accounts.notice_recompute(request, chunk)
             if MARK in chunk:
-                request.completion_tokens = completion_tokens(chunk)
+                request.stream.completion_tokens = completion_tokens(chunk)
             return chunk
 
         return read
@@ -209,7 +229,7 @@ class _Continued:
         self._answering = answering
         self._accounts = accounts
         self._clock = clock
-        self._seam = StreamResume(request.kept_bytes, is_asked=names_tokens(request.call))
+        self._seam = StreamResume(request.stream.kept_bytes, is_asked=names_tokens(request.call))
         self._first = answering.attempt.answer.first
         self._has_ended = False
 
@@ -235,9 +255,9 @@ class _Continued:
                 if RECOMPUTED in chunk:
                     self._accounts.notice_recompute(self._request, chunk)
                 if named := self._seam.num_tokens:
-                    self._request.completion_tokens = named
+                    self._request.stream.completion_tokens = named
                 elif MARK in chunk:
-                    self._request.completion_tokens = completion_tokens(chunk)
+                    self._request.stream.completion_tokens = completion_tokens(chunk)
                 return chunk
         return b""
 
@@ -279,45 +299,43 @@ class _Continued:
 
 def _notice_error(request: Request, told: bytes) -> None:
     """An error that an engine tells goes to the client if no other node can go on: its answer ends there."""
-    if ERROR in told and request.broken_off is None:
+    if ERROR in told and request.stream.broken_off is None:
         detail = told[told.index(ERROR) :][:MAX_TOLD_BYTES].decode(errors="replace")
-        request.broken_off = BrokenOff("stream_error", detail)
+        request.stream.break_off(BrokenOff("stream_error", detail))
 
 
-async def pass_on(read: Read, reply: ClientStream, request: Request, clock: Callable[[], float]) -> None:
-    """Offers all that is read. A client that has been given the last event has its answer, and may hang up."""
+async def pass_on(
+    read: Read, reply: ClientStream, request: Request, clock: Callable[[], float], on_all: Callable[[], None]
+) -> None:
+    """Offers all that is read. A client that has been given the last event has all, and may hang up: `on_all` is told."""
     tail, telling = b"", request.telling
     while chunk := await read():
         tail = (tail + chunk)[-len(DONE) :]
-        request.events += chunk.count(EVENT_END)
+        request.stream.events += chunk.count(EVENT_END)
         # Before it is offered: it has left when the client has to be waited for, and others may write then.
-        request.is_between_events = chunk.endswith(EVENT_END)
+        request.stream.is_between_events = chunk.endswith(EVENT_END)
         if reply.offer(chunk):
             await waited_for(reply, request, clock)
         if tail == DONE or (telling is not None and telling.has_ended):
-            request.has_all(clock())
+            request.falls_behind(clock())
+            on_all()
 
 
 async def waited_for(reply: ClientStream, request: Request, clock: Callable[[], float]) -> None:
     """The time in which a client has to take what it is offered, or loses its place."""
-    request.writing_since = clock()
-    request.falls_behind(request.writing_since)
+    request.stream.writing_since = clock()
+    request.falls_behind(request.stream.writing_since)
     try:
         await reply.taken()
     finally:
-        request.writing_since = None
+        request.stream.writing_since = None
 
 
 async def cached_tokens(attempt: Attempt) -> int | None:
     """What the prefill reused, or None when the decode node knows better."""
     if attempt.delivery is None:
         return None
-    delivery = attempt.delivery
-    if not delivery.done():
-        await asyncio.wait([delivery], timeout=OUTCOME_WAIT_S)
-    if not delivery.done() or delivery.cancelled() or delivery.exception() is not None:
-        return None
-    outcome = delivery.result()
+    outcome = await attempt.delivery.outcome(OUTCOME_WAIT_S)
     return outcome.cached_tokens if outcome else None
 
 
@@ -333,12 +351,12 @@ def _headers(request: Request, attempt: Attempt) -> dict[str, str]:
 
 def route_header(request: Request, decode_node: str) -> str:
     """Where the prompt was computed, by what is known now, and why there: `local; node=p0; uncached=812; reason=short`."""
-    is_recomputed = request.is_recomputed
+    is_recomputed = request.progress.is_recomputed
     parts = [
         "local" if is_recomputed else request.route_label,
-        f"node={decode_node if is_recomputed else request.prefill_node}",
+        f"node={decode_node if is_recomputed else request.progress.prefill_node}",
         f"uncached={request.asked.num_tokens - known_cached_tokens(request)}",
         f"reason={request.reason_label}",
     ]
-    parts += [f"fallback={reason}" for reason in request.fallbacks]
+    parts += [f"fallback={reason}" for reason in request.progress.fallbacks]
     return "; ".join(parts)

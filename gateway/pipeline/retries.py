@@ -36,7 +36,7 @@ class Retries:
 
     def are_takeovers_spent(self, request: Request) -> bool:
         """Whether as many engines have gone on with its answer as may."""
-        return request.takeovers >= self._max_takeovers
+        return request.progress.takeovers >= self._max_takeovers
 
     def rule_after(
         self, request: Request, stage: FailedStage, node_id: str, failure: FailureKind, tries: int
@@ -50,7 +50,7 @@ class Retries:
             failure,
             tries=tries,
             max_tries=self.max_tries,
-            deaths=len(request.deaths),
+            deaths=len(request.progress.deaths),
             tokens=request.prompt.num_tokens,
         )
         if rule.is_over_budget:

@@ -5,39 +5,29 @@ room, with another prefill node; if decode does, its failure goes the way of eve
 """
 
 import asyncio
-import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any, Final
 
 from gateway.admission.slo import SloGate
 from gateway.cluster.inflight_load import Booking
-from gateway.cluster.links import ClusterLinks, is_path_failure
 from gateway.cluster.node import ClusterNode
 from gateway.cluster.prefill_outcome import PrefillOutcome
-from gateway.cluster.registry import Clusters
 from gateway.errors import (
     AgentCallFailed,
     ApiError,
     DecodeFailed,
     InternalError,
-    KillsEngines,
     NodeFailure,
     PrefillFailed,
     Unavailable,
 )
-from gateway.pipeline.retries import Retries
-from gateway.pipeline.ticketed import Attempt, cancel, hang_up, noting_death
+from gateway.pipeline.attempt import Attempt, KvDelivery, LegRunner, cancel, hang_up
 from gateway.request.request import Request
-from gateway.routing.router import Router
-from gateway.tasks import TaskSet
-from gateway.telemetry.recorder import RequestRecorder
-from gateway.upstream.legs import DecodeAnswer, Legs
+from gateway.upstream.legs import DecodeAnswer
 from gateway.upstream.sglang_bootstrap import BootstrapRoom, is_certain, room_at, to_blame
-from planner.decisions.failures.retries import FailedStage, FailureKind, Next, tries_of
+from planner.decisions.failures.retries import FailureKind, Next
 from planner.decisions.routing.offload import Route
-
-log = logging.getLogger("prfaas.gateway.pairing")
 
 OTHERS_WORD_S: Final = 2.0  # of two servers one fails first; the other hears of it within SGLang's next few steps
 
@@ -45,27 +35,10 @@ OTHERS_WORD_S: Final = 2.0  # of two servers one fails first; the other hears of
 class Pairing:
     """Runs what has been decided on nodes that are paired by rooms."""
 
-    def __init__(
-        self,
-        clusters: Clusters,
-        links: ClusterLinks,
-        legs: Legs,
-        decider: Router,
-        refusals: SloGate,
-        accounts: RequestRecorder,
-        tasks: TaskSet,
-        retries: Retries,
-        draw: Callable[[int], int],
-    ) -> None:
+    def __init__(self, run: LegRunner, *, refusals: SloGate, draw: Callable[[int], int]) -> None:
         """`draw` gives that many random bits."""
-        self._clusters = clusters
-        self._links = links
-        self._legs = legs
-        self._decider = decider
+        self._run = run
         self._refusals = refusals
-        self._accounts = accounts
-        self._tasks = tasks
-        self._retries = retries
         self._draw = draw
 
     @asynccontextmanager
@@ -94,22 +67,22 @@ class Pairing:
         self, request: Request, way: Route, decode_node: str, booking: Booking, held: AsyncExitStack
     ) -> Attempt:
         """Raises PrefillFailed, DecodeFailed."""
-        decode, prefill = self._clusters.by_id(decode_node), self._prefill_node(way)
+        decode, prefill = self._run.clusters.by_id(decode_node), self._prefill_node(way)
         engine, room = decode.engine, room_at(prefill, self._draw)
         booking.prefill(prefill, way)
-        self._accounts.prefilling(request, prefill)
+        self._run.accounts.prefilling(request, prefill)
         delivering = self._deliver(request, way, prefill, decode, room, booking)
-        delivery = self._tasks.start(delivering, "deliver", expected=(ApiError, PrefillFailed))
+        delivery = self._run.tasks.start(delivering, "deliver", expected=(ApiError, PrefillFailed))
         held.push_async_callback(cancel, delivery)
-        asking = self._tasks.start(self._ask(request, decode, room), "ask", expected=(DecodeFailed,))
+        asking = self._run.tasks.start(self._ask(request, decode, room), "ask", expected=(DecodeFailed,))
         held.push_async_callback(hang_up, asking)
         answer = await _answer_of(delivery, asking)
-        return Attempt(answer, decode, engine, delivery)
+        return Attempt(answer, decode, engine, KvDelivery(delivery))
 
     def _prefill_node(self, way: Route) -> ClusterNode:
         assert way.prefill_node is not None
         try:
-            node = self._clusters.by_id(way.prefill_node)
+            node = self._run.clusters.by_id(way.prefill_node)
         except AgentCallFailed as error:  # the decode node is not to blame
             raise PrefillFailed(way.prefill_node, error.reason, error.detail) from error
         if node.info is None or node.info.rooms is None or not node.info.rooms.port:
@@ -124,51 +97,39 @@ class Pairing:
         decode: ClusterNode,
         room: BootstrapRoom,
         booking: Booking,
-    ) -> PrefillOutcome:
-        receiver = decode.engine
+    ) -> PrefillOutcome | None:
         # Its answer says nothing of a queue: only what had none tells how long computing takes.
         has_no_queue = node.pending_requests <= 1
-        async with noting_death(self._clusters, request, node):
-            try:
-                outcome = await self._legs.prefill_in(node, request, room)
-            except PrefillFailed as error:
-                if is_path_failure(error.reason, node, decode, receiver):
-                    self._links.failed(node, decode)
-                raise
+        leg = self._run.legs.prefill_in(node, request, room)
+        outcome = await self._run.prefill(request, node, decode, leg)
         booking.prefilled()
-        self._links.arrived(node, decode)
         if has_no_queue:
-            self._decider.learn(node, outcome)
-        self._decider.learn_arrival(request, way, node, decode)
-        self._accounts.delivered(request, outcome, decode)
+            self._run.decider.learn(node, outcome)
+        self._run.decider.learn_arrival(request, way, node, decode)
+        self._run.accounts.delivered(request, outcome, decode)
         self._refusals.computed(request, decode.id)
         return outcome
 
     async def _ask(self, request: Request, decode: ClusterNode, room: BootstrapRoom) -> DecodeAnswer:
-        async with noting_death(self._clusters, request, decode):
-            return await self._legs.decode_in(decode, request, room)
+        return await self._run.decode(request, decode, self._run.legs.decode_in(decode, request, room))
 
     def _next_way(
         self, request: Request, chosen: Route, failing: str, error: PrefillFailed, failed: dict[str, FailureKind]
     ) -> Route:
         """The node that prefills after `failing`, for the same decode node. Raises ApiError without one: decode cannot go on
         alone."""
-        noted = self._accounts.doubted if error.failure is FailureKind.REQUEST else self._accounts.fell_back
-        noted(request, f"prefill_{error.reason}", error)
-        rule = self._retries.rule_after(
-            request, FailedStage.PREFILL, failing, failed[failing], tries_of(failed.values())
-        )
-        if rule.next is Next.REFUSE:
-            raise KillsEngines(request.deaths)
+        following = self._run.prefill_failed(request, failing, error, failed)
         if error.failure is FailureKind.REQUEST:
             raise ApiError(400, error.detail or error.reason, code="bad_request")
-        other = self._decider.other_prefill(request, chosen, failed) if rule.next is Next.ELSEWHERE else None
+        other = self._run.other_prefill(request, chosen, failed) if following is Next.ELSEWHERE else None
         if other is None:
             raise Unavailable(f"No prefill node could compute the prompt: {error.reason}.", "prefill_failed")
         return other
 
 
-async def _answer_of(delivery: "asyncio.Task[PrefillOutcome]", asking: "asyncio.Task[DecodeAnswer]") -> DecodeAnswer:
+async def _answer_of(
+    delivery: "asyncio.Task[PrefillOutcome | None]", asking: "asyncio.Task[DecodeAnswer]"
+) -> DecodeAnswer:
     """The answer asked for; or the failure of one of the two servers, as soon as it is known which of them is to blame."""
     both: set[asyncio.Task[Any]] = {delivery, asking}
     await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
@@ -185,7 +146,7 @@ async def _answer_of(delivery: "asyncio.Task[PrefillOutcome]", asking: "asyncio.
 
 
 def _errors(
-    delivery: "asyncio.Task[PrefillOutcome]", asking: "asyncio.Task[DecodeAnswer]"
+    delivery: "asyncio.Task[PrefillOutcome | None]", asking: "asyncio.Task[DecodeAnswer]"
 ) -> tuple[PrefillFailed | None, DecodeFailed | None]:
     """Of those that are done. Raises what is no failure of a node's."""
     for task in (delivery, asking):

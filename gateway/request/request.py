@@ -1,12 +1,12 @@
 """One request: what it is, when things happened to it, and the record that stays of it."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import msgspec
 
 from gateway.api.dialects.translator import ResponseTranslator
 from gateway.api.openai import Call
-from gateway.api.usage import Details
 from gateway.auth.keyring import EVERYBODY, Tenant
 from gateway.cluster.node import ClusterNode
 from gateway.cluster.prefill_outcome import PrefillOutcome
@@ -72,35 +72,12 @@ class Heard:
 
 
 @dataclass(slots=True)
-class DecodeStay:
-    """An accepted request as decode will have it, or has it."""
+class RequestProgress:
+    """How far a request is, and what befell it on its way. Only the recorder writes it."""
 
-    expected: float  # when its first token was predicted to come
-    since: float | None = None  # it decodes
-    until: float | None = None  # its engine has said all, whether its client has read that or not
-    node: str = ""
-    beside: float = 0.0  # requests that decode there, itself included: when it began, then the mean of begin and end
-
-
-@dataclass(slots=True)
-class Request:
-    """A call on its way. `id` is the client's or ours; `leg_id` is ours and unique, for what nodes key by it."""
-
-    id: str
-    leg_id: str
-    call: Call
-    prompt: Prompt
-    served: ServedModel
     timeline: Timeline
-    service: ServiceClass = UNPROMISED
-    tenant: Tenant = EVERYBODY
-    allowance: TenantLimiter = UNLIMITED
-    trace_headers: dict[str, str] = field(default_factory=dict)
-    trace: TraceContext | None = None  # None: traces are off
-    telling: ResponseTranslator | None = None  # None: the client speaks as engines do
     route: Route | None = None
     plan_version: int = 0  # of the plan under which it was last routed; 0: none
-    stay: DecodeStay | None = None
     prefill_node: str = ""
     prefilling_since: float | None = None  # a prefill leg is under way
     legs: int = 0  # that engines were sent for it, and did not turn away
@@ -112,39 +89,64 @@ class Request:
     fallbacks: list[str] = field(default_factory=list)
     doubts: list[str] = field(default_factory=list)  # fallbacks, if it is not the client's mistake
     fetched_from: str = ""  # the node whose prefix was sent to the prefill node for this request
-    events: int = 0  # SSE events relayed
-    unheard_tokens: int = 0  # estimate of what its engine had said when its client left
-    completion_tokens: int | None = None  # as the answer names them, or its usage says; a stream need not have either
-    is_between_events: bool = True  # of the stream: the last one relayed was whole
-    writing_since: float | None = None  # when the client was last offered bytes that it has not taken yet
-    heard: Heard | None = None  # before its client had to be waited for, or all
-    broken_off: BrokenOff | None = None  # its client is given no more of its answer than it had by then
+    is_recomputed: bool = False  # the decode node computed a prompt whose KVCache should have come
     deaths: list[str] = field(default_factory=list)  # nodes whose engine died while it worked on this
-    kept_bytes: int = 0  # of the names of its answer's tokens, for another engine to go on with; 0: it could not
-    answered: list[int] = field(
-        default_factory=list, repr=False
-    )  # tokens that the client has had from engines that failed
+    broken: list[tuple[ClusterNode, tuple[str, int]]] = field(default_factory=list)  # engines that may have died
+    prompt: Prompt | None = None  # the client's and what has been answered, once another engine goes on
+    answered: list[int] = field(default_factory=list)  # tokens that the client has had from engines that failed
     takeovers: int = 0  # engines that went on with its answer
     gap_s: float = 0.0  # the longest time that it took one, from the failure to its first bytes
-    broken: list[tuple[ClusterNode, tuple[str, int]]] = field(
-        default_factory=list, repr=False
-    )  # engines that may have died
-    model: PromptModel | None = None  # as its prompt was read, should it be read again
-    reading: Reading = Reading.OWN  # by whom
-    token_ids: msgspec.Raw | None = field(default=None, repr=False)  # as JSON, where an engine has read it
-    first_prompt: Prompt | None = None  # the client's, once `prompt` goes on with what has been answered
-    details: Details | None = field(default=None, repr=False)  # what its usage says of prefixes that are to be kept
-    is_recomputed: bool = False  # the decode node computed a prompt whose KVCache should have come
+    unheard_tokens: int = 0  # estimate of what its engine had said when it was over
+    is_unheard: bool = False  # its client left: that estimate counts
 
     def forget_prefill(self) -> None:
         """A new attempt begins: what an earlier one's prefill came to no longer counts."""
         self.outcome, self.is_recomputed, self.fetched_from = None, False, ""
         self.timeline.prefill_start = self.timeline.prefill_end = self.timeline.kv_ready = None
 
+
+@dataclass(slots=True)
+class StreamState:
+    """An answer on its way to its client. The relay owns it; others may only break it off."""
+
+    events: int = 0  # SSE events relayed
+    completion_tokens: int | None = None  # as the answer names them, or its usage says; a stream need not have either
+    is_between_events: bool = True  # the last one relayed was whole
+    writing_since: float | None = None  # when the client was last offered bytes that it has not taken yet
+    heard: Heard | None = None  # before its client had to be waited for, or all
+    broken_off: BrokenOff | None = None  # its client is given no more of its answer than it had by then
+    kept_bytes: int = 0  # of the names of its answer's tokens, for another engine to go on with; 0: it could not
+
+    def break_off(self, why: BrokenOff) -> None:
+        """It ends here, unless it has ended before."""
+        self.broken_off = self.broken_off or why
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Request:
+    """A call on its way. `id` is the client's or ours; `leg_id` is ours and unique, for what nodes key by it."""
+
+    id: str
+    leg_id: str
+    call: Call
+    asked: Prompt  # the client's
+    served: ServedModel
+    progress: RequestProgress
+    service: ServiceClass = UNPROMISED
+    tenant: Tenant = EVERYBODY
+    allowance: TenantLimiter = UNLIMITED
+    trace_headers: Mapping[str, str] = field(default_factory=dict)
+    trace: TraceContext | None = None  # None: traces are off
+    telling: ResponseTranslator | None = None  # None: the client speaks as engines do
+    model: PromptModel | None = None  # as its prompt was read, should it be read again
+    reading: Reading = Reading.OWN  # by whom
+    token_ids: msgspec.Raw | None = field(default=None, repr=False)  # as JSON, where an engine has read it
+    stream: StreamState = field(default_factory=StreamState)
+
     @property
-    def asked(self) -> Prompt:
-        """The client's prompt; `prompt` goes on with what has been answered, once an engine has failed."""
-        return self.first_prompt or self.prompt
+    def prompt(self) -> Prompt:
+        """The client's prompt, and what has been answered once an engine has failed."""
+        return self.progress.prompt or self.asked
 
     @property
     def is_unshared(self) -> bool:
@@ -157,61 +159,57 @@ class Request:
 
         Some engines send a role by itself, and several tokens in one event.
         """
-        if self.completion_tokens is not None:
-            return self.completion_tokens
-        return max(0, self.events - 1 - self.call.options.wants_usage)
+        if self.progress.is_unheard:
+            return self.progress.unheard_tokens
+        if self.stream.completion_tokens is not None:
+            return self.stream.completion_tokens
+        return max(0, self.stream.events - 1 - self.call.options.wants_usage)
 
     def falls_behind(self, now: float) -> None:
         """Its client has to be waited for, now or at the end: how fast its engine is has been seen by now."""
-        if self.heard is None:
-            self.heard = Heard(now, self.output_tokens)
+        if self.stream.heard is None:
+            self.stream.heard = Heard(now, self.output_tokens)
 
     @property
     def tbt_s(self) -> float | None:
         """Mean time from token to token of a whole stream, as its engine says them."""
-        first, last, tokens = self.timeline.first_token, self.timeline.last_token, self.output_tokens
-        if self.heard is not None:
-            last, tokens = self.heard.until, self.heard.tokens
+        first, last, tokens = self.progress.timeline.first_token, self.progress.timeline.last_token, self.output_tokens
+        if self.stream.heard is not None:
+            last, tokens = self.stream.heard.until, self.stream.heard.tokens
         if not self.call.stream or not self.is_answered or first is None or last is None or tokens < 2:
             return None
         return (last - first) / (tokens - 1)
 
-    def has_all(self, now: float) -> None:
-        """The client has been given all, if it had not before."""
-        if self.timeline.last_token is None:
-            self.falls_behind(now)
-            self.timeline.last_token = now
-
     @property
     def is_answered(self) -> bool:
         """Whether the client has everything it will get."""
-        return self.timeline.last_token is not None
+        return self.progress.timeline.last_token is not None
 
     @property
     def is_served(self) -> bool:
         """Whether the client has its whole answer: a stream that broke off has been told so, and ended."""
-        return self.is_answered and self.broken_off is None
+        return self.is_answered and self.stream.broken_off is None
 
     @property
     def has_cost(self) -> bool:
         """Whether an engine was given work for it, even if its client left before the end."""
-        return self.legs > 0
+        return self.progress.legs > 0
 
     @property
     def route_label(self) -> str:
         """`local`, `remote`, or `none` before a decision. A prefill on the decode node is local."""
-        if self.route is None:
+        if self.progress.route is None:
             return "none"
-        return "remote" if self.is_remote else "local"
+        return "remote" if self.progress.is_remote else "local"
 
     @property
     def reason_label(self) -> str:
-        return str(self.route.reason) if self.route else "none"
+        return str(self.progress.route.reason) if self.progress.route else "none"
 
 
 def kept(request: Request) -> str:
     """What came of a stream's promises; "" for an answer that is not streamed: its client sees no single tokens."""
-    ttft_s, tbt_s, service = request.timeline.ttft_s, request.tbt_s, request.service
+    ttft_s, tbt_s, service = request.progress.timeline.ttft_s, request.tbt_s, request.service
     if not request.call.stream or ttft_s is None:
         return ""
     if ttft_s > min(service.ttft_s, service.deadline_s):
@@ -262,15 +260,17 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 def cached_tokens(request: Request) -> int:
     """Prompt tokens that were not computed, as far as is known here."""
-    if request.is_recomputed or request.route is None:
+    if request.progress.is_recomputed or request.progress.route is None:
         return 0
-    cached = request.outcome.cached_tokens if request.outcome else request.route.cached_tokens
+    cached = (
+        request.progress.outcome.cached_tokens if request.progress.outcome else request.progress.route.cached_tokens
+    )
     return min(cached, request.asked.num_tokens)  # of what has been answered, too, where another engine goes on
 
 
 def record_of(request: Request, seq: int, status: int, error: str = "") -> RequestRecord:
     """The record of `request` once it is over. `cached` is what the prefill reused, `uncached` what it computed."""
-    route, outcome, timeline = request.route, request.outcome, request.timeline
+    route, outcome, timeline = request.progress.route, request.progress.outcome, request.progress.timeline
     total = request.asked.num_tokens
     cached = cached_tokens(request)
     sent = outcome.bytes_total if outcome else 0
@@ -286,24 +286,24 @@ def record_of(request: Request, seq: int, status: int, error: str = "") -> Reque
         route=request.route_label,
         target=str(route.target) if route else "none",
         reason=request.reason_label,
-        prefill_node=request.prefill_node,
+        prefill_node=request.progress.prefill_node,
         decode_node=route.decode_node if route else "",
         total=total,
         uncached=total - cached,
         cached=cached,
         output_tokens=request.output_tokens,
         threshold=route.threshold_tokens if route else 0.0,
-        plan=request.plan_version,
-        fallbacks=list(request.fallbacks),
+        plan=request.progress.plan_version,
+        fallbacks=list(request.progress.fallbacks),
         ttft_s=_rounded(timeline.ttft_s),
         predicted_ttft_s=_rounded(max(route.ttft_s, route.link_s)) if route else None,
-        wasted_prefill_s=round(request.wasted_prefill_s, 6),
+        wasted_prefill_s=round(request.progress.wasted_prefill_s, 6),
         e2e_s=_rounded(timeline.e2e_s),
         bytes=sent,
         link=outcome.link if outcome else "",
-        takeovers=request.takeovers,
-        gap_s=round(request.gap_s, 6),
-        fetched_from=request.fetched_from,
+        takeovers=request.progress.takeovers,
+        gap_s=round(request.progress.gap_s, 6),
+        fetched_from=request.progress.fetched_from,
         bytes_saved=outcome.bytes_saved if outcome else 0,
         predicted_bytes=round(route.coded_bytes) if route else 0,
         codecs=outcome.codecs if outcome else {},

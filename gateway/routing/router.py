@@ -105,7 +105,6 @@ class Router:
     def route(self, request: Request, exclude: Collection[str] = (), home: str | None = None) -> Route:
         """Where `request` goes now, leaving the nodes of `exclude` out. Raises Unavailable."""
         question = self._question(request, home)
-        request.plan_version = self.plan_version
         self._cost.as_of(self._clock())
         if not request.prompt.is_plain:
             exclude = {*exclude, *self._clusters.unfit(request.prompt)}
@@ -172,8 +171,8 @@ class Router:
 
     def learn_arrival(self, request: Request, way: Route, node: ClusterNode, decode: ClusterNode) -> None:
         """What was to cross a link is there now; only where nothing went wrong does that say anything of the prediction."""
-        routed = request.timeline.routed
-        if way.arrives_s and routed is not None and not request.fallbacks:
+        routed = request.progress.timeline.routed
+        if way.arrives_s and routed is not None and not request.progress.fallbacks:
             accuracy = self._arrivals.setdefault((node.cluster, decode.cluster), Accuracy())
             accuracy.note(way.arrives_s, self._clock() - routed)
 

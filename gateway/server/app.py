@@ -6,13 +6,12 @@ import logging
 import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Final
 
 from aiohttp import web
 
-from gateway.admission.concurrency import ConcurrencyLimiter
 from gateway.admission.service_classes import Classes
 from gateway.api.dialects.translation import telling_of
 from gateway.api.openai import Call, Endpoint
@@ -21,26 +20,20 @@ from gateway.auth.keyring import EVERYBODY, Keyring
 from gateway.auth.oidc import TokenVerifier
 from gateway.cluster.registry import Clusters, ServedModel
 from gateway.config.gateway import GatewayConfig
-from gateway.errors import ApiError, InternalError, Unavailable
-from gateway.http.body import BodyReceiver
+from gateway.errors import ApiError, Unavailable
 from gateway.http.hosts import check_host
-from gateway.pipeline.dispatcher import Dispatcher
-from gateway.pipeline.engine_render import EngineReadings
 from gateway.pipeline.fanout import AnswerListener, Merged, bodies_of, calls_of, check_size
-from gateway.pipeline.relay import Relay
-from gateway.pipeline.settlement import settle
-from gateway.pipeline.stream_resume import why_not
+from gateway.pipeline.pipeline import Pipeline
 from gateway.prompt.prompt import SEVERAL_PROMPTS
-from gateway.prompt.reader import PromptReader
 from gateway.ratelimit.limiter import UNLIMITED, TenantLimiter, TenantLimiters
-from gateway.request.request import BrokenOff, Request, Timeline
+from gateway.request.request import Request, RequestProgress, StreamState, Timeline
 from gateway.request.trace_context import TRACEPARENT, TRACESTATE, TraceContext
 from gateway.server.handlers.contexts import ContextPinning
-from gateway.server.inflight import CLIENT_CLOSED, InflightRequest, InflightRequests
+from gateway.server.inflight import InflightRequest, InflightRequests
 from gateway.tasks import TaskSet
 from gateway.telemetry.metrics import Metrics
 from gateway.telemetry.otlp import Traces
-from gateway.telemetry.recorder import CLIENT_LEFT, RequestRecorder
+from gateway.telemetry.recorder import CLIENT_CLOSED, CLIENT_LEFT
 
 log = logging.getLogger("prfaas.gateway.http")
 
@@ -50,24 +43,12 @@ REQUEST_ID: Final = web.RequestKey("request_id", str)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pipeline:
-    """What a request walks through, in this order."""
-
-    receiver: BodyReceiver
-    admission: ConcurrencyLimiter
-    reader: PromptReader
-    engine_readings: EngineReadings
-    dispatcher: Dispatcher  # decide, reserve, run
-    relay: Relay
-    accounts: RequestRecorder
-
-
 class GenerationEndpoint:
     """Takes a request through the rooms, as a task of its own that outlives nothing but its answer."""
 
     def __init__(
         self,
+        *,
         config: GatewayConfig,
         rooms: Pipeline,
         clusters: Clusters,
@@ -95,6 +76,11 @@ class GenerationEndpoint:
         self._boot = uuid.uuid4().hex[:12]
         self._numbers = itertools.count(1)
         self.visits = InflightRequests()
+
+    def configure(self, config: GatewayConfig) -> None:
+        """Other classes, tenants and operators from now on."""
+        self.classes = Classes(config.classes, config.admission.default_class)
+        self.keyring.configure(config.tenants, config.operator_keys)
 
     def next_id(self) -> str:
         """An id that no other request of any gateway has."""
@@ -271,12 +257,12 @@ class GenerationEndpoint:
             id=request_id,
             leg_id=f"{request_id}-{self.next_id()}",
             call=call,
-            prompt=prompt,
+            asked=prompt,
             model=model,
             reading=understood.reading,
             token_ids=understood.token_ids,
             served=served,
-            timeline=Timeline(visit.arrived),
+            progress=RequestProgress(Timeline(visit.arrived)),
             service=service,
             tenant=tenant,
             allowance=visit.allowance,
@@ -307,57 +293,28 @@ class GenerationEndpoint:
         return self.clusters.served
 
     async def _answer(self, listener: web.Request | AnswerListener, request: Request) -> web.StreamResponse:
-        status, error, code = 500, "internal error", "internal_error"
-        response: web.StreamResponse | None = None
-        if request.prompt.is_plain and not (why_not(request.call) or request.served.is_paired):
-            request.kept_bytes = self.config.kept_answer_bytes
-        try:
-            async with self.rooms.dispatcher.answered(request) as answering:
-                self.contexts.begin(request, answering.attempt)
-                response = await self.rooms.relay.send(listener, request, answering)
-                status, error, code = response.status, "", "none"
-                await settle(request, answering.attempt)
-            return response
-        except ApiError as failure:
-            status, error, code = failure.status, failure.message, failure.code or "invalid"
-            if isinstance(listener, AnswerListener):
-                listener.give_up()
-            raise
-        except (asyncio.CancelledError, ConnectionResetError):
-            if response is None:
-                status, error, code = CLIENT_CLOSED, "client disconnected", CLIENT_LEFT
-                if isinstance(listener, AnswerListener) and listener.is_given_up:
-                    error, code = "another answer to the same request failed", "given_up"
-                    request.broken_off = request.broken_off or BrokenOff(code, error, status)
-            raise
-        except Exception as failure:
-            self._tasks.unforeseen("request", failure)
-            if response is None:
-                raise InternalError from failure
-            return response
-        finally:
-            self.rooms.accounts.closed(request, status, error, code)
+        return await self.rooms.answer(listener, request, self.contexts.begin, self.config.kept_answer_bytes)
 
 
 def _for_each_answer(request: Request, next_id: Callable[[], str]) -> list[Request]:
     """Requests for one answer each, where `request` is for `n`. Raises ApiError."""
-    requests = [
-        replace(
-            request,
-            call=call,
-            leg_id=f"{request.id}-{next_id()}",
-            timeline=Timeline(request.timeline.arrived),
-            fallbacks=[],
-            doubts=[],
-            deaths=[],
-            broken=[],
+    requests: list[Request] = []
+    for call in calls_of(request.call):
+        trace, trace_headers = request.trace, request.trace_headers
+        if requests and trace is not None:
+            trace = trace.beside()
+            trace_headers = {**trace_headers, TRACEPARENT: trace.header}
+        requests.append(
+            replace(
+                request,
+                call=call,
+                leg_id=f"{request.id}-{next_id()}",
+                progress=RequestProgress(Timeline(request.progress.timeline.arrived)),
+                stream=StreamState(),
+                trace=trace,
+                trace_headers=trace_headers,
+            )
         )
-        for call in calls_of(request.call)
-    ]
-    for each in requests[1:]:
-        if each.trace is not None:
-            each.trace = each.trace.beside()
-            each.trace_headers = {**each.trace_headers, TRACEPARENT: each.trace.header}
     return requests
 
 

@@ -10,8 +10,8 @@ from gateway.api.openai import Endpoint
 from gateway.auth.keyring import Tenant
 from gateway.ratelimit.limiter import UNLIMITED, TenantLimiter
 from gateway.request.request import BrokenOff, Request
+from gateway.telemetry.recorder import CLIENT_CLOSED
 
-CLIENT_CLOSED: Final = 499  # nginx's status for a client that did not wait
 STALLED: Final = BrokenOff("client_stalled", "client stalled", CLIENT_CLOSED)
 SHUT_DOWN: Final = BrokenOff("shutdown", "the gateway was shut down", 503)
 
@@ -36,7 +36,7 @@ class InflightRequest:
         """Those of its answers that are not over end here."""
         for request in self.requests:
             if not request.is_answered:
-                request.broken_off = request.broken_off or why
+                request.stream.break_off(why)
 
 
 class InflightRequests:
@@ -62,7 +62,7 @@ class InflightRequests:
     def end_stalled(self, now: float, stall_s: float) -> None:
         """Ends answers whose client has not read for `stall_s`: they hold a place on a decode node."""
         for visit, work in self._works.items():
-            offered = [request.writing_since for request in visit.requests]
+            offered = [request.stream.writing_since for request in visit.requests]
             if any(since is not None and now - since > stall_s for since in offered):
                 visit.breaks_off(STALLED)
                 work.cancel()

@@ -13,6 +13,8 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Final, TextIO
 
+from gateway.config.gateway import GatewayConfig
+
 FORM: Final = "%(asctime)s %(levelname)s %(name)s %(message)s"
 INTERVAL_S: Final = 0.1
 MAX_WAITING: Final = 1000
@@ -49,6 +51,13 @@ class JsonFormatter(logging.Formatter):
 
 
 FORMS: Final[dict[str, Callable[[], logging.Formatter]]] = {"text": Formatter, "json": JsonFormatter}
+
+
+class LogLevel:
+    """The level of the process's log, as a part that can be reconfigured."""
+
+    def configure(self, config: GatewayConfig) -> None:
+        logging.getLogger().setLevel(config.log_level.upper())
 
 
 class LineWriter(logging.Handler):

@@ -1,4 +1,4 @@
-"""What Prometheus is told. Values are handed in; no other module of the gateway knows the library."""
+"""What Prometheus is told of requests. Values are handed in; no module outside `telemetry` knows the library."""
 
 import json
 import os
@@ -8,9 +8,8 @@ from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Final, TypeVar
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest, values
+from prometheus_client import CollectorRegistry, generate_latest, values
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.mmap_dict import MmapedDict
 from prometheus_client.multiprocess import MultiProcessCollector, mark_process_dead
 from prometheus_client.registry import Collector
@@ -19,7 +18,8 @@ from gateway.cluster.links import LinkStatus
 from gateway.cluster.node import ClusterNode
 from gateway.request.request import Request, cached_tokens, kept
 from gateway.telemetry.added_up import added_up
-from gateway.telemetry.process_metrics import Children, ProcessMetrics
+from gateway.telemetry.instruments import build_instruments, counters, gauge, gauges, histogram, histograms
+from gateway.telemetry.process_metrics import ProcessMetrics
 from gateway.telemetry.tenant_usage import TenantUsage, spent_by
 from planner.decisions.estimates.accuracy import Error
 from planner.decisions.plans.live_plan import LivePlan
@@ -35,7 +35,6 @@ OVERLOADED: Final = 429
 WASTED: Final = {OVERLOADED: "refused", 499: "left"}  # by status; else the request failed
 
 
-M = TypeVar("M", bound=MetricWrapperBase)
 L = TypeVar("L", bound=tuple[str, ...])
 
 
@@ -58,6 +57,88 @@ class Metrics:
     stays when it has died; another one in its place counts on.
     """
 
+    _requests = counters("prfaas_requests", "Finished requests", "route", "reason", "status")
+    _ttft = histograms("prfaas_time_to_first_token_seconds", "TTFT", "route", buckets=TTFT_BUCKETS_S)
+    _tbt = histograms(
+        "prfaas_inter_token_latency_seconds",
+        "Mean time between the tokens of a stream, until its client has to be waited for",
+        "route",
+        buckets=TBT_BUCKETS_S,
+    )
+    _e2e = histograms("prfaas_e2e_request_latency_seconds", "E2E", "route", buckets=E2E_BUCKETS_S)
+    _kv_bytes = counters(
+        "prfaas_kv_transfer_bytes",
+        "KVCache sent for requests, by destination cluster and by what carried it",
+        "route",
+        "link",
+        "transport",
+    )
+    _tenant_requests = counters(
+        "prfaas_tenant_requests", "Finished requests of tenants, refused ones too", "tenant", "status"
+    )
+    _tenant_tokens = counters(
+        "prfaas_tenant_tokens", "Tokens served to tenants: of prompts, of these cached, of answers", "tenant", "kind"
+    )
+    _tenant_bytes = counters(
+        "prfaas_tenant_kv_bytes",
+        "KVCache that went from cluster to cluster for tenants, by what for",
+        "tenant",
+        "source",
+        "destination",
+        "kind",
+    )
+    _prompt_tokens = counters("prfaas_prompt_tokens", "Prompt tokens by where they came from", "source")
+    _readings = counters(
+        "prfaas_prompt_readings",
+        "Prompts read: continued from where an earlier one ended, or as a whole for a reason",
+        "how",
+    )
+    _uncached = histogram("prfaas_uncached_prompt_tokens", "Prompt tokens that had to be computed", TOKEN_BUCKETS)
+    _output = histogram("prfaas_output_tokens", "Tokens of answers", TOKEN_BUCKETS)
+    _contexts = counters("prfaas_contexts", "Prefixes of prompts that were to be kept", "outcome")
+    _fallbacks = counters("prfaas_fallbacks", "Times that a first choice did not work out", "reason")
+    _takeovers = counters(
+        "prfaas_takeovers", "Streams whose engine failed, by whether another one went on, or why not", "outcome"
+    )
+    _broken = counters(
+        "prfaas_streams_broken",
+        "Streams whose client had a part of its answer and was not given the rest, by why",
+        "reason",
+    )
+    _retries_refused = counters(
+        "prfaas_retries_refused", "Failures that were not tried elsewhere, as too many were of late", "stage"
+    )
+    _gaps = histogram(
+        "prfaas_takeover_gap_seconds",
+        "From an engine's failure in a stream to the next one's first bytes",
+        GAP_BUCKETS_S,
+    )
+    _turned_away = counters(
+        "prfaas_connections_turned_away",
+        "Connections that the gateway closed, by listener and reason",
+        "listener",
+        "reason",
+    )
+    connections = gauges("prfaas_connections", "Open connections, by listener", "listener")
+    _refused = counters(
+        "prfaas_refusals",
+        "Requests that were sent away for load, by class and binding stage",
+        "service_class",
+        "reason",
+    )
+    _wasted = counters(
+        "prfaas_wasted_prefill_seconds", "Prefill computed for requests whose answer never began, by why", "reason"
+    )
+    _promises = counters(
+        "prfaas_promises",
+        "Streams of classes that are promised something, by what came of it",
+        "service_class",
+        "outcome",
+    )
+    _lag = histogram("prfaas_event_loop_lag_seconds", "Delay of the event loop", LAG_BUCKETS_S)
+    in_flight = gauge("prfaas_requests_in_flight", "Requests being served")
+    waiting = gauge("prfaas_requests_waiting", "Requests that wait for room on a decode node")
+
     def __init__(self, directory: Path | None = None) -> None:
         registry = CollectorRegistry()
         self._page = registry
@@ -67,151 +148,30 @@ class Metrics:
         self.upkeep = ProcessMetrics(registry)
         self._seen = _Seen()
         self._page.register(self._seen)
-        self._requests = Children(
-            Counter("prfaas_requests", "Finished requests", ["route", "reason", "status"], registry=registry)
-        )
-        self._ttft = Children(
-            Histogram(
-                "prfaas_time_to_first_token_seconds", "TTFT", ["route"], registry=registry, buckets=TTFT_BUCKETS_S
-            )
-        )
-        self._tbt = Children(
-            Histogram(
-                "prfaas_inter_token_latency_seconds",
-                "Mean time between the tokens of a stream, until its client has to be waited for",
-                ["route"],
-                registry=registry,
-                buckets=TBT_BUCKETS_S,
-            )
-        )
-        self._e2e = Children(
-            Histogram("prfaas_e2e_request_latency_seconds", "E2E", ["route"], registry=registry, buckets=E2E_BUCKETS_S)
-        )
-        self._kv_bytes = Children(
-            Counter(
-                "prfaas_kv_transfer_bytes",
-                "KVCache sent for requests, by destination cluster and by what carried it",
-                ["route", "link", "transport"],
-                registry=registry,
-            )
-        )
-        self._tenant_requests = Children(
-            Counter(
-                "prfaas_tenant_requests", "Finished requests of tenants, refused ones too", ["tenant", "status"],
-                registry=registry,
-            )
-        )  # fmt: skip
-        self._tenant_tokens = Children(
-            Counter(
-                "prfaas_tenant_tokens", "Tokens served to tenants: of prompts, of these cached, of answers",
-                ["tenant", "kind"], registry=registry,
-            )
-        )  # fmt: skip
-        self._tenant_bytes = Children(
-            Counter(
-                "prfaas_tenant_kv_bytes", "KVCache that went from cluster to cluster for tenants, by what for",
-                ["tenant", "source", "destination", "kind"], registry=registry,
-            )
-        )  # fmt: skip
-        self._prompt_tokens = Children(
-            Counter("prfaas_prompt_tokens", "Prompt tokens by where they came from", ["source"], registry=registry)
-        )
-        self._readings = Children(
-            Counter(
-                "prfaas_prompt_readings",
-                "Prompts read: continued from where an earlier one ended, or as a whole for a reason",
-                ["how"],
-                registry=registry,
-            )
-        )
-        self._uncached = Histogram(
-            "prfaas_uncached_prompt_tokens",
-            "Prompt tokens that had to be computed",
-            registry=registry,
-            buckets=TOKEN_BUCKETS,
-        )
-        self._output = Histogram("prfaas_output_tokens", "Tokens of answers", registry=registry, buckets=TOKEN_BUCKETS)
-        self._contexts = Counter(
-            "prfaas_contexts", "Prefixes of prompts that were to be kept", ["outcome"], registry=registry
-        )
-        self._fallbacks = Counter(
-            "prfaas_fallbacks", "Times that a first choice did not work out", ["reason"], registry=registry
-        )
-        self._takeovers = Counter(
-            "prfaas_takeovers", "Streams whose engine failed, by whether another one went on, or why not", ["outcome"],
-            registry=registry,
-        )  # fmt: skip
-        self._broken = Children(
-            Counter(
-                "prfaas_streams_broken", "Streams whose client had a part of its answer and was not given the rest, by why",
-                ["reason"], registry=registry,
-            )
-        )  # fmt: skip
-        self._retries_refused = Counter(
-            "prfaas_retries_refused", "Failures that were not tried elsewhere, as too many were of late", ["stage"],
-            registry=registry,
-        )  # fmt: skip
-        self._gaps = Histogram(
-            "prfaas_takeover_gap_seconds", "From an engine's failure in a stream to the next one's first bytes",
-            registry=registry, buckets=GAP_BUCKETS_S,
-        )  # fmt: skip
-        self._turned_away = Counter(
-            "prfaas_connections_turned_away", "Connections that the gateway closed, by listener and reason",
-            ["listener", "reason"], registry=registry,
-        )  # fmt: skip
-        self.connections = Gauge(
-            "prfaas_connections", "Open connections, by listener", ["listener"], registry=registry,
-            multiprocess_mode="livesum",
-        )  # fmt: skip
-        self._refused = Children(
-            Counter(
-                "prfaas_refusals", "Requests that were sent away for load, by class and binding stage",
-                ["service_class", "reason"], registry=registry,
-            )
-        )  # fmt: skip
-        self._wasted = Children(
-            Counter(
-                "prfaas_wasted_prefill_seconds", "Prefill computed for requests whose answer never began, by why",
-                ["reason"], registry=registry,
-            )
-        )  # fmt: skip
-        self._promises = Children(
-            Counter(
-                "prfaas_promises", "Streams of classes that are promised something, by what came of it",
-                ["service_class", "outcome"], registry=registry,
-            )
-        )  # fmt: skip
-        self._lag = Histogram(
-            "prfaas_event_loop_lag_seconds", "Delay of the event loop", registry=registry, buckets=LAG_BUCKETS_S
-        )
-        self.in_flight = Gauge(
-            "prfaas_requests_in_flight", "Requests being served", registry=registry, multiprocess_mode="livesum"
-        )
-        self.waiting = Gauge(
-            "prfaas_requests_waiting",
-            "Requests that wait for room on a decode node",
-            registry=registry,
-            multiprocess_mode="livesum",
-        )
+        build_instruments(self, registry)
 
     def finished(self, request: Request, status: int, code: str = "none") -> None:
         """Counts a request that is over, however it ended; `code` is why, if it was not even routed."""
         route = request.route_label
-        self._requests[route, request.reason_label if request.route else code, str(status)].inc()
+        self._requests[route, request.reason_label if request.progress.route else code, str(status)].inc()
         self.travelled(request)
         if tenant := request.tenant.name:
             self._count_tenant(request, tenant, status)
-        if request.broken_off is not None and request.call.stream and request.timeline.first_token is not None:
-            self._broken[request.broken_off.reason,].inc()
-        if request.wasted_prefill_s:
-            self._wasted[WASTED.get(status, "failed"),].inc(request.wasted_prefill_s)
+        if (
+            request.stream.broken_off is not None
+            and request.call.stream
+            and request.progress.timeline.first_token is not None
+        ):
+            self._broken[request.stream.broken_off.reason,].inc()
+        if request.progress.wasted_prefill_s:
+            self._wasted[WASTED.get(status, "failed"),].inc(request.progress.wasted_prefill_s)
         if status == OVERLOADED and code != "none":
             self._refused[request.service.name, code].inc()
         if status != 200:
             return
         if request.service.promises and (outcome := kept(request)):
             self._promises[request.service.name, outcome].inc()
-        timeline = request.timeline
+        timeline = request.progress.timeline
         # An answer that is not streamed comes as a whole: its first byte says nothing about its first token.
         if request.call.stream and timeline.ttft_s is not None:
             self._ttft[route,].observe(timeline.ttft_s)
@@ -223,9 +183,13 @@ class Metrics:
 
     def travelled(self, request: Request) -> None:
         """Counts the KVCache that a try has had sent, whatever becomes of the answer. To be called once for each try."""
-        if sent := request.outcome:
-            self._kv_bytes[request.route_label, request.destination, sent.link or "unknown"].inc(sent.bytes_total)
-            self.sent_for(request.tenant.name, request.origin, request.destination, "request", sent.bytes_total)
+        if sent := request.progress.outcome:
+            self._kv_bytes[request.route_label, request.progress.destination, sent.link or "unknown"].inc(
+                sent.bytes_total
+            )
+            self.sent_for(
+                request.tenant.name, request.progress.origin, request.progress.destination, "request", sent.bytes_total
+            )
 
     def _count_tenant(self, request: Request, tenant: str, status: int) -> None:
         self._tenant_requests[tenant, str(status)].inc()
@@ -248,7 +212,7 @@ class Metrics:
         return spent_by(*(found[name] for name in names))
 
     def _count_tokens(self, request: Request) -> None:
-        if request.route is None:
+        if request.progress.route is None:
             return
         cached = cached_tokens(request)
         self._prompt_tokens["cache",].inc(cached)
@@ -262,7 +226,7 @@ class Metrics:
 
     def context(self, outcome: str) -> None:
         """A marked prefix is kept, or why not."""
-        self._contexts.labels(outcome).inc()
+        self._contexts[outcome,].inc()
 
     def rejected(self, code: str, status: int, tenant: str = "") -> None:
         """Counts a request, of a tenant or none, that was answered with an error before any decision."""
@@ -281,19 +245,19 @@ class Metrics:
             self._tenant_tokens[tenant, "prompt"].inc(tokens)
 
     def fallback(self, reason: str) -> None:
-        self._fallbacks.labels(reason).inc()
+        self._fallbacks[reason,].inc()
 
     def retry_refused(self, stage: str) -> None:
-        self._retries_refused.labels(stage).inc()
+        self._retries_refused[stage,].inc()
 
     def taken_over(self, outcome: str, gap_s: float | None = None) -> None:
         """Counts a stream whose engine failed: "continued" after `gap_s`, or why not."""
-        self._takeovers.labels(outcome).inc()
+        self._takeovers[outcome,].inc()
         if gap_s is not None:
             self._gaps.observe(gap_s)
 
     def turned_away(self, listener: str, reason: str) -> None:
-        self._turned_away.labels(listener, reason).inc()
+        self._turned_away[listener, reason].inc()
 
     def loop_lag(self, seconds: float) -> None:
         self._lag.observe(seconds)

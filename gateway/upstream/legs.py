@@ -9,8 +9,7 @@ first token of the answer.
 
 import re
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, Final
 
 import msgspec
@@ -22,14 +21,15 @@ from gateway.api.openai import NOT_JSON
 from gateway.api.sse import DATA, ERROR
 from gateway.cluster.node import ClusterNode
 from gateway.cluster.prefill_outcome import PrefillOutcome
-from gateway.config.gateway import Timeouts
-from gateway.errors import DecodeFailed, LegFailed, NodeFailure, PrefillFailed
+from gateway.config.gateway import GatewayConfig, Timeouts
+from gateway.errors import DecodeFailed, LegFailed, PrefillFailed
 from gateway.request.request import Request
 from gateway.upstream.http1 import NODE_SILENT, EngineAnswer
 from gateway.upstream.pool import EnginePool
 from gateway.upstream.sglang_bootstrap import BootstrapRoom, label_in
-from planner.decisions.failures.retries import NOTHING_DONE, SAME_EVERYWHERE, FailureKind
+from planner.decisions.failures.retries import SAME_EVERYWHERE, FailureKind
 from transport.control.messages import TicketInfo
+from transport.wire.identity import Identity
 
 MAX_ERROR_BYTES: Final = 64 * 1024
 MAX_ANSWER_BYTES: Final = 64 << 20  # of what is no generation
@@ -119,14 +119,21 @@ class DecodeAnswer:
 class Legs:
     """HTTP to the engines, over one bounded pool of connections."""
 
-    def __init__(self, timeouts: Timeouts, max_in_flight: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        timeouts: Timeouts,
+        max_in_flight: int,
+        clock: Callable[[], float] = time.monotonic,
+        identity: Identity | None = None,
+    ) -> None:
+        """`identity` is what engines behind mutual TLS are shown."""
         self.timeouts = timeouts
         self._clock = clock
-        self._pool = EnginePool(LEGS * max_in_flight, timeouts.connect_s, KEEP_ALIVE_S)
+        self._pool = EnginePool(LEGS * max_in_flight, timeouts.connect_s, KEEP_ALIVE_S, identity)
 
-    def serve(self, max_in_flight: int) -> None:
-        """As many connections from now on as so many requests take."""
-        self._pool.resize(LEGS * max_in_flight)
+    def configure(self, config: GatewayConfig) -> None:
+        """As many connections from now on as its requests take."""
+        self._pool.resize(LEGS * config.max_in_flight)
 
     def close(self) -> None:
         self._pool.close()
@@ -144,14 +151,13 @@ class Legs:
             "ticket": replace(ticket, tenant=share.flow, weight=share.weight) if share.flow else ticket,
             "salt": request.prompt.salt.hex(),
         }
-        if request.answered:
-            params["answered"] = request.answered
+        if request.progress.answered:
+            params["answered"] = request.progress.answered
         values = _common(request, params) | {"stream": _FALSE, "max_tokens": 1}
         if "truncate_prompt_tokens" in request.call.fields:  # to which length may depend on what else is asked for
             values["truncate_prompt_tokens"] = request.asked.num_tokens
         body = request.call.written(values, drop=NOT_FOR_PREFILL)
-        with _sent(request):
-            return _outcome(node, *await self._prefill(node, request, body))
+        return _outcome(node, *await self._prefill(node, request, body))
 
     async def _prefill(self, node: ClusterNode, request: Request, body: Body) -> tuple[int, bytes]:
         try:
@@ -172,12 +178,11 @@ class Legs:
         if transfer_id is not None:
             params |= {"do_remote_prefill": True, "do_remote_decode": False, "transfer_id": transfer_id}
             params["timeout_s"] = self.timeouts.prefill_s
-        if request.kept_bytes:
+        if request.stream.kept_bytes:
             params["resumable"] = True
-        if request.answered:
-            params["answered"] = request.answered
-        with _sent(request):
-            return await self._decode(node, request, request.call.written(_common(request, params)))
+        if request.progress.answered:
+            params["answered"] = request.progress.answered
+        return await self._decode(node, request, request.call.written(_common(request, params)))
 
     async def _decode(self, node: ClusterNode, request: Request, body: Body) -> DecodeAnswer:
         try:
@@ -195,8 +200,7 @@ class Legs:
         """Has `node` compute the prompt and hand it to the server that asks for `room`. Raises PrefillFailed."""
         began = self._clock()
         body = request.call.written(_paired(request, room) | {"stream": _FALSE}, drop=NOT_FOR_PAIRED_PREFILL)
-        with _sent(request):
-            told = await self._prefill_paired(node, request, body)
+        told = await self._prefill_paired(node, request, body)
         return _paired_outcome(node, request, told, self._clock() - began)
 
     async def _prefill_paired(self, node: ClusterNode, request: Request, body: Body) -> bytes:
@@ -210,15 +214,16 @@ class Legs:
 
     async def decode_in(self, node: ClusterNode, request: Request, room: BootstrapRoom) -> DecodeAnswer:
         """The answer of `node` to what another node prefills in `room`, as of `decode`. Raises DecodeFailed."""
-        with _sent(request):
-            return await self._decode(node, request, request.call.written(_paired(request, room)))
+        return await self._decode(node, request, request.call.written(_paired(request, room)))
 
     async def ask(
         self, node: ClusterNode, path: str, body: Body | bytes, max_bytes: int = MAX_ANSWER_BYTES
     ) -> tuple[int, str, bytes]:
         """Status, type and body of what `node` answers at `path`, which is no leg of a generation. Raises LegFailed."""
         assert node.info is not None
-        answer = await self._pool.post(node.info.engine_url, path, "", body, self.timeouts.answer_s)
+        answer = await self._pool.post(
+            node.info.engine_url, path, "", body, self.timeouts.answer_s, name=node.agent.certified_name
+        )
         try:
             return answer.status, answer.content_type, await answer.whole(max_bytes)
         finally:
@@ -233,7 +238,7 @@ class Legs:
             error = _error(await answer.whole(MAX_ERROR_BYTES))
             told = _told_by_us(error, answer.status) if node.is_paired else None
             raise DecodeFailed(node.id, told or _label(error, answer.status), error.message)
-        if request.answered:
+        if request.progress.answered:
             await _check_goes_on(node, request, answer)
         if answer.status != 200:
             return _in_openai_shape(await answer.whole())
@@ -263,19 +268,8 @@ class Legs:
             f"X-Request-Id: {request.leg_id}\r\n{headers}",
             body,
             within_s,
+            name=node.agent.certified_name,
         )
-
-
-@contextmanager
-def _sent(request: Request) -> Iterator[None]:
-    """A leg of it: what it costs is paid for even if its client does not wait, unless the engine has turned it away."""
-    request.legs += 1
-    try:
-        yield
-    except NodeFailure as error:
-        if error.failure in NOTHING_DONE:
-            request.legs -= 1
-        raise
 
 
 async def _check_goes_on(node: ClusterNode, request: Request, answer: EngineAnswer) -> None:
@@ -283,7 +277,7 @@ async def _check_goes_on(node: ClusterNode, request: Request, answer: EngineAnsw
     if answer.status != 200:
         error = _error(await answer.whole(MAX_ERROR_BYTES))
         raise DecodeFailed(node.id, _label(error, answer.status), error.message)
-    if answer.answered != str(len(request.answered)).encode():
+    if answer.answered != str(len(request.progress.answered)).encode():
         raise DecodeFailed(node.id, "not_resumable", "the engine would begin the answer anew")
 
 

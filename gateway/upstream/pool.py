@@ -3,12 +3,14 @@
 import asyncio
 import ssl
 from collections import deque
+from dataclasses import replace
 from typing import Final
 from urllib.parse import urlsplit
 
 from gateway.api.bodies import Body
 from gateway.errors import LegFailed
 from gateway.upstream.http1 import JSON, EngineAnswer, UpstreamConnection
+from transport.wire.identity import Identity
 
 AGENT: Final = "prfaas"
 
@@ -16,8 +18,11 @@ AGENT: Final = "prfaas"
 class UpstreamEngine:
     """Where an engine listens, and the idle connections to it: since when, the latest last."""
 
-    def __init__(self, url: str) -> None:
-        """Raises LegFailed for what is no URL of HTTP."""
+    def __init__(self, url: str, identity: Identity | None = None, name: str = "") -> None:
+        """With an `identity`, https is mutual TLS, and the engine's certificate must carry `name`, or else the URL's host.
+
+        Raises LegFailed for what is no URL of HTTP.
+        """
         try:
             parts = urlsplit(url)
             self.port = parts.port or (443 if parts.scheme == "https" else 80)
@@ -26,13 +31,22 @@ class UpstreamEngine:
         if parts.scheme not in ("http", "https") or not parts.hostname or not url.isascii() or not url.isprintable():
             raise LegFailed("unreachable", f"{url!r} is no URL of HTTP")
         self.url = url
+        self.key = url, name
         self.host = parts.hostname
-        self.ssl = ssl.create_default_context() if parts.scheme == "https" else None
+        self.is_secure = parts.scheme == "https"
+        self.name = name if self.is_secure and name else parts.hostname
+        self._identity = replace(identity, peer_name=self.name) if self.is_secure and identity is not None else None
         self.idle: dict[UpstreamConnection, float] = {}
         self.num_open = 0
         self._path = parts.path.rstrip("/")
         authority = parts.netloc.rpartition("@")[2]
         self._headers = f"Host: {authority}\r\nAccept: */*\r\nUser-Agent: {AGENT}\r\nContent-Type: {JSON}\r\n"
+
+    def context(self) -> ssl.SSLContext | None:
+        """What the next handshake shows and accepts, as the files are now; None: none is made. Raises OSError."""
+        if self._identity is not None:
+            return self._identity.client_context()
+        return ssl.create_default_context() if self.is_secure else None
 
     def head(self, path: str, headers: str, length: int) -> bytes:
         """The head of a POST; `headers` are lines that end in CRLF."""
@@ -43,12 +57,13 @@ class UpstreamEngine:
 class EnginePool:
     """Connections to engines, `limit` of them at most, used and idle ones together; those idle for `keep_alive_s` are closed."""
 
-    def __init__(self, limit: int, connect_s: float, keep_alive_s: float) -> None:
+    def __init__(self, limit: int, connect_s: float, keep_alive_s: float, identity: Identity | None = None) -> None:
         self.limit = limit
+        self._identity = identity
         self._connect_s = connect_s
         self._keep_alive_s = keep_alive_s
         self._loop = asyncio.get_running_loop()
-        self._engines: dict[str, UpstreamEngine] = {}
+        self._engines: dict[tuple[str, str], UpstreamEngine] = {}  # by URL and certified name
         self._connections: dict[UpstreamConnection, UpstreamEngine] = {}  # also those that are being made
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._sweeping: asyncio.TimerHandle | None = None
@@ -56,14 +71,16 @@ class EnginePool:
     def __len__(self) -> int:
         return len(self._connections)
 
-    async def post(self, url: str, path: str, headers: str, body: Body | bytes, within_s: float) -> EngineAnswer:
+    async def post(
+        self, url: str, path: str, headers: str, body: Body | bytes, within_s: float, *, name: str = ""
+    ) -> EngineAnswer:
         """The answer to `body` of the engine at `url`, to be closed, once it has begun. Raises LegFailed.
 
-        `headers` are lines that end in CRLF. `within_s` bounds all of the exchange, or what it takes until its answer's
-        `bound_silence` is called.
+        `headers` are lines that end in CRLF. `name` is what the engine's certificate must carry over TLS. `within_s` bounds all
+        of the exchange, or what it takes until its answer's `bound_silence` is called.
         """
         now = self._loop.time()
-        engine = self._engines.get(url) or UpstreamEngine(url)
+        engine = self._engines.get((url, name)) or UpstreamEngine(url, self._identity, name)
         connection = self._idle_one(engine, now) or await self._connected(engine, min(self._connect_s, within_s))
         return await connection.ask(engine.head(path, headers, len(body)), body, now + within_s)
 
@@ -100,8 +117,8 @@ class EnginePool:
             return
         engine.idle.pop(connection, None)
         engine.num_open -= 1
-        if not engine.num_open and self._engines.get(engine.url) is engine:
-            del self._engines[engine.url]
+        if not engine.num_open and self._engines.get(engine.key) is engine:
+            del self._engines[engine.key]
         self._tell_one()
 
     def _idle_one(self, engine: UpstreamEngine, now: float) -> UpstreamConnection | None:
@@ -123,11 +140,17 @@ class EnginePool:
 
     async def _connect(self, engine: UpstreamEngine) -> UpstreamConnection:
         connection = UpstreamConnection(self)
-        engine = self._engines.setdefault(engine.url, engine)  # others may have waited for room, too
+        engine = self._engines.setdefault(engine.key, engine)  # others may have waited for room, too
         self._connections[connection] = engine
         engine.num_open += 1
         try:
-            await self._loop.create_connection(lambda: connection, engine.host, engine.port, ssl=engine.ssl)
+            await self._loop.create_connection(
+                lambda: connection,
+                engine.host,
+                engine.port,
+                ssl=engine.context(),
+                server_hostname=engine.name if engine.is_secure else None,
+            )
         except BaseException:
             connection.abort()
             self.closed(connection)
@@ -147,7 +170,7 @@ class EnginePool:
                 if told.done() and not told.cancelled():
                     self._tell_one()  # it was for a waiting request
                 raise
-            known = self._engines.get(engine.url, engine)
+            known = self._engines.get(engine.key, engine)
             if (connection := self._idle_one(known, self._loop.time())) is not None:
                 return connection
         return None

@@ -53,7 +53,7 @@ async def take_in(
         try:
             _, number, payload = message
             batch = _decoder.decode(payload)
-        except (ValueError, msgspec.MsgspecError) as exc:
+        except (ValueError, msgspec.MsgspecError, RecursionError) as exc:
             # Not taken in, so missing: as if ZMQ had lost it.
             if str(exc) != trouble:  # a server of a later release may say it at every step
                 log.warning("engine's cache event not understood: %s", exc)

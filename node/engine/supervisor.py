@@ -29,7 +29,7 @@ def engine_command(config: NodeConfig, socket_path: Path) -> list[str]:
     model = ["--emulate", config.model] if config.engine == "emulated" else ["--model", config.model]
     module = f"engine.{config.engine}.launch" if config.engine in SERVERS else "engine"
     command = [sys.executable, "-m", module, *model]
-    port = config.port("engine")
+    port = config.inner_engine_port()
     command += ["--host", port.host, "--port", str(port.number), "--agent-socket", str(socket_path)]
     command += ["--model-name", config.model_name, "--chunk-tokens", str(config.chunk_tokens)]
     command += ["--threads", str(config.threads), "--drain-timeout-s", str(config.drain_timeout_s)]

@@ -64,7 +64,7 @@ class PlanEndpoints:
             return await handler(http)
         except ChangeRefused as error:
             return _error(409, str(error))
-        except (msgspec.MsgspecError, ValueError) as error:
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
             return _error(400, str(error))
         except OSError as error:
             return _error(507, f"nothing has changed, as it could not be written down: {error}")

@@ -64,7 +64,7 @@ class PlanClient:
     def _refusal(self, exc: HTTPError) -> Exception:
         try:
             text = json.loads(exc.read())["error"]
-        except (ValueError, KeyError, TypeError, OSError, HTTPException):
+        except (ValueError, KeyError, TypeError, OSError, HTTPException, RecursionError):
             text = None
         if not isinstance(text, str):
             return InputError(f"{self._url} does not answer as a plan service does: {exc.code} {exc.reason}")
@@ -75,7 +75,7 @@ class PlanClient:
     def _decoded(self, body: bytes, kind: type[T]) -> T:
         try:
             return msgspec.json.decode(body, type=kind)
-        except msgspec.MsgspecError as exc:
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as exc:
             raise InputError(f"{self._url} is no plan service of this version: {exc}") from exc
 
 

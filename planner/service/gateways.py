@@ -54,7 +54,7 @@ class Gateways:
             self._failed(url, f"status_{error.status}", f"status {error.status}")
         except aiohttp.ClientError as error:
             self._failed(url, "unreachable", str(error) or type(error).__name__)
-        except (BodyTooLong, msgspec.MsgspecError, UnicodeDecodeError) as error:
+        except (BodyTooLong, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             self._failed(url, "bad_answer", f"no load: {error}")
         return None
 

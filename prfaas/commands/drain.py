@@ -8,7 +8,7 @@ from pathlib import Path
 
 import grpc
 
-from gateway.cluster.agent_failures import node_error
+from gateway.cluster.agent_client import node_error
 from gateway.config.gateway import load
 from gateway.errors import AgentCallFailed
 from prfaas.commands.convert import Say, agents_of, answering, meant

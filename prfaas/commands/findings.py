@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
-from gateway.cluster.agent_client import NodeInfo, NodeLoad
+from gateway.cluster.agent_values import NodeInfo, NodeLoad
 from transport.peers.name import HOW_TO_ISSUE
 
 CLOCKS_APART_S: Final = 1.0

@@ -7,6 +7,7 @@ from typing import Any, Final
 
 from prfaas.commands.asking import GatewayClient
 from prfaas.commands.top import rate, scaled, seconds
+from prfaas.errors import AskError
 
 EVERY_S: Final = 1.0
 HEADER: Final = (
@@ -39,17 +40,42 @@ def follow(
     *,
     once: bool,
     sleep: Callable[[float], None] = time.sleep,
+    tell: Callable[[str], None] = lambda line: None,
 ) -> Iterator[dict[str, Any]]:
-    """Flows that have ended, oldest first, then those that end from now on. Raises AskError."""
+    """Flows that have ended, oldest first, then those that end from now on.
+
+    Raises AskError if no gateway answers at first; one that goes away is asked again, and `tell` is told. A gateway that has
+    started again counts from 1, and answers a number of before with all that it keeps.
+    """
     since = 0
+    flows = gateway.lines("/prfaas/flows", since=since)
     while True:
-        for flow in gateway.lines("/prfaas/flows", since=since):
+        for flow in flows:
             since = flow["seq"]
             if wanted.has(flow):
                 yield flow
         if once:
             return
         sleep(EVERY_S)
+        flows = _asked_until_answered(gateway, since, sleep, tell)
+
+
+def _asked_until_answered(
+    gateway: GatewayClient, since: int, sleep: Callable[[float], None], tell: Callable[[str], None]
+) -> list[dict[str, Any]]:
+    told = ""
+    while True:
+        try:
+            flows = gateway.lines("/prfaas/flows", since=since)
+        except AskError as error:
+            if str(error) != told:
+                told = str(error)
+                tell(f"{told}; it is asked again every {EVERY_S:.0f} s")
+            sleep(EVERY_S)
+        else:
+            if told:
+                tell(f"{gateway.url} answers again")
+            return flows
 
 
 def line(flow: Mapping[str, Any]) -> str:

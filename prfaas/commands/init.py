@@ -23,7 +23,7 @@ PORTS: Final = {
     "control_port": (7001, "gateways ask here (gRPC)"),
     "calls_port": (7401, "and reserve room for every request here"),
     "transfer_port": (7101, "KVCache arrives here, from prefill nodes of all clusters"),
-    "engine_port": (7201, "gateways send requests here (HTTP, plain): keep it inside your network"),
+    "engine_port": (7201, "gateways send requests here (HTTP; over TLS with certificates)"),
     "metrics_port": (7301, "Prometheus"),
 }
 GATEWAY_PORT: Final = 8000

@@ -16,7 +16,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from prfaas.demo.client import RequestFailed, complete
 from prfaas.demo.replay import ReplayRequest, read_rows, scaled
 from prfaas.demo.summary import HEADER, DemoOutcome, Summary, summarise
-from prfaas.system.models import ensure_model
 from prfaas.system.system import System
 from prfaas.system.topology import Topology
 from transport.control.proto import node_pb2 as pb
@@ -62,8 +61,12 @@ class DemoRecords:
 class Demo:
     """One run: replay, summary, checks."""
 
-    def __init__(self, topology: Topology, state_dir: Path, num_requests: int, console: Console) -> None:
+    def __init__(
+        self, topology: Topology, model_dir: Path, state_dir: Path, num_requests: int, console: Console
+    ) -> None:
+        """`model_dir` holds the model that the topology names."""
         self._topology = topology
+        self._model_dir = model_dir
         self._state_dir = state_dir
         self._console = console
         self._requests = scaled(read_rows()[:num_requests], LENGTH_FACTOR, SPEED, np.random.default_rng(SEED))
@@ -74,7 +77,6 @@ class Demo:
     async def run(self) -> bool:
         """True if everything that was claimed held."""
         say = self._console.print
-        model_dir = ensure_model(self._topology.model, self._state_dir, say)
         async with System(self._topology, self._state_dir / "demo", say) as system:
             say(
                 f"replaying {len(self._requests)} requests of the Mooncake conversation trace:"
@@ -92,7 +94,7 @@ class Demo:
         summary = summarise(self._outcomes, seconds)
         for line in summary.lines():
             say(line, highlight=False)
-        problems += await self._check_tokens(model_dir)
+        problems += await self._check_tokens(self._model_dir)
         problems += _missing_claims(summary)
         for problem in problems:
             say(f"[red]FAILED[/red]  {problem}", highlight=False)

@@ -323,13 +323,19 @@ class System:
                 await asyncio.sleep(POLL_S)
         raise StartError(f"the gateway does not see {num_nodes} nodes ready after {GATEWAY_START_S:.0f} s")
 
+    def gateway_identity(self) -> Identity | None:
+        """What the gateway shows to nodes; None without certificates."""
+        gateway = self.topology.gateway
+        if not gateway.keys() >= set(IDENTITY_KEYS):
+            return None
+        certificate, private, authority = (Path(gateway[key]) for key in IDENTITY_KEYS)
+        return Identity(certificate=certificate, key=private, authority=authority)
+
     def agent_channel(self, name: str) -> grpc.aio.Channel:
         """To a node's agent, as its gateway has it."""
-        node, gateway = self.nodes[name], self.topology.gateway
-        if not node.config.certificate:
+        node, identity = self.nodes[name], self.gateway_identity()
+        if not node.config.certificate or identity is None:
             return grpc.aio.insecure_channel(node.agent_address)
-        certificate, private, authority = (Path(gateway[key]) for key in IDENTITY_KEYS)
-        identity = Identity(certificate=certificate, key=private, authority=authority)
         return grpc.aio.secure_channel(node.agent_address, channel_credentials(identity), channel_options(name))
 
     async def stop(self) -> None:

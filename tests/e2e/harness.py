@@ -84,12 +84,10 @@ class Bench:
         self._runner.close()
 
     async def _start(self) -> None:
-        self.session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
-        try:
-            await self.system.__aenter__()
-        except BaseException:
-            await self.session.close()
-            raise
+        await self.system.__aenter__()
+        identity = self.system.gateway_identity()
+        secure = identity.client_context() if identity is not None else True
+        self.session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, ssl=secure))
 
     async def _stop(self) -> None:
         await self.session.close()

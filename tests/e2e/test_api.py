@@ -9,6 +9,8 @@ import pytest
 
 from tests.e2e.harness import Bench
 
+pytestmark = pytest.mark.e2e
+
 
 def sdk(bench: Bench) -> openai.AsyncOpenAI:
     return openai.AsyncOpenAI(base_url=f"{bench.system.api_url}/v1", api_key="unused", max_retries=0)
@@ -80,6 +82,7 @@ def test_headers_say_what_was_decided(bench: Bench) -> None:
 GOOD: dict[str, Any] = {"model": "tiny", "prompt": "hello", "max_tokens": 1}
 
 
+@pytest.mark.dimensions(body=None, status=None, code=None, mentions=None)
 @pytest.mark.parametrize(
     ("body", "status", "code", "mentions"),
     [

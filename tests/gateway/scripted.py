@@ -14,7 +14,7 @@ import grpc
 import grpc.aio
 from aiohttp import web
 
-from gateway.cluster.agent_failures import REASONS
+from gateway.cluster.agent_client import REASONS
 from hybrid_cache.hashing.block_hash import split_hashes
 from node.control.call_server import CallServer
 from node.errors import NodeRefusal

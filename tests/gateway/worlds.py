@@ -19,7 +19,7 @@ from gateway.cluster.agent_client import AgentClient
 from gateway.cluster.registry import NODE_TIMES, NodeTimes, ServedModel
 from gateway.config.gateway import GatewayConfig, NodeAddress, Timeouts
 from gateway.prompt.prompt import Hashing, Prompt, PromptMemory, PromptModel, read_call
-from gateway.request.request import Request, Timeline
+from gateway.request.request import Request, RequestProgress, Timeline
 from gateway.workers.process_scope import SingleProcess
 from tests.gateway.layouts import LAYOUT
 from tests.gateway.scripted import ScriptedNode, Topology, topology
@@ -51,7 +51,7 @@ def request_of(text: str, served: ServedModel, **fields: Any) -> Request:
     """A plain request as the gateway holds it once it has read it."""
     body = json.dumps({"model": served.name, "prompt": text}).encode()
     call, prompt = read_call(Endpoint.COMPLETIONS, body, served.as_read(), PromptMemory(text_tokenizer()))
-    return Request("r", "r-1", call, prompt, served, Timeline(0.0), **fields)
+    return Request("r", "r-1", call, prompt, served, RequestProgress(Timeline(0.0)), **fields)
 
 
 SERVED = ServedModel("scripted", "scripted", LAYOUT, 4096, Hashing(block_size=16, salt=b"salt"))

@@ -96,3 +96,15 @@ def test_stages_are_said_in_the_words_of_each_engine() -> None:
 def test_a_vllm_server_may_take_longer_to_start() -> None:
     assert parse("--engine", "vllm", "--model", "m").start_timeout_s > parse("--model", "m").start_timeout_s
     assert parse("--engine", "vllm", "--model", "m", "--engine-start-timeout-s", "5").start_timeout_s == 5.0
+
+
+def test_with_certificates_the_engine_listens_on_loopback_and_the_agent_faces_the_network() -> None:
+    given = ["--model", "m", "--host", "10.0.0.7", "--engine-port", "7201"]
+    certified = parse(*given, "--certificate", "c", "--key", "k", "--authority", "a")
+    assert _listening(engine_command(parse(*given), Path("/run/a/engine.sock"))) == ("10.0.0.7", "7201")
+    assert _listening(engine_command(certified, Path("/run/a/engine.sock"))) == ("127.0.0.1", "0")
+    assert certified.port("engine").number == 7201
+
+
+def _listening(command: list[str]) -> tuple[str, str]:
+    return command[command.index("--host") + 1], command[command.index("--port") + 1]

@@ -11,6 +11,7 @@ import pytest
 from aiohttp import web
 
 from node.config import NodeConfig
+from node.engine.front import OpenDoor
 from node.tasks import Tasks
 from node.transfer.incoming import Consumer
 from node.transfer.loans import Producer
@@ -35,13 +36,11 @@ class FakeNode:
         self.producer: Producer | None = None
         self.consumer: Consumer | None = None
         self.engine_load = m.LoadReport(running=0, waiting=0, queued_tokens=0)
-        self._engine_url = engine_url
+        self.door = OpenDoor()
+        self.door.open(engine_url)
 
     def state(self) -> pb.NodeState:
         return pb.NODE_STATE_READY
-
-    def describe(self) -> pb.NodeDescription:
-        return pb.NodeDescription(engine_url=self._engine_url)
 
     def publish_description(self) -> None:
         pass

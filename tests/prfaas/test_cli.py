@@ -1,4 +1,5 @@
 import asyncio
+import contextlib
 import os
 import signal
 import socket
@@ -9,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from prfaas.cli import main, run_until_done
+from prfaas.cli import main
+from prfaas.ending import ended_by_signals, run_until_done
 from transport.wire.identity import Identity
 
 
@@ -123,3 +125,41 @@ def test_the_command_line_does_not_import_torch() -> None:
         "sys.exit('torch' in sys.modules or 'grpc' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_what_runs_before_a_system_ends_at_a_signal_and_cleans_up(number: signal.Signals) -> None:
+    before = signal.getsignal(number)
+    cleaned: list[bool] = []
+    with contextlib.ExitStack() as inside:
+        inside.enter_context(pytest.raises(KeyboardInterrupt))
+        inside.enter_context(ended_by_signals())
+        inside.callback(cleaned.append, True)
+        os.kill(os.getpid(), number)
+    assert cleaned
+    assert signal.getsignal(number) is before
+
+
+def test_a_signal_that_python_swallows_counts_afterwards() -> None:
+    with pytest.raises(KeyboardInterrupt), ended_by_signals(), contextlib.suppress(KeyboardInterrupt):
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_a_system_that_builds_its_model_ends_at_once_and_leaves_nothing(tmp_path: Path) -> None:
+    building = (
+        "import sys, pathlib, engine.torch.tiny as tiny\n"
+        "def slowly(*_):\n"
+        "    import time\n"
+        "    print('building', flush=True)\n"
+        "    time.sleep(300)\n"
+        "tiny._seeded_model = slowly\n"
+        "from prfaas.cli import main\n"
+        "sys.exit(main(['up', '--state-dir', sys.argv[1]]))\n"
+    )
+    up = subprocess.Popen([sys.executable, "-c", building, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    with up:
+        assert up.stdout is not None
+        assert "building" in up.stdout.readline()
+        up.send_signal(signal.SIGTERM)
+        assert up.wait(60) == 0
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]

@@ -38,6 +38,7 @@ def test_auxiliary_data_arrives_as_it_was_said():
     [], [OFFER], [OFFER, b""], [OFFER, b"\xc1"], [OFFER, b"x" * (1 << 17)], [b"None", b"x"],
     offer_frames(Offer(**PLACE, num_pages=0, ticket=TICKET)), offer_frames(Offer(**PLACE, num_pages=-1, ticket=None)),
     offer_frames(Offer(**PLACE, num_pages=2, ticket=None)),
+    [OFFER, b"\x81\xa7unknown" + b"\x91" * 60_000],
 ])  # fmt: skip
 def test_a_broken_offer_is_an_error(frames):
     with pytest.raises(RendezvousError):

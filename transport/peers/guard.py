@@ -25,8 +25,10 @@ class Guard:
         self, own: PeerName, revoked: RevocationList | None = None, now: Callable[[], float] = time.monotonic
     ) -> None:
         self.own = own
+        self.followers: list[Callable[[], None]] = []  # called when the list of revoked ones has changed
         self.refused: Counter[tuple[str, str]] = Counter()  # by operation and role
         self._revoked = revoked or RevocationList(None)
+        self._followed = self._revoked.now(now())
         self._now = now
         self._lock = threading.Lock()
         self._line_at: dict[tuple[str, str], float] = {}
@@ -75,10 +77,15 @@ class Guard:
         self._open.pop(ticket, None)
 
     def end_revoked(self) -> int:
-        """Ends what revoked peers have open; says how many that were."""
-        ended = 0
+        """Where the list has changed, ends what revoked peers have open; says how many that were."""
+        revoked = self._revoked.now(self._now())
+        if revoked == self._followed:
+            return 0
+        self._followed, ended = revoked, 0
+        for follow in self.followers:
+            follow()
         for ticket, (peer, end) in list(self._open.items()):
-            if self.is_revoked(peer):
+            if revoked.has(peer):
                 self._open.pop(ticket, None)
                 self._note(REVOKED, peer, "an open connection", f"{peer} is revoked")
                 end()

@@ -2,7 +2,7 @@
 
     operation                 gateway   prefill   node      planner   operator
     describe                  yes       -         -         yes       yes
-    reserve, push, watch ...  yes       -         -         -         -
+    reserve, watch, ask ...   yes       -         -         -         -
     convert                   -         -         -         yes       yes
     drain, undrain            -         -         -         -         yes
     KVCache: send, receive    -         yes       yes       -         -
@@ -56,12 +56,13 @@ FRAMES: Final[Mapping[str, Roles]] = dict.fromkeys(SAID_BY_SENDERS + SAID_BY_REC
 SEND: Final = "transfer.Open"
 GREET: Final = "transfer.Hello"
 RECEIVE: Final = "transfer.Accept"
+ASK_ENGINE: Final = "engine.ask"
 SERVE: Final = "node.serve"
 RIGHTS: Final[Mapping[str, Roles]] = MappingProxyType(
     {f"rpc.{name}": roles for name, roles in RPCS.items()}
     | {f"call.{name}": roles for name, roles in CALLS.items()}
     | {f"transfer.{name}": roles for name, roles in FRAMES.items()}
-    | {SERVE: NODES}  # who answers gateways
+    | {ASK_ENGINE: GATEWAY, SERVE: NODES}  # what is said to engines; who answers gateways
 )
 
 

@@ -66,7 +66,7 @@ def read_offer(frames: Sequence[bytes]) -> Offer:
         raise RendezvousError("no offer")
     try:
         offer = _offers.decode(frames[1])
-    except msgspec.DecodeError as exc:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
         raise RendezvousError(f"an offer that cannot be read: {exc}") from exc
     if offer.num_pages < 0 or (offer.num_pages > 0) != (offer.ticket is not None):
         raise RendezvousError(f"an offer of {offer.num_pages} pages with {'a' if offer.ticket else 'no'} ticket")

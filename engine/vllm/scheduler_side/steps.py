@@ -120,7 +120,7 @@ def decode_from_rank(body: bytes) -> RankMessage:
     """What the scheduler's side reads. Raises MessageError."""
     try:
         return _from_rank.decode(body)
-    except msgspec.MsgspecError as exc:
+    except (msgspec.MsgspecError, RecursionError) as exc:
         raise MessageError(f"not a message of a rank: {exc}") from exc
 
 
@@ -128,5 +128,5 @@ def decode_to_rank(body: bytes) -> Release:
     """What a rank reads. Raises MessageError."""
     try:
         return _to_rank.decode(body)
-    except msgspec.MsgspecError as exc:
+    except (msgspec.MsgspecError, RecursionError) as exc:
         raise MessageError(f"not a message to a rank: {exc}") from exc

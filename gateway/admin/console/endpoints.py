@@ -27,6 +27,7 @@ class Console:
 
     def __init__(
         self,
+        *,
         snapshots: ConsoleSnapshots,
         explanations: Explanations,
         desk: PlanProxy,

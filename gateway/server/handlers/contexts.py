@@ -18,13 +18,14 @@ import msgspec
 from aiohttp import web
 
 from gateway.api.cache_control import TTL_S, Breakpoint
+from gateway.api.usage import Details
 from gateway.auth.keyring import Tenant
 from gateway.cluster.node import ClusterNode
 from gateway.cluster.pinned_prefixes import PinnedPrefix, PinState
 from gateway.cluster.registry import Clusters
 from gateway.errors import AgentCallFailed, ApiError
 from gateway.http.connections import JSON
-from gateway.pipeline.ticketed import Attempt
+from gateway.pipeline.attempt import Attempt
 from gateway.prompt.prompt import Prompt
 from gateway.ratelimit.limiter import TenantLimiters
 from gateway.request.request import Request
@@ -103,10 +104,11 @@ class ContextPinning:
         default_factory=dict
     )  # by tenant: what it may have is asked and taken at once
 
-    def begin(self, request: Request, attempt: Attempt) -> None:
-        """Has what `request` marks be kept, once its prompt has been computed; its usage will tell."""
-        if request.asked.caching.breakpoints and attempt.answer.status == 200:
-            request.details = Keeping(self.tasks.start(self._keep(request, attempt), "keep")).details
+    def begin(self, request: Request, attempt: Attempt) -> Details | None:
+        """Has what `request` marks be kept, once its prompt has been computed; what its usage is to say of that."""
+        if not request.asked.caching.breakpoints or attempt.answer.status != 200:
+            return None
+        return Keeping(self.tasks.start(self._keep(request, attempt), "keep")).details
 
     async def _keep(self, request: Request, attempt: Attempt) -> list[PinOutcome]:
         prompt, tenant = request.asked, request.tenant
@@ -125,8 +127,8 @@ class ContextPinning:
     async def _computed(self, request: Request, attempt: Attempt) -> ClusterNode:
         """The node that has computed the prompt. Raises AgentCallFailed."""
         if attempt.delivery is not None:
-            await asyncio.wait([attempt.delivery])
-        return self.clusters.by_id(request.prefill_node)
+            await attempt.delivery.outcome()
+        return self.clusters.by_id(request.progress.prefill_node)
 
     async def _one(self, node: ClusterNode, prompt: Prompt, tenant: Tenant, wish: Breakpoint, size: int) -> PinOutcome:
         if not prompt.is_plain:

@@ -49,6 +49,7 @@ class OperatorEndpoints:
 
     def __init__(
         self,
+        *,
         clusters: Clusters,
         links: ClusterLinks,
         decider: Router,

@@ -47,6 +47,7 @@ class TokenEndpoints:
 
     def __init__(
         self,
+        *,
         admission: ConcurrencyLimiter,
         receiver: BodyReceiver,
         reader: PromptReader,

@@ -11,18 +11,20 @@ full     a newcomer takes the place of the last one, if that one's priority, age
          the same and that one's flow has more places for its weight than the newcomer's will have
 """
 
-from collections import defaultdict
+from bisect import bisect_left, bisect_right, insort
+from collections import Counter
 from dataclasses import dataclass
-from itertools import count
-from math import inf
+from heapq import heappop, heappush
+from itertools import accumulate, count, takewhile
+from math import inf, nextafter, ulp
 from typing import Final, Generic, NamedTuple, TypeVar
 
 BELIEVED_TURNS: Final = 3
 TURNS_REMEMBERED: Final = 8
 
 Who = TypeVar("Who")
-Rank = tuple[int, float, float, int]
-Turn = tuple[bool, int, float, float, int]
+Place = tuple[float, int]  # in the order of one flow and level: when its time is up, then its number
+Head = tuple[float, float, int, str]  # the start of a flow, its first place of a level, and its name
 
 
 class Joined(NamedTuple, Generic[Who]):
@@ -42,20 +44,68 @@ class TenantShare(NamedTuple):
 EVERYBODYS: Final = TenantShare()
 
 
+class _Bucket(Generic[Who]):
+    """The requests of one flow at one level, in their order: three lists side by side."""
+
+    __slots__ = ("begins", "costs", "members", "places")
+
+    def __init__(self) -> None:
+        self.places: list[Place] = []
+        self.costs: list[float] = []
+        self.members: list[Who] = []
+        self.begins: list[float] = []  # once asked for, until the flow changes: when each begins, in virtual time
+
+    def add(self, place: Place, cost: float, who: Who) -> None:
+        at = bisect_left(self.places, place)
+        self.places.insert(at, place)
+        self.costs.insert(at, cost)
+        self.members.insert(at, who)
+
+    def remove(self, place: Place) -> None:
+        at = bisect_left(self.places, place)
+        del self.places[at], self.costs[at], self.members[at]
+
+    def up_to(self, due: float) -> tuple[int, float]:
+        """How many have their time up by `due`, and what they cost."""
+        number = bisect_right(self.places, (due, inf))
+        return number, sum(self.costs[:number])
+
+
+class _Flow(Generic[Who]):
+    """What is known of a flow with a request in the line, or with turns that others have not had yet."""
+
+    __slots__ = ("back_until", "levels", "places", "standing", "start", "weight")
+
+    def __init__(self, weight: float, start: float) -> None:
+        self.weight = weight
+        self.start = start  # virtual time at which its next turn begins
+        self.standing = 0  # requests of it in the line
+        self.places = 0.0  # the same for its weight
+        self.back_until = -inf  # it yields to others
+        self.levels: dict[int, _Bucket[Who]] = {}
+
+    def stands(self, by: int) -> None:
+        """So many more of it are in the line, or fewer."""
+        self.standing += by
+        self.places = self.standing / self.weight
+        self.changed()
+
+    def changed(self) -> None:
+        """Its turns begin at other times than before."""
+        for bucket in self.levels.values():
+            bucket.begins = []
+
+    def begins(self, level: int) -> list[float]:
+        """When those of a level begin, in virtual time: after its requests of higher levels."""
+        bucket = self.levels[level]
+        if not bucket.begins:
+            above = sum(sum(other.costs) for each, other in self.levels.items() if each > level)
+            steps = (cost / self.weight for cost in bucket.costs[:-1])
+            bucket.begins = list(accumulate(steps, initial=self.start + above / self.weight))
+        return bucket.begins
+
+
 @dataclass(slots=True)
-class _Flow:
-    weight: float
-    start: float  # of its next turn, in virtual time
-    standing: int = 0
-    back_until: float = -inf  # it yields to others
-
-    @property
-    def places(self) -> float:
-        """Those it has, for its weight."""
-        return self.standing / self.weight
-
-
-@dataclass(frozen=True, slots=True)
 class _Standing:
     priority: int
     due: float
@@ -63,20 +113,30 @@ class _Standing:
     number: int
     flow: str
     cost: float
+    level: int  # its priority, with what it has waited
 
-    def level(self, now: float, ageing_s: float) -> int:
-        """Its priority, with what it has waited."""
-        return self.priority + int(max(0.0, now - self.since) / ageing_s)
+    @property
+    def place(self) -> Place:
+        return self.due, self.number
 
 
 class WaitQueue(Generic[Who]):
-    """At most `limit` who wait. Times are seconds, `now` never goes back; `Who` is anything that can be a key."""
+    """At most `limit` who wait. Times are seconds, `now` never goes back; `Who` is anything that can be a key.
+
+    Each flow keeps its requests in their order, by level; each level keeps its flows in the order of their turns. A request
+    that joins or leaves moves the entries of its own flow only. A heap names the times at which requests reach a higher level.
+    """
 
     def __init__(self, limit: int, ageing_s: float = inf) -> None:
         self.limit = limit
-        self.ageing_s = ageing_s
+        self._ageing_s = ageing_s
         self._standing: dict[Who, _Standing] = {}
-        self._flows: dict[str, _Flow] = {}  # with a request in the line, or with turns that others have not had yet
+        self._flows: dict[str, _Flow[Who]] = {}
+        self._heads: dict[int, list[Head]] = {}  # of the flows at a level, sorted
+        self._sizes: Counter[int] = Counter()  # requests at a level
+        self._back: set[str] = set()  # flows that are held back, or were
+        self._served: set[str] = set()  # flows without a request in the line
+        self._rises: list[tuple[float, int, Who]] = []  # a heap; those that have left stay until their time
         self._virtual = 0.0
         self._numbers = count()
 
@@ -85,6 +145,17 @@ class WaitQueue(Generic[Who]):
 
     def __contains__(self, who: object) -> bool:
         return who in self._standing
+
+    @property
+    def ageing_s(self) -> float:
+        """Seconds of waiting that count as one more priority."""
+        return self._ageing_s
+
+    @ageing_s.setter
+    def ageing_s(self, seconds: float) -> None:
+        if seconds != self._ageing_s:
+            self._ageing_s = seconds
+            self._rises = [(-inf, each.number, who) for who, each in self._standing.items()]
 
     def join(
         self,
@@ -97,9 +168,10 @@ class WaitQueue(Generic[Who]):
         cost: float = 1.0,
     ) -> Joined[Who]:
         """`who`, not in it yet, takes a place until its time is `due`, if there is one for it. `cost`: what it will get."""
+        self._rise(now)
         displaced = None
         if len(self) >= self.limit:
-            displaced = self._who_yields(priority, share, now)
+            displaced = self._who_yields(priority, share)
             if displaced is None:
                 return Joined(False)
             self.leave(displaced)
@@ -107,8 +179,11 @@ class WaitQueue(Generic[Who]):
         flow.weight = share.weight
         if not flow.standing:
             flow.start = max(flow.start, self._virtual)
-        flow.standing += 1
-        self._standing[who] = _Standing(priority, due, now, next(self._numbers), share.flow, cost)
+        self._served.discard(share.flow)
+        standing = _Standing(priority, due, now, next(self._numbers), share.flow, cost, priority)
+        self._standing[who] = standing
+        self._enter(who, standing)
+        self._await_rise(who, standing, now)
         return Joined(True, displaced)
 
     def leave(self, who: Who) -> bool:
@@ -116,7 +191,9 @@ class WaitQueue(Generic[Who]):
         standing = self._standing.pop(who, None)
         if standing is None:
             return False
-        self._flows[standing.flow].standing -= 1
+        self._exit(standing)
+        if not self._flows[standing.flow].standing:
+            self._served.add(standing.flow)
         self._tidy()
         return True
 
@@ -127,17 +204,23 @@ class WaitQueue(Generic[Who]):
             return False
         flow = self._flows[standing.flow]
         self._virtual = max(self._virtual, flow.start)
+        for level in flow.levels:
+            self._unlist(standing.flow, level)
         flow.start += standing.cost / flow.weight
+        flow.changed()
+        for level in flow.levels:
+            self._list(standing.flow, level)
         return self.leave(who)
 
     def hold_back(self, flow: str, until: float) -> None:
         """There is no room for those of a flow who stand there, whatever there is for others: they come last `until` then."""
         if flow in self._flows:
             self._flows[flow].back_until = until
+            self._back.add(flow)
 
     def is_held_back(self, who: Who, now: float) -> bool:
         """Whether `who`, of the line, yields to others by now."""
-        return now < self._flows[self._standing[who].flow].back_until
+        return self._is_back(self._standing[who].flow, now)
 
     @property
     def num_flows(self) -> int:
@@ -146,70 +229,163 @@ class WaitQueue(Generic[Who]):
 
     def first(self, now: float) -> Who | None:
         """Who is to be served next."""
-        return min(self._standing, key=lambda who: self._turn(who, now), default=None)
+        self._rise(now)
+        levels = sorted(self._heads, reverse=True)
+        for level in levels:
+            for *_, name in self._heads[level]:
+                if not self._is_back(name, now):
+                    return self._flows[name].levels[level].members[0]
+        if not levels:
+            return None
+        return self._flows[self._heads[levels[0]][0][-1]].levels[levels[0]].members[0]
 
     def ahead_of(self, priority: int, due: float, now: float, share: TenantShare = EVERYBODYS) -> int:
         """How many would come before a request that joined now; of other flows, without those that are held back."""
-        flows: defaultdict[str, list[tuple[int, float, int, float]]] = defaultdict(list)
-        for each in self._standing.values():
-            flows[each.flow].append((-each.level(now, self.ageing_s), each.due, each.number, each.cost))
-        own = [each for each in flows.pop(share.flow, ()) if each[:2] <= (-priority, due)]
-        ahead, turn = len(own), (-priority, self._start(share.flow) + sum(each[-1] for each in own) / share.weight)
-        for name, waiting in flows.items():
-            if now < self._flows[name].back_until:
-                continue
-            start = self._start(name)
-            for urgency, _, _, cost in sorted(waiting):
-                ahead += (urgency, start) <= turn
-                start += cost / self._flows[name].weight
+        self._rise(now)
+        own, own_cost = self._own_ahead(priority, due, share)
+        turn = self._start(share.flow) + own_cost / share.weight
+        left_out = self._left_out(now, share)
+        ahead = own + self._others_above(priority, left_out)
+        for start, _, _, name in self._heads.get(priority, ()):
+            if start > turn:
+                break
+            if name not in left_out:
+                flow = self._flows[name]
+                ahead += bisect_right(flow.levels[priority].begins or flow.begins(priority), turn)
         return ahead
 
     def is_anyone_ahead(self, priority: int, due: float, now: float, share: TenantShare = EVERYBODYS) -> bool:
-        """Whether `ahead_of` would count anybody. In a long line the first that is looked at nearly always says so."""
-        newcomer = -priority, self._start(share.flow)
-        for each in self._standing.values():
-            urgency = -each.level(now, self.ageing_s)
-            if each.flow == share.flow:
-                if (urgency, each.due) <= (-priority, due):
-                    return True
-            elif now >= self._flows[each.flow].back_until and (urgency, self._start(each.flow)) <= newcomer:
-                return True
-        return False
+        """Whether `ahead_of` would count anybody."""
+        self._rise(now)
+        left_out = self._left_out(now, share)
+        if self._own_ahead(priority, due, share)[0] or self._others_above(priority, left_out):
+            return True
+        turn = self._start(share.flow)
+        heads = takewhile(lambda head: head[0] <= turn, self._heads.get(priority, ()))
+        return any(name not in left_out for *_, name in heads)
+
+    def _own_ahead(self, priority: int, due: float, share: TenantShare) -> tuple[int, float]:
+        """Of the flow's own requests, how many come before, and what they cost."""
+        flow = self._flows.get(share.flow)
+        number, cost = 0, 0.0
+        for level, bucket in flow.levels.items() if flow else ():
+            if level >= priority:
+                more, their_cost = bucket.up_to(due if level == priority else inf)
+                number, cost = number + more, cost + their_cost
+        return number, cost
+
+    def _left_out(self, now: float, share: TenantShare) -> set[str]:
+        """Flows that are counted apart, or not: the own one, and those that are held back."""
+        return {share.flow, *(name for name in self._back if self._is_back(name, now))}
+
+    def _others_above(self, priority: int, left_out: set[str]) -> int:
+        """Requests of higher levels, of other flows than `left_out`."""
+        levels = [level for level in self._sizes if level > priority]
+        if not levels:
+            return 0
+        without = (self._flows[name].levels for name in left_out if name in self._flows)
+        number = sum(self._sizes[level] for level in levels)
+        return number - sum(len(each[level].members) for each in without for level in levels if level in each)
 
     def _start(self, flow: str) -> float:
         """Of the flow's next turn, if it has a request in the line."""
         known = self._flows.get(flow)
         return self._virtual if known is None else max(known.start, self._virtual)
 
-    def _who_yields(self, priority: int, share: TenantShare, now: float) -> Who | None:
+    def _is_back(self, flow: str, now: float) -> bool:
+        return flow in self._back and now < self._flows[flow].back_until
+
+    def _who_yields(self, priority: int, share: TenantShare) -> Who | None:
         """The last one, if a request of such a priority and flow may have its place."""
-        last = max(self._standing, key=lambda who: self._yields(who, now), default=None)
-        if last is None:
+        if not self._heads:
             return None
-        standing = self._standing[last]
-        level, theirs, own = standing.level(now, self.ageing_s), self._flows[standing.flow], self._flows.get(share.flow)
+        level = min(self._heads)
+        if level > priority:
+            return None
+        theirs = self._with_most_places(level)
+        last, own = theirs.levels[level].members[-1], self._flows.get(share.flow)
         places = ((own.standing if own else 0) + 1) / share.weight
         has_less = level == priority and theirs is not own and theirs.places > places
         return last if level < priority or has_less else None
 
-    def _turn(self, who: Who, now: float) -> Turn:
-        standing = self._standing[who]
-        level, flow = standing.level(now, self.ageing_s), self._flows[standing.flow]
-        return now < flow.back_until, -level, flow.start, standing.due, standing.number
+    def _with_most_places(self, level: int) -> _Flow[Who]:
+        """Of the flows at a level; of equals, the one whose last request there comes last."""
+        flows = [self._flows[name] for *_, name in self._heads[level]]
+        most = max([flow.places for flow in flows])
+        return max((flow for flow in flows if flow.places == most), key=lambda flow: flow.levels[level].places[-1])
 
-    def _yields(self, who: Who, now: float) -> Rank:
-        standing = self._standing[who]
-        level = standing.level(now, self.ageing_s)
-        return -level, self._flows[standing.flow].places, standing.due, standing.number
+    # The order
+
+    def _enter(self, who: Who, standing: _Standing) -> None:
+        flow = self._flows[standing.flow]
+        self._unlist(standing.flow, standing.level)
+        flow.levels.setdefault(standing.level, _Bucket()).add(standing.place, standing.cost, who)
+        flow.stands(1)
+        self._sizes[standing.level] += 1
+        self._list(standing.flow, standing.level)
+
+    def _exit(self, standing: _Standing) -> None:
+        flow, level = self._flows[standing.flow], standing.level
+        self._unlist(standing.flow, level)
+        flow.levels[level].remove(standing.place)
+        flow.stands(-1)
+        self._sizes[level] -= 1
+        if not flow.levels[level].members:
+            del flow.levels[level]
+        if not self._sizes[level]:
+            del self._sizes[level]
+        self._list(standing.flow, level)
+
+    def _list(self, name: str, level: int) -> None:
+        """Puts the flow among those of a level, if it has a request there."""
+        if (head := self._head(name, level)) is not None:
+            insort(self._heads.setdefault(level, []), head)
+
+    def _unlist(self, name: str, level: int) -> None:
+        if (head := self._head(name, level)) is None:
+            return
+        heads = self._heads[level]
+        del heads[bisect_left(heads, head)]
+        if not heads:
+            del self._heads[level]
+
+    def _head(self, name: str, level: int) -> Head | None:
+        flow = self._flows[name]
+        bucket = flow.levels.get(level)
+        return None if bucket is None else (flow.start, *bucket.places[0], name)
+
+    def _rise(self, now: float) -> None:
+        """Moves requests to the levels that they have reached by now."""
+        while self._rises and self._rises[0][0] <= now:
+            _, number, who = heappop(self._rises)
+            standing = self._standing.get(who)
+            if standing is None or standing.number != number:
+                continue
+            level = standing.priority + int(max(0.0, now - standing.since) / self._ageing_s)
+            if level != standing.level:
+                self._exit(standing)
+                standing.level = level
+                self._enter(who, standing)
+            self._await_rise(who, standing, now)
+
+    def _await_rise(self, who: Who, standing: _Standing, now: float) -> None:
+        at = standing.since + (standing.level - standing.priority + 1) * self._ageing_s
+        if at < inf:  # a few roundings early, as it is looked at again then
+            heappush(self._rises, (max(at - 4 * ulp(at), nextafter(now, inf)), standing.number, who))
 
     def _tidy(self) -> None:
         """Forgets flows that are where a new one would begin; with an empty line, all."""
         if not self._standing:
             self._flows.clear()
+            self._back.clear()
+            self._served.clear()
+            self._rises.clear()
             self._virtual = 0.0
             return
-        for name in [name for name, flow in self._flows.items() if not flow.standing and flow.start <= self._virtual]:
+        for name in [name for name in self._served if self._flows[name].start <= self._virtual]:
             del self._flows[name]
+            self._served.discard(name)
+            self._back.discard(name)
 
 
 class DrainRate:

@@ -135,6 +135,7 @@ _FAILURES: Final = MappingProxyType(
         PATH_FAILED: FailureKind.CUT,
         "timeout": FailureKind.TIMEOUT,
         "no_capacity": FailureKind.FULL,
+        "queue_full": FailureKind.FULL,  # of an engine
         TENANTS_PART: FailureKind.FULL,
         "converting": FailureKind.AWAY,
         "wrong_role": FailureKind.AWAY,

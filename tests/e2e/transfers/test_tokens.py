@@ -6,9 +6,12 @@ import pytest
 
 from tests.e2e.harness import Bench
 
+pytestmark = pytest.mark.e2e
+
 BLOCK = 64
 
 
+@pytest.mark.dimensions(num_tokens=None)  # all lengths and routes are sampled by `make test-equality`
 @pytest.mark.parametrize(
     "num_tokens", [1, 2, 3, 63, 64, 65, 66, 127, 128, 129, 193, 300, 301, 320, 321, 385, 449, 1025]
 )
@@ -26,6 +29,7 @@ def test_cold_prompts(bench: Bench, num_tokens: int) -> None:
     bench.run(scenario())
 
 
+@pytest.mark.dimensions(prefill_has=None, decode_has=None)
 @pytest.mark.parametrize(("prefill_has", "decode_has"), [(0, 256), (512, 0), (512, 256), (192, 256)])
 def test_prefixes_on_either_side(bench: Bench, prefill_has: int, decode_has: int) -> None:
     async def scenario() -> None:

@@ -104,6 +104,6 @@ async def test_a_file_that_is_wrong_changes_nothing() -> None:
 
 def test_a_worker_whose_parent_is_gone_signals_nobody() -> None:
     config = config_of()
-    reloads = Reloads(lambda: config, lambda: config, lambda _: None, lambda _: None, parent=os.getpid())
+    reloads = Reloads(config, [], lambda: config, lambda _: None, parent=os.getpid())
     with pytest.raises(Unavailable):
         reloads.ask()

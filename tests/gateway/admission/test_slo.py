@@ -15,7 +15,7 @@ from gateway.cluster.registry import Clusters, ServedModel
 from gateway.config.classes import AdmissionConfig, ClassConfig
 from gateway.config.gateway import GatewayConfig, NodeAddress, RoutingConfig
 from gateway.prompt.prompt import Hashing, PromptMemory, read_call
-from gateway.request.request import Request, Timeline
+from gateway.request.request import Request, RequestProgress, StreamState, Timeline
 from planner.decisions.admission.overload import AdmissionPolicy
 from planner.decisions.estimates.decoding import STEPS_BELIEVED, LearnedSteps
 from planner.decisions.routing.offload import Reason, Route, Target
@@ -182,12 +182,14 @@ def test_an_answer_tells_of_the_node_that_gave_it_and_not_of_one_that_failed_bef
         cached_tokens=0, threshold_tokens=1.0,
     )  # fmt: skip
     for _ in range(2 * STEPS_BELIEVED):
-        request = Request("r", "r-1", call, prompt, served, Timeline(now), events=4)  # three tokens and the end
+        request = Request(
+            "r", "r-1", call, prompt, served, RequestProgress(Timeline(now)), stream=StreamState(events=4)
+        )  # three tokens and the end
         refusals.accepted(request, way)
         for node in ("d0", "d1", "d1"):
             refusals.decoding(request, node)
         assert refusals.running == 1
-        request.timeline.first_token, request.timeline.last_token = now, now + 1.0
+        request.progress.timeline.first_token, request.progress.timeline.last_token = now, now + 1.0
         refusals.left(request)
         now += 1.0
     assert refusals.running == 0
@@ -201,7 +203,7 @@ def test_neither_the_end_of_a_stream_nor_its_usage_is_a_token(options: str, even
     body = f'{{"model":"scripted","prompt":"x","stream":true{options}}}'.encode()
     call, prompt = read_call(Endpoint.COMPLETIONS, body, served.as_read(), PromptMemory(text_tokenizer()))
     timeline = Timeline(0.0, first_token=1.0, last_token=2.0)
-    request = Request("r", "r-1", call, prompt, served, timeline, events=events)
+    request = Request("r", "r-1", call, prompt, served, RequestProgress(timeline), stream=StreamState(events=events))
     assert (request.output_tokens, request.tbt_s) == (3, 0.5)
 
 
@@ -262,12 +264,11 @@ def test_what_an_engine_said_of_an_answer_that_nobody_waited_for_is_estimated(fi
         target=Target.DECODE, reason=Reason.SHORT, decode_node="d0", prefill_node=None, uncached_tokens=1,
         cached_tokens=0, threshold_tokens=1.0, compute_s=2.0, ttft_s=2.0,
     )  # fmt: skip
-    request = Request("r", "r-1", call, prompt, served, Timeline(now))
+    request = Request("r", "r-1", call, prompt, served, RequestProgress(Timeline(now)))
     refusals.accepted(request, way)
     refusals.decoding(request, "d0")
     now = 2.0 + 4.0
-    refusals.left(request)
-    assert request.unheard_tokens == pytest.approx(said, abs=1)
+    assert refusals.left(request) == pytest.approx(said, abs=1)
 
 
 @pytest.mark.parametrize("asks_again", [True, False])
@@ -283,14 +284,13 @@ def test_what_an_engine_said_that_failed_is_not_paid_for(asks_again: bool) -> No
         target=Target.DECODE, reason=Reason.SHORT, decode_node="d0", prefill_node=None, uncached_tokens=1,
         cached_tokens=0, threshold_tokens=1.0,
     )  # fmt: skip
-    request = Request("r", "r-1", call, prompt, served, Timeline(now), route=way)
+    request = Request("r", "r-1", call, prompt, served, RequestProgress(Timeline(now), route=way))
     refusals.accepted(request, way)
     refusals.decoding(request, "d0")
     now = 60.0  # d0 has failed
-    request.route = replace(way, decode_node="d1", prefill_node="p0")
+    request.progress.route = replace(way, decode_node="d1", prefill_node="p0")
     if asks_again:  # after it has waited for room
-        refusals.accepted(request, request.route)
+        refusals.accepted(request, request.progress.route)
     now = 70.0  # its client leaves, as its KVCache is on the way to d1
-    refusals.left(request)
-    assert request.unheard_tokens == 0
+    assert refusals.left(request) == 0
     assert refusals.running == 0

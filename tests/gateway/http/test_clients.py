@@ -15,7 +15,7 @@ from gateway.config.gateway import RoutingConfig, Strangers
 from gateway.http.response import Reply
 from gateway.pipeline.relay import pass_on
 from gateway.prompt.prompt import Hashing, PromptMemory, read_call
-from gateway.request.request import Request, Timeline
+from gateway.request.request import Request, RequestProgress, Timeline
 from gateway.upstream.http1 import EngineAnswer
 from tests.gateway.layouts import LAYOUT
 from tests.gateway.worlds import PATIENT, model_of, on_both_loops, on_loop, until, world
@@ -116,27 +116,27 @@ async def test_what_waits_for_the_client_counts_as_written() -> None:
     body = b'{"model":"scripted","prompt":"x","stream":true}'
     call, prompt = read_call(Endpoint.COMPLETIONS, body, model_of(hashing), PromptMemory(text_tokenizer()))
     served = ServedModel("scripted", "scripted", LAYOUT, 4096, hashing)
-    request = Request("r", "r-1", call, prompt, served, Timeline(0.0))
+    request = Request("r", "r-1", call, prompt, served, RequestProgress(Timeline(0.0)))
     chunks = [b"data: 1\n\n", b"data: ", b"2\n\n", b""]
     seen: list[bool] = []
     seen_waiting: list[float | None] = []
 
     class Client:
         def offer(self, data: bytes) -> bool:
-            seen.append(request.is_between_events)
+            seen.append(request.stream.is_between_events)
             return True
 
         async def taken(self) -> None:
-            seen_waiting.append(request.writing_since)
+            seen_waiting.append(request.stream.writing_since)
 
     async def read() -> bytes:
         return chunks.pop(0)
 
-    await pass_on(read, Client(), request, lambda: 7.0)
+    await pass_on(read, Client(), request, lambda: 7.0, lambda: None)
     assert seen == [True, False, True]
     assert seen_waiting == [7.0, 7.0, 7.0]
-    assert request.writing_since is None
-    assert request.events == 2
+    assert request.stream.writing_since is None
+    assert request.stream.events == 2
 
 
 @on_loop
@@ -160,12 +160,12 @@ async def test_an_engine_is_timed_by_what_it_says_not_by_a_client_that_does_not_
     call, prompt = read_call(Endpoint.COMPLETIONS, body, model_of(hashing), PromptMemory(text_tokenizer()))
     served = ServedModel("scripted", "scripted", LAYOUT, 4096, hashing)
     now = 0.0
-    request = Request("r", "r-1", call, prompt, served, Timeline(0.0, first_token=0.0))
+    request = Request("r", "r-1", call, prompt, served, RequestProgress(Timeline(0.0, first_token=0.0)))
     chunks = [b"data: x\n\n"] * 12 + [b""]
 
     class Client:
         def offer(self, data: bytes) -> bool:
-            return request.events > 10
+            return request.stream.events > 10
 
         async def taken(self) -> None:
             nonlocal now
@@ -176,8 +176,8 @@ async def test_an_engine_is_timed_by_what_it_says_not_by_a_client_that_does_not_
         now += 0.9
         return chunks.pop(0)
 
-    await pass_on(read, Client(), request, lambda: now)
-    request.timeline.last_token = now
+    await pass_on(read, Client(), request, lambda: now, lambda: None)
+    request.progress.timeline.last_token = now
     assert now > 2000.0
     assert request.tbt_s == pytest.approx(9.9 / 9)
 

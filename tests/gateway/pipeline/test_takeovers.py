@@ -11,7 +11,8 @@ from typing import Any, ClassVar
 
 import pytest
 
-from gateway.cluster.agent_client import AgentClient, NodeEvent
+from gateway.cluster.agent_client import AgentClient
+from gateway.cluster.agent_values import NodeEvent
 from gateway.cluster.registry import NodeTimes
 from gateway.errors import AgentCallFailed
 from tests.gateway import worlds

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from gateway.pipeline.ticketed import hang_up
+from gateway.pipeline.attempt import hang_up
 from tests.gateway.worlds import on_loop, until
 
 

@@ -17,8 +17,8 @@ from gateway.config.tenants import TenantConfig
 from gateway.errors import AgentCallFailed
 from gateway.routing.prefix_transfers import PrefixTransfer, PrefixTransfers
 from gateway.tasks import TaskSet
+from gateway.telemetry.instruments import Children
 from gateway.telemetry.metrics import Metrics
-from gateway.telemetry.process_metrics import Children
 from gateway.telemetry.tenant_usage import SentBytes, TenantUsage, as_csv, spent_by
 from tests.gateway.scripted import ScriptedNode
 from tests.gateway.worlds import PATIENCE_S, World, on_loop, until, world

@@ -4,12 +4,15 @@ import asyncio
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import pytest
 
 from gateway.errors import LegFailed
 from gateway.upstream.pool import EnginePool, UpstreamEngine
 from tests.gateway.worlds import PATIENCE_S, on_loop, until
+from transport.control.certificates import Authority
+from transport.wire.identity import Identity
 
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
 
@@ -50,11 +53,12 @@ async def _head(reader: asyncio.StreamReader) -> bytes:
 
 
 @asynccontextmanager
-async def serving(answer: bytes = OK) -> AsyncIterator[Server]:
+async def serving(answer: bytes = OK, identity: Identity | None = None) -> AsyncIterator[Server]:
     server = Server(answer)
-    listening = await asyncio.start_server(server, "127.0.0.1", 0)
+    secure = identity.server_context() if identity is not None else None
+    listening = await asyncio.start_server(server, "127.0.0.1", 0, ssl=secure)
     port = listening.sockets[0].getsockname()[1]
-    server.url = f"http://127.0.0.1:{port}"
+    server.url = f"http{'s' if secure else ''}://127.0.0.1:{port}"
     try:
         yield server
     finally:
@@ -67,8 +71,10 @@ def pool_of(limit: int = 8, keep_alive_s: float = PATIENCE_S) -> EnginePool:
     return EnginePool(limit, PATIENCE_S, keep_alive_s)
 
 
-async def post(pool: EnginePool, url: str, body: bytes = b"{}", within_s: float = PATIENCE_S) -> bytes:
-    answer = await pool.post(url, "/v1", "X-A: b\r\n", body, within_s)
+async def post(
+    pool: EnginePool, url: str, body: bytes = b"{}", within_s: float = PATIENCE_S, *, name: str = ""
+) -> bytes:
+    answer = await pool.post(url, "/v1", "X-A: b\r\n", body, within_s, name=name)
     try:
         return await answer.whole()
     finally:
@@ -224,3 +230,30 @@ async def test_a_pool_that_grows_lets_in_all_who_wait_for_room() -> None:
         server.go_on.set()
         assert await asyncio.gather(*asking) == [b"ok"] * 3
         pool.close()
+
+
+def test_engines_behind_mutual_tls_are_asked_by_name_and_a_new_certificate_is_taken_up(tmp_path: Path) -> None:
+    authority, stranger = Authority(tmp_path / "ours"), Authority(tmp_path / "theirs", "stranger")
+    node, gateway = authority.issue("node"), authority.issue("gateway")
+
+    @on_loop
+    async def scenario() -> None:
+        pool = EnginePool(8, PATIENCE_S, 0.0, gateway)
+        async with serving(identity=node) as server:
+            assert await post(pool, server.url, name="node") == b"ok"
+            with pytest.raises(LegFailed, match="certificate verify failed"):
+                await post(pool, server.url, name="another")
+            plain = EnginePool(8, PATIENCE_S, 0.0)
+            with pytest.raises(LegFailed, match="certificate verify failed"):
+                await post(plain, server.url, name="node")
+            made = stranger.issue("gateway")
+            for theirs, ours in ((made.certificate, gateway.certificate), (made.key, gateway.key)):
+                theirs.replace(ours)
+            with pytest.raises(LegFailed):
+                await post(pool, server.url, name="node")
+            authority.issue("gateway")
+            assert await post(pool, server.url, name="node") == b"ok"
+            pool.close()
+            plain.close()
+
+    scenario()

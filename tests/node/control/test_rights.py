@@ -25,7 +25,7 @@ from transport.control.proto import node_pb2 as pb
 from transport.control.proto import node_pb2_grpc as rpc
 from transport.peers.guard import Guard
 from transport.peers.name import PeerRole
-from transport.peers.rights import CALLS, FRAMES, RPCS, SAID_BY_RECEIVERS, SAID_BY_SENDERS, may
+from transport.peers.rights import ASK_ENGINE, CALLS, FRAMES, RPCS, SAID_BY_RECEIVERS, SAID_BY_SENDERS, may
 from transport.wire.connection import TRANSITIONS, ConnectionRole
 from transport.wire.frames import KINDS
 from transport.wire.identity import Identity
@@ -62,6 +62,7 @@ def test_the_table_says_what_it_is_meant_to_say(role: PeerRole) -> None:
     assert {name for name in RPCS if may(role, f"rpc.{name}")} == ALLOWED[role]
     assert all(may(role, f"call.{name}") is (role is PeerRole.GATEWAY) for name in CALLS)
     assert all(may(role, f"transfer.{name}") is (role in (PeerRole.PREFILL, PeerRole.NODE)) for name in FRAMES)
+    assert may(role, ASK_ENGINE) is (role is PeerRole.GATEWAY)
     assert not may(role, "rpc.NoSuchCall")
 
 

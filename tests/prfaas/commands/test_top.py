@@ -81,6 +81,39 @@ def test_following_asks_after_the_last_number() -> None:
     assert asked == [0, 2, 4]
 
 
+def test_following_goes_on_when_the_gateway_has_started_again() -> None:
+    flow = {"source_cluster": "a", "destination_cluster": "b", "kind": "request"}
+    away = AskError("no gateway answers")
+    answers: list[Any] = [[{**flow, "seq": 7}], away, away, AskError("it says 503"), [{**flow, "seq": 1}]]
+
+    class Told:
+        url = "http://gateway"
+
+        def lines(self, path: str, since: int) -> list[dict[str, Any]]:
+            answer = answers.pop(0)
+            if isinstance(answer, AskError):
+                raise answer
+            return answer
+
+    told: list[str] = []
+    found: Iterator[dict[str, Any]] = follow(Told(), FlowFilter(), once=False, sleep=lambda _: None, tell=told.append)  # type: ignore[arg-type]
+    assert [next(found)["seq"] for _ in range(2)] == [7, 1]
+    assert told == [
+        "no gateway answers; it is asked again every 1 s",
+        "it says 503; it is asked again every 1 s",
+        "http://gateway answers again",
+    ]
+
+
+def test_following_needs_a_gateway_at_first() -> None:
+    class Away:
+        def lines(self, path: str, since: int) -> list[dict[str, Any]]:
+            raise AskError("no gateway answers")
+
+    with pytest.raises(AskError):
+        next(follow(Away(), FlowFilter(), once=False, sleep=lambda _: None))  # type: ignore[arg-type]
+
+
 SNAPSHOT: dict[str, Any] = {
     "boot": "a", "at": 10.0, "clock_s": 5.0, "model": "m", "workers": {"ready": 2}, "in_flight": 0, "max_in_flight": 9,
     "waiting": 0, "threshold_tokens": 7.0, "plan": {"version": 3}, "links": [], "last_seq": 0, "requests": [],

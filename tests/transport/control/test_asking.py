@@ -1,10 +1,13 @@
 """Secrets of commands stay with the server that they are for."""
 
+import io
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
+from email.message import Message
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from urllib.error import HTTPError
 
 import pytest
 
@@ -70,3 +73,19 @@ def test_a_plan_services_token_follows_no_redirect(redirecting: Served, tmp_path
         with pytest.raises(InputError, match=r"30. it redirects to http://localhost:\d+/elsewhere"):
             ask()
     assert not shown
+
+
+NESTED = b'{"unknown":' + b"[" * 200_000
+
+
+def test_an_answer_that_is_nested_too_deeply_is_no_plan_services(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("planner.service.client.answer_to", lambda *_: NESTED)
+    with pytest.raises(InputError, match="no plan service of this version"):
+        PlanClient("http://plan").status()
+
+    def refused(*_: object) -> bytes:
+        raise HTTPError("http://plan", 400, "Bad Request", Message(), io.BytesIO(NESTED))
+
+    monkeypatch.setattr("planner.service.client.answer_to", refused)
+    with pytest.raises(InputError, match="does not answer as a plan service does: 400"):
+        PlanClient("http://plan").status()

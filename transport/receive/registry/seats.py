@@ -27,9 +27,9 @@ class Origin:
 
 @dataclass(frozen=True, slots=True)
 class Seated:
-    """It may read; `instead_of` has to go."""
+    """It may read; those of `instead_of` have to go."""
 
-    instead_of: int | None = None
+    instead_of: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,19 +58,22 @@ class Seats:
         return len(self._taken) >= self._limits["all"] and self._idlest(list(self._taken), idle_since) is None
 
     def take(self, who: int, origin: Origin, idle_since: IdleSince) -> Seated | Crowded:
-        """Seats a connection, if there is room, or an idle one to give up its own."""
+        """Seats a connection, if there is room, or idle ones to give up their own: one for each limit that is reached."""
         of_address = [other for other, theirs in self._taken.items() if theirs.address == origin.address]
         of_transfer = [other for other, theirs in self._taken.items() if theirs.transfer_id == origin.transfer_id]
-        instead_of = None
+        instead_of: list[int] = []
         for what, rivals in (("transfer", of_transfer), ("address", of_address), ("all", list(self._taken))):
-            if len(rivals) - (instead_of in rivals) < self._limits[what]:
+            staying = [rival for rival in rivals if rival not in instead_of]
+            if len(staying) < self._limits[what]:
                 continue
-            if (instead_of := self._idlest(rivals, idle_since)) is None:
+            idlest = self._idlest(staying, idle_since)
+            if idlest is None:
                 return Crowded(what)
-        if instead_of is not None:
-            del self._taken[instead_of]
+            instead_of.append(idlest)
+        for rival in instead_of:
+            del self._taken[rival]
         self._taken[who] = origin
-        return Seated(instead_of)
+        return Seated(tuple(instead_of))
 
     def leave(self, who: int) -> None:
         self._taken.pop(who, None)

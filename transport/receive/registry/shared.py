@@ -116,7 +116,7 @@ class SharedLandings:
         self.landings.places[who] = peer.name.place if peer.name is not None else ""
 
     def enter(self, who: int, reader: ConnectionReader, origin: Origin) -> Code | None:
-        """From now on it reads that connection; or why not. One that is idle may have to make room for it."""
+        """From now on it reads that connection; or why not. Idle ones may have to make room for it."""
         with self.lock:
             if self.closing:
                 return Code.CLOSING
@@ -126,10 +126,10 @@ class SharedLandings:
                 self.landings.counters[f"crowded:{seat.what}"] += 1
                 return Code.TOO_MANY
             self._readers[who] = reader
-            rival = self._readers.get(seat.instead_of) if seat.instead_of is not None else None
-            if rival is not None:
-                self.landings.counters["turned_away:idle"] += 1
-        if rival is not None:
+            rivals = [self._readers[rival] for rival in seat.instead_of if rival in self._readers]
+            if rivals:
+                self.landings.counters["turned_away:idle"] += len(rivals)
+        for rival in rivals:
             rival.stop()
         return None
 

@@ -9,9 +9,9 @@ from pathlib import Path
 from prometheus_client import CollectorRegistry, Counter, generate_latest
 from prometheus_client.multiprocess import MultiProcessCollector
 
+from gateway.telemetry.instruments import Children
 from gateway.telemetry.metrics import Metrics
 from gateway.telemetry.page_thread import PageThread
-from gateway.telemetry.process_metrics import Children
 from gateway.workers.process_scope import SingleProcess
 from tests.gateway.worlds import PATIENCE_S, on_loop, world
 
@@ -26,7 +26,7 @@ for tenant in range(5):
     metrics._tenant_requests[f"t{tenant}", "200"].inc(tenant + number)
 metrics._ttft["local",].observe(0.3 * (number + 1))
 metrics.in_flight.set(2 + number)
-metrics.connections.labels("clients").set(number)
+metrics.connections["clients",].set(number)
 metrics.upkeep.reloaded("ok")
 """
 

@@ -1,4 +1,7 @@
+import time
+from collections.abc import Callable
 from math import inf
+from statistics import median
 
 import pytest
 from hypothesis import given
@@ -291,3 +294,46 @@ def test_holding_back_a_flow_with_nobody_in_line_is_no_harm():
     line.hold_back("nobody", 5.0)
     line.join("a", 1.0, share=TenantShare("nobody"))
     assert line.first(1.0) == "a"
+
+
+MOST_S = 2e-3  # of the processor; four to seven times as much where every request in line is looked at
+
+
+def test_a_long_line_of_many_tenants_is_quick() -> None:
+    line: WaitQueue[int] = WaitQueue(4096, ageing_s=30.0)
+    for number in range(line.limit):
+        line.join(number, number / 1000, priority=number % 4 == 0, due=40.0, share=tenant(number), cost=number % 97 + 1)
+    taken: dict[str, list[float]] = {}
+
+    def timed(what: str, work: Callable[[], object]) -> None:
+        begin = time.thread_time()
+        work()
+        taken.setdefault(what, []).append(time.thread_time() - begin)
+
+    for number in range(5000, 5030):
+        now, share = number / 1000, tenant(number)
+        timed("first and served", lambda now=now: line.serve(line.first(now)))
+        timed("ahead", lambda now=now, share=share: line.ahead_of(0, 40.0, now, share))
+        timed("ahead of urgent ones", lambda now=now, share=share: line.ahead_of(1, 40.0, now, share))
+        timed("anyone ahead", lambda now=now, share=share: line.is_anyone_ahead(0, 40.0, now, share))
+        timed("join", lambda number=number, now=now, share=share: line.join(number, now, due=40.0, share=share))
+        timed("displace", lambda number=number, now=now: line.join(-number, now, due=40.0, share=tenant(-1)))
+    assert len(line) == line.limit
+    assert {what: median(each) for what, each in taken.items() if median(each) > MOST_S} == {}
+
+
+def tenant(number: int) -> TenantShare:
+    return TenantShare(f"t{number % 1000}" if number >= 0 else "fresh")
+
+
+def test_other_rules_of_ageing_hold_for_those_in_line() -> None:
+    line: WaitQueue[str] = WaitQueue(10)
+    line.join("low", 0.0, due=60.0)
+    line.join("high", 15.0, priority=2, due=40.0)
+    assert line.first(40.0) == "high"
+    line.ageing_s = 10.0
+    assert line.first(40.0) == "high"  # four and four: its time is up sooner
+    line.ageing_s = 5.0
+    assert line.first(40.0) == "low"
+    line.ageing_s = inf
+    assert line.first(41.0) == "high"

@@ -137,3 +137,14 @@ def test_a_try_costs_by_its_length_within_bounds(tokens: int, count: int) -> Non
     for _ in range(100):
         budget.request(0.0, 1_000)
     assert tried(budget, tokens) == pytest.approx(count, abs=2)
+
+
+@pytest.mark.parametrize("stage", [FailedStage.PREFILL, FailedStage.DECODE])
+def test_a_full_engine_has_done_nothing_and_spends_no_budget(stage: FailedStage) -> None:
+    budget = RetryBudget(0.2, 1.0)
+    failure = failure_of("queue_full")
+    for _ in range(100):
+        rule = budget.rule_after(0.0, stage, failure, tries=1, max_tries=3, deaths=0)
+        assert rule.next is Next.ELSEWHERE
+    other = budget.rule_after(0.0, stage, FailureKind.TROUBLE, tries=1, max_tries=3, deaths=0)
+    assert other.next is Next.ELSEWHERE

@@ -48,8 +48,8 @@ def test_the_longest_idle_one_makes_room_and_busy_ones_never_do() -> None:
     assert seats.is_full(busy)
     idle = {3: 7.0, 5: 6.0}
     assert not seats.is_full(lambda who: idle.get(who, BUSY))
-    assert seats.take(100, of("b"), lambda who: idle.get(who, BUSY)) == Seated(instead_of=5)
-    assert seats.take(101, of("c"), lambda who: idle.get(who, BUSY)) == Seated(instead_of=3)
+    assert seats.take(100, of("b"), lambda who: idle.get(who, BUSY)) == Seated(instead_of=(5,))
+    assert seats.take(101, of("c"), lambda who: idle.get(who, BUSY)) == Seated(instead_of=(3,))
     assert seats.take(102, of("d"), lambda who: idle.get(who, BUSY)) == Crowded("all")
     assert len(seats) == SEATS
 
@@ -60,7 +60,30 @@ def test_a_ticket_that_has_its_share_displaces_only_its_own() -> None:
         seats.take(who, of(f"a{who}", "t"), busy)
     seats.take(50, of("honest"), busy)
     idle = {50: 1.0, 2: 9.0}  # the honest one has been idle for longer
-    assert seats.take(100, of("z", "t"), lambda who: idle.get(who, BUSY)) == Seated(instead_of=2)
+    assert seats.take(100, of("z", "t"), lambda who: idle.get(who, BUSY)) == Seated(instead_of=(2,))
+
+
+def test_limits_that_are_reached_at_once_each_give_up_one_of_their_own() -> None:
+    seats = Seats(SEATS)
+    for who in range(4):  # the ticket's part, from elsewhere
+        seats.take(who, of(f"a{who}", "t"), busy)
+    for who in range(10, 18):  # the address's part, for other tickets
+        seats.take(who, of("b", f"t{who}"), busy)
+    idle = {2: 1.0, 11: 1.0}
+    assert seats.take(100, of("b", "t"), lambda who: idle.get(who, BUSY)) == Seated(instead_of=(2, 11))
+    assert seats.take(101, of("z", "t"), busy) == Crowded("transfer")
+    assert seats.take(102, of("b", "y"), busy) == Crowded("address")
+
+
+def test_one_that_both_limits_could_give_up_is_enough() -> None:
+    seats = Seats(SEATS)
+    for who in range(4):
+        seats.take(who, of("b", "t"), busy)
+    for who in range(10, 14):
+        seats.take(who, of("b", f"t{who}"), busy)
+    idle = {2: 1.0, 11: 0.5}
+    assert seats.take(100, of("b", "t"), lambda who: idle.get(who, BUSY)) == Seated(instead_of=(2,))
+    assert len(seats) == SEATS // 2
 
 
 def test_who_is_idle_for_too_long_goes_however_much_room_there_is() -> None:

@@ -1,0 +1,92 @@
+"""How an instrument of Prometheus is declared: a row in the body of the class that counts with it.
+
+    class Metrics:
+        _requests = counters("prfaas_requests", "Finished requests", "route", "status")
+
+        def __init__(self, registry):
+            build_instruments(self, registry)
+
+A row is a frozen value. `build_instruments` puts the instrument itself in its place, on each object of the class.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Final, Generic, TypeVar
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.metrics import MetricWrapperBase
+
+MOST_SERIES: Final = 16_384  # of one metric; reloads may bring new tenants for ever
+
+M = TypeVar("M", bound=MetricWrapperBase)
+Built = TypeVar("Built")
+
+
+class Children(dict[tuple[str, ...], M]):
+    """The children of a metric by the values of its labels, each looked up once; from `most` on one for all."""
+
+    def __init__(self, metric: M, *, most: int = MOST_SERIES) -> None:
+        super().__init__()
+        self._metric = metric
+        self._most = most
+
+    def __missing__(self, values: tuple[str, ...]) -> M:
+        if len(self) >= self._most:
+            values = ("other",) * len(values)
+        child = self[values] = self._metric.labels(*values)
+        return child
+
+
+@dataclass(frozen=True, kw_only=True)
+class Instrument(Generic[Built]):
+    """A declared instrument: what it is called, what it tells, and by which labels."""
+
+    kind: type[MetricWrapperBase]
+    name: str
+    what: str
+    labels: tuple[str, ...] = ()
+    buckets: tuple[float, ...] = ()  # of a histogram
+
+    def __get__(self, owner: object, of: type | None = None) -> Built:
+        """For types alone: what is built lies on the object, and is found there first."""
+        raise AttributeError(f"{self.name} is declared, but not built")
+
+    def build(self, registry: CollectorRegistry) -> Any:
+        """The instrument, or its children where it has labels."""
+        more: dict[str, Any] = {"buckets": self.buckets} if self.buckets else {}
+        if self.kind is Gauge:  # of all workers together
+            more["multiprocess_mode"] = "livesum"
+        metric = self.kind(self.name, self.what, self.labels, registry=registry, **more)
+        return Children(metric) if self.labels else metric
+
+
+def counters(name: str, what: str, *labels: str) -> Instrument[Children[Counter]]:
+    """Counters, by the values of their labels."""
+    return Instrument(kind=Counter, name=name, what=what, labels=labels)
+
+
+def gauge(name: str, what: str) -> Instrument[Gauge]:
+    """One gauge. Workers' values are added up."""
+    return Instrument(kind=Gauge, name=name, what=what)
+
+
+def gauges(name: str, what: str, *labels: str) -> Instrument[Children[Gauge]]:
+    """Gauges, by the values of their labels."""
+    return Instrument(kind=Gauge, name=name, what=what, labels=labels)
+
+
+def histogram(name: str, what: str, buckets: tuple[float, ...]) -> Instrument[Histogram]:
+    """One histogram."""
+    return Instrument(kind=Histogram, name=name, what=what, buckets=buckets)
+
+
+def histograms(name: str, what: str, *labels: str, buckets: tuple[float, ...]) -> Instrument[Children[Histogram]]:
+    """Histograms, by the values of their labels."""
+    return Instrument(kind=Histogram, name=name, what=what, labels=labels, buckets=buckets)
+
+
+def build_instruments(owner: object, registry: CollectorRegistry) -> None:
+    """Builds all that the class of `owner` declares, in the order of its rows."""
+    for kind in reversed(type(owner).mro()):
+        for attribute, declared in vars(kind).items():
+            if isinstance(declared, Instrument):
+                setattr(owner, attribute, declared.build(registry))

@@ -1,0 +1,333 @@
+"""The engine's door: mutual TLS outside, the engine's bytes inside, and nothing left behind."""
+
+import asyncio
+import ssl
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from node.engine.front import EngineFront, HandshakeTurns, OpenDoor, PeerCertificate, engine_door
+from node.errors import NodeConfigError
+from node.process.ports import ListenPort
+from tests.gateway.worlds import on_both_loops, until
+from tests.peers import Peers
+from transport.control.certificates import Authority
+from transport.peers.name import PeerRole
+from transport.peers.rights import ASK_ENGINE
+from transport.wire.identity import Identity
+
+HOST = "127.0.0.1"
+ANY = ListenPort("engine_port", HOST, 0)
+
+
+class Engine:
+    """Answers every line with the same line; one that is told so says nothing, or hangs up after its answer."""
+
+    def __init__(self) -> None:
+        self.url = ""
+        self.open = 0
+        self.is_deaf = False
+        self.hangs_up = False
+        self.read = 0
+        self.woken = asyncio.Event()
+
+    async def __call__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.open += 1
+        try:
+            while not self.is_deaf and (data := await reader.read(1 << 16)):
+                self.read += len(data)
+                writer.write(data)
+                await writer.drain()
+                if self.hangs_up:
+                    break
+            if self.is_deaf:
+                await self.woken.wait()
+        except ConnectionError:
+            pass
+        finally:
+            self.open -= 1
+            writer.close()
+
+
+@asynccontextmanager
+async def engine_running() -> AsyncIterator[Engine]:
+    engine = Engine()
+    server = await asyncio.start_server(engine, HOST, 0)
+    engine.url = f"http://{HOST}:{server.sockets[0].getsockname()[1]}"
+    try:
+        yield engine
+    finally:
+        server.close()
+
+
+@asynccontextmanager
+async def fronted(front: EngineFront) -> AsyncIterator[int]:
+    await front.start(ANY)
+    try:
+        yield int(front.url.rpartition(":")[2])
+    finally:
+        await front.close()
+        await until(lambda: len(front) == 0)
+
+
+@asynccontextmanager
+async def calling(port: int, identity: Identity) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    reader, writer = await asyncio.open_connection(
+        HOST, port, ssl=replace(identity, peer_name="node").client_context(), server_hostname="node"
+    )
+    try:
+        yield reader, writer
+    finally:
+        writer.close()
+        with suppress(OSError):
+            await writer.wait_closed()
+
+
+async def echo(port: int, identity: Identity, said: bytes = b"x") -> bytes:
+    """What the engine answers. Raises OSError, IncompleteReadError."""
+    async with calling(port, identity) as (reader, writer):
+        writer.write(said)
+        return await reader.readexactly(len(said))
+
+
+async def is_refused(port: int, identity: Identity) -> bool:
+    """In TLS 1.3 a client may think that all is well before the server has looked at its certificate."""
+    try:
+        await echo(port, identity)
+    except (OSError, asyncio.IncompleteReadError):
+        return True
+    return False
+
+
+async def is_hung_up_on(port: int, said: bytes) -> bool:
+    """For who speaks no TLS."""
+    reader, writer = await asyncio.open_connection(HOST, port)
+    writer.write(said)
+    try:
+        return not await reader.read()
+    except ConnectionResetError:
+        return True
+    finally:
+        writer.close()
+
+
+@pytest.fixture(scope="module")
+def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    return Authority(tmp_path_factory.mktemp("authority"))
+
+
+@pytest.fixture
+def node(authority: Authority) -> Identity:
+    return authority.issue("node")
+
+
+@pytest.fixture
+def gateway(authority: Authority) -> Identity:
+    return authority.issue("gateway")
+
+
+def test_it_carries_both_ways_and_a_request_may_come_with_the_handshakes_last_bytes(
+    node: Identity, gateway: Identity
+) -> None:
+    @on_both_loops
+    async def scenario() -> None:
+        front = EngineFront(node)
+        async with engine_running() as engine, fronted(front) as port:
+            front.open(engine.url)
+            assert front.url == f"https://{HOST}:{port}"
+            async with calling(port, gateway) as (reader, writer):
+                writer.write(b"at once")
+                assert await reader.readexactly(7) == b"at once"
+                big = bytes(range(256)) * 40_000
+                writer.write(big)
+                assert await reader.readexactly(len(big)) == big
+                assert (len(front), engine.open) == (1, 1)
+            await until(lambda: (len(front), engine.open) == (0, 0))
+            assert front.ended == {}
+
+    scenario()
+
+
+def test_only_one_end_reading_bounds_what_is_kept(node: Identity, gateway: Identity) -> None:
+    @on_both_loops
+    async def scenario() -> None:
+        front = EngineFront(node)
+        async with engine_running() as engine, fronted(front) as port:
+            front.open(engine.url)
+            engine.is_deaf = True
+            async with calling(port, gateway) as (_, writer):
+                written = 0
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(1.0):
+                        while written < 64 << 20:
+                            writer.write(bytes(1 << 16))
+                            written += 1 << 16
+                            await writer.drain()
+                assert written < 24 << 20  # sockets' buffers, and a little of ours
+                writer.transport.abort()
+                engine.woken.set()
+
+    scenario()
+
+
+def test_an_end_on_either_side_ends_both(node: Identity, gateway: Identity) -> None:
+    @on_both_loops
+    async def scenario() -> None:
+        front = EngineFront(node)
+        async with engine_running() as engine, fronted(front) as port:
+            front.open(engine.url)
+            engine.hangs_up = True
+            async with calling(port, gateway) as (reader, writer):
+                writer.write(b"bye")
+                assert await reader.read() == b"bye"
+            await until(lambda: len(front) == 0)
+            engine.hangs_up = False
+            async with calling(port, gateway) as (reader, writer):
+                writer.write(b"x")
+                await reader.readexactly(1)
+                writer.transport.abort()
+                await until(lambda: (len(front), engine.open) == (0, 0))
+
+    scenario()
+
+
+def test_without_an_engine_callers_are_reset_before_their_handshake(node: Identity, gateway: Identity) -> None:
+    @on_both_loops
+    async def scenario() -> None:
+        front = EngineFront(node)
+        async with fronted(front) as port:
+            for _ in range(2):
+                with pytest.raises(ConnectionResetError):
+                    await asyncio.open_connection(HOST, port, ssl=gateway.client_context(), server_hostname="node")
+            assert front.ended == {"no_engine": 2}
+            front.open("http://127.0.0.1:9")  # one that is gone
+            assert await is_refused(port, gateway)
+            front.shut()
+            assert front.ended == {"no_engine": 3}
+
+    scenario()
+
+
+def test_strangers_and_callers_without_the_right_are_refused_and_counted(
+    node: Identity, gateway: Identity, tmp_path: Path
+) -> None:
+    stranger = Authority(tmp_path, "stranger").issue("gateway")
+
+    def complaint(certificate: PeerCertificate) -> str:
+        names = [value for entry in certificate["subject"] for key, value in entry if key == "commonName"]
+        return "" if names == ["gateway"] else f"{names} is no gateway"
+
+    @on_both_loops
+    async def scenario() -> None:
+        front = EngineFront(node, complaint, handshake_s=0.5)
+        async with engine_running() as engine, fronted(front) as port:
+            front.open(engine.url)
+            for each in (replace(stranger, authority=node.authority), node):
+                assert await is_refused(port, each)
+            assert await is_hung_up_on(port, b"GET /v1/models HTTP/1.1\r\n\r\n")
+            assert await is_hung_up_on(port, b"")
+            nobody = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+            nobody.load_verify_locations(node.authority)
+            reader, writer = await asyncio.open_connection(HOST, port, ssl=nobody, server_hostname="node")
+            with suppress(OSError):
+                assert not await reader.read()
+            writer.close()
+            await until(lambda: len(front) == 0)
+            assert front.ended == {"handshake": 4, "no_right": 1}
+            assert engine.read == 0
+            assert await echo(port, gateway) == b"x"
+
+    scenario()
+
+
+def test_a_stranger_does_not_keep_others_from_their_handshakes(node: Identity, gateway: Identity) -> None:
+    """Its own address has some turns; and a caller that hangs up gives its turn back."""
+
+    @on_both_loops
+    async def scenario() -> None:
+        front = EngineFront(node, turns=HandshakeTurns(in_all=3, of_address=2), handshake_s=30.0)
+        async with engine_running() as engine, fronted(front) as port:
+            front.open(engine.url)
+            silent = [await asyncio.open_connection(HOST, port, local_addr=("127.0.0.9", 0)) for _ in range(20)]
+            await until(lambda: len(front) == 20)
+            async with asyncio.timeout(10.0):
+                assert await echo(port, gateway) == b"x"
+            for _, writer in silent:
+                writer.transport.abort()
+            await until(lambda: len(front) == 0)
+
+    scenario()
+
+
+def test_an_address_has_a_bounded_number_of_connections(node: Identity, gateway: Identity) -> None:
+    @on_both_loops
+    async def scenario() -> None:
+        front = EngineFront(node, of_address=1)
+        async with engine_running() as engine, fronted(front) as port:
+            front.open(engine.url)
+            async with calling(port, gateway) as (reader, writer):
+                with pytest.raises(ConnectionResetError):
+                    await asyncio.open_connection(HOST, port, ssl=gateway.client_context(), server_hostname="node")
+                writer.write(b"x")
+                assert await reader.readexactly(1) == b"x"
+            assert front.ended == {"crowded": 1}
+
+    scenario()
+
+
+def test_closing_ends_what_is_under_way_and_a_port_that_is_taken_is_named(node: Identity, gateway: Identity) -> None:
+    @on_both_loops
+    async def scenario() -> None:
+        front = EngineFront(node)
+        async with engine_running() as engine, fronted(front) as port:
+            front.open(engine.url)
+            with pytest.raises(NodeConfigError, match="engine_port"):
+                await EngineFront(node).start(ListenPort("engine_port", HOST, port))
+            half = await asyncio.open_connection(HOST, port)
+            async with calling(port, gateway) as (reader, writer):
+                writer.write(b"x")
+                await reader.readexactly(1)
+                await front.close()
+                assert not await reader.read()
+            assert not await half[0].read()
+            half[1].close()
+
+    scenario()
+
+
+def test_without_certificates_the_engine_is_its_own_door() -> None:
+    door = OpenDoor()
+    assert door.url == ""
+    door.open("http://127.0.0.1:1234")
+    door.shut()
+    assert door.url == "http://127.0.0.1:1234"
+
+
+def test_engines_are_asked_by_gateways_only_and_not_by_revoked_ones(peers: Peers, tmp_path: Path) -> None:
+    @on_both_loops
+    async def scenario() -> None:
+        (tmp_path / "revoked").write_text("")
+        identity, guard = peers.guarded(tmp_path / "revoked")
+        front = engine_door(identity, guard)
+        assert isinstance(front, EngineFront)
+        async with engine_running() as engine, fronted(front) as port:
+            front.open(engine.url)
+            for role, thief in peers.by_role.items():
+                if role is not PeerRole.GATEWAY:
+                    assert await is_refused(port, thief)
+                    assert guard.refused[ASK_ENGINE, role] == 1
+            async with calling(port, peers.by_role[PeerRole.GATEWAY]) as (reader, writer):
+                writer.write(b"x")
+                await reader.readexactly(1)
+                (tmp_path / "revoked").write_text("thief-gateway\n")
+
+                def is_over() -> bool:
+                    guard.end_revoked()
+                    return len(front) == 0
+
+                await until(is_over)
+
+    scenario()
