@@ -259,8 +259,8 @@ class EngineFront:
         outside.abort()
 
 
-def engine_door(identity: Identity | None, guard: Guard | None) -> EngineDoor:
-    """The front of a node with certificates; `guard` knows who may ask, and hears who is revoked."""
+def door_of(identity: Identity | None, guard: Guard | None) -> EngineDoor:
+    """The front of a node with certificates, where `guard` knows who may ask; without, the engine's own port."""
     if identity is None or guard is None:
         return OpenDoor()
     rights = guard

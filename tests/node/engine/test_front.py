@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from node.engine.front import EngineFront, HandshakeTurns, OpenDoor, PeerCertificate, engine_door
+from node.engine.front import EngineFront, HandshakeTurns, OpenDoor, PeerCertificate, door_of
 from node.errors import NodeConfigError
 from node.process.ports import ListenPort
 from tests.gateway.worlds import on_both_loops, until
@@ -311,7 +311,7 @@ def test_engines_are_asked_by_gateways_only_and_not_by_revoked_ones(peers: Peers
     async def scenario() -> None:
         (tmp_path / "revoked").write_text("")
         identity, guard = peers.guarded(tmp_path / "revoked")
-        front = engine_door(identity, guard)
+        front = door_of(identity, guard)
         assert isinstance(front, EngineFront)
         async with engine_running() as engine, fronted(front) as port:
             front.open(engine.url)
