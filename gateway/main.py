@@ -30,6 +30,7 @@ from prompts.tokens.encoder import EncoderVerdict
 from prompts.tokens.tokenizer import TextTokenizer
 from transport.control.python_command import python_module
 from transport.control.settings import mapped
+from transport.peers.name import PeerRole
 
 log = logging.getLogger("prfaas.gateway")
 
@@ -112,12 +113,16 @@ def read_tokenizer(config: GatewayConfig) -> TextTokenizer:
 
 
 def check_identity(config: GatewayConfig) -> None:
-    """Raises GatewayConfigError now for files that no agent could be talked to with."""
+    """Raises GatewayConfigError now for files that no agent could be talked to with, and for another's certificate."""
     try:
-        if config.identity is not None:
-            config.identity.check()
+        if config.identity is None:
+            return
+        config.identity.check()
+        own = config.identity.guard().own
     except OSError as error:
         raise GatewayConfigError(str(error)) from error
+    if own.role is not PeerRole.GATEWAY:
+        raise GatewayConfigError(f"certificate {config.certificate}: it is that of {own}, not of a gateway")
 
 
 async def serve(
@@ -165,7 +170,7 @@ def _run(config: GatewayConfig, tokenizer: TextTokenizer, arguments: argparse.Na
     if config.is_in_clear and arguments.seat is None:
         log.warning(
             "%s is reached from other machines in clear: tls_certificate and tls_key encrypt it, "
-            "plain = true says that something before it does", config.host,
+            "plain_api = true says that something before it does", config.host,
         )  # fmt: skip
     if arguments.seat is None and config.workers > 1:
         # Workers need not find out, each for itself, what takes seconds.

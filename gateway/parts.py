@@ -162,8 +162,10 @@ async def build_nodes(
 ) -> AsyncIterator[NodeAccess]:
     upkeep = seat.metrics.upkeep
     holder = uuid.uuid4().hex  # a name for what this process reserves: no worker's and no other start's
+    identity = config.identity
+    guard = identity.guard() if identity is not None else None
     agents = [
-        agent_client(node.agent, config.timeouts.rpc_s, config.identity, node.name, upkeep.called_by_grpc, holder)
+        agent_client(node.agent, config.timeouts.rpc_s, identity, node.name, upkeep.called_by_grpc, holder, guard)
         for node in config.nodes
     ]
     steps = LearnedSteps()
@@ -173,7 +175,7 @@ async def build_nodes(
         cost.forget(node_id)
         refusals.forget(node_id)
 
-    legs = Legs(config.timeouts, config.max_in_flight, clock, config.identity)
+    legs = Legs(config.timeouts, config.max_in_flight, clock, identity)
     clusters = Clusters(
         agents,
         clock,

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
@@ -23,6 +22,7 @@ from transport.control.settings import (
     require_range,
 )
 from transport.path.pacing import Budget, DailyBudget
+from transport.path.tcp import is_loopback
 from transport.wire.checksum import Integrity
 from transport.wire.identity import Identity
 
@@ -43,6 +43,7 @@ ANY_CLUSTER: Final = "*"
 SECRET_FLAGS: Final = ("--api-key", "--admin-api-key", "--hf-token", "--ssl-keyfile-password")
 THIS_MACHINE: Final = "127.0.0.1"
 LISTENERS: Final = ("control", "calls", "transfer", "engine", "metrics")
+GUARDED: Final = ("control", "calls", "transfer", "engine")  # by certificates
 # What may be changed while the node runs, by SIGHUP.
 RELOADABLE: Final = ("egress_bytes_per_s",)
 
@@ -68,7 +69,8 @@ class NodeConfig:
     `connections` "auto" begins with a few and lets long links have more; a number is what every receiver gets.
     `certificate`, `key` and `authority` are PEM files. With them the control service, calls and `engine_port` speak mutual TLS:
     the agent listens there, and the engine on loopback only. `integrity` "aead" needs them, too. They are read again when they
-    change.
+    change, as is `revoked`, the list of certificates that count no more. Without them a node that other machines reach starts
+    only if `plain` says that this is known.
     `egress_bytes_per_s` limits what leaves for each destination cluster; 0 is no limit.
     `coding` makes KVCache smaller on its way, by kind of group (see `node.coding`); an empty table does nothing.
     `stages` is how many share the layers, so that chunks of a prompt follow each other through them: of vLLM the size of its
@@ -121,6 +123,8 @@ class NodeConfig:
     certificate: str = ""
     key: str = ""
     authority: str = ""
+    revoked: str = ""
+    plain: bool = False
     egress_bytes_per_s: EgressTable = 0.0
     coding: Mapping[str, Any] = field(default_factory=dict)
     threads: int = 1
@@ -202,6 +206,13 @@ class NodeConfig:
         missing = [name for name in IDENTITY_KEYS if not getattr(self, name)]
         if missing and len(missing) < len(IDENTITY_KEYS):
             raise SettingsError(f"{missing[0]} is missing: {', '.join(IDENTITY_KEYS)} go together")
+        if missing and not self.plain and (far := [name for name in GUARDED if not is_loopback(self.port(name).host)]):
+            raise SettingsError(
+                f"host = {self.port(far[0]).host!r}: other machines reach {', '.join(f'{name}_port' for name in far)}, and "
+                f"anybody may use them: give {', '.join(IDENTITY_KEYS)} (`prfaas certificates` makes them), or say plain = true"
+            )
+        if self.revoked and missing:
+            raise SettingsError(f"revoked = {self.revoked!r}: allowed only with {', '.join(IDENTITY_KEYS)}")
         if self.certificate and self.engine == "sglang":
             raise SettingsError(
                 "certificate: engine 'sglang' reserves at its agent, and its servers find each other, without certificates"
@@ -210,6 +221,13 @@ class NodeConfig:
             raise SettingsError(
                 f"integrity = 'aead': it needs {', '.join(IDENTITY_KEYS)}; `prfaas certificates` makes them"
             )
+
+    @property
+    def plain_listeners(self) -> tuple[str, ...]:
+        """Those of LISTENERS that other machines reach, and whose words anybody on the way can read."""
+        secured = {"control", "calls", "engine"} if self.certificate else set()
+        secured |= {"transfer"} if self.integrity == "aead" else set()
+        return tuple(name for name in LISTENERS if name not in secured and not is_loopback(self.port(name).host))
 
     def port(self, listener: str) -> ListenPort:
         """Where one of LISTENERS is to listen."""
@@ -237,7 +255,12 @@ class NodeConfig:
         """Who the node is to other nodes and to gateways; None where it is not asked for."""
         if not self.certificate:
             return None
-        return Identity(certificate=Path(self.certificate), key=Path(self.key), authority=Path(self.authority))
+        return Identity(
+            certificate=Path(self.certificate),
+            key=Path(self.key),
+            authority=Path(self.authority),
+            revoked=Path(self.revoked) if self.revoked else None,
+        )
 
     def codings(self) -> Coding:
         """What may be done to KVCache that leaves, and what is taken of what comes."""
@@ -246,14 +269,6 @@ class NodeConfig:
     def budgets(self) -> dict[str, Budget]:
         """Egress budget by destination cluster; under ANY_CLUSTER that of all others."""
         return egress_budgets(self.egress_bytes_per_s)
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches who listens there."""
-    try:
-        return host == "localhost" or ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def egress_budgets(table: EgressTable) -> dict[str, Budget]:
@@ -304,7 +319,7 @@ def load_node_config(path: Path) -> NodeConfig:
         _only_a_node(document)
         config = build(NodeConfig, document["node"], "[node]")
     # A relative path is relative to its file.
-    paths = [name for name in ("model", "metrics_key", *IDENTITY_KEYS) if getattr(config, name)]
+    paths = [name for name in ("model", "metrics_key", *IDENTITY_KEYS, "revoked") if getattr(config, name)]
     if config.engine != "embedded" and not (path.parent / config.model).exists():
         paths.remove("model")  # a name, not a path
     try:

@@ -67,6 +67,8 @@ class NodeCollector(Collector):
             self._agent.vigil.counts,
         )
         yield from _security(self._agent.config)
+        if self._agent.guard is not None:
+            yield _refused(self._agent.guard.refused)
         yield _counter(
             "prfaas_node_internal_errors", "Errors of our own that were survived", "task", self._agent.failures
         )
@@ -140,12 +142,31 @@ def _security(config: NodeConfig) -> Iterator[Metric]:
     )
     info.add_metric([config.integrity, "mtls" if config.identity else "plain"], 1.0)
     yield info
+    plain = GaugeMetricFamily(
+        "prfaas_node_plain_listener",
+        "1 for each port that other machines reach, and that speaks in clear",
+        labels=["listener"],
+    )
+    for listener in config.plain_listeners:
+        plain.add_metric([listener], 1.0)
+    yield plain
     if config.identity is None:
         return
     expiry = GaugeMetricFamily("prfaas_certificate_expiry_timestamp_seconds", "When the certificate on disk ends")
     with contextlib.suppress(OSError, ValueError):  # it is being replaced
         expiry.add_metric([], expires_at(config.identity.certificate))
     yield expiry
+
+
+def _refused(refused: Mapping[tuple[str, str], int]) -> Metric:
+    family = CounterMetricFamily(
+        "prfaas_peer_refusals",
+        "What peers were refused for want of a right, by what they asked for and the role in their certificate",
+        labels=["operation", "role"],
+    )
+    for labels, count in refused.items():
+        family.add_metric(labels, count)
+    return family
 
 
 def _counter(name: str, about: str, label: str, values: Mapping[str, int]) -> Metric:

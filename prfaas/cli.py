@@ -210,7 +210,15 @@ def _add_drain(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="seconds to wait for a node's running work (default: 0)",
     )
+    _add_certificate(parser)
     parser.set_defaults(run=_drain)
+
+
+def _add_certificate(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--certificate", type=Path, metavar="FILE.pem",
+        help="an operator's, with its key beside it (default: operator.pem beside the gateway's)",
+    )  # fmt: skip
 
 
 def _add_reload(parser: argparse.ArgumentParser) -> None:
@@ -233,6 +241,7 @@ def _add_convert(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--force", action="store_true", help="convert even the last ready node of its role in its cluster"
     )
+    _add_certificate(parser)
     parser.set_defaults(run=_convert)
 
 
@@ -407,7 +416,9 @@ def _warn(line: str) -> None:
 def _drain_node(arguments: argparse.Namespace) -> int:
     from prfaas.commands.drain import DrainWish, drain_node
 
-    wish = DrainWish(node=arguments.node, undo=arguments.undo, timeout_s=arguments.timeout)
+    wish = DrainWish(
+        node=arguments.node, undo=arguments.undo, timeout_s=arguments.timeout, certificate=arguments.certificate
+    )
     return run_until_done(drain_node(wish, arguments.config, _telling(_console())))
 
 
@@ -461,6 +472,7 @@ def _convert(arguments: argparse.Namespace) -> int:
         drain_timeout_s=arguments.drain_timeout,
         verify_timeout_s=arguments.verify_timeout,
         force=arguments.force,
+        certificate=arguments.certificate,
     )
     return run_until_done(convert(wish, arguments.config, _telling(_console())))
 

@@ -40,6 +40,7 @@ from transport.control.settings import (
     require_one_of,
     require_range,
 )
+from transport.path.tcp import is_loopback
 from transport.wire.identity import Identity
 
 MAX_BODY_BYTES: Final = 10 * 1024 * 1024
@@ -63,6 +64,11 @@ class NodeAddress:
         is_whole = host.startswith("[") and host.endswith("]") if ":" in host else bool(host)
         is_port = port.isdigit() and 0 < int(port) < 65536
         require(is_whole and is_port, "agent", self.agent, "host:port, an IPv6 address in brackets")
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the way to it does not leave this machine."""
+        return is_loopback(self.agent.rpartition(":")[0].strip("[]"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,11 +205,6 @@ class Strangers:
         return address in self.trusted_proxies or (_is_address(address) and ip_address(address).is_loopback)
 
 
-def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches who listens there."""
-    return host == "localhost" or (_is_address(host) and ip_address(host).is_loopback)
-
-
 def _is_address(text: str) -> bool:
     try:
         ip_address(text)
@@ -229,11 +230,12 @@ class GatewayConfig:
     `drained_dir` remembers which links are drained when the gateway is started anew.
     `links`, as "FROM:TO" by names of clusters, are shown, and missed, before any node of theirs has been heard of.
     `tls_certificate` and `tls_key` are PEM files, read again when they change: with them all listeners speak HTTPS. A gateway
-    that other machines reach without says so, unless `plain` says that this is meant.
-    `certificate`, `key` and `authority` are PEM files: with them, agents are talked to over mutual TLS.
+    that other machines reach without says so, unless `plain_api` says that this is meant.
+    `certificate`, `key` and `authority` are PEM files: with them, agents are talked to over mutual TLS. `revoked` lists
+    certificates that count no more. Without, agents on other machines are talked to only if `plain` says that this is known.
     Media at addresses are taken from `allowed_media_domains` alone.
-    `operators` may look at this gateway and change it; `operator_keys` are of such without a name, who may do everything. A
-    browser in which one of them has logged in need not show the key again for `session_s`.
+    `operators` may look at this gateway and change it. `operator_keys` are of operators without a name, who may do everything. A
+    browser in which an operator has logged in need not show the key again for `session_s`.
     Without `tenants` no client needs a key; a gateway that other machines reach then starts only if it is `open`. Such a gateway
     answers at addresses, at names without a dot and at those of `hosts`; an `open` one without `hosts` answers at any name.
     """
@@ -265,6 +267,8 @@ class GatewayConfig:
     certificate: Path | None = None
     key: Path | None = None
     authority: Path | None = None
+    revoked: Path | None = None
+    plain: bool = False
     routing: RoutingConfig = field(default_factory=RoutingConfig)
     timeouts: Timeouts = field(default_factory=Timeouts)
     plan: PlanConfig = field(default_factory=PlanConfig)
@@ -279,7 +283,7 @@ class GatewayConfig:
     session_s: float = 43_200.0
     tls_certificate: Path | None = None
     tls_key: Path | None = None
-    plain: bool = False
+    plain_api: bool = False
     wrong_keys: WrongKeysConfig = field(default_factory=WrongKeysConfig)
     audit: AuditConfig = field(default_factory=AuditConfig)
     oidc: OidcConfig = field(default_factory=OidcConfig)
@@ -336,9 +340,16 @@ class GatewayConfig:
         missing = [name for name in IDENTITY_KEYS if getattr(self, name) is None]
         if missing and len(missing) < len(IDENTITY_KEYS):
             raise SettingsError(f"{missing[0]} is missing: {', '.join(IDENTITY_KEYS)} go together")
+        if self.revoked is not None and missing:
+            raise SettingsError(f"revoked = {str(self.revoked)!r}: allowed only with {', '.join(IDENTITY_KEYS)}")
         agents = [node.agent for node in self.nodes]
         require(bool(agents), "nodes", agents, "at least one [[gateway.nodes]] table")
         require(len(set(agents)) == len(agents), "nodes", agents, "every agent once")
+        if missing and not self.plain and (far := [node.agent for node in self.nodes if not node.is_here]):
+            raise SettingsError(
+                f"nodes: {far[0]!r} is another machine, and what is said to it would be in clear: give "
+                f"{', '.join(IDENTITY_KEYS)} (`prfaas certificates` makes them), or say plain = true"
+            )
 
     def with_changes_of(self, other: Self) -> Self:
         """This configuration with what `other` has different and a running gateway can take over."""
@@ -357,7 +368,7 @@ class GatewayConfig:
     @property
     def is_in_clear(self) -> bool:
         """Whether what other machines ask crosses networks in clear, and nothing says that this is meant."""
-        return self.scheme == "http" and not self.plain and not is_loopback(self.host)
+        return self.scheme == "http" and not self.plain_api and not is_loopback(self.host)
 
     @property
     def all_operators(self) -> tuple[OperatorConfig, ...]:
@@ -375,7 +386,7 @@ class GatewayConfig:
         """Who the gateway is to agents; None: it talks to them in plain text."""
         if self.certificate is None or self.key is None or self.authority is None:
             return None
-        return Identity(certificate=self.certificate, key=self.key, authority=self.authority)
+        return Identity(certificate=self.certificate, key=self.key, authority=self.authority, revoked=self.revoked)
 
 
 DIVIDED: Final = (

@@ -11,7 +11,6 @@ egress_gbps = 100
 
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from ipaddress import ip_address
 from pathlib import Path
 from typing import Final
 
@@ -23,6 +22,7 @@ from planner.solve.control.ledger import PlanLimits
 from planner.solve.control.readings import Units
 from transport.control.secret_files import read_secret
 from transport.control.settings import SettingsError, build, in_file, read_toml, require, require_known, require_range
+from transport.path.tcp import is_loopback
 from transport.wire.identity import Identity
 
 DEFAULT_PORT: Final = 8100
@@ -77,7 +77,7 @@ class ServiceConfig:
         require(self.egress_gbps >= 0, "egress_gbps", self.egress_gbps, "a number of at least 0")
         for url in self.gateways:
             require(url.startswith(("http://", "https://")), "gateways", url, "http(s) URLs")
-        if self.token_file is None and not _is_loopback(self.host):
+        if self.token_file is None and not is_loopback(self.host):
             raise SettingsError(f"host = {self.host!r}: others than this host reach it, so token_file is needed")
 
     @property
@@ -130,13 +130,6 @@ def _secret(name: str, file: Path | None) -> str:
     if not text:
         raise InputError(f"[plan]: {name}: {file} is empty")
     return text
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return host == "localhost" or ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def load(path: Path) -> ServiceConfig:

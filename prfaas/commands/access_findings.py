@@ -48,7 +48,7 @@ def _about_clear(config: GatewayConfig) -> Iterator[Finding]:
     if config.is_in_clear:
         yield Finding(
             Level.WARNING, "https", f"{config.host}: prompts, answers and keys of other machines come in clear",
-            "tls_certificate and tls_key encrypt them; plain = true says that something before the gateway does",
+            "tls_certificate and tls_key encrypt them; plain_api = true says that something before the gateway does",
         )  # fmt: skip
 
 

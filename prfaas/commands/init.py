@@ -15,8 +15,9 @@ from gateway.config.operators import OperatorRole
 from prfaas.commands.keys import new_key, operator_lines
 from prfaas.commands.scraping import DIGEST_FILE, KEY_FILE, OPERATOR, ScrapeJob, prometheus_file
 from prfaas.errors import InitError
-from prfaas.system.certificates import GATEWAY_NAME, CertificateHolder, issue
-from transport.path.tcp import format_address
+from prfaas.system.certificates import GATEWAY_NAME, REVOKED, CertificateHolder, clusterless, issue, node_holder
+from transport.path.tcp import format_address, is_loopback
+from transport.peers.name import PeerRole
 
 HERE: Final = "127.0.0.1"
 ENGINES: Final = ("embedded", "vllm", "sglang")
@@ -29,6 +30,9 @@ PORTS: Final = {
 }
 GATEWAY_PORT: Final = 8000
 FIRST_OPERATOR: Final = "first-operator"
+IN_CLEAR: Final = (
+    "plain = true                             # known: anybody on this network can read, and ask, what others do"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,6 +138,13 @@ def init(site: InitSite, folder: Path, overwrite: bool, say: Callable[[str], Non
     if site.tls and not site.is_one_machine:  # `prfaas up` makes its own
         issue(folder / "certificates", _holders(site), days=365)
     say(f"wrote {', '.join(contents)} to {folder}")
+    if not site.tls and not site.is_one_machine:
+        why = (
+            "sglang's servers find each other without certificates"
+            if site.engine == "sglang"
+            else "as --plain wants it"
+        )
+        say(f"in clear, {why}: carry all of it over a network that you trust, or over a VPN")
     if keys.operator and not site.is_one_machine:
         say(f"API key, shown this once, of tenant 'first': {keys.tenant}")
         say(f"Operator's key, shown this once, of '{FIRST_OPERATOR}', who may do all: {keys.operator}")
@@ -178,8 +189,8 @@ def _next_steps(site: InitSite, folder: Path) -> list[str]:
 
 
 def _holders(site: InitSite) -> list[CertificateHolder]:
-    nodes = [CertificateHolder(node.name, (node.host,)) for node in members(site)]
-    return [CertificateHolder(GATEWAY_NAME, (site.gateway,)), *nodes]
+    nodes = [node_holder(node.cluster, node.kind, node.name, (node.host,)) for node in members(site)]
+    return [clusterless(PeerRole.GATEWAY, (site.gateway,)), clusterless(PeerRole.OPERATOR), *nodes]
 
 
 def _topology(site: InitSite) -> str:
@@ -237,6 +248,8 @@ def _node_file(site: InitSite, node: Member) -> str:
         lines.append("# egress_bytes_per_s = 1.25e9            # of what leaves for each other cluster: 10 Gbit/s")
     if site.tls:
         lines += ["", *_identity(node.name), _pair("integrity", "aead", "encrypts KVCache on its way")]
+    elif not is_loopback(node.host):
+        lines.append(IN_CLEAR)
     return "\n".join(lines) + "\n"
 
 
@@ -270,6 +283,7 @@ def _gateway_file(site: InitSite, nodes: Sequence[Member], keys: FirstKeys) -> s
             "threshold_tokens", 2048, "longer uncached prompts go to the PrfaaS cluster; prfaas-plan solve finds yours"
         ),
         *(_identity(GATEWAY_NAME) if site.tls else []),
+        *([] if site.tls or all(is_loopback(node.host) for node in nodes) else [IN_CLEAR]),
         *_links(nodes),
     ]
     if keys.operator:
@@ -295,15 +309,26 @@ def _gateway_file(site: InitSite, nodes: Sequence[Member], keys: FirstKeys) -> s
 
 
 def _identity(name: str) -> Iterator[str]:
-    for key, file in (("certificate", f"{name}.pem"), ("key", f"{name}.key"), ("authority", "authority.pem")):
+    for key, file in (
+        ("certificate", f"{name}.pem"),
+        ("key", f"{name}.key"),
+        ("authority", "authority.pem"),
+        ("revoked", REVOKED),
+    ):
         yield _pair(key, f"certificates/{file}")
 
 
 def _start(site: InitSite, nodes: Sequence[Member]) -> str:
     lines = ["# What to run where", "", "Nodes and the gateway may start in any order.", ""]
     if site.tls:
-        lines += ["Each machine needs `certificates/NAME.pem` and `NAME.key` of its own and `authority.pem`;", ""]
-        lines[-2] = lines[-2].rstrip(";") + ". `authority.key` stays with you."
+        lines += [
+            "Each machine needs `certificates/NAME.pem` and `NAME.key` of its own, `authority.pem` and `revoked`;",
+            "",
+        ]
+        lines[-2] = (
+            lines[-2].rstrip(";")
+            + ". `authority.key` stays with you, and so does `operator.key`, which drains and converts."
+        )
     lines += ["| machine | needs | command |", "|---|---|---|"]
     lines += [
         f"| {node.host} | {node.name}.toml, {DIGEST_FILE}, `{site.model}` | `prfaas node -c {node.name}.toml` |"
@@ -354,13 +379,13 @@ QUESTIONS: Final = {
 }
 
 
-def site_of(answers: Mapping[str, str], tls: bool) -> InitSite:
-    """Raises InitError."""
+def site_of(answers: Mapping[str, str], tls: bool, plain: bool = False) -> InitSite:
+    """Several machines get certificates unless `plain` says no, or their engine cannot. Raises InitError."""
 
     def hosts(text: str) -> tuple[str, ...]:
         return () if text in ("-", "") else tuple(host.strip() for host in text.split(","))
 
-    return InitSite(
+    site = InitSite(
         model=answers["model"],
         engine=answers["engine"],
         gateway=answers["gateway"],
@@ -369,3 +394,5 @@ def site_of(answers: Mapping[str, str], tls: bool) -> InitSite:
         decode=hosts(answers["decode"]),
         tls=tls,
     )
+    may_have_tls = not (plain or site.is_one_machine or site.engine == "sglang")
+    return replace(site, tls=True) if may_have_tls else site

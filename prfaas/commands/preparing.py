@@ -28,9 +28,11 @@ def add_preparations(commands: Any) -> None:
         "certificates", help="make an authority of your own and certificates for nodes and gateways"
     )
     certificates.add_argument(
-        "names", nargs="+", type=_holder, metavar="NAME[=HOST,...]",
-        help="a node_id, or gateway; HOSTs are names and addresses under which it is reached",
+        "names", nargs="+", type=_holder, metavar="CLUSTER/ROLE/NAME[=HOST,...]",
+        help="east/prefill/NODE_ID of a PrfaaS cluster, west/node/NODE_ID of a PD cluster; or gateway, planner, operator; "
+        "HOSTs are names and addresses under which it is reached",
     )  # fmt: skip
+    certificates.add_argument("--trust", default="prfaas", metavar="NAME", help="trust domain of all (default: prfaas)")
     certificates.add_argument("--out", type=Path, required=True, metavar="DIR", help="directory of the files")
     certificates.add_argument("--days", type=within(1, 3650), default=365, metavar="N", help="how long they are valid")
     certificates.set_defaults(run=_certificates)
@@ -48,7 +50,11 @@ def _add_init(parser: argparse.ArgumentParser) -> None:
         ("gateway", "machine of the gateway"),
     ):
         parser.add_argument(f"--{name}", metavar="HOST" if name == "gateway" else "HOST,...", help=what)
-    parser.add_argument("--tls", action="store_true", help="certificates for all, KVCache encrypted")
+    secured = parser.add_mutually_exclusive_group()
+    secured.add_argument(
+        "--tls", action="store_true", help="certificates for all, KVCache encrypted (default on several machines)"
+    )
+    secured.add_argument("--plain", action="store_true", help="none, also on several machines: all of it in clear")
     parser.add_argument("--overwrite", action="store_true", help="replace files that are there")
     parser.add_argument("--yes", action="store_true", help="ask nothing, and take defaults for missing answers")
     parser.set_defaults(run=_init)
@@ -84,7 +90,7 @@ def _init(arguments: argparse.Namespace) -> int:
             return default
         return input(f"{question} [{default}]: ")
 
-    site = site_of(asked({key: getattr(arguments, key) for key in QUESTIONS}, ask), arguments.tls)
+    site = site_of(asked({key: getattr(arguments, key) for key in QUESTIONS}, ask), arguments.tls, arguments.plain)
     init(site, arguments.folder, arguments.overwrite, print)
     return 0
 
@@ -101,7 +107,8 @@ def _key(arguments: argparse.Namespace) -> int:
 def _certificates(arguments: argparse.Namespace) -> int:
     from prfaas.system.certificates import issue_and_tell
 
-    issue_and_tell(arguments.out, arguments.names, arguments.days, print)
+    holders = [each.of_trust(arguments.trust) for each in arguments.names]
+    issue_and_tell(arguments.out, holders, arguments.days, print)
     return 0
 
 

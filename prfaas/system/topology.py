@@ -30,7 +30,7 @@ from gateway.config.gateway import GatewayConfig
 from node.config import IDENTITY_KEYS, NodeConfig
 from planner.service.config import ServiceConfig
 from prfaas.errors import TopologyError
-from prfaas.system.certificates import GATEWAY_NAME, paths
+from prfaas.system.certificates import GATEWAY_NAME, PLANNER_NAME, paths
 from prfaas.system.standin import Scale, stand_in_file
 from transport.control.secret_files import located
 from transport.control.settings import (
@@ -152,7 +152,8 @@ def _relative_to(directory: Path, document: dict[str, Any]) -> dict[str, Any]:
 def _with_paths(table: Any, directory: Path) -> Any:
     if not isinstance(table, dict):
         return table
-    paths = {key: _where(directory, table[key]) for key in (*PATHS, *IDENTITY_KEYS) if isinstance(table.get(key), str)}
+    names = (*PATHS, *IDENTITY_KEYS, "revoked")
+    paths = {key: _where(directory, table[key]) for key in names if isinstance(table.get(key), str)}
     return {**table, **paths}
 
 
@@ -187,6 +188,8 @@ def _parse(table: Mapping[str, Any], state_dir: Path) -> Topology:
     if certificates is not None:
         tables = [(where, {**paths(certificates, str(table.get("node_id"))), **table}) for where, table in tables]
         gateway = {**paths(certificates, GATEWAY_NAME), **gateway}
+    shown = paths(certificates, PLANNER_NAME) if certificates is not None else {}
+    asks_nodes: dict[str, Any] = {key: shown[key] for key in IDENTITY_KEYS if key in shown}
     nodes = tuple(build(NodeConfig, table, where) for where, table in tables)
     _check_nodes(nodes)
     if any(node.certificate for node in nodes) and not gateway.keys() >= set(IDENTITY_KEYS):
@@ -198,7 +201,7 @@ def _parse(table: Mapping[str, Any], state_dir: Path) -> Topology:
         gateway=gateway,
         nodes=nodes,
         tokenizer_dir=model.directory(state_dir),
-        plan=_plan(document.plan, document) if document.plan is not None else None,
+        plan=_plan({**asks_nodes, **document.plan}, document) if document.plan is not None else None,
         certificates=certificates,
     )
 

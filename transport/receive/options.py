@@ -7,6 +7,7 @@ from typing import Final
 from transport.coding.codec import Codec, decodable
 from transport.path.shm import DEFAULT_ARENA_DIRS
 from transport.path.tcp import TcpOptions
+from transport.peers.guard import Guard
 from transport.rdma.device import RdmaDevices
 from transport.wire.checksum import Integrity
 from transport.wire.frames import LEAST_CHUNK_LIMIT, MAX_CHUNK_BYTES
@@ -36,6 +37,7 @@ class ServerOptions:
 
     integrity: Integrity = Integrity.CHECKSUM
     identity: Identity | None = None  # needed for Integrity.AEAD
+    guard: Guard | None = None  # who may send, by certificate; None: all that the authority has signed
     max_chunk_bytes: int = 16 << 20
     max_connections: int = 4096
     buffer_bytes: int = 1 << 30  # for sealed, coded and repeated bytes of all connections; one address has a half

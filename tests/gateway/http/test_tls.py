@@ -169,7 +169,7 @@ def test_a_gateway_in_clear_knows_it() -> None:
     for values, is_in_clear in (
         ({}, False),
         ({"host": "10.0.0.1", "open": True}, True),
-        ({"host": "10.0.0.1", "open": True, "plain": True}, False),
+        ({"host": "10.0.0.1", "open": True, "plain_api": True}, False),
         ({"host": "10.0.0.1", "open": True, **tls}, False),
     ):
         assert config_of(**values).is_in_clear == is_in_clear

@@ -26,6 +26,9 @@ from typing import Final, Protocol
 
 from transport.errors import ConnectionRefused, GreetingRefused, LocalProtocolError, PeerLost, RemoteProtocolError
 from transport.path.tcp import HANG_UP_S, TICK_S, format_address, receive_now
+from transport.peers.guard import Guard
+from transport.peers.name import PeerCertificate, of_tls
+from transport.peers.rights import GREET
 from transport.receive.few_lines import FewLines
 from transport.receive.options import Limits
 from transport.wire.connection import Connection, ProtocolState
@@ -47,7 +50,7 @@ from transport.wire.frames import (
     Written,
 )
 from transport.wire.identity import Identity
-from transport.wire.session import TLS_ACCESS_DENIED, TLS_RECORD, Session, begin_tls, grant_bytes
+from transport.wire.session import TLS_ACCESS_DENIED, TLS_RECORD, Session, begin_tls, grant_bytes, refusal_bytes
 
 log = logging.getLogger(__name__)
 
@@ -117,7 +120,10 @@ class Host(Protocol):
 
     def gone(self, who: int) -> None: ...
 
-    def new_session(self) -> Session: ...
+    def new_session(self, peer: PeerCertificate | None = None) -> Session: ...
+
+    def introduced(self, who: int, address: str, session_id: bytes) -> None:
+        """A connection goes on with a session, and so with the name of its holder."""
 
     def refused(self, code: str, who: str, detail: str) -> None: ...
 
@@ -134,11 +140,13 @@ class Acceptor(threading.Thread):
         identity: Identity | None,
         timeout_s: float,
         limits: Limits,
+        guard: Guard | None = None,
     ) -> None:
         super().__init__(name=f"kv-greeter-{listener.getsockname()[1]}", daemon=True)
         self._host = host
         self._listener = listener
         self._identity = identity
+        self._guard = guard
         self._timeout_s = timeout_s
         self._limits = limits
         self._closing = False
@@ -356,7 +364,9 @@ class Acceptor(threading.Thread):
                     raise RemoteProtocolError(f"more than {most} chunks that are not awaited")
                 nack = Nack(slot=frame.slot, offset=frame.offset, length=frame.length, code=Code.CANCELLED)
                 self._say(visitor, visitor.connection.send(nack))
-            case Hello() | RailClosed():
+            case Hello():
+                self._host.introduced(visitor.who, visitor.name, frame.session)
+            case RailClosed():
                 pass
             case _:
                 raise RemoteProtocolError(f"{type(frame).__name__} before a transfer was opened")
@@ -463,9 +473,15 @@ class Acceptor(threading.Thread):
             self._host.refused(Code.IDENTITY, visitor.name, str(exc))
             self._dismiss(visitor, b"")
             return
+        peer = of_tls(visitor.sock.getpeercert() or {})
+        if self._guard is not None and (why := self._guard.refusal(GREET, peer, visitor.name)):
+            self._host.count(f"refused:{Code.ACCESS}")
+            visitor.sock.send(refusal_bytes(why))
+            self._dismiss(visitor, b"")
+            return
         self._selector.modify(visitor.sock, selectors.EVENT_READ, visitor)
         visitor.step = GreetingStep.GRANTED
-        visitor.sock.send(grant_bytes(self._host.new_session(), time.monotonic()))
+        visitor.sock.send(grant_bytes(self._host.new_session(peer), time.monotonic()))
         self._granted(visitor)
 
     def _granted(self, visitor: Visitor) -> None:

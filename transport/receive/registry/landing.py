@@ -44,6 +44,7 @@ class Landing:
     deadline: float
     orphan_timeout_s: float
     exact: bool = True  # quantised chunks are refused
+    sender: str = ""  # who alone may open it, of those whose names are known; empty: any
     lossy_bytes: int = 0
     broken_seals: int = 0
     outcome: TransferOutcome | None = None

@@ -40,6 +40,7 @@ class Landings:
         self._ended: OrderedDict[str, Ended] = OrderedDict()
         self._slots: dict[int, dict[int, Landing]] = {}  # connection -> slot -> landing
         self._unsettled: list[Landing] = []
+        self.places: dict[int, str] = {}  # connection -> CLUSTER/NAME of its sender, where it is known
         self.activity = Activity()
         self._grants: dict[int, set[Landing]] = {}  # connection -> landings that its sender may write into by itself
         self.counters: Counter[str] = Counter()
@@ -57,6 +58,7 @@ class Landings:
         deadline: float,
         orphan_timeout_s: float = float("inf"),
         exact: bool = True,
+        sender: str = "",
     ) -> Landing:
         if transfer_id in self._active:
             raise LocalProtocolError(f"transfer {transfer_id} is expected already")
@@ -69,6 +71,7 @@ class Landings:
             deadline=deadline,
             orphan_timeout_s=orphan_timeout_s,
             exact=exact,
+            sender=sender,
         )
         self._ended.pop(transfer_id, None)
         self._active[transfer_id] = landing
@@ -128,6 +131,7 @@ class Landings:
     def disconnected(self, who: int, now: float) -> None:
         """The connection is gone: what it was writing does not count."""
         self.activity.gone(who)
+        self.places.pop(who, None)
         for landing in self._grants.pop(who, set()):
             landing.inbox.granted.discard(who)
         for landing in set(self._slots.pop(who, {}).values()):
@@ -147,6 +151,8 @@ class Landings:
             self.activity.opened(who, None, now)
             return self._read(frame, transcript)
         landing = self._landing_of(frame, transcript, now)
+        if isinstance(landing, Landing) and landing.sender and self.places.get(who, landing.sender) != landing.sender:
+            landing = Code.ACCESS  # the ticket is another's
         if isinstance(landing, Code):
             self.counters[f"refused:{landing}"] += 1
             return Refuse(slot=frame.slot, code=landing)

@@ -13,6 +13,9 @@ from typing import Final, Protocol, TypeVar
 from transport.coding.choice import CodecAccounts
 from transport.coding.codec import CodedPart
 from transport.errors import Closed, TargetFailed
+from transport.peers.guard import Guard
+from transport.peers.name import PeerCertificate
+from transport.peers.rights import SEND
 from transport.receive.buffers import BufferRoom
 from transport.receive.registry.landing import Claim, Landing, Notices, Rivals, SinkOf
 from transport.receive.registry.landings import Landings
@@ -62,6 +65,7 @@ class SharedLandings:
         on_read: Callable[[ReadRequest], None] | None,
         num_seats: int = NUM_SEATS,
         buffer_bytes: int = BUFFER_BYTES,
+        guard: Guard | None = None,
     ) -> None:
         self.lock = threading.Lock()
         self.changed = threading.Condition(self.lock)  # deadlines moved, or a connection left
@@ -69,6 +73,8 @@ class SharedLandings:
         self.closing = False
         self.received_bytes = 0
         self.decoded = CodecAccounts()
+        self._guard = guard
+        self._peers: dict[int, tuple[PeerCertificate, str]] = {}  # of connections with a session, and where they are
         self._on_read = on_read  # sends what a one-sided read asks for (see batch)
         self._readers: dict[int, ConnectionReader] = {}
         self._seats = Seats(num_seats)
@@ -104,6 +110,11 @@ class SharedLandings:
             self.landings.connected(who)
             return who
 
+    def introduce(self, who: int, peer: PeerCertificate, address: str) -> None:
+        """It goes on with a session of that peer's. The caller has the lock."""
+        self._peers[who] = peer, address
+        self.landings.places[who] = peer.name.place if peer.name is not None else ""
+
     def enter(self, who: int, reader: ConnectionReader, origin: Origin) -> Code | None:
         """Seats the connection's reader, or returns why not. Idle connections may have to make room."""
         with self.lock:
@@ -126,6 +137,7 @@ class SharedLandings:
         """It reads no more: whatever it had opened is left, and what it was writing does not count."""
         with self.changed:
             self.landings.disconnected(who, time.monotonic())
+            self._peers.pop(who, None)
             self.changed.notify_all()
         self.settle()
 
@@ -220,6 +232,11 @@ class SharedLandings:
     # what a connection asks for
 
     def open(self, who: int, frame: Open, transcript: bytes) -> Accept | Refuse:
+        with self.lock:
+            peer = self._peers.get(who)
+        if self._guard is not None and peer is not None and (why := self._guard.refusal(SEND, *peer)):
+            self.count(f"refused:{Code.ACCESS}")
+            return Refuse(slot=frame.slot, code=Code.ACCESS, detail=why)
         with self.changed:
             reply = self.landings.open(who, frame, transcript, time.monotonic())
             self.changed.notify_all()
