@@ -58,8 +58,9 @@ class NodeConfig:
     `host` is where all of them listen, but those whose own `..._host` says another address: KVCache may come over a WAN while
     engine and control stay inside. Metrics stay on this machine unless `metrics_key` names a file with the SHA-256 of the key
     that a reader of them must show; it is read again for every question.
-    `transport` "auto" hands KVCache over in shared memory where both ends are on one host, else by RDMA within a cluster
-    whose nodes have NICs on a common fabric, else by TCP; "rdma" insists on NICs and uses no shared memory; "tcp" is TCP only.
+    `transport` "auto" hands KVCache over in shared memory where both ends are on one host. Else it takes RDMA within
+    a cluster whose nodes have NICs on a common fabric, and TCP otherwise; "rdma" insists on NICs and uses no shared
+    memory; "tcp" is TCP only.
     `rdma_devices` names the NICs to use; empty: all. Bytes that go by RDMA are checked, but never encrypted: with
     `integrity` "aead" only "rdma" uses it.
     `transfer_advertise` is the host:port that others should send KVCache to, where a relay or NAT stands before this node.

@@ -10,11 +10,8 @@ from tests.test_docs import DOCS, name_of
 ROOT = Path(__file__).parent.parent
 # What a folder may still have. A bound only falls: rewrite what you touch, then lower it.
 BOUNDS = {
-    **dict.fromkeys(("benchmarks", "deploy", "engine", "examples", "hybrid_cache", "pd_cluster", "planner"), 0),
-    **dict.fromkeys(("prfaas", "prompts", "scripts", "transport"), 0),
-    "gateway": 33,
-    "node": 8,
-    "prfaas_cluster": 2,
+    **dict.fromkeys(("benchmarks", "deploy", "engine", "examples", "gateway", "hybrid_cache", "node", "pd_cluster"), 0),
+    **dict.fromkeys(("planner", "prfaas", "prfaas_cluster", "prompts", "scripts", "transport"), 0),
     "tests": 178,
 }
 

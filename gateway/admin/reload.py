@@ -1,4 +1,4 @@
-"""The configuration, read again while the gateway runs: by SIGHUP, or by an operator, who is told what differs.
+"""The configuration, read again while the gateway runs: by SIGHUP, or by an operator, whose answer says what differs.
 
     GET  /prfaas/config ──► what the file says now that the gateway does not do
     POST /prfaas/config ──► the same, and what can change while it runs has changed

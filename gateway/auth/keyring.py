@@ -161,7 +161,7 @@ class Keyring:
         return found
 
     def named(self, name: str) -> Tenant:
-        """The tenant of that name, for an operator who asks what would become of its request; "" for none. Raises BadRequest."""
+        """The tenant of that name, for an operator's question about its request; "" for none. Raises BadRequest."""
         found = self._named.get(name) if name else EVERYBODY
         if found is None:
             raise BadRequest(f"There is no tenant '{name}'.", param="tenant", code="unknown_tenant")

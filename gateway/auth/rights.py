@@ -2,7 +2,7 @@
 
 viewer     looks: metrics, records, links, usage, the console, where a request would go
 operator   and drains links, applies and pauses plans
-admin      and has the gateway read its file again, which says who may do what
+admin      and has the gateway read its file again, which holds these rights
 """
 
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ Route = tuple[str, str]  # method, path
 
 @dataclass(frozen=True, slots=True)
 class Right:
-    """Who may use a route (None: anybody), and what using it is called in the audit log; "": it changes nothing."""
+    """The role that a route needs (None: none), and what its use is called in the audit log; "": it changes nothing."""
 
     role: OperatorRole | None
     action: str = ""
@@ -56,5 +56,5 @@ def right_of(method: str, path: str) -> Right:
     if found is None and path.startswith("/console/"):
         found = RIGHTS.get((method, "/console/"))
     if found is None:
-        raise KeyError(f"{method} {path}: no right says who may use it")
+        raise KeyError(f"{method} {path}: no right is declared for it")
     return found

@@ -58,7 +58,7 @@ class AgentClient:
         """`by_grpc` is told why a call that every request makes did not go over a kept connection.
 
         `holder` names this process: the agent frees what it holds once its connections are gone. "": with the lease.
-        `guard` knows who may be an agent.
+        `guard` knows which certificates agents may have.
         """
         self.address = address
         self.timeout_s = timeout_s

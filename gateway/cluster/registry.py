@@ -1,4 +1,4 @@
-"""The live view of every node: who is ready, how busy, what it has cached, and how its links are.
+"""The live view of every node: whether it is ready, how busy it is, what it has cached, and how its links are.
 
 One task per node reads its agent's event stream. The stream's life is the node's health: when it breaks, the node is
 out and its prefixes are forgotten; when it is back, a snapshot rebuilds them, so a gateway that restarts knows

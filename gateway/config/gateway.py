@@ -81,15 +81,15 @@ class RoutingConfig:
     them has room to spare; `link_bytes_per_s` is the bandwidth of a link that is not measured yet, 0 is unknown and counts
     as none to spare. `fetch_bytes_per_s` is how fast prefixes move inside a cluster, until some have shown it; 0 keeps them
     where they are.
-    A decode node computes up to `increment_tokens` of a prompt whose beginning it holds itself, while that is soon done and it
-    has time for it; 0 leaves every prompt to prefill nodes. While a decode node has spent `decode_prefill_share` of its time on
-    prompts, it is given no more of them, even if no node has room. `decode_load_slack` is how much slower a decode node's
-    tokens may be for the sake of a prefix that it holds.
-    With `by_total_length` whole prompts are compared with the threshold, cached or not, as by a router without caches: to compare
-    with.
-    With `replicate` prefixes that many requests want at once are copied to further prefill nodes of their cluster.
-    With `share_egress` the senders of a cluster share their egress budgets to another one by what waits at each of them.
-    At most `max_moves` prefixes are on their way at once, and none for longer than `move_timeout_s`.
+    A decode node computes up to `increment_tokens` of a prompt whose beginning it holds itself. It does so while that
+    is soon done and it has time for it; 0 leaves every prompt to prefill nodes. While a decode node has spent
+    `decode_prefill_share` of its time on prompts, it is given no more of them, even if no node has room.
+    `decode_load_slack` is how much slower a decode node's tokens may be for the sake of a prefix that it holds. With
+    `by_total_length` whole prompts are compared with the threshold, cached or not, as by a router without caches: to
+    compare with. With `replicate` prefixes that many requests want at once are copied to further prefill nodes of
+    their cluster. With `share_egress` the senders of a cluster share their egress budgets to another one by what
+    waits at each of them. At most `max_moves` prefixes are on their way at once, and none for longer than
+    `move_timeout_s`.
     """
 
     prefill_tokens_per_s: float = 20_000.0
@@ -223,10 +223,10 @@ class GatewayConfig:
     All answers to one request take `max_several_bytes` of requests to engines at most: each is asked with the body's fields.
     A request is tried on `max_attempts` nodes, a stream is carried on by `max_takeovers` more. Of the requests of the last ten
     seconds or so `retry_share` may be tried again after failures that cost nodes work, and `least_retries` more.
-    `kept_answer_bytes` of the names of each answer's tokens are kept, about six a token, so that another decode node can go on
-    when one fails in the middle of a stream; 0: no answer is continued.
-    `prompt_memory_bytes` of earlier prompts (tokens, hashes, texts) are remembered by each worker, tenants sharing them fairly,
-    and as much by each of its processes for long bodies.
+    `kept_answer_bytes` of the names of each answer's tokens are kept, about six a token. With them another decode
+    node can go on when one fails in the middle of a stream; 0: no answer is continued.
+    Each worker remembers `prompt_memory_bytes` of earlier prompts (tokens, hashes, texts), which tenants share
+    fairly. Each of its processes for long bodies remembers as much.
     `drained_dir` remembers which links are drained when the gateway is started anew.
     `links`, as "FROM:TO" by names of clusters, are shown, and missed, before any node of theirs has been heard of.
     `tls_certificate` and `tls_key` are PEM files, read again when they change: with them all listeners speak HTTPS. A gateway
@@ -234,7 +234,7 @@ class GatewayConfig:
     `certificate`, `key` and `authority` are PEM files: with them, agents are talked to over mutual TLS. `revoked` lists
     certificates that count no more. Without, agents on other machines are talked to only if `plain` says that this is known.
     Media at addresses are taken from `allowed_media_domains` alone.
-    `operators` may look at this gateway and change it. `operator_keys` are of operators without a name, who may do everything. A
+    `operators` may look at this gateway and change it. `operator_keys` are of operators without a name, with all rights. A
     browser in which an operator has logged in need not show the key again for `session_s`.
     Without `tenants` no client needs a key; a gateway that other machines reach then starts only if it is `open`. Such a gateway
     answers at addresses, at names without a dot and at those of `hosts`; an `open` one without `hosts` answers at any name.

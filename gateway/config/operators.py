@@ -1,4 +1,4 @@
-"""`[[gateway.operators]]`: who may look at a gateway and change it, each by a key and a name of its own."""
+"""`[[gateway.operators]]`: people that look at a gateway and change it, each by a key and a name of its own."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass

@@ -30,7 +30,7 @@ KEEPS_NOTHING_S: Final = 60.0  # a decode node that kept nothing of what had lan
 
 @dataclass(slots=True)
 class DecodeReservation:
-    """A reservation on a decode node, the first of `nodes`, and everybody else who may hold something for it."""
+    """A reservation on a decode node, the first of `nodes`, and the other nodes that may hold something for it."""
 
     ticket: TicketInfo
     nodes: list[ClusterNode]

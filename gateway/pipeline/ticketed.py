@@ -1,7 +1,7 @@
 """Runs both legs at once. The prefill node pushes KVCache under the ticket, and the decode node waits for it.
 
-Whatever becomes of the prefill, the request hears of it: another prefill node takes over under the same ticket, or the decode
-node is told to compute the prompt itself, or the request ends here and now.
+Whatever becomes of the prefill, the request hears of it: another prefill node takes over under the same ticket, or
+the decode node computes the prompt itself, or the request ends at once.
 """
 
 import asyncio

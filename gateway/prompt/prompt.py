@@ -44,7 +44,7 @@ _OBJECT: Final = msgspec.json.Decoder(dict[str, Any] | None)
 
 
 class Hashing(msgspec.Struct, frozen=True):
-    """How the served model's blocks are named: tokens per block, the salt of the model, and who shares with whom.
+    """How the served model's blocks are named: tokens per block, the salt of the model, and which tenants share.
 
     Prompts of a `group`, and those with a `cache_salt` of the client's, have names of their own: no other prompt finds their
     blocks, nor learns that they are there.
@@ -178,7 +178,7 @@ def _prompt_with(media: Apart, model: PromptModel, memory: PromptMemory, tenant:
     """The prompt of texts with media between them: its tokens are guessed, its blocks named by what the media are."""
     tokens, _ = tokens_of_prompt(media.texts, model, memory, tenant)
     prompt = prompt_from(media.texts, tokens, MEDIA, model, memory, tenant, unread=media.digest)
-    room = model.max_model_len - 1  # who is sure that it fits is the engine
+    room = model.max_model_len - 1  # only the engine is sure that it fits
     guessed = max(prompt.num_tokens, min(room, prompt.num_tokens + media.number * TOKENS_EACH))
     unread = media.unread or ("truncated" if media.texts.options.truncate_prompt_tokens is not None else "")
     guess = MediaGuess(prompt.num_tokens, media.number, unread)

@@ -1,7 +1,7 @@
 """Every finished request as a line of JSON in files that stay: what capacity planners fit and replay.
 
-A line is the request's record, with the time of its arrival and names of its prompt's blocks, by which `prfaas-plan` sees what
-prompts have in common. Nothing of what anybody wrote is in it.
+A line is the request's record, with the time of its arrival and names of its prompt's blocks. By those `prfaas-plan`
+sees what prompts have in common. Nothing of what anybody wrote is in it.
 """
 
 from collections.abc import Callable

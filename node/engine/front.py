@@ -260,7 +260,7 @@ class EngineFront:
 
 
 def door_of(identity: Identity | None, guard: Guard | None) -> EngineDoor:
-    """The front of a node with certificates, where `guard` knows who may ask; without, the engine's own port."""
+    """The front of a node with certificates, where `guard` knows which callers may ask; without, the engine's own port."""
     if identity is None or guard is None:
         return OpenDoor()
     rights = guard

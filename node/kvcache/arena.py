@@ -1,9 +1,9 @@
 """The page arena: host memory that the agent and its engine both map.
 
-It is a file in /dev/shm, so that the engine (and, for transfers inside one host, the agent of another node) can map it by path,
-and so that it outlives an engine that dies. It goes when the agent closes it. All its memory is taken when the node starts: who
-writes into a page of a sparse file that its file system has no room for dies of SIGBUS, and so does every engine that is given
-the same prompt after it.
+It is a file in /dev/shm. So the engine can map it by path, as can the agent of another node for transfers inside one
+host. It outlives an engine that dies, and goes when the agent closes it. All its memory is taken when the node starts:
+a process that writes into a page of a sparse file that its file system has no room for dies of SIGBUS. So does every
+engine that gets the same prompt after it.
 """
 
 import contextlib

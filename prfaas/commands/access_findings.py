@@ -1,4 +1,4 @@
-"""What `prfaas check` makes of who may use a gateway and how: by its file, and by its listeners' TLS."""
+"""What `prfaas check` finds about access to a gateway: in its file, and by its listeners' TLS."""
 
 import asyncio
 import ssl

@@ -12,7 +12,7 @@ from prfaas.errors import KeyNameError
 
 PREFIX: Final = "sk-prfaas-"  # so that scanners of leaked secrets know what they have found
 SECRET_BYTES: Final = 32
-OPERATOR: Final = "operator"  # who is named so is one, with all rights
+OPERATOR: Final = "operator"  # a key of this name is an operator's, with all rights
 
 
 def new_key() -> str:

@@ -19,9 +19,13 @@ def add_preparations(commands: Any) -> None:
     """Adds them to the parser's subcommands."""
     _add_init(commands.add_parser("init", help="write commented files for a first system, on one machine or several"))
     key = commands.add_parser("key", help="make an API key, for a tenant of a gateway or for one of its operators")
-    key.add_argument("name", metavar="NAME", help="whose it is; operator: an operator of that name, who may do all")
+    key.add_argument(
+        "name",
+        metavar="NAME",
+        help="the key's tenant, or with --operator its operator; the name 'operator' makes an operator with all rights",
+    )
     key.add_argument("--operator", choices=["viewer", "operator", "admin"], metavar="ROLE", dest="role",
-                     help="for an operator who is a viewer, an operator or an admin, not for a tenant")  # fmt: skip
+                     help="make it for an operator of this role instead of a tenant")  # fmt: skip
     key.add_argument("--expires", type=day, metavar="DATE", help="from when on it is refused, as 2027-01-31")
     key.set_defaults(run=_key)
     certificates = commands.add_parser(

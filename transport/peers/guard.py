@@ -1,4 +1,4 @@
-"""Asks whether a peer may do something, counts and logs who may not, and ends what a revoked one has open."""
+"""Asks whether a peer may do something, counts and logs refusals, and ends what a revoked peer has open."""
 
 import logging
 import threading

@@ -37,7 +37,7 @@ class ServerOptions:
 
     integrity: Integrity = Integrity.CHECKSUM
     identity: Identity | None = None  # needed for Integrity.AEAD
-    guard: Guard | None = None  # who may send, by certificate; None: all that the authority has signed
+    guard: Guard | None = None  # which certificates may send; None: all that the authority has signed
     max_chunk_bytes: int = 16 << 20
     max_connections: int = 4096
     buffer_bytes: int = 1 << 30  # for sealed, coded and repeated bytes of all connections; one address has a half

@@ -38,7 +38,7 @@ class Session:
     id: bytes
     secret: bytes
     ends_at: float
-    peer: PeerCertificate | None = None  # who is at the other end
+    peer: PeerCertificate | None = None  # of the other end
 
 
 class Sessions:

@@ -45,7 +45,7 @@ _FIELDS: Final = msgspec.json.Decoder(dict[str, Raw])
 
 
 class TokenEndpoints:
-    """Answers at once, to whom `tenant_of` knows."""
+    """Answers at once, to callers that `tenant_of` knows."""
 
     def __init__(
         self,
