@@ -40,11 +40,11 @@ from node.errors import (
     NodeRefusal,
     SecondEngine,
 )
-from node.kvcache.arena import Arena, arena_directory, arena_path
+from node.kvcache.arena import Arena, take_arena
 from node.kvcache.paced_check import PacedCheck
 from node.kvcache.pages import ArenaPages, as_message
 from node.kvcache.pinned_contexts import PinnedContexts
-from node.process.owned_names import OwnedDirectory, sweep_directories, sweep_files
+from node.process.owned_names import OwnedDirectory
 from node.role import NodeRole
 from node.tasks import Tasks
 from node.transfer.incoming import IncomingTransfers
@@ -134,7 +134,7 @@ class NodeAgent:
 
         Raises NoArenaMemory, NodeConfigError, OSError.
         """
-        self._taking = asyncio.ensure_future(asyncio.to_thread(_take_arena, self.config))
+        self._taking = asyncio.ensure_future(asyncio.to_thread(take_arena, self.config))
         self.arena = await asyncio.shield(self._taking)
         self.listener.start()
         await self.socket.start()
@@ -490,11 +490,3 @@ class NodeAgent:
 
     def publish_description(self) -> None:
         self.events.publish(pb.NodeEvent(description=self.describe()))
-
-
-def _take_arena(config: NodeConfig) -> Arena:
-    """Blocks while memory is cleared; first, what dead nodes left behind is given back. Raises NoArenaMemory, OSError."""
-    directory = arena_directory(Path(config.run_dir))
-    sweep_files(directory)
-    sweep_directories(Path(tempfile.gettempdir()))
-    return Arena(arena_path(directory, config.node_id), config.cache_bytes, hugepages=config.hugepages)

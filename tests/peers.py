@@ -14,7 +14,7 @@ OWN: Final = PeerName("prfaas", "west", PeerRole.NODE, "d0")
 
 
 class Peers:
-    """Made once; nobody may change the files."""
+    """Made once; no test may change the files."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

@@ -11,12 +11,14 @@ import errno
 import logging
 import mmap
 import os
+import tempfile
 from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
 
+from node.config import NodeConfig
 from node.errors import NoArenaMemory
-from node.process.owned_names import PREFIX, create_file
+from node.process.owned_names import PREFIX, create_file, sweep_directories, sweep_files
 
 log = logging.getLogger(__name__)
 
@@ -103,6 +105,14 @@ def arena_directory(fallback: Path) -> Path:
 def arena_path(directory: Path, node_id: str) -> Path:
     """The name of this process's arena."""
     return directory / f"{PREFIX}{node_id}-{os.getpid()}"
+
+
+def take_arena(config: NodeConfig) -> Arena:
+    """A node's arena. Blocks while memory is cleared; first it frees what dead nodes left. Raises NoArenaMemory, OSError."""
+    directory = arena_directory(Path(config.run_dir))
+    sweep_files(directory)
+    sweep_directories(Path(tempfile.gettempdir()))
+    return Arena(arena_path(directory, config.node_id), config.cache_bytes, hugepages=config.hugepages)
 
 
 def _check_room(directory: Path, num_bytes: int) -> None:

@@ -1,4 +1,4 @@
-"""Who guesses keys waits, then is refused for a while; who has a right one is left alone; memory stays bounded."""
+"""A caller that guesses keys waits, then is refused for a while; holders of right keys go on; memory stays bounded."""
 
 from dataclasses import replace
 

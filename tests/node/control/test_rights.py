@@ -166,7 +166,7 @@ def test_a_revoked_gateway_loses_its_stream_and_gets_no_other(peers: Peers, tmp_
 
 
 class Generous:
-    """Refuses nobody."""
+    """Refuses no peer."""
 
     async def reserve(self, request: pb.ReserveRequest) -> pb.Ticket:
         return pb.Ticket(transfer_id="t")

@@ -16,7 +16,7 @@ HOSTILE = "from pathlib import Path\nPath(__file__).with_name('taken').touch()\n
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Where somebody has put modules of well-known names."""
+    """A folder with modules of well-known names."""
     for name in ("json", "socket", "engine", "gateway", "pd_cluster", "planner", "transport"):
         (tmp_path / f"{name}.py").write_text(HOSTILE)
     return tmp_path

@@ -1,4 +1,4 @@
-"""Who may send KVCache, to whom, and under whose ticket."""
+"""Which peers may send KVCache, to which others, and under which tickets."""
 
 import socket
 from pathlib import Path
