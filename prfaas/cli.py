@@ -478,7 +478,7 @@ def _convert(arguments: argparse.Namespace) -> int:
 
 
 def _check(arguments: argparse.Namespace) -> int:
-    from prfaas.commands.check import check
+    from prfaas.commands.checking.check import check
 
     return run_until_done(check(arguments.config, _console(), arguments.json))
 

@@ -26,9 +26,9 @@ def test_a_short_table_is_enough() -> None:
     [
         ({}, "127.0.0.1"),
         ({"host": "127.0.0.7"}, "127.0.0.7"),
-        ({"host": "10.0.0.1"}, "127.0.0.1"),
-        ({"host": "10.0.0.1", "metrics_key": "k"}, "10.0.0.1"),
-        ({"host": "10.0.0.1", "metrics_host": "::1"}, "::1"),
+        ({"host": "10.0.0.1", "plain": True}, "127.0.0.1"),
+        ({"host": "10.0.0.1", "plain": True, "metrics_key": "k"}, "10.0.0.1"),
+        ({"host": "10.0.0.1", "plain": True, "metrics_host": "::1"}, "::1"),
         ({"metrics_host": "10.0.0.1", "metrics_key": "k"}, "10.0.0.1"),
     ],
 )

@@ -25,13 +25,18 @@ from tests.gateway.http.test_strangers import free_port
 from tests.gateway.worlds import World, on_both_loops, on_loop, until, world
 from transport.control.asking import trusting
 from transport.control.settings import SettingsError, build
+from transport.peers.name import PeerName, PeerRole
 
 ANN = OperatorConfig(name="ann", keys=(digest_of("sk-ann"),), role=OperatorRole.ADMIN)
 
 
 def issued(folder: Path, *hosts: str) -> dict[str, Path]:
     """Files of a listener, signed by the authority of the folder."""
-    issue(folder, [CertificateHolder("api", hosts or ("127.0.0.1",))], days=30)
+    issue(
+        folder,
+        [CertificateHolder(PeerName("prfaas", "any", PeerRole.GATEWAY, "api"), hosts or ("127.0.0.1",))],
+        days=30,
+    )
     return {"tls_certificate": folder / "api.pem", "tls_key": folder / "api.key"}
 
 

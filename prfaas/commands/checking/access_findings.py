@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from gateway.config.gateway import GatewayConfig
-from prfaas.commands.findings import Finding, Level
+from prfaas.commands.checking.findings import Finding, Level
 from transport.control.asking import trusting
 from transport.path.tcp import format_address
 

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from gateway.cluster.agent_values import LinkLoad, NodeInfo, NodeLoad
-from prfaas.commands.findings import (
+from prfaas.commands.checking.findings import (
     Certificate,
     CheckFindings,
     Described,

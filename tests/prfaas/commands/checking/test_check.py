@@ -9,7 +9,7 @@ import pytest
 import tomli_w
 from rich.console import Console
 
-from prfaas.commands.check import check
+from prfaas.commands.checking.check import check
 from prfaas.errors import CheckError
 from tests.e2e.harness import free_port
 from tests.node.running import config, running_node

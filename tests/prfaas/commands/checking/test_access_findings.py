@@ -7,8 +7,8 @@ from typing import Any
 
 from gateway.auth.keyring import digest_of
 from gateway.config.gateway import GatewayConfig
-from prfaas.commands.access_findings import access_findings, tls_findings
-from prfaas.commands.findings import Level
+from prfaas.commands.checking.access_findings import access_findings, tls_findings
+from prfaas.commands.checking.findings import Level
 from tests.gateway.http.test_tls import issued
 from tests.gateway.worlds import on_loop, world
 from transport.control.settings import build
@@ -32,7 +32,7 @@ def test_keys_without_a_name_are_warned_of() -> None:
 def test_what_comes_in_clear_is_warned_of() -> None:
     ((level, about, _),) = found(host="10.0.0.1", open=True)
     assert (level, about) == (Level.WARNING, "https")
-    assert found(host="10.0.0.1", open=True, plain=True) == []
+    assert found(host="10.0.0.1", open=True, plain_api=True) == []
 
 
 @on_loop

@@ -21,8 +21,8 @@ from rich.text import Text
 from gateway.cluster.agent_client import AgentClient
 from gateway.config.gateway import GatewayConfig, load
 from gateway.errors import AgentCallFailed, GatewayConfigError
-from prfaas.commands.access_findings import access_findings, tls_findings
-from prfaas.commands.findings import (
+from prfaas.commands.checking.access_findings import access_findings, tls_findings
+from prfaas.commands.checking.findings import (
     Certificate,
     CheckFindings,
     Described,
