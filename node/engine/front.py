@@ -15,6 +15,7 @@ import struct
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any, Final, Protocol, cast
 from urllib.parse import urlsplit
 
@@ -24,6 +25,7 @@ from transport.path.tcp import family_of, format_address
 from transport.peers.guard import Guard
 from transport.peers.name import of_tls
 from transport.peers.rights import ASK_ENGINE
+from transport.receive.few_lines import FewLines
 from transport.wire.identity import Identity
 
 log = logging.getLogger(__name__)
@@ -133,6 +135,7 @@ class EngineFront:
         self._listener: socket.socket | None = None
         self._pause: asyncio.TimerHandle | None = None
         self._emptied = asyncio.Event()  # of a front that has ended
+        self._lines = FewLines(log)
 
     def __len__(self) -> int:
         return len(self._outsides)
@@ -179,11 +182,14 @@ class EngineFront:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         for outside in list(self._outsides):
             outside.abort()
+        await asyncio.sleep(0)  # tasks' callbacks
         if self._outsides:
             await self._emptied.wait()
 
     def forget(self, outside: "_Outside") -> None:
         """For a caller that has gone."""
+        if outside not in self._outsides:
+            return
         self._outsides.discard(outside)
         self._addresses[outside.address] -= 1
         if not self._addresses[outside.address]:
@@ -215,7 +221,7 @@ class EngineFront:
             self._addresses[outside.address] += 1
             task = self._loop.create_task(self._welcome(outside, caller), name="engine front")
             self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            task.add_done_callback(partial(self._welcomed, outside, caller))
 
     def _reason_against(self, address: str) -> str:
         if self._engine is None:
@@ -232,16 +238,19 @@ class EngineFront:
                 await self._loop.connect_accepted_socket(lambda: outside, caller, ssl=self._identity.server_context())
         except (OSError, TimeoutError) as exc:  # ssl.SSLError, too
             self._end(outside, "handshake", _detail(exc))
-        finally:
-            if not outside.is_open:
-                caller.close()
-                self.forget(outside)
         if not outside.is_open:
             return
         if complaint := self._complaint(outside.certificate()):
             self._end(outside, "no_right", complaint)
             return
         await self._connect(outside)
+
+    def _welcomed(self, outside: "_Outside", caller: socket.socket, task: "asyncio.Task[None]") -> None:
+        """Whatever became of the handshake, also if it was cancelled before its first step."""
+        self._tasks.discard(task)
+        if not outside.is_open:
+            caller.close()
+            self.forget(outside)
 
     async def _connect(self, outside: "_Outside") -> None:
         if self._engine is None:
@@ -255,7 +264,8 @@ class EngineFront:
 
     def _end(self, outside: "_Outside", reason: str, detail: str) -> None:
         self.ended[reason] += 1
-        log.warning("a connection of %s to the engine ended (%s): %s", outside.address, reason, detail)
+        told = "a connection of %s to the engine ended (%s): %s"
+        self._lines.warning(self._loop.time(), told, outside.address, reason, detail)
         outside.abort()
 
 

@@ -1,6 +1,7 @@
 """The engine's door: mutual TLS outside, the engine's bytes inside, and nothing left behind."""
 
 import asyncio
+import socket
 import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
@@ -294,6 +295,41 @@ def test_closing_ends_what_is_under_way_and_a_port_that_is_taken_is_named(node: 
                 assert not await reader.read()
             assert not await half[0].read()
             half[1].close()
+
+    scenario()
+
+
+def test_a_caller_that_has_just_come_does_not_keep_a_front_from_ending(node: Identity, gateway: Identity) -> None:
+    @on_both_loops
+    async def scenario() -> None:
+        front = EngineFront(node)
+        async with engine_running() as engine:
+            await front.start(ANY)
+            front.open(engine.url)
+            host, port = HOST, int(front.url.rpartition(":")[2])
+            with socket.create_connection((host, port)):
+                async with asyncio.timeout(10.0):
+                    for _ in range(50):
+                        if len(front):
+                            break
+                        await asyncio.sleep(0)
+                    await front.close()
+            assert len(front) == 0
+
+    scenario()
+
+
+def test_strangers_do_not_fill_the_log(node: Identity, caplog: pytest.LogCaptureFixture) -> None:
+    @on_both_loops
+    async def scenario() -> None:
+        caplog.clear()
+        front = EngineFront(node)
+        async with engine_running() as engine, fronted(front) as port:
+            front.open(engine.url)
+            for _ in range(100):
+                assert await is_hung_up_on(port, b"GET / HTTP/1.1\r\n\r\n")
+            assert front.ended == {"handshake": 100}
+            assert 0 < len(caplog.records) <= 20
 
     scenario()
 
