@@ -14,13 +14,14 @@ full     a newcomer takes the last one's place in two cases: the last one's prio
 from bisect import bisect_left, bisect_right, insort
 from collections import Counter
 from dataclasses import dataclass
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from itertools import accumulate, count, takewhile
 from math import inf, nextafter, ulp
 from typing import Final, Generic, NamedTuple, TypeVar
 
 BELIEVED_TURNS: Final = 3
 TURNS_REMEMBERED: Final = 8
+LEFT_BEHIND: Final = 64  # requests that have left and whose rise is still awaited, beside as many as wait
 
 Who = TypeVar("Who")
 Place = tuple[float, int]  # in the order of one flow and level: when its time is up, then its number
@@ -136,7 +137,7 @@ class WaitQueue(Generic[Who]):
         self._sizes: Counter[int] = Counter()  # requests at a level
         self._back: set[str] = set()  # flows that are held back, or were
         self._served: set[str] = set()  # flows without a request in the line
-        self._rises: list[tuple[float, int, Who]] = []  # a heap; those that have left stay until their time
+        self._rises: list[tuple[float, int, Who]] = []  # a heap; it may hold some requests that have left
         self._virtual = 0.0
         self._numbers = count()
 
@@ -358,9 +359,9 @@ class WaitQueue(Generic[Who]):
         """Moves requests to the levels that they have reached by now."""
         while self._rises and self._rises[0][0] <= now:
             _, number, who = heappop(self._rises)
-            standing = self._standing.get(who)
-            if standing is None or standing.number != number:
+            if not self._stands(who, number):
                 continue
+            standing = self._standing[who]
             level = standing.priority + int(max(0.0, now - standing.since) / self._ageing_s)
             if level != standing.level:
                 self._exit(standing)
@@ -372,6 +373,13 @@ class WaitQueue(Generic[Who]):
         at = standing.since + (standing.level - standing.priority + 1) * self._ageing_s
         if at < inf:  # a few roundings early, as it is looked at again then
             heappush(self._rises, (max(at - 4 * ulp(at), nextafter(now, inf)), standing.number, who))
+            if len(self._rises) > 2 * len(self._standing) + LEFT_BEHIND:
+                self._rises = [each for each in self._rises if self._stands(each[2], each[1])]
+                heapify(self._rises)
+
+    def _stands(self, who: Who, number: int) -> bool:
+        standing = self._standing.get(who)
+        return standing is not None and standing.number == number
 
     def _tidy(self) -> None:
         """Forgets flows that are where a new one would begin; with an empty line, all."""

@@ -1,4 +1,5 @@
 import time
+import weakref
 from collections.abc import Callable
 from math import inf
 from statistics import median
@@ -55,6 +56,24 @@ def test_a_full_line_gives_the_last_place_to_a_higher_priority():
     assert "second" not in line
     assert line.join("late", 12.0, priority=1) == Joined(False)  # the last one has waited long enough by now
     assert len(line) == 2
+
+
+class Waiter:
+    """A request that can be seen to be forgotten."""
+
+
+def test_those_that_have_left_are_forgotten_while_others_stay():
+    line: WaitQueue[Waiter] = WaitQueue(10, ageing_s=3600.0)
+    alive: weakref.WeakSet[Waiter] = weakref.WeakSet()
+    stays = Waiter()
+    line.join(stays, 0.0)
+    for at in range(2000):
+        waiter = Waiter()
+        alive.add(waiter)
+        line.join(waiter, float(at) / 1000)
+        line.leave(waiter)
+    assert len(alive) <= 200
+    assert line.first(3.0) is stays
 
 
 def test_who_would_come_before():
