@@ -198,6 +198,12 @@ class MemoryServer(asyncio.AbstractServer):
         if self.is_serving():
             del self._loop.servers[self.port]
 
+    async def start_serving(self) -> None:
+        """It serves from the beginning."""
+
+    async def serve_forever(self) -> None:
+        raise NotImplementedError("servers in memory serve until they are closed")
+
     async def wait_closed(self) -> None:
         """Those that have connected go on."""
 
