@@ -82,14 +82,14 @@ class MemoryTransport(asyncio.Transport):
         self._high_bytes = HIGH_BYTES
         self._is_reading = True
         self._is_closing = False
-        self._is_lost = False
+        self.is_lost = False
         self._has_said_all = False  # and the other end has been told so
         self._is_paused = False
 
     def set_protocol(self, protocol: asyncio.BaseProtocol) -> None:
         self._protocol = cast(asyncio.Protocol, protocol)
 
-    def get_protocol(self) -> asyncio.BaseProtocol:
+    def get_protocol(self) -> asyncio.Protocol:
         return self._protocol
 
     # Writing
@@ -97,7 +97,7 @@ class MemoryTransport(asyncio.Transport):
     def write(self, data: "Bytes") -> None:
         if self._is_closing:
             return
-        if self.peer._is_lost:
+        if self.peer.is_lost:
             self.socket.is_reset = True
             self._lose(ConnectionResetError("the other end is gone"))
             return
@@ -105,7 +105,7 @@ class MemoryTransport(asyncio.Transport):
         if self.get_write_buffer_size() > self._high_bytes and not self._is_paused:
             self._is_paused = True
             self._protocol.pause_writing()
-        self._loop.call_soon(self._deliver)
+        self._loop.call_soon(self.deliver)
 
     def writelines(self, list_of_data: "Iterable[Bytes]") -> None:
         self.write(b"".join(list_of_data))
@@ -125,20 +125,21 @@ class MemoryTransport(asyncio.Transport):
     def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
         self._high_bytes = HIGH_BYTES if high is None else high
 
-    def _deliver(self) -> None:
+    def deliver(self) -> None:
+        """Has the other end take what has been written, if it reads."""
         peer = self.peer
-        if self._has_said_all or not peer._is_reading:
+        if self._has_said_all or not peer.is_reading():
             return
         data = b"".join(self._written)
         self._written.clear()
-        if data and not peer._is_closing:
-            peer._protocol.data_received(data)
-        if self._is_paused and not self._is_lost:
+        if data and not peer.is_closing():
+            peer.get_protocol().data_received(data)
+        if self._is_paused and not self.is_lost:
             self._is_paused = False
             self._protocol.resume_writing()
         if self._is_closing:
             self._has_said_all = True
-            peer._hear_end()
+            peer.hear_end()
             self._lose(None)
 
     # Reading
@@ -151,9 +152,10 @@ class MemoryTransport(asyncio.Transport):
 
     def resume_reading(self) -> None:
         self._is_reading = True
-        self._loop.call_soon(self.peer._deliver)
+        self._loop.call_soon(self.peer.deliver)
 
-    def _hear_end(self) -> None:
+    def hear_end(self) -> None:
+        """The other end says nothing more."""
         if not self._is_closing and not self._protocol.eof_received():
             self.close()
 
@@ -165,7 +167,7 @@ class MemoryTransport(asyncio.Transport):
     def close(self) -> None:
         if not self._is_closing:
             self._is_closing = True
-            self._loop.call_soon(self._deliver)
+            self._loop.call_soon(self.deliver)
 
     def abort(self) -> None:
         """What has been written still arrives, as it would where the kernel has taken it."""
@@ -174,8 +176,8 @@ class MemoryTransport(asyncio.Transport):
 
     def _lose(self, error: Exception | None) -> None:
         self._is_closing = True
-        if not self._is_lost:
-            self._is_lost = True
+        if not self.is_lost:
+            self.is_lost = True
             self._loop.call_soon(self._protocol.connection_lost, error)
 
 

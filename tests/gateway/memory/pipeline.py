@@ -11,6 +11,8 @@ import aiohttp
 import msgspec
 from aiohttp import web
 
+from gateway.admission.queue import WaitingLine
+from gateway.admission.slo import SloGate
 from gateway.cluster.agent_client import AgentClient
 from gateway.cluster.links import ClusterLinks
 from gateway.cluster.registry import NODE_TIMES, Clusters, NodeTimes
@@ -59,6 +61,7 @@ class Pipelined(Deployment):
     config: GatewayConfig
     endpoint: GenerationEndpoint
     seen: NodeAccess
+    line: WaitingLine
     kept: RecordRing
     configure: Callable[[GatewayConfig], None]
 
@@ -69,6 +72,10 @@ class Pipelined(Deployment):
     @property
     def links(self) -> ClusterLinks:
         return self.seen.links
+
+    @property
+    def refusals(self) -> SloGate:
+        return self.seen.refusals
 
     @property
     def door(self) -> GenerationEndpoint:
@@ -169,8 +176,10 @@ async def _stepping(
             for part in (routing.router, built.steps.admission, seen.legs, seen.refusals, built.line, door):
                 part.configure(config)
 
+        if routing.replicas:
+            tasks.chores.keep(routing.replicas.run, "replicas")
         http = aiohttp.ClientSession(f"http://{HOST}", connector=aiohttp.UnixConnector(str(PORT)))
-        yield Pipelined(nodes, http, config, door, seen, built.records, configure)
+        yield Pipelined(nodes, http, config, door, seen, built.line, built.records, configure)
 
 
 @asynccontextmanager

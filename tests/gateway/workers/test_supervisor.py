@@ -24,6 +24,8 @@ from tests.gateway.scripted import Topology, topology
 from tests.gateway.test_process import write_config
 from tests.gateway.worlds import PATIENCE_S, on_loop, until
 
+pytestmark = pytest.mark.long
+
 SHORT: Final = {"model": "scripted", "prompt": "hello there"}
 WORKERS: Final = 2
 
