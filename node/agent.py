@@ -14,16 +14,17 @@ from dataclasses import fields, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 from hybrid_cache.cache.events import CacheEvent
+from hybrid_cache.cache.reservation import Reservation
 from hybrid_cache.hashing.block_hash import model_salt
 from hybrid_cache.layout.layout import ModelLayout
 from node.config import RELOADABLE, SERVERS, NodeConfig
 from node.control.broadcast import Broadcast
 from node.control.holders import ReservationHolders
 from node.draining import Draining
-from node.engine.front import EngineDoor, EngineFront, OpenDoor
+from node.engine.front import door_of
 from node.engine.http_status import follow_adapters, follow_loads, serves
 from node.engine.kv_events import events_endpoint, follow
 from node.engine.liveness import TIMES, LivenessTimes, Vigil
@@ -45,16 +46,20 @@ from node.kvcache.paced_check import PacedCheck
 from node.kvcache.pages import ArenaPages, as_message
 from node.kvcache.pinned_contexts import PinnedContexts
 from node.process.owned_names import OwnedDirectory, sweep_directories, sweep_files
-from node.role import LandingClaims, NodeRole
+from node.role import NodeRole
 from node.tasks import Tasks
-from node.transfer.incoming import Consumer
-from node.transfer.links import PeerLinks, rdma_of
-from node.transfer.loans import Producer
+from node.transfer.incoming import IncomingTransfers
+from node.transfer.listener import PeerListener
+from node.transfer.loans import EngineLoans
+from node.transfer.reach import PeerReach, rdma_of
+from node.transfer.services import DecodeService, OutgoingLegs
 from transport.control import messages as m
 from transport.control.proto import node_pb2 as pb
 from transport.control.release import release
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 VERSION: Final = release()
 HOUSEKEEPING_S = 0.5
@@ -80,25 +85,27 @@ class NodeAgent:
         self.boot_id = uuid.uuid4().hex
         self.events = Broadcast()
         self.holders = ReservationHolders(now)
-        rdma = rdma_of(config)
+        use_shm = config.transport == "auto" and os.access(SHM_DIR, os.W_OK)
+        self.reach = PeerReach(config.cluster, use_shm=use_shm, rdma=rdma_of(config))
         run_dir = Path(config.run_dir)
         run_dir.mkdir(parents=True, exist_ok=True)
         self.engine_log = run_dir / f"{config.node_id}-engine.log"
         # A directory of its own: no other node's name can collide.
         self._socket_dir = OwnedDirectory(Path(tempfile.gettempdir()))
         self.socket = EngineSocket(self._socket_dir.path / "engine.sock", self)
-        self.links = PeerLinks(config, use_shm=config.transport == "auto" and os.access(SHM_DIR, os.W_OK), rdma=rdma)
+        self.listener = PeerListener(config, self.reach)
+        self.prefills = role.prefills(config, self.reach)
         self.supervisor = EngineSupervisor(
             config, self.socket.path, self.engine_log, now, self.publish_description, command=engine_command
         )
-        identity = config.identity
-        self.door: EngineDoor = OpenDoor() if identity is None else EngineFront(identity)
+        self.door = door_of(config.identity)
         self.arena: Arena | None = None
         self._taking: asyncio.Future[Arena] | None = None
         self.pages: ArenaPages | None = None
-        self.producer: Producer | None = None
-        self.consumer: Consumer | None = None
-        self.landings: LandingClaims | None = None
+        self.loans: EngineLoans | None = None
+        self.legs: OutgoingLegs | None = None
+        self.incoming: IncomingTransfers | None = None
+        self.decodes: DecodeService | None = None
         self.contexts: PinnedContexts | None = None
         self.calls_ended: Counter[str] = Counter()  # kept connections that the node ended, by why
         self.reloads = Counter(applied=0, unchanged=0, refused=0)
@@ -130,7 +137,7 @@ class NodeAgent:
         """
         self._taking = asyncio.ensure_future(asyncio.to_thread(_take_arena, self.config))
         self.arena = await asyncio.shield(self._taking)
-        self.links.start()
+        self.listener.start()
         await self.socket.start()
         await self.door.start(self.config.port("engine"))
         self.tasks.start("supervisor", self.supervisor.run)
@@ -160,7 +167,7 @@ class NodeAgent:
         await self.door.close()
         await self.socket.close()
         self._socket_dir.close()
-        await asyncio.to_thread(self.links.close)
+        await asyncio.to_thread(self._close_links)
         await asyncio.sleep(0)  # callbacks that the links' last threads left on the loop
         if self.contexts:
             self.contexts.end_all()
@@ -170,6 +177,11 @@ class NodeAgent:
             await asyncio.wait([self._taking])
             if self._taking.exception() is None:
                 self._taking.result().close()
+
+    def _close_links(self) -> None:
+        self.prefills.egress.close()
+        self.listener.close()
+        self.reach.close()
 
     def reconfigure(self, read: Callable[[], NodeConfig]) -> None:
         """Takes up what may change while the node runs. What is wrong with the file is logged, and nothing changes."""
@@ -184,23 +196,22 @@ class NodeAgent:
             change = f"{getattr(self.config, name)!r} -> {getattr(new, name)!r}"
             note = "" if name in RELOADABLE else " (needs a restart)"
             log.info("configuration node=%s %s: %s%s", self.config.node_id, name, change, note)
-        self.links.set_budgets(new.budgets())
+        self.prefills.egress.set_budgets(new.budgets())
         self.config = replace(self.config, **{name: getattr(new, name) for name in RELOADABLE})
         self.reloads["applied" if set(changed) & set(RELOADABLE) else "unchanged"] += 1
 
     def is_idle(self) -> bool:
         """Whether nothing runs, is sent or lands."""
-        jobs_idle = not self.producer or self.producer.is_idle()
-        landings_idle = not self.consumer or self.consumer.is_idle()
+        holders = (self.loans, self.legs, self.incoming)
         engine_idle = self._engine is None or not (self.engine_load.running or self.engine_load.waiting)
-        return jobs_idle and landings_idle and engine_idle
+        return engine_idle and all(holder is None or holder.is_idle() for holder in holders)
 
     async def _keep_house(self) -> None:
         while True:
             await asyncio.sleep(HOUSEKEEPING_S)
             self._end_silent_engine()
-            if self.consumer:
-                self.consumer.expire()
+            if self.incoming:
+                self.incoming.expire()
             if self.pages:
                 self.pages.publish()
             if self.contexts:
@@ -306,40 +317,39 @@ class NodeAgent:
                 f"engine pid={hello.engine_pid} has layout {layout.fingerprint[:12]}, the arena another"
             )
         if self.pages is None:
-            self.links.open_memory(pages.memory())
+            self.reach.open_memory(pages.memory())
             self.pages = pages
             if self.config.ssd_dir:
                 self.tasks.start("SSD tier", pages.open_ssd)
-            self.producer = Producer(
-                pages,
-                self.links,
-                self.config.room_timeout_s,
-                self._now,
-                lambda: self.role.admit_leg(self.conversions.standing),
-            )
-            self.consumer = Consumer(pages, self.links, self.config.lease_s, self._now, self.holders)
-            self.landings = self.role.landings(self.consumer)
+            self._open_services(pages)
             self.contexts = PinnedContexts(pages, self._now)
         return pages
 
+    def _open_services(self, pages: ArenaPages) -> None:
+        config, now = self.config, self._now
+        self.legs = self.prefills.open_legs(pages, now, lambda: self.role.admit_leg(self.conversions.standing))
+        self.loans = EngineLoans(pages, self.legs, config.room_timeout_s, now)
+        self.incoming = IncomingTransfers(pages, self.listener, config.codings(), config.lease_s, now, self.holders)
+        self.decodes = self.role.decodes(self.incoming)
+
     def on_message(self, message: m.EngineMessage, engine: EngineConnection) -> None:
         """Hands a message to the side it belongs to. Raises MessageError."""
-        if self.producer is None or self.landings is None or engine is not self._engine:
+        if self.loans is None or self.decodes is None or engine is not self._engine:
             raise m.MessageError(f"{type(message).__name__} before Hello")
         match message:
             case m.BeginPrefill():
-                self.producer.begin(message, engine, engine.send)
+                self.loans.begin(message, engine, engine.send)
             case m.LayerDone():
-                self.producer.layer_done(message, engine)
+                self.loans.layer_done(message, engine)
             case m.StateDone():
-                self.producer.state_done(message, engine)
+                self.loans.state_done(message, engine)
             case m.PrefillDone():
-                self.producer.prefill_done(message, engine)
+                self.loans.prefill_done(message, engine)
             case m.ClaimLanding():
-                self.landings.claim(message, engine, engine.send)
+                self.decodes.claim(message, engine, engine.send)
             case m.EndJob():
-                self.producer.end(message, engine)
-                self.landings.end(message, engine)
+                self.loans.end(message, engine)
+                self.decodes.end(message, engine)
             case m.LoadReport():
                 self.engine_load = message
                 self.events.publish(pb.NodeEvent(load=self.load()))
@@ -354,9 +364,9 @@ class NodeAgent:
 
     def on_gone(self, engine: EngineConnection) -> None:
         """The engine hung up; its jobs end, the cache stays."""
-        if self.producer and self.landings:
-            self.producer.engine_gone(engine)
-            self.landings.engine_gone(engine)
+        if self.loans and self.decodes:
+            self.loans.engine_gone(engine)
+            self.decodes.engine_gone(engine)
         if self._engine is engine:
             if self.config.engine == "sglang" and self._hello is not None:
                 scheduler = self._hello.engine_pid
@@ -373,40 +383,30 @@ class NodeAgent:
 
     # For the control service
 
-    def ready_consumer(self) -> Consumer:
-        """The consumer, if this node takes new reservations. Raises NodeRefusal."""
+    async def reserve(self, request: pb.ReserveRequest) -> tuple[str, bytes, Reservation]:
+        """Pages for a transfer, if this node takes new reservations: its id, its secret and the pages. Raises NodeRefusal."""
         if self.draining.is_on:
             raise NodeRefusal("draining", f"{self.config.node_id} finishes what it has")
-        if not self._engine_serves or self.consumer is None:
+        if not self._engine_serves or self.incoming is None or self.decodes is None:
             raise NodeRefusal("engine_down", f"{self.config.node_id} has no engine right now")
         if self.vigil.silence is not None:
             raise NodeRefusal(
                 "engine_silent", f"{self.config.node_id} has an engine that does not answer: {self.vigil.silence}"
             )
-        return self.consumer
+        if request.prefix_only:
+            return await self.incoming.reserve_settled(request)
+        return await self.decodes.reserve(request)
 
-    def any_consumer(self) -> Consumer:
-        """The consumer, once a layout is known. Raises NodeRefusal."""
-        if self.consumer is None:
+    def known(self, service: T | None) -> T:
+        """One of the services that need a layout, but no engine. Raises NodeRefusal while no layout is known."""
+        if service is None:
             raise NodeRefusal("starting", f"{self.config.node_id} has had no engine yet")
-        return self.consumer
-
-    def any_contexts(self) -> PinnedContexts:
-        """The contexts, once a layout is known. Raises NodeRefusal."""
-        if self.contexts is None:
-            raise NodeRefusal("starting", f"{self.config.node_id} has had no engine yet")
-        return self.contexts
-
-    def ready_producer(self) -> Producer:
-        """The producer, once a layout is known (it needs no engine to push what is cached). Raises NodeRefusal."""
-        if self.producer is None:
-            raise NodeRefusal("starting", f"{self.config.node_id} has had no engine yet")
-        return self.producer
+        return service
 
     def abort(self, transfer_id: str, reason: str) -> bool:
-        """Frees what a reservation, or a push to it, holds here. False for an unknown id."""
-        landing = self.consumer is not None and self.consumer.abort(transfer_id, reason)
-        push = self.producer is not None and self.producer.abort(transfer_id, reason)
+        """Free what a reservation, or a push to it, holds here. False for an unknown id."""
+        landing = self.incoming is not None and self.incoming.abort(transfer_id, reason)
+        push = self.legs is not None and self.legs.abort(transfer_id, reason)
         return landing or push
 
     def state(self) -> pb.NodeState:
@@ -423,20 +423,21 @@ class NodeAgent:
 
     def load(self) -> pb.Load:
         """Queues, memory and links right now."""
+        egress = self.prefills.egress
         return pb.Load(
             running=self.engine_load.running,
             waiting=self.engine_load.waiting,
             queued_tokens=self.engine_load.queued_tokens,
-            sending=self.producer.sending if self.producer else 0,
-            landing=self.consumer.landing if self.consumer else 0,
-            egress_bytes_total=self.links.bytes_sent,
-            ingress_bytes_total=self.links.bytes_received,
-            links=self.links.states(),
-            budgets=self.links.own_budgets(),
+            sending=self.legs.sending if self.legs else 0,
+            landing=self.incoming.landing if self.incoming else 0,
+            egress_bytes_total=egress.bytes_sent,
+            ingress_bytes_total=self.listener.bytes_received,
+            links=egress.states(),
+            budgets=egress.own_budgets(),
             slots=self.engine_load.slots,
             steps=[pb.StepTime(batch=batch, seconds=seconds) for batch, seconds in self.engine_load.steps],
             room=self.pages.room() if self.pages else None,
-            clock_s=self.links.shares.now(),
+            clock_s=self.prefills.shares.now(),
         )
 
     def describe(self) -> pb.NodeDescription:

@@ -1,4 +1,4 @@
-"""What a node does to KVCache on its way to other nodes, and what it takes from them: by default, nothing.
+"""The [node.coding] table: how a node codes KVCache for other nodes, and which coding it accepts. By default, none.
 
     [node.coding]
     accept_quantised = true                 # as a receiver; else senders hear that it takes exact bytes only
@@ -12,21 +12,16 @@ KVCache that was quantised serves the request that it was made for. Other reques
 nodes that it is copied to: hence it is not committed to the prefix cache unless `reuse_quantised` says so.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from math import gcd
 from typing import Any, Final
 
-from hybrid_cache.layout.layout import Elements, ModelLayout, RangeKey
 from hybrid_cache.layout.spec import FullAttention, KVCacheSpec, LinearState, SlidingWindow
-from transport.coding.choice import CodingPolicy, Compression, FormatOf, RangeFormat
+from transport.coding.choice import CodingPolicy, Compression
 from transport.coding.codec import Codec, decodable, zstd_module
-from transport.coding.elements import ITEM_BYTES, Run
 from transport.control.settings import SettingsError, build
 
-MIN_VECTOR: Final = 16  # shorter vectors would be mostly scales
-
-_KIND_OF: Final[dict[type[KVCacheSpec], str]] = {
+KIND_OF: Final[dict[type[KVCacheSpec], str]] = {
     FullAttention: "full_attention",
     SlidingWindow: "sliding_window",
     LinearState: "linear_state",
@@ -46,12 +41,12 @@ class Coding:
     def __post_init__(self) -> None:
         if self.reuse_quantised and not self.accept_quantised:
             raise SettingsError("reuse_quantised = true: allowed only with accept_quantised, which is false")
-        for name in _KIND_OF.values():
+        for name in KIND_OF.values():
             check_installed(name, getattr(self, name), has_zstd=zstd_module() is not None)
 
     @property
     def off(self) -> bool:
-        """Whether everything leaves as it is."""
+        """Whether KVCache leaves as it is."""
         return self.full_attention.off and self.sliding_window.off and self.linear_state.off
 
     @property
@@ -60,8 +55,8 @@ class Coding:
         return decodable(lossy=self.accept_quantised)
 
     def policy(self, spec: KVCacheSpec) -> CodingPolicy:
-        """What may be done to groups of a kind."""
-        policy: CodingPolicy = getattr(self, _KIND_OF[type(spec)])
+        """How groups of a kind may be coded."""
+        policy: CodingPolicy = getattr(self, KIND_OF[type(spec)])
         return policy
 
 
@@ -76,31 +71,3 @@ def check_installed(name: str, policy: CodingPolicy, *, has_zstd: bool) -> None:
         raise SettingsError(
             f'{name}: compression = "{policy.compression}": it needs the zstd extra (pip install "prfaas[zstd]")'
         )
-
-
-def formats_of(coding: Coding, layout: ModelLayout, ranges: Sequence[RangeKey], *, exact: bool) -> FormatOf | None:
-    """How the ranges of a transfer may be coded; None when they leave as they are. `exact` forbids to quantise."""
-    if coding.off:
-        return None
-    by_group = [_format(coding, layout, group, exact) for group in range(len(layout.groups))]
-    return lambda index: by_group[ranges[index].group]
-
-
-def _format(coding: Coding, layout: ModelLayout, group: int, exact: bool) -> RangeFormat:
-    spec = layout.groups[group].spec
-    policy = coding.policy(spec)
-    return RangeFormat(_KIND_OF[type(spec)], runs_of(layout.elements(group)), policy.exact() if exact else policy)
-
-
-def runs_of(elements: Sequence[Elements]) -> tuple[Run, ...]:
-    """Elements as transport knows them. K and V with heads of two sizes take the common part as their vector, so that a
-    chunk is one block and not two per slab.
-    """
-    known = [e if e.dtype in ITEM_BYTES else Elements(e.num_bytes, "", 0) for e in elements]
-    common = gcd(*(e.vector for e in known))
-    one_kind = len({e.dtype for e in known}) == 1 and common >= MIN_VECTOR
-    return tuple(Run(e.num_bytes, e.dtype, _vector(common if one_kind else e.vector)) for e in known)
-
-
-def _vector(elements: int) -> int:
-    return elements if elements >= MIN_VECTOR else 0

@@ -70,24 +70,24 @@ class NodeService(rpc.NodeAgentServicer):
     async def reserve(self, request: pb.ReserveRequest) -> pb.Ticket:
         """A ticket for pages that are ready to be written into. Raises NodeRefusal."""
         self._agent.role.admit(self._agent.conversions.standing, request)
-        consumer = self._agent.ready_consumer()
-        transfer_id, secret, reservation = await consumer.reserve_settled(request)
+        transfer_id, secret, reservation = await self._agent.reserve(request)
         config = self._agent.config
         try:
+            incoming = self._agent.known(self._agent.incoming)
             return pb.Ticket(
                 transfer_id=transfer_id,
                 secret=secret,
                 num_tokens=reservation.num_tokens,
                 have_tokens=reservation.cached_tokens,
                 tokens_digest=request.tokens_digest,
-                endpoints=self._agent.links.endpoints(),
-                ttl_s=consumer.granted_ttl_s(request),
-                layout_fingerprint=self._agent.ready_producer().layout.fingerprint,
+                endpoints=self._agent.listener.endpoints(),
+                ttl_s=incoming.granted_ttl_s(request),
+                layout_fingerprint=incoming.layout.fingerprint,
                 node_id=config.node_id,
                 cluster=config.cluster,
             )
         except BaseException:  # the role ended meanwhile: the gateway never learns its id
-            consumer.abort(transfer_id, "given_up")
+            self._agent.abort(transfer_id, "given_up")
             raise
 
     def abort(self, request: pb.AbortRequest) -> pb.Done:
@@ -105,7 +105,7 @@ class NodeService(rpc.NodeAgentServicer):
     async def Commit(self, request: pb.TransferRef, context: grpc.aio.ServicerContext) -> pb.Done:
         try:
             # What landed can be kept without an engine, and must be while draining.
-            await self._agent.any_consumer().commit(request.transfer_id, COMMIT_TIMEOUT_S)
+            await self._agent.known(self._agent.incoming).commit(request.transfer_id, COMMIT_TIMEOUT_S)
         except (NodeRefusal, TimeoutError) as exc:
             return pb.Done(ok=False, reason=str(exc) or "timeout")
         return pb.Done(ok=True)
@@ -115,8 +115,8 @@ class NodeService(rpc.NodeAgentServicer):
 
     async def Load(self, request: pb.LoadRequest, context: grpc.aio.ServicerContext) -> pb.LoadResult:
         try:
-            producer = self._agent.ready_producer()
-            tokens, size = await producer.push_prefix(split_hashes(request.block_hashes), ticket_info(request.ticket))
+            legs = self._agent.known(self._agent.legs)
+            tokens, size = await legs.push_prefix(split_hashes(request.block_hashes), ticket_info(request.ticket))
         except NodeRefusal as exc:
             await _refuse(context, exc)
         except TimeoutError:
@@ -125,7 +125,7 @@ class NodeService(rpc.NodeAgentServicer):
 
     async def ShareEgress(self, request: pb.EgressShare, context: grpc.aio.ServicerContext) -> pb.Done:
         try:
-            self._agent.links.shares.take(request)
+            self._agent.prefills.shares.take(request)
         except NodeRefusal as exc:
             await _refuse(context, exc)
         return pb.Done(ok=True)
@@ -133,14 +133,15 @@ class NodeService(rpc.NodeAgentServicer):
     async def DropPrefix(self, request: pb.DropPrefixRequest, context: grpc.aio.ServicerContext) -> pb.DropPrefixResult:
         try:
             hashes = split_hashes(request.block_hashes)
-            pages = self._agent.ready_producer().drop_prefix(hashes, request.keep_tokens, request.unused_s)
+            loans = self._agent.known(self._agent.loans)
+            pages = loans.drop_prefix(hashes, request.keep_tokens, request.unused_s)
         except NodeRefusal as exc:
             await _refuse(context, exc)
         return pb.DropPrefixResult(pages=pages)
 
     async def Probe(self, request: pb.Ticket, context: grpc.aio.ServicerContext) -> pb.Done:
         try:
-            reason = await self._agent.links.probe(ticket_info(request))
+            reason = await self._agent.prefills.egress.probe(ticket_info(request))
         except NodeRefusal as exc:
             await _refuse(context, exc)
         return pb.Done(ok=not reason, reason=reason)
@@ -171,13 +172,13 @@ class NodeService(rpc.NodeAgentServicer):
 
     async def CreateContext(self, request: pb.ContextRequest, context: grpc.aio.ServicerContext) -> pb.Context:
         try:
-            return await self._agent.any_contexts().create(request)
+            return await self._agent.known(self._agent.contexts).create(request)
         except NodeRefusal as exc:
             await _refuse(context, exc)
 
     async def ExtendContext(self, request: pb.ContextRequest, context: grpc.aio.ServicerContext) -> pb.Context:
         try:
-            return self._agent.any_contexts().extend(request)
+            return self._agent.known(self._agent.contexts).extend(request)
         except NodeRefusal as exc:
             await _refuse(context, exc)
 

@@ -12,6 +12,7 @@ from node.agent import NodeAgent
 from node.config import NodeConfig
 from transport.control.certificates import expires_at
 from transport.control.proto import node_pb2 as pb
+from transport.metrics import TransportCollector
 from transport.path.tcp import format_address
 
 
@@ -76,18 +77,18 @@ class NodeCollector(Collector):
         yield _counter("prfaas_config_reloads", "SIGHUPs, by what came of them", "outcome", self._agent.reloads)
 
     def _requests(self) -> Iterator[Metric]:
-        landings = self._agent.landings
-        if not (self._agent.producer and self._agent.consumer and landings):
+        agent = self._agent
+        if not (agent.loans and agent.legs and agent.incoming and agent.decodes):
             return
-        producer, consumer = self._agent.producer.counts, self._agent.consumer.counts
+        loans, incoming, decodes = agent.loans.counts, agent.incoming.counts, agent.decodes
         yield _counter(
             "prfaas_prefill_tokens",
             "Prompt tokens, by where they came from",
             "source",
             {
-                "computed": producer.prefilled_tokens,
-                "cached": producer.cached_tokens,
-                "landed": landings.loaded_tokens,
+                "computed": loans.prefilled_tokens,
+                "cached": loans.cached_tokens,
+                "landed": decodes.loaded_tokens,
             },
         )
         jobs = CounterMetricFamily(
@@ -95,28 +96,26 @@ class NodeCollector(Collector):
             "Pages that the engine had on loan, by what for and what came of it",
             labels=["kind", "outcome"],
         )
-        for labels, count in (producer.jobs | landings.jobs).items():
+        for labels, count in (loans.jobs | decodes.jobs).items():
             jobs.add_metric(labels, count)
         yield jobs
-        yield _counter(
-            "prfaas_pushes", "Transfers that left, by outcome", "outcome", {"ok": producer.delivered, **producer.failed}
-        )
+        yield _counter("prfaas_pushes", "Transfers that left, by outcome", "outcome", agent.legs.pushed)
         dropped = CounterMetricFamily("prfaas_dropped_pages", "Pages of cold copies of prefixes, dropped by command")
-        dropped.add_metric([], producer.dropped_pages)
+        dropped.add_metric([], loans.dropped_pages)
         yield dropped
-        yield _counter("prfaas_prefill_refused", "Prefill jobs refused, by reason", "reason", producer.refused)
+        yield _counter("prfaas_prefill_refused", "Prefill jobs refused, by reason", "reason", loans.refused)
         yield _counter(
             "prfaas_landings_refused",
             "Reservations and claims refused, by reason",
             "reason",
-            consumer.refused + landings.refused,
+            incoming.refused + decodes.refused,
         )
-        yield _counter("prfaas_reservations_ended", "Reservations, by how they ended", "reason", consumer.ended)
+        yield _counter("prfaas_reservations_ended", "Reservations, by how they ended", "reason", incoming.ended)
         yield _counter(
             "prfaas_landings_quantised",
             "Landings that are not exact, by whether they became prefix cache",
             "cache",
-            consumer.quantised,
+            incoming.quantised,
         )
 
 
@@ -237,7 +236,8 @@ class MetricsServer:
 async def serve_metrics(agent: NodeAgent, host: str, port: int) -> MetricsServer:
     """Serves /metrics and /health of a node on `host:port` (0: any free port). Raises OSError if the port is taken."""
     registry = CollectorRegistry(auto_describe=False)
-    for collector in (NodeCollector(agent), agent.links.collector):
+    transport = TransportCollector(agent.prefills.egress.client, agent.listener.server)
+    for collector in (NodeCollector(agent), transport):
         registry.register(InCluster(agent.config.cluster, collector))
 
     async def metrics(request: web.Request) -> web.Response:

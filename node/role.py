@@ -1,4 +1,4 @@
-"""What a kind of cluster brings to the agent: which requests it takes, what engines do with what landed, who changes its role."""
+"""What a kind of cluster hands its nodes: what they take, how they prefill for others, who decodes, who changes a role."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -8,9 +8,9 @@ from typing import Protocol
 from node.config import NodeConfig
 from node.engine.front import EngineDoor
 from node.tasks import Tasks
-from node.transfer.incoming import Consumer
-from node.transfer.job_replies import Reply
-from node.transfer.loans import Producer
+from node.transfer.incoming import IncomingTransfers
+from node.transfer.reach import PeerReach
+from node.transfer.services import DecodeService, OutgoingLegs, PrefillService
 from transport.control import messages as m
 from transport.control.proto import node_pb2 as pb
 
@@ -28,26 +28,13 @@ Admit = Callable[[RoleState, pb.ReserveRequest], None]
 AdmitLeg = Callable[[RoleState], None]
 
 
-class LandingClaims(Protocol):
-    """Landed KVCache on its way into engines. `jobs` counts claims by kind and outcome, `refused` by reason."""
-
-    refused: Counter[str]
-    jobs: Counter[tuple[str, str]]
-    loaded_tokens: int
-
-    def claim(self, message: m.ClaimLanding, owner: object, reply: Reply) -> None: ...
-    def end(self, message: m.EndJob, owner: object) -> None: ...
-    def engine_gone(self, owner: object) -> None: ...
-
-
 class Convertible(Protocol):
     """What a conversion sees of its node."""
 
     config: NodeConfig
     tasks: Tasks
-    producer: Producer | None
-    consumer: Consumer | None
-
+    legs: OutgoingLegs | None
+    decodes: DecodeService | None
     engine_load: m.LoadReport
     door: EngineDoor
 
@@ -74,10 +61,14 @@ class Conversions(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeRole:
-    """One kind of cluster. `admit` and `admit_leg` raise NodeRefusal for reservations and prefill legs that it does not take."""
+    """One kind of cluster. `admit` and `admit_leg` raise NodeRefusal for reservations and prefill legs that it does not take.
+
+    `prefills` is called when the node starts, `decodes` when its layout is known.
+    """
 
     kind: str
     admit: Admit
     admit_leg: AdmitLeg
-    landings: Callable[[Consumer], LandingClaims]
+    prefills: Callable[[NodeConfig, PeerReach], PrefillService]
+    decodes: Callable[[IncomingTransfers], DecodeService]
     conversions: Callable[[Convertible, Callable[[], float]], Conversions]

@@ -1,16 +1,18 @@
 """Background work of the agent, each piece with an owner that sees its end: counted, logged at error, begun again."""
 
 import asyncio
+import contextlib
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 log = logging.getLogger(__name__)
 
 AGAIN_S: Final = 1.0  # an error that comes at once, every time, must not fill the log
 
 Work = Callable[[], Awaitable[None]]
+T = TypeVar("T")
 
 
 class Tasks:
@@ -53,3 +55,14 @@ class Tasks:
         """For the event loop: a callback raised, or a task that was not awaited."""
         self.failures["callback"] += 1
         log.error("%s", context.get("message"), exc_info=context.get("exception"))
+
+
+def on_loop(callback: Callable[[T], None]) -> Callable[[T], None]:
+    """`callback` for threads to call: it runs on the loop that runs now, or not at all once that loop is closed."""
+    loop = asyncio.get_running_loop()
+
+    def call(result: T) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the process ends
+            loop.call_soon_threadsafe(callback, result)
+
+    return call

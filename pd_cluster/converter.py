@@ -191,9 +191,9 @@ class RoleConverter:
 
 def has_drained(node: Convertible) -> bool:
     """Whether no request of the old role is left. Prefixes on their way, and answers being kept, are of no role."""
-    legs = node.producer is not None and node.producer.has_legs
-    landings = node.consumer is not None and node.consumer.expects_decodes
-    return not (legs or landings or node.engine_load.running or node.engine_load.waiting)
+    legs = node.legs is not None and node.legs.has_legs
+    decodes = node.decodes is not None and node.decodes.expects_decodes
+    return not (legs or decodes or node.engine_load.running or node.engine_load.waiting)
 
 
 def _seconds(name: str, value: float, default: float) -> float:

@@ -27,7 +27,8 @@ from typing import Final
 from gateway.admission.queue import WaitingLine
 from gateway.admission.slo import SloGate
 from gateway.api.openai import Endpoint, parse
-from gateway.cluster.agent_client import AgentClient, LinkLoad, NodeEvent, NodeInfo, NodeLoad
+from gateway.cluster.agent_client import AgentClient
+from gateway.cluster.agent_values import LinkLoad, NodeEvent, NodeInfo, NodeLoad
 from gateway.cluster.links import ClusterLinks
 from gateway.cluster.registry import Clusters
 from gateway.config.gateway import GatewayConfig, NodeAddress

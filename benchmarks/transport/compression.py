@@ -32,7 +32,7 @@ from engine.torch.embedded import EmbeddedEngine, EmbeddedSequence
 from engine.torch.tiny import ARCHITECTURES, build_model
 from hybrid_cache.layout.layout import ModelLayout, RangeKey, transfer_ranges
 from hybrid_cache.layout.spec import LinearState
-from node.coding import runs_of
+from prfaas_cluster.coding import runs_of
 from transport.coding.codec import LOSSY, ChunkDecoder, ChunkEncoder, ChunkPart, Codec, decodable, parts_of
 from transport.coding.elements import to_floats
 from transport.control.messages import JobPages

@@ -13,7 +13,7 @@ import msgspec
 from gateway.admission.concurrency import ConcurrencyLimiter
 from gateway.admission.queue import WaitingLine
 from gateway.admission.service_classes import Classes
-from gateway.cluster.agent_client import LinkLoad
+from gateway.cluster.agent_values import LinkLoad
 from gateway.cluster.links import ClusterLinks, LinkStatus
 from gateway.cluster.node import ClusterNode
 from gateway.cluster.registry import Clusters

@@ -130,7 +130,7 @@ class SloGate:
             self._through(stay)
 
     def left(self, request: Request) -> int:
-        """It is over, or goes another way; tokens that its engine had said, as is estimated, and nobody has heard."""
+        """It is over, or goes another way; the estimated tokens that its engine had said and no client has read."""
         stay = self._stays.pop(request, None)
         if stay is None:
             return 0

@@ -1,31 +1,34 @@
 """The gateway's side of node.proto: one agent, called over gRPC or a kept connection, answering in values of ours."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import islice
-from math import inf
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any, Final
 
 import grpc
 import grpc.aio
 
 from gateway.cluster.agent_connection import CallConnection, PersistentCalls
+from gateway.cluster.agent_values import (
+    ConversionStatus,
+    NodeEvent,
+    NodeInfo,
+    NodeLoad,
+    conversion_from,
+    events_from,
+    info_from,
+    load_from,
+)
 from gateway.cluster.pinned_prefixes import PinnedPrefix, kept_from
 from gateway.errors import AgentCallFailed, unheard
 from gateway.prompt.prompt import Prompt
-from hybrid_cache.cache.events import BlocksRemoved, BlocksStored, CacheCleared, Medium
-from hybrid_cache.hashing.block_hash import HASH_BYTES, split_hashes
 from planner.decisions.links.shares import RateGrant
 from transport.control.credentials import channel_credentials, channel_options
-from transport.control.messages import BootstrapAddress, TicketInfo
+from transport.control.messages import TicketInfo
 from transport.control.proto import node_pb2 as pb
 from transport.control.proto.node_pb2_grpc import NodeAgentStub
 from transport.control.tickets import MAX_CONTROL_BYTES, REASON_KEY, ticket_info, ticket_message
 from transport.wire.identity import Identity
 
-MAX_EVENT_HASHES: Final = 2048
-MAX_STEPS: Final = 64  # step times in a report: nodes have a dozen
 REASONS: Final = {
     grpc.StatusCode.RESOURCE_EXHAUSTED: "no_capacity",
     grpc.StatusCode.UNAVAILABLE: "unreachable",
@@ -35,109 +38,6 @@ REASONS: Final = {
 }
 # What gRPC says of a node whose certificate is not accepted; of ours, the node's side tells nothing but a closed socket.
 NOT_WHO_WE_MEANT: Final = ("handshake failed", "Hostname Verification Check failed", "CERTIFICATE_VERIFY_FAILED")
-SILENT: Final = "engine_silent"
-STATES: Final = {
-    pb.NODE_STATE_STARTING: "starting",
-    pb.NODE_STATE_READY: "ready",
-    pb.NODE_STATE_DRAINING: "draining",
-    pb.NODE_STATE_ENGINE_DOWN: "engine_down",
-    pb.NODE_STATE_CONVERTING: "converting",
-    pb.NODE_STATE_ENGINE_SILENT: SILENT,
-}
-MEDIA: Final = {pb.MEDIUM_SSD: Medium.SSD, pb.MEDIUM_ENGINE: Medium.ENGINE}  # anything else is memory
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NodeInfo:
-    """Who a node is. `layout_json` is empty until its engine has said which model it runs."""
-
-    node_id: str
-    cluster: str
-    cluster_kind: str
-    role: str
-    state: str
-    engine_url: str
-    model_id: str
-    layout_json: str
-    layout_fingerprint: str
-    max_model_len: int
-    boot_id: str
-    engine_pid: int = 0
-    block_size: int = 0
-    role_epoch: int = 0  # of the newest command to change its role
-    not_done_json: str = ""  # what its engine does nothing about
-    adapters: tuple[str, ...] = ()  # that its engine serves beside the model
-    takes_media: bool = False  # its engine takes messages with images, sounds or videos
-    calls_port: int = 0  # where it takes calls over kept connections; 0: nowhere
-    version: str = ""  # of what it runs; empty: of a time when nodes did not say
-    contexts: tuple[PinnedPrefix, ...] = ()
-    wall_clock_s: float = 0.0  # since 1970 by its clock, when it said this; 0: it did not
-    rooms: BootstrapAddress | None = None  # how its engine is paired; None: by tickets
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ConversionStatus:
-    """A node's way to another role: how the newest command stands. `role` is what the node does now."""
-
-    epoch: int
-    role: str
-    target: str
-    is_under_way: bool
-    outcome: str
-    detail: str
-    drain_s: float
-    control_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LinkLoad:
-    """Egress from a node to the cluster `peer`. `available_bytes_per_s` is 0 while unknown, as round trips are."""
-
-    peer: str
-    available_bytes_per_s: float
-    utilisation: float
-    retransmit_ratio: float
-    rtt_s: float
-    min_rtt_s: float
-    congested: bool
-    queued_bytes: int
-    estimate_error: float
-    budget_bytes_per_s: float = 0.0  # 0: none
-    own_budget_bytes_per_s: float = 0.0  # the same, whatever the node's share of the line's is now
-    inflated: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FreeRoom:
-    """What of a node's arena a new prompt could have: in pages, and in tokens of a prompt that fits.
-
-    `free_tokens` fit into the free pages alone, `tokens` into these and what eviction would free.
-    """
-
-    pages_total: int
-    pages_free: int
-    pages_evictable: int
-    free_tokens: int
-    tokens: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NodeLoad:
-    """How busy a node said it is. `slots` of 0 and a `room` of None are not known; for `steps` see `NodeView`."""
-
-    running: int = 0
-    waiting: int = 0
-    queued_tokens: int = 0
-    egress_bytes_total: int = 0
-    links: tuple[LinkLoad, ...] = ()
-    slots: int = 0
-    steps: tuple[tuple[float, float], ...] = ()
-    room: FreeRoom | None = None
-    clock_s: float = 0.0  # the node's own, when it said this
-    budgets: Mapping[str, float] = field(default_factory=dict)  # its own by destination, "" all others; 0: none
-
-
-NodeEvent = NodeInfo | NodeLoad | PinnedPrefix | BlocksStored | BlocksRemoved | CacheCleared
 
 
 class AgentClient:
@@ -162,15 +62,11 @@ class AgentClient:
         self._version = identity.version() if identity is not None else ()
         self._name = name
         self.kept = PersistentCalls(address, timeout_s, identity, name, holder)
+        self.certified_name = self.kept.certified_name
         self._holder = holder
         self._by_grpc = by_grpc
         self._channel = self._open()
         self._stub: Any = NodeAgentStub(self._channel)  # type: ignore[no-untyped-call]
-
-    @property
-    def certified_name(self) -> str:
-        """What the certificates of this node's listeners must carry."""
-        return self._name or self.address.rpartition(":")[0].strip("[]")
 
     def _open(self) -> grpc.aio.Channel:
         options: list[tuple[str, Any]] = [
@@ -374,132 +270,3 @@ def node_error(address: str, error: grpc.aio.AioRpcError) -> AgentCallFailed:
     if not labels and any(sign in details for sign in NOT_WHO_WE_MEANT):
         labels = ["identity"]
     return AgentCallFailed(address, labels[0] if labels else REASONS.get(code, code.name.lower()), details)
-
-
-def events_from(event: pb.NodeEvent) -> Iterator[NodeEvent]:
-    """The values that one proto event stands for; each is made when it is asked for."""
-    match event.WhichOneof("event"):
-        case "description":
-            yield info_from(event.description)
-            yield load_from(event.description.load)
-        case "load":
-            yield load_from(event.load)
-        case "snapshot":
-            yield CacheCleared()
-            for group in event.snapshot.groups:
-                yield from _in_parts(BlocksStored, group)
-        case "stored":
-            yield from _in_parts(BlocksStored, event.stored)
-        case "removed":
-            yield from _in_parts(BlocksRemoved, event.removed)
-        case "context":
-            yield kept_from(event.context)
-        case "cleared":
-            every = event.cleared.medium == pb.MEDIUM_UNSPECIFIED
-            yield CacheCleared(None if every else _medium(event.cleared.medium))
-        case _:
-            return  # an event of a later version
-
-
-def info_from(node: pb.NodeDescription) -> NodeInfo:
-    """A description as a value."""
-    return NodeInfo(
-        node_id=node.node_id,
-        cluster=node.cluster,
-        cluster_kind=node.cluster_kind,
-        role=node.role,
-        state=STATES.get(node.state, "unknown"),
-        engine_url=node.engine_url.rstrip("/"),
-        model_id=node.model_id,
-        layout_json=node.layout_json,
-        layout_fingerprint=node.layout_fingerprint,
-        max_model_len=node.max_model_len,
-        not_done_json=node.not_done_json,
-        adapters=tuple(node.adapters),
-        takes_media=node.takes_media,
-        boot_id=node.boot_id,
-        engine_pid=node.engine_pid,
-        block_size=node.block_size,
-        role_epoch=node.conversion.epoch,
-        calls_port=node.calls_port,
-        version=node.version,
-        wall_clock_s=node.wall_clock_s,
-        contexts=tuple(kept_from(context) for context in node.contexts),
-        rooms=BootstrapAddress(node.rooms.host, node.rooms.port) if node.HasField("rooms") else None,
-    )
-
-
-def conversion_from(conversion: pb.Conversion) -> ConversionStatus:
-    """How a conversion stands, as a value."""
-    return ConversionStatus(
-        epoch=conversion.epoch,
-        role=conversion.role,
-        target=conversion.target,
-        is_under_way=conversion.phase in (pb.CONVERSION_PHASE_DRAINING, pb.CONVERSION_PHASE_VERIFYING),
-        outcome=conversion.outcome,
-        detail=conversion.detail,
-        drain_s=conversion.drain_s,
-        control_s=conversion.control_s,
-    )
-
-
-def load_from(load: pb.Load) -> NodeLoad:
-    """A load report as a value."""
-    return NodeLoad(
-        running=load.running,
-        waiting=load.waiting,
-        queued_tokens=load.queued_tokens,
-        egress_bytes_total=load.egress_bytes_total,
-        links=tuple(
-            LinkLoad(
-                peer=link.peer,
-                available_bytes_per_s=link.available_bytes_per_s,
-                utilisation=link.utilisation,
-                retransmit_ratio=link.retransmit_ratio,
-                rtt_s=link.rtt_s,
-                min_rtt_s=link.min_rtt_s,
-                congested=link.congested,
-                inflated=link.inflated,
-                queued_bytes=link.queued_bytes,
-                estimate_error=link.estimate_error,
-                budget_bytes_per_s=link.budget_bytes_per_s,
-                own_budget_bytes_per_s=link.own_budget_bytes_per_s,
-            )
-            for link in load.links
-        ),
-        clock_s=load.clock_s,
-        budgets=dict(load.budgets),
-        slots=load.slots,
-        steps=_steps_from(load.steps),
-        room=_room_from(load.room) if load.HasField("room") else None,
-    )
-
-
-def _steps_from(steps: Iterable[pb.StepTime]) -> tuple[tuple[float, float], ...]:
-    """By rising batch; what makes no sense is left out, and so is what is too much."""
-    sane = {step.batch: step.seconds for step in islice(steps, MAX_STEPS) if step.batch > 0 and 0 < step.seconds < inf}
-    return tuple(sorted(sane.items()))
-
-
-def _room_from(room: pb.Room) -> FreeRoom:
-    return FreeRoom(
-        pages_total=room.pages_total,
-        pages_free=room.pages_free,
-        pages_evictable=room.pages_evictable,
-        free_tokens=room.free_tokens,
-        tokens=room.tokens,
-    )
-
-
-def _in_parts(
-    kind: type[BlocksStored | BlocksRemoved], message: pb.BlocksStored | pb.BlocksRemoved
-) -> Iterator[NodeEvent]:
-    """The event in parts that are taken in one at a time."""
-    hashes, medium = message.hashes, _medium(message.medium)  # once: a message makes a copy each time
-    step = MAX_EVENT_HASHES * HASH_BYTES
-    for start in range(0, len(hashes), step):
-        yield kind(message.group, tuple(split_hashes(hashes[start : start + step])), medium)
-
-
-def _medium(medium: pb.Medium) -> Medium:
-    return MEDIA.get(medium, Medium.MEMORY)

@@ -177,8 +177,8 @@ class PersistentCalls:
         self._connect_s = connect_s
         self._holder = holder
         # gRPC looks at the name in the server's certificate whatever the files say; so do we.
-        self._name = name or self._host
-        self._identity = replace(identity, peer_name=self._name) if identity is not None else None
+        self.certified_name = name or self._host
+        self._identity = replace(identity, peer_name=self.certified_name) if identity is not None else None
         self._port = 0
         self._connection: CallConnection | None = None
         self._connecting: asyncio.Task[None] | None = None
@@ -232,7 +232,7 @@ class PersistentCalls:
                     self._host,
                     port,
                     ssl=self._identity.client_context() if self._identity is not None else None,
-                    server_hostname=self._name if self._identity is not None else None,
+                    server_hostname=self.certified_name if self._identity is not None else None,
                 )
                 await connection.greeted
         except (OSError, ValueError) as error:

@@ -12,7 +12,7 @@ from typing import Final
 import msgspec
 from msgspec.structs import replace
 
-from gateway.cluster.agent_client import LinkLoad
+from gateway.cluster.agent_values import LinkLoad
 from gateway.cluster.node import ClusterNode
 from gateway.cluster.prefill_outcome import PrefillOutcome
 from planner.decisions.estimates.coding import CodingEstimate

@@ -4,7 +4,8 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
-from gateway.cluster.agent_client import AgentClient, LinkLoad, NodeInfo, NodeLoad
+from gateway.cluster.agent_client import AgentClient
+from gateway.cluster.agent_values import LinkLoad, NodeInfo, NodeLoad
 from gateway.cluster.inflight_prefixes import InflightLanding, InflightPrefixes
 from gateway.cluster.pinned_prefixes import PinnedPrefixes
 from hybrid_cache.index.index import Holding

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from gateway.api.unsupported import UnsupportedFields
-from gateway.cluster.agent_client import SILENT, AgentClient, NodeEvent, NodeInfo, NodeLoad
+from gateway.cluster.agent_client import AgentClient
+from gateway.cluster.agent_values import SILENT, NodeEvent, NodeInfo, NodeLoad
 from gateway.cluster.node import ClusterNode
 from gateway.cluster.pinned_prefixes import PinnedPrefix
 from gateway.errors import AgentCallFailed

@@ -25,6 +25,7 @@ from gateway.config.request_log import RequestLogConfig
 from gateway.config.tenants import TenantConfig, check_digest, check_tenants
 from gateway.config.traces import TracesConfig
 from gateway.errors import GatewayConfigError
+from planner.decisions.defaults import DEPLOYED
 from planner.decisions.routing.placement import PLACERS
 from transport.control.settings import (
     SettingsError,
@@ -83,17 +84,17 @@ class RoutingConfig:
     """
 
     prefill_tokens_per_s: float = 20_000.0
-    tie_share: float = 1.0
+    tie_share: float = DEPLOYED.tie_share
     decode_slots: int = 16
-    placement: str = "kvcache_centric"
+    placement: str = DEPLOYED.placement
     balancing_ratio: float = 0.0
     home_cluster: str = ""
-    cross_cluster_cache: bool = False
+    cross_cluster_cache: bool = DEPLOYED.cross_cluster_cache
     link_bytes_per_s: float = 0.0
-    fetch_bytes_per_s: float = 1e9  # a NIC of 10 Gbit/s
-    increment_tokens: int = 1024
-    decode_prefill_share: float = 0.25
-    decode_load_slack: float = 0.1
+    fetch_bytes_per_s: float = DEPLOYED.fetch_bytes_per_s
+    increment_tokens: int = DEPLOYED.increment_tokens
+    decode_prefill_share: float = DEPLOYED.decode_prefill_share
+    decode_load_slack: float = DEPLOYED.decode_load_slack
     by_total_length: bool = False
     replicate: bool = False
     share_egress: bool = False
@@ -241,7 +242,7 @@ class GatewayConfig:
     max_several_bytes: int = MAX_SEVERAL_BYTES
     max_in_flight: int = 1024
     max_waiting: int = 256
-    max_attempts: int = 3
+    max_attempts: int = DEPLOYED.max_attempts
     max_takeovers: int = 8
     retry_share: float = 0.2
     least_retries: int = 10

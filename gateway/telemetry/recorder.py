@@ -132,7 +132,7 @@ class RequestRecorder:
         request.progress.deaths.append(node.id)
 
     def unheard(self, request: Request, tokens: int) -> None:
-        """It is over; so much had its engine said, as is estimated, that nobody has heard."""
+        """It is over. Its engine had said so many tokens, as is estimated, that no client has read."""
         request.progress.unheard_tokens = tokens
 
     def delivered(self, request: Request, outcome: PrefillOutcome, decode: ClusterNode) -> None:

@@ -250,6 +250,11 @@ class EngineFront:
         outside.abort()
 
 
+def door_of(identity: Identity | None) -> EngineDoor:
+    """The front of a node with certificates; without, the engine's own port."""
+    return OpenDoor() if identity is None else EngineFront(identity)
+
+
 def _reset(caller: socket.socket) -> None:
     """Ends a connection as a port does where nothing listens."""
     caller.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
@@ -347,7 +352,7 @@ class _Outside(_Side):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)  # uvloop's transports are not so by class
         self.transport.set_write_buffer_limits(high=MAX_UNSENT_BYTES)
-        self.hold()  # until there is somebody to tell
+        self.hold()  # until the engine has taken the connection
 
     def data_received(self, data: bytes) -> None:
         if self.other is None:

@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Final
 
 from planner.decisions.admission.overload import AdmissionPolicy
+from planner.decisions.defaults import DEPLOYED
 from planner.decisions.routing.placement import PLACERS
 from planner.model.reading import LEAST
 from planner.simulator.policies import POLICIES, Estimates
@@ -86,7 +87,7 @@ def _json(command: argparse.ArgumentParser) -> None:
 
 def _objective(command: argparse.ArgumentParser) -> None:
     command.add_argument("--objective", choices=list(Objective), default=Objective.THROUGHPUT)
-    command.add_argument("--rate", type=above_zero, help="req/s that a cost plan must carry")
+    command.add_argument("--rate", type=above_zero, help="req/s that the plan must carry")
 
 
 def _trial(command: argparse.ArgumentParser) -> None:
@@ -94,18 +95,32 @@ def _trial(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--requests", type=at_least_one, help="of a trace the first (default: all); else how many (20000)"
     )
+    _begin_within(command)
     command.add_argument("--seed", type=whole, default=0)
     command.add_argument("--seeds", type=at_least_one, default=1, help="how many seeds; results carry 95 %% intervals")
-    command.add_argument("--placement", choices=list(PLACERS), default="kvcache_centric")
-    command.add_argument("--admission", choices=list(AdmissionPolicy), default=AdmissionPolicy.ACCEPT_ALL)
-    command.add_argument("--cache-gb", type=not_negative, help="prefix cache per node")
     command.add_argument(
-        "--increment", type=whole, default=0, help="uncached tokens that a decode node may compute itself"
+        "--ideal", action="store_true",
+        help="the paper's assumptions instead of what deployments do: no prefix caches nor moves but those asked for, no "
+        "prompts on decode nodes, KVCache that leaves after its prefill; plans for a cache that never evicts",
+    )  # fmt: skip
+    command.add_argument("--placement", choices=list(PLACERS), default=DEPLOYED.placement)
+    command.add_argument("--admission", choices=list(AdmissionPolicy), default=AdmissionPolicy.ACCEPT_ALL)
+    command.add_argument(
+        "--cache-gb", type=not_negative, help="prefix cache per node (default: the site's, or one that never evicts)"
     )
+    command.add_argument(
+        "--increment", type=whole,
+        help=f"uncached tokens that a decode node may compute itself (default: {DEPLOYED.increment_tokens}, as gateways)",
+    )  # fmt: skip
     command.add_argument("--cross-cluster-cache", action="store_true", help="prefixes move between clusters, too")
-    command.add_argument("--eviction", default="lru", help="of the caches; default is what nodes run")
-    command.add_argument("--fetch-gbps", type=not_negative, help="prefix transfers inside a cluster")
-    command.add_argument("--tail-share", type=share, default=1.0, help="KVCache that leaves after the prefill (1: all)")
+    command.add_argument("--eviction", help='of the caches, such as lru (default: "default", what nodes run)')
+    command.add_argument(
+        "--fetch-gbps", type=not_negative, help="prefix transfers inside a cluster (default: the site's, or 8)"
+    )
+    command.add_argument(
+        "--tail-share", type=share,
+        help=f"KVCache that leaves after the prefill, 1: all (default: {DEPLOYED.tail_share:g}, layer by layer)",
+    )  # fmt: skip
     command.add_argument(
         "--estimates", choices=list(Estimates), default=Estimates.LEARNED, help="of how long things take"
     )
@@ -129,6 +144,12 @@ def _trial(command: argparse.ArgumentParser) -> None:
         help="seconds in which links (or one) have a share of their capacity; repeatable",
     )  # fmt: skip
     command.add_argument("--no-cache-in-plan", action="store_true", help="plan for whole prompts, not uncached tails")
+
+
+def _begin_within(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--begin-within", type=above_zero, default=10_800.0, help="seconds within which agents' sessions begin (10800)"
+    )
 
 
 def _arrivals(command: argparse.ArgumentParser) -> None:
@@ -161,12 +182,20 @@ def _of_plan(command: argparse.ArgumentParser) -> None:
 
 def _fit(command: argparse.ArgumentParser) -> None:
     source = command.add_mutually_exclusive_group(required=True)
-    source.add_argument("--trace", type=Path, help="Mooncake, Qwen or Azure trace, or a gateway's request log")
+    source.add_argument(
+        "--trace", type=Path, help="Mooncake, Qwen or Azure trace, agents' sessions, or a gateway's request log"
+    )
     source.add_argument("--metrics", type=Path, help="a gateway's /metrics, saved as text")
+    _begin_within(command)
     command.add_argument("--span", type=above_zero, help="seconds that the metrics cover, for the rate")
     command.add_argument("--tokens", choices=["incremental", "total"], default="incremental")
-    command.add_argument("--cache-gb", type=above_zero, help="a finite prefix cache (needs -c); else it never evicts")
-    command.add_argument("-c", "--config", type=Path, help="site file, for S_kv")
+    command.add_argument(
+        "--cache-gb", type=above_zero, help="prefix cache per node of the PD clusters (needs -c; default: the site's)"
+    )
+    command.add_argument(
+        "-c", "--config", type=Path,
+        help="site file: its caches and S_kv count; without it, leading blocks seen before, states or not",
+    )  # fmt: skip
     command.add_argument("-o", "--output", type=Path, help="workload file to write")
     _json(command)
 
@@ -213,7 +242,11 @@ def _history(command: argparse.ArgumentParser) -> None:
 
 def _whatif(command: argparse.ArgumentParser) -> None:
     _site(command)
-    command.add_argument("--sweep", action="append", default=[], help="knob=low:high[:steps] or knob=a,b,c; repeatable")
+    command.add_argument(
+        "--sweep", action="append", default=[],
+        help="knob=low:high[:steps] or knob=a,b,c; repeatable. Knobs: b_out (Gbit/s), n_prfaas, n_pd, output_tokens, and "
+        "factors: t_prfaas, t_pd (of times), decode_rate",
+    )  # fmt: skip
     command.add_argument("--heat-map", action="store_true", help="Λ over threshold and N_p instead")
     command.add_argument("-o", "--output", type=Path, help="CSV file")
 

@@ -17,12 +17,12 @@ TABLE_BINS: Final = 2_000
 PROBES: Final = (4_096, 8_192, 16_384, 19_400, 32_768, 65_536)
 
 
-def uncached_lengths(trace: Trace, hits: Floats) -> Lengths:
-    """What is left to compute of each prompt, at least one token."""
-    return Lengths.of(np.maximum(1.0, trace.prompt_tokens - hits))
+def uncached_lengths(trace: Trace, hits: Floats | None) -> Lengths:
+    """What is left to compute of each prompt, at least one token; whole prompts where nothing is known of hits."""
+    return Lengths.of(np.maximum(1.0, trace.prompt_tokens if hits is None else trace.prompt_tokens - hits))
 
 
-def workload_of(trace: Trace, hits: Floats) -> Workload:
+def workload_of(trace: Trace, hits: Floats | None) -> Workload:
     """The trace as a workload to solve for."""
     return Workload(
         name=trace.name,
@@ -30,11 +30,12 @@ def workload_of(trace: Trace, hits: Floats) -> Workload:
         output_tokens=float(trace.output_tokens.mean()),
         rate_req_per_s=len(trace) / trace.span_s if trace.span_s else None,
         hit_ratio=_hit_ratio(trace, hits),
+        longest_prompt_tokens=float(trace.prompt_tokens.max()),
         provenance=f"measured: trace {trace.name}, {len(trace)} requests",
     )
 
 
-def fit(trace: Trace, hits: Floats) -> dict[str, Any]:
+def fit(trace: Trace, hits: Floats | None) -> dict[str, Any]:
     """The JSON form of a workload, with what describes the trace beyond it."""
     lengths = uncached_lengths(trace, hits)
     thin = lengths.thinned(TABLE_BINS)
@@ -47,7 +48,7 @@ def fit(trace: Trace, hits: Floats) -> dict[str, Any]:
         "prompt_tokens": _summary(trace.prompt_tokens),
         "output_tokens": _summary(trace.output_tokens),
         "output_tokens_mean": float(trace.output_tokens.mean()),
-        "uncached_tokens": _summary(trace.prompt_tokens - hits)
+        "uncached_tokens": _summary(trace.prompt_tokens if hits is None else trace.prompt_tokens - hits)
         | {"tokens": thin.tokens.tolist(), "weights": thin.weights.tolist()},
         "hit_ratio": _hit_ratio(trace, hits),
         "share_above_threshold": {
@@ -60,7 +61,9 @@ def fit(trace: Trace, hits: Floats) -> dict[str, Any]:
     }
 
 
-def _hit_ratio(trace: Trace, hits: Floats) -> float:
+def _hit_ratio(trace: Trace, hits: Floats | None) -> float | None:
+    if hits is None:
+        return None
     total = float(trace.prompt_tokens.sum())
     return float(hits.sum()) / total if total else 0.0
 
@@ -90,6 +93,7 @@ def rate_bins(arrival_s: Floats, bins: int = 24) -> dict[str, Any]:
 
 UNCACHED_HISTOGRAM: Final = "prfaas_uncached_prompt_tokens"
 OUTPUT_HISTOGRAM: Final = "prfaas_output_tokens"
+PROMPT_COUNTER: Final = "prfaas_prompt_tokens_total"
 
 
 def fit_metrics(text: str, span_s: float | None = None) -> dict[str, Any]:
@@ -114,7 +118,7 @@ def fit_metrics(text: str, span_s: float | None = None) -> dict[str, Any]:
         "rate_req_per_s": float(counts.sum()) / span_s if span_s else None,
         "output_tokens_mean": output_total / output_counts.sum(),
         "uncached_tokens": {"mean": mean, "tokens": tokens.tolist(), "weights": weights.tolist()},
-        "hit_ratio": 0.0,
+        "hit_ratio": _cached_share(text),
         "provenance": f"measured: {int(counts.sum())} requests of a gateway, by histogram",
     }
 
@@ -123,6 +127,19 @@ def fit_metrics(text: str, span_s: float | None = None) -> dict[str, Any]:
 _SAMPLE: Final = re.compile(r'([a-zA-Z_:][\w:]*)(?:\{((?:[^"}]|"(?:[^"\\]|\\.)*")*)\})?\s+(\S+)(?:\s+-?\d+)?\s*')
 _LABEL: Final = re.compile(r'(\w+)\s*=\s*"((?:[^"\\]|\\.)*)"')
 _COUNT: Final = Range(0, 1e18)
+
+
+def _cached_share(text: str) -> float | None:
+    """The share of prompt tokens that were cached, where the gateway has counted them."""
+    tokens = {"cache": 0.0, "computed": 0.0}
+    for at, line in enumerate(text.splitlines(), 1):
+        sample = _SAMPLE.fullmatch(line) if line.startswith(PROMPT_COUNTER) else None
+        source = dict(_LABEL.findall(sample[2] or "")).get("source") if sample is not None else None
+        if sample is not None and sample[1] == PROMPT_COUNTER and source in tokens:
+            with named(f"metrics, line {at}"):
+                tokens[source] += _COUNT.of_text(PROMPT_COUNTER, sample[3])
+    total = sum(tokens.values())
+    return tokens["cache"] / total if total else None
 
 
 def _histogram(text: str, name: str) -> tuple[Floats, Floats, float]:

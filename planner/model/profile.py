@@ -29,6 +29,7 @@ Profiled = TypeVar("Profiled")
 
 BYTES: Final = Range(0, 1e15, "bytes")
 MAX_RUNNING: Final = 1_000_000
+FALL: Final = 1e-9  # of a curve, by rounding
 PROVENANCES: Final = ("quoted", "measured", "derived", "fitted", "unverified")
 
 
@@ -106,6 +107,12 @@ class PrefillCurve:
         for at in self._lowest_at():
             if not (LEAST if at else 0) <= self(at) <= SECONDS.high:
                 raise InputError(f"prefill: {self(at):g} s for {at:g} tokens: must be above 0 and finite")
+        for fewer, more in pairwise(sorted(self._lowest_at())):
+            if self(more) < self(fewer) * (1 - FALL):
+                raise InputError(
+                    f"prefill: {self(more):g} s for {more:g} tokens, {self(fewer):g} s for {fewer:g}: more tokens never "
+                    "take less time; measure again, or leave that point out"
+                )
 
     def _lowest_at(self) -> list[float]:
         """The lengths at which the curve may be least, or most."""
@@ -225,6 +232,18 @@ class DecodeProfile:
         steps = (self.step_s, self.step_s_per_request)
         if not min(steps) >= 0 or not LEAST <= self.full_step_s <= SECONDS.high:
             raise InputError(f"step_s={self.step_s}, step_s_per_request={self.step_s_per_request}: must be positive")
+
+    def scaled(self, factor: float) -> "DecodeProfile":
+        """Steps that take `factor` times as long."""
+        return replace(self, step_s=self.step_s * factor, step_s_per_request=self.step_s_per_request * factor)
+
+    def within(self, tbt_s: float) -> "DecodeProfile | None":
+        """With the largest batch whose steps take `tbt_s` at most; None where even one request's do not."""
+        if self.full_step_s <= tbt_s:
+            return self
+        if self.at(1) > tbt_s:
+            return None
+        return replace(self, max_running=max(1, int((tbt_s - self.step_s) / self.step_s_per_request + 1e-9)))
 
     @property
     def full_step_s(self) -> float:

@@ -5,12 +5,16 @@ or exponential, which is exact for M/M/k and a little pessimistic in the far tai
 the judge (tests compare the two); this is what makes `--objective slo` take a second instead of an hour.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from math import exp, lgamma, log
+from math import isfinite
+from typing import Final, Self
 
 import numpy as np
 
 from planner.model.profile import Floats
+
+LATE: Final = 0.1  # of requests are later than P90
 
 
 def erlang_c(servers: int, offered: float) -> float:
@@ -19,11 +23,10 @@ def erlang_c(servers: int, offered: float) -> float:
         return 1.0
     if offered <= 0:
         return 0.0
-    # log a^j/j!, summed from the largest term down: k = 100 overflows otherwise.
-    logs = [j * log(offered) - lgamma(j + 1) for j in range(servers)]
-    last = servers * log(offered) - lgamma(servers + 1) + log(servers / (servers - offered))
-    top = max(*logs, last)
-    return exp(last - top) / (sum(exp(x - top) for x in logs) + exp(last - top))
+    blocked = 1.0  # Erlang's B, server by server: powers and factorials overflow from k = 100 on
+    for count in range(1, servers + 1):
+        blocked = offered * blocked / (count + offered * blocked)
+    return servers * blocked / (servers - offered * (1 - blocked))
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,29 +86,46 @@ class Ttft:
     p90_s: float
 
 
-def predict_ttft(stations: list[Station], decode: Wait, rate: float) -> Ttft:
-    """TTFT with queues: prefill wait + prefill + transfer + wait for a decode slot."""
-    waits = [station.wait(rate) for station in stations]
-    mean = sum(
-        float(s.weights.sum()) * w.mean_s + float(s.weights @ (s.prefill_s + s.after_s))
-        for s, w in zip(stations, waits, strict=True)
-        if s.weights.sum()
-    )
-    mean += decode.mean_s
-    if not np.isfinite(mean):
-        return Ttft(mean_s=float("inf"), p90_s=float("inf"))
+@dataclass(frozen=True, slots=True, eq=False)
+class LoadedStations:
+    """All stations at one rate: TTFT is prefill wait + prefill + transfer + wait for a decode slot."""
 
-    def late(seconds: float) -> float:
-        # The decode wait is added by its mean: near any sensible load it is milliseconds.
-        return sum(
-            float(s.weights @ w.exceeds(seconds - decode.mean_s - s.prefill_s - s.after_s))
-            for s, w in zip(stations, waits, strict=True)
+    stations: Sequence[Station]
+    waits: Sequence[Wait]
+    decode: Wait
+
+    @classmethod
+    def at(cls, stations: Sequence[Station], decode: Wait, rate: float) -> Self:
+        return cls(stations, [station.wait(rate) for station in stations], decode)
+
+    def mean_s(self) -> float:
+        """Infinite when a queue is unstable."""
+        return self.decode.mean_s + sum(
+            float(s.weights.sum()) * w.mean_s + float(s.weights @ (s.prefill_s + s.after_s))
+            for s, w in zip(self.stations, self.waits, strict=True)
+            if s.weights.sum()
         )
 
+    def late(self, seconds: float) -> float:
+        """P(TTFT > seconds). The decode wait is added by its mean: near any sensible load it is milliseconds."""
+        if not isfinite(self.decode.mean_s):
+            return 1.0
+        return sum(
+            float(s.weights @ w.exceeds(seconds - self.decode.mean_s - s.prefill_s - s.after_s))
+            for s, w in zip(self.stations, self.waits, strict=True)
+        )
+
+
+def predict_ttft(stations: Sequence[Station], decode: Wait, rate: float) -> Ttft:
+    """TTFT with queues."""
+    loaded = LoadedStations.at(stations, decode, rate)
+    mean = loaded.mean_s()
+    if not isfinite(mean):
+        return Ttft(mean_s=float("inf"), p90_s=float("inf"))
     low, high = 0.0, max(mean, 1e-6)
-    while late(high) > 0.1:
+    while loaded.late(high) > LATE:
         high *= 2
     for _ in range(40):
         middle = (low + high) / 2
-        low, high = (middle, high) if late(middle) > 0.1 else (low, middle)
+        low, high = (middle, high) if loaded.late(middle) > LATE else (low, middle)
     return Ttft(mean_s=mean, p90_s=high)

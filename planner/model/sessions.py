@@ -17,13 +17,14 @@ from typing import Any, Final
 
 import numpy as np
 
-from planner.model.reading import SECONDS, TOKENS, Range, json_rows, named, number, open_text, placed
+from planner.model.reading import SECONDS, Range, json_rows, named, number, open_text, placed
 from planner.model.workload import Trace
 from transport.control.settings import SettingsError, require
 
 BLOCK_TOKENS: Final = 512  # of a trace: eight of the file's
 MERGED: Final = 8
 SMALL_TOKENS: Final = BLOCK_TOKENS // MERGED
+PROMPT: Final = Range(0, 1e7, "tokens")  # each block of a prompt is named
 THINK: Final = Range(-SECONDS.high, SECONDS.high, "seconds")  # below 0 where clocks differed: at once
 
 
@@ -65,7 +66,7 @@ class _Reader:
         self._names: dict[tuple[Any, ...], int] = {}
 
     def add(self, row: dict[str, Any]) -> None:
-        prompt, output = (int(number(row, key, TOKENS)) for key in ("input_length", "output_length"))
+        prompt, output = (int(number(row, key, PROMPT)) for key in ("input_length", "output_length"))
         small = [block for first, count in _runs(row, prompt) for block in range(first, first + count)]
         names: list[int] = []
         for at in range(0, len(small) - MERGED + 1, MERGED):
@@ -129,11 +130,23 @@ def drawn(sessions: Sequence[Session], count: int, over_s: float, seed: int) -> 
     return found
 
 
-def trace_of(arrivals: Sequence[tuple[float, Turn]]) -> Trace:
-    """Turns as requests, in order of the times at which they come."""
+def drawn_once(sessions: Sequence[Session], over_s: float, seed: int = 0) -> list[tuple[float, Turn]]:
+    """Every session once, begun at a time uniform over `over_s`, to its end. They share no blocks."""
+    starts = np.random.default_rng(seed).random(len(sessions)) * over_s
+    found, offset = [], 0
+    for start, session in zip(starts.tolist(), sessions, strict=True):
+        for turn in session:
+            own = tuple([block + offset for block in turn.blocks])
+            found.append((start + turn.at_s, replace(turn, blocks=own)))
+        offset += 1 + max((max(turn.blocks, default=0) for turn in session), default=0)
+    return found
+
+
+def trace_of(arrivals: Sequence[tuple[float, Turn]], name: str = "sessions") -> Trace:
+    """Turns as requests, in order of the times at which they come, counted from the first."""
     arrivals = sorted(arrivals, key=lambda arrival: arrival[0])
     return Trace(
-        name="sessions",
+        name=name,
         arrival_s=np.array([at for at, _ in arrivals]),
         prompt_tokens=np.array([float(turn.prompt_tokens) for _, turn in arrivals]),
         output_tokens=np.array([float(turn.output_tokens) for _, turn in arrivals]),

@@ -14,7 +14,7 @@ import numpy as np
 
 from planner.decisions.views import ClusterKind
 from planner.errors import InputError
-from planner.model.profile import ModelProfile, load_profile, provenance_kind
+from planner.model.profile import Floats, ModelProfile, load_profile, provenance_kind
 from planner.model.reading import GBPS, LEAST, RATE, SECONDS, SHARE, TOKENS, Range, named, number, placed, read_json
 from planner.model.traffic import Lengths, TruncatedLogNormal
 from transport.control.settings import (
@@ -40,6 +40,9 @@ WEIGHT_SLACK: Final = 1e-6  # by which the weights of a fitted workload may miss
 class Cluster:
     """`instances` engines of one kind of hardware. Cache and fetch rate are per instance; prices per instance.
 
+    Of a cluster that says no `cache_gb` caches never evict, and one that says no `fetch_gbps` moves prefixes as fast as gateways
+    suppose; `--ideal` takes both for 0.
+
     `home_share` is the part of all requests whose gateway decodes in this PD cluster; where no cluster has one, load decides.
     """
 
@@ -48,16 +51,18 @@ class Cluster:
     hardware: str
     instances: int
     price_per_hour: float = 0.0
-    cache_gb: float = 0.0
-    fetch_gbps: float = 0.0
+    cache_gb: float | None = None
+    fetch_gbps: float | None = None
     home_share: float = 0.0
     provenance: str = ""
 
     def __post_init__(self) -> None:
         INSTANCES.of("instances", self.instances)
         PRICE.of("price_per_hour", self.price_per_hour)
-        CACHE.of("cache_gb", self.cache_gb)
-        GBPS.of("fetch_gbps", self.fetch_gbps)
+        if self.cache_gb is not None:
+            CACHE.of("cache_gb", self.cache_gb)
+        if self.fetch_gbps is not None:
+            GBPS.of("fetch_gbps", self.fetch_gbps)
         SHARE.of("home_share", self.home_share)
 
 
@@ -108,7 +113,9 @@ class Workload:
     """What is asked: uncached prompt lengths, mean answer length, and where they come from.
 
     `slices` are other weeks or tenants that a robust plan must serve as well. `hit_ratio` is the share of prompt tokens
-    that was taken out of the lengths as cached; None when lengths are whole prompts.
+    that was taken out of the lengths as cached; None when it is not known. `caches_gb` are the caches of a node that they were
+    taken out by, by PD cluster (None: never evicts); without it, by blocks seen before. `longest_prompt_tokens` counts what
+    is cached, too: attention reaches back over all of it.
     """
 
     name: str
@@ -116,6 +123,8 @@ class Workload:
     output_tokens: float
     rate_req_per_s: float | None = None
     hit_ratio: float | None = None
+    caches_gb: Mapping[str, float | None] | None = None
+    longest_prompt_tokens: float | None = None
     slices: tuple[Lengths, ...] = ()
     provenance: str = ""
 
@@ -124,6 +133,12 @@ class Workload:
             raise InputError(f"workload: output_tokens={self.output_tokens}: must be above 0 and finite")
         if self.rate_req_per_s is not None and not LEAST <= self.rate_req_per_s <= RATE.high:
             raise InputError(f"workload: rate_req_per_s={self.rate_req_per_s}: must be above 0 and finite")
+
+    @property
+    def computed_tokens(self) -> Floats:
+        """Where profiles are asked: at the uncached lengths, and at the longest prompt, however much of it is cached."""
+        longest = self.longest_prompt_tokens
+        return self.lengths.tokens if longest is None else np.append(self.lengths.tokens, longest)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,11 +183,29 @@ class Site:
             for end in (link.source, link.destination):
                 if end not in names:
                     raise InputError(f"links: {end!r} is no cluster; known: {', '.join(names)}")
+            self._check_direction(link)
         if not self.of_kind(ClusterKind.PD):
             raise InputError("clusters: at least one of kind 'pd' is needed, to decode")
         total = sum(self.homes.values())
         if self.homes and abs(total - 1.0) > 1e-6:
             raise InputError(f"clusters: home_share adds up to {total:g} over pd clusters; it must be 1, or left out")
+
+    def _check_direction(self, link: Link) -> None:
+        """KVCache goes from PrfaaS to PD clusters; prefixes that move take the same line. Raises InputError."""
+        source, destination = (
+            next(cluster.kind for cluster in self.clusters if cluster.name == end)
+            for end in (link.source, link.destination)
+        )
+        if (source, destination) == (ClusterKind.PRFAAS, ClusterKind.PD):
+            return
+        if (source, destination) == (ClusterKind.PD, ClusterKind.PRFAAS):
+            raise InputError(
+                f"links: from {link.source!r} to {link.destination!r}: KVCache goes the other way; write source = "
+                f'"{link.destination}", destination = "{link.source}"'
+            )
+        raise InputError(
+            f"links: from {link.source!r} to {link.destination!r}: a link goes from a prfaas cluster to a pd one"
+        )
 
     def of_kind(self, kind: ClusterKind) -> list[Cluster]:
         return [cluster for cluster in self.clusters if cluster.kind is kind]
@@ -260,6 +293,7 @@ def parse_site(table: Mapping[str, Any], folder: Path) -> Site:
             name: build(Deployment, entry, f"[deployments.{name}]") for name, entry in document.deployments.items()
         },
     )
+    _check_caches(site)
     for text in site.provenances().values():
         provenance_kind(text)
     for name, deployment in site.deployments.items():
@@ -356,9 +390,42 @@ def read_fitted(path: Path) -> Workload:
             lengths=_fitted_lengths(require_table(table.get("uncached_tokens"), "uncached_tokens")),
             output_tokens=TOKENS.above_low("output_tokens_mean", table.get("output_tokens_mean")),
             rate_req_per_s=None if rate is None else RATE.above_low("rate_req_per_s", rate),
-            hit_ratio=number(table, "hit_ratio", SHARE),
+            hit_ratio=None if table.get("hit_ratio", 0) is None else number(table, "hit_ratio", SHARE),
+            caches_gb=_caches(table),
+            longest_prompt_tokens=_longest(table),
             provenance=str(texts["provenance"]),
         )
+
+
+def _caches(table: Mapping[str, Any]) -> dict[str, float | None] | None:
+    if "caches_gb" not in table:
+        return None
+    with placed("caches_gb"):
+        said = require_table(table["caches_gb"], "caches_gb")
+        return {name: None if size is None else CACHE.of(name, size) for name, size in said.items()}
+
+
+def _check_caches(site: Site) -> None:
+    """A fitted workload has been fitted for the caches that the site has. Raises InputError."""
+    workload = site.workload
+    if not workload.hit_ratio:
+        return
+    for cluster in site.of_kind(ClusterKind.PD):
+        fitted = None if workload.caches_gb is None else workload.caches_gb.get(cluster.name)
+        if fitted != cluster.cache_gb:
+            sizes = [f"{size:g} GB" if size is not None else "no end" for size in (fitted, cluster.cache_gb)]
+            raise InputError(
+                f"workload {workload.name}: fitted for a cache of {sizes[0]} per node, cluster {cluster.name!r} has one of "
+                f"{sizes[1]} (cache_gb): fit the trace again with -c and this site"
+            )
+
+
+def _longest(table: Mapping[str, Any]) -> float | None:
+    """The longest prompt, which workloads of a gateway's metrics do not know."""
+    if "prompt_tokens" not in table:
+        return None
+    with placed("prompt_tokens"):
+        return number(require_table(table["prompt_tokens"], "prompt_tokens"), "max", TOKENS)
 
 
 def _fitted_lengths(table: Mapping[str, Any]) -> Lengths:

@@ -45,6 +45,12 @@ MAX_SPAN_S: Final = 366 * 86_400.0  # of a trace, and of what is simulated: resu
 MILLISECONDS: Final = Range(0, 1e13, "milliseconds")
 BLOCK: Final = Range(1, 1e6, "tokens", is_whole=True)
 STATUS: Final = Range(100, 599, is_whole=True)
+MANY: Final = 100  # requests, whose rate says something of their clock
+MAX_RATE: Final = 1_000.0  # requests per second of a trace in milliseconds
+SHAPES: Final = (
+    "Mooncake's (timestamp, input_length, output_length, hash_ids), Qwen's (the same with chat_id), Azure's (TIMESTAMP, "
+    "ContextTokens, GeneratedTokens), agents' sessions (session, t, blocks) and a gateway's request log (arrived_s, total)"
+)
 ID_BITS: Final = 256  # of a block's name, as caches know them
 EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 _Placed: TypeAlias = tuple[str, Mapping[str, Any]]  # a row, and where it is in its file
@@ -149,6 +155,7 @@ class _Row:
 
 def _to_trace(path: Path, rows: Iterable[_Placed]) -> Trace:
     parsed: list[tuple[_Row, str]] = []
+    in_ms = False
     block_size: float | None = None
     for place, row in rows:
         try:
@@ -156,6 +163,7 @@ def _to_trace(path: Path, rows: Iterable[_Placed]) -> Trace:
             if block_size not in (None, size):
                 raise SettingsError(f"blocks of {size:g} tokens, of {block_size:g} before")
             block_size = size
+            in_ms = in_ms or ("timestamp" in row and "chat_id" not in row)
             if (each := _parse(row)) is not None:
                 parsed.append((each, place))
         except SettingsError as exc:
@@ -167,7 +175,30 @@ def _to_trace(path: Path, rows: Iterable[_Placed]) -> Trace:
     if last.arrived_s - first.arrived_s > MAX_SPAN_S:
         far = f"{latest} comes {last.arrived_s - first.arrived_s:.6g} s after {earliest}"
         raise SettingsError(f"{far}: a trace spans at most {MAX_SPAN_S:g} s; look at their times")
+    if in_ms:
+        _check_unit(len(parsed), last.arrived_s - first.arrived_s)
+    _check_ids(parsed)
     return _trace_of([row for row, _ in parsed], path.name.split(".")[0], int(block_size or 512))
+
+
+def _check_unit(requests: int, span_s: float) -> None:
+    """Times in seconds, read as milliseconds, make a thousand times the rate. Raises SettingsError."""
+    if requests >= MANY and 0 < span_s * MAX_RATE < requests:
+        raise SettingsError(
+            f"{requests} requests within {span_s:.6g} s: timestamp is read as milliseconds; "
+            "if it is in seconds, multiply it by 1000"
+        )
+
+
+def _check_ids(parsed: Sequence[tuple[_Row, str]]) -> None:
+    """Blocks are named by all rows, or by none. Raises SettingsError."""
+    without = [place for row, place in parsed if row.ids is None]
+    if without and len(without) < len(parsed):
+        named_by = len(parsed) - len(without)
+        raise SettingsError(
+            f"{without[0]}: missing: hash_ids, which {named_by} of {len(parsed)} rows have: "
+            "name the blocks of all requests, or of none"
+        )
 
 
 def _trace_of(rows: Sequence[_Row], name: str, block_size: int) -> Trace:
@@ -194,6 +225,9 @@ def _parse(row: Mapping[str, Any]) -> _Row | None:
         return _Row(_unix_s(row["TIMESTAMP"]), prompt, output)
     if "arrived_s" in row:
         return _parse_logged(row)
+    if "timestamp" not in row:
+        fields = ", ".join(str(key) for key in list(row)[:8]) or "none"
+        raise SettingsError(f"fields {fields}: no shape that is known; known are {SHAPES}")
     unit, per_s = (SECONDS, 1.0) if "chat_id" in row else (MILLISECONDS, 1e3)
     arrived_s = number(row, "timestamp", unit) / per_s
     return _Row(arrived_s, number(row, "input_length", TOKENS), number(row, "output_length", TOKENS), _ids(row))

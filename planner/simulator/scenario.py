@@ -7,6 +7,7 @@ from math import inf
 from hybrid_cache.eviction import POLICIES
 from planner.decisions.admission.classes import ServiceClass
 from planner.decisions.admission.overload import AdmissionPolicy
+from planner.decisions.defaults import DEPLOYED
 from planner.decisions.routing.placement import PLACERS
 from planner.decisions.routing.policy import RoutingPolicy
 from planner.decisions.views import ClusterKind
@@ -18,7 +19,7 @@ from planner.solve.control.controller import ControllerConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pool:
-    """One cluster. `cache_bytes` is the prefix cache of each node; 0 means none."""
+    """One cluster. `cache_bytes` is the prefix cache of each node; 0 means none, an infinite one never evicts."""
 
     name: str
     kind: ClusterKind
@@ -142,7 +143,7 @@ class Scenario:
     wires: Sequence[Wire] = ()
     kv: KvSize
     routing: RoutingPolicy
-    placer: str = "kvcache_centric"
+    placer: str = DEPLOYED.placement
     admission: AdmissionPolicy = AdmissionPolicy.ACCEPT_ALL
     targets: Targets = field(default_factory=Targets)
     tail_share: float = 1.0
@@ -153,7 +154,7 @@ class Scenario:
     classes: Mapping[ServiceClass, float] = field(default_factory=dict)
     line: LineLimits | None = None
     peer_timeout_s: float = 5.0
-    max_attempts: int = 3
+    max_attempts: int = DEPLOYED.max_attempts
     homes: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -30,6 +30,10 @@ class FairShare:
     def __len__(self) -> int:
         return len(self._heap)
 
+    def items(self) -> list[Any]:
+        """The flows there are, in no order."""
+        return [item for _, _, item in self._heap]
+
     def add(self, now: float, size: float, item: Any) -> None:
         """A flow of `size` joins."""
         self._advance(now)

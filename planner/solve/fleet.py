@@ -3,7 +3,8 @@
 x[b, c, j] is the rate of requests in length bin b that prefill at c (PrfaaS cluster i, or PD cluster j's own prefill nodes) and
 decode at j. Λ is maximised such that
 
-    every bin is served         Σ x[b, ·, ·]                = Λ · w_b
+    every bin is served         Σ x[b, ·, ·]                = Λ · w_b,   or, where homes have shares h_j,
+                                Σ x[b, ·, j]                = Λ · w_b · h_j
     PrfaaS compute              Σ x[b, i, j] · T_i(b)       ≤ N_i
     PD-P compute                Σ x[b, j, j] · T_j(b)       ≤ N_p,j
     every link's budget         Σ x[b, i, j] · S(b)         ≤ B_ij
@@ -14,7 +15,8 @@ the length from which on requests that decode there are prefilled elsewhere. A g
 solves the same program with every longer length prefilled remotely and no other one, and tries every cut.
 
 What it takes for granted: links and clusters are fluid, nothing waits, caches are in the lengths, and where a PD cluster has no
-share that is its own (`home_share`), requests may be decoded wherever that serves most.
+share that is its own (`home_share`), requests may be decoded wherever that serves most. A home's requests are of all lengths: no
+gateway can choose whose prompts are short.
 """
 
 import itertools
@@ -38,7 +40,7 @@ MAX_SPLITS: Final = 2_000
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Fleet:
-    """The numbers of the program. `links[i, j]` in bytes/s, `home[j]` the share of requests that must decode at j."""
+    """The numbers of the program. `links[i, j]` in bytes/s, `home[j]` the share of requests of every length that decode at j."""
 
     lengths: Lengths
     remote_s: Floats  # [i, b]
@@ -49,6 +51,10 @@ class Fleet:
     num_pd: Sequence[int]
     links: Floats  # [i, j]
     home: Floats | None = None
+
+    def row_of(self, b: int, j: int) -> int:
+        """What must be served together: a length, or a home's requests of that length."""
+        return b if self.home is None else b * len(self.num_pd) + j
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -93,17 +99,13 @@ def solve_split(fleet: Fleet, num_prefill: Sequence[int], cut: int | None = None
             (link_row + i * pd + j, index, fleet.kv_bytes[b]),
             (decode_row + j, index, fleet.decode_s[j]),
         ]
-        equal += [(b, index, 1.0), (bins + j, index, 1.0)]
+        equal.append((fleet.row_of(b, j), index, 1.0))
     for index, (b, j) in enumerate(local_vars, len(remote_vars)):
         rows += [(prfaas + j, index, fleet.local_s[j, b]), (decode_row + j, index, fleet.decode_s[j])]
-        equal += [(b, index, 1.0), (bins + j, index, 1.0)]
-    equal += [(b, count - 1, -float(w)) for b, w in enumerate(weights)]
-    if fleet.home is None:
-        equal = [entry for entry in equal if entry[0] < bins]
-        size = bins
-    else:
-        equal += [(bins + j, count - 1, -float(share)) for j, share in enumerate(fleet.home)]
-        size = bins + pd
+        equal.append((fleet.row_of(b, j), index, 1.0))
+    served = weights if fleet.home is None else np.outer(weights, fleet.home).ravel()
+    equal += [(row, count - 1, -float(share)) for row, share in enumerate(served)]
+    size = len(served)
     # Takes a second to load, and one PD cluster needs no program.
     with needing_scipy("plans of several PD clusters"):
         from scipy.optimize import linprog
@@ -172,7 +174,7 @@ def fleet_of(site: Site, bins: int = BINS, extrapolate: bool = False) -> Fleet:
     profile = site.profile
     for cluster in [*prfaas, *pd]:
         curve = profile.prefill_on(cluster.hardware)
-        curve.check(site.workload.lengths.tokens, f"T_prefill on {cluster.hardware}", extrapolate)
+        curve.check(site.workload.computed_tokens, f"T_prefill on {cluster.hardware}", extrapolate)
     decodes = [profile.decode_on(cluster.hardware) for cluster in pd]
     links = np.array(
         [[link.bytes_per_s if (link := site.link(i.name, j.name)) else 0.0 for j in pd] for i in prfaas]

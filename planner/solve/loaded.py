@@ -6,7 +6,7 @@ from typing import Final
 import numpy as np
 
 from planner.model.profile import DecodeProfile
-from planner.model.queueing import Station, Ttft, Wait, mgk_wait, predict_ttft
+from planner.model.queueing import LATE, LoadedStations, Station, Ttft, Wait, mgk_wait, predict_ttft
 from planner.solve.problem import Problem
 from planner.solve.search import Cut, threshold_of
 
@@ -23,19 +23,25 @@ class LoadedTtft:
     output_tokens: float
 
     def at(self, rate: float) -> Ttft:
+        return predict_ttft(self.stations, self._decode_wait(rate), rate)
+
+    def meets(self, rate: float, ttft_p90_s: float) -> bool:
+        """Whether P90 TTFT at a rate is within a target: one look, where `at` takes forty."""
+        return LoadedStations.at(self.stations, self._decode_wait(rate), rate).late(ttft_p90_s) <= LATE
+
+    def _decode_wait(self, rate: float) -> Wait:
         service_s = self.decode.full_step_s * self.output_tokens
         slots = self.num_decode * self.decode.max_running
-        wait = mgk_wait(rate, slots, service_s, service_s**2) if slots else Wait(1.0, float("inf"))
-        return predict_ttft(self.stations, wait, rate)
+        return mgk_wait(rate, slots, service_s, service_s**2) if slots else Wait(1.0, float("inf"))
 
     def highest_rate(self, limit: float, ttft_p90_s: float) -> float:
         """The largest rate below `limit` whose P90 TTFT meets the target, 0 if none does."""
-        if self.at(limit * 1e-6).p90_s > ttft_p90_s:
+        if not self.meets(limit * 1e-6, ttft_p90_s):
             return 0.0
         low, high = 0.0, limit
         for _ in range(24):
             middle = (low + high) / 2
-            low, high = (middle, high) if self.at(middle).p90_s <= ttft_p90_s else (low, middle)
+            low, high = (middle, high) if self.meets(middle, ttft_p90_s) else (low, middle)
         return low
 
 

@@ -2,18 +2,20 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
+from planner.decisions.defaults import DEPLOYED
 from planner.errors import Infeasible
 from planner.model.profile import provenance_kind
 from planner.model.site import BYTES_PER_S_PER_GBPS, Deployment, Site
+from planner.solve.aims import Aim
 from planner.solve.goals import Objective, ServiceTime
 from planner.solve.loaded import loaded_ttft
-from planner.solve.objectives import best_slo_cut, cheapest, cost_per_hour
+from planner.solve.objectives import cheapest, cost_per_hour, too_much
 from planner.solve.problem import Problem, SolveOptions, best_cut, pose, threshold_for, ttft_by_length
-from planner.solve.search import Bottleneck, Cut, Loads, interval_of, rate_at, stage_rates, weighted_quantile
+from planner.solve.search import TIE, Bottleneck, Cut, Loads, interval_of, rate_at, stage_rates, weighted_quantile
 from planner.solve.sensitivity.judgement import (
     NEAR_OPTIMAL,
     Alternative,
@@ -25,10 +27,16 @@ from planner.solve.sensitivity.judgement import (
 )
 from planner.version import tool_version
 
+MOSTLY_HELD: Final = 0.05  # of the requests, that decode nodes may compute where the plan offloads them
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """The answer of `solve`. Rates in requests/s, lengths in tokens; `to_json` has the published key names."""
+    """The answer of `solve`. Rates in requests/s, lengths in tokens; `to_json` has the published key names.
+
+    `lambda_max` is where it saturates, `lambda_slo` what it serves within a target for TTFT, where it was solved for one;
+    `rate_req_per_s` the rate that was asked for, and `asked_ttft_*` what requests wait then.
+    """
 
     site: str
     workload: str
@@ -60,6 +68,9 @@ class Plan:
     utilisation: Mapping[str, float]
     cost_per_hour: float
     lambda_slo: float | None = None
+    rate_req_per_s: float | None = None
+    asked_ttft_mean_s: float | None = None
+    asked_ttft_p90_s: float | None = None
     shadow_prices: Mapping[str, float] = field(default_factory=dict)
     sensitivity: Sequence[Sensitivity] = ()
     alternative: Alternative | None = None
@@ -67,6 +78,15 @@ class Plan:
     provenance: Mapping[str, str] = field(default_factory=dict)
     input_hash: str = ""
     seed: int = 0
+
+    @property
+    def paid_rate(self) -> float:
+        """The rate by which costs are divided: what was asked for, else what is promised, else Λ."""
+        return self.rate_req_per_s or self.lambda_slo or self.lambda_max
+
+    @property
+    def cost_per_1000_requests(self) -> float | None:
+        return self.cost_per_hour / 3.6 / self.paid_rate if self.paid_rate else None
 
     def to_json(self) -> dict[str, Any]:
         """A plan file: plain JSON types, units in the keys."""
@@ -105,7 +125,11 @@ class Plan:
             "bottleneck": str(self.bottleneck),
             "utilisation": dict(self.utilisation),
             "cost_per_hour": self.cost_per_hour,
-            "cost_per_1000_requests": self.cost_per_hour / 3.6 / self.lambda_max if self.lambda_max else None,
+            "cost_per_1000_requests": self.cost_per_1000_requests,
+            "cost_at_req_per_s": self.paid_rate,
+            "rate_req_per_s": self.rate_req_per_s,
+            "ttft_mean_at_rate_s": self.asked_ttft_mean_s,
+            "ttft_p90_at_rate_s": self.asked_ttft_p90_s,
             "shadow_prices_req_per_s": dict(self.shadow_prices),
             "sensitivity": [_plain(entry) for entry in self.sensitivity],
             "robust_alternative": _plain(self.alternative) if self.alternative else None,
@@ -129,12 +153,14 @@ def _plain(entry: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Solved:
-    """A cut that was found, and what it was found for."""
+    """A cut that was found, and what it was found for; `thin` is the problem as the aim compares it, `thin_cut` its cut."""
 
     site: Site
     problem: Problem
     found: Cut
-    options: SolveOptions
+    aim: Aim
+    thin: Problem
+    thin_cut: Cut
     deployment: str
     lambda_slo: float | None
 
@@ -145,12 +171,13 @@ def make_plan(site: Site, options: SolveOptions, deployment: str | None = None) 
     Raises InputError for inputs that make no sense, Infeasible when nothing can be served.
     """
     solved = _solve(site, options, deployment)
-    problem, found = solved.problem, solved.found
+    problem, found, aim = solved.problem, solved.found, solved.aim
     plan = replace(
         _outline(solved),
-        shadow_prices=shadow_prices(problem, options),
-        sensitivity=sensitivity(problem, found, options),
-        alternative=flat_alternative(problem, found, options),
+        shadow_prices=shadow_prices(solved.thin, solved.thin_cut, aim),
+        sensitivity=sensitivity(solved.thin, solved.thin_cut, aim),
+        # Where a split saturates says nothing of what it serves within a target.
+        alternative=flat_alternative(problem, found, options) if aim.ttft_p90_s is None else None,
     )
     return replace(plan, warnings=warnings_of(plan, solved.site, problem))
 
@@ -164,24 +191,32 @@ def _solve(site: Site, options: SolveOptions, deployment: str | None) -> _Solved
     variant = Deployment()
     if deployment is not None:
         site, variant = site.deployed(deployment)
-    problem = pose(site, options, variant)
-    if options.objective is Objective.COST:
-        problem = cheapest(problem, site, options)
-    found = best_slo_cut(problem, site, options) if options.objective is Objective.SLO else None
-    lambda_slo = found.rate if found else None
-    if found is None:
-        found = best_cut(problem, options)
-    if found.rate <= 0:
+    problem, aim = pose(site, options, variant), Aim.of(site, options)
+    if site.slo.tbt_s is not None and options.objective is not Objective.THROUGHPUT:
+        problem = problem.within_tbt(site.slo.tbt_s, site.workload.output_tokens)
+    thin = aim.thinned(problem)
+    if best_cut(thin, options).rate <= 0:
         raise Infeasible(_why_nothing(problem))
+    if options.objective is Objective.COST:
+        thin = cheapest(thin, aim)
+        problem = replace(problem, capacity=thin.capacity)
+    best = aim.best(thin)
+    if best is None:
+        raise aim.why_none(problem)
+    if options.rate_req_per_s and best.rate < options.rate_req_per_s * (1 - TIE):
+        raise too_much(options.rate_req_per_s, best)
+    found = aim.in_full(problem, thin, best)
     # With a target for TTFT the plan's own Λ is where it saturates, not the rate that meets the target.
     found = replace(found, rate=rate_at(problem.loads, problem.capacity, found.num_prefill, found.cut, found.share))
     return _Solved(
         site=site,
         problem=problem,
         found=found,
-        options=options,
+        aim=aim,
+        thin=thin,
+        thin_cut=best,
         deployment=deployment or "prfaas-pd",
-        lambda_slo=lambda_slo,
+        lambda_slo=best.rate if aim.ttft_p90_s is not None else None,
     )
 
 
@@ -195,14 +230,16 @@ def _why_nothing(problem: Problem) -> str:
 
 
 def _outline(solved: _Solved) -> Plan:
-    site, problem, found, options = solved.site, solved.problem, solved.found, solved.options
+    site, problem, found, options = solved.site, solved.problem, solved.found, solved.aim.options
     loads, capacity = problem.loads, problem.capacity
     limits = stage_rates(loads, capacity, found.num_prefill, found.cut, found.share)
     mix = _Mix.of(loads, found)
     interval = interval_of(loads, capacity, found)
     near = interval_of(loads, capacity, found, NEAR_OPTIMAL)
     ttft = ttft_by_length(problem, found.cut)
-    loaded = loaded_ttft(problem, found, site.workload.output_tokens).at(0.8 * found.rate)
+    queues = loaded_ttft(problem, found, site.workload.output_tokens)
+    loaded = queues.at(0.8 * found.rate)
+    asked = queues.at(options.rate_req_per_s) if options.rate_req_per_s else None
     egress = capacity.egress_bytes_per_s
     return Plan(
         site=site.name,
@@ -235,6 +272,9 @@ def _outline(solved: _Solved) -> Plan:
         utilisation={str(stage): found.rate / limit for stage, limit in limits.items()},
         cost_per_hour=cost_per_hour(problem),
         lambda_slo=solved.lambda_slo,
+        rate_req_per_s=options.rate_req_per_s,
+        asked_ttft_mean_s=asked.mean_s if asked else None,
+        asked_ttft_p90_s=asked.p90_s if asked else None,
         provenance=site.provenances(),
         input_hash=site.input_hash,
     )
@@ -293,8 +333,20 @@ def warnings_of(plan: Plan, site: Site, problem: Problem) -> tuple[str, ...]:
         found.append(f"T(E[L]) overrates the plan: with E[T(L)] its Λ is {plan.lambda_other_service:.3f}")
     if plan.utilisation[Bottleneck.EGRESS] > 0.7:
         found.append(f"the egress link is {plan.utilisation[Bottleneck.EGRESS]:.0%} busy at Λ; bursts will queue")
+    batch, tbt_s = site.profile.decode_on(problem.pd.hardware), site.slo.tbt_s
+    if tbt_s is not None and problem.decode.full_step_s > tbt_s:
+        found.append(f"a decode step of a full batch takes {batch.full_step_s:g} s, longer than tbt_s={tbt_s:g}")
+    if tbt_s is not None and problem.decode.max_running < batch.max_running:
+        found.append(f"decode batches of at most {problem.decode.max_running} requests keep tbt_s={tbt_s:g}")
     if plan.num_prfaas and not advantage_rises(problem):
         found.append("T_PD/T_PrfaaS does not rise with length everywhere: a threshold may not be the best rule")
+    lengths, short = site.workload.lengths, DEPLOYED.increment_tokens
+    held = lengths.share_above(plan.threshold_tokens) - lengths.share_above(max(plan.threshold_tokens, short))
+    if plan.num_prfaas and site.workload.hit_ratio and held > MOSTLY_HELD:
+        found.append(
+            f"{held:.0%} of the requests are offloaded with at most {short} uncached tokens: decode nodes that hold the rest "
+            "compute them themselves, and less crosses the line than planned"
+        )
     if site.workload.hit_ratio is None:
-        found.append("lengths are taken as uncached: prefix hits would lower them (see fit)")
+        found.append("lengths are taken as uncached: prefix hits, which are not known, would lower them (see fit)")
     return tuple(found)

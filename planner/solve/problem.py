@@ -6,7 +6,7 @@ from typing import Any, Final
 import numpy as np
 
 from planner.decisions.views import ClusterKind
-from planner.errors import InputError
+from planner.errors import Infeasible, InputError
 from planner.model.profile import DecodeProfile, Floats, KvSize, PrefillCurve
 from planner.model.site import Cluster, Deployment, Link, Site
 from planner.model.throughput import decode_seconds
@@ -63,6 +63,28 @@ class Problem:
             egress_bytes_per_s=self.capacity.egress_bytes_per_s, service=service,
         )  # fmt: skip
 
+    def scaled(self, *, local: float = 1.0, remote: float = 1.0, decode: float = 1.0) -> "Problem":
+        """The same site where prefill at home, in PrfaaS and decode take these factors as long."""
+        return replace(
+            self,
+            loads=self.loads.scaled(local=local, remote=remote),
+            local=self.local.scaled(local),
+            remote=self.remote.scaled(remote),
+            decode=self.decode.scaled(decode),
+            capacity=replace(self.capacity, decode_s=self.capacity.decode_s * decode),
+        )
+
+    def within_tbt(self, tbt_s: float, output_tokens: float) -> "Problem":
+        """With decode batches whose steps keep a target for TBT. Raises Infeasible where none does."""
+        decode = self.decode.within(tbt_s)
+        if decode is None:
+            raise Infeasible(
+                f"slo: tbt_s={tbt_s:g}: a decode step of one request takes {self.decode.at(1):g} s on "
+                f"{self.pd.hardware}; ask for at least that"
+            )
+        decode_s = float(decode_seconds(decode.max_running, decode.full_step_s, output_tokens))
+        return replace(self, decode=decode, capacity=replace(self.capacity, decode_s=decode_s))
+
     def pinned(self, num_prefill: int) -> "Problem":
         return replace(self, variant=replace(self.variant, num_prefill=num_prefill))
 
@@ -82,7 +104,7 @@ def pose(site: Site, options: SolveOptions, variant: Deployment | None = None) -
     workload = site.workload
     for curve, cluster in ((local, pd[0]), (remote, remote_cluster)):
         if cluster is not None and cluster.instances:
-            curve.check(workload.lengths.tokens, f"T_prefill on {cluster.hardware}", options.extrapolate)
+            curve.check(workload.computed_tokens, f"T_prefill on {cluster.hardware}", options.extrapolate)
     egress = link.bytes_per_s if link else 0.0
     capacity = Capacity(
         num_prfaas=remote_cluster.instances if remote_cluster else 0,

@@ -231,7 +231,8 @@ def _crossings(loads: Loads, capacity: Capacity, num_prefill: int, cut: int) -> 
     return [float(gap[0] / (gap[0] - gap[1])) for gap in gaps if gap[0] > 0 > gap[1]]
 
 
-def _mixed(values: Floats, cut: int, share: float) -> float:
+def mixed(values: Floats, cut: int, share: float) -> float:
+    """What an average request asks of a stage at one cut, `share` of the next length included."""
     if share == 0:
         return float(values[cut])
     return float(values[cut] + share * (values[cut + 1] - values[cut]))
@@ -247,9 +248,9 @@ def stage_rates(
 ) -> dict[Bottleneck, float]:
     """Requests/s that each stage lets the whole system serve (its Θ over its share of the requests); the least binds."""
     return {
-        Bottleneck.PRFAAS: float(theta(capacity.num_prfaas, _mixed(loads.remote_s, cut, share))),
-        Bottleneck.EGRESS: float(theta(capacity.egress_bytes_per_s, _mixed(loads.egress_bytes, cut, share))),
-        Bottleneck.PD_P: float(theta_pd_p(num_prefill, _mixed(loads.local_s, cut, share))),
+        Bottleneck.PRFAAS: float(theta(capacity.num_prfaas, mixed(loads.remote_s, cut, share))),
+        Bottleneck.EGRESS: float(theta(capacity.egress_bytes_per_s, mixed(loads.egress_bytes, cut, share))),
+        Bottleneck.PD_P: float(theta_pd_p(num_prefill, mixed(loads.local_s, cut, share))),
         Bottleneck.PD_D: float(theta_pd_d(capacity.num_pd - num_prefill, capacity.decode_s)),
     }
 

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from gateway.cluster.agent_client import AgentClient, ConversionStatus, NodeInfo, NodeLoad
+from gateway.cluster.agent_client import AgentClient
+from gateway.cluster.agent_values import ConversionStatus, NodeInfo, NodeLoad
 from gateway.config.gateway import load
 from gateway.errors import AgentCallFailed, GatewayConfigError
 from planner.decisions.plans.conversions import NodeStanding, why_not

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
-from gateway.cluster.agent_client import NodeInfo, NodeLoad
+from gateway.cluster.agent_values import NodeInfo, NodeLoad
 
 CLOCKS_APART_S: Final = 1.0
 """Beyond this, logs of two machines do not line up."""

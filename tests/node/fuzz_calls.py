@@ -25,7 +25,7 @@ from gateway.errors import AgentCallFailed
 from node.control.call_server import CallServer
 from node.control.holders import ReservationHolders, checked_name
 from node.errors import NodeRefusal
-from node.transfer.links import spec_of
+from prfaas_cluster.links import spec_of
 from tests.transport.fuzzing.inputs import spoil
 from transport.control.calls import AGENT, CALLER
 from transport.control.messages import MAX_MESSAGE_BYTES, TicketInfo, frame

@@ -262,7 +262,7 @@ async def _say_nonsense(address: str) -> None:
 def test_metrics_and_health(bench: Bench) -> None:
     async def scenario() -> None:
         await bench.node.prefill(prompt(7, NUM_TOKENS + 1))
-        await _say_nonsense(bench.node.agent.links.endpoints()[-1].address)
+        await _say_nonsense(bench.node.agent.listener.endpoints()[-1].address)
         status, text = await bench.node.get("/metrics")
         assert status == 200
         assert 'prfaas_landing_events_total{cluster="west",event="rejected:protocol"} 1.0' in text

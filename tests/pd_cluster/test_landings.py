@@ -5,23 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.node.handover import HandNode, run, two_nodes, until
-from tests.node.transfer.test_loans import lent
+from tests.pd_cluster.handover import TOKENS, landed, lent, run, two_nodes, until
 from transport.control import messages as m
-
-TOKENS = list(range(100, 161))
-
-
-async def landed(prefill: HandNode, decode: HandNode) -> m.TicketInfo:
-    """A reservation that is complete."""
-    ticket = decode.reserve(TOKENS)
-    prefill.compute(await lent(prefill, "job", TOKENS, ticket), TOKENS)
-    delivered = await prefill.heard()
-    assert isinstance(delivered, m.Delivered)
-    assert delivered.ok
-    prefill.end("job")
-    await decode.consumer.incoming[ticket.transfer_id].landed
-    return ticket
 
 
 @pytest.mark.parametrize("turns", range(5))
@@ -33,7 +18,7 @@ def test_a_claim_given_up_in_the_moment_of_landing_holds_nothing(tmp_path: Path,
             claim = asyncio.create_task(decode.claim(ticket, TOKENS))
             await until(lambda: decode.landings.waiting)
             prefill.compute(await lent(prefill, "job", TOKENS, ticket), TOKENS)
-            await decode.consumer.incoming[ticket.transfer_id].landed
+            await decode.incoming.entries[ticket.transfer_id].landed
             for _ in range(turns):
                 await asyncio.sleep(0)
             if gone:
@@ -44,9 +29,9 @@ def test_a_claim_given_up_in_the_moment_of_landing_holds_nothing(tmp_path: Path,
             await until(lambda: not decode.landings.waiting)
             claim.cancel()
             # Either the claim came first and its end freed it, or it is there for the next one.
-            entry = decode.consumer.incoming.get(ticket.transfer_id)
-            assert entry is None or entry.state.value == "landed"
-            decode.consumer.abort(ticket.transfer_id, "")
+            entry = decode.incoming.entries.get(ticket.transfer_id)
+            assert entry is None or (entry.state.value == "landed" and not entry.use.is_lent)
+            decode.incoming.abort(ticket.transfer_id, "")
 
     run(scenario())
 
@@ -66,8 +51,8 @@ def test_a_second_claim_cannot_free_what_an_engine_is_reading(tmp_path: Path) ->
                 assert isinstance(refused, m.Refused)
                 assert refused.reason == reason
             decode.end("second")
-            assert decode.consumer.abort(ticket.transfer_id, "client_gone")
-            await decode.consumer.commit(ticket.transfer_id, 1.0)
+            assert decode.incoming.abort(ticket.transfer_id, "client_gone")
+            await decode.incoming.commit(ticket.transfer_id, 1.0)
             assert decode.pages.report().reservations == 1
             decode.check(pages, TOKENS)
             decode.end("claim", loaded=True)
@@ -94,7 +79,7 @@ def test_a_landing_waits_for_the_next_engine(tmp_path: Path) -> None:
             await until(lambda: decode.landings.waiting)
             decode.landings.engine_gone(decode)
             prefill.compute(await lent(prefill, "job", TOKENS, ticket), TOKENS)
-            await decode.consumer.incoming[ticket.transfer_id].landed
+            await decode.incoming.entries[ticket.transfer_id].landed
             assert not waiting.done()
             waiting.cancel()
             pages = await decode.claim(ticket, TOKENS)
@@ -112,7 +97,7 @@ def test_a_claim_hears_that_the_lease_is_over(tmp_path: Path) -> None:
             ticket = decode.reserve(TOKENS, ttl_s=0.02)
             waiting = asyncio.create_task(decode.claim(ticket, TOKENS))
             await until(lambda: decode.landings.waiting)
-            await until(decode.consumer.expire)
+            await until(decode.incoming.expire)
             refused = await waiting
             assert isinstance(refused, m.Refused)
             assert refused.reason == "lease_expired"

@@ -13,8 +13,7 @@ from aiohttp import web
 from node.config import NodeConfig
 from node.engine.front import OpenDoor
 from node.tasks import Tasks
-from node.transfer.incoming import Consumer
-from node.transfer.loans import Producer
+from node.transfer.services import DecodeService, OutgoingLegs
 from pd_cluster.converter import RoleConverter
 from pd_cluster.verification import MAX_ANSWER_BYTES, VerificationFailed, verify
 from tests.node.running import config
@@ -33,8 +32,8 @@ class FakeNode:
     def __init__(self, node_config: NodeConfig, engine_url: str) -> None:
         self.config = node_config
         self.tasks = Tasks(Counter())
-        self.producer: Producer | None = None
-        self.consumer: Consumer | None = None
+        self.legs: OutgoingLegs | None = None
+        self.decodes: DecodeService | None = None
         self.engine_load = m.LoadReport(running=0, waiting=0, queued_tokens=0)
         self.door = OpenDoor()
         self.door.open(engine_url)

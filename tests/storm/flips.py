@@ -25,7 +25,8 @@ import numpy as np
 
 from engine.emulated.emulated import emulated_tokens
 from engine.torch.tiny import build_model
-from gateway.cluster.agent_client import AgentClient, ConversionStatus, NodeInfo
+from gateway.cluster.agent_client import AgentClient
+from gateway.cluster.agent_values import ConversionStatus, NodeInfo
 from planner.decisions.plans.conversions import NodeStanding, why_not
 from planner.decisions.views import ClusterKind, Role
 from prfaas.demo.client import RequestFailed, complete

@@ -33,7 +33,8 @@ def run(args: argparse.Namespace) -> int:
         return 0
     baseline = None
     if args.deployment is None and "homogeneous" in site.deployments:
-        baseline = outline(site, replace(options, objective=Objective.THROUGHPUT), "homogeneous")
+        alone = replace(options, objective=Objective.THROUGHPUT, rate_req_per_s=None)
+        baseline = outline(site, alone, "homogeneous")
     print(plan_text(plan, baseline))
     warn(plan)
     return 0

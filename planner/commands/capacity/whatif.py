@@ -13,8 +13,9 @@ from planner.solve.sensitivity.sweeps import Sweep, heat_map, whatif
 
 def run(args: argparse.Namespace) -> int:
     site = load_site(args.config, args.workload)
+    variant = None
     if args.deployment:
-        site = site.deployed(args.deployment)[0]
+        site, variant = site.deployed(args.deployment)
     if args.heat_map:
         grid = heat_map(site, options_of(args))
         rows = [
@@ -23,7 +24,7 @@ def run(args: argparse.Namespace) -> int:
             for at, t in enumerate(grid["thresholds_tokens"])
         ]
     elif args.sweep:
-        rows = whatif(site, options_of(args), [Sweep.parse(text) for text in args.sweep], watched)
+        rows = whatif(site, options_of(args), [Sweep.parse(text) for text in args.sweep], watched, variant)
     else:
         raise InputError("whatif: give --sweep knob=low:high or --heat-map")
     if args.json:

@@ -2,31 +2,37 @@
 
 import argparse
 
-import numpy as np
-
 from planner.commands.rendering.output import emit, write
 from planner.commands.rendering.text import table
+from planner.decisions.views import ClusterKind
 from planner.model.fitting import fit, fit_metrics
 from planner.model.reading import named, read_text
 from planner.model.site import load_site
-from planner.model.workload import read_trace
-from planner.simulator.trials.hits import hits_of
+from planner.model.traces import read_requests
+from planner.simulator.trials.hits import hits_of, pd_hits
 
 
 def run(args: argparse.Namespace) -> int:
     if args.metrics:
         return _from_metrics(args)
-    trace = read_trace(args.trace)
-    kv = load_site(args.config).profile.kv_size() if args.config else None
-    hits = np.zeros(len(trace)) if args.tokens == "total" else hits_of(trace, kv, args.cache_gb)
+    trace = read_requests(args.trace, args.begin_within)
+    site = load_site(args.config) if args.config else None
+    hits = None
+    if args.tokens != "total":
+        hits = hits_of(trace, None, args.cache_gb) if site is None else pd_hits(trace, site, args.cache_gb)
     result = fit(trace, hits)
+    if site is not None and hits is not None:
+        pds = site.of_kind(ClusterKind.PD)
+        result["caches_gb"] = {each.name: each.cache_gb if args.cache_gb is None else args.cache_gb for each in pds}
     if args.output:
         write(args.output, result)
     if args.json:
         emit(result)
         return 0
     rows = [{"": name.split("_")[0], **result[name]} for name in ("prompt_tokens", "uncached_tokens", "output_tokens")]
-    print(f"{trace.name}: {len(trace)} requests over {trace.span_s:.0f} s, hit ratio {result['hit_ratio']:.2%}")
+    known = "is not known" if result["hit_ratio"] is None else f"{result['hit_ratio']:.2%}"
+    rate = f", {result['rate_req_per_s']:.3g} a second" if result["rate_req_per_s"] else ""
+    print(f"{trace.name}: {len(trace)} requests over {trace.span_s:.0f} s{rate}; hit ratio {known}")
     print(table(rows, ["", "mean", "p50", "p90", "p99", "max"]))
     shares = [{"threshold": t, **share} for t, share in result["share_above_threshold"].items()]
     print(table(shares, ["threshold", "total", "uncached"]))

@@ -54,8 +54,14 @@ def _rows(plan: Plan) -> dict[str, str]:
         "TTFT empty mean/p90": f"{plan.ttft_mean_s:.2f} / {plan.ttft_p90_s:.2f} s",
         "TTFT at 80 % Λ": f"{plan.loaded_ttft_mean_s:.2f} / {plan.loaded_ttft_p90_s:.2f} s",
         "egress": f"{plan.egress_gbps:.2f} of {plan.egress_capacity_gbps:g} Gbit/s" if remote else "-",
-        "cost per 1000 req": f"{plan.cost_per_hour / 3.6 / plan.lambda_max:.3f}" if plan.cost_per_hour else "-",
+        "cost per 1000 req": _cost(plan),
     }
+
+
+def _cost(plan: Plan) -> str:
+    if not plan.cost_per_hour or plan.cost_per_1000_requests is None:
+        return "-"
+    return f"{plan.cost_per_1000_requests:.3f} at {plan.paid_rate:.3f} req/s, {plan.cost_per_hour:.2f} an hour"
 
 
 def _columns(rows: Mapping[str, str], current: Mapping[str, str] | None) -> list[str]:
@@ -68,14 +74,23 @@ def _columns(rows: Mapping[str, str], current: Mapping[str, str] | None) -> list
 def _judgement(plan: Plan) -> list[str]:
     prices = ", ".join(f"{gain:+.3f} per {what.replace('_', ' ')}" for what, gain in plan.shadow_prices.items())
     busy = ", ".join(f"{LABELS[stage]} {share:.0%}" for stage, share in plan.utilisation.items() if share)
-    lines = [f"Bottleneck: {LABELS[plan.bottleneck]} (ΔΛ {prices})", f"Busy at Λmax: {busy}"]
+    gain = "ΔΛ" if plan.lambda_slo is None else "within the target,"
+    lines = [f"Bottleneck: {LABELS[plan.bottleneck]} ({gain} {prices})", f"Busy at Λmax: {busy}"]
+    if plan.rate_req_per_s is not None:
+        lines.append(
+            f"At {plan.rate_req_per_s:.3f} req/s: {plan.rate_req_per_s / plan.lambda_max:.0%} of Λmax, "
+            f"TTFT mean/p90 {plan.asked_ttft_mean_s:.2f} / {plan.asked_ttft_p90_s:.2f} s"
+        )
     if plan.tie_share:
         lines.append(f"Of requests with exactly t tokens, {plan.tie_share:.1%} stay local (by hash)")
     low, high = plan.threshold_interval_tokens
     if plan.num_prfaas and high - low > 2:
         lines.append(f"Any t in [{tokens(low)}, {tokens(high)}) is as good; this one sends least over the link")
     if plan.lambda_slo is not None:
-        lines.append(f"Rate that meets the P90 TTFT target, queues included: {plan.lambda_slo:.3f} req/s")
+        lines.append(
+            f"Rate that meets the P90 TTFT target, queues included: {plan.lambda_slo:.3f} req/s, if nodes are chosen by "
+            "their true queues; saturate says what learned ones leave of it"
+        )
     if plan.alternative is not None:
         other = plan.alternative
         lines.append(
@@ -87,7 +102,8 @@ def _judgement(plan: Plan) -> list[str]:
         f"Λ with {'T(E[L])' if plan.service is ServiceTime.EXACT else 'E[T(L)]'}: {plan.lambda_other_service:.3f}"
     )
     if plan.sensitivity:
-        lines.append("If an input is off by 10 %:        Λ kept   Λ re-solved")
+        rate = "  Λ" if plan.lambda_slo is None else "SLO"
+        lines.append(f"If an input is off by 10 %:      {rate} kept {rate} re-solved")
         lines += [
             f"  {row.what:<20} ×{row.factor:<9}{row.kept_rate:8.3f}   {row.resolved_rate:8.3f}"
             f"   (t {tokens(row.resolved_threshold_tokens)}, Np {row.resolved_num_prefill})"

@@ -6,7 +6,15 @@ from planner.commands.capacity.options import options_of
 from planner.commands.rendering.output import emit
 from planner.commands.rendering.progress import busy
 from planner.commands.rendering.text import table
-from planner.commands.simulation.trial import REQUESTS, seeds_of, site_for_trial, source_of, trace_of, trial_of
+from planner.commands.simulation.trial import (
+    REQUESTS,
+    disturbed,
+    seeds_of,
+    site_for_trial,
+    source_of,
+    trace_of,
+    trial_of,
+)
 from planner.simulator.trials.compare import compare, contenders_of
 from planner.simulator.trials.trial import from_workload
 
@@ -26,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
     )
     least = min(contender.lambda_max for contender in contenders)
     source = (
-        from_workload(site, args.arrivals, args.requests or REQUESTS)
+        disturbed(args, from_workload(site, args.arrivals, args.requests or REQUESTS))
         if args.arrivals and trace is None
         else source_of(args, site, trace, least)
     )

@@ -7,6 +7,7 @@ from planner.commands.rendering.output import emit, remark
 from planner.commands.rendering.text import outcome_text
 from planner.commands.simulation.trial import (
     REQUESTS,
+    disturbed,
     judged_watched,
     seeds_of,
     settle,
@@ -32,7 +33,7 @@ def run(args: argparse.Namespace) -> int:
         if trace is not None:
             source = from_trace(trace, rate * trace.span_s / len(trace))
         remark(f"trying {rate:.3f} req/s")
-        return judged_watched(scenario, source, seeds)
+        return judged_watched(scenario, disturbed(args, source), seeds)
 
     found = saturate(report_at, parse_slo(args.slo), upper=UPPER * limit, tolerance=args.tolerance)
     if args.json:

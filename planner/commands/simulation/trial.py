@@ -6,8 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
-import numpy as np
-
 from planner.commands.arguments import MOST
 from planner.commands.capacity.options import options_of
 from planner.commands.rendering.progress import busy, watched
@@ -17,11 +15,13 @@ from planner.errors import InputError
 from planner.model.fitting import workload_of
 from planner.model.reading import GBPS, SECONDS, SHARE, Range, named, read_columns
 from planner.model.site import BYTES_PER_S_PER_GBPS, Site, load_site
-from planner.model.workload import Trace, read_trace
+from planner.model.traces import read_requests
+from planner.model.workload import Trace
 from planner.simulator.policies import Estimates
 from planner.simulator.scenario import FlipTimes, Outage, Scenario
-from planner.simulator.trials.hits import hits_of
+from planner.simulator.trials.hits import hits_of, pd_hits
 from planner.simulator.trials.trial import (
+    DEPLOYED_TRIAL,
     Source,
     Trial,
     TrialSetting,
@@ -43,25 +43,35 @@ REQUESTS: Final = 20_000  # made up where there is no trace
 
 def trial_of(args: argparse.Namespace) -> Trial:
     controller = ControllerConfig(rule=SplitRule(args.controller), tick_s=args.tick) if args.controller else None
-    return Trial(
+    base = Trial() if args.ideal else DEPLOYED_TRIAL
+    asked = {
+        "cache_gb": args.cache_gb,
+        "fetch_gbps": args.fetch_gbps,
+        "eviction": args.eviction,
+        "tail_share": args.tail_share,
+        "increment_tokens": args.increment,
+    }
+    return replace(
+        base,
+        **{name: value for name, value in asked.items() if value is not None},
         placer=args.placement,
         admission=AdmissionPolicy(args.admission),
-        cache_gb=args.cache_gb,
-        fetch_gbps=args.fetch_gbps,
-        eviction=args.eviction,
-        tail_share=args.tail_share,
-        increment_tokens=args.increment,
         cross_cluster_cache=args.cross_cluster_cache,
         estimates=Estimates(args.estimates),
         controller=controller,
         capacity=_link_trace(args.link_trace) if args.link_trace else None,
-        outages=[
-            *(_outage("link-down", text, 2) for text in args.link_down),
-            *(_outage("link-thin", text, 3) for text in args.link_thin),
-        ],
+        outages=outages_of(args),
         flips=_flips(args),
         ttft_s=args.ttft,
         tbt_s=args.tbt,
+    )
+
+
+def outages_of(args: argparse.Namespace) -> tuple[Outage, ...]:
+    """When links are down or thin."""
+    return (
+        *(_outage("link-down", text, 2) for text in args.link_down),
+        *(_outage("link-thin", text, 3) for text in args.link_thin),
     )
 
 
@@ -97,7 +107,7 @@ def trace_of(args: argparse.Namespace) -> Trace | None:
     """The trace, or as much of it as was asked for."""
     if args.trace is None:
         return None
-    trace = read_trace(args.trace)
+    trace = read_requests(args.trace, args.begin_within)
     return trace if args.requests is None else trace.head(args.requests)
 
 
@@ -106,7 +116,9 @@ def site_for_trial(args: argparse.Namespace, trace: Trace | None) -> Site:
     site = load_site(args.config, args.workload)
     if trace is None or args.workload:
         return site
-    hits = hits_of(trace) if not args.no_cache_in_plan else np.zeros(len(trace))
+    if args.no_cache_in_plan:
+        return replace(site, workload=workload_of(trace, None))
+    hits = hits_of(trace) if args.ideal else pd_hits(trace, site, args.cache_gb)
     return replace(site, workload=workload_of(trace, hits))
 
 
@@ -130,6 +142,28 @@ def _settle_fleet(args: argparse.Namespace, site: Site) -> tuple[Site, TrialSett
 
 
 def source_of(args: argparse.Namespace, site: Site, trace: Trace | None, limit: float) -> Source:
+    return disturbed(args, _source_of(args, site, trace, limit))
+
+
+def disturbed(args: argparse.Namespace, source: Source) -> Source:
+    """The same requests; raises InputError for an outage that would begin after the last of them."""
+    outages = outages_of(args)
+
+    def checked(seed: int) -> Trace:
+        trace = source(seed)
+        last_s = float(trace.arrival_s[-1]) if len(trace) else 0.0
+        for outage in outages:
+            if outage.from_s > last_s:
+                raise InputError(
+                    f"link-down or link-thin from {outage.from_s:g} s: the last request comes at {last_s:.6g} s; "
+                    "begin it earlier, or send more requests"
+                )
+        return trace
+
+    return checked if outages else source
+
+
+def _source_of(args: argparse.Namespace, site: Site, trace: Trace | None, limit: float) -> Source:
     if trace is not None:
         return from_trace(trace, args.rate_scale)
     if args.day:

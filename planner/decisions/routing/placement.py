@@ -22,6 +22,7 @@ from typing import Final, NamedTuple
 
 import msgspec
 
+from planner.decisions.defaults import DEPLOYED
 from planner.decisions.views import NodeView, PrefillCost, RouteRequest
 
 MOST_RATIO: Final = 4.0
@@ -49,7 +50,7 @@ class PlacementPolicy:
     fetch_calls_s: float = 0.0
     fetch_delays_s: Mapping[tuple[str, str], float] = field(default_factory=dict, hash=False)
     fetch_lateness: float = 0.0
-    decode_load_slack: float = 0.1
+    decode_load_slack: float = DEPLOYED.decode_load_slack
 
     def __post_init__(self) -> None:
         if self.balancing_ratio is not None and self.balancing_ratio < 1:

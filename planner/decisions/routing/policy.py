@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from planner.decisions.defaults import DEPLOYED
 from planner.decisions.routing.placement import PlacementPolicy
 
 
@@ -26,7 +27,7 @@ class RoutingPolicy:
     """
 
     threshold_tokens: float
-    tie_share: float = 1.0
+    tie_share: float = DEPLOYED.tie_share
     cross_cluster_cache: bool = False
     scarce_utilisation: float = 0.5  # half the line free still carries a prefix of a few GB within a TTFT
     scarce_drain_s: float = 0.5
@@ -43,7 +44,7 @@ class RoutingPolicy:
     increment_tokens: int = 0
     increment_patience: float = 1.5
     by_total_length: bool = False
-    decode_prefill_share: float = 0.25  # decode at three quarters of its speed at worst
+    decode_prefill_share: float = DEPLOYED.decode_prefill_share
     placement: PlacementPolicy = field(default_factory=PlacementPolicy)
 
     def __post_init__(self) -> None:

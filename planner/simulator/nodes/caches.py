@@ -6,6 +6,7 @@ are worth.
 
 from collections.abc import Sequence
 from math import ceil
+from typing import Final
 
 from hybrid_cache.cache.prefix_cache import PrefixCache
 from hybrid_cache.cache.reservation import Purpose
@@ -14,7 +15,12 @@ from hybrid_cache.eviction import POLICIES, default_policy
 from hybrid_cache.layout.layout import KVCacheGroup, ModelLayout
 from hybrid_cache.layout.spec import FullAttention, LinearState, SlidingWindow
 from planner.decisions.views import room_beside
+from planner.errors import InputError
 from planner.model.profile import KvSize
+
+STATES: Final = 3  # that a prompt leaves: where it branches off, where it ends, where its answer does
+MOST_AT_ONCE: Final = 64  # prompts with blocks of their own for a while
+MOST_PAGES: Final = 30_000_000  # of all nodes: a list of the free ones takes 36 B each
 
 
 def layout_of(kv: KvSize, block_size: int) -> ModelLayout:
@@ -35,11 +41,32 @@ def _halves(bytes_per_token: float) -> tuple[int, int]:
     return whole, whole // 2
 
 
+def pages_within(layout: ModelLayout, capacity_bytes: float) -> int:
+    """Pages of caches that are so large together. Raises InputError for more than can be kept."""
+    pages = capacity_bytes // layout.page_bytes
+    if not pages <= MOST_PAGES:
+        most_gb = MOST_PAGES * layout.page_bytes / 1e9
+        raise InputError(
+            f"caches of {capacity_bytes / 1e9:g} GB over all nodes: at most {most_gb:,.0f} GB of this model are simulated"
+        )
+    return max(1, int(pages))
+
+
+def endless_bytes(layout: ModelLayout, blocks: Sequence[Sequence[int]]) -> float:
+    """The size of a cache that never evicts while it serves prompts of these blocks: each once, and the states of each prompt."""
+    distinct = len({block for ids in blocks for block in ids})
+    longest = max((len(ids) for ids in blocks), default=0)
+    per_block = sum(layout.pages_per_block(group) for group in (*layout.full_groups, *layout.window_groups))
+    per_state = sum(layout.pages_per_block(group) for group in layout.state_groups)
+    pages = (distinct + MOST_AT_ONCE * longest) * per_block + STATES * (len(blocks) + MOST_AT_ONCE) * per_state
+    return float(pages * layout.page_bytes)
+
+
 class NodeCache:
     """Prefixes of one node."""
 
     def __init__(self, layout: ModelLayout, capacity_bytes: float, eviction: str = "lru") -> None:
-        pages = max(1, int(capacity_bytes // layout.page_bytes))
+        pages = pages_within(layout, capacity_bytes)
         # "default" is what nodes run: hit density learned from the requests, at about twice the cost of LRU.
         policy = default_policy(layout) if eviction == "default" else POLICIES[eviction](pages)
         self.cache = PrefixCache(layout, pages, eviction=policy, event_limit=0)

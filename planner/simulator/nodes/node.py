@@ -17,6 +17,7 @@ from planner.decisions.views import NodeView, Role
 from planner.model.profile import DecodeProfile
 from planner.simulator.loop import Loop
 from planner.simulator.nodes.caches import NodeCache
+from planner.simulator.nodes.standstills import Standstills
 from planner.simulator.scenario import Pool
 from planner.simulator.sharing import FairShare
 
@@ -238,6 +239,7 @@ class DecodeNode:
         self._queue: deque[SimulatedRequest] = deque()
         self._free_at = 0.0  # from prompts
         self._stalls = 0  # prompts under way or waiting
+        self._stands = Standstills()
         self.queued_tokens = 0  # of those
         self._share = PrefillShare()
         # Ends of requests are known when they start, unless the batch's speed changes.
@@ -271,6 +273,8 @@ class DecodeNode:
         job.queued = job.prompt - job.cached
         self.queued_tokens += job.queued
         self._stalls += 1
+        if self._stalls == 1:
+            self._stands.begin(now)
         if self._stalls == 1 and not self._flat:
             self._change_speed(now, _standing)
         self._loop.at(self._free_at, self._on_stalled, job.queued)
@@ -283,6 +287,8 @@ class DecodeNode:
     def _on_stalled(self, now: float, queued_tokens: int) -> None:
         self._stalls -= 1
         self.queued_tokens -= queued_tokens
+        if not self._stalls:
+            self._stands.end(now, [job.decode_start for job in self._batch.items()])
         if not self._stalls and not self._flat:
             self._change_speed(now, self._speed)
 
@@ -405,9 +411,12 @@ class DecodeNode:
         self._fill(now)
 
     def _longest_tenth(self, job: SimulatedRequest) -> float:
-        """Mooncake's TBT: the mean of the longest tenth of the intervals between a request's tokens."""
+        """Mooncake's TBT: the mean of the longest tenth of the intervals between a request's tokens.
+
+        While the batch stands still for a prompt, one interval of each of its requests goes on.
+        """
         wanted = left = max(1.0, job.output / 10)
-        total = 0.0
+        total = stood_s = self._stands.longest_s(job.decode_start, wanted)
         # The fuller the batch, the longer its steps.
         for size in range(self.profile.max_running, 0, -1):
             tokens = self._given[size] - job.given[size]
@@ -417,7 +426,7 @@ class DecodeNode:
                 left -= tokens
                 if left <= 0:
                     break
-        return total / (wanted - left) if wanted > left else self.profile.at(1)
+        return total / (wanted - left) if wanted > left else self.profile.at(1) + stood_s
 
     def _finish_flat(self, now: float, job: SimulatedRequest) -> None:
         self._leave(now, job, self.profile.step_s)

@@ -2,12 +2,15 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
+from hybrid_cache.eviction.choice import DEFAULT
 from planner.decisions.admission.overload import AdmissionPolicy
+from planner.decisions.defaults import DEPLOYED
 from planner.decisions.routing.placement import PlacementPolicy
 from planner.decisions.routing.policy import RoutingPolicy
 from planner.decisions.views import ClusterKind
@@ -27,12 +30,18 @@ from transport.control.settings import require, require_table, require_tables
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """How to run a plan. What is None is the site's; `capacity` are steps (from s, bytes/s) for its links, before outages."""
+    """How to run a plan. What is None is the site's; `capacity` are steps (from s, bytes/s) for its links, before outages.
+
+    These are the paper's assumptions: caches and moves where a site asks for them, KVCache that leaves after the prefill.
+    `DEPLOYED_TRIAL` is what deployments do; `unsaid_*` is what a site that says nothing has.
+    """
 
     placer: str = "kvcache_centric"
     admission: AdmissionPolicy = AdmissionPolicy.ACCEPT_ALL
     cache_gb: float | None = None
     fetch_gbps: float | None = None
+    unsaid_cache_gb: float = 0.0
+    unsaid_fetch_gbps: float = 0.0
     eviction: str = "lru"
     tail_share: float = 1.0
     increment_tokens: int = 0
@@ -44,6 +53,22 @@ class Trial:
     flips: FlipTimes = field(default_factory=FlipTimes)
     ttft_s: float | None = None
     tbt_s: float | None = None
+
+
+DEPLOYED_TRIAL: Final = Trial(
+    placer=DEPLOYED.placement,
+    unsaid_cache_gb=inf,
+    unsaid_fetch_gbps=DEPLOYED.fetch_bytes_per_s / BYTES_PER_S_PER_GBPS,
+    eviction=DEFAULT,
+    tail_share=DEPLOYED.tail_share,
+    increment_tokens=DEPLOYED.increment_tokens,
+    cross_cluster_cache=DEPLOYED.cross_cluster_cache,
+)
+
+
+def said(value: float | None, unsaid: float) -> float:
+    """What a site says, or what is so where it says nothing."""
+    return unsaid if value is None else value
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +161,8 @@ def scenario_of(site: Site, setting: TrialSetting, trial: Trial) -> Scenario:
         if next(c for c in site.clusters if c.name == link.source).instances and link.bytes_per_s > 0
     ]
     # A gateway has one rate for all clusters, and no better one than the slowest.
-    fetch_gbps = min(cluster.fetch_gbps for cluster in pd) if trial.fetch_gbps is None else trial.fetch_gbps
+    slowest = min(said(cluster.fetch_gbps, trial.unsaid_fetch_gbps) for cluster in pd)
+    fetch_gbps = said(trial.fetch_gbps, slowest)
     placement = PlacementPolicy(fetch_bytes_per_s=fetch_gbps * BYTES_PER_S_PER_GBPS)
     return Scenario(
         pools=[pool for pool in pools if pool.num_prefill or pool.num_decode],
@@ -175,7 +201,7 @@ def _pool(cluster: Cluster, profile: ModelProfile, setting: TrialSetting, trial:
         num_decode=num_decode,
         prefill=profile.prefill_on(cluster.hardware),
         decode=profile.decode_on(cluster.hardware) if decodes else None,
-        cache_bytes=(cluster.cache_gb if trial.cache_gb is None else trial.cache_gb) * 1e9,
+        cache_bytes=said(trial.cache_gb, said(cluster.cache_gb, trial.unsaid_cache_gb)) * 1e9,
     )
 
 

@@ -22,7 +22,7 @@ def corner_scenarios(problem: Problem, site: Site, options: SolveOptions, spread
         traffics.append((f" slice {index}", problem.loads_for(lengths, options.service)))
     return [
         PlanScenario(
-            name=f"PrfaaS×{remote:g} PD×{local:g} decode×{decode:g} {egress / BYTES_PER_S_PER_GBPS:g} Gbit/s{label}",
+            name=f"T_PrfaaS×{remote:g} T_PD×{local:g} T_decode×{decode:g} {egress / BYTES_PER_S_PER_GBPS:g} Gbit/s{label}",
             loads=loads.scaled(remote=remote, local=local),
             capacity=replace(problem.capacity, egress_bytes_per_s=egress, decode_s=problem.capacity.decode_s * decode),
         )

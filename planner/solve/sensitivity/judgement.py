@@ -6,8 +6,9 @@ from typing import Final
 import numpy as np
 
 from planner.model.site import BYTES_PER_S_PER_GBPS
+from planner.solve.aims import Aim
 from planner.solve.problem import Problem, SolveOptions, best_cut, threshold_for
-from planner.solve.search import Cut, Interval, interval_of, rate_at
+from planner.solve.search import Cut, Interval, interval_of
 
 NEAR_OPTIMAL: Final = 0.01
 ALTERNATIVE_COST: Final = 0.05
@@ -16,7 +17,7 @@ FACTORS: Final = (0.9, 1.1)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sensitivity:
-    """What a wrong input does: Λ when the plan is kept, and when it is solved again."""
+    """What a wrong input does to the rate that the aim counts: when the plan is kept, and when it is solved again."""
 
     what: str
     factor: float
@@ -37,8 +38,8 @@ class Alternative:
     lambda_max: float
 
 
-def shadow_prices(problem: Problem, options: SolveOptions) -> dict[str, float]:
-    """ΔΛ, solved again, for one more PrfaaS instance, one more PD instance, one more Gbit/s."""
+def shadow_prices(problem: Problem, found: Cut, aim: Aim) -> dict[str, float]:
+    """What the rate gains, solved again, by one more PrfaaS instance, one more PD instance, one more Gbit/s."""
     capacity = problem.capacity
     more = {
         "prfaas_instance": problem.with_capacity(num_prfaas=capacity.num_prfaas + 1),
@@ -47,30 +48,35 @@ def shadow_prices(problem: Problem, options: SolveOptions) -> dict[str, float]:
     }
     if problem.link is None:
         del more["prfaas_instance"], more["egress_gbps"]
-    now = best_cut(problem, options).rate
-    return {what: max(0.0, best_cut(bigger, options).rate - now) for what, bigger in more.items()}
+    now = _resolved(problem, found, aim).rate
+    return {what: max(0.0, _resolved(bigger, found, aim).rate - now) for what, bigger in more.items()}
 
 
-def sensitivity(problem: Problem, found: Cut, options: SolveOptions) -> list[Sensitivity]:
+def _resolved(problem: Problem, found: Cut, aim: Aim) -> Cut:
+    """The best plan, which may be the one found; that is worth nothing where none meets the aim."""
+    return aim.best(problem, known=found) or replace(found, rate=0.0)
+
+
+def sensitivity(problem: Problem, found: Cut, aim: Aim) -> list[Sensitivity]:
     """Every input 10 % off, one at a time: the tornado."""
-    loads, capacity = problem.loads, problem.capacity
+    egress = problem.capacity.egress_bytes_per_s
     rows = []
     for factor in FACTORS:
         variants = {
-            "T_prefill PrfaaS": replace(problem, loads=loads.scaled(remote=factor)),
-            "T_prefill PD": replace(problem, loads=loads.scaled(local=factor)),
-            "decode rate": problem.with_capacity(decode_s=capacity.decode_s / factor),
-            "egress bandwidth": problem.with_capacity(egress_bytes_per_s=capacity.egress_bytes_per_s * factor),
+            "T_prefill PrfaaS": problem.scaled(remote=factor),
+            "T_prefill PD": problem.scaled(local=factor),
+            "decode rate": problem.scaled(decode=1 / factor),
+            "egress bandwidth": problem.with_capacity(egress_bytes_per_s=egress * factor),
         }
         for what, changed in variants.items():
-            again = best_cut(changed, options)
+            again = _resolved(changed, found, aim)
             rows.append(
                 Sensitivity(
                     what=what,
                     factor=factor,
-                    kept_rate=rate_at(changed.loads, changed.capacity, found.num_prefill, found.cut, found.share),
+                    kept_rate=aim.rate(changed, found),
                     resolved_rate=again.rate,
-                    resolved_threshold_tokens=threshold_for(changed, again, options),
+                    resolved_threshold_tokens=threshold_for(changed, again, aim.options),
                     resolved_num_prefill=again.num_prefill,
                 )
             )

@@ -10,9 +10,9 @@ import numpy as np
 
 from planner.errors import InputError
 from planner.model.reading import GBPS, TOKENS, Range, named
-from planner.model.site import BYTES_PER_S_PER_GBPS, INSTANCES, Site
-from planner.solve.problem import SolveOptions, best_cut, pose, threshold_for
-from planner.solve.search import rates
+from planner.model.site import BYTES_PER_S_PER_GBPS, INSTANCES, Deployment, Site
+from planner.solve.problem import Problem, SolveOptions, best_cut, pose, threshold_for
+from planner.solve.search import mixed, rates
 from planner.solve.watch import ProgressWatch, unwatched
 from transport.control.settings import require
 
@@ -24,7 +24,7 @@ KNOBS: Final[Mapping[str, Range]] = {
     "output_tokens": TOKENS,
     "t_prfaas": FACTOR,
     "t_pd": FACTOR,
-    "decode": FACTOR,
+    "decode_rate": FACTOR,
 }
 MAY_BE_0: Final = frozenset({"b_out", "n_prfaas", "n_pd"})
 STEPS: Final = 11
@@ -33,7 +33,9 @@ COUNT: Final = Range(1, 10_000, is_whole=True)
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """Values of one knob: b_out (Gbit/s), n_prfaas, n_pd, output_tokens, or factors t_prfaas, t_pd, decode (rate)."""
+    """Values of one knob: b_out (Gbit/s), n_prfaas, n_pd, output_tokens, or factors t_prfaas, t_pd (of times: more is
+    slower) and decode_rate (more is faster).
+    """
 
     knob: str
     values: tuple[float, ...]
@@ -64,10 +66,14 @@ def _value(knob: str, text: str) -> float:
 
 
 def whatif(
-    site: Site, options: SolveOptions, sweeps: Sequence[Sweep], watched: ProgressWatch = unwatched
+    site: Site,
+    options: SolveOptions,
+    sweeps: Sequence[Sweep],
+    watched: ProgressWatch = unwatched,
+    variant: Deployment | None = None,
 ) -> list[dict[str, Any]]:
-    """One row per combination: the knobs, and the plan that is best there."""
-    base = pose(site, options)
+    """One row per combination: the knobs, and the plan that is best there, within what a deployment pins."""
+    base = pose(site, options, variant)
     combinations = math.prod(len(sweep.values) for sweep in sweeps)
     if combinations > COUNT.high:
         raise InputError(f"sweeps: {combinations} combinations; at most {COUNT.high:g}")
@@ -75,7 +81,7 @@ def whatif(
     for values in watched(list(itertools.product(*(sweep.values for sweep in sweeps))), "what if"):
         setting = dict(zip((sweep.knob for sweep in sweeps), values, strict=True))
         capacity, loads = base.capacity, base.loads
-        decode_s = capacity.decode_s / setting.get("decode", 1.0)
+        decode_s = capacity.decode_s / setting.get("decode_rate", 1.0)
         decode_s *= setting.get("output_tokens", site.workload.output_tokens) / site.workload.output_tokens
         problem = replace(
             base,
@@ -89,14 +95,16 @@ def whatif(
                 decode_s=decode_s,
             ),
         )
+        _check_pins(problem)
         found = best_cut(problem, options)
-        offloaded = float(problem.loads.offloaded[found.cut])
-        egress = float(problem.loads.egress_bytes[found.cut]) * found.rate / BYTES_PER_S_PER_GBPS
+        offloaded = mixed(problem.loads.offloaded, found.cut, found.share)
+        egress = mixed(problem.loads.egress_bytes, found.cut, found.share) * found.rate / BYTES_PER_S_PER_GBPS
         rows.append(
             setting
             | {
                 "lambda_max_req_per_s": found.rate,
                 "threshold_tokens": threshold_for(problem, found, options),
+                "tie_share": found.share,
                 "num_prefill": found.num_prefill,
                 "num_decode": found.num_decode,
                 "offload_fraction": offloaded,
@@ -104,6 +112,12 @@ def whatif(
             }
         )
     return rows
+
+
+def _check_pins(problem: Problem) -> None:
+    pinned, most = problem.variant.num_prefill, problem.capacity.num_pd
+    if pinned is not None and pinned > most:
+        raise InputError(f"n_pd={most}: the deployment pins num_prefill={pinned}; sweep from there on")
 
 
 def heat_map(site: Site, options: SolveOptions, thresholds: int = 60) -> dict[str, Any]:

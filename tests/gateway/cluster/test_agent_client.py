@@ -3,7 +3,8 @@
 import grpc
 import pytest
 
-from gateway.cluster.agent_client import MAX_EVENT_HASHES, NodeInfo, NodeLoad, events_from, node_error
+from gateway.cluster.agent_client import node_error
+from gateway.cluster.agent_values import MAX_EVENT_HASHES, NodeInfo, NodeLoad, events_from
 from gateway.errors import unheard
 from hybrid_cache.cache.events import BlocksRemoved, BlocksStored, CacheCleared
 from transport.control.proto import node_pb2 as pb

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.cluster.agent_client import AgentClient, FreeRoom, NodeInfo, NodeLoad
+from gateway.cluster.agent_client import AgentClient
+from gateway.cluster.agent_values import FreeRoom, NodeInfo, NodeLoad
 from gateway.cluster.inflight_load import Booking, booked
 from gateway.cluster.node import ClusterNode
 from hybrid_cache.index.index import NOTHING

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from gateway.cluster.agent_client import LinkLoad, NodeLoad
+from gateway.cluster.agent_values import LinkLoad, NodeLoad
 from gateway.cluster.links import ClusterLinks, is_path_failure
 from gateway.cluster.node import ClusterNode, NodeWork
 from planner.decisions.views import LinkView

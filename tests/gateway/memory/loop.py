@@ -255,7 +255,7 @@ class MemoryLoop(asyncio.SelectorEventLoop):
         """The same for clients that make no connection but by socket or path."""
         return await self.create_connection(protocol_factory, HOST, int(path))
 
-    def run_in_executor(  # type: ignore[override]
+    def run_in_executor(
         self, executor: Executor | None, func: Callable[[*Arguments], Result], *args: *Arguments
     ) -> asyncio.Future[Result]:
         self._virtual_time.num_working += 1

@@ -348,30 +348,6 @@ async def test_a_full_decode_node_is_passed_over_and_used_alone_when_there_is_no
 
 
 @on_memory_loop
-async def test_a_full_engine_is_passed_over_and_spends_no_retry() -> None:
-    async with pipeline(retry_share=0.0, least_retries=0) as w:
-        for node in w.nodes.decode:
-            node.script.decode = ["503 queue_full"]
-        w.nodes.decode[1].script.decode = []
-        for _ in range(3):
-            w.nodes.decode[0].script.decode = ["503 queue_full"]
-            assert (await w.complete(SHORT)).status == 200
-        assert set(await w.fallbacks()) <= {"decode_queue_full"}
-
-
-@on_memory_loop
-async def test_full_engines_are_not_asked_for_ever_however_patient_the_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gateway.routing.router.Router.may_compute", lambda *_: False)  # every decode node is spared
-    async with pipeline(decode=2, max_attempts=3) as w:
-        full, crowded = w.nodes.decode
-        full.script.decode = ["503 queue_full"] * 1000
-        crowded.script.room = 0
-        answer = await w.complete(LONG)
-        assert (answer.status, (await answer.json())["error"]["code"]) == (429, "no_room")
-        assert (await w.fallbacks())["decode_queue_full"] <= 4
-
-
-@on_memory_loop
 async def test_attempts_are_bounded_and_the_last_answer_is_a_503() -> None:
     async with pipeline(decode=4) as w:
         for node in w.nodes.decode:

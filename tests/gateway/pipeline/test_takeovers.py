@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from gateway.cluster.agent_client import NodeEvent
+from gateway.cluster.agent_values import NodeEvent
 from gateway.cluster.registry import NodeTimes
 from gateway.errors import AgentCallFailed
 from tests.gateway.memory.agent import MemoryAgent

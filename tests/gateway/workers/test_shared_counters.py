@@ -5,7 +5,8 @@ from typing import cast
 
 import pytest
 
-from gateway.cluster.agent_client import AgentClient, NodeInfo
+from gateway.cluster.agent_client import AgentClient
+from gateway.cluster.agent_values import NodeInfo
 from gateway.cluster.node import ClusterNode, NodeWork
 from gateway.workers.shared_counters import IN_FLIGHT, WAITING, SharedCounters, WorkerState
 from planner.decisions.estimates.durations import PrefillShare

@@ -16,9 +16,8 @@ from node.errors import NodeRefusal
 from node.grpc_service import NodeService
 from tests.gateway.worlds import on_both_loops, until
 from tests.node.control.test_call_server import Caller, Room, calling, serving
-from tests.node.handover import HandNode, run, two_nodes
 from tests.node.running import alone, config, refused, running_node
-from tests.node.transfer.test_incoming import TOKENS, landed
+from tests.pd_cluster.handover import TOKENS, HandNode, landed, run, two_nodes
 from transport.control.proto import node_pb2 as pb
 
 
@@ -123,14 +122,14 @@ def test_what_a_gateway_had_reserved_goes_with_it_and_another_ones_stays(tmp_pat
                 of_a = decode.reserve(TOKENS, holder="a", ttl_s=60.0)
                 of_b = decode.reserve(TOKENS, holder="b", ttl_s=60.0)
                 of_nobody = decode.reserve(TOKENS, ttl_s=60.0)
-                assert decode.consumer.expire() == []
-            assert decode.consumer.expire() == [of_a.transfer_id]
-            await until(lambda: of_a.transfer_id not in decode.consumer.incoming)
-            assert set(decode.consumer.incoming) == {of_b.transfer_id, of_nobody.transfer_id}
-            assert decode.consumer.counts.ended == {"gateway_gone": 1}
+                assert decode.incoming.expire() == []
+            assert decode.incoming.expire() == [of_a.transfer_id]
+            await until(lambda: of_a.transfer_id not in decode.incoming.entries)
+            assert set(decode.incoming.entries) == {of_b.transfer_id, of_nobody.transfer_id}
+            assert decode.incoming.counts.ended == {"gateway_gone": 1}
             for ticket in (of_b, of_nobody):
-                decode.consumer.abort(ticket.transfer_id, "aborted")
-            await until(decode.consumer.is_idle)
+                decode.incoming.abort(ticket.transfer_id, "aborted")
+            await until(decode.incoming.is_idle)
 
     run(scenario())
 
@@ -141,10 +140,10 @@ def test_what_has_landed_goes_unless_an_engine_has_it(tmp_path: Path) -> None:
             with decode.holders.connected("a"):
                 lent, unclaimed = [await landed(prefill, decode, holder="a", ttl_s=60.0) for _ in range(2)]
                 pages = await decode.claim(lent, TOKENS)
-            assert decode.consumer.expire() == [unclaimed.transfer_id]
+            assert decode.incoming.expire() == [unclaimed.transfer_id]
             decode.check(pages, TOKENS)  # it is there to load as before
             decode.end("claim", loaded=True)
-            assert decode.consumer.is_idle()
+            assert decode.incoming.is_idle()
 
     run(scenario())
 
@@ -155,12 +154,12 @@ def test_what_an_engine_waits_for_stays_as_long_as_it_waits(tmp_path: Path) -> N
             with decode.holders.connected("a"):
                 ticket = decode.reserve(TOKENS, holder="a", ttl_s=60.0)
                 decode.claim_as("waits", ticket, TOKENS, decode.inbox.put_nowait)
-                await until(lambda: decode.consumer.incoming[ticket.transfer_id].claims)
-            assert decode.consumer.expire() == []
+                await until(lambda: decode.incoming.entries[ticket.transfer_id].use.claims)
+            assert decode.incoming.expire() == []
             decode.end("waits")  # its client is gone
-            await until(lambda: not decode.consumer.incoming[ticket.transfer_id].claims)
-            assert decode.consumer.expire() == [ticket.transfer_id]
-            await until(decode.consumer.is_idle)
+            await until(lambda: not decode.incoming.entries[ticket.transfer_id].use.claims)
+            assert decode.incoming.expire() == [ticket.transfer_id]
+            await until(decode.incoming.is_idle)
 
     run(scenario())
 
@@ -217,12 +216,12 @@ def test_a_node_frees_at_once_what_a_gateway_that_was_killed_had_reserved_and_st
             await until(lambda: len(calls) == 2)
             tickets = [await client.reserve_prefix("r", (), 16, 660.0) for client in (first, second)]
             await asyncio.sleep(0.6)  # longer than the grace: who is there keeps what it has
-            assert set(node.agent.consumer.incoming) == {ticket.transfer_id for ticket in tickets}
+            assert set(node.agent.incoming.entries) == {ticket.transfer_id for ticket in tickets}
             await _killed(first, watches[0])
-            await until(lambda: set(node.agent.consumer.incoming) == {tickets[1].transfer_id})
+            await until(lambda: set(node.agent.incoming.entries) == {tickets[1].transfer_id})
             await second.kept.close()  # it has its Watch still
             await asyncio.sleep(1.2)
-            assert set(node.agent.consumer.incoming) == {tickets[1].transfer_id}
+            assert set(node.agent.incoming.entries) == {tickets[1].transfer_id}
             await _killed(second, watches[1])
             assert await node.agent.draining.begin(30.0, "a test")
             await calls.close(0.0)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from node.engine.socket import HANG_UP_S, EngineConnection, EngineSocket
-from tests.node.handover import run
+from tests.pd_cluster.handover import run
 from transport.control import messages as m
 
 HELLO = m.Hello(engine_pid=1, model_id="m", layout_json="{}", max_model_len=1, http_url="")

@@ -14,7 +14,7 @@ from node.kvcache.arena import Arena
 from node.kvcache.pages import ArenaPages
 from node.kvcache.pinned_contexts import PinnedContexts
 from node.kvcache.tenant_pages import TENANTS_PART
-from tests.node.handover import LAYOUT, run
+from tests.pd_cluster.handover import LAYOUT, run
 from transport.control.proto import node_pb2 as pb
 
 BLOCKS = 3000  # fit into the arena, about

@@ -9,7 +9,7 @@ from node.control.broadcast import Broadcast, Watcher
 from node.kvcache.arena import Arena
 from node.kvcache.pages import ArenaPages
 from node.kvcache.pinned_contexts import PinnedContexts
-from tests.node.handover import LAYOUT, run
+from tests.pd_cluster.handover import LAYOUT, run
 from transport.control.proto import node_pb2 as pb
 
 TOKENS = list(range(100, 100 + 4 * LAYOUT.block_size))

@@ -15,7 +15,7 @@ from hybrid_cache.hashing.block_hash import block_hashes
 from hybrid_cache.tiers.disk import HEADER_BYTES, Buffer, DiskTier, FileDisk
 from node.kvcache.pages import ArenaPages
 from node.kvcache.ssd_tier import SsdWaits
-from tests.node.handover import BLOCK, LAYOUT, HandNode, run, until
+from tests.pd_cluster.handover import BLOCK, LAYOUT, HandNode, run, until
 from transport.control import messages as m
 from transport.control.proto import node_pb2 as pb
 
@@ -70,7 +70,7 @@ async def node_with_ssd(tmp_path: Path, name: str = "p") -> AsyncIterator[tuple[
     await node.pages.open_ssd()
     try:
         yield node, disks[0]
-        await until(lambda: node.producer.is_idle() and node.consumer.is_idle())
+        await until(lambda: node.sends_nothing() and node.incoming.is_idle())
     finally:
         disks[0].gate.set()
         disks[0].failing.clear()
@@ -154,9 +154,9 @@ def test_a_landing_gets_back_its_attention(tmp_path: Path) -> None:
             request = pb.ReserveRequest(
                 num_tokens=LAST, block_hashes=b"".join(hashes()), tokens_digest=b"d", request_id="r"
             )
-            transfer_id, _, reservation = await node.consumer.reserve_settled(request)
+            transfer_id, _, reservation = await node.reserve_settled(request)
             assert reservation.cached_tokens == LAST
-            node.consumer.abort(transfer_id, "")
+            node.incoming.abort(transfer_id, "")
 
     run(scenario())
 
@@ -169,8 +169,8 @@ def test_a_prefix_on_disk_can_be_sent(tmp_path: Path) -> None:
                 await prefill(source, PROMPT)
                 await forget(source)
                 ticket = target.reserve(PROMPT, LAST, prefix_only=True)
-                assert (await source.producer.push_prefix(hashes(), ticket))[0] == LAST
-                await target.consumer.commit(ticket.transfer_id, 30.0)
+                assert (await source.legs.push_prefix(hashes(), ticket))[0] == LAST
+                await target.incoming.commit(ticket.transfer_id, 30.0)
                 pages = await prefill(target, PROMPT)
                 assert pages.cached_tokens == LAST
             finally:

@@ -6,25 +6,8 @@ from pathlib import Path
 import pytest
 
 from node.errors import NodeRefusal
-from node.kvcache.pages import ArenaPages
-from tests.node.handover import HandNode, run, two_nodes
-from tests.node.transfer.test_loans import lent
-from transport.control import messages as m
+from tests.pd_cluster.handover import TOKENS, landed, lent, run, two_nodes
 from transport.control.proto import node_pb2 as pb
-
-TOKENS = list(range(100, 161))
-
-
-async def landed(prefill: HandNode, decode: HandNode, **options: object) -> m.TicketInfo:
-    """A reservation that is complete."""
-    ticket = decode.reserve(TOKENS, **options)  # type: ignore[arg-type]
-    prefill.compute(await lent(prefill, "job", TOKENS, ticket), TOKENS)
-    delivered = await prefill.heard()
-    assert isinstance(delivered, m.Delivered)
-    assert delivered.ok
-    prefill.end("job")
-    await decode.consumer.incoming[ticket.transfer_id].landed
-    return ticket
 
 
 def test_commit_knows_what_was_committed_and_what_never_arrived(tmp_path: Path) -> None:
@@ -32,12 +15,12 @@ def test_commit_knows_what_was_committed_and_what_never_arrived(tmp_path: Path) 
         async with two_nodes(tmp_path) as (prefill, decode):
             ticket = await landed(prefill, decode)
             for _ in range(2):
-                await decode.consumer.commit(ticket.transfer_id, 1.0)
+                await decode.incoming.commit(ticket.transfer_id, 1.0)
             aborted = decode.reserve(TOKENS)
-            decode.consumer.abort(aborted.transfer_id, "client_gone")
+            decode.incoming.abort(aborted.transfer_id, "client_gone")
             for transfer_id in (aborted.transfer_id, "never heard of"):
                 with pytest.raises(NodeRefusal):
-                    await decode.consumer.commit(transfer_id, 1.0)
+                    await decode.incoming.commit(transfer_id, 1.0)
 
     run(scenario())
 
@@ -46,12 +29,12 @@ def test_an_abort_that_meets_the_last_byte_frees_the_pages(tmp_path: Path) -> No
     async def scenario() -> None:
         async with two_nodes(tmp_path) as (prefill, decode):
             ticket = decode.reserve(TOKENS)
-            landing = decode.consumer.incoming[ticket.transfer_id].landing
+            landing = decode.incoming.entries[ticket.transfer_id].landing
             assert landing is not None
             prefill.compute(await lent(prefill, "job", TOKENS, ticket), TOKENS)
             while landing.bytes_landed < landing.bytes_total:
                 pass  # keeps the loop from hearing of it: the landing is complete, its owner does not know yet
-            assert decode.consumer.abort(ticket.transfer_id, "client_gone")
+            assert decode.incoming.abort(ticket.transfer_id, "client_gone")
             prefill.end("job")
 
     run(scenario())
@@ -74,9 +57,9 @@ def test_reservations_that_cannot_be_are_refused_and_counted(
     async def scenario() -> None:
         async with two_nodes(tmp_path) as (_, decode):
             with pytest.raises(NodeRefusal) as caught:
-                decode.consumer.reserve(request_)
+                decode.reserve_pages(request_)
             assert caught.value.label == reason
-            assert decode.consumer.counts.refused == {reason: 1}
+            assert decode.incoming.counts.refused == {reason: 1}
 
     run(scenario())
 
@@ -84,32 +67,9 @@ def test_reservations_that_cannot_be_are_refused_and_counted(
 def test_a_reservation_that_cannot_be_expected_holds_nothing(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with two_nodes(tmp_path) as (_, decode):
-            await asyncio.to_thread(decode.links.close)
+            await asyncio.to_thread(decode.listener.close)
             with pytest.raises(NodeRefusal):
                 decode.reserve(TOKENS)
-
-    run(scenario())
-
-
-def test_a_reservation_that_waits_for_an_ssd_is_expected_already(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        asked = asyncio.Event()
-
-        class PagesAboveStuckDisk(ArenaPages):
-            async def bring_back_for_landing(self, joined_hashes: bytes, num_tokens: int) -> None:
-                asked.set()
-                await asyncio.Event().wait()
-
-        async with two_nodes(tmp_path, pages=PagesAboveStuckDisk) as (_, decode):
-            for prefix_only in (False, True):
-                asked.clear()
-                request = pb.ReserveRequest(num_tokens=16, block_hashes=bytes(32), prefix_only=prefix_only)
-                reserving = asyncio.create_task(decode.consumer.reserve_settled(request))
-                await asked.wait()
-                assert decode.consumer.expects_decodes is not prefix_only
-                reserving.cancel()
-                await asyncio.wait([reserving])
-                assert not decode.consumer.expects_decodes
 
     run(scenario())
 
@@ -122,7 +82,7 @@ def test_the_room_told_is_what_is_free_and_what_eviction_would_free(tmp_path: Pa
             ticket = await landed(prefill, decode)
             held = decode.pages.room()
             assert held.tokens == held.free_tokens < empty.tokens
-            await decode.consumer.commit(ticket.transfer_id, 1.0)
+            await decode.incoming.commit(ticket.transfer_id, 1.0)
             kept = decode.pages.room()
             assert kept.free_tokens < kept.tokens == empty.tokens
             assert kept.pages_free + kept.pages_evictable == kept.pages_total

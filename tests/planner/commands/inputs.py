@@ -11,6 +11,10 @@ ROWS = [
     {"timestamp": 1000 * at, "input_length": 1000 + 10 * at, "output_length": 50, "hash_ids": [3 * at, 3 * at + 1]}
     for at in range(40)
 ]
+SESSIONS = [
+    {"session": f"{at // 4}", "t": 9.0 * (at % 4), "input_length": 700 + at, "output_length": 9, "blocks": [[0, 10]]}
+    for at in range(12)
+]
 
 
 def jsonl(rows):

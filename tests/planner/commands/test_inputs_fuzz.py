@@ -7,7 +7,7 @@ import random
 import time
 
 from planner.commands.cli import main
-from tests.planner.commands.inputs import PROFILE, ROWS, SITE, jsonl, written
+from tests.planner.commands.inputs import PROFILE, ROWS, SESSIONS, SITE, jsonl, written
 
 FUZZ_S = 12.0
 FUZZ_CASES = 300
@@ -65,8 +65,8 @@ def anything(rng, folder):
     if rng.random() < 0.7:  # much faster to solve
         lengths = {"kind": "lengths", "tokens": [100, 2000, 40_000], "output_tokens": 100, "slices": []}
         site = site | {"workload": lengths}
-    rows, extra = ROWS, []
-    command = rng.choice(["solve", "simulate", "fit", "whatif"])
+    rows, extra = rng.choice([ROWS, SESSIONS]), []
+    command = rng.choice(["solve", "simulate", "fit", "whatif", "profile"])
     match rng.randrange(4):
         case 0:
             site = spoiled(rng, site, [each for each in WORST if each is not None and each != [None]])
@@ -74,10 +74,11 @@ def anything(rng, folder):
             profile = spoiled(rng, profile)
         case 2:
             command = rng.choice(["fit", "simulate"])
-            rows = spoiled(rng, ROWS)
+            rows = spoiled(rng, rows)
         case _:
             value = rng.choice(["nan", "inf", "-1", "0", "1e-300", "1e300", "", "x", "1:2", "0.5,nan", "9" * 400])
             options = {
+                "profile": ["--hardware"],
                 "solve": ["--rate", "--spread", "--bins", "--deployment"],
                 "simulate": [
                     "--seed",
@@ -89,20 +90,25 @@ def anything(rng, folder):
                     "--tick",
                     "--ttft",
                     "--link-down",
+                    "--begin-within",
+                    "--fetch-gbps",
                 ],
-                "fit": ["--cache-gb", "--span"],
+                "fit": ["--cache-gb", "--span", "--begin-within"],
                 "whatif": ["--sweep"],
             }[command]
             option = rng.choice(options)
-            extra = [f"{option}={rng.choice(['n_pd=', 'decode=', '']) if option == '--sweep' else ''}{value}"]
+            extra = [f"{option}={rng.choice(['n_pd=', 'decode_rate=', '']) if option == '--sweep' else ''}{value}"]
     config = written(folder, site, profile)
     trace = folder / rng.choice(["t.jsonl", "t.csv", "requests-1.jsonl"])
     trace.write_bytes(spoiled_bytes(rng, jsonl(rows if isinstance(rows, list) else [rows]).encode()))
     match command:
         case "fit":
-            return ["fit", "--trace", str(trace), *extra]
+            return ["fit", "--trace", str(trace), *rng.choice([[], ["-c", str(config)]]), *extra]
+        case "profile":
+            return ["profile", rng.choice(["show", "check"]), str(folder / "profile.json"), *extra]
         case "simulate":
-            return ["simulate", "-c", str(config), *rng.choice([["--requests", "20"], ["--trace", str(trace)]]), *extra]
+            requests = rng.choice([["--requests", "20"], ["--trace", str(trace)], ["--trace", str(trace), "--ideal"]])
+            return ["simulate", "-c", str(config), *requests, *extra]
         case "solve":
             return ["solve", "-c", str(config), *rng.choice([[], ["--robust"], ["--objective", "slo"]]), *extra]
         case _:

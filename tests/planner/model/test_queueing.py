@@ -1,3 +1,5 @@
+from math import exp, lgamma, log
+
 import numpy as np
 import pytest
 
@@ -9,11 +11,11 @@ def test_erlang_c_of_one_server_is_the_load():
 
 
 @pytest.mark.parametrize(("servers", "offered"), [(10, 8.0), (100, 80.0), (400, 390.0)])
-def test_erlang_c_agrees_with_the_recursion_for_erlang_b(servers, offered):
-    blocked = 1.0
-    for k in range(1, servers + 1):
-        blocked = offered * blocked / (k + offered * blocked)
-    waits = blocked / (1 - offered / servers * (1 - blocked))
+def test_erlang_c_agrees_with_its_definition(servers, offered):
+    # a^j / j!, by logarithms: powers and factorials of hundreds overflow.
+    terms = [j * log(offered) - lgamma(j + 1) for j in range(servers)]
+    last = servers * log(offered) - lgamma(servers + 1) + log(servers / (servers - offered))
+    waits = 1 / (1 + sum(exp(term - last) for term in terms))
     assert erlang_c(servers, offered) == pytest.approx(waits, rel=1e-9)
 
 

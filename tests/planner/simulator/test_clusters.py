@@ -77,7 +77,7 @@ def test_where_nobody_is_at_home_load_decides(pairs):
 def test_the_programs_shares_are_what_is_simulated_below_saturation(pairs):
     plan = fleet_json(pairs, fleet := fleet_of(pairs), solve_fleet(fleet))
     setting, rate = TrialSetting.of_fleet(plan), plan["one_threshold"]["lambda_max_req_per_s"]
-    assert rate == pytest.approx(3.15, abs=0.01)
+    assert rate == pytest.approx(3.054, abs=0.01)
     assert rate <= plan["lambda_max_req_per_s"]
     report = simulate(scenario_of(pairs, setting, Trial()), from_workload(pairs, 0.6 * rate, 3000)(1)).report()
     assert report["throughput_req_per_s"] == pytest.approx(0.6 * rate, rel=0.05)

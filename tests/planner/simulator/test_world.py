@@ -137,6 +137,17 @@ def test_layerwise_streaming_hides_the_transfer(case_study):
     assert while_computing["ttft_mean_s"] < after["ttft_mean_s"] - 0.02
 
 
+def test_tbt_counts_how_long_a_batch_stands_still_for_a_prompt():
+    decode = DecodeProfile(max_running=4, step_s=0.5)
+    pool = replace(queue_of(1).pools[0], num_prefill=0, decode=decode)
+    prompts, outputs = np.array([1000.0, 2000.0]), np.array([20.0, 1.0])
+    found = simulate(queue_of(1, pools=[pool]), arrivals([0.0, 3.0], prompts, outputs))
+    # The first is computed for 1 s and answered in 10 s; the second has its batch stand still for 2 s.
+    assert found.e2e_s[0] == pytest.approx(1 + 10 + 2)
+    assert found.tbt_s[0] == pytest.approx((2 * 0.5 + 2) / 2)
+    assert found.tbt_s[1] == pytest.approx(0.5)
+
+
 def test_tbt_is_the_mean_of_the_longest_tenth():
     decode = DecodeProfile(max_running=10, step_s=0.0, step_s_per_request=1.0)
     pool = replace(queue_of(1).pools[0], decode=decode)

@@ -127,6 +127,24 @@ def test_requests_that_must_stay_at_home(case_study):
     assert (found.remote[:, :, 0].sum() + found.local[:, 0].sum()) == pytest.approx(0.2)
 
 
+def test_a_home_has_requests_of_all_lengths(case_study):
+    prfaas, pd = case_study.clusters
+    homes = (replace(pd, home_share=0.7), replace(pd, name="pd-2", instances=4, home_share=0.3))
+    links = tuple(
+        Link(source="prfaas", destination=to, capacity_gbps=gbps, provenance="unverified: test")
+        for to, gbps in (("pd", 100), ("pd-2", 2))
+    )
+    site = replace(case_study, clusters=(prfaas, *homes), links=links)
+    fleet = fleet_of(site)
+    found = solve_split(fleet, (5, 2))
+    decoded = found.remote.sum(axis=1) + found.local
+    assert decoded == pytest.approx(np.outer(fleet.lengths.weights, [0.7, 0.3]), abs=1e-6)
+    assert found.rate == pytest.approx(2.995, abs=2e-3)
+    assert solve_split(fleet, (5, 3)).rate < found.rate > solve_split(fleet, (4, 2)).rate
+    threshold, served = at_threshold(fleet, (5, 2))
+    assert (threshold, served.rate) == (pytest.approx(41_468, rel=0.01), pytest.approx(2.960, abs=3e-3))
+
+
 def test_one_threshold_serves_no_more_than_one_for_each_and_one_of_each_as_much(case_study):
     fleet = fleet_of(two_of_each(case_study), bins=20)
     best = solve_fleet(fleet)

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from gateway.cluster.agent_client import LinkLoad, NodeInfo, NodeLoad
+from gateway.cluster.agent_values import LinkLoad, NodeInfo, NodeLoad
 from prfaas.commands.findings import (
     Certificate,
     CheckFindings,

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from gateway.cluster.agent_client import AgentClient, ConversionStatus
+from gateway.cluster.agent_client import AgentClient
+from gateway.cluster.agent_values import ConversionStatus
 from prfaas.demo.client import complete
 from tests.e2e.harness import Bench
 from tests.vllm.cases import build

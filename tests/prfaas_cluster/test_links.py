@@ -13,10 +13,13 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from node.config import NodeConfig
 from node.errors import NodeRefusal
-from node.transfer.links import SMALL_S, URGENT_S, PeerLinks, spec_of, urgency_of
+from node.transfer.listener import PeerListener
+from node.transfer.reach import PeerReach
+from prfaas_cluster.links import SMALL_S, URGENT_S, EgressLinks, spec_of, urgency_of
 from tests.node.running import new_runner
 from transport.control.certificates import Authority
 from transport.control.messages import TicketInfo
+from transport.metrics import TransportCollector
 from transport.path.link import LinkState
 from transport.send.schedule.push import PushResult
 from transport.send.spec import Urgency
@@ -24,11 +27,23 @@ from transport.send.spec import Urgency
 SIZE = 200_000
 
 
-def links(tmp_path: Path, cluster: str, **changes: Any) -> PeerLinks:
+class BothEnds:
+    """The links of one node."""
+
+    def __init__(self, config: NodeConfig) -> None:
+        reach = PeerReach(config.cluster, use_shm=False)
+        self.egress, self.listener = EgressLinks(config, reach), PeerListener(config, reach)
+        self.collector = TransportCollector(self.egress.client, self.listener.server)
+        self.listener.start()
+
+    def close(self) -> None:
+        self.egress.close()
+        self.listener.close()
+
+
+def links(tmp_path: Path, cluster: str, **changes: Any) -> BothEnds:
     values: dict[str, Any] = {"node_id": "n", "cluster_kind": "pd", "role": "decode", "model": "m"}
-    made = PeerLinks(NodeConfig(cluster=cluster, run_dir=str(tmp_path), **values, **changes), use_shm=False)
-    made.start()
-    return made
+    return BothEnds(NodeConfig(cluster=cluster, run_dir=str(tmp_path), **values, **changes))
 
 
 class Source:
@@ -48,17 +63,19 @@ def ticket_of(name: str, cluster: str, endpoints: Sequence[tuple[str, str, str]]
     )  # fmt: skip
 
 
-async def send(sender: PeerLinks, receiver: PeerLinks, cluster: str, name: str, size: int = SIZE) -> PushResult:
+async def send(sender: BothEnds, receiver: BothEnds, cluster: str, name: str, size: int = SIZE) -> PushResult:
     target = memoryview(bytearray(size))
-    receiver.expect(name, b"secret", [size], lambda _: [target], lambda _: None)
-    ticket = ticket_of(name, cluster, [(each.kind, each.address, each.host_id) for each in receiver.endpoints()])
+    receiver.listener.expect(name, b"secret", [size], lambda _: [target], lambda _: None)
+    ticket = ticket_of(
+        name, cluster, [(each.kind, each.address, each.host_id) for each in receiver.listener.endpoints()]
+    )
     done: asyncio.Future[PushResult] = asyncio.get_running_loop().create_future()
-    sender.push(ticket, [size], Source(size), done.set_result).ready([0])  # type: ignore[arg-type]
+    sender.egress.push(ticket, [size], Source(size), done.set_result).ready([0])  # type: ignore[arg-type]
     async with asyncio.timeout(60.0):
         return await done
 
 
-def told(of: PeerLinks) -> dict[str, float]:
+def told(of: BothEnds) -> dict[str, float]:
     """Values by name and link."""
     registry = CollectorRegistry()
     registry.register(of.collector)
@@ -71,7 +88,7 @@ def told(of: PeerLinks) -> dict[str, float]:
     return found
 
 
-async def until_told(of: PeerLinks, name: str, value: float) -> None:
+async def until_told(of: BothEnds, name: str, value: float) -> None:
     """Links are sampled by a thread of transport."""
     async with asyncio.timeout(60.0):
         while told(of).get(f"prfaas_link_{name} west") != value:  # noqa: ASYNC110 no event of ours
@@ -90,10 +107,10 @@ def test_every_cluster_has_its_budget_until_it_is_changed(tmp_path: Path) -> Non
         try:
             assert (await send(sender, receiver, "west", "once")).ok
             await until_told(sender, "budget_bytes_per_second", 40e6)
-            sender.set_budgets({"*": 10e6})
+            sender.egress.set_budgets({"*": 10e6})
             assert (await send(sender, receiver, "west", "again")).ok
             await until_told(sender, "budget_bytes_per_second", 10e6)
-            (link,) = sender.states()
+            (link,) = sender.egress.states()
             assert (link.peer, link.budget_bytes_per_s) == ("west", 10e6)
             assert link.available_bytes_per_s <= 10e6
         finally:
@@ -133,7 +150,7 @@ def test_connections_are_as_many_as_configured(tmp_path: Path) -> None:
         try:
             assert (await send(sender, receiver, "west", "t")).ok
             await until_told(sender, "connections", 1.0)
-            assert sender.states()[0].connections == 1
+            assert sender.egress.states()[0].connections == 1
         finally:
             for each in (sender, receiver):
                 await asyncio.to_thread(each.close)
@@ -144,12 +161,12 @@ def test_connections_are_as_many_as_configured(tmp_path: Path) -> None:
 def test_a_probe_tells_whether_a_receiver_answers(tmp_path: Path) -> None:
     async def scenario() -> None:
         near, far = links(tmp_path, "west"), links(tmp_path, "east")
-        there = [(each.kind, each.address, each.host_id) for each in near.endpoints()]
-        assert await far.probe(ticket_of("spent long ago", "west", there)) == ""
+        there = [(each.kind, each.address, each.host_id) for each in near.listener.endpoints()]
+        assert await far.egress.probe(ticket_of("spent long ago", "west", there)) == ""
         await asyncio.to_thread(near.close)
-        assert await far.probe(ticket_of("spent long ago", "west", there)) == "peer_lost"
+        assert await far.egress.probe(ticket_of("spent long ago", "west", there)) == "peer_lost"
         with pytest.raises(NodeRefusal, match="no_route"):
-            await far.probe(ticket_of("spent long ago", "west", []))
+            await far.egress.probe(ticket_of("spent long ago", "west", []))
         await asyncio.to_thread(far.close)
 
     with new_runner() as runner:
@@ -190,17 +207,17 @@ def test_a_small_push_is_urgent_on_a_link_that_is_known(tmp_path: Path) -> None:
     async def scenario() -> None:
         sender, receiver = links(tmp_path, "east"), links(tmp_path, "west")
         try:
-            assert sender.urgency_for("west", 1) is Urgency.NORMAL
+            assert sender.egress.urgency_for("west", 1) is Urgency.NORMAL
             for i in range(100):  # until one was under way when the link was sampled
                 assert (await send(sender, receiver, "west", f"first-{i}", 64 << 20)).ok
-                if sender.states()[0].available_bytes_per_s:
+                if sender.egress.states()[0].available_bytes_per_s:
                     break
-            assert sender.urgency_for("west", 1) is Urgency.URGENT
-            assert sender.urgency_for("west", 1 << 40) is Urgency.NORMAL
-            assert sender.urgency_for("north", 1) is Urgency.NORMAL
+            assert sender.egress.urgency_for("west", 1) is Urgency.URGENT
+            assert sender.egress.urgency_for("west", 1 << 40) is Urgency.NORMAL
+            assert sender.egress.urgency_for("north", 1) is Urgency.NORMAL
             for i in range(20):  # what was urgent and has arrived does not count any more
                 assert (await send(sender, receiver, "west", f"again-{i}")).ok
-            assert sender.urgency_for("west", 100) is Urgency.URGENT
+            assert sender.egress.urgency_for("west", 100) is Urgency.URGENT
         finally:
             for each in (sender, receiver):
                 await asyncio.to_thread(each.close)

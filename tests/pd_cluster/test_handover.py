@@ -6,27 +6,8 @@ import pytest
 
 from hybrid_cache.hashing.block_hash import block_hashes
 from node.errors import NodeRefusal
-from tests.node.handover import BLOCK, HandNode, run, turns_of_the_loop, two_nodes, until
+from tests.pd_cluster.handover import BLOCK, TOKENS, HandNode, hand_over, run, turns_of_the_loop, two_nodes, until
 from transport.control import messages as m
-
-TOKENS = list(range(100, 161))
-
-
-async def hand_over(prefill: HandNode, decode: HandNode, tokens: list[int]) -> tuple[m.JobPages, m.Delivered]:
-    """One request from ticket to decode; returns the prefill's pages and how it was delivered."""
-    ticket = decode.reserve(tokens)
-    prefill.begin("job", tokens, len(tokens) - 1, ticket)
-    pages = await prefill.heard()
-    assert isinstance(pages, m.JobPages), pages
-    prefill.compute(pages, tokens)
-    delivered = await prefill.heard()
-    assert isinstance(delivered, m.Delivered) and delivered.ok, delivered  # noqa: PT018
-    landed = await decode.claim(ticket, tokens)
-    assert isinstance(landed, m.JobPages), landed
-    decode.check(landed, tokens)
-    prefill.end("job")
-    decode.end("claim", loaded=True)
-    return pages, delivered
 
 
 @pytest.mark.parametrize("use_shm", [False, True], ids=["tcp", "shm"])
@@ -78,10 +59,10 @@ def test_another_node_finishes_what_a_dead_one_began(tmp_path: Path) -> None:
             pages = await prefill.heard()
             assert isinstance(pages, m.JobPages)
             prefill.compute(pages, TOKENS, upto=40)
-            landing = decode.consumer.incoming[ticket.transfer_id].landing
+            landing = decode.incoming.entries[ticket.transfer_id].landing
             await until(lambda: landing and landing.bytes_landed >= 5 * 2 * 24 * BLOCK)
             early = landing.bytes_landed if landing else 0
-            prefill.producer.engine_gone(prefill)
+            prefill.loans.engine_gone(prefill)
             second = HandNode("p2", tmp_path)
             try:
                 second.begin("job", TOKENS, len(TOKENS) - 1, ticket)
@@ -111,15 +92,15 @@ def test_an_aborted_reservation_frees_both_sides(tmp_path: Path) -> None:
             pages = await prefill.heard()
             assert isinstance(pages, m.JobPages)
             prefill.compute(pages, TOKENS, upto=24)
-            assert decode.consumer.abort(ticket.transfer_id, "request_ended")
+            assert decode.incoming.abort(ticket.transfer_id, "request_ended")
             delivered = await prefill.heard()
             assert isinstance(delivered, m.Delivered)
             assert (delivered.ok, delivered.reason) == (False, "cancelled")
             prefill.end("job")
-            decode.consumer.abort(ticket.transfer_id, "again")
-            assert decode.consumer.counts.ended == {"request_ended": 1}
-            decode.consumer.abort(decode.reserve(TOKENS).transfer_id, "a word of one's own")
-            assert decode.consumer.counts.ended == {"request_ended": 1, "other": 1}
+            decode.incoming.abort(ticket.transfer_id, "again")
+            assert decode.incoming.counts.ended == {"request_ended": 1}
+            decode.incoming.abort(decode.reserve(TOKENS).transfer_id, "a word of one's own")
+            assert decode.incoming.counts.ended == {"request_ended": 1, "other": 1}
 
     run(scenario())
 
@@ -130,14 +111,14 @@ def test_an_aborted_push_is_told_to_its_engine_and_leaves_the_reservation(tmp_pa
             ticket = decode.reserve(TOKENS)
             prefill.begin("job", TOKENS, len(TOKENS) - 1, ticket)
             assert isinstance(await prefill.heard(), m.JobPages)
-            assert not prefill.producer.abort("another", "client_gone")
-            assert prefill.producer.abort(ticket.transfer_id, "client_gone")
+            assert not prefill.legs.abort("another", "client_gone")
+            assert prefill.legs.abort(ticket.transfer_id, "client_gone")
             delivered = await prefill.heard()
             assert isinstance(delivered, m.Delivered)
             assert (delivered.ok, delivered.reason) == (False, "aborted")
             prefill.end("job")
-            assert decode.consumer.landing == 1
-            decode.consumer.abort(ticket.transfer_id, "client_gone")
+            assert decode.incoming.landing == 1
+            decode.incoming.abort(ticket.transfer_id, "client_gone")
 
     run(scenario())
 
@@ -146,7 +127,7 @@ def test_a_reservation_nobody_fills_ends_with_its_lease(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with two_nodes(tmp_path) as (_, decode):
             ticket = decode.reserve(TOKENS, ttl_s=0.05)
-            await until(lambda: decode.consumer.expire() == [ticket.transfer_id])
+            await until(lambda: decode.incoming.expire() == [ticket.transfer_id])
             refused = await decode.claim(ticket, TOKENS)
             assert isinstance(refused, m.Refused)
 
@@ -179,12 +160,12 @@ def test_a_cached_prefix_moves_between_nodes_without_an_engine(tmp_path: Path) -
             source.end("job")
             hashes = block_hashes(TOKENS[:48], BLOCK, b"")
             ticket = target.reserve(TOKENS, 48, prefix_only=True)
-            tokens, size = await source.producer.push_prefix(hashes, ticket)
-            await target.consumer.commit(ticket.transfer_id, 30.0)
+            tokens, size = await source.legs.push_prefix(hashes, ticket)
+            await target.incoming.commit(ticket.transfer_id, 30.0)
             assert (tokens, size > 0) == (48, True)
             assert target.pages.match(hashes, 60).num_tokens == 48
             with pytest.raises(NodeRefusal, match="not_cached"):
-                await source.producer.push_prefix(block_hashes(range(48), BLOCK, b""), ticket)
+                await source.legs.push_prefix(block_hashes(range(48), BLOCK, b""), ticket)
 
     run(scenario())
 

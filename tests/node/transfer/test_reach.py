@@ -8,10 +8,9 @@ import pytest
 
 from node.config import node_config
 from node.errors import NodeConfigError
-from node.transfer.links import rdma_of
-from tests.node.handover import HandNode
+from node.transfer.reach import rdma_of
 from tests.node.test_config import TABLE
-from tests.node.transfer.test_handover import TOKENS, hand_over, run
+from tests.pd_cluster.handover import TOKENS, HandNode, hand_over, run
 from transport.control.settings import SettingsError
 from transport.rdma import verbs as rdma
 from transport.rdma.device import RdmaDevices, RdmaError
@@ -40,7 +39,7 @@ def test_nics_of_one_fabric_carry_kvcache_within_a_cluster(tmp_path: Path) -> No
     async def scenario() -> None:
         fabric = LoopbackFabric()
         prefill, decode = nodes(tmp_path, fabric)
-        assert [(e.kind, e.host_id) for e in decode.links.endpoints()] == [("rdma", "a"), ("tcp", "")]
+        assert [(e.kind, e.host_id) for e in decode.listener.endpoints()] == [("rdma", "a"), ("tcp", "")]
         assert await delivered_over(prefill, decode) == "rdma"
         assert not fabric.queue_pairs
 
@@ -59,7 +58,7 @@ def test_shared_memory_comes_before_rdma(tmp_path: Path) -> None:
     async def scenario() -> None:
         fabric = LoopbackFabric()
         ends = [HandNode(name, tmp_path, use_shm=True, rdma=RdmaDevices([fabric.device(f"{name}0")])) for name in "pd"]
-        assert [e.kind for e in ends[1].links.endpoints()] == ["shm", "rdma", "tcp"]
+        assert [e.kind for e in ends[1].listener.endpoints()] == ["shm", "rdma", "tcp"]
         assert await delivered_over(*ends) == "shm"
 
     run(scenario())

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from node.errors import NodeRefusal
-from node.transfer.shares import MAX_LINES, EgressShares
-from tests.node.handover import run, two_nodes
-from tests.node.transfer.test_incoming import landed
+from prfaas_cluster.egress_shares import MAX_LINES, EgressShares
+from tests.pd_cluster.handover import landed, run, two_nodes
 from transport.control.proto import node_pb2 as pb
 from transport.send.client import TransferClient
 
@@ -67,11 +66,10 @@ def test_one_at_a_time_shares_a_line_out_and_what_is_overtaken_counts_no_more() 
 def test_what_leaves_keeps_to_a_share(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with two_nodes(tmp_path, use_shm=False, egress_bytes_per_s={"c": OWN}) as (prefill, decode):
-            links = prefill.links
-            links.shares.take(share(1, 4 * OWN, cluster="c", until_clock_s=links.shares.now() + 25.0))
+            prefill.shares.take(share(1, 4 * OWN, cluster="c", until_clock_s=prefill.shares.now() + 25.0))
             ticket = await landed(prefill, decode)
-            await decode.consumer.commit(ticket.transfer_id, 1.0)
-            (link,) = links.states()
+            await decode.incoming.commit(ticket.transfer_id, 1.0)
+            (link,) = prefill.egress.states()
             assert (link.own_budget_bytes_per_s, link.budget_bytes_per_s) == (OWN, 4 * OWN)
 
     run(scenario())

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from node.errors import NodeRefusal
-from tests.node.handover import HandNode, run, two_nodes
+from tests.pd_cluster.handover import HandNode, run, two_nodes
 from transport.control import messages as m
 
 REQUESTS = 60
@@ -29,7 +29,7 @@ class Storm:
         except NodeRefusal:
             return
         await asyncio.gather(self._prefill_leg(job, tokens, ticket), self._decode_leg(job, tokens, ticket))
-        self._decode.consumer.abort(ticket.transfer_id, "request_ended")
+        self._decode.incoming.abort(ticket.transfer_id, "request_ended")
 
     async def _prefill_leg(self, job: str, tokens: list[int], ticket: m.TicketInfo) -> None:
         answers: asyncio.Queue[m.AgentMessage] = asyncio.Queue()
@@ -44,7 +44,7 @@ class Storm:
                 await answers.get()
         except TimeoutError:
             # As a gateway does: the decode node need not wait any longer.
-            self._decode.consumer.abort(ticket.transfer_id, "prefill_failed")
+            self._decode.incoming.abort(ticket.transfer_id, "prefill_failed")
         finally:
             self._prefill.end(job)
 

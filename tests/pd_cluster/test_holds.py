@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.node.handover import HandNode, run, two_nodes, until
-from tests.node.transfer.test_loans import LAST, TOKENS, cache
+from tests.pd_cluster.handover import TOKENS, HandNode, cache, run, two_nodes, until
 from transport.control import messages as m
 
+LAST = len(TOKENS) - 1
 UPTIME_S = 60 * 86_400.0
 
 
@@ -31,7 +31,7 @@ def deaf(node: HandNode, kind: type[m.AgentMessage]):
 
 def holds_nothing(node: HandNode) -> bool:
     report = node.pages.report()
-    return node.producer.is_idle() and (report.reservations, report.pages_transfer, report.pages_locked) == (0, 0, 0)
+    return node.sends_nothing() and (report.reservations, report.pages_transfer, report.pages_locked) == (0, 0, 0)
 
 
 def test_a_node_of_a_machine_that_has_been_up_for_sixty_days(tmp_path: Path) -> None:
@@ -44,7 +44,7 @@ def test_a_node_of_a_machine_that_has_been_up_for_sixty_days(tmp_path: Path) -> 
             first.end("a")
             assert holds_nothing(first)
             ticket = first.reserve(TOKENS)
-            assert first.consumer.abort(ticket.transfer_id, "aborted")
+            assert first.incoming.abort(ticket.transfer_id, "aborted")
             await until(lambda: holds_nothing(first))
 
     run(scenario())
@@ -62,7 +62,7 @@ def test_pages_of_an_answer_that_could_not_be_said(tmp_path: Path) -> None:
             first.begin("leg", TOKENS, LAST, ticket, reply=deaf(first, m.JobPages))
             assert isinstance(await first.heard(), m.Refused)
             await until(lambda: holds_nothing(first))
-            second.consumer.abort(ticket.transfer_id, "prefill_failed")  # as its gateway does
+            second.incoming.abort(ticket.transfer_id, "prefill_failed")  # as its gateway does
 
     run(scenario())
 
@@ -79,7 +79,7 @@ def test_a_landing_that_its_engine_was_not_told_of(tmp_path: Path) -> None:
             second.claim_as("claim", ticket, TOKENS, deaf(second, m.JobPages))
             assert isinstance(await second.heard(), m.Refused)
             await until(lambda: holds_nothing(second))
-            assert second.consumer.is_idle()
+            assert second.incoming.is_idle()
             first.end("leg")
 
     run(scenario())

@@ -1,4 +1,4 @@
-"""A node's part of the egress budget of a line that it shares with others, as a gateway deals it out for a few seconds."""
+"""A node's share of the egress budget of a line that several nodes use. A gateway leases it out for a few seconds at a time."""
 
 from collections.abc import Callable
 from typing import Final

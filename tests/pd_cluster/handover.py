@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+from hybrid_cache.cache.reservation import Reservation
 from hybrid_cache.hashing.block_hash import block_hashes, tokens_digest
 from hybrid_cache.layout.layout import KVCacheGroup, ModelLayout
 from hybrid_cache.layout.spec import FullAttention, LinearState, SlidingWindow
@@ -15,11 +16,16 @@ from node.control.broadcast import Broadcast
 from node.control.holders import ReservationHolders
 from node.kvcache.arena import Arena, arena_directory, arena_path
 from node.kvcache.pages import ArenaPages
-from node.transfer.incoming import Consumer
+from node.transfer.incoming import IncomingTransfers
 from node.transfer.job_replies import Reply
-from node.transfer.links import PeerLinks
-from node.transfer.loans import Producer
+from node.transfer.listener import PeerListener
+from node.transfer.loans import EngineLoans
+from node.transfer.reach import PeerReach
 from pd_cluster.landings import DecodeLandings
+from pd_cluster.reservations import DecodePages, DecodeUse
+from prfaas_cluster.egress_shares import EgressShares
+from prfaas_cluster.legs import PrefillLegs, PrefillSender
+from prfaas_cluster.links import EgressLinks
 from transport.control import messages as m
 from transport.control.proto import node_pb2 as pb
 from transport.control.tickets import ticket_info
@@ -77,17 +83,22 @@ class HandNode:
             "connections": 3,
         }
         self.config = config = NodeConfig(**(values | changes))
-        self.links = PeerLinks(config, use_shm=use_shm, rdma=rdma)
-        self.links.start()
+        self.reach = PeerReach(config.cluster, use_shm=use_shm, rdma=rdma)
+        self.listener = PeerListener(config, self.reach)
+        self.egress = EgressLinks(config, self.reach)
+        self.shares = EgressShares(self.egress.client, time.monotonic)
+        self.listener.start()
         self.arena = Arena(arena_path(arena_directory(tmp_path), config.node_id), config.cache_bytes)
         self.layout = layout
         self.content_of = content_of or self._content_of
         self.pages = pages(layout, self.arena, config, Broadcast(), clock)
-        self.links.open_memory(self.pages.memory())
-        self.producer = Producer(self.pages, self.links, room_timeout_s, clock)
+        self.reach.open_memory(self.pages.memory())
+        self.coding = config.codings()
+        self.legs = PrefillLegs(PrefillSender(self.pages, self.egress, self.coding), clock, lambda: None)
+        self.loans = EngineLoans(self.pages, self.legs, room_timeout_s, clock)
         self.holders = ReservationHolders(clock, grace_s=0.0)
-        self.consumer = Consumer(self.pages, self.links, 0.5, clock, self.holders)
-        self.landings = DecodeLandings(self.consumer)
+        self.incoming = IncomingTransfers(self.pages, self.listener, self.coding, 0.5, clock, self.holders)
+        self.landings = DecodeLandings(DecodePages(self.incoming))
         self.inbox: asyncio.Queue[m.AgentMessage] = asyncio.Queue()
 
     async def heard(self) -> m.AgentMessage:
@@ -97,8 +108,13 @@ class HandNode:
         await turns_of_the_loop(2)  # the task that has answered ends
         return message
 
+    def sends_nothing(self) -> bool:
+        """Whether no job and no push holds pages."""
+        return self.loans.is_idle() and self.legs.is_idle()
+
     async def close(self) -> None:
-        await asyncio.to_thread(self.links.close)
+        for end in (self.egress, self.listener, self.reach):
+            await asyncio.to_thread(end.close)
         await asyncio.sleep(0)  # callbacks that the links' last threads left on the loop
         self.pages.cache.check_integrity()
         await self.pages.close()
@@ -124,7 +140,7 @@ class HandNode:
             ticket=ticket,
             tenant=tenant,
         )
-        self.producer.begin(message, self, reply or self.inbox.put_nowait)
+        self.loans.begin(message, self, reply or self.inbox.put_nowait)
 
     def compute(self, pages: m.JobPages, tokens: Sequence[int], upto: int | None = None) -> None:
         """Writes what the 'model' makes of `tokens` and says so, layer by layer."""
@@ -134,16 +150,16 @@ class HandNode:
                 if group in self.layout.state_groups:
                     for length in [n for n in pages.states[group] if pages.cached_tokens < n <= stop]:
                         self._write(group, index, pages.states[group][length], tokens[:length])
-                        self.producer.state_done(
+                        self.loans.state_done(
                             m.StateDone(job=pages.job, group=group, layer=layer, num_tokens=length), self
                         )
                     continue
                 for block in range(pages.cached_tokens // BLOCK, -(-stop // BLOCK)):
                     if pages.blocks[group][block]:
                         self._write(group, index, pages.blocks[group][block], tokens[: min(stop, (block + 1) * BLOCK)])
-                self.producer.layer_done(m.LayerDone(job=pages.job, group=group, layer=layer, num_tokens=stop), self)
+                self.loans.layer_done(m.LayerDone(job=pages.job, group=group, layer=layer, num_tokens=stop), self)
         if stop == pages.num_tokens:
-            self.producer.prefill_done(m.PrefillDone(job=pages.job, num_tokens=stop), self)
+            self.loans.prefill_done(m.PrefillDone(job=pages.job, num_tokens=stop), self)
 
     def _write(self, group: int, index: int, pages: Sequence[int], prefix: Sequence[int]) -> None:
         content = self.content_of(group, index, prefix)
@@ -184,7 +200,7 @@ class HandNode:
             tokens_digest=tokens_digest(tokens, b""),
             **options,  # type: ignore[arg-type]
         )
-        transfer_id, secret, reservation = self.consumer.reserve(request)
+        transfer_id, secret, reservation = self.reserve_pages(request)
         return ticket_info(
             pb.Ticket(
                 transfer_id=transfer_id,
@@ -192,11 +208,21 @@ class HandNode:
                 num_tokens=n,
                 have_tokens=reservation.cached_tokens,
                 tokens_digest=request.tokens_digest,
-                endpoints=self.links.endpoints(),
+                endpoints=self.listener.endpoints(),
                 layout_fingerprint=self.layout.fingerprint,
                 cluster="c",
             )
         )
+
+    def reserve_pages(self, request: pb.ReserveRequest) -> tuple[str, bytes, Reservation]:
+        """At once, for a prefix or for a decode, as the request says."""
+        return self.incoming.reserve(request, None if request.prefix_only else DecodeUse(self.coding))
+
+    async def reserve_settled(self, request: pb.ReserveRequest) -> tuple[str, bytes, Reservation]:
+        """As the node's control service does."""
+        if request.prefix_only:
+            return await self.incoming.reserve_settled(request)
+        return await self.landings.reserve(request)
 
     async def claim(self, ticket: m.TicketInfo, tokens: Sequence[int], timeout_s: float = 30.0) -> m.AgentMessage:
         self.claim_as("claim", ticket, tokens, self.inbox.put_nowait, timeout_s)
@@ -212,7 +238,7 @@ class HandNode:
 
     def end(self, job: str, *, loaded: bool = False) -> None:
         message = m.EndJob(job=job, loaded=loaded)
-        self.producer.end(message, self)
+        self.loans.end(message, self)
         self.landings.end(message, self)
 
 
@@ -225,12 +251,67 @@ async def two_nodes(
     try:
         yield prefill, decode
         for node in (prefill, decode):
-            await until(lambda node=node: node.producer.is_idle() and node.consumer.is_idle())
+            await until(lambda node=node: node.sends_nothing() and node.incoming.is_idle())
             report = node.pages.report()
             assert (report.reservations, report.pages_transfer, report.pages_locked) == (0, 0, 0)
     finally:
         await prefill.close()
         await decode.close()
+
+
+TOKENS = list(range(100, 161))
+
+
+async def lent(node: HandNode, job: str, tokens: list[int], ticket: m.TicketInfo | None = None) -> m.JobPages:
+    """Pages for a job of the node's engine."""
+    node.begin(job, tokens, len(tokens) - 1, ticket)
+    pages = await node.heard()
+    assert isinstance(pages, m.JobPages), pages
+    return pages
+
+
+async def refusal(node: HandNode) -> str:
+    """Why the node refuses what its engine asked for."""
+    answer = await node.heard()
+    assert isinstance(answer, m.Refused), answer
+    return answer.reason
+
+
+async def cache(node: HandNode, tokens: list[int]) -> list[bytes]:
+    """Makes a prefix of whole blocks cached; returns its hashes."""
+    node.begin("warm", tokens, len(tokens))
+    pages = await node.heard()
+    assert isinstance(pages, m.JobPages)
+    node.compute(pages, tokens)
+    node.end("warm")
+    return block_hashes(tokens, BLOCK, b"")
+
+
+async def landed(prefill: HandNode, decode: HandNode, **options: object) -> m.TicketInfo:
+    """A reservation that is complete."""
+    ticket = decode.reserve(TOKENS, **options)  # type: ignore[arg-type]
+    prefill.compute(await lent(prefill, "job", TOKENS, ticket), TOKENS)
+    delivered = await prefill.heard()
+    assert isinstance(delivered, m.Delivered)
+    assert delivered.ok
+    prefill.end("job")
+    await decode.incoming.entries[ticket.transfer_id].landed
+    return ticket
+
+
+async def hand_over(prefill: HandNode, decode: HandNode, tokens: list[int]) -> tuple[m.JobPages, m.Delivered]:
+    """One request from ticket to decode; returns the prefill's pages and how it was delivered."""
+    ticket = decode.reserve(tokens)
+    pages = await lent(prefill, "job", tokens, ticket)
+    prefill.compute(pages, tokens)
+    delivered = await prefill.heard()
+    assert isinstance(delivered, m.Delivered) and delivered.ok, delivered  # noqa: PT018
+    landed = await decode.claim(ticket, tokens)
+    assert isinstance(landed, m.JobPages), landed
+    decode.check(landed, tokens)
+    prefill.end("job")
+    decode.end("claim", loaded=True)
+    return pages, delivered
 
 
 async def turns_of_the_loop(turns: int = 20) -> None:

@@ -1,0 +1,107 @@
+"""What plans are compared by: the rate they carry, or the rate they carry within a target for TTFT."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+import numpy as np
+
+from planner.errors import Infeasible, InputError
+from planner.model.site import Site
+from planner.solve.goals import Objective
+from planner.solve.loaded import QUEUE_BINS, LoadedTtft, loaded_ttft
+from planner.solve.problem import Problem, SolveOptions, best_cut, ttft_by_length
+from planner.solve.search import Cut, cuts_of, rate_at, threshold_of, weighted_quantile
+
+CANDIDATE_BINS: Final = 500  # of lengths, by which queues of many candidates are compared
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Aim:
+    """The rate that counts. With `ttft_p90_s` it is the highest one whose P90 TTFT, queues included, is within it.
+
+    Problems are compared as `thinned` gives them: many of them, and each with queues, are looked at.
+    """
+
+    options: SolveOptions
+    output_tokens: float
+    ttft_p90_s: float | None = None
+
+    @classmethod
+    def of(cls, site: Site, options: SolveOptions) -> "Aim":
+        """Raises InputError where an SLO plan is asked for and the site has no target."""
+        target = None if options.objective is Objective.THROUGHPUT else site.slo.ttft_p90_s
+        if options.objective is Objective.SLO and target is None:
+            raise InputError("slo: ttft_p90_s is missing; --objective slo needs a target")
+        return cls(options=options, output_tokens=site.workload.output_tokens, ttft_p90_s=target)
+
+    def thinned(self, problem: Problem) -> Problem:
+        if self.ttft_p90_s is None:
+            return problem
+        return replace(problem, loads=problem.loads_for(problem.lengths.thinned(QUEUE_BINS), self.options.service))
+
+    def rate(self, problem: Problem, found: Cut) -> float:
+        """What a plan is worth."""
+        limit = rate_at(problem.loads, problem.capacity, found.num_prefill, found.cut, found.share)
+        if self.ttft_p90_s is None or limit <= 0:
+            return limit
+        return self._queues(problem, found).highest_rate(limit, self.ttft_p90_s)
+
+    def best(self, problem: Problem, *, known: Cut | None = None, above: float = 0.0) -> Cut | None:
+        """The plan that is worth most, if it is worth more than `above`, and at least as much as one that is `known`.
+
+        With a target, every split is tried with a ladder of thresholds, and then finer steps around the best.
+        """
+        if self.ttft_p90_s is None:
+            found = best_cut(problem, self.options)
+            return found if found.rate > above else None
+        best = None
+        if known is not None and (rate := self.rate(problem, known)) > above:
+            best = replace(known, rate=rate)
+        size = len(problem.lengths.tokens)
+        step = max(1, size // 40)
+        ladder: Sequence[int] = range(0, size + 1, step)
+        if (pinned := problem.variant.threshold_tokens) is not None:
+            ladder = [int(cuts_of(problem.loads, np.array([pinned]))[0])]
+        split = problem.variant.num_prefill
+        for num_prefill in range(problem.capacity.num_pd) if split is None else [split]:
+            for cut in ladder:
+                best = self._better(problem, best, above, num_prefill, cut)
+        while best is not None and step > 1 and len(ladder) > 1:
+            centre, step = best, max(1, step // 4)
+            for cut in range(max(0, centre.cut - 4 * step), min(size, centre.cut + 4 * step) + 1, step):
+                best = self._better(problem, best, above, centre.num_prefill, cut)
+        return best
+
+    def _better(self, problem: Problem, best: Cut | None, above: float, num_prefill: int, cut: int) -> Cut | None:
+        assert self.ttft_p90_s is not None
+        beaten = best.rate if best else above
+        limit = rate_at(problem.loads, problem.capacity, num_prefill, cut)
+        if limit <= beaten:
+            return best
+        num_decode = problem.capacity.num_pd - num_prefill
+        candidate = Cut(rate=limit, num_prefill=num_prefill, num_decode=num_decode, cut=cut)
+        queues = self._queues(problem, candidate)
+        if beaten and not queues.meets(beaten, self.ttft_p90_s):
+            return best
+        rate = queues.highest_rate(limit, self.ttft_p90_s)
+        return replace(candidate, rate=rate) if rate > beaten else best
+
+    def _queues(self, problem: Problem, found: Cut) -> LoadedTtft:
+        return loaded_ttft(problem, found, self.output_tokens, CANDIDATE_BINS)
+
+    def in_full(self, problem: Problem, thin: Problem, found: Cut) -> Cut:
+        """The plan of a `thinned` problem, of all lengths."""
+        if self.ttft_p90_s is None:
+            return found
+        threshold = np.array([threshold_of(thin.loads, found)])
+        return replace(found, cut=int(cuts_of(problem.loads, threshold)[0]))
+
+    def why_none(self, problem: Problem) -> Infeasible:
+        """No plan of a problem that could serve something meets the target."""
+        weights = problem.lengths.weights
+        ends = (0, len(weights))
+        nearest = min(weighted_quantile(ttft_by_length(problem, cut), weights, 0.9) for cut in ends)
+        return Infeasible(
+            f"slo: ttft_p90_s={self.ttft_p90_s}: no plan meets it even without load; the nearest is {nearest:.2f} s"
+        )
