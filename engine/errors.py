@@ -20,7 +20,7 @@ class ModelError(EngineError):
 
 
 class RequestError(EngineError):
-    """What a client is told, in the shape of OpenAI's errors."""
+    """An error for the client, in the shape of OpenAI's errors."""
 
     def __init__(
         self,
@@ -64,4 +64,4 @@ class PrefillAborted(EngineError):
 
 
 class StageDied(EngineError):
-    """A process that the engine computes with is gone, or hangs: nothing can be computed any more."""
+    """A process of the engine is gone, or hangs: the engine cannot compute any more."""

@@ -89,7 +89,8 @@ async def _serve(model: LoadedModel, args: argparse.Namespace) -> int:
     stop, orphaned, parent = asyncio.Event(), asyncio.Event(), os.getppid()
 
     def told_to_stop() -> None:
-        # The kernel says SIGTERM for a supervisor that was killed: the rest is not awaited, and its successor needs the port.
+        # The kernel sends SIGTERM when the supervisor was killed: the engine waits for nothing, as its successor needs
+        # the port.
         if os.getppid() != parent:
             orphaned.set()
         stop.set()
@@ -292,7 +293,7 @@ def _load_stand_in(stand_in: StandIn, args: argparse.Namespace) -> LoadedModel:
 
 
 def _emulated_model(model: str) -> tuple[str, Path | None]:
-    """What `--emulate` names: an architecture, or a model directory, whose architecture and tokenizer it takes."""
+    """The model that `--emulate` names: an architecture, or a directory, whose architecture and tokenizer it takes."""
     if model in GROUPS:
         return model, None
     directory = Path(model)
@@ -318,13 +319,13 @@ def _parser() -> argparse.ArgumentParser:
         type=float,
         default=AGENT_TIMEOUT_S,
         metavar="S",
-        help="how long to wait for its first answer (default: %(default)s)",
+        help="seconds to wait for the agent's first answer (default: %(default)s)",
     )
     parser.add_argument(
         "--model-revision",
         default="",
         metavar="NAME",
-        help="stands for the weights' contents, which are hashed unless given",
+        help="a name for the weights' contents, which are hashed otherwise",
     )
     parser.add_argument("--model-name", help="name in the API (default: the directory's)")
     parser.add_argument("--max-model-len", type=_positive, metavar="TOKENS", help="context (default: the model's)")
@@ -334,7 +335,7 @@ def _parser() -> argparse.ArgumentParser:
         type=_positive,
         default=DEFAULT_CHUNK_TOKENS,
         metavar="TOKENS",
-        help="prefill chunk; an agent's word counts more (default: %(default)s)",
+        help="tokens of a prefill chunk; an agent's value wins (default: %(default)s)",
     )
     parser.add_argument("--threads", type=_positive, default=1, help="torch threads (default: %(default)s)")
     parser.add_argument(
@@ -345,7 +346,13 @@ def _parser() -> argparse.ArgumentParser:
         help="processes that share the layers (experimental), of an emulated engine computers (default: %(default)s)",
     )
     parser.add_argument("--max-running", type=_positive, default=MAX_RUNNING, metavar="N")
-    parser.add_argument("--max-requests", type=_positive, default=MAX_REQUESTS, metavar="N", help="more get a 503")
+    parser.add_argument(
+        "--max-requests",
+        type=_positive,
+        default=MAX_REQUESTS,
+        metavar="N",
+        help="most requests at once; more get a 503",
+    )
     parser.add_argument("--max-body-bytes", type=_positive, default=MAX_BODY_BYTES, metavar="BYTES")
     parser.add_argument("--drain-timeout-s", type=float, default=DRAIN_TIMEOUT_S, metavar="S")
     parser.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])

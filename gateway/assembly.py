@@ -21,6 +21,7 @@ from gateway.admission.concurrency import ConcurrencyLimiter
 from gateway.admission.queue import WaitingLine
 from gateway.admission.slo import SloGate
 from gateway.auth.oidc import Provider
+from gateway.auth.sessions import OperatorSessions
 from gateway.cluster.agent_client import AgentClient
 from gateway.cluster.drained_links import DrainedLinks
 from gateway.cluster.link_probes import Probes
@@ -30,11 +31,13 @@ from gateway.config.gateway import GatewayConfig, Strangers
 from gateway.http.body import BodyReceiver
 from gateway.http.connections import Gate, Way
 from gateway.http.listener import OPERATORS, Listener, client_connections, descriptor_limit
+from gateway.http.tls import ServerCertificate, keep_current, server_certificate
 from gateway.parts import (
     GatewayTasks,
     NodeAccess,
     RoutingParts,
     ServingParts,
+    build_audit,
     build_nodes,
     build_pipeline,
     build_reader,
@@ -122,6 +125,7 @@ async def running(
     tasks = GatewayTasks(*(TaskSet(metrics.upkeep.unforeseen) for _ in range(4)))
     async with AsyncExitStack() as held:
         ended = await held.enter_async_context(build_sinks(config=config, metrics=metrics))
+        audit = await held.enter_async_context(build_audit(config=config, seat=seat, clock=clock))
         allowances = held.enter_context(contextlib.closing(seat.allowances(clock)))
         reader = await held.enter_async_context(
             build_reader(config=config, strangers=strangers, tokenizer=tokenizer, tasks=tasks)
@@ -154,6 +158,8 @@ async def running(
             clock=clock,
             allowances=allowances,
             expected_answer=routing.router.answer_tokens,
+            audit=audit,
+            sessions=OperatorSessions(seat.sessions, config.session_s),
             traces=ended.traces,
         )
         reloads = Reloads(
@@ -176,7 +182,7 @@ async def running(
         seen.clusters.start()
         _keep_chores(config=config, clock=clock, metrics=metrics, tasks=tasks, seen=seen, routing=routing, door=door)
         warming = tasks.afterwards.start(reader.warm(warm_s), "warm") if warm_s else None
-        kept: dict[str, NumberedRing] = {"requests": pipeline.records, "flows": routing.flows}
+        kept: dict[str, NumberedRing] = {"requests": pipeline.records, "flows": routing.flows, "audit": audit}
         siblings = await held.enter_async_context(seat.siblings(kept))
         pages = _operator_pages(
             config=config,
@@ -194,6 +200,7 @@ async def running(
             await seen.clusters.wait_for(lambda: seen.clusters.is_ready, NODES_S)
         if warming is not None:
             await warming
+        certificate = server_certificate(config)
         gates = await held.enter_async_context(
             _listening(
                 gateway,
@@ -202,8 +209,11 @@ async def running(
                 pages=pages,
                 desk=_token_endpoints(seen=seen, steps=pipeline.steps, door=door),
                 is_shared=siblings is not None,
+                certificate=certificate,
             )
         )
+        if certificate is not None:
+            tasks.chores.keep(lambda: keep_current(certificate), "certificate")
         seat.be(_state(door))
         tasks.chores.keep(lambda: _heartbeat(door, gates, seen.links, seen.drained, clock, seat), "heartbeat")
         held.callback(door.visits.end_all)
@@ -318,7 +328,8 @@ def _console(
         switch=LinkSwitch(seen.links, seen.drained),
         reloads=reloads,
         receiver=steps.receiver,
-        is_operator=door.keyring.is_operator,
+        keyring=door.keyring,
+        sessions=door.sessions,
     )
 
 
@@ -332,6 +343,7 @@ def _token_endpoints(*, seen: NodeAccess, steps: Pipeline, door: GenerationEndpo
         metrics=door.metrics,
         tenant_of=door.keyring.tenant,
         allowances=door.allowances,
+        media_domains=door.media_domains,
     )
 
 
@@ -344,6 +356,7 @@ async def _listening(
     pages: OperatorEndpoints,
     desk: TokenEndpoints,
     is_shared: bool,
+    certificate: ServerCertificate | None,
 ) -> AsyncIterator[list[Gate]]:
     """Has `gateway` answer on its ports inside the block; the gates of its listeners."""
     config, door, now = gateway.config, gateway.door, asyncio.get_running_loop().time
@@ -353,8 +366,9 @@ async def _listening(
 
         async def listen(app: web.Application, gate: Gate, port: int, straight: Mapping[str, Way]) -> str:
             listener = await Listener.start(
-                app, gate, config.host, port, strangers.idle_s, straight=straight, is_shared=is_shared
-            )
+                app, gate, config.host, port, strangers.idle_s, straight=straight, is_shared=is_shared,
+                certificate=certificate, header_s=strangers.header_s,
+            )  # fmt: skip
             held.push_async_callback(listener.close)
             gateway.listeners.append(listener)
             return listener.url

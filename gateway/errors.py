@@ -7,6 +7,7 @@ GatewayError
 ├── ApiError                  becomes the client's answer, in OpenAI's shape
 │   ├── BadRequest            400: the client's own mistake, `param` names the field
 │   ├── Unauthorised          401: no key, or an unknown one
+│   ├── Forbidden             403: an operator whose role may not do that
 │   ├── Overloaded            429: too many requests in flight, or too much from one address
 │   │   └── TenantLimited     more than this tenant may ask for
 │   ├── Unavailable           503: nothing can serve this now, `retry_after_s` says when to ask again
@@ -99,11 +100,17 @@ class BadRequest(ApiError):
 
 
 class Unauthorised(ApiError):
-    """The client must show a key. `scheme` is how (WWW-Authenticate, RFC 9110): browsers ask their user for Basic."""
+    """The client must show a key, as WWW-Authenticate says (RFC 9110): never Basic, which browsers keep for ever."""
 
-    def __init__(self, message: str, code: str, *, scheme: str = "Bearer") -> None:
+    def __init__(self, message: str, code: str) -> None:
         super().__init__(401, message, code=code)
-        self.scheme = scheme
+
+
+class Forbidden(ApiError):
+    """Who asks is known, and may not do that."""
+
+    def __init__(self, message: str, code: str) -> None:
+        super().__init__(403, message, type="permission_error", code=code)
 
 
 class Overloaded(ApiError):

@@ -20,6 +20,7 @@ from gateway.assembly import RunningGateway, running
 from gateway.config.gateway import GatewayConfig, load
 from gateway.errors import GatewayConfigError
 from gateway.http.listener import raise_descriptor_limit
+from gateway.http.tls import server_certificate
 from gateway.telemetry import log_setup as logs
 from gateway.workers.process_scope import FIRST_CONFIG, ORPHANED, VERDICT, SingleProcess, WorkerProcess
 from gateway.workers.supervisor import serve_with_workers
@@ -27,7 +28,9 @@ from prompts.errors import TokenizerUnreadable
 from prompts.fair_cache import FairCache
 from prompts.tokens.encoder import EncoderVerdict
 from prompts.tokens.tokenizer import TextTokenizer
+from transport.control.python_command import python_module
 from transport.control.settings import mapped
+from transport.peers.name import PeerRole
 
 log = logging.getLogger("prfaas.gateway")
 
@@ -77,6 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         copy = Path(arguments.seat[0]) / FIRST_CONFIG if arguments.seat is not None else None
         config = _configured(arguments, copy)
         check_identity(config)
+        server_certificate(config)
         tokenizer = read_tokenizer(config)
     except GatewayConfigError as error:
         print(f"prfaas gateway: {error}", file=sys.stderr)
@@ -109,12 +113,16 @@ def read_tokenizer(config: GatewayConfig) -> TextTokenizer:
 
 
 def check_identity(config: GatewayConfig) -> None:
-    """Raises GatewayConfigError now for files that no agent could be talked to with."""
+    """Raises GatewayConfigError now for files that no agent could be talked to with, and for another's certificate."""
     try:
-        if config.identity is not None:
-            config.identity.check()
+        if config.identity is None:
+            return
+        config.identity.check()
+        own = config.identity.guard().own
     except OSError as error:
         raise GatewayConfigError(str(error)) from error
+    if own.role is not PeerRole.GATEWAY:
+        raise GatewayConfigError(f"certificate {config.certificate}: it is that of {own}, not of a gateway")
 
 
 async def serve(
@@ -159,6 +167,11 @@ async def serve(
 
 def _run(config: GatewayConfig, tokenizer: TextTokenizer, arguments: argparse.Namespace) -> int:
     logs.set_up(config.log_level.upper(), config.log_format)
+    if config.is_in_clear and arguments.seat is None:
+        log.warning(
+            "%s is reached from other machines in clear: tls_certificate and tls_key encrypt it, "
+            "plain_api = true says that something before it does", config.host,
+        )  # fmt: skip
     if arguments.seat is None and config.workers > 1:
         # Workers need not find out, each for itself, what takes seconds.
         tokenizer.encoder.hasten()
@@ -197,7 +210,7 @@ def _known(seat: Sequence[str] | None) -> EncoderVerdict | None:
 
 def _worker(arguments: argparse.Namespace, directory: Path, number: int, port: int) -> list[str]:
     """The command of a worker of ours, who are started with these arguments."""
-    own = [sys.executable, "-m", "gateway", "--config", str(arguments.config)]
+    own = [*python_module("gateway"), "--config", str(arguments.config)]
     asked = ["--workers", str(arguments.workers)] if arguments.workers is not None else []
     return [*own, *asked, "--seat", str(directory), str(number), str(port)]
 

@@ -7,6 +7,8 @@ import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
 from typing import Final
 
 from gateway.admission.concurrency import ConcurrencyLimiter
@@ -35,6 +37,7 @@ from gateway.routing.prefix_transfers import PrefixTransfers
 from gateway.routing.replication import Replicas
 from gateway.routing.router import Router
 from gateway.routing.transfer_log import Flows
+from gateway.server.audit_log import AuditLog
 from gateway.tasks import TaskSet
 from gateway.telemetry.metrics import Metrics
 from gateway.telemetry.otlp import Traces
@@ -104,7 +107,7 @@ class ServingParts:
 async def build_sinks(*, config: GatewayConfig, metrics: Metrics) -> AsyncIterator[RequestSinks]:
     async with AsyncExitStack() as held:
         request_log = traces = None
-        with _named(config):
+        with _named("request_log", config.request_log.directory):
             if config.request_log.directory:
                 request_log = RequestLog(config.request_log, metrics.upkeep.not_logged)
                 held.push_async_callback(asyncio.to_thread, request_log.close)
@@ -112,6 +115,22 @@ async def build_sinks(*, config: GatewayConfig, metrics: Metrics) -> AsyncIterat
                 traces = Traces(config.traces, metrics.upkeep.not_traced)
                 held.push_async_callback(asyncio.to_thread, traces.close)
         yield RequestSinks(request_log=request_log, traces=traces)
+
+
+@asynccontextmanager
+async def build_audit(
+    *, config: GatewayConfig, seat: SingleProcess | WorkerProcess, clock: Callable[[], float]
+) -> AsyncIterator[AuditLog]:
+    with _named("audit", config.audit.directory):
+        audit = AuditLog(config.audit, seat.next_seq, clock, _unix_s, seat.metrics.upkeep.not_audited)
+    try:
+        yield audit
+    finally:
+        await asyncio.to_thread(audit.close)
+
+
+def _unix_s() -> float:
+    return datetime.now(UTC).timestamp()
 
 
 @asynccontextmanager
@@ -143,8 +162,10 @@ async def build_nodes(
 ) -> AsyncIterator[NodeAccess]:
     upkeep = seat.metrics.upkeep
     holder = uuid.uuid4().hex  # a name for what this process reserves: no worker's and no other start's
+    identity = config.identity
+    guard = identity.guard() if identity is not None else None
     agents = [
-        agent_client(node.agent, config.timeouts.rpc_s, config.identity, node.name, upkeep.called_by_grpc, holder)
+        agent_client(node.agent, config.timeouts.rpc_s, identity, node.name, upkeep.called_by_grpc, holder, guard)
         for node in config.nodes
     ]
     steps = LearnedSteps()
@@ -154,7 +175,7 @@ async def build_nodes(
         cost.forget(node_id)
         refusals.forget(node_id)
 
-    legs = Legs(config.timeouts, config.max_in_flight, clock, config.identity)
+    legs = Legs(config.timeouts, config.max_in_flight, clock, identity)
     clusters = Clusters(
         agents,
         clock,
@@ -328,11 +349,9 @@ def _dispatcher(
 
 
 @contextlib.contextmanager
-def _named(config: GatewayConfig) -> Iterator[None]:
-    """Says at the start what of the configuration cannot be had."""
+def _named(table: str, directory: Path | None) -> Iterator[None]:
+    """Says at the start which directory cannot be had."""
     try:
         yield
     except OSError as error:
-        raise GatewayConfigError(
-            f"request_log.directory = {str(config.request_log.directory)!r}: {error.strerror}"
-        ) from error
+        raise GatewayConfigError(f"{table}.directory = {str(directory)!r}: {error.strerror}") from error

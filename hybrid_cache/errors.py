@@ -1,4 +1,4 @@
-"""What can go wrong in the cache.
+"""Errors of the cache.
 
 CacheError
 ├── LayoutError            a layout that cannot be built or does not match

@@ -1,12 +1,12 @@
 """Context caching: prefixes that a client pays to keep.
 
-A context is a prefix that was prefilled once and stays until it expires, whatever eviction would like. It is held by a
-reservation of its own, so the pool's rules (never evicted, counted as locked) apply to it like to any running request. A use
-of the prefix lets it live for its whole time again.
+A context is a prefix that was prefilled once and stays until it expires, whatever eviction would like. A reservation of
+its own holds it. So the pool's rules apply to it as to any running request: never evicted, counted as locked. A use of
+the prefix lets it live for its whole time again.
 
-It has an owner. What an owner has is counted in tokens of distinct blocks: a conversation that is kept turn by turn counts once.
-A named one may fill a share of what contexts may hold, so that others find some: what is beyond is kept as far as it fits.
-Contexts without an owner (`owner` is empty) are shared, and may have all of it.
+It has an owner. What an owner has is counted in tokens of distinct blocks: a conversation that is kept turn by turn
+counts once. A named owner may fill only a share of the contexts' room, so that others find some. A prefix beyond that
+is kept as far as it fits. Contexts without an owner (`owner` is empty) are shared, and may have all of it.
 """
 
 from collections import Counter
@@ -154,16 +154,16 @@ class ContextCache:
 
     @property
     def pinned_tokens(self) -> int:
-        """What all contexts hold together, each block counted once."""
+        """The tokens of all contexts together, each block counted once."""
         return self._all.num_tokens
 
     def owned_tokens(self, owner: str) -> int:
-        """What an owner's contexts hold together."""
+        """The tokens of an owner's contexts together."""
         held = self._owned.get(owner)
         return held.num_tokens if held is not None else 0
 
     def _renewed(self, context: Context, now: float, ttl_s: float) -> Context:
-        """A longer promise is kept: who asks for a shorter time takes nothing from who asked for more."""
+        """The longest promise holds: a request for a shorter time never shortens an earlier one."""
         renewed = replace(context, expires_at=max(context.expires_at, now + ttl_s), ttl_s=max(context.ttl_s, ttl_s))
         self._contexts[context.context_id] = renewed
         return renewed

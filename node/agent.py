@@ -5,7 +5,6 @@ It outlives its engine: pages are cut when the first engine says Hello, and a su
 
 import asyncio
 import logging
-import os
 import tempfile
 import uuid
 from collections import Counter
@@ -41,17 +40,17 @@ from node.errors import (
     NodeRefusal,
     SecondEngine,
 )
-from node.kvcache.arena import SHM_DIR, Arena, arena_directory, arena_path
+from node.kvcache.arena import Arena, take_arena
 from node.kvcache.paced_check import PacedCheck
 from node.kvcache.pages import ArenaPages, as_message
 from node.kvcache.pinned_contexts import PinnedContexts
-from node.process.owned_names import OwnedDirectory, sweep_directories, sweep_files
+from node.process.owned_names import OwnedDirectory
 from node.role import NodeRole
 from node.tasks import Tasks
 from node.transfer.incoming import IncomingTransfers
 from node.transfer.listener import PeerListener
 from node.transfer.loans import EngineLoans
-from node.transfer.reach import PeerReach, rdma_of
+from node.transfer.reach import reach_of
 from node.transfer.services import DecodeService, OutgoingLegs
 from transport.control import messages as m
 from transport.control.proto import node_pb2 as pb
@@ -85,8 +84,8 @@ class NodeAgent:
         self.boot_id = uuid.uuid4().hex
         self.events = Broadcast()
         self.holders = ReservationHolders(now)
-        use_shm = config.transport == "auto" and os.access(SHM_DIR, os.W_OK)
-        self.reach = PeerReach(config.cluster, use_shm=use_shm, rdma=rdma_of(config))
+        self.reach = reach_of(config)
+        self.guard = self.reach.guard
         run_dir = Path(config.run_dir)
         run_dir.mkdir(parents=True, exist_ok=True)
         self.engine_log = run_dir / f"{config.node_id}-engine.log"
@@ -98,7 +97,7 @@ class NodeAgent:
         self.supervisor = EngineSupervisor(
             config, self.socket.path, self.engine_log, now, self.publish_description, command=engine_command
         )
-        self.door = door_of(config.identity)
+        self.door = door_of(config.identity, self.guard)
         self.arena: Arena | None = None
         self._taking: asyncio.Future[Arena] | None = None
         self.pages: ArenaPages | None = None
@@ -135,7 +134,7 @@ class NodeAgent:
 
         Raises NoArenaMemory, NodeConfigError, OSError.
         """
-        self._taking = asyncio.ensure_future(asyncio.to_thread(_take_arena, self.config))
+        self._taking = asyncio.ensure_future(asyncio.to_thread(take_arena, self.config))
         self.arena = await asyncio.shield(self._taking)
         self.listener.start()
         await self.socket.start()
@@ -456,6 +455,7 @@ class NodeAgent:
             calls_port=self.calls_port,
             version=VERSION,
             wall_clock_s=datetime.now(UTC).timestamp(),
+            plain=config.plain_listeners,
         )
         if hello:
             description.engine_pid = hello.engine_pid if self._engine else 0
@@ -490,11 +490,3 @@ class NodeAgent:
 
     def publish_description(self) -> None:
         self.events.publish(pb.NodeEvent(description=self.describe()))
-
-
-def _take_arena(config: NodeConfig) -> Arena:
-    """Blocks while memory is cleared; first, what dead nodes left behind is given back. Raises NoArenaMemory, OSError."""
-    directory = arena_directory(Path(config.run_dir))
-    sweep_files(directory)
-    sweep_directories(Path(tempfile.gettempdir()))
-    return Arena(arena_path(directory, config.node_id), config.cache_bytes, hugepages=config.hugepages)

@@ -9,6 +9,7 @@ from hybrid_cache.eviction.choice import DEFAULT, HISTORY_BLOCKS, POLICIES
 from node.coding import Coding, coding_of
 from node.errors import NodeConfigError
 from node.process.ports import ListenPort
+from transport.control.secret_files import located
 from transport.control.settings import (
     SettingsError,
     build,
@@ -21,6 +22,7 @@ from transport.control.settings import (
     require_range,
 )
 from transport.path.pacing import Budget, DailyBudget
+from transport.path.tcp import is_loopback
 from transport.wire.checksum import Integrity
 from transport.wire.identity import Identity
 
@@ -38,7 +40,10 @@ INTEGRITIES: Final = {"plain": Integrity.NONE, "checksum": Integrity.CHECKSUM, "
 IDENTITY_KEYS: Final = ("certificate", "key", "authority")
 ANY_CLUSTER: Final = "*"
 # Each with a key ..._port, and one ..._host; gateways look for calls at the host of control.
+SECRET_FLAGS: Final = ("--api-key", "--admin-api-key", "--hf-token", "--ssl-keyfile-password")
+THIS_MACHINE: Final = "127.0.0.1"
 LISTENERS: Final = ("control", "calls", "transfer", "engine", "metrics")
+GUARDED: Final = ("control", "calls", "transfer", "engine")  # by certificates
 # What may be changed while the node runs, by SIGHUP.
 RELOADABLE: Final = ("egress_bytes_per_s",)
 
@@ -51,9 +56,11 @@ class NodeConfig:
     """One node of a cluster. Ports of 0 mean: any free one (the node prints what it got).
 
     `host` is where all of them listen, but those whose own `..._host` says another address: KVCache may come over a WAN while
-    engine, control and metrics stay inside.
-    `transport` "auto" hands KVCache over in shared memory where both ends are on one host, else by RDMA within a cluster
-    whose nodes have NICs on a common fabric, else by TCP; "rdma" insists on NICs and uses no shared memory; "tcp" is TCP only.
+    engine and control stay inside. Metrics stay on this machine unless `metrics_key` names a file with the SHA-256 of the key
+    that a reader of them must show; it is read again for every question.
+    `transport` "auto" hands KVCache over in shared memory where both ends are on one host. Else it takes RDMA within
+    a cluster whose nodes have NICs on a common fabric, and TCP otherwise; "rdma" insists on NICs and uses no shared
+    memory; "tcp" is TCP only.
     `rdma_devices` names the NICs to use; empty: all. Bytes that go by RDMA are checked, but never encrypted: with
     `integrity` "aead" only "rdma" uses it.
     `transfer_advertise` is the host:port that others should send KVCache to, where a relay or NAT stands before this node.
@@ -63,13 +70,15 @@ class NodeConfig:
     `connections` "auto" begins with a few and lets long links have more; a number is what every receiver gets.
     `certificate`, `key` and `authority` are PEM files. With them the control service, calls and `engine_port` speak mutual TLS:
     the agent listens there, and the engine on loopback only. `integrity` "aead" needs them, too. They are read again when they
-    change.
+    change, as is `revoked`, the list of certificates that count no more. Without them a node that other machines reach starts
+    only if `plain` says that this is known.
     `egress_bytes_per_s` limits what leaves for each destination cluster; 0 is no limit.
     `coding` makes KVCache smaller on its way, by kind of group (see `node.coding`); an empty table does nothing.
     `stages` is how many share the layers, so that chunks of a prompt follow each other through them: of vLLM the size of its
     pipeline, of the embedded engine processes (experimental), of an emulated engine how it counts. SGLang has one.
     `eviction` is the policy that says which cached block leaves when room is needed, by name; the default one remembers the
     last uses of `eviction_history_blocks` blocks, up to 480 bytes each.
+    vLLM fetches media at addresses of `allowed_media_domains` only, and follows no redirect.
     `ssd_dir` is where blocks go that leave memory, up to `ssd_bytes`, in a directory named after the node; empty: nowhere.
     """
 
@@ -94,6 +103,7 @@ class NodeConfig:
     engine_port: int = 0
     bootstrap_port: int = 0
     metrics_port: int = 0
+    metrics_key: str = ""
     run_dir: str = ".prfaas/run"
     cache_bytes: int = 256 << 20
     hugepages: bool = False
@@ -101,6 +111,7 @@ class NodeConfig:
     eviction_history_blocks: int = HISTORY_BLOCKS
     ssd_dir: str = ""
     ssd_bytes: int = 0
+    allowed_media_domains: tuple[str, ...] = ()
     chunk_tokens: int = 512
     stages: int = 1
     max_model_len: int = 0
@@ -113,6 +124,8 @@ class NodeConfig:
     certificate: str = ""
     key: str = ""
     authority: str = ""
+    revoked: str = ""
+    plain: bool = False
     egress_bytes_per_s: EgressTable = 0.0
     coding: Mapping[str, Any] = field(default_factory=dict)
     threads: int = 1
@@ -151,10 +164,24 @@ class NodeConfig:
         require_range("engine_max_restarts", self.engine_max_restarts, 0, 1000)
         for name in ("lease_s", "room_timeout_s", "drain_timeout_s"):
             require_range(name, getattr(self, name), 0.1, 86400.0)
+        for argument in self.engine_args:
+            if argument.partition("=")[0] in SECRET_FLAGS:
+                raise SettingsError(
+                    f"engine_args: {argument.partition('=')[0]}: everybody on this machine sees it in the process list; "
+                    "give the engine its secret by the environment"
+                )
         require_range("engine_start_timeout_s", self.engine_start_timeout_s, 0.0, 86400.0)
+        self._check_metrics()
         self._check_memory()
         self._check_links()
         self._check_identity()
+
+    def _check_metrics(self) -> None:
+        if self.metrics_host and not self.metrics_key and not is_loopback(self.metrics_host):
+            raise SettingsError(
+                f"metrics_host = {self.metrics_host!r}: others than this machine reach it, and no key is needed: "
+                "add metrics_key, a file with the SHA-256 of one"
+            )
 
     def _check_memory(self) -> None:
         require_range("cache_bytes", self.cache_bytes, 1 << 20, 1 << 50)
@@ -180,6 +207,13 @@ class NodeConfig:
         missing = [name for name in IDENTITY_KEYS if not getattr(self, name)]
         if missing and len(missing) < len(IDENTITY_KEYS):
             raise SettingsError(f"{missing[0]} is missing: {', '.join(IDENTITY_KEYS)} go together")
+        if missing and not self.plain and (far := [name for name in GUARDED if not is_loopback(self.port(name).host)]):
+            raise SettingsError(
+                f"host = {self.port(far[0]).host!r}: other machines reach {', '.join(f'{name}_port' for name in far)}, and "
+                f"anybody may use them: give {', '.join(IDENTITY_KEYS)} (`prfaas certificates` makes them), or say plain = true"
+            )
+        if self.revoked and missing:
+            raise SettingsError(f"revoked = {self.revoked!r}: allowed only with {', '.join(IDENTITY_KEYS)}")
         if self.certificate and self.engine == "sglang":
             raise SettingsError(
                 "certificate: engine 'sglang' reserves at its agent, and its servers find each other, without certificates"
@@ -189,9 +223,18 @@ class NodeConfig:
                 f"integrity = 'aead': it needs {', '.join(IDENTITY_KEYS)}; `prfaas certificates` makes them"
             )
 
+    @property
+    def plain_listeners(self) -> tuple[str, ...]:
+        """Those of LISTENERS that other machines reach, and whose words anybody on the way can read."""
+        secured = {"control", "calls", "engine"} if self.certificate else set()
+        secured |= {"transfer"} if self.integrity == "aead" else set()
+        return tuple(name for name in LISTENERS if name not in secured and not is_loopback(self.port(name).host))
+
     def port(self, listener: str) -> ListenPort:
         """Where one of LISTENERS is to listen."""
         host = getattr(self, f"{'control' if listener == 'calls' else listener}_host") or self.host
+        if listener == "metrics" and not self.metrics_key and not is_loopback(host):
+            host = THIS_MACHINE
         return ListenPort(f"{listener}_port", host, getattr(self, f"{listener}_port"))
 
     def inner_engine_port(self) -> ListenPort:
@@ -213,7 +256,12 @@ class NodeConfig:
         """Who the node is to other nodes and to gateways; None where it is not asked for."""
         if not self.certificate:
             return None
-        return Identity(certificate=Path(self.certificate), key=Path(self.key), authority=Path(self.authority))
+        return Identity(
+            certificate=Path(self.certificate),
+            key=Path(self.key),
+            authority=Path(self.authority),
+            revoked=Path(self.revoked) if self.revoked else None,
+        )
 
     def codings(self) -> Coding:
         """What may be done to KVCache that leaves, and what is taken of what comes."""
@@ -272,10 +320,13 @@ def load_node_config(path: Path) -> NodeConfig:
         _only_a_node(document)
         config = build(NodeConfig, document["node"], "[node]")
     # A relative path is relative to its file.
-    paths = [name for name in ("model", *IDENTITY_KEYS) if getattr(config, name)]
+    paths = [name for name in ("model", "metrics_key", *IDENTITY_KEYS, "revoked") if getattr(config, name)]
     if config.engine != "embedded" and not (path.parent / config.model).exists():
         paths.remove("model")  # a name, not a path
-    absolute: dict[str, Any] = {name: str(path.parent / getattr(config, name)) for name in paths}
+    try:
+        absolute: dict[str, Any] = {name: str(located(path.parent, getattr(config, name))) for name in paths}
+    except ValueError as exc:
+        raise NodeConfigError(f"{path}: {exc}") from exc
     return replace(config, **absolute)
 
 

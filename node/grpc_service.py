@@ -11,6 +11,7 @@ import grpc.aio
 from node.agent import NodeAgent
 from node.control.broadcast import WatcherTooSlow
 from node.control.holders import checked_name
+from node.control.rights import RightsInterceptor
 from node.errors import NodeRefusal
 from node.kvcache.pages import in_parts, split_hashes
 from node.kvcache.tenant_pages import TENANTS_PART
@@ -19,6 +20,8 @@ from transport.control.proto import node_pb2 as pb
 from transport.control.proto import node_pb2_grpc as rpc
 from transport.control.tickets import MAX_CONTROL_BYTES, REASON_KEY, ticket_info
 from transport.path.tcp import format_address
+from transport.peers.guard import Guard
+from transport.peers.name import of_grpc
 from transport.wire.identity import Identity
 
 log = logging.getLogger(__name__)
@@ -112,6 +115,13 @@ class NodeService(rpc.NodeAgentServicer):
 
     async def Abort(self, request: pb.AbortRequest, context: grpc.aio.ServicerContext) -> pb.Done:
         return self.abort(request)
+
+    async def Readdress(self, request: pb.ReaddressRequest, context: grpc.aio.ServicerContext) -> pb.Done:
+        try:
+            known = self._agent.known(self._agent.incoming).readdress(request.transfer_id, request.sender)
+        except NodeRefusal as exc:
+            await _refuse(context, exc)
+        return pb.Done(ok=known, reason="" if known else "unknown")
 
     async def Load(self, request: pb.LoadRequest, context: grpc.aio.ServicerContext) -> pb.LoadResult:
         try:
@@ -209,8 +219,8 @@ class NodeService(rpc.NodeAgentServicer):
 def _who(named: str, context: grpc.aio.ServicerContext) -> str:
     """Who asks: a name, printable whatever was sent, the certificate's where there is one, and where from."""
     name = "".join(each if each.isprintable() else "?" for each in named[:80]) or "somebody"
-    certified = b" ".join(context.auth_context().get("x509_common_name", ())).decode(errors="replace")
-    return f"{name}{f' ({certified})' if certified else ''} at {context.peer()}"
+    certified = of_grpc(context.auth_context())
+    return f"{name}{f' ({certified})' if certified is not None else ''} at {context.peer()}"
 
 
 async def _refuse(context: grpc.aio.ServicerContext, refusal: NodeRefusal) -> NoReturn:
@@ -220,10 +230,17 @@ async def _refuse(context: grpc.aio.ServicerContext, refusal: NodeRefusal) -> No
 
 
 async def serve(
-    service: NodeService, host: str, port: int, identity: Identity | None = None, *, handshake_s: float = HANDSHAKE_S
+    service: NodeService,
+    host: str,
+    port: int,
+    identity: Identity | None = None,
+    guard: Guard | None = None,
+    *,
+    handshake_s: float = HANDSHAKE_S,
 ) -> tuple[grpc.aio.Server, int]:
-    """Starts a gRPC server; returns it and its port. With an identity, callers must have a certificate, too.
+    """Starts a gRPC server; returns it and its port.
 
+    With an identity, callers must have a certificate whose name `guard` knows rights of; None: one of its own.
     A connection that has not said that it speaks HTTP/2 within `handshake_s` is turned away.
     Raises OSError if the port is taken or a certificate cannot be read.
     """
@@ -235,7 +252,8 @@ async def serve(
         ("grpc.keepalive_time_ms", KEEPALIVE_MS),
         ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
     ]
-    server = grpc.aio.server(options=options)
+    interceptors = [] if identity is None else [RightsInterceptor(guard or identity.guard())]
+    server = grpc.aio.server(options=options, interceptors=interceptors)
     rpc.add_NodeAgentServicer_to_server(service, server)  # type: ignore[no-untyped-call]
     try:
         if identity is None:

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import TextIO, TypeVar
 
@@ -18,12 +19,14 @@ from node.agent import ENGINE_STOP_S, NodeAgent
 from node.command_line import add_node_arguments, config_from, split_engine_args
 from node.config import LISTENERS, SERVERS, NodeConfig
 from node.control.call_server import CallServer
+from node.control.rights import end_revoked
 from node.errors import EngineFailure, EngineRefused, NoArenaMemory, NodeConfigError, NodeError
 from node.grpc_service import NodeService, serve
 from node.metrics import serve_metrics
 from node.process.ports import UNUSABLE, ListenPort, wait_free
 from node.role import NodeRole
 from transport.path.tcp import format_address
+from transport.peers.name import PeerRole
 
 log = logging.getLogger(__name__)
 
@@ -95,19 +98,21 @@ async def _start(
         await wait_free(config.port(listener), config.node_id, _patience_s(config), time.monotonic)
     agent = NodeAgent(config, role, time.monotonic)
     stack.push_async_callback(agent.close)
+    if agent.guard is not None:
+        agent.tasks.start("revoked peers", partial(end_revoked, agent.guard))
     asyncio.get_running_loop().set_exception_handler(agent.tasks.on_loop_error)
     with _binding(inside := config.port("metrics")):
         metrics = await serve_metrics(agent, inside.host, inside.number)
     stack.push_async_callback(metrics.close)
     service = NodeService(agent, time.monotonic)
     with _binding(control := config.port("control")):
-        server, bound = await serve(service, control.host, control.number, config.identity)
+        server, bound = await serve(service, control.host, control.number, config.identity, agent.guard)
     stack.push_async_callback(server.stop, STOP_GRACE_S)
     agent.supervisor.control = format_address(LOOPBACK.get(control.host, control.host), bound)
     calls = CallServer(service, agent.holders)
     agent.calls_ended = calls.ended
     with _binding(kept := config.port("calls")):
-        agent.calls_port = await calls.start(kept.host, kept.number, config.identity)
+        agent.calls_port = await calls.start(kept.host, kept.number, config.identity, agent.guard)
     stack.push_async_callback(calls.close, STOP_GRACE_S)
     with _binding(config.port("transfer")):
         await agent.start()
@@ -183,11 +188,7 @@ def check_model(config: NodeConfig) -> None:
     """Raises NodeConfigError now for what every start of an engine would fail on."""
     if config.engine in SERVERS and importlib.util.find_spec(config.engine) is None:
         raise NodeConfigError(NOT_INSTALLED[config.engine])
-    try:
-        if config.identity is not None:
-            config.identity.check()
-    except OSError as exc:
-        raise NodeConfigError(str(exc)) from exc
+    check_identity(config)
     if config.engine == "emulated" and config.model.endswith(".json") and not Path(config.model).is_file():
         raise NodeConfigError(
             f"model = {config.model!r}: there is no such file; a profile stands in for hardware that it knows"
@@ -195,6 +196,22 @@ def check_model(config: NodeConfig) -> None:
     if config.engine == "embedded" and not (Path(config.model) / "config.json").is_file():
         raise NodeConfigError(
             f"model = {config.model!r}: it must be a model directory, with a config.json; `prfaas model build` makes one"
+        )
+
+
+def check_identity(config: NodeConfig) -> None:
+    """Raises NodeConfigError for files that cannot be used, and for another's certificate."""
+    if config.identity is None:
+        return
+    try:
+        config.identity.check()
+        own = config.identity.guard().own
+    except OSError as exc:
+        raise NodeConfigError(str(exc)) from exc
+    role = PeerRole.PREFILL if config.cluster_kind == "prfaas" else PeerRole.NODE
+    if (own.role, own.place) != (role, f"{config.cluster}/{config.node_id}"):
+        raise NodeConfigError(
+            f"certificate {config.certificate}: it is that of {own}, this is {config.cluster}/{role}/{config.node_id}"
         )
 
 

@@ -1,7 +1,10 @@
 """A node's /metrics and /health, read from the agent when asked: nothing is counted twice."""
 
 import contextlib
+import logging
 from collections.abc import Iterable, Iterator, Mapping
+from hashlib import sha256
+from pathlib import Path
 
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
@@ -14,6 +17,8 @@ from transport.control.certificates import expires_at
 from transport.control.proto import node_pb2 as pb
 from transport.metrics import TransportCollector
 from transport.path.tcp import format_address
+
+log = logging.getLogger(__name__)
 
 
 class InCluster(Collector):
@@ -62,6 +67,8 @@ class NodeCollector(Collector):
             self._agent.vigil.counts,
         )
         yield from _security(self._agent.config)
+        if self._agent.guard is not None:
+            yield _refused(self._agent.guard.refused)
         yield _counter(
             "prfaas_node_internal_errors", "Errors of our own that were survived", "task", self._agent.failures
         )
@@ -135,12 +142,31 @@ def _security(config: NodeConfig) -> Iterator[Metric]:
     )
     info.add_metric([config.integrity, "mtls" if config.identity else "plain"], 1.0)
     yield info
+    plain = GaugeMetricFamily(
+        "prfaas_node_plain_listener",
+        "1 for each port that other machines reach, and that speaks in clear",
+        labels=["listener"],
+    )
+    for listener in config.plain_listeners:
+        plain.add_metric([listener], 1.0)
+    yield plain
     if config.identity is None:
         return
     expiry = GaugeMetricFamily("prfaas_certificate_expiry_timestamp_seconds", "When the certificate on disk ends")
     with contextlib.suppress(OSError, ValueError):  # it is being replaced
         expiry.add_metric([], expires_at(config.identity.certificate))
     yield expiry
+
+
+def _refused(refused: Mapping[tuple[str, str], int]) -> Metric:
+    family = CounterMetricFamily(
+        "prfaas_peer_refusals",
+        "What peers were refused for want of a right, by what they asked for and the role in their certificate",
+        labels=["operation", "role"],
+    )
+    for labels, count in refused.items():
+        family.add_metric(labels, count)
+    return family
 
 
 def _counter(name: str, about: str, label: str, values: Mapping[str, int]) -> Metric:
@@ -233,14 +259,45 @@ class MetricsServer:
         await self._runner.cleanup()
 
 
+class MetricsKey:
+    """Who may see metrics: anybody, or who shows the key whose SHA-256 a file has."""
+
+    def __init__(self, file: str) -> None:
+        self._file = Path(file) if file else None
+
+    def check(self, headers: Mapping[str, str]) -> None:
+        """Raises HTTPUnauthorized."""
+        if self._file is None:
+            return
+        scheme, _, key = headers.get("Authorization", "").partition(" ")
+        shown = sha256(key.strip().encode("utf-8", "surrogateescape")).hexdigest()
+        if scheme.lower() != "bearer" or shown not in self._digests(self._file):
+            raise web.HTTPUnauthorized(headers={"WWW-Authenticate": 'Bearer realm="prfaas"'})
+
+    def _digests(self, file: Path) -> list[str]:
+        """Several while one replaces another."""
+        try:
+            return file.read_text().split()
+        except (OSError, ValueError) as error:
+            log.error("metrics_key cannot be read, metrics are shown to no reader: %s", error)
+            return []
+
+
+async def _unnamed(_: web.BaseRequest, response: web.StreamResponse) -> None:
+    """No answer names the server's software and its version."""
+    response.headers.pop("Server", None)
+
+
 async def serve_metrics(agent: NodeAgent, host: str, port: int) -> MetricsServer:
     """Serves /metrics and /health of a node on `host:port` (0: any free port). Raises OSError if the port is taken."""
+    key = MetricsKey(agent.config.metrics_key)
     registry = CollectorRegistry(auto_describe=False)
     transport = TransportCollector(agent.prefills.egress.client, agent.listener.server)
     for collector in (NodeCollector(agent), transport):
         registry.register(InCluster(agent.config.cluster, collector))
 
     async def metrics(request: web.Request) -> web.Response:
+        key.check(request.headers)
         return web.Response(body=generate_latest(registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     async def health(request: web.Request) -> web.Response:
@@ -249,6 +306,7 @@ async def serve_metrics(agent: NodeAgent, host: str, port: int) -> MetricsServer
         return web.json_response({"id": agent.config.node_id, "state": state}, status=status)
 
     app = web.Application()
+    app.on_response_prepare.append(_unnamed)
     app.add_routes([web.get("/metrics", metrics), web.get("/health", health)])
     runner = web.AppRunner(app, access_log=None)
     await runner.setup()

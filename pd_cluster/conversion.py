@@ -8,7 +8,8 @@ From the first step to the last the node takes nothing new for either role, and 
 role changes in one place, when the new one has been verified: a node that dies before comes back in the old one.
 
 Commands carry an epoch, which only grows. An older one is refused, the same again changes nothing, a newer one overrules what
-is under way: with two roles it either wants the same or the old one back.
+is under way: with two roles it either wants the same or the old one back. Epochs count plans and commands, one by one. One
+that leaps too far ahead is refused: it would leave no room for those that come after it.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,6 +17,9 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from types import MappingProxyType
 from typing import Any, Final, TypeAlias
+
+MAX_LEAP: Final = 1 << 32  # of an epoch ahead of the node's own: no planner has made as many plans meanwhile
+MAX_EPOCH: Final = 1 << 62  # far from where counting would end
 
 
 class ConversionPhase(StrEnum):
@@ -40,6 +44,10 @@ class CommandOutcome(StrEnum):
 
 class StaleCommand(Exception):
     """A command that a newer one, or another of the same epoch, came before."""
+
+
+class LeapingCommand(Exception):
+    """A command whose epoch is too far ahead."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,7 +143,7 @@ ENDED: Final = (Effect.ANNOUNCE, Effect.REMEMBER, Effect.COUNT)
 
 
 def step(conversion: Conversion, event: Event, now: float) -> ConversionStep:
-    """The one after `event`. Raises StaleCommand."""
+    """The one after `event`. Raises StaleCommand, LeapingCommand."""
     if isinstance(event, Command):
         if is_repeated(conversion, event):
             return ConversionStep(conversion)
@@ -146,7 +154,12 @@ def step(conversion: Conversion, event: Event, now: float) -> ConversionStep:
 
 
 def is_repeated(conversion: Conversion, command: Command) -> bool:
-    """Whether the newest command is asked for again. Raises StaleCommand for one that comes too late."""
+    """Whether the newest command is asked for again.
+
+    Raises StaleCommand for one that comes too late, LeapingCommand for one that is too far ahead.
+    """
+    if command.epoch > (most := min(conversion.epoch + MAX_LEAP, MAX_EPOCH)):
+        raise LeapingCommand(f"epoch {command.epoch} is too far ahead of {conversion.epoch}: at most {most}")
     if command.epoch > conversion.epoch:
         return False
     if command.epoch == conversion.epoch and command.role == conversion.target:

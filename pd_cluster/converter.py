@@ -24,6 +24,7 @@ from pd_cluster.conversion import (
     ConversionPhase,
     Effect,
     Event,
+    LeapingCommand,
     RoleDrained,
     RoleUnfit,
     StaleCommand,
@@ -82,6 +83,8 @@ class RoleConverter:
                 self._take(command)
         except StaleCommand as exc:
             raise NodeRefusal("stale_epoch", f"{self._node.config.node_id}: {exc}") from exc
+        except LeapingCommand as exc:
+            raise NodeRefusal("bad_request", f"{self._node.config.node_id}: {exc}") from exc
         await self._until(self._is_remembered, self._write_s)
         await self._until(lambda: self._has_ended(command.epoch), min(request.wait_s, MAX_WAIT_S))
         await self._until(self._is_remembered, self._write_s)

@@ -11,7 +11,7 @@ from typing import Final
 import msgspec
 
 from node.config import ROLES, NodeConfig
-from pd_cluster.conversion import CommandOutcome, Conversion
+from pd_cluster.conversion import MAX_EPOCH, CommandOutcome, Conversion
 from transport.control.durable import write_durably
 
 log = logging.getLogger(__name__)
@@ -42,6 +42,11 @@ class RoleMemory:
         found = self._read()
         if found is None:
             return Conversion(role=self._configured, target=self._configured)
+        if (
+            found.epoch > MAX_EPOCH
+        ):  # written before epochs had a limit: every command after it would be stale, for ever
+            log.warning("%s: epoch %d leaves no room for others, it is forgotten", self.path, found.epoch)
+            found = msgspec.structs.replace(found, epoch=0)
         role = found.role if found.configured == self._configured else self._configured
         outcome = found.outcome if found.outcome is not CommandOutcome.PENDING else CommandOutcome.INTERRUPTED
         if role != self._configured:

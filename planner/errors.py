@@ -1,4 +1,4 @@
-"""What can go wrong in planning.
+"""Errors of planning.
 
 PlannerError
 ├── NoReadyNode        routing: nothing can decode the request

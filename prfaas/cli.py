@@ -77,7 +77,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"prfaas {prfaas.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    demo = commands.add_parser("demo", help="start two clusters here, replay a real trace, check every claim, end")
+    demo = commands.add_parser("demo", help="start two clusters here, replay a real trace, check every claim, and end")
     _add_topology(demo)
     demo.add_argument(
         "--requests", type=within(1, 110), default=110, metavar="N", help="how many of the 110 trace rows to replay"
@@ -98,14 +98,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     gateway.set_defaults(run=_gateway)
 
-    node = commands.add_parser("node", help="run one node: agent and engine; what follows -- is the engine's own")
+    node = commands.add_parser("node", help="run one node: agent and engine; arguments after -- go to the engine")
     add_node_arguments(node)
     node.set_defaults(run=_node)
 
-    _add_explain(commands.add_parser("explain", help="say where a request would go now, and why; nothing is sent"))
-    check = commands.add_parser(
-        "check", help="ask a gateway's nodes what they are, and whether everybody reaches whom they must"
-    )
+    _add_explain(commands.add_parser("explain", help="show where a request would go now, and why; sends nothing"))
+    check = commands.add_parser("check", help="check that a gateway's nodes fit together and reach each other")
     check.add_argument(
         "-c", "--config", type=Path, default=STATE_DIR / "up" / "gateway.toml", metavar="FILE.toml",
         help="the gateway's file (default: that of `prfaas up`, %(default)s)",
@@ -118,10 +116,10 @@ def _parser() -> argparse.ArgumentParser:
             "top", help="links, clusters, nodes and requests of a running gateway, a screenful a second"
         )
     )
-    _add_flows(commands.add_parser("flows", help="follow what goes over links, and why"))
-    _add_drain(commands.add_parser("drain", help="have nothing new go over a link, or to a node, for maintenance"))
-    _add_reload(commands.add_parser("reload", help="have a gateway take over what its file says by now"))
-    _add_convert(commands.add_parser("convert", help="have a node of a PD cluster change its role, while it serves"))
+    _add_flows(commands.add_parser("flows", help="follow transfers over links, and their reasons"))
+    _add_drain(commands.add_parser("drain", help="stop new work over a link, or to a node, for maintenance"))
+    _add_reload(commands.add_parser("reload", help="make a gateway read its file again"))
+    _add_convert(commands.add_parser("convert", help="change the role of a node of a PD cluster while it serves"))
 
     add_preparations(commands)
     return parser
@@ -139,7 +137,11 @@ def _add_topology(parser: argparse.ArgumentParser) -> None:
 def _add_gateway(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-u", "--url", default="http://127.0.0.1:8000", metavar="URL",
-        help="where the gateway's operators ask: its port, or its metrics_port if it has one (default: %(default)s)",
+        help="the gateway's address for operators: its port, or its metrics_port if it has one (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--ca", type=Path, metavar="FILE.pem",
+        help="the authority of an https URL's certificate, or that certificate (default: those this host trusts)",
     )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="as JSON")
 
@@ -147,7 +149,7 @@ def _add_gateway(parser: argparse.ArgumentParser) -> None:
 def _add_gateway_file(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-c", "--config", type=Path, default=STATE_DIR / "up" / "gateway.toml", metavar="FILE.toml",
-        help="a gateway's file, which says which nodes there are (default: that of `prfaas up`, %(default)s)",
+        help="a gateway's file, which lists the nodes (default: that of `prfaas up`, %(default)s)",
     )  # fmt: skip
 
 
@@ -156,13 +158,13 @@ def _add_explain(parser: argparse.ArgumentParser) -> None:
     asked = parser.add_mutually_exclusive_group()
     asked.add_argument("file", nargs="?", metavar="FILE", help="the request's JSON body; - or nothing: standard input")
     asked.add_argument("--prompt", metavar="TEXT", help="a prompt instead")
-    asked.add_argument("--tokens", type=within(1, 10**6), metavar="N", help="so many tokens, none of them cached")
-    parser.add_argument("--model", metavar="NAME", help="with --prompt and --tokens (default: the one that is served)")
-    parser.add_argument("--tenant", metavar="NAME", help="as if this tenant asked, where the gateway has tenants")
-    parser.add_argument("--endpoint", metavar="PATH", help="where the body would be sent, if it does not show")
+    asked.add_argument("--tokens", type=within(1, 10**6), metavar="N", help="a prompt of N tokens, none of them cached")
+    parser.add_argument("--model", metavar="NAME", help="the model for --prompt and --tokens (default: the served one)")
+    parser.add_argument("--tenant", metavar="NAME", help="explain it for this tenant, where the gateway has tenants")
+    parser.add_argument("--endpoint", metavar="PATH", help="the path for the body, if its fields do not show it")
     parser.add_argument(
         "-H", "--header", action="append", type=header, default=[], metavar="NAME:VALUE",
-        help="sent as a client would, such as x-prfaas-class:batch; may be repeated",
+        help="a header of the request, such as x-prfaas-class:batch; may be repeated",
     )  # fmt: skip
     parser.set_defaults(run=_explain)
 
@@ -178,12 +180,12 @@ def _add_top(parser: argparse.ArgumentParser) -> None:
 
 def _add_flows(parser: argparse.ArgumentParser) -> None:
     _add_gateway(parser)
-    parser.add_argument("--once", action="store_true", help="those that are known by now, and end")
+    parser.add_argument("--once", action="store_true", help="print the known ones, and end")
     parser.add_argument("--all", action="store_true", help="within clusters, too")
-    parser.add_argument("--link", type=link, metavar="FROM:TO", help="between these two clusters alone")
+    parser.add_argument("--link", type=link, metavar="FROM:TO", help="only between these two clusters")
     parser.add_argument(
         "--kind", action="append", default=[], choices=["request", "move", "replica", "probe"],
-        help="of this kind alone; may be repeated",
+        help="only this kind; may be repeated",
     )  # fmt: skip
     parser.set_defaults(run=_flows)
 
@@ -192,15 +194,31 @@ def _add_drain(parser: argparse.ArgumentParser) -> None:
     _add_gateway(parser)
     wanted = parser.add_mutually_exclusive_group(required=True)
     wanted.add_argument(
-        "link", nargs="?", type=link, metavar="FROM:TO", help="the clusters that it joins, as `prfaas top` names them"
+        "link",
+        nargs="?",
+        type=link,
+        metavar="FROM:TO",
+        help="the clusters that the link joins, as `prfaas top` names them",
     )
-    wanted.add_argument("--node", metavar="NODE", help="a node instead: its node_id, or host:port of its agent")
-    parser.add_argument("--undo", action="store_true", help="use it again")
+    wanted.add_argument("--node", metavar="NODE", help="drain a node instead: its node_id, or host:port of its agent")
+    parser.add_argument("--undo", action="store_true", help="use the link or node again")
     _add_gateway_file(parser)
     parser.add_argument(
-        "--timeout", type=seconds, default=0.0, metavar="S", help="wait so long for what a node still runs (default: 0)"
+        "--timeout",
+        type=seconds,
+        default=0.0,
+        metavar="S",
+        help="seconds to wait for a node's running work (default: 0)",
     )
+    _add_certificate(parser)
     parser.set_defaults(run=_drain)
+
+
+def _add_certificate(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--certificate", type=Path, metavar="FILE.pem",
+        help="an operator's, with its key beside it (default: operator.pem beside the gateway's)",
+    )  # fmt: skip
 
 
 def _add_reload(parser: argparse.ArgumentParser) -> None:
@@ -211,16 +229,19 @@ def _add_reload(parser: argparse.ArgumentParser) -> None:
 
 def _add_convert(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("node", metavar="NODE", help="its node_id, or host:port of its agent")
-    parser.add_argument("--to", required=True, choices=["prefill", "decode"], help="the role that it is to have")
+    parser.add_argument("--to", required=True, choices=["prefill", "decode"], help="the new role")
     _add_gateway_file(parser)
     parser.add_argument(
         "--drain-timeout", type=seconds, default=0.0, metavar="S",
-        help="after so long it stays what it was (default: the node's drain_timeout_s)",
+        help="seconds after which the node keeps its old role (default: the node's drain_timeout_s)",
     )  # fmt: skip
     parser.add_argument(
-        "--verify-timeout", type=seconds, default=0.0, metavar="S", help="the same for its engine's answer (default: 30)"
+        "--verify-timeout", type=seconds, default=0.0, metavar="S", help="seconds to wait for its engine's answer (default: 30)"
     )  # fmt: skip
-    parser.add_argument("--force", action="store_true", help="even the last ready node of its role in its cluster")
+    parser.add_argument(
+        "--force", action="store_true", help="convert even the last ready node of its role in its cluster"
+    )
+    _add_certificate(parser)
     parser.set_defaults(run=_convert)
 
 
@@ -348,7 +369,7 @@ def _explain(arguments: argparse.Namespace) -> int:
         tenant=arguments.tenant,
         headers=dict(arguments.header),
     )
-    gateway = GatewayClient(arguments.url)
+    gateway = GatewayClient(arguments.url, authority=arguments.ca)
     with gateway.understood():
         found = ask(gateway, wish)
         if arguments.json:
@@ -362,7 +383,7 @@ def _top(arguments: argparse.Namespace) -> int:
     from prfaas.commands.asking import GatewayClient
     from prfaas.commands.top import once, watch
 
-    gateway, console = GatewayClient(arguments.url), _console()
+    gateway, console = GatewayClient(arguments.url, authority=arguments.ca), _console()
     with gateway.understood():
         if arguments.json:
             print(json.dumps(gateway.get("/prfaas/console")))
@@ -378,7 +399,7 @@ def _flows(arguments: argparse.Namespace) -> int:
     from prfaas.commands.flows import HEADER, FlowFilter, follow, line
 
     wanted = FlowFilter(all_of_them=arguments.all, link=arguments.link, kinds=frozenset(arguments.kind))
-    gateway = GatewayClient(arguments.url)
+    gateway = GatewayClient(arguments.url, authority=arguments.ca)
     if not arguments.json:
         print(HEADER, flush=True)
     with gateway.understood():
@@ -395,7 +416,9 @@ def _warn(line: str) -> None:
 def _drain_node(arguments: argparse.Namespace) -> int:
     from prfaas.commands.drain import DrainWish, drain_node
 
-    wish = DrainWish(node=arguments.node, undo=arguments.undo, timeout_s=arguments.timeout)
+    wish = DrainWish(
+        node=arguments.node, undo=arguments.undo, timeout_s=arguments.timeout, certificate=arguments.certificate
+    )
     return run_until_done(drain_node(wish, arguments.config, _telling(_console())))
 
 
@@ -406,7 +429,7 @@ def _drain(arguments: argparse.Namespace) -> int:
 
     source, destination = arguments.link
     wanted = {"source": source, "destination": destination, "drained": not arguments.undo}
-    gateway = GatewayClient(arguments.url)
+    gateway = GatewayClient(arguments.url, authority=arguments.ca)
     with gateway.understood():
         found = gateway.post("/prfaas/links", json.dumps(wanted).encode())["data"]
         if arguments.json:
@@ -421,7 +444,7 @@ def _drain(arguments: argparse.Namespace) -> int:
 def _reload(arguments: argparse.Namespace) -> int:
     from prfaas.commands.asking import GatewayClient
 
-    gateway = GatewayClient(arguments.url)
+    gateway = GatewayClient(arguments.url, authority=arguments.ca)
     with gateway.understood():
         found = (gateway.get("/prfaas/config") if arguments.dry_run else gateway.post("/prfaas/config", b""))["data"]
         stays = [each["key"] for each in found if each["needs_restart"]]
@@ -449,6 +472,7 @@ def _convert(arguments: argparse.Namespace) -> int:
         drain_timeout_s=arguments.drain_timeout,
         verify_timeout_s=arguments.verify_timeout,
         force=arguments.force,
+        certificate=arguments.certificate,
     )
     return run_until_done(convert(wish, arguments.config, _telling(_console())))
 

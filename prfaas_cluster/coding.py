@@ -27,8 +27,8 @@ def _format(coding: Coding, layout: ModelLayout, group: int, exact: bool) -> Ran
 
 
 def runs_of(elements: Sequence[Elements]) -> tuple[Run, ...]:
-    """Elements as transport knows them. K and V with heads of two sizes take the common part as their vector, so that a
-    chunk is one block and not two per slab.
+    """Elements as transport knows them. K and V with heads of two sizes take the common part as their vector. So a chunk
+    is one block, and not two per slab.
     """
     known = [e if e.dtype in ITEM_BYTES else Elements(e.num_bytes, "", 0) for e in elements]
     common = gcd(*(e.vector for e in known))

@@ -18,7 +18,7 @@ class EgressShares:
     def __init__(self, client: TransferClient, now: Callable[[], float]) -> None:
         self._client = client
         self.now = now
-        self._held: dict[str, tuple[str, float, int]] = {}  # by cluster: by whom, until when, the last serial
+        self._held: dict[str, tuple[str, float, int]] = {}  # by cluster: its holder, until when, the last serial
 
     def take(self, share: pb.EgressShare) -> None:
         """Keeps to it until it ends; then to the node's own budget. Raises NodeRefusal."""

@@ -205,6 +205,7 @@ def _options(config: NodeConfig, reach: PeerReach) -> ClientOptions:
     options = ClientOptions(
         integrity=INTEGRITIES[config.integrity],
         identity=config.identity,
+        guard=reach.guard,
         tcp=TcpOptions(congestion=config.congestion_control),
         rdma=reach.rdma,
     )

@@ -1,4 +1,4 @@
-"""From what a client wrote to the tokens of its prompt: the same for the gateway, which names them, and for engines.
+"""Turns a client's request into the tokens of its prompt. The gateway, which names blocks, and engines share it.
 
 conversations     a chat that goes on: only what is new is read
 reading           a request's prompt, as gateway and engine both read it

@@ -1,13 +1,15 @@
-"""Chats that go on: of a conversation read before, only the new messages are decoded, rendered and tokenised.
+"""Growing chats: of a conversation read before, only the new messages are decoded, rendered and tokenised.
 
-What is kept of a conversation is the JSON of its messages, byte for byte, and the tokens of their text up to the last place
-at which it may be cut whatever follows (prompts.tokens.segments). A body whose messages begin with these bytes continues it:
+The cache keeps the JSON of a conversation's messages, byte for byte, and the tokens of their text. The tokens end at
+the last place where the text may be cut, whatever follows (prompts.tokens.segments). A body whose messages begin with
+these bytes continues it:
 
     messages  [{…},{…},{…}      ,{…},{…}]
     text      BEFORE · … <eot>  …             · AFTER        BEFORE and AFTER are rendered each time (prompts.chat.appending)
     tokens    known ─────────┤  new ─────────────────┤
 
-Every answer is that of reading the whole; some are compared with it, and a template for which one differs is not believed again.
+Every result equals that of reading the whole. Some are compared with it; a template whose result differs is not trusted
+again.
 """
 
 from collections import Counter
@@ -204,7 +206,7 @@ class Conversations:
         place_before: tuple[bytes, int, bytes] | None,
         tenant: bytes,
     ) -> None:
-        """What was learned takes the place of what it continues."""
+        """Replaces a conversation by its continuation."""
         if place_before is not None:
             self._put(place_before, [each for each in self._alike(place_before, tenant) if each is not before], tenant)
         others = [each for each in self._alike(place, tenant) if each.json != learned.json]
@@ -229,7 +231,7 @@ def _is_checked(number: int) -> bool:
 
 
 def _said(fields: Mapping[str, bytes]) -> bytes:
-    """A digest of all else that the text depends on."""
+    """A digest of everything else that the text depends on."""
     digest = blake2b(digest_size=16)
     for name in sorted(fields):
         digest.update(b"%b %d " % (name.encode(), len(fields[name])) + fields[name])

@@ -1,4 +1,4 @@
-"""What can go wrong on the way from a request to its tokens.
+"""Errors on the way from a request to its tokens.
 
 PromptsError
 ├── TokenizerUnreadable   a model directory's tokenizer or chat template cannot be used

@@ -1,7 +1,7 @@
-"""A cache of bounded size that tenants share fairly: who fills it makes room out of his own.
+"""A cache of bounded size that tenants share fairly: the tenant that fills it loses its own entries.
 
-What is least recently used goes first, of the tenant who holds the most: so no tenant with less than an equal share loses
-anything to others. Shared by threads.
+The least recently used entry of the tenant with the most bytes goes first. So no tenant with less than an equal share
+loses anything to others. Shared by threads.
 """
 
 from collections import OrderedDict
@@ -16,7 +16,7 @@ ENTRY_BYTES: Final = 256  # of an entry beside what it says it holds: its key, a
 
 
 class _Shelf:
-    """What one tenant holds."""
+    """One tenant's entries."""
 
     __slots__ = ("entries", "held_bytes")
 

@@ -1,4 +1,4 @@
-"""From the prompt of a request to its tokens, as gateway and engine both read it: what one refuses, so does the other."""
+"""Reads a request's prompt into tokens. Gateway and engine share it, so both refuse the same prompts."""
 
 from collections.abc import Sequence
 from typing import Any, Final
@@ -21,7 +21,7 @@ RESERVED_KWARGS: Final = frozenset(
 
 
 class Chat(msgspec.Struct, frozen=True, kw_only=True):
-    """What a chat request says of its prompt, under the names of its fields; None is not said."""
+    """The fields of a chat request that its prompt depends on, under their names; None: not given."""
 
     messages: Sequence[Message]
     tools: list[Any] | None = None
@@ -34,7 +34,7 @@ class Chat(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def rendering(self) -> dict[str, Any]:
-        """What a template is rendered with, beside messages, and whether the last of these is left open."""
+        """The variables for a template, beside messages, and whether the last message is left open."""
         return {
             "tools": tools_in_form(self.tools),
             "documents": self.documents,

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.peers import Peers
 from tests.sampling import (  # noqa: F401 hooks of --sample
     pytest_addoption,
     pytest_configure,
@@ -38,6 +39,11 @@ def signals_as_they_were() -> Iterator[None]:
     for number, handler in before.items():
         if signal.getsignal(number) != handler:
             signal.signal(number, handler)
+
+
+@pytest.fixture(scope="session")
+def peers(tmp_path_factory: pytest.TempPathFactory) -> Peers:
+    return Peers(tmp_path_factory.mktemp("peers"))
 
 
 @pytest.fixture(scope="session")

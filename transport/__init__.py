@@ -21,13 +21,15 @@ Rooms; each imports only from those below it (contracts in pyproject.toml):
     send │ receive             the two ends; neither knows the other
     coding │ rdma │ control    bytes made smaller; NICs; what processes say to each other besides
     wire                       frames, connections, seals: what both ends must agree on
+    peers                      who the other end is by its certificate, and what it may do
     path                       sockets, shared memory, what a link carries and may carry
     errors
 
-Pure (no sockets, no threads, time comes in): errors, turns, wire but for session and identity, path.governor, send.{reach,
+Pure (no sockets, no threads, time comes in): errors, turns, wire but for session and identity, peers.{name, rights},
+path.governor, send.{reach,
 sieve, spec}, send.schedule.{lanes, fairness}, receive.registry.{landing, landings, segments, activity, seats},
 coding.{elements, quantise}, rdma.{rails, topology}.
 Rim: send.{client, peer, lane}, receive.{server, connection}, path.{tcp, shm, link, pacing}, wire.{session, identity},
-rdma.{device, verbs, inlet}, coding.{codec, choice}, control.
+peers.{guard, revocation}, rdma.{device, verbs, inlet}, coding.{codec, choice}, control.
 For tests without sockets: loopback; without NICs: rdma.loopback.
 """

@@ -6,8 +6,8 @@
     engine.status(batch, task) -> TaskStatus                 poll; tasks are numbered in order of submission
     engine.free_batch(batch)                                 only when no task is pending
 
-Unlike there, access needs the segment's secret and stays inside it, only what was registered for reading can be read, bytes
-are verified before they count, are resumed when a connection breaks, and every task has a status of its own.
+Five things differ. Access needs the segment's secret and stays inside the segment. Peers read only what was registered
+for reading. Bytes count once they are verified. A broken connection is resumed. Every task has a status of its own.
 
 A read is asked for over a connection to the owner of the memory, which answers with a transfer to the reader's own listener:
 flow control, integrity and resumption are those of every transfer. Both ends must be able to reach each other.
@@ -40,7 +40,7 @@ from transport.wire.frames import MAX_PLACEMENT
 
 log = logging.getLogger(__name__)
 
-READ_ORPHAN_S: Final = 10.0  # a read that was granted must begin within, and may be without a connection for so long
+READ_ORPHAN_S: Final = 10.0  # a granted read must begin within this, and may be without a connection for this long
 
 
 class TaskState(Enum):
@@ -120,7 +120,7 @@ class _WriteTask:
 
 @dataclass(slots=True)
 class _Reply:
-    """What a read's bytes come as. `reason` is the owner's, when it refused."""
+    """The transfer that brings a read's bytes. `reason` is the owner's, when it refused."""
 
     result: LandingResult | None = None
     reason: str = ""
@@ -146,8 +146,7 @@ _Task: TypeAlias = _WriteTask | _ReadTask
 
 
 class BatchEngine:
-    """Both ends in one object, as in Mooncake: what it registers others may write or read, and the other way round.
-
+    """Both ends in one object, as in Mooncake: peers write or read what it registers, and it does the same at theirs.
     Any thread may use it.
     """
 
@@ -181,18 +180,18 @@ class BatchEngine:
 
     @property
     def counters(self) -> Counter[str]:
-        """What became of what others asked for: see `TransferServer.counters`."""
+        """Outcomes of the requests of peers: see `TransferServer.counters`."""
         return self._server.counters
 
     @property
     def bytes_received(self) -> int:
-        """Payload that arrived: what others wrote, and what was read from them."""
+        """Payload that arrived: bytes that peers wrote, and bytes that we read from them."""
         return self._server.bytes_received
 
     def register_memory(
         self, name: str, memory: memoryview, *, remote_read: bool = False, remote_write: bool = True
     ) -> SegmentRef:
-        """Opens memory to others who are given the result. Raises ValueError."""
+        """Opens memory to peers that get the result. Raises ValueError."""
         secret = os.urandom(32)
         view = memory.cast("B")
         self._server.register_segment(name, view, secret, readable=remote_read, writable=remote_write)
@@ -232,7 +231,7 @@ class BatchEngine:
             batch += [tasks[i] for i in range(len(requests))]
 
     def status(self, batch_id: int, task: int) -> TaskStatus:
-        """Raises LocalProtocolError for a batch that there is not."""
+        """Raises LocalProtocolError for an unknown batch."""
         with self._lock:
             return self._batch(batch_id)[1][task].status()
 
@@ -313,7 +312,7 @@ class BatchEngine:
             deadline_s=WRITE_DEADLINE_S,
             orphan_timeout_s=READ_ORPHAN_S,
         )
-        # Nothing of it ever becomes ready, because nothing of it is to be sent: the owner's Accept is all that it is for.
+        # No range of it ever becomes ready, because it sends nothing: its only purpose is the owner's Accept.
         spec = TransferSpec(source.address, asked, source.secret, sizes, placement=placement)
         self._client.open(spec, (), on_done=lambda result: self._on_answered(reply_id, reply, result))
         return [_ReadTask(reply, len(view)) for view in views]
@@ -337,7 +336,7 @@ class BatchEngine:
                 log.warning("read %s to %s failed: %s", read.reply_id, read.address, result.reason)
 
         sizes = [len(view) for view in read.views]
-        # Held throughout: who unregisters a segment sees all of its reads, and none comes later.
+        # Held throughout: a caller that unregisters a segment sees all of its reads, and no read comes later.
         with self._served_lock:
             if not self._server.is_registered(read.segment):
                 return

@@ -1,4 +1,4 @@
-"""What can go wrong on a link.
+"""Errors of a link.
 
 TransportError
 ├── ProtocolError
@@ -20,15 +20,15 @@ class TransportError(Exception):
 
 
 class ProtocolError(TransportError):
-    """Someone broke the protocol."""
+    """One end broke the protocol."""
 
 
 class LocalProtocolError(ProtocolError):
-    """We did: an intent that is not possible in the present state."""
+    """Our caller did: the present state does not allow what it asked for."""
 
 
 class RemoteProtocolError(ProtocolError):
-    """The peer did. The connection is beyond repair; its transfers go on over another one.
+    """The peer did. The connection must end; its transfers continue over another one.
 
     `code`, one of `frames.Code`, is what the peer is told and what is counted.
     """
@@ -64,7 +64,7 @@ class PeerLost(TransportError):
 
 
 class BackendMissing(TransportError):
-    """What was asked for comes with an extra that is not installed, or does not load."""
+    """A requested feature comes with an extra that is not installed, or does not load."""
 
     def __init__(self, what: str, extra: str, cause: ImportError) -> None:
         super().__init__(f'{what} needs the {extra} extra (pip install "prfaas[{extra}]"): {cause}')

@@ -1,4 +1,4 @@
-"""Links and transfers for Prometheus: read when scraped, so that nothing is counted twice or in between.
+"""Links and transfers for Prometheus. They are read at each scrape, so nothing is counted twice.
 
 `link` is the name that transfers to the peer were opened with: in a node, the cluster at the other end. Sums over its
 peers are the link's; in counters, peers that were closed since count as peer "".

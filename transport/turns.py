@@ -1,4 +1,5 @@
-"""Which flow is served next, and which one may take a place. Pure: `now` is given, in seconds, up to 1e9 and beyond.
+"""Decides which flow is served next, and which one may take a place. Pure: `now` is given, in seconds, up to 1e9 and
+beyond.
 
 served   what a flow was charged; half of it is forgotten every half-life
 turn     the flow with the least goes next; flows below one unit are equal, and the first that is named goes next
@@ -26,27 +27,27 @@ KEPT_FLOWS: Final = MAX_FLOWS * 3 // 4  # then: room for as many more as make it
 MOST_LOG2: Final = 60.0  # a bound for exponents, far beyond what is computed or sent in some half-lives
 
 LEFT_FREE: Final = 7  # all but an eighth, for one flow
-LATELY_S: Final = 120.0  # who was served within it is expected to come back: places are left for it
+LATELY_S: Final = 120.0  # a flow served within this is expected back: places are left for it
 
 Flow = TypeVar("Flow", bound=Hashable)
 
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What is kept of a flow."""
+    """The record of a flow."""
 
     rank: float
     at_s: float  # the last time
 
 
 class Turns(Generic[Flow]):
-    """What flows have been served lately."""
+    """The recent service of flows."""
 
     def __init__(self, half_life_s: float) -> None:
         self._half_life_s = half_life_s
         self._flows: dict[Flow, Served] = {}  # in the order of their latest turns
-        # The highest rank that was forgotten. Unknown flows have it: were they newcomers, one that is served and forgotten
-        # at once would be the next again, for as long as it wants, before all that are remembered.
+        # The highest rank that was forgotten. Unknown flows get this rank. If they counted as newcomers, a flow that is
+        # served and forgotten at once would always be next, before all remembered ones.
         self._forgotten = -inf
 
     def __len__(self) -> int:
@@ -74,7 +75,7 @@ class Turns(Generic[Flow]):
         return max(self._newcomer(now), self._rank_of(flow))
 
     def first(self, flows: Iterable[Flow], now: float) -> Flow:
-        """Whose turn it is of `flows` (at least one); of equals, the first."""
+        """The next one of `flows` (at least one); of equals, the first."""
         return min(flows, key=lambda flow: self.rank(flow, now))
 
     def latest(self) -> Iterator[tuple[Flow, float]]:
@@ -90,7 +91,7 @@ class Turns(Generic[Flow]):
         return self._forgotten if known is None else known.rank
 
     def _forget(self, now: float) -> None:
-        """Those that are newcomers again, or if those are few, those that have been served least."""
+        """Forgets flows that are newcomers again, or, if those are few, the flows that have been served least."""
         newcomer = self._newcomer(now)
         self._flows = {flow: served for flow, served in self._flows.items() if served.rank >= newcomer}
         if len(self._flows) > KEPT_FLOWS:

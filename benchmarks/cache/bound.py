@@ -1,4 +1,4 @@
-"""What knowing a block's class could be worth on a trace: hits if every class were held for its best time, chosen in hindsight.
+"""The bound of class-based eviction on a trace: hits if every class were held for its best time, chosen in hindsight.
 
 python -m benchmarks.cache.bound --trace FILE [--capacity-frac F ...]
 

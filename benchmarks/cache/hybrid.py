@@ -60,7 +60,7 @@ class BlockRange:
 
 
 class CacheSystem:
-    """What a system decides; the base is the least recently used."""
+    """A system's decisions; the base evicts the least recently used."""
 
     every_boundary = False
 

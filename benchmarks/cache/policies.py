@@ -49,7 +49,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         prog="python -m benchmarks.cache.policies", description="Measures the cache on a trace."
     )
     parser.add_argument("--trace", type=Path, help="a .jsonl, .jsonl.xz or .jsonl.zst file with hash_ids")
-    parser.add_argument("--policy", action="append", help="lower-case name, may be given again (default: all)")
+    parser.add_argument("--policy", action="append", help="lower-case name; may be given again (default: all)")
     size = parser.add_mutually_exclusive_group()
     size.add_argument("--capacity-blocks", type=int, action="append", help="may be given again")
     size.add_argument("--capacity-frac", type=float, action="append", help="of the footprint, may be given again")

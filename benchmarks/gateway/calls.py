@@ -30,6 +30,7 @@ from transport.control.credentials import channel_credentials, channel_options, 
 from transport.control.proto import node_pb2 as pb
 from transport.control.proto.node_pb2_grpc import NodeAgentServicer, NodeAgentStub, add_NodeAgentServicer_to_server
 from transport.control.tickets import ticket_info
+from transport.peers.name import PeerName, PeerRole
 from transport.wire.identity import Identity
 
 TIMEOUT_S: Final = 30.0
@@ -101,7 +102,7 @@ async def serve(identity: Identity | None) -> None:
 
 @asynccontextmanager
 async def ways(ports: dict[str, Any], identity: Identity | None) -> AsyncIterator[dict[str, Call]]:
-    """What a reservation can go by, connected."""
+    """A connected transport for reservations."""
     async with AsyncExitStack() as stack:
         address = f"127.0.0.1:{ports['grpc']}"
         if identity is None:
@@ -172,8 +173,12 @@ async def measured(by: dict[str, Call], calls: int, rounds: int) -> dict[tuple[s
 
 
 async def compare(folder: Path, calls: int, rounds: int, secure: bool) -> dict[tuple[str, int], float]:
-    identity = Authority(folder).issue("agent", [NAME]) if secure else None
-    files = [str(identity.certificate), str(identity.key), str(identity.authority)] if identity else []
+    identity, files = None, []
+    if secure:
+        authority = Authority(folder)
+        agents = authority.issue("agent", [NAME], peer=PeerName("prfaas", "west", PeerRole.NODE, "agent"))
+        identity = authority.issue("gateway", peer=PeerName("prfaas", "any", PeerRole.GATEWAY, "gateway"))
+        files = [str(agents.certificate), str(agents.key), str(agents.authority)]
     agent = GreetingChild([sys.executable, "-m", "benchmarks.gateway.calls", "--serve", *files])
     try:
         async with ways(agent.greeting, identity) as by:

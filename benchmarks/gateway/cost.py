@@ -46,7 +46,8 @@ LAG = re.compile(r'prfaas_event_loop_lag_seconds_bucket\{le="([^"]+)"\} (\S+)')
 
 @dataclass(frozen=True, slots=True)
 class ClientLoad:
-    """What a client sends in one round: `first` is not measured, `bodies` are, in turns until `requests` are answered."""
+    """A client's requests in one round: `first` is not measured; `bodies` are, in turns until `requests` are
+    answered."""
 
     bodies: Sequence[bytes]
     requests: int
@@ -133,7 +134,7 @@ def scenarios(scale: float) -> list[LoadScenario]:
 
 @dataclass(slots=True)
 class Figures:
-    """What the rounds of one arm in one scenario came to."""
+    """The results of one arm's rounds in one scenario."""
 
     cpu_ms: list[float]
     p50_ms: list[float]
@@ -166,7 +167,7 @@ class Bench:
         taking_part = list(self._arms)
         for number in range(self._rounds):
             load = scenario.load(number)
-            # Each round begins with another arm: what the first one pays for the machine is nobody's alone.
+            # Each round begins with another arm, so that no arm alone pays for the machine's warm-up.
             for arm in taking_part[number % len(taking_part) :] + taking_part[: number % len(taking_part)]:
                 self._round(arm, scenario, load, figures[arm.name])
         return figures
@@ -240,11 +241,9 @@ def _arms(with_peers: bool, before: Path | None) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "--peers", action="store_true", help="beside vllm-router and Dynamo, too; they are installed on demand"
-    )
-    parser.add_argument("--arms", nargs="+", help="these only")
-    parser.add_argument("--before", type=Path, help="beside ours of another checkout, too")
+    parser.add_argument("--peers", action="store_true", help="also vllm-router and Dynamo, installed on demand")
+    parser.add_argument("--arms", nargs="+", help="only these")
+    parser.add_argument("--before", type=Path, help="also our gateway of another checkout")
     parser.add_argument("--only", default="", help="scenarios whose name contains this")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--scale", type=float, default=1.0, help="times as many requests")

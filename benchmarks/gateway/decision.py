@@ -1,11 +1,11 @@
 """CPU of one decision: `python -m benchmarks.gateway.decision [--json] [--prompts N] [--rounds N] [--blocks N]`.
 
-What a gateway does between a prompt's hashes and its booking, in the gateway's own code: a place in the line, views of nodes
-and links, routing, placement, admission; what prefills and steps take has been learned of every node. A prompt of 131,072
-tokens, 64 nodes (16 of a PrfaaS cluster, 32 that prefill and 16 that decode at home), an index of a million blocks. Every
-decision is about another prompt than the one before, whose hashes are fresh objects: nothing lies in the processor's caches
-that would not lie there in a gateway. Medians over all prompts and rounds; on a machine that is busy with other things the
-tenth percentile is nearer to what the code takes.
+What a gateway does between a prompt's hashes and its booking, in the gateway's own code: a place in the line, views of
+nodes and links, routing, placement, admission; what prefills and steps take has been learned of every node. There are a
+prompt of 131,072 tokens, 64 nodes and an index of a million blocks. The nodes are 16 of a PrfaaS cluster, 32 that
+prefill and 16 that decode at home. Every decision is about another prompt than the one before, whose hashes are fresh
+objects: nothing lies in the processor's caches that would not lie there in a gateway. Medians over all prompts and
+rounds; on a machine that is busy with other things the tenth percentile is nearer to what the code takes.
 
     few     a conversation: four nodes hold nearly all of it, the others its system prompt
     spread  every node holds another length of it, the worst there is
@@ -54,7 +54,7 @@ PROMISED: Final = ServiceClass(name="interactive", ttft_s=600.0, tbt_s=0.1)
 
 @dataclass(frozen=True, slots=True)
 class DecisionArm:
-    """A kind of model and cache, and how much of a prompt who holds."""
+    """A kind of model and cache, and how much of a prompt each node holds."""
 
     name: str
     block_size: int
@@ -128,7 +128,7 @@ def stored(group: int, hashes: Sequence[bytes], medium: Medium) -> Iterator[Bloc
 def node_events(
     arm: DecisionArm, prompts: Sequence[Sequence[bytes]], filler: int, rng: random.Random
 ) -> list[list[NodeEvent]]:
-    """What each node says of itself: its prompts with a state at the end of what it holds, and blocks of others' prompts."""
+    """Each node's report: its prompts with a state at the end of the part it holds, and blocks of other prompts."""
     layout = layout_of(arm)
     roles = [role for role, count in NODES.items() for _ in range(count)]
     link = LinkLoad(

@@ -2,9 +2,9 @@
 
     python -m benchmarks.gateway.memory [--requests 1000000] [--conversations 10000]
 
-No network and no nodes: what a request leaves behind is in the caches of prompts, the index, the records and the metrics, and
-these are the gateway's own, fed with the next turns of conversations of some tenants. What connections leave behind is not
-measured here.
+No network and no nodes: what a request leaves behind is in the caches of prompts, the index, the records and the
+metrics. The benchmark feeds the gateway's own with the next turns of conversations of some tenants. What connections
+leave behind is not measured here.
 """
 
 import argparse

@@ -1,1 +1,1 @@
-"""What benchmarks share: processes, peers, lines, trained weights."""
+"""Shared by benchmarks: processes, peers, lines, trained weights."""

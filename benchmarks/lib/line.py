@@ -1,7 +1,7 @@
 """A line between clusters as a process of its own: TCP relays that share one rate, which can be changed, or nothing at all.
 
 Asked in JSON lines (benchmarks.lib.processes.GreetingChild): `{"bytes_per_s": 6e6}`, `{"bytes_per_s": 0}` for a line
-that carries nothing and tells nobody. It shapes what goes from whoever connects to the target; the way back is free.
+that silently carries nothing. It shapes bytes from its clients to the target; the way back is free.
 """
 
 import asyncio

@@ -21,7 +21,7 @@ IP_HEADERS = 52  # IPv4 and TCP with timestamps
 
 
 def why_not() -> str | None:
-    """What this machine lacks; None when the emulator can run."""
+    """The missing requirement of this machine; None when the emulator can run."""
     if os.geteuid() != 0:
         return "needs root, to make network namespaces"
     missing = [tool for tool in ("gcc", "ip", "chrt") if shutil.which(tool) is None]
@@ -48,7 +48,7 @@ class Wan:
 
     @property
     def payload_bytes_per_s(self) -> float:
-        """What TCP can carry at most: the rate without IP and TCP headers."""
+        """The most that TCP can carry: the rate without IP and TCP headers."""
         return self.rate_mbit * 1e6 / 8 * (self.mtu - IP_HEADERS) / self.mtu
 
     def __enter__(self) -> "Wan":

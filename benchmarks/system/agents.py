@@ -171,7 +171,7 @@ def verdict(name: str, ours: Mapping[str, Any], never: Mapping[str, Any]) -> str
 async def live(
     site: Site, sessions: Sequence[Session], count: int, over_s: float, args: argparse.Namespace
 ) -> dict[str, Any]:
-    """The ways of `contenders`, each in a running system; plans are solved for answers that nobody waits for."""
+    """The ways of `contenders`, each in a running system; plans are solved as if no turn waited for an answer."""
     document = read_toml(CONFIG.with_name("case_study_live.toml"))["model"]
     scale = Scale(
         time=args.time_scale or document["time_scale"], tokens=document["token_scale"], bytes=document["byte_scale"]
@@ -241,7 +241,7 @@ def main() -> None:
     )
     arguments.add_argument("--seed", type=int, default=0)
     arguments.add_argument("--live", action="store_true", help="through a running system, later turns after answers")
-    arguments.add_argument("--only", action="append", help="live: this way alone; may be given several times")
+    arguments.add_argument("--only", action="append", help="live: only this way; may be given several times")
     arguments.add_argument("--time-scale", type=float, help="live: instead of that of configs/case_study_live.toml")
     arguments.add_argument("--state-dir", help="live; default: a temporary directory")
     args = arguments.parse_args()

@@ -57,7 +57,7 @@ class AgentsRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Requests:
-    """What was seen of requests, by request: seconds (nan where there was no answer), tokens, whether it was offloaded."""
+    """Measurements by request: seconds (nan where there was no answer), tokens, whether it was offloaded."""
 
     ttft_s: Floats
     tbt_s: Floats
@@ -314,7 +314,7 @@ def _instances(way: ServingWay) -> str:
 
 
 def bars(ours: ServingWay, planned_share: float, planned_gb_per_session: float) -> list[str]:
-    """What ours does beside its plan and beside a cache that never evicts."""
+    """Compares ours with its plan, and with a cache that never evicts."""
     row = ours.live
     egress = row.egress_gb_per_session / planned_gb_per_session if planned_gb_per_session else float("nan")
     return [

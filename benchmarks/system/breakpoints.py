@@ -1,4 +1,4 @@
-"""What a mark in a prompt is worth to a hybrid model: `python -m benchmarks.system.breakpoints [--json] [--arch NAME]`.
+"""The gain of a mark in a prompt for a hybrid model: `python -m benchmarks.system.breakpoints [--json] [--arch NAME]`.
 
 Several documents, each the system prompt of one question after the other: all first questions, then all second ones, and so on.
 Questions differ from their first word on. A model with linear states can go on only from a length at which a state was kept:
@@ -162,7 +162,7 @@ def table(rows: list[BreakpointsRow]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="What a mark in a prompt is worth to a hybrid model")
+    parser = argparse.ArgumentParser(description="The gain of a mark in a prompt for a hybrid model")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--arch", default="kimi_linear", help="as `--emulate` of the engine names it")
     arguments = parser.parse_args()

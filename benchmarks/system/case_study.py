@@ -82,7 +82,7 @@ class CaseRun:
 
 
 class Lag:
-    """How late timers of this process are: a machine that is too busy for the scale shows here first."""
+    """Measures how late timers of this process are: a machine that is too busy for the scale shows here first."""
 
     def __init__(self) -> None:
         self.late_s: list[float] = []
@@ -97,7 +97,8 @@ class Lag:
 def requests_of(site: Site, count: int, seed: int) -> Trace:
     """One request per second: the quantiles of the law of lengths, and of exponential gaps, each in random order.
 
-    So a run of some hundreds has the mix that a plan is made for, its tail and its rate, and chance only in what meets what.
+    So a run of some hundreds has the mix, the tail and the rate that a plan is made for. Chance only decides which
+    requests meet.
     """
     rng = np.random.default_rng(seed)
     shares = (np.arange(count) + 0.5) / count
@@ -352,7 +353,7 @@ def table(result: Mapping[str, Any]) -> str:
 
 
 def say(line: str) -> None:
-    """What happens, beside the result."""
+    """Progress, beside the result."""
     print(line, file=sys.stderr, flush=True)
 
 
@@ -387,7 +388,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=480, help="of a run at the SLO (default: %(default)s)")
     parser.add_argument("--time-scale", type=float, help="instead of that of configs/case_study_live.toml")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--state-dir", help="default: a temporary directory")
+    parser.add_argument("--state-dir", help="directory for files (default: a temporary one)")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         args.state_dir = args.state_dir or directory

@@ -2,9 +2,10 @@
 
     python -m benchmarks.system.decode [--json] [--models kimi_linear llama | DIRECTORY ...] [--concurrency 1 4 16] [--rounds 5]
 
-Whole requests go through the scheduler, prompts of PROMPT_TOKENS and answers of --tokens, greedy. Both ways take turns in one
-run, and seconds are processor time of one thread, from the first step that all answers take part in to the last: other work on
-the machine counts little, and what prefill takes is left out. Every answer must be the same both ways; the exit code says so.
+Whole requests go through the scheduler, prompts of PROMPT_TOKENS and answers of --tokens, greedy. Both ways take turns
+in one run. Seconds are processor time of one thread, from the first step with all answers to the last such step: other
+work on the machine counts little, and what prefill takes is left out. Every answer must be the same both ways; the exit
+code says so.
 """
 
 import argparse
@@ -58,7 +59,7 @@ class OneByOne:
 
 
 class DecodedAnswers:
-    """What a scheduler says of some requests that run at once."""
+    """A scheduler's events of some concurrent requests."""
 
     def __init__(self, engine: Any, concurrency: int, num_tokens: int) -> None:
         self.tokens: list[list[int]] = [[] for _ in range(concurrency)]

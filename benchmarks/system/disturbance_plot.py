@@ -1,5 +1,5 @@
-"""A disturbance as a picture: the TTFT of every request by its arrival; below, requests under way and what the link carries, and
-below that the threshold of the plan that is followed, with its version, and how many nodes prefill."""
+"""A disturbance as a picture: the TTFT of every request by its arrival; below, requests under way and what the link
+carries; below that the threshold and version of the plan in force, and how many nodes prefill."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final

@@ -1,12 +1,12 @@
-"""What disturbs a running deployment, and how it comes back:
-`python -m benchmarks.system.disturbances [--only NAME …] [--plots DIR]`.
+"""Disturbs a running deployment, and measures how it recovers: `python -m benchmarks.system.disturbances [--only NAME
+…] [--plots DIR]`.
 
 The PrfaaS-PD deployment of the case study (`configs/case_study_live.toml`) under a steady load; its link goes through a relay
 whose rate can be changed, and its plan service applies by itself what it finds better: threshold and roles of nodes. One
 disturbance after the other, each between a calm before and a calm after:
 
     thin link       the line carries a tenth
-    dead link       it carries nothing, and nobody is told
+    dead link       it carries nothing, silently
     burst           ten times as many requests
     dead node       kill -9 of a PrfaaS node, which its keeper starts again
     night to day    short prompts and few become long ones and many
@@ -66,8 +66,8 @@ RECOVERED: Final = 1.5  # P90 of a window over that of the calm before
 SAMPLE_EVERY_S: Final = 0.25
 REFUSED: Final = ("HTTP 429", "HTTP 503")
 ENTRIES: Final = 200  # of the plan service's history: a course has some dozens
-# Seconds of here. A window of 20 s is 100 of the model, where a quarter of an hour is usual, so that a shift shows within a
-# minute; what 150 requests leave open, the controller's own test of its gains keeps it from believing.
+# Seconds of here. A window of 20 s is 100 of the model, so that a shift shows within a minute; a quarter of an hour is
+# usual; what 150 requests leave open, the controller's own test of its gains keeps it from believing.
 PLAN_SERVICE: Final = {
     "port": 0,
     "mode": "auto",
@@ -89,7 +89,7 @@ class ArrivalPhase:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Disturbance:
-    """What happens, and what arrives meanwhile. `strike` begins it and returns what ends it."""
+    """A disturbance and the requests meanwhile. `strike` begins it and returns the function that ends it."""
 
     name: str
     phase: ArrivalPhase
@@ -110,8 +110,8 @@ class DisturbedRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatewaySample:
-    """What the gateway says of its link, how many requests are under way, and which plan (0: none) it follows with how many
-    nodes of either role."""
+    """A sample of the gateway: its link, the requests under way, the version of its plan (0: none), and nodes by
+    role."""
 
     at_s: float
     under_way: int
@@ -321,7 +321,7 @@ class DisturbedSystem:
             await asyncio.sleep(SAMPLE_EVERY_S)
 
     async def _history(self, session: aiohttp.ClientSession, since: float) -> list[LedgerEntry]:
-        """What the plan service has written down since then (seconds since the epoch)."""
+        """The plan service's audit entries since then (seconds since the epoch)."""
         async with session.get(f"{self.system.plan_url}/history", params={"limit": ENTRIES}) as answer:
             entries = msgspec.json.decode(await answer.read(), type=list[LedgerEntry])
         return [entry for entry in entries if entry.at >= since]
@@ -477,7 +477,7 @@ def main() -> None:
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--plots", type=Path, help="directory for a picture of each; it is made if it is not there")
-    parser.add_argument("--state-dir", help="default: a temporary directory")
+    parser.add_argument("--state-dir", help="directory for files (default: a temporary one)")
     args = parser.parse_args()
     if args.plots:  # now: a directory that cannot be made costs eight minutes later on
         args.plots.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,5 @@
-"""What a heavy tenant costs a light one beside it: `python -m benchmarks.system.fairness [--json] [--only KIND …] [--samples N]`.
+"""The cost of a heavy tenant for a light one beside it: `python -m benchmarks.system.fairness [--json] [--only KIND …]
+[--samples N]`.
 
 Systems of emulated engines, gateway, agents and transfers being real, with two tenants of equal weight. The heavy one keeps 48
 requests in flight; the light one sends a prompt every so often, well below its half. By what both want:
@@ -77,7 +78,7 @@ KINDS: Final = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FairnessRow:
-    """What the light tenant saw, in ms."""
+    """The light tenant's times, in ms."""
 
     kind: str
     alone_p50: float
@@ -200,7 +201,7 @@ def percentile(values: Sequence[float], of: float) -> float:
 
 
 def say(line: str) -> None:
-    """What happens, beside the result."""
+    """Progress, beside the result."""
     print(line, file=sys.stderr, flush=True)
 
 

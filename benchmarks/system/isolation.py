@@ -1,9 +1,10 @@
 """Whether one tenant learns what another has sent: `python -m benchmarks.system.isolation [--json] [--probes N] [--tokens N]`.
 
-A system of real engines (a tiny hybrid model) with two tenants. The victim sends a prompt; the prober then sends the same prompt
-(a right guess) and one that nobody sent (a wrong guess), in random order. What the prober can see of each:
+A system of real engines (a tiny hybrid model) with two tenants. The victim sends a prompt; the prober then sends the
+same prompt (a right guess) and one that no tenant sent (a wrong guess), in random order. What the prober can see of
+each:
 
-    cached_tokens   in the usage; above 0 it would say that somebody has sent this before
+    cached_tokens   in the usage; above 0 it would reveal that another tenant has sent this
     route header    uncached tokens, and where it went
     TTFT            AUC of "a right guess is faster" (Mann-Whitney): 0.5 is a coin, 1 is certainty
 
@@ -40,7 +41,7 @@ THRESHOLD: Final = 300  # tokens; longer prompts are prefilled in the other clus
 
 @dataclass(frozen=True, slots=True)
 class ProberView:
-    """What a prober sees."""
+    """A prober's observation."""
 
     ttft_s: float
     cached_tokens: int
@@ -49,7 +50,7 @@ class ProberView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leak:
-    """What separates guesses of two kinds. Without any, `auc` lies within `noise` of 0.5 in 95 of 100 runs."""
+    """The separation between guesses of two kinds. Without any, `auc` lies within `noise` of 0.5 in 95 of 100 runs."""
 
     guesses: int
     cached_tokens: int
@@ -60,7 +61,7 @@ class Leak:
 
 
 def leak(right: Sequence[ProberView], wrong: Sequence[ProberView]) -> Leak:
-    """What right guesses show that wrong ones do not."""
+    """The difference between right and wrong guesses."""
     times = np.array([guess.ttft_s for guess in (*right, *wrong)])
     ranks, many = rankdata(-times), len(right)
     auc = (ranks[:many].sum() - many * (many + 1) / 2) / (many * len(wrong))

@@ -73,7 +73,7 @@ class OverloadRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OverloadTrace:
-    """What is sent: `trace` in the model's units, and the answers' lengths in tokens of here."""
+    """The requests: `trace` in the model's units, and the answers' lengths in real tokens."""
 
     trace: Trace
     answers: Sequence[int]
@@ -243,7 +243,7 @@ def simulated(profile: ModelProfile, policy: AdmissionPolicy, load: OverloadTrac
 def seen(
     trace: Trace, ttft_s: Any, tbt_s: Any, e2e_s: Any, refused: Mapping[str, int], wasted_prefill_s: float
 ) -> OverloadRun:
-    """What both kinds of run are judged by."""
+    """The measures of both kinds of run."""
     done = ~np.isnan(ttft_s)
     good = done & (ttft_s <= TARGETS.ttft_s) & (tbt_s <= TARGETS.tbt_s)
     arrival_s = trace.arrival_s - trace.arrival_s[0]
@@ -308,7 +308,7 @@ def table(result: Mapping[str, Any]) -> str:
 
 
 def say(line: str) -> None:
-    """What happens, beside the result."""
+    """Progress, beside the result."""
     print(line, file=sys.stderr, flush=True)
 
 
@@ -340,7 +340,7 @@ def main() -> None:
     )
     parser.add_argument("--time-scale", type=float, default=0.2)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--state-dir", help="default: a temporary directory")
+    parser.add_argument("--state-dir", help="directory for files (default: a temporary one)")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         args.state_dir = args.state_dir or directory

@@ -52,7 +52,7 @@ LINE: Final = b"data: {"
 # Whose K and V sequence parallelism would move: (profile, label). Their Φ_kv is the paper's, at 128K tokens on 8 H200.
 EXCHANGED: Final = (("qwen3-235b", "Qwen3-235B"), ("minimax-m2.5", "MiniMax-M2.5"))
 LINK_GBPS: Final = 100.0
-# What is really computed: a second or so for a chunk on one core, of which Python and the transfer are hundredths.
+# Real computation: a second or so for a chunk on one core; Python and the transfer are hundredths of that.
 REAL_STAGES: Final = (1, 2)
 REAL_CHUNKS: Final = 12
 REAL_CHUNK_TOKENS: Final = 256
@@ -141,7 +141,7 @@ def any_prompt(seed: int, tokens: int) -> list[int]:
 
 
 async def ask(http: aiohttp.ClientSession, seed: int) -> float:
-    """TTFT of a prompt that nobody has seen. Raises RuntimeError for wrong tokens, and for one that took another way."""
+    """TTFT of a new prompt. Raises RuntimeError for wrong tokens, and for a prompt that took another way."""
     prompt = any_prompt(seed, CHUNKS * CHUNK_TOKENS + 1)
     ttft_s, tokens = await answered(http, prompt)
     if tokens != emulated_tokens(prompt, OUTPUT_TOKENS):

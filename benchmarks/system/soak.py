@@ -1,13 +1,14 @@
 """Whether anything grows while a system serves for long: `python -m benchmarks.system.soak [--minutes N] [--share S] [--json]`.
 
 Two clusters with emulated engines and a gateway of two workers, with tenants, limits and a request log. Conversations
-begin, go on and end; some clients leave in mid-answer; long prompts cross the link. First the load that it carries is found (as
-many requests at once as there are decode slots, for half a minute), then a share of that is offered, evenly.
+begin, go on and end; some clients leave in mid-answer; long prompts cross the link. First it finds the system's
+capacity: as many requests at once as there are decode slots, for half a minute. Then it offers a share of that, evenly.
 
-Every half minute: resident memory, open files and threads of every process, and names in /dev/shm. Growth is the most of the
-last fifth over that of the second fifth, as some memory fills and is emptied in turns; the first fifth is for what fills up.
-So that it does by then, what is remembered of prompts and blocks and the nodes' pages are a fraction of what they are by
-default. Pages in use are resident in whoever has touched them, so memory of a process's own (`anon`) is told beside all of it.
+Every half minute: resident memory, open files and threads of every process, and names in /dev/shm. Growth is the most
+of the last fifth over that of the second fifth, as some memory fills and is emptied in turns; the first fifth is for
+what fills up. To reach that by then, the nodes' pages and the memory of prompts and blocks are a fraction of their
+defaults. Pages in use are resident in every process that has touched them. So memory of a process's own (`anon`) is
+shown beside all of it.
 """
 
 import argparse
@@ -96,7 +97,7 @@ def topology(state_dir: Path) -> Topology:
 
 
 class Clients:
-    """Whoever talks to the system."""
+    """The clients of the system."""
 
     def __init__(self, http: aiohttp.ClientSession, url: str, model: str, seed: int) -> None:
         self._http, self._url, self._model = http, url, model

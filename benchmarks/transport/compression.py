@@ -1,4 +1,4 @@
-"""What coding does to KVCache, and what that does to tokens: ratio, speed, and greedy tokens after the way there and back.
+"""Measures coding of KVCache and its effect on tokens: ratio, speed, and greedy tokens after coding and decoding.
 
     python -m benchmarks.transport.compression [--json] [--models kimi_linear llama | smollm2 | DIRECTORY ...] [--text FILE]
 
@@ -7,9 +7,10 @@ it, and decoding goes on from what came out: compared with tokens decoded from t
 one thread, so that other work on the machine counts little. Quantised are the attention groups; states travel compressed,
 unless a codec is named with "+states".
 
-The tiny models (built on the fly) have random weights and random prompts: their logits are closer to each other than those of
-trained models, which makes them a strict test of tokens and a poor one of ratios. `smollm2` is a small trained one (installed on
-demand, see benchmarks/lib/trained.py), a DIRECTORY holds any local transformers model; their prompts are cut out of the text.
+The tiny models (built on the fly) have random weights and random prompts: their logits are closer to each other than
+those of trained models. That makes them a strict test of tokens and a poor one of ratios. `smollm2` is a small trained
+one (installed on demand, see benchmarks/lib/trained.py), a DIRECTORY holds any local transformers model; their prompts
+are cut out of the text.
 """
 
 import argparse
@@ -103,7 +104,7 @@ def _some(numbers: Iterator[int], count: int) -> tuple[int, ...]:
 
 @dataclass(slots=True)
 class Bytes:
-    """What coding one or more prompts came to."""
+    """The result of coding one or more prompts."""
 
     plain: int = 0
     coded: int = 0

@@ -66,7 +66,7 @@ class CodingRow:
 
 
 def topology_of(gbps: float, coding: str, state_dir: Path) -> Topology:
-    """Everything is prefilled at the PrfaaS node: the PD cluster has nobody else for it."""
+    """The PrfaaS node prefills everything: the PD cluster has no other node for it."""
     document = {
         "model": {
             "profile": str(PROFILE),
@@ -113,7 +113,7 @@ class CodingSystem:
         self._file.write_text(tomli_w.dumps(document))
         os.kill(self._system.nodes[SENDER].process.pid, signal.SIGHUP)
         async with asyncio.timeout(PATIENCE_S):
-            while await self._reloads() == before:  # noqa: ASYNC110 a node tells nobody
+            while await self._reloads() == before:  # noqa: ASYNC110 a node sends no event
                 await asyncio.sleep(POLL_S)
 
     async def _reloads(self) -> list[str]:
@@ -190,7 +190,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def say(line: str) -> None:
-    """What happens, beside the result."""
+    """Progress, beside the result."""
     print(line, file=sys.stderr, flush=True)
 
 
@@ -208,7 +208,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=6, help="over each line")
     parser.add_argument("--gbps", type=float, nargs="+", default=list(GBPS), help="of the line, in turn")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--state-dir", help="default: a temporary directory")
+    parser.add_argument("--state-dir", help="directory for files (default: a temporary one)")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         args.state_dir = args.state_dir or directory

@@ -4,10 +4,10 @@
     python -m benchmarks.transport.wan --scenario weights|rate_drop|overlap
 
 Runs over an emulated link between two network namespaces (benchmarks/lib/wanem.py). `goodput_fraction` is payload per
-second of a whole transfer, from open() on fresh connections to its last acknowledgement, over what TCP could carry at
-most at this rate and MTU; `goodput_fraction_64mb` the same for 64 MiB afterwards, on the then warm connections, median
-of three. `retransmitted_share` counts bytes that TCP sent again; `retransmitted_beyond_loss` leaves out those that the
-emulator lost at random.
+second of a whole transfer, over the most that TCP could carry at this rate and MTU. A transfer lasts from open() on
+fresh connections to its last acknowledgement; `goodput_fraction_64mb` the same for 64 MiB afterwards, on the then warm
+connections, median of three. `retransmitted_share` counts bytes that TCP sent again; `retransmitted_beyond_loss` leaves
+out those that the emulator lost at random.
 """
 
 import argparse
@@ -38,7 +38,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rate-mbit", type=float, default=500.0)
     parser.add_argument("--rtt-ms", type=float, default=40.0)
-    parser.add_argument("--loss", type=float, default=0.0001, help="probability that a packet is lost, each way")
+    parser.add_argument("--loss", type=float, default=0.0001, help="probability of losing a packet, each way")
     parser.add_argument("--mtu", type=int, default=1500)
     parser.add_argument("--mb", type=int, default=1024)
     parser.add_argument("--cc", nargs="*", default=["auto", "cubic"], help="congestion controls to ask for")
@@ -158,7 +158,7 @@ def median_fraction(wan: Wan, results: list[dict[str, Any]]) -> float:
 
 
 def weights(args: argparse.Namespace) -> dict[str, Any]:
-    """Two tenants, weights 2 and 1: who has how much when the first is through."""
+    """Two tenants, weights 2 and 1: the bytes of each when the first is through."""
     mb, shares = 96, {"heavy": 2.0, "light": 1.0}
     with wan_of(args) as wan, our_ends(wan, args, args.cc[0], mb) as (sender, receiver):
         push(sender, receiver, "warm-up", 32)

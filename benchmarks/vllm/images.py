@@ -1,5 +1,5 @@
-"""What it costs that the gateway asks an engine about images:
-`.venv-vllm/bin/python -m benchmarks.vllm.images [--rounds N] [--json]`.
+"""The cost of the gateway's question to an engine about images: `.venv-vllm/bin/python -m benchmarks.vllm.images
+[--rounds N] [--json]`.
 
 Two vLLM servers of a tiny model that sees, a PrfaaS node and a decode node, and our gateway before them. A chat of one image
 and some text has its prefill at the one and its answer from the other; before that the gateway has had the image taken apart

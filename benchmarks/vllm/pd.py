@@ -5,11 +5,11 @@
 Same model, same flags, same prompts, all servers on this machine, taking turns: while one pair is asked the processes of the
 other are stopped. That takes 11 GB; with `--in-turn` one pair is measured and ended before the other starts.
 
-Ours is asked through our gateway, NIXL as its proxies do it (prefill server, then decode server with the parameters of the
-answer). NIXL moves KVCache by UCX over TCP, we by our own TCP. `overlap` is the share of a transfer's bytes that had been sent
-when prefill ended; a pull that begins after the prefill's answer has none. `ratio` is the median over rounds of our time
-over theirs for the same prompt. Prompts are random tokens, so nothing is cached. `idle_cores` is what a pair takes of the
-processors while nobody asks it anything.
+Ours is asked through our gateway, NIXL as its proxies do it (prefill server, then decode server with the parameters of
+the answer). NIXL moves KVCache by UCX over TCP, we by our own TCP. `overlap` is the share of a transfer's bytes that
+had been sent when prefill ended; a pull that begins after the prefill's answer has none. `ratio` is the median over
+rounds of our time over theirs for the same prompt. Prompts are random tokens, so nothing is cached. `idle_cores` is
+what a pair takes of the processors while it has no request.
 
 What is measured goes to standard error at once, a JSON line per prompt; a pair that fails is left out of what remains.
 """

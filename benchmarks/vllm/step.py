@@ -1,11 +1,12 @@
-"""What our connector adds to a decode step of vLLM while nothing is transferred.
+"""The cost of our connector for a decode step of vLLM without transfers.
 
     .venv-vllm/bin/python -m benchmarks.vllm.step [--json] [--model llama | DIRECTORY] [--running 16] [--steps 50] [--rounds 20]
 
-Four vLLM engines make --steps decode steps of --running requests in turns: without a connector, with one that does nothing
-(what vLLM itself adds for any), with one that only asks for our layout of KVCache, and with ours. Seconds are processor
-time of the whole process; per cents compare with the engine without. `hooks` is what our connector's methods take of a step,
-measured on the model's thread in steps of their own, after the others (timing them costs, too). No agent answers.
+Four vLLM engines make --steps decode steps of --running requests in turns: without a connector; with one that does
+nothing (vLLM's own cost for any connector); with one that only asks for our layout of KVCache; and with ours. Seconds
+are processor time of the whole process; per cents compare with the engine without. `hooks` is the time of our
+connector's methods in a step. It is measured on the model's thread in steps of its own, after the others, because
+timing costs, too. No agent answers.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""What the scheduler and the server need from an engine, whatever computes behind it."""
+"""The interface of an engine for the scheduler and the server."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, Protocol
@@ -32,7 +32,7 @@ class SequenceState(Protocol):
 
 
 class AtOnce:
-    """What engines have in common whose `load` and `prefill` return when all is done."""
+    """The base of engines whose `load` and `prefill` return when all is done."""
 
     takes_more: Final = True
 
@@ -72,11 +72,11 @@ class Engine(Protocol):
 
     @property
     def takes_more(self) -> bool:
-        """Whether `prefill` would be begun with by now. Raises EngineError once nothing can be computed any more."""
+        """Whether a `prefill` would begin now. Raises EngineError once the engine cannot compute any more."""
         ...
 
     def settled(self, sequence: Any) -> bool:
-        """Whether all that `load` and `prefill` were given is done. Raises what has gone wrong."""
+        """Whether `load` and `prefill` have finished all their work. Raises the error if they failed."""
         ...
 
     def listen(self, on_progress: Callable[[], None]) -> None:
@@ -86,18 +86,17 @@ class Engine(Protocol):
     def decode(self, sequences: Sequence[Any], tokens: Sequence[int]) -> Sequence[Logits]:
         """Appends one token to each sequence and returns the logits [vocab_size] of their next ones.
 
-        What a sequence gets does not depend on the others. An error is one of all.
+        A sequence's logits do not depend on the others. An error fails all of them.
         """
         ...
 
     def begin_answer(self, sequence: Any) -> None:
-        """From here on `decode` remembers, at every block border, what of the sequence will be gone after it."""
+        """From here on `decode` saves, at every block border, the parts of the sequence that later steps overwrite."""
         ...
 
     def keep(self, sequence: Any, kv: JobKV) -> Iterator[None]:
-        """Writes the first `marked_tokens` tokens into pages of as many, a piece of at most KEEP_BYTES with each step.
-
-        What the pages say is cached is left out. The sequence must not be computed on meanwhile.
+        """Writes the first `marked_tokens` tokens into pages for them, at most KEEP_BYTES with each step. It skips
+        tokens that the pages call cached. The sequence must not be computed on meanwhile.
         """
         ...
 

@@ -1,9 +1,9 @@
-"""What names a model's KVCache: equal for copies of a model, different as soon as one byte of it is.
+"""The name of a model's KVCache: equal for copies of a model, different as soon as one byte differs.
 
 Two models under one name would decode each other's KVCache, into wrong tokens, unnoticed. So every byte counts:
-weights, configuration, quantisation, code and tokenizer; only what is hidden or prose (`*.md`) does not. SHA-256 and not a
-faster checksum, because fine-tunes come from others, and none of them may be made to look like its neighbour. Pieces of
-files are hashed on a few threads, and each file once: what was found is kept on disk under the file's path and stamp.
+weights, configuration, quantisation, code and tokenizer; only what is hidden or prose (`*.md`) does not. It uses
+SHA-256 instead of a faster checksum: fine-tunes come from others, and no file may imitate another. A few threads
+hash pieces of files, and each file once. The digests are kept on disk under the file's path and stamp.
 
     identity = kind - SHA-256( (name, size, SHA-256 of the pieces' SHA-256) of every file | facts )
 """
@@ -65,10 +65,11 @@ def model_identity(
 ) -> str:
     """The name of a model directory's KVCache: model type and digest, as "kimi_linear-0123…".
 
-    `facts` are what else changes KVCache, by name (quantisation, LoRA, overrides, flags of another engine): any difference is
-    another identity. `revision` is the operator's word for the weights, whose contents are not read then; their names and
-    sizes, and all other files, still count. `memory` keeps digests, so that a weight file is read once. Reads every byte
-    otherwise: call it beside loading, not before. Raises ModelError, also when a file changes meanwhile.
+    `facts` are other settings that change KVCache, by name (quantisation, LoRA, overrides, flags of another engine).
+    Any difference is another identity. `revision` is the operator's word for the weights, whose contents are not read
+    then; their names and sizes, and all other files, still count. `memory` keeps digests, so that a weight file is read
+    once. Reads every byte otherwise: call it beside loading, not before. Raises ModelError, also when a file changes
+    meanwhile.
     """
     files = model_files(directory)
     kind = model_type(directory)
@@ -124,7 +125,7 @@ class DigestMemory:
             self._new[file.path] = (file.stamp, digest)
 
     def save(self) -> None:
-        """Adds what is new to what the file holds by now. A disk that does not want it is no reason to fail."""
+        """Adds the new digests to the file's present ones. A disk error is not a failure."""
         if self._path is None or not self._new:
             return
         known = {path: entry for path, entry in _remembered(self._path).items() if path not in self._new}
@@ -136,7 +137,7 @@ class DigestMemory:
 
 
 def default_memory() -> DigestMemory:
-    """What a user's processes share; its place is that of the XDG base directory specification."""
+    """The digests that a user's processes share, at the place of the XDG base directory specification."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return DigestMemory(Path(base) / "prfaas" / "model-digests")
 
@@ -228,7 +229,7 @@ def _stamp(status: os.stat_result) -> FileStamp:
 
 
 def _remembered(path: Path) -> dict[str, tuple[FileStamp, str]]:
-    """What a memory file holds; nothing where it is missing or damaged."""
+    """The contents of a memory file; empty if it is missing or damaged."""
     try:
         data = path.read_bytes()
         body = data.partition(b"\n")[2]
@@ -244,7 +245,7 @@ def _sealed(body: bytes) -> bytes:
 
 
 def _write(path: Path, data: bytes) -> None:
-    """All of it or nothing, whatever other process writes. Raises OSError."""
+    """Writes all or nothing, also beside other writers. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     fd, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
     try:

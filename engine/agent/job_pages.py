@@ -45,7 +45,7 @@ class ArenaPlace(NamedTuple):
 
 
 class MappedArena:
-    """The page arena, mapped. Pages are shared with the agent: what is written here is there."""
+    """The page arena, mapped. Engine and agent share its pages."""
 
     def __init__(self, data: Bytes, page_bytes: int, place: ArenaPlace | None = None) -> None:
         self.data: Final = data
@@ -103,7 +103,7 @@ class Loan(Protocol):
     def is_over(self) -> bool: ...
 
     def writing(self) -> AbstractContextManager[object]:
-        """What is not over stays so inside."""
+        """Keeps the loan open inside."""
         ...
 
     def end(self) -> None:
@@ -177,7 +177,8 @@ class JobKV:
         self.loan.end()
 
     def check_ours(self) -> None:
-        """Raises PagesInvalid once the pages are given up. After a read: whether what was read can be trusted."""
+        """Raises PagesInvalid once the pages are given up. Call it after a read, to know that the data can be
+        trusted."""
         if self.loan.is_over:
             raise PagesInvalid("the pages are no longer ours")
 

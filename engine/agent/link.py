@@ -110,7 +110,7 @@ class AgentJob:
                 self.fail(TransferError(message.reason, message.detail))
 
     def fail(self, error: TransferError) -> None:
-        """What is still computed for this job is wasted."""
+        """Work that still runs for this job is wasted."""
         if self.kv is not None:
             self.kv.revoke()
         for future in (self._pages, self._delivered):
@@ -122,7 +122,7 @@ class AgentJob:
 
 
 class AgentLink:
-    """A connection to the agent that is kept up. All methods belong to the event loop's thread."""
+    """A connection to the agent that reconnects by itself. All methods belong to the event loop's thread."""
 
     def __init__(
         self,
@@ -142,8 +142,9 @@ class AgentLink:
         on_lost: Callable[[], Awaitable[None]] | None = None,
         hold: Callable[[int], None] | None = None,
     ) -> None:
-        """The agent lends pages again once we have hung up: `on_lost` ends what reads and writes them elsewhere, and `hold` gives
-        each connection's descriptor to processes that do, so that its end comes with the last of them, should ours be killed."""
+        """The agent lends pages again once we have hung up: `on_lost` ends the processes that read and write them
+        elsewhere. `hold` gives each connection's descriptor to such processes. So if ours is killed, the connection
+        ends with the last of them."""
         self.loop: Final = asyncio.get_running_loop()
         self._path = path
         self._layout = layout
@@ -329,7 +330,7 @@ class AgentLink:
             self._writer.write(encode(message))
 
     def send_for_job(self, message: LayerDone | StateDone | PrefillDone | EndJob) -> None:
-        """Nothing about jobs that have ended or that were another agent's."""
+        """Sends nothing about jobs that have ended or that belonged to another agent."""
         if message.job in self._jobs:
             self.send(message)
 
@@ -406,7 +407,7 @@ def _descriptor(writer: asyncio.StreamWriter) -> int:
 
 
 def _hang_up(descriptor: int) -> None:
-    """For everybody who holds the connection."""
+    """Closes it for all processes that hold the connection."""
     with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
         connection.shutdown(socket.SHUT_RDWR)
 

@@ -4,8 +4,8 @@ Prefill takes `a + b · tokens` seconds, a decode step takes a fixed time. A seq
 
     d[0] = BLAKE2b(""),   d[i] = BLAKE2b(d[i-1] | token i)
 
-K, V and states are that digest repeated, and the next token follows from it: a node that decodes from the right KVCache emits
-the tokens of `emulated_tokens`, one that got a wrong or half-landed block does not, or fails while loading.
+K, V and states are that digest repeated, and the next token follows from it. A node that decodes from the right KVCache
+emits the tokens of `emulated_tokens`. With a wrong or half-landed block it emits others, or fails while loading.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -184,7 +184,7 @@ class EmulatedEngine(AtOnce):
         kv.write_state(layer, length, [_rows(digest, size)])
 
     def _attention_digests(self, kv: JobKV, layer: int, num_tokens: int) -> Bytes:
-        """The digests of every row that a real model would read."""
+        """Reads the digests of every row that a real model would read."""
         place = self._places.attention[layer]
         spec = self.layout.groups[place.group].spec
         start = max(0, num_tokens - (spec.window - 1)) if isinstance(spec, SlidingWindow) else 0
@@ -200,7 +200,7 @@ class EmulatedEngine(AtOnce):
 
 
 def emulated_tokens(prompt: Sequence[int], max_tokens: int, vocab_size: int = VOCAB_SIZE) -> list[int]:
-    """The greedy continuation of `prompt`: what every emulated engine must come to."""
+    """The greedy continuation of `prompt`, which every emulated engine must emit."""
     sequence = EmulatedSequence()
     sequence.append(prompt)
     tokens: list[int] = []

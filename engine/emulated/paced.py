@@ -1,13 +1,13 @@
-"""Rounds of an engine that computes nothing: everything is due at a time, and nothing holds a thread meanwhile.
+"""The scheduler of an engine that computes nothing: every step is due at a time, and no thread waits for it.
 
-One prompt after the other is computed, in the order of arrival, as the planner's simulator has it, and chunk by chunk the
-tenant is served whose turn it is (`engine.runtime.turns`); a batch decodes beside it:
+It computes one prompt after the other, in the order of arrival, as the planner's simulator does. Tenants take turns
+chunk by chunk (`engine.runtime.turns`). A batch decodes beside it:
 
     prompt   | what the server takes | chunk: layer, layer, ... | chunk: ... | next prompt
     batch    | goes on               | stands still                          | goes on
 
-With several stages the next chunk, or the next prompt, begins when the first of them is free (`engine.emulated.pipeline`).
-What a landing brings is loaded at once: there is nothing to compute.
+With several stages the next chunk, or the next prompt, begins when the first of them is free
+(`engine.emulated.pipeline`). Landings load at once: there is nothing to compute.
 """
 
 import asyncio
@@ -79,7 +79,7 @@ class PacedScheduler(Scheduler):
         self._keep_some()
 
     def _let_go(self, now: float) -> None:
-        """Of what has ended or was aborted."""
+        """Drops sequences that have ended or were aborted."""
         for work in self._batch.members:
             if work not in self._decoding:
                 self._batch.leave(now, work)
@@ -101,7 +101,8 @@ class PacedScheduler(Scheduler):
             self._join(now, work)
 
     def _compute(self, now: float) -> None:
-        """All of prompts that is due by now: each part begins where the one before ended, however late we are."""
+        """Does all prompt work that is due by now. Each part begins where the one before ended, even when this call is
+        late."""
         at_s = now
         while (due_s := self._prompt_due_s(at_s)) <= now:
             at_s = due_s
@@ -119,7 +120,7 @@ class PacedScheduler(Scheduler):
             self._drop_prompts(at_s)
 
     def _prompt_due_s(self, now: float) -> float:
-        """When something of a prompt is due next. One that waits in line begins now, or once there is a stage for it."""
+        """The time at which a prompt's next part is due. A waiting prompt begins now, or once a stage is free."""
         chunk = self._next_chunk()
         chunk_s = chunk.due_s if chunk is not None else math.inf
         if self._entering is not None:
@@ -127,11 +128,11 @@ class PacedScheduler(Scheduler):
         return chunk_s if self._next_in_line(now) is None else min(chunk_s, max(now, self._pipeline.ready_s))
 
     def _next_chunk(self) -> "_Chunk | None":
-        """Whose layer is due next."""
+        """The sequence whose layer is due next."""
         return min(self._under_way, key=lambda chunk: chunk.due_s, default=None)
 
     def _next_in_line(self, now: float) -> ModelWork | None:
-        """Whose next chunk comes to the first stage: one that has been begun before the others of its tenant."""
+        """The sequence whose next chunk enters the first stage: a started one comes before the others of its tenant."""
         through = [chunk.work for chunk in self._under_way if chunk.is_last]
         begun = {work.part.flow: work for work in reversed(self._prefilling) if work not in through}
         beginners = [flow for flow in self._may_begin(now) if any(self._to_compute(flow))]
@@ -243,7 +244,7 @@ class PacedModel:
         self._scheduler.chunk_tokens = chunk_tokens
 
     def stop(self, timeout_s: float) -> None:
-        """What still runs is told that it failed. Nothing is waited for."""
+        """Fails all running requests, and waits for nothing."""
         self.alive = False
         if self._timer is not None:
             self._timer.cancel()

@@ -3,8 +3,9 @@
     stage 0 | chunk 0 | chunk 1 | chunk 2 |
     stage 1           | chunk 0 | chunk 1 | chunk 2 |
 
-A chunk is begun by a stage when the stage before is done with it and the stage itself with the chunk before, whosever that was. C
-equal chunks of T seconds each, every stage having an Nth of a chunk's work, are through after (C + N - 1) · T / N.
+A stage begins a chunk when two things are done: the stage before has finished the chunk, and this stage the chunk
+before, of any prompt. C equal chunks of T seconds each, every stage having an Nth of a chunk's work, are through after
+(C + N - 1) · T / N.
 """
 
 import math
@@ -31,7 +32,7 @@ class Passage:
 
 
 class EmulatedPipeline:
-    """What stages have taken on. Pure: times are given, in seconds."""
+    """The work of the stages. Pure: times are given, in seconds."""
 
     def __init__(self, stages: int) -> None:
         self._free_s = [-math.inf] * stages
@@ -52,5 +53,5 @@ class EmulatedPipeline:
         return Passage(tuple(begins), stage_s)
 
     def clear(self, now: float) -> None:
-        """What the stages still have is not wanted any more: they are free."""
+        """Drops the stages' work: they are free."""
         self._free_s = [min(free_s, now) for free_s in self._free_s]

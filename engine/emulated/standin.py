@@ -1,7 +1,6 @@
-"""What an engine without a model stands in for: the sizes of a model's KVCache and the times of some hardware, from a file.
-
-All numbers are already scaled to this machine by the file's writer. A token of here may stand for many of the model's, so
-the bytes of one are counted per token of here, and a token of an answer takes `steps_per_token` decode steps.
+"""Reads what an engine without a model imitates: the sizes of a model's KVCache and the times of some hardware. The
+file's writer has scaled all numbers to this machine. One token here may stand for many of the model's. So bytes are
+counted per token here, and an answer's token takes `steps_per_token` decode steps.
 """
 
 import math
@@ -72,7 +71,7 @@ class StandIn(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return max(FASTEST_STEP_S, self.step_s + self.step_s_per_request * running)
 
     def layout(self, block_size: int) -> ModelLayout:
-        """As many bytes as the model's KVCache has, in few layers: who moves bytes asks for nothing else."""
+        """A layout with as many bytes as the model's KVCache, in few layers: transfers need nothing more."""
         specs: list[KVCacheSpec] = [FullAttention(self.bytes_per_token, self.bytes_per_token // 2)]
         specs += [SlidingWindow(w.window_tokens, w.bytes_per_token, w.bytes_per_token // 2) for w in self.windows]
         groups = [KVCacheGroup(spec, (number,)) for number, spec in enumerate(specs)]

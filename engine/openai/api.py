@@ -72,7 +72,7 @@ class KVTransferParams(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class UnsupportedOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Fields of OpenAI's and vLLM's that would change the answer, and that this engine does nothing about."""
+    """Fields of OpenAI's and vLLM's that would change the answer, and that this engine ignores."""
 
     guided_json: Any = None
     guided_regex: Any = None
@@ -163,9 +163,8 @@ OpenAIRequest = CompletionRequest | ChatRequest
 
 @dataclass(frozen=True, slots=True)
 class KVTransfer:
-    """What a request has to do with another node's KVCache: nothing, send it (`ticket`), receive it (`transfer_id`).
-
-    And whose it is.
+    """A request's transfer: none, send KVCache (`ticket`) or receive it (`transfer_id`). It also has the request's
+    tenant.
     """
 
     salt: bytes = b""
@@ -188,7 +187,7 @@ def parse_request(body: bytes, kind: type[R]) -> R:
 
 
 def check_supported(request: OpenAIRequest) -> None:
-    """Refuses what would otherwise be ignored in silence. Raises RequestError."""
+    """Refuses fields that the engine would silently ignore. Raises RequestError."""
     if request.n not in (None, 1):
         raise RequestError("n: only one choice per request is supported", param="n")
     for name in UnsupportedOptions.__struct_fields__:
@@ -295,7 +294,7 @@ def sampling_params(
 
 
 def transfer_of(params: KVTransferParams | None) -> KVTransfer:
-    """What `kv_transfer_params` ask for. Raises RequestError."""
+    """Parses `kv_transfer_params`. Raises RequestError."""
     if params is None:
         return KVTransfer()
     if params.do_remote_decode and params.do_remote_prefill:

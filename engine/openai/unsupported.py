@@ -1,6 +1,5 @@
-"""What this engine does nothing about, said beforehand: a gateway refuses it before anybody makes room for the request.
-
-`check_supported` refuses the same, and has the last word: the gateway knows values of fields, not what goes together.
+"""Lists the fields that this engine ignores. A gateway refuses them before any node reserves memory. `check_supported`
+refuses the same, and decides in the end: the gateway knows values of single fields, not combinations.
 """
 
 from typing import Any, Final

@@ -1,1 +1,1 @@
-"""What every engine needs between a request and a model: scheduler, batch, sampling, text."""
+"""The parts of every engine between a request and a model: scheduler, batch, sampling, text."""

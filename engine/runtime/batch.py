@@ -1,4 +1,4 @@
-"""Sequences that decode together: a batch makes a step at a time, and how long it takes depends on how many are in it."""
+"""Sequences that decode together. A batch makes one step at a time; its duration depends on their number."""
 
 import math
 from collections.abc import Callable, Hashable
@@ -10,10 +10,9 @@ NEARLY: Final = 1e-6  # of a step: a timer that is early by less has not been ea
 
 
 class DecodeBatch(Generic[Key]):
-    """Says which sequence has its next token when. Pure: `now` is given, in seconds, and never goes back.
-
-    Its own time is the number of steps made, parts counted: who joins at step 3.2 takes part from step 4 on, and has its
-    first token at 5.
+    """Computes when each sequence has its next token. Pure: `now` is given, in seconds, and never goes back. Its own
+    time is the number of steps made, with fractions: a sequence that joins at step 3.2 takes part from step 4 on, and
+    has its first token at 5.
     """
 
     def __init__(self, step_s: Callable[[int], float]) -> None:
@@ -50,12 +49,12 @@ class DecodeBatch(Generic[Key]):
         del self._due[key]
 
     def hold(self, now: float, *, held: bool) -> None:
-        """Stands still while `held`: its processors compute a prompt."""
+        """Pauses while `held`: the processors compute a prompt."""
         self._advance(now)
         self._held = held
 
     def due(self, now: float) -> list[Key]:
-        """Those who have a token by now."""
+        """The sequences that have a token by now."""
         self._advance(now)
         return [key for key, step in self._due.items() if step <= self._steps + NEARLY]
 

@@ -62,7 +62,7 @@ class _Beginning:
         self._longer: dict[str, _Beginning] | None = None
 
     def then(self, char: str) -> "_Beginning | None":
-        """What `char` makes of it, where some stop string goes on so."""
+        """The next state after `char`, if some stop string continues with it."""
         if self._longer is None:
             groups: dict[str, list[str]] = {}
             for stop in self._stops:

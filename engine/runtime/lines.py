@@ -1,4 +1,4 @@
-"""Lines of those who wait, one for each flow, each in the order of arrival."""
+"""Queues of waiting requests: one for each flow, each in the order of arrival."""
 
 from collections import deque
 from collections.abc import Callable, Iterator, KeysView
@@ -9,7 +9,7 @@ Who = TypeVar("Who")
 
 
 class Lines(Generic[Who]):
-    """Flows stand in the order in which they began to wait; who waits is compared by identity of its own making."""
+    """Flows are in the order in which they began to wait. Requests are compared by identity."""
 
     def __init__(self) -> None:
         self._lines: dict[str, deque[Who]] = {}
@@ -25,7 +25,7 @@ class Lines(Generic[Who]):
 
     @property
     def flows(self) -> KeysView[str]:
-        """With a request in line."""
+        """The flows with a waiting request."""
         return self._lines.keys()
 
     def add(self, flow: str, who: Who) -> None:
@@ -37,17 +37,17 @@ class Lines(Generic[Who]):
         return islice(self._lines.get(flow, ()), count)
 
     def take(self, flow: str, who: Who) -> None:
-        """`who` stands in the flow's line no more."""
+        """Removes `who` from the flow's line."""
         line = self._lines[flow]
         line.remove(who)
         if not line:
             del self._lines[flow]
 
     def keep(self, wanted: Callable[[Who], bool]) -> None:
-        """Everybody else goes."""
+        """Keeps the wanted ones, and removes all others."""
         kept = {flow: deque(filter(wanted, line)) for flow, line in self._lines.items()}
         self._lines = {flow: line for flow, line in kept.items() if line}
 
     def clear(self) -> None:
-        """Everybody goes."""
+        """Removes all."""
         self._lines.clear()

@@ -1,4 +1,4 @@
-"""What serving needs of a runner of the scheduler: the thread of a model, or the timers of a stand-in."""
+"""The interface of a scheduler's runner: the thread of a model, or the timers of a stand-in."""
 
 from typing import Protocol
 
@@ -21,7 +21,7 @@ class ModelRunner(Protocol):
 
     @property
     def steps(self) -> Steps:
-        """What decode steps have taken lately. A stand-in's are those that it keeps to."""
+        """Recent durations of decode steps. A stand-in reports those that it imitates."""
         ...
 
     @property
@@ -34,5 +34,5 @@ class ModelRunner(Protocol):
     def set_chunk_tokens(self, chunk_tokens: int) -> None: ...
 
     def stop(self, timeout_s: float) -> None:
-        """Ends it; what still runs is told that it failed."""
+        """Ends the runner; running requests fail."""
         ...

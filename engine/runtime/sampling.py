@@ -21,7 +21,8 @@ MAX_TOP_LOGPROBS: Final = 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """What a client may ask for; fields as in OpenAI's API, `top_k`, `min_tokens` and `ignore_eos` as in vLLM's."""
+    """A client's sampling parameters: fields as in OpenAI's API; `top_k`, `min_tokens` and `ignore_eos` as in
+    vLLM's."""
 
     max_tokens: int
     min_tokens: int = 0

@@ -2,16 +2,16 @@
 
     round   | prefill chunk of one sequence | decode a, b, c, ... | a piece of a finished answer to its pages |
 
-So a long prompt slows running streams by one chunk per token and no more. Tenants take turns, chunk by chunk, by what each
-has been served lately (`engine.runtime.turns`): a prompt of one that has had little waits for the chunk under way. Among a
-tenant's prompts the one with the least left to compute goes first, but every chunk that its others were given counts as a
-chunk less: no request waits for ever.
+So a long prompt slows running streams by one chunk per token and no more. Tenants take turns, chunk by chunk, by what
+each has been served lately (`engine.runtime.turns`): a prompt of one that has had little waits for the chunk under way.
+Among a tenant's prompts the one with the least left to compute goes first. Every chunk given to its others counts as a
+chunk less, so no request waits for ever.
 
     WAITING ──► PREFILL ──► SETTLING ──► DECODE ──► done      a prefill leg ends after SETTLING: it never samples
        └ in line by tenant, holds no slot                     KVCache that has landed is loaded in a chunk's place
 
-Where an engine computes in stages, a chunk is handed over while others are under way, and a prompt settles when its last one is
-through: meanwhile the next prompt's chunks follow. Other engines settle at once.
+An engine in stages takes a chunk while others are under way. A prompt settles when its last chunk is through; meanwhile
+the next prompt's chunks follow. Other engines settle at once.
 """
 
 import logging
@@ -74,7 +74,7 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class SequenceKept:
-    """All that a finished sequence had for its pages is in them."""
+    """A finished sequence is completely in its pages."""
 
 
 Event = Prefilled | NewToken | WorkFailed | Finished | SequenceKept
@@ -106,7 +106,7 @@ class ModelWork:
 
     @property
     def has_landed(self) -> bool:
-        """Whether nothing of its prompt is to be computed."""
+        """Whether no token of its prompt must be computed."""
         return self.load_tokens >= self.prefill_tokens
 
     @property
@@ -148,7 +148,7 @@ class _Output:
     count: int = 0
 
     def replay(self, answered: Sequence[int]) -> None:
-        """Takes in what another engine has answered, as if it had been sampled here: its text has been told."""
+        """Adds the tokens of another engine's answer, as if they had been sampled here; the client has their text."""
         for token in answered:
             self.sampler.note(token)
             self.count += 1
@@ -163,7 +163,7 @@ class SchedulerLoad:
 
 
 def no_chunk(chunk_tokens: int, block_size: int) -> str:
-    """Why nothing can be computed in chunks of that length."""
+    """The reason why the engine cannot compute chunks of that length."""
     return f"chunk_tokens = {chunk_tokens}: less than a block, block_size = {block_size}"
 
 
@@ -195,7 +195,7 @@ class Scheduler:
 
     @property
     def load(self) -> SchedulerLoad:
-        """Who waits with a slot free for it counts as running: a chunk or two, and it does."""
+        """A waiting request with a free slot counts as running: it will run after a chunk or two."""
         begun, waiting = self._num_begun, len(self._waiting)
         starting = min(waiting, max(0, self.slots - begun))
         return SchedulerLoad(
@@ -286,7 +286,7 @@ class Scheduler:
         return may_begin(self._turns, self._waiting.flows, held, free, now)
 
     def _candidates(self, flow: str) -> Iterator[ModelWork]:
-        """Of those who wait, whom the free slots would be for."""
+        """The waiting requests that would get the free slots."""
         return self._waiting.ahead(flow, max(0, self.slots - self._num_begun))
 
     def _to_compute(self, flow: str) -> Iterator[ModelWork]:

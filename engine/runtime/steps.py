@@ -1,4 +1,4 @@
-"""What decode steps have taken lately, by how many sequences were in them: a fact that nodes report."""
+"""Recent durations of decode steps, by the number of sequences in them. Nodes report them."""
 
 from typing import Final
 
@@ -16,7 +16,7 @@ class StepTimes:
         self._octaves: list[tuple[int, float, float] | None] = [None] * LARGEST  # samples, mean batch, mean seconds
 
     def note(self, batch: int, seconds: float) -> None:
-        """A step of `batch` sequences took so long. What took no time was not measured."""
+        """Records a step of `batch` sequences. A duration of 0 means that it was not measured."""
         if batch < 1 or seconds <= 0:
             return
         octave = min(batch.bit_length(), LARGEST) - 1

@@ -74,7 +74,7 @@ class ModelThread:
         self._scheduler.chunk_tokens = chunk_tokens
 
     def stop(self, timeout_s: float) -> None:
-        """Ends the thread after the round under way; what still runs is told that it failed."""
+        """Ends the thread after the present round; running requests fail."""
         self._stopping = True
         self._inbox.put(_STOP)
         self._thread.join(timeout_s)
@@ -108,7 +108,7 @@ class ModelThread:
             self._on_load()
 
     def _receive(self) -> None:
-        """Takes what has come in; waits for it when there is nothing to compute."""
+        """Takes new work; waits for it when there is nothing to compute."""
         block = self._scheduler.idle
         while True:
             try:

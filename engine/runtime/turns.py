@@ -1,4 +1,4 @@
-"""Tenants share an engine by what each has been served lately (`transport.turns`): whose turn it is, who may have a place.
+"""Shares an engine among tenants by their recent service (`transport.turns`): the next turn, and the next place.
 
 A flow is a tenant's requests; those without a tenant are one. It is charged tokens of prompts that are computed, and of
 answers that are decoded, divided by its weight.
@@ -14,7 +14,7 @@ HALF_LIFE_S: Final = 30.0  # what was served before is forgotten
 
 
 class WorkShare(NamedTuple):
-    """Whose part work is served from, and how large that is beside the others' (`weight` above 0)."""
+    """The flow that work belongs to, and its share beside others (`weight` above 0)."""
 
     flow: str = ""
     weight: float = 1.0

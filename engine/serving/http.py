@@ -224,7 +224,7 @@ async def _request_ids(request: web.Request, handler: Handler) -> web.StreamResp
 
 @web.middleware
 async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Whatever goes wrong is told in OpenAI's shape."""
+    """Reports every error in OpenAI's shape."""
     try:
         return await handler(request)
     except EngineError as exc:
@@ -261,7 +261,7 @@ def _as_leg(body: OpenAIRequest) -> OpenAIRequest:
 
 
 def _usage(request: ServedRequest) -> TokenUsage:
-    """As the client counts: what another engine has answered is answer, not prompt."""
+    """Usage as the client counts it: another engine's tokens count as answer, not as prompt."""
     asked = len(request.prompt) - request.num_answered
     return TokenUsage(asked, request.num_answered + request.tokens_out, min(asked, request.cached_tokens))
 

@@ -2,8 +2,8 @@
 
     answer ends ─ ask the agent for pages ─ the model copies, a piece per round ─ PrefillDone ─ EndJob
 
-No request waits for it, so it gives way: to anything in the model's round, to what needs the pages, to an engine that is
-shutting down, and to its own kind, for a sequence that waits here keeps its memory in the model.
+No request waits for it, so it yields: to anything in the model's round, to requests that need the pages, and to a
+shutdown. It also yields to later answers, because a waiting sequence keeps its memory in the model.
 """
 
 import asyncio
@@ -45,7 +45,7 @@ class AnswerKeeper:
         task.add_done_callback(self._tasks.discard)
 
     async def close(self) -> None:
-        """Gives up what is not kept yet."""
+        """Drops the answers that are not kept yet."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

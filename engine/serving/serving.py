@@ -1,11 +1,11 @@
-"""One request's life inside an engine: whose KVCache it starts from, where its own goes, which tokens come out.
+"""One request's life inside an engine: the source of its KVCache, the destination of its own, and its tokens.
 
     local         agent lends pages ─ load cached prefix ─ compute the rest into pages ─ give back ─ decode
     prefill leg   same, with a ticket: the agent pushes layers while they are computed ─ wait until delivered
     decode leg    wait for the landing ─ load it ─ give back ─ decode          landing fails: go on as local
 
-What an answer adds is offered to the agent as prefix cache when it has ended (engine.serving.keeping).
-Without an agent the local path is just computation. Every detour has a reason and is counted.
+When an answer has ended, its KVCache is offered to the agent as prefix cache (engine.serving.keeping). Without an agent
+the local path is just computation. Every detour has a reason and is counted.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ LONG_PROMPT_TOKENS: Final = 8192  # hashing takes about 0.3 µs per token: longe
 
 @dataclass(slots=True, kw_only=True)
 class ServedRequest:
-    """A parsed request and what became of it.
+    """A parsed request and its outcome.
 
     The last `num_answered` tokens of `prompt` are the answer's: another engine has given them, this one goes on.
     """
@@ -178,7 +178,7 @@ class GenerationService:
         return True
 
     async def close(self) -> None:
-        """Gives up what no client waits for."""
+        """Drops work that no client waits for."""
         await self._keeper.close()
 
     def report_load(self) -> None:

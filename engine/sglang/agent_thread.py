@@ -75,7 +75,7 @@ class SglangAgentThread:
             raise AgentGone("the server is shutting down") from None
 
     def ask(self, work: Coroutine[Any, Any, T], timeout_s: float) -> T:
-        """What `work` comes to on the loop. Raises what it raises, TimeoutError, and AgentGone once closed."""
+        """The result of `work` on the loop. Raises what it raises, TimeoutError, and AgentGone once closed."""
         future = self.begin(work)
         try:
             return future.result(timeout_s)

@@ -1,4 +1,4 @@
-"""Reservations at a server's own agent, by its control address: no gateway asks for them here."""
+"""Makes reservations at a server's own agent, by its control address: here no gateway does."""
 
 from typing import Final
 

@@ -20,6 +20,7 @@ from engine.sglang.servable import NotServable, complaint_about_flags, config_of
 from engine.sglang.settings import REVISION, SOCKET
 from engine.sglang.version import is_tested, untested
 from transport.control.last_words import CANNOT_SERVE
+from transport.control.python_command import SAFE_PATH, SAFE_PATH_VARIABLE
 from transport.path.tcp import free_port
 
 ROLES: Final = ("prefill", "decode")
@@ -94,7 +95,7 @@ def main(
 def server_command(options: SglangOptions) -> list[str]:
     """The arguments for a Python that becomes the server. SGLang's flags come last: where one is given twice, it wins."""
     # Not `sglang serve`: a script, which belongs to another Python where that environment is a copy.
-    command = ["-m", "sglang.launch_server", "--model-path", options.model]
+    command = [SAFE_PATH, "-m", "sglang.launch_server", "--model-path", options.model]
     command += ["--served-model-name", options.served_name, "--host", options.host, "--port", str(options.port)]
     command += ["--disaggregation-mode", options.role, "--disaggregation-transfer-backend", BACKEND]
     if options.role == "prefill":
@@ -111,7 +112,11 @@ def environment(options: SglangOptions, inherited: Mapping[str, str]) -> dict[st
     """The server's environment; what the operator has set wins, but for where its agent is."""
     # `/health` would have the model generate a token: a long chunk must not look like a server that is gone
     # (`node.engine.liveness`).
-    wanted = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false", "SGLANG_HOST_IP": options.host}
+    wanted = {
+        "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false",
+        "SGLANG_HOST_IP": options.host,
+        SAFE_PATH_VARIABLE: "1",
+    }
     ours = {SOCKET: str(options.agent_socket), REVISION: options.model_revision}
     return {**wanted, **inherited, **ours}
 

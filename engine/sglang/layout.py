@@ -1,4 +1,4 @@
-"""SGLang's host pages as blocks of ours, and what of SGLang has no such blocks.
+"""Maps SGLang's host pages to blocks of ours, and refuses servers that have no such blocks.
 
 A page of SGLang is a block, its number of tokens `block_size`. In the memory layout `layer_first` rows of a page are
 consecutive in each layer's K and V, as they are in a slab:
@@ -41,8 +41,8 @@ class HostPool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ranks:
-    """In how many parts a server's KVCache lies: tensor, pipeline, context parallel ranks, and copies of the engine (`dp_rank`
-    is not 0 in the others).
+    """The number of parts of a server's KVCache: tensor, pipeline, context parallel ranks, and copies of the engine
+    (`dp_rank` is not 0 in the others).
     """
 
     tensor: int = 1
@@ -52,7 +52,7 @@ class Ranks:
 
 
 def refusal_of(pool: HostPool, ranks: Ranks) -> str | None:
-    """Why KVCache of this pool cannot be kept as blocks; None where it can."""
+    """The reason why KVCache of this pool cannot be kept as blocks; None if it can."""
     for name, count in (("tensor", ranks.tensor), ("pipeline", ranks.pipeline), ("context", ranks.context)):
         if count > 1:
             return f"{count} {name} parallel ranks: pages of one rank only are supported so far"

@@ -14,7 +14,7 @@ HOME: Final = "sglang.srt.disaggregation.utils"
 
 
 def register() -> None:
-    """What the entry point calls."""
+    """The entry point."""
     from sglang.srt.arg_groups.choices import add_disagg_transfer_backend_choices
     from sglang.srt.disaggregation.utils import TransferBackend
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType

@@ -1,6 +1,5 @@
-"""What a model's own config.json and its server's flags say against serving it, before a minute is spent on loading.
-
-What only a loaded server shows (ranks that a file asks for, states beside pages of attention) `pools.refusal_of` refuses later.
+"""Checks a model's config.json and its server's flags before a minute is spent on loading. `pools.refusal_of` later
+refuses what only a loaded server shows: ranks that a file asks for, states beside pages of attention.
 """
 
 import json
@@ -54,7 +53,7 @@ SHORT: Final = {
 
 
 def complaint_about_flags(flags: Sequence[str]) -> str | None:
-    """Why these flags cannot be passed on; None when they can."""
+    """The reason why these flags cannot be passed on; None if they can."""
     for name, value in _values(flags):
         if name in OURS:
             return f"{name} is set by the node: use its {OURS[name]}"

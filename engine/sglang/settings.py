@@ -1,4 +1,4 @@
-"""What a server is told by its environment: SGLang has no settings of its own for a transfer backend."""
+"""A server's settings from its environment: SGLang has none of its own for a transfer backend."""
 
 from typing import Final
 

@@ -4,9 +4,9 @@
     --hicache-storage-backend-extra-config '{"backend_name": "prfaas", "module_path": "engine.sglang.storage",
         "class_name": "PrfaasStorage", "interface_v1": 1, "hicache_storage_pass_prefix_keys": true, "agent_socket": "/run/..."}'
 
-SGLang's interface, of 0.5.23: `HiCacheStorage` is called by two threads of the scheduler's
-process, one that asks and reads ahead of a request, one that writes what has been computed; `keys` are names of pages, and
-`extra_info.prefix_keys` the names of all pages before them; `host_indices` are the rows of their tokens in the host pool.
+SGLang's interface, of 0.5.23: two threads of the scheduler's process call `HiCacheStorage`. One asks and reads ahead of
+a request, the other writes computed pages; `keys` are names of pages, and `extra_info.prefix_keys` the names of all
+pages before them; `host_indices` are the rows of their tokens in the host pool.
 """
 
 import logging
@@ -163,7 +163,7 @@ ONLY_V1: Final = "pages are read and written by batch_get_v1 and batch_set_v1"
 
 
 def host_pool(pool: Any) -> HostPool:
-    """What SGLang's host pool is like."""
+    """The shape of SGLang's host pool."""
     return HostPool(
         kind=type(pool).__name__,
         arrangement=pool.layout,

@@ -29,7 +29,7 @@ Give = Callable[[int, int, int], tuple[Bytes, Bytes]]
 
 
 class BlockStore:
-    """What one server keeps in its agent's pages. Methods may be called from any thread, and wait.
+    """One server's blocks in its agent's pages. Methods may be called from any thread, and wait.
 
     Only for layouts of one group of full attention.
     """

@@ -1,4 +1,4 @@
-"""What a pair of servers does nothing about, or does wrong, said beforehand: gateways refuse it before anybody is asked."""
+"""Lists the fields that a pair of servers ignores or gets wrong. Gateways refuse them before they ask a server."""
 
 from typing import Any, Final
 

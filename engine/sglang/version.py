@@ -11,7 +11,7 @@ def is_tested(version: str) -> bool:
 
 
 def untested(version: str) -> str:
-    """What a version that is not tested is warned of with."""
+    """The warning about a version that is not tested."""
     return (
         f"SGLang {version} has not been tested with these backends (tested: {', '.join(TESTED_VERSIONS)}); "
         "its interface changes between versions, see docs/guides/sglang.md"

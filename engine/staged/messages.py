@@ -1,4 +1,4 @@
-"""What an engine and the processes of its stages say to each other, over sockets between parent and children.
+"""Messages between an engine and the processes of its stages, over sockets between parent and children.
 
     engine ─► stage 0 ─► stage 1 ─► ...      Whole, Begin, SequencePages, LoadPages, SequenceChunk, Drop
     engine ◄─ each stage                     StageReady or StageUnfit; StageLayerWritten, StageStateWritten, Done, StageFailure,
@@ -43,7 +43,7 @@ class Begin(StageMessage, frozen=True):
 
 
 class SequencePages(StageMessage, frozen=True, tag="Pages"):
-    """Where a sequence's KVCache goes: pages of the arena at `path`, which is `file` (device and inode)."""
+    """The destination of a sequence's KVCache: pages of the arena at `path`, which is `file` (device and inode)."""
 
     sequence: int
     path: str
@@ -73,7 +73,7 @@ class SequenceChunk(StageMessage, frozen=True, tag="Chunk"):
 
 
 class Drop(StageMessage, frozen=True):
-    """Nothing more will come of a sequence."""
+    """The sequence has ended: stages drop it."""
 
     sequence: int
 
@@ -111,7 +111,7 @@ class StageStateWritten(StageMessage, frozen=True, tag="StateWritten"):
 
 
 class Done(StageMessage, frozen=True):
-    """This stage is through with the sequence's next LoadPages or SequenceChunk, computed or not."""
+    """This stage has finished the sequence's next LoadPages or SequenceChunk, computed or not."""
 
     sequence: int
 
@@ -125,7 +125,7 @@ class StageFailure(StageMessage, frozen=True, tag="Failure"):
 
 
 class Logits(StageMessage, frozen=True):
-    """Of a step, float32 in the payload."""
+    """The logits of a step, float32 in the payload."""
 
     sequence: int
 

@@ -1,13 +1,13 @@
-"""Who is still wanted, and who may still write to pages: shared by an engine and the processes of its stages.
+"""Shared memory of an engine and its stages: which sequences are still wanted, and which may still write to pages.
 
 A slot of shared memory belongs to one sequence at a time, and holds its number twice:
 
     slot     | number, while it is wanted | number, while its pages may be written | ...
     beats    | steps that stage 0 has taken | of stage 1 | ...
 
-Numbers are never used twice, so an old one opens nothing in that slot. A stage writes with its lock held; who takes
-pages back clears the number, and then takes and leaves each stage's lock: whatever was being written is written, and nothing is
-any more. Locks are those of POSIX on the file itself: they go with the process that holds them, however it ends.
+Numbers are never used twice, so an old one opens nothing in that slot. A stage writes with its lock held. To take pages
+back, a caller clears the number, then takes and leaves each stage's lock. After that, writes under way have ended, and
+no more come. Locks are those of POSIX on the file itself: they go with the process that holds them, however it ends.
 """
 
 import contextlib

@@ -4,9 +4,9 @@
     first    embedding ── layer 0 ── layer 1 ─► hidden states
     last     hidden states ► ─ ─ ─ ─ ─ ─ ─ ─ ─  layer 2 ── layer 3 ── norm, head
 
-Lists of layers keep their length: where a layer is computed elsewhere stands a module that passes on what it gets, so that
-indices, masks and caches stay those of the whole model, and hidden states come in behind whatever a model does to embeddings
-first. Only the share's own weights are loaded.
+Lists of layers keep their length: a module that passes on its input replaces a layer that another stage computes. So
+indices, masks and caches stay those of the whole model. Hidden states come in behind anything that a model does to
+embeddings first. Only the share's own weights are loaded.
 """
 
 import logging
@@ -251,7 +251,7 @@ def cut(model: Any, layers: range) -> None:
 
 
 def num_layers_of(directory: Path) -> int:
-    """How many layers a model has that could be shared out. Raises ModelError."""
+    """The number of layers of a model that could be shared out. Raises ModelError."""
     from transformers import AutoConfig
 
     try:

@@ -57,7 +57,7 @@ PR_SET_PDEATHSIG: Final = 1  # prctl(2)
 
 @dataclass(frozen=True, slots=True)
 class StagePlace:
-    """Where a stage stands, and its sockets: None behind the last."""
+    """A stage's position and its sockets; the last stage has None behind it."""
 
     stage: int
     before: socket.socket
@@ -252,7 +252,7 @@ def _make(args: argparse.Namespace) -> tuple[LayerShare, StageReady]:
 
 
 def _end_with(parent: int) -> None:
-    """Of a stopped process no thread sees that its sockets are closed."""
+    """Has the kernel kill this process when `parent` ends: while it is stopped, no thread of it sees closed sockets."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL))
     if os.getppid() != parent:
         os._exit(0)

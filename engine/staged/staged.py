@@ -4,9 +4,9 @@
                             ▲           │          │                 │        each writes its layers' KVCache to the pages
                             └───────────┴──────────┴─────────────────┘        of the job, and says so; the last one has logits
 
-Nothing is computed here, and no weights are loaded: no torch. At most two chunks are at the first stage and N + 1 in all, so
-that no stage waits for its next one, and none queues behind others for long. Decoding goes the same way, a token at a time:
-that is for a node that prefills and is asked for an answer all the same. Answers are not kept as prefix cache.
+This process computes nothing and loads no weights: no torch. At most two chunks are at the first stage and N + 1 in
+all. So no stage waits for its next chunk, and no chunk queues for long. Decoding goes the same way, a token at a time:
+that is for a prefill node that must answer after all. Answers are not kept as prefix cache.
 """
 
 import contextlib
@@ -16,7 +16,6 @@ import queue
 import selectors
 import socket
 import subprocess
-import sys
 import threading
 import time
 import weakref
@@ -36,6 +35,7 @@ from engine.staged import messages as m
 from engine.staged.permits import SLOTS, Permits
 from hybrid_cache.layout.layout import KVCacheGroup, ModelLayout
 from hybrid_cache.layout.spec import FullAttention, KVCacheSpec, LinearState, SlidingWindow
+from transport.control.python_command import python_module
 
 log = logging.getLogger(__name__)
 
@@ -81,7 +81,7 @@ class StagedSequence:
 
 @dataclass(frozen=True, slots=True)
 class StageOptions:
-    """What all stages of an engine are started with."""
+    """The start parameters of all stages of an engine."""
 
     model: Path
     stages: int
@@ -258,7 +258,7 @@ class StagedEngine:
 
     @property
     def _ended(self) -> str:
-        """Why nothing is computed any more; "" while it is."""
+        """The reason why the engine has stopped computing; "" while it computes."""
         return self._died or ("the engine is closed" if self._closing else "")
 
     # What goes out
@@ -400,7 +400,7 @@ class StagedEngine:
             self._die(f"stage {stage} has computed nothing for {STALL_S:g} s")
 
     def _die(self, why: str) -> None:
-        """Nothing can be computed any more: the engine's runner ends it."""
+        """Marks the engine as broken: its runner ends it."""
         if self._closing or self._died:
             return
         log.error("%s: the engine ends", why)
@@ -471,7 +471,7 @@ def _start(options: StageOptions, permits: Permits) -> tuple[socket.socket, list
 
 
 def _command(options: StageOptions, stage: int, before: int, behind: int, engine: int, permits: int) -> list[str]:
-    command = [sys.executable, "-m", "engine.staged.stage", "--model", str(options.model)]
+    command = [*python_module("engine.staged.stage"), "--model", str(options.model)]
     command += ["--stage", str(stage), "--stages", str(options.stages), "--parent", str(os.getpid())]
     command += ["--before-fd", str(before), "--behind-fd", str(behind)]
     command += ["--engine-fd", str(engine), "--permits-fd", str(permits)]

@@ -1,4 +1,4 @@
-"""Whether all that a model knows of a sequence is in its cache: some keep states in modules of their own (RecurrentGemma)."""
+"""Tests whether a model keeps all state of a sequence in its cache: some keep it in modules (RecurrentGemma)."""
 
 from collections.abc import Callable
 from typing import TypeVar

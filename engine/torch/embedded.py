@@ -4,8 +4,8 @@
                                                                    at a snapshot length: states -> pages, StateDone
 
 Prefill never computes logits; the last token of a prompt goes through `decode`, on whichever node samples. In fp32 the
-split into chunks moves logits by some 5e-6. Who else is decoded in the same step moves nothing: that is tried with every model
-that is loaded, and a model that fails decodes one sequence at a time.
+split into chunks moves logits by some 5e-6. Other sequences in the same step move nothing: every loaded model is tested
+for that, and one that fails decodes one sequence at a time.
 """
 
 import logging
@@ -78,7 +78,7 @@ class EmbeddedSequence:
         self._stored_states.clear()
 
     def begin_step(self) -> None:
-        """Of decoding: made together with others, and not left in the middle."""
+        """Begins a decode step: sequences make it together, and never leave it in the middle."""
         self._job, self._chunk_stop, self._may_stop = None, self.num_tokens + 1, False
 
     def end_chunk(self) -> None:
@@ -216,7 +216,7 @@ class EmbeddedEngine(AtOnce):
         return list(output.logits[:, -1].float().numpy())
 
     def _why_alone(self) -> str | None:
-        """What speaks against decoding sequences together: this model, on this machine, is asked."""
+        """The reason against decoding sequences together: tries this model on this machine."""
         try:
             alone, batch = ([self._primed(length) for length in PROOF_LENGTHS] for _ in range(2))
             for token in PROOF_TOKENS:

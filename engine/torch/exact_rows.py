@@ -1,8 +1,7 @@
-"""Arithmetic that gives every sequence of a batch the very bits that it would have alone.
-
-Tokens must not depend on who else is being served, and torch's kernels do not promise that: a product of many rows adds up in
-another order than that of one, and exp and its kind take another path for what does not fill a vector. What differs is
-computed row by row here, everything else as it is, on the whole batch: most of a small model's step is not arithmetic, but calls.
+"""Arithmetic that gives every sequence of a batch the very bits that it would have alone. Tokens must not depend on the
+other requests, and torch's kernels do not promise that. A product of many rows adds up in another order than that of
+one. exp and similar functions take another path for elements that do not fill a vector. This module computes such
+operations row by row, and everything else on the whole batch: most of a small model's step is calls, not arithmetic.
 """
 
 # torch ships partial annotations.

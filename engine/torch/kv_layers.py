@@ -32,7 +32,7 @@ OnState = Callable[[int], None]  # layer
 
 
 class _Watched:
-    """What the listeners of one layer are."""
+    """The listeners of one layer."""
 
     layer: int
     on_kv: OnKV

@@ -1,4 +1,4 @@
-"""What a sequence remembers at a block border of its answer, so that the answer's blocks can become prefix cache.
+"""Saves a sequence's state at a block border of its answer, so that the answer's blocks can become prefix cache.
 
 Full attention keeps every token and needs no remembering. A state serves exactly the length it was taken at, and a window
 moves on; both are taken at each border that decoding passes, and the last one counts:
@@ -32,7 +32,7 @@ class Rows(NamedTuple):
 
 
 class BorderMarks:
-    """The last block border that an answer has passed, and what was true there."""
+    """The last block border that an answer has passed, with the states there."""
 
     def __init__(self, cache: SequenceCache, layout: ModelLayout, num_tokens: int) -> None:
         """`num_tokens` are in `cache` when the answer begins."""

@@ -67,7 +67,7 @@ class _Layer(LinearAttentionCacheLayerMixin):
 
 
 class BatchCache(Cache):
-    """What several sequences have, for one step of all. Make one for each step."""
+    """The caches of several sequences, for one step of all. Make one for each step."""
 
     def __init__(self, caches: Sequence[SequenceCache]) -> None:
         self.caches = caches
@@ -106,7 +106,7 @@ def _by_sequence(forward: Callable[..., Any], *args: Any, past_key_values: Any =
 
 
 def _row(value: Any, index: int, num_rows: int) -> Any:
-    """Of a batch of arguments those of one sequence."""
+    """The arguments of one sequence, out of a batch's."""
     if isinstance(value, torch.Tensor):
         return value[index : index + 1] if value.dim() and value.shape[0] == num_rows else value
     if isinstance(value, dict):

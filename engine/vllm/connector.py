@@ -56,7 +56,7 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
 
 @dataclass(frozen=True)
 class Cached(KVConnectorHandshakeMetadata):  # type: ignore[misc]
-    """What a pipeline stage, or all of them, keep of a prompt: layers, what states consist of, how keys are packed.
+    """The KVCache of a pipeline stage, or of all: layers, parts of states, packing of keys.
 
     `facts` (`internals.kv_facts`) are a rank's as well: models complete their configuration as they are loaded, which
     reaches the scheduler only where both are one process.
@@ -70,7 +70,7 @@ class Cached(KVConnectorHandshakeMetadata):  # type: ignore[misc]
 
 @contextmanager
 def _saying_why() -> Iterator[None]:
-    """What cannot be served is said where the node looks: tracebacks of several processes follow."""
+    """Prints the reason for a refusal where the node looks: tracebacks of several processes follow."""
     try:
         yield
     except (LayoutError, ValueError) as error:

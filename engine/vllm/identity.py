@@ -1,7 +1,6 @@
-"""What names the KVCache of a vLLM server: its weights, and every setting that its bytes depend on.
-
-Two servers that differ in any of it have different layouts, and layouts that differ never pair: KVCache of one would be
-wrong tokens in the other. What cannot be told apart is refused at the start.
+"""The name of a vLLM server's KVCache: its weights, and every setting that its bytes depend on. Two servers that differ
+in any of it have different layouts. Different layouts never pair, because KVCache of one would give wrong tokens in the
+other. Weights that cannot be told apart are refused at the start.
 """
 
 import dataclasses

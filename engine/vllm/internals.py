@@ -279,7 +279,7 @@ def cache_layers(vllm_config: Any, kv_cache_config: Any) -> list[CacheLayer]:
 
 
 def layer_names(kv_cache_config: Any) -> frozenset[str]:
-    """Of the layers that a rank has."""
+    """The names of the layers that a rank has."""
     return frozenset(name for group in kv_cache_config.kv_cache_groups for name in group.layer_names)
 
 
@@ -435,7 +435,7 @@ def _cache_layer(name: str, table: int, spec: Any, ranks: int, heads: int) -> Ca
 
 
 def model_source(vllm_config: Any) -> tuple[str, str]:
-    """What the weights are loaded from: a path or a name, and the commit of a name's repository, if that is known."""
+    """The source of the weights: a path or a name, and the commit of a name's repository, if that is known."""
     model = vllm_config.model_config
     commit = getattr(model.hf_config, "_commit_hash", None) or model.revision or ""
     return str(model.model_weights or model.model), str(commit)

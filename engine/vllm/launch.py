@@ -18,6 +18,7 @@ from typing import Final
 from engine.vllm.server.servable import complaint_about_model, complaint_about_parallelism
 from engine.vllm.version import is_tested, untested
 from transport.control.last_words import CANNOT_SERVE
+from transport.control.python_command import SAFE_PATH, SAFE_PATH_VARIABLE
 from transport.path.tcp import format_address, free_port
 
 CONNECTOR: Final = "PrfaasConnector"
@@ -112,7 +113,7 @@ def main(
 def server_command(options: VllmOptions, *, is_cpu: bool, renders: bool = True) -> list[str]:
     """The arguments for a Python that becomes the server. vLLM's flags come last: where one is given twice, it wins."""
     # `vllm serve` asks for a distribution named vllm, which the CPU build is not.
-    command = ["-m", "vllm.entrypoints.openai.api_server", "--model", options.model]
+    command = [SAFE_PATH, "-m", "vllm.entrypoints.openai.api_server", "--model", options.model]
     command += ["--served-model-name", options.served_name, "--host", options.host, "--port", str(options.port)]
     command += ["--max-num-batched-tokens", str(options.chunk_tokens)]
     command += ["--max-num-seqs", str(min(MAX_SEQUENCES, options.chunk_tokens))]
@@ -134,6 +135,8 @@ def environment(options: VllmOptions, inherited: Mapping[str, str], *, is_cpu: b
     """The server's environment; what the operator has set wins."""
     # Its second model runner would decode on while a prefill leg waits for its delivery (see vllm_connector).
     wanted = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "VLLM_USE_V2_MODEL_RUNNER": "0"}
+    wanted[SAFE_PATH_VARIABLE] = "1"  # of its workers, too
+    wanted["VLLM_MEDIA_URL_ALLOW_REDIRECTS"] = "0"  # one of an allowed domain may lead anywhere inside
     if options.host.startswith("127."):
         wanted["VLLM_HOST_IP"] = options.host
     folder = str(options.agent_socket.parent)
@@ -146,14 +149,15 @@ def environment(options: VllmOptions, inherited: Mapping[str, str], *, is_cpu: b
 
 
 def complaint_about_chunks(options: VllmOptions) -> str | None:
-    """Why prompts cannot be computed in such chunks; None when they can. Block sizes of its own choice vLLM compares itself."""
+    """The reason why vLLM cannot compute such chunks; None if it can. vLLM itself checks block sizes of its own
+    choice."""
     if options.block_size is None or options.chunk_tokens >= options.block_size:
         return None
     return f"chunk_tokens = {options.chunk_tokens}: less than a block, block_size = {options.block_size}"
 
 
 def complaint_about(vllm_flags: Sequence[str]) -> str | None:
-    """Why these flags cannot be passed on; None when they can."""
+    """The reason why these flags cannot be passed on; None if they can."""
     for flag in vllm_flags:
         name = flag.split("=", 1)[0].split(".", 1)[0].replace("_", "-")  # --kv-transfer-config.kv_role, too
         if name in OURS:

@@ -15,7 +15,7 @@ def is_tested(version: str) -> bool:
 
 
 def untested(version: str) -> str:
-    """What a version that is not tested is warned of with."""
+    """The warning about a version that is not tested."""
     return (
         f"vLLM {version} has not been tested with this connector (tested: {', '.join(TESTED_VERSIONS)}.x); "
         "its interface changes between versions, see docs/guides/vllm.md"

@@ -76,6 +76,7 @@ class NodeSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     pages_free: int
     pages_evictable: int
     step_s: float
+    plain: tuple[str, ...] = ()  # its listeners that other machines reach, and that speak in clear
 
 
 class GroupSnapshot(msgspec.Struct, frozen=True, kw_only=True):
@@ -286,6 +287,7 @@ def _node(node: ClusterNode, decode_slots: int, now: float) -> NodeSnapshot:
         pages_free=room.pages_free if room is not None else 0,
         pages_evictable=room.pages_evictable if room is not None else 0,
         step_s=step_at(load.steps, load.running) if load.steps else 0.0,
+        plain=node.info.plain if node.info is not None else (),
     )
 
 

@@ -1,4 +1,4 @@
-"""The configuration, read again while the gateway runs: by SIGHUP, or by an operator, who is told what differs.
+"""The configuration, read again while the gateway runs: by SIGHUP, or by an operator, whose answer says what differs.
 
     GET  /prfaas/config ──► what the file says now that the gateway does not do
     POST /prfaas/config ──► the same, and what can change while it runs has changed
@@ -61,6 +61,8 @@ def _told(key: str, value: Any) -> str:
         return "none"
     if key.rpartition(".")[2] in SECRET:
         return f"{len(value)} digests"
+    if isinstance(value, tuple) and any(map(is_dataclass, value)):
+        return "; ".join(_told(key, each) for each in value)
     if is_dataclass(value):
         parts = ((each.name, getattr(value, each.name)) for each in fields(value))
         return ", ".join(f"{name} = {_told(name, part)}" for name, part in parts)

@@ -1,1 +1,1 @@
-"""How many requests are served at once, in which order, and who is refused."""
+"""How many requests are served at once, in which order, and which are refused."""

@@ -9,7 +9,7 @@ from gateway.errors import Overloaded, Unavailable
 
 
 class ConcurrencyLimiter:
-    """Counts who is served. While it is draining, running requests end in peace and new ones are refused.
+    """Counts the requests that are served. While it is draining, running requests end in peace and new ones are refused.
 
     `limit` holds for `places`, which other processes may share; `in_flight` are this one's.
     """

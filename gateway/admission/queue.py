@@ -86,7 +86,7 @@ class WaitingLine:
         return self._line.is_anyone_ahead(service.priority, now + self.patience_s, now, share)
 
     def hold_back(self, place: "QueueEntry") -> None:
-        """The part of its tenant is full: others are asked for first, who may find room."""
+        """The part of its tenant is full: requests of others, which may find room, are asked for first."""
         place.is_held_back = True
         now = self._clock()
         if place.asked_at < now:

@@ -7,7 +7,7 @@ priority = 10
 keys = ["9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08"]     # sha256 of a key
 
 A class with keys is for those who show one of them. Who shows none, or an unknown one, is of the default class: keys say
-what a request is promised here, not who may come. A tenant with `classes` (`gateway.auth.keyring`) has these and no others.
+what a request is promised here, and grants no access. A tenant with `classes` (`gateway.auth.keyring`) has these and no others.
 """
 
 from collections.abc import Mapping, Sequence

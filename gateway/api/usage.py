@@ -1,6 +1,6 @@
 """`usage.prompt_tokens_details.cached_tokens`, set to what the prefill reused.
 
-The decode node writes the answer, but only the prefill node knows how much of the prompt it found cached, and says so
+The decode node writes the answer, but only the prefill node knows how much of the prompt it found cached. It says so
 when it is done, which is after the decode node was asked. So the one JSON object that holds `usage` is rewritten on its
 way to the client; every other byte passes as it came. A decode node that computed the prompt itself is right already:
 it says `recomputed`, and keeps its number.

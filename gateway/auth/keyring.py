@@ -7,25 +7,38 @@ requests_per_minute = 600                          # 0, the default, is no limit
 weight = 2.0                                       # of its part while tenants wait for the same
 classes = ["interactive", "batch"]                 # its requests may be of these; the first, where they say nothing
 
+[[gateway.operators]]
+name = "alice"                                     # as the audit log calls her
+keys = ["3a7b…"]
+role = "operator"                                  # viewer, operator or admin
+expires = 2027-01-31                               # from when on her keys are refused
+
 Without tenants everybody may ask, and prompts share one cache. With them each request needs a key, and operators' pages
-one of `operator_keys`.
+an operator's.
 """
 
 import base64
 import binascii
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
+from enum import Enum, auto
 from hashlib import blake2b, sha256
-from typing import Final
+from math import inf
+from typing import Final, Generic, TypeVar
 
 from gateway.auth.oidc import TokenSubject, TokenVerifier, looks_like_a_token
+from gateway.auth.sessions import OperatorSessions
+from gateway.config.operators import OperatorConfig, OperatorRole
 from gateway.config.tenants import PINNED_TOKENS, TenantConfig
-from gateway.errors import BadRequest, Unauthorised
+from gateway.errors import ApiError, BadRequest, Forbidden, Unauthorised
 from planner.decisions.admission.limits import NO_LIMITS, TenantLimits
 from planner.decisions.admission.waiting import EVERYBODYS, TenantShare
 
 API_KEY_HEADER: Final = "x-api-key"  # of Anthropic's clients
 MEMORY_BYTES: Final = 16
+
+Holder = TypeVar("Holder")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,22 +54,46 @@ class Tenant:
     classes: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class Operator:
+    """Who looks at a gateway, or changes it."""
+
+    name: str = ""
+    role: OperatorRole = OperatorRole.ADMIN
+
+
+@dataclass(frozen=True, slots=True)
+class _Known(Generic[Holder]):
+    """Whose a key is, and from when on it is refused."""
+
+    holder: Holder
+    expires_unix_s: float
+
+    def at(self, unix_s: float) -> Holder:
+        """Raises Unauthorised for a key that has expired."""
+        if unix_s >= self.expires_unix_s:
+            raise Unauthorised("The key has expired.", EXPIRED)
+        return self.holder
+
+
 class Keyring:
     """The keys of a gateway's file, which may change while it runs."""
 
     def __init__(
         self,
         tenants: Mapping[str, TenantConfig],
-        operator_keys: Sequence[str],
+        operators: Sequence[OperatorConfig],
         tokens: TokenVerifier | None = None,
         unix_s: Callable[[], float] = lambda: 0.0,
+        sessions: OperatorSessions | None = None,
     ) -> None:
-        """Of who shows a token, `tokens` says whom it names; at `unix_s`."""
+        """Of who shows a token, `tokens` says whom it names; at `unix_s`. `sessions` are those of operators' browsers."""
         self._tokens = tokens
         self._unix_s = unix_s
-        self.configure(tenants, operator_keys)
+        self._sessions = sessions
+        self.configure(tenants, operators)
 
-    def configure(self, tenants: Mapping[str, TenantConfig], operator_keys: Sequence[str]) -> None:
+    def configure(self, tenants: Mapping[str, TenantConfig], operators: Sequence[OperatorConfig]) -> None:
         """What holds from the next request on."""
         self._named = {
             name: Tenant(
@@ -71,11 +108,19 @@ class Keyring:
             for name, each in tenants.items()
             for group in [each.group or name]
         }
-        self._by_key = {key: self._named[name] for name, each in tenants.items() for key in each.keys}
+        self._by_key = {
+            key: _Known(self._named[name], _unix_s_of(each.expires))
+            for name, each in tenants.items()
+            for key in each.keys
+        }
         self._by_subject = {
             subject: self._named[name] for name, each in tenants.items() for subject in (name, *each.subjects)
         }
-        self._operators = frozenset(operator_keys)
+        self._operators = {
+            key: _Known(Operator(each.name, each.role), _unix_s_of(each.expires))
+            for each in operators
+            for key in each.keys
+        }
 
     @property
     def has_tenants(self) -> bool:
@@ -107,7 +152,7 @@ class Keyring:
             return self._of_token(self._tokens.holder(key, digest, self._unix_s()))
         if found is None:
             raise Unauthorised("Incorrect API key provided.", "invalid_api_key")
-        return found
+        return found.at(self._unix_s())
 
     def _of_token(self, holder: TokenSubject) -> Tenant:
         found = self._by_subject.get(holder.subject)
@@ -116,28 +161,82 @@ class Keyring:
         return found
 
     def named(self, name: str) -> Tenant:
-        """The tenant of that name, for an operator who asks what would become of its request; "" for none. Raises BadRequest."""
+        """The tenant of that name, for an operator's question about its request; "" for none. Raises BadRequest."""
         found = self._named.get(name) if name else EVERYBODY
         if found is None:
             raise BadRequest(f"There is no tenant '{name}'.", param="tenant", code="unknown_tenant")
         return found
 
-    def is_operator(self, headers: Mapping[str, str]) -> bool:
-        """Whether an operator's key is shown: as a bearer's, or as the password that a browser asks for."""
-        key = bearer(authorisation := headers.get("Authorization", "")) or password(authorisation)
-        return bool(key) and digest_of(key) in self._operators
+    def operator(self, headers: Mapping[str, str]) -> Operator | None:
+        """Whose key or session is shown: a key as a bearer's or as a password. Raises Unauthorised for one that has expired."""
+        key = operator_key_in(headers)
+        digest = digest_of(key) if key else self._of_session(headers)
+        found = self._operators.get(digest)
+        return found.at(self._unix_s()) if found is not None else None
 
-    def check_operator(self, headers: Mapping[str, str]) -> None:
-        """Raises Unauthorised for who may not see operators' pages."""
-        if not (self._operators or self._named) or self.is_operator(headers):
-            return
-        missing = "" if self._operators else " The gateway's file has no operator_keys."
-        raise Unauthorised(
-            f"This page is for operators: show one of their keys.{missing}", "operators_only", scheme="Basic"
-        )
+    def _of_session(self, headers: Mapping[str, str]) -> str:
+        return self._sessions.key_digest(headers, self._unix_s()) if self._sessions is not None else ""
+
+    def is_operator(self, headers: Mapping[str, str]) -> bool:
+        """Whether an operator's key or session is shown."""
+        try:
+            return self.operator(headers) is not None
+        except Unauthorised:
+            return False
+
+    def check_operator(
+        self, headers: Mapping[str, str], needed: OperatorRole = OperatorRole.VIEWER, page: str = "This page"
+    ) -> Operator:
+        """Who may use a page that needs this role. Raises Unauthorised for who shows no operator's key, else Forbidden."""
+        if not (self._operators or self._named):
+            return ANYBODY
+        found = self.operator(headers)
+        if found is None:
+            missing = "" if self._operators else " The gateway's file has no operators."
+            raise Unauthorised(f"{page} is for operators: show one of their keys.{missing}", "operators_only")
+        if not found.role.covers(needed):
+            raise Forbidden(f"{page} needs the role {needed}, and {found.name} has {found.role}.", "role_needed")
+        return found
+
+    def standing(self, headers: Mapping[str, str]) -> "KeyStanding":
+        """What the key that a request shows is worth."""
+        if not (self._operators or self._named):
+            return KeyStanding.NONE
+        digests = {digest_of(key): key for key in (operator_key_in(headers), key_in(headers)) if key}
+        for digest in digests:
+            known = self._operators.get(digest) or self._by_key.get(digest)
+            if known is not None:
+                return KeyStanding.RIGHT if self._unix_s() < known.expires_unix_s else KeyStanding.PAST
+        if not digests:
+            return KeyStanding.NONE
+        if self._tokens is not None and any(map(looks_like_a_token, digests.values())):
+            return self._standing_of_token(headers)
+        return KeyStanding.WRONG
+
+    def _standing_of_token(self, headers: Mapping[str, str]) -> "KeyStanding":
+        try:
+            self.tenant(headers)
+        except ApiError:  # a signature cannot be guessed: it is old, or of another provider
+            return KeyStanding.PAST
+        return KeyStanding.RIGHT
+
+
+class KeyStanding(Enum):
+    """What a key that is shown is worth; PAST: it held once, or is no guess for another reason."""
+
+    NONE = auto()
+    RIGHT = auto()
+    PAST = auto()
+    WRONG = auto()
 
 
 EVERYBODY: Final = Tenant()
+ANYBODY: Final = Operator()
+EXPIRED: Final = "expired_api_key"
+
+
+def _unix_s_of(moment: datetime | None) -> float:
+    return inf if moment is None else moment.timestamp()
 
 
 def _memory(group: str) -> bytes:
@@ -152,6 +251,11 @@ def digest_of(key: str) -> str:
 def key_in(headers: Mapping[str, str]) -> str:
     """The key or token that a client shows, as OpenAI's clients do or as Anthropic's; "" for none."""
     return bearer(headers.get("Authorization", "")) or headers.get(API_KEY_HEADER, "")
+
+
+def operator_key_in(headers: Mapping[str, str]) -> str:
+    """The key that an operator shows; "" for none."""
+    return bearer(authorisation := headers.get("Authorization", "")) or password(authorisation)
 
 
 def bearer(authorisation: str) -> str:

@@ -8,6 +8,7 @@ import grpc
 import grpc.aio
 
 from gateway.cluster.agent_connection import CallConnection, PersistentCalls
+from gateway.cluster.agent_peer import AgentPeer
 from gateway.cluster.agent_values import (
     ConversionStatus,
     NodeEvent,
@@ -27,6 +28,7 @@ from transport.control.messages import TicketInfo
 from transport.control.proto import node_pb2 as pb
 from transport.control.proto.node_pb2_grpc import NodeAgentStub
 from transport.control.tickets import MAX_CONTROL_BYTES, REASON_KEY, ticket_info, ticket_message
+from transport.peers.guard import Guard
 from transport.wire.identity import Identity
 
 REASONS: Final = {
@@ -51,17 +53,20 @@ class AgentClient:
         name: str = "",
         by_grpc: Callable[[str], None] = lambda reason: None,
         holder: str = "",
+        guard: Guard | None = None,
     ) -> None:
         """`by_grpc` is told why a call that every request makes did not go over a kept connection.
 
         `holder` names this process: the agent frees what it holds once its connections are gone. "": with the lease.
+        `guard` knows which certificates agents may have.
         """
         self.address = address
         self.timeout_s = timeout_s
         self._identity = identity
         self._version = identity.version() if identity is not None else ()
         self._name = name
-        self.kept = PersistentCalls(address, timeout_s, identity, name, holder)
+        self._peer = AgentPeer(address, timeout_s, identity, guard)
+        self.kept = PersistentCalls(address, timeout_s, identity, name, holder, self._peer.refusal)
         self.certified_name = self.kept.certified_name
         self._holder = holder
         self._by_grpc = by_grpc
@@ -115,23 +120,36 @@ class AgentClient:
         )
         return conversion_from(await self._call(self._stub.Convert, message, self.timeout_s + wait_s))
 
-    async def reserve(self, request_id: str, prompt: Prompt, ttl_s: float, tenant: str = "") -> TicketInfo:
-        """Room for the KVCache of all but the last token of `prompt` on this decode node, of the part of `tenant`."""
+    async def reserve(
+        self, request_id: str, prompt: Prompt, ttl_s: float, tenant: str = "", sender: str = ""
+    ) -> TicketInfo:
+        """Room for the KVCache of all but the last token of `prompt` on this decode node, of the part of `tenant`.
+
+        `sender` is the node that will send it; empty: any.
+        """
         message = pb.ReserveRequest(
             request_id=request_id,
             num_tokens=prompt.transfer_tokens,
             tokens_digest=prompt.digest,
             ttl_s=ttl_s,
             tenant=tenant,
+            sender=sender,
         )
         return await self._reserve(message, prompt.hashes)
 
     async def reserve_prefix(
-        self, request_id: str, hashes: Sequence[bytes], num_tokens: int, ttl_s: float
+        self, request_id: str, hashes: Sequence[bytes], num_tokens: int, ttl_s: float, sender: str = ""
     ) -> TicketInfo:
         """Room for a prefix of whole blocks that another node will send."""
-        message = pb.ReserveRequest(request_id=request_id, num_tokens=num_tokens, ttl_s=ttl_s, prefix_only=True)
+        message = pb.ReserveRequest(
+            request_id=request_id, num_tokens=num_tokens, ttl_s=ttl_s, prefix_only=True, sender=sender
+        )
         return await self._reserve(message, hashes)
+
+    async def readdress(self, transfer_id: str, sender: str) -> None:
+        """Another node sends instead. Raises AgentCallFailed."""
+        if self._identity is not None:  # else no receiver looks
+            await self._call(self._stub.Readdress, pb.ReaddressRequest(transfer_id=transfer_id, sender=sender))
 
     async def load(self, request_id: str, hashes: Sequence[bytes], ticket: TicketInfo, timeout_s: float) -> int:
         """Has this node send a prefix that it holds to the holder of `ticket`; returns the bytes sent."""
@@ -204,6 +222,7 @@ class AgentClient:
     async def watch(self, load_interval_s: float, silence_s: float) -> AsyncGenerator[NodeEvent, None]:
         """Events until the stream ends or is silent for `silence_s`. Raises AgentCallFailed, also on a lost event."""
         await self.renew()
+        await self._peer.look()
         stream = self._stub.Watch(pb.WatchRequest(load_interval_s=load_interval_s, holder=self._holder))
         last_seq: int | None = None
         try:
@@ -212,6 +231,7 @@ class AgentClient:
                 if last_seq is not None and event.seq != last_seq + 1:
                     raise AgentCallFailed(self.address, "event_gap", f"{event.seq} after {last_seq}")
                 last_seq = event.seq
+                self._peer.unless_revoked()
                 for value in events_from(event):
                     if isinstance(value, NodeInfo):
                         self.kept.offered(value.calls_port)

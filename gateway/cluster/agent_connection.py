@@ -6,6 +6,7 @@ firewall in between, costs only CPU. A call fails as it would by gRPC, with the 
 
 import asyncio
 import logging
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Final, cast
 
@@ -15,6 +16,7 @@ from gateway.errors import AgentCallFailed
 from transport.control.calls import AGENT, CALLER, MAX_ANSWER_BYTES, MAX_CALLS, CallBuffer, CallOutbox, keep_alive
 from transport.control.messages import MessageError
 from transport.control.proto import node_pb2 as pb
+from transport.peers.name import PeerCertificate, of_tls
 from transport.wire.identity import Identity
 
 log = logging.getLogger("prfaas.gateway.calls")
@@ -55,6 +57,11 @@ class CallConnection(asyncio.Protocol):
             and not self._is_retired
             and not self._transport.is_closing()
         )
+
+    def peer(self) -> PeerCertificate:
+        """Who the agent is by its certificate."""
+        assert self._transport is not None
+        return of_tls(self._transport.get_extra_info("peercert") or {})
 
     def ask(self, call: pb.Call, timeout_s: float) -> "asyncio.Future[pb.CallAnswer]":
         """The answer to `call`, which gets its number here, or AgentCallFailed: `timeout`, `unreachable`."""
@@ -170,8 +177,20 @@ class CallConnection(asyncio.Protocol):
 class PersistentCalls:
     """Keeps a connection to the agent at `address`, once that has said at which port it takes them."""
 
-    def __init__(self, address: str, connect_s: float, identity: Identity | None, name: str, holder: str = "") -> None:
-        """`name` is what the agent's certificate must carry if that is not the host of its address; `holder` names the caller."""
+    def __init__(
+        self,
+        address: str,
+        connect_s: float,
+        identity: Identity | None,
+        name: str,
+        holder: str = "",
+        refusal: Callable[[PeerCertificate], str] = lambda shown: "",
+    ) -> None:
+        """`name` is what the agent's certificate must carry if that is not the host of its address; `holder` names the caller.
+
+        `refusal` says why the holder of a certificate is no agent.
+        """
+        self._refusal = refusal
         self._address = address
         self._host = address.rpartition(":")[0].strip("[]")
         self._connect_s = connect_s
@@ -234,6 +253,8 @@ class PersistentCalls:
                     ssl=self._identity.client_context() if self._identity is not None else None,
                     server_hostname=self.certified_name if self._identity is not None else None,
                 )
+                if self._identity is not None and (why := self._refusal(connection.peer())):
+                    raise ConnectionError(why)
                 await connection.greeted
         except (OSError, ValueError) as error:
             connection.close()

@@ -51,6 +51,7 @@ class NodeInfo:
     version: str = ""  # of what it runs; empty: of a time when nodes did not say
     contexts: tuple[PinnedPrefix, ...] = ()
     wall_clock_s: float = 0.0  # since 1970 by its clock, when it said this; 0: it did not
+    plain: tuple[str, ...] = ()  # listeners of its that other machines reach, and that speak in clear
     rooms: BootstrapAddress | None = None  # how its engine is paired; None: by tickets
 
 
@@ -168,6 +169,7 @@ def info_from(node: pb.NodeDescription) -> NodeInfo:
         version=node.version,
         wall_clock_s=node.wall_clock_s,
         contexts=tuple(kept_from(context) for context in node.contexts),
+        plain=tuple(node.plain),
         rooms=BootstrapAddress(node.rooms.host, node.rooms.port) if node.HasField("rooms") else None,
     )
 

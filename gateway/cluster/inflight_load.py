@@ -37,7 +37,7 @@ class Booking:
     def prefill(self, node: ClusterNode, route: Route) -> None:
         """`node` computes the prompt as `route` says from now on, and no other node does."""
         kept = self._computing if self._computing is not None and self._computing[0] is node else None
-        if kept is not None:  # who waits for it goes on waiting
+        if kept is not None:  # requests that wait for it go on waiting
             self._computing = None
         self.prefilled()
         if self._landing is not None:

@@ -1,7 +1,7 @@
 """Prompts that a node is computing for this gateway: a prompt that goes on from one of them waits for it there.
 
-A node's engine looks for a prefix when it is asked, not when it begins, so a prompt that is sent too early computes again what
-is being computed in front of it. A decode node looks when it reserves: what is reserved too early is sent again.
+A node's engine looks for a prefix when it is asked, not when it begins. So a prompt that is sent too early computes
+again what is being computed in front of it. A decode node looks when it reserves: what is reserved too early is sent again.
 """
 
 import asyncio

@@ -78,6 +78,11 @@ class ClusterNode:
         return self.info.cluster if self.info else "unknown"
 
     @property
+    def place(self) -> str:
+        """As its certificate has it: CLUSTER/NAME; empty before its first description."""
+        return f"{self.info.cluster}/{self.info.node_id}" if self.info else ""
+
+    @property
     def state(self) -> str:
         """The node's own state, or `down` while its agent does not answer."""
         return self.info.state if self.connected and self.info else "down"

@@ -1,4 +1,4 @@
-"""The live view of every node: who is ready, how busy, what it has cached, and how its links are.
+"""The live view of every node: whether it is ready, how busy it is, what it has cached, and how its links are.
 
 One task per node reads its agent's event stream. The stream's life is the node's health: when it breaks, the node is
 out and its prefixes are forgotten; when it is back, a snapshot rebuilds them, so a gateway that restarts knows
@@ -77,8 +77,8 @@ class ServedModel:
             takes_media=any(info.takes_media for info in decodes),
         )
 
-    def as_read(self, group: str = "") -> PromptModel:
-        """The model as reading a prompt of one of `group` sees it."""
+    def as_read(self, group: str = "", media_domains: frozenset[str] = frozenset()) -> PromptModel:
+        """The model as reading a prompt of one of `group` sees it, with media at addresses of these domains."""
         hashing = self.hashing
         if group:
             hashing = Hashing(hashing.block_size, hashing.salt, group)
@@ -88,6 +88,7 @@ class ServedModel:
             hashing=hashing,
             adapters=self.adapters,
             takes_media=self.takes_media,
+            media_domains=media_domains,
         )
 
 

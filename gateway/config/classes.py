@@ -1,4 +1,4 @@
-"""`[gateway.classes]` and `[gateway.admission]`: what kinds of requests are promised, and who is refused."""
+"""`[gateway.classes]` and `[gateway.admission]`: what kinds of requests are promised, and which are refused."""
 
 import re
 from collections.abc import Iterable, Mapping

@@ -18,12 +18,15 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, Final, Self
 
+from gateway.config.audit import AuditConfig
 from gateway.config.classes import AdmissionConfig, ClassConfig, check_classes, names_of
 from gateway.config.oidc import OidcConfig
+from gateway.config.operators import OperatorConfig, check_operators, nameless
 from gateway.config.plan import PlanConfig
 from gateway.config.request_log import RequestLogConfig
 from gateway.config.tenants import TenantConfig, check_digest, check_tenants
 from gateway.config.traces import TracesConfig
+from gateway.config.wrong_keys import WrongKeysConfig
 from gateway.errors import GatewayConfigError
 from planner.decisions.defaults import DEPLOYED
 from planner.decisions.routing.placement import PLACERS
@@ -37,6 +40,7 @@ from transport.control.settings import (
     require_one_of,
     require_range,
 )
+from transport.path.tcp import is_loopback
 from transport.wire.identity import Identity
 
 MAX_BODY_BYTES: Final = 10 * 1024 * 1024
@@ -61,6 +65,11 @@ class NodeAddress:
         is_port = port.isdigit() and 0 < int(port) < 65536
         require(is_whole and is_port, "agent", self.agent, "host:port, an IPv6 address in brackets")
 
+    @property
+    def is_here(self) -> bool:
+        """Whether the way to it does not leave this machine."""
+        return is_loopback(self.agent.rpartition(":")[0].strip("[]"))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoutingConfig:
@@ -72,15 +81,15 @@ class RoutingConfig:
     them has room to spare; `link_bytes_per_s` is the bandwidth of a link that is not measured yet, 0 is unknown and counts
     as none to spare. `fetch_bytes_per_s` is how fast prefixes move inside a cluster, until some have shown it; 0 keeps them
     where they are.
-    A decode node computes up to `increment_tokens` of a prompt whose beginning it holds itself, while that is soon done and it
-    has time for it; 0 leaves every prompt to prefill nodes. While a decode node has spent `decode_prefill_share` of its time on
-    prompts, it is given no more of them, even if no node has room. `decode_load_slack` is how much slower a decode node's
-    tokens may be for the sake of a prefix that it holds.
-    With `by_total_length` whole prompts are compared with the threshold, cached or not, as by a router without caches: to compare
-    with.
-    With `replicate` prefixes that many requests want at once are copied to further prefill nodes of their cluster.
-    With `share_egress` the senders of a cluster share their egress budgets to another one by what waits at each of them.
-    At most `max_moves` prefixes are on their way at once, and none for longer than `move_timeout_s`.
+    A decode node computes up to `increment_tokens` of a prompt whose beginning it holds itself. It does so while that
+    is soon done and it has time for it; 0 leaves every prompt to prefill nodes. While a decode node has spent
+    `decode_prefill_share` of its time on prompts, it is given no more of them, even if no node has room.
+    `decode_load_slack` is how much slower a decode node's tokens may be for the sake of a prefix that it holds. With
+    `by_total_length` whole prompts are compared with the threshold, cached or not, as by a router without caches: to
+    compare with. With `replicate` prefixes that many requests want at once are copied to further prefill nodes of
+    their cluster. With `share_egress` the senders of a cluster share their egress budgets to another one by what
+    waits at each of them. At most `max_moves` prefixes are on their way at once, and none for longer than
+    `move_timeout_s`.
     """
 
     prefill_tokens_per_s: float = 20_000.0
@@ -196,11 +205,6 @@ class Strangers:
         return address in self.trusted_proxies or (_is_address(address) and ip_address(address).is_loopback)
 
 
-def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches who listens there."""
-    return host == "localhost" or (_is_address(host) and ip_address(host).is_loopback)
-
-
 def _is_address(text: str) -> bool:
     try:
         ip_address(text)
@@ -219,13 +223,19 @@ class GatewayConfig:
     All answers to one request take `max_several_bytes` of requests to engines at most: each is asked with the body's fields.
     A request is tried on `max_attempts` nodes, a stream is carried on by `max_takeovers` more. Of the requests of the last ten
     seconds or so `retry_share` may be tried again after failures that cost nodes work, and `least_retries` more.
-    `kept_answer_bytes` of the names of each answer's tokens are kept, about six a token, so that another decode node can go on
-    when one fails in the middle of a stream; 0: no answer is continued.
-    `prompt_memory_bytes` of earlier prompts (tokens, hashes, texts) are remembered by each worker, tenants sharing them fairly,
-    and as much by each of its processes for long bodies.
+    `kept_answer_bytes` of the names of each answer's tokens are kept, about six a token. With them another decode
+    node can go on when one fails in the middle of a stream; 0: no answer is continued.
+    Each worker remembers `prompt_memory_bytes` of earlier prompts (tokens, hashes, texts), which tenants share
+    fairly. Each of its processes for long bodies remembers as much.
     `drained_dir` remembers which links are drained when the gateway is started anew.
     `links`, as "FROM:TO" by names of clusters, are shown, and missed, before any node of theirs has been heard of.
-    `certificate`, `key` and `authority` are PEM files: with them, agents are talked to over mutual TLS.
+    `tls_certificate` and `tls_key` are PEM files, read again when they change: with them all listeners speak HTTPS. A gateway
+    that other machines reach without says so, unless `plain_api` says that this is meant.
+    `certificate`, `key` and `authority` are PEM files: with them, agents are talked to over mutual TLS. `revoked` lists
+    certificates that count no more. Without, agents on other machines are talked to only if `plain` says that this is known.
+    Media at addresses are taken from `allowed_media_domains` alone.
+    `operators` may look at this gateway and change it. `operator_keys` are of operators without a name, with all rights. A
+    browser in which an operator has logged in need not show the key again for `session_s`.
     Without `tenants` no client needs a key; a gateway that other machines reach then starts only if it is `open`. Such a gateway
     answers at addresses, at names without a dot and at those of `hosts`; an `open` one without `hosts` answers at any name.
     """
@@ -257,6 +267,8 @@ class GatewayConfig:
     certificate: Path | None = None
     key: Path | None = None
     authority: Path | None = None
+    revoked: Path | None = None
+    plain: bool = False
     routing: RoutingConfig = field(default_factory=RoutingConfig)
     timeouts: Timeouts = field(default_factory=Timeouts)
     plan: PlanConfig = field(default_factory=PlanConfig)
@@ -266,10 +278,18 @@ class GatewayConfig:
     admission: AdmissionConfig = field(default_factory=AdmissionConfig)
     classes: Mapping[str, ClassConfig] = field(default_factory=dict)
     tenants: Mapping[str, TenantConfig] = field(default_factory=dict)
+    operators: tuple[OperatorConfig, ...] = ()
     operator_keys: tuple[str, ...] = ()
+    session_s: float = 43_200.0
+    tls_certificate: Path | None = None
+    tls_key: Path | None = None
+    plain_api: bool = False
+    wrong_keys: WrongKeysConfig = field(default_factory=WrongKeysConfig)
+    audit: AuditConfig = field(default_factory=AuditConfig)
     oidc: OidcConfig = field(default_factory=OidcConfig)
     open: bool = False
     hosts: tuple[str, ...] = ()
+    allowed_media_domains: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("port", "metrics_port"):
@@ -302,8 +322,12 @@ class GatewayConfig:
         require(self.threshold_tokens >= 0, "threshold_tokens", self.threshold_tokens, "a number of at least 0")
         check_classes(self.classes, self.admission.default_class)
         check_tenants(self.tenants, names_of(self.classes), has_tokens=bool(self.oidc.issuer))
+        require(self.session_s > 0, "session_s", self.session_s, "a number of seconds above 0")
         for key in self.operator_keys:
             check_digest("operator_keys", key)
+        check_operators(self.all_operators, self.tenants)
+        for name in self.allowed_media_domains:
+            require(bool(HOST.fullmatch(name)), "allowed_media_domains", name, "a list of names, in lower case")
         for name in self.hosts:
             require(bool(HOST.fullmatch(name)), "hosts", name, "a list of names, in lower case and without a port")
         if not (self.tenants or self.open or is_loopback(self.host)):
@@ -311,12 +335,21 @@ class GatewayConfig:
                 f"host = {self.host!r}: others than this machine reach it, and no key is needed: "
                 "add [gateway.tenants.NAME] (`prfaas key` makes keys), or say open = true"
             )
+        if (self.tls_certificate is None) != (self.tls_key is None):
+            raise SettingsError("tls_certificate and tls_key go together")
         missing = [name for name in IDENTITY_KEYS if getattr(self, name) is None]
         if missing and len(missing) < len(IDENTITY_KEYS):
             raise SettingsError(f"{missing[0]} is missing: {', '.join(IDENTITY_KEYS)} go together")
+        if self.revoked is not None and missing:
+            raise SettingsError(f"revoked = {str(self.revoked)!r}: allowed only with {', '.join(IDENTITY_KEYS)}")
         agents = [node.agent for node in self.nodes]
         require(bool(agents), "nodes", agents, "at least one [[gateway.nodes]] table")
         require(len(set(agents)) == len(agents), "nodes", agents, "every agent once")
+        if missing and not self.plain and (far := [node.agent for node in self.nodes if not node.is_here]):
+            raise SettingsError(
+                f"nodes: {far[0]!r} is another machine, and what is said to it would be in clear: give "
+                f"{', '.join(IDENTITY_KEYS)} (`prfaas certificates` makes them), or say plain = true"
+            )
 
     def with_changes_of(self, other: Self) -> Self:
         """This configuration with what `other` has different and a running gateway can take over."""
@@ -326,6 +359,21 @@ class GatewayConfig:
     def differences(self, other: Self) -> list[str]:
         """The keys in which `other` differs."""
         return [each.name for each in fields(self) if getattr(self, each.name) != getattr(other, each.name)]
+
+    @property
+    def scheme(self) -> str:
+        """How clients speak to its listeners."""
+        return "http" if self.tls_certificate is None else "https"
+
+    @property
+    def is_in_clear(self) -> bool:
+        """Whether what other machines ask crosses networks in clear, and nothing says that this is meant."""
+        return self.scheme == "http" and not self.plain_api and not is_loopback(self.host)
+
+    @property
+    def all_operators(self) -> tuple[OperatorConfig, ...]:
+        """Those of `operators`, and those that `operator_keys` stands for."""
+        return (*self.operators, *nameless(self.operator_keys))
 
     @property
     def ways(self) -> tuple[tuple[str, str], ...]:
@@ -338,7 +386,7 @@ class GatewayConfig:
         """Who the gateway is to agents; None: it talks to them in plain text."""
         if self.certificate is None or self.key is None or self.authority is None:
             return None
-        return Identity(certificate=self.certificate, key=self.key, authority=self.authority)
+        return Identity(certificate=self.certificate, key=self.key, authority=self.authority, revoked=self.revoked)
 
 
 DIVIDED: Final = (
@@ -349,7 +397,8 @@ DIVIDED: Final = (
     "max_reading_bytes",
 )
 CHANGEABLE: Final = (
-    "threshold_tokens", "max_in_flight", "max_waiting", "log_level", "admission", "classes", "tenants", "operator_keys",
+    "threshold_tokens", "max_in_flight", "max_waiting", "log_level", "admission", "classes", "tenants", "operators",
+    "operator_keys",
 )  # fmt: skip
 CHANGEABLE_ROUTING: Final = (
     "prefill_tokens_per_s", "tie_share", "placement", "balancing_ratio", "home_cluster", "cross_cluster_cache",

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gateway.errors import GatewayConfigError
+from transport.control.secret_files import read_secret
 from transport.control.settings import require
 
 
@@ -29,6 +30,6 @@ class PlanConfig:
         if self.token_file is None:
             return {}
         try:
-            return {"Authorization": f"Bearer {self.token_file.read_text().strip()}"}
+            return {"Authorization": f"Bearer {read_secret(self.token_file)}"}
         except OSError as exc:
             raise GatewayConfigError(f"[gateway.plan]: token_file: {exc}") from exc

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Final
 
 from planner.decisions.admission.limits import Bucket, TenantLimits
@@ -20,8 +21,9 @@ class TenantConfig:
     """`[gateway.tenants.NAME]`. `keys` are SHA-256 digests in hexadecimal; several while one replaces another.
 
     `subjects` are what tokens of an identity provider call it (`gateway.auth.oidc`), beside its name here.
-    A limit of 0 is no limit. `pinned_tokens` is what it may have kept in nodes' memories (`prompt_cache_breakpoint`,
-    `cache_control`), each block once; 0: nothing. Of what tenants wait for together each gets a part by its `weight`.
+    From `expires` on its keys are refused. A limit of 0 is no limit. `pinned_tokens` is what it may have kept in nodes'
+    memories (`prompt_cache_breakpoint`, `cache_control`), each block once; 0: nothing. Of what tenants wait for together each
+    gets a part by its `weight`.
     `classes` are names of `[gateway.classes]`: with them its requests are of these only; without, of any that has no keys.
     """
 
@@ -34,6 +36,7 @@ class TenantConfig:
     weight: float = 1.0
     pinned_tokens: int = PINNED_TOKENS
     classes: tuple[str, ...] = ()
+    expires: datetime | None = None
 
     def __post_init__(self) -> None:
         for key in self.keys:

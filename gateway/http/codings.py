@@ -1,7 +1,7 @@
 """Content codings of bodies (RFC 9110 §8.4): decoded here, in pieces that the event loop does not notice, up to a limit.
 
-`gzip` (up to 4,096 members), `deflate` (with the header of RFC 1950, or without it, as some clients send it), and `zstd` where
-its extra is installed, with windows of 8 MiB at most (RFC 9659). Several codings in turn are refused: no client uses them.
+`gzip` has up to 4,096 members; `deflate` comes with the header of RFC 1950, or without it, as some clients send it.
+`zstd` needs its extra, and has windows of 8 MiB at most (RFC 9659). Several codings in turn are refused: no client uses them.
 """
 
 import zlib

@@ -21,8 +21,12 @@ from itertools import islice
 from typing import Any, Final, cast
 
 from aiohttp import web
+from aiohttp.abc import AbstractStreamWriter
+from aiohttp.http_parser import RawRequestMessage
+from aiohttp.http_writer import StreamWriter
 from aiohttp.streams import EMPTY_PAYLOAD, StreamReader
 from aiohttp.web_protocol import RequestHandler
+from multidict import CIMultiDict
 
 from gateway.api.dialects.translation import error_told
 from gateway.config.gateway import Strangers
@@ -34,6 +38,7 @@ log = logging.getLogger("prfaas.gateway.connections")
 
 LOG_INTERVAL_S: Final = 10.0
 JSON: Final = "application/json"
+CHALLENGE: Final = 'Bearer realm="prfaas"'  # not Basic: a browser would ask its user, and keep the key for ever
 PORTS: Final = 1 << 16
 CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
 TCP_CLOSE: Final = 7  # include/net/tcp_states.h
@@ -168,25 +173,39 @@ class ClientConnection(RequestHandler):
         self.address = ""
         self.has_begun = False  # to answer the current request
         self.probe_stream: Callable[[], None] | None = None  # sends a byte that means nothing, in a stream
-        self._gate = gate
+        self.gate = gate
         self._current: web.BaseRequest | None = None
         self._body: StreamReader = EMPTY_PAYLOAD  # of the latest request whose head has come
         self._looking: asyncio.TimerHandle | None = None
         self._wire: asyncio.Transport | None = None  # until it is gone; `transport` is None as soon as it is closed
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        super().connection_made(transport)
-        self._wire = cast(asyncio.Transport, transport)  # uvloop's transports are not so by class
-        peer = transport.get_extra_info("peername")
+        wire = cast(asyncio.Transport, transport)  # uvloop's transports are not so by class
+        self.begun(wire)
+        self.joined(wire)
+
+    def begun(self, wire: asyncio.Transport) -> None:
+        """Requests come over `wire` from now on."""
+        super().connection_made(wire)
+        self._wire = wire
+
+    def joined(self, wire: asyncio.Transport) -> None:
+        """A client has connected."""
+        self._wire = wire
+        peer = wire.get_extra_info("peername")
         self.address = peer[0] if isinstance(peer, tuple) else ""
-        self._gate.opened(self)
+        self.gate.opened(self)
 
     def connection_lost(self, exc: BaseException | None) -> None:
         super().connection_lost(exc)
+        self.parted()
+
+    def parted(self) -> None:
+        """The client is no longer connected."""
         self._wire = None
         if self._looking is not None:
             self._looking.cancel()
-        self._gate.closed(self)
+        self.gate.closed(self)
 
     def data_received(self, data: bytes) -> None:
         fed = 0
@@ -209,23 +228,23 @@ class ClientConnection(RequestHandler):
     def serving(self, http: web.BaseRequest) -> None:
         """A request's head is there."""
         self._current, self.has_begun = http, False
-        self._gate.changed(self, ConnectionState.SERVING)
+        self.gate.changed(self, ConnectionState.SERVING)
 
     def served(self) -> None:
         """Its answer has ended."""
         self._current = None
         if self._wire is not None:  # closed or not: the client may still have to read its answer
-            self._gate.changed(self, ConnectionState.IDLE)
+            self.gate.changed(self, ConnectionState.IDLE)
 
     @contextmanager
     def receiving(self) -> Iterator[None]:
         """The time until the body is there."""
-        self._gate.changed(self, ConnectionState.RECEIVING)
+        self.gate.changed(self, ConnectionState.RECEIVING)
         try:
             yield
         finally:
             if self._wire is not None:
-                self._gate.changed(self, ConnectionState.SERVING)
+                self.gate.changed(self, ConnectionState.SERVING)
 
     def end(self) -> None:
         """Closes now. What a client has not read by then would keep the descriptor for as long as it reads nothing."""
@@ -267,14 +286,14 @@ class ClientConnection(RequestHandler):
         """What is no HTTP, or not as it should be: one answer in the API's shape, one line in the log at most."""
         # What follows is what was read, and may be a key.
         text = (message or "Bad request.").splitlines()[0].partition(": b")[0][:200]
-        self._gate.noted("malformed", self.address, text)
+        self.gate.noted("malformed", self.address, text)
         response = error_response(ApiError(status, f"The request cannot be read: {text}", code="bad_http"))
         response.force_close()
         return response
 
     def log_exception(self, *args: Any, **kwargs: Any) -> None:
         """What aiohttp would log with a traceback, once per connection."""
-        self._gate.noted("broken", self.address, str(kwargs.get("exc_info") or ""))
+        self.gate.noted("broken", self.address, str(kwargs.get("exc_info") or ""))
 
     # A client that has closed its half of the connection
 
@@ -330,6 +349,9 @@ def _tcp_info(transport: asyncio.Transport, offset: int, size: int) -> int:
     return int.from_bytes(info[offset:], sys.byteorder)
 
 
+RequestFactory = Callable[
+    [RawRequestMessage, StreamReader, RequestHandler, AbstractStreamWriter, "asyncio.Task[None]"], web.BaseRequest
+]
 Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 Way = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -353,6 +375,28 @@ def shaped(application: Handler, straight: Mapping[str, Way]) -> Handler:
             connection.served()
 
     return handler
+
+
+def nameless(make: RequestFactory) -> RequestFactory:
+    """What makes requests, so that no answer to them names the server's software and its version."""
+
+    def made(
+        message: RawRequestMessage,
+        payload: StreamReader,
+        protocol: RequestHandler,
+        writer: AbstractStreamWriter,
+        task: "asyncio.Task[None]",
+    ) -> web.BaseRequest:
+        assert isinstance(writer, StreamWriter)
+        own = StreamWriter(protocol, writer.loop, on_headers_sent=_unnamed)
+        return make(message, payload, protocol, own, task)
+
+    return made
+
+
+async def _unnamed(headers: "CIMultiDict[str]") -> None:
+    headers.pop("Server", None)
+    headers.setdefault("X-Content-Type-Options", "nosniff")
 
 
 def http_error_response(http: web.BaseRequest, error: web.HTTPException) -> web.Response:
@@ -385,7 +429,7 @@ def error_response(error: ApiError, tie: float = 0.0, body: bytes | None = None)
     if error.status in (429, 503) and error.code:
         headers["x-prfaas-rejected"] = error.code
     if isinstance(error, Unauthorised):
-        headers["WWW-Authenticate"] = f'{error.scheme} realm="prfaas"'
+        headers["WWW-Authenticate"] = CHALLENGE
     if error.is_final:
         headers["x-should-retry"] = "false"  # as the OpenAI clients read it
     return web.Response(status=error.status, body=error.body() if body is None else body, headers=headers)

@@ -1,8 +1,9 @@
 """By which names a gateway that asks for no key may be called.
 
 A stranger's page can have a name of its own lead here (DNS rebinding), and its browser then lets it read every answer. The
-browser says that name as `Host`. So where no key protects answers, they are given at addresses, at names that cannot be
-registered, because they have no dot or end in .localhost (RFC 6761), and at those of `[gateway]` `hosts`.
+browser says that name as `Host`. So where no key protects answers, they are given at addresses and at those of
+`[gateway]` `hosts`. They are also given at names that cannot be registered: those without a dot and those that end in
+.localhost (RFC 6761).
 """
 
 from collections.abc import Collection

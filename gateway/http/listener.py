@@ -4,15 +4,16 @@ import asyncio
 import logging
 import os
 import resource
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from types import MappingProxyType
-from typing import Final
+from typing import Any, Final
 
 from aiohttp import web
 
 from gateway.config.gateway import GatewayConfig
 from gateway.errors import CannotListen
-from gateway.http.connections import ClientConnection, Gate, Way, shaped
+from gateway.http.connections import ClientConnection, Gate, Way, nameless, shaped
+from gateway.http.tls import SecureConnection, ServerCertificate
 from transport.path.tcp import format_address
 
 log = logging.getLogger("prfaas.gateway.listen")
@@ -20,6 +21,7 @@ log = logging.getLogger("prfaas.gateway.listen")
 BACKLOG: Final = 128  # accepted at once, so this many more than the limit may be open for a moment
 OPERATORS: Final = 64  # connections of the operators' listener
 OTHER_DESCRIPTORS: Final = 2 * BACKLOG + OPERATORS + 128  # agents' channels, processes, files
+HANDSHAKE_S: Final = 15.0  # until TLS must be agreed on
 LINGER_S: Final = 5.0  # how long the rest of a refused body is read, so that the client sees its answer
 
 
@@ -45,10 +47,13 @@ def descriptor_limit() -> int:
 
 
 class Listener:
-    """An application that answers on a port; `url` says where."""
+    """An application that answers on a port; `url` says where. `handshaking` are connections that agree on TLS still."""
 
-    def __init__(self, runner: web.AppRunner, server: asyncio.Server, url: str) -> None:
+    def __init__(
+        self, runner: web.AppRunner, server: asyncio.Server, url: str, handshaking: Set[SecureConnection]
+    ) -> None:
         self.url = url
+        self.handshaking = handshaking
         self._runner = runner
         self._server = server
 
@@ -63,10 +68,13 @@ class Listener:
         *,
         straight: Mapping[str, Way] = MappingProxyType({}),
         is_shared: bool = False,
+        certificate: ServerCertificate | None = None,
+        header_s: float = HANDSHAKE_S,
     ) -> "Listener":
         """Listens on `host:port` (0: any free port), `is_shared` with others that do so, too. Raises CannotListen.
 
-        What is POSTed to the paths of `straight` goes around the application.
+        What is POSTed to the paths of `straight` goes around the application. With a `certificate` clients speak TLS, and
+        have `header_s` to agree on it.
         """
         # A client that leaves ends its request here and on the nodes.
         runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
@@ -74,14 +82,20 @@ class Listener:
         http = runner.server
         assert http is not None
         http.request_handler = shaped(http.request_handler, straight)
+        http.request_factory = nameless(http.request_factory)
         loop = asyncio.get_running_loop()
 
+        # Idle connections are the gate's to close; aiohttp's own timer stands behind it.
+        options: dict[str, Any] = {
+            "loop": loop, "access_log": None, "keepalive_timeout": 2 * idle_s, "lingering_time": LINGER_S,
+            "auto_decompress": False,
+        }  # fmt: skip
+        secure: set[SecureConnection] = set()
+
         def connection() -> ClientConnection:
-            # Idle connections are the gate's to close; aiohttp's own timer stands behind it.
-            return ClientConnection(
-                gate, http, loop=loop, access_log=None, keepalive_timeout=2 * idle_s, lingering_time=LINGER_S,
-                auto_decompress=False,
-            )  # fmt: skip
+            if certificate is None:
+                return ClientConnection(gate, http, **options)
+            return SecureConnection(gate, http, certificate.context, header_s, secure, **options)
 
         try:
             server = await loop.create_server(connection, host, port, backlog=BACKLOG, reuse_port=is_shared or None)
@@ -92,7 +106,13 @@ class Listener:
                 f"cannot listen on {format_address(host, port)}: {reason}; choose another port"
             ) from error
         bound_host, bound_port = server.sockets[0].getsockname()[:2]
-        return cls(runner, server, f"http://{format_address(bound_host, bound_port)}")
+        scheme = "http" if certificate is None else "https"
+        return cls(runner, server, f"{scheme}://{format_address(bound_host, bound_port)}", secure)
+
+    @property
+    def app(self) -> web.Application:
+        """What answers."""
+        return self._runner.app
 
     def close_port(self) -> None:
         """Takes no more connections; those there are go on."""
@@ -101,4 +121,6 @@ class Listener:
     async def close(self) -> None:
         """Stops listening, and ends what is under way."""
         self._server.close()
+        for connection in list(self.handshaking):
+            connection.end()
         await self._runner.cleanup()

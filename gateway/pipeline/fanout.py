@@ -84,7 +84,7 @@ def check_size(calls: Iterable[Call], max_bytes: int) -> None:
 
 
 def calls_of(call: Call) -> list[Call]:
-    """The calls for one answer that a call for `n` answers is, each with a seed of its own if it has one, as vLLM seeds them."""
+    """Splits a call for `n` answers into calls for one. Each has a seed of its own if the call has one, as vLLM seeds them."""
     n = call.options.n or 1
     if n > 1 and call.dialect is not None:
         raise BadRequest("'n' is not supported here: an answer is one.", param="n", code="unsupported")

@@ -30,10 +30,11 @@ KEEPS_NOTHING_S: Final = 60.0  # a decode node that kept nothing of what had lan
 
 @dataclass(slots=True)
 class DecodeReservation:
-    """A reservation on a decode node, the first of `nodes`, and everybody else who may hold something for it."""
+    """A reservation on a decode node, the first of `nodes`, and the other nodes that may hold something for it."""
 
     ticket: TicketInfo
     nodes: list[ClusterNode]
+    sender: ClusterNode | None = None  # whose the ticket is
     shared_from: str = ""  # the prefill node that has sent others all that it was to begin with
     settled: bool = False  # delivered and loaded: nothing is left to free
 
@@ -80,12 +81,14 @@ class DecodeReservations:
         landed = await self._until_landed(request, chosen, booking) if chosen.shared_tokens else None
         landed_tokens = landed.blocks * request.served.layout.block_size if landed is not None else 0
         decode = self._clusters.by_id(chosen.decode_node)
-        reserving = decode.agent.reserve(request.leg_id, request.prompt, self._ttl_s, request.tenant.share.flow)
+        sender = self._sender(chosen.prefill_node)
+        place = sender.place if sender is not None else ""
+        reserving = decode.agent.reserve(request.leg_id, request.prompt, self._ttl_s, request.tenant.share.flow, place)
         making = self._tasks.start(reserving, "reserve", expected=(AgentCallFailed,))
         hold: DecodeReservation | None = None
         try:
             # Shielded: a client that leaves now must not leave a reservation behind whose id is lost.
-            hold = DecodeReservation(await asyncio.shield(making), [decode])
+            hold = DecodeReservation(await asyncio.shield(making), [decode], sender)
             if landed is not None and landed_tokens >= chosen.cached_tokens:
                 hold.shared_from = landed.first.prefill_node
             if hold.ticket.have_tokens < landed_tokens:
@@ -95,6 +98,13 @@ class DecodeReservations:
         finally:
             if hold is None or not hold.settled:
                 self._tasks.start(self._give_back(making, hold.nodes if hold else [decode]), "give_back")
+
+    def _sender(self, node_id: str) -> ClusterNode | None:
+        """None for one that has just gone: who prefills instead will be the sender."""
+        try:
+            return self._clusters.by_id(node_id)
+        except AgentCallFailed:
+            return None
 
     async def _until_landed(
         self, request: Request, chosen: Route, booking: Booking

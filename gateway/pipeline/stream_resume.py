@@ -1,8 +1,8 @@
 """Resumes a stream: knows which tokens its client has had, so that another engine can go on from there.
 
 Engines that can go on name each chunk's tokens where they are asked to (`kv_transfer_params.resumable`); the names are taken out
-on the way, and kept, a few bytes per token. The next engine reads the prompt and those tokens, says nothing of them again,
-and holds as much text back (half a character, the beginning of a stop string) as the engine before did. What is
+on the way, and kept, a few bytes per token. The next engine reads the prompt and those tokens, and says nothing of
+them again. It holds as much text back (half a character, the beginning of a stop string) as the engine before did. What is
 relayed are whole events: of one that was cut the client has seen nothing, and its tokens are asked for again.
 
     engine A   event event event ev│      the client has had three events, three tokens

@@ -1,7 +1,7 @@
 """Runs both legs at once. The prefill node pushes KVCache under the ticket, and the decode node waits for it.
 
-Whatever becomes of the prefill, the request hears of it: another prefill node takes over under the same ticket, or the decode
-node is told to compute the prompt itself, or the request ends here and now.
+Whatever becomes of the prefill, the request hears of it: another prefill node takes over under the same ticket, or
+the decode node computes the prompt itself, or the request ends at once.
 """
 
 import asyncio
@@ -108,6 +108,7 @@ class TicketedRunner:
     async def _prefill(self, way: Route, request: Request, hold: DecodeReservation, booking: Booking) -> PrefillOutcome:
         assert way.prefill_node is not None
         node, decode = self._run.clusters.by_id(way.prefill_node), hold.nodes[0]
+        await self._readdress(hold, node)
         hold.nodes.append(node)
         booking.prefill(node, way)
         self._run.accounts.prefilling(request, node)
@@ -117,6 +118,16 @@ class TicketedRunner:
         self._run.decider.learn(node, outcome)
         self._run.decider.learn_arrival(request, way, node, decode)
         return outcome
+
+    async def _readdress(self, hold: DecodeReservation, sender: ClusterNode) -> None:
+        """The ticket is that node's from now on. A receiver of before knows no senders, and refuses none."""
+        if hold.sender is sender:
+            return
+        try:
+            await hold.nodes[0].agent.readdress(hold.ticket.transfer_id, sender.place)
+            hold.sender = sender
+        except AgentCallFailed as error:
+            log.info("the ticket of %s is not readdressed to %s: %s", hold.ticket.transfer_id, sender.id, error)
 
     def _next_way(
         self, request: Request, chosen: Route, failing: str, error: NodeFailure, failed: dict[str, FailureKind]

@@ -6,7 +6,7 @@ wherever any prompt may. Of others the length is guessed, their blocks have name
 are decoded.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from hashlib import sha256
 from typing import Any, Final
@@ -16,6 +16,7 @@ from msgspec import Raw
 
 from gateway.api.openai import NOT_JSON, Call
 from gateway.errors import BadRequest
+from gateway.prompt.media_addresses import check_addresses
 
 # Types of parts that vLLM's `MM_PARSER_MAP` (0.32) knows beside texts, and keys that parts without a type have instead.
 KINDS: Final = frozenset(
@@ -59,8 +60,11 @@ def may_have_media(raw: Raw) -> bool:
     return any(mark in data for mark in _MARKS)
 
 
-def apart(call: Call, *, may_be_named: bool) -> Apart | None:
-    """The texts of a chat without its media; None: no media. Raises BadRequest for those by a name, unless they may be."""
+def apart(call: Call, *, may_be_named: bool, domains: Collection[str] = ()) -> Apart | None:
+    """The texts of a chat without its media; None: no media.
+
+    Raises BadRequest for those by a name, unless they may be, and for those at an address of another domain.
+    """
     try:
         messages = _MESSAGES.decode(call.fields["messages"])
     except NOT_JSON:  # its reader says what is wrong
@@ -83,6 +87,7 @@ def apart(call: Call, *, may_be_named: bool) -> Apart | None:
                     param=where,
                     code="unsupported",
                 )
+            check_addresses(part, KINDS, domains, f"messages[{index}].content[{at}]")
             named.update(msgspec.json.encode((index, at, part)))
             unread = unread or _unread(part)
         number += len(media)

@@ -44,7 +44,7 @@ _OBJECT: Final = msgspec.json.Decoder(dict[str, Any] | None)
 
 
 class Hashing(msgspec.Struct, frozen=True):
-    """How the served model's blocks are named: tokens per block, the salt of the model, and who shares with whom.
+    """How the served model's blocks are named: tokens per block, the salt of the model, and which tenants share.
 
     Prompts of a `group`, and those with a `cache_salt` of the client's, have names of their own: no other prompt finds their
     blocks, nor learns that they are there.
@@ -103,7 +103,8 @@ class Prompt(msgspec.Struct, frozen=True):
 class PromptModel(msgspec.Struct, frozen=True, kw_only=True):
     """What reading needs to know of the model served: the names it goes by, the longest context, how blocks are named.
 
-    `adapters` of it are served, too, by names of their own; whether messages may have media in them.
+    `adapters` of it are served, too, by names of their own; whether messages may have media in them, and at addresses of
+    which domains.
     """
 
     names: tuple[str, ...]
@@ -111,6 +112,7 @@ class PromptModel(msgspec.Struct, frozen=True, kw_only=True):
     hashing: Hashing
     adapters: frozenset[str] = frozenset()
     takes_media: bool = False
+    media_domains: frozenset[str] = frozenset()
 
 
 class PromptMemory:
@@ -168,14 +170,15 @@ def _media_of(call: Call, model: PromptModel, most_new: int | None) -> Apart | N
         return None
     if most_new is not None:
         raise TakesLonger
-    return apart(call, may_be_named=not model.hashing.namespace(call.options.cache_salt))
+    may_be_named = not model.hashing.namespace(call.options.cache_salt)
+    return apart(call, may_be_named=may_be_named, domains=model.media_domains)
 
 
 def _prompt_with(media: Apart, model: PromptModel, memory: PromptMemory, tenant: bytes, marks: PrefixMarks) -> Prompt:
     """The prompt of texts with media between them: its tokens are guessed, its blocks named by what the media are."""
     tokens, _ = tokens_of_prompt(media.texts, model, memory, tenant)
     prompt = prompt_from(media.texts, tokens, MEDIA, model, memory, tenant, unread=media.digest)
-    room = model.max_model_len - 1  # who is sure that it fits is the engine
+    room = model.max_model_len - 1  # only the engine is sure that it fits
     guessed = max(prompt.num_tokens, min(room, prompt.num_tokens + media.number * TOKENS_EACH))
     unread = media.unread or ("truncated" if media.texts.options.truncate_prompt_tokens is not None else "")
     guess = MediaGuess(prompt.num_tokens, media.number, unread)

@@ -3,8 +3,8 @@
 The shortest bodies are read at once, and chats that go on by little: handing one to a thread and back takes as long. Other
 short ones, and long ones that are mostly text or token ids, are read in threads of this process: what they have in common with
 earlier ones is not tokenised or hashed again.
-Any other would hold the interpreter's lock for as long as its JSON is decoded or its tokens become a list (up to seconds for
-10 MB), so it goes to a process (`gateway.prompt.reader_pool`).
+Any other would hold the interpreter's lock while its JSON is decoded or its tokens become a list, up to seconds for
+10 MB. So it goes to a process (`gateway.prompt.reader_pool`).
 
 Threads and processes are few: tenants get them in turn, by bytes (`gateway.prompt.reader_queue`). A body whose tenant is
 refused by then is not read.

@@ -28,6 +28,7 @@ from gateway.tasks import TaskSet
 from planner.decisions.admission.waiting import TenantShare
 from prompts.tokens.encoder import EncoderVerdict
 from prompts.tokens.tokenizer import TextTokenizer
+from transport.control.python_command import python_module
 
 log = logging.getLogger("prfaas.gateway.read")
 
@@ -231,7 +232,7 @@ def spawn(stdin: socket.socket, blueprint: int) -> "subprocess.Popen[bytes]":
     """A process with `stdin`, which this thread alone may close: the system gives a free descriptor's number away again."""
     with stdin:
         return subprocess.Popen(
-            [sys.executable, "-m", "gateway.prompt.reader_process", str(blueprint)],
+            [*python_module("gateway.prompt.reader_process"), str(blueprint)],
             stdin=stdin.fileno(),
             pass_fds=[blueprint],
         )

@@ -1,7 +1,8 @@
 """The process in which long bodies are read: what takes seconds there would hold the gateway's interpreter for as long.
 
-It finds the tokenizer, a Blueprint, in a file that the gateway has open for all of its processes, and speaks over its standard
-input, a socket, until the gateway closes it. Frames are two lengths, of a msgpack header and of what follows it as it is:
+It finds the tokenizer, a Blueprint, in a file that the gateway has open for all of its processes. It speaks over its
+standard input, a socket, until the gateway closes it. Frames are two lengths, of a msgpack header and of what follows
+it as it is:
 
     gateway                                       process
     StartReader ───────────────────────────────►  whether to use the fast encoder, and what is known of it

@@ -1,8 +1,8 @@
 """What each tenant has taken of its limits; `planner.decisions.admission.limits` says what follows from that.
 
-Workers of one gateway share a file, in which a tenant has a row: its name (a digest), when its buckets will be full again,
-and by worker its requests under way, and tokens that it is about to have kept for it. The parent clears the columns of a worker
-that has died: what it had under way is no more. One that starts clears its own, too.
+Workers of one gateway share a file, in which a tenant has a row: its name (a digest), and when its buckets will be
+full again. By worker: its requests under way, and the tokens that it is about to have pinned. The parent clears the
+columns of a worker that has died: what it had under way is no more. One that starts clears its own, too.
 """
 
 from collections.abc import Callable, Mapping

@@ -139,7 +139,7 @@ class Request:
     trace: TraceContext | None = None  # None: traces are off
     telling: ResponseTranslator | None = None  # None: the client speaks as engines do
     model: PromptModel | None = None  # as its prompt was read, should it be read again
-    reading: Reading = Reading.OWN  # by whom
+    reading: Reading = Reading.OWN  # which reader
     token_ids: msgspec.Raw | None = field(default=None, repr=False)  # as JSON, where an engine has read it
     stream: StreamState = field(default_factory=StreamState)
 

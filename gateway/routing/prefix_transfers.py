@@ -149,7 +149,9 @@ class PrefixTransfers:
 
     async def _carry_out(self, move: PrefixTransfer, on_sent: Callable[[int], None]) -> None:
         name = f"prefix-{move.hashes[-1].hex()[:16]}"
-        ticket = await move.target.agent.reserve_prefix(name, move.hashes, move.num_tokens, self._timeout_s)
+        ticket = await move.target.agent.reserve_prefix(
+            name, move.hashes, move.num_tokens, self._timeout_s, move.source.place
+        )
         try:
             on_sent(await move.source.agent.load(name, move.hashes, ticket, self._timeout_s))
             await move.target.agent.commit(ticket.transfer_id, self._timeout_s)

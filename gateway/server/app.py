@@ -18,6 +18,8 @@ from gateway.api.openai import Call, Endpoint
 from gateway.api.validation import MAX_ANSWERS, too_many
 from gateway.auth.keyring import EVERYBODY, Keyring
 from gateway.auth.oidc import TokenVerifier
+from gateway.auth.sessions import OperatorSessions
+from gateway.auth.wrong_keys import WrongKeys
 from gateway.cluster.registry import Clusters, ServedModel
 from gateway.config.gateway import GatewayConfig
 from gateway.errors import ApiError, Unavailable
@@ -28,6 +30,8 @@ from gateway.prompt.prompt import SEVERAL_PROMPTS
 from gateway.ratelimit.limiter import UNLIMITED, TenantLimiter, TenantLimiters
 from gateway.request.request import Request, RequestProgress, StreamState, Timeline
 from gateway.request.trace_context import TRACEPARENT, TRACESTATE, TraceContext
+from gateway.server.audit_log import AuditLog
+from gateway.server.guards import KeyGuard, OperatorGuard
 from gateway.server.handlers.contexts import ContextPinning
 from gateway.server.inflight import InflightRequest, InflightRequests
 from gateway.tasks import TaskSet
@@ -57,6 +61,8 @@ class GenerationEndpoint:
         clock: Callable[[], float],
         allowances: TenantLimiters,
         expected_answer: Callable[[], float],
+        audit: AuditLog,
+        sessions: OperatorSessions,
         traces: Traces | None = None,
     ) -> None:
         """`expected_answer` says how many tokens an answer mostly has."""
@@ -67,8 +73,13 @@ class GenerationEndpoint:
         self.clusters = clusters
         self.metrics = metrics
         self.classes = Classes(config.classes, config.admission.default_class)
+        self.media_domains = frozenset(config.allowed_media_domains)
         self.tokens = TokenVerifier(config.oidc) if config.oidc.issuer else None
-        self.keyring = Keyring(config.tenants, config.operator_keys, self.tokens, unix_s)
+        self.keyring = Keyring(config.tenants, config.all_operators, self.tokens, unix_s, sessions)
+        wrong_keys = WrongKeys(config.wrong_keys.divided(config.workers), clock)
+        self.guard = KeyGuard(self.keyring, wrong_keys, config.strangers, audit, metrics.upkeep.key_shown)
+        self.operators = OperatorGuard(self.keyring, config.strangers, audit)
+        self.sessions = sessions
         self.allowances = allowances
         self.contexts = ContextPinning(clusters, metrics, tasks, clock, allowances)
         self._tasks = tasks
@@ -80,7 +91,7 @@ class GenerationEndpoint:
     def configure(self, config: GatewayConfig) -> None:
         """Other classes, tenants and operators from now on."""
         self.classes = Classes(config.classes, config.admission.default_class)
-        self.keyring.configure(config.tenants, config.operator_keys)
+        self.keyring.configure(config.tenants, config.all_operators)
 
     def next_id(self) -> str:
         """An id that no other request of any gateway has."""
@@ -241,7 +252,7 @@ class GenerationEndpoint:
         tenant = visit.tenant
         service = self.classes.of(headers, tenant.classes)
         served = self._served()
-        model = served.as_read(tenant.group)
+        model = served.as_read(tenant.group, self.media_domains)
         call, prompt = await self.rooms.reader.read(
             visit.endpoint, visit.body, model, tenant.memory, share=tenant.share, check=visit.allowance.check
         )

@@ -8,7 +8,8 @@ from aiohttp import web
 from gateway.api.dialects.translation import error_told
 from gateway.api.openai import request_id_or
 from gateway.auth.keyring import EVERYBODY
-from gateway.errors import ApiError, InternalError
+from gateway.auth.rights import right_of
+from gateway.errors import ApiError, InternalError, Unauthorised
 from gateway.http.body import check_head
 from gateway.http.connections import CONTINUE, ClientConnection, error_response, http_error_response
 from gateway.routing.router import tie_of
@@ -71,16 +72,8 @@ def build_operators_app(door: GenerationEndpoint, pages: OperatorEndpoints) -> w
 
 
 def _add_operators(app: web.Application, door: GenerationEndpoint, pages: OperatorEndpoints) -> None:
-    def guarded(page: Page) -> Page:
-        async def answer(http: web.Request) -> web.StreamResponse:
-            door.keyring.check_operator(http.headers)
-            return await page(http)
-
-        return answer
-
-    _add(app, {path: guarded(page) for path, page in pages.for_operators().items()})
-    for path, page in pages.posted_by_operators().items():
-        app.router.add_post(path, guarded(page))
+    for (method, path), page in pages.by_operators().items():
+        app.router.add_route(method, path, door.operators.guarded(right_of(method, path), page))
 
 
 def _add(app: web.Application, pages: dict[str, Page]) -> None:
@@ -94,6 +87,7 @@ def _continue_or_refuse(door: GenerationEndpoint, http: web.Request) -> web.Stre
         raise web.HTTPExpectationFailed
     tenant = EVERYBODY
     try:
+        door.guard.checked(http)
         tenant = door.keyring.tenant(http.headers)
         door.rooms.admission.check()
         check_head(http, door.config.max_body_bytes)
@@ -111,8 +105,11 @@ async def _framed(door: GenerationEndpoint, http: web.Request, handler: Handler)
     http[REQUEST_ID] = request_id_or(http.headers.get("x-request-id"), f"req-{door.next_id()}")
     try:
         door.check_host(http)
+        await door.guard.admit(http)
         response = await handler(http)
     except ApiError as error:
+        if isinstance(error, Unauthorised):
+            door.guard.refused(http)
         response = error_response(error, tie_of(http[REQUEST_ID]), error_told(http.path, error))
     except web.HTTPException as error:
         response = http_error_response(http, error)

@@ -103,7 +103,7 @@ class Spans:
         self._made = 0
         self._ids = _ChosenIds()
         self._provider = TracerProvider(
-            sampler=ALWAYS_ON,  # who is traced has been decided
+            sampler=ALWAYS_ON,  # that it is traced has been decided
             resource=Resource.create({"service.name": SERVICE}),
             id_generator=self._ids,
             span_limits=SpanLimits(),

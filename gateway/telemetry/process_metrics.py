@@ -48,8 +48,22 @@ class ProcessMetrics:
         "prfaas_prefix_drops", "Cold copies of prefixes that nodes were told to give up, by outcome", "outcome"
     )
 
+    _keys_shown = counters(
+        "prfaas_wrong_keys",
+        "Wrong keys that were shown, answers to such that were delayed, and requests held off",
+        "what",
+    )
+    _not_audited = counters("prfaas_audit_lost", "Lines that are not in the audit log's files, by reason", "reason")
+
     def __init__(self, registry: CollectorRegistry) -> None:
         build_instruments(self, registry)
+
+    def key_shown(self, what: str) -> None:
+        """`wrong`, `delayed` or `held_off`."""
+        self._keys_shown[what,].inc()
+
+    def not_audited(self, reason: str, lines: int) -> None:
+        self._not_audited[reason,].inc(lines)
 
     def plan_polled(self, outcome: str) -> None:
         self._plan_polls[outcome,].inc()

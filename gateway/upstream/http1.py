@@ -151,7 +151,7 @@ class EngineAnswer:
             self.tell()
 
     def tell(self) -> None:
-        """Wakes who waits, if there is something for it."""
+        """Wakes the reader, if there is something for it."""
         waiter = self._waiter
         if waiter is not None and not waiter.done() and (self._chunks or self.is_whole or self._error is not None):
             waiter.set_result(None)

@@ -1,4 +1,4 @@
-"""The two HTTP legs of a request, to the engines: who is asked for what, and what counts as a failure.
+"""The two HTTP legs of a request, to the engines: which engine is asked for what, and what counts as a failure.
 
 prefill leg    the client's body, max_tokens=1, not streamed, with the ticket   → a PrefillOutcome
 decode leg     the client's body, with the transfer id                           → the client's answer, byte for byte

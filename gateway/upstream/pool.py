@@ -1,4 +1,4 @@
-"""Kept connections to engines: how many, for how long, and to whom."""
+"""Kept connections to engines: how many, for how long, and to which engines."""
 
 import asyncio
 import ssl

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from gateway.admission.slots import LocalSlots, Slots
+from gateway.auth.sessions import LocalSessions, SessionStore, SharedSessions
 from gateway.cluster.drained_links import DrainedLinks, LocalDrainedLinks, SharedDrainedLinks
 from gateway.cluster.node import ClusterNode
 from gateway.ratelimit.limiter import TenantLimiters
@@ -27,6 +28,7 @@ BOARD: Final = "board"
 METRICS: Final = "metrics"
 TALLY: Final = "tally"
 DRAINED: Final = "drained"
+SESSIONS: Final = "sessions"
 ALLOWANCES: Final = "allowances"
 FIRST_CONFIG: Final = "gateway.toml"  # the file as it was when the gateway was started
 VERDICT: Final = "verdict.json"  # what the parent has found out about the tokenizer's fast encoder
@@ -46,6 +48,7 @@ class SingleProcess:
         self.in_flight: Slots = LocalSlots()
         self.waiting: Slots = LocalSlots()
         self.drained: DrainedLinks = LocalDrainedLinks()
+        self.sessions: SessionStore = LocalSessions()
         self._last_seq = 0
 
     def next_seq(self) -> int:
@@ -107,6 +110,7 @@ class WorkerProcess:
         self.waiting: Slots = SharedSlots(self._board, WAITING)
         self.next_seq: Callable[[], int] = self._board.next_seq
         self.drained: DrainedLinks = SharedDrainedLinks(directory / DRAINED)
+        self.sessions: SessionStore = SharedSessions(directory / SESSIONS)
 
     def cursor(self, seq: int) -> int:
         return seq if seq <= self._board.last_seq() else 0

@@ -239,7 +239,9 @@ async def serve_with_workers(
             loop.add_signal_handler(number, workers.stop)
         loop.add_signal_handler(signal.SIGHUP, workers.reload)
         try:
-            await workers.run(lambda: announce(f"gateway ready url=http://{format_address(address[0], address[1])}"))
+            await workers.run(
+                lambda: announce(f"gateway ready url={config.scheme}://{format_address(address[0], address[1])}")
+            )
         except WorkersFail as error:
             log.error("%s", error)
             return BAD_CONFIG if error.status == BAD_CONFIG else 1

@@ -1,4 +1,4 @@
-"""What a cache tells its indexes: blocks came and went. One entry per group, as vLLM's events."""
+"""Events from a cache to its indexes: blocks came and went. One entry per group, as in vLLM's events."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Whether the books of a cache balance: every page has one holder, every lock a reservation, every block its parent."""
+"""Checks a cache: every page has one holder, every lock a reservation, every block its parent."""
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""How much of a prompt is cached: the longest hit of each group, and the longest all groups agree on.
+"""Finds how much of a prompt is cached: the longest hit of each group, and the longest that all groups serve.
 
 Positions are counted in blocks here. A group serves some lengths and not others:
 

@@ -9,7 +9,7 @@ from hybrid_cache.errors import IntegrityError, OutOfPages
 
 
 class PagePool:
-    """Hands out page ids in batches. A page has one holder at a time; who that is, the cache knows."""
+    """Hands out page ids in batches. A page has one holder at a time; the cache knows which."""
 
     def __init__(self, num_pages: int) -> None:
         if num_pages <= 0:

@@ -26,7 +26,7 @@ from hybrid_cache.eviction.base import EvictionPolicy, Use
 from hybrid_cache.eviction.choice import default_policy
 from hybrid_cache.layout.layout import ModelLayout
 
-EVENT_LIMIT: Final = 1 << 20  # hashes kept for a reader that does not come
+EVENT_LIMIT: Final = 1 << 20  # hashes kept for an absent reader
 HITS_REMEMBERED: Final = 4096  # to know which prefixes have been of use lately
 
 
@@ -55,7 +55,7 @@ class PrefixCache:
         snapshots: SnapshotPolicy | None = None,
         event_limit: int = EVENT_LIMIT,
     ) -> None:
-        """`event_limit`: hashes kept for `take_events`; 0 where they are not asked for."""
+        """`event_limit`: hashes kept for `take_events`; 0 if nothing reads events."""
         self.layout = layout
         self._eviction = eviction if eviction is not None else default_policy(layout)
         self._snapshots = snapshots or BranchPoints()
@@ -83,7 +83,7 @@ class PrefixCache:
         return longest_common_hit(self.layout, self._tree.held, hashes, num_tokens)
 
     def attention_pages_wanted(self, hashes: Sequence[bytes], num_tokens: int, purpose: Purpose) -> int:
-        """Pages of full attention that `reserve` would take of those that are free or evictable: none of what others hold."""
+        """Pages of full attention that `reserve` would take from free or evictable ones, never from other holders."""
         block_size = self.layout.block_size
         cached = _cached(self.match(hashes, num_tokens), purpose)
         blocks = -(-num_tokens // block_size) - self._tree.num_locked(hashes[: cached // block_size])
@@ -125,7 +125,7 @@ class PrefixCache:
         return tuple(BlocksStored(group, tuple(held)) for group, held in enumerate(self._tree.held))
 
     def take_events(self) -> list[CacheEvent]:
-        """Changes since the last call. A reader that stayed away too long gets CacheCleared and a snapshot instead."""
+        """Changes since the last call. A reader that comes too late gets CacheCleared and a snapshot instead."""
         events = self._events.take()
         return [CacheCleared(Medium.MEMORY), *self.snapshot()] if events is None else events
 
@@ -219,9 +219,8 @@ class PrefixCache:
         return self._tree.pool.num_free - before
 
     def drop(self, hashes: Sequence[bytes], keep_tokens: int, *, unused_since: float, now: float) -> int:
-        """Gives up the end of a prefix, down to its first `keep_tokens` tokens; returns how many more pages are free.
-
-        What is in use, what goes on, and what a request has found since `unused_since` stays.
+        """Drops the end of a prefix, down to its first `keep_tokens` tokens; returns how many more pages are free.
+        Blocks stay that are in use, have children, or were found by a request since `unused_since`.
         """
         before = self._tree.pool.num_free
         end = hashes[keep_tokens // self.layout.block_size :]
@@ -230,7 +229,7 @@ class PrefixCache:
         return self._tree.pool.num_free - before
 
     def clear(self, now: float) -> None:
-        """Drops everything that is not in use."""
+        """Drops every block that is not in use."""
         self._tree.evict(self._tree.evictable_pages, now)
 
     def check_integrity(self) -> None:

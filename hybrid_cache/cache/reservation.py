@@ -1,4 +1,4 @@
-"""What one request holds of the cache."""
+"""A request's hold on the cache."""
 
 from dataclasses import dataclass, field
 from enum import Enum
@@ -11,7 +11,7 @@ from hybrid_cache.layout.layout import ModelLayout
 
 
 class Purpose(Enum):
-    """What a reservation is for."""
+    """The purpose of a reservation."""
 
     PREFILL = "prefill"  # load [0, cached_tokens), compute the rest here
     LANDING = "landing"  # full attention of [0, cached_tokens) is here, the rest arrives by transfer
@@ -22,10 +22,9 @@ class Purpose(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hints:
-    """What is known of a prompt beyond its tokens.
-
-    Later prompts leave it at `branch_tokens` (a state is kept at each of these lengths that a block ends at); `category` is
-    the kind of request, for eviction that is aware of it; nothing after `useful_tokens` is expected to be of use again.
+    """Hints about a prompt beyond its tokens. Later prompts leave it at `branch_tokens`: a state is kept at each of
+    these lengths where a block ends. `category` is the kind of request, for eviction policies that use it. Nothing
+    after `useful_tokens` is expected to be used again.
     """
 
     branch_tokens: tuple[int, ...] = ()
@@ -71,7 +70,7 @@ class Reservation:
         self.num_tokens = hold.num_tokens
         self.cached_tokens = cached_tokens
         self._layout = layout
-        # The hold goes on to change. The page tables are made of this when they are asked for; a simulator never does.
+        # The hold changes later. Page tables are made from this only when asked for; a simulator never asks.
         self._shared = tuple(hold.nodes)
         self._own_blocks = tuple(hold.own_blocks)
         self._companions = tuple(hold.companions)

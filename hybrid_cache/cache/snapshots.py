@@ -1,6 +1,6 @@
 """Admission of snapshots: at which lengths a prefill keeps its linear states (and window tails).
 
-A snapshot serves its exact length only, so the question is where later prompts will leave this one.
+A snapshot serves its exact length only, so the policy predicts where later prompts will leave this one.
 """
 
 from collections.abc import Set
@@ -10,7 +10,7 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prefill:
-    """What is known of a prefill before it starts; lengths in tokens."""
+    """Facts about a prefill before it starts; lengths in tokens."""
 
     num_tokens: int
     cached_tokens: int  # it continues from here

@@ -1,7 +1,7 @@
-"""What is cached: the tree of prefixes and the pages in it, how requests lock it, how it grows, and how it shrinks.
+"""The tree of cached prefixes and its pages: how requests lock it, how it grows, and how it shrinks.
 
-A block with its locks is in blocks.py, what a request holds of the tree in reservation.py. Paths are long: the loops here are
-what a cache spends its time on.
+A block with its locks is in blocks.py, what a request holds of the tree in reservation.py. Paths are long: a cache
+spends most of its time in these loops.
 """
 
 from bisect import bisect_left
@@ -19,7 +19,7 @@ from hybrid_cache.layout.layout import ModelLayout
 
 
 class PrefixTree:
-    """Nodes and companions over one pool of pages. What is not locked leaves when room is needed."""
+    """Nodes and companions over one pool of pages. Unlocked ones leave when room is needed."""
 
     def __init__(self, layout: ModelLayout, num_pages: int, eviction: EvictionPolicy, events: EventLog) -> None:
         self.layout = layout
@@ -31,7 +31,7 @@ class PrefixTree:
         self._events = events
         self._nodes: dict[bytes, BlockNode] = {}
         self._companions: tuple[dict[bytes, Companion], ...] = tuple({} for _ in layout.groups)
-        # What a lookup sees of each group: nodes hold every full-attention group at once.
+        # The lookup's view of each group: nodes hold every full-attention group at once.
         self.held = tuple(
             self._nodes if group in layout.full_groups else self._companions[group]
             for group in range(len(layout.groups))
@@ -100,7 +100,7 @@ class PrefixTree:
         hold.companions.append(companion)
 
     def num_locked(self, hashes: Sequence[bytes]) -> int:
-        """Of a path of cached blocks, those that requests hold: who holds a block holds all before it."""
+        """The held blocks of a path of cached blocks: a request that holds a block holds all before it."""
         return bisect_left(hashes, True, key=lambda block_hash: not self._nodes[block_hash].locks)
 
     def unlock(self, hold: ReservedPages, now: float) -> None:
@@ -173,7 +173,7 @@ class PrefixTree:
     # Shrinking
 
     def allocate(self, count: int, now: float) -> list[int]:
-        """`count` pages, for which others leave where it has to be. Raises OutOfPages."""
+        """`count` pages; evicts others if necessary. Raises OutOfPages."""
         free = self.pool.num_free
         if count > free:
             if count > free + self.evictable_pages:
@@ -182,7 +182,7 @@ class PrefixTree:
         return self.pool.allocate(count)
 
     def evict(self, num_pages: int, now: float) -> None:
-        """What the policy likes least leaves, until `num_pages` more are free. As many must be evictable."""
+        """Evicts the policy's victims until `num_pages` more pages are free. As many must be evictable."""
         policy, nodes, node_pages = self._eviction, self._nodes, self._node_pages
         left: list[bytes] = []
         left_pages: list[Pages] = []
@@ -209,7 +209,7 @@ class PrefixTree:
             self._on_nodes_gone(left, left_pages)
 
     def drop(self, hashes: Sequence[bytes], now: float) -> None:
-        """Takes the blocks of a chain out, its last one first, as far as they are not held and nothing goes on from them."""
+        """Removes the blocks of a chain, its last one first, up to the first that is held or has children."""
         left: list[bytes] = []
         left_pages: list[Pages] = []
         for block_hash in reversed(hashes):
@@ -242,9 +242,9 @@ class PrefixTree:
         return freed
 
     def _on_nodes_gone(self, hashes: Sequence[bytes], pages_of: Sequence[Pages]) -> None:
-        """What remains to be done for nodes that were taken out of the tree, children first."""
+        """Finishes the removal of nodes that were taken out of the tree, children first."""
         self.evictable_pages -= len(hashes) * self._node_pages
-        # Those of the first block lie on top again: what takes their place gets them in order.
+        # The first block's pages lie on top again, so the next block gets them in order.
         self.pool.free(list(chain.from_iterable(reversed(pages_of))))
         for group, part in zip(self.layout.full_groups, self._node_parts, strict=True):
             self._events.removed(group, hashes)

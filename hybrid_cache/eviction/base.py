@@ -1,4 +1,4 @@
-"""What the cache tells an eviction policy, and what it asks of it."""
+"""The interface between the cache and an eviction policy."""
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ Key = Hashable
 class Use:
     """One request's use of the cache: the keys of its blocks from the root on, and what kind of request it is.
 
-    Blocks after the first `useful` are not expected to be of use again; None: nothing is known of that.
+    Blocks after the first `useful` are not expected to be used again; None: unknown.
     """
 
     now: float
@@ -21,10 +21,8 @@ class Use:
 
 
 class EvictionPolicy(Protocol):
-    """Orders the items that may leave. An item is known by its key.
-
-    The cache offers only items that are not held and that nothing depends on. So whatever a policy prefers, children
-    leave before their parents and nothing in use leaves at all.
+    """Orders the items that may leave. A key names an item. The cache offers only items without holders and without
+    dependants. So under any policy children leave before their parents, and an item in use never leaves.
     """
 
     def begin(self, use: Use) -> None:

@@ -1,8 +1,8 @@
 """Requests of about the same age, and how many of their blocks still wait for their next use.
 
-A survival estimate needs to know how many blocks reach each age. Requests are not kept for that, only counts by class, and
-cohorts whose ages can hardly be told apart become one: a cohort that has reached an edge joins the one before it if they are
-less than a GAP of the next edge's age apart. So there are MAX_COHORTS of them at most, however many requests come.
+A survival estimate needs to know how many blocks reach each age. The policy keeps no requests for that, only counts by
+class. It merges cohorts of nearly equal age: a cohort that has reached an edge joins the one before it if they are less
+than a GAP of the next edge's age apart. So there are MAX_COHORTS of them at most, however many requests come.
 """
 
 from collections import deque
@@ -14,8 +14,8 @@ from typing import Final
 EDGES: Final = (0.0, *(0.5 * 2 ** (i / 2) for i in range(28)))
 BUCKETS: Final = len(EDGES)
 AGE_ERROR: Final = 0.01
-"""A cohort's age when it reaches an edge is wrong by this part of it at most, and so is a rate of reuse learned from it. A bucket
-spans 41 % of an age and PRIOR_BLOCKS (reuse.py) leave an estimate uncertain by 10 %; beside both it can be neglected."""
+"""At an edge, a cohort's age is wrong by at most this share. So is a rate of reuse learned from it. A bucket spans 41 %
+of an age and PRIOR_BLOCKS (reuse.py) leave an estimate uncertain by 10 %; beside both it can be neglected."""
 GAP: Final = AGE_ERROR * (
     1 - 2**-0.5
 )  # joined at one edge after the other, cohorts err by the sum of a geometric series
@@ -71,7 +71,7 @@ class Cohorts:
         self._queues[0].append(cohort)
 
     def reached(self, now: float) -> Iterator[tuple[int, int, int]]:
-        """What has reached an edge since the last call: (bucket that begins there, class id, blocks)."""
+        """The blocks that have reached an edge since the last call: (bucket that begins there, class id, blocks)."""
         for bucket, edge in enumerate(EDGES):
             queue = self._queues[bucket]
             while queue and queue[0].at + edge <= now:

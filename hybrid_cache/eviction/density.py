@@ -1,4 +1,5 @@
-"""The default policy: evict what promises the fewest hits per second of room it takes, as reuse.py has learned it."""
+"""The default policy: evicts the block with the fewest expected hits per second of residence, as reuse.py has
+learned."""
 
 import heapq
 from collections import OrderedDict
@@ -47,7 +48,8 @@ class ReuseDensity(EvictionPolicy):
         self._requests += 1
 
     def heed(self, use: Use) -> Use:
-        """The part of a request's path that may be of use again. The rest leaves first, unless others have used it."""
+        """The part of a request's path that may be used again. The rest leaves first, unless other requests have used
+        it."""
         if use.useful is None:
             if self._useless:
                 for key in use.path:
@@ -146,7 +148,7 @@ class ReuseDensity(EvictionPolicy):
         heapq.heapify(self._order)
 
     def _drop_stale(self) -> None:
-        """Lets go of stale entries: looks at all, so it is done once in several times as many offers."""
+        """Drops stale entries. It looks at all entries, so it runs once in several times as many offers."""
         self._cleared_offers = self._offers
         self._cells = {cell: live for cell, entries in self._cells.items() if (live := self._live_of(entries))}
         self._rank()

@@ -1,7 +1,7 @@
 """How soon blocks are used again, learned online from everything that was ever requested, evicted or not.
 
-A class is what can be told of a block when it is used: how much of its request had been seen before, how much was new, how
-often the block was used, whether it ends the request, and the category of the request. Nothing is configured per workload.
+A class sums up a block at its use: how much of its request had been seen before and how much was new; how often the
+block was used; whether it ends the request; and the category of the request. Nothing is configured per workload.
 
 For a class let h[i] be the probability that a block whose age reached bucket i is reused within it (a Kaplan-Meier estimate:
 blocks too young to have reached the bucket are not counted). The worth of a block of age a is its best prospect,
@@ -9,8 +9,8 @@ blocks too young to have reached the bucket are not counted). The worth of a blo
     density(a) = max over b > a of  E[hits in [a, b)] / E[seconds in [a, b)]
 
 which is Gittins' index of the problem how long to keep it; least hit density (Beckmann et al., NSDI'18) is a relative.
-Rare classes lean on coarser ones (dropping features from the right), those on all blocks, those on a hazard that falls with
-age, so that a cache that knows nothing yet is an LRU cache.
+Rare classes lean on coarser ones (dropping features from the right). Those lean on all blocks, and all blocks on a
+hazard that falls with age. So a cache that knows nothing yet is an LRU cache.
 
 What is remembered has bounds: BYTES_PER_BLOCK for the last use of each of `max_history` blocks, and STATE_BYTES for all counts,
 whatever requests say. So has the work of one call of `refresh`: it computes densities for ROWS_AT_ONCE classes at a time.
@@ -44,7 +44,7 @@ Class = tuple[int, ...]
 
 
 class LastUse(NamedTuple):
-    """The last use of a block: with which requests, as which class, the how manieth it was."""
+    """The last use of a block: its requests, its class, and its number among the block's uses."""
 
     cohort: Cohort
     class_id: int
@@ -93,11 +93,11 @@ class ReuseModel:
         self._await(now, keys, [key_class for _, key_class in uses])
 
     def knows(self, key: Key) -> bool:
-        """Whether anything can be told of a block."""
+        """Whether the block is known."""
         return key in self._places
 
     def class_of(self, key: Key, now: float) -> tuple[float, int]:
-        """Time of the last use and class id; nothing can be told of an unknown block."""
+        """Time of the last use and class id of a known block."""
         place = self._places.get(key)
         return (now, self.unknown) if place is None else (place.cohort.at, place.class_id)
 
@@ -108,7 +108,7 @@ class ReuseModel:
         return self._density[class_id][bucket]
 
     def refresh(self) -> bool:
-        """Goes on computing all densities anew; says whether that is done, and `density` tells of it."""
+        """Continues computing all densities; returns whether that is finished, so that `density` uses the new ones."""
         if self._hazards is None:
             self._hazards = self._hazard()
             if len(self._hazards) > ROWS_AT_ONCE:

@@ -1,4 +1,4 @@
-"""For prefill nodes with linear states: what is kept or lost is a snapshot with the KV that leads to it.
+"""The policy of prefill nodes with linear states: its unit is a snapshot with the KV that leads to it.
 
 A prefill can continue only from a snapshot, so KV after the last snapshot of a chain is worth nothing, and a snapshot is worth
 
@@ -149,7 +149,7 @@ class SnapshotDensity(ReuseDensity):
         return at, class_id, round(SCALES_PER_OCTAVE * log2(efficiency(tokens, self.layout)))
 
     def _lose(self, key: Key) -> bool:
-        """Notes that a state is gone; says whether it was one."""
+        """Notes that a state is gone; returns whether the key was a state."""
         if not isinstance(key, tuple) or key[1] not in self._live or key[0] not in self._live[key[1]]:
             return False
         self._live[key[1]].discard(key[0])

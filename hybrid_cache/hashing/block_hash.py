@@ -6,10 +6,10 @@
 A token is a little-endian uint32. The salt carries model fingerprint and namespace: equal prompts of two namespaces have
 unrelated chains. There is no seed; finding a collision means breaking SHA-256.
 
-An inset is what stands in a prompt and is no text (an image), where placeholders hold its place: equal tokens with another
-image are another prompt. A block has the mark of each inset that begins in it, where in the block and what: so one that has any
-is longer than every block of text, and all that follow it in the chain are named by it, too. How long an inset is follows from
-what it is, as for vLLM's own hashes.
+An inset is a part of a prompt that is not text, such as an image; placeholder tokens hold its place. Equal tokens with
+another image are another prompt. A block has the mark of each inset that begins in it, where in the block and what: so
+one that has any is longer than every block of text, and all that follow it in the chain are named by it, too. How long
+an inset is follows from what it is, as for vLLM's own hashes.
 """
 
 import struct
@@ -25,9 +25,9 @@ from numpy.typing import NDArray
 HASH_BYTES: Final = 32
 MAX_TOKEN: Final = 2**32 - 1
 NAMESPACE: Final = "prfaas-"
-"""What namespaces begin with: a cache salt of an engine that begins otherwise is a stranger's."""
+"""The prefix of our namespaces: an engine's cache salt without it is not ours."""
 MEDIUM: Final = "prfaas-medium-"
-"""What names of insets begin with that follow from their contents: one that a client has given does not."""
+"""The prefix of inset names that follow from their contents. A client's own name never has it."""
 
 Tokens = Sequence[int] | NDArray[np.integer]
 
@@ -36,7 +36,7 @@ _start: Final = itemgetter(0)
 
 
 class Inset(NamedTuple):
-    """Something beside text in a prompt: the first of its placeholders, and what it is, equal wherever it is the same."""
+    """An inset: the place of its first placeholder, and its content's name, equal for equal content."""
 
     start: int
     name: str
@@ -70,14 +70,14 @@ def block_hashes(
 
 
 def marks(insets: Sequence[Inset], start: int, num_tokens: int) -> bytes:
-    """Of the insets that begin in [start, start + num_tokens): where in it, and what they are."""
+    """The marks of the insets that begin in [start, start + num_tokens): their places in it and their names."""
     first = bisect_left(insets, start, key=_start)
     within = insets[first : bisect_left(insets, start + num_tokens, first, key=_start)]
     return b"".join(_PLACE.pack(inset.start - start) + sha256(inset.name.encode()).digest() for inset in within)
 
 
 def chain_root(salt: bytes) -> bytes:
-    """What the first block's hash is chained to."""
+    """The parent of the first block's hash."""
     return sha256(b"prfaas.blocks" + salt).digest()
 
 
@@ -94,17 +94,18 @@ def with_insets(digest: bytes, insets: Sequence[Inset]) -> bytes:
 
 
 def digest_root(salt: bytes) -> bytes:
-    """What the digest of a token sequence begins with."""
+    """The start of the digest of a token sequence."""
     return sha256(b"prfaas.tokens" + salt).digest()
 
 
 def model_salt(fingerprint: str) -> bytes:
-    """What block hashes of prompts for a model start from; equal at every gateway and node."""
+    """The root of a model's block hashes; equal at every gateway and node."""
     return sha256(f"\0{fingerprint}".encode()).digest()
 
 
 def namespaced(salt: bytes, namespace: str) -> bytes:
-    """What those of a namespace start from: no block of it is ever one of another's. That of "" is everybody's, `salt`."""
+    """The root of a namespace's block hashes: namespaces never share a block. The namespace "" is common to all:
+    `salt`."""
     return sha256(b"prfaas.namespace" + salt + namespace.encode()).digest() if namespace else salt
 
 
@@ -116,7 +117,7 @@ def split_hashes(data: bytes) -> list[bytes]:
 
 
 def token_bytes(tokens: Tokens) -> bytes:
-    """Tokens as they are hashed. Raises ValueError for what are no tokens."""
+    """Tokens as bytes for hashing. Raises ValueError for values that are no tokens."""
     values = np.asarray(tokens)
     if values.size == 0:
         return b""

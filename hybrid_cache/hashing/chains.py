@@ -1,7 +1,7 @@
-"""Hashes of prompts that begin as earlier ones did: what was hashed then is looked up, so cost follows what is new.
+"""Hashes prompts that share a beginning with earlier ones: known hashes are looked up, so cost follows the new part.
 
-Tokens are taken in chunks of whole blocks. A chunk is looked up by the chunk before it and a fast hash of its bytes, all of
-which are compared then: nothing rests on a hash that could collide.
+Tokens are taken in chunks of whole blocks. The key of a chunk is the chunk before it and a fast hash of its bytes. Then
+all bytes are compared, so a collision does no harm.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -30,7 +30,7 @@ TOKEN_BYTES: Final = 4
 
 
 class Chain(NamedTuple):
-    """What names a prompt: hashes of the full blocks of all but its last token, and the digest of all its tokens."""
+    """The names of a prompt: hashes of the full blocks of all but its last token, and the digest of all its tokens."""
 
     hashes: list[bytes]
     digest: bytes
@@ -109,5 +109,5 @@ class ChainCache:
 
 
 def _from(insets: Sequence[Inset], start: int) -> list[Inset]:
-    """Those that begin at `start` or later, placed as seen from there."""
+    """The insets that begin at `start` or later, with places counted from there."""
     return [Inset(inset.start - start, inset.name) for inset in insets if inset.start >= start]

@@ -1,1 +1,1 @@
-"""Which node holds which prefix."""
+"""The index: which node holds which prefix."""

@@ -1,7 +1,9 @@
-"""How much of a prompt each of many nodes has cached, in one look at the prompt: sets of nodes are the bits of an int.
+"""Finds how much of a prompt each of many nodes has cached, in one pass over the prompt. Sets of nodes are the bits of
+an int.
 
-Nodes that agree so far are asked together, so a look costs what the prompt and the number of different answers cost, hardly
-what the number of nodes does. Answers are those of `lookup.longest_common_hit`, node by node; a test holds them together.
+Nodes that agree so far are asked together. So the cost depends on the prompt and on the number of different answers,
+and hardly on the number of nodes. Answers are those of `lookup.longest_common_hit`, node by node; a test holds them
+together.
 """
 
 from collections.abc import Iterator, Sequence
@@ -54,12 +56,12 @@ class SnapshotLengths:
     """Lengths, in blocks, at which any node has states of a prompt: looked for only when asked."""
 
     def __init__(self, groups: Sequence[HolderSets], hashes: Sequence[bytes], known: int) -> None:
-        """Of all bits only those of `known` are anybody's."""
+        """Keeps the bits of `known` nodes only."""
         self._groups = groups
         self._hashes = hashes
         self._known = known
         self._chunks: dict[int, _Chunk] = {}
-        self._ends: dict[int, list[int]] = {}  # who holds the state of each group, by length
+        self._ends: dict[int, list[int]] = {}  # the holders of each group's state, by length
 
     def longest(self, bits: int, limit: int) -> int:
         """The longest length, at most `limit`, whose states of every group a node holds, in any of its media."""
@@ -118,14 +120,14 @@ class SnapshotLengths:
 
 
 def _held_by_all(held: Sequence[int], nodes: int, plane: int) -> int:
-    """Those of `nodes` that are in every one of `held`, by either bit."""
+    """The `nodes` that are in every one of `held`, by either bit."""
     for some in held:
         nodes &= some | some >> plane
     return nodes
 
 
 class _Chunk:
-    """Some of a prompt's blocks: lengths with states, the longest first, with who holds them of each group."""
+    """Some of a prompt's blocks: lengths with states, the longest first, with the holders for each group."""
 
     __slots__ = ("anybody", "found")
 

@@ -1,7 +1,7 @@
-"""Who holds which block of one group: a table in parts, each quick to grow and to look through.
+"""The holders of each block of one group: a table in parts, each quick to grow and to scan.
 
-A table of a million entries is copied whole when it grows, and looking through it holds all else up for as long.
-Block hashes are spread evenly, so parts by their first byte are of equal size, a 256th of the whole.
+A table of a million entries is copied whole when it grows, and a scan of it blocks all other work. Block hashes are
+spread evenly, so parts by their first byte are of equal size, a 256th of the whole.
 """
 
 import sys
@@ -34,11 +34,11 @@ class HolderSets:
         return sum(map(sys.getsizeof, self._parts))
 
     def get(self, block_hash: bytes, default: int = 0) -> int:
-        """Who holds a block."""
+        """The holders of a block."""
         return self._parts[block_hash[0]].get(block_hash, default)
 
     def of_all(self, hashes: Iterable[bytes]) -> list[int]:
-        """Who holds each of these blocks."""
+        """The holders of each of these blocks."""
         parts = self._parts
         return [parts[each[0]].get(each, 0) for each in hashes]
 

@@ -1,10 +1,11 @@
-"""Which node holds which prefix: a gateway's view, fed by events.
+"""A gateway's view of the nodes' prefixes, fed by events.
 
-The view may be late. That costs a miss or a worse route; what a node really serves, the node's own cache decides.
-Memory is bounded: past `max_blocks` the blocks heard of first are forgotten. A block on a node's SSD counts as held: the node
-reads it back before the request that needs it. So does a block in an engine's own cache: the engine finds it there itself, but
-it cannot be sent to another node. Attention is taken to be prefix-closed in a node's memory, and so in an engine's cache: vLLM
-gives a request's blocks back from the end on and drops those first that came back first. On an SSD anything may be missing.
+The view may be late. That costs a miss or a worse route; the node's own cache decides what it really serves. Memory is
+bounded: past `max_blocks` the blocks heard of first are forgotten. A block on a node's SSD counts as held: the node
+reads it back before the request that needs it. So does a block in an engine's own cache: the engine finds it there
+itself, but it cannot be sent to another node. Attention is taken to be prefix-closed in a node's memory, and so in an
+engine's cache: vLLM frees a request's blocks from the end, and evicts them in the order in which they were freed. On an
+SSD anything may be missing.
 
 A node that is dropped serves no hit from then on: its bit is free. The bit is taken out of the table in steps (`tidy`), and
 given to another one only after that; a snapshot that comes meanwhile is stored under a new one.
@@ -32,7 +33,7 @@ PLANE: Final = (
 
 
 class Holding(NamedTuple):
-    """What a node probably has of a prompt; the last tokens of `hit` may be beyond `movable_tokens`, that others can be sent."""
+    """A node's probable hit for a prompt. It can send only `movable_tokens` of `hit` to other nodes."""
 
     hit: PrefixHit
     movable_tokens: int
@@ -52,7 +53,7 @@ class PrefixIndex:
         self._holders: tuple[HolderSets, ...] = tuple(HolderSets() for _ in layout.groups)
         self._bits: dict[tuple[str, Medium], int] = {}
         self._known: _Known | None = None  # made of the bits, until these change
-        self._dead_bits = 0  # of who is gone; still in the table
+        self._dead_bits = 0  # of dropped nodes; still in the table
         self._tidying = 0  # those of them that are being taken out now
         self._found: list[bytes] = []  # blocks of the part at hand that are theirs
         self._tidied_parts = 0  # of all groups' tables, one after the other
@@ -79,7 +80,7 @@ class PrefixIndex:
         return tuple(dict.fromkeys(node_id for node_id, _ in self._bits))
 
     def apply(self, node_id: str, event: CacheEvent) -> None:
-        """Takes in what a node reported. Events about groups that the layout has not are a ValueError."""
+        """Applies a node's events. Raises ValueError for a group that the layout does not have."""
         self.tidy()  # garbage cannot grow faster than it goes, tidied elsewhere or not
         if isinstance(event, CacheCleared):
             self._clear(node_id, tuple(Medium) if event.medium is None else (event.medium,))
@@ -334,7 +335,7 @@ class _Look:
         return len(self._led)
 
     def each(self, nodes: Sequence[_Bits]) -> dict[str, Holding]:
-        """What each of some nodes holds, whatever its bits are."""
+        """What each of some nodes holds, for any bits."""
         found: dict[str, Holding] = {}
         full, hashes, limit, size = self._full, self._hashes, self._limit, self._size
         lengths = _lengths(self._led)
@@ -349,7 +350,7 @@ class _Look:
 
 
 def _any_length(bits: int, limit: int) -> int:
-    """Of a model without states, every length is one to go on from."""
+    """A model without states can continue from every length."""
     return limit
 
 

@@ -1,9 +1,10 @@
-"""Where a cluster keeps its prefixes: who gets copies, who gives them up. Decisions only; the nodes move the bytes.
+"""Decides where a cluster keeps its prefixes: which nodes get copies, and which drop them. The nodes move the bytes.
 
-Mooncake's store (FAST'25 §3.2, §4.2) keeps hot blocks on several nodes, so that popular prefixes do not make one node the
-bottleneck. A prefix is hot when more requests want it at once than its holders can serve; it is copied to the least loaded
-node that has none. A node whose demand is far above its peers' hands prefixes over. A copy that has been made is known as
-one, whatever has been forgotten of the prefix since, and is given up when it is cold and another node has the prefix, too.
+Mooncake's store (FAST'25 §3.2, §4.2) keeps hot blocks on several nodes, so that popular prefixes do not make one node
+the bottleneck. A prefix is hot when more requests want it at once than its holders can serve; it is copied to the least
+loaded node that has none. A node whose demand is far above its peers' hands prefixes over. The store remembers its
+copies, even when it has forgotten the prefix's demand. It drops a copy that is cold, if another node has the prefix,
+too.
 """
 
 from collections import OrderedDict
@@ -159,7 +160,7 @@ class PrefixStore:
     def cold(self, loads: Mapping[str, float], *, now: float) -> list[DropReplica]:
         """Copies that fewer requests want than their other holders are good for, the oldest first, one of each prefix.
 
-        None that is younger than the demand's half-life. What has left its node anyway is forgotten.
+        None that is younger than the demand's half-life. Copies that have left their node anyway are forgotten.
         """
         decisions: dict[bytes, DropReplica] = {}
         for (node, last), copy in list(self._copies.items()):
@@ -176,7 +177,7 @@ class PrefixStore:
         return list(decisions.values())
 
     def dropped(self, decision: DropReplica) -> None:
-        """It is carried out: whatever comes of it, the copy is known no more."""
+        """The drop is carried out: with any outcome, the store forgets the copy."""
         self._forget_copy((decision.node_id, decision.hashes[-1]))
 
     @property
@@ -205,11 +206,11 @@ class PrefixStore:
         return None
 
     def _holders(self, hashes: Sequence[bytes], nodes: Iterable[str]) -> list[str]:
-        """Those of `nodes` that have all of a prefix."""
+        """The `nodes` that have all of a prefix."""
         return [node for node in nodes if self._holds(node, hashes, ANYWHERE)]
 
     def _senders(self, hashes: Sequence[bytes], nodes: Iterable[str]) -> list[str]:
-        """Those that can send it to another one, too."""
+        """The nodes that can also send it to another one."""
         return [node for node in nodes if self._holds(node, hashes, MOVABLE)]
 
     def _holds(self, node: str, hashes: Sequence[bytes], media: Sequence[Medium]) -> bool:

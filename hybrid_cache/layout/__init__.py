@@ -1,1 +1,1 @@
-"""Where the bytes of a model's KVCache lie, and what each layer keeps."""
+"""The layout of a model's KVCache: where its bytes lie, and what each layer keeps."""

@@ -1,4 +1,4 @@
-"""Where the bytes of a model's KVCache lie: groups of equal layers over one shared pool of pages.
+"""The layout of a model's KVCache: groups of equal layers over one shared pool of pages.
 
 A block of a group is the slabs of its layers in order. It is cut over `pages_per_block` pages, which may lie anywhere:
 
@@ -116,7 +116,7 @@ class ModelLayout:
                 return size * self.block_size
 
     def elements(self, group: int) -> tuple[Elements, ...]:
-        """What a slab of `group` consists of, in order."""
+        """The elements of a slab of `group`, in order."""
         match self.groups[group].spec:
             case LinearState(bytes_per_snapshot=size, parts=parts):
                 return tuple(Elements(*part) for part in parts) or (Elements(size, "", 0),)
@@ -156,7 +156,7 @@ class ModelLayout:
 
     @cached_property
     def _tail_pages(self) -> int:
-        """What a long prompt takes beside its full attention."""
+        """The bytes of a long prompt beside its full attention."""
         blocks = dict.fromkeys(self.state_groups, 1)
         for group in self.window_groups:
             spec = self.groups[group].spec
@@ -211,7 +211,7 @@ def transfer_ranges(layout: ModelLayout, num_tokens: int, have_tokens: int) -> t
     """The slabs that move when KVCache of `num_tokens` goes where full attention of `have_tokens` already is.
 
     Both sides compute the same tuple; the size of each range is `layout.slab_bytes(key.group)`. State and window groups
-    travel whole: they hold the end of the sequence, which a shorter prefix has not.
+    travel whole: they hold the end of the sequence, which a shorter prefix lacks.
     """
     if not 0 <= have_tokens <= num_tokens:
         raise ValueError(f"have_tokens {have_tokens} not in [0, {num_tokens}]")

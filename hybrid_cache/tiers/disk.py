@@ -7,8 +7,9 @@ One file per group, cut into slots of equal size; a slot is a header and a block
 A slot is written header last, after its old header was wiped. After a crash, each slot with a valid header is listed again; its
 bytes are believed only if their checksum agrees at the time they are read. So a torn, stale or rotten block costs a miss.
 
-Who was used last is saved at close and now and then before, as the last bytes of the hashes in order, in two files in turn:
-a torn one loses a little of the order, never a block. Blocks that the saved order does not know have come since.
+The order of use is saved at close, and now and then before, in two files in turn. They have the last bytes of the
+hashes in order. A torn file loses a little of the order, never a block. Blocks that the saved order does not know have
+come since.
 
 Writes go through a bounded queue to one thread; when it is full, the block is not kept. Reads are synchronous: call them where
 waiting for a disk is fine.
@@ -42,7 +43,7 @@ ORDER_MAGIC: Final = b"pfLR"
 ORDER: Final = struct.Struct("<4sQQ16s")  # magic, number of the save, number of blocks, checksum of what follows
 ORDER_BYTES: Final = 8  # of a hash
 LOCK_NAME: Final = "lock"
-EVENT_LIMIT: Final = 1 << 20  # hashes kept for a reader that does not come
+EVENT_LIMIT: Final = 1 << 20  # hashes kept for an absent reader
 Buffer = bytes | bytearray | memoryview
 
 
@@ -199,7 +200,7 @@ class DiskTier:
         return tuple(BlocksStored(group, self.hashes(group), Medium.SSD) for group in range(len(self.layout.groups)))
 
     def take_events(self) -> list[CacheEvent]:
-        """Changes since the last call, or since the start. A reader that stayed away too long gets a snapshot instead."""
+        """Changes since the last call, or since the start. A reader that comes too late gets a snapshot instead."""
         with self._lock:
             events = self._events.take()
         return [CacheCleared(Medium.SSD), *self.snapshot()] if events is None else events
@@ -224,7 +225,7 @@ class DiskTier:
         return True
 
     def _takes(self, key: BlockKey, size: int) -> bool:
-        """Whether a block may be queued; what there is no room for is counted. The caller holds the lock."""
+        """Whether a block may be queued; blocks without room are counted. The caller holds the lock."""
         if key in self._pending or key.block_hash in self._index[key.group]:
             return False
         room = self._queued_bytes + size <= self._queue_limit and self._slots[key.group]
@@ -405,7 +406,7 @@ class DiskTier:
                 self._idle.notify_all()
 
     def _write_block(self, key: BlockKey) -> None:
-        """Writes one block of the queue. Whatever goes wrong, the block is lost and counted, and the tier lives."""
+        """Writes one block of the queue. On any error the block is lost and counted, and the tier goes on."""
         slot: int | None = None
         try:
             slot = self._take_slot(key.group)

@@ -1,4 +1,4 @@
-"""Memory over disk: what leaves the pool is written behind, what a request needs again is read back before it starts.
+"""Memory over disk: evicted blocks are written behind, and a request's blocks are read back before it starts.
 
 A promotion is a landing whose bytes come from disk: pages are reserved, filled, committed and released like those of a
 transfer, so a block that proves damaged half-way is never matched.
@@ -95,7 +95,7 @@ class Tiers:
         return all(self.disk.get(key, self._views(segments)) for key, segments in promotion.blocks)
 
     def finish(self, promotion: Promotion, ok: bool, now: float) -> None:
-        """Ends a promotion: what was read becomes part of the prefix cache, or nothing does."""
+        """Ends a promotion: all blocks read become part of the prefix cache, or none does."""
         try:
             if ok:
                 self.cache.commit(promotion.request_id, promotion.num_tokens, now)

@@ -17,10 +17,13 @@ from google.protobuf.message import DecodeError
 
 from node.control.frames import FRAME_S, Frame, FrameRoom
 from node.control.holders import ReservationHolders, checked_name
+from node.control.rights import DENIED
 from node.errors import NodeRefusal
 from transport.control.calls import AGENT, CALLER, MAX_CALLS, CallBuffer, CallOutbox, keep_alive
 from transport.control.messages import MessageError
 from transport.control.proto import node_pb2 as pb
+from transport.peers.guard import Guard
+from transport.peers.name import of_tls
 from transport.wire.identity import Identity
 
 log = logging.getLogger(__name__)
@@ -63,14 +66,19 @@ class CallServer:
         self.called = called
         self.holders = ReservationHolders(time.monotonic) if holders is None else holders
         self.handshake_s = handshake_s
+        self.guard: Guard | None = None
         self._connections: set[_Connection] = set()
         self._server: asyncio.Server | None = None
 
     def __len__(self) -> int:
         return len(self._connections)
 
-    async def start(self, host: str, port: int, identity: Identity | None = None) -> int:
-        """The port it listens on; with an identity, callers must have a certificate, too. Raises OSError."""
+    async def start(self, host: str, port: int, identity: Identity | None = None, guard: Guard | None = None) -> int:
+        """The port it listens on. Raises OSError.
+
+        With an identity, callers must have a certificate whose name `guard` knows rights of; None: one of its own.
+        """
+        self.guard = guard or (identity.guard() if identity is not None else None)
         self._server = await asyncio.get_running_loop().create_server(
             self._connection,
             host,
@@ -123,6 +131,9 @@ class _Connection(asyncio.Protocol):
         self._others.add(self)
         self._is_read = True
         keep_alive(transport.get_extra_info("socket"))
+        self._peer = of_tls(transport.get_extra_info("peercert") or {})
+        if self._server.guard is not None:
+            self._entry = self._server.guard.enter(self._peer, partial(self._abort, "revoked", str(self._peer)))
         self._silence = asyncio.get_running_loop().call_later(self._server.handshake_s, self._unless_greeted)
         if len(self._others) > MAX_CONNECTIONS:
             self._abort("crowded", f"there are {MAX_CONNECTIONS}")
@@ -143,6 +154,8 @@ class _Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._others.discard(self)
+        if self._server.guard is not None:
+            self._server.guard.leave(self._entry)
         self._silence.cancel()
         if self._unread is not None:
             self._unread.cancel()
@@ -217,7 +230,11 @@ class _Connection(asyncio.Protocol):
         self._abort("stalled", f"a frame was not whole after {self._server.room.frame_s} s")
 
     def _heard(self, call: pb.Call) -> None:
-        match call.WhichOneof("call"):
+        asked, guard = call.WhichOneof("call"), self._server.guard
+        if guard is not None and (why := guard.refusal(f"call.{asked}", self._peer, self.address)):
+            self._refuse(call, DENIED, why)
+            return
+        match asked:
             case "reserve":
                 task = asyncio.get_running_loop().create_task(self._reserve(call), name="reserve")
                 self.tasks.add(task)

@@ -21,6 +21,9 @@ from urllib.parse import urlsplit
 from node.process.ports import ListenPort
 from transport.control.calls import keep_alive
 from transport.path.tcp import family_of, format_address
+from transport.peers.guard import Guard
+from transport.peers.name import of_tls
+from transport.peers.rights import ASK_ENGINE
 from transport.wire.identity import Identity
 
 log = logging.getLogger(__name__)
@@ -156,6 +159,12 @@ class EngineFront:
         """Turns callers away: there is no engine. Connections to the one that was there end with it."""
         self._engine = None
 
+    def check_again(self) -> None:
+        """Ends the connections of callers that may not ask any more."""
+        for outside in [each for each in self._outsides if each.is_open]:
+            if complaint := self._complaint(outside.certificate()):
+                self._end(outside, "no_right", complaint)
+
     async def close(self) -> None:
         """Listens no more, and ends all connections."""
         if self._listener is None:
@@ -250,9 +259,14 @@ class EngineFront:
         outside.abort()
 
 
-def door_of(identity: Identity | None) -> EngineDoor:
-    """The front of a node with certificates; without, the engine's own port."""
-    return OpenDoor() if identity is None else EngineFront(identity)
+def door_of(identity: Identity | None, guard: Guard | None) -> EngineDoor:
+    """The front of a node with certificates, where `guard` knows which callers may ask; without, the engine's own port."""
+    if identity is None or guard is None:
+        return OpenDoor()
+    rights = guard
+    front = EngineFront(identity, lambda shown: rights.refusal(ASK_ENGINE, of_tls(shown), "engine_port"))
+    rights.followers.append(front.check_again)
+    return front
 
 
 def _reset(caller: socket.socket) -> None:

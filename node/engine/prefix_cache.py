@@ -1,8 +1,8 @@
 """What an engine's own prefix cache holds, in the names that gateways look for.
 
 vLLM tells of its blocks under hashes of its own, and SGLang does in the same words. They also tell their tokens, images and
-parents, so ours can be computed; a block whose parent is unknown, or that belongs to an adapter, to a salt that no gateway gave
-or to media that are not named by what they are, has no name here and is passed over.
+parents, so ours can be computed; a block whose parent is unknown has no name here and is passed over. So has one of
+an adapter, of a salt that no gateway gave, or of media that are not named by their content.
 What is passed over, or forgotten too early, costs a lost hit; nothing here decides what an engine really reuses.
 
 vLLM keeps layers of one kind in one group or in several. A group of ours holds a block when each of them does: of a hybrid model

@@ -1,7 +1,7 @@
 """Maps the engine's smaller blocks to ours: a group holds ours if and only if it holds every piece.
 
-vLLM gives layers with more bytes per token blocks of fewer tokens. One hash names a prefix in all its groups, whatever the size
-of their blocks, so the last piece of a block of ours goes by the name of the whole one:
+vLLM gives layers with more bytes per token blocks of fewer tokens. One hash names a prefix in all its groups,
+whatever the size of their blocks. So the last piece of a block of ours goes by the name of the whole one:
 
     tokens            0      16      32      48      64
     blocks of 16      │  A   │  B    │  C    │  D    │
@@ -37,7 +37,8 @@ class PartialBlock(Generic[Key]):
 
 
 class Pieces(Generic[Key]):
-    """Of an engine's groups with blocks of `size` tokens: who holds which, and which make up blocks of ours, of `whole` tokens.
+    """Of an engine's groups with blocks of `size` tokens: which groups hold which, and which make up blocks of ours,
+    of `whole` tokens.
 
     As large as what the groups hold: what none of them has is forgotten.
     """

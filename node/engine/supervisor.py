@@ -4,7 +4,6 @@ import asyncio
 import logging
 import os
 import signal
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -15,10 +14,12 @@ from node.process.children import Child, kill_group
 from node.process.log_rotation import start_log
 from node.process.ports import NODE_VARIABLE
 from node.process.restarts import FIRST_BACKOFF_S, Restarts
+from transport.control.python_command import python_module
 
 log = logging.getLogger(__name__)
 
 CANNOT_START = -1
+NO_DOMAIN = "none.invalid"  # to vLLM an empty list means every domain (RFC 6761: no name ends so)
 STARTING_STOP_S = 2.0
 CONTROL_VARIABLE = "PRFAAS_AGENT_CONTROL"  # for an engine that reserves at its own agent
 EngineCommand = Callable[[NodeConfig, Path], list[str]]
@@ -28,7 +29,7 @@ def engine_command(config: NodeConfig, socket_path: Path) -> list[str]:
     """The command line of this node's engine."""
     model = ["--emulate", config.model] if config.engine == "emulated" else ["--model", config.model]
     module = f"engine.{config.engine}.launch" if config.engine in SERVERS else "engine"
-    command = [sys.executable, "-m", module, *model]
+    command = [*python_module(module), *model]
     port = config.inner_engine_port()
     command += ["--host", port.host, "--port", str(port.number), "--agent-socket", str(socket_path)]
     command += ["--model-name", config.model_name, "--chunk-tokens", str(config.chunk_tokens)]
@@ -47,6 +48,8 @@ def engine_command(config: NodeConfig, socket_path: Path) -> list[str]:
         command.append("--")  # what follows is the server's own
         if config.stages > 1:
             command += ["--pipeline-parallel-size", str(config.stages)]
+        if config.engine == "vllm":
+            command += ["--allowed-media-domains", *(config.allowed_media_domains or [NO_DOMAIN])]
     return [*command, *config.engine_args]
 
 

@@ -1,9 +1,9 @@
 """The page arena: host memory that the agent and its engine both map.
 
-It is a file in /dev/shm, so that the engine (and, for transfers inside one host, the agent of another node) can map it by path,
-and so that it outlives an engine that dies. It goes when the agent closes it. All its memory is taken when the node starts: who
-writes into a page of a sparse file that its file system has no room for dies of SIGBUS, and so does every engine that is given
-the same prompt after it.
+It is a file in /dev/shm. So the engine can map it by path, as can the agent of another node for transfers inside one
+host. It outlives an engine that dies, and goes when the agent closes it. All its memory is taken when the node starts:
+a process that writes into a page of a sparse file that its file system has no room for dies of SIGBUS. So does every
+engine that gets the same prompt after it.
 """
 
 import contextlib
@@ -11,12 +11,14 @@ import errno
 import logging
 import mmap
 import os
+import tempfile
 from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
 
+from node.config import NodeConfig
 from node.errors import NoArenaMemory
-from node.process.owned_names import PREFIX, create_file
+from node.process.owned_names import PREFIX, create_file, sweep_directories, sweep_files
 
 log = logging.getLogger(__name__)
 
@@ -103,6 +105,14 @@ def arena_directory(fallback: Path) -> Path:
 def arena_path(directory: Path, node_id: str) -> Path:
     """The name of this process's arena."""
     return directory / f"{PREFIX}{node_id}-{os.getpid()}"
+
+
+def take_arena(config: NodeConfig) -> Arena:
+    """A node's arena. Blocks while memory is cleared; first it frees what dead nodes left. Raises NoArenaMemory, OSError."""
+    directory = arena_directory(Path(config.run_dir))
+    sweep_files(directory)
+    sweep_directories(Path(tempfile.gettempdir()))
+    return Arena(arena_path(directory, config.node_id), config.cache_bytes, hugepages=config.hugepages)
 
 
 def _check_room(directory: Path, num_bytes: int) -> None:

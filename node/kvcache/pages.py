@@ -291,7 +291,7 @@ class ArenaPages:
         self._events.publish(event)
 
     def changed(self) -> None:
-        """Pages may be free now: who waits for some tries again, who watches hears of it."""
+        """Pages may be free now: requests that wait for some try again, and watchers hear of it."""
         self._freed.set()
         self.publish()
 

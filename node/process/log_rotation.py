@@ -1,6 +1,6 @@
 """Each start of a process writes a log of its own: NAME.log is the latest start's, NAME.log.1 that of the one before.
 
-What a process said before it died is not pushed aside by the next start, and what is shown of a failed start is its own.
+What a process said before it died is not pushed aside by the next start. What is shown of a failed start is its own.
 """
 
 from pathlib import Path

@@ -204,14 +204,14 @@ class IncomingTransfers:
                 holder=holder,
                 reserved_at=now,
             )
-            self._expect(entry, secret)
+            self._expect(entry, secret, request.sender)
         except BaseException:
             self._pages.release(transfer_id)
             raise
         self.entries[transfer_id] = entry
         return entry, secret
 
-    def _expect(self, entry: Incoming, secret: bytes) -> None:
+    def _expect(self, entry: Incoming, secret: bytes, sender: str) -> None:
         layout, reservation = self.layout, entry.reservation
         ranges = transfer_ranges(layout, reservation.num_tokens, reservation.cached_tokens)
         entry.landing = self._listener.expect(
@@ -221,6 +221,7 @@ class IncomingTransfers:
             lambda i: self._pages.views(reservation, ranges[i]),
             lambda result: self._received(entry, result),
             exact=entry.use.exact,
+            sender=sender,
         )
         entry.receiving = True
 
@@ -300,6 +301,14 @@ class IncomingTransfers:
         if entry is None:
             return False
         self.give_up(entry, reason if reason in ABORT_REASONS else "other" if reason else "aborted")
+        return True
+
+    def readdress(self, transfer_id: str, sender: str) -> bool:
+        """Another sender takes over; False for an unknown id."""
+        entry = self.entries.get(transfer_id)
+        if entry is None or entry.landing is None:
+            return False
+        entry.landing.readdress(sender)
         return True
 
     def give_up(self, entry: Incoming, reason: str) -> None:

@@ -31,6 +31,10 @@ class ExpectedTransfer:
         """Bytes of the whole transfer."""
         return self._landing.bytes_total
 
+    def readdress(self, sender: str) -> None:
+        """Let only that sender go on, by its certificate."""
+        self._server.readdress(self._landing, sender)
+
     def cancel(self, reason: str) -> None:
         """End it. Its callback runs when no thread writes into the pages any more."""
         self._server.cancel(self._landing.transfer_id, reason)
@@ -69,10 +73,16 @@ class PeerListener:
         on_done: Callable[[landings.LandingResult], None],
         *,
         exact: bool = True,
+        sender: str = "",
     ) -> ExpectedTransfer:
-        """Announce a transfer whose range i goes into `target(i)`; `exact` refuses quantised bytes. Raises NodeRefusal."""
+        """Announce a transfer whose range i goes into `target(i)`; `exact` refuses quantised bytes. Raises NodeRefusal.
+
+        With a `sender`, CLUSTER/NAME of its certificate, others are refused.
+        """
         try:
-            landing = self.server.expect(transfer_id, secret, sizes, target, exact=exact, on_done=on_loop(on_done))
+            landing = self.server.expect(
+                transfer_id, secret, sizes, target, exact=exact, sender=sender, on_done=on_loop(on_done)
+            )
         except Closed as exc:
             raise NodeRefusal("draining", "the node ends") from exc
         except ValueError as exc:
@@ -89,6 +99,7 @@ def _options(config: NodeConfig, reach: PeerReach) -> ServerOptions:
     return ServerOptions(
         integrity=INTEGRITIES[config.integrity],
         identity=config.identity,
+        guard=reach.guard,
         arena_dirs=reach.arena_dirs,
         codecs=config.codings().taken,
         tcp=TcpOptions(congestion=config.congestion_control),

@@ -10,6 +10,7 @@ from typing import Final
 from node.config import NodeConfig
 from node.errors import NodeConfigError
 from node.kvcache.arena import SHM_DIR
+from transport.peers.guard import Guard
 from transport.rdma.device import RdmaDevices, RdmaError
 from transport.rdma.topology import fabrics_of, matrix
 from transport.rdma.verbs import RdmaOptions, open_devices
@@ -23,8 +24,12 @@ SHM_ARENAS: Final = (str(SHM_DIR),)
 class PeerReach:
     """What both ends of a node's links share. It holds the RDMA devices: close both ends first, then this."""
 
-    def __init__(self, cluster: str, *, use_shm: bool, rdma: RdmaDevices | None = None) -> None:
+    def __init__(
+        self, cluster: str, *, use_shm: bool, rdma: RdmaDevices | None = None, guard: Guard | None = None
+    ) -> None:
+        """`guard` knows the rights of peers with certificates."""
         self.cluster = cluster
+        self.guard = guard
         self.rdma = rdma
         self.fabrics = fabrics_of(rdma.nics) if rdma is not None else frozenset[str]()
         self.host_id = host_id() if use_shm else ""
@@ -66,6 +71,16 @@ def rdma_of(
     for location, (preferred, secondary) in matrix(devices.nics).items():
         log.info("RDMA %s preferred=%s secondary=%s", location, ",".join(preferred), ",".join(secondary))
     return devices
+
+
+def reach_of(config: NodeConfig) -> PeerReach:
+    """What this node has of it. Raises NodeConfigError, and OSError for certificates that cannot be used."""
+    return PeerReach(
+        config.cluster,
+        use_shm=config.transport == "auto" and os.access(SHM_DIR, os.W_OK),
+        rdma=rdma_of(config),
+        guard=config.identity.guard() if config.identity is not None else None,
+    )
 
 
 def host_id() -> str:

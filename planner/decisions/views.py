@@ -1,4 +1,4 @@
-"""What a decision sees of the world: nodes, links, the request.
+"""A decision's view of the world: nodes, links, the request.
 
 The rim (gateway or simulator) fills these in for each decision; nothing here is ever changed.
 These are msgspec structs, not dataclasses, because a dozen are built per request: six times as fast.
@@ -14,14 +14,14 @@ CODED_FROM_S: Final = 0.2  # senders code what leaves from a backlog of this len
 
 
 class ClusterKind(StrEnum):
-    """What a cluster is for; the values are those of `NodeDescription.cluster_kind`."""
+    """The kind of a cluster; the values are those of `NodeDescription.cluster_kind`."""
 
     PRFAAS = "prfaas"
     PD = "pd"
 
 
 class Role(StrEnum):
-    """What a node does; the values are those of `NodeDescription.role`."""
+    """The role of a node; the values are those of `NodeDescription.role`."""
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -30,16 +30,16 @@ class Role(StrEnum):
 class NodeView(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One node as seen for one request.
 
-    `cached_tokens` is the longest prefix of this request that all KV cache groups of the node can serve,
-    `attention_tokens` the longest that its full-attention groups alone can (a decode node need not receive it again).
-    Of attention `landing_tokens` will be there in `landing_s`: they are on their way for another prompt.
-    `immovable_tokens` at the end of `cached_tokens` cannot be sent to another node: only the engine's own cache has them.
-    `queue_s`, where known, is the predicted time until the node is free; else `queued_tokens` (uncached tokens waiting
-    or being computed) is turned into seconds by the prefill cost. `prefill_share` is the part of its time that a decode
-    node has lately spent on prompts; one that has not `prefills_alone` decodes what another node has computed, and nothing else.
-    `room_tokens`, where known, is for how many tokens of this prompt, beyond its
-    `attention_tokens`, it has unused memory. `steps` is what it says of its decode steps: (requests in them,
-    seconds), by rising number; empty: nothing.
+    `cached_tokens` is the longest prefix of this request that all KV cache groups of the node can serve.
+    `attention_tokens` is the longest that its full-attention groups alone can serve; a decode node need not receive it
+    again. Of attention `landing_tokens` will be there in `landing_s`: they are on their way for another prompt.
+    `immovable_tokens` at the end of `cached_tokens` cannot be sent to another node: only the engine's own cache has
+    them. `queue_s`, where known, is the predicted time until the node is free; else `queued_tokens` (uncached tokens
+    waiting or being computed) is turned into seconds by the prefill cost. `prefill_share` is the part of its time that
+    a decode node has lately spent on prompts; one that has not `prefills_alone` decodes what another node has computed,
+    and nothing else. `room_tokens`, where known, is for how many tokens of this prompt, beyond its `attention_tokens`,
+    it has unused memory. `steps` is what it says of its decode steps: (requests in them, seconds), by rising number;
+    empty: nothing.
     """
 
     node_id: str
@@ -81,17 +81,17 @@ class NodeView(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 class LinkView(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """The egress link from a PrfaaS cluster to a PD cluster.
 
-    `available_bytes_per_s` is None while unknown; `budget_bytes_per_s`, where there is one, is the most that may leave however
-    much could. `queued_bytes` is KVCache that exists and has still to leave, `promised_bytes` what requests that were routed
-    here have yet to compute: paced by their compute it is no sign of congestion, but a queue for what comes after it, and
-    on a small budget the longer of the two. `congested` is the senders' early signal: round
+    `available_bytes_per_s` is None while unknown; `budget_bytes_per_s`, where there is one, is the most that may leave
+    however much could. `queued_bytes` is KVCache that exists and has still to leave, `promised_bytes` what requests
+    that were routed here have yet to compute: paced by their compute they are no sign of congestion. But later bytes
+    queue behind them, and on a small budget that is the longer wait. `congested` is the senders' early signal: round
     trips of twice the smallest one of late, or losses; round trips are 0 while unknown. `estimate_error` is the mean
-    relative error of the senders' predictions of when a transfer will have arrived. `coded_ratio` is what senders make of
-    bytes, coded over plain, while the link is what transfers wait for: below 1 where that has been seen to gain. A `drained`
-    link is not up because an operator wants nothing new on it. `cut_off`
-    names senders that cannot use the link although others can, `lost` those (sender, receiver) that have no connection
-    although the sender has others. `senders` are the same for each sender alone, by name, where each has a budget that no
-    other one can use: what one of them sends leaves at its own rate, behind what is its own. Empty: the link is theirs together.
+    relative error of the senders' predictions of when a transfer will have arrived. `coded_ratio` is what senders make
+    of bytes, coded over plain, while the link is what transfers wait for: below 1 where that has been seen to gain. A
+    `drained` link is not up because an operator wants nothing new on it. `cut_off` names senders that cannot use the
+    link although others can, `lost` those (sender, receiver) that have no connection although the sender has others.
+    `senders` are the same for each sender alone, by name, where each has a budget that no other one can use: what one
+    of them sends leaves at its own rate, behind what is its own. Empty: the link is theirs together.
     """
 
     source: str

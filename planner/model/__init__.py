@@ -1,1 +1,1 @@
-"""What planning knows of the world: hardware profiles, traffic, sites, and the equations over them."""
+"""The planner's model of the world: hardware profiles, traffic, sites, and the equations over them."""

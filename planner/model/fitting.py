@@ -18,7 +18,7 @@ PROBES: Final = (4_096, 8_192, 16_384, 19_400, 32_768, 65_536)
 
 
 def uncached_lengths(trace: Trace, hits: Floats | None) -> Lengths:
-    """What is left to compute of each prompt, at least one token; whole prompts where nothing is known of hits."""
+    """The uncached rest of each prompt, at least one token; whole prompts where hits are not known."""
     return Lengths.of(np.maximum(1.0, trace.prompt_tokens if hits is None else trace.prompt_tokens - hits))
 
 

@@ -1,4 +1,4 @@
-"""How long a prefill takes, how large its KVCache is, how fast decode steps are: one model on some hardware.
+"""One model on some hardware: the time of a prefill, the size of its KVCache, the time of decode steps.
 
 A profile is a JSON file. Every group of numbers carries a `provenance`, whose first word says what they are worth:
 

@@ -1,4 +1,4 @@
-"""What files and arguments say, read once: text in plain or compressed files, and numbers with a range and a unit.
+"""Reads files and arguments: text in plain or compressed files, and numbers with a range and a unit.
 
     trace day.jsonl, row 6: input_length = nan: must be a number of tokens, 0 to 1000000000
 
@@ -28,7 +28,7 @@ _ZSTD: Final = b"\x28\xb5\x2f\xfd"
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """What a number may be: [low, high], in a unit."""
+    """The range of a number: [low, high], in a unit."""
 
     low: float
     high: float
@@ -159,7 +159,7 @@ def json_rows(text: Iterable[str], is_growing: bool = False) -> Iterator[tuple[i
 
 
 def open_text(path: Path) -> io.TextIOWrapper:
-    """A text file in UTF-8, whatever it is compressed by, and whatever it is called. Reading raises SettingsError or OSError."""
+    """A text file in UTF-8, with any compression and any name. Reading raises SettingsError or OSError."""
     return io.TextIOWrapper(io.BufferedReader(_Unpacked(path)), encoding="utf-8-sig")
 
 
@@ -203,7 +203,7 @@ def _unpacked(file: io.BufferedReader) -> Iterator[bytes]:
 
 
 def _members(begin: bytes, blocks: Iterator[bytes], name: str, new: Callable[[], Any]) -> Iterator[bytes]:
-    """What is in a compressed file, which may have several parts, one behind the other."""
+    """The contents of a compressed file, which may have several parts, one behind the other."""
     unpacker, block = new(), begin
     while block:
         try:

@@ -1,9 +1,9 @@
 """Sessions of coding agents, as requests that arrive.
 
-One JSON object per line: `session` (`N`, or `N.k` for the k-th sub-agent of session N, which shares the ids of its session), `t`
-seconds since the session began, `input_length`, `output_length`, `blocks`, the prompt's full blocks of 64 tokens as runs
-[first id, count], and `think_time`, seconds from the end of the answer before to this request, where that is known. Sessions say
-when their requests came, not when they themselves began: starts are drawn.
+One JSON object per line: `session`: `N`, or `N.k` for the k-th sub-agent of session N, which shares the ids of its
+session; `t`: seconds since the session began; `input_length`; `output_length`; `blocks`: the prompt's full blocks of 64
+tokens as runs [first id, count]; `think_time`: seconds from the end of the answer before to this request, where known.
+Sessions say when their requests came, not when they themselves began: starts are drawn.
 
 A replay is open, every request at its time (`replay`), or closed, later turns waiting for answers (`ClosedLoop`).
 """

@@ -2,9 +2,9 @@
 
 Lengths in tokens, sizes in bytes, times in seconds, rates per second; numbers or arrays.
 
-A class of requests that is a share p of all asks p·T of its stage for every request that arrives, and its stage's Θ/p is
-instances over *that*. So the search, which knows p·T of every threshold as a sum, gives these functions seconds and bytes per
-arriving request, and gets the terms of equation (6) back.
+A class of requests that is a share p of all takes p·T of its stage for every request that arrives. Its stage's Θ/p is
+instances over *that*. The search knows p·T of every threshold as a sum. So it gives these functions seconds and bytes
+per arriving request, and gets the terms of equation (6).
 """
 
 from typing import TypeAlias

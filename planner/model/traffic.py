@@ -1,8 +1,8 @@
-"""Who asks for what: lengths of prompts (uncached part), of answers, and how often.
+"""Traffic: lengths of prompts (uncached part) and of answers, and their rates.
 
-A distribution of lengths is a sorted array of lengths with weights that sum to 1. A parametric one is cut into
-bins of equal probability, each represented by its conditional mean, so that sums over bins are exact up to the
-curvature inside one bin.
+A distribution of lengths is a sorted array of lengths with weights that sum to 1. A parametric one is cut into bins of
+equal probability, each represented by its conditional mean. So sums over bins are exact up to the curvature inside one
+bin.
 """
 
 from dataclasses import dataclass

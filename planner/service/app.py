@@ -3,7 +3,7 @@
     GET  /plan?term=T&after=V&leader=L&wait_s=S   the plan in force as soon as it is another one than T, V of L (any leader's
                                          without an L); 204: it still is that one
     GET  /status, /history?limit=N, /health
-    POST /apply {"version": V}, /rollback, /pause, /resume     with a JSON body that may say who asks: {"by": "ann"}
+    POST /apply {"version": V}, /rollback, /pause, /resume     with a JSON body that may name the caller: {"by": "ann"}
 
 A POST must be of type application/json: no page in a browser can send that here unasked.
 """

@@ -18,6 +18,7 @@ from planner.errors import ChangeRefused, InputError
 from planner.service.status import Status
 from planner.solve.control.ledger import LedgerEntry
 from transport.control.asking import answer_to
+from transport.control.secret_files import read_secret
 
 TIMEOUT_S: Final = 10.0
 
@@ -33,7 +34,7 @@ class PlanClient:
         self._url = url.rstrip("/")
         self._headers = {"Content-Type": "application/json"}
         if token_file is not None:
-            self._headers["Authorization"] = f"Bearer {token_file.read_text().strip()}"
+            self._headers["Authorization"] = f"Bearer {read_secret(token_file)}"
 
     def status(self) -> Status:
         return self._decoded(self._answer("/status"), Status)

@@ -11,7 +11,6 @@ egress_gbps = 100
 
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from ipaddress import ip_address
 from pathlib import Path
 from typing import Final
 
@@ -21,7 +20,9 @@ from planner.model.site import BYTES_PER_S_PER_GBPS
 from planner.solve.control.controller import ControllerConfig, HardwareModel
 from planner.solve.control.ledger import PlanLimits
 from planner.solve.control.readings import Units
+from transport.control.secret_files import read_secret
 from transport.control.settings import SettingsError, build, in_file, read_toml, require, require_known, require_range
+from transport.path.tcp import is_loopback
 from transport.wire.identity import Identity
 
 DEFAULT_PORT: Final = 8100
@@ -39,10 +40,10 @@ class ApplyMode(StrEnum):
 class ServiceConfig:
     """`[plan]`. `time_scale`, `token_scale` and `byte_scale` are those of a system that stands in for the profile's model.
 
-    `token_file` holds a secret that everybody must show who asks; needed where other hosts reach the port. `gateway_key_file`
-    holds an operator's key of the gateways, where they ask for one. `certificate`, `key`
-    and `authority` are for nodes that ask for mutual TLS before they convert.
-    `conversions` lets plans move nodes between prefill and decode. A node has `drain_timeout_s` to end what it does.
+    `token_file` holds a secret that every caller must show; needed where other hosts reach the port. `gateway_key_file`
+    holds an operator's key of the gateways, where they ask for one. `certificate`, `key` and `authority` are for nodes
+    that ask for mutual TLS before they convert. `conversions` lets plans move nodes between prefill and decode. A node
+    has `drain_timeout_s` to end what it does.
     """
 
     state_dir: Path
@@ -76,7 +77,7 @@ class ServiceConfig:
         require(self.egress_gbps >= 0, "egress_gbps", self.egress_gbps, "a number of at least 0")
         for url in self.gateways:
             require(url.startswith(("http://", "https://")), "gateways", url, "http(s) URLs")
-        if self.token_file is None and not _is_loopback(self.host):
+        if self.token_file is None and not is_loopback(self.host):
             raise SettingsError(f"host = {self.host!r}: others than this host reach it, so token_file is needed")
 
     @property
@@ -111,7 +112,7 @@ class ServiceConfig:
         )
 
     def token(self) -> str:
-        """The secret that who asks must show, "" without one. Raises InputError."""
+        """The secret that callers must show, "" without one. Raises InputError."""
         return _secret("token_file", self.token_file)
 
     def gateway_key(self) -> str:
@@ -123,19 +124,12 @@ def _secret(name: str, file: Path | None) -> str:
     if file is None:
         return ""
     try:
-        text = file.read_text().strip()
+        text = read_secret(file)
     except OSError as exc:
         raise InputError(f"[plan]: {name}: {exc}") from exc
     if not text:
         raise InputError(f"[plan]: {name}: {file} is empty")
     return text
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return host == "localhost" or ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def load(path: Path) -> ServiceConfig:

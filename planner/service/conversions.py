@@ -18,8 +18,9 @@ from transport.control.proto.node_pb2_grpc import NodeAgentStub
 from transport.wire.identity import Identity
 
 RPC_S: Final = 5.0
-WAIT_S: Final = 10.0  # of one call; who waits longer asks again
+WAIT_S: Final = 10.0  # of one call; a caller that waits longer asks again
 VERIFY_S: Final = 60.0  # for everything after the drain
+MAX_EPOCH: Final = (1 << 64) - 1  # that a command can carry
 DONE: Final = ("converted", "unchanged")
 
 
@@ -56,6 +57,8 @@ class AgentConverter:
         last = (await agent.Describe(pb.DescribeRequest(), timeout=RPC_S)).conversion
         is_ours = last.epoch == version and last.target == role
         epoch = version if is_ours else max(version, last.epoch + 1)
+        if epoch > MAX_EPOCH:
+            raise ConversionFailed(f"its newest command has epoch {last.epoch}: start it again, which forgets that")
         request = pb.ConvertRequest(
             epoch=epoch, role=role, drain_timeout_s=self._drain_timeout_s, wait_s=WAIT_S
         )  # fmt: skip

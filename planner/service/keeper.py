@@ -1,7 +1,7 @@
 """Keeps the plan: looks at the gateways, has the controller judge, and carries the ledger from one state to the next.
 
-Every change goes the same way: a pure step of the ledger, then the disk, then those that wait for it. No one is told of a plan
-that a restart would have forgotten.
+Every change goes the same way: a pure step of the ledger, then the disk, then those that wait for it. So no gateway
+hears of a plan that a restart would have forgotten.
 """
 
 import asyncio
@@ -277,7 +277,7 @@ class Keeper:
 
 
 async def _whole(work: Coroutine[Any, Any, None]) -> None:
-    """Waits for `work` to its end, even when the one who waits is cancelled; then lets him go."""
+    """Waits for `work` to its end, even when the caller is cancelled; then raises the cancellation."""
     task = asyncio.create_task(work)
     try:
         await asyncio.shield(task)

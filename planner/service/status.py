@@ -1,4 +1,4 @@
-"""What the service says of itself: `GET /status`."""
+"""The service's status: `GET /status`."""
 
 from collections.abc import Mapping
 

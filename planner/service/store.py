@@ -1,4 +1,4 @@
-"""What outlives the service: the ledger, the audit log, and the lock that only one holds.
+"""The files that outlive the service: the ledger, the audit log, and the lock that only one process holds.
 
 lock          flock: its holder leads, it goes with the process however it ends
 ledger.json   written durably before anybody is told

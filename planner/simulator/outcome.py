@@ -1,4 +1,4 @@
-"""What a simulation saw, as arrays, and the numbers people ask for."""
+"""The results of a simulation as arrays, and the figures made from them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""What can be compared, by name: a policy names a deployment, a placement or an admission rule, and leaves the rest alone."""
+"""The policies to compare, by name: each sets a deployment, a placement or an admission rule, and nothing else."""
 
 from enum import StrEnum
 from types import MappingProxyType

@@ -1,4 +1,4 @@
-"""What is simulated: clusters with nodes, links with a capacity over time, and the policies in charge."""
+"""A scenario to simulate: clusters with nodes, links with a capacity over time, and the policies in charge."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -113,7 +113,8 @@ class FlipTimes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LineLimits:
-    """The room of decode nodes, and who waits for it: `landings` are requests that a node takes beyond those it decodes."""
+    """The room of decode nodes, and the line for it: `landings` are requests that a node takes beyond those it
+    decodes."""
 
     landings: int
     max_waiting: int = 256

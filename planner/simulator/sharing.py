@@ -1,8 +1,8 @@
 """Equal sharing in virtual time: flows on a link, and requests in a decode batch, all advance alike.
 
-Virtual time V moves at `speed(k)` while k flows are active: B/k bytes per second on a link, 1/step(k) tokens per second in a
-batch. A flow of size s that joins at V ends when V reaches V + s, whatever comes and goes meanwhile, so one heap of finish
-marks gives the next end. Events of an older `version` are stale.
+Virtual time V moves at `speed(k)` while k flows are active: B/k bytes per second on a link, 1/step(k) tokens per second
+in a batch. A flow of size s that joins at V ends when V reaches V + s, whatever comes and goes meanwhile. So one heap
+of finish marks gives the next end. Events of an older `version` are stale.
 
 No float is ever compared with a tolerance: V grows until its spacing exceeds any tolerance, and `finish <= V + 1e-9` then
 loops for ever. The end event itself says that the head is done.

@@ -1,7 +1,7 @@
 """Several PrfaaS and several PD clusters: for fixed splits a linear program, over all splits the best of them.
 
-x[b, c, j] is the rate of requests in length bin b that prefill at c (PrfaaS cluster i, or PD cluster j's own prefill nodes) and
-decode at j. Λ is maximised such that
+x[b, c, j] is the rate of requests in length bin b that prefill at c and decode at j. c is PrfaaS cluster i, or PD
+cluster j's own prefill nodes. Λ is maximised such that
 
     every bin is served         Σ x[b, ·, ·]                = Λ · w_b,   or, where homes have shares h_j,
                                 Σ x[b, ·, j]                = Λ · w_b · h_j
@@ -14,9 +14,9 @@ With few bins that are the lengths themselves this is exact, fractional routing 
 the length from which on requests that decode there are prefilled elsewhere. A gateway has one threshold for all: `at_threshold`
 solves the same program with every longer length prefilled remotely and no other one, and tries every cut.
 
-What it takes for granted: links and clusters are fluid, nothing waits, caches are in the lengths, and where a PD cluster has no
-share that is its own (`home_share`), requests may be decoded wherever that serves most. A home's requests are of all lengths: no
-gateway can choose whose prompts are short.
+What it takes for granted: links and clusters are fluid, nothing waits, and lengths exclude what is cached. Where a PD
+cluster has no share of its own (`home_share`), requests may be decoded wherever that serves most. A home has requests
+of all lengths: a gateway cannot choose whose prompts are short.
 """
 
 import itertools

@@ -1,4 +1,4 @@
-"""What a solver may be asked for, by name. No numbers here: a command line lists these without loading any."""
+"""The goals of a solver, by name. No numbers here: a command line lists these without loading any."""
 
 from enum import StrEnum
 

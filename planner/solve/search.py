@@ -13,7 +13,7 @@ and a rate Λ fits while Λ times the request's seconds stays below each stage's
     Λ(k, N_p) = min(N_prfaas/remote_s, B_out/egress_bytes, N_p/local_s, N_d/decode_s).
 
 Two service models fill the arrays: exactly, E[T(L)], or as in the paper, T(E[L]). The sums of the former are linear
-inside an atom of the distribution, so the best share of an atom is where a rising and a falling line cross.
+inside an atom of the distribution. So the best share of an atom is where a rising and a falling line cross.
 """
 
 from dataclasses import dataclass, replace

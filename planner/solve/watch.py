@@ -1,4 +1,4 @@
-"""Who watches a long computation: its caller may show how far it is."""
+"""The watcher of a long computation: its caller may show the progress."""
 
 from collections.abc import Iterable, Sequence
 from typing import Protocol, TypeVar

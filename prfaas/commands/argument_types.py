@@ -2,6 +2,7 @@
 
 import argparse
 from collections.abc import Callable
+from datetime import date
 
 
 def header(text: str) -> tuple[str, str]:
@@ -32,6 +33,14 @@ def seconds(text: str) -> float:
     if not 0.0 < value <= 86400.0:
         raise argparse.ArgumentTypeError(f"{text!r}: must be a number of seconds above 0, up to a day")
     return value
+
+
+def day(text: str) -> date:
+    """YYYY-MM-DD."""
+    try:
+        return date.fromisoformat(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r}: must be a day, as 2027-01-31") from None
 
 
 def link(text: str) -> tuple[str, str]:

@@ -5,27 +5,35 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from http.client import HTTPException, InvalidURL
+from pathlib import Path
 from typing import Any, Final
 from urllib.error import HTTPError, URLError
 from urllib.parse import urlencode
 from urllib.request import Request
 
 from prfaas.errors import AskError
-from transport.control.asking import answer_to
+from transport.control.asking import answer_to, trusting
+from transport.control.secret_files import located, read_secret
 
 TIMEOUT_S: Final = 10.0
 KEY_VARIABLE: Final = "PRFAAS_OPERATOR_KEY"  # where gateways ask operators for one
+KEY_FILE_VARIABLE: Final = "PRFAAS_OPERATOR_KEY_FILE"
 NEVER: Final[Mapping[str, str]] = {}
 
 
 class GatewayClient:
     """One gateway, at the port that its operators reach. Raises AskError when it does not answer, or refuses."""
 
-    def __init__(self, url: str, headers: Mapping[str, str] = NEVER) -> None:
+    def __init__(self, url: str, headers: Mapping[str, str] = NEVER, authority: Path | None = None) -> None:
+        """Over HTTPS its certificate is one that `authority` signs, or is; without one, that this host trusts."""
         if not url.startswith(("http://", "https://")):
             raise AskError(f"--url {url}: must be an http(s) URL")
         self.url = url.rstrip("/")
-        key = os.environ.get(KEY_VARIABLE)
+        try:
+            self._trust = trusting(authority) if authority is not None else None
+        except OSError as exc:
+            raise AskError(f"--ca {authority}: {exc.strerror or exc}") from exc
+        key = _operator_key(os.environ)
         self._headers = {**({"Authorization": f"Bearer {key}"} if key else {}), **headers}
 
     def get(self, path: str, **query: object) -> Any:
@@ -59,7 +67,7 @@ class GatewayClient:
     def _answer(self, path: str, body: bytes | None = None, headers: Mapping[str, str] = NEVER) -> bytes:
         try:
             request = Request(f"{self.url}{path}", body, {**self._headers, **headers})
-            return answer_to(request, TIMEOUT_S)
+            return answer_to(request, TIMEOUT_S, self._trust)
         except HTTPError as exc:
             raise AskError(f"{self.url} says {exc.code}: {_message(exc)}") from exc
         except (InvalidURL, ValueError) as exc:
@@ -69,6 +77,16 @@ class GatewayClient:
         except (URLError, TimeoutError, OSError) as exc:
             reason = exc.reason if isinstance(exc, URLError) else exc
             raise AskError(f"no gateway answers at {self.url}: {reason}") from exc
+
+
+def _operator_key(environment: Mapping[str, str]) -> str:
+    """The key itself, or what is in the file that another variable names, as systemd's credentials are. Raises AskError."""
+    if file := environment.get(KEY_FILE_VARIABLE):
+        try:
+            return read_secret(located(Path(), file, environment), environment)
+        except (OSError, ValueError) as exc:
+            raise AskError(f"{KEY_FILE_VARIABLE}={file}: {exc}") from exc
+    return environment.get(KEY_VARIABLE, "")
 
 
 def _query(fields: Mapping[str, object]) -> str:

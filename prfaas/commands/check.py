@@ -6,7 +6,7 @@ Nothing is changed: of a receiver a block is reserved for the addresses on its t
 import asyncio
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -21,12 +21,14 @@ from rich.text import Text
 from gateway.cluster.agent_client import AgentClient
 from gateway.config.gateway import GatewayConfig, load
 from gateway.errors import AgentCallFailed, GatewayConfigError
+from prfaas.commands.access_findings import access_findings, tls_findings
 from prfaas.commands.findings import (
     Certificate,
     CheckFindings,
     Described,
     Finding,
     Level,
+    OpenFile,
     PortFinding,
     Silent,
     WayFinding,
@@ -35,9 +37,12 @@ from prfaas.commands.findings import (
 )
 from prfaas.errors import CheckError
 from transport.control.certificates import expires_at
+from transport.control.credentials import server_certificate
 from transport.control.messages import TicketInfo
 from transport.control.release import release
 from transport.path.tcp import format_address
+from transport.peers.name import of_pem
+from transport.wire.identity import Identity
 
 RPC_S: Final = 5.0
 ROOM_S: Final = 5.0  # a lease of the block, should we die before we give it back
@@ -52,7 +57,8 @@ async def check(gateway_file: Path, console: Console, as_json: bool) -> bool:
         config = load(gateway_file)
     except GatewayConfigError as error:
         raise CheckError(str(error)) from error
-    found = findings(await look(config))
+    access = [*access_findings(config, _wall_clock_s()), *await tls_findings(config)]
+    found = [*access, *findings(await look(config))]
     if as_json:
         console.out(json.dumps([asdict(each) for each in found], indent=2), highlight=False)
     else:
@@ -91,13 +97,15 @@ async def look(config: GatewayConfig) -> CheckFindings:
         ports = await asyncio.gather(*[_try(*port) for _, node in nodes for port in _ports(node)])
         pairs = _pairs(nodes)
         ways = await _ask_ways(pairs[:MAX_WAYS])
+        shown = await asyncio.gather(*[_shown(node.agent, config.identity) for node in config.nodes])
     return CheckFindings(
         described=[node for _, node in nodes],
         silent=[answer for answer in answers if isinstance(answer, Silent)],
         ports=ports,
         ways=ways,
         ways_left_out=max(0, len(pairs) - MAX_WAYS),
-        certificates=[_certificate(path) for path in (config.certificate, config.authority) if path is not None],
+        certificates=[*_certificates(config), *(each for each in shown if each is not None)],
+        open_files=_open_files(config),
         version=release(),
     )
 
@@ -143,7 +151,8 @@ async def _try(node_id: str, name: str, host: str, port: int) -> PortFinding:
 
 
 def _pairs(nodes: Sequence[Asked]) -> list[tuple[Asked, Asked]]:
-    """Who sends KVCache to whom: every prefill node to every decode node, a receiver's senders one after the other."""
+    """The pairs that send KVCache: every prefill node to every decode node, a receiver's senders one after the
+    other."""
     ready = [node for node in nodes if node[1].info.state == "ready" and node[1].info.block_size]
     senders = [node for node in ready if node[1].info.role == "prefill"]
     receivers = [node for node in ready if node[1].info.role == "decode"]
@@ -181,11 +190,36 @@ async def _ticket(receiver: Asked) -> TicketInfo | str:
     return ticket
 
 
-def _certificate(path: Path) -> Certificate:
+def _certificates(config: GatewayConfig) -> Iterator[Certificate]:
+    """Those of the gateway's file; the authority needs no name."""
+    for path in (config.certificate, config.authority, config.tls_certificate):
+        if path is None:
+            continue
+        try:
+            nameless = of_pem(path.read_bytes()).problem if path == config.certificate else ""
+            yield Certificate(str(path), expires_at(path) - _wall_clock_s(), nameless=nameless)
+        except (OSError, ValueError) as error:
+            yield Certificate(str(path), None, f"cannot be read: {error}")
+
+
+async def _shown(agent: str, identity: Identity | None) -> Certificate | None:
+    """What a node shows; None where there is nothing to see, which others find out."""
+    if identity is None:
+        return None
     try:
-        return Certificate(str(path), expires_at(path) - _wall_clock_s())
-    except (OSError, ValueError) as error:
-        return Certificate(str(path), None, f"cannot be read: {error}")
+        shown = await server_certificate(agent, identity, RPC_S)
+    except (OSError, ValueError):
+        return None
+    return Certificate(f"certificate of {agent}", shown.ends_at - _wall_clock_s(), nameless=shown.peer.problem)
+
+
+def _open_files(config: GatewayConfig) -> list[OpenFile]:
+    """Keys that others on this machine can read."""
+    secrets = {path for path in (config.key, config.tls_key) if path is not None}
+    if config.key is not None and config.authority is not None:
+        secrets |= {*config.key.parent.glob("*.key"), config.authority.with_suffix(".key")}
+    modes = {path: path.stat().st_mode & 0o777 for path in sorted(secrets) if path.exists()}
+    return [OpenFile(str(path), mode) for path, mode in modes.items() if mode & 0o077]
 
 
 def _wall_clock_s() -> float:

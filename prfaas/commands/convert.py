@@ -16,9 +16,11 @@ from gateway.config.gateway import load
 from gateway.errors import AgentCallFailed, GatewayConfigError
 from planner.decisions.plans.conversions import NodeStanding, why_not
 from planner.decisions.views import ClusterKind, Role
+from prfaas.commands.operator import operator_identity
 from prfaas.errors import ConversionError
 
 RPC_S: Final = 5.0
+MAX_EPOCH: Final = (1 << 64) - 1  # that a command can carry
 TELL_S: Final = 1.0  # between two lines about a node that drains
 DONE: Final = ("converted", "unchanged")
 
@@ -27,13 +29,14 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConvertWish:
-    """What the user wants. `node` is an id, or the host:port of an agent; limits of 0 are the node's own."""
+    """What the operator wants. `node` is an id, or the host:port of an agent; limits of 0 are the node's own."""
 
     node: str
     role: Role
     drain_timeout_s: float = 0.0
     verify_timeout_s: float = 0.0
     force: bool = False
+    certificate: Path | None = None  # an operator's
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,20 +49,20 @@ class AnsweringNode:
 
     @property
     def standing(self) -> NodeStanding:
-        """As the planner sees it."""
+        """As the planner sees it. Raises ConversionError for a node of a version that knows more kinds and roles."""
         info = self.info
+        try:
+            kind, role = ClusterKind(info.cluster_kind), Role(info.role)
+        except ValueError as error:
+            raise ConversionError(f"{info.node_id}: this version does not know what it is: {error}") from error
         return NodeStanding(
-            node_id=info.node_id,
-            cluster=info.cluster,
-            kind=ClusterKind(info.cluster_kind),
-            role=Role(info.role),
-            is_ready=info.state == "ready",
+            node_id=info.node_id, cluster=info.cluster, kind=kind, role=role, is_ready=info.state == "ready"
         )
 
 
 async def convert(wish: ConvertWish, gateway_file: Path, say: Say) -> bool:
     """Whether the node holds the role now. Raises ConversionError."""
-    async with agents_of(gateway_file) as agents:
+    async with agents_of(gateway_file, wish.certificate) as agents:
         nodes = await answering(agents)
         node = meant(wish.node, nodes, agents)
         _check(wish, node, nodes)
@@ -71,14 +74,15 @@ async def convert(wish: ConvertWish, gateway_file: Path, say: Say) -> bool:
 
 
 @asynccontextmanager
-async def agents_of(gateway_file: Path) -> AsyncIterator[Sequence[AgentClient]]:
-    """The agents that a gateway's file names. Raises ConversionError."""
+async def agents_of(gateway_file: Path, certificate: Path | None = None) -> AsyncIterator[Sequence[AgentClient]]:
+    """The agents that a gateway's file names, asked with an operator's certificate. Raises ConversionError."""
     try:
         config = load(gateway_file)
     except GatewayConfigError as error:
         raise ConversionError(str(error)) from error
+    identity = operator_identity(config, certificate)
     async with AsyncExitStack() as stack:
-        agents = [AgentClient(node.agent, RPC_S, config.identity, node.name) for node in config.nodes]
+        agents = [AgentClient(node.agent, RPC_S, identity, node.name) for node in config.nodes]
         for agent in agents:
             stack.push_async_callback(agent.close)
         yield agents
@@ -115,6 +119,11 @@ def _check(wish: ConvertWish, node: AnsweringNode, nodes: Sequence[AnsweringNode
 
 async def _carry_out(wish: ConvertWish, node: AnsweringNode, say: Say) -> bool:
     name, epoch = node.info.node_id, node.info.role_epoch + 1
+    if epoch > MAX_EPOCH:
+        raise ConversionError(
+            f"{name}: its newest command has epoch {node.info.role_epoch}, which leaves no room for another: "
+            "start the node again, with this version, which forgets it"
+        )
     say(f"{name}: {node.info.role} -> {wish.role}, epoch {epoch}")
 
     async def stands(wait_s: float) -> ConversionStatus:

@@ -12,6 +12,7 @@ from gateway.cluster.agent_client import node_error
 from gateway.config.gateway import load
 from gateway.errors import AgentCallFailed
 from prfaas.commands.convert import Say, agents_of, answering, meant
+from prfaas.commands.operator import operator_identity
 from transport.control.credentials import channel_credentials, channel_options
 from transport.control.proto import node_pb2 as pb
 from transport.control.proto.node_pb2_grpc import NodeAgentStub
@@ -27,16 +28,18 @@ class DrainWish:
     node: str
     undo: bool = False
     timeout_s: float = 0.0
+    certificate: Path | None = None  # an operator's
 
 
 async def drain_node(wish: DrainWish, gateway_file: Path, say: Say) -> bool:
     """Whether the node has done so: drained whole, or takes requests. Raises ConversionError."""
-    async with agents_of(gateway_file) as agents:
+    async with agents_of(gateway_file, wish.certificate) as agents:
         node = meant(wish.node, await answering(agents), agents)
         config = load(gateway_file)
         named = next((each.name for each in config.nodes if each.agent == node.agent.address), "")
         try:
-            async with _channel(node.agent.address, named, config.identity) as channel:
+            identity = operator_identity(config, wish.certificate)
+            async with _channel(node.agent.address, named, identity) as channel:
                 stub = NodeAgentStub(channel)  # type: ignore[no-untyped-call]
                 return await (_undrain if wish.undo else _drain)(stub, node.info.node_id, wish.timeout_s, say)
         except grpc.aio.AioRpcError as error:

@@ -11,6 +11,7 @@ from enum import StrEnum
 from typing import Final
 
 from gateway.cluster.agent_values import NodeInfo, NodeLoad
+from transport.peers.name import HOW_TO_ISSUE
 
 CLOCKS_APART_S: Final = 1.0
 """Beyond this, logs of two machines do not line up."""
@@ -84,6 +85,15 @@ class Certificate:
     path: str
     left_s: float | None
     problem: str = ""
+    nameless: str = ""  # why it gives no rights
+
+
+@dataclass(frozen=True, slots=True)
+class OpenFile:
+    """A secret that others on this machine can read."""
+
+    path: str
+    mode: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +106,7 @@ class CheckFindings:
     ways: Sequence[WayFinding] = ()
     ways_left_out: int = 0
     certificates: Sequence[Certificate] = ()
+    open_files: Sequence[OpenFile] = ()
     version: str = ""
 
 
@@ -103,12 +114,14 @@ def findings(seen: CheckFindings) -> list[Finding]:
     """All of it, in the order in which an operator would look."""
     return [
         *_about_certificates(seen.certificates),
+        *_about_open_files(seen.open_files),
         *_about_silence(seen.silent),
         *_about_nodes(seen.described),
         *_about_roles(seen.described),
         *_about_models(seen.described),
         *_about_versions(seen.described, seen.version),
         *_about_clocks(seen.described),
+        *_about_plain(seen.described),
         *_about_ports(seen.ports),
         *_about_ways(seen.ways, seen.ways_left_out),
         *_about_links(seen.described),
@@ -131,6 +144,23 @@ def _about_certificates(certificates: Sequence[Certificate]) -> Iterator[Finding
             level = Level.WARNING if each.left_s < EXPIRES_SOON_S else Level.OK
             remedy = "prfaas certificates makes a new one; it is read anew" if level is Level.WARNING else ""
             yield Finding(level, each.path, f"good for {each.left_s / 86400:.0f} more days", remedy)
+        if each.nameless:
+            yield Finding(Level.ERROR, each.path, f"gives no rights: {each.nameless}", HOW_TO_ISSUE)
+
+
+def _about_open_files(files: Sequence[OpenFile]) -> Iterator[Finding]:
+    for each in files:
+        what = f"others on this machine can read it (mode {each.mode:o})"
+        yield Finding(Level.WARNING, each.path, what, f"chmod 600 {each.path}")
+
+
+def _about_plain(nodes: Sequence[Described]) -> Iterator[Finding]:
+    """Ports that other machines reach, and that speak in clear."""
+    for node in nodes:
+        if node.info.plain:
+            ports = ", ".join(f"{listener}_port" for listener in node.info.plain)
+            remedy = "certificates and integrity = 'aead' seal control, calls and transfers; carry the rest inside your network"
+            yield Finding(Level.WARNING, node.info.node_id, f"in clear to other machines: {ports}", remedy)
 
 
 WHY_SILENT: Final = {

@@ -11,10 +11,13 @@ from pathlib import Path
 from typing import Final
 
 from gateway.auth.keyring import digest_of
-from prfaas.commands.keys import new_key
+from gateway.config.operators import OperatorRole
+from prfaas.commands.keys import new_key, operator_lines
+from prfaas.commands.scraping import DIGEST_FILE, KEY_FILE, OPERATOR, ScrapeJob, prometheus_file
 from prfaas.errors import InitError
-from prfaas.system.certificates import GATEWAY_NAME, CertificateHolder, issue
-from transport.path.tcp import format_address
+from prfaas.system.certificates import GATEWAY_NAME, REVOKED, CertificateHolder, clusterless, issue, node_holder
+from transport.path.tcp import format_address, is_loopback
+from transport.peers.name import PeerRole
 
 HERE: Final = "127.0.0.1"
 ENGINES: Final = ("embedded", "vllm", "sglang")
@@ -26,6 +29,10 @@ PORTS: Final = {
     "metrics_port": (7301, "Prometheus"),
 }
 GATEWAY_PORT: Final = 8000
+FIRST_OPERATOR: Final = "first-operator"
+IN_CLEAR: Final = (
+    "plain = true                             # known: anybody on this network can read, and ask, what others do"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,38 +95,85 @@ def members(site: InitSite) -> list[Member]:
     return found
 
 
-def files(site: InitSite, key_digest: str = "") -> dict[str, str]:
-    """What to write: names and contents. Who reaches a gateway from another machine needs the key of this digest."""
+@dataclass(frozen=True, slots=True)
+class FirstKeys:
+    """What opens a site of several machines: keys for clients, for operators, and for Prometheus. Files have digests of them.
+
+    Without one for clients, the gateway is for its own machine, and so are its pages.
+    """
+
+    prometheus: str
+    tenant: str = ""
+    operator: str = ""
+
+
+def files(site: InitSite, keys: FirstKeys) -> dict[str, str]:
+    """What to write: names and contents."""
     if site.is_one_machine:  # whose files all lie here
         return {"prfaas.toml": _topology(replace(site, model=str(Path(site.model).absolute())))}
     nodes = members(site)
     return {
+        KEY_FILE: f"{keys.prometheus}\n",
+        DIGEST_FILE: f"{digest_of(keys.prometheus)}\n",
+        "prometheus.yml": prometheus_file(_scrape_jobs(site, nodes, keys)),
         **{f"{node.name}.toml": _node_file(site, node) for node in nodes},
-        "gateway.toml": _gateway_file(site, nodes, key_digest),
+        "gateway.toml": _gateway_file(site, nodes, keys),
         "START.md": _start(site, nodes),
     }
 
 
 def init(site: InitSite, folder: Path, overwrite: bool, say: Callable[[str], None]) -> None:
     """Writes them, with certificates if they are asked for. Raises InitError, CertificateError."""
-    key = "" if site.gateway == HERE else new_key()
-    contents = files(site, digest_of(key) if key else "")
+    keys = FirstKeys(new_key()) if site.gateway == HERE else FirstKeys(new_key(), new_key(), new_key())
+    contents = files(site, keys)
     there = sorted(name for name in contents if (folder / name).exists())
     if there and not overwrite:
         raise InitError(f"{folder}: {', '.join(there)}: already there; --overwrite replaces them")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in contents.items():
-            (folder / name).write_text(text)
+            _write(folder / name, text)
     except OSError as exc:
         raise InitError(f"{folder}: {exc.strerror or exc}") from exc
     if site.tls and not site.is_one_machine:  # `prfaas up` makes its own
         issue(folder / "certificates", _holders(site), days=365)
     say(f"wrote {', '.join(contents)} to {folder}")
-    if key:
-        say(f"API key, shown this once, of tenant 'first' and of operators: {key}")
+    if not site.tls and not site.is_one_machine:
+        why = (
+            "sglang's servers find each other without certificates"
+            if site.engine == "sglang"
+            else "as --plain wants it"
+        )
+        say(f"in clear, {why}: carry all of it over a network that you trust, or over a VPN")
+    if keys.operator and not site.is_one_machine:
+        say(f"API key, shown this once, of tenant 'first': {keys.tenant}")
+        say(f"Operator's key, shown this once, of '{FIRST_OPERATOR}', who may do all: {keys.operator}")
     for line in _next_steps(site, folder):
         say(line)
+
+
+def _write(path: Path, text: str) -> None:
+    """A key is for its owner, and never for others, not even for a moment."""
+    if path.name == KEY_FILE:
+        path.unlink(missing_ok=True)
+        path.touch(mode=0o600)
+    path.write_text(text)
+
+
+def _scrape_jobs(site: InitSite, nodes: Sequence[Member], keys: FirstKeys) -> list[ScrapeJob]:
+    metrics_port = PORTS["metrics_port"][0]
+    return [
+        ScrapeJob(
+            name="prfaas-gateway",
+            targets=[format_address(site.gateway, GATEWAY_PORT)],
+            key_file=KEY_FILE if keys.operator else "",
+        ),
+        ScrapeJob(
+            name="prfaas-node",
+            targets=[format_address(node.host, metrics_port + node.nth) for node in nodes],
+            key_file=KEY_FILE,
+        ),
+    ]
 
 
 def _next_steps(site: InitSite, folder: Path) -> list[str]:
@@ -135,8 +189,8 @@ def _next_steps(site: InitSite, folder: Path) -> list[str]:
 
 
 def _holders(site: InitSite) -> list[CertificateHolder]:
-    nodes = [CertificateHolder(node.name, (node.host,)) for node in members(site)]
-    return [CertificateHolder(GATEWAY_NAME, (site.gateway,)), *nodes]
+    nodes = [node_holder(node.cluster, node.kind, node.name, (node.host,)) for node in members(site)]
+    return [clusterless(PeerRole.GATEWAY, (site.gateway,)), clusterless(PeerRole.OPERATOR), *nodes]
 
 
 def _topology(site: InitSite) -> str:
@@ -186,6 +240,7 @@ def _node_file(site: InitSite, node: Member) -> str:
         _pair("host", node.host, "where its ports listen, and what gateways and other nodes are told"),
         '# transfer_host = "203.0.113.7"         # an address of its own for KVCache, towards other clusters',
         *[_pair(name, port + node.nth, why) for name, (port, why) in _ports(site, node).items()],
+        _pair("metrics_key", DIGEST_FILE, "metrics are for readers with the key of this digest"),
         _pair("cache_bytes", 1 << 30, "of KVCache in /dev/shm, taken at the start"),
     ]
     lines += [_pair("engine", site.engine, f"see docs/guides/{site.engine}.md")] if site.engine != "embedded" else []
@@ -193,6 +248,8 @@ def _node_file(site: InitSite, node: Member) -> str:
         lines.append("# egress_bytes_per_s = 1.25e9            # of what leaves for each other cluster: 10 Gbit/s")
     if site.tls:
         lines += ["", *_identity(node.name), _pair("integrity", "aead", "encrypts KVCache on its way")]
+    elif not is_loopback(node.host):
+        lines.append(IN_CLEAR)
     return "\n".join(lines) + "\n"
 
 
@@ -213,7 +270,7 @@ def _links(nodes: Sequence[Member]) -> list[str]:
     return [f"links = {json.dumps(links)}  # missed where no node of theirs answers"] if links else []
 
 
-def _gateway_file(site: InitSite, nodes: Sequence[Member], key_digest: str) -> str:
+def _gateway_file(site: InitSite, nodes: Sequence[Member], keys: FirstKeys) -> str:
     lines = [
         f"# The gateway: on {site.gateway}, run `prfaas gateway -c gateway.toml`.",
         "# Nodes may start before or after it, and come and go.",
@@ -226,16 +283,20 @@ def _gateway_file(site: InitSite, nodes: Sequence[Member], key_digest: str) -> s
             "threshold_tokens", 2048, "longer uncached prompts go to the PrfaaS cluster; prfaas-plan solve finds yours"
         ),
         *(_identity(GATEWAY_NAME) if site.tls else []),
+        *([] if site.tls or all(is_loopback(node.host) for node in nodes) else [IN_CLEAR]),
         *_links(nodes),
     ]
-    if key_digest:
+    if keys.operator:
         lines += [
-            _pair_of_keys(
-                "operator_keys", key_digest, "for metrics, records and the console; prfaas key operator makes more"
-            ),
             "",
             "[gateway.tenants.first]                  # prfaas key NAME makes keys for more",
-            _pair_of_keys("keys", key_digest, "digests: the key itself was shown once"),
+            _pair_of_keys("keys", digest_of(keys.tenant), "digests: the key itself was shown once"),
+            "",
+            *operator_lines(FIRST_OPERATOR, OperatorRole.ADMIN),
+            _pair_of_keys("keys", digest_of(keys.operator), "prfaas key NAME --operator ROLE makes more"),
+            "",
+            *operator_lines(OPERATOR, OperatorRole.VIEWER),
+            _pair_of_keys("keys", digest_of(keys.prometheus), f"the key is in {KEY_FILE}"),
         ]
     for node in nodes:
         lines += [
@@ -248,24 +309,38 @@ def _gateway_file(site: InitSite, nodes: Sequence[Member], key_digest: str) -> s
 
 
 def _identity(name: str) -> Iterator[str]:
-    for key, file in (("certificate", f"{name}.pem"), ("key", f"{name}.key"), ("authority", "authority.pem")):
+    for key, file in (
+        ("certificate", f"{name}.pem"),
+        ("key", f"{name}.key"),
+        ("authority", "authority.pem"),
+        ("revoked", REVOKED),
+    ):
         yield _pair(key, f"certificates/{file}")
 
 
 def _start(site: InitSite, nodes: Sequence[Member]) -> str:
     lines = ["# What to run where", "", "Nodes and the gateway may start in any order.", ""]
     if site.tls:
-        lines += ["Each machine needs `certificates/NAME.pem` and `NAME.key` of its own and `authority.pem`;", ""]
-        lines[-2] = lines[-2].rstrip(";") + ". `authority.key` stays with you."
+        lines += [
+            "Each machine needs `certificates/NAME.pem` and `NAME.key` of its own, `authority.pem` and `revoked`;",
+            "",
+        ]
+        lines[-2] = (
+            lines[-2].rstrip(";")
+            + ". `authority.key` stays with you, and so does `operator.key`, which drains and converts."
+        )
     lines += ["| machine | needs | command |", "|---|---|---|"]
     lines += [
-        f"| {node.host} | {node.name}.toml, `{site.model}` | `prfaas node -c {node.name}.toml` |" for node in nodes
+        f"| {node.host} | {node.name}.toml, {DIGEST_FILE}, `{site.model}` | `prfaas node -c {node.name}.toml` |"
+        for node in nodes
     ]
     lines.append(f"| {site.gateway} | gateway.toml, `{site.model}` | `prfaas gateway -c gateway.toml` |")
     ports = ", ".join(f"{name} {port}" for name, (port, _) in PORTS.items())
     return "\n".join(
         [
             *lines,
+            "",
+            f"Prometheus needs `prometheus.yml`, `{KEY_FILE}` and a copy of `deploy/prometheus/rules.yml`.",
             "",
             f"Ports ({ports}) are explained in docs/guides/two-sites.md. `prfaas check -c gateway.toml` asks everybody.",
             "",
@@ -304,13 +379,13 @@ QUESTIONS: Final = {
 }
 
 
-def site_of(answers: Mapping[str, str], tls: bool) -> InitSite:
-    """Raises InitError."""
+def site_of(answers: Mapping[str, str], tls: bool, plain: bool = False) -> InitSite:
+    """Several machines get certificates unless `plain` says no, or their engine cannot. Raises InitError."""
 
     def hosts(text: str) -> tuple[str, ...]:
         return () if text in ("-", "") else tuple(host.strip() for host in text.split(","))
 
-    return InitSite(
+    site = InitSite(
         model=answers["model"],
         engine=answers["engine"],
         gateway=answers["gateway"],
@@ -319,3 +394,5 @@ def site_of(answers: Mapping[str, str], tls: bool) -> InitSite:
         decode=hosts(answers["decode"]),
         tls=tls,
     )
+    may_have_tls = not (plain or site.is_one_machine or site.engine == "sglang")
+    return replace(site, tls=True) if may_have_tls else site

@@ -1,7 +1,7 @@
 """`prfaas top`: the console in a terminal: links, clusters, nodes and the latest requests, a screenful a second."""
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
@@ -47,6 +47,8 @@ class Screen:
         now = self._latest
         parts: list[RenderableType] = [self._head(now), _links(now["links"]), self._clusters(now)]
         parts.append(_nodes(now["nodes"], max_nodes))
+        if plain := _plain(now["nodes"]):
+            parts.append(plain)
         return Group(*parts)
 
     def _head(self, now: Snapshot) -> Text:
@@ -128,6 +130,16 @@ def _breaker(senders: Sequence[Mapping[str, Any]]) -> str:
         if number := sum(each["breaker"] == state for each in senders):
             return f"{state} ({number} of {len(senders)})"
     return "closed" if senders else "no sender"
+
+
+def _plain(nodes: Sequence[Mapping[str, Any]]) -> Text | None:
+    """What speaks in clear to other machines; None: nothing does, or the gateway is of a version that does not say."""
+    hops = Counter(listener for node in nodes for listener in node.get("plain", ()))
+    if not hops:
+        return None
+    return Text(
+        f"in clear: {', '.join(f'{listener} of {count}' for listener, count in hops.items())} nodes", style="yellow"
+    )
 
 
 def _nodes(nodes: Sequence[Mapping[str, Any]], limit: int) -> RenderableType:

@@ -12,6 +12,7 @@ from pathlib import Path
 from node.process.children import ending_with_us
 from node.process.log_rotation import start_log
 from prfaas.errors import StartError, StartKilled, StartRefused
+from transport.control.python_command import SAFE_PATH
 
 LOG_TAIL_BYTES = 1500
 SIGNALLED = 128  # with the signal's number, the exit status of what a signal ended below another process
@@ -28,7 +29,7 @@ class Process:
     def __init__(self, name: str, arguments: Sequence[str], log_path: Path) -> None:
         self.name = name
         self.log_path = log_path
-        self._arguments = [sys.executable, *arguments]
+        self._arguments = [sys.executable, SAFE_PATH, *arguments]
         self._process: asyncio.subprocess.Process | None = None
 
     @property

@@ -22,13 +22,15 @@ from node.config import IDENTITY_KEYS, NodeConfig
 from node.kvcache.arena import SHM_DIR
 from node.process.owned_names import sweep_directories, sweep_files
 from prfaas.errors import StartError, TopologyError
-from prfaas.system.certificates import GATEWAY_NAME, CertificateHolder, issue
+from prfaas.system.certificates import clusterless, issue, node_holder
 from prfaas.system.process import Process
 from prfaas.system.stages import Progress
 from prfaas.system.topology import Topology
 from prfaas.system.upkeep import first_start, keep_up
+from transport.control.asking import trusting
 from transport.control.credentials import channel_credentials, channel_options
 from transport.path.tcp import family_of, format_address
+from transport.peers.name import PeerRole
 from transport.wire.identity import Identity
 
 NODE_MODULES = {"prfaas": "prfaas_cluster", "pd": "pd_cluster"}
@@ -158,9 +160,10 @@ class System:
         folder = self.topology.certificates
         if folder is None:
             return
-        names = [*(config.node_id for config in self.topology.nodes), GATEWAY_NAME]
-        issue(folder, [CertificateHolder(name) for name in names], CERTIFICATE_DAYS)
-        self._report(f"mutual TLS: certificates for {len(names)} in {folder}/")
+        nodes = [node_holder(each.cluster, each.cluster_kind, each.node_id) for each in self.topology.nodes]
+        others = [clusterless(role) for role in (PeerRole.GATEWAY, PeerRole.PLANNER, PeerRole.OPERATOR)]
+        issue(folder, [*nodes, *others], CERTIFICATE_DAYS)
+        self._report(f"mutual TLS: certificates for {len(nodes)} nodes, gateway, planner and operator in {folder}/")
 
     async def start_node(self, config: NodeConfig) -> StartedNode:
         """Starts one node and waits for its engine. Raises StartError."""
@@ -305,16 +308,22 @@ class System:
     async def _until_seen(self, num_nodes: int) -> None:
         """Waits until the gateway sees `num_nodes` nodes ready, and says how many it sees where that takes long."""
         told_at = time.monotonic()
-        async with aiohttp.ClientSession() as session:
+        async with self._session() as session:
             while (seen := await _nodes_ready(session, self.api_url)) < num_nodes:
                 if time.monotonic() - told_at >= self._tell_s:
                     told_at = time.monotonic()
                     self._report(f"  {'gateway':<10} sees {seen} of {num_nodes} nodes ready; the others are waited for")
                 await asyncio.sleep(POLL_S)
 
+    def _session(self) -> aiohttp.ClientSession:
+        """Asks the gateway, whose certificate it knows; its name is of no concern here."""
+        file = self.topology.gateway.get("tls_certificate")
+        trust = trusting(Path(file), checks_names=False) if file else True
+        return aiohttp.ClientSession(connector=aiohttp.TCPConnector(ssl=trust))
+
     async def wait_ready(self, num_nodes: int) -> None:
         """Waits until the gateway sees `num_nodes` nodes ready. Raises StartError."""
-        async with aiohttp.ClientSession() as session:
+        async with self._session() as session:
             for _ in range(int(GATEWAY_START_S / POLL_S)):
                 if await _nodes_ready(session, self.api_url) >= num_nodes:
                     return

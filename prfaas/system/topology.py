@@ -30,8 +30,9 @@ from gateway.config.gateway import GatewayConfig
 from node.config import IDENTITY_KEYS, NodeConfig
 from planner.service.config import ServiceConfig
 from prfaas.errors import TopologyError
-from prfaas.system.certificates import GATEWAY_NAME, paths
+from prfaas.system.certificates import GATEWAY_NAME, PLANNER_NAME, paths
 from prfaas.system.standin import Scale, stand_in_file
+from transport.control.secret_files import located
 from transport.control.settings import (
     SettingsError,
     build,
@@ -42,6 +43,7 @@ from transport.control.settings import (
     require_one_of,
 )
 
+PATHS = ("path", "profile", "token_file", "gateway_key_file", "tls_certificate", "tls_key", "metrics_key")
 DEFAULT_FILE = Path(__file__).parents[1] / "data" / "local.toml"
 
 
@@ -143,19 +145,23 @@ def load_topology(path: Path, state_dir: Path) -> Topology:
 
 
 def _relative_to(directory: Path, document: dict[str, Any]) -> dict[str, Any]:
-    """Relative paths of the model and of certificates are relative to the file that names them."""
+    """Relative paths of the model, of certificates and of secrets are relative to the file that names them."""
     return {key: _with_paths(value, directory) if key != "clusters" else value for key, value in document.items()}
 
 
 def _with_paths(table: Any, directory: Path) -> Any:
     if not isinstance(table, dict):
         return table
-    paths = {
-        key: str(directory / table[key])
-        for key in ("path", "profile", "token_file", "gateway_key_file", *IDENTITY_KEYS)
-        if isinstance(table.get(key), str)
-    }
+    names = (*PATHS, *IDENTITY_KEYS, "revoked")
+    paths = {key: _where(directory, table[key]) for key in names if isinstance(table.get(key), str)}
     return {**table, **paths}
+
+
+def _where(directory: Path, text: str) -> str:
+    try:
+        return str(located(directory, text))
+    except ValueError as exc:
+        raise SettingsError(f"{text}: {exc}") from exc
 
 
 def parse_topology(document: Mapping[str, Any], state_dir: Path) -> Topology:
@@ -182,6 +188,8 @@ def _parse(table: Mapping[str, Any], state_dir: Path) -> Topology:
     if certificates is not None:
         tables = [(where, {**paths(certificates, str(table.get("node_id"))), **table}) for where, table in tables]
         gateway = {**paths(certificates, GATEWAY_NAME), **gateway}
+    shown = paths(certificates, PLANNER_NAME) if certificates is not None else {}
+    asks_nodes: dict[str, Any] = {key: shown[key] for key in IDENTITY_KEYS if key in shown}
     nodes = tuple(build(NodeConfig, table, where) for where, table in tables)
     _check_nodes(nodes)
     if any(node.certificate for node in nodes) and not gateway.keys() >= set(IDENTITY_KEYS):
@@ -193,7 +201,7 @@ def _parse(table: Mapping[str, Any], state_dir: Path) -> Topology:
         gateway=gateway,
         nodes=nodes,
         tokenizer_dir=model.directory(state_dir),
-        plan=_plan(document.plan, document) if document.plan is not None else None,
+        plan=_plan({**asks_nodes, **document.plan}, document) if document.plan is not None else None,
         certificates=certificates,
     )
 

@@ -1,10 +1,11 @@
-"""Templates that only ever add to the text of a conversation: what earlier messages came to need not be rendered again.
+"""Templates that only append to the text of a conversation: the text of earlier messages need not be rendered again.
 
     PRE · for message in messages: BODY · POST
 
-A template of this form, whose body knows of no message but its own (and the first), says of every longer conversation the same
-as before and then what is new. That is read from its syntax tree, not guessed from what it renders; whatever is not plainly of
-this form is refused, with the reason. Templates that look back or ahead, keep counts or tell the time are not.
+In a template of this form, the body sees only its own message and the first. So a longer conversation renders to the
+same text as before, and then the new part. The syntax tree shows that; nothing is guessed from rendered text. A
+template that is not plainly of this form is refused, with the reason: it looks back or ahead, keeps counts or tells the
+time.
 """
 
 import secrets
@@ -36,7 +37,7 @@ class ConversationParts(NamedTuple):
 
 
 class NotAppending(Exception):
-    """Why a template is not of the form, in a word for a metric."""
+    """The reason why a template is not of the form, in a word for a metric."""
 
 
 def in_parts(environment: Environment, source: str) -> Template:
@@ -63,7 +64,7 @@ def in_parts(environment: Environment, source: str) -> Template:
 
 
 def split(text: str) -> ConversationParts | None:
-    """The parts of what such a template has rendered; None if they cannot be told apart."""
+    """The parts of a rendered text; None if they cannot be separated."""
     parts = text.split(MARK)
     return ConversationParts(*parts) if len(parts) == 3 else None
 

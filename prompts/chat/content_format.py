@@ -1,4 +1,4 @@
-"""Whether a template wants the content of a message as one text or as a list of parts: read from its syntax tree, by vLLM's rule.
+"""Reads from a template's syntax tree, by vLLM's rule, whether it wants a message's content as a text or as parts.
 
 A template that runs over the content of its messages is given parts, any other one a text (`_detect_content_format` in
 vLLM's renderers/hf.py, 0.32). It must be that very rule, oddities included: where the two differ, so do the tokens.

@@ -1,8 +1,9 @@
 """The form in which a template is handed a conversation, by vLLM's rules: `parse_chat_messages` and what surrounds it (0.32).
 
-Clients write the same chat in many ways: arguments of a tool's call as a text, a tool without a description, keys in any
-order, a role that the template does not know. vLLM puts all that into one form before the template sees it, and a prompt
-whose KVCache is to be used there must have been read from the same form, to the byte. So these are not rules of taste:
+Clients write the same chat in many ways: arguments of a tool's call as a text, a tool without a description, keys in
+any order, a role that the template does not know. vLLM puts all that into one form before the template sees it. A
+prompt whose KVCache vLLM is to use must have been read from the same form, to the byte. So these are not rules of
+taste:
 
     messages   role, content, then what the role has: tool_calls, reasoning (twice), tool_call_id; name, task, tools
     content    parts, or one text of all parts with a line's end between them: as the template wants it (content_format.py)
@@ -37,7 +38,7 @@ UNSET: Final = (None, "auto")  # values of variables that say nothing
 
 
 class Form(msgspec.Struct, frozen=True):
-    """What a template wants: content in parts or as a text, and whether it knows the role `developer`."""
+    """A template's form: content in parts or as a text, and whether it knows the role `developer`."""
 
     in_parts: bool = False
     knows_developer: bool = False

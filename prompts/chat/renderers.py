@@ -18,7 +18,7 @@ ARCHITECTURES: Final = frozenset(
 
 
 def renders_otherwise(directory: Path) -> bool:
-    """Whether vLLM would not render chats of the model in `directory` by its template. Files that are not there say nothing."""
+    """Whether vLLM renders chats of the model in `directory` without its template. Missing files are ignored."""
     if any(directory.glob("consolidated*.safetensors")):
         return (directory / "tekken.json").is_file() or any(directory.glob("tokenizer.model.v*"))
     try:

@@ -1,9 +1,9 @@
 """Chat messages to text, as `tokenizer.apply_chat_template` of transformers renders them.
 
 The tokens the gateway hashes must be the tokens the engine computes, so the environment is the same: an immutable
-sandbox, trim_blocks, lstrip_blocks, loop controls, an unescaped `tojson`, `raise_exception`, `strftime_now`, and
-`{% generation %}` as a transparent block. A template is the model owner's text; the messages are the client's, and only
-ever data to it.
+sandbox, trim_blocks, lstrip_blocks, loop controls, an unescaped `tojson`, `raise_exception`, `strftime_now`, and `{%
+generation %}` as a transparent block. The model's owner wrote the template. The client wrote the messages, which are
+only data to it.
 """
 
 import json
@@ -24,7 +24,7 @@ from prompts.chat.form import Form, Message
 from prompts.errors import TemplateError
 
 CONTINUE_TAG: Final = "CONTINUE_FINAL_MESSAGE_TAG "
-# A template is a program, run on what a client sent: whatever it raises says that the two do not fit.
+# A template is a program that runs on a client's data: any error means that the two do not fit.
 TEMPLATE_ERRORS: Final = (
     jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RecursionError
 )  # fmt: skip
@@ -41,7 +41,7 @@ class GenerationBlock(Extension):
 
 
 def raise_exception(message: str) -> NoReturn:
-    """What a template calls to refuse a conversation."""
+    """The function with which a template refuses a conversation."""
     raise jinja2.TemplateError(message)
 
 
@@ -127,7 +127,7 @@ class ChatTemplate:
 
 
 def _read(environment: jinja2.Environment, source: str) -> tuple[Form, frozenset[str]]:
-    """What `source` wants of messages, and the variables that a client can set in it: those that it names."""
+    """The form of messages that `source` wants, and the variables that a client can set: those that it names."""
     knows_developer = '"developer"' in source or "'developer'" in source  # vLLM's rule, to the letter
     try:
         tree = environment.parse(source)

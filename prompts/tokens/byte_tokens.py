@@ -1,4 +1,5 @@
-"""How vocabularies spell bytes that are no text: GPT-2's alphabet of 256 characters, or SentencePiece's `<0xF0>`."""
+"""The ways in which vocabularies spell bytes that are no text: GPT-2's alphabet of 256 characters, or SentencePiece's
+`<0xF0>`."""
 
 import re
 from typing import Final

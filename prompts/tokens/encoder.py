@@ -1,14 +1,14 @@
 """Text to token ids: by fastokens where that is equal to tokenizers, else by tokenizers.
 
 fastokens takes a tenth to a hundredth of the time. It is another program, though, and wrong tokens are the worst of all
-errors: so it is believed for a tokenizer only after a comparison on texts that would tell (probes.py), and of the texts
-that come later a few are compared, too, in a thread beside. Once it differs it is not asked again.
+errors. So it is trusted for a tokenizer only after a comparison on telling texts (probes.py). A thread also compares a
+few of the later texts. Once it differs it is never used again.
 
     plain ──built, equal on every probe──► fast ──a text differs, or it raises──► plain, for good
       └─────not installed, not of its kind, or unequal: plain, with the reason
 
-What the comparison comes to is a value (`EncoderVerdict`): it takes seconds for a large vocabulary, so one process
-finds it out and hands it on to others of the same tokenizer.
+The comparison's result is a value (`EncoderVerdict`). It takes seconds for a large vocabulary, so one process computes
+it and hands it to others with the same tokenizer.
 
 fastokens remembers words. Of long ones only so many characters are given to it (words.py); texts that have others are
 encoded by tokenizers.
@@ -50,13 +50,13 @@ LONG_WORDS: Final = "long_words"  # why a text is encoded by tokenizers
 
 
 class Fast(Protocol):
-    """What is asked of a `fastokens.Tokenizer`."""
+    """The methods of a `fastokens.Tokenizer` that are used here."""
 
     def encode_batch_flat(self, inputs: list[str], add_special_tokens: bool) -> tuple[bytes, bytes]: ...
 
 
 class EncoderVerdict(msgspec.Struct, frozen=True, kw_only=True):
-    """What was found out about a tokenizer's fast twin; `of` names both and the versions of their programs.
+    """The result about a tokenizer's fast twin; `of` names both and the versions of their programs.
 
     `why_plain` says in a word why there is no twin, or is "". `splits` says what it remembers as a word.
     """
@@ -67,7 +67,7 @@ class EncoderVerdict(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NotEqual(Exception):
-    """Why a tokenizer has no fast twin, in a word for a metric."""
+    """The reason why a tokenizer has no fast twin, in a word for a metric."""
 
 
 def in_a_thread(work: Callable[[], None]) -> None:
@@ -78,8 +78,8 @@ def in_a_thread(work: Callable[[], None]) -> None:
 class TextEncoder:
     """Encodes texts by one tokenizer. Thread-safe.
 
-    `generation` changes when tokens that were handed out before may have been wrong: what is remembered of them should be
-    found no more. It has to be asked for before the tokens are.
+    `generation` changes when tokens that were handed out before may have been wrong: caches must not find them any
+    more. Read it before the tokens.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class TextEncoder:
             self._use(fast, EncoderVerdict(of=of, splits=words_of(self._plain, fast)))
 
     def follow(self, verdict: EncoderVerdict) -> None:
-        """Does what a `verdict` on the same tokenizer says."""
+        """Follows a `verdict` on the same tokenizer."""
         try:
             if verdict.why_plain:
                 raise NotEqual(verdict.why_plain)
@@ -159,7 +159,7 @@ class TextEncoder:
         return tokens
 
     def distrust(self, why: str, what: str) -> None:
-        """Asks fastokens no more. `why` is a word for a metric."""
+        """Stops using fastokens. `why` is a word for a metric."""
         with self._swapping:
             if self._fast is None:
                 return

@@ -1,8 +1,9 @@
-"""Texts by which two programs that read the same tokenizer.json would be told apart.
+"""Texts that reveal differences between two programs that read the same tokenizer.json.
 
-Every tokenizer gets what is known to go wrong (runs of blanks, digits, marks and emoji, ends of words, added tokens whole, cut
-off, in other letters and beside each other), text made of its own vocabulary, and texts one after the other that begin alike:
-who remembers what he read before might go on wrongly there.
+Every tokenizer gets three kinds of texts. First, texts that are known to go wrong: runs of blanks, digits, marks and
+emoji; ends of words; added tokens whole, cut off, in other letters and beside each other. Second, text made of its own
+vocabulary. Third, texts one after the other that begin alike: a program that remembers earlier text might continue
+wrongly there.
 """
 
 from collections.abc import Iterator, Sequence
@@ -53,7 +54,7 @@ _AROUND: Final = (("", ""), ("x", "y"), ("x ", ""), (".", "1"), ("", "é"))
 
 
 def _chosen(tokens: Sequence[AddedToken]) -> list[str]:
-    """Of the added tokens those that take in what stands around them first, then of every kind, evenly."""
+    """Picks added tokens: first those that absorb their surroundings, then evenly from every kind."""
     kinds: dict[tuple[bool, ...], list[str]] = {}
     for token in tokens:
         kind = token.lstrip, token.rstrip, token.single_word, token.normalized, token.special

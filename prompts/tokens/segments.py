@@ -1,4 +1,4 @@
-"""Text cut where its tokens may be: what was tokenised before is not tokenised again.
+"""Cuts text where its tokens may be cut, so that known segments are not tokenised again.
 
 A conversation grows turn by turn, so most of its text has been seen. Text is cut after every added token, as the tokenizer
 itself finds them: it splits there, too, so the segments' tokens put together are the tokens of the whole, and each segment is
@@ -114,8 +114,8 @@ def _by_first_letter(contents: Sequence[str]) -> dict[str, list[str]]:
 def cuts(tokenizer: Tokenizer) -> Cuts | None:
     """Where texts may be cut, or None when no cut is known to be safe.
 
-    Not safe: a step that treats the start of a text differently, an added token that takes in what stands around it, or
-    special tokens that are looked for in a text that has been changed.
+    Three things are not safe: a step that treats the start of a text differently; an added token that takes in its
+    surroundings; special tokens that are looked for in a changed text.
     """
     added = [token for token in tokenizer.get_added_tokens_decoder().values() if token.content]
     if not any(token.special for token in added):

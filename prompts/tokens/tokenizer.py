@@ -27,7 +27,7 @@ SPECIAL_NAMES: Final = ("bos_token", "eos_token", "unk_token", "sep_token", "pad
 
 
 class Blueprint(msgspec.Struct, frozen=True, kw_only=True):
-    """All that a tokenizer is made of, so that another process can have the same. "" means no template.
+    """Everything that a tokenizer is made of, so that another process can build an equal one. "" means no template.
 
     `known` is what its fast encoder has shown; None: it is not used.
     """
@@ -106,7 +106,7 @@ class TextTokenizer:
         )
 
     def blueprint(self) -> Blueprint:
-        """What `build` makes an equal one of."""
+        """The blueprint from which `build` makes an equal one."""
         template, tool_template = self._template, self._tool_template
         return Blueprint(
             tokenizer=self._tokenizer.to_str(),
@@ -178,11 +178,11 @@ class TextTokenizer:
         return self._template_for(bool(tools)).render_from(start, first, new, tools=tools, **options)
 
     def form(self, has_tools: bool) -> Form:
-        """What the template wants messages to be. Raises BadPrompt without a template."""
+        """The form that the template wants for messages. Raises BadPrompt without a template."""
         return self._template_for(has_tools).form
 
     def not_appending(self, has_tools: bool) -> str:
-        """Why the text of a longer conversation may be another from its beginning on; "": it is not."""
+        """The reason why a longer conversation's text may differ from its beginning on; "": it does not."""
         template = self._tool_template if has_tools else self._template
         return "missing" if template is None else template.not_appending
 
@@ -201,7 +201,8 @@ class TextTokenizer:
         return str(self._tokenizer.decode(list(tokens), skip_special_tokens=False))
 
     def token_text(self, token: int) -> str:
-        """What one token adds to a text; what logprobs name. A tokenizer may drop the space before the first word of all."""
+        """The text that one token adds, as logprobs name it. A tokenizer may drop the space before the first word of
+        all."""
         alone = self.spell([token])
         return alone if REPLACEMENT in alone else self.spell([token, token])[len(alone) :]
 
@@ -252,7 +253,7 @@ class TextTokenizer:
 
 
 def special_tokens(config: dict[str, Any]) -> dict[str, str]:
-    """What a template may name (`bos_token`, …), out of tokenizer_config.json."""
+    """The special tokens that a template may name (`bos_token`, …), from tokenizer_config.json."""
     extra = config.get("extra_special_tokens")
     named = {name: config.get(name) for name in SPECIAL_NAMES} | (extra if isinstance(extra, dict) else {})
     contents = {name: token.get("content") if isinstance(token, dict) else token for name, token in named.items()}

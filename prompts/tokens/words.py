@@ -1,9 +1,9 @@
-"""What fastokens may be asked without its memory growing beyond a bound.
+"""Decides which texts fastokens may encode, so that its memory stays within a bound.
 
-fastokens remembers the words that it has met, a bounded number of them, however long they are (0.3.5): 5 to 10 bytes for each of
-their characters. Words as languages have them come to some 100 MB at most. Long ones are counted here, each once; when
-`most_chars` of them have been met, a text with another one is not for fastokens. To forget would hold the interpreter's lock for
-as long as it takes to build another twin of a large vocabulary, and to free this one: 0.2 to 2 s.
+fastokens remembers the words that it has met, a bounded number of them, however long they are (0.3.5): 5 to 10 bytes
+for each of their characters. Words as languages have them come to some 100 MB at most. Long ones are counted here, each
+once; when `most_chars` of them have been met, a text with another one is not for fastokens. Forgetting would mean to
+build another twin of a large vocabulary and to free this one. Both hold the interpreter's lock: 0.2 to 2 s.
 
 A word is what a tokenizer looks up as one. Regular expressions of today's vocabularies end it where letters, digits, blanks and
 all else meet, give or take a character; some tokenizers split at blanks alone, and some never.

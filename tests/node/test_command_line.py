@@ -60,9 +60,9 @@ def test_switching_the_engine_changes_one_word() -> None:
         engine_command(parse("--engine", engine, "--model", "m", "--", "--x", "1"), Path("/run/a/engine.sock"))
         for engine in ("embedded", "vllm")
     )
-    assert embedded[1:3] == ["-m", "engine"]
-    assert vllm[1:3] == ["-m", "engine.vllm.launch"]
-    assert vllm[3:] == [*embedded[3:-2], "--", "--x", "1"]
+    assert embedded[1:4] == ["-P", "-m", "engine"]
+    assert vllm[1:4] == ["-P", "-m", "engine.vllm.launch"]
+    assert vllm[4:] == [*embedded[4:-2], "--", "--allowed-media-domains", "none.invalid", "--x", "1"]
 
 
 def test_an_sglang_server_is_told_its_role() -> None:
@@ -70,7 +70,7 @@ def test_an_sglang_server_is_told_its_role() -> None:
         parse("--engine", "sglang", "--model", "m", "--role", "prefill", "--bootstrap-port", "8998", "--", "--x"),
         Path("/run/a/engine.sock"),
     )
-    assert command[1:3] == ["-m", "engine.sglang.launch"]
+    assert command[1:4] == ["-P", "-m", "engine.sglang.launch"]
     assert command[-6:] == ["--role", "prefill", "--bootstrap-port", "8998", "--", "--x"]
 
 
@@ -86,7 +86,8 @@ def test_what_an_sglang_node_cannot_do_is_said_at_once() -> None:
 def test_stages_are_said_in_the_words_of_each_engine() -> None:
     socket = Path("/run/a/engine.sock")
     vllm = engine_command(parse("--engine", "vllm", "--model", "m", "--stages", "2", "--", "--x"), socket)
-    assert vllm[-4:] == ["--", "--pipeline-parallel-size", "2", "--x"]
+    assert vllm[-6:-3] == ["--", "--pipeline-parallel-size", "2"]
+    assert vllm[-3:] == ["--allowed-media-domains", "none.invalid", "--x"]
     emulated = engine_command(parse("--engine", "emulated", "--model", "m.json", "--stages", "4"), socket)
     assert emulated[-2:] == ["--stages", "4"]
     assert engine_command(parse("--model", "m", "--stages", "3"), socket)[-2:] == ["--stages", "3"]
@@ -101,7 +102,7 @@ def test_a_vllm_server_may_take_longer_to_start() -> None:
 def test_with_certificates_the_engine_listens_on_loopback_and_the_agent_faces_the_network() -> None:
     given = ["--model", "m", "--host", "10.0.0.7", "--engine-port", "7201"]
     certified = parse(*given, "--certificate", "c", "--key", "k", "--authority", "a")
-    assert _listening(engine_command(parse(*given), Path("/run/a/engine.sock"))) == ("10.0.0.7", "7201")
+    assert _listening(engine_command(parse(*given, "--plain"), Path("/run/a/engine.sock"))) == ("10.0.0.7", "7201")
     assert _listening(engine_command(certified, Path("/run/a/engine.sock"))) == ("127.0.0.1", "0")
     assert certified.port("engine").number == 7201
 

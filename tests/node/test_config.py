@@ -22,18 +22,36 @@ def test_a_short_table_is_enough() -> None:
 
 
 @pytest.mark.parametrize(
+    ("values", "host"),
+    [
+        ({}, "127.0.0.1"),
+        ({"host": "127.0.0.7"}, "127.0.0.7"),
+        ({"host": "10.0.0.1"}, "127.0.0.1"),
+        ({"host": "10.0.0.1", "metrics_key": "k"}, "10.0.0.1"),
+        ({"host": "10.0.0.1", "metrics_host": "::1"}, "::1"),
+        ({"metrics_host": "10.0.0.1", "metrics_key": "k"}, "10.0.0.1"),
+    ],
+)
+def test_metrics_stay_on_this_machine_unless_a_key_guards_them(values: dict[str, Any], host: str) -> None:
+    assert node_config({**TABLE, **values}).port("metrics").host == host
+
+
+@pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"role": "both"}, "role = 'both': must be 'prefill' or 'decode'"),
         ({"cluster_kind": "xx"}, "cluster_kind = 'xx': must be 'prfaas' or 'pd'"),
         ({"node_id": "a b"}, "node_id = 'a b': must be of letters, digits"),
+        ({"engine_args": ["--api-key", "sk-x"]}, "engine_args: --api-key: everybody on this machine sees it"),
+        ({"engine_args": ["--hf-token=hf_x"]}, "engine_args: --hf-token: everybody on this machine sees it"),
+        ({"metrics_host": "10.0.0.1"}, "metrics_host = '10.0.0.1': others than this machine.*metrics_key"),
         ({"connections": 0}, "connections = 0: must be 1 to 256"),
         ({"stages": 0}, "stages = 0: must be 1 to 256"),
         ({"eviction_history_blocks": 0}, "eviction_history_blocks = 0"),
         ({"eviction": "sieve"}, "eviction = 'sieve': must be 'default', 'lru' or 'wa'"),
         ({"lease_s": "long"}, "lease_s = 'long': must be a number"),
         ({"engine_args": ["--x", 1]}, r"engine_args\[1\] = 1: must be a string"),
-        ({"xyz": "red"}, "unknown key 'xyz'; known are authority, block_size, "),
+        ({"xyz": "red"}, "unknown key 'xyz'; known are allowed_media_domains, authority, block_size, "),
         ({"cache_byte": 1}, r"unknown key 'cache_byte' \(did you mean 'cache_bytes'\?\); known are"),
         ({"connections": "many"}, "connections = 'many': must be 1 to 256, or 'auto'"),
         ({"connections": 1.5}, "connections = 1.5: must be an integer or a string"),

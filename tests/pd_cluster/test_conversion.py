@@ -7,6 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pd_cluster.conversion import (
+    MAX_EPOCH,
+    MAX_LEAP,
     TRANSITIONS,
     Command,
     CommandOutcome,
@@ -15,6 +17,7 @@ from pd_cluster.conversion import (
     ConversionStep,
     Effect,
     Event,
+    LeapingCommand,
     RoleDrained,
     RoleUnfit,
     StaleCommand,
@@ -93,6 +96,17 @@ def test_a_newer_command_of_the_same_role_goes_on_with_what_is_under_way(drained
 def test_a_stale_command_is_refused_and_changes_nothing(stale: Command, events: list[tuple[Event, float]]) -> None:
     with pytest.raises(StaleCommand, match="epoch 5 wants decode"):
         after((command(5), 10.0), *events, (stale, 20.0))
+
+
+def test_an_epoch_that_leaves_no_room_for_others_is_refused() -> None:
+    for epoch in (6 + MAX_LEAP, 2**64 - 1):
+        with pytest.raises(LeapingCommand, match=f"epoch {epoch} is too far ahead of 5: at most {5 + MAX_LEAP}"):
+            after((command(5), 0.0), (command(epoch), 1.0))
+    assert after((command(5), 0.0), (command(5 + MAX_LEAP), 1.0)).conversion.epoch == 5 + MAX_LEAP
+    late = Conversion(role="decode", epoch=MAX_EPOCH - 1, target="decode")
+    assert after((command(MAX_EPOCH, "prefill"), 0.0), start=late).conversion.epoch == MAX_EPOCH
+    with pytest.raises(LeapingCommand):
+        after((command(MAX_EPOCH + 1, "prefill"), 0.0), start=late)
 
 
 @pytest.mark.parametrize("events", [[], [(RoleDrained(1), 11.0)], [(RoleDrained(1), 11.0), (RoleUnfit(1, "no"), 12.0)]])

@@ -1,9 +1,10 @@
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from node.config import NodeConfig
-from pd_cluster.conversion import CommandOutcome, Conversion, ConversionPhase
+from pd_cluster.conversion import Command, CommandOutcome, Conversion, ConversionPhase, step
 from pd_cluster.memory import RoleMemory
 
 
@@ -41,6 +42,14 @@ def test_who_ended_in_the_middle_comes_back_in_the_old_role(tmp_path: Path) -> N
     again = RoleMemory(config(tmp_path)).recall()
     assert (again.role, again.epoch, again.phase) == ("prefill", 5, ConversionPhase.STEADY)
     assert (again.target, again.outcome) == ("decode", CommandOutcome.INTERRUPTED)
+
+
+def test_an_epoch_that_would_lock_conversion_for_ever_is_forgotten(tmp_path: Path) -> None:
+    RoleMemory(config(tmp_path)).write(replace(CONVERTED, epoch=2**64 - 1))
+    again = RoleMemory(config(tmp_path)).recall()
+    assert (again.role, again.epoch) == ("decode", 0)
+    command = Command(epoch=1, role="prefill", drain_timeout_s=1.0, verify_timeout_s=1.0)
+    assert step(again, command, 0.0).conversion.is_converting
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Reservations for decode: who awaits them, who has them, and what may be reused of them."""
+"""Reservations for decode: which are awaited, which are held, and what may be reused of them."""
 
 import asyncio
 from pathlib import Path

@@ -75,21 +75,36 @@ def test_a_port_that_is_taken_is_a_fault_of_the_configuration(
 
 def test_certificates_are_made_and_how_to_use_them_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "certificates"
-    assert main(["certificates", "--out", str(folder), "east-p0=10.0.0.1,east.example", "gateway"]) == 0
+    assert main(["certificates", "--out", str(folder), "east/prefill/east-p0=10.0.0.1,east.example", "gateway"]) == 0
     said = tomllib.loads(capsys.readouterr().out.partition("# gateway")[2].partition("\n")[2])
     Identity(**{key: Path(path) for key, path in said.items()}).check()
     authority = (folder / "authority.pem").read_bytes()
-    assert main(["certificates", "--out", str(folder), "east-p0"]) == 0
+    assert main(["certificates", "--out", str(folder), "east/prefill/east-p0", "--trust", "corp.example"]) == 0
     assert (folder / "authority.pem").read_bytes() == authority
+    identity = Identity(certificate=folder / "east-p0.pem", key=folder / "east-p0.key", authority=folder)
+    assert str(identity.own_name()) == "spiffe://corp.example/east/prefill/east-p0"
     assert (folder / "east-p0.key").stat().st_mode & 0o777 == 0o600
 
 
 def test_names_that_are_no_names_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for name in ("a/b", "authority", "a=", ""):
+    for name in (
+        "a/b",
+        "east-p0",
+        "prefill",
+        "east/king/x",
+        "a/b/node/c",
+        "gateway/authority",
+        "gateway=",
+        "",
+        "e/node/a b",
+    ):
         with pytest.raises(SystemExit) as exit_:
             main(["certificates", "--out", str(tmp_path), name])
         assert exit_.value.code == 2
-    assert "only letters" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "'east-p0': must be CLUSTER/ROLE/NAME, as east/prefill/east-p0" in said
+    assert "'prefill': a prefill is of a cluster" in said
+    assert "'a b' must be letters" in said
 
 
 def test_an_interrupted_command_says_that_it_stops(capsys: pytest.CaptureFixture[str]) -> None:

@@ -119,7 +119,7 @@ def test_a_prefix_push_that_is_given_up_frees_its_pages_when_the_lanes_let_go(tm
         async with two_nodes(tmp_path) as (source, target):
             hashes = await cache(source, TOKENS[:48])
             ticket = target.reserve(TOKENS, 48, prefix_only=True)
-            await asyncio.to_thread(target.listener.close)  # nobody answers: it would wait for seconds
+            await asyncio.to_thread(target.listener.close)  # no answer comes: it would wait for seconds
             push = asyncio.create_task(source.legs.push_prefix(hashes, ticket))
             await until(lambda: source.legs.sending == 1)
             assert not source.sends_nothing()

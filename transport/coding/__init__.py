@@ -1,1 +1,1 @@
-"""KVCache made smaller on its way, where the link is what binds."""
+"""Codes KVCache smaller on its way, where the link is the bottleneck."""

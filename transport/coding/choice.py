@@ -1,11 +1,11 @@
-"""Whether bytes are worth making smaller: a decision of numbers, taken anew as the link and the machine change.
+"""Decides from numbers whether coding pays, and again as the link and the machine change.
 
-A codec trades processor time for bytes. It pays only where the link is what a transfer waits for, and only as far as
-cores are idle:
+A codec trades processor time for bytes. It pays only where a transfer waits for the link, and only as far as cores are
+idle:
 
     plain bytes per second = min(link / ratio, idle cores × speed of the codec on one core)
 
-against `link` for plain bytes. Ratio and speed are measured on what is sent; until then priors stand in for them.
+against `link` for plain bytes. Ratio and speed are measured on the bytes sent; until then priors stand in for them.
 """
 
 import math
@@ -20,13 +20,13 @@ from typing import Final
 from transport.coding.codec import Codec, CodedPart
 from transport.coding.elements import Run
 
-# The link is the bottleneck when what is ready to leave needs this long, and no more when it needs less than the other.
+# The link becomes the bottleneck when the ready bytes need the first of these, and stops being it below the second.
 BACKLOG_ENTER_S: Final = 0.2
 BACKLOG_LEAVE_S: Final = 0.02
 SWITCH_GAIN: Final = 1.15  # another codec has to be this much faster than the present one
 DWELL_S: Final = 0.5  # between two changes of mind
 SMOOTHING_BYTES: Final = 16 << 20  # over which ratio and speed are averaged
-FORGET_S: Final = 30.0  # what a codec was measured at so long ago says nothing of what is sent now
+FORGET_S: Final = 30.0  # older measurements of a codec say nothing about present bytes
 
 
 class Compression(StrEnum):
@@ -51,7 +51,7 @@ _QUANTISED: Final = {Quantisation.OFF: Codec.RAW, Quantisation.INT8: Codec.INT8,
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodingPolicy:
-    """What may be done to the bytes of one kind of range. By default nothing is."""
+    """The codings allowed for one kind of range; by default none."""
 
     compression: Compression = Compression.OFF
     quantisation: Quantisation = Quantisation.OFF
@@ -79,7 +79,7 @@ class CodingPolicy:
 
 @dataclass(frozen=True, slots=True)
 class RangeFormat:
-    """What a range is (`runs` are as long as it), how it may be coded, and in whose account that goes."""
+    """A range's values (`runs` are as long as the range), its allowed codings, and the account that pays for coding."""
 
     label: str
     runs: tuple[Run, ...]
@@ -111,7 +111,7 @@ PRIORS: Final[Mapping[Codec, Estimate]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Situation:
-    """What link and machine are like at this moment."""
+    """The present state of link and machine."""
 
     link_bytes_per_s: float  # what the link carries, or may carry; 0 = not known
     backlog_bytes: int  # plain bytes that are ready to leave
@@ -131,7 +131,7 @@ def plain_bytes_per_s(estimate: Estimate, situation: Situation) -> float:
 def choose(
     choices: tuple[Codec, ...], present: Codec, estimates: Mapping[Codec, Estimate], situation: Situation
 ) -> Codec:
-    """The codec to go on with. `choices` are as CodingPolicy.choices() gives them; changes of mind have hysteresis."""
+    """The codec to use next. `choices` are those of CodingPolicy.choices(); changes have hysteresis."""
     idle = choices[0]
     present = present if present in choices else idle
     enough = BACKLOG_LEAVE_S if present != idle else BACKLOG_ENTER_S
@@ -158,7 +158,7 @@ class _Measured:
 
 @dataclass(slots=True)
 class CodecUse:
-    """What went through one codec, on one side of a link."""
+    """The bytes that went through one codec, on one side of a link."""
 
     plain_bytes: int = 0
     coded_bytes: int = 0
@@ -196,7 +196,7 @@ class CodecAccounts:
 
 
 class Chooser:
-    """Which codec the ranges of each label leave with at this moment. Not locked; time comes in as `now`, seconds."""
+    """The codec that ranges of each label use now. Not locked; time comes in as `now`, seconds."""
 
     def __init__(self) -> None:
         self.accounts = CodecAccounts()
@@ -211,7 +211,7 @@ class Chooser:
         return bool(self._choices)
 
     def codec_of(self, label: str, choices: tuple[Codec, ...]) -> Codec:
-        """What bytes of `label` are to be coded with now."""
+        """The codec for bytes of `label` now."""
         if self._choices.get(label) != choices:
             self._choices[label] = choices
             self._present[label] = choices[0]
@@ -230,7 +230,7 @@ class Chooser:
                 measured.add(plain, sum(share.coded_bytes for share in mine), cpu_s * plain / total, now)
 
     def on_situation(self, situation: Situation, now: float) -> None:
-        """Thinks again, unless it has just changed its mind."""
+        """Decides again, unless the last change is too recent."""
         if now - self._changed_at < DWELL_S:
             return
         for label, choices in self._choices.items():
@@ -263,7 +263,7 @@ class CpuMeter:
         self._idle_cores = 0.0
 
     def idle_cores(self, now: float, own_cpu_s: float) -> float:
-        """Cores that are idle but for what spent `own_cpu_s` so far. 0 until there are two samples: nothing is known."""
+        """Idle cores, counting as idle the work that spent `own_cpu_s` so far. 0 until there are two samples."""
         if self._last is not None and now - self._last[0] < self.INTERVAL_S:
             return self._idle_cores
         free_s = self._idle_s() + own_cpu_s

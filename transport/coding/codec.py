@@ -1,13 +1,13 @@
-"""Chunks made smaller: a coded chunk is a row of blocks; each says how it was made.
+"""Coded chunks: a coded chunk is a row of blocks, and each block names its codec.
 
     coded chunk   | codec dtype vector plain coded digest | coded bytes | codec dtype ... | coded bytes | ...
 
 Codecs are stages, applied in this order: quantise to int8 or fp8 (see `quantise`), byte-shuffle what is left of floats,
-compress with zstd. A block that nothing makes smaller is carried raw, so that one chunk may span ranges of any kind. The
-digest is xxh3 of the plain bytes of a lossless block: what comes out is what went in, or it is refused.
+compress with zstd. A block that nothing makes smaller is carried raw, so that one chunk may span ranges of any kind.
+The digest is xxh3 of the plain bytes of a lossless block: a block that does not decode to them is refused.
 
-Blocks describe themselves. A receiver needs no knowledge of layouts, checks every size before it uses it, and decodes into
-as much memory as the chunk was announced with.
+Blocks describe themselves, so a receiver needs no knowledge of layouts. It checks every size before it uses it. It
+decodes into as much memory as the chunk announced.
 """
 
 import struct
@@ -57,7 +57,7 @@ MAKEABLE: Final = frozenset(quantised | zstd for quantised in (Codec.RAW, *_KIND
 
 
 class CodecError(ValueError):
-    """Coded bytes that no encoder of ours makes, or of a kind that is not taken here."""
+    """Coded bytes that our encoder never makes, or of a codec that this receiver does not accept."""
 
 
 @cache
@@ -71,7 +71,7 @@ def zstd_module() -> Any:
 
 
 def decodable(*, lossy: bool) -> Codec:
-    """What this process can decode, and may: quantised bytes only with `lossy`."""
+    """The codecs that this process can decode and may: quantised bytes only with `lossy`."""
     lossless = Codec.ZSTD if zstd_module() is not None else Codec.RAW
     return lossless | (LOSSY if lossy else Codec.RAW)
 
@@ -88,7 +88,7 @@ class ChunkPart:
 
 @dataclass(frozen=True, slots=True)
 class CodedPart:
-    """What a codec made of some bytes."""
+    """Some bytes after coding."""
 
     label: str
     codec: Codec
@@ -104,7 +104,7 @@ class ChunkEncoder:
         self._zstd = zstd.ZstdCompressor(level=ZSTD_LEVEL, write_checksum=False) if zstd is not None else None
 
     def encode(self, parts: Iterable[ChunkPart], out: memoryview) -> tuple[int, tuple[CodedPart, ...]] | None:
-        """Writes a coded chunk; returns its size and who used what. None when it does not fit into `out`."""
+        """Writes a coded chunk; returns its size and the uses by account. None when it does not fit into `out`."""
         rows = merged(parts)
         if len(rows) > MAX_BLOCKS:
             return None
@@ -141,7 +141,8 @@ class ChunkEncoder:
 
 
 def parts_of(run: Run, views: Sequence[memoryview], skip: int, codec: Codec, label: str) -> list[ChunkPart]:
-    """Bytes of a run, after its first `skip`, as parts: whole vectors are quantised, what is cut at either end is not."""
+    """Bytes of a run, after its first `skip`, as parts. Whole vectors are quantised; vectors cut at either end are
+    not."""
     lossless = codec & ~LOSSY
     if not codec.lossy or not run.vector_bytes:
         return [ChunkPart(view, run, lossless, label) for view in views]

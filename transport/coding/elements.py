@@ -1,9 +1,9 @@
-"""What the bytes of a range are: enough for a codec to take them apart, and nothing of tokens.
+"""Describes a range's values: enough for a codec to split them, and nothing about tokens.
 
     range    | Run: num_bytes of bfloat16, vectors of 128 | Run: ... |
 
-A vector is what shares one scale when it is quantised: one head of one token. bfloat16 has no numpy type; it is the upper
-half of a float32.
+The values of a vector share one scale when they are quantised: one head of one token. bfloat16 has no numpy type; it is
+the upper half of a float32.
 """
 
 from dataclasses import dataclass

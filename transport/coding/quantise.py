@@ -7,7 +7,7 @@ Error per value x of a vector whose largest magnitude is m, besides the rounding
     int8   scale m / 127, code round(x / scale)                  |error| <= m / 254
     fp8    scale m / 448, code the nearest e4m3 (4 bit exponent) |error| <= max(|x| / 16, m / 458,752)
 
-int8 is the more exact where the values of a head are of one size, fp8 where a few outliers stand out. e4m3 is the variant of the
+int8 is more exact where the values of a head have one size, fp8 where a few are outliers. e4m3 is the variant of the
 OCP 8-bit floating point specification without infinities: 448 is its largest value, 2^-6 its smallest normal one.
 """
 
@@ -33,7 +33,7 @@ class QuantisedType(StrEnum):
 
 
 def quantise(raw: Bytes, dtype: str, vector: int, kind: QuantisedType) -> Bytes | None:
-    """Scales and codes of whole vectors; None when there is a value that no scale carries (not finite, or huge)."""
+    """Scales and codes of whole vectors. None if a value has no scale: it is not finite, or too large."""
     item_bytes = 2 if dtype != "float32" else 4
     vectors = raw.size // (item_bytes * vector)
     out = np.empty(vectors * (SCALE_BYTES + vector), np.uint8)
@@ -61,7 +61,7 @@ def quantise(raw: Bytes, dtype: str, vector: int, kind: QuantisedType) -> Bytes 
 
 
 def dequantise(quantised: Bytes, dtype: str, vector: int, kind: QuantisedType, into: Bytes) -> None:
-    """Inverse of `quantise` but for the error above. Raises ValueError when it is nothing that `quantise` makes."""
+    """Inverse of `quantise`, up to the error above. Raises ValueError for input that `quantise` cannot have made."""
     vectors, rest = divmod(quantised.size, SCALE_BYTES + vector)
     item_bytes = 2 if dtype != "float32" else 4
     if rest or vectors * vector * item_bytes != into.size:

@@ -1,1 +1,1 @@
-"""What processes say to each other beside KVCache: messages of a node's socket, gRPC between nodes, certificates."""
+"""Control messages between processes: those of a node's socket, gRPC between nodes, and certificates."""

@@ -1,4 +1,4 @@
-"""Bodies of answers, read whole: the other end may be broken or a stranger, and what it sends must not fill memory."""
+"""Reads HTTP bodies whole, up to a limit: a broken or unknown peer must not fill memory."""
 
 from collections.abc import AsyncIterable
 

@@ -1,4 +1,4 @@
-"""What is said on a kept connection between a gateway and an agent: node.proto's Call and CallAnswer, in frames.
+"""The frames of a kept connection between a gateway and an agent: node.proto's Call and CallAnswer.
 
     gateway                              agent
       | CALLER --------------------------> |
@@ -6,8 +6,9 @@
       | Call(id) … ----------------------> |   as many at once as there are requests
       |  <----------------- CallAnswer(id) |   in any order
 
-Frames are those of `transport.control.messages`, bodies protobuf. A gRPC call takes a gateway 160 to 250 µs of CPU, one over a
-bidirectional gRPC stream 120 to 170, one of these 8 to 28, with mutual TLS 11 to 53 (`python -m benchmarks.gateway.calls`).
+Frames are those of `transport.control.messages`, bodies protobuf. CPU of a gateway for each call (`python -m
+benchmarks.gateway.calls`): by gRPC 160 to 250 µs; over a bidirectional gRPC stream 120 to 170; in these frames 8 to 28,
+or 11 to 53 with mutual TLS.
 """
 
 import asyncio
@@ -27,7 +28,7 @@ KEEPALIVE: Final = ((socket.TCP_KEEPIDLE, 30), (socket.TCP_KEEPINTVL, 10), (sock
 
 
 class CallBuffer:
-    """Cuts what the other end says into frame bodies, after its greeting; sans-IO, feed it whatever arrived."""
+    """Splits the peer's bytes into frame bodies, after its greeting. Sans-IO: feed it whatever arrived."""
 
     def __init__(self, greeting: bytes, max_bytes: int = MAX_MESSAGE_BYTES) -> None:
         self.greeted = False
@@ -37,11 +38,12 @@ class CallBuffer:
 
     @property
     def begun_bytes(self) -> int:
-        """Of the frame that has begun and is not whole; see MessageBuffer."""
+        """The full length of the incomplete frame; see MessageBuffer."""
         return self._frames.begun_bytes
 
     def feed(self, data: bytes) -> list[bytes]:
-        """The complete frame bodies so far. Raises MessageError for what is no greeting, and for a frame that is too long."""
+        """The complete frame bodies so far. Raises MessageError for a wrong greeting, or for a frame that is too
+        long."""
         if self.greeted:
             return self._frames.feed(data)
         self._first += data
@@ -55,7 +57,7 @@ class CallBuffer:
 
 
 class CallOutbox:
-    """What one end says: all of one turn of the loop leaves in one write, and with TLS as one record."""
+    """The sending side: all frames of one turn of the loop leave in one write, and with TLS as one record."""
 
     def __init__(self, transport: asyncio.Transport) -> None:
         self._transport = transport
@@ -69,7 +71,7 @@ class CallOutbox:
         self._said.append(frame(body))
 
     def flush(self) -> None:
-        """Writes what has been said, now: for who is about to hang up."""
+        """Writes the queued frames now, before the caller closes the connection."""
         said, self._said = self._said, []
         if said and not self._transport.is_closing():
             self._transport.write(b"".join(said))

@@ -11,6 +11,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
+from transport.peers.name import PeerName
 from transport.wire.identity import Identity
 
 _DAY = datetime.timedelta(days=1)
@@ -37,13 +38,15 @@ class Authority:
         _write_private(key_path, self._key)
         _replace(self.path, certificate.public_bytes(serialization.Encoding.PEM))
 
-    def issue(self, name: str, hosts: Sequence[str] = (), *, days: int = 365) -> Identity:
+    def issue(
+        self, name: str, hosts: Sequence[str] = (), *, days: float = 365, peer: PeerName | None = None
+    ) -> Identity:
         """A certificate for `name`, good for `hosts` (names or addresses), too; in the files NAME.pem and NAME.key.
 
-        Replaces an earlier one.
+        `peer` says who its holder is to others: without it has no rights. Replaces an earlier one.
         """
         key = ec.generate_private_key(ec.SECP256R1())
-        certificate = self._sign(_name(name), key, days=days, is_authority=False, hosts=(name, *hosts))
+        certificate = self._sign(_name(name), key, days=days, is_authority=False, hosts=(name, *hosts), peer=peer)
         identity = Identity(
             certificate=self._folder / f"{name}.pem", key=self._folder / f"{name}.key", authority=self.path
         )
@@ -56,9 +59,10 @@ class Authority:
         subject: x509.Name,
         key: ec.EllipticCurvePrivateKey,
         *,
-        days: int,
+        days: float,
         is_authority: bool,
         hosts: Sequence[str],
+        peer: PeerName | None = None,
     ) -> x509.Certificate:
         now = datetime.datetime.now(datetime.UTC)
         builder = (
@@ -72,8 +76,9 @@ class Authority:
             .add_extension(x509.BasicConstraints(ca=is_authority, path_length=None), critical=True)
         )
         if hosts:
-            names = x509.SubjectAlternativeName([_general_name(host) for host in hosts])
-            builder = builder.add_extension(names, critical=False)
+            names = [_general_name(host) for host in hosts]
+            names += [x509.UniformResourceIdentifier(str(peer))] if peer is not None else []
+            builder = builder.add_extension(x509.SubjectAlternativeName(names), critical=False)
         return builder.sign(self._key, hashes.SHA256())
 
 

@@ -4,11 +4,15 @@ Both sides must show a certificate of the authority. Files that change are read 
 handshake, by a client when it asks for new credentials.
 """
 
+import asyncio
 import logging
+import ssl
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import grpc
 
+from transport.peers.name import PeerCertificate, of_tls
 from transport.wire.identity import Identity
 
 log = logging.getLogger(__name__)
@@ -50,3 +54,23 @@ def channel_credentials(identity: Identity) -> grpc.ChannelCredentials:
 def channel_options(name: str) -> list[tuple[str, str]]:
     """`name` is what the server's certificate must carry, where that is not the host of its address."""
     return [("grpc.ssl_target_name_override", name)] if name else []
+
+
+@dataclass(frozen=True, slots=True)
+class ShownCertificate:
+    """What a server has shown, and until when (seconds since 1970) it is good."""
+
+    peer: PeerCertificate
+    ends_at: float
+
+
+async def server_certificate(address: str, identity: Identity, timeout_s: float) -> ShownCertificate:
+    """What the server at `address` shows, over a connection of its own: gRPC's clients do not tell. Raises OSError."""
+    host, _, port = address.rpartition(":")
+    context = identity.client_context()
+    name = host.strip("[]")
+    async with asyncio.timeout(timeout_s):
+        _, writer = await asyncio.open_connection(name, int(port), ssl=context, server_hostname=name)
+    shown = writer.get_extra_info("peercert") or {}
+    writer.transport.abort()
+    return ShownCertificate(of_tls(shown), ssl.cert_time_to_seconds(shown["notAfter"]))

@@ -1,11 +1,11 @@
-"""Small files that must be whole whenever the machine stops: written beside, synced, and put in place by one rename."""
+"""Writes small files that stay whole if the machine stops: into a temporary file, synced, then renamed."""
 
 import os
 from pathlib import Path
 
 
 def write_durably(path: Path, data: bytes) -> None:
-    """`path` holds `data`, or what it held before; never a part, and what it holds is on the disk. Raises OSError."""
+    """Afterwards `path` holds `data`, on disk; on failure it holds its old bytes, never a part. Raises OSError."""
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with beside.open("wb") as file:

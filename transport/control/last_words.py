@@ -1,4 +1,4 @@
-"""What an engine says on standard error before it ends for good, for the node that started it to tell its operator."""
+"""The line that an engine prints on standard error before it ends for good. Its node shows it to the operator."""
 
 from typing import Final
 

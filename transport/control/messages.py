@@ -1,4 +1,4 @@
-"""What crosses the Unix socket between a node's agent and its engine.
+"""The messages on the Unix socket between a node's agent and its engine.
 
 Frames are a 4-byte little-endian length and a msgpack map with a type tag. KVCache bytes never cross it: both processes map
 the same page arena, messages name pages.
@@ -32,9 +32,8 @@ class ControlMessage(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class TicketInfo(ControlMessage, frozen=True, kw_only=True):
-    """Where a prefill's KVCache goes: proto Ticket as a value. In `kv_transfer_params` it is JSON, bytes in base64.
-
-    Whose request it is for (`tenant`), and its part of a link beside others' (`weight`), the gateway adds.
+    """The destination of a prefill's KVCache: proto Ticket as a value. In `kv_transfer_params` it is JSON, bytes in
+    base64. The gateway adds the request's `tenant` and its `weight` on a link.
     """
 
     transfer_id: str
@@ -52,7 +51,7 @@ class TicketInfo(ControlMessage, frozen=True, kw_only=True):
 
 
 class BootstrapAddress(msgspec.Struct, frozen=True):
-    """How an engine that is paired by rooms is found: proto Rooms as a value. `port` is 0 of one that decodes."""
+    """The address of an engine that is paired by rooms: proto Rooms as a value. `port` is 0 for one that decodes."""
 
     host: str = ""
     port: int = 0
@@ -61,8 +60,9 @@ class BootstrapAddress(msgspec.Struct, frozen=True):
 class Hello(ControlMessage, frozen=True, kw_only=True):
     """First message of an engine. `layout_json` is ModelLayout.to_json(), `notice` what the node's operator should read.
 
-    `not_done_json` names fields of requests that it does nothing about, each with the values that ask for nothing; `takes_media`:
-    its model sees or hears what messages have beside texts. `rooms` is None where it hands KVCache over by tickets.
+    `not_done_json` names request fields that the engine ignores, each with the values that ask for nothing.
+    `takes_media`: its model accepts images or sounds beside texts. `rooms` is None where it hands KVCache over by
+    tickets.
     """
 
     engine_pid: int
@@ -170,7 +170,7 @@ class PrefillDone(ControlMessage, frozen=True, kw_only=True):
 
 
 class Delivered(ControlMessage, frozen=True, kw_only=True):
-    """Outcome of the push of a job with a ticket. Times are seconds after BeginPrefill on the agent's clock."""
+    """Outcome of the push of a job with a ticket. Times are seconds after BeginPrefill, on the agent's clock."""
 
     job: str
     ok: bool
@@ -178,16 +178,15 @@ class Delivered(ControlMessage, frozen=True, kw_only=True):
     bytes_total: int = 0
     bytes_before_prefill_end: int = 0
     bytes_saved: int = 0  # of bytes_total, by coding on the way
-    codecs: dict[
-        str, int
-    ] = {}  # bytes by what they were coded with: "plain", "zstd", "int8", ...; empty: coding is off
+    codecs: dict[str, int] = {}  # bytes by codec: "plain", "zstd", "int8", ...; empty: coding is off
     prefill_end_s: float = 0.0
     delivered_s: float = 0.0
     link: str = ""  # "shm", "rdma" or "tcp"
 
 
 class EndJob(ControlMessage, frozen=True, kw_only=True):
-    """The engine needs the job's pages no more; `loaded` on the decode side means that they were copied into the model."""
+    """The engine no longer needs the job's pages. On the decode side, `loaded` means that it copied them into the
+    model."""
 
     job: str
     loaded: bool = False
@@ -218,11 +217,11 @@ class LoadReport(ControlMessage, frozen=True, kw_only=True):
 
 
 class Drain(ControlMessage, frozen=True, kw_only=True):
-    """Agent to engine: finish what runs, refuse what is new."""
+    """Agent to engine: finish running requests, refuse new ones."""
 
 
 class Resume(ControlMessage, frozen=True, kw_only=True):
-    """Agent to engine: take what is new again, after a Drain."""
+    """Agent to engine: accept new requests again, after a Drain."""
 
 
 EngineMessage = Hello | BeginPrefill | LayerDone | StateDone | PrefillDone | EndJob | ClaimLanding | LoadReport
@@ -232,12 +231,12 @@ _LENGTH_BYTES = 4
 _encoder = msgspec.msgpack.Encoder()
 _engine_decoder: msgspec.msgpack.Decoder[EngineMessage] = msgspec.msgpack.Decoder(EngineMessage)
 _agent_decoder: msgspec.msgpack.Decoder[AgentMessage] = msgspec.msgpack.Decoder(AgentMessage)
-# msgspec maps neither text that is no UTF-8 nor nesting without end to an error of its own.
+# msgspec has no error of its own for invalid UTF-8 or endless nesting.
 _NOT_DECODABLE: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
 class MessageError(Exception):
-    """The peer sent a frame that is too long, cut off, or no message of ours."""
+    """The peer sent a frame that is too long, cut off, or not one of these messages."""
 
 
 def encode(message: ControlMessage) -> bytes:
@@ -251,7 +250,7 @@ def frame(body: bytes) -> bytes:
 
 
 class MessageBuffer:
-    """Cuts a byte stream into frames; sans-IO, feed it whatever arrived."""
+    """Splits a byte stream into frames. Sans-IO: feed it whatever arrived."""
 
     def __init__(self, max_bytes: int = MAX_MESSAGE_BYTES) -> None:
         self._max_bytes = max_bytes
@@ -259,7 +258,7 @@ class MessageBuffer:
 
     @property
     def begun_bytes(self) -> int:
-        """Of the frame that has begun and is not whole: all that it will have, as far as that is known. 0: no frame has begun."""
+        """The full length of the frame that is incomplete, as far as known. 0: no frame has begun."""
         if len(self._pending) < _LENGTH_BYTES:
             return len(self._pending)
         return _LENGTH_BYTES + int.from_bytes(self._pending[:_LENGTH_BYTES], "little")

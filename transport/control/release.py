@@ -1,4 +1,4 @@
-"""Which code a process runs: the distribution's version, and a digest of the sources, which a version does not tell apart.
+"""Names the code that a process runs: the distribution's version, and a digest of the sources.
 
 Between two releases, and in a changed checkout, many states of the code have one version.
 """
@@ -27,7 +27,7 @@ def release() -> str:
 
 
 def digest_of(site: Path) -> str:
-    """Of the packages' sources below `site`, wherever that is."""
+    """The digest of the packages' sources below `site`."""
     digest = hashlib.sha256()
     sources = (path for name in PACKAGES for path in (site / name).rglob("*.py"))
     # Editors lock a file by a link that points nowhere (`.#agent.py`).

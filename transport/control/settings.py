@@ -1,28 +1,33 @@
-"""Settings: a TOML table as a frozen dataclass, for every file that this system reads, with one wording of what is wrong with it.
+"""Reads a TOML table as a frozen dataclass: for every file of this system, with one wording of errors.
 
     [node]: unknown key 'cache_byte' (did you mean 'cache_bytes'?); known are block_size, cache_bytes, ...
     [node]: port = '80': must be an integer
     clusters[0].nodes[1]: role = 'both': must be 'prefill' or 'decode'
 
-A class declares its keys as fields: names, types and defaults are said there and nowhere else. Its `__post_init__` checks
-values, with `require` and the like, which know the name of a key and not where its table stands; `build` puts that before it,
-and `in_file` the name of the file. Errors are SettingsError here; a package maps them to its own at its edge.
+A class declares its keys as fields: names, types and defaults are said there and nowhere else. Its `__post_init__`
+checks values, with `require` and the like, which know the name of a key and not where its table stands; `build` puts
+that before it, and `in_file` the name of the file. Errors are SettingsError here; each package maps them to its own
+error at its edge.
 
-A field is of type str, int, float, bool, Path (relative to the folder of the file), Any, a StrEnum, another such class (a table),
-a tuple of any of these (an array), a Mapping from str to such a class (tables by name) or to Any (a table that its reader
-parses), or a union of them.
+A field has one of these types: str; int; float; bool; Path, relative to the folder of the file; Any; a StrEnum. It may
+be a datetime: a date is its first moment, one without a time zone is in UTC, and a string is parsed. It may
+be another such class (a table), or a tuple of any of these (an array). It may be a Mapping from str to such a class
+(tables by name), or to Any (a table that its reader parses). It may be a union of them.
 """
 
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING, Field, fields, is_dataclass
+from datetime import UTC, date, datetime, time
 from difflib import get_close_matches
 from enum import StrEnum
 from math import isfinite, isnan
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Final, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from transport.control.secret_files import located
 
 T = TypeVar("T")
 
@@ -35,12 +40,13 @@ _PLAIN: Final[dict[Any, tuple[tuple[type, ...], str]]] = {
     float: ((int, float), "a number"),
     bool: ((bool,), "true or false"),
     Path: ((str,), "a path"),
+    datetime: ((date, str), "a date, such as 2027-01-31 or 2027-01-31T12:00:00Z"),  # a datetime is a date, too
     Mapping: ((dict,), "a table"),
 }
 
 
 class SettingsError(ValueError):
-    """An unknown key, or an impossible value: names both, and what is allowed."""
+    """An unknown key, or an impossible value. The message names both, and what is allowed."""
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -64,14 +70,14 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 @contextmanager
 def in_file(path: Path, error: Callable[[str], Exception] = SettingsError) -> Iterator[None]:
-    """SettingsErrors inside name the file, and leave as the caller's kind of `error`."""
+    """Adds the file's name to SettingsErrors inside, and raises them as the caller's `error`."""
     with mapped(lambda text: error(f"{path}: {text}")):
         yield
 
 
 @contextmanager
 def mapped(error: Callable[[str], Exception]) -> Iterator[None]:
-    """SettingsErrors inside leave as another kind of error, with the same words."""
+    """Raises SettingsErrors inside as another error type, with the same words."""
     try:
         yield
     except SettingsError as exc:
@@ -154,7 +160,7 @@ def _is_needed(each: "Field[Any]") -> bool:
 
 
 def _typed(kind: Any, value: Any, where: str, key: str, base: Path) -> Any:
-    """`value` as a field of type `kind` holds it."""
+    """Converts `value` to a field's type `kind`."""
     if kind is Any:
         return value
     if get_origin(kind) in (Union, UnionType):
@@ -174,12 +180,29 @@ def _typed(kind: Any, value: Any, where: str, key: str, base: Path) -> Any:
     with _at(where):
         require(isinstance(value, accepted) and (type(value) is not bool or kind is bool), key, value, name)
     if kind is Path:
-        return base / value
+        with _at(where):
+            try:
+                return located(base, value)
+            except ValueError as exc:
+                raise SettingsError(f"{key} = {shown(value)}: {exc}") from exc
+    if kind is datetime:
+        with _at(where):
+            return _moment(key, value, name)
     if kind is not float:
         return value
     with _at(where):
         require(_is_finite(value), key, value, "a finite number")
     return float(value)
+
+
+def _moment(key: str, value: date | str, name: str) -> datetime:
+    """The moment that a date means: the first one of a day, in UTC where it says nothing else. Raises SettingsError."""
+    try:
+        told = datetime.fromisoformat(value) if isinstance(value, str) else value
+    except ValueError as exc:
+        raise SettingsError(f"{key} = {shown(value)}: must be {name}") from exc
+    moment = told if isinstance(told, datetime) else datetime.combine(told, time())
+    return moment if moment.tzinfo is not None else moment.replace(tzinfo=UTC)
 
 
 def _is_finite(value: float) -> bool:

@@ -1,4 +1,4 @@
-"""What both ends of node.proto agree on beside its messages."""
+"""Constants and conversions that both ends of node.proto share, beside its messages."""
 
 from typing import Final
 

@@ -1,1 +1,1 @@
-"""What lies between two ends: sockets, shared memory, and what a link can carry at this moment."""
+"""The path between two ends: sockets, shared memory, and the present capacity of a link."""

@@ -1,4 +1,4 @@
-"""How many connections a link deserves, and how fast they may send: the pure controller of one peer.
+"""Sets how many connections a link gets, and how fast they may send: the pure controller of one peer.
 
 Two knobs, one signal. The signal is the round trip: while it stays at its minimum, no queue stands before the
 bottleneck and the pipe takes more; once it grows, the pipe is full and what is acknowledged per second is its width.
@@ -17,7 +17,8 @@ What it is at is a phase; what a sample says can end it:
     RESTING ──busy──► STEERING ──narrowed──► DRAINING ──fits──► STEERING
                           └──────forgotten──► PROBING ──seen───► STEERING         each ──idle──► RESTING
 
-What links it was tried on, and how it did there: docs/design/transport.md. A constant without a source of its own is from there.
+docs/design/transport.md has the links it was tried on, and the results. Constants that name no other source are from
+there.
 """
 
 from collections import deque
@@ -112,7 +113,7 @@ TRANSITIONS: Final[dict[GovernorPhase, dict[LinkEvent, GovernorPhase]]] = {
 
 @dataclass(frozen=True, slots=True)
 class LanePlan:
-    """What the lanes of a peer should do. `pace` is for all together; None: as fast as the kernel likes."""
+    """Targets for the lanes of a peer. `pace` is for all together; None: as fast as the kernel likes."""
 
     connections: int
     pace_bytes_per_s: float | None = None
@@ -147,7 +148,7 @@ class Governor:
         self._best: deque[tuple[float, float]] = deque()  # (when, goodput), falling
 
     def expect_loss_based(self) -> None:
-        """The kernel gives us no bbr: every loss halves a connection, so many are needed from the start."""
+        """The kernel offers no bbr: every loss halves a connection, so the link needs many from the start."""
         if self._judged_at is None and self._plan.pace_bytes_per_s is None:
             many = max(self._plan.connections, min(LOSS_BASED_CONNECTIONS, self._max_connections))
             self._plan, self._first_connections, self._loss_based = LanePlan(many), many, True
@@ -252,7 +253,7 @@ class Governor:
         return self._resume(now)
 
     def _resume(self, now: float) -> LanePlan:
-        """After a drain: what was known of the link is void."""
+        """After a drain: earlier measurements of the link are void."""
         width = self._new_width
         self._width = self._judged_at = self._queued_since = None
         self._best.clear()
@@ -262,7 +263,7 @@ class Governor:
         return LanePlan(self._plan.connections, max(DRAINED * width, LEAST_BYTES_PER_S, self._least))
 
     def _has_forgotten(self, state: LinkState, now: float) -> bool:
-        """Whether it is not known any more how long the route is."""
+        """Whether the length of the route has been forgotten."""
         return state.min_rtt_age_s > PROBE_AFTER_S and now - self._probed_at > PROBE_AFTER_S
 
     def _begin_probe(self, state: LinkState, now: float) -> LanePlan:

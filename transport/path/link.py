@@ -1,4 +1,4 @@
-"""What a link can carry at this moment, from the kernel's own account of its connections (TCP_INFO).
+"""Measures what a link can carry now, from the kernel's own account of its connections (TCP_INFO).
 
 sockets --tcp_info()--> {lane: TcpInfo} --LinkMonitor.sample(now)--> LinkState
 """
@@ -38,7 +38,7 @@ DRAIN_LIMIT_S: Final = 1.0  # from here on routing, too, sees pressure, unless i
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TcpInfo:
-    """The part of struct tcp_info that says something about the link. Seconds and bytes."""
+    """The fields of struct tcp_info that describe the link. Seconds and bytes."""
 
     rtt_s: float
     min_rtt_s: float
@@ -53,7 +53,7 @@ class TcpInfo:
 
     @property
     def reach_bytes_per_s(self) -> float:
-        """What the connection may send at this moment, whether it has anything to send or not; 0 = not known yet."""
+        """The rate at which the connection may send now, with or without bytes to send; 0 = not known yet."""
         return min(self.window_bytes / self.rtt_s, self.pacing_rate) if self.rtt_s else 0.0
 
 
@@ -109,7 +109,7 @@ class LinkState:
 
     @property
     def rtt_inflation(self) -> float:
-        """RTT over the smallest one of late; 1 = no queue."""
+        """RTT over the smallest recent one; 1 = no queue."""
         return max(1.0, self.rtt_s / self.min_rtt_s) if self.min_rtt_s else 1.0
 
     @property
@@ -131,7 +131,7 @@ class LinkState:
 
     @property
     def drain_s(self) -> float:
-        """Predicted time until what is queued now has arrived; inf while nothing is known."""
+        """Predicted time until the bytes queued now have arrived; inf while nothing is known."""
         return self.estimate_s(0)
 
     def estimate_s(self, num_bytes: int) -> float:
@@ -188,7 +188,7 @@ class MinRtt:
         return now - self._rising[0][0] if self._rising else 0.0
 
     def add(self, rtt_s: float, now: float) -> None:
-        """What lies before this sample by more than the memory is forgotten; without samples, nothing is."""
+        """Forgets values older than the memory, counted from this sample; without samples it forgets nothing."""
         while self._rising and self._rising[0][0] < now - MIN_RTT_MEMORY_S:
             self._rising.popleft()
         while self._rising and self._rising[-1][1] >= rtt_s:

@@ -33,7 +33,7 @@ Budget: TypeAlias = float | DailyBudget | None  # bytes per second; None: as fas
 
 
 def rate_now(budget: Budget) -> float | None:
-    """What a budget allows at this time of the (local) day."""
+    """The rate that a budget allows at this time of the (local) day."""
     if not isinstance(budget, DailyBudget):
         return budget
     now = time.localtime()
@@ -42,7 +42,7 @@ def rate_now(budget: Budget) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class BudgetShare:
-    """Of the budget of a line with several senders, what this one may send until `until` (monotonic) instead of its own.
+    """One sender's share of a line's budget, in place of its own, until `until` (monotonic).
 
     `own_bytes_per_s` is what its own budget was when the line's was shared out. Less than that holds whatever becomes of
     the budget meanwhile; more only while nothing has become of it.
@@ -112,7 +112,7 @@ class EgressBudget:
 
     @property
     def bytes_per_s(self) -> float | None:
-        """What holds at the moment; None: no limit."""
+        """The rate in force; None: no limit."""
         bucket = self._bucket
         return None if bucket is None else bucket.bytes_per_s
 
@@ -153,7 +153,7 @@ class EgressBudget:
     def wait_s(self, now: float, leaves: float = 0.0) -> float:
         """How long the budget forbids to send; `leaves` is the share of the burst that others can have at any time.
 
-        Who leaves more gives way to all who leave less, whichever peers theirs are, and gets what they do not use.
+        A sender that leaves more gives way to all that leave less, over all peers, and gets what they do not use.
         """
         share = self._share
         if share is not None and now >= share.until:

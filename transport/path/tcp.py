@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
+from ipaddress import ip_address
 from typing import Final
 
 # A blocked read or write returns this often, so that a cancelled transfer gives its memory back soon.
@@ -48,6 +49,14 @@ def format_address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches who listens there."""
+    try:
+        return host == "localhost" or ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
 def free_port(host: str) -> int:
     """A number for a process that asks for one. Another process may take it first: the process that got it then fails to bind."""
     with socket.create_server((host, 0)) as probe:
@@ -56,7 +65,7 @@ def free_port(host: str) -> int:
 
 
 def family_of(host: str) -> socket.AddressFamily:
-    """What a listener at this address, or name, is of."""
+    """The address family of a listener at this address or name."""
     return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
@@ -96,7 +105,7 @@ def _within_host(sock: socket.socket) -> bool:
 
 
 def peer_of(sock: socket.socket) -> str:
-    """Who is at the other end, for a log; never fails."""
+    """The address of the other end, for a log; never fails."""
     try:
         return format_address(*sock.getpeername()[:2])
     except OSError:
@@ -117,7 +126,7 @@ def has_room(sock: socket.socket) -> bool:
 
 
 def choose_congestion_control(sock: socket.socket, rtt_s: float) -> None:
-    """Of a fresh connection, whose handshake has measured the round trip.
+    """Chooses by the round trip, for a fresh connection, whose handshake has measured it.
 
     bbr fills a long path in spite of loss; within a host or a rack its pacing timers cost up to half the speed.
     """
@@ -148,7 +157,8 @@ def set_pacing_rate(sock: socket.socket, bytes_per_s: float | None) -> None:
 
 
 def receive_now(sock: socket.socket, into: memoryview, flags: int = 0) -> int | None:
-    """What is there: its size, 0 at the end of the stream, None when nothing is there yet."""
+    """Reads the available bytes: returns their number, 0 at the end of the stream, or None when no byte is there
+    yet."""
     try:
         return sock.recv_into(into, 0, socket.MSG_DONTWAIT | flags)
     except BlockingIOError:

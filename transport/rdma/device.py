@@ -30,7 +30,7 @@ class RdmaError(TransportError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueuePairEnd:
-    """What the other end has to know of a queue pair."""
+    """What the other end must know about a queue pair."""
 
     number: int
     packet_number: int  # the first one that it sends

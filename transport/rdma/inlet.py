@@ -54,7 +54,7 @@ class RailEnds:
         self._ends: dict[int, _RailEnd] = {}
 
     def nics(self, region: MemoryRegion | None) -> list[Nics]:
-        """What there is here; told once, to a sender that has shown a secret."""
+        """The NICs here; sent once, to a sender that has shown a secret."""
         if self._told:
             return []
         self._told = True

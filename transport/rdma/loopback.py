@@ -1,6 +1,6 @@
 """RDMA in memory: NICs of a made-up fabric, for tests and for machines without any.
 
-Writes are copies between buffers of this process. What a real fabric does to one can be done to it: `unplug` a NIC (its
+Writes are copies between buffers of this process. Tests can inject the failures of a real fabric: `unplug` a NIC (its
 own end notices at once, the far one after the retries), make it `swallow` packets (no end is told; the sender's retries
 run out), `stick` it (it never says what became of a write), or `corrupt` a byte on the way. As with the real thing, any
 failure ends the queue pair, posted work is flushed, and the far end learns nothing.
@@ -67,7 +67,7 @@ class LoopbackFabric:
                 self.swallowing.add(nic)
 
     def stick(self, nic: str) -> None:
-        """From now on it says nothing of any write."""
+        """From now on the NIC reports no completion of any write."""
         with self.lock:
             self.stuck.add(nic)
 

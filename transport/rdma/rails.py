@@ -1,4 +1,5 @@
-"""Rails: pairs of NICs that carry the transfers to one peer side by side. Which may be used, and what is on each.
+"""Rails: pairs of NICs that carry the transfers to one peer side by side. Tracks which may be used, and the chunks on
+each.
 
 A rail is a reliable queue pair. It never comes back to life: a failed one is closed, and a new one, under the next
 attempt number, is agreed on over the control connection.
@@ -101,12 +102,12 @@ class RailTable:
         self.rails = [Rail(index, plan) for index, plan in enumerate(plans)]
 
     def plan(self, plans: Sequence[RailPlan]) -> None:
-        """What the peer has now; its accounts go on where nothing has changed."""
+        """Sets the pairs of NICs; if they are unchanged, rails keep their counts."""
         if [rail.plan for rail in self.rails] != list(plans):
             self.rails = [Rail(index, plan) for index, plan in enumerate(plans)]
 
     def restart(self) -> None:
-        """The connection that agreed on the rails is gone, and they with it."""
+        """The connection that agreed on the rails is gone, and so are the rails."""
         for rail in self.rails:
             rail.state, rail.failures, rail.rest_until, rail.due_by = RailState.RESTING, 0, 0.0, float("inf")
 
@@ -127,7 +128,7 @@ class RailTable:
         ]
 
     def find(self, index: int, attempt: int) -> Rail | None:
-        """The rail that a frame speaks of; None when it is of the past."""
+        """The rail that a frame names; None when that attempt is over."""
         rail = self.rails[index] if index < len(self.rails) else None
         return rail if rail is not None and rail.attempt == attempt and rail.state is not RailState.RESTING else None
 
@@ -175,7 +176,7 @@ class RailTable:
         rail.due_by = float("inf")
 
     def watch(self, rail: Rail, now: float, silent_after_s: float, *, busy: bool, moved: bool) -> None:
-        """A NIC that says nothing of the chunks on a rail for longer than it may try has forgotten them."""
+        """A NIC that reports nothing about a rail's chunks for longer than it may try has lost them."""
         if rail.state is not RailState.UP:
             return
         if not busy:
@@ -241,7 +242,7 @@ class MemoryPlacement:
         return len(self._ends)
 
     def add(self, extents: Iterable[tuple[int, int]]) -> None:
-        """What follows. Raises OverflowError for what lies in no memory."""
+        """Appends extents. Raises OverflowError for bytes that lie in no memory."""
         end = self.num_bytes
         for address, length in extents:
             if length:
@@ -274,7 +275,7 @@ class Posting:
 
 
 class SendQueue(Generic[K]):
-    """What is on one queue pair: chunks, cut into writes that are posted as the queue has room.
+    """The work of one queue pair: chunks, cut into writes that are posted as the queue has room.
 
     Of each chunk only the last write is signalled (and some in between, so that a long chunk frees its room): on a
     reliable queue pair its completion says that all before it have arrived. At most `max_unanswered` chunks are out,
@@ -323,7 +324,7 @@ class SendQueue(Generic[K]):
             self._next_wr_id += 1
 
     def take_postings(self) -> list[tuple[Posting, K]]:
-        """What may be posted now, each with the chunk that it is of."""
+        """The writes that may be posted now, each with its chunk."""
         postings = []
         while self._waiting and len(self._posted) < self._room:
             postings.append(self._waiting.popleft())

@@ -155,7 +155,7 @@ class VerbsDevice:
 
     @property
     def mtu(self) -> int:
-        """Of the path, bytes."""
+        """The path's MTU in bytes."""
         with self.verbs.errors():
             return 128 << int(self.context.query_port(self.port).active_mtu)
 

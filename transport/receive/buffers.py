@@ -1,4 +1,5 @@
-"""Buffers for what cannot go straight into its place: sealed, coded and repeated bytes. All of a listener share one budget.
+"""Buffers for bytes that cannot go straight into their place: sealed, coded and repeated ones. All of a listener share
+one budget.
 
 A thread waits a moment for its part; a connection that gets none ends, and its sender sends again over another one. Buffers are
 kept for the next chunk as long as less than half of the budget is lent.
@@ -47,7 +48,7 @@ class BufferRoom:
 
 
 class Buffers:
-    """Those of one connection, by use; used by the thread that reads it."""
+    """The buffers of one connection, by use; used by the thread that reads it."""
 
     def __init__(self, room: BufferRoom, peer: str) -> None:
         self._room = room

@@ -1,4 +1,4 @@
-"""A log that strangers cannot fill."""
+"""A log that unknown peers cannot fill."""
 
 import logging
 from typing import Final

@@ -7,6 +7,7 @@ from typing import Final
 from transport.coding.codec import Codec, decodable
 from transport.path.shm import DEFAULT_ARENA_DIRS
 from transport.path.tcp import TcpOptions
+from transport.peers.guard import Guard
 from transport.rdma.device import RdmaDevices
 from transport.wire.checksum import Integrity
 from transport.wire.frames import LEAST_CHUNK_LIMIT, MAX_CHUNK_BYTES
@@ -17,7 +18,7 @@ CHUNKS_OF_BUFFERS: Final = 8  # a coded chunk may need four times its length, of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What a listener bears of strangers, and of one peer."""
+    """A listener's limits for unknown peers, and for one peer."""
 
     max_visitors: int = 512  # strangers at once
     # In a row that had no place here: each is answered, and a stranger lands none.
@@ -36,6 +37,7 @@ class ServerOptions:
 
     integrity: Integrity = Integrity.CHECKSUM
     identity: Identity | None = None  # needed for Integrity.AEAD
+    guard: Guard | None = None  # which certificates may send; None: all that the authority has signed
     max_chunk_bytes: int = 16 << 20
     max_connections: int = 4096
     buffer_bytes: int = 1 << 30  # for sealed, coded and repeated bytes of all connections; one address has a half

@@ -16,6 +16,7 @@ from typing import Final
 from transport.coding.choice import CodecAccounts
 from transport.errors import Closed
 from transport.path.tcp import format_address, listen, peer_of, shut
+from transport.peers.name import PeerCertificate
 from transport.receive.connection.greeter import Acceptor, GreetedVisitor
 from transport.receive.connection.inlet import ReceiverThread
 from transport.receive.few_lines import FewLines
@@ -33,6 +34,7 @@ from transport.wire.session import Session, Sessions
 log = logging.getLogger(__name__)
 
 SESSION_LIFE_S: Final = 3600.0
+SESSION_OVER: Final = PeerCertificate(None, 0, "its session has ended")
 FOREVER: Final = float("inf")
 KEEPER_PAUSE_S: Final = 1.0  # after an error of its own
 
@@ -57,7 +59,9 @@ class TransferServer:
         self._bind = (host, port)
         self._listener: socket.socket | None = None
         self._serves_reads = on_read is not None
-        self._shared = SharedLandings(on_read, self.options.max_connections, self.options.buffer_bytes)
+        self._shared = SharedLandings(
+            on_read, self.options.max_connections, self.options.buffer_bytes, self.options.guard
+        )
         self._sessions = Sessions(SESSION_LIFE_S)
         self._threads: list[threading.Thread] = []
         self._greeter: Acceptor | None = None
@@ -70,7 +74,9 @@ class TransferServer:
         host, port = self._listener.getsockname()[:2]
         self.address = format_address(host, port)
         options = self.options
-        self._greeter = Acceptor(self, self._listener, options.identity, options.tcp.connect_timeout_s, options.limits)
+        self._greeter = Acceptor(
+            self, self._listener, options.identity, options.tcp.connect_timeout_s, options.limits, options.guard
+        )
         self._threads = [self._greeter, threading.Thread(target=self._keep_time, name=f"kv-server-{port}", daemon=True)]
         for thread in self._threads:
             thread.start()
@@ -87,12 +93,14 @@ class TransferServer:
         deadline_s: float = FOREVER,
         orphan_timeout_s: float = FOREVER,
         exact: bool = True,
+        sender: str = "",
     ) -> Landing:
         """Announces a transfer: range i, of `sizes[i]` bytes, goes into the writable byte views `targets(i)`.
 
         `on_done(LandingResult)` is called once, when nothing writes into the targets any more. `deadline_s` counts from
         now; `orphan_timeout_s` from the moment when the last connection of a sender that had begun goes away. `exact`
-        refuses quantised bytes even where `ServerOptions.codecs` allows them.
+        refuses quantised bytes even where `ServerOptions.codecs` allows them. `sender` is the only one, as CLUSTER/NAME
+        of its certificate, where connections have sessions; empty: any that may send.
         """
         shared = self._shared
         with shared.changed:
@@ -107,6 +115,7 @@ class TransferServer:
                 deadline=time.monotonic() + deadline_s,
                 orphan_timeout_s=orphan_timeout_s,
                 exact=exact,
+                sender=sender,
             )
             shared.changed.notify_all()
         return landing
@@ -148,6 +157,11 @@ class TransferServer:
             self._shared.landings.await_sender(transfer_id, time.monotonic())
             self._shared.changed.notify_all()
 
+    def readdress(self, landing: Landing, sender: str) -> None:
+        """Another sender takes over, as in `expect`."""
+        with self._shared.lock:
+            landing.sender = sender
+
     def cancel(self, transfer_id: str, reason: str = "") -> None:
         """Ends a landing and has its sender told; never blocks. Its on_done comes within a few ticks (10 ms).
         Idempotent.
@@ -156,12 +170,12 @@ class TransferServer:
 
     @property
     def counters(self) -> Counter[str]:
-        """What happened so far: "landed", "failed:<code>", "refused:<code>", "rejected:<code>", "sessions", …"""
+        """Events so far: "landed", "failed:<code>", "refused:<code>", "rejected:<code>", "sessions", …"""
         return self._shared.counters
 
     @property
     def codecs(self) -> CodecAccounts:
-        """What was decoded so far; only the codecs are known here, not what the ranges are."""
+        """Decoded bytes so far, by codec; the receiver does not know the ranges' labels."""
         with self._shared.lock:
             accounts = CodecAccounts()
             accounts.merge(self._shared.decoded)
@@ -179,7 +193,7 @@ class TransferServer:
 
     @property
     def num_connections(self) -> int:
-        """Of senders that were let in, and of those who have shown no secret yet."""
+        """Connections of admitted senders, and of peers that have shown no secret yet."""
         return self._shared.num_readers + (self._greeter.num_visitors if self._greeter is not None else 0)
 
     def close(self) -> None:
@@ -257,10 +271,15 @@ class TransferServer:
         with self._shared.lock:
             return self._sessions.secret_of(session_id, time.monotonic())
 
-    def new_session(self) -> Session:
+    def new_session(self, peer: PeerCertificate | None = None) -> Session:
         with self._shared.lock:
             self._shared.landings.counters["sessions"] += 1
-            return self._sessions.grant(time.monotonic())
+            return self._sessions.grant(time.monotonic(), peer)
+
+    def introduced(self, who: int, address: str, session_id: bytes) -> None:
+        with self._shared.lock:
+            if session_id:
+                self._shared.introduce(who, self._sessions.peer_of(session_id) or SESSION_OVER, address)
 
     def refused(self, code: str, who: str, detail: str) -> None:
         """A peer was turned away before it could say which transfer it has."""

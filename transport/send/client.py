@@ -1,7 +1,7 @@
 """The sending end: lanes to every peer, shared by all transfers to it.
 
-A peer has up to N lanes, each a thread with one connection that asks the scheduler for work, sends it, and reads what
-the receiver says in between. Lanes connect when there is work for them, stay connected (pinging) afterwards, and come
+A peer has up to N lanes. Each is a thread with one connection: it asks the scheduler for work, sends it, and reads the
+receiver's replies in between. Lanes connect when there is work for them, stay connected (pinging) afterwards, and come
 back with backoff when they break; what they had on their way is sent again by the others.
 """
 
@@ -65,8 +65,8 @@ class TransferClient:
         """Begins a transfer whose range i lies in `source(i)` once `push.ready(i)` says so.
 
         The memory must stay as it is until `on_done(PushResult)`. Within a host and over RDMA the source must be an
-        ArenaSource. Raises LocalProtocolError for a source or a way that this client has not, ValueError for an id or a
-        placement that no frame can carry.
+        ArenaSource. Raises LocalProtocolError for a source or a path that this client does not have. Raises ValueError
+        for an id or a placement that no frame can carry.
         """
         if spec.via is not Via.TCP and not isinstance(source, ArenaSource):
             raise LocalProtocolError("a transfer on the same host, or over RDMA, needs an ArenaSource")
@@ -114,7 +114,7 @@ class TransferClient:
         return sum((peer.fallback_bytes for peer in peers), total)
 
     def codecs(self) -> dict[str, CodecAccounts]:
-        """What was coded, by link."""
+        """Coded bytes, by link."""
         accounts: dict[str, CodecAccounts] = {}
         with self._lock:
             peers = [*self._peers.values(), *self._leaving]
@@ -153,7 +153,8 @@ class TransferClient:
             peer.follow_budget()
 
     def egress_budget(self, link: str) -> float | None:
-        """What the budget of a link, its own or everybody's, allows at this time of the day; no share of others counts."""
+        """The rate that a link's budget, its own or the common one, allows at this time of the day, without any
+        share."""
         with self._lock:
             return rate_now(self._budgets.get(link, self._default_budget))
 
@@ -276,7 +277,7 @@ class TransferClient:
         for peer in leaving:
             if peer.stopped:  # a lane that is dialling takes its time, which the others' deadlines have not
                 self._bury(peer)
-        # Who codes nothing need not know how busy the machine is.
+        # A client that codes nothing need not know how busy the machine is.
         coding_s = [peer.coding.cpu_s for peer in peers if peer.coding.active]
         idle_cores = cpu.idle_cores(time.monotonic(), sum(coding_s)) if coding_s else 0.0
         for peer in peers:
@@ -286,7 +287,7 @@ class TransferClient:
                 self._failed("keeper")
 
     def _bury(self, peer: Peer) -> None:
-        """It has left; its accounts stay."""
+        """The peer is gone; its counts stay."""
         peer.join()
         with self._lock:
             self._past_codecs.setdefault(peer.link_keeper.name, CodecAccounts()).merge(peer.codecs)

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 from transport.path.pacing import Budget
 from transport.path.tcp import TcpOptions
+from transport.peers.guard import Guard
 from transport.rdma.device import RdmaDevices
 from transport.wire.checksum import Integrity
 from transport.wire.frames import MAX_CHUNK_BYTES
@@ -24,6 +25,7 @@ class ClientOptions:
     window_bytes: int = 64 << 20
     integrity: Integrity = Integrity.CHECKSUM
     identity: Identity | None = None  # needed for Integrity.AEAD
+    guard: Guard | None = None  # which certificates may be sent to; None: all that the authority has signed
     rotate_keys_s: float = 600.0  # a connection is replaced, with new keys, after this time
     egress_bytes_per_s: Budget = None  # of every link that has no budget of its own; None = as fast as it goes
     max_peers: int = 256  # with connections; more only while all of them are busy

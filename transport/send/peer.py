@@ -33,7 +33,7 @@ HOPELESS: Final = (Code.VERSION, Code.INTEGRITY_MODE, Code.IDENTITY)  # trying a
 
 
 class Peer:
-    """Wakes lanes for what is to be sent, keeps account of them, and of how the peer can be reached."""
+    """Wakes lanes for work, tracks them, and tracks whether the peer can be reached."""
 
     def __init__(
         self,
@@ -187,7 +187,7 @@ class Peer:
         self.transfers.settle()
 
     def on_frame(self, lane: SenderLane, frame: Frame) -> None:
-        """What the receiver says about a transfer. Raises RemoteProtocolError."""
+        """Handles the receiver's reply about a transfer. Raises RemoteProtocolError."""
         if isinstance(frame, Nack) and frame.code == Code.CODEC:
             self.coding.refused()
         self.transfers.on_frame(lane, frame)

@@ -1,11 +1,11 @@
-"""Whether a peer can be reached: how long there has been no connection to it that was worth the name, or nothing got through.
+"""Tells whether a peer can be reached: how long it has had no working connection, or no byte got through.
 
 A link that drops everything leaves connections up for as long as TCP hopes; a transfer under way must not hope so long.
 """
 
 from typing import Final
 
-LOOK_S: Final = 0.5  # between two looks no more than this counts as silence: who stood still has not listened
+LOOK_S: Final = 0.5  # between two looks no more than this counts as silence: a stopped process has not listened
 
 
 class Reach:
@@ -22,7 +22,7 @@ class Reach:
         self._delivered_bytes = 0
 
     def on_work(self, now: float, *, connected: bool) -> None:
-        """There is something to send again, after a time without: the patience is new."""
+        """There is something to send again after a pause: the time begins anew."""
         self._promising = True
         self.silent_s = 0.0
         if not connected:
@@ -51,7 +51,8 @@ class Reach:
     # connections that are up and carry nothing
 
     def on_sample(self, now: float, delivered_bytes: int, *, owed: bool) -> None:
-        """What TCP has delivered over the present connections; `owed`: the receiver has not answered all that left."""
+        """The bytes that TCP has delivered over the present connections; `owed`: the receiver has not answered all of
+        them."""
         if not owed or self._answered or delivered_bytes > self._delivered_bytes:
             self.silent_s = 0.0
         else:

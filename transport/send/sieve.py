@@ -1,7 +1,7 @@
 """SIEVE eviction (Zhang et al., NSDI 2024): which of many endpoints to close.
 
-Entries stand in order of arrival. The hand goes from the oldest to the newest, spares an entry that was used since it
-last came by (once), and takes the first that was not. One bit an entry, no move on use, and scans do not wash out what
+Entries stand in order of arrival. The hand goes from the oldest to the newest. It spares, once, an entry that was used
+since it last came by. It takes the first that was not. One bit an entry, no move on use, and scans do not wash out what
 is used often.
 """
 

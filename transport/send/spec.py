@@ -1,4 +1,4 @@
-"""What is to be sent, and where to: the values that open a transfer."""
+"""The values that open a transfer: what to send, and where."""
 
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field

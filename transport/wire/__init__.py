@@ -1,1 +1,1 @@
-"""What two ends of a connection say to each other, as values: frames, ranges, manifests, seals. No sockets."""
+"""The wire protocol as values: frames, ranges, manifests, seals. No sockets."""

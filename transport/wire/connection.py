@@ -150,7 +150,7 @@ class Connection:
         return self._buffer[self._end :]
 
     def widen_once(self) -> None:
-        """From now on a read may bring much."""
+        """From now on reads use a large buffer."""
         if len(self._buffer) == BUFFER_BYTES:
             return
         narrow, self._buffer = self._buffer, memoryview(bytearray(BUFFER_BYTES))
@@ -213,8 +213,8 @@ class Connection:
         return self.encoded(frame)
 
     def encoded(self, frame: Frame) -> bytes:
-        """The bytes of `frame` as the next one, whatever the state: numbered and sealed. What cannot be said is a
-        ValueError or struct.error, and takes no number.
+        """The bytes of `frame` as the next one, in any state: numbered and sealed. A frame that cannot be encoded
+        raises ValueError or struct.error, and takes no number.
         """
         number = self.frames_sent
         data = encode(frame, number)
@@ -234,14 +234,14 @@ class Connection:
         return seal.opening(self._chunk_seq, self._chunk_header)
 
     def chunk_header(self, slot: int, offset: int, length: int, sealed: bool = False) -> bytes:
-        """What goes before a chunk's payload: `send(Chunk(...))` without the object."""
+        """The header before a chunk's payload: `send(Chunk(...))` without the object."""
         assert self.state is ProtocolState.OPEN
         seq = self.frames_sent
         self.frames_sent += 1
         return encode_chunk(slot, offset, length, seq, sealed)
 
     def coded_header(self, chunk: CodedChunk) -> bytes:
-        """What goes before a coded chunk's payload."""
+        """The header before a coded chunk's payload."""
         assert self.state is ProtocolState.OPEN
         seq = self.frames_sent
         self.frames_sent += 1

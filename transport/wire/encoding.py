@@ -173,7 +173,7 @@ def _write_text(value: str) -> bytes:
 
 
 def _write_detail(value: str) -> bytes:
-    """What people read comes from anywhere: it is cut, at a character, rather than refused."""
+    """Text for people may come from anywhere: it is cut, at a character, instead of refused."""
     return _write_blob(value.encode(errors="replace")[:MAX_TEXT_BYTES].decode(errors="ignore").encode())
 
 

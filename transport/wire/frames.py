@@ -4,11 +4,11 @@
     | kind | flags | seq  | body length  | body ...            little endian
 
 `seq` counts the frames of one direction (mod 2^16): a frame that is missing, repeated or out of place ends the
-connection, and its chunks are sent again over another one. A Chunk is followed by its payload, which is not part of the
-body, so that the driver can read it straight into its final place. A transfer is one line of bytes, its ranges laid end
-to end; chunks, acknowledgements and resumption speak of offsets in that line and never of ranges. A CodedChunk is a chunk
-whose payload was made smaller (see codec); the receiver has said in its Welcome what it decodes. The digest of a Chunk
-stands in the 8 bytes behind its payload, so that a sender can hash and send part by part.
+connection, and its chunks are sent again over another one. A Chunk is followed by its payload. The payload is not part
+of the body, so the driver can read it straight into its final place. A transfer is one line of bytes, its ranges laid
+end to end; chunks, acknowledgements and resumption speak of offsets in that line and never of ranges. A CodedChunk is a
+chunk whose payload was made smaller (see codec); the receiver has said in its Welcome what it decodes. The digest of a
+Chunk stands in the 8 bytes behind its payload, so that a sender can hash and send part by part.
 
     sender                                        receiver
       | Hello(versions, nonce) ------------------->  |
@@ -63,7 +63,7 @@ FLAG_SEALED: Final = 1  # the payload is AEAD ciphertext and 16 bytes longer tha
 
 
 class Code(StrEnum):
-    """Why something was refused, cancelled or given up. Counters are labelled with these."""
+    """Reasons for refusing, cancelling or giving up. They label counters."""
 
     VERSION = "version"
     INTEGRITY_MODE = "integrity_mode"
@@ -94,7 +94,7 @@ class Code(StrEnum):
 
 
 def known(code: str) -> Code:
-    """A peer's word as one of ours: what counters are labelled with is not the peer's to choose."""
+    """Maps a peer's code to one of ours: a peer must not choose the labels of counters."""
     try:
         return Code(code)
     except ValueError:

@@ -1,4 +1,4 @@
-"""What both ends say first, and what follows from it: a version, limits, and keys that only they have."""
+"""The greeting of both ends and its results: a version, limits, and keys that only they have."""
 
 import hashlib
 from collections.abc import Callable
@@ -29,11 +29,11 @@ class Greeting:
         self._words.update(words)
 
     def transcript(self) -> bytes:
-        """Of both greetings: unique, and the same at both ends or not at all."""
+        """The digest of both greetings: unique, and the same at both ends or not at all."""
         return self._words.digest()
 
     def seals(self, mine: str, theirs: str) -> tuple[Seal | None, Seal | None]:
-        """For what goes out and what comes in. Who saw other greetings has other keys."""
+        """Keys for both directions. An end that saw other greetings derives other keys."""
         if self._integrity != Integrity.AEAD:
             return None, None
         transcript = self.transcript()

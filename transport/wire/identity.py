@@ -1,4 +1,4 @@
-"""Who an end of a link is: a certificate, its key, and the authority that signs those of its peers."""
+"""The identity of an end of a link: a certificate, its key, and the authority of its peers' certificates."""
 
 import logging
 import os
@@ -8,6 +8,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias
+
+from transport.peers.guard import Guard, nameless
+from transport.peers.name import PeerName, of_pem
+from transport.peers.revocation import RevocationList
 
 log = logging.getLogger(__name__)
 
@@ -19,11 +23,13 @@ class Identity:
     """PEM files: our certificate and key, and the authority that signs those of our peers.
 
     They are read again when they change; while a new certificate is there and its key is not yet, the old pair serves.
+    `revoked` lists certificates that count no more.
     """
 
     certificate: Path
     key: Path
     authority: Path
+    revoked: Path | None = None
     peer_name: str = ""  # the name that a server's certificate must carry; empty: any that the authority signed
     _good: dict[int, tuple[Version, ssl.SSLContext]] = field(
         default_factory=dict, init=False, repr=False, compare=False
@@ -37,6 +43,27 @@ class Identity:
     def check(self) -> None:
         """Raises OSError that says which of the files is wrong."""
         self._load(ssl.PROTOCOL_TLS_SERVER)
+
+    def own_name(self) -> PeerName:
+        """Who we are to our peers. Raises OSError, also for a certificate without such a name."""
+        with _named(f"certificate {self.certificate}"):
+            pem = self.certificate.read_bytes()
+        try:
+            own = of_pem(pem)
+        except ValueError as exc:
+            raise OSError(f"certificate {self.certificate}: {exc}") from exc
+        if own.name is None:
+            raise OSError(nameless(f"certificate {self.certificate}: {own.problem}"))
+        return own.name
+
+    def guard(self) -> Guard:
+        """What knows our peers' rights. Raises OSError."""
+        revoked = RevocationList(self.revoked)
+        try:
+            revoked.load()
+        except ValueError as exc:
+            raise OSError(str(exc)) from exc
+        return Guard(self.own_name(), revoked)
 
     def server_context(self) -> ssl.SSLContext:
         return self._present(ssl.PROTOCOL_TLS_SERVER)

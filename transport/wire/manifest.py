@@ -1,4 +1,4 @@
-"""One request's KVCache on its way: what it consists of, what may leave, what has arrived.
+"""One request's KVCache on its way: its ranges, what may leave, what has arrived.
 
 The ranges of a transfer (a layer's slab of one block, a state snapshot) are laid end to end into one line of bytes:
 
@@ -115,8 +115,8 @@ class PushStats:
 class Outbox:
     """Sender side of a transfer: which bytes may leave, which are on their way, which have arrived.
 
-    A byte moves   waiting -> queued -> in flight (on one lane) -> acked,   and back from in flight to queued when its
-    lane is lost or the receiver rejects the chunk. Queued bytes leave in the order in which they became ready: that is
+    A byte moves from waiting to queued, to in flight (on one lane), to acked. It goes back from in flight to queued when
+    its lane is lost or the receiver rejects the chunk. Queued bytes leave in the order in which they became ready: that is
     layer order.
     """
 
@@ -211,7 +211,7 @@ class Outbox:
             raise RemoteProtocolError(f"[{start}, {stop}) is answered but was not sent")
 
     def hand_over(self, start: int, stop: int, lane: int, to: int) -> None:
-        """What was on its way over `lane` is answered on another one."""
+        """Another lane carries the replies for the bytes on their way over `lane`."""
         self._arrived(lane, start, stop)
         self._in_flight.setdefault(to, {})[start] = stop
 
@@ -224,7 +224,7 @@ class Outbox:
             self.chunks += 1
 
     def on_lane_lost(self, lane: int) -> None:
-        """Whatever was on its way over `lane` may not have arrived: it leaves again, first."""
+        """Bytes on their way over `lane` may not have arrived: they leave again, first."""
         for start, stop in sorted(self._in_flight.pop(lane, {}).items(), reverse=True):
             self._resend(start, stop)
 
@@ -258,7 +258,7 @@ class Outbox:
 
 
 class Inbox:
-    """Receiver side of a transfer: what has landed, and who is writing where at this moment.
+    """Receiver side of a transfer: what has landed, and which connection writes where.
 
     A byte counts as landed only after its chunk was verified, and is never written again: a repeated chunk is read
     past. Two connections may carry the same bytes (the sender gave one up that we still hear): the later one has to
@@ -286,7 +286,7 @@ class Inbox:
         return self.landed.gaps(0, self.manifest.total_bytes)
 
     def rivals(self, start: int, stop: int, who: int) -> list[int]:
-        """Connections other than `who` that are writing into `[start, stop)`, or may be at any moment."""
+        """Connections other than `who` that write into `[start, stop)`, or may do so at any moment."""
         writing = {other for other, (a, b) in self._writers.items() if a < stop and start < b}
         return sorted((writing | self.granted) - {who})
 

@@ -1,4 +1,4 @@
-"""The bytes that all buffers of a listener may have together: the pure account, without those who wait for a part of it."""
+"""The pure account of a listener's buffer bytes; it knows nothing of waiting threads."""
 
 from collections import Counter
 
@@ -15,7 +15,7 @@ class LentMemory:
         self._of: Counter[str] = Counter()
 
     def lend(self, peer: str, num_bytes: int) -> bool:
-        """False when so much is not there now; what is more than one peer may have never is."""
+        """False when that much is not free now; more than one peer may have is never granted."""
         if self.lent_bytes + num_bytes > self.total_bytes or self._of[peer] + num_bytes > self.of_one_bytes:
             return False
         self.lent_bytes += num_bytes
@@ -27,7 +27,7 @@ class LentMemory:
         return 2 * self.lent_bytes > self.total_bytes or 2 * self._of[peer] > self.of_one_bytes
 
     def give_back(self, peer: str, num_bytes: int) -> None:
-        """What was lent to that peer before."""
+        """Gives back bytes that were lent to that peer."""
         self.lent_bytes -= num_bytes
         self._of[peer] -= num_bytes
         assert self.lent_bytes >= 0

@@ -1,4 +1,4 @@
-"""How a transfer ended, as either end says it."""
+"""The outcome of a transfer, as either end reports it."""
 
 from dataclasses import dataclass
 from typing import Final

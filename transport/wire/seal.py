@@ -1,13 +1,13 @@
-"""What only the two ends can read: AES-128-GCM over everything that a connection says after its greeting.
+"""AES-128-GCM over everything that a connection sends after its greeting.
 
     connection key = HMAC(session secret, direction, transcript)                     seals all frames but Chunk
     chunk key      = HMAC(session secret, transfer secret, transfer id, transcript)  seals the payloads, header as
     associated data
 
 The transcript is a digest of both greetings (see connection): with keys that depend on it, a change of a greeting on
-the way has cut the connection. The nonce of a frame is its number in its direction: under one key no number comes twice, a
-resent chunk takes a new one, and a frame that was replayed, reordered or dropped does not open. ssl sockets for the data
-would cost a CPU second per GB more.
+the way has cut the connection. The nonce of a frame is its number in its direction: under one key no number comes
+twice, and a resent chunk takes a new one. So a frame that was replayed or reordered does not open, nor does one after a
+dropped frame. ssl sockets for the data would cost a CPU second per GB more.
 """
 
 import hmac
@@ -69,13 +69,13 @@ class Sealing:
         self._stream.update_into(plain, out)
 
     def tag(self) -> bytes:
-        """What follows the last part."""
+        """The tag after the last part."""
         self._stream.finalize()
         return self._stream.tag
 
 
 class Opening:
-    """The reverse of Sealing. Until verify() has returned, what update() gave is not vouched for."""
+    """The reverse of Sealing. Bytes from update() are not authentic until verify() has returned."""
 
     __slots__ = ("_number", "_stream")
 

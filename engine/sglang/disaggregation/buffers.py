@@ -1,4 +1,4 @@
-"""Pages of a pool that is known by its pointers only: that is all that SGLang's transfer backends are told.
+"""Pages of a pool that is known by its pointers only: SGLang tells its transfer backends no more.
 
 Memory of a GPU becomes a tensor by the CUDA array interface (version 3), which torch reads without a copy. SGLang's own streams
 are not known here, so the device is waited for before pages are read and after they have been written.
@@ -16,7 +16,7 @@ from engine.sglang.disaggregation.pools import Buffer, PageIndex, Pools
 
 
 class PageBuffers:
-    """All buffers of a pool. Who calls sees to it that pages are his while they are read or written."""
+    """All buffers of a pool. The caller makes sure that it owns the pages while they are read or written."""
 
     def __init__(self, pools: Pools, gpu: int | None = None) -> None:
         self._gpu: Final = gpu if pools.device == "cuda" else None

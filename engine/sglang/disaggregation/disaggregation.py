@@ -144,7 +144,7 @@ class PrfaasKVManager(CommonKVManager):  # type: ignore[misc]
             handoff.give_up()
 
     def fail(self, room: int, reason: str) -> None:
-        """Ends a room of ours for a reason that its request is told."""
+        """Ends one of our rooms; its request gets the reason."""
         if room in self.request_status:
             self.record_failure(room, reason)
             self.update_status(room, KVPoll.Failed)
@@ -424,7 +424,7 @@ CLASSES: Final[dict[str, type]] = {
 
 
 def pools_of(args: KVArgs, server_args: Any) -> Pools:
-    """What SGLang tells of a server's memory."""
+    """SGLang's description of a server's memory."""
     parallel = get_parallel()
     return Pools(
         buffers=tuple(

@@ -41,7 +41,7 @@ class PoolPages(Protocol):
 
 
 class PoolReservations(Protocol):
-    """Who reserves pages for what will land, and gives them back."""
+    """The object that reserves pages for landings, and gives them back."""
 
     async def reserve(self, request_id: str, num_tokens: int, digest: bytes) -> TicketInfo: ...
     async def abort(self, transfer_id: str) -> None: ...
@@ -57,7 +57,7 @@ class PageChunk(NamedTuple):
 
 
 class _Handoff:
-    """What both directions share: a task on the agent's thread, and an end that is told once."""
+    """The common part of both directions: a task on the agent's thread, and an end that is reported once."""
 
     def __init__(self, agent: SglangAgentThread, pool: PoolPages, name: str, on_end: Callable[[str], None]) -> None:
         """`on_end` hears "" or why it failed, on the agent's thread; not after `give_up`."""

@@ -1,7 +1,7 @@
-"""SGLang's pools of pages as a layout of ours, and what of a server cannot be handed over page by page.
+"""Maps SGLang's pools of pages to a layout of ours, and refuses servers that cannot hand over page by page.
 
-A pool is a list of buffers, each the K, V or latent of one layer, with as many bytes to a page as all of its pages have. What a
-page means inside is SGLang's own affair: pages travel whole. So each buffer is a layer of ours that has a K and no V:
+A pool is a list of buffers, each the K, V or latent of one layer. All pages of a buffer have equal sizes. What a page
+means inside is SGLang's own affair: pages travel whole. So each buffer is a layer of ours that has a K and no V:
 
     SGLang   | K of layer 0: page 0, page 1, ... | ... | V of layer 0: page 0, ... | ...
     slab     | one page of one buffer |                  one for each buffer, as block of page_tokens tokens
@@ -35,7 +35,8 @@ class Buffer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pools:
-    """What a server hands over. `states` are the kinds of what it holds beside pages of attention; `ranks` are named counts."""
+    """The memory that a server hands over. `states` are the kinds of state it holds beside pages of attention; `ranks`
+    are named counts."""
 
     buffers: tuple[Buffer, ...]
     page_tokens: int
@@ -47,7 +48,7 @@ class Pools:
 
 
 def refusal_of(pools: Pools) -> str | None:
-    """Why a server's KVCache cannot be handed over; None where it can."""
+    """The reason why a server's KVCache cannot be handed over; None if it can."""
     for name, count in pools.ranks:
         if count > 1:
             return f"{count} {name} ranks: one agent serves one rank"
@@ -68,7 +69,7 @@ def refusal_of(pools: Pools) -> str | None:
 
 
 def layout_of(identity: str, pools: Pools) -> ModelLayout:
-    """The layout of what travels; `identity` names model and settings. For pools that are not refused."""
+    """The layout of the transferred pages; `identity` names model and settings. For pools that are not refused."""
     by_size: dict[int, list[int]] = {}
     for number, buffer in enumerate(pools.buffers):
         by_size.setdefault(buffer.item_bytes // pools.page_tokens, []).append(number)

@@ -1,4 +1,4 @@
-"""What a decode server says to a prefill server, and what comes back, over SGLang's own sockets between the two.
+"""Messages between a decode server and a prefill server, over SGLang's own sockets.
 
     decode                                                    prefill
       | Offer: pages to fill, and the ticket for them  ------>  |   the request may be computed
@@ -29,7 +29,7 @@ class RendezvousError(ValueError):
 
 
 class Offer(msgspec.Struct, frozen=True, kw_only=True):
-    """Where one request's pages go. `ticket`: for `num_pages` of them; None where there is nothing to send.
+    """The destination of one request's pages. `ticket`: for `num_pages` of them; None where there is nothing to send.
 
     Status and auxiliary data go to `endpoint` and `dst_port`, which are named as SGLang reads them; so is `is_dummy`.
     """
@@ -45,7 +45,7 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class Auxiliary:
-    """What a request has beside pages: one item of each of SGLang's metadata buffers."""
+    """A request's data beside pages: one item of each of SGLang's metadata buffers."""
 
     room: int
     items: tuple[bytes, ...]

@@ -1,1 +1,1 @@
-"""The connector beside vLLM's scheduler: what is asked of the agent for a request."""
+"""The connector beside vLLM's scheduler: its requests to the agent."""

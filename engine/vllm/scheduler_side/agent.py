@@ -1,7 +1,7 @@
 """The connector's link to its node's agent: an event loop on a thread of its own beside vLLM's scheduler.
 
-The scheduler's thread asks and goes on; what becomes of it are events that it polls. What workers write is announced to
-the agent from here at once, so layers leave the node while the model computes the next ones.
+The scheduler's thread asks and goes on; results are events that it polls. What workers write is announced to the agent
+from here at once, so layers leave the node while the model computes the next ones.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""One job of the agent's, as the connector sees it: what becomes of it, and how much of it the ranks have written."""
+"""One of the agent's jobs as the connector sees it: its outcome, and how much of it the ranks have written."""
 
 import asyncio
 from dataclasses import dataclass, field
@@ -20,7 +20,7 @@ class Granted:
 
 @dataclass(frozen=True, slots=True)
 class ErrandFailed:
-    """An errand came to nothing: refused, or what had been granted is lost."""
+    """An errand failed: it was refused, or its granted pages are lost."""
 
     errand: int
     reason: str

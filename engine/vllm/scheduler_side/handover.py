@@ -1,4 +1,4 @@
-"""One request of vLLM and its pages: what it has to do with KVCache from elsewhere, and how far it is.
+"""One request of vLLM and its pages: its part in transfers of KVCache, and its progress.
 
 local         ask for pages ─ load what the agent has cached ─ compute, save whole blocks ─ give back
 prefill leg   same, with a ticket: layers leave while the rest computes ─ held until delivered ─ finish
@@ -16,7 +16,7 @@ from transport.control.messages import Delivered, JobPages
 
 
 class HandoverRoute(Enum):
-    """What a request has to do with KVCache from elsewhere."""
+    """A request's part in transfers of KVCache."""
 
     LOCAL = "local"
     LEG = "prefill leg"

@@ -1,4 +1,4 @@
-"""Images in vLLM's requests: what they are called, where they stand, and what its workers keep of them.
+"""Images in vLLM's requests: their names, their places, and what its workers keep of them.
 
 As in `engine.vllm.internals`, what is read or changed here is no interface of vLLM's (`tests/vllm/test_contract.py`).
 """
@@ -31,7 +31,7 @@ def takes_media(vllm_config: Any) -> bool:
 
 
 def insets_of(request: Any) -> tuple[Inset, ...]:
-    """What stands in a prompt beside its tokens, in order."""
+    """The insets of a prompt, in order."""
     return tuple(Inset(feature.mm_position.offset, feature.identifier) for feature in request.mm_features)
 
 
@@ -52,9 +52,9 @@ def stop_of(feature: Any) -> int:
 
 
 def name_media() -> None:
-    """From now on this process names images by what they are and how they are seen, so that servers of equal settings name them
-    equally, and no client can: vLLM's own names have the model's path in them, and a client's `uuid` stands for whatever it is
-    sent with. Doing it again changes nothing.
+    """From now on this process names images by content and by how the server sees them. So servers of equal settings
+    give equal names, and no client can imitate one. vLLM's own names contain the model's path, and a client's `uuid`
+    may stand for any image. Doing it again changes nothing.
     """
     from vllm.multimodal.processing import BaseMultiModalProcessor
 
@@ -68,8 +68,9 @@ def name_media() -> None:
         config = self.info.ctx.get_mm_config()
         found = inputs.get_mm_hashes(_sight(config), config.mm_hasher_algorithm)
         given = inputs.mm_uuid_items or {}
-        # What an image comes to must be in its name. Not so where videos are pruned, which moves all that follows by what their
-        # encoder says, and of models that see an image otherwise beside others: their processors cache by rules of their own.
+        # An image's name must determine its embedding. Two cases break that. Pruned videos move all that follows by
+        # what their encoder says. Some models see an image differently beside others, and their processors cache by
+        # rules of their own.
         caches_alike = type(self)._cached_apply_hf_processor is base._cached_apply_hf_processor
         kinds = TRAVELS if caches_alike and not config.video_pruning_rate else frozenset[str]()
         return {kind: _marked(names, given.get(kind), kind in kinds) for kind, names in found.items()}
@@ -108,9 +109,9 @@ def _version(distribution: str) -> str:
 
 
 def keep_media() -> None:
-    """vLLM spares workers the pixels of images whose KVCache is there when their request is first scheduled, and never tells its
-    first model runner of them again: a request that is preempted then, and computed, ends its server ("Encoder cache miss"). Each
-    landing would be such a request, so workers get all there is.
+    """vLLM sends workers no pixels of images whose KVCache is there when a request is first scheduled. Its first model
+    runner never gets them later. A request that is then preempted and computed ends its server ("Encoder cache miss").
+    Each landing would be such a request, so workers get all pixels.
     """
     from vllm.v1.core.sched import output
 

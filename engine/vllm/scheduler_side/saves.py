@@ -1,4 +1,4 @@
-"""What a step of vLLM adds to the pages of a request."""
+"""Works out what a step of vLLM adds to a request's pages."""
 
 from collections.abc import Sequence
 

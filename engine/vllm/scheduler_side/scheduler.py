@@ -1,4 +1,4 @@
-"""The scheduler's side of the connector: what is asked of the agent for a request, and what vLLM and the workers are told.
+"""The scheduler's side of the connector: it asks the agent for pages, and instructs vLLM and the workers.
 
 A prefill leg stops one token short of its prompt, which the decode side computes: with recurrent states anything else
 would apply a token twice. It may sample one token more than it was asked for, because a request that waits for its
@@ -212,7 +212,7 @@ class SchedulerSide:
     # Which way
 
     def _handover(self, request: Any) -> Handover | None:
-        """None for a request whose KVCache is of no use to anybody."""
+        """None for a request whose KVCache no other request can use."""
         prompt, reason = list(request.prompt_token_ids or ()), ""
         insets = media.insets_of(request)
         try:

@@ -1,4 +1,4 @@
-"""What the scheduler's side of the connector has the workers do in a step, and what they tell it at once.
+"""Messages between the scheduler's side of the connector and the workers: the work of a step, and its progress.
 
 scheduler ── ForwardStep, with the metadata of a forward pass ───────────► every rank
 scheduler ◄── RankHello, LayerWritten, StateWritten, StepWritten, LetGo … ── every rank     (a local socket)

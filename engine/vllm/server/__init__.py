@@ -1,1 +1,1 @@
-"""What is added to vLLM's API server, and how its processes end."""
+"""Additions to vLLM's API server, and the end of its processes."""

@@ -1,4 +1,4 @@
-"""What a gateway needs of a stream to have another server go on with it: an ASGI middleware of vLLM's API server.
+"""Makes streams resumable by another server: an ASGI middleware of vLLM's API server.
 
 `kv_transfer_params` say what is wanted, as they do to the embedded engine (`engine.openai.api`):
 
@@ -73,7 +73,7 @@ _ASKED: Final = msgspec.json.Decoder(ResumeParams | None)
 
 
 def why_not(fields: Mapping[str, Raw]) -> str:
-    """Why vLLM could not go on with the answer that is asked for; "": it can."""
+    """The reason why vLLM could not continue this answer; "": it can."""
     if bytes(fields.get("stream", b"")) != b"true":
         return "not_streamed"
     if any(bytes(fields.get(name, b"1")) not in _ONE for name in ("n", "best_of")):

@@ -1,4 +1,4 @@
-"""An answer that goes on after another server's, as vLLM's front end would have told all of it."""
+"""Continues another server's answer as if vLLM's front end had produced all of it."""
 
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing

@@ -1,7 +1,6 @@
-"""Where the Hugging Face cache keeps a file of a repository, should it have been downloaded before. No network is asked.
-
-The cache's layout is documented (huggingface_hub, "Understand caching") and read as `huggingface_hub.try_to_load_from_cache`
-reads it, whose import would delay every start by what it takes to look for one file.
+"""Finds a file of a repository in the Hugging Face cache, if it was downloaded before. It uses no network. The cache's
+layout is documented (huggingface_hub, "Understand caching"). This module reads it as
+`huggingface_hub.try_to_load_from_cache` does, without its import, which would delay every start.
 """
 
 from collections.abc import Mapping

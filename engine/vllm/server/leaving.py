@@ -1,8 +1,8 @@
 """How processes of vLLM end: at once, when they have ended their work in order.
 
-EngineCore and its workers are spawned. When vLLM has taken down its queues, groups and memory, Python goes on and takes down all
-modules and objects of a process that has imported torch, transformers and vLLM: a second or two each, one process after the
-other, which is of no use. Forked children of multiprocessing never do that (`multiprocessing.popen_fork` ends them by
+EngineCore and its workers are spawned. When vLLM has taken down its queues, groups and memory, Python takes down all
+modules and objects as well. With torch, transformers and vLLM that takes a second or two in each process, one after the
+other, for no gain. Forked children of multiprocessing never do that (`multiprocessing.popen_fork` ends them by
 `os._exit`); these do not either.
 """
 
@@ -34,7 +34,8 @@ def leave_at_once(is_unsent: Callable[[], bool] | None = None) -> None:
 
 
 def _statuses() -> list[object]:
-    """What this process is asked to exit with, from now on; the last one counts. `multiprocessing.spawn` asks each child so."""
+    """Records the exit status of this process from now on; the last one counts. `multiprocessing.spawn` asks each child
+    so."""
     asked, leave = list[object](), sys.exit
 
     def leave_with(status: object = None, /) -> NoReturn:

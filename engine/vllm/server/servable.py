@@ -1,4 +1,4 @@
-"""What a model's own config.json and its server's flags say against serving it, before minutes are spent on loading.
+"""Checks a model's config.json and its server's flags before minutes are spent on loading.
 
 The config.json of a model that vLLM downloads is the one that was downloaded before, if there is one.
 """
@@ -37,7 +37,7 @@ OTHER_HUB: Final = "VLLM_USE_MODELSCOPE"
 
 
 def complaint_about_model(model: str, flags: Sequence[str], environment: Mapping[str, str]) -> str | None:
-    """Why the model of this directory or name cannot be served; None for one that can, or that is not known yet."""
+    """The reason why the model of this directory or name cannot be served; None if it can, or is not known yet."""
     try:
         path = _config_of(model, flags, environment)
     except (OSError, ValueError):  # a name that is no path, a cache in disorder: vLLM says what becomes of it
@@ -61,7 +61,8 @@ def _config_of(model: str, flags: Sequence[str], environment: Mapping[str, str])
 
 
 def refusal_of(config: Mapping[str, Any]) -> str | None:
-    """Why a model with this configuration (transformers' config.json) cannot be served through the connector."""
+    """The reason why a model with this configuration (transformers' config.json) cannot be served through the
+    connector."""
     text = config.get("text_config")
     inner: Mapping[str, Any] = text if isinstance(text, dict) else config
     architectures = config.get("architectures") or []
@@ -76,7 +77,7 @@ def refusal_of(config: Mapping[str, Any]) -> str | None:
 
 
 def complaint_about_parallelism(flags: Sequence[str]) -> str | None:
-    """Why a server with these flags cannot be served through the connector."""
+    """The reason why a server with these flags cannot be served through the connector."""
     for name, value in _values(flags):
         if name not in FLAGS:
             continue
@@ -87,7 +88,7 @@ def complaint_about_parallelism(flags: Sequence[str]) -> str | None:
 
 
 def _values(flags: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Of the flags that matter here: each with its value."""
+    """The flags that matter here, each with its value."""
     for index, flag in enumerate(flags):
         name, has_value, value = flag.partition("=")
         name = SHORT.get(name, name.replace("_", "-"))

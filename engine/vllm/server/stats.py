@@ -1,4 +1,4 @@
-"""What the connector counts, in the shape that vLLM carries from its workers and its scheduler to its metrics endpoint."""
+"""The connector's counts, in the form that vLLM carries from its workers and its scheduler to its metrics endpoint."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -29,7 +29,7 @@ BY_REASON: Final = {
 
 
 def copy_stats(counts: CopyCounts) -> "PrfaasStats":
-    """What a worker counted."""
+    """A worker's counts."""
     return PrfaasStats(
         _without_zeros(
             bytes_saved=counts.bytes_saved,
@@ -43,7 +43,7 @@ def copy_stats(counts: CopyCounts) -> "PrfaasStats":
 
 
 def handover_stats(counts: HandoverCounts) -> "PrfaasStats":
-    """What the scheduler's side counted."""
+    """The counts of the scheduler's side."""
     stats = PrfaasStats(
         _without_zeros(
             bytes_delivered=counts.delivered_bytes,

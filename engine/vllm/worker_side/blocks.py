@@ -63,8 +63,8 @@ class HostBlocks:
 
 
 class StridedBlocks:
-    """Blocks of any strides, on any device; on an accelerator the copies run on a stream of their own, through host memory
-    that CUDA has pinned (PyTorch keeps it for the next ones).
+    """Blocks of any strides, on any device. On an accelerator the copies run on a stream of their own, through host
+    memory that CUDA has pinned. PyTorch keeps that memory for the next ones.
     """
 
     def __init__(self, tensor: torch.Tensor, stream: Any = None) -> None:

@@ -1,8 +1,8 @@
 """A rank's copies out of vLLM's blocks, on a thread beside the model; the model waits for those of its step, and not for ever.
 
-When a step ends vLLM may give its blocks to others, so a copy that is late reads what is no longer the job's. Its job is
-then given up: nothing that the copy has written is ever announced, the scheduler's side hears that the save failed, and
-the pages stay with the job until the copy has let go of them. Nothing here raises into the model's step.
+When a step ends vLLM may give its blocks to others, so a copy that is late reads what is no longer the job's. The saver
+then gives its job up: it never announces what the copy has written, and tells the scheduler's side that the save
+failed. The pages stay with the job until the copy has let go of them. Nothing here raises into the model's step.
 """
 
 import logging

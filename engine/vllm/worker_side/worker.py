@@ -1,9 +1,9 @@
 """A worker's side of the connector: one rank's part of each slab, between vLLM's KV tensors and the page arena.
 
-Layers are copied on a thread of their own as soon as the operator that fills them returns, while the next layer computes.
-A step waits for its last copies before it ends, so no block that it has freed is ever read; a save that takes too long is
-given up. Loads fill blocks that nothing else may touch and take as many steps as they need; a step with nothing to compute
-waits a little for one to end. Whatever goes wrong here costs a save or a load, never the model's step.
+Layers are copied on a thread of their own as soon as the operator that fills them returns, while the next layer
+computes. A step waits for its last copies before it ends, so no block that it has freed is ever read; a save that takes
+too long is given up. Loads fill blocks that nothing else may touch and take as many steps as they need; a step with
+nothing to compute waits a little for one to end. An error here costs a save or a load, never the model's step.
 """
 
 import logging
@@ -172,8 +172,8 @@ class WorkerSide:
         self._loading |= {self._loader.submit(self._load, load) for load in self._step.loads}
 
     def finish_step(self) -> None:
-        """Saves the states at the end of this step and waits until all of it is in pages, or for a load if there is no more
-        to do."""
+        """Saves the states at the end of this step, and waits until all of it is in pages. With nothing to save it
+        waits for a load."""
         if self._step.saves:
             self._finish_saves()
         if self._step.is_idle:

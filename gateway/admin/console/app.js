@@ -66,19 +66,20 @@ function onFailure(reason, since) {
   document.body.classList.add("stale");
   text(at("pulse"), "no answer");
   at("alarm").hidden = false;
-  if (reason === "key") at("alarm").replaceChildren(keyForm());
+  if (reason === "key") at("alarm").replaceChildren("You are not logged in any more. ", h("button", { type: "button", onclick: () => location.reload() }, "Log in again"));
   else at("alarm").replaceChildren(`The gateway does not answer since ${since}: ${reason}. What is shown is how it was then.`);
 }
 
-function keyForm() {
-  const known = at("alarm").querySelector("form");
-  if (known) return known;
-  const field = h("input", { id: "key", type: "password", autocomplete: "off" });
-  const take = (event) => {
-    event.preventDefault();
-    feed.key = field.value;
-  };
-  return h("form", { onsubmit: take }, h("label", { for: "key" }, "The gateway asks operators for their key: "), field, h("button", {}, "Use"));
+// Where operators have names, whose session this is, and its end.
+async function offerLogout() {
+  const who = await feed.get("prfaas/session").catch(() => null);
+  at("logout").hidden = !who?.name;
+  if (who?.name) at("logout").title = `${who.name}, ${who.role}`;
+}
+
+async function logOut() {
+  await feed.call("prfaas/session", { method: "DELETE", headers: { "Content-Type": "application/json" } }).catch(() => null);
+  location.reload();
 }
 
 function nextTheme() {
@@ -119,6 +120,7 @@ function onKey(event) {
 
 at("tabs").append(...VIEWS.map(([name, label], i) => tab(name, label, i + 1)));
 at("theme").addEventListener("click", nextTheme);
+at("logout").addEventListener("click", logOut);
 setTheme(THEMES.includes(rememberedTheme()) ? rememberedTheme() : "auto");
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => setTheme(document.documentElement.dataset.theme));
 addEventListener("hashchange", () => show(location.hash.slice(1)));
@@ -126,3 +128,4 @@ addEventListener("keydown", onKey);
 document.addEventListener("visibilitychange", () => feed.look());
 show(location.hash.slice(1));
 feed.start();
+offerLogout();

@@ -1,6 +1,6 @@
 """What operators see and do beyond metrics and records: the console, and the questions that it asks."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from ipaddress import ip_address
 from typing import Final
@@ -10,12 +10,19 @@ from aiohttp import web
 
 from gateway.admin.console.link_switch import LinkSwitch
 from gateway.admin.console.plan_proxy import PlanProxy
-from gateway.admin.console.static import INDEX, File, all_files
+from gateway.admin.console.session import SessionPages
+from gateway.admin.console.static import INDEX, LOGIN, File, all_files
 from gateway.admin.console_snapshot import ConsoleSnapshots
 from gateway.admin.explain import Explanations
 from gateway.admin.reload import Reloads
-from gateway.errors import ApiError
+from gateway.auth.keyring import Keyring
+from gateway.auth.rights import Route
+from gateway.auth.sessions import OperatorSessions
+from gateway.errors import ApiError, Unauthorised
 from gateway.http.body import BodyReceiver, too_large
+from gateway.http.connections import CHALLENGE
+from gateway.server.audit_log import Deed
+from gateway.server.guards import DEED, OPERATOR
 from gateway.server.handlers.operators import News, Page
 
 JSON: Final = "application/json"
@@ -23,7 +30,7 @@ MAX_CHANGE_BYTES: Final = 4096
 
 
 class Console:
-    """Its pages, by path. `is_operator` says whether a request's headers show an operator's key."""
+    """Its pages, by path."""
 
     def __init__(
         self,
@@ -34,11 +41,13 @@ class Console:
         switch: LinkSwitch,
         reloads: Reloads,
         receiver: BodyReceiver,
-        is_operator: Callable[[Mapping[str, str]], bool],
+        keyring: Keyring,
+        sessions: OperatorSessions,
     ) -> None:
         """Raises OSError when its files are not where they were installed."""
         self._receiver = receiver
-        self._is_operator = is_operator
+        self._keyring = keyring
+        self._sessions = SessionPages(sessions, self._check_is_meant)
         self._reloads = reloads
         self._snapshots = snapshots
         self._explanations = explanations
@@ -54,19 +63,32 @@ class Console:
 
         files: dict[str, Page] = {f"/console/{name}": partial(_sent, file) for name, file in self._files.items()}
         return files | {
-            "/console": partial(_sent, self._files[INDEX]),
+            "/console": self._index,
             "/prfaas/console": snapshot,
             "/prfaas/plan": self._plan,
             "/prfaas/config": self._config,
+            "/prfaas/session": self._sessions.who,
         }
 
-    def to_post(self) -> dict[str, Page]:
+    def to_change(self) -> dict[Route, Page]:
         return {
-            "/prfaas/explain": self._explain,
-            "/prfaas/plan": self._change_plan,
-            "/prfaas/links": self._switch_link,
-            "/prfaas/config": self._reload,
+            ("POST", "/prfaas/explain"): self._explain,
+            ("POST", "/prfaas/plan"): self._change_plan,
+            ("POST", "/prfaas/links"): self._switch_link,
+            ("POST", "/prfaas/config"): self._reload,
+            ("POST", "/prfaas/session"): self._sessions.begin,
+            ("DELETE", "/prfaas/session"): self._sessions.end,
         }
+
+    async def _index(self, http: web.Request) -> web.Response:
+        """The console; for a stranger, a page to log in at."""
+        try:
+            self._keyring.check_operator(http.headers)
+        except Unauthorised:
+            answer = self._files[LOGIN].answer(http, status=401)
+            answer.headers["WWW-Authenticate"] = CHALLENGE
+            return answer
+        return self._files[INDEX].answer(http)
 
     async def _config(self, http: web.Request) -> web.Response:
         """What the file says by now that the gateway does not do."""
@@ -75,7 +97,9 @@ class Console:
     async def _reload(self, http: web.Request) -> web.Response:
         """The same, and what can change has changed."""
         self._check_is_meant(http)
-        return _json(msgspec.json.encode({"data": self._reloads.ask()}))
+        found = self._reloads.ask()
+        http[DEED] = Deed("reload", ", ".join(change.key for change in found))
+        return _json(msgspec.json.encode({"data": found}))
 
     async def _explain(self, http: web.Request) -> web.Response:
         """Where the request in the body would go now, and why."""
@@ -85,10 +109,14 @@ class Console:
         return _json(msgspec.json.encode(await self._desk.standing()))
 
     async def _change_plan(self, http: web.Request) -> web.Response:
-        return _json(msgspec.json.encode(await self._desk.change(await self._change(http))))
+        wish = self._desk.wanted(await self._change(http))
+        http[DEED] = Deed(f"{wish.change} plan", "" if wish.version is None else f"version {wish.version}")
+        return _json(msgspec.json.encode(await self._desk.change(wish, http[OPERATOR].name)))
 
     async def _switch_link(self, http: web.Request) -> web.Response:
-        return _json(msgspec.json.encode({"data": self._switch.set(await self._change(http))}))
+        wanted = self._switch.wanted(await self._change(http))
+        http[DEED] = Deed("drain" if wanted.drained else "undrain", f"{wanted.source}:{wanted.destination}")
+        return _json(msgspec.json.encode({"data": self._switch.set(wanted)}))
 
     async def _change(self, http: web.Request) -> bytes:
         """What an operator wants changed. Raises ApiError."""
@@ -99,7 +127,7 @@ class Console:
         return body
 
     def _check_is_meant(self, http: web.Request) -> None:
-        check_is_meant(http, shows_a_key=self._is_operator(http.headers))
+        check_is_meant(http, shows_a_key=self._keyring.is_operator(http.headers))
 
 
 def check_is_meant(http: web.Request, *, shows_a_key: bool) -> None:

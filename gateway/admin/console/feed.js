@@ -21,21 +21,6 @@ export class Feed {
     this.silentSince = null;
     this.timer = null;
     this.asking = false;
-    try {
-      this.token = sessionStorage.getItem("key") ?? "";
-    } catch {
-      this.token = "";
-    }
-  }
-
-  set key(value) {
-    this.token = value;
-    try {
-      sessionStorage.setItem("key", value);
-    } catch {
-      // It is asked for again then.
-    }
-    this.look();
   }
 
   start() {
@@ -56,7 +41,7 @@ export class Feed {
       this.onSnapshot(this.history);
     } catch (error) {
       this.silentSince ??= new Date().toLocaleTimeString("en-GB");
-      this.onFailure(error.status === 401 || error.status === 403 ? "key" : error.message, this.silentSince);
+      this.onFailure(error.status === 401 ? "key" : error.message, this.silentSince);
     } finally {
       this.asking = false;
       this.timer = setTimeout(() => this.ask(), document.hidden ? UNSEEN_MS : EVERY_MS);
@@ -71,10 +56,9 @@ export class Feed {
     return this.call(path, { method: "POST", body: JSON.stringify(body), headers: { "Content-Type": "application/json", ...headers } });
   }
 
-  // `isOperator`: asked with the operator's own key, if one is known.
-  async call(path, options, patienceMs = PATIENCE_MS, isOperator = true) {
-    const headers = { ...options.headers, ...(this.token && isOperator ? { Authorization: `Bearer ${this.token}` } : {}) };
-    const answer = await fetch(path, { ...options, headers, cache: "no-store", signal: AbortSignal.timeout(patienceMs) });
+  // The browser's session cookie says who asks.
+  async call(path, options, patienceMs = PATIENCE_MS) {
+    const answer = await fetch(path, { ...options, cache: "no-store", signal: AbortSignal.timeout(patienceMs) });
     const found = await answer.json().catch(() => null);
     if (!answer.ok) throw new Refused(answer.status, found?.error?.message ?? `status ${answer.status}`);
     return found;

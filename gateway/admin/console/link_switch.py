@@ -32,12 +32,15 @@ class LinkSwitch:
         self._links = links
         self._drained = drained
 
-    def set(self, body: bytes) -> list[LinkStatus]:
-        """All links after the change that `body` asks for. Raises ApiError."""
+    def wanted(self, body: bytes) -> LinkSwitchRequest:
+        """What `body` asks for. Raises BadRequest."""
         try:
-            wanted = msgspec.json.decode(body, type=LinkSwitchRequest)
+            return msgspec.json.decode(body, type=LinkSwitchRequest)
         except NOT_JSON as error:
             raise BadRequest(f"The body is no switch of a link: {error}", code="invalid_value") from error
+
+    def set(self, wanted: LinkSwitchRequest) -> list[LinkStatus]:
+        """All links after the change. Raises ApiError."""
         link = (wanted.source, wanted.destination)
         known = {(status.source, status.destination) for status in self._links.status()} | self._drained.links()
         if link not in known:

@@ -1,7 +1,7 @@
 """The operators' way to the plan service through the gateway: a page in a browser may ask no other server.
 
 GET  /prfaas/plan                                       what the service says of itself, and its last changes
-POST /prfaas/plan {"change": "apply", "version": V}     or rollback, pause, resume; its log names "console"
+POST /prfaas/plan {"change": "apply", "version": V}     or rollback, pause, resume; its log names "console" and who
 """
 
 import asyncio
@@ -59,18 +59,21 @@ class PlanProxy:
             configured=True, url=config.url, status=msgspec.Raw(status), history=msgspec.Raw(history)
         )
 
-    async def change(self, body: bytes) -> msgspec.Raw:
-        """The service's status after the change that `body` asks for."""
+    def wanted(self, body: bytes) -> PlanChangeRequest:
+        """What `body` asks for. Raises BadRequest."""
+        try:
+            return _CHANGE.decode(body)
+        except NOT_JSON as error:
+            raise BadRequest(f"The body is no change of a plan: {error}", code="invalid_value") from error
+
+    async def change(self, wish: PlanChangeRequest, operator: str = "") -> msgspec.Raw:
+        """The service's status after the change, which its log says that `operator` made."""
         config = self._config
         if not config.url:
             raise ApiError(
                 409, "This gateway follows no plan service: [gateway.plan] names none.", code="no_plan_service"
             )
-        try:
-            wish = _CHANGE.decode(body)
-        except NOT_JSON as error:
-            raise BadRequest(f"The body is no change of a plan: {error}", code="invalid_value") from error
-        asked: dict[str, Any] = {"by": "console"}
+        asked: dict[str, Any] = {"by": f"console: {operator}" if operator else "console"}
         if wish.version is not None:
             asked["version"] = wish.version
         async with self._session(config) as http:

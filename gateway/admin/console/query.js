@@ -150,7 +150,7 @@ export class Query {
     const headers = { "Content-Type": "application/json", "x-request-id": id, ...this.headers() };
     if (this.key.value) headers["x-api-key"] = this.key.value;
     const answer = { method: "POST", body: JSON.stringify(this.body()), headers };
-    const found = await this.feed.call("v1/completions", answer, 120000, !this.key.value);
+    const found = await this.feed.call("v1/completions", answer, 120000);
     const took = (performance.now() - began) / 1000;
     const record = await this.recordOf(id);
     this.tables.hidden = true;

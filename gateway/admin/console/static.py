@@ -10,6 +10,7 @@ from aiohttp import web
 
 FOLDER: Final = Path(__file__).parent
 INDEX: Final = "index.html"
+LOGIN: Final = "login.html"
 TYPES: Final[Mapping[str, str]] = {
     ".html": "text/html; charset=utf-8",
     ".js": "text/javascript; charset=utf-8",
@@ -43,9 +44,12 @@ class File(msgspec.Struct, frozen=True):
         body = path.read_bytes()
         return cls(TYPES[path.suffix], body, f'"{blake2b(body, digest_size=12).hexdigest()}"')
 
-    def answer(self, http: web.Request) -> web.Response:
+    def answer(self, http: web.Request, status: int = 200) -> web.Response:
         """The file, or word that the asker has it."""
-        headers = {**HEADERS, "Content-Type": self.content_type, "ETag": self.tag}
+        headers = {**HEADERS, "Content-Type": self.content_type}
+        if status != 200:
+            return web.Response(body=self.body, status=status, headers={**headers, "Cache-Control": "no-store"})
+        headers["ETag"] = self.tag
         if http.headers.get("If-None-Match") == self.tag:
             return web.Response(status=304, headers=headers)
         return web.Response(body=self.body, headers=headers)

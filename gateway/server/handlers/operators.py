@@ -9,6 +9,7 @@ from aiohttp import web
 
 from gateway.admission.concurrency import ConcurrencyLimiter
 from gateway.auth.keyring import Keyring
+from gateway.auth.rights import Route
 from gateway.cluster.links import ClusterLinks
 from gateway.cluster.registry import Clusters, ServedModel
 from gateway.errors import ApiError, BadRequest, Unavailable
@@ -32,7 +33,7 @@ class OperatorPages(Protocol):
     """Further pages for operators, by path."""
 
     def to_get(self, news: News, sequence: Callable[[web.Request, str], int]) -> dict[str, Page]: ...
-    def to_post(self) -> dict[str, Page]: ...
+    def to_change(self) -> dict[Route, Page]: ...
 
 
 class _Identified(msgspec.Struct, frozen=True):
@@ -85,8 +86,11 @@ class OperatorEndpoints:
         """By path."""
         return {"/v1/models": self._models, "/v1/models/{name:.+}": self._model}
 
-    def for_operators(self) -> dict[str, Page]:
-        """By path."""
+    def by_operators(self) -> dict[Route, Page]:
+        """By method and path."""
+        return {("GET", path): page for path, page in self._for_operators().items()} | self._console.to_change()
+
+    def _for_operators(self) -> dict[str, Page]:
         own: dict[str, Page] = {
             "/metrics": self._prometheus,
             "/prfaas/requests": self._requests,
@@ -94,12 +98,9 @@ class OperatorEndpoints:
             "/prfaas/links": self._all_links,
             "/prfaas/load": self._all_load,
             "/prfaas/usage": self._usage,
+            "/prfaas/audit": self._audit,
         }
         return own | self._console.to_get(self._news, _sequence)
-
-    def posted_by_operators(self) -> dict[str, Page]:
-        """What operators POST, by path."""
-        return self._console.to_post()
 
     def health(self) -> dict[str, Page]:
         """By path: for anybody, on every port, as each may be watched alone."""
@@ -180,6 +181,14 @@ class OperatorEndpoints:
         lines = await self._lines("requests", self._seat.cursor(since), last)
         if wanted is not None:
             lines = [line for line in lines if _ID.decode(line).id == wanted]
+        return web.Response(
+            body=b"".join(line + b"\n" for line in lines), headers={"Content-Type": "application/jsonl"}
+        )
+
+    async def _audit(self, http: web.Request) -> web.Response:
+        """What operators have changed, and who was refused, as JSON lines: the newest, those after `?since=SEQ`."""
+        last = self._siblings.last_seq() if self._siblings is not None else 0
+        lines = await self._lines("audit", self._seat.cursor(_sequence(http, "since")), last)
         return web.Response(
             body=b"".join(line + b"\n" for line in lines), headers={"Content-Type": "application/jsonl"}
         )

@@ -22,6 +22,8 @@ from gateway.cluster.registry import Clusters
 from gateway.errors import ApiError, BadRequest, LegFailed, Unauthorised, Unavailable, unknown_model
 from gateway.http.body import BodyReceiver, too_large
 from gateway.http.connections import JSON
+from gateway.prompt.media import KINDS
+from gateway.prompt.media_addresses import check_all_addresses
 from gateway.prompt.prompt import PromptMemory, PromptModel
 from gateway.prompt.reader import PromptReader
 from gateway.prompt.tokenize import MAX_BODY_BYTES, text_of, tokens_of
@@ -43,7 +45,7 @@ _FIELDS: Final = msgspec.json.Decoder(dict[str, Raw])
 
 
 class TokenEndpoints:
-    """Answers at once, to whom `tenant_of` knows."""
+    """Answers at once, to callers that `tenant_of` knows."""
 
     def __init__(
         self,
@@ -56,6 +58,7 @@ class TokenEndpoints:
         metrics: Metrics,
         tenant_of: Callable[[Mapping[str, str]], Tenant],
         allowances: TenantLimiters,
+        media_domains: frozenset[str] = frozenset(),
     ) -> None:
         self._admission = admission
         self._receiver = receiver
@@ -65,6 +68,7 @@ class TokenEndpoints:
         self._metrics = metrics
         self._tenant_of = tenant_of
         self._allowances = allowances
+        self._media_domains = media_domains
         self._documents: dict[tuple[str, ...], bytes] = {}  # by the names in them
 
     async def document(self, http: web.Request) -> web.Response:
@@ -145,7 +149,7 @@ class TokenEndpoints:
             raise too_large(max_bytes)
         if self._clusters.served is None:
             raise Unavailable("No node has reported its model yet.", "no_model")
-        return tenant, body, self._clusters.served.as_read()
+        return tenant, body, self._clusters.served.as_read(media_domains=self._media_domains)
 
     def _node(self) -> ClusterNode:
         """The decode node with the fewest requests. Raises Unavailable."""
@@ -189,6 +193,8 @@ def _for_engine(body: bytes, model: PromptModel) -> bytes:
         raise BadRequest("The body must be a JSON object, and 'model' a string.", param="model") from error
     except NOT_JSON as error:
         raise BadRequest(f"The body is not valid JSON: {error}", code="invalid_json") from error
+    if model.takes_media:
+        check_all_addresses(msgspec.json.decode(body), KINDS, model.media_domains, "")
     for reserved in RESERVED:
         if reserved in fields:
             raise BadRequest(f"'{reserved}' cannot be set by a client.", param=reserved, code="unsupported")

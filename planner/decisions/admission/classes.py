@@ -1,4 +1,4 @@
-"""What a kind of request has been promised: its SLOs, and whom it comes before."""
+"""The promise to a kind of request: its SLOs and its priority."""
 
 from dataclasses import dataclass
 from functools import cached_property

@@ -1,4 +1,4 @@
-"""What a tenant may ask for: requests and tokens by the minute, and requests at once.
+"""A tenant's limits: requests and tokens by the minute, and requests at once.
 
 requests   one is taken when a request comes
 tokens     those of the prompt and as many as its answer may have are taken when it has been read; what was not used is given
@@ -6,9 +6,9 @@ tokens     those of the prompt and as many as its answer may have are taken when
            before they are paid off
 at once    a place, until the request is over
 
-A bucket holds what is allowed in a minute and fills evenly. What is kept of it is one number, the time at which it will be full
-again (the theoretical arrival time of GCRA, ITU-T I.371), so other limits hold from one moment to the next. A request for more
-than a bucket holds waits until it is full. Times are seconds, `now` never goes back.
+A bucket holds what is allowed in a minute and fills evenly. A bucket is one number: the time at which it will be full
+again (the theoretical arrival time of GCRA, ITU-T I.371). So new limits hold at once. A request for more than a bucket
+holds waits until it is full. Times are seconds, `now` never goes back.
 """
 
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ AT_ONCE_RETRY_S: Final = 1.0  # the end of the tenant's other requests is unknow
 
 
 class Limit(StrEnum):
-    """What was exceeded, as clients are told it."""
+    """The exceeded limit, as clients see it."""
 
     REQUESTS = "requests_per_minute"
     TOKENS = "tokens_per_minute"
@@ -37,7 +37,7 @@ class Bucket:
     per_minute: float
 
     def left(self, full_at: float, now: float) -> float:
-        """What may be taken now; below 0 it is owed."""
+        """The amount that may be taken now; a debt is below 0."""
         return self.per_minute - max(0.0, full_at - now) * self.per_minute / MINUTE_S
 
     def wait_s(self, amount: float, full_at: float, now: float) -> float:
@@ -75,7 +75,7 @@ NO_LIMITS: Final = TenantLimits()
 
 
 class Used(NamedTuple):
-    """What a tenant has taken: when its buckets will be full again, and its requests under way."""
+    """A tenant's use: when its buckets will be full again, and its requests under way."""
 
     requests_full_at: float = 0.0
     tokens_full_at: float = 0.0
@@ -90,7 +90,7 @@ class LimitRefusal(NamedTuple):
 
 
 class Left(NamedTuple):
-    """What is left of one bucket, in whole ones, and how long it takes to be full."""
+    """The rest of one bucket, in whole units, and the time until it is full."""
 
     limit: int
     remaining: int

@@ -1,4 +1,4 @@
-"""Whom to turn away: Mooncake's overload-oriented scheduling (§4.3), as decisions on predicted SLO violations.
+"""Decides which requests to refuse: Mooncake's overload-oriented scheduling (§4.3), by predicted SLO violations.
 
 A request is refused that would not keep what its class promises, or would have others not keep it; one whose class promises
 nothing never is. The policies differ in which decode load they look at, and when:
@@ -32,7 +32,7 @@ class AdmissionPolicy(StrEnum):
 
 
 class RejectReason(StrEnum):
-    """Why a request was refused: the stage that binds. Also the label under which rejects are counted."""
+    """The reason for a refusal: the stage that binds. It also labels the counter of refusals."""
 
     PREFILL_OVERLOAD = "prefill_overload"
     LINK_OVERLOAD = "link_overload"

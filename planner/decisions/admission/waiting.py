@@ -1,14 +1,14 @@
-"""The line of those who cannot be served yet: who is first in it, who is sent away when it is full, how fast it moves.
+"""The line of waiting requests: which is first, which is refused when the line is full, and how fast it moves.
 
 first    the higher priority; of equals, the flow (a tenant's requests) that has had least for its weight; of one flow,
-         whose time is up first; of these, who came first
+         the request with the earliest deadline; of these, the one that came first
 fair     start-time fair queueing (Goyal, Vin, Cheng 1996): a flow that is served moves on in virtual time by cost / weight;
-         one that comes to the line begins where that is by now, so turns cannot be saved up
-ageing   every `ageing_s` of waiting count as one more priority, so that no request is overtaken for ever: one that joins a
-         waiter's (highest priority - its own + 1) * ageing_s after it, or later, comes behind it
-held     a flow whose own part of the room is full yields to the others for a while: it holds none up
-full     a newcomer takes the place of the last one, if that one's priority, ageing included, is below its own, or if it is
-         the same and that one's flow has more places for its weight than the newcomer's will have
+         a flow that joins the line begins at the line's present time, so turns cannot be saved up
+ageing   every `ageing_s` of waiting count as one more priority, so that no request is overtaken for ever: a request that
+         joins a waiter's (highest priority - its own + 1) * ageing_s after it, or later, comes behind it
+held     a flow whose own part of the room is full yields to the others for a while: it blocks no other flow
+full     a newcomer takes the last one's place in two cases: the last one's priority, ageing included, is lower; or
+         priorities are equal, and the last one's flow has more places for its weight than the newcomer's will have
 """
 
 from bisect import bisect_left, bisect_right, insort
@@ -28,14 +28,14 @@ Head = tuple[float, float, int, str]  # the start of a flow, its first place of 
 
 
 class Joined(NamedTuple, Generic[Who]):
-    """What became of a request that wanted to join; `displaced` has lost its place to it."""
+    """The outcome for a request that wanted to join; `displaced` has lost its place to it."""
 
     accepted: bool
     displaced: Who | None = None
 
 
 class TenantShare(NamedTuple):
-    """Whose part a request is served from, and how large that is beside the others' (`weight` above 0)."""
+    """The flow that a request belongs to, and its share beside others (`weight` above 0)."""
 
     flow: str = ""
     weight: float = 1.0
@@ -228,7 +228,7 @@ class WaitQueue(Generic[Who]):
         return len(self._flows)
 
     def first(self, now: float) -> Who | None:
-        """Who is to be served next."""
+        """The request that is served next."""
         self._rise(now)
         levels = sorted(self._heads, reverse=True)
         for level in levels:

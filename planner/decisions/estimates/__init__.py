@@ -1,1 +1,1 @@
-"""What work will take, learned from what earlier work took, and how right this has been."""
+"""Predicts the time of work from earlier work, and tracks the errors of predictions."""

@@ -1,4 +1,4 @@
-"""How right predictions have been: relative errors of the latest ones, in bounded memory."""
+"""Tracks the relative errors of the latest predictions, in bounded memory."""
 
 from collections import deque
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""What senders make of bytes on their way over a link, learned from transfers: a routing decision must know how much will cross.
+"""Learns from transfers how much senders shrink bytes on a link: a routing decision must know how much will cross.
 
 Senders code KVCache while the link is what transfers wait for, and only with what has proved to be faster than plain bytes
 (`transport.coding.choice`). So what is learned is what they make of bytes then; of transfers that waited for nothing it says

@@ -1,4 +1,4 @@
-"""How busy decode will be, and how busy it may be: requests joining and leaving, and the time of a token by the batch."""
+"""Predicts and bounds the load of decode: requests joining and leaving, and the time of a token by the batch."""
 
 from bisect import bisect_right, insort
 from collections.abc import Iterable
@@ -16,9 +16,9 @@ OUTLIER: Final = 4.0  # times what was expected is all that one answer may say: 
 class DecodeForecast:
     """How many requests decode will hold at a later time: Mooncake's system-level prediction (§4.3.4), made memoryless.
 
-    Mooncake takes every request to decode for the same time. Answers differ in length, though: some that have run that long
-    go on, and counting them out makes room that is not there. So a running request is taken to end at the mean rate, and
-    one whose prefill is under way joins when that is predicted to end.
+    Mooncake takes every request to decode for the same time. Answers differ in length, though: some that have run that
+    long go on, and counting them out makes room that is not there. So a running request is assumed to end at the mean
+    rate. One in prefill joins when its prefill is predicted to end.
     """
 
     def __init__(self, decode_s: float, samples: int = LONG) -> None:

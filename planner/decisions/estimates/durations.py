@@ -1,4 +1,4 @@
-"""What a prefill takes on a node, learned from what prefills took: least squares that forget, in bounded memory.
+"""Learns how long prefills take on a node: least squares that forget, in bounded memory.
 
     seconds(u, c) = a0 + a1·u + a2·u·(2c + u)      u tokens computed behind c cached ones
 
@@ -197,7 +197,7 @@ def _solve(products: Products, sums: Coefficients, free: Sequence[int]) -> Coeff
 
 
 class MoveEstimate:
-    """What moving a prefix inside a cluster takes: some calls, and its bytes at some rate. Least squares that forget."""
+    """The time to move a prefix inside a cluster: some calls, and its bytes at some rate. Least squares that forget."""
 
     def __init__(self, bytes_per_s: float, calls_s: float = CALLS_S) -> None:
         """The prior, until moves have shown what they take."""
@@ -258,8 +258,9 @@ class MoveDelays:
     def failed(self, source: str, target: str, expected_s: float, seconds: float, now: float) -> None:
         """A move that its bytes said would take `expected_s` was given up `now`, after `seconds`.
 
-        The next one is taken to be twice as long as this one was or was expected to be, so that sooner or later computing
-        wins. Moves that began before it was last doubled tell of the same trouble: they do not double it again.
+        The next move is assumed to take twice as long as this one took or was expected to take. So sooner or later
+        computing wins. Moves that began before it was last doubled tell of the same trouble: they do not double it
+        again.
         """
         known = self._known.get((source, target), _NO_DELAY)
         delay_s, doubled_at = known.at(now), known.doubled_at
@@ -295,7 +296,7 @@ _NO_DELAY: Final = _Delay(0.0, 0.0, float("-inf"))
 
 
 class AnswerEstimate:
-    """How long an answer will be: the mean of late ones, and no more than its request allows."""
+    """Predicts an answer's length: the mean of recent ones, at most what its request allows."""
 
     def __init__(self) -> None:
         self._mean = TYPICAL_ANSWER_TOKENS
@@ -397,7 +398,7 @@ class LearnedCost(PrefillCost):
         self._learned(node_id, cluster)
 
     def errors(self) -> dict[str, Error]:
-        """How wrong late predictions were, by cluster."""
+        """The errors of recent predictions, by cluster."""
         return {cluster: estimate.error for cluster, estimate in self._clusters.items()}
 
     def forget(self, node_id: str) -> None:

@@ -1,1 +1,1 @@
-"""What follows a failure, and which requests cause failures."""
+"""Decides what follows a failure, and which requests cause failures."""

@@ -32,7 +32,7 @@ class Suspicion:
 
 
 class Poison:
-    """What is known of shapes."""
+    """The record of all shapes."""
 
     def __init__(self) -> None:
         self._answered: OrderedDict[Hashable, float] = OrderedDict()

@@ -1,4 +1,4 @@
-"""What follows a failure: one table, asked by all that can fail on a node.
+"""Decides what follows a failure: one table, for every stage that can fail on a node.
 
     stage      what was asked                      another node              without one, or when tries run out
     reserve    a decode node for a ticket          another decode node       full: this one, without a transfer
@@ -39,7 +39,7 @@ MAX_DEATHS: Final = 2  # a request under which that many engines have died is no
 
 
 class FailedStage(StrEnum):
-    """What was asked of the node that failed."""
+    """The stage that failed on the node."""
 
     RESERVE = "reserve"
     PREFILL = "prefill"
@@ -48,7 +48,7 @@ class FailedStage(StrEnum):
 
 
 class FailureKind(StrEnum):
-    """How it failed."""
+    """The kind of failure."""
 
     UNREACHABLE = "unreachable"  # nothing listens there, or nothing answers
     LOST = "lost"  # the connection broke while the node worked on it
@@ -62,7 +62,7 @@ class FailureKind(StrEnum):
 
 
 class Next(StrEnum):
-    """What is to be done."""
+    """The next step."""
 
     ELSEWHERE = "elsewhere"  # the same of another node
     ALONE = "alone"  # this decode node computes the prompt itself, nothing travels
@@ -119,7 +119,7 @@ RULES: Final[Mapping[tuple[FailedStage, FailureKind], RetryRule]] = MappingProxy
     }
 )
 
-# Every engine would say the same: it comes to other tokens than the gateway did, the request makes no sense to it, or
+# Every engine would say the same: it reads other tokens than the gateway did; the request makes no sense to it; or
 # (vLLM's) the prompt's KVCache is not that of its tokens alone. Only the decode node's own can go on.
 SAME_EVERYWHERE: Final = frozenset(
     {"digest_mismatch", "layout_mismatch", "bad_request", "lora", "multimodal", "cache_salt", "prompt_embeds"}
@@ -145,7 +145,7 @@ _FAILURES: Final = MappingProxyType(
 
 
 def failure_of(reason: str) -> FailureKind:
-    """What a reason label stands for."""
+    """The failure that a reason label names."""
     if reason in SAME_EVERYWHERE:
         return FailureKind.REQUEST
     return _FAILURES.get(reason, FailureKind.TROUBLE)
@@ -161,7 +161,7 @@ def may_have_died(reason: str) -> bool:
 
 
 def tries_of(failures: Iterable[FailureKind]) -> int:
-    """How many tries these count as: who is away has tried nothing."""
+    """The number of tries that count: an absent node has tried nothing."""
     return sum(failure is not FailureKind.AWAY for failure in failures)
 
 
@@ -227,7 +227,7 @@ class RetryBudget:
         return rule
 
     def _cost(self, tokens: int) -> float:
-        """Of a try, in requests of the mean length of late."""
+        """The cost of a try, in requests of the recent mean length."""
         if not self._tokens:
             return 1.0
         cheapest, dearest = COSTS

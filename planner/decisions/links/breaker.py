@@ -20,7 +20,7 @@ PROBE_S: Final = 10.0  # a probe without an answer has failed: twice the time in
 
 
 class BreakerState(StrEnum):
-    """What a breaker lets pass."""
+    """The traffic that a breaker lets pass."""
 
     CLOSED = "closed"  # everything
     OPEN = "open"  # nothing

@@ -111,7 +111,7 @@ class Paths:
         return self._pairs.probes(now)
 
     def in_order(self, sender: str, cluster: str, receivers: Iterable[str]) -> list[str]:
-        """Whom to try: those never lost first, then those lost longest ago.
+        """The receivers to try: those never lost first, then those lost longest ago.
 
         So a line that is well is back without a wait for the answer that does not come.
         """

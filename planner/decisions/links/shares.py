@@ -1,4 +1,4 @@
-"""How senders of one line share its egress budget: by what waits at each of them, and never more than all of them may.
+"""Shares one line's egress budget among its senders: by the bytes that wait at each, and never more than all may send.
 
 Every sender has a budget of its own, and together these are the line's. An idle sender lends most of its own for some
 seconds to the busy ones. They divide it by what waits at each. A busy sender gives nothing up, else two of them would take
@@ -32,7 +32,7 @@ class LineSender:
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """What a sender may send at most until some time; then it is its own budget again."""
+    """The most that a sender may send until some time; then its own budget holds again."""
 
     bytes_per_s: float
     until: float
@@ -68,7 +68,7 @@ def divide(senders: Sequence[LineSender]) -> dict[str, float]:
 
 
 class SharedBudget:
-    """Who may send what of one line's budget. `lower`, then `raise_` once those have answered (`answered`)."""
+    """The shares of one line's budget. `lower`, then `raise_` once those have answered (`answered`)."""
 
     def __init__(self) -> None:
         self._bounds: dict[str, Bound] = {}
@@ -78,12 +78,12 @@ class SharedBudget:
         return any(now < each.until for each in self._bounds.values())
 
     def bound(self, sender: LineSender, now: float) -> float:
-        """What it may be sending at most."""
+        """The most that it may be sending."""
         known = self._bounds.get(sender.node_id)
         return known.bytes_per_s if known is not None and now < known.until else sender.own_bytes_per_s
 
     def lower(self, senders: Sequence[LineSender], now: float) -> list[RateGrant]:
-        """What is to be given up, or to stay given up; first."""
+        """The shares to lower, or to keep lowered; these come first."""
         self._forget(now)
         wanted, until = divide(senders), now + LEASE_S
         grants = []
@@ -149,5 +149,6 @@ class SharedBudget:
         return grants
 
     def _forget(self, now: float) -> None:
-        """What has ended, and only that: who is out of sight for a moment keeps to his share, and may come back with it."""
+        """Drops only ended shares: a sender that is out of sight for a moment keeps its share, and may come back with
+        it."""
         self._bounds = {name: each for name, each in self._bounds.items() if now < each.until}

@@ -18,7 +18,7 @@ class NodeStanding:
 
 
 def why_not(node_id: str, to: Role, nodes: Iterable[NodeStanding]) -> str:
-    """Why `node_id` should not become `to`; "" when nothing speaks against it. An operator may insist all the same."""
+    """The reason why `node_id` should not become `to`; "" if it may. An operator may insist anyway."""
     known = {node.node_id: node for node in nodes}
     if (node := known.get(node_id)) is None:
         return f"{node_id}: there is no such node; known are {', '.join(sorted(known)) or 'none'}"

@@ -22,7 +22,8 @@ class Mode(StrEnum):
 
 
 class PlanSetting(msgspec.Struct, frozen=True, kw_only=True):
-    """What a plan decides. `tie_share` of the requests of exactly t tokens stay local; `roles` by node of the PD cluster."""
+    """The decisions of a plan. `tie_share` of the requests of exactly t tokens stay local; `roles` by node of the PD
+    cluster."""
 
     threshold_tokens: float
     tie_share: float = 1.0
@@ -36,7 +37,7 @@ class PlanSetting(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PlanInputs(msgspec.Struct, frozen=True, kw_only=True):
-    """What a plan was made from: rates in requests/s, lengths in tokens, loads as means over nodes, bandwidth in
+    """The observations behind a plan: rates in requests/s, lengths in tokens, loads as means over nodes, bandwidth in
     bytes/s (None: as configured), and what the nodes of the PD cluster did."""
 
     requests: int = 0
@@ -80,7 +81,7 @@ class LivePlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PlanRefusal(StrEnum):
-    """Why a plan is not followed."""
+    """The reason why a plan is not followed."""
 
     STALE_TERM = "stale_term"
     STALE_LEADER = "stale_leader"  # of the same term, and another one goes before it
@@ -89,7 +90,7 @@ class PlanRefusal(StrEnum):
 
 
 def refusal_of(offered: LivePlan, followed: LivePlan | None) -> PlanRefusal | None:
-    """Why `offered` must not replace `followed`; None: it may. The one that is followed is never refused."""
+    """The reason why `offered` must not replace `followed`; None: it may. The one that is followed is never refused."""
     if offered.mode is not Mode.APPLIED:
         return PlanRefusal.NOT_APPLIED
     if followed is None:

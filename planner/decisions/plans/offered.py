@@ -1,4 +1,4 @@
-"""What a gateway was asked for, and what it sees, for planners: `GET /prfaas/load`.
+"""A gateway's offered load and its view of the system, for planners: `GET /prfaas/load`.
 
 Samples have sequence numbers that never repeat while the gateway runs, so any number of readers can each ask for what is new to
 them. A reader that comes too late misses the oldest ones, and is told how many there were in all.
@@ -77,8 +77,8 @@ class LinkReport(msgspec.Struct, frozen=True, kw_only=True):
 class GatewayLoad(msgspec.Struct, frozen=True, kw_only=True):
     """What a gateway says. `boot` names its life: cursors of another one mean nothing.
 
-    `uncached` has a length for every request that was routed, whether it was served or refused afterwards; `unread` counts
-    those that were refused before anybody knew their length. `outputs` are the answers' lengths.
+    `uncached` has a length for every request that was routed, whether it was served or refused afterwards; `unread`
+    counts those that were refused before their length was known. `outputs` are the answers' lengths.
     """
 
     boot: str
@@ -93,5 +93,5 @@ class GatewayLoad(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def of_kind(nodes: Iterable[NodeReport], kind: ClusterKind, role: Role) -> list[NodeReport]:
-    """Those that work, of a kind and a role."""
+    """The working nodes of a kind and a role."""
     return [node for node in nodes if node.kind is kind and node.role is role and node.state == READY]

@@ -84,7 +84,7 @@ class Arrivals(Generic[Prompt]):
 
 
 def common_blocks(one: Sequence[bytes], other: Sequence[bytes]) -> int:
-    """How many blocks two prompts have in common: a block's hash tells all blocks before it."""
+    """The number of blocks that two prompts share: a block's hash stands for all blocks before it."""
     low, high = 0, min(len(one), len(other))
     while low < high:
         middle = (low + high + 1) // 2
@@ -149,7 +149,7 @@ def bytes_to_send(request: RouteRequest, decode: NodeView) -> float:
 
 
 def _bytes_beyond(request: RouteRequest, held_tokens: int) -> float:
-    """What does not grow with length (states, windows) is sent whatever a node holds."""
+    """Parts of fixed size (states, windows) are always sent."""
     if request.kv_bytes is None:
         return 0.0
     held = request.kv_bytes(held_tokens) - request.kv_bytes(0) if held_tokens else 0.0

@@ -1,4 +1,4 @@
-"""How congested a link is, and whether its bandwidth is scarce."""
+"""Measures how congested a link is, and whether its bandwidth is scarce."""
 
 from planner.decisions.routing.policy import RoutingPolicy
 from planner.decisions.views import LinkView

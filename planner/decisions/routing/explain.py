@@ -1,4 +1,4 @@
-"""Why a route is what it is: the decision itself, what was predicted of every candidate, and the reason in words.
+"""Explains a route: the decision itself, the prediction for every candidate, and the reason in words.
 
 The route is `routing.route_among`'s, and a candidate's prediction is that of the same placement with this node as the only one to
 place on. Nothing here decides anything.
@@ -250,7 +250,7 @@ class _Prefills:
         return next((w for w in self._links if (w.source, w.destination) == (cluster, self._decode.cluster)), None)
 
     def _barrier(self, node: NodeView, link: LinkView | None) -> str:
-        """Why nothing of that node's gets to the decode node; empty: it does."""
+        """The reason why the node cannot reach the decode node; empty: it can."""
         if node.kind is not ClusterKind.PRFAAS:
             return f"in another PD cluster than {self._decode.node_id}, which decodes"
         if link is None:

@@ -45,7 +45,7 @@ class Target(StrEnum):
 
 
 class Reason(StrEnum):
-    """Why; also the label under which routes are counted."""
+    """The reason for a route; it also labels the counter of routes."""
 
     SHORT = "short"  # uncached ≤ t
     LONG = "long"  # uncached > t
@@ -90,11 +90,12 @@ class ReadyNodes(msgspec.Struct, frozen=True, gc=False):
 class Route(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """The decision. `[0, cached_tokens)` need not be computed; `fetch_from` names the node that hands it over first.
 
-    `prefill_node` is None when the decode node does everything. `threshold_tokens` is the one that applied, pressure included;
-    `ttft_s` is the placement's prediction without the link, `compute_s` the part of it that is computing, `link_bytes` what will
-    cross a link, `coded_bytes` what coding is predicted to leave of it, `link_s` when it will have crossed, behind all that is
-    there before it. By `fetch_limit_s` the prefill node would have computed what it is handed; the decode node has `held_tokens`,
-    and, where `shared_tokens` are not 0, so many in `shared_s`: those are waited for, and not sent again.
+    `prefill_node` is None when the decode node does everything. `threshold_tokens` is the one that applied, pressure
+    included; `ttft_s` is the placement's prediction without the link; `compute_s` its computing part. `link_bytes` will
+    cross a link, and `coded_bytes` is their predicted size after coding. `link_s` is when they will have crossed,
+    behind everything queued before. By `fetch_limit_s` the prefill node would have computed what it is handed; the
+    decode node has `held_tokens`, and, where `shared_tokens` are not 0, so many in `shared_s`: those are waited for,
+    and not sent again.
     """
 
     target: Target
@@ -364,7 +365,8 @@ def shares_cache(link: LinkView | None, policy: RoutingPolicy) -> bool:
 
 
 def compared_tokens(request: RouteRequest, local: Side, lender: Side | None, policy: RoutingPolicy) -> int:
-    """What is compared with the threshold: the tokens to compute at home, with what a `lender` could send there."""
+    """The length to compare with the threshold: the tokens to compute at home, less what a `lender` could send
+    there."""
     if policy.by_total_length:
         return request.num_tokens
     l_pd = local.cached_tokens(policy)

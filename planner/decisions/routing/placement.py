@@ -62,8 +62,9 @@ class PlacementPolicy:
     def ratio(self) -> float:
         """The balancing ratio that holds.
 
-        A fetch is weighed against computing by predictions already, so all that a ratio adds is caution: where these are right
-        it is 1, and where moves take twice as long as was thought, a prefix elsewhere must be twice as long to be worth one.
+        A fetch is weighed against computing by predictions already, so all that a ratio adds is caution: where these
+        are right it is 1. Where moves take twice as long as predicted, a prefix elsewhere must be twice as long to be
+        worth a move.
         """
         if self.balancing_ratio is not None:
             return self.balancing_ratio
@@ -136,7 +137,7 @@ def place_least_loaded(
     policy: PlacementPolicy,
     cost: PrefillCost,
 ) -> PrefillChoice:
-    """The node with the shortest queue, whatever it has cached."""
+    """The node with the shortest queue; caches do not count."""
     return _on_own_prefix(request, min(nodes, key=cost.queue_s), cost)
 
 

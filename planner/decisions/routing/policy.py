@@ -10,20 +10,18 @@ from planner.decisions.routing.placement import PlacementPolicy
 class RoutingPolicy:
     """The plan's threshold and the limits around it.
 
-    `threshold_tokens` is t. `tie_share` of the requests with exactly t uncached tokens stays local (the rest goes
-    remote), which is how a plan splits an atom of the length distribution.
-    `cross_cluster_cache` says whether a prefix can be sent between clusters.
-    The egress counts as scarce from `scarce_utilisation` on, or when what is queued takes longer than `scarce_drain_s`.
-    Pressure starts at `congested_*` and is complete at `blocked_*`; meanwhile the threshold is multiplied by up to
-    `congestion_factor`. Retransmissions are a pressure of their own: a commodity path shows loss before its rate falls.
-    So are round trips that have grown, over the smallest ones, on a link whose senders call it congested: only they can
-    tell a queue from noise. However short, a backlog that with the prompt's own KVCache outlasts its whole prefill at home is
-    complete pressure.
-    A decode node may compute up to `increment_tokens` of a prompt whose beginning it holds, while it spends less than
-    `decode_prefill_share` of its time on prompts: nothing travels then, so it may take `increment_patience` times as long
-    as elsewhere. 0 leaves all prompts to prefill nodes.
-    `by_total_length` compares whole prompts with t, cached or not, as a router without caches would: to compare with.
-    A PrfaaS queue longer than `remote_queue_s` beyond the local one sends a request back.
+    `threshold_tokens` is t. `tie_share` of the requests with exactly t uncached tokens stays local; the rest goes
+    remote. So a plan can split an atom of the length distribution. `cross_cluster_cache` says whether a prefix can be
+    sent between clusters. The egress counts as scarce from `scarce_utilisation` on, or when what is queued takes longer
+    than `scarce_drain_s`. Pressure starts at `congested_*` and is complete at `blocked_*`; meanwhile the threshold is
+    multiplied by up to `congestion_factor`. Retransmissions are a pressure of their own: a commodity path shows loss
+    before its rate falls. So are round trips that have grown, over the smallest ones, on a link whose senders call it
+    congested: only they can tell a queue from noise. However short, a backlog that with the prompt's own KVCache
+    outlasts its whole prefill at home is complete pressure. A decode node that holds a prompt's beginning may compute
+    up to `increment_tokens` more, while prompts take less than `decode_prefill_share` of its time: nothing travels
+    then, so it may take `increment_patience` times as long as elsewhere. 0 leaves all prompts to prefill nodes.
+    `by_total_length` compares whole prompts with t, cached or not, as a router without caches would: to compare with. A
+    PrfaaS queue longer than `remote_queue_s` beyond the local one sends a request back.
     """
 
     threshold_tokens: float

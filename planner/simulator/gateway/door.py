@@ -1,4 +1,4 @@
-"""The front door of a simulated system, by the gateway's rules: what was promised, who is refused, who waits for room."""
+"""Admission of a simulated system, by the gateway's rules: promises, refusals, and waiting for room."""
 
 from collections.abc import Callable, Iterable, Mapping
 from math import inf
@@ -34,7 +34,7 @@ class Door:
     ) -> None:
         """`classes` by their shares of the requests; `draws` in [0, 1) say which one each is of.
 
-        Who waits is told by `consider` to ask again, or by `refuse` to go.
+        For a waiting request, `consider` says ask again, and `refuse` says go.
         """
         self.wasted_s = 0.0
         self._policy = policy

@@ -1,4 +1,4 @@
-"""What a simulated decider knows of how long things take: what a gateway would have learned, or the truth.
+"""A simulated decider's estimates: what a gateway would have learned, or the truth.
 
 Profiles make the truth. The estimators are those of gateways, fed by what ends in virtual time.
 """

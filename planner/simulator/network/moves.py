@@ -18,7 +18,7 @@ from planner.simulator.nodes.node import DecodeNode, PrefillNode, SimulatedReque
 
 
 class SimulatedMove:
-    """One move on its way, and who waits for it."""
+    """One move on its way, and the requests that wait for it."""
 
     __slots__ = ("began", "ends", "expected_s", "key", "size", "source", "target", "waiting")
 

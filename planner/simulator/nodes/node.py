@@ -212,8 +212,8 @@ def _nothing_cached(hashes: Sequence[bytes], num_tokens: int) -> PrefixHit:
 class DecodeNode:
     """A decode batch of at most `max_running`, the rest waits. `on_start` and `on_done` are told of each request.
 
-    It computes prompts, too, one after the other: the batch stands still meanwhile, but for the part of a prefill that is
-    the server's and not the GPU's (what a prompt of no tokens would take).
+    It computes prompts, too, one after the other: the batch stands still meanwhile, except during the server's part of
+    a prefill (the time of a prompt of no tokens), which needs no GPU.
     """
 
     def __init__(

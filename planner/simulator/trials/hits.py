@@ -1,4 +1,4 @@
-"""What a trace finds cached: as it was logged, in a pool of some size, or in one that never evicts."""
+"""The hits of a trace: as logged, in a pool of some size, or in one that never evicts."""
 
 from math import inf
 

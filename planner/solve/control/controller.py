@@ -58,8 +58,8 @@ class ControllerConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
-    """What happened since the last tick. Lengths are uncached prompt tokens of all requests *offered*, refused ones too;
-    answers are those that have ended since, so there may be more or fewer of them.
+    """The observations since the last tick. Lengths are uncached prompt tokens of all requests *offered*, refused ones
+    too; answers are those that have ended since, so there may be more or fewer of them.
 
     Loads are requests in a stage over what it can hold at once, one sample per node. What is None is as the model says.
     """
@@ -87,7 +87,8 @@ class RoleMove(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Effects:
-    """What to do now: None means no opinion. `diagnosis` says why, for logs and reports. A threshold comes with its tie share.
+    """The decision: None means no opinion. `diagnosis` says why, for logs and reports. A threshold comes with its tie
+    share.
 
     `judged` is false while there is too little to judge by. `gain` is also that of what is not worth it.
     """

@@ -62,7 +62,7 @@ class PlanLimits:
 
 
 class PlanEvent(StrEnum):
-    """What happened to a plan."""
+    """An event in a plan's life."""
 
     PROPOSED = "proposed"
     WITHDRAWN = "withdrawn"
@@ -120,7 +120,7 @@ class Ledger(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def setting(self) -> PlanSetting | None:
-        """What holds now, as far as is known."""
+        """The state in force, as far as known."""
         return self.found if self.in_force is None else held(self.in_force.setting, self.conversions)
 
     # Who leads

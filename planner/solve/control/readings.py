@@ -1,4 +1,4 @@
-"""What several gateways say, as one observation for the controller. Values in, values out.
+"""Merges the reports of several gateways into one observation for the controller. Values in, values out.
 
 A plan is made in the model's own units (those of its profile). A system that stands in for it at a smaller scale says what it
 sees in its own: `Units` is where the two meet.

@@ -1,1 +1,1 @@
-"""What a plan is worth where its inputs are wrong or only known roughly."""
+"""The value of a plan when its inputs are wrong or only roughly known."""

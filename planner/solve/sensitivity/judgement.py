@@ -1,4 +1,4 @@
-"""What a plan is worth if its inputs are wrong, and what one more of anything would bring."""
+"""The value of a plan if its inputs are wrong, and the gain of one more unit of anything."""
 
 from dataclasses import dataclass, replace
 from typing import Final

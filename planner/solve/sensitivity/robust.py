@@ -1,8 +1,8 @@
 """Plans for inputs that are only known roughly: the best worst case over scenarios.
 
-A scenario is the same traffic and site with some numbers changed. For each candidate (threshold, split) its rate is compared
-with the scenario's own optimum; the plan to keep is the one whose worst ratio is best (least regret), or, where the question
-is what can be promised, the one whose worst rate is best.
+A scenario is the same traffic and site with some numbers changed. For each candidate (threshold, split) its rate is
+compared with the scenario's own optimum; the plan to keep has the best worst ratio (least regret). To promise a rate,
+keep the plan with the best worst rate.
 """
 
 from collections.abc import Sequence

@@ -9,12 +9,14 @@ from pathlib import Path
 import grpc.aio
 import pytest
 
+from prfaas.system.certificates import GATEWAY_NAME, clusterless, node_holder
 from tests.conftest import Models
 from tests.e2e.harness import Bench, topology_document
 from transport.control.calls import CALLER
 from transport.control.certificates import Authority
 from transport.control.proto import node_pb2 as pb
 from transport.control.proto import node_pb2_grpc as rpc
+from transport.peers.name import PeerRole
 
 pytestmark = pytest.mark.e2e
 
@@ -39,9 +41,19 @@ def certificates(bench: Bench) -> Path:
     return folder
 
 
+def reissue(bench: Bench, name: str, authority: Authority | None = None) -> None:
+    """A new certificate of the same name, on disk."""
+    if name == GATEWAY_NAME:
+        peer = clusterless(PeerRole.GATEWAY).peer
+    else:
+        config = bench.node(name).config
+        peer = node_holder(config.cluster, config.cluster_kind, name).peer
+    (authority or Authority(certificates(bench))).issue(name, peer=peer)
+
+
 def make_stranger(bench: Bench, name: str, tmp_path: Path) -> None:
     """On disk, `name` has a certificate of the right name by an authority that nobody knows."""
-    Authority(tmp_path, "stranger").issue(name)
+    reissue(bench, name, Authority(tmp_path, "stranger"))
     for file in FILES:
         (tmp_path / file.format(name=name)).replace(certificates(bench) / file.format(name=name))
 
@@ -89,7 +101,7 @@ def test_a_node_with_a_strangers_certificate_is_not_sent_a_prompt_and_its_new_on
         assert await bench.metric(bench.node("far").metrics_url, ended) > 0
         assert "ended (handshake)" in bench.node("far").process.log_path.read_text()
 
-        Authority(certificates(bench)).issue("far")
+        reissue(bench, "far")
         prompt, name = await prefer(bench, "far", 950, seed=2), bench.name()
         done, record = await bench.generate(prompt, name=name), await bench.record(name)
         assert done.token_ids == bench.expected(prompt)
@@ -171,7 +183,7 @@ def test_without_another_prefill_node_the_decode_node_recomputes_and_strangers_a
         await bench.wait_until(counted)
         assert await bench.gateway_sees("far") == "down"
         await bench.node("far").process.stop(30.0)
-        Authority(certificates(bench)).issue("far")
+        reissue(bench, "far")
         await bench.restart("far", "near")
 
     bench.run(scenario(), 280.0)
@@ -186,8 +198,8 @@ def test_certificates_of_everybody_are_replaced_while_requests_run(bench: Bench)
         prompts = [bench.prompt(400 + 40 * i, seed=60 + i) for i in range(6)]
         running = [asyncio.create_task(bench.generate(prompt, 24)) for prompt in prompts]
         authority = Authority(certificates(bench))
-        for name in (*bench.system.nodes, "gateway"):
-            authority.issue(name)
+        for name in (*bench.system.nodes, GATEWAY_NAME):
+            reissue(bench, name, authority)
         for prompt, done in zip(prompts, await asyncio.gather(*running), strict=True):
             assert done.token_ids == bench.expected(prompt, 24)
         assert (await bench.describe("decode0")).node_id == "decode0"  # a new handshake, both ends with new files

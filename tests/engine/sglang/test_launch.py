@@ -30,7 +30,7 @@ def value_of(command: list[str], flag: str) -> str:
 
 def test_the_server_has_the_nodes_role_and_our_backend() -> None:
     command = server_command(options())
-    assert command[:2] == ["-m", "sglang.launch_server"]
+    assert command[:3] == ["-P", "-m", "sglang.launch_server"]
     assert value_of(command, "--disaggregation-mode") == "prefill"
     assert value_of(command, "--disaggregation-transfer-backend") == "prfaas"
     assert value_of(command, "--disaggregation-bootstrap-port") == "8998"

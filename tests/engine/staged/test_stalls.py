@@ -4,7 +4,7 @@ from engine.staged.staged import LOOK_S, STALL_S, Stalls
 
 
 def looks(stalls, begin_s, seconds, **seen):
-    """What is found by whoever looks for so long, as often as an engine does."""
+    """What a look of that length finds, as often as an engine looks."""
     found = [stalls.look(**seen, now=begin_s + number * LOOK_S) for number in range(int(seconds / LOOK_S) + 1)]
     return found[-1]
 

@@ -114,7 +114,7 @@ def test_it_becomes_the_server_and_warns_of_a_version_it_does_not_know(capsys: p
         version_of=lambda: "0.40.0+cpu",
         become=lambda path, argv, env: started.append(argv),
     )
-    assert started[0][1:3] == ["-m", "vllm.entrypoints.openai.api_server"]
+    assert started[0][1:4] == ["-P", "-m", "vllm.entrypoints.openai.api_server"]
     assert started[0][-3:] == ["--enforce-eager", "--seed", "3"]
     assert int(value_of(started[0], "--port")) > 0
     assert "vLLM 0.40.0+cpu has not been tested" in capsys.readouterr().err

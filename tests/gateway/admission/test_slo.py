@@ -169,7 +169,7 @@ async def test_who_computes_its_prompt_on_the_decode_node_after_all_decodes_ther
 def test_an_answer_tells_of_the_node_that_gave_it_and_not_of_one_that_failed_before() -> None:
     now, steps = 0.0, LearnedSteps()
     refusals = SloGate(
-        GatewayConfig(tokenizer_dir=Path("unused"), nodes=(NodeAddress(agent="unused:1"),)),
+        GatewayConfig(tokenizer_dir=Path("unused"), nodes=(NodeAddress(agent="127.0.0.1:1"),)),
         cast(Clusters, None),
         steps,
         lambda: now,
@@ -253,7 +253,7 @@ async def test_classes_change_while_the_gateway_runs() -> None:
 @pytest.mark.parametrize(("fields", "said"), [("", 400), (',"max_tokens":300', 300), (',"stream":true', 0)])
 def test_what_an_engine_said_of_an_answer_that_nobody_waited_for_is_estimated(fields: str, said: int) -> None:
     now, steps = 0.0, LearnedSteps()
-    config = GatewayConfig(tokenizer_dir=Path("unused"), nodes=(NodeAddress(agent="unused:1"),))
+    config = GatewayConfig(tokenizer_dir=Path("unused"), nodes=(NodeAddress(agent="127.0.0.1:1"),))
     refusals = SloGate(config, cast(Clusters, None), steps, lambda: now)
     hashing = Hashing(block_size=16, salt=b"salt")
     served = ServedModel("scripted", "scripted", LAYOUT, 4096, hashing)
@@ -275,7 +275,7 @@ def test_what_an_engine_said_of_an_answer_that_nobody_waited_for_is_estimated(fi
 @pytest.mark.parametrize("asks_again", [True, False])
 def test_what_an_engine_said_that_failed_is_not_paid_for(asks_again: bool) -> None:
     now = 0.0
-    config = GatewayConfig(tokenizer_dir=Path("unused"), nodes=(NodeAddress(agent="unused:1"),))
+    config = GatewayConfig(tokenizer_dir=Path("unused"), nodes=(NodeAddress(agent="127.0.0.1:1"),))
     refusals = SloGate(config, cast(Clusters, None), LearnedSteps(), lambda: now)
     hashing = Hashing(block_size=16, salt=b"salt")
     served = ServedModel("scripted", "scripted", LAYOUT, 4096, hashing)

@@ -7,6 +7,7 @@ import pytest
 
 from gateway.auth.keyring import EVERYBODY, Keyring, digest_of
 from gateway.config.gateway import GatewayConfig
+from gateway.config.operators import nameless
 from gateway.config.tenants import TenantConfig
 from gateway.errors import BadRequest, Unauthorised
 from transport.control.settings import SettingsError, build
@@ -83,18 +84,17 @@ def test_without_tenants_everybody_is_served_and_remembered_by_key() -> None:
 def test_operators_pages_are_for_operators(
     tenants: dict[str, TenantConfig], operator_keys: tuple[str, ...], headers: dict[str, str], may: bool
 ) -> None:
-    keyring = Keyring(tenants, operator_keys)
+    keyring = Keyring(tenants, nameless(operator_keys))
     if may:
         keyring.check_operator(headers)
         return
-    with pytest.raises(Unauthorised) as refusal:
+    with pytest.raises(Unauthorised):
         keyring.check_operator(headers)
-    assert refusal.value.scheme == "Basic"  # a browser asks its user
 
 
 def test_keys_change_while_it_runs() -> None:
     keyring = Keyring({}, ())
-    keyring.configure(TENANTS, (digest_of(OPERATOR),))
+    keyring.configure(TENANTS, nameless((digest_of(OPERATOR),)))
     with pytest.raises(Unauthorised):
         keyring.tenant({})
     keyring.configure({"rival": TENANTS["rival"]}, ())

@@ -64,7 +64,7 @@ def test_operators_pages_are_closed_to_tenants(page: str) -> None:
     async def scenario() -> None:
         async with world(tenants=TENANTS, operator_keys=(digest_of(OPERATOR),)) as w:
             for headers in (None, key(ACME)):
-                assert await get(w, page, headers) == (401, 'Basic realm="prfaas"')
+                assert await get(w, page, headers) == (401, 'Bearer realm="prfaas"')
             assert (await get(w, page, key(OPERATOR)))[0] == 200
             async with w.http.post("/prfaas/explain", json={"model": "scripted", "prompt": "x"}) as refused:
                 assert refused.status == 401

@@ -19,6 +19,7 @@ from transport.control.calls import AGENT, CALLER, MAX_CALLS
 from transport.control.certificates import Authority
 from transport.control.messages import frame
 from transport.control.proto import node_pb2 as pb
+from transport.peers.name import PeerName, PeerRole
 from transport.wire.identity import Identity
 
 PROMPT = "the quick brown fox jumps over the lazy dog " * 6
@@ -217,7 +218,8 @@ async def test_a_listener_that_is_no_agent_is_left_alone() -> None:
 
 def test_both_ends_show_certificates_and_the_agents_must_carry_its_name(tmp_path: Path) -> None:
     authority = Authority(tmp_path)
-    agent, gateway = authority.issue("agent", ["agent.example"]), authority.issue("gateway")
+    agent = authority.issue("agent", ["agent.example"], peer=PeerName("prfaas", "west", PeerRole.NODE, "agent"))
+    gateway = authority.issue("gateway", peer=PeerName("prfaas", "any", PeerRole.GATEWAY, "gateway"))
 
     @on_both_loops
     async def scenario() -> None:

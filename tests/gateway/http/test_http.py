@@ -258,3 +258,38 @@ async def test_a_browser_at_any_name_is_asked_for_an_operators_key() -> None:
         for path, status in (("/console", 401), ("/metrics", 401), ("/v1/models", 403)):
             async with w.http.get(path, headers=foreign) as answer:
                 assert answer.status == status
+
+
+@on_loop
+async def test_no_answer_names_the_servers_software() -> None:
+    async with world() as w:
+        found = [(await w.complete()).headers, (await w.complete(stream=True)).headers]
+        found.append((await w.complete(stream="maybe")).headers)
+        for method, path in (("GET", "/health"), ("GET", "/console"), ("GET", "/nothing"), ("PUT", "/v1/models")):
+            async with w.http.request(method, path) as answer:
+                found.append(answer.headers)
+                assert answer.headers["X-Content-Type-Options"] == "nosniff"
+        host, port = w.gateway.url.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(b"nonsense\r\n\r\n")
+        assert b"server:" not in (await reader.read()).lower()
+        writer.close()
+    assert not any("Server" in headers for headers in found)
+
+
+@on_loop
+async def test_pages_of_the_console_may_do_nothing_but_what_they_do() -> None:
+    async with world() as w:
+        for path in ("/console", "/console/app.js", "/console/login.html", "/console/login.js"):
+            async with w.http.get(path) as answer:
+                policy = dict(
+                    part.strip().split(" ", 1) for part in answer.headers["Content-Security-Policy"].split(";")
+                )
+                assert (policy["default-src"], policy["script-src"], policy["connect-src"]) == (
+                    "'none'",
+                    "'self'",
+                    "'self'",
+                )
+                assert (policy["frame-ancestors"], policy["base-uri"]) == ("'none'", "'none'")
+                assert answer.headers["X-Content-Type-Options"] == "nosniff"
+                assert answer.headers["Referrer-Policy"] == "no-referrer"

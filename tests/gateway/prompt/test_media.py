@@ -65,7 +65,9 @@ def test_what_is_no_text_is_taken_apart(kind: str, has_type: bool) -> None:
     ],
 )
 def test_an_image_is_in_the_request_where_vllm_looks_for_it(part: dict[str, Any], unread: str) -> None:
-    found = apart(parse(Endpoint.CHAT, json.dumps(chat(text("a"), part)).encode()), may_be_named=True)
+    found = apart(
+        parse(Endpoint.CHAT, json.dumps(chat(text("a"), part)).encode()), may_be_named=True, domains={"a.test"}
+    )
     assert found is not None
     assert found.unread == unread
 

@@ -195,7 +195,7 @@ async def test_nobody_is_asked_where_nobody_else_could_compute_it() -> None:
 )
 @on_loop
 async def test_what_no_engine_is_asked_for_is_counted(part: Any, fields: dict[str, Any], why: str) -> None:
-    async with seeing() as w:
+    async with seeing(allowed_media_domains=("a.test",)) as w:
         record = await said(w, text(WORDS * 5), part, **fields)
         assert (record["reason"], record["fallbacks"]) == ("unshared", [f"media_{why}"])
         assert not w.nodes.remote[0].fabric.asked_to_render

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from gateway.config.request_log import RequestLogConfig
 from gateway.errors import GatewayConfigError
 from gateway.request.request import RequestRecord
-from gateway.telemetry.request_log import FILES, PATTERN, LogEntry, RequestLog, line_of, name_of, new_file
+from gateway.telemetry.line_files import FILES, name_of, new_file
+from gateway.telemetry.request_log import PATTERN, PREFIX, LogEntry, RequestLog, line_of
 from planner.model.workload import infinite_cache_hits, read_trace
 from tests.gateway.worlds import SERVED, on_loop, request_of, until, world
 from transport.control.settings import SettingsError
@@ -118,7 +119,7 @@ def test_a_full_disk_loses_lines_and_nothing_else(tmp_path) -> None:
 
 def test_two_containers_share_a_directory_and_no_file(tmp_path) -> None:
     began = time.gmtime(0.0)
-    names = [name_of(began, host, 1) for host in ("one", "one", "another")]  # two of one host's name
+    names = [name_of(PREFIX, began, host, 1) for host in ("one", "one", "another")]  # two of one host's name
     for name in names:
         new_file(tmp_path, name).close()
     assert len(list(tmp_path.glob(PATTERN))) == 3

@@ -18,7 +18,10 @@ from transport.control.calls import AGENT, CALLER, MAX_CALLS
 from transport.control.certificates import Authority
 from transport.control.messages import MessageBuffer, frame
 from transport.control.proto import node_pb2 as pb
+from transport.peers.name import PeerName, PeerRole
 from transport.wire.identity import Identity
+
+GATEWAY = PeerName("prfaas", "any", PeerRole.GATEWAY, "gateway")
 
 
 class Room:
@@ -214,8 +217,8 @@ async def test_what_is_under_way_is_answered_before_a_server_is_closed() -> None
             await caller.answer()
 
 
-def _identity(folder: Path, issue: Callable[[str, list[str]], Identity]) -> Identity:
-    made = issue("node", ["localhost"])
+def _identity(folder: Path, issue: Callable[..., Identity]) -> Identity:
+    made = issue("node", ["localhost"], peer=GATEWAY)
     for name, path in (("c", made.certificate), ("k", made.key), ("a", made.authority)):
         (folder / name).write_bytes(path.read_bytes())
     return Identity(certificate=folder / "c", key=folder / "k", authority=folder / "a", peer_name="localhost")

@@ -9,11 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from node.engine.front import EngineFront, HandshakeTurns, OpenDoor, PeerCertificate
+from node.engine.front import EngineFront, HandshakeTurns, OpenDoor, PeerCertificate, door_of
 from node.errors import NodeConfigError
 from node.process.ports import ListenPort
 from tests.gateway.worlds import on_both_loops, until
+from tests.peers import Peers
 from transport.control.certificates import Authority
+from transport.peers.name import PeerRole
+from transport.peers.rights import ASK_ENGINE
 from transport.wire.identity import Identity
 
 HOST = "127.0.0.1"
@@ -301,3 +304,30 @@ def test_without_certificates_the_engine_is_its_own_door() -> None:
     door.open("http://127.0.0.1:1234")
     door.shut()
     assert door.url == "http://127.0.0.1:1234"
+
+
+def test_engines_are_asked_by_gateways_only_and_not_by_revoked_ones(peers: Peers, tmp_path: Path) -> None:
+    @on_both_loops
+    async def scenario() -> None:
+        (tmp_path / "revoked").write_text("")
+        identity, guard = peers.guarded(tmp_path / "revoked")
+        front = door_of(identity, guard)
+        assert isinstance(front, EngineFront)
+        async with engine_running() as engine, fronted(front) as port:
+            front.open(engine.url)
+            for role, thief in peers.by_role.items():
+                if role is not PeerRole.GATEWAY:
+                    assert await is_refused(port, thief)
+                    assert guard.refused[ASK_ENGINE, role] == 1
+            async with calling(port, peers.by_role[PeerRole.GATEWAY]) as (reader, writer):
+                writer.write(b"x")
+                await reader.readexactly(1)
+                (tmp_path / "revoked").write_text("thief-gateway\n")
+
+                def is_over() -> bool:
+                    guard.end_revoked()
+                    return len(front) == 0
+
+                await until(is_over)
+
+    scenario()

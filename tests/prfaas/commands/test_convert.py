@@ -6,6 +6,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any, TypeVar
 
+import grpc.aio
 import pytest
 import tomli_w
 
@@ -108,3 +109,36 @@ async def _abort(node: RunningNode, ticket: pb.Ticket) -> None:
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConversionError, match="no such file"):
         asyncio.run(convert(ConvertWish(node="d0", role=Role.DECODE), tmp_path / "none.toml", print))
+
+
+def test_a_node_whose_epochs_are_used_up_is_named_and_nothing_is_asked(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    report = site.nodes[0].agent.conversions.report
+
+    def poisoned() -> pb.Conversion:
+        conversion = report()
+        conversion.epoch = 2**64 - 1
+        return conversion
+
+    monkeypatch.setattr(site.nodes[0].agent.conversions, "report", poisoned)
+    with pytest.raises(ConversionError, match="d0: its newest command has epoch 18446744073709551615, which leaves no"):
+        site.convert("d0", Role.PREFILL, force=True)
+
+
+def test_an_epoch_that_leaps_is_refused_by_the_node(site: Site) -> None:
+    async def leap() -> None:
+        await site.nodes[0].stub.Convert(pb.ConvertRequest(epoch=2**64 - 1, role="prefill"))
+
+    with pytest.raises(grpc.aio.AioRpcError, match="is too far ahead of"):
+        site.run(leap())
+    assert site.convert("d0", Role.PREFILL)
+
+
+def test_a_certificate_that_is_not_there_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "gateway.toml"
+    keys = {"certificate": "g.pem", "key": "g.key", "authority": "a.pem"}
+    nodes = [{"agent": "127.0.0.1:1"}]
+    file.write_text(tomli_w.dumps({"gateway": {"tokenizer_dir": ".", "nodes": nodes, **keys}}))
+    with pytest.raises(ConversionError, match="no such file"):
+        asyncio.run(convert(ConvertWish(node="d0", role=Role.DECODE), file, print))

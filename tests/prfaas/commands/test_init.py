@@ -6,8 +6,10 @@ import pytest
 
 from gateway.auth.keyring import Keyring
 from gateway.config.gateway import load as load_gateway
+from gateway.config.operators import OperatorRole
+from gateway.errors import Unauthorised
 from node.config import load_node_config
-from prfaas.commands.init import QUESTIONS, InitSite, asked, files, init, members, site_of
+from prfaas.commands.init import QUESTIONS, FirstKeys, InitSite, asked, files, init, members, site_of
 from prfaas.errors import InitError
 from prfaas.system.topology import load_topology
 
@@ -35,10 +37,18 @@ def test_one_machine_gets_one_file_that_up_takes(tmp_path: Path) -> None:
 def test_several_machines_get_a_file_for_each_process(tmp_path: Path) -> None:
     said = write(SEVERAL, tmp_path)
     gateway = load_gateway(tmp_path / "gateway.toml")
-    (key,) = [line.rpartition(" ")[2] for line in said if line.startswith("API key")]
-    keyring = Keyring(gateway.tenants, gateway.operator_keys)
-    assert keyring.tenant({"Authorization": f"Bearer {key}"}).name == "first"
-    assert keyring.is_operator({"Authorization": f"Bearer {key}"})
+    tenants, operators = (
+        {"Authorization": f"Bearer {line.rpartition(' ')[2]}"}
+        for begin in ("API key", "Operator's key")
+        for line in said
+        if line.startswith(begin)
+    )
+    keyring = Keyring(gateway.tenants, gateway.all_operators)
+    assert keyring.tenant(tenants).name == "first"
+    assert keyring.check_operator(operators, OperatorRole.ADMIN).name == "first-operator"
+    assert not keyring.is_operator(tenants)
+    with pytest.raises(Unauthorised):
+        keyring.tenant(operators)
     assert [node.agent for node in gateway.nodes] == [
         "10.1.0.1:7001", "10.1.0.2:7001", "10.0.0.2:7001", "10.0.0.2:7002", "d.lan:7001",
     ]  # fmt: skip
@@ -65,7 +75,7 @@ def test_certificates_are_made_for_all_and_named_in_their_files(tmp_path: Path) 
 
 
 def test_two_nodes_of_a_machine_have_ports_of_their_own() -> None:
-    texts = files(SEVERAL)
+    texts = files(SEVERAL, FirstKeys("p"))
     assert "control_port = 7001" in texts["home-p0.toml"]
     assert "control_port = 7002" in texts["home-d0.toml"]
 

@@ -1,13 +1,17 @@
 """What `prfaas key` prints is what a gateway's file takes."""
 
 import tomllib
+from datetime import UTC, date, datetime
 
 import pytest
 
 from gateway.auth.keyring import Keyring, digest_of
+from gateway.config.gateway import GatewayConfig
+from gateway.config.operators import OperatorRole
 from gateway.config.tenants import TenantConfig
 from prfaas.commands.keys import PREFIX, make_and_tell, new_key
 from prfaas.errors import KeyNameError
+from transport.control.settings import build
 
 
 def told(name: str) -> tuple[str, dict[str, object]]:
@@ -28,7 +32,18 @@ def test_a_tenants_key_opens_what_is_its_own() -> None:
 
 def test_an_operators_key_is_an_operators() -> None:
     key, tables = told("operator")
-    assert tables == {"operator_keys": [digest_of(key)]}
+    assert tables == {"operators": [{"name": "operator", "role": "admin", "keys": [digest_of(key)]}]}
+
+
+def test_an_operator_has_a_name_a_role_and_an_end() -> None:
+    said: list[str] = []
+    make_and_tell("ann", said.append, OperatorRole.VIEWER, date(2027, 1, 31))
+    key, _, rest = said[0].partition("\n")
+    nodes = [{"agent": "127.0.0.1:7001"}]
+    table = {"tokenizer_dir": "t", "nodes": nodes, **tomllib.loads(rest)["gateway"]}
+    (ann,) = build(GatewayConfig, table, "[gateway]").operators
+    assert (ann.name, ann.keys, ann.role) == ("ann", (digest_of(key),), OperatorRole.VIEWER)
+    assert ann.expires == datetime(2027, 1, 31, tzinfo=UTC)
 
 
 def test_no_two_keys_are_equal_and_all_can_be_told_from_words() -> None:

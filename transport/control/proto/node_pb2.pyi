@@ -53,7 +53,7 @@ class DescribeRequest(_message.Message):
     def __init__(self, check_integrity: _Optional[bool] = ...) -> None: ...
 
 class NodeDescription(_message.Message):
-    __slots__ = ("node_id", "cluster", "cluster_kind", "role", "state", "engine_url", "model_id", "layout_json", "layout_fingerprint", "block_size", "max_model_len", "load", "pool", "integrity_error", "boot_id", "engine_pid", "ssd", "contexts", "conversion", "calls_port", "version", "wall_clock_s", "not_done_json", "adapters", "takes_media", "rooms")
+    __slots__ = ("node_id", "cluster", "cluster_kind", "role", "state", "engine_url", "model_id", "layout_json", "layout_fingerprint", "block_size", "max_model_len", "load", "pool", "integrity_error", "boot_id", "engine_pid", "ssd", "contexts", "conversion", "calls_port", "version", "wall_clock_s", "not_done_json", "adapters", "takes_media", "rooms", "plain")
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     CLUSTER_FIELD_NUMBER: _ClassVar[int]
     CLUSTER_KIND_FIELD_NUMBER: _ClassVar[int]
@@ -80,6 +80,7 @@ class NodeDescription(_message.Message):
     ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     TAKES_MEDIA_FIELD_NUMBER: _ClassVar[int]
     ROOMS_FIELD_NUMBER: _ClassVar[int]
+    PLAIN_FIELD_NUMBER: _ClassVar[int]
     node_id: str
     cluster: str
     cluster_kind: str
@@ -106,7 +107,8 @@ class NodeDescription(_message.Message):
     adapters: _containers.RepeatedScalarFieldContainer[str]
     takes_media: bool
     rooms: Rooms
-    def __init__(self, node_id: _Optional[str] = ..., cluster: _Optional[str] = ..., cluster_kind: _Optional[str] = ..., role: _Optional[str] = ..., state: _Optional[_Union[NodeState, str]] = ..., engine_url: _Optional[str] = ..., model_id: _Optional[str] = ..., layout_json: _Optional[str] = ..., layout_fingerprint: _Optional[str] = ..., block_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., pool: _Optional[_Union[PoolReport, _Mapping]] = ..., integrity_error: _Optional[str] = ..., boot_id: _Optional[str] = ..., engine_pid: _Optional[int] = ..., ssd: _Optional[_Union[SsdReport, _Mapping]] = ..., contexts: _Optional[_Iterable[_Union[Context, _Mapping]]] = ..., conversion: _Optional[_Union[Conversion, _Mapping]] = ..., calls_port: _Optional[int] = ..., version: _Optional[str] = ..., wall_clock_s: _Optional[float] = ..., not_done_json: _Optional[str] = ..., adapters: _Optional[_Iterable[str]] = ..., takes_media: _Optional[bool] = ..., rooms: _Optional[_Union[Rooms, _Mapping]] = ...) -> None: ...
+    plain: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, node_id: _Optional[str] = ..., cluster: _Optional[str] = ..., cluster_kind: _Optional[str] = ..., role: _Optional[str] = ..., state: _Optional[_Union[NodeState, str]] = ..., engine_url: _Optional[str] = ..., model_id: _Optional[str] = ..., layout_json: _Optional[str] = ..., layout_fingerprint: _Optional[str] = ..., block_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., pool: _Optional[_Union[PoolReport, _Mapping]] = ..., integrity_error: _Optional[str] = ..., boot_id: _Optional[str] = ..., engine_pid: _Optional[int] = ..., ssd: _Optional[_Union[SsdReport, _Mapping]] = ..., contexts: _Optional[_Iterable[_Union[Context, _Mapping]]] = ..., conversion: _Optional[_Union[Conversion, _Mapping]] = ..., calls_port: _Optional[int] = ..., version: _Optional[str] = ..., wall_clock_s: _Optional[float] = ..., not_done_json: _Optional[str] = ..., adapters: _Optional[_Iterable[str]] = ..., takes_media: _Optional[bool] = ..., rooms: _Optional[_Union[Rooms, _Mapping]] = ..., plain: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Rooms(_message.Message):
     __slots__ = ("host", "port")
@@ -262,7 +264,7 @@ class PoolReport(_message.Message):
     def __init__(self, pages_total: _Optional[int] = ..., pages_free: _Optional[int] = ..., pages_prefix: _Optional[int] = ..., pages_transfer: _Optional[int] = ..., pages_locked: _Optional[int] = ..., reservations: _Optional[int] = ..., page_bytes: _Optional[int] = ...) -> None: ...
 
 class ReserveRequest(_message.Message):
-    __slots__ = ("request_id", "num_tokens", "block_hashes", "tokens_digest", "ttl_s", "prefix_only", "holder", "tenant")
+    __slots__ = ("request_id", "num_tokens", "block_hashes", "tokens_digest", "ttl_s", "prefix_only", "holder", "tenant", "sender")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     BLOCK_HASHES_FIELD_NUMBER: _ClassVar[int]
@@ -271,6 +273,7 @@ class ReserveRequest(_message.Message):
     PREFIX_ONLY_FIELD_NUMBER: _ClassVar[int]
     HOLDER_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
+    SENDER_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     num_tokens: int
     block_hashes: bytes
@@ -279,7 +282,16 @@ class ReserveRequest(_message.Message):
     prefix_only: bool
     holder: str
     tenant: str
-    def __init__(self, request_id: _Optional[str] = ..., num_tokens: _Optional[int] = ..., block_hashes: _Optional[bytes] = ..., tokens_digest: _Optional[bytes] = ..., ttl_s: _Optional[float] = ..., prefix_only: _Optional[bool] = ..., holder: _Optional[str] = ..., tenant: _Optional[str] = ...) -> None: ...
+    sender: str
+    def __init__(self, request_id: _Optional[str] = ..., num_tokens: _Optional[int] = ..., block_hashes: _Optional[bytes] = ..., tokens_digest: _Optional[bytes] = ..., ttl_s: _Optional[float] = ..., prefix_only: _Optional[bool] = ..., holder: _Optional[str] = ..., tenant: _Optional[str] = ..., sender: _Optional[str] = ...) -> None: ...
+
+class ReaddressRequest(_message.Message):
+    __slots__ = ("transfer_id", "sender")
+    TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
+    SENDER_FIELD_NUMBER: _ClassVar[int]
+    transfer_id: str
+    sender: str
+    def __init__(self, transfer_id: _Optional[str] = ..., sender: _Optional[str] = ...) -> None: ...
 
 class Ticket(_message.Message):
     __slots__ = ("transfer_id", "secret", "num_tokens", "have_tokens", "tokens_digest", "endpoints", "ttl_s", "layout_fingerprint", "node_id", "cluster")

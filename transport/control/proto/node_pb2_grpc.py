@@ -54,6 +54,11 @@ class NodeAgentStub:
                 request_serializer=transport_dot_control_dot_proto_dot_node__pb2.AbortRequest.SerializeToString,
                 response_deserializer=transport_dot_control_dot_proto_dot_node__pb2.Done.FromString,
                 _registered_method=True)
+        self.Readdress = channel.unary_unary(
+                '/prfaas.node.v1.NodeAgent/Readdress',
+                request_serializer=transport_dot_control_dot_proto_dot_node__pb2.ReaddressRequest.SerializeToString,
+                response_deserializer=transport_dot_control_dot_proto_dot_node__pb2.Done.FromString,
+                _registered_method=True)
         self.Load = channel.unary_unary(
                 '/prfaas.node.v1.NodeAgent/Load',
                 request_serializer=transport_dot_control_dot_proto_dot_node__pb2.LoadRequest.SerializeToString,
@@ -137,6 +142,13 @@ class NodeAgentServicer:
 
     def Abort(self, request, context):
         """Frees whatever the reservation or the push still holds. Idempotent; unknown ids are not an error.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Readdress(self, request, context):
+        """Another sender takes over what a reservation is for: its ticket is that one's from now on, and no longer that of before.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -242,6 +254,11 @@ def add_NodeAgentServicer_to_server(servicer, server):
             'Abort': grpc.unary_unary_rpc_method_handler(
                     servicer.Abort,
                     request_deserializer=transport_dot_control_dot_proto_dot_node__pb2.AbortRequest.FromString,
+                    response_serializer=transport_dot_control_dot_proto_dot_node__pb2.Done.SerializeToString,
+            ),
+            'Readdress': grpc.unary_unary_rpc_method_handler(
+                    servicer.Readdress,
+                    request_deserializer=transport_dot_control_dot_proto_dot_node__pb2.ReaddressRequest.FromString,
                     response_serializer=transport_dot_control_dot_proto_dot_node__pb2.Done.SerializeToString,
             ),
             'Load': grpc.unary_unary_rpc_method_handler(
@@ -407,6 +424,33 @@ class NodeAgent:
             target,
             '/prfaas.node.v1.NodeAgent/Abort',
             transport_dot_control_dot_proto_dot_node__pb2.AbortRequest.SerializeToString,
+            transport_dot_control_dot_proto_dot_node__pb2.Done.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Readdress(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/prfaas.node.v1.NodeAgent/Readdress',
+            transport_dot_control_dot_proto_dot_node__pb2.ReaddressRequest.SerializeToString,
             transport_dot_control_dot_proto_dot_node__pb2.Done.FromString,
             options,
             channel_credentials,

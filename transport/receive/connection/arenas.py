@@ -10,7 +10,7 @@ log = logging.getLogger(__name__)
 
 
 class Arenas:
-    """Those of one connection; each is opened once, when first needed."""
+    """The arenas of one connection; each is opened once, when first needed."""
 
     def __init__(self, allowed_dirs: Sequence[str]) -> None:
         self._allowed_dirs = allowed_dirs
@@ -26,7 +26,7 @@ class Arenas:
         self._unreadable.discard(slot)
 
     def fd(self, slot: int) -> int | None:
-        """Of the arena of a slot that is bound; None when it has none that may be read."""
+        """The descriptor of a bound slot's arena; None when it has none that may be read."""
         if slot in self._unreadable:
             return None
         path = self._paths.get(slot, "")

@@ -1,4 +1,4 @@
-"""Strangers at the door of a listener: one thread for all who have not shown a secret yet.
+"""Unknown peers of a listener: one thread serves all that have not shown a secret yet.
 
     KNOCKING ──first byte──> TALKING ──an Open that is accepted──> a thread of its own (see inlet)
         │ a TLS record
@@ -6,8 +6,8 @@
         └──────────────────┬────┴───────────┘
                   refused, wrong ──────────────────────────────> LEAVING ──has read why──> gone
 
-A stranger costs a socket and some kilobytes, and no more than so many of them are there, overall and of one address: the
-oldest goes when there is one too many, so that an honest sender, who needs a round trip or two, gets in however many wait.
+An unknown peer costs a socket and some kilobytes. Their number is bounded, overall and by address. When there is one
+too many, the oldest goes. So an honest sender, which needs a round trip or two, gets in no matter how many wait.
 """
 
 import errno
@@ -26,6 +26,9 @@ from typing import Final, Protocol
 
 from transport.errors import ConnectionRefused, GreetingRefused, LocalProtocolError, PeerLost, RemoteProtocolError
 from transport.path.tcp import HANG_UP_S, TICK_S, format_address, receive_now
+from transport.peers.guard import Guard
+from transport.peers.name import PeerCertificate, of_tls
+from transport.peers.rights import GREET
 from transport.receive.few_lines import FewLines
 from transport.receive.options import Limits
 from transport.wire.connection import Connection, ProtocolState
@@ -47,7 +50,7 @@ from transport.wire.frames import (
     Written,
 )
 from transport.wire.identity import Identity
-from transport.wire.session import TLS_ACCESS_DENIED, TLS_RECORD, Session, begin_tls, grant_bytes
+from transport.wire.session import TLS_ACCESS_DENIED, TLS_RECORD, Session, begin_tls, grant_bytes, refusal_bytes
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +59,7 @@ MAX_REFUSED: Final = 64  # transfers of one visitor
 MAX_UNSENT_BYTES: Final = 64 << 10  # to one who does not read
 MAX_PAST_BYTES: Final = 1 << 30  # payload of refused transfers that one visitor may send
 SINK_BYTES: Final = 64 << 10
-ROUND_S: Final = 0.1  # between two looks at who is overdue
+ROUND_S: Final = 0.1  # between two looks for overdue peers
 LOG_EVERY_S: Final = 10.0
 # The process or its host has no more to give: a connection has to go.
 SHORTAGES: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
@@ -92,7 +95,7 @@ class Visitor:
 
 @dataclass(frozen=True, slots=True)
 class GreetedVisitor:
-    """What a visitor has said that opened the door, and what it has not been told yet."""
+    """The frames with which a peer showed its secret, and the replies that it has not had yet."""
 
     frame: Open
     reply: Accept
@@ -102,10 +105,10 @@ class GreetedVisitor:
 
 
 class Host(Protocol):
-    """Who lets them in."""
+    """Decides which peers are let in."""
 
     def arrive(self) -> int | Code:
-        """A number for a new connection; or why none may come."""
+        """A number for a new connection; or the reason why it is refused."""
 
     def receiver(self) -> Connection:
         """A connection that waits for its greeting."""
@@ -113,11 +116,14 @@ class Host(Protocol):
     def open(self, who: int, frame: Open, transcript: bytes) -> Accept | Refuse: ...
 
     def admit(self, who: int, sock: socket.socket, connection: Connection, begun: GreetedVisitor) -> Code | None:
-        """Takes the connection over; or why not. Raises RuntimeError when there is no thread for it."""
+        """Takes the connection over, or returns why not. Raises RuntimeError when there is no thread for it."""
 
     def gone(self, who: int) -> None: ...
 
-    def new_session(self) -> Session: ...
+    def new_session(self, peer: PeerCertificate | None = None) -> Session: ...
+
+    def introduced(self, who: int, address: str, session_id: bytes) -> None:
+        """A connection goes on with a session, and so with the name of its holder."""
 
     def refused(self, code: str, who: str, detail: str) -> None: ...
 
@@ -134,11 +140,13 @@ class Acceptor(threading.Thread):
         identity: Identity | None,
         timeout_s: float,
         limits: Limits,
+        guard: Guard | None = None,
     ) -> None:
         super().__init__(name=f"kv-greeter-{listener.getsockname()[1]}", daemon=True)
         self._host = host
         self._listener = listener
         self._identity = identity
+        self._guard = guard
         self._timeout_s = timeout_s
         self._limits = limits
         self._closing = False
@@ -339,7 +347,7 @@ class Acceptor(threading.Thread):
         return None if connection.payload_left else connection.next_event()
 
     def _let_in(self, visitor: Visitor, frame: Frame) -> bool:
-        """True when the visitor has shown a secret, and is no longer ours."""
+        """True when the peer has shown a secret, and another thread serves it now."""
         match frame:
             case Open():
                 self._say(visitor, visitor.connection.data_to_send())
@@ -356,7 +364,9 @@ class Acceptor(threading.Thread):
                     raise RemoteProtocolError(f"more than {most} chunks that are not awaited")
                 nack = Nack(slot=frame.slot, offset=frame.offset, length=frame.length, code=Code.CANCELLED)
                 self._say(visitor, visitor.connection.send(nack))
-            case Hello() | RailClosed():
+            case Hello():
+                self._host.introduced(visitor.who, visitor.name, frame.session)
+            case RailClosed():
                 pass
             case _:
                 raise RemoteProtocolError(f"{type(frame).__name__} before a transfer was opened")
@@ -463,13 +473,19 @@ class Acceptor(threading.Thread):
             self._host.refused(Code.IDENTITY, visitor.name, str(exc))
             self._dismiss(visitor, b"")
             return
+        peer = of_tls(visitor.sock.getpeercert() or {})
+        if self._guard is not None and (why := self._guard.refusal(GREET, peer, visitor.name)):
+            self._host.count(f"refused:{Code.ACCESS}")
+            visitor.sock.send(refusal_bytes(why))
+            self._dismiss(visitor, b"")
+            return
         self._selector.modify(visitor.sock, selectors.EVENT_READ, visitor)
         visitor.step = GreetingStep.GRANTED
-        visitor.sock.send(grant_bytes(self._host.new_session(), time.monotonic()))
+        visitor.sock.send(grant_bytes(self._host.new_session(peer), time.monotonic()))
         self._granted(visitor)
 
     def _granted(self, visitor: Visitor) -> None:
-        """Until the sender hangs up: closing first might lose what it has not read."""
+        """Waits until the sender closes: closing first might lose what it has not read."""
         with suppress(ssl.SSLWantReadError):
             visitor.sock.recv(1)
             self._drop(visitor)

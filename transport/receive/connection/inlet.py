@@ -84,7 +84,7 @@ class ReceiverThread(threading.Thread):
         self._replies.stop()
 
     def say(self, frame: Frame, timeout_s: float = SEND_TIMEOUT_S) -> None:
-        """Sends a frame from any thread; a peer that takes nothing for so long loses its connection."""
+        """Sends a frame from any thread; a peer that reads nothing for too long loses its connection."""
         self._replies.say(frame, timeout_s)
 
     def run(self) -> None:
@@ -198,7 +198,7 @@ class ReceiverThread(threading.Thread):
         self._shared.settle()
 
     def _bind(self, frame: Open, landing: Landing) -> None:
-        """What the chunks of an accepted slot are verified with, and where References point."""
+        """The seals and arenas of an accepted slot: to verify its chunks, and to resolve References."""
         connection = self._connection
         self._refused.pop(frame.slot, None)
         self._seeds[frame.slot] = transfer_seed(frame.transfer_id, connection.transcript)
@@ -274,7 +274,8 @@ class ReceiverThread(threading.Thread):
             raise
 
     def _receive_coded(self, chunk: CodedChunk) -> None:
-        """Whole into a buffer of ours, checked and decoded there, and only then into its place."""
+        """Reads a coded chunk whole into a buffer, checks and decodes it there, and only then copies it into its
+        place."""
         self._shared.received_bytes += chunk.length
         if not self._is_bound(chunk.slot):
             self._payload.skip()
@@ -368,7 +369,7 @@ class ReceiverThread(threading.Thread):
         return digest(claim.views, self._seeds[claim.slot], claim.start) == frame.checksum
 
     def _passed(self, frame: Chunk | CodedChunk | Reference | Written) -> None:
-        """A chunk without a place here. It is answered all the same: that frees its room in the sender's window."""
+        """A chunk without a place here. It is answered anyway, which frees its room in the sender's window."""
         self._passed_chunks += 1
         if self._passed_chunks > (most := self._options.limits.max_passed_chunks):
             raise RemoteProtocolError(f"more than {most} chunks that are not awaited")

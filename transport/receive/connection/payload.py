@@ -25,7 +25,7 @@ MAX_VIEWS: Final = 256  # of one read
 
 
 class Filled(Enum):
-    """What became of a chunk's place."""
+    """The outcome of a chunk."""
 
     WHOLE = auto()
     WRONG = auto()  # not what was sent

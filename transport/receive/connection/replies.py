@@ -1,4 +1,4 @@
-"""What the receiving end of a connection says, from whichever thread."""
+"""The replies of a connection's receiving end, from any thread."""
 
 import socket
 import threading

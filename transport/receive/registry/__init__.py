@@ -1,1 +1,1 @@
-"""What a listener expects, and which connections it knows. Shared by its threads."""
+"""The transfers that a listener expects, and its connections. Its threads share them."""

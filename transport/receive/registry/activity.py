@@ -1,4 +1,5 @@
-"""Which connections of a listener are busy: something that they opened is expected still. The others are idle, since when?"""
+"""Tells busy connections of a listener from idle ones, and since when they are idle. Busy: a transfer that they opened
+is still expected."""
 
 from collections.abc import Iterable
 

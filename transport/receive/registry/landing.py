@@ -1,4 +1,4 @@
-"""One expected transfer: what is known of it, what is remembered of it, and the right to write one chunk of it."""
+"""One expected transfer: its state, its memory after the end, and the right to write one chunk of it."""
 
 import hmac
 from collections.abc import Callable
@@ -44,6 +44,7 @@ class Landing:
     deadline: float
     orphan_timeout_s: float
     exact: bool = True  # quantised chunks are refused
+    sender: str = ""  # who alone may open it, of those whose names are known; empty: any
     lossy_bytes: int = 0
     broken_seals: int = 0
     outcome: TransferOutcome | None = None
@@ -62,7 +63,7 @@ class Landing:
         return self.inbox.landed.num_bytes
 
     def missing(self) -> list[tuple[int, int]]:
-        """What has not landed, as offsets of the transfer's line of bytes."""
+        """The missing ranges, as offsets of the transfer's line of bytes."""
         return self.inbox.missing()
 
     def expires_at(self) -> float:
@@ -94,7 +95,7 @@ class Landing:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """What is remembered of a landing: enough for a sender that comes late."""
+    """The record of an ended landing: enough for a late sender."""
 
     transfer_id: str
     secret: bytes = field(repr=False)
@@ -110,7 +111,7 @@ class Ended:
         return cls(landing.transfer_id, landing.secret, manifest.digest, *sizes, outcome)
 
     def refusal(self, frame: Open, transcript: bytes) -> Code | None:
-        """Why an Open may not bind to it."""
+        """The reason why an Open may not bind to it."""
         expected = proof_of(self.secret, frame.transfer_id, frame.manifest_digest, transcript)
         if not hmac.compare_digest(expected, frame.proof):
             return Code.BAD_SECRET

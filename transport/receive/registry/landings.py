@@ -1,4 +1,4 @@
-"""What a receiver expects, and what becomes of it: the pure registry behind a listener.
+"""The transfers that a receiver expects, and their outcomes: the pure registry behind a listener.
 
     expect ──> waiting ──Open──> landing ──last chunk──> done
                   └───────┬─────────┘
@@ -40,6 +40,7 @@ class Landings:
         self._ended: OrderedDict[str, Ended] = OrderedDict()
         self._slots: dict[int, dict[int, Landing]] = {}  # connection -> slot -> landing
         self._unsettled: list[Landing] = []
+        self.places: dict[int, str] = {}  # connection -> CLUSTER/NAME of its sender, where it is known
         self.activity = Activity()
         self._grants: dict[int, set[Landing]] = {}  # connection -> landings that its sender may write into by itself
         self.counters: Counter[str] = Counter()
@@ -57,6 +58,7 @@ class Landings:
         deadline: float,
         orphan_timeout_s: float = float("inf"),
         exact: bool = True,
+        sender: str = "",
     ) -> Landing:
         if transfer_id in self._active:
             raise LocalProtocolError(f"transfer {transfer_id} is expected already")
@@ -69,6 +71,7 @@ class Landings:
             deadline=deadline,
             orphan_timeout_s=orphan_timeout_s,
             exact=exact,
+            sender=sender,
         )
         self._ended.pop(transfer_id, None)
         self._active[transfer_id] = landing
@@ -85,7 +88,7 @@ class Landings:
         return any(landing.transfer_id.startswith(prefix) for landing in self._unsettled)
 
     def cancel(self, transfer_id: str, detail: str, now: float, code: Code = Code.CANCELLED) -> Notices:
-        """Ends a landing; returns what to tell which connection. Unknown or ended ids are fine."""
+        """Ends a landing; returns the message for each connection. Unknown or ended ids are fine."""
         landing = self._active.get(transfer_id)
         return [] if landing is None else self._end(landing, TransferOutcome(code, detail), now)
 
@@ -128,6 +131,7 @@ class Landings:
     def disconnected(self, who: int, now: float) -> None:
         """The connection is gone: what it was writing does not count."""
         self.activity.gone(who)
+        self.places.pop(who, None)
         for landing in self._grants.pop(who, set()):
             landing.inbox.granted.discard(who)
         for landing in set(self._slots.pop(who, {}).values()):
@@ -147,6 +151,8 @@ class Landings:
             self.activity.opened(who, None, now)
             return self._read(frame, transcript)
         landing = self._landing_of(frame, transcript, now)
+        if isinstance(landing, Landing) and landing.sender and self.places.get(who, landing.sender) != landing.sender:
+            landing = Code.ACCESS  # the ticket is another's
         if isinstance(landing, Code):
             self.counters[f"refused:{landing}"] += 1
             return Refuse(slot=frame.slot, code=landing)
@@ -170,7 +176,7 @@ class Landings:
         return self._slots[who].get(slot)
 
     def abort(self, who: int, frame: Abort, now: float) -> Notices:
-        """The sender is through with a slot: with its part of the transfer, or with all of it."""
+        """The sender has finished with a slot: with its part of the transfer, or with all of it."""
         landing = self._slots[who].pop(frame.slot, None)
         if landing is None:
             return []
@@ -287,7 +293,7 @@ class Landings:
     # inside
 
     def _landing_of(self, frame: Open, transcript: bytes, now: float) -> Landing | Code:
-        """The landing that is asked for, or why it is not to be had; one that ended has its outcome."""
+        """The landing that an Open names, or why it is refused; an ended one gives its outcome."""
         landing, ended = self._active.get(frame.transfer_id), self._ended.get(frame.transfer_id)
         if landing is None and ended is None and frame.transfer_id.startswith(SEGMENT_PREFIX):
             return self._expect_write(frame, transcript, now)
@@ -297,7 +303,7 @@ class Landings:
         return known.refusal(frame, transcript) or landing or known.complete_landing()
 
     def _expect_write(self, frame: Open, transcript: bytes, now: float) -> Landing | Code:
-        """A one-sided write becomes a landing of its own: not before all that its Open says is right."""
+        """A one-sided write becomes a landing of its own, once everything in its Open is correct."""
         segment = self.segments.to_write(frame, transcript)
         if isinstance(segment, Code):
             return segment
@@ -314,7 +320,7 @@ class Landings:
         )
 
     def _read(self, frame: Open, transcript: bytes) -> Accept | Refuse:
-        """Of the request itself nothing is missing."""
+        """The read's own request needs no bytes: nothing is missing."""
         refusal = self.segments.read(frame, transcript)
         if refusal is not None:
             self.counters[f"refused:{refusal}"] += 1

@@ -1,8 +1,9 @@
-"""The pure list of connections that have shown a secret and are read, each by a thread.
+"""The pure list of connections that have shown a secret; a thread reads each of them.
 
-A connection is idle while no transfer that it opened is still expected: senders keep such ones for the next transfer. Where
-there are too many, of all, of one address or let in by one ticket, the one that has been idle longest makes room. Only busy ones
-stay, and the next one is refused. So one ticket takes a part of a listener at most, and nothing once its transfer is over.
+A connection is idle while no transfer that it opened is still expected: senders keep such ones for the next transfer.
+When there are too many in all, of one address or of one ticket, the one that has been idle longest makes room. Only
+busy ones stay, and the next one is refused. So one ticket takes a part of a listener at most, and nothing once its
+transfer is over.
 """
 
 from collections.abc import Callable
@@ -79,7 +80,7 @@ class Seats:
         self._taken.pop(who, None)
 
     def overdue(self, idle_since: IdleSince, now: float) -> list[int]:
-        """Those that have been idle for too long, whatever room there is; each is named once."""
+        """Connections that have been idle for too long, also when there is room; each is named once."""
         late = [who for who in self._taken if idle_since(who) + IDLE_S <= now]
         for who in late:
             del self._taken[who]

@@ -38,7 +38,7 @@ class ReadRequest:
 
 
 class Segments:
-    """What is registered, and which reads were granted."""
+    """The registered segments, and the granted reads."""
 
     def __init__(self, *, max_reads: int = MAX_READS) -> None:
         self._max_reads = max_reads
@@ -128,5 +128,5 @@ def parse_read_id(transfer_id: str) -> tuple[str, str, str]:
 
 
 def reply_secret(segment_secret: bytes, reply_id: str) -> bytes:
-    """What the pushed bytes of a read show themselves with: known to both sides, never on the wire, good for one read."""
+    """The secret of the transfer that answers a read: known to both sides, never on the wire, good for one read."""
     return hmac.digest(segment_secret, reply_id.encode(), "sha256")

@@ -1,4 +1,4 @@
-"""The landings of one listener, as its threads share them: one lock, and what follows from each decision.
+"""The landings of one listener, shared by its threads under one lock, and the actions after each decision.
 
 Decisions are those of `Landings`, taken under the lock; bytes move, and owners are told, outside of it.
 """
@@ -13,6 +13,9 @@ from typing import Final, Protocol, TypeVar
 from transport.coding.choice import CodecAccounts
 from transport.coding.codec import CodedPart
 from transport.errors import Closed, TargetFailed
+from transport.peers.guard import Guard
+from transport.peers.name import PeerCertificate
+from transport.peers.rights import SEND
 from transport.receive.buffers import BufferRoom
 from transport.receive.registry.landing import Claim, Landing, Notices, Rivals, SinkOf
 from transport.receive.registry.landings import Landings
@@ -43,7 +46,7 @@ T = TypeVar("T")
 
 
 class ConnectionReader(Protocol):
-    """Who reads a connection, as the others see it."""
+    """The reader of a connection, as other threads see it."""
 
     def stop(self) -> None:
         """From any thread; never blocks."""
@@ -55,13 +58,14 @@ class ConnectionReader(Protocol):
 
 
 class SharedLandings:
-    """All landings of a listener, and who reads the connections that fill them."""
+    """All landings of a listener, and the readers of the connections that fill them."""
 
     def __init__(
         self,
         on_read: Callable[[ReadRequest], None] | None,
         num_seats: int = NUM_SEATS,
         buffer_bytes: int = BUFFER_BYTES,
+        guard: Guard | None = None,
     ) -> None:
         self.lock = threading.Lock()
         self.changed = threading.Condition(self.lock)  # deadlines moved, or a connection left
@@ -69,6 +73,8 @@ class SharedLandings:
         self.closing = False
         self.received_bytes = 0
         self.decoded = CodecAccounts()
+        self._guard = guard
+        self._peers: dict[int, tuple[PeerCertificate, str]] = {}  # of connections with a session, and where they are
         self._on_read = on_read  # sends what a one-sided read asks for (see batch)
         self._readers: dict[int, ConnectionReader] = {}
         self._seats = Seats(num_seats)
@@ -93,7 +99,7 @@ class SharedLandings:
             return len(self._readers)
 
     def arrive(self) -> int | Code:
-        """A number for a connection that has come; or why it may not."""
+        """A number for a new connection; or the reason why it is refused."""
         with self.lock:
             if self.closing:
                 return Code.CLOSING
@@ -104,8 +110,13 @@ class SharedLandings:
             self.landings.connected(who)
             return who
 
+    def introduce(self, who: int, peer: PeerCertificate, address: str) -> None:
+        """It goes on with a session of that peer's. The caller has the lock."""
+        self._peers[who] = peer, address
+        self.landings.places[who] = peer.name.place if peer.name is not None else ""
+
     def enter(self, who: int, reader: ConnectionReader, origin: Origin) -> Code | None:
-        """From now on it reads that connection; or why not. Idle ones may have to make room for it."""
+        """Seats the connection's reader, or returns why not. Idle connections may have to make room."""
         with self.lock:
             if self.closing:
                 return Code.CLOSING
@@ -126,6 +137,7 @@ class SharedLandings:
         """It reads no more: whatever it had opened is left, and what it was writing does not count."""
         with self.changed:
             self.landings.disconnected(who, time.monotonic())
+            self._peers.pop(who, None)
             self.changed.notify_all()
         self.settle()
 
@@ -136,7 +148,7 @@ class SharedLandings:
             self._seats.leave(who)
 
     def close(self) -> list[ConnectionReader]:
-        """Ends all landings and tells their senders; returns who reads, stopped."""
+        """Ends all landings and tells their senders; returns the stopped readers."""
         with self.changed:
             self.closing = True
             readers = list(self._readers.values())
@@ -220,6 +232,11 @@ class SharedLandings:
     # what a connection asks for
 
     def open(self, who: int, frame: Open, transcript: bytes) -> Accept | Refuse:
+        with self.lock:
+            peer = self._peers.get(who)
+        if self._guard is not None and peer is not None and (why := self._guard.refusal(SEND, *peer)):
+            self.count(f"refused:{Code.ACCESS}")
+            return Refuse(slot=frame.slot, code=Code.ACCESS, detail=why)
         with self.changed:
             reply = self.landings.open(who, frame, transcript, time.monotonic())
             self.changed.notify_all()

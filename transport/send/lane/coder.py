@@ -15,7 +15,7 @@ MAX_RATIO: Final = 0.98  # a chunk that stays larger leaves as it is: the receiv
 
 
 class PeerCoding:
-    """What was learnt of coding for one peer, by all its lanes. `lock` is that of the peer's transfers."""
+    """What all lanes of one peer have learnt about coding. `lock` is that of the peer's transfers."""
 
     def __init__(self, lock: threading.Lock) -> None:
         self._lock = lock
@@ -39,7 +39,7 @@ class PeerCoding:
         return accounts
 
     def asked(self, formats: Mapping[str, RangeFormat], taken: Codec) -> dict[str, Codec]:
-        """What ranges of each label are to be coded with now; `taken` is what the receiver decodes."""
+        """The codec for ranges of each label now; `taken` is what the receiver decodes."""
         with self._lock:
             return {
                 label: self._chooser.codec_of(label, found.policy.choices(taken)) for label, found in formats.items()
@@ -67,7 +67,7 @@ class PeerCoding:
 
 
 class LaneCoder:
-    """Belongs to its lane's thread; what is learnt goes to the peer, for all lanes."""
+    """Belongs to its lane's thread; its measurements go to the peer, for all lanes."""
 
     def __init__(self, coding: PeerCoding, chunk_bytes: int) -> None:
         self._coding = coding

@@ -5,6 +5,8 @@ import threading
 from typing import Final
 
 from transport.path.tcp import dial
+from transport.peers.name import PeerCertificate
+from transport.peers.rights import RECEIVE
 from transport.send.options import ClientOptions
 from transport.wire.checksum import Integrity
 from transport.wire.identity import Identity
@@ -30,7 +32,7 @@ class SessionKeys:
         if self._options.integrity is not Integrity.AEAD or self._options.identity is None:
             return None
         with self._lock:
-            if self._session is None or now >= self._renew_at:
+            if self._session is None or now >= self._renew_at or self._is_revoked(self._session):
                 self._session = self._new(self._options.identity, now)
             return self._session
 
@@ -39,11 +41,25 @@ class SessionKeys:
         with self._lock:
             self._session = None
 
+    @property
+    def is_revoked(self) -> bool:
+        """Whether the receiver that gave the present keys counts no more."""
+        with self._lock:
+            return self._session is not None and self._is_revoked(self._session)
+
+    def _is_revoked(self, session: Session) -> bool:
+        guard = self._options.guard
+        return guard is not None and session.peer is not None and guard.is_revoked(session.peer)
+
+    def _refusal(self, peer: PeerCertificate) -> str:
+        guard = self._options.guard
+        return guard.refusal(RECEIVE, peer, self._address) if guard is not None else ""
+
     def _new(self, identity: Identity, now: float) -> Session:
         """Or the present ones, when there are no others to be had and they have not ended."""
         try:
             sock = dial(self._address, self._options.tcp)
-            session = request_session(sock, identity, self._options.tcp.connect_timeout_s, now)
+            session = request_session(sock, identity, self._options.tcp.connect_timeout_s, now, self._refusal)
         except OSError as exc:
             if self._session is None or now >= self._session.ends_at:
                 raise

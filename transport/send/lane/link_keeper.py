@@ -38,7 +38,7 @@ class PacedLane(Protocol):
 
 
 class LinkKeeper:
-    """What the link carries, may carry, and should carry. Its budget may be shared with other peers."""
+    """The link's measured rate, its budget and its target. The budget may be shared with other peers."""
 
     def __init__(
         self,
@@ -78,13 +78,13 @@ class LinkKeeper:
         return self._governor.plan.connections
 
     def available_bytes_per_s(self, state: LinkState) -> float:
-        """What it carries, or may; 0 = not known."""
+        """The link's rate, measured or allowed; 0 = not known."""
         return state.available_bytes_per_s or self._budget or 0.0
 
     # the budget
 
     def follow_budget(self, lanes: Sequence[PacedLane]) -> None:
-        """What the budget is now, which others may have changed."""
+        """Takes over the present budget, which other threads may have changed."""
         budget = self._egress.bytes_per_s
         with self._transfers.lock:
             changed, self._budget = self._budget != budget, budget
@@ -144,7 +144,7 @@ class LinkKeeper:
         )
 
     def spread(self, infos: Mapping[int, TcpInfo], state: LinkState, lanes: Iterable[PacedLane]) -> None:
-        """Over a long link each lane takes what it can send soon, since what it has taken no other one can send."""
+        """Over a long link each lane takes only what it can send soon, since no other lane can send it then."""
         if state.min_rtt_s < LONG_RTT_S or self._via is Via.RDMA:  # there, TCP carries little and says nothing of rails
             return
         scheduler = self._transfers.scheduler
@@ -160,7 +160,7 @@ class LinkKeeper:
                 lane.carries(rate)
 
     def govern(self, state: LinkState, now: float) -> bool:
-        """Thinks again; whether the pace has changed, which is to be shared out then."""
+        """Lets the governor decide again; returns whether the pace has changed, so that it must be shared out."""
         # What fits into the kernel's buffers may leave at once; beyond that, the link is what holds us back.
         busy = state.queued_bytes > state.connections * NOTSENT_LOWAT_BYTES
         plan = self._governor.on_sample(state, now, busy=busy)

@@ -63,7 +63,7 @@ class Home(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerContext:
-    """What all lanes to one peer have together."""
+    """The state that all lanes to one peer share."""
 
     address: str
     options: ClientOptions
@@ -153,7 +153,7 @@ class SenderLane:
                 set_pacing_rate(self._sock, bytes_per_s)
 
     def carries(self, bytes_per_s: float) -> None:
-        """What it sends at present, on a long link: no more than it will soon have sent may wait in the kernel."""
+        """Bounds what waits in the kernel on a long link by the connection's present rate."""
         before = self._carries
         if before is not None and abs(bytes_per_s - before) <= CARRIES_ANEW * before:
             return
@@ -178,7 +178,7 @@ class SenderLane:
             self._back_off()
 
     def _back_off(self) -> None:
-        """Being woken does not shorten it: a peer that refuses us is not asked more often because there is more work."""
+        """Being woken does not shorten it: more work is no reason to ask a refusing peer more often."""
         delay_s = min(BACKOFF_MAX_S, BACKOFF_FIRST_S * 2 ** min(self._failures, 10))
         self._failures += 1
         until = time.monotonic() + delay_s

@@ -5,9 +5,9 @@
     rails        chunk = writes, the last one with the chunk's number ══►   straight into the pages
     connection   Written(checksum) ──►         ◄── Ack, Nack, Cancel        verified where it lies
 
-Each rail is a lane of the peer's scheduler and takes chunks when it has room, so a slow one does not hold up the rest.
-A rail that fails is closed, the receiver is told so (RailClosed, and closes its end), and only then do its chunks leave
-again over the others: no late packet can write into a page that has been given away. While no rail works, and for
+Each rail is a lane of the peer's scheduler. It takes chunks when it has room, so a slow one does not hold up the rest.
+The sender closes a rail that fails, and tells the receiver (RailClosed), which closes its end. Only then do its chunks
+leave again over the others: no late packet can write into a page that has been given away. While no rail works, and for
 memory that is not registered, chunks go over the connection itself; that is counted, with the reason.
 """
 

@@ -1,6 +1,6 @@
 """The rails of one connection at work: offered, proved, fed with chunks, given up and tried again.
 
-Each rail is a lane of the peer's scheduler and takes chunks when it has room, so a slow one does not hold up the rest.
+Each rail is a lane of the peer's scheduler. It takes chunks when it has room, so a slow one does not hold up the rest.
 """
 
 import logging
@@ -123,7 +123,7 @@ class RunningRails:
         return ""
 
     def tend(self, now: float) -> bool:
-        """What has come, what is late, what may be tried anew; False when it was nothing."""
+        """Handles completions, late rails and retries; False when there was nothing to do."""
         moved = False
         if self.remote is None:
             return False
@@ -160,7 +160,7 @@ class RunningRails:
         return {chunk.piece.transfer.slot for running in self._running.values() for chunk in running.queue.pending}
 
     def close(self) -> None:
-        """What was on its way may leave over other lanes."""
+        """Chunks that were on their way may leave over other lanes."""
         for running in self._running.values():
             self._take_back(running)
         self._running.clear()

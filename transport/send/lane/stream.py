@@ -1,4 +1,4 @@
-"""One connection to a receiver: what it says is read, what is sent is made of batches, chunk by chunk."""
+"""One connection to a receiver: reads its replies, and writes batches chunk by chunk."""
 
 import logging
 import socket
@@ -48,7 +48,7 @@ class OutgoingViews:
             self.views.popleft()
 
     def copy_of(self, ended: set[LaneTransfer]) -> None:
-        """What was promised of these transfers leaves from memory of ours: theirs is wanted back."""
+        """Copies the promised bytes of these transfers: their owners want the memory back."""
         for i, (view, owner) in enumerate(self.views):
             if owner in ended:
                 self.views[i] = (bytes(view), None)
@@ -96,7 +96,7 @@ class Stream:
         return len(self._seeds)
 
     def read(self) -> bool:
-        """Takes what the receiver has said; False when it was nothing."""
+        """Handles the receiver's replies; False when there were none."""
         size = receive_now(self.sock, self.connection.receive_buffer())
         if size is None:
             return False
@@ -109,7 +109,7 @@ class Stream:
         return True
 
     def write_control(self) -> None:
-        """What the connection has to say by itself."""
+        """Sends the connection's own frames."""
         outgoing = OutgoingViews()
         outgoing.add(self.connection.data_to_send())
         self.write(outgoing)
@@ -142,13 +142,13 @@ class Stream:
             self._transfers.let_go(reading)
 
     def forget(self, notice: Frame) -> None:
-        """The receiver hears that we are through with a slot: nothing leaves for it any more."""
+        """Tells the receiver that the sender has finished with a slot: nothing more leaves for it."""
         if isinstance(notice, Abort):
             self._seeds.pop(notice.slot, None)
             self._seals.pop(notice.slot, None)
 
     def opening(self, transfer: LaneTransfer) -> Open:
-        """What begins a transfer on this connection."""
+        """The frame that begins a transfer on this connection."""
         manifest = transfer.manifest
         self._seeds[transfer.slot] = transfer_seed(transfer.transfer_id, self.connection.transcript)
         if self._session is not None:
@@ -199,7 +199,7 @@ class Stream:
             self._add_views(outgoing, piece, views)
 
     def checksum(self, transfer: LaneTransfer, start: int, views: Sequence[memoryview]) -> int:
-        """Of a chunk that begins at `start` and lies in `views`."""
+        """The checksum of a chunk that begins at `start` and lies in `views`."""
         return digest(views, self._seeds[transfer.slot], start)
 
     def _add_views(self, outgoing: OutgoingViews, piece: LanePiece, views: list[memoryview]) -> None:

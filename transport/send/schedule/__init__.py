@@ -1,1 +1,1 @@
-"""What leaves next: transfers, and the pure scheduler that deals them to lanes."""
+"""Chooses what leaves next: transfers, and the pure scheduler that deals them to lanes."""

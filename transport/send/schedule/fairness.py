@@ -1,4 +1,4 @@
-"""Whose turn it is among tenants of one urgency: by bytes sent lately, per weight."""
+"""Chooses the next tenant within one urgency: by bytes sent lately, per weight."""
 
 from itertools import islice
 from typing import Final, TypeAlias
@@ -12,7 +12,7 @@ Flow: TypeAlias = tuple[Urgency, str]  # and the tenant
 
 
 class Fairness:
-    """What each flow has sent lately, divided by the weight of what it sent.
+    """The recent bytes of each flow, divided by their weight.
 
     A tenant that has sent less goes first until it has had as much: a short transfer beside others' backlog leaves as if it
     were alone. `now` is as of the last `at`: fading is slow beside it.
@@ -37,5 +37,5 @@ class Fairness:
         return len({tenant for (_, tenant), at_s in last if self._now - at_s <= LATELY_S}) > 1
 
     def rank(self, flow: Flow) -> float:
-        """Of flows of one urgency, the one with the least is first."""
+        """Sort key within one urgency: the flow with the least is first."""
         return self._turns.rank(flow, self._now)

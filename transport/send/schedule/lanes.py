@@ -1,4 +1,4 @@
-"""Which bytes leave next, and on which connection: the sender's pure scheduler.
+"""Decides which bytes leave next, and on which connection: the sender's pure scheduler.
 
 A lane is one connection to the peer. Lanes ask for work when they have room for it, so a fast lane takes more chunks
 than a slow one (work stealing; static stripes would finish with the slowest). What they get:
@@ -173,7 +173,7 @@ class LaneScheduler:
 
     @property
     def unanswered(self) -> bool:
-        """Whether something has left to which the receiver has said nothing yet: chunks, or an opening."""
+        """Whether chunks or an opening have left that the receiver has not answered yet."""
         opened = any(t.opened_on and not t.outbox.accepted for t in self._transfers.values())
         return opened or self.bytes_in_flight > 0
 
@@ -202,7 +202,7 @@ class LaneScheduler:
             transfer.outbox.on_lane_lost(lane)
 
     def on_rates(self, bytes_per_s: Mapping[int, float]) -> None:
-        """What each lane carries at present."""
+        """Sets the present rate of each lane."""
         for lane, rate in bytes_per_s.items():
             if lane in self._lanes:
                 self._lanes[lane].bytes_per_s = rate
@@ -225,7 +225,7 @@ class LaneScheduler:
         return Batch(notices, tuple(opens), tuple(pieces))
 
     def take_notices(self, lane: int) -> list[Frame]:
-        """What the receiver has to be told of transfers that ended."""
+        """Frames that tell the receiver about ended transfers."""
         notices = self._lanes[lane].notices
         taken = list(notices)
         notices.clear()
@@ -247,7 +247,7 @@ class LaneScheduler:
             piece.transfer.outbox.hand_over(piece.start, piece.stop, lane, to)
 
     def on_frame(self, lane: int, frame: Frame) -> None:
-        """Whatever a receiver may say about a transfer. Raises RemoteProtocolError; the lane is lost then."""
+        """Handles any reply about a transfer. Raises RemoteProtocolError; the lane is lost then."""
         slot = getattr(frame, "slot", None)
         transfer = self._transfers.get(slot) if slot is not None else None
         match frame:
@@ -343,7 +343,7 @@ class LaneScheduler:
 
 
 def _part_of(lane: _Lane, lanes: Collection[_Lane]) -> float:
-    """What a lane carries of what all of them carry; lanes whose rate is not known count alike."""
+    """A lane's part of the rate of all lanes; lanes of unknown rate count alike."""
     known = [other.bytes_per_s for other in lanes if other.bytes_per_s]
     average = sum(known) / len(known) if known else 1.0
     return (lane.bytes_per_s or average) / (average * len(lanes))

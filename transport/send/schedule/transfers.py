@@ -1,4 +1,4 @@
-"""All transfers to one peer: what their pushes say on the one side, what lanes take and hear on the other."""
+"""All transfers to one peer, between their pushes on one side and the lanes on the other."""
 
 import threading
 import time
@@ -36,7 +36,7 @@ class Taker(Protocol):
 
 
 class Transfers:
-    """`lock` guards the scheduler, and what the peer knows of its lanes: work and who waits for it change together."""
+    """`lock` guards the scheduler and the peer's record of its lanes: work and waiting lanes change together."""
 
     def __init__(self, scheduler: LaneScheduler, monitor: LinkMonitor, lanes: Wakes) -> None:
         self.lock = threading.Lock()
@@ -111,7 +111,7 @@ class Transfers:
             push.finish()
 
     def close(self) -> None:
-        """Nothing is opened any more, and nothing goes on."""
+        """Ends all transfers, and opens no more."""
         with self.lock:
             self.closing = True
             self.scheduler.fail_all(Code.CLOSING, "the sender closes")

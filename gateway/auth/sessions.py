@@ -1,0 +1,136 @@
+"""Sessions of operators' browsers: after an operator's key has been shown once, a cookie stands for it for some hours.
+
+A cookie holds a random token. Its SHA-256 is the session's name here, so a reader of this memory cannot use it. A session
+remembers the digest of the key: it ends with that key, by logging out, and after its time.
+"""
+
+import os
+import secrets
+from collections.abc import Mapping
+from contextlib import suppress
+from hashlib import sha256
+from http.cookies import CookieError, SimpleCookie
+from pathlib import Path
+from typing import Final, Protocol
+
+import msgspec
+
+COOKIE: Final = "prfaas_session"
+TOKEN_BYTES: Final = 32
+MOST_SESSIONS: Final = 256  # the one that began first makes place for a further one
+MAX_COOKIE_CHARS: Final = 4096
+
+
+class OperatorSession(msgspec.Struct, frozen=True):
+    """Whose key was shown, by its digest, and until when that counts."""
+
+    key_digest: str
+    ends_unix_s: float
+
+
+class SessionStore(Protocol):
+    """Keeps sessions by name."""
+
+    def put(self, name: str, session: OperatorSession) -> None:
+        """Raises OSError."""
+        ...
+
+    def get(self, name: str) -> OperatorSession | None: ...
+    def drop(self, name: str) -> None: ...
+
+
+class LocalSessions:
+    """Of this process alone."""
+
+    def __init__(self) -> None:
+        self._sessions: dict[str, OperatorSession] = {}
+
+    def put(self, name: str, session: OperatorSession) -> None:
+        while len(self._sessions) >= MOST_SESSIONS:
+            del self._sessions[next(iter(self._sessions))]
+        self._sessions[name] = session
+
+    def get(self, name: str) -> OperatorSession | None:
+        return self._sessions.get(name)
+
+    def drop(self, name: str) -> None:
+        self._sessions.pop(name, None)
+
+
+class SharedSessions:
+    """Of all workers of a gateway: a small file for each, in a folder of theirs alone."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def put(self, name: str, session: OperatorSession) -> None:
+        self._folder.mkdir(mode=0o700, exist_ok=True)
+        known = sorted(self._folder.iterdir(), key=_began)
+        for file in known[: max(0, len(known) - MOST_SESSIONS + 1)]:
+            file.unlink(missing_ok=True)
+        written = self._folder / f".{name}"
+        written.write_bytes(msgspec.json.encode(session))
+        written.rename(self._folder / name)
+
+    def get(self, name: str) -> OperatorSession | None:
+        try:
+            return msgspec.json.decode((self._folder / name).read_bytes(), type=OperatorSession)
+        except (OSError, msgspec.DecodeError):
+            return None
+
+    def drop(self, name: str) -> None:
+        with suppress(OSError):
+            (self._folder / name).unlink(missing_ok=True)
+
+
+def _began(file: Path) -> float:
+    try:
+        return os.stat(file).st_mtime
+    except OSError:  # another worker was faster
+        return 0.0
+
+
+class OperatorSessions:
+    """Begins and ends sessions of at most `length_s`."""
+
+    def __init__(self, store: SessionStore, length_s: float) -> None:
+        self.length_s = length_s
+        self._store = store
+
+    def begin(self, key_digest: str, unix_s: float) -> str:
+        """The token of a new session. Raises OSError."""
+        token = secrets.token_urlsafe(TOKEN_BYTES)
+        self._store.put(_name(token), OperatorSession(key_digest, unix_s + self.length_s))
+        return token
+
+    def key_digest(self, headers: Mapping[str, str], unix_s: float) -> str:
+        """The digest of the key that began the session of a request's cookie; "" without one that holds."""
+        token = token_in(headers)
+        session = self._store.get(_name(token)) if token else None
+        if session is None:
+            return ""
+        if unix_s >= session.ends_unix_s:
+            self._store.drop(_name(token))
+            return ""
+        return session.key_digest
+
+    def end(self, headers: Mapping[str, str]) -> None:
+        """Ends the session of a request's cookie."""
+        if token := token_in(headers):
+            self._store.drop(_name(token))
+
+
+def token_in(headers: Mapping[str, str]) -> str:
+    """The session's token in a Cookie header; "" without one."""
+    text = headers.get("Cookie", "")
+    if COOKIE not in text or len(text) > MAX_COOKIE_CHARS:
+        return ""
+    try:
+        found = SimpleCookie(text).get(COOKIE)
+    except CookieError:
+        return ""
+    return found.value if found is not None else ""
+
+
+def _name(token: str) -> str:
+    return sha256(token.encode("utf-8", "surrogateescape")).hexdigest()

@@ -1,0 +1,40 @@
+"""Whether who answers at an agent's address may be an agent: by the name in its certificate, and the list of revoked ones."""
+
+from gateway.errors import AgentCallFailed
+from transport.control.credentials import server_certificate
+from transport.peers.guard import Guard
+from transport.peers.name import PeerCertificate
+from transport.peers.rights import SERVE
+from transport.wire.identity import Identity
+
+
+class AgentPeer:
+    """One agent's address. Without a guard, every holder of a certificate is an agent."""
+
+    def __init__(self, address: str, timeout_s: float, identity: Identity | None, guard: Guard | None) -> None:
+        self._address = address
+        self._timeout_s = timeout_s
+        self._identity = identity
+        self._guard = guard
+        self._shown: PeerCertificate | None = None  # when it was last looked at
+
+    async def look(self) -> None:
+        """Looks at its certificate, which gRPC only compares with a host's name. Raises AgentCallFailed."""
+        if self._identity is None or self._guard is None:
+            return
+        try:
+            self._shown = (await server_certificate(self._address, self._identity, self._timeout_s)).peer
+        except (OSError, ValueError):  # gRPC will find it out, too, and knows how to call it
+            self._shown = None
+            return
+        if why := self.refusal(self._shown):
+            raise AgentCallFailed(self._address, "identity", why)
+
+    def refusal(self, shown: PeerCertificate) -> str:
+        """Why the holder of that certificate is no agent; "": it is one."""
+        return self._guard.refusal(SERVE, shown, self._address) if self._guard is not None else ""
+
+    def unless_revoked(self) -> None:
+        """Raises AgentCallFailed once who was looked at is revoked."""
+        if self._guard is not None and self._shown is not None and self._guard.is_revoked(self._shown):
+            raise AgentCallFailed(self._address, "identity", f"{self._shown} is revoked")

@@ -1,0 +1,156 @@
+"""Sentences that are too long and words that readers stumble over: `python scripts/prose.py [--count] PATH …`.
+
+Reads Markdown, and of Python comments, docstrings and help texts. A sentence ends at . ! ? : or ; before a space.
+"""
+
+import argparse
+import ast
+import io
+import re
+import tokenize
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+MAX_WORDS = 25
+# Arguments of argparse, whose texts a user reads.
+HELP = ("help", "description", "epilog")
+STUMBLING = re.compile(
+    r"\b(?:whoever|whomever|nobody|somebody|(?:of|to|by|with) whom|of which|(?:is|are) (?-i:none)"
+    r"|(?-i:who) (?:has|is|asks|waits|holds|knows|may|wants))\b",  # at its start a question may ask for a person
+    re.IGNORECASE,
+)
+_FENCE = re.compile(r"^ {0,3}(```|~~~).*?^ {0,3}\1", re.MULTILINE | re.DOTALL)
+_SPAN = re.compile(r"(`+)(?!`).+?(?<!`)\1(?!`)", re.DOTALL)
+_LINK = re.compile(r"!?\[([^\]]*)\]\([^)]*\)")
+_ITEM = re.compile(r"\s*(?:[-*+]|\d+[.)])\s+")
+_RULE = re.compile(r"[-=*|: ]+")
+# Lines of drawings, and rows of columns that spaces align.
+_ALIGNED = re.compile(r"[│├└─►◄═▼▲]|\S {2,}\S")
+_END = re.compile(r"[.!?:;]+[\"')\]*_»”]*(?=\s|$)")
+
+
+def sentences(text: str) -> Iterator[str]:
+    """The sentences of Markdown: code blocks are left out, and a heading, a list's item or a table's cell is a text."""
+    for unit in _units(_FENCE.sub("\n", text)):
+        plain = _LINK.sub(r"\1", _SPAN.sub(_one_word, unit))
+        yield from (part.strip() for part in _END.split(plain) if part.strip())
+
+
+def _units(text: str) -> Iterator[str]:
+    for block in re.split(r"\n\s*\n", text):
+        lines = block.splitlines()
+        if all(line.startswith("    ") or not line.strip() for line in lines) and not _ITEM.match(
+            lines[0] if lines else ""
+        ):
+            continue
+        unit: list[str] = []
+        for line in lines:
+            if (
+                line.lstrip().startswith(("|", "#"))
+                or _ITEM.match(line)
+                or _RULE.fullmatch(line)
+                or _ALIGNED.search(line)
+            ):
+                yield " ".join(unit)
+                unit = []
+            if line.lstrip().startswith("|"):
+                yield from _SPAN.sub(_one_word, line).split("|")
+            elif line.lstrip().startswith("#"):
+                yield line
+            elif not _RULE.fullmatch(line):
+                item = _ITEM.match(line)
+                unit.append(line[item.end() if item else 0 :].strip())
+        yield " ".join(unit)
+
+
+def _one_word(span: re.Match[str]) -> str:
+    return re.sub(r"\s", "␣", span[0])
+
+
+def words(sentence: str) -> int:
+    return sum(any(letter.isalnum() for letter in word) for word in sentence.split())
+
+
+def texts_of(source: str) -> Iterator[str]:
+    """Docstrings, comments and help texts of a module: other strings are data."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            first, _, rest = node.value.value.partition("\n")
+            indent = min((len(line) - len(line.lstrip()) for line in rest.splitlines() if line.strip()), default=0)
+            yield "\n".join([first, *(line[indent:] for line in rest.splitlines())])
+        elif isinstance(node, ast.keyword) and node.arg in HELP:
+            yield _string(node.value)
+    yield from _comments(source)
+
+
+def _string(node: ast.expr) -> str:
+    if isinstance(node, ast.JoinedStr):
+        return "".join(_string(part) if isinstance(part, ast.Constant) else "value" for part in node.values)
+    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
+
+
+def _comments(source: str) -> Iterator[str]:
+    """Each run of lines that are only comments as one text; a comment behind code as a text of its own."""
+    run: list[str] = []
+    last = 0
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type != tokenize.COMMENT:
+            continue
+        text, alone = token.string.lstrip("#! "), token.line.lstrip().startswith("#")
+        if not (alone and token.start[0] == last + 1):
+            yield "\n".join(run)
+            run = []
+        run.append(text)
+        last = token.start[0] if alone else 0
+    yield "\n".join(run)
+
+
+def prose(path: Path) -> str:
+    """What a reader reads in a file, as one text."""
+    text = path.read_text()
+    return text if path.suffix == ".md" else "\n\n".join(texts_of(text))
+
+
+def long_sentences(path: Path) -> list[str]:
+    texts = [path.read_text()] if path.suffix == ".md" else texts_of(path.read_text())
+    return [each for text in texts for each in sentences(text) if words(each) > MAX_WORDS]
+
+
+def stumbling(path: Path) -> list[str]:
+    return STUMBLING.findall(prose(path))
+
+
+def findings(path: Path) -> list[str]:
+    """Long sentences, each with its number of words, and stumbling words."""
+    return [*(f"{words(each)} words: {each}" for each in long_sentences(path)), *stumbling(path)]
+
+
+def files(paths: Iterable[Path]) -> Iterator[Path]:
+    for path in paths:
+        inside = (
+            (each for each in sorted(path.rglob("*")) if each.suffix in {".md", ".py"}) if path.is_dir() else [path]
+        )
+        yield from (each for each in inside if "_pb2" not in each.name)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="scripts/prose.py", description="Long sentences and stumbling words.")
+    parser.add_argument("--count", action="store_true", help="one line a path instead of each finding")
+    parser.add_argument("paths", nargs="+", type=Path)
+    args = parser.parse_args(argv)
+    found: Counter[Path] = Counter()
+    for root in args.paths:
+        for path in files([root]):
+            for each in findings(path):
+                found[root] += 1
+                if not args.count:
+                    print(f"{path}: {each}")
+    if args.count:
+        for root in args.paths:
+            print(f"{found[root]:>6} {root}")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,207 @@
+"""HTTPS: every listener, TLS 1.2 and 1.3 only, certificates that change under it, and strangers that agree on nothing."""
+
+import asyncio
+import contextlib
+import re
+import socket
+import ssl
+import warnings
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from gateway.auth.keyring import digest_of
+from gateway.config.gateway import GatewayConfig, Strangers
+from gateway.config.operators import OperatorConfig, OperatorRole
+from gateway.errors import GatewayConfigError
+from gateway.http.tls import ServerCertificate
+from prfaas.commands.asking import GatewayClient
+from prfaas.errors import AskError
+from prfaas.system.certificates import CertificateHolder, issue
+from tests.gateway.http.test_strangers import free_port
+from tests.gateway.worlds import World, on_both_loops, on_loop, until, world
+from transport.control.asking import trusting
+from transport.control.settings import SettingsError, build
+
+ANN = OperatorConfig(name="ann", keys=(digest_of("sk-ann"),), role=OperatorRole.ADMIN)
+
+
+def issued(folder: Path, *hosts: str) -> dict[str, Path]:
+    """Files of a listener, signed by the authority of the folder."""
+    issue(folder, [CertificateHolder("api", hosts or ("127.0.0.1",))], days=30)
+    return {"tls_certificate": folder / "api.pem", "tls_key": folder / "api.key"}
+
+
+@contextlib.asynccontextmanager
+async def client(folder: Path) -> AsyncIterator[aiohttp.ClientSession]:
+    trust = trusting(folder / "authority.pem")
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(ssl=trust)) as session:
+        yield session
+
+
+@on_both_loops
+async def test_every_listener_speaks_https_and_answers_as_without(tmp_path: Path) -> None:
+    files = issued(tmp_path)
+    async with world(metrics_port=free_port(), **files) as w, client(tmp_path) as http:
+        assert w.gateway.url.startswith("https://127.0.0.1:")
+        assert w.gateway.metrics_url.startswith("https://127.0.0.1:")
+        body = {"model": "scripted", "prompt": "hello there", "max_tokens": 4}
+        for stream in (False, True):
+            async with http.post(f"{w.gateway.url}/v1/completions", json={**body, "stream": stream}) as answer:
+                assert answer.status == 200
+                assert await answer.read()
+        big = {**body, "prompt": "the quick brown fox " * 20_000}
+        async with http.post(f"{w.gateway.url}/v1/completions", json=big, expect100=True) as answer:
+            assert answer.status in (200, 400)
+        for path in ("/metrics", "/console", "/prfaas/requests"):
+            async with http.get(w.gateway.metrics_url.removesuffix("/metrics") + path) as answer:
+                assert answer.status == 200
+                assert "Server" not in answer.headers
+        await w.settled()
+
+
+@on_both_loops
+async def test_many_clients_at_once_agree_whenever_their_first_bytes_come(tmp_path: Path) -> None:
+    async with world(**issued(tmp_path)) as w:
+
+        async def ask() -> int:
+            async with client(tmp_path) as http, http.get(f"{w.gateway.url}/livez") as answer:
+                return answer.status
+
+        assert await asyncio.gather(*(ask() for _ in range(40))) == [200] * 40
+        await until(lambda: not w.gateway.listeners[0].handshaking)
+
+
+def handshake(w: World, version: ssl.TLSVersion) -> tuple[str, str]:
+    """The version and the cipher that a client of this version agrees on. Raises OSError."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    context.set_ciphers("ALL:@SECLEVEL=0")
+    context.minimum_version = context.maximum_version = version
+    host, _, port = w.gateway.url.removeprefix("https://").partition(":")
+    with socket.create_connection((host, int(port)), timeout=30) as plain, context.wrap_socket(plain) as secure:
+        cipher = secure.cipher()
+        assert cipher is not None
+        return str(secure.version()), cipher[0]
+
+
+@on_loop
+async def test_old_versions_and_weak_ciphers_are_not_taken(tmp_path: Path) -> None:
+    async with world(**issued(tmp_path)) as w:
+        assert (await asyncio.to_thread(handshake, w, ssl.TLSVersion.TLSv1_3))[0] == "TLSv1.3"
+        version, cipher = await asyncio.to_thread(handshake, w, ssl.TLSVersion.TLSv1_2)
+        assert version == "TLSv1.2"
+        assert cipher.startswith("ECDHE-")
+        assert "GCM" in cipher or "CHACHA20" in cipher
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of a version that is no longer taken
+            with pytest.raises(ssl.SSLError):
+                await asyncio.to_thread(handshake, w, ssl.TLSVersion.TLSv1_1)
+
+
+@on_both_loops
+async def test_strangers_that_agree_on_nothing_are_closed_and_counted(tmp_path: Path) -> None:
+    strangers = Strangers(header_s=0.5)
+    async with world(strangers=strangers, **issued(tmp_path)) as w, client(tmp_path) as http:
+        host, _, port = w.gateway.url.removeprefix("https://").partition(":")
+        silent = [await asyncio.open_connection(host, int(port)) for _ in range(3)]
+        plain_reader, plain = await asyncio.open_connection(host, int(port))
+        plain.write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert b"200" not in await plain_reader.read()
+        for reader, _ in silent:
+            assert await reader.read() == b""
+        for writer in (plain, *(each for _, each in silent)):
+            writer.close()
+        async with http.get(f"{w.gateway.url}/metrics") as answer:
+            page = await answer.text()
+        assert 'prfaas_connections{listener="clients"} 1.0' in page
+        counted = re.findall(r'_turned_away_total{listener="clients",reason="(?:tls|no_request)"} (\d+)', page)
+        assert sum(map(int, counted)) == 4  # who said nothing is closed by the gate, or by the handshake's own end
+
+
+@on_loop
+async def test_a_gateway_that_ends_leaves_no_handshake_behind(tmp_path: Path) -> None:
+    async with world(**issued(tmp_path)) as w:
+        host, _, port = w.gateway.url.removeprefix("https://").partition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        await asyncio.sleep(0.1)
+    assert await reader.read() == b""
+    writer.close()
+
+
+@on_loop
+async def test_a_certificate_that_changes_is_taken_up_and_a_wrong_one_is_not(tmp_path: Path) -> None:
+    files = issued(tmp_path, "127.0.0.1")
+    async with world(**files) as w:
+
+        def serial() -> str:
+            host, _, port = w.gateway.url.removeprefix("https://").partition(":")
+            return ssl.get_server_certificate((host, int(port)))
+
+        first = await asyncio.to_thread(serial)
+        files["tls_certificate"].write_text("no certificate")
+        await asyncio.sleep(2.5)
+        assert await asyncio.to_thread(serial) == first
+        issued(tmp_path, "127.0.0.1", "localhost")
+        while await asyncio.to_thread(serial) == first:  # noqa: ASYNC110 within the time of the test
+            await asyncio.sleep(0.1)
+
+
+def test_files_that_are_no_pair_are_named(tmp_path: Path) -> None:
+    one, other = issued(tmp_path / "one"), issued(tmp_path / "other")
+    with pytest.raises(
+        GatewayConfigError, match=r"tls_certificate = .*api\.pem', tls_key: no certificate with its key"
+    ):
+        ServerCertificate(one["tls_certificate"], other["tls_key"])
+    with pytest.raises(GatewayConfigError, match="No such file"):
+        ServerCertificate(tmp_path / "gone", one["tls_key"])
+
+
+def config_of(**values: Any) -> GatewayConfig:
+    return build(GatewayConfig, {"tokenizer_dir": "t", "nodes": [{"agent": "127.0.0.1:7001"}], **values}, "[gateway]")
+
+
+def test_a_gateway_in_clear_knows_it() -> None:
+    tls = {"tls_certificate": "a.pem", "tls_key": "a.key"}
+    for values, is_in_clear in (
+        ({}, False),
+        ({"host": "10.0.0.1", "open": True}, True),
+        ({"host": "10.0.0.1", "open": True, "plain_api": True}, False),
+        ({"host": "10.0.0.1", "open": True, **tls}, False),
+    ):
+        assert config_of(**values).is_in_clear == is_in_clear
+    with pytest.raises(SettingsError, match="go together"):
+        config_of(tls_certificate="a.pem")
+
+
+@pytest.fixture
+def other_authority(tmp_path: Path) -> Path:
+    issued(tmp_path / "other")
+    return tmp_path / "other" / "authority.pem"
+
+
+def test_commands_ask_over_https_and_trust_the_file_alone(
+    tmp_path: Path, other_authority: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PRFAAS_OPERATOR_KEY", "sk-ann")
+
+    @on_loop
+    async def scenario() -> None:
+        async with world(operators=(ANN,), **issued(tmp_path)) as w:
+
+            def ask(authority: Path | None) -> Any:
+                return GatewayClient(w.gateway.url, authority=authority).get("/prfaas/links")
+
+            assert (await asyncio.to_thread(ask, tmp_path / "authority.pem"))["data"]
+            assert (await asyncio.to_thread(ask, tmp_path / "api.pem"))["data"]  # the certificate itself will do
+            for wrong in (None, other_authority):
+                with pytest.raises(AskError, match="CERTIFICATE_VERIFY_FAILED"):
+                    await asyncio.to_thread(ask, wrong)
+            await until(lambda: True)
+
+    scenario()
+    with pytest.raises(AskError, match=r"--ca .*gone: No such file"):
+        GatewayClient("https://127.0.0.1:1", authority=tmp_path / "gone")

@@ -1,0 +1,41 @@
+"""Certificates of every role by one authority, and of those who should get nowhere."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Final
+
+from transport.control.certificates import Authority
+from transport.peers.guard import Guard
+from transport.peers.name import PeerName, PeerRole
+from transport.wire.identity import Identity
+
+HOST: Final = "node.example"  # that every one of them is good for
+OWN: Final = PeerName("prfaas", "west", PeerRole.NODE, "d0")
+
+
+class Peers:
+    """Made once; no test may change the files."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._authority = Authority(folder)
+        self.by_role: dict[PeerRole, Identity] = {}
+        for role in PeerRole:
+            self.by_role[role] = self.issue(PeerName("prfaas", "east", role, f"thief-{role}"))
+        self.server = self.issue(OWN)
+        self.nameless = self._authority.issue("nameless", [HOST, "node"])
+        self.abroad = self.issue(PeerName("elsewhere", "east", PeerRole.GATEWAY, "abroad"))
+        self.expired = self.issue(PeerName("prfaas", "any", PeerRole.GATEWAY, "expired"), days=-0.5)
+        elsewhere = Authority(folder / "other", "other").issue(
+            "stranger", [HOST, "node"], peer=PeerName("prfaas", "any", PeerRole.GATEWAY, "stranger")
+        )
+        self.stranger = replace(elsewhere, authority=self.server.authority)  # it believes in ours
+
+    def issue(self, peer: PeerName, *, days: float = 365) -> Identity:
+        return self._authority.issue(peer.name, [HOST, "node"], days=days, peer=peer)
+
+    def guarded(self, revoked: Path) -> tuple[Identity, Guard]:
+        """A server, and what it knows of rights; `revoked` is made unless it is there."""
+        revoked.touch()
+        identity = replace(self.server, revoked=revoked)
+        return identity, identity.guard()

@@ -1,0 +1,1 @@
+"""Who the other end is, by its certificate, and what it may ask for."""

@@ -1,0 +1,110 @@
+"""Asks whether a peer may do something, counts and logs refusals, and ends what a revoked peer has open."""
+
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Final
+
+from transport.peers.name import HOW_TO_ISSUE, SHAPE, PeerCertificate, PeerName
+from transport.peers.revocation import RevocationList
+from transport.peers.rights import holders, may
+
+log = logging.getLogger(__name__)
+
+LOG_EVERY_S: Final = 10.0  # a line for each operation and role
+REVOKED: Final = "revoked"
+
+
+class Guard:
+    """Of one process, which has the name `own`. May be used from any thread."""
+
+    def __init__(
+        self, own: PeerName, revoked: RevocationList | None = None, now: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.own = own
+        self.followers: list[Callable[[], None]] = []  # called when the list of revoked ones has changed
+        self.refused: Counter[tuple[str, str]] = Counter()  # by operation and role
+        self._revoked = revoked or RevocationList(None)
+        self._followed = self._revoked.now(now())
+        self._now = now
+        self._lock = threading.Lock()
+        self._line_at: dict[tuple[str, str], float] = {}
+        self._unsaid: Counter[tuple[str, str]] = Counter()
+        self._open: dict[object, tuple[PeerCertificate, Callable[[], None]]] = {}
+
+    def refusal(self, operation: str, peer: PeerCertificate, address: str) -> str:
+        """Why that peer may not, in a sentence; "": it may. A refusal is counted, and logged."""
+        why = self.why_not(operation, peer)
+        if why:
+            self._note(operation, peer, address, why)
+        return why
+
+    def why_not(self, operation: str, peer: PeerCertificate) -> str:
+        """The same, without a trace."""
+        if peer.name is None:
+            return f"the certificate has no rights: {peer.problem}; {HOW_TO_ISSUE}"
+        if self.is_revoked(peer):
+            return f"{peer.name} is revoked"
+        if peer.name.trust != self.own.trust:
+            return f"{peer.name} is of another trust domain than {self.own}"
+        if not may(peer.name.role, operation):
+            return f"{peer.name} may not {operation}: that is for {holders(operation)}"
+        return ""
+
+    def is_revoked(self, peer: PeerCertificate) -> bool:
+        """Whether the list has it."""
+        return self._revoked.now(self._now()).has(peer)
+
+    @contextmanager
+    def opened(self, peer: PeerCertificate, end: Callable[[], None]) -> Iterator[None]:
+        """Something of the peer's is open inside the block; `end_revoked` ends it should it be revoked meanwhile."""
+        ticket = self.enter(peer, end)
+        try:
+            yield
+        finally:
+            self.leave(ticket)
+
+    def enter(self, peer: PeerCertificate, end: Callable[[], None]) -> object:
+        """The same without a block; gives what `leave` takes."""
+        ticket = object()
+        self._open[ticket] = (peer, end)
+        return ticket
+
+    def leave(self, ticket: object) -> None:
+        self._open.pop(ticket, None)
+
+    def end_revoked(self) -> int:
+        """Where the list has changed, ends what revoked peers have open; says how many that were."""
+        revoked = self._revoked.now(self._now())
+        if revoked == self._followed:
+            return 0
+        self._followed, ended = revoked, 0
+        for follow in self.followers:
+            follow()
+        for ticket, (peer, end) in list(self._open.items()):
+            if revoked.has(peer):
+                self._open.pop(ticket, None)
+                self._note(REVOKED, peer, "an open connection", f"{peer} is revoked")
+                end()
+                ended += 1
+        return ended
+
+    def _note(self, operation: str, peer: PeerCertificate, address: str, why: str) -> None:
+        key, now = (operation, peer.role), self._now()
+        with self._lock:
+            self.refused[key] += 1
+            if now < self._line_at.get(key, float("-inf")) + LOG_EVERY_S:
+                self._unsaid[key] += 1
+                return
+            self._line_at[key] = now
+            unsaid = self._unsaid.pop(key, 0)
+        more = f" ({unsaid} more like it before)" if unsaid else ""
+        log.warning("refused %s to %s at %s: %s%s", operation, peer, address, why, more)
+
+
+def nameless(what: str) -> str:
+    """What is said of a certificate of one's own that carries no name."""
+    return f"{what}: it must carry a name {SHAPE}; {HOW_TO_ISSUE}"
