@@ -34,8 +34,8 @@ SEED   ?= $(shell git rev-parse --short=12 HEAD 2>/dev/null || echo 0)
 LIMITS ?=
 sampled = $(if $(SAMPLE),--sample $(SAMPLE) --sample-seed $(SEED) $(LIMITS))
 
-# Files of tests are spread over the cores.
-SPREAD := -n auto --maxprocesses 4 --dist loadfile
+# Files of tests are spread over the cores, those marked as long first.
+SPREAD := -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 INPUTS       ?= 1000000
 BODIES       ?= 5000

@@ -10,18 +10,25 @@ from hypothesis import HealthCheck, settings
 from tests.peers import Peers
 from tests.sampling import (  # noqa: F401 hooks of --sample
     pytest_addoption,
-    pytest_collection_modifyitems,
     pytest_configure,
     pytest_report_collectionfinish,
     pytest_sessionfinish,
     pytest_terminal_summary,
     pytest_testnodedown,
 )
+from tests.sampling import pytest_collection_modifyitems as sample
 
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 # `--hypothesis-profile thorough`: what a hundred examples find once in weeks, in one run.
 settings.register_profile("thorough", settings.get_profile("patient"), max_examples=4000)
 settings.load_profile("patient")
+
+
+@pytest.hookimpl(trylast=True)  # after -m and -k
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    sample(config, items)
+    if hasattr(config, "workerinput"):  # else a core that has the longest file left works alone at the end
+        items.sort(key=lambda item: item.get_closest_marker("long") is None)
 
 
 @pytest.fixture(autouse=True)

@@ -5,8 +5,8 @@ marks its transfer as landed, and a decode leg waits for that, as real engines d
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -477,6 +477,7 @@ async def topology(
     remote_clusters: tuple[str, ...] = ("east",),
     clusters: tuple[str, ...] = ("west",),
     kind: type[ScriptedNode] = ScriptedNode,
+    serving: Callable[[ScriptedNode], AbstractAsyncContextManager[object]] = ScriptedNode.serving,
 ) -> AsyncIterator[Topology]:
     """That many nodes, serving inside the block; PrfaaS nodes are of the `remote_clusters`, others of `clusters`, in turn."""
     fabric = Fabric()
@@ -488,5 +489,5 @@ async def topology(
     )
     async with AsyncExitStack() as stack:
         for node in world.nodes:
-            await stack.enter_async_context(node.serving())
+            await stack.enter_async_context(serving(node))
         yield world

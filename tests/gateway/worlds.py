@@ -4,6 +4,7 @@ import asyncio
 import functools
 import json
 import time
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
@@ -13,13 +14,15 @@ from typing import Any
 import aiohttp
 import uvloop
 
+from gateway.admission.concurrency import ConcurrencyLimiter
 from gateway.api.openai import Endpoint
 from gateway.assembly import RunningGateway, running
 from gateway.cluster.agent_client import AgentClient
-from gateway.cluster.registry import NODE_TIMES, NodeTimes, ServedModel
+from gateway.cluster.registry import NODE_TIMES, Clusters, NodeTimes, ServedModel
 from gateway.config.gateway import GatewayConfig, NodeAddress, Timeouts
 from gateway.prompt.prompt import Hashing, Prompt, PromptMemory, PromptModel, read_call
 from gateway.request.request import Request, RequestProgress, Timeline
+from gateway.server.app import GenerationEndpoint
 from gateway.workers.process_scope import SingleProcess
 from tests.gateway.layouts import LAYOUT
 from tests.gateway.scripted import ScriptedNode, Topology, topology
@@ -59,17 +62,19 @@ SERVED = ServedModel("scripted", "scripted", LAYOUT, 4096, Hashing(block_size=16
 
 def on_loop(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
     """Runs an async test on a loop of its own; a task left behind is an error."""
-    return _on_loops(test, [asyncio.new_event_loop])
+    return on_loops(test, [asyncio.new_event_loop])
 
 
 def on_both_loops(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
     """The same once more on the loop that processes run on: its transports differ in more than speed."""
-    return _on_loops(test, [asyncio.new_event_loop, uvloop.new_event_loop])
+    return on_loops(test, [asyncio.new_event_loop, uvloop.new_event_loop])
 
 
-def _on_loops(
+def on_loops(
     test: Callable[..., Awaitable[None]], loops: Sequence[Callable[[], asyncio.AbstractEventLoop]]
 ) -> Callable[..., None]:
+    """The same on each of these loops."""
+
     @functools.wraps(test)
     def run(*args: Any, **kwargs: Any) -> None:
         async def main() -> None:
@@ -94,12 +99,31 @@ async def until(holds: Callable[[], object], found: Callable[[], object] = lambd
 
 
 @dataclass
-class World:
-    """A gateway, its nodes, and a client session whose base is the gateway."""
+class Deployment(ABC):
+    """Scripted nodes, what serves requests by them, and a client session whose base is that."""
 
-    gateway: RunningGateway
     nodes: Topology
     http: aiohttp.ClientSession
+
+    @property
+    @abstractmethod
+    def clusters(self) -> Clusters: ...
+
+    @property
+    @abstractmethod
+    def door(self) -> GenerationEndpoint: ...
+
+    @property
+    def admission(self) -> ConcurrencyLimiter:
+        return self.door.rooms.admission
+
+    @abstractmethod
+    async def records(self) -> list[dict[str, Any]]:
+        """Of the requests so far, once they have ended."""
+
+    @abstractmethod
+    async def metrics(self) -> str:
+        """The page, once no request is being served."""
 
     async def complete(
         self, prompt: Any = "hello there the quick brown fox", headers: dict[str, str] | None = None, **fields: Any
@@ -111,7 +135,7 @@ class World:
 
     def hashes_of(self, text: str) -> list[bytes]:
         """The blocks of a plain prompt, as the gateway names them."""
-        served = self.gateway.clusters.served
+        served = self.clusters.served
         assert served is not None
         return prompt_of(Endpoint.COMPLETIONS, served.hashing, prompt=text).hashes
 
@@ -121,11 +145,33 @@ class World:
 
     async def idle(self) -> None:
         """Waits until the gateway has closed the account of every request."""
-        await self.gateway.admission.wait_idle()
+        await self.admission.wait_idle()
+
+    async def fallbacks(self) -> dict[str, float]:
+        return await self.counted("prfaas_fallbacks_total{")
+
+    async def counted(self, name: str) -> dict[str, float]:
+        """The values of a metric by its first label."""
+        found = [line for line in (await self.metrics()).splitlines() if line.startswith(name)]
+        return {line.split('"')[1]: float(line.rsplit(" ", 1)[1]) for line in found}
+
+
+@dataclass
+class World(Deployment):
+    """A gateway before scripted nodes."""
+
+    gateway: RunningGateway
+
+    @property
+    def clusters(self) -> Clusters:
+        return self.gateway.clusters
+
+    @property
+    def door(self) -> GenerationEndpoint:
+        return self.gateway.door
 
     async def records(self) -> list[dict[str, Any]]:
         await self.idle()
-
         async with self.http.get("/prfaas/requests") as response:
             return [json.loads(line) for line in (await response.text()).splitlines()]
 
@@ -133,11 +179,6 @@ class World:
         await self.idle()
         async with self.http.get("/metrics") as response:
             return await response.text()
-
-    async def fallbacks(self) -> dict[str, float]:
-        lines = (await self.metrics()).splitlines()
-        found = [line for line in lines if line.startswith("prfaas_fallbacks_total{")]
-        return {line.split('"')[1]: float(line.rsplit(" ", 1)[1]) for line in found}
 
 
 def config_for(nodes: Topology, **fields: Any) -> GatewayConfig:
@@ -188,4 +229,4 @@ async def world(
         if wait:
             known = gateway.clusters
             assert await known.wait_for(lambda: all(node.connected for node in known.nodes), PATIENCE_S)
-        yield World(gateway, nodes, http)
+        yield World(nodes, http, gateway)

@@ -16,6 +16,8 @@ from prompts.reading import Chat, chat_tokens
 from prompts.tokens.tokenizer import TextTokenizer
 from tests.prompts.builders import bpe
 
+pytestmark = pytest.mark.long
+
 TURNS = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"

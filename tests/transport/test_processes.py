@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import numpy as np
+import pytest
 
 from tests.transport.helpers import PATIENCE_S, SECRET, Memory, deliver, wait_for
 from tests.transport.proxy import Proxy
@@ -20,6 +21,8 @@ from transport.receive.server import TransferServer
 from transport.send.client import ClientOptions, TransferClient
 from transport.send.spec import TransferSpec
 from transport.wire.connection import Connection, ConnectionRole
+
+pytestmark = pytest.mark.long
 
 MB = 1 << 20
 SIZES = [MB] * 24

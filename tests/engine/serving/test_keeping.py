@@ -13,6 +13,8 @@ from tests.engine.running import Running, decode_leg, emulated, running, until
 from tests.engine.serving.test_serving import agent_for, pair, remote
 from transport.control import messages as m
 
+pytestmark = pytest.mark.long
+
 LOCAL = {"salt": SALT.hex()}
 TURNS = ((200, 150), (60, 70), (64, 129), (1, 65), (310, 100))  # prompt and answer tokens; borders on all sides
 

@@ -12,7 +12,8 @@ from gateway.errors import Overloaded
 from gateway.http.response import Reply
 from planner.decisions.admission.classes import ServiceClass
 from planner.decisions.admission.waiting import TenantShare
-from tests.gateway.worlds import PATIENT, World, on_loop, until, world
+from tests.gateway.memory.pipeline import on_memory_loop, pipeline
+from tests.gateway.worlds import PATIENT, Deployment, on_loop, until
 from transport.control.proto import node_pb2 as pb
 
 LONG = "the quick brown fox jumps over the lazy dog " * 40
@@ -189,13 +190,13 @@ async def test_whose_deadline_has_passed_is_told_at_once() -> None:
     assert len(line) == 0
 
 
-async def targets(w: World) -> list[str]:
+async def targets(w: Deployment) -> list[str]:
     return [record["target"] for record in await w.records()]
 
 
-@on_loop
+@on_memory_loop
 async def test_forty_prompts_for_a_small_arena_wait_and_none_is_moved_to_the_decode_node() -> None:
-    async with world(local=2, decode=1, routing=RoutingConfig(decode_prefill_share=0.0)) as w:
+    async with pipeline(local=2, decode=1, routing=RoutingConfig(decode_prefill_share=0.0)) as w:
         (decode,) = w.nodes.decode
         decode.script.room = 4
         for node in (*w.nodes.remote, *w.nodes.local):
@@ -207,9 +208,9 @@ async def test_forty_prompts_for_a_small_arena_wait_and_none_is_moved_to_the_dec
         assert "prfaas_requests_waiting 0.0" in await w.metrics()
 
 
-@on_loop
+@on_memory_loop
 async def test_who_waits_does_not_ask_a_full_node_as_fast_as_it_answers() -> None:
-    async with world(decode=1, routing=RoutingConfig(decode_prefill_share=0.0)) as w:
+    async with pipeline(decode=1, routing=RoutingConfig(decode_prefill_share=0.0)) as w:
         (decode,) = w.nodes.decode
         decode.script.room, reserve, asked = 1, decode.reserve, 0
 
@@ -223,7 +224,7 @@ async def test_who_waits_does_not_ask_a_full_node_as_fast_as_it_answers() -> Non
         first = asyncio.create_task(w.complete(LONG))
         await until(lambda: decode.open_reservations)
         second = asyncio.create_task(w.complete(f"another {LONG}"))
-        await until(lambda: len(w.gateway.line) == 1)
+        await until(lambda: len(w.line) == 1)
         await asyncio.sleep(2 * ASK_AGAIN_S)
         assert asked <= 5
         gate.set()
@@ -231,7 +232,7 @@ async def test_who_waits_does_not_ask_a_full_node_as_fast_as_it_answers() -> Non
         await w.settled()
 
 
-@on_loop
+@on_memory_loop
 async def test_room_is_free_once_an_engine_has_said_all_though_its_client_does_not_read(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -243,14 +244,14 @@ async def test_room_is_free_once_an_engine_has_said_all_though_its_client_does_n
     monkeypatch.setattr("gateway.admission.queue.ASK_AGAIN_S", 1000.0)  # only what has become free wakes the line
     monkeypatch.setattr(Reply, "taken", taken)
     monkeypatch.setattr(Reply, "offer", lambda reply, data: offer(reply, data) or True)
-    async with world(decode=1, routing=RoutingConfig(decode_prefill_share=0.0)) as w:
+    async with pipeline(decode=1, routing=RoutingConfig(decode_prefill_share=0.0)) as w:
         (decode,) = w.nodes.decode
         decode.script.room = 1
         w.nodes.remote[0].script.prefill_gate = gate = asyncio.Event()
         first = asyncio.create_task(w.complete(LONG, stream=True))
         await until(lambda: decode.open_reservations)
         second = asyncio.create_task(w.complete(f"another {LONG}", stream=True))
-        await until(lambda: len(w.gateway.line) == 1)
+        await until(lambda: len(w.line) == 1)
         gate.set()
         await until(lambda: len(decode.bodies) == 2)
         assert not first.done()
@@ -259,10 +260,10 @@ async def test_room_is_free_once_an_engine_has_said_all_though_its_client_does_n
         await w.settled()
 
 
-@on_loop
+@on_memory_loop
 async def test_decode_nodes_compute_what_finds_no_room_up_to_their_share() -> None:
     slow = RoutingConfig(prefill_tokens_per_s=300.0)  # a prompt is more than a second: three of them are over the share
-    async with world(decode=1, routing=slow) as w:
+    async with pipeline(decode=1, routing=slow) as w:
         w.nodes.decode[0].script.room = 1
         for node in (*w.nodes.remote, *w.nodes.local):
             node.script.prefill_s = 0.2
@@ -271,16 +272,16 @@ async def test_decode_nodes_compute_what_finds_no_room_up_to_their_share() -> No
         assert 1 <= (await targets(w)).count("decode") <= 3
 
 
-@on_loop
+@on_memory_loop
 async def test_what_cannot_be_served_in_time_is_told_so_and_leaves_nothing() -> None:
-    async with world(decode=1, routing=RoutingConfig(decode_prefill_share=0.0), max_waiting=2) as w:
+    async with pipeline(decode=1, routing=RoutingConfig(decode_prefill_share=0.0), max_waiting=2) as w:
         (decode,) = w.nodes.decode
         decode.script.room = 1
         w.nodes.remote[0].script.prefill_gate = gate = asyncio.Event()
         served = asyncio.create_task(w.complete(LONG))
         await until(lambda: decode.open_reservations)
         waiting = [asyncio.create_task(w.complete(f"{i} {LONG}")) for i in range(2)]
-        await until(lambda: len(w.gateway.line) == 2)
+        await until(lambda: len(w.line) == 2)
         refused = await w.complete(f"one more {LONG}")
         assert (refused.status, (await refused.json())["error"]["code"]) == (429, "no_room")
         assert int(refused.headers["Retry-After"]) >= 1
@@ -289,9 +290,9 @@ async def test_what_cannot_be_served_in_time_is_told_so_and_leaves_nothing() -> 
         await w.settled()
 
 
-@on_loop
+@on_memory_loop
 async def test_full_prefill_nodes_are_asked_again_rather_than_the_decode_node() -> None:
-    async with world(remote=0, local=1, decode=1, routing=RoutingConfig(decode_prefill_share=0.0)) as w:
+    async with pipeline(remote=0, local=1, decode=1, routing=RoutingConfig(decode_prefill_share=0.0)) as w:
         w.nodes.local[0].script.prefill = ["503 no_capacity"]
         answer = await w.complete(LONG)
         assert answer.status == 200

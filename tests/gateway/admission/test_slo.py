@@ -20,7 +20,8 @@ from planner.decisions.admission.overload import AdmissionPolicy
 from planner.decisions.estimates.decoding import STEPS_BELIEVED, LearnedSteps
 from planner.decisions.routing.offload import Reason, Route, Target
 from tests.gateway.layouts import LAYOUT
-from tests.gateway.worlds import PATIENCE_S, World, config_for, on_loop, until, world
+from tests.gateway.memory.pipeline import on_memory_loop, pipeline
+from tests.gateway.worlds import PATIENCE_S, Deployment, config_for, on_loop, until, world
 from tests.prompts.builders import text_tokenizer
 from transport.control.proto import node_pb2 as pb
 
@@ -33,9 +34,9 @@ def promising(policy: AdmissionPolicy = AdmissionPolicy.PREDICTION, **promised: 
     return {"admission": AdmissionConfig(policy=policy), "classes": classes, "routing": SLOW}
 
 
-def alone_s(w: World) -> float:
+def alone_s(w: Deployment) -> float:
     """What LONG takes on a node that nobody has seen work, at 100 tokens per second."""
-    served = w.gateway.clusters.served
+    served = w.clusters.served
     assert served is not None
     return len(w.hashes_of(LONG)) * served.layout.block_size / 100.0
 
@@ -50,11 +51,11 @@ async def refused_for(answer: aiohttp.ClientResponse) -> str:
     return str(error["code"])
 
 
-@on_loop
+@on_memory_loop
 async def test_a_queue_that_is_too_long_refuses_before_anything_is_reserved() -> None:
-    async with world(remote=0, local=1, decode=1, **promising(ttft_s=1000.0)) as w:
+    async with pipeline(remote=0, local=1, decode=1, **promising(ttft_s=1000.0)) as w:
         gate = w.nodes.local[0].script.prefill_gate = asyncio.Event()
-        w.gateway.reload(config_for(w.nodes, **promising(ttft_s=1.5 * alone_s(w))))
+        w.configure(config_for(w.nodes, **promising(ttft_s=1.5 * alone_s(w))))
         first = asyncio.create_task(w.complete(LONG))
         await until(lambda: w.nodes.local[0].running)
         refused = await w.complete(f"another {LONG}")
@@ -77,42 +78,42 @@ async def test_a_queue_that_is_too_long_refuses_before_anything_is_reserved() ->
         metrics = await w.metrics()
         assert 'prfaas_refusals_total{reason="prefill_overload",service_class="default"} 1.0' in metrics
         assert 'prfaas_requests_total{reason="prefill_overload",route="none",status="429"} 1.0' in metrics
-        assert all(node.pending_requests == node.pending_tokens == 0 for node in w.gateway.clusters.nodes)
+        assert all(node.pending_requests == node.pending_tokens == 0 for node in w.clusters.nodes)
 
 
-@on_loop
+@on_memory_loop
 async def test_a_link_that_is_too_full_refuses() -> None:
-    async with world(remote=1, local=0, decode=1, **promising(ttft_s=500.0)) as w:
+    async with pipeline(remote=1, local=0, decode=1, **promising(ttft_s=500.0)) as w:
         (remote,) = w.nodes.remote
         remote.load = pb.Load(links=[pb.Link(peer="west", available_bytes_per_s=1e3, queued_bytes=10**6)])
-        await until(lambda: any(view.queued_bytes for view in w.gateway.links.views()))
+        await until(lambda: any(view.queued_bytes for view in w.links.views()))
         answer = await w.complete(LONG)
         assert await refused_for(answer) == "link_overload"
         assert w.nodes.decode[0].open_reservations == set()
 
 
-@on_loop
+@on_memory_loop
 @pytest.mark.parametrize("policy", [AdmissionPolicy.EARLY, AdmissionPolicy.PREDICTION])
 async def test_decode_that_is_too_busy_refuses_at_the_door(policy: AdmissionPolicy) -> None:
-    async with world(remote=0, local=1, decode=1, **promising(policy, tbt_ms=50)) as w:
+    async with pipeline(remote=0, local=1, decode=1, **promising(policy, tbt_ms=50)) as w:
         gate = w.nodes.decode[0].script.decode_gate = asyncio.Event()
         first = asyncio.create_task(w.complete(LONG))
-        await until(lambda: w.gateway.refusals.running == 1)
+        await until(lambda: w.refusals.running == 1)
         assert await refused_for(await w.complete(f"another {LONG}")) == "decode_overload"
         assert len(w.nodes.local[0].bodies) == 1
         gate.set()
         assert (await first).status == 200
         await w.settled()
         await w.idle()
-        assert w.gateway.refusals.running == 0
+        assert w.refusals.running == 0
         assert (await w.complete(f"another {LONG}")).status == 200
 
 
-@on_loop
+@on_memory_loop
 async def test_what_other_gateways_have_sent_takes_room() -> None:
-    async with world(remote=0, local=1, decode=1, **promising(AdmissionPolicy.EARLY, tbt_ms=50)) as w:
+    async with pipeline(remote=0, local=1, decode=1, **promising(AdmissionPolicy.EARLY, tbt_ms=50)) as w:
         w.nodes.decode[0].load = pb.Load(running=1)
-        decode = w.gateway.clusters.by_id("d0")
+        decode = w.clusters.by_id("d0")
         await until(lambda: decode.others == 1)
         assert await refused_for(await w.complete(LONG)) == "decode_overload"
         w.nodes.decode[0].load = pb.Load()
@@ -120,12 +121,12 @@ async def test_what_other_gateways_have_sent_takes_room() -> None:
         assert (await w.complete(LONG)).status == 200
 
 
-@on_loop
+@on_memory_loop
 async def test_the_baseline_finds_out_after_the_prefill_and_counts_what_it_wasted() -> None:
-    async with world(remote=0, local=1, decode=1, **promising(AdmissionPolicy.BASELINE, tbt_ms=50)) as w:
+    async with pipeline(remote=0, local=1, decode=1, **promising(AdmissionPolicy.BASELINE, tbt_ms=50)) as w:
         gate = w.nodes.decode[0].script.decode_gate = asyncio.Event()
         first = asyncio.create_task(w.complete(LONG))
-        await until(lambda: w.gateway.refusals.running == 1)
+        await until(lambda: w.refusals.running == 1)
         assert await refused_for(await w.complete(f"another {LONG}")) == "decode_overload_after_prefill"
         assert len(w.nodes.local[0].bodies) == 2
         gate.set()
@@ -136,9 +137,9 @@ async def test_the_baseline_finds_out_after_the_prefill_and_counts_what_it_waste
         assert 'prfaas_wasted_prefill_seconds_total{reason="refused"} 0.01' in await w.metrics()
 
 
-@on_loop
+@on_memory_loop
 async def test_a_prefill_whose_client_leaves_is_wasted_as_far_as_it_got() -> None:
-    async with world(remote=0, local=1, decode=1, routing=SLOW) as w:
+    async with pipeline(remote=0, local=1, decode=1, routing=SLOW) as w:
         w.nodes.local[0].script.prefill_gate = asyncio.Event()
         leaving = asyncio.create_task(w.complete(LONG))
         await until(lambda: w.nodes.local[0].running)
@@ -151,18 +152,18 @@ async def test_a_prefill_whose_client_leaves_is_wasted_as_far_as_it_got() -> Non
         assert 'prfaas_wasted_prefill_seconds_total{reason="left"}' in await w.metrics()
 
 
-@on_loop
+@on_memory_loop
 async def test_who_computes_its_prompt_on_the_decode_node_after_all_decodes_there_too() -> None:
-    async with world(remote=0, local=1, decode=1) as w:
+    async with pipeline(remote=0, local=1, decode=1) as w:
         w.nodes.local[0].script.prefill = ["400 bad_request"]
         w.nodes.decode[0].script.word_interval_s = PATIENCE_S
         asking = asyncio.create_task(w.complete(LONG, stream=True))
-        await until(lambda: w.gateway.refusals.running == 1)
+        await until(lambda: w.refusals.running == 1)
         asking.cancel()
         await asyncio.gather(asking, return_exceptions=True)
         await w.settled()
         assert await w.fallbacks() == {"prefill_bad_request": 1, "recompute_no_prefill": 1}
-        assert w.gateway.refusals.running == 0
+        assert w.refusals.running == 0
 
 
 def test_an_answer_tells_of_the_node_that_gave_it_and_not_of_one_that_failed_before() -> None:
@@ -207,21 +208,21 @@ def test_neither_the_end_of_a_stream_nor_its_usage_is_a_token(options: str, even
     assert (request.output_tokens, request.tbt_s) == (3, 0.5)
 
 
-@on_loop
+@on_memory_loop
 async def test_promises_are_kept_account_of() -> None:
     fields = promising(ttft_s=1000.0, tbt_ms=1e6) | {"routing": RoutingConfig()}
-    async with world(**fields) as w:
+    async with pipeline(**fields) as w:
         await w.complete(LONG, stream=True)
         await w.complete(LONG)  # nobody sees when its tokens come
         assert 'prfaas_promises_total{outcome="kept",service_class="default"} 1.0' in await w.metrics()
 
 
-@on_loop
+@on_memory_loop
 async def test_forty_long_prompts_at_once_get_an_answer_or_a_reason_and_leave_nothing() -> None:
     """No policy may turn the decode node into a prefill node, nor let a queue grow without end."""
     fields = promising(ttft_s=1.0, tbt_ms=50) | {"max_waiting": 8}
     fields["routing"] = RoutingConfig(decode_prefill_share=0.0, decode_slots=8, prefill_tokens_per_s=1000.0)
-    async with world(remote=0, local=2, decode=1, **fields) as w:
+    async with pipeline(remote=0, local=2, decode=1, **fields) as w:
         w.nodes.decode[0].script.room = 4
         for node in w.nodes.local:
             node.script.prefill_s = 0.05
@@ -233,9 +234,9 @@ async def test_forty_long_prompts_at_once_get_an_answer_or_a_reason_and_leave_no
         records = await w.records()
         assert len(records) == 40
         assert not any(record["target"] == "decode" for record in records)
-        assert w.gateway.refusals.running == 0
-        assert len(w.gateway.line) == 0
-        assert all(node.pending_requests == node.pending_tokens == 0 for node in w.gateway.clusters.nodes)
+        assert w.refusals.running == 0
+        assert len(w.line) == 0
+        assert all(node.pending_requests == node.pending_tokens == 0 for node in w.clusters.nodes)
 
 
 @on_loop

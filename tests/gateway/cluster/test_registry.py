@@ -15,8 +15,9 @@ from hybrid_cache.layout.spec import FullAttention
 from planner.decisions.routing.offload import Reason
 from planner.decisions.views import Role
 from tests.gateway.layouts import LAYOUT
+from tests.gateway.memory.pipeline import on_memory_loop, pipeline
 from tests.gateway.views import deciding, view_of, watched
-from tests.gateway.worlds import on_loop, until, world
+from tests.gateway.worlds import on_loop, until
 from transport.control.proto import node_pb2 as pb
 
 PROMPT = "the quick brown fox jumps over the lazy dog " * 6
@@ -109,10 +110,10 @@ async def test_the_next_model_is_served_as_soon_as_the_last_node_of_the_one_befo
         await until(lambda: has_prefix(clusters, "d1", b"h" * 32))  # though it came while another model was served
 
 
-@on_loop
+@on_memory_loop
 async def test_an_address_that_returns_under_another_name_is_another_node() -> None:
-    async with world(decode=2) as w:
-        clusters, node = w.gateway.clusters, w.nodes.decode[1]
+    async with pipeline(decode=2) as w:
+        clusters, node = w.clusters, w.nodes.decode[1]
         gate = node.script.decode_gate = asyncio.Event()
         w.nodes.decode[0].become(pb.NODE_STATE_DRAINING)
         await until(lambda: states(clusters)["d0"] == "draining")
@@ -129,10 +130,10 @@ async def test_an_address_that_returns_under_another_name_is_another_node() -> N
         assert (await w.complete(PROMPT)).status == 200
 
 
-@on_loop
+@on_memory_loop
 async def test_a_decode_node_that_is_another_one_when_its_reservation_comes_costs_no_request() -> None:
-    async with world(remote=0, decode=2) as w:
-        clusters, node = w.gateway.clusters, w.nodes.decode[0]
+    async with pipeline(remote=0, decode=2) as w:
+        clusters, node = w.clusters, w.nodes.decode[0]
         gate = node.script.reserve_gate = asyncio.Event()
         asking = asyncio.create_task(w.complete(PROMPT))
         await until(lambda: node.open_reservations)
@@ -240,10 +241,10 @@ async def test_what_waits_for_an_egress_budget_keeps_requests_local() -> None:
         assert (way.prefill_node, way.reason) == ("p0", Reason.CONGESTED)
 
 
-@on_loop
+@on_memory_loop
 async def test_what_is_promised_to_a_link_is_seen_before_it_queues() -> None:
-    async with world() as w:
-        (node,), links = w.nodes.remote, w.gateway.links
+    async with pipeline() as w:
+        (node,), links = w.nodes.remote, w.links
         node.load = pb.Load(links=[pb.Link(peer="west", available_bytes_per_s=1e9)])
         await until(lambda: links.views()[0].available_bytes_per_s)
         gate = node.script.prefill_gate = asyncio.Event()
@@ -301,9 +302,9 @@ async def test_a_queue_that_one_sender_sees_is_the_lines() -> None:
         assert link_view.estimate_error == 0.2
 
 
-@on_loop
+@on_memory_loop
 async def test_prompts_that_come_at_once_are_spread_over_equal_nodes() -> None:
-    async with world(remote=0, local=2, decode=1) as w:
+    async with pipeline(remote=0, local=2, decode=1) as w:
         gates = [asyncio.Event() for _ in w.nodes.local]
         for node, gate in zip(w.nodes.local, gates, strict=True):
             node.script.prefill_gate = gate
@@ -318,12 +319,12 @@ async def test_prompts_that_come_at_once_are_spread_over_equal_nodes() -> None:
         assert [(await each).status for each in prompts] == [200] * 12
         assert [len(node.bodies) for node in w.nodes.local] == [6, 6]
         await w.idle()
-        assert [(node.pending_requests, node.pending_tokens) for node in w.gateway.clusters.nodes] == [(0, 0)] * 3
+        assert [(node.pending_requests, node.pending_tokens) for node in w.clusters.nodes] == [(0, 0)] * 3
 
 
-@on_loop
+@on_memory_loop
 async def test_work_under_way_counts_before_the_node_reports_it() -> None:
-    async with world(decode=2) as w:
+    async with pipeline(decode=2) as w:
         for node in w.nodes.decode:
             node.script.word_interval_s = 0.2
         await asyncio.gather(*(w.complete(PROMPT, stream=True) for _ in range(4)))

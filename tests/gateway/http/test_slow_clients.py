@@ -20,10 +20,13 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 import aiohttp
+import pytest
 
 from tests.gateway.scripted import Topology, topology
 from tests.gateway.test_process import process, until_ready
 from tests.gateway.worlds import PATIENCE_S, on_loop
+
+pytestmark = pytest.mark.long
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
 MIB = 1 << 20

@@ -7,7 +7,8 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from tests.gateway.worlds import PATIENCE_S, PATIENT, World, on_loop, until, world
+from tests.gateway.memory.pipeline import Pipelined, on_memory_loop, pipeline
+from tests.gateway.worlds import PATIENCE_S, PATIENT, on_loop, until, world
 from transport.control.messages import TicketInfo
 from transport.control.proto import node_pb2 as pb
 
@@ -25,16 +26,16 @@ def stream_text(body: bytes) -> str:
     return "".join(choice["text"] for chunk in chunks for choice in chunk.get("choices", []))
 
 
-def aborted(w: World) -> list[str]:
+def aborted(w: Pipelined) -> list[str]:
     return [reason for node in w.nodes.nodes for _, reason in node.aborts]
 
 
 # What is counted
 
 
-@on_loop
+@on_memory_loop
 async def test_only_streams_have_a_time_to_first_token() -> None:
-    async with world() as w:
+    async with pipeline() as w:
         await (await w.complete(SHORT)).read()
         await w.settled()
         assert "prfaas_time_to_first_token_seconds_count{" not in await w.metrics()
@@ -48,9 +49,9 @@ async def test_only_streams_have_a_time_to_first_token() -> None:
 # Where it goes
 
 
-@on_loop
+@on_memory_loop
 async def test_a_short_prompt_is_prefilled_in_the_decode_cluster() -> None:
-    async with world() as w:
+    async with pipeline() as w:
         response = await w.complete(SHORT)
         answer = await response.json()
         assert (response.status, answer["choices"][0]["text"]) == (200, TEXT)
@@ -76,18 +77,18 @@ async def test_a_long_prompt_goes_remote_and_its_record_says_how() -> None:
         assert list(record["timeline"].values()) == sorted(record["timeline"].values())
 
 
-@on_loop
+@on_memory_loop
 async def test_one_token_and_no_prefill_node_are_left_to_the_decode_node() -> None:
-    async with world(remote=0, local=0, decode=1) as w:
+    async with pipeline(remote=0, local=0, decode=1) as w:
         single, long = await w.complete([5]), await w.complete(LONG)
         assert single.headers["x-prfaas-route"] == "local; node=d0; uncached=1; reason=single_token"
         assert long.headers["x-prfaas-route"].endswith("reason=no_prefill")
         assert [set(body["kv_transfer_params"]) for body in w.nodes.decode[0].bodies] == [{"salt"}, {"salt"}]
 
 
-@on_loop
+@on_memory_loop
 async def test_prompt_logprobs_are_left_to_the_decode_node_which_needs_all_of_the_prompt() -> None:
-    async with world() as w:
+    async with pipeline() as w:
         response = await w.complete(LONG, prompt_logprobs=1)
         assert response.headers["x-prfaas-route"].endswith("; reason=unshared")
         (record,) = await w.records()
@@ -97,15 +98,15 @@ async def test_prompt_logprobs_are_left_to_the_decode_node_which_needs_all_of_th
         assert set(body["kv_transfer_params"]) == {"salt"}
 
 
-@on_loop
+@on_memory_loop
 async def test_a_prefix_known_to_be_cached_makes_a_long_prompt_local() -> None:
-    async with world(local=1) as w:
+    async with pipeline(local=1) as w:
         await w.complete(LONG)
         hashes = w.hashes_of(LONG)
         for group in (0, 1):
             event = pb.NodeEvent(stored=pb.BlocksStored(group=group, hashes=b"".join(hashes)))
             w.nodes.local[0].tell(event)
-        clusters = w.gateway.clusters
+        clusters = w.clusters
         await until(lambda: clusters.index and clusters.index.match("p0", hashes, 16 * len(hashes)).num_tokens)
         w.nodes.local[0].script.cached_tokens = 16 * len(hashes)
         response = await w.complete(LONG)
@@ -117,9 +118,9 @@ async def test_a_prefix_known_to_be_cached_makes_a_long_prompt_local() -> None:
 # What engines are sent
 
 
-@on_loop
+@on_memory_loop
 async def test_the_legs_carry_the_clients_body_and_what_must_be_added() -> None:
-    async with world() as w:
+    async with pipeline() as w:
         await w.complete(LONG, max_tokens=9, stop=["x"], my_field={"a": [1, 2.50]}, stream=True, min_tokens=2)
         (prefill,), (decode,) = w.nodes.remote[0].bodies, w.nodes.decode[0].bodies
         assert (prefill["stream"], prefill["max_tokens"], "min_tokens" in prefill) == (False, 1, False)
@@ -132,9 +133,9 @@ async def test_the_legs_carry_the_clients_body_and_what_must_be_added() -> None:
         assert prefill["kv_transfer_params"]["salt"] == decode["kv_transfer_params"]["salt"]
 
 
-@on_loop
+@on_memory_loop
 async def test_both_legs_are_under_way_at_once() -> None:
-    async with world() as w:
+    async with pipeline() as w:
         gate = w.nodes.remote[0].script.prefill_gate = asyncio.Event()
         answer = asyncio.create_task(w.complete(LONG))
         await until(lambda: (w.nodes.remote[0].running, w.nodes.decode[0].running) == (1, 1))
@@ -142,9 +143,9 @@ async def test_both_legs_are_under_way_at_once() -> None:
         assert (await answer).status == 200
 
 
-@on_loop
+@on_memory_loop
 async def test_request_ids_and_trace_headers_go_along() -> None:
-    async with world() as w:
+    async with pipeline() as w:
         headers = {"x-request-id": "abc-1", "traceparent": "00-1-2-01"}
         body = {"model": "scripted", "prompt": LONG}
         async with w.http.post("/v1/completions", json=body, headers=headers) as response:
@@ -154,9 +155,9 @@ async def test_request_ids_and_trace_headers_go_along() -> None:
             assert node.headers[0]["traceparent"] == "00-1-2-01"
 
 
-@on_loop
+@on_memory_loop
 async def test_the_model_is_renamed_for_the_engines_where_it_is_served_under_another_name() -> None:
-    async with world(served_model="public-name") as w:
+    async with pipeline(served_model="public-name") as w:
         response = await w.complete(SHORT, model="public-name")
         assert response.status == 200
         assert w.nodes.decode[0].bodies[0]["model"] == "scripted"
@@ -165,9 +166,9 @@ async def test_the_model_is_renamed_for_the_engines_where_it_is_served_under_ano
 # What comes back
 
 
-@on_loop
+@on_memory_loop
 async def test_a_stream_is_the_decode_nodes_bytes() -> None:
-    async with world() as w:
+    async with pipeline() as w:
         response = await w.complete(LONG, stream=True)
         body = await response.read()
         assert response.headers["Content-Type"] == "text/event-stream; charset=utf-8"
@@ -177,9 +178,9 @@ async def test_a_stream_is_the_decode_nodes_bytes() -> None:
         assert body.endswith(b"data: [DONE]\n\n")
 
 
-@on_loop
+@on_memory_loop
 async def test_cached_tokens_are_those_of_the_prefill_streamed_or_not() -> None:
-    async with world() as w:
+    async with pipeline() as w:
         w.nodes.remote[0].script.cached_tokens = 48
         whole = await (await w.complete(LONG)).json()
         streamed = await (await w.complete(LONG, stream=True, stream_options={"include_usage": True})).read()
@@ -189,9 +190,9 @@ async def test_cached_tokens_are_those_of_the_prefill_streamed_or_not() -> None:
         assert stream_text(streamed) == TEXT
 
 
-@on_loop
+@on_memory_loop
 async def test_an_engines_refusal_reaches_the_client_as_it_is() -> None:
-    async with world() as w:
+    async with pipeline() as w:
         w.nodes.decode[0].script.decode = ["400 bad_stop"]
         response = await w.complete(LONG)
         assert (response.status, (await response.json())["error"]["code"]) == (400, "bad_stop")
@@ -201,9 +202,9 @@ async def test_an_engines_refusal_reaches_the_client_as_it_is() -> None:
 # When things fail
 
 
-@on_loop
+@on_memory_loop
 async def test_a_dying_prefill_node_is_replaced_under_the_same_ticket() -> None:
-    async with world(remote=2) as w:
+    async with pipeline(remote=2) as w:
         w.nodes.remote[0].script.prefill = ["die"]
         response = await w.complete(LONG)
         assert (await response.json())["choices"][0]["text"] == TEXT
@@ -214,18 +215,18 @@ async def test_a_dying_prefill_node_is_replaced_under_the_same_ticket() -> None:
         await w.settled()
 
 
-@on_loop
+@on_memory_loop
 async def test_a_prefill_node_whose_error_is_no_text_is_replaced() -> None:
-    async with world() as w:
+    async with pipeline() as w:
         w.nodes.remote[0].script.prefill = ["garbled"]
         assert (await w.complete(LONG)).status == 200
         assert await w.fallbacks() == {"prefill_500": 1}
         await w.settled()
 
 
-@on_loop
+@on_memory_loop
 async def test_without_another_remote_node_the_local_one_takes_over() -> None:
-    async with world() as w:
+    async with pipeline() as w:
         w.nodes.remote[0].script.prefill = ["503 no_capacity"]
         response = await w.complete(LONG)
         assert response.status == 200
@@ -234,9 +235,9 @@ async def test_without_another_remote_node_the_local_one_takes_over() -> None:
         await w.settled()
 
 
-@on_loop
+@on_memory_loop
 async def test_without_any_other_prefill_node_the_decode_node_recomputes() -> None:
-    async with world(local=0) as w:
+    async with pipeline(local=0) as w:
         w.nodes.remote[0].script.prefill = ["drop"]
         response = await w.complete(LONG)
         answer = await response.json()
@@ -256,9 +257,9 @@ async def test_without_any_other_prefill_node_the_decode_node_recomputes() -> No
     ],
 )
 def test_what_every_engine_would_refuse_is_left_to_the_decode_node(answer: str, reason: str) -> None:
-    @on_loop
+    @on_memory_loop
     async def scenario() -> None:
-        async with world(remote=2) as w:
+        async with pipeline(remote=2) as w:
             w.nodes.remote[0].script.prefill = [answer]
             assert (await w.complete(LONG)).status == 200
             assert await w.fallbacks() == {f"prefill_{reason}": 1, "recompute_no_prefill": 1}
@@ -267,9 +268,9 @@ def test_what_every_engine_would_refuse_is_left_to_the_decode_node(answer: str, 
     scenario()
 
 
-@on_loop
+@on_memory_loop
 async def test_a_recompute_the_decode_node_chose_is_counted_streamed_or_not() -> None:
-    async with world(decode=1) as w:
+    async with pipeline(decode=1) as w:
         node = w.nodes.decode[0]
         node.script.landing_failure = "landing_timeout"
         await w.complete(LONG)
@@ -278,19 +279,19 @@ async def test_a_recompute_the_decode_node_chose_is_counted_streamed_or_not() ->
         await w.settled()
 
 
-@on_loop
+@on_memory_loop
 async def test_a_prefill_that_takes_too_long_is_given_up() -> None:
-    async with world(timeouts=replace(PATIENT, prefill_s=1.0)) as w:  # which the next node has to meet, too
+    async with pipeline(timeouts=replace(PATIENT, prefill_s=1.0)) as w:  # which the next node has to meet, too
         w.nodes.remote[0].script.prefill = ["hang"]
         assert (await w.complete(LONG)).status == 200
         assert await w.fallbacks() == {"prefill_timeout": 1}
         await w.settled()
 
 
-@on_loop
+@on_memory_loop
 @pytest.mark.parametrize("fault", ["die", "drop", "garbled", "500 internal", "503 draining"])
 async def test_a_decode_node_that_fails_before_its_first_token_is_replaced(fault: str) -> None:
-    async with world() as w:
+    async with pipeline() as w:
         w.nodes.decode[0].script.decode = [fault]
         response = await w.complete(LONG, stream=True)
         assert stream_text(await response.read()) == TEXT
@@ -301,7 +302,7 @@ async def test_a_decode_node_that_fails_before_its_first_token_is_replaced(fault
         assert "request_ended" in aborted(w)
 
 
-@on_loop
+@on_memory_loop
 @pytest.mark.parametrize(
     ("fault", "reason", "idle_s"),
     [("die_after_first", "stream_broken", PATIENCE_S), ("stall_after_first", "stream_idle", 0.2)],
@@ -309,7 +310,7 @@ async def test_a_decode_node_that_fails_before_its_first_token_is_replaced(fault
 async def test_a_stream_that_breaks_after_its_first_token_ends_with_an_error_event(
     fault: str, reason: str, idle_s: float
 ) -> None:
-    async with world(decode=1, timeouts=replace(PATIENT, stream_idle_s=idle_s)) as w:
+    async with pipeline(decode=1, timeouts=replace(PATIENT, stream_idle_s=idle_s)) as w:
         w.nodes.decode[0].script.decode = [fault]
         response = await w.complete(LONG, stream=True)
         last = json.loads(events(await response.read())[-1])
@@ -324,31 +325,31 @@ async def test_a_stream_that_breaks_after_its_first_token_ends_with_an_error_eve
         await w.settled()
 
 
-@on_loop
+@on_memory_loop
 async def test_an_answer_that_breaks_unstreamed_is_asked_of_another_node() -> None:
-    async with world() as w:
+    async with pipeline() as w:
         w.nodes.decode[0].script.decode = ["drop"]
         assert (await (await w.complete(LONG)).json())["choices"][0]["text"] == TEXT
         await w.settled()
 
 
-@on_loop
+@on_memory_loop
 async def test_a_full_decode_node_is_passed_over_and_used_alone_when_there_is_no_other() -> None:
-    async with world() as w:
+    async with pipeline() as w:
         w.nodes.decode[0].script.reserve = ["RESOURCE_EXHAUSTED"]
         assert (await w.complete(LONG)).status == 200
         assert (await w.records())[0]["decode_node"] == "d1"
         assert await w.fallbacks() == {"decode_no_capacity": 1}
-    async with world(decode=1) as w:
+    async with pipeline(decode=1) as w:
         w.nodes.decode[0].script.reserve = ["RESOURCE_EXHAUSTED"]
         assert (await w.complete(LONG)).status == 200
         (record,) = await w.records()
         assert (record["target"], record["fallbacks"]) == ("decode", ["decode_no_capacity"])
 
 
-@on_loop
+@on_memory_loop
 async def test_attempts_are_bounded_and_the_last_answer_is_a_503() -> None:
-    async with world(decode=4) as w:
+    async with pipeline(decode=4) as w:
         for node in w.nodes.decode:
             node.script.decode = ["500 internal"] * 9
         response = await w.complete(LONG)
@@ -375,22 +376,22 @@ async def test_nothing_ready_is_a_503_that_says_when_to_come_back() -> None:
 # When the client leaves
 
 
-@on_loop
+@on_memory_loop
 @pytest.mark.parametrize("stage", ["admitted", "reserving", "prefilling", "decoding"])
 async def test_a_client_that_leaves_frees_everything(stage: str) -> None:
-    async with world(decode=1) as w:
+    async with pipeline(decode=1) as w:
         (remote,), (decode,) = w.nodes.remote, w.nodes.decode
         if stage != "decoding":
             remote.script.prefill_gate = asyncio.Event()
         decode.script.word_interval_s = PATIENCE_S
         reached = {
-            "admitted": lambda: w.gateway.admission.in_flight,
+            "admitted": lambda: w.admission.in_flight,
             "reserving": lambda: decode.open_reservations,
             "prefilling": lambda: remote.running and decode.running,
             "decoding": lambda: remote.bodies and not remote.running and not decode.open_reservations,
         }
         task = asyncio.create_task(w.complete(LONG, stream=True))
-        await until(lambda: w.gateway.admission.in_flight)
+        await until(lambda: w.admission.in_flight)
         await until(reached[stage])
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
@@ -424,27 +425,27 @@ async def test_fifty_at_once_and_a_third_of_them_leaving() -> None:
         assert all(node.pending_requests == node.pending_tokens == 0 for node in w.gateway.clusters.nodes)
 
 
-@on_loop
+@on_memory_loop
 async def test_draining_finishes_streams_and_refuses_new_requests() -> None:
-    async with world() as w:
+    async with pipeline() as w:
         for node in w.nodes.decode:
             node.script.word_interval_s = 0.1
         running = asyncio.create_task(w.complete(LONG, stream=True))
-        await until(lambda: w.gateway.admission.in_flight)
-        drained = asyncio.create_task(w.gateway.admission.drained(PATIENCE_S))
-        await until(lambda: w.gateway.admission.is_draining)
+        await until(lambda: w.admission.in_flight)
+        drained = asyncio.create_task(w.admission.drained(PATIENCE_S))
+        await until(lambda: w.admission.is_draining)
         refused = await w.complete(SHORT)
         assert (refused.status, (await refused.json())["error"]["code"]) == (503, "draining")
         assert stream_text(await (await running).read()) == TEXT
         assert await drained
 
 
-@on_loop
+@on_memory_loop
 async def test_too_many_in_flight_is_a_429() -> None:
-    async with world(max_in_flight=1) as w:
+    async with pipeline(max_in_flight=1) as w:
         gate = w.nodes.local[0].script.prefill_gate = asyncio.Event()
         first = asyncio.create_task(w.complete(SHORT))
-        await until(lambda: w.gateway.admission.in_flight)
+        await until(lambda: w.admission.in_flight)
         second = await w.complete(SHORT)
         assert (second.status, second.headers["Retry-After"]) == (429, "1")
         assert (await second.json())["error"]["type"] == "rate_limit_error"
@@ -452,9 +453,9 @@ async def test_too_many_in_flight_is_a_429() -> None:
         assert (await first).status == 200
 
 
-@on_loop
+@on_memory_loop
 async def test_what_every_engine_refuses_is_no_nodes_failure() -> None:
-    async with world() as w:
+    async with pipeline() as w:
         for node in w.nodes.nodes:
             node.script.prefill = node.script.decode = ["400 bad_bias"] * 3
         response = await w.complete(LONG, logit_bias={"100000": 1})
@@ -464,9 +465,9 @@ async def test_what_every_engine_refuses_is_no_nodes_failure() -> None:
         assert (await w.records())[-1]["fallbacks"] == []
 
 
-@on_loop
+@on_memory_loop
 async def test_the_route_header_says_where_the_prompt_was_computed_in_the_end() -> None:
-    async with world(decode=1) as w:
+    async with pipeline(decode=1) as w:
         (decode,) = w.nodes.decode
         for stream in (True, False):
             for node in (*w.nodes.remote, *w.nodes.local):

@@ -3,13 +3,14 @@
 from pathlib import Path
 from typing import Any
 
-from tests.gateway.worlds import World, on_loop, until, world
+from tests.gateway.memory.pipeline import on_memory_loop, pipeline
+from tests.gateway.worlds import Deployment, on_loop, until, world
 
 LONG = "the quick brown fox jumps over the lazy dog " * 40
 IDS = [7, 8, 9] * 150
 
 
-async def chat(w: World, text: str = LONG, **fields: Any) -> dict[str, Any]:
+async def chat(w: Deployment, text: str = LONG, **fields: Any) -> dict[str, Any]:
     body = {"model": "scripted", "messages": [{"role": "user", "content": text}]} | fields
     async with w.http.post("/v1/chat/completions", json=body) as response:
         assert response.status == 200, await response.text()
@@ -19,22 +20,22 @@ async def chat(w: World, text: str = LONG, **fields: Any) -> dict[str, Any]:
     return max(records, key=lambda record: int(record["seq"]))
 
 
-async def mistaken(w: World) -> None:
+async def mistaken(w: Deployment) -> None:
     """A chat goes wrong, and is learned from."""
     w.nodes.remote[0].script.prefill = ["409 digest_mismatch"]
     record = await chat(w)
     assert record["fallbacks"] == ["prefill_digest_mismatch", "recompute_no_prefill"]
-    styles = w.gateway.door.rooms.engine_readings
+    styles = w.door.rooms.engine_readings
     await until(lambda: styles.num_styles)
 
 
-def legs(w: World) -> list[dict[str, Any]]:
+def legs(w: Deployment) -> list[dict[str, Any]]:
     return [body for node in w.nodes.nodes for body in node.bodies]
 
 
-@on_loop
+@on_memory_loop
 async def test_the_next_chat_of_that_style_has_the_engines_tokens_on_both_legs() -> None:
-    async with world() as w:
+    async with pipeline() as w:
         fabric = w.nodes.remote[0].fabric
         fabric.rendered = {"token_ids": IDS, "sampling_params": {}}
         assert (await chat(w))["fallbacks"] == []
@@ -54,9 +55,9 @@ async def test_the_next_chat_of_that_style_has_the_engines_tokens_on_both_legs()
         assert (again["fallbacks"], len(fabric.asked_to_render)) == ([], 1)
 
 
-@on_loop
+@on_memory_loop
 async def test_where_that_is_no_help_its_decode_node_computes_it_alone_and_nobody_else() -> None:
-    async with world() as w:
+    async with pipeline() as w:
         fabric = w.nodes.remote[0].fabric
         fabric.rendered = {"token_ids": IDS}
         await mistaken(w)
@@ -68,9 +69,9 @@ async def test_where_that_is_no_help_its_decode_node_computes_it_alone_and_nobod
         assert record["prefill_node"] == record["decode_node"]
 
 
-@on_loop
+@on_memory_loop
 async def test_an_engine_that_does_not_read_for_others_is_asked_once() -> None:
-    async with world() as w:
+    async with pipeline() as w:
         fabric = w.nodes.remote[0].fabric
         await mistaken(w)
         for fallback in ("engine_reading_404", "engine_reading_differs"):
@@ -80,9 +81,9 @@ async def test_an_engine_that_does_not_read_for_others_is_asked_once() -> None:
         assert (await w.fallbacks())["engine_reading_404"] == 1
 
 
-@on_loop
+@on_memory_loop
 async def test_an_answer_that_is_none_and_an_engine_that_is_gone_are_counted() -> None:
-    async with world(decode=1) as w:
+    async with pipeline(decode=1) as w:
         fabric = w.nodes.remote[0].fabric
         await mistaken(w)
         for rendered in ({}, [], [{"token_ids": IDS}] * 2, {"token_ids": [-1]}, {"token_ids": "x"}):
@@ -92,13 +93,13 @@ async def test_an_answer_that_is_none_and_an_engine_that_is_gone_are_counted() -
         assert (await chat(w))["fallbacks"] == ["engine_reading_400"]
 
 
-@on_loop
+@on_memory_loop
 async def test_plain_prompts_are_learned_of_as_well() -> None:
-    async with world() as w:
+    async with pipeline() as w:
         w.nodes.remote[0].script.prefill = ["409 digest_mismatch"]
         await w.complete(LONG)
         await w.idle()
-        await until(lambda: w.gateway.door.rooms.engine_readings.num_styles)
+        await until(lambda: w.door.rooms.engine_readings.num_styles)
         w.nodes.remote[0].fabric.rendered = [{"token_ids": IDS}]
         await w.complete(LONG)
         record = max(await w.records(), key=lambda each: int(each["seq"]))
@@ -122,12 +123,12 @@ async def test_a_stream_goes_on_from_the_engines_tokens() -> None:
         assert {(*params["prompt_token_ids"], *params["answered"]) for params in going_on} == {(*IDS, 0)}
 
 
-@on_loop
+@on_memory_loop
 async def test_chats_of_models_with_renderers_of_their_own_are_read_by_engines_from_the_first_one_on(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "gpt_oss"}')
-    async with world(tokenizer_dir=tmp_path) as w:
+    async with pipeline(tokenizer_dir=tmp_path) as w:
         fabric = w.nodes.remote[0].fabric
         fabric.rendered = {"token_ids": IDS}
         assert (await chat(w))["total"] == len(IDS)

@@ -14,14 +14,15 @@ from gateway.config.tenants import TenantConfig
 from gateway.errors import BadRequest
 from gateway.pipeline.fanout import bodies_of, calls_of
 from planner.decisions.admission.waiting import TenantShare
-from tests.gateway.worlds import World, on_loop, until, world
+from tests.gateway.memory.pipeline import on_memory_loop, pipeline
+from tests.gateway.worlds import Deployment, on_loop, until, world
 
 LONG = "the quick brown fox jumps over the lazy dog " * 40
 PROMPTS = ["hello there", LONG, "the quick brown fox"]
 CHAT = {"model": "scripted", "messages": [{"role": "user", "content": LONG}]}
 
 
-async def events(each: World, path: str, **body: Any) -> list[dict[str, Any]]:
+async def events(each: Deployment, path: str, **body: Any) -> list[dict[str, Any]]:
     async with each.http.post(path, json={**body, "stream": True}) as response:
         assert response.status == 200, await response.text()
         raw = (await response.text()).split("\n\n")
@@ -61,9 +62,9 @@ def test_seeds_below_nothing_and_at_the_end_are_different_ones(seed: int) -> Non
         parse(Endpoint.COMPLETIONS, json.dumps({"model": "m", "prompt": "a", "seed": 2**63}).encode())
 
 
-@on_loop
+@on_memory_loop
 async def test_prompts_of_a_list_are_routed_by_themselves_and_answered_in_order() -> None:
-    async with world() as w:
+    async with pipeline() as w:
         for node in w.nodes.decode:
             node.script.cached_tokens = 3
         response = await w.complete(PROMPTS, max_tokens=5)
@@ -76,17 +77,17 @@ async def test_prompts_of_a_list_are_routed_by_themselves_and_answered_in_order(
         assert told["usage"]["completion_tokens"] == 9
         records = await w.records()
         assert sorted(record["route"] for record in records) == ["local", "local", "remote"]
-        assert not w.gateway.admission.in_flight
+        assert not w.admission.in_flight
         await w.settled()
 
 
-@on_loop
+@on_memory_loop
 async def test_a_list_of_prompts_is_its_tenants_to_read() -> None:
     key = {"Authorization": "Bearer sk-acme"}
     tenants = {"acme": TenantConfig(keys=(digest_of("sk-acme"),))}
-    async with world(tenants=tenants, strangers=Strangers(max_reading_bytes=40_000)) as w:
+    async with pipeline(tenants=tenants, strangers=Strangers(max_reading_bytes=40_000)) as w:
         may_end = threading.Event()
-        reader = w.gateway.door.rooms.reader
+        reader = w.door.rooms.reader
         holding = asyncio.ensure_future(reader.think(lambda _: may_end.wait(60.0), TenantShare("acme"), 20_000))
         await asyncio.sleep(0)
         try:
@@ -98,9 +99,9 @@ async def test_a_list_of_prompts_is_its_tenants_to_read() -> None:
         assert (await w.complete(PROMPTS, headers=key)).status == 200
 
 
-@on_loop
+@on_memory_loop
 async def test_answers_to_one_prompt_are_counted_once_in_what_they_read() -> None:
-    async with world() as w:
+    async with pipeline() as w:
         async with w.http.post(Endpoint.CHAT, json=CHAT | {"n": 3}) as response:
             told = await response.json()
         assert [choice["message"]["content"] for choice in told["choices"]] == ["one two three"] * 3
@@ -134,9 +135,9 @@ async def test_streams_of_several_answers_are_one_stream() -> None:
         await w.settled()
 
 
-@on_loop
+@on_memory_loop
 async def test_one_that_fails_fails_all_and_nothing_is_left() -> None:
-    async with world(decode=1) as w:
+    async with pipeline(decode=1) as w:
         node = w.nodes.decode[0]
         node.script.decode = ["422 too_odd"]
         response = await w.complete(PROMPTS)
@@ -145,7 +146,7 @@ async def test_one_that_fails_fails_all_and_nothing_is_left() -> None:
         assert errors.count((422, "scripted")) == 1
         assert set(errors) <= {(422, "scripted"), (200, ""), (499, "another answer to the same request failed")}
         await w.settled()
-        assert not w.gateway.admission.in_flight
+        assert not w.admission.in_flight
         node.script.decode = ["die_after_first"]
         async with w.http.post(
             Endpoint.COMPLETIONS, json={"model": "scripted", "prompt": PROMPTS, "stream": True}
@@ -155,10 +156,10 @@ async def test_one_that_fails_fails_all_and_nothing_is_left() -> None:
         assert 'prfaas_streams_broken_total{reason="stream_broken"} 1.0' in await w.metrics()
 
 
-@on_loop
+@on_memory_loop
 @pytest.mark.parametrize("fault", ["die_after 2", "error_after 2", "die_after_first", "cut_after 2"])
 async def test_an_error_is_the_last_event(fault: str) -> None:
-    async with world(decode=2) as w:
+    async with pipeline(decode=2) as w:
         left = [fault, "", ""]
         for node in w.nodes.decode:
             node.script.decode, node.script.word_interval_s = left, 0.01
@@ -170,16 +171,16 @@ async def test_an_error_is_the_last_event(fault: str) -> None:
         assert sum('"error"' in event for event in said) == 1
         records = [(record["status"], record["error"]) for record in await w.records()]
         assert sum(status == 502 for status, _ in records) == 1
-        assert not w.gateway.admission.in_flight
+        assert not w.admission.in_flight
         await w.settled()
 
 
-@on_loop
+@on_memory_loop
 async def test_each_answer_takes_a_place() -> None:
-    async with world(max_in_flight=2) as w:
-        w.gateway.admission.take()
+    async with pipeline(max_in_flight=2) as w:
+        w.admission.take()
         response = await w.complete(PROMPTS[:2])
-        w.gateway.admission.give_back()
+        w.admission.give_back()
         assert (response.status, (await response.json())["error"]["type"]) == (429, "rate_limit_error")
         assert 'prfaas_requests_total{reason="rate_limit_exceeded",route="none",status="429"} 1.0' in await w.metrics()
         assert (await w.complete(PROMPTS[:2])).status == 200

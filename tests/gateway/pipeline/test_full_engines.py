@@ -2,15 +2,15 @@
 
 import pytest
 
-from tests.gateway.worlds import on_loop, world
+from tests.gateway.memory.pipeline import on_memory_loop, pipeline
 
 LONG = "the quick brown fox jumps over the lazy dog " * 40
 SHORT = "hello there"
 
 
-@on_loop
+@on_memory_loop
 async def test_a_full_engine_is_passed_over_and_spends_no_retry() -> None:
-    async with world(retry_share=0.0, least_retries=0) as w:
+    async with pipeline(retry_share=0.0, least_retries=0) as w:
         for node in w.nodes.decode:
             node.script.decode = ["503 queue_full"]
         w.nodes.decode[1].script.decode = []
@@ -20,10 +20,10 @@ async def test_a_full_engine_is_passed_over_and_spends_no_retry() -> None:
         assert set(await w.fallbacks()) <= {"decode_queue_full"}
 
 
-@on_loop
+@on_memory_loop
 async def test_full_engines_are_not_asked_for_ever_however_patient_the_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gateway.routing.router.Router.may_compute", lambda *_: False)  # every decode node is spared
-    async with world(decode=2, max_attempts=3) as w:
+    async with pipeline(decode=2, max_attempts=3) as w:
         full, crowded = w.nodes.decode
         full.script.decode = ["503 queue_full"] * 1000
         crowded.script.room = 0

@@ -15,7 +15,8 @@ from planner.model.profile import DecodeProfile, KvSize, PrefillCurve
 from planner.model.workload import Trace
 from planner.simulator.scenario import Pool, Scenario, Wire
 from planner.simulator.world import simulate
-from tests.gateway.worlds import World, on_loop, until, world
+from tests.gateway.memory.pipeline import Pipelined, on_memory_loop, pipeline
+from tests.gateway.worlds import until
 from transport.control.proto import node_pb2 as pb
 
 LONG = "the quick brown fox jumps over the lazy dog " * 40
@@ -23,7 +24,7 @@ FAST, SLOW = 1e9, 1e3
 GOOD = {("east", "west"), ("north", "south")}
 
 
-async def linked(w: World) -> None:
+async def linked(w: Pipelined) -> None:
     """Each PrfaaS cluster has a good link to one PD cluster, and a bad one to the other."""
     for node in w.nodes.remote:
         node.load = pb.Load(
@@ -33,7 +34,7 @@ async def linked(w: World) -> None:
             ]
         )
         node.tell(pb.NodeEvent(load=node.load))
-    await until(lambda: all(view.available_bytes_per_s for view in w.gateway.links.views()))
+    await until(lambda: all(view.available_bytes_per_s for view in w.links.views()))
 
 
 def simulated(home: str, rates: Mapping[str, float], layout: ModelLayout, prompts: list[int]) -> dict[str, int]:
@@ -64,7 +65,7 @@ def simulated(home: str, rates: Mapping[str, float], layout: ModelLayout, prompt
     return dict(simulate(scenario, trace).ways)
 
 
-async def agrees(w: World, home: str, rates: Mapping[str, float] = MappingProxyType({})) -> None:
+async def agrees(w: Pipelined, home: str, rates: Mapping[str, float] = MappingProxyType({})) -> None:
     """The latest twelve prompts went as simulated ones do: nearly all of them by the one good way."""
     found: dict[str, int] = {}
     clusters = {node.node_id: node.cluster for node in w.nodes.nodes}
@@ -72,7 +73,7 @@ async def agrees(w: World, home: str, rates: Mapping[str, float] = MappingProxyT
     for record in records:
         way = f"{clusters[record['prefill_node']]} to {clusters[record['decode_node']]}"
         found[way] = found.get(way, 0) + 1
-    served = w.gateway.clusters.served
+    served = w.clusters.served
     assert served is not None
     expected = simulated(home, rates, served.layout, [record["total"] for record in records])
     (way,) = [f"{source} to {to}" for source, to in GOOD if to == home]
@@ -81,11 +82,11 @@ async def agrees(w: World, home: str, rates: Mapping[str, float] = MappingProxyT
 
 
 @pytest.mark.parametrize(("home", "by"), [("west", "r0"), ("south", "r1")])
-@on_loop
+@on_memory_loop
 async def test_long_prompts_take_the_good_link_of_their_home(home: str, by: str) -> None:
     routing = RoutingConfig(prefill_tokens_per_s=2_000.0, home_cluster=home)
     names = {"remote_clusters": ("east", "north"), "clusters": ("west", "south")}
-    async with world(remote=2, local=2, decode=2, routing=routing, **names) as w:
+    async with pipeline(remote=2, local=2, decode=2, routing=routing, **names) as w:
         await linked(w)
         for i in range(12):
             answer = await w.complete(f"{i} {LONG}")
@@ -98,11 +99,11 @@ async def test_long_prompts_take_the_good_link_of_their_home(home: str, by: str)
         await w.settled()
 
 
-@on_loop
+@on_memory_loop
 async def test_a_quick_cluster_behind_a_bad_link_is_no_quick_cluster() -> None:
     routing = RoutingConfig(prefill_tokens_per_s=2_000.0, home_cluster="west")
     names = {"remote_clusters": ("east", "north"), "clusters": ("west", "south")}
-    async with world(remote=2, local=2, decode=2, routing=routing, **names) as w:
+    async with pipeline(remote=2, local=2, decode=2, routing=routing, **names) as w:
         near, far = w.nodes.remote
         near.script.tokens_per_s, far.script.tokens_per_s = 2_000.0, 20_000.0
         await linked(w)
@@ -110,8 +111,8 @@ async def test_a_quick_cluster_behind_a_bad_link_is_no_quick_cluster() -> None:
             await w.complete(f"{i} {LONG}")
         assert len(near.bodies) >= 11
         await agrees(w, "west", {"north": 20_000.0})
-        config = w.gateway.config
-        w.gateway.reload(replace(config, routing=replace(routing, home_cluster="south")))
+        config = w.config
+        w.configure(replace(config, routing=replace(routing, home_cluster="south")))
         for i in range(12):
             await w.complete(f"south {i} {LONG}")
         assert len(far.bodies) >= 11

@@ -10,14 +10,15 @@ from gateway.cluster.registry import NodeTimes
 from gateway.tasks import TaskSet
 from gateway.telemetry.metrics import Metrics
 from gateway.workers.process_scope import SingleProcess
-from tests.gateway.worlds import PATIENCE_S, World, on_loop, until, world
+from tests.gateway.memory.pipeline import on_memory_loop, pipeline
+from tests.gateway.worlds import PATIENCE_S, Deployment, on_loop, until, world
 
 LONG = "the quick brown fox jumps over the lazy dog " * 40
 
 
-@on_loop
+@on_memory_loop
 async def test_any_number_of_nodes_may_be_away() -> None:
-    async with world(remote=5, decode=6) as w:
+    async with pipeline(remote=5, decode=6) as w:
         for node in w.nodes.decode[:5]:
             node.script.decode = ["503 draining"]
         for node in w.nodes.remote[:4]:
@@ -26,15 +27,15 @@ async def test_any_number_of_nodes_may_be_away() -> None:
         await w.settled()
 
 
-@on_loop
+@on_memory_loop
 async def test_a_request_waits_for_the_node_that_has_taken_the_place_of_those_that_are_away() -> None:
-    async with world(decode=1) as w:
+    async with pipeline(decode=1) as w:
         w.nodes.decode[0].script.decode = ["503 wrong_role"]
         assert (await w.complete(LONG)).status == 200
         assert await w.fallbacks() == {"decode_wrong_role": 1}
 
 
-async def refused(w: World) -> None:
+async def refused(w: Deployment) -> None:
     response = await w.complete(LONG)
     assert (response.status, (await response.json())["error"]["code"]) == (500, "kills_engines")
     assert response.headers["x-should-retry"] == "false"
@@ -42,12 +43,13 @@ async def refused(w: World) -> None:
 
 
 # The news of a death comes late on a busy machine; it is waited for until it is there.
-patient_world = functools.partial(world, node_times=NodeTimes(death_news_s=PATIENCE_S))
+PATIENT = NodeTimes(death_news_s=PATIENCE_S)
+patient = functools.partial(pipeline, node_times=PATIENT)
 
 
-@on_loop
+@on_memory_loop
 async def test_a_node_that_has_no_room_and_fails_by_itself_is_asked_no_more() -> None:
-    async with world(decode=2) as w:
+    async with pipeline(decode=2) as w:
         for node in w.nodes.decode:
             node.script.reserve = ["RESOURCE_EXHAUSTED"]
             node.script.decode = ["500 internal"] * 9
@@ -57,9 +59,9 @@ async def test_a_node_that_has_no_room_and_fails_by_itself_is_asked_no_more() ->
         await w.settled()
 
 
-@on_loop
+@on_memory_loop
 async def test_an_answer_without_a_token_has_loaded_nothing_and_its_reservation_is_freed() -> None:
-    async with world() as w:
+    async with pipeline() as w:
         w.nodes.decode[0].script.decode = ["200 nonsense"]
         assert (await w.complete(LONG)).status == 200
         await w.settled()
@@ -68,7 +70,7 @@ async def test_an_answer_without_a_token_has_loaded_nothing_and_its_reservation_
 @pytest.mark.parametrize("way", ["die", "lament"])
 @on_loop
 async def test_a_request_that_kills_two_decode_engines_is_not_carried_to_a_third(way: str) -> None:
-    async with patient_world(decode=4) as w:
+    async with world(decode=4, node_times=PATIENT) as w:
         for node in w.nodes.decode:
             node.script.decode = [way]
         await refused(w)
@@ -76,9 +78,9 @@ async def test_a_request_that_kills_two_decode_engines_is_not_carried_to_a_third
         assert await w.fallbacks() == {"decode_engine_died": 2}
 
 
-@on_loop
+@on_memory_loop
 async def test_after_that_no_other_request_of_its_kind_is_tried_for_a_while() -> None:
-    async with patient_world(decode=6) as w:
+    async with patient(decode=6) as w:
         for node in w.nodes.decode:
             node.script.decode = ["die"]
         assert (await w.complete(LONG, seed=1)).status == 500
@@ -95,9 +97,9 @@ async def test_after_that_no_other_request_of_its_kind_is_tried_for_a_while() ->
         await w.settled()
 
 
-@on_loop
+@on_memory_loop
 async def test_engines_whose_servers_tell_of_their_death_in_a_stream_have_died_of_it_too() -> None:
-    async with patient_world(decode=4) as w:
+    async with patient(decode=4) as w:
         for node in w.nodes.decode:
             node.script.decode = ["lament 200"]
         response = await w.complete(LONG, stream=True)
@@ -107,9 +109,9 @@ async def test_engines_whose_servers_tell_of_their_death_in_a_stream_have_died_o
 
 
 @pytest.mark.parametrize("faults", [["kill_after 2", "kill_after 4"], ["lament_after 2", "lament_after 4"]])
-@on_loop
+@on_memory_loop
 async def test_engines_that_die_in_the_middle_of_an_answer_tell_of_its_kind_too(faults: list[str]) -> None:
-    async with patient_world(decode=6) as w:
+    async with patient(decode=6) as w:
         in_turn = [*faults]
         for node in w.nodes.decode:
             node.script.words, node.script.is_resumable, node.script.decode = (" w",) * 9, True, in_turn
@@ -120,9 +122,9 @@ async def test_engines_that_die_in_the_middle_of_an_answer_tell_of_its_kind_too(
         await w.settled()
 
 
-@on_loop
+@on_memory_loop
 async def test_a_kind_that_was_answered_before_is_not_refused_for_engines_that_died_beside_it() -> None:
-    async with patient_world(decode=6) as w:
+    async with patient(decode=6) as w:
         assert (await w.complete(LONG)).status == 200
         for node in w.nodes.decode:
             node.script.decode = ["die"]
@@ -133,9 +135,9 @@ async def test_a_kind_that_was_answered_before_is_not_refused_for_engines_that_d
         assert 'prfaas_engine_killers_total{outcome="answered_before"} 1.0' in await w.metrics()
 
 
-@on_loop
+@on_memory_loop
 async def test_deaths_of_prefill_engines_count_and_the_client_hears_at_once() -> None:
-    async with patient_world(remote=3) as w:
+    async with patient(remote=3) as w:
         for node in w.nodes.remote:
             node.script.prefill = ["die"]
         await refused(w)
@@ -143,18 +145,18 @@ async def test_deaths_of_prefill_engines_count_and_the_client_hears_at_once() ->
         assert await w.fallbacks() == {"prefill_engine_died": 2}
 
 
-@on_loop
+@on_memory_loop
 async def test_a_connection_that_breaks_under_a_living_engine_is_no_death() -> None:
-    async with world(decode=3) as w:
+    async with pipeline(decode=3) as w:
         for node in w.nodes.decode[:2]:
             node.script.decode = ["drop"]
         assert (await w.complete(LONG)).status == 200
         assert await w.fallbacks() == {"decode_connection_lost": 2}
 
 
-@on_loop
+@on_memory_loop
 async def test_after_a_fallback_the_header_says_where_the_prompt_was_computed() -> None:
-    async with world() as w:
+    async with pipeline() as w:
         w.nodes.remote[0].script.prefill = ["503 draining"]
         response = await w.complete(LONG)
         assert response.headers["x-prfaas-route"].startswith("local; node=p0;")
@@ -162,9 +164,9 @@ async def test_after_a_fallback_the_header_says_where_the_prompt_was_computed() 
         assert (record["route"], record["target"]) == ("local", "remote")
 
 
-@on_loop
+@on_memory_loop
 async def test_bytes_count_whatever_the_status() -> None:
-    async with world(decode=1) as w:
+    async with pipeline(decode=1) as w:
         w.nodes.decode[0].script.decode = ["400 bad_stop"]
         gate = w.nodes.decode[0].script.decode_gate = asyncio.Event()
         asking = asyncio.create_task(w.complete(LONG))
@@ -221,9 +223,9 @@ def buggy() -> SingleProcess:
     return alone
 
 
-@on_loop
+@on_memory_loop
 async def test_an_error_of_ours_in_the_prefills_leg_is_told_at_once() -> None:
-    async with world(seat=buggy()) as w:
+    async with pipeline(seat=buggy()) as w:
         w.nodes.remote[0].script.prefill = ["500 internal"]
         response = await w.complete(LONG)
         assert (response.status, (await response.json())["error"]["code"]) == (500, "internal_error")
@@ -231,9 +233,9 @@ async def test_an_error_of_ours_in_the_prefills_leg_is_told_at_once() -> None:
         await w.settled()
 
 
-@on_loop
+@on_memory_loop
 async def test_an_error_of_ours_in_a_stream_is_its_last_event() -> None:
-    async with world(seat=buggy()) as w:
+    async with pipeline(seat=buggy()) as w:
         for node in w.nodes.decode:  # each says at the end that it could not use what had landed
             node.script.landing_failure, node.script.word_interval_s = "damaged", 0.05
         response = await w.complete(LONG, stream=True)
@@ -243,9 +245,9 @@ async def test_an_error_of_ours_in_a_stream_is_its_last_event() -> None:
         await w.settled()
 
 
-@on_loop
+@on_memory_loop
 async def test_a_sick_cluster_is_not_asked_again_for_every_request() -> None:
-    async with world(decode=4, retry_share=0.0, least_retries=3) as w:
+    async with pipeline(decode=4, retry_share=0.0, least_retries=3) as w:
         for node in w.nodes.decode:
             node.script.decode = ["500 internal"] * 99
         codes = [(await (await w.complete(LONG)).json())["error"]["code"] for _ in range(5)]
@@ -255,9 +257,9 @@ async def test_a_sick_cluster_is_not_asked_again_for_every_request() -> None:
         await w.settled()
 
 
-@on_loop
+@on_memory_loop
 async def test_prefills_and_answers_share_the_budget() -> None:
-    async with world(remote=3, retry_share=0.0, least_retries=1) as w:
+    async with pipeline(remote=3, retry_share=0.0, least_retries=1) as w:
         for node in w.nodes.remote:
             node.script.prefill = ["500 internal"] * 99
         assert (await w.complete(LONG)).status == 200
@@ -269,18 +271,18 @@ async def test_prefills_and_answers_share_the_budget() -> None:
         await w.settled()
 
 
-@on_loop
+@on_memory_loop
 async def test_nodes_that_have_died_are_done_without_however_many_requests_they_had() -> None:
-    async with world(decode=3, retry_share=0.0, least_retries=0) as w:
+    async with pipeline(decode=3, retry_share=0.0, least_retries=0) as w:
         w.nodes.decode[0].script.decode = ["die"] * 9
         for _ in range(3):
             assert (await w.complete(LONG)).status == 200
         await w.settled()
 
 
-@on_loop
+@on_memory_loop
 async def test_a_link_that_fails_is_gone_around_however_many_prompts_were_on_it() -> None:
-    async with world(remote=1, local=1, retry_share=0.0, least_retries=0) as w:
+    async with pipeline(remote=1, local=1, retry_share=0.0, least_retries=0) as w:
         w.nodes.remote[0].script.path_is_down = True
         assert (await w.complete(LONG)).status == 200
         assert await w.fallbacks() == {"prefill_peer_lost": 1}

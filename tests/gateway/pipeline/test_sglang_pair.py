@@ -4,8 +4,9 @@ from typing import Any
 
 import pytest
 
+from tests.gateway.memory.pipeline import Pipelined, on_memory_loop, pipeline
 from tests.gateway.paired import BOOTSTRAP_PORT, PairedNode
-from tests.gateway.worlds import World, on_loop, until, world
+from tests.gateway.worlds import on_loop, until, world
 
 SHORT, LONG = "hello there the quick brown fox", "the quick brown fox jumps over it " * 40
 ROOM = ("bootstrap_host", "bootstrap_port", "bootstrap_room")
@@ -16,7 +17,7 @@ def text_of(body: dict[str, Any]) -> str:
     return str(body["choices"][0]["text"])
 
 
-async def answered(at: World, prompt: str = SHORT, **fields: Any) -> str:
+async def answered(at: Pipelined, prompt: str = SHORT, **fields: Any) -> str:
     response = await at.complete(prompt, **fields)
     assert response.status == 200, await response.text()
     return text_of(await response.json())
@@ -26,7 +27,7 @@ def without_room(body: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in body.items() if name not in ROOM}
 
 
-@on_loop
+@on_memory_loop
 async def test_both_servers_get_the_whole_request_and_one_room():
     asked = {
         "max_tokens": 30,
@@ -37,7 +38,7 @@ async def test_both_servers_get_the_whole_request_and_one_room():
         "min_tokens": 2,
         "seed": 5,
     }
-    async with world(decode=1, kind=PairedNode) as at:
+    async with pipeline(decode=1, kind=PairedNode) as at:
         assert await answered(at, **asked) == TOLD
         (near,), (decode,) = at.nodes.local, at.nodes.decode
         ours = {"model": "scripted", "prompt": SHORT, **asked}
@@ -49,9 +50,9 @@ async def test_both_servers_get_the_whole_request_and_one_room():
         await at.settled()
 
 
-@on_loop
+@on_memory_loop
 async def test_how_an_answer_is_told_is_for_the_decode_server_alone():
-    async with world(decode=1, kind=PairedNode) as at:
+    async with pipeline(decode=1, kind=PairedNode) as at:
         response = await at.complete(stream=True, stream_options={"include_usage": True})
         assert (await response.text()).endswith("data: [DONE]\n\n")
         (near,), (decode,) = at.nodes.local, at.nodes.decode
@@ -59,17 +60,17 @@ async def test_how_an_answer_is_told_is_for_the_decode_server_alone():
         assert (decode.bodies[0]["stream"], "stream_options" in decode.bodies[0]) == (True, True)
 
 
-@on_loop
+@on_memory_loop
 async def test_rooms_are_never_the_same():
-    async with world(decode=1, kind=PairedNode) as at:
+    async with pipeline(decode=1, kind=PairedNode) as at:
         for _ in range(5):
             await answered(at)
         assert len({body["bootstrap_room"] for body in at.nodes.decode[0].bodies}) == 5
 
 
-@on_loop
+@on_memory_loop
 async def test_long_prompts_are_prefilled_remotely():
-    async with world(decode=1, kind=PairedNode) as at:
+    async with pipeline(decode=1, kind=PairedNode) as at:
         await answered(at, LONG)
         await answered(at, SHORT)
         assert [len(node.bodies) for node in at.nodes.nodes] == [1, 1, 2]
@@ -80,18 +81,18 @@ async def test_long_prompts_are_prefilled_remotely():
         assert (remote["bytes"], remote["overlap"]) == (13 * 16 * 64 + 256, None)
 
 
-@on_loop
+@on_memory_loop
 async def test_what_prefill_had_cached_is_in_the_usage():
-    async with world(decode=1, kind=PairedNode) as at:
+    async with pipeline(decode=1, kind=PairedNode) as at:
         at.nodes.local[0].script.cached_tokens = 32
         response = await at.complete()
         assert (await response.json())["usage"]["prompt_tokens_details"]["cached_tokens"] == 32
 
 
 @pytest.mark.parametrize("fault", ["die", "drop", "503 full", "500 somehow"])
-@on_loop
+@on_memory_loop
 async def test_a_prefill_that_fails_is_done_by_another_node_in_another_room(fault):
-    async with world(local=2, decode=1, kind=PairedNode) as at:
+    async with pipeline(local=2, decode=1, kind=PairedNode) as at:
         at.nodes.local[0].script.prefill = [fault]
         assert await answered(at) == TOLD
         assert [len(node.bodies) for node in at.nodes.local] == [1, 1]
@@ -102,9 +103,9 @@ async def test_a_prefill_that_fails_is_done_by_another_node_in_another_room(faul
         await at.settled()
 
 
-@on_loop
+@on_memory_loop
 async def test_nobody_left_who_prefills_is_an_error_at_once():
-    async with world(remote=0, local=1, decode=1, kind=PairedNode) as at:
+    async with pipeline(remote=0, local=1, decode=1, kind=PairedNode) as at:
         at.nodes.local[0].script.prefill = ["500 somehow"]
         response = await at.complete()
         assert response.status == 503
@@ -112,9 +113,9 @@ async def test_nobody_left_who_prefills_is_an_error_at_once():
         await at.settled()
 
 
-@on_loop
+@on_memory_loop
 async def test_prefill_nodes_of_other_pd_clusters_are_not_asked():
-    async with world(remote=0, local=2, decode=2, clusters=("west", "south"), kind=PairedNode) as at:
+    async with pipeline(remote=0, local=2, decode=2, clusters=("west", "south"), kind=PairedNode) as at:
         for node in at.nodes.local:
             node.script.prefill = ["503 full"]
         response = await at.complete()
@@ -122,9 +123,9 @@ async def test_prefill_nodes_of_other_pd_clusters_are_not_asked():
         assert sum(len(node.bodies) for node in at.nodes.local) == 1
 
 
-@on_loop
+@on_memory_loop
 async def test_a_request_that_every_server_refuses_is_told_once():
-    async with world(local=2, decode=1, kind=PairedNode) as at:
+    async with pipeline(local=2, decode=1, kind=PairedNode) as at:
         for node in at.nodes.nodes:
             node.script.prefill = node.script.decode = ["400 no such thing"]
         response = await at.complete()
@@ -135,21 +136,21 @@ async def test_a_request_that_every_server_refuses_is_told_once():
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("words", ["peer_lost", "draining", "no_capacity"])
-@on_loop
+@on_memory_loop
 async def test_what_a_client_has_written_is_not_taken_for_a_reason_of_ours(words, stream):
-    async with world(decode=2, kind=PairedNode) as at:
+    async with pipeline(decode=2, kind=PairedNode) as at:
         for node in at.nodes.nodes:
             node.script.prefill = node.script.decode = [f"400 'input': '{words}'"]
         response = await at.complete(LONG, stream=stream)
         assert response.status == 400, await response.text()
-        assert at.gateway.links.num_failed == 0  # of which every request would hear
+        assert at.links.num_failed == 0  # of which every request would hear
         assert [len(node.bodies) for node in at.nodes.nodes] == [1, 0, 1, 0]
 
 
 @pytest.mark.parametrize(("fault", "reason"), [("die", "engine_died"), ("500 no_capacity: of pages", "no_capacity")])
-@on_loop
+@on_memory_loop
 async def test_a_decode_node_that_fails_is_followed_by_another(fault, reason):
-    async with world(local=1, decode=2, kind=PairedNode) as at:
+    async with pipeline(local=1, decode=2, kind=PairedNode) as at:
         first, second = at.nodes.decode
         first.script.decode = [fault]
         at.nodes.local[0].script.prefill = ["500 decode has aborted the request"]
@@ -158,9 +159,9 @@ async def test_a_decode_node_that_fails_is_followed_by_another(fault, reason):
         assert await at.fallbacks() == {f"decode_{reason}": 1.0}
 
 
-@on_loop
+@on_memory_loop
 async def test_why_a_decode_node_fails_is_heard_in_streams_too():
-    async with world(local=1, decode=2, kind=PairedNode) as at:
+    async with pipeline(local=1, decode=2, kind=PairedNode) as at:
         at.nodes.decode[0].script.decode = ["500 no_capacity: of pages"]
         at.nodes.local[0].script.prefill = ["500 decode has aborted the request"]
         response = await at.complete(stream=True)
@@ -171,9 +172,9 @@ async def test_why_a_decode_node_fails_is_heard_in_streams_too():
 @pytest.mark.parametrize(
     ("told", "status", "code"), [("draining", 503, "no_decode_node"), ("no_capacity", 429, "no_room")]
 )
-@on_loop
+@on_memory_loop
 async def test_the_only_decode_node_is_not_asked_for_ever(told, status, code):
-    async with world(remote=0, local=1, decode=1, kind=PairedNode) as at:
+    async with pipeline(remote=0, local=1, decode=1, kind=PairedNode) as at:
         at.nodes.decode[0].script.decode = [f"500 {told}: of pages"] * 5
         at.nodes.local[0].script.prefill = ["500 decode has aborted the request"] * 5
         response = await at.complete()
@@ -183,9 +184,9 @@ async def test_the_only_decode_node_is_not_asked_for_ever(told, status, code):
         await at.settled()
 
 
-@on_loop
+@on_memory_loop
 async def test_a_decode_leg_is_hung_up_when_its_prefill_fails():
-    async with world(remote=0, local=1, decode=1, kind=PairedNode) as at:
+    async with pipeline(remote=0, local=1, decode=1, kind=PairedNode) as at:
         at.nodes.local[0].script.prefill = ["die"]
         response = await at.complete()
         assert response.status == 503
@@ -193,15 +194,15 @@ async def test_a_decode_leg_is_hung_up_when_its_prefill_fails():
 
 
 @pytest.mark.parametrize("fields", [{"echo": True}, {"bootstrap_room": 5}, {"rid": "mine"}])
-@on_loop
+@on_memory_loop
 async def test_what_pairs_cannot_do_is_refused_before_anybody_is_asked(fields):
     from engine.sglang.unsupported import not_done_json
 
-    async with world(decode=1, kind=PairedNode) as at:
+    async with pipeline(decode=1, kind=PairedNode) as at:
         for node in at.nodes.nodes:
             node.not_done_json = not_done_json()
             node.become(node.state)
-        served = at.gateway.clusters
+        served = at.clusters
         await until(lambda: served.served is not None and served.served.not_done.harmless)
         response = await at.complete(**fields)
         assert response.status == 400
@@ -229,9 +230,9 @@ async def test_a_stream_that_breaks_ends_with_an_error():
         await at.settled()
 
 
-@on_loop
+@on_memory_loop
 async def test_lists_of_prompts_are_requests_of_their_own():
-    async with world(decode=1, kind=PairedNode) as at:
+    async with pipeline(decode=1, kind=PairedNode) as at:
         response = await at.complete([SHORT, SHORT], n=2)
         assert [choice["text"] for choice in (await response.json())["choices"]] == [TOLD] * 4
         assert len({body["bootstrap_room"] for body in at.nodes.decode[0].bodies}) == 4

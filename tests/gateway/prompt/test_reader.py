@@ -27,6 +27,8 @@ from prompts.tokens.encoder import TextEncoder
 from tests.gateway.worlds import model_of, on_loop, until
 from tests.prompts.builders import bpe, text_tokenizer
 
+pytestmark = pytest.mark.long
+
 HASHING = Hashing(block_size=16, salt=b"salt")
 MODEL = model_of(HASHING)
 BODY_BYTES = 10 * 1024 * 1024

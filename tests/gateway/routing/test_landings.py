@@ -10,22 +10,23 @@ import pytest
 from gateway.cluster.inflight_load import booked
 from gateway.pipeline.reservations import until_landed
 from tests.gateway.cluster.test_inflight_load import node_of, route_of
+from tests.gateway.memory.pipeline import Pipelined, on_memory_loop, pipeline
 from tests.gateway.scripted import ScriptedNode
-from tests.gateway.worlds import PATIENCE_S, World, on_loop, until, world
+from tests.gateway.worlds import PATIENCE_S, until
 
 LONG = "the quick brown fox jumps over the lazy dog " * 40
 
 
-def tickets(w: World) -> list[dict[str, Any]]:
+def tickets(w: Pipelined) -> list[dict[str, Any]]:
     """What prefill nodes were given, in the order in which they were asked."""
     return [body["kv_transfer_params"]["ticket"] for node in prefills(w) for body in node.bodies]
 
 
-def prefills(w: World) -> Sequence[ScriptedNode]:
+def prefills(w: Pipelined) -> Sequence[ScriptedNode]:
     return [*w.nodes.remote, *w.nodes.local]
 
 
-def gated(w: World) -> asyncio.Event:
+def gated(w: Pipelined) -> asyncio.Event:
     """No prompt is computed before it is set."""
     gate = asyncio.Event()
     for node in prefills(w):
@@ -33,27 +34,27 @@ def gated(w: World) -> asyncio.Event:
     return gate
 
 
-def sent_whole(w: World) -> Counter[str]:
+def sent_whole(w: Pipelined) -> Counter[str]:
     """How often all of a prompt was sent, by decode node."""
     return Counter(ticket["node_id"] for ticket in tickets(w) if not ticket["have_tokens"])
 
 
-def no_arrivals(w: World) -> bool:
-    return not any(len(node.arrivals) for node in w.gateway.clusters.nodes)
+def no_arrivals(w: Pipelined) -> bool:
+    return not any(len(node.arrivals) for node in w.clusters.nodes)
 
 
-async def started(w: World, prompts: Sequence[str], **fields: Any) -> list["asyncio.Task[Any]"]:
+async def started(w: Pipelined, prompts: Sequence[str], **fields: Any) -> list["asyncio.Task[Any]"]:
     """Requests of their own, each decided after the one before it."""
     tasks = []
     for number, prompt in enumerate(prompts):
         tasks.append(asyncio.create_task(w.complete(prompt, **fields)))
-        await until(lambda: sum(len(node.arrivals) for node in w.gateway.clusters.nodes) == number + 1)  # noqa: B023
+        await until(lambda: sum(len(node.arrivals) for node in w.clusters.nodes) == number + 1)  # noqa: B023
     return tasks
 
 
-@on_loop
+@on_memory_loop
 async def test_sixteen_answers_to_one_prompt_have_it_sent_once() -> None:
-    async with world(decode=1) as w:
+    async with pipeline(decode=1) as w:
         response = await w.complete(LONG, n=16)
         assert response.status == 200
         have = sorted(ticket["have_tokens"] for ticket in tickets(w))
@@ -69,9 +70,9 @@ async def test_sixteen_answers_to_one_prompt_have_it_sent_once() -> None:
         assert no_arrivals(w)
 
 
-@on_loop
+@on_memory_loop
 async def test_separate_requests_that_fan_out_share_what_they_have_in_common() -> None:
-    async with world(decode=1) as w:
+    async with pipeline(decode=1) as w:
         gate = gated(w)
         tasks = await started(w, [f"{LONG} and {number} {'more ' * number}" for number in range(8)])
         assert sum(len(node.bodies) for node in prefills(w)) == 1  # the others wait, and hold nothing
@@ -84,9 +85,9 @@ async def test_separate_requests_that_fan_out_share_what_they_have_in_common() -
         assert no_arrivals(w)
 
 
-@on_loop
+@on_memory_loop
 async def test_prompts_of_others_are_not_waited_for() -> None:
-    async with world(decode=1) as w:
+    async with pipeline(decode=1) as w:
         gate = gated(w)
         mine = await started(w, [LONG], cache_salt="mine")
         yours = asyncio.create_task(w.complete(LONG, cache_salt="yours"))
@@ -99,9 +100,9 @@ async def test_prompts_of_others_are_not_waited_for() -> None:
 
 @pytest.mark.parametrize("fault", ["422 odd", "undelivered scripted"])
 def test_when_the_first_fails_one_other_has_all_sent_and_the_rest_wait_for_that(fault: str) -> None:
-    @on_loop
+    @on_memory_loop
     async def scenario() -> None:
-        async with world(decode=1, local=0, remote=1) as w:
+        async with pipeline(decode=1, local=0, remote=1) as w:
             (node,) = prefills(w)
             node.script.prefill_gate = gate = asyncio.Event()
             node.script.prefill = [fault]
@@ -117,9 +118,9 @@ def test_when_the_first_fails_one_other_has_all_sent_and_the_rest_wait_for_that(
     scenario()
 
 
-@on_loop
+@on_memory_loop
 async def test_when_the_clients_of_the_first_leave_the_others_go_on() -> None:
-    async with world(decode=1) as w:
+    async with pipeline(decode=1) as w:
         gate = gated(w)
         tasks = await started(w, [LONG] * 6)
         for gone in (tasks[0], tasks[2]):  # who is waited for, and one who waits
@@ -134,9 +135,9 @@ async def test_when_the_clients_of_the_first_leave_the_others_go_on() -> None:
         assert no_arrivals(w)
 
 
-@on_loop
+@on_memory_loop
 async def test_each_of_two_decode_nodes_is_sent_a_prompt_once() -> None:
-    async with world(decode=2) as w:
+    async with pipeline(decode=2) as w:
         response = await w.complete(LONG, n=24)
         assert response.status == 200
         whole = sent_whole(w)
@@ -146,7 +147,7 @@ async def test_each_of_two_decode_nodes_is_sent_a_prompt_once() -> None:
         await w.settled()
 
 
-@on_loop
+@on_memory_loop
 async def test_nobody_waits_for_ever_for_what_does_not_land() -> None:
     decode, hashes = node_of("d0", role="decode"), [b"a", b"b", b"c"]
     with (
@@ -170,9 +171,9 @@ async def test_nobody_waits_for_ever_for_what_does_not_land() -> None:
         assert (landed.blocks, is_late) == (2, False)
 
 
-@on_loop
+@on_memory_loop
 async def test_a_decode_node_that_keeps_nothing_is_not_waited_for_again() -> None:
-    async with world(decode=1, local=0, remote=1) as w:
+    async with pipeline(decode=1, local=0, remote=1) as w:
         w.nodes.decode[0].script.keeps_landings = False
         (node,) = prefills(w)
         node.script.prefill_gate = asyncio.Event()

@@ -24,6 +24,8 @@ from tests.gateway.scripted import Topology, topology
 from tests.gateway.test_process import write_config
 from tests.gateway.worlds import PATIENCE_S, on_loop, until
 
+pytestmark = pytest.mark.long
+
 SHORT: Final = {"model": "scripted", "prompt": "hello there"}
 WORKERS: Final = 2
 
@@ -174,6 +176,18 @@ async def series(http: aiohttp.ClientSession, name: str) -> float:
 
 
 @on_loop
+async def test_two_workers_are_one_gateway(tmp_path: Path) -> None:
+    """Rules that leave a gateway as it was share the start of one, up to its end."""
+    async with system(tmp_path) as s:
+        await any_worker_answers_for_all(s)
+        await what_one_worker_gives_a_node_the_other_sees_at_once(s)
+        await short_prompts_that_come_at_once_spread_over_the_nodes(s)
+        await two_gateways_never_share_a_port(s, tmp_path)
+        await sighup_or_an_operator_has_every_worker_read_the_file_again(s, tmp_path)
+        await sigterm_loses_no_stream(s)
+
+
+@on_loop
 async def test_a_worker_that_is_killed_loses_its_own_streams_and_is_started_again(tmp_path: Path) -> None:
     async with system(tmp_path) as s:
         clients = await s.clients(each=2)
@@ -198,27 +212,25 @@ async def test_a_worker_that_is_killed_loses_its_own_streams_and_is_started_agai
         assert await series(by_both[1], "prfaas_requests_total") == len(asked[survivor]) + 2
 
 
-@on_loop
-async def test_sigterm_loses_no_stream(tmp_path: Path) -> None:
-    async with system(tmp_path) as s:
-        clients = await s.clients(each=2)
-        spare = [some.pop() for some in clients.values()]
-        release = s.hold_answers()
-        asked = [asyncio.create_task(ask(http)) for some in clients.values() for http in some]
-        await until(lambda: s.running == len(asked))
-        workers = s.workers
-        s.process.terminate()
-        async with asyncio.timeout(PATIENCE_S):
-            for http in spare:
-                while not await is_draining(http):  # noqa: ASYNC110 in other processes
-                    await asyncio.sleep(0.01)
-                assert (await ask(http))[0] == 503
-        release()
-        assert all(map(is_whole, await asyncio.gather(*asked)))
-        async with asyncio.timeout(PATIENCE_S):
-            assert await s.process.wait() == 0
-        assert not any(map(is_alive, workers))
-        assert not s.nodes.leftovers()
+async def sigterm_loses_no_stream(s: System) -> None:
+    clients = await s.clients(each=2)
+    spare = [some.pop() for some in clients.values()]
+    release = s.hold_answers()
+    asked = [asyncio.create_task(ask(http)) for some in clients.values() for http in some]
+    await until(lambda: s.running == len(asked))
+    workers = s.workers
+    s.process.terminate()
+    async with asyncio.timeout(PATIENCE_S):
+        for http in spare:
+            while not await is_draining(http):  # noqa: ASYNC110 in other processes
+                await asyncio.sleep(0.01)
+            assert (await ask(http))[0] == 503
+    release()
+    assert all(map(is_whole, await asyncio.gather(*asked)))
+    async with asyncio.timeout(PATIENCE_S):
+        assert await s.process.wait() == 0
+    assert not any(map(is_alive, workers))
+    assert not s.nodes.leftovers()
 
 
 @on_loop
@@ -249,68 +261,62 @@ async def five_are_served(s: System, clients: list[aiohttp.ClientSession]) -> No
             await asyncio.sleep(0.01)
 
 
-@on_loop
-async def test_what_one_worker_gives_a_node_the_other_sees_at_once(tmp_path: Path) -> None:
-    async with system(tmp_path) as s:
-        one, other = (some[0] for some in (await s.clients(each=1)).values())
-        for _ in range(6):
-            release = s.hold_answers()
-            asked = [asyncio.create_task(ask(one))]
-            await until(lambda: s.running == 1)
-            asked.append(asyncio.create_task(ask(other)))
-            await until(lambda: s.running == 2)
-            assert [node.running for node in s.nodes.decode] == [1, 1]
-            release()
-            assert all(map(is_whole, await asyncio.gather(*asked)))
-            await until(lambda: s.running == 0)
-
-
-@on_loop
-async def test_short_prompts_that_come_at_once_spread_over_the_nodes(tmp_path: Path) -> None:
-    async with system(tmp_path) as s:
-        clients = [http for some in (await s.clients(each=6)).values() for http in some[:6]]
+async def what_one_worker_gives_a_node_the_other_sees_at_once(s: System) -> None:
+    one, other = (some[0] for some in (await s.clients(each=1)).values())
+    for _ in range(6):
         release = s.hold_answers()
-        asked = [asyncio.create_task(ask(http)) for http in clients]
-        await until(lambda: s.running == len(clients) == 12)
-        # Two workers may decide in the same moment; whoever comes after sees both.
-        assert min(node.running for node in s.nodes.decode) >= 3
+        asked = [asyncio.create_task(ask(one))]
+        await until(lambda: s.running == 1)
+        asked.append(asyncio.create_task(ask(other)))
+        await until(lambda: s.running == 2)
+        assert [node.running for node in s.nodes.decode] == [1, 1]
         release()
         assert all(map(is_whole, await asyncio.gather(*asked)))
+        await until(lambda: s.running == 0)
 
 
-@on_loop
-async def test_any_worker_answers_for_all(tmp_path: Path) -> None:
-    async with system(tmp_path) as s:
-        clients = [some[:3] for some in (await s.clients(each=3)).values()]
-        for http in [http for some in clients for http in some]:
-            assert is_whole(await ask(http))
-        async with asyncio.timeout(PATIENCE_S):
-            # The last one may be counted when its client has the answer already.
-            while (  # noqa: ASYNC110
-                await series(http, "prfaas_requests_total") < 6
-                or len(await records_after(http, 0)) < 6
-                or (await load_of(http))["outputs"]["last_seq"] < 6
-            ):
-                await asyncio.sleep(0.01)
-        for http, *_ in clients:
-            assert await series(http, "prfaas_requests_total") == 6
-            assert await series(http, "prfaas_e2e_request_latency_seconds_count") == 6
-            assert await series(http, "prfaas_nodes") == 2
-            assert await series(http, "prfaas_workers") == WORKERS
-            records = await records_after(http, 0)
-            assert [record["seq"] for record in records] == [1, 2, 3, 4, 5, 6]
-            assert [record["seq"] for record in await records_after(http, 4)] == [5, 6]
-            assert len(await records_after(http, 7)) == 6  # a number of an earlier start
-            async with http.get("/prfaas/requests", params={"id": records[2]["id"]}) as answer:
-                assert [json.loads(line)["seq"] for line in (await answer.text()).splitlines()] == [3]
-            async with http.get("/prfaas/console", params={"since": 4}) as answer:
-                snapshot = await answer.json()
-            assert [record["seq"] for record in snapshot["requests"]] == [5, 6]
-            assert (snapshot["last_seq"], snapshot["workers"]["ready"]) == (6, WORKERS)
-        loads = [await load_of(http) for http, *_ in clients]
-        assert [len(load["uncached"]["values"]) for load in loads] == [6, 6]
-        assert [load["outputs"]["last_seq"] for load in loads] == [6, 6]
-        assert loads[0]["boot"] == loads[1]["boot"]
+async def short_prompts_that_come_at_once_spread_over_the_nodes(s: System) -> None:
+    clients = [http for some in (await s.clients(each=6)).values() for http in some[:6]]
+    release = s.hold_answers()
+    asked = [asyncio.create_task(ask(http)) for http in clients]
+    await until(lambda: s.running == len(clients) == 12)
+    # Two workers may decide in the same moment; whoever comes after sees both.
+    assert min(node.running for node in s.nodes.decode) >= 3
+    release()
+    assert all(map(is_whole, await asyncio.gather(*asked)))
+
+
+async def any_worker_answers_for_all(s: System) -> None:
+    clients = [some[:3] for some in (await s.clients(each=3)).values()]
+    for http in [http for some in clients for http in some]:
+        assert is_whole(await ask(http))
+    async with asyncio.timeout(PATIENCE_S):
+        # The last one may be counted when its client has the answer already.
+        while (  # noqa: ASYNC110
+            await series(http, "prfaas_requests_total") < 6
+            or len(await records_after(http, 0)) < 6
+            or (await load_of(http))["outputs"]["last_seq"] < 6
+        ):
+            await asyncio.sleep(0.01)
+    for http, *_ in clients:
+        assert await series(http, "prfaas_requests_total") == 6
+        assert await series(http, "prfaas_e2e_request_latency_seconds_count") == 6
+        assert await series(http, "prfaas_nodes") == 2
+        assert await series(http, "prfaas_workers") == WORKERS
+        records = await records_after(http, 0)
+        assert [record["seq"] for record in records] == [1, 2, 3, 4, 5, 6]
+        assert [record["seq"] for record in await records_after(http, 4)] == [5, 6]
+        assert len(await records_after(http, 7)) == 6  # a number of an earlier start
+        async with http.get("/prfaas/requests", params={"id": records[2]["id"]}) as answer:
+            assert [json.loads(line)["seq"] for line in (await answer.text()).splitlines()] == [3]
+        async with http.get("/prfaas/console", params={"since": 4}) as answer:
+            snapshot = await answer.json()
+        assert [record["seq"] for record in snapshot["requests"]] == [5, 6]
+        assert (snapshot["last_seq"], snapshot["workers"]["ready"]) == (6, WORKERS)
+    loads = [await load_of(http) for http, *_ in clients]
+    assert [len(load["uncached"]["values"]) for load in loads] == [6, 6]
+    assert [load["outputs"]["last_seq"] for load in loads] == [6, 6]
+    assert loads[0]["boot"] == loads[1]["boot"]
 
 
 async def load_of(http: aiohttp.ClientSession) -> dict[str, Any]:
@@ -350,37 +356,33 @@ def _is_free(port: int) -> bool:
     return True
 
 
-@on_loop
-async def test_sighup_or_an_operator_has_every_worker_read_the_file_again(tmp_path: Path) -> None:
-    async with system(tmp_path) as s:
-        clients = await s.clients(each=1)
-        path = tmp_path / "gateway.toml"
-        path.write_text(path.read_text().replace("port = 0", "port = 0\nmax_in_flight = 3"))
-        s.process.send_signal(signal.SIGHUP)
-        async with asyncio.timeout(PATIENCE_S):
-            some = next(iter(clients.values()))[0]
-            while await series(some, "prfaas_config_reloads_total") < WORKERS:  # noqa: ASYNC110 in other processes
-                await asyncio.sleep(0.01)
-        # And so does whoever asks any of them.
-        path.write_text(path.read_text().replace("max_in_flight = 3", "max_in_flight = 4"))
-        async with some.post("/prfaas/config", headers={"Content-Type": "application/json"}) as answer:
-            assert [each["key"] for each in (await answer.json())["data"]] == ["max_in_flight"]
-        async with asyncio.timeout(PATIENCE_S):
-            while await series(some, "prfaas_config_reloads_total") < 2 * WORKERS:  # noqa: ASYNC110 in other processes
-                await asyncio.sleep(0.01)
-        assert s.workers == set(clients)
+async def sighup_or_an_operator_has_every_worker_read_the_file_again(s: System, directory: Path) -> None:
+    clients = await s.clients(each=1)
+    path = directory / "gateway.toml"
+    path.write_text(path.read_text().replace("port = 0", "port = 0\nmax_in_flight = 3"))
+    s.process.send_signal(signal.SIGHUP)
+    async with asyncio.timeout(PATIENCE_S):
+        some = next(iter(clients.values()))[0]
+        while await series(some, "prfaas_config_reloads_total") < WORKERS:  # noqa: ASYNC110 in other processes
+            await asyncio.sleep(0.01)
+    # And so does whoever asks any of them.
+    path.write_text(path.read_text().replace("max_in_flight = 3", "max_in_flight = 4"))
+    async with some.post("/prfaas/config", headers={"Content-Type": "application/json"}) as answer:
+        assert [each["key"] for each in (await answer.json())["data"]] == ["max_in_flight"]
+    async with asyncio.timeout(PATIENCE_S):
+        while await series(some, "prfaas_config_reloads_total") < 2 * WORKERS:  # noqa: ASYNC110 in other processes
+            await asyncio.sleep(0.01)
+    assert s.workers == set(clients)
 
 
-@on_loop
-async def test_two_gateways_never_share_a_port(tmp_path: Path) -> None:
-    async with system(tmp_path) as s:
-        path = tmp_path / "gateway.toml"
-        path.write_text(path.read_text().replace("port = 0", f"port = {s.url.rpartition(':')[2]}"))
-        argv = [sys.executable, "-m", "gateway", "-c", str(path)]
-        second = await asyncio.create_subprocess_exec(*argv, stderr=asyncio.subprocess.PIPE)
-        _, error = await second.communicate()
-        assert second.returncode == 2
-        assert b"Address already in use; choose another" in error
+async def two_gateways_never_share_a_port(s: System, directory: Path) -> None:
+    path = directory / "second.toml"
+    path.write_text((directory / "gateway.toml").read_text().replace("port = 0", f"port = {s.url.rpartition(':')[2]}"))
+    argv = [sys.executable, "-m", "gateway", "-c", str(path)]
+    second = await asyncio.create_subprocess_exec(*argv, stderr=asyncio.subprocess.PIPE)
+    _, error = await second.communicate()
+    assert second.returncode == 2
+    assert b"Address already in use; choose another" in error
 
 
 @pytest.mark.parametrize(

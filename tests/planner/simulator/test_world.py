@@ -23,6 +23,8 @@ from planner.solve.problem import SolveOptions
 from tests.planner.simulator.systems import PUBLISHED, arrivals, case_study_scenario, queue_of, with_link
 from tests.planner.traces import MOONCAKE
 
+pytestmark = pytest.mark.long
+
 QUEUED = 2000  # per seed: the 95 % interval of eight seeds is about an eighth of the mean
 
 

@@ -12,6 +12,7 @@ from gateway.api.dialects.anthropic_request import to_chat, to_counted
 from gateway.api.dialects.anthropic_response import MessagesTranslator, error_body
 from gateway.api.openai import Endpoint
 from gateway.errors import ApiError, BadRequest, Overloaded
+from tests.gateway.memory.pipeline import on_memory_loop, pipeline
 from tests.gateway.worlds import on_loop, until, world
 
 ASKED = {"model": "scripted", "max_tokens": 9, "messages": [{"role": "user", "content": "hi"}]}
@@ -409,9 +410,9 @@ async def test_long_messages_are_read_as_short_ones_are() -> None:
         assert (response.status, error["error"]["code"]) == (400, "context_length_exceeded")
 
 
-@on_loop
+@on_memory_loop
 async def test_errors_of_the_gateway_and_of_engines_are_told_in_the_dialect() -> None:
-    async with world(max_in_flight=4) as w:
+    async with pipeline(max_in_flight=4) as w:
         async with w.http.post(Endpoint.MESSAGES, json=ASKED | {"model": "other"}) as response:
             assert (response.status, (await response.json())["error"]["type"]) == (404, "not_found_error")
         for node in w.nodes.decode:
@@ -423,4 +424,4 @@ async def test_errors_of_the_gateway_and_of_engines_are_told_in_the_dialect() ->
             node.script.decode = ["die_after_first"]
         async with w.http.post(Endpoint.MESSAGES, json=ASKED | {"stream": True}) as response:
             assert events_of(await response.read())[-1]["type"] == "error"
-        await until(lambda: not w.gateway.admission.in_flight)
+        await until(lambda: not w.admission.in_flight)

@@ -1,0 +1,196 @@
+"""Builders: the steps of a gateway before scripted nodes, and a client, all in memory."""
+
+import contextlib
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+import msgspec
+from aiohttp import web
+
+from gateway.admission.queue import WaitingLine
+from gateway.admission.slo import SloGate
+from gateway.cluster.agent_client import AgentClient
+from gateway.cluster.links import ClusterLinks
+from gateway.cluster.registry import NODE_TIMES, Clusters, NodeTimes
+from gateway.config.gateway import GatewayConfig, Strangers
+from gateway.http.body import BodyReceiver
+from gateway.http.connections import Gate
+from gateway.http.listener import OPERATORS, Listener
+from gateway.parts import GatewayTasks, NodeAccess, build_nodes, build_pipeline, build_routing, build_sinks, ending
+from gateway.prompt.reader import PromptReader
+from gateway.server.app import GenerationEndpoint
+from gateway.server.routes import straight_ways
+from gateway.tasks import TaskSet
+from gateway.telemetry.record_ring import RecordRing
+from gateway.workers.process_scope import SingleProcess
+from prompts.chat.renderers import renders_otherwise
+from tests.gateway.memory.agent import MemoryAgent, in_memory
+from tests.gateway.memory.loop import HOST, MemoryLoop, memory_loop
+from tests.gateway.scripted import ScriptedNode, Topology, topology
+from tests.gateway.worlds import PATIENCE_S, Deployment, config_for, on_loops
+from tests.prompts.builders import text_tokenizer
+
+PORT = 80
+
+
+def on_memory_loop(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
+    """Runs an async test on a loop in memory of its own; a task left behind is an error."""
+    return on_loops(test, [MemoryLoop])
+
+
+class MemoryReader(PromptReader):
+    """Reads as the gateway does; time stands still for nobody who waits for a thread."""
+
+    async def read(self, *args: Any, **options: Any) -> Any:
+        with memory_loop().working():
+            return await super().read(*args, **options)
+
+    async def think(self, *args: Any, **options: Any) -> Any:
+        with memory_loop().working():
+            return await super().think(*args, **options)
+
+
+@dataclass
+class Pipelined(Deployment):
+    """The steps of a gateway before scripted nodes."""
+
+    config: GatewayConfig
+    endpoint: GenerationEndpoint
+    seen: NodeAccess
+    line: WaitingLine
+    kept: RecordRing
+    configure: Callable[[GatewayConfig], None]
+
+    @property
+    def clusters(self) -> Clusters:
+        return self.seen.clusters
+
+    @property
+    def links(self) -> ClusterLinks:
+        return self.seen.links
+
+    @property
+    def refusals(self) -> SloGate:
+        return self.seen.refusals
+
+    @property
+    def door(self) -> GenerationEndpoint:
+        return self.endpoint
+
+    async def records(self) -> list[dict[str, Any]]:
+        await self.idle()
+        return [json.loads(msgspec.json.encode(record)) for record in self.kept.since(0)]
+
+    async def metrics(self) -> str:
+        await self.idle()
+        self.door.metrics.observe_nodes(self.clusters.nodes)
+        return self.door.metrics.render().decode()
+
+
+@asynccontextmanager
+async def pipeline(
+    remote: int = 1,
+    local: int = 1,
+    decode: int = 2,
+    *,
+    remote_clusters: tuple[str, ...] = ("east",),
+    clusters: tuple[str, ...] = ("west",),
+    kind: type[ScriptedNode] = ScriptedNode,
+    seat: SingleProcess | None = None,
+    agent_client: type[AgentClient] = MemoryAgent,
+    node_times: NodeTimes = NODE_TIMES,
+    **fields: Any,
+) -> AsyncIterator[Pipelined]:
+    """A gateway's steps before that many scripted nodes."""
+    seat = seat or SingleProcess()
+    async with AsyncExitStack() as held:
+        nodes = await held.enter_async_context(
+            topology(remote, local, decode, remote_clusters, clusters, kind, in_memory)
+        )
+        config = config_for(nodes, **fields)
+        steps = await held.enter_async_context(_stepping(config, nodes, seat, agent_client, node_times))
+        known = steps.clusters
+        known.start()
+        assert await known.wait_for(lambda: all(node.connected for node in known.nodes), PATIENCE_S)
+        await held.enter_async_context(_listening(steps, seat))
+        async with steps.http:
+            yield steps
+
+
+@asynccontextmanager
+async def _stepping(
+    config: GatewayConfig,
+    nodes: Topology,
+    seat: SingleProcess,
+    agent_client: type[AgentClient],
+    node_times: NodeTimes,
+) -> AsyncIterator[Pipelined]:
+    """The steps, built as a gateway builds them."""
+    clock, tokenizer, metrics = memory_loop().time, text_tokenizer(), seat.metrics
+    tasks = GatewayTasks(*(TaskSet(metrics.upkeep.unforeseen) for _ in range(4)))
+    async with AsyncExitStack() as held:
+        ended = await held.enter_async_context(build_sinks(config=config, metrics=metrics))
+        allowances = held.enter_context(contextlib.closing(seat.allowances(clock)))
+        reader = MemoryReader(
+            tokenizer,
+            tasks.afterwards,
+            threads=config.tokenise_threads,
+            timeout_s=config.timeouts.read_s,
+            max_bytes=config.strangers.max_reading_bytes,
+        )
+        held.push_async_callback(reader.close)
+        seen = await held.enter_async_context(
+            build_nodes(config=config, clock=clock, seat=seat, tasks=tasks, agent_client=agent_client, times=node_times)
+        )
+        await held.enter_async_context(ending(config=config, tasks=tasks))
+        routing = build_routing(config=config, clock=clock, seat=seat, tasks=tasks, seen=seen)
+        built = build_pipeline(
+            config=config,
+            clock=clock,
+            seat=seat,
+            tasks=tasks,
+            seen=seen,
+            routing=routing,
+            receiver=BodyReceiver(config.strangers, config.max_body_bytes, config.timeouts.body_s, clock),
+            reader=reader,
+            ended=ended,
+            renders_otherwise=renders_otherwise(config.tokenizer_dir),
+        )
+        door = GenerationEndpoint(
+            config=config,
+            rooms=built.steps,
+            clusters=seen.clusters,
+            metrics=metrics,
+            tasks=tasks.requests,
+            clock=clock,
+            allowances=allowances,
+            expected_answer=routing.router.answer_tokens,
+            traces=ended.traces,
+        )
+
+        def configure(config: GatewayConfig) -> None:
+            for part in (routing.router, built.steps.admission, seen.legs, seen.refusals, built.line, door):
+                part.configure(config)
+
+        if routing.replicas:
+            tasks.chores.keep(routing.replicas.run, "replicas")
+        http = aiohttp.ClientSession(f"http://{HOST}", connector=aiohttp.UnixConnector(str(PORT)))
+        yield Pipelined(nodes, http, config, door, seen, built.line, built.records, configure)
+
+
+@asynccontextmanager
+async def _listening(steps: Pipelined, seat: SingleProcess) -> AsyncIterator[None]:
+    """Has the steps answer POSTs of clients on a port of the loop's; nothing else is there."""
+    gate = Gate("clients", OPERATORS * 16, Strangers(), seat.metrics, memory_loop().time)
+    listener = await Listener.start(
+        web.Application(), gate, HOST, PORT, Strangers().idle_s, straight=straight_ways(steps.door)
+    )
+    try:
+        yield
+        steps.door.visits.end_all()
+    finally:
+        await listener.close()
