@@ -9,7 +9,7 @@ import grpc
 import grpc.aio
 
 from gateway.cluster.agent_client import AgentClient
-from tests.gateway.memory.loop import memory_loop
+from tests.gateway.memory.loop import HOST, memory_loop
 from tests.gateway.scripted import ScriptedNode
 from transport.control.proto import node_pb2 as pb
 
@@ -87,9 +87,9 @@ class MemoryAgent(AgentClient):
 
 @asynccontextmanager
 async def in_memory(node: ScriptedNode) -> AsyncIterator[None]:
-    """`node` serves inside the block: its engine on a port of the loop's, its agent under its name."""
-    node.agent_address = f"{node.node_id}:1"
+    """`node` serves inside the block: its engine on a port of the loop's, its agent at an address of the loop's."""
     agents = memory_loop().agents
+    node.agent_address = f"{HOST}:{len(agents) + 1}"
     agents[node.agent_address] = node
     await node.start_engine()
     try:

@@ -13,6 +13,7 @@ from aiohttp import web
 
 from gateway.admission.queue import WaitingLine
 from gateway.admission.slo import SloGate
+from gateway.auth.sessions import OperatorSessions
 from gateway.cluster.agent_client import AgentClient
 from gateway.cluster.links import ClusterLinks
 from gateway.cluster.registry import NODE_TIMES, Clusters, NodeTimes
@@ -20,7 +21,16 @@ from gateway.config.gateway import GatewayConfig, Strangers
 from gateway.http.body import BodyReceiver
 from gateway.http.connections import Gate
 from gateway.http.listener import OPERATORS, Listener
-from gateway.parts import GatewayTasks, NodeAccess, build_nodes, build_pipeline, build_routing, build_sinks, ending
+from gateway.parts import (
+    GatewayTasks,
+    NodeAccess,
+    build_audit,
+    build_nodes,
+    build_pipeline,
+    build_routing,
+    build_sinks,
+    ending,
+)
 from gateway.prompt.reader import PromptReader
 from gateway.server.app import GenerationEndpoint
 from gateway.server.routes import straight_ways
@@ -134,6 +144,7 @@ async def _stepping(
     tasks = GatewayTasks(*(TaskSet(metrics.upkeep.unforeseen) for _ in range(4)))
     async with AsyncExitStack() as held:
         ended = await held.enter_async_context(build_sinks(config=config, metrics=metrics))
+        audit = await held.enter_async_context(build_audit(config=config, seat=seat, clock=clock))
         allowances = held.enter_context(contextlib.closing(seat.allowances(clock)))
         reader = MemoryReader(
             tokenizer,
@@ -169,6 +180,8 @@ async def _stepping(
             clock=clock,
             allowances=allowances,
             expected_answer=routing.router.answer_tokens,
+            audit=audit,
+            sessions=OperatorSessions(seat.sessions, config.session_s),
             traces=ended.traces,
         )
 
