@@ -199,23 +199,29 @@ class Keyring:
         return found
 
     def standing(self, headers: Mapping[str, str]) -> "KeyStanding":
-        """What the key that a request shows is worth."""
-        if not (self._operators or self._named):
-            return KeyStanding.NONE
-        digests = {digest_of(key): key for key in (operator_key_in(headers), key_in(headers)) if key}
-        for digest in digests:
-            known = self._operators.get(digest) or self._by_key.get(digest)
-            if known is not None:
-                return KeyStanding.RIGHT if self._unix_s() < known.expires_unix_s else KeyStanding.PAST
-        if not digests:
-            return KeyStanding.NONE
-        if self._tokens is not None and any(map(looks_like_a_token, digests.values())):
-            return self._standing_of_token(headers)
-        return KeyStanding.WRONG
+        """What the keys that a request shows are worth: a right one speaks for it, and a wrong one against an old one."""
+        found = self._standings(headers)
+        ranked = (KeyStanding.RIGHT, KeyStanding.WRONG, KeyStanding.PAST)
+        return next((each for each in ranked if each in found), KeyStanding.NONE)
 
-    def _standing_of_token(self, headers: Mapping[str, str]) -> "KeyStanding":
+    def shows_wrong(self, headers: Mapping[str, str]) -> bool:
+        """Whether any key that a request shows is wrong."""
+        return KeyStanding.WRONG in self._standings(headers)
+
+    def _standings(self, headers: Mapping[str, str]) -> "set[KeyStanding]":
+        if not (self._operators or self._named):
+            return set()
+        return {self._standing_of(key) for key in {operator_key_in(headers), key_in(headers)} if key}
+
+    def _standing_of(self, key: str) -> "KeyStanding":
+        digest = digest_of(key)
+        known = self._operators.get(digest) or self._by_key.get(digest)
+        if known is not None:
+            return KeyStanding.RIGHT if self._unix_s() < known.expires_unix_s else KeyStanding.PAST
+        if self._tokens is None or not looks_like_a_token(key):
+            return KeyStanding.WRONG
         try:
-            self.tenant(headers)
+            self._of_token(self._tokens.holder(key, digest, self._unix_s()))
         except ApiError:  # a signature cannot be guessed: it is old, or of another provider
             return KeyStanding.PAST
         return KeyStanding.RIGHT

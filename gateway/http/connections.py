@@ -122,11 +122,18 @@ class Gate:
                 connection, since = next(iter(waiting.items()))
                 if self._now() - since < limit_s:
                     break
-                if state is ConnectionState.NEW and not connection.has_said_nothing:
-                    connection.refuse(
-                        ApiError(408, "The request's head did not arrive in time.", code="request_timeout")
-                    )
-                self.turn_away(connection, "no_request" if state is ConnectionState.NEW else "idle")
+                try:
+                    self._end_unused(connection)
+                except Exception as error:  # of one connection: the others end all the same
+                    self.noted("broken", connection.address, repr(error))
+
+    def _end_unused(self, connection: "ClientConnection") -> None:
+        is_new = connection.state is ConnectionState.NEW
+        try:
+            if is_new and not connection.has_said_nothing:
+                connection.refuse(ApiError(408, "The request's head did not arrive in time.", code="request_timeout"))
+        finally:
+            self.turn_away(connection, "no_request" if is_new else "idle")
 
     def turn_away(self, connection: "ClientConnection", reason: str) -> None:
         """Closes a connection for `reason`."""
@@ -343,9 +350,14 @@ def _is_reset(transport: asyncio.Transport) -> bool:
 
 
 def _tcp_info(transport: asyncio.Transport, offset: int, size: int) -> int:
-    """A field of Linux's struct tcp_info; 0 where it has none."""
+    """A field of Linux's struct tcp_info; 0 where it has none, and of a socket that is closed."""
     connection = transport.get_extra_info("socket")
-    info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, offset + size)
+    if connection is None:
+        return 0
+    try:
+        info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, offset + size)
+    except (OSError, ValueError):  # uvloop raises ValueError
+        return 0
     return int.from_bytes(info[offset:], sys.byteorder)
 
 

@@ -154,7 +154,8 @@ class SecureConnection(ClientConnection):
             self._gave_up(type(error).__name__ if not isinstance(error, ssl.SSLError) else error.reason or "SSLError")
             return
         finally:
-            starting.cancel()
+            if not starting.cancel() and not starting.cancelled():
+                starting.exception()  # is known, or of a connection that is gone
         if secured is None or secured.is_closing():
             self._gave_up("")
             return
@@ -182,16 +183,23 @@ class SecureConnection(ClientConnection):
             super().data_received(data)
 
     def connection_lost(self, exc: BaseException | None) -> None:
-        if self._raw is None and self._early is None:
+        if self._early is None:
             super().connection_lost(exc)
+        elif self._raw is not None and self._raw.get_protocol() is self:
+            self._break_off()  # TLS had no part in it yet, and would never hear of this: uvloop waits for ever
 
     def end(self) -> None:
         """Closes now, whether it is secure yet or not."""
         if self._handshake is not None and not self._handshake.done():
-            self._handshake.cancel()
-            self._gave_up("")
+            self._break_off()
         else:
             super().end()
+
+    def _break_off(self) -> None:
+        """Ends the handshake, if there is one still."""
+        if self._handshake is not None:
+            self._handshake.cancel()
+        self._gave_up("")
 
     def eof_received(self) -> bool:  # type: ignore[override]
         """A client that has ended its half of TLS has ended the connection."""

@@ -93,7 +93,12 @@ class AuditLog:
         entry = self._entry(operator.name, operator.role, deed, address, outcome, status, code, 1)
         self._keep(self._done, "audit", entry)
         log.info(
-            "%s: %s %s by %s from %s", outcome, deed.action, entry.target, operator.name or "anybody", address or "?"
+            "%s: %s %s by %s from %s",
+            outcome,
+            deed.action,
+            entry.target,
+            operator.name or "anybody",
+            printable(address) or "?",
         )
 
     def refused(self, name: str, role: str, deed: Deed, address: str, status: int, code: str) -> None:
@@ -105,7 +110,7 @@ class AuditLog:
         self._keep(self._refused, "refused", entry)
         log.warning(
             "refused: %s %s by %s from %s (%s), %d times",
-            deed.action, entry.target, name or "a stranger", address or "?", code, count,
+            deed.action, entry.target, name or "a stranger", printable(address) or "?", code, count,
         )  # fmt: skip
 
     def close(self) -> None:
@@ -122,7 +127,7 @@ class AuditLog:
             operator=name,
             role=role,
             action=deed.action,
-            target=deed.target[:MAX_TARGET_CHARS],
+            target=printable(deed.target[:MAX_TARGET_CHARS]),
             address=address,
             outcome=outcome,
             status=status,
@@ -159,6 +164,11 @@ class _Pace:
             return 0
         self._lines -= 1.0
         return silent + 1
+
+
+def printable(text: str) -> str:
+    """`text` on one line, whoever wrote it: other characters are escaped, as in Python."""
+    return text if text.isprintable() else "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)
 
 
 def _line_of(entry: AuditEntry) -> bytes:

@@ -83,7 +83,7 @@ class KeyGuard:
 
     def refused(self, http: web.Request) -> None:
         """A request was answered with 401. The wrong key of an address that has shown right ones counts, too."""
-        if NOTED not in http and self._keyring.standing(http.headers) is KeyStanding.WRONG:
+        if NOTED not in http and self._keyring.shows_wrong(http.headers):
             self._note(http, address_of(http, self._strangers))
 
     def _note(self, http: web.Request, address: str) -> None:

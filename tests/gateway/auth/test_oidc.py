@@ -5,7 +5,7 @@ import hashlib
 import hmac
 import json
 import time
-from base64 import urlsafe_b64encode
+from base64 import b64encode, urlsafe_b64encode
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from typing import Any
@@ -16,9 +16,10 @@ from aiohttp import web
 from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
-from gateway.auth.keyring import Keyring, digest_of
+from gateway.auth.keyring import Keyring, KeyStanding, digest_of
 from gateway.auth.oidc import Provider, TokenVerifier, looks_like_a_token
 from gateway.config.oidc import OidcConfig
+from gateway.config.operators import OperatorConfig
 from gateway.config.tenants import TenantConfig
 from gateway.errors import ApiError
 from tests.gateway.worlds import on_loop, until, world
@@ -100,6 +101,28 @@ def test_what_does_not_hold_opens_nothing(held: str, code: str) -> None:
         Keyring(TENANTS, (), tokens()).tenant(bearer(held))
     assert (refusal.value.status, refusal.value.code) == (401, code)
     assert held not in refusal.value.message
+
+
+def basic(password: str) -> dict[str, str]:
+    return {"Authorization": "Basic " + b64encode(f"ann:{password}".encode()).decode()}
+
+
+@pytest.mark.parametrize("tenants", [TENANTS, {}])
+def test_a_token_beside_a_guess_makes_it_none_the_less_a_guess(tenants: dict[str, TenantConfig]) -> None:
+    ann = OperatorConfig(name="ann", keys=(digest_of("sk-ann"),))
+    keyring = Keyring(tenants, (ann,), tokens())
+    old = token(exp=1)
+    for beside in ("eyJx.y.z", old):
+        assert keyring.standing({**basic("guess"), "x-api-key": beside}) is KeyStanding.WRONG
+        assert keyring.standing({**basic("sk-ann"), "x-api-key": beside}) is KeyStanding.RIGHT
+        assert keyring.standing({"x-api-key": beside}) is KeyStanding.PAST
+        assert not keyring.shows_wrong({**basic("sk-ann"), "x-api-key": beside})
+        assert not keyring.shows_wrong(bearer(beside))
+    assert keyring.standing(basic("guess")) is KeyStanding.WRONG
+    assert keyring.standing({}) is KeyStanding.NONE
+    right = token()
+    assert keyring.standing(bearer(right)) is (KeyStanding.RIGHT if tenants else KeyStanding.PAST)
+    assert keyring.shows_wrong({**basic("guess"), "x-api-key": right})
 
 
 def test_an_altered_token_does_not_hold() -> None:

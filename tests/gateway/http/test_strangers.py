@@ -9,7 +9,9 @@ from contextlib import AsyncExitStack, asynccontextmanager
 import pytest
 
 from gateway.config.gateway import Strangers
+from gateway.http.connections import ClientConnection, ConnectionState, Gate
 from gateway.http.listener import client_connections
+from gateway.telemetry.metrics import Metrics
 from tests.gateway.scripted import topology
 from tests.gateway.worlds import PATIENCE_S, World, config_for, on_loop, until, world
 
@@ -104,6 +106,41 @@ async def test_a_head_that_does_not_come_ends_its_connection() -> None:
         assert await silent.ended()
         assert await used.ended()
         assert (await turned_away(w, "no_request"), await turned_away(w, "idle")) == (1, 1)
+
+
+class Broken(ClientConnection):
+    """A connection about which nothing can be found out."""
+
+    def __init__(self, gate: Gate) -> None:
+        self.gate, self.state, self.address = gate, ConnectionState.NEW, "10.0.0.1"
+        self.ended = False
+
+    @property
+    def has_said_nothing(self) -> bool:
+        raise ValueError("negative file descriptor")
+
+    def end(self) -> None:
+        self.ended = True
+
+
+class Silent(Broken):
+    @property
+    def has_said_nothing(self) -> bool:
+        return True
+
+
+def test_an_error_of_one_connection_leaves_the_others_to_the_gate() -> None:
+    now = [0.0]
+    gate = Gate("clients", 100, Strangers(header_s=1.0), Metrics(), lambda: now[0])
+    connections = [Broken(gate), Silent(gate)]
+    for each in connections:
+        gate.opened(each)
+    now[0] = 2.0
+    gate.sweep()
+    assert [each.ended for each in connections] == [True, True]
+    for each in connections:
+        gate.closed(each)
+    assert len(gate) == 0
 
 
 def test_loopback_and_proxies_that_are_trusted_speak_for_many() -> None:

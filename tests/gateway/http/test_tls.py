@@ -2,9 +2,11 @@
 
 import asyncio
 import contextlib
+import logging
 import re
 import socket
 import ssl
+import struct
 import warnings
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -18,6 +20,8 @@ from gateway.config.gateway import GatewayConfig, Strangers
 from gateway.config.operators import OperatorConfig, OperatorRole
 from gateway.errors import GatewayConfigError
 from gateway.http.tls import ServerCertificate
+from gateway.workers.process_scope import SingleProcess
+from gateway.workers.shared_counters import WorkerState
 from prfaas.commands.asking import GatewayClient
 from prfaas.errors import AskError
 from prfaas.system.certificates import CertificateHolder, issue
@@ -125,6 +129,61 @@ async def test_strangers_that_agree_on_nothing_are_closed_and_counted(tmp_path: 
         assert 'prfaas_connections{listener="clients"} 1.0' in page
         counted = re.findall(r'_turned_away_total{listener="clients",reason="(?:tls|no_request)"} (\d+)', page)
         assert sum(map(int, counted)) == 4  # who said nothing is closed by the gate, or by the handshake's own end
+
+
+class CountedSeat(SingleProcess):
+    """Counts heartbeats that reach their end."""
+
+    beats = 0
+
+    def be(self, state: WorkerState) -> None:
+        self.beats += 1
+
+
+def reset(connection: socket.socket) -> None:
+    """Closes with RST."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    connection.close()
+
+
+def client_hello() -> bytes:
+    said = ssl.MemoryBIO()
+    with contextlib.suppress(ssl.SSLWantReadError):
+        ssl._create_unverified_context().wrap_bio(ssl.MemoryBIO(), said).do_handshake()
+    return said.read()
+
+
+def reset_at_every_stage(address: tuple[str, int]) -> None:
+    """Strangers that reset before their hello, in it, after it, and once they are secure."""
+    hello = client_hello()
+    for _ in range(10):
+        for said in (b"", hello[:1], hello[: len(hello) // 2], hello):
+            connection = socket.create_connection(address)
+            connection.sendall(said)
+            reset(connection)
+        plain = socket.create_connection(address)
+        with ssl._create_unverified_context().wrap_socket(plain) as secure:
+            reset(secure)
+
+
+@on_both_loops
+async def test_strangers_that_reset_leave_nothing_behind(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    seat, strangers = CountedSeat(), Strangers(header_s=1.0)
+    async with world(seat=seat, strangers=strangers, **issued(tmp_path)) as w, client(tmp_path) as http:
+        host, _, port = w.gateway.url.removeprefix("https://").partition(":")
+        with socket.create_connection((host, int(port))) as one:
+            reset(one)  # before the loop has accepted it
+        await asyncio.to_thread(reset_at_every_stage, (host, int(port)))
+        await until(lambda: not w.gateway.listeners[0].handshaking)
+        await until(lambda: "TLS handshake" not in {each.get_name() for each in asyncio.all_tasks()})
+        _, silent = await asyncio.open_connection(host, int(port))
+        await asyncio.sleep(2 * strangers.header_s)  # the gate has looked at all that is left
+        silent.close()
+        beats = seat.beats
+        await until(lambda: seat.beats > beats + 1)
+        async with http.get(f"{w.gateway.url}/metrics") as answer:
+            assert 'prfaas_connections{listener="clients"} 1.0' in await answer.text()
+    assert not [each for each in caplog.records if each.levelno >= logging.ERROR], caplog.text
 
 
 @on_loop

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from yarl import URL
 
 from gateway.auth.keyring import Operator, digest_of
 from gateway.config.audit import AuditConfig
@@ -82,6 +83,21 @@ async def test_wrong_keys_are_written_down_with_their_address_and_counted() -> N
         assert "sk-guess" not in json.dumps(line)
         async with w.http.get("/metrics", headers=shown("vic")) as answer:
             assert 'prfaas_wrong_keys_total{what="wrong"} 30.0' in await answer.text()
+
+
+@on_loop
+async def test_a_stranger_writes_no_line_of_its_own(caplog: pytest.LogCaptureFixture) -> None:
+    written = "/v1/models/x%0AINFO%20prfaas.gateway.audit%20done:%20reload%20by%20ann%E2%80%A8x%1B"
+    async with world(tenants={"acme": TenantConfig(keys=(digest_of("sk-acme"),))}, operators=OPERATORS) as w:
+        for method, path in (("GET", written), ("POST", written)):
+            async with w.http.request(
+                method, URL(w.gateway.url + path, encoded=True), headers=shown("guess")
+            ) as answer:
+                assert answer.status in (401, 404, 405)
+        (line,) = await audit_of(w)
+    assert line["target"] == r"/v1/models/x\nINFO prfaas.gateway.audit done: reload by ann\u2028x\x1b"
+    for each in caplog.records:
+        assert each.getMessage().isprintable()
 
 
 class Clock:
