@@ -73,7 +73,9 @@ def _names(entry: str, *, is_serial: bool) -> set[str]:
         return {entry}
     if is_serial:
         return set()
-    raise NamelessPeer(f"{entry[:MAX_SHOWN]!r} is no {SHAPE}, no name of letters, digits, '.', '_' and '-', and no serial number")
+    raise NamelessPeer(
+        f"{entry[:MAX_SHOWN]!r} is no {SHAPE}, no name of letters, digits, '.', '_' and '-', and no serial number"
+    )
 
 
 NONE: Final = Revoked()
