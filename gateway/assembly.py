@@ -61,6 +61,7 @@ from gateway.workers.process_scope import SingleProcess, WorkerProcess
 from gateway.workers.shared_counters import WorkerState
 from prompts.chat.renderers import renders_otherwise
 from prompts.tokens.tokenizer import TextTokenizer
+from transport.peers.guard import end_revoked
 
 BEAT_S: Final = 0.25
 NODES_S: Final = 5.0  # that a worker waits for its nodes before it takes connections
@@ -234,6 +235,9 @@ def _keep_chores(
     keep = tasks.chores.keep
     if door.tokens is not None:
         keep(Provider(config.oidc, door.tokens, metrics.upkeep.keys_asked).run, "oidc")
+    guard = seen.guard
+    if guard is not None:
+        keep(lambda: end_revoked(guard), "revoked")
     if config.plan.url:
         keep(routing.follower.run, "plan")
     if config.routing.share_egress:

@@ -49,6 +49,7 @@ from gateway.workers.process_scope import SingleProcess, WorkerProcess
 from planner.decisions.estimates.decoding import LearnedSteps
 from planner.decisions.estimates.durations import LearnedCost
 from prompts.tokens.tokenizer import TextTokenizer
+from transport.peers.guard import Guard
 
 CLOSE_S: Final = 1.0
 
@@ -79,6 +80,7 @@ class NodeAccess:
     links: ClusterLinks
     drained: DrainedLinks
     legs: Legs
+    guard: Guard | None  # of their certificates
     refusals: SloGate
     cost: LearnedCost
 
@@ -175,7 +177,7 @@ async def build_nodes(
         cost.forget(node_id)
         refusals.forget(node_id)
 
-    legs = Legs(config.timeouts, config.max_in_flight, clock, identity)
+    legs = Legs(config.timeouts, config.max_in_flight, clock, identity, guard)
     clusters = Clusters(
         agents,
         clock,
@@ -201,7 +203,9 @@ async def build_nodes(
     drained = SharedDrainedLinks(config.drained_dir) if config.drained_dir is not None else seat.drained
     links.drain(drained.links())
     try:
-        yield NodeAccess(clusters=clusters, links=links, drained=drained, legs=legs, refusals=refusals, cost=cost)
+        yield NodeAccess(
+            clusters=clusters, links=links, drained=drained, legs=legs, guard=guard, refusals=refusals, cost=cost
+        )
     finally:
         legs.close()
         await clusters.close()

@@ -19,13 +19,13 @@ from node.agent import ENGINE_STOP_S, NodeAgent
 from node.command_line import add_node_arguments, config_from, split_engine_args
 from node.config import LISTENERS, SERVERS, NodeConfig
 from node.control.call_server import CallServer
-from node.control.rights import end_revoked
 from node.errors import EngineFailure, EngineRefused, NoArenaMemory, NodeConfigError, NodeError
 from node.grpc_service import NodeService, serve
 from node.metrics import serve_metrics
 from node.process.ports import UNUSABLE, ListenPort, wait_free
 from node.role import NodeRole
 from transport.path.tcp import format_address
+from transport.peers.guard import end_revoked
 from transport.peers.name import PeerRole
 
 log = logging.getLogger(__name__)

@@ -1,5 +1,7 @@
 """Whether who answers at an agent's address may be an agent: by the name in its certificate, and the list of revoked ones."""
 
+import ssl
+
 from gateway.errors import AgentCallFailed
 from transport.control.credentials import server_certificate
 from transport.peers.guard import Guard
@@ -19,14 +21,19 @@ class AgentPeer:
         self._shown: PeerCertificate | None = None  # when it was last looked at
 
     async def look(self) -> None:
-        """Looks at its certificate, which gRPC only compares with a host's name. Raises AgentCallFailed."""
+        """Looks at its certificate, which gRPC only compares with a host's name. Raises AgentCallFailed.
+
+        A look that fails is no permission: who resets it may be the one that has none.
+        """
         if self._identity is None or self._guard is None:
             return
         try:
             self._shown = (await server_certificate(self._address, self._identity, self._timeout_s)).peer
-        except (OSError, ValueError):  # gRPC will find it out, too, and knows how to call it
+        except (OSError, ValueError) as error:
             self._shown = None
-            return
+            reason = "identity" if isinstance(error, ssl.SSLError) else "unreachable"
+            why = str(error) or f"no certificate within {self._timeout_s} s"
+            raise AgentCallFailed(self._address, reason, why) from error
         if why := self.refusal(self._shown):
             raise AgentCallFailed(self._address, "identity", why)
 

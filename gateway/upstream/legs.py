@@ -29,6 +29,7 @@ from gateway.upstream.pool import EnginePool
 from gateway.upstream.sglang_bootstrap import BootstrapRoom, label_in
 from planner.decisions.failures.retries import SAME_EVERYWHERE, FailureKind
 from transport.control.messages import TicketInfo
+from transport.peers.guard import Guard
 from transport.wire.identity import Identity
 
 MAX_ERROR_BYTES: Final = 64 * 1024
@@ -125,11 +126,12 @@ class Legs:
         max_in_flight: int,
         clock: Callable[[], float] = time.monotonic,
         identity: Identity | None = None,
+        guard: Guard | None = None,
     ) -> None:
-        """`identity` is what engines behind mutual TLS are shown."""
+        """`identity` is what engines behind mutual TLS are shown, `guard` knows which of them are nodes'."""
         self.timeouts = timeouts
         self._clock = clock
-        self._pool = EnginePool(LEGS * max_in_flight, timeouts.connect_s, KEEP_ALIVE_S, identity)
+        self._pool = EnginePool(LEGS * max_in_flight, timeouts.connect_s, KEEP_ALIVE_S, identity, guard)
 
     def configure(self, config: GatewayConfig) -> None:
         """As many connections from now on as its requests take."""

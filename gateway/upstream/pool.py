@@ -10,6 +10,9 @@ from urllib.parse import urlsplit
 from gateway.api.bodies import Body
 from gateway.errors import LegFailed
 from gateway.upstream.http1 import JSON, EngineAnswer, UpstreamConnection
+from transport.peers.guard import Guard
+from transport.peers.name import PeerCertificate, of_tls
+from transport.peers.rights import SERVE
 from transport.wire.identity import Identity
 
 AGENT: Final = "prfaas"
@@ -57,8 +60,18 @@ class UpstreamEngine:
 class EnginePool:
     """Connections to engines, `limit` of them at most, used and idle ones together; those idle for `keep_alive_s` are closed."""
 
-    def __init__(self, limit: int, connect_s: float, keep_alive_s: float, identity: Identity | None = None) -> None:
+    def __init__(
+        self,
+        limit: int,
+        connect_s: float,
+        keep_alive_s: float,
+        identity: Identity | None = None,
+        guard: Guard | None = None,
+    ) -> None:
+        """`guard` knows which certificates engines behind mutual TLS may have; None: all that the authority has signed."""
         self.limit = limit
+        self._guard = guard
+        self._tickets: dict[UpstreamConnection, object] = {}  # of connections that end when the engine is revoked
         self._identity = identity
         self._connect_s = connect_s
         self._keep_alive_s = keep_alive_s
@@ -115,6 +128,8 @@ class EnginePool:
         engine = self._connections.pop(connection, None)
         if engine is None:
             return
+        if self._guard is not None:
+            self._guard.leave(self._tickets.pop(connection, None))
         engine.idle.pop(connection, None)
         engine.num_open -= 1
         if not engine.num_open and self._engines.get(engine.key) is engine:
@@ -144,18 +159,29 @@ class EnginePool:
         self._connections[connection] = engine
         engine.num_open += 1
         try:
-            await self._loop.create_connection(
+            transport, _ = await self._loop.create_connection(
                 lambda: connection,
                 engine.host,
                 engine.port,
                 ssl=engine.context(),
                 server_hostname=engine.name if engine.is_secure else None,
             )
+            if self._guard is not None and engine.is_secure:
+                self._admit(engine, connection, of_tls(transport.get_extra_info("peercert") or {}), self._guard)
         except BaseException:
             connection.abort()
             self.closed(connection)
             raise
         return connection
+
+    def _admit(
+        self, engine: UpstreamEngine, connection: UpstreamConnection, shown: PeerCertificate, guard: Guard
+    ) -> None:
+        """Before it is told anything: the host's name in a certificate gives no right. Raises LegFailed."""
+        if why := guard.refusal(SERVE, shown, engine.url):
+            raise LegFailed("unreachable", why)
+        if connection in self._connections:  # else it is closed again
+            self._tickets[connection] = guard.enter(shown, connection.abort)
 
     async def _room(self, engine: UpstreamEngine) -> UpstreamConnection | None:
         """Waits until one more may be opened, or one of this engine's is idle."""

@@ -11,7 +11,6 @@ from transport.control.tickets import REASON_KEY
 from transport.peers.guard import Guard
 from transport.peers.name import PeerCertificate, of_grpc
 
-LOOK_S: Final = 2.0  # between two looks at the list of revoked peers
 DENIED: Final = "permission_denied"
 UNCERTIFIED: Final = PeerCertificate(None, 0, "it has not come")
 
@@ -78,10 +77,3 @@ class RightsInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
 async def _deny(context: grpc.aio.ServicerContext, why: str) -> None:
     metadata = ((REASON_KEY, DENIED),)
     await context.abort(grpc.StatusCode.PERMISSION_DENIED, why, trailing_metadata=metadata)
-
-
-async def end_revoked(guard: Guard) -> None:
-    """Ends what revoked peers have open, for ever."""
-    while True:
-        await asyncio.sleep(LOOK_S)
-        guard.end_revoked()

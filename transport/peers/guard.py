@@ -1,5 +1,6 @@
 """Asks whether a peer may do something, counts and logs refusals, and ends what a revoked peer has open."""
 
+import asyncio
 import logging
 import threading
 import time
@@ -15,6 +16,7 @@ from transport.peers.rights import holders, may
 log = logging.getLogger(__name__)
 
 LOG_EVERY_S: Final = 10.0  # a line for each operation and role
+LOOK_S: Final = 2.0  # between two looks at the list of revoked peers
 REVOKED: Final = "revoked"
 
 
@@ -103,6 +105,13 @@ class Guard:
             unsaid = self._unsaid.pop(key, 0)
         more = f" ({unsaid} more like it before)" if unsaid else ""
         log.warning("refused %s to %s at %s: %s%s", operation, peer, address, why, more)
+
+
+async def end_revoked(guard: Guard) -> None:
+    """Ends what revoked peers have open, for ever."""
+    while True:
+        await asyncio.sleep(LOOK_S)
+        guard.end_revoked()
 
 
 def nameless(what: str) -> str:

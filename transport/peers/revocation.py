@@ -3,7 +3,9 @@
 # one of a line, and comments
 spiffe://prfaas/east/prefill/east-p0      this one name
 east-p0                                   every holder of that name, in any cluster and role
-3f:a0:...                                 a certificate's serial number, hexadecimal, 16 digits or more
+serial=3FA0...                            a certificate's serial number, as `openssl x509 -serial` prints it
+3f:a0:... or 0x3fa0                       the same; without ':', '0x' or 'serial=', 16 digits or more
+16288                                     digits alone: a name, and a number in hexadecimal and in decimal
 """
 
 import logging
@@ -13,12 +15,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Self
 
-from transport.peers.name import SCHEME, NamelessPeer, PeerCertificate, PeerName
+from transport.peers.name import SCHEME, SEGMENT, SHAPE, NamelessPeer, PeerCertificate, PeerName
 
 log = logging.getLogger(__name__)
 
 LOOK_EVERY_S: Final = 1.0
-SERIAL: Final = re.compile(r"(?:0x)?([0-9A-Fa-f:]{16,})")
+MAX_SHOWN: Final = 100  # of a line that is refused
+HEX: Final = re.compile(r"(?:serial=)?(?:0x)?((?:[0-9a-f]+:)*[0-9a-f]+)", re.IGNORECASE)
+BARE: Final = re.compile(r"[0-9A-Fa-f]{,15}")  # these may be names
+DECIMAL: Final = re.compile(r"[0-9]{1,49}")  # of the 20 bytes that a serial number has at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,19 +36,17 @@ class Revoked:
     @classmethod
     def parse(cls, text: str) -> Self:
         """Raises ValueError that names the line."""
-        names, serials = set(), set()
+        names, serials = set[str](), set[int]()
         for number, line in enumerate(text.splitlines(), start=1):
             entry = line.partition("#")[0].strip()
             if not entry:
                 continue
-            if entry.startswith(SCHEME):
-                try:
-                    PeerName.parse(entry)
-                except NamelessPeer as exc:
-                    raise ValueError(f"line {number}: {exc}") from exc
-            if serial := SERIAL.fullmatch(entry):
-                serials.add(int(serial[1].replace(":", ""), 16))
-            names.add(entry)
+            found = _serials(entry)
+            try:
+                names |= _names(entry, is_serial=bool(found))
+            except NamelessPeer as exc:
+                raise ValueError(f"line {number}: {exc}") from exc
+            serials |= found
         return cls(frozenset(names), frozenset(serials))
 
     def has(self, peer: PeerCertificate) -> bool:
@@ -51,6 +54,28 @@ class Revoked:
         if peer.serial in self.serials:
             return True
         return peer.name is not None and not self.names.isdisjoint({str(peer.name), peer.name.name})
+
+
+def _serials(entry: str) -> set[int]:
+    """Every number that a line may mean: one too many is seen, one that is missed is not."""
+    found = {int(entry)} if DECIMAL.fullmatch(entry) else set[int]()
+    written = HEX.fullmatch(entry)
+    if written and (found or not BARE.fullmatch(entry)):
+        found.add(int(written[1].replace(":", ""), 16))
+    return found
+
+
+def _names(entry: str, *, is_serial: bool) -> set[str]:
+    """The name on a line, which may be a number's as well. Raises NamelessPeer where it is neither."""
+    if entry.startswith(SCHEME):
+        return {str(PeerName.parse(entry))}
+    if SEGMENT.fullmatch(entry) and entry not in (".", ".."):
+        return {entry}
+    if is_serial:
+        return set()
+    raise NamelessPeer(
+        f"{entry[:MAX_SHOWN]!r} is no {SHAPE}, no name of letters, digits, '.', '_' and '-', and no serial number"
+    )
 
 
 NONE: Final = Revoked()

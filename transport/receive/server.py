@@ -29,11 +29,10 @@ from transport.wire.connection import Connection, ConnectionRole
 from transport.wire.frames import Accept, Code, Open, Refuse
 from transport.wire.greeting import NONCE_BYTES
 from transport.wire.manifest import RangeViews
-from transport.wire.session import Session, Sessions
+from transport.wire.session import SESSION_LIFE_S, Session, Sessions
 
 log = logging.getLogger(__name__)
 
-SESSION_LIFE_S: Final = 3600.0
 SESSION_OVER: Final = PeerCertificate(None, 0, "its session has ended")
 FOREVER: Final = float("inf")
 KEEPER_PAUSE_S: Final = 1.0  # after an error of its own

@@ -24,6 +24,7 @@ from transport.wire.identity import Identity
 SESSION_ID_BYTES: Final = 16
 SESSION_SECRET_BYTES: Final = 32
 TLS_RECORD: Final = 0x16
+SESSION_LIFE_S: Final = 3600.0  # no receiver's keys live longer, whatever it says
 MAX_SESSIONS: Final = 4096
 TLS_ACCESS_DENIED: Final = bytes.fromhex("15 0303 0002 0231")  # a fatal alert, RFC 8446 §6.2
 NO_SECRET: Final = bytes(SESSION_SECRET_BYTES)
@@ -96,7 +97,9 @@ def request_session(
     if len(grant) < _GRANT.size:
         raise ConnectionError("the receiver granted no session")
     session_id, secret, life_s = _GRANT.unpack(grant)
-    return Session(session_id, secret, now + life_s, peer)
+    if not life_s > 0:  # nor is it no number
+        raise ConnectionError(f"the receiver granted a session of {life_s} s")
+    return Session(session_id, secret, now + min(life_s, SESSION_LIFE_S), peer)
 
 
 def _read_text(tls: ssl.SSLSocket) -> str:

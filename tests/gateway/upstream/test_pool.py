@@ -4,14 +4,19 @@ import asyncio
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from gateway.errors import LegFailed
 from gateway.upstream.pool import EnginePool, UpstreamEngine
-from tests.gateway.worlds import PATIENCE_S, on_loop, until
+from tests.gateway.worlds import PATIENCE_S, on_both_loops, on_loop, until
+from tests.peers import HOST, Peers
 from transport.control.certificates import Authority
+from transport.peers.guard import REVOKED, Guard
+from transport.peers.name import PeerRole
+from transport.peers.rights import SERVE
 from transport.wire.identity import Identity
 
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
@@ -255,5 +260,70 @@ def test_engines_behind_mutual_tls_are_asked_by_name_and_a_new_certificate_is_ta
             assert await post(pool, server.url, name="node") == b"ok"
             pool.close()
             plain.close()
+
+    scenario()
+
+
+@pytest.fixture(scope="module")
+def peers(tmp_path_factory: pytest.TempPathFactory) -> Peers:
+    return Peers(tmp_path_factory.mktemp("peers"))
+
+
+def guarded(peers: Peers, revoked: Path) -> tuple[EnginePool, Guard]:
+    """On the running loop; `revoked` is there."""
+    gateway = replace(peers.by_role[PeerRole.GATEWAY], revoked=revoked)
+    guard = gateway.guard()
+    return EnginePool(8, PATIENCE_S, PATIENCE_S, gateway, guard), guard
+
+
+@pytest.mark.parametrize("role", list(PeerRole))
+def test_only_nodes_that_count_are_told_a_prompt(role: PeerRole, peers: Peers, tmp_path: Path) -> None:
+    revoked = tmp_path / "revoked"
+
+    @on_both_loops
+    async def scenario() -> None:
+        is_node = role in (PeerRole.NODE, PeerRole.PREFILL)
+        for listed in ("", f"thief-{role}\n"):
+            says = "is revoked" if listed else "may not node.serve"
+            revoked.write_text(listed)
+            pool, guard = guarded(peers, revoked)
+            async with serving(identity=peers.by_role[role]) as server:
+                if is_node and not listed:
+                    assert await post(pool, server.url, name=HOST) == b"ok"
+                else:
+                    with pytest.raises(LegFailed, match=says) as failed:
+                        await post(pool, server.url, name=HOST)
+                    assert (failed.value.reason, server.heads) == ("unreachable", [])
+                    assert guard.refused[SERVE, role] == 1
+                    assert len(pool) == 0
+                pool.close()
+
+    scenario()
+
+
+def test_connections_to_an_engine_that_is_revoked_end_used_and_idle_ones(peers: Peers, tmp_path: Path) -> None:
+    revoked = tmp_path / "revoked"
+
+    @on_loop
+    async def scenario() -> None:
+        revoked.write_text("")
+        pool, guard = guarded(peers, revoked)
+        async with serving(identity=peers.by_role[PeerRole.NODE]) as server:
+            server.go_on.clear()
+            asking = [asyncio.create_task(post(pool, server.url, name=HOST)) for _ in range(2)]
+            await until(lambda: len(server.heads) == 2)
+            server.go_on.set()
+            await asyncio.gather(*asking)
+            server.go_on.clear()
+            busy = asyncio.create_task(post(pool, server.url, name=HOST))
+            await until(lambda: len(server.heads) == 3)
+            assert len(pool) == 2
+            revoked.write_text("thief-node\n")
+            await until(lambda: guard.end_revoked() == 2)
+            with pytest.raises(LegFailed) as failed:
+                await busy
+            assert (failed.value.reason, len(pool)) == ("connection_lost", 0)
+            assert guard.refused[REVOKED, "node"] == 2
+            pool.close()
 
     scenario()

@@ -20,6 +20,12 @@ GATEWAY = PeerCertificate(PeerName("prfaas", "any", PeerRole.GATEWAY, "gateway")
         ("0000000000000ABC", True),
         ("0x00:00:00:00:00:00:0a:bc", True),
         ("abc", False),
+        ("serial=0ABC", True),
+        ("serial=ABC", True),
+        ("0xabc", True),
+        ("0A:BC", True),
+        ("2748", True),
+        ("2749", False),
         ("spiffe://prfaas/any/gateway/other", False),
         ("# gateway", False),
         ("", False),
@@ -32,6 +38,23 @@ def test_a_line_is_a_name_or_a_serial(line: str, has: bool) -> None:
 def test_a_name_that_is_none_is_refused_with_its_line() -> None:
     with pytest.raises(ValueError, match=r"line 2: .*the role 'king' must be one of"):
         Revoked.parse("\nspiffe://prfaas/any/king/x")
+
+
+def test_digits_alone_are_every_number_and_the_name_that_they_may_be() -> None:
+    revoked = Revoked.parse("1000")
+    assert (revoked.names, revoked.serials) == ({"1000"}, {1000, 0x1000})
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["east/east-p0", "gate way", "SPIFFE://prfaas/any/gateway/gateway", "serial=", "serial=xyz", "serial: 3FA0", "..",
+     "3f::a0", "\ufeffgateway", "gateway,other", "g" * 256],
+)  # fmt: skip
+def test_what_is_neither_a_name_nor_a_serial_is_refused_with_file_and_line(line: str, tmp_path: Path) -> None:
+    path = tmp_path / "revoked"
+    path.write_text(f"gateway\n{line}\n", encoding="utf-8")
+    with pytest.raises(ValueError, match=rf"revoked {path}: line 2: .* and no serial number"):
+        RevocationList(path).load()
 
 
 def test_a_change_is_seen_within_a_look_and_a_broken_file_revokes_no_less(tmp_path: Path) -> None:

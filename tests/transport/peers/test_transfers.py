@@ -1,6 +1,13 @@
 """Which peers may send KVCache, to which others, and under which tickets."""
 
+import math
 import socket
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,14 +18,15 @@ from tests.transport.raw_sender import RawSender
 from transport.errors import ConnectionRefused
 from transport.path.tcp import parse_address
 from transport.peers.guard import Guard
-from transport.peers.name import PeerRole
+from transport.peers.name import PeerCertificate, PeerName, PeerRole
 from transport.receive.options import ServerOptions
 from transport.receive.server import TransferServer
 from transport.send.client import ClientOptions, TransferClient
+from transport.send.lane.keys import SessionKeys
 from transport.wire.checksum import Integrity
 from transport.wire.frames import Accept, Refuse
 from transport.wire.identity import Identity
-from transport.wire.session import Session, request_session
+from transport.wire.session import SESSION_LIFE_S, Session, request_session
 
 SENDERS = (PeerRole.PREFILL, PeerRole.NODE)
 
@@ -107,3 +115,78 @@ def test_a_sender_gives_nothing_to_who_is_no_node(peers: Peers, tmp_path: Path) 
             assert pushed is not None
             assert pushed.ok is (role in SENDERS)
             assert role in SENDERS or pushed.reason == "identity"
+
+
+def sending(peers: Peers, revoked: Path) -> ClientOptions:
+    """A sender's, with a list of its own."""
+    revoked.touch()
+    identity = replace(peers.by_role[PeerRole.PREFILL], revoked=revoked)
+    return ClientOptions(
+        integrity=Integrity.AEAD, identity=identity, guard=identity.guard(), peer_timeout_s=5.0, connections=1
+    )
+
+
+def test_a_revoked_receiver_is_sent_nothing_more_over_an_open_connection(peers: Peers, tmp_path: Path) -> None:
+    _, everybody = peers.guarded(tmp_path / "nobody")
+    options = sending(peers, tmp_path / "revoked")
+    with (
+        listening(peers.by_role[PeerRole.NODE], everybody) as server,
+        TransferClient(options=options) as client,
+    ):
+        first = deliver(server, client, [1000], transfer_id="first").push.wait(PATIENCE_S)
+        assert first is not None
+        assert first.ok
+        (tmp_path / "revoked").write_text("thief-node\n")
+        guard = options.guard
+        assert guard is not None
+        wait_for(lambda: guard.is_revoked(PeerCertificate(PeerName("prfaas", "east", PeerRole.NODE, "thief-node"), 1)))
+        later = deliver(server, client, [1000], transfer_id="later").push.wait(PATIENCE_S)
+        assert later is not None
+        assert (later.ok, later.reason) == (False, "identity")
+        assert guard.refused["transfer.Accept", "node"] >= 1
+
+
+def test_a_revoked_receiver_that_gives_no_new_keys_does_not_keep_the_old(peers: Peers, tmp_path: Path) -> None:
+    _, everybody = peers.guarded(tmp_path / "nobody")
+    options = sending(peers, tmp_path / "revoked")
+    now = time.monotonic()
+    with listening(peers.by_role[PeerRole.NODE], everybody) as server:
+        keys = SessionKeys(server.address, options)
+        session = keys.session(now)
+        assert session is not None
+        assert session.peer is not None
+    assert keys.session(now + 0.9 * SESSION_LIFE_S) is session  # of one that is not revoked they serve on
+    (tmp_path / "revoked").write_text("thief-node\n")
+    guard, receiver = options.guard, session.peer
+    assert guard is not None
+    wait_for(lambda: guard.is_revoked(receiver))
+    with pytest.raises(ConnectionRefused, match="thief-node is revoked"):
+        keys.unless_revoked(session)
+    for _ in range(2):
+        with pytest.raises(OSError, match="refused"):
+            keys.session(now + 1.0)
+
+
+@contextmanager
+def granting(identity: Identity, life_s: float) -> Iterator[socket.socket]:
+    """A receiver that says how long its keys live."""
+
+    def grant() -> None:
+        with identity.server_context().wrap_socket(listener.accept()[0], server_side=True) as tls:
+            tls.sendall(struct.pack("<16s32sd", b"i" * 16, b"s" * 32, life_s))
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=grant)
+        thread.start()
+        yield socket.create_connection(listener.getsockname(), timeout=PATIENCE_S)
+        thread.join()
+
+
+def test_a_receiver_cannot_make_its_keys_live_for_ever(peers: Peers) -> None:
+    node, sender = peers.by_role[PeerRole.NODE], peers.by_role[PeerRole.PREFILL]
+    for life_s, granted_s in ((10.0, 10.0), (1e300, SESSION_LIFE_S), (math.inf, SESSION_LIFE_S)):
+        with granting(node, life_s) as sock:
+            assert request_session(sock, sender, PATIENCE_S, 0.0).ends_at == granted_s
+    for life_s in (math.nan, -1.0, 0.0):
+        with granting(node, life_s) as sock, pytest.raises(ConnectionError, match="granted a session of"):
+            request_session(sock, sender, PATIENCE_S, 0.0)

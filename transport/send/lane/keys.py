@@ -4,11 +4,13 @@ import logging
 import threading
 from typing import Final
 
+from transport.errors import ConnectionRefused
 from transport.path.tcp import dial
 from transport.peers.name import PeerCertificate
 from transport.peers.rights import RECEIVE
 from transport.send.options import ClientOptions
 from transport.wire.checksum import Integrity
+from transport.wire.frames import Code
 from transport.wire.identity import Identity
 from transport.wire.session import Session, request_session
 
@@ -32,7 +34,9 @@ class SessionKeys:
         if self._options.integrity is not Integrity.AEAD or self._options.identity is None:
             return None
         with self._lock:
-            if self._session is None or now >= self._renew_at or self._is_revoked(self._session):
+            if self._session is not None and self._is_revoked(self._session):
+                self._session = None  # before others are asked for: it may see to it that there are none
+            if self._session is None or now >= self._renew_at:
                 self._session = self._new(self._options.identity, now)
             return self._session
 
@@ -41,11 +45,10 @@ class SessionKeys:
         with self._lock:
             self._session = None
 
-    @property
-    def is_revoked(self) -> bool:
-        """Whether the receiver that gave the present keys counts no more."""
-        with self._lock:
-            return self._session is not None and self._is_revoked(self._session)
+    def unless_revoked(self, session: Session | None) -> None:
+        """Raises ConnectionRefused once the receiver that gave these keys counts no more."""
+        if session is not None and session.peer is not None and self._is_revoked(session):
+            raise ConnectionRefused(Code.IDENTITY, self._refusal(session.peer))
 
     def _is_revoked(self, session: Session) -> bool:
         guard = self._options.guard
@@ -56,10 +59,13 @@ class SessionKeys:
         return guard.refusal(RECEIVE, peer, self._address) if guard is not None else ""
 
     def _new(self, identity: Identity, now: float) -> Session:
-        """Or the present ones, when there are no others to be had and they have not ended."""
+        """Or the present ones, when there are no others to be had and they have not ended. A refusal ends them."""
         try:
             sock = dial(self._address, self._options.tcp)
             session = request_session(sock, identity, self._options.tcp.connect_timeout_s, now, self._refusal)
+        except ConnectionRefused:
+            self._session = None
+            raise
         except OSError as exc:
             if self._session is None or now >= self._session.ends_at:
                 raise

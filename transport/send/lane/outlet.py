@@ -254,6 +254,7 @@ class SenderLane:
     def _work(self, stream: Stream, retire_at: float) -> None:
         """Feeds one connection until it is to be replaced."""
         while not self._transfers.closing:
+            self._keys.unless_revoked(stream.session)
             leaving = time.monotonic() >= retire_at or self._home.surplus(self)
             if leaving and self._transfers.answered(self):
                 return

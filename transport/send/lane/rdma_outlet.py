@@ -67,6 +67,7 @@ class RdmaSenderLane(SenderLane):
         self._rails.begin(self.key, stream.checksum)
         try:
             while not self._transfers.closing:
+                self._keys.unless_revoked(stream.session)
                 leaving = time.monotonic() >= retire_at
                 if leaving and not self._rails.writing and self._transfers.answered(self):
                     return

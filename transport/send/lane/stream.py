@@ -77,7 +77,7 @@ class Stream:
         self._link = link
         self._coder = coder
         self._integrity = integrity
-        self._session = session  # whose keys seal the chunks; None: they are not sealed
+        self.session = session  # whose keys seal the chunks; None: they are not sealed
         self._on_frame = on_frame
         self._seeds: dict[int, int] = {}
         self._seals: dict[int, Seal] = {}
@@ -151,11 +151,11 @@ class Stream:
         """The frame that begins a transfer on this connection."""
         manifest = transfer.manifest
         self._seeds[transfer.slot] = transfer_seed(transfer.transfer_id, self.connection.transcript)
-        if self._session is not None:
+        if self.session is not None:
             if not self._sealed:
                 self._sealed, self._gathered = (memoryview(bytearray(SEALED_PART_BYTES)) for _ in range(2))
             self._seals[transfer.slot] = chunk_seal(
-                self._session.secret, self.connection.transcript, transfer.transfer_id, transfer.secret
+                self.session.secret, self.connection.transcript, transfer.transfer_id, transfer.secret
             )
         return Open(
             slot=transfer.slot,
@@ -189,7 +189,7 @@ class Stream:
         if references:
             for reference in references:
                 outgoing.add(self.connection.send(reference))
-        elif self._session is not None:
+        elif self.session is not None:
             length = piece.stop - piece.start
             header = self.connection.chunk_header(transfer.slot, piece.start, length, sealed=True)
             self._write_sealed(outgoing, header, views, transfer)
@@ -224,7 +224,7 @@ class Stream:
         outgoing.add(running.trailer())
 
     def _add_coded(self, outgoing: OutgoingViews, piece: LanePiece, coded: memoryview) -> None:
-        sealed, checksum = self._session is not None, 0
+        sealed, checksum = self.session is not None, 0
         if not sealed and self._integrity is Integrity.CHECKSUM:
             checksum = self.checksum(piece.transfer, piece.start, [coded])
         chunk = CodedChunk(
