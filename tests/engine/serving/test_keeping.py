@@ -1,4 +1,4 @@
-"""The next turn of a conversation begins in the last answer's blocks: same tokens, nothing left behind, nobody delayed."""
+"""The next turn of a conversation begins in the last answer's blocks: same tokens, nothing left behind, no request delayed."""
 
 import asyncio
 
@@ -29,7 +29,7 @@ async def kept(node: Running, outcome: str = "kept") -> float:
 
 async def until_kept(node: Running, count: int, outcome: str = "kept") -> None:
     async with asyncio.timeout(60.0):
-        while await kept(node, outcome) < count:  # noqa: ASYNC110 the engine's metrics tell nobody
+        while await kept(node, outcome) < count:  # noqa: ASYNC110 the engine's metrics have no Event
             await asyncio.sleep(0.005)
 
 

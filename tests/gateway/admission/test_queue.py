@@ -1,4 +1,4 @@
-"""A full system lets requests wait in line, tells those it has no place for when to come again, and forgets nobody."""
+"""A full system lets requests wait in line, tells those it has no place for when to come again, and forgets no request."""
 
 import asyncio
 import time

@@ -35,7 +35,7 @@ def promising(policy: AdmissionPolicy = AdmissionPolicy.PREDICTION, **promised: 
 
 
 def alone_s(w: Deployment) -> float:
-    """What LONG takes on a node that nobody has seen work, at 100 tokens per second."""
+    """What LONG takes on a node that has not been seen at work, at 100 tokens per second."""
     served = w.clusters.served
     assert served is not None
     return len(w.hashes_of(LONG)) * served.layout.block_size / 100.0
@@ -213,7 +213,7 @@ async def test_promises_are_kept_account_of() -> None:
     fields = promising(ttft_s=1000.0, tbt_ms=1e6) | {"routing": RoutingConfig()}
     async with pipeline(**fields) as w:
         await w.complete(LONG, stream=True)
-        await w.complete(LONG)  # nobody sees when its tokens come
+        await w.complete(LONG)  # it is not seen when its tokens come
         assert 'prfaas_promises_total{outcome="kept",service_class="default"} 1.0' in await w.metrics()
 
 

@@ -153,7 +153,7 @@ async def test_every_route_lets_those_in_whom_the_table_says() -> None:
 
 
 def test_a_route_without_a_cell_is_not_served() -> None:
-    with pytest.raises(KeyError, match="no right says who may use it"):
+    with pytest.raises(KeyError, match="no right is declared for it"):
         right_of("POST", "/prfaas/anything")
     with pytest.raises(KeyError):
         right_of("DELETE", "/console/app.js")

@@ -1,4 +1,4 @@
-"""Who is watched as an agent, and who is not, whatever it does to the look at its certificate."""
+"""Which peers are watched as agents, and which are not, whatever they do to the look at their certificates."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -75,7 +75,7 @@ async def watched(shown: Identity, gateway: Identity, resets: int) -> AsyncItera
 
 
 async def seen(client: AgentClient) -> str:
-    """The first event, or why there is none."""
+    """The first event, or why it did not come."""
     try:
         async for event in client.watch(1.0, PATIENCE_S):
             return type(event).__name__
