@@ -32,8 +32,7 @@ class AgentPeer:
         except (OSError, ValueError) as error:
             self._shown = None
             reason = "identity" if isinstance(error, ssl.SSLError) else "unreachable"
-            why = str(error) or f"no certificate within {self._timeout_s} s"
-            raise AgentCallFailed(self._address, reason, why) from error
+            raise AgentCallFailed(self._address, reason, f"no look at its certificate: {error!r}") from error
         if why := self.refusal(self._shown):
             raise AgentCallFailed(self._address, "identity", why)
 
