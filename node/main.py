@@ -24,9 +24,10 @@ from node.grpc_service import NodeService, serve
 from node.metrics import serve_metrics
 from node.process.ports import UNUSABLE, ListenPort, wait_free
 from node.role import NodeRole
+from transport.control.certificates import expires_at
 from transport.path.tcp import format_address
 from transport.peers.guard import end_revoked
-from transport.peers.name import PeerRole
+from transport.peers.name import PeerRole, of_pem
 
 log = logging.getLogger(__name__)
 
@@ -195,7 +196,8 @@ def check_model(config: NodeConfig) -> None:
         )
     if config.engine == "embedded" and not (Path(config.model) / "config.json").is_file():
         raise NodeConfigError(
-            f"model = {config.model!r}: it must be a model directory, with a config.json; `prfaas model build` makes one"
+            f"model = {config.model!r}: {Path(config.model).absolute()} must be a model directory, with a config.json (a "
+            "path in a file is relative to the file); `prfaas model build` makes one"
         )
 
 
@@ -213,6 +215,21 @@ def check_identity(config: NodeConfig) -> None:
         raise NodeConfigError(
             f"certificate {config.certificate}: it is that of {own}, this is {config.cluster}/{role}/{config.node_id}"
         )
+
+
+def doubts_about_identity(config: NodeConfig, now_s: float) -> str:
+    """Why peers will refuse this node's certificate, though it may be replaced while the node runs; "": they will not.
+
+    `now_s` is seconds since 1970.
+    """
+    if config.identity is None:
+        return ""
+    if expires_at(config.identity.certificate) <= now_s:
+        return f"certificate {config.certificate} has expired: peers refuse it until a new one is there"
+    guard = config.identity.guard()
+    if guard.is_revoked(of_pem(config.identity.certificate.read_bytes())):
+        return f"certificate {config.certificate} is on the list {config.revoked}: peers that have the list refuse it"
+    return ""
 
 
 def node_main(prog: str, about: str, role: NodeRole, argv: Sequence[str] | None) -> int:
@@ -233,4 +250,6 @@ def node_main(prog: str, about: str, role: NodeRole, argv: Sequence[str] | None)
     except NodeConfigError as exc:
         print(f"{prog}: {exc}", file=sys.stderr)
         return EXIT_BAD_CONFIG
+    if doubts := doubts_about_identity(config, time.time()):
+        print(f"{prog}: {doubts}", file=sys.stderr)
     return run(config, role, lambda: config_from(arguments, engine_args))

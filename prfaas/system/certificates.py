@@ -8,6 +8,7 @@ from typing import Final
 from prfaas.errors import CertificateError
 from transport.control.certificates import Authority
 from transport.peers.name import DEFAULT_TRUST, NO_CLUSTER, NamelessPeer, PeerName, PeerRole
+from transport.peers.revocation import RevocationList
 from transport.wire.identity import Identity
 
 GATEWAY_NAME: Final = "gateway"
@@ -100,6 +101,11 @@ def issue_and_tell(
     """As `prfaas certificates` does it: what to write into which configuration is said."""
     issue(folder, holders, days)
     report(f"{folder}/authority.key signs certificates: keep it, and keep it secret")
+    revoked = RevocationList(folder / REVOKED).load()
     for each in holders:
+        if revoked.names & {each.name, str(each.peer)}:
+            report(
+                f"{each.name} is revoked by name in {folder / REVOKED}: so is this new certificate, until you remove it"
+            )
         lines = [f"{key} = {path!r}" for key, path in paths(folder, each.name).items()]
         report("\n".join(["", f"# {each.name}, good for {days} days: {each.peer}", *lines]).replace("'", '"'))

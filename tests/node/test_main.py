@@ -17,11 +17,15 @@ import pytest
 
 from node.config import LISTENERS, NodeConfig
 from node.errors import NodeConfigError
-from node.main import check_model
+from node.main import check_model, doubts_about_identity
 from pd_cluster.__main__ import main
+from tests.node.running import config
+from transport.control.certificates import Authority
 from transport.control.proto import node_pb2 as pb
 from transport.control.proto import node_pb2_grpc as rpc
+from transport.peers.name import PeerName, PeerRole
 
+FILES = {"certificate": "d0.pem", "key": "d0.key", "authority": "authority.pem", "revoked": "revoked"}
 TABLE = """[node]
 node_id = "{name}"
 cluster = "c"
@@ -242,3 +246,17 @@ def test_an_engine_that_cannot_work_ends_the_node_with_the_reason(
 ) -> None:
     assert main(["-c", config_file(tmp_path, more="block_size = 8192\nchunk_tokens = 8192")]) == 2
     assert "its engine cannot serve: no arena for llama with cache_bytes = 4194304" in capsys.readouterr().err
+
+
+def test_a_certificate_that_peers_will_refuse_is_told_of(tmp_path: Path) -> None:
+    peer = PeerName("prfaas", "west", PeerRole.NODE, "d0")
+    authority = Authority(tmp_path)
+    (tmp_path / "revoked").touch()
+    files = {name: str(tmp_path / file) for name, file in FILES.items()}
+    node = config(tmp_path, node_id="d0", cluster="west", **files)
+    authority.issue("d0", peer=peer)
+    assert doubts_about_identity(node, time.time()) == ""
+    (tmp_path / "revoked").write_text("d0\n")
+    assert "is on the list" in doubts_about_identity(node, time.time())
+    assert "has expired" in doubts_about_identity(node, time.time() + 400 * 86400)
+    assert doubts_about_identity(config(tmp_path), time.time()) == ""

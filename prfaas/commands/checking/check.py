@@ -42,6 +42,7 @@ from transport.control.messages import TicketInfo
 from transport.control.release import release
 from transport.path.tcp import format_address
 from transport.peers.name import of_pem
+from transport.peers.revocation import RevocationList, Revoked
 from transport.wire.identity import Identity
 
 RPC_S: Final = 5.0
@@ -97,7 +98,8 @@ async def look(config: GatewayConfig) -> CheckFindings:
         ports = await asyncio.gather(*[_try(*port) for _, node in nodes for port in _ports(node)])
         pairs = _pairs(nodes)
         ways = await _ask_ways(pairs[:MAX_WAYS])
-        shown = await asyncio.gather(*[_shown(node.agent, config.identity) for node in config.nodes])
+        revoked = _revoked(config)
+        shown = await asyncio.gather(*[_shown(node.agent, config.identity, revoked) for node in config.nodes])
     return CheckFindings(
         described=[node for _, node in nodes],
         silent=[answer for answer in answers if isinstance(answer, Silent)],
@@ -202,7 +204,15 @@ def _certificates(config: GatewayConfig) -> Iterator[Certificate]:
             yield Certificate(str(path), None, f"cannot be read: {error}")
 
 
-async def _shown(agent: str, identity: Identity | None) -> Certificate | None:
+def _revoked(config: GatewayConfig) -> Revoked:
+    """What the gateway's list says; nothing while it cannot be read, which the gateway itself tells."""
+    try:
+        return RevocationList(config.revoked).load()
+    except (OSError, ValueError):
+        return Revoked()
+
+
+async def _shown(agent: str, identity: Identity | None, revoked: Revoked) -> Certificate | None:
     """What a node shows; None where there is nothing to see, which others find out."""
     if identity is None:
         return None
@@ -210,7 +220,8 @@ async def _shown(agent: str, identity: Identity | None) -> Certificate | None:
         shown = await server_certificate(agent, identity, RPC_S)
     except (OSError, ValueError):
         return None
-    return Certificate(f"certificate of {agent}", shown.ends_at - _wall_clock_s(), nameless=shown.peer.problem)
+    left_s, peer = shown.ends_at - _wall_clock_s(), shown.peer
+    return Certificate(f"certificate of {agent}", left_s, nameless=peer.problem, is_revoked=revoked.has(peer))
 
 
 def _open_files(config: GatewayConfig) -> list[OpenFile]:

@@ -86,6 +86,7 @@ class Certificate:
     left_s: float | None
     problem: str = ""
     nameless: str = ""  # why it gives no rights
+    is_revoked: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +147,10 @@ def _about_certificates(certificates: Sequence[Certificate]) -> Iterator[Finding
             yield Finding(level, each.path, f"good for {each.left_s / 86400:.0f} more days", remedy)
         if each.nameless:
             yield Finding(Level.ERROR, each.path, f"gives no rights: {each.nameless}", HOW_TO_ISSUE)
+        if each.is_revoked:
+            yield Finding(
+                Level.ERROR, each.path, "is revoked, so it counts no more", "the gateway's file `revoked` has it"
+            )
 
 
 def _about_open_files(files: Sequence[OpenFile]) -> Iterator[Finding]:
