@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager, suppress
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import TextIO, TypeVar
@@ -250,6 +251,6 @@ def node_main(prog: str, about: str, role: NodeRole, argv: Sequence[str] | None)
     except NodeConfigError as exc:
         print(f"{prog}: {exc}", file=sys.stderr)
         return EXIT_BAD_CONFIG
-    if doubts := doubts_about_identity(config, time.time()):
+    if doubts := doubts_about_identity(config, datetime.now(UTC).timestamp()):
         print(f"{prog}: {doubts}", file=sys.stderr)
     return run(config, role, lambda: config_from(arguments, engine_args))

@@ -35,7 +35,7 @@ class SessionKeys:
             return None
         with self._lock:
             if self._session is not None and self._is_revoked(self._session):
-                self._session = None  # before others are asked for: it may see to it that there are none
+                self._session = None  # before others are asked for: a revoked peer may keep others from coming
             if self._session is None or now >= self._renew_at:
                 self._session = self._new(self._options.identity, now)
             return self._session
