@@ -167,7 +167,7 @@ class _Pace:
 
 
 def printable(text: str) -> str:
-    """`text` on one line, whatever it has: other characters are escaped, as in Python."""
+    """`text` on one line: what is not printable is escaped, as in Python."""
     return text if text.isprintable() else "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)
 
 

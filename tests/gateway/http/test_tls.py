@@ -146,7 +146,8 @@ def reset(connection: socket.socket) -> None:
     connection.close()
 
 
-def believing_all() -> ssl.SSLContext:
+def unchecked() -> ssl.SSLContext:
+    """Of a client that takes any certificate."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     return context
@@ -155,7 +156,7 @@ def believing_all() -> ssl.SSLContext:
 def client_hello() -> bytes:
     said = ssl.MemoryBIO()
     with contextlib.suppress(ssl.SSLWantReadError):
-        believing_all().wrap_bio(ssl.MemoryBIO(), said).do_handshake()
+        unchecked().wrap_bio(ssl.MemoryBIO(), said).do_handshake()
     return said.read()
 
 
@@ -168,7 +169,7 @@ def reset_at_every_stage(address: tuple[str, int]) -> None:
             connection.sendall(said)
             reset(connection)
         plain = socket.create_connection(address)
-        with believing_all().wrap_socket(plain) as secure:
+        with unchecked().wrap_socket(plain) as secure:
             reset(secure)
 
 
