@@ -42,7 +42,7 @@ def test_a_name_that_is_none_is_refused_with_its_line() -> None:
 
 def test_digits_alone_are_every_number_and_the_name_that_they_may_be() -> None:
     revoked = Revoked.parse("1000")
-    assert (revoked.names, revoked.serials) == ({"1000"}, {1000, 0x1000})
+    assert revoked == Revoked(frozenset({"1000"}), frozenset({1000, 0x1000}))
 
 
 @pytest.mark.parametrize(
