@@ -197,8 +197,8 @@ def check_model(config: NodeConfig) -> None:
         )
     if config.engine == "embedded" and not (Path(config.model) / "config.json").is_file():
         raise NodeConfigError(
-            f"model = {config.model!r}: {Path(config.model).absolute()} must be a model directory, with a config.json (a "
-            "path in a file is relative to the file); `prfaas model build` makes one"
+            f"model = {config.model!r}: it must be a model directory, with a config.json; `prfaas model build` makes one. "
+            "A path in a file is relative to the file"
         )
 
 
