@@ -107,7 +107,7 @@ class Unauthorised(ApiError):
 
 
 class Forbidden(ApiError):
-    """Who asks is known, and may not do that."""
+    """The caller is known, and lacks the right."""
 
     def __init__(self, message: str, code: str) -> None:
         super().__init__(403, message, type="permission_error", code=code)

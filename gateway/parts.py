@@ -66,7 +66,7 @@ class GatewayTasks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestSinks:
-    """Who is told of requests that have ended; None: not wanted."""
+    """What hears of requests that have ended; None: not configured."""
 
     request_log: RequestLog | None
     traces: Traces | None

@@ -101,7 +101,7 @@ class PacedScheduler(Scheduler):
             self._join(now, work)
 
     def _compute(self, now: float) -> None:
-        """Does all prompt work that is due by now. Each part begins where the one before ended, even when this call is
+        """Does all prompt work that is due. Each part begins where the one before ended, even when this call is
         late."""
         at_s = now
         while (due_s := self._prompt_due_s(at_s)) <= now:

@@ -54,7 +54,7 @@ class DecodeBatch(Generic[Key]):
         self._held = held
 
     def due(self, now: float) -> list[Key]:
-        """The sequences that have a token by now."""
+        """The sequences that already have a token."""
         self._advance(now)
         return [key for key, step in self._due.items() if step <= self._steps + NEARLY]
 

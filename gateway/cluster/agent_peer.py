@@ -1,4 +1,4 @@
-"""Whether who answers at an agent's address may be an agent: by the name in its certificate, and the list of revoked ones."""
+"""Whether the peer at an agent's address may be an agent, by its certificate's name and the list of revoked ones."""
 
 import ssl
 
@@ -23,7 +23,7 @@ class AgentPeer:
     async def look(self) -> None:
         """Looks at its certificate, which gRPC only compares with a host's name. Raises AgentCallFailed.
 
-        A look that fails is no permission: who resets it may be the one that has none.
+        A look that fails is no permission: a peer without the right may reset it.
         """
         if self._identity is None or self._guard is None:
             return
@@ -41,6 +41,6 @@ class AgentPeer:
         return self._guard.refusal(SERVE, shown, self._address) if self._guard is not None else ""
 
     def unless_revoked(self) -> None:
-        """Raises AgentCallFailed once who was looked at is revoked."""
+        """Raises AgentCallFailed once the certificate last looked at is revoked."""
         if self._guard is not None and self._shown is not None and self._guard.is_revoked(self._shown):
             raise AgentCallFailed(self._address, "identity", f"{self._shown} is revoked")

@@ -120,7 +120,7 @@ async def cancel(task: "asyncio.Task[Any]") -> None:
 
 
 async def hang_up(asking: "asyncio.Task[DecodeAnswer]") -> None:
-    """Ends the decode leg, whether it is still being asked or has answered; also for who does not wait until it has."""
+    """Ends the decode leg, whether it has answered or not."""
     if asking.done():
         _let_go(asking)
         return

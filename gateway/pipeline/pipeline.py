@@ -36,7 +36,7 @@ from gateway.request.request import BrokenOff, Request
 from gateway.tasks import TaskSet
 from gateway.telemetry.recorder import CLIENT_CLOSED, CLIENT_LEFT, RequestRecorder
 
-Keep = Callable[[Request, Attempt], Details | None]  # has marked prefixes kept; what usage is to say of that
+Keep = Callable[[Request, Attempt], Details | None]  # pins marked prefixes, and returns their part of the usage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

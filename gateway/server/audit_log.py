@@ -1,4 +1,4 @@
-"""Who changed what, from where, and what came of it; and who was refused. Lines of JSON in files, and the newest in memory.
+"""Operators' changes and refused attempts: name, action, address, outcome. Lines of JSON in files, and the newest in memory.
 
 Refusals have files and a ring of their own, and of each address at most one line in a while: frequent refusals cannot
 push out what was done.

@@ -6,7 +6,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Final
 
 from transport.peers.name import HOW_TO_ISSUE, SHAPE, PeerCertificate, PeerName
@@ -79,20 +79,23 @@ class Guard:
         self._open.pop(ticket, None)
 
     def end_revoked(self) -> int:
-        """Where the list has changed, ends what revoked peers have open; says how many that were."""
+        """Where the list has changed, ends what revoked peers have open; returns how many that were.
+
+        Raises what a follower or an end raises, once all others have been told; the next call then tells all again.
+        """
         revoked = self._revoked.now(self._now())
         if revoked == self._followed:
             return 0
-        self._followed, ended = revoked, 0
-        for follow in self.followers:
-            follow()
-        for ticket, (peer, end) in list(self._open.items()):
-            if revoked.has(peer):
-                self._open.pop(ticket, None)
+        held = [(ticket, *entry) for ticket, entry in list(self._open.items()) if revoked.has(entry[0])]
+        with ExitStack() as all_told:  # an error in one keeps none of the others from being told
+            for follow in self.followers:
+                all_told.callback(follow)
+            for ticket, peer, end in held:
+                self.leave(ticket)
                 self._note(REVOKED, peer, "an open connection", f"{peer} is revoked")
-                end()
-                ended += 1
-        return ended
+                all_told.callback(end)
+        self._followed = revoked
+        return len(held)
 
     def _note(self, operation: str, peer: PeerCertificate, address: str, why: str) -> None:
         key, now = (operation, peer.role), self._now()

@@ -28,7 +28,7 @@ class SessionPages:
         self._check_is_meant = check_is_meant
 
     async def who(self, http: web.Request) -> web.Response:
-        """Who asks."""
+        """Names the operator whose session this is."""
         return _told(http[OPERATOR])
 
     async def begin(self, http: web.Request) -> web.Response:

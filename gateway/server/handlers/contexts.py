@@ -105,7 +105,7 @@ class ContextPinning:
     )  # by tenant: what it may have is asked and taken at once
 
     def begin(self, request: Request, attempt: Attempt) -> Details | None:
-        """Has what `request` marks be kept, once its prompt has been computed; what its usage is to say of that."""
+        """Pins what `request` marks once its prompt has been computed. Returns that part of its usage."""
         if not request.asked.caching.breakpoints or attempt.answer.status != 200:
             return None
         return Keeping(self.tasks.start(self._keep(request, attempt), "keep")).details

@@ -186,7 +186,7 @@ class OperatorEndpoints:
         )
 
     async def _audit(self, http: web.Request) -> web.Response:
-        """What operators have changed, and who was refused, as JSON lines: the newest, those after `?since=SEQ`."""
+        """The newest changes and refused attempts as JSON lines; `?since=SEQ`: those after that one."""
         last = self._siblings.last_seq() if self._siblings is not None else 0
         lines = await self._lines("audit", self._seat.cursor(_sequence(http, "since")), last)
         return web.Response(

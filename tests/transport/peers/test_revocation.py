@@ -78,3 +78,26 @@ def test_a_change_is_seen_within_a_look_and_a_broken_file_revokes_no_less(tmp_pa
     path.write_text("# nobody\n")
     clock[0] += 2.0
     assert not guard.is_revoked(GATEWAY)
+
+
+def test_an_error_in_one_follower_keeps_no_other_from_being_told_and_is_not_the_last_look(tmp_path: Path) -> None:
+    path, now, told = tmp_path / "revoked", [0.0], []
+    path.touch()
+    guard = Guard(OWN, RevocationList(path), lambda: now[0])
+    failures = [RuntimeError("a follower broke")]
+
+    def follow() -> None:
+        told.append("follower")
+        if failures:
+            raise failures.pop()
+
+    guard.followers.append(follow)
+    with guard.opened(GATEWAY, lambda: told.append("end")):
+        path.write_text("gateway\n")
+        now[0] = 10.0
+        with pytest.raises(RuntimeError, match="broke"):
+            guard.end_revoked()
+        assert sorted(told) == ["end", "follower"]
+        told.clear()
+        assert (guard.end_revoked(), told) == (0, ["follower"])
+        assert (guard.end_revoked(), told) == (0, ["follower"])
