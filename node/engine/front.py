@@ -248,6 +248,8 @@ class EngineFront:
     def _welcomed(self, outside: "_Outside", caller: socket.socket, task: "asyncio.Task[None]") -> None:
         """Whatever became of the handshake, also if it was cancelled before its first step."""
         self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:  # an error of ours keeps no place
+            self._end(outside, "internal", repr(error))
         if not outside.is_open:
             caller.close()
             self.forget(outside)

@@ -319,6 +319,24 @@ def test_a_caller_that_has_just_come_does_not_keep_a_front_from_ending(node: Ide
     scenario()
 
 
+def test_an_error_in_judging_a_certificate_ends_the_connection_and_is_counted(
+    node: Identity, gateway: Identity
+) -> None:
+    def complaint(certificate: PeerCertificate) -> str:
+        raise ZeroDivisionError
+
+    @on_both_loops
+    async def scenario() -> None:
+        front = EngineFront(node, complaint)
+        async with engine_running() as engine, fronted(front) as port:
+            front.open(engine.url)
+            assert await is_refused(port, gateway)
+            await until(lambda: len(front) == 0)
+            assert front.ended == {"internal": 1}
+
+    scenario()
+
+
 def test_strangers_do_not_fill_the_log(node: Identity, caplog: pytest.LogCaptureFixture) -> None:
     @on_both_loops
     async def scenario() -> None:
