@@ -213,10 +213,9 @@ async def test_a_worker_that_is_killed_loses_its_own_streams_and_is_started_agai
 
 
 async def sigterm_loses_no_stream(s: System) -> None:
-    clients = await s.clients(each=2)
-    spare = [some.pop() for some in clients.values()]
+    spare, clients = zip(*[some[:2] for some in (await s.clients(each=2)).values()], strict=True)
     release = s.hold_answers()
-    asked = [asyncio.create_task(ask(http)) for some in clients.values() for http in some]
+    asked = [asyncio.create_task(ask(http)) for http in clients]
     await until(lambda: s.running == len(asked))
     workers = s.workers
     s.process.terminate()
