@@ -274,7 +274,7 @@ def _load_emulated(args: argparse.Namespace) -> LoadedModel:
         return LoadedModel(engine, tokenizer, name)
     if args.prefill_base_s:
         raise ModelError(
-            "--prefill-base-s is time per chunk of one computer: with --stages give --prefill-per-token-s alone"
+            "--prefill-base-s is the time per chunk of one machine: with --stages give --prefill-per-token-s alone"
         )
     return LoadedModel(
         engine, tokenizer, name, constant(name, args.prefill_per_token_s, args.decode_step_s, args.max_running)
@@ -302,7 +302,7 @@ def _emulated_model(model: str) -> tuple[str, Path | None]:
     kind = model_type(directory)
     found = [arch for arch, recipe in RECIPES.items() if recipe["model_type"] == kind and arch in GROUPS]
     if not found:
-        raise ModelError(f"{directory} is a {kind}, which is not emulated; emulated are {', '.join(GROUPS)}")
+        raise ModelError(f"{directory} is a {kind}, which cannot be emulated; choose one of {', '.join(GROUPS)}")
     return found[0], directory
 
 

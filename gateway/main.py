@@ -122,7 +122,7 @@ def check_identity(config: GatewayConfig) -> None:
     except OSError as error:
         raise GatewayConfigError(str(error)) from error
     if own.role is not PeerRole.GATEWAY:
-        raise GatewayConfigError(f"certificate {config.certificate}: it is that of {own}, not of a gateway")
+        raise GatewayConfigError(f"certificate {config.certificate}: it belongs to {own}, not to a gateway")
 
 
 async def serve(
@@ -169,8 +169,8 @@ def _run(config: GatewayConfig, tokenizer: TextTokenizer, arguments: argparse.Na
     logs.set_up(config.log_level.upper(), config.log_format)
     if config.is_in_clear and arguments.seat is None:
         log.warning(
-            "%s is reached from other machines in clear: tls_certificate and tls_key encrypt it, "
-            "plain_api = true says that something before it does", config.host,
+            "%s is reached from other machines in clear: set tls_certificate and tls_key, "
+            "or plain_api = true if a proxy in front of it encrypts", config.host,
         )  # fmt: skip
     if arguments.seat is None and config.workers > 1:
         # Workers need not find out, each for itself, what takes seconds.

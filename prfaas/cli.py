@@ -259,7 +259,7 @@ def _demo(arguments: argparse.Namespace) -> int:
         topology = load_topology(arguments.config or DEFAULT_FILE, arguments.state_dir)
         if topology.model.profile:
             raise TopologyError(
-                "[model]: profile: a demo compares answers with a model's own, and there is no model; use `prfaas up`"
+                "[model]: profile: a demo compares answers with those of a real model; use `prfaas up` for a profile"
             )
         console = _console()
         model_dir = ensure_model(topology.model, arguments.state_dir, console.print)

@@ -49,7 +49,7 @@ class AgentConverter:
             async with asyncio.timeout(self._drain_timeout_s + VERIFY_S), self._channel(node) as channel:
                 await self._seen_through(NodeAgentStub(channel), role, version)  # type: ignore[no-untyped-call]
         except TimeoutError:
-            raise ConversionFailed("the node has not said how it ended") from None
+            raise ConversionFailed("the node has not reported how it ended") from None
         except grpc.aio.AioRpcError as error:
             raise ConversionFailed(f"{error.code().name.lower()}: {error.details()}") from error
 
@@ -58,7 +58,9 @@ class AgentConverter:
         is_ours = last.epoch == version and last.target == role
         epoch = version if is_ours else max(version, last.epoch + 1)
         if epoch > MAX_EPOCH:
-            raise ConversionFailed(f"its newest command has epoch {last.epoch}: start it again, which forgets that")
+            raise ConversionFailed(
+                f"its newest command has epoch {last.epoch}: restart the node, which clears the epoch"
+            )
         request = pb.ConvertRequest(
             epoch=epoch, role=role, drain_timeout_s=self._drain_timeout_s, wait_s=WAIT_S
         )  # fmt: skip

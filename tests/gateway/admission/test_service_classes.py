@@ -1,4 +1,4 @@
-"""A request is of the class that its header names, or that its key stands for; nobody takes a class that is another's."""
+"""A request is of the class that its header names, or that its key stands for; no key takes another's class."""
 
 import json
 from hashlib import sha256

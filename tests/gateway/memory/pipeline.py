@@ -53,7 +53,7 @@ def on_memory_loop(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
 
 
 class MemoryReader(PromptReader):
-    """Reads as the gateway does; time stands still for nobody who waits for a thread."""
+    """Reads as the gateway does; the clock goes on for tasks that wait for a thread."""
 
     async def read(self, *args: Any, **options: Any) -> Any:
         with memory_loop().working():

@@ -349,7 +349,7 @@ def site(tmp_path, text: str):
             ("instances = 8", "instances = -1"),
             "clusters[1]: instances = -1: must be a whole number of instances, 0 to 100000",
         ),
-        (('destination = "pd"', 'destination = "moon"'), "'moon' is no cluster; known: prfaas, pd"),
+        (('destination = "pd"', 'destination = "moon"'), "'moon' is not a cluster; known: prfaas, pd"),
         (("sigma = 1.00", "sigma = 0.0"), "sigma=0.0: must be 0.001 to 20"),
         (("output_tokens = 1024", "output_tokens = 0"), "output_tokens=0"),
         (
@@ -408,4 +408,7 @@ def test_several_clusters_are_solved_and_simulated(capsys, tmp_path):
     assert report["setting"]["num_prefill"] + report["setting"]["num_decode"] == 8
     out = run(capsys, "simulate", "-c", pairs, "--requests", "300")[1]
     assert "prfaas-west to pd-west" in out
-    assert "neither --deployment" in run(capsys, "simulate", "-c", pairs, "--deployment", "x")[2]
+    assert (
+        "--deployment and --as-in-paper are not supported"
+        in run(capsys, "simulate", "-c", pairs, "--deployment", "x")[2]
+    )

@@ -81,9 +81,7 @@ def test_the_last_node_of_a_role_is_not_taken_by_mistake(site: Site) -> None:
 
 
 def test_a_node_that_nobody_knows_is_named_beside_those_that_are_known(site: Site) -> None:
-    with pytest.raises(
-        ConversionError, match="d7: there is no such node, or it does not answer; those that do: d0, d1"
-    ):
+    with pytest.raises(ConversionError, match="d7: no such node, or it does not answer; these nodes do: d0, d1"):
         site.convert("d7", Role.PREFILL)
 
 
