@@ -54,18 +54,16 @@ def parser() -> argparse.ArgumentParser:
     """The command line."""
     command = argparse.ArgumentParser(
         prog="prfaas gateway",
-        description="The OpenAI-compatible front door of the clusters named in a TOML file.",
+        description="Run one gateway, an OpenAI-compatible server before the nodes that its file lists.",
         epilog=f"The file:\n{EXAMPLE}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     command.add_argument(
-        "-c", "--config", type=Path, required=True, metavar="FILE.toml", help="[gateway] and its nodes"
+        "-c", "--config", type=Path, required=True, metavar="FILE.toml", help="configuration with a [gateway] table"
     )
+    command.add_argument("--check", action="store_true", help="only check the configuration, and exit")
     command.add_argument(
-        "--check", action="store_true", help="read the configuration, say whether it is right, and end"
-    )
-    command.add_argument(
-        "--workers", type=int, metavar="N", help="processes that answer on the port, instead of the file's"
+        "--workers", type=int, metavar="N", help="number of worker processes on the port (default: the file's)"
     )
     command.add_argument("--seat", nargs=3, metavar=("DIR", "NUMBER", "PORT"), help=argparse.SUPPRESS)  # of a worker
     return command

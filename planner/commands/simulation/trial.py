@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
-from planner.commands.arguments import MOST
+from planner.commands.argument_types import MOST
 from planner.commands.capacity.options import options_of
 from planner.commands.rendering.progress import busy, watched
 from planner.decisions.admission.overload import AdmissionPolicy

@@ -1,15 +1,17 @@
 """The command line: keys, exit codes, errors that name the input."""
 
+import argparse
 import csv
 import json
 import re
+import shlex
 import subprocess
 import sys
 
 import pytest
 
 from planner.commands.arguments import COMMANDS
-from planner.commands.cli import main
+from planner.commands.cli import main, parser
 from tests.planner.conftest import CONFIGS
 from tests.planner.traces import MOONCAKE
 
@@ -185,6 +187,19 @@ def loaded_by(*argv: str) -> set[str]:
 
 
 HEAVY = {"numpy", "scipy", "rich", "hybrid_cache", "statistics"}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_help_of_a_command_has_an_example_that_is_one(command: str) -> None:
+    name, *arguments = shlex.split(COMMANDS[command].example)
+    assert (name, parser().parse_args(arguments).command) == ("prfaas-plan", command)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_help_of_a_command_explains_each_argument(command: str) -> None:
+    arguments = argparse.ArgumentParser()
+    COMMANDS[command].add_arguments(arguments)
+    assert [each.dest for each in arguments._actions if not each.help] == []
 
 
 @pytest.mark.parametrize("command", ["", *COMMANDS])
