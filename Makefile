@@ -47,8 +47,9 @@ STREAMS      ?= 200
 EXAMPLES     ?= 200
 RELEASE      ?= 0.33.0
 VERSION      ?=
+OTHER        ?= HEAD~1
 
-.PHONY: setup demo up test test-all test-e2e test-deploy test-storm test-crowd test-flips test-migration fuzz soak soak-cache test-rdma test-equality test-vllm test-vllm-release test-sglang test-schema test-clients test-load test-versions lint format lock proto wheel docs check-resolution release clean help
+.PHONY: setup demo up test test-all test-e2e test-deploy test-storm test-crowd test-flips test-migration fuzz soak soak-cache test-rdma test-equality test-vllm test-vllm-release test-sglang test-schema test-clients test-load test-mixed test-versions lint format lock proto wheel docs check-resolution release clean help
 
 help:            ## Show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -130,6 +131,9 @@ test-schema: $(STAMP) $(SCHEMA_STAMP)  ## Run schemathesis against a gateway by 
 
 test-clients: $(STAMP) $(CLIENTS_STAMP)  ## Run the openai, anthropic, langchain-openai and litellm clients against the demo's clusters
 	$(BIN)/python -m tests.clients.behind --demo $(CLIENTS_BIN)/python tests/clients/checks.py
+
+test-mixed: $(STAMP)  ## Run the demo with nodes of OTHER=COMMIT and this checkout's gateway, and the other way round
+	$(BIN)/python -m tests.e2e.mixed_versions --other $(OTHER)
 
 test-versions:   ## Run a sample of the tests with the lowest and the newest version of each dependency (.venv-lowest, .venv-newest)
 	@PYTHON=$(PYTHON) ./scripts/test-versions
