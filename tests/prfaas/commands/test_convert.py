@@ -120,7 +120,9 @@ def test_a_node_whose_epochs_are_used_up_is_named_and_nothing_is_asked(
         return conversion
 
     monkeypatch.setattr(site.nodes[0].agent.conversions, "report", poisoned)
-    with pytest.raises(ConversionError, match="d0: its newest command has epoch 18446744073709551615, which leaves no"):
+    with pytest.raises(
+        ConversionError, match="d0: its newest command has epoch 18446744073709551615, and no higher one"
+    ):
         site.convert("d0", Role.PREFILL, force=True)
 
 

@@ -114,7 +114,7 @@ def test_noise_is_carried_raw() -> None:
 def test_quantised_blocks_are_refused_where_they_are_not_taken() -> None:
     plain = kv(1 << 14)
     coded = encode(ChunkPart(plain, RUN, Codec.FP8, "g"))
-    with pytest.raises(CodecError, match="fp8 is not taken"):
+    with pytest.raises(CodecError, match="fp8 is not accepted"):
         decode(coded, len(plain), decodable(lossy=False))
 
 
