@@ -109,6 +109,7 @@ async def look(config: GatewayConfig) -> CheckFindings:
         certificates=[*_certificates(config), *(each for each in shown if each is not None)],
         open_files=_open_files(config),
         version=release(),
+        has_identity=config.identity is not None,
     )
 
 

@@ -11,6 +11,7 @@ from enum import StrEnum
 from typing import Final
 
 from gateway.cluster.agent_values import NodeInfo, NodeLoad
+from gateway.upstream.pool import is_in_clear
 from transport.peers.name import HOW_TO_ISSUE
 
 CLOCKS_APART_S: Final = 1.0
@@ -109,6 +110,7 @@ class CheckFindings:
     certificates: Sequence[Certificate] = ()
     open_files: Sequence[OpenFile] = ()
     version: str = ""
+    has_identity: bool = False  # the gateway asked
 
 
 def findings(seen: CheckFindings) -> list[Finding]:
@@ -123,6 +125,7 @@ def findings(seen: CheckFindings) -> list[Finding]:
         *_about_versions(seen.described, seen.version),
         *_about_clocks(seen.described),
         *_about_plain(seen.described),
+        *(_about_engines_in_clear(seen.described) if seen.has_identity else ()),
         *_about_ports(seen.ports),
         *_about_ways(seen.ways, seen.ways_left_out),
         *_about_links(seen.described),
@@ -166,6 +169,16 @@ def _about_plain(nodes: Sequence[Described]) -> Iterator[Finding]:
             ports = ", ".join(f"{listener}_port" for listener in node.info.plain)
             remedy = "certificates and integrity = 'aead' seal control, calls and transfers; carry the rest inside your network"
             yield Finding(Level.WARNING, node.info.node_id, f"in clear to other machines: {ports}", remedy)
+
+
+def _about_engines_in_clear(nodes: Sequence[Described]) -> Iterator[Finding]:
+    """The gateway asks no such engine."""
+    for node in nodes:
+        if is_in_clear(node.info.engine_url):
+            what = (
+                f"its engine at {node.info.engine_url} is in clear, and this gateway has certificates: it is not asked"
+            )
+            yield Finding(Level.ERROR, node.info.node_id, what, "start the node with certificates and this version")
 
 
 WHY_SILENT: Final = {
