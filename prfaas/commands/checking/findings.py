@@ -88,6 +88,7 @@ class Certificate:
     problem: str = ""
     nameless: str = ""  # why it gives no rights
     is_revoked: bool = False
+    is_old_taken: bool = False  # TLS 1.2, by the server that shows it
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +151,13 @@ def _about_certificates(certificates: Sequence[Certificate]) -> Iterator[Finding
             yield Finding(level, each.path, f"good for {each.left_s / 86400:.0f} more days", remedy)
         if each.nameless:
             yield Finding(Level.ERROR, each.path, f"gives no rights: {each.nameless}", HOW_TO_ISSUE)
+        if each.is_old_taken:
+            yield Finding(
+                Level.WARNING,
+                each.path,
+                "its control_port takes TLS 1.2",
+                "start the node without GRPC_SSL_CIPHER_SUITES",
+            )
         if each.is_revoked:
             yield Finding(
                 Level.ERROR, each.path, "is revoked, so it counts no more", "the gateway's file `revoked` has it"

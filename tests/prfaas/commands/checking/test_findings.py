@@ -59,6 +59,11 @@ def test_an_engine_in_clear_is_an_error_to_a_gateway_with_certificates() -> None
     assert bad(replace(WELL, has_identity=True)) == []
 
 
+def test_a_control_port_that_takes_tls_1_2_is_a_warning() -> None:
+    (found,) = bad(replace(WELL, certificates=(Certificate("certificate of n", 1e8, is_old_taken=True),)))
+    assert (found.level, found.what) == (Level.WARNING, "its control_port takes TLS 1.2")
+
+
 def test_who_does_not_answer_is_an_error_with_its_reason() -> None:
     (found,) = bad(replace(WELL, silent=(Silent("10.0.0.9:7001", "unreachable", "refused"),)))
     assert (found.level, found.about) == (Level.ERROR, "10.0.0.9:7001")
