@@ -18,6 +18,7 @@ from node.process.ports import ListenPort
 from tests.gateway.worlds import on_both_loops, until
 from tests.peers import Peers
 from transport.control.certificates import Authority
+from transport.control.credentials import takes_old_tls
 from transport.peers.name import PeerRole
 from transport.peers.rights import ASK_ENGINE
 from transport.wire.identity import Identity
@@ -423,6 +424,14 @@ def test_engines_are_asked_by_gateways_only_and_not_by_revoked_ones(peers: Peers
                 if role is not PeerRole.GATEWAY:
                     assert await is_refused(port, thief)
                     assert guard.refused[ASK_ENGINE, role] == 1
+            for number, thief in enumerate((peers.nameless, peers.abroad), start=1):
+                assert await is_refused(port, thief)
+                assert front.ended["no_right"] == len(PeerRole) - 1 + number
+            for number, thief in enumerate((peers.expired, peers.stranger), start=1):
+                assert await is_refused(port, thief)
+                assert front.ended["handshake"] == number
+            assert not await takes_old_tls(f"{HOST}:{port}", peers.by_role[PeerRole.GATEWAY], 10.0)
+            assert engine.open == engine.read == 0
             async with calling(port, peers.by_role[PeerRole.GATEWAY]) as (reader, writer):
                 writer.write(b"x")
                 await reader.readexactly(1)
