@@ -35,6 +35,8 @@ HANDSHAKE_S: Final = 5.0
 CONNECT_S: Final = 5.0  # to an engine on the same machine, whose loop may be busy
 MAX_CONNECTIONS: Final = 16_384  # of callers that may ask
 MAX_OF_ADDRESS: Final = 4_096
+KNOWN_S: Final = 600.0  # a site is known so long after its last caller has gone
+MAX_KNOWN: Final = 1_024
 BACKLOG: Final = 128
 ACCEPT_PAUSE_S: Final = 0.5  # while the process can open no more
 
@@ -101,6 +103,7 @@ class EngineFront:
         self._engine: tuple[str, int] | None = None  # that takes connections
         self._callers: set[_Caller] = set()
         self._admitted: Counter[str] = Counter()  # by site
+        self._seen: dict[str, float] = {}  # by site, when the last of its admitted callers went; the latest last
         self._identity = identity
         self._complaint = complaint
         self._handshake_s = handshake_s
@@ -203,12 +206,16 @@ class EngineFront:
             return
         caller = _Caller(self, self._loop, secure, address, site)
         self._callers.add(caller)
-        lost = self._handshakes.enter(caller, site, is_known=site in self._admitted)
+        lost = self._handshakes.enter(caller, site, self._loop.time(), is_known=self._is_known(site))
         if lost is not None:
             self.ended["crowded"] += 1
             lost.abort()
         if lost is not caller:
             caller.shake_hands(self._handshake_s)
+
+    def _is_known(self, site: str) -> bool:
+        """Whether somebody there has shown a good certificate of late."""
+        return site in self._admitted or self._loop.time() < self._seen.get(site, float("-inf")) + KNOWN_S
 
     # What callers tell
 
@@ -244,6 +251,10 @@ class EngineFront:
             self._admitted[caller.site] -= 1
             if not self._admitted[caller.site]:
                 del self._admitted[caller.site]
+            self._seen.pop(caller.site, None)
+            self._seen[caller.site] = self._loop.time()
+            if len(self._seen) > MAX_KNOWN:
+                del self._seen[next(iter(self._seen))]
 
     async def _connect(self, caller: "_Caller", engine: tuple[str, int]) -> None:
         inside = socket.socket(family_of(engine[0]), socket.SOCK_STREAM)

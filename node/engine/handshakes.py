@@ -1,7 +1,10 @@
-"""Places for handshakes: few, of their own, and never kept by strangers from callers that are known.
+"""Places for handshakes: some, of their own, and never kept by strangers from callers that are known.
 
-A caller of a full network takes the place of the oldest handshake of its own network; one that finds all places taken takes that
-of the oldest stranger. So a handshake is only lost to many that are younger, and a stranger never costs a known caller its place.
+    a known caller       finds a place as long as a stranger has one: the oldest stranger loses its own
+    a stranger           has some places with all others of its network, and may take that of one that dawdles
+    where all are taken  it takes that of the oldest stranger: handshakes are lost to many younger ones only
+
+A gateway that connects for many requests at once finds places for all of them; none of these handshakes ends another one.
 """
 
 from collections import Counter
@@ -10,14 +13,16 @@ from typing import Final, Generic, TypeVar
 
 Caller = TypeVar("Caller")
 
-IN_ALL: Final = 256  # each takes some 50 KiB until it ends
-OF_NETWORK: Final = 32
+IN_ALL: Final = 1_024  # each takes some 50 KiB until it ends
+OF_NETWORK: Final = 256
+DAWDLES_S: Final = 1.0  # a handshake takes milliseconds, and a round trip or two
 
 
 @dataclass(frozen=True, slots=True)
 class _Standing:
     network: str
     is_known: bool
+    since: float
 
 
 class HandshakePlaces(Generic[Caller]):
@@ -27,34 +32,36 @@ class HandshakePlaces(Generic[Caller]):
         self._in_all = in_all
         self._of_network = of_network
         self._standings: dict[Caller, _Standing] = {}  # the oldest first
-        self._networks: Counter[str] = Counter()
+        self._strangers: Counter[str] = Counter()  # by network
 
     def __len__(self) -> int:
         return len(self._standings)
 
-    def enter(self, caller: Caller, network: str, *, is_known: bool) -> Caller | None:
+    def enter(self, caller: Caller, network: str, now: float, *, is_known: bool) -> Caller | None:
         """Gives `caller` a place. Returns who loses one for it: it has left; `caller` itself if there is none for it."""
-        lost = self._who_loses(caller, network, is_known)
-        if lost is not None and lost is not caller:
+        lost = self._who_loses(caller, network, now, is_known)
+        if lost is caller:
+            return caller
+        if lost is not None:
             self.leave(lost)
-        if lost is not caller:
-            self._standings[caller] = _Standing(network, is_known)
-            self._networks[network] += 1
+        self._standings[caller] = _Standing(network, is_known, now)
+        self._strangers[network] += not is_known
         return lost
 
     def leave(self, caller: Caller) -> None:
         """At the end of its handshake; whoever has no place has left already."""
         standing = self._standings.pop(caller, None)
-        if standing is None:
+        if standing is None or standing.is_known:
             return
-        self._networks[standing.network] -= 1
-        if not self._networks[standing.network]:
-            del self._networks[standing.network]
+        self._strangers[standing.network] -= 1
+        if not self._strangers[standing.network]:
+            del self._strangers[standing.network]
 
-    def _who_loses(self, caller: Caller, network: str, is_known: bool) -> Caller | None:
-        if self._networks[network] >= self._of_network:
-            return next(each for each, standing in self._standings.items() if standing.network == network)
+    def _who_loses(self, caller: Caller, network: str, now: float, is_known: bool) -> Caller | None:
+        strangers = ((each, standing) for each, standing in self._standings.items() if not standing.is_known)
+        if not is_known and self._strangers[network] >= self._of_network:
+            oldest, standing = next(found for found in strangers if found[1].network == network)
+            return oldest if now >= standing.since + DAWDLES_S else caller
         if len(self) < self._in_all:
             return None
-        strangers = (each for each, standing in self._standings.items() if not standing.is_known)
-        return next(strangers, next(iter(self._standings)) if is_known else caller)
+        return next((each for each, _ in strangers), caller)

@@ -248,7 +248,7 @@ def test_strangers_and_callers_without_the_right_are_refused_and_counted(
 
 
 def test_a_stranger_does_not_keep_others_from_their_handshakes(node: Identity, gateway: Identity) -> None:
-    """Its own address has some places, which the youngest have; and a caller that hangs up gives its place back."""
+    """Its own address has some places, however many it asks for; and a caller that hangs up gives its place back."""
 
     @on_both_loops
     async def scenario() -> None:
@@ -264,6 +264,23 @@ def test_a_stranger_does_not_keep_others_from_their_handshakes(node: Identity, g
             for _, writer in silent:
                 writer.transport.abort()
             await until(lambda: len(front) == len(places) == 0)
+
+    scenario()
+
+
+def test_a_gateway_that_connects_for_many_requests_at_once_finds_places_for_all(
+    node: Identity, gateway: Identity
+) -> None:
+    @on_both_loops
+    async def scenario() -> None:
+        places: HandshakePlaces[Any] = HandshakePlaces(in_all=40, of_network=2)
+        front = EngineFront(node, handshakes=places)
+        async with engine_running() as engine, fronted(front) as port:
+            front.open(engine.url)
+            assert await echo(port, gateway) == b"x"
+            await until(lambda: len(front) == 0)
+            assert await asyncio.gather(*(echo(port, gateway) for _ in range(30))) == [b"x"] * 30
+            assert front.ended == {}
 
     scenario()
 
