@@ -18,7 +18,7 @@ from typing import Any, Final, Protocol
 from urllib.parse import urlsplit
 
 from node.engine.handshakes import HandshakePlaces
-from node.engine.relay import READ_BYTES, Relay, reset
+from node.engine.relay import READ_BYTES, EngineRelay, reset
 from node.process.ports import ListenPort
 from transport.control.calls import keep_alive
 from transport.path.site import site_of
@@ -296,7 +296,7 @@ class _Caller:
         self._front = front
         self._loop = loop
         self._connection = connection
-        self._relay: Relay | None = None
+        self._relay: EngineRelay | None = None
         self._deadline: asyncio.TimerHandle | None = None
 
     def shake_hands(self, within_s: float) -> None:
@@ -307,7 +307,7 @@ class _Caller:
 
     def join(self, inside: socket.socket, scratch: memoryview) -> None:
         """The engine has taken the connection."""
-        self._relay = Relay(self._loop, self._connection, inside, scratch, self._over)
+        self._relay = EngineRelay(self._loop, self._connection, inside, scratch, self._over)
         self._relay.start()
 
     def abort(self) -> None:
