@@ -193,7 +193,7 @@ class EngineFront:
         reset(connection)
 
     def _welcome(self, connection: socket.socket, address: str, site: str) -> None:
-        """Begins a handshake, which somebody else's may have to end for."""
+        """Begins a handshake, for which another one may have to end."""
         try:
             connection.setblocking(False)
             keep_alive(connection)
@@ -214,7 +214,7 @@ class EngineFront:
             caller.shake_hands(self._handshake_s)
 
     def _is_known(self, site: str) -> bool:
-        """Whether somebody there has shown a good certificate of late."""
+        """Whether a good certificate has come from there of late."""
         return site in self._admitted or self._loop.time() < self._seen.get(site, float("-inf")) + KNOWN_S
 
     # What callers tell

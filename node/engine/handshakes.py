@@ -38,7 +38,7 @@ class HandshakePlaces(Generic[Caller]):
         return len(self._standings)
 
     def enter(self, caller: Caller, network: str, now: float, *, is_known: bool) -> Caller | None:
-        """Gives `caller` a place. Returns who loses one for it: it has left; `caller` itself if there is none for it."""
+        """Gives `caller` a place. Returns who loses one for it, which has left; `caller` itself where there is no place."""
         lost = self._who_loses(caller, network, now, is_known)
         if lost is caller:
             return caller
@@ -49,7 +49,7 @@ class HandshakePlaces(Generic[Caller]):
         return lost
 
     def leave(self, caller: Caller) -> None:
-        """At the end of its handshake; whoever has no place has left already."""
+        """At the end of its handshake, or later."""
         standing = self._standings.pop(caller, None)
         if standing is None or standing.is_known:
             return

@@ -182,7 +182,7 @@ def _scrape_jobs(site: InitSite, nodes: Sequence[Member], keys: FirstKeys) -> li
 
 
 def _has_https(site: InitSite) -> bool:
-    """Whether clients find the gateway behind its certificate; on its own machine nobody is on the way."""
+    """Whether clients find the gateway behind its certificate; a gateway for its own machine needs none."""
     return site.tls and not is_loopback(site.gateway)
 
 

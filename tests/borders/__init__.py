@@ -1,1 +1,1 @@
-"""Two sites in network namespaces, and what somebody sees who listens between them."""
+"""Two sites in network namespaces, and what a listener between them sees."""

@@ -1,4 +1,4 @@
-"""What nobody between two machines may read, in the forms in which it could be written there."""
+"""What a listener between two machines must not read, in the forms in which it could be written there."""
 
 import base64
 import json

@@ -1,4 +1,4 @@
-"""Nobody on the way between two machines reads a word: neither between sites nor inside one."""
+"""A listener on the way between two machines reads no word: neither between sites nor inside one."""
 
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack

@@ -1,4 +1,4 @@
-"""A control port speaks nothing older than TLS 1.3, and whoever asks finds that out."""
+"""A control port speaks nothing older than TLS 1.3, and a look at it finds that out."""
 
 import asyncio
 import os

@@ -1,4 +1,4 @@
-"""Whoever holds no right to send says every frame there is to a listener, and moves nothing; a ticket is good for one landing."""
+"""A peer without the right to send says every frame, and moves nothing; a ticket is good for one landing."""
 
 import random
 import socket
@@ -44,7 +44,7 @@ def said(kind: type[Frame], speaker: Speaker) -> bytes:
 
 @contextmanager
 def untouched(server: TransferServer, transfer_id: str) -> Iterator[None]:
-    """A landing of another sender: nobody writes into its memory, and nobody ends it."""
+    """A landing of another sender: its memory is not written, and it does not end."""
     memory, results = Memory([BYTES]), list[object]()
     server.expect(transfer_id, SECRET, [BYTES], memory, sender="east/thief-prefill", on_done=results.append)
     yield
