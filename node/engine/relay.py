@@ -66,7 +66,7 @@ class EngineRelay:
     def _from_caller(self) -> None:
         """TLS may hold more than the socket: it is read until it says that it wants more."""
         for _ in range(READS):
-            if self._is_closed or self._to_engine:
+            if self._is_ending or self._is_closed or self._to_engine:
                 return
             try:
                 size = self._outside.recv_into(self._view)
@@ -78,11 +78,10 @@ class EngineRelay:
                 self.abort()
                 return
             if not size:
-                self._end()
+                self._end(self._outside)
                 return
             self._say_to_engine(self._view[:size])
-        if not self._is_closed and not self._to_engine:
-            self._loop.call_soon(self._from_caller)
+        self._loop.call_soon(self._from_caller)
 
     def _say_to_caller(self, data: memoryview) -> None:
         """Raises OSError."""
@@ -114,7 +113,7 @@ class EngineRelay:
             if size:
                 self._say_to_caller(self._view[:size])
             else:
-                self._end()
+                self._end(self._inside)
         except (BlockingIOError, InterruptedError):
             return
         except OSError:
@@ -142,11 +141,16 @@ class EngineRelay:
 
     # The end
 
-    def _end(self) -> None:
-        """One side has ended: neither half outlives the other, but what was read is still sent."""
+    def _end(self, side: socket.socket) -> None:
+        """One side has ended: neither half outlives the other, but what that side has said is still sent."""
         self._is_ending = True
         for each in (self._outside, self._inside):
             self._loop.remove_reader(each)
+        self._loop.remove_writer(side)
+        if side is self._outside:
+            self._to_caller = memoryview(b"")
+        else:
+            self._to_engine = memoryview(b"")
         self._finish()
 
     def _finish(self) -> None:
