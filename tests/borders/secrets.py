@@ -34,6 +34,7 @@ def forms(secret: bytes) -> Iterator[bytes]:
     except UnicodeDecodeError:
         return
     yield json.dumps(text)[1:-1].encode()
+    yield json.dumps(text, ensure_ascii=False)[1:-1].encode()
     yield quote(text).encode()
 
 

@@ -35,7 +35,7 @@ NODE_PORTS: Final = (7001, 7101, 7201, 7301, 7401)
 Said = Mapping[Flow, list[bytes]]
 # What a listener on the WAN reads of a site in clear, and one inside it.
 READ_BETWEEN: Final = {"protocol", "key", "prompt", "salt", "ticket", "block", "KVCache"}
-READ_INSIDE: Final = {"protocol", "key", "prompt", "answer", "salt", "tenant", "block", "KVCache"}
+READ_INSIDE: Final = {"protocol", "key", "prompt", "answer", "salt", "tenant", "block"}
 
 
 @dataclass(slots=True)

@@ -38,6 +38,7 @@ STREAMED: Final = 100  # tokens of a stream in whose middle a node is killed
 KILL_AFTER: Final = 10
 SECRET: Final = re.compile(rb'"secret":"([A-Za-z0-9+/_=-]+)"')
 SALT: Final = re.compile(rb'"salt":"([0-9a-f]{64})"')
+PLAIN: Final = re.compile(r"[A-Za-z ]{12,}")
 NAMESPACE: Final = re.compile(rb'"cache_salt":"(prfaas-[0-9a-f]{64})"')
 CLIENT_SALT: Final = "salt-of-the-heron-ward"
 
@@ -81,7 +82,7 @@ class Traffic:
         """A whole answer."""
         answer = self._asked(self._body(subject, length, max_tokens, options), lambda said: said.read())
         assert answer.status == 200, answer.body
-        self.secrets.add("answer", *answer.texts)
+        self._note_answers(*answer.texts)
         return answer
 
     def stream(
@@ -100,8 +101,12 @@ class Traffic:
         assert answer.status == 200, answer.body
         events = [json.loads(line.removeprefix(b"data: ")) for line in answer.body.splitlines()]
         text = "".join(event["choices"][0]["delta"].get("content") or "" for event in events if event["choices"])
-        self.secrets.add("answer", text)
+        self._note_answers(text)
         return text
+
+    def _note_answers(self, *texts: str) -> None:
+        """Whole, and in the parts that are written alike everywhere."""
+        self.secrets.add("answer", *texts, *(part for text in texts for part in PLAIN.findall(text)))
 
     def _body(self, subject: str, length: int, max_tokens: int, options: Mapping[str, Any]) -> dict[str, Any]:
         text = prompt(subject, length)
