@@ -49,7 +49,7 @@ RELEASE      ?= 0.33.0
 VERSION      ?=
 OTHER        ?= HEAD~1
 
-.PHONY: setup demo up test test-all test-e2e test-deploy test-storm test-crowd test-flips test-migration fuzz soak soak-cache test-rdma test-equality test-vllm test-vllm-release test-sglang test-schema test-clients test-load test-mixed test-versions lint format lock proto wheel docs check-resolution release clean help
+.PHONY: setup demo up test test-all test-e2e test-deploy test-storm test-crowd test-flips test-migration test-borders fuzz soak soak-cache test-rdma test-equality test-vllm test-vllm-release test-sglang test-schema test-clients test-load test-mixed test-versions lint format lock proto wheel docs check-resolution release clean help
 
 help:            ## Show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -74,7 +74,7 @@ test: $(STAMP)   ## The tests to run at every change (minutes); longer suites ha
 	$(BIN)/python -m pytest -m "not e2e and not slow and not vllm and not sglang" $(SPREAD) --hypothesis-seed=$(SEED)
 
 # CI runs samples of the long suites, other samples for each commit. This target runs all of them whole, for releases: over an hour.
-test-all: lint test test-e2e test-deploy fuzz soak soak-cache test-storm test-crowd test-flips test-migration test-rdma test-vllm test-sglang test-equality test-schema test-clients test-load docs wheel demo  ## Every suite, whole (over an hour)
+test-all: lint test test-e2e test-deploy fuzz soak soak-cache test-storm test-crowd test-flips test-migration test-borders test-rdma test-vllm test-sglang test-equality test-schema test-clients test-load docs wheel demo  ## Every suite, whole (over an hour)
 
 test-e2e: $(STAMP)  ## Test whole systems: tokens, the API, killed nodes, cut connections, replaced certificates, failing disks, plans
 	$(BIN)/python -m pytest -m e2e tests/e2e $(sampled)
@@ -94,6 +94,9 @@ test-flips: $(STAMP)  ## Change roles FLIPS=200 times under a trace: no request 
 
 test-migration: $(STAMP)  ## Kill decode nodes under STREAMS=200 streams, over three architectures: every byte once; prints the pauses
 	$(BIN)/python -m tests.storm.migration --streams $(STREAMS)
+
+test-borders: $(STAMP)  ## Check what a listener between two sites reads, and one inside a site: nothing (needs root; else skipped)
+	$(BIN)/python -m pytest tests/borders
 
 fuzz: $(STAMP)   ## Feed INPUTS=1000000 malformed frames, handshakes, calls and tickets, and BODIES=5000 bodies and streams
 	$(BIN)/python -m tests.transport.fuzz --inputs $(INPUTS)
