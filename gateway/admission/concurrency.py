@@ -23,8 +23,8 @@ ASK_AGAIN_S: Final = 0.05
 class ConcurrencyLimiter:
     """Counts the requests that are served. While it is draining, running requests end in peace and new ones are refused.
 
-    `limit` holds for the places `taken`, which other processes may share, as they do the number `wanted` of requests that wait
-    and the `claims` of tenants; `in_flight` are this one's. A request waits `patience_s` at most.
+    `limit` holds for the places `taken`. Other processes may share them, the number `wanted` of requests that wait, and the
+    `claims` of tenants; `in_flight` are this one's. A request waits `patience_s` at most.
     """
 
     def __init__(

@@ -5,8 +5,8 @@ kept     a few places, which only tenants within their part get: a tenant that i
 within   a request gets any free place that none waits for; without one it waits for the next
 beyond   a request gets a place that is neither kept nor waited for; without one it is refused
 
-The parts of all tenants together are all places. So where a tenant within its part has to wait, another one is beyond its own,
-and gets no further place until the first has had its part. Requests without a tenant get any free place.
+The parts of all tenants together are all places. So where a tenant within its part waits, another one is beyond its
+own. That one gets no further place until the first has had its part. Requests without a tenant get any free place.
 """
 
 from enum import Enum, auto
