@@ -123,6 +123,7 @@ def site_for_trial(args: argparse.Namespace, trace: Trace | None) -> Site:
         return replace(site, workload=workload_of(trace, None))
     if args.ideal:
         return replace(site, workload=workload_of(trace, hits_of(trace)))
+    trace = trace.faster(getattr(args, "rate_scale", 1.0))  # the sooner a turn comes, the fewer answers it finds
     found = pd_prefixes(trace, site, trial_of(args).increment_tokens, args.cache_gb)
     return replace(site, workload=workload_of(trace, found))
 

@@ -6,7 +6,7 @@ import pytest
 
 from gateway.config.gateway import RoutingConfig
 from planner.commands.cli import main, parser
-from planner.commands.simulation.trial import trial_of
+from planner.commands.simulation.trial import site_for_trial, trace_of, trial_of
 from planner.decisions.defaults import DEPLOYED
 from planner.decisions.routing.policy import RoutingPolicy
 from planner.model.queueing import erlang_b
@@ -132,3 +132,16 @@ def test_the_plan_of_an_increment_is_that_of_the_simulation(capsys, trace):
     assert main(["simulate", "-c", CASE, "--trace", str(trace), "--increment", "0"]) == 0
     row = next(line for line in capsys.readouterr().out.splitlines() if "on decode nodes" in line)
     assert row.split()[3:5] == ["0", "0"]
+
+
+def test_turns_that_come_sooner_find_fewer_answers_in_the_plan_too(tmp_path):
+    """The answer of 500 tokens takes 13 s, and after 20 s the next turn comes, or after 2."""
+    rows = [
+        {"timestamp": 20_000 * at, "input_length": 1100 + 600 * at, "output_length": 500, "hash_ids": ids}
+        for at, ids in enumerate(([1, 2, 9], [1, 2, 3, 4]))
+    ]
+    (tmp_path / "t.jsonl").write_text(jsonl(rows))
+    for scale, held in ((1.0, 0.5), (10.0, 0.0)):
+        argv = ["simulate", "-c", CASE, "--trace", str(tmp_path / "t.jsonl"), "--rate-scale", str(scale)]
+        args = parser().parse_args(argv)
+        assert site_for_trial(args, trace_of(args)).workload.lengths.held_share == held
