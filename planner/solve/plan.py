@@ -381,6 +381,21 @@ def warnings_of(plan: Plan, site: Site, problem: Problem) -> tuple[str, ...]:
             f"{held:.0%} of the requests are offloaded with at most {short} uncached tokens: decode nodes that hold the rest "
             "compute them themselves, and less crosses the line than planned; how many, a trace says (see fit)"
         )
+    if (busy := _busy_without_decode(plan, problem)) > 1:
+        found.append(
+            f"if decode nodes computed no prompts, as while their caches are empty, PD prefill would be {busy:.0%} busy at 80 % "
+            "of Λ: a queue that begins then may last, since late answers leave nothing to hold; begin with less load"
+        )
     if site.workload.hit_ratio is None:
         found.append("lengths are taken as uncached: prefix hits, which are not known, would lower them (see fit)")
     return tuple(found)
+
+
+def _busy_without_decode(plan: Plan, problem: Problem) -> float:
+    """How busy PD prefill would be at 80 % of Λ with what decode nodes compute of lengths up to t."""
+    lengths, used = problem.lengths, plan.utilisation[Bottleneck.PD_P]
+    if lengths.held is None or not plan.num_prefill:
+        return 0.0
+    near = lengths.part(slice(int(np.searchsorted(lengths.tokens, plan.threshold_tokens, side="right"))))
+    held_s = float((near.weights - near.prefilled) @ problem.local.after(near.uncached, near.cached))
+    return 0.8 * (used + plan.lambda_max * held_s / plan.num_prefill)
