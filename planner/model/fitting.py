@@ -23,19 +23,20 @@ class FoundPrefixes:
     """What is found cached of each prompt of a trace.
 
     `compared_tokens` are what the PD cluster's own caches leave, which is more where only PrfaaS nodes hold some. `held` is 1
-    where the decode node holds so much that it computes the rest itself, else 0.
+    where the decode node holds so much that it computes the rest itself, else 0; of `landed_tokens` it has the attention.
     """
 
     cached_tokens: Floats
     compared_tokens: Floats
     held: Floats
+    landed_tokens: Floats
 
     @classmethod
     def everywhere(cls, trace: Trace, cached_tokens: Floats, increment_tokens: int) -> Self:
         """Where all nodes hold the same."""
         rests = trace.prompt_tokens - cached_tokens
         held = (cached_tokens > 0) & (rests <= increment_tokens)
-        return cls(cached_tokens, rests, held.astype(np.float64))
+        return cls(cached_tokens, rests, held.astype(np.float64), cached_tokens)
 
 
 def uncached_lengths(trace: Trace, hits: Floats | FoundPrefixes | None) -> Lengths:
@@ -50,7 +51,7 @@ def uncached_lengths(trace: Trace, hits: Floats | FoundPrefixes | None) -> Lengt
     computed = np.maximum(1.0, trace.prompt_tokens - hits.cached_tokens)
     return Lengths.of(
         np.maximum(1.0, hits.compared_tokens), held=hits.held, computed=computed,
-        cached=np.maximum(0.0, trace.prompt_tokens - computed),
+        cached=np.maximum(0.0, trace.prompt_tokens - computed), landed=np.minimum(trace.prompt_tokens, hits.landed_tokens),
     )  # fmt: skip
 
 

@@ -35,7 +35,7 @@ PRICE: Final = Range(0, 1e12)
 CACHE: Final = Range(0, 1e9, "GB")
 RTT: Final = Range(0, 1e6, "milliseconds")
 # What a fitted workload may know of its lengths (`Lengths`), beside how often each is.
-KNOWN_OF_LENGTHS: Final = MappingProxyType({"held": SHARE, "computed": TOKENS, "cached": TOKENS})
+KNOWN_OF_LENGTHS: Final = MappingProxyType({"held": SHARE, "computed": TOKENS, "cached": TOKENS, "landed": TOKENS})
 BURSTS: Final = Range(0, 1e9)
 BURST_S: Final = 10.0  # some services: a queue forgets in about this
 WEIGHT_SLACK: Final = 1e-6  # by which the weights of a fitted workload may miss 1

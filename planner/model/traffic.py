@@ -30,7 +30,8 @@ class Lengths:
 
     Where lengths are the rest of prompts that PD clusters do not have cached, which routing compares with t, more is known in
     the mean of each: `held`, the share of its requests that decode nodes compute themselves, as they hold what is before it;
-    `computed`, the tokens that are computed, which are fewer where PrfaaS holds more; and `cached`, those before them.
+    `computed`, the tokens that are computed, which are fewer where PrfaaS holds more; `cached`, those before them; and `landed`,
+    those whose attention decode nodes hold, with a state or without.
     """
 
     tokens: Floats
@@ -38,6 +39,7 @@ class Lengths:
     held: Floats | None = None
     computed: Floats | None = None
     cached: Floats | None = None
+    landed: Floats | None = None
 
     @classmethod
     def of(
@@ -47,6 +49,7 @@ class Lengths:
         held: Floats | None = None,
         computed: Floats | None = None,
         cached: Floats | None = None,
+        landed: Floats | None = None,
     ) -> "Lengths":
         """The empirical distribution of `samples`, in any order, and what is known of each. Raises InputError when empty or not
         positive.
@@ -59,7 +62,7 @@ class Lengths:
             np.asarray(samples, dtype=np.float64), return_inverse=True, return_counts=True
         )
         weights = np.asarray(counts, dtype=np.float64) / float(len(samples))
-        return cls(tokens, weights, *(_means(values, which, counts) for values in (held, computed, cached)))
+        return cls(tokens, weights, *(_means(values, which, counts) for values in (held, computed, cached, landed)))
 
     @property
     def prefilled(self) -> Floats:
@@ -77,13 +80,21 @@ class Lengths:
 
     def part(self, kept: slice) -> "Lengths":
         """Some of the lengths, neighbours of each other; their weights are still shares of all requests."""
-        more = (None if values is None else values[kept] for values in (self.held, self.computed, self.cached))
+        known = (self.held, self.computed, self.cached, self.landed)
+        more = (None if values is None else values[kept] for values in known)
         return Lengths(self.tokens[kept], self.weights[kept], *more)
 
     def alone(self) -> "Lengths":
         """What is computed, as prompts with nothing before them."""
         tokens, which = np.unique(self.uncached, return_inverse=True)
         return Lengths(tokens, np.bincount(which, self.weights).astype(np.float64))
+
+    @property
+    def sent(self) -> tuple[Floats, Floats | None]:
+        """The tokens of which attention is sent to decode nodes, in the mean of each length, and those that are there."""
+        if self.landed is None or self.cached is None:
+            return self.uncached, self.cached
+        return self.uncached + self.cached - self.landed, self.landed
 
     @property
     def uncached(self) -> Floats:
@@ -112,12 +123,12 @@ class Lengths:
         weights = np.bincount(label, self.weights, bins).astype(np.float64)
         sums = np.bincount(label, self.weights * self.tokens, bins).astype(np.float64)
         kept = weights > 0
-        held, computed, cached = (
+        held, computed, cached, landed = (
             None if values is None else np.bincount(label, self.weights * values, bins)[kept] / weights[kept]
-            for values in (self.held, self.computed, self.cached)
+            for values in (self.held, self.computed, self.cached, self.landed)
         )
         held = None if held is None else np.minimum(held, 1.0)  # rounding
-        return Lengths(sums[kept] / weights[kept], weights[kept], held, computed, cached)
+        return Lengths(sums[kept] / weights[kept], weights[kept], held, computed, cached, landed)
 
     def sample(self, size: int, rng: np.random.Generator) -> Floats:
         """`size` lengths drawn with replacement."""

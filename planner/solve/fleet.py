@@ -202,7 +202,7 @@ def fleet_of(site: Site, bins: int = BINS, extrapolate: bool = False) -> Fleet:
         lengths=lengths,
         remote_s=_times(profile, prfaas, lengths),
         local_s=_times(profile, pd, lengths),
-        kv_bytes=profile.kv_size().beyond(lengths.uncached, lengths.cached),
+        kv_bytes=profile.kv_size().beyond(*lengths.sent),
         decode_s=np.array([decode_seconds(d.max_running, d.full_step_s, site.workload.output_tokens) for d in decodes]),
         num_prfaas=np.array([cluster.instances for cluster in prfaas], dtype=np.float64),
         num_pd=[cluster.instances for cluster in pd],

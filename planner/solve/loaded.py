@@ -63,7 +63,7 @@ def loaded_ttft(problem: Problem, found: Cut, output_tokens: float, bins: int = 
         burst_index=problem.burst_index,
     )
     egress = capacity.egress_bytes_per_s
-    size = problem.kv.beyond(rest.uncached, rest.cached)
+    size = problem.kv.beyond(*rest.sent)
     transfer_s = size / egress if egress else np.full_like(size, np.inf)
     far = Station(
         weights=rest.prefilled,

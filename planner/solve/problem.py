@@ -169,7 +169,7 @@ def ttfts(problem: Problem, cut: int) -> tuple[Floats, Floats]:
     """Zero-queue TTFTs, and their shares of the requests: prefill, and the transfer after it when remote (as in Table 6)."""
     lengths = problem.lengths
     near, far = lengths.part(slice(cut)), lengths.part(slice(cut, None))
-    sizes, egress = problem.kv.beyond(far.uncached, far.cached), problem.capacity.egress_bytes_per_s
+    sizes, egress = problem.kv.beyond(*far.sent), problem.capacity.egress_bytes_per_s
     transfer_s = sizes / egress if egress else np.full_like(sizes, np.inf)
     seconds = [
         problem.local.after(near.uncached, near.cached),

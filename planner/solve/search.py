@@ -98,7 +98,7 @@ def build_loads(
 ) -> Loads:
     """Prefix sums over sorted lengths. O(n); the sort is `Lengths.of`'s."""
     tokens, weights, cached = lengths.uncached, lengths.prefilled, lengths.cached
-    local_t, remote_t, size = local.after(tokens, cached), remote.after(tokens, cached), kv.beyond(tokens, cached)
+    local_t, remote_t, size = local.after(tokens, cached), remote.after(tokens, cached), kv.beyond(*lengths.sent)
     heads, tails = _head_sums(weights), _tail_sums(weights)
     transfer_s = size / egress_bytes_per_s if egress_bytes_per_s > 0 else np.full_like(size, np.inf)
     ttft_s = _head_sums(weights * local_t) + _tail_sums(weights * (remote_t + transfer_s))

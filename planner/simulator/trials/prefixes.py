@@ -46,7 +46,7 @@ def find_prefixes(
     cache = NodeCache(layout, endless_bytes(layout, trace.blocks) if cache_gb == inf else cache_gb * 1e9)
     states = _States(size, increment_tokens, bool(layout.companion_groups))
     following, answers = next_turns(trace), list[tuple[float, int, int]]()  # when, whose, of how many blocks
-    cached, compared, held = (np.zeros(len(trace)) for _ in range(3))
+    cached, compared, held, landed = (np.zeros(len(trace)) for _ in range(4))
     for index, ids in enumerate(trace.blocks):
         now, prompt = float(trace.arrival_s[index]), int(trace.prompt_tokens[index])
         while answers and answers[0][0] <= now:
@@ -54,17 +54,22 @@ def find_prefixes(
             answer = trace.blocks[following[asked]][:blocks]
             _pass(cache, f"answer {asked}", answer, blocks * size, now)
             states.keep_answer(answer, int(trace.prompt_tokens[asked]) // size)
+        landed[index] = cache.cache.match(_hashes(ids), prompt).attention_tokens
         pooled = _pass(cache, str(index), ids, prompt, now)
         cached[index], compared[index], held[index] = states.serve(ids, prompt, pooled)
         output = float(trace.output_tokens[index])
         blocks = int(prompt + output) // size
         if blocks * size > prompt and index in following and len(trace.blocks[following[index]]) >= blocks:
             heappush(answers, (now + served_s(prompt - cached[index], output), index, blocks))
-    return FoundPrefixes(cached, compared, held)
+    return FoundPrefixes(cached, compared, held, landed)
+
+
+def _hashes(ids: tuple[int, ...]) -> tuple[bytes, ...]:
+    return tuple([block.to_bytes(HASH_BYTES, "little") for block in ids])
 
 
 def _pass(cache: NodeCache, name: str, ids: tuple[int, ...], num_tokens: int, now: float) -> int:
-    found = cache.begin(name, tuple([block.to_bytes(HASH_BYTES, "little") for block in ids]), num_tokens, now)
+    found = cache.begin(name, _hashes(ids), num_tokens, now)
     cache.end(name, num_tokens, now)
     return found
 

@@ -363,3 +363,11 @@ def test_a_plan_says_who_goes_where_at_the_rate_that_is_asked_for(case_study):
     plan = outline(site, SolveOptions(rate_req_per_s=1.0))
     assert plan.held_fraction < plan.asked_held_fraction <= 0.6
     assert plan.asked_egress_gbps == pytest.approx(plan.asked_offload_fraction * site.profile.kv_size()(30_000) * 8e-9)
+
+
+def test_attention_that_decode_nodes_hold_is_not_sent(exact):
+    """It saves bytes whether there is a state with it or not; what is computed is the same."""
+    lengths = Lengths(np.array([30_000.0]), np.array([1.0]), cached=np.zeros(1), landed=np.array([20_000.0]))
+    loads = exact.loads_for(lengths, ServiceTime.EXACT)
+    assert loads.egress_bytes[0] == pytest.approx(exact.kv(10_000))
+    assert loads.remote_s[0] == pytest.approx(exact.remote(30_000))

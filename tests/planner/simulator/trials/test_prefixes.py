@@ -70,3 +70,10 @@ def test_strangers_share_nothing(kv):
     turns = found([(1100, 500, [1, 2, 9]), (1700, 10, [4, 5, 6, 7])], kv)
     assert list(turns.cached_tokens) == [0.0, 0.0]
     assert list(turns.compared_tokens) == [1100.0, 1700.0]
+
+
+def test_attention_is_with_decode_nodes_whether_a_state_is_or_not():
+    """Two prompts share a document: of linear states none is kept where they part, before the second of them has."""
+    turns = found([(2100, 10, [1, 2, 3, 4, 9]), (2300, 10, [1, 2, 3, 5, 10])])
+    assert list(turns.cached_tokens) == [0.0, 0.0]
+    assert list(turns.landed_tokens) == [0.0, 3.0 * SIZE]
