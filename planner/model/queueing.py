@@ -18,7 +18,7 @@ LATE: Final = 0.1  # of requests are later than P90
 
 
 def erlang_b(servers: int, offered: float) -> float:
-    """Probability that all servers are busy where nobody waits, given `offered` = λ·E[S] in servers' worth of work."""
+    """Probability that all servers are busy where there is no queue, given `offered` = λ·E[S] in servers' worth of work."""
     blocked = 1.0  # server by server: powers and factorials overflow from k = 100 on
     for count in range(1, servers + 1):
         blocked = offered * blocked / (count + offered * blocked)

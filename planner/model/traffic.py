@@ -28,10 +28,10 @@ NEXT_TO_1: Final = float(np.nextafter(1.0, 0.0))
 class Lengths:
     """Distinct prompt lengths (tokens, ascending) and the share of requests that have each.
 
-    Where lengths are the rest of prompts that PD clusters do not have cached, which routing compares with t, more is known in
-    the mean of each: `held`, the share of its requests that decode nodes compute themselves, as they hold what is before it;
-    `computed`, the tokens that are computed, which are fewer where PrfaaS holds more; `cached`, those before them; and `landed`,
-    those whose attention decode nodes hold, with a state or without.
+    Lengths may be the rests of prompts that PD clusters do not have cached. Routing compares these with t. Then more is known, in
+    the mean of each length: `held`, the share of its requests that decode nodes compute themselves; `computed`, the tokens that
+    are computed, fewer where PrfaaS holds more; `cached`, those before them; and `landed`, those whose attention decode nodes
+    hold, with a state or without.
     """
 
     tokens: Floats
@@ -91,7 +91,7 @@ class Lengths:
 
     @property
     def sent(self) -> tuple[Floats, Floats | None]:
-        """The tokens of which attention is sent to decode nodes, in the mean of each length, and those that are there."""
+        """The tokens whose attention is sent to decode nodes, in the mean of each length, and those that are there."""
         if self.landed is None or self.cached is None:
             return self.uncached, self.cached
         return self.uncached + self.cached - self.landed, self.landed

@@ -10,8 +10,8 @@ cluster j's own prefill nodes. Λ is maximised such that
     every link's budget         Σ x[b, i, j] · S(b)         ≤ B_ij
     decode                      Σ x[b, c, j] · d_j          ≤ N_d,j
 
-Prompts that decode nodes compute themselves, whatever their lengths, are one more kind of request, which takes d_j and its own
-computing of the decode nodes of j, and nothing of the others.
+Prompts that decode nodes compute themselves are one more kind of request, whatever their lengths. Each takes d_j and its own
+computing of the decode nodes of j, and nothing else.
 
 With few bins that are the lengths themselves this is exact, fractional routing included. A threshold per PD cluster falls out:
 the length from which on requests that decode there are prefilled elsewhere. A gateway has one threshold for all: `at_threshold`

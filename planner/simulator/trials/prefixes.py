@@ -6,7 +6,7 @@ end with a block, and have those of what they compute and answer themselves; oth
     held        the decode node has a state so near a prompt's end that it computes the rest; who else would does not matter
     compared    what a PD cluster lacks: a state of a prompt that went away is not there. A prompt goes away for t below
 
-                    least over the states of it:  max(what the state leaves, t from which on whoever left it stayed at home)
+                    least over the states of it:  max(what the state leaves, t from which on its own prompt stays at home)
 
 Models without states have all that they have seen, in decode nodes, too.
 """

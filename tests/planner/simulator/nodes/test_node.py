@@ -65,7 +65,7 @@ def test_a_decode_node_reports_its_room_as_real_ones_do():
 
 
 def test_a_prefill_that_waits_for_a_prefix_starts_when_it_is_there():
-    """Told of it before, whoever sends its KVCache would send it into the future, and count it twice."""
+    """Told of it before, the line would carry its KVCache in the future, and count it twice."""
     loop, started = Loop(), []
     node = PrefillNode("p0", POOL, loop, None, lambda now, job: started.append((now, loop.now)), lambda now, job: None)
     job = SimulatedRequest(0, 0.0, 100, 5.0, ())
