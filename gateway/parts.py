@@ -166,6 +166,8 @@ async def build_nodes(
     holder = uuid.uuid4().hex  # a name for what this process reserves: no worker's and no other start's
     identity = config.identity
     guard = identity.guard() if identity is not None else None
+    if guard is not None:
+        guard.told = upkeep.peer_refused
     agents = [
         agent_client(node.agent, config.timeouts.rpc_s, identity, node.name, upkeep.called_by_grpc, holder, guard)
         for node in config.nodes
