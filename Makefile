@@ -69,6 +69,8 @@ demo: $(STAMP)   ## Build a tiny hybrid model, start both clusters, replay real 
 up: $(STAMP)     ## The demo's topology, left running until Ctrl-C
 	@$(BIN)/prfaas up
 
+# Threads of torch and NumPy that share a core with other tests mostly wait for each other.
+test: export OMP_NUM_THREADS = 1
 test: $(STAMP)   ## The tests of every change; those that take long have targets of their own
 	$(BIN)/python -m pytest -m "not e2e and not slow and not vllm and not sglang" $(SPREAD) --hypothesis-seed=$(SEED)
 
