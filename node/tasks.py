@@ -64,7 +64,7 @@ async def in_daemon_thread(name: str, call: Callable[[], T]) -> T:
     done: asyncio.Future[T] = loop.create_future()
 
     def finish(result: Callable[[], None]) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+        with contextlib.suppress(RuntimeError):  # the loop is closed
             loop.call_soon_threadsafe(lambda: None if done.done() else result())
 
     def run() -> None:

@@ -76,10 +76,11 @@ class DiskTier:
         self.queue_bytes: Final = queue_bytes
         self._disk = disk
         share = capacity_bytes // len(layout.groups)
-        self._slots = [self._slots_within(share, group) for group in range(len(layout.groups))]
+        self._slots = [_slots_within(layout, group, share, queue_bytes) for group in range(len(layout.groups))]
         # Another layout's blocks are other files: nothing is ever read across.
         self._names = [f"{layout.fingerprint[:24]}-{group}.kv" for group in range(len(layout.groups))]
-        self._cut_to_size(share)
+        if freed := disk.keep(_most_bytes(layout, self._names, self._slots)):
+            log.info("removed %d bytes of other layouts, or beyond %d bytes for each group", freed, share)
         self._index: list[OrderedDict[bytes, int]] = [OrderedDict() for _ in layout.groups]
         self._free: list[list[int]] = [[] for _ in layout.groups]
         self._pending: dict[BlockKey, list[memoryview]] = {}
@@ -236,26 +237,7 @@ class DiskTier:
     # Slots
 
     def _slot_bytes(self, group: int) -> int:
-        return HEADER_BYTES + -(-self.layout.block_bytes(group) // HEADER_BYTES) * HEADER_BYTES
-
-    def _slots_within(self, share: int, group: int) -> int:
-        """How many slots fit, with two orders of use beside them. None is said: what it means cannot be seen."""
-        slots = max(0, share - 2 * ORDER.size) // (self._slot_bytes(group) + 2 * ORDER_BYTES)
-        size = self.layout.block_bytes(group)
-        if not slots:
-            log.error("no block of group %d is kept on disk: one has %d bytes, and its share is %d", group, size, share)
-        elif size > self.queue_bytes:
-            log.error(
-                "no block of group %d is kept on disk: one has %d bytes, the queue %d", group, size, self.queue_bytes
-            )
-        return slots
-
-    def _cut_to_size(self, share: int) -> None:
-        most_bytes = {name: self._slots[group] * self._slot_bytes(group) for group, name in enumerate(self._names)}
-        for group, name in enumerate(self._names):
-            most_bytes |= {f"{name}.lru{turn}": ORDER.size + self._slots[group] * ORDER_BYTES for turn in (0, 1)}
-        if freed := self._disk.keep(most_bytes):
-            log.info("removed %d bytes of other layouts, or beyond %d bytes for each group", freed, share)
+        return _slot_bytes(self.layout.block_bytes(group))
 
     def _recover(self, group: int) -> None:
         """Lists the slots with a valid header, the least recently used first."""
@@ -419,6 +401,30 @@ class DiskTier:
                 self._idle.notify_all()
         while data:
             data.pop()
+
+
+def _slots_within(layout: ModelLayout, group: int, share: int, queue_bytes: int) -> int:
+    """How many slots fit, with two orders of use beside them. None is said: what it means cannot be seen."""
+    size = layout.block_bytes(group)
+    slots = max(0, share - 2 * ORDER.size) // (_slot_bytes(size) + 2 * ORDER_BYTES)
+    if not slots:
+        log.error("no block of group %d is kept on disk: one has %d bytes, and its share is %d", group, size, share)
+    elif size > queue_bytes:
+        log.error("no block of group %d is kept on disk: one has %d bytes, the queue %d", group, size, queue_bytes)
+    return slots
+
+
+def _most_bytes(layout: ModelLayout, names: Sequence[str], slots: Sequence[int]) -> dict[str, int]:
+    """A tier's files by name, and how long they may become."""
+    most_bytes: dict[str, int] = {}
+    for group, name in enumerate(names):
+        most_bytes[name] = slots[group] * _slot_bytes(layout.block_bytes(group))
+        most_bytes |= {f"{name}.lru{turn}": ORDER.size + slots[group] * ORDER_BYTES for turn in (0, 1)}
+    return most_bytes
+
+
+def _slot_bytes(block_bytes: int) -> int:
+    return HEADER_BYTES + -(-block_bytes // HEADER_BYTES) * HEADER_BYTES
 
 
 def _check(header: bytearray) -> bytes:

@@ -36,7 +36,7 @@ class Demotions:
         self._thread = ThreadPoolExecutor(1, "ssd-copy")
 
     def add(self, group: int, block_hash: bytes, pages: Sequence[int]) -> None:
-        """A block has left memory. Its pages keep its bytes until whoever gets them has waited."""
+        """A block has left memory. Its pages keep its bytes until their next holder has waited."""
         self._left.append(EvictedBlock(group, block_hash, pages))
 
     async def settled(self, reservation: Reservation | None = None) -> None:
