@@ -440,7 +440,7 @@ def _checksum(parts: Sequence[Buffer]) -> bytes:
 
 def _copied(parts: Sequence[Buffer], size: int) -> list[memoryview]:
     """The bytes of `parts` in pieces of their own."""
-    made = [memoryview(np.empty(min(PIECE_BYTES, size - at), np.uint8)) for at in range(0, size, PIECE_BYTES)]
+    made = [np.empty(min(PIECE_BYTES, size - at), np.uint8).data for at in range(0, size, PIECE_BYTES)]
     _copy(parts, made)
     return made
 
