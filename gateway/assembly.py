@@ -148,6 +148,7 @@ async def running(
             ),
             reader=reader,
             ended=ended,
+            allowances=allowances,
             renders_otherwise=renders_otherwise(config.tokenizer_dir),
         )
         door = GenerationEndpoint(

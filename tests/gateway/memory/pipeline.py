@@ -169,6 +169,7 @@ async def _stepping(
             receiver=BodyReceiver(config.strangers, config.max_body_bytes, config.timeouts.body_s, clock),
             reader=reader,
             ended=ended,
+            allowances=allowances,
             renders_otherwise=renders_otherwise(config.tokenizer_dir),
         )
         door = GenerationEndpoint(
