@@ -70,6 +70,8 @@ demo: $(STAMP)   ## Build a tiny hybrid model, start both clusters, replay 110 r
 up: $(STAMP)     ## Start the demo's topology as an OpenAI server on port 8000, until Ctrl-C
 	@$(BIN)/prfaas up
 
+# Threads of torch and NumPy that share a core with other tests mostly wait for each other.
+test: export OMP_NUM_THREADS = 1
 test: $(STAMP)   ## The tests to run at every change (minutes); longer suites have targets of their own
 	$(BIN)/python -m pytest -m "not e2e and not slow and not vllm and not sglang" $(SPREAD) --hypothesis-seed=$(SEED)
 

@@ -162,6 +162,7 @@ async def running(
             ),
             reader=reader,
             ended=ended,
+            allowances=allowances,
             renders_otherwise=renders_otherwise(config.tokenizer_dir),
         )
         door = GenerationEndpoint(
@@ -195,7 +196,7 @@ async def running(
             reloads=reloads,
         )
         seen.clusters.start()
-        _keep_chores(config=config, clock=clock, metrics=metrics, tasks=tasks, seen=seen, routing=routing, door=door)
+        keep_chores(config=config, clock=clock, metrics=metrics, tasks=tasks, seen=seen, routing=routing, door=door)
         warming = tasks.afterwards.start(reader.warm(warm_s), "warm") if warm_s else None
         kept: dict[str, NumberedRing] = {"requests": pipeline.records, "flows": routing.flows, "audit": audit}
         siblings = await held.enter_async_context(seat.siblings(kept))
@@ -209,7 +210,7 @@ async def running(
             door=door,
             reloads=reloads,
         )
-        pages = _operator_pages(shown, kept, siblings)
+        pages = operator_pages(shown, kept, siblings)
         if siblings is not None:  # the others serve meanwhile; who comes here first should be served, too
             await seen.clusters.wait_for(lambda: seen.clusters.is_ready, NODES_S)
         if warming is not None:
@@ -221,7 +222,7 @@ async def running(
                 strangers=strangers,
                 seat=seat,
                 pages=pages,
-                desk=_token_endpoints(seen=seen, steps=pipeline.steps, door=door),
+                desk=token_endpoints(seen=seen, steps=pipeline.steps, door=door),
                 is_shared=siblings is not None,
                 certificate=certificate,
             )
@@ -234,7 +235,7 @@ async def running(
         yield gateway
 
 
-def _keep_chores(
+def keep_chores(
     *,
     config: GatewayConfig,
     clock: Callable[[], float],
@@ -260,7 +261,7 @@ def _keep_chores(
         keep(routing.replicas.run, "replicas")
 
 
-def _operator_pages(
+def operator_pages(
     shown: ShownParts, kept: Mapping[str, NumberedRing], siblings: WorkerPeers | None
 ) -> OperatorEndpoints:
     seat, seen, router, follower = shown.seat, shown.seen, shown.routing.router, shown.routing.follower
@@ -320,7 +321,7 @@ def _console(shown: ShownParts) -> Console:
     )
 
 
-def _token_endpoints(*, seen: NodeAccess, steps: Pipeline, door: GenerationEndpoint) -> TokenEndpoints:
+def token_endpoints(*, seen: NodeAccess, steps: Pipeline, door: GenerationEndpoint) -> TokenEndpoints:
     return TokenEndpoints(
         admission=steps.admission,
         receiver=steps.receiver,

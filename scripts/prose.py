@@ -154,22 +154,18 @@ def texts(path: Path) -> list[str]:
     return list(texts_of(text) if path.suffix == ".py" else comments_of(text))
 
 
-def prose(path: Path) -> str:
-    """The same as one text."""
-    return "\n\n".join(texts(path))
-
-
 def long_sentences(path: Path) -> list[str]:
-    return [each for text in texts(path) for each in sentences(text) if words(each) > MAX_WORDS]
+    return _long(texts(path))
 
 
-def stumbling(path: Path) -> list[str]:
-    return STUMBLING.findall(prose(path))
+def _long(read: Iterable[str]) -> list[str]:
+    return [each for text in read for each in sentences(text) if words(each) > MAX_WORDS]
 
 
 def findings(path: Path) -> list[str]:
     """Long sentences, each with its number of words, and stumbling words."""
-    return [*(f"{words(each)} words: {each}" for each in long_sentences(path)), *stumbling(path)]
+    read = texts(path)
+    return [*(f"{words(each)} words: {each}" for each in _long(read)), *STUMBLING.findall("\n\n".join(read))]
 
 
 def files(paths: Iterable[Path]) -> Iterator[Path]:
