@@ -192,9 +192,7 @@ def check_model(config: NodeConfig) -> None:
         raise NodeConfigError(NOT_INSTALLED[config.engine])
     check_identity(config)
     if config.engine == "emulated" and config.model.endswith(".json") and not Path(config.model).is_file():
-        raise NodeConfigError(
-            f"model = {config.model!r}: there is no such file; a profile stands in for hardware that it knows"
-        )
+        raise NodeConfigError(f"model = {config.model!r}: no such file; the emulated engine needs a profile's file")
     if config.engine == "embedded" and not (Path(config.model) / "config.json").is_file():
         raise NodeConfigError(
             f"model = {config.model!r}: it must be a model directory, with a config.json; `prfaas model build` makes one. "
@@ -214,7 +212,7 @@ def check_identity(config: NodeConfig) -> None:
     role = PeerRole.PREFILL if config.cluster_kind == "prfaas" else PeerRole.NODE
     if (own.role, own.place) != (role, f"{config.cluster}/{config.node_id}"):
         raise NodeConfigError(
-            f"certificate {config.certificate}: it is that of {own}, this is {config.cluster}/{role}/{config.node_id}"
+            f"certificate {config.certificate}: it belongs to {own}, this node is {config.cluster}/{role}/{config.node_id}"
         )
 
 

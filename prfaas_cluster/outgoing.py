@@ -58,7 +58,7 @@ class OutgoingRanges:
 
     def _layer_index(self, group: int, layer: int, groups: Sequence[int]) -> int:
         if group not in groups or layer not in self._layout.groups[group].layers:
-            raise m.MessageError(f"layer {layer} of group {group} is nothing of that kind")
+            raise m.MessageError(f"layer {layer} of group {group} is not of that kind")
         return self._layout.groups[group].layers.index(layer)
 
     def _present(self, keys: Iterable[RangeKey]) -> list[int]:

@@ -152,9 +152,9 @@ class ArenaPages:
 
     def _check(self, hashes: Sequence[bytes], num_tokens: int) -> None:
         if not 0 < num_tokens <= MAX_TOKENS:
-            raise NodeRefusal("bad_request", f"num_tokens is {num_tokens}, allowed is 1 to {MAX_TOKENS}")
+            raise NodeRefusal("bad_request", f"num_tokens is {num_tokens}; it must be 1 to {MAX_TOKENS}")
         if len(set(hashes)) != len(hashes):
-            raise NodeRefusal("bad_request", "a block hash comes twice: they are not chained")
+            raise NodeRefusal("bad_request", "a block hash appears twice: the hashes are not chained")
         if (needed := _attention_pages(self.layout, num_tokens)) > self.num_pages:
             raise NodeRefusal("no_capacity", f"{needed} pages needed, the arena has {self.num_pages}")
 
@@ -171,7 +171,7 @@ class ArenaPages:
         wanted = self.cache.attention_pages_wanted(hashes, num_tokens, purpose)
         if not self._rooms.may_have(tenant, wanted, available, now):
             reason = TENANTS_PART if self._rooms.has_its_part(tenant, wanted) else "no_capacity"
-            raise NodeRefusal(reason, f"{available} pages left, which are for other tenants, too")
+            raise NodeRefusal(reason, f"{available} pages are left, shared with other tenants")
         with contextlib.ExitStack() as unless_returned:
             try:
                 reservation = self.cache.reserve(
@@ -221,7 +221,7 @@ class ArenaPages:
                         if left_s <= 0 or not self.cache.report().reservations:
                             raise
                 elif left_s <= 0:
-                    raise NodeRefusal("no_capacity", "tenants that hold fewer pages have come first")
+                    raise NodeRefusal("no_capacity", "tenants that hold fewer pages came first")
                 # Not wait_for: up to Python 3.11 it swallows a cancellation that meets the event.
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(left_s):

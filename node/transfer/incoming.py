@@ -253,7 +253,9 @@ class IncomingTransfers:
         """The reservation of that id, however much of it has landed. Raises NodeRefusal."""
         entry = self.entries.get(transfer_id)
         if entry is None:
-            raise NodeRefusal("unknown_transfer", "no such reservation: aborted, expired or of an earlier start")
+            raise NodeRefusal(
+                "unknown_transfer", "no such reservation: it was aborted, has expired or is from an earlier run"
+            )
         return entry
 
     async def commit(self, transfer_id: str, timeout_s: float) -> None:

@@ -89,8 +89,8 @@ def test_kv_bytes_of_a_long_prompt(name, fixed, per_token):
     assert layout.kv_bytes(100_000) == fixed + 100_000 * per_token
 
 
-# Table 3's KV throughput in Gbit/s. S_kv is not printed for these models; that T = S_kv / throughput is a plausible prefill
-# time, longer for longer prompts and 0.1 to 10 s, is what the table can say about our sizes.
+# Table 3's KV throughput in Gbit/s. S_kv is not printed for these models. Our sizes fit the table if the
+# prefill time T = S_kv / throughput is plausible: longer for longer prompts, and 0.1 to 10 s.
 TABLE_3 = {
     "kimi-linear-48b": (1.19, 2.29, 3.87, 4.88),
     "mimo-v2-flash": (0.82, 2.85, 4.66, 4.71),
