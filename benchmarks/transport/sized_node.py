@@ -29,6 +29,7 @@ from node.control.broadcast import Broadcast
 from node.control.holders import ReservationHolders
 from node.kvcache.arena import Arena, arena_directory, arena_path
 from node.kvcache.pages import ArenaPages
+from node.process.interpreter import favour_the_loop
 from node.transfer.incoming import IncomingTransfers
 from node.transfer.listener import PeerListener
 from node.transfer.loans import EngineLoans
@@ -257,6 +258,7 @@ def main() -> None:
         await serve(node, prompt, LoopMeter())
         await asyncio.to_thread(node.close)
 
+    favour_the_loop()
     with tempfile.TemporaryDirectory() as folder, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(run(Path(folder)))
 

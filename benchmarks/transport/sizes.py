@@ -2,9 +2,9 @@
 
     python -m benchmarks.transport.sizes [--json] [--models dense-70b ...] [--blocks 16 64 native] [--tokens 131072 ...]
 
-Two agents' parts, without engines, each in a process of its own, over loopback: a reservation, a prefill whose layers are done one
-after the other, the transfer, the claim; then the same prompt again, cached at the sender (`cached`). Bytes of tokens and
-states are scaled down until a prompt fits into `--mb`; the numbers of layers and blocks are real.
+Two agents' parts, without engines, each in a process of its own, over loopback: a reservation, a prefill whose layers are
+done one after the other, the transfer, the claim; then the same prompt again, cached at the sender (`cached`). Bytes of
+tokens and states are scaled down until a prompt fits into `--mb`; the numbers of layers and blocks are real.
 
 `longest_pause_s` is the longest time in which an agent's loop ran nothing else, `longest_turn_s` the most processor time of
 its thread in one go: the former includes what other processes of this machine took. `loop_cpu_s` is the loops' processor time

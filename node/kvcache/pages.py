@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from pathlib import Path
 
 from hybrid_cache.cache.events import BlocksRemoved, BlocksStored, CacheCleared, CacheEvent, Medium
@@ -13,7 +13,8 @@ from hybrid_cache.cache.reservation import NO_HINTS, Hints, Purpose, Reservation
 from hybrid_cache.errors import DiskInUse, OutOfPages
 from hybrid_cache.eviction.choice import policy_named
 from hybrid_cache.hashing import block_hash as hashing
-from hybrid_cache.layout.layout import ByteRange, ModelLayout, RangeKey
+from hybrid_cache.layout.layout import ByteRange, ModelLayout
+from hybrid_cache.layout.transfers import GroupRanges, RangePlaces, TransferRanges
 from hybrid_cache.tiers.disk import DiskTier
 from node.config import NodeConfig
 from node.control.broadcast import Broadcast
@@ -112,22 +113,23 @@ class ArenaPages:
         """All pages, writable."""
         return self.arena.view(0, self.layout.page_bytes * self.num_pages)
 
-    def place(self, reservation: Reservation, key: RangeKey) -> tuple[ByteRange, ...]:
-        """The arena ranges of one slab of a reservation, in order."""
-        held = reservation.states if key.group in self.layout.state_groups else reservation.blocks
-        return self.layout.segments(key.group, key.layer_index, held[key.group][key.block])
-
-    def views(self, reservation: Reservation, key: RangeKey) -> list[memoryview]:
-        """The same as writable memory."""
-        return self.segment_views(self.place(reservation, key))
-
     def segment_views(self, segments: Sequence[ByteRange]) -> list[memoryview]:
         """Ranges of the arena as writable memory."""
         return [self.arena.view(segment.start, segment.length) for segment in segments]
 
-    def source(self, segments: Callable[[int], Iterable[ByteRange]]) -> ArenaSource:
-        """The arena as a transfer's source, whose range i lies in `segments(i)`."""
-        return ArenaSource(str(self.arena.path), self.memory(), segments)
+    def source(self, reservation: Reservation, ranges: TransferRanges) -> ArenaSource:
+        """Where the ranges of a reservation's transfer lie, at either end of it."""
+        states = self.layout.state_groups
+
+        def pages_of(part: GroupRanges) -> Sequence[Sequence[int]]:
+            if part.group in states:
+                return [reservation.states[part.group][length] for length in part.blocks]
+            return reservation.blocks[part.group][part.blocks.start : part.blocks.stop]
+
+        places = RangePlaces(self.layout, ranges, pages_of)
+        return ArenaSource(
+            str(self.arena.path), self.memory(), lambda index: places.between(index, index + 1), places.between
+        )
 
     def match(self, hashes: Sequence[bytes], num_tokens: int) -> PrefixHit:
         """What of a prompt is cached here."""

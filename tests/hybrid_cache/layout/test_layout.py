@@ -13,11 +13,10 @@ from hybrid_cache.layout.layout import (
     ByteRange,
     KVCacheGroup,
     ModelLayout,
-    RangeKey,
     derive_page_bytes,
-    transfer_ranges,
 )
 from hybrid_cache.layout.spec import FullAttention, LinearState, SlidingWindow
+from hybrid_cache.layout.transfers import RangeKey, transfer_ranges
 from planner.model.profile import load_profile
 from tests.hybrid_cache.builders import BLOCK, FULL, STATE, WINDOW, make_layout
 
@@ -193,7 +192,7 @@ def test_not_a_layout(text):
 
 def test_transfer_ranges():
     layout = make_layout(FULL, WINDOW, STATE)
-    assert transfer_ranges(layout, 18, 8) == (
+    assert tuple(transfer_ranges(layout, 18, 8)) == (
         RangeKey(0, 0, 2),
         RangeKey(0, 0, 3),
         RangeKey(0, 0, 4),
@@ -204,7 +203,7 @@ def test_transfer_ranges():
 
 
 def test_transfer_ranges_when_all_is_there():
-    assert transfer_ranges(make_layout(FULL, STATE), 8, 8) == (RangeKey(1, 0, 8),)
+    assert tuple(transfer_ranges(make_layout(FULL, STATE), 8, 8)) == (RangeKey(1, 0, 8),)
     with pytest.raises(ValueError, match="have_tokens"):
         transfer_ranges(make_layout(), 8, 9)
 

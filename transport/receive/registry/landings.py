@@ -19,6 +19,7 @@ from transport.receive.registry.segments import MAX_READS, READ_PREFIX, SEGMENT_
 from transport.wire.frames import Abort, Accept, Ack, Cancel, Code, Nack, Open, Refuse
 from transport.wire.manifest import Inbox, Manifest, RangeViews
 from transport.wire.outcome import MAX_REJECTED_CHUNKS, TransferOutcome
+from transport.wire.sizes import RangeSizes
 
 # Ended landings are remembered, so that a sender whose last acknowledgement was lost hears "complete", not "unknown".
 MAX_REMEMBERED: Final = 4096
@@ -51,7 +52,7 @@ class Landings:
         self,
         transfer_id: str,
         secret: bytes,
-        sizes: Iterable[int],
+        sizes: Iterable[int] | RangeSizes,
         targets: RangeViews,
         *,
         on_done: OnLanded | None,
@@ -111,6 +112,11 @@ class Landings:
         for landing in late:
             landing.revoke_at = float("inf")
         return {who for landing in late for who in landing.inbox.granted}
+
+    def sizes_of(self, transfer_id: str) -> RangeSizes | None:
+        """The sizes of a landing that has not ended."""
+        landing = self._active.get(transfer_id)
+        return None if landing is None else landing.inbox.manifest.sizes
 
     def active_ids(self) -> list[str]:
         return list(self._active)

@@ -237,6 +237,10 @@ class SharedLandings:
         if self._guard is not None and peer is not None and (why := self._guard.refusal(SEND, *peer)):
             self.count(f"refused:{Code.ACCESS}")
             return Refuse(slot=frame.slot, code=Code.ACCESS, detail=why)
+        with self.lock:
+            sizes = self.landings.sizes_of(frame.transfer_id)
+        if sizes is not None:
+            _ = sizes.digest  # it takes a while the first time, in which the lock is free
         with self.changed:
             reply = self.landings.open(who, frame, transcript, time.monotonic())
             self.changed.notify_all()
