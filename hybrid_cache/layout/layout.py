@@ -160,12 +160,19 @@ class ModelLayout:
 
     def segments(self, group: int, layer_index: int, pages: Sequence[int]) -> tuple[ByteRange, ...]:
         """Arena ranges, in slab order, of the `layer_index`-th layer of `group` in a block stored in `pages`."""
-        if len(pages) != self.pages_per_block(group):
-            raise LayoutError(f"a block of group {group} has {self.pages_per_block(group)} pages, not {len(pages)}")
         if not 0 <= layer_index < len(self.groups[group].layers):
             raise LayoutError(f"group {group} has no layer index {layer_index}")
         start = layer_index * self.slab_bytes(group)
-        return _merge(_cut(start, start + self.slab_bytes(group), pages, self.page_bytes))
+        return self._part(group, start, start + self.slab_bytes(group), pages)
+
+    def block_segments(self, group: int, pages: Sequence[int]) -> tuple[ByteRange, ...]:
+        """The same of all its layers, one after the other."""
+        return self._part(group, 0, self.block_bytes(group), pages)
+
+    def _part(self, group: int, start: int, stop: int, pages: Sequence[int]) -> tuple[ByteRange, ...]:
+        if len(pages) != self.pages_per_block(group):
+            raise LayoutError(f"a block of group {group} has {self.pages_per_block(group)} pages, not {len(pages)}")
+        return _merge(_cut(start, stop, pages, self.page_bytes))
 
     # Groups by kind
 

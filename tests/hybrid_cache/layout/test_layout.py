@@ -1,3 +1,4 @@
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -150,6 +151,9 @@ def test_segments_cover_a_block_once(specs, layers, data):
             covered += [at for s in segments for at in range(s.start, s.start + s.length)]
         assert len(set(covered)) == len(covered) == layout.block_bytes(group)
         assert {at // layout.page_bytes for at in covered} == set(pages)
+        whole = layout.block_segments(group, pages)
+        assert [at for s in whole for at in range(s.start, s.start + s.length)] == covered
+        assert all(a.start + a.length != b.start for a, b in pairwise(whole))
 
 
 def test_slabs_are_layer_major_and_neighbours_merge():
@@ -165,6 +169,8 @@ def test_wrong_places():
         layout.segments(0, 0, ())
     with pytest.raises(LayoutError, match="layer index"):
         layout.segments(0, 1, (0,))
+    with pytest.raises(LayoutError, match="pages"):
+        layout.block_segments(1, ())
 
 
 @pytest.mark.parametrize("specs", [(FULL,), (FULL, WINDOW, STATE)])
