@@ -1,9 +1,10 @@
 """One node of benchmarks.transport.sizes: an agent's parts without an engine, told what to do in JSON lines.
 
     {"reserve": n} -> {"ticket": ...}      {"begin": job, "ticket": ...} -> {"cached": n}
-    {"layers": job} -> {}                  {"delivered": job} -> {"ok": true, ...}
+    {"compute": job, ...} -> {}                  {"delivered": job} -> {"ok": true, ...}
     {"claim": ...} -> {}                   {"clear": true} -> {}
 
+With {"prompt": 1} it is another one, which shares no block with the first.
 Every answer has what the call cost the loop: `pause_s`, the longest time in which nothing else could run; `turn_s`, the most
 processor time of the loop's thread between two of its turns; `loop_s`, all of it; `cpu_s`, that of the process.
 """
@@ -15,7 +16,7 @@ import resource
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -194,8 +195,8 @@ class SizedNode:
 class SizedPrompt:
     """A prompt as messages name it."""
 
-    def __init__(self, num_tokens: int, block_tokens: int) -> None:
-        tokens = range(num_tokens)
+    def __init__(self, num_tokens: int, block_tokens: int, first: int = 0) -> None:
+        tokens = range(first, first + num_tokens)
         self.num_tokens = num_tokens
         self.hashes = b"".join(block_hashes(tokens, block_tokens, SALT))
         self.digest = tokens_digest(tokens, SALT)
@@ -204,10 +205,11 @@ class SizedPrompt:
         ).SerializeToString()
 
 
-async def serve(node: SizedNode, prompt: SizedPrompt, meter: LoopMeter) -> None:
+async def serve(node: SizedNode, prompts: Sequence[SizedPrompt], meter: LoopMeter) -> None:
     """Answers until standard input ends."""
 
     def call_of(request: dict[str, Any]) -> Callable[[], Awaitable[dict[str, Any]]]:
+        prompt = prompts[request.pop("prompt", 0)]
         match request:
             case {"reserve": _}:
                 return lambda: node.reserve(prompt)
@@ -253,9 +255,9 @@ def main() -> None:
 
     async def run(folder: Path) -> None:
         node = SizedNode(args.name, layout, (pages + pages // 16 + 64) * layout.page_bytes, folder)
-        prompt = SizedPrompt(args.tokens, layout.block_size)
+        prompts = [SizedPrompt(args.tokens, layout.block_size, first) for first in (0, 1)]
         print(json.dumps({"ready": True}), flush=True)
-        await serve(node, prompt, LoopMeter())
+        await serve(node, prompts, LoopMeter())
         await asyncio.to_thread(node.close)
 
     favour_the_loop()

@@ -3,8 +3,9 @@
     python -m benchmarks.transport.sizes [--json] [--models dense-70b ...] [--blocks 16 64 native] [--tokens 131072 ...]
 
 Two agents' parts, without engines, each in a process of its own, over loopback: a reservation, a prefill whose layers are
-done one after the other, the transfer, the claim; then the same prompt again, cached at the sender (`cached`). Bytes of
-tokens and states are scaled down until a prompt fits into `--mb`; the numbers of layers and blocks are real.
+done one after the other, the transfer, the claim (`new`); then the same prompt again, cached at the sender (`cached`); then
+another one, for which both have to evict the first (`full`). Bytes of tokens and states are scaled down until a prompt fits
+into `--mb`; the numbers of layers and blocks are real.
 
 `longest_pause_s` is the longest time in which an agent's loop ran nothing else, `longest_turn_s` the most processor time of
 its thread in one go: the former includes what other processes of this machine took. `loop_cpu_s` is the loops' processor time
@@ -21,6 +22,7 @@ from benchmarks.transport.sized_models import MODELS, SizedModel
 
 TOKENS: Final = (8192, 131_072)
 BLOCKS: Final = ("16", "64", "native")
+NEW, CACHED, FULL = "new", "cached", "full"
 STEPS: Final = ("reserve", "begin", "compute", "delivered", "claim")
 
 
@@ -56,32 +58,34 @@ class SizedPair:
             for name in ("sender", "receiver")
         )
 
+    def forget_at_receiver(self) -> None:
+        self._receiver.ask(clear=True)
+
     def close(self) -> None:
         self._sender.close()
         self._receiver.close()
 
-    def prompt(self, job: str, *, cached: bool) -> dict[str, Any]:
+    def prompt(self, job: str, case: str, prompt: int = 0) -> dict[str, Any]:
         """One prompt, from the reservation to the end of its jobs."""
         sender, receiver = self._sender, self._receiver
         for end in (sender, receiver):
             end.ask()
-        reserved = receiver.ask(reserve=True)
-        begun = sender.ask(begin=job, ticket=reserved["ticket"])
-        computed = sender.ask(compute=job, cached=begun["cached"])
+        reserved = receiver.ask(reserve=True, prompt=prompt)
+        begun = sender.ask(begin=job, ticket=reserved["ticket"], prompt=prompt)
+        computed = sender.ask(compute=job, cached=begun["cached"], prompt=prompt)
         sent = sender.ask(delivered=job)
-        claimed = receiver.ask(claim=reserved["ticket"]["transfer_id"])
+        claimed = receiver.ask(claim=reserved["ticket"]["transfer_id"], prompt=prompt)
         if not sent["ok"]:
             raise RuntimeError(f"{self.facts}: {sent}")
         answers = dict(zip(STEPS, (reserved, begun, computed, sent, claimed), strict=True))
-        cleared = receiver.ask(clear=True)
-        taken_s = computed["seconds"] + sent["seconds"] + (begun["seconds"] if cached else 0.0)
+        taken_s = computed["seconds"] + sent["seconds"] + (begun["seconds"] if case == CACHED else 0.0)
         return self.facts | {
-            "cached": cached,
+            "case": case,
             "longest_pause_s": max(each["pause_s"] for each in answers.values()),
             "longest_turn_s": max(each["turn_s"] for each in answers.values()),
             "loop_cpu_s": sum(each["loop_s"] for each in answers.values()),
             "cpu_s": sum(each["cpu_s"] for each in answers.values()),
-            "peak_bytes": max(cleared["peak_bytes"], sent["peak_bytes"]),
+            "peak_bytes": max(claimed["peak_bytes"], sent["peak_bytes"]),
             "bytes_per_s": sent["bytes"] / taken_s,
             "pauses_s": {step: each["pause_s"] for step, each in answers.items()},
             "turns_s": {step: each["turn_s"] for step, each in answers.items()},
@@ -89,14 +93,16 @@ class SizedPair:
 
 
 def rows_of(model: SizedModel, block_tokens: int, num_tokens: int, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """One row as computed and one as cached: of several rounds the one with the median of the longest turn."""
+    """One row for each case."""
     pair = SizedPair(model, block_tokens, num_tokens, args.mb << 20)
     try:
-        first = pair.prompt("first", cached=False)
-        again = [pair.prompt(f"again-{number}", cached=True) for number in range(args.repeats)]
+        rows = [pair.prompt("first", NEW)]
+        pair.forget_at_receiver()
+        rows.append(pair.prompt("again", CACHED))
+        rows.append(pair.prompt("other", FULL, prompt=1))
     finally:
         pair.close()
-    return [first, sorted(again, key=lambda row: row["longest_turn_s"])[len(again) // 2]]
+    return rows
 
 
 def main() -> None:
@@ -106,7 +112,6 @@ def main() -> None:
     parser.add_argument("--blocks", nargs="*", default=list(BLOCKS), help="tokens of a block, or native")
     parser.add_argument("--tokens", nargs="*", type=int, default=list(TOKENS))
     parser.add_argument("--mb", type=int, default=512, help="bytes of a prompt's KVCache at most, in MiB")
-    parser.add_argument("--repeats", type=int, default=1)
     args = parser.parse_args()
     if not args.json:
         print(HEADER)
@@ -126,7 +131,7 @@ HEADER: Final = (
 
 
 def line(row: dict[str, Any]) -> str:
-    name = row["model"] + (" cached" if row["cached"] else "")
+    name = f"{row['model']} {row['case']}"
     turns = " ".join(f"{1e3 * turn_s:.1f}" for turn_s in row["turns_s"].values())
     return (
         f"{name:22} {row['layers']:>3} {row['block_tokens']:>4} {row['prompt_tokens']:>8} {row['slabs']:>7}  "
