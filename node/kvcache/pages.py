@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import itertools
 import logging
 from collections.abc import Callable, Container, Iterator, Sequence
 from pathlib import Path
@@ -31,6 +32,7 @@ SSD_RETRY_S = 5.0
 SSD_SAVE_S = 10.0
 MEDIA = {Medium.MEMORY: pb.MEDIUM_MEMORY, Medium.SSD: pb.MEDIUM_SSD, Medium.ENGINE: pb.MEDIUM_ENGINE}
 
+EVICT_BLOCKS = 512  # in one go, of a long prompt's: some milliseconds
 PART_HASHES = 16_384  # of a long snapshot, in one message
 OpenDisk = Callable[[ModelLayout, Path, int], DiskTier]
 
@@ -78,6 +80,7 @@ class ArenaPages:
         self._ssd_retry_s = ssd_retry_s
         self._freed = asyncio.Event()
         self._rooms = TenantPages()
+        self._room_ids = itertools.count()
         # A request uses blocks that were cached: their hashes from the prompt's beginning on.
         self.on_found: Callable[[Sequence[bytes]], None] = lambda hashes: None
         self.pinned_tokens: Callable[[], int] = lambda: 0  # what contexts hold, whatever requests end
@@ -209,6 +212,8 @@ class ArenaPages:
         unpinned = self.num_pages - _attention_pages(self.layout, self.pinned_tokens())
         if self.cache.attention_pages_wanted(hashes, num_tokens, purpose) > unpinned:  # others would wait behind it
             raise NodeRefusal("no_capacity", f"contexts leave {unpinned} pages")
+        if self._rooms.is_first(tenant):
+            await self.make_room(hashes, num_tokens, purpose, tenant)
         self._rooms.waits(tenant)
         try:
             while True:
@@ -231,6 +236,32 @@ class ArenaPages:
             self._rooms.goes(tenant)
             self._freed.set()  # it may have kept others from trying
         return await self._when_settled(reservation)
+
+    async def make_room(self, hashes: Sequence[bytes], num_tokens: int, purpose: Purpose, tenant: str) -> None:
+        """Evicts in steps, between which the loop goes on, what a reservation of many blocks would evict at once.
+
+        It evicts nothing for one that will be refused, and nothing that the reservation can use. What is missing in the
+        end, `reserve` evicts.
+        """
+        layout, cache, now = self.layout, self.cache, self._now()
+        block_pages = sum(layout.pages_per_block(group) for group in layout.full_groups)
+        step = EVICT_BLOCKS * block_pages
+        most = _attention_pages(layout, num_tokens)
+        if not step or most - cache.free_pages <= step:
+            return
+        wanted = cache.attention_pages_wanted(hashes, num_tokens, purpose)
+        if wanted > self._available or not self._rooms.may_have(tenant, wanted, self._available, now):
+            return
+        name = f"room-{next(self._room_ids)}"
+        cached = cache.pin(name, hashes, num_tokens, purpose)
+        try:
+            missing = most - cached // layout.block_size * block_pages
+            while missing - cache.free_pages > step and cache.shrink(step, now):
+                self.publish()
+                await asyncio.sleep(0)
+        finally:
+            cache.release(name, self._now())
+            self.changed()
 
     async def reserve_now(
         self, request_id: str, hashes: Sequence[bytes], num_tokens: int, purpose: Purpose
@@ -256,16 +287,25 @@ class ArenaPages:
         if self.ssd and num_tokens:
             self.ssd.computed(num_tokens, seconds)
 
-    async def bring_back_for_landing(self, joined_hashes: bytes, num_tokens: int) -> None:
-        """Has the SSD give back full attention that need not be sent here then. What is wrong with a request, `reserve` says."""
-        if self.ssd:
-            with contextlib.suppress(NodeRefusal):
-                hashes = split_hashes(joined_hashes)
-                self._check(hashes, num_tokens)
+    async def prepare_landing(self, joined_hashes: bytes, num_tokens: int, tenant: str) -> None:
+        """Has the SSD give back full attention that need not be sent here then, and makes room for the rest. What is wrong
+        with a request, `reserve` says.
+        """
+        if not self.ssd and _attention_pages(self.layout, num_tokens) <= self.cache.free_pages:
+            return
+        with contextlib.suppress(NodeRefusal):
+            hashes = split_hashes(joined_hashes)
+            self._check(hashes, num_tokens)
+            if self.ssd:
                 await self.ssd.bring_back_for_landing(hashes, num_tokens)
+            await self.make_room(hashes, num_tokens, Purpose.LANDING, tenant)
 
     async def settled(self) -> None:
-        """Returns when what lay in reserved pages before has been copied, should it have to be: then they may be filled."""
+        """Returns when what lay in reserved pages before has been copied, should it have to be: then they may be filled.
+
+        Whatever waits on the loop comes first: with a long prompt a reservation has taken some milliseconds.
+        """
+        await asyncio.sleep(0)
         if self.ssd:
             await self.ssd.settled()
 

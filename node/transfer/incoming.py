@@ -171,7 +171,7 @@ class IncomingTransfers:
         self, request: pb.ReserveRequest, use: IncomingUse | None = None
     ) -> tuple[str, bytes, Reservation]:
         """`reserve`, after an SSD has given back what it can; the pages may be written into. Raises NodeRefusal."""
-        await self._pages.bring_back_for_landing(request.block_hashes, request.num_tokens)
+        await self._pages.prepare_landing(request.block_hashes, request.num_tokens, request.tenant)
         reserved = self.reserve(request, use)
         try:
             await self._pages.settled()
