@@ -208,6 +208,7 @@ class ArenaPages:
         """
         self._check(hashes, num_tokens)
         deadline = self._now() + timeout_s
+        await asyncio.sleep(0)  # to have read a long request has taken some milliseconds
         await self.bring_back(hashes, num_tokens)
         unpinned = self.num_pages - _attention_pages(self.layout, self.pinned_tokens())
         if self.cache.attention_pages_wanted(hashes, num_tokens, purpose) > unpinned:  # others would wait behind it
