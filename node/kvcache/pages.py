@@ -32,7 +32,8 @@ SSD_RETRY_S = 5.0
 SSD_SAVE_S = 10.0
 MEDIA = {Medium.MEMORY: pb.MEDIUM_MEMORY, Medium.SSD: pb.MEDIUM_SSD, Medium.ENGINE: pb.MEDIUM_ENGINE}
 
-EVICT_BLOCKS = 512  # in one go, of a long prompt's: some milliseconds
+LONG_BLOCKS = 512  # more of them take some milliseconds
+EVICT_BLOCKS = 512  # in one go, for a long prompt
 PART_HASHES = 16_384  # of a long snapshot, in one message
 OpenDisk = Callable[[ModelLayout, Path, int], DiskTier]
 
@@ -208,15 +209,15 @@ class ArenaPages:
         """
         self._check(hashes, num_tokens)
         deadline = self._now() + timeout_s
-        await asyncio.sleep(0)  # to have read a long request has taken some milliseconds
         await self.bring_back(hashes, num_tokens)
         unpinned = self.num_pages - _attention_pages(self.layout, self.pinned_tokens())
         if self.cache.attention_pages_wanted(hashes, num_tokens, purpose) > unpinned:  # others would wait behind it
             raise NodeRefusal("no_capacity", f"contexts leave {unpinned} pages")
-        if self._rooms.is_first(tenant):
-            await self.make_room(hashes, num_tokens, purpose, tenant)
         self._rooms.waits(tenant)
         try:
+            await self.give_way(num_tokens)
+            if self._rooms.is_first(tenant):
+                await self.make_room(hashes, num_tokens, purpose, tenant)
             while True:
                 self._freed.clear()
                 left_s = deadline - self._now()
@@ -273,10 +274,16 @@ class ArenaPages:
     async def _when_settled(self, reservation: Reservation) -> Reservation:
         try:
             await self.settled()
+            await self.give_way(reservation.num_tokens)
         except BaseException:
             self.release(reservation.request_id)
             raise
         return reservation
+
+    async def give_way(self, num_tokens: int) -> None:
+        """Between two steps of a long prompt, each of which takes milliseconds, whatever else waits on the loop goes first."""
+        if num_tokens > LONG_BLOCKS * self.layout.block_size:
+            await asyncio.sleep(0)
 
     async def bring_back(self, hashes: Sequence[bytes], num_tokens: int) -> None:
         """Has the SSD give back what it adds to a prompt's hit, unless computing it is sooner done."""
@@ -302,11 +309,7 @@ class ArenaPages:
             await self.make_room(hashes, num_tokens, Purpose.LANDING, tenant)
 
     async def settled(self) -> None:
-        """Returns when what lay in reserved pages before has been copied, should it have to be: then they may be filled.
-
-        Whatever waits on the loop comes first: with a long prompt a reservation has taken some milliseconds.
-        """
-        await asyncio.sleep(0)
+        """Returns when what lay in reserved pages before has been copied, should it have to be: then they may be filled."""
         if self.ssd:
             await self.ssd.settled()
 

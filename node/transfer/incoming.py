@@ -175,6 +175,7 @@ class IncomingTransfers:
         reserved = self.reserve(request, use)
         try:
             await self._pages.settled()
+            await self._pages.give_way(request.num_tokens)
         except BaseException:
             self.abort(reserved[0], "given_up")
             raise

@@ -49,7 +49,7 @@ def pages_in(arena: Arena) -> ArenaPages:
 
 
 def reserved(cache: PrefixCache, num_tokens: int, cached_blocks: int) -> Reservation:
-    """A prefill of which so many blocks are cached."""
+    """A prefill with so many cached blocks."""
     hashes = [bytes([number]) * 32 for number in range(num_tokens // BLOCK)]
     if cached := cached_blocks * BLOCK:
         cache.reserve("before", hashes[:cached_blocks], cached, now=0.0, purpose=Purpose.PREFILL)
