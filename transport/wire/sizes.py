@@ -8,7 +8,7 @@ from functools import cached_property
 from itertools import accumulate, groupby, repeat
 from typing import Final
 
-MAX_KEPT_RUNS: Final = 256  # of a transfer that has ended
+MAX_KEPT_RUNS: Final = 16  # of a transfer that has ended
 DIGEST_STEP: Final = 1 << 15  # sizes that are hashed in one go
 
 
