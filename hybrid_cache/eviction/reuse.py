@@ -16,7 +16,7 @@ What is remembered has bounds: BYTES_PER_BLOCK for the last use of each of `max_
 whatever requests say. So has the work of one call of `refresh`: it computes densities for ROWS_AT_ONCE classes at a time.
 """
 
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 from math import log2
@@ -88,8 +88,12 @@ class ReuseModel:
             return LastUse(cohort, class_id, uses + 1)
 
         # Blocks of one request that were used as often share what is remembered of them.
-        placed = {uses: last_use(uses, blocks, is_end=False) for uses, blocks in Counter(earlier[:-1]).items()}
-        new = [placed[uses] for uses in earlier[:-1]]
+        before_end = earlier[:-1]
+        blocks: dict[int, int] = {}
+        for uses in before_end:
+            blocks[uses] = blocks.get(uses, 0) + 1
+        placed = {uses: last_use(uses, count, is_end=False) for uses, count in blocks.items()}
+        new = [placed[uses] for uses in before_end]
         new += [last_use(uses, 1, is_end=True) for uses in earlier[-1:]]
         for key, uses, place in zip(reversed(use.path), reversed(earlier), reversed(new), strict=True):
             places[key] = place  # a prefix is of use without its tail
