@@ -281,7 +281,7 @@ class ArenaPages:
         return reservation
 
     async def give_way(self, num_tokens: int) -> None:
-        """Between two steps of a long prompt, each of which takes milliseconds, whatever else waits on the loop goes first."""
+        """Between two steps of a long prompt, which take milliseconds, whatever else waits on the loop goes first."""
         if num_tokens > LONG_BLOCKS * self.layout.block_size:
             await asyncio.sleep(0)
 
