@@ -174,7 +174,7 @@ class IncomingTransfers:
         await self._pages.prepare_landing(request.block_hashes, request.num_tokens, request.tenant)
         reserved = self.reserve(request, use)
         try:
-            await self._pages.settled()
+            await self._pages.settled(reserved[2])
             await self._pages.give_way(request.num_tokens)
         except BaseException:
             self.abort(reserved[0], "given_up")

@@ -238,9 +238,9 @@ class SharedLandings:
             self.count(f"refused:{Code.ACCESS}")
             return Refuse(slot=frame.slot, code=Code.ACCESS, detail=why)
         with self.lock:
-            sizes = self.landings.sizes_of(frame.transfer_id)
-        if sizes is not None:
-            _ = sizes.digest  # it takes a while the first time, in which the lock is free
+            landing = self.landings.active.get(frame.transfer_id)
+        if landing is not None:
+            _ = landing.inbox.manifest.digest  # it takes a while the first time, in which the lock is free
         with self.changed:
             reply = self.landings.open(who, frame, transcript, time.monotonic())
             self.changed.notify_all()
