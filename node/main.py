@@ -23,6 +23,7 @@ from node.control.call_server import CallServer
 from node.errors import EngineFailure, EngineRefused, NoArenaMemory, NodeConfigError, NodeError
 from node.grpc_service import NodeService, serve
 from node.metrics import serve_metrics
+from node.process.interpreter import favour_the_loop
 from node.process.ports import UNUSABLE, ListenPort, wait_free
 from node.role import NodeRole
 from transport.control.certificates import expires_at
@@ -55,6 +56,7 @@ def run(config: NodeConfig, role: NodeRole, read_again: Callable[[], NodeConfig]
     SIGTERM ends it once what runs has ended; a second one ends that, too.
     """
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    favour_the_loop()
     status = uvloop.run(_run(config, role, read_again))
     # The loop's handlers are gone: a second signal must not turn a clean end into a kill.
     for number in (signal.SIGTERM, signal.SIGHUP):
