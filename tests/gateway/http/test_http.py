@@ -3,6 +3,8 @@
 import asyncio
 import gzip
 import json
+import re
+import time
 import zlib
 from typing import Any
 
@@ -13,6 +15,7 @@ from gateway.auth.keyring import digest_of
 from gateway.config.gateway import GatewayConfig, NodeAddress
 from gateway.errors import ApiError
 from gateway.http.codings import CODINGS, coding_of, decoded
+from gateway.http.connections import UPGRADE
 from gateway.http.hosts import check_host
 from tests.gateway.http.test_strangers import COMPLETION, HEAD, raw
 from tests.gateway.worlds import on_both_loops, on_loop, world
@@ -115,6 +118,20 @@ async def test_a_transfer_coding_beside_chunks_is_not_known() -> None:
         assert (status, json.loads(body)["error"]["code"]) == (501, "unknown_transfer_coding")
         await client.say(HEAD + b"Transfer-Encoding: Chunked\r\n\r\n" + chunk)
         assert (await client.answer())[0] == 200
+
+
+def test_looking_for_an_offer_costs_a_body_little() -> None:
+    body = b"x" * 256 * 1024  # what comes in one packet; the event loop waits meanwhile
+
+    def cost_s(pattern: re.Pattern[bytes]) -> float:
+        def once() -> float:
+            start = time.thread_time()
+            assert not list(pattern.finditer(body))
+            return time.thread_time() - start
+
+        return min(once() for _ in range(5))
+
+    assert cost_s(UPGRADE) < 8 * cost_s(re.compile(rb"\r\nx"))
 
 
 @pytest.mark.parametrize("offer", [b"Upgrade: h2c", b"UPGRADE: websocket", b"upgrade:h2c"])
