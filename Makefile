@@ -48,7 +48,7 @@ EXAMPLES     ?= 200
 RELEASE      ?= 0.33.0
 VERSION      ?=
 
-.PHONY: setup demo up test test-all test-e2e test-deploy test-storm test-crowd test-flips test-migration fuzz soak soak-cache test-rdma test-equality test-vllm test-vllm-release test-sglang test-schema test-clients test-load test-versions lint format lock proto wheel docs check-resolution release clean help
+.PHONY: setup demo up test test-all test-e2e test-deploy test-storm test-crowd test-flips test-migration test-borders fuzz soak soak-cache test-rdma test-equality test-vllm test-vllm-release test-sglang test-schema test-clients test-load test-versions lint format lock proto wheel docs check-resolution release clean help
 
 help:            ## Show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -69,11 +69,13 @@ demo: $(STAMP)   ## Build a tiny hybrid model, start both clusters, replay real 
 up: $(STAMP)     ## The demo's topology, left running until Ctrl-C
 	@$(BIN)/prfaas up
 
+# Threads of torch and NumPy that share a core with other tests mostly wait for each other.
+test: export OMP_NUM_THREADS = 1
 test: $(STAMP)   ## The tests of every change; those that take long have targets of their own
 	$(BIN)/python -m pytest -m "not e2e and not slow and not vllm and not sglang" $(SPREAD) --hypothesis-seed=$(SEED)
 
 # CI runs samples of the long ones, others for every commit; this is all of them, for releases: over an hour.
-test-all: lint test test-e2e test-deploy fuzz soak soak-cache test-storm test-crowd test-flips test-migration test-rdma test-vllm test-sglang test-equality test-schema test-clients test-load docs wheel demo  ## Everything, whole
+test-all: lint test test-e2e test-deploy fuzz soak soak-cache test-storm test-crowd test-flips test-migration test-borders test-rdma test-vllm test-sglang test-equality test-schema test-clients test-load docs wheel demo  ## Everything, whole
 
 test-e2e: $(STAMP)  ## Whole systems: tokens and the API, nodes killed, connections cut, certificates replaced, disks that lie, plans that move nodes
 	$(BIN)/python -m pytest -m e2e tests/e2e $(sampled)
@@ -93,6 +95,9 @@ test-flips: $(STAMP)  ## Two hundred changes of role under a trace: no request l
 
 test-migration: $(STAMP)  ## Two hundred streams lose their decode node in the middle, over three architectures: every byte once, pauses told
 	$(BIN)/python -m tests.storm.migration --streams $(STREAMS)
+
+test-borders: $(STAMP)  ## What a listener on the way between two sites reads, and inside one: nothing (root and network namespaces, else skipped)
+	$(BIN)/python -m pytest tests/borders
 
 fuzz: $(STAMP)   ## A million inputs of strangers: frames, handshakes, calls and tickets; bodies and streams of all dialects
 	$(BIN)/python -m tests.transport.fuzz --inputs $(INPUTS)

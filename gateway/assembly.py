@@ -148,6 +148,7 @@ async def running(
             ),
             reader=reader,
             ended=ended,
+            allowances=allowances,
             renders_otherwise=renders_otherwise(config.tokenizer_dir),
         )
         door = GenerationEndpoint(
@@ -181,11 +182,11 @@ async def running(
             reloads=reloads,
         )
         seen.clusters.start()
-        _keep_chores(config=config, clock=clock, metrics=metrics, tasks=tasks, seen=seen, routing=routing, door=door)
+        keep_chores(config=config, clock=clock, metrics=metrics, tasks=tasks, seen=seen, routing=routing, door=door)
         warming = tasks.afterwards.start(reader.warm(warm_s), "warm") if warm_s else None
         kept: dict[str, NumberedRing] = {"requests": pipeline.records, "flows": routing.flows, "audit": audit}
         siblings = await held.enter_async_context(seat.siblings(kept))
-        pages = _operator_pages(
+        pages = operator_pages(
             config=config,
             clock=clock,
             seat=seat,
@@ -208,7 +209,7 @@ async def running(
                 strangers=strangers,
                 seat=seat,
                 pages=pages,
-                desk=_token_endpoints(seen=seen, steps=pipeline.steps, door=door),
+                desk=token_endpoints(seen=seen, steps=pipeline.steps, door=door),
                 is_shared=siblings is not None,
                 certificate=certificate,
             )
@@ -221,7 +222,7 @@ async def running(
         yield gateway
 
 
-def _keep_chores(
+def keep_chores(
     *,
     config: GatewayConfig,
     clock: Callable[[], float],
@@ -247,7 +248,7 @@ def _keep_chores(
         keep(routing.replicas.run, "replicas")
 
 
-def _operator_pages(
+def operator_pages(
     *,
     config: GatewayConfig,
     clock: Callable[[], float],
@@ -337,7 +338,7 @@ def _console(
     )
 
 
-def _token_endpoints(*, seen: NodeAccess, steps: Pipeline, door: GenerationEndpoint) -> TokenEndpoints:
+def token_endpoints(*, seen: NodeAccess, steps: Pipeline, door: GenerationEndpoint) -> TokenEndpoints:
     return TokenEndpoints(
         admission=steps.admission,
         receiver=steps.receiver,

@@ -32,6 +32,7 @@ from gateway.pipeline.sglang_pair import Pairing
 from gateway.pipeline.ticketed import TicketedRunner
 from gateway.prompt.reader import PromptReader
 from gateway.prompt.tokenizer_trust import Styles
+from gateway.ratelimit.limiter import TenantLimiters
 from gateway.routing.plan_follower import Follower
 from gateway.routing.prefix_transfers import PrefixTransfers
 from gateway.routing.replication import Replicas
@@ -166,6 +167,8 @@ async def build_nodes(
     holder = uuid.uuid4().hex  # a name for what this process reserves: no worker's and no other start's
     identity = config.identity
     guard = identity.guard() if identity is not None else None
+    if guard is not None:
+        guard.told = upkeep.peer_refused
     agents = [
         agent_client(node.agent, config.timeouts.rpc_s, identity, node.name, upkeep.called_by_grpc, holder, guard)
         for node in config.nodes
@@ -258,6 +261,7 @@ def build_pipeline(
     receiver: BodyReceiver,
     reader: PromptReader,
     ended: RequestSinks,
+    allowances: TenantLimiters,
     renders_otherwise: bool,
 ) -> ServingParts:
     metrics, clusters, router = seat.metrics, seen.clusters, routing.router
@@ -300,7 +304,15 @@ def build_pipeline(
     )
     steps = Pipeline(
         receiver=receiver,
-        admission=ConcurrencyLimiter(config.max_in_flight, metrics.in_flight.set, seat.in_flight),
+        admission=ConcurrencyLimiter(
+            config.max_in_flight,
+            metrics.in_flight.set,
+            clock=clock,
+            patience_s=config.timeouts.room_s,
+            taken=seat.in_flight,
+            wanted=seat.places_wanted,
+            claims=allowances,
+        ),
         reader=reader,
         engine_readings=engine_readings,
         dispatcher=dispatcher,

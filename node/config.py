@@ -226,7 +226,7 @@ class NodeConfig:
     @property
     def plain_listeners(self) -> tuple[str, ...]:
         """Those of LISTENERS that other machines reach, and whose words anybody on the way can read."""
-        secured = {"control", "calls", "engine"} if self.certificate else set()
+        secured = {"control", "calls", "engine", "metrics"} if self.certificate else set()
         secured |= {"transfer"} if self.integrity == "aead" else set()
         return tuple(name for name in LISTENERS if name not in secured and not is_loopback(self.port(name).host))
 

@@ -289,7 +289,10 @@ async def _unnamed(_: web.BaseRequest, response: web.StreamResponse) -> None:
 
 
 async def serve_metrics(agent: NodeAgent, host: str, port: int) -> MetricsServer:
-    """Serves /metrics and /health of a node on `host:port` (0: any free port). Raises OSError if the port is taken."""
+    """Serves /metrics and /health of a node on `host:port` (0: any free port). Raises OSError if the port is taken.
+
+    Over HTTPS where the node has a certificate and its readers a key.
+    """
     key = MetricsKey(agent.config.metrics_key)
     registry = CollectorRegistry(auto_describe=False)
     transport = TransportCollector(agent.prefills.egress.client, agent.listener.server)
@@ -309,11 +312,14 @@ async def serve_metrics(agent: NodeAgent, host: str, port: int) -> MetricsServer
     app.on_response_prepare.append(_unnamed)
     app.add_routes([web.get("/metrics", metrics), web.get("/health", health)])
     runner = web.AppRunner(app, access_log=None)
+    identity = agent.config.identity if agent.config.metrics_key else None
     await runner.setup()
     try:
-        await web.TCPSite(runner, host, port).start()
+        secure = identity.page_context() if identity is not None else None
+        await web.TCPSite(runner, host, port, ssl_context=secure).start()
     except BaseException:
         await runner.cleanup()
         raise
     bound = runner.addresses[0][1]
-    return MetricsServer(runner, f"http://{format_address(host, bound)}")
+    scheme = "http" if secure is None else "https"
+    return MetricsServer(runner, f"{scheme}://{format_address(host, bound)}")

@@ -27,6 +27,7 @@ from prfaas.errors import (
     StartRefused,
     TopologyError,
 )
+from transport.control.grpc_environment import for_grpc
 
 if TYPE_CHECKING:
     from prfaas.system.system import System
@@ -39,8 +40,7 @@ WIDTH_WHEN_PIPED = 160
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command; returns the exit status: 0 done, 1 failed, 2 bad configuration or arguments."""
-    # Before a command imports gRPC: its fork handlers crash children that other libraries of this process may start.
-    os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+    os.environ.update(for_grpc(os.environ))
     own, engine_args = split_engine_args(sys.argv[1:] if argv is None else argv)
     parser = _parser()
     arguments = parser.parse_args(own)

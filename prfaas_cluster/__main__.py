@@ -5,8 +5,9 @@ import signal
 import sys
 from collections.abc import Sequence
 
-# Before gRPC is imported: its fork handlers crash children that other libraries of this process may start.
-os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+from transport.control.grpc_environment import for_grpc
+
+os.environ.update(for_grpc(os.environ))
 if __name__ == "__main__":
     # As early: until the node can read its file again, SIGHUP has nothing to say, and must not end it.
     signal.signal(signal.SIGHUP, signal.SIG_IGN)

@@ -106,24 +106,24 @@ def _comments(source: str) -> Iterator[str]:
     yield "\n".join(run)
 
 
-def prose(path: Path) -> str:
-    """What a reader reads in a file, as one text."""
+def texts(path: Path) -> list[str]:
+    """What a reader reads in a file."""
     text = path.read_text()
-    return text if path.suffix == ".md" else "\n\n".join(texts_of(text))
+    return [text] if path.suffix == ".md" else list(texts_of(text))
 
 
 def long_sentences(path: Path) -> list[str]:
-    texts = [path.read_text()] if path.suffix == ".md" else texts_of(path.read_text())
-    return [each for text in texts for each in sentences(text) if words(each) > MAX_WORDS]
+    return _long(texts(path))
 
 
-def stumbling(path: Path) -> list[str]:
-    return STUMBLING.findall(prose(path))
+def _long(read: Iterable[str]) -> list[str]:
+    return [each for text in read for each in sentences(text) if words(each) > MAX_WORDS]
 
 
 def findings(path: Path) -> list[str]:
     """Long sentences, each with its number of words, and stumbling words."""
-    return [*(f"{words(each)} words: {each}" for each in long_sentences(path)), *stumbling(path)]
+    read = texts(path)
+    return [*(f"{words(each)} words: {each}" for each in _long(read)), *STUMBLING.findall("\n\n".join(read))]
 
 
 def files(paths: Iterable[Path]) -> Iterator[Path]:

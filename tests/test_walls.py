@@ -1,9 +1,11 @@
 """Rooms have walls: imports go one way, nothing grows beyond what one reads in one sitting, and tests look in by the door."""
 
 import ast
+import functools
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -27,6 +29,28 @@ def sources(*folders: str) -> Iterator[Path]:
         yield from (path for path in sorted((ROOT / folder).rglob("*.py")) if not generated(path))
 
 
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What walls look at in a file: a tree of its imports alone, its classes with their methods, privates it names."""
+
+    imports: ast.Module
+    methods: list[tuple[str, int]]
+    privates: list[str]
+
+
+@functools.cache
+def seen(path: Path) -> Seen:
+    """A file is parsed once; its whole tree is not kept."""
+    tree = ast.parse(path.read_text())
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
+    classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    methods = [
+        (node.name, sum(isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef) for part in node.body))
+        for node in classes
+    ]
+    return Seen(ast.Module(list(imports), []), methods, private_names(tree))
+
+
 def module_of(path: Path) -> str:
     parts = path.relative_to(ROOT).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
@@ -47,7 +71,7 @@ def imports_of(tree: ast.AST, modules: set[str]) -> set[str]:
 
 def import_graph() -> dict[str, set[str]]:
     paths = {module_of(path): path for path in sources(*PACKAGES)}
-    graph = {name: imports_of(ast.parse(path.read_text()), set(paths)) for name, path in paths.items()}
+    graph = {name: imports_of(seen(path).imports, set(paths)) for name, path in paths.items()}
     return {name: imported - {name} for name, imported in graph.items()}
 
 
@@ -93,13 +117,12 @@ def test_a_room_has_a_dozen_modules_or_so(folder: str) -> None:
 
 @pytest.mark.parametrize("folder", [*PACKAGES, "benchmarks", "tests"])
 def test_a_class_is_one_idea(folder: str) -> None:
-    many: dict[str, int] = {}
-    for path in sources(folder):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ClassDef):
-                methods = sum(isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef) for part in node.body)
-                if methods > MAX_METHODS:
-                    many[f"{path.relative_to(ROOT)}:{node.name}"] = methods
+    many = {
+        f"{path.relative_to(ROOT)}:{name}": methods
+        for path in sources(folder)
+        for name, methods in seen(path).methods
+        if methods > MAX_METHODS
+    }
     assert many == {}
 
 
@@ -107,9 +130,9 @@ def public_classes() -> dict[str, set[str]]:
     """The modules that define each public class name."""
     found: dict[str, set[str]] = defaultdict(set)
     for path in sources(*PACKAGES, "benchmarks", "deploy"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                found[node.name].add(str(path.relative_to(ROOT)))
+        for name, _ in seen(path).methods:
+            if not name.startswith("_"):
+                found[name].add(str(path.relative_to(ROOT)))
     return found
 
 
@@ -148,7 +171,5 @@ def test_a_reach_into_somebodys_privates_is_found() -> None:
     sorted(path.name for path in (ROOT / "tests").iterdir() if path.is_dir() and path.name not in {"vllm", "sglang"}),
 )
 def test_tests_see_what_everybody_may_see(folder: str) -> None:
-    reaches = {
-        str(path.relative_to(ROOT)): private_names(ast.parse(path.read_text())) for path in sources(f"tests/{folder}")
-    }
+    reaches = {str(path.relative_to(ROOT)): seen(path).privates for path in sources(f"tests/{folder}")}
     assert {path: names for path, names in reaches.items() if names} == {}

@@ -23,7 +23,7 @@ from enum import Enum
 from typing import Final
 
 from hybrid_cache.errors import LayoutError
-from hybrid_cache.layout.layout import ByteRange, KVCacheGroup, ModelLayout
+from hybrid_cache.layout.layout import KVCacheGroup, ModelLayout
 from hybrid_cache.layout.spec import FullAttention, KVCacheSpec, LinearState, SlidingWindow
 from transport.control.messages import JobPages
 
@@ -166,44 +166,14 @@ def _spec(layer: CacheLayer, block_tokens: int, ranks: int) -> KVCacheSpec:
     return FullAttention(bytes_per_token=per_token, k_bytes_per_token=per_token)
 
 
-@dataclass(frozen=True, slots=True)
-class BlockCopy:
-    """One rank's part of one slab: vLLM's block, and where the bytes lie in the arena, in order."""
-
-    block_id: int
-    segments: tuple[ByteRange, ...]
-
-
 def block_range(start: int, stop: int, block_tokens: int) -> range:
     """The blocks that tokens [start, stop) touch."""
     return range(start // block_tokens, -(-stop // block_tokens))
 
 
-def attention_copies(
-    layout: ModelLayout, place: LayerPlace, part: RankPart, pages: JobPages, table: Table, start: int, stop: int
-) -> Iterator[BlockCopy]:
-    """The copies for the blocks of a layer that tokens [start, stop) touch, where both sides have the block."""
-    stored = pages.blocks[place.group]
-    for index, block, offset in place.blocks(start, min(stop, pages.num_tokens), layout.block_size):
-        if is_live(table, index) and stored[block]:
-            segments = layout.segments(place.group, place.layer_index, stored[block])
-            yield BlockCopy(table[index], cut(segments, offset + part.start, offset + part.stop))
-
-
 def is_live(table: Table, index: int) -> bool:
     """Whether vLLM has that block."""
     return index < len(table) and table[index] != NULL_BLOCK
-
-
-def state_copy(
-    layout: ModelLayout, place: LayerPlace, part: RankPart, pages: JobPages, table: Table, length: int
-) -> BlockCopy | None:
-    """The copy for a layer's state after `length` tokens, if both sides have it."""
-    stored = pages.states[place.group].get(length)
-    block_id = state_block(table, length, place.layer.block_tokens)
-    if not stored or block_id == NULL_BLOCK:
-        return None
-    return BlockCopy(block_id, cut(layout.segments(place.group, place.layer_index, stored), part.start, part.stop))
 
 
 def state_block(table: Table, length: int, block_tokens: int) -> int:
@@ -221,7 +191,7 @@ def unloadable(layout: VllmLayout, pages: JobPages, tables: Sequence[Table], sta
     Every live block that vLLM allocated for them must have its bytes: one without would be served as if it had.
     """
     size = layout.model.block_size
-    for place in layout.places:
+    for place in _one_of_each(layout):
         table = tables[place.layer.table]
         if place.layer.kind is LayerKind.STATE:
             if state_block(table, stop, place.layer.block_tokens) == NULL_BLOCK:
@@ -244,19 +214,16 @@ def unfilled(
     """(group, block) of what pages wait for and vLLM no longer has, or not all of: windows that moved on."""
     return {
         (place.group, block)
-        for place in layout.places
+        for place in _one_of_each(layout)
         if place.layer.kind is LayerKind.WINDOW
         for index, block, _ in place.blocks(start, min(stop, pages.num_tokens), layout.model.block_size)
         if pages.blocks[place.group][block] and not is_live(tables[place.layer.table], index)
     }
 
 
-def cut(segments: Sequence[ByteRange], start: int, stop: int) -> tuple[ByteRange, ...]:
-    """The arena ranges of slab bytes [start, stop)."""
-    pieces, position = [], 0  # position: slab offset at which a segment begins
-    for segment in segments:
-        lo, hi = max(start, position), min(stop, position + segment.length)
-        if lo < hi:
-            pieces.append(ByteRange(segment.start + lo - position, hi - lo))
-        position += segment.length
-    return tuple(pieces)
+def _one_of_each(layout: VllmLayout) -> list[LayerPlace]:
+    """The first of all layers that have their blocks in common: those of one group and one block table."""
+    found: dict[tuple[int, int, int], LayerPlace] = {}
+    for place in layout.places:
+        found.setdefault((place.group, place.layer.table, place.layer.block_tokens), place)
+    return list(found.values())

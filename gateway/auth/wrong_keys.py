@@ -9,13 +9,9 @@ An address from which a right key has come is left alone: others than the guesse
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
-from ipaddress import IPv6Address, ip_address, ip_network
-from typing import Final
 
 from gateway.config.wrong_keys import WrongKeysConfig
-
-IPV6_PREFIX_BITS: Final = 64  # what one customer has
+from transport.path.site import site_of
 
 
 @dataclass(slots=True)
@@ -81,17 +77,3 @@ class WrongKeys:
         if len(self._guesses) > self._config.max_addresses:
             self._guesses.popitem(last=False)
         return guesses
-
-
-@lru_cache(maxsize=1024)
-def site_of(address: str) -> str:
-    """What stands for an address: itself, or the first 64 bits of an IPv6 one, which may have as many as it likes."""
-    try:
-        parsed = ip_address(address.partition("%")[0])
-    except ValueError:
-        return address
-    if not isinstance(parsed, IPv6Address):
-        return str(parsed)
-    if parsed.ipv4_mapped is not None:
-        return str(parsed.ipv4_mapped)
-    return str(ip_network((parsed, IPV6_PREFIX_BITS), strict=False))

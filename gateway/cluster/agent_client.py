@@ -106,6 +106,10 @@ class AgentClient:
         await self.kept.close()
         await self._channel.close()
 
+    async def check_peer(self) -> None:
+        """Looks whether who listens there may be an agent. Raises AgentCallFailed."""
+        await self._peer.look()
+
     async def describe(self) -> tuple[NodeInfo, NodeLoad]:
         """Who the node is, and how busy."""
         node = await self._call(self._stub.Describe, pb.DescribeRequest())

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from gateway.errors import Overloaded
-from planner.decisions.admission.waiting import TenantShare
+from planner.decisions.admission.waiting import PHASE, TenantShare
 
 CLASS_BYTES: Final = (16 * 1024, 128 * 1024)
 LEAST_BYTES: Final = 1024  # a body costs at least as much as one of so many
@@ -45,6 +45,7 @@ class _Tenant:
 
     weight: float
     start: float
+    first_extra: float  # what its next turn costs beside its body: no two tenants keep step
     now: float = 0.0
     lines: dict[int, _Line] = field(default_factory=dict)
 
@@ -56,6 +57,7 @@ class ReadingQueue:
         self._free = places
         self._now = 0.0  # virtual: bytes by weight
         self._waiting: dict[str, _Tenant] = {}
+        self._joined = 0  # tenants that began at the present time
         self._ends: dict[str, float] = {}  # when what tenants have had ends
 
     def __len__(self) -> int:
@@ -78,7 +80,7 @@ class ReadingQueue:
         turn: Turn = asyncio.get_running_loop().create_future()
         tenant = self._waiting.get(share.flow)
         if tenant is None:
-            tenant = self._waiting[share.flow] = _Tenant(share.weight, self._start_of(share))
+            tenant = self._waiting[share.flow] = self._joins(share, cost)
         tenant.weight = share.weight
         number = sum(num_bytes > limit for limit in CLASS_BYTES)
         tenant.lines.setdefault(number, _Line(tenant.now)).waiting.append((cost, turn))
@@ -105,7 +107,8 @@ class ReadingQueue:
             is_wanted = not turn.done()
             if is_wanted:
                 self._now, tenant.now = tenant.start, line.start
-                tenant.start += cost / tenant.weight
+                tenant.start += cost / tenant.weight + tenant.first_extra
+                tenant.first_extra = 0.0
                 line.start += cost
             if not line.waiting:
                 del tenant.lines[number]
@@ -115,6 +118,15 @@ class ReadingQueue:
             if is_wanted:
                 return turn
         return None
+
+    def _joins(self, share: TenantShare, cost: float) -> _Tenant:
+        """Nothing else waits of it. One that is behind begins now, and pays a part of its first body once more."""
+        start = self._start_of(share)
+        extra = 0.0
+        if start == self._now:
+            self._joined += 1
+            extra = self._joined * PHASE % 1.0 * cost / share.weight
+        return _Tenant(share.weight, start, extra)
 
     def _start_of(self, share: TenantShare) -> float:
         return max(self._now, self._ends.get(share.flow, 0.0))

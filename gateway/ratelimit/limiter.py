@@ -1,8 +1,9 @@
 """What each tenant has taken of its limits; `planner.decisions.admission.limits` says what follows from that.
 
-Workers of one gateway share a file, in which a tenant has a row: its name (a digest), and when its buckets will be
-full again. By worker: its requests under way, and the tokens that it is about to have pinned. The parent clears the
-columns of a worker that has died: what it had under way is no more. One that starts clears its own, too.
+Workers of one gateway share a file, in which a tenant has a row: its name (a digest), when its buckets will be full
+again, its weight, and its claims: the places among the gateway's requests in flight that it holds or waits for. By worker:
+its requests under way, the tokens that it is about to have pinned, and its claims. The parent clears the columns of a
+worker that has died: what it had under way is no more. One that starts clears its own, too.
 """
 
 from collections.abc import Callable, Mapping
@@ -13,6 +14,7 @@ from types import MappingProxyType
 from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from gateway.auth.keyring import Tenant
 from gateway.config.tenants import MAX_TENANTS
@@ -30,9 +32,12 @@ from planner.decisions.admission.limits import (
     settled,
     solvent,
 )
+from planner.decisions.admission.places import Entry, TenantPlaces
+from planner.decisions.admission.waiting import TenantShare
 
 ROWS: Final = 4 * MAX_TENANTS  # those of tenants that are no more are used again when they say nothing any more
-NAME, REQUESTS, TOKENS, OWN_CELLS = range(4)
+NAME, REQUESTS, TOKENS, WEIGHT, CLAIMS, OWN_CELLS = range(6)
+BY_WORKER: Final = 3  # cells
 NAME_BYTES: Final = 6  # as a number, exact in a float
 
 MESSAGES: Final = {
@@ -73,20 +78,23 @@ class TenantLimiters:
         self._own = OWN_CELLS + own
         self._workers = workers
         self._pins = slice(OWN_CELLS + workers, OWN_CELLS + 2 * workers)
-        width = OWN_CELLS + 2 * workers
+        width = OWN_CELLS + BY_WORKER * workers
         self._array = SharedArray(path, np.float64, num_cells=ROWS * width)
-        self._cells = self._array.cells.reshape(ROWS, width)
+        # Column by column: a sum over all tenants takes microseconds.
+        self._cells = self._array.cells.reshape(width, ROWS).T
         self.clear(own)
 
     def clear(self, worker: int) -> None:
         """What this worker had under way is no more."""
+        columns = [OWN_CELLS + number * self._workers + worker for number in range(BY_WORKER)]
         with self._array.locked():
-            self._cells[:, [OWN_CELLS + worker, OWN_CELLS + self._workers + worker]] = 0
+            self._cells[:, CLAIMS] -= self._cells[:, columns[-1]]
+            self._cells[:, columns] = 0
 
     @staticmethod
     def create(path: Path, workers: int) -> None:
         """A file for so many. Raises OSError."""
-        SharedArray.create(path, ROWS * (OWN_CELLS + 2 * workers))
+        SharedArray.create(path, ROWS * (OWN_CELLS + BY_WORKER * workers))
 
     def close(self) -> None:
         """Lets go of the file; it must not be asked any more."""
@@ -119,6 +127,40 @@ class TenantLimiters:
             row = self._cells[self._row(tenant, self._clock())]
             row[self._own + self._workers] += tokens
             return int(row[self._pins].sum() - row[self._own + self._workers])
+
+    def claim(self, share: TenantShare, decide: Callable[[TenantPlaces], Entry]) -> Entry:
+        """What `decide` says of one more request of a tenant with these claims; meanwhile no other process decides.
+
+        Unless it is refused, the tenant has another claim, to be given up once.
+        """
+        with self._array.locked():
+            row = self._cells[self._row(share.flow, self._clock())]
+            row[WEIGHT] = share.weight
+            decision = decide(self._claims(row))
+            if decision is not Entry.REFUSED:
+                self._add_claims(row, 1)
+        return decision
+
+    def claims(self, share: TenantShare) -> TenantPlaces:
+        """Those of a tenant."""
+        with self._array.locked():
+            row = self._cells[self._row(share.flow, self._clock())]
+            row[WEIGHT] = share.weight
+            return self._claims(row)
+
+    def give_up(self, share: TenantShare) -> None:
+        """A claim of the tenant is no more."""
+        with self._array.locked():
+            self._add_claims(self._cells[self._row(share.flow, self._clock())], -1)
+
+    def _claims(self, row: NDArray[np.float64]) -> TenantPlaces:
+        own, weight = int(row[CLAIMS]), float(row[WEIGHT])
+        weights = float(self._cells[:, WEIGHT] @ (self._cells[:, CLAIMS] > 0))
+        return TenantPlaces(own, weight, max(0.0, weights - weight) if own else weights)
+
+    def _add_claims(self, row: NDArray[np.float64], by: int) -> None:
+        row[CLAIMS] += by
+        row[self._own + 2 * self._workers] += by
 
     def _written(
         self, tenant: str, change: Callable[[Used, float], Used | LimitRefusal], now: float

@@ -16,7 +16,7 @@ from gateway.admission.service_classes import Classes
 from gateway.api.dialects.translation import telling_of
 from gateway.api.openai import Call, Endpoint
 from gateway.api.validation import MAX_ANSWERS, too_many
-from gateway.auth.keyring import EVERYBODY, Keyring
+from gateway.auth.keyring import EVERYBODY, Keyring, Tenant
 from gateway.auth.oidc import TokenVerifier
 from gateway.auth.sessions import OperatorSessions
 from gateway.auth.wrong_keys import WrongKeys
@@ -135,10 +135,10 @@ class GenerationEndpoint:
         tenant, allowance = EVERYBODY, UNLIMITED
         try:
             tenant = self.keyring.tenant(http.headers)
-            self.rooms.admission.check()
+            self.rooms.admission.check(tenant.share)
             allowance = self.allowances.enter(tenant)
             visit = InflightRequest(http, endpoint, await self.rooms.receiver.receive(http), arrived, tenant, allowance)
-            self.rooms.admission.take()
+            await self.rooms.admission.take(tenant.share)
         except BaseException as error:
             allowance.leave()
             if isinstance(error, ApiError):
@@ -147,14 +147,14 @@ class GenerationEndpoint:
         # The work is a task of its own: a client that hangs up in the middle ends it, one that has its whole answer does
         # not keep the books from being closed.
         work = self._tasks.start(self._serve(visit), "request", expected=(ApiError, ConnectionResetError))
-        work.add_done_callback(lambda _: self._left(allowance))
+        work.add_done_callback(lambda _: self._left(tenant, allowance))
         try:
             return await self.visits.until_answered(visit, work)
         finally:
             del work  # as `until_answered` forgets it
 
-    def _left(self, allowance: TenantLimiter) -> None:
-        self.rooms.admission.give_back()
+    def _left(self, tenant: Tenant, allowance: TenantLimiter) -> None:
+        self.rooms.admission.give_back(tenant.share)
         allowance.leave()
 
     async def understood(self, http: web.Request, endpoint: Endpoint, body: bytes) -> Request:
@@ -199,7 +199,8 @@ class GenerationEndpoint:
 
     def _most_answers(self, visit: InflightRequest) -> int:
         """How many answers one request may ask for: more would never have a place at once."""
-        return min(MAX_ANSWERS, visit.tenant.limits.at_once or MAX_ANSWERS, self.rooms.admission.limit)
+        share, limits = visit.tenant.share, visit.tenant.limits
+        return min(MAX_ANSWERS, limits.at_once or MAX_ANSWERS, self.rooms.admission.most_of(share))
 
     async def _read_list(self, visit: InflightRequest) -> list[Request]:
         """The requests that a completion with a list of prompts makes. Raises ApiError."""
@@ -233,8 +234,8 @@ class GenerationEndpoint:
         with ExitStack() as places:
             try:
                 for _ in requests[1:]:
-                    self.rooms.admission.take()
-                    places.callback(self.rooms.admission.give_back)
+                    await self.rooms.admission.take(visit.tenant.share)
+                    places.callback(self.rooms.admission.give_back, visit.tenant.share)
             except ApiError as error:
                 self.rooms.accounts.turned_away(error, visit.tenant)
                 raise

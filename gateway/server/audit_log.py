@@ -14,9 +14,9 @@ from typing import Final, Literal
 import msgspec
 
 from gateway.auth.keyring import Operator
-from gateway.auth.wrong_keys import site_of
 from gateway.config.audit import AuditConfig
 from gateway.telemetry.line_files import LineFiles
+from transport.path.site import site_of
 
 log = logging.getLogger("prfaas.gateway.audit")
 

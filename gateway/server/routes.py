@@ -89,7 +89,7 @@ def _continue_or_refuse(door: GenerationEndpoint, http: web.Request) -> web.Stre
     try:
         door.guard.checked(http)
         tenant = door.keyring.tenant(http.headers)
-        door.rooms.admission.check()
+        door.rooms.admission.check(tenant.share)
         check_head(http, door.config.max_body_bytes)
     except ApiError as error:
         door.rooms.accounts.turned_away(error, tenant)

@@ -53,6 +53,9 @@ class ProcessMetrics:
         "Wrong keys that were shown, answers to such that were delayed, and requests held off",
         "what",
     )
+    _peers_refused = counters(
+        "prfaas_agent_refusals", "Agents and engines that were refused for their certificate, by why", "reason"
+    )
     _not_audited = counters("prfaas_audit_lost", "Lines that are not in the audit log's files, by reason", "reason")
 
     def __init__(self, registry: CollectorRegistry) -> None:
@@ -61,6 +64,10 @@ class ProcessMetrics:
     def key_shown(self, what: str) -> None:
         """`wrong`, `delayed` or `held_off`."""
         self._keys_shown[what,].inc()
+
+    def peer_refused(self, reason: str) -> None:
+        """`nameless`, `revoked`, `trust_domain` or `role`."""
+        self._peers_refused[reason,].inc()
 
     def not_audited(self, reason: str, lines: int) -> None:
         self._not_audited[reason,].inc(lines)

@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 from gateway.api.bodies import Body
 from gateway.errors import LegFailed
 from gateway.upstream.http1 import JSON, EngineAnswer, UpstreamConnection
+from transport.path.tcp import is_loopback
 from transport.peers.guard import Guard
 from transport.peers.name import PeerCertificate, of_tls
 from transport.peers.rights import SERVE
@@ -18,13 +19,22 @@ from transport.wire.identity import Identity
 AGENT: Final = "prfaas"
 
 
+def is_in_clear(url: str) -> bool:
+    """Whether what is said to an engine there can be read on its way."""
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        return False
+    return parts.scheme == "http" and not is_loopback(parts.hostname or "")
+
+
 class UpstreamEngine:
     """Where an engine listens, and the idle connections to it: since when, the latest last."""
 
     def __init__(self, url: str, identity: Identity | None = None, name: str = "") -> None:
         """With an `identity`, https is mutual TLS, and the engine's certificate must carry `name`, or else the URL's host.
 
-        Raises LegFailed for what is no URL of HTTP.
+        Raises LegFailed for what is no URL of HTTP, and with an `identity` for an engine of another machine in clear.
         """
         try:
             parts = urlsplit(url)
@@ -33,6 +43,8 @@ class UpstreamEngine:
             raise LegFailed("unreachable", f"{url!r}: {error}") from error
         if parts.scheme not in ("http", "https") or not parts.hostname or not url.isascii() or not url.isprintable():
             raise LegFailed("unreachable", f"{url!r} is no URL of HTTP")
+        if identity is not None and is_in_clear(url):
+            raise LegFailed("unreachable", f"{url!r} is in clear, and this gateway has certificates")
         self.url = url
         self.key = url, name
         self.host = parts.hostname

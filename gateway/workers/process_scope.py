@@ -20,7 +20,7 @@ from gateway.telemetry.load_report import KEPT, OfferedLoad
 from gateway.telemetry.metrics import Metrics, keep_in
 from gateway.telemetry.record_ring import RecordRing
 from gateway.workers.peers import NumberedRing, WorkerPeers
-from gateway.workers.shared_counters import IN_FLIGHT, WAITING, SharedCounters, SharedSlots, WorkerState
+from gateway.workers.shared_counters import IN_FLIGHT, PLACES_WANTED, WAITING, SharedCounters, SharedSlots, WorkerState
 from gateway.workers.shared_samples import SharedSamples
 from planner.decisions.plans.offered import SampleRing
 
@@ -46,6 +46,7 @@ class SingleProcess:
         self.metrics = Metrics()
         self.offered = OfferedLoad(uuid.uuid4().hex, SampleRing(KEPT), SampleRing(KEPT))
         self.in_flight: Slots = LocalSlots()
+        self.places_wanted: Slots = LocalSlots()
         self.waiting: Slots = LocalSlots()
         self.drained: DrainedLinks = LocalDrainedLinks()
         self.sessions: SessionStore = LocalSessions()
@@ -107,6 +108,7 @@ class WorkerProcess:
         self.metrics = Metrics(directory / METRICS)
         self.offered: OfferedLoad = SharedSamples(directory / TALLY)
         self.in_flight: Slots = SharedSlots(self._board, IN_FLIGHT)
+        self.places_wanted: Slots = SharedSlots(self._board, PLACES_WANTED)
         self.waiting: Slots = SharedSlots(self._board, WAITING)
         self.next_seq: Callable[[], int] = self._board.next_seq
         self.drained: DrainedLinks = SharedDrainedLinks(directory / DRAINED)

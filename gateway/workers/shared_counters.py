@@ -25,8 +25,8 @@ from planner.decisions.estimates.durations import PREFILL_SHARE_S, PrefillShare
 HEAD_CELLS: Final = 8
 WORKERS, NODES, LAST_SEQ, RESTARTS = range(4)
 MORE_CLUSTERS: Final = 8  # than nodes: names that were once a cluster's keep their column
-OWN_CELLS: Final = 4
-STATE, IN_FLIGHT, WAITING, BEATS = range(4)
+OWN_CELLS: Final = 5
+STATE, IN_FLIGHT, WAITING, BEATS, PLACES_WANTED = range(OWN_CELLS)
 
 
 class WorkerState(IntEnum):

@@ -15,24 +15,21 @@ Writes go through a bounded queue to one thread; when it is full, the block is n
 waiting for a disk is fine.
 """
 
-import errno
-import fcntl
 import logging
-import os
 import struct
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from types import TracebackType
-from typing import Final, NamedTuple, Protocol, Self
+from typing import Final, NamedTuple, Self
 
+import numpy as np
 import xxhash
 
 from hybrid_cache.cache.events import BlocksStored, CacheCleared, CacheEvent, EventLog, Medium
-from hybrid_cache.errors import DiskInUse
 from hybrid_cache.layout.layout import ModelLayout
+from hybrid_cache.tiers.files import Buffer, Disk
 
 log = logging.getLogger(__name__)
 
@@ -42,9 +39,8 @@ HEADER_BYTES: Final = 128
 ORDER_MAGIC: Final = b"pfLR"
 ORDER: Final = struct.Struct("<4sQQ16s")  # magic, number of the save, number of blocks, checksum of what follows
 ORDER_BYTES: Final = 8  # of a hash
-LOCK_NAME: Final = "lock"
+PIECE_BYTES: Final = 1 << 20  # copied, hashed and freed at once: other threads run in between
 EVENT_LIMIT: Final = 1 << 20  # hashes kept for an absent reader
-Buffer = bytes | bytearray | memoryview
 
 
 class BlockKey(NamedTuple):
@@ -52,74 +48,6 @@ class BlockKey(NamedTuple):
 
     group: int
     block_hash: bytes
-
-
-class Disk(Protocol):
-    """Files by name, read and written at offsets. Both may raise OSError."""
-
-    def size(self, name: str) -> int: ...
-
-    def read(self, name: str, offset: int, into: Sequence[memoryview]) -> int: ...
-
-    def write(self, name: str, offset: int, parts: Sequence[Buffer]) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class FileDisk:
-    """Files in a directory; this object is its only user until it is closed or its process ends."""
-
-    def __init__(self, directory: Path) -> None:
-        """Raises DiskInUse."""
-        directory.mkdir(parents=True, exist_ok=True)
-        self._directory = directory
-        self._files: dict[str, int] = {}
-        try:
-            fcntl.flock(self._file(LOCK_NAME), fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as exc:
-            self.close()
-            raise DiskInUse(directory) from exc
-
-    def size(self, name: str) -> int:
-        return os.fstat(self._file(name)).st_size
-
-    def read(self, name: str, offset: int, into: Sequence[memoryview]) -> int:
-        return _in_full(os.preadv, self._file(name), list(into), offset)
-
-    def write(self, name: str, offset: int, parts: Sequence[Buffer]) -> None:
-        views = [memoryview(part) for part in parts]
-        written = _in_full(os.pwritev, self._file(name), views, offset)
-        if written < sum(view.nbytes for view in views):
-            raise OSError(errno.EIO, "short write")
-
-    def close(self) -> None:
-        for file in self._files.values():
-            os.close(file)
-        self._files.clear()
-
-    def _file(self, name: str) -> int:
-        if name not in self._files:
-            self._files[name] = os.open(self._directory / name, os.O_RDWR | os.O_CREAT, 0o600)
-        return self._files[name]
-
-
-def _in_full(move: "_Move", file: int, views: list[memoryview], offset: int) -> int:
-    """preadv and pwritev may move less than asked, and take at most IOV_MAX buffers."""
-    done = 0
-    while views:
-        moved = move(file, views[:1024], offset + done)
-        if moved == 0:
-            break
-        done += moved
-        while views and moved >= views[0].nbytes:
-            moved -= views.pop(0).nbytes
-        if views and moved:
-            views[0] = views[0][moved:]
-    return done
-
-
-class _Move(Protocol):
-    def __call__(self, file: int, views: list[memoryview], offset: int, /) -> int: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,19 +70,20 @@ class DiskReport:
 class DiskTier:
     """Blocks of one layout on disk, the least recently used overwritten first. Thread-safe."""
 
-    def __init__(
-        self, layout: ModelLayout, disk: Disk, *, capacity_bytes: int, queue_bytes: int = 256 << 20, salt: str = ""
-    ) -> None:
+    def __init__(self, layout: ModelLayout, disk: Disk, *, capacity_bytes: int, queue_bytes: int = 256 << 20) -> None:
+        """Lists what is there; files of other layouts, or beyond the capacity, are removed. Raises OSError."""
         self.layout = layout
+        self.queue_bytes: Final = queue_bytes
         self._disk = disk
-        self._queue_limit = queue_bytes
         share = capacity_bytes // len(layout.groups)
-        self._slots = [share // self._slot_bytes(group) for group in range(len(layout.groups))]
+        self._slots = [_slots_within(layout, group, share, queue_bytes) for group in range(len(layout.groups))]
         # Another layout's blocks are other files: nothing is ever read across.
-        self._names = [f"{layout.fingerprint[:24]}{salt}-{group}.kv" for group in range(len(layout.groups))]
+        self._names = [f"{layout.fingerprint[:24]}-{group}.kv" for group in range(len(layout.groups))]
+        if freed := disk.keep(_most_bytes(layout, self._names, self._slots)):
+            log.info("removed %d bytes of other layouts, or beyond %d bytes for each group", freed, share)
         self._index: list[OrderedDict[bytes, int]] = [OrderedDict() for _ in layout.groups]
         self._free: list[list[int]] = [[] for _ in layout.groups]
-        self._pending: dict[BlockKey, bytes] = {}
+        self._pending: dict[BlockKey, list[memoryview]] = {}
         self._queue: deque[BlockKey] = deque()
         self._queued_bytes = 0
         self._counts = dict.fromkeys(
@@ -166,6 +95,7 @@ class DiskTier:
         self._idle = threading.Condition(self._lock)
         self._closing = False
         self._ended = False  # the writer
+        self._left_alone = False  # by a close that could wait no longer
         self._uses = 0  # since the order was saved
         self._save_every = max(1024, sum(self._slots) // 8)
         self._saves = 0
@@ -213,7 +143,7 @@ class DiskTier:
         with self._lock:
             if not self._takes(key, size):
                 return False
-        data = b"".join(parts)  # not under the lock: it is as long as the block
+        data = _copied(parts, size)  # not under the lock: it is as long as the block
         with self._lock:
             if not self._takes(key, size):  # another thread may have been faster
                 return False
@@ -228,7 +158,7 @@ class DiskTier:
         """Whether a block may be queued; blocks without room are counted. The caller holds the lock."""
         if key in self._pending or key.block_hash in self._index[key.group]:
             return False
-        room = self._queued_bytes + size <= self._queue_limit and self._slots[key.group]
+        room = self._queued_bytes + size <= self.queue_bytes and self._slots[key.group]
         if self._closing or self._ended or not room:
             self._counts["refused_writes"] += 1
             return False
@@ -237,13 +167,13 @@ class DiskTier:
     def get(self, key: BlockKey, into: Sequence[memoryview]) -> bool:
         """Reads a block. False: not there, or damaged; then what is in `into` means nothing."""
         with self._lock:
-            pending = self._pending.get(key)
+            pending = list(self._pending.get(key, ()))
             slot = self._index[key.group].get(key.block_hash)
-            if pending is None and slot is None:
+            if not pending and slot is None:
                 self._counts["misses"] += 1
                 return False
-        if pending is not None:
-            _scatter(pending, into)
+        if pending:
+            _move(pending, into)
             return self._count("hits", True)
         assert slot is not None
         header = bytearray(HEADER_BYTES)
@@ -276,13 +206,23 @@ class DiskTier:
             while self._pending and not self._ended:
                 self._idle.wait()
 
-    def close(self) -> None:
-        """Writes the queue and the order of use, ends the writer and lets go of the disk."""
+    def close(self, timeout_s: float | None = None) -> bool:
+        """Writes the queue and the order of use, ends the writer and lets go of the disk.
+
+        False if the disk has not let it within that time. What is queued is lost then, and the writer lets go of the
+        disk by itself, should that ever answer.
+        """
         with self._lock:
             self._closing = True
             self._work.notify()
-        self._writer.join()
+        self._writer.join(timeout_s)
+        with self._lock:
+            if not self._ended:
+                self._left_alone = True
+                self._queue.clear()
+                return False
         self._disk.close()
+        return True
 
     def report(self) -> DiskReport:
         with self._lock:
@@ -297,7 +237,7 @@ class DiskTier:
     # Slots
 
     def _slot_bytes(self, group: int) -> int:
-        return HEADER_BYTES + -(-self.layout.block_bytes(group) // HEADER_BYTES) * HEADER_BYTES
+        return _slot_bytes(self.layout.block_bytes(group))
 
     def _recover(self, group: int) -> None:
         """Lists the slots with a valid header, the least recently used first."""
@@ -404,6 +344,8 @@ class DiskTier:
             with self._lock:
                 self._ended = True
                 self._idle.notify_all()
+            if self._left_alone:
+                self._disk.close()
 
     def _write_block(self, key: BlockKey) -> None:
         """Writes one block of the queue. On any error the block is lost and counted, and the tier goes on."""
@@ -433,18 +375,20 @@ class DiskTier:
             self._events.removed(group, (block_hash,))
             return slot
 
-    def _write(self, key: BlockKey, slot: int, data: bytes) -> None:
+    def _write(self, key: BlockKey, slot: int, data: list[memoryview]) -> None:
         name, offset = self._names[key.group], slot * self._slot_bytes(key.group)
         header = bytearray(HEADER_BYTES)
         self._disk.write(name, offset, [bytes(header)])
-        self._disk.write(name, offset + HEADER_BYTES, [data])
-        HEADER.pack_into(header, 0, MAGIC, key.group, len(data), key.block_hash, _checksum([data]), b"")
+        self._disk.write(name, offset + HEADER_BYTES, data)
+        size = self.layout.block_bytes(key.group)
+        HEADER.pack_into(header, 0, MAGIC, key.group, size, key.block_hash, _checksum(data), b"")
         header[HEADER.size - 8 : HEADER.size] = _check(header)
         self._disk.write(name, offset, [bytes(header)])
 
     def _done(self, key: BlockKey, slot: int | None, *, written: bool) -> None:
         with self._lock:
-            self._queued_bytes -= len(self._pending.pop(key))
+            data = self._pending.pop(key)
+            self._queued_bytes -= self.layout.block_bytes(key.group)
             if written and slot is not None:
                 self._index[key.group][key.block_hash] = slot
                 self._uses += 1
@@ -455,6 +399,32 @@ class DiskTier:
                 self._events.removed(key.group, (key.block_hash,))
             if not self._pending:
                 self._idle.notify_all()
+        while data:
+            data.pop()
+
+
+def _slots_within(layout: ModelLayout, group: int, share: int, queue_bytes: int) -> int:
+    """How many slots fit, with two orders of use beside them. None is said: what it means cannot be seen."""
+    size = layout.block_bytes(group)
+    slots = max(0, share - 2 * ORDER.size) // (_slot_bytes(size) + 2 * ORDER_BYTES)
+    if not slots:
+        log.error("no block of group %d is kept on disk: one has %d bytes, and its share is %d", group, size, share)
+    elif size > queue_bytes:
+        log.error("no block of group %d is kept on disk: one has %d bytes, the queue %d", group, size, queue_bytes)
+    return slots
+
+
+def _most_bytes(layout: ModelLayout, names: Sequence[str], slots: Sequence[int]) -> dict[str, int]:
+    """A tier's files by name, and how long they may become."""
+    most_bytes: dict[str, int] = {}
+    for group, name in enumerate(names):
+        most_bytes[name] = slots[group] * _slot_bytes(layout.block_bytes(group))
+        most_bytes |= {f"{name}.lru{turn}": ORDER.size + slots[group] * ORDER_BYTES for turn in (0, 1)}
+    return most_bytes
+
+
+def _slot_bytes(block_bytes: int) -> int:
+    return HEADER_BYTES + -(-block_bytes // HEADER_BYTES) * HEADER_BYTES
 
 
 def _check(header: bytearray) -> bytes:
@@ -468,8 +438,29 @@ def _checksum(parts: Sequence[Buffer]) -> bytes:
     return hasher.digest()
 
 
-def _scatter(data: bytes, into: Sequence[memoryview]) -> None:
-    start = 0
-    for view in into:
-        view[:] = data[start : start + view.nbytes]
-        start += view.nbytes
+def _copied(parts: Sequence[Buffer], size: int) -> list[memoryview]:
+    """The bytes of `parts` in pieces of their own."""
+    made = [np.empty(min(PIECE_BYTES, size - at), np.uint8).data for at in range(0, size, PIECE_BYTES)]
+    _copy(parts, made)
+    return made
+
+
+def _move(pieces: list[memoryview], into: Sequence[memoryview]) -> None:
+    """Copies pieces, and frees each of them."""
+    _copy(pieces, into)
+    while pieces:
+        pieces.pop()
+
+
+def _copy(sources: Sequence[Buffer], targets: Sequence[memoryview]) -> None:
+    """Copies bytes piece by piece. numpy lets other threads run meanwhile, a memoryview would not."""
+    ends = iter(targets)
+    target, at = np.empty(0, np.uint8), 0
+    for source in sources:
+        data = np.frombuffer(source, np.uint8)
+        while data.size:
+            if at == target.size:
+                target, at = np.frombuffer(next(ends), np.uint8), 0
+            size = min(data.size, target.size - at, PIECE_BYTES)
+            target[at : at + size] = data[:size]
+            data, at = data[size:], at + size

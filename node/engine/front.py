@@ -1,26 +1,27 @@
 """The engine's door to the network: mutual TLS outside, plain HTTP on loopback inside.
 
-    gateway ══ TLS 1.3 ══ EngineFront ── loopback ── engine
+    accepted ── handshake, within HANDSHAKE_S ── rights ── connected with the engine ── relayed (`node.engine.relay`)
 
 A node with certificates opens no port of its engine to the network. The front takes the connections of gateways instead, checks
 who calls, and carries bytes both ways. It reads no HTTP: one connection outside is one connection inside, from its first byte
 to its last. While there is no engine, the front resets callers before their handshake, as a port does where nothing listens.
+Until its handshake is over, a caller has one of few places (`node.engine.handshakes`), so strangers take none of the others.
 """
 
 import asyncio
 import logging
 import socket
 import ssl
-import struct
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
-from functools import partial
-from typing import Any, Final, Protocol, cast
+from collections.abc import Callable, Mapping
+from typing import Any, Final, Protocol
 from urllib.parse import urlsplit
 
+from node.engine.handshakes import HandshakePlaces
+from node.engine.relay import READ_BYTES, EngineRelay, reset
 from node.process.ports import ListenPort
 from transport.control.calls import keep_alive
+from transport.path.site import site_of
 from transport.path.tcp import family_of, format_address
 from transport.peers.guard import Guard
 from transport.peers.name import of_tls
@@ -30,15 +31,14 @@ from transport.wire.identity import Identity
 
 log = logging.getLogger(__name__)
 
-HANDSHAKE_S: Final = 20.0  # as for control and calls
+HANDSHAKE_S: Final = 5.0
 CONNECT_S: Final = 5.0  # to an engine on the same machine, whose loop may be busy
-MAX_CONNECTIONS: Final = 16_384
+MAX_CONNECTIONS: Final = 16_384  # of callers that may ask
 MAX_OF_ADDRESS: Final = 4_096
-HANDSHAKES: Final = 1_024  # at once; each takes some 100 KiB until it ends
-HANDSHAKES_OF_ADDRESS: Final = 64
+KNOWN_S: Final = 600.0  # a site is known so long after its last caller has gone
+MAX_KNOWN: Final = 1_024
 BACKLOG: Final = 128
 ACCEPT_PAUSE_S: Final = 0.5  # while the process can open no more
-MAX_UNSENT_BYTES: Final = 256 * 1024  # of one way of a connection; the other end then waits
 
 PeerCertificate = Mapping[str, Any]  # as ssl.SSLSocket.getpeercert() gives it
 Complaint = Callable[[PeerCertificate], str]
@@ -47,28 +47,6 @@ Complaint = Callable[[PeerCertificate], str]
 def no_complaint(certificate: PeerCertificate) -> str:
     """Admits every caller with a certificate of the authority."""
     return ""
-
-
-class HandshakeTurns:
-    """Bounds the handshakes under way, of one address and in all. Others wait for their turn."""
-
-    def __init__(self, in_all: int = HANDSHAKES, of_address: int = HANDSHAKES_OF_ADDRESS) -> None:
-        self._all = asyncio.Semaphore(in_all)
-        self._of_address = of_address
-        self._by_address: dict[str, tuple[asyncio.Semaphore, list[None]]] = {}
-
-    @asynccontextmanager
-    async def turn(self, address: str) -> AsyncIterator[None]:
-        """Holds a turn of `address` while the block runs."""
-        mine, users = self._by_address.setdefault(address, (asyncio.Semaphore(self._of_address), []))
-        users.append(None)
-        try:
-            async with mine, self._all:
-                yield
-        finally:
-            users.pop()
-            if not users:
-                del self._by_address[address]
 
 
 class EngineDoor(Protocol):
@@ -116,29 +94,29 @@ class EngineFront:
         complaint: Complaint = no_complaint,
         *,
         handshake_s: float = HANDSHAKE_S,
-        turns: HandshakeTurns | None = None,
+        handshakes: "HandshakePlaces[_Caller] | None" = None,
         of_address: int = MAX_OF_ADDRESS,
     ) -> None:
         """`complaint` says why the holder of a certificate may not ask the engine, or "" if it may."""
         self.ended: Counter[str] = Counter()  # connections that the front ended, by reason
         self.url = self.engine_url = ""
         self._engine: tuple[str, int] | None = None  # that takes connections
-        self._outsides: set[_Outside] = set()
+        self._callers: set[_Caller] = set()
+        self._admitted: Counter[str] = Counter()  # by site
+        self._seen: dict[str, float] = {}  # by site, when the last of its admitted callers went; the latest last
         self._identity = identity
         self._complaint = complaint
         self._handshake_s = handshake_s
-        self._turns = turns or HandshakeTurns()
+        self._handshakes = handshakes if handshakes is not None else HandshakePlaces()
         self._of_address = of_address
-        self._addresses: Counter[str] = Counter()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._scratch = memoryview(bytearray(READ_BYTES))
         self._loop: asyncio.AbstractEventLoop
         self._listener: socket.socket | None = None
         self._pause: asyncio.TimerHandle | None = None
-        self._emptied = asyncio.Event()  # of a front that has ended
         self._lines = FewLines(log)
 
     def __len__(self) -> int:
-        return len(self._outsides)
+        return len(self._callers)
 
     async def start(self, port: ListenPort) -> None:
         """Listens; `url` says where. Raises NodeConfigError."""
@@ -164,9 +142,9 @@ class EngineFront:
 
     def check_again(self) -> None:
         """Ends the connections of callers that may not ask any more."""
-        for outside in [each for each in self._outsides if each.is_open]:
-            if complaint := self._complaint(outside.certificate()):
-                self._end(outside, "no_right", complaint)
+        for caller in [each for each in self._callers if each.certificate is not None]:
+            if complaint := self._complaint(caller.certificate or {}):
+                self.end(caller, "no_right", complaint)
 
     async def close(self) -> None:
         """Listens no more, and ends all connections."""
@@ -177,25 +155,11 @@ class EngineFront:
         self._loop.remove_reader(self._listener)
         self._listener.close()
         self._listener = None
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        for outside in list(self._outsides):
-            outside.abort()
-        await asyncio.sleep(0)  # tasks' callbacks
-        if self._outsides:
-            await self._emptied.wait()
-
-    def forget(self, outside: "_Outside") -> None:
-        """For a caller that has gone."""
-        if outside not in self._outsides:
-            return
-        self._outsides.discard(outside)
-        self._addresses[outside.address] -= 1
-        if not self._addresses[outside.address]:
-            del self._addresses[outside.address]
-        if self._listener is None and not self._outsides:
-            self._emptied.set()
+        callers = list(self._callers)
+        for caller in callers:
+            caller.abort()
+        connecting = [caller.connecting for caller in callers if caller.connecting is not None]
+        await asyncio.gather(*connecting, return_exceptions=True)
 
     def _listen(self) -> None:
         if self._listener is not None:
@@ -204,7 +168,7 @@ class EngineFront:
     def _accept(self, listener: socket.socket) -> None:
         for _ in range(BACKLOG):
             try:
-                caller, peer = listener.accept()
+                connection, peer = listener.accept()
             except (BlockingIOError, ConnectionAbortedError, InterruptedError):
                 return
             except OSError as exc:  # no descriptor, no memory: others may give theirs back
@@ -212,63 +176,180 @@ class EngineFront:
                 self._loop.remove_reader(listener)
                 self._pause = self._loop.call_later(ACCEPT_PAUSE_S, self._listen)
                 return
-            if reason := self._reason_against(peer[0]):
-                self.ended[reason] += 1  # without a line in the log: there may be many
-                _reset(caller)
-                continue
-            outside = _Outside(self, peer[0])
-            self._outsides.add(outside)
-            self._addresses[outside.address] += 1
-            task = self._loop.create_task(self._welcome(outside, caller), name="engine front")
-            self._tasks.add(task)
-            task.add_done_callback(partial(self._welcomed, outside, caller))
+            site = site_of(peer[0])
+            if reason := self._reason_against(site):
+                self._turn_away(connection, reason)
+            else:
+                self._welcome(connection, peer[0], site)
 
-    def _reason_against(self, address: str) -> str:
+    def _reason_against(self, site: str) -> str:
         if self._engine is None:
             return "no_engine"
-        is_crowded = len(self) >= MAX_CONNECTIONS or self._addresses[address] >= self._of_address
+        is_crowded = self._admitted.total() >= MAX_CONNECTIONS or self._admitted[site] >= self._of_address
         return "crowded" if is_crowded else ""
 
-    async def _welcome(self, outside: "_Outside", caller: socket.socket) -> None:
-        """Shakes hands, checks the caller's rights, and connects it with the engine."""
-        try:
-            caller.setblocking(False)
-            keep_alive(caller)
-            async with asyncio.timeout(self._handshake_s), self._turns.turn(outside.address):
-                await self._loop.connect_accepted_socket(lambda: outside, caller, ssl=self._identity.server_context())
-        except (OSError, TimeoutError) as exc:  # ssl.SSLError, too
-            self._end(outside, "handshake", _detail(exc))
-        if not outside.is_open:
-            return
-        if complaint := self._complaint(outside.certificate()):
-            self._end(outside, "no_right", complaint)
-            return
-        await self._connect(outside)
+    def _turn_away(self, connection: socket.socket, reason: str) -> None:
+        self.ended[reason] += 1  # without a line in the log: there may be many
+        reset(connection)
 
-    def _welcomed(self, outside: "_Outside", caller: socket.socket, task: "asyncio.Task[None]") -> None:
-        """Whatever became of the handshake, also if it was cancelled before its first step."""
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:  # an error of ours keeps no place
-            self._end(outside, "internal", repr(error))
-        if not outside.is_open:
-            caller.close()
-            self.forget(outside)
-
-    async def _connect(self, outside: "_Outside") -> None:
-        if self._engine is None:
-            outside.abort()
-            return
+    def _welcome(self, connection: socket.socket, address: str, site: str) -> None:
+        """Begins a handshake, for which another one may have to end."""
         try:
+            connection.setblocking(False)
+            keep_alive(connection)
+            secure = self._identity.server_context().wrap_socket(
+                connection, server_side=True, do_handshake_on_connect=False
+            )
+        except OSError as exc:  # it has hung up meanwhile, or our own files cannot be read
+            self._count("handshake", address, _detail(exc))
+            connection.close()
+            return
+        caller = _Caller(self, self._loop, secure, address, site)
+        self._callers.add(caller)
+        lost = self._handshakes.enter(caller, site, self._loop.time(), is_known=self._is_known(site))
+        if lost is not None:
+            self.ended["crowded"] += 1
+            lost.abort()
+        if lost is not caller:
+            caller.shake_hands(self._handshake_s)
+
+    def _is_known(self, site: str) -> bool:
+        """Whether a good certificate has come from there of late."""
+        return site in self._admitted or self._loop.time() < self._seen.get(site, float("-inf")) + KNOWN_S
+
+    # What callers tell
+
+    def shaken(self, caller: "_Caller") -> None:
+        """Its handshake is over, and its certificate is one of the authority's."""
+        self._handshakes.leave(caller)
+        try:
+            complaint = self._complaint(caller.certificate or {})
+        except Exception as error:  # an error of ours keeps no place
+            self.end(caller, "internal", repr(error))
+            return
+        if complaint:
+            self.end(caller, "no_right", complaint)
+        elif reason := self._reason_against(caller.site):
+            self.end(caller, reason, "there is no place, or no engine")
+        else:
+            self._admitted[caller.site] += 1
+            caller.is_admitted = True
+            assert self._engine is not None
+            caller.connecting = self._loop.create_task(self._connect(caller, self._engine), name="engine front")
+
+    def end(self, caller: "_Caller", reason: str, detail: str) -> None:
+        """Ends a connection, and says why."""
+        self._count(reason, caller.address, detail)
+        caller.abort()
+
+    def forget(self, caller: "_Caller") -> None:
+        """For a caller that has gone."""
+        self._callers.discard(caller)
+        self._handshakes.leave(caller)
+        if caller.is_admitted:
+            caller.is_admitted = False
+            self._admitted[caller.site] -= 1
+            if not self._admitted[caller.site]:
+                del self._admitted[caller.site]
+            self._seen.pop(caller.site, None)
+            self._seen[caller.site] = self._loop.time()
+            if len(self._seen) > MAX_KNOWN:
+                del self._seen[next(iter(self._seen))]
+
+    async def _connect(self, caller: "_Caller", engine: tuple[str, int]) -> None:
+        inside = socket.socket(family_of(engine[0]), socket.SOCK_STREAM)
+        try:
+            inside.setblocking(False)
             async with asyncio.timeout(CONNECT_S):
-                await self._loop.create_connection(lambda: _Inside(outside), *self._engine)
+                await self._loop.sock_connect(inside, engine)
+            caller.join(inside, self._scratch)
         except (OSError, TimeoutError) as exc:
-            self._end(outside, "no_engine", _detail(exc))
+            inside.close()
+            self.end(caller, "no_engine", _detail(exc))
+        except BaseException:
+            inside.close()
+            caller.abort()
+            raise
 
-    def _end(self, outside: "_Outside", reason: str, detail: str) -> None:
+    def _count(self, reason: str, address: str, detail: str) -> None:
         self.ended[reason] += 1
         told = "a connection of %s to the engine ended (%s): %s"
-        self._lines.warning(self._loop.time(), told, outside.address, reason, detail)
-        outside.abort()
+        self._lines.warning(self._loop.time(), told, address, reason, detail)
+
+
+class _Caller:
+    """A connection from the moment when it is accepted."""
+
+    def __init__(
+        self,
+        front: EngineFront,
+        loop: asyncio.AbstractEventLoop,
+        connection: ssl.SSLSocket,
+        address: str,
+        site: str,
+    ) -> None:
+        self.address = address
+        self.site = site
+        self.certificate: PeerCertificate | None = None  # shown, and good
+        self.is_admitted = False
+        self.connecting: asyncio.Task[None] | None = None
+        self._front = front
+        self._loop = loop
+        self._connection = connection
+        self._relay: EngineRelay | None = None
+        self._deadline: asyncio.TimerHandle | None = None
+
+    def shake_hands(self, within_s: float) -> None:
+        """Tells the front what came of it."""
+        self._deadline = self._loop.call_later(within_s, self._late)
+        self._loop.add_reader(self._connection, self._step)
+        self._step()
+
+    def join(self, inside: socket.socket, scratch: memoryview) -> None:
+        """The engine has taken the connection."""
+        self._relay = EngineRelay(self._loop, self._connection, inside, scratch, self._over)
+        self._relay.start()
+
+    def abort(self) -> None:
+        """Ends it now, however far it is."""
+        if self.connecting is not None and not self.connecting.done() and self.connecting is not asyncio.current_task():
+            self.connecting.cancel()
+        if self._relay is not None:
+            self._relay.abort()
+            return
+        self._stop_waiting()
+        self._connection.close()
+        self._over()
+
+    def _step(self) -> None:
+        self._loop.remove_writer(self._connection)
+        try:
+            self._connection.do_handshake()
+        except ssl.SSLWantReadError:
+            return
+        except ssl.SSLWantWriteError:
+            self._loop.add_writer(self._connection, self._step)
+            return
+        except (OSError, ValueError) as exc:  # ssl.SSLError, too
+            self._front.end(self, "handshake", _detail(exc))
+            return
+        self._stop_waiting()
+        self.certificate = self._connection.getpeercert() or {}
+        self._front.shaken(self)
+
+    def _late(self) -> None:
+        self._front.end(self, "handshake", "it takes too long")
+
+    def _stop_waiting(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+        if self._connection.fileno() >= 0:
+            self._loop.remove_reader(self._connection)
+            self._loop.remove_writer(self._connection)
+
+    def _over(self) -> None:
+        self._front.forget(self)
 
 
 def door_of(identity: Identity | None, guard: Guard | None) -> EngineDoor:
@@ -281,129 +362,7 @@ def door_of(identity: Identity | None, guard: Guard | None) -> EngineDoor:
     return front
 
 
-def _reset(caller: socket.socket) -> None:
-    """Ends a connection as a port does where nothing listens."""
-    caller.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-    caller.close()
-
-
 def _detail(exc: Exception) -> str:
     if isinstance(exc, ssl.SSLError) and exc.reason:
         return str(exc.reason).lower().replace("_", " ")
     return str(exc) or type(exc).__name__
-
-
-class _Side(asyncio.Protocol):
-    """One of the two connections: the other one writes what this one reads."""
-
-    def __init__(self) -> None:
-        self.transport: asyncio.Transport | None = None
-        self.other: _Side | None = None
-
-    def write(self, data: bytes) -> None:
-        if self.transport is not None:
-            self.transport.write(data)
-
-    def hold(self) -> None:
-        if self.transport is not None:
-            self.transport.pause_reading()
-
-    def go_on(self) -> None:
-        if self.transport is not None:
-            self.transport.resume_reading()
-
-    def finish(self, *, is_broken: bool) -> None:
-        """The other side has ended: what it said is still sent, unless it broke off."""
-        self.other = None
-        if self.transport is not None and is_broken:
-            self.transport.abort()
-        elif self.transport is not None:
-            self.transport.close()
-
-    def abort(self) -> None:
-        if self.transport is not None:
-            self.transport.abort()
-
-    # asyncio.Protocol
-
-    def data_received(self, data: bytes) -> None:
-        if self.other is not None:
-            self.other.write(data)
-
-    def pause_writing(self) -> None:
-        if self.other is not None:
-            self.other.hold()
-
-    def resume_writing(self) -> None:
-        if self.other is not None:
-            self.other.go_on()
-
-    def eof_received(self) -> bool:
-        return False  # the transport closes: neither half of a connection outlives the other
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self.transport = None
-        other, self.other = self.other, None
-        if other is not None:
-            other.finish(is_broken=exc is not None)
-
-
-class _Outside(_Side):
-    """A caller's connection, from its handshake on."""
-
-    def __init__(self, front: EngineFront, address: str) -> None:
-        super().__init__()
-        self.address = address
-        self._front = front
-        self._early: list[
-            bytes
-        ] = []  # came with the handshake's last bytes, before the engine had taken the connection
-
-    @property
-    def is_open(self) -> bool:
-        return self.transport is not None
-
-    def certificate(self) -> PeerCertificate:
-        """What the caller has shown."""
-        return (self.transport and self.transport.get_extra_info("peercert")) or {}
-
-    def joined(self, inside: "_Inside") -> None:
-        """The engine has taken the connection."""
-        self.other = inside
-        early, self._early = self._early, []
-        for data in early:
-            inside.write(data)
-        self.go_on()
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport = cast(asyncio.Transport, transport)  # uvloop's transports are not so by class
-        self.transport.set_write_buffer_limits(high=MAX_UNSENT_BYTES)
-        self.hold()  # until the engine has taken the connection
-
-    def data_received(self, data: bytes) -> None:
-        if self.other is None:
-            self._early.append(data)
-        else:
-            self.other.write(data)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._front.forget(self)
-        self._early.clear()
-        super().connection_lost(exc)
-
-
-class _Inside(_Side):
-    """The engine's end."""
-
-    def __init__(self, outside: _Outside) -> None:
-        super().__init__()
-        self._outside = outside
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport = cast(asyncio.Transport, transport)
-        self.transport.set_write_buffer_limits(high=MAX_UNSENT_BYTES)
-        if self._outside.transport is None:  # the caller has hung up meanwhile
-            self.transport.abort()
-            return
-        self.other = self._outside
-        self._outside.joined(self)

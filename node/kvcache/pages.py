@@ -21,6 +21,7 @@ from node.errors import NodeRefusal
 from node.kvcache.arena import Arena
 from node.kvcache.ssd_tier import WAITS, Ssd, SsdWaits, open_disk
 from node.kvcache.tenant_pages import NOBODY, TENANTS_PART, TenantPages
+from node.tasks import in_daemon_thread
 from transport.control.proto import node_pb2 as pb
 from transport.path.shm import ArenaSource
 
@@ -87,7 +88,7 @@ class ArenaPages:
         directory = Path(self._config.ssd_dir) / node_id
         while True:
             opening = asyncio.ensure_future(
-                asyncio.to_thread(self._open_disk, self.layout, directory, self._config.ssd_bytes)
+                in_daemon_thread("ssd-open", lambda: self._open_disk(self.layout, directory, self._config.ssd_bytes))
             )
             try:
                 disk = await asyncio.shield(opening)
@@ -238,7 +239,7 @@ class ArenaPages:
 
     async def _when_settled(self, reservation: Reservation) -> Reservation:
         try:
-            await self.settled()
+            await self.settled(reservation)
         except BaseException:
             self.release(reservation.request_id)
             raise
@@ -262,10 +263,10 @@ class ArenaPages:
                 self._check(hashes, num_tokens)
                 await self.ssd.bring_back_for_landing(hashes, num_tokens)
 
-    async def settled(self) -> None:
+    async def settled(self, reservation: Reservation | None = None) -> None:
         """Returns when what lay in reserved pages before has been copied, should it have to be: then they may be filled."""
         if self.ssd:
-            await self.ssd.settled()
+            await self.ssd.settled(reservation)
 
     def commit(self, request_id: str, filled_tokens: int, unfilled: Container[tuple[int, int]] = ()) -> None:
         """Filled blocks become prefix-cache blocks, but those of `unfilled`: (group, block or length)."""
@@ -338,7 +339,7 @@ class ArenaPages:
 
 def _close_unused(opening: "asyncio.Future[DiskTier]") -> None:
     if not opening.cancelled() and opening.exception() is None:
-        opening.result().close()
+        opening.result().close(SSD_RETRY_S)  # nothing is queued
 
 
 def in_parts(snapshot: pb.NodeEvent) -> Iterator[pb.NodeEvent]:

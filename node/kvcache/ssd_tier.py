@@ -12,16 +12,19 @@ import itertools
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from hybrid_cache.cache.events import BlocksStored, CacheEvent
 from hybrid_cache.cache.prefix_cache import PrefixCache
+from hybrid_cache.cache.reservation import Reservation
 from hybrid_cache.layout.layout import ModelLayout
-from hybrid_cache.tiers.disk import DiskTier, FileDisk
+from hybrid_cache.tiers.disk import DiskTier
+from hybrid_cache.tiers.files import FileDisk
 from hybrid_cache.tiers.tiers import Promotion, Tiers, Views
+from node.kvcache.demotions import Demotions
+from node.tasks import in_daemon_thread
 from transport.control.proto import node_pb2 as pb
 
 log = logging.getLogger(__name__)
@@ -29,17 +32,28 @@ log = logging.getLogger(__name__)
 MAX_PROMOTIONS: Final = 8  # each holds pages
 READERS: Final = 4
 QUEUE_BYTES: Final = 128 << 20  # copied, not written yet; also bounds what one reservation may wait for
+QUEUE_BLOCKS: Final = 2  # of the largest blocks, if they have more bytes together: a model's states may be large
+FILES_PER_GROUP: Final = 3  # blocks and two orders of use
+FILE_SYSTEM_BYTES: Final = 4096  # a file takes whole ones
 MAX_ATTEMPTS: Final = 3  # a damaged block shortens a prefix; what lies before it may still do
 FIRST_WAIT_S: Final = 2.0  # for a prefill, before one has been measured
 MAX_WAIT_S: Final = 10.0
 LANDING_WAIT_S: Final = 0.25  # the prefill of a landing starts when its ticket is there
-SAVE_SLICE_PAGES: Final = 64
+END_S: Final = 10.0  # for a disk to write what is queued when the node ends
 FORGET: Final = 0.7  # weight of what was measured before
 
 
 def open_disk(layout: ModelLayout, directory: Path, capacity_bytes: int) -> DiskTier:
     """Opens, and lists, what a node has on disk. Blocks. Raises DiskInUse and OSError."""
-    return DiskTier(layout, FileDisk(directory), capacity_bytes=capacity_bytes, queue_bytes=QUEUE_BYTES)
+    groups = range(len(layout.groups))
+    queue_bytes = max(QUEUE_BYTES, QUEUE_BLOCKS * max(layout.block_bytes(group) for group in groups))
+    capacity_bytes -= len(groups) * FILES_PER_GROUP * FILE_SYSTEM_BYTES
+    disk = FileDisk(directory)
+    try:
+        return DiskTier(layout, disk, capacity_bytes=capacity_bytes, queue_bytes=queue_bytes)
+    except BaseException:
+        disk.close()
+        raise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,60 +86,44 @@ class Ssd:
         self._cache = cache
         self._disk = disk
         self._tiers = Tiers(cache, disk, views)
-        cache.on_evict = self._evicts
+        self._demotions = Demotions(self._tiers.demote)
+        cache.on_evict = self._demotions.add
         self._on_change = on_change
         self._now = now
         self._ids = itertools.count()
-        self._evicted: list[tuple[int, bytes, Sequence[int]]] = []
-        self._copying: asyncio.Future[None] | None = None
-        self._copier = ThreadPoolExecutor(1, "ssd-copy")
-        self._readers = ThreadPoolExecutor(READERS, "ssd-read")
+        self._readers = asyncio.Semaphore(READERS)
         self._running: dict[bytes, asyncio.Task[None]] = {}  # by the last hash of what comes back
         self._read_bytes_per_s = 0.0  # 0: not measured yet
         self._computed_tokens, self._computed_s = 0.0, 0.0
 
-    async def close(self, save_s: float = 0.0) -> None:
-        """Writes what is queued and ends the threads; before that, for `save_s` at most, saves what is in memory."""
+    async def close(self, save_s: float = 0.0, end_s: float = END_S) -> None:
+        """Saves what is in memory for `save_s` at most, and writes what is queued for `end_s`.
+
+        A disk that hangs keeps a thread, which the process does not wait for when it ends.
+        """
+        deadline = self._now() + save_s + end_s
         if self._running:
-            await asyncio.wait(self._running.values())
+            await asyncio.wait(self._running.values(), timeout=end_s / 2)
         await self._save(save_s)
         self._cache.on_evict = None
-        await self.settled()
-        await asyncio.to_thread(self._end_threads)
-
-    def _end_threads(self) -> None:
-        self._disk.close()
-        self._copier.shutdown()
-        self._readers.shutdown()
+        await self._demotions.close()
+        left_s = max(0.0, deadline - self._now())
+        if not await in_daemon_thread("ssd-close", lambda: self._disk.close(left_s)):
+            log.error("the SSD does not answer: what was queued is lost")
 
     # Leaving memory
 
-    def _evicts(self, group: int, block_hash: bytes, pages: Sequence[int]) -> None:
-        self._evicted.append((group, block_hash, pages))
-
-    async def settled(self) -> None:
-        """Returns when every block evicted so far has been copied: from then on its pages may be written into."""
-        while self._evicted or self._copying:
-            if not self._copying:
-                batch, self._evicted = self._evicted, []
-                self._copying = asyncio.get_running_loop().run_in_executor(self._copier, self._copy, batch)
-                self._copying.add_done_callback(self._copied)
-            await asyncio.wait([self._copying])
-
-    def _copy(self, batch: Sequence[tuple[int, bytes, Sequence[int]]]) -> None:
-        for group, block_hash, pages in batch:
-            self._tiers.demote(group, block_hash, pages)
-
-    def _copied(self, copying: "asyncio.Future[None]") -> None:
-        self._copying = None
-        if (exc := copying.exception()) is not None:
-            log.error("blocks that left memory could not be copied", exc_info=exc)
+    async def settled(self, reservation: Reservation | None = None) -> None:
+        """Returns when the reservation's pages may be written into: the blocks that they held have been copied. Without a
+        reservation, when every block evicted so far has been."""
+        await self._demotions.settled(reservation)
 
     async def _save(self, timeout_s: float) -> None:
-        deadline = self._now() + timeout_s
-        while self._now() < deadline and self._cache.shrink(SAVE_SLICE_PAGES, self._now()):
+        deadline, some_bytes = self._now() + timeout_s, self._disk.queue_bytes // 4
+        pages = max(1, some_bytes // self._cache.layout.page_bytes)
+        while self._now() < deadline and self._cache.shrink(pages, self._now()):
             await self.settled()
-            while self._disk.report().queued_bytes > QUEUE_BYTES // 2 and self._now() < deadline:  # noqa: ASYNC110 a thread writes
+            while self._disk.report().queued_bytes > some_bytes and self._now() < deadline:  # noqa: ASYNC110 a thread writes
                 await asyncio.sleep(0.005)
 
     # Coming back
@@ -196,7 +194,8 @@ class Ssd:
         ok = False
         # Should this task be cancelled, the pages stay reserved: a thread may still be writing into them.
         try:
-            ok = await asyncio.get_running_loop().run_in_executor(self._readers, self._tiers.read, plan)
+            async with self._readers:
+                ok = await in_daemon_thread("ssd-read", lambda: self._tiers.read(plan))
         except Exception:
             log.exception("a prefix could not be read back")
         rate = plan.size / max(1e-6, self._now() - started_at)

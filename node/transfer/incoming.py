@@ -172,7 +172,7 @@ class IncomingTransfers:
         await self._pages.bring_back_for_landing(request.block_hashes, request.num_tokens)
         reserved = self.reserve(request, use)
         try:
-            await self._pages.settled()
+            await self._pages.settled(reserved[2])
         except BaseException:
             self.abort(reserved[0], "given_up")
             raise

@@ -1,14 +1,15 @@
 """A workload from a trace: lengths after prefix hits, rate, burstiness, the shape of the day."""
 
 import re
-from typing import Any, Final
+from dataclasses import dataclass
+from typing import Any, Final, Self
 
 import numpy as np
 
 from planner.errors import InputError
 from planner.model.profile import Floats
 from planner.model.reading import TOKENS, Range, named
-from planner.model.site import Workload
+from planner.model.site import BURST_S, KNOWN_OF_LENGTHS, Workload
 from planner.model.traffic import Lengths
 from planner.model.workload import Trace
 from transport.control.settings import SettingsError, shown
@@ -17,27 +18,64 @@ TABLE_BINS: Final = 2_000
 PROBES: Final = (4_096, 8_192, 16_384, 19_400, 32_768, 65_536)
 
 
-def uncached_lengths(trace: Trace, hits: Floats | None) -> Lengths:
-    """The uncached rest of each prompt, at least one token; whole prompts where hits are not known."""
-    return Lengths.of(np.maximum(1.0, trace.prompt_tokens if hits is None else trace.prompt_tokens - hits))
+@dataclass(frozen=True, slots=True, eq=False)
+class FoundPrefixes:
+    """What is found cached of each prompt of a trace.
+
+    `compared_tokens` are what the PD cluster's own caches leave, which is more where only PrfaaS nodes hold some. `held` is 1
+    where the decode node holds so much that it computes the rest itself, else 0; of `landed_tokens` it has the attention.
+    """
+
+    cached_tokens: Floats
+    compared_tokens: Floats
+    held: Floats
+    landed_tokens: Floats
+
+    @classmethod
+    def everywhere(cls, trace: Trace, cached_tokens: Floats, increment_tokens: int) -> Self:
+        """Where all nodes hold the same."""
+        rests = trace.prompt_tokens - cached_tokens
+        held = (cached_tokens > 0) & (rests <= increment_tokens)
+        return cls(cached_tokens, rests, held.astype(np.float64), cached_tokens)
 
 
-def workload_of(trace: Trace, hits: Floats | None) -> Workload:
+def uncached_lengths(trace: Trace, hits: Floats | FoundPrefixes | None) -> Lengths:
+    """The uncached rest of each prompt, at least one token; whole prompts where hits are not known.
+
+    With bare `hits` they are as if nothing were before them, and all for prefill nodes, as in the paper.
+    """
+    if hits is None:
+        return Lengths.of(np.maximum(1.0, trace.prompt_tokens))
+    if not isinstance(hits, FoundPrefixes):
+        return Lengths.of(np.maximum(1.0, trace.prompt_tokens - hits))
+    computed = np.maximum(1.0, trace.prompt_tokens - hits.cached_tokens)
+    return Lengths.of(
+        np.maximum(1.0, hits.compared_tokens), held=hits.held, computed=computed,
+        cached=np.maximum(0.0, trace.prompt_tokens - computed), landed=np.minimum(trace.prompt_tokens, hits.landed_tokens),
+    )  # fmt: skip
+
+
+def workload_of(trace: Trace, hits: Floats | FoundPrefixes | None) -> Workload:
     """The trace as a workload to solve for."""
     return Workload(
         name=trace.name,
         lengths=uncached_lengths(trace, hits),
         output_tokens=float(trace.output_tokens.mean()),
         rate_req_per_s=len(trace) / trace.span_s if trace.span_s else None,
-        hit_ratio=_hit_ratio(trace, hits),
+        hit_ratio=_hit_ratio(trace, _tokens_of(hits)),
         longest_prompt_tokens=float(trace.prompt_tokens.max()),
+        burst_index=max(1.0, burst_index(_spread(trace), BURST_S) or 1.0),
         provenance=f"measured: trace {trace.name}, {len(trace)} requests",
     )
 
 
-def fit(trace: Trace, hits: Floats | None) -> dict[str, Any]:
+def _tokens_of(hits: Floats | FoundPrefixes | None) -> Floats | None:
+    return hits.cached_tokens if isinstance(hits, FoundPrefixes) else hits
+
+
+def fit(trace: Trace, found: Floats | FoundPrefixes | None) -> dict[str, Any]:
     """The JSON form of a workload, with what describes the trace beyond it."""
-    lengths = uncached_lengths(trace, hits)
+    lengths, hits = uncached_lengths(trace, found), _tokens_of(found)
     thin = lengths.thinned(TABLE_BINS)
     return {
         "schema": 1,
@@ -49,16 +87,22 @@ def fit(trace: Trace, hits: Floats | None) -> dict[str, Any]:
         "output_tokens": _summary(trace.output_tokens),
         "output_tokens_mean": float(trace.output_tokens.mean()),
         "uncached_tokens": _summary(trace.prompt_tokens if hits is None else trace.prompt_tokens - hits)
-        | {"tokens": thin.tokens.tolist(), "weights": thin.weights.tolist()},
+        | {"tokens": thin.tokens.tolist(), "weights": thin.weights.tolist()}
+        | {name: values.tolist() for name in KNOWN_OF_LENGTHS if (values := getattr(thin, name)) is not None},
         "hit_ratio": _hit_ratio(trace, hits),
         "share_above_threshold": {
             str(t): {"total": float((trace.prompt_tokens > t).mean()), "uncached": lengths.share_above(t)}
             for t in PROBES
         },
-        "burst_index": {f"{window:g}_s": burst_index(trace.arrival_s, window) for window in (1.0, 10.0, 60.0)},
+        "burst_index": {f"{window:g}_s": burst_index(_spread(trace), window) for window in (1.0, BURST_S, 60.0)},
         "rate_by_bin_req_per_s": rate_bins(trace.arrival_s),
         "provenance": f"measured: trace {trace.name}, {len(trace)} requests",
     }
+
+
+def _spread(trace: Trace) -> Floats:
+    """When its requests come, its clock's ticks set aside."""
+    return trace.spread(np.random.default_rng(0)).arrival_s
 
 
 def _hit_ratio(trace: Trace, hits: Floats | None) -> float | None:

@@ -72,6 +72,12 @@ class KvSize:
             return unbounded
         return unbounded + sum(w.bytes_per_token * min(num_tokens, w.window_tokens) for w in self.windows)
 
+    def beyond(self, num_tokens: Floats, held_tokens: Floats | None) -> Floats:
+        """What is sent of prompts with `num_tokens` after tokens whose attention is there: states and windows whatever is."""
+        if held_tokens is None:
+            return self.of(num_tokens)
+        return self.of(held_tokens + num_tokens) - self.bytes_per_token * held_tokens
+
     def of(self, num_tokens: Floats) -> Floats:
         """The same for many lengths at once."""
         total = self.fixed_bytes + self.bytes_per_token * num_tokens
@@ -147,6 +153,12 @@ class PrefillCurve:
             slope = (y[at] - y[at - 1]) / (x[at] - x[at - 1])
             raw = y[at - 1] + slope * (num_tokens - x[at - 1])
         return np.asarray(self.overhead_s + self.scale * raw, dtype=np.float64)
+
+    def after(self, num_tokens: Floats, cached_tokens: Floats | None) -> Floats:
+        """T_prefill of many lengths at once, each after tokens that are cached."""
+        if cached_tokens is None:
+            return self.of(num_tokens)
+        return self.of(cached_tokens + num_tokens) - self.of(cached_tokens) + self(0)
 
     def with_prefix(self, num_tokens: int, cached_tokens: int) -> float:
         """T_prefill for tokens `[cached, num)`: they attend to the prefix too, so this is T(num) − T(cached) + T(0)."""

@@ -17,15 +17,21 @@ from planner.model.profile import Floats
 LATE: Final = 0.1  # of requests are later than P90
 
 
+def erlang_b(servers: int, offered: float) -> float:
+    """Probability that all servers are busy where there is no queue, given `offered` = λ·E[S] in servers' worth of work."""
+    blocked = 1.0  # server by server: powers and factorials overflow from k = 100 on
+    for count in range(1, servers + 1):
+        blocked = offered * blocked / (count + offered * blocked)
+    return blocked
+
+
 def erlang_c(servers: int, offered: float) -> float:
     """Probability that a request waits, given `offered` = λ·E[S] in servers' worth of work; 1 from saturation on."""
     if offered >= servers:
         return 1.0
     if offered <= 0:
         return 0.0
-    blocked = 1.0  # Erlang's B, server by server: powers and factorials overflow from k = 100 on
-    for count in range(1, servers + 1):
-        blocked = offered * blocked / (count + offered * blocked)
+    blocked = erlang_b(servers, offered)
     return servers * blocked / (servers - offered * (1 - blocked))
 
 
@@ -48,14 +54,17 @@ class Wait:
         return np.where(seconds < 0, 1.0, tail)
 
 
-def mgk_wait(rate: float, servers: int, mean_s: float, second_moment_s2: float) -> Wait:
-    """The wait in M/G/k: Allen–Cunneen, Wq = C(k, a) · (1 + cs²)/2 · E[S] / (k − a)."""
+def mgk_wait(rate: float, servers: int, mean_s: float, second_moment_s2: float, burst_index: float = 1.0) -> Wait:
+    """The wait in M/G/k, or G/G/k: Allen–Cunneen, Wq = C(k, a) · (ca² + cs²)/2 · E[S] / (k − a).
+
+    ca² is how bursty arrivals are, the variance over the mean of their number in some time: 1 for Poisson.
+    """
     offered = rate * mean_s
     if offered <= 0:
         return Wait(0.0, 0.0)
     if offered >= servers:
         return Wait(1.0, float("inf"))
-    variability = second_moment_s2 / mean_s**2  # 1 + cs²
+    variability = burst_index - 1.0 + second_moment_s2 / mean_s**2  # ca² + cs²
     return Wait(erlang_c(servers, offered), variability / 2 * mean_s / (servers - offered))
 
 
@@ -67,6 +76,7 @@ class Station:
     prefill_s: Floats
     after_s: Floats
     servers: int
+    burst_index: float = 1.0
 
     def wait(self, rate: float) -> Wait:
         """The prefill queue when requests of all stations together arrive at `rate`."""
@@ -75,7 +85,9 @@ class Station:
             return Wait(0.0, 0.0)
         mean = float(self.weights @ self.prefill_s) / share
         second = float(self.weights @ self.prefill_s**2) / share
-        return mgk_wait(rate * share, self.servers, mean, second)
+        # Part of a bursty stream is less so, down to a Poisson one.
+        burst_index = 1.0 + (self.burst_index - 1.0) * share
+        return mgk_wait(rate * share, self.servers, mean, second, burst_index)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 
 import numpy as np
@@ -33,6 +34,10 @@ INSTANCES: Final = Range(0, 1e5, "instances", is_whole=True)
 PRICE: Final = Range(0, 1e12)
 CACHE: Final = Range(0, 1e9, "GB")
 RTT: Final = Range(0, 1e6, "milliseconds")
+# What a fitted workload may know of its lengths (`Lengths`), beside how often each is.
+KNOWN_OF_LENGTHS: Final = MappingProxyType({"held": SHARE, "computed": TOKENS, "cached": TOKENS, "landed": TOKENS})
+BURSTS: Final = Range(0, 1e9)
+BURST_S: Final = 10.0  # some services: a queue forgets in about this
 WEIGHT_SLACK: Final = 1e-6  # by which the weights of a fitted workload may miss 1
 
 
@@ -115,7 +120,8 @@ class Workload:
     `slices` are other weeks or tenants that a robust plan must serve as well. `hit_ratio` is the share of prompt tokens
     that was taken out of the lengths as cached; None when it is not known. `caches_gb` are the caches of a node that they were
     taken out by, by PD cluster (None: never evicts); without it, by blocks seen before. `longest_prompt_tokens` counts what
-    is cached, too: attention reaches back over all of it.
+    is cached, too: attention reaches back over all of it. `burst_index` is the variance over the mean of the requests that
+    come in `BURST_S` seconds: 1 of a Poisson process.
     """
 
     name: str
@@ -125,6 +131,7 @@ class Workload:
     hit_ratio: float | None = None
     caches_gb: Mapping[str, float | None] | None = None
     longest_prompt_tokens: float | None = None
+    burst_index: float = 1.0
     slices: tuple[Lengths, ...] = ()
     provenance: str = ""
 
@@ -393,6 +400,7 @@ def read_fitted(path: Path) -> Workload:
             hit_ratio=None if table.get("hit_ratio", 0) is None else number(table, "hit_ratio", SHARE),
             caches_gb=_caches(table),
             longest_prompt_tokens=_longest(table),
+            burst_index=_burst_index(table),
             provenance=str(texts["provenance"]),
         )
 
@@ -428,15 +436,27 @@ def _longest(table: Mapping[str, Any]) -> float | None:
         return number(require_table(table["prompt_tokens"], "prompt_tokens"), "max", TOKENS)
 
 
+def _burst_index(table: Mapping[str, Any]) -> float:
+    """That of the queues' own time; of few requests none is known."""
+    with placed("burst_index"):
+        said = require_table(table.get("burst_index") or {}, "burst_index").get(f"{BURST_S:g}_s")
+        return 1.0 if said is None else max(1.0, BURSTS.of(f"{BURST_S:g}_s", said))
+
+
 def _fitted_lengths(table: Mapping[str, Any]) -> Lengths:
-    """Lengths that go up, and the share of requests that have each. Raises SettingsError."""
+    """Lengths that go up, and the share of requests that have each; of files that know it, what decode nodes compute and what is
+    cached. Raises SettingsError.
+    """
     columns: dict[str, list[float]] = {}
-    for key, allowed in (("tokens", TOKENS), ("weights", SHARE)):
+    for key, allowed in (("tokens", TOKENS), ("weights", SHARE), *KNOWN_OF_LENGTHS.items()):
+        if key not in table and key in KNOWN_OF_LENGTHS:
+            continue
         column, place = table.get(key), f"uncached_tokens.{key}"
         require(isinstance(column, list) and len(column) > 0, place, column, "numbers, at least one")
         columns[key] = [allowed.of(f"{place}[{at}]", value) for at, value in enumerate(column or ())]
+        count = len(columns["tokens"])
+        require(len(columns[key]) == count, place, columns[key], f"{count}, as there are lengths")
     tokens, weights = columns["tokens"], columns["weights"]
-    require(len(weights) == len(tokens), "uncached_tokens.weights", weights, f"{len(tokens)}, as there are lengths")
     for at, (before, after) in enumerate(pairwise(tokens), 1):
         require(before < after, f"uncached_tokens.tokens[{at}]", after, f"above the one before it, {before:g}")
     total = sum(weights)
@@ -446,4 +466,5 @@ def _fitted_lengths(table: Mapping[str, Any]) -> Lengths:
         total,
         "1: they are shares of the requests",
     )
-    return Lengths(np.array(tokens), np.array(weights) / total)
+    known = {key: np.array(columns[key]) for key in KNOWN_OF_LENGTHS if key in columns}
+    return Lengths(np.array(tokens), np.array(weights) / total, **known)

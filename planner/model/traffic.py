@@ -5,9 +5,9 @@ equal probability, each represented by its conditional mean. So sums over bins a
 bin.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isfinite
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
@@ -26,21 +26,80 @@ NEXT_TO_1: Final = float(np.nextafter(1.0, 0.0))
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Lengths:
-    """Distinct prompt lengths (tokens, ascending) and the share of requests that have each."""
+    """Distinct prompt lengths (tokens, ascending) and the share of requests that have each.
+
+    Lengths may be the rests of prompts that PD clusters do not have cached. Routing compares these with t. Then more is known, in
+    the mean of each length: `held`, the share of its requests that decode nodes compute themselves; `computed`, the tokens that
+    are computed, fewer where PrfaaS holds more; `cached`, those before them; and `landed`, those whose attention decode nodes
+    hold, with a state or without.
+    """
 
     tokens: Floats
     weights: Floats
+    held: Floats | None = None
+    computed: Floats | None = None
+    cached: Floats | None = None
+    landed: Floats | None = None
 
     @classmethod
-    def of(cls, samples: Floats) -> "Lengths":
-        """The empirical distribution of `samples`, in any order. Raises InputError when empty or not positive."""
+    def of(
+        cls,
+        samples: Floats,
+        *,
+        held: Floats | None = None,
+        computed: Floats | None = None,
+        cached: Floats | None = None,
+        landed: Floats | None = None,
+    ) -> "Lengths":
+        """The empirical distribution of `samples`, in any order, and what is known of each. Raises InputError when empty or not
+        positive.
+        """
         if not len(samples):
             raise InputError("workload: no requests; give at least one length")
         if (wrong := ~(np.isfinite(samples) & (samples >= 0))).any():
             raise InputError(f"workload: length {samples[wrong][0]}: must be at least 0 and finite")
-        tokens, counts = np.unique(np.asarray(samples, dtype=np.float64), return_counts=True)
+        tokens, which, counts = np.unique(
+            np.asarray(samples, dtype=np.float64), return_inverse=True, return_counts=True
+        )
         weights = np.asarray(counts, dtype=np.float64) / float(len(samples))
-        return cls(tokens, weights)
+        return cls(tokens, weights, *(_means(values, which, counts) for values in (held, computed, cached, landed)))
+
+    @property
+    def prefilled(self) -> Floats:
+        """The share of requests that have each length and are computed by prefill nodes."""
+        return self.weights if self.held is None else self.weights * (1.0 - self.held)
+
+    @property
+    def held_share(self) -> float:
+        """The share of requests that decode nodes compute themselves."""
+        return 0.0 if self.held is None else float(self.weights @ self.held)
+
+    def less_held(self, share: float) -> "Lengths":
+        """Where decode nodes compute that share less of what they would."""
+        return self if self.held is None else replace(self, held=self.held * (1.0 - share))
+
+    def part(self, kept: slice) -> "Lengths":
+        """Some of the lengths, neighbours of each other; their weights are still shares of all requests."""
+        known = (self.held, self.computed, self.cached, self.landed)
+        more = (None if values is None else values[kept] for values in known)
+        return Lengths(self.tokens[kept], self.weights[kept], *more)
+
+    def alone(self) -> "Lengths":
+        """What is computed, as prompts with nothing before them."""
+        tokens, which = np.unique(self.uncached, return_inverse=True)
+        return Lengths(tokens, np.bincount(which, self.weights).astype(np.float64))
+
+    @property
+    def sent(self) -> tuple[Floats, Floats | None]:
+        """The tokens whose attention is sent to decode nodes, in the mean of each length, and those that are there."""
+        if self.landed is None or self.cached is None:
+            return self.uncached, self.cached
+        return self.uncached + self.cached - self.landed, self.landed
+
+    @property
+    def uncached(self) -> Floats:
+        """The tokens that are computed, in the mean of each length."""
+        return self.tokens if self.computed is None else self.computed
 
     @property
     def mean(self) -> float:
@@ -64,12 +123,24 @@ class Lengths:
         weights = np.bincount(label, self.weights, bins).astype(np.float64)
         sums = np.bincount(label, self.weights * self.tokens, bins).astype(np.float64)
         kept = weights > 0
-        return Lengths(sums[kept] / weights[kept], weights[kept])
+        held, computed, cached, landed = (
+            None if values is None else np.bincount(label, self.weights * values, bins)[kept] / weights[kept]
+            for values in (self.held, self.computed, self.cached, self.landed)
+        )
+        held = None if held is None else np.minimum(held, 1.0)  # rounding
+        return Lengths(sums[kept] / weights[kept], weights[kept], held, computed, cached, landed)
 
     def sample(self, size: int, rng: np.random.Generator) -> Floats:
         """`size` lengths drawn with replacement."""
         at = np.searchsorted(np.cumsum(self.weights), rng.random(size), side="right")
         return self.tokens[np.minimum(at, len(self.tokens) - 1)]
+
+
+def _means(values: Floats | None, which: Any, counts: Any) -> Floats | None:
+    """The mean of each group of values."""
+    if values is None:
+        return None
+    return np.asarray(np.bincount(which, values, len(counts)) / counts, dtype=np.float64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -42,8 +42,8 @@ class ServiceConfig:
 
     `token_file` holds a secret that every caller must show; needed where other hosts reach the port. `gateway_key_file`
     holds an operator's key of the gateways, where they ask for one. `certificate`, `key` and `authority` are for nodes
-    that ask for mutual TLS before they convert. `conversions` lets plans move nodes between prefill and decode. A node
-    has `drain_timeout_s` to end what it does.
+    that ask for mutual TLS before they convert; `revoked` lists nodes that count no more. `conversions` lets plans move
+    nodes between prefill and decode. A node has `drain_timeout_s` to end what it does.
     """
 
     state_dir: Path
@@ -59,6 +59,7 @@ class ServiceConfig:
     certificate: Path | None = None
     key: Path | None = None
     authority: Path | None = None
+    revoked: Path | None = None
     mode: ApplyMode = ApplyMode.ADVISORY
     conversions: bool = False
     drain_timeout_s: float = 60.0
@@ -85,7 +86,7 @@ class ServiceConfig:
         """Who the service is to nodes; None: it talks to them in plain text."""
         if self.certificate is None or self.key is None or self.authority is None:
             return None
-        return Identity(certificate=self.certificate, key=self.key, authority=self.authority)
+        return Identity(certificate=self.certificate, key=self.key, authority=self.authority, revoked=self.revoked)
 
     @property
     def units(self) -> Units:

@@ -12,9 +12,10 @@ import grpc.aio
 
 from planner.decisions.plans.offered import NodeReport
 from planner.decisions.views import Role
-from transport.control.credentials import channel_credentials, channel_options
+from transport.control.credentials import channel_credentials, channel_options, server_certificate
 from transport.control.proto import node_pb2 as pb
 from transport.control.proto.node_pb2_grpc import NodeAgentStub
+from transport.peers.rights import SERVE
 from transport.wire.identity import Identity
 
 RPC_S: Final = 5.0
@@ -47,11 +48,22 @@ class AgentConverter:
         """Returns when the node holds the role. Raises ConversionFailed."""
         try:
             async with asyncio.timeout(self._drain_timeout_s + VERIFY_S), self._channel(node) as channel:
+                await self._check(node)
                 await self._seen_through(NodeAgentStub(channel), role, version)  # type: ignore[no-untyped-call]
         except TimeoutError:
             raise ConversionFailed("the node has not said how it ended") from None
+        except (OSError, ValueError) as error:  # its certificate, or ours
+            raise ConversionFailed(f"no look at its certificate: {error}") from error
         except grpc.aio.AioRpcError as error:
             raise ConversionFailed(f"{error.code().name.lower()}: {error.details()}") from error
+
+    async def _check(self, node: NodeReport) -> None:
+        """gRPC only compares names: whether it is a node, and counts, its certificate says. Raises ConversionFailed."""
+        if self._identity is None:
+            return
+        shown = await server_certificate(node.agent, self._identity, RPC_S)
+        if why := self._identity.guard().refusal(SERVE, shown.peer, node.agent):
+            raise ConversionFailed(why)
 
     async def _seen_through(self, agent: NodeAgentStub, role: Role, version: int) -> None:
         last = (await agent.Describe(pb.DescribeRequest(), timeout=RPC_S)).conversion

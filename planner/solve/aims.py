@@ -10,7 +10,7 @@ from planner.errors import Infeasible, InputError
 from planner.model.site import Site
 from planner.solve.goals import Objective
 from planner.solve.loaded import QUEUE_BINS, LoadedTtft, loaded_ttft
-from planner.solve.problem import Problem, SolveOptions, best_cut, ttft_by_length
+from planner.solve.problem import Problem, SolveOptions, best_cut, ttfts
 from planner.solve.search import Cut, cuts_of, rate_at, threshold_of, weighted_quantile
 
 CANDIDATE_BINS: Final = 500  # of lengths, by which queues of many candidates are compared
@@ -99,9 +99,8 @@ class Aim:
 
     def why_none(self, problem: Problem) -> Infeasible:
         """No plan of a problem that could serve something meets the target."""
-        weights = problem.lengths.weights
-        ends = (0, len(weights))
-        nearest = min(weighted_quantile(ttft_by_length(problem, cut), weights, 0.9) for cut in ends)
+        ends = (0, len(problem.lengths.tokens))
+        nearest = min(weighted_quantile(*ttfts(problem, cut), 0.9) for cut in ends)
         return Infeasible(
             f"slo: ttft_p90_s={self.ttft_p90_s}: no plan meets it even without load; the nearest is {nearest:.2f} s"
         )

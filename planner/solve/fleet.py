@@ -10,6 +10,9 @@ cluster j's own prefill nodes. Λ is maximised such that
     every link's budget         Σ x[b, i, j] · S(b)         ≤ B_ij
     decode                      Σ x[b, c, j] · d_j          ≤ N_d,j
 
+Prompts that decode nodes compute themselves are one more kind of request, whatever their lengths. Each takes d_j and its own
+computing of the decode nodes of j, and nothing else.
+
 With few bins that are the lengths themselves this is exact, fractional routing included. A threshold per PD cluster falls out:
 the length from which on requests that decode there are prefilled elsewhere. A gateway has one threshold for all: `at_threshold`
 solves the same program with every longer length prefilled remotely and no other one, and tries every cut.
@@ -28,6 +31,7 @@ import numpy as np
 
 from planner.decisions.views import ClusterKind
 from planner.errors import Infeasible, InputError, needing_scipy
+from planner.model.increments import full_chance, held_seconds
 from planner.model.profile import Floats
 from planner.model.site import Site
 from planner.model.throughput import decode_seconds
@@ -40,7 +44,9 @@ MAX_SPLITS: Final = 2_000
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Fleet:
-    """The numbers of the program. `links[i, j]` in bytes/s, `home[j]` the share of requests of every length that decode at j."""
+    """The numbers of the program. `links[i, j]` in bytes/s, `home[j]` the share of requests of every length that decode at j;
+    `held_s[j]` what computing takes of a prompt that decode nodes of j compute.
+    """
 
     lengths: Lengths
     remote_s: Floats  # [i, b]
@@ -51,6 +57,7 @@ class Fleet:
     num_pd: Sequence[int]
     links: Floats  # [i, j]
     home: Floats | None = None
+    held_s: Floats | None = None
 
     def row_of(self, b: int, j: int) -> int:
         """What must be served together: a length, or a home's requests of that length."""
@@ -59,12 +66,13 @@ class Fleet:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class FleetPlan:
-    """Splits per PD cluster, and shares: `remote[b, i, j]` and `local[b, j]` of all requests."""
+    """Splits per PD cluster, and shares: `remote[b, i, j]`, `local[b, j]` and, on decode nodes, `held[j]` of all requests."""
 
     rate: float
     num_prefill: tuple[int, ...]
     remote: Floats
     local: Floats
+    held: Floats
 
     def thresholds(self, lengths: Lengths) -> list[float | None]:
         """Per PD cluster, the longest length it still prefills itself; None when it prefills nothing."""
@@ -80,12 +88,14 @@ def solve_split(fleet: Fleet, num_prefill: Sequence[int], cut: int | None = None
 
     With a `cut`, bins from it on are prefilled remotely, and those before it at home.
     """
-    weights = fleet.lengths.weights
+    weights, held_share = fleet.lengths.prefilled, fleet.lengths.held_share
     bins, prfaas, pd = len(weights), len(fleet.num_prfaas), len(fleet.num_pd)
     near, far = (range(bins), range(bins)) if cut is None else (range(cut), range(cut, bins))
     remote_vars = [(b, i, j) for b in far for i in range(prfaas) for j in range(pd) if fleet.links[i, j] > 0]
     local_vars = [(b, j) for b in near for j in range(pd) if num_prefill[j] > 0]
-    count = len(remote_vars) + len(local_vars) + 1
+    held_vars = range(pd) if held_share and fleet.held_s is not None else range(0)
+    prefilled = len(remote_vars) + len(local_vars)
+    count = prefilled + len(held_vars) + 1
     rows: list[tuple[int, int, float]] = []
     limits = np.concatenate(
         (fleet.num_prfaas, np.asarray(num_prefill, dtype=np.float64), fleet.links.ravel(),
@@ -104,6 +114,13 @@ def solve_split(fleet: Fleet, num_prefill: Sequence[int], cut: int | None = None
         rows += [(prfaas + j, index, fleet.local_s[j, b]), (decode_row + j, index, fleet.decode_s[j])]
         equal.append((fleet.row_of(b, j), index, 1.0))
     served = weights if fleet.home is None else np.outer(weights, fleet.home).ravel()
+    if held_vars:
+        assert fleet.held_s is not None
+        first = len(served)
+        served = np.append(served, held_share * (np.ones(1) if fleet.home is None else fleet.home))
+        for index, j in enumerate(held_vars, prefilled):
+            rows.append((decode_row + j, index, fleet.decode_s[j] + fleet.held_s[j]))
+            equal.append((first if fleet.home is None else first + j, index, 1.0))
     equal += [(row, count - 1, -float(share)) for row, share in enumerate(served)]
     size = len(served)
     # Takes a second to load, and one PD cluster needs no program.
@@ -123,14 +140,16 @@ def solve_split(fleet: Fleet, num_prefill: Sequence[int], cut: int | None = None
         b_eq=np.zeros(size),
         method="highs",
     )
-    remote, local = np.zeros((bins, prfaas, pd)), np.zeros((bins, pd))
+    remote, local, held = np.zeros((bins, prfaas, pd)), np.zeros((bins, pd)), np.zeros(pd)
     rate = float(found.x[-1]) if found.status == 0 else 0.0
     if rate > 0:
         for index, place in enumerate(remote_vars):
             remote[place] = found.x[index] / rate
         for index, spot in enumerate(local_vars, len(remote_vars)):
             local[spot] = found.x[index] / rate
-    return FleetPlan(rate=rate, num_prefill=tuple(num_prefill), remote=remote, local=local)
+        for index, j in enumerate(held_vars, prefilled):
+            held[j] = found.x[index] / rate
+    return FleetPlan(rate=rate, num_prefill=tuple(num_prefill), remote=remote, local=local, held=held)
 
 
 def _sparse(entries: list[tuple[int, int, float]], shape: tuple[int, int]) -> Any:
@@ -170,12 +189,12 @@ def at_threshold(fleet: Fleet, num_prefill: Sequence[int]) -> tuple[float, Fleet
 def fleet_of(site: Site, bins: int = BINS, extrapolate: bool = False) -> Fleet:
     """The site as a Fleet; lengths are thinned to `bins`."""
     prfaas, pd = site.of_kind(ClusterKind.PRFAAS), site.of_kind(ClusterKind.PD)
-    lengths = site.workload.lengths.thinned(bins)
     profile = site.profile
+    decodes = [profile.decode_on(cluster.hardware) for cluster in pd]
+    lengths = site.workload.lengths.thinned(bins).less_held(max(full_chance(each, 1.0) for each in decodes))
     for cluster in [*prfaas, *pd]:
         curve = profile.prefill_on(cluster.hardware)
         curve.check(site.workload.computed_tokens, f"T_prefill on {cluster.hardware}", extrapolate)
-    decodes = [profile.decode_on(cluster.hardware) for cluster in pd]
     links = np.array(
         [[link.bytes_per_s if (link := site.link(i.name, j.name)) else 0.0 for j in pd] for i in prfaas]
     ).reshape(len(prfaas), len(pd))
@@ -183,17 +202,26 @@ def fleet_of(site: Site, bins: int = BINS, extrapolate: bool = False) -> Fleet:
         lengths=lengths,
         remote_s=_times(profile, prfaas, lengths),
         local_s=_times(profile, pd, lengths),
-        kv_bytes=profile.kv_size().of(lengths.tokens),
+        kv_bytes=profile.kv_size().beyond(*lengths.sent),
         decode_s=np.array([decode_seconds(d.max_running, d.full_step_s, site.workload.output_tokens) for d in decodes]),
         num_prfaas=np.array([cluster.instances for cluster in prfaas], dtype=np.float64),
         num_pd=[cluster.instances for cluster in pd],
         links=links,
         home=np.array([site.homes[cluster.name] for cluster in pd]) if site.homes else None,
+        held_s=_held_times(profile, pd, lengths),
     )
 
 
+def _held_times(profile: Any, clusters: Sequence[Any], lengths: Lengths) -> Floats | None:
+    """What a prompt that decode nodes compute takes of them, in the mean."""
+    if not (share := lengths.held_share):
+        return None
+    return np.array([held_seconds(lengths, profile.prefill_on(each.hardware)) / share for each in clusters])
+
+
 def _times(profile: Any, clusters: Sequence[Any], lengths: Lengths) -> Floats:
-    rows = [profile.prefill_on(cluster.hardware).of(lengths.tokens) for cluster in clusters]
+    curves = [profile.prefill_on(cluster.hardware) for cluster in clusters]
+    rows = [curve.after(lengths.uncached, lengths.cached) for curve in curves]
     return np.array(rows).reshape(len(clusters), len(lengths.tokens))
 
 
@@ -216,8 +244,9 @@ def fleet_json(site: Site, fleet: Fleet, plan: FleetPlan) -> dict[str, Any]:
                 "num_prefill": plan.num_prefill[j],
                 "num_decode": cluster.instances - plan.num_prefill[j],
                 "threshold_tokens": own,
-                "decoded_fraction": float(plan.remote[:, :, j].sum() + plan.local[:, j].sum()),
+                "decoded_fraction": float(plan.remote[:, :, j].sum() + plan.local[:, j].sum() + plan.held[j]),
                 "offload_fraction": float(plan.remote[:, :, j].sum()),
+                "held_fraction": float(plan.held[j]),
             }
             for j, (cluster, own) in enumerate(zip(pd, plan.thresholds(fleet.lengths), strict=True))
         ],

@@ -7,6 +7,7 @@ import numpy as np
 
 from planner.model.profile import DecodeProfile
 from planner.model.queueing import LATE, LoadedStations, Station, Ttft, Wait, mgk_wait, predict_ttft
+from planner.model.traffic import Lengths
 from planner.solve.problem import Problem
 from planner.solve.search import Cut, threshold_of
 
@@ -21,6 +22,7 @@ class LoadedTtft:
     num_decode: int
     decode: DecodeProfile
     output_tokens: float
+    held_s: float = 0.0  # that prompts take of decode nodes, per request
 
     def at(self, rate: float) -> Ttft:
         return predict_ttft(self.stations, self._decode_wait(rate), rate)
@@ -30,7 +32,8 @@ class LoadedTtft:
         return LoadedStations.at(self.stations, self._decode_wait(rate), rate).late(ttft_p90_s) <= LATE
 
     def _decode_wait(self, rate: float) -> Wait:
-        service_s = self.decode.full_step_s * self.output_tokens
+        # While prompts are computed the batch stands still, and its requests stay longer.
+        service_s = self.decode.full_step_s * self.output_tokens + self.held_s * self.decode.max_running
         slots = self.num_decode * self.decode.max_running
         return mgk_wait(rate, slots, service_s, service_s**2) if slots else Wait(1.0, float("inf"))
 
@@ -51,21 +54,44 @@ def loaded_ttft(problem: Problem, found: Cut, output_tokens: float, bins: int = 
     thin = problem.lengths.thinned(bins)
     at = int(np.searchsorted(thin.tokens, threshold, side="right"))
     capacity = problem.capacity
-    short = Station(
-        weights=thin.weights[:at],
-        prefill_s=problem.local.of(thin.tokens[:at]),
+    short, rest = thin.part(slice(at)), thin.part(slice(at, None))
+    near = Station(
+        weights=short.prefilled,
+        prefill_s=problem.local.after(short.uncached, short.cached),
         after_s=np.zeros(at),
         servers=found.num_prefill,
+        burst_index=problem.burst_index,
     )
-    rest = thin.tokens[at:]
     egress = capacity.egress_bytes_per_s
-    transfer_s = problem.kv.of(rest) / egress if egress else np.full_like(rest, np.inf)
+    size = problem.kv.beyond(*rest.sent)
+    transfer_s = size / egress if egress else np.full_like(size, np.inf)
     far = Station(
-        weights=thin.weights[at:],
-        prefill_s=problem.remote.of(rest),
+        weights=rest.prefilled,
+        prefill_s=problem.remote.after(rest.uncached, rest.cached),
         after_s=transfer_s,
         servers=int(capacity.num_prfaas),
+        burst_index=problem.burst_index,
     )
     return LoadedTtft(
-        stations=[short, far], num_decode=found.num_decode, decode=problem.decode, output_tokens=output_tokens
+        stations=[near, far, *_at_decode(problem, thin, found)],
+        num_decode=found.num_decode,
+        decode=problem.decode,
+        output_tokens=output_tokens,
+        held_s=problem.loads.held_s,
     )
+
+
+def _at_decode(problem: Problem, lengths: Lengths, found: Cut) -> list[Station]:
+    """The queue for prompts on decode nodes, where there are any: the server's part of each needs no GPU."""
+    if lengths.held is None:
+        return []
+    at_server_s = problem.local(0)
+    return [
+        Station(
+            weights=lengths.weights * lengths.held,
+            prefill_s=problem.local.after(lengths.uncached, lengths.cached) - at_server_s,
+            after_s=np.full_like(lengths.tokens, at_server_s),
+            servers=found.num_decode,
+            burst_index=problem.burst_index,
+        )
+    ]

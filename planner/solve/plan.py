@@ -9,12 +9,13 @@ import numpy as np
 from planner.decisions.defaults import DEPLOYED
 from planner.errors import Infeasible
 from planner.model.profile import provenance_kind
+from planner.model.queueing import Ttft
 from planner.model.site import BYTES_PER_S_PER_GBPS, Deployment, Site
 from planner.solve.aims import Aim
 from planner.solve.goals import Objective, ServiceTime
 from planner.solve.loaded import loaded_ttft
 from planner.solve.objectives import cheapest, cost_per_hour, too_much
-from planner.solve.problem import Problem, SolveOptions, best_cut, pose, threshold_for, ttft_by_length
+from planner.solve.problem import Problem, SolveOptions, best_cut, pose, threshold_for, ttfts
 from planner.solve.search import TIE, Bottleneck, Cut, Loads, interval_of, rate_at, stage_rates, weighted_quantile
 from planner.solve.sensitivity.judgement import (
     NEAR_OPTIMAL,
@@ -35,7 +36,7 @@ class Plan:
     """The answer of `solve`. Rates in requests/s, lengths in tokens; `to_json` has the published key names.
 
     `lambda_max` is where it saturates, `lambda_slo` what it serves within a target for TTFT, where it was solved for one;
-    `rate_req_per_s` the rate that was asked for, and `asked_ttft_*` what requests wait then.
+    `rate_req_per_s` the rate that was asked for, and `asked_*` what is so at it.
     """
 
     site: str
@@ -56,6 +57,7 @@ class Plan:
     lambda_max: float
     lambda_other_service: float
     offload_fraction: float
+    held_fraction: float
     mean_offloaded_tokens: float
     mean_local_tokens: float
     egress_gbps: float
@@ -69,6 +71,9 @@ class Plan:
     cost_per_hour: float
     lambda_slo: float | None = None
     rate_req_per_s: float | None = None
+    asked_offload_fraction: float | None = None
+    asked_held_fraction: float | None = None
+    asked_egress_gbps: float | None = None
     asked_ttft_mean_s: float | None = None
     asked_ttft_p90_s: float | None = None
     shadow_prices: Mapping[str, float] = field(default_factory=dict)
@@ -114,6 +119,7 @@ class Plan:
             f"lambda_max_{'of_mean' if self.service is ServiceTime.EXACT else 'exact'}_req_per_s": self.lambda_other_service,
             "lambda_slo_req_per_s": self.lambda_slo,
             "offload_fraction": self.offload_fraction,
+            "held_fraction": self.held_fraction,
             "mean_offloaded_tokens": self.mean_offloaded_tokens,
             "mean_local_tokens": self.mean_local_tokens,
             "egress_gbps": self.egress_gbps,
@@ -128,6 +134,9 @@ class Plan:
             "cost_per_1000_requests": self.cost_per_1000_requests,
             "cost_at_req_per_s": self.paid_rate,
             "rate_req_per_s": self.rate_req_per_s,
+            "offload_fraction_at_rate": self.asked_offload_fraction,
+            "held_fraction_at_rate": self.asked_held_fraction,
+            "egress_at_rate_gbps": self.asked_egress_gbps,
             "ttft_mean_at_rate_s": self.asked_ttft_mean_s,
             "ttft_p90_at_rate_s": self.asked_ttft_p90_s,
             "shadow_prices_req_per_s": dict(self.shadow_prices),
@@ -236,10 +245,9 @@ def _outline(solved: _Solved) -> Plan:
     mix = _Mix.of(loads, found)
     interval = interval_of(loads, capacity, found)
     near = interval_of(loads, capacity, found, NEAR_OPTIMAL)
-    ttft = ttft_by_length(problem, found.cut)
-    queues = loaded_ttft(problem, found, site.workload.output_tokens)
-    loaded = queues.at(0.8 * found.rate)
-    asked = queues.at(options.rate_req_per_s) if options.rate_req_per_s else None
+    ttft, shares = ttfts(problem, found.cut)
+    loaded = _at_rate(solved, 0.8 * found.rate)
+    asked = _at_rate(solved, options.rate_req_per_s) if options.rate_req_per_s else None
     egress = capacity.egress_bytes_per_s
     return Plan(
         site=site.name,
@@ -255,26 +263,30 @@ def _outline(solved: _Solved) -> Plan:
         num_prefill=found.num_prefill,
         num_decode=found.num_decode,
         theta_prfaas=_share_rate(mix.offloaded, min(limits[Bottleneck.PRFAAS], limits[Bottleneck.EGRESS])),
-        theta_pd_p=_share_rate(1 - mix.offloaded, limits[Bottleneck.PD_P]),
+        theta_pd_p=_share_rate(1 - mix.held - mix.offloaded, limits[Bottleneck.PD_P]),
         theta_pd_d=limits[Bottleneck.PD_D],
         lambda_max=found.rate,
         lambda_other_service=_other_service(problem, found, options),
         offload_fraction=mix.offloaded,
+        held_fraction=mix.held,
         mean_offloaded_tokens=mix.mean_offloaded,
         mean_local_tokens=mix.mean_local,
         egress_gbps=found.rate * mix.egress_bytes / BYTES_PER_S_PER_GBPS,
         egress_capacity_gbps=egress / BYTES_PER_S_PER_GBPS,
-        ttft_mean_s=float(loads.lengths.weights @ ttft),
-        ttft_p90_s=weighted_quantile(ttft, loads.lengths.weights, 0.9),
-        loaded_ttft_mean_s=loaded.mean_s,
-        loaded_ttft_p90_s=loaded.p90_s,
+        ttft_mean_s=float(shares @ ttft),
+        ttft_p90_s=weighted_quantile(ttft, shares, 0.9),
+        loaded_ttft_mean_s=loaded.ttft.mean_s,
+        loaded_ttft_p90_s=loaded.ttft.p90_s,
         bottleneck=min(limits, key=lambda stage: limits[stage]),
         utilisation={str(stage): found.rate / limit for stage, limit in limits.items()},
         cost_per_hour=cost_per_hour(problem),
         lambda_slo=solved.lambda_slo,
         rate_req_per_s=options.rate_req_per_s,
-        asked_ttft_mean_s=asked.mean_s if asked else None,
-        asked_ttft_p90_s=asked.p90_s if asked else None,
+        asked_offload_fraction=asked.mix.offloaded if asked else None,
+        asked_held_fraction=asked.mix.held if asked else None,
+        asked_egress_gbps=asked.egress_gbps if asked else None,
+        asked_ttft_mean_s=asked.ttft.mean_s if asked else None,
+        asked_ttft_p90_s=asked.ttft.p90_s if asked else None,
         provenance=site.provenances(),
         input_hash=site.input_hash,
     )
@@ -285,27 +297,49 @@ class _Mix:
     """Who goes where under one cut."""
 
     offloaded: float
+    held: float
     mean_offloaded: float
     mean_local: float
     egress_bytes: float
 
     @classmethod
     def of(cls, loads: Loads, found: Cut) -> "_Mix":
-        tokens, kept = loads.lengths.tokens, loads.lengths.weights.copy()
+        tokens, weights = loads.lengths.tokens, loads.lengths.prefilled
+        kept = weights.copy()
         kept[found.cut :] = 0.0
         if found.share:
-            kept[found.cut] = loads.lengths.weights[found.cut] * found.share
-        sent = loads.lengths.weights - kept
+            kept[found.cut] = weights[found.cut] * found.share
+        sent = weights - kept
         egress = loads.egress_bytes[found.cut]
         if found.share:
             egress += found.share * (loads.egress_bytes[found.cut + 1] - egress)
         p = float(sent.sum()) if found.cut < len(tokens) else 0.0
+        held = loads.lengths.held_share
+        near = 1 - held - p
         return cls(
             p,
-            float(sent @ tokens) / p if p else 0.0,
-            float(kept @ tokens) / (1 - p) if p < 1 else 0.0,
+            held,
+            float(sent @ loads.lengths.uncached) / p if p else 0.0,
+            float(kept @ loads.lengths.uncached) / near if near > 0 else 0.0,
             float(egress),
         )
+
+
+@dataclass(frozen=True, slots=True)
+class _AtRate:
+    """Who goes where at some rate, and what requests wait."""
+
+    mix: _Mix
+    egress_gbps: float
+    ttft: Ttft
+
+
+def _at_rate(solved: _Solved, rate: float) -> _AtRate:
+    found = solved.found
+    problem = solved.problem.at_rate(rate, found.num_decode)
+    mix = _Mix.of(problem.loads, found)
+    ttft = loaded_ttft(problem, found, solved.site.workload.output_tokens).at(rate)
+    return _AtRate(mix, rate * mix.egress_bytes / BYTES_PER_S_PER_GBPS, ttft)
 
 
 def _share_rate(share: float, limit: float) -> float:
@@ -342,11 +376,26 @@ def warnings_of(plan: Plan, site: Site, problem: Problem) -> tuple[str, ...]:
         found.append("T_PD/T_PrfaaS does not rise with length everywhere: a threshold may not be the best rule")
     lengths, short = site.workload.lengths, DEPLOYED.increment_tokens
     held = lengths.share_above(plan.threshold_tokens) - lengths.share_above(max(plan.threshold_tokens, short))
-    if plan.num_prfaas and site.workload.hit_ratio and held > MOSTLY_HELD:
+    if plan.num_prfaas and site.workload.hit_ratio and lengths.held is None and held > MOSTLY_HELD:
         found.append(
             f"{held:.0%} of the requests are offloaded with at most {short} uncached tokens: decode nodes that hold the rest "
-            "compute them themselves, and less crosses the line than planned"
+            "compute them themselves, and less crosses the line than planned; how many, a trace says (see fit)"
+        )
+    if (busy := _busy_without_decode(plan, problem)) > 1:
+        found.append(
+            f"if decode nodes computed no prompts, as while their caches are empty, PD prefill would be {busy:.0%} busy at 80 % "
+            "of Λ: a queue that begins then may last, since late answers leave nothing to hold; begin with less load"
         )
     if site.workload.hit_ratio is None:
         found.append("lengths are taken as uncached: prefix hits, which are not known, would lower them (see fit)")
     return tuple(found)
+
+
+def _busy_without_decode(plan: Plan, problem: Problem) -> float:
+    """How busy PD prefill would be at 80 % of Λ with what decode nodes compute of lengths up to t."""
+    lengths, used = problem.lengths, plan.utilisation[Bottleneck.PD_P]
+    if lengths.held is None or not plan.num_prefill:
+        return 0.0
+    near = lengths.part(slice(int(np.searchsorted(lengths.tokens, plan.threshold_tokens, side="right"))))
+    held_s = float((near.weights - near.prefilled) @ problem.local.after(near.uncached, near.cached))
+    return 0.8 * (used + plan.lambda_max * held_s / plan.num_prefill)

@@ -7,6 +7,7 @@ import numpy as np
 
 from planner.decisions.views import ClusterKind
 from planner.errors import Infeasible, InputError
+from planner.model.increments import full_chance
 from planner.model.profile import DecodeProfile, Floats, KvSize, PrefillCurve
 from planner.model.site import Cluster, Deployment, Link, Site
 from planner.model.throughput import decode_seconds
@@ -36,9 +37,14 @@ class SolveOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Problem:
-    """One PrfaaS cluster (or none), one PD cluster and a link, ready to be searched."""
+    """One PrfaaS cluster (or none), one PD cluster and a link, ready to be searched.
+
+    `loads` are those at Λ. A decode node without a place is not chosen, whatever it holds: the fuller the nodes are, the fewer
+    prompts they compute. `asked` are the lengths of empty nodes.
+    """
 
     capacity: Capacity
+    asked: Lengths
     loads: Loads
     local: PrefillCurve
     remote: PrefillCurve
@@ -48,6 +54,7 @@ class Problem:
     pd: Cluster
     link: Link | None
     variant: Deployment = field(default_factory=Deployment)
+    burst_index: float = 1.0
 
     @property
     def lengths(self) -> Lengths:
@@ -62,6 +69,14 @@ class Problem:
             lengths, self.local, self.remote, self.kv,
             egress_bytes_per_s=self.capacity.egress_bytes_per_s, service=service,
         )  # fmt: skip
+
+    def at_rate(self, rate: float, num_decode: int) -> "Problem":
+        """With the loads of a rate: what decode nodes compute if they are as full as it makes them."""
+        if self.asked.held is None or not num_decode:
+            return self
+        busy = min(1.0, rate * (self.capacity.decode_s + self.loads.held_s) / num_decode)
+        lengths = self.asked.less_held(full_chance(self.decode, busy))
+        return replace(self, loads=self.loads_for(lengths, self.loads.service))
 
     def scaled(self, *, local: float = 1.0, remote: float = 1.0, decode: float = 1.0) -> "Problem":
         """The same site where prefill at home, in PrfaaS and decode take these factors as long."""
@@ -113,10 +128,12 @@ def pose(site: Site, options: SolveOptions, variant: Deployment | None = None) -
         decode_s=float(decode_seconds(decode.max_running, decode.full_step_s, workload.output_tokens)),
     )
     kv = site.profile.kv_size()
-    loads = build_loads(workload.lengths, local, remote, kv, egress_bytes_per_s=egress, service=options.service)
+    lengths = workload.lengths.less_held(full_chance(decode, 1.0))
+    loads = build_loads(lengths, local, remote, kv, egress_bytes_per_s=egress, service=options.service)
     return Problem(
-        capacity=capacity, loads=loads, local=local, remote=remote, kv=kv, decode=decode, prfaas=remote_cluster,
-        pd=pd[0], link=link, variant=variant or Deployment(),
+        capacity=capacity, asked=workload.lengths, loads=loads, local=local, remote=remote, kv=kv, decode=decode,
+        prfaas=remote_cluster,
+        pd=pd[0], link=link, variant=variant or Deployment(), burst_index=workload.burst_index,
     )  # fmt: skip
 
 
@@ -148,12 +165,18 @@ def threshold_for(problem: Problem, found: Cut, options: SolveOptions) -> float:
     return float(round(threshold))
 
 
-def ttft_by_length(problem: Problem, cut: int) -> Floats:
-    """Zero-queue TTFT of every length: prefill, and the transfer after it when remote (as in Table 6)."""
-    tokens = problem.lengths.tokens
-    head = problem.local.of(tokens[:cut])
-    if cut == len(tokens):
-        return head
-    sizes, egress = problem.kv.of(tokens[cut:]), problem.capacity.egress_bytes_per_s
+def ttfts(problem: Problem, cut: int) -> tuple[Floats, Floats]:
+    """Zero-queue TTFTs, and their shares of the requests: prefill, and the transfer after it when remote (as in Table 6)."""
+    lengths = problem.lengths
+    near, far = lengths.part(slice(cut)), lengths.part(slice(cut, None))
+    sizes, egress = problem.kv.beyond(*far.sent), problem.capacity.egress_bytes_per_s
     transfer_s = sizes / egress if egress else np.full_like(sizes, np.inf)
-    return np.concatenate((head, problem.remote.of(tokens[cut:]) + transfer_s))
+    seconds = [
+        problem.local.after(near.uncached, near.cached),
+        problem.remote.after(far.uncached, far.cached) + transfer_s,
+    ]
+    shares = [lengths.prefilled]
+    if lengths.held is not None:
+        seconds.append(problem.local.after(lengths.uncached, lengths.cached))
+        shares.append(lengths.weights * lengths.held)
+    return np.concatenate(seconds), np.concatenate(shares)

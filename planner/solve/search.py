@@ -7,10 +7,11 @@ seconds (or bytes) that an average request asks of each stage,
     remote_s[k]   PrfaaS seconds      falls with k
     egress_bytes[k]                   falls with k
     decode_s      PD-D seconds        does not depend on k
+    held_s        PD-D seconds        does not depend on k: prompts that decode nodes compute, as they hold the rest of them
 
 and a rate Λ fits while Λ times the request's seconds stays below each stage's instances, so by equations (3) to (6)
 
-    Λ(k, N_p) = min(N_prfaas/remote_s, B_out/egress_bytes, N_p/local_s, N_d/decode_s).
+    Λ(k, N_p) = min(N_prfaas/remote_s, B_out/egress_bytes, N_p/local_s, N_d/(decode_s + held_s)).
 
 Two service models fill the arrays: exactly, E[T(L)], or as in the paper, T(E[L]). The sums of the former are linear
 inside an atom of the distribution. So the best share of an atom is where a rising and a falling line cross.
@@ -23,6 +24,7 @@ from typing import Final
 import numpy as np
 
 from planner.errors import InputError
+from planner.model.increments import held_seconds
 from planner.model.profile import Floats, KvSize, PrefillCurve
 from planner.model.throughput import lambda_max, theta, theta_pd_d, theta_pd_p, theta_prfaas
 from planner.model.traffic import Lengths
@@ -69,10 +71,11 @@ class Loads:
     egress_bytes: Floats
     ttft_s: Floats  # mean zero-queue TTFT; the transfer counted after the prefill, as in Table 6
     service: ServiceTime
+    held_s: float = 0.0  # that decode nodes stand still for prompts
 
     def scaled(self, *, local: float = 1.0, remote: float = 1.0) -> "Loads":
         """The same traffic on hardware that takes these factors as long (T scales, so both service models do)."""
-        return replace(self, local_s=self.local_s * local, remote_s=self.remote_s * remote)
+        return replace(self, local_s=self.local_s * local, remote_s=self.remote_s * remote, held_s=self.held_s * local)
 
 
 def _head_sums(values: Floats) -> Floats:
@@ -94,8 +97,8 @@ def build_loads(
     service: ServiceTime = ServiceTime.EXACT,
 ) -> Loads:
     """Prefix sums over sorted lengths. O(n); the sort is `Lengths.of`'s."""
-    tokens, weights = lengths.tokens, lengths.weights
-    local_t, remote_t, size = local.of(tokens), remote.of(tokens), kv.of(tokens)
+    tokens, weights, cached = lengths.uncached, lengths.prefilled, lengths.cached
+    local_t, remote_t, size = local.after(tokens, cached), remote.after(tokens, cached), kv.beyond(*lengths.sent)
     heads, tails = _head_sums(weights), _tail_sums(weights)
     transfer_s = size / egress_bytes_per_s if egress_bytes_per_s > 0 else np.full_like(size, np.inf)
     ttft_s = _head_sums(weights * local_t) + _tail_sums(weights * (remote_t + transfer_s))
@@ -103,11 +106,16 @@ def build_loads(
         local_s, remote_s = _head_sums(weights * local_t), _tail_sums(weights * remote_t)
         egress = _tail_sums(weights * size)
     else:
-        mean_head = np.divide(_head_sums(weights * tokens), heads, out=np.zeros_like(heads), where=heads > 0)
-        mean_tail = np.divide(_tail_sums(weights * tokens), tails, out=np.zeros_like(tails), where=tails > 0)
-        local_s, remote_s = heads * local.of(mean_head), tails * remote.of(mean_tail)
-        egress = tails * kv.of(mean_tail)
-    return Loads(lengths, tails, local_s, remote_s, egress, ttft_s, service)
+        head, tail = _over(_head_sums(weights * tokens), heads), _over(_tail_sums(weights * tokens), tails)
+        head_cached = None if cached is None else _over(_head_sums(weights * cached), heads)
+        tail_cached = None if cached is None else _over(_tail_sums(weights * cached), tails)
+        local_s, remote_s = heads * local.after(head, head_cached), tails * remote.after(tail, tail_cached)
+        egress = tails * kv.beyond(tail, tail_cached)
+    return Loads(lengths, tails, local_s, remote_s, egress, ttft_s, service, held_seconds(lengths, local))
+
+
+def _over(sums: Floats, shares: Floats) -> Floats:
+    return np.divide(sums, shares, out=np.zeros_like(shares), where=shares > 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,11 +136,11 @@ def _remote_rates(loads: Loads, capacity: Capacity) -> Floats:
 
 def rates(loads: Loads, capacity: Capacity, num_prefill: int) -> Floats:
     """Λ for every cut. (6)"""
-    return _rates(loads.local_s, _remote_rates(loads, capacity), capacity, num_prefill)
+    return _rates(loads.local_s, _remote_rates(loads, capacity), capacity, num_prefill, loads.held_s)
 
 
-def _rates(local_s: Floats, remote: Floats, capacity: Capacity, num_prefill: int) -> Floats:
-    decode = theta_pd_d(capacity.num_pd - num_prefill, capacity.decode_s)
+def _rates(local_s: Floats, remote: Floats, capacity: Capacity, num_prefill: int, held_s: float) -> Floats:
+    decode = theta_pd_d(capacity.num_pd - num_prefill, capacity.decode_s + held_s)
     return lambda_max(remote, theta_pd_p(num_prefill, local_s), decode)
 
 
@@ -180,7 +188,7 @@ def _best_cut(
     tie_break: TieBreak,
 ) -> Cut:
     local_s = loads.local_s if allowed is None else loads.local_s[allowed]
-    found = _rates(local_s, remote, capacity, num_prefill)
+    found = _rates(local_s, remote, capacity, num_prefill, loads.held_s)
     most = float(found.max())
     ties = np.flatnonzero(found >= most * (1 - TIE))
     if allowed is not None:
@@ -251,7 +259,7 @@ def stage_rates(
         Bottleneck.PRFAAS: float(theta(capacity.num_prfaas, mixed(loads.remote_s, cut, share))),
         Bottleneck.EGRESS: float(theta(capacity.egress_bytes_per_s, mixed(loads.egress_bytes, cut, share))),
         Bottleneck.PD_P: float(theta_pd_p(num_prefill, mixed(loads.local_s, cut, share))),
-        Bottleneck.PD_D: float(theta_pd_d(capacity.num_pd - num_prefill, capacity.decode_s)),
+        Bottleneck.PD_D: float(theta_pd_d(capacity.num_pd - num_prefill, capacity.decode_s + loads.held_s)),
     }
 
 

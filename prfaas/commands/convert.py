@@ -75,14 +75,21 @@ async def convert(wish: ConvertWish, gateway_file: Path, say: Say) -> bool:
 
 @asynccontextmanager
 async def agents_of(gateway_file: Path, certificate: Path | None = None) -> AsyncIterator[Sequence[AgentClient]]:
-    """The agents that a gateway's file names, asked with an operator's certificate. Raises ConversionError."""
+    """The agents that a gateway's file names, asked with an operator's certificate. Raises ConversionError.
+
+    What holds no node's certificate, or a revoked one, is told nothing.
+    """
     try:
         config = load(gateway_file)
     except GatewayConfigError as error:
         raise ConversionError(str(error)) from error
     identity = operator_identity(config, certificate)
+    try:
+        guard = identity.guard() if identity is not None else None
+    except OSError as error:
+        raise ConversionError(str(error)) from error
     async with AsyncExitStack() as stack:
-        agents = [AgentClient(node.agent, RPC_S, identity, node.name) for node in config.nodes]
+        agents = [AgentClient(node.agent, RPC_S, identity, node.name, guard=guard) for node in config.nodes]
         for agent in agents:
             stack.push_async_callback(agent.close)
         yield agents
@@ -95,6 +102,7 @@ async def answering(agents: Sequence[AgentClient]) -> list[AnsweringNode]:
 
 async def _ask(agent: AgentClient) -> AnsweringNode | AgentCallFailed:
     try:
+        await agent.check_peer()
         return AnsweringNode(agent, *await agent.describe())
     except AgentCallFailed as error:
         return error

@@ -30,6 +30,7 @@ PORTS: Final = {
 }
 GATEWAY_PORT: Final = 8000
 FIRST_OPERATOR: Final = "first-operator"
+AUTHORITY: Final = "certificates/authority.pem"
 IN_CLEAR: Final = (
     "plain = true                             # known: anybody on this network can read, and ask, what others do"
 )
@@ -167,13 +168,22 @@ def _scrape_jobs(site: InitSite, nodes: Sequence[Member], keys: FirstKeys) -> li
             name="prfaas-gateway",
             targets=[format_address(site.gateway, GATEWAY_PORT)],
             key_file=KEY_FILE if keys.operator else "",
+            scheme="https" if _has_https(site) else "http",
+            authority=AUTHORITY,
         ),
         ScrapeJob(
             name="prfaas-node",
             targets=[format_address(node.host, metrics_port + node.nth) for node in nodes],
             key_file=KEY_FILE,
+            scheme="https" if site.tls else "http",
+            authority=AUTHORITY,
         ),
     ]
+
+
+def _has_https(site: InitSite) -> bool:
+    """Whether clients find the gateway behind its certificate; a gateway for its own machine needs none."""
+    return site.tls and not is_loopback(site.gateway)
 
 
 def _next_steps(site: InitSite, folder: Path) -> list[str]:
@@ -283,6 +293,7 @@ def _gateway_file(site: InitSite, nodes: Sequence[Member], keys: FirstKeys) -> s
             "threshold_tokens", 2048, "longer uncached prompts go to the PrfaaS cluster; prfaas-plan solve finds yours"
         ),
         *(_identity(GATEWAY_NAME) if site.tls else []),
+        *(_https() if _has_https(site) else []),
         *([] if site.tls or all(is_loopback(node.host) for node in nodes) else [IN_CLEAR]),
         *_links(nodes),
     ]
@@ -316,6 +327,11 @@ def _identity(name: str) -> Iterator[str]:
         ("revoked", REVOKED),
     ):
         yield _pair(key, f"certificates/{file}")
+
+
+def _https() -> Iterator[str]:
+    yield _pair("tls_certificate", f"certificates/{GATEWAY_NAME}.pem", "HTTPS: clients trust authority.pem, or put")
+    yield _pair("tls_key", f"certificates/{GATEWAY_NAME}.key", "a certificate here that they trust already")
 
 
 def _start(site: InitSite, nodes: Sequence[Member]) -> str:

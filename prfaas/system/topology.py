@@ -189,7 +189,7 @@ def _parse(table: Mapping[str, Any], state_dir: Path) -> Topology:
         tables = [(where, {**paths(certificates, str(table.get("node_id"))), **table}) for where, table in tables]
         gateway = {**paths(certificates, GATEWAY_NAME), **gateway}
     shown = paths(certificates, PLANNER_NAME) if certificates is not None else {}
-    asks_nodes: dict[str, Any] = {key: shown[key] for key in IDENTITY_KEYS if key in shown}
+    asks_nodes: dict[str, Any] = {key: shown[key] for key in (*IDENTITY_KEYS, "revoked") if key in shown}
     nodes = tuple(build(NodeConfig, table, where) for where, table in tables)
     _check_nodes(nodes)
     if any(node.certificate for node in nodes) and not gateway.keys() >= set(IDENTITY_KEYS):

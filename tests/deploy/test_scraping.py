@@ -37,8 +37,15 @@ def key_of(job: dict[str, Any], folder: Path) -> str:
     return (folder / job["authorization"]["credentials_file"]).read_text().strip() if "authorization" in job else ""
 
 
+def check_scheme(job: dict[str, Any], scheme: str, authority: Path | None, folder: Path) -> None:
+    assert job.get("scheme", "http") == scheme
+    if scheme == "https":
+        assert folder / job["tls_config"]["ca_file"] == authority
+
+
 def check_gateway(job: dict[str, Any], config: GatewayConfig, folder: Path) -> None:
     assert targets_of(job) == [format_address(config.host, config.metrics_port or config.port)]
+    check_scheme(job, config.scheme, config.authority, folder)
     headers = {"Authorization": f"Bearer {key}"} if (key := key_of(job, folder)) else {}
     Keyring(config.tenants, config.all_operators).check_operator(headers)
 
@@ -47,6 +54,8 @@ def check_node(job: dict[str, Any], target: str, config: NodeConfig, folder: Pat
     port = config.port("metrics")
     assert target == format_address(port.host, port.number)
     assert is_loopback(port.host) or config.metrics_key
+    is_secure = config.identity is not None and bool(config.metrics_key)
+    check_scheme(job, "https" if is_secure else "http", Path(config.authority), folder)
     if config.metrics_key:
         assert digest_of(key_of(job, folder)) in Path(config.metrics_key).read_text().split()
 

@@ -40,6 +40,11 @@ def fixed_clock() -> datetime:
     return datetime(2026, 1, 2, 3, 4, 5)
 
 
+@functools.cache
+def chat_template(source: str = TEMPLATE) -> ChatTemplate:
+    """A template is compiled once: it remembers nothing of what it renders."""
+    return ChatTemplate(source, {"bos_token": "<s>"}, fixed_clock)
+
+
 def text_tokenizer() -> TextTokenizer:
-    template = ChatTemplate(TEMPLATE, {"bos_token": "<s>"}, fixed_clock)
-    return TextTokenizer(bpe(), template)
+    return TextTokenizer(bpe(), chat_template())

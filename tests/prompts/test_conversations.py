@@ -14,7 +14,7 @@ from prompts.errors import TakesLonger
 from prompts.fair_cache import FairCache
 from prompts.reading import Chat, chat_tokens
 from prompts.tokens.tokenizer import TextTokenizer
-from tests.prompts.builders import bpe
+from tests.prompts.builders import bpe, chat_template
 
 pytestmark = pytest.mark.long
 
@@ -49,8 +49,7 @@ STYLES = st.sampled_from([(",", ":"), (", ", ": "), (" ,\n", " :\t")])
 
 
 def tokenizer_for(template: str, kind: type[TextTokenizer] = TextTokenizer) -> TextTokenizer:
-    made = ChatTemplate(template, {"bos_token": "<s>"}, datetime.now)
-    return kind(bpe(), made, cache=FairCache(1 << 20))
+    return kind(bpe(), chat_template(template), cache=FairCache(1 << 20))
 
 
 def chat_of(messages: list[dict[str, Any]], **fields: Any) -> tuple[Chat, dict[str, bytes]]:

@@ -56,6 +56,19 @@ def channel_options(name: str) -> list[tuple[str, str]]:
     return [("grpc.ssl_target_name_override", name)] if name else []
 
 
+async def takes_old_tls(address: str, identity: Identity, timeout_s: float) -> bool:
+    """Whether the server at `address` speaks TLS 1.2 where a caller has nothing newer. Raises OSError where nothing answers."""
+    host, _, port = address.rpartition(":")
+    context = identity.old_client_context()
+    async with asyncio.timeout(timeout_s):
+        try:
+            _, writer = await asyncio.open_connection(host.strip("[]"), int(port), ssl=context)
+        except (ssl.SSLError, ConnectionResetError):
+            return False
+    writer.transport.abort()
+    return True
+
+
 @dataclass(frozen=True, slots=True)
 class ShownCertificate:
     """What a server has shown, and until when (seconds since 1970) it is good."""

@@ -27,6 +27,7 @@ class Guard:
         self, own: PeerName, revoked: RevocationList | None = None, now: Callable[[], float] = time.monotonic
     ) -> None:
         self.own = own
+        self.told: Callable[[str], None] = lambda reason: None  # of each refusal
         self.followers: list[Callable[[], None]] = []  # called when the list of revoked ones has changed
         self.refused: Counter[tuple[str, str]] = Counter()  # by operation and role
         self._revoked = revoked or RevocationList(None)
@@ -39,22 +40,27 @@ class Guard:
 
     def refusal(self, operation: str, peer: PeerCertificate, address: str) -> str:
         """Why that peer may not, in a sentence; "": it may. A refusal is counted, and logged."""
-        why = self.why_not(operation, peer)
+        reason, why = self._judged(operation, peer)
         if why:
             self._note(operation, peer, address, why)
+            self.told(reason)
         return why
 
     def why_not(self, operation: str, peer: PeerCertificate) -> str:
         """The same, without a trace."""
+        return self._judged(operation, peer)[1]
+
+    def _judged(self, operation: str, peer: PeerCertificate) -> tuple[str, str]:
+        """A label and a sentence; "" and "": it may."""
         if peer.name is None:
-            return f"the certificate has no rights: {peer.problem}; {HOW_TO_ISSUE}"
+            return "nameless", f"the certificate has no rights: {peer.problem}; {HOW_TO_ISSUE}"
         if self.is_revoked(peer):
-            return f"{peer.name} is revoked"
+            return REVOKED, f"{peer.name} is revoked"
         if peer.name.trust != self.own.trust:
-            return f"{peer.name} is of another trust domain than {self.own}"
+            return "trust_domain", f"{peer.name} is of another trust domain than {self.own}"
         if not may(peer.name.role, operation):
-            return f"{peer.name} may not {operation}: that is for {holders(operation)}"
-        return ""
+            return "role", f"{peer.name} may not {operation}: that is for {holders(operation)}"
+        return "", ""
 
     def is_revoked(self, peer: PeerCertificate) -> bool:
         """Whether the list has it."""
@@ -93,6 +99,7 @@ class Guard:
             for ticket, peer, end in held:
                 self.leave(ticket)
                 self._note(REVOKED, peer, "an open connection", f"{peer} is revoked")
+                self.told(REVOKED)
                 all_told.callback(end)
         self._followed = revoked
         return len(held)

@@ -31,7 +31,7 @@ class Identity:
     authority: Path
     revoked: Path | None = None
     peer_name: str = ""  # the name that a server's certificate must carry; empty: any that the authority signed
-    _good: dict[int, tuple[Version, ssl.SSLContext]] = field(
+    _good: dict[tuple[int, bool], tuple[Version, ssl.SSLContext]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
 
@@ -71,23 +71,44 @@ class Identity:
     def client_context(self) -> ssl.SSLContext:
         return self._present(ssl.PROTOCOL_TLS_CLIENT)
 
-    def _present(self, protocol: int) -> ssl.SSLContext:
-        known = self._good.get(protocol)
+    def old_client_context(self) -> ssl.SSLContext:
+        """For a caller that wants to know whether a server takes TLS 1.2. Raises OSError."""
+        context = self._load(ssl.PROTOCOL_TLS_CLIENT)
+        context.minimum_version = context.maximum_version = ssl.TLSVersion.TLSv1_2
+        context.check_hostname = False
+        return context
+
+    def page_context(self) -> ssl.SSLContext:
+        """For a server that its callers know by its certificate, and that knows them by a key: it asks them for none.
+
+        It may be kept for as long as the server listens: a handshake begins with the files as they are then.
+        """
+        context = self._load(ssl.PROTOCOL_TLS_SERVER, asks=False)
+
+        def present(connection: ssl.SSLObject, _name: str | None, _context: ssl.SSLContext) -> None:
+            connection.context = self._present(ssl.PROTOCOL_TLS_SERVER, asks=False)
+
+        context.sni_callback = present
+        return context
+
+    def _present(self, protocol: int, *, asks: bool = True) -> ssl.SSLContext:
+        kind = (protocol, asks)
+        known = self._good.get(kind)
         try:
             version = self.version()
             if known is None or known[0] != version:
-                known = self._good[protocol] = (version, self._load(protocol))
+                known = self._good[kind] = (version, self._load(protocol, asks=asks))
         except OSError as exc:
             if known is None:
                 raise
             log.warning("the certificate read before serves on: %s", exc)
         return known[1]
 
-    def _load(self, protocol: int) -> ssl.SSLContext:
+    def _load(self, protocol: int, *, asks: bool = True) -> ssl.SSLContext:
         context = ssl.SSLContext(protocol)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         context.check_hostname = protocol == ssl.PROTOCOL_TLS_CLIENT and bool(self.peer_name)
-        context.verify_mode = ssl.CERT_REQUIRED
+        context.verify_mode = ssl.CERT_REQUIRED if asks else ssl.CERT_NONE
         with _named(f"certificate {self.certificate} with key {self.key}"):
             context.load_cert_chain(self.certificate, self.key)
         with _named(f"authority {self.authority}"):

@@ -3,17 +3,17 @@
 A tensor is [blocks, heads, tokens, K and V] whatever its strides; a block of it, head after head, is one rank's part of a slab.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Final, Protocol
 
 import numpy as np
 import torch
 
-from engine.agent.job_pages import Bytes
+from engine.agent.block_copies import BlockCopies, Bytes, Index, check_copies, gather, in_batches, scatter, windows
 from engine.errors import PagesInvalid
-from engine.vllm.layout import BlockCopy
 
-BATCH_BYTES: Final = 16 << 20
+BATCH_BYTES: Final = 16 << 20  # a device has room for what vLLM has planned, and little else
+HOST_BATCH_BYTES: Final = 1 << 18  # copied twice, the second time out of a core's own cache
 
 
 class Blocks(Protocol):
@@ -22,11 +22,12 @@ class Blocks(Protocol):
     def mark(self) -> Any:
         """A point in what the model's thread has launched so far; `read` starts after it. Model's thread."""
 
-    def read(self, copies: Sequence[BlockCopy], arena: Bytes, mark: Any) -> int:
-        """Copies blocks into the arena; returns bytes. Any thread."""
+    def read(self, copies: Sequence[BlockCopies], arena: Bytes, mark: Any) -> int:
+        """Copies blocks into the arena; returns bytes. Raises IndexError for what is not there, and copies nothing then. Any
+        thread."""
 
-    def write(self, copies: Sequence[BlockCopy], arena: Bytes) -> int:
-        """Copies arena ranges into blocks; returns bytes. Any thread."""
+    def write(self, copies: Sequence[BlockCopies], arena: Bytes) -> int:
+        """Copies arena ranges into blocks; returns bytes. Raises IndexError as `read` does. Any thread."""
 
 
 def blocks_of(name: str, tensor: torch.Tensor, part_bytes: int) -> Blocks:
@@ -55,11 +56,26 @@ class HostBlocks:
     def mark(self) -> None:
         """Host tensors are final when the operator returns."""
 
-    def read(self, copies: Sequence[BlockCopy], arena: Bytes, mark: Any) -> int:
-        return sum(_gather(self._rows[copy.block_id], copy, arena) for copy in copies)
+    def read(self, copies: Sequence[BlockCopies], arena: Bytes, mark: Any) -> int:
+        check_copies(copies, len(self._rows), arena)
+        for some in in_batches(copies, HOST_BATCH_BYTES):
+            for piece in some.pieces:
+                rows = self._rows[:, piece.offset : piece.offset + piece.length]
+                windows(arena, piece.length)[_index(piece.starts)] = rows[_index(some.rows)]
+        return sum(each.num_bytes for each in copies)
 
-    def write(self, copies: Sequence[BlockCopy], arena: Bytes) -> int:
-        return sum(_scatter(self._rows[copy.block_id], copy, arena) for copy in copies)
+    def write(self, copies: Sequence[BlockCopies], arena: Bytes) -> int:
+        check_copies(copies, len(self._rows), arena)
+        for some in in_batches(copies, HOST_BATCH_BYTES):
+            for piece in some.pieces:
+                rows = self._rows[:, piece.offset : piece.offset + piece.length]
+                rows[_index(some.rows)] = windows(arena, piece.length)[_index(piece.starts)]
+        return sum(each.num_bytes for each in copies)
+
+
+def _index(numbers: Index) -> Index | int:
+    """One row alone is taken as a view, without a copy in between."""
+    return numbers if len(numbers) > 1 else int(numbers[0])
 
 
 class StridedBlocks:
@@ -77,66 +93,45 @@ class StridedBlocks:
     def mark(self) -> Any:
         return torch.accelerator.current_stream().record_event() if self._stream is not None else None
 
-    def read(self, copies: Sequence[BlockCopy], arena: Bytes, mark: Any) -> int:
-        return sum(self._read(some, arena, mark) for some in _batches(copies))
+    def read(self, copies: Sequence[BlockCopies], arena: Bytes, mark: Any) -> int:
+        check_copies(copies, len(self._tensor), arena)
+        for some in in_batches(copies, BATCH_BYTES):
+            gather(self._read(some, mark).numpy(), some, arena)
+        return sum(each.num_bytes for each in copies)
 
-    def _read(self, copies: Sequence[BlockCopy], arena: Bytes, mark: Any) -> int:
+    def _read(self, copies: BlockCopies, mark: Any) -> torch.Tensor:
         if self._stream is None:
-            host = self._rows(copies)
-        else:
-            self._stream.wait_event(mark)
-            with self._stream:
-                rows = self._rows(copies)
-                host = self._host(*rows.shape)
-                host.copy_(rows, non_blocking=True)
-            self._stream.synchronize()
-        return sum(_gather(row, copy, arena) for row, copy in zip(host.numpy(), copies, strict=True))
+            return self._rows(copies)
+        self._stream.wait_event(mark)
+        with self._stream:
+            rows = self._rows(copies)
+            host = self._host(*rows.shape)
+            host.copy_(rows, non_blocking=True)
+        self._stream.synchronize()
+        return host
 
     def _host(self, *shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=torch.uint8, pin_memory=self._is_pinned)
 
-    def _rows(self, copies: Sequence[BlockCopy]) -> torch.Tensor:
-        ids = torch.tensor([copy.block_id for copy in copies], device=self._tensor.device)
-        return self._tensor[ids].contiguous().reshape(len(copies), -1).view(torch.uint8)
+    def _rows(self, copies: BlockCopies) -> torch.Tensor:
+        return self._tensor[self._ids(copies)].contiguous().reshape(len(copies.rows), -1).view(torch.uint8)
 
-    def write(self, copies: Sequence[BlockCopy], arena: Bytes) -> int:
-        return sum(self._write(some, arena) for some in _batches(copies))
+    def _ids(self, copies: BlockCopies) -> torch.Tensor:
+        return torch.from_numpy(copies.rows).to(self._tensor.device)
 
-    def _write(self, copies: Sequence[BlockCopy], arena: Bytes) -> int:
-        part_bytes = sum(segment.length for segment in copies[0].segments)
-        host = self._host(len(copies), part_bytes)
-        size = sum(_scatter(row, copy, arena) for row, copy in zip(host.numpy(), copies, strict=True))
-        rows = host.view(self._tensor.dtype).reshape(len(copies), *self._shape)
-        ids = torch.tensor([copy.block_id for copy in copies], device=self._tensor.device)
+    def write(self, copies: Sequence[BlockCopies], arena: Bytes) -> int:
+        check_copies(copies, len(self._tensor), arena)
+        for some in in_batches(copies, BATCH_BYTES):
+            self._write(some, arena)
+        return sum(each.num_bytes for each in copies)
+
+    def _write(self, copies: BlockCopies, arena: Bytes) -> None:
+        host = self._host(len(copies.rows), copies.row_bytes)
+        scatter(host.numpy(), copies, arena)
+        rows = host.view(self._tensor.dtype).reshape(len(copies.rows), *self._shape)
         if self._stream is None:
-            self._tensor[ids] = rows
+            self._tensor[self._ids(copies)] = rows
         else:
             with self._stream:
-                self._tensor[ids] = rows.to(self._tensor.device, non_blocking=True)
+                self._tensor[self._ids(copies)] = rows.to(self._tensor.device, non_blocking=True)
             self._stream.synchronize()
-        return size
-
-
-def _batches(copies: Sequence[BlockCopy]) -> Iterator[Sequence[BlockCopy]]:
-    """Of a bounded size: a device has room for what vLLM has planned, and little else."""
-    at = 0
-    while at < len(copies):
-        most = max(1, BATCH_BYTES // sum(segment.length for segment in copies[at].segments))
-        yield copies[at : at + most]
-        at += most
-
-
-def _gather(row: Bytes, copy: BlockCopy, arena: Bytes) -> int:
-    position = 0
-    for start, length in copy.segments:
-        arena[start : start + length] = row[position : position + length]
-        position += length
-    return position
-
-
-def _scatter(row: Bytes, copy: BlockCopy, arena: Bytes) -> int:
-    position = 0
-    for start, length in copy.segments:
-        row[position : position + length] = arena[start : start + length]
-        position += length
-    return position

@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,9 +18,11 @@ from typing import Any, Final
 
 import torch
 
-from engine.agent.job_pages import Bytes, MappedArena
+from engine.agent.block_copies import BlockCopies, Bytes
+from engine.agent.job_pages import MappedArena
 from engine.errors import PagesInvalid
-from engine.vllm.layout import BlockCopy, LayerKind, LayerPlace, VllmLayout, attention_copies, state_copy, unloadable
+from engine.vllm.copy_plan import CopyPlan, PagesIndex
+from engine.vllm.layout import LayerKind, LayerPlace, VllmLayout, unloadable
 from engine.vllm.scheduler_side.steps import (
     ArenaRef,
     ForwardStep,
@@ -34,7 +36,7 @@ from engine.vllm.scheduler_side.steps import (
 from engine.vllm.worker_side.blocks import Blocks, blocks_of
 from engine.vllm.worker_side.ranks import RankLink
 from engine.vllm.worker_side.saver import SAVE_TIMEOUT_S, Saver
-from transport.control.messages import ControlMessage, JobPages
+from transport.control.messages import ControlMessage
 
 log = logging.getLogger(__name__)
 
@@ -45,8 +47,8 @@ MAX_RELEASED: Final = 4096  # a step with a released job was built before the re
 class PageGrant:
     """Pages of a job in this worker's hands."""
 
-    def __init__(self, pages: JobPages, arena: Bytes) -> None:
-        self.pages: Final = pages
+    def __init__(self, index: PagesIndex, arena: Bytes) -> None:
+        self.index: Final = index
         self.arena: Final = arena
         self._using = threading.Lock()
         self._released = False
@@ -62,6 +64,15 @@ class PageGrant:
         """When this returns no copy is under way, and none will be."""
         with self._using:
             self._released = True
+
+
+@dataclass(slots=True)
+class StepSave:
+    """A save of one step. The saver's thread plans its copies at the first layer, for all of them."""
+
+    save: SaveBlocks
+    grant: PageGrant | None = None
+    plan: CopyPlan | None = None
 
 
 @dataclass(slots=True)
@@ -103,6 +114,7 @@ class WorkerSide:
         self._places = {place.layer.name: place for place in layout.places if own is None or place.layer.name in own}
         self._blocks: dict[str, Blocks] = {}
         self._step = ForwardStep()
+        self._saves: tuple[StepSave, ...] = ()
         self._arena: tuple[ArenaRef, Bytes] | None = None
         self._link: RankLink | None = None
         self._unsaid: list[SaveFailed] = []  # until there is a link
@@ -125,6 +137,7 @@ class WorkerSide:
     def begin_step(self, step: ForwardStep) -> None:
         """Takes over what a step brings. Pages that cannot be reached, or given back, are not taken."""
         self._step = step
+        self._saves = tuple(map(StepSave, step.saves))
         try:
             self._join(step)
             arena = self._mapped(step)
@@ -135,7 +148,7 @@ class WorkerSide:
         with self._lock:
             for pages in step.grants:
                 if pages.job not in self._released and arena is not None:
-                    self._grants[pages.job] = PageGrant(pages, arena)
+                    self._grants[pages.job] = PageGrant(PagesIndex(self._layout.model, pages), arena)
 
     def _join(self, step: ForwardStep) -> None:
         """Without a link pages could not be asked back. Raises OSError."""
@@ -158,11 +171,11 @@ class WorkerSide:
     def save_layer(self, name: str) -> None:
         """The layer's KV of this step is final."""
         place = self._places.get(name)
-        if place is None or not self._step.saves:
+        if place is None or not self._saves:
             return
         mark = self._blocks[name].mark()
-        for save in self._step.saves:
-            self._submit(save, self._save_attention, place, save, mark)
+        for saving in self._saves:
+            self._submit(saving.save, self._save_attention, place, saving, mark)
 
     def start_loads(self) -> None:
         """Starts the loads of this step."""
@@ -174,17 +187,18 @@ class WorkerSide:
     def finish_step(self) -> None:
         """Saves the states at the end of this step, and waits until all of it is in pages. With nothing to save it
         waits for a load."""
-        if self._step.saves:
+        if self._saves:
             self._finish_saves()
         if self._step.is_idle:
             self._loading = wait(self._loading, self._load_wait_s, FIRST_COMPLETED).not_done
-        self._step = ForwardStep()
+        self._step, self._saves = ForwardStep(), ()
 
     def _finish_saves(self) -> None:
-        for save in self._step.saves:
+        for saving in self._saves:
+            save = saving.save
             for place in self._places.values() if save.states else ():
                 if place.layer.kind is LayerKind.STATE:
-                    self._submit(save, self._save_state, place, save, self._blocks[place.layer.name].mark())
+                    self._submit(save, self._save_state, place, saving, self._blocks[place.layer.name].mark())
             self._submit(save, self._note_step, save)
         started_s = time.perf_counter()
         given_up = self._saver.wait()
@@ -215,42 +229,41 @@ class WorkerSide:
     def _submit(self, save: SaveBlocks, copy: Callable[..., None], *arguments: Any) -> None:
         self._saver.submit(save.job, lambda: copy(*arguments))
 
-    def _save_attention(self, place: LayerPlace, save: SaveBlocks, mark: Any) -> None:
-        part = self._layout.part(place, self._rank)
-        if not part.writes:
+    def _save_attention(self, place: LayerPlace, saving: StepSave, mark: Any) -> None:
+        if not self._layout.part(place, self._rank).writes:
             return
-        grant, table = self._grant(save.job), save.tables[place.layer.table]
-        copies = tuple(attention_copies(self._layout.model, place, part, grant.pages, table, save.start, save.stop))
-        self._count_saved(grant, lambda: self._blocks[place.layer.name].read(copies, grant.arena, mark))
+        save, (grant, plan) = saving.save, self._planned(saving)
+        self._save_copies(place, grant, plan.attention(place), mark)
         self._saver.announce(
             save.job, LayerWritten(job=save.job, group=place.group, layer=place.number, num_tokens=save.stop)
         )
 
-    def _save_state(self, place: LayerPlace, save: SaveBlocks, mark: Any) -> None:
-        part = self._layout.part(place, self._rank)
-        if not part.writes:
+    def _save_state(self, place: LayerPlace, saving: StepSave, mark: Any) -> None:
+        if not self._layout.part(place, self._rank).writes:
             return
-        grant, table = self._grant(save.job), save.tables[place.layer.table]
+        save, (grant, plan) = saving.save, self._planned(saving)
         for length in save.states:
-            copy = state_copy(self._layout.model, place, part, grant.pages, table, length)
-            if copy is None:
+            if not (copies := plan.state(place, length)):
                 continue
-            copies = (copy,)
-            self._count_saved(
-                grant,
-                lambda copies=copies: self._blocks[place.layer.name].read(copies, grant.arena, mark),  # type: ignore[misc]
-            )
+            self._save_copies(place, grant, copies, mark)
             self._saver.announce(
                 save.job, StateWritten(job=save.job, group=place.group, layer=place.number, num_tokens=length)
             )
+
+    def _planned(self, saving: StepSave) -> tuple[PageGrant, CopyPlan]:
+        """Raises PagesInvalid once the pages are released."""
+        grant = self._grant(saving.save.job)
+        if saving.plan is None or saving.grant is not grant:
+            saving.grant, saving.plan = grant, self._plan(grant, saving.save)
+        return grant, saving.plan
 
     def _note_step(self, save: SaveBlocks) -> None:
         self._grant(save.job)
         self._saver.announce(save.job, StepWritten(job=save.job, num_tokens=save.stop))
 
-    def _count_saved(self, grant: PageGrant, copy: Callable[[], int]) -> None:
-        started_s = time.perf_counter()
-        size = grant.use(copy)
+    def _save_copies(self, place: LayerPlace, grant: PageGrant, copies: Sequence[BlockCopies], mark: Any) -> None:
+        started_s, blocks = time.perf_counter(), self._blocks[place.layer.name]
+        size = grant.use(lambda: blocks.read(copies, grant.arena, mark))
         with self._lock:
             self._counts.bytes_saved += size
             self._counts.save_s += time.perf_counter() - started_s
@@ -274,18 +287,11 @@ class WorkerSide:
 
     def _load_parts(self, load: LoadBlocks) -> None:
         grant, started_s, size = self._grant(load.job), time.perf_counter(), 0
-        if why := unloadable(self._layout, grant.pages, load.tables, load.start, load.stop):
+        if why := unloadable(self._layout, grant.index.pages, load.tables, load.start, load.stop):
             raise PagesInvalid(why)
+        plan = self._plan(grant, load)
         for place in self._places.values():
-            part, table = self._layout.part(place, self._rank), load.tables[place.layer.table]
-            if place.layer.kind is LayerKind.STATE:
-                state = state_copy(self._layout.model, place, part, grant.pages, table, load.stop)
-                copies: tuple[BlockCopy, ...] = (state,) if state is not None else ()
-            else:
-                copies = tuple(
-                    attention_copies(self._layout.model, place, part, grant.pages, table, load.start, load.stop)
-                )
-            blocks = self._blocks[place.layer.name]
+            blocks, copies = self._blocks[place.layer.name], plan.of(place)
             size += grant.use(lambda blocks=blocks, copies=copies: blocks.write(copies, grant.arena))  # type: ignore[misc]
         grant.use(lambda: 0)  # still ours, so what was read was ours
         with self._lock:
@@ -293,6 +299,9 @@ class WorkerSide:
             self._counts.load_s += time.perf_counter() - started_s
 
     # Pages
+
+    def _plan(self, grant: PageGrant, of: SaveBlocks | LoadBlocks) -> CopyPlan:
+        return CopyPlan(self._layout, self._rank, grant.index, of.tables, of.start, of.stop)
 
     def _grant(self, job: str) -> PageGrant:
         with self._lock:

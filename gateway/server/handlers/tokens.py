@@ -5,8 +5,8 @@ tenant tokens: as many as its body may have, then as many as the answer counts.
 """
 
 import re
-from collections.abc import Awaitable, Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager, suppress
 from functools import partial
 from typing import Final
 
@@ -91,7 +91,7 @@ class TokenEndpoints:
         """How many tokens a message's prompt has, however long a context the model has."""
         with self._counted(http):
             tenant, body, model = await self._received(http)
-            with self._place(tenant):
+            async with self._place(tenant):
                 unbounded = msgspec.structs.replace(model, max_model_len=ANY_LENGTH)
                 asked = self._reader.read(Endpoint.COUNT_TOKENS, body, unbounded, tenant.memory, share=tenant.share)
                 _, prompt = await asked
@@ -100,14 +100,14 @@ class TokenEndpoints:
     async def _tokenise(self, http: web.Request) -> web.Response:
         with self._counted(http):
             tenant, body, model = await self._received(http, MAX_BODY_BYTES)
-            with self._place(tenant):
+            async with self._place(tenant):
                 read = partial(tokens_of, body, model, tenant=tenant.memory)
                 return _json(await self._reader.think(read, tenant.share, len(body)))
 
     async def _detokenise(self, http: web.Request) -> web.Response:
         with self._counted(http):
             tenant, body, model = await self._received(http, MAX_BODY_BYTES)
-            with self._place(tenant):
+            async with self._place(tenant):
 
                 def read(memory: PromptMemory) -> bytes:
                     return text_of(body, model, memory.tokenizer)
@@ -120,7 +120,7 @@ class TokenEndpoints:
             tenant, body, model = await self._received(http)
             asked = _for_engine(body, model)
             taken = _tokens_guessed(body)
-            with self._place(tenant) as allowance:
+            async with self._place(tenant) as allowance:
                 allowance.read(taken, 1)
                 used = 0
                 try:
@@ -143,7 +143,7 @@ class TokenEndpoints:
     async def _received(self, http: web.Request, max_bytes: int | None = None) -> tuple[Tenant, bytes, PromptModel]:
         """Who asks, the body, and the model that it is about. Raises ApiError."""
         tenant = self._tenant_of(http.headers)
-        self._admission.check()
+        self._admission.check(tenant.share)
         body = await self._receiver.receive(http)
         if max_bytes is not None and len(body) > max_bytes:
             raise too_large(max_bytes)
@@ -158,16 +158,16 @@ class TokenEndpoints:
             raise Unavailable("No decode node is ready.", "no_decode_node")
         return min(ready, key=lambda node: (node.pending_requests, node.load.running))
 
-    @contextmanager
-    def _place(self, tenant: Tenant) -> Iterator[TenantLimiter]:
+    @asynccontextmanager
+    async def _place(self, tenant: Tenant) -> AsyncIterator[TenantLimiter]:
         """A place among those served, and among the tenant's requests."""
         allowance = self._allowances.enter(tenant)
         try:
-            self._admission.take()
+            await self._admission.take(tenant.share)
             try:
                 yield allowance
             finally:
-                self._admission.give_back()
+                self._admission.give_back(tenant.share)
         finally:
             allowance.leave()
 

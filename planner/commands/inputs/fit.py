@@ -4,12 +4,14 @@ import argparse
 
 from planner.commands.rendering.output import emit, write
 from planner.commands.rendering.text import table
+from planner.decisions.defaults import DEPLOYED
 from planner.decisions.views import ClusterKind
-from planner.model.fitting import fit, fit_metrics
+from planner.model.fitting import FoundPrefixes, fit, fit_metrics
 from planner.model.reading import named, read_text
-from planner.model.site import load_site
+from planner.model.site import Site, load_site
 from planner.model.traces import read_requests
-from planner.simulator.trials.hits import hits_of, pd_hits
+from planner.model.workload import Trace
+from planner.simulator.trials.hits import hits_of, pd_prefixes
 
 
 def run(args: argparse.Namespace) -> int:
@@ -17,11 +19,9 @@ def run(args: argparse.Namespace) -> int:
         return _from_metrics(args)
     trace = read_requests(args.trace, args.begin_within)
     site = load_site(args.config) if args.config else None
-    hits = None
-    if args.tokens != "total":
-        hits = hits_of(trace, None, args.cache_gb) if site is None else pd_hits(trace, site, args.cache_gb)
-    result = fit(trace, hits)
-    if site is not None and hits is not None:
+    found = None if args.tokens == "total" else _found(trace, site, args.cache_gb)
+    result = fit(trace, found)
+    if site is not None and found is not None:
         pds = site.of_kind(ClusterKind.PD)
         result["caches_gb"] = {each.name: each.cache_gb if args.cache_gb is None else args.cache_gb for each in pds}
     if args.output:
@@ -39,6 +39,13 @@ def run(args: argparse.Namespace) -> int:
     bursts = ", ".join(f"{window} {index:.2f}" for window, index in result["burst_index"].items() if index)
     print(f"burst index (variance/mean of arrivals; Poisson is 1): {bursts}")
     return 0
+
+
+def _found(trace: Trace, site: Site | None, cache_gb: float | None) -> FoundPrefixes | None:
+    if site is not None:
+        return pd_prefixes(trace, site, DEPLOYED.increment_tokens, cache_gb)
+    hits = hits_of(trace, None, cache_gb)
+    return None if hits is None else FoundPrefixes.everywhere(trace, hits, DEPLOYED.increment_tokens)
 
 
 def _from_metrics(args: argparse.Namespace) -> int:

@@ -51,6 +51,7 @@ def _rows(plan: Plan) -> dict[str, str]:
         "Λmax (req/s)": f"{plan.lambda_max:.3f}",
         "Θ prfaas/pd-p/pd-d": f"{plan.theta_prfaas:.2f} / {plan.theta_pd_p:.2f} / {plan.theta_pd_d:.2f}",
         "offloaded": f"{plan.offload_fraction:.1%}, mean {tokens(plan.mean_offloaded_tokens)}" if remote else "-",
+        **({"on decode nodes": f"{plan.held_fraction:.1%}"} if plan.held_fraction else {}),
         "TTFT empty mean/p90": f"{plan.ttft_mean_s:.2f} / {plan.ttft_p90_s:.2f} s",
         "TTFT at 80 % Λ": f"{plan.loaded_ttft_mean_s:.2f} / {plan.loaded_ttft_p90_s:.2f} s",
         "egress": f"{plan.egress_gbps:.2f} of {plan.egress_capacity_gbps:g} Gbit/s" if remote else "-",

@@ -7,7 +7,6 @@ from planner.solve.plan import Plan
 
 LEAST_SHARE: Final = 0.005  # of the requests, that is worth a word
 WHYS: Final = {
-    "decode held": "computed on decode nodes, which hold the rest of them",
     "decode no_prefill": "computed on decode nodes: no prefill node was there",
     "remote remote_prefix": "sent where their prefix was",
     "local congested": "kept from a full link",
@@ -30,13 +29,19 @@ def promised(
         },
         {
             "": "offloaded",
-            "plan": plan.offload_fraction,
+            "plan": _either(plan.asked_offload_fraction, plan.offload_fraction),
             "simulated": report["offload_fraction"],
             "why": _routed(report) or "by the threshold alone",
         },
         {
+            "": "on decode nodes",
+            "plan": _either(plan.asked_held_fraction, plan.held_fraction),
+            "simulated": report["routes"].get("decode held", 0) / (sum(report["routes"].values()) or 1),
+            "why": "computed on decode nodes, which hold the rest of them",
+        },
+        {
             "": "egress, Gbit/s",
-            "plan": plan.egress_gbps * rate / plan.lambda_max,
+            "plan": _either(plan.asked_egress_gbps, plan.egress_gbps * rate / plan.lambda_max),
             "simulated": report["egress_mean_gbps"],
             "why": "plans send whole prompts; decode nodes lack less" if report["hit_ratio"] else "as offloaded",
         },
@@ -48,6 +53,10 @@ def promised(
         },
         {"": "TTFT P90, s", "plan": plan.asked_ttft_p90_s, "simulated": report["ttft_p90_s"], "why": ""},
     ]
+
+
+def _either(at_rate: float | None, at_most: float) -> float:
+    return at_most if at_rate is None else at_rate
 
 
 def _cached(planned: float | None, simulated: float) -> str:

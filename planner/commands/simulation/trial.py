@@ -8,6 +8,7 @@ from typing import Any, Final
 
 from planner.commands.arguments import MOST
 from planner.commands.capacity.options import options_of
+from planner.commands.rendering.output import remark
 from planner.commands.rendering.progress import busy, watched
 from planner.decisions.admission.overload import AdmissionPolicy
 from planner.decisions.views import ClusterKind
@@ -19,7 +20,7 @@ from planner.model.traces import read_requests
 from planner.model.workload import Trace
 from planner.simulator.policies import Estimates
 from planner.simulator.scenario import FlipTimes, Outage, Scenario
-from planner.simulator.trials.hits import hits_of, pd_hits
+from planner.simulator.trials.hits import hits_of, pd_prefixes
 from planner.simulator.trials.trial import (
     DEPLOYED_TRIAL,
     Source,
@@ -112,14 +113,30 @@ def trace_of(args: argparse.Namespace) -> Trace | None:
 
 
 def site_for_trial(args: argparse.Namespace, trace: Trace | None) -> Site:
-    """The site; with a trace, solved for what the trace leaves uncached."""
+    """The site; with a trace, solved for what the trace leaves uncached; without, for what can be simulated of lengths alone."""
     site = load_site(args.config, args.workload)
-    if trace is None or args.workload:
+    if trace is None:
+        return _of_lengths(site)
+    if args.workload:
         return site
     if args.no_cache_in_plan:
         return replace(site, workload=workload_of(trace, None))
-    hits = hits_of(trace) if args.ideal else pd_hits(trace, site, args.cache_gb)
-    return replace(site, workload=workload_of(trace, hits))
+    if args.ideal:
+        return replace(site, workload=workload_of(trace, hits_of(trace)))
+    trace = trace.faster(getattr(args, "rate_scale", 1.0))  # the sooner a turn comes, the fewer answers it finds
+    found = pd_prefixes(trace, site, trial_of(args).increment_tokens, args.cache_gb)
+    return replace(site, workload=workload_of(trace, found))
+
+
+def _of_lengths(site: Site) -> Site:
+    workload = site.workload
+    if not workload.lengths.held_share:
+        return site
+    remark(
+        f"workload {workload.name}: requests are made up of its lengths, without what is cached before them, so decode nodes "
+        "compute none, in the plan neither; --trace simulates them"
+    )
+    return replace(site, workload=replace(workload, lengths=workload.lengths.alone()))
 
 
 def settle(args: argparse.Namespace, site: Site) -> tuple[Site, TrialSetting, float]:

@@ -4,6 +4,8 @@ first    the higher priority; of equals, the flow (a tenant's requests) that has
          the request with the earliest deadline; of these, the one that came first
 fair     start-time fair queueing (Goyal, Vin, Cheng 1996): a flow that is served moves on in virtual time by cost / weight;
          a flow that joins the line begins at the line's present time, so turns cannot be saved up
+out of step   a flow that joins is charged for its first request up to twice, each flow by another part: else all flows with
+         requests of one size begin together, and one with small requests waits for the large ones of all others
 ageing   every `ageing_s` of waiting count as one more priority, so that no request is overtaken for ever: a request that
          joins a waiter's (highest priority - its own + 1) * ageing_s after it, or later, comes behind it
 held     a flow whose own part of the room is full yields to the others for a while: it blocks no other flow
@@ -21,6 +23,7 @@ from typing import Final, Generic, NamedTuple, TypeVar
 
 BELIEVED_TURNS: Final = 3
 TURNS_REMEMBERED: Final = 8
+PHASE: Final = (5**0.5 - 1) / 2  # its multiples, modulo 1, lie evenly however many there are
 LEFT_BEHIND: Final = 64  # requests that have left and whose rise is still awaited, beside as many as wait
 
 Who = TypeVar("Who")
@@ -75,11 +78,12 @@ class _Bucket(Generic[Who]):
 class _Flow(Generic[Who]):
     """What is known of a flow with a request in the line, or with turns that others have not had yet."""
 
-    __slots__ = ("back_until", "levels", "places", "standing", "start", "weight")
+    __slots__ = ("back_until", "first_extra", "levels", "places", "standing", "start", "weight")
 
     def __init__(self, weight: float, start: float) -> None:
         self.weight = weight
         self.start = start  # virtual time at which its next turn begins
+        self.first_extra = 0.0  # what its next turn costs beside its request
         self.standing = 0  # requests of it in the line
         self.places = 0.0  # the same for its weight
         self.back_until = -inf  # it yields to others
@@ -101,7 +105,11 @@ class _Flow(Generic[Who]):
         bucket = self.levels[level]
         if not bucket.begins:
             above = sum(sum(other.costs) for each, other in self.levels.items() if each > level)
-            steps = (cost / self.weight for cost in bucket.costs[:-1])
+            steps = [cost / self.weight for cost in bucket.costs[:-1]]
+            if above:
+                above += self.first_extra * self.weight
+            elif steps:
+                steps[0] += self.first_extra
             bucket.begins = list(accumulate(steps, initial=self.start + above / self.weight))
         return bucket.begins
 
@@ -140,6 +148,7 @@ class WaitQueue(Generic[Who]):
         self._rises: list[tuple[float, int, Who]] = []  # a heap; it may hold some requests that have left
         self._virtual = 0.0
         self._numbers = count()
+        self._joined = count()  # flows that began at the present time
 
     def __len__(self) -> int:
         return len(self._standing)
@@ -178,8 +187,9 @@ class WaitQueue(Generic[Who]):
             self.leave(displaced)
         flow = self._flows.setdefault(share.flow, _Flow(share.weight, self._virtual))
         flow.weight = share.weight
-        if not flow.standing:
-            flow.start = max(flow.start, self._virtual)
+        if not flow.standing and flow.start <= self._virtual:
+            flow.start = self._virtual
+            flow.first_extra = next(self._joined) * PHASE % 1.0 * cost / share.weight
         self._served.discard(share.flow)
         standing = _Standing(priority, due, now, next(self._numbers), share.flow, cost, priority)
         self._standing[who] = standing
@@ -207,7 +217,8 @@ class WaitQueue(Generic[Who]):
         self._virtual = max(self._virtual, flow.start)
         for level in flow.levels:
             self._unlist(standing.flow, level)
-        flow.start += standing.cost / flow.weight
+        flow.start += standing.cost / flow.weight + flow.first_extra
+        flow.first_extra = 0.0
         flow.changed()
         for level in flow.levels:
             self._list(standing.flow, level)
@@ -244,7 +255,7 @@ class WaitQueue(Generic[Who]):
         """How many would come before a request that joined now; of other flows, without those that are held back."""
         self._rise(now)
         own, own_cost = self._own_ahead(priority, due, share)
-        turn = self._start(share.flow) + own_cost / share.weight
+        turn = self._turn(share, own, own_cost)
         left_out = self._left_out(now, share)
         ahead = own + self._others_above(priority, left_out)
         for start, _, _, name in self._heads.get(priority, ()):
@@ -261,7 +272,7 @@ class WaitQueue(Generic[Who]):
         left_out = self._left_out(now, share)
         if self._own_ahead(priority, due, share)[0] or self._others_above(priority, left_out):
             return True
-        turn = self._start(share.flow)
+        turn = self._turn(share)
         heads = takewhile(lambda head: head[0] <= turn, self._heads.get(priority, ()))
         return any(name not in left_out for *_, name in heads)
 
@@ -288,10 +299,13 @@ class WaitQueue(Generic[Who]):
         number = sum(self._sizes[level] for level in levels)
         return number - sum(len(each[level].members) for each in without for level in levels if level in each)
 
-    def _start(self, flow: str) -> float:
-        """Of the flow's next turn, if it has a request in the line."""
-        known = self._flows.get(flow)
-        return self._virtual if known is None else max(known.start, self._virtual)
+    def _turn(self, share: TenantShare, own: int = 0, own_cost: float = 0.0) -> float:
+        """When a request of the flow begins that would come behind so many of its own."""
+        known = self._flows.get(share.flow)
+        if known is None:
+            return self._virtual
+        extra = known.first_extra if own else 0.0
+        return max(known.start, self._virtual) + own_cost / share.weight + extra
 
     def _is_back(self, flow: str, now: float) -> bool:
         return flow in self._back and now < self._flows[flow].back_until

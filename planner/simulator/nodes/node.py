@@ -187,7 +187,10 @@ class PrefillNode:
         self.busy_s += job.service_s
         self._free_at = start + job.service_s
         self._loop.at(self._free_at, self._finish, job)
-        self._on_start(start, job)
+        if start > now:
+            self._loop.at(start, self._on_start, job)
+        else:
+            self._on_start(now, job)
 
     def _finish(self, now: float, job: SimulatedRequest) -> None:
         self._running = False

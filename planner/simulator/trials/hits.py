@@ -6,10 +6,12 @@ import numpy as np
 
 from planner.decisions.views import ClusterKind
 from planner.errors import InputError
+from planner.model.fitting import FoundPrefixes
 from planner.model.profile import Floats, KvSize
 from planner.model.site import Site
 from planner.model.workload import Trace, infinite_cache_hits
 from planner.simulator.nodes.caches import NodeCache, endless_bytes, layout_of
+from planner.simulator.trials.prefixes import find_prefixes
 
 
 def finite_cache_hits(trace: Trace, kv: KvSize, cache_gb: float) -> Floats:
@@ -45,17 +47,25 @@ def hits_of(trace: Trace, kv: KvSize | None = None, cache_gb: float | None = Non
     return finite_cache_hits(trace, kv, cache_gb)
 
 
-def pd_hits(trace: Trace, site: Site, cache_gb: float | None = None) -> Floats | None:
-    """What the PD clusters' nodes find cached together, as plans have it: all that is answered lands there.
+def pd_prefixes(trace: Trace, site: Site, increment_tokens: int, cache_gb: float | None = None) -> FoundPrefixes | None:
+    """What the PD clusters' nodes find cached, as plans have it: all that is answered lands there.
 
     `cache_gb` is a node's; without it the site's counts, and caches of a cluster that says nothing never evict. None where the
     trace says nothing of prefixes.
     """
     if trace.blocks is None and cache_gb is None:
-        return trace.cached_tokens
+        logged = trace.cached_tokens
+        return None if logged is None else FoundPrefixes.everywhere(trace, logged, increment_tokens)
     pools = site.of_kind(ClusterKind.PD)
     total_gb = sum(_node_gb(cluster.cache_gb, cache_gb) * cluster.instances for cluster in pools if cluster.instances)
-    return hits_of(trace, site.profile.kv_size(), total_gb)
+    if trace.blocks is None or not total_gb:
+        hits = hits_of(trace, site.profile.kv_size(), total_gb)
+        return None if hits is None else FoundPrefixes.everywhere(trace, hits, increment_tokens)
+    curve, decode = site.profile.prefill_on(pools[0].hardware), site.profile.decode_on(pools[0].hardware)
+    return find_prefixes(
+        trace, site.profile.kv_size(), total_gb, increment_tokens,
+        lambda computed, answer: curve(computed) + answer * decode.full_step_s,
+    )  # fmt: skip
 
 
 def _node_gb(of_site: float | None, asked: float | None) -> float:

@@ -37,7 +37,7 @@ from prfaas.commands.checking.findings import (
 )
 from prfaas.errors import CheckError
 from transport.control.certificates import expires_at
-from transport.control.credentials import server_certificate
+from transport.control.credentials import server_certificate, takes_old_tls
 from transport.control.messages import TicketInfo
 from transport.control.release import release
 from transport.path.tcp import format_address
@@ -109,6 +109,7 @@ async def look(config: GatewayConfig) -> CheckFindings:
         certificates=[*_certificates(config), *(each for each in shown if each is not None)],
         open_files=_open_files(config),
         version=release(),
+        has_identity=config.identity is not None,
     )
 
 
@@ -218,10 +219,17 @@ async def _shown(agent: str, identity: Identity | None, revoked: Revoked) -> Cer
         return None
     try:
         shown = await server_certificate(agent, identity, RPC_S)
+        is_old_taken = await takes_old_tls(agent, identity, RPC_S)
     except (OSError, ValueError):
         return None
     left_s, peer = shown.ends_at - _wall_clock_s(), shown.peer
-    return Certificate(f"certificate of {agent}", left_s, nameless=peer.problem, is_revoked=revoked.has(peer))
+    return Certificate(
+        f"certificate of {agent}",
+        left_s,
+        nameless=peer.problem,
+        is_revoked=revoked.has(peer),
+        is_old_taken=is_old_taken,
+    )
 
 
 def _open_files(config: GatewayConfig) -> list[OpenFile]:

@@ -11,6 +11,7 @@ from enum import StrEnum
 from typing import Final
 
 from gateway.cluster.agent_values import NodeInfo, NodeLoad
+from gateway.upstream.pool import is_in_clear
 from transport.peers.name import HOW_TO_ISSUE
 
 CLOCKS_APART_S: Final = 1.0
@@ -87,6 +88,7 @@ class Certificate:
     problem: str = ""
     nameless: str = ""  # why it gives no rights
     is_revoked: bool = False
+    is_old_taken: bool = False  # TLS 1.2, by the server that shows it
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +111,7 @@ class CheckFindings:
     certificates: Sequence[Certificate] = ()
     open_files: Sequence[OpenFile] = ()
     version: str = ""
+    has_identity: bool = False  # the gateway asked
 
 
 def findings(seen: CheckFindings) -> list[Finding]:
@@ -123,6 +126,7 @@ def findings(seen: CheckFindings) -> list[Finding]:
         *_about_versions(seen.described, seen.version),
         *_about_clocks(seen.described),
         *_about_plain(seen.described),
+        *(_about_engines_in_clear(seen.described) if seen.has_identity else ()),
         *_about_ports(seen.ports),
         *_about_ways(seen.ways, seen.ways_left_out),
         *_about_links(seen.described),
@@ -147,6 +151,13 @@ def _about_certificates(certificates: Sequence[Certificate]) -> Iterator[Finding
             yield Finding(level, each.path, f"good for {each.left_s / 86400:.0f} more days", remedy)
         if each.nameless:
             yield Finding(Level.ERROR, each.path, f"gives no rights: {each.nameless}", HOW_TO_ISSUE)
+        if each.is_old_taken:
+            yield Finding(
+                Level.WARNING,
+                each.path,
+                "its control_port takes TLS 1.2",
+                "start the node without GRPC_SSL_CIPHER_SUITES",
+            )
         if each.is_revoked:
             yield Finding(
                 Level.ERROR, each.path, "is revoked, so it counts no more", "the gateway's file `revoked` has it"
@@ -166,6 +177,16 @@ def _about_plain(nodes: Sequence[Described]) -> Iterator[Finding]:
             ports = ", ".join(f"{listener}_port" for listener in node.info.plain)
             remedy = "certificates and integrity = 'aead' seal control, calls and transfers; carry the rest inside your network"
             yield Finding(Level.WARNING, node.info.node_id, f"in clear to other machines: {ports}", remedy)
+
+
+def _about_engines_in_clear(nodes: Sequence[Described]) -> Iterator[Finding]:
+    """The gateway asks no such engine."""
+    for node in nodes:
+        if is_in_clear(node.info.engine_url):
+            what = (
+                f"its engine at {node.info.engine_url} is in clear, and this gateway has certificates: it is not asked"
+            )
+            yield Finding(Level.ERROR, node.info.node_id, what, "start the node with certificates and this version")
 
 
 WHY_SILENT: Final = {

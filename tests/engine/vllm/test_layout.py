@@ -5,23 +5,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine.agent.block_copies import BlockCopies
+from engine.vllm.copy_plan import CopyPlan, PagesIndex
 from engine.vllm.layout import (
     NULL_BLOCK,
     CacheLayer,
     LayerKind,
     Table,
     VllmLayout,
-    attention_copies,
     block_range,
-    cut,
     state_block,
-    state_copy,
     unfilled,
     unloadable,
     vllm_layout,
 )
 from hybrid_cache.errors import LayoutError
-from hybrid_cache.layout.layout import ByteRange
 from tests.engine.vllm.builders import BLOCK, full, layout_of, pages_for, state, tables_for, window
 
 
@@ -98,21 +96,6 @@ def test_what_cannot_be_paged_is_refused():
         layout_of(full("a", part_bytes=BLOCK * 8 + 1))
 
 
-@given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.data())
-def test_cut_is_a_slice_of_the_bytes_in_order(lengths, data):
-    position, segments, order = 100, [], []
-    for length in lengths:
-        segments.append(ByteRange(position, length))
-        order += range(position, position + length)
-        position += length + 7
-    start = data.draw(st.integers(0, len(order)))
-    stop = data.draw(st.integers(start, len(order)))
-    got = [
-        byte for segment in cut(segments, start, stop) for byte in range(segment.start, segment.start + segment.length)
-    ]
-    assert got == order[start:stop]
-
-
 @given(st.integers(0, 40), st.integers(0, 40))
 def test_block_range_covers_the_tokens(start, length):
     blocks = block_range(start, start + length, BLOCK)
@@ -125,11 +108,11 @@ def test_attention_is_copied_where_both_sides_have_the_block():
     pages = pages_for(layout, 3 * BLOCK + 1)
     tables = ((1, 2, 3, 4), (NULL_BLOCK, NULL_BLOCK, 7, 8))
     attention, sliding = layout.places
-    part = layout.part(attention, 0)
-    copies = list(attention_copies(layout.model, attention, part, pages, tables[0], BLOCK, 3 * BLOCK + 1))
-    assert [copy.block_id for copy in copies] == [2, 3, 4]
-    copies = list(attention_copies(layout.model, sliding, layout.part(sliding, 0), pages, tables[1], 0, 3 * BLOCK + 1))
-    assert [copy.block_id for copy in copies] == [7, 8]
+    index = PagesIndex(layout.model, pages)
+    (copies,) = CopyPlan(layout, 0, index, tables, BLOCK, 3 * BLOCK + 1).attention(attention)
+    assert copies.rows.tolist() == [2, 3, 4]
+    (copies,) = CopyPlan(layout, 0, index, tables, 0, 3 * BLOCK + 1).attention(sliding)
+    assert copies.rows.tolist() == [7, 8]
 
 
 def halves(ranks: int = 1) -> VllmLayout:
@@ -141,16 +124,20 @@ def halves(ranks: int = 1) -> VllmLayout:
     return layout_of(full("a", part_bytes=64 * BLOCK // parts, parts=parts), small, ranks=ranks)
 
 
-def copied(layout: VllmLayout, tables: Sequence[Table], rank: int, start: int, stop: int) -> dict[int, tuple[int, int]]:
+def copied(
+    layout: VllmLayout, tables: tuple[Table, ...], rank: int, start: int, stop: int
+) -> dict[int, tuple[int, int]]:
     """Which byte of which block of `b` each byte of the arena is."""
     place, pages = layout.places[1], pages_for(layout, stop)
     part = layout.part(place, rank)
     found: dict[int, tuple[int, int]] = {}
-    for copy in attention_copies(layout.model, place, part, pages, tables[1], start, stop):
-        bytes_of = [at for segment in copy.segments for at in range(segment.start, segment.start + segment.length)]
-        assert len(bytes_of) == place.layer.part_bytes, "each copy is a whole block of the rank's"
-        assert found.keys().isdisjoint(bytes_of)
-        found.update({at: (copy.block_id, offset + part.start) for offset, at in enumerate(bytes_of)})
+    for each in CopyPlan(layout, rank, PagesIndex(layout.model, pages), tables, start, stop).attention(place):
+        assert each.row_bytes == place.layer.part_bytes, "each copy is a whole block of the rank's"
+        for piece in each.pieces:
+            for row, begin in zip(each.rows.tolist(), piece.starts.tolist(), strict=True):
+                bytes_of = range(begin, begin + piece.length)
+                assert found.keys().isdisjoint(bytes_of)
+                found.update({at: (row, piece.offset + offset + part.start) for offset, at in enumerate(bytes_of)})
     return found
 
 
@@ -204,10 +191,13 @@ def test_no_state_is_copied_that_one_side_lacks():
     layout = layout_of(full("a", table=0), state("s", table=1))
     pages = pages_for(layout, 2 * BLOCK + 1)
     place = layout.places[1]
-    part = layout.part(place, 0)
-    assert state_copy(layout.model, place, part, pages, (0, 0, 3), 2 * BLOCK + 1) is not None
-    assert state_copy(layout.model, place, part, pages, (0, 0, 3), 2 * BLOCK) is None
-    assert state_copy(layout.model, place, part, pages, (0, 0, 0), 2 * BLOCK + 1) is None
+
+    def copies(table: Table, length: int) -> Sequence[BlockCopies]:
+        return CopyPlan(layout, 0, PagesIndex(layout.model, pages), ((), table), 0, length).state(place, length)
+
+    assert [each.rows.tolist() for each in copies((0, 0, 3), 2 * BLOCK + 1)] == [[3]]
+    assert copies((0, 0, 3), 2 * BLOCK) == ()
+    assert copies((0, 0, 0), 2 * BLOCK + 1) == ()
 
 
 def test_every_live_block_must_have_bytes_to_be_loaded():

@@ -152,6 +152,33 @@ async def test_every_route_lets_those_in_whom_the_table_says() -> None:
                     assert found == 403, (route, role, found)
 
 
+PUBLIC = ANYBODYS | {"/openapi.json"}
+
+
+@on_loop
+async def test_every_path_of_the_api_is_for_tenants_and_for_no_operator() -> None:
+    async with world(tenants=TENANTS, operators=OPERATORS, metrics_port=free_port()) as w:
+        routes = {
+            (route.method, route.resource.canonical.replace("{context_id}", "c"))
+            for route in w.gateway.listeners[0].app.router.routes()
+            if route.resource is not None and route.method != "HEAD"
+        }
+        guarded = {route for route in routes if route[1] not in PUBLIC}
+        assert {("POST", "/v1/chat/completions"), ("GET", "/v1/models")} <= guarded
+        assert not {path for _, path in routes if path.startswith(("/prfaas", "/console", "/metrics"))} & {
+            path for _, path in RIGHTS
+        }
+        for method, path in sorted(guarded):
+            for key, may in ((None, False), ("sk-nobody", False), (OLD, False), (ACME, True)):
+                headers = JSON | (shown(key) if key else {})
+                body = None if method == "GET" else b"{}"
+                async with w.http.request(method, path, headers=headers, data=body) as answer:
+                    assert (answer.status != 401) == may, (method, path, key, answer.status)
+            for key in KEYS.values():  # an operator is no tenant
+                async with w.http.request(method, path, headers=JSON | shown(key), data=body) as answer:
+                    assert answer.status == 401, (method, path, key)
+
+
 def test_a_route_without_a_cell_is_not_served() -> None:
     with pytest.raises(KeyError, match="no right is declared for it"):
         right_of("POST", "/prfaas/anything")

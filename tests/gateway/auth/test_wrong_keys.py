@@ -5,11 +5,12 @@ from dataclasses import replace
 import pytest
 
 from gateway.auth.keyring import digest_of
-from gateway.auth.wrong_keys import WrongKeys, site_of
+from gateway.auth.wrong_keys import WrongKeys
 from gateway.config.gateway import Strangers
 from gateway.config.tenants import TenantConfig
 from gateway.config.wrong_keys import WrongKeysConfig
 from tests.gateway.worlds import on_loop, world
+from transport.path.site import site_of
 
 CONFIG = WrongKeysConfig(free=3, delay_s=0.5, max_delay_s=1.5, refuse_after=7, refuse_s=60.0, max_addresses=8)
 HERE, THERE = "192.0.2.1", "192.0.2.2"

@@ -1,4 +1,4 @@
-"""Builders: the steps of a gateway before scripted nodes, and a client, all in memory."""
+"""Builders: a gateway's steps and pages before scripted nodes, and a client, all in memory."""
 
 import contextlib
 import json
@@ -11,8 +11,10 @@ import aiohttp
 import msgspec
 from aiohttp import web
 
+from gateway.admin.reload import Reloads
 from gateway.admission.queue import WaitingLine
 from gateway.admission.slo import SloGate
+from gateway.assembly import keep_chores, operator_pages, token_endpoints
 from gateway.auth.sessions import OperatorSessions
 from gateway.cluster.agent_client import AgentClient
 from gateway.cluster.links import ClusterLinks
@@ -33,7 +35,7 @@ from gateway.parts import (
 )
 from gateway.prompt.reader import PromptReader
 from gateway.server.app import GenerationEndpoint
-from gateway.server.routes import straight_ways
+from gateway.server.routes import build_app, straight_ways
 from gateway.tasks import TaskSet
 from gateway.telemetry.record_ring import RecordRing
 from gateway.workers.process_scope import SingleProcess
@@ -66,14 +68,23 @@ class MemoryReader(PromptReader):
 
 @dataclass
 class Pipelined(Deployment):
-    """The steps of a gateway before scripted nodes."""
+    """The steps and pages of a gateway before scripted nodes."""
 
-    config: GatewayConfig
+    reloads: Reloads
     endpoint: GenerationEndpoint
     seen: NodeAccess
     line: WaitingLine
     kept: RecordRing
-    configure: Callable[[GatewayConfig], None]
+    app: web.Application
+
+    @property
+    def config(self) -> GatewayConfig:
+        """The configuration by which the steps run now."""
+        return self.reloads.config
+
+    def configure(self, config: GatewayConfig) -> None:
+        """Has the steps take over what may change while they run."""
+        assert self.reloads.take(config) == []
 
     @property
     def clusters(self) -> Clusters:
@@ -113,16 +124,17 @@ async def pipeline(
     seat: SingleProcess | None = None,
     agent_client: type[AgentClient] = MemoryAgent,
     node_times: NodeTimes = NODE_TIMES,
+    read_again: Callable[[], GatewayConfig] | None = None,
     **fields: Any,
 ) -> AsyncIterator[Pipelined]:
-    """A gateway's steps before that many scripted nodes."""
+    """A gateway's steps and pages before that many scripted nodes."""
     seat = seat or SingleProcess()
     async with AsyncExitStack() as held:
         nodes = await held.enter_async_context(
             topology(remote, local, decode, remote_clusters, clusters, kind, in_memory)
         )
         config = config_for(nodes, **fields)
-        steps = await held.enter_async_context(_stepping(config, nodes, seat, agent_client, node_times))
+        steps = await held.enter_async_context(_stepping(config, nodes, seat, agent_client, node_times, read_again))
         known = steps.clusters
         known.start()
         assert await known.wait_for(lambda: all(node.connected for node in known.nodes), PATIENCE_S)
@@ -138,8 +150,9 @@ async def _stepping(
     seat: SingleProcess,
     agent_client: type[AgentClient],
     node_times: NodeTimes,
+    read_again: Callable[[], GatewayConfig] | None,
 ) -> AsyncIterator[Pipelined]:
-    """The steps, built as a gateway builds them."""
+    """The steps and pages, built as a gateway builds them."""
     clock, tokenizer, metrics = memory_loop().time, text_tokenizer(), seat.metrics
     tasks = GatewayTasks(*(TaskSet(metrics.upkeep.unforeseen) for _ in range(4)))
     async with AsyncExitStack() as held:
@@ -169,6 +182,7 @@ async def _stepping(
             receiver=BodyReceiver(config.strangers, config.max_body_bytes, config.timeouts.body_s, clock),
             reader=reader,
             ended=ended,
+            allowances=allowances,
             renders_otherwise=renders_otherwise(config.tokenizer_dir),
         )
         door = GenerationEndpoint(
@@ -185,23 +199,35 @@ async def _stepping(
             traces=ended.traces,
         )
 
-        def configure(config: GatewayConfig) -> None:
-            for part in (routing.router, built.steps.admission, seen.legs, seen.refusals, built.line, door):
-                part.configure(config)
-
-        if routing.replicas:
-            tasks.chores.keep(routing.replicas.run, "replicas")
+        reloads = Reloads(
+            config,
+            [routing.router, built.steps.admission, seen.legs, seen.refusals, built.line, door],
+            read_again or (lambda: config),
+            metrics.upkeep.reloaded,
+        )
+        pages = operator_pages(
+            config=config,
+            clock=clock,
+            seat=seat,
+            seen=seen,
+            routing=routing,
+            pipeline=built,
+            door=door,
+            reloads=reloads,
+            kept={"requests": built.records, "flows": routing.flows, "audit": audit},
+            siblings=None,
+        )
+        app = build_app(door, pages, token_endpoints(seen=seen, steps=built.steps, door=door))
+        keep_chores(config=config, clock=clock, metrics=metrics, tasks=tasks, seen=seen, routing=routing, door=door)
         http = aiohttp.ClientSession(f"http://{HOST}", connector=aiohttp.UnixConnector(str(PORT)))
-        yield Pipelined(nodes, http, config, door, seen, built.line, built.records, configure)
+        yield Pipelined(nodes, http, reloads, door, seen, built.line, built.records, app)
 
 
 @asynccontextmanager
 async def _listening(steps: Pipelined, seat: SingleProcess) -> AsyncIterator[None]:
-    """Has the steps answer POSTs of clients on a port of the loop's; nothing else is there."""
+    """Has the steps and pages answer clients on a port of the loop's."""
     gate = Gate("clients", OPERATORS * 16, Strangers(), seat.metrics, memory_loop().time)
-    listener = await Listener.start(
-        web.Application(), gate, HOST, PORT, Strangers().idle_s, straight=straight_ways(steps.door)
-    )
+    listener = await Listener.start(steps.app, gate, HOST, PORT, Strangers().idle_s, straight=straight_ways(steps.door))
     try:
         yield
         steps.door.visits.end_all()

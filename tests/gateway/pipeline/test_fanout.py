@@ -178,7 +178,7 @@ async def test_an_error_is_the_last_event(fault: str) -> None:
 @on_memory_loop
 async def test_each_answer_takes_a_place() -> None:
     async with pipeline(max_in_flight=2) as w:
-        w.admission.take()
+        await w.admission.take()
         response = await w.complete(PROMPTS[:2])
         w.admission.give_back()
         assert (response.status, (await response.json())["error"]["type"]) == (429, "rate_limit_error")

@@ -88,6 +88,35 @@ async def served_late(queue: ReadingQueue) -> list[str]:
 
 
 @on_loop
+async def test_a_light_tenant_waits_no_longer_than_its_share_beside_tenants_that_keep_step() -> None:
+    """Their bodies are ten times as long as its own, which come half as often as it may be read."""
+    queue, order, heavies = ReadingQueue(0), [], 200
+
+    async def read(name: str, size: int, came: int) -> None:
+        await queue.take(TenantShare(name), size)
+        order.append((name, came))
+
+    tasks = [asyncio.ensure_future(read(f"t{number % heavies}", 500 * KIB, 0)) for number in range(2 * heavies)]
+    its_turn = heavies // 10
+    waits = []
+    for now in range(-2 * heavies, 40 * 2 * its_turn):  # at first until they are past their first body
+        if now >= 0 and now % (2 * its_turn) == 0:
+            tasks.append(asyncio.ensure_future(read("light", 50 * KIB, now)))
+        await asyncio.sleep(0)
+        queue.give_back()
+        await asyncio.sleep(0)
+        name, came = order[-1]
+        if name == "light":
+            waits.append(now - came)
+        else:
+            tasks.append(asyncio.ensure_future(read(name, 500 * KIB, now)))
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert sorted(waits)[len(waits) * 9 // 10] <= its_turn + 1
+
+
+@on_loop
 async def test_within_a_tenant_and_a_size_who_came_first_is_first() -> None:
     order = await served(ReadingQueue(0), [(TenantShare("a"), 2 * KIB + n) for n in range(50)])
     assert order == sorted(order)

@@ -120,7 +120,7 @@ async def test_a_tenants_limit_is_its_own() -> None:
 async def test_what_nobody_computed_is_not_paid_for_and_an_answer_is() -> None:
     async with world(tenants=TENANTS) as w:
         w.gateway.admission.limit = 2
-        w.gateway.admission.take()
+        await w.gateway.admission.take()
         refused = await w.complete(["a" * 10, "b" * 10], headers=key(RIVAL))  # two places, where one is free
         w.gateway.admission.give_back()
         assert (refused.status, refused.headers["x-prfaas-rejected"]) == (429, "rate_limit_exceeded")

@@ -327,3 +327,18 @@ def test_connections_to_an_engine_that_is_revoked_end_used_and_idle_ones(peers: 
             pool.close()
 
     scenario()
+
+
+def test_with_certificates_no_engine_of_another_machine_is_asked_in_clear(tmp_path: Path) -> None:
+    gateway = Authority(tmp_path).issue("gateway")
+
+    @on_loop
+    async def scenario() -> None:
+        pool = EnginePool(8, PATIENCE_S, 0.0, gateway)
+        for host in ("10.0.0.2", "engine.example", "[2001:db8::1]"):
+            with pytest.raises(LegFailed, match="in clear, and this gateway has certificates"):
+                await post(pool, f"http://{host}:7201")
+        async with serving() as server:  # of this machine
+            assert await post(pool, server.url) == b"ok"
+
+    scenario()

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import tracemalloc
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -19,12 +19,13 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from hybrid_cache.cache.events import BlocksStored, Medium
 from hybrid_cache.errors import DiskInUse
-from hybrid_cache.tiers.disk import ORDER, BlockKey, Buffer, DiskTier, FileDisk
+from hybrid_cache.tiers.disk import ORDER, BlockKey, DiskTier
+from hybrid_cache.tiers.files import Buffer, FileDisk
 from tests.hybrid_cache.builders import FULL, STATE, make_layout
 
 LAYOUT = make_layout(FULL, STATE)
-CAPACITY = 12 * 1024
-SLOTS = (16, 6)  # of 384 and 896 bytes, in half of the capacity each
+CAPACITY = 13 * 1024
+SLOTS = (16, 7)  # of 384 and 896 bytes, in half of the capacity each, and their orders of use
 
 
 def key(number: int, group: int = 0) -> BlockKey:
@@ -153,7 +154,7 @@ def test_a_directory_has_one_user(tmp_path):
 OPENER = """
 import sys
 from pathlib import Path
-from hybrid_cache.tiers.disk import FileDisk
+from hybrid_cache.tiers.files import FileDisk
 try:
     FileDisk(Path(sys.argv[1]))
 except Exception as exc:
@@ -231,6 +232,11 @@ class FaultyDisk:
         if data and len(file) < offset + len(data):
             file.extend(bytes(offset + len(data) - len(file)))
         file[offset : offset + len(data)] = data
+
+    def keep(self, most_bytes: Mapping[str, int]) -> int:
+        before = sum(map(len, self.files.values()))
+        self.files = {name: data[: most_bytes[name]] for name, data in self.files.items() if name in most_bytes}
+        return before - sum(map(len, self.files.values()))
 
     def close(self) -> None:
         pass
@@ -382,7 +388,8 @@ TestDiskMachine.settings = settings(max_examples=40, stateful_step_count=25, dea
 WRITER = """
 import sys
 from pathlib import Path
-from hybrid_cache.tiers.disk import DiskTier, FileDisk
+from hybrid_cache.tiers.disk import DiskTier
+from hybrid_cache.tiers.files import FileDisk
 from tests.hybrid_cache.tiers.test_disk import CAPACITY, LAYOUT, content, key, open_tier
 tier = open_tier(FileDisk(Path(sys.argv[1])))
 number = int(sys.argv[2])

@@ -1,6 +1,7 @@
 from hybrid_cache.cache.lookup import PrefixHit
 from hybrid_cache.cache.prefix_cache import PrefixCache
-from hybrid_cache.tiers.disk import BlockKey, DiskTier, FileDisk
+from hybrid_cache.tiers.disk import BlockKey, DiskTier
+from hybrid_cache.tiers.files import FileDisk
 from hybrid_cache.tiers.tiers import Tiers
 from tests.hybrid_cache.builders import BLOCK, FULL, STATE, WINDOW, hashes_of, make_layout, reserve
 

@@ -19,7 +19,7 @@ from tests.gateway.worlds import on_both_loops
 from tests.node.running import new_runner, until
 from tests.peers import HOST, Peers
 from transport.control.calls import AGENT, CALLER
-from transport.control.credentials import channel_credentials, channel_options
+from transport.control.credentials import channel_credentials, channel_options, takes_old_tls
 from transport.control.messages import MessageBuffer, frame
 from transport.control.proto import node_pb2 as pb
 from transport.control.proto import node_pb2_grpc as rpc
@@ -226,6 +226,7 @@ def test_a_thief_of_each_certificate_is_heard_by_the_table_over_kept_connections
             for thief in (peers.expired, peers.stranger):
                 with pytest.raises((OSError, asyncio.IncompleteReadError)):
                     await answered(port, thief, CALLED.values())
+            assert not await takes_old_tls(f"127.0.0.1:{port}", peers.by_role[PeerRole.GATEWAY], PATIENCE_S)
         finally:
             await server.close(0.0)
 

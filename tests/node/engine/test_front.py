@@ -7,15 +7,18 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from node.engine.front import EngineFront, HandshakeTurns, OpenDoor, PeerCertificate, door_of
+from node.engine.front import EngineFront, OpenDoor, PeerCertificate, door_of
+from node.engine.handshakes import HandshakePlaces
 from node.errors import NodeConfigError
 from node.process.ports import ListenPort
 from tests.gateway.worlds import on_both_loops, until
 from tests.peers import Peers
 from transport.control.certificates import Authority
+from transport.control.credentials import takes_old_tls
 from transport.peers.name import PeerRole
 from transport.peers.rights import ASK_ENGINE
 from transport.wire.identity import Identity
@@ -245,20 +248,83 @@ def test_strangers_and_callers_without_the_right_are_refused_and_counted(
 
 
 def test_a_stranger_does_not_keep_others_from_their_handshakes(node: Identity, gateway: Identity) -> None:
-    """Its own address has some turns; and a caller that hangs up gives its turn back."""
+    """Its own address has some places, however many it asks for; and a caller that hangs up gives its place back."""
 
     @on_both_loops
     async def scenario() -> None:
-        front = EngineFront(node, turns=HandshakeTurns(in_all=3, of_address=2), handshake_s=30.0)
+        places: HandshakePlaces[Any] = HandshakePlaces(in_all=3, of_network=2)
+        front = EngineFront(node, handshakes=places, handshake_s=30.0)
         async with engine_running() as engine, fronted(front) as port:
             front.open(engine.url)
             silent = [await asyncio.open_connection(HOST, port, local_addr=("127.0.0.9", 0)) for _ in range(20)]
-            await until(lambda: len(front) == 20)
+            await until(lambda: front.ended["crowded"] == 18)
+            assert len(front) == len(places) == 2
             async with asyncio.timeout(10.0):
                 assert await echo(port, gateway) == b"x"
             for _, writer in silent:
                 writer.transport.abort()
+            await until(lambda: len(front) == len(places) == 0)
+
+    scenario()
+
+
+def test_a_gateway_that_connects_for_many_requests_at_once_finds_places_for_all(
+    node: Identity, gateway: Identity
+) -> None:
+    @on_both_loops
+    async def scenario() -> None:
+        places: HandshakePlaces[Any] = HandshakePlaces(in_all=40, of_network=2)
+        front = EngineFront(node, handshakes=places)
+        async with engine_running() as engine, fronted(front) as port:
+            front.open(engine.url)
+            assert await echo(port, gateway) == b"x"
             await until(lambda: len(front) == 0)
+            assert await asyncio.gather(*(echo(port, gateway) for _ in range(30))) == [b"x"] * 30
+            assert front.ended == {}
+
+    scenario()
+
+
+def test_strangers_from_everywhere_keep_no_caller_waiting(node: Identity, gateway: Identity) -> None:
+    """With all places taken by silent ones of many addresses, new callers get through, and those there are not disturbed."""
+
+    @on_both_loops
+    async def scenario() -> None:
+        places: HandshakePlaces[Any] = HandshakePlaces(in_all=8, of_network=2)
+        front = EngineFront(node, handshakes=places, handshake_s=30.0, of_address=4)
+        async with engine_running() as engine, fronted(front) as port:
+            front.open(engine.url)
+            async with calling(port, gateway) as (reader, writer):
+                writer.write(b"x")
+                await reader.readexactly(1)
+                silent = [
+                    await asyncio.open_connection(HOST, port, local_addr=(f"127.0.1.{number}", 0))
+                    for number in range(1, 33)
+                ]
+                await until(lambda: front.ended["crowded"] == 24)
+                async with asyncio.timeout(10.0):
+                    for _ in range(3):
+                        assert await echo(port, gateway) == b"x"
+                writer.write(b"y")
+                assert await reader.readexactly(1) == b"y"
+                assert front.ended.keys() == {"crowded"}
+            for _, stranger in silent:
+                stranger.transport.abort()
+            await until(lambda: len(front) == 0)
+
+    scenario()
+
+
+def test_a_handshake_is_over_in_seconds(node: Identity) -> None:
+    @on_both_loops
+    async def scenario() -> None:
+        front = EngineFront(node, handshake_s=0.05)
+        async with engine_running() as engine, fronted(front) as port:
+            front.open(engine.url)
+            reader, writer = await asyncio.open_connection(HOST, port)
+            assert not await reader.read()
+            assert front.ended == {"handshake": 1}
+            writer.close()
 
     scenario()
 
@@ -270,10 +336,12 @@ def test_an_address_has_a_bounded_number_of_connections(node: Identity, gateway:
         async with engine_running() as engine, fronted(front) as port:
             front.open(engine.url)
             async with calling(port, gateway) as (reader, writer):
-                with pytest.raises(ConnectionResetError):
-                    await asyncio.open_connection(HOST, port, ssl=gateway.client_context(), server_hostname="node")
                 writer.write(b"x")
                 assert await reader.readexactly(1) == b"x"
+                with pytest.raises(ConnectionResetError):
+                    await asyncio.open_connection(HOST, port, ssl=gateway.client_context(), server_hostname="node")
+                writer.write(b"y")
+                assert await reader.readexactly(1) == b"y"
             assert front.ended == {"crowded": 1}
 
     scenario()
@@ -373,6 +441,14 @@ def test_engines_are_asked_by_gateways_only_and_not_by_revoked_ones(peers: Peers
                 if role is not PeerRole.GATEWAY:
                     assert await is_refused(port, thief)
                     assert guard.refused[ASK_ENGINE, role] == 1
+            for number, thief in enumerate((peers.nameless, peers.abroad), start=1):
+                assert await is_refused(port, thief)
+                assert front.ended["no_right"] == len(PeerRole) - 1 + number
+            for number, thief in enumerate((peers.expired, peers.stranger), start=1):
+                assert await is_refused(port, thief)
+                assert front.ended["handshake"] == number
+            assert not await takes_old_tls(f"{HOST}:{port}", peers.by_role[PeerRole.GATEWAY], 10.0)
+            assert engine.open == engine.read == 0
             async with calling(port, peers.by_role[PeerRole.GATEWAY]) as (reader, writer):
                 writer.write(b"x")
                 await reader.readexactly(1)

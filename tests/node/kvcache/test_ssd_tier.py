@@ -11,10 +11,16 @@ from typing import Any
 
 import pytest
 
+from hybrid_cache.cache.prefix_cache import PrefixCache
 from hybrid_cache.hashing.block_hash import block_hashes
-from hybrid_cache.tiers.disk import HEADER_BYTES, Buffer, DiskTier, FileDisk
+from hybrid_cache.layout.layout import KVCacheGroup, ModelLayout
+from hybrid_cache.layout.spec import FullAttention, LinearState
+from hybrid_cache.tiers.disk import HEADER_BYTES, DiskTier
+from hybrid_cache.tiers.files import Buffer, FileDisk
 from node.kvcache.pages import ArenaPages
-from node.kvcache.ssd_tier import SsdWaits
+from node.kvcache.ssd_tier import QUEUE_BYTES, Ssd, SsdWaits, open_disk
+from tests.hybrid_cache.builders import FULL, hashes_of, make_layout
+from tests.hybrid_cache.builders import prefill as keep
 from tests.pd_cluster.handover import BLOCK, LAYOUT, HandNode, run, until
 from transport.control import messages as m
 from transport.control.proto import node_pb2 as pb
@@ -247,6 +253,58 @@ def test_a_disk_slower_than_computing_is_not_asked(tmp_path: Path) -> None:
             assert pages.cached_tokens == 0
             assert report(node).promotions == {"ok": 1, "slow": 1}
             node.end("job")
+
+    run(scenario())
+
+
+def test_a_model_with_large_states_has_room_for_them_in_the_queue(tmp_path: Path) -> None:
+    """The 1T hybrid of docs/design/cache.md has 174 MiB of them."""
+    attention = KVCacheGroup(FullAttention(1024, 512), (0,))
+    states = KVCacheGroup(LinearState((174 << 20) // 48), tuple(range(1, 49)))
+    layout = ModelLayout("large", "bfloat16", 512, (attention, states))
+    with open_disk(layout, tmp_path, 4 << 30) as disk:
+        assert disk.queue_bytes >= 2 * layout.block_bytes(1) > QUEUE_BYTES
+    with open_disk(LAYOUT, tmp_path, 4 << 30) as disk:
+        assert disk.queue_bytes == QUEUE_BYTES
+
+
+class HungDisk(SlowDisk):
+    """Neither reads nor writes come back while `gate` is shut; nor would a write after that."""
+
+    def write(self, name: str, offset: int, parts: Sequence[Buffer]) -> None:
+        assert self.gate.wait(60.0)
+        super().write(name, offset, parts)
+
+
+def test_an_ssd_that_hangs_does_not_keep_a_node_from_ending(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario() -> None:
+        layout = make_layout(FULL)
+        cache, arena = PrefixCache(layout, 4), memoryview(bytearray(4 * layout.page_bytes))
+        disk, stuck = HungDisk(tmp_path), list[threading.Thread]()
+        tier = DiskTier(layout, disk, capacity_bytes=1 << 20)
+        ssd = Ssd(
+            cache, tier, lambda parts: [arena[at : at + size] for at, size in parts], lambda: None, time.monotonic
+        )
+        try:
+            prompt = [1] * 2 * 4
+            keep(cache, prompt)
+            cache.clear(1.0)
+            await ssd.settled()
+            await asyncio.to_thread(tier.flush)
+            keep(cache, [2] * 2 * 4)
+            disk.gate.clear()
+            reading = asyncio.create_task(ssd.bring_back_for_prefill(hashes_of(prompt), len(prompt)))
+            await until(lambda: any(thread.name == "ssd-read" for thread in threading.enumerate()))
+            async with asyncio.timeout(30.0):
+                await ssd.close(save_s=0.01, end_s=0.02)
+            assert "the SSD does not answer" in caplog.text
+            stuck = [thread for thread in threading.enumerate() if thread.name in ("ssd-read", "disk-tier")]
+            assert [thread.daemon for thread in stuck] == [True, True]
+        finally:
+            disk.gate.set()
+            for thread in stuck:
+                thread.join(60.0)
+            await reading
 
     run(scenario())
 

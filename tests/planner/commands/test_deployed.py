@@ -6,12 +6,13 @@ import pytest
 
 from gateway.config.gateway import RoutingConfig
 from planner.commands.cli import main, parser
-from planner.commands.simulation.trial import trial_of
+from planner.commands.simulation.trial import site_for_trial, trace_of, trial_of
 from planner.decisions.defaults import DEPLOYED
 from planner.decisions.routing.policy import RoutingPolicy
+from planner.model.queueing import erlang_b
 from planner.model.site import load_site
 from planner.model.traces import read_requests
-from planner.simulator.trials.hits import finite_cache_hits, pd_hits
+from planner.simulator.trials.hits import finite_cache_hits, pd_prefixes
 from planner.simulator.trials.trial import DEPLOYED_TRIAL, Trial
 from tests.planner.commands.inputs import CONFIGS, SITE, jsonl, written
 
@@ -77,9 +78,13 @@ def test_a_simulation_stands_beside_its_plan(capsys, trace):
 def test_a_cache_is_a_nodes_wherever_it_is_asked_for(capsys, tmp_path, trace):
     site, requests = load_site(with_caches(tmp_path, 3)), read_requests(trace)
     kv = site.profile.kv_size()
-    assert (pd_hits(requests, site) == finite_cache_hits(requests, kv, 8 * 3)).all()
-    assert (pd_hits(requests, site, 1.0) == finite_cache_hits(requests, kv, 8 * 1)).all()
-    assert pd_hits(requests, site, 0.0).sum() == 0 < pd_hits(requests, site, 900.0).sum()
+
+    def hits(cache_gb=None):
+        return pd_prefixes(requests, site, 0, cache_gb).cached_tokens
+
+    assert (hits() == finite_cache_hits(requests, kv, 8 * 3)).all()
+    assert (hits(1.0) == finite_cache_hits(requests, kv, 8 * 1)).all()
+    assert hits(0.0).sum() == 0 < hits(900.0).sum()
 
 
 def test_a_workload_is_solved_with_the_caches_that_it_was_fitted_for(capsys, tmp_path, trace):
@@ -91,3 +96,52 @@ def test_a_workload_is_solved_with_the_caches_that_it_was_fitted_for(capsys, tmp
     with_caches(tmp_path, 50)
     assert main(["solve", "-c", site, "-w", workload]) == 1
     assert "fitted for a cache of 3 GB per node, cluster 'pd' has one of 50 GB" in capsys.readouterr().err
+
+
+def test_plans_know_what_decode_nodes_compute(capsys, tmp_path, trace):
+    """All but the first prompt end with a block, so decode nodes hold what is before the next ones' increments of 512 tokens."""
+    workload = str(tmp_path / "w.json")
+    assert main(["fit", "--trace", str(trace), "-c", CASE, "-o", workload]) == 0
+    capsys.readouterr()
+    assert main(["solve", "-c", CASE, "-w", workload, "--rate", "0.01", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["held_fraction_at_rate"] == pytest.approx(11 / 12)
+    assert plan["held_fraction"] == pytest.approx(11 / 12 * (1 - erlang_b(20, 20)))  # decode nodes are full at Λ
+    assert not any("decode nodes that hold the rest" in warning for warning in plan["warnings"])
+    assert main(["simulate", "-c", CASE, "--trace", str(trace), "--json"]) == 0
+    routes = json.loads(capsys.readouterr().out)["routes"]
+    assert routes["decode held"] == 11
+    assert main(["solve", "-c", CASE, "-w", workload]) == 0
+    assert "on decode nodes       77.1%" in capsys.readouterr().out
+
+
+def test_lengths_alone_are_planned_and_simulated_without_decode_nodes(capsys, tmp_path, trace):
+    """Requests that are made up of lengths have no prefixes: the plan beside them has none either."""
+    workload = str(tmp_path / "w.json")
+    assert main(["fit", "--trace", str(trace), "-c", CASE, "-o", workload]) == 0
+    capsys.readouterr()
+    assert main(["simulate", "-c", CASE, "-w", workload, "--requests", "50"]) == 0
+    said = capsys.readouterr()
+    assert "without what is cached before them" in said.err
+    row = next(line for line in said.out.splitlines() if "on decode nodes" in line)
+    assert row.split()[3:5] == ["0", "0"]
+
+
+def test_the_plan_of_an_increment_is_that_of_the_simulation(capsys, trace):
+    """What decode nodes may not compute is for prefill nodes, in the plan, too."""
+    assert main(["simulate", "-c", CASE, "--trace", str(trace), "--increment", "0"]) == 0
+    row = next(line for line in capsys.readouterr().out.splitlines() if "on decode nodes" in line)
+    assert row.split()[3:5] == ["0", "0"]
+
+
+def test_turns_that_come_sooner_find_fewer_answers_in_the_plan_too(tmp_path):
+    """The answer of 500 tokens takes 13 s, and after 20 s the next turn comes, or after 2."""
+    rows = [
+        {"timestamp": 20_000 * at, "input_length": 1100 + 600 * at, "output_length": 500, "hash_ids": ids}
+        for at, ids in enumerate(([1, 2, 9], [1, 2, 3, 4]))
+    ]
+    (tmp_path / "t.jsonl").write_text(jsonl(rows))
+    for scale, held in ((1.0, 0.5), (10.0, 0.0)):
+        argv = ["simulate", "-c", CASE, "--trace", str(tmp_path / "t.jsonl"), "--rate-scale", str(scale)]
+        args = parser().parse_args(argv)
+        assert site_for_trial(args, trace_of(args)).workload.lengths.held_share == held

@@ -70,7 +70,7 @@ def test_a_profile_is_asked_for_whole_prompts(capsys, tmp_path):
     asked(capsys, "fit", "--trace", tmp_path / "t.jsonl", "-o", tmp_path / "w.json")
     table = json.loads((tmp_path / "w.json").read_text())
     cut = [length for length in table["uncached_tokens"]["tokens"] if length < 131_072]
-    table["uncached_tokens"] |= {"tokens": cut, "weights": [1 / len(cut)] * len(cut)}
+    table["uncached_tokens"] = {"tokens": cut, "weights": [1 / len(cut)] * len(cut)}
     (tmp_path / "w.json").write_text(json.dumps(table))
     code, _, err = asked(capsys, "solve", "-c", written(tmp_path, SMALL), "-w", tmp_path / "w.json")
     assert (code, "length 200100 tokens lies outside the profiled" in err) == (1, True)

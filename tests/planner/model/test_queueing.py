@@ -1,9 +1,10 @@
+from dataclasses import replace
 from math import exp, lgamma, log
 
 import numpy as np
 import pytest
 
-from planner.model.queueing import Station, Wait, erlang_c, mgk_wait, predict_ttft
+from planner.model.queueing import Station, Wait, erlang_b, erlang_c, mgk_wait, predict_ttft
 
 
 def test_erlang_c_of_one_server_is_the_load():
@@ -38,3 +39,16 @@ def test_an_empty_system_has_the_services_own_ttft():
 def test_an_unstable_queue_never_answers():
     station = Station(weights=np.ones(1), prefill_s=np.ones(1), after_s=np.zeros(1), servers=1)
     assert predict_ttft([station], Wait(0.0, 0.0), 2.0).p90_s == float("inf")
+
+
+def test_bursts_make_queues_longer_and_parts_of_them_less_so():
+    """Allen–Cunneen: deterministic services in ca² = 3 wait as long as three times those of Poisson arrivals."""
+    assert mgk_wait(0.5, 1, 1.0, 1.0, 3.0).mean_s == pytest.approx(3 * mgk_wait(0.5, 1, 1.0, 1.0).mean_s)
+    whole = Station(weights=np.ones(1), prefill_s=np.ones(1), after_s=np.zeros(1), servers=1, burst_index=3.0)
+    half = replace(whole, weights=np.full(1, 0.5))
+    assert half.wait(1.0).mean_s == pytest.approx(2 * mgk_wait(0.5, 1, 1.0, 1.0).mean_s)
+
+
+def test_the_chance_that_all_places_are_taken():
+    assert [erlang_b(1, 1.0), erlang_b(2, 1.0), erlang_b(20, 0.0)] == pytest.approx([0.5, 0.2, 0.0])
+    assert erlang_b(20, 20.0) == pytest.approx(0.1589, abs=1e-4)

@@ -5,10 +5,10 @@ import numpy as np
 import pytest
 
 from planner.errors import InputError
-from planner.model.fitting import burst_index, fit, fit_metrics, workload_of
+from planner.model.fitting import FoundPrefixes, burst_index, fit, fit_metrics, workload_of
 from planner.model.site import read_fitted
 from planner.model.traffic import Lengths
-from planner.model.workload import diurnal, infinite_cache_hits, poisson, read_trace
+from planner.model.workload import Trace, diurnal, infinite_cache_hits, poisson, read_trace
 from tests.planner.traces import MOONCAKE
 
 
@@ -182,3 +182,35 @@ def test_a_workload_from_the_gateways_metrics(tmp_path):
 def test_metrics_without_lengths_are_refused():
     with pytest.raises(InputError, match="prfaas_output_tokens is missing or empty"):
         fit_metrics(METRICS.replace("prfaas_output_tokens", "other"))
+
+
+def test_a_workload_says_what_is_known_of_its_lengths_and_how_bursty_it_is(tmp_path):
+    trace = Trace(
+        name="t", arrival_s=np.repeat(np.arange(0.0, 200.0, 20.0), 5), prompt_tokens=np.full(50, 2_000.0),
+        output_tokens=np.full(50, 100.0),
+    )  # fmt: skip
+    cached = np.where(np.arange(50) % 2, 1_536.0, 0.0)
+    found = FoundPrefixes.everywhere(trace, cached, 1024)
+    path = tmp_path / "w.json"
+    path.write_text(json.dumps(fit(trace, found)))
+    read, direct = read_fitted(path), workload_of(trace, found)
+    for each in (read, direct):
+        assert each.burst_index > 2
+        assert list(each.lengths.tokens) == [464.0, 2_000.0]
+        assert list(each.lengths.held) == [1.0, 0.0]
+        assert list(each.lengths.cached) == [1_536.0, 0.0]
+        assert each.lengths.held_share == 0.5
+    assert workload_of(trace, cached).lengths.held is None
+
+
+def test_thinned_lengths_keep_what_is_known_of_them():
+    rng = np.random.default_rng(0)
+    samples = rng.random(1_000) * 1e4
+    lengths = Lengths.of(
+        samples, held=rng.integers(0, 2, 1_000).astype(float), cached=rng.random(1_000), computed=samples / 2
+    )
+    thin = lengths.thinned(50)
+    assert thin.held_share == pytest.approx(lengths.held_share)
+    assert thin.weights @ thin.uncached == pytest.approx(lengths.weights @ lengths.uncached)
+    assert thin.weights @ thin.cached == pytest.approx(lengths.weights @ lengths.cached)
+    assert lengths.alone().mean == pytest.approx(lengths.mean / 2)

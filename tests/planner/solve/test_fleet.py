@@ -182,3 +182,31 @@ def test_pose_refers_several_clusters_here(case_study):
     assert len(two_of_each(case_study).of_kind(ClusterKind.PRFAAS)) == 2
     with pytest.raises(InputError, match="2 prfaas and 2 pd"):
         pose(two_of_each(case_study), SolveOptions())
+
+
+def test_prompts_on_decode_nodes_are_the_solvers_for_one_of_each(case_study):
+    tokens = np.array([500.0, 4_000.0, 20_000.0, 60_000.0])
+    lengths = Lengths(tokens, np.full(4, 0.25), held=np.array([0.8, 0.1, 0.0, 0.0]), cached=np.full(4, 3_000.0))
+    site = replace(case_study, workload=replace(case_study.workload, lengths=lengths))
+    fleet, problem = fleet_of(site), pose(site, SolveOptions())
+    found = best_cut(problem, SolveOptions())
+    assert at_threshold(fleet, [found.num_prefill])[1].rate == pytest.approx(
+        best_cut(problem.pinned(found.num_prefill), SolveOptions(grid_tokens=1)).rate, rel=1e-6
+    )
+    plan = solve_split(fleet, [found.num_prefill])
+    assert plan.rate >= found.rate * (1 - 1e-9)
+    assert plan.held.sum() == pytest.approx(problem.lengths.held_share)
+    assert plan.remote.sum() + plan.local.sum() + plan.held.sum() == pytest.approx(1)
+
+
+def test_each_home_has_its_share_of_what_decode_nodes_compute():
+    lengths = Lengths(np.array([500.0, 4_000.0]), np.array([0.5, 0.5]), held=np.array([0.6, 0.0]))
+    fleet = replace(
+        small(0), lengths=lengths, held_s=np.array([0.05, 0.2]), home=np.array([0.3, 0.7]),
+        remote_s=np.full((2, 2), 0.3), local_s=np.full((2, 2), 0.4), kv_bytes=np.full(2, 2e6), num_pd=[4, 6],
+    )  # fmt: skip
+    plan = solve_split(fleet, [2, 3])
+    assert plan.held == pytest.approx([0.3 * 0.3, 0.3 * 0.7])
+    decoded = plan.remote.sum(axis=(0, 1)) + plan.local.sum(axis=0) + plan.held
+    assert decoded == pytest.approx([0.3, 0.7])
+    assert ((decoded * fleet.decode_s + plan.held * fleet.held_s) * plan.rate <= np.array([2, 3]) + 1e-9).all()

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from planner.errors import Infeasible, InputError
+from planner.model.site import Deployment
 from planner.model.traffic import Lengths
 from planner.solve.goals import Objective, TieBreak, Worst
 from planner.solve.loaded import loaded_ttft
@@ -150,3 +151,20 @@ def test_the_second_goal_is_the_callers(coarse):
     assert egress.lambda_max == pytest.approx(ttft.lambda_max)
     assert egress.egress_gbps < ttft.egress_gbps
     assert ttft.ttft_mean_s < egress.ttft_mean_s
+
+
+def test_a_plan_warns_where_it_depends_on_what_decode_nodes_hold(case_study):
+    """Nine of ten short prompts are theirs: with none of it, the prefill nodes of the plan could not do."""
+    pins = {"pinned": Deployment(threshold_tokens=5_000, num_prefill=1)}
+
+    def warned(held):
+        lengths = Lengths(
+            np.array([900.0, 30_000.0]), np.array([0.8, 0.2]), held=np.array([held, 0.0]),
+            cached=np.array([9_000.0, 0.0]),
+        )  # fmt: skip
+        workload = replace(case_study.workload, lengths=lengths)
+        plan = make_plan(replace(case_study, workload=workload, deployments=pins), SolveOptions(), "pinned")
+        return [each for each in plan.warnings if "if decode nodes computed no prompts" in each]
+
+    assert warned(0.9)
+    assert not warned(0.0)

@@ -9,8 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.model.profile import KvSize, PrefillCurve
+from planner.model.queueing import erlang_b
 from planner.model.traffic import Lengths
 from planner.solve.goals import ServiceTime, TieBreak
+from planner.solve.plan import outline
+from planner.solve.problem import SolveOptions, pose
 from planner.solve.search import (
     TIE,
     Bottleneck,
@@ -284,3 +287,87 @@ def test_one_request_and_unsorted_input():
     assert isinstance(loads, Loads)
     found = solve(loads, Capacity(num_prfaas=1, num_pd=2, egress_bytes_per_s=1e9, decode_s=0.1))
     assert found.rate == pytest.approx(1 / 1.5 + 1 / 3)  # both prefill: two thirds and a third per second
+
+
+def test_prompts_on_decode_nodes_take_decode_time_and_nothing_else(exact):
+    """Half of the short ones are held; what is left goes where it went, and decode does the rest."""
+    plain = Lengths(np.array([500.0, 4_000.0, 30_000.0]), np.array([0.5, 0.3, 0.2]))
+    lengths = replace(plain, held=np.array([0.5, 0.0, 0.0]))
+    whole, part = (exact.loads_for(each, ServiceTime.EXACT) for each in (plain, lengths))
+    alone_s = exact.local(500) - exact.local(0)
+    assert part.held_s == pytest.approx(0.25 * alone_s)
+    assert part.local_s - whole.local_s == pytest.approx([0, *[-0.25 * exact.local(500)] * 3])
+    assert part.offloaded == pytest.approx([0.75, 0.5, 0.2, 0.0])
+    assert part.egress_bytes[1:] == pytest.approx(whole.egress_bytes[1:])
+    decode = stage_rates(part, exact.capacity, 3, 2)[Bottleneck.PD_D]
+    assert decode == pytest.approx(5 / (exact.capacity.decode_s + part.held_s))
+    assert exact.scaled(local=2).loads_for(lengths, ServiceTime.EXACT).held_s == pytest.approx(2 * part.held_s)
+
+
+def test_a_prompt_is_computed_after_what_is_cached(exact):
+    lengths = Lengths(np.array([2_000.0]), np.array([1.0]), cached=np.array([60_000.0]))
+    loads = exact.loads_for(lengths, ServiceTime.EXACT)
+    assert loads.local_s[1] == pytest.approx(exact.local.with_prefix(62_000, 60_000))
+    assert loads.remote_s[0] == pytest.approx(exact.remote.with_prefix(62_000, 60_000))
+    assert loads.egress_bytes[0] == pytest.approx(exact.kv(2_000))
+
+
+def test_what_is_compared_with_t_may_be_more_than_is_computed(exact):
+    """PrfaaS holds the rest: for t below 40,000 it is sent there, where 1,000 tokens are computed."""
+    lengths = Lengths(np.array([10_000.0, 40_000.0]), np.array([0.5, 0.5]), computed=np.array([10_000.0, 1_000.0]))
+    loads = exact.loads_for(lengths, ServiceTime.EXACT)
+    assert loads.offloaded[1] == 0.5
+    assert loads.remote_s[1] == pytest.approx(0.5 * exact.remote(1_000))
+    assert cuts_of(loads, np.array([20_000.0]))[0] == 1
+
+
+def test_with_prompts_on_decode_nodes_brute_force_never_finds_better(exact):
+    rng = np.random.default_rng(1)
+    tokens = np.sort(rng.choice(np.arange(1, 100_000), 12, replace=False)).astype(float)
+    lengths = Lengths(tokens, rng.dirichlet(np.ones(12)), held=rng.random(12), cached=rng.random(12) * 1e4)
+    loads = exact.loads_for(lengths, ServiceTime.EXACT)
+    found = solve(loads, exact.capacity)
+    decode_s = exact.capacity.decode_s + loads.held_s
+    prefilled = lengths.weights * (1 - lengths.held)
+    total = lengths.cached + tokens
+    local_s = exact.local.of(total) - exact.local.of(lengths.cached) + exact.local(0)
+    remote_s = exact.remote.of(total) - exact.remote.of(lengths.cached) + exact.remote(0)
+    for cut, split in itertools.product(range(13), range(1, 8)):
+        near, far = prefilled[:cut] @ local_s[:cut], prefilled[cut:] @ remote_s[cut:]
+        size = prefilled[cut:] @ exact.kv.of(tokens[cut:])
+        limits = [
+            (8 - split) / decode_s,
+            split / near if near else np.inf,
+            exact.capacity.num_prfaas / far if far else np.inf,
+            exact.capacity.egress_bytes_per_s / size if size else np.inf,
+        ]
+        assert found.rate >= min(limits) * (1 - 1e-9)
+        assert rate_at(loads, exact.capacity, split, cut) == pytest.approx(min(limits))
+
+
+def test_the_fuller_decode_nodes_are_the_fewer_prompts_they_compute(case_study):
+    lengths = Lengths(np.array([500.0, 30_000.0]), np.array([0.6, 0.4]), held=np.array([1.0, 0.0]))
+    site = replace(case_study, workload=replace(case_study.workload, lengths=lengths))
+    problem = pose(site, SolveOptions())
+    full = erlang_b(problem.decode.max_running, problem.decode.max_running)
+    assert problem.lengths.held_share == pytest.approx(0.6 * (1 - full))
+    assert problem.at_rate(1e-6, 5).lengths.held_share == pytest.approx(0.6)
+    busy = problem.at_rate(3.0, 5).lengths.held_share
+    assert problem.lengths.held_share < busy < 0.6
+    assert problem.at_rate(1e9, 5).lengths.held_share == pytest.approx(problem.lengths.held_share)
+
+
+def test_a_plan_says_who_goes_where_at_the_rate_that_is_asked_for(case_study):
+    lengths = Lengths(np.array([500.0, 30_000.0]), np.array([0.6, 0.4]), held=np.array([1.0, 0.0]))
+    site = replace(case_study, workload=replace(case_study.workload, lengths=lengths))
+    plan = outline(site, SolveOptions(rate_req_per_s=1.0))
+    assert plan.held_fraction < plan.asked_held_fraction <= 0.6
+    assert plan.asked_egress_gbps == pytest.approx(plan.asked_offload_fraction * site.profile.kv_size()(30_000) * 8e-9)
+
+
+def test_attention_that_decode_nodes_hold_is_not_sent(exact):
+    """It saves bytes whether there is a state with it or not; what is computed is the same."""
+    lengths = Lengths(np.array([30_000.0]), np.array([1.0]), cached=np.zeros(1), landed=np.array([20_000.0]))
+    loads = exact.loads_for(lengths, ServiceTime.EXACT)
+    assert loads.egress_bytes[0] == pytest.approx(exact.kv(10_000))
+    assert loads.remote_s[0] == pytest.approx(exact.remote(30_000))

@@ -72,6 +72,16 @@ def test_certificates_are_made_for_all_and_named_in_their_files(tmp_path: Path) 
     node = load_node_config(tmp_path / "remote-p0.toml")
     assert node.identity is not None
     node.identity.check()
+    assert (gateway.scheme, node.plain_listeners) == ("http", ())  # the gateway is for its own machine
+
+
+def test_with_certificates_a_gateway_that_others_reach_speaks_https(tmp_path: Path) -> None:
+    write(InitSite(model="m", gateway="10.0.0.1", remote=("10.1.0.1",), tls=True), tmp_path)
+    gateway = load_gateway(tmp_path / "gateway.toml")
+    assert (gateway.scheme, gateway.is_in_clear) == ("https", False)
+    assert gateway.tls_certificate == gateway.identity.certificate if gateway.identity else None
+    write(InitSite(model="m", gateway="10.0.0.1", remote=("10.1.0.1",)), tmp_path / "plain")
+    assert load_gateway(tmp_path / "plain" / "gateway.toml").scheme == "http"
 
 
 def test_two_nodes_of_a_machine_have_ports_of_their_own() -> None:

@@ -37,7 +37,11 @@ class Listening(Protocol):
 
 def any_frame(rng: random.Random, end: Listening) -> Frame:
     due = list(TRANSITIONS[end.role][end.connection.state])
-    kind = rng.choice(due if due and rng.random() < 0.9 else list(frames.KINDS))
+    return frame_of(rng, rng.choice(due if due and rng.random() < 0.9 else list(frames.KINDS)), end)
+
+
+def frame_of(rng: random.Random, kind: type[Frame], end: Listening) -> Frame:
+    """Some frame of that kind."""
     if kind is Chunk or kind is CodedChunk:
         values: dict[str, Any] = {f.name: rng.choice(EDGES[Shape.U32]) for f in dataclasses.fields(kind)}
         values["sealed"] = rng.random() < 0.5

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 import torch
 
+from engine.agent.block_copies import BlockCopies, CopyPiece
 from engine.errors import PagesInvalid
-from engine.vllm.layout import BlockCopy, CacheLayer, VllmLayout
+from engine.vllm.layout import CacheLayer, VllmLayout
 from engine.vllm.scheduler_side.steps import ArenaRef, ForwardStep, LoadBlocks, SaveBlocks
 from engine.vllm.worker_side.blocks import HostBlocks, StridedBlocks, blocks_of
 from engine.vllm.worker_side.worker import WorkerSide
-from hybrid_cache.layout.layout import ByteRange
 from tests.engine.vllm.builders import BLOCK, full, layout_of, num_pages, pages_for, state, window
 
 HEADS, WIDTH, NUM_BLOCKS = 4, 6, 12
@@ -240,6 +240,32 @@ def test_tensors_of_another_size_are_refused(ranks):
         WorkerSide(layout, 0).register({})
 
 
+def copies_of(rows: list[int], *pieces: tuple[int, int, list[int]]) -> BlockCopies:
+    """Pieces as (offset, length, starts)."""
+    made = tuple(CopyPiece(offset, length, np.array(starts)) for offset, length, starts in pieces)
+    return BlockCopies(np.array(rows), made)
+
+
+@pytest.mark.parametrize("kind", [HostBlocks, StridedBlocks])
+@pytest.mark.parametrize(
+    ("rows", "starts"), [([1, -1], [0, 96]), ([1, NUM_BLOCKS], [0, 96]), ([1, 2], [0, -1]), ([1, 2], [0, 97])]
+)
+def test_what_is_not_there_is_refused_before_any_byte_is_copied(kind, rows, starts):
+    tensor = torch.ones(NUM_BLOCKS, HEADS, BLOCK, WIDTH)
+    if kind is StridedBlocks:
+        tensor = torch.ones(NUM_BLOCKS, BLOCK, HEADS, WIDTH).transpose(1, 2)
+    size = HEADS * BLOCK * WIDTH * 4
+    blocks, arena = blocks_of("a", tensor, size), np.zeros(96 + size, np.uint8)
+    assert isinstance(blocks, kind)
+    copies = [copies_of([3], (0, size, [0])), copies_of(rows, (0, size, starts))]
+    with pytest.raises(IndexError):
+        blocks.read(copies, arena, blocks.mark())
+    with pytest.raises(IndexError):
+        blocks.write(copies, arena)
+    assert not arena.any()
+    assert tensor.all()
+
+
 def test_strided_blocks_read_and_write_what_contiguous_ones_do():
     """The way of accelerators: tensors whose tokens come before their heads."""
     torch.manual_seed(0)
@@ -250,8 +276,8 @@ def test_strided_blocks_read_and_write_what_contiguous_ones_do():
     assert isinstance(blocks_of("a", strided.contiguous(), size), HostBlocks)
     arenas = [np.zeros(3 * size, np.uint8) for _ in range(2)]
     copies = [
-        BlockCopy(4, (ByteRange(7, size - 10), ByteRange(size + 50, 10))),
-        BlockCopy(2, (ByteRange(2 * size, size),)),
+        copies_of([4], (0, size - 10, [7]), (size - 10, 10, [size + 50])),
+        copies_of([2], (0, size, [2 * size])),
     ]
     for blocks, arena in zip(
         (blocks_of("a", strided, size), blocks_of("a", strided.contiguous(), size)), arenas, strict=True
@@ -291,7 +317,7 @@ def test_copies_on_a_stream_begin_after_the_model_and_are_waited_for():
     size = HEADS * BLOCK * WIDTH * 4
     arena, stream = np.zeros(2 * size, np.uint8), Stream()
     blocks = StridedBlocks(strided, stream)
-    copies = [BlockCopy(4, (ByteRange(0, size),)), BlockCopy(2, (ByteRange(size, size),))]
+    copies = [copies_of([4, 2], (0, size, [0, size]))]
     assert blocks.read(copies, arena, "mark") == 2 * size
     assert stream.seen == ["mark", "begun", "queued", "copied"]
     assert (arena.view(np.float32)[: size // 4] == strided[4].reshape(-1).numpy()).all()

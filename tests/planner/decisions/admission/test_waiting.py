@@ -1,8 +1,8 @@
 import time
 import weakref
 from collections.abc import Callable
-from math import inf
-from statistics import median
+from math import ceil, inf
+from statistics import median, quantiles
 
 import pytest
 from hypothesis import given
@@ -217,6 +217,27 @@ def test_nobody_saves_up_turns():
     crowd(line, b=(10, 1.0))
     order = turns(line, 6)
     assert order.count("a") in (2, 3)
+
+
+@pytest.mark.parametrize("heavies", [1, 20, 200])
+def test_a_light_tenant_waits_no_longer_than_its_share_beside_tenants_that_keep_step(heavies: int):
+    """Their requests are ten times as long as its own, which come half as often as it may be served."""
+    line: WaitQueue[tuple[str, int]] = WaitQueue(1000)
+    for number in range(2 * heavies):
+        line.join((f"t{number % heavies}", number), 0.0, share=TenantShare(f"t{number % heavies}"), cost=10.0)
+    its_turn = (heavies + 1) / 10
+    waits, every, begin = [], ceil(2 * its_turn) + 1, 2 * heavies  # until they are past their first request
+    for now in range(begin + 40 * every):
+        if now >= begin and (now - begin) % every == 0:
+            line.join(("light", now), 0.0, share=TenantShare("light"), cost=1.0)
+        first = line.first(0.0)
+        assert first is not None
+        line.serve(first)
+        if first[0] == "light":
+            waits.append(now - first[1])
+        else:
+            line.join((first[0], now + 1000), 0.0, share=TenantShare(first[0]), cost=10.0)
+    assert quantiles(waits, n=10)[-1] <= its_turn + 1
 
 
 def test_a_full_line_is_shared_and_the_tenant_with_most_places_yields():

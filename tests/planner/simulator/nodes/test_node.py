@@ -62,3 +62,15 @@ def test_a_decode_node_reports_its_room_as_real_ones_do():
     cache.end("a", 640, 1.0)  # evictable now, but for a prompt that has it as its prefix
     assert node.view_for([], 640, 2.0).room_tokens == layout.tokens_within(100)
     assert node.view_for(hashes, 640, 2.0).room_tokens == max(held, layout.tokens_within(100) - 640)
+
+
+def test_a_prefill_that_waits_for_a_prefix_starts_when_it_is_there():
+    """Told of it before, the line would carry its KVCache in the future, and count it twice."""
+    loop, started = Loop(), []
+    node = PrefillNode("p0", POOL, loop, None, lambda now, job: started.append((now, loop.now)), lambda now, job: None)
+    job = SimulatedRequest(0, 0.0, 100, 5.0, ())
+    job.ready_at = 3.0
+    node.put(0.0, job)
+    assert not started
+    loop.run()
+    assert started == [(3.0, 3.0)]

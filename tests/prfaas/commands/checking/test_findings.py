@@ -50,6 +50,20 @@ def test_nothing_is_said_against_a_system_that_is_well() -> None:
     assert worst([]) is Level.OK
 
 
+def test_an_engine_in_clear_is_an_error_to_a_gateway_with_certificates() -> None:
+    seen = with_decode(engine_url="http://10.0.0.2:7201")
+    assert bad(seen) == []
+    (found,) = bad(replace(seen, has_identity=True))
+    assert (found.level, found.about) == (Level.ERROR, "d0")
+    assert "http://10.0.0.2:7201 is in clear" in found.what
+    assert bad(replace(WELL, has_identity=True)) == []
+
+
+def test_a_control_port_that_takes_tls_1_2_is_a_warning() -> None:
+    (found,) = bad(replace(WELL, certificates=(Certificate("certificate of n", 1e8, is_old_taken=True),)))
+    assert (found.level, found.what) == (Level.WARNING, "its control_port takes TLS 1.2")
+
+
 def test_who_does_not_answer_is_an_error_with_its_reason() -> None:
     (found,) = bad(replace(WELL, silent=(Silent("10.0.0.9:7001", "unreachable", "refused"),)))
     assert (found.level, found.about) == (Level.ERROR, "10.0.0.9:7001")

@@ -117,6 +117,26 @@ def test_a_tenant_that_has_just_sent_as_much_is_not_first_again_by_a_new_transfe
     assert sent_by_two(scheduler, old, second) == [10, 10]
 
 
+@pytest.mark.parametrize("heavies", [1, 20, 200])
+def test_a_light_tenant_sends_within_its_share_beside_any_number_of_full_ones(heavies: int) -> None:
+    """A transfer of two chunks leaves within the time that its share of the lane takes, and one chunk more."""
+    scheduler, rate = scheduler_with(), 40 * CHUNK
+    scheduler.on_rates({0: rate})
+    for number in range(heavies):
+        transfer(scheduler, number, 100, tenant=f"t{number}")
+    now, times = 0.0, []
+    for number in range(3):
+        came = now
+        light = transfer(scheduler, 1000 + number, 2, tenant="light")
+        while light.outbox.bytes_queued or now < came + 2 * 2 * CHUNK * (heavies + 1) / rate:
+            scheduler.expire(now)
+            had = light.outbox.bytes_queued
+            now += sum(piece.stop - piece.start for piece in scheduler.next_batch(0).pieces) / rate
+            if had and not light.outbox.bytes_queued:
+                times.append(now - came)
+    assert max(times) <= 2 * CHUNK * (heavies + 1) / rate + 0.1
+
+
 def test_chunks_of_a_slow_lane_are_shorter_where_another_tenant_may_come() -> None:
     scheduler = scheduler_with()
     scheduler.on_rates({0: 4e6})

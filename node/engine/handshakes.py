@@ -1,0 +1,67 @@
+"""Places for handshakes: some, of their own, and never kept by strangers from callers that are known.
+
+    a known caller       finds a place as long as a stranger has one: the oldest stranger loses its own
+    a stranger           has some places with all others of its network, and may take that of one that dawdles
+    where all are taken  it takes that of the oldest stranger: handshakes are lost to many younger ones only
+
+A gateway that connects for many requests at once finds places for all of them; none of these handshakes ends another one.
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Final, Generic, TypeVar
+
+Caller = TypeVar("Caller")
+
+IN_ALL: Final = 1_024  # each takes some 50 KiB until it ends
+OF_NETWORK: Final = 256
+DAWDLES_S: Final = 1.0  # a handshake takes milliseconds, and a round trip or two
+
+
+@dataclass(frozen=True, slots=True)
+class _Standing:
+    network: str
+    is_known: bool
+    since: float
+
+
+class HandshakePlaces(Generic[Caller]):
+    """Who shakes hands. `network` is an IPv4 address, or the 64 bits that stand for an IPv6 one."""
+
+    def __init__(self, in_all: int = IN_ALL, of_network: int = OF_NETWORK) -> None:
+        self._in_all = in_all
+        self._of_network = of_network
+        self._standings: dict[Caller, _Standing] = {}  # the oldest first
+        self._strangers: Counter[str] = Counter()  # by network
+
+    def __len__(self) -> int:
+        return len(self._standings)
+
+    def enter(self, caller: Caller, network: str, now: float, *, is_known: bool) -> Caller | None:
+        """Gives `caller` a place. Returns who loses one for it, which has left; `caller` itself where there is no place."""
+        lost = self._who_loses(caller, network, now, is_known)
+        if lost is caller:
+            return caller
+        if lost is not None:
+            self.leave(lost)
+        self._standings[caller] = _Standing(network, is_known, now)
+        self._strangers[network] += not is_known
+        return lost
+
+    def leave(self, caller: Caller) -> None:
+        """At the end of its handshake, or later."""
+        standing = self._standings.pop(caller, None)
+        if standing is None or standing.is_known:
+            return
+        self._strangers[standing.network] -= 1
+        if not self._strangers[standing.network]:
+            del self._strangers[standing.network]
+
+    def _who_loses(self, caller: Caller, network: str, now: float, is_known: bool) -> Caller | None:
+        strangers = ((each, standing) for each, standing in self._standings.items() if not standing.is_known)
+        if not is_known and self._strangers[network] >= self._of_network:
+            oldest, standing = next(found for found in strangers if found[1].network == network)
+            return oldest if now >= standing.since + DAWDLES_S else caller
+        if len(self) < self._in_all:
+            return None
+        return next((each for each, _ in strangers), caller)

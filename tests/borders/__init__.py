@@ -1,0 +1,1 @@
+"""Two sites in network namespaces, and what a listener between them sees."""
