@@ -158,12 +158,12 @@ class BodyReceiver:
         self._held_bytes += size
         if self._held_bytes > self._limits.max_receiving_bytes:
             self._held_bytes -= size
-            raise Overloaded("Too many bodies are on their way. Please retry.", "too_many_bodies")
+            raise Overloaded("Too many bodies are being received. Please retry.", "too_many_bodies")
 
     @contextmanager
     def _one_of(self, address: str) -> Iterator[None]:
         if self._by_address[address] >= self._limits.max_bodies_per_address and not self._limits.trusts(address):
-            raise Overloaded("Too many bodies are on their way from this address. Please retry.", "too_many_bodies")
+            raise Overloaded("Too many bodies are being received from this address. Please retry.", "too_many_bodies")
         self._by_address[address] += 1
         try:
             yield

@@ -329,7 +329,7 @@ def _completion(call: Call, tokenizer: TextTokenizer, tenant: bytes) -> TokenArr
         if len(prompt) > MAX_ANSWERS:
             raise too_many(len(prompt), "prompt")
         raise BadRequest(
-            "'prompt' is a list of prompts; here, it can only be one.", param="prompt", code=SEVERAL_PROMPTS
+            "'prompt' must be one prompt here, not a list of prompts.", param="prompt", code=SEVERAL_PROMPTS
         )
     tokens = completion_tokens(prompt, tokenizer, add_special_tokens=call.options.add_special_tokens, tenant=tenant)
     return _known(tokens, tokenizer)

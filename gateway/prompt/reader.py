@@ -83,7 +83,7 @@ class PromptReader:
             async with asyncio.timeout(timeout_s):
                 await self._pool.warm()
         except TimeoutError:
-            log.warning("the process that reads long bodies is not there yet after %g s", timeout_s)
+            log.warning("the process that reads long bodies has not started within %g s", timeout_s)
 
     async def read(
         self,
