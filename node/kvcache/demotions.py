@@ -64,8 +64,8 @@ class Demotions:
         """How many of the blocks must be copied until none of them has a page of the reservation's."""
         held = (*reservation.blocks, *(group.values() for group in reservation.states))
         own = {page for group in held for pages in group for page in pages}
-        last = (number for number in range(len(self._left), 0, -1) if not own.isdisjoint(self._left[number - 1].pages))
-        return next(last, 0)
+        later = zip(range(len(self._left), 0, -1), reversed(self._left), strict=True)
+        return next((number for number, each in later if not own.isdisjoint(each.pages)), 0)
 
     def _begin(self) -> None:
         if self._copying is not None or not self._left:

@@ -253,7 +253,8 @@ class ArenaPages:
         if not step or most - cache.free_pages <= step:
             return
         wanted = cache.attention_pages_wanted(hashes, num_tokens, purpose)
-        if wanted > self._available or not self._rooms.may_have(tenant, wanted, self._available, now):
+        fits = wanted + _end_pages(layout, num_tokens) <= self._available
+        if not (fits and self._rooms.may_have(tenant, wanted, self._available, now)):
             return
         name = f"room-{next(self._room_ids)}"
         cached = cache.pin(name, hashes, num_tokens, purpose)
@@ -417,3 +418,10 @@ def _attention_pages(layout: ModelLayout, num_tokens: int) -> int:
     """Pages that the full attention of so many tokens takes."""
     blocks = -(-num_tokens // layout.block_size)
     return blocks * sum(layout.pages_per_block(group) for group in layout.full_groups)
+
+
+def _end_pages(layout: ModelLayout, num_tokens: int) -> int:
+    """Pages that the states and the windows at the end of so many tokens take."""
+    blocks = dict.fromkeys(layout.state_groups, 1)
+    blocks |= {group: len(layout.window_blocks(group, num_tokens)) for group in layout.window_groups}
+    return sum(count * layout.pages_per_block(group) for group, count in blocks.items())

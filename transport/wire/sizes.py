@@ -46,8 +46,11 @@ class RangeSizes:
 
     def between(self, first: int, stop: int) -> Iterator[int]:
         """The sizes of ranges `[first, stop)`."""
-        for begin, (size, count) in zip(self._firsts, self.runs, strict=False):
-            yield from repeat(size, max(0, min(stop, begin + count) - max(first, begin)))
+        for run in range(bisect_right(self._firsts, first) - 1, len(self.runs)):
+            begin, end = self._firsts[run], self._firsts[run + 1]
+            if begin >= stop:
+                return
+            yield from repeat(self.runs[run][0], min(stop, end) - max(first, begin))
 
     def offset(self, index: int) -> int:
         """The first byte of range `index`; where the line ends for the index after the last. Raises IndexError."""

@@ -167,6 +167,23 @@ def test_nothing_is_evicted_for_a_prompt_that_will_be_refused(pages: ArenaPages,
     run(scenario())
 
 
+def test_nothing_is_evicted_for_a_prompt_whose_states_and_windows_find_no_room(pages: ArenaPages) -> None:
+    async def scenario() -> None:
+        reserve(pages, "other", "", 1200, first=10_000_000)
+        cached = full_of(pages, 1500)
+        size, block_pages = LAYOUT.block_size, sum(LAYOUT.pages_per_block(group) for group in LAYOUT.full_groups)
+        free = pages.cache.free_pages
+        blocks = (free + pages.cache.evictable_pages) // block_pages  # which leave nothing for the rest
+        hashes = block_hashes(range(10**6, 10**6 + blocks * size), size, b"")
+        await pages.prepare_landing(b"".join(hashes), blocks * size, "")
+        with pytest.raises(NodeRefusal):
+            pages.reserve("wanted", hashes, blocks * size, Purpose.LANDING)
+        assert pages.cache.free_pages == free
+        assert pages.match(cached, 1500 * size).attention_tokens == 1500 * size
+
+    run(scenario())
+
+
 def test_a_prompt_that_is_given_up_while_room_is_made_holds_nothing(pages: ArenaPages) -> None:
     async def scenario() -> None:
         full_of(pages, 2900)

@@ -1,7 +1,7 @@
 """Runs of equal sizes against the sizes one by one."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate, chain
 
 import pytest
@@ -31,6 +31,19 @@ def test_runs_are_the_sizes_one_by_one(told: list[tuple[int, int]]) -> None:
     assert [sizes.at(offset) for offset in range(sizes.total_bytes)] == at
     assert list(sizes.between(0, sizes.num_ranges)) == one_by_one
     assert list(sizes.between(2, 7)) == one_by_one[2:7]
+
+
+class Unlisted(tuple[tuple[int, int], ...]):
+    """Runs that nobody may pass over one by one."""
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        raise AssertionError("a chunk is looked up in all runs of its transfer")
+
+
+def test_the_sizes_of_few_ranges_are_found_without_a_look_at_all_runs() -> None:
+    sizes = RangeSizes([(1, 1), (2, 1)] * 10)
+    sizes.runs = Unlisted(sizes.runs)
+    assert list(sizes.between(12, 15)) == [1, 2, 1]
 
 
 @given(runs)
