@@ -5,7 +5,7 @@ prfaas node --engine vllm --model models/llama --role prefill [-- any vLLM flag]
 """
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, Field, fields, replace
 from pathlib import Path
 from typing import Any, Final
@@ -14,8 +14,9 @@ from node.config import CLUSTER_KINDS, ENGINES, ROLES, TRANSPORTS, NodeConfig, l
 from node.errors import NodeConfigError
 from transport.control.settings import mapped
 
-# Of a node without a file: alone, it serves whole requests.
-DEFAULTS: Final[dict[str, Any]] = {"cluster": "local", "cluster_kind": "pd", "role": "decode"}
+# Of a node without a file: alone, it serves whole requests; of a PrfaaS cluster it prefills.
+DEFAULT_KIND: Final = "pd"
+DEFAULT_ROLES: Final = {"pd": "decode", "prfaas": "prefill"}
 CHOICES: Final = {"cluster_kind": CLUSTER_KINDS, "role": ROLES, "engine": ENGINES, "transport": TRANSPORTS}
 FILE_ONLY: Final = ("engine_args", "egress_bytes_per_s", "rdma_devices")
 END_OF_OURS: Final = "--"
@@ -29,22 +30,32 @@ def split_engine_args(argv: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
     return list(argv[:at]), tuple(argv[at + 1 :])
 
 
-def add_node_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds `-c` and the flags of all keys to `parser`."""
+def add_node_arguments(parser: argparse.ArgumentParser, kind_of_cluster: str = DEFAULT_KIND) -> None:
+    """Adds `-c` and the flags of all keys to `parser`, whose nodes are of that kind unless they say otherwise."""
     parser.add_argument(
         "-c", "--config", type=Path, metavar="FILE.toml", help="configuration with one table, [node]; flags win over it"
     )
+    defaults = {
+        "node_id": "CLUSTER-ROLE",
+        "cluster": "local",
+        "cluster_kind": kind_of_cluster,
+        "role": "decode, in a PrfaaS cluster prefill",
+    }
     keys = parser.add_argument_group("keys of [node]; docs/reference/node.md explains each")
     for field in fields(NodeConfig):
         if field.name in FILE_ONLY:
             continue
         flag = f"--{field.name.replace('_', '-')}"
         if field.type is bool:
-            keys.add_argument(flag, action=argparse.BooleanOptionalAction, default=None, help=_default(field))
+            keys.add_argument(flag, action=argparse.BooleanOptionalAction, default=None, help=_default(field, defaults))
         else:
             kind: Any = field.type if field.type in (int, float) else str
             keys.add_argument(
-                flag, type=kind, choices=CHOICES.get(field.name), metavar=_metavar(field.name), help=_default(field)
+                flag,
+                type=kind,
+                choices=CHOICES.get(field.name),
+                metavar=_metavar(field.name),
+                help=_default(field, defaults),
             )
 
 
@@ -59,7 +70,10 @@ def config_from(arguments: argparse.Namespace, engine_args: Sequence[str] = ()) 
             return replace(config, **flags, engine_args=(*config.engine_args, *engine_args))
     if not flags:
         raise NodeConfigError("give a file with -c, or at least --model")
-    table = DEFAULTS | {key: _number_or_text(key, value) for key, value in flags.items()}
+    table = {"cluster": "local", "cluster_kind": DEFAULT_KIND} | {
+        key: _number_or_text(key, value) for key, value in flags.items()
+    }
+    table.setdefault("role", DEFAULT_ROLES[table["cluster_kind"]])
     table.setdefault("node_id", f"{table['cluster']}-{table['role']}")
     return node_config({**table, "engine_args": list(engine_args)}, "arguments")
 
@@ -69,11 +83,11 @@ def _number_or_text(key: str, value: Any) -> Any:
     return int(value) if key == "connections" and value.isdecimal() else value
 
 
-def _default(field: "Field[Any]") -> str:
+def _default(field: "Field[Any]", defaults: Mapping[str, str]) -> str:
     """What `--help` says of a flag: the value without it."""
     if field.name == "model":
         return "needed, here or in the file"
-    default = DEFAULTS.get(field.name, "CLUSTER-ROLE" if field.name == "node_id" else field.default)
+    default = defaults.get(field.name, field.default)
     if isinstance(default, bool):
         return f"default: {str(default).lower()}"
     return "default: not set" if default is MISSING or default in ("", None) else f"default: {default}"

@@ -236,7 +236,7 @@ def doubts_about_identity(config: NodeConfig, now_s: float) -> str:
 def node_main(prog: str, about: str, role: NodeRole, argv: Sequence[str] | None) -> int:
     """The command line that both kinds of cluster share."""
     parser = argparse.ArgumentParser(prog=prog, description=about)
-    add_node_arguments(parser)
+    add_node_arguments(parser, role.kind)
     own, engine_args = split_engine_args(sys.argv[1:] if argv is None else argv)
     arguments = parser.parse_args(own)
     arguments.cluster_kind = arguments.cluster_kind or (None if arguments.config else role.kind)

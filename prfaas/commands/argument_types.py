@@ -43,6 +43,18 @@ def day(text: str) -> date:
         raise argparse.ArgumentTypeError(f"{text!r}: must be a day, as 2027-01-31") from None
 
 
+def day_after(today: date) -> Callable[[str], date]:
+    """YYYY-MM-DD, later than `today`."""
+
+    def later(text: str) -> date:
+        named = day(text)
+        if named <= today:
+            raise argparse.ArgumentTypeError(f"{text!r}: must be a day after today, {today} (UTC)")
+        return named
+
+    return later
+
+
 def link(text: str) -> tuple[str, str]:
     """Two clusters."""
     source, colon, destination = text.partition(":")

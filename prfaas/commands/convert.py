@@ -12,11 +12,10 @@ from typing import Final
 
 from gateway.cluster.agent_client import AgentClient
 from gateway.cluster.agent_values import ConversionStatus, NodeInfo, NodeLoad
-from gateway.config.gateway import load
 from gateway.errors import AgentCallFailed, GatewayConfigError
 from planner.decisions.plans.conversions import NodeStanding, why_not
 from planner.decisions.views import ClusterKind, Role
-from prfaas.commands.operator import operator_identity
+from prfaas.commands.operator import gateway_of, operator_identity
 from prfaas.errors import ConversionError
 
 RPC_S: Final = 5.0
@@ -80,7 +79,7 @@ async def agents_of(gateway_file: Path, certificate: Path | None = None) -> Asyn
     What holds no node's certificate, or a revoked one, is told nothing.
     """
     try:
-        config = load(gateway_file)
+        config = gateway_of(gateway_file)
     except GatewayConfigError as error:
         raise ConversionError(str(error)) from error
     identity = operator_identity(config, certificate)

@@ -15,7 +15,15 @@ from gateway.config.operators import OperatorRole
 from prfaas.commands.keys import new_key, operator_lines
 from prfaas.commands.scraping import DIGEST_FILE, KEY_FILE, OPERATOR, ScrapeJob, prometheus_file
 from prfaas.errors import InitError
-from prfaas.system.certificates import GATEWAY_NAME, REVOKED, CertificateHolder, clusterless, issue, node_holder
+from prfaas.system.certificates import (
+    GATEWAY_NAME,
+    OPERATOR_NAME,
+    REVOKED,
+    CertificateHolder,
+    clusterless,
+    issue,
+    node_holder,
+)
 from transport.path.tcp import format_address, is_loopback
 from transport.peers.name import PeerRole
 
@@ -246,7 +254,7 @@ def _node_file(site: InitSite, node: Member) -> str:
         _pair("cluster", node.cluster),
         _pair("cluster_kind", node.kind, WHAT_KINDS_ARE[node.kind]),
         _pair("role", node.role),
-        _pair("model", site.model, "the same files on every machine; relative to this file"),
+        _pair("model", site.model, "the same files on every machine"),
         _pair("host", node.host, "where its ports listen, and what gateways and other nodes are told"),
         '# transfer_host = "203.0.113.7"         # an address of its own for KVCache, towards other clusters',
         *[_pair(name, port + node.nth, why) for name, (port, why) in _ports(site, node).items()],
@@ -338,30 +346,36 @@ def _start(site: InitSite, nodes: Sequence[Member]) -> str:
     lines = ["# What to run where", "", "Nodes and the gateway may start in any order.", ""]
     if site.tls:
         lines += [
-            "Each machine needs `certificates/NAME.pem` and `NAME.key` of its own, `authority.pem` and `revoked`;",
+            f"Each machine also needs `{AUTHORITY}` and `certificates/{REVOKED}`. Never copy `certificates/authority.key`,",
+            f"which signs certificates, nor `certificates/{OPERATOR_NAME}.key`, which drains and converts nodes.",
             "",
         ]
-        lines[-2] = (
-            lines[-2].rstrip(";")
-            + ". `authority.key` stays with you, and so does `operator.key`, which drains and converts."
-        )
     lines += ["| machine | needs | command |", "|---|---|---|"]
     lines += [
-        f"| {node.host} | {node.name}.toml, {DIGEST_FILE}, `{site.model}` | `prfaas node -c {node.name}.toml` |"
+        f"| {node.host} | {_needs(site, node.name, f'{node.name}.toml', DIGEST_FILE)} | `prfaas node -c {node.name}.toml` |"
         for node in nodes
     ]
-    lines.append(f"| {site.gateway} | gateway.toml, `{site.model}` | `prfaas gateway -c gateway.toml` |")
+    lines.append(
+        f"| {site.gateway} | {_needs(site, GATEWAY_NAME, 'gateway.toml')} | `prfaas gateway -c gateway.toml` |"
+    )
     ports = ", ".join(f"{name} {port}" for name, (port, _) in PORTS.items())
     return "\n".join(
         [
             *lines,
             "",
-            f"Prometheus needs `prometheus.yml`, `{KEY_FILE}` and a copy of `deploy/prometheus/rules.yml`.",
+            f"Prometheus needs `prometheus.yml`, `{KEY_FILE}`{f', `{AUTHORITY}`' if site.tls else ''} and a copy of "
+            "`deploy/prometheus/rules.yml`.",
             "",
             f"Ports ({ports}) are explained in docs/guides/two-sites.md. `prfaas check -c gateway.toml` asks everybody.",
             "",
         ]
     )
+
+
+def _needs(site: InitSite, name: str, *others: str) -> str:
+    """What one process reads that its machine must hold, as a cell of the table."""
+    own = [f"certificates/{name}.pem", f"certificates/{name}.key"] if site.tls else []
+    return ", ".join(f"`{file}`" for file in (*others, *own, site.model))
 
 
 def _pair(key: str, value: str | int, why: str = "") -> str:

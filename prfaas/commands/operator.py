@@ -1,12 +1,23 @@
-"""Which certificate a command shows to nodes that drain and convert for operators only."""
+"""What a command reads to ask nodes: the gateway's file, and the certificate that it shows to them."""
 
 from dataclasses import replace
 from pathlib import Path
 
-from gateway.config.gateway import GatewayConfig
+from gateway.config.gateway import GatewayConfig, load
+from gateway.errors import GatewayConfigError
 from prfaas.errors import ConversionError
 from prfaas.system.certificates import OPERATOR_NAME
 from transport.wire.identity import Identity
+
+
+def gateway_of(file: Path) -> GatewayConfig:
+    """Raises GatewayConfigError, which says of a missing file how to name another."""
+    try:
+        return load(file)
+    except GatewayConfigError as error:
+        if file.exists():
+            raise
+        raise GatewayConfigError(f"{error}; -c names the gateway's file (`prfaas up` writes one)") from error
 
 
 def operator_identity(config: GatewayConfig, named: Path | None) -> Identity | None:

@@ -2,10 +2,12 @@
 
 import argparse
 import sys
+from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from prfaas.commands.argument_types import day, within
+from prfaas.commands.argument_types import day_after, within
 from prfaas.commands.descriptions import COMMANDS
 from prfaas.errors import TopologyError
 from transport.control.settings import mapped
@@ -29,7 +31,7 @@ def add_preparations(commands: Any) -> None:
                      help="make the key for an operator of this role: viewer, operator or admin")  # fmt: skip
     key.add_argument(
         "--expires",
-        type=day,
+        type=day_after(datetime.now(UTC).date()),
         metavar="DATE",
         help="day from which the key is refused, such as 2027-01-31 (default: never)",
     )
@@ -110,6 +112,7 @@ def _init(arguments: argparse.Namespace) -> int:
         return input(f"{question} [{default}]: ")
 
     site = site_of(asked({key: getattr(arguments, key) for key in QUESTIONS}, ask), arguments.tls, arguments.plain)
+    site = replace(site, model=str(Path(site.model).absolute()))  # as on every command line: relative to where it runs
     init(site, arguments.folder, arguments.overwrite, print)
     return 0
 

@@ -35,6 +35,11 @@ def test_a_model_is_enough() -> None:
     )
 
 
+def test_a_node_of_a_prfaas_cluster_prefills() -> None:
+    config = parse("--cluster-kind", "prfaas", "--model", "m")
+    assert (config.node_id, config.role) == ("local-prefill", "prefill")
+
+
 def test_flags_win_over_the_file_and_engine_arguments_are_added(tmp_path: Path) -> None:
     (tmp_path / "node.toml").write_text(FILE)
     config = parse("-c", str(tmp_path / "node.toml"), "--chunk-tokens", "64", "--hugepages", "--", "--b", "--", "1")

@@ -20,3 +20,11 @@ def test_a_node_of_another_kind_is_not_run(
     (tmp_path / "node.toml").write_text(text)
     assert main(["-c", str(tmp_path / "node.toml")]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_help_shows_its_own_kind(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    told = " ".join(capsys.readouterr().out.split())
+    assert "--cluster-kind {prfaas,pd} default: prfaas" in told
+    assert "--role {prefill,decode} default: decode, in a PrfaaS cluster prefill" in told

@@ -19,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gateway.cluster.agent_client import AgentClient
-from gateway.config.gateway import GatewayConfig, load
+from gateway.config.gateway import GatewayConfig
 from gateway.errors import AgentCallFailed, GatewayConfigError
 from prfaas.commands.checking.access_findings import access_findings, tls_findings
 from prfaas.commands.checking.findings import (
@@ -35,6 +35,7 @@ from prfaas.commands.checking.findings import (
     findings,
     worst,
 )
+from prfaas.commands.operator import gateway_of
 from prfaas.errors import CheckError
 from transport.control.certificates import expires_at
 from transport.control.credentials import server_certificate, takes_old_tls
@@ -55,7 +56,7 @@ SIGNS: Final = {Level.OK: ("✓", "green"), Level.WARNING: ("!", "yellow"), Leve
 async def check(gateway_file: Path, console: Console, as_json: bool) -> bool:
     """Whether nothing is an error. Raises CheckError."""
     try:
-        config = load(gateway_file)
+        config = gateway_of(gateway_file)
     except GatewayConfigError as error:
         raise CheckError(str(error)) from error
     access = [*access_findings(config, _wall_clock_s()), *await tls_findings(config)]

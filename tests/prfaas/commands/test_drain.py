@@ -72,6 +72,6 @@ def test_what_is_to_be_drained_is_one_thing(tmp_path: Path, capsys: pytest.Captu
             main(command)
         assert ended.value.code == 2
     assert main(["drain", "--node", "d0", "-c", str(tmp_path / "none.toml")]) == 2
-    assert "no such file" in capsys.readouterr().err
+    assert "no such file; -c names the gateway's file" in capsys.readouterr().err
     with pytest.raises(ConversionError, match="does not answer"):
         asyncio.run(drain_node(DrainWish(node="127.0.0.1:1"), file_for(tmp_path, "127.0.0.1:1"), print))

@@ -1,5 +1,6 @@
 """What `prfaas init` writes is what the programs that read it take."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from gateway.config.gateway import load as load_gateway
 from gateway.config.operators import OperatorRole
 from gateway.errors import Unauthorised
 from node.config import load_node_config
+from prfaas.cli import main
 from prfaas.commands.init import QUESTIONS, FirstKeys, InitSite, asked, files, init, members, site_of
 from prfaas.errors import InitError
 from prfaas.system.topology import load_topology
@@ -120,7 +122,7 @@ def test_an_sglang_site_has_a_port_where_decode_nodes_ask(tmp_path: Path) -> Non
     write(site, tmp_path)
     ports = {member.role: load_node_config(tmp_path / f"{member.name}.toml").bootstrap_port for member in members(site)}
     assert ports == {"prefill": 7501, "decode": 0}
-    with pytest.raises(InitError, match="no TLS"):
+    with pytest.raises(InitError, match="TLS is not possible"):
         InitSite(model="m", engine="sglang", tls=True)
 
 
@@ -144,3 +146,23 @@ def test_addresses_of_ipv6_are_in_brackets_beside_ports(tmp_path: Path) -> None:
     gateway = load_gateway(tmp_path / "gateway.toml")
     assert {node.agent for node in gateway.nodes} == {"[2001:db8::1]:7001", "[2001:db8::2]:7001", "d.lan:7001"}
     assert load_node_config(tmp_path / "home-d0.toml").host == "2001:db8::1"
+
+
+def test_start_names_each_file_that_a_process_reads(tmp_path: Path) -> None:
+    site = InitSite(model="/m", gateway="10.0.0.1", remote=("10.1.0.1",), decode=("10.0.0.2",), tls=True)
+    write(site, tmp_path)
+    start = (tmp_path / "START.md").read_text()
+    rows = [line for line in start.splitlines() if line.startswith("| 10.")]
+    named = [set(re.findall("`(certificates/[^`]*)`", row)) for row in rows]
+    assert named == [
+        {f"certificates/{name}.pem", f"certificates/{name}.key"} for name in ("remote-p0", "home-d0", "gateway")
+    ]
+    assert all((tmp_path / file).exists() for file in re.findall("`(certificates/[^`]*)`", start))
+    assert "`prometheus.key`, `certificates/authority.pem`" in start
+
+
+def test_a_relative_model_is_where_the_command_ran(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["init", "site", "--model", "models/m", "--remote", "10.1.0.1", "--plain", "--yes"]) == 0
+    assert load_node_config(tmp_path / "site/remote-p0.toml").model == str(tmp_path / "models/m")
+    assert load_gateway(tmp_path / "site/gateway.toml").tokenizer_dir == tmp_path / "models/m"

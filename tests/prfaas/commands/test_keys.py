@@ -1,5 +1,6 @@
 """What `prfaas key` prints is what a gateway's file takes."""
 
+import argparse
 import tomllib
 from datetime import UTC, date, datetime
 
@@ -9,6 +10,8 @@ from gateway.auth.keyring import Keyring, digest_of
 from gateway.config.gateway import GatewayConfig
 from gateway.config.operators import OperatorRole
 from gateway.config.tenants import TenantConfig
+from prfaas.cli import main
+from prfaas.commands.argument_types import day_after
 from prfaas.commands.keys import PREFIX, make_and_tell, new_key
 from prfaas.errors import KeyNameError
 from transport.control.settings import build
@@ -56,3 +59,19 @@ def test_no_two_keys_are_equal_and_all_can_be_told_from_words() -> None:
 def test_who_has_no_name_gets_no_key(name: str) -> None:
     with pytest.raises(KeyNameError):
         make_and_tell(name, print)
+
+
+@pytest.mark.parametrize("text", ["2026-11-25", "2026-11-26"])
+def test_a_key_that_would_be_refused_at_once_is_not_made(text: str) -> None:
+    later = day_after(date(2026, 11, 26))
+    with pytest.raises(argparse.ArgumentTypeError, match=r"must be a day after today, 2026-11-26"):
+        later(text)
+    assert later("2026-11-27") == date(2026, 11, 27)
+
+
+def test_the_command_refuses_a_day_in_the_past(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["key", "acme", "--expires", "2020-01-01"])
+    told = capsys.readouterr()
+    assert "--expires: '2020-01-01': must be a day after today" in told.err
+    assert not told.out
