@@ -77,6 +77,10 @@ def _site(command: argparse.ArgumentParser) -> None:
     command.add_argument("--deployment", help="a [deployments.NAME] of the site file")
     command.add_argument("--as-in-paper", action="store_true", help="T(E[L]) and a 100-token grid, as in the paper")
     command.add_argument("--extrapolate", action="store_true", help="allow lengths outside the profile")
+    command.add_argument(
+        "--warm-caches", action="store_true",
+        help="a Λ that counts on what decode nodes hold in the mean; a start with empty caches may never reach it",
+    )  # fmt: skip
     command.add_argument("--tie-break", choices=list(TieBreak), default=TieBreak.EGRESS, help="second goal of ties")
     _json(command)
 
