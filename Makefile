@@ -1,20 +1,20 @@
-# Every target sets up what it needs; a second run reuses it.
+# Every target sets up what it needs; a second run reuses that.
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-# vLLM's CPU build pins a torch of its own and needs 2.5 GB: it lives in an environment of its own.
+# vLLM's CPU build pins a torch of its own and needs 2.5 GB: it has an environment of its own.
 VLLM_VENV  := .venv-vllm
 VLLM_BIN   := $(VLLM_VENV)/bin
 VLLM_STAMP := $(VLLM_VENV)/.installed
 
-# SGLang wants other versions than we do; its kernels are not there.
+# SGLang needs other versions than ours; its GPU kernels are not installed.
 SGLANG_VENV  := .venv-sglang
 SGLANG_BIN   := $(SGLANG_VENV)/bin
 SGLANG_STAMP := $(SGLANG_VENV)/.installed
 
-# Clients pin versions of libraries that are none of ours.
+# Clients, load generators and the fuzzer of APIs pin versions of libraries that we do not use.
 CLIENTS_VENV  := .venv-clients
 CLIENTS_BIN   := $(CLIENTS_VENV)/bin
 CLIENTS_STAMP := $(CLIENTS_VENV)/.installed
@@ -26,15 +26,15 @@ SCHEMA_STAMP  := $(SCHEMA_VENV)/.installed
 DOCS_VENV     := .venv-docs
 DOCS_STAMP    := $(DOCS_VENV)/.installed
 
-# SAMPLE=N runs N tests of a long suite that cover every pair of what they differ in (0: as few as do), the rest drawn by SEED;
-# what is left out is printed. LIMITS="--sample-limit D=K" keeps K values of a dimension that costs a start each. Without SAMPLE a
-# suite runs whole.
+# SAMPLE=N runs N tests of a long suite: enough to cover each pair of the dimensions in which tests differ, the rest drawn by
+# SEED (SAMPLE=0: only those that cover the pairs). It prints what it left out. LIMITS="--sample-limit D=K" keeps K values of
+# dimension D, for one whose values each cost a start. Without SAMPLE a suite runs whole.
 SAMPLE ?=
 SEED   ?= $(shell git rev-parse --short=12 HEAD 2>/dev/null || echo 0)
 LIMITS ?=
 sampled = $(if $(SAMPLE),--sample $(SAMPLE) --sample-seed $(SEED) $(LIMITS))
 
-# Files of tests are spread over the cores, those marked as long first.
+# Test files are spread over the cores; those marked `long` start first.
 SPREAD := -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 INPUTS       ?= 1000000
@@ -47,13 +47,14 @@ STREAMS      ?= 200
 EXAMPLES     ?= 200
 RELEASE      ?= 0.33.0
 VERSION      ?=
+OTHER        ?= HEAD~1
 
-.PHONY: setup demo up test test-all test-e2e test-deploy test-storm test-crowd test-flips test-migration test-borders fuzz soak soak-cache test-rdma test-equality test-vllm test-vllm-release test-sglang test-schema test-clients test-load test-versions lint format lock proto wheel docs check-resolution release clean help
+.PHONY: setup demo up test test-all test-e2e test-deploy test-storm test-crowd test-flips test-migration test-borders fuzz soak soak-cache test-rdma test-equality test-vllm test-vllm-release test-sglang test-schema test-clients test-load test-mixed test-versions lint format lock proto wheel docs check-resolution release clean help
 
 help:            ## Show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
 
-setup: $(STAMP)  ## Make .venv with everything the commands below need
+setup: $(STAMP)  ## Create .venv with everything that the other targets need
 
 $(STAMP): pyproject.toml requirements/dev.lock
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "prfaas needs Python 3.11 or newer, $(PYTHON) is $$($(PYTHON) -V)"; exit 1; }
@@ -63,86 +64,89 @@ $(STAMP): pyproject.toml requirements/dev.lock
 	@$(BIN)/python -m pip install --quiet --constraint requirements/dev.lock --editable ".[embedded,fast,oidc,otlp,planner,plots,zstd]" --group dev
 	@touch $(STAMP)
 
-demo: $(STAMP)   ## Build a tiny hybrid model, start both clusters, replay real traffic, check every claim
+demo: $(STAMP)   ## Build a tiny hybrid model, start both clusters, replay 110 requests of a trace, check tokens and pages
 	@$(BIN)/prfaas demo
 
-up: $(STAMP)     ## The demo's topology, left running until Ctrl-C
+up: $(STAMP)     ## Start the demo's topology as an OpenAI server on port 8000, until Ctrl-C
 	@$(BIN)/prfaas up
 
 # Threads of torch and NumPy that share a core with other tests mostly wait for each other.
 test: export OMP_NUM_THREADS = 1
-test: $(STAMP)   ## The tests of every change; those that take long have targets of their own
+test: $(STAMP)   ## The tests to run at every change (minutes); longer suites have targets of their own
 	$(BIN)/python -m pytest -m "not e2e and not slow and not vllm and not sglang" $(SPREAD) --hypothesis-seed=$(SEED)
 
-# CI runs samples of the long ones, others for every commit; this is all of them, for releases: over an hour.
-test-all: lint test test-e2e test-deploy fuzz soak soak-cache test-storm test-crowd test-flips test-migration test-borders test-rdma test-vllm test-sglang test-equality test-schema test-clients test-load docs wheel demo  ## Everything, whole
+# CI runs samples of the long suites, other samples for each commit. This target runs all of them whole, for releases: over an hour.
+test-all: lint test test-e2e test-deploy fuzz soak soak-cache test-storm test-crowd test-flips test-migration test-borders test-rdma test-vllm test-sglang test-equality test-schema test-clients test-load docs wheel demo  ## Every suite, whole (over an hour)
 
-test-e2e: $(STAMP)  ## Whole systems: tokens and the API, nodes killed, connections cut, certificates replaced, disks that lie, plans that move nodes
+test-e2e: $(STAMP)  ## Test whole systems: tokens, the API, killed nodes, cut connections, replaced certificates, failing disks, plans
 	$(BIN)/python -m pytest -m e2e tests/e2e $(sampled)
 
-test-deploy: $(STAMP)  ## Alert rules and dashboards before a real Prometheus (Debian's, fetched unless it is installed)
+test-deploy: $(STAMP)  ## Test alert rules and dashboards with a real Prometheus (Debian's, fetched unless it is installed)
 	@command -v promtool >/dev/null || test -x .prometheus/usr/bin/promtool || ./scripts/fetch-prometheus
 	$(BIN)/python -m pytest tests/deploy tests/e2e/test_prometheus.py
 
-test-storm: $(STAMP)  ## A system under traffic while its processes, links, disk and memory fail at random; nobody helps it
+test-storm: $(STAMP)  ## Fail processes, links, disk and memory at random under traffic; STORM_FAULTS=500 within STORM_S=600 seconds
 	$(BIN)/python -m tests.storm --faults $(STORM_FAULTS) --seconds $(STORM_S) --seed $(SEED)
 
-test-crowd: $(STAMP)  ## Ten thousand strangers before every port, one after the other; what honest requests notice of it
+test-crowd: $(STAMP)  ## Open CROWD=10000 idle connections to each port in turn and measure what honest requests notice
 	$(BIN)/python -m tests.storm.crowd --connections $(CROWD)
 
-test-flips: $(STAMP)  ## Two hundred changes of role under a trace: no request lost, no token wrong, the prefix cache kept
+test-flips: $(STAMP)  ## Change roles FLIPS=200 times under a trace: no request lost, no token wrong, the prefix cache kept
 	$(BIN)/python -m tests.storm.flips --flips $(FLIPS) --seed $(SEED)
 
-test-migration: $(STAMP)  ## Two hundred streams lose their decode node in the middle, over three architectures: every byte once, pauses told
+test-migration: $(STAMP)  ## Kill decode nodes under STREAMS=200 streams, over three architectures: every byte once; prints the pauses
 	$(BIN)/python -m tests.storm.migration --streams $(STREAMS)
 
-test-borders: $(STAMP)  ## What a listener on the way between two sites reads, and inside one: nothing (root and network namespaces, else skipped)
+test-borders: $(STAMP)  ## Check what a listener between two sites reads, and one inside a site: nothing (needs root; else skipped)
 	$(BIN)/python -m pytest tests/borders
 
-fuzz: $(STAMP)   ## A million inputs of strangers: frames, handshakes, calls and tickets; bodies and streams of all dialects
+fuzz: $(STAMP)   ## Feed INPUTS=1000000 malformed frames, handshakes, calls and tickets, and BODIES=5000 bodies and streams
 	$(BIN)/python -m tests.transport.fuzz --inputs $(INPUTS)
 	$(BIN)/python -m tests.node.fuzz_calls --inputs $$(( $(INPUTS) / 20 ))
 	$(BIN)/python -m tests.gateway.fuzz --inputs $(BODIES) --seed $$((0x$$(echo $(SEED) | tr -cd 0-9a-f | cut -c1-7)))
 
-soak: $(STAMP)   ## A thousand transfers while connections die at random: every byte right, no thread or file left
+soak: $(STAMP)   ## Run a thousand transfers while connections die at random: every byte right, no thread or file left
 	TRANSPORT_TRANSFERS=1000 $(BIN)/python -m pytest tests/transport/test_processes.py -k dying_at_random
 
-soak-cache: $(STAMP)  ## A million requests over 500 blocks for every eviction policy: memory stays flat
+soak-cache: $(STAMP)  ## Run a million requests over 500 blocks for each eviction policy: memory stays flat
 	$(BIN)/python -m pytest -m slow -o faulthandler_timeout=900 -o timeout=900 tests/hybrid_cache
 
-# Status 77: no such machine can run here, and the reason has been printed.
-test-rdma: $(STAMP)  ## RDMA over soft-RoCE in a small virtual machine (Debian bookworm, root; else skipped with the reason)
+# Status 77 means that no virtual machine can run here; the script prints the reason.
+test-rdma: $(STAMP)  ## Test RDMA over soft-RoCE in a small virtual machine (needs Debian bookworm and root; else skipped with the reason)
 	@tests/rdma_vm/run $(BIN)/python -m pytest -p no:cacheprovider -o faulthandler_timeout=0 -m rdma tests/rdma_vm $(sampled) || test $$? -eq 77
 
 test-equality: export PRFAAS_SAMPLE_SEED = $(SEED)
 test-equality: export OMP_NUM_THREADS = 1
-test-equality: $(STAMP)  ## Token equality with transformers.generate: every architecture, route, prefix and border, all lengths (slow)
+test-equality: $(STAMP)  ## Compare tokens with transformers.generate: every architecture, route, prefix, border and length (slow)
 	$(BIN)/python -m pytest -m slow -o faulthandler_timeout=1800 tests/equality tests/engine $(SPREAD) $(sampled)
 
-test-vllm: $(VLLM_STAMP)  ## vLLM with our connector: the matrix of models, and real API servers behind our gateway
+test-vllm: $(VLLM_STAMP)  ## Test vLLM with our connector: a matrix of models, and real API servers behind our gateway
 	$(VLLM_BIN)/python -m pytest -m vllm -o faulthandler_timeout=600 tests/vllm $(sampled)
 
-test-vllm-release: $(VLLM_STAMP)  ## The contract and the matrix with another release of vLLM: RELEASE=0.33.0
+test-vllm-release: $(VLLM_STAMP)  ## Test the contract and the matrix with another release of vLLM: RELEASE=0.33.0
 	./scripts/vllm-version $(RELEASE) tests/vllm/test_contract.py tests/vllm/pairs/test_matrix.py $(sampled)
 
-test-sglang: $(SGLANG_STAMP)  ## SGLang's servers on a CPU against one alone, and its classes; no GPU, no kernels
+test-sglang: $(SGLANG_STAMP)  ## Compare SGLang's paired servers on a CPU with a single one, and test its classes; no GPU, no kernels
 	$(SGLANG_BIN)/python -m pytest -m sglang -o faulthandler_timeout=600 tests/sglang $(sampled)
 
-test-schema: $(STAMP) $(SCHEMA_STAMP)  ## schemathesis against a running gateway, by its own OpenAPI document; EXAMPLES=N per operation
+test-schema: $(STAMP) $(SCHEMA_STAMP)  ## Run schemathesis against a gateway by its own OpenAPI document, EXAMPLES=200 per operation
 	$(BIN)/python -m tests.clients.behind $(SCHEMA_BIN)/st run {GATEWAY}/openapi.json --max-examples $(EXAMPLES) \
 	  --seed $$((0x$$(echo $(SEED) | tr -cd 0-9a-f | cut -c1-7))) --phases coverage,fuzzing --warnings off --continue-on-failure \
 	  --checks not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance,unsupported_method,negative_data_rejection
 
-test-clients: $(STAMP) $(CLIENTS_STAMP)  ## openai, anthropic, langchain-openai and litellm as they are, against the demo's clusters
+test-clients: $(STAMP) $(CLIENTS_STAMP)  ## Run the openai, anthropic, langchain-openai and litellm clients against the demo's clusters
 	$(BIN)/python -m tests.clients.behind --demo $(CLIENTS_BIN)/python tests/clients/checks.py
 
-test-versions:   ## A sample of the tests with the lowest and with the newest version of each dependency, in .venv-lowest and .venv-newest
+test-mixed: $(STAMP)  ## Run the demo with nodes of OTHER=COMMIT and this checkout's gateway, and the other way round
+	$(BIN)/python -m tests.e2e.mixed_versions --other $(OTHER)
+
+test-versions:   ## Run a sample of the tests with the lowest and the newest version of each dependency (.venv-lowest, .venv-newest)
 	@PYTHON=$(PYTHON) ./scripts/test-versions
 
-test-load: $(STAMP) $(LOAD_STAMP)  ## aiperf (a trace in Mooncake's format, agents) and guidellm against the demo's clusters
+test-load: $(STAMP) $(LOAD_STAMP)  ## Run the load generators aiperf (a Mooncake trace, agents) and guidellm against the demo's clusters
 	$(BIN)/python -m tests.clients.behind --demo $(BIN)/python -m tests.clients.load $(LOAD_VENV)/bin {GATEWAY}
 
-docs: $(DOCS_STAMP)  ## The documentation as a site in out/site; a warning is an error
+docs: $(DOCS_STAMP)  ## Build the documentation as a site in out/site; a warning is an error
 	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --strict
 
 $(DOCS_STAMP): pyproject.toml requirements/docs.lock
@@ -183,7 +187,7 @@ $(SGLANG_STAMP): tests/sglang/requirements.txt pyproject.toml
 	@$(SGLANG_BIN)/python -m pip install --quiet --editable .
 	@touch $(SGLANG_STAMP)
 
-lint: $(STAMP)   ## Format, lint, types and import directions, as CI checks them
+lint: $(STAMP)   ## Check format, lint, spelling, types and import directions, as CI does
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/codespell
@@ -194,7 +198,7 @@ format: $(STAMP) ## Apply formatting and safe fixes
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-lock: $(STAMP)   ## Renew requirements/*.lock: the newest versions that pyproject.toml allows
+lock: $(STAMP)   ## Renew requirements/*.lock with the newest versions that pyproject.toml allows
 	$(BIN)/python scripts/lock.py
 
 proto: $(STAMP)  ## Regenerate the gRPC code from transport/control/proto/*.proto
@@ -203,11 +207,11 @@ proto: $(STAMP)  ## Regenerate the gRPC code from transport/control/proto/*.prot
 wheel: $(STAMP)  ## Build the wheel, install it into a clean venv and start the CLI from there
 	./scripts/check-wheel
 
-check-resolution:  ## pip finds versions that suit prfaas and vLLM, and prfaas and SGLang (a dry run, minutes)
+check-resolution:  ## Check that pip resolves prfaas together with vLLM and with SGLang (a dry run of some 15 minutes)
 	@PYTHON=$(PYTHON) ./scripts/check-resolution
 
-release: wheel   ## VERSION=0.1.0: build and check wheel and sdist, write notes from CHANGELOG.md, tag; publishes nothing
+release: wheel   ## Build and check wheel and sdist, write notes from CHANGELOG.md, tag; publishes nothing: VERSION=0.1.0
 	$(BIN)/python scripts/release.py $(VERSION)
 
-clean:           ## Remove what was set up or generated
+clean:           ## Remove environments, caches and build results
 	rm -rf $(VENV) $(VLLM_VENV) $(SGLANG_VENV) $(CLIENTS_VENV) $(LOAD_VENV) $(SCHEMA_VENV) $(DOCS_VENV) .venv-lowest .venv-newest .prometheus dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .schemathesis

@@ -274,7 +274,7 @@ def _load_emulated(args: argparse.Namespace) -> LoadedModel:
         return LoadedModel(engine, tokenizer, name)
     if args.prefill_base_s:
         raise ModelError(
-            "--prefill-base-s is time per chunk of one computer: with --stages give --prefill-per-token-s alone"
+            "--prefill-base-s is the time per chunk of one machine: with --stages give --prefill-per-token-s alone"
         )
     return LoadedModel(
         engine, tokenizer, name, constant(name, args.prefill_per_token_s, args.decode_step_s, args.max_running)
@@ -302,17 +302,19 @@ def _emulated_model(model: str) -> tuple[str, Path | None]:
     kind = model_type(directory)
     found = [arch for arch, recipe in RECIPES.items() if recipe["model_type"] == kind and arch in GROUPS]
     if not found:
-        raise ModelError(f"{directory} is a {kind}, which is not emulated; emulated are {', '.join(GROUPS)}")
+        raise ModelError(f"{directory} is a {kind}, which cannot be emulated; choose one of {', '.join(GROUPS)}")
     return found[0], directory
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m engine", description="One model, one HTTP port, one connection to the node's agent."
+        prog="python -m engine",
+        description="Run one engine: a model behind an OpenAI-compatible HTTP port, connected to its node's agent.",
+        epilog="Example: python -m engine --model models/kimi_linear --port 8001. Without --agent-socket it serves alone.",
     )
-    parser.add_argument("--model", type=Path, metavar="DIR", help="a local transformers model directory")
-    parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=_port, default=8000, help="0 picks a free one (default: %(default)s)")
+    parser.add_argument("--model", type=Path, metavar="DIR", help="directory of a transformers model")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
+    parser.add_argument("--port", type=_port, default=8000, help="port, 0 for any free one (default: %(default)s)")
     parser.add_argument("--agent-socket", type=Path, metavar="PATH", help="Unix socket of the node's agent")
     parser.add_argument(
         "--agent-timeout-s",
@@ -325,11 +327,19 @@ def _parser() -> argparse.ArgumentParser:
         "--model-revision",
         default="",
         metavar="NAME",
-        help="a name for the weights' contents, which are hashed otherwise",
+        help="name of the weights' contents (default: their hash)",
     )
-    parser.add_argument("--model-name", help="name in the API (default: the directory's)")
-    parser.add_argument("--max-model-len", type=_positive, metavar="TOKENS", help="context (default: the model's)")
-    parser.add_argument("--block-size", type=_positive, default=DEFAULT_BLOCK_SIZE, metavar="TOKENS")
+    parser.add_argument("--model-name", metavar="NAME", help="the model's name in the API (default: the directory's)")
+    parser.add_argument(
+        "--max-model-len", type=_positive, metavar="TOKENS", help="context length (default: the model's)"
+    )
+    parser.add_argument(
+        "--block-size",
+        type=_positive,
+        default=DEFAULT_BLOCK_SIZE,
+        metavar="TOKENS",
+        help="tokens of a block (default: %(default)s)",
+    )
     parser.add_argument(
         "--chunk-tokens",
         type=_positive,
@@ -343,28 +353,57 @@ def _parser() -> argparse.ArgumentParser:
         type=_positive,
         default=1,
         metavar="N",
-        help="processes that share the layers (experimental), of an emulated engine computers (default: %(default)s)",
+        help="processes that share the layers (experimental); emulated: machines (default: %(default)s)",
     )
-    parser.add_argument("--max-running", type=_positive, default=MAX_RUNNING, metavar="N")
+    parser.add_argument(
+        "--max-running",
+        type=_positive,
+        default=MAX_RUNNING,
+        metavar="N",
+        help="sequences computed at once (default: %(default)s)",
+    )
     parser.add_argument(
         "--max-requests",
         type=_positive,
         default=MAX_REQUESTS,
         metavar="N",
-        help="most requests at once; more get a 503",
+        help="requests at once; more get a 503 (default: %(default)s)",
     )
-    parser.add_argument("--max-body-bytes", type=_positive, default=MAX_BODY_BYTES, metavar="BYTES")
-    parser.add_argument("--drain-timeout-s", type=float, default=DRAIN_TIMEOUT_S, metavar="S")
-    parser.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
+    parser.add_argument(
+        "--max-body-bytes",
+        type=_positive,
+        default=MAX_BODY_BYTES,
+        metavar="BYTES",
+        help="longest body of a request (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--drain-timeout-s",
+        type=float,
+        default=DRAIN_TIMEOUT_S,
+        metavar="S",
+        help="seconds for running requests to end at SIGTERM (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--log-level",
+        default="info",
+        choices=["debug", "info", "warning", "error"],
+        help="least level of log lines (default: %(default)s)",
+    )
     emulation = parser.add_argument_group("emulation: no model, invented tokens (see engine.emulated.emulated)")
     emulation.add_argument(
         "--emulate",
         metavar="ARCH",
         help=f"one of {', '.join(GROUPS)}, the directory of a model of one of them, or a .json file (engine.emulated.standin)",
     )
-    emulation.add_argument("--prefill-base-s", type=float, default=0.0, metavar="S", help="per chunk")
-    emulation.add_argument("--prefill-per-token-s", type=float, default=0.0, metavar="S")
-    emulation.add_argument("--decode-step-s", type=float, default=0.0, metavar="S")
+    emulation.add_argument(
+        "--prefill-base-s", type=float, default=0.0, metavar="S", help="seconds per prefill chunk (default: 0)"
+    )
+    emulation.add_argument(
+        "--prefill-per-token-s", type=float, default=0.0, metavar="S", help="seconds per prefilled token (default: 0)"
+    )
+    emulation.add_argument(
+        "--decode-step-s", type=float, default=0.0, metavar="S", help="seconds per decode step (default: 0)"
+    )
     return parser
 
 

@@ -102,6 +102,20 @@ class RunningGateway:
             listener.close_port()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShownParts:
+    """The parts of a gateway that operators' pages and the console show, and act on."""
+
+    config: GatewayConfig
+    clock: Callable[[], float]
+    seat: SingleProcess | WorkerProcess
+    seen: NodeAccess
+    routing: RoutingParts
+    pipeline: ServingParts
+    door: GenerationEndpoint
+    reloads: Reloads
+
+
 @asynccontextmanager
 async def running(
     config: GatewayConfig,
@@ -186,7 +200,7 @@ async def running(
         warming = tasks.afterwards.start(reader.warm(warm_s), "warm") if warm_s else None
         kept: dict[str, NumberedRing] = {"requests": pipeline.records, "flows": routing.flows, "audit": audit}
         siblings = await held.enter_async_context(seat.siblings(kept))
-        pages = operator_pages(
+        shown = ShownParts(
             config=config,
             clock=clock,
             seat=seat,
@@ -195,9 +209,8 @@ async def running(
             pipeline=pipeline,
             door=door,
             reloads=reloads,
-            kept=kept,
-            siblings=siblings,
         )
+        pages = operator_pages(shown, kept, siblings)
         if siblings is not None:  # the others serve meanwhile; who comes here first should be served, too
             await seen.clusters.wait_for(lambda: seen.clusters.is_ready, NODES_S)
         if warming is not None:
@@ -249,89 +262,59 @@ def keep_chores(
 
 
 def operator_pages(
-    *,
-    config: GatewayConfig,
-    clock: Callable[[], float],
-    seat: SingleProcess | WorkerProcess,
-    seen: NodeAccess,
-    routing: RoutingParts,
-    pipeline: ServingParts,
-    door: GenerationEndpoint,
-    reloads: Reloads,
-    kept: Mapping[str, NumberedRing],
-    siblings: WorkerPeers | None,
+    shown: ShownParts, kept: Mapping[str, NumberedRing], siblings: WorkerPeers | None
 ) -> OperatorEndpoints:
-    clusters, router, follower = seen.clusters, routing.router, routing.follower
-    console = _console(
-        config=config,
-        clock=clock,
-        seat=seat,
-        seen=seen,
-        routing=routing,
-        pipeline=pipeline,
-        door=door,
-        reloads=reloads,
-    )
+    seat, seen, router, follower = shown.seat, shown.seen, shown.routing.router, shown.routing.follower
     load = LoadReporter(
-        seat.offered, clusters, seen.links, lambda: router.setting, lambda: follower.plan,
-        config.routing.decode_slots,
+        seat.offered, seen.clusters, seen.links, lambda: router.setting, lambda: follower.plan,
+        shown.config.routing.decode_slots,
     )  # fmt: skip
     return OperatorEndpoints(
-        clusters=clusters,
+        clusters=seen.clusters,
         links=seen.links,
         decider=router,
-        admission=pipeline.steps.admission,
+        admission=shown.pipeline.steps.admission,
         metrics=seat.metrics,
         kept=kept,
         load=load,
         plan=lambda: follower.plan,
         seat=seat,
         siblings=siblings,
-        console=console,
-        clock=clock,
-        keyring=door.keyring,
+        console=_console(shown),
+        clock=shown.clock,
+        keyring=shown.door.keyring,
         started_at=int(datetime.now(UTC).timestamp()),
     )
 
 
-def _console(
-    *,
-    config: GatewayConfig,
-    clock: Callable[[], float],
-    seat: SingleProcess | WorkerProcess,
-    seen: NodeAccess,
-    routing: RoutingParts,
-    pipeline: ServingParts,
-    door: GenerationEndpoint,
-    reloads: Reloads,
-) -> Console:
-    clusters, router, steps = seen.clusters, routing.router, pipeline.steps
+def _console(shown: ShownParts) -> Console:
+    seen, router, steps, door = shown.seen, shown.routing.router, shown.pipeline.steps, shown.door
     snapshots = ConsoleSnapshots(
-        config=config,
-        clusters=clusters,
+        config=shown.config,
+        clusters=seen.clusters,
         links=seen.links,
         decider=router,
         admission=steps.admission,
-        line=pipeline.line,
+        line=shown.pipeline.line,
         classes=lambda: door.classes,
         tenants=lambda: door.keyring.tenants,
-        follower=routing.follower,
-        seat=seat,
-        clock=clock,
+        follower=shown.routing.follower,
+        seat=shown.seat,
+        clock=shown.clock,
     )
     return Console(
         snapshots=snapshots,
         explanations=Explanations(
             door=door,
             receiver=steps.receiver,
-            clusters=clusters,
+            clusters=seen.clusters,
             decider=router,
             refusals=seen.refusals,
-            line=pipeline.line,
+            line=shown.pipeline.line,
         ),
-        desk=PlanProxy(config.plan),
+        desk=PlanProxy(shown.config.plan),
         switch=LinkSwitch(seen.links, seen.drained),
-        reloads=reloads,
+        reloads=shown.reloads,
         receiver=steps.receiver,
         keyring=door.keyring,
         sessions=door.sessions,

@@ -54,18 +54,16 @@ def parser() -> argparse.ArgumentParser:
     """The command line."""
     command = argparse.ArgumentParser(
         prog="prfaas gateway",
-        description="The OpenAI-compatible front door of the clusters named in a TOML file.",
+        description="Run one gateway, an OpenAI-compatible server before the nodes that its file lists.",
         epilog=f"The file:\n{EXAMPLE}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     command.add_argument(
-        "-c", "--config", type=Path, required=True, metavar="FILE.toml", help="[gateway] and its nodes"
+        "-c", "--config", type=Path, required=True, metavar="FILE.toml", help="configuration with a [gateway] table"
     )
+    command.add_argument("--check", action="store_true", help="only check the configuration, and exit")
     command.add_argument(
-        "--check", action="store_true", help="read the configuration, say whether it is right, and end"
-    )
-    command.add_argument(
-        "--workers", type=int, metavar="N", help="processes that answer on the port, instead of the file's"
+        "--workers", type=int, metavar="N", help="number of worker processes on the port (default: the file's)"
     )
     command.add_argument("--seat", nargs=3, metavar=("DIR", "NUMBER", "PORT"), help=argparse.SUPPRESS)  # of a worker
     return command
@@ -122,7 +120,7 @@ def check_identity(config: GatewayConfig) -> None:
     except OSError as error:
         raise GatewayConfigError(str(error)) from error
     if own.role is not PeerRole.GATEWAY:
-        raise GatewayConfigError(f"certificate {config.certificate}: it is that of {own}, not of a gateway")
+        raise GatewayConfigError(f"certificate {config.certificate}: it belongs to {own}, not to a gateway")
 
 
 async def serve(
@@ -169,8 +167,8 @@ def _run(config: GatewayConfig, tokenizer: TextTokenizer, arguments: argparse.Na
     logs.set_up(config.log_level.upper(), config.log_format)
     if config.is_in_clear and arguments.seat is None:
         log.warning(
-            "%s is reached from other machines in clear: tls_certificate and tls_key encrypt it, "
-            "plain_api = true says that something before it does", config.host,
+            "%s is reached from other machines in clear: set tls_certificate and tls_key, "
+            "or plain_api = true if a proxy in front of it encrypts", config.host,
         )  # fmt: skip
     if arguments.seat is None and config.workers > 1:
         # Workers need not find out, each for itself, what takes seconds.

@@ -94,7 +94,7 @@ class ContextCache:
         found = self._within_share(owner, hashes, cached)
         if before is not None:
             if before.owner != owner or not before.uses(hashes, size):
-                raise DuplicateReservation(f"context {context_id!r} is another one")
+                raise DuplicateReservation(f"context {context_id!r} already exists with other tokens")
             if found <= before.num_tokens:
                 return self._renewed(before, now, ttl_s), 0
         elif not found:

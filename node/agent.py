@@ -239,7 +239,7 @@ class NodeAgent:
         if self._engine is engine:
             raise m.MessageError("Hello twice")
         if self._engine is not None:
-            raise SecondEngine(f"engine pid={hello.engine_pid}: another one is connected")
+            raise SecondEngine(f"engine pid={hello.engine_pid}: another engine is connected")
         pages = self._pages_for(hello)
         self._engine, self._hello = engine, hello
         self.door.open(hello.http_url)
@@ -313,7 +313,7 @@ class NodeAgent:
             raise ArenaError(reason) from exc
         if pages.layout.fingerprint != layout.fingerprint:
             raise LayoutMismatch(
-                f"engine pid={hello.engine_pid} has layout {layout.fingerprint[:12]}, the arena another"
+                f"engine pid={hello.engine_pid} has layout {layout.fingerprint[:12]}, the arena has another"
             )
         if self.pages is None:
             self.reach.open_memory(pages.memory())
@@ -358,7 +358,7 @@ class NodeAgent:
     def on_deaf(self, engine: EngineConnection) -> None:
         """Pages that it may be writing into must not be lent again while it lives."""
         if engine is self._engine:
-            log.error("engine killed node=%s: it broke the protocol and stays connected", self.config.node_id)
+            log.error("engine killed node=%s: it broke the protocol and stayed connected", self.config.node_id)
             self.supervisor.kill()
 
     def on_gone(self, engine: EngineConnection) -> None:
@@ -385,7 +385,7 @@ class NodeAgent:
     async def reserve(self, request: pb.ReserveRequest) -> tuple[str, bytes, Reservation]:
         """Pages for a transfer, if this node takes new reservations: its id, its secret and the pages. Raises NodeRefusal."""
         if self.draining.is_on:
-            raise NodeRefusal("draining", f"{self.config.node_id} finishes what it has")
+            raise NodeRefusal("draining", f"{self.config.node_id} drains: it finishes its work and takes no more")
         if not self._engine_serves or self.incoming is None or self.decodes is None:
             raise NodeRefusal("engine_down", f"{self.config.node_id} has no engine right now")
         if self.vigil.silence is not None:
@@ -399,7 +399,7 @@ class NodeAgent:
     def known(self, service: T | None) -> T:
         """One of the services that need a layout, but no engine. Raises NodeRefusal while no layout is known."""
         if service is None:
-            raise NodeRefusal("starting", f"{self.config.node_id} has had no engine yet")
+            raise NodeRefusal("starting", f"{self.config.node_id} has never had an engine")
         return service
 
     def abort(self, transfer_id: str, reason: str) -> bool:

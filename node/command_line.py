@@ -6,7 +6,7 @@ prfaas node --engine vllm --model models/llama --role prefill [-- any vLLM flag]
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import MISSING, Field, fields, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -34,16 +34,18 @@ def add_node_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-c", "--config", type=Path, metavar="FILE.toml", help="configuration with one table, [node]; flags win over it"
     )
-    keys = parser.add_argument_group("keys of [node], as docs/reference/node.md explains them")
+    keys = parser.add_argument_group("keys of [node]; docs/reference/node.md explains each")
     for field in fields(NodeConfig):
         if field.name in FILE_ONLY:
             continue
         flag = f"--{field.name.replace('_', '-')}"
         if field.type is bool:
-            keys.add_argument(flag, action=argparse.BooleanOptionalAction, default=None)
+            keys.add_argument(flag, action=argparse.BooleanOptionalAction, default=None, help=_default(field))
         else:
             kind: Any = field.type if field.type in (int, float) else str
-            keys.add_argument(flag, type=kind, choices=CHOICES.get(field.name), metavar=_metavar(field.name))
+            keys.add_argument(
+                flag, type=kind, choices=CHOICES.get(field.name), metavar=_metavar(field.name), help=_default(field)
+            )
 
 
 def config_from(arguments: argparse.Namespace, engine_args: Sequence[str] = ()) -> NodeConfig:
@@ -65,6 +67,16 @@ def config_from(arguments: argparse.Namespace, engine_args: Sequence[str] = ()) 
 def _number_or_text(key: str, value: Any) -> Any:
     """`connections` is a number or a word."""
     return int(value) if key == "connections" and value.isdecimal() else value
+
+
+def _default(field: "Field[Any]") -> str:
+    """What `--help` says of a flag: the value without it."""
+    if field.name == "model":
+        return "needed, here or in the file"
+    default = DEFAULTS.get(field.name, "CLUSTER-ROLE" if field.name == "node_id" else field.default)
+    if isinstance(default, bool):
+        return f"default: {str(default).lower()}"
+    return "default: not set" if default is MISSING or default in ("", None) else f"default: {default}"
 
 
 def _metavar(key: str) -> str | None:

@@ -167,8 +167,8 @@ class NodeConfig:
         for argument in self.engine_args:
             if argument.partition("=")[0] in SECRET_FLAGS:
                 raise SettingsError(
-                    f"engine_args: {argument.partition('=')[0]}: everybody on this machine sees it in the process list; "
-                    "give the engine its secret by the environment"
+                    f"engine_args: {argument.partition('=')[0]}: every user of this machine sees it in the process list; "
+                    "pass the secret in the engine's environment"
                 )
         require_range("engine_start_timeout_s", self.engine_start_timeout_s, 0.0, 86400.0)
         self._check_metrics()
@@ -179,8 +179,8 @@ class NodeConfig:
     def _check_metrics(self) -> None:
         if self.metrics_host and not self.metrics_key and not is_loopback(self.metrics_host):
             raise SettingsError(
-                f"metrics_host = {self.metrics_host!r}: others than this machine reach it, and no key is needed: "
-                "add metrics_key, a file with the SHA-256 of one"
+                f"metrics_host = {self.metrics_host!r}: other machines reach it without a key: "
+                "set metrics_key, a file with the SHA-256 of a key"
             )
 
     def _check_memory(self) -> None:
@@ -209,14 +209,14 @@ class NodeConfig:
             raise SettingsError(f"{missing[0]} is missing: {', '.join(IDENTITY_KEYS)} go together")
         if missing and not self.plain and (far := [name for name in GUARDED if not is_loopback(self.port(name).host)]):
             raise SettingsError(
-                f"host = {self.port(far[0]).host!r}: other machines reach {', '.join(f'{name}_port' for name in far)}, and "
-                f"anybody may use them: give {', '.join(IDENTITY_KEYS)} (`prfaas certificates` makes them), or say plain = true"
+                f"host = {self.port(far[0]).host!r}: other machines reach {', '.join(f'{name}_port' for name in far)} "
+                f"without certificates: set {', '.join(IDENTITY_KEYS)} (`prfaas certificates` makes them), or set plain = true"
             )
         if self.revoked and missing:
             raise SettingsError(f"revoked = {self.revoked!r}: allowed only with {', '.join(IDENTITY_KEYS)}")
         if self.certificate and self.engine == "sglang":
             raise SettingsError(
-                "certificate: engine 'sglang' reserves at its agent, and its servers find each other, without certificates"
+                "certificate: engine 'sglang' cannot use certificates, neither with its agent nor between its servers"
             )
         if missing and self.integrity == "aead":
             raise SettingsError(
@@ -303,7 +303,7 @@ def _daily(name: str, table: Mapping[str, Any]) -> DailyBudget:
 def _second_of_day(name: str, text: str) -> float:
     hour, _, minute = text.partition(":")
     if not (len(hour) == len(minute) == 2 and (hour + minute).isdecimal() and int(hour) < 24 and int(minute) < 60):
-        raise SettingsError(f'{name}: {text!r} is no time of day; they are "00:00" to "23:59"')
+        raise SettingsError(f'{name}: {text!r} must be a time of day, "00:00" to "23:59"')
     return int(hour) * 3600.0 + int(minute) * 60.0
 
 

@@ -8,7 +8,7 @@ NodeError
 │   ├── EngineRefused      no start of the engine can succeed
 │   ├── ArenaError         no page arena can be made for the engine's model
 │   ├── LayoutMismatch     an engine came back with another KVCache layout than the arena was cut for
-│   └── SecondEngine       an engine says Hello while another one is connected
+│   └── SecondEngine       an engine says Hello while another engine is connected
 └── NodeRefusal            a request the node will not serve; `label` is what fallbacks are counted under
 """
 

@@ -23,6 +23,7 @@ from node.control.call_server import CallServer
 from node.errors import EngineFailure, EngineRefused, NoArenaMemory, NodeConfigError, NodeError
 from node.grpc_service import NodeService, serve
 from node.metrics import serve_metrics
+from node.process.interpreter import favour_the_loop
 from node.process.ports import UNUSABLE, ListenPort, wait_free
 from node.role import NodeRole
 from transport.control.certificates import expires_at
@@ -55,6 +56,7 @@ def run(config: NodeConfig, role: NodeRole, read_again: Callable[[], NodeConfig]
     SIGTERM ends it once what runs has ended; a second one ends that, too.
     """
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    favour_the_loop()
     status = uvloop.run(_run(config, role, read_again))
     # The loop's handlers are gone: a second signal must not turn a clean end into a kill.
     for number in (signal.SIGTERM, signal.SIGHUP):
@@ -192,9 +194,7 @@ def check_model(config: NodeConfig) -> None:
         raise NodeConfigError(NOT_INSTALLED[config.engine])
     check_identity(config)
     if config.engine == "emulated" and config.model.endswith(".json") and not Path(config.model).is_file():
-        raise NodeConfigError(
-            f"model = {config.model!r}: there is no such file; a profile stands in for hardware that it knows"
-        )
+        raise NodeConfigError(f"model = {config.model!r}: no such file; the emulated engine needs a profile's file")
     if config.engine == "embedded" and not (Path(config.model) / "config.json").is_file():
         raise NodeConfigError(
             f"model = {config.model!r}: it must be a model directory, with a config.json; `prfaas model build` makes one. "
@@ -214,7 +214,7 @@ def check_identity(config: NodeConfig) -> None:
     role = PeerRole.PREFILL if config.cluster_kind == "prfaas" else PeerRole.NODE
     if (own.role, own.place) != (role, f"{config.cluster}/{config.node_id}"):
         raise NodeConfigError(
-            f"certificate {config.certificate}: it is that of {own}, this is {config.cluster}/{role}/{config.node_id}"
+            f"certificate {config.certificate}: it belongs to {own}, this node is {config.cluster}/{role}/{config.node_id}"
         )
 
 

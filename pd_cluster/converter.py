@@ -106,9 +106,9 @@ class RoleConverter:
 
     def _command(self, request: pb.ConvertRequest) -> Command:
         if request.role not in ROLES:
-            raise NodeRefusal("bad_request", f"role is {request.role!r}, allowed is {' or '.join(ROLES)}")
+            raise NodeRefusal("bad_request", f"role is {request.role!r}; it must be {' or '.join(ROLES)}")
         if not request.epoch:
-            raise NodeRefusal("bad_request", "epoch is 0: the first is 1")
+            raise NodeRefusal("bad_request", "epoch is 0; the first epoch is 1")
         drain_s = _seconds("drain_timeout_s", request.drain_timeout_s, self._node.config.drain_timeout_s)
         verify_s = _seconds("verify_timeout_s", request.verify_timeout_s, VERIFY_TIMEOUT_S)
         _seconds("wait_s", request.wait_s, 0.0)
@@ -201,7 +201,7 @@ def has_drained(node: Convertible) -> bool:
 
 def _seconds(name: str, value: float, default: float) -> float:
     if not (math.isfinite(value) and 0.0 <= value <= MAX_TIMEOUT_S):
-        raise NodeRefusal("bad_request", f"{name} is {value}, allowed is 0 to {MAX_TIMEOUT_S:.0f}")
+        raise NodeRefusal("bad_request", f"{name} is {value}; it must be 0 to {MAX_TIMEOUT_S:.0f}")
     return value or default
 
 

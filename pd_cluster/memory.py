@@ -45,7 +45,7 @@ class RoleMemory:
         if (
             found.epoch > MAX_EPOCH
         ):  # written before epochs had a limit: every command after it would be stale, for ever
-            log.warning("%s: epoch %d leaves no room for others, it is forgotten", self.path, found.epoch)
+            log.warning("%s: epoch %d is the largest possible and is forgotten", self.path, found.epoch)
             found = msgspec.structs.replace(found, epoch=0)
         role = found.role if found.configured == self._configured else self._configured
         outcome = found.outcome if found.outcome is not CommandOutcome.PENDING else CommandOutcome.INTERRUPTED

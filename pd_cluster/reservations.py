@@ -70,7 +70,7 @@ class DecodePages:
         """The reservation of that id, however much of it has landed. Raises NodeRefusal."""
         entry = self._incoming.find(transfer_id)
         if not isinstance(entry.use, DecodeUse):
-            raise NodeRefusal("unknown_transfer", "it was reserved for a prefix, which no engine loads")
+            raise NodeRefusal("unknown_transfer", "it is reserved for a prefix, which no engine loads")
         return ReservedDecode(entry, entry.use)
 
     @contextmanager

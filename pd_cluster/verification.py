@@ -57,6 +57,6 @@ async def _complete(session: aiohttp.ClientSession, engine_url: str, model: str)
     try:
         answer = _ANSWER.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as exc:
-        raise VerificationFailed(f"its engine's answer makes no sense: {exc}") from exc
+        raise VerificationFailed(f"its engine's answer cannot be read: {exc}") from exc
     if answer.usage.completion_tokens != 1:
         raise VerificationFailed(f"its engine answered with {answer.usage.completion_tokens} tokens instead of one")

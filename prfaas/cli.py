@@ -8,13 +8,23 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from rich.console import Console
 
 import prfaas
 from node.command_line import add_node_arguments, config_from, split_engine_args
-from prfaas.commands.argument_types import header, link, seconds, within
+from prfaas.commands.argument_types import within
+from prfaas.commands.arguments import (
+    add_convert,
+    add_drain,
+    add_explain,
+    add_flows,
+    add_reload,
+    add_top,
+    add_topology,
+)
+from prfaas.commands.descriptions import COMMANDS
 from prfaas.commands.preparing import STATE_DIR, add_preparations
 from prfaas.ending import EXIT_FAILED, EXIT_INTERRUPTED, ended_by_signals, run_until_done
 from prfaas.errors import (
@@ -42,10 +52,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command; returns the exit status: 0 done, 1 failed, 2 bad configuration or arguments."""
     os.environ.update(for_grpc(os.environ))
     own, engine_args = split_engine_args(sys.argv[1:] if argv is None else argv)
-    parser = _parser()
-    arguments = parser.parse_args(own)
+    commands = parser()
+    arguments = commands.parse_args(own)
     if engine_args and arguments.command != "node":
-        parser.error("only `prfaas node` takes arguments for an engine after --")
+        commands.error("only `prfaas node` takes arguments for an engine after --")
     arguments.engine_args = engine_args
     try:
         status: int = arguments.run(arguments)
@@ -70,179 +80,68 @@ def main(argv: Sequence[str] | None = None) -> int:
     return status
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="prfaas", description="Prefill-as-a-Service: long prefills run in another cluster."
+def parser() -> argparse.ArgumentParser:
+    """The whole command line."""
+    top = argparse.ArgumentParser(
+        prog="prfaas",
+        description="Prefill-as-a-Service: long prefills run in another cluster.",
+        epilog="Example: prfaas demo. Each command has its own --help; prfaas-plan plans capacity.",
     )
-    parser.add_argument("--version", action="version", version=f"prfaas {prfaas.__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    top.add_argument("--version", action="version", version=f"prfaas {prfaas.__version__}")
+    commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    demo = commands.add_parser("demo", help="start two clusters here, replay a real trace, check every claim, and end")
-    _add_topology(demo)
+    demo = commands.add_parser("demo", **COMMANDS["demo"].arguments())
+    add_topology(demo)
     demo.add_argument(
-        "--requests", type=within(1, 110), default=110, metavar="N", help="how many of the 110 trace rows to replay"
+        "--requests",
+        type=within(1, 110),
+        default=110,
+        metavar="N",
+        help="replay the first N of the trace's 110 requests (default: 110)",
     )
     demo.set_defaults(run=_demo)
 
-    up = commands.add_parser("up", help="start a gateway and its clusters on this machine and leave them running")
-    _add_topology(up)
-    up.add_argument("--port", type=within(0, 65535), metavar="PORT", help="the API's port, instead of the file's")
+    up = commands.add_parser("up", **COMMANDS["up"].arguments())
+    add_topology(up)
+    up.add_argument(
+        "--port",
+        type=within(0, 65535),
+        metavar="PORT",
+        help="port of the API, 0 for any free one (default: the file's)",
+    )
     up.set_defaults(run=_up)
 
-    gateway = commands.add_parser("gateway", help="run one gateway")
+    gateway = commands.add_parser("gateway", **COMMANDS["gateway"].arguments())
     gateway.add_argument(
         "-c", "--config", required=True, metavar="FILE.toml", help="configuration with a [gateway] table"
     )
     gateway.add_argument(
-        "--workers", type=within(1, 64), metavar="N", help="processes that answer on its port, instead of the file's"
+        "--workers",
+        type=within(1, 64),
+        metavar="N",
+        help="number of worker processes on the port (default: the file's)",
     )
     gateway.set_defaults(run=_gateway)
 
-    node = commands.add_parser("node", help="run one node: agent and engine; arguments after -- go to the engine")
+    node = commands.add_parser("node", **COMMANDS["node"].arguments())
     add_node_arguments(node)
     node.set_defaults(run=_node)
 
-    _add_explain(commands.add_parser("explain", help="show where a request would go now, and why; sends nothing"))
-    check = commands.add_parser("check", help="check that a gateway's nodes fit together and reach each other")
+    check = commands.add_parser("check", **COMMANDS["check"].arguments())
     check.add_argument(
         "-c", "--config", type=Path, default=STATE_DIR / "up" / "gateway.toml", metavar="FILE.toml",
-        help="the gateway's file (default: that of `prfaas up`, %(default)s)",
+        help="the gateway's file (default: the one of `prfaas up`, %(default)s)",
     )  # fmt: skip
-    check.add_argument("--json", action="store_true", help="findings as JSON")
+    check.add_argument("--json", action="store_true", help="print the findings as JSON")
     check.set_defaults(run=_check)
 
-    _add_top(
-        commands.add_parser(
-            "top", help="links, clusters, nodes and requests of a running gateway, a screenful a second"
-        )
-    )
-    _add_flows(commands.add_parser("flows", help="follow transfers over links, and their reasons"))
-    _add_drain(commands.add_parser("drain", help="stop new work over a link, or to a node, for maintenance"))
-    _add_reload(commands.add_parser("reload", help="make a gateway read its file again"))
-    _add_convert(commands.add_parser("convert", help="change the role of a node of a PD cluster while it serves"))
+    for name, (add_arguments, run) in ASKING.items():
+        asking = commands.add_parser(name, **COMMANDS[name].arguments())
+        add_arguments(asking)
+        asking.set_defaults(run=run)
 
     add_preparations(commands)
-    return parser
-
-
-def _add_topology(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "-c", "--config", type=Path, metavar="FILE.toml", help="topology (default: one PrfaaS and one PD cluster)"
-    )
-    parser.add_argument(
-        "--state-dir", type=Path, default=STATE_DIR, metavar="DIR", help="models, logs and sockets (default: .prfaas)"
-    )
-
-
-def _add_gateway(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "-u", "--url", default="http://127.0.0.1:8000", metavar="URL",
-        help="the gateway's address for operators: its port, or its metrics_port if it has one (default: %(default)s)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--ca", type=Path, metavar="FILE.pem",
-        help="the authority of an https URL's certificate, or that certificate (default: those this host trusts)",
-    )  # fmt: skip
-    parser.add_argument("--json", action="store_true", help="as JSON")
-
-
-def _add_gateway_file(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "-c", "--config", type=Path, default=STATE_DIR / "up" / "gateway.toml", metavar="FILE.toml",
-        help="a gateway's file, which lists the nodes (default: that of `prfaas up`, %(default)s)",
-    )  # fmt: skip
-
-
-def _add_explain(parser: argparse.ArgumentParser) -> None:
-    _add_gateway(parser)
-    asked = parser.add_mutually_exclusive_group()
-    asked.add_argument("file", nargs="?", metavar="FILE", help="the request's JSON body; - or nothing: standard input")
-    asked.add_argument("--prompt", metavar="TEXT", help="a prompt instead")
-    asked.add_argument("--tokens", type=within(1, 10**6), metavar="N", help="a prompt of N tokens, none of them cached")
-    parser.add_argument("--model", metavar="NAME", help="the model for --prompt and --tokens (default: the served one)")
-    parser.add_argument("--tenant", metavar="NAME", help="explain it for this tenant, where the gateway has tenants")
-    parser.add_argument("--endpoint", metavar="PATH", help="the path for the body, if its fields do not show it")
-    parser.add_argument(
-        "-H", "--header", action="append", type=header, default=[], metavar="NAME:VALUE",
-        help="a header of the request, such as x-prfaas-class:batch; may be repeated",
-    )  # fmt: skip
-    parser.set_defaults(run=_explain)
-
-
-def _add_top(parser: argparse.ArgumentParser) -> None:
-    _add_gateway(parser)
-    parser.add_argument("--once", action="store_true", help="one page, and end")
-    parser.add_argument(
-        "--every", type=seconds, default=1.0, metavar="S", help="between two pages (default: %(default)s)"
-    )
-    parser.set_defaults(run=_top)
-
-
-def _add_flows(parser: argparse.ArgumentParser) -> None:
-    _add_gateway(parser)
-    parser.add_argument("--once", action="store_true", help="print the known ones, and end")
-    parser.add_argument("--all", action="store_true", help="within clusters, too")
-    parser.add_argument("--link", type=link, metavar="FROM:TO", help="only between these two clusters")
-    parser.add_argument(
-        "--kind", action="append", default=[], choices=["request", "move", "replica", "probe"],
-        help="only this kind; may be repeated",
-    )  # fmt: skip
-    parser.set_defaults(run=_flows)
-
-
-def _add_drain(parser: argparse.ArgumentParser) -> None:
-    _add_gateway(parser)
-    wanted = parser.add_mutually_exclusive_group(required=True)
-    wanted.add_argument(
-        "link",
-        nargs="?",
-        type=link,
-        metavar="FROM:TO",
-        help="the clusters that the link joins, as `prfaas top` names them",
-    )
-    wanted.add_argument("--node", metavar="NODE", help="drain a node instead: its node_id, or host:port of its agent")
-    parser.add_argument("--undo", action="store_true", help="use the link or node again")
-    _add_gateway_file(parser)
-    parser.add_argument(
-        "--timeout",
-        type=seconds,
-        default=0.0,
-        metavar="S",
-        help="seconds to wait for a node's running work (default: 0)",
-    )
-    _add_certificate(parser)
-    parser.set_defaults(run=_drain)
-
-
-def _add_certificate(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--certificate", type=Path, metavar="FILE.pem",
-        help="an operator's, with its key beside it (default: operator.pem beside the gateway's)",
-    )  # fmt: skip
-
-
-def _add_reload(parser: argparse.ArgumentParser) -> None:
-    _add_gateway(parser)
-    parser.add_argument("--dry-run", action="store_true", help="only say what differs")
-    parser.set_defaults(run=_reload)
-
-
-def _add_convert(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("node", metavar="NODE", help="its node_id, or host:port of its agent")
-    parser.add_argument("--to", required=True, choices=["prefill", "decode"], help="the new role")
-    _add_gateway_file(parser)
-    parser.add_argument(
-        "--drain-timeout", type=seconds, default=0.0, metavar="S",
-        help="seconds after which the node keeps its old role (default: the node's drain_timeout_s)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--verify-timeout", type=seconds, default=0.0, metavar="S", help="seconds to wait for its engine's answer (default: 30)"
-    )  # fmt: skip
-    parser.add_argument(
-        "--force", action="store_true", help="convert even the last ready node of its role in its cluster"
-    )
-    _add_certificate(parser)
-    parser.set_defaults(run=_convert)
+    return top
 
 
 def _console() -> Console:
@@ -258,9 +157,7 @@ def _demo(arguments: argparse.Namespace) -> int:
 
         topology = load_topology(arguments.config or DEFAULT_FILE, arguments.state_dir)
         if topology.model.profile:
-            raise TopologyError(
-                "[model]: profile: a demo compares answers with a model's own, and there is no model; use `prfaas up`"
-            )
+            raise TopologyError("[model]: profile: a demo compares answers with those of a real model; use `prfaas up`")
         console = _console()
         model_dir = ensure_model(topology.model, arguments.state_dir, console.print)
     # Any free port: a demo must not fail because something else listens on 8000.
@@ -486,6 +383,17 @@ def _check(arguments: argparse.Namespace) -> int:
 def _hear_no_hang_up() -> None:
     """What runs for long reads its file again on SIGHUP; until it is there to do so, which takes a second, nothing ends it."""
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+
+# Commands that ask a running system.
+ASKING: Final = {
+    "explain": (add_explain, _explain),
+    "top": (add_top, _top),
+    "flows": (add_flows, _flows),
+    "drain": (add_drain, _drain),
+    "reload": (add_reload, _reload),
+    "convert": (add_convert, _convert),
+}
 
 
 if __name__ == "__main__":

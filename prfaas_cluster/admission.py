@@ -9,7 +9,7 @@ def admit(standing: RoleState, request: pb.ReserveRequest) -> None:
     """Raises NodeRefusal("wrong_role") for a reservation that would end in a decode."""
     if not request.prefix_only:
         raise NodeRefusal(
-            "wrong_role", f"{standing.node_id} belongs to a PrfaaS cluster: it prefills, it does not decode"
+            "wrong_role", f"{standing.node_id} belongs to a PrfaaS cluster: it prefills and does not decode"
         )
 
 

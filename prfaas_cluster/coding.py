@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from math import gcd
 from typing import Final
 
-from hybrid_cache.layout.layout import Elements, ModelLayout, RangeKey
+from hybrid_cache.layout.layout import Elements, ModelLayout
+from hybrid_cache.layout.transfers import TransferRanges
 from node.coding import KIND_OF, Coding
 from transport.coding.choice import FormatOf, RangeFormat
 from transport.coding.elements import ITEM_BYTES, Run
@@ -12,12 +13,12 @@ from transport.coding.elements import ITEM_BYTES, Run
 MIN_VECTOR: Final = 16  # shorter vectors would be mostly scales
 
 
-def formats_of(coding: Coding, layout: ModelLayout, ranges: Sequence[RangeKey], *, exact: bool) -> FormatOf | None:
+def formats_of(coding: Coding, layout: ModelLayout, ranges: TransferRanges, *, exact: bool) -> FormatOf | None:
     """How the ranges of a transfer may be coded; None when they leave as they are. `exact` forbids to quantise."""
     if coding.off:
         return None
     by_group = [_format(coding, layout, group, exact) for group in range(len(layout.groups))]
-    return lambda index: by_group[ranges[index].group]
+    return lambda index: by_group[ranges.group_of(index)]
 
 
 def _format(coding: Coding, layout: ModelLayout, group: int, exact: bool) -> RangeFormat:

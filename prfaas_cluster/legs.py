@@ -61,7 +61,7 @@ class PrefillSender:
         A copy that other requests will find (`rebalancing`) must be exact, and gives way to what a request waits for.
         """
         ranges = OutgoingRanges(self.pages, reservation, ticket.have_tokens)
-        formats = formats_of(self._coding, self.pages.layout, ranges.keys, exact=rebalancing)
+        formats = formats_of(self._coding, self.pages.layout, ranges.ranges, exact=rebalancing)
         urgency = Urgency.BULK if rebalancing else Urgency.NORMAL
         push = self._links.push(ticket, ranges.sizes, ranges.source, on_done, formats=formats, urgency=urgency)
         return ranges, push
@@ -264,7 +264,7 @@ class PrefillLegs:
         # However the wait below ends, lanes may still be reading; the pages go when they have let go.
         self._prefixes.add(done)
         done.add_done_callback(lambda _: self._prefix_pushed(done, reservation))
-        push.ready(range(len(ranges.keys)))
+        push.ready(range(len(ranges.ranges)))
         try:
             async with asyncio.timeout(PREFIX_PUSH_TIMEOUT_S):
                 result = await asyncio.shield(done)

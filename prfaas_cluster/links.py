@@ -26,6 +26,7 @@ from transport.send.client import ClientOptions, TransferClient
 from transport.send.schedule.push import PushResult
 from transport.send.spec import TransferSpec, Urgency, Via
 from transport.wire.frames import Code
+from transport.wire.sizes import RangeSizes
 
 # A push that the link carries within SMALL_S does not wait behind large ones. Such pushes take URGENT_S together, at
 # most, so that many of them do not keep a large one waiting for ever.
@@ -35,7 +36,12 @@ PROBE_TIMEOUT_S: Final = 10.0  # twice what a sender waits for a connection
 
 
 def spec_of(
-    ticket: TicketInfo, kind: str, address: str, sizes: Sequence[int], formats: FormatOf | None, urgency: Urgency
+    ticket: TicketInfo,
+    kind: str,
+    address: str,
+    sizes: Sequence[int] | RangeSizes,
+    formats: FormatOf | None,
+    urgency: Urgency,
 ) -> TransferSpec:
     """A transfer to the holder of `ticket`, with its tenant, weight and deadline. Raises ValueError for what cannot be."""
     return TransferSpec(
@@ -66,9 +72,9 @@ class OutgoingTransfer:
         stats = self._push.stats
         return min(stats.bytes_sent, stats.bytes_total)
 
-    def ready(self, ranges: Iterable[int]) -> None:
+    def ready(self, ranges: Iterable[int | range]) -> None:
         """These ranges may leave."""
-        self._push.ready(list(ranges))
+        self._push.ready(ranges)
 
     def abort(self, reason: str) -> None:
         """Stop sending. What has landed stays, for another sender with the same ticket."""
@@ -93,7 +99,7 @@ class EgressLinks:
     def push(
         self,
         ticket: TicketInfo,
-        sizes: Sequence[int],
+        sizes: Sequence[int] | RangeSizes,
         source: ArenaSource,
         on_done: Callable[[PushResult], None],
         *,
@@ -106,7 +112,8 @@ class EgressLinks:
         goes first, unless it is bulk.
         """
         kind, address = self._choose(ticket)
-        num_bytes, cluster = sum(sizes), ticket.cluster
+        sizes = RangeSizes.of(sizes)
+        num_bytes, cluster = sizes.total_bytes, ticket.cluster
         if urgency is Urgency.NORMAL and kind == TCP:
             urgency = self.urgency_for(cluster, num_bytes)
         urgent_bytes = num_bytes if urgency is Urgency.URGENT else 0

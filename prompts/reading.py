@@ -47,7 +47,7 @@ def check_kwargs(chat: Chat) -> None:
     """Raises BadPrompt for a variable of the template that is not the client's to set."""
     for name in sorted(RESERVED_KWARGS.intersection(chat.chat_template_kwargs or ())):
         param = f"chat_template_kwargs.{name}"
-        raise BadPrompt(f"'{param}' cannot be set; is there a field of the request?", param=param, code="unsupported")
+        raise BadPrompt(f"'{param}' cannot be set here; use a field of the request", param=param, code="unsupported")
 
 
 def chat_tokens(chat: Chat, tokenizer: TextTokenizer, tenant: bytes = b"") -> TokenArray:

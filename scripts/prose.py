@@ -1,6 +1,7 @@
 """Sentences that are too long and words that readers stumble over: `python scripts/prose.py [--count] PATH …`.
 
-Reads Markdown, and of Python comments, docstrings and help texts. A sentence ends at . ! ? : or ; before a space.
+Reads Markdown; of Python comments, docstrings, help texts, and the texts of errors and log lines; of TOML, YAML, shell
+scripts and makefiles the comments. A sentence ends at . ! ? : or ; before a space.
 """
 
 import argparse
@@ -14,7 +15,9 @@ from pathlib import Path
 
 MAX_WORDS = 25
 # Arguments of argparse, whose texts a user reads.
-HELP = ("help", "description", "epilog")
+HELP = ("help", "description", "epilog", "example")
+LOG_CALLS = ("debug", "info", "warning", "error", "exception")
+READ = {".md", ".py", ".toml", ".yml", ".yaml", ".sh"}  # and scripts without a suffix
 STUMBLING = re.compile(
     r"\b(?:whoever|whomever|nobody|somebody|(?:of|to|by|with) whom|of which|(?:is|are) (?-i:none)"
     r"|(?-i:who) (?:has|is|asks|waits|holds|knows|may|wants))\b",  # at its start a question may ask for a person
@@ -73,20 +76,41 @@ def words(sentence: str) -> int:
 
 
 def texts_of(source: str) -> Iterator[str]:
-    """Docstrings, comments and help texts of a module: other strings are data."""
+    """Docstrings, comments, help texts and the texts of errors and log lines of a module: other strings are data."""
     for node in ast.walk(ast.parse(source)):
+        told: list[ast.expr] = []
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
             first, _, rest = node.value.value.partition("\n")
             indent = min((len(line) - len(line.lstrip()) for line in rest.splitlines() if line.strip()), default=0)
             yield "\n".join([first, *(line[indent:] for line in rest.splitlines())])
         elif isinstance(node, ast.keyword) and node.arg in HELP:
-            yield _string(node.value)
+            told = [node.value]
+        elif isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and not _is_an_error(node.exc):
+            told = [*node.exc.args, *(each.value for each in node.exc.keywords)]
+        elif isinstance(node, ast.Call) and (_is_an_error(node) or _is_a_line(node)):
+            told = [*node.args, *(each.value for each in node.keywords)]
+        yield from map(_string, told)
     yield from _comments(source)
+
+
+def _is_an_error(call: ast.Call) -> bool:
+    """Whether a call makes an error, by its name; `raise` finds those with other names."""
+    name = getattr(call.func, "attr", getattr(call.func, "id", ""))
+    return str(name).endswith("Error")
+
+
+def _is_a_line(call: ast.Call) -> bool:
+    """Whether a call writes a line to a log."""
+    return isinstance(call.func, ast.Attribute) and call.func.attr in LOG_CALLS
 
 
 def _string(node: ast.expr) -> str:
     if isinstance(node, ast.JoinedStr):
         return "".join(_string(part) if isinstance(part, ast.Constant) else "value" for part in node.values)
+    if isinstance(node, ast.BinOp):
+        return _string(node.left) + _string(node.right)
+    if isinstance(node, ast.IfExp):
+        return f"{_string(node.body)}\n\n{_string(node.orelse)}"
     return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
 
 
@@ -106,10 +130,28 @@ def _comments(source: str) -> Iterator[str]:
     yield "\n".join(run)
 
 
+def comments_of(source: str) -> Iterator[str]:
+    """The comments of TOML, YAML, a shell script or a makefile, as `_comments`; what looks like one in a string is one."""
+    run: list[str] = []
+    for line in source.splitlines():
+        code, sign, text = f" {line}".partition(" #")
+        if code.strip() or not sign:
+            yield "\n".join(run)
+            run = []
+        if sign and not text.startswith("!"):
+            run.append(text.lstrip("# "))
+            if code.strip():
+                yield "\n".join(run)
+                run = []
+    yield "\n".join(run)
+
+
 def texts(path: Path) -> list[str]:
     """What a reader reads in a file."""
     text = path.read_text()
-    return [text] if path.suffix == ".md" else list(texts_of(text))
+    if path.suffix == ".md":
+        return [text]
+    return list(texts_of(text) if path.suffix == ".py" else comments_of(text))
 
 
 def long_sentences(path: Path) -> list[str]:
@@ -128,10 +170,15 @@ def findings(path: Path) -> list[str]:
 
 def files(paths: Iterable[Path]) -> Iterator[Path]:
     for path in paths:
-        inside = (
-            (each for each in sorted(path.rglob("*")) if each.suffix in {".md", ".py"}) if path.is_dir() else [path]
-        )
+        inside = (each for each in sorted(path.rglob("*")) if _is_read(each)) if path.is_dir() else [path]
         yield from (each for each in inside if "_pb2" not in each.name)
+
+
+def _is_read(path: Path) -> bool:
+    if path.suffix or not path.is_file():
+        return path.suffix in READ
+    with path.open("rb") as file:
+        return file.read(2) == b"#!"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

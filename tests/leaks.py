@@ -64,9 +64,10 @@ def _new_fds(before: set[str]) -> list[str]:
 
 @contextlib.contextmanager
 def nothing_is_left_behind(patience_s: float = PATIENCE_S, look_s: float = LOOK_S) -> Iterator[set[str]]:
-    """What is started inside has a directory for temporary files of its own (TMPDIR), by which it is known. After it no name in
-    /dev/shm that it has had (what is yielded, and grows) is there and nobody's, and no socket and no directory of a node is in
-    that directory.
+    """Fails if something that is started inside leaves files behind: names in /dev/shm, sockets, a node's directories.
+
+    What is started has a directory for temporary files of its own (TMPDIR), by which it is known. Yielded are its names in
+    /dev/shm, which grow: none of them may stay without an owner.
     """
     usual = os.environ.get("TMPDIR")
     with tempfile.TemporaryDirectory(prefix="t-") as place:  # a path of a socket has 107 bytes at most
@@ -106,7 +107,7 @@ def _names_of(place: str, look_s: float) -> Iterator[set[str]]:
 
 
 def abandoned() -> set[str]:
-    """Names in /dev/shm that no process has open or mapped: nobody is left to remove them."""
+    """Names in /dev/shm that no process has open or mapped: no owner is left to remove them."""
     return {entry.name for entry in SHARED_MEMORY.iterdir()} - _in_use(b"")
 
 

@@ -22,7 +22,7 @@ DOCS = [
 # A file of ours, with or without its folder; what a reader would write himself (`my.toml`) has another look: see EXAMPLES.
 FILE = re.compile(r"(?<![\w./~$*-])((?:[\w-]+/)*[\w-]+\.(?:py|c|toml|md))\b")
 EXAMPLES = {"my.toml", "east-p0.toml"}
-# `python -m engine.vllm.launch`, `hybrid_cache.layout.layout.transfer_ranges(...)`, `transport.control.credentials`
+# `python -m engine.vllm.launch`, `hybrid_cache.layout.transfers.transfer_ranges(...)`, `transport.control.credentials`
 DOTTED = re.compile(rf"(?:`|python -m )((?:{'|'.join((*PACKAGES, 'benchmarks', 'tests'))})(?:\.\w+)+)(?!\.?\w)")
 TARGET = re.compile(r"(?:`|^ {4})make ([a-z][a-z0-9-]*)", re.MULTILINE)
 # A name of code alone in backticks: `PLACERS`, `route`.
@@ -89,7 +89,7 @@ def test_a_module_and_what_is_named_in_it_are_there(document: str, dotted: str) 
 
 
 def test_a_name_that_is_not_there_is_noticed() -> None:
-    assert exists("hybrid_cache.layout.layout.transfer_ranges")
+    assert exists("hybrid_cache.layout.transfers.transfer_ranges")
     assert not exists("hybrid_cache.layout.layout.no_such_name")
     assert not exists("transport.no_such_room.engine")
 

@@ -51,7 +51,7 @@ def stranger() -> Iterator[Maker]:
 def leave_one() -> None:
     with nothing_is_left_behind() as names:
         made = Maker("leaves")
-        while made.path.name not in names:  # somebody looks while it lives
+        while made.path.name not in names:  # a look at it while it lives
             pass
         made.end()
 

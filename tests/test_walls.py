@@ -76,7 +76,7 @@ def import_graph() -> dict[str, set[str]]:
 
 
 def circles(graph: dict[str, set[str]]) -> list[list[str]]:
-    """What is left when modules that import nothing more, and those that nobody imports, are taken away."""
+    """What is left when modules that import nothing more, and those that no module imports, are taken away."""
     left = {name: set(imported) for name, imported in graph.items()}
     while ends := {name for name, imported in left.items() if not imported}:
         left = {name: imported - ends for name, imported in left.items() if name not in ends}

@@ -268,7 +268,7 @@ class BatchEngine:
                 what = f"{type(request).__name__.lower()} at {request.offset} of {request.local.nbytes} bytes"
                 raise ValueError(f"{what} leaves segment {request.remote}")
             if isinstance(request, Read) and request.target.readonly:
-                raise ValueError("a read into memory that cannot be written")
+                raise ValueError("a read into memory that is not writable")
         size, tasks = self._batch(batch_id)
         if len(tasks) + len(requests) > size:
             raise LocalProtocolError(f"batch {batch_id} holds {size} tasks at most")

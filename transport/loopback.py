@@ -85,7 +85,7 @@ class Loopback:
         self.pump()
         return transfer
 
-    def ready(self, transfer: LaneTransfer, indexes: Iterable[int]) -> None:
+    def ready(self, transfer: LaneTransfer, indexes: Iterable[int | range]) -> None:
         self.scheduler.ready(transfer, indexes)
         self.pump()
 
@@ -206,7 +206,7 @@ class _Lane:
             transfer_id=transfer.transfer_id,
             proof=proof_of(transfer.secret, transfer.transfer_id, manifest.digest, sender.transcript),
             total_bytes=manifest.total_bytes,
-            num_ranges=len(manifest.sizes),
+            num_ranges=manifest.num_ranges,
             manifest_digest=manifest.digest,
         )
 

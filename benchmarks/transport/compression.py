@@ -31,8 +31,9 @@ from benchmarks.lib.trained import smollm2
 from engine.agent.job_pages import JobKV, MappedArena
 from engine.torch.embedded import EmbeddedEngine, EmbeddedSequence
 from engine.torch.tiny import ARCHITECTURES, build_model
-from hybrid_cache.layout.layout import ModelLayout, RangeKey, transfer_ranges
+from hybrid_cache.layout.layout import ModelLayout
 from hybrid_cache.layout.spec import LinearState
+from hybrid_cache.layout.transfers import RangeKey, transfer_ranges
 from prfaas_cluster.coding import runs_of
 from transport.coding.codec import LOSSY, ChunkDecoder, ChunkEncoder, ChunkPart, Codec, decodable, parts_of
 from transport.coding.elements import to_floats

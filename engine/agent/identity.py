@@ -79,7 +79,7 @@ def model_identity(
         for file, digest in _digests(files, known, skip=lambda file: bool(revision) and file.is_weights)
     ]
     if model_files(directory) != files:
-        raise ModelError(f"{directory} changes while it is read: start again when it is complete")
+        raise ModelError(f"{directory} changed while it was read: start again when it is complete")
     known.save()
     log.info("identity of %s: %d files, %d bytes hashed now", directory, len(files), known.hashed_bytes)
     return identity_of(kind, {**facts, "files": msgspec.json.encode(contents).decode(), "revision": revision})
@@ -173,7 +173,7 @@ def _opened(file: ModelFile) -> Iterator[int]:
     try:
         yield fd
         if _stamp(os.fstat(fd)) != file.stamp:
-            raise ModelError(f"{file.path} changes while it is read: start again when it is complete")
+            raise ModelError(f"{file.path} changed while it was read: start again when it is complete")
     finally:
         os.close(fd)
 

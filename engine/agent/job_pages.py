@@ -63,7 +63,7 @@ class MappedArena:
             if status.st_size < size:
                 raise PagesInvalid(f"{path} has {status.st_size} bytes, {num_pages} pages need {size}")
             if file is not None and file != found:
-                raise PagesInvalid(f"{path} is another agent's by now")
+                raise PagesInvalid(f"{path} is now another agent's")
             # Freed with the last array that looks into it, so a copy under way never touches unmapped memory.
             mapping = mmap.mmap(fd, size)
         finally:

@@ -200,7 +200,7 @@ class AgentLink:
             except (
                 Exception
             ):  # ours, but nothing else looks after a lost link: without one the engine is alone for ever
-                log.exception("agent %s: the connection is given up, for another one", self._path)
+                log.exception("agent %s: the connection is replaced by another one", self._path)
             await asyncio.sleep(self._retry_s)
             self._retry_s = min(RETRY_MAX_S, 2 * self._retry_s)
 

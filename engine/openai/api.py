@@ -214,7 +214,7 @@ def check_supported(request: OpenAIRequest) -> None:
     _refuse(bool(request.documents), "documents")
     if request.continue_final_message and request.add_generation_prompt:
         raise RequestError(
-            "continue_final_message: it does not go with add_generation_prompt", param="continue_final_message"
+            "continue_final_message: it cannot be combined with add_generation_prompt", param="continue_final_message"
         )
     if request.top_logprobs is not None and not request.logprobs:
         raise RequestError("top_logprobs: only allowed when logprobs is true", param="top_logprobs")

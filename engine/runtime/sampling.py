@@ -126,7 +126,7 @@ def distribution(logits: Logits, *, temperature: float, top_k: int, top_p: float
 def _checked(token: int, weight: float) -> int:
     """`token`, unless what it was chosen by is no number: any token would be a wrong one."""
     if not isfinite(weight):
-        raise EngineError(f"the model gave logits of {weight}, from which no token can be chosen")
+        raise EngineError(f"the model gave logits of {weight}: no token can be chosen")
     return token
 
 

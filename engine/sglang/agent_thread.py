@@ -104,7 +104,7 @@ class SglangAgentThread:
             not_done_json=self._not_done_json,
             rooms=self._rooms,
             on_welcome=lambda welcome: None,
-            on_drain=lambda: log.info("the agent drains: what runs is finished"),
+            on_drain=lambda: log.info("the agent drains: running requests finish"),
             on_resume=lambda: log.info("the agent takes requests again"),
         )
         keeping_up = asyncio.create_task(self.link.run())

@@ -50,7 +50,7 @@ def kv_identity(arguments: Any, version: str, revision: str = "") -> str:
     }
     directory = Path(arguments.model_path)
     if not directory.is_dir():
-        raise LayoutError(f"which weights {arguments.model_path!r} stands for cannot be told: give a directory")
+        raise LayoutError(f"cannot tell which weights {arguments.model_path!r} names: give a directory")
     try:
         return model_identity(directory, facts=facts | {"sglang": version}, revision=revision)
     except (ModelError, OSError) as exc:

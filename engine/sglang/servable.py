@@ -73,7 +73,7 @@ def config_of(model: str) -> Mapping[str, Any]:
     """The config.json of the model at this path. Raises NotServable."""
     directory = Path(model)
     if not directory.is_dir():
-        raise NotServable(f"{model} is no directory: which weights a name stands for cannot be told")
+        raise NotServable(f"{model} is not a directory, and a name does not tell which weights it means")
     path = directory / "config.json"
     try:
         if path.stat().st_size > MAX_CONFIG_BYTES:

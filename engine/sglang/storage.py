@@ -63,7 +63,9 @@ class PrfaasStorage(HiCacheStorage):  # type: ignore[misc]
             raise ValueError(refusal)
         arguments = get_server_args()
         if not arguments.context_length:
-            raise ValueError("start the server with --context-length: the node says which prompts it takes")
+            raise ValueError(
+                "start the server with --context-length: the node reports the longest prompt that it takes"
+            )
         version = str(sglang.__version__)
         notice = "" if is_tested(version) else untested(version)
         if notice:
@@ -83,7 +85,9 @@ class PrfaasStorage(HiCacheStorage):  # type: ignore[misc]
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
         """Raises ValueError for a pool beside that of attention: a window's, a state's, a draft's."""
         if str(host_pool_name) != KV_POOL:
-            raise ValueError(f"the model has a pool {host_pool_name} beside {KV_POOL}: no hybrids, no drafts so far")
+            raise ValueError(
+                f"the model has a pool {host_pool_name} beside {KV_POOL}: hybrid and draft models are not supported"
+            )
 
     @property
     def store(self) -> BlockStore:

@@ -54,7 +54,7 @@ class LayerShare:
         self._prove()
         self._probe = self._probed()
         if not self._keeps_something():
-            raise ModelError(f"layers {layers} keep no KVCache: fewer stages leave none without any")
+            raise ModelError(f"layers {layers} keep no KVCache: choose fewer stages, so that each has some")
         dtype = str(model.dtype).removeprefix("torch.")
         self.layout: Final[ModelLayout] = layout_of(self._probe, identity, dtype, block_size)
 
@@ -126,7 +126,7 @@ class LayerShare:
         if self.layers.start and not self._needs_no_embeddings():
             raise ModelError(f"layers of a {kind} cannot be shared out among stages: they use embeddings")
         if not are_apart(self.new_sequence, self._fed):
-            raise ModelError(f"a {kind} remembers outside of its cache: one sequence would change another's tokens")
+            raise ModelError(f"a {kind} keeps state outside of its cache: one sequence would change another's tokens")
 
     def _find_form(self) -> None:
         complaint = ""

@@ -160,7 +160,7 @@ class StagedEngine:
         )
         if model_files(directory) != files:
             engine.close()
-            raise ModelError(f"{directory} changes while it is loaded: start again when it is complete")
+            raise ModelError(f"{directory} changed while it was loaded: start again when it is complete")
         return engine
 
     @property
@@ -279,7 +279,7 @@ class StagedEngine:
         if self._closing:
             return  # and every stage has ended, or will have before this process does
         for stage in self._permits.withdraw_pages(slot, number):
-            log.error("stage %d does not let go of its pages: it is killed", stage)
+            log.error("stage %d does not release its pages: killing it", stage)
             self._processes[stage].popen.kill()
             self._processes[stage].popen.wait()
 
@@ -343,8 +343,8 @@ class StagedEngine:
                         self._hear_from(key.data)
                     self._look(self._clock())
         except Exception as exc:
-            log.exception("the stages are not heard any more")
-            self._die(f"the stages are not heard any more: {type(exc).__name__}: {exc}")
+            log.exception("the stages cannot be read any more")
+            self._die(f"the stages cannot be read any more: {type(exc).__name__}: {exc}")
 
     def _hear_from(self, stage: int) -> None:
         try:
@@ -445,7 +445,7 @@ def whole_layout(parts: Sequence[ModelLayout], identity: str) -> ModelLayout:
         for group in part.groups:
             layers.setdefault(group.spec, []).extend(group.layers)
     if not any(isinstance(spec, FullAttention | SlidingWindow) for spec in layers):
-        raise ModelError("models without any attention layer are not supported: nothing tells them their position")
+        raise ModelError("models without any attention layer are not supported: they cannot know a token's position")
     groups = [KVCacheGroup(spec, tuple(sorted(numbers))) for spec, numbers in layers.items()]
     groups.sort(key=lambda group: (_KINDS.index(type(group.spec)), group.layers))
     return replace(parts[0], model=identity, groups=tuple(groups))

@@ -145,7 +145,7 @@ class EmbeddedEngine(AtOnce):
         run_latent_attention_by_sequence(model)
         if not are_apart(self.new_sequence, self._fed):
             kind = model.config.model_type
-            raise ModelError(f"a {kind} remembers outside of its cache: one sequence would change another's tokens")
+            raise ModelError(f"a {kind} keeps state outside of its cache: one sequence would change another's tokens")
         self.alone_because: Final = self._why_alone()
         if self.alone_because:
             log.warning("sequences decode one at a time: %s", self.alone_because)
@@ -169,7 +169,7 @@ class EmbeddedEngine(AtOnce):
             model = load_model(directory)
             identity = naming.result()
         if model_files(directory) != files:
-            raise ModelError(f"{directory} changes while it is loaded: start again when it is complete")
+            raise ModelError(f"{directory} changed while it was loaded: start again when it is complete")
         return cls(model, identity=identity, block_size=block_size, max_model_len=max_model_len)
 
     def new_sequence(self, expected_tokens: int = 0) -> EmbeddedSequence:

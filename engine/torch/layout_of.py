@@ -21,7 +21,7 @@ def probe(model: Any) -> SequenceCache:
     """The cache of `model` after one token."""
     cache = SequenceCache(model.config, 1, on_kv=lambda *_: None, on_state=lambda *_: None)
     if not cache.attention_layers():
-        raise ModelError("models without any attention layer are not supported: nothing tells them their position")
+        raise ModelError("models without any attention layer are not supported: they cannot know a token's position")
     with torch.inference_mode():
         model(input_ids=torch.zeros((1, 1), dtype=torch.long), past_key_values=cache, use_cache=True)
     return cache

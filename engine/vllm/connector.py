@@ -300,7 +300,7 @@ def layout_of(vllm_config: Any, everything: Cached, model: str) -> VllmLayout:
     """The canonical layout of a model as vLLM caches it. Raises LayoutError for what cannot be transferred."""
     block_tokens = {layer.block_tokens for layer in everything.layers if layer.kind is not LayerKind.STATE}
     if not block_tokens:
-        raise LayoutError("a model without any attention layer has no blocks that a prompt could be cut into")
+        raise LayoutError("a model without any attention layer has no blocks of KVCache")
     cache_dtype = str(vllm_config.cache_config.cache_dtype)
     dtype = str(vllm_config.model_config.dtype).removeprefix("torch.") if cache_dtype == "auto" else cache_dtype
     parallel = vllm_config.parallel_config

@@ -39,7 +39,7 @@ def kv_identity(
         raise LayoutError(str(exc)) from exc
     if not revision and _COMMIT.fullmatch(commit) is None:
         raise LayoutError(
-            f"which weights {source!r} stands for cannot be told: give a directory, model_revision, or a commit as --revision"
+            f"cannot tell which weights {source!r} names: give a directory, model_revision, or a commit as --revision"
         )
     return identity_of(path.name, {**facts, "source": source, "commit": commit, "revision": revision})
 

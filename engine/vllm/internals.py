@@ -170,7 +170,7 @@ def check_scheduling(vllm_config: Any) -> None:
     if vllm_config.speculative_config is not None:
         raise ValueError("the connector does not work with speculative decoding: remove --speculative-config")
     if vllm_config.parallel_config.data_parallel_size > 1:
-        raise ValueError("the connector knows one engine per node: start a node for each data parallel rank")
+        raise ValueError("the connector supports one engine per node: start a node for each data parallel rank")
 
 
 # The front end (vllm.v1.engine.async_llm, its detokenizer)
@@ -228,7 +228,7 @@ async def _noting(said: AsyncGenerator[Any, None], told: list[str]) -> AsyncGene
 
 def _longer(prompt: Any, answered: list[int]) -> Any:
     if not isinstance(prompt, Mapping) or prompt.get("type") != "token":
-        raise _unfit("an answer to more than text cannot be continued")
+        raise _unfit("an answer to images or other media cannot be continued")
     return {**prompt, "prompt_token_ids": [*prompt["prompt_token_ids"], *answered]}
 
 
@@ -268,7 +268,7 @@ def cache_layers(vllm_config: Any, kv_cache_config: Any) -> list[CacheLayer]:
     parallel = vllm_config.parallel_config
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) > 1:
-            raise LayoutError(f"{name} = {getattr(parallel, name)}: the connector knows no context parallelism")
+            raise LayoutError(f"{name} = {getattr(parallel, name)}: the connector does not support context parallelism")
     heads = vllm_config.model_config.get_total_num_kv_heads()
     return [
         _cache_layer(name, table, _layer_spec(group.kv_cache_spec, name), parallel.tensor_parallel_size, heads)

@@ -159,7 +159,7 @@ def _spec(layer: CacheLayer, block_tokens: int, ranks: int) -> KVCacheSpec:
         raise LayoutError(f"{layer.name}: blocks of {layer.block_tokens} tokens among blocks of {block_tokens}")
     per_token, rest = divmod(size, layer.block_tokens)
     if rest:
-        raise LayoutError(f"{layer.name}: {size} bytes per block are no whole number per token")
+        raise LayoutError(f"{layer.name}: {size} bytes per block are not a whole number per token")
     # K and V lie side by side for each token: there is no K part and no V part of a slab, so all of it counts as K.
     if layer.kind is LayerKind.WINDOW:
         return SlidingWindow(window=layer.window, bytes_per_token=per_token, k_bytes_per_token=per_token)

@@ -118,7 +118,7 @@ class Reloads:
         elif os.getppid() == self._parent:
             os.kill(self._parent, signal.SIGHUP)
         else:
-            raise Unavailable("The process that tells the workers is gone.", "not_shared")
+            raise Unavailable("The process that supervises the workers is gone.", "not_shared")
         return found
 
     def run(self) -> None:
@@ -144,4 +144,4 @@ class Reloads:
         try:
             return self._read_again()
         except GatewayConfigError as error:
-            raise ApiError(409, f"The file is not taken: {error}", code="bad_config") from error
+            raise ApiError(409, f"The file was not applied: {error}", code="bad_config") from error

@@ -53,7 +53,11 @@ class Classes:
         if found is by_key or name in granted:
             return found
         if granted:
-            raise ApiError(403, f"The class '{name}' is none of {', '.join(granted)}.", code="class_not_allowed")
+            raise ApiError(
+                403,
+                f"The class '{name}' is not for this key; choose {' or '.join(granted)}.",
+                code="class_not_allowed",
+            )
         if name in self._closed:
-            raise ApiError(403, f"The class '{name}' is for API keys of its own.", code="class_not_allowed")
+            raise ApiError(403, f"The class '{name}' needs an API key that names it.", code="class_not_allowed")
         return found

@@ -91,13 +91,13 @@ def check_tools(tools: list[Tool] | None, choice: ToolChoice | None) -> None:
     names = [tool.function.name for tool in tools or ()]
     for index, name in enumerate(names):
         if not FUNCTION_NAME.fullmatch(name):
-            raise _invalid(f"tools[{index}].function.name", f"'{name}' is no name of a function")
+            raise _invalid(f"tools[{index}].function.name", f"'{name}' is not a function's name")
     if choice in (None, "none"):
         return
     if not names:
         raise _invalid("tool_choice", "it is only allowed with 'tools'")
     if isinstance(choice, NamedTool) and choice.function.name not in names:
-        raise _invalid("tool_choice.function.name", f"'{choice.function.name}' is none of 'tools'")
+        raise _invalid("tool_choice.function.name", f"'{choice.function.name}' must be one of 'tools'")
 
 
 def check_stream(stream: bool | None) -> None:
@@ -115,7 +115,7 @@ def check_top_logprobs(logprobs: bool | None) -> None:
 def check_continued(add_generation_prompt: bool | None) -> None:
     """Raises BadRequest for an answer that is to go on in the last message, and to begin a new one."""
     if add_generation_prompt:
-        raise _invalid("continue_final_message", "it does not go with 'add_generation_prompt'")
+        raise _invalid("continue_final_message", "it cannot be combined with 'add_generation_prompt'")
 
 
 def check_best_of(best_of: int, n: int) -> None:
@@ -124,7 +124,7 @@ def check_best_of(best_of: int, n: int) -> None:
         raise _invalid("best_of", "it must not be less than 'n'")
     if best_of > n:
         raise BadRequest(
-            "'best_of' above 'n' is not supported: no engine of this family chooses among answers.",
+            "'best_of' above 'n' is not supported: the engines cannot choose among answers.",
             param="best_of",
             code="unsupported",
         )

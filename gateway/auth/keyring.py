@@ -193,7 +193,7 @@ class Keyring:
         found = self.operator(headers)
         if found is None:
             missing = "" if self._operators else " The gateway's file has no operators."
-            raise Unauthorised(f"{page} is for operators: show one of their keys.{missing}", "operators_only")
+            raise Unauthorised(f"{page} is for operators: send an operator's key.{missing}", "operators_only")
         if not found.role.covers(needed):
             raise Forbidden(f"{page} needs the role {needed}, and {found.name} has {found.role}.", "role_needed")
         return found

@@ -92,7 +92,7 @@ class TokenVerifier:
         signing = (key for key in found.keys if key.public_key_use in (None, "sig"))
         keys = tuple(key for key in signing if key.algorithm_name in ALGORITHMS)
         if not keys:
-            raise ValueError("no keys for signatures by any of " + ", ".join(ALGORITHMS))
+            raise ValueError("it shows no key for signatures by any of " + ", ".join(ALGORITHMS))
         # By all that is said of them, names are not enough: a provider's next key may have the last one's, or none.
         shown = frozenset(msgspec.json.encode(each, order="sorted") for each in document["keys"])
         if shown != self._shown:
@@ -132,7 +132,7 @@ class TokenVerifier:
             keys = list(self._keys)
         if not keys:
             self.wanted()
-            raise self._jwt.InvalidKeyError("signed with a key that the provider does not show")
+            raise self._jwt.InvalidKeyError("signed with a key that the provider does not publish")
         *others, last = keys[-MAX_TRIED:]
         for key in others:
             with suppress(self._jwt.InvalidSignatureError, self._jwt.InvalidAlgorithmError):
@@ -204,7 +204,7 @@ class Provider:
                     self._on_asked("ok")
                 except (aiohttp.ClientError, TimeoutError, BodyTooLong, *NOT_JSON, ValueError) as error:
                     if not failures:
-                        log.warning("%s: its keys cannot be had, those known stay: %s",
+                        log.warning("%s: its keys cannot be fetched, the known ones stay: %s",
                                     _without_secrets(URL(self._config.issuer)), _told(error))  # fmt: skip
                     failures += 1
                     self._on_asked(type(error).__name__)

@@ -162,7 +162,7 @@ class Clusters:
     def by_id(self, node_id: str) -> ClusterNode:
         """The node that bears this name. Raises AgentCallFailed: since a decision, its address may have got another one."""
         if (node := self._by_id.get(node_id)) is None:
-            raise AgentCallFailed(node_id, "gone", "its agent answers under another name now")
+            raise AgentCallFailed(node_id, "gone", "its agent now has another node_id")
         return node
 
     def views(self, prompt: Prompt, exclude: Collection[str] = ()) -> ReadyNodes:
@@ -415,7 +415,7 @@ def _check(info: NodeInfo, others: Collection[ClusterNode]) -> None:
     Role(info.role)
     ClusterKind(info.cluster_kind)
     if any(other.connected and other.info and other.info.node_id == info.node_id for other in others):
-        raise ValueError(f"another node is called {info.node_id!r}, too")
+        raise ValueError(f"another node has the same node_id, {info.node_id!r}")
 
 
 def _promised(node: ClusterNode, prompt: Prompt, holding: Holding) -> int:

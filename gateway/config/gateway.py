@@ -332,8 +332,8 @@ class GatewayConfig:
             require(bool(HOST.fullmatch(name)), "hosts", name, "a list of names, in lower case and without a port")
         if not (self.tenants or self.open or is_loopback(self.host)):
             raise SettingsError(
-                f"host = {self.host!r}: others than this machine reach it, and no key is needed: "
-                "add [gateway.tenants.NAME] (`prfaas key` makes keys), or say open = true"
+                f"host = {self.host!r}: other machines reach it without a key: "
+                "add [gateway.tenants.NAME] (`prfaas key` makes keys), or set open = true"
             )
         if (self.tls_certificate is None) != (self.tls_key is None):
             raise SettingsError("tls_certificate and tls_key go together")
@@ -347,8 +347,8 @@ class GatewayConfig:
         require(len(set(agents)) == len(agents), "nodes", agents, "every agent once")
         if missing and not self.plain and (far := [node.agent for node in self.nodes if not node.is_here]):
             raise SettingsError(
-                f"nodes: {far[0]!r} is another machine, and what is said to it would be in clear: give "
-                f"{', '.join(IDENTITY_KEYS)} (`prfaas certificates` makes them), or say plain = true"
+                f"nodes: {far[0]!r} is another machine, and traffic to it would be in clear: set "
+                f"{', '.join(IDENTITY_KEYS)} (`prfaas certificates` makes them), or set plain = true"
             )
 
     def with_changes_of(self, other: Self) -> Self:

@@ -58,7 +58,7 @@ def check_operators(operators: Sequence[OperatorConfig], tenants: Mapping[str, T
     for name, tenant in tenants.items():
         if shared := _shared(operators, tenant.keys):
             raise SettingsError(
-                f"tenants.{name}.keys: a key of operator {shared!r}: clients and operators never have the same key; "
+                f"tenants.{name}.keys: a key of operator {shared!r}: clients and operators must have different keys; "
                 "`prfaas key` makes another one"
             )
 

@@ -43,7 +43,7 @@ def _deflate(body: bytes) -> Iterator[bytes]:
     has_header = bool(body) and body[0] & 0xF == 8
     end = yield from _inflated(body, 0, zlib.MAX_WBITS if has_header else -zlib.MAX_WBITS)
     if end < len(body):
-        raise ValueError("it goes on after its end")
+        raise ValueError("data follows its end")
 
 
 def _zstd(body: bytes) -> Iterator[bytes]:
@@ -85,7 +85,7 @@ def _frame(body: bytes, start: int) -> Member:
 
 def _slice(body: bytes, start: int, size: int) -> bytes:
     if start >= len(body):
-        raise ValueError("it ends before its end")
+        raise ValueError("it is cut short")
     return body[start : start + size]
 
 

@@ -44,7 +44,8 @@ CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
 TCP_CLOSE: Final = 7  # include/net/tcp_states.h
 BYTES_RECEIVED: Final = 128  # in struct tcp_info, include/uapi/linux/tcp.h
 # A head's offer of another protocol, which is never taken: aiohttp would lose what follows such a request in one packet.
-UPGRADE: Final = re.compile(rb"(?<!\r\n)\r\n(?i:upgrade)(?=[ \t]*:)")
+# Bodies are searched for it, too: `re` finds its first bytes thirty times as fast as it checks what must not be before them.
+UPGRADE: Final = re.compile(rb"\r\n(?<!\r\n\r\n)(?i:upgrade)(?=[ \t]*:)")
 MAX_OFFERS: Final = 16  # looked at in one packet; each costs some microseconds
 NOT_TAKEN: Final = b"\r\nx-offer"
 MOMENT_S: Final = 0.005

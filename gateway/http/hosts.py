@@ -19,8 +19,8 @@ def check_host(host: str, known: Collection[str]) -> None:
     if not (_is_nobodys(name) or name in known):
         raise ApiError(
             403,
-            f"Without keys this gateway answers at addresses, not at the name {name[:80]!r}, which may be anybody's: "
-            "'hosts' in its file says which names are its own.",
+            f"Without keys this gateway answers at its address, not at the name {name[:80]!r}, which any site may use: "
+            "list the gateway's own names as 'hosts' in its file.",
             code="foreign_host",
         )
 

@@ -372,12 +372,12 @@ class Dispatcher:
         if len(request.progress.deaths) >= MAX_DEATHS:
             raise KillsEngines(request.progress.deaths)
         if rule.is_over_budget:
-            raise Unavailable("A decode node failed, as many do now. Please retry.", "retry_budget_spent")
+            raise Unavailable("A decode node failed, and so do many others now. Please retry.", "retry_budget_spent")
         if stage is FailedStage.STREAM and self._retries.are_takeovers_spent(request):
             raise Unavailable(
-                f"{request.progress.takeovers} decode nodes have gone on with the answer.", "takeovers_spent"
+                f"{request.progress.takeovers} decode nodes have continued the answer already.", "takeovers_spent"
             )
-        raise Unavailable(f"{tried.tries} decode nodes failed in turn.", "attempts_exhausted")
+        raise Unavailable(f"{tried.tries} decode nodes failed one after the other.", "attempts_exhausted")
 
     def _elsewhere(self, request: Request, tried: Tried) -> Route | None:
         try:

@@ -133,7 +133,7 @@ class EngineReadings:
         except LegFailed as error:
             return Understood(prompt, Reading.ALONE, failure=error.reason)
         if is_assumed and status in NOT_SERVED:
-            log.warning("this model's engines do not say which tokens they read: chats are read by its template")
+            log.warning("this model's engines cannot render chats: the gateway renders them by the model's template")
             self._renders_otherwise = False
             return Understood(prompt)
         if status == 400:  # nor would it compute this; who answers says why
@@ -215,7 +215,7 @@ class EngineReadings:
         call = request.call
         style = await self._reader.think(lambda _: kind(call), request.tenant.share, call.num_bytes)
         self._styles.differs(style, request.reading, self._clock())
-        log.warning("engines read style=%s otherwise than reading=%s", style.hex(), request.reading)
+        log.warning("engines tokenize style=%s differently from reading=%s", style.hex(), request.reading)
 
     async def _rendered(
         self,

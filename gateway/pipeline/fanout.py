@@ -87,7 +87,7 @@ def calls_of(call: Call) -> list[Call]:
     """Splits a call for `n` answers into calls for one. Each has a seed of its own if the call has one, as vLLM seeds them."""
     n = call.options.n or 1
     if n > 1 and call.dialect is not None:
-        raise BadRequest("'n' is not supported here: an answer is one.", param="n", code="unsupported")
+        raise BadRequest("'n' is not supported here: each request has one answer.", param="n", code="unsupported")
     fields = {name: raw for name, raw in call.fields.items() if name not in _OF_SEVERAL}
     options = msgspec.structs.replace(call.options, n=None)
     if call.endpoint is Endpoint.COMPLETIONS:
@@ -293,7 +293,7 @@ def _of_engines() -> Iterator[None]:
     try:
         yield
     except NOT_JSON as error:
-        raise ApiError(502, "The engine's answer makes no sense.", type="server_error", code="bad_answer") from error
+        raise ApiError(502, "The engine's answer cannot be read.", type="server_error", code="bad_answer") from error
 
 
 def _numbered(fields: Mapping[str, Raw], number: int) -> list[dict[str, Any]]:

@@ -86,7 +86,7 @@ class Pairing:
         except AgentCallFailed as error:  # the decode node is not to blame
             raise PrefillFailed(way.prefill_node, error.reason, error.detail) from error
         if node.info is None or node.info.rooms is None or not node.info.rooms.port:
-            raise PrefillFailed(node.id, "wrong_role", "it opens no rooms any more")
+            raise PrefillFailed(node.id, "wrong_role", "it no longer opens rooms")
         return node
 
     async def _deliver(

@@ -83,7 +83,7 @@ def apart(call: Call, *, may_be_named: bool, domains: Collection[str] = ()) -> A
             if NAMED in part and not may_be_named:
                 where = f"messages[{index}].content[{at}].{NAMED}"
                 raise BadRequest(
-                    f"'{where}' cannot be set here: engines would find by it what others have sent.",
+                    f"'{where}' cannot be set here: it would let a request use media that other clients sent.",
                     param=where,
                     code="unsupported",
                 )

@@ -21,8 +21,8 @@ def check_addresses(part: Mapping[str, Any], kinds: Collection[str], allowed: Co
     for address in _addresses(part, kinds):
         if ":" in address and not address.lower().startswith(INLINE) and _host(address) not in allowed:
             raise BadRequest(
-                f"'{where}' is an address of {_host(address)[:80] or 'no domain'!r}: media may be sent as data: URLs, and be at "
-                "domains of allowed_media_domains in the gateway's file.",
+                f"'{where}' is an address of {_host(address)[:80] or 'no domain'!r}: send media as data: URLs, or from a "
+                "domain of allowed_media_domains in the gateway's file.",
                 param=where,
                 code="media_domain_not_allowed",
             )

@@ -151,7 +151,7 @@ def prompt_of(
 ) -> Prompt:
     """The prompt of `call`, with what has been `answered` after it. Raises ApiError, BadRequest above all.
 
-    With `most_new`, TakesLonger for all but a chat that goes on, by so many bytes at most.
+    With `most_new`, TakesLonger for all but a chat that goes on, by so many bytes at most, and says no more besides.
     """
     check_name(call, model)
     if model.takes_media and (media := _media_of(call, model, most_new)) is not None:
@@ -304,11 +304,13 @@ def _said(call: Call) -> Chat:
 
 def _chat(call: Call, memory: PromptMemory, tenant: bytes, most_new: int | None) -> tuple[TokenArray, str]:
     options = cast(ChatOptions, call.options)
+    said = {name: bytes(call.fields[name]) for name in SAID if name in call.fields}
+    if most_new is not None and sum(map(len, said.values())) > most_new:  # decoded and rendered each time
+        raise TakesLonger
     if options.tool_choice is not None or "tools" in call.fields:
         check_tools(field_of(call.fields, "tools", _TOOLS), options.tool_choice)
     chat = _said(call)
     raw = call.fields.get("messages")
-    said = {name: bytes(call.fields[name]) for name in SAID if name in call.fields}
     read = memory.conversations.tokens(b"" if raw is None else bytes(raw), said, chat, tenant, most_new)
     if read.tokens is not None:
         return read.tokens, read.how
@@ -327,7 +329,7 @@ def _completion(call: Call, tokenizer: TextTokenizer, tenant: bytes) -> TokenArr
         if len(prompt) > MAX_ANSWERS:
             raise too_many(len(prompt), "prompt")
         raise BadRequest(
-            "'prompt' is a list of prompts; here, it can only be one.", param="prompt", code=SEVERAL_PROMPTS
+            "'prompt' must be one prompt here, not a list of prompts.", param="prompt", code=SEVERAL_PROMPTS
         )
     tokens = completion_tokens(prompt, tokenizer, add_special_tokens=call.options.add_special_tokens, tenant=tenant)
     return _known(tokens, tokenizer)

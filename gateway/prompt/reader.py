@@ -83,7 +83,7 @@ class PromptReader:
             async with asyncio.timeout(timeout_s):
                 await self._pool.warm()
         except TimeoutError:
-            log.warning("the process that reads long bodies is not there yet after %g s", timeout_s)
+            log.warning("the process that reads long bodies has not started within %g s", timeout_s)
 
     async def read(
         self,
@@ -125,7 +125,10 @@ class PromptReader:
             # A task of its own: should the client leave, the process still gets its question whole, and its answer is taken.
             asked = ReadQuestion(endpoint, model, tenant, list(answered))
             asking = self._tasks.start(self._ask(asked, body, held.pop_all()), "read", expected=(ApiError,))
-        return await asyncio.shield(asking)
+        try:
+            return await asyncio.shield(asking)
+        finally:
+            del asking  # an error knows this frame and the task that error: together they would keep the body
 
     async def think(
         self, work: Callable[[PromptMemory], T], share: TenantShare = EVERYBODYS, num_bytes: int = TINY_BODY_BYTES

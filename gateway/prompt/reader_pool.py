@@ -124,7 +124,7 @@ class ReadingPool:
             async with asyncio.timeout(self._start_s):
                 self._idle.append(await self._new())
         except GONE as error:
-            log.error("a process that was to read bodies did not start: %r", error)
+            log.error("a process for reading bodies did not start: %r", error)
         finally:
             self._queue.give_back()
 
@@ -133,7 +133,7 @@ class ReadingPool:
         while self._idle:
             process = self._idle.pop()
             if not process.is_alive:
-                log.warning("a process that was to read bodies has ended; another one takes its place")
+                log.warning("a process for reading bodies has ended; another one takes its place")
             elif process.is_fast == self._encoder.is_fast:
                 return process
             await process.close()
@@ -250,4 +250,4 @@ def _reap(process: "subprocess.Popen[bytes]") -> None:
     try:
         process.wait(END_S)
     except subprocess.TimeoutExpired:
-        log.error("a process that read bodies does not end: pid=%d", process.pid)
+        log.error("a process for reading bodies does not end: pid=%d", process.pid)

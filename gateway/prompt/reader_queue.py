@@ -166,5 +166,5 @@ class ReadingRoom:
     def _check(self, whose: str, held: int, more: int, limit: int) -> None:
         if held and held + more > limit:  # alone, a body may be of any size that is received
             raise Overloaded(
-                f"Bodies of {whose} that wait to be read have {held} bytes, {limit} at most. Please retry.", FULL
+                f"Bodies of {whose} that wait to be read take {held} bytes; the limit is {limit}. Please retry.", FULL
             )

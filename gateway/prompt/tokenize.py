@@ -39,7 +39,7 @@ def tokens_of(body: bytes, model: PromptModel, memory: PromptMemory, tenant: byt
     fields, asked = _decoded(body, _FIELDS), _decoded(body, _TOKENISE)
     endpoint = Endpoint.CHAT if "messages" in fields else Endpoint.COMPLETIONS
     if "messages" in fields and "prompt" in fields:
-        raise BadRequest("Either 'prompt' or 'messages' is read, not both.", param="prompt", code="invalid_value")
+        raise BadRequest("Send either 'prompt' or 'messages', not both.", param="prompt", code="invalid_value")
     named = {"model": Raw(msgspec.json.encode(model.names[0]))}
     check_fields(endpoint, fields)
     call = call_of(endpoint, named | {name: raw for name, raw in fields.items() if bytes(raw) != b"null"})

@@ -79,7 +79,7 @@ class Follower:
                     failures = 0
                 except PollFailed as error:
                     if not failures:
-                        log.warning("the plan service at %s: %s; the last plan stays", self._config.url, error)
+                        log.warning("the plan service at %s: %s; the last plan stays in force", self._config.url, error)
                     self._counted.plan_polled(error.reason)
                     await asyncio.sleep(BACKOFF_S[min(failures, len(BACKOFF_S) - 1)])
                     failures += 1

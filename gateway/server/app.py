@@ -148,7 +148,10 @@ class GenerationEndpoint:
         # not keep the books from being closed.
         work = self._tasks.start(self._serve(visit), "request", expected=(ApiError, ConnectionResetError))
         work.add_done_callback(lambda _: self._left(tenant, allowance))
-        return await self.visits.until_answered(visit, work)
+        try:
+            return await self.visits.until_answered(visit, work)
+        finally:
+            del work  # as `until_answered` forgets it
 
     def _left(self, tenant: Tenant, allowance: TenantLimiter) -> None:
         self.rooms.admission.give_back(tenant.share)

@@ -58,6 +58,7 @@ class InflightRequests:
             raise
         finally:
             del self._works[visit]
+            del work  # an error knows this frame and the task that error: together they would keep the body
 
     def end_stalled(self, now: float, stall_s: float) -> None:
         """Ends answers whose client has not read for `stall_s`: they hold a place on a decode node."""

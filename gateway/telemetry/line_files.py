@@ -103,7 +103,7 @@ class LineFiles(Generic[Entry]):
             self._on_lost("disk", len(entries))
             if not self._is_failing:
                 self._is_failing = True
-                log.error("%d lines are not in the %s log, nor what follows until it can be written: %s",
+                log.error("the %s log cannot be written: %d lines and those that follow are lost: %s",
                           len(entries), self._prefix, error)  # fmt: skip
 
     def _append(self, lines: bytes) -> None:

@@ -280,7 +280,7 @@ async def _check_goes_on(node: ClusterNode, request: Request, answer: EngineAnsw
         error = _error(await answer.whole(MAX_ERROR_BYTES))
         raise DecodeFailed(node.id, _label(error, answer.status), error.message)
     if answer.answered != str(len(request.progress.answered)).encode():
-        raise DecodeFailed(node.id, "not_resumable", "the engine would begin the answer anew")
+        raise DecodeFailed(node.id, "not_resumable", "the engine would start the answer again")
 
 
 def _beginning(told: bytes) -> str:

@@ -92,7 +92,7 @@ class WorkerPeers:
                 finally:
                     writer.close()
         except (OSError, ValueError, TimeoutError) as error:
-            log.warning("worker %d does not say what it has served: %r", number, error)
+            log.warning("worker %d does not send its records: %r", number, error)
             return None
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

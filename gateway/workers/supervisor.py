@@ -122,7 +122,7 @@ class Workers:
             pause_s = self._pause_s(number, status, restarts)
             if pause_s is None:
                 raise WorkersFail(number, status, max(1, restarts.deaths))
-            log.error("worker %d ended with status %d: it is started again in %g s", number, status, pause_s)
+            log.error("worker %d ended with status %d: it restarts in %g s", number, status, pause_s)
             with suppress(TimeoutError):
                 async with asyncio.timeout(pause_s):
                     await self._stopping.wait()
@@ -167,7 +167,7 @@ class Workers:
                 is_late = self._now() - began >= self._start_s
                 if is_late and not ending.done() and not self._board.state(number):
                     log.error(
-                        "worker %d does not start in %.0f s, pid=%d: it is killed", number, self._start_s, child.pid
+                        "worker %d did not start within %.0f s, pid=%d: killing it", number, self._start_s, child.pid
                     )
                     self._kill(number, child)
                     await ending
@@ -198,7 +198,7 @@ class Workers:
             if beats != heard or now - looked_at >= self._silence_s / 2:  # or it was we who were not there
                 heard, since = beats, now
             elif not ending.done() and now - since >= self._silence_s:
-                log.error("worker %d says nothing for %.0f s, pid=%d: it is killed", number, now - since, child.pid)
+                log.error("worker %d was silent for %.0f s, pid=%d: killing it", number, now - since, child.pid)
                 self._kill(number, child)
                 await ending
 

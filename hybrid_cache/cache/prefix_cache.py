@@ -171,17 +171,17 @@ class PrefixCache:
                 self._found.popitem(last=False)
         return Reservation(hold, self.layout, purpose, cached)
 
-    def pin(self, request_id: str, hashes: Sequence[bytes], num_tokens: int) -> int:
-        """Locks the longest prefix that a prefill could reuse, without pages of its own; returns its tokens.
+    def pin(self, request_id: str, hashes: Sequence[bytes], num_tokens: int, purpose: Purpose = Purpose.PREFILL) -> int:
+        """Locks the longest prefix that a request of `purpose` could reuse, without pages of its own; returns its tokens.
 
         Ends like a reservation: `release` or `abort`. Raises DuplicateReservation.
         """
         if request_id in self._holds:
             raise DuplicateReservation(f"request {request_id!r} already holds a reservation")
-        length = self.match(hashes, num_tokens).num_tokens
+        length = _cached(self.match(hashes, num_tokens), purpose)
         blocks = list(hashes[: length // self.layout.block_size])
         hold = ReservedPages(request_id, blocks, length)
-        self._tree.lock_prefix(hold, length, Purpose.PREFILL)
+        self._tree.lock_prefix(hold, length, purpose)
         self._holds[request_id] = hold
         return length
 

@@ -40,12 +40,12 @@ class Cohort:
             cohort = cohort.joined
         return cohort
 
-    def add(self, class_id: int) -> None:
-        self.waiting[class_id] = self.waiting.get(class_id, 0) + 1
+    def add(self, class_id: int, blocks: int = 1) -> None:
+        self.waiting[class_id] = self.waiting.get(class_id, 0) + blocks
 
-    def remove(self, class_id: int) -> None:
-        """A block was used again. Cohorts past the last edge count nothing any more."""
-        left = self.waiting.get(class_id, 0) - 1
+    def remove(self, class_id: int, blocks: int = 1) -> None:
+        """Blocks were used again. Cohorts past the last edge count nothing any more."""
+        left = self.waiting.get(class_id, 0) - blocks
         if left > 0:
             self.waiting[class_id] = left
         else:

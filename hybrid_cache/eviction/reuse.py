@@ -18,6 +18,7 @@ whatever requests say. So has the work of one call of `refresh`: it computes den
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from itertools import groupby
 from math import log2
 from typing import Final, NamedTuple
 
@@ -76,14 +77,29 @@ class ReuseModel:
     def observe(self, use: Use) -> None:
         """Learns from the blocks a request uses again, and starts to wait for all of its blocks."""
         self._age(use.now)
-        seen = self._learn(use)
-        shape = self._shape(len(use.path), seen)
-        category = self._category(use.category)
-        last = len(use.path) - 1
-        classes: list[Class] = []
-        for offset, key in enumerate(use.path):
-            classes.append((*shape, _frequency(self._uses(key) + 1), int(offset == last), category))
-        self._await(use.now, use.path, classes)
+        shape, category = self._shape(len(use.path), self._learn(use)), self._category(use.category)
+        places, cohort = self._places, Cohort(use.now)
+        known = places.get
+        earlier = [0 if (place := known(key)) is None else place.uses for key in use.path]
+
+        def last_use(uses: int, blocks: int, *, is_end: bool) -> LastUse:
+            class_id = self._id((*shape, _frequency(uses + 1), int(is_end), category))
+            cohort.add(class_id, blocks)
+            return LastUse(cohort, class_id, uses + 1)
+
+        # Blocks of one request that were used as often share what is remembered of them.
+        before_end = earlier[:-1]
+        blocks: dict[int, int] = {}
+        for uses in before_end:
+            blocks[uses] = blocks.get(uses, 0) + 1
+        placed = {uses: last_use(uses, count, is_end=False) for uses, count in blocks.items()}
+        new = [placed[uses] for uses in before_end]
+        new += [last_use(uses, 1, is_end=True) for uses in earlier[-1:]]
+        for key, uses, place in zip(reversed(use.path), reversed(earlier), reversed(new), strict=True):
+            places[key] = place  # a prefix is of use without its tail
+            if uses:
+                places.move_to_end(key)
+        self._wait(use.now, cohort)
 
     def observe_classes(self, now: float, uses: Sequence[tuple[Key, Class]]) -> None:
         """As `observe`, for a caller with classes of its own."""
@@ -131,10 +147,13 @@ class ReuseModel:
             places[key] = LastUse(cohort, class_id, self._uses(key) + 1)
         for key in reversed(keys):  # a prefix is of use without its tail
             places.move_to_end(key)
+        self._wait(now, cohort)
+
+    def _wait(self, now: float, cohort: Cohort) -> None:
         self._cohorts.enter(cohort)
         self._age(now)
-        while len(places) > self.max_history:
-            places.popitem(last=False)
+        while len(self._places) > self.max_history:
+            self._places.popitem(last=False)
 
     def _uses(self, key: Key) -> int:
         place = self._places.get(key)
@@ -142,20 +161,20 @@ class ReuseModel:
 
     def _learn(self, use: Use) -> int:
         """Counts the reuses; returns how many leading blocks were known."""
-        previous: Cohort | None = None
-        cohort = Cohort(use.now)
-        bucket = 0
-        for offset, key in enumerate(use.path):
-            place = self._places.get(key)
-            if place is None:
-                return offset
-            if place.cohort is not previous:
-                previous = place.cohort
-                cohort = previous.counted_in()
-                bucket = bucket_of(use.now - cohort.at)
-            self._reused[place.class_id, bucket] += self._weight
-            cohort.remove(place.class_id)
-        return len(use.path)
+        seen = 0
+        for _, same in groupby(map(self._places.get, use.path), id):  # one for many neighbours
+            places = list(same)
+            if (place := places[0]) is None:
+                break
+            cohort = place.cohort.counted_in()
+            bucket = bucket_of(use.now - cohort.at)
+            counted = float(self._reused[place.class_id, bucket])
+            for _ in places:
+                counted += self._weight
+            self._reused[place.class_id, bucket] = counted
+            cohort.remove(place.class_id, len(places))
+            seen += len(places)
+        return seen
 
     def _age(self, now: float) -> None:
         elapsed = now - self._learned_at

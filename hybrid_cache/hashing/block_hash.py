@@ -112,7 +112,7 @@ def namespaced(salt: bytes, namespace: str) -> bytes:
 def split_hashes(data: bytes) -> list[bytes]:
     """Hashes out of their concatenation, as messages carry them."""
     if len(data) % HASH_BYTES:
-        raise ValueError(f"{len(data)} bytes are no sequence of {HASH_BYTES}-byte hashes")
+        raise ValueError(f"{len(data)} bytes are not a sequence of {HASH_BYTES}-byte hashes")
     return [data[start : start + HASH_BYTES] for start in range(0, len(data), HASH_BYTES)]
 
 

@@ -46,14 +46,6 @@ class Elements(NamedTuple):
     vector: int
 
 
-class RangeKey(NamedTuple):
-    """One slab of a transfer. `block` is a block index for attention groups, the token length for state groups."""
-
-    group: int
-    layer_index: int
-    block: int
-
-
 @dataclass(frozen=True, slots=True)
 class KVCacheGroup:
     """Layers of equal spec, managed together. A layer may be in two groups (a window and a state, say)."""
@@ -168,12 +160,19 @@ class ModelLayout:
 
     def segments(self, group: int, layer_index: int, pages: Sequence[int]) -> tuple[ByteRange, ...]:
         """Arena ranges, in slab order, of the `layer_index`-th layer of `group` in a block stored in `pages`."""
-        if len(pages) != self.pages_per_block(group):
-            raise LayoutError(f"a block of group {group} has {self.pages_per_block(group)} pages, not {len(pages)}")
         if not 0 <= layer_index < len(self.groups[group].layers):
             raise LayoutError(f"group {group} has no layer index {layer_index}")
         start = layer_index * self.slab_bytes(group)
-        return _merge(_cut(start, start + self.slab_bytes(group), pages, self.page_bytes))
+        return self._part(group, start, start + self.slab_bytes(group), pages)
+
+    def block_segments(self, group: int, pages: Sequence[int]) -> tuple[ByteRange, ...]:
+        """The same of all its layers, one after the other."""
+        return self._part(group, 0, self.block_bytes(group), pages)
+
+    def _part(self, group: int, start: int, stop: int, pages: Sequence[int]) -> tuple[ByteRange, ...]:
+        if len(pages) != self.pages_per_block(group):
+            raise LayoutError(f"a block of group {group} has {self.pages_per_block(group)} pages, not {len(pages)}")
+        return _merge(_cut(start, stop, pages, self.page_bytes))
 
     # Groups by kind
 
@@ -205,32 +204,6 @@ class ModelLayout:
             return range(0)
         first = max(0, num_tokens - (spec.window - 1))
         return range(first // self.block_size, -(-num_tokens // self.block_size))
-
-
-def transfer_ranges(layout: ModelLayout, num_tokens: int, have_tokens: int) -> tuple[RangeKey, ...]:
-    """The slabs that move when KVCache of `num_tokens` goes where full attention of `have_tokens` already is.
-
-    Both sides compute the same tuple; the size of each range is `layout.slab_bytes(key.group)`. State and window groups
-    travel whole: they hold the end of the sequence, which a shorter prefix lacks.
-    """
-    if not 0 <= have_tokens <= num_tokens:
-        raise ValueError(f"have_tokens {have_tokens} not in [0, {num_tokens}]")
-    return tuple(
-        RangeKey(group, layer_index, block)
-        for group, entry in enumerate(layout.groups)
-        for layer_index in range(len(entry.layers))
-        for block in _moving_blocks(layout, group, num_tokens, have_tokens)
-    )
-
-
-def _moving_blocks(layout: ModelLayout, group: int, num_tokens: int, have_tokens: int) -> Sequence[int]:
-    match layout.groups[group].spec:
-        case FullAttention():
-            return range(have_tokens // layout.block_size, -(-num_tokens // layout.block_size))
-        case SlidingWindow():
-            return layout.window_blocks(group, num_tokens)
-        case LinearState():
-            return (num_tokens,)
 
 
 def derive_page_bytes(block_bytes: Sequence[int]) -> int:

@@ -47,7 +47,7 @@ class Tiers:
         """Copies a block that is about to leave memory into the disk's queue."""
         key = BlockKey(group, block_hash)
         if key not in self.disk:
-            self.disk.put(key, self._views(self._segments(group, pages)))
+            self.disk.put(key, self._views(self.cache.layout.block_segments(group, pages)))
 
     def match(self, hashes: Sequence[bytes], num_tokens: int) -> PrefixHit:
         """As `PrefixCache.match`, the disk included."""
@@ -119,15 +119,10 @@ class Tiers:
         for group in range(len(layout.groups)):
             for index, pages in enumerate(reservation.blocks[group]):
                 if pages and (index >= first or group in layout.window_groups):
-                    sources.append((BlockKey(group, hashes[index]), self._segments(group, pages)))
+                    sources.append((BlockKey(group, hashes[index]), layout.block_segments(group, pages)))
             for pages in reservation.states[group].values():
-                sources.append((BlockKey(group, hashes[last]), self._segments(group, pages)))
+                sources.append((BlockKey(group, hashes[last]), layout.block_segments(group, pages)))
         return sources
-
-    def _segments(self, group: int, pages: Sequence[int]) -> tuple[ByteRange, ...]:
-        layout = self.cache.layout
-        layers = range(len(layout.groups[group].layers))
-        return tuple(segment for layer in layers for segment in layout.segments(group, layer, pages))
 
 
 class _Either:

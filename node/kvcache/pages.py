@@ -2,8 +2,9 @@
 
 import asyncio
 import contextlib
+import itertools
 import logging
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from pathlib import Path
 
 from hybrid_cache.cache.events import BlocksRemoved, BlocksStored, CacheCleared, CacheEvent, Medium
@@ -13,7 +14,8 @@ from hybrid_cache.cache.reservation import NO_HINTS, Hints, Purpose, Reservation
 from hybrid_cache.errors import DiskInUse, OutOfPages
 from hybrid_cache.eviction.choice import policy_named
 from hybrid_cache.hashing import block_hash as hashing
-from hybrid_cache.layout.layout import ByteRange, ModelLayout, RangeKey
+from hybrid_cache.layout.layout import ByteRange, ModelLayout
+from hybrid_cache.layout.transfers import GroupRanges, RangePlaces, TransferRanges
 from hybrid_cache.tiers.disk import DiskTier
 from node.config import NodeConfig
 from node.control.broadcast import Broadcast
@@ -31,6 +33,8 @@ SSD_RETRY_S = 5.0
 SSD_SAVE_S = 10.0
 MEDIA = {Medium.MEMORY: pb.MEDIUM_MEMORY, Medium.SSD: pb.MEDIUM_SSD, Medium.ENGINE: pb.MEDIUM_ENGINE}
 
+LONG_BLOCKS = 512  # more of them take some milliseconds
+EVICT_BLOCKS = 512  # in one go, for a long prompt
 PART_HASHES = 16_384  # of a long snapshot, in one message
 OpenDisk = Callable[[ModelLayout, Path, int], DiskTier]
 
@@ -78,6 +82,7 @@ class ArenaPages:
         self._ssd_retry_s = ssd_retry_s
         self._freed = asyncio.Event()
         self._rooms = TenantPages()
+        self._room_ids = itertools.count()
         # A request uses blocks that were cached: their hashes from the prompt's beginning on.
         self.on_found: Callable[[Sequence[bytes]], None] = lambda hashes: None
         self.pinned_tokens: Callable[[], int] = lambda: 0  # what contexts hold, whatever requests end
@@ -113,22 +118,23 @@ class ArenaPages:
         """All pages, writable."""
         return self.arena.view(0, self.layout.page_bytes * self.num_pages)
 
-    def place(self, reservation: Reservation, key: RangeKey) -> tuple[ByteRange, ...]:
-        """The arena ranges of one slab of a reservation, in order."""
-        held = reservation.states if key.group in self.layout.state_groups else reservation.blocks
-        return self.layout.segments(key.group, key.layer_index, held[key.group][key.block])
-
-    def views(self, reservation: Reservation, key: RangeKey) -> list[memoryview]:
-        """The same as writable memory."""
-        return self.segment_views(self.place(reservation, key))
-
     def segment_views(self, segments: Sequence[ByteRange]) -> list[memoryview]:
         """Ranges of the arena as writable memory."""
         return [self.arena.view(segment.start, segment.length) for segment in segments]
 
-    def source(self, segments: Callable[[int], Iterable[ByteRange]]) -> ArenaSource:
-        """The arena as a transfer's source, whose range i lies in `segments(i)`."""
-        return ArenaSource(str(self.arena.path), self.memory(), segments)
+    def source(self, reservation: Reservation, ranges: TransferRanges) -> ArenaSource:
+        """Where the ranges of a reservation's transfer lie, at either end of it."""
+        states = self.layout.state_groups
+
+        def pages_of(part: GroupRanges) -> Sequence[Sequence[int]]:
+            if part.group in states:
+                return [reservation.states[part.group][length] for length in part.blocks]
+            return reservation.blocks[part.group][part.blocks.start : part.blocks.stop]
+
+        places = RangePlaces(self.layout, ranges, pages_of)
+        return ArenaSource(
+            str(self.arena.path), self.memory(), lambda index: places.between(index, index + 1), places.between
+        )
 
     def match(self, hashes: Sequence[bytes], num_tokens: int) -> PrefixHit:
         """What of a prompt is cached here."""
@@ -152,9 +158,9 @@ class ArenaPages:
 
     def _check(self, hashes: Sequence[bytes], num_tokens: int) -> None:
         if not 0 < num_tokens <= MAX_TOKENS:
-            raise NodeRefusal("bad_request", f"num_tokens is {num_tokens}, allowed is 1 to {MAX_TOKENS}")
+            raise NodeRefusal("bad_request", f"num_tokens is {num_tokens}; it must be 1 to {MAX_TOKENS}")
         if len(set(hashes)) != len(hashes):
-            raise NodeRefusal("bad_request", "a block hash comes twice: they are not chained")
+            raise NodeRefusal("bad_request", "a block hash appears twice: the hashes are not chained")
         if (needed := _attention_pages(self.layout, num_tokens)) > self.num_pages:
             raise NodeRefusal("no_capacity", f"{needed} pages needed, the arena has {self.num_pages}")
 
@@ -171,7 +177,7 @@ class ArenaPages:
         wanted = self.cache.attention_pages_wanted(hashes, num_tokens, purpose)
         if not self._rooms.may_have(tenant, wanted, available, now):
             reason = TENANTS_PART if self._rooms.has_its_part(tenant, wanted) else "no_capacity"
-            raise NodeRefusal(reason, f"{available} pages left, which are for other tenants, too")
+            raise NodeRefusal(reason, f"{available} pages are left, shared with other tenants")
         with contextlib.ExitStack() as unless_returned:
             try:
                 reservation = self.cache.reserve(
@@ -210,6 +216,9 @@ class ArenaPages:
             raise NodeRefusal("no_capacity", f"contexts leave {unpinned} pages")
         self._rooms.waits(tenant)
         try:
+            await self.give_way(num_tokens)
+            if self._rooms.is_first(tenant):
+                await self.make_room(hashes, num_tokens, purpose, tenant)
             while True:
                 self._freed.clear()
                 left_s = deadline - self._now()
@@ -221,7 +230,7 @@ class ArenaPages:
                         if left_s <= 0 or not self.cache.report().reservations:
                             raise
                 elif left_s <= 0:
-                    raise NodeRefusal("no_capacity", "tenants that hold fewer pages have come first")
+                    raise NodeRefusal("no_capacity", "tenants that hold fewer pages came first")
                 # Not wait_for: up to Python 3.11 it swallows a cancellation that meets the event.
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(left_s):
@@ -230,6 +239,32 @@ class ArenaPages:
             self._rooms.goes(tenant)
             self._freed.set()  # it may have kept others from trying
         return await self._when_settled(reservation)
+
+    async def make_room(self, hashes: Sequence[bytes], num_tokens: int, purpose: Purpose, tenant: str) -> None:
+        """Evicts in steps, between which the loop goes on, what a reservation of many blocks would evict at once.
+
+        It evicts nothing for one that will be refused, and nothing that the reservation can use. What is missing in the
+        end, `reserve` evicts.
+        """
+        layout, cache, now = self.layout, self.cache, self._now()
+        block_pages = sum(layout.pages_per_block(group) for group in layout.full_groups)
+        step = EVICT_BLOCKS * block_pages
+        most = _attention_pages(layout, num_tokens)
+        if not step or most - cache.free_pages <= step:
+            return
+        wanted = cache.attention_pages_wanted(hashes, num_tokens, purpose)
+        if wanted > self._available or not self._rooms.may_have(tenant, wanted, self._available, now):
+            return
+        name = f"room-{next(self._room_ids)}"
+        cached = cache.pin(name, hashes, num_tokens, purpose)
+        try:
+            missing = most - cached // layout.block_size * block_pages
+            while missing - cache.free_pages > step and cache.shrink(step, now):
+                self.publish()
+                await asyncio.sleep(0)
+        finally:
+            cache.release(name, self._now())
+            self.changed()
 
     async def reserve_now(
         self, request_id: str, hashes: Sequence[bytes], num_tokens: int, purpose: Purpose
@@ -240,10 +275,16 @@ class ArenaPages:
     async def _when_settled(self, reservation: Reservation) -> Reservation:
         try:
             await self.settled(reservation)
+            await self.give_way(reservation.num_tokens)
         except BaseException:
             self.release(reservation.request_id)
             raise
         return reservation
+
+    async def give_way(self, num_tokens: int) -> None:
+        """Between two steps of a long prompt, which take milliseconds, whatever else waits on the loop goes first."""
+        if num_tokens > LONG_BLOCKS * self.layout.block_size:
+            await asyncio.sleep(0)
 
     async def bring_back(self, hashes: Sequence[bytes], num_tokens: int) -> None:
         """Has the SSD give back what it adds to a prompt's hit, unless computing it is sooner done."""
@@ -255,13 +296,18 @@ class ArenaPages:
         if self.ssd and num_tokens:
             self.ssd.computed(num_tokens, seconds)
 
-    async def bring_back_for_landing(self, joined_hashes: bytes, num_tokens: int) -> None:
-        """Has the SSD give back full attention that need not be sent here then. What is wrong with a request, `reserve` says."""
-        if self.ssd:
-            with contextlib.suppress(NodeRefusal):
-                hashes = split_hashes(joined_hashes)
-                self._check(hashes, num_tokens)
+    async def prepare_landing(self, joined_hashes: bytes, num_tokens: int, tenant: str) -> None:
+        """Has the SSD give back full attention that need not be sent here then, and makes room for the rest. What is wrong
+        with a request, `reserve` says.
+        """
+        if not self.ssd and _attention_pages(self.layout, num_tokens) <= self.cache.free_pages:
+            return
+        with contextlib.suppress(NodeRefusal):
+            hashes = split_hashes(joined_hashes)
+            self._check(hashes, num_tokens)
+            if self.ssd:
                 await self.ssd.bring_back_for_landing(hashes, num_tokens)
+            await self.make_room(hashes, num_tokens, Purpose.LANDING, tenant)
 
     async def settled(self, reservation: Reservation | None = None) -> None:
         """Returns when what lay in reserved pages before has been copied, should it have to be: then they may be filled."""

@@ -125,5 +125,5 @@ class PinnedContexts:
 
 def _ttl_s(request: pb.ContextRequest) -> float:
     if not (math.isfinite(request.ttl_s) and 0 < request.ttl_s <= MAX_TTL_S):
-        raise NodeRefusal("bad_request", f"ttl_s is {request.ttl_s}, allowed is up to {MAX_TTL_S:.0f}")
+        raise NodeRefusal("bad_request", f"ttl_s is {request.ttl_s}; it must be at most {MAX_TTL_S:.0f}")
     return request.ttl_s

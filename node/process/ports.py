@@ -51,9 +51,9 @@ async def wait_free(port: ListenPort, node_id: str, timeout_s: float, now: Calla
                 return  # it was let go just now
             raise port.refused(refusal) from refusal
         if now() >= deadline:
-            raise PortHeld(f"{port.key} = {port.number}: pid {pid}, of this node's earlier start, holds it still")
+            raise PortHeld(f"{port.key} = {port.number}: pid {pid}, of this node's earlier run, still holds it")
         if not told:
-            log.warning("%s = %d: waiting for pid %d, of this node's earlier start", port.key, port.number, pid)
+            log.warning("%s = %d: waiting for pid %d, of this node's earlier run", port.key, port.number, pid)
             told = True
         await asyncio.sleep(POLL_S)
 

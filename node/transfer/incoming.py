@@ -19,7 +19,8 @@ from enum import Enum
 from typing import Protocol
 
 from hybrid_cache.cache.reservation import Purpose, Reservation
-from hybrid_cache.layout.layout import ModelLayout, transfer_ranges
+from hybrid_cache.layout.layout import ModelLayout
+from hybrid_cache.layout.transfers import transfer_ranges
 from node.coding import Coding
 from node.control.holders import ReservationHolders, checked_name
 from node.errors import NodeRefusal
@@ -27,6 +28,7 @@ from node.kvcache.pages import ArenaPages, split_hashes
 from node.transfer.listener import ExpectedTransfer, PeerListener
 from transport.control.proto import node_pb2 as pb
 from transport.receive.registry.landing import LandingResult
+from transport.wire.sizes import RangeSizes
 
 log = logging.getLogger(__name__)
 
@@ -169,10 +171,11 @@ class IncomingTransfers:
         self, request: pb.ReserveRequest, use: IncomingUse | None = None
     ) -> tuple[str, bytes, Reservation]:
         """`reserve`, after an SSD has given back what it can; the pages may be written into. Raises NodeRefusal."""
-        await self._pages.bring_back_for_landing(request.block_hashes, request.num_tokens)
+        await self._pages.prepare_landing(request.block_hashes, request.num_tokens, request.tenant)
         reserved = self.reserve(request, use)
         try:
             await self._pages.settled(reserved[2])
+            await self._pages.give_way(request.num_tokens)
         except BaseException:
             self.abort(reserved[0], "given_up")
             raise
@@ -217,8 +220,8 @@ class IncomingTransfers:
         entry.landing = self._listener.expect(
             entry.transfer_id,
             secret,
-            [layout.slab_bytes(key.group) for key in ranges],
-            lambda i: self._pages.views(reservation, ranges[i]),
+            RangeSizes(ranges.sizes(layout)),
+            self._pages.source(reservation, ranges),
             lambda result: self._received(entry, result),
             exact=entry.use.exact,
             sender=sender,
@@ -253,7 +256,9 @@ class IncomingTransfers:
         """The reservation of that id, however much of it has landed. Raises NodeRefusal."""
         entry = self.entries.get(transfer_id)
         if entry is None:
-            raise NodeRefusal("unknown_transfer", "no such reservation: aborted, expired or of an earlier start")
+            raise NodeRefusal(
+                "unknown_transfer", "no such reservation: it was aborted, has expired or is from an earlier run"
+            )
         return entry
 
     async def commit(self, transfer_id: str, timeout_s: float) -> None:

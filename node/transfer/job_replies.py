@@ -26,6 +26,11 @@ class JobReplies:
     def __init__(self) -> None:
         self.refused: Counter[str] = Counter()
         self._tasks: dict[JobKey, asyncio.Task[None]] = {}
+        self._running: set[asyncio.Task[None]] = set()  # those that are not awaited any more, too
+
+    def __bool__(self) -> bool:
+        """Whether any of them may still hold what it has reserved: one that was cancelled needs a turn to give it back."""
+        return bool(self._running)
 
     def __len__(self) -> int:
         return len(self._tasks)
@@ -37,6 +42,7 @@ class JobReplies:
         """Sends what `answer()` comes to; a NodeRefusal, or any other error, becomes a Refused."""
         task = asyncio.create_task(self._run(key, answer, reply))
         self._tasks[key] = task
+        self._running.add(task)
         task.add_done_callback(lambda _: self._forget(key, task))
 
     def cancel(self, key: JobKey) -> None:
@@ -50,6 +56,7 @@ class JobReplies:
             self.cancel(key)
 
     def _forget(self, key: JobKey, task: "asyncio.Task[None]") -> None:
+        self._running.discard(task)
         if self._tasks.get(key) is task:
             del self._tasks[key]
 

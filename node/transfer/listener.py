@@ -12,6 +12,8 @@ from transport.path.tcp import TcpOptions
 from transport.receive.options import ServerOptions
 from transport.receive.registry import landing as landings
 from transport.receive.server import TransferServer
+from transport.wire.manifest import RangeViews
+from transport.wire.sizes import RangeSizes
 
 
 class ExpectedTransfer:
@@ -68,8 +70,8 @@ class PeerListener:
         self,
         transfer_id: str,
         secret: bytes,
-        sizes: Sequence[int],
-        target: Callable[[int], Sequence[memoryview]],
+        sizes: Sequence[int] | RangeSizes,
+        target: RangeViews,
         on_done: Callable[[landings.LandingResult], None],
         *,
         exact: bool = True,

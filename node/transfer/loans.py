@@ -91,7 +91,7 @@ class EngineLoans:
         """Answer with JobPages or Refused, now or when pages are free. Raises MessageError for a name in use."""
         key = (id(owner), message.job)
         if key in self._begins or key in self._loans:
-            raise m.MessageError(f"job {message.job!r} has begun already")
+            raise m.MessageError(f"job {message.job!r} has started already")
         if message.cached_only:
             noting = noting_refusals(reply, lambda reason: self._take_back(key, reason))
             self._begins.start(key, lambda: self._look_up(key, message), noting)
@@ -111,7 +111,7 @@ class EngineLoans:
 
     async def _look_up(self, key: JobKey, message: m.BeginPrefill) -> m.JobPages:
         if message.num_tokens <= 0:
-            raise NodeRefusal("bad_request", f"num_tokens is {message.num_tokens}, allowed is 1 and more")
+            raise NodeRefusal("bad_request", f"num_tokens is {message.num_tokens}; it must be at least 1")
         hashes = split_hashes(message.hashes)
         await self._pages.bring_back(hashes, message.num_tokens)
         found = self._pages.match(hashes, message.num_tokens).num_tokens
@@ -212,7 +212,7 @@ class EngineLoans:
     def drop_prefix(self, hashes: Sequence[bytes], keep_tokens: int, unused_s: float) -> int:
         """Give up the end of a cached prefix; returns how many pages that frees. Raises NodeRefusal."""
         if not unused_s >= 0:
-            raise NodeRefusal("bad_request", f"unused_s is {unused_s}, allowed is 0 and more")
+            raise NodeRefusal("bad_request", f"unused_s is {unused_s}; it must be at least 0")
         pages = self._pages.drop(hashes, keep_tokens, unused_s)
         self.counts.dropped_pages += pages
         return pages

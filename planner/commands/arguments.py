@@ -1,7 +1,6 @@
 """Every argument of every command.
 
-Apart from the commands themselves, so that `--help` loads no number crunching; what is refused here needs no site file to
-be known as wrong.
+Apart from the commands themselves, so that `--help` loads no number crunching. What is refused here is wrong for every site.
 """
 
 import argparse
@@ -11,166 +10,221 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Final
 
+from planner.commands.argument_types import above_zero, at_least_one, not_negative, share, whole
 from planner.decisions.admission.overload import AdmissionPolicy
 from planner.decisions.defaults import DEPLOYED
 from planner.decisions.routing.placement import PLACERS
-from planner.model.reading import LEAST
 from planner.simulator.policies import POLICIES, Estimates
 from planner.solve.goals import Objective, SplitRule, TieBreak, Worst
-
-LARGEST: Final = 1e9  # of gigabytes, seconds, factors: whatever is measured
-MOST: Final = 10_000_000  # of whatever is counted: more requests than that do not fit into memory
 
 
 @dataclass(frozen=True, slots=True)
 class PlannerCommand:
-    """One command: `module` below `planner.commands` has its `run(args)`, which returns the exit status."""
+    """One command: `module` below `planner.commands` has its `run(args)`, which returns the exit status.
+
+    `help` says in a line what it does, `more` whatever a user has to know besides; `example` is a whole command line.
+    """
 
     module: str
-    help: str
     add_arguments: Callable[[argparse.ArgumentParser], None]
+    help: str
+    example: str
+    more: str = ""
 
+    @property
+    def description(self) -> str:
+        return f"{self.help[0].upper()}{self.help[1:]}. {self.more}".strip()
 
-def above_zero(text: str) -> float:
-    """A number above 0."""
-    value = float(text)
-    if not LEAST <= value <= LARGEST:
-        raise argparse.ArgumentTypeError(f"{text}: must be above 0, and at most {LARGEST:g}")
-    return value
-
-
-def not_negative(text: str) -> float:
-    """A number that is at least 0."""
-    value = float(text)
-    if not 0 <= value <= LARGEST:
-        raise argparse.ArgumentTypeError(f"{text}: must be at least 0, and at most {LARGEST:g}")
-    return value
-
-
-def whole(text: str) -> int:
-    """A whole number of at least 0."""
-    value = int(text)
-    if not 0 <= value <= MOST:
-        raise argparse.ArgumentTypeError(f"{text}: must be 0 to {MOST}")
-    return value
-
-
-def at_least_one(text: str) -> int:
-    """A count."""
-    value = int(text)
-    if not 1 <= value <= MOST:
-        raise argparse.ArgumentTypeError(f"{text}: must be 1 to {MOST}")
-    return value
-
-
-def share(text: str) -> float:
-    """A part of something, above 0."""
-    value = float(text)
-    if not 0 < value <= 1:
-        raise argparse.ArgumentTypeError(f"{text}: must be in (0, 1]")
-    return value
+    @property
+    def epilog(self) -> str:
+        return f"Example: {self.example}"
 
 
 def _site(command: argparse.ArgumentParser) -> None:
-    command.add_argument("-c", "--config", type=Path, required=True, help="site file (TOML)")
-    command.add_argument("-w", "--workload", type=Path, help="workload written by fit, instead of the site's own")
-    command.add_argument("--deployment", help="a [deployments.NAME] of the site file")
-    command.add_argument("--as-in-paper", action="store_true", help="T(E[L]) and a 100-token grid, as in the paper")
-    command.add_argument("--extrapolate", action="store_true", help="allow lengths outside the profile")
+    command.add_argument(
+        "-c", "--config", type=Path, required=True, metavar="FILE.toml", help="site file: clusters, links, workload"
+    )
+    command.add_argument(
+        "-w", "--workload", type=Path, metavar="FILE", help="workload file, as fit writes it (default: the site's own)"
+    )
+    command.add_argument("--deployment", metavar="NAME", help="use [deployments.NAME] of the site file")
+    command.add_argument(
+        "--as-in-paper",
+        action="store_true",
+        help="use T(E[L]) and thresholds in steps of 100 tokens, as the paper does",
+    )
+    command.add_argument("--extrapolate", action="store_true", help="allow prompt lengths outside the profile")
     command.add_argument(
         "--warm-caches", action="store_true",
-        help="a Λ that counts on what decode nodes hold in the mean; a start with empty caches may never reach it",
+        help="count on what decode nodes hold; after a start with empty caches such a plan may stay overloaded",
     )  # fmt: skip
-    command.add_argument("--tie-break", choices=list(TieBreak), default=TieBreak.EGRESS, help="second goal of ties")
+    command.add_argument(
+        "--tie-break", choices=list(TieBreak), default=TieBreak.EGRESS,
+        help="what to minimise among equally good plans (default: %(default)s)",
+    )  # fmt: skip
     _json(command)
 
 
 def _json(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--json", action="store_true", help="JSON on stdout")
+    command.add_argument("--json", action="store_true", help="print JSON")
 
 
 def _objective(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--objective", choices=list(Objective), default=Objective.THROUGHPUT)
-    command.add_argument("--rate", type=above_zero, help="req/s that the plan must carry")
+    command.add_argument(
+        "--objective", choices=list(Objective), default=Objective.THROUGHPUT,
+        help="what to optimise: the rate, the price at --rate, or the rate within the site's SLO (default: %(default)s)",
+    )  # fmt: skip
+    command.add_argument(
+        "--rate", type=above_zero, metavar="REQ/S", help="requests per second that the plan must carry"
+    )
 
 
 def _trial(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--trace", type=Path, help="requests to replay; without it, Poisson arrivals of the workload")
     command.add_argument(
-        "--requests", type=at_least_one, help="of a trace the first (default: all); else how many (20000)"
+        "--trace", type=Path, metavar="FILE", help="trace to replay (default: Poisson arrivals of the workload)"
+    )
+    command.add_argument(
+        "--requests",
+        type=at_least_one,
+        metavar="N",
+        help="replay the first N of the trace (default: all), or draw N arrivals (default: 20000)",
     )
     _begin_within(command)
-    command.add_argument("--seed", type=whole, default=0)
-    command.add_argument("--seeds", type=at_least_one, default=1, help="how many seeds; results carry 95 %% intervals")
+    command.add_argument(
+        "--seed", type=whole, default=0, metavar="N", help="seed of random arrivals (default: %(default)s)"
+    )
+    command.add_argument(
+        "--seeds", type=at_least_one, default=1, metavar="N",
+        help="simulate N seeds and print 95 %% confidence intervals (default: %(default)s)",
+    )  # fmt: skip
     command.add_argument(
         "--ideal", action="store_true",
-        help="the paper's assumptions instead of what deployments do: no prefix caches nor moves but those asked for, no "
-        "prompts on decode nodes, KVCache that leaves after its prefill; plans for a cache that never evicts",
-    )  # fmt: skip
-    command.add_argument("--placement", choices=list(PLACERS), default=DEPLOYED.placement)
-    command.add_argument("--admission", choices=list(AdmissionPolicy), default=AdmissionPolicy.ACCEPT_ALL)
-    command.add_argument(
-        "--cache-gb", type=not_negative, help="prefix cache per node (default: the site's, or one that never evicts)"
-    )
-    command.add_argument(
-        "--increment", type=whole,
-        help=f"uncached tokens that a decode node may compute itself (default: {DEPLOYED.increment_tokens}, as gateways)",
-    )  # fmt: skip
-    command.add_argument("--cross-cluster-cache", action="store_true", help="prefixes move between clusters, too")
-    command.add_argument("--eviction", help='of the caches, such as lru (default: "default", what nodes run)')
-    command.add_argument(
-        "--fetch-gbps", type=not_negative, help="prefix transfers inside a cluster (default: the site's, or 8)"
-    )
-    command.add_argument(
-        "--tail-share", type=share,
-        help=f"KVCache that leaves after the prefill, 1: all (default: {DEPLOYED.tail_share:g}, layer by layer)",
+        help="simulate the paper's assumptions instead of a deployment: decode nodes compute no prompts, KVCache leaves after "
+        "its prefill, and prefixes are cached and moved only where other options ask for it",
     )  # fmt: skip
     command.add_argument(
-        "--estimates", choices=list(Estimates), default=Estimates.LEARNED, help="of how long things take"
-    )
-    command.add_argument("--controller", choices=list(SplitRule), help="let the long-timescale controller act")
-    command.add_argument("--tick", type=above_zero, default=60.0, help="seconds between the controller's decisions")
+        "--placement", choices=list(PLACERS), default=DEPLOYED.placement,
+        help="how a node is chosen within a cluster (default: %(default)s)",
+    )  # fmt: skip
     command.add_argument(
-        "--flip-s",
-        type=above_zero,
-        help="of a drained node that changes its role (default: measured, 27 ms in the median)",
+        "--admission", choices=list(AdmissionPolicy), default=AdmissionPolicy.ACCEPT_ALL,
+        help="which requests are refused under overload (default: %(default)s)",
+    )  # fmt: skip
+    command.add_argument(
+        "--cache-gb",
+        type=not_negative,
+        metavar="GB",
+        help="prefix cache of a node, in GB (default: the site's, or a cache that never evicts)",
     )
-    command.add_argument("--flip-failing", type=not_negative, default=0.0, help="share of them that keep the old role")
-    command.add_argument("--ttft", type=above_zero, help="TTFT that counts as good, seconds")
-    command.add_argument("--tbt", type=above_zero, help="TBT that counts as good, seconds")
-    command.add_argument("--link-trace", type=Path, help="CSV of time_s,capacity_gbps")
+    command.add_argument(
+        "--increment", type=whole, metavar="TOKENS",
+        help=f"uncached tokens that a decode node may compute itself (default: {DEPLOYED.increment_tokens}, as in gateways)",
+    )  # fmt: skip
+    command.add_argument("--cross-cluster-cache", action="store_true", help="let prefixes move between clusters, too")
+    command.add_argument(
+        "--eviction", metavar="NAME", help="eviction policy of the caches, such as lru (default: that of nodes)"
+    )
+    command.add_argument(
+        "--fetch-gbps",
+        type=not_negative,
+        metavar="GBPS",
+        help="rate of prefix transfers inside a cluster, in Gbit/s (default: the site's, or 8)",
+    )
+    command.add_argument(
+        "--tail-share", type=share, metavar="SHARE",
+        help="share of the KVCache that leaves after the prefill, 1 for all of it "
+        f"(default: {DEPLOYED.tail_share:g}, as layers leave while others are computed)",
+    )  # fmt: skip
+    command.add_argument(
+        "--estimates",
+        choices=list(Estimates),
+        default=Estimates.LEARNED,
+        help="what routing expects of durations: learned as gateways do, or exact (default: %(default)s)",
+    )
+    command.add_argument(
+        "--controller",
+        choices=list(SplitRule),
+        help="let this controller change thresholds and roles meanwhile (default: none)",
+    )
+    command.add_argument(
+        "--tick", type=above_zero, default=60.0, metavar="S",
+        help="seconds between the controller's decisions (default: %(default)s)",
+    )  # fmt: skip
+    command.add_argument(
+        "--flip-s", type=above_zero, metavar="S",
+        help="seconds that a drained node takes to change its role (default: as measured, 0.027 s in the median)",
+    )  # fmt: skip
+    command.add_argument(
+        "--flip-failing", type=not_negative, default=0.0, metavar="SHARE",
+        help="share of role changes that fail (default: %(default)s)",
+    )  # fmt: skip
+    command.add_argument("--ttft", type=above_zero, metavar="S", help="largest good time to first token, in seconds")
+    command.add_argument("--tbt", type=above_zero, metavar="S", help="largest good time between tokens, in seconds")
+    command.add_argument(
+        "--link-trace", type=Path, metavar="FILE.csv", help="capacity of the links over time: time_s,capacity_gbps"
+    )
     command.add_argument(
         "--link-down", action="append", default=[], metavar="FROM:UNTIL[:SOURCE:DESTINATION]",
-        help="seconds in which links (or one) carry nothing; repeatable",
+        help="cut all links, or one, between these seconds; may be repeated",
     )  # fmt: skip
     command.add_argument(
         "--link-thin", action="append", default=[], metavar="FROM:UNTIL:SHARE[:SOURCE:DESTINATION]",
-        help="seconds in which links (or one) have a share of their capacity; repeatable",
+        help="leave all links, or one, SHARE of their capacity between these seconds; may be repeated",
     )  # fmt: skip
-    command.add_argument("--no-cache-in-plan", action="store_true", help="plan for whole prompts, not uncached tails")
+    command.add_argument(
+        "--no-cache-in-plan", action="store_true", help="solve for whole prompts, as if no prefix were cached"
+    )
 
 
 def _begin_within(command: argparse.ArgumentParser) -> None:
     command.add_argument(
-        "--begin-within", type=above_zero, default=10_800.0, help="seconds within which agents' sessions begin (10800)"
+        "--begin-within",
+        type=above_zero,
+        default=10_800.0,
+        metavar="S",
+        help="in traces of agents' sessions: seconds within which all sessions begin (default: %(default)g)",
     )
 
 
 def _arrivals(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--rate-scale", type=above_zero, default=1.0, help="replay the trace this much faster")
-    command.add_argument("--load", type=above_zero, default=0.8, help="without a trace: share of the plan's Λ")
-    command.add_argument("--day", help="without a trace: loads per bin, as shares of Λ, e.g. 0.3,0.6,0.9,0.5")
-    command.add_argument("--bin", type=above_zero, default=3600.0, help="seconds per bin of --day")
+    command.add_argument(
+        "--rate-scale", type=above_zero, default=1.0, metavar="X", help="replay the trace X times as fast (default: 1)"
+    )
+    command.add_argument(
+        "--load", type=above_zero, default=0.8, metavar="SHARE",
+        help="without a trace: arrivals as a share of the plan's largest rate, Λ (default: %(default)s)",
+    )  # fmt: skip
+    command.add_argument(
+        "--day",
+        metavar="SHARES",
+        help="without a trace: a load for each --bin, as shares of Λ, such as 0.3,0.6,0.9,0.5",
+    )
+    command.add_argument(
+        "--bin", type=above_zero, default=3600.0, metavar="S", help="seconds of a bin of --day (default: %(default)g)"
+    )
 
 
 def _solve(command: argparse.ArgumentParser) -> None:
     _site(command)
     _objective(command)
-    command.add_argument("-o", "--output", type=Path, help="plan file to write")
-    command.add_argument("--robust", action="store_true", help="best worst case over profile, links and slices")
-    command.add_argument("--spread", type=not_negative, default=0.1, help="how far profiles may be off (robust)")
-    command.add_argument("--worst", choices=list(Worst), default=Worst.RATIO, help="what is best in the worst case")
-    command.add_argument("--bins", type=at_least_one, default=60, help="length bins of a plan for several clusters")
+    command.add_argument("-o", "--output", type=Path, metavar="FILE", help="plan file to write")
+    command.add_argument(
+        "--robust",
+        action="store_true",
+        help="maximise the worst case over wrong profiles, cut links and slices of the workload",
+    )
+    command.add_argument(
+        "--spread", type=not_negative, default=0.1, metavar="SHARE",
+        help="with --robust: relative error of the profiles (default: %(default)s)",
+    )  # fmt: skip
+    command.add_argument(
+        "--worst", choices=list(Worst), default=Worst.RATIO,
+        help="with --robust: maximise the ratio to each case's optimum, or the rate (default: %(default)s)",
+    )  # fmt: skip
+    command.add_argument(
+        "--bins", type=at_least_one, default=60, metavar="N",
+        help="number of length bins in a plan for several clusters (default: %(default)s)",
+    )  # fmt: skip
 
 
 def _simulate(command: argparse.ArgumentParser) -> None:
@@ -180,67 +234,98 @@ def _simulate(command: argparse.ArgumentParser) -> None:
 
 def _of_plan(command: argparse.ArgumentParser) -> None:
     _site(command)
-    command.add_argument("--plan", type=Path, help="plan file; without it the site is solved first")
+    command.add_argument("--plan", type=Path, metavar="FILE", help="plan file (default: solve the site first)")
     _trial(command)
 
 
 def _fit(command: argparse.ArgumentParser) -> None:
     source = command.add_mutually_exclusive_group(required=True)
     source.add_argument(
-        "--trace", type=Path, help="Mooncake, Qwen or Azure trace, agents' sessions, or a gateway's request log"
+        "--trace",
+        type=Path,
+        metavar="FILE",
+        help="trace of Mooncake, Qwen or Azure, agents' sessions, or a gateway's request log",
     )
-    source.add_argument("--metrics", type=Path, help="a gateway's /metrics, saved as text")
+    source.add_argument("--metrics", type=Path, metavar="FILE", help="page /metrics of a gateway, saved as text")
     _begin_within(command)
-    command.add_argument("--span", type=above_zero, help="seconds that the metrics cover, for the rate")
-    command.add_argument("--tokens", choices=["incremental", "total"], default="incremental")
     command.add_argument(
-        "--cache-gb", type=above_zero, help="prefix cache per node of the PD clusters (needs -c; default: the site's)"
+        "--span", type=above_zero, metavar="S", help="with --metrics: seconds that they cover, for the rate"
     )
     command.add_argument(
-        "-c", "--config", type=Path,
-        help="site file: its caches and S_kv count; without it, leading blocks seen before, states or not",
+        "--tokens", choices=["incremental", "total"], default="incremental",
+        help="prompt lengths without cached prefixes, or whole (default: %(default)s)",
     )  # fmt: skip
-    command.add_argument("-o", "--output", type=Path, help="workload file to write")
+    command.add_argument(
+        "--cache-gb",
+        type=above_zero,
+        metavar="GB",
+        help="prefix cache of a PD cluster's node, in GB; needs -c (default: the site's)",
+    )
+    command.add_argument(
+        "-c", "--config", type=Path, metavar="FILE.toml",
+        help="site file, whose caches decide which prefixes are cached (default: every leading block seen before)",
+    )  # fmt: skip
+    command.add_argument("-o", "--output", type=Path, metavar="FILE", help="workload file to write")
     _json(command)
 
 
 def _profile(command: argparse.ArgumentParser) -> None:
-    command.add_argument("action", choices=["show", "check", "calibrate", "import-aic"])
+    command.add_argument(
+        "action", choices=["show", "check", "calibrate", "import-aic"],
+        help="print it, compare it with measured points, fit it to them, or import one from aiconfigurator",
+    )  # fmt: skip
     command.add_argument("profile", type=Path, help="profile file (JSON)")
-    command.add_argument("--hardware", help="which prefill curve (calibrate, import-aic)")
-    command.add_argument("--points", type=Path, help="CSV of tokens,seconds measured on it (check, calibrate)")
-    command.add_argument("--model-path", help="model name or directory for aiconfigurator (import-aic)")
-    command.add_argument("--system", default="h200_sxm", help="aiconfigurator's name of the hardware (import-aic)")
-    command.add_argument("-o", "--output", type=Path, help="profile file to write (calibrate, import-aic)")
+    command.add_argument("--hardware", metavar="NAME", help="name of the prefill curve (calibrate, import-aic)")
+    command.add_argument(
+        "--points", type=Path, metavar="FILE.csv", help="measured times: tokens,seconds (check, calibrate)"
+    )
+    command.add_argument("--model-path", metavar="NAME", help="model name or directory for aiconfigurator (import-aic)")
+    command.add_argument(
+        "--system", default="h200_sxm", metavar="NAME",
+        help="aiconfigurator's name of the hardware (import-aic; default: %(default)s)",
+    )  # fmt: skip
+    command.add_argument(
+        "-o", "--output", type=Path, metavar="FILE", help="profile file to write (calibrate, import-aic)"
+    )
     _json(command)
 
 
 def _diff(command: argparse.ArgumentParser) -> None:
-    command.add_argument("plan", type=Path, nargs="?", help="plan file; without it a running service's proposal")
-    command.add_argument("--current", type=Path, help="JSON of what runs (the same keys)")
+    command.add_argument(
+        "plan", type=Path, nargs="?", metavar="PLAN", help="plan file (default: ask the service at --url)"
+    )
+    command.add_argument("--current", type=Path, metavar="FILE.json", help="what runs, with the keys of a plan file")
     _live(command)
 
 
 def _live(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--url", default="http://127.0.0.1:8100", help="of the plan service (default: %(default)s)")
-    command.add_argument("--token-file", type=Path, help="file with the service's secret, where it asks for one")
+    command.add_argument(
+        "--url", default="http://127.0.0.1:8100", metavar="URL", help="the plan service (default: %(default)s)"
+    )
+    command.add_argument(
+        "--token-file", type=Path, metavar="FILE", help="file with the service's secret, if it requires one"
+    )
     _json(command)
 
 
 def _serve(command: argparse.ArgumentParser) -> None:
-    command.add_argument("-c", "--config", type=Path, required=True, metavar="FILE.toml", help="[plan]")
     command.add_argument(
-        "--check", action="store_true", help="read the configuration, say whether it is right, and end"
+        "-c", "--config", type=Path, required=True, metavar="FILE.toml", help="configuration with a [plan] table"
     )
+    command.add_argument("--check", action="store_true", help="only check the configuration, and exit")
 
 
 def _apply(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--version", type=at_least_one, help="only if the proposal is this one")
+    command.add_argument(
+        "--version", type=at_least_one, metavar="N", help="apply only if the proposal has this version"
+    )
     _live(command)
 
 
 def _history(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--limit", type=at_least_one, default=20, help="how many (default: %(default)s)")
+    command.add_argument(
+        "--limit", type=at_least_one, default=20, metavar="N", help="number of changes to show (default: %(default)s)"
+    )
     _live(command)
 
 
@@ -248,27 +333,43 @@ def _whatif(command: argparse.ArgumentParser) -> None:
     _site(command)
     command.add_argument(
         "--sweep", action="append", default=[],
-        help="knob=low:high[:steps] or knob=a,b,c; repeatable. Knobs: b_out (Gbit/s), n_prfaas, n_pd, output_tokens, and "
-        "factors: t_prfaas, t_pd (of times), decode_rate",
+        metavar="KNOB=VALUES",
+        help="values low:high[:steps] or a,b,c; may be repeated. Knobs: b_out (Gbit/s), n_prfaas, n_pd, output_tokens, and "
+        "the factors t_prfaas, t_pd (of prefill times) and decode_rate",
     )  # fmt: skip
-    command.add_argument("--heat-map", action="store_true", help="Λ over threshold and N_p instead")
-    command.add_argument("-o", "--output", type=Path, help="CSV file")
+    command.add_argument(
+        "--heat-map", action="store_true", help="compute Λ over threshold and prefill instances instead"
+    )
+    command.add_argument("-o", "--output", type=Path, metavar="FILE.csv", help="CSV file to write")
 
 
 def _saturate(command: argparse.ArgumentParser) -> None:
     _of_plan(command)
-    command.add_argument("--slo", default="ttft_p90<5,tbt_p99<0.1", help="clauses on the simulation's keys")
-    command.add_argument("--tolerance", type=share, default=0.02, help="where bisection stops, relative")
+    command.add_argument(
+        "--slo", default="ttft_p90<5,tbt_p99<0.1", metavar="CLAUSES",
+        help="limits on keys of the simulation's report, times in seconds (default: %(default)s)",
+    )  # fmt: skip
+    command.add_argument(
+        "--tolerance", type=share, default=0.02, metavar="SHARE",
+        help="relative width at which bisection stops (default: %(default)s)",
+    )  # fmt: skip
 
 
 def _compare(command: argparse.ArgumentParser) -> None:
     _site(command)
-    command.add_argument("--plans", type=Path, nargs="*", default=[], help="plan files to compare")
-    command.add_argument("--deployments", nargs="*", default=[], help="deployments of the site file to compare")
-    command.add_argument("--policies", nargs="*", default=[], help=f"of {', '.join(POLICIES)}")
+    command.add_argument("--plans", type=Path, nargs="*", default=[], metavar="FILE", help="plan files to compare")
+    command.add_argument(
+        "--deployments", nargs="*", default=[], metavar="NAME", help="deployments of the site file to compare"
+    )
+    command.add_argument(
+        "--policies", nargs="*", default=[], metavar="NAME", help=f"policies to compare: {', '.join(POLICIES)}"
+    )
     _trial(command)
     _arrivals(command)
-    command.add_argument("--arrivals", type=above_zero, help="req/s for all; default: 80 %% of the least Λ")
+    command.add_argument(
+        "--arrivals", type=above_zero, metavar="REQ/S",
+        help="requests per second for all (default: 80 %% of the lowest Λ)",
+    )  # fmt: skip
 
 
 def _report(command: argparse.ArgumentParser) -> None:
@@ -276,36 +377,108 @@ def _report(command: argparse.ArgumentParser) -> None:
     _objective(command)
     _trial(command)
     _arrivals(command)
-    command.add_argument("-o", "--output", type=Path, required=True, help="HTML file to write")
+    command.add_argument("-o", "--output", type=Path, required=True, metavar="FILE.html", help="HTML file to write")
 
 
+SITE: Final = "configs/case_study.toml"
 COMMANDS: Final = MappingProxyType[str, PlannerCommand](
     {
         "solve": PlannerCommand(
-            "capacity.solve", "threshold and split of highest rate (or least cost, or within an SLO)", _solve
+            "capacity.solve",
+            _solve,
+            "find the threshold and the prefill/decode split of a site",
+            f"prfaas-plan solve -c {SITE} -o plan.json",
+            "By default it maximises the request rate Λ; --objective cost minimises the price, and slo keeps an SLO.",
         ),
-        "simulate": PlannerCommand("simulation.simulate", "run a plan in virtual time", _simulate),
-        "fit": PlannerCommand("inputs.fit", "a workload from a trace", _fit),
-        "profile": PlannerCommand("inputs.profile", "show, check, calibrate or import profiles", _profile),
+        "simulate": PlannerCommand(
+            "simulation.simulate",
+            _simulate,
+            "simulate a plan in virtual time, and report latencies, rates and egress",
+            f"prfaas-plan simulate -c {SITE} --requests 2000 --load 0.8",
+        ),
+        "fit": PlannerCommand(
+            "inputs.fit",
+            _fit,
+            "fit a workload (lengths, cached prefixes, rate) to a trace or to a gateway's metrics",
+            f"prfaas-plan fit --trace conversation.jsonl -c {SITE} -o workload.json",
+        ),
+        "profile": PlannerCommand(
+            "inputs.profile",
+            _profile,
+            "show, check, calibrate or import a model's profile of prefill and decode times",
+            "prfaas-plan profile check configs/profiles/internal-1t.json --points measured.csv",
+        ),
         "diff": PlannerCommand(
             "service.diff",
-            "plan against what runs, of files or of a running service: exit 0 same, 2 different, 3 infeasible",
             _diff,
+            "compare a plan with what runs, from files or at a running service",
+            "prfaas-plan diff plan.json --current running.json",
+            "Exit status: 0 no difference, 2 a difference, 3 infeasible.",
         ),
-        "whatif": PlannerCommand("capacity.whatif", "solve over ranges of inputs", _whatif),
-        "saturate": PlannerCommand("simulation.saturate", "largest simulated rate that meets an SLO", _saturate),
-        "compare": PlannerCommand("simulation.compare", "plans or policies side by side, simulated", _compare),
-        "report": PlannerCommand("simulation.report", "one self-contained HTML page", _report),
+        "whatif": PlannerCommand(
+            "capacity.whatif",
+            _whatif,
+            "solve a site again and again over ranges of its inputs",
+            f"prfaas-plan whatif -c {SITE} --sweep b_out=10:200:5",
+        ),
+        "saturate": PlannerCommand(
+            "simulation.saturate",
+            _saturate,
+            "find the largest simulated request rate that keeps an SLO",
+            f"prfaas-plan saturate -c {SITE} --requests 2000 --slo 'ttft_p90<5'",
+        ),
+        "compare": PlannerCommand(
+            "simulation.compare",
+            _compare,
+            "simulate several plans, deployments or policies side by side",
+            f"prfaas-plan compare -c {SITE} --deployments homogeneous naive --requests 2000",
+        ),
+        "report": PlannerCommand(
+            "simulation.report",
+            _report,
+            "write one self-contained HTML page with plan, sensitivities and simulation",
+            f"prfaas-plan report -c {SITE} -o report.html",
+        ),
         "serve": PlannerCommand(
-            "service.serve", "watch running gateways, propose plans, publish the one in force", _serve
+            "service.serve",
+            _serve,
+            "run the plan service: watch gateways, propose plans, publish the plan in force",
+            "prfaas-plan serve -c plan.toml",
         ),
-        "show": PlannerCommand("service.steer", "how a running plan service stands", _live),
-        "apply": PlannerCommand("service.steer", "a running service's proposal comes into force", _apply),
+        "show": PlannerCommand(
+            "service.steer",
+            _live,
+            "show the plan in force, the proposal and the gateways of a running plan service",
+            "prfaas-plan show --url http://127.0.0.1:8100",
+        ),
+        "apply": PlannerCommand(
+            "service.steer",
+            _apply,
+            "put the proposal of a running plan service into force",
+            "prfaas-plan apply --version 3",
+        ),
         "rollback": PlannerCommand(
-            "service.steer", "what was in force before is so again; then nothing changes by itself until resume", _live
+            "service.steer",
+            _live,
+            "put the previous plan back into force",
+            "prfaas-plan rollback",
+            "The service then changes nothing by itself until `prfaas-plan resume`.",
         ),
-        "history": PlannerCommand("service.steer", "the last changes of plans, with reasons", _history),
-        "pause": PlannerCommand("service.steer", "a running service proposes and changes nothing by itself", _live),
-        "resume": PlannerCommand("service.steer", "a running service goes on", _live),
+        "history": PlannerCommand(
+            "service.steer",
+            _history,
+            "show the last changes of plans, with their reasons",
+            "prfaas-plan history --limit 5",
+        ),
+        "pause": PlannerCommand(
+            "service.steer",
+            _live,
+            "stop a running plan service from proposing and applying plans by itself",
+            "prfaas-plan pause",
+            "The plan in force stays. `prfaas-plan resume` ends the pause.",
+        ),
+        "resume": PlannerCommand(
+            "service.steer", _live, "let a paused plan service propose and apply plans again", "prfaas-plan resume"
+        ),
     }
 )

@@ -40,11 +40,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """The whole command line."""
-    top = argparse.ArgumentParser(prog="prfaas-plan", description="Capacity planning for PrfaaS-PD deployments.")
+    top = argparse.ArgumentParser(
+        prog="prfaas-plan",
+        description="Plan the capacity of PrfaaS-PD deployments, simulate plans, run the plan service that gateways follow.",
+        epilog=f"Example: {COMMANDS['solve'].example}. Each command has its own --help.",
+    )  # fmt: skip
     top.add_argument("--version", action=_Version, nargs=0, help="show the version and exit")
     commands = top.add_subparsers(required=True, metavar="COMMAND", dest="command")
     for name, command in COMMANDS.items():
-        command.add_arguments(commands.add_parser(name, help=command.help, description=command.help))
+        command.add_arguments(
+            commands.add_parser(name, help=command.help, description=command.description, epilog=command.epilog)
+        )
     return top
 
 

@@ -189,13 +189,15 @@ class Site:
         for link in self.links:
             for end in (link.source, link.destination):
                 if end not in names:
-                    raise InputError(f"links: {end!r} is no cluster; known: {', '.join(names)}")
+                    raise InputError(f"links: {end!r} is not a cluster; known: {', '.join(names)}")
             self._check_direction(link)
         if not self.of_kind(ClusterKind.PD):
             raise InputError("clusters: at least one of kind 'pd' is needed, to decode")
         total = sum(self.homes.values())
         if self.homes and abs(total - 1.0) > 1e-6:
-            raise InputError(f"clusters: home_share adds up to {total:g} over pd clusters; it must be 1, or left out")
+            raise InputError(
+                f"clusters: home_share adds up to {total:g} over pd clusters; it must be 1, or be left out"
+            )
 
     def _check_direction(self, link: Link) -> None:
         """KVCache goes from PrfaaS to PD clusters; prefixes that move take the same line. Raises InputError."""

@@ -174,7 +174,7 @@ def _to_trace(path: Path, rows: Iterable[_Placed]) -> Trace:
     (first, earliest), (last, latest) = parsed[0], parsed[-1]
     if last.arrived_s - first.arrived_s > MAX_SPAN_S:
         far = f"{latest} comes {last.arrived_s - first.arrived_s:.6g} s after {earliest}"
-        raise SettingsError(f"{far}: a trace spans at most {MAX_SPAN_S:g} s; look at their times")
+        raise SettingsError(f"{far}: a trace spans at most {MAX_SPAN_S:g} s; check their times")
     if in_ms:
         _check_unit(len(parsed), last.arrived_s - first.arrived_s)
     _check_ids(parsed)
@@ -227,7 +227,7 @@ def _parse(row: Mapping[str, Any]) -> _Row | None:
         return _parse_logged(row)
     if "timestamp" not in row:
         fields = ", ".join(str(key) for key in list(row)[:8]) or "none"
-        raise SettingsError(f"fields {fields}: no shape that is known; known are {SHAPES}")
+        raise SettingsError(f"fields {fields}: an unknown shape; known are {SHAPES}")
     unit, per_s = (SECONDS, 1.0) if "chat_id" in row else (MILLISECONDS, 1e3)
     arrived_s = number(row, "timestamp", unit) / per_s
     return _Row(arrived_s, number(row, "input_length", TOKENS), number(row, "output_length", TOKENS), _ids(row))
@@ -295,7 +295,7 @@ def diurnal(
         parts.append(replace(part, arrival_s=at))
     if not any(len(part) for part in parts):
         raise InputError(
-            f"rates of {max(rates_req_per_s):g} req/s, bins of {bin_s:g} s: no request comes; raise one of them"
+            f"rates of {max(rates_req_per_s):g} req/s, bins of {bin_s:g} s: no request arrives; raise one of them"
         )
     return Trace(
         name="diurnal",

@@ -57,7 +57,7 @@ class PlanClient:
         except InvalidURL as exc:
             raise InputError(f"--url {self._url}: {exc}") from exc
         except HTTPException as exc:
-            raise InputError(f"{self._url} does not answer as a plan service does: {type(exc).__name__}") from exc
+            raise InputError(f"{self._url} does not answer like a plan service: {type(exc).__name__}") from exc
         except (URLError, TimeoutError, OSError) as exc:
             reason = exc.reason if isinstance(exc, URLError) else exc
             raise InputError(f"no plan service answers at {self._url}: {reason}") from exc
@@ -68,7 +68,7 @@ class PlanClient:
         except (ValueError, KeyError, TypeError, OSError, HTTPException, RecursionError):
             text = None
         if not isinstance(text, str):
-            return InputError(f"{self._url} does not answer as a plan service does: {exc.code} {exc.reason}")
+            return InputError(f"{self._url} does not answer like a plan service: {exc.code} {exc.reason}")
         if exc.code == HTTPStatus.CONFLICT:
             return ChangeRefused(text)
         return InputError(f"the plan service at {self._url}: {text}")
@@ -77,7 +77,7 @@ class PlanClient:
         try:
             return msgspec.json.decode(body, type=kind)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as exc:
-            raise InputError(f"{self._url} is no plan service of this version: {exc}") from exc
+            raise InputError(f"{self._url} is not a plan service of this version: {exc}") from exc
 
 
 def _user() -> str:

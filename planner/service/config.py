@@ -79,7 +79,7 @@ class ServiceConfig:
         for url in self.gateways:
             require(url.startswith(("http://", "https://")), "gateways", url, "http(s) URLs")
         if self.token_file is None and not is_loopback(self.host):
-            raise SettingsError(f"host = {self.host!r}: others than this host reach it, so token_file is needed")
+            raise SettingsError(f"host = {self.host!r}: other machines reach it, so token_file is needed")
 
     @property
     def identity(self) -> Identity | None:

@@ -51,7 +51,7 @@ class AgentConverter:
                 await self._check(node)
                 await self._seen_through(NodeAgentStub(channel), role, version)  # type: ignore[no-untyped-call]
         except TimeoutError:
-            raise ConversionFailed("the node has not said how it ended") from None
+            raise ConversionFailed("the node has not reported how it ended") from None
         except (OSError, ValueError) as error:  # its certificate, or ours
             raise ConversionFailed(f"no look at its certificate: {error}") from error
         except grpc.aio.AioRpcError as error:
@@ -70,7 +70,9 @@ class AgentConverter:
         is_ours = last.epoch == version and last.target == role
         epoch = version if is_ours else max(version, last.epoch + 1)
         if epoch > MAX_EPOCH:
-            raise ConversionFailed(f"its newest command has epoch {last.epoch}: start it again, which forgets that")
+            raise ConversionFailed(
+                f"its newest command has epoch {last.epoch}: restart the node, which clears the epoch"
+            )
         request = pb.ConvertRequest(
             epoch=epoch, role=role, drain_timeout_s=self._drain_timeout_s, wait_s=WAIT_S
         )  # fmt: skip

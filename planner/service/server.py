@@ -118,7 +118,7 @@ async def _for_ever(name: str, work: Callable[[], Coroutine[None, None, None]], 
             await work()
         except Exception:
             failures[name] += 1
-            log.exception("%s: begun again after an unforeseen error", name)
+            log.exception("%s: restarted after an unforeseen error", name)
         await asyncio.sleep(PAUSE_S)
 
 

@@ -62,7 +62,7 @@ class Store:
         except FileNotFoundError:
             return Ledger()
         except (msgspec.MsgspecError, UnicodeDecodeError) as exc:
-            raise InputError(f"{self._ledger}: not a ledger ({exc}); move it away to begin with none") from exc
+            raise InputError(f"{self._ledger}: not a ledger ({exc}); move it away to start without one") from exc
 
     def write(self, ledger: Ledger, entry: LedgerEntry | None) -> None:
         """Keeps both, the ledger first: what the log says has happened. What only the log has no room for has happened, too."""

@@ -171,4 +171,4 @@ class Scenario:
         if strangers := self.homes.keys() - homes:
             raise InputError(f"homes: no node decodes in {', '.join(sorted(strangers))}")
         if not any(pool.num_decode for pool in self.pools):
-            raise InputError("no decode instance: none could answer; give a pd cluster at least one")
+            raise InputError("no decode instance could answer: give a pd cluster at least one")

@@ -123,7 +123,7 @@ def pose(site: Site, options: SolveOptions, variant: Deployment | None = None) -
     prfaas, pd = site.of_kind(ClusterKind.PRFAAS), site.of_kind(ClusterKind.PD)
     if len(prfaas) > 1 or len(pd) > 1:
         raise InputError(
-            f"clusters: {len(prfaas)} prfaas and {len(pd)} pd; this takes one of each, several are for solve and simulate"
+            f"clusters: {len(prfaas)} prfaas and {len(pd)} pd; this command takes one of each; solve and simulate take several"
         )
     remote_cluster = prfaas[0] if prfaas else None
     link = site.link(remote_cluster.name, pd[0].name) if remote_cluster else None

@@ -55,14 +55,14 @@ class GatewayClient:
             yield
         except (KeyError, IndexError, TypeError, AttributeError) as exc:
             raise AskError(
-                f"{self.url} does not answer as a gateway of this version does: {type(exc).__name__}: {exc}"
+                f"{self.url} does not answer like a gateway of this version: {type(exc).__name__}: {exc}"
             ) from exc
 
     def _json(self, told: bytes) -> Any:
         try:
             return json.loads(told)
         except (ValueError, RecursionError) as exc:
-            raise AskError(f"{self.url} does not answer as a gateway does: {exc}") from exc
+            raise AskError(f"{self.url} does not answer like a gateway: {exc}") from exc
 
     def _answer(self, path: str, body: bytes | None = None, headers: Mapping[str, str] = NEVER) -> bytes:
         try:
@@ -73,7 +73,7 @@ class GatewayClient:
         except (InvalidURL, ValueError) as exc:
             raise AskError(f"--url {self.url}: {exc}") from exc
         except HTTPException as exc:
-            raise AskError(f"{self.url} does not answer as a gateway does: {type(exc).__name__}") from exc
+            raise AskError(f"{self.url} does not answer like a gateway: {type(exc).__name__}") from exc
         except (URLError, TimeoutError, OSError) as exc:
             reason = exc.reason if isinstance(exc, URLError) else exc
             raise AskError(f"no gateway answers at {self.url}: {reason}") from exc

@@ -54,7 +54,7 @@ class AnsweringNode:
         try:
             kind, role = ClusterKind(info.cluster_kind), Role(info.role)
         except ValueError as error:
-            raise ConversionError(f"{info.node_id}: this version does not know what it is: {error}") from error
+            raise ConversionError(f"{info.node_id}: this version cannot read its description: {error}") from error
         return NodeStanding(
             node_id=info.node_id, cluster=info.cluster, kind=kind, role=role, is_ready=info.state == "ready"
         )
@@ -116,21 +116,21 @@ def meant(name: str, nodes: Sequence[AnsweringNode], agents: Sequence[AgentClien
     if name in [agent.address for agent in agents]:
         raise ConversionError(f"{name} does not answer")
     known = ", ".join(sorted(node.info.node_id for node in nodes)) or "none"
-    raise ConversionError(f"{name}: there is no such node, or it does not answer; those that do: {known}")
+    raise ConversionError(f"{name}: no such node, or it does not answer; these nodes do: {known}")
 
 
 def _check(wish: ConvertWish, node: AnsweringNode, nodes: Sequence[AnsweringNode]) -> None:
     reason = why_not(node.info.node_id, wish.role, [other.standing for other in nodes])
     if reason and not wish.force:
-        raise ConversionError(f"{reason}; --force does it all the same")
+        raise ConversionError(f"{reason}; --force converts it anyway")
 
 
 async def _carry_out(wish: ConvertWish, node: AnsweringNode, say: Say) -> bool:
     name, epoch = node.info.node_id, node.info.role_epoch + 1
     if epoch > MAX_EPOCH:
         raise ConversionError(
-            f"{name}: its newest command has epoch {node.info.role_epoch}, which leaves no room for another: "
-            "start the node again, with this version, which forgets it"
+            f"{name}: its newest command has epoch {node.info.role_epoch}, and no higher one exists: "
+            "restart the node with this version, which clears the epoch"
         )
     say(f"{name}: {node.info.role} -> {wish.role}, epoch {epoch}")
 

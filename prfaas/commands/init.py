@@ -55,11 +55,11 @@ class InitSite:
         if self.engine not in ENGINES:
             raise InitError(f"engine {self.engine!r}: must be one of {', '.join(ENGINES)}")
         if not self.decode:
-            raise InitError("no decode node: one must answer")
+            raise InitError("no decode node: at least one is needed")
         if self.engine == "sglang" and self.tls:
-            raise InitError("engine 'sglang': its servers find each other without certificates, so there is no TLS")
+            raise InitError("engine 'sglang': its servers cannot use certificates, so TLS is not possible")
         if self.engine == "sglang" and not (self.prefill or self.remote):
-            raise InitError("engine 'sglang': its decode nodes compute no prompts, name machines that prefill")
+            raise InitError("engine 'sglang': its decode nodes compute no prompts; name machines that prefill")
         for host in (self.gateway, *self.remote, *self.prefill, *self.decode):
             if not host or not all(c.isalnum() or c in "-.:" for c in host):
                 raise InitError(f"host {host!r}: must be a name or an address")

@@ -25,7 +25,7 @@ def make_and_tell(
 ) -> None:
     """A key for a tenant or, with a `role`, for an operator: said once, with the gateway's table for it. Raises KeyNameError."""
     if not NAME.fullmatch(name):
-        raise KeyNameError(f"{name!r}: a tenant has a name of letters, digits, '.', '_' and '-', 64 at most")
+        raise KeyNameError(f"{name!r}: a name has up to 64 letters, digits, '.', '_' and '-'")
     if role is None and name == OPERATOR:
         role = OperatorRole.ADMIN
     key = new_key()

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from prfaas.commands.argument_types import day, within
+from prfaas.commands.descriptions import COMMANDS
 from prfaas.errors import TopologyError
 from transport.control.settings import mapped
 
@@ -17,63 +18,77 @@ STATE_DIR = Path(".prfaas")
 
 def add_preparations(commands: Any) -> None:
     """Adds them to the parser's subcommands."""
-    _add_init(commands.add_parser("init", help="write commented files for a first system, on one machine or several"))
-    key = commands.add_parser("key", help="make an API key, for a tenant of a gateway or for one of its operators")
+    _add_init(commands.add_parser("init", **COMMANDS["init"].arguments()))
+    key = commands.add_parser("key", **COMMANDS["key"].arguments())
     key.add_argument(
         "name",
         metavar="NAME",
-        help="the key's tenant, or with --operator its operator; the name 'operator' makes an operator with all rights",
+        help="name of the tenant, or with --operator of the operator; 'operator' makes an operator with all rights",
     )
     key.add_argument("--operator", choices=["viewer", "operator", "admin"], metavar="ROLE", dest="role",
-                     help="make it for an operator of this role instead of a tenant")  # fmt: skip
-    key.add_argument("--expires", type=day, metavar="DATE", help="from when on it is refused, as 2027-01-31")
-    key.set_defaults(run=_key)
-    certificates = commands.add_parser(
-        "certificates", help="make an authority of your own and certificates for nodes and gateways"
+                     help="make the key for an operator of this role: viewer, operator or admin")  # fmt: skip
+    key.add_argument(
+        "--expires",
+        type=day,
+        metavar="DATE",
+        help="day from which the key is refused, such as 2027-01-31 (default: never)",
     )
+    key.set_defaults(run=_key)
+    certificates = commands.add_parser("certificates", **COMMANDS["certificates"].arguments())
     certificates.add_argument(
         "names", nargs="+", type=_holder, metavar="CLUSTER/ROLE/NAME[=HOST,...]",
-        help="east/prefill/NODE_ID of a PrfaaS cluster, west/node/NODE_ID of a PD cluster; or gateway, planner, operator; "
-        "HOSTs are names and addresses under which it is reached",
+        help="holder of a certificate: east/prefill/NODE_ID for a node of the PrfaaS cluster east, west/node/NODE_ID for one of "
+        "the PD cluster west, or gateway, planner, operator. HOSTs are the names and addresses that reach it",
     )  # fmt: skip
-    certificates.add_argument("--trust", default="prfaas", metavar="NAME", help="trust domain of all (default: prfaas)")
-    certificates.add_argument("--out", type=Path, required=True, metavar="DIR", help="directory of the files")
-    certificates.add_argument("--days", type=within(1, 3650), default=365, metavar="N", help="how long they are valid")
+    certificates.add_argument(
+        "--trust",
+        default="prfaas",
+        metavar="NAME",
+        help="trust domain in the certificates' names (default: %(default)s)",
+    )
+    certificates.add_argument("--out", type=Path, required=True, metavar="DIR", help="directory to write the files to")
+    certificates.add_argument(
+        "--days", type=within(1, 3650), default=365, metavar="N", help="days of validity (default: %(default)s)"
+    )
     certificates.set_defaults(run=_certificates)
-    _add_model(commands.add_parser("model", help="build a tiny model of a real hybrid architecture, offline"))
+    _add_model(commands.add_parser("model", **COMMANDS["model"].arguments()))
 
 
 def _add_init(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", type=Path, metavar="DIR", help="where to write them")
-    parser.add_argument("--model", metavar="DIR", help="the model's directory")
+    parser.add_argument("folder", type=Path, metavar="DIR", help="directory to write the files to")
+    parser.add_argument("--model", metavar="DIR", help="the model's directory: config.json, weights, tokenizer")
     parser.add_argument("--engine", choices=["embedded", "vllm", "sglang"], help="the engine (default: embedded)")
     for name, what in (
-        ("decode", "machines that decode"),
-        ("prefill", "machines beside them that prefill, - for none"),
-        ("remote", "machines of the remote prefill cluster, - for none"),
-        ("gateway", "machine of the gateway"),
+        ("decode", "machines that decode (default: this machine)"),
+        ("prefill", "machines of the same cluster that prefill, - for none"),
+        ("remote", "machines of the remote PrfaaS cluster, - for none"),
+        ("gateway", "machine of the gateway (default: this machine)"),
     ):
         parser.add_argument(f"--{name}", metavar="HOST" if name == "gateway" else "HOST,...", help=what)
     secured = parser.add_mutually_exclusive_group()
     secured.add_argument(
-        "--tls", action="store_true", help="certificates for all, KVCache encrypted (default on several machines)"
+        "--tls", action="store_true", help="make certificates and encrypt all traffic (default on several machines)"
     )
-    secured.add_argument("--plain", action="store_true", help="none, also on several machines: all of it in clear")
-    parser.add_argument("--overwrite", action="store_true", help="replace files that are there")
-    parser.add_argument("--yes", action="store_true", help="ask nothing, and take defaults for missing answers")
+    secured.add_argument(
+        "--plain", action="store_true", help="use no certificates: all traffic is in clear, also between machines"
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace existing files")
+    parser.add_argument("--yes", action="store_true", help="ask nothing; use defaults for what is left out")
     parser.set_defaults(run=_init)
 
 
 def _add_model(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
-    build = actions.add_parser("build", help="write a seeded model with a byte-level tokenizer to a directory")
+    build = actions.add_parser("build", **COMMANDS["model build"].arguments())
     build.add_argument(
-        "-c", "--config", type=Path, metavar="FILE.toml", help="take arch and seed from a topology's [model]"
+        "-c", "--config", type=Path, metavar="FILE.toml", help="take arch and seed from [model] of this topology"
     )
-    build.add_argument("--arch", help="kimi_linear, qwen3_next, granite_hybrid, lfm2, gemma3 or llama")
-    build.add_argument("--out", type=Path, required=True, metavar="DIR", help="where to write it")
-    build.add_argument("--seed", type=int, help="of the random weights (default 0)")
-    build.add_argument("--overwrite", action="store_true", help="replace what is there")
+    build.add_argument(
+        "--arch", metavar="NAME", help="kimi_linear (default), qwen3_next, granite_hybrid, lfm2, gemma3 or llama"
+    )
+    build.add_argument("--out", type=Path, required=True, metavar="DIR", help="directory to write the model to")
+    build.add_argument("--seed", type=int, metavar="N", help="seed of the random weights (default: 0)")
+    build.add_argument("--overwrite", action="store_true", help="replace an existing model")
     build.set_defaults(run=_model_build)
 
 

@@ -4,7 +4,7 @@ import asyncio
 import json
 import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,9 +62,16 @@ class Demo:
     """One run: replay, summary, checks."""
 
     def __init__(
-        self, topology: Topology, model_dir: Path, state_dir: Path, num_requests: int, console: Console
+        self,
+        topology: Topology,
+        model_dir: Path,
+        state_dir: Path,
+        num_requests: int,
+        console: Console,
+        system: Callable[[Topology, Path, Callable[[str], None]], System] = System,
     ) -> None:
-        """`model_dir` holds the model that the topology names."""
+        """`model_dir` holds the model that the topology names; `system` makes what is started in a directory."""
+        self._system = system
         self._topology = topology
         self._model_dir = model_dir
         self._state_dir = state_dir
@@ -77,7 +84,7 @@ class Demo:
     async def run(self) -> bool:
         """True if everything that was claimed held."""
         say = self._console.print
-        async with System(self._topology, self._state_dir / "demo", say) as system:
+        async with self._system(self._topology, self._state_dir / "demo", say) as system:
             say(
                 f"replaying {len(self._requests)} requests of the Mooncake conversation trace:"
                 f" lengths / {LENGTH_FACTOR}, time / {SPEED:.0f}, prefix sharing kept",

@@ -65,9 +65,9 @@ def holder(text: str) -> CertificateHolder:
             f"roles are {', '.join(PeerRole)}"
         )
     if len(parts) < 3 and role in NODE_ROLES.values():
-        raise ValueError(f"{text!r}: a {role} is of a cluster: CLUSTER/{role}/NAME")
+        raise ValueError(f"{text!r}: a {role} belongs to a cluster: CLUSTER/{role}/NAME")
     if equals and not all(hosts.split(",")):
-        raise ValueError(f"{text!r}: hosts are separated by commas, and none is empty")
+        raise ValueError(f"{text!r}: hosts are separated by commas, and must not be empty")
     cluster = parts[0] if len(parts) == 3 else NO_CLUSTER
     peer = PeerName(DEFAULT_TRUST, cluster, PeerRole(role), parts[-1])
     return CertificateHolder(peer, tuple(hosts.split(",")) if equals else ())

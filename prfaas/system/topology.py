@@ -71,7 +71,7 @@ class ModelChoice:
         if self.arch:
             require_one_of("arch", self.arch, tuple(ARCHITECTURES))
         if not self.profile and self.scale != Scale():
-            raise SettingsError("time_scale, token_scale and byte_scale: only with a profile; a model is as it is")
+            raise SettingsError("time_scale, token_scale and byte_scale: allowed only with a profile")
 
     @property
     def scale(self) -> Scale:
@@ -193,7 +193,7 @@ def _parse(table: Mapping[str, Any], state_dir: Path) -> Topology:
     nodes = tuple(build(NodeConfig, table, where) for where, table in tables)
     _check_nodes(nodes)
     if any(node.certificate for node in nodes) and not gateway.keys() >= set(IDENTITY_KEYS):
-        raise SettingsError(f"[gateway]: {', '.join(IDENTITY_KEYS)}: missing, nodes with certificates ask for one")
+        raise SettingsError(f"[gateway]: {', '.join(IDENTITY_KEYS)}: missing; nodes with certificates require them")
     # Checked now, so that a typo is reported before anything starts; the agents' real addresses are known later.
     build(GatewayConfig, {**gateway, "tokenizer_dir": ".", "nodes": [{"agent": "127.0.0.1:1"}]}, "[gateway]")
     return Topology(
@@ -213,7 +213,7 @@ def _model_of(
     directory = model.directory(state_dir)
     if model.profile:
         if not cluster.hardware:
-            raise SettingsError(f"clusters: {cluster.name!r} names no hardware; a profile has times by hardware")
+            raise SettingsError(f"clusters: {cluster.name!r} names no hardware, by which a profile lists its times")
         if table.get("engine", "emulated") != "emulated":
             raise SettingsError(f"engine = {table['engine']!r}: a profile can only be emulated")
         return {"engine": "emulated", "model": str(stand_in_file(directory, cluster.hardware))}
@@ -235,9 +235,7 @@ def _plan(table: Mapping[str, Any], document: _Document) -> Mapping[str, Any]:
     }
     filled = {**{name: value for name, value in known.items() if value}, **table}
     if "profile" not in filled:
-        raise SettingsError(
-            "[plan]: profile is missing: a plan is made from a model's times, and [model] names no profile"
-        )
+        raise SettingsError("[plan]: profile is missing: a plan needs a model's times, and [model] names no profile")
     try:
         build(ServiceConfig, {"state_dir": ".", **filled}, "[plan]")
     except ValueError as exc:

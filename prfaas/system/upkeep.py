@@ -77,7 +77,7 @@ async def keep_up(
     while True:
         pause_s = restarts.on_kill(now()) if end.was_killed else restarts.on_death(now())
         if pause_s is None and is_needed:
-            raise StartError(f"{process.name} failed {restarts.deaths} times; at last, {end.text}: given up")
+            raise StartError(f"{process.name} failed {restarts.deaths} times and is given up; last: {end.text}")
         pause_s = RARELY_S if pause_s is None else pause_s
         report(f"{end.text}: it is started again in {pause_s:g} s")
         await pause(pause_s)

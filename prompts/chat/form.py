@@ -134,7 +134,7 @@ def _part(part: Any, in_parts: bool, where: str) -> Any:
     if isinstance(part, str):
         return {"type": "text", "text": part} if in_parts else part
     if isinstance(part, dict) and part.get("uuid") is not None:  # vLLM looks for an image in it then, whatever its type
-        raise invalid(where, "a text has no 'uuid'")
+        raise invalid(where, "a text part cannot have a 'uuid'")
     kind = part.get("type") if isinstance(part, dict) else None
     if kind == "tool_reference" and isinstance(part.get("name"), str):
         return {"type": "tool_reference", "name": part["name"]} if in_parts else part["name"]

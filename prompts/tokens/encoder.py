@@ -166,7 +166,7 @@ class TextEncoder:
             self._distrusted, self._fast = self._fast, None
         self.generation = 1
         self.why_plain = why
-        log.error("fastokens is not believed any more (%s): %s", why, what)
+        log.error("fastokens is not trusted any more (%s): %s", why, what)
         self._counted(why)
 
     def _use(self, fast: Fast, verdict: EncoderVerdict) -> None:
@@ -177,7 +177,7 @@ class TextEncoder:
     def _stay_plain(self, verdict: EncoderVerdict, cause: BaseException | None) -> None:
         self.verdict = verdict
         self.why_plain = verdict.why_plain
-        log.warning("tokenizers is used, fastokens is not (%s): %s", verdict.why_plain, cause or "no more is known")
+        log.warning("tokenizers is used instead of fastokens (%s): %s", verdict.why_plain, cause or "no more is known")
         self._counted(verdict.why_plain)
 
     def _is_for_fast(self, text: str) -> bool:

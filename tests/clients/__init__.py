@@ -1,1 +1,1 @@
-"""Clients that nobody here wrote, against a running gateway. Each lives in an environment of its own."""
+"""Clients from other projects, against a running gateway. Each lives in an environment of its own."""

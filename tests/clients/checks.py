@@ -1,4 +1,4 @@
-"""What clients that nobody here wrote get of a gateway: `make test-clients`. A script for their environment, not for ours.
+"""What other projects' clients get from a gateway: `make test-clients`. A script for their environment, not for ours.
 
 GATEWAY and TOOL_GATEWAY say where gateways answer (`tests.clients.behind`).
 """

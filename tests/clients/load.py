@@ -1,4 +1,4 @@
-"""Load generators that nobody here wrote, unmodified, against a gateway: `python -m tests.clients.load BIN URL`.
+"""Load generators of other projects, unmodified, against a gateway: `python -m tests.clients.load BIN URL`.
 
 `BIN` is the folder of their commands. aiperf replays a trace in Mooncake's format and plays agents, whose turns each send all
 that was said before; guidellm keeps some chats under way. Every request has to be answered, and no error told.

@@ -170,12 +170,12 @@ CAUSES: dict[str, dict[str, str]] = {
     "PrfaasLinkDead": {
         f'prfaas_link_senders{{{GATEWAY}, source="east", destination="west", state="open"}}': "1x60 0x120",
         f'prfaas_link_senders{{{GATEWAY}, source="east", destination="west", state="closed"}}': "3x180",
-        # No sender is heard of; the same while it is drained, which is what somebody wants.
+        # No sender is heard of; the same while it is drained, which an operator asked for.
         f'prfaas_link_up{{{GATEWAY}, source="north", destination="west"}}': "0x60 1x120",
         f'prfaas_link_up{{{GATEWAY}, source="south", destination="west"}}': "0x180",
         f'prfaas_link_drained{{{GATEWAY}, source="south", destination="west"}}': "1x180",
     },
-    # 7 of 10 MB/s of two senders, one of which is silent, to two receivers; then 5. Each sender has half of them.
+    # 7 of 10 MB/s of two senders, one silent, to two receivers; then 5. Each sender has half of them.
     "PrfaasLinkBusy": {
         f"prfaas_link_sent_bytes_total{{{LINK}}}": "0+210000000x60 12600000000+150000000x120",
         f"prfaas_link_sent_bytes_total{{{LINK.replace('peer', 'other')}}}": "0+210000000x60 12600000000+150000000x120",

@@ -161,7 +161,7 @@ class Bench:
         return self.system.agent_channel(name)
 
     async def metric(self, url: str, line: str) -> float:
-        """The value of a line of /metrics that begins so, its cluster aside; 0 where there is none."""
+        """The value of a line of /metrics that begins so, its cluster aside; 0 where there is no such line."""
         async with self.session.get(f"{url}/metrics") as answer:
             lines = re.sub(r'cluster="[^"]*",|,?cluster="[^"]*"', "", await answer.text()).splitlines()
         return sum(float(each.rpartition(" ")[2]) for each in lines if each.startswith(line))
@@ -241,7 +241,7 @@ class Bench:
 
 
 def free_port() -> int:
-    """A port that nobody listens on right now."""
+    """A port without a listener right now."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port: int = probe.getsockname()[1]
         return port

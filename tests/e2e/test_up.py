@@ -131,7 +131,7 @@ def up(tmp_path: Path) -> Iterator[Up]:
 
 
 def _hear_a_hang_up() -> None:
-    """Whoever runs these tests by nohup has it ignored, and so would we."""
+    """Tests that run under nohup ignore the signal, and children inherit that."""
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 

@@ -12,7 +12,8 @@ from hybrid_cache.cache.prefix_cache import PrefixCache
 from hybrid_cache.cache.reservation import Purpose, Reservation
 from hybrid_cache.errors import OutOfPages
 from hybrid_cache.hashing.block_hash import block_hashes, split_hashes, tokens_digest
-from hybrid_cache.layout.layout import ModelLayout, transfer_ranges
+from hybrid_cache.layout.layout import ModelLayout
+from hybrid_cache.layout.transfers import transfer_ranges
 from transport.control import messages as m
 
 SALT = b"tests"

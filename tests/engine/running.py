@@ -27,7 +27,7 @@ PATIENCE_S = 60.0  # what must happen may take this long on a machine that is bu
 
 
 async def until(holds: Callable[[], object]) -> None:
-    """Waits for something that tells nobody when it happens."""
+    """Waits for something that happens without notice."""
     async with asyncio.timeout(PATIENCE_S):
         while not holds():  # noqa: ASYNC110
             await asyncio.sleep(0.005)

@@ -199,7 +199,7 @@ def test_missing_agent_is_said(tmp_path, capsys):
 
 
 def test_help_imports_no_model_code():
-    """torch and transformers take seconds, which nobody should wait who only asks what there is."""
+    """torch and transformers take seconds to import; questions about the commands must not wait for them."""
     command = [sys.executable, "-X", "importtime", "-m", "engine", "--help"]
     said = subprocess.run(command, check=True, capture_output=True, text=True).stderr
     imported = {line.rpartition("|")[2].strip() for line in said.splitlines() if line.startswith("import time:")}

@@ -29,7 +29,7 @@ class Fabric:
         self._transfers[transfer_id] = asyncio.get_running_loop().create_future()
 
     def open_once(self, transfer_id: str) -> None:
-        """For those of whom nobody knows who comes first."""
+        """For results that may come in any order."""
         if transfer_id not in self._transfers:
             self.open(transfer_id)
 

@@ -1,7 +1,7 @@
 """Malformed bodies and streams, in all dialects, against a gateway in this process: by a seed, and so many of them.
 
-Right is: a status that is no 500, an error in the dialect's shape, an answer that ends and says something, nothing that is left
-on a node or under way, and no error of the gateway's own. `python -m tests.gateway.fuzz --inputs 20000 --seed 7`
+Right is: no status 500, errors in the dialect's shape, answers that end and say something. Nothing is left on a node or under
+way, and the gateway logs no error of its own. `python -m tests.gateway.fuzz --inputs 20000 --seed 7`
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Scripted nodes that are paired by rooms, as SGLang's servers are: a decode node waits for whoever prefills in its room."""
+"""Scripted nodes that are paired by rooms, as SGLang's servers are: a decode node waits for the prefill of its room."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ class PairedNode(ScriptedNode):
         return description
 
     async def reserve(self, request: pb.ReserveRequest) -> pb.Ticket:
-        raise AssertionError("who is paired reserves by itself")
+        raise AssertionError("a paired node reserves by itself")
 
     async def _generate(self, http: web.Request) -> web.StreamResponse:
         body = await http.json()

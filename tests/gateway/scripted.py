@@ -49,9 +49,9 @@ class Script:
     reserve: list[str] = field(default_factory=list)  # a grpc.StatusCode name
     # "die", "lament" (as a server whose engine has died), "hang", "drop", "garbled", "undelivered REASON" or "STATUS code"
     prefill: list[str] = field(default_factory=list)
-    # The same, "lament 200" (in a stream), "die_after_first", "stall_after_first" or, after so many words, "die_after N",
-    # "kill_after N" (the engine), "lament_after N", "half_after N" (an event is cut), "error_after N", "cut_after N" (the
-    # stream ends early, in order); "200 html" is no answer, "200 error" an error's event
+    # The same, "lament 200" (in a stream), "die_after_first", "stall_after_first"; "200 html" is no answer, "200 error" an
+    # error's event. After N words: "die_after N", "kill_after N" (the engine), "lament_after N", "error_after N";
+    # "half_after N" (an event is cut), "cut_after N" (the stream ends early, in order)
     decode: list[str] = field(default_factory=list)
     load: list[str] = field(default_factory=list)  # "hang" or a grpc.StatusCode name
     share: list[str] = field(default_factory=list)  # a grpc.StatusCode name
@@ -83,7 +83,7 @@ class ScriptedNode(NodeAgentServicer):
         self.agent_address, self.engine_url = "", ""
         self.open_reservations: set[str] = set()
         self.aborts: list[tuple[str, str]] = []
-        self.loads: list[tuple[str, int, int]] = []  # of prefixes: to whom, tokens, blocks
+        self.loads: list[tuple[str, int, int]] = []  # of prefixes: receiver, tokens, blocks
         self.shares: list[pb.EgressShare] = []
         self.drops: list[tuple[int, int]] = []  # of prefixes: blocks, tokens to keep
         self.probes: list[str] = []  # whom this node was to reach

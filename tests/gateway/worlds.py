@@ -91,7 +91,7 @@ def on_loops(
 
 
 async def until(holds: Callable[[], object], found: Callable[[], object] = lambda: "it did not happen") -> None:
-    """Waits for something that tells nobody when it happens; `found` says what there was instead."""
+    """Waits for something that happens without notice; `found` says what there was instead."""
     deadline = time.monotonic() + PATIENCE_S
     while not holds():
         assert time.monotonic() < deadline, found()

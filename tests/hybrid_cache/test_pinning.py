@@ -72,7 +72,7 @@ def test_a_context_lives_on_whenever_it_is_used():
     assert contexts.use(hashes_of(PROMPT)[:-1], 5.0) == []  # a part of it only
     assert [context.expires_at for context in contexts.use(hashes_of([*PROMPT, *range(90, 98)]), 5.0)] == [15.0]
     again, added = contexts.create("c", hashes_of(PROMPT), 16, now=6.0, ttl_s=2.0)
-    assert (again.expires_at, again.ttl_s, added) == (15.0, 10.0, 0)  # who asks for less takes nothing away
+    assert (again.expires_at, again.ttl_s, added) == (15.0, 10.0, 0)  # asking for less takes nothing away
     assert contexts.expire(14.9) == []
     assert contexts.expire(15.0) == ["c"]
 

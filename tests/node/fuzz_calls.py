@@ -1,6 +1,6 @@
 """Kept connections and tickets, in bulk: `python -m tests.node.fuzz_calls --inputs 20000` (what `make fuzz` runs as well).
 
-An input is what one write may bring: calls and answers with fields at random, cut, repeated, spliced, with lengths that are none,
+An input is what one write may bring: calls and answers with fields at random, cut, repeated, spliced, with impossible lengths,
 begun and left. Callers of that kind meet a real server of calls, agents of that kind a real caller, and tickets of that kind a
 real sender. Allowed are answers, refusals and the end of a connection. A traceback, a task that stays, memory that is not given
 back, or an honest caller that is not answered beside them, fails.
@@ -37,7 +37,7 @@ from transport.send.spec import Urgency
 
 CONNECTIONS: Final = 16  # at once
 INPUTS_PER_CONNECTION: Final = 6
-SHORT_S: Final = 0.5  # what a frame, a greeting and answers that nobody reads may take here
+SHORT_S: Final = 0.5  # what a frame, a greeting and unread answers may take here
 PATIENCE_S: Final = 60.0
 HUNG_UP: Final = RuntimeError  # what uvloop says to who writes to a connection that has been closed: strangers do
 TIMES: Final = (0.0, -1.0, 1e-3, 0.05, 1e300, math.inf, -math.inf, math.nan)
@@ -231,7 +231,7 @@ async def asked(rng: random.Random, port: int, counts: Counter[str]) -> list[pb.
 
 
 async def honest(port: int) -> None:
-    """Is answered, whoever else is there. On a busy machine it may be late once, and tries again, as gateways do."""
+    """Is answered, beside any other caller. On a busy machine it may be late once, and tries again, as gateways do."""
     async with asyncio.timeout(PATIENCE_S):
         while not await _is_answered(port):
             pass
@@ -275,7 +275,7 @@ async def fuzz(num_inputs: int, seed: int) -> Counter[str]:
     for logger in loggers:
         logger.addHandler(overheard)
         logger.propagate = False
-    # Names of holders are told apart from what their connections are worth: nobody stays.
+    # Names of holders are told apart from what their connections are worth: no holder stays.
     holders = ReservationHolders(loop.time)
     server = CallServer(
         Room(rng), holders, handshake_s=SHORT_S, frame_s=SHORT_S, unread_s=SHORT_S, of_address=4 * CONNECTIONS

@@ -294,7 +294,7 @@ def test_an_engine_that_is_killed_comes_back_and_finds_its_cache(bench: Bench) -
         assert (up.boot_id, up.engine_pid != before.engine_pid) == (before.boot_id, True)
         assert node.agent.supervisor.restarts == 1
         assert await node.prefill(prompt(8, NUM_TOKENS + 1)) == NUM_TOKENS
-        # A reservation nobody had claimed yet outlives the engine.
+        # A reservation without a claim outlives the engine.
         assert (await node.stub.Abort(pb.AbortRequest(transfer_id=held.transfer_id))).reason == ""
         await all_free(node)
 

@@ -60,7 +60,7 @@ def node(tmp_path: Path, drain_s: float = 5.0) -> Iterator[subprocess.Popen[str]
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on right now."""
+    """Ports without a listener right now."""
     probes = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
     ports = [probe.getsockname()[1] for probe in probes]
     for probe in probes:
@@ -90,7 +90,7 @@ def test_sigterm_ends_it_and_its_engine(tmp_path: Path, when: str) -> None:
 
 
 def test_a_second_sigterm_waits_for_nobody(tmp_path: Path) -> None:
-    """Not for a reservation that nobody will ever claim, either."""
+    """Not for a reservation that is never claimed, either."""
     with node(tmp_path, drain_s=3600.0) as process:
         address = re.search(r"agent=(\S+)", said(process, "node listening"))
         said(process, "node ready")

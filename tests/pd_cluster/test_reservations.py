@@ -18,7 +18,7 @@ def test_a_reservation_that_waits_for_an_ssd_is_expected_already(tmp_path: Path)
         asked = asyncio.Event()
 
         class PagesAboveStuckDisk(ArenaPages):
-            async def bring_back_for_landing(self, joined_hashes: bytes, num_tokens: int) -> None:
+            async def prepare_landing(self, joined_hashes: bytes, num_tokens: int, tenant: str) -> None:
                 asked.set()
                 await asyncio.Event().wait()
 

@@ -1,4 +1,4 @@
-"""Many requests at once, each given up at a moment of chance: whoever finishes gets the right bytes, nothing stays behind."""
+"""Many requests at once, each given up at a random moment: those that finish get the right bytes, nothing stays behind."""
 
 import asyncio
 import random

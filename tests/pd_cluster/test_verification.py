@@ -1,4 +1,4 @@
-"""An engine is verified over the way that requests take, however its answer comes; nobody else waits meanwhile."""
+"""An engine is verified over the way that requests take, however its answer comes; no request waits meanwhile."""
 
 import asyncio
 from collections import Counter
@@ -105,7 +105,7 @@ def test_an_answer_that_is_no_text_makes_no_sense(tmp_path: Path) -> None:
 
     async def scenario() -> None:
         async with node_with(tmp_path, no_text) as node:
-            with pytest.raises(VerificationFailed, match="makes no sense"):
+            with pytest.raises(VerificationFailed, match="cannot be read"):
                 await verify(node)
 
     run(scenario())

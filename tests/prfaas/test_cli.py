@@ -1,6 +1,7 @@
 import asyncio
 import contextlib
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -10,8 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from prfaas.cli import main
+from prfaas.cli import main, parser
+from prfaas.commands.descriptions import COMMANDS
 from prfaas.ending import ended_by_signals, run_until_done
+from tests.command_lines import unexplained
 from transport.wire.identity import Identity
 
 
@@ -163,3 +166,18 @@ def test_a_system_that_builds_its_model_ends_at_once_and_leaves_nothing(tmp_path
         up.send_signal(signal.SIGTERM)
         assert up.wait(60) == 0
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_help_of_a_command_has_an_example_that_is_one(command: str) -> None:
+    name, *arguments = shlex.split(COMMANDS[command].example)
+    assert (name, parser().parse_args(arguments).command) == ("prfaas", command.split()[0])
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_explains_each_command_and_argument(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([*command.split(), "--help"])
+    text = capsys.readouterr().out
+    assert "Example: prfaas " in text
+    assert unexplained(text) == []

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from hybrid_cache.hashing.block_hash import block_hashes
-from hybrid_cache.layout.layout import Elements, KVCacheGroup, ModelLayout, RangeKey, transfer_ranges
+from hybrid_cache.layout.layout import Elements, KVCacheGroup, ModelLayout
 from hybrid_cache.layout.spec import FullAttention, LinearState
+from hybrid_cache.layout.transfers import transfer_ranges
 from node.coding import Coding
 from prfaas_cluster.coding import formats_of, runs_of
 from tests.pd_cluster.handover import BLOCK, HandNode, run, until
@@ -171,7 +172,7 @@ def test_compressed_kvcache_is_cache_like_any_other(tmp_path: Path) -> None:
 
 
 def test_by_default_ranges_leave_as_they_are() -> None:
-    assert formats_of(Coding(), LAYOUT, (), exact=False) is None
+    assert formats_of(Coding(), LAYOUT, transfer_ranges(LAYOUT, 20, 0), exact=False) is None
 
 
 def test_ranges_are_told_by_their_group() -> None:
@@ -184,7 +185,7 @@ def test_ranges_are_told_by_their_group() -> None:
         assert sum(run.num_bytes for run in found.runs) == LAYOUT.slab_bytes(key.group)
         assert found.label == ("full_attention" if key.group == 0 else "linear_state")
     assert formats(0).policy.quantisation is Quantisation.INT8
-    exact = formats_of(coding, LAYOUT, (RangeKey(0, 0, 0),), exact=True)
+    exact = formats_of(coding, LAYOUT, transfer_ranges(LAYOUT, 1, 0), exact=True)
     assert exact is not None
     assert exact(0).policy.off
 

@@ -71,5 +71,6 @@ def test_room_is_made_by_who_holds_the_most(steps: list[tuple[int, int, int, boo
             continue
         cache.put(names[tenant], key, None, size)
         for loser in names:
-            if loser != names[tenant] and cache.held_by(loser) < before[loser]:  # before its last loss nobody held more
+            if loser != names[tenant] and cache.held_by(loser) < before[loser]:
+                # Before its last loss no tenant held more.
                 assert cache.held_by(loser) + 900 + ENTRY_BYTES >= max(map(cache.held_by, names))

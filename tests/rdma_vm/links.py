@@ -12,7 +12,7 @@ def unplug(netdev: str) -> None:
 
 
 def swallow(netdev: str) -> None:
-    """Loses every packet that leaves by it, and tells nobody."""
+    """Silently loses every packet that leaves by it."""
     _run("tc", "qdisc", "replace", "dev", netdev, "root", "netem", "loss", "100%")
 
 

@@ -14,7 +14,7 @@ ROOM = 7
 
 @pytest.fixture
 def prefill():
-    """A prefill server's manager, of which no more is there than a request needs whose pages have been sent."""
+    """A prefill server's manager, with only what a request needs once its pages have been sent."""
     from sglang.srt.disaggregation.base.conn import KVPoll
 
     from engine.sglang.disaggregation.disaggregation import PrfaasKVManager
@@ -33,7 +33,7 @@ def prefill():
 
 
 def test_a_request_ends_though_its_decode_server_cannot_be_told(prefill):
-    """Nobody else would end it: SGLang counts no time of a request that is sent, and keeps its pages until it has ended."""
+    """Nothing else would end it: SGLang has no timeout for a request that is sent, and keeps its pages until its end."""
     import zmq
     from sglang.srt.disaggregation.base.conn import KVPoll
 
@@ -54,7 +54,7 @@ def offered(manager, room):
 
 
 def kept_of(manager):
-    """Rooms of which something is kept."""
+    """Rooms that have entries."""
     tables = (manager.request_status, manager.transfer_infos, manager.req_to_decode_prefix_len, manager.failure_records)
     return set().union(*tables) - {ROOM}
 

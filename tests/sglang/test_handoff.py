@@ -110,7 +110,7 @@ def servers(agents, request):
 
 
 class Crowded:
-    """An agent's reservations, the first ones of which find no room."""
+    """An agent's reservations; the first ones find no room."""
 
     def __init__(self, control: AgentControl, refusals: int, reason: str = "no_capacity") -> None:
         self._control = control

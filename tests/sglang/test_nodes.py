@@ -50,7 +50,7 @@ WORDS = (
 )
 SHORT, LONG = 4, 120  # words, of some five tokens
 BACK_S = 300.0
-SOON_S = 10.0  # for what waits for nobody
+SOON_S = 10.0  # for what has nothing to wait for
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +78,7 @@ def bench(model: Path, alone: Alone, tmp_path_factory: pytest.TempPathFactory) -
         shared = {file for server in servers for file in shared_memory_of(server)}
     assert shared
     assert not [file for file in shared if file.exists()]
-    # Who has ended and is nobody's child any more waits for this machine's first process to ask for its status.
+    # A process that has ended without a parent waits for this machine's first process to ask for its status.
     assert not [process for server in servers for process in members(server) if not has_ended(int(process.name))]
 
 

@@ -1,8 +1,8 @@
-"""`python -m tests.storm --faults 500 --seconds 600`: a system under traffic and faults, and nobody who helps it.
+"""`python -m tests.storm --faults 500 --seconds 600`: a system under traffic and faults, without any help.
 
 Faults strike while it starts, too. Two tenants ask, some requests are for several answers. It passes if every greedy answer had
-the right tokens or an error, no request hung, everything was back and nothing was left within a minute after the last fault, no
-process grew, and everything ended when it was told to.
+the right tokens or an error, and no request hung. Within a minute after the last fault everything must be back and nothing left.
+No process may grow, and everything must end when it is told to.
 """
 
 import argparse

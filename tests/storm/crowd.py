@@ -1,6 +1,6 @@
 """`python -m tests.storm.crowd --connections 10000`: crowds of strangers before every port, one after the other.
 
-Half of them connect and say nothing, half send a byte of a request each second, and who is turned away comes back. They come
+Half of them connect and say nothing, half send a byte of a request each second, and those turned away come back. They come
 from a hundred addresses. It passes if honest requests get the right tokens, their P90 is hardly longer than without a crowd
 (the mean over all ports; a single one's ratio is printed), nothing grows, and everything is ready when a crowd has left.
 """

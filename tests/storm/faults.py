@@ -1,4 +1,4 @@
-"""What happens to a system that nobody helps: processes killed and stopped, links cut and stalled, disk and memory full."""
+"""What happens to a system without help: processes killed and stopped, links cut and stalled, disk and memory full."""
 
 import asyncio
 import contextlib
@@ -63,7 +63,7 @@ async def cut(system: StormSystem, rng: random.Random, _: float) -> str:
 
 
 async def stall(system: StormSystem, rng: random.Random, lasts_s: float) -> str:
-    """Nothing passes on one link, and nobody is told."""
+    """Nothing passes on one link, and no end is told."""
     name = rng.choice(sorted(system.relays))
     relay = system.relays[name]
     stalled = set(range(len(relay.pairs)))

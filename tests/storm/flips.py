@@ -2,8 +2,8 @@
 
 Two prefill and two decode nodes of a PD cluster beside one PrfaaS node, under the Mooncake conversation trace; every pass of it
 asks for other text. Between flips some are made to fail: a drain that may not last, a verification that may not, either. It
-passes if every request got its tokens, every flip ended in its role, every failed one in the old one, and each node finds after
-its flip the prefix that it had before. Engines are emulated, which takes little CPU: their tokens follow from every byte of
+passes if every request got its tokens, every flip ended in its role, and every failed one in the old role. After its flip each
+node must find the prefix that it had before. Engines are emulated, which takes little CPU: their tokens follow from every byte of
 KVCache that is read. `--engine embedded` has tiny real models, and the tokens of a plain transformers.generate.
 """
 
@@ -216,7 +216,7 @@ class Results:
     calm: Books = field(default_factory=Books)
     flipping: Books = field(default_factory=Books)
     flips: list[Flip] = field(default_factory=list)
-    quiet: list[Flip] = field(default_factory=list)  # while nobody asks
+    quiet: list[Flip] = field(default_factory=list)  # without requests
     rollbacks: list[Flip] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
     fallbacks: Counter[str] = field(default_factory=Counter)

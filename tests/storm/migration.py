@@ -3,8 +3,8 @@
 Three architectures with tiny real models, two decode nodes each. A batch of streams is asked for, half of them greedy, half of
 them sampled by seed, half with prompts that a prefill node computes; when half have had ten tokens (or twenty, to a hundred) one
 decode node goes: its engine by SIGKILL, the agent and the engine, or the engine stops without dying. It passes if every
-stream has the bytes that it has without a failure, whose tokens are those of a plain transformers.generate where they are greedy,
-and every one on that node was taken over. Pauses are a client's longest between two events.
+stream has the bytes that it has without a failure, and every stream on that node was taken over. Greedy streams must have the
+tokens of a plain transformers.generate. Pauses are a client's longest between two events.
 """
 
 import argparse

@@ -100,7 +100,7 @@ class StormSystem:
         up = [sys.executable, "-m", "prfaas", "up", "-c", config, "--state-dir", str(self.home / "state")]
         if not self.isolated:
             return up
-        # Memory and disk of its own, so that filling them up harms nobody else.
+        # Memory and disk of its own, so that filling them up harms no other process.
         mounts = (
             f"mount -t tmpfs -o size={SHARED_MEMORY} tmpfs /dev/shm && "
             f"mount -t tmpfs -o size={DISK} tmpfs {self.home / 'ssd'}"
@@ -198,7 +198,7 @@ class StormSystem:
         return False
 
     async def held(self) -> dict[str, str]:
-        """What nodes hold though nobody asks for anything, and books that do not balance."""
+        """What nodes hold without any request, and books that do not balance."""
         wrong = {}
         for name, ports in self._ports.items():
             async with grpc.aio.insecure_channel(f"127.0.0.1:{ports.control}") as channel:
@@ -264,7 +264,7 @@ def _modules(arguments: list[str]) -> Iterator[str]:
 
 
 def free_port() -> int:
-    """A port that nobody listens on right now, and that no outgoing connection is given before somebody does."""
+    """A port without a listener, which no outgoing connection is given before there is one."""
     while True:
         port = secrets.choice(PORTS)
         with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):

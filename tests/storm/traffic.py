@@ -1,4 +1,4 @@
-"""Honest requests without end, each of which must get the right tokens or an error, and soon."""
+"""Honest requests without end; each must get the right tokens or an error, and soon."""
 
 import asyncio
 import json
@@ -97,7 +97,7 @@ class Traffic:
         self._count = 0
 
     def again(self) -> "Traffic":
-        """The same askers, of whom nothing has come yet."""
+        """The same askers, before their first request."""
         return Traffic(self._api_url, self.asked, self._rng, self._keys)
 
     async def worker(self, session: aiohttp.ClientSession) -> None:

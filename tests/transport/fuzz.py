@@ -1,11 +1,10 @@
 """Bytes from strangers, in bulk: `python -m tests.transport.fuzz --inputs 1000000` (what `make fuzz` runs).
 
 An input is what one read may bring: frames of every kind with their fields chosen at random or at the edges, then cut,
-spliced and flipped; headers before noise; noise. It goes to an end that is being greeted or is open, plain or sealed,
-and what it takes for a frame goes on to the registry of landings or to the scheduler of lanes, as a driver would hand
-it over. One in a hundred goes to a real listener over a socket (see fuzz_inlet), one in two hundred to a real sender (see
-fuzz_outlet). Allowed are frames and TransportErrors; anything else, an input that takes long, or memory that grows, fails.
-"""
+spliced and flipped; headers before noise; noise. It goes to an end that is being greeted or is open, plain or sealed.
+What that end takes for a frame goes on to the registry of landings or to the scheduler of lanes, as from a driver. One in a
+hundred goes to a real listener over a socket (see fuzz_inlet), one in two hundred to a real sender (see fuzz_outlet).
+Allowed are frames and TransportErrors; anything else, an input that takes long, or memory that grows, fails."""
 
 import argparse
 import dataclasses

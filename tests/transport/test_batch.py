@@ -168,7 +168,7 @@ def test_an_owner_that_is_not_there_is_a_failed_read() -> None:
 
 def test_an_owner_whom_the_reader_does_not_let_in_is_a_failed_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("transport.batch.READ_ORPHAN_S", 0.5)
-    # The reader's listener takes nobody who does not check what he sends, and that is how the owner sends.
+    # The reader's listener takes only senders that check what they send, and so does the owner.
     careless = ClientOptions(integrity=Integrity.NONE, peer_timeout_s=0.3)
     with BatchEngine() as near, BatchEngine(client_options=careless) as far:
         ref = far.register_memory("kv", memoryview(bytearray(100)), remote_read=True)

@@ -152,7 +152,7 @@ def test_one_connection_at_a_hundredth_of_the_speed_holds_nobody_up() -> None:
 
 
 def test_half_open_connections_are_given_up_and_the_rest_goes_over_new_ones() -> None:
-    """The far end is gone and nobody said so: no FIN, no reset, nothing comes any more."""
+    """The far end is gone without a word: no FIN, no reset, nothing comes any more."""
     tcp = TcpOptions(dead_after_s=2.0)
     with (
         TransferServer(options=ServerOptions(tcp=tcp)) as server,

@@ -97,9 +97,9 @@ weights = st.sampled_from([0.01, 0.5, 1.0, 3.0, 100.0])
 def test_nobody_waits_longer_than_it_takes_the_others_to_have_had_as_much(data, count, start):
     """All but `late` are served at will before; from then on all want everything.
 
-    The engine computes a chunk of 512 tokens in 0.1 s. Should others be served for `t` half-lives, what `late` has had
-    is 2^-t of it, and theirs together the rest of what is served in equilibrium: each is past it when
-    2^t - 1 = (sum of their weights) / (its own).
+    The engine computes a chunk of 512 tokens in 0.1 s. While others are served for `t` half-lives, what `late`
+    has had falls to 2^-t of it. The others together have had the rest of what is served in equilibrium: each is past it
+    when 2^t - 1 = (sum of their weights) / (its own).
     """
     weight = [data.draw(weights) for _ in range(count)]
     turns, now, chunk_s = new_turns(), start, 0.1

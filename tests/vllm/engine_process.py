@@ -125,7 +125,7 @@ def _split_before_last(scheduler: Any) -> None:
 
 
 def _note_overlaps(core: Any) -> set[str]:
-    """Requests of which a chunk was handed to the stages while they still had an earlier one."""
+    """Requests that handed the stages a chunk while they still had an earlier one."""
     original, overlapping = core.scheduler.schedule, set[str]()
 
     def schedule(*args: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Chats of every kind that a client could write, drawn by chance: what nobody thought of when the others were written down."""
+"""Chats of every kind that a client could write, drawn at random: cases that the written ones leave out."""
 
 import json
 from random import Random

@@ -66,7 +66,7 @@ def test_every_chat_has_the_tokens_that_vllm_reads(readers: list[Both]) -> None:
         for name, fields in bodies().items():
             expected = both.vllm.tokens(fields)
             if expected is None or name in REFUSED_HERE:
-                continue  # refused, so that nobody computes it
+                continue  # refused, so that no node computes it
             read += 1
             if both.ours(fields) != expected:
                 unlike.append((both.template, name))

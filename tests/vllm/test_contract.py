@@ -136,7 +136,7 @@ def test_the_cpu_build_still_dies_of_a_seeded_prompt_in_several_chunks():
 
 
 def test_shared_memory_of_ranks_is_named_as_we_look_for_it():
-    """Why `internals.unlink_shared_memory` is there: nobody takes the names away."""
+    """Why `internals.unlink_shared_memory` is there: vLLM leaves the names behind."""
     from vllm.distributed.device_communicators import cpu_communicator
     from vllm.v1.worker import cpu_worker
 
@@ -318,7 +318,7 @@ def test_an_engine_is_found_while_it_makes_its_connector():
 
 
 def test_mains_of_processes_are_known_and_close_the_connector_last():
-    """What `engine.vllm.server.leaving` stands on: whoever leaves at once has nothing left to do."""
+    """What `engine.vllm.server.leaving` stands on: a process that leaves at once has nothing left to do."""
     from vllm.v1.engine.core import EngineCore, EngineCoreProc
     from vllm.v1.executor.multiproc_executor import WorkerProc
     from vllm.v1.worker.gpu_worker import Worker

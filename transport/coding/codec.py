@@ -215,9 +215,9 @@ class ChunkDecoder:
             raise CodecError(f"codec {number}, type {dtype}, vectors of {vector}")
         codec = Codec(number)
         if codec & ~self.allowed:
-            raise CodecError(f"{codec.label} is not taken here")
+            raise CodecError(f"{codec.label} is not accepted here")
         if codec.lossy and not Run(0, _DTYPES[dtype], vector).vector_bytes:
-            raise CodecError("quantised, but of nothing that can be")
+            raise CodecError("quantised, but its type cannot be")
         return codec
 
     def _decode_block(self, codec: Codec, dtype: str, vector: int, coded: memoryview, target: memoryview) -> None:

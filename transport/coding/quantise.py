@@ -69,7 +69,7 @@ def dequantise(quantised: Bytes, dtype: str, vector: int, kind: QuantisedType, i
     scales = quantised[: vectors * SCALE_BYTES].view(np.float32)
     codes = quantised[vectors * SCALE_BYTES :].reshape(vectors, vector)
     if not ((scales >= 0) & (scales < LARGEST)).all():
-        raise ValueError("a scale that is no scale")
+        raise ValueError("an invalid scale")
     step = max(1, _TILE_VALUES // vector)
     for first in range(0, vectors, step):
         last = min(first + step, vectors)
@@ -77,7 +77,7 @@ def dequantise(quantised: Bytes, dtype: str, vector: int, kind: QuantisedType, i
         values = values * scales[first:last, None]
         into[first * vector * item_bytes : last * vector * item_bytes] = from_floats(values, dtype)
     if kind is QuantisedType.FP8 and ((codes & 0x7F) == 0x7F).any():
-        raise ValueError("a code that is no number")
+        raise ValueError("a code that is not a number")
 
 
 def _from_int8(codes: Bytes) -> Floats:

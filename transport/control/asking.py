@@ -15,7 +15,7 @@ class _NoRedirects(HTTPRedirectHandler):
         self, req: Request, fp: IO[bytes], code: int, msg: str, headers: HTTPMessage, newurl: str
     ) -> None:
         raise HTTPError(
-            req.full_url, code, f"it redirects to {newurl}, which is not followed: name that URL instead", headers, fp
+            req.full_url, code, f"it redirects to {newurl}, which is not followed: use that URL instead", headers, fp
         )
 
 

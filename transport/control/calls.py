@@ -49,7 +49,7 @@ class CallBuffer:
         self._first += data
         said, more = self._first[: len(self._greeting)], self._first[len(self._greeting) :]
         if not self._greeting.startswith(said):
-            raise MessageError(f"no greeting of ours: {said!r}")
+            raise MessageError(f"not the greeting of this version: {said!r}")
         if said != self._greeting:
             return []
         self.greeted, self._first = True, b""

@@ -32,7 +32,7 @@ def server_credentials(identity: Identity) -> grpc.ServerCredentials:
             present = version
             return _server_files(identity)
         except OSError as exc:
-            log.warning("the certificate read before serves on: %s", exc)
+            log.warning("the certificate read before stays in use: %s", exc)
             return None
 
     fetch: Callable[[], grpc.ServerCertificateConfiguration | None] = changed

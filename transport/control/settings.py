@@ -59,7 +59,7 @@ def read_toml(path: Path) -> dict[str, Any]:
     except OSError as exc:
         raise SettingsError(exc.strerror or str(exc)) from exc
     if len(said) > MAX_FILE_BYTES:
-        raise SettingsError(f"longer than {MAX_FILE_BYTES} bytes, which no settings file is")
+        raise SettingsError(f"longer than {MAX_FILE_BYTES} bytes, too long for a settings file")
     try:
         return tomllib.loads(said.decode("utf-8"))
     except RecursionError as exc:

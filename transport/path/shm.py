@@ -10,6 +10,7 @@ import os
 import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Final
 
 DEFAULT_ARENA_DIRS: Final = ("/dev/shm",)
@@ -18,22 +19,27 @@ _MAX_VIEWS: Final = 512
 
 @dataclass(frozen=True, slots=True)
 class ArenaSource:
-    """A push's source in an arena file, usable over TCP (as views) and on the same host (as extents).
+    """The ranges of a transfer in an arena file, usable over TCP (as views) and on the same host (as extents).
 
-    `segments(i)` gives the (start, length) pairs of range i in the arena.
+    `segments(i)` gives the (start, length) pairs of range i in the arena, `segments_between(first, stop)` those of many.
     """
 
     path: str
     arena: memoryview
     segments: Callable[[int], Iterable[tuple[int, int]]]
+    segments_between: Callable[[int, int], Iterable[tuple[int, int]]] | None = None
 
     def __call__(self, index: int) -> Sequence[memoryview]:
         return [self.arena[start : start + length] for start, length in self.segments(index)]
 
-    def extents(self, index: int, skip: int, size: int) -> list[tuple[int, int]]:
-        """`size` bytes of range `index` after its first `skip`, as extents of the file."""
+    def between(self, first: int, stop: int) -> list[memoryview]:
+        """The memory of ranges `[first, stop)`."""
+        return [self.arena[start : start + length] for start, length in self._segments(first, stop)]
+
+    def extents(self, first: int, stop: int, skip: int, size: int) -> list[tuple[int, int]]:
+        """`size` bytes of ranges `[first, stop)` after their first `skip`, as extents of the file; neighbours are one."""
         extents: list[tuple[int, int]] = []
-        for start, length in self.segments(index):
+        for start, length in merge_extents(self._segments(first, stop)):
             if skip >= length:
                 skip -= length
                 continue
@@ -43,6 +49,11 @@ class ArenaSource:
             if not size:
                 break
         return extents
+
+    def _segments(self, first: int, stop: int) -> Iterable[tuple[int, int]]:
+        if self.segments_between is not None:
+            return self.segments_between(first, stop)
+        return chain.from_iterable(map(self.segments, range(first, stop)))
 
 
 def merge_extents(extents: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:

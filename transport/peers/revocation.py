@@ -74,7 +74,7 @@ def _names(entry: str, *, is_serial: bool) -> set[str]:
     if is_serial:
         return set()
     raise NamelessPeer(
-        f"{entry[:MAX_SHOWN]!r} is no {SHAPE}, no name of letters, digits, '.', '_' and '-', and no serial number"
+        f"{entry[:MAX_SHOWN]!r} is neither {SHAPE}, nor a name of letters, digits, '.', '_' and '-', nor a serial number"
     )
 
 
@@ -112,5 +112,5 @@ class RevocationList:
         try:
             return self.load()
         except (OSError, ValueError) as exc:
-            log.error("what was revoked before stays so, and nothing more: %s", exc)
+            log.error("earlier revocations stay, new ones are not read: %s", exc)
             return self._revoked

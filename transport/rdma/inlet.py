@@ -142,7 +142,7 @@ class RailEnds:
                     end.queue_pair.receive()
             # A sender waits for answers when as many are out as there are receives, and each answer is to a Written.
             if len(end.arrived) > RECEIVE_DEPTH:
-                raise RemoteProtocolError(f"more than {RECEIVE_DEPTH} chunks on rail {rail} without a word of them")
+                raise RemoteProtocolError(f"more than {RECEIVE_DEPTH} chunks on rail {rail} without an announcement")
             return True
         return False
 

@@ -30,6 +30,7 @@ from transport.wire.frames import Accept, Code, Open, Refuse
 from transport.wire.greeting import NONCE_BYTES
 from transport.wire.manifest import RangeViews
 from transport.wire.session import SESSION_LIFE_S, Session, Sessions
+from transport.wire.sizes import RangeSizes
 
 log = logging.getLogger(__name__)
 
@@ -85,7 +86,7 @@ class TransferServer:
         self,
         transfer_id: str,
         secret: bytes,
-        sizes: Iterable[int],
+        sizes: Iterable[int] | RangeSizes,
         targets: RangeViews,
         *,
         on_done: OnLanded | None = None,

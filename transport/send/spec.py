@@ -6,6 +6,7 @@ from enum import IntEnum, StrEnum
 from math import inf, isnan
 
 from transport.coding.choice import FormatOf
+from transport.wire.sizes import RangeSizes
 
 
 class Via(StrEnum):
@@ -38,7 +39,7 @@ class TransferSpec:
     address: str
     transfer_id: str
     secret: bytes = field(repr=False)
-    sizes: Sequence[int]
+    sizes: Sequence[int] | RangeSizes
     _: KW_ONLY
     via: Via = Via.TCP
     link: str = ""

@@ -71,7 +71,7 @@ class Greeting:
     def accept(self, welcome: Welcome) -> None:
         """Raises RemoteProtocolError, LocalProtocolError."""
         if not VERSION_MIN <= welcome.version <= VERSION_MAX or welcome.integrity != self._integrity:
-            raise RemoteProtocolError(f"cannot go on with version {welcome.version}, {welcome.integrity}")
+            raise RemoteProtocolError(f"cannot use version {welcome.version}, {welcome.integrity}")
         if len(welcome.nonce) != NONCE_BYTES:
             raise RemoteProtocolError("bad nonce")
         if welcome.max_chunk_bytes < LEAST_CHUNK_LIMIT:

@@ -101,7 +101,7 @@ class Identity:
         except OSError as exc:
             if known is None:
                 raise
-            log.warning("the certificate read before serves on: %s", exc)
+            log.warning("the certificate read before stays in use: %s", exc)
         return known[1]
 
     def _load(self, protocol: int, *, asks: bool = True) -> ssl.SSLContext:

@@ -9,59 +9,101 @@ The ranges of a transfer (a layer's slab of one block, a state snapshot) are lai
 Both ends compute the same line from the same sizes, so chunks need no names but an offset.
 """
 
-import hashlib
 import hmac
-from bisect import bisect_right
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
-from typing import TypeAlias
+from typing import Protocol, TypeAlias, runtime_checkable
 
 from transport.errors import RemoteProtocolError
 from transport.wire.frames import MAX_RANGES, MAX_TRANSFER_BYTES
 from transport.wire.ranges import RangeSet
+from transport.wire.sizes import RangeSizes, consecutive
 
-RangeViews: TypeAlias = Callable[[int], Sequence[memoryview]] | Sequence[Sequence[memoryview]]
+
+@runtime_checkable
+class RunViews(Protocol):
+    """The memory of many ranges at a time."""
+
+    def between(self, first: int, stop: int) -> Sequence[memoryview]:
+        """Byte views of ranges `[first, stop)`, in order; together they are as long as those."""
+        ...
+
+
+RangeViews: TypeAlias = RunViews | Callable[[int], Sequence[memoryview]] | Sequence[Sequence[memoryview]]
 """Where range i lies in memory: byte views (format "B") that together are as long as the range."""
 
 
 class Manifest:
     """The sizes of a transfer's ranges, in bytes, in order."""
 
-    def __init__(self, sizes: Iterable[int]) -> None:
-        self.sizes = tuple(sizes)
-        if any(size < 0 for size in self.sizes):
-            raise ValueError("a range of negative size")
-        self._ends = list(accumulate(self.sizes))
-        self.total_bytes = self._ends[-1] if self._ends else 0
-        if self.total_bytes > MAX_TRANSFER_BYTES or len(self.sizes) > MAX_RANGES:
-            raise ValueError(f"transfer too large: {self.total_bytes} bytes in {len(self.sizes)} ranges")
-        self.digest = _digest_of(self.sizes)
+    def __init__(self, sizes: Iterable[int] | RangeSizes) -> None:
+        """Raises ValueError for more than a transfer may be."""
+        self.sizes = RangeSizes.of(sizes)
+        self.num_ranges = self.sizes.num_ranges
+        self.total_bytes = self.sizes.total_bytes
+        if self.total_bytes > MAX_TRANSFER_BYTES or self.num_ranges > MAX_RANGES:
+            raise ValueError(f"transfer too large: {self.total_bytes} bytes in {self.num_ranges} ranges")
+
+    @property
+    def digest(self) -> bytes:
+        """What both ends compare; computed when first asked for."""
+        return self.sizes.digest
 
     def bounds(self, index: int) -> tuple[int, int]:
         """Range `index` as `[start, stop)` of the line."""
-        stop = self._ends[index]
-        return stop - self.sizes[index], stop
+        return self.span(range(index, index + 1))
+
+    def span(self, indexes: range) -> tuple[int, int]:
+        """Consecutive ranges as `[start, stop)` of the line."""
+        return self.sizes.offset(indexes.start), self.sizes.offset(indexes.stop)
+
+    def covering(self, start: int, stop: int) -> tuple[int, int, int]:
+        """The ranges `[first, last)` that `[start, stop)` of the line lies in, and the bytes before it in the first."""
+        if start >= stop:
+            return 0, 0, 0
+        first = self.sizes.at(start)
+        return first, self.sizes.at(stop - 1) + 1, start - self.sizes.offset(first)
 
     def pieces(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
         """`[start, stop)` of the line as (range, first byte in it, number of bytes)."""
-        index = bisect_right(self._ends, start)
-        while start < stop:
-            begin, end = self.bounds(index)
-            length = min(stop, end) - start
-            if length:
-                yield index, start - begin, length
-            start += length
-            index += 1
+        first, last, skip = self.covering(start, stop)
+        for index, size in enumerate(self.sizes.between(first, last), first):
+            if length := min(size - skip, stop - start):
+                yield index, skip, length
+            start, skip = start + length, 0
 
     def views(self, of_range: RangeViews, start: int, stop: int) -> list[memoryview]:
         """The memory of `[start, stop)`, given the memory of whole ranges."""
+        if isinstance(of_range, RunViews):
+            first, last, skip = self.covering(start, stop)
+            begin, end = self.span(range(first, last))
+            return _cut_whole(of_range.between(first, last), skip, stop - start, end - begin)
         resolve = of_range if callable(of_range) else of_range.__getitem__
         views: list[memoryview] = []
         for index, skip, length in self.pieces(start, stop):
             views += cut(resolve(index), skip, length)
         return views
+
+
+def _cut_whole(views: Sequence[memoryview], skip: int, length: int, whole: int) -> list[memoryview]:
+    """`length` bytes of views that are `whole` bytes together, after the first `skip`. Raises ValueError if they are not."""
+    found = sum(map(len, views))
+    if found != whole:
+        raise ValueError(f"the memory of ranges of {whole} bytes has {found}")
+    parts = list(views)
+    _drop(parts, skip, last=False)
+    _drop(parts, whole - skip - length, last=True)
+    return parts
+
+
+def _drop(views: list[memoryview], size: int, *, last: bool) -> None:
+    """Takes `size` bytes off one end of a list of views."""
+    while size:
+        view = views.pop() if last else views.pop(0)
+        if size < len(view):
+            views.insert(len(views) if last else 0, view[: len(view) - size] if last else view[size:])
+        size -= min(size, len(view))
 
 
 def cut(views: Iterable[memoryview], skip: int, length: int) -> list[memoryview]:
@@ -80,13 +122,6 @@ def cut(views: Iterable[memoryview], skip: int, length: int) -> list[memoryview]
     if length:
         raise ValueError(f"the memory of a range is {length} bytes short")
     return parts
-
-
-def _digest_of(sizes: Sequence[int]) -> bytes:
-    digest = hashlib.blake2b(digest_size=16)
-    for size in sizes:
-        digest.update(size.to_bytes(8, "little"))
-    return digest.digest()
 
 
 def proof_of(secret: bytes, transfer_id: str, manifest_digest: bytes, transcript: bytes) -> bytes:
@@ -152,10 +187,10 @@ class Outbox:
         """Bytes that were taken and not answered yet, by lane."""
         return {lane: sum(stop - start for start, stop in chunks.items()) for lane, chunks in self._in_flight.items()}
 
-    def ready(self, indexes: Iterable[int]) -> None:
+    def ready(self, indexes: Iterable[int | range]) -> None:
         """These ranges may leave now. Saying it twice changes nothing."""
-        for index in indexes:
-            start, stop = self.manifest.bounds(index)
+        for run in consecutive(indexes):
+            start, stop = self.manifest.span(run)
             for gap in self._ready.gaps(start, stop):
                 self._ready.add(*gap)
                 self._enqueue(*gap)

@@ -90,7 +90,9 @@ class PrfaasKVManager(CommonKVManager):  # type: ignore[misc]
         decodes = disaggregation_mode == DisaggregationMode.DECODE
         socket, control = _setting(SOCKET), _setting(CONTROL) if decodes else ""
         if not server_args.context_length:
-            raise ValueError("start the server with --context-length: the node says which prompts it takes")
+            raise ValueError(
+                "start the server with --context-length: the node reports the longest prompt that it takes"
+            )
         version = str(sglang.__version__)
         notice = "" if is_tested(version) else untested(version)
         if notice:

@@ -187,7 +187,7 @@ class VllmAgentThread:
             notice=self._notice,
             takes_media=self._takes_media,
             on_welcome=self._welcome,
-            on_drain=lambda: log.info("the agent drains: what runs is finished"),
+            on_drain=lambda: log.info("the agent drains: running requests finish"),
             on_resume=lambda: log.info("the agent takes requests again"),
             on_lost=self._release_all,
         )

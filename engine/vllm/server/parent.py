@@ -28,7 +28,7 @@ def end_with_parent(grace_s: float = GRACE_S) -> None:
     except ProcessLookupError:
         pidfd = -1
     except OSError as exc:
-        log.warning("this process will not notice when its server is killed: %s", exc)
+        log.warning("this process cannot watch its server, and will outlive its kill: %s", exc)
         return
     threading.Thread(target=_watch, args=(pidfd, grace_s), name="prfaas-parent", daemon=True).start()
 

@@ -15,9 +15,9 @@ MAX_CONFIG_BYTES: Final = 4 << 20
 # Flags with the value from which on the connector cannot follow; None: whatever the value.
 FLAGS: Final[Mapping[str, tuple[int | None, str]]] = {
     "--speculative-config": (None, "the connector does not work with speculative decoding"),
-    "--decode-context-parallel-size": (2, "the connector knows no context parallelism"),
-    "--prefill-context-parallel-size": (2, "the connector knows no context parallelism"),
-    "--data-parallel-size": (2, "the connector knows one engine per node: start a node for each data parallel rank"),
+    "--decode-context-parallel-size": (2, "the connector does not support context parallelism"),
+    "--prefill-context-parallel-size": (2, "the connector does not support context parallelism"),
+    "--data-parallel-size": (2, "the connector supports one engine per node: start a node for each data parallel rank"),
 }
 SHORT: Final = {
     "-dcp": "--decode-context-parallel-size",

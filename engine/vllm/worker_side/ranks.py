@@ -73,7 +73,7 @@ class RankServer:
         waiting, done = self._letting_go[job]
         await asyncio.wait({done}, timeout=self._let_go_timeout_s)
         if not done.done():
-            log.error("ranks %s do not let go of job=%s: its pages stay with them", sorted(waiting), job)
+            log.error("ranks %s do not release job=%s: they keep its pages", sorted(waiting), job)
             await asyncio.wait({done})
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

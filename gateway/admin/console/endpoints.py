@@ -145,7 +145,8 @@ def check_is_meant(http: web.Request, *, shows_a_key: bool) -> None:
     if origin is not None and not shows_a_key and not _is_own_name(host):
         raise ApiError(
             403,
-            f"Without an operator's key changes are taken at an address, not at the name {host!r}, which may be anybody's.",
+            f"Without an operator's key, send changes to the gateway's address, not to the name {host!r}: "
+            "any site may use that name.",
             code="foreign_host",
         )
 

@@ -37,7 +37,7 @@ class LinkSwitch:
         try:
             return msgspec.json.decode(body, type=LinkSwitchRequest)
         except NOT_JSON as error:
-            raise BadRequest(f"The body is no switch of a link: {error}", code="invalid_value") from error
+            raise BadRequest(f"The body does not switch a link: {error}", code="invalid_value") from error
 
     def set(self, wanted: LinkSwitchRequest) -> list[LinkStatus]:
         """All links after the change. Raises ApiError."""

@@ -64,14 +64,14 @@ class PlanProxy:
         try:
             return _CHANGE.decode(body)
         except NOT_JSON as error:
-            raise BadRequest(f"The body is no change of a plan: {error}", code="invalid_value") from error
+            raise BadRequest(f"The body does not change a plan: {error}", code="invalid_value") from error
 
     async def change(self, wish: PlanChangeRequest, operator: str = "") -> msgspec.Raw:
         """The service's status after the change, which its log says that `operator` made."""
         config = self._config
         if not config.url:
             raise ApiError(
-                409, "This gateway follows no plan service: [gateway.plan] names none.", code="no_plan_service"
+                409, "This gateway follows no plan service: its file has no [gateway.plan].", code="no_plan_service"
             )
         asked: dict[str, Any] = {"by": f"console: {operator}" if operator else "console"}
         if wish.version is not None:

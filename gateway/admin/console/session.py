@@ -36,12 +36,12 @@ class SessionPages:
         self._check_is_meant(http)
         key = operator_key_in(http.headers)
         if not key:
-            raise BadRequest("A session begins with a key: `Authorization: Bearer KEY`.", code="missing_api_key")
+            raise BadRequest("A session needs a key: `Authorization: Bearer KEY`.", code="missing_api_key")
         try:
             token = self._sessions.begin(digest_of(key), datetime.now(UTC).timestamp())
         except OSError as error:
-            log.error("no session can be begun: %s", error)
-            raise Unavailable("No session can be begun.", "no_session") from error
+            log.error("a session cannot be started: %s", error)
+            raise Unavailable("The session cannot be started.", "no_session") from error
         answer = _told(http[OPERATOR])
         _set_cookie(answer, http, token, int(self._sessions.length_s))
         return answer

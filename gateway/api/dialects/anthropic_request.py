@@ -314,7 +314,7 @@ def _from_blocks(role: str, blocks: list[Block], where: str) -> list[dict[str, A
                 results.append(_result(block) | mark)
             case _:
                 tag = type(block).__struct_config__.tag
-                raise _invalid(f"{where}[{index}].type", f"'{tag}' has no place in a message of role '{role}'")
+                raise _invalid(f"{where}[{index}].type", f"'{tag}' is not allowed in a message of role '{role}'")
     if not (content or calls or thoughts) and results:
         return results
     message: dict[str, Any] = {"role": role} | content_of(content)
@@ -360,7 +360,9 @@ def _result(block: ToolResult) -> dict[str, Any]:
 
 def _tool(tool: Tool, where: str) -> dict[str, Any]:
     if tool.type not in (None, "custom"):
-        raise _unsupported(f"{where}.type", f"'{tool.type}' would run at Anthropic's")
+        raise _unsupported(
+            f"{where}.type", f"'{tool.type}' would run on Anthropic's servers, which this gateway does not call"
+        )
     if isinstance(tool.input_schema, UnsetType):
         raise BadRequest(
             f"Missing required parameter: '{where}.input_schema'.",
@@ -377,7 +379,7 @@ def _tool(tool: Tool, where: str) -> dict[str, Any]:
 
 def _tool_choice(choice: ToolChoice, has_tools: bool) -> dict[str, Any]:
     if choice.type == "tool" and not choice.name:
-        raise _invalid("tool_choice.name", "a tool is to be named")
+        raise _invalid("tool_choice.name", "it must name a tool")
     if not has_tools:
         if choice.type in ("auto", "none"):
             return {}

@@ -127,7 +127,7 @@ def answer_of(body: bytes) -> ChatAnswer:
 
 def nonsense() -> ApiError:
     """What an engine says that it should not."""
-    return ApiError(502, "The engine's answer makes no sense.", type="server_error", code="bad_answer")
+    return ApiError(502, "The engine's answer cannot be read.", type="server_error", code="bad_answer")
 
 
 def error_of(status: int, body: bytes) -> ApiError:

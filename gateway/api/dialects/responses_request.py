@@ -163,7 +163,7 @@ def to_chat(body: bytes) -> tuple[bytes, bytes]:
     rest = {name: raw for name, raw in fields.items() if name not in _KNOWN}
     echo = msgspec.json.encode({name: fields[name] for name in ECHOED if name in fields})
     if len(echo) > MAX_ECHO_BYTES:
-        raise _invalid("tools", f"what the answer is to repeat is longer than {MAX_ECHO_BYTES} bytes")
+        raise _invalid("tools", f"the fields that the answer repeats are longer than {MAX_ECHO_BYTES} bytes")
     chat = _chat_fields(asked)
     check_not_twice(chat.keys() & rest.keys())
     return msgspec.json.encode(chat | rest), echo
@@ -179,10 +179,13 @@ def _check(asked: ResponsesRequest) -> None:
         if value:
             raise _unsupported(name, needs_memory)
     if asked.truncation == "auto":
-        raise _unsupported("truncation", "a prompt is served whole, or not")
+        raise _unsupported("truncation", "a prompt is never truncated")
     for index, tool in enumerate(asked.tools or ()):
         if tool.type != "function":
-            raise _unsupported(f"tools[{index}].type", f"'{tool.type}' would run here; functions run at the client's")
+            raise _unsupported(
+                f"tools[{index}].type",
+                f"'{tool.type}' would run on the server; only functions are supported",
+            )
         if not tool.name:
             raise _missing(f"tools[{index}].name")
     if asked.tool_choice not in (None, "none", "auto") and not asked.tools:
@@ -276,7 +279,7 @@ def _item(raw: Raw, where: str) -> Item:
         if "type" not in keys:
             raw = Raw(msgspec.json.encode({**keys, "type": "message"}))
         elif bytes(keys["type"]) == b'"item_reference"':
-            raise _unsupported(where, "this gateway keeps no responses, so there is nothing to refer to")
+            raise _unsupported(where, "this gateway does not store responses")
         item: Item = _ITEM.decode(raw)
         return item
     except msgspec.ValidationError as error:

@@ -42,7 +42,9 @@ def run(args: argparse.Namespace) -> int:
 
 def _solve_fleet(args: argparse.Namespace, site: Site) -> int:
     if args.as_in_paper or args.objective != Objective.THROUGHPUT or args.robust:
-        raise InputError("several clusters: only --objective throughput with E[T(L)] is there; drop the other options")
+        raise InputError(
+            "several clusters: only --objective throughput with E[T(L)] is supported; drop the other options"
+        )
     fleet = fleet_of(site, args.bins, args.extrapolate, survives_cold=not args.warm_caches)
     result = fleet_json(site, fleet, solve_fleet(fleet, watched))
     if args.output:

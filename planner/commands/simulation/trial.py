@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
-from planner.commands.arguments import MOST
+from planner.commands.argument_types import MOST
 from planner.commands.capacity.options import options_of
 from planner.commands.rendering.output import remark
 from planner.commands.rendering.progress import busy, watched
@@ -91,7 +91,7 @@ def _outage(option: str, text: str, numbers: int) -> Outage:
     """That many numbers (from, until, and the share that is left), and maybe a link's ends, with colons between."""
     parts = text.split(":")
     if len(parts) not in (numbers, numbers + 2):
-        raise InputError(f"{option}={text!r}: write it as --help says")
+        raise InputError(f"{option}={text!r}: must have the form that --help shows")
     allowed = (SECONDS, UNTIL, SHARE)[:numbers]
     with named(f"{option}={text!r}"):
         from_s, until_s, *share = (
@@ -152,7 +152,7 @@ def settle(args: argparse.Namespace, site: Site) -> tuple[Site, TrialSetting, fl
 
 def _settle_fleet(args: argparse.Namespace, site: Site) -> tuple[Site, TrialSetting, float]:
     if args.deployment or args.as_in_paper:
-        raise InputError("several clusters: there is neither --deployment nor --as-in-paper for them")
+        raise InputError("several clusters: --deployment and --as-in-paper are not supported")
     fleet = fleet_of(site, extrapolate=args.extrapolate, survives_cold=not args.warm_caches)
     table = fleet_json(site, fleet, solve_fleet(fleet, watched))
     return site, TrialSetting.of_fleet(table), table["one_threshold"]["lambda_max_req_per_s"]
@@ -173,7 +173,7 @@ def disturbed(args: argparse.Namespace, source: Source) -> Source:
             if outage.from_s > last_s:
                 raise InputError(
                     f"link-down or link-thin from {outage.from_s:g} s: the last request comes at {last_s:.6g} s; "
-                    "begin it earlier, or send more requests"
+                    "let it begin earlier, or send more requests"
                 )
         return trace
 

@@ -39,9 +39,7 @@ def hits_of(trace: Trace, kv: KvSize | None = None, cache_gb: float | None = Non
             return trace.cached_tokens
         return infinite_cache_hits(trace) if trace.blocks is not None else None
     if trace.blocks is None:
-        raise InputError(
-            f"cache_gb={cache_gb:g}: the trace names no blocks (hash_ids): what a cache finds is not known"
-        )
+        raise InputError(f"cache_gb={cache_gb:g}: the trace names no blocks (hash_ids): its cache hits cannot be known")
     if kv is None:
         raise InputError("cache_gb: a finite cache needs a site file (-c) for S_kv")
     return finite_cache_hits(trace, kv, cache_gb)

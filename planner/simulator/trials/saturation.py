@@ -68,7 +68,7 @@ def saturate(
     known = [key for key, value in best.items() if value is None or isinstance(value, int | float)]
     for condition in slo:
         if condition.key not in known:
-            raise InputError(f"slo: {condition.key!r} is no key of a report; known are {', '.join(known)}")
+            raise InputError(f"slo: {condition.key!r} is not a key of a report; known are {', '.join(known)}")
     if failed := [str(condition) for condition in slo if not condition.holds(best)]:
         values = ", ".join(f"{condition.key}={best.get(condition.key)}" for condition in slo)
         raise Infeasible(

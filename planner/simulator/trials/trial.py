@@ -144,10 +144,10 @@ def scenario_of(site: Site, setting: TrialSetting, trial: Trial) -> Scenario:
     pd = site.of_kind(ClusterKind.PD)
     if len(pd) > 1 and not setting.splits:
         raise InputError(
-            f"clusters: {len(pd)} of kind pd, but a plan for one; write one with solve -o, or leave it out"
+            f"clusters: {len(pd)} of kind pd, but the plan is for one; write one with solve -o, or leave it out"
         )
     if not setting.num_decode:
-        raise InputError("num_decode=0: none could answer; give at least 1")
+        raise InputError("num_decode=0: no node could answer; give at least 1")
     profile = site.profile
     pools = [_pool(cluster, profile, setting, trial) for cluster in site.clusters]
     wires = [

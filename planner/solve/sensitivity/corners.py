@@ -37,7 +37,7 @@ def robust_report(
 ) -> dict[str, Any]:
     """The plan with the best worst case, next to the one that is best if every number is right. Raises InputError."""
     if not 0 <= spread < 1:
-        raise InputError(f"spread={spread:g}: must be at least 0 and below 1, or nothing is left of a profile")
+        raise InputError(f"spread={spread:g}: must be at least 0 and below 1, so that something is left of a profile")
     variant = Deployment()
     if deployment is not None:
         site, variant = site.deployed(deployment)

@@ -1,4 +1,4 @@
-"""AES-GCM and mutual TLS on the whole path; who is not who he should be is refused, told why and counted, and the
+"""AES-GCM and mutual TLS on the whole path; a peer with another identity is refused, told why and counted, and the
 request goes on without him.
 """
 
@@ -52,7 +52,7 @@ def reissue(bench: Bench, name: str, authority: Authority | None = None) -> None
 
 
 def make_stranger(bench: Bench, name: str, tmp_path: Path) -> None:
-    """On disk, `name` has a certificate of the right name by an authority that nobody knows."""
+    """On disk, `name` has a certificate of the right name by an unknown authority."""
     reissue(bench, name, Authority(tmp_path, "stranger"))
     for file in FILES:
         (tmp_path / file.format(name=name)).replace(certificates(bench) / file.format(name=name))
@@ -171,7 +171,7 @@ def test_without_another_prefill_node_the_decode_node_recomputes_and_strangers_a
         assert done.token_ids == bench.expected(prompt)
         assert record["fallbacks"] == ["prefill_integrity_mode", "recompute_no_prefill"]
 
-        # A node with a certificate of nobody's: its gateway will have nothing to do with it, and says so.
+        # A node with a certificate by an unknown authority: its gateway refuses it, and says so.
         make_stranger(bench, "far", tmp_path)
         line = 'prfaas_node_watch_failures_total{reason="identity"}'
         before = await bench.metric(bench.system.api_url, line)

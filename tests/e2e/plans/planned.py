@@ -82,7 +82,7 @@ class Stage:
         self.asked = 0
 
     async def ask(self, num_tokens: int, max_tokens: int = 4) -> str:
-        """One request, of a prompt that nobody has asked before; its id."""
+        """One request, of a prompt that was never sent before; its id."""
         self.asked += 1
         name = f"request-{self.asked}"
         prompt = [4 + (self.asked * 31 + number * (1 + self.asked % 7)) % 240 for number in range(num_tokens)]

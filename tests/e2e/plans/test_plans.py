@@ -58,7 +58,7 @@ async def _follows_something(at: Stage) -> bool:
 
 
 async def deaths(at: Stage) -> None:
-    """Of the service: nobody notices, and it comes back with the same version. Of the gateway: it comes back with the plan."""
+    """Of the service: requests go on, and it returns with the same version. Of the gateway: it comes back with the plan."""
     plan = (await at.load()).follows
     assert plan is not None
     assert at.system.plan is not None

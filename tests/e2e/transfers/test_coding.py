@@ -1,4 +1,4 @@
-"""KVCache that is made smaller on its way: compressed, tokens are the same; quantised, nobody else's tokens change."""
+"""KVCache that is made smaller on its way: compressed, tokens are the same; quantised, no other tenant's tokens change."""
 
 from collections.abc import Iterator
 from pathlib import Path

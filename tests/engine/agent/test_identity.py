@@ -120,7 +120,7 @@ def test_a_revision_stands_for_what_the_weights_hold(model, tmp_path):
 
 
 def aged(path: Path) -> Path:
-    """As if its files had been written long ago (but for the change time, which nobody can set)."""
+    """As if its files had been written long ago (but for the change time, which cannot be set)."""
     for file in model_files(path):
         os.utime(file.path, (LONG_AGO_S, LONG_AGO_S))
     return path
@@ -185,14 +185,14 @@ def test_damage_to_the_memory_costs_time_only(damage, tmp_path):
 
 def test_a_file_that_grows_after_it_was_listed_is_said(tmp_path):
     class Growing(DigestMemory):
-        """Asked about a file just before it is read: then somebody appends to it."""
+        """Asked about a file just before it is read: then another process appends to it."""
 
         def get(self, file):
             with Path(file.path).open("ab") as appended:
                 appended.write(b"x")
             return super().get(file)
 
-    with pytest.raises(ModelError, match="changes while it is read"):
+    with pytest.raises(ModelError, match="changed while it was read"):
         model_identity(directory(tmp_path / "m"), memory=Growing(None))
 
 

@@ -125,7 +125,7 @@ def test_another_process_opens_the_arena_that_is_meant_or_none(tmp_path):
     assert path.read_bytes()[0] == 9
     path.rename(tmp_path / "the former agent's")
     path.write_bytes(bytes(4096))
-    with pytest.raises(PagesInvalid, match="another agent's by now"):
+    with pytest.raises(PagesInvalid, match="now another agent's"):
         place.open()
 
 

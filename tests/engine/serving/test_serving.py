@@ -180,7 +180,7 @@ def test_a_leg_whose_push_fails_does_not_compute_on(tmp_path):
                 job = next(message.job for message in agent.heard if isinstance(message, m.LayerDone))
                 agent.send(m.Delivered(job=job, ok=False, reason="peer_lost"))
                 status, answer = await leg
-            assert (status, answer["error"]["code"]) == (502, "peer_lost")  # by name: whoever routes must know it
+            assert (status, answer["error"]["code"]) == (502, "peer_lost")  # by name: a router must know it
             agent.cache.release("t", 0.0)
 
     asyncio.run(scenario())

@@ -160,7 +160,7 @@ def test_a_share_without_any_kvcache_is_refused(tmp_path):
         tmp_path, "nemotron_h", hybrid_override_pattern="M*-", mamba_num_heads=8, mamba_head_dim=32, ssm_state_size=16,
         n_groups=1, head_dim=32, chunk_size=64,
     )  # fmt: skip
-    with pytest.raises(ModelError, match=r"layers range\(2, 3\) keep no KVCache: fewer stages"):
+    with pytest.raises(ModelError, match=r"layers range\(2, 3\) keep no KVCache: choose fewer stages"):
         cut_up(directory, shares(3, 3))
 
 

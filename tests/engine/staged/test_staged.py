@@ -22,7 +22,7 @@ PATIENCE_S = 60.0
 
 
 class Bench:
-    """An engine in stages, and somebody who waits for it as a scheduler does."""
+    """An engine in stages, and a caller that waits for it as a scheduler does."""
 
     def __init__(self, engine: StagedEngine) -> None:
         self.engine = engine
@@ -139,7 +139,7 @@ def test_what_is_given_up_is_written_no_more_and_forgotten(bench, tmp_path):
     sequence = bench.engine.new_sequence(len(tokens))
     bench.engine.prefill(sequence, tokens, kv)
     kv.revoke()
-    arena.data[:] = 7  # as the next one does who is lent the pages
+    arena.data[:] = 7  # as the next borrower of the pages does
     bench.settle(sequence)
     assert (arena.data == 7).all()
 

@@ -41,11 +41,11 @@ def recurrent_gemma(tmp_path):
 
 
 def test_a_model_that_remembers_outside_of_its_cache_is_refused(recurrent_gemma):
-    with pytest.raises(ModelError, match="recurrent_gemma remembers outside of its cache"):
+    with pytest.raises(ModelError, match="recurrent_gemma keeps state outside of its cache"):
         EmbeddedEngine.load_directory(recurrent_gemma, block_size=16)
 
 
 def test_so_is_its_share_of_layers(recurrent_gemma):
     first = shares(3, 2)[0]
-    with pytest.raises(ModelError, match="recurrent_gemma remembers outside of its cache"):
+    with pytest.raises(ModelError, match="recurrent_gemma keeps state outside of its cache"):
         LayerShare(load_share(recurrent_gemma, first), first, identity="m", block_size=16)

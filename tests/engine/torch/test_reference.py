@@ -1,4 +1,4 @@
-"""The yardstick says where it is none."""
+"""The yardstick says where it cannot be used."""
 
 import torch
 

@@ -68,7 +68,7 @@ class Lora:
 
 @dataclass(frozen=True)
 class Empty:
-    """A part of which nothing is set."""
+    """A part without any setting."""
 
 
 def config(model: Model, **parts: Any) -> SimpleNamespace:

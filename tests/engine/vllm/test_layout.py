@@ -116,7 +116,7 @@ def test_attention_is_copied_where_both_sides_have_the_block():
 
 
 def halves(ranks: int = 1) -> VllmLayout:
-    """As vLLM cuts layers of which some have twice the bytes per token: `b` has two blocks where `a` has one."""
+    """As vLLM cuts layers when some have twice the bytes per token: `b` has two blocks where `a` has one."""
     parts = min(ranks, 2)
     small = CacheLayer(
         name="b", table=1, kind=LayerKind.FULL, block_tokens=BLOCK // 2, part_bytes=64 * BLOCK // parts, parts=parts
@@ -127,7 +127,7 @@ def halves(ranks: int = 1) -> VllmLayout:
 def copied(
     layout: VllmLayout, tables: tuple[Table, ...], rank: int, start: int, stop: int
 ) -> dict[int, tuple[int, int]]:
-    """Which byte of which block of `b` each byte of the arena is."""
+    """For each byte of the arena, the block of `b` and the byte in it."""
     place, pages = layout.places[1], pages_for(layout, stop)
     part = layout.part(place, rank)
     found: dict[int, tuple[int, int]] = {}

@@ -1,4 +1,4 @@
-"""The console: its files, what it asks for, and who may change anything by it."""
+"""The console: its files, what it asks for, and which roles may change anything by it."""
 
 import asyncio
 import base64
@@ -249,7 +249,7 @@ async def test_plans_are_seen_and_changed_through_the_gateway_with_its_secret(tm
                 (
                     {"Content-Type": "application/json", "Origin": "http://evil.example", "Host": "evil.example"},
                     403,
-                ),  # a name of somebody's that leads here
+                ),  # a stranger's name that leads here
             ):
                 async with w.http.post("/prfaas/plan", data=body, headers=headers) as answer:
                     assert answer.status == status

@@ -101,7 +101,7 @@ async def browser(home: Path) -> AsyncIterator[Page]:
         else:
             raise AssertionError("the browser did not start")
         url = line.decode().split()[-1]
-        reading = asyncio.ensure_future(process.stderr.read())  # else it would wait for somebody who reads
+        reading = asyncio.ensure_future(process.stderr.read())  # else it would block on a full pipe
         async with aiohttp.ClientSession() as http, http.ws_connect(url, max_msg_size=0) as ws:
             yield Page(ws)
         process.terminate()

@@ -1,4 +1,4 @@
-"""A request is of the class that its header names, or that its key stands for; nobody takes a class that is another's."""
+"""A request is of the class that its header names, or that its key stands for; no key takes another's class."""
 
 import json
 from hashlib import sha256
@@ -63,7 +63,7 @@ def test_a_tenants_classes_are_granted_without_their_keys_and_no_others_are() ->
     assert CLASSES.of({}, granted).name == "interactive"
     for name in granted:
         assert CLASSES.of({"x-prfaas-class": name}, granted).name == name
-    with pytest.raises(ApiError, match="none of interactive, default") as refused:
+    with pytest.raises(ApiError, match="choose interactive or default") as refused:
         CLASSES.of({"x-prfaas-class": "batch"}, granted)
     assert (refused.value.status, refused.value.code) == (403, "class_not_allowed")
 

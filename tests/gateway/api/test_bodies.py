@@ -1,6 +1,8 @@
 """What several answers to one long body cost: its fields once, however many engines are asked."""
 
 import asyncio
+import gc
+import io
 import json
 import random
 import tracemalloc
@@ -14,9 +16,11 @@ from gateway.api.bodies import LENT_BYTES, body_of
 from gateway.api.openai import Call, Endpoint, parse
 from gateway.errors import ApiError
 from gateway.pipeline.fanout import bodies_of, calls_of, check_size
+from gateway.prompt.reader import LONGER_BODY_BYTES
 from tests.gateway.worlds import on_loop, world
 
 NOTE = "x" * 1_000_000
+JSON = {"Content-Type": "application/json"}
 COMPLETION = {"model": "scripted", "max_tokens": 1, "metadata": {"note": NOTE}}
 
 
@@ -138,3 +142,32 @@ async def test_others_get_their_turn_between_the_decisions_for_several_answers()
         assert response.status == 200
         assert len(decided) == 64
         assert all(later > earlier for earlier, later in pairwise(decided))
+
+
+@pytest.mark.parametrize(
+    ("said", "status"),
+    [
+        ({"prompt": ["hello there"] * 128}, 413),
+        ({"prompt": "hello", "n": 128}, 413),
+        ({"prompt": "hello", "model": "none"}, 404),
+    ],
+)
+def test_a_refusal_keeps_no_body_until_garbage_is_collected(said: dict[str, Any], status: int) -> None:
+    long = {"metadata": {"note": "x" * LONGER_BODY_BYTES}}  # read in a process
+
+    @on_loop
+    async def scenario() -> None:
+        async with world(max_several_bytes=LONGER_BODY_BYTES) as w:
+            gc.collect()
+            gc.disable()
+            try:
+                body = io.BytesIO(json.dumps(COMPLETION | long | said).encode())
+                async with w.http.post(Endpoint.COMPLETIONS, data=body, headers=JSON) as response:
+                    assert response.status == status
+                await w.idle()
+                kept = [each.get_name() for each in gc.get_objects() if isinstance(each, asyncio.Task) and each.done()]
+                assert not {"request", "read"} & set(kept)
+            finally:
+                gc.enable()
+
+    scenario()

@@ -1,4 +1,4 @@
-"""Whose a key is, who may look at operators' pages, and what a file may say of both."""
+"""Whose a key is, which keys open operators' pages, and what a file may say of both."""
 
 import base64
 from typing import Any
@@ -123,8 +123,8 @@ def test_an_operator_names_a_tenant() -> None:
             "tenants.a.classes.*'vip'.*some of default",
         ),
         ({"operator_keys": [OPERATOR]}, "operator_keys.*SHA-256"),
-        ({"host": "0.0.0.0"}, "host = '0.0.0.0': others than this machine reach it.*prfaas key.*open = true"),
-        ({"host": "10.0.0.1"}, "others than this machine"),
+        ({"host": "0.0.0.0"}, "host = '0.0.0.0': other machines reach it.*prfaas key.*open = true"),
+        ({"host": "10.0.0.1"}, "other machines reach it without a key"),
     ],
 )
 def test_files_that_say_it_wrong_are_refused(values: dict[str, Any], message: str) -> None:

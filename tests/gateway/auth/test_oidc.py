@@ -286,7 +286,7 @@ async def test_a_gateway_with_a_provider() -> None:
         oidc = OidcConfig(issuer=login.url, audience="prfaas")
         async with world(tenants=TENANTS, oidc=oidc) as w:
             held = token(iss=login.url)
-            assert (await w.complete(headers=bearer(held))).status == 503  # whose keys nobody has seen
+            assert (await w.complete(headers=bearer(held))).status == 503  # whose keys are not known yet
             assert (await w.complete(headers=bearer("sk-rival"))).status == 200
             login.status = 200
             await until(lambda: w.gateway.door.tokens.is_ready)
@@ -310,7 +310,7 @@ async def test_the_log_names_a_provider_that_fails_without_what_is_secret(caplog
             asking.cancel()
             await asyncio.wait([asking])
     (said,) = [each.getMessage() for each in caplog.records if each.name == "prfaas.gateway.oidc"]
-    assert said == f"{ISSUER}: its keys cannot be had, those known stay: {keys} answered 503"
+    assert said == f"{ISSUER}: its keys cannot be fetched, the known ones stay: {keys} answered 503"
 
 
 @on_loop

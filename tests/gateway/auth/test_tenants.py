@@ -1,4 +1,4 @@
-"""Tenants before a running gateway: who is served, what each finds in caches, and what is closed to them."""
+"""Tenants before a running gateway: which of them are served, what each finds in caches, and what is closed to them."""
 
 from typing import Any
 

@@ -3,6 +3,9 @@
 import asyncio
 import gzip
 import json
+import random
+import re
+import time
 import zlib
 from typing import Any
 
@@ -12,7 +15,9 @@ from gateway.api.openai import Endpoint
 from gateway.auth.keyring import digest_of
 from gateway.config.gateway import GatewayConfig, NodeAddress
 from gateway.errors import ApiError
+from gateway.http.body import JOINED_AT_ONCE_BYTES, BodyPieces
 from gateway.http.codings import CODINGS, coding_of, decoded
+from gateway.http.connections import UPGRADE
 from gateway.http.hosts import check_host
 from tests.gateway.http.test_strangers import COMPLETION, HEAD, raw
 from tests.gateway.worlds import on_both_loops, on_loop, world
@@ -115,6 +120,38 @@ async def test_a_transfer_coding_beside_chunks_is_not_known() -> None:
         assert (status, json.loads(body)["error"]["code"]) == (501, "unknown_transfer_coding")
         await client.say(HEAD + b"Transfer-Encoding: Chunked\r\n\r\n" + chunk)
         assert (await client.answer())[0] == 200
+
+
+@pytest.mark.parametrize("size", [0, 1, JOINED_AT_ONCE_BYTES, JOINED_AT_ONCE_BYTES + 1])
+def test_a_long_body_is_put_together_while_the_event_loop_goes_on(size: int) -> None:
+    data = random.Random(size).randbytes(size)
+
+    @on_loop
+    async def scenario() -> None:
+        pieces = BodyPieces()
+        for start in range(0, size, 60_000):
+            pieces.append(data[start : start + 60_000])
+        assert len(pieces) == size
+        joining = asyncio.ensure_future(pieces.joined())
+        await asyncio.sleep(0)
+        assert joining.done() is (size <= JOINED_AT_ONCE_BYTES)
+        assert await joining == data
+
+    scenario()
+
+
+def test_looking_for_an_offer_costs_a_body_little() -> None:
+    body = b"x" * 256 * 1024  # what comes in one packet; the event loop waits meanwhile
+
+    def cost_s(pattern: re.Pattern[bytes]) -> float:
+        def once() -> float:
+            start = time.thread_time()
+            assert not list(pattern.finditer(body))
+            return time.thread_time() - start
+
+        return min(once() for _ in range(5))
+
+    assert cost_s(UPGRADE) < 8 * cost_s(re.compile(rb"\r\nx"))
 
 
 @pytest.mark.parametrize("offer", [b"Upgrade: h2c", b"UPGRADE: websocket", b"upgrade:h2c"])

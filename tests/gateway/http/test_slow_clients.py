@@ -129,7 +129,7 @@ async def test_clients_that_read_a_byte_at_a_time_hold_little_memory_and_nobody_
         for _, writer in slow:
             writer.transport.abort()
         await until_running(nodes, 0)
-        for stream in (False, True):  # who has said all that he will say still listens
+        for stream in (False, True):  # a client that has sent everything still listens
             async with connection(url) as (reader, writer):
                 nodes.decode[0].script.word_interval_s = 0.02
                 writer.write(asking(stream))
@@ -153,7 +153,7 @@ async def test_what_does_not_come_holds_nothing_for_long() -> None:
                 assert told.startswith(b"HTTP/1.1 408 ")
                 assert b'"code":"request_timeout"' in told
         async with connection(url) as (reader, _):
-            assert not await reader.read()  # who has said nothing is told nothing
+            assert not await reader.read()  # a client that has said nothing is told nothing
         for leaves in (close, reset, close_one_half):
             async with connection(url) as (_, writer):
                 writer.write(HEAD + b"Content-Length: %d\r\n\r\n" % room + b" " * (room - 10))

@@ -14,7 +14,7 @@ from aiohttp import web
 from gateway.admin.reload import Reloads
 from gateway.admission.queue import WaitingLine
 from gateway.admission.slo import SloGate
-from gateway.assembly import keep_chores, operator_pages, token_endpoints
+from gateway.assembly import ShownParts, keep_chores, operator_pages, token_endpoints
 from gateway.auth.sessions import OperatorSessions
 from gateway.cluster.agent_client import AgentClient
 from gateway.cluster.links import ClusterLinks
@@ -55,7 +55,7 @@ def on_memory_loop(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
 
 
 class MemoryReader(PromptReader):
-    """Reads as the gateway does; time stands still for nobody who waits for a thread."""
+    """Reads as the gateway does; the clock goes on for tasks that wait for a thread."""
 
     async def read(self, *args: Any, **options: Any) -> Any:
         with memory_loop().working():
@@ -205,7 +205,7 @@ async def _stepping(
             read_again or (lambda: config),
             metrics.upkeep.reloaded,
         )
-        pages = operator_pages(
+        shown = ShownParts(
             config=config,
             clock=clock,
             seat=seat,
@@ -214,9 +214,8 @@ async def _stepping(
             pipeline=built,
             door=door,
             reloads=reloads,
-            kept={"requests": built.records, "flows": routing.flows, "audit": audit},
-            siblings=None,
         )
+        pages = operator_pages(shown, {"requests": built.records, "flows": routing.flows, "audit": audit}, None)
         app = build_app(door, pages, token_endpoints(seen=seen, steps=built.steps, door=door))
         keep_chores(config=config, clock=clock, metrics=metrics, tasks=tasks, seen=seen, routing=routing, door=door)
         http = aiohttp.ClientSession(f"http://{HOST}", connector=aiohttp.UnixConnector(str(PORT)))

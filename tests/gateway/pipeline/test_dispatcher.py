@@ -478,7 +478,7 @@ async def test_the_route_header_says_where_the_prompt_was_computed_in_the_end() 
             assert route.startswith(f"local; node={decode.node_id}; uncached=361;")
             assert route.endswith("; fallback=prefill_odd; fallback=recompute_no_prefill")
         await w.settled()
-        decode.script.landing_failure = "digest"  # of which a stream tells later
+        decode.script.landing_failure = "digest"  # a stream tells this later
         response = await w.complete(LONG)
         assert response.headers["x-prfaas-route"].startswith(f"local; node={decode.node_id}; uncached=361;")
         assert response.headers["x-prfaas-route"].endswith("; fallback=recompute_digest")

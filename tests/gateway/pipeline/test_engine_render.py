@@ -115,7 +115,7 @@ async def test_a_stream_goes_on_from_the_engines_tokens() -> None:
         w.nodes.remote[0].fabric.rendered = {"token_ids": IDS}
         faults = ["die_after 1"]
         for node in w.nodes.decode:
-            node.script.is_resumable, node.script.decode = True, faults  # shared: whoever is asked first dies
+            node.script.is_resumable, node.script.decode = True, faults  # shared: the node that is asked first dies
         record = await chat(w, stream=True)
         assert (record["takeovers"], record["total"]) == (1, len(IDS))
         going_on = [body["kv_transfer_params"] for body in legs(w) if body["kv_transfer_params"].get("answered")]

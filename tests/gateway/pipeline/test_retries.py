@@ -213,7 +213,7 @@ class FailingMetrics(Metrics):
     """Has a bug of ours: it cannot count that a first choice did not work out."""
 
     def fallback(self, reason: str) -> None:
-        raise RuntimeError("nobody thought of this")
+        raise RuntimeError("an unforeseen failure")
 
 
 def buggy() -> SingleProcess:

@@ -77,7 +77,7 @@ async def test_long_prompts_are_prefilled_remotely():
         remote, local = await at.records()
         assert (remote["target"], remote["prefill_node"], remote["route"]) == ("remote", "r0", "remote")
         assert (local["target"], local["prefill_node"], local["route"]) == ("local", "p0", "local")
-        # Whole blocks of what the engine counted, and nobody knows when they left.
+        # Whole blocks of what the engine counted, and when they left is not known.
         assert (remote["bytes"], remote["overlap"]) == (13 * 16 * 64 + 256, None)
 
 
@@ -143,7 +143,7 @@ async def test_what_a_client_has_written_is_not_taken_for_a_reason_of_ours(words
             node.script.prefill = node.script.decode = [f"400 'input': '{words}'"]
         response = await at.complete(LONG, stream=stream)
         assert response.status == 400, await response.text()
-        assert at.links.num_failed == 0  # of which every request would hear
+        assert at.links.num_failed == 0  # every request would hear of it
         assert [len(node.bodies) for node in at.nodes.nodes] == [1, 0, 1, 0]
 
 

@@ -55,7 +55,7 @@ def resumable(w: Deployment, *faults: str) -> None:
     left = list(faults)
     for number, node in enumerate(w.nodes.decode):
         node.script.words, node.script.is_resumable = WORDS, True
-        node.script.decode = left  # shared: whoever is asked next
+        node.script.decode = left  # shared: for the node that is asked next
         node.created_s = 1_700_000_000 + number
 
 

@@ -123,7 +123,7 @@ async def test_when_the_clients_of_the_first_leave_the_others_go_on() -> None:
     async with pipeline(decode=1) as w:
         gate = gated(w)
         tasks = await started(w, [LONG] * 6)
-        for gone in (tasks[0], tasks[2]):  # who is waited for, and one who waits
+        for gone in (tasks[0], tasks[2]):  # the one awaited, and one that waits
             gone.cancel()
             await asyncio.wait([gone])
         await until(lambda: sum(len(node.bodies) for node in prefills(w)) == 2)

@@ -85,7 +85,7 @@ async def load(w: World, **query: Any) -> GatewayLoad:
 async def follows(w: World, version: int) -> None:
     """Waits until that plan is followed."""
     async with asyncio.timeout(60.0):
-        while (plan := (await load(w)).follows) is None or plan.version != version:  # noqa: ASYNC110 nobody tells
+        while (plan := (await load(w)).follows) is None or plan.version != version:  # noqa: ASYNC110 no event tells
             await asyncio.sleep(0.005)
 
 

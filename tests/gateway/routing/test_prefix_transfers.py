@@ -150,7 +150,7 @@ async def test_moves_that_time_out_are_soon_made_no_more() -> None:
         for _ in range(8):
             assert (await w.complete(LONG)).headers["x-prfaas-route"].startswith("local; node=p1; ")
         assert len(target.bodies) == 8
-        # Feared to take 1, 2, 4, 8 and 16 s, where computing takes some 7 and, with a node busy, counts for half as much again.
+        # Moves are feared to take 1, 2, 4, 8 and 16 s. Computing takes some 7 s, and half as much again on a busy node.
         fallbacks = [record["fallbacks"] for record in await w.records()]
         tried = 8 - fallbacks.count([])
         assert 1 <= tried <= 5

@@ -87,7 +87,7 @@ def test_a_stream_that_is_closed_ends_nothing() -> None:
     stream = io.StringIO()
     with logger(stream) as log:
         stream.close()
-        log.warning("nobody reads this")
+        log.warning("an unread line")
 
 
 def test_each_record_is_an_object() -> None:

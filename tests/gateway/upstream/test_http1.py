@@ -247,7 +247,7 @@ async def test_an_engine_that_had_to_wait_was_not_quiet_meanwhile(bench: Bench) 
     [
         SIZED.replace(b"HTTP/1.1", b"HTTP/1.0"),
         SIZED.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n", 1),
-        SIZED + SIZED,  # one that nobody asked for
+        SIZED + SIZED,  # one that was not asked for
     ],
 )
 def test_a_connection_is_not_used_again_after(answer: bytes) -> None:

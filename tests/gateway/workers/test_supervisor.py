@@ -279,7 +279,7 @@ async def short_prompts_that_come_at_once_spread_over_the_nodes(s: System) -> No
     release = s.hold_answers()
     asked = [asyncio.create_task(ask(http)) for http in clients]
     await until(lambda: s.running == len(clients) == 12)
-    # Two workers may decide in the same moment; whoever comes after sees both.
+    # Two workers may decide in the same moment; a later one sees both.
     assert min(node.running for node in s.nodes.decode) >= 3
     release()
     assert all(map(is_whole, await asyncio.gather(*asked)))
@@ -364,7 +364,7 @@ async def sighup_or_an_operator_has_every_worker_read_the_file_again(s: System, 
         some = next(iter(clients.values()))[0]
         while await series(some, "prfaas_config_reloads_total") < WORKERS:  # noqa: ASYNC110 in other processes
             await asyncio.sleep(0.01)
-    # And so does whoever asks any of them.
+    # And any of them answers so.
     path.write_text(path.read_text().replace("max_in_flight = 3", "max_in_flight = 4"))
     async with some.post("/prfaas/config", headers={"Content-Type": "application/json"}) as answer:
         assert [each["key"] for each in (await answer.json())["data"]] == ["max_in_flight"]

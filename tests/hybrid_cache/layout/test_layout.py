@@ -1,3 +1,4 @@
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -13,11 +14,10 @@ from hybrid_cache.layout.layout import (
     ByteRange,
     KVCacheGroup,
     ModelLayout,
-    RangeKey,
     derive_page_bytes,
-    transfer_ranges,
 )
 from hybrid_cache.layout.spec import FullAttention, LinearState, SlidingWindow
+from hybrid_cache.layout.transfers import RangeKey, transfer_ranges
 from planner.model.profile import load_profile
 from tests.hybrid_cache.builders import BLOCK, FULL, STATE, WINDOW, make_layout
 
@@ -89,8 +89,8 @@ def test_kv_bytes_of_a_long_prompt(name, fixed, per_token):
     assert layout.kv_bytes(100_000) == fixed + 100_000 * per_token
 
 
-# Table 3's KV throughput in Gbit/s. S_kv is not printed for these models; that T = S_kv / throughput is a plausible prefill
-# time, longer for longer prompts and 0.1 to 10 s, is what the table can say about our sizes.
+# Table 3's KV throughput in Gbit/s. S_kv is not printed for these models. Our sizes fit the table if the
+# prefill time T = S_kv / throughput is plausible: longer for longer prompts, and 0.1 to 10 s.
 TABLE_3 = {
     "kimi-linear-48b": (1.19, 2.29, 3.87, 4.88),
     "mimo-v2-flash": (0.82, 2.85, 4.66, 4.71),
@@ -151,6 +151,9 @@ def test_segments_cover_a_block_once(specs, layers, data):
             covered += [at for s in segments for at in range(s.start, s.start + s.length)]
         assert len(set(covered)) == len(covered) == layout.block_bytes(group)
         assert {at // layout.page_bytes for at in covered} == set(pages)
+        whole = layout.block_segments(group, pages)
+        assert [at for s in whole for at in range(s.start, s.start + s.length)] == covered
+        assert all(a.start + a.length != b.start for a, b in pairwise(whole))
 
 
 def test_slabs_are_layer_major_and_neighbours_merge():
@@ -166,6 +169,8 @@ def test_wrong_places():
         layout.segments(0, 0, ())
     with pytest.raises(LayoutError, match="layer index"):
         layout.segments(0, 1, (0,))
+    with pytest.raises(LayoutError, match="pages"):
+        layout.block_segments(1, ())
 
 
 @pytest.mark.parametrize("specs", [(FULL,), (FULL, WINDOW, STATE)])
@@ -193,7 +198,7 @@ def test_not_a_layout(text):
 
 def test_transfer_ranges():
     layout = make_layout(FULL, WINDOW, STATE)
-    assert transfer_ranges(layout, 18, 8) == (
+    assert tuple(transfer_ranges(layout, 18, 8)) == (
         RangeKey(0, 0, 2),
         RangeKey(0, 0, 3),
         RangeKey(0, 0, 4),
@@ -204,7 +209,7 @@ def test_transfer_ranges():
 
 
 def test_transfer_ranges_when_all_is_there():
-    assert transfer_ranges(make_layout(FULL, STATE), 8, 8) == (RangeKey(1, 0, 8),)
+    assert tuple(transfer_ranges(make_layout(FULL, STATE), 8, 8)) == (RangeKey(1, 0, 8),)
     with pytest.raises(ValueError, match="have_tokens"):
         transfer_ranges(make_layout(), 8, 9)
 

@@ -215,7 +215,7 @@ def test_a_node_frees_at_once_what_a_gateway_that_was_killed_had_reserved_and_st
             watches = [asyncio.create_task(_watch(client)) for client in (first, second)]
             await until(lambda: len(calls) == 2)
             tickets = [await client.reserve_prefix("r", (), 16, 660.0) for client in (first, second)]
-            await asyncio.sleep(0.6)  # longer than the grace: who is there keeps what it has
+            await asyncio.sleep(0.6)  # longer than the grace: a connected holder keeps what it has
             assert set(node.agent.incoming.entries) == {ticket.transfer_id for ticket in tickets}
             await _killed(first, watches[0])
             await until(lambda: set(node.agent.incoming.entries) == {tickets[1].transfer_id})

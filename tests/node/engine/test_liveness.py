@@ -1,4 +1,4 @@
-"""An engine that is stopped, or answers nobody, is noticed; one that is only slow, or looked at by a debugger, is not."""
+"""An engine that is stopped, or does not answer, is noticed; one that is only slow, or looked at by a debugger, is not."""
 
 import asyncio
 import os
@@ -99,7 +99,7 @@ def test_an_engine_is_all_that_it_has_started() -> None:
 
 @asynccontextmanager
 async def server(gate: asyncio.Event) -> AsyncIterator[str]:
-    """Answers nobody until the gate is open; its address."""
+    """Gives no answer until the gate is open; its address."""
 
     async def health(_: web.Request) -> web.Response:
         await gate.wait()

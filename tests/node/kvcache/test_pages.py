@@ -1,6 +1,7 @@
 """What a tenant's part of the pages is held against: what a request takes, not what it finds."""
 
 import asyncio
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from node.config import NodeConfig
 from node.control.broadcast import Broadcast
 from node.errors import NodeRefusal
 from node.kvcache.arena import Arena
-from node.kvcache.pages import ArenaPages
+from node.kvcache.pages import EVICT_BLOCKS, ArenaPages
 from node.kvcache.pinned_contexts import PinnedContexts
 from node.kvcache.tenant_pages import TENANTS_PART
 from tests.pd_cluster.handover import LAYOUT, run
@@ -77,5 +78,106 @@ def test_a_prompt_that_contexts_leave_no_room_for_keeps_nobody_waiting(pages: Ar
             async with asyncio.timeout(10.0):
                 await pages.reserve_when_free("large", large, 2500 * size, Purpose.PREFILL, 60.0, tenant="large")
         assert refused.value.label == "no_capacity"
+
+    run(scenario())
+
+
+class Turns:
+    """Turns of the loop that others have had, and the pages that were free in each."""
+
+    def __init__(self, pages: ArenaPages) -> None:
+        self._pages = pages
+        self.free: list[int] = []
+
+    async def run(self) -> None:
+        while True:
+            self.free.append(self._pages.cache.free_pages)
+            await asyncio.sleep(0)
+
+
+def full_of(pages: ArenaPages, blocks: int, *, first: int = 0) -> list[bytes]:
+    """A prefix of so many blocks, cached and not in use."""
+    size = LAYOUT.block_size
+    hashes = block_hashes(range(first, first + blocks * size), size, b"")
+    pages.reserve("full", hashes, blocks * size, Purpose.LANDING)
+    pages.commit("full", blocks * size)
+    pages.release("full")
+    return hashes
+
+
+def evicted_most(pages: ArenaPages, free: list[int]) -> int:
+    """The most blocks that were evicted between two turns."""
+    block_pages = sum(LAYOUT.pages_per_block(group) for group in LAYOUT.full_groups)
+    return max(after - before for before, after in pairwise(free)) // block_pages
+
+
+@pytest.mark.parametrize("landing", [True, False])
+def test_a_long_prompt_makes_room_in_steps_between_which_others_have_their_turns(
+    pages: ArenaPages, landing: bool
+) -> None:
+    async def scenario() -> None:
+        full_of(pages, 2900)
+        turns, size = Turns(pages), LAYOUT.block_size
+        beating = asyncio.create_task(turns.run())
+        hashes = block_hashes(range(10**6, 10**6 + 2500 * size), size, b"")
+        if landing:
+            await pages.prepare_landing(b"".join(hashes), 2500 * size, "tenant")
+            pages.reserve("new", hashes, 2500 * size, Purpose.LANDING)
+        else:
+            await pages.reserve_when_free("new", hashes, 2500 * size, Purpose.PREFILL, 0.0)
+        beating.cancel()
+        assert len(turns.free) >= 2000 // EVICT_BLOCKS
+        assert EVICT_BLOCKS // 2 < evicted_most(pages, turns.free) < 2 * EVICT_BLOCKS
+        pages.release("new")
+        pages.cache.check_integrity()
+        assert pages.report().reservations == 0
+
+    run(scenario())
+
+
+def test_making_room_leaves_what_the_prompt_begins_with(pages: ArenaPages) -> None:
+    async def scenario() -> None:
+        size = LAYOUT.block_size
+        full_of(pages, 1200, first=10**6)
+        shared = full_of(pages, 1600)
+        hashes = [*shared, *block_hashes(range(10**7, 10**7 + 1000 * size), size, b"")]
+        await pages.prepare_landing(b"".join(hashes), 2600 * size, "")
+        assert pages.match(shared, 1600 * size).attention_tokens == 1600 * size
+        landing = pages.reserve("new", hashes, 2600 * size, Purpose.LANDING)
+        assert landing.cached_tokens == 1600 * size
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(("tenant", "blocks"), [("big", 1200), ("", 2990), ("", 2_000_000)])
+def test_nothing_is_evicted_for_a_prompt_that_will_be_refused(pages: ArenaPages, tenant: str, blocks: int) -> None:
+    async def scenario() -> None:
+        reserve(pages, "other", "other", 1200, first=10_000_000)
+        reserve(pages, "held", "big", 900, first=20_000_000)
+        cached = full_of(pages, 700)
+        free = pages.cache.free_pages
+        size = LAYOUT.block_size
+        hashes = block_hashes(range(10**6, 10**6 + min(blocks, 3000) * size), size, b"")
+        await pages.prepare_landing(b"".join(hashes), blocks * size, tenant)
+        assert pages.cache.free_pages == free
+        assert pages.match(cached, 700 * size).attention_tokens == 700 * size
+        with pytest.raises(NodeRefusal):
+            pages.reserve("wanted", hashes, blocks * size, Purpose.LANDING, tenant=tenant)
+
+    run(scenario())
+
+
+def test_a_prompt_that_is_given_up_while_room_is_made_holds_nothing(pages: ArenaPages) -> None:
+    async def scenario() -> None:
+        full_of(pages, 2900)
+        size = LAYOUT.block_size
+        hashes = block_hashes(range(10**6, 10**6 + 2500 * size), size, b"")
+        making = asyncio.create_task(pages.make_room(hashes, 2500 * size, Purpose.PREFILL, ""))
+        await asyncio.sleep(0)
+        assert pages.report().reservations == 1
+        making.cancel()
+        await asyncio.gather(making, return_exceptions=True)
+        assert pages.report().reservations == 0
+        pages.cache.check_integrity()
 
     run(scenario())

@@ -1,4 +1,4 @@
-"""Contexts live on when a request finds their blocks, and whoever watches hears of them."""
+"""Contexts live on when a request finds their blocks, and watchers hear of them."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Who may have pages, while others are about and while nobody is."""
+"""How many pages a tenant may have, beside others and alone."""
 
 import pytest
 from hypothesis import given

@@ -88,7 +88,7 @@ def test_but_not_for_ever() -> None:
         with listener(**{NODE_VARIABLE: "n0"}) as (_, port):
             await wait_free(port, "n0", 60.0, lambda: float(next(hours)))
 
-    with pytest.raises(PortHeld, match=r"engine_port = \d+: pid \d+, of this node's earlier start"):
+    with pytest.raises(PortHeld, match=r"engine_port = \d+: pid \d+, of this node's earlier run"):
         asyncio.run(scenario())
 
 

@@ -85,7 +85,7 @@ async def begun(node: HandNode, number: int, tenant: str) -> m.JobPages | None:
 
 
 async def fill(node: HandNode, tenant: str) -> int:
-    """Jobs of a tenant, of which the last one waits."""
+    """Jobs of a tenant; the last one waits."""
     number = 1
     while await begun(node, number, tenant) is not None:
         number += 1
@@ -93,7 +93,7 @@ async def fill(node: HandNode, tenant: str) -> int:
 
 
 async def end_until_heard(node: HandNode, jobs: Iterable[str]) -> m.JobPages:
-    """Ends one job after the other until somebody has their pages."""
+    """Ends one job after the other until another job has their pages."""
     for job in jobs:
         node.end(job)
         await turns_of_the_loop(4)

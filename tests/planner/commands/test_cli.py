@@ -3,13 +3,15 @@
 import csv
 import json
 import re
+import shlex
 import subprocess
 import sys
 
 import pytest
 
 from planner.commands.arguments import COMMANDS
-from planner.commands.cli import main
+from planner.commands.cli import main, parser
+from tests.command_lines import unexplained
 from tests.planner.conftest import CONFIGS
 from tests.planner.traces import MOONCAKE
 
@@ -187,6 +189,19 @@ def loaded_by(*argv: str) -> set[str]:
 HEAVY = {"numpy", "scipy", "rich", "hybrid_cache", "statistics"}
 
 
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_help_of_a_command_has_an_example_that_is_one(command: str) -> None:
+    name, *arguments = shlex.split(COMMANDS[command].example)
+    assert (name, parser().parse_args(arguments).command) == ("prfaas-plan", command)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_help_of_a_command_explains_each_argument(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    assert unexplained(capsys.readouterr().out) == []
+
+
 @pytest.mark.parametrize("command", ["", *COMMANDS])
 def test_help_loads_no_number_crunching(command):
     assert not loaded_by(*command.split(), "--help") & HEAVY
@@ -349,7 +364,7 @@ def site(tmp_path, text: str):
             ("instances = 8", "instances = -1"),
             "clusters[1]: instances = -1: must be a whole number of instances, 0 to 100000",
         ),
-        (('destination = "pd"', 'destination = "moon"'), "'moon' is no cluster; known: prfaas, pd"),
+        (('destination = "pd"', 'destination = "moon"'), "'moon' is not a cluster; known: prfaas, pd"),
         (("sigma = 1.00", "sigma = 0.0"), "sigma=0.0: must be 0.001 to 20"),
         (("output_tokens = 1024", "output_tokens = 0"), "output_tokens=0"),
         (
@@ -408,4 +423,7 @@ def test_several_clusters_are_solved_and_simulated(capsys, tmp_path):
     assert report["setting"]["num_prefill"] + report["setting"]["num_decode"] == 8
     out = run(capsys, "simulate", "-c", pairs, "--requests", "300")[1]
     assert "prfaas-west to pd-west" in out
-    assert "neither --deployment" in run(capsys, "simulate", "-c", pairs, "--deployment", "x")[2]
+    assert (
+        "--deployment and --as-in-paper are not supported"
+        in run(capsys, "simulate", "-c", pairs, "--deployment", "x")[2]
+    )

@@ -110,7 +110,7 @@ def test_sessions_of_agents_are_read_and_other_shapes_named(capsys, tmp_path):
     assert asked(capsys, "fit", "--trace", tmp_path / "s.jsonl")[0] == 0
     (tmp_path / "o.jsonl").write_text(jsonl([{"at": 0, "prompt": 5}]))
     code, _, err = asked(capsys, "fit", "--trace", tmp_path / "o.jsonl")
-    assert (code, "row 1: fields at, prompt: no shape that is known; known are Mooncake's" in err) == (1, True)
+    assert (code, "row 1: fields at, prompt: an unknown shape; known are Mooncake's" in err) == (1, True)
 
 
 def test_a_curve_that_falls_is_refused():

@@ -1,4 +1,4 @@
-"""What the service answers over HTTP, what it asks of who asks, and the commands that ask it."""
+"""What the service answers over HTTP, what it asks of callers, and the commands that call it."""
 
 import asyncio
 import json
@@ -37,7 +37,7 @@ async def service(
 async def proposed(found: PlanService, gateway: FakeGateway) -> None:
     """Waits until there is a proposal, and has it stay."""
     async with asyncio.timeout(PATIENCE_S):
-        while not found.keeper.gateways.answers:  # noqa: ASYNC110 nobody tells
+        while not found.keeper.gateways.answers:  # noqa: ASYNC110 no event tells
             await asyncio.sleep(0.001)
         while found.keeper.ledger.proposal is None:
             gateway.ask(LAW)
@@ -216,7 +216,7 @@ async def test_who_waits_for_his_turn_reads_the_list_of_gateways_again(
 async def logged(text: str, caplog: pytest.LogCaptureFixture) -> None:
     """Waits until the log says so."""
     async with asyncio.timeout(PATIENCE_S):
-        while text not in caplog.text:  # noqa: ASYNC110 nobody tells
+        while text not in caplog.text:  # noqa: ASYNC110 no event tells
             await asyncio.sleep(0.001)
 
 
@@ -233,7 +233,7 @@ async def test_unforeseen_errors_are_counted_and_shown(tmp_path: Path, capsys: p
         await proposed(found, gateway)
         await found.keeper.apply("ann")
         async with asyncio.timeout(PATIENCE_S):
-            while not found.keeper.failures:  # noqa: ASYNC110 nobody tells
+            while not found.keeper.failures:  # noqa: ASYNC110 no event tells
                 await asyncio.sleep(0.001)
         assert await command("show", "--url", found.url) == 0
         assert "unforeseen errors, while converting: 1; they are in the log" in capsys.readouterr().out
@@ -267,7 +267,7 @@ async def test_who_answers_and_is_no_plan_service_is_named(answer: bytes, capsys
     async with await asyncio.start_server(answers, "127.0.0.1", 0) as server:
         url = "http://{}:{}".format(*server.sockets[0].getsockname())
         assert await command("show", "--url", url) == 1
-    assert f"error: {url} does not answer as a plan service does" in capsys.readouterr().err
+    assert f"error: {url} does not answer like a plan service" in capsys.readouterr().err
 
 
 @on_loop

@@ -18,7 +18,7 @@ from tests.planner.service.worlds import LAW, PATIENCE_S, Desk, desk, fake_gatew
 
 async def until(holds) -> None:
     async with asyncio.timeout(PATIENCE_S):
-        while not holds():  # noqa: ASYNC110 nobody tells
+        while not holds():  # noqa: ASYNC110 no event tells
             await asyncio.sleep(0)
 
 

@@ -40,7 +40,7 @@ def test_answers_to_one_prompt_have_it_sent_once(case_study):
     assert found.fallbacks == {}
     assert found.sent_bytes == pytest.approx(kv(PROMPT) + 7 * kv(0), rel=0.01)
     alone = simulate(scenario, fan_out(1, tails=False))
-    assert found.ttft_s[0] == pytest.approx(alone.ttft_s[0], rel=0.01)  # the first waits for nobody
+    assert found.ttft_s[0] == pytest.approx(alone.ttft_s[0], rel=0.01)  # the first waits for no other
 
 
 def test_prompts_that_part_wait_where_that_makes_them_hardly_later(case_study):

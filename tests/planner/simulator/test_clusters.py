@@ -95,7 +95,7 @@ def test_reports_of_several_seeds_are_means_by_cluster(pairs):
 
 
 def test_what_cannot_be_is_refused(pairs, tmp_path: Path):
-    with pytest.raises(InputError, match="2 of kind pd, but a plan for one"):
+    with pytest.raises(InputError, match="2 of kind pd, but the plan is for one"):
         scenario_of(pairs, TrialSetting(1.0, 0.0, 3, 5), Trial())
     with pytest.raises(InputError, match="'pd-west' is not in it; it has pd-east"):
         scenario_of(pairs, replace(SETTING, splits={"pd-east": (2, 3)}), Trial())

@@ -117,7 +117,7 @@ def test_ttft_under_load_is_near_the_queueing_formula(case_study):
 
 def test_a_link_is_shared_and_its_capacity_changes():
     found = simulate(with_link([(0.0, 100.0), (10.0, 50.0)]), arrivals([0.0, 0.0, 9.0], 500.0))
-    # Two flows at 50 B/s have 50 B left each at 9, then three share 100 B/s for a second, and 50 B/s from 10 on.
+    # Two flows at 50 B/s have 50 B left each at 9. Then three share 100 B/s for a second; from 10 on they share 50 B/s.
     assert found.ttft_s == pytest.approx([11.0, 11.0, 20.0 - 9.0], abs=0.01)
     assert found.egress_bytes[1.0].sum() <= 1500
 
@@ -285,7 +285,7 @@ CACHE_GB = 50.0
 
 
 def conversation(turns: int, first: int = 30_000, new: int = 60, every_s: float = 60.0, block: int = 16) -> Trace:
-    """One conversation: each prompt is the one before, its answer and some more; partial last blocks are nobody else's."""
+    """One conversation: each prompt is the one before, its answer and some more; partial last blocks are never shared."""
     prompts = [first + new * turn for turn in range(turns)]
     return Trace(
         name="conversation",

@@ -1,4 +1,4 @@
-"""Commands that ask a gateway, at addresses where there is none."""
+"""Commands that ask a gateway, at addresses without one."""
 
 import asyncio
 import threading
@@ -62,7 +62,7 @@ def test_who_answers_with_pages_is_no_gateway(
     command: list[str], page: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([*command, "-u", page]) == 1
-    assert f"{page} does not answer as a gateway does" in capsys.readouterr().err
+    assert f"{page} does not answer like a gateway" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_who_answers_with_json_of_another_shape_is_no_gateway(says: bytes, capsy
     with serving(Json) as url:
         for command in (*asking, ["drain", "east:west"]):
             assert main([*command, "-u", url]) == 1
-            assert f"{url} does not answer as a gateway" in capsys.readouterr().err
+            assert f"{url} does not answer like a gateway" in capsys.readouterr().err
 
 
 def test_a_link_has_two_ends(capsys: pytest.CaptureFixture[str]) -> None:

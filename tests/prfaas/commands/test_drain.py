@@ -41,7 +41,7 @@ def test_a_drained_node_takes_requests_again_and_logs_who_asked(
             assert not await drain(timeout_s=0.05)
             assert (await node.describe()).state == pb.NODE_STATE_DRAINING
             waiting = asyncio.create_task(drain(timeout_s=60.0))
-            while caplog.text.count("draining node=d0 by=ann@") < 3:  # noqa: ASYNC110 nobody tells
+            while caplog.text.count("draining node=d0 by=ann@") < 3:  # noqa: ASYNC110 no event tells
                 await asyncio.sleep(0.01)
             assert await drain(undo=True)
             assert not await waiting

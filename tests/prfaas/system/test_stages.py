@@ -1,4 +1,4 @@
-"""What somebody who waits for an engine is told."""
+"""What a user who starts an engine is told meanwhile."""
 
 from pathlib import Path
 

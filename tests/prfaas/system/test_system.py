@@ -134,7 +134,7 @@ def test_a_system_whose_processes_are_killed_while_it_starts_comes_up_and_leaves
             await asyncio.gather(*killers)
             body = {"model": "tiny", "prompt": [5, 6, 7], "max_tokens": 4, "temperature": 0, "ignore_eos": True}
             assert (await complete(session, system.api_url, body, "r")).token_ids == emulated_tokens([5, 6, 7], 4)
-            os.kill(system.nodes["d0"].process.pid, signal.SIGKILL)  # nobody starts it again, and so nobody sweeps
+            os.kill(system.nodes["d0"].process.pid, signal.SIGKILL)  # without a restart no name is swept
             await system.nodes["d0"].process.wait()
 
     asyncio.run(scenario())
@@ -153,7 +153,7 @@ def test_nodes_that_the_gateway_does_not_see_yet_are_waited_for(tmp_path: Path) 
             await agent
 
     async def stopped_until_told() -> None:
-        """The agent stands still from before the gateway is there until somebody has said so."""
+        """The agent stands still from before the gateway's start until a line says so."""
         while not any(" agent " in line for line in told):  # noqa: ASYNC110
             await asyncio.sleep(0.005)
         pid = system.nodes["d0"].process.pid

@@ -73,7 +73,7 @@ def test_certificates_of_ones_own_are_used(tmp_path: Path) -> None:
         '[model]\narch = "llama"\n[node]\nintegrity = "aead"\ncertificate = "n.pem"\nkey = "n.key"\n'
         'authority = "/ca.pem"\n[[clusters]]\nname = "c"\nkind = "pd"\nnodes = [{ node_id = "d", role = "decode" }]\n'
     )
-    with pytest.raises(TopologyError, match=r"\[gateway\]: certificate, key, authority: missing, nodes with"):
+    with pytest.raises(TopologyError, match=r"\[gateway\]: certificate, key, authority: missing; nodes with"):
         load_topology(path, Path("state"))
     path.write_text(path.read_text() + '[gateway]\ncertificate = "g.pem"\nkey = "g.key"\nauthority = "/ca.pem"\n')
     topology = load_topology(path, Path("state"))

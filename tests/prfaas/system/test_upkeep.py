@@ -105,9 +105,9 @@ def test_what_is_not_needed_is_tried_rarely_instead_of_given_up() -> None:
 
 
 def test_what_never_stays_up_is_given_up_where_nothing_works_without_it() -> None:
-    with pytest.raises(StartError, match="n0 failed 3 times; at last, n0 ended with status 1: given up"):
+    with pytest.raises(StartError, match="n0 failed 3 times and is given up; last: n0 ended with status 1"):
         told_of([1, 1, 1], 2)
-    with pytest.raises(StartError, match="at last, n0 did not come up: no room"):
+    with pytest.raises(StartError, match="last: n0 did not come up: no room"):
         told_of([StartError("no room")], 1)
 
 

@@ -49,7 +49,7 @@ def test_content_is_what_the_template_wants(content: Any, as_text: str, as_parts
 def test_what_has_a_name_is_no_text(named: dict[str, Any]) -> None:
     assert of({"role": "user", "content": [named | {"uuid": None}]})["content"] in ("a", "f")
     for hidden in ({}, {"image_url": "http://a/b.png"}):
-        with pytest.raises(BadPrompt, match="no 'uuid'"):
+        with pytest.raises(BadPrompt, match="cannot have a 'uuid'"):
             of({"role": "user", "content": [named | {"uuid": "x"} | hidden]})
 
 

@@ -1,4 +1,4 @@
-"""Tokens are those of tokenizers, whoever makes them; who makes others is found out, and not asked again."""
+"""Tokens equal those of tokenizers; an encoder that makes others is found out and not used again."""
 
 import json
 import subprocess

@@ -1,7 +1,8 @@
 """Found by every Python whose PYTHONPATH has this directory: SGLang on a machine without its kernels.
 
-The package index has torchvision for CUDA alone, whose operators cannot be loaded beside a CPU build of torch, and which wants
-two of them declared when it is imported. So they are, right before that; nothing calls them. `vllm` beside it is the other half.
+The package index has torchvision for CUDA alone. Its operators cannot be loaded beside a CPU build of torch, and two of them
+must be declared when it is imported. This file declares them right before; nothing calls them. `vllm` beside it does the
+rest.
 """
 
 import sys

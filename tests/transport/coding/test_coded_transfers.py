@@ -1,4 +1,4 @@
-"""Coded chunks over real sockets: what arrives, what is refused, who is told."""
+"""Coded chunks over real sockets: what arrives, what is refused, which end is told."""
 
 import threading
 import time

@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 
 from benchmarks.transport.compression import CODECS, Bytes, CompressionJob, there_and_back
-from hybrid_cache.layout.layout import KVCacheGroup, ModelLayout, transfer_ranges
+from hybrid_cache.layout.layout import KVCacheGroup, ModelLayout
 from hybrid_cache.layout.spec import FullAttention, LinearState
+from hybrid_cache.layout.transfers import transfer_ranges
 from transport.coding.codec import zstd_module
 from transport.coding.elements import from_floats
 

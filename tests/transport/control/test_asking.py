@@ -80,12 +80,12 @@ NESTED = b'{"unknown":' + b"[" * 200_000
 
 def test_an_answer_that_is_nested_too_deeply_is_no_plan_services(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("planner.service.client.answer_to", lambda *_: NESTED)
-    with pytest.raises(InputError, match="no plan service of this version"):
+    with pytest.raises(InputError, match="not a plan service of this version"):
         PlanClient("http://plan").status()
 
     def refused(*_: object) -> bytes:
         raise HTTPError("http://plan", 400, "Bad Request", Message(), io.BytesIO(NESTED))
 
     monkeypatch.setattr("planner.service.client.answer_to", refused)
-    with pytest.raises(InputError, match="does not answer as a plan service does: 400"):
+    with pytest.raises(InputError, match="does not answer like a plan service: 400"):
         PlanClient("http://plan").status()

@@ -1,7 +1,7 @@
 """The same strangers at the door of a real listener: sockets, threads, memory, codec and RDMA behind it.
 
 Their frames are numbered and sealed as they should be, chunks have their payload and some are right in every way: so
-they get in, and then say the rest. Allowed are answers, and the end of the connection; an error that is none of the
+they get in, and then say the rest. Allowed are answers, and the end of the connection; an error other than the
 peer's, or a thread that stays, fails.
 """
 

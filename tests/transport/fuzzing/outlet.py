@@ -1,7 +1,7 @@
 """A stranger where a real sender expects its receiver: sockets, threads, scheduler and rails behind it.
 
 It greets as it should, hears what it is sent, and answers: sometimes what a receiver would, sometimes anything. Allowed is
-the end of the connection. An error that nobody foresaw, a push that does not end when its owner gives it up, or a queue
+the end of the connection. An unforeseen error, a push that does not end when its owner gives it up, or a queue
 pair that stays, fails; and so does a transfer to an honest receiver that the same sender makes afterwards.
 """
 

@@ -150,8 +150,8 @@ def test_a_link_out_of_the_allowed_place_is_not_followed(tmp_path: Path) -> None
 
 def test_bytes_that_changed_after_ready_do_not_land(arena: Arena, tmp_path: Path) -> None:
     class Moving(ArenaSource):
-        def extents(self, index: int, skip: int, size: int) -> list[tuple[int, int]]:
-            extents = super().extents(index, skip, size)
+        def extents(self, first: int, stop: int, skip: int, size: int) -> list[tuple[int, int]]:
+            extents = super().extents(first, stop, skip, size)
             for start, length in extents:
                 self.arena[start : start + length] = os.urandom(length)
             return extents

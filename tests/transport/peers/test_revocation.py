@@ -53,7 +53,7 @@ def test_digits_alone_are_every_number_and_the_name_that_they_may_be() -> None:
 def test_what_is_neither_a_name_nor_a_serial_is_refused_with_file_and_line(line: str, tmp_path: Path) -> None:
     path = tmp_path / "revoked"
     path.write_text(f"gateway\n{line}\n", encoding="utf-8")
-    with pytest.raises(ValueError, match=rf"revoked {path}: line 2: .* and no serial number"):
+    with pytest.raises(ValueError, match=rf"revoked {path}: line 2: .* nor a serial number"):
         RevocationList(path).load()
 
 

@@ -182,7 +182,7 @@ def test_a_wrong_key_breaks_the_rail_not_the_transfer() -> None:
         delivery = world.deliver([8 * MIB], ready=False)
         wait_for(lambda: [rail.up for rail in world.client.rails()] == [True, True])
         with world.fabric.lock:
-            world.far_nics[0].memory.clear()  # nobody's key is good any more at a1
+            world.far_nics[0].memory.clear()  # no key is good any more at a1
         delivery.push.ready_all()
         assert delivery.wait().ok
         assert delivery.equal

@@ -1,4 +1,4 @@
-"""A client with its peers: budgets, urgency, accounts, who is given up and who is closed."""
+"""A client with its peers: budgets, urgency, accounts, which peers are given up and which closed."""
 
 import socket
 import threading

@@ -1,4 +1,4 @@
-"""Mutual TLS for who is there, AES-GCM for what they say."""
+"""Mutual TLS for the peers' identities, AES-GCM for what they say."""
 
 import socket
 import time
@@ -218,7 +218,7 @@ def test_keys_that_cannot_be_renewed_serve_until_they_end(
         session = keys.session(now)
         assert session is not None
         assert keys.session(now) is session
-    for _ in range(3):  # there is nobody at its address any more
+    for _ in range(3):  # its address has no listener any more
         assert keys.session(now + 2.0) is session
     assert caplog.text.count("gives no new keys") == 1  # it is not asked with every connection
     with pytest.raises(OSError, match="refused"):

@@ -118,4 +118,4 @@ def test_a_consumer_engine_that_dies_finds_its_prefixes_again(pair: Pair, refere
     pair.consumer.engine = pair.consumer.engine.successor()
     pair.wait_ready()
     assert_hands_over(pair, reference)
-    pair.assert_idle()  # what nobody claimed goes with its lease
+    pair.assert_idle()  # what was not claimed goes with its lease

@@ -1,4 +1,4 @@
-"""Calls as clients make them, each of which a gateway has to answer as one vLLM server does, and what counts as equal."""
+"""Calls as clients make them; a gateway has to answer each as one vLLM server does; and what counts as equal."""
 
 import json
 import math
@@ -192,7 +192,7 @@ def _named(name: str) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name}}
 
 
-# Whose answer it is, when, and by whom: no part of what is said.
+# The answer's id, time and server: no part of what is said.
 APART: Final = frozenset(
     {"id", "created", "model", "system_fingerprint", "kv_transfer_params", "prompt_tokens_details", "object"}
 )

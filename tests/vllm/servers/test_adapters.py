@@ -1,4 +1,4 @@
-"""A LoRA adapter of the model served: asked for through the gateway it is vLLM's, and its KVCache nobody else's.
+"""A LoRA adapter of the model served: asked for through the gateway it is vLLM's, and its KVCache is shared with no other.
 
 What one server alone would answer comes from the decode node's, asked directly under a salt of its own.
 """

@@ -1,4 +1,4 @@
-"""A request of which real vLLM engines die: two of three servers at most, and others are answered meanwhile.
+"""A request that kills real vLLM engines: two of three servers at most, and others are answered meanwhile.
 
 Engines of all releases have died of some request or other, of none for long. Here a plugin of vLLM's, which its servers find by
 their path, has EngineCore die of prompts with a mark in them.
@@ -119,11 +119,11 @@ def test_a_request_takes_two_engines_with_it_and_no_more(bench: Bench, way: int,
         assert record["fallbacks"] == ["decode_engine_died"] * 2
         assert await refused() == before + 1
 
-        # Another of its kind, and harmless: nobody else dies to find that out.
+        # Another of its kind, and harmless: no other engine dies to find that out.
         name = bench.name()
         status, told = await ask(bench, bench.prompt(70, seed=3), name, **options)
         assert (status, told["error"]["code"]) == (503, "shape_kills_engines")
-        # Of another kind: who is left answers, and then all of them.
+        # Of another kind: the engine that is left answers, and then all of them.
         for prompt, tokens in zip(others, expected, strict=True):
             assert (await bench.generate(prompt)).token_ids == tokens
         await bench.wait_until(all_are_ready, BACK_S)

@@ -208,7 +208,7 @@ def test_messages_and_responses_say_what_a_chat_says(bench: Bench) -> None:
         assert told["messages"]["stop_reason"] == "max_tokens"
         assert told["responses"]["output"][0]["content"][0]["text"] == chat["choices"][0]["message"]["content"]
         assert told["responses"]["status"] == "incomplete"
-        # The same prompt, whoever asks: what the chat has computed is there.
+        # The same prompt in each dialect: what the chat has computed is there.
         usage = told["messages"]["usage"]
         assert usage["input_tokens"] + usage["cache_read_input_tokens"] == chat["usage"]["prompt_tokens"]
         assert usage["cache_read_input_tokens"] > 100
@@ -227,7 +227,7 @@ def test_what_a_model_is_not_for_is_said(bench: Bench) -> None:
     bench.run(scenario())
 
 
-# What agents send, each of which used to be read otherwise by the gateway.
+# What agents send; the gateway used to read each of these otherwise.
 AGENTS_SEND: dict[str, dict[str, Any]] = {
     "a bare tool": {"tools": TOOLS["bare"], "tool_choice": "none"},
     "a tool in another order": {"tools": TOOLS["another order"], "tool_choice": "none"},

@@ -18,7 +18,7 @@ from tests.vllm.servers.test_serving import ARCH, LINK_BYTES_PER_S, counted, doc
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1200), pytest.mark.dimensions(start="takeovers")]
 
 TOKENS = 800
-ATTEMPTS = 5  # an answer may be over before its server is killed: nobody knows how fast this machine is, or how busy
+ATTEMPTS = 5  # an answer may be over before its server is killed: how fast or busy this machine is, is not known
 
 
 @pytest.fixture(scope="module")

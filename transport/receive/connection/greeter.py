@@ -361,7 +361,7 @@ class Acceptor(threading.Thread):
                     raise RemoteProtocolError(f"bytes for slot {frame.slot}, which is not open")
                 visitor.passed_chunks += 1
                 if visitor.passed_chunks > (most := self._limits.max_passed_chunks):
-                    raise RemoteProtocolError(f"more than {most} chunks that are not awaited")
+                    raise RemoteProtocolError(f"more than {most} unexpected chunks")
                 nack = Nack(slot=frame.slot, offset=frame.offset, length=frame.length, code=Code.CANCELLED)
                 self._say(visitor, visitor.connection.send(nack))
             case Hello():

@@ -372,7 +372,7 @@ class ReceiverThread(threading.Thread):
         """A chunk without a place here. It is answered anyway, which frees its room in the sender's window."""
         self._passed_chunks += 1
         if self._passed_chunks > (most := self._options.limits.max_passed_chunks):
-            raise RemoteProtocolError(f"more than {most} chunks that are not awaited")
+            raise RemoteProtocolError(f"more than {most} unexpected chunks")
         self.say(Nack(slot=frame.slot, offset=frame.offset, length=frame.length, code=Code.CANCELLED))
 
     def _finish(

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from transport.wire.frames import MAX_LIST, Cancel, Code, Open
 from transport.wire.manifest import Inbox, Manifest, RangeViews, proof_of
 from transport.wire.outcome import TransferOutcome
+from transport.wire.sizes import RangeSizes, SizesOutline
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,16 +100,13 @@ class Ended:
 
     transfer_id: str
     secret: bytes = field(repr=False)
-    manifest_digest: bytes
-    num_ranges: int
-    total_bytes: int
+    sizes: RangeSizes | SizesOutline
     outcome: TransferOutcome
 
     @classmethod
     def of(cls, landing: Landing, outcome: TransferOutcome) -> "Ended":
-        manifest = landing.inbox.manifest
-        sizes = len(manifest.sizes), manifest.total_bytes
-        return cls(landing.transfer_id, landing.secret, manifest.digest, *sizes, outcome)
+        sizes = landing.inbox.manifest.sizes.kept()
+        return cls(landing.transfer_id, landing.secret, sizes, outcome)
 
     def refusal(self, frame: Open, transcript: bytes) -> Code | None:
         """The reason why an Open may not bind to it."""
@@ -116,14 +114,14 @@ class Ended:
         if not hmac.compare_digest(expected, frame.proof):
             return Code.BAD_SECRET
         stated = (frame.manifest_digest, frame.num_ranges, frame.total_bytes)
-        if stated != (self.manifest_digest, self.num_ranges, self.total_bytes):
+        if stated != (self.sizes.digest, self.sizes.num_ranges, self.sizes.total_bytes):
             return Code.MANIFEST
         return None
 
     def complete_landing(self) -> Landing:
         """What a late sender's slot is bound to: nothing is missing, and what it has sent already is read past."""
-        inbox = Inbox(Manifest([self.total_bytes]))
-        inbox.landed.add(0, self.total_bytes)
+        inbox = Inbox(Manifest([self.sizes.total_bytes]))
+        inbox.landed.add(0, self.sizes.total_bytes)
         return Landing(
             transfer_id=self.transfer_id,
             secret=self.secret,

@@ -19,6 +19,7 @@ from transport.receive.registry.segments import MAX_READS, READ_PREFIX, SEGMENT_
 from transport.wire.frames import Abort, Accept, Ack, Cancel, Code, Nack, Open, Refuse
 from transport.wire.manifest import Inbox, Manifest, RangeViews
 from transport.wire.outcome import MAX_REJECTED_CHUNKS, TransferOutcome
+from transport.wire.sizes import RangeSizes
 
 # Ended landings are remembered, so that a sender whose last acknowledgement was lost hears "complete", not "unknown".
 MAX_REMEMBERED: Final = 4096
@@ -36,7 +37,7 @@ class Landings:
     def __init__(self, *, max_active: int = MAX_ACTIVE, max_reads: int = MAX_READS) -> None:
         self._max_active = max_active
         self.segments = Segments(max_reads=max_reads)
-        self._active: dict[str, Landing] = {}
+        self.active: dict[str, Landing] = {}  # by id: those that have not ended
         self._ended: OrderedDict[str, Ended] = OrderedDict()
         self._slots: dict[int, dict[int, Landing]] = {}  # connection -> slot -> landing
         self._unsettled: list[Landing] = []
@@ -51,7 +52,7 @@ class Landings:
         self,
         transfer_id: str,
         secret: bytes,
-        sizes: Iterable[int],
+        sizes: Iterable[int] | RangeSizes,
         targets: RangeViews,
         *,
         on_done: OnLanded | None,
@@ -60,7 +61,7 @@ class Landings:
         exact: bool = True,
         sender: str = "",
     ) -> Landing:
-        if transfer_id in self._active:
+        if transfer_id in self.active:
             raise LocalProtocolError(f"transfer {transfer_id} is expected already")
         landing = Landing(
             transfer_id=transfer_id,
@@ -74,12 +75,12 @@ class Landings:
             sender=sender,
         )
         self._ended.pop(transfer_id, None)
-        self._active[transfer_id] = landing
+        self.active[transfer_id] = landing
         return landing
 
     def await_sender(self, transfer_id: str, now: float) -> None:
         """A sender has been promised: from now on the landing is an orphan as long as it has no sender."""
-        landing = self._active.get(transfer_id)
+        landing = self.active.get(transfer_id)
         if landing is not None and not landing.senders:
             landing.orphaned_at = min(landing.orphaned_at, now)
 
@@ -89,20 +90,20 @@ class Landings:
 
     def cancel(self, transfer_id: str, detail: str, now: float, code: Code = Code.CANCELLED) -> Notices:
         """Ends a landing; returns the message for each connection. Unknown or ended ids are fine."""
-        landing = self._active.get(transfer_id)
+        landing = self.active.get(transfer_id)
         return [] if landing is None else self._end(landing, TransferOutcome(code, detail), now)
 
     def expire(self, now: float) -> Notices:
         """Ends what is past its deadline or has been without a sender for too long."""
         notices: Notices = []
-        for landing in [x for x in self._active.values() if x.expires_at() <= now]:
+        for landing in [x for x in self.active.values() if x.expires_at() <= now]:
             late = landing.deadline <= now
             outcome = TransferOutcome(Code.DEADLINE if late else Code.SENDER_LOST, "nothing more came in time")
             notices += self._end(landing, outcome, now)
         return notices
 
     def next_deadline(self) -> float:
-        expiries = (x.expires_at() for x in self._active.values())
+        expiries = (x.expires_at() for x in self.active.values())
         return min((*expiries, *(x.revoke_at for x in self._unsettled)), default=float("inf"))
 
     def overdue(self, now: float) -> set[int]:
@@ -113,7 +114,7 @@ class Landings:
         return {who for landing in late for who in landing.inbox.granted}
 
     def active_ids(self) -> list[str]:
-        return list(self._active)
+        return list(self.active)
 
     def take_settled(self) -> list[Landing]:
         """Landings that ended and are not written to any more."""
@@ -294,7 +295,7 @@ class Landings:
 
     def _landing_of(self, frame: Open, transcript: bytes, now: float) -> Landing | Code:
         """The landing that an Open names, or why it is refused; an ended one gives its outcome."""
-        landing, ended = self._active.get(frame.transfer_id), self._ended.get(frame.transfer_id)
+        landing, ended = self.active.get(frame.transfer_id), self._ended.get(frame.transfer_id)
         if landing is None and ended is None and frame.transfer_id.startswith(SEGMENT_PREFIX):
             return self._expect_write(frame, transcript, now)
         known = Ended.of(landing, TransferOutcome()) if landing is not None else ended
@@ -307,7 +308,7 @@ class Landings:
         segment = self.segments.to_write(frame, transcript)
         if isinstance(segment, Code):
             return segment
-        if len(self._active) >= self._max_active:
+        if len(self.active) >= self._max_active:
             return Code.TOO_MANY_LANDINGS
         return self.expect(
             frame.transfer_id,
@@ -329,9 +330,9 @@ class Landings:
         return Accept(slot=frame.slot, missing=())
 
     def _end(self, landing: Landing, outcome: TransferOutcome, now: float) -> Notices:
-        if self._active.get(landing.transfer_id) is not landing:  # over already; the id may be another one's by now
+        if self.active.get(landing.transfer_id) is not landing:  # over already; the id may be another one's by now
             return []
-        del self._active[landing.transfer_id]
+        del self.active[landing.transfer_id]
         landing.outcome = outcome
         landing.done_at = now
         self._ended[landing.transfer_id] = Ended.of(landing, outcome)

@@ -237,6 +237,10 @@ class SharedLandings:
         if self._guard is not None and peer is not None and (why := self._guard.refusal(SEND, *peer)):
             self.count(f"refused:{Code.ACCESS}")
             return Refuse(slot=frame.slot, code=Code.ACCESS, detail=why)
+        with self.lock:
+            landing = self.landings.active.get(frame.transfer_id)
+        if landing is not None:
+            _ = landing.inbox.manifest.digest  # it takes a while the first time, in which the lock is free
         with self.changed:
             reply = self.landings.open(who, frame, transcript, time.monotonic())
             self.changed.notify_all()

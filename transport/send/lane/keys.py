@@ -69,7 +69,7 @@ class SessionKeys:
         except OSError as exc:
             if self._session is None or now >= self._session.ends_at:
                 raise
-            log.warning("%s gives no new keys, the present ones serve on: %s", self._address, exc)
+            log.warning("%s gives no new keys, the present ones stay in use: %s", self._address, exc)
             self._renew_at = now + RENEW_AGAIN_S
             return self._session
         self._renew_at = now + min(self._options.rotate_keys_s, (session.ends_at - now) / 2)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
 from transport.errors import RemoteProtocolError
-from transport.path.shm import ArenaSource, merge_extents
+from transport.path.shm import ArenaSource
 from transport.rdma.device import (
     PROOF,
     RECEIVE_DEPTH,
@@ -307,11 +307,8 @@ class RunningRails:
         manifest = transfer.manifest
         checksum = self._checksum(transfer, piece.start, manifest.views(source, piece.start, piece.stop))
         base = address_of(source.arena)
-        extents = merge_extents(
-            (base + start, length)
-            for i, skip, size in manifest.pieces(piece.start, piece.stop)
-            for start, length in source.extents(i, skip, size)
-        )
+        found = source.extents(*manifest.covering(piece.start, piece.stop), piece.stop - piece.start)
+        extents = [(base + start, length) for start, length in found]
         writes = plan_writes(extents, slot.placement.slice(piece.start, piece.stop))
         local_key = slot.memory.keys[running.rail.plan.local].local
         running.queue.put(_Chunk(piece, checksum, local_key, slot.keys[running.remote_nic]), writes)

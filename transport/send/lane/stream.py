@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from transport.errors import PeerLost
-from transport.path.shm import ArenaSource, merge_extents, parts_of, pieces_of
+from transport.path.shm import ArenaSource, parts_of, pieces_of
 from transport.path.tcp import MAX_VIEWS, receive_now, send_some
 from transport.send.lane.coder import LaneCoder
 from transport.send.lane.link_keeper import LinkKeeper
@@ -162,7 +162,7 @@ class Stream:
             transfer_id=transfer.transfer_id,
             proof=proof_of(transfer.secret, transfer.transfer_id, manifest.digest, self.connection.transcript),
             total_bytes=manifest.total_bytes,
-            num_ranges=len(manifest.sizes),
+            num_ranges=manifest.num_ranges,
             manifest_digest=manifest.digest,
             arena_path=transfer.arena_path,
             placement=transfer.placement,
@@ -270,8 +270,7 @@ class Stream:
         """One; or more, each a chunk of its own, where the bytes lie in more extents than one can name."""
         manifest = transfer.manifest
         checksum = self.checksum(transfer, start, manifest.views(source, start, stop))
-        pieces = manifest.pieces(start, stop)
-        extents = merge_extents(extent for i, skip, size in pieces for extent in source.extents(i, skip, size))
+        extents = source.extents(*manifest.covering(start, stop), stop - start)
         if len(extents) <= MAX_LIST:
             return [Reference(slot=transfer.slot, offset=start, checksum=checksum, extents=tuple(extents))]
         middle = (start + stop) // 2

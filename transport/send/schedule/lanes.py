@@ -119,7 +119,7 @@ class LaneScheduler:
     def add(self, transfer: LaneTransfer) -> None:
         self._transfers[transfer.slot] = transfer
 
-    def ready(self, transfer: LaneTransfer, indexes: Iterable[int]) -> None:
+    def ready(self, transfer: LaneTransfer, indexes: Iterable[int | range]) -> None:
         if transfer.outcome is None:
             transfer.outbox.ready(indexes)
 

@@ -34,7 +34,7 @@ class PushOwner(Protocol):
 
     lock: threading.Lock
 
-    def ready(self, transfer: LaneTransfer, indexes: Iterable[int]) -> None: ...
+    def ready(self, transfer: LaneTransfer, indexes: Iterable[int | range]) -> None: ...
 
     def abort(self, transfer: LaneTransfer, reason: str, keep_landing: bool) -> None: ...
 
@@ -60,12 +60,15 @@ class Push:
     def transfer_id(self) -> str:
         return self._transfer.transfer_id
 
-    def ready(self, ranges: int | Iterable[int]) -> None:
-        """These ranges hold their final bytes and may leave. Never blocks; saying it twice changes nothing."""
+    def ready(self, ranges: int | Iterable[int | range]) -> None:
+        """These ranges hold their final bytes and may leave. Never blocks; saying it twice changes nothing.
+
+        Consecutive ones are best told as a `range`: then it does not matter how many they are.
+        """
         self._owner.ready(self._transfer, (ranges,) if isinstance(ranges, int) else ranges)
 
     def ready_all(self) -> None:
-        self.ready(range(len(self._transfer.manifest.sizes)))
+        self.ready(range(self._transfer.manifest.num_ranges))
 
     def abort(self, reason: str = "", *, keep_landing: bool = False) -> None:
         """Ends the push. The landing fails too, unless another sender is to finish it (`keep_landing`)."""

@@ -87,7 +87,7 @@ class Transfers:
             self._lanes.wake_for_work()
         return push
 
-    def ready(self, transfer: LaneTransfer, indexes: Iterable[int]) -> None:
+    def ready(self, transfer: LaneTransfer, indexes: Iterable[int | range]) -> None:
         with self.lock:
             outbox = transfer.outbox
             before = outbox.bytes_ready

@@ -64,7 +64,7 @@ def run(folder: Path, scenario):
                 await agent.stop()
 
     asyncio.run(main())
-    gc.collect()  # loops and links refer to each other, and so keep the arena mapped until somebody looks
+    gc.collect()  # loops and links refer to each other, and so keep the arena mapped until they are collected
 
 
 def heard(agent, kind):

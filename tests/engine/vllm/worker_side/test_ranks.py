@@ -1,4 +1,4 @@
-"""Pages are given back only when no rank touches them, whoever asks and however often."""
+"""Pages are given back only when no rank touches them, no matter how often and from where they are asked for."""
 
 import asyncio
 import threading

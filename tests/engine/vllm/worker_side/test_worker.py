@@ -292,7 +292,7 @@ def test_strided_blocks_read_and_write_what_contiguous_ones_do():
 
 
 class Stream:
-    """An accelerator's, of which it can be seen what was waited for."""
+    """An accelerator's, which shows what was waited for."""
 
     def __init__(self) -> None:
         self.seen: list[object] = []

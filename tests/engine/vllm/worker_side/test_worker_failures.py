@@ -173,7 +173,7 @@ def test_pages_that_cannot_be_mapped_fail_what_needs_them(scheduler: Scheduler, 
 
 
 def test_without_a_link_no_pages_are_taken_and_it_is_said_later(scheduler: Scheduler, tmp_path: Path) -> None:
-    """Nobody could ask for them back."""
+    """Then no request could ask for them back."""
     pages = pages_for(LAYOUT, N)
     arena = arena_for(tmp_path, pages)
     side = worker(kv())

@@ -240,7 +240,7 @@ async def test_responses_go_the_way_of_chats() -> None:
         async with w.http.post(Endpoint.CHAT, json=chat) as response:
             assert response.status == 200
         records = await w.records()
-        assert len({record["total"] for record in records}) == 1  # the same prompt, whoever asked
+        assert len({record["total"] for record in records}) == 1  # the same prompt in each dialect
         assert [record["output_tokens"] for record in records[:2]] == [3, 3]
         async with w.http.post(Endpoint.RESPONSES, json=ASKED | {"previous_response_id": "resp_1"}) as response:
             error = (await response.json())["error"]

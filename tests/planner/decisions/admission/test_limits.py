@@ -47,7 +47,7 @@ def test_a_minutes_requests_may_come_at_once_and_then_one_by_one():
     comings=st.lists(st.tuples(st.floats(0, 5), st.integers(1, 3_000)), max_size=60),
 )
 def test_never_more_than_a_bucket_and_what_has_run_in(per_minute: int, comings: list[tuple[float, int]]):
-    """Of requests that fit the bucket; and who waits as told is let in."""
+    """Of requests that fit the bucket; one that waits as told is let in."""
     bucket, full_at, now, taken = Bucket(per_minute), 0.0, 100.0, 0
     for pause_s, amount in comings:
         now += pause_s

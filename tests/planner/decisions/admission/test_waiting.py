@@ -89,7 +89,7 @@ PRIORITIES = range(-2, 3)
 
 
 class LineMachine(RuleBasedStateMachine):
-    """Whatever happens: bounded, nobody forgotten, in order, and nobody overtaken for ever."""
+    """Whatever happens: bounded, no request forgotten, in order, and none overtaken for ever."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -124,7 +124,7 @@ class LineMachine(RuleBasedStateMachine):
         for other, (other_priority, other_due, other_since) in self.standing.items():
             if other != first and other_priority == priority and other_since == since:
                 assert due <= other_due
-            # Nobody who came so much later comes first.
+            # No request that came so much later comes first.
             assert since <= other_since + (max(PRIORITIES) - other_priority + 1) * AGEING_S
         del self.standing[first]
         assert self.line.leave(first)
@@ -165,7 +165,7 @@ def test_a_line_is_as_slow_as_its_last_turns():
     for at in (102.0, 104.0, 106.0):
         drain.on_turn(at)
     assert (drain.is_known, drain.wait_s(0), drain.wait_s(4)) == (True, 2.0, 10.0)
-    drain.on_line(500.0)  # nobody waited for a while: that was no turn
+    drain.on_line(500.0)  # no request waited for a while: that was no turn
     drain.on_turn(502.0)
     assert drain.wait_s(0) == 2.0
     for at in range(503, 543):
@@ -317,7 +317,7 @@ def test_a_flow_whose_own_part_is_full_holds_nobody_up():
     assert line.ahead_of(0, inf, 3.0, TenantShare("c")) == 2
     line.leave("b1")
     line.hold_back("a", 9.0)
-    assert line.first(4.0) == "a1"  # there is nobody else
+    assert line.first(4.0) == "a1"  # there is no other request
 
 
 def test_a_higher_priority_that_is_held_back_holds_nobody_up_either():

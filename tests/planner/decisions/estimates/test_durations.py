@@ -171,7 +171,7 @@ def test_whatever_moves_took_more_bytes_never_take_less_and_none_no_time(moves):
 def test_a_move_that_fails_is_feared_to_be_late_again_for_some_time():
     delays = MoveDelays()
     delays.failed("a", "b", 0.1, 5.0, now=100.0)
-    assert delays.at(100.0) == {("a", "b"): 10.0}  # not b to a, and nobody else
+    assert delays.at(100.0) == {("a", "b"): 10.0}  # not b to a, and no other pair
     assert delays.at(160.0) == {("a", "b"): pytest.approx(5.0)}
     delays.failed("a", "b", 0.1, 2.0, now=160.0)
     assert delays.at(160.0) == {("a", "b"): pytest.approx(10.2)}  # twice what was expected

@@ -1,4 +1,4 @@
-"""Shapes of requests that kill engines: who is refused, who is let through, and that what is known stays bounded."""
+"""Shapes of requests that kill engines: which are refused, which are let through, and that what is known stays bounded."""
 
 from hypothesis import given
 from hypothesis import strategies as st

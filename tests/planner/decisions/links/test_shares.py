@@ -142,7 +142,7 @@ ROUND = st.tuples(
     st.lists(st.sampled_from([0.0, 1 * MB, 20 * MB, 300 * MB]), min_size=3, max_size=3),  # what waits
     st.lists(st.sampled_from(["answered", "answered", "lost", "unanswered"]), min_size=6, max_size=6),
     st.floats(0.0, 0.6), st.floats(0.05, 4.0),  # how long an answer takes, and until the next round
-    st.one_of(st.just(frozenset[int]()), st.frozensets(st.integers(0, 2))),  # who is out of sight
+    st.one_of(st.just(frozenset[int]()), st.frozensets(st.integers(0, 2))),  # senders out of sight
 )  # fmt: skip
 
 

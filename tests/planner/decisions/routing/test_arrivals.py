@@ -1,4 +1,4 @@
-"""What is on its way to a decode node: who waits for it, and for how much of it."""
+"""What is on its way to a decode node: which requests wait for it, and for how much of it."""
 
 from dataclasses import dataclass
 from random import Random
@@ -17,7 +17,7 @@ class Sent:
 
 
 def chain(*turns: int) -> tuple[bytes, ...]:
-    """Hashes of blocks, each of which tells all before it."""
+    """Hashes of blocks; each covers all blocks before it."""
     return tuple(repr(turns[: number + 1]).encode() for number in range(len(turns)))
 
 

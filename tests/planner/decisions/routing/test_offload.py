@@ -165,7 +165,7 @@ def test_a_decode_node_that_no_sender_reaches_is_left_out_of_what_goes_remote():
 
 
 def held(fields: dict | None = None, links=LINKS, local: dict | None = None, **policy_fields) -> tuple[Target, Reason]:
-    """A turn of 200 new tokens, of which the decode node holds the rest."""
+    """A turn of 200 new tokens; the decode node holds the rest."""
     nodes = [
         prfaas(cached_tokens=29_000),
         pd_prefill(**(local or {})),

@@ -113,7 +113,7 @@ def test_every_route_has_a_prefill_node_that_reaches_its_decode_node(nodes, ways
 
 @given(worlds(), links(), requests)
 def test_nodes_that_prefill_alone_go_where_they_went(nodes, ways, asked):
-    """What decode nodes cannot do changes nothing for a world of those that can, nor for one where somebody prefills at home."""
+    """What decode nodes cannot do changes nothing for a world of those that can, nor for one with a prefill node at home."""
     able = [_able(node) for node in nodes]
     alone, paired = _found(asked, able, ways), _found(asked, nodes, ways)
     if alone is not None and alone.prefill_node is not None and paired is not None:

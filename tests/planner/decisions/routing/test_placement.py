@@ -128,7 +128,7 @@ def test_memory_is_for_the_prompt_and_its_predicted_answer():
     nodes = [pd_decode("d0", room_tokens=20_500), pd_decode("d1", running=9, room_tokens=30_000)]
     assert decoded(nodes) == "d0"
     assert decoded(nodes, answer_tokens=1_000.0) == "d1"
-    assert decoded(nodes[:1], answer_tokens=1_000.0) == "d0"  # nobody else can
+    assert decoded(nodes[:1], answer_tokens=1_000.0) == "d0"  # no other node can
 
 
 def test_steps_that_nodes_report_stand_for_those_not_seen_yet():

@@ -72,7 +72,7 @@ def test_a_bad_split_is_changed_by_one_node(model, prompts):
 def test_after_a_conversion_it_waits(model, prompts):
     controller = Controller(config(cooldown_s=600), model)
     assert controller.on_tick(seen(60, prompts, num_prefill=1, num_decode=7)).convert
-    assert controller.on_tick(seen(90, prompts, num_prefill=1, num_decode=7)).convert  # nobody has carried it out
+    assert controller.on_tick(seen(90, prompts, num_prefill=1, num_decode=7)).convert  # it was not carried out
     controller.converted(90)
     assert controller.on_tick(seen(120, prompts, num_prefill=2, num_decode=6)).convert is None
     assert controller.on_tick(seen(700, prompts, num_prefill=2, num_decode=6)).convert is RoleMove.TO_PREFILL

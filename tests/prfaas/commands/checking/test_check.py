@@ -1,4 +1,4 @@
-"""`prfaas check` before a real node with an emulated engine, and before nobody."""
+"""`prfaas check` before a real node with an emulated engine, and without one."""
 
 import asyncio
 import io

@@ -1,4 +1,4 @@
-"""Strangers in numbers at a listener's door, beside a sender who has a right to be there."""
+"""Strangers in numbers at a listener's door, beside a sender with a right to be there."""
 
 import errno
 import logging

@@ -52,7 +52,7 @@ def server() -> Iterator[TransferServer]:
 
 
 def let_in(server: TransferServer) -> RawSender:
-    """One who has shown a secret, and has left the transfer that it was for."""
+    """A peer that has shown a secret and left the secret's transfer."""
     name = f"door {server.num_connections}"
     server.expect(name, SECRET, [1], Memory([1]))
     sender = RawSender.to(server.address)
@@ -181,7 +181,7 @@ def test_an_error_of_ours_is_logged_and_counted(
     server: TransferServer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def seed_of(transfer_id: str, transcript: bytes) -> int:
-        raise KeyError("nobody thought of this")
+        raise KeyError("an unforeseen failure")
 
     monkeypatch.setattr("transport.receive.connection.inlet.transfer_seed", seed_of)
     server.expect("t", SECRET, [10], Memory([10]))
@@ -190,7 +190,7 @@ def test_an_error_of_ours_is_logged_and_counted(
         with pytest.raises(EOFError), caplog.at_level(logging.ERROR):
             sender.hear(Accept)
     assert server.counters["internal_errors"] == 1
-    assert "nobody thought of this" in caplog.text
+    assert "an unforeseen failure" in caplog.text
 
 
 def test_one_connection_too_many_is_told() -> None:

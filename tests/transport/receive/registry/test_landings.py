@@ -13,6 +13,7 @@ from transport.receive.registry.landings import Landings
 from transport.receive.registry.segments import RemoteSegment, read_id, write_id
 from transport.wire.frames import MAX_TRANSFER_BYTES, Abort, Accept, Ack, Code, Nack, Open, Refuse
 from transport.wire.manifest import Manifest, proof_of
+from transport.wire.sizes import RangeSizes
 
 NONCES = b"n" * 32
 MAX_ENDED_BYTES = 4096  # of memory, for each landing that ended
@@ -175,6 +176,18 @@ def test_a_write_whose_manifest_does_not_fit_its_placement_is_never_registered(s
     assert landings.active_ids() == []
     assert landings.next_deadline() == float("inf")
     assert isinstance(landings.open(1, opening([10], 0, name, placement=((0, 10),)), NONCES, 0.0), Accept)
+
+
+def test_the_digest_of_many_ranges_is_not_computed_before_somebody_opens_them() -> None:
+    landings = registry(1)
+    sizes = RangeSizes([(8, 100_000)])
+    landings.expect("t", SECRET, sizes, lambda _: [sink_of(8)], on_done=None, deadline=1e9)
+    assert landings.cancel("t", "", 0.0) == []
+    assert "digest" not in vars(sizes)
+    reply = landings.open(1, opening([8] * 100_000), NONCES, 0.0)
+    assert reply == Refuse(slot=0, code="cancelled")
+    assert "digest" in vars(sizes)
+    assert landings.open(1, opening([8] * 99_999 + [9]), NONCES, 0.0) == Refuse(slot=0, code="manifest_mismatch")
 
 
 def test_reads_and_writes_of_more_bytes_than_any_transfer_has_are_refused() -> None:

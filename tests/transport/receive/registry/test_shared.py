@@ -1,4 +1,4 @@
-"""What the threads of a listener share: nobody waits for a connection that takes nothing."""
+"""What the threads of a listener share: no other connection waits for one that takes nothing."""
 
 import threading
 from dataclasses import dataclass, field

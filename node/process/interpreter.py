@@ -1,0 +1,16 @@
+"""Python's own settings, for a process whose event loop must not stand still."""
+
+import gc
+import sys
+from typing import Final
+
+COLLECT_AFTER: Final = 20_000  # objects; a request leaves few in circles, and what is cached has none
+SWITCH_INTERVAL_S: Final = 0.001  # after which a thread that moves bytes lets the event loop go on; Python: 5 ms
+
+
+def favour_the_loop() -> None:
+    """Once, when all modules are there: no collection need look at what is here now, nor one come every few requests."""
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(COLLECT_AFTER)
