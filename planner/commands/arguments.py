@@ -55,6 +55,10 @@ def _site(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument("--extrapolate", action="store_true", help="allow prompt lengths outside the profile")
     command.add_argument(
+        "--warm-caches", action="store_true",
+        help="count on what decode nodes hold; after a start with empty caches such a plan may stay overloaded",
+    )  # fmt: skip
+    command.add_argument(
         "--tie-break", choices=list(TieBreak), default=TieBreak.EGRESS,
         help="what to minimise among equally good plans (default: %(default)s)",
     )  # fmt: skip

@@ -78,6 +78,13 @@ class Lengths:
         """Where decode nodes compute that share less of what they would."""
         return self if self.held is None else replace(self, held=self.held * (1.0 - share))
 
+    def with_nothing_held(self) -> "Lengths":
+        """While decode nodes' caches are empty; others have what they have."""
+        if self.held is None:
+            return self
+        landed = None if self.landed is None else np.zeros_like(self.landed)
+        return replace(self, held=np.zeros_like(self.held), landed=landed)
+
     def part(self, kept: slice) -> "Lengths":
         """Some of the lengths, neighbours of each other; their weights are still shares of all requests."""
         known = (self.held, self.computed, self.cached, self.landed)

@@ -11,7 +11,8 @@ cluster j's own prefill nodes. Λ is maximised such that
     decode                      Σ x[b, c, j] · d_j          ≤ N_d,j
 
 Prompts that decode nodes compute themselves are one more kind of request, whatever their lengths. Each takes d_j and its own
-computing of the decode nodes of j, and nothing else.
+computing of the decode nodes of j, and nothing else. While decode nodes hold nothing, prefill nodes compute them, too: as the
+others of their length, and within as many instances and bytes.
 
 With few bins that are the lengths themselves this is exact, fractional routing included. A threshold per PD cluster falls out:
 the length from which on requests that decode there are prefilled elsewhere. A gateway has one threshold for all: `at_threshold`
@@ -36,6 +37,7 @@ from planner.model.profile import Floats
 from planner.model.site import Site
 from planner.model.throughput import decode_seconds
 from planner.model.traffic import Lengths
+from planner.solve.search import COLD_BUSY, RECOMMENDED_LOAD
 from planner.solve.watch import ProgressWatch, unwatched
 
 BINS: Final = 60
@@ -46,6 +48,8 @@ MAX_SPLITS: Final = 2_000
 class Fleet:
     """The numbers of the program. `links[i, j]` in bytes/s, `home[j]` the share of requests of every length that decode at j;
     `held_s[j]` what computing takes of a prompt that decode nodes of j compute.
+
+    With cold caches the rate times `cold[b]` is prefilled for a rate of 1 now, and a prompt sends `cold_bytes[b]`.
     """
 
     lengths: Lengths
@@ -58,6 +62,8 @@ class Fleet:
     links: Floats  # [i, j]
     home: Floats | None = None
     held_s: Floats | None = None
+    cold: Floats | None = None
+    cold_bytes: Floats | None = None
 
     def row_of(self, b: int, j: int) -> int:
         """What must be served together: a length, or a home's requests of that length."""
@@ -102,6 +108,9 @@ def solve_split(fleet: Fleet, num_prefill: Sequence[int], cut: int | None = None
          np.asarray(fleet.num_pd, dtype=np.float64) - np.asarray(num_prefill))
     )  # fmt: skip
     link_row, decode_row = prfaas + pd, prfaas + pd + prfaas * pd
+    cold_row = decode_row + pd  # of cold caches: as the rows before decode
+    if fleet.cold is not None:
+        limits = np.append(limits, limits[:decode_row])
     equal: list[tuple[int, int, float]] = []
     for index, (b, i, j) in enumerate(remote_vars):
         rows += [
@@ -109,9 +118,16 @@ def solve_split(fleet: Fleet, num_prefill: Sequence[int], cut: int | None = None
             (link_row + i * pd + j, index, fleet.kv_bytes[b]),
             (decode_row + j, index, fleet.decode_s[j]),
         ]
+        if fleet.cold is not None and fleet.cold_bytes is not None:
+            rows += [
+                (cold_row + i, index, fleet.cold[b] * fleet.remote_s[i, b]),
+                (cold_row + link_row + i * pd + j, index, fleet.cold[b] * fleet.cold_bytes[b]),
+            ]
         equal.append((fleet.row_of(b, j), index, 1.0))
     for index, (b, j) in enumerate(local_vars, len(remote_vars)):
         rows += [(prfaas + j, index, fleet.local_s[j, b]), (decode_row + j, index, fleet.decode_s[j])]
+        if fleet.cold is not None:
+            rows.append((cold_row + prfaas + j, index, fleet.cold[b] * fleet.local_s[j, b]))
         equal.append((fleet.row_of(b, j), index, 1.0))
     served = weights if fleet.home is None else np.outer(weights, fleet.home).ravel()
     if held_vars:
@@ -186,8 +202,8 @@ def at_threshold(fleet: Fleet, num_prefill: Sequence[int]) -> tuple[float, Fleet
     return (float(fleet.lengths.tokens[longest[-1]]) if len(longest) else 0.0), best
 
 
-def fleet_of(site: Site, bins: int = BINS, extrapolate: bool = False) -> Fleet:
-    """The site as a Fleet; lengths are thinned to `bins`."""
+def fleet_of(site: Site, bins: int = BINS, extrapolate: bool = False, *, survives_cold: bool = True) -> Fleet:
+    """The site as a Fleet; lengths are thinned to `bins`. `survives_cold`: RECOMMENDED_LOAD is carried with cold caches, too."""
     prfaas, pd = site.of_kind(ClusterKind.PRFAAS), site.of_kind(ClusterKind.PD)
     profile = site.profile
     decodes = [profile.decode_on(cluster.hardware) for cluster in pd]
@@ -198,6 +214,12 @@ def fleet_of(site: Site, bins: int = BINS, extrapolate: bool = False) -> Fleet:
     links = np.array(
         [[link.bytes_per_s if (link := site.link(i.name, j.name)) else 0.0 for j in pd] for i in prfaas]
     ).reshape(len(prfaas), len(pd))
+    cold = None
+    if survives_cold and lengths.held is not None:
+        cold = np.divide(
+            lengths.weights, lengths.prefilled, out=np.ones_like(lengths.weights), where=lengths.prefilled > 0
+        )
+        cold *= RECOMMENDED_LOAD / COLD_BUSY
     return Fleet(
         lengths=lengths,
         remote_s=_times(profile, prfaas, lengths),
@@ -209,6 +231,8 @@ def fleet_of(site: Site, bins: int = BINS, extrapolate: bool = False) -> Fleet:
         links=links,
         home=np.array([site.homes[cluster.name] for cluster in pd]) if site.homes else None,
         held_s=_held_times(profile, pd, lengths),
+        cold=cold,
+        cold_bytes=None if cold is None else profile.kv_size().beyond(*lengths.with_nothing_held().sent),
     )
 
 

@@ -16,7 +16,18 @@ from planner.solve.goals import Objective, ServiceTime
 from planner.solve.loaded import loaded_ttft
 from planner.solve.objectives import cheapest, cost_per_hour, too_much
 from planner.solve.problem import Problem, SolveOptions, best_cut, pose, threshold_for, ttfts
-from planner.solve.search import TIE, Bottleneck, Cut, Loads, interval_of, rate_at, stage_rates, weighted_quantile
+from planner.solve.search import (
+    RECOMMENDED_LOAD,
+    TIE,
+    Bottleneck,
+    Cut,
+    Loads,
+    cold_rates,
+    interval_of,
+    rate_at,
+    stage_rates,
+    weighted_quantile,
+)
 from planner.solve.sensitivity.judgement import (
     NEAR_OPTIMAL,
     Alternative,
@@ -28,6 +39,7 @@ from planner.solve.sensitivity.judgement import (
 )
 from planner.version import tool_version
 
+SAME: Final = 1e-6  # limits this close bind together
 MOSTLY_HELD: Final = 0.05  # of the requests, that decode nodes may compute where the plan offloads them
 
 
@@ -36,7 +48,9 @@ class Plan:
     """The answer of `solve`. Rates in requests/s, lengths in tokens; `to_json` has the published key names.
 
     `lambda_max` is where it saturates, `lambda_slo` what it serves within a target for TTFT, where it was solved for one;
-    `rate_req_per_s` the rate that was asked for, and `asked_*` what is so at it.
+    `rate_req_per_s` the rate that was asked for, and `asked_*` what is so at it. Where decode nodes compute prompts,
+    `lambda_warm` is Λ of the best plan that counts on what they hold, and `cold_utilisation` this one's at Λ while they hold
+    nothing.
     """
 
     site: str
@@ -76,6 +90,8 @@ class Plan:
     asked_egress_gbps: float | None = None
     asked_ttft_mean_s: float | None = None
     asked_ttft_p90_s: float | None = None
+    lambda_warm: float | None = None
+    cold_utilisation: Mapping[str, float] = field(default_factory=dict)
     shadow_prices: Mapping[str, float] = field(default_factory=dict)
     sensitivity: Sequence[Sensitivity] = ()
     alternative: Alternative | None = None
@@ -130,6 +146,8 @@ class Plan:
             "ttft_p90_at_80_percent_s": self.loaded_ttft_p90_s,
             "bottleneck": str(self.bottleneck),
             "utilisation": dict(self.utilisation),
+            "lambda_with_warm_caches_req_per_s": self.lambda_warm,
+            "utilisation_with_cold_caches": dict(self.cold_utilisation),
             "cost_per_hour": self.cost_per_hour,
             "cost_per_1000_requests": self.cost_per_1000_requests,
             "cost_at_req_per_s": self.paid_rate,
@@ -242,12 +260,15 @@ def _outline(solved: _Solved) -> Plan:
     site, problem, found, options = solved.site, solved.problem, solved.found, solved.aim.options
     loads, capacity = problem.loads, problem.capacity
     limits = stage_rates(loads, capacity, found.num_prefill, found.cut, found.share)
+    warm = {stage: limit for stage, limit in limits.items() if stage is not Bottleneck.COLD}
+    cold = cold_rates(loads, capacity, found.num_prefill, found.cut, found.share)
     mix = _Mix.of(loads, found)
     interval = interval_of(loads, capacity, found)
     near = interval_of(loads, capacity, found, NEAR_OPTIMAL)
     ttft, shares = ttfts(problem, found.cut)
-    loaded = _at_rate(solved, 0.8 * found.rate)
+    loaded = _at_rate(solved, RECOMMENDED_LOAD * found.rate)
     asked = _at_rate(solved, options.rate_req_per_s) if options.rate_req_per_s else None
+    binding = min(limits, key=lambda stage: limits[stage])
     egress = capacity.egress_bytes_per_s
     return Plan(
         site=site.name,
@@ -277,8 +298,11 @@ def _outline(solved: _Solved) -> Plan:
         ttft_p90_s=weighted_quantile(ttft, shares, 0.9),
         loaded_ttft_mean_s=loaded.ttft.mean_s,
         loaded_ttft_p90_s=loaded.ttft.p90_s,
-        bottleneck=min(limits, key=lambda stage: limits[stage]),
-        utilisation={str(stage): found.rate / limit for stage, limit in limits.items()},
+        # Where a share of an atom is chosen two stages bind, and with warm caches another plan would serve more.
+        bottleneck=Bottleneck.COLD if limits.get(Bottleneck.COLD, np.inf) <= found.rate * (1 + SAME) else binding,
+        utilisation={str(stage): found.rate / limit for stage, limit in warm.items()},
+        lambda_warm=best_cut(problem.warm(), options).rate if cold else None,
+        cold_utilisation={str(stage): found.rate / limit for stage, limit in cold.items()},
         cost_per_hour=cost_per_hour(problem),
         lambda_slo=solved.lambda_slo,
         rate_req_per_s=options.rate_req_per_s,
@@ -381,21 +405,6 @@ def warnings_of(plan: Plan, site: Site, problem: Problem) -> tuple[str, ...]:
             f"{held:.0%} of the requests are offloaded with at most {short} uncached tokens: decode nodes that hold the rest "
             "compute them themselves, and less crosses the line than planned; how many, a trace says (see fit)"
         )
-    if (busy := _busy_without_decode(plan, problem)) > 1:
-        found.append(
-            f"if decode nodes computed no prompts, as while their caches are empty, PD prefill would be {busy:.0%} busy at 80 % "
-            "of Λ: a queue that begins then may last, since late answers leave nothing to hold; begin with less load"
-        )
     if site.workload.hit_ratio is None:
         found.append("lengths are taken as uncached: prefix hits, which are not known, would lower them (see fit)")
     return tuple(found)
-
-
-def _busy_without_decode(plan: Plan, problem: Problem) -> float:
-    """How busy PD prefill would be at 80 % of Λ with what decode nodes compute of lengths up to t."""
-    lengths, used = problem.lengths, plan.utilisation[Bottleneck.PD_P]
-    if lengths.held is None or not plan.num_prefill:
-        return 0.0
-    near = lengths.part(slice(int(np.searchsorted(lengths.tokens, plan.threshold_tokens, side="right"))))
-    held_s = float((near.weights - near.prefilled) @ problem.local.after(near.uncached, near.cached))
-    return 0.8 * (used + plan.lambda_max * held_s / plan.num_prefill)

@@ -13,7 +13,7 @@ from planner.model.site import Cluster, Deployment, Link, Site
 from planner.model.throughput import decode_seconds
 from planner.model.traffic import Lengths
 from planner.solve.goals import Objective, ServiceTime, TieBreak
-from planner.solve.search import Capacity, Cut, Loads, build_loads, solve, threshold_of
+from planner.solve.search import RECOMMENDED_LOAD, Capacity, Cut, Loads, build_loads, solve, threshold_of
 
 PAPER_GRID_TOKENS: Final = 100  # the step that brings Table 6's 19.4K out of a grid search
 
@@ -28,11 +28,19 @@ class SolveOptions:
     grid_tokens: int | None = None
     extrapolate: bool = False
     rate_req_per_s: float | None = None
+    survives_cold: bool = True  # the load that is run is carried while decode nodes hold nothing, too
+
+    @property
+    def cold_load(self) -> float | None:
+        """The share of Λ that is carried with cold caches: all of it where the plan is for a rate to run at."""
+        if not self.survives_cold:
+            return None
+        return RECOMMENDED_LOAD if self.objective is Objective.THROUGHPUT else 1.0
 
     @classmethod
     def as_in_paper(cls) -> "SolveOptions":
-        """T(E[L]) and a threshold grid, as in §4.2."""
-        return cls(service=ServiceTime.OF_MEAN, grid_tokens=PAPER_GRID_TOKENS)
+        """T(E[L]) and a threshold grid, as in §4.2; all caches are full."""
+        return cls(service=ServiceTime.OF_MEAN, grid_tokens=PAPER_GRID_TOKENS, survives_cold=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -40,7 +48,8 @@ class Problem:
     """One PrfaaS cluster (or none), one PD cluster and a link, ready to be searched.
 
     `loads` are those at Λ. A decode node without a place is not chosen, whatever it holds: the fuller the nodes are, the fewer
-    prompts they compute. `asked` are the lengths of empty nodes.
+    prompts they compute. `asked` are the lengths of empty nodes. `cold_load` is the share of Λ that must be carried with cold
+    caches, None where that does not matter.
     """
 
     capacity: Capacity
@@ -55,6 +64,7 @@ class Problem:
     link: Link | None
     variant: Deployment = field(default_factory=Deployment)
     burst_index: float = 1.0
+    cold_load: float | None = None
 
     @property
     def lengths(self) -> Lengths:
@@ -67,8 +77,12 @@ class Problem:
         """What other lengths, or another service model, ask of the same hardware."""
         return build_loads(
             lengths, self.local, self.remote, self.kv,
-            egress_bytes_per_s=self.capacity.egress_bytes_per_s, service=service,
+            egress_bytes_per_s=self.capacity.egress_bytes_per_s, service=service, cold_load=self.cold_load,
         )  # fmt: skip
+
+    def warm(self) -> "Problem":
+        """Where decode nodes always hold what they hold in the mean."""
+        return replace(self, cold_load=None, loads=replace(self.loads, cold=None))
 
     def at_rate(self, rate: float, num_decode: int) -> "Problem":
         """With the loads of a rate: what decode nodes compute if they are as full as it makes them."""
@@ -129,11 +143,14 @@ def pose(site: Site, options: SolveOptions, variant: Deployment | None = None) -
     )
     kv = site.profile.kv_size()
     lengths = workload.lengths.less_held(full_chance(decode, 1.0))
-    loads = build_loads(lengths, local, remote, kv, egress_bytes_per_s=egress, service=options.service)
+    loads = build_loads(
+        lengths, local, remote, kv, egress_bytes_per_s=egress, service=options.service, cold_load=options.cold_load
+    )
     return Problem(
         capacity=capacity, asked=workload.lengths, loads=loads, local=local, remote=remote, kv=kv, decode=decode,
         prfaas=remote_cluster,
         pd=pd[0], link=link, variant=variant or Deployment(), burst_index=workload.burst_index,
+        cold_load=options.cold_load,
     )  # fmt: skip
 
 

@@ -13,13 +13,16 @@ and a rate Λ fits while Λ times the request's seconds stays below each stage's
 
     Λ(k, N_p) = min(N_prfaas/remote_s, B_out/egress_bytes, N_p/local_s, N_d/(decode_s + held_s)).
 
+Where decode nodes compute prompts, prefill nodes must carry those, too, while decode nodes hold nothing. Else answers come
+late, the next turns find nothing held either, and the queue of a start lasts. So the arrays of *cold* caches limit Λ, too.
+
 Two service models fill the arrays: exactly, E[T(L)], or as in the paper, T(E[L]). The sums of the former are linear
 inside an atom of the distribution. So the best share of an atom is where a rising and a falling line cross.
 """
 
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Final
+from typing import Final, TypeAlias
 
 import numpy as np
 
@@ -30,8 +33,14 @@ from planner.model.throughput import lambda_max, theta, theta_pd_d, theta_pd_p, 
 from planner.model.traffic import Lengths
 from planner.solve.goals import ServiceTime, TieBreak
 
+Indices: TypeAlias = np.ndarray[tuple[int], np.dtype[np.intp]]
+
 # Rates this close are the same rate: a plateau, not a peak.
 TIE: Final = 1e-9
+RECOMMENDED_LOAD: Final = 0.8  # of Λ
+COLD_BUSY: Final = (
+    0.9  # that a stage may be at the load that is run, while decode nodes hold nothing: the rest is to recover by
+)
 # Splitting an atom must gain at least this much, else the plan stays a plain threshold.
 WORTH_A_SHARE: Final = 1e-4
 
@@ -43,6 +52,7 @@ class Bottleneck(StrEnum):
     EGRESS = "egress"
     PD_P = "pd_prefill"
     PD_D = "pd_decode"
+    COLD = "cold_caches"  # one of the others, while decode nodes hold nothing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +70,26 @@ class Capacity:
                 raise InputError(f"{name}={getattr(self, name)}: must not be negative")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ColdLoads:
+    """What an average request asks of prefill and line while decode nodes hold nothing: they compute no prompt, and lack all of
+    its attention. Λ times `per_rate` of it must be carried: the load that is run, over what may then be busy.
+    """
+
+    local_s: Floats
+    remote_s: Floats
+    egress_bytes: Floats
+    per_rate: float
+
+    def at(self, cuts: Indices) -> "ColdLoads":
+        return replace(
+            self, local_s=self.local_s[cuts], remote_s=self.remote_s[cuts], egress_bytes=self.egress_bytes[cuts]
+        )
+
+    def scaled(self, *, local: float, remote: float) -> "ColdLoads":
+        return replace(self, local_s=self.local_s * local, remote_s=self.remote_s * remote)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Loads:
     """What an average request asks of each stage, for every cut k of `lengths` (arrays of len(lengths) + 1)."""
@@ -72,10 +102,14 @@ class Loads:
     ttft_s: Floats  # mean zero-queue TTFT; the transfer counted after the prefill, as in Table 6
     service: ServiceTime
     held_s: float = 0.0  # that decode nodes stand still for prompts
+    cold: ColdLoads | None = None  # where they limit Λ
 
     def scaled(self, *, local: float = 1.0, remote: float = 1.0) -> "Loads":
         """The same traffic on hardware that takes these factors as long (T scales, so both service models do)."""
-        return replace(self, local_s=self.local_s * local, remote_s=self.remote_s * remote, held_s=self.held_s * local)
+        cold = None if self.cold is None else self.cold.scaled(local=local, remote=remote)
+        return replace(
+            self, local_s=self.local_s * local, remote_s=self.remote_s * remote, held_s=self.held_s * local, cold=cold
+        )
 
 
 def _head_sums(values: Floats) -> Floats:
@@ -95,23 +129,48 @@ def build_loads(
     *,
     egress_bytes_per_s: float,
     service: ServiceTime = ServiceTime.EXACT,
+    cold_load: float | None = None,
 ) -> Loads:
-    """Prefix sums over sorted lengths. O(n); the sort is `Lengths.of`'s."""
+    """Prefix sums over sorted lengths. O(n); the sort is `Lengths.of`'s.
+
+    `cold_load` is the share of Λ that must be carried while decode nodes hold nothing, None where that does not matter.
+    """
     tokens, weights, cached = lengths.uncached, lengths.prefilled, lengths.cached
-    local_t, remote_t, size = local.after(tokens, cached), remote.after(tokens, cached), kv.beyond(*lengths.sent)
-    heads, tails = _head_sums(weights), _tail_sums(weights)
+    size = kv.beyond(*lengths.sent)
     transfer_s = size / egress_bytes_per_s if egress_bytes_per_s > 0 else np.full_like(size, np.inf)
-    ttft_s = _head_sums(weights * local_t) + _tail_sums(weights * (remote_t + transfer_s))
+    ttft_s = _head_sums(weights * local.after(tokens, cached)) + _tail_sums(
+        weights * (remote.after(tokens, cached) + transfer_s)
+    )
+    cold = None
+    if cold_load is not None and lengths.held is not None:
+        stages = _stages(lengths.with_nothing_held(), local, remote, kv, service)
+        cold = ColdLoads(**stages, per_rate=cold_load / COLD_BUSY)
+    return Loads(
+        lengths, _tail_sums(weights), **_stages(lengths, local, remote, kv, service), ttft_s=ttft_s, service=service,
+        held_s=held_seconds(lengths, local), cold=cold,
+    )  # fmt: skip
+
+
+def _stages(
+    lengths: Lengths, local: PrefillCurve, remote: PrefillCurve, kv: KvSize, service: ServiceTime
+) -> dict[str, Floats]:
+    """What every cut asks of prefill at home, of PrfaaS and of the line."""
+    tokens, weights, cached = lengths.uncached, lengths.prefilled, lengths.cached
     if service is ServiceTime.EXACT:
-        local_s, remote_s = _head_sums(weights * local_t), _tail_sums(weights * remote_t)
-        egress = _tail_sums(weights * size)
-    else:
-        head, tail = _over(_head_sums(weights * tokens), heads), _over(_tail_sums(weights * tokens), tails)
-        head_cached = None if cached is None else _over(_head_sums(weights * cached), heads)
-        tail_cached = None if cached is None else _over(_tail_sums(weights * cached), tails)
-        local_s, remote_s = heads * local.after(head, head_cached), tails * remote.after(tail, tail_cached)
-        egress = tails * kv.beyond(tail, tail_cached)
-    return Loads(lengths, tails, local_s, remote_s, egress, ttft_s, service, held_seconds(lengths, local))
+        return {
+            "local_s": _head_sums(weights * local.after(tokens, cached)),
+            "remote_s": _tail_sums(weights * remote.after(tokens, cached)),
+            "egress_bytes": _tail_sums(weights * kv.beyond(*lengths.sent)),
+        }
+    heads, tails = _head_sums(weights), _tail_sums(weights)
+    head, tail = _over(_head_sums(weights * tokens), heads), _over(_tail_sums(weights * tokens), tails)
+    head_cached = None if cached is None else _over(_head_sums(weights * cached), heads)
+    tail_cached = None if cached is None else _over(_tail_sums(weights * cached), tails)
+    return {
+        "local_s": heads * local.after(head, head_cached),
+        "remote_s": tails * remote.after(tail, tail_cached),
+        "egress_bytes": tails * kv.beyond(tail, tail_cached),
+    }
 
 
 def _over(sums: Floats, shares: Floats) -> Floats:
@@ -131,12 +190,24 @@ class Cut:
 
 def _remote_rates(loads: Loads, capacity: Capacity) -> Floats:
     """Θ_prfaas / p for every cut."""
-    return theta_prfaas(capacity.num_prfaas, loads.remote_s, capacity.egress_bytes_per_s, loads.egress_bytes)
+    most_s = _most(loads.remote_s, None if loads.cold is None else loads.cold.remote_s * loads.cold.per_rate)
+    most_bytes = _most(
+        loads.egress_bytes, None if loads.cold is None else loads.cold.egress_bytes * loads.cold.per_rate
+    )
+    return theta_prfaas(capacity.num_prfaas, most_s, capacity.egress_bytes_per_s, most_bytes)
+
+
+def _local_s(loads: Loads) -> Floats:
+    return _most(loads.local_s, None if loads.cold is None else loads.cold.local_s * loads.cold.per_rate)
+
+
+def _most(warm: Floats, cold: Floats | None) -> Floats:
+    return warm if cold is None else np.maximum(warm, cold)
 
 
 def rates(loads: Loads, capacity: Capacity, num_prefill: int) -> Floats:
     """Λ for every cut. (6)"""
-    return _rates(loads.local_s, _remote_rates(loads, capacity), capacity, num_prefill, loads.held_s)
+    return _rates(_local_s(loads), _remote_rates(loads, capacity), capacity, num_prefill, loads.held_s)
 
 
 def _rates(local_s: Floats, remote: Floats, capacity: Capacity, num_prefill: int, held_s: float) -> Floats:
@@ -144,7 +215,7 @@ def _rates(local_s: Floats, remote: Floats, capacity: Capacity, num_prefill: int
     return lambda_max(remote, theta_pd_p(num_prefill, local_s), decode)
 
 
-def cuts_of(loads: Loads, thresholds: Floats) -> "np.ndarray[tuple[int], np.dtype[np.intp]]":
+def cuts_of(loads: Loads, thresholds: Floats) -> Indices:
     """The cut that each threshold makes: how many lengths it keeps local."""
     return np.searchsorted(loads.lengths.tokens, thresholds, side="right")
 
@@ -184,10 +255,10 @@ def _best_cut(
     capacity: Capacity,
     num_prefill: int,
     remote: Floats,
-    allowed: "np.ndarray[tuple[int], np.dtype[np.intp]] | None",
+    allowed: Indices | None,
     tie_break: TieBreak,
 ) -> Cut:
-    local_s = loads.local_s if allowed is None else loads.local_s[allowed]
+    local_s = _local_s(loads) if allowed is None else _local_s(loads)[allowed]
     found = _rates(local_s, remote, capacity, num_prefill, loads.held_s)
     most = float(found.max())
     ties = np.flatnonzero(found >= most * (1 - TIE))
@@ -230,11 +301,21 @@ def _with_shares(loads: Loads, capacity: Capacity, pure: Cut, worth: float) -> C
 
 
 def _crossings(loads: Loads, capacity: Capacity, num_prefill: int, cut: int) -> list[float]:
-    """Shares at which PD-P is as long at an average request as PrfaaS, or as the egress. Both sides multiplied out."""
+    """Shares at which PD-P is as long at an average request as PrfaaS, or as the egress. Both sides multiplied out.
+
+    Lines of cold caches cross those of full ones, too.
+    """
     at = slice(cut, cut + 2)
+    near, away, sent = [loads.local_s[at]], [loads.remote_s[at]], [loads.egress_bytes[at]]
+    if (cold := loads.cold) is not None:
+        near.append(cold.local_s[at] * cold.per_rate)
+        away.append(cold.remote_s[at] * cold.per_rate)
+        sent.append(cold.egress_bytes[at] * cold.per_rate)
     gaps = [
-        loads.remote_s[at] * num_prefill - loads.local_s[at] * capacity.num_prfaas,
-        loads.egress_bytes[at] * num_prefill - loads.local_s[at] * capacity.egress_bytes_per_s,
+        fall * num_prefill - rise * limit
+        for falls, limit in ((away, capacity.num_prfaas), (sent, capacity.egress_bytes_per_s))
+        for fall in falls
+        for rise in near
     ]
     return [float(gap[0] / (gap[0] - gap[1])) for gap in gaps if gap[0] > 0 > gap[1]]
 
@@ -255,11 +336,28 @@ def stage_rates(
     loads: Loads, capacity: Capacity, num_prefill: int, cut: int, share: float = 0.0
 ) -> dict[Bottleneck, float]:
     """Requests/s that each stage lets the whole system serve (its Θ over its share of the requests); the least binds."""
+    cold = cold_rates(loads, capacity, num_prefill, cut, share)
+    least = {} if loads.cold is None else {Bottleneck.COLD: min(cold.values()) / loads.cold.per_rate}
     return {
         Bottleneck.PRFAAS: float(theta(capacity.num_prfaas, mixed(loads.remote_s, cut, share))),
         Bottleneck.EGRESS: float(theta(capacity.egress_bytes_per_s, mixed(loads.egress_bytes, cut, share))),
         Bottleneck.PD_P: float(theta_pd_p(num_prefill, mixed(loads.local_s, cut, share))),
         Bottleneck.PD_D: float(theta_pd_d(capacity.num_pd - num_prefill, capacity.decode_s + loads.held_s)),
+        **least,
+    }
+
+
+def cold_rates(
+    loads: Loads, capacity: Capacity, num_prefill: int, cut: int, share: float = 0.0
+) -> dict[Bottleneck, float]:
+    """The same while decode nodes hold nothing: at these rates a stage is always busy. Empty where that does not matter."""
+    cold = loads.cold
+    if cold is None:
+        return {}
+    return {
+        Bottleneck.PRFAAS: float(theta(capacity.num_prfaas, mixed(cold.remote_s, cut, share))),
+        Bottleneck.EGRESS: float(theta(capacity.egress_bytes_per_s, mixed(cold.egress_bytes, cut, share))),
+        Bottleneck.PD_P: float(theta_pd_p(num_prefill, mixed(cold.local_s, cut, share))),
     }
 
 

@@ -12,6 +12,7 @@ def options_of(args: argparse.Namespace) -> SolveOptions:
     return replace(
         options,
         extrapolate=args.extrapolate,
+        survives_cold=not (args.as_in_paper or args.warm_caches),
         tie_break=TieBreak(args.tie_break),
         objective=Objective(getattr(args, "objective", Objective.THROUGHPUT)),
         rate_req_per_s=getattr(args, "rate", None),

@@ -45,7 +45,7 @@ def _solve_fleet(args: argparse.Namespace, site: Site) -> int:
         raise InputError(
             "several clusters: only --objective throughput with E[T(L)] is supported; drop the other options"
         )
-    fleet = fleet_of(site, args.bins, args.extrapolate)
+    fleet = fleet_of(site, args.bins, args.extrapolate, survives_cold=not args.warm_caches)
     result = fleet_json(site, fleet, solve_fleet(fleet, watched))
     if args.output:
         write(args.output, result)

@@ -18,7 +18,7 @@ except ImportError as exc:
     raise InputError(f"charts need the plots extra (pip install 'prfaas[plots]'): {exc}") from exc
 
 WIDTH_IN, HEIGHT_IN = 5.8, 3.5
-SERIES: Final = ("#3a7fc8", "#d9822b", "#3d8f5f", "#8b4f9f")  # told apart on a light and on a dark page
+SERIES: Final = ("#3a7fc8", "#d9822b", "#3d8f5f", "#8b4f9f", "#b0413e")  # told apart on a light and on a dark page
 INK, SOFT, PAGE = "#1b2430", "#5b6776", "#ffffff"
 FROM_PAGE: Final = {INK: "var(--ink)", SOFT: "var(--soft)", PAGE: "var(--page)"}
 STYLE: Final[dict[Any, Any]] = {

@@ -67,8 +67,7 @@ def html_report(
             f'<p class="soft">{escape(plan.workload)} · {escape(plan.objective)} · '
             f"{'E[T(L)]' if plan.service == 'exact' else 'T(E[L])'} · input {plan.input_hash} · prfaas {tool_version()}</p>",
             _tiles(plan),
-            f"<p><b>{LABELS[plan.bottleneck].capitalize() if plan.bottleneck is not Bottleneck.PRFAAS else 'PrfaaS compute'}</b> "
-            f"is the bottleneck. {escape(_next_step(plan))}</p>",
+            f"<p><b>Bottleneck: {LABELS[plan.bottleneck]}.</b> {escape(_next_step(plan))}</p>",
             f'<div class="grid2">{"".join(figures)}</div>',
             _simulated(outcomes),
             _footnotes(plan),
@@ -108,9 +107,7 @@ def _by_split(problem: Problem, plan: Plan) -> str:
     prefill, decode, best = [], [], []
     for split in range(problem.capacity.num_pd + 1):
         limits = stage_rates(problem.loads, problem.capacity, split, cut)
-        prefill.append(
-            (float(split), min(limits[Bottleneck.PRFAAS], limits[Bottleneck.EGRESS], limits[Bottleneck.PD_P]))
-        )
+        prefill.append((float(split), min(limit for stage, limit in limits.items() if stage is not Bottleneck.PD_D)))
         decode.append((float(split), limits[Bottleneck.PD_D]))
         best.append((float(split), min(prefill[-1][1], decode[-1][1])))
     top = max(rate for _, rate in best) * 1.6
@@ -148,7 +145,9 @@ def _by_threshold(problem: Problem, plan: Plan) -> str:
 
 def _ordered(stages: Mapping[Bottleneck, Any]) -> list[tuple[Bottleneck, Any]]:
     return [
-        (stage, stages[stage]) for stage in (Bottleneck.PRFAAS, Bottleneck.PD_P, Bottleneck.PD_D, Bottleneck.EGRESS)
+        (stage, stages[stage])
+        for stage in (Bottleneck.PRFAAS, Bottleneck.PD_P, Bottleneck.PD_D, Bottleneck.EGRESS, Bottleneck.COLD)
+        if stages[stage]
     ]
 
 

@@ -4,14 +4,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from planner.model.profile import provenance_kind
-from planner.solve.goals import ServiceTime
+from planner.solve.goals import Objective, ServiceTime
 from planner.solve.plan import Plan
+from planner.solve.search import RECOMMENDED_LOAD, Bottleneck
 
 LABELS = {
     "prfaas_compute": "PrfaaS compute",
     "egress": "the egress link",
     "pd_prefill": "PD prefill",
     "pd_decode": "PD decode",
+    "cold_caches": "cold caches",
 }
 SOURCES = ("S_kv", "T_prefill", "decode")
 
@@ -77,6 +79,8 @@ def _judgement(plan: Plan) -> list[str]:
     busy = ", ".join(f"{LABELS[stage]} {share:.0%}" for stage, share in plan.utilisation.items() if share)
     gain = "ΔΛ" if plan.lambda_slo is None else "within the target,"
     lines = [f"Bottleneck: {LABELS[plan.bottleneck]} ({gain} {prices})", f"Busy at Λmax: {busy}"]
+    if plan.bottleneck is Bottleneck.COLD:
+        lines.append(_cold(plan))
     if plan.rate_req_per_s is not None:
         lines.append(
             f"At {plan.rate_req_per_s:.3f} req/s: {plan.rate_req_per_s / plan.lambda_max:.0%} of Λmax, "
@@ -111,6 +115,16 @@ def _judgement(plan: Plan) -> list[str]:
             for row in plan.sensitivity
         ]
     return lines
+
+
+def _cold(plan: Plan) -> str:
+    assert plan.lambda_warm is not None
+    stage, busy = max(plan.cold_utilisation.items(), key=lambda item: item[1])
+    load = RECOMMENDED_LOAD if plan.objective is Objective.THROUGHPUT else 1.0
+    return (
+        f"Cold caches: while decode nodes hold nothing, {LABELS[stage]} is {load * busy:.0%} busy at {load:.0%} of Λ; "
+        f"a plan that counts on warm ones (--warm-caches) would say Λ={plan.lambda_warm:.3f}"
+    )
 
 
 def table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> str:

@@ -153,7 +153,7 @@ def settle(args: argparse.Namespace, site: Site) -> tuple[Site, TrialSetting, fl
 def _settle_fleet(args: argparse.Namespace, site: Site) -> tuple[Site, TrialSetting, float]:
     if args.deployment or args.as_in_paper:
         raise InputError("several clusters: --deployment and --as-in-paper are not supported")
-    fleet = fleet_of(site, extrapolate=args.extrapolate)
+    fleet = fleet_of(site, extrapolate=args.extrapolate, survives_cold=not args.warm_caches)
     table = fleet_json(site, fleet, solve_fleet(fleet, watched))
     return site, TrialSetting.of_fleet(table), table["one_threshold"]["lambda_max_req_per_s"]
 

@@ -78,5 +78,6 @@ def most_robust(
 def _rates(scenario: PlanScenario, thresholds: Floats, num_pd: int) -> Floats:
     at = cuts_of(scenario.loads, thresholds)
     names = ("offloaded", "local_s", "remote_s", "egress_bytes", "ttft_s")
-    few = replace(scenario.loads, **{name: getattr(scenario.loads, name)[at] for name in names})
+    cold = None if scenario.loads.cold is None else scenario.loads.cold.at(at)
+    few = replace(scenario.loads, **{name: getattr(scenario.loads, name)[at] for name in names}, cold=cold)
     return np.stack([rates(few, scenario.capacity, split) for split in range(num_pd + 1)])

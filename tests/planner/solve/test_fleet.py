@@ -184,10 +184,15 @@ def test_pose_refers_several_clusters_here(case_study):
         pose(two_of_each(case_study), SolveOptions())
 
 
-def test_prompts_on_decode_nodes_are_the_solvers_for_one_of_each(case_study):
+@pytest.mark.parametrize(("weights", "held"), [((1, 1, 1, 1), (0.8, 0.1, 0, 0)), ((5, 5, 1, 1), (0.9, 0.9, 0, 0))])
+def test_prompts_on_decode_nodes_are_the_solvers_for_one_of_each(case_study, weights, held):
+    """Cold caches limit the second."""
     tokens = np.array([500.0, 4_000.0, 20_000.0, 60_000.0])
-    lengths = Lengths(tokens, np.full(4, 0.25), held=np.array([0.8, 0.1, 0.0, 0.0]), cached=np.full(4, 3_000.0))
-    site = replace(case_study, workload=replace(case_study.workload, lengths=lengths))
+    lengths = Lengths(
+        tokens, np.array(weights) / sum(weights), held=np.array(held, dtype=float), cached=np.full(4, 3e3)
+    )
+    workload = replace(case_study.workload, lengths=lengths, output_tokens=300.0 if held[1] == 0.9 else 1_024.0)
+    site = replace(case_study, workload=workload)
     fleet, problem = fleet_of(site), pose(site, SolveOptions())
     found = best_cut(problem, SolveOptions())
     assert at_threshold(fleet, [found.num_prefill])[1].rate == pytest.approx(
@@ -195,6 +200,9 @@ def test_prompts_on_decode_nodes_are_the_solvers_for_one_of_each(case_study):
     )
     plan = solve_split(fleet, [found.num_prefill])
     assert plan.rate >= found.rate * (1 - 1e-9)
+    warm = best_cut(problem.warm(), SolveOptions())
+    assert (found.rate < 0.99 * warm.rate) == (held[1] == 0.9)
+    assert solve_fleet(fleet_of(site, survives_cold=False)).rate >= warm.rate * (1 - 1e-9)
     assert plan.held.sum() == pytest.approx(problem.lengths.held_share)
     assert plan.remote.sum() + plan.local.sum() + plan.held.sum() == pytest.approx(1)
 

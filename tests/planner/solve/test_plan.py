@@ -5,14 +5,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from planner.commands.rendering.text import plan_text
+from planner.decisions.views import ClusterKind
 from planner.errors import Infeasible, InputError
 from planner.model.site import Deployment
 from planner.model.traffic import Lengths
 from planner.solve.goals import Objective, TieBreak, Worst
 from planner.solve.loaded import loaded_ttft
-from planner.solve.plan import make_plan
+from planner.solve.plan import make_plan, outline
 from planner.solve.problem import SolveOptions, pose
-from planner.solve.search import Cut
+from planner.solve.search import Bottleneck, Cut
 from planner.solve.sensitivity.corners import robust_report
 
 TABLE_6 = {
@@ -153,18 +155,52 @@ def test_the_second_goal_is_the_callers(coarse):
     assert ttft.ttft_mean_s < egress.ttft_mean_s
 
 
-def test_a_plan_warns_where_it_depends_on_what_decode_nodes_hold(case_study):
-    """Nine of ten short prompts are theirs: with none of it, the prefill nodes of the plan could not do."""
+def chatting(case_study, held):
+    """A site whose decode nodes hold some of the short prompts, and its plan pinned to one prefill node."""
+    lengths = Lengths(
+        np.array([900.0, 30_000.0]), np.array([0.8, 0.2]), held=np.array([held, 0.0]), cached=np.array([9_000.0, 0.0])
+    )
     pins = {"pinned": Deployment(threshold_tokens=5_000, num_prefill=1)}
+    return replace(case_study, workload=replace(case_study.workload, lengths=lengths), deployments=pins)
 
-    def warned(held):
-        lengths = Lengths(
-            np.array([900.0, 30_000.0]), np.array([0.8, 0.2]), held=np.array([held, 0.0]),
-            cached=np.array([9_000.0, 0.0]),
-        )  # fmt: skip
-        workload = replace(case_study.workload, lengths=lengths)
-        plan = make_plan(replace(case_study, workload=workload, deployments=pins), SolveOptions(), "pinned")
-        return [each for each in plan.warnings if "if decode nodes computed no prompts" in each]
 
-    assert warned(0.9)
-    assert not warned(0.0)
+def test_cold_caches_limit_a_plan_that_depends_on_what_decode_nodes_hold(case_study):
+    """Nine of ten short prompts are theirs. At 80 % of Λ one prefill node computes all of them, and is 90 % busy."""
+    site = chatting(case_study, 0.9)
+    plan = make_plan(site, SolveOptions(), "pinned")
+    local = site.profile.prefill_on(site.of_kind(ClusterKind.PD)[0].hardware)
+    assert 0.8 * plan.lambda_max * 0.8 * local.with_prefix(9_900, 9_000) == pytest.approx(0.9)
+    assert plan.bottleneck is Bottleneck.COLD
+    assert 0.8 * plan.cold_utilisation["pd_prefill"] == pytest.approx(0.9)
+    assert plan.utilisation["pd_prefill"] < 0.5
+    assert "Bottleneck: cold caches" in plan_text(plan)
+    assert "PD prefill is 90% busy at 80% of Λ" in plan_text(plan)
+    warm = make_plan(site, SolveOptions(survives_cold=False), "pinned")
+    assert plan.lambda_warm == pytest.approx(warm.lambda_max)
+    assert warm.lambda_max > 1.5 * plan.lambda_max
+    assert (warm.lambda_warm, warm.cold_utilisation) == (None, {})
+
+
+def test_a_plan_that_holds_nothing_has_nothing_to_recover(case_study):
+    site = chatting(case_study, 0.0)
+    plans = [make_plan(site, SolveOptions(survives_cold=survives), "pinned") for survives in (True, False)]
+    assert plans[0].lambda_max == plans[1].lambda_max
+    assert plans[0].bottleneck is plans[1].bottleneck is Bottleneck.PD_P
+
+
+def test_without_pins_the_split_moves_until_cold_caches_are_survived(case_study):
+    site = replace(chatting(case_study, 0.9), deployments={})
+    site = replace(site, workload=replace(site.workload, output_tokens=300.0))  # else decode is the limit
+    plan, warm = (outline(site, SolveOptions(survives_cold=survives)) for survives in (True, False))
+    assert (plan.num_prefill, warm.num_prefill) == (3, 2)
+    assert 0.8 * max(plan.cold_utilisation.values()) == pytest.approx(0.9)
+    assert plan.lambda_max == pytest.approx(10.077, rel=1e-3)
+    assert plan.lambda_warm == pytest.approx(warm.lambda_max) == pytest.approx(12.138, rel=1e-3)
+
+
+def test_a_rate_that_is_run_as_it_is_survives_cold_caches_whole(case_study):
+    """A plan within a target for TTFT is run at its rate, not at 80 % of it."""
+    site = replace(chatting(case_study, 0.9), slo=replace(case_study.slo, ttft_p90_s=20.0))
+    plan = make_plan(site, SolveOptions(objective=Objective.SLO), "pinned")
+    assert plan.lambda_slo <= plan.lambda_max
+    assert plan.cold_utilisation["pd_prefill"] == pytest.approx(0.9)

@@ -16,6 +16,7 @@ from planner.solve.plan import outline
 from planner.solve.problem import SolveOptions, pose
 from planner.solve.search import (
     TIE,
+    WORTH_A_SHARE,
     Bottleneck,
     Capacity,
     Loads,
@@ -321,11 +322,13 @@ def test_what_is_compared_with_t_may_be_more_than_is_computed(exact):
     assert cuts_of(loads, np.array([20_000.0]))[0] == 1
 
 
-def test_with_prompts_on_decode_nodes_brute_force_never_finds_better(exact):
+@pytest.mark.parametrize("cold_load", [None, 0.8, 1.0])
+def test_with_prompts_on_decode_nodes_brute_force_never_finds_better(exact, cold_load):
+    """With cold caches all prompts are prefilled; the load that is run then keeps nothing busier than 90 %."""
     rng = np.random.default_rng(1)
     tokens = np.sort(rng.choice(np.arange(1, 100_000), 12, replace=False)).astype(float)
     lengths = Lengths(tokens, rng.dirichlet(np.ones(12)), held=rng.random(12), cached=rng.random(12) * 1e4)
-    loads = exact.loads_for(lengths, ServiceTime.EXACT)
+    loads = replace(exact, cold_load=cold_load).loads_for(lengths, ServiceTime.EXACT)
     found = solve(loads, exact.capacity)
     decode_s = exact.capacity.decode_s + loads.held_s
     prefilled = lengths.weights * (1 - lengths.held)
@@ -335,6 +338,10 @@ def test_with_prompts_on_decode_nodes_brute_force_never_finds_better(exact):
     for cut, split in itertools.product(range(13), range(1, 8)):
         near, far = prefilled[:cut] @ local_s[:cut], prefilled[cut:] @ remote_s[cut:]
         size = prefilled[cut:] @ exact.kv.of(tokens[cut:])
+        if cold_load is not None:
+            near = max(near, lengths.weights[:cut] @ local_s[:cut] * cold_load / 0.9)
+            far = max(far, lengths.weights[cut:] @ remote_s[cut:] * cold_load / 0.9)
+            size = max(size, lengths.weights[cut:] @ exact.kv.of(tokens[cut:]) * cold_load / 0.9)
         limits = [
             (8 - split) / decode_s,
             split / near if near else np.inf,
@@ -343,6 +350,26 @@ def test_with_prompts_on_decode_nodes_brute_force_never_finds_better(exact):
         ]
         assert found.rate >= min(limits) * (1 - 1e-9)
         assert rate_at(loads, exact.capacity, split, cut) == pytest.approx(min(limits))
+        for share in np.linspace(0, 1, 8) if cut < 12 else ():
+            assert found.rate >= rate_at(loads, exact.capacity, split, cut, share) * (1 - WORTH_A_SHARE)
+
+
+def test_with_cold_caches_decode_nodes_compute_nothing_and_lack_all_attention(exact):
+    lengths = Lengths(
+        np.array([500.0, 30_000.0]), np.array([0.6, 0.4]), held=np.array([1.0, 0.5]), cached=np.array([9_000.0, 2_000.0]),
+        landed=np.array([9_000.0, 1_500.0]),
+    )  # fmt: skip
+    loads = exact.loads_for(lengths, ServiceTime.EXACT)
+    assert loads.local_s == pytest.approx([0, 0, 0.2 * exact.local.after(30_000, 2_000)])
+    assert loads.cold.local_s[1] == pytest.approx(0.6 * exact.local.with_prefix(9_500, 9_000))
+    assert loads.cold.remote_s[1] == pytest.approx(0.4 * exact.remote.with_prefix(32_000, 2_000))
+    assert loads.egress_bytes[1] == pytest.approx(0.2 * exact.kv(30_500))
+    assert loads.cold.egress_bytes[1] == pytest.approx(0.4 * exact.kv(32_000))
+    limits = stage_rates(loads, exact.capacity, 3, 1)
+    assert limits[Bottleneck.COLD] == pytest.approx(
+        0.9 / 0.8 * min(4 / loads.cold.remote_s[1], 3 / loads.cold.local_s[1])
+    )
+    assert Bottleneck.COLD not in stage_rates(exact.warm().loads_for(lengths, ServiceTime.EXACT), exact.capacity, 3, 1)
 
 
 def test_the_fuller_decode_nodes_are_the_fewer_prompts_they_compute(case_study):
