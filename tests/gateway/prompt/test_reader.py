@@ -186,9 +186,9 @@ async def test_a_process_that_is_killed_while_it_waits_costs_no_request() -> Non
         assert (await reads.read(Endpoint.COMPLETIONS, long_body("b"), MODEL))[1].num_tokens
 
 
-def chat_body(turns: int, **fields: object) -> bytes:
+def chat_body(turns: int) -> bytes:
     messages = [{"role": "user", "content": f"turn {turn} " + "over the lazy dog " * 60} for turn in range(turns)]
-    return json.dumps({"model": "m", "messages": messages} | fields, separators=(",", ":")).encode()
+    return json.dumps({"model": "m", "messages": messages}, separators=(",", ":")).encode()
 
 
 @on_loop
@@ -213,29 +213,6 @@ async def test_a_chat_that_goes_on_by_little_is_read_at_once_and_what_is_new_in_
         assert children() == before
     finally:
         await reads.close()
-
-
-@pytest.mark.parametrize(("num_tools", "is_at_once"), [(4, True), (400, False)])
-def test_a_chat_that_goes_on_with_many_tools_is_read_in_threads(num_tools: int, is_at_once: bool) -> None:
-    tool = {"type": "function", "function": {"name": "f", "description": "does one thing " * 4}}
-    tokenizer = text_tokenizer()
-
-    @on_loop
-    async def scenario() -> None:
-        reads = PromptReader(tokenizer, TaskSet(lambda name: pytest.fail(name)))
-        try:
-            for turns in (*(40,) * 6, 41):  # the first few are compared with the whole
-                reading = asyncio.ensure_future(
-                    reads.read(Endpoint.CHAT, chat_body(turns, tools=[tool] * num_tools), MODEL)
-                )
-                await asyncio.sleep(0)
-                is_done = reading.done()
-                await reading
-            assert is_done is is_at_once
-        finally:
-            await reads.close()
-
-    scenario()
 
 
 @on_loop
