@@ -312,6 +312,7 @@ def build_pipeline(
             taken=seat.in_flight,
             wanted=seat.places_wanted,
             claims=allowances,
+            bodies=reader.room,
         ),
         reader=reader,
         engine_readings=engine_readings,

@@ -13,6 +13,7 @@ from typing import Final
 from gateway.admission.slots import Slots
 from gateway.config.gateway import GatewayConfig
 from gateway.errors import Overloaded, Unavailable
+from gateway.prompt.reader_queue import ReadingRoom
 from gateway.ratelimit.limiter import TenantLimiters
 from planner.decisions.admission.places import Entry, TenantPlaces, entry, most_places
 from planner.decisions.admission.waiting import EVERYBODYS, TenantShare, WaitQueue
@@ -24,7 +25,7 @@ class ConcurrencyLimiter:
     """Counts the requests that are served. While it is draining, running requests end in peace and new ones are refused.
 
     `limit` holds for the places `taken`. Other processes may share them, the number `wanted` of requests that wait, and the
-    `claims` of tenants; `in_flight` are this one's. A request waits `patience_s` at most.
+    `claims` of tenants; `in_flight` are this one's. A request waits `patience_s` at most, and its body has room among `bodies`.
     """
 
     def __init__(
@@ -37,6 +38,7 @@ class ConcurrencyLimiter:
         taken: Slots,
         wanted: Slots,
         claims: TenantLimiters,
+        bodies: ReadingRoom,
     ) -> None:
         self.limit = limit
         self.in_flight = 0
@@ -46,6 +48,7 @@ class ConcurrencyLimiter:
         self._taken = taken
         self._wanted = wanted
         self._claims = claims
+        self._bodies = bodies
         self._line: WaitQueue[asyncio.Event] = WaitQueue(maxsize)
         self._on_change = on_change
         self._idle = asyncio.Event()
@@ -67,14 +70,17 @@ class ConcurrencyLimiter:
         if not share.flow or self._entry(self._claims.claims(share)) is Entry.REFUSED:
             raise self._overloaded()
 
-    async def take(self, share: TenantShare = EVERYBODYS) -> None:
-        """Takes a place, to be given back once, and waits for one that the tenant's part has room for. Raises ApiError."""
+    async def take(self, share: TenantShare = EVERYBODYS, num_bytes: int = 0) -> None:
+        """Takes a place, to be given back once, and waits for one that the tenant's part has room for. Raises ApiError.
+
+        `num_bytes` are those of the body that waits with it.
+        """
         self._check_draining()
         match self._claimed(share):
             case Entry.REFUSED:
                 raise self._overloaded()
             case Entry.WAITS:
-                await self._wait(share)
+                await self._wait(share, num_bytes)
         self._changed(1)
 
     def give_back(self, share: TenantShare = EVERYBODYS) -> None:
@@ -123,23 +129,24 @@ class ConcurrencyLimiter:
     def _entry(self, claims: TenantPlaces) -> Entry:
         return entry(self.limit, self._taken.taken, self._wanted.taken, claims)
 
-    async def _wait(self, share: TenantShare) -> None:
+    async def _wait(self, share: TenantShare, num_bytes: int) -> None:
         """Until there is a place for a request that has a claim to it. Raises ApiError; the claim is given up then."""
         woken, now = asyncio.Event(), self._clock()
         until = now + self._patience_s
         self._line.join(woken, now, share=share)
         has_place = False
         try:
-            while not has_place:
-                self._check_draining()
-                if (left_s := until - self._clock()) <= 0:
-                    raise self._overloaded()
-                woken.clear()
-                is_first = self._line.first(self._clock()) is woken
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(min(left_s, ASK_AGAIN_S) if is_first else left_s):
-                        await woken.wait()
-                has_place = self._line.first(self._clock()) is woken and self._taken.take(self.limit)
+            with self._bodies.held(share.flow, num_bytes):
+                while not has_place:
+                    self._check_draining()
+                    if (left_s := until - self._clock()) <= 0:
+                        raise self._overloaded()
+                    woken.clear()
+                    is_first = self._line.first(self._clock()) is woken
+                    with suppress(TimeoutError):
+                        async with asyncio.timeout(min(left_s, ASK_AGAIN_S) if is_first else left_s):
+                            await woken.wait()
+                    has_place = self._line.first(self._clock()) is woken and self._taken.take(self.limit)
             self._line.serve(woken)
         finally:
             self._wanted.give_back()

@@ -160,7 +160,7 @@ class Strangers:
     At most `max_connections` are open, 0: as many as descriptors allow. A further one takes the place of the one that has
     been without a request for longest. `max_connections_per_address` and `max_bodies_per_address` (under way at once) do not
     hold for this host and for `trusted_proxies`, which speak for many; `max_receiving_bytes` is for all together, and so is
-    `max_reading_bytes`, of bodies that are there and wait to be read: half of it is one tenant's at most.
+    `max_reading_bytes`, of bodies that are there and wait for a place, or to be read: half of it is one tenant's at most.
     A request's head must be there `header_s` after the connection or, on one that has been used, after `idle_s`. A body has
     `body_grace_s`, and a second more for every `min_body_bytes_per_s` bytes that have come, up to `timeouts.body_s`.
     """

@@ -69,7 +69,7 @@ class PromptReader:
         self._timeout_s = timeout_s
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="tokenise")
         self._queue = ReadingQueue(threads)
-        self._room = ReadingRoom(max_bytes)
+        self.room = ReadingRoom(max_bytes)
         self._pool = ReadingPool(tokenizer, self._threads, tasks, threads, timeout_s)
 
     @property
@@ -120,7 +120,7 @@ class PromptReader:
         if len(body) <= SHORT_BODY_BYTES or _is_of_ids(endpoint, body):
             return await self._in_thread(reading, share, len(body), check)
         with ExitStack() as held:
-            held.enter_context(self._room.held(share.flow, len(body)))
+            held.enter_context(self.room.held(share.flow, len(body)))
             await self._pool.take(share, len(body), check)
             # A task of its own: should the client leave, the process still gets its question whole, and its answer is taken.
             asked = ReadQuestion(endpoint, model, tenant, list(answered))
@@ -147,7 +147,7 @@ class PromptReader:
     async def _in_thread(
         self, work: Callable[[], T], share: TenantShare, num_bytes: int, check: Callable[[], None]
     ) -> T:
-        with self._room.held(share.flow, num_bytes):
+        with self.room.held(share.flow, num_bytes):
             await self._queue.take(share, num_bytes)
             loop = asyncio.get_running_loop()
             try:

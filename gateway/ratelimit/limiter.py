@@ -88,8 +88,9 @@ class TenantLimiters:
         """What this worker had under way is no more."""
         columns = [OWN_CELLS + number * self._workers + worker for number in range(BY_WORKER)]
         with self._array.locked():
-            self._cells[:, CLAIMS] -= self._cells[:, columns[-1]]
             self._cells[:, columns] = 0
+            # Summed anew: it may have been killed when it had written one of a claim's two numbers.
+            self._cells[:, CLAIMS] = self._cells[:, self._pins.stop :].sum(axis=1)
 
     @staticmethod
     def create(path: Path, workers: int) -> None:

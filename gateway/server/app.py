@@ -138,7 +138,7 @@ class GenerationEndpoint:
             self.rooms.admission.check(tenant.share)
             allowance = self.allowances.enter(tenant)
             visit = InflightRequest(http, endpoint, await self.rooms.receiver.receive(http), arrived, tenant, allowance)
-            await self.rooms.admission.take(tenant.share)
+            await self.rooms.admission.take(tenant.share, len(visit.body))
         except BaseException as error:
             allowance.leave()
             if isinstance(error, ApiError):

@@ -257,7 +257,11 @@ class EngineFront:
                 del self._seen[next(iter(self._seen))]
 
     async def _connect(self, caller: "_Caller", engine: tuple[str, int]) -> None:
-        inside = socket.socket(family_of(engine[0]), socket.SOCK_STREAM)
+        try:
+            inside = socket.socket(family_of(engine[0]), socket.SOCK_STREAM)
+        except OSError as exc:  # no descriptor: the caller's is one
+            self.end(caller, "no_engine", _detail(exc))
+            return
         try:
             inside.setblocking(False)
             async with asyncio.timeout(CONNECT_S):

@@ -3,6 +3,8 @@
     a known caller       finds a place as long as a stranger has one: the oldest stranger loses its own
     a stranger           has some places with all others of its network, and may take that of one that dawdles
     where all are taken  it takes that of the oldest stranger: handshakes are lost to many younger ones only
+    known callers alone  the network with the most places loses its oldest one to another network, and to its own if it
+                         dawdles: a caller is known by its address, which may be that of many
 
 A gateway that connects for many requests at once finds places for all of them; none of these handshakes ends another one.
 """
@@ -33,6 +35,7 @@ class HandshakePlaces(Generic[Caller]):
         self._of_network = of_network
         self._standings: dict[Caller, _Standing] = {}  # the oldest first
         self._strangers: Counter[str] = Counter()  # by network
+        self._known: Counter[str] = Counter()
 
     def __len__(self) -> int:
         return len(self._standings)
@@ -45,17 +48,21 @@ class HandshakePlaces(Generic[Caller]):
         if lost is not None:
             self.leave(lost)
         self._standings[caller] = _Standing(network, is_known, now)
-        self._strangers[network] += not is_known
+        self._counted(is_known)[network] += 1
         return lost
 
     def leave(self, caller: Caller) -> None:
         """At the end of its handshake, or later."""
         standing = self._standings.pop(caller, None)
-        if standing is None or standing.is_known:
+        if standing is None:
             return
-        self._strangers[standing.network] -= 1
-        if not self._strangers[standing.network]:
-            del self._strangers[standing.network]
+        counted = self._counted(standing.is_known)
+        counted[standing.network] -= 1
+        if not counted[standing.network]:
+            del counted[standing.network]
+
+    def _counted(self, is_known: bool) -> Counter[str]:
+        return self._known if is_known else self._strangers
 
     def _who_loses(self, caller: Caller, network: str, now: float, is_known: bool) -> Caller | None:
         strangers = ((each, standing) for each, standing in self._standings.items() if not standing.is_known)
@@ -64,4 +71,16 @@ class HandshakePlaces(Generic[Caller]):
             return oldest if now >= standing.since + DAWDLES_S else caller
         if len(self) < self._in_all:
             return None
-        return next((each for each, _ in strangers), caller)
+        if self._strangers:
+            return next(each for each, _ in strangers)
+        return self._who_of_the_known(network, now) or caller if is_known else caller
+
+    def _who_of_the_known(self, network: str, now: float) -> Caller | None:
+        """Where they have all places."""
+        (largest, most), *_ = self._known.most_common(1)
+        if most <= self._known[network] + 1:  # it would only change places
+            largest = network
+        for each, standing in self._standings.items():
+            if standing.network == largest:
+                return each if largest != network or now >= standing.since + DAWDLES_S else None
+        return None

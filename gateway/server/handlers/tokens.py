@@ -91,7 +91,7 @@ class TokenEndpoints:
         """How many tokens a message's prompt has, however long a context the model has."""
         with self._counted(http):
             tenant, body, model = await self._received(http)
-            async with self._place(tenant):
+            async with self._place(tenant, len(body)):
                 unbounded = msgspec.structs.replace(model, max_model_len=ANY_LENGTH)
                 asked = self._reader.read(Endpoint.COUNT_TOKENS, body, unbounded, tenant.memory, share=tenant.share)
                 _, prompt = await asked
@@ -100,14 +100,14 @@ class TokenEndpoints:
     async def _tokenise(self, http: web.Request) -> web.Response:
         with self._counted(http):
             tenant, body, model = await self._received(http, MAX_BODY_BYTES)
-            async with self._place(tenant):
+            async with self._place(tenant, len(body)):
                 read = partial(tokens_of, body, model, tenant=tenant.memory)
                 return _json(await self._reader.think(read, tenant.share, len(body)))
 
     async def _detokenise(self, http: web.Request) -> web.Response:
         with self._counted(http):
             tenant, body, model = await self._received(http, MAX_BODY_BYTES)
-            async with self._place(tenant):
+            async with self._place(tenant, len(body)):
 
                 def read(memory: PromptMemory) -> bytes:
                     return text_of(body, model, memory.tokenizer)
@@ -120,7 +120,7 @@ class TokenEndpoints:
             tenant, body, model = await self._received(http)
             asked = _for_engine(body, model)
             taken = _tokens_guessed(body)
-            async with self._place(tenant) as allowance:
+            async with self._place(tenant, len(body)) as allowance:
                 allowance.read(taken, 1)
                 used = 0
                 try:
@@ -159,11 +159,11 @@ class TokenEndpoints:
         return min(ready, key=lambda node: (node.pending_requests, node.load.running))
 
     @asynccontextmanager
-    async def _place(self, tenant: Tenant) -> AsyncIterator[TenantLimiter]:
+    async def _place(self, tenant: Tenant, num_bytes: int) -> AsyncIterator[TenantLimiter]:
         """A place among those served, and among the tenant's requests."""
         allowance = self._allowances.enter(tenant)
         try:
-            await self._admission.take(tenant.share)
+            await self._admission.take(tenant.share, num_bytes)
             try:
                 yield allowance
             finally:

@@ -11,6 +11,7 @@ import pytest
 
 from gateway.admission.concurrency import ConcurrencyLimiter
 from gateway.errors import ApiError, Overloaded
+from gateway.prompt.reader_queue import ReadingRoom
 from gateway.ratelimit.limiter import TenantLimiters
 from gateway.workers.shared_counters import IN_FLIGHT, PLACES_WANTED, SharedCounters, SharedSlots
 from planner.decisions.admission.waiting import TenantShare
@@ -19,6 +20,7 @@ from tests.gateway.worlds import on_loop
 HEAVY, LIGHT, THIRD = TenantShare("heavy"), TenantShare("light"), TenantShare("third")
 LIMIT = 64
 KEPT = 2
+ROOM_BYTES = 1000
 
 
 class SharingWorkers:
@@ -28,6 +30,7 @@ class SharingWorkers:
         SharedCounters.create(directory / "board", number, 1)
         TenantLimiters.create(directory / "allowances", number)
         self.now = 0.0
+        self.bodies = ReadingRoom(ROOM_BYTES)
         self.boards = [SharedCounters(directory / "board", each) for each in range(number)]
         self.claims = [
             TenantLimiters(lambda: self.now, directory / "allowances", workers=number, own=each)
@@ -42,6 +45,7 @@ class SharingWorkers:
                 taken=SharedSlots(board, IN_FLIGHT),
                 wanted=SharedSlots(board, PLACES_WANTED),
                 claims=claims,
+                bodies=self.bodies,
             )
             for board, claims in zip(self.boards, self.claims, strict=True)
         ]
@@ -170,6 +174,29 @@ def test_one_that_waits_too_long_or_leaves_has_no_claim_any_more(workers: Sharin
         with pytest.raises(ApiError, match="shutting down"):
             await drained
         assert workers.wanted == 0
+
+    check()
+
+
+def test_bodies_that_wait_with_their_requests_are_bounded_together(workers: SharingWorkers) -> None:
+    @on_loop
+    async def check() -> None:
+        await workers.fill(HEAVY)
+        limiter = workers.limiters[0]
+        for _ in range(KEPT):
+            await limiter.take(LIGHT)
+        waiting = [asyncio.ensure_future(limiter.take(share, 400)) for share in (LIGHT, THIRD)]
+        await asyncio.sleep(0)
+        assert workers.bodies.held_bytes == 800
+        with pytest.raises(ApiError, match="that wait to be read take 400 bytes"):
+            await limiter.take(LIGHT, 400)
+        with pytest.raises(ApiError, match="that wait to be read take 800 bytes"):
+            await limiter.take(TenantShare("fourth"), 400)
+        assert (workers.wanted, workers.claims[1].claims(LIGHT).own) == (2, KEPT + 1)
+        waiting[0].cancel()
+        limiter.give_back(HEAVY)
+        await asyncio.wait(waiting)
+        assert (workers.wanted, workers.bodies.held_bytes) == (0, 0)
 
     check()
 

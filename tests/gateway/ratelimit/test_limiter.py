@@ -2,13 +2,17 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from gateway.auth.keyring import EVERYBODY, Keyring, Tenant, digest_of
 from gateway.config.tenants import TenantConfig
 from gateway.errors import TenantLimited
-from gateway.ratelimit.limiter import ROWS, UNLIMITED, TenantLimiters, span
+from gateway.ratelimit.limiter import CLAIMS, ROWS, UNLIMITED, TenantLimiters, span
+from gateway.shared_array import SharedArray
 from planner.decisions.admission.limits import Bucket, TenantLimits
+from planner.decisions.admission.places import Entry
+from planner.decisions.admission.waiting import TenantShare
 from tests.gateway.worlds import on_loop, world
 
 ACME, RIVAL, FREE = "sk-acme", "sk-rival", "sk-free"
@@ -168,4 +172,20 @@ def test_a_worker_that_has_died_leaves_its_tenants_places_to_the_others_at_once(
     second.enter(TENANT).leave()
     kept.leave()
     for each in (parent, first, second):
+        each.close()
+
+
+def test_a_claim_that_a_killed_worker_had_half_written_is_gone_with_it(tmp_path: Path) -> None:
+    path, share = tmp_path / "allowances", TenantShare("acme")
+    TenantLimiters.create(path, 2)
+    first, second = (TenantLimiters(lambda: 0.0, path, workers=2, own=number) for number in (0, 1))
+    for each in (first, second):
+        each.claim(share, lambda _: Entry.TAKES)
+    written = SharedArray(path, np.float64)
+    of_all = written.cells.reshape(-1, ROWS)[CLAIMS]
+    of_all[of_all > 0] += 1  # and not in its own column yet
+    first.clear(1)
+    assert first.claims(share).own == 1
+    del of_all
+    for each in (first, second, written):
         each.close()

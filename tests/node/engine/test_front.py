@@ -1,10 +1,12 @@
 """The engine's door: mutual TLS outside, the engine's bytes inside, and nothing left behind."""
 
 import asyncio
+import os
+import resource
 import socket
 import ssl
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -403,6 +405,46 @@ def test_an_error_in_judging_a_certificate_ends_the_connection_and_is_counted(
             assert front.ended == {"internal": 1}
 
     scenario()
+
+
+def test_a_caller_for_whom_no_descriptor_is_left_gives_its_own_back(node: Identity, gateway: Identity) -> None:
+    @on_both_loops
+    async def scenario() -> None:
+        front = EngineFront(node)
+        async with engine_running() as engine, fronted(front) as port:
+            front.open(engine.url)
+            assert await echo(port, gateway) == b"x"
+            await until(lambda: len(front) == 0)
+            secure, outside = gateway.client_context(), socket.create_connection((HOST, port))
+            with last_descriptor():
+                with suppress(OSError):  # whether its own handshake has ended by then
+                    reader, writer = await asyncio.open_connection(sock=outside, ssl=secure, server_hostname="node")
+                    assert not await reader.read()
+                    writer.close()
+                await until(lambda: len(front) == 0 and front.ended == {"no_engine": 1}, lambda: front.ended)
+            assert await echo(port, gateway) == b"x"
+
+    scenario()
+
+
+@contextmanager
+def last_descriptor() -> Iterator[None]:
+    """The process can open one more inside the block."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    last = os.dup(0)
+    highest = max(int(each) for each in os.listdir("/proc/self/fd"))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 1, hard))
+    fillers: list[int] = []
+    try:
+        with suppress(OSError):
+            while True:
+                fillers.append(os.dup(last))
+        os.close(last)
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for each in fillers:
+            os.close(each)
 
 
 def test_strangers_do_not_fill_the_log(node: Identity, caplog: pytest.LogCaptureFixture) -> None:

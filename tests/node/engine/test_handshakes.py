@@ -41,6 +41,23 @@ def test_a_stranger_never_takes_the_place_of_a_known_caller() -> None:
     assert len(places) == 2
 
 
+def test_strangers_behind_a_known_address_keep_no_other_known_caller_waiting() -> None:
+    places = filled(4, 4, "known", "known", "known", "known")
+    assert places.enter("other", "known2", 0.0, is_known=True) == "known-0"
+    assert places.enter("other's next", "known2", 0.0, is_known=True) == "known-1"
+    assert places.enter("other's last", "known2", DAWDLES_S / 2, is_known=True) == "other's last"
+    assert places.enter("their gateway", "known", DAWDLES_S / 2, is_known=True) == "their gateway"
+    assert places.enter("their gateway", "known", DAWDLES_S, is_known=True) == "known-2"
+    assert len(places) == 4
+
+
+def test_a_network_without_a_place_takes_one_of_a_network_with_several() -> None:
+    places = filled(3, 1, "known", "known", "known2")
+    assert places.enter("other", "known3", 0.0, is_known=True) == "known-0"
+    assert places.enter("one more", "known4", 0.0, is_known=True) == "one more"
+    assert places.enter("one more", "known3", DAWDLES_S, is_known=True) == "other"
+
+
 def test_a_place_is_given_back_once() -> None:
     places = filled(2, 1, "a", "b")
     places.leave("a-0")
