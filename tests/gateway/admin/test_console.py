@@ -22,13 +22,14 @@ from gateway.config.classes import ClassConfig
 from gateway.config.plan import PlanConfig
 from gateway.config.tenants import TenantConfig
 from tests.gateway.admission.test_slo import LONG
-from tests.gateway.worlds import World, on_loop, until, world
+from tests.gateway.memory.pipeline import on_memory_loop, pipeline
+from tests.gateway.worlds import Deployment, on_loop, until, world
 from transport.control.proto import node_pb2 as pb
 
 FETCHED = re.compile(r"""(?:src|href)="(console/[^"]+)"|from "\./([^"]+)\"""")
 
 
-async def snapshot(w: World, since: int = 0) -> dict[str, Any]:
+async def snapshot(w: Deployment, since: int = 0) -> dict[str, Any]:
     async with w.http.get(f"/prfaas/console?since={since}") as answer:
         assert answer.status == 200
         found: dict[str, Any] = await answer.json()
@@ -66,10 +67,10 @@ def test_the_licence_of_what_is_not_ours_lies_beside_it() -> None:
         assert "Permission is hereby granted" in (file.parent / "LICENSE").read_text()
 
 
-@on_loop
+@on_memory_loop
 async def test_a_snapshot_has_what_the_views_show() -> None:
     classes = {"interactive": ClassConfig(ttft_s=2.0, tbt_ms=50.0, priority=3)}
-    async with world(remote=2, local=1, decode=2, classes=classes) as w:
+    async with pipeline(remote=2, local=1, decode=2, classes=classes) as w:
         assert (await w.complete(LONG)).status == 200
         assert (await w.complete("hello there")).status == 200
         await w.idle()
@@ -97,9 +98,9 @@ async def test_a_snapshot_has_what_the_views_show() -> None:
         assert (later["requests"], later["last_seq"]) == ([], 2)
 
 
-@on_loop
+@on_memory_loop
 async def test_who_has_seen_more_than_a_gateway_that_was_started_again_hears_of_all_that_it_served() -> None:
-    async with world(remote=1, local=1, decode=1) as w:
+    async with pipeline(remote=1, local=1, decode=1) as w:
         assert (await w.complete(LONG)).status == 200
         await w.idle()
         found = await snapshot(w, since=7)  # a number from before the restart
@@ -109,9 +110,9 @@ async def test_who_has_seen_more_than_a_gateway_that_was_started_again_hears_of_
                 assert [json.loads(line)["seq"] for line in (await answer.text()).splitlines()] == [1]
 
 
-@on_loop
+@on_memory_loop
 async def test_a_busy_link_and_then_its_failure_show() -> None:
-    async with world(decode=1) as w:
+    async with pipeline(decode=1) as w:
         (remote,) = w.nodes.remote
         remote.load = pb.Load(
             egress_bytes_total=10**9,
@@ -122,14 +123,14 @@ async def test_a_busy_link_and_then_its_failure_show() -> None:
                 )
             ],
         )  # fmt: skip
-        await until(lambda: w.gateway.links.status()[0].congested)
+        await until(lambda: w.links.status()[0].congested)
         (link,) = (await snapshot(w))["links"]
         assert (link["status"]["utilisation"], link["retransmit_ratio"]) == (0.9, 0.05)
         assert 0.4 < link["pressure"] <= 1
         assert link["drain_s"] == pytest.approx(1.0)
         remote.load = pb.Load()
         remote.script.path_is_down = True
-        await until(lambda: not w.gateway.links.status()[0].congested)
+        await until(lambda: not w.links.status()[0].congested)
         assert (await w.complete(LONG)).status == 200
         (link,) = (await snapshot(w))["links"]
         assert (link["status"]["up"], [each["breaker"] for each in link["senders"]]) == (False, ["open"])
@@ -152,11 +153,11 @@ async def test_with_a_port_of_their_own_operators_have_the_console_there_alone()
             assert (await answer.json())["serves_clients"] is False
 
 
-@on_loop
+@on_memory_loop
 async def test_with_tenants_the_console_is_for_operators() -> None:
     keys = {"tenants": {"acme": TenantConfig(keys=(digest_of("mine"),))}, "operator_keys": (digest_of("theirs"),)}
     paths = ("/console", "/console/app.js", "/prfaas/console", "/prfaas/flows", "/prfaas/plan", "/prfaas/links")
-    async with world(**keys) as w:
+    async with pipeline(**keys) as w:
         for path in paths:
             for shown in (None, "mine"):
                 headers = {"Authorization": f"Bearer {shown}"} if shown else {}
@@ -258,9 +259,9 @@ async def test_plans_are_seen_and_changed_through_the_gateway_with_its_secret(tm
         await runner.cleanup()
 
 
-@on_loop
+@on_memory_loop
 async def test_who_shows_an_operators_key_may_change_things_at_any_name_of_the_gateway() -> None:
-    async with world(operator_keys=(digest_of("sk-operator"),)) as w:
+    async with pipeline(operator_keys=(digest_of("sk-operator"),)) as w:
         change = {"source": "east", "destination": "west", "drained": True}
         at = {"Host": "gateway.example:443", "Origin": "https://gateway.example:443"}
         shown = base64.b64encode(b"anybody:sk-operator").decode()
@@ -275,13 +276,13 @@ async def test_who_shows_an_operators_key_may_change_things_at_any_name_of_the_g
                 assert answer.status == status
 
 
-@on_loop
+@on_memory_loop
 async def test_a_change_that_comes_in_pieces_is_read_as_a_whole() -> None:
     async def pieces() -> AsyncIterator[bytes]:
         yield b'{"source": "east", "destination"'
         yield b': "west", "drained": true}'
 
-    async with world() as w:
+    async with pipeline() as w:
         headers = {"Content-Type": "application/json"}
         async with w.http.post("/prfaas/links", data=pieces(), headers=headers) as answer:
             assert answer.status == 200, await answer.text()
@@ -289,9 +290,9 @@ async def test_a_change_that_comes_in_pieces_is_read_as_a_whole() -> None:
             assert (answer.status, (await answer.json())["error"]["code"]) == (413, "request_too_large")
 
 
-@on_loop
+@on_memory_loop
 async def test_nothing_new_goes_over_a_drained_link_until_it_is_used_again() -> None:
-    async with world(decode=1) as w:
+    async with pipeline(decode=1) as w:
         east_west = {"source": "east", "destination": "west"}
         async with w.http.post("/prfaas/links", json={**east_west, "drained": True}) as answer:
             (link,) = (await answer.json())["data"]
@@ -299,10 +300,10 @@ async def test_nothing_new_goes_over_a_drained_link_until_it_is_used_again() -> 
         assert (await w.complete(LONG)).headers["x-prfaas-route"].endswith("reason=link_down")
         (link,) = (await snapshot(w))["links"]
         assert (link["status"]["drained"], [each["breaker"] for each in link["senders"]]) == (True, ["closed"])
-        nodes = {node.id: node for node in w.gateway.clusters.nodes}
-        assert not w.gateway.links.is_up(nodes["r0"], nodes["d0"])
-        assert not w.gateway.links.is_up(nodes["d0"], nodes["r0"])
-        assert w.gateway.links.is_up(nodes["p0"], nodes["d0"])
+        nodes = {node.id: node for node in w.clusters.nodes}
+        assert not w.links.is_up(nodes["r0"], nodes["d0"])
+        assert not w.links.is_up(nodes["d0"], nodes["r0"])
+        assert w.links.is_up(nodes["p0"], nodes["d0"])
         async with w.http.post("/prfaas/links", json={**east_west, "drained": False}) as answer:
             assert (await answer.json())["data"][0]["up"]
         assert (await w.complete(f"another {LONG}")).headers["x-prfaas-route"].startswith("remote;")
@@ -369,14 +370,14 @@ def test_what_the_page_makes_of_snapshots(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout
 
 
-@on_loop
+@on_memory_loop
 async def test_a_drained_link_stays_drained_when_the_gateway_is_started_anew(tmp_path: Path) -> None:
     folder = tmp_path / "state" / "drained"
     east_west = {"source": "east", "destination": "west"}
     drain = {**east_west, "drained": True}
-    async with world(drained_dir=folder) as w, w.http.post("/prfaas/links", json=drain) as answer:
+    async with pipeline(drained_dir=folder) as w, w.http.post("/prfaas/links", json=drain) as answer:
         assert answer.status == 200
-    async with world(drained_dir=folder) as w:
+    async with pipeline(drained_dir=folder) as w:
         assert (await w.complete(LONG)).status == 200
         assert [each["reason"] for each in await w.records()] == ["link_down"]
         async with w.http.post("/prfaas/links", json={**east_west, "drained": False}) as answer:

@@ -5,13 +5,14 @@ from typing import Any
 from gateway.cluster.node import NodeWork
 from gateway.config.gateway import RoutingConfig
 from tests.gateway.admission.test_slo import LONG, promising
+from tests.gateway.memory.pipeline import Pipelined, on_memory_loop, pipeline
 from tests.gateway.routing.test_prefix_transfers import holds
 from tests.gateway.scripted import ScriptedNode
-from tests.gateway.worlds import World, on_loop, until, world
+from tests.gateway.worlds import until
 from transport.control.proto import node_pb2 as pb
 
 
-async def explained(w: World, prompt: str, headers: dict[str, str] | None = None, **fields: Any) -> dict[str, Any]:
+async def explained(w: Pipelined, prompt: str, headers: dict[str, str] | None = None, **fields: Any) -> dict[str, Any]:
     body = {"model": "scripted", "prompt": prompt, **fields}
     async with w.http.post("/prfaas/explain", json=body, headers=headers) as answer:
         assert answer.status == 200, await answer.text()
@@ -19,7 +20,7 @@ async def explained(w: World, prompt: str, headers: dict[str, str] | None = None
         return found
 
 
-async def agrees(w: World, prompt: str, reason: str) -> dict[str, Any]:
+async def agrees(w: Pipelined, prompt: str, reason: str) -> dict[str, Any]:
     """The same nodes and reason are explained, then taken; the explanation."""
     found = await explained(w, prompt)
     route = found["decision"]["route"]
@@ -34,9 +35,9 @@ async def agrees(w: World, prompt: str, reason: str) -> dict[str, Any]:
     return found
 
 
-@on_loop
+@on_memory_loop
 async def test_what_is_explained_is_what_dispatch_then_does() -> None:
-    async with world(remote=2, local=2, decode=2) as w:
+    async with pipeline(remote=2, local=2, decode=2) as w:
         await agrees(w, "hello there", "short")
         found = await agrees(w, LONG, "long")
         assert "above the threshold of 100" in found["decision"]["words"]
@@ -46,64 +47,64 @@ async def test_what_is_explained_is_what_dispatch_then_does() -> None:
         assert [each["why_not"] for each in found["decision"]["decodes"] if each["node"] == "d1"] == [""]
 
 
-@on_loop
+@on_memory_loop
 async def test_congestion_and_a_link_that_is_down_are_explained_as_they_are_acted_on() -> None:
     slow = RoutingConfig(prefill_tokens_per_s=2_000.0, increment_tokens=0)
-    async with world(decode=1, routing=slow) as w:
+    async with pipeline(decode=1, routing=slow) as w:
         (remote,) = w.nodes.remote
         remote.load = pb.Load(links=[pb.Link(peer="west", utilisation=0.99, available_bytes_per_s=1e9)])
-        await until(lambda: w.gateway.links.status()[0].utilisation > 0.9)
+        await until(lambda: w.links.status()[0].utilisation > 0.9)
         found = await agrees(w, f"one {LONG}", "congested")
         assert found["decision"]["links"][0]["pressure"] > 0.9
         remote.load = pb.Load()
-        for node in w.gateway.clusters.nodes:
+        for node in w.clusters.nodes:
             if node.id == "r0":
                 sender = node
             if node.id == "d0":
                 receiver = node
-        w.gateway.links.failed(sender, receiver)
+        w.links.failed(sender, receiver)
         found = await agrees(w, f"two {LONG}", "link_down")
         assert [each["why_not"] for each in found["decision"]["prefills"] if each["node"] == "r0"] == [
             "the link from east to west is down"
         ]
 
 
-@on_loop
+@on_memory_loop
 async def test_nothing_is_booked_reserved_sent_or_recorded() -> None:
-    async with world() as w:
-        before = [(node.pending_tokens, node.pending_requests) for node in w.gateway.clusters.nodes]
+    async with pipeline() as w:
+        before = [(node.pending_tokens, node.pending_requests) for node in w.clusters.nodes]
         for _ in range(3):
             await explained(w, LONG)
-        assert [(node.pending_tokens, node.pending_requests) for node in w.gateway.clusters.nodes] == before
+        assert [(node.pending_tokens, node.pending_requests) for node in w.clusters.nodes] == before
         assert not w.nodes.leftovers()
         assert not any(node.bodies for node in w.nodes.nodes)
         assert await w.records() == []
-        assert w.gateway.door.rooms.admission.in_flight == 0
+        assert w.door.rooms.admission.in_flight == 0
         async with w.http.get("/prfaas/load") as answer:
             assert not (await answer.json())["uncached"]["values"]
 
 
-@on_loop
+@on_memory_loop
 async def test_a_node_that_no_decision_sees_is_named_with_its_reason() -> None:
-    async with world(decode=2) as w:
+    async with pipeline(decode=2) as w:
         w.nodes.decode[0].become(pb.NODE_STATE_DRAINING)
-        w.gateway.clusters.suspect("p0")
-        await until(lambda: w.gateway.clusters.by_id("d0").state == "draining")
+        w.clusters.suspect("p0")
+        await until(lambda: w.clusters.by_id("d0").state == "draining")
         found = await explained(w, LONG)
         told = {each["node"]: each["why"] for each in found["left_out"]}
         assert told["d0"] == "it is draining"
         assert told["p0"].startswith("it failed a request")
         w.nodes.decode[1].become(pb.NODE_STATE_DRAINING)
-        await until(lambda: w.gateway.clusters.by_id("d1").state == "draining")
+        await until(lambda: w.clusters.by_id("d1").state == "draining")
         found = await explained(w, LONG)
         assert found["decision"] is None
         assert (found["verdict"]["status"], found["verdict"]["code"]) == (503, "no_decode_node")
 
 
-@on_loop
+@on_memory_loop
 async def test_a_refusal_is_explained_with_its_stage() -> None:
-    async with world(remote=0, local=1, decode=1, **promising(ttft_s=0.001)) as w:
-        w.gateway.clusters.by_id("p0").take(NodeWork(tokens=10_000))
+    async with pipeline(remote=0, local=1, decode=1, **promising(ttft_s=0.001)) as w:
+        w.clusters.by_id("p0").take(NodeWork(tokens=10_000))
         verdict = (await explained(w, LONG))["verdict"]
         assert (verdict["accepted"], verdict["status"], verdict["code"]) == (False, 429, "prefill_overload")
         assert verdict["retry_after_s"] > 0
@@ -111,9 +112,9 @@ async def test_a_refusal_is_explained_with_its_stage() -> None:
         assert (found["service_class"], found["verdict"]["accepted"]) == ("batch", True)
 
 
-@on_loop
+@on_memory_loop
 async def test_what_no_client_could_send_is_refused_as_it_would_be() -> None:
-    async with world() as w:
+    async with pipeline() as w:
         async with w.http.post("/prfaas/explain", json={"model": "scripted", "messages": []}) as answer:
             assert (answer.status, (await answer.json())["error"]["param"]) == (400, "messages")
         async with w.http.post("/prfaas/explain", data=b"{", headers={"content-type": "application/json"}) as answer:

@@ -12,7 +12,7 @@ from gateway.auth.keyring import digest_of
 from gateway.config.gateway import GatewayConfig
 from gateway.config.tenants import TenantConfig
 from gateway.errors import GatewayConfigError, Unavailable
-from tests.gateway.worlds import World, on_loop, world
+from tests.gateway.memory.pipeline import Pipelined, on_memory_loop, pipeline
 from transport.control.settings import build
 
 ACME = TenantConfig(keys=(digest_of("sk-acme"),))
@@ -63,37 +63,37 @@ def test_a_url_is_told_without_its_password() -> None:
     assert changes(third, first) == [ConfigChange("traces.endpoint", urls[2], masked, True)]
 
 
-async def asked(w: World, *, apply: bool = False, status: int = 200, headers: Mapping[str, str] = JSON) -> Any:
+async def asked(w: Pipelined, *, apply: bool = False, status: int = 200, headers: Mapping[str, str] = JSON) -> Any:
     async with w.http.request("POST" if apply else "GET", "/prfaas/config", headers=headers) as answer:
         assert answer.status == status
         return await answer.json()
 
 
-@on_loop
+@on_memory_loop
 async def test_an_operator_sees_what_differs_and_has_it_taken_over() -> None:
     def read_again(config: GatewayConfig) -> GatewayConfig:
         return replace(config, max_waiting=7, workers=2)
 
-    async with world(read_again=read_again) as w:
+    async with pipeline(read_again=read_again) as w:
         waiting = {"key": "max_waiting", "is_now": "256", "will_be": "7", "needs_restart": False}
         workers = {"key": "workers", "is_now": "1", "will_be": "2", "needs_restart": True}
         both = sorted([waiting, workers], key=lambda change: list(GatewayConfig.__slots__).index(str(change["key"])))
         assert await asked(w) == {"data": both}
-        assert w.gateway.config.max_waiting == 256
+        assert w.config.max_waiting == 256
         assert await asked(w, apply=True) == {"data": both}
-        assert w.gateway.config.max_waiting == 7
+        assert w.config.max_waiting == 7
         assert await asked(w) == {"data": [workers]}
         assert 'prfaas_config_reloads_total{outcome="partial"} 1.0' in await w.metrics()
         await asked(w, apply=True, status=415, headers={"Content-Type": "text/plain"})
         await asked(w, apply=True, status=403, headers={**JSON, "Origin": "https://elsewhere.example"})
 
 
-@on_loop
+@on_memory_loop
 async def test_a_file_that_is_wrong_changes_nothing() -> None:
     def read_again(config: GatewayConfig) -> GatewayConfig:
         raise GatewayConfigError("gateway.toml: port = -1: must be from 0 to 65535")
 
-    async with world(read_again=read_again, tenants={"acme": ACME}, operator_keys=(digest_of("sk-op"),)) as w:
+    async with pipeline(read_again=read_again, tenants={"acme": ACME}, operator_keys=(digest_of("sk-op"),)) as w:
         key = {**JSON, "Authorization": "Bearer sk-op"}
         for apply in (False, True):
             said = await asked(w, apply=apply, status=409, headers=key)

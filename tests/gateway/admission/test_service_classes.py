@@ -12,7 +12,7 @@ from gateway.config.tenants import TenantConfig
 from gateway.errors import ApiError
 from planner.decisions.admission.classes import ServiceClass
 from planner.decisions.admission.overload import AdmissionPolicy
-from tests.gateway.worlds import on_loop, world
+from tests.gateway.memory.pipeline import on_memory_loop, pipeline
 from transport.control.settings import SettingsError
 
 KEY = "sk-interactive"
@@ -78,11 +78,11 @@ def test_a_class_that_a_reload_took_away_is_nobodys() -> None:
     assert Classes().of({}, ("batch",)).name == "default"
 
 
-@on_loop
+@on_memory_loop
 async def test_a_request_is_of_its_tenants_class() -> None:
     tenants = {"acme": TenantConfig(keys=(sha256(b"sk-acme").hexdigest(),), classes=("batch",))}
     operators = (sha256(b"sk-operator").hexdigest(),)
-    async with world(tenants=tenants, classes=CONFIGS, operator_keys=operators) as w:
+    async with pipeline(tenants=tenants, classes=CONFIGS, operator_keys=operators) as w:
         shown = {"Authorization": "Bearer sk-acme"}
         assert (await w.complete("one two", headers=shown)).status == 200
         assert (await w.complete("one two", headers=shown | {"x-prfaas-class": "default"})).status == 403

@@ -14,6 +14,7 @@ from gateway.auth.keyring import digest_of
 from gateway.config.tenants import TenantConfig
 from gateway.errors import BadRequest
 from gateway.prompt.cache_breakpoints import unmarked
+from tests.gateway.memory.pipeline import on_memory_loop, pipeline
 from tests.gateway.worlds import on_loop, world
 
 CHAT = {"model": "scripted", "messages": [{"role": "user", "content": "hi"}]}
@@ -121,9 +122,9 @@ BAD_BODIES = [
 ]
 
 
-@on_loop
+@on_memory_loop
 async def test_every_mistake_is_named_and_nothing_else_happens() -> None:
-    async with world() as w:
+    async with pipeline() as w:
         for path, base, cases in ((Endpoint.CHAT, CHAT, BAD_CHAT), (Endpoint.COMPLETIONS, TEXT, BAD_TEXT)):
             for fields, param, code, status in (case.values for case in cases):
                 async with w.http.post(path, json=base | fields) as response:
@@ -305,14 +306,14 @@ def test_a_chats_field_does_not_say_otherwise_what_a_dialects_says(
     assert (refused.value.param, refused.value.code) == (param, "unsupported")
 
 
-@on_loop
+@on_memory_loop
 async def test_more_answers_than_may_ever_be_at_once_are_a_mistake() -> None:
     tenants = {"few": TenantConfig(keys=(digest_of("sk-few"),), concurrent_requests=2)}
-    async with world(tenants=tenants) as w:
+    async with pipeline(tenants=tenants) as w:
         key = {"Authorization": "Bearer sk-few"}
         for fields, param in (({"n": 3}, "n"), ({"prompt": ["a", "b", "c"]}, "prompt")):
             response = await w.complete(**({"prompt": "a"} | fields), headers=key)
             assert (response.status, (await response.json())["error"]["param"]) == (400, param)
         assert (await w.complete("a", n=2, headers=key)).status == 200
-    async with world(max_in_flight=2) as w:
+    async with pipeline(max_in_flight=2) as w:
         assert (await w.complete("a", n=3)).status == 400

@@ -8,7 +8,8 @@ from msgspec import Raw
 from gateway.api.openai import Endpoint
 from gateway.api.unsupported import UnsupportedFields
 from gateway.errors import BadRequest
-from tests.gateway.worlds import on_loop, until, world
+from tests.gateway.memory.pipeline import on_memory_loop, pipeline
+from tests.gateway.worlds import until
 from transport.control.proto import node_pb2 as pb
 
 SAID = json.dumps({"tools": [None, []], "response_format": [None, {"type": "text"}], "tool_choice": [None, "none"]})
@@ -43,13 +44,13 @@ def test_what_one_engine_does_is_done() -> None:
     UnsupportedFields.of([]).check({"tools": Raw(b"[1]")})
 
 
-@on_loop
+@on_memory_loop
 async def test_a_refusal_costs_no_reservation() -> None:
-    async with world() as w:
+    async with pipeline() as w:
         for node in w.nodes.nodes:
             node.not_done_json = SAID
             node.become(pb.NODE_STATE_READY)
-        await until(lambda: w.gateway.clusters.served and w.gateway.clusters.served.not_done.harmless)
+        await until(lambda: w.clusters.served and w.clusters.served.not_done.harmless)
         chat = {"model": "scripted", "messages": [{"role": "user", "content": "the quick brown fox " * 60}]}
         async with w.http.post(Endpoint.CHAT, json=chat | {"tools": TOOLS}) as response:
             error = (await response.json())["error"]

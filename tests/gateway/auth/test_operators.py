@@ -13,6 +13,7 @@ from gateway.config.operators import OperatorConfig, OperatorRole
 from gateway.config.tenants import TenantConfig
 from gateway.errors import Forbidden, Unauthorised
 from tests.gateway.http.test_strangers import free_port
+from tests.gateway.memory.pipeline import on_memory_loop, pipeline
 from tests.gateway.worlds import World, on_loop, world
 from transport.control.settings import SettingsError, build
 
@@ -186,12 +187,12 @@ def test_a_route_without_a_cell_is_not_served() -> None:
         right_of("DELETE", "/console/app.js")
 
 
-@on_loop
+@on_memory_loop
 async def test_operators_are_taken_up_while_it_runs() -> None:
-    async with world(operators=OPERATORS) as w:
+    async with pipeline(operators=OPERATORS) as w:
         headers = shown(KEYS[OperatorRole.VIEWER])
         async with w.http.get("/metrics", headers=headers) as answer:
             assert answer.status == 200
-        assert w.gateway.reload(replace(w.gateway.config, operators=OPERATORS[1:])) == []
+        assert w.reloads.take(replace(w.config, operators=OPERATORS[1:])) == []
         async with w.http.get("/metrics", headers=headers) as answer:
             assert answer.status == 401

@@ -18,7 +18,7 @@ from gateway.auth.sessions import (
 )
 from gateway.config.operators import OperatorConfig, OperatorRole
 from gateway.config.tenants import TenantConfig
-from tests.gateway.worlds import World, on_loop, world
+from tests.gateway.memory.pipeline import Pipelined, on_memory_loop, pipeline
 
 ANN = OperatorConfig(name="ann", keys=(digest_of("sk-ann"),), role=OperatorRole.OPERATOR)
 TENANTS = {"acme": TenantConfig(keys=(digest_of("sk-acme"),))}
@@ -74,7 +74,7 @@ def test_a_cookie_is_found_among_others() -> None:
     assert token_in({}) == ""
 
 
-async def log_in(w: World, key: str, status: int = 200, **headers: str) -> "Morsel[str] | None":
+async def log_in(w: Pipelined, key: str, status: int = 200, **headers: str) -> "Morsel[str] | None":
     shown = JSON | {"Authorization": f"Bearer {key}"} | headers
     async with w.http.post("/prfaas/session", json={}, headers=shown) as answer:
         assert answer.status == status, await answer.text()
@@ -83,9 +83,9 @@ async def log_in(w: World, key: str, status: int = 200, **headers: str) -> "Mors
     return told.get(COOKIE)
 
 
-@on_loop
+@on_memory_loop
 async def test_an_operator_logs_in_looks_and_logs_out() -> None:
-    async with world(tenants=TENANTS, operators=(ANN,)) as w:
+    async with pipeline(tenants=TENANTS, operators=(ANN,)) as w:
         for key in ("sk-nobody", "sk-acme"):
             await log_in(w, key, status=401)
         morsel = await log_in(w, "sk-ann")
@@ -99,7 +99,7 @@ async def test_an_operator_logs_in_looks_and_logs_out() -> None:
             async with w.http.get(path, headers=headers) as answer:
                 assert answer.status == status
         change = {"source": "east", "destination": "west", "drained": True}
-        for origin, status in ((str(w.gateway.url), 200), ("https://evil.example", 403)):
+        for origin, status in ((w.url, 200), ("https://evil.example", 403)):
             async with w.http.post("/prfaas/links", json=change, headers={**headers, "Origin": origin}) as answer:
                 assert answer.status == status
         async with w.http.delete("/prfaas/session", headers=headers | JSON) as answer:
@@ -110,18 +110,18 @@ async def test_an_operator_logs_in_looks_and_logs_out() -> None:
             assert answer.status == 401
 
 
-@on_loop
+@on_memory_loop
 async def test_behind_tls_the_cookie_never_leaves_in_clear() -> None:
-    async with world(operators=(ANN,)) as w:
+    async with pipeline(operators=(ANN,)) as w:
         at = {"Host": "gateway.example", "Origin": "https://gateway.example"}
         morsel = await log_in(w, "sk-ann", **at)
         assert morsel is not None
         assert morsel["secure"] is True
 
 
-@on_loop
+@on_memory_loop
 async def test_a_stranger_finds_a_page_to_log_in_at_and_nothing_of_the_console() -> None:
-    async with world(operators=(ANN,)) as w:
+    async with pipeline(operators=(ANN,)) as w:
         async with w.http.get("/console") as answer:
             page = await answer.text()
             assert (answer.status, answer.content_type) == (401, "text/html")

@@ -8,7 +8,8 @@ from gateway.auth.keyring import digest_of
 from gateway.config.tenants import TenantConfig
 from gateway.prompt.prompt import Hashing
 from hybrid_cache.hashing.block_hash import namespaced
-from tests.gateway.worlds import World, on_loop, world
+from tests.gateway.memory.pipeline import on_memory_loop, pipeline
+from tests.gateway.worlds import Deployment, on_loop, world
 
 ACME, RIVAL, FRIEND, OPERATOR = "sk-acme", "sk-rival", "sk-friend", "sk-operator"
 TENANTS = {
@@ -23,14 +24,14 @@ def key(text: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {text}"}
 
 
-async def get(w: World, path: str, headers: dict[str, str] | None = None) -> tuple[int, Any]:
+async def get(w: Deployment, path: str, headers: dict[str, str] | None = None) -> tuple[int, Any]:
     async with w.http.get(path, headers=headers) as answer:
         return answer.status, answer.headers.get("WWW-Authenticate")
 
 
-@on_loop
+@on_memory_loop
 async def test_who_shows_no_key_of_a_tenant_gets_nothing() -> None:
-    async with world(tenants=TENANTS) as w:
+    async with pipeline(tenants=TENANTS) as w:
         for headers in (None, key("sk-wrong")):
             response = await w.complete(LONG, headers=headers)
             assert response.status == 401
@@ -60,9 +61,9 @@ OPERATORS_PAGES = ("/metrics", "/prfaas/requests", "/prfaas/links", "/prfaas/loa
 
 @pytest.mark.parametrize("page", OPERATORS_PAGES)
 def test_operators_pages_are_closed_to_tenants(page: str) -> None:
-    @on_loop
+    @on_memory_loop
     async def scenario() -> None:
-        async with world(tenants=TENANTS, operator_keys=(digest_of(OPERATOR),)) as w:
+        async with pipeline(tenants=TENANTS, operator_keys=(digest_of(OPERATOR),)) as w:
             for headers in (None, key(ACME)):
                 assert await get(w, page, headers) == (401, 'Bearer realm="prfaas"')
             assert (await get(w, page, key(OPERATOR)))[0] == 200
@@ -72,10 +73,10 @@ def test_operators_pages_are_closed_to_tenants(page: str) -> None:
     scenario()
 
 
-@on_loop
+@on_memory_loop
 async def test_a_tenants_blocks_have_names_of_its_group() -> None:
-    async with world(tenants=TENANTS) as w:
-        served = w.gateway.clusters.served
+    async with pipeline(tenants=TENANTS) as w:
+        served = w.clusters.served
         assert served is not None
         for each, group in ((ACME, "acme"), (RIVAL, "friends"), (FRIEND, "friends")):
             namespace = Hashing(16, b"", group).namespace(None)
@@ -89,10 +90,10 @@ async def test_a_tenants_blocks_have_names_of_its_group() -> None:
                 node.bodies.clear()
 
 
-@on_loop
+@on_memory_loop
 async def test_a_ticket_says_whose_it_is_and_with_which_weight() -> None:
     tenants = {"acme": TenantConfig(keys=(digest_of(ACME),), weight=3.0)}
-    async with world(tenants=tenants) as w:
+    async with pipeline(tenants=tenants) as w:
         assert (await w.complete(LONG, headers=key(ACME))).status == 200
         legs = [leg["kv_transfer_params"] for node in w.nodes.nodes for leg in node.bodies]
         tickets = [params["ticket"] for params in legs if params.get("ticket")]
@@ -101,10 +102,10 @@ async def test_a_ticket_says_whose_it_is_and_with_which_weight() -> None:
 
 @pytest.mark.parametrize(("prefill_nodes", "legs"), [(1, 2), (0, 1)])
 def test_each_leg_says_whose_it_is_and_with_which_weight(prefill_nodes: int, legs: int) -> None:
-    @on_loop
+    @on_memory_loop
     async def scenario() -> None:
         tenants = {"acme": TenantConfig(keys=(digest_of(ACME),), weight=3.0)}
-        async with world(remote=prefill_nodes, local=0, decode=1, tenants=tenants) as w:
+        async with pipeline(remote=prefill_nodes, local=0, decode=1, tenants=tenants) as w:
             assert (await w.complete(LONG, headers=key(ACME))).status == 200
             said = [leg["kv_transfer_params"] for node in w.nodes.nodes for leg in node.bodies]
             assert [(params["tenant"], params["weight"]) for params in said] == [("acme", 3.0)] * legs
@@ -112,16 +113,16 @@ def test_each_leg_says_whose_it_is_and_with_which_weight(prefill_nodes: int, leg
     scenario()
 
 
-@on_loop
+@on_memory_loop
 async def test_without_tenants_legs_are_nobodys() -> None:
-    async with world() as w:
+    async with pipeline() as w:
         assert (await w.complete(LONG)).status == 200
         assert not any("tenant" in leg["kv_transfer_params"] for node in w.nodes.nodes for leg in node.bodies)
 
 
-@on_loop
+@on_memory_loop
 async def test_records_say_whose_a_request_was() -> None:
-    async with world(tenants=TENANTS, operator_keys=(digest_of(OPERATOR),)) as w:
+    async with pipeline(tenants=TENANTS, operator_keys=(digest_of(OPERATOR),)) as w:
         await w.complete(LONG, headers=key(ACME))
         await w.idle()
         async with w.http.get("/prfaas/requests", headers=key(OPERATOR)) as answer:
@@ -145,21 +146,21 @@ async def test_refusals_are_their_tenants_whatever_it_asked_for_and_however() ->
         assert acme["requests"] == {"429": 1, "413": 1}
 
 
-@on_loop
+@on_memory_loop
 async def test_an_operator_asks_what_would_become_of_a_tenants_request() -> None:
-    async with world(tenants=TENANTS, operator_keys=(digest_of(OPERATOR),)) as w:
+    async with pipeline(tenants=TENANTS, operator_keys=(digest_of(OPERATOR),)) as w:
         body = {"model": "scripted", "prompt": LONG}
         for tenant, status in (("acme", 200), ("nobody", 400), ("", 200)):
             async with w.http.post(f"/prfaas/explain?tenant={tenant}", json=body, headers=key(OPERATOR)) as answer:
                 assert answer.status == status
 
 
-@on_loop
+@on_memory_loop
 async def test_keys_are_taken_up_while_it_runs() -> None:
     from dataclasses import replace
 
-    async with world() as w:
+    async with pipeline() as w:
         assert (await w.complete(LONG)).status == 200
-        assert w.gateway.reload(replace(w.gateway.config, tenants=TENANTS)) == []
+        assert w.reloads.take(replace(w.config, tenants=TENANTS)) == []
         assert (await w.complete(LONG)).status == 401
         assert (await w.complete(LONG, headers=key(ACME))).status == 200

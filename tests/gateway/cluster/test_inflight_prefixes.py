@@ -4,7 +4,8 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 from gateway.cluster.inflight_prefixes import InflightPrefixes
-from tests.gateway.worlds import World, on_loop, until, world
+from tests.gateway.memory.pipeline import Pipelined, on_memory_loop, pipeline
+from tests.gateway.worlds import until
 
 BEGINNING = "the quick brown fox jumps over the lazy dog " * 20
 A, B, C = b"a", b"b", b"c"
@@ -35,7 +36,7 @@ def test_a_prompt_without_full_blocks_promises_nothing():
     assert short.done.is_set()
 
 
-async def both(w: World, meanwhile: Callable[[], Awaitable[None]]) -> None:
+async def both(w: Pipelined, meanwhile: Callable[[], Awaitable[None]]) -> None:
     """A prompt, and one that goes on from it while it is being computed."""
     (node,) = w.nodes.local
     node.script.prefill_gate = gate = asyncio.Event()
@@ -43,28 +44,28 @@ async def both(w: World, meanwhile: Callable[[], Awaitable[None]]) -> None:
         first = tasks.create_task(w.complete(BEGINNING))
         await until(lambda: node.bodies)
         second = tasks.create_task(w.complete(f"{BEGINNING} and so on"))
-        await until(lambda: w.gateway.clusters.by_id(node.node_id).pending_requests == 2)
+        await until(lambda: w.clusters.by_id(node.node_id).pending_requests == 2)
         await meanwhile()
         gate.set()
     assert {first.result().status, second.result().status} == {200}
 
 
-@on_loop
+@on_memory_loop
 async def test_what_goes_on_from_a_prompt_under_way_counts_it_as_held() -> None:
     async def go_on() -> None:
         pass
 
-    async with world(remote=0, local=1, decode=1) as w:
+    async with pipeline(remote=0, local=1, decode=1) as w:
         await both(w, go_on)
         begun, follows = sorted(await w.records(), key=lambda record: record["total"])
         assert begun["target"] == follows["target"] == "local"
         await w.settled()
-        assert not len(w.gateway.clusters.by_id("p0").underway)
+        assert not len(w.clusters.by_id("p0").underway)
 
 
-@on_loop
+@on_memory_loop
 async def test_nobody_waits_for_ever_for_a_prefix_under_way() -> None:
-    async with world(remote=0, local=1, decode=1) as w:
+    async with pipeline(remote=0, local=1, decode=1) as w:
         (node,) = w.nodes.local
 
         async def it_is_asked_all_the_same() -> None:

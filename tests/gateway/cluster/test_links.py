@@ -11,7 +11,8 @@ from gateway.cluster.links import ClusterLinks, is_path_failure
 from gateway.cluster.node import ClusterNode, NodeWork
 from planner.decisions.views import LinkView
 from tests.gateway.cluster.test_inflight_load import node_of
-from tests.gateway.worlds import World, on_loop, until, world
+from tests.gateway.memory.pipeline import Pipelined, on_memory_loop, pipeline
+from tests.gateway.worlds import on_loop, until, world
 from transport.control.proto import node_pb2 as pb
 
 GB = 1e9
@@ -144,15 +145,15 @@ def test_a_receiver_that_is_gone_itself_says_nothing_of_the_way():
     assert not is_path_failure("peer_lost", first, receiver, engine)
 
 
-async def routes(w: World, count: int) -> list[str]:
+async def routes(w: Pipelined, count: int) -> list[str]:
     answers = await asyncio.gather(*(w.complete(f"{i} {LONG}") for i in range(count)))
     assert [answer.status for answer in answers] == [200] * count
     return [answer.headers["x-prfaas-route"] for answer in answers]
 
 
-@on_loop
+@on_memory_loop
 async def test_a_dead_link_costs_one_request_its_patience_and_then_nobody_until_it_is_back() -> None:
-    async with world(remote=3, local=2, decode=1) as w:
+    async with pipeline(remote=3, local=2, decode=1) as w:
         for node in w.nodes.remote:
             node.script.path_is_down = True
         (first,) = await routes(w, 1)
@@ -164,25 +165,25 @@ async def test_a_dead_link_costs_one_request_its_patience_and_then_nobody_until_
         assert all(node.bodies for node in w.nodes.local)
         assert await w.fallbacks() == {"prefill_peer_lost": 1.0}
         await until(lambda: all(node.probes for node in w.nodes.remote))
-        assert not w.gateway.links.views()[0].up
+        assert not w.links.views()[0].up
         assert 'prfaas_link_failures_total{destination="west",source="east"} 1.0' in await w.metrics()
         for node in w.nodes.remote:
             node.script.path_is_down = False
-        await until(lambda: not w.gateway.links.views()[0].cut_off)
+        await until(lambda: not w.links.views()[0].cut_off)
         assert [route.split(";")[0] for route in await routes(w, 3)] == ["remote"] * 3
         assert 'prfaas_link_senders{destination="west",source="east",state="closed"} 3.0' in await w.metrics()
         assert sum(len(node.bodies) for node in w.nodes.remote) == 1 + 3  # no prompt was a probe
         await w.settled()
 
 
-@on_loop
+@on_memory_loop
 async def test_a_sender_that_alone_is_cut_off_stays_out_alone() -> None:
-    async with world(remote=2, local=1, decode=1) as w:
+    async with pipeline(remote=2, local=1, decode=1) as w:
         cut_off = w.nodes.remote[0]
         cut_off.script.path_is_down = True
         await routes(w, 1)
-        await until(lambda: w.gateway.links.views()[0].up)
-        assert w.gateway.links.views()[0].cut_off == ("r0",)
+        await until(lambda: w.links.views()[0].up)
+        assert w.links.views()[0].cut_off == ("r0",)
         for route in await routes(w, 4):
             assert route.startswith("remote; node=r1;")
         async with w.http.get("/prfaas/links") as answer:
@@ -191,15 +192,15 @@ async def test_a_sender_that_alone_is_cut_off_stays_out_alone() -> None:
         assert link["senders"]["r0"] in ("open", "half_open")
 
 
-@on_loop
+@on_memory_loop
 async def test_a_decode_node_that_alone_is_cut_off_is_left_out_and_the_others_have_the_link() -> None:
-    async with world(remote=2, local=1, decode=2) as w:
+    async with pipeline(remote=2, local=1, decode=2) as w:
         for node in w.nodes.remote:
             node.script.not_reached = ("d0",)
         (first,) = await routes(w, 1)  # of equals, the first decode node
         assert "fallback=prefill_peer_lost" in first
-        await until(lambda: not w.gateway.links.views()[0].cut_off)
-        assert set(w.gateway.links.views()[0].lost) == {("r0", "d0"), ("r1", "d0")}
+        await until(lambda: not w.links.views()[0].cut_off)
+        assert set(w.links.views()[0].lost) == {("r0", "d0"), ("r1", "d0")}
         for route in await routes(w, 4):
             assert route.startswith("remote;")
             assert "fallback" not in route
@@ -208,19 +209,19 @@ async def test_a_decode_node_that_alone_is_cut_off_is_left_out_and_the_others_ha
         assert sorted(link["lost"]) == [["r0", "d0"], ["r1", "d0"]]  # they were probed at once
         for node in w.nodes.remote:
             node.script.not_reached = ()
-        await until(lambda: not w.gateway.links.views()[0].lost)
+        await until(lambda: not w.links.views()[0].lost)
         await w.settled()
 
 
-@on_loop
+@on_memory_loop
 async def test_a_sender_without_probes_is_not_left_out_for_ever() -> None:
-    async with world(remote=1, local=1, decode=1) as w:
+    async with pipeline(remote=1, local=1, decode=1) as w:
         (old,) = w.nodes.remote
         old.script.path_is_down = old.script.knows_no_probes = True
         (route,) = await routes(w, 1)
         assert "fallback=prefill_peer_lost" in route
         old.script.path_is_down = False
-        await until(lambda: w.gateway.links.views()[0].up)
+        await until(lambda: w.links.views()[0].up)
         (route,) = await routes(w, 1)
         assert route.startswith("remote;")
 
@@ -304,9 +305,9 @@ def test_shares_of_a_moment_are_not_the_lines_budget():
     assert line.utilisation == 0.5
 
 
-@on_loop
+@on_memory_loop
 async def test_of_two_senders_with_budgets_of_their_own_the_idle_one_sends() -> None:
-    async with world(remote=2, local=1) as w:
+    async with pipeline(remote=2, local=1) as w:
         busy, idle = w.nodes.remote
         for node, queued in ((busy, 40_000_000_000), (idle, 0)):
             link = pb.Link(
@@ -314,8 +315,8 @@ async def test_of_two_senders_with_budgets_of_their_own_the_idle_one_sends() -> 
                 queued_bytes=queued, utilisation=bool(queued), congested=bool(queued),
             )  # fmt: skip
             node.load = pb.Load(links=[link], budgets={"west": 1e9})
-        await until(lambda: w.gateway.links.views()[0].queued_bytes > 0)
-        await until(lambda: w.gateway.links.views()[0].budget_bytes_per_s == 2e9)  # both have reported
+        await until(lambda: w.links.views()[0].queued_bytes > 0)
+        await until(lambda: w.links.views()[0].budget_bytes_per_s == 2e9)  # both have reported
         answers = [await w.complete(f"{number} {LONG}") for number in range(4)]
         assert {answer.headers["x-prfaas-route"].partition(";")[0] for answer in answers} == {"remote"}
         assert {record["prefill_node"] for record in await w.records()} == {idle.node_id}

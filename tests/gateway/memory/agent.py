@@ -27,6 +27,12 @@ class MemoryContext:
     async def abort(self, code: grpc.StatusCode, details: str = "", trailing_metadata: Metadata = ()) -> NoReturn:
         raise failure(code, details, trailing_metadata)
 
+    def set_code(self, code: grpc.StatusCode) -> None:
+        """A method that no node has says so, before it raises."""
+
+    def set_details(self, details: str) -> None:
+        """The same in words."""
+
 
 class MemoryStream:
     """The events of one Watch, as a caller reads them."""
@@ -66,6 +72,8 @@ class MemoryChannel:
                     return await method(sent, MemoryContext())
             except TimeoutError as error:
                 raise failure(grpc.StatusCode.DEADLINE_EXCEEDED, f"no answer within {limit['timeout']} s") from error
+            except NotImplementedError as error:
+                raise failure(grpc.StatusCode.UNIMPLEMENTED, str(error)) from error
 
         return call
 

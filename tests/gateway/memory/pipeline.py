@@ -26,6 +26,7 @@ from gateway.http.listener import OPERATORS, Listener
 from gateway.parts import (
     GatewayTasks,
     NodeAccess,
+    RoutingParts,
     build_audit,
     build_nodes,
     build_pipeline,
@@ -34,6 +35,7 @@ from gateway.parts import (
     ending,
 )
 from gateway.prompt.reader import PromptReader
+from gateway.routing.replication import Replicas
 from gateway.server.app import GenerationEndpoint
 from gateway.server.routes import build_app, straight_ways
 from gateway.tasks import TaskSet
@@ -47,6 +49,7 @@ from tests.gateway.worlds import PATIENCE_S, Deployment, config_for, on_loops
 from tests.prompts.builders import text_tokenizer
 
 PORT = 80
+URL = f"http://{HOST}"  # that port's, by default
 
 
 def on_memory_loop(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
@@ -73,9 +76,14 @@ class Pipelined(Deployment):
     reloads: Reloads
     endpoint: GenerationEndpoint
     seen: NodeAccess
+    routing: RoutingParts
     line: WaitingLine
     kept: RecordRing
     app: web.Application
+
+    @property
+    def url(self) -> str:
+        return URL
 
     @property
     def config(self) -> GatewayConfig:
@@ -95,6 +103,10 @@ class Pipelined(Deployment):
         return self.seen.links
 
     @property
+    def replicas(self) -> Replicas | None:
+        return self.routing.replicas
+
+    @property
     def refusals(self) -> SloGate:
         return self.seen.refusals
 
@@ -109,6 +121,8 @@ class Pipelined(Deployment):
     async def metrics(self) -> str:
         await self.idle()
         self.door.metrics.observe_nodes(self.clusters.nodes)
+        self.door.metrics.observe_links(self.links.status())
+        self.door.metrics.observe_estimates(self.routing.router.errors())
         return self.door.metrics.render().decode()
 
 
@@ -124,7 +138,7 @@ async def pipeline(
     seat: SingleProcess | None = None,
     agent_client: type[AgentClient] = MemoryAgent,
     node_times: NodeTimes = NODE_TIMES,
-    read_again: Callable[[], GatewayConfig] | None = None,
+    read_again: Callable[[GatewayConfig], GatewayConfig] = lambda config: config,
     **fields: Any,
 ) -> AsyncIterator[Pipelined]:
     """A gateway's steps and pages before that many scripted nodes."""
@@ -150,7 +164,7 @@ async def _stepping(
     seat: SingleProcess,
     agent_client: type[AgentClient],
     node_times: NodeTimes,
-    read_again: Callable[[], GatewayConfig] | None,
+    read_again: Callable[[GatewayConfig], GatewayConfig],
 ) -> AsyncIterator[Pipelined]:
     """The steps and pages, built as a gateway builds them."""
     clock, tokenizer, metrics = memory_loop().time, text_tokenizer(), seat.metrics
@@ -202,7 +216,7 @@ async def _stepping(
         reloads = Reloads(
             config,
             [routing.router, built.steps.admission, seen.legs, seen.refusals, built.line, door],
-            read_again or (lambda: config),
+            lambda: read_again(config),
             metrics.upkeep.reloaded,
         )
         shown = ShownParts(
@@ -218,8 +232,8 @@ async def _stepping(
         pages = operator_pages(shown, {"requests": built.records, "flows": routing.flows, "audit": audit}, None)
         app = build_app(door, pages, token_endpoints(seen=seen, steps=built.steps, door=door))
         keep_chores(config=config, clock=clock, metrics=metrics, tasks=tasks, seen=seen, routing=routing, door=door)
-        http = aiohttp.ClientSession(f"http://{HOST}", connector=aiohttp.UnixConnector(str(PORT)))
-        yield Pipelined(nodes, http, reloads, door, seen, built.line, built.records, app)
+        http = aiohttp.ClientSession(URL, connector=aiohttp.UnixConnector(str(PORT)))
+        yield Pipelined(nodes, http, reloads, door, seen, routing, built.line, built.records, app)
 
 
 @asynccontextmanager

@@ -12,7 +12,8 @@ from gateway.api.openai import Endpoint, parse
 from gateway.errors import ApiError, BadRequest
 from gateway.prompt.media import KINDS, TOKENS_EACH, apart, may_have_media
 from gateway.prompt.prompt import Hashing, Prompt, PromptMemory, PromptModel, read_call
-from tests.gateway.worlds import World, on_loop, until, world
+from tests.gateway.memory.pipeline import Pipelined, on_memory_loop, pipeline
+from tests.gateway.worlds import until
 from tests.prompts.builders import text_tokenizer
 from transport.control.proto import node_pb2 as pb
 
@@ -134,17 +135,17 @@ def test_a_model_of_texts_takes_nothing_else() -> None:
 
 
 @asynccontextmanager
-async def fitted(**nodes: int) -> AsyncIterator[World]:
-    """A world whose last decode node sees, and serves `terse`."""
-    async with world(**nodes) as w:
+async def fitted(**nodes: int) -> AsyncIterator[Pipelined]:
+    """A gateway whose last decode node sees, and serves `terse`."""
+    async with pipeline(**nodes) as w:
         able = w.nodes.decode[-1]
         able.adapters, able.takes_media = ["terse"], True
         able.become(pb.NODE_STATE_READY)
-        await until(lambda: w.gateway.clusters.served and w.gateway.clusters.served.adapters)
+        await until(lambda: w.clusters.served and w.clusters.served.adapters)
         yield w
 
 
-@on_loop
+@on_memory_loop
 async def test_an_image_goes_to_an_engine_that_sees_and_to_no_prefill_node() -> None:
     async with fitted(decode=3) as w:
         asked = chat(text(WORDS * 5), IMAGE, max_tokens=4) | {"model": "scripted"}
@@ -161,7 +162,7 @@ async def test_an_image_goes_to_an_engine_that_sees_and_to_no_prefill_node() -> 
         await w.settled()
 
 
-@on_loop
+@on_memory_loop
 async def test_an_adapter_is_asked_for_by_its_name_and_listed_below_its_model() -> None:
     async with fitted(decode=2) as w:
         async with w.http.get("/v1/models") as response:
@@ -177,13 +178,13 @@ async def test_an_adapter_is_asked_for_by_its_name_and_listed_below_its_model() 
         assert not any(node.bodies for node in w.nodes.nodes if node.node_id != "d1")
         w.nodes.decode[-1].adapters = []
         w.nodes.decode[-1].become(pb.NODE_STATE_READY)
-        await until(lambda: w.gateway.clusters.served and not w.gateway.clusters.served.adapters)
+        await until(lambda: w.clusters.served and not w.clusters.served.adapters)
         async with w.http.post(Endpoint.CHAT, json=asked) as response:
             assert response.status == 404
         await w.settled()
 
 
-@on_loop
+@on_memory_loop
 async def test_marks_of_what_nobody_shares_are_told_so() -> None:
     async with fitted(decode=1) as w:
         marked = text(WORDS * 5) | {"prompt_cache_breakpoint": {"mode": "explicit"}}
@@ -195,9 +196,9 @@ async def test_marks_of_what_nobody_shares_are_told_so() -> None:
         await w.settled()
 
 
-@on_loop
+@on_memory_loop
 async def test_where_nobody_sees_an_image_is_refused() -> None:
-    async with world() as w:
+    async with pipeline() as w:
         async with w.http.post(Endpoint.CHAT, json=chat(text(), IMAGE) | {"model": "scripted"}) as response:
             error = (await response.json())["error"]
         assert (response.status, error["message"].endswith("takes text parts only.")) == (400, True)

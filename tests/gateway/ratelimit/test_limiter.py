@@ -13,7 +13,7 @@ from gateway.shared_array import SharedArray
 from planner.decisions.admission.limits import Bucket, TenantLimits
 from planner.decisions.admission.places import Entry
 from planner.decisions.admission.waiting import TenantShare
-from tests.gateway.worlds import on_loop, world
+from tests.gateway.memory.pipeline import on_memory_loop, pipeline
 
 ACME, RIVAL, FREE = "sk-acme", "sk-rival", "sk-free"
 TENANT = Tenant("acme", "acme", b"", TenantLimits(Bucket(3), Bucket(600), 2))
@@ -101,9 +101,9 @@ TENANTS = {
 }
 
 
-@on_loop
+@on_memory_loop
 async def test_a_tenants_limit_is_its_own() -> None:
-    async with world(tenants=TENANTS) as w:
+    async with pipeline(tenants=TENANTS) as w:
         for remaining in ("1", "0"):
             answer = await w.complete("hello", headers=key(ACME))
             assert (answer.status, answer.headers["x-ratelimit-remaining-requests"]) == (200, remaining)
@@ -120,15 +120,15 @@ async def test_a_tenants_limit_is_its_own() -> None:
             assert (answer.status, "x-ratelimit-limit-requests" in answer.headers) == (200, False)
 
 
-@on_loop
+@on_memory_loop
 async def test_what_nobody_computed_is_not_paid_for_and_an_answer_is() -> None:
-    async with world(tenants=TENANTS) as w:
-        w.gateway.admission.limit = 2
-        await w.gateway.admission.take()
+    async with pipeline(tenants=TENANTS) as w:
+        w.admission.limit = 2
+        await w.admission.take()
         refused = await w.complete(["a" * 10, "b" * 10], headers=key(RIVAL))  # two places, where one is free
-        w.gateway.admission.give_back()
+        w.admission.give_back()
         assert (refused.status, refused.headers["x-prfaas-rejected"]) == (429, "rate_limit_exceeded")
-        w.gateway.admission.limit = 100
+        w.admission.limit = 100
         await w.idle()
         answer = await w.complete("a" * 45, headers=key(RIVAL))
         assert answer.status == 200
@@ -137,7 +137,7 @@ async def test_what_nobody_computed_is_not_paid_for_and_an_answer_is() -> None:
         await w.idle()
         refused = await w.complete("a" * 20, headers=key(RIVAL))
         assert (refused.status, refused.headers["x-prfaas-rejected"]) == (429, "tokens_per_minute")
-        assert w.gateway.admission.in_flight == 0
+        assert w.admission.in_flight == 0
 
 
 def test_a_tenants_limits_come_from_its_table() -> None:

@@ -20,8 +20,9 @@ from gateway.routing.plan_follower import Follower
 from planner.decisions.plans.live_plan import LivePlan, Mode, PlanSetting
 from planner.decisions.plans.offered import GatewayLoad
 from planner.decisions.routing.offload import Target
+from tests.gateway.memory.pipeline import on_memory_loop, pipeline
 from tests.gateway.views import deciding
-from tests.gateway.worlds import World, on_loop, until, world
+from tests.gateway.worlds import Deployment, on_loop, until, world
 
 PROMPT = "hello there the quick brown fox"
 
@@ -70,19 +71,19 @@ async def service(port: int = 0) -> AsyncIterator[Service]:
         await runner.cleanup()
 
 
-async def metric(w: World, name: str) -> float:
+async def metric(w: Deployment, name: str) -> float:
     for line in (await w.metrics()).splitlines():
         if line.startswith(f"{name} "):
             return float(line.split()[-1])
     return 0.0
 
 
-async def load(w: World, **query: Any) -> GatewayLoad:
+async def load(w: Deployment, **query: Any) -> GatewayLoad:
     async with w.http.get("/prfaas/load", params=query) as answer:
         return msgspec.json.decode(await answer.read(), type=GatewayLoad)
 
 
-async def follows(w: World, version: int) -> None:
+async def follows(w: Deployment, version: int) -> None:
     """Waits until that plan is followed."""
     async with asyncio.timeout(60.0):
         while (plan := (await load(w)).follows) is None or plan.version != version:  # noqa: ASYNC110 no event tells
@@ -239,9 +240,9 @@ async def test_a_tie_share_can_be_set_without_a_plan(share: float, target: Targe
         assert (d.decider.setting.tie_share, d.route(PROMPT).target) == (share, target)
 
 
-@on_loop
+@on_memory_loop
 async def test_load_is_what_was_asked_for_and_readers_do_not_disturb_each_other() -> None:
-    async with world(max_in_flight=1) as w:
+    async with pipeline(max_in_flight=1) as w:
         for _ in range(3):
             assert (await w.complete(max_tokens=4)).status == 200
         await w.idle()
@@ -258,14 +259,14 @@ async def test_load_is_what_was_asked_for_and_readers_do_not_disturb_each_other(
         new = await load(w, boot=first.boot, uncached=first.uncached.last_seq, outputs=first.outputs.last_seq)
         assert len(new.uncached.values) == 1
         assert len((await load(w, boot="another life", uncached=4)).uncached.values) == 4
-        w.gateway.admission.limit = 0
+        w.admission.limit = 0
         assert (await w.complete()).status == 429
         assert (await load(w)).unread == 1
 
 
-@on_loop
+@on_memory_loop
 async def test_a_senseless_cursor_is_refused() -> None:
-    async with world() as w, w.http.get("/prfaas/load?uncached=x") as answer:
+    async with pipeline() as w, w.http.get("/prfaas/load?uncached=x") as answer:
         assert answer.status == 400
         assert "uncached" in (await answer.json())["error"]["message"]
 

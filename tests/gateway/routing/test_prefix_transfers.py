@@ -20,9 +20,10 @@ from hybrid_cache.layout.layout import ModelLayout
 from planner.decisions.routing.offload import Reason
 from planner.decisions.views import Role
 from tests.gateway.layouts import BLOCK_SIZE, LAYOUT
+from tests.gateway.memory.pipeline import Pipelined, on_memory_loop, pipeline
 from tests.gateway.scripted import ScriptedNode
 from tests.gateway.views import ABUNDANT, Watched, deciding, watched
-from tests.gateway.worlds import PATIENCE_S, World, on_loop, until, world
+from tests.gateway.worlds import PATIENCE_S, on_loop, until
 from transport.control.proto import node_pb2 as pb
 
 LONG = "the quick brown fox jumps over the lazy dog " * 40
@@ -33,12 +34,12 @@ SHARED = RoutingConfig(cross_cluster_cache=True, prefill_tokens_per_s=SLOW_TOKEN
 
 
 async def holds(
-    w: World, node: ScriptedNode, texts: Sequence[str], medium: "pb.Medium.ValueType" = pb.MEDIUM_MEMORY
+    w: Pipelined, node: ScriptedNode, texts: Sequence[str], medium: "pb.Medium.ValueType" = pb.MEDIUM_MEMORY
 ) -> None:
     """The gateway hears that `node` has the prefixes of `texts` cached, and that there is bandwidth to spare."""
     for each in w.nodes.remote:
         each.load = ABUNDANT
-    clusters = w.gateway.clusters
+    clusters = w.clusters
     for text in texts:
         hashes = b"".join(w.hashes_of(text))
         for group in (0, 1):
@@ -48,14 +49,14 @@ async def holds(
         index = clusters.index
         assert index is not None
         hits = [index.match(node.node_id, w.hashes_of(text), 10_000).num_tokens for text in texts]
-        return all(hits) and all(link.available_bytes_per_s for link in w.gateway.links.views())
+        return all(hits) and all(link.available_bytes_per_s for link in w.links.views())
 
     await until(is_known)
 
 
-@on_loop
+@on_memory_loop
 async def test_a_prefix_of_the_other_cluster_is_fetched_first() -> None:
-    async with world(routing=SHARED) as w:
+    async with pipeline(routing=SHARED) as w:
         await holds(w, w.nodes.remote[0], [LONG])
         response = await w.complete(LONG)
         assert response.headers["x-prfaas-route"].startswith("local; node=p0; uncached=")
@@ -138,15 +139,15 @@ async def test_a_move_that_fails_is_counted_and_what_was_reserved_for_it_given_b
         assert not m.nodes.leftovers()
 
 
-@on_loop
+@on_memory_loop
 async def test_moves_that_time_out_are_soon_made_no_more() -> None:
     routing = RoutingConfig(prefill_tokens_per_s=SLOW_TOKENS_PER_S, move_timeout_s=0.5)
-    async with world(remote=0, local=2, decode=1, routing=routing) as w:
+    async with pipeline(remote=0, local=2, decode=1, routing=routing) as w:
         source, target = w.nodes.local
         source.script.load = ["hang"] * 8
         source.script.tokens_per_s = target.script.tokens_per_s = SLOW_TOKENS_PER_S
         await holds(w, source, [LONG])
-        w.gateway.clusters.by_id("p0").take(NodeWork(tokens=100_000))
+        w.clusters.by_id("p0").take(NodeWork(tokens=100_000))
         for _ in range(8):
             assert (await w.complete(LONG)).headers["x-prfaas-route"].startswith("local; node=p1; ")
         assert len(target.bodies) == 8
@@ -157,9 +158,9 @@ async def test_moves_that_time_out_are_soon_made_no_more() -> None:
         assert len(source.loads) <= tried  # on a busy machine the time of a move may be over before its source is asked
 
 
-@on_loop
+@on_memory_loop
 async def test_a_request_waits_for_a_move_no_longer_than_computing_takes() -> None:
-    async with world(routing=replace(SHARED, prefill_tokens_per_s=10_000.0)) as w:
+    async with pipeline(routing=replace(SHARED, prefill_tokens_per_s=10_000.0)) as w:
         source = w.nodes.remote[0]
         source.script.load = ["hang"]
         await holds(w, source, [LONG])
@@ -168,9 +169,9 @@ async def test_a_request_waits_for_a_move_no_longer_than_computing_takes() -> No
         assert (record["fetched_from"], record["fallbacks"]) == ("", ["fetch_late"])
 
 
-@on_loop
+@on_memory_loop
 async def test_a_target_without_room_is_no_error() -> None:
-    async with world(routing=SHARED) as w:
+    async with pipeline(routing=SHARED) as w:
         await holds(w, w.nodes.remote[0], [LONG])
         w.nodes.local[0].script.reserve = ["RESOURCE_EXHAUSTED"]
         assert (await w.complete(LONG)).status == 200
@@ -260,10 +261,10 @@ async def test_a_copy_that_is_cold_is_dropped_once_nobody_waits_at_its_node(faul
         assert len(target.drops) <= 1
 
 
-@on_loop
+@on_memory_loop
 async def test_copies_are_left_out_where_computing_is_sooner() -> None:
-    async with world(remote=2, routing=RoutingConfig(replicate=True, fetch_bytes_per_s=1e3)) as w:
-        replicas = w.gateway.replicas
+    async with pipeline(remote=2, routing=RoutingConfig(replicate=True, fetch_bytes_per_s=1e3)) as w:
+        replicas = w.replicas
         assert replicas is not None
         await holds(w, w.nodes.remote[0], [LONGER])
         await asyncio.gather(*(w.complete(LONGER) for _ in range(5)))

@@ -10,16 +10,17 @@ from gateway.cluster.prefill_outcome import PrefillOutcome
 from gateway.config.gateway import RoutingConfig
 from gateway.routing.prefix_transfers import PrefixTransfer
 from planner.decisions.routing.offload import Reason, Target
+from tests.gateway.memory.pipeline import on_memory_loop, pipeline
 from tests.gateway.routing.test_prefix_transfers import OTHER
 from tests.gateway.views import deciding
-from tests.gateway.worlds import on_loop, world
+from tests.gateway.worlds import on_loop
 
 LONG = "the quick brown fox jumps over the lazy dog " * 40
 
 
-@on_loop
+@on_memory_loop
 async def test_long_prompts_go_to_the_cluster_that_has_proved_quick() -> None:
-    async with world(remote=2, local=1, decode=1, remote_clusters=("east", "north")) as w:
+    async with pipeline(remote=2, local=1, decode=1, remote_clusters=("east", "north")) as w:
         slow, quick = w.nodes.remote
         slow.script.tokens_per_s, quick.script.tokens_per_s = 500.0, 10_000.0
         for i in range(12):
@@ -34,9 +35,9 @@ async def test_long_prompts_go_to_the_cluster_that_has_proved_quick() -> None:
             assert any(f'what="{what}"' in line and f'of="{of}' in line and 'stat="p90"' in line for line in errors)
 
 
-@on_loop
+@on_memory_loop
 async def test_of_two_nodes_of_a_cluster_the_quick_one_gets_most() -> None:
-    async with world(remote=0, local=2, decode=1) as w:
+    async with pipeline(remote=0, local=2, decode=1) as w:
         slow, quick = w.nodes.local
         slow.script.tokens_per_s, quick.script.tokens_per_s = 500.0, 10_000.0
         await asyncio.gather(*(w.complete(f"first {i} {LONG}") for i in range(32)))  # until each is believed

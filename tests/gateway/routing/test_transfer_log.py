@@ -12,21 +12,22 @@ from gateway.workers.peers import WorkerPeers
 from gateway.workers.shared_counters import SharedCounters, WorkerState
 from tests.gateway.admission.test_slo import LONG
 from tests.gateway.cluster.test_inflight_load import node_of
+from tests.gateway.memory.pipeline import Pipelined, on_memory_loop, pipeline
 from tests.gateway.routing.test_prefix_transfers import holds
-from tests.gateway.worlds import World, on_loop, until, world
+from tests.gateway.worlds import on_loop, until
 
 SENT_AWAY = RoutingConfig(cross_cluster_cache=True, prefill_tokens_per_s=50.0)
 
 
-async def flows(w: World, since: int = 0) -> list[dict[str, Any]]:
+async def flows(w: Pipelined, since: int = 0) -> list[dict[str, Any]]:
     async with w.http.get(f"/prfaas/flows?since={since}") as answer:
         assert answer.status == 200
         return [json.loads(line) for line in (await answer.text()).splitlines()]
 
 
-@on_loop
+@on_memory_loop
 async def test_a_request_s_kvcache_is_told_with_its_reason_and_its_class() -> None:
-    async with world(decode=1) as w:
+    async with pipeline(decode=1) as w:
         await w.complete(LONG, headers={"x-request-id": "mine"})
         await w.complete("hello there")
         await w.idle()
@@ -40,9 +41,9 @@ async def test_a_request_s_kvcache_is_told_with_its_reason_and_its_class() -> No
         assert await flows(w, since=found[-1]["seq"]) == []
 
 
-@on_loop
+@on_memory_loop
 async def test_moves_and_probes_are_told_between_requests_and_no_cursor_misses_any() -> None:
-    async with world(decode=1, routing=SENT_AWAY) as w:
+    async with pipeline(decode=1, routing=SENT_AWAY) as w:
         (remote,) = w.nodes.remote
         await holds(w, remote, [LONG])
         await w.complete(f"{LONG} and so on")
@@ -55,7 +56,7 @@ async def test_moves_and_probes_are_told_between_requests_and_no_cursor_misses_a
         await w.idle()
         await until(lambda: remote.probes)
         remote.script.path_is_down = False
-        await until(lambda: w.gateway.links.status()[0].up)
+        await until(lambda: w.links.status()[0].up)
         found = [flow for flow in await flows(w, since=move["seq"]) if flow["kind"] == "probe"]
         assert (found[-1]["outcome"], found[-1]["bytes"]) == ("ok", 0)
         numbers = [flow["seq"] for flow in await flows(w)]

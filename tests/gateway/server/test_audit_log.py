@@ -13,7 +13,8 @@ from gateway.config.operators import OperatorConfig, OperatorRole
 from gateway.config.tenants import TenantConfig
 from gateway.errors import GatewayConfigError
 from gateway.server.audit_log import BURST_LINES, KEPT_REFUSED, SAME_SITE_S, AuditLog, Deed
-from tests.gateway.worlds import World, on_loop, world
+from tests.gateway.memory.pipeline import on_memory_loop, pipeline
+from tests.gateway.worlds import Deployment, on_loop, world
 from transport.control.settings import SettingsError
 
 EAST_WEST = {"source": "east", "destination": "west", "drained": True}
@@ -27,7 +28,7 @@ def shown(name: str) -> dict[str, str]:
     return {"Authorization": f"Bearer sk-{name}"}
 
 
-async def audit_of(w: World, since: int = 0) -> list[dict[str, Any]]:
+async def audit_of(w: Deployment, since: int = 0) -> list[dict[str, Any]]:
     async with w.http.get(f"/prfaas/audit?since={since}", headers=shown("vic")) as answer:
         assert answer.status == 200
         return [json.loads(line) for line in (await answer.text()).splitlines()]
@@ -43,9 +44,9 @@ def lines_of(directory: Path, prefix: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-@on_loop
+@on_memory_loop
 async def test_changes_and_refused_attempts_say_who_what_from_where_and_what_came_of_it(tmp_path: Path) -> None:
-    async with world(operators=OPERATORS, audit=AuditConfig(directory=tmp_path)) as w:
+    async with pipeline(operators=OPERATORS, audit=AuditConfig(directory=tmp_path)) as w:
         for body, name, status in (
             (EAST_WEST, "ann", 200),
             ({**EAST_WEST, "drained": False}, "ann", 200),
@@ -73,9 +74,9 @@ async def test_changes_and_refused_attempts_say_who_what_from_where_and_what_cam
     assert told(refused) == [each for each in told(found) if each[3] == "refused"]
 
 
-@on_loop
+@on_memory_loop
 async def test_wrong_keys_are_written_down_with_their_address_and_counted() -> None:
-    async with world(tenants={"acme": TenantConfig(keys=(digest_of("sk-acme"),))}, operators=OPERATORS) as w:
+    async with pipeline(tenants={"acme": TenantConfig(keys=(digest_of("sk-acme"),))}, operators=OPERATORS) as w:
         for _ in range(30):
             assert (await w.complete(headers=shown("guess"))).status == 401
         (line,) = await audit_of(w)
@@ -85,14 +86,12 @@ async def test_wrong_keys_are_written_down_with_their_address_and_counted() -> N
             assert 'prfaas_wrong_keys_total{what="wrong"} 30.0' in await answer.text()
 
 
-@on_loop
+@on_memory_loop
 async def test_a_stranger_writes_no_line_of_its_own(caplog: pytest.LogCaptureFixture) -> None:
     written = "/v1/models/x%0AINFO%20prfaas.gateway.audit%20done:%20reload%20by%20ann%E2%80%A8x%1B"
-    async with world(tenants={"acme": TenantConfig(keys=(digest_of("sk-acme"),))}, operators=OPERATORS) as w:
+    async with pipeline(tenants={"acme": TenantConfig(keys=(digest_of("sk-acme"),))}, operators=OPERATORS) as w:
         for method, path in (("GET", written), ("POST", written)):
-            async with w.http.request(
-                method, URL(w.gateway.url + path, encoded=True), headers=shown("guess")
-            ) as answer:
+            async with w.http.request(method, URL(w.url + path, encoded=True), headers=shown("guess")) as answer:
                 assert answer.status in (401, 404, 405)
         (line,) = await audit_of(w)
     assert line["target"] == r"/v1/models/x\nINFO prfaas.gateway.audit done: reload by ann\u2028x\x1b"

@@ -13,6 +13,7 @@ from gateway.api.openai import OPTIONS, Endpoint
 from gateway.auth.keyring import digest_of
 from gateway.config.tenants import TenantConfig
 from gateway.server.openapi import PATH, document
+from tests.gateway.memory.pipeline import on_memory_loop, pipeline
 from tests.gateway.worlds import World, on_loop, world
 
 CASES = 60  # of each fuzzed thing
@@ -35,9 +36,9 @@ def test_every_field_that_is_checked_is_described_and_every_reference_leads_some
     assert "enum" not in json.loads(document())["components"]["schemas"]["ChatOptions"]["properties"]["model"]
 
 
-@on_loop
+@on_memory_loop
 async def test_what_is_served_to_clients_is_described_and_what_is_described_is_served() -> None:
-    async with world() as w:
+    async with pipeline() as w:
         async with w.http.get(PATH) as response:
             told = await response.json()
         assert told["components"]["schemas"]["ChatOptions"]["properties"]["model"] == {"enum": ["scripted"]}
@@ -49,9 +50,9 @@ async def test_what_is_served_to_clients_is_described_and_what_is_described_is_s
         assert set(Endpoint) <= set(told["paths"])
 
 
-@on_loop
+@on_memory_loop
 async def test_the_models_name_is_for_those_who_are_served() -> None:
-    async with world(tenants={"acme": TenantConfig(keys=(digest_of("sk-acme"),))}) as w:
+    async with pipeline(tenants={"acme": TenantConfig(keys=(digest_of("sk-acme"),))}) as w:
         for headers, is_named in (({}, False), ({"x-api-key": "sk-acme"}, True), ({}, False)):
             async with w.http.get(PATH, headers=headers) as response:
                 assert response.status == 200

@@ -20,8 +20,9 @@ from gateway.tasks import TaskSet
 from gateway.telemetry.instruments import Children
 from gateway.telemetry.metrics import Metrics
 from gateway.telemetry.tenant_usage import SentBytes, TenantUsage, as_csv, spent_by
+from tests.gateway.memory.pipeline import Pipelined, on_memory_loop, pipeline
 from tests.gateway.scripted import ScriptedNode
-from tests.gateway.worlds import PATIENCE_S, World, on_loop, until, world
+from tests.gateway.worlds import PATIENCE_S, on_loop, until
 from transport.control.messages import TicketInfo
 
 ACME, RIVAL, OPERATOR = "sk-acme", "sk-rival", "sk-operator"
@@ -62,9 +63,9 @@ def test_series_beyond_the_most_leave_the_accounts_of_the_others() -> None:
     assert found == [("t0", 7), ("t1", 7)]  # the one series for all others adds up all kinds
 
 
-@on_loop
+@on_memory_loop
 async def test_what_was_served_to_whom() -> None:
-    async with world(tenants=TENANTS, operator_keys=(digest_of(OPERATOR),)) as w:
+    async with pipeline(tenants=TENANTS, operator_keys=(digest_of(OPERATOR),)) as w:
         for _ in range(2):
             assert (await w.complete(LONG, headers=key(ACME))).status == 200
         assert (await w.complete(["a", "b"], headers=key(RIVAL))).status == 400
@@ -96,18 +97,18 @@ async def test_what_was_served_to_whom() -> None:
             assert refused.status == 400
 
 
-@on_loop
+@on_memory_loop
 async def test_without_tenants_nobody_has_an_account() -> None:
-    async with world() as w:
+    async with pipeline() as w:
         assert (await w.complete(LONG)).status == 200
         await w.idle()
         async with w.http.get("/prfaas/usage") as answer:
             assert await answer.json() == {"data": []}
 
 
-@on_loop
+@on_memory_loop
 async def test_of_a_stream_that_another_engine_goes_on_with_the_answer_is_no_prompt_and_both_transfers_count() -> None:
-    async with world(tenants=TENANTS, operator_keys=(digest_of(OPERATOR),)) as w:
+    async with pipeline(tenants=TENANTS, operator_keys=(digest_of(OPERATOR),)) as w:
         faults = ["die_after 5"]
         for node in w.nodes.decode:
             node.script.words, node.script.is_resumable, node.script.decode = (" w",) * 12, True, faults
@@ -163,13 +164,13 @@ async def test_a_prefix_that_crossed_the_link_and_was_not_taken_is_counted() -> 
 LIMITED = {"acme": TenantConfig(keys=(digest_of(ACME),), tokens_per_minute=600)}
 
 
-async def spent(w: World) -> dict[str, Any]:
+async def spent(w: Pipelined) -> dict[str, Any]:
     async with w.http.get("/prfaas/usage", headers=key(OPERATOR)) as answer:
         (acme,) = (await answer.json())["data"]
         return cast(dict[str, Any], acme)
 
 
-async def left_of(w: World) -> int:
+async def left_of(w: Pipelined) -> int:
     """What is left of its tokens, after one more request for an answer that is short."""
     answer = await w.complete("x", headers=key(ACME), max_tokens=1)
     return int(answer.headers["x-ratelimit-remaining-tokens"])
@@ -177,11 +178,13 @@ async def left_of(w: World) -> int:
 
 @pytest.mark.parametrize("is_alone", [True, False])
 @pytest.mark.parametrize("stream", [True, False])
-@on_loop
+@on_memory_loop
 async def test_who_hangs_up_before_the_first_byte_pays_for_the_prompt(stream: bool, is_alone: bool) -> None:
     threshold = 1e9 if is_alone else 100.0
     places = {"remote": 0, "decode": 1} if is_alone else {}
-    async with world(tenants=LIMITED, operator_keys=(digest_of(OPERATOR),), threshold_tokens=threshold, **places) as w:
+    async with pipeline(
+        tenants=LIMITED, operator_keys=(digest_of(OPERATOR),), threshold_tokens=threshold, **places
+    ) as w:
         gate = asyncio.Event()
         for node in w.nodes.remote + w.nodes.local + w.nodes.decode:
             node.script.decode_gate = node.script.prefill_gate = gate
@@ -198,9 +201,9 @@ async def test_who_hangs_up_before_the_first_byte_pays_for_the_prompt(stream: bo
         assert await left_of(w) < 500  # and some have run in meanwhile
 
 
-@on_loop
+@on_memory_loop
 async def test_what_no_engine_took_costs_nothing() -> None:
-    async with world(tenants=LIMITED, operator_keys=(digest_of(OPERATOR),), remote=0, local=0, decode=1) as w:
+    async with pipeline(tenants=LIMITED, operator_keys=(digest_of(OPERATOR),), remote=0, local=0, decode=1) as w:
         for node in w.nodes.decode:
             await node.stop_engine()
         assert (await w.complete("hello there", headers=key(ACME))).status == 503
@@ -209,9 +212,9 @@ async def test_what_no_engine_took_costs_nothing() -> None:
         assert (account["requests"], account["prompt_tokens"]) == ({"503": 1}, 0)
 
 
-@on_loop
+@on_memory_loop
 async def test_embeddings_are_paid_for_whether_waited_for_or_not() -> None:
-    async with world(tenants=LIMITED, operator_keys=(digest_of(OPERATOR),), decode=1) as w:
+    async with pipeline(tenants=LIMITED, operator_keys=(digest_of(OPERATOR),), decode=1) as w:
 
         async def embed() -> int:
             async with w.http.post("/v1/embeddings", json={"input": LONG}, headers=key(ACME)) as answer:
@@ -224,7 +227,7 @@ async def test_embeddings_are_paid_for_whether_waited_for_or_not() -> None:
         await until(lambda: len(w.nodes.decode[0].bodies) == 2)
         asking.cancel()
         await asyncio.wait([asking])
-        await until(lambda: not w.gateway.admission.in_flight)
+        await until(lambda: not w.admission.in_flight)
         account = await spent(w)
         assert account["prompt_tokens"] == 100 + -(-len(json.dumps({"input": LONG})) // 4)
         assert account["requests"] == {"200": 1}
@@ -240,9 +243,9 @@ class LateReportingNode(ScriptedNode):
         return response
 
 
-@on_loop
+@on_memory_loop
 async def test_a_client_that_leaves_while_its_whole_answer_is_put_together_pays_for_it() -> None:
-    async with world(kind=LateReportingNode, tenants=LIMITED, operator_keys=(digest_of(OPERATOR),)) as w:
+    async with pipeline(kind=LateReportingNode, tenants=LIMITED, operator_keys=(digest_of(OPERATOR),)) as w:
         leaving = asyncio.create_task(w.complete(LONG, headers=key(ACME)))
         await until(lambda: any(node.bodies and not node.running for node in w.nodes.decode))
         leaving.cancel()

@@ -13,6 +13,7 @@ from gateway.api.dialects.responses_response import ResponsesTranslator
 from gateway.api.openai import Endpoint
 from gateway.errors import ApiError, BadRequest
 from tests.gateway.api.dialects.test_anthropic_request import STREAM, chunk, events_of, usage
+from tests.gateway.memory.pipeline import on_memory_loop, pipeline
 from tests.gateway.worlds import on_loop, world
 
 ASKED = {"model": "scripted", "input": "hi"}
@@ -222,9 +223,9 @@ def test_a_stream_that_ends_early_has_failed() -> None:
 # Through a gateway
 
 
-@on_loop
+@on_memory_loop
 async def test_responses_go_the_way_of_chats() -> None:
-    async with world() as w:
+    async with pipeline() as w:
         text = "the quick brown fox " * 60
         async with w.http.post(Endpoint.RESPONSES, json={"model": "scripted", "input": text}) as response:
             told = await response.json()

@@ -1,16 +1,15 @@
 """What nodes say that they keep, and what answers say of it."""
 
 import asyncio
-import time
 from typing import Any, cast
 
 from gateway.api.cache_control import Breakpoint
 from gateway.auth.keyring import Tenant
-from gateway.cluster.agent_client import AgentClient
 from gateway.cluster.pinned_prefixes import PinnedPrefix, PinnedPrefixes, PinState
 from gateway.server.handlers.contexts import OUTCOME_WAIT_S, PAUSES_S, PinOutcome, details_of, id_of
+from tests.gateway.memory.agent import MemoryAgent
+from tests.gateway.memory.pipeline import on_memory_loop, pipeline
 from tests.gateway.scripted import ScriptedNode
-from tests.gateway.worlds import on_loop, world
 from transport.control.proto import node_pb2 as pb
 
 
@@ -76,11 +75,11 @@ def test_what_a_node_kept_before_it_ended_is_lost_until_its_time_is_over() -> No
     assert contexts.owned_tokens("acme") == 0
 
 
-@on_loop
+@on_memory_loop
 async def test_contexts_are_listed_and_strangers_are_not_found() -> None:
-    async with world() as w:
-        node = w.gateway.clusters.nodes[0]
-        node.contexts.heard(kept(owner=""), time.monotonic())
+    async with pipeline() as w:
+        node = w.clusters.nodes[0]
+        node.contexts.heard(kept(owner=""), asyncio.get_running_loop().time())
         async with w.http.get("/v1/contexts") as response:
             listed = await response.json()
         assert [each["id"] for each in listed["data"]] == ["c"]
@@ -89,9 +88,9 @@ async def test_contexts_are_listed_and_strangers_are_not_found() -> None:
             assert (response.status, (await response.json())["error"]["code"]) == (404, "context_not_found")
 
 
-@on_loop
+@on_memory_loop
 async def test_a_node_that_cannot_keep_is_named_and_the_request_is_answered() -> None:
-    async with world() as w:  # scripted nodes keep nothing
+    async with pipeline() as w:  # scripted nodes keep nothing
         response = await w.complete("hello there the quick brown fox " * 8, prompt_cache_options={"ttl": "5m"})
         details = (await response.json())["usage"]["prompt_tokens_details"]
         (told,) = details["breakpoints"]
@@ -118,9 +117,9 @@ class HalfKeepingNode(ScriptedNode):
         )
 
 
-@on_loop
+@on_memory_loop
 async def test_a_part_that_is_kept_was_written_however_often_the_rest_was_looked_for() -> None:
-    async with world(kind=HalfKeepingNode) as w:
+    async with pipeline(kind=HalfKeepingNode) as w:
         response = await w.complete("hello there the quick brown fox " * 8, prompt_cache_options={"ttl": "5m"})
         details = (await response.json())["usage"]["prompt_tokens_details"]
         (told,) = details["breakpoints"]
@@ -128,19 +127,19 @@ async def test_a_part_that_is_kept_was_written_however_often_the_rest_was_looked
         assert max(cast(HalfKeepingNode, node).asked for node in w.nodes.nodes) > 1
 
 
-class HalfKeepingAgent(AgentClient):
+class HalfKeepingAgent(MemoryAgent):
     """The same at once, however many are asked for."""
 
     async def keep(self, context_id: str, *_: Any) -> PinnedPrefix:
         return kept(context_id, "", num_tokens=16, owned_tokens=16, added_tokens=16)
 
 
-@on_loop
+@on_memory_loop
 async def test_parts_that_are_kept_do_not_wait_for_each_others_rest() -> None:
     """A tenant that has its share of a node is told so by every answer, however many there are at once."""
     at_once = 12
     assert at_once * sum(PAUSES_S) > OUTCOME_WAIT_S  # one after the other they would be too late
-    async with world(agent_client=HalfKeepingAgent) as w:
+    async with pipeline(agent_client=HalfKeepingAgent) as w:
 
         async def reason(number: int) -> str:
             prompt = f"{number} hello there the quick brown fox " * 8

@@ -8,21 +8,22 @@ from gateway.prompt.tokenize import MAX_BODY_BYTES
 from hybrid_cache.layout.layout import ModelLayout
 from planner.decisions.views import Role
 from tests.gateway.layouts import LAYOUT
-from tests.gateway.worlds import World, on_loop, until, world
+from tests.gateway.memory.pipeline import Pipelined, on_memory_loop, pipeline
+from tests.gateway.worlds import until
 from transport.control.proto import node_pb2 as pb
 
 TEXT = "hello there the quick brown fox"
 CHAT = [{"role": "user", "content": TEXT}]
 
 
-async def asked(each: World, path: str, **body: Any) -> tuple[int, Any]:
+async def asked(each: Pipelined, path: str, **body: Any) -> tuple[int, Any]:
     async with each.http.post(path, json=body) as response:
         return response.status, await response.json()
 
 
-@on_loop
+@on_memory_loop
 async def test_tokens_are_those_that_a_request_is_read_as_and_spell_its_text() -> None:
-    async with world() as w:
+    async with pipeline() as w:
         for path in ("/tokenize", "/v1/tokenize"):
             status, told = await asked(w, path, prompt=TEXT)
             assert (status, told["count"], told["max_model_len"]) == (200, len(told["tokens"]), 4096)
@@ -38,9 +39,9 @@ async def test_tokens_are_those_that_a_request_is_read_as_and_spell_its_text() -
         assert totals == [told["count"], spelled["count"]]
 
 
-@on_loop
+@on_memory_loop
 async def test_mistakes_are_named_and_leave_no_place_taken() -> None:
-    async with world() as w:
+    async with pipeline() as w:
         cases: list[tuple[str, dict[str, Any], int, str | None]] = [
             ("/tokenize", {}, 400, "prompt"),
             ("/tokenize", {"prompt": 5}, 400, "prompt"),
@@ -58,12 +59,12 @@ async def test_mistakes_are_named_and_leave_no_place_taken() -> None:
         for path, body, status, param in cases:
             found, told = await asked(w, path, **body)
             assert (found, told["error"]["param"]) == (status, param), (path, body, told)
-        assert not w.gateway.admission.in_flight
+        assert not w.admission.in_flight
 
 
-@on_loop
+@on_memory_loop
 async def test_what_engines_of_other_kinds_serve_is_passed_on_and_else_it_is_said_why_not() -> None:
-    async with world(decode=1, served_model="alias") as w:
+    async with pipeline(decode=1, served_model="alias") as w:
         status, told = await asked(w, "/v1/embeddings", model="alias", input="x", dimensions=3)
         assert (status, told["data"]) == (200, [{"embedding": [0.5]}])
         assert w.nodes.decode[0].bodies == [{"model": "scripted", "input": "x", "dimensions": 3}]
@@ -74,27 +75,27 @@ async def test_what_engines_of_other_kinds_serve_is_passed_on_and_else_it_is_sai
         await w.nodes.decode[0].stop_engine()
         status, told = await asked(w, "/v1/embeddings", input="x")
         assert (status, told["error"]["code"]) == (503, "engine_failed")
-        assert not w.gateway.admission.in_flight
+        assert not w.admission.in_flight
 
 
-@on_loop
+@on_memory_loop
 async def test_no_node_of_another_model_is_asked() -> None:
-    async with world(remote=0, local=0, decode=2) as w:
+    async with pipeline(remote=0, local=0, decode=2) as w:
         other, node = w.nodes.decode
         other.layout = ModelLayout("other", "float32", 16, LAYOUT.groups)
         other.become(pb.NODE_STATE_READY)
-        clusters = w.gateway.clusters
+        clusters = w.clusters
         await until(lambda: [each.agent.address for each in clusters.ready(Role.DECODE)] == [node.agent_address])
         assert (await asked(w, "/v1/embeddings", input="x"))[0] == 200
         assert [len(each.bodies) for each in (other, node)] == [0, 1]
 
 
-@on_loop
+@on_memory_loop
 async def test_a_place_is_taken_for_it_as_for_any_request() -> None:
-    async with world(decode=1, max_in_flight=1) as w:
+    async with pipeline(decode=1, max_in_flight=1) as w:
         gate = w.nodes.decode[0].script.decode_gate = asyncio.Event()
         waiting = asyncio.create_task(w.complete(TEXT))
-        await until(lambda: w.gateway.admission.in_flight)
+        await until(lambda: w.admission.in_flight)
         status, told = await asked(w, "/tokenize", prompt=TEXT)
         assert (status, told["error"]["type"]) == (429, "rate_limit_error")
         gate.set()
