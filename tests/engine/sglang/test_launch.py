@@ -80,7 +80,7 @@ def test_what_cannot_be_served_is_said_before_anything_is_loaded(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = model(tmp_path)
-    assert "no directory" in said(capsys, "--model", "org/name", "--max-model-len", "64")
+    assert "is not a directory" in said(capsys, "--model", "org/name", "--max-model-len", "64")
     assert "max_model_len is missing" in said(capsys, "--model", found)
     assert "one agent serves one rank" in said(capsys, "--model", found, "--max-model-len", "64", "--", "--tp", "2")
     assert "less than a page" in said(capsys, "--model", found, "--max-model-len", "64", "--chunk-tokens", "10")
