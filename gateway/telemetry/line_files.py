@@ -104,7 +104,7 @@ class LineFiles(Generic[Entry]):
             if not self._is_failing:
                 self._is_failing = True
                 log.error("the %s log cannot be written: %d lines and those that follow are lost: %s",
-                          len(entries), self._prefix, error)  # fmt: skip
+                          self._prefix, len(entries), error)  # fmt: skip
 
     def _append(self, lines: bytes) -> None:
         """All or nothing: no half line stays on a full disk."""
