@@ -23,7 +23,7 @@ def test_what_arrives_in_any_pieces_is_the_same_frames(bodies: list[bytes], cuts
 
 @pytest.mark.parametrize("said", [b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01", b"prfaas caller 2\n", AGENT])
 def test_who_greets_otherwise_is_no_peer(said: bytes) -> None:
-    with pytest.raises(MessageError, match="no greeting"):
+    with pytest.raises(MessageError, match="not the greeting"):
         CallBuffer(CALLER).feed(said)
 
 
