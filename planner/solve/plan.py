@@ -49,8 +49,8 @@ class Plan:
 
     `lambda_max` is where it saturates, `lambda_slo` what it serves within a target for TTFT, where it was solved for one;
     `rate_req_per_s` the rate that was asked for, and `asked_*` what is so at it. Where decode nodes compute prompts,
-    `lambda_warm` is Λ of the best plan that counts on what they hold, and `cold_utilisation` this one's at Λ while they hold
-    nothing.
+    `lambda_warm` is Λ of the best plan that counts on what they hold. `cold_utilisation` is this plan's at Λ while they
+    hold nothing.
     """
 
     site: str

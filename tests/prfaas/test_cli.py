@@ -106,7 +106,7 @@ def test_names_that_are_no_names_are_refused(tmp_path: Path, capsys: pytest.Capt
         assert exit_.value.code == 2
     said = capsys.readouterr().err
     assert "'east-p0': must be CLUSTER/ROLE/NAME, as east/prefill/east-p0" in said
-    assert "'prefill': a prefill is of a cluster" in said
+    assert "'prefill': a prefill belongs to a cluster" in said
     assert "'a b' must be letters" in said
 
 

@@ -34,7 +34,7 @@ def test_runs_are_the_sizes_one_by_one(told: list[tuple[int, int]]) -> None:
 
 
 class Unlisted(tuple[tuple[int, int], ...]):
-    """Runs that nobody may pass over one by one."""
+    """Runs that a search must not pass over one by one."""
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
         raise AssertionError("a chunk is looked up in all runs of its transfer")
