@@ -188,7 +188,7 @@ def test_what_is_remembered_is_bounded() -> None:
 )
 def test_a_document_without_keys_changes_nothing(document: dict[str, Any]) -> None:
     checked = tokens()
-    with pytest.raises(ValueError, match="no keys?"):
+    with pytest.raises(ValueError, match=r"no keys?"):
         checked.take_keys(document)
     assert checked.holder(token(), "digest", 0.0).subject == "acme"
 

@@ -5,119 +5,31 @@ import os
 import resource
 import socket
 import ssl
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from node.engine.front import EngineFront, OpenDoor, PeerCertificate, door_of
+from node.engine.front import EngineFront, PeerCertificate
 from node.engine.handshakes import HandshakePlaces
 from node.errors import NodeConfigError
 from node.process.ports import ListenPort
 from tests.gateway.worlds import on_both_loops, until
-from tests.peers import Peers
+from tests.node.engine.callers import (
+    ANY,
+    HOST,
+    calling,
+    echo,
+    engine_running,
+    fronted,
+    is_hung_up_on,
+    is_refused,
+)
 from transport.control.certificates import Authority
-from transport.control.credentials import takes_old_tls
-from transport.peers.name import PeerRole
-from transport.peers.rights import ASK_ENGINE
 from transport.wire.identity import Identity
-
-HOST = "127.0.0.1"
-ANY = ListenPort("engine_port", HOST, 0)
-
-
-class Engine:
-    """Answers every line with the same line; one that is told so says nothing, or hangs up after its answer."""
-
-    def __init__(self) -> None:
-        self.url = ""
-        self.open = 0
-        self.is_deaf = False
-        self.hangs_up = False
-        self.read = 0
-        self.woken = asyncio.Event()
-
-    async def __call__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.open += 1
-        try:
-            while not self.is_deaf and (data := await reader.read(1 << 16)):
-                self.read += len(data)
-                writer.write(data)
-                await writer.drain()
-                if self.hangs_up:
-                    break
-            if self.is_deaf:
-                await self.woken.wait()
-        except ConnectionError:
-            pass
-        finally:
-            self.open -= 1
-            writer.close()
-
-
-@asynccontextmanager
-async def engine_running() -> AsyncIterator[Engine]:
-    engine = Engine()
-    server = await asyncio.start_server(engine, HOST, 0)
-    engine.url = f"http://{HOST}:{server.sockets[0].getsockname()[1]}"
-    try:
-        yield engine
-    finally:
-        server.close()
-
-
-@asynccontextmanager
-async def fronted(front: EngineFront) -> AsyncIterator[int]:
-    await front.start(ANY)
-    try:
-        yield int(front.url.rpartition(":")[2])
-    finally:
-        await front.close()
-        await until(lambda: len(front) == 0)
-
-
-@asynccontextmanager
-async def calling(port: int, identity: Identity) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
-    reader, writer = await asyncio.open_connection(
-        HOST, port, ssl=replace(identity, peer_name="node").client_context(), server_hostname="node"
-    )
-    try:
-        yield reader, writer
-    finally:
-        writer.close()
-        with suppress(OSError):
-            await writer.wait_closed()
-
-
-async def echo(port: int, identity: Identity, said: bytes = b"x") -> bytes:
-    """What the engine answers. Raises OSError, IncompleteReadError."""
-    async with calling(port, identity) as (reader, writer):
-        writer.write(said)
-        return await reader.readexactly(len(said))
-
-
-async def is_refused(port: int, identity: Identity) -> bool:
-    """In TLS 1.3 a client may think that all is well before the server has looked at its certificate."""
-    try:
-        await echo(port, identity)
-    except (OSError, asyncio.IncompleteReadError):
-        return True
-    return False
-
-
-async def is_hung_up_on(port: int, said: bytes) -> bool:
-    """For who speaks no TLS."""
-    reader, writer = await asyncio.open_connection(HOST, port)
-    writer.write(said)
-    try:
-        return not await reader.read()
-    except ConnectionResetError:
-        return True
-    finally:
-        writer.close()
 
 
 @pytest.fixture(scope="module")
@@ -458,48 +370,5 @@ def test_strangers_do_not_fill_the_log(node: Identity, caplog: pytest.LogCapture
                 assert await is_hung_up_on(port, b"GET / HTTP/1.1\r\n\r\n")
             assert front.ended == {"handshake": 100}
             assert 0 < len(caplog.records) <= 20
-
-    scenario()
-
-
-def test_without_certificates_the_engine_is_its_own_door() -> None:
-    door = OpenDoor()
-    assert door.url == ""
-    door.open("http://127.0.0.1:1234")
-    door.shut()
-    assert door.url == "http://127.0.0.1:1234"
-
-
-def test_engines_are_asked_by_gateways_only_and_not_by_revoked_ones(peers: Peers, tmp_path: Path) -> None:
-    @on_both_loops
-    async def scenario() -> None:
-        (tmp_path / "revoked").write_text("")
-        identity, guard = peers.guarded(tmp_path / "revoked")
-        front = door_of(identity, guard)
-        assert isinstance(front, EngineFront)
-        async with engine_running() as engine, fronted(front) as port:
-            front.open(engine.url)
-            for role, thief in peers.by_role.items():
-                if role is not PeerRole.GATEWAY:
-                    assert await is_refused(port, thief)
-                    assert guard.refused[ASK_ENGINE, role] == 1
-            for number, thief in enumerate((peers.nameless, peers.abroad), start=1):
-                assert await is_refused(port, thief)
-                assert front.ended["no_right"] == len(PeerRole) - 1 + number
-            for number, thief in enumerate((peers.expired, peers.stranger), start=1):
-                assert await is_refused(port, thief)
-                assert front.ended["handshake"] == number
-            assert not await takes_old_tls(f"{HOST}:{port}", peers.by_role[PeerRole.GATEWAY], 10.0)
-            assert engine.open == engine.read == 0
-            async with calling(port, peers.by_role[PeerRole.GATEWAY]) as (reader, writer):
-                writer.write(b"x")
-                await reader.readexactly(1)
-                (tmp_path / "revoked").write_text("thief-gateway\n")
-
-                def is_over() -> bool:
-                    guard.end_revoked()
-                    return len(front) == 0
-
-                await until(is_over)
 
     scenario()
