@@ -182,7 +182,7 @@ def test_chunks_that_nobody_waits_for_are_answered_up_to_a_limit(let_in: bool) -
             peer.sock.sendall(b"".join(peer.encoded(chunk) + bytes(1 + DIGEST_BYTES) for chunk in chunks))
             answers = [peer.hear(Nack) for _ in range(50)]
             assert answers == [Nack(slot=9, offset=offset, length=1, code="cancelled") for offset in range(50)]
-            assert "50 chunks" in peer.told().detail
+            assert "50 unexpected chunks" in peer.told().detail
 
 
 def test_abort_gives_the_memory_back_at_once_though_the_link_is_stuck() -> None:
