@@ -1,4 +1,4 @@
-"""Which door an engine has, and who is let in by it."""
+"""Which door an engine has, and whom the door lets in."""
 
 from pathlib import Path
 
