@@ -42,7 +42,7 @@ KEYS = {"keys": [shown(RSA_KEY, "r", "RS256"), shown(EC_KEY, "e", "ES256")]}
 
 
 def token(key: Any = RSA_KEY, name: str | None = "r", algorithm: str = "RS256", **claims: Any) -> str:
-    said = {"iss": ISSUER, "aud": "prfaas", "exp": int(time.time()) + 600, "azp": "acme", **claims}  # noqa: TID251
+    said = {"iss": ISSUER, "aud": "prfaas", "exp": int(time.time()) + 86_400, "azp": "acme", **claims}  # noqa: TID251
     said = {claim: value for claim, value in said.items() if value is not None}
     return jwt.encode(said, key, algorithm, headers={"kid": name} if name else None)
 
