@@ -169,7 +169,7 @@ class ReuseModel:
             cohort = place.cohort.counted_in()
             bucket = bucket_of(use.now - cohort.at)
             counted = float(self._reused[place.class_id, bucket])
-            for _ in places:
+            for _ in places:  # one by one: the sum rounds as if each block were counted alone
                 counted += self._weight
             self._reused[place.class_id, bucket] = counted
             cohort.remove(place.class_id, len(places))

@@ -35,7 +35,7 @@ HANDSHAKE_S: Final = 5.0
 CONNECT_S: Final = 5.0  # to an engine on the same machine, whose loop may be busy
 MAX_CONNECTIONS: Final = 16_384  # of callers that may ask
 MAX_OF_ADDRESS: Final = 4_096
-KNOWN_S: Final = 600.0  # a site is known so long after its last caller has gone
+KNOWN_S: Final = 600.0  # how long a site stays known after its last caller left
 MAX_KNOWN: Final = 1_024
 BACKLOG: Final = 128
 ACCEPT_PAUSE_S: Final = 0.5  # while the process can open no more
@@ -243,7 +243,7 @@ class EngineFront:
         caller.abort()
 
     def forget(self, caller: "_Caller") -> None:
-        """For a caller that has gone."""
+        """Gives back what a caller held that has left."""
         self._callers.discard(caller)
         self._handshakes.leave(caller)
         if caller.is_admitted:

@@ -80,7 +80,7 @@ class Demotions:
         for each in batch:
             try:
                 self._copy(*each)
-            except Exception:  # it is not kept; the pages have others by now who wait for them
+            except Exception:  # this block is lost; the next holder of its pages must not wait for ever
                 log.exception("a block that left memory could not be copied")
 
     def _copied(self, count: int) -> None:

@@ -38,9 +38,8 @@ Indices: TypeAlias = np.ndarray[tuple[int], np.dtype[np.intp]]
 # Rates this close are the same rate: a plateau, not a peak.
 TIE: Final = 1e-9
 RECOMMENDED_LOAD: Final = 0.8  # of Λ
-COLD_BUSY: Final = (
-    0.9  # that a stage may be at the load that is run, while decode nodes hold nothing: the rest is to recover by
-)
+# How busy a stage may be with cold caches, at the load that is run: the rest is for recovering.
+COLD_BUSY: Final = 0.9
 # Splitting an atom must gain at least this much, else the plan stays a plain threshold.
 WORTH_A_SHARE: Final = 1e-4
 

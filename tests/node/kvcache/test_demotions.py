@@ -64,7 +64,7 @@ async def in_time(what: Awaitable[None]) -> None:
 
 
 async def a_moment() -> None:
-    """Whatever can go on without a copy has gone on."""
+    """Lets every waiter run that no copy holds back."""
     for _ in range(20):
         await asyncio.sleep(0)
 

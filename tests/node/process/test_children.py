@@ -144,7 +144,7 @@ def test_a_child_ends_with_a_parent_that_is_killed(number: signal.Signals) -> No
 
 def test_a_child_whose_parent_died_first_does_not_begin() -> None:
     command = ending_with_us(["/bin/echo", "too late"], signal.SIGTERM)
-    command[command.index(str(os.getpid()))] = "1"  # as if we were another process's child by now
+    command[command.index(str(os.getpid()))] = "1"  # as if another process had adopted it
     late = subprocess.run(command, capture_output=True, check=False)
     assert (late.returncode, late.stdout) == (128 + signal.SIGTERM, b"")
 

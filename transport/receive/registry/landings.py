@@ -330,7 +330,7 @@ class Landings:
         return Accept(slot=frame.slot, missing=())
 
     def _end(self, landing: Landing, outcome: TransferOutcome, now: float) -> Notices:
-        if self.active.get(landing.transfer_id) is not landing:  # over already; the id may be another one's by now
+        if self.active.get(landing.transfer_id) is not landing:  # it has ended, and a later landing may have its id
             return []
         del self.active[landing.transfer_id]
         landing.outcome = outcome
