@@ -14,12 +14,14 @@ from typing import Any
 from planner.commands.arguments import COMMANDS
 from planner.errors import Infeasible, PlannerError
 from planner.version import tool_version
+from transport.control.grpc_environment import for_grpc
 
 EXIT_INPUT, EXIT_INFEASIBLE = 1, 3
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit code."""
+    os.environ.update(for_grpc(os.environ))
     args = parser().parse_args(argv)
     # Vectors are all there is to multiply; a thread per core, started by the first import of numpy, costs more than it saves.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")

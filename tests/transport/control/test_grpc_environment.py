@@ -4,13 +4,15 @@ import asyncio
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from planner.commands.cli import main as plan
+from prfaas.cli import main as command
 from transport.control.certificates import Authority
 from transport.control.credentials import server_certificate, takes_old_tls
 from transport.control.grpc_environment import CIPHER_SUITES, SETTINGS, for_grpc
@@ -68,3 +70,15 @@ def test_only_with_our_environment_a_control_port_refuses_tls_1_2(
 def test_what_an_environment_says_holds() -> None:
     assert for_grpc({}) == dict(SETTINGS)
     assert CIPHER_SUITES not in for_grpc({CIPHER_SUITES: "mine"})
+
+
+@pytest.mark.parametrize("main", [command, plan])
+def test_every_command_sets_it_before_it_loads_grpc(
+    main: Callable[[Sequence[str]], int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for key in SETTINGS:
+        monkeypatch.setenv(key, "")
+        monkeypatch.delenv(key)
+    with pytest.raises(SystemExit):
+        main(["--version"])
+    assert {key: os.environ.get(key) for key in SETTINGS} == dict(SETTINGS)
