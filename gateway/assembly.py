@@ -23,6 +23,7 @@ from gateway.admission.slo import SloGate
 from gateway.auth.oidc import Provider
 from gateway.auth.sessions import OperatorSessions
 from gateway.cluster.agent_client import AgentClient
+from gateway.cluster.block_naming import BlockNaming
 from gateway.cluster.drained_links import DrainedLinks
 from gateway.cluster.link_probes import Probes
 from gateway.cluster.links import ClusterLinks
@@ -180,7 +181,16 @@ async def running(
         )
         reloads = Reloads(
             config,
-            [routing.router, pipeline.steps.admission, seen.legs, seen.refusals, pipeline.line, door, LogLevel()],
+            [
+                routing.router,
+                pipeline.steps.admission,
+                seen.legs,
+                seen.refusals,
+                pipeline.line,
+                door,
+                LogLevel(),
+                BlockNaming(seen.clusters),
+            ],
             read_again or (lambda: config),
             metrics.upkeep.reloaded,
             seat.parent,

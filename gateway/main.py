@@ -17,6 +17,7 @@ import msgspec
 import uvloop
 
 from gateway.assembly import RunningGateway, running
+from gateway.cluster.block_naming import name_secrets
 from gateway.config.gateway import GatewayConfig, load
 from gateway.errors import GatewayConfigError
 from gateway.http.listener import raise_descriptor_limit
@@ -79,6 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = _configured(arguments, copy)
         check_identity(config)
         server_certificate(config)
+        name_secrets(config.names_secret)
         tokenizer = read_tokenizer(config)
     except GatewayConfigError as error:
         print(f"prfaas gateway: {error}", file=sys.stderr)

@@ -15,6 +15,7 @@ from gateway.admission.concurrency import ConcurrencyLimiter
 from gateway.admission.queue import WaitingLine
 from gateway.admission.slo import SloGate
 from gateway.cluster.agent_client import AgentClient
+from gateway.cluster.block_naming import name_secrets
 from gateway.cluster.drained_links import DrainedLinks, SharedDrainedLinks
 from gateway.cluster.links import ClusterLinks
 from gateway.cluster.registry import Clusters, NodeTimes
@@ -192,6 +193,7 @@ async def build_nodes(
         on_renamed=on_renamed,
         catch_up=seat.catch_up,
         times=times,
+        secrets=name_secrets(config.names_secret),
     )
     seat.join(clusters.nodes)
     refusals = SloGate(config, clusters, steps, clock)

@@ -17,12 +17,12 @@ from typing import Final, TypeVar
 
 from hybrid_cache.cache.events import CacheEvent
 from hybrid_cache.cache.reservation import Reservation
-from hybrid_cache.hashing.block_hash import model_salt
 from hybrid_cache.layout.layout import ModelLayout
 from node.config import RELOADABLE, SERVERS, NodeConfig
 from node.control.broadcast import Broadcast
 from node.control.holders import ReservationHolders
 from node.draining import Draining
+from node.engine.block_naming import BlockNaming
 from node.engine.front import door_of
 from node.engine.http_status import follow_adapters, follow_loads, serves
 from node.engine.kv_events import events_endpoint, follow
@@ -81,6 +81,7 @@ class NodeAgent:
     ) -> None:
         self.config = config
         self.role = role
+        self.naming = BlockNaming(config.names_secret)
         self.boot_id = uuid.uuid4().hex
         self.events = Broadcast()
         self.holders = ReservationHolders(now)
@@ -197,6 +198,8 @@ class NodeAgent:
             log.info("configuration node=%s %s: %s%s", self.config.node_id, name, change, note)
         self.prefills.egress.set_budgets(new.budgets())
         self.config = replace(self.config, **{name: getattr(new, name) for name in RELOADABLE})
+        engine, pages = self._engine, self.pages
+        self.naming.read_again(pages.layout.fingerprint if pages else "", self._engine_cache, engine and engine.send)
         self.reloads["applied" if set(changed) & set(RELOADABLE) else "unchanged"] += 1
 
     def is_idle(self) -> bool:
@@ -249,6 +252,7 @@ class NodeAgent:
                 page_bytes=pages.layout.page_bytes,
                 num_pages=pages.num_pages,
                 chunk_tokens=self.config.chunk_tokens,
+                block_salts=self.naming.model_salts(pages.layout.fingerprint),
             )
         )
         if self.draining.is_on:
@@ -289,7 +293,7 @@ class NodeAgent:
 
     async def _follow_engine_cache(self, layout: ModelLayout) -> None:
         self._forget_engine_cache()  # should this be another attempt
-        self._engine_cache = EngineCache(layout, model_salt(layout.fingerprint))
+        self._engine_cache = EngineCache(layout, self.naming.model_salts(layout.fingerprint)[0])
         await follow(events_endpoint(self.socket.path), self._engine_cache, self._publish_cache_event)
 
     def _publish_cache_event(self, event: CacheEvent) -> None:
@@ -456,6 +460,7 @@ class NodeAgent:
             version=VERSION,
             wall_clock_s=datetime.now(UTC).timestamp(),
             plain=config.plain_listeners,
+            name_secrets=self.naming.fingerprints,
         )
         if hello:
             description.engine_pid = hello.engine_pid if self._engine else 0

@@ -72,6 +72,7 @@ class NodeConfig:
     the agent listens there, and the engine on loopback only. `integrity` "aead" needs them, too. They are read again when they
     change, as is `revoked`, the list of certificates that count no more. Without them a node that other machines reach starts
     only if `plain` says that this is known.
+    `names_secret` is a file of secrets that blocks are named by, the gateways' own (`hybrid_cache.hashing.name_secrets`).
     `egress_bytes_per_s` limits what leaves for each destination cluster; 0 is no limit.
     `coding` makes KVCache smaller on its way, by kind of group (see `node.coding`); an empty table does nothing.
     `stages` is how many share the layers, so that chunks of a prompt follow each other through them: of vLLM the size of its
@@ -125,6 +126,7 @@ class NodeConfig:
     key: str = ""
     authority: str = ""
     revoked: str = ""
+    names_secret: str = ""
     plain: bool = False
     egress_bytes_per_s: EgressTable = 0.0
     coding: Mapping[str, Any] = field(default_factory=dict)
@@ -320,7 +322,9 @@ def load_node_config(path: Path) -> NodeConfig:
         _only_a_node(document)
         config = build(NodeConfig, document["node"], "[node]")
     # A relative path is relative to its file.
-    paths = [name for name in ("model", "metrics_key", *IDENTITY_KEYS, "revoked") if getattr(config, name)]
+    paths = [
+        name for name in ("model", "metrics_key", "names_secret", *IDENTITY_KEYS, "revoked") if getattr(config, name)
+    ]
     if config.engine != "embedded" and not (path.parent / config.model).exists():
         paths.remove("model")  # a name, not a path
     try:

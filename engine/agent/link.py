@@ -19,6 +19,7 @@ from hybrid_cache.cache.reservation import NO_HINTS, Hints
 from hybrid_cache.layout.layout import ModelLayout
 from transport.control.messages import (
     BeginPrefill,
+    BlockSalts,
     BootstrapAddress,
     ClaimLanding,
     ControlMessage,
@@ -164,6 +165,7 @@ class AgentLink:
         self._on_resume = on_resume
         self._on_lost = on_lost
         self._hold = hold
+        self.block_salts: tuple[bytes, ...] = ()  # that names of blocks may start from; none: the agent does not say
         self._writer: asyncio.StreamWriter | None = None
         self._arena: MappedArena | None = None
         self._jobs: dict[str, AgentJob] = {}
@@ -368,6 +370,8 @@ class AgentLink:
         match message:
             case Welcome():
                 self._welcome(message)
+            case BlockSalts():
+                self.block_salts = message.salts
             case Drain():
                 self._on_drain()
             case Resume():
@@ -381,6 +385,7 @@ class AgentLink:
         if welcome.page_bytes != self._layout.page_bytes:
             raise PagesInvalid(f"the arena has pages of {welcome.page_bytes} bytes, not {self._layout.page_bytes}")
         self._arena = MappedArena.open(Path(welcome.arena_path), welcome.page_bytes, welcome.num_pages)
+        self.block_salts = welcome.block_salts
         self._sent_load = None
         self._complaint = ""
         self._welcomed.set()

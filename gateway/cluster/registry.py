@@ -18,11 +18,11 @@ from gateway.cluster.agent_values import SILENT, NodeEvent, NodeInfo, NodeLoad
 from gateway.cluster.node import ClusterNode
 from gateway.cluster.pinned_prefixes import PinnedPrefix
 from gateway.errors import AgentCallFailed
-from gateway.prompt.prompt import Hashing, Prompt, PromptModel
+from gateway.prompt.prompt import BlockNames, Hashing, Prompt, PromptModel
 from gateway.tasks import BACKOFF_S, TaskSet
 from hybrid_cache.cache.events import CacheEvent
 from hybrid_cache.errors import CacheError
-from hybrid_cache.hashing.block_hash import model_salt
+from hybrid_cache.hashing.name_secrets import UNKEYED, NameSecrets
 from hybrid_cache.index.index import NOTHING, Holding, PrefixIndex
 from hybrid_cache.layout.layout import ModelLayout
 from planner.decisions.routing.offload import ReadyNodes
@@ -79,9 +79,7 @@ class ServedModel:
 
     def as_read(self, group: str = "", media_domains: frozenset[str] = frozenset()) -> PromptModel:
         """The model as reading a prompt of one of `group` sees it, with media at addresses of these domains."""
-        hashing = self.hashing
-        if group:
-            hashing = Hashing(hashing.block_size, hashing.salt, group)
+        hashing = self.hashing.of_group(group) if group else self.hashing
         return PromptModel(
             names=(self.name, self.model_id),
             max_model_len=self.max_model_len,
@@ -92,9 +90,18 @@ class ServedModel:
         )
 
 
-def salt_of(layout: ModelLayout) -> bytes:
+def hashing_by(secrets: NameSecrets, layout: ModelLayout) -> Hashing:
+    """How blocks of a model are named by the first of `secrets`, and by those before it."""
+    hashing = None
+    for salt, key in zip(secrets.model_salts(layout.fingerprint)[::-1], secrets.namespace_keys()[::-1], strict=True):
+        hashing = Hashing(layout.block_size, salt, key=key, earlier=hashing)
+    assert hashing is not None
+    return hashing
+
+
+def salt_of(layout: ModelLayout, secrets: NameSecrets = UNKEYED) -> bytes:
     """What block hashes of prompts for a model start from, for those who share them with everybody; equal at every gateway."""
-    return model_salt(layout.fingerprint)
+    return hashing_by(secrets, layout).salt
 
 
 class Clusters:
@@ -113,6 +120,7 @@ class Clusters:
         on_renamed: Callable[[str], None] = lambda node_id: None,
         catch_up: Callable[[Sequence[ClusterNode]], None] = lambda nodes: None,
         times: NodeTimes = NODE_TIMES,
+        secrets: NameSecrets = UNKEYED,
     ) -> None:
         """`on_silent` is told whose engine says nothing: what waits for it and has heard nothing for `quiet_s` need wait no more.
 
@@ -128,6 +136,7 @@ class Clusters:
         self._on_renamed = on_renamed
         self._catch_up = catch_up
         self._times = times
+        self.secrets = secrets
         self._by_id: dict[str, ClusterNode] = {}
         self._indexes: dict[
             str, PrefixIndex
@@ -158,6 +167,27 @@ class Clusters:
     def index(self) -> PrefixIndex | None:
         """What the nodes that serve the model have cached; None before one is known."""
         return self._indexes.get(self.served.layout.fingerprint) if self.served is not None else None
+
+    def rename(self, secrets: NameSecrets) -> None:
+        """Names blocks by these from now on."""
+        self.secrets = secrets
+        if self.served is not None:
+            self.served = replace(self.served, hashing=hashing_by(secrets, self.served.layout))
+
+    def by_known_names(self, prompt: Prompt) -> Prompt:
+        """`prompt` by the earlier of its names, if most of it is cached under those and not under the others.
+
+        So what goes on does so where it has begun. What only begins as others did has new names, and with it their beginning.
+        """
+        if prompt.earlier is None or (index := self.index) is None:
+            return prompt
+
+        def cached(names: Prompt | BlockNames) -> int:
+            found = index.match_all(names.hashes, prompt.transfer_tokens)
+            return max((holding.hit.num_tokens for holding in found.values()), default=0)
+
+        gained = cached(prompt.earlier) - cached(prompt)
+        return prompt.by_earlier_names() if 2 * gained > prompt.num_tokens else prompt
 
     def by_id(self, node_id: str) -> ClusterNode:
         """The node that bears this name. Raises AgentCallFailed: since a decision, its address may have got another one."""
@@ -338,7 +368,7 @@ class Clusters:
             model_id=info.model_id,
             layout=index.layout,
             max_model_len=info.max_model_len,
-            hashing=Hashing(index.layout.block_size, salt_of(index.layout)),
+            hashing=hashing_by(self.secrets, index.layout),
             is_paired=info.rooms is not None,
         )
         self.served = served.by(self._peers(index.layout))

@@ -233,6 +233,7 @@ class GatewayConfig:
     that other machines reach without says so, unless `plain_api` says that this is meant.
     `certificate`, `key` and `authority` are PEM files: with them, agents are talked to over mutual TLS. `revoked` lists
     certificates that count no more. Without, agents on other machines are talked to only if `plain` says that this is known.
+    `names_secret` is a file of secrets that blocks are named by (`hybrid_cache.hashing.name_secrets`), the same for all.
     Media at addresses are taken from `allowed_media_domains` alone.
     `operators` may look at this gateway and change it. `operator_keys` are of operators without a name, with all rights. A
     browser in which an operator has logged in need not show the key again for `session_s`.
@@ -268,6 +269,7 @@ class GatewayConfig:
     key: Path | None = None
     authority: Path | None = None
     revoked: Path | None = None
+    names_secret: Path | None = None
     plain: bool = False
     routing: RoutingConfig = field(default_factory=RoutingConfig)
     timeouts: Timeouts = field(default_factory=Timeouts)
@@ -398,7 +400,7 @@ DIVIDED: Final = (
 )
 CHANGEABLE: Final = (
     "threshold_tokens", "max_in_flight", "max_waiting", "log_level", "admission", "classes", "tenants", "operators",
-    "operator_keys",
+    "operator_keys", "names_secret",
 )  # fmt: skip
 CHANGEABLE_ROUTING: Final = (
     "prefill_tokens_per_s", "tie_share", "placement", "balancing_ratio", "home_cluster", "cross_cluster_cache",

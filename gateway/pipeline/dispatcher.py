@@ -211,6 +211,7 @@ class Dispatcher:
                 _, prompt = await self._reader.read(
                     call.endpoint, call.body({}), model, memory, answered, request.tenant.share
                 )
+        prompt = self._clusters.by_known_names(prompt)
         self._accounts.goes_on(request, prompt, answered)
         if may_have_died(error.reason):
             self._accounts.broke(request, failed.decode, failed.engine)

@@ -47,12 +47,20 @@ class Hashing(msgspec.Struct, frozen=True):
     """How the served model's blocks are named: tokens per block, the salt of the model, and which tenants share.
 
     Prompts of a `group`, and those with a `cache_salt` of the client's, have names of their own: no other prompt finds their
-    blocks, nor learns that they are there.
+    blocks, nor learns that they are there. `key` makes namespaces that others cannot guess, by a secret
+    (`hybrid_cache.hashing.name_secrets`). `earlier` is how blocks were named before its rotation, while they are looked for.
     """
 
     block_size: int
     salt: bytes
     group: str = ""
+    key: bytes = b""
+    earlier: "Hashing | None" = None
+
+    def of_group(self, group: str) -> "Hashing":
+        """The same for tenants of `group`."""
+        earlier = None if self.earlier is None else self.earlier.of_group(group)
+        return replace(self, group=group, earlier=earlier)
 
     def namespace(self, cache_salt: str | None) -> str:
         """Whose blocks those of a prompt are; "" is everybody's. Engines that have caches of their own get it as `cache_salt`.
@@ -61,7 +69,17 @@ class Hashing(msgspec.Struct, frozen=True):
         """
         if not (self.group or cache_salt):
             return ""
-        return NAMESPACE + sha256(f"{self.group}/{cache_salt or ''}".encode("utf-8", "surrogatepass")).hexdigest()
+        said = f"{self.group}/{cache_salt or ''}".encode("utf-8", "surrogatepass")
+        return NAMESPACE + sha256(self.key + said).hexdigest()
+
+
+class BlockNames(msgspec.Struct, frozen=True):
+    """A prompt's names by one secret; the fields are those of `Prompt`."""
+
+    hashes: list[bytes]
+    digest: bytes
+    salt: bytes
+    namespace: str
 
 
 class Prompt(msgspec.Struct, frozen=True):
@@ -70,7 +88,8 @@ class Prompt(msgspec.Struct, frozen=True):
     `caching` is what is to be done with its KVCache. `how` it was read, for a metric: "continued" from where an earlier body had
     ended, or why as a whole. `salt` is that of `namespace`, which engines' names start from. KVCache of an `adapter`,
     or with media, is not that of the tokens alone. With media that no engine has read `num_tokens` is a `guess`, and no other
-    prompt's blocks are called as its own; no more are those for an adapter.
+    prompt's blocks are called as its own; no more are those for an adapter. `earlier` are its names by the secret before the
+    one that its others are by, while that one is still looked for.
     """
 
     num_tokens: int
@@ -83,6 +102,16 @@ class Prompt(msgspec.Struct, frozen=True):
     adapter: str = ""
     has_media: bool = False
     guess: MediaGuess | None = None
+    earlier: BlockNames | None = None
+
+    def by_earlier_names(self) -> "Prompt":
+        """The same prompt as it is known by the secret before."""
+        names = self.earlier
+        if names is None:
+            return self
+        return replace(
+            self, hashes=names.hashes, digest=names.digest, salt=names.salt, namespace=names.namespace, earlier=None
+        )
 
     @property
     def is_plain(self) -> bool:
@@ -215,21 +244,26 @@ def prompt_from(
     check_length(call, len(tokens), model.max_model_len)
     if answered:
         tokens = np.concatenate([tokens, token_array(answered)])
-    hashing = model.hashing
-    namespace = hashing.namespace(call.options.cache_salt)
-    salt = namespaced(hashing.salt, namespace)
     adapter = call.options.model if call.options.model in model.adapters else ""
-    named = namespaced(salt, f"{ALONE}{unread.hex()}/{adapter}") if adapter or unread else salt
-    chain = memory.chains.chain(tokens, hashing.block_size, named, tenant, insets)
+
+    def names_by(hashing: Hashing) -> BlockNames:
+        namespace = hashing.namespace(call.options.cache_salt)
+        salt = namespaced(hashing.salt, namespace)
+        named = namespaced(salt, f"{ALONE}{unread.hex()}/{adapter}") if adapter or unread else salt
+        chain = memory.chains.chain(tokens, hashing.block_size, named, tenant, insets)
+        return BlockNames(chain.hashes, chain.digest, salt, namespace)
+
+    names = names_by(model.hashing)
     return Prompt(
         len(tokens),
-        chain.hashes,
-        chain.digest,
+        names.hashes,
+        names.digest,
         how,
-        salt,
-        namespace,
+        names.salt,
+        names.namespace,
         adapter=adapter,
         has_media=bool(insets),
+        earlier=None if model.hashing.earlier is None else names_by(model.hashing.earlier),
     )
 
 

@@ -29,7 +29,7 @@ from gateway.api.cache_control import Caching
 from gateway.api.openai import Call, Endpoint, call_of
 from gateway.errors import ApiError
 from gateway.prompt.media import MediaGuess
-from gateway.prompt.prompt import Prompt, PromptMemory, PromptModel, read_call
+from gateway.prompt.prompt import BlockNames, Prompt, PromptMemory, PromptModel, read_call
 from hybrid_cache.hashing.block_hash import split_hashes
 from prompts.tokens.encoder import EncoderVerdict
 from prompts.tokens.tokenizer import Blueprint, TextTokenizer
@@ -70,6 +70,7 @@ class ReadAnswer(msgspec.Struct, frozen=True, tag="Answer"):
     how: str
     salt: bytes
     namespace: str
+    earlier: BlockNames | None  # its hashes are one, put together
     caching: Caching
     adapter: str
     has_media: bool
@@ -120,6 +121,7 @@ def answer_of(header: bytes, data: bytearray, endpoint: Endpoint) -> tuple[Call,
         answer.adapter,
         answer.has_media,
         answer.guess,
+        None if (names := answer.earlier) is None else replace(names, hashes=split_hashes(*names.hashes)),
     )
     if endpoint is answer.endpoint:
         return call_of(endpoint, fields), prompt, answer.why_plain
@@ -162,6 +164,7 @@ def _answer(question: ReadQuestion, body: bytes, memory: PromptMemory) -> Iterab
         prompt.how,
         prompt.salt,
         prompt.namespace,
+        None if (names := prompt.earlier) is None else replace(names, hashes=[b"".join(names.hashes)]),
         prompt.caching,
         prompt.adapter,
         prompt.has_media,

@@ -263,7 +263,7 @@ class GenerationEndpoint:
         call = whole(call)
         served.not_done.check(call.fields)
         understood = await self.rooms.engine_readings.understood(call, prompt, model, tenant)
-        prompt = understood.prompt
+        prompt = self.clusters.by_known_names(understood.prompt)
         self.metrics.read(prompt.how)
         visit.body = b""
         request_id = visit.http[REQUEST_ID]

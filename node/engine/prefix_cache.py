@@ -73,6 +73,10 @@ class EngineCache:
         self._pieces: dict[int, Pieces[EngineHash]] = {}  # by the size of vLLM's blocks
         self._cut: dict[int, Pieces[EngineHash]] = {}  # vLLM's group → the pieces that its blocks are
 
+    def rename(self, salt: bytes) -> None:
+        """Names what begins from now on by another salt; what is held, and what goes on from it, keeps its names."""
+        self._salt = salt
+
     @property
     def remembered(self) -> int:
         """Names and pieces: as many as blocks that the engine holds, or a few times that."""

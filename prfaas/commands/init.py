@@ -4,6 +4,7 @@ On one machine that is one file, for `prfaas up`; on several, one for each proce
 """
 
 import json
+import secrets
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,6 +13,7 @@ from typing import Final
 
 from gateway.auth.keyring import digest_of
 from gateway.config.operators import OperatorRole
+from hybrid_cache.hashing.name_secrets import SECRET_BYTES
 from prfaas.commands.keys import new_key, operator_lines
 from prfaas.commands.scraping import DIGEST_FILE, KEY_FILE, OPERATOR, ScrapeJob, prometheus_file
 from prfaas.errors import InitError
@@ -39,6 +41,7 @@ PORTS: Final = {
 GATEWAY_PORT: Final = 8000
 FIRST_OPERATOR: Final = "first-operator"
 AUTHORITY: Final = "certificates/authority.pem"
+NAMES_FILE: Final = "names.secret"
 IN_CLEAR: Final = (
     "plain = true                             # known: anybody on this network can read, and ask, what others do"
 )
@@ -108,12 +111,13 @@ def members(site: InitSite) -> list[Member]:
 class FirstKeys:
     """What opens a site of several machines: keys for clients, for operators, and for Prometheus. Files have digests of them.
 
-    Without one for clients, the gateway is for its own machine, and so are its pages.
+    Without one for clients, the gateway is for its own machine, and so are its pages. `names` is what blocks are named by.
     """
 
     prometheus: str
     tenant: str = ""
     operator: str = ""
+    names: str = ""
 
 
 def files(site: InitSite, keys: FirstKeys) -> dict[str, str]:
@@ -124,6 +128,7 @@ def files(site: InitSite, keys: FirstKeys) -> dict[str, str]:
     return {
         KEY_FILE: f"{keys.prometheus}\n",
         DIGEST_FILE: f"{digest_of(keys.prometheus)}\n",
+        **({NAMES_FILE: f"{keys.names}\n"} if site.tls else {}),
         "prometheus.yml": prometheus_file(_scrape_jobs(site, nodes, keys)),
         **{f"{node.name}.toml": _node_file(site, node) for node in nodes},
         "gateway.toml": _gateway_file(site, nodes, keys),
@@ -133,7 +138,8 @@ def files(site: InitSite, keys: FirstKeys) -> dict[str, str]:
 
 def init(site: InitSite, folder: Path, overwrite: bool, say: Callable[[str], None]) -> None:
     """Writes them, with certificates if they are asked for. Raises InitError, CertificateError."""
-    keys = FirstKeys(new_key()) if site.gateway == HERE else FirstKeys(new_key(), new_key(), new_key())
+    names = secrets.token_hex(SECRET_BYTES)
+    keys = FirstKeys(new_key(), *((new_key(), new_key()) if site.gateway != HERE else ()), names=names)
     contents = files(site, keys)
     there = sorted(name for name in contents if (folder / name).exists())
     if there and not overwrite:
@@ -163,7 +169,7 @@ def init(site: InitSite, folder: Path, overwrite: bool, say: Callable[[str], Non
 
 def _write(path: Path, text: str) -> None:
     """A key is for its owner, and never for others, not even for a moment."""
-    if path.name == KEY_FILE:
+    if path.name in (KEY_FILE, NAMES_FILE):
         path.unlink(missing_ok=True)
         path.touch(mode=0o600)
     path.write_text(text)
@@ -335,6 +341,7 @@ def _identity(name: str) -> Iterator[str]:
         ("revoked", REVOKED),
     ):
         yield _pair(key, f"certificates/{file}")
+    yield _pair("names_secret", NAMES_FILE, "blocks are named by it: the same on all, and nobody else's")
 
 
 def _https() -> Iterator[str]:
@@ -374,7 +381,7 @@ def _start(site: InitSite, nodes: Sequence[Member]) -> str:
 
 def _needs(site: InitSite, name: str, *others: str) -> str:
     """What one process reads that its machine must hold, as a cell of the table."""
-    own = [f"certificates/{name}.pem", f"certificates/{name}.key"] if site.tls else []
+    own = [NAMES_FILE, f"certificates/{name}.pem", f"certificates/{name}.key"] if site.tls else []
     return ", ".join(f"`{file}`" for file in (*others, *own, site.model))
 
 

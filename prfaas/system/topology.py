@@ -43,7 +43,9 @@ from transport.control.settings import (
     require_one_of,
 )
 
-PATHS = ("path", "profile", "token_file", "gateway_key_file", "tls_certificate", "tls_key", "metrics_key")
+PATHS = (
+    "path", "profile", "token_file", "gateway_key_file", "tls_certificate", "tls_key", "metrics_key", "names_secret",
+)  # fmt: skip
 DEFAULT_FILE = Path(__file__).parents[1] / "data" / "local.toml"
 
 

@@ -9,9 +9,11 @@ from pathlib import Path
 
 from engine.byte_tokenizer import byte_tokenizer
 from gateway.cluster.agent_client import AgentClient
+from gateway.cluster.block_naming import name_secrets
+from gateway.cluster.registry import hashing_by
 from gateway.config.gateway import load
-from gateway.prompt.prompt import Hashing
-from hybrid_cache.hashing.block_hash import block_hashes, model_salt, namespaced
+from hybrid_cache.hashing.block_hash import block_hashes, namespaced
+from hybrid_cache.layout.layout import ModelLayout
 from tests.borders.sites import BLOCK_SIZE, TENANT
 
 TIMEOUT_S = 20.0
@@ -27,8 +29,9 @@ async def move(gateway_file: Path, source: str, target: str, text: str) -> bytes
     try:
         tokens = byte_tokenizer().encode(text).ids
         info, _ = await agents[source].describe()
-        model = model_salt(info.layout_fingerprint)
-        salt = namespaced(model, Hashing(BLOCK_SIZE, model, TENANT).namespace(None))
+        layout = ModelLayout.from_json(info.layout_json)
+        hashing = hashing_by(name_secrets(config.names_secret), layout).of_group(TENANT)
+        salt = namespaced(hashing.salt, hashing.namespace(None))
         hashes = block_hashes(tokens[:-1], BLOCK_SIZE, salt)
         ticket = await agents[target].reserve_prefix("move", hashes, BLOCK_SIZE * len(hashes), TIMEOUT_S)
         sent = await agents[source].load("move", hashes, ticket, TIMEOUT_S)

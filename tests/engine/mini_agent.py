@@ -39,6 +39,7 @@ class MiniAgent:
         self.refuse_answers: str = ""
         self.deaf_to_answers = False
         self.lands_exact = True
+        self.block_salts: tuple[bytes, ...] = ()
         self.ended: list[m.EndJob] = []
         self.heard: list[m.EngineMessage] = []
         self.landings: dict[str, Landing] = {}
@@ -125,6 +126,7 @@ class MiniAgent:
                         page_bytes=self.layout.page_bytes,
                         num_pages=self._num_pages,
                         chunk_tokens=self._chunk_tokens,
+                        block_salts=self.block_salts,
                     )
                 )
             case m.BeginPrefill():

@@ -77,12 +77,19 @@ class Hello(ControlMessage, frozen=True, kw_only=True):
 
 
 class Welcome(ControlMessage, frozen=True, kw_only=True):
-    """Where the arena lies and how it is cut into pages."""
+    """Where the arena lies and how it is cut into pages. `block_salts` are what chains of block names may start from."""
 
     arena_path: str
     page_bytes: int
     num_pages: int
     chunk_tokens: int
+    block_salts: tuple[bytes, ...] = ()
+
+
+class BlockSalts(ControlMessage, frozen=True, kw_only=True):
+    """Agent to engine: other `block_salts` than those of Welcome hold, after a rotation of their secret."""
+
+    salts: tuple[bytes, ...]
 
 
 class BeginPrefill(ControlMessage, frozen=True, kw_only=True):
@@ -225,7 +232,7 @@ class Resume(ControlMessage, frozen=True, kw_only=True):
 
 
 EngineMessage = Hello | BeginPrefill | LayerDone | StateDone | PrefillDone | EndJob | ClaimLanding | LoadReport
-AgentMessage = Welcome | JobPages | Refused | Delivered | Drain | Resume
+AgentMessage = Welcome | BlockSalts | JobPages | Refused | Delivered | Drain | Resume
 
 _LENGTH_BYTES = 4
 _encoder = msgspec.msgpack.Encoder()

@@ -96,6 +96,11 @@ class VllmAgentThread:
         """Whether the agent has answered our Hello."""
         return self._link.connected
 
+    @property
+    def block_salts(self) -> tuple[bytes, ...]:
+        """That names of blocks may start from; none: the agent does not say."""
+        return self._link.block_salts
+
     def poll(self) -> list[AgentEvent]:
         """What happened since the last call."""
         self.news.clear()

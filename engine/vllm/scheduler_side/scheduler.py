@@ -240,7 +240,10 @@ class SchedulerSide:
         return Handover(request=request, route=HandoverRoute.LOCAL, prompt=prompt, transfer=transfer, insets=insets)
 
     def _unsuited(self, request: Any, transfer: KVTransfer) -> str:
-        return internals.unsuited(request, lambda namespace: transfer.salt == namespaced(self._salt, namespace))
+        salts = self._agent.block_salts or (self._salt,)
+        return internals.unsuited(
+            request, lambda namespace: any(transfer.salt == namespaced(salt, namespace) for salt in salts)
+        )
 
     def _ask(self, handover: Handover) -> None:
         handover.phase = HandoverPhase.ASKED

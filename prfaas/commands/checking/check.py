@@ -8,7 +8,7 @@ import json
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Final
@@ -19,6 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gateway.cluster.agent_client import AgentClient
+from gateway.cluster.block_naming import name_secrets
 from gateway.config.gateway import GatewayConfig
 from gateway.errors import AgentCallFailed, GatewayConfigError
 from prfaas.commands.checking.access_findings import access_findings, tls_findings
@@ -59,8 +60,13 @@ async def check(gateway_file: Path, console: Console, as_json: bool) -> bool:
         config = gateway_of(gateway_file)
     except GatewayConfigError as error:
         raise CheckError(str(error)) from error
+    try:
+        secrets = name_secrets(config.names_secret) if config.names_secret is not None else None
+    except GatewayConfigError as error:
+        raise CheckError(f"{gateway_file}: {error}") from error
     access = [*access_findings(config, _wall_clock_s()), *await tls_findings(config)]
-    found = [*access, *findings(await look(config))]
+    names = secrets.fingerprints if secrets is not None else ()
+    found = [*access, *findings(replace(await look(config), name_secrets=names))]
     if as_json:
         console.out(json.dumps([asdict(each) for each in found], indent=2), highlight=False)
     else:
@@ -235,7 +241,7 @@ async def _shown(agent: str, identity: Identity | None, revoked: Revoked) -> Cer
 
 def _open_files(config: GatewayConfig) -> list[OpenFile]:
     """Keys that others on this machine can read."""
-    secrets = {path for path in (config.key, config.tls_key) if path is not None}
+    secrets = {path for path in (config.key, config.tls_key, config.names_secret) if path is not None}
     if config.key is not None and config.authority is not None:
         secrets |= {*config.key.parent.glob("*.key"), config.authority.with_suffix(".key")}
     modes = {path: path.stat().st_mode & 0o777 for path in sorted(secrets) if path.exists()}

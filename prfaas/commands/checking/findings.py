@@ -112,6 +112,7 @@ class CheckFindings:
     open_files: Sequence[OpenFile] = ()
     version: str = ""
     has_identity: bool = False  # the gateway asked
+    name_secrets: Sequence[str] = ()  # fingerprints of those that the gateway names blocks by, the newest first
 
 
 def findings(seen: CheckFindings) -> list[Finding]:
@@ -125,6 +126,7 @@ def findings(seen: CheckFindings) -> list[Finding]:
         *_about_models(seen.described),
         *_about_versions(seen.described, seen.version),
         *_about_clocks(seen.described),
+        *_about_names(seen.described, seen.name_secrets),
         *_about_plain(seen.described),
         *(_about_engines_in_clear(seen.described) if seen.has_identity else ()),
         *_about_ports(seen.ports),
@@ -177,6 +179,29 @@ def _about_plain(nodes: Sequence[Described]) -> Iterator[Finding]:
             ports = ", ".join(f"{listener}_port" for listener in node.info.plain)
             remedy = "certificates and integrity = 'aead' seal control, calls and transfers; carry the rest inside your network"
             yield Finding(Level.WARNING, node.info.node_id, f"in clear to other machines: {ports}", remedy)
+
+
+def _about_names(nodes: Sequence[Described], own: Sequence[str]) -> Iterator[Finding]:
+    """Whether all name blocks by the same secrets: they compare fingerprints, which tell nothing of them."""
+    newest = own[0] if own else ""
+    for node in nodes:
+        names = node.info.name_secrets
+        if newest and newest not in names:
+            what = f"names blocks by {_secrets(names)}, and the gateway by {newest}: what its engine's own cache has is not found"
+        elif names and names[0] not in own:
+            what = f"names blocks by {names[0]}, which this gateway's names_secret does not have"
+        else:
+            continue
+        remedy = (
+            "the same file names_secret on every node and gateway, nodes first; prfaas reload and SIGHUP read it again"
+        )
+        yield Finding(Level.WARNING, node.info.node_id, what, remedy)
+    if newest and nodes and all(node.info.name_secrets == tuple(own) for node in nodes):
+        yield Finding(Level.OK, "names", f"of blocks are by {' and '.join(own)} on all {len(nodes)} nodes")
+
+
+def _secrets(fingerprints: Sequence[str]) -> str:
+    return " and ".join(fingerprints) or "no secret"
 
 
 def _about_engines_in_clear(nodes: Sequence[Described]) -> Iterator[Finding]:

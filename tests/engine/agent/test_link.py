@@ -66,6 +66,18 @@ def test_hello_says_who_we_are(tmp_path):
     run(tmp_path, scenario)
 
 
+def test_the_agent_says_what_names_of_blocks_start_from_and_may_say_it_anew(tmp_path):
+    async def scenario(agent, link):
+        assert link.block_salts == ()
+        agent.block_salts = (b"a",)
+        assert await link.wait_connected(PATIENCE_S)
+        assert link.block_salts == (b"a",)
+        agent.send(m.BlockSalts(salts=(b"b", b"a")))
+        await until(lambda: link.block_salts == (b"b", b"a"))
+
+    run(tmp_path, scenario)
+
+
 def test_job_pages_are_mapped_and_given_back(tmp_path):
     async def scenario(agent, link):
         await link.wait_connected(PATIENCE_S)

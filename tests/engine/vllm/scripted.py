@@ -23,6 +23,7 @@ class Agent:
     def __init__(self) -> None:
         self.news = threading.Event()
         self.rank_socket = "ranks.sock"
+        self.block_salts: tuple[bytes, ...] = ()
         self.events, self.asked, self.ended, self.last, self.completed = [], [], [], [], []
         self.loads, self.computed, self.insets = [], [], []
 

@@ -120,3 +120,28 @@ def test_every_namespace_has_names_of_its_own(group: str, cache_salt: str | None
 def test_no_two_namespaces_are_one() -> None:
     pairs = [("", "a/b"), ("a", "b"), ("a", "/b"), ("", "a"), ("a", ""), ("", "/a")]
     assert len({Hashing(16, b"", group).namespace(salt) for group, salt in pairs}) == len(pairs)
+
+
+KEYED = Hashing(block_size=16, salt=b"new", key=b"k" * 32, earlier=Hashing(block_size=16, salt=b"old"))
+
+
+def test_a_prompt_has_its_names_of_before_a_rotation_beside_the_new_ones() -> None:
+    ids = [7] * 40
+    prompt = worlds.prompt_of(Endpoint.COMPLETIONS, KEYED, prompt=ids)
+    before = worlds.prompt_of(Endpoint.COMPLETIONS, Hashing(block_size=16, salt=b"old"), prompt=ids)
+    assert prompt.hashes == block_hashes(ids[:-1], 16, b"new")
+    assert prompt.by_earlier_names() == before
+    assert before.earlier is None
+    assert before.by_earlier_names() == before
+
+
+def test_a_namespace_by_a_secret_cannot_be_told_from_its_group() -> None:
+    acme, unkeyed = KEYED.of_group("acme"), Hashing(block_size=16, salt=b"old", group="acme")
+    assert acme.earlier == unkeyed
+    names = {each.namespace(salt) for each in (acme, unkeyed) for salt in (None, "theirs")}
+    assert len(names) == 4
+    assert all(name.startswith(NAMESPACE) for name in names)
+    assert KEYED.namespace(None) == ""  # everybody's
+    salted = worlds.prompt_of(Endpoint.COMPLETIONS, acme, prompt=[7] * 40)
+    assert salted.namespace == acme.namespace(None)
+    assert salted.by_earlier_names().namespace == unkeyed.namespace(None)

@@ -136,10 +136,12 @@ def long_body(word: str, size: int = LONG_BODY_BYTES) -> bytes:
 @on_loop
 async def test_long_bodies_are_read_as_short_ones_are() -> None:
     body = long_body("hello there")
+    rotating = model_of(Hashing(block_size=16, salt=b"salt", key=b"key", earlier=HASHING))
     async with reader() as reads:
-        call, prompt = await reads.read(Endpoint.COMPLETIONS, body, MODEL)
-    same_call, same_prompt = read_call(Endpoint.COMPLETIONS, body, MODEL, PromptMemory(text_tokenizer()))
+        call, prompt = await reads.read(Endpoint.COMPLETIONS, body, rotating)
+    same_call, same_prompt = read_call(Endpoint.COMPLETIONS, body, rotating, PromptMemory(text_tokenizer()))
     assert prompt == same_prompt
+    assert prompt.earlier is not None
     assert isinstance(prompt, Prompt)
     assert call.options == same_call.options
     assert call.body({"max_tokens": 1}) == same_call.body({"max_tokens": 1})

@@ -147,6 +147,16 @@ def test_blocks_of_a_namespace_have_the_names_that_its_gateway_looks_for() -> No
     assert other.apply([stored(0, 2, extra_keys=[("image", "prfaas-acme"), None])]) == []
 
 
+def test_after_a_rotation_what_begins_has_new_names_and_what_goes_on_has_its_own() -> None:
+    cache, rotated = EngineCache(DENSE, SALT), model_salt("rotated")
+    cache.apply([stored(0, 2)])
+    cache.rename(rotated)
+    assert cache.apply([stored(2, 3)]) == [BlocksStored(0, (OURS[2],), Medium.ENGINE)]
+    begun = stored(0, 1, block_hashes=[engine_hash(9)], token_ids=TOKENS[BLOCK : 2 * BLOCK])
+    names = tuple(block_hashes(TOKENS[BLOCK : 2 * BLOCK], BLOCK, rotated))
+    assert cache.apply([begun]) == [BlocksStored(0, names, Medium.ENGINE)]
+
+
 def image(number: int) -> str:
     return f"{MEDIUM}{number}"
 

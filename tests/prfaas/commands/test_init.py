@@ -9,6 +9,7 @@ from gateway.auth.keyring import Keyring
 from gateway.config.gateway import load as load_gateway
 from gateway.config.operators import OperatorRole
 from gateway.errors import Unauthorised
+from hybrid_cache.hashing.name_secrets import NameSecrets
 from node.config import load_node_config
 from prfaas.cli import main
 from prfaas.commands.init import QUESTIONS, FirstKeys, InitSite, asked, files, init, members, site_of
@@ -159,6 +160,20 @@ def test_start_names_each_file_that_a_process_reads(tmp_path: Path) -> None:
     ]
     assert all((tmp_path / file).exists() for file in re.findall("`(certificates/[^`]*)`", start))
     assert "`prometheus.key`, `certificates/authority.pem`" in start
+
+
+def test_with_certificates_all_name_blocks_by_one_secret_that_others_cannot_read(tmp_path: Path) -> None:
+    site = InitSite(model="/m", gateway="10.0.0.1", remote=("10.1.0.1",), decode=("10.0.0.2",), tls=True)
+    write(site, tmp_path)
+    file = tmp_path / "names.secret"
+    assert file.stat().st_mode & 0o077 == 0
+    assert len(NameSecrets.of(file.read_text()).secrets[0]) == 32
+    assert load_gateway(tmp_path / "gateway.toml").names_secret == file
+    assert {load_node_config(tmp_path / f"{each.name}.toml").names_secret for each in members(site)} == {str(file)}
+    rows = [line for line in (tmp_path / "START.md").read_text().splitlines() if line.startswith("| 10.")]
+    assert all("`names.secret`" in row for row in rows)
+    write(InitSite(model="/m", gateway="10.0.0.1", remote=("10.1.0.1",)), tmp_path / "plain")
+    assert not (tmp_path / "plain" / "names.secret").exists()
 
 
 def test_a_relative_model_is_where_the_command_ran(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -153,3 +153,14 @@ def test_a_namespace_that_blocks_are_named_by_is_no_obstacle(world):
     assert world.side.num_new_matched_tokens(request, 0) is None  # it waits for the agent
     forged = world.arrive(Request("forged", params=LEG | {"salt": salt}, cache_salt="prfaas-other"))
     assert world.side.request_finished(forged) == {"delivered": False, "reason": "cache_salt"}
+
+
+def test_a_namespace_by_any_of_the_agents_secrets_is_no_obstacle_and_one_by_none_is(world):
+    salts = world.agent.block_salts = (b"new" * 10, b"old" * 10)
+    for number, salt in enumerate(salts):
+        named = namespaced(salt, "prfaas-acme").hex()
+        leg = world.arrive(Request(f"leg{number}", params=LEG | {"salt": named}, cache_salt="prfaas-acme"))
+        assert world.side.num_new_matched_tokens(leg, 0) is None
+    unkeyed = namespaced(model_salt(LAYOUT.model.fingerprint), "prfaas-acme").hex()
+    stale = world.arrive(Request("stale", params=LEG | {"salt": unkeyed}, cache_salt="prfaas-acme"))
+    assert world.side.request_finished(stale) == {"delivered": False, "reason": "cache_salt"}

@@ -178,3 +178,20 @@ def test_other_code_of_the_same_version_is_told() -> None:
     )))  # fmt: skip
     assert (found.level, found.about) == (Level.WARNING, "d0")
     assert found.what == "runs version 1.0+1111111111, this is 1.0+2222222222 (other code of the same version)"
+
+
+def test_nodes_and_gateway_name_blocks_by_the_same_secrets() -> None:
+    assert bad(replace(WELL, name_secrets=())) == []
+    both = replace(
+        WELL,
+        described=tuple(
+            replace(each, info=replace(each.info, name_secrets=("new", "old"))) for each in (PREFILL, DECODE)
+        ),
+    )
+    assert bad(replace(both, name_secrets=("new", "old"))) == []
+    assert "names" in {each.about for each in findings(replace(both, name_secrets=("new", "old")))}
+    (unkeyed, behind) = bad(replace(with_decode(name_secrets=("old",)), name_secrets=("new", "old")))
+    assert (unkeyed.level, unkeyed.about, behind.about) == (Level.WARNING, "p0", "d0")
+    assert "by no secret, and the gateway by new" in unkeyed.what
+    (other,) = bad(with_decode(name_secrets=("new",)))
+    assert "by new, which this gateway's names_secret does not have" in other.what
