@@ -1,0 +1,140 @@
+"""Units for systemd: it finds nothing wrong with them, our commands take their arguments, and they keep their bounds."""
+
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+from gateway.config.gateway import Timeouts
+from node.agent import ENGINE_STOP_S
+from node.config import node_config
+from planner.commands.cli import parser as plan_parser
+from planner.service.config import ServiceConfig
+from prfaas.cli import EXIT_BAD_CONFIG
+from prfaas.cli import parser as prfaas_parser
+from transport.control.secret_files import DIRECTORY, located
+
+ROOT: Final = Path(__file__).parent.parent.parent
+FOLDER: Final = ROOT / "deploy" / "systemd"
+UNITS: Final = sorted(FOLDER.glob("*.service"))
+NAMES: Final = [unit.name for unit in UNITS]
+INSTALLED: Final = Path("/opt/prfaas")
+SETTINGS: Final = Path("/etc/prfaas")
+STATE: Final = Path("/var/lib")
+ANALYZE: Final = shutil.which("systemd-analyze")
+MAX_EXPOSURE: Final = 2.0  # of 10, by systemd-analyze
+BOUNDS: Final = {
+    "User": "prfaas",
+    "UMask": "0077",
+    "CapabilityBoundingSet": "",
+    "NoNewPrivileges": "yes",
+    "ProtectSystem": "strict",
+    "ProtectHome": "yes",
+    "PrivateTmp": "yes",
+    "RestrictSUIDSGID": "yes",
+    "SystemCallArchitectures": "native",
+    "KillMode": "mixed",
+    "Restart": "on-failure",
+    "RestartPreventExitStatus": str(EXIT_BAD_CONFIG),
+    "ExecReload": "/bin/kill -HUP $MAINPID",
+}
+
+Settings = dict[str, list[str]]
+
+
+def read(text: str) -> Settings:
+    """Every setting, with all of its values; a comment is no setting."""
+    found: Settings = {}
+    for line in text.splitlines():
+        if "=" in line and not line.startswith("#"):
+            key, _, value = line.partition("=")
+            found.setdefault(key, []).append(value)
+    return found
+
+
+def settings(unit: Path) -> Settings:
+    return read(unit.read_text())
+
+
+def with_options(unit: Path) -> Settings:
+    """With the settings that stand in comments, for those who want them."""
+    return read(re.sub(r"^#(?=[A-Z]\w+=)", "", unit.read_text(), flags=re.MULTILINE))
+
+
+def unit_of(kind: str) -> Path:
+    return next(unit for unit in UNITS if unit.name.startswith(f"prfaas-{kind}"))
+
+
+def test_there_is_one_for_each_process() -> None:
+    assert NAMES == ["prfaas-gateway.service", "prfaas-node@.service", "prfaas-plan.service"]
+
+
+@pytest.mark.parametrize("unit", UNITS, ids=NAMES)
+def test_our_commands_take_what_it_says(unit: Path) -> None:
+    (command,) = settings(unit)["ExecStart"]
+    program, *arguments = shlex.split(command.replace("%i", "home-d0"))
+    # By its path: Python then takes modules of that folder and of the environment, none of the current folder.
+    assert Path(program).parent == INSTALLED / ".venv/bin"
+    parser = plan_parser() if Path(program).name == "prfaas-plan" else prfaas_parser()
+    assert Path(program).name in (ROOT / "pyproject.toml").read_text()
+    assert Path(parser.parse_args(arguments).config).parent == SETTINGS
+
+
+@pytest.mark.parametrize("unit", UNITS, ids=NAMES)
+def test_it_keeps_its_bounds(unit: Path) -> None:
+    found = settings(unit)
+    assert {key: found.get(key, ["missing"])[-1] for key in BOUNDS} == BOUNDS
+    assert found["SystemCallFilter"] == ["@system-service", "~@privileged"]
+
+
+@pytest.mark.parametrize("unit", UNITS, ids=NAMES)
+def test_paths_are_where_the_guide_puts_them(unit: Path) -> None:
+    found, optional = settings(unit), with_options(unit)
+    (state,) = found["StateDirectory"]
+    assert found["WorkingDirectory"] == [str(STATE / state)]
+    (document,) = found["Documentation"]
+    assert (ROOT / Path(document.removeprefix("file:")).relative_to(INSTALLED)).is_file()
+    for credential in optional.get("LoadCredential", []):
+        name, _, source = credential.partition(":")
+        assert Path(source).is_relative_to(SETTINGS)
+        # It is read as the unit's comment says.
+        assert located(SETTINGS, f"${DIRECTORY}/{name}", {DIRECTORY: "/run/c"}) == Path("/run/c") / name
+    for said in re.findall(r'^# .*?(\w+) = "\$CREDENTIALS_DIRECTORY', unit.read_text(), re.MULTILINE):
+        assert said in ServiceConfig.__slots__
+
+
+def test_a_stop_is_waited_for_as_long_as_ours_take() -> None:
+    node, gateway = (int(settings(unit_of(kind))["TimeoutStopSec"][0]) for kind in ("node", "gateway"))
+    least = node_config({"node_id": "n", "cluster": "c", "cluster_kind": "pd", "role": "decode", "model": "m"})
+    assert node > least.drain_timeout_s + ENGINE_STOP_S
+    assert gateway > Timeouts().drain_s
+
+
+def test_nodes_have_what_private_devices_and_users_would_take() -> None:
+    """Their arenas are of one user in /dev/shm; GPUs and NICs are devices."""
+    found = settings(unit_of("node"))
+    assert not found.keys() & {"DynamicUser", "PrivateDevices", "ProtectClock", "PrivateIPC", "MemoryDenyWriteExecute"}
+    assert f"u {found['User'][0]} " in (FOLDER / "prfaas.sysusers.conf").read_text()
+
+
+@pytest.mark.skipif(ANALYZE is None, reason="no systemd-analyze")
+@pytest.mark.parametrize("unit", UNITS, ids=NAMES)
+def test_systemd_finds_nothing_wrong_and_little_exposed(unit: Path, tmp_path: Path) -> None:
+    assert ANALYZE is not None
+    # Programs must be there: any will do. So must the instance of a template.
+    made = tmp_path / unit.name.replace("@", "@home-d0")
+    made.write_text(re.sub(rf"(?<=ExecStart=){INSTALLED}\S+", sys.executable, unit.read_text()))
+    verified = subprocess.run(
+        [ANALYZE, "verify", "--man=no", "--generators=no", str(made)], capture_output=True, text=True, check=False
+    )
+    assert (verified.returncode, made.name in verified.stderr) == (0, False), verified.stderr
+    judged = subprocess.run(
+        [ANALYZE, "security", "--offline=true", "--no-pager", f"--threshold={int(MAX_EXPOSURE * 10)}", str(made)],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert judged.returncode == 0, judged.stdout
