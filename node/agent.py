@@ -198,8 +198,8 @@ class NodeAgent:
             log.info("configuration node=%s %s: %s%s", self.config.node_id, name, change, note)
         self.prefills.egress.set_budgets(new.budgets())
         self.config = replace(self.config, **{name: getattr(new, name) for name in RELOADABLE})
-        engine, pages = self._engine, self.pages
-        self.naming.read_again(pages.layout.fingerprint if pages else "", self._engine_cache, engine and engine.send)
+        tell = self._engine.send if self._engine else None
+        self.naming.read_again(self.pages.layout.fingerprint if self.pages else "", self._engine_cache, tell)
         self.reloads["applied" if set(changed) & set(RELOADABLE) else "unchanged"] += 1
 
     def is_idle(self) -> bool:

@@ -42,6 +42,7 @@ ANY_CLUSTER: Final = "*"
 # Each with a key ..._port, and one ..._host; gateways look for calls at the host of control.
 SECRET_FLAGS: Final = ("--api-key", "--admin-api-key", "--hf-token", "--ssl-keyfile-password")
 THIS_MACHINE: Final = "127.0.0.1"
+BOOT_KEY: Final = "boot"  # of `ssd_key`
 LISTENERS: Final = ("control", "calls", "transfer", "engine", "metrics")
 GUARDED: Final = ("control", "calls", "transfer", "engine")  # by certificates
 # What may be changed while the node runs, by SIGHUP.
@@ -81,6 +82,7 @@ class NodeConfig:
     last uses of `eviction_history_blocks` blocks, up to 480 bytes each.
     vLLM fetches media at addresses of `allowed_media_domains` only, and follows no redirect.
     `ssd_dir` is where blocks go that leave memory, up to `ssd_bytes`, in a directory named after the node; empty: nowhere.
+    With `ssd_key` they are encrypted there: under the secret in that file, or under one of each start, "boot".
     """
 
     node_id: str
@@ -112,6 +114,7 @@ class NodeConfig:
     eviction_history_blocks: int = HISTORY_BLOCKS
     ssd_dir: str = ""
     ssd_bytes: int = 0
+    ssd_key: str = ""
     allowed_media_domains: tuple[str, ...] = ()
     chunk_tokens: int = 512
     stages: int = 1
@@ -193,6 +196,8 @@ class NodeConfig:
             require_range("ssd_bytes", self.ssd_bytes, 1 << 20, 1 << 50)
         elif self.ssd_bytes:
             raise SettingsError(f"ssd_bytes = {self.ssd_bytes!r}: allowed only with ssd_dir, which is empty")
+        if self.ssd_key and not self.ssd_dir:
+            raise SettingsError(f"ssd_key = {self.ssd_key!r}: allowed only with ssd_dir, which is empty")
 
     def _check_links(self) -> None:
         require_one_of("transport", self.transport, TRANSPORTS)
@@ -325,6 +330,7 @@ def load_node_config(path: Path) -> NodeConfig:
     paths = [
         name for name in ("model", "metrics_key", "names_secret", *IDENTITY_KEYS, "revoked") if getattr(config, name)
     ]
+    paths += ["ssd_key"] if config.ssd_key not in ("", BOOT_KEY) else []
     if config.engine != "embedded" and not (path.parent / config.model).exists():
         paths.remove("model")  # a name, not a path
     try:

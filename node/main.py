@@ -18,10 +18,11 @@ import uvloop
 
 from node.agent import ENGINE_STOP_S, NodeAgent
 from node.command_line import add_node_arguments, config_from, split_engine_args
-from node.config import LISTENERS, SERVERS, NodeConfig
+from node.config import BOOT_KEY, LISTENERS, SERVERS, NodeConfig
 from node.control.call_server import CallServer
 from node.errors import EngineFailure, EngineRefused, NoArenaMemory, NodeConfigError, NodeError
 from node.grpc_service import NodeService, serve
+from node.kvcache.ssd_tier import ssd_secret
 from node.metrics import serve_metrics
 from node.process.interpreter import favour_the_loop
 from node.process.ports import UNUSABLE, ListenPort, wait_free
@@ -193,6 +194,7 @@ def check_model(config: NodeConfig) -> None:
     if config.engine in SERVERS and importlib.util.find_spec(config.engine) is None:
         raise NodeConfigError(NOT_INSTALLED[config.engine])
     check_identity(config)
+    check_ssd_key(config)
     if config.engine == "emulated" and config.model.endswith(".json") and not Path(config.model).is_file():
         raise NodeConfigError(f"model = {config.model!r}: no such file; the emulated engine needs a profile's file")
     if config.engine == "embedded" and not (Path(config.model) / "config.json").is_file():
@@ -200,6 +202,12 @@ def check_model(config: NodeConfig) -> None:
             f"model = {config.model!r}: it must be a model directory, with a config.json; `prfaas model build` makes one. "
             "A path in a file is relative to the file"
         )
+
+
+def check_ssd_key(config: NodeConfig) -> None:
+    """Raises NodeConfigError now for a key that cannot be used."""
+    if config.ssd_key and config.ssd_key != BOOT_KEY:
+        ssd_secret(config.ssd_key)
 
 
 def check_identity(config: NodeConfig) -> None:

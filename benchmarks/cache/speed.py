@@ -17,6 +17,7 @@ from hybrid_cache.hashing.name_secrets import NameSecrets
 from hybrid_cache.index.index import PrefixIndex
 from hybrid_cache.layout.layout import KVCacheGroup, ModelLayout
 from hybrid_cache.layout.spec import FullAttention, LinearState
+from hybrid_cache.tiers.slots import CheckedSlots, SealedSlots, SlotBlock, SlotFormat
 
 BLOCK_SIZE = 64
 PROMPT_TOKENS = 131_072
@@ -44,6 +45,9 @@ def measure() -> list[dict[str, str | int | float]]:
         row("memory per indexed block", bytes_per_block, "B", "<= 200"),
         row("longest step of taking in 1M blocks", storing_s * 1e3, "ms", "<= 5"),
         row("longest step of dropping them", dropping_s * 1e3, "ms", "<= 5"),
+        row("sealing a state for the SSD tier", state_gb_per_s(SealedSlots(bytes(32), "speed")), "GB/s", "-"),
+        row("checking it, if it is not sealed", state_gb_per_s(CheckedSlots()), "GB/s", "-"),
+        row("longest step of sealing it", longest_step_s(SealedSlots(bytes(32), "speed")) * 1e3, "ms", "<= 5"),
         row("one workload-aware eviction, 100 categories", workload_eviction_s(1) * 1e6, "us", "<= 5"),
         row("same, 20 evictions per point in time", workload_eviction_s(20) * 1e6, "us", "<= 5"),
         row("default eviction, with its learning, all told", default_eviction_s() * 1e6, "us", "-"),
@@ -109,6 +113,25 @@ def rebuild_s() -> tuple[float, float]:
     while len(index):
         dropping_s.append(cpu_s(index.tidy))
     return storing_s, max(dropping_s)
+
+
+def state_gb_per_s(slots: SlotFormat) -> float:
+    return STATE_BYTES / best(lambda: write_state(slots, lambda: None), 5) / 1e9
+
+
+def longest_step_s(slots: SlotFormat) -> float:
+    """Between two writes to disk; CPU of this thread, which no neighbour lengthens."""
+    moments = [time.thread_time()]
+    write_state(slots, lambda: moments.append(time.thread_time()))
+    return float(np.diff(moments).max())
+
+
+def write_state(slots: SlotFormat, on_put: Callable[[], object]) -> None:
+    slots.write(SlotBlock(0, STATE_BYTES, bytes(32)), PIECES, lambda at, parts: on_put())
+
+
+STATE_BYTES = 174 << 20  # of a linear state of a large model
+PIECES = [np.ones(1 << 20, np.uint8).data for _ in range(STATE_BYTES >> 20)]
 
 
 def workload_eviction_s(at_once: int) -> float:

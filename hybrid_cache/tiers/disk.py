@@ -1,11 +1,9 @@
 """The SSD tier: blocks that left memory, checked whenever they come back.
 
-One file per group, cut into slots of equal size; a slot is a header and a block's bytes:
-
-    | magic, group, length, block hash, checksum of the bytes, checksum of the header | bytes |
+One file per group, cut into slots of equal size; a slot is a header and a block's bytes (`hybrid_cache.tiers.slots`).
 
 A slot is written header last, after its old header was wiped. After a crash, each slot with a valid header is listed again; its
-bytes are believed only if their checksum agrees at the time they are read. So a torn, stale or rotten block costs a miss.
+bytes are believed only if they are found sound at the time they are read. So a torn, stale, rotten or forged block costs a miss.
 
 The order of use is saved at close, and now and then before, in two files in turn. They have the last bytes of the
 hashes in order. A torn file loses a little of the order, never a block. Blocks that the saved order does not know have
@@ -25,17 +23,14 @@ from types import TracebackType
 from typing import Final, NamedTuple, Self
 
 import numpy as np
-import xxhash
 
 from hybrid_cache.cache.events import BlocksStored, CacheCleared, CacheEvent, EventLog, Medium
 from hybrid_cache.layout.layout import ModelLayout
 from hybrid_cache.tiers.files import Buffer, Disk
+from hybrid_cache.tiers.slots import CORRUPT, HEADER_BYTES, CheckedSlots, SlotBlock, SlotFormat, checksum
 
 log = logging.getLogger(__name__)
 
-MAGIC: Final = b"pfKV"
-HEADER: Final = struct.Struct("<4sIQ32s16s8s")
-HEADER_BYTES: Final = 128
 ORDER_MAGIC: Final = b"pfLR"
 ORDER: Final = struct.Struct("<4sQQ16s")  # magic, number of the save, number of blocks, checksum of what follows
 ORDER_BYTES: Final = 8  # of a hash
@@ -52,7 +47,7 @@ class BlockKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiskReport:
-    """Counts since the start. `corrupt` blocks were found damaged and dropped, none was served."""
+    """Counts since the start. Blocks that were `corrupt` or, if sealed, `unauthentic` were dropped, and none was served."""
 
     capacity_bytes: int
     blocks: int
@@ -61,6 +56,7 @@ class DiskReport:
     hits: int
     misses: int
     corrupt: int
+    unauthentic: int
     read_errors: int
     write_errors: int
     refused_writes: int
@@ -70,24 +66,35 @@ class DiskReport:
 class DiskTier:
     """Blocks of one layout on disk, the least recently used overwritten first. Thread-safe."""
 
-    def __init__(self, layout: ModelLayout, disk: Disk, *, capacity_bytes: int, queue_bytes: int = 256 << 20) -> None:
-        """Lists what is there; files of other layouts, or beyond the capacity, are removed. Raises OSError."""
+    def __init__(
+        self,
+        layout: ModelLayout,
+        disk: Disk,
+        *,
+        capacity_bytes: int,
+        queue_bytes: int = 256 << 20,
+        slots: SlotFormat | None = None,
+    ) -> None:
+        """Lists what is there; files of other layouts and formats, or beyond the capacity, are removed. Raises OSError."""
         self.layout = layout
         self.queue_bytes: Final = queue_bytes
         self._disk = disk
         share = capacity_bytes // len(layout.groups)
         self._slots = [_slots_within(layout, group, share, queue_bytes) for group in range(len(layout.groups))]
-        # Another layout's blocks are other files: nothing is ever read across.
-        self._names = [f"{layout.fingerprint[:24]}-{group}.kv" for group in range(len(layout.groups))]
+        self._format = slots or CheckedSlots()
+        # Another layout's blocks, or those of another secret, are other files: nothing is ever read across.
+        part = self._format.file_part
+        self._names = [f"{layout.fingerprint[:24]}-{group}{part}.kv" for group in range(len(layout.groups))]
         if freed := disk.keep(_most_bytes(layout, self._names, self._slots)):
-            log.info("removed %d bytes of other layouts, or beyond %d bytes for each group", freed, share)
+            log.info("removed %d bytes of other layouts or keys, or beyond %d bytes for each group", freed, share)
         self._index: list[OrderedDict[bytes, int]] = [OrderedDict() for _ in layout.groups]
         self._free: list[list[int]] = [[] for _ in layout.groups]
         self._pending: dict[BlockKey, list[memoryview]] = {}
         self._queue: deque[BlockKey] = deque()
         self._queued_bytes = 0
         self._counts = dict.fromkeys(
-            ("hits", "misses", "corrupt", "read_errors", "write_errors", "refused_writes", "recovered"), 0
+            ("hits", "misses", "corrupt", "unauthentic", "read_errors", "write_errors", "refused_writes", "recovered"),
+            0,
         )
         self._events = EventLog(EVENT_LIMIT, Medium.SSD)
         self._lock = threading.Lock()
@@ -185,8 +192,11 @@ class DiskTier:
         except OSError:
             self._forget(key, slot)
             return self._count("read_errors", False)
-        if got < size or not self._is_sound(key, header, into):
-            return self._count("corrupt" if self._forget(key, slot) else "misses", False)
+        wrong = CORRUPT
+        if got >= size and self._listed(key.group, header) == key.block_hash:
+            wrong = self._format.opened(header, into)
+        if wrong:
+            return self._count(wrong if self._forget(key, slot) else "misses", False)
         with self._lock:
             if self._index[key.group].get(key.block_hash) == slot:
                 self._index[key.group].move_to_end(key.block_hash)
@@ -267,15 +277,9 @@ class DiskTier:
         self._index[group] = OrderedDict(found)
 
     def _listed(self, group: int, header: bytearray) -> bytes | None:
-        magic, its_group, length, block_hash, _, check = HEADER.unpack_from(header)
-        sound = magic == MAGIC and its_group == group and length == self.layout.block_bytes(group)
-        return block_hash if sound and check == _check(header) else None
-
-    def _is_sound(self, key: BlockKey, header: bytearray, parts: Sequence[memoryview]) -> bool:
-        if self._listed(key.group, header) != key.block_hash:
-            return False
-        checksum: bytes = HEADER.unpack_from(header)[4]
-        return checksum == _checksum(parts)
+        block = self._format.listed(header)
+        its_own = block is not None and block[:2] == (group, self.layout.block_bytes(group))
+        return block.block_hash if block is not None and its_own else None
 
     def _forget(self, key: BlockKey, slot: int) -> bool:
         """Drops a block from the index unless its slot has been given to another since."""
@@ -308,7 +312,7 @@ class DiskTier:
         try:
             size = self._disk.size(name)
             self._disk.read(name, 0, [memoryview(header)])
-            magic, number, count, checksum = ORDER.unpack_from(header)
+            magic, number, count, check = ORDER.unpack_from(header)
             if magic != ORDER_MAGIC or count > most or ORDER.size + count * ORDER_BYTES > size:
                 return 0, b""
             hashes = bytearray(count * ORDER_BYTES)
@@ -316,7 +320,7 @@ class DiskTier:
         except OSError:
             self._counts["read_errors"] += 1
             return 0, b""
-        return (number, bytes(hashes)) if checksum == _checksum([number.to_bytes(8), hashes]) else (0, b"")
+        return (number, bytes(hashes)) if check == checksum([number.to_bytes(8), hashes]) else (0, b"")
 
     def _save_order(self) -> None:
         self._saves += 1
@@ -325,7 +329,7 @@ class DiskTier:
                 self._uses = 0
                 order = tuple(self._index[group])
             hashes = b"".join([block_hash[-ORDER_BYTES:] for block_hash in order])
-            header = ORDER.pack(ORDER_MAGIC, self._saves, len(order), _checksum([self._saves.to_bytes(8), hashes]))
+            header = ORDER.pack(ORDER_MAGIC, self._saves, len(order), checksum([self._saves.to_bytes(8), hashes]))
             try:
                 self._disk.write(f"{name}.lru{self._saves % 2}", 0, [header, hashes])
             except OSError:
@@ -377,13 +381,14 @@ class DiskTier:
 
     def _write(self, key: BlockKey, slot: int, data: list[memoryview]) -> None:
         name, offset = self._names[key.group], slot * self._slot_bytes(key.group)
-        header = bytearray(HEADER_BYTES)
-        self._disk.write(name, offset, [bytes(header)])
-        self._disk.write(name, offset + HEADER_BYTES, data)
-        size = self.layout.block_bytes(key.group)
-        HEADER.pack_into(header, 0, MAGIC, key.group, size, key.block_hash, _checksum(data), b"")
-        header[HEADER.size - 8 : HEADER.size] = _check(header)
-        self._disk.write(name, offset, [bytes(header)])
+
+        def put(at: int, parts: Sequence[Buffer]) -> None:
+            self._disk.write(name, offset + HEADER_BYTES + at, parts)
+
+        self._disk.write(name, offset, [bytes(HEADER_BYTES)])
+        block = SlotBlock(key.group, self.layout.block_bytes(key.group), key.block_hash)
+        header = self._format.write(block, data, put)
+        self._disk.write(name, offset, [header])
 
     def _done(self, key: BlockKey, slot: int | None, *, written: bool) -> None:
         with self._lock:
@@ -425,17 +430,6 @@ def _most_bytes(layout: ModelLayout, names: Sequence[str], slots: Sequence[int])
 
 def _slot_bytes(block_bytes: int) -> int:
     return HEADER_BYTES + -(-block_bytes // HEADER_BYTES) * HEADER_BYTES
-
-
-def _check(header: bytearray) -> bytes:
-    return xxhash.xxh3_64_digest(bytes(header[: HEADER.size - 8]))
-
-
-def _checksum(parts: Sequence[Buffer]) -> bytes:
-    hasher = xxhash.xxh3_128()
-    for part in parts:
-        hasher.update(part)
-    return hasher.digest()
 
 
 def _copied(parts: Sequence[Buffer], size: int) -> list[memoryview]:

@@ -11,7 +11,7 @@ from typing import Final, Protocol
 from hybrid_cache.errors import DiskInUse
 
 LOCK_NAME: Final = "lock"
-TIER_FILE: Final = re.compile(r"[0-9a-f]{24}-[0-9]+\.kv(\.lru[01])?")
+TIER_FILE: Final = re.compile(r"[0-9a-f]{24}-[0-9]+(\.[0-9a-f]{16})?\.kv(\.lru[01])?")
 Buffer = bytes | bytearray | memoryview
 
 

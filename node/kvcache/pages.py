@@ -17,11 +17,12 @@ from hybrid_cache.hashing import block_hash as hashing
 from hybrid_cache.layout.layout import ByteRange, ModelLayout
 from hybrid_cache.layout.transfers import GroupRanges, RangePlaces, TransferRanges
 from hybrid_cache.tiers.disk import DiskTier
+from hybrid_cache.tiers.slots import SlotFormat
 from node.config import NodeConfig
 from node.control.broadcast import Broadcast
-from node.errors import NodeRefusal
+from node.errors import NodeConfigError, NodeRefusal
 from node.kvcache.arena import Arena
-from node.kvcache.ssd_tier import WAITS, Ssd, SsdWaits, open_disk
+from node.kvcache.ssd_tier import WAITS, Ssd, SsdWaits, open_disk, slots_of
 from node.kvcache.tenant_pages import NOBODY, TENANTS_PART, TenantPages
 from node.tasks import in_daemon_thread
 from transport.control.proto import node_pb2 as pb
@@ -36,7 +37,7 @@ MEDIA = {Medium.MEMORY: pb.MEDIUM_MEMORY, Medium.SSD: pb.MEDIUM_SSD, Medium.ENGI
 LONG_BLOCKS = 512  # more of them take some milliseconds
 EVICT_BLOCKS = 512  # in one go, for a long prompt
 PART_HASHES = 16_384  # of a long snapshot, in one message
-OpenDisk = Callable[[ModelLayout, Path, int], DiskTier]
+OpenDisk = Callable[[ModelLayout, Path, int, SlotFormat | None], DiskTier]
 
 MAX_TOKENS = 1 << 24
 """Longer than any context; a length beyond it is a mistake, and must not make us build lists of its size."""
@@ -91,14 +92,19 @@ class ArenaPages:
         """Opens the SSD tier, however long its directory cannot be used; what lies there can be matched from then on."""
         node_id = self._config.node_id
         directory = Path(self._config.ssd_dir) / node_id
+        if self._config.certificate and not self._config.ssd_key:
+            log.warning("SSD tier node=%s: KVCache lies on disk as it is; ssd_key has it encrypted", node_id)
+
+        def opened() -> DiskTier:
+            slots = slots_of(self._config.ssd_key, self.layout)
+            return self._open_disk(self.layout, directory, self._config.ssd_bytes, slots)
+
         while True:
-            opening = asyncio.ensure_future(
-                in_daemon_thread("ssd-open", lambda: self._open_disk(self.layout, directory, self._config.ssd_bytes))
-            )
+            opening = asyncio.ensure_future(in_daemon_thread("ssd-open", opened))
             try:
                 disk = await asyncio.shield(opening)
                 break
-            except (DiskInUse, OSError) as exc:
+            except (DiskInUse, OSError, NodeConfigError) as exc:
                 log.error("no SSD tier node=%s, next try in %.0fs: %s", node_id, self._ssd_retry_s, exc)
             except asyncio.CancelledError:
                 opening.add_done_callback(_close_unused)

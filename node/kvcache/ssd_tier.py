@@ -10,6 +10,7 @@ All methods belong to the agent's event loop; threads only copy, read and write 
 import asyncio
 import itertools
 import logging
+import secrets
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,10 +23,14 @@ from hybrid_cache.cache.reservation import Reservation
 from hybrid_cache.layout.layout import ModelLayout
 from hybrid_cache.tiers.disk import DiskTier
 from hybrid_cache.tiers.files import FileDisk
+from hybrid_cache.tiers.slots import SECRET_BYTES, SealedSlots, SlotFormat
 from hybrid_cache.tiers.tiers import Promotion, Tiers, Views
+from node.config import BOOT_KEY
+from node.errors import NodeConfigError
 from node.kvcache.demotions import Demotions
 from node.tasks import in_daemon_thread
 from transport.control.proto import node_pb2 as pb
+from transport.control.secret_files import read_secret
 
 log = logging.getLogger(__name__)
 
@@ -43,14 +48,35 @@ END_S: Final = 10.0  # for a disk to write what is queued when the node ends
 FORGET: Final = 0.7  # weight of what was measured before
 
 
-def open_disk(layout: ModelLayout, directory: Path, capacity_bytes: int) -> DiskTier:
+def ssd_secret(ssd_key: str) -> bytes:
+    """What a node's `ssd_key` stands for now. Raises NodeConfigError."""
+    if ssd_key == BOOT_KEY:
+        return secrets.token_bytes(SECRET_BYTES)
+    name = f"ssd_key: {Path(ssd_key).name}"
+    try:
+        secret = bytes.fromhex(read_secret(Path(ssd_key)))
+    except OSError as exc:
+        raise NodeConfigError(f"{name}: {exc}") from exc
+    except ValueError:
+        secret = b""
+    if len(secret) != SECRET_BYTES:
+        raise NodeConfigError(f"{name}: it must be {2 * SECRET_BYTES} hexadecimal digits")
+    return secret
+
+
+def slots_of(ssd_key: str, layout: ModelLayout) -> SlotFormat | None:
+    """How blocks lie on disk by a node's `ssd_key`; None: as they are. Raises NodeConfigError."""
+    return SealedSlots(ssd_secret(ssd_key), layout.fingerprint) if ssd_key else None
+
+
+def open_disk(layout: ModelLayout, directory: Path, capacity_bytes: int, slots: SlotFormat | None = None) -> DiskTier:
     """Opens, and lists, what a node has on disk. Blocks. Raises DiskInUse and OSError."""
     groups = range(len(layout.groups))
     queue_bytes = max(QUEUE_BYTES, QUEUE_BLOCKS * max(layout.block_bytes(group) for group in groups))
     capacity_bytes -= len(groups) * FILES_PER_GROUP * FILE_SYSTEM_BYTES
     disk = FileDisk(directory)
     try:
-        return DiskTier(layout, disk, capacity_bytes=capacity_bytes, queue_bytes=queue_bytes)
+        return DiskTier(layout, disk, capacity_bytes=capacity_bytes, queue_bytes=queue_bytes, slots=slots)
     except BaseException:
         disk.close()
         raise
@@ -219,7 +245,9 @@ class Ssd:
     def report(self) -> pb.SsdReport:
         """Contents and counts as a message."""
         report = self._disk.report()
-        counted = ("hits", "misses", "corrupt", "read_errors", "write_errors", "refused_writes", "recovered")
+        counted = (
+            "hits", "misses", "corrupt", "unauthentic", "read_errors", "write_errors", "refused_writes", "recovered",
+        )  # fmt: skip
         return pb.SsdReport(
             open=True,
             capacity_bytes=report.capacity_bytes,

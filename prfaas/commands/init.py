@@ -139,7 +139,9 @@ def files(site: InitSite, keys: FirstKeys) -> dict[str, str]:
 def init(site: InitSite, folder: Path, overwrite: bool, say: Callable[[str], None]) -> None:
     """Writes them, with certificates if they are asked for. Raises InitError, CertificateError."""
     names = secrets.token_hex(SECRET_BYTES)
-    keys = FirstKeys(new_key(), *((new_key(), new_key()) if site.gateway != HERE else ()), names=names)
+    keys = FirstKeys(new_key(), names=names)
+    if site.gateway != HERE:
+        keys = replace(keys, tenant=new_key(), operator=new_key())
     contents = files(site, keys)
     there = sorted(name for name in contents if (folder / name).exists())
     if there and not overwrite:

@@ -15,10 +15,13 @@ from hybrid_cache.cache.prefix_cache import PrefixCache
 from hybrid_cache.hashing.block_hash import block_hashes
 from hybrid_cache.layout.layout import KVCacheGroup, ModelLayout
 from hybrid_cache.layout.spec import FullAttention, LinearState
-from hybrid_cache.tiers.disk import HEADER_BYTES, DiskTier
+from hybrid_cache.tiers.disk import DiskTier
 from hybrid_cache.tiers.files import Buffer, FileDisk
+from hybrid_cache.tiers.slots import HEADER_BYTES, SlotFormat
+from node.config import BOOT_KEY
+from node.errors import NodeConfigError
 from node.kvcache.pages import ArenaPages
-from node.kvcache.ssd_tier import QUEUE_BYTES, Ssd, SsdWaits, open_disk
+from node.kvcache.ssd_tier import QUEUE_BYTES, Ssd, SsdWaits, open_disk, ssd_secret
 from tests.hybrid_cache.builders import FULL, hashes_of, make_layout
 from tests.hybrid_cache.builders import prefill as keep
 from tests.pd_cluster.handover import BLOCK, LAYOUT, HandNode, run, until
@@ -52,13 +55,13 @@ class SlowDisk(FileDisk):
 
 
 @asynccontextmanager
-async def node_with_ssd(tmp_path: Path, name: str = "p") -> AsyncIterator[tuple[HandNode, SlowDisk]]:
+async def node_with_ssd(tmp_path: Path, name: str = "p", ssd_key: str = "") -> AsyncIterator[tuple[HandNode, SlowDisk]]:
     """A node whose blocks go to a directory that the next one of that name finds again."""
     disks: list[SlowDisk] = []
 
-    def open_disk(layout: object, directory: Path, capacity_bytes: int) -> DiskTier:
+    def open_disk(layout: object, directory: Path, capacity_bytes: int, slots: SlotFormat | None = None) -> DiskTier:
         disks.append(SlowDisk(directory))
-        return DiskTier(LAYOUT, disks[-1], capacity_bytes=capacity_bytes)
+        return DiskTier(LAYOUT, disks[-1], capacity_bytes=capacity_bytes, slots=slots)
 
     class PagesAboveSlowDisk(ArenaPages):
         """An engine that computes nothing is faster than any disk: here it does not count."""
@@ -72,7 +75,8 @@ async def node_with_ssd(tmp_path: Path, name: str = "p") -> AsyncIterator[tuple[
 
     node_id = f"{name}-{hash(tmp_path)}"
     ssd_dir = str(tmp_path / "ssd")
-    node = HandNode(name, tmp_path, node_id=node_id, ssd_dir=ssd_dir, ssd_bytes=32 << 20, pages=PagesAboveSlowDisk)
+    ssd = {"ssd_dir": ssd_dir, "ssd_bytes": 32 << 20, "ssd_key": ssd_key}
+    node = HandNode(name, tmp_path, node_id=node_id, **ssd, pages=PagesAboveSlowDisk)
     await node.pages.open_ssd()
     try:
         yield node, disks[0]
@@ -185,18 +189,52 @@ def test_a_prefix_on_disk_can_be_sent(tmp_path: Path) -> None:
     run(scenario())
 
 
-def test_damage_is_counted_and_computed_instead(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("key", "cached_tokens"), [("file", LAST), (BOOT_KEY, 0)])
+def test_encrypted_blocks_outlive_the_node_if_their_key_does(tmp_path: Path, key: str, cached_tokens: int) -> None:
+    file = tmp_path / "ssd.key"
+    file.write_text("5d" * 32)
+    ssd_key = str(file) if key == "file" else key
+
     async def scenario() -> None:
-        async with node_with_ssd(tmp_path) as (node, _):
+        async with node_with_ssd(tmp_path, ssd_key=ssd_key) as (node, _):
             await prefill(node, PROMPT)
-        for file in (tmp_path / "ssd").glob("*/*-0.kv"):
+            await forget(node)
+            assert (await prefill(node, PROMPT)).cached_tokens == LAST
+        async with node_with_ssd(tmp_path, ssd_key=ssd_key) as (node, _):
+            assert (await prefill(node, PROMPT)).cached_tokens == cached_tokens
+            assert report(node).events["unauthentic"] == 0
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("text", ["", "5d" * 31, "no key"])
+def test_a_key_that_cannot_be_used_is_named_and_not_shown(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "ssd.key"
+    with pytest.raises(NodeConfigError, match=r"ssd_key: ssd\.key: .*No such file"):
+        ssd_secret(str(file))
+    file.write_text(text)
+    with pytest.raises(NodeConfigError, match="64 hexadecimal digits") as refusal:
+        ssd_secret(str(file))
+    assert not text or text not in str(refusal.value)
+    assert ssd_secret(BOOT_KEY) != ssd_secret(BOOT_KEY)
+
+
+@pytest.mark.parametrize(("ssd_key", "reason"), [("", "corrupt"), ("ssd.key", "unauthentic")])
+def test_damage_is_counted_and_computed_instead(tmp_path: Path, ssd_key: str, reason: str) -> None:
+    (tmp_path / "ssd.key").write_text("5d" * 32)
+    key = ssd_key and str(tmp_path / ssd_key)
+
+    async def scenario() -> None:
+        async with node_with_ssd(tmp_path, ssd_key=key) as (node, _):
+            await prefill(node, PROMPT)
+        for file in (tmp_path / "ssd").glob("*/*-0*.kv"):
             data = bytearray(file.read_bytes())
             for position in range(HEADER_BYTES + 7, len(data), SLOT_BYTES):
                 data[position] ^= 1
             file.write_bytes(data)
-        async with node_with_ssd(tmp_path) as (node, _):
+        async with node_with_ssd(tmp_path, ssd_key=key) as (node, _):
             assert (await prefill(node, PROMPT)).cached_tokens == 0
-            assert report(node).events["corrupt"] >= 1
+            assert report(node).events[reason] >= 1
             assert report(node).promotions["damaged"] >= 1
             assert (await prefill(node, PROMPT)).cached_tokens == LAST  # it was computed again
 
