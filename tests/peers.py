@@ -1,8 +1,13 @@
 """Certificates of every role by one authority, and of those who should get nowhere."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Final
+from typing import Final, cast
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
 
 from transport.control.certificates import Authority
 from transport.peers.guard import Guard
@@ -24,6 +29,8 @@ class Peers:
             self.by_role[role] = self.issue(PeerName("prfaas", "east", role, f"thief-{role}"))
         self.server = self.issue(OWN)
         self.nameless = self._authority.issue("nameless", [HOST, "node"])
+        names = [PeerName("prfaas", "east", role, "twofold") for role in (PeerRole.GATEWAY, PeerRole.NODE)]
+        self.twofold = _renamed(self.issue(names[0]), folder / "authority.key", names)
         self.abroad = self.issue(PeerName("elsewhere", "east", PeerRole.GATEWAY, "abroad"))
         self.expired = self.issue(PeerName("prfaas", "any", PeerRole.GATEWAY, "expired"), days=-0.5)
         elsewhere = Authority(folder / "other", "other").issue(
@@ -39,3 +46,18 @@ class Peers:
         revoked.touch()
         identity = replace(self.server, revoked=revoked)
         return identity, identity.guard()
+
+
+def _renamed(identity: Identity, authority_key: Path, names: Sequence[PeerName]) -> Identity:
+    """The same certificate with other names for its holder: as an authority may sign that looks at none of them."""
+    had = x509.load_pem_x509_certificate(identity.certificate.read_bytes())
+    said = [x509.DNSName(HOST), *(x509.UniformResourceIdentifier(str(name)) for name in names)]
+    made = (
+        x509.CertificateBuilder(had.issuer, had.subject, had.public_key(), had.serial_number)
+        .not_valid_before(had.not_valid_before_utc)
+        .not_valid_after(had.not_valid_after_utc)
+        .add_extension(x509.SubjectAlternativeName(said), critical=False)
+    )
+    key = cast(ec.EllipticCurvePrivateKey, serialization.load_pem_private_key(authority_key.read_bytes(), None))
+    identity.certificate.write_bytes(made.sign(key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM))
+    return identity

@@ -130,6 +130,7 @@ def test_who_has_no_name_another_trust_or_no_good_certificate_gets_nowhere(peers
             for thief, code, sentence in (
                 (peers.nameless, "PERMISSION_DENIED", "no URIs, where one must be spiffe://TRUST/CLUSTER/ROLE/NAME"),
                 (peers.nameless, "PERMISSION_DENIED", "`prfaas certificates` issues one: CLUSTER/ROLE/NAME"),
+                (peers.twofold, "PERMISSION_DENIED", "2 URIs, where one must be spiffe://TRUST/CLUSTER/ROLE/NAME"),
                 (peers.abroad, "PERMISSION_DENIED", "is of another trust domain"),
                 (peers.expired, "UNAVAILABLE", ""),
                 (peers.stranger, "UNAVAILABLE", ""),
@@ -221,7 +222,7 @@ def test_a_thief_of_each_certificate_is_heard_by_the_table_over_kept_connections
                 refused = await answered(port, thief, CALLED.values())
                 expected = "" if role is PeerRole.GATEWAY else interceptor.DENIED
                 assert refused == dict.fromkeys((1, 2, 3), expected)
-            for thief in (peers.nameless, peers.abroad):
+            for thief in (peers.nameless, peers.twofold, peers.abroad):
                 assert set((await answered(port, thief, CALLED.values())).values()) == {interceptor.DENIED}
             for thief in (peers.expired, peers.stranger):
                 with pytest.raises((OSError, asyncio.IncompleteReadError)):

@@ -32,7 +32,7 @@ def test_engines_are_asked_by_gateways_only_and_not_by_revoked_ones(peers: Peers
                 if role is not PeerRole.GATEWAY:
                     assert await is_refused(port, thief)
                     assert guard.refused[ASK_ENGINE, role] == 1
-            for number, thief in enumerate((peers.nameless, peers.abroad), start=1):
+            for number, thief in enumerate((peers.nameless, peers.twofold, peers.abroad), start=1):
                 assert await is_refused(port, thief)
                 assert front.ended["no_right"] == len(PeerRole) - 1 + number
             for number, thief in enumerate((peers.expired, peers.stranger), start=1):

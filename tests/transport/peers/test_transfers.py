@@ -64,6 +64,8 @@ def test_keys_are_for_nodes_only_and_others_are_told_why(peers: Peers, tmp_path:
             assert guard.refused["transfer.Hello", role] == 1
         with pytest.raises(ConnectionRefused, match=r"`prfaas certificates` issues one"):
             session_of(server, peers.nameless)
+        with pytest.raises(ConnectionRefused, match="2 URIs, where one must be"):
+            session_of(server, peers.twofold)
         for thief in (peers.expired, peers.stranger):
             with pytest.raises(ConnectionRefused):
                 session_of(server, thief)
