@@ -23,7 +23,7 @@ from gateway.admission.slo import SloGate
 from gateway.auth.oidc import Provider
 from gateway.auth.sessions import OperatorSessions
 from gateway.cluster.agent_client import AgentClient
-from gateway.cluster.block_naming import BlockNaming
+from gateway.cluster.block_naming import NameSecretsReload
 from gateway.cluster.drained_links import DrainedLinks
 from gateway.cluster.link_probes import Probes
 from gateway.cluster.links import ClusterLinks
@@ -189,7 +189,7 @@ async def running(
                 pipeline.line,
                 door,
                 LogLevel(),
-                BlockNaming(seen.clusters),
+                NameSecretsReload(seen.clusters),
             ],
             read_again or (lambda: config),
             metrics.upkeep.reloaded,

@@ -2,6 +2,8 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
+from hashlib import blake2b
+from math import inf
 from typing import Any, Final
 
 import grpc
@@ -42,8 +44,16 @@ REASONS: Final = {
 NOT_WHO_WE_MEANT: Final = ("handshake failed", "Hostname Verification Check failed", "CERTIFICATE_VERIFY_FAILED")
 
 
+RENEWED: Final = "renewed"
+RENEW_LOOK_S: Final = 10.0  # between two looks at our certificate
+RENEW_SPREAD_S: Final = 60.0  # within which all agents are watched anew with it
+
+
 class AgentClient:
     """One agent. Every call has a deadline; every failure is an AgentCallFailed with a reason label."""
+
+    renew_look_s: float = RENEW_LOOK_S
+    renew_spread_s: float = RENEW_SPREAD_S
 
     def __init__(
         self,
@@ -70,6 +80,7 @@ class AgentClient:
         self.certified_name = self.kept.certified_name
         self._holder = holder
         self._by_grpc = by_grpc
+        self._look_at, self._renew_at = 0.0, inf
         self._channel = self._open()
         self._stub: Any = NodeAgentStub(self._channel)  # type: ignore[no-untyped-call]
 
@@ -100,7 +111,23 @@ class AgentClient:
             raise AgentCallFailed(self.address, "identity", str(error)) from error
         self._version = version
         self._stub = NodeAgentStub(self._channel)  # type: ignore[no-untyped-call]
+        self.kept.renew()
         await old.close(self.timeout_s)
+
+    def _is_to_renew(self, now: float) -> bool:
+        """Whether another certificate has come, and it is this agent's turn: not all nodes are watched anew at once."""
+        if self._identity is None or now < self._look_at:
+            return False
+        self._look_at = now + self.renew_look_s
+        try:
+            if self._identity.version() == self._version:
+                self._renew_at = inf
+                return False
+            self._identity.check()
+        except OSError:  # its key is not there yet
+            return False
+        self._renew_at = min(self._renew_at, now + self.renew_spread_s * _turn(self.address))
+        return now >= self._renew_at
 
     async def close(self) -> None:
         await self.kept.close()
@@ -224,7 +251,10 @@ class AgentClient:
         await self._call(self._stub.Abort, message)
 
     async def watch(self, load_interval_s: float, silence_s: float) -> AsyncGenerator[NodeEvent, None]:
-        """Events until the stream ends or is silent for `silence_s`. Raises AgentCallFailed, also on a lost event."""
+        """Events until the stream ends or is silent for `silence_s`. Raises AgentCallFailed, also on a lost event.
+
+        With RENEWED, nothing is wrong: another certificate of ours has come, which the next stream shows.
+        """
         await self.renew()
         await self._peer.look()
         stream = self._stub.Watch(pb.WatchRequest(load_interval_s=load_interval_s, holder=self._holder))
@@ -236,6 +266,8 @@ class AgentClient:
                     raise AgentCallFailed(self.address, "event_gap", f"{event.seq} after {last_seq}")
                 last_seq = event.seq
                 self._peer.unless_revoked()
+                if self._is_to_renew(asyncio.get_running_loop().time()):
+                    raise AgentCallFailed(self.address, RENEWED)
                 for value in events_from(event):
                     if isinstance(value, NodeInfo):
                         self.kept.offered(value.calls_port)
@@ -278,6 +310,11 @@ async def _next(stream: Any, silence_s: float, address: str) -> pb.NodeEvent:
     if event is grpc.aio.EOF:
         raise AgentCallFailed(address, "stream_ended")
     return event
+
+
+def _turn(address: str) -> float:
+    """A number in [0, 1) of an agent's own."""
+    return int.from_bytes(blake2b(address.encode(), digest_size=4).digest()) / 2**32
 
 
 def _unless_refused(answer: pb.CallAnswer, address: str) -> pb.CallAnswer:

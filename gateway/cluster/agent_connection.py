@@ -213,6 +213,13 @@ class PersistentCalls:
                 self._connection = None
         self._connect_soon()
 
+    def renew(self) -> None:
+        """Connects anew, with the certificate as it is now. What is under way comes to its end."""
+        if self._connection is not None:
+            self._connection.retire()
+            self._connection = None
+        self._connect_soon()
+
     def connection(self) -> CallConnection | str:
         """The connection if it can be used, else why not: `not_offered`, `not_connected` or `full`."""
         connection = self._connection

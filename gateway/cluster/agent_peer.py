@@ -41,6 +41,6 @@ class AgentPeer:
         return self._guard.refusal(SERVE, shown, self._address) if self._guard is not None else ""
 
     def unless_revoked(self) -> None:
-        """Raises AgentCallFailed once the certificate last looked at is revoked."""
-        if self._guard is not None and self._shown is not None and self._guard.is_revoked(self._shown):
-            raise AgentCallFailed(self._address, "identity", f"{self._shown} is revoked")
+        """Raises AgentCallFailed once the certificate last looked at counts no more."""
+        if self._guard is not None and self._shown is not None and (why := self._guard.why_not(SERVE, self._shown)):
+            raise AgentCallFailed(self._address, "identity", why)

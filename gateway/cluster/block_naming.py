@@ -1,4 +1,7 @@
-"""The secrets by which this gateway names blocks, read from their file: at the start, and each time that it reloads."""
+"""The secrets by which this gateway names blocks, read from their file: at the start, and each time that it reloads.
+
+While one replaces another, a prompt has names by both (`hybrid_cache.hashing.name_secrets`).
+"""
 
 import logging
 from pathlib import Path
@@ -6,7 +9,9 @@ from pathlib import Path
 from gateway.cluster.registry import Clusters
 from gateway.config.gateway import GatewayConfig
 from gateway.errors import GatewayConfigError
+from gateway.prompt.prompt import BlockNames, Prompt
 from hybrid_cache.hashing.name_secrets import UNKEYED, NameSecrets
+from hybrid_cache.index.index import PrefixIndex
 from transport.control.secret_files import read_secret
 
 log = logging.getLogger("prfaas.gateway.clusters")
@@ -22,7 +27,23 @@ def name_secrets(path: Path | None) -> NameSecrets:
         raise GatewayConfigError(f"names_secret: {path.name}: {error}") from error
 
 
-class BlockNaming:
+def by_known_names(prompt: Prompt, index: PrefixIndex | None) -> Prompt:
+    """`prompt` by the earlier of its names, if most of it is cached under those and not under the others.
+
+    So what goes on does so where it has begun. What only begins as others did has new names, and with it their beginning.
+    """
+    if prompt.earlier is None or index is None:
+        return prompt
+
+    def cached(names: Prompt | BlockNames) -> int:
+        found = index.match_all(names.hashes, prompt.transfer_tokens)
+        return max((holding.hit.num_tokens for holding in found.values()), default=0)
+
+    gained = cached(prompt.earlier) - cached(prompt)
+    return prompt.by_earlier_names() if 2 * gained > prompt.num_tokens else prompt
+
+
+class NameSecretsReload:
     """Has blocks named by what the file says by now. One that cannot be read changes nothing."""
 
     def __init__(self, clusters: Clusters) -> None:

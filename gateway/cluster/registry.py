@@ -13,12 +13,12 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from gateway.api.unsupported import UnsupportedFields
-from gateway.cluster.agent_client import AgentClient
+from gateway.cluster.agent_client import RENEWED, AgentClient
 from gateway.cluster.agent_values import SILENT, NodeEvent, NodeInfo, NodeLoad
 from gateway.cluster.node import ClusterNode
 from gateway.cluster.pinned_prefixes import PinnedPrefix
 from gateway.errors import AgentCallFailed
-from gateway.prompt.prompt import BlockNames, Hashing, Prompt, PromptModel
+from gateway.prompt.prompt import Hashing, Prompt, PromptModel
 from gateway.tasks import BACKOFF_S, TaskSet
 from hybrid_cache.cache.events import CacheEvent
 from hybrid_cache.errors import CacheError
@@ -174,21 +174,6 @@ class Clusters:
         if self.served is not None:
             self.served = replace(self.served, hashing=hashing_by(secrets, self.served.layout))
 
-    def by_known_names(self, prompt: Prompt) -> Prompt:
-        """`prompt` by the earlier of its names, if most of it is cached under those and not under the others.
-
-        So what goes on does so where it has begun. What only begins as others did has new names, and with it their beginning.
-        """
-        if prompt.earlier is None or (index := self.index) is None:
-            return prompt
-
-        def cached(names: Prompt | BlockNames) -> int:
-            found = index.match_all(names.hashes, prompt.transfer_tokens)
-            return max((holding.hit.num_tokens for holding in found.values()), default=0)
-
-        gained = cached(prompt.earlier) - cached(prompt)
-        return prompt.by_earlier_names() if 2 * gained > prompt.num_tokens else prompt
-
     def by_id(self, node_id: str) -> ClusterNode:
         """The node that bears this name. Raises AgentCallFailed: since a decision, its address may have got another one."""
         if (node := self._by_id.get(node_id)) is None:
@@ -302,6 +287,8 @@ class Clusters:
                         self._apply(node, event)
                         failures = 0
             except (AgentCallFailed, CacheError, ValueError, KeyError) as error:
+                if isinstance(error, AgentCallFailed) and error.reason == RENEWED:
+                    continue
                 if node.connected or not failures:
                     log.warning("node %s is down: %s", node.id, error)
                 reason = error.reason if isinstance(error, AgentCallFailed) else "bad_event"

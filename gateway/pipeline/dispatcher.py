@@ -15,6 +15,7 @@ from msgspec.structs import replace
 
 from gateway.admission.queue import ASK_AGAIN_S, QueueEntry, WaitingLine
 from gateway.admission.slo import SloGate
+from gateway.cluster.block_naming import by_known_names
 from gateway.cluster.inflight_load import Booking, booked
 from gateway.cluster.registry import Clusters
 from gateway.errors import (
@@ -211,7 +212,7 @@ class Dispatcher:
                 _, prompt = await self._reader.read(
                     call.endpoint, call.body({}), model, memory, answered, request.tenant.share
                 )
-        prompt = self._clusters.by_known_names(prompt)
+        prompt = by_known_names(prompt, self._clusters.index)
         self._accounts.goes_on(request, prompt, answered)
         if may_have_died(error.reason):
             self._accounts.broke(request, failed.decode, failed.engine)

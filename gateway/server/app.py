@@ -20,6 +20,7 @@ from gateway.auth.keyring import EVERYBODY, Keyring, Tenant
 from gateway.auth.oidc import TokenVerifier
 from gateway.auth.sessions import OperatorSessions
 from gateway.auth.wrong_keys import WrongKeys
+from gateway.cluster.block_naming import by_known_names
 from gateway.cluster.registry import Clusters, ServedModel
 from gateway.config.gateway import GatewayConfig
 from gateway.errors import ApiError, Unavailable
@@ -263,7 +264,7 @@ class GenerationEndpoint:
         call = whole(call)
         served.not_done.check(call.fields)
         understood = await self.rooms.engine_readings.understood(call, prompt, model, tenant)
-        prompt = self.clusters.by_known_names(understood.prompt)
+        prompt = by_known_names(understood.prompt, self.clusters.index)
         self.metrics.read(prompt.how)
         visit.body = b""
         request_id = visit.http[REQUEST_ID]

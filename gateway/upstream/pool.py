@@ -17,6 +17,7 @@ from transport.peers.rights import SERVE
 from transport.wire.identity import Identity
 
 AGENT: Final = "prfaas"
+RENEW_S: Final = 1800.0  # a secure connection that is older is used no more: certificates may have been replaced since
 
 
 def is_in_clear(url: str) -> bool:
@@ -72,6 +73,8 @@ class UpstreamEngine:
 class EnginePool:
     """Connections to engines, `limit` of them at most, used and idle ones together; those idle for `keep_alive_s` are closed."""
 
+    renew_s: float = RENEW_S
+
     def __init__(
         self,
         limit: int,
@@ -84,6 +87,7 @@ class EnginePool:
         self.limit = limit
         self._guard = guard
         self._tickets: dict[UpstreamConnection, object] = {}  # of connections that end when the engine is revoked
+        self._secured: dict[UpstreamConnection, float] = {}  # since when
         self._identity = identity
         self._connect_s = connect_s
         self._keep_alive_s = keep_alive_s
@@ -130,7 +134,11 @@ class EnginePool:
 
     def unused(self, connection: UpstreamConnection) -> None:
         """A connection may be used again."""
-        self._connections[connection].idle[connection] = self._loop.time()
+        now = self._loop.time()
+        if now - self._secured.get(connection, now) > self.renew_s:
+            connection.abort()
+            return
+        self._connections[connection].idle[connection] = now
         if self._sweeping is None:
             self._sweeping = self._loop.call_later(self._keep_alive_s, self._sweep)
         self._tell_one()
@@ -140,6 +148,7 @@ class EnginePool:
         engine = self._connections.pop(connection, None)
         if engine is None:
             return
+        self._secured.pop(connection, None)
         if self._guard is not None:
             self._guard.leave(self._tickets.pop(connection, None))
         engine.idle.pop(connection, None)
@@ -178,6 +187,8 @@ class EnginePool:
                 ssl=engine.context(),
                 server_hostname=engine.name if engine.is_secure else None,
             )
+            if engine.is_secure and connection in self._connections:
+                self._secured[connection] = self._loop.time()
             if self._guard is not None and engine.is_secure:
                 self._admit(engine, connection, of_tls(transport.get_extra_info("peercert") or {}), self._guard)
         except BaseException:
@@ -193,7 +204,7 @@ class EnginePool:
         if why := guard.refusal(SERVE, shown, engine.url):
             raise LegFailed("unreachable", why)
         if connection in self._connections:  # else it is closed again
-            self._tickets[connection] = guard.enter(shown, connection.abort)
+            self._tickets[connection] = guard.enter(shown, lambda _: connection.abort())
 
     async def _room(self, engine: UpstreamEngine) -> UpstreamConnection | None:
         """Waits until one more may be opened, or one of this engine's is idle."""

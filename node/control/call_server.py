@@ -133,7 +133,7 @@ class _Connection(asyncio.Protocol):
         keep_alive(transport.get_extra_info("socket"))
         self._peer = of_tls(transport.get_extra_info("peercert") or {})
         if self._server.guard is not None:
-            self._entry = self._server.guard.enter(self._peer, partial(self._abort, "revoked", str(self._peer)))
+            self._entry = self._server.guard.enter(self._peer, lambda why: self._abort(why, str(self._peer)))
         self._silence = asyncio.get_running_loop().call_later(self._server.handshake_s, self._unless_greeted)
         if len(self._others) > MAX_CONNECTIONS:
             self._abort("crowded", f"there are {MAX_CONNECTIONS}")

@@ -47,12 +47,12 @@ class RightsInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     def _stream(self, operation: str, stream: Callable[[Any, Any], AsyncIterator[Any]]) -> Any:
         async def stream_while_allowed(request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
             peer = await self._require(operation, context)
-            task, is_revoked = asyncio.current_task(), False
+            task, ended = asyncio.current_task(), ""
             assert task is not None
 
-            def end() -> None:
-                nonlocal is_revoked
-                is_revoked = True
+            def end(reason: str) -> None:
+                nonlocal ended
+                ended = reason
                 task.cancel()
 
             with self._guard.opened(peer, end):
@@ -60,10 +60,10 @@ class RightsInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
                     async for each in stream(request, context):
                         yield each
                 except asyncio.CancelledError:
-                    if not is_revoked:
+                    if not ended:
                         raise
                     task.uncancel()
-                    await _deny(context, f"{peer} is revoked")
+                    await _deny(context, f"{peer} is {ended}")
 
         return stream_while_allowed
 

@@ -1,4 +1,4 @@
-"""Asks whether a peer may do something, counts and logs refusals, and ends what a revoked peer has open."""
+"""Asks whether a peer may do something, counts and logs refusals, and ends what is open for a peer that counts no more."""
 
 import asyncio
 import logging
@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from datetime import UTC, datetime
 from typing import Final
 
 from transport.peers.name import HOW_TO_ISSUE, SHAPE, PeerCertificate, PeerName
@@ -17,14 +18,26 @@ log = logging.getLogger(__name__)
 
 LOG_EVERY_S: Final = 10.0  # a line for each operation and role
 LOOK_S: Final = 2.0  # between two looks at the list of revoked peers
+LOOK_AT_ENDS_S: Final = 60.0  # between two looks at the ends of certificates
+GRACE_S: Final = 3600.0  # after its certificate's end: who renews in time has connected anew by then
 REVOKED: Final = "revoked"
+EXPIRED: Final = "expired"
+
+
+def wall_clock_s() -> float:
+    """Seconds since 1970."""
+    return datetime.now(UTC).timestamp()
 
 
 class Guard:
     """Of one process, which has the name `own`. May be used from any thread."""
 
     def __init__(
-        self, own: PeerName, revoked: RevocationList | None = None, now: Callable[[], float] = time.monotonic
+        self,
+        own: PeerName,
+        revoked: RevocationList | None = None,
+        now: Callable[[], float] = time.monotonic,
+        unix_s: Callable[[], float] = wall_clock_s,
     ) -> None:
         self.own = own
         self.told: Callable[[str], None] = lambda reason: None  # of each refusal
@@ -33,10 +46,12 @@ class Guard:
         self._revoked = revoked or RevocationList(None)
         self._followed = self._revoked.now(now())
         self._now = now
+        self._unix_s = unix_s
+        self._ends_at = now() + LOOK_AT_ENDS_S  # when ends of certificates are next looked at
         self._lock = threading.Lock()
         self._line_at: dict[tuple[str, str], float] = {}
         self._unsaid: Counter[tuple[str, str]] = Counter()
-        self._open: dict[object, tuple[PeerCertificate, Callable[[], None]]] = {}
+        self._open: dict[object, tuple[PeerCertificate, Callable[[str], None]]] = {}
 
     def refusal(self, operation: str, peer: PeerCertificate, address: str) -> str:
         """Why that peer may not, in a sentence; "": it may. A refusal is counted, and logged."""
@@ -56,6 +71,11 @@ class Guard:
             return "nameless", f"the certificate has no rights: {peer.problem}; {HOW_TO_ISSUE}"
         if self.is_revoked(peer):
             return REVOKED, f"{peer.name} is revoked"
+        if self._has_ended(peer):
+            return (
+                EXPIRED,
+                f"the certificate of {peer.name} has expired, and was not replaced within {GRACE_S / 60:.0f} minutes",
+            )
         if peer.name.trust != self.own.trust:
             return "trust_domain", f"{peer.name} is of another trust domain than {self.own}"
         if not may(peer.name.role, operation):
@@ -66,16 +86,23 @@ class Guard:
         """Whether the list has it."""
         return self._revoked.now(self._now()).has(peer)
 
+    def _has_ended(self, peer: PeerCertificate) -> bool:
+        """A handshake would have been refused for long."""
+        return peer.ends_at + GRACE_S <= self._unix_s()
+
     @contextmanager
-    def opened(self, peer: PeerCertificate, end: Callable[[], None]) -> Iterator[None]:
-        """Something of the peer's is open inside the block; `end_revoked` ends it should it be revoked meanwhile."""
+    def opened(self, peer: PeerCertificate, end: Callable[[str], None]) -> Iterator[None]:
+        """Something of the peer's is open inside the block; `end_revoked` ends it should the peer count no more meanwhile.
+
+        `end` is told why: REVOKED or EXPIRED.
+        """
         ticket = self.enter(peer, end)
         try:
             yield
         finally:
             self.leave(ticket)
 
-    def enter(self, peer: PeerCertificate, end: Callable[[], None]) -> object:
+    def enter(self, peer: PeerCertificate, end: Callable[[str], None]) -> object:
         """The same without a block; gives what `leave` takes."""
         ticket = object()
         self._open[ticket] = (peer, end)
@@ -85,23 +112,29 @@ class Guard:
         self._open.pop(ticket, None)
 
     def end_revoked(self) -> int:
-        """Where the list has changed, ends what revoked peers have open; returns how many that were.
+        """Ends what revoked peers have open, once the list has changed, and peers whose certificate ended long ago.
+
+        Returns how many that were.
 
         Raises what a follower or an end raises, once all others have been told; the next call then tells all again.
         """
-        revoked = self._revoked.now(self._now())
-        if revoked == self._followed:
+        now = self._now()
+        revoked = self._revoked.now(now)
+        if revoked == self._followed and now < self._ends_at:
             return 0
-        held = [(ticket, *entry) for ticket, entry in list(self._open.items()) if revoked.has(entry[0])]
+        held = []
+        for ticket, (peer, end) in list(self._open.items()):
+            if reason := REVOKED if revoked.has(peer) else EXPIRED if self._has_ended(peer) else "":
+                held.append((ticket, peer, end, reason))
         with ExitStack() as all_told:  # an error in one keeps none of the others from being told
             for follow in self.followers:
                 all_told.callback(follow)
-            for ticket, peer, end in held:
+            for ticket, peer, end, reason in held:
                 self.leave(ticket)
-                self._note(REVOKED, peer, "an open connection", f"{peer} is revoked")
-                self.told(REVOKED)
-                all_told.callback(end)
-        self._followed = revoked
+                self._note(reason, peer, "an open connection", f"{peer} is {reason}")
+                self.told(reason)
+                all_told.callback(end, reason)
+        self._followed, self._ends_at = revoked, now + LOOK_AT_ENDS_S
         return len(held)
 
     def _note(self, operation: str, peer: PeerCertificate, address: str, why: str) -> None:
@@ -118,7 +151,7 @@ class Guard:
 
 
 async def end_revoked(guard: Guard) -> None:
-    """Ends what revoked peers have open, for ever."""
+    """Ends what peers have open that count no more, for ever."""
     while True:
         await asyncio.sleep(LOOK_S)
         guard.end_revoked()

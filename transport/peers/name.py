@@ -6,9 +6,10 @@ spiffe://TRUST/CLUSTER/ROLE/NAME      one URI among the alternative names of the
 import re
 import ssl
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import lru_cache
+from math import inf
 from typing import Any, Final, Self
 
 from cryptography import x509
@@ -84,11 +85,12 @@ class PeerName:
 
 @dataclass(frozen=True, slots=True)
 class PeerCertificate:
-    """A certificate as far as rights go. Without a name, `problem` says why."""
+    """A certificate as far as rights go. Without a name, `problem` says why. `ends_at` is in seconds since 1970."""
 
     name: PeerName | None
     serial: int
     problem: str = ""
+    ends_at: float = field(default=inf, compare=False)
 
     @property
     def role(self) -> str:
@@ -99,18 +101,20 @@ class PeerCertificate:
         return str(self.name) if self.name is not None else f"serial {self.serial:x}"
 
 
-def certified(uris: Iterable[str], serial: int) -> PeerCertificate:
+def certified(uris: Iterable[str], serial: int, ends_at: float = inf) -> PeerCertificate:
     """A certificate by what it says."""
     try:
-        return PeerCertificate(PeerName.among(uris), serial)
+        return PeerCertificate(PeerName.among(uris), serial, ends_at=ends_at)
     except NamelessPeer as exc:
-        return PeerCertificate(None, serial, str(exc))
+        return PeerCertificate(None, serial, str(exc), ends_at)
 
 
 def of_tls(said: Mapping[str, Any]) -> PeerCertificate:
     """Of what `ssl` makes of a peer's certificate (getpeercert)."""
     names: Sequence[tuple[str, str]] = said.get("subjectAltName", ())
-    return certified((text for kind, text in names if kind == "URI"), int(said.get("serialNumber", "0"), 16))
+    uris = (text for kind, text in names if kind == "URI")
+    ends_at = ssl.cert_time_to_seconds(said["notAfter"]) if "notAfter" in said else inf
+    return certified(uris, int(said.get("serialNumber", "0"), 16), ends_at)
 
 
 def of_grpc(context: Mapping[str, Iterable[bytes]]) -> PeerCertificate | None:
@@ -136,4 +140,4 @@ def _of(certificate: x509.Certificate) -> PeerCertificate:
         uris = names.get_values_for_type(x509.UniformResourceIdentifier)
     except x509.ExtensionNotFound:
         uris = []
-    return certified(uris, certificate.serial_number)
+    return certified(uris, certificate.serial_number, certificate.not_valid_after_utc.timestamp())

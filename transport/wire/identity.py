@@ -84,7 +84,9 @@ class Identity:
         It may be kept for as long as the server listens: a handshake begins with the files as they are then.
         """
         context = self._load(ssl.PROTOCOL_TLS_SERVER, asks=False)
-        self._present(ssl.PROTOCOL_TLS_SERVER, asks=False)  # what serves should files be on their way before anybody comes
+        self._present(
+            ssl.PROTOCOL_TLS_SERVER, asks=False
+        )  # what serves should files be on their way before anybody comes
 
         def present(connection: ssl.SSLObject, _name: str | None, _context: ssl.SSLContext) -> None:
             connection.context = self._present(ssl.PROTOCOL_TLS_SERVER, asks=False)

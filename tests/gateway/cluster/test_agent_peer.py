@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, closing, suppress
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,16 @@ import grpc.aio
 import pytest
 
 from gateway.cluster.agent_client import AgentClient
+from gateway.cluster.registry import Clusters
 from gateway.errors import AgentCallFailed
-from tests.gateway.worlds import PATIENCE_S, on_loop
+from gateway.tasks import TaskSet
+from tests.gateway.worlds import PATIENCE_S, on_loop, until
 from tests.peers import HOST, Peers
+from transport.control.certificates import Authority
 from transport.control.credentials import server_credentials
 from transport.control.proto import node_pb2 as pb
 from transport.control.proto import node_pb2_grpc as rpc
-from transport.peers.name import PeerRole
+from transport.peers.name import PeerName, PeerRole, of_grpc, of_pem
 from transport.wire.identity import Identity
 
 HTTP2 = b"\x02h2"  # gRPC offers it in its ClientHello, the look does not
@@ -30,7 +34,8 @@ def peers(tmp_path_factory: pytest.TempPathFactory) -> Peers:
 
 class Agent(rpc.NodeAgentServicer):
     async def Watch(self, request: pb.WatchRequest, context: Any) -> AsyncIterator[pb.NodeEvent]:
-        yield pb.NodeEvent(seq=1, description=pb.NodeDescription(node_id="d0", cluster="west", cluster_kind="pd"))
+        about = pb.NodeDescription(node_id="d0", cluster="west", cluster_kind="pd", role="decode")
+        yield pb.NodeEvent(seq=1, description=about)
 
 
 class Front:
@@ -112,5 +117,64 @@ def test_an_agent_of_another_authority_is_none(peers: Peers) -> None:
     async def scenario() -> None:
         async with watched(peers.stranger, peers.by_role[PeerRole.GATEWAY], resets=0) as client:
             assert await seen(client) == "identity"
+
+    scenario()
+
+
+class HastyClient(AgentClient):
+    """Looks at its own certificate after each event."""
+
+    renew_look_s = renew_spread_s = 0.0
+
+
+class Talker(Agent):
+    """Goes on and on; notes each certificate that it is watched with."""
+
+    def __init__(self) -> None:
+        self.serials: list[int] = []
+        self.said = 0
+
+    async def Watch(self, request: pb.WatchRequest, context: Any) -> AsyncIterator[pb.NodeEvent]:
+        peer = of_grpc(context.auth_context())
+        assert peer is not None
+        self.serials.append(peer.serial)
+        async for event in super().Watch(request, context):
+            yield event
+        for seq in count(2):
+            yield pb.NodeEvent(seq=seq, load=pb.Load())
+            self.said = seq
+            await asyncio.sleep(0.01)
+
+
+def test_a_new_certificate_is_shown_without_losing_the_node(tmp_path: Path) -> None:
+    authority = Authority(tmp_path)
+    name = PeerName("prfaas", "any", PeerRole.GATEWAY, "gateway")
+    gateway = authority.issue("gateway", peer=name)
+    node = authority.issue("d0", [HOST, "127.0.0.1"], peer=PeerName("prfaas", "west", PeerRole.NODE, "d0"))
+    first = of_pem(gateway.certificate.read_bytes()).serial
+
+    @on_loop
+    async def scenario() -> None:
+        talker, lost, server = Talker(), list[str](), grpc.aio.server()
+        rpc.add_NodeAgentServicer_to_server(talker, server)  # type: ignore[no-untyped-call]
+        port = server.add_secure_port("127.0.0.1:0", server_credentials(node))
+        await server.start()
+        client = HastyClient(f"127.0.0.1:{port}", PATIENCE_S, gateway, HOST, guard=gateway.guard())
+        clusters = Clusters([client], asyncio.get_running_loop().time, tasks=TaskSet(lost.append), on_lost=lost.append)
+        clusters.start()
+        await until(lambda: clusters.nodes[0].connected)
+        key = gateway.key.read_bytes()
+        gateway.key.write_text("on its way")
+        said = talker.said
+        await until(lambda: talker.said > said + 5)  # looks at files that do not fit change nothing
+        assert talker.serials == [first]
+        gateway.key.write_bytes(key)
+        authority.issue("gateway", peer=name)
+        await until(lambda: len(talker.serials) == 2)
+        assert talker.serials[1] == of_pem(gateway.certificate.read_bytes()).serial != first
+        assert clusters.nodes[0].connected
+        assert lost == []
+        await clusters.close()
+        await server.stop(0)
 
     scenario()

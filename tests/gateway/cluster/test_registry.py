@@ -370,25 +370,3 @@ def test_the_salt_is_the_first_secrets_and_the_earlier_one_the_seconds() -> None
     hashing = hashing_by(ROTATED, LAYOUT)
     assert hashing.salt == salt_of(LAYOUT, ROTATED) != salt_of(LAYOUT)
     assert hashing.earlier == hashing_by(NameSecrets(), LAYOUT)
-
-
-@on_loop
-async def test_after_a_rotation_what_goes_on_is_found_and_what_begins_has_new_names() -> None:
-    async with watched(remote=0, decode=1) as w:
-        node = w.nodes.local[0]
-        await w.holds(node, PROMPT)
-        held = w.request(PROMPT).prompt
-        w.clusters.rename(ROTATED)
-        same, longer, begins = (
-            w.request(text).prompt for text in (PROMPT, PROMPT + "and on", PROMPT + PROMPT[:9] * 99)
-        )
-        assert same.hashes != held.hashes
-        assert w.clusters.by_known_names(same) == held
-        assert w.clusters.by_known_names(longer).hashes[: len(held.hashes)] == held.hashes
-        assert w.clusters.by_known_names(begins) is begins  # most of it is new
-        stored = [pb.BlocksStored(group=group, hashes=b"".join(same.hashes)) for group in (0, 1)]
-        for each in stored:
-            node.tell(pb.NodeEvent(stored=each))
-        await until(lambda: w.clusters.by_known_names(same) is same)  # as long under its new names
-        w.clusters.rename(NameSecrets.of("a1" * 32))
-        assert w.request(PROMPT).prompt.earlier is None  # the one before is looked for no more

@@ -17,7 +17,7 @@ from gateway.admission.slo import SloGate
 from gateway.assembly import ShownParts, keep_chores, operator_pages, token_endpoints
 from gateway.auth.sessions import OperatorSessions
 from gateway.cluster.agent_client import AgentClient
-from gateway.cluster.block_naming import BlockNaming
+from gateway.cluster.block_naming import NameSecretsReload
 from gateway.cluster.links import ClusterLinks
 from gateway.cluster.registry import NODE_TIMES, Clusters, NodeTimes
 from gateway.config.gateway import GatewayConfig, Strangers
@@ -223,7 +223,7 @@ async def _stepping(
                 seen.refusals,
                 built.line,
                 door,
-                BlockNaming(seen.clusters),
+                NameSecretsReload(seen.clusters),
             ],
             lambda: read_again(config),
             metrics.upkeep.reloaded,

@@ -342,3 +342,24 @@ def test_with_certificates_no_engine_of_another_machine_is_asked_in_clear(tmp_pa
             assert await post(pool, server.url) == b"ok"
 
     scenario()
+
+
+class HastyPool(EnginePool):
+    """Uses no secure connection for a second request."""
+
+    renew_s = 0.0
+
+
+def test_a_secure_connection_that_is_old_is_used_no_more(peers: Peers) -> None:
+    @on_loop
+    async def scenario() -> None:
+        pool = HastyPool(8, PATIENCE_S, PATIENCE_S, peers.by_role[PeerRole.GATEWAY])
+        async with serving(identity=peers.by_role[PeerRole.NODE]) as server:
+            assert [await post(pool, server.url, name=HOST) for _ in range(2)] == [b"ok"] * 2
+            assert (server.num_connections, len(pool)) == (2, 0)
+        async with serving() as server:  # nothing was shown there
+            assert [await post(pool, server.url) for _ in range(2)] == [b"ok"] * 2
+            assert server.num_connections == 1
+            pool.close()
+
+    scenario()

@@ -17,14 +17,14 @@ from node.control.call_server import CallServer
 from node.grpc_service import NodeService, serve
 from tests.gateway.worlds import on_both_loops
 from tests.node.running import new_runner, until
-from tests.peers import HOST, Peers
+from tests.peers import HOST, OWN, Peers
 from transport.control.calls import AGENT, CALLER
 from transport.control.credentials import channel_credentials, channel_options, takes_old_tls
 from transport.control.messages import MessageBuffer, frame
 from transport.control.proto import node_pb2 as pb
 from transport.control.proto import node_pb2_grpc as rpc
-from transport.peers.guard import Guard
-from transport.peers.name import PeerRole
+from transport.peers.guard import GRACE_S, LOOK_AT_ENDS_S, Guard
+from transport.peers.name import PeerRole, of_pem
 from transport.peers.rights import ASK_ENGINE, CALLS, FRAMES, RPCS, SAID_BY_RECEIVERS, SAID_BY_SENDERS, may
 from transport.wire.connection import TRANSITIONS, ConnectionRole
 from transport.wire.frames import KINDS
@@ -164,6 +164,36 @@ def test_a_revoked_gateway_loses_its_stream_and_gets_no_other(peers: Peers, tmp_
 
     with new_runner() as runner:
         runner.run(scenario())
+
+
+def test_a_stream_and_a_kept_connection_end_some_time_after_their_certificate(peers: Peers) -> None:
+    gateway = peers.by_role[PeerRole.GATEWAY]
+    ends_at = of_pem(gateway.certificate.read_bytes()).ends_at
+
+    @on_both_loops
+    async def scenario() -> None:
+        now, wall = [0.0], [0.0]
+        guard = Guard(OWN, None, lambda: now[0], lambda: wall[0])
+        server = CallServer(Generous())
+        kept = await server.start("127.0.0.1", 0, peers.server, guard)
+        async with agent(peers.server, guard) as port, stub_of(port, gateway) as stub:
+            stream = stub.Watch(pb.WatchRequest(), timeout=PATIENCE_S)
+            assert (await stream.read()).seq == 1
+            async with connected(kept, gateway) as (reader, _):
+                now[0], wall[0] = 2 * LOOK_AT_ENDS_S, ends_at + GRACE_S - 1
+                assert guard.end_revoked() == 0
+                now[0], wall[0] = 4 * LOOK_AT_ENDS_S, ends_at + GRACE_S
+                assert guard.end_revoked() == 2
+                with pytest.raises(grpc.aio.AioRpcError) as ended:
+                    await stream.read()
+                assert ended.value.code() is grpc.StatusCode.PERMISSION_DENIED
+                assert ended.value.details() == "spiffe://prfaas/east/gateway/thief-gateway is expired"
+                with suppress(ConnectionError):
+                    assert await reader.read() == b""
+            assert server.ended["expired"] == 1
+        await server.close(0.0)
+
+    scenario()
 
 
 class Generous:

@@ -1,13 +1,16 @@
 """A name is exactly one shape, whichever way a certificate reaches us."""
 
 import ssl
+from dataclasses import replace
+from datetime import UTC, datetime
+from math import inf
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from transport.control.certificates import Authority
-from transport.peers.name import NamelessPeer, PeerName, PeerRole, of_grpc, of_pem, of_tls
+from transport.control.certificates import Authority, expires_at
+from transport.peers.name import NamelessPeer, PeerName, PeerRole, of_der, of_grpc, of_pem, of_tls
 from transport.wire.identity import Identity
 
 EAST = PeerName("prfaas", "east", PeerRole.PREFILL, "east-p0")
@@ -95,3 +98,16 @@ def test_a_certificate_without_a_name_says_how_to_get_one(tmp_path: Path) -> Non
     assert found.serial == of_pem(nameless.certificate.read_bytes()).serial
     with pytest.raises(OSError, match=r"it must carry a name spiffe://TRUST/CLUSTER/ROLE/NAME; `prfaas certificates`"):
         nameless.own_name()
+
+
+def test_a_certificate_says_when_it_ends_however_it_is_read(tmp_path: Path) -> None:
+    name = PeerName("prfaas", "any", PeerRole.GATEWAY, "g")
+    identity = Authority(tmp_path).issue("g", days=3, peer=name)
+    ends_at = expires_at(identity.certificate)
+    pem = identity.certificate.read_bytes()
+    assert of_pem(pem).ends_at == ends_at
+    assert of_der(ssl.PEM_cert_to_DER_cert(pem.decode())).ends_at == ends_at
+    said = datetime.fromtimestamp(ends_at, UTC).strftime("%b %d %H:%M:%S %Y GMT")  # as `ssl` says it
+    assert of_tls({"notAfter": said}).ends_at == ends_at
+    assert of_tls({}).ends_at == inf
+    assert of_pem(pem) == replace(of_pem(pem), ends_at=0.0)  # whose it is does not depend on it

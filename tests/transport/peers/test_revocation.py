@@ -63,7 +63,7 @@ def test_a_change_is_seen_within_a_look_and_a_broken_file_revokes_no_less(tmp_pa
     clock = [0.0]
     guard = Guard(OWN, RevocationList(path), lambda: clock[0])
     ended: list[str] = []
-    with guard.opened(GATEWAY, lambda: ended.append("open")):
+    with guard.opened(GATEWAY, lambda _: ended.append("open")):
         assert guard.why_not("rpc.Watch", GATEWAY) == ""
         path.write_text("gateway\n")
         clock[0] += 2.0
@@ -92,7 +92,7 @@ def test_an_error_in_one_follower_keeps_no_other_from_being_told_and_is_not_the_
             raise failures.pop()
 
     guard.followers.append(follow)
-    with guard.opened(GATEWAY, lambda: told.append("end")):
+    with guard.opened(GATEWAY, lambda _: told.append("end")):
         path.write_text("gateway\n")
         now[0] = 10.0
         with pytest.raises(RuntimeError, match="broke"):
