@@ -126,7 +126,7 @@ def test_a_header_that_was_made_for_other_bytes_does_not_open_them() -> None:
     assert first.bytes != second.bytes  # no nonce comes twice
     first.header = second.header
     assert first.read(slots) == UNAUTHENTIC
-    renamed, meant = Written(slots, BLOCK, DATA), BLOCK._replace(block_hash=b"x" * 32)
+    renamed, meant = Written(slots, BLOCK, DATA), SlotBlock(BLOCK.group, BLOCK.length, b"x" * 32)
     renamed.header = bytearray(_rewritten(renamed.header, meant))
     assert slots.listed(renamed.header) == meant
     assert renamed.read(slots) == UNAUTHENTIC
@@ -156,7 +156,9 @@ def test_a_torn_header_is_listed_by_neither_format() -> None:
 def test_no_two_writings_share_key_and_nonce() -> None:
     """The opening of the tier makes the key, the number of the writing the nonce."""
     boots = [sealed() for _ in range(3)]
-    said = [bytes(Written(each, BLOCK._replace(length=1), b"x").header[64:88]) for each in boots for _ in range(4)]
+    said = [
+        bytes(Written(each, SlotBlock(0, 1, BLOCK.block_hash), b"x").header[64:88]) for each in boots for _ in range(4)
+    ]
     assert len(set(said)) == len(said) == 12
 
 
