@@ -1,7 +1,8 @@
 """A place among the requests being served. A request takes it when its body is there, not while the body is awaited.
 
 Tenants share the places as `planner.decisions.admission.places` says. A request that waits for one stands in this process's
-line, in which tenants take turns; its first one asks again when a request ends here, or after a moment: others end elsewhere.
+line, in which tenants take turns. Its first one asks again when a request ends here, or after a moment: others end elsewhere.
+Of the firsts of all processes, the one that has waited longest gets the next place.
 """
 
 import asyncio
@@ -10,7 +11,7 @@ from contextlib import suppress
 from sys import maxsize
 from typing import Final
 
-from gateway.admission.slots import Slots
+from gateway.admission.slots import InFlightSlots, Slots
 from gateway.config.gateway import GatewayConfig
 from gateway.errors import Overloaded, Unavailable
 from gateway.prompt.reader_queue import ReadingRoom
@@ -18,7 +19,7 @@ from gateway.ratelimit.limiter import TenantLimiters
 from planner.decisions.admission.places import Entry, TenantPlaces, entry, most_places
 from planner.decisions.admission.waiting import EVERYBODYS, TenantShare, WaitQueue
 
-ASK_AGAIN_S: Final = 0.05
+ASK_AGAIN_S: Final = 0.02  # a place that is free elsewhere may lie idle for so long
 
 
 class ConcurrencyLimiter:
@@ -35,7 +36,7 @@ class ConcurrencyLimiter:
         *,
         clock: Callable[[], float],
         patience_s: float,
-        taken: Slots,
+        taken: InFlightSlots,
         wanted: Slots,
         claims: TenantLimiters,
         bodies: ReadingRoom,
@@ -142,11 +143,11 @@ class ConcurrencyLimiter:
                     if (left_s := until - self._clock()) <= 0:
                         raise self._overloaded()
                     woken.clear()
-                    is_first = self._line.first(self._clock()) is woken
+                    is_first = self._first() is woken
                     with suppress(TimeoutError):
                         async with asyncio.timeout(min(left_s, ASK_AGAIN_S) if is_first else left_s):
                             await woken.wait()
-                    has_place = self._line.first(self._clock()) is woken and self._taken.take(self.limit)
+                    has_place = self._first() is woken and self._taken.take_in_turn(self.limit)
             self._line.serve(woken)
         finally:
             self._wanted.give_back()
@@ -156,8 +157,14 @@ class ConcurrencyLimiter:
             self._wake_first()
 
     def _wake_first(self) -> None:
-        if (first := self._line.first(self._clock())) is not None:
+        if (first := self._first()) is not None:
             first.set()
+
+    def _first(self) -> asyncio.Event | None:
+        """The first of this process's line; the others see since when it waits."""
+        first = self._line.first(self._clock())
+        self._taken.first_waits(None if first is None else self._line.since(first))
+        return first
 
     def _changed(self, by: int) -> None:
         self.in_flight += by
