@@ -9,8 +9,9 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,7 @@ from gateway.prompt.reader import LONG_BODY_BYTES, LONGER_BODY_BYTES, PromptRead
 from gateway.tasks import TaskSet
 from planner.decisions.admission.waiting import TenantShare
 from prompts.tokens.encoder import TextEncoder
-from tests.gateway.worlds import model_of, on_loop, until
+from tests.gateway.worlds import PATIENCE_S, model_of, on_loop, until
 from tests.prompts.builders import bpe, text_tokenizer
 
 pytestmark = pytest.mark.long
@@ -102,56 +103,106 @@ async def longest_step_s(work: "asyncio.Task[object]") -> float:
         gc.unfreeze()
 
 
+@dataclass(frozen=True, slots=True)
+class KeptReader:
+    """A reader whose process is there, on a loop of its own that runs while one of the tests that share it does."""
+
+    runner: asyncio.Runner
+    reads: PromptReader
+
+    def run(self, test: Callable[[PromptReader], Awaitable[None]]) -> None:
+        async def bounded() -> None:
+            async with asyncio.timeout(2 * PATIENCE_S):
+                await test(self.reads)
+
+        self.runner.run(bounded())
+
+
+@pytest.fixture(scope="module")
+def kept() -> Iterator[KeptReader]:
+    """For tests that leave a reader as it was."""
+    with asyncio.Runner() as runner:
+        held = AsyncExitStack()
+        reads = runner.run(held.enter_async_context(reader()))
+        runner.run(reads.warm(PATIENCE_S))
+        yield KeptReader(runner, reads)
+        runner.run(held.aclose())
+
+
 @pytest.mark.parametrize("kind", LONG_BODIES)
-def test_the_event_loop_goes_on_while_the_longest_bodies_are_read(kind: str) -> None:
-    @on_loop
-    async def scenario() -> None:
+def test_the_event_loop_goes_on_while_the_longest_bodies_are_read(kept: KeptReader, kind: str) -> None:
+    async def scenario(reads: PromptReader) -> None:
         endpoint, body = LONG_BODIES[kind]
         assert BODY_BYTES * 0.9 < len(body) <= BODY_BYTES
-        async with reader() as reads:
-            await reads.read(Endpoint.COMPLETIONS, long_body("warm"), MODEL)  # the process has started
+        await reads.read(Endpoint.COMPLETIONS, long_body("warm"), MODEL)  # the process has started
 
-            async def read_and_forward() -> object:
-                call, _ = await reads.read(endpoint, body, MODEL)
-                return call.body({"max_tokens": 1})
+        async def read_and_forward() -> object:
+            call, _ = await reads.read(endpoint, body, MODEL)
+            return call.body({"max_tokens": 1})
 
-            lags_s = []
-            for _ in range(TRIES):  # what holds the loop holds it each time; a page fault of a crowded machine does not
-                work: asyncio.Task[object] = asyncio.create_task(read_and_forward())
-                lags_s.append(await longest_step_s(work))
-                error = work.exception()
-                assert error is None or (isinstance(error, ApiError) and error.status == 400)
-                assert (error is None) == (kind in ("tools", "template's"))
-                if lags_s[-1] <= MAX_LAG_S:
-                    return
-            pytest.fail(f"the loop stood still each time: {lags_s}")
+        lags_s = []
+        for _ in range(TRIES):  # what holds the loop holds it each time; a page fault of a crowded machine does not
+            work: asyncio.Task[object] = asyncio.create_task(read_and_forward())
+            lags_s.append(await longest_step_s(work))
+            error = work.exception()
+            assert error is None or (isinstance(error, ApiError) and error.status == 400)
+            assert (error is None) == (kind in ("tools", "template's"))
+            if lags_s[-1] <= MAX_LAG_S:
+                return
+        pytest.fail(f"the loop stood still each time: {lags_s}")
 
-    scenario()
+    kept.run(scenario)
 
 
 def long_body(word: str, size: int = LONG_BODY_BYTES) -> bytes:
     return json.dumps({"model": "m", "prompt": (f"{word} " * size)[:size], "max_tokens": 1}).encode()
 
 
-@on_loop
-async def test_long_bodies_are_read_as_short_ones_are() -> None:
-    body = long_body("hello there")
-    async with reader() as reads:
+def test_long_bodies_are_read_as_short_ones_are(kept: KeptReader) -> None:
+    async def scenario(reads: PromptReader) -> None:
+        body = long_body("hello there")
         call, prompt = await reads.read(Endpoint.COMPLETIONS, body, MODEL)
-    same_call, same_prompt = read_call(Endpoint.COMPLETIONS, body, MODEL, PromptMemory(text_tokenizer()))
-    assert prompt == same_prompt
-    assert isinstance(prompt, Prompt)
-    assert call.options == same_call.options
-    assert call.body({"max_tokens": 1}) == same_call.body({"max_tokens": 1})
+        same_call, same_prompt = read_call(Endpoint.COMPLETIONS, body, MODEL, PromptMemory(text_tokenizer()))
+        assert prompt == same_prompt
+        assert isinstance(prompt, Prompt)
+        assert call.options == same_call.options
+        assert call.body({"max_tokens": 1}) == same_call.body({"max_tokens": 1})
+
+    kept.run(scenario)
 
 
-@on_loop
-async def test_a_mistake_in_a_long_body_is_told_like_any_other() -> None:
-    async with reader() as reads:
+def test_a_mistake_in_a_long_body_is_told_like_any_other(kept: KeptReader) -> None:
+    async def scenario(reads: PromptReader) -> None:
         with pytest.raises(ApiError, match="maximum context length is 100 tokens") as refusal:
             await reads.read(Endpoint.COMPLETIONS, long_body("x"), model_of(HASHING, 100))
-    error = refusal.value
-    assert (error.status, error.param, error.code) == (400, "prompt", "context_length_exceeded")
+        error = refusal.value
+        assert (error.status, error.param, error.code) == (400, "prompt", "context_length_exceeded")
+
+    kept.run(scenario)
+
+
+def test_who_is_refused_when_its_turn_comes_is_not_read(kept: KeptReader) -> None:
+    def refuse() -> None:
+        raise TenantLimited("tokens are owed", "tokens_per_minute", 1.0, {})
+
+    async def scenario(reads: PromptReader) -> None:
+        for body in (long_body("a", 100_000), long_body("b")):
+            with pytest.raises(TenantLimited):
+                await reads.read(Endpoint.COMPLETIONS, body, MODEL, check=refuse)
+            await reads.read(Endpoint.COMPLETIONS, body, MODEL)  # no place was lost
+        assert reads.num_idle == 1
+
+    kept.run(scenario)
+
+
+@on_loop
+async def test_a_client_that_leaves_does_not_spoil_the_next_answer() -> None:
+    async with reader() as reads:
+        first = asyncio.create_task(reads.read(Endpoint.COMPLETIONS, long_body("hello"), MODEL))
+        await asyncio.sleep(0)
+        first.cancel()
+        _, prompt = await reads.read(Endpoint.COMPLETIONS, long_body("there"), MODEL)
+    assert prompt == read_call(Endpoint.COMPLETIONS, long_body("there"), MODEL, PromptMemory(text_tokenizer()))[1]
 
 
 def children() -> set[int]:
@@ -289,16 +340,6 @@ def test_who_gives_up_while_a_process_is_spawned_leaves_nothing(monkeypatch: pyt
 
 
 @on_loop
-async def test_a_client_that_leaves_does_not_spoil_the_next_answer() -> None:
-    async with reader() as reads:
-        first = asyncio.create_task(reads.read(Endpoint.COMPLETIONS, long_body("hello"), MODEL))
-        await asyncio.sleep(0)
-        first.cancel()
-        _, prompt = await reads.read(Endpoint.COMPLETIONS, long_body("there"), MODEL)
-    assert prompt == read_call(Endpoint.COMPLETIONS, long_body("there"), MODEL, PromptMemory(text_tokenizer()))[1]
-
-
-@on_loop
 async def test_long_bodies_of_text_need_no_process_and_those_of_many_values_do() -> None:
     before = children()
     text = json.dumps({"model": "m", "prompt": "hello there " * 20_000, "max_tokens": 1}).encode()
@@ -367,20 +408,6 @@ async def test_a_short_body_passes_the_long_ones_of_another_tenant_and_its_own()
         held.set()
         await asyncio.gather(*blocked, *waiting)
     assert sorted(order[:3]) == ["heavy long", "heavy short", "light short"]
-
-
-@on_loop
-async def test_who_is_refused_when_its_turn_comes_is_not_read() -> None:
-    async with reader() as reads:
-
-        def refuse() -> None:
-            raise TenantLimited("tokens are owed", "tokens_per_minute", 1.0, {})
-
-        for body in (long_body("a", 100_000), long_body("b")):
-            with pytest.raises(TenantLimited):
-                await reads.read(Endpoint.COMPLETIONS, body, MODEL, check=refuse)
-            await reads.read(Endpoint.COMPLETIONS, body, MODEL)  # no place was lost
-        assert reads.num_idle == 1
 
 
 @on_loop
