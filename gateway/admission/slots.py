@@ -23,7 +23,7 @@ class InFlightSlots(Slots, Protocol):
         ...
 
     def take_in_turn(self, limit: int) -> bool:
-        """Takes a place for that first one, unless there is none beyond those for firsts that have waited longer."""
+        """Takes a place for that first one, if more are free than firsts have waited longer."""
         ...
 
 

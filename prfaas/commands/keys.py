@@ -34,8 +34,7 @@ def make_and_tell(
     # At once: who reads one line and leaves, as `head -1` does, must not get a traceback beside it.
     say(
         f"{key}\n\n# Give it to whom it is for: it is shown this once.\n"
-        "# In the gateway's file, and then `prfaas reload` or SIGHUP:\n"
-        + "\n".join(lines)
+        "# In the gateway's file, and then `prfaas reload` or SIGHUP:\n" + "\n".join(lines)
     )
 
 
