@@ -234,10 +234,6 @@ class WaitQueue(Generic[Who]):
         """Whether `who`, of the line, yields to others by now."""
         return self._is_back(self._standing[who].flow, now)
 
-    def since(self, who: Who) -> float:
-        """When `who`, of the line, joined it."""
-        return self._standing[who].since
-
     @property
     def num_flows(self) -> int:
         """With a request in the line, or with turns that others have not had yet."""
