@@ -63,6 +63,7 @@ T = TypeVar("T")
 VERSION: Final = release()
 HOUSEKEEPING_S = 0.5
 POLL_S = 0.02
+START_KEY: Final = "engine_start_timeout_s"  # of the file, named in messages
 ENGINE_STOP_S = 20.0
 
 
@@ -144,14 +145,17 @@ class NodeAgent:
         self.tasks.start("housekeeping", self._keep_house)
 
     async def wait_ready(self, timeout_s: float) -> None:
-        """Waits for an engine that takes requests. Raises TimeoutError, and EngineFailure when waiting is in vain."""
-        async with asyncio.timeout(timeout_s):
-            while not self._engine_serves:
-                if refusal := self.unusable or self.supervisor.refusal:
-                    raise EngineRefused(refusal)
-                if self.supervisor.gave_up:
-                    raise EngineFailure("it died too often")
-                await asyncio.sleep(POLL_S)
+        """Waits for an engine that takes requests. Raises EngineFailure when it is late, and when waiting is in vain."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                while not self._engine_serves:
+                    if refusal := self.unusable or self.supervisor.refusal:
+                        raise EngineRefused(refusal)
+                    if self.supervisor.gave_up:
+                        raise EngineFailure("it died too often")
+                    await asyncio.sleep(POLL_S)
+        except TimeoutError:
+            raise EngineFailure(f"it was not ready within {timeout_s:g} s ({START_KEY})") from None
 
     def _on_draining(self, is_on: bool) -> None:
         if self._engine:
@@ -232,7 +236,7 @@ class NodeAgent:
         silent_s = self._now() - max(self._alone_since, self.supervisor.started_at)
         if silent_s > self.config.start_timeout_s:
             missing = "Hello" if self._engine is None else "answer over HTTP"
-            log.error("engine killed node=%s: no %s for %.1fs", self.config.node_id, missing, silent_s)
+            log.error("engine killed node=%s: no %s for %.1fs (%s)", self.config.node_id, missing, silent_s, START_KEY)
             self.supervisor.kill()
 
     # EngineListener

@@ -169,8 +169,8 @@ async def _engine_came(agent: NodeAgent, stop: asyncio.Event) -> int:
             file=sys.stderr,
         )
         return EXIT_BAD_CONFIG
-    except (TimeoutError, EngineFailure) as failure:
-        _say_why(agent, f"its engine did not come up: {str(failure) or 'it said nothing'}")
+    except EngineFailure as failure:
+        _say_why(agent, f"its engine did not come up: {failure}")
         return EXIT_ENGINE_FAILED
     return 0
 

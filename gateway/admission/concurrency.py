@@ -1,16 +1,18 @@
 """A place among the requests being served. A request takes it when its body is there, not while the body is awaited.
 
 Tenants share the places as `planner.decisions.admission.places` says. A request that waits for one stands in this process's
-line, in which tenants take turns; its first one asks again when a request ends here, or after a moment: others end elsewhere.
+line, in which tenants take turns. Its first one asks again when a request ends here, or after a moment: others end elsewhere.
+Of the firsts of all processes, the one that has waited longest gets the next place.
 """
 
 import asyncio
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass, field
 from sys import maxsize
 from typing import Final
 
-from gateway.admission.slots import Slots
+from gateway.admission.slots import InFlightSlots, Slots
 from gateway.config.gateway import GatewayConfig
 from gateway.errors import Overloaded, Unavailable
 from gateway.prompt.reader_queue import ReadingRoom
@@ -18,7 +20,15 @@ from gateway.ratelimit.limiter import TenantLimiters
 from planner.decisions.admission.places import Entry, TenantPlaces, entry, most_places
 from planner.decisions.admission.waiting import EVERYBODYS, TenantShare, WaitQueue
 
-ASK_AGAIN_S: Final = 0.05
+ASK_AGAIN_S: Final = 0.02  # a place that is free elsewhere may lie idle for so long
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Waiter:
+    """A request that waits for a place."""
+
+    since: float
+    woken: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class ConcurrencyLimiter:
@@ -35,7 +45,7 @@ class ConcurrencyLimiter:
         *,
         clock: Callable[[], float],
         patience_s: float,
-        taken: Slots,
+        taken: InFlightSlots,
         wanted: Slots,
         claims: TenantLimiters,
         bodies: ReadingRoom,
@@ -49,7 +59,7 @@ class ConcurrencyLimiter:
         self._wanted = wanted
         self._claims = claims
         self._bodies = bodies
-        self._line: WaitQueue[asyncio.Event] = WaitQueue(maxsize)
+        self._line: WaitQueue[_Waiter] = WaitQueue(maxsize)
         self._on_change = on_change
         self._idle = asyncio.Event()
         self._idle.set()
@@ -131,9 +141,9 @@ class ConcurrencyLimiter:
 
     async def _wait(self, share: TenantShare, num_bytes: int) -> None:
         """Until there is a place for a request that has a claim to it. Raises ApiError; the claim is given up then."""
-        woken, now = asyncio.Event(), self._clock()
-        until = now + self._patience_s
-        self._line.join(woken, now, share=share)
+        waiter = _Waiter(self._clock())
+        until = waiter.since + self._patience_s
+        self._line.join(waiter, waiter.since, share=share)
         has_place = False
         try:
             with self._bodies.held(share.flow, num_bytes):
@@ -141,23 +151,29 @@ class ConcurrencyLimiter:
                     self._check_draining()
                     if (left_s := until - self._clock()) <= 0:
                         raise self._overloaded()
-                    woken.clear()
-                    is_first = self._line.first(self._clock()) is woken
+                    waiter.woken.clear()
+                    is_first = self._first() is waiter
                     with suppress(TimeoutError):
                         async with asyncio.timeout(min(left_s, ASK_AGAIN_S) if is_first else left_s):
-                            await woken.wait()
-                    has_place = self._line.first(self._clock()) is woken and self._taken.take(self.limit)
-            self._line.serve(woken)
+                            await waiter.woken.wait()
+                    has_place = self._first() is waiter and self._taken.take_in_turn(self.limit)
+            self._line.serve(waiter)
         finally:
             self._wanted.give_back()
             if not has_place:
                 self._claims.give_up(share)
-                self._line.leave(woken)
+                self._line.leave(waiter)
             self._wake_first()
 
     def _wake_first(self) -> None:
-        if (first := self._line.first(self._clock())) is not None:
-            first.set()
+        if (first := self._first()) is not None:
+            first.woken.set()
+
+    def _first(self) -> _Waiter | None:
+        """The first of this process's line; the others see since when it waits."""
+        first = self._line.first(self._clock())
+        self._taken.first_waits(None if first is None else first.since)
+        return first
 
     def _changed(self, by: int) -> None:
         self.in_flight += by

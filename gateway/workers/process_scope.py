@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Final
 
-from gateway.admission.slots import LocalSlots, Slots
+from gateway.admission.slots import InFlightSlots, LocalInFlightSlots, LocalSlots, Slots
 from gateway.auth.sessions import LocalSessions, SessionStore, SharedSessions
 from gateway.cluster.drained_links import DrainedLinks, LocalDrainedLinks, SharedDrainedLinks
 from gateway.cluster.node import ClusterNode
@@ -20,7 +20,14 @@ from gateway.telemetry.load_report import KEPT, OfferedLoad
 from gateway.telemetry.metrics import Metrics, keep_in
 from gateway.telemetry.record_ring import RecordRing
 from gateway.workers.peers import NumberedRing, WorkerPeers
-from gateway.workers.shared_counters import IN_FLIGHT, PLACES_WANTED, WAITING, SharedCounters, SharedSlots, WorkerState
+from gateway.workers.shared_counters import (
+    PLACES_WANTED,
+    WAITING,
+    SharedCounters,
+    SharedInFlightSlots,
+    SharedSlots,
+    WorkerState,
+)
 from gateway.workers.shared_samples import SharedSamples
 from planner.decisions.plans.offered import SampleRing
 
@@ -45,7 +52,7 @@ class SingleProcess:
     def __init__(self) -> None:
         self.metrics = Metrics()
         self.offered = OfferedLoad(uuid.uuid4().hex, SampleRing(KEPT), SampleRing(KEPT))
-        self.in_flight: Slots = LocalSlots()
+        self.in_flight: InFlightSlots = LocalInFlightSlots()
         self.places_wanted: Slots = LocalSlots()
         self.waiting: Slots = LocalSlots()
         self.drained: DrainedLinks = LocalDrainedLinks()
@@ -107,7 +114,7 @@ class WorkerProcess:
         keep_in(directory / METRICS, number)
         self.metrics = Metrics(directory / METRICS)
         self.offered: OfferedLoad = SharedSamples(directory / TALLY)
-        self.in_flight: Slots = SharedSlots(self._board, IN_FLIGHT)
+        self.in_flight: InFlightSlots = SharedInFlightSlots(self._board)
         self.places_wanted: Slots = SharedSlots(self._board, PLACES_WANTED)
         self.waiting: Slots = SharedSlots(self._board, WAITING)
         self.next_seq: Callable[[], int] = self._board.next_seq

@@ -1,8 +1,9 @@
 """What the workers of a gateway count together: a file of numbers that every one of them has mapped.
 
     head    how many workers and nodes · the last record's number · restarts · clusters, by a digest of their name
-    rows    one per worker, written by it alone: its state, its places, how often it has said that it is there, and of every
-            node the requests, tokens and bytes that it has under way there, and the share of time that it gave it prompts for
+    rows    one per worker, written by it alone: its state, its places, since when its first request waits for one, how often
+            it has said that it is there, and of every node the requests, tokens and bytes that it has under way there, and
+            the share of time that it gave it prompts for
 
 A reader adds the rows up; a number that is being written is read as it was or as it will be. Only where a bound must hold
 exactly is the file locked, for microseconds; the lock goes with its process. The row of a worker that has died is cleared by the
@@ -20,13 +21,15 @@ import numpy as np
 
 from gateway.cluster.node import ClusterNode, NodeWork
 from gateway.shared_array import SharedArray
+from planner.decisions.admission.places import is_turn
 from planner.decisions.estimates.durations import PREFILL_SHARE_S, PrefillShare
 
 HEAD_CELLS: Final = 8
 WORKERS, NODES, LAST_SEQ, RESTARTS = range(4)
 MORE_CLUSTERS: Final = 8  # than nodes: names that were once a cluster's keep their column
-OWN_CELLS: Final = 5
-STATE, IN_FLIGHT, WAITING, BEATS, PLACES_WANTED = range(OWN_CELLS)
+NANOSECONDS: Final = 10**9  # in a second
+OWN_CELLS: Final = 6
+STATE, IN_FLIGHT, WAITING, BEATS, PLACES_WANTED, FIRST_SINCE = range(OWN_CELLS)
 
 
 class WorkerState(IntEnum):
@@ -132,6 +135,18 @@ class SharedCounters:
         """This worker's place is free."""
         self._rows[self._own, kind] -= 1
 
+    def first_waits(self, since: float | None) -> None:
+        """Since when the first request waits that this worker has no place in flight for; None: none waits."""
+        self._rows[self._own, FIRST_SINCE] = 0 if since is None else max(1, round(since * NANOSECONDS))
+
+    def take_in_turn(self, limit: int) -> bool:
+        """Takes a place in flight for that request, if it is its turn among those of all workers."""
+        with self._array.locked():
+            if not is_turn(limit, self.taken(IN_FLIGHT), self._rows[:, FIRST_SINCE].tolist(), self._own):
+                return False
+            self._rows[self._own, IN_FLIGHT] += 1
+            return True
+
     # Work on nodes
 
     def join(self, nodes: Sequence[ClusterNode]) -> None:
@@ -213,6 +228,19 @@ class SharedSlots:
 
     def give_back(self) -> None:
         self._board.give_back(self._kind)
+
+
+class SharedInFlightSlots(SharedSlots):
+    """Those of requests in flight."""
+
+    def __init__(self, board: SharedCounters) -> None:
+        super().__init__(board, IN_FLIGHT)
+
+    def first_waits(self, since: float | None) -> None:
+        self._board.first_waits(since)
+
+    def take_in_turn(self, limit: int) -> bool:
+        return self._board.take_in_turn(limit)
 
 
 class SharedWork:

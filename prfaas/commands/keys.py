@@ -33,8 +33,8 @@ def make_and_tell(
     lines = [*head, f'keys = ["{digest_of(key)}"]', *([f"expires = {expires}"] if expires is not None else [])]
     # At once: who reads one line and leaves, as `head -1` does, must not get a traceback beside it.
     say(
-        f"{key}\n\n# Give it to whom it is for: it is shown this once. In the gateway's file, and then SIGHUP:\n"
-        + "\n".join(lines)
+        f"{key}\n\n# Give it to whom it is for: it is shown this once.\n"
+        "# In the gateway's file, and then `prfaas reload` or SIGHUP:\n" + "\n".join(lines)
     )
 
 

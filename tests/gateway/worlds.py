@@ -10,6 +10,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
 import uvloop
@@ -107,6 +108,10 @@ class Deployment(ABC):
 
     @property
     @abstractmethod
+    def url(self) -> str: ...
+
+    @property
+    @abstractmethod
     def clusters(self) -> Clusters: ...
 
     @property
@@ -139,6 +144,11 @@ class Deployment(ABC):
         assert served is not None
         return prompt_of(Endpoint.COMPLETIONS, served.hashing, prompt=text).hashes
 
+    async def connect(self, limit: int = 1 << 16) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """A connection of a client that says HTTP by itself, and reads `limit` bytes ahead."""
+        address = urlsplit(self.url)
+        return await asyncio.open_connection(address.hostname, address.port or 80, limit=limit)
+
     async def settled(self) -> None:
         """Waits until nothing is under way on any node; raises if something stays."""
         await until(lambda: not self.nodes.leftovers(), self.nodes.leftovers)
@@ -161,6 +171,10 @@ class World(Deployment):
     """A gateway before scripted nodes."""
 
     gateway: RunningGateway
+
+    @property
+    def url(self) -> str:
+        return self.gateway.url
 
     @property
     def clusters(self) -> Clusters:

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
@@ -51,14 +52,19 @@ def mute_node(settings: NodeConfig) -> AbstractAsyncContextManager[RunningNode]:
     return running_node(settings, wait=False, engine_command=lambda *_: ["sleep", "60"])
 
 
-def test_an_engine_that_never_says_hello_is_killed_and_started_again(tmp_path: Path) -> None:
+def test_an_engine_that_never_says_hello_is_killed_and_started_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     async def scenario() -> None:
         async with mute_node(config(tmp_path, engine_start_timeout_s=0.1)) as node:
+            with pytest.raises(EngineFailure, match=r"it was not ready within 0.01 s \(engine_start_timeout_s\)"):
+                await node.agent.wait_ready(0.01)
             first = asyncio.create_task(_pid_other_than(node, None))
             silent = await first
             assert await _pid_other_than(node, silent) != silent
             with pytest.raises(ProcessLookupError):
                 os.kill(silent, 0)
+        assert re.search(r"no Hello for [\d.]+s \(engine_start_timeout_s\)", caplog.text)
 
     alone(scenario())
 

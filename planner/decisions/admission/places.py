@@ -7,8 +7,13 @@ beyond   a request gets a place that is neither kept nor waited for; without one
 
 The parts of all tenants together are all places. So where a tenant within its part waits, another one is beyond its
 own. That one gets no further place until the first has had its part. Requests without a tenant get any free place.
+
+Several workers may share the places. Each has a line of its own, and of the first ones of all lines that which has waited
+longest gets the next place. Only its own worker can give it one, and may notice a free place late. So for each first that
+has waited longer one free place is left alone, and no more.
 """
 
+from collections.abc import Sequence
 from enum import Enum, auto
 from typing import Final, NamedTuple
 
@@ -56,3 +61,12 @@ def entry(limit: int, taken: int, waited_for: int, claims: TenantPlaces) -> Entr
     if free > 0:
         return Entry.TAKES
     return Entry.WAITS if claims.others_weight else Entry.REFUSED  # then requests without a tenant hold the others
+
+
+def is_turn(limit: int, taken: int, firsts: Sequence[int], own: int) -> bool:
+    """Whether the first of line `own` gets a place where `taken` are held.
+
+    `firsts` says for each line since when its first one waits; 0: none does. Of equals the lower line comes before.
+    """
+    mine = firsts[own], own
+    return taken + sum(since > 0 and (since, line) < mine for line, since in enumerate(firsts)) < limit

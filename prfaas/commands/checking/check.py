@@ -202,7 +202,7 @@ async def _ticket(receiver: Asked) -> TicketInfo | str:
 
 def _certificates(config: GatewayConfig) -> Iterator[Certificate]:
     """Those of the gateway's file; the authority needs no name."""
-    for path in (config.certificate, config.authority, config.tls_certificate):
+    for path in dict.fromkeys((config.certificate, config.authority, config.tls_certificate)):
         if path is None:
             continue
         try:

@@ -36,9 +36,9 @@ async def snapshot(w: Deployment, since: int = 0) -> dict[str, Any]:
         return found
 
 
-@on_loop
+@on_memory_loop
 async def test_the_page_and_every_file_that_it_asks_for_is_served_from_here() -> None:
-    async with world() as w:
+    async with pipeline() as w:
         async with w.http.get("/console") as answer:
             page = await answer.text()
             assert answer.content_type == "text/html"
@@ -350,13 +350,17 @@ def test_links_stay_drained_when_their_folder_is_gone_or_cannot_be_read(tmp_path
     assert drained.links() == frozenset()
 
 
-@on_loop
+@on_memory_loop
 async def test_without_a_plan_service_that_is_said() -> None:
-    async with world() as w:
+    async with pipeline() as w:
         async with w.http.get("/prfaas/plan") as answer:
             assert await answer.json() == {"configured": False, "url": "", "status": None, "history": None}
         async with w.http.post("/prfaas/plan", json={"change": "apply"}) as answer:
             assert (answer.status, (await answer.json())["error"]["code"]) == (409, "no_plan_service")
+
+
+@on_loop
+async def test_a_plan_service_that_does_not_answer_is_said_to_be_away() -> None:
     async with world(plan=PlanConfig(url="http://127.0.0.1:1")) as w, w.http.get("/prfaas/plan") as answer:
         assert (answer.status, (await answer.json())["error"]["code"]) == (502, "plan_service")
 

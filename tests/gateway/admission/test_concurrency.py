@@ -3,18 +3,25 @@
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import median
 
 import pytest
 
-from gateway.admission.concurrency import ConcurrencyLimiter
+from gateway.admission.concurrency import ASK_AGAIN_S, ConcurrencyLimiter
 from gateway.errors import ApiError, Overloaded
 from gateway.prompt.reader_queue import ReadingRoom
 from gateway.ratelimit.limiter import TenantLimiters
-from gateway.workers.shared_counters import IN_FLIGHT, PLACES_WANTED, SharedCounters, SharedSlots
+from gateway.workers.shared_counters import (
+    IN_FLIGHT,
+    PLACES_WANTED,
+    SharedCounters,
+    SharedInFlightSlots,
+    SharedSlots,
+)
 from planner.decisions.admission.waiting import TenantShare
+from tests.gateway.memory.pipeline import on_memory_loop
 from tests.gateway.worlds import on_loop
 
 HEAVY, LIGHT, THIRD = TenantShare("heavy"), TenantShare("light"), TenantShare("third")
@@ -26,23 +33,23 @@ ROOM_BYTES = 1000
 class SharingWorkers:
     """Those of one gateway, in one process."""
 
-    def __init__(self, directory: Path, number: int) -> None:
+    def __init__(self, directory: Path, number: int, clock: Callable[[], float] | None = None) -> None:
+        clock = clock or (lambda: self.now)
         SharedCounters.create(directory / "board", number, 1)
         TenantLimiters.create(directory / "allowances", number)
         self.now = 0.0
         self.bodies = ReadingRoom(ROOM_BYTES)
         self.boards = [SharedCounters(directory / "board", each) for each in range(number)]
         self.claims = [
-            TenantLimiters(lambda: self.now, directory / "allowances", workers=number, own=each)
-            for each in range(number)
+            TenantLimiters(clock, directory / "allowances", workers=number, own=each) for each in range(number)
         ]
         self.limiters = [
             ConcurrencyLimiter(
                 LIMIT,
                 lambda _: None,
-                clock=lambda: self.now,
+                clock=clock,
                 patience_s=30.0,
-                taken=SharedSlots(board, IN_FLIGHT),
+                taken=SharedInFlightSlots(board),
                 wanted=SharedSlots(board, PLACES_WANTED),
                 claims=claims,
                 bodies=self.bodies,
@@ -211,6 +218,34 @@ def test_a_worker_that_has_died_claims_nothing(workers: SharingWorkers) -> None:
         assert (await workers.fill(HEAVY)).total() == took[0]
 
     check()
+
+
+@on_memory_loop
+async def test_a_worker_without_places_waits_no_longer_than_those_that_came_before(tmp_path: Path) -> None:
+    loop = asyncio.get_running_loop()
+    workers = SharingWorkers(tmp_path, 3, loop.time)
+    busy, idle, _ = workers.limiters
+    for _ in range(LIMIT - KEPT):
+        await busy.take(HEAVY)
+    for _ in range(KEPT):
+        await busy.take(LIGHT)
+    before = [asyncio.ensure_future(busy.take(LIGHT)) for _ in range(5)]
+    await asyncio.sleep(0.001)
+    waiting = asyncio.ensure_future(idle.take(THIRD))
+    await asyncio.sleep(0.001)
+    behind = [asyncio.ensure_future(busy.take(LIGHT))]
+    for _ in range(6):  # as many as it comes behind, and its own
+        busy.give_back(LIGHT)
+        behind.append(asyncio.ensure_future(busy.take(LIGHT)))
+        await asyncio.sleep(0.001)
+    assert (workers.taken, all(each.done() for each in before)) == (LIMIT - 1, True)
+    await asyncio.sleep(ASK_AGAIN_S)
+    assert (workers.taken, waiting.done()) == (LIMIT, True)
+    for each in behind:
+        each.cancel()
+    await asyncio.gather(*behind, return_exceptions=True)
+    assert workers.wanted == 0
+    workers.close()
 
 
 def test_without_tenants_all_places_can_be_had(workers: SharingWorkers) -> None:

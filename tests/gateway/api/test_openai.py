@@ -142,9 +142,9 @@ async def test_every_mistake_is_named_and_nothing_else_happens() -> None:
         assert all(not node.open_reservations and not node.aborts for node in w.nodes.nodes)
 
 
-@on_loop
+@on_memory_loop
 async def test_what_is_wrong_with_a_request_as_such_is_json_too() -> None:
-    async with world(max_body_bytes=10_000) as w:
+    async with pipeline(max_body_bytes=10_000) as w:
         answers = {
             413: w.http.post(Endpoint.CHAT, json=CHAT | {"user": "x" * 20_000}),
             415: w.http.post(Endpoint.CHAT, data="hi", headers={"Content-Type": "text/plain"}),
@@ -172,9 +172,9 @@ async def test_a_ten_megabyte_body_is_over_the_default_limit() -> None:
             assert (await response.json())["error"]["code"] == "request_too_large"
 
 
-@on_loop
+@on_memory_loop
 async def test_models_health_and_records_answer() -> None:
-    async with world() as w:
+    async with pipeline() as w:
         async with w.http.get("/v1/models") as response:
             (model,) = (await response.json())["data"]
             assert (model["id"], model["object"], model["max_model_len"]) == ("scripted", "model", 4096)
@@ -238,10 +238,10 @@ def test_a_request_id_is_taken_over_only_if_harmless() -> None:
     assert request_id_or("a b", "mine") == request_id_or("x" * 200, "mine") == request_id_or(None, "mine") == "mine"
 
 
-@on_loop
+@on_memory_loop
 @pytest.mark.parametrize("fields", [CHAT, CHAT | {"model": "gpt-9"}], ids=["good", "bad"])
 async def test_a_path_spelled_otherwise_gets_the_same_answer_through_the_application(fields: dict[str, Any]) -> None:
-    async with world() as w:
+    async with pipeline() as w:
         answers = []
         for path in (Endpoint.CHAT, f"{Endpoint.CHAT}?spelled=otherwise"):
             async with w.http.post(path, json=fields, headers={"x-request-id": "mine"}) as response:

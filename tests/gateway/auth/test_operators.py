@@ -134,50 +134,53 @@ async def status_of(w: World, route: tuple[str, str], key: str | None) -> int:
 
 
 @on_loop
-async def test_every_route_lets_those_in_whom_the_table_says() -> None:
+async def test_routes_let_those_in_whom_their_port_is_for() -> None:
     async with world(tenants=TENANTS, operators=OPERATORS, metrics_port=free_port()) as w:
-        routes = routes_of(w)
-        guarded = {route for route in routes if route[1] not in ANYBODYS}
-        assert {route for route in RIGHTS if route[1] != "/console/"} <= guarded
-        for route in sorted(guarded):
-            right = right_of(*route)
-            for key in (None, "sk-nobody", ACME, OLD):
-                found = await status_of(w, route, key)
-                may = right.role is None and route[1] != "/console"
-                assert (found not in (401, 403)) == may, (route, key, found)
-            for role, key in KEYS.items():
-                found = await status_of(w, route, key)
-                may = right.role is None or role.covers(right.role)
-                assert (found not in (401, 403)) == may, (route, role, found)
-                if not may:
-                    assert found == 403, (route, role, found)
+        await every_route_of_operators_lets_those_in_whom_the_table_says(w)
+        await every_path_of_the_api_is_for_tenants_and_for_no_operator(w)
+
+
+async def every_route_of_operators_lets_those_in_whom_the_table_says(w: World) -> None:
+    routes = routes_of(w)
+    guarded = {route for route in routes if route[1] not in ANYBODYS}
+    assert {route for route in RIGHTS if route[1] != "/console/"} <= guarded
+    for route in sorted(guarded):
+        right = right_of(*route)
+        for key in (None, "sk-nobody", ACME, OLD):
+            found = await status_of(w, route, key)
+            may = right.role is None and route[1] != "/console"
+            assert (found not in (401, 403)) == may, (route, key, found)
+        for role, key in KEYS.items():
+            found = await status_of(w, route, key)
+            may = right.role is None or role.covers(right.role)
+            assert (found not in (401, 403)) == may, (route, role, found)
+            if not may:
+                assert found == 403, (route, role, found)
 
 
 PUBLIC = ANYBODYS | {"/openapi.json"}
 
 
-@on_loop
-async def test_every_path_of_the_api_is_for_tenants_and_for_no_operator() -> None:
-    async with world(tenants=TENANTS, operators=OPERATORS, metrics_port=free_port()) as w:
-        routes = {
-            (route.method, route.resource.canonical.replace("{context_id}", "c"))
-            for route in w.gateway.listeners[0].app.router.routes()
-            if route.resource is not None and route.method != "HEAD"
-        }
-        guarded = {route for route in routes if route[1] not in PUBLIC}
-        assert {("POST", "/v1/chat/completions"), ("GET", "/v1/models")} <= guarded
-        assert not {path for _, path in routes if path.startswith(("/prfaas", "/console", "/metrics"))} & {
-            path for _, path in RIGHTS
-        }
-        for method, path in sorted(guarded):
-            for key, may in ((None, False), ("sk-nobody", False), (OLD, False), (ACME, True)):
-                headers = JSON | (shown(key) if key else {})
-                body = None if method == "GET" else b"{}"
-                async with w.http.request(method, path, headers=headers, data=body) as answer:
-                    assert (answer.status != 401) == may, (method, path, key, answer.status)
-            for key in KEYS.values():  # an operator is no tenant
-                async with w.http.request(method, path, headers=JSON | shown(key), data=body) as answer:
-                    assert answer.status == 401, (method, path, key)
+async def every_path_of_the_api_is_for_tenants_and_for_no_operator(w: World) -> None:
+    routes = {
+        (route.method, route.resource.canonical.replace("{context_id}", "c"))
+        for route in w.gateway.listeners[0].app.router.routes()
+        if route.resource is not None and route.method != "HEAD"
+    }
+    guarded = {route for route in routes if route[1] not in PUBLIC}
+    assert {("POST", "/v1/chat/completions"), ("GET", "/v1/models")} <= guarded
+    assert not {path for _, path in routes if path.startswith(("/prfaas", "/console", "/metrics"))} & {
+        path for _, path in RIGHTS
+    }
+    for method, path in sorted(guarded):
+        for key, may in ((None, False), ("sk-nobody", False), (OLD, False), (ACME, True)):
+            headers = JSON | (shown(key) if key else {})
+            body = None if method == "GET" else b"{}"
+            async with w.http.request(method, path, headers=headers, data=body) as answer:
+                assert (answer.status != 401) == may, (method, path, key, answer.status)
+        for key in KEYS.values():  # an operator is no tenant
+            async with w.http.request(method, path, headers=JSON | shown(key), data=body) as answer:
+                assert answer.status == 401, (method, path, key)
 
 
 def test_a_route_without_a_cell_is_not_served() -> None:

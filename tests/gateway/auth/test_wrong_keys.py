@@ -9,7 +9,7 @@ from gateway.auth.wrong_keys import WrongKeys
 from gateway.config.gateway import Strangers
 from gateway.config.tenants import TenantConfig
 from gateway.config.wrong_keys import WrongKeysConfig
-from tests.gateway.worlds import on_loop, world
+from tests.gateway.memory.pipeline import on_memory_loop, pipeline
 from transport.path.site import site_of
 
 CONFIG = WrongKeysConfig(free=3, delay_s=0.5, max_delay_s=1.5, refuse_after=7, refuse_s=60.0, max_addresses=8)
@@ -97,9 +97,9 @@ def shown(key: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"}
 
 
-@on_loop
+@on_memory_loop
 async def test_a_guesser_is_held_off_with_every_key_and_on_every_path() -> None:
-    async with world(tenants=TENANTS, strangers=Nobody(), wrong_keys=QUICK) as w:
+    async with pipeline(tenants=TENANTS, strangers=Nobody(), wrong_keys=QUICK) as w:
         found = [(await w.complete(headers=shown("sk-guess"))).status for _ in range(8)]
         assert found == [401] * 7 + [429]
         refused = await w.complete(headers=shown("sk-acme"))
@@ -112,27 +112,27 @@ async def test_a_guesser_is_held_off_with_every_key_and_on_every_path() -> None:
             assert answer.status == 200
 
 
-@on_loop
+@on_memory_loop
 async def test_an_address_with_a_right_key_may_show_wrong_ones() -> None:
-    async with world(tenants=TENANTS, strangers=Nobody(), wrong_keys=QUICK) as w:
+    async with pipeline(tenants=TENANTS, strangers=Nobody(), wrong_keys=QUICK) as w:
         assert (await w.complete(headers=shown("sk-acme"))).status == 200
         for _ in range(12):
             assert (await w.complete(headers=shown("sk-guess"))).status == 401
         assert (await w.complete(headers=shown("sk-acme"))).status == 200
 
 
-@on_loop
+@on_memory_loop
 async def test_this_host_and_trusted_proxies_speak_for_many() -> None:
-    async with world(tenants=TENANTS, wrong_keys=QUICK) as w:
+    async with pipeline(tenants=TENANTS, wrong_keys=QUICK) as w:
         for _ in range(12):
             assert (await w.complete(headers=shown("sk-guess"))).status == 401
         assert (await w.complete(headers=shown("sk-acme"))).status == 200
 
 
-@on_loop
+@on_memory_loop
 async def test_a_trusted_proxy_says_who_guesses() -> None:
     strangers = Strangers(trusted_proxies=("127.0.0.1",))
-    async with world(tenants=TENANTS, strangers=strangers, wrong_keys=QUICK) as w:
+    async with pipeline(tenants=TENANTS, strangers=strangers, wrong_keys=QUICK) as w:
 
         async def ask(client: str, key: str) -> int:
             return (await w.complete(headers={**shown(key), "X-Forwarded-For": client})).status

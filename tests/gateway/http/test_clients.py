@@ -3,7 +3,7 @@
 import asyncio
 import json
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 
 import aiohttp
 import pytest
@@ -18,7 +18,8 @@ from gateway.prompt.prompt import Hashing, PromptMemory, read_call
 from gateway.request.request import Request, RequestProgress, Timeline
 from gateway.upstream.http1 import EngineAnswer
 from tests.gateway.layouts import LAYOUT
-from tests.gateway.worlds import PATIENT, model_of, on_both_loops, on_loop, until, world
+from tests.gateway.memory.pipeline import on_memory_loop, pipeline
+from tests.gateway.worlds import PATIENT, World, model_of, on_both_loops, on_loop, until, world
 from tests.prompts.builders import text_tokenizer
 
 LONG = "the quick brown fox jumps over the lazy dog " * 40
@@ -57,8 +58,7 @@ async def test_a_client_that_stops_reading_loses_its_place() -> None:
     async with world(decode=1, timeouts=replace(PATIENT, client_stall_s=0.3)) as w:
         node = w.nodes.decode[0]
         node.script.words = ("x" * 100_000,) * 500
-        host, port = w.gateway.url.removeprefix("http://").split(":")
-        reader, writer = await asyncio.open_connection(host, int(port), limit=1024)
+        reader, writer = await w.connect(limit=1024)
         body = json.dumps({"model": "scripted", "prompt": LONG, "stream": True}).encode()
         head = (
             f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
@@ -73,15 +73,15 @@ async def test_a_client_that_stops_reading_loses_its_place() -> None:
         writer.close()
 
 
-@on_loop
+@on_memory_loop
 async def test_what_the_gateway_does_not_live_to_see_the_end_of_is_no_fault_of_its_client() -> None:
-    async with world() as w:
+    async with pipeline() as w:
         for node in w.nodes.decode:
             node.script.decode = ["stall_after_first"]
         body = {"model": "scripted", "prompt": LONG, "stream": True}
         async with w.http.post("/v1/completions", json=body) as response:
             await response.content.readany()
-            w.gateway.door.visits.end_all()
+            w.door.visits.end_all()
             with pytest.raises(aiohttp.ClientPayloadError):
                 await response.read()
         await w.settled()
@@ -95,7 +95,7 @@ async def test_a_client_that_reads_nothing_of_a_whole_answer_loses_its_place_and
     limits = Strangers(header_s=0.3, idle_s=0.3)
     async with world(decode=1, timeouts=replace(PATIENT, client_stall_s=0.3), strangers=limits) as w:
         w.nodes.decode[0].script.words = ("x" * 1000,) * 12_000
-        reader, writer = await asyncio.open_connection(*w.gateway.url.removeprefix("http://").split(":"), limit=1024)
+        reader, writer = await w.connect(limit=1024)
         body = json.dumps({"model": "scripted", "prompt": LONG}).encode()
         head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: "
         writer.write(f"{head}{len(body)}\r\n\r\n".encode() + body)
@@ -139,11 +139,10 @@ async def test_what_waits_for_the_client_counts_as_written() -> None:
     assert request.stream.events == 2
 
 
-@on_loop
+@on_memory_loop
 async def test_a_body_that_never_arrives_is_a_408() -> None:
-    async with world(timeouts=replace(PATIENT, body_s=0.1)) as w:
-        host, port = w.gateway.url.removeprefix("http://").split(":")
-        reader, writer = await asyncio.open_connection(host, int(port))
+    async with pipeline(timeouts=replace(PATIENT, body_s=0.1)) as w:
+        reader, writer = await w.connect()
         writer.write(
             b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 99\r\n\r\n{"
         )
@@ -182,7 +181,7 @@ async def test_an_engine_is_timed_by_what_it_says_not_by_a_client_that_does_not_
     assert request.tbt_s == pytest.approx(9.9 / 9)
 
 
-@on_loop
+@on_memory_loop
 async def test_a_client_that_does_not_read_takes_no_room_in_decode_once_its_engine_has_said_all(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -195,37 +194,34 @@ async def test_a_client_that_does_not_read_takes_no_room_in_decode_once_its_engi
     monkeypatch.setattr(Reply, "taken", taken)
     monkeypatch.setattr(Reply, "offer", lambda reply, data: offer(reply, data) or True)
     promised = {"default": ClassConfig(ttft_s=1000.0, tbt_ms=1e6)}
-    async with world(decode=1, classes=promised, routing=RoutingConfig(decode_slots=1)) as w:
-        nodes = w.gateway.clusters.nodes
+    async with pipeline(decode=1, classes=promised, routing=RoutingConfig(decode_slots=1)) as w:
+        nodes = w.clusters.nodes
         answers = []
         for asked in range(1, 5):
             answers.append(asyncio.create_task(w.complete(stream=True)))
             await until(lambda: len(w.nodes.decode[0].bodies) == asked)  # noqa: B023 it is awaited here
-            await until(lambda: not w.gateway.refusals.running and not any(node.pending_requests for node in nodes))
+            await until(lambda: not w.refusals.running and not any(node.pending_requests for node in nodes))
         assert not any(answer.done() for answer in answers)
         reads.set()
         assert [(await answer).status for answer in answers] == [200] * 4
-        assert w.gateway.refusals.running == 0
+        assert w.refusals.running == 0
         await w.settled()
 
 
 MESSAGES = [{"role": "user", "content": "x"}]
 
 
-@pytest.mark.parametrize(
-    ("path", "fields"),
-    [
-        ("/v1/completions", {"prompt": "x"}),
-        ("/v1/completions", {"prompt": LONG}),
-        ("/v1/chat/completions", {"messages": MESSAGES}),
-        ("/v1/messages", {"messages": MESSAGES, "max_tokens": 9}),
-        ("/v1/responses", {"input": "x"}),
-    ],
+STREAMS: Final = (
+    ("/v1/completions", {"prompt": "x"}),
+    ("/v1/completions", {"prompt": LONG}),
+    ("/v1/chat/completions", {"messages": MESSAGES}),
+    ("/v1/messages", {"messages": MESSAGES, "max_tokens": 9}),
+    ("/v1/responses", {"input": "x"}),
 )
+
+
 @on_both_loops
-async def test_a_client_that_hangs_up_at_the_last_event_has_been_served(
-    path: str, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_client_that_hangs_up_at_the_last_event_has_been_served(monkeypatch: pytest.MonkeyPatch) -> None:
     ends = asyncio.Event()
     read = EngineAnswer.read
 
@@ -236,27 +232,32 @@ async def test_a_client_that_hangs_up_at_the_last_event_has_been_served(
         return data
 
     async with world(decode=1) as w:
-        monkeypatch.setattr(EngineAnswer, "read", until_it_ends)
-        body = {"model": "scripted", "stream": True, **fields}
-        host, port = w.gateway.url.removeprefix("http://").split(":")
-        reader, writer = await asyncio.open_connection(host, int(port))
-        raw = json.dumps(body).encode()
-        head = (
-            f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(raw)}\r\n\r\n"
-        )
-        writer.write(head.encode() + raw)
-        told = b""
-        while not any(last in told for last in (b"[DONE]\n\n", b'"message_stop"}\n\n', b"event: response.completed")):
-            told += await reader.read(1 << 16)
-        assert told.startswith(b"HTTP/1.1 200")
-        writer.transport.abort()
-        page = ""
-        while 'connections{listener="clients"} 1.0' not in page:  # the session's own
-            async with w.http.get("/metrics") as metrics:
-                page = await metrics.text()
-        ends.set()
-        await w.idle()
-        (record,) = await w.records()
-        assert (record["status"], record["error"]) == (200, "")
-        assert record["output_tokens"] >= 3
-        assert record["e2e_s"] is not None
+        with monkeypatch.context() as patched:
+            patched.setattr(EngineAnswer, "read", until_it_ends)
+            for number, (path, fields) in enumerate(STREAMS, start=1):
+                ends.clear()
+                await hang_up_at_the_last_event(w, path, fields)
+                ends.set()
+                await w.idle()
+                records = await w.records()
+                assert len(records) == number
+                assert (records[-1]["status"], records[-1]["error"]) == (200, ""), path
+                assert records[-1]["output_tokens"] >= 3, path
+                assert records[-1]["e2e_s"] is not None, path
+
+
+async def hang_up_at_the_last_event(w: World, path: str, fields: dict[str, Any]) -> None:
+    """Until the gateway has seen that the connection is gone."""
+    reader, writer = await w.connect()
+    raw = json.dumps({"model": "scripted", "stream": True, **fields}).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(raw)}\r\n\r\n"
+    writer.write(head.encode() + raw)
+    told = b""
+    while not any(last in told for last in (b"[DONE]\n\n", b'"message_stop"}\n\n', b"event: response.completed")):
+        told += await reader.read(1 << 16)
+    assert told.startswith(b"HTTP/1.1 200")
+    writer.transport.abort()
+    page = ""
+    while 'connections{listener="clients"} 1.0' not in page:  # the session's own
+        async with w.http.get("/metrics") as metrics:
+            page = await metrics.text()

@@ -20,7 +20,8 @@ from gateway.http.codings import CODINGS, coding_of, decoded
 from gateway.http.connections import UPGRADE
 from gateway.http.hosts import check_host
 from tests.gateway.http.test_strangers import COMPLETION, HEAD, raw
-from tests.gateway.worlds import on_both_loops, on_loop, world
+from tests.gateway.memory.pipeline import on_memory_loop, pipeline
+from tests.gateway.worlds import World, on_both_loops, on_loop, world
 from transport.coding.codec import zstd_module
 from transport.control.settings import SettingsError
 
@@ -82,9 +83,9 @@ def test_a_bomb_comes_in_pieces(coding: str) -> None:
     assert len(first) <= 1 << 24
 
 
-@on_loop
+@on_memory_loop
 async def test_codings_that_nobody_undoes_are_named_by_those_that_are() -> None:
-    async with world() as w:
+    async with pipeline() as w:
         for coding in ("br", "foo", "gzip, gzip", "nonsense"):
             for path in (Endpoint.COMPLETIONS, Endpoint.MESSAGES, "/tokenize"):
                 headers = {"Content-Encoding": coding, "Content-Type": "application/json"}
@@ -96,9 +97,9 @@ async def test_codings_that_nobody_undoes_are_named_by_those_that_are() -> None:
         assert 'reason="unsupported_coding",route="none",status="415"} 12.0' in await w.metrics()
 
 
-@on_loop
+@on_memory_loop
 async def test_coded_bodies_are_read_and_bounded() -> None:
-    async with world(max_body_bytes=100_000) as w:
+    async with pipeline(max_body_bytes=100_000) as w:
         for coding in ("gzip", "deflate", *(["zstd"] if zstd_module() else [])):
             headers = {"Content-Encoding": coding, "Content-Type": "application/json"}
             async with w.http.post(Endpoint.COMPLETIONS, data=WRITERS[coding](LONG), headers=headers) as answer:
@@ -111,9 +112,9 @@ async def test_coded_bodies_are_read_and_bounded() -> None:
         await w.settled()
 
 
-@on_loop
+@on_memory_loop
 async def test_a_transfer_coding_beside_chunks_is_not_known() -> None:
-    async with world() as w, raw(w) as client:
+    async with pipeline() as w, raw(w) as client:
         chunk = b"%x\r\n%b\r\n0\r\n\r\n" % (len(COMPLETION), COMPLETION)
         await client.say(HEAD + b"Transfer-Encoding: gzip, chunked\r\n\r\n" + chunk)
         status, _, body = await client.answer()
@@ -154,45 +155,41 @@ def test_looking_for_an_offer_costs_a_body_little() -> None:
     assert cost_s(UPGRADE) < 8 * cost_s(re.compile(rb"\r\nx"))
 
 
-@pytest.mark.parametrize("offer", [b"Upgrade: h2c", b"UPGRADE: websocket", b"upgrade:h2c"])
-def test_a_request_behind_an_offer_of_another_protocol_is_answered(offer: bytes) -> None:
-    @on_both_loops
-    async def scenario() -> None:
-        async with world() as w, raw(w) as client:
-            length = b"Content-Length: %d\r\n" % len(COMPLETION)
-            first = (
-                HEAD + length + b"Connection: Upgrade, HTTP2-Settings\r\n" + offer + b"\r\nHTTP2-Settings: AA\r\n\r\n"
-            )
-            await client.say((first + COMPLETION) * 2 + HEAD + length + b"\r\n" + COMPLETION)
-            assert [(await client.answer())[0] for _ in range(3)] == [200] * 3
-
-    scenario()
+@on_both_loops
+async def test_offers_of_another_protocol_and_bodies_are_told_apart() -> None:
+    async with world() as w:
+        for offer in (b"Upgrade: h2c", b"UPGRADE: websocket", b"upgrade:h2c"):
+            await a_request_behind_an_offer_of_another_protocol_is_answered(w, offer)
+        for cut in (None, 0, 10, 40):
+            await a_body_is_none_of_a_heads_offers(w, cut)
 
 
-@pytest.mark.parametrize("cut", [None, 0, 10, 40])
-def test_a_body_is_none_of_a_heads_offers(cut: int | None) -> None:
+async def a_request_behind_an_offer_of_another_protocol_is_answered(w: World, offer: bytes) -> None:
+    length = b"Content-Length: %d\r\n" % len(COMPLETION)
+    first = HEAD + length + b"Connection: Upgrade, HTTP2-Settings\r\n" + offer + b"\r\nHTTP2-Settings: AA\r\n\r\n"
+    async with raw(w) as client:
+        await client.say((first + COMPLETION) * 2 + HEAD + length + b"\r\n" + COMPLETION)
+        assert [(await client.answer())[0] for _ in range(3)] == [200] * 3, offer
+
+
+async def a_body_is_none_of_a_heads_offers(w: World, cut: int | None) -> None:
     """A gzip file may have a comment (RFC 1952 §2.3), which its checksum (of the header) is about."""
     header = b"\x1f\x8b\x08\x12\0\0\0\0\0\xff" + b"a comment\r\nUpgrade: none\0"
     body = header + (zlib.crc32(header) & 0xFFFF).to_bytes(2, "little") + gzip.compress(COMPLETION)[10:]
     coded = HEAD + b"Content-Encoding: gzip\r\nContent-Length: %d\r\n\r\n" % len(body)
     offered = HEAD + b"Content-Length: %d\r\nUpgrade: h2c\r\nConnection: Upgrade\r\n\r\n" % len(COMPLETION) + COMPLETION
-
-    @on_both_loops
-    async def scenario() -> None:
-        async with world() as w, raw(w) as client:
-            told = coded + body + offered * 2
-            at = len(told) if cut is None else len(coded) + cut
-            await client.say(told[:at])
-            await asyncio.sleep(0.05)
-            await client.say(told[at:])
-            assert [(await client.answer())[0] for _ in range(3)] == [200] * 3
-
-    scenario()
+    told = coded + body + offered * 2
+    at = len(told) if cut is None else len(coded) + cut
+    async with raw(w) as client:
+        await client.say(told[:at])
+        await asyncio.sleep(0.05)
+        await client.say(told[at:])
+        assert [(await client.answer())[0] for _ in range(3)] == [200] * 3, cut
 
 
-@on_loop
+@on_memory_loop
 async def test_errors_under_messages_are_anthropics() -> None:
-    async with world() as w:
+    async with pipeline() as w:
         for method, path, headers, expected in (
             ("GET", "/v1/messages", {}, 405),
             ("PUT", "/v1/messages/count_tokens", {}, 405),
@@ -239,9 +236,9 @@ def test_a_name_that_may_be_anybodys_is_refused(host: str) -> None:
     assert (refused.value.status, refused.value.code) == (403, "foreign_host")
 
 
-@on_loop
+@on_memory_loop
 async def test_a_page_whose_name_leads_here_is_told_nothing() -> None:
-    async with world() as w:
+    async with pipeline() as w:
         foreign = {"Host": "evil.example"}
         for path in ("/prfaas/requests", "/metrics", "/console", "/health", "/v1/models", "/v1/contexts", "/nothing"):
             async with w.http.get(path, headers=foreign) as answer:
@@ -253,19 +250,19 @@ async def test_a_page_whose_name_leads_here_is_told_nothing() -> None:
         assert 'reason="foreign_host",route="none",status="403"} 10.0' in await w.metrics()
 
 
-@on_loop
+@on_memory_loop
 async def test_the_name_is_nothing_where_keys_are_or_the_gateway_is_open() -> None:
     foreign = {"Host": "gateway.example"}
     for fields in ({"open": True}, {"hosts": ("gateway.example",)}):
-        async with world(**fields) as w, w.http.get("/v1/models", headers=foreign) as answer:
+        async with pipeline(**fields) as w, w.http.get("/v1/models", headers=foreign) as answer:
             assert answer.status == 200
-    async with world(open=True, hosts=("other.example",)) as w, w.http.get("/v1/models", headers=foreign) as answer:
+    async with pipeline(open=True, hosts=("other.example",)) as w, w.http.get("/v1/models", headers=foreign) as answer:
         assert answer.status == 403
 
 
-@on_loop
+@on_memory_loop
 async def test_a_page_of_another_origin_generates_nothing() -> None:
-    async with world() as w:
+    async with pipeline() as w:
         origin = {"Origin": "https://evil.example"}
         for kind in ({}, {"Content-Type": "text/plain"}, {"Content-Type": "application/x-www-form-urlencoded"}):
             for path in (Endpoint.COMPLETIONS, "/prfaas/explain", "/tokenize"):
@@ -288,35 +285,34 @@ def test_hosts_are_names(name: str, tmp_path: Any) -> None:
         GatewayConfig(tokenizer_dir=tmp_path, nodes=(NodeAddress(agent="127.0.0.1:1"),), hosts=(name,))
 
 
-@on_loop
+@on_memory_loop
 async def test_a_browser_at_any_name_is_asked_for_an_operators_key() -> None:
-    async with world(operator_keys=(digest_of("sk-operator"),)) as w:
+    async with pipeline(operator_keys=(digest_of("sk-operator"),)) as w:
         foreign = {"Host": "gateway.example"}
         for path, status in (("/console", 401), ("/metrics", 401), ("/v1/models", 403)):
             async with w.http.get(path, headers=foreign) as answer:
                 assert answer.status == status
 
 
-@on_loop
+@on_memory_loop
 async def test_no_answer_names_the_servers_software() -> None:
-    async with world() as w:
+    async with pipeline() as w:
         found = [(await w.complete()).headers, (await w.complete(stream=True)).headers]
         found.append((await w.complete(stream="maybe")).headers)
         for method, path in (("GET", "/health"), ("GET", "/console"), ("GET", "/nothing"), ("PUT", "/v1/models")):
             async with w.http.request(method, path) as answer:
                 found.append(answer.headers)
                 assert answer.headers["X-Content-Type-Options"] == "nosniff"
-        host, port = w.gateway.url.removeprefix("http://").split(":")
-        reader, writer = await asyncio.open_connection(host, int(port))
+        reader, writer = await w.connect()
         writer.write(b"nonsense\r\n\r\n")
         assert b"server:" not in (await reader.read()).lower()
         writer.close()
     assert not any("Server" in headers for headers in found)
 
 
-@on_loop
+@on_memory_loop
 async def test_pages_of_the_console_may_do_nothing_but_what_they_do() -> None:
-    async with world() as w:
+    async with pipeline() as w:
         for path in ("/console", "/console/app.js", "/console/login.html", "/console/login.js"):
             async with w.http.get(path) as answer:
                 policy = dict(

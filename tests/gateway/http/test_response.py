@@ -6,7 +6,8 @@ from email.utils import parsedate_to_datetime
 
 import pytest
 
-from tests.gateway.worlds import World, on_loop, world
+from tests.gateway.memory.pipeline import on_memory_loop, pipeline
+from tests.gateway.worlds import Deployment, on_loop, world
 
 FIELDS = {"model": "scripted", "prompt": "hello there"}
 HOST = "Host: x\r\nContent-Type: application/json\r\n"
@@ -21,9 +22,8 @@ class Client:
         self._writer = writer
 
     @classmethod
-    async def of(cls, each: World) -> "Client":
-        host, port = each.gateway.url.removeprefix("http://").split(":")
-        return cls(*await asyncio.open_connection(host, int(port)))
+    async def of(cls, each: Deployment) -> "Client":
+        return cls(*await each.connect())
 
     def ask(self, version: str, headers: str = "", **fields: object) -> None:
         body = json.dumps({**FIELDS, **fields})
@@ -56,9 +56,9 @@ class Client:
         self._writer.close()
 
 
-@on_loop
+@on_memory_loop
 async def test_a_whole_answer_has_a_length_and_the_connection_goes_on() -> None:
-    async with world(remote=0, local=0, decode=1) as each:
+    async with pipeline(remote=0, local=0, decode=1) as each:
         client = await Client.of(each)
         for number in ("a", "b"):
             client.ask("1.1", f"x-request-id: {number}\r\n")
@@ -74,9 +74,9 @@ async def test_a_whole_answer_has_a_length_and_the_connection_goes_on() -> None:
         client.close()
 
 
-@on_loop
+@on_memory_loop
 async def test_a_stream_is_chunked_and_the_connection_goes_on() -> None:
-    async with world(remote=0, local=0, decode=1) as each:
+    async with pipeline(remote=0, local=0, decode=1) as each:
         client = await Client.of(each)
         for _ in range(2):
             client.ask("1.1", stream=True)
@@ -93,9 +93,9 @@ async def test_a_stream_is_chunked_and_the_connection_goes_on() -> None:
 
 @pytest.mark.parametrize("headers", ["", "Connection: keep-alive\r\n"])
 def test_a_stream_for_http_1_0_ends_with_its_connection(headers: str) -> None:
-    @on_loop
+    @on_memory_loop
     async def scenario() -> None:
-        async with world(remote=0, local=0, decode=1) as each:
+        async with pipeline(remote=0, local=0, decode=1) as each:
             client = await Client.of(each)
             client.ask("1.0", headers, stream=True)
             line, told = await client.head()
@@ -112,9 +112,9 @@ def test_a_stream_for_http_1_0_ends_with_its_connection(headers: str) -> None:
     [("1.1", "Connection: close\r\n", "close"), ("1.0", "", None), ("1.0", "Connection: keep-alive\r\n", "keep-alive")],
 )
 def test_a_connection_is_kept_as_its_client_wants(version: str, headers: str, connection: str | None) -> None:
-    @on_loop
+    @on_memory_loop
     async def scenario() -> None:
-        async with world(remote=0, local=0, decode=1) as each:
+        async with pipeline(remote=0, local=0, decode=1) as each:
             client = await Client.of(each)
             for _ in range(2 if connection == "keep-alive" else 1):
                 client.ask(version, headers)
@@ -128,9 +128,9 @@ def test_a_connection_is_kept_as_its_client_wants(version: str, headers: str, co
     scenario()
 
 
-@on_loop
+@on_memory_loop
 async def test_a_stream_that_breaks_ends_as_a_stream_does() -> None:
-    async with world(remote=0, local=0, decode=1) as each:
+    async with pipeline(remote=0, local=0, decode=1) as each:
         each.nodes.decode[0].script.decode = ["die_after_first"]
         client = await Client.of(each)
         client.ask("1.1", stream=True)

@@ -12,8 +12,9 @@ from gateway.config.gateway import Strangers
 from gateway.http.connections import ClientConnection, ConnectionState, Gate
 from gateway.http.listener import client_connections
 from gateway.telemetry.metrics import Metrics
+from tests.gateway.memory.pipeline import on_memory_loop, pipeline
 from tests.gateway.scripted import topology
-from tests.gateway.worlds import PATIENCE_S, World, config_for, on_loop, until, world
+from tests.gateway.worlds import PATIENCE_S, Deployment, config_for, on_loop, until, world
 
 COMPLETION = json.dumps({"model": "scripted", "prompt": "hello there"}).encode()
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
@@ -51,9 +52,8 @@ class Raw:
 
 
 @asynccontextmanager
-async def raw(w: World, source: str = "127.0.0.1") -> AsyncIterator[Raw]:
-    port = int(w.gateway.url.rpartition(":")[2])
-    reader, writer = await asyncio.open_connection("127.0.0.1", port, local_addr=(source, 0))
+async def raw(w: Deployment) -> AsyncIterator[Raw]:
+    reader, writer = await w.connect()
     try:
         yield Raw(reader, writer)
     finally:
@@ -61,7 +61,7 @@ async def raw(w: World, source: str = "127.0.0.1") -> AsyncIterator[Raw]:
         await asyncio.gather(writer.wait_closed(), return_exceptions=True)
 
 
-async def turned_away(w: World, reason: str) -> float:
+async def turned_away(w: Deployment, reason: str) -> float:
     counted = (line for line in (await w.metrics()).splitlines() if "turned_away_total{" in line)
     lines = [line for line in counted if f'reason="{reason}"' in line]
     return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
@@ -179,9 +179,9 @@ def test_connections_of_clients_leave_descriptors_for_everything_else() -> None:
     ],
 )
 def test_what_aiohttp_refuses_itself_has_the_apis_shape(request_bytes: bytes, expected: int) -> None:
-    @on_loop
+    @on_memory_loop
     async def scenario() -> None:
-        async with world() as w, raw(w) as client:
+        async with pipeline() as w, raw(w) as client:
             await client.say(request_bytes)
             status, headers, body = await client.answer()
             assert (status, headers["content-type"]) == (expected, "application/json")
@@ -190,18 +190,18 @@ def test_what_aiohttp_refuses_itself_has_the_apis_shape(request_bytes: bytes, ex
     scenario()
 
 
-@on_loop
+@on_memory_loop
 async def test_a_client_that_expects_100_continue_gets_it_and_its_answer() -> None:
-    async with world() as w, raw(w) as client:
+    async with pipeline() as w, raw(w) as client:
         await client.say(HEAD + b"Content-Length: %d\r\nExpect: 100-continue\r\n\r\n" % len(COMPLETION))
         assert (await client.reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 100 ")
         await client.say(COMPLETION)
         assert (await client.answer())[0] == 200
 
 
-@on_loop
+@on_memory_loop
 async def test_malformed_connections_are_counted_and_log_a_line_now_and_then(caplog: pytest.LogCaptureFixture) -> None:
-    async with world() as w:
+    async with pipeline() as w:
         for _ in range(5):
             async with raw(w) as client:
                 await client.say(b"nonsense\r\n\r\n")
@@ -210,9 +210,9 @@ async def test_malformed_connections_are_counted_and_log_a_line_now_and_then(cap
         assert sum("malformed" in record.getMessage() for record in caplog.records) == 1
 
 
-@on_loop
+@on_memory_loop
 async def test_a_key_that_is_too_long_to_be_read_is_in_no_log_and_no_answer(caplog: pytest.LogCaptureFixture) -> None:
-    async with world() as w, raw(w) as client:
+    async with pipeline() as w, raw(w) as client:
         await client.say(
             b"GET /v1/models HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer secret" + b"y" * 20_000 + b"\r\n\r\n"
         )
@@ -222,26 +222,25 @@ async def test_a_key_that_is_too_long_to_be_read_is_in_no_log_and_no_answer(capl
     assert "secret" not in caplog.text
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_half_closed_client_gets_its_answer(stream: bool) -> None:
-    @on_loop
-    async def scenario() -> None:
-        async with world() as w, raw(w) as client:
-            gate = w.nodes.local[0].script.prefill_gate = asyncio.Event()
-            body = json.dumps({"model": "scripted", "prompt": "hello there", "stream": stream}).encode()
-            await client.say(HEAD + b"Connection: close\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
-            client.writer.write_eof()
-            await until(lambda: w.nodes.local[0].running)
-            async with w.http.get("/health") as asked_later:  # than the client's end of file came
-                assert asked_later.status == 200
-            gate.set()
-            async with asyncio.timeout(PATIENCE_S):
-                answer = await client.reader.read()
-            assert b" 200 OK" in answer
-            assert b"three" in answer
-        assert w.nodes.leftovers() == []
-
-    scenario()
+@on_loop
+async def test_a_half_closed_client_gets_its_answer() -> None:
+    async with world() as w:
+        for stream in (False, True):
+            async with raw(w) as client:
+                gate = w.nodes.local[0].script.prefill_gate = asyncio.Event()
+                body = json.dumps({"model": "scripted", "prompt": "hello there", "stream": stream}).encode()
+                await client.say(HEAD + b"Connection: close\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+                client.writer.write_eof()
+                await until(lambda: w.nodes.local[0].running)
+                async with w.http.get("/health") as asked_later:  # than the client's end of file came
+                    assert asked_later.status == 200
+                gate.set()
+                async with asyncio.timeout(PATIENCE_S):
+                    answer = await client.reader.read()
+                assert b" 200 OK" in answer
+                assert b"three" in answer
+            await until(lambda: not w.nodes.leftovers(), w.nodes.leftovers)
+    assert w.nodes.leftovers() == []
 
 
 @on_loop

@@ -98,17 +98,29 @@ def handshake(w: World, version: ssl.TLSVersion) -> tuple[str, str]:
 
 
 @on_loop
-async def test_old_versions_and_weak_ciphers_are_not_taken(tmp_path: Path) -> None:
-    async with world(**issued(tmp_path)) as w:
-        assert (await asyncio.to_thread(handshake, w, ssl.TLSVersion.TLSv1_3))[0] == "TLSv1.3"
-        version, cipher = await asyncio.to_thread(handshake, w, ssl.TLSVersion.TLSv1_2)
-        assert version == "TLSv1.2"
-        assert cipher.startswith("ECDHE-")
-        assert "GCM" in cipher or "CHACHA20" in cipher
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # of a version that is no longer taken
-            with pytest.raises(ssl.SSLError):
-                await asyncio.to_thread(handshake, w, ssl.TLSVersion.TLSv1_1)
+async def test_what_is_agreed_on_is_new_and_nothing_stays_of_it(tmp_path: Path) -> None:
+    """Rules that leave a gateway as it was share one, up to its end."""
+    files = issued(tmp_path, "127.0.0.1")
+    async with world(**files) as w:
+        await old_versions_and_weak_ciphers_are_not_taken(w)
+        await a_certificate_that_changes_is_taken_up_and_a_wrong_one_is_not(w, tmp_path, files)
+        # A gateway that ends leaves no handshake behind.
+        reader, writer = await w.connect()
+        await asyncio.sleep(0.1)
+    assert await reader.read() == b""
+    writer.close()
+
+
+async def old_versions_and_weak_ciphers_are_not_taken(w: World) -> None:
+    assert (await asyncio.to_thread(handshake, w, ssl.TLSVersion.TLSv1_3))[0] == "TLSv1.3"
+    version, cipher = await asyncio.to_thread(handshake, w, ssl.TLSVersion.TLSv1_2)
+    assert version == "TLSv1.2"
+    assert cipher.startswith("ECDHE-")
+    assert "GCM" in cipher or "CHACHA20" in cipher
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of a version that is no longer taken
+        with pytest.raises(ssl.SSLError):
+            await asyncio.to_thread(handshake, w, ssl.TLSVersion.TLSv1_1)
 
 
 @on_both_loops
@@ -193,32 +205,20 @@ async def test_strangers_that_reset_leave_nothing_behind(tmp_path: Path, caplog:
     assert not [each for each in caplog.records if each.levelno >= logging.ERROR], caplog.text
 
 
-@on_loop
-async def test_a_gateway_that_ends_leaves_no_handshake_behind(tmp_path: Path) -> None:
-    async with world(**issued(tmp_path)) as w:
+async def a_certificate_that_changes_is_taken_up_and_a_wrong_one_is_not(
+    w: World, folder: Path, files: dict[str, Path]
+) -> None:
+    def serial() -> str:
         host, _, port = w.gateway.url.removeprefix("https://").partition(":")
-        reader, writer = await asyncio.open_connection(host, int(port))
+        return ssl.get_server_certificate((host, int(port)))
+
+    first = await asyncio.to_thread(serial)
+    files["tls_certificate"].write_text("no certificate")
+    await asyncio.sleep(2.5)
+    assert await asyncio.to_thread(serial) == first
+    issued(folder, "127.0.0.1", "localhost")
+    while await asyncio.to_thread(serial) == first:  # noqa: ASYNC110 within the time of the test
         await asyncio.sleep(0.1)
-    assert await reader.read() == b""
-    writer.close()
-
-
-@on_loop
-async def test_a_certificate_that_changes_is_taken_up_and_a_wrong_one_is_not(tmp_path: Path) -> None:
-    files = issued(tmp_path, "127.0.0.1")
-    async with world(**files) as w:
-
-        def serial() -> str:
-            host, _, port = w.gateway.url.removeprefix("https://").partition(":")
-            return ssl.get_server_certificate((host, int(port)))
-
-        first = await asyncio.to_thread(serial)
-        files["tls_certificate"].write_text("no certificate")
-        await asyncio.sleep(2.5)
-        assert await asyncio.to_thread(serial) == first
-        issued(tmp_path, "127.0.0.1", "localhost")
-        while await asyncio.to_thread(serial) == first:  # noqa: ASYNC110 within the time of the test
-            await asyncio.sleep(0.1)
 
 
 def test_files_that_are_no_pair_are_named(tmp_path: Path) -> None:

@@ -360,12 +360,12 @@ async def test_attempts_are_bounded_and_the_last_answer_is_a_503() -> None:
         await w.settled()
 
 
-@on_loop
+@on_memory_loop
 async def test_nothing_ready_is_a_503_that_says_when_to_come_back() -> None:
-    async with world() as w:
+    async with pipeline() as w:
         for node in w.nodes.decode:
             node.become(pb.NODE_STATE_DRAINING)
-        await until(lambda: not w.gateway.clusters.is_ready)
+        await until(lambda: not w.clusters.is_ready)
         response = await w.complete(LONG)
         assert (response.status, response.headers["Retry-After"]) == (503, "1")
         assert response.headers["x-prfaas-rejected"] == "no_decode_node"

@@ -112,9 +112,9 @@ async def test_answers_to_one_prompt_are_counted_once_in_what_they_read() -> Non
         await w.settled()
 
 
-@on_loop
+@on_memory_loop
 async def test_streams_of_several_answers_are_one_stream() -> None:
-    async with world() as w:
+    async with pipeline() as w:
         options = {"stream_options": {"include_usage": True}}
         said = await events(w, Endpoint.COMPLETIONS, model="scripted", prompt=PROMPTS, n=2, **options)
         texts = [""] * 6

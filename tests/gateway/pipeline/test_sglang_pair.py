@@ -209,9 +209,9 @@ async def test_what_pairs_cannot_do_is_refused_before_anybody_is_asked(fields):
         assert not any(node.bodies for node in at.nodes.nodes)
 
 
-@on_loop
+@on_memory_loop
 async def test_without_a_prefill_node_there_is_no_route():
-    async with world(remote=0, local=0, decode=1, kind=PairedNode) as at:
+    async with pipeline(remote=0, local=0, decode=1, kind=PairedNode) as at:
         response = await at.complete()
         assert response.status == 503
         assert (await response.json())["error"]["code"] == "no_prefill_node"

@@ -1,14 +1,12 @@
-"""Bodies of any size and shape are read while the event loop goes on, wherever that happens."""
+"""Where a body is read: on the loop, in a thread or in a process that may die, be slow, or have to wait."""
 
 import asyncio
-import gc
 import json
 import os
 import signal
 import socket
 import subprocess
 import threading
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -18,8 +16,8 @@ from msgspec.structs import replace
 
 import gateway.prompt.reader_pool
 from gateway.api.openai import Endpoint
-from gateway.errors import ApiError, Overloaded, ReaderDied, TenantLimited
-from gateway.prompt.prompt import Hashing, Prompt, PromptMemory, read_call
+from gateway.errors import Overloaded, ReaderDied
+from gateway.prompt.prompt import Hashing, PromptMemory, read_call
 from gateway.prompt.reader import LONG_BODY_BYTES, LONGER_BODY_BYTES, PromptReader
 from gateway.tasks import TaskSet
 from planner.decisions.admission.waiting import TenantShare
@@ -31,45 +29,6 @@ pytestmark = pytest.mark.long
 
 HASHING = Hashing(block_size=16, salt=b"salt")
 MODEL = model_of(HASHING)
-BODY_BYTES = 10 * 1024 * 1024
-MAX_LAG_S = 0.020
-TRIES = 3
-MESSAGES = b'"messages":[{"role":"user","content":"hi"}]'
-
-
-def filled(head: bytes, part: bytes, tail: bytes) -> bytes:
-    """The longest body within the limit that repeats `part`."""
-    return head + part * ((BODY_BYTES - len(head) - len(tail)) // len(part)) + tail
-
-
-LONG_BODIES = {
-    "text": (Endpoint.COMPLETIONS, filled(b'{"model":"m","prompt":"', b"hello there ", b'"}')),
-    "token ids": (Endpoint.COMPLETIONS, filled(b'{"model":"m","prompt":[1', b",7", b"]}")),
-    "turns": (
-        Endpoint.CHAT,
-        filled(
-            b'{"model":"m","messages":[{"role":"user","content":"hi"}', b',{"role":"user","content":"hello"}', b"]}"
-        ),
-    ),
-    "tools": (
-        Endpoint.CHAT,
-        filled(
-            b'{"model":"m",' + MESSAGES + b',"tools":[{"type":"function","function":{"name":"f","parameters":{"x":[1',
-            b",[]",
-            b"]}}}]}",
-        ),
-    ),
-    "template's": (
-        Endpoint.CHAT,
-        filled(b'{"model":"m",' + MESSAGES + b',"chat_template_kwargs":{"x":[1', b",{}", b"]}}"),
-    ),
-    "stops": (Endpoint.COMPLETIONS, filled(b'{"model":"m","prompt":"x","stop":["a"', b',"b"', b"]}")),
-    "fields": (
-        Endpoint.COMPLETIONS,
-        b'{"model":"m","prompt":"x"' + b"".join(b',"k%06d":1' % n for n in range(800_000)) + b"}",
-    ),
-    "no JSON": (Endpoint.COMPLETIONS, b"[" * BODY_BYTES),
-}
 
 
 @asynccontextmanager
@@ -83,77 +42,18 @@ async def reader(timeout_s: float = 120.0) -> AsyncIterator[PromptReader]:
         await made.close()
 
 
-async def longest_step_s(work: "asyncio.Task[object]") -> float:
-    """The most CPU time that this process spent between two turns of its event loop, until `work` was done.
-
-    On a busy machine others take time, but not this process's: what it spends in between, it has withheld from the loop.
-    What the tests before this one have left on the heap is not searched for garbage meanwhile.
-    """
-    gc.collect()
-    gc.freeze()
-    try:
-        longest, last = 0.0, time.process_time()
-        while not work.done():
-            await asyncio.sleep(0.001)
-            now = time.process_time()
-            longest, last = max(longest, now - last), now
-        return longest
-    finally:
-        gc.unfreeze()
-
-
-@pytest.mark.parametrize("kind", LONG_BODIES)
-def test_the_event_loop_goes_on_while_the_longest_bodies_are_read(kind: str) -> None:
-    @on_loop
-    async def scenario() -> None:
-        endpoint, body = LONG_BODIES[kind]
-        assert BODY_BYTES * 0.9 < len(body) <= BODY_BYTES
-        async with reader() as reads:
-            await reads.read(Endpoint.COMPLETIONS, long_body("warm"), MODEL)  # the process has started
-
-            async def read_and_forward() -> object:
-                call, _ = await reads.read(endpoint, body, MODEL)
-                return call.body({"max_tokens": 1})
-
-            lags_s = []
-            for _ in range(TRIES):  # what holds the loop holds it each time; a page fault of a crowded machine does not
-                work: asyncio.Task[object] = asyncio.create_task(read_and_forward())
-                lags_s.append(await longest_step_s(work))
-                error = work.exception()
-                assert error is None or (isinstance(error, ApiError) and error.status == 400)
-                assert (error is None) == (kind in ("tools", "template's"))
-                if lags_s[-1] <= MAX_LAG_S:
-                    return
-            pytest.fail(f"the loop stood still each time: {lags_s}")
-
-    scenario()
-
-
 def long_body(word: str, size: int = LONG_BODY_BYTES) -> bytes:
     return json.dumps({"model": "m", "prompt": (f"{word} " * size)[:size], "max_tokens": 1}).encode()
 
 
 @on_loop
-async def test_long_bodies_are_read_as_short_ones_are() -> None:
-    body = long_body("hello there")
-    rotating = model_of(Hashing(block_size=16, salt=b"salt", key=b"key", earlier=HASHING))
+async def test_a_client_that_leaves_does_not_spoil_the_next_answer() -> None:
     async with reader() as reads:
-        call, prompt = await reads.read(Endpoint.COMPLETIONS, body, rotating)
-    same_call, same_prompt = read_call(Endpoint.COMPLETIONS, body, rotating, PromptMemory(text_tokenizer()))
-    assert prompt == same_prompt
-    assert prompt.earlier is not None
-    assert isinstance(prompt, Prompt)
-    assert call.options == same_call.options
-    assert call.body({"max_tokens": 1}) == same_call.body({"max_tokens": 1})
-
-
-@on_loop
-async def test_a_mistake_in_a_long_body_is_told_like_any_other() -> None:
-    async with reader() as reads:
-        with pytest.raises(ApiError, match="maximum context length is 100 tokens") as refusal:
-            await reads.read(Endpoint.COMPLETIONS, long_body("x"), model_of(HASHING, 100))
-    error = refusal.value
-    assert (error.status, error.param, error.code) == (400, "prompt", "context_length_exceeded")
+        first = asyncio.create_task(reads.read(Endpoint.COMPLETIONS, long_body("hello"), MODEL))
+        await asyncio.sleep(0)
+        first.cancel()
+        _, prompt = await reads.read(Endpoint.COMPLETIONS, long_body("there"), MODEL)
+    assert prompt == read_call(Endpoint.COMPLETIONS, long_body("there"), MODEL, PromptMemory(text_tokenizer()))[1]
 
 
 def children() -> set[int]:
@@ -291,16 +191,6 @@ def test_who_gives_up_while_a_process_is_spawned_leaves_nothing(monkeypatch: pyt
 
 
 @on_loop
-async def test_a_client_that_leaves_does_not_spoil_the_next_answer() -> None:
-    async with reader() as reads:
-        first = asyncio.create_task(reads.read(Endpoint.COMPLETIONS, long_body("hello"), MODEL))
-        await asyncio.sleep(0)
-        first.cancel()
-        _, prompt = await reads.read(Endpoint.COMPLETIONS, long_body("there"), MODEL)
-    assert prompt == read_call(Endpoint.COMPLETIONS, long_body("there"), MODEL, PromptMemory(text_tokenizer()))[1]
-
-
-@on_loop
 async def test_long_bodies_of_text_need_no_process_and_those_of_many_values_do() -> None:
     before = children()
     text = json.dumps({"model": "m", "prompt": "hello there " * 20_000, "max_tokens": 1}).encode()
@@ -369,20 +259,6 @@ async def test_a_short_body_passes_the_long_ones_of_another_tenant_and_its_own()
         held.set()
         await asyncio.gather(*blocked, *waiting)
     assert sorted(order[:3]) == ["heavy long", "heavy short", "light short"]
-
-
-@on_loop
-async def test_who_is_refused_when_its_turn_comes_is_not_read() -> None:
-    async with reader() as reads:
-
-        def refuse() -> None:
-            raise TenantLimited("tokens are owed", "tokens_per_minute", 1.0, {})
-
-        for body in (long_body("a", 100_000), long_body("b")):
-            with pytest.raises(TenantLimited):
-                await reads.read(Endpoint.COMPLETIONS, body, MODEL, check=refuse)
-            await reads.read(Endpoint.COMPLETIONS, body, MODEL)  # no place was lost
-        assert reads.num_idle == 1
 
 
 @on_loop

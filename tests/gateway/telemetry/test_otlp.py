@@ -4,6 +4,7 @@ import asyncio
 import threading
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from aiohttp import web
@@ -24,14 +25,16 @@ from transport.control.settings import SettingsError
 
 LONG = "the quick brown fox jumps over the lazy dog " * 40
 CALLER = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
+OTHER_CALLER = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+TRACES = [caller[3:35] for caller in (CALLER, OTHER_CALLER)]
 PROTOBUF = "application/x-protobuf"
 
 
 class Collector:
     """An OTLP collector: keeps spans, by name."""
 
-    def __init__(self) -> None:
-        self.spans: list = []
+    def __init__(self, spans: Sequence[Any] = ()) -> None:
+        self.spans = list(spans)
         self.status = 200
 
     async def take(self, http: web.Request) -> web.Response:
@@ -65,11 +68,23 @@ def attributes(span) -> dict:  # type: ignore[no-untyped-def]
 
 
 @on_loop
-async def test_a_remote_prefill_as_spans() -> None:
+async def test_a_remote_prefill_and_answers_to_one_call_as_spans() -> None:
     async with Collector() as collector, world(traces=TracesConfig(endpoint=collector.url)) as w:
         assert (await w.complete(LONG, headers={"traceparent": CALLER}, stream=True)).status == 200
         (record,) = await w.records()
         legs = [node.headers[0]["traceparent"] for node in (w.nodes.remote[0], w.nodes.decode[0])]
+        for node in w.nodes.nodes:
+            node.headers.clear()
+        assert (await w.complete(["a b", "c d"], headers={"traceparent": OTHER_CALLER})).status == 200
+        of_answers = {headers["traceparent"] for node in w.nodes.decode for headers in node.headers}
+    spans_of = {trace: [span for span in collector.spans if span.trace_id.hex() == trace] for trace in TRACES}
+    assert sum(map(len, spans_of.values())) == len(collector.spans)
+    one, other = (Collector(spans) for spans in spans_of.values())
+    a_remote_prefill_is_spans_of_its_caller(one, record, legs)
+    answers_to_one_call_have_spans_of_their_own(other, of_answers)
+
+
+def a_remote_prefill_is_spans_of_its_caller(collector: Collector, record: dict[str, Any], legs: list[str]) -> None:
     (request,) = collector.named("text_completion scripted")
     assert request.trace_id.hex() == CALLER[3:35]
     assert request.parent_span_id.hex() == CALLER[36:52]
@@ -101,13 +116,9 @@ async def test_whom_nobody_traces() -> None:
         assert collector.spans == []
 
 
-@on_loop
-async def test_answers_to_one_call_have_spans_of_their_own() -> None:
-    async with Collector() as collector, world(traces=TracesConfig(endpoint=collector.url)) as w:
-        assert (await w.complete(["a b", "c d"], headers={"traceparent": CALLER})).status == 200
-        legs = {headers["traceparent"] for node in w.nodes.decode for headers in node.headers}
+def answers_to_one_call_have_spans_of_their_own(collector: Collector, legs: set[str]) -> None:
     spans = collector.named("text_completion scripted")
-    assert legs == {f"00-{CALLER[3:35]}-{span.span_id.hex()}-01" for span in spans}
+    assert legs == {f"00-{OTHER_CALLER[3:35]}-{span.span_id.hex()}-01" for span in spans}
     assert len(legs) == 2
 
 

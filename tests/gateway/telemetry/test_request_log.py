@@ -17,6 +17,7 @@ from gateway.request.request import RequestRecord
 from gateway.telemetry.line_files import FILES, name_of, new_file
 from gateway.telemetry.request_log import PATTERN, PREFIX, LogEntry, RequestLog, line_of
 from planner.model.workload import infinite_cache_hits, read_trace
+from tests.gateway.memory.pipeline import on_memory_loop, pipeline
 from tests.gateway.worlds import SERVED, on_loop, request_of, until, world
 from transport.control.settings import SettingsError
 
@@ -130,9 +131,9 @@ def test_what_cannot_be_is_said(tmp_path) -> None:
         RequestLogConfig(max_bytes=5)
 
 
-@on_loop
+@on_memory_loop
 async def test_a_directory_that_cannot_be_is_named(tmp_path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(GatewayConfigError, match=r"request_log\.directory = .*file/log"):
-        async with world(request_log=RequestLogConfig(directory=tmp_path / "file" / "log")):
+        async with pipeline(request_log=RequestLogConfig(directory=tmp_path / "file" / "log")):
             pass

@@ -8,7 +8,7 @@ import pytest
 from gateway.cluster.agent_client import AgentClient
 from gateway.cluster.agent_values import NodeInfo
 from gateway.cluster.node import ClusterNode, NodeWork
-from gateway.workers.shared_counters import IN_FLIGHT, WAITING, SharedCounters, WorkerState
+from gateway.workers.shared_counters import IN_FLIGHT, WAITING, SharedCounters, SharedInFlightSlots, WorkerState
 from planner.decisions.estimates.durations import PrefillShare
 
 
@@ -35,6 +35,30 @@ def test_a_limit_holds_for_all_workers_together(path: Path) -> None:
     assert (one.taken(IN_FLIGHT), one.taken(WAITING)) == (2, 1)
     parent.clear(0)
     assert (other.taken(IN_FLIGHT), other.taken(WAITING)) == (0, 0)
+    for board in (one, other, parent):
+        board.close()
+
+
+def test_workers_take_places_in_the_order_in_which_their_firsts_came_and_a_dead_one_is_in_no_ones_way(
+    path: Path,
+) -> None:
+    one, other, parent = SharedCounters(path, 0), SharedCounters(path, 1), SharedCounters(path)
+    places = [SharedInFlightSlots(board) for board in (one, other)]
+    assert places[0].take(1)
+    places[0].first_waits(20.0)
+    places[1].first_waits(10.0)
+    assert [each.take_in_turn(1) for each in places] == [False, False]
+    places[0].give_back()
+    assert [each.take_in_turn(1) for each in places] == [False, True]
+    places[1].first_waits(15.0)
+    places[1].give_back()
+    assert not places[0].take_in_turn(1)
+    parent.clear(1)
+    assert places[0].take_in_turn(1)
+    places[0].first_waits(None)
+    places[0].give_back()
+    places[1].first_waits(30.0)
+    assert places[1].take_in_turn(1)
     for board in (one, other, parent):
         board.close()
 

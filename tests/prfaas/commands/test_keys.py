@@ -23,6 +23,7 @@ def told(name: str) -> tuple[str, dict[str, object]]:
     make_and_tell(name, said.append)
     (text,) = said  # at once: `head -1` closes the pipe after a line
     key, _, rest = text.partition("\n")
+    assert "`prfaas reload`" in rest
     return key, tomllib.loads(rest)["gateway"]
 
 

@@ -155,9 +155,9 @@ def test_what_cannot_go_on_is_refused_and_counted_all_the_same(fields: dict[str,
     assert not json.loads(to_counted(body)).keys() & CONTINUED.keys()
 
 
-@on_loop
+@on_memory_loop
 async def test_an_answer_goes_on_with_the_tokens_of_its_beginning() -> None:
-    async with world() as w:
+    async with pipeline() as w:
         for content, more in (("hi", []), ("hi", [BEGUN])):
             asked = ASKED | {"messages": [{"role": "user", "content": content}, *more]}
             async with w.http.post("/v1/messages/count_tokens", json=asked) as response:
@@ -368,9 +368,9 @@ def test_errors_have_anthropics_shape() -> None:
 # Through a gateway
 
 
-@on_loop
+@on_memory_loop
 async def test_messages_go_the_way_of_chats() -> None:
-    async with world() as w:
+    async with pipeline() as w:
         long = ASKED | {"messages": [{"role": "user", "content": "the quick brown fox " * 60}]}
         async with w.http.post(Endpoint.MESSAGES, json=long) as response:
             told = await response.json()

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planner.decisions.admission.places import Entry, TenantPlaces, entry, kept_places, most_places, part_of
+from planner.decisions.admission.places import Entry, TenantPlaces, entry, is_turn, kept_places, most_places, part_of
 
 WEIGHTS = {"a": 1.0, "b": 1.0, "c": 2.0, "d": 0.25}
 tenants = st.sampled_from(sorted(WEIGHTS))
@@ -82,6 +82,53 @@ def test_beside_any_number_of_full_tenants_a_light_one_has_a_place_at_once(heavi
 def test_where_no_other_tenant_has_a_place_none_is_waited_for() -> None:
     assert entry(4, 4, 0, TenantPlaces(1, 1.0, 0.0)) is Entry.REFUSED
     assert entry(4, 4, 0, TenantPlaces(1, 1.0, 1.0)) is Entry.WAITS
+
+
+def test_the_first_that_has_waited_longest_has_the_next_place_and_others_those_beyond_it() -> None:
+    firsts = [30, 0, 10, 20]  # none waits in line 1
+    assert [is_turn(4, 4, firsts, own) for own in (0, 2, 3)] == [False, False, False]
+    assert [is_turn(4, 3, firsts, own) for own in (0, 2, 3)] == [False, True, False]
+    assert [is_turn(4, 2, firsts, own) for own in (0, 2, 3)] == [False, True, True]
+    assert [is_turn(4, 1, firsts, own) for own in (0, 2, 3)] == [True, True, True]
+    assert [is_turn(1, 0, [5, 5, 5], own) for own in range(3)] == [True, False, False]
+
+
+@given(
+    limit=st.integers(1, 6),
+    steps=st.lists(st.tuples(st.sampled_from(("joins", "ends", "asks", "leaves")), st.integers(0, 3)), max_size=150),
+)
+def test_lines_of_workers_share_places_by_the_time_that_their_firsts_have_waited(
+    limit: int, steps: list[tuple[str, int]]
+) -> None:
+    lines: list[list[int]] = [[] for _ in range(4)]
+    held = [0] * 4
+
+    def firsts() -> list[int]:
+        return [min(line, default=0) for line in lines]
+
+    def ask(own: int) -> bool:
+        if not lines[own] or not is_turn(limit, sum(held), firsts(), own):
+            return False
+        overtaken = sum(0 < first < lines[own][0] for first in firsts())
+        assert limit - sum(held) > overtaken, "each that has waited longer finds a place when it asks"
+        held[own] += 1
+        lines[own].pop(0)
+        return True
+
+    for now, (step, own) in enumerate(steps, start=1):
+        if step == "joins":
+            lines[own].append(now)
+        elif step == "ends" and held[own]:
+            held[own] -= 1
+            ask(own)
+        elif step == "asks":
+            ask(own)
+        elif step == "leaves" and lines[own]:
+            lines[own].pop(0)
+        assert sum(held) <= limit
+    while any(ask(own) for own in range(4)):
+        pass
+    assert sum(held) == limit or not any(lines), "no place stays free while one waits"
 
 
 @given(limit=st.integers(1, 80), steps=st.lists(st.tuples(tenants, st.booleans()), max_size=200))

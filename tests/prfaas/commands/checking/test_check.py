@@ -9,10 +9,13 @@ import pytest
 import tomli_w
 from rich.console import Console
 
-from prfaas.commands.checking.check import check
+from gateway.config.gateway import GatewayConfig, NodeAddress
+from prfaas.commands.checking.check import check, look
 from prfaas.errors import CheckError
 from tests.e2e.harness import free_port
 from tests.node.running import config, running_node
+from transport.control.certificates import Authority
+from transport.peers.name import PeerName, PeerRole
 
 
 def gateway_file(folder: Path, agents: list[str]) -> Path:
@@ -47,3 +50,18 @@ def test_a_node_that_is_there_and_one_that_is_not(tmp_path: Path) -> None:
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(CheckError, match="no such file"):
         asyncio.run(check(tmp_path / "none.toml", Console(file=io.StringIO()), as_json=False))
+
+
+def test_a_file_with_two_uses_is_looked_at_once(tmp_path: Path) -> None:
+    identity = Authority(tmp_path).issue("gateway", peer=PeerName("prfaas", "west", PeerRole.GATEWAY, "gateway"))
+    config = GatewayConfig(
+        tokenizer_dir=tmp_path,
+        nodes=(NodeAddress(agent=f"127.0.0.1:{free_port()}"),),
+        certificate=identity.certificate,
+        key=identity.key,
+        authority=identity.authority,
+        tls_certificate=identity.certificate,
+        tls_key=identity.key,
+    )
+    looked_at = [each.path for each in asyncio.run(look(config)).certificates]
+    assert looked_at == [str(identity.certificate), str(identity.authority)]
