@@ -59,6 +59,7 @@ from gateway.telemetry.metrics import Metrics
 from gateway.workers.peers import NumberedRing, WorkerPeers
 from gateway.workers.process_scope import SingleProcess, WorkerProcess
 from gateway.workers.shared_counters import WorkerState
+from membership.watch import MembershipWatch
 from prompts.chat.renderers import renders_otherwise
 from prompts.tokens.tokenizer import TextTokenizer
 from transport.peers.guard import end_revoked
@@ -180,7 +181,16 @@ async def running(
         )
         reloads = Reloads(
             config,
-            [routing.router, pipeline.steps.admission, seen.legs, seen.refusals, pipeline.line, door, LogLevel()],
+            [
+                routing.router,
+                pipeline.steps.admission,
+                seen.legs,
+                seen.refusals,
+                pipeline.line,
+                door,
+                LogLevel(),
+                seen.roster,
+            ],
             read_again or (lambda: config),
             metrics.upkeep.reloaded,
             seat.parent,
@@ -252,6 +262,10 @@ def keep_chores(
     guard = seen.guard
     if guard is not None:
         keep(lambda: end_revoked(guard), "revoked")
+    keep(seen.roster.run, "roster")
+    if sources := config.membership.sources():
+        watch = MembershipWatch(sources, clock, seen.roster.saw, metrics.upkeep.registry_failed)
+        keep(watch.run, "membership")
     if config.plan.url:
         keep(routing.follower.run, "plan")
     if config.routing.share_egress:
@@ -271,6 +285,7 @@ def operator_pages(
     )  # fmt: skip
     return OperatorEndpoints(
         clusters=seen.clusters,
+        roster=seen.roster,
         links=seen.links,
         decider=router,
         admission=shown.pipeline.steps.admission,
@@ -292,6 +307,7 @@ def _console(shown: ShownParts) -> Console:
     snapshots = ConsoleSnapshots(
         config=shown.config,
         clusters=seen.clusters,
+        roster=seen.roster,
         links=seen.links,
         decider=router,
         admission=steps.admission,

@@ -15,7 +15,7 @@ from typing import Final
 from gateway.api.unsupported import UnsupportedFields
 from gateway.cluster.agent_client import AgentClient
 from gateway.cluster.agent_values import SILENT, NodeEvent, NodeInfo, NodeLoad
-from gateway.cluster.node import ClusterNode
+from gateway.cluster.node import NO_LANDING, ClusterNode
 from gateway.cluster.pinned_prefixes import PinnedPrefix
 from gateway.errors import AgentCallFailed
 from gateway.prompt.prompt import Hashing, Prompt, PromptModel
@@ -23,7 +23,7 @@ from gateway.tasks import BACKOFF_S, TaskSet
 from hybrid_cache.cache.events import CacheEvent
 from hybrid_cache.errors import CacheError
 from hybrid_cache.hashing.block_hash import model_salt
-from hybrid_cache.index.index import NOTHING, Holding, PrefixIndex
+from hybrid_cache.index.index import NOTHING, PrefixIndex
 from hybrid_cache.layout.layout import ModelLayout
 from planner.decisions.routing.offload import ReadyNodes
 from planner.decisions.views import ClusterKind, NodeView, Role
@@ -35,7 +35,6 @@ SILENCE_S: Final = 10.0  # a node that reports its load every quarter of a secon
 QUIET_S: Final = 5.0  # that an engine has said nothing, when its agent has not for longer: as good as gone
 STILL_S: Final = 1.0  # of one that is silent by its agent's word: of several servers of one engine others may go on
 DEATH_NEWS_S: Final = 1.0  # an agent sees its engine end within milliseconds, unless it went with it
-NO_LANDING: Final = (0, 0.0)
 _Named = list[tuple[str, ClusterNode]]  # nodes by their names, which take a moment to ask for
 SUSPECT_S: Final = 2.0  # how long a node whose engine failed a leg is left alone; its agent knows better by then
 
@@ -118,6 +117,7 @@ class Clusters:
 
         `catch_up` is called before nodes are looked at: what other workers have under way on them is to be seen, too.
         """
+        # Changed in place: links and others look at the same list.
         self.nodes = [ClusterNode(agent) for agent in agents]
         self.served: ServedModel | None = None
         self._served_name = served_model
@@ -136,14 +136,68 @@ class Clusters:
         # Those that say that they are ready, prefill nodes by cluster and decode nodes; None: to be looked up again.
         self._serving: tuple[dict[str, _Named], _Named] | None = None
         self._tasks = tasks
+        self._watches: dict[ClusterNode, asyncio.Task[None]] | None = None  # None before the start
+        # That no decision sees any more, and that have work under way, or had a moment ago.
+        self.retired: set[ClusterNode] = set()
+        self._successors: dict[ClusterNode, ClusterNode] = {}  # that have not been heard of at their new addresses
 
     def start(self) -> None:
+        self._watches = {}
         for node in self.nodes:
-            self._tasks.start(self._watch(node), "watch")
+            self._begin(node)
 
     async def close(self) -> None:
         await self._tasks.cancel()
-        await asyncio.gather(*(node.agent.close() for node in self.nodes))
+        everyone = {*self.nodes, *self.retired, *self._successors.values()}
+        await asyncio.gather(*(node.agent.close() for node in everyone))
+
+    # Who comes and goes
+
+    def join(self, node: ClusterNode) -> None:
+        """One more node, watched from now on."""
+        self.nodes.append(node)
+        self._begin(node)
+
+    def leave(self, node: ClusterNode) -> None:
+        """No decision sees this node any more. It is watched, and can be spoken to, until `end`."""
+        self._take_over(node)
+        self.nodes.remove(node)
+        self._retire(node)
+
+    def move(self, node: ClusterNode, successor: ClusterNode) -> None:
+        """The same node at another address. It takes over as soon as it answers there, or the one before is lost."""
+        self._take_over(node)
+        self._successors[node] = successor
+        self._begin(successor)
+        if not node.connected:
+            self._take_over(successor)
+
+    async def end(self, node: ClusterNode) -> None:
+        """Lets go of a node that has left: nobody speaks to it any more."""
+        self.retired.discard(node)
+        if (watch := (self._watches or {}).pop(node, None)) is not None:
+            watch.cancel()
+            await asyncio.wait([watch])
+        await node.agent.close()
+
+    def _begin(self, node: ClusterNode) -> None:
+        if self._watches is not None:
+            self._watches[node] = self._tasks.start(self._watch(node), "watch")
+
+    def _take_over(self, successor: ClusterNode) -> None:
+        """Has a node take the place of the one that it follows, if it has not yet."""
+        before = next((old for old, new in self._successors.items() if new is successor), None)
+        if before is not None:
+            del self._successors[before]
+            self.nodes[self.nodes.index(before)] = successor
+            self._retire(before)
+
+    def _retire(self, node: ClusterNode) -> None:
+        self.retired.add(node)
+        if self._by_id.get(node.id) is node:
+            del self._by_id[node.id]
+        self._drop_prefixes(node.id)
+        self._look_again()
 
     # What decisions ask
 
@@ -178,8 +232,8 @@ class Clusters:
             for name, node in nodes:
                 if now >= node.suspect_until and (not exclude or name not in exclude):
                     holding = holding_of(name, NOTHING)
-                    promised = _promised(node, prompt, holding) if node.underway.by_end else 0
-                    landing = _landing(node, prompt, holding, now) if node.arrivals else NO_LANDING
+                    promised = node.promised_tokens(prompt.hashes, holding) if node.underway.by_end else 0
+                    landing = node.landing(prompt.hashes, holding, now) if node.arrivals else NO_LANDING
                     views.append(node.view(holding, self._decode_slots, now, promised, *landing))
             return views
 
@@ -282,7 +336,7 @@ class Clusters:
             self._lost(node)
             if reason == "silent":
                 self._give_up(node, self._times.quiet_s)
-            await self._tidy()
+            await self.tidy()
             await asyncio.sleep(BACKOFF_S[min(failures, len(BACKOFF_S) - 1)])
             failures += 1
 
@@ -305,6 +359,11 @@ class Clusters:
             self._on_silent(node.info.engine_url, quiet_s)
 
     def _describe(self, node: ClusterNode, info: NodeInfo) -> None:
+        if node in self.retired:  # only what waits for it wants to know
+            node.info, node.connected = info, True
+            self._changed.set()
+            return
+        self._take_over(node)
         _check(info, [other for other in self.nodes if other is not node])
         before, known = node.state, node.info
         self._name(node, info.node_id)
@@ -352,14 +411,22 @@ class Clusters:
         return [info for info in infos if info.layout_fingerprint == layout.fingerprint]
 
     def _cache_event(self, node: ClusterNode, event: CacheEvent) -> None:
-        if node.info is not None and (index := self._indexes.get(node.info.layout_fingerprint)) is not None:
+        if node.info is None or node in self.retired:
+            return
+        if (index := self._indexes.get(node.info.layout_fingerprint)) is not None:
             index.apply(node.id, event)
 
     def _lost(self, node: ClusterNode) -> None:
-        if node.connected:
+        if node.connected and node not in self.retired:
             self._drop_prefixes(node.id)
         node.connected = False
         node.reported(NodeLoad())
+        if (successor := self._successors.get(node)) is not None:
+            self._take_over(successor)
+        self._look_again()
+
+    def _look_again(self) -> None:
+        """A node is out: the model is what the others serve, and decisions see them alone."""
         if self.served is not None:
             if peers := self._peers(self.served.layout):
                 self.served = self.served.by(peers)
@@ -388,7 +455,7 @@ class Clusters:
         for index in self._indexes.values():
             index.drop(node_id)
 
-    async def _tidy(self) -> None:
+    async def tidy(self) -> None:
         """Takes what was dropped out of the indexes, in steps between which others have their turn."""
         for index in list(self._indexes.values()):
             while index.tidy():  # noqa: ASYNC110 nothing else does it
@@ -416,18 +483,3 @@ def _check(info: NodeInfo, others: Collection[ClusterNode]) -> None:
     ClusterKind(info.cluster_kind)
     if any(other.connected and other.info and other.info.node_id == info.node_id for other in others):
         raise ValueError(f"another node has the same node_id, {info.node_id!r}")
-
-
-def _promised(node: ClusterNode, prompt: Prompt, holding: Holding) -> int:
-    """How much of `prompt` a node will hold when it has computed what it computes now, 0 for no more than now."""
-    size = node.info.block_size if node.info is not None else 0
-    return node.underway.longest(prompt.hashes, holding.hit.num_tokens // size) * size if size else 0
-
-
-def _landing(node: ClusterNode, prompt: Prompt, holding: Holding, now: float) -> tuple[int, float]:
-    """How much of `prompt` is on its way to a decode node for others, in tokens, and in how many seconds it is there."""
-    size = node.info.block_size if node.info is not None else 0
-    if not size or now < node.keeps_nothing_until:
-        return NO_LANDING
-    shared = node.arrivals.longest(prompt.hashes, holding.hit.attention_tokens // size)
-    return (shared.blocks * size, max(0.0, shared.first.expected_at - now)) if shared is not None else NO_LANDING
