@@ -228,7 +228,7 @@ async def build_nodes(
             guard=guard,
             refusals=refusals,
             cost=cost,
-            roster=Roster(config, acted_on, clock),
+            roster=Roster(config, acted_on, clock, times),
         )
     finally:
         legs.close()

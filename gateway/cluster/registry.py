@@ -36,16 +36,23 @@ QUIET_S: Final = 5.0  # that an engine has said nothing, when its agent has not 
 STILL_S: Final = 1.0  # of one that is silent by its agent's word: of several servers of one engine others may go on
 DEATH_NEWS_S: Final = 1.0  # an agent sees its engine end within milliseconds, unless it went with it
 _Named = list[tuple[str, ClusterNode]]  # nodes by their names, which take a moment to ask for
+LINGER_S: Final = 5.0  # after the last request of a node that has left, for calls that free what it held
+REMEMBER_S: Final = 600.0  # what was learned of a node that has left
 SUSPECT_S: Final = 2.0  # how long a node whose engine failed a leg is left alone; its agent knows better by then
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeTimes:
-    """How long a node is left alone, the news of a death is waited for, and an engine may be quiet beside a silent agent."""
+    """How long a node is left alone, the news of a death is waited for, and an engine may be quiet beside a silent agent.
+
+    A node that has left is spoken to for `linger_s` after its last request, and remembered for `remember_s`.
+    """
 
     suspect_s: float = SUSPECT_S
     death_news_s: float = DEATH_NEWS_S
     quiet_s: float = QUIET_S
+    linger_s: float = LINGER_S
+    remember_s: float = REMEMBER_S
 
 
 NODE_TIMES: Final = NodeTimes()
@@ -166,7 +173,9 @@ class Clusters:
 
     def move(self, node: ClusterNode, successor: ClusterNode) -> None:
         """The same node at another address. It takes over as soon as it answers there, or the one before is lost."""
-        self._take_over(node)
+        if (before := self._predecessor(node)) is not None:  # it moves again, and was never heard of meanwhile
+            self.retired.add(node)
+            node = before
         self._successors[node] = successor
         self._begin(successor)
         if not node.connected:
@@ -184,10 +193,12 @@ class Clusters:
         if self._watches is not None:
             self._watches[node] = self._tasks.start(self._watch(node), "watch")
 
+    def _predecessor(self, successor: ClusterNode) -> ClusterNode | None:
+        return next((old for old, new in self._successors.items() if new is successor), None)
+
     def _take_over(self, successor: ClusterNode) -> None:
         """Has a node take the place of the one that it follows, if it has not yet."""
-        before = next((old for old, new in self._successors.items() if new is successor), None)
-        if before is not None:
+        if (before := self._predecessor(successor)) is not None:
             del self._successors[before]
             self.nodes[self.nodes.index(before)] = successor
             self._retire(before)

@@ -7,13 +7,13 @@ What was learned of a node follows its identity, and is forgotten when it has be
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
 from gateway.cluster.agent_client import AgentClient
 from gateway.cluster.node import ClusterNode
-from gateway.cluster.registry import Clusters
+from gateway.cluster.registry import NODE_TIMES, Clusters, NodeTimes
 from gateway.config.gateway import GatewayConfig
 from membership.changes import ChangeKind, MemberChange, changes
 from membership.fleet import Fleet
@@ -24,8 +24,6 @@ log = logging.getLogger("prfaas.gateway.members")
 
 STATIC: Final = "static"  # [[gateway.nodes]], as a registry
 TICK_S: Final = 0.25  # between two looks whether a node that has left has ended its work
-LINGER_S: Final = 5.0  # after that, for calls that free what its requests held
-REMEMBER_S: Final = 600.0
 AT_ONCE: Final = 16  # changes in one step of the event loop
 
 
@@ -61,10 +59,13 @@ class RosterParts:
 class Roster:
     """The members that the gateway knows, and its node for each. A new list of a registry comes by `saw`."""
 
-    def __init__(self, config: GatewayConfig, parts: RosterParts, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, config: GatewayConfig, parts: RosterParts, clock: Callable[[], float], times: NodeTimes = NODE_TIMES
+    ) -> None:
         """`parts.clusters` has the nodes of `config` already, in its order."""
         self._parts = parts
         self._clock = clock
+        self._times = times
         self._admits = config.admits
         self._drain_s = config.timeouts.drain_s
         self._fleet = Fleet({STATIC: View()})
@@ -82,6 +83,11 @@ class Roster:
     def is_synced(self) -> bool:
         """Whether every registry has been read once."""
         return self._fleet.is_synced
+
+    @property
+    def remembered(self) -> Mapping[str, str]:
+        """Nodes that have left of late, with their clusters."""
+        return self._parts.remembered
 
     def status(self) -> list[SourceStatus]:
         """Every registry, the one that counts first."""
@@ -128,15 +134,22 @@ class Roster:
         """One step: takes over what differs, and lets go of what is over."""
         if self._differs.is_set():
             self._differs.clear()
-            for number, change in enumerate(changes(dict(self._members), self._wanted())):
-                self._apply(change)
-                if number % AT_ONCE == AT_ONCE - 1:
-                    await asyncio.sleep(0)
+            await self._take_over()
         for node in self._ended():
             self._parts.leave(node)
             await self._parts.clusters.end(node)
             await self._parts.clusters.tidy()
         self._forget()
+
+    async def _take_over(self) -> None:
+        try:
+            for number, change in enumerate(changes(dict(self._members), self._wanted())):
+                self._apply(change)
+                if number % AT_ONCE == AT_ONCE - 1:
+                    await asyncio.sleep(0)
+        except BaseException:
+            self._differs.set()  # what was not taken over is, the next time
+            raise
 
     def _wanted(self) -> dict[str, Member]:
         """All members that may be spoken to."""
@@ -157,7 +170,7 @@ class Roster:
             node = self._nodes.pop(id_)
             clusters.leave(node)
             self._parts.remembered[node.id] = node.cluster
-            self._gone[node.id] = self._clock() + REMEMBER_S
+            self._gone[node.id] = self._clock() + self._times.remember_s
             del self._members[id_]
         else:
             if change.kind is ChangeKind.JOINED:
@@ -182,7 +195,7 @@ class Roster:
             if node.own_requests:
                 idle_since = now
             self._left[node] = at, idle_since
-            if now - idle_since >= LINGER_S:
+            if now - idle_since >= self._times.linger_s:
                 found.append(node)
             elif now - at >= self._drain_s:
                 log.error(

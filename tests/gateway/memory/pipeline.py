@@ -215,7 +215,7 @@ async def _stepping(
 
         reloads = Reloads(
             config,
-            [routing.router, built.steps.admission, seen.legs, seen.refusals, built.line, door],
+            [routing.router, built.steps.admission, seen.legs, seen.refusals, built.line, door, seen.roster],
             lambda: read_again(config),
             metrics.upkeep.reloaded,
         )
