@@ -26,12 +26,12 @@ def member_findings(listed: ListedMembers, described: Sequence[Described]) -> It
         yield Finding(Level.WARNING, "members", problem)
     by_agent = {member.agent: member for member in listed.members}
     for node in described:
-        member = by_agent.get(node.address)
-        if member is None or member.id in (member.agent, node.info.node_id):
+        known = by_agent.get(node.address)
+        if known is None or known.id in (known.agent, node.info.node_id):
             continue
         yield Finding(
             Level.WARNING,
             "members",
-            f"{member.id} at {member.agent} says that it is {node.info.node_id}",
+            f"{known.id} at {known.agent} says that it is {node.info.node_id}",
             "list it by the name that it has: what a gateway learns of a node is kept by that",
         )
