@@ -90,6 +90,7 @@ class FolderSource:
     """A folder in which each node writes `NODE_ID.json`, and touches it while it lives.
 
     A file that cannot be used leaves its node as it was known. A node whose file has not been touched for its lease has left.
+    The last file may be removed alone, from the same folder: where all files are gone at once, the folder is not believed.
     """
 
     name = "folder"
@@ -99,15 +100,18 @@ class FolderSource:
         self._clock = clock
         self._entries: dict[str, _Entry] = {}
         self._said: Reading | None = None
+        self._folder: tuple[int, int] | None = None
         self._heartbeats = Heartbeats()
 
     def look(self) -> Reading | None:
         with _as_failure(self.path):
+            folder = os.stat(self.path)
             names = [name for name in os.listdir(self.path) if name.endswith(ENTRY_SUFFIX) and name[0] != "."]
         if len(names) > MAX_ENTRIES:
             raise SourceFailed("too_many", f"{self.path}: more than {MAX_ENTRIES} nodes")
         found = {name: entry for name in sorted(names) if (entry := self._entry(name)) is not None}
-        self._entries = found
+        is_last_gone = len(self._entries) == 1 and self._folder == (folder.st_dev, folder.st_ino)
+        self._entries, self._folder = found, (folder.st_dev, folder.st_ino)
         beats = {name: Heartbeat(entry.stamp, entry.lease_s) for name, entry in found.items()}
         stale = self._heartbeats.look(beats, self._clock())
         if stale.all_since_s:
@@ -118,6 +122,7 @@ class FolderSource:
         said = Reading(
             members=tuple(entry.member for entry in alive if entry.member is not None),
             problems=tuple(entry.problem for entry in alive if entry.problem),
+            is_empty_meant=not found and is_last_gone,
         )
         if said == self._said:
             return None

@@ -8,9 +8,13 @@ from membership.member import Member
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """What a registry said when it was asked. `problems` are entries that could not be used."""
+    """What a registry said when it was asked. `problems` are entries that could not be used.
+
+    That it lists nobody is believed only where `is_empty_meant`.
+    """
 
     members: Sequence[Member] = ()
+    is_empty_meant: bool = False
     problems: tuple[str, ...] = ()
 
 
@@ -43,7 +47,7 @@ class View:
 
         One that lists nobody any more is taken for one that has lost its memory: nobody leaves.
         """
-        if self.members and not found.members:
+        if self.members and not found.members and not found.is_empty_meant:
             return self.failed("it lists no node any more; what it listed before stays", now)
         members = {member.id: member for member in found.members}
         return View(members=members, is_synced=True, problems=found.problems)

@@ -9,6 +9,7 @@ from membership.errors import SourceFailed
 from membership.member import Member
 from membership.registration import FolderEntry
 from membership.sources import MAX_ENTRY_BYTES, FileSource, FolderSource, Source
+from membership.view import View
 
 
 class Clock:
@@ -92,6 +93,40 @@ def test_nodes_of_a_folder_come_and_go_with_their_files(tmp_path: Path) -> None:
     reading = source.look()
     assert reading is not None
     assert [member.agent for member in reading.members] == ["127.0.0.1:7003"]
+
+
+def believed(source: Source, view: View) -> View:
+    reading = source.look()
+    return view.read(reading, 0.0) if reading is not None else view
+
+
+def test_the_last_node_of_a_folder_may_leave_and_not_all_at_once(tmp_path: Path) -> None:
+    source, view = FolderSource(tmp_path / "fleet", Clock()), View()
+    (tmp_path / "fleet").mkdir()
+    first, second = entry(tmp_path / "fleet", "a"), entry(tmp_path / "fleet", "b", 7002)
+    first.write()
+    second.write()
+    view = believed(source, view)
+    first.remove()
+    second.remove()
+    lost = believed(source, view)
+    assert (lost.state, [*lost.members]) == ("frozen", ["a", "b"])
+    first.write()
+    view = believed(source, lost)
+    assert [*view.members] == ["a"]
+    first.remove()
+    view = believed(source, view)
+    assert (view.state, [*view.members]) == ("fresh", [])
+
+
+def test_a_folder_that_is_another_one_is_not_believed_when_it_is_empty(tmp_path: Path) -> None:
+    source = FolderSource(tmp_path / "fleet", Clock())
+    (tmp_path / "fleet").mkdir()
+    entry(tmp_path / "fleet", "a").write()
+    view = believed(source, View())
+    (tmp_path / "fleet").rename(tmp_path / "elsewhere")  # as when it is not mounted any more
+    (tmp_path / "fleet").mkdir()
+    assert believed(source, view).state == "frozen"
 
 
 def test_an_entry_that_is_broken_leaves_its_node_as_it_was(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from prfaas.demo.client import complete
 pytestmark = pytest.mark.long
 
 PATIENCE_S = 120.0
+SERVES_S = 10.0  # after its registration; less than a second on an idle machine
 GATEWAY = """[gateway]
 port = 0
 workers = 2
@@ -154,7 +155,7 @@ class Site:
         """So many requests at once, each answered with the right tokens."""
 
         async def one(number: int) -> None:
-            prompt = [4 + (seed * 1_000 + number * 37 + at) % 4_000 for at in range(64)]
+            prompt = [4 + (seed * 53 + number * 37 + at) % 500 for at in range(64)]
             body = {"model": "tiny", "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
             done = await complete(self.http, self.url, body, f"{seed}-{number}")
             assert done.token_ids == emulated_tokens(prompt, tokens)
@@ -185,7 +186,7 @@ def nodes_command(directory: Path, *words: str) -> int:
     return main(["nodes", *words, "-c", str(directory / "gateway.toml")])
 
 
-def test_a_fleet_changes_while_it_serves(tmp_path: Path, record_property: Callable[[str, object], None]) -> None:
+def test_a_fleet_changes_while_it_serves(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with AsyncExitStack() as held:
             _, first = await held.enter_async_context(node(tmp_path, "d0"))
@@ -195,10 +196,12 @@ def test_a_fleet_changes_while_it_serves(tmp_path: Path, record_property: Callab
             await here.are_ready("d0")
             await here.answers(4, seed=1)
 
-            began = time.monotonic()
             assert nodes_command(tmp_path, "add", "d1", second) == 0
+            began = time.monotonic()
             await here.are_ready("d0", "d1")
-            record_property("serves_after_s", time.monotonic() - began)
+            took_s = time.monotonic() - began
+            print(f"serves after {took_s:.2f} s")
+            assert took_s < SERVES_S
 
             under_way = asyncio.create_task(here.answers(16, seed=2, tokens=400))
             await until(lambda: running_on(here, "d1"))
@@ -217,7 +220,9 @@ def test_a_fleet_changes_while_it_serves(tmp_path: Path, record_property: Callab
             here.directory.joinpath("nodes.toml").write_text("[[nodes")
             await until(lambda: here.metric("prfaas_membership_frozen_seconds"))
             await here.answers(4, seed=6)
-            assert await asyncio.to_thread(main, ["check", "-c", str(tmp_path / "gateway.toml")]) == 1
+            async with process("prfaas", "check", "-c", str(tmp_path / "gateway.toml")) as check:
+                assert "not valid TOML" in await said(check, r"(.*nodes\.toml.*)")
+                assert await check.wait() == 1
             here.listed(("d0", again))
             await until(lambda: is_fresh(here))
 
