@@ -18,10 +18,10 @@ from gateway.cluster.agent_client import AgentClient
 from gateway.cluster.drained_links import DrainedLinks, SharedDrainedLinks
 from gateway.cluster.links import ClusterLinks
 from gateway.cluster.registry import Clusters, NodeTimes
-from gateway.cluster.roster import Roster, RosterParts
 from gateway.config.gateway import GatewayConfig, Strangers
 from gateway.errors import GatewayConfigError
 from gateway.http.body import BodyReceiver
+from gateway.members.roster import Roster, RosterParts
 from gateway.pipeline.attempt import LegRunner
 from gateway.pipeline.dispatcher import Dispatcher
 from gateway.pipeline.engine_render import EngineReadings

@@ -12,7 +12,7 @@ from typing import Any, Final
 import msgspec
 
 from membership.member import Member
-from membership.view import Reading
+from membership.view import RegistryReading
 from transport.control.settings import SettingsError, build, parse_toml, require, require_known, require_tables
 from transport.path.tcp import format_address
 
@@ -24,7 +24,7 @@ OWN_ROLES: Final = ("prefill", "decode")
 NOT_OURS: Final = "encode"  # llm-d's role of servers that only encode images
 
 
-def read_members(text: bytes, *, is_toml: bool) -> Reading:
+def read_members(text: bytes, *, is_toml: bool) -> RegistryReading:
     """What a file of members says. Raises SettingsError."""
     document = parse_toml(text) if is_toml else _parse_json(text)
     require(isinstance(document, dict), "the file", type(document).__name__, "a table")
@@ -55,10 +55,10 @@ def told(member: Member) -> dict[str, Any]:
     return {key: value for key, value in asdict(member).items() if value != defaults[key]}
 
 
-def _own(document: Mapping[str, Any]) -> Reading:
+def _own(document: Mapping[str, Any]) -> RegistryReading:
     require_known(document, ["nodes"])
     tables = require_tables(document.get("nodes", []), "nodes")
-    return Reading(members=tuple(_own_member(table, f"nodes[{index}]") for index, table in enumerate(tables)))
+    return RegistryReading(members=tuple(_own_member(table, f"nodes[{index}]") for index, table in enumerate(tables)))
 
 
 def _own_member(table: Mapping[str, Any], where: str) -> Member:
@@ -67,7 +67,7 @@ def _own_member(table: Mapping[str, Any], where: str) -> Member:
     return build(Member, named, where)
 
 
-def _of_llm_d(document: Mapping[str, Any]) -> Reading:
+def _of_llm_d(document: Mapping[str, Any]) -> RegistryReading:
     members, problems = [], []
     for index, table in enumerate(require_tables(document["endpoints"], "endpoints")):
         where = f"endpoints[{index}]"
@@ -78,7 +78,7 @@ def _of_llm_d(document: Mapping[str, Any]) -> Reading:
             problems.append(f"{where}: {table.get('name')!r} only encodes, which no node of ours does")
         else:
             members.append(_endpoint(table, labels, where))
-    return Reading(members=tuple(members), problems=tuple(problems))
+    return RegistryReading(members=tuple(members), problems=tuple(problems))
 
 
 def _endpoint(table: Mapping[str, Any], labels: Mapping[str, Any], where: str) -> Member:

@@ -8,12 +8,12 @@ from membership.view import View
 
 
 @dataclass(frozen=True, slots=True)
-class Fleet:
+class MemberFleet:
     """The views by the name of their registry. Where two registries disagree about a member, the first one counts."""
 
     views: Mapping[str, View] = field(default_factory=dict)
 
-    def seen(self, source: str, view: View) -> "Fleet":
+    def seen(self, source: str, view: View) -> "MemberFleet":
         """The fleet after a registry has another view."""
         return replace(self, views={**self.views, source: view})
 

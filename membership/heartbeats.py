@@ -49,7 +49,7 @@ class Heartbeats:
         return StaleEntries(frozenset(stale))
 
     def _excuse(self, now: float) -> None:
-        """While nobody looked, nobody was seen to refresh anything."""
+        """Without a look, no node was seen to refresh anything."""
         before, self._looked_at = self._looked_at, now
         if before is not None and (pause_s := now - before) > MOST_PAUSE_S:
             self._seen = {name: (stamp, at + pause_s) for name, (stamp, at) in self._seen.items()}

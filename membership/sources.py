@@ -13,7 +13,7 @@ from membership.documents import read_entry, read_members
 from membership.errors import SourceFailed
 from membership.heartbeats import Heartbeat, Heartbeats
 from membership.member import Member
-from membership.view import Reading
+from membership.view import RegistryReading
 from transport.control.settings import MAX_FILE_BYTES, SettingsError
 
 MAX_ENTRY_BYTES: Final = 64 * 1024
@@ -31,7 +31,7 @@ class Source(Protocol):
         """As metrics and logs call it."""
         ...
 
-    def look(self) -> Reading | None:
+    def look(self) -> RegistryReading | None:
         """What it says now; None: the same as the last time. Raises SourceFailed."""
         ...
 
@@ -50,7 +50,7 @@ class FileSource:
         self._waiting: _Stamp | None = None
         self._failure: SourceFailed | None = None
 
-    def look(self) -> Reading | None:
+    def look(self) -> RegistryReading | None:
         with _as_failure(self.path):
             stamp = _stamp(os.stat(self.path))
             if stamp == self._taken:
@@ -67,7 +67,7 @@ class FileSource:
                 self._failure = failure
                 raise
 
-    def _read(self) -> Reading:
+    def _read(self) -> RegistryReading:
         text = _read_file(self.path, MAX_FILE_BYTES)
         try:
             return read_members(text, is_toml=self.path.suffix == ".toml")
@@ -99,11 +99,11 @@ class FolderSource:
         self.path = path
         self._clock = clock
         self._entries: dict[str, _Entry] = {}
-        self._said: Reading | None = None
+        self._said: RegistryReading | None = None
         self._folder: tuple[int, int] | None = None
         self._heartbeats = Heartbeats()
 
-    def look(self) -> Reading | None:
+    def look(self) -> RegistryReading | None:
         with _as_failure(self.path):
             folder = os.stat(self.path)
             names = [name for name in os.listdir(self.path) if name.endswith(ENTRY_SUFFIX) and name[0] != "."]
@@ -119,7 +119,7 @@ class FolderSource:
                 "silent", f"{self.path}: no node has touched its file for {stale.all_since_s:.0f} s: can it be written?"
             )
         alive = [entry for name, entry in found.items() if name not in stale.names]
-        said = Reading(
+        said = RegistryReading(
             members=tuple(entry.member for entry in alive if entry.member is not None),
             problems=tuple(entry.problem for entry in alive if entry.problem),
             is_empty_meant=not found and is_last_gone,
@@ -168,11 +168,11 @@ def sources_of(file: Path | None, folder: Path | None) -> list[Source]:
     return found
 
 
-def listed_by(sources: Sequence[Source]) -> Iterator[tuple[str, Reading | SourceFailed]]:
+def listed_by(sources: Sequence[Source]) -> Iterator[tuple[str, RegistryReading | SourceFailed]]:
     """What each registry says, asked once, by its name."""
     for source in sources:
         try:
-            yield source.name, source.look() or Reading()
+            yield source.name, source.look() or RegistryReading()
         except SourceFailed as failure:
             yield source.name, failure
 

@@ -7,10 +7,10 @@ from membership.member import Member
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reading:
+class RegistryReading:
     """What a registry said when it was asked. `problems` are entries that could not be used.
 
-    That it lists nobody is believed only where `is_empty_meant`.
+    An empty list is believed only where `is_empty_meant`.
     """
 
     members: Sequence[Member] = ()
@@ -42,10 +42,10 @@ class View:
         """For how long it has been frozen."""
         return 0.0 if self.frozen_since is None else max(0.0, now - self.frozen_since)
 
-    def read(self, found: Reading, now: float) -> "View":
+    def read(self, found: RegistryReading, now: float) -> "View":
         """The view after the registry has answered.
 
-        One that lists nobody any more is taken for one that has lost its memory: nobody leaves.
+        One that lists no member any more is taken for one that has lost its memory: every member stays.
         """
         if self.members and not found.members and not found.is_empty_meant:
             return self.failed("it lists no node any more; what it listed before stays", now)

@@ -8,12 +8,12 @@ from typing import Final
 
 from membership.errors import SourceFailed
 from membership.sources import Source
-from membership.view import Reading, View
+from membership.view import RegistryReading, View
 
 POLL_S: Final = 0.25  # a look costs a stat, or one for each node of a folder
 LATE_S: Final = 5.0  # a registry that has not answered by then counts as lost until it does
 
-Answer = Reading | SourceFailed | None
+Answer = RegistryReading | SourceFailed | None
 
 
 class MembershipWatch:
@@ -35,7 +35,7 @@ class MembershipWatch:
         self._poll_s = poll_s
         self._late_s = late_s
         self._views = {source.name: View() for source in sources}
-        self._read: dict[str, Reading] = {}  # the latest that each registry has said
+        self._read: dict[str, RegistryReading] = {}  # the latest that each registry has said
 
     async def run(self) -> None:
         """For ever."""

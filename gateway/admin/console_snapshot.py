@@ -18,8 +18,8 @@ from gateway.cluster.agent_values import LinkLoad
 from gateway.cluster.links import ClusterLinks, LinkStatus
 from gateway.cluster.node import ClusterNode
 from gateway.cluster.registry import Clusters
-from gateway.cluster.roster import Roster
 from gateway.config.gateway import GatewayConfig
+from gateway.members.roster import Roster
 from gateway.routing.plan_follower import Follower
 from gateway.routing.router import Router
 from gateway.workers.process_scope import SingleProcess, WorkerProcess

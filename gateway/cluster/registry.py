@@ -7,7 +7,7 @@ everything again. Nothing here is written down: nodes hold the truth, this is wh
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Final
@@ -17,10 +17,10 @@ from gateway.cluster.agent_client import AgentClient
 from gateway.cluster.agent_values import SILENT, NodeEvent, NodeInfo, NodeLoad
 from gateway.cluster.node import NO_LANDING, ClusterNode
 from gateway.cluster.pinned_prefixes import PinnedPrefix
+from gateway.cluster.prefix_indexes import PrefixIndexes
 from gateway.errors import AgentCallFailed
 from gateway.prompt.prompt import Hashing, Prompt, PromptModel
 from gateway.tasks import BACKOFF_S, TaskSet
-from hybrid_cache.cache.events import CacheEvent
 from hybrid_cache.errors import CacheError
 from hybrid_cache.hashing.block_hash import model_salt
 from hybrid_cache.index.index import NOTHING, PrefixIndex
@@ -136,9 +136,7 @@ class Clusters:
         self._catch_up = catch_up
         self._times = times
         self._by_id: dict[str, ClusterNode] = {}
-        self._indexes: dict[
-            str, PrefixIndex
-        ] = {}  # by layout, of all connected nodes: another model may be served next
+        self._indexes = PrefixIndexes()
         self._changed = asyncio.Event()
         # Those that say that they are ready, prefill nodes by cluster and decode nodes; None: to be looked up again.
         self._serving: tuple[dict[str, _Named], _Named] | None = None
@@ -173,7 +171,9 @@ class Clusters:
 
     def move(self, node: ClusterNode, successor: ClusterNode) -> None:
         """The same node at another address. It takes over as soon as it answers there, or the one before is lost."""
-        if (before := self._predecessor(node)) is not None:  # it moves again, and was never heard of meanwhile
+        if (
+            before := _predecessor(self._successors, node)
+        ) is not None:  # it moves again, and was never heard of meanwhile
             self.retired.add(node)
             node = before
         self._successors[node] = successor
@@ -182,7 +182,7 @@ class Clusters:
             self._take_over(successor)
 
     async def end(self, node: ClusterNode) -> None:
-        """Lets go of a node that has left: nobody speaks to it any more."""
+        """Lets go of a node that has left: it is not spoken to any more."""
         self.retired.discard(node)
         if (watch := (self._watches or {}).pop(node, None)) is not None:
             watch.cancel()
@@ -193,12 +193,9 @@ class Clusters:
         if self._watches is not None:
             self._watches[node] = self._tasks.start(self._watch(node), "watch")
 
-    def _predecessor(self, successor: ClusterNode) -> ClusterNode | None:
-        return next((old for old, new in self._successors.items() if new is successor), None)
-
     def _take_over(self, successor: ClusterNode) -> None:
         """Has a node take the place of the one that it follows, if it has not yet."""
-        if (before := self._predecessor(successor)) is not None:
+        if (before := _predecessor(self._successors, successor)) is not None:
             del self._successors[before]
             self.nodes[self.nodes.index(before)] = successor
             self._retire(before)
@@ -207,7 +204,7 @@ class Clusters:
         self.retired.add(node)
         if self._by_id.get(node.id) is node:
             del self._by_id[node.id]
-        self._drop_prefixes(node.id)
+        self._indexes.drop(node.id)
         self._look_again()
 
     # What decisions ask
@@ -359,8 +356,8 @@ class Clusters:
                 node.contexts.heard(event, self._clock())
             case NodeLoad():
                 node.reported(event, self._clock())
-            case _:
-                self._cache_event(node, event)
+            case _ if node.info is not None and node not in self.retired:
+                self._indexes.apply(node.info, event)
         if node.state == SILENT:
             self._give_up(node, STILL_S)
 
@@ -379,7 +376,7 @@ class Clusters:
         before, known = node.state, node.info
         self._name(node, info.node_id)
         if known is not None and known.layout_fingerprint != info.layout_fingerprint:
-            self._drop_prefixes(info.node_id)
+            self._indexes.drop(info.node_id)
         is_same_process = known is not None and known.boot_id == info.boot_id
         node.contexts.described(info.contexts, self._clock(), is_same_process=is_same_process)
         node.info = info
@@ -395,11 +392,9 @@ class Clusters:
         """The first layout described is the one served, until no connected node has it any more."""
         if not info.layout_json:
             return
-        index = self._indexes.get(info.layout_fingerprint)
-        if index is None:
-            index = self._indexes[info.layout_fingerprint] = PrefixIndex(ModelLayout.from_json(info.layout_json))
+        index = self._indexes.of(info)
         if self.served is not None and info.layout_fingerprint != self.served.layout.fingerprint:
-            if self._is_served():
+            if any(node.connected and self._serves(node) for node in self.nodes):
                 log.warning("node %s has another layout than the model served; it is not used", info.node_id)
                 return
             log.warning("model %s is served from now on: no node has %s any more", info.model_id, self.served.model_id)
@@ -411,25 +406,11 @@ class Clusters:
             hashing=Hashing(index.layout.block_size, salt_of(index.layout)),
             is_paired=info.rooms is not None,
         )
-        self.served = served.by(self._peers(index.layout))
-
-    def _is_served(self) -> bool:
-        """Whether a connected node has the model that is served."""
-        return any(node.connected and self._serves(node) for node in self.nodes)
-
-    def _peers(self, layout: ModelLayout) -> list[NodeInfo]:
-        infos = [node.info for node in self.nodes if node.connected and node.info]
-        return [info for info in infos if info.layout_fingerprint == layout.fingerprint]
-
-    def _cache_event(self, node: ClusterNode, event: CacheEvent) -> None:
-        if node.info is None or node in self.retired:
-            return
-        if (index := self._indexes.get(node.info.layout_fingerprint)) is not None:
-            index.apply(node.id, event)
+        self.served = served.by(_with_layout(self._infos(), index.layout))
 
     def _lost(self, node: ClusterNode) -> None:
         if node.connected and node not in self.retired:
-            self._drop_prefixes(node.id)
+            self._indexes.drop(node.id)
         node.connected = False
         node.reported(NodeLoad())
         if (successor := self._successors.get(node)) is not None:
@@ -439,9 +420,9 @@ class Clusters:
     def _look_again(self) -> None:
         """A node is out: the model is what the others serve, and decisions see them alone."""
         if self.served is not None:
-            if peers := self._peers(self.served.layout):
+            if peers := _with_layout(self._infos(), self.served.layout):
                 self.served = self.served.by(peers)
-            elif (other := self._another_model()) is not None:
+            elif other := next((info for info in self._infos() if info.layout_json), None):
                 self._adopt_model(other)
         self._serving = None
         self._changed.set()
@@ -455,37 +436,31 @@ class Clusters:
         if node.info is not None and (before := node.info.node_id) != name:
             if self._by_id.get(before) is node:
                 del self._by_id[before]
-            self._drop_prefixes(before)
+            self._indexes.drop(before)
             self._on_renamed(before)
         bearer = self._by_id.get(name)
         if bearer is not None and bearer is not node and bearer.info is not None:
             bearer.info = replace(bearer.info, node_id=bearer.agent.address)
         self._by_id[name] = node
 
-    def _drop_prefixes(self, node_id: str) -> None:
-        for index in self._indexes.values():
-            index.drop(node_id)
-
     async def tidy(self) -> None:
-        """Takes what was dropped out of the indexes, in steps between which others have their turn."""
-        for index in list(self._indexes.values()):
-            while index.tidy():  # noqa: ASYNC110 nothing else does it
-                await asyncio.sleep(0)
-        self._drop_indexes()
+        """Frees what was said of caches by nodes that are out. The layout served stays: its nodes may come back."""
+        await self._indexes.tidy(self._layouts_used)
 
-    def _drop_indexes(self) -> None:
-        """Those of layouts that no node has any more, but for the one served: its nodes may come back.
+    def _layouts_used(self) -> set[str]:
+        used = {info.layout_fingerprint for info in self._infos()}
+        return used | {self.served.layout.fingerprint} if self.served is not None else used
 
-        Not before they are empty: a million blocks are not freed at once.
-        """
-        had = {node.info.layout_fingerprint for node in self.nodes if node.connected and node.info}
-        if self.served is not None:
-            had.add(self.served.layout.fingerprint)
-        self._indexes = {name: index for name, index in self._indexes.items() if name in had or len(index)}
+    def _infos(self) -> list[NodeInfo]:
+        return [node.info for node in self.nodes if node.connected and node.info]
 
-    def _another_model(self) -> NodeInfo | None:
-        """Of a connected node, whatever it serves."""
-        return next((node.info for node in self.nodes if node.connected and node.info and node.info.layout_json), None)
+
+def _predecessor(successors: Mapping[ClusterNode, ClusterNode], node: ClusterNode) -> ClusterNode | None:
+    return next((old for old, new in successors.items() if new is node), None)
+
+
+def _with_layout(infos: Sequence[NodeInfo], layout: ModelLayout) -> list[NodeInfo]:
+    return [info for info in infos if info.layout_fingerprint == layout.fingerprint]
 
 
 def _check(info: NodeInfo, others: Collection[ClusterNode]) -> None:

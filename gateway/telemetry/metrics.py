@@ -16,7 +16,7 @@ from prometheus_client.registry import Collector
 
 from gateway.cluster.links import LinkStatus
 from gateway.cluster.node import ClusterNode
-from gateway.cluster.roster import SourceStatus
+from gateway.members.roster import SourceStatus
 from gateway.request.request import Request, cached_tokens, kept
 from gateway.telemetry.added_up import added_up
 from gateway.telemetry.instruments import build_instruments, counters, gauge, gauges, histogram, histograms

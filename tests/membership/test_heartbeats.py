@@ -1,4 +1,4 @@
-"""A node is stale when it does not refresh its entry, and a registry when nobody does."""
+"""A node is stale when it does not refresh its entry, and a registry when no node does."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -28,7 +28,7 @@ def test_where_nothing_changes_any_more_it_is_the_registry_that_is_lost() -> Non
     assert look(beats(a=1, b=0), 36.0).names == {"b"}
 
 
-def test_while_nobody_looked_nothing_is_held_against_nodes() -> None:
+def test_without_a_look_nothing_is_held_against_nodes() -> None:
     look = Heartbeats().look
     look(beats(a=0, b=0), 0.0)
     assert look(beats(a=1, b=0), 1_000.0) == FRESH

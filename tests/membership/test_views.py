@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from membership.changes import ChangeKind, changes
-from membership.fleet import Fleet
+from membership.fleet import MemberFleet
 from membership.member import Member
-from membership.view import Reading, View
+from membership.view import RegistryReading, View
 
 IDS = st.sampled_from([f"d{number}" for number in range(6)])
 WORDS = st.sampled_from(["", "prefill", "decode"])
@@ -49,7 +49,7 @@ def test_changes_carried_out_one_after_the_other_end_in_the_last_view(steps: lis
         stay = now.keys() & wanted.keys()
         now, renewed = applied(now, wanted)
         assert now == wanted
-        assert not stay & renewed  # whoever stays keeps its identity, whatever else changes
+        assert not stay & renewed  # one that stays keeps its identity, whatever else changes
 
 
 @given(fleets())
@@ -72,13 +72,13 @@ def test_each_kind_of_change_is_told_apart() -> None:
 
 
 @given(st.lists(st.one_of(st.none(), fleets()), max_size=8))
-def test_a_failure_or_an_empty_list_takes_nobody_away(steps: list[dict[str, Member] | None]) -> None:
+def test_a_failure_or_an_empty_list_takes_no_member_away(steps: list[dict[str, Member] | None]) -> None:
     view, last = View(), dict[str, Member]()
     for at, found in enumerate(steps):
         if found is None:
             view = view.failed("it is not there", float(at))
         else:
-            view = view.read(Reading(members=tuple(found.values())), float(at))
+            view = view.read(RegistryReading(members=tuple(found.values())), float(at))
             last = found or last
         assert view.members == last
         is_fresh = found is not None and (bool(found) or not last)
@@ -86,16 +86,16 @@ def test_a_failure_or_an_empty_list_takes_nobody_away(steps: list[dict[str, Memb
 
 
 def test_a_view_is_frozen_since_the_first_failure() -> None:
-    view = View().read(Reading(members=[Member(id="d0", agent="10.0.0.1:7001")]), 1.0)
+    view = View().read(RegistryReading(members=[Member(id="d0", agent="10.0.0.1:7001")]), 1.0)
     view = view.failed("it is not there", 2.0).failed("not valid TOML", 5.0)
     assert (view.frozen_s(12.0), view.reason, view.state) == (10.0, "not valid TOML", "frozen")
-    back = view.read(Reading(members=tuple(view.members.values())), 13.0)
+    back = view.read(RegistryReading(members=tuple(view.members.values())), 13.0)
     assert (back.frozen_s(14.0), back.state) == (0.0, "fresh")
 
 
 @given(fleets(), fleets())
 def test_of_two_registries_the_first_one_counts(first: dict[str, Member], second: dict[str, Member]) -> None:
-    fleet = Fleet().seen("file", View(members=first, is_synced=True)).seen("folder", View(members=second))
+    fleet = MemberFleet().seen("file", View(members=first, is_synced=True)).seen("folder", View(members=second))
     members, sources = fleet.members(), fleet.sources()
     assert members.keys() == sources.keys()
     agents = [member.agent for member in members.values()]

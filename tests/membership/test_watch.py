@@ -8,7 +8,7 @@ from pathlib import Path
 from membership.errors import SourceFailed
 from membership.member import Member
 from membership.registration import FolderEntry, registered
-from membership.view import Reading, View
+from membership.view import RegistryReading, View
 from membership.watch import MembershipWatch
 
 A = Member(id="a", agent="127.0.0.1:7001")
@@ -19,10 +19,10 @@ class Scripted:
 
     name = "file"
 
-    def __init__(self, *answers: Reading | SourceFailed | Callable[[], object] | None) -> None:
+    def __init__(self, *answers: RegistryReading | SourceFailed | Callable[[], object] | None) -> None:
         self.answers = list(answers)
 
-    def look(self) -> Reading | None:
+    def look(self) -> RegistryReading | None:
         answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
         if isinstance(answer, SourceFailed):
             raise answer
@@ -60,21 +60,23 @@ def heard(source: Scripted, number: int, late_s: float = 60.0) -> tuple[list[Vie
 
 def test_a_registry_that_fails_and_is_back_as_it_was_is_fresh_again() -> None:
     lost = SourceFailed("missing", "it is not there")
-    views, failures = heard(Scripted(Reading(members=[A]), None, lost, lost, None), 3)
+    views, failures = heard(Scripted(RegistryReading(members=[A]), None, lost, lost, None), 3)
     assert [view.state for view in views] == ["fresh", "frozen", "fresh"]
     assert all(view.members == {"a": A} for view in views)
     assert failures == ["missing"]
 
 
 def test_an_empty_list_is_not_believed_however_often_it_is_said() -> None:
-    views, _ = heard(Scripted(Reading(members=[A]), Reading(), None, None, Reading(members=[A])), 3)
+    views, _ = heard(
+        Scripted(RegistryReading(members=[A]), RegistryReading(), None, None, RegistryReading(members=[A])), 3
+    )
     assert [(view.state, [*view.members]) for view in views] == [("fresh", ["a"]), ("frozen", ["a"]), ("fresh", ["a"])]
 
 
 def test_a_registry_that_hangs_is_lost_until_it_answers() -> None:
     hung = threading.Event()
     threading.Timer(0.3, hung.set).start()
-    views, failures = heard(Scripted(Reading(members=[A]), hung.wait, None), 3, late_s=0.05)
+    views, failures = heard(Scripted(RegistryReading(members=[A]), hung.wait, None), 3, late_s=0.05)
     assert [view.state for view in views] == ["fresh", "frozen", "fresh"]
     assert failures == ["late"]
 

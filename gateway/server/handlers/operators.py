@@ -12,9 +12,9 @@ from gateway.auth.keyring import Keyring
 from gateway.auth.rights import Route
 from gateway.cluster.links import ClusterLinks
 from gateway.cluster.registry import Clusters, ServedModel
-from gateway.cluster.roster import Roster
 from gateway.errors import ApiError, BadRequest, Unavailable
 from gateway.http.connections import JSON
+from gateway.members.roster import Roster
 from gateway.routing.router import Router
 from gateway.routing.transfer_log import merged
 from gateway.telemetry.load_report import LoadReporter

@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass
 
-from gateway.cluster.roster import STATIC
 from gateway.config.gateway import GatewayConfig
+from gateway.members.roster import STATIC
 from membership.errors import SourceFailed
-from membership.fleet import Fleet
+from membership.fleet import MemberFleet
 from membership.member import Member
 from membership.sources import listed_by
 from membership.view import View
@@ -27,7 +27,7 @@ class ListedMembers:
 
 def listed_members(config: GatewayConfig) -> ListedMembers:
     """Asks each registry once; that may block."""
-    fleet = Fleet().seen(STATIC, View(members={node.agent: node.member for node in config.nodes}, is_synced=True))
+    fleet = MemberFleet().seen(STATIC, View(members={node.agent: node.member for node in config.nodes}, is_synced=True))
     failures, problems = [], list[str]()
     for source, answer in listed_by(config.membership.sources()):
         if isinstance(answer, SourceFailed):

@@ -16,7 +16,7 @@ from gateway.cluster.node import ClusterNode
 from gateway.cluster.registry import NODE_TIMES, Clusters, NodeTimes
 from gateway.config.gateway import GatewayConfig
 from membership.changes import ChangeKind, MemberChange, changes
-from membership.fleet import Fleet
+from membership.fleet import MemberFleet
 from membership.member import Member
 from membership.view import View
 
@@ -68,7 +68,7 @@ class Roster:
         self._times = times
         self._admits = config.admits
         self._drain_s = config.timeouts.drain_s
-        self._fleet = Fleet({STATIC: View()})
+        self._fleet = MemberFleet({STATIC: View()})
         for source in config.membership.sources():
             self._fleet = self._fleet.seen(source.name, View())
         self._fleet = self._fleet.seen(STATIC, _static(config))

@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from gateway.cluster.agent_client import AgentClient
 from gateway.cluster.node import ClusterNode, NodeWork
 from gateway.cluster.registry import Clusters
-from gateway.cluster.roster import Roster, RosterParts
 from gateway.config.gateway import GatewayConfig, NodeAddress
+from gateway.members.roster import Roster, RosterParts
 from gateway.tasks import TaskSet
 from membership.changes import ChangeKind
 from membership.member import Member
-from membership.view import Reading, View
+from membership.view import RegistryReading, View
 
 STATIC = "127.0.0.1:7000"
 IDS = [f"d{number}" for number in range(5)]
@@ -100,7 +100,7 @@ def test_the_gateway_ends_with_the_last_list_and_loses_no_booking(steps: list[ob
             match step:
                 case dict():
                     members = [Member(id=id_, agent=f"127.0.0.1:{port}") for id_, port in step.items()]
-                    view = view.read(Reading(members=members), gateway.now)
+                    view = view.read(RegistryReading(members=members), gateway.now)
                     gateway.roster.saw("file", view)
                 case float():
                     await gateway.passes(step)
