@@ -327,6 +327,7 @@ def _console(shown: ShownParts) -> Console:
             decider=router,
             refusals=seen.refusals,
             line=shown.pipeline.line,
+            clock=shown.clock,
         ),
         desk=PlanProxy(shown.config.plan),
         switch=LinkSwitch(seen.links, seen.drained),

@@ -20,7 +20,7 @@ class PrefixIndexes:
         return self._by_layout.get(fingerprint)
 
     def of(self, info: NodeInfo) -> PrefixIndex:
-        """The index of a node's layout, begun if there is none. Raises LayoutError for a layout that cannot be read."""
+        """The index of a node's layout, begun at the first one. Raises LayoutError for a layout that cannot be read."""
         index = self._by_layout.get(info.layout_fingerprint)
         if index is None:
             index = self._by_layout[info.layout_fingerprint] = PrefixIndex(ModelLayout.from_json(info.layout_json))

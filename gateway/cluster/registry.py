@@ -213,7 +213,7 @@ class Clusters:
     def is_ready(self) -> bool:
         """Whether a request could be served now."""
         now = self._clock()
-        roles = {node.role for node in self.nodes if self._serves(node) and node.is_ready(now)}
+        roles = {node.role for node in self.nodes if self.serves(node) and node.is_ready(now)}
         return Role.DECODE in roles and (Role.PREFILL in roles or not (self.served and self.served.is_paired))
 
     @property
@@ -266,24 +266,12 @@ class Clusters:
         named = decodes if role is Role.DECODE else [each for nodes in prefills.values() for each in nodes]
         return [node for _, node in named if now >= node.suspect_until]
 
-    def left_out(self) -> list[tuple[ClusterNode, str]]:
-        """Nodes that no decision sees now, and why."""
-        now, found = self._clock(), []
-        for node in self.nodes:
-            if node.state != "ready":
-                found.append((node, f"it is {node.state}"))
-            elif not self._serves(node):
-                found.append((node, "its KVCache is laid out otherwise than the served model's"))
-            elif now < node.suspect_until:
-                found.append((node, f"it failed a request: left alone for {node.suspect_until - now:.1f} s more"))
-        return found
-
     def _ready(self) -> tuple[dict[str, _Named], _Named]:
         if self._serving is None:
             prefills: dict[str, _Named] = {}
             decodes: _Named = []
             for node in self.nodes:
-                if node.state != "ready" or not self._serves(node):
+                if node.state != "ready" or not self.serves(node):
                     continue
                 if node.role == Role.DECODE:
                     decodes.append((node.id, node))
@@ -316,7 +304,8 @@ class Clusters:
             return False
         return True
 
-    def _serves(self, node: ClusterNode) -> bool:
+    def serves(self, node: ClusterNode) -> bool:
+        """Whether the node has the model that is served, and is paired as that is."""
         served, info = self.served, node.info
         if served is None or info is None or info.layout_fingerprint != served.layout.fingerprint:
             return False
@@ -394,7 +383,7 @@ class Clusters:
             return
         index = self._indexes.of(info)
         if self.served is not None and info.layout_fingerprint != self.served.layout.fingerprint:
-            if any(node.connected and self._serves(node) for node in self.nodes):
+            if any(node.connected and self.serves(node) for node in self.nodes):
                 log.warning("node %s has another layout than the model served; it is not used", info.node_id)
                 return
             log.warning("model %s is served from now on: no node has %s any more", info.model_id, self.served.model_id)
@@ -406,7 +395,7 @@ class Clusters:
             hashing=Hashing(index.layout.block_size, salt_of(index.layout)),
             is_paired=info.rooms is not None,
         )
-        self.served = served.by(_with_layout(self._infos(), index.layout))
+        self.served = served.by(_with_layout(_connected(self.nodes), index.layout))
 
     def _lost(self, node: ClusterNode) -> None:
         if node.connected and node not in self.retired:
@@ -420,9 +409,9 @@ class Clusters:
     def _look_again(self) -> None:
         """A node is out: the model is what the others serve, and decisions see them alone."""
         if self.served is not None:
-            if peers := _with_layout(self._infos(), self.served.layout):
+            if peers := _with_layout(_connected(self.nodes), self.served.layout):
                 self.served = self.served.by(peers)
-            elif other := next((info for info in self._infos() if info.layout_json), None):
+            elif other := next((info for info in _connected(self.nodes) if info.layout_json), None):
                 self._adopt_model(other)
         self._serving = None
         self._changed.set()
@@ -445,14 +434,16 @@ class Clusters:
 
     async def tidy(self) -> None:
         """Frees what was said of caches by nodes that are out. The layout served stays: its nodes may come back."""
-        await self._indexes.tidy(self._layouts_used)
 
-    def _layouts_used(self) -> set[str]:
-        used = {info.layout_fingerprint for info in self._infos()}
-        return used | {self.served.layout.fingerprint} if self.served is not None else used
+        def used() -> set[str]:
+            layouts = {info.layout_fingerprint for info in _connected(self.nodes)}
+            return layouts | {self.served.layout.fingerprint} if self.served is not None else layouts
 
-    def _infos(self) -> list[NodeInfo]:
-        return [node.info for node in self.nodes if node.connected and node.info]
+        await self._indexes.tidy(used)
+
+
+def _connected(nodes: Sequence[ClusterNode]) -> list[NodeInfo]:
+    return [node.info for node in nodes if node.connected and node.info]
 
 
 def _predecessor(successors: Mapping[ClusterNode, ClusterNode], node: ClusterNode) -> ClusterNode | None:
