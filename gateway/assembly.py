@@ -60,6 +60,7 @@ from gateway.telemetry.metrics import Metrics
 from gateway.workers.peers import NumberedRing, WorkerPeers
 from gateway.workers.process_scope import SingleProcess, WorkerProcess
 from gateway.workers.shared_counters import WorkerState
+from membership.watch import MembershipWatch
 from prompts.chat.renderers import renders_otherwise
 from prompts.tokens.tokenizer import TextTokenizer
 from transport.peers.guard import end_revoked
@@ -190,6 +191,7 @@ async def running(
                 door,
                 LogLevel(),
                 NameSecretsReload(seen.clusters),
+                seen.roster,
             ],
             read_again or (lambda: config),
             metrics.upkeep.reloaded,
@@ -262,6 +264,10 @@ def keep_chores(
     guard = seen.guard
     if guard is not None:
         keep(lambda: end_revoked(guard), "revoked")
+    keep(seen.roster.run, "roster")
+    if sources := config.membership.sources():
+        watch = MembershipWatch(sources, clock, seen.roster.saw, metrics.upkeep.registry_failed)
+        keep(watch.run, "membership")
     if config.plan.url:
         keep(routing.follower.run, "plan")
     if config.routing.share_egress:
@@ -281,6 +287,7 @@ def operator_pages(
     )  # fmt: skip
     return OperatorEndpoints(
         clusters=seen.clusters,
+        roster=seen.roster,
         links=seen.links,
         decider=router,
         admission=shown.pipeline.steps.admission,
@@ -302,6 +309,7 @@ def _console(shown: ShownParts) -> Console:
     snapshots = ConsoleSnapshots(
         config=shown.config,
         clusters=seen.clusters,
+        roster=seen.roster,
         links=seen.links,
         decider=router,
         admission=steps.admission,
@@ -321,6 +329,7 @@ def _console(shown: ShownParts) -> Console:
             decider=router,
             refusals=seen.refusals,
             line=shown.pipeline.line,
+            clock=shown.clock,
         ),
         desk=PlanProxy(shown.config.plan),
         switch=LinkSwitch(seen.links, seen.drained),

@@ -22,6 +22,7 @@ from gateway.cluster.registry import Clusters, NodeTimes
 from gateway.config.gateway import GatewayConfig, Strangers
 from gateway.errors import GatewayConfigError
 from gateway.http.body import BodyReceiver
+from gateway.members.roster import Roster, RosterParts
 from gateway.pipeline.attempt import LegRunner
 from gateway.pipeline.dispatcher import Dispatcher
 from gateway.pipeline.engine_render import EngineReadings
@@ -48,6 +49,7 @@ from gateway.telemetry.recorder import RequestRecorder
 from gateway.telemetry.request_log import RequestLog
 from gateway.upstream.legs import Legs
 from gateway.workers.process_scope import SingleProcess, WorkerProcess
+from membership.member import Member
 from planner.decisions.estimates.decoding import LearnedSteps
 from planner.decisions.estimates.durations import LearnedCost
 from prompts.tokens.tokenizer import TextTokenizer
@@ -85,6 +87,7 @@ class NodeAccess:
     guard: Guard | None  # of their certificates
     refusals: SloGate
     cost: LearnedCost
+    roster: Roster
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,10 +173,12 @@ async def build_nodes(
     guard = identity.guard() if identity is not None else None
     if guard is not None:
         guard.told = upkeep.peer_refused
-    agents = [
-        agent_client(node.agent, config.timeouts.rpc_s, identity, node.name, upkeep.called_by_grpc, holder, guard)
-        for node in config.nodes
-    ]
+
+    def agent_of(member: Member) -> AgentClient:
+        return agent_client(
+            member.agent, config.timeouts.rpc_s, identity, member.name, upkeep.called_by_grpc, holder, guard
+        )
+
     steps = LearnedSteps()
     cost = LearnedCost(config.routing.prefill_tokens_per_s, steps=steps)
 
@@ -183,7 +188,7 @@ async def build_nodes(
 
     legs = Legs(config.timeouts, config.max_in_flight, clock, identity, guard)
     clusters = Clusters(
-        agents,
+        [agent_of(node.member) for node in config.nodes],
         clock,
         served_model=config.served_model,
         decode_slots=config.routing.decode_slots,
@@ -197,6 +202,14 @@ async def build_nodes(
     )
     seat.join(clusters.nodes)
     refusals = SloGate(config, clusters, steps, clock)
+    acted_on = RosterParts(
+        clusters=clusters,
+        agent_of=agent_of,
+        join=seat.join,
+        leave=seat.leave,
+        forget=on_renamed,
+        on_change=upkeep.member_changed,
+    )
     links = ClusterLinks(
         clusters.nodes,
         clock,
@@ -204,12 +217,20 @@ async def build_nodes(
         upkeep.link_failed,
         expected=config.ways,
         is_budget_shared=config.routing.share_egress,
+        remembered=acted_on.remembered,
     )
     drained = SharedDrainedLinks(config.drained_dir) if config.drained_dir is not None else seat.drained
     links.drain(drained.links())
     try:
         yield NodeAccess(
-            clusters=clusters, links=links, drained=drained, legs=legs, guard=guard, refusals=refusals, cost=cost
+            clusters=clusters,
+            links=links,
+            drained=drained,
+            legs=legs,
+            guard=guard,
+            refusals=refusals,
+            cost=cost,
+            roster=Roster(config, acted_on, clock, times),
         )
     finally:
         legs.close()

@@ -39,6 +39,7 @@ CONGESTION_CONTROLS: Final = ("auto", "bbr", "cubic")
 INTEGRITIES: Final = {"plain": Integrity.NONE, "checksum": Integrity.CHECKSUM, "aead": Integrity.AEAD}
 IDENTITY_KEYS: Final = ("certificate", "key", "authority")
 ANY_CLUSTER: Final = "*"
+ANY_ADDRESS: Final = ("0.0.0.0", "::")
 # Each with a key ..._port, and one ..._host; gateways look for calls at the host of control.
 SECRET_FLAGS: Final = ("--api-key", "--admin-api-key", "--hf-token", "--ssl-keyfile-password")
 THIS_MACHINE: Final = "127.0.0.1"
@@ -64,6 +65,9 @@ class NodeConfig:
     memory; "tcp" is TCP only.
     `rdma_devices` names the NICs to use; empty: all. Bytes that go by RDMA are checked, but never encrypted: with
     `integrity` "aead" only "rdma" uses it.
+    `registry` is a folder in which the node writes a file of its own while it runs, for gateways that read the folder;
+    `control_advertise` is the host, or host:port, at which they reach `control_port`. It is needed where that listens at any
+    address.
     `transfer_advertise` is the host:port that others should send KVCache to, where a relay or NAT stands before this node.
     `model_revision` stands for what the model's weight files hold, which is hashed unless given.
     `bootstrap_port` is where an SGLang server that prefills is asked for by those that decode, at the host of `engine_port`.
@@ -100,6 +104,8 @@ class NodeConfig:
     engine_host: str = ""
     metrics_host: str = ""
     control_port: int = 0
+    control_advertise: str = ""
+    registry: str = ""
     calls_port: int = 0
     transfer_port: int = 0
     transfer_advertise: str = ""
@@ -180,6 +186,8 @@ class NodeConfig:
         self._check_memory()
         self._check_links()
         self._check_identity()
+        if self.registry and not self.control_advertise and self.port("control").host in ANY_ADDRESS:
+            raise SettingsError("registry: control_advertise is missing: the host at which gateways reach control_port")
 
     def _check_metrics(self) -> None:
         if self.metrics_host and not self.metrics_key and not is_loopback(self.metrics_host):
@@ -327,9 +335,8 @@ def load_node_config(path: Path) -> NodeConfig:
         _only_a_node(document)
         config = build(NodeConfig, document["node"], "[node]")
     # A relative path is relative to its file.
-    paths = [
-        name for name in ("model", "metrics_key", "names_secret", *IDENTITY_KEYS, "revoked") if getattr(config, name)
-    ]
+    paths = ["model", "metrics_key", "names_secret", *IDENTITY_KEYS, "revoked", "registry"]
+    paths = [name for name in paths if getattr(config, name)]
     paths += ["ssd_key"] if config.ssd_key not in ("", BOOT_KEY) else []
     if config.engine != "embedded" and not (path.parent / config.model).exists():
         paths.remove("model")  # a name, not a path

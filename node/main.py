@@ -4,6 +4,7 @@ import argparse
 import asyncio
 import importlib.util
 import logging
+import re
 import signal
 import sys
 import time
@@ -16,6 +17,8 @@ from typing import TextIO, TypeVar
 
 import uvloop
 
+from membership.member import Member
+from membership.registration import FolderEntry, registered
 from node.agent import ENGINE_STOP_S, NodeAgent
 from node.command_line import add_node_arguments, config_from, split_engine_args
 from node.config import BOOT_KEY, LISTENERS, SERVERS, NodeConfig
@@ -28,6 +31,7 @@ from node.process.interpreter import favour_the_loop
 from node.process.ports import UNUSABLE, ListenPort, wait_free
 from node.role import NodeRole
 from transport.control.certificates import expires_at
+from transport.control.settings import mapped
 from transport.path.tcp import format_address
 from transport.peers.guard import end_revoked
 from transport.peers.name import PeerRole, of_pem
@@ -122,8 +126,25 @@ async def _start(
     with _binding(config.port("transfer")):
         await agent.start()
     asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, agent.reconfigure, read_again)
+    if config.registry:
+        entry = FolderEntry(Path(config.registry), _member(config, bound))
+        await stack.enter_async_context(registered(entry))
     _say(f"node listening id={config.node_id} agent={format_address(control.host, bound)} metrics={metrics.url}")
     return agent
+
+
+def _member(config: NodeConfig, bound: int) -> Member:
+    """As the node lists itself; what it is besides, gateways ask it."""
+    host = config.control_advertise or config.port("control").host
+    is_whole = bool(re.fullmatch(r"\[.+\]:\d+|[^:]+:\d+", host))
+    with mapped(NodeConfigError):
+        return Member(
+            id=config.node_id,
+            agent=host if is_whole else format_address(host, bound),
+            cluster=config.cluster,
+            role=config.role,
+            revision=config.model_revision,
+        )
 
 
 def _say(line: str, to: TextIO | None = None) -> None:

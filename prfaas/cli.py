@@ -20,6 +20,7 @@ from prfaas.commands.arguments import (
     add_drain,
     add_explain,
     add_flows,
+    add_nodes,
     add_reload,
     add_top,
     add_topology,
@@ -33,6 +34,7 @@ from prfaas.errors import (
     ConversionError,
     InitError,
     KeyNameError,
+    MembersError,
     PrfaasError,
     StartRefused,
     TopologyError,
@@ -71,6 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 | CheckError
                 | InitError
                 | KeyNameError
+                | MembersError
                 | StartRefused,
             )
             else EXIT_FAILED
@@ -380,6 +383,20 @@ def _check(arguments: argparse.Namespace) -> int:
     return run_until_done(check(arguments.config, _console(), arguments.json))
 
 
+def _nodes(arguments: argparse.Namespace) -> int:
+    from prfaas.commands.fleet.nodes import NodesWish, add, remove, show
+
+    wish, say = NodesWish(gateway_file=arguments.config, file=arguments.file), _telling(_console())
+    if arguments.action == "list":
+        return 0 if show(wish, _console(), arguments.json) else EXIT_FAILED
+    if arguments.action == "remove":
+        remove(wish, arguments.node, say)
+        return 0
+    words = {key: getattr(arguments, key) for key in ("agent", "name", "cluster", "role", "revision")}
+    add(wish, {"id": arguments.node, "labels": dict(arguments.label), **words}, say)
+    return 0
+
+
 def _hear_no_hang_up() -> None:
     """What runs for long reads its file again on SIGHUP; until it is there to do so, which takes a second, nothing ends it."""
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
@@ -393,6 +410,7 @@ ASKING: Final = {
     "drain": (add_drain, _drain),
     "reload": (add_reload, _reload),
     "convert": (add_convert, _convert),
+    "nodes": (add_nodes, _nodes),
 }
 
 

@@ -7,6 +7,7 @@ PrfaasError            printed without a traceback
 ├── AskError           no gateway answers there, or it refuses
 ├── KeyNameError       no tenant can have that name
 ├── InitError          the answers make no system, or its files cannot be written
+├── MembersError       a list of nodes cannot be read, or not be changed in that way
 ├── CheckError         there is no file that says whom to ask
 └── StartError         a process did not come up, or a port is taken
     ├── StartRefused   a process found that it never can, as it is configured
@@ -40,6 +41,10 @@ class KeyNameError(PrfaasError):
 
 class InitError(PrfaasError):
     """Names the answer, or the files."""
+
+
+class MembersError(PrfaasError):
+    """Names the node, or the file, and what speaks against it."""
 
 
 class CheckError(PrfaasError):

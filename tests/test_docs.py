@@ -21,7 +21,7 @@ DOCS = [
 ]
 # A file of ours, with or without its folder; what a reader would write himself (`my.toml`) has another look: see EXAMPLES.
 FILE = re.compile(r"(?<![\w./~$*-])((?:[\w-]+/)*[\w-]+\.(?:py|c|toml|md))\b")
-EXAMPLES = {"my.toml", "east-p0.toml"}
+EXAMPLES = {"my.toml", "east-p0.toml", "nodes.toml"}
 # `python -m engine.vllm.launch`, `hybrid_cache.layout.transfers.transfer_ranges(...)`, `transport.control.credentials`
 DOTTED = re.compile(rf"(?:`|python -m )((?:{'|'.join((*PACKAGES, 'benchmarks', 'tests'))})(?:\.\w+)+)(?!\.?\w)")
 TARGET = re.compile(r"(?:`|^ {4})make ([a-z][a-z0-9-]*)", re.MULTILINE)

@@ -12,6 +12,7 @@ PACKAGES = (
     "engine",
     "gateway",
     "hybrid_cache",
+    "membership",
     "node",
     "pd_cluster",
     "planner",

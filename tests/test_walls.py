@@ -13,6 +13,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGES = (
     "gateway", "prfaas_cluster", "pd_cluster", "hybrid_cache", "transport", "planner", "engine", "node", "prfaas", "prompts",
+    "membership",
 )  # fmt: skip
 MAX_LINES = 500
 MAX_METHODS = 30

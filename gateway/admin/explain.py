@@ -3,6 +3,7 @@
 The body is what a client would send, the headers too; `?endpoint=` says to which path, where the body does not show it.
 """
 
+from collections.abc import Callable
 from typing import Final, Protocol
 
 import msgspec
@@ -11,6 +12,7 @@ from aiohttp import web
 from gateway.admission.queue import WaitingLine
 from gateway.admission.slo import SloGate
 from gateway.api.openai import NOT_JSON, Endpoint
+from gateway.cluster.node import ClusterNode
 from gateway.cluster.registry import Clusters
 from gateway.errors import ApiError, BadRequest, Overloaded
 from gateway.http.body import BodyReceiver
@@ -83,6 +85,7 @@ class Explanations:
         decider: Router,
         refusals: SloGate,
         line: WaitingLine,
+        clock: Callable[[], float],
     ) -> None:
         self._door = door
         self._receiver = receiver
@@ -90,6 +93,7 @@ class Explanations:
         self._decider = decider
         self._refusals = refusals
         self._line = line
+        self._clock = clock
         self._at_once = 0
 
     async def asked(self, http: web.Request) -> Explained:
@@ -117,7 +121,8 @@ class Explanations:
             verdict=verdict,
             left_out=tuple(
                 LeftOut(node=node.id, cluster=node.cluster, role=node.role, why=why)
-                for node, why in self._clusters.left_out()
+                for node in self._clusters.nodes
+                if (why := _why_left_out(node, self._clusters, self._clock()))
             ),
         )
 
@@ -139,6 +144,17 @@ class Explanations:
                 retry_after_s=error.retry_after_s,
             )
         return decision, AdmissionVerdict(accepted=True, line_s=line_s)
+
+
+def _why_left_out(node: ClusterNode, clusters: Clusters, now: float) -> str:
+    """Why no decision sees a node now; "" for one that decisions see."""
+    if node.state != "ready":
+        return f"it is {node.state}"
+    if not clusters.serves(node):
+        return "its KVCache is laid out otherwise than the served model's"
+    if now < node.suspect_until:
+        return f"it failed a request: left alone for {node.suspect_until - now:.1f} s more"
+    return ""
 
 
 def _endpoint(http: web.Request, body: bytes) -> Endpoint:

@@ -7,6 +7,7 @@ receiver that is gone itself says nothing of the way to it. What follows of eith
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Final
 
 import msgspec
@@ -66,14 +67,19 @@ class ClusterLinks:
         on_failed: Callable[[str, str], None] = lambda source, destination: None,
         expected: Sequence[tuple[str, str]] = (),
         is_budget_shared: bool = False,
+        remembered: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        """With `is_budget_shared` what one sender of a line does not need of its budget is another's."""
+        """With `is_budget_shared` what one sender of a line does not need of its budget is another's.
+
+        `remembered` are nodes that have left, with their clusters: they may come back, so their breakers stay.
+        """
         self._nodes = nodes
         self._clock = clock
         self._unmeasured_bytes_per_s = unmeasured_bytes_per_s
         self._on_failed = on_failed
         self._expected = expected
         self._is_budget_shared = is_budget_shared
+        self._remembered = remembered
         self._paths = Paths()
         self._drained: frozenset[tuple[str, str]] = frozenset()
         self._coding: dict[tuple[str, str], CodingEstimate] = {}  # by (source, destination)
@@ -263,10 +269,12 @@ class ClusterLinks:
         lines = [
             (by_id[sender], self._candidates(sender, destination, now, by_id))
             for sender, destination in self._paths.lines_to_probe(now)
+            if sender in by_id
         ]
         pairs = [
             (by_id[sender], [by_id[receiver]] if by_id[receiver].is_ready(now) else [])
             for sender, receiver in self._paths.pairs_to_probe(now)
+            if sender in by_id and receiver in by_id
         ]
         return lines + pairs
 
@@ -282,9 +290,9 @@ class ClusterLinks:
         return [by_id[each] for each in self._paths.in_order(sender, destination, ready)]
 
     def _forget(self, by_id: Mapping[str, ClusterNode]) -> None:
-        """Nodes without a name of `by_id` are gone for good."""
-        clusters = {node.cluster for node in self._nodes}
-        self._paths.forget(by_id, clusters)
+        """Nodes without a name of `by_id` that are not remembered either are gone for good."""
+        clusters = {*(node.cluster for node in self._nodes), *self._remembered.values()}
+        self._paths.forget(by_id.keys() | self._remembered.keys(), clusters)
         self._coding = {path: known for path, known in self._coding.items() if clusters.issuperset(path)}
 
 

@@ -1,6 +1,7 @@
 """One node as the gateway knows it: what its agent says of it, and the work that this gateway has under way there."""
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
@@ -17,6 +18,7 @@ KINDS: Final = {
     kind.value: kind for kind in ClusterKind
 }  # an enum's own look-up is slow, and every node is viewed per prompt
 ROLES: Final = {role.value: role for role in Role}
+NO_LANDING: Final = (0, 0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,8 +39,10 @@ class SharedNodeWork(Protocol):
 class ClusterNode:
     """One node, as its agent last described it, and the work that this gateway has under way on it."""
 
-    def __init__(self, agent: AgentClient) -> None:
+    def __init__(self, agent: AgentClient, member_id: str = "") -> None:
+        """`member_id` is what the registry calls it, "" where it is known by its address alone."""
         self.agent = agent
+        self._member_id = member_id
         self.info: NodeInfo | None = None
         self.load = NodeLoad()
         self.reported_at = 0.0
@@ -66,8 +70,18 @@ class ClusterNode:
         return f"<Node {self.id} {self.role} {self.state}, {self.pending_requests} pending>"
 
     @property
+    def member_id(self) -> str:
+        """Its identity, at whatever address it is."""
+        return self._member_id or self.agent.address
+
+    @property
     def id(self) -> str:
-        return self.info.node_id if self.info else self.agent.address
+        return self.info.node_id if self.info else self.member_id
+
+    @property
+    def own_requests(self) -> int:
+        """Requests that this process has under way here."""
+        return self._own_requests
 
     @property
     def role(self) -> str:
@@ -180,6 +194,19 @@ class ClusterNode:
         if room is None:
             return None
         return room_beside(room.free_tokens, room.tokens, attention_tokens) - sum(self._landing_tokens)
+
+    def promised_tokens(self, hashes: Sequence[bytes], holding: Holding) -> int:
+        """How much of a prompt it will hold when it has computed what it computes now, 0 for no more than now."""
+        size = self.info.block_size if self.info is not None else 0
+        return self.underway.longest(hashes, holding.hit.num_tokens // size) * size if size else 0
+
+    def landing(self, hashes: Sequence[bytes], holding: Holding, now: float) -> tuple[int, float]:
+        """How much of a prompt is on its way here for others, in tokens, and in how many seconds it is there."""
+        size = self.info.block_size if self.info is not None else 0
+        if not size or now < self.keeps_nothing_until:
+            return NO_LANDING
+        shared = self.arrivals.longest(hashes, holding.hit.attention_tokens // size)
+        return (shared.blocks * size, max(0.0, shared.first.expected_at - now)) if shared is not None else NO_LANDING
 
     def expects(self, num_tokens: int) -> None:
         """KVCache of so many tokens will be reserved here: its node's reports do not have it yet."""

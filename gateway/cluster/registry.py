@@ -7,7 +7,7 @@ everything again. Nothing here is written down: nodes hold the truth, this is wh
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Final
@@ -15,15 +15,15 @@ from typing import Final
 from gateway.api.unsupported import UnsupportedFields
 from gateway.cluster.agent_client import RENEWED, AgentClient
 from gateway.cluster.agent_values import SILENT, NodeEvent, NodeInfo, NodeLoad
-from gateway.cluster.node import ClusterNode
+from gateway.cluster.node import NO_LANDING, ClusterNode
 from gateway.cluster.pinned_prefixes import PinnedPrefix
+from gateway.cluster.prefix_indexes import PrefixIndexes
 from gateway.errors import AgentCallFailed
 from gateway.prompt.prompt import Hashing, Prompt, PromptModel
 from gateway.tasks import BACKOFF_S, TaskSet
-from hybrid_cache.cache.events import CacheEvent
 from hybrid_cache.errors import CacheError
 from hybrid_cache.hashing.name_secrets import UNKEYED, NameSecrets
-from hybrid_cache.index.index import NOTHING, Holding, PrefixIndex
+from hybrid_cache.index.index import NOTHING, PrefixIndex
 from hybrid_cache.layout.layout import ModelLayout
 from planner.decisions.routing.offload import ReadyNodes
 from planner.decisions.views import ClusterKind, NodeView, Role
@@ -35,18 +35,24 @@ SILENCE_S: Final = 10.0  # a node that reports its load every quarter of a secon
 QUIET_S: Final = 5.0  # that an engine has said nothing, when its agent has not for longer: as good as gone
 STILL_S: Final = 1.0  # of one that is silent by its agent's word: of several servers of one engine others may go on
 DEATH_NEWS_S: Final = 1.0  # an agent sees its engine end within milliseconds, unless it went with it
-NO_LANDING: Final = (0, 0.0)
 _Named = list[tuple[str, ClusterNode]]  # nodes by their names, which take a moment to ask for
+LINGER_S: Final = 5.0  # after the last request of a node that has left, for calls that free what it held
+REMEMBER_S: Final = 600.0  # what was learned of a node that has left
 SUSPECT_S: Final = 2.0  # how long a node whose engine failed a leg is left alone; its agent knows better by then
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeTimes:
-    """How long a node is left alone, the news of a death is waited for, and an engine may be quiet beside a silent agent."""
+    """How long a node is left alone, the news of a death is waited for, and an engine may be quiet beside a silent agent.
+
+    A node that has left is spoken to for `linger_s` after its last request, and remembered for `remember_s`.
+    """
 
     suspect_s: float = SUSPECT_S
     death_news_s: float = DEATH_NEWS_S
     quiet_s: float = QUIET_S
+    linger_s: float = LINGER_S
+    remember_s: float = REMEMBER_S
 
 
 NODE_TIMES: Final = NodeTimes()
@@ -126,6 +132,7 @@ class Clusters:
 
         `catch_up` is called before nodes are looked at: what other workers have under way on them is to be seen, too.
         """
+        # Changed in place: links and others look at the same list.
         self.nodes = [ClusterNode(agent) for agent in agents]
         self.served: ServedModel | None = None
         self._served_name = served_model
@@ -138,21 +145,76 @@ class Clusters:
         self._times = times
         self.secrets = secrets
         self._by_id: dict[str, ClusterNode] = {}
-        self._indexes: dict[
-            str, PrefixIndex
-        ] = {}  # by layout, of all connected nodes: another model may be served next
+        self._indexes = PrefixIndexes()
         self._changed = asyncio.Event()
         # Those that say that they are ready, prefill nodes by cluster and decode nodes; None: to be looked up again.
         self._serving: tuple[dict[str, _Named], _Named] | None = None
         self._tasks = tasks
+        self._watches: dict[ClusterNode, asyncio.Task[None]] | None = None  # None before the start
+        # That no decision sees any more, and that have work under way, or had a moment ago.
+        self.retired: set[ClusterNode] = set()
+        self._successors: dict[ClusterNode, ClusterNode] = {}  # that have not been heard of at their new addresses
 
     def start(self) -> None:
+        self._watches = {}
         for node in self.nodes:
-            self._tasks.start(self._watch(node), "watch")
+            self._begin(node)
 
     async def close(self) -> None:
         await self._tasks.cancel()
-        await asyncio.gather(*(node.agent.close() for node in self.nodes))
+        everyone = {*self.nodes, *self.retired, *self._successors.values()}
+        await asyncio.gather(*(node.agent.close() for node in everyone))
+
+    # Who comes and goes
+
+    def join(self, node: ClusterNode) -> None:
+        """One more node, watched from now on."""
+        self.nodes.append(node)
+        self._begin(node)
+
+    def leave(self, node: ClusterNode) -> None:
+        """No decision sees this node any more. It is watched, and can be spoken to, until `end`."""
+        self._take_over(node)
+        self.nodes.remove(node)
+        self._retire(node)
+
+    def move(self, node: ClusterNode, successor: ClusterNode) -> None:
+        """The same node at another address. It takes over as soon as it answers there, or the one before is lost."""
+        if (
+            before := _predecessor(self._successors, node)
+        ) is not None:  # it moves again, and was never heard of meanwhile
+            self.retired.add(node)
+            node = before
+        self._successors[node] = successor
+        self._begin(successor)
+        if not node.connected:
+            self._take_over(successor)
+
+    async def end(self, node: ClusterNode) -> None:
+        """Lets go of a node that has left: it is not spoken to any more."""
+        self.retired.discard(node)
+        if (watch := (self._watches or {}).pop(node, None)) is not None:
+            watch.cancel()
+            await asyncio.wait([watch])
+        await node.agent.close()
+
+    def _begin(self, node: ClusterNode) -> None:
+        if self._watches is not None:
+            self._watches[node] = self._tasks.start(self._watch(node), "watch")
+
+    def _take_over(self, successor: ClusterNode) -> None:
+        """Has a node take the place of the one that it follows, if it has not yet."""
+        if (before := _predecessor(self._successors, successor)) is not None:
+            del self._successors[before]
+            self.nodes[self.nodes.index(before)] = successor
+            self._retire(before)
+
+    def _retire(self, node: ClusterNode) -> None:
+        self.retired.add(node)
+        if self._by_id.get(node.id) is node:
+            del self._by_id[node.id]
+        self._indexes.drop(node.id)
+        self._look_again()
 
     # What decisions ask
 
@@ -160,7 +222,7 @@ class Clusters:
     def is_ready(self) -> bool:
         """Whether a request could be served now."""
         now = self._clock()
-        roles = {node.role for node in self.nodes if self._serves(node) and node.is_ready(now)}
+        roles = {node.role for node in self.nodes if self.serves(node) and node.is_ready(now)}
         return Role.DECODE in roles and (Role.PREFILL in roles or not (self.served and self.served.is_paired))
 
     @property
@@ -193,8 +255,8 @@ class Clusters:
             for name, node in nodes:
                 if now >= node.suspect_until and (not exclude or name not in exclude):
                     holding = holding_of(name, NOTHING)
-                    promised = _promised(node, prompt, holding) if node.underway.by_end else 0
-                    landing = _landing(node, prompt, holding, now) if node.arrivals else NO_LANDING
+                    promised = node.promised_tokens(prompt.hashes, holding) if node.underway.by_end else 0
+                    landing = node.landing(prompt.hashes, holding, now) if node.arrivals else NO_LANDING
                     views.append(node.view(holding, self._decode_slots, now, promised, *landing))
             return views
 
@@ -219,24 +281,12 @@ class Clusters:
         named = decodes if role is Role.DECODE else [each for nodes in prefills.values() for each in nodes]
         return [node for _, node in named if now >= node.suspect_until]
 
-    def left_out(self) -> list[tuple[ClusterNode, str]]:
-        """Nodes that no decision sees now, and why."""
-        now, found = self._clock(), []
-        for node in self.nodes:
-            if node.state != "ready":
-                found.append((node, f"it is {node.state}"))
-            elif not self._serves(node):
-                found.append((node, "its KVCache is laid out otherwise than the served model's"))
-            elif now < node.suspect_until:
-                found.append((node, f"it failed a request: left alone for {node.suspect_until - now:.1f} s more"))
-        return found
-
     def _ready(self) -> tuple[dict[str, _Named], _Named]:
         if self._serving is None:
             prefills: dict[str, _Named] = {}
             decodes: _Named = []
             for node in self.nodes:
-                if node.state != "ready" or not self._serves(node):
+                if node.state != "ready" or not self.serves(node):
                     continue
                 if node.role == Role.DECODE:
                     decodes.append((node.id, node))
@@ -269,7 +319,8 @@ class Clusters:
             return False
         return True
 
-    def _serves(self, node: ClusterNode) -> bool:
+    def serves(self, node: ClusterNode) -> bool:
+        """Whether the node has the model that is served, and is paired as that is."""
         served, info = self.served, node.info
         if served is None or info is None or info.layout_fingerprint != served.layout.fingerprint:
             return False
@@ -299,7 +350,7 @@ class Clusters:
             self._lost(node)
             if reason == "silent":
                 self._give_up(node, self._times.quiet_s)
-            await self._tidy()
+            await self.tidy()
             await asyncio.sleep(BACKOFF_S[min(failures, len(BACKOFF_S) - 1)])
             failures += 1
 
@@ -311,8 +362,8 @@ class Clusters:
                 node.contexts.heard(event, self._clock())
             case NodeLoad():
                 node.reported(event, self._clock())
-            case _:
-                self._cache_event(node, event)
+            case _ if node.info is not None and node not in self.retired:
+                self._indexes.apply(node.info, event)
         if node.state == SILENT:
             self._give_up(node, STILL_S)
 
@@ -322,11 +373,16 @@ class Clusters:
             self._on_silent(node.info.engine_url, quiet_s)
 
     def _describe(self, node: ClusterNode, info: NodeInfo) -> None:
+        if node in self.retired:  # only what waits for it wants to know
+            node.info, node.connected = info, True
+            self._changed.set()
+            return
+        self._take_over(node)
         _check(info, [other for other in self.nodes if other is not node])
         before, known = node.state, node.info
         self._name(node, info.node_id)
         if known is not None and known.layout_fingerprint != info.layout_fingerprint:
-            self._drop_prefixes(info.node_id)
+            self._indexes.drop(info.node_id)
         is_same_process = known is not None and known.boot_id == info.boot_id
         node.contexts.described(info.contexts, self._clock(), is_same_process=is_same_process)
         node.info = info
@@ -342,11 +398,9 @@ class Clusters:
         """The first layout described is the one served, until no connected node has it any more."""
         if not info.layout_json:
             return
-        index = self._indexes.get(info.layout_fingerprint)
-        if index is None:
-            index = self._indexes[info.layout_fingerprint] = PrefixIndex(ModelLayout.from_json(info.layout_json))
+        index = self._indexes.of(info)
         if self.served is not None and info.layout_fingerprint != self.served.layout.fingerprint:
-            if self._is_served():
+            if any(node.connected and self.serves(node) for node in self.nodes):
                 log.warning("node %s has another layout than the model served; it is not used", info.node_id)
                 return
             log.warning("model %s is served from now on: no node has %s any more", info.model_id, self.served.model_id)
@@ -358,29 +412,23 @@ class Clusters:
             hashing=hashing_by(self.secrets, index.layout),
             is_paired=info.rooms is not None,
         )
-        self.served = served.by(self._peers(index.layout))
-
-    def _is_served(self) -> bool:
-        """Whether a connected node has the model that is served."""
-        return any(node.connected and self._serves(node) for node in self.nodes)
-
-    def _peers(self, layout: ModelLayout) -> list[NodeInfo]:
-        infos = [node.info for node in self.nodes if node.connected and node.info]
-        return [info for info in infos if info.layout_fingerprint == layout.fingerprint]
-
-    def _cache_event(self, node: ClusterNode, event: CacheEvent) -> None:
-        if node.info is not None and (index := self._indexes.get(node.info.layout_fingerprint)) is not None:
-            index.apply(node.id, event)
+        self.served = served.by(_with_layout(_connected(self.nodes), index.layout))
 
     def _lost(self, node: ClusterNode) -> None:
-        if node.connected:
-            self._drop_prefixes(node.id)
+        if node.connected and node not in self.retired:
+            self._indexes.drop(node.id)
         node.connected = False
         node.reported(NodeLoad())
+        if (successor := self._successors.get(node)) is not None:
+            self._take_over(successor)
+        self._look_again()
+
+    def _look_again(self) -> None:
+        """A node is out: the model is what the others serve, and decisions see them alone."""
         if self.served is not None:
-            if peers := self._peers(self.served.layout):
+            if peers := _with_layout(_connected(self.nodes), self.served.layout):
                 self.served = self.served.by(peers)
-            elif (other := self._another_model()) is not None:
+            elif other := next((info for info in _connected(self.nodes) if info.layout_json), None):
                 self._adopt_model(other)
         self._serving = None
         self._changed.set()
@@ -394,37 +442,33 @@ class Clusters:
         if node.info is not None and (before := node.info.node_id) != name:
             if self._by_id.get(before) is node:
                 del self._by_id[before]
-            self._drop_prefixes(before)
+            self._indexes.drop(before)
             self._on_renamed(before)
         bearer = self._by_id.get(name)
         if bearer is not None and bearer is not node and bearer.info is not None:
             bearer.info = replace(bearer.info, node_id=bearer.agent.address)
         self._by_id[name] = node
 
-    def _drop_prefixes(self, node_id: str) -> None:
-        for index in self._indexes.values():
-            index.drop(node_id)
+    async def tidy(self) -> None:
+        """Frees what was said of caches by nodes that are out. The layout served stays: its nodes may come back."""
 
-    async def _tidy(self) -> None:
-        """Takes what was dropped out of the indexes, in steps between which others have their turn."""
-        for index in list(self._indexes.values()):
-            while index.tidy():  # noqa: ASYNC110 nothing else does it
-                await asyncio.sleep(0)
-        self._drop_indexes()
+        def used() -> set[str]:
+            layouts = {info.layout_fingerprint for info in _connected(self.nodes)}
+            return layouts | {self.served.layout.fingerprint} if self.served is not None else layouts
 
-    def _drop_indexes(self) -> None:
-        """Those of layouts that no node has any more, but for the one served: its nodes may come back.
+        await self._indexes.tidy(used)
 
-        Not before they are empty: a million blocks are not freed at once.
-        """
-        had = {node.info.layout_fingerprint for node in self.nodes if node.connected and node.info}
-        if self.served is not None:
-            had.add(self.served.layout.fingerprint)
-        self._indexes = {name: index for name, index in self._indexes.items() if name in had or len(index)}
 
-    def _another_model(self) -> NodeInfo | None:
-        """Of a connected node, whatever it serves."""
-        return next((node.info for node in self.nodes if node.connected and node.info and node.info.layout_json), None)
+def _connected(nodes: Sequence[ClusterNode]) -> list[NodeInfo]:
+    return [node.info for node in nodes if node.connected and node.info]
+
+
+def _predecessor(successors: Mapping[ClusterNode, ClusterNode], node: ClusterNode) -> ClusterNode | None:
+    return next((old for old, new in successors.items() if new is node), None)
+
+
+def _with_layout(infos: Sequence[NodeInfo], layout: ModelLayout) -> list[NodeInfo]:
+    return [info for info in infos if info.layout_fingerprint == layout.fingerprint]
 
 
 def _check(info: NodeInfo, others: Collection[ClusterNode]) -> None:
@@ -433,18 +477,3 @@ def _check(info: NodeInfo, others: Collection[ClusterNode]) -> None:
     ClusterKind(info.cluster_kind)
     if any(other.connected and other.info and other.info.node_id == info.node_id for other in others):
         raise ValueError(f"another node has the same node_id, {info.node_id!r}")
-
-
-def _promised(node: ClusterNode, prompt: Prompt, holding: Holding) -> int:
-    """How much of `prompt` a node will hold when it has computed what it computes now, 0 for no more than now."""
-    size = node.info.block_size if node.info is not None else 0
-    return node.underway.longest(prompt.hashes, holding.hit.num_tokens // size) * size if size else 0
-
-
-def _landing(node: ClusterNode, prompt: Prompt, holding: Holding, now: float) -> tuple[int, float]:
-    """How much of `prompt` is on its way to a decode node for others, in tokens, and in how many seconds it is there."""
-    size = node.info.block_size if node.info is not None else 0
-    if not size or now < node.keeps_nothing_until:
-        return NO_LANDING
-    shared = node.arrivals.longest(prompt.hashes, holding.hit.attention_tokens // size)
-    return (shared.blocks * size, max(0.0, shared.first.expected_at - now)) if shared is not None else NO_LANDING

@@ -9,6 +9,9 @@ threshold_tokens = 16384
 
 [[gateway.nodes]]
 agent = "127.0.0.1:7001"      # cluster, role and URLs are asked of the agent
+
+[gateway.membership]
+file = "nodes.toml"           # more nodes, which may come and go
 """
 
 import re
@@ -20,6 +23,7 @@ from typing import Any, Final, Self
 
 from gateway.config.audit import AuditConfig
 from gateway.config.classes import AdmissionConfig, ClassConfig, check_classes, names_of
+from gateway.config.membership import MembershipConfig
 from gateway.config.oidc import OidcConfig
 from gateway.config.operators import OperatorConfig, check_operators, nameless
 from gateway.config.plan import PlanConfig
@@ -28,6 +32,7 @@ from gateway.config.tenants import TenantConfig, check_digest, check_tenants
 from gateway.config.traces import TracesConfig
 from gateway.config.wrong_keys import WrongKeysConfig
 from gateway.errors import GatewayConfigError
+from membership.member import Member, is_here, require_address
 from planner.decisions.defaults import DEPLOYED
 from planner.decisions.routing.placement import PLACERS
 from transport.control.settings import (
@@ -60,15 +65,17 @@ class NodeAddress:
     name: str = ""
 
     def __post_init__(self) -> None:
-        host, _, port = self.agent.rpartition(":")
-        is_whole = host.startswith("[") and host.endswith("]") if ":" in host else bool(host)
-        is_port = port.isdigit() and 0 < int(port) < 65536
-        require(is_whole and is_port, "agent", self.agent, "host:port, an IPv6 address in brackets")
+        require_address("agent", self.agent)
 
     @property
     def is_here(self) -> bool:
         """Whether the way to it does not leave this machine."""
-        return is_loopback(self.agent.rpartition(":")[0].strip("[]"))
+        return is_here(self.agent)
+
+    @property
+    def member(self) -> Member:
+        """As a member of the fleet: its address is its identity."""
+        return Member(id=self.agent, agent=self.agent, name=self.name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,6 +224,8 @@ def _is_address(text: str) -> bool:
 class GatewayConfig:
     """`[gateway]`. `threshold_tokens` is the paper's t, in uncached tokens.
 
+    `nodes` are there from the start, those of `membership` come and go.
+
     `port` 0 takes any free port; `metrics_port` 0 serves /metrics and /prfaas/requests on the API port, any other value on
     that port alone, with descriptors of its own.
     `workers` processes answer on one port, and are one gateway: limits, metrics and records are those of all of them.
@@ -242,7 +251,8 @@ class GatewayConfig:
     """
 
     tokenizer_dir: Path
-    nodes: tuple[NodeAddress, ...]
+    nodes: tuple[NodeAddress, ...] = ()
+    membership: MembershipConfig = field(default_factory=MembershipConfig)
     host: str = "127.0.0.1"
     port: int = 8000
     metrics_port: int = 0
@@ -345,13 +355,18 @@ class GatewayConfig:
         if self.revoked is not None and missing:
             raise SettingsError(f"revoked = {str(self.revoked)!r}: allowed only with {', '.join(IDENTITY_KEYS)}")
         agents = [node.agent for node in self.nodes]
-        require(bool(agents), "nodes", agents, "at least one [[gateway.nodes]] table")
+        is_listed = bool(agents) or self.membership.is_set
+        require(is_listed, "nodes", agents, "at least one [[gateway.nodes]] table, or [gateway.membership] says where")
         require(len(set(agents)) == len(agents), "nodes", agents, "every agent once")
         if missing and not self.plain and (far := [node.agent for node in self.nodes if not node.is_here]):
             raise SettingsError(
                 f"nodes: {far[0]!r} is another machine, and traffic to it would be in clear: set "
                 f"{', '.join(IDENTITY_KEYS)} (`prfaas certificates` makes them), or set plain = true"
             )
+
+    def admits(self, member: Member) -> bool:
+        """Whether it may be spoken to: traffic to other machines is in clear only where the file says so."""
+        return self.plain or self.identity is not None or member.is_here
 
     def with_changes_of(self, other: Self) -> Self:
         """This configuration with what `other` has different and a running gateway can take over."""
@@ -399,8 +414,8 @@ DIVIDED: Final = (
     "max_reading_bytes",
 )
 CHANGEABLE: Final = (
-    "threshold_tokens", "max_in_flight", "max_waiting", "log_level", "admission", "classes", "tenants", "operators",
-    "operator_keys", "names_secret",
+    "nodes", "threshold_tokens", "max_in_flight", "max_waiting", "log_level", "admission", "classes", "tenants",
+    "operators", "operator_keys", "names_secret",
 )  # fmt: skip
 CHANGEABLE_ROUTING: Final = (
     "prefill_tokens_per_s", "tie_share", "placement", "balancing_ratio", "home_cluster", "cross_cluster_cache",
@@ -419,6 +434,8 @@ def load(path: Path, copy: Path | None = None) -> GatewayConfig:
     with in_file(path, GatewayConfigError):
         document = read_toml(copy or path)
         _only_a_gateway(document)
+        if not {"nodes", "membership"} & document["gateway"].keys():
+            raise SettingsError("[gateway]: missing: nodes")
         return build(GatewayConfig, document["gateway"], "[gateway]", path.parent)
 
 

@@ -16,6 +16,7 @@ from prometheus_client.registry import Collector
 
 from gateway.cluster.links import LinkStatus
 from gateway.cluster.node import ClusterNode
+from gateway.members.roster import SourceStatus
 from gateway.request.request import Request, cached_tokens, kept
 from gateway.telemetry.added_up import added_up
 from gateway.telemetry.instruments import build_instruments, counters, gauge, gauges, histogram, histograms
@@ -279,6 +280,16 @@ class Metrics:
         self._seen.note(
             "prfaas_node_egress_bytes", "KVCache bytes a node said it has sent", ("cluster", "node"), egress
         )
+
+    def observe_members(self, sources: Collection[SourceStatus]) -> None:
+        """Takes down what the registries of members are worth, as this worker sees them."""
+        counts = {(each.source, each.state): each.members - each.refused for each in sources}
+        counts |= {(each.source, "refused"): each.refused for each in sources}
+        what = "Members by registry, and whether it is fresh; refused: may not be spoken to"
+        self._seen.note("prfaas_members", what, ("source", "state"), counts)
+        frozen = {(each.source,): each.frozen_s for each in sources}
+        what = "For how long a registry of members has been lost, 0: it is not"
+        self._seen.note("prfaas_membership_frozen_seconds", what, ("source",), frozen)
 
     def observe_links(self, links: Collection[LinkStatus]) -> None:
         """Takes down which links there are, and which are in use."""

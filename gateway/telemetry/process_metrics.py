@@ -58,6 +58,13 @@ class ProcessMetrics:
     )
     _not_audited = counters("prfaas_audit_lost", "Lines that are not in the audit log's files, by reason", "reason")
 
+    _member_changes = counters(
+        "prfaas_member_changes", "Changes of members that a worker has taken over, by kind", "kind"
+    )
+    _registry_failures = counters(
+        "prfaas_registry_failures", "Times that a registry of members was lost, as a worker saw it", "source", "reason"
+    )
+
     def __init__(self, registry: CollectorRegistry) -> None:
         build_instruments(self, registry)
 
@@ -117,3 +124,11 @@ class ProcessMetrics:
     def dropped(self, outcome: str) -> None:
         """Counts a cold copy whose node was told to give it up."""
         self._drops[outcome,].inc()
+
+    def member_changed(self, kind: str) -> None:
+        """`joined`, `left`, `moved`, `role` or `details`."""
+        self._member_changes[kind,].inc()
+
+    def registry_failed(self, source: str, reason: str) -> None:
+        """`missing`, `unreadable`, `malformed`, `silent`, `late` ..."""
+        self._registry_failures[source, reason].inc()

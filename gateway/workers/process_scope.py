@@ -84,6 +84,9 @@ class SingleProcess:
     def join(self, nodes: Sequence[ClusterNode]) -> None:
         """Has others see what this process gives these nodes to do."""
 
+    def leave(self, node: ClusterNode) -> None:
+        """Others see no more of this process on a node that has left."""
+
     def catch_up(self, nodes: Sequence[ClusterNode]) -> None:
         """Sees what others have given these nodes."""
 
@@ -141,6 +144,9 @@ class WorkerProcess:
 
     def join(self, nodes: Sequence[ClusterNode]) -> None:
         self._board.join(nodes)
+
+    def leave(self, node: ClusterNode) -> None:
+        self._board.leave(node)
 
     def catch_up(self, nodes: Sequence[ClusterNode]) -> None:
         self._board.catch_up(nodes)

@@ -1,15 +1,20 @@
 """What the workers of a gateway count together: a file of numbers that every one of them has mapped.
 
-    head    how many workers and nodes · the last record's number · restarts · clusters, by a digest of their name
+    head    how many workers and nodes · the last record's number · restarts · columns in use · clusters and nodes, each by a
+            digest of its name
     rows    one per worker, written by it alone: its state, its places, since when its first request waits for one, how often
             it has said that it is there, and of every node the requests, tokens and bytes that it has under way there, and
             the share of time that it gave it prompts for
+
+A node has a column by its identity, so all workers agree on it in whatever order they hear of nodes. A column that no worker has
+a node for goes to the next one that comes.
 
 A reader adds the rows up; a number that is being written is read as it was or as it will be. Only where a bound must hold
 exactly is the file locked, for microseconds; the lock goes with its process. The row of a worker that has died is cleared by the
 parent, so nothing of it stays.
 """
 
+import logging
 from collections.abc import Sequence
 from enum import IntEnum
 from hashlib import blake2b
@@ -24,8 +29,12 @@ from gateway.shared_array import SharedArray
 from planner.decisions.admission.places import is_turn
 from planner.decisions.estimates.durations import PREFILL_SHARE_S, PrefillShare
 
+log = logging.getLogger("prfaas.gateway.workers")
+
 HEAD_CELLS: Final = 8
-WORKERS, NODES, LAST_SEQ, RESTARTS = range(4)
+WORKERS, NODES, LAST_SEQ, RESTARTS, COLUMNS = range(5)
+MOST_NODES: Final = 4096  # at once; the file is sparse
+MOST_CLUSTERS: Final = 64
 MORE_CLUSTERS: Final = 8  # than nodes: names that were once a cluster's keep their column
 NANOSECONDS: Final = 10**9  # in a second
 OWN_CELLS: Final = 6
@@ -49,28 +58,32 @@ class SharedCounters:
         self._array = SharedArray(path, np.int64)
         self._head, rest = np.split(self._array.cells, [HEAD_CELLS])
         self.workers, nodes = int(self._head[WORKERS]), int(self._head[NODES])
-        clusters = nodes + MORE_CLUSTERS
-        self._clusters, cells = rest[:clusters], rest[clusters:]
+        clusters = _clusters_for(nodes)
+        self._clusters, self._nodes, cells = np.split(rest, np.cumsum([clusters, nodes]))
         self._rows = cells.reshape(self.workers, -1)
-        # By worker and node: requests and tokens; share of prompts and when, in seconds; promised bytes by cluster.
-        _, work, share, promised = np.split(self._rows, np.cumsum([OWN_CELLS, 2 * nodes, 2 * nodes]), axis=1)
+        # By worker and node: whether it has it; requests and tokens; share of prompts and when, in seconds; promised bytes by
+        # cluster.
+        widths = np.cumsum([OWN_CELLS, nodes, 2 * nodes, 2 * nodes])
+        _, self._has, work, share, promised = np.split(self._rows, widths, axis=1)
         self._work = work.reshape(self.workers, nodes, 2)
         self._share = share.view(np.float64).reshape(self.workers, nodes, 2)
         self._promised = promised.reshape(self.workers, nodes, clusters)
         self._own = number or 0
         self._names: dict[int, str] = {}  # of clusters, by their column
+        self._columns: dict[ClusterNode, int] = {}
+        self._at: dict[int, ClusterNode] = {}  # the node of a column, the latest of those that follow each other
 
     @staticmethod
     def create(path: Path, workers: int, nodes: int) -> None:
-        """An empty board for so many. Raises OSError."""
-        clusters = nodes + MORE_CLUSTERS
-        row = OWN_CELLS + 4 * nodes + nodes * clusters
+        """An empty board for so many at once. Raises OSError."""
+        clusters = _clusters_for(nodes)
+        row = OWN_CELLS + 5 * nodes + nodes * clusters
         head = np.array([workers, nodes], np.int64).tobytes()
-        SharedArray.create(path, HEAD_CELLS + clusters + workers * row, head)
+        SharedArray.create(path, HEAD_CELLS + clusters + nodes + workers * row, head)
 
     def close(self) -> None:
         """Lets go of the file; it must not be asked any more."""
-        del self._head, self._clusters, self._rows, self._work, self._share, self._promised
+        del self._head, self._clusters, self._nodes, self._rows, self._has, self._work, self._share, self._promised
         self._array.close()
 
     # Workers
@@ -150,22 +163,60 @@ class SharedCounters:
     # Work on nodes
 
     def join(self, nodes: Sequence[ClusterNode]) -> None:
-        """What these nodes are given here, all workers see from now on; their order is that of the configuration everywhere."""
-        for column, node in enumerate(nodes):
-            node.shared = SharedWork(self, column)
-            node.prefill_share = SharedShare(self, column)
+        """What these nodes are given here, all workers see from now on.
+
+        One for which there is no room keeps what it is given to this worker.
+        """
+        with self._array.locked():
+            for node in nodes:
+                if (column := self._column_of(node.member_id)) is None:
+                    log.error(
+                        "%s is counted by each worker alone: there are more than %d nodes", node.id, len(self._nodes)
+                    )
+                    continue
+                self._columns[node] = column
+                self._at[column] = node
+                node.shared = SharedWork(self, column)
+                node.prefill_share = SharedShare(self, column)
+
+    def leave(self, node: ClusterNode) -> None:
+        """A node has left, and this worker has nothing under way there any more."""
+        node.shared = None
+        column = self._columns.pop(node, None)
+        if column is None or column in self._columns.values():  # another one follows it
+            return
+        del self._at[column]
+        own = self._own
+        with self._array.locked():
+            self._work[own, column], self._share[own, column], self._promised[own, column] = 0, 0.0, 0
+            self._has[own, column] = 0
+
+    def _column_of(self, name: str) -> int | None:
+        """The column of a node, which this worker has from now on; None when there are too many. To be called locked."""
+        digest, used = _digest(name), int(self._head[COLUMNS])
+        found = np.flatnonzero(self._nodes[:used] == digest)
+        if not found.size:
+            found = np.flatnonzero(self._has[:, :used].sum(axis=0) == 0)
+        column = int(found[0]) if found.size else used
+        if column == len(self._nodes):
+            return None
+        self._head[COLUMNS] = max(used, column + 1)
+        self._nodes[column] = digest
+        self._has[self._own, column] = 1
+        return column
 
     def catch_up(self, nodes: Sequence[ClusterNode]) -> None:
         """What all workers have under way on these nodes, as the next decision is to see it."""
-        total = self._work.sum(axis=0).tolist()
-        promised = self._promised.sum(axis=0)
-        for node, (requests, tokens) in zip(nodes, total, strict=True):
-            node.pending_requests, node.pending_tokens = requests, tokens
+        used, clusters = int(self._head[COLUMNS]), int(np.count_nonzero(self._clusters))
+        total = self._work[:, :used].sum(axis=0).tolist()
+        promised = self._promised[:, :used, :clusters].sum(axis=0)
         for node in nodes:
-            node.promised_bytes.clear()
+            if (at := self._columns.get(node)) is not None:
+                node.pending_requests, node.pending_tokens = total[at]
+                node.promised_bytes.clear()
         for row, column in np.argwhere(promised):
-            if name := self._name(int(column), nodes):
-                nodes[row].promised_bytes[name] = int(promised[row, column])
+            if (holder := self._at.get(int(row))) is not None and (name := self._name(int(column), nodes)):
+                holder.promised_bytes[name] = int(promised[row, column])
 
     def pend(self, column: int, sign: int, work: NodeWork) -> None:
         """Adds work of this worker on a node, or takes it away."""
@@ -206,6 +257,10 @@ class SharedCounters:
                 return None
             self._names[column] = name
         return self._names[column]
+
+
+def _clusters_for(nodes: int) -> int:
+    return min(nodes + MORE_CLUSTERS, MOST_CLUSTERS)
 
 
 def _digest(name: str) -> int:

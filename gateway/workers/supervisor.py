@@ -29,7 +29,7 @@ from gateway.errors import CannotListen, WorkersFail
 from gateway.ratelimit.limiter import TenantLimiters
 from gateway.telemetry.metrics import forget_gauges
 from gateway.workers.process_scope import ALLOWANCES, BOARD, FIRST_CONFIG, METRICS, ORPHANED, TALLY, VERDICT
-from gateway.workers.shared_counters import SharedCounters
+from gateway.workers.shared_counters import MOST_NODES, SharedCounters
 from gateway.workers.shared_samples import SharedSamples
 from node.process.children import Child, kill_group
 from node.process.owned_names import OwnedDirectory, sweep_directories
@@ -262,7 +262,7 @@ def _laid_out(config: GatewayConfig, path: Path, verdict: EncoderVerdict | None)
         (owned.path / VERDICT).write_bytes(msgspec.json.encode(verdict))
         SharedSamples.create(owned.path / TALLY)
         TenantLimiters.create(owned.path / ALLOWANCES, config.workers)
-        SharedCounters.create(owned.path / BOARD, config.workers, len(config.nodes))
+        SharedCounters.create(owned.path / BOARD, config.workers, max(MOST_NODES, 2 * len(config.nodes)))
         yield owned.path
     finally:
         owned.close()

@@ -61,3 +61,11 @@ def link(text: str) -> tuple[str, str]:
     if not (colon and source and destination):
         raise argparse.ArgumentTypeError(f"{text!r}: must be FROM:TO")
     return source, destination
+
+
+def label(text: str) -> tuple[str, str]:
+    """KEY=VALUE."""
+    key, equals, value = text.partition("=")
+    if not (key and equals):
+        raise argparse.ArgumentTypeError(f"{text!r}: must be KEY=VALUE")
+    return key, value

@@ -3,7 +3,8 @@
 import argparse
 from pathlib import Path
 
-from prfaas.commands.argument_types import header, link, seconds, within
+from prfaas.commands.argument_types import header, label, link, seconds, within
+from prfaas.commands.descriptions import COMMANDS
 from prfaas.commands.preparing import STATE_DIR
 
 
@@ -134,3 +135,25 @@ def add_convert(parser: argparse.ArgumentParser) -> None:
         "--force", action="store_true", help="convert it even if it is its cluster's last ready node of that role"
     )
     add_certificate(parser)
+
+
+def add_nodes(parser: argparse.ArgumentParser) -> None:
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    listing = actions.add_parser("list", **COMMANDS["nodes list"].arguments())
+    listing.add_argument("--json", action="store_true", help="print JSON")
+    adding = actions.add_parser("add", **COMMANDS["nodes add"].arguments())
+    adding.add_argument("node", metavar="NODE", help="its node_id")
+    adding.add_argument("agent", metavar="HOST:PORT", help="where its agent answers")
+    adding.add_argument("--name", default="", metavar="NAME", help="name in its certificate (default: the host)")
+    for key in ("cluster", "role", "revision"):
+        adding.add_argument(f"--{key}", default="", metavar=key.upper(), help=f"{key} to show until its agent answers")
+    adding.add_argument(
+        "--label", action="append", type=label, default=[], metavar="KEY=VALUE", help="a label; may be repeated"
+    )
+    removing = actions.add_parser("remove", **COMMANDS["nodes remove"].arguments())
+    removing.add_argument("node", metavar="NODE", help="its node_id, or host:port of its agent")
+    for each in (listing, adding, removing):
+        add_gateway_file(each)
+        each.add_argument(
+            "--file", type=Path, metavar="FILE", help="a file of members (default: the one that the gateway watches)"
+        )

@@ -15,6 +15,7 @@ from gateway.cluster.agent_values import ConversionStatus, NodeInfo, NodeLoad
 from gateway.errors import AgentCallFailed, GatewayConfigError
 from planner.decisions.plans.conversions import NodeStanding, why_not
 from planner.decisions.views import ClusterKind, Role
+from prfaas.commands.fleet.members import listed_members
 from prfaas.commands.operator import gateway_of, operator_identity
 from prfaas.errors import ConversionError
 
@@ -74,7 +75,7 @@ async def convert(wish: ConvertWish, gateway_file: Path, say: Say) -> bool:
 
 @asynccontextmanager
 async def agents_of(gateway_file: Path, certificate: Path | None = None) -> AsyncIterator[Sequence[AgentClient]]:
-    """The agents that a gateway's file names, asked with an operator's certificate. Raises ConversionError.
+    """The agents that a gateway's file and its registries name, asked with an operator's certificate. Raises ConversionError.
 
     What holds no node's certificate, or a revoked one, is told nothing.
     """
@@ -88,7 +89,8 @@ async def agents_of(gateway_file: Path, certificate: Path | None = None) -> Asyn
     except OSError as error:
         raise ConversionError(str(error)) from error
     async with AsyncExitStack() as stack:
-        agents = [AgentClient(node.agent, RPC_S, identity, node.name, guard=guard) for node in config.nodes]
+        members = (await asyncio.to_thread(listed_members, config)).members
+        agents = [AgentClient(node.agent, RPC_S, identity, node.name, guard=guard) for node in members]
         for agent in agents:
             stack.push_async_callback(agent.close)
         yield agents

@@ -79,6 +79,25 @@ COMMANDS: Final = MappingProxyType(
             "prfaas convert west-p0 --to decode",
             "The node drains, changes its role, and verifies its engine; if that fails, it keeps the old role.",
         ),
+        "nodes": CommandDescription(
+            "list the nodes of a gateway, add one, or remove one, while it serves",
+            "prfaas nodes add west-d2 10.0.0.7:7001 -c gateway.toml",
+        ),
+        "nodes list": CommandDescription(
+            "list the nodes that a gateway's file and its registries name",
+            "prfaas nodes list --json",
+            "Exit status: 1 if a registry cannot be read, else 0.",
+        ),
+        "nodes add": CommandDescription(
+            "add a node to the file that gateways watch",
+            "prfaas nodes add west-d2 10.0.0.7:7001 --label rack=b4",
+            "Gateways use the node as soon as its agent answers and it is ready.",
+        ),
+        "nodes remove": CommandDescription(
+            "remove a node from the file that gateways watch",
+            "prfaas nodes remove west-d2",
+            "Its requests end; nothing new is sent to it. The node itself goes on running.",
+        ),
         "init": CommandDescription(
             "write commented files for a first system, on one machine or several",
             "prfaas init site --model models/kimi_linear --decode 10.0.0.2 --remote 192.0.2.7 --gateway 10.0.0.1",

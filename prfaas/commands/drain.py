@@ -1,5 +1,6 @@
 """`prfaas drain --node`: a node takes nothing new, or takes requests again; asked of its agent, which logs who asked."""
 
+import asyncio
 import getpass
 import os
 import socket
@@ -12,6 +13,7 @@ from gateway.cluster.agent_client import node_error
 from gateway.config.gateway import load
 from gateway.errors import AgentCallFailed
 from prfaas.commands.convert import Say, agents_of, answering, meant
+from prfaas.commands.fleet.members import listed_members
 from prfaas.commands.operator import operator_identity
 from transport.control.credentials import channel_credentials, channel_options
 from transport.control.proto import node_pb2 as pb
@@ -36,7 +38,8 @@ async def drain_node(wish: DrainWish, gateway_file: Path, say: Say) -> bool:
     async with agents_of(gateway_file, wish.certificate) as agents:
         node = meant(wish.node, await answering(agents), agents)
         config = load(gateway_file)
-        named = next((each.name for each in config.nodes if each.agent == node.agent.address), "")
+        members = (await asyncio.to_thread(listed_members, config)).members
+        named = next((each.name for each in members if each.agent == node.agent.address), "")
         try:
             identity = operator_identity(config, wish.certificate)
             async with _channel(node.agent.address, named, identity) as channel:

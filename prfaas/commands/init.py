@@ -81,7 +81,7 @@ class InitSite:
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
+class SiteNode:
     """A node to be; `nth` of its machine, from 0: a second one has ports of its own."""
 
     name: str
@@ -92,7 +92,7 @@ class Member:
     nth: int
 
 
-def members(site: InitSite) -> list[Member]:
+def members(site: InitSite) -> list[SiteNode]:
     """Every node, the PrfaaS cluster's first."""
     seats: Counter[str] = Counter()
     found = []
@@ -102,7 +102,7 @@ def members(site: InitSite) -> list[Member]:
         ("home", "pd", "decode", site.decode),
     ):
         for number, host in enumerate(hosts):
-            found.append(Member(f"{cluster}-{role[0]}{number}", cluster, kind, role, host, seats[host]))
+            found.append(SiteNode(f"{cluster}-{role[0]}{number}", cluster, kind, role, host, seats[host]))
             seats[host] += 1
     return found
 
@@ -177,7 +177,7 @@ def _write(path: Path, text: str) -> None:
     path.write_text(text)
 
 
-def _scrape_jobs(site: InitSite, nodes: Sequence[Member], keys: FirstKeys) -> list[ScrapeJob]:
+def _scrape_jobs(site: InitSite, nodes: Sequence[SiteNode], keys: FirstKeys) -> list[ScrapeJob]:
     metrics_port = PORTS["metrics_port"][0]
     return [
         ScrapeJob(
@@ -252,7 +252,7 @@ def _topology(site: InitSite) -> str:
 WHAT_KINDS_ARE: Final = {"prfaas": "prefills for others", "pd": "prefills short prompts, and decodes"}
 
 
-def _node_file(site: InitSite, node: Member) -> str:
+def _node_file(site: InitSite, node: SiteNode) -> str:
     lines = [
         f"# A {node.role} node of {node.cluster}: on {node.host}, run `prfaas node -c {node.name}.toml`.",
         "# All keys are in docs/reference/node.md.",
@@ -279,7 +279,7 @@ def _node_file(site: InitSite, node: Member) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _ports(site: InitSite, node: Member) -> Mapping[str, tuple[int, str]]:
+def _ports(site: InitSite, node: SiteNode) -> Mapping[str, tuple[int, str]]:
     if site.engine == "sglang" and node.role == "prefill":
         return PORTS | {
             "bootstrap_port": (7501, "decode nodes ask here; their servers need ports of its own choice, too")
@@ -287,7 +287,7 @@ def _ports(site: InitSite, node: Member) -> Mapping[str, tuple[int, str]]:
     return PORTS
 
 
-def _links(nodes: Sequence[Member]) -> list[str]:
+def _links(nodes: Sequence[SiteNode]) -> list[str]:
     """Every link that there should be: the gateway reports one that is dead from the start."""
     sources, destinations = (
         dict.fromkeys(node.cluster for node in nodes if node.kind == kind) for kind in ("prfaas", "pd")
@@ -296,7 +296,7 @@ def _links(nodes: Sequence[Member]) -> list[str]:
     return [f"links = {json.dumps(links)}  # missed where no node of theirs answers"] if links else []
 
 
-def _gateway_file(site: InitSite, nodes: Sequence[Member], keys: FirstKeys) -> str:
+def _gateway_file(site: InitSite, nodes: Sequence[SiteNode], keys: FirstKeys) -> str:
     lines = [
         f"# The gateway: on {site.gateway}, run `prfaas gateway -c gateway.toml`.",
         "# Nodes may start before or after it, and come and go.",
@@ -351,7 +351,7 @@ def _https() -> Iterator[str]:
     yield _pair("tls_key", f"certificates/{GATEWAY_NAME}.key", "a certificate here that they trust already")
 
 
-def _start(site: InitSite, nodes: Sequence[Member]) -> str:
+def _start(site: InitSite, nodes: Sequence[SiteNode]) -> str:
     lines = ["# What to run where", "", "Nodes and the gateway may start in any order.", ""]
     if site.tls:
         lines += [

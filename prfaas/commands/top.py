@@ -47,6 +47,8 @@ class Screen:
         now = self._latest
         parts: list[RenderableType] = [self._head(now), _links(now["links"]), self._clusters(now)]
         parts.append(_nodes(now["nodes"], max_nodes))
+        if lost := _lost(now.get("registries", ())):
+            parts.append(lost)
         if plain := _plain(now["nodes"]):
             parts.append(plain)
         return Group(*parts)
@@ -130,6 +132,18 @@ def _breaker(senders: Sequence[Mapping[str, Any]]) -> str:
         if number := sum(each["breaker"] == state for each in senders):
             return f"{state} ({number} of {len(senders)})"
     return "closed" if senders else "no sender"
+
+
+def _lost(registries: Sequence[Mapping[str, Any]]) -> Text | None:
+    """Registries of nodes that are lost, and what others list in vain."""
+    lines = []
+    for each in registries:
+        if each["state"] != "fresh":
+            lines.append(f"members: {each['source']} is {each['state']} for {each['frozen_s']:.0f} s: {each['reason']}")
+        lines += [f"members: {each['source']}: {problem}" for problem in each["problems"]]
+        if each["refused"]:
+            lines.append(f"members: {each['source']}: {each['refused']} are left out, as traffic would be in clear")
+    return Text("\n".join(lines), style="bold yellow") if lines else None
 
 
 def _plain(nodes: Sequence[Mapping[str, Any]]) -> Text | None:

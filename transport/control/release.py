@@ -11,7 +11,8 @@ from typing import Final
 
 SITE: Final = Path(__file__).resolve().parents[2]
 PACKAGES: Final = (
-    "engine", "gateway", "hybrid_cache", "node", "pd_cluster", "planner", "prfaas", "prfaas_cluster", "prompts", "transport",
+    "engine", "gateway", "hybrid_cache", "membership", "node", "pd_cluster", "planner", "prfaas", "prfaas_cluster",
+    "prompts", "transport",
 )  # fmt: skip
 DIGITS: Final = 10
 

@@ -60,6 +60,11 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise SettingsError(exc.strerror or str(exc)) from exc
     if len(said) > MAX_FILE_BYTES:
         raise SettingsError(f"longer than {MAX_FILE_BYTES} bytes, too long for a settings file")
+    return parse_toml(said)
+
+
+def parse_toml(said: bytes) -> dict[str, Any]:
+    """The document that a text is. Raises SettingsError."""
     try:
         return tomllib.loads(said.decode("utf-8"))
     except RecursionError as exc:

@@ -47,12 +47,20 @@ export class Nodes {
       { head: "cache that may go", cell: (row) => (row.pages_total ? percent(row.pages_evictable / row.pages_total) : "–"), isNumber: true },
       { head: "heard of", cell: (row) => `${seconds(row.age_s)} ago`, isNumber: true },
     ], { empty: "no node has been reached", isNamed: true });
+    this.registries = new Table("Where nodes are listed", [
+      { head: "registry", cell: (row) => row.source, isHead: true },
+      { head: "state", cell: (row) => (row.frozen_s ? `${row.state} for ${seconds(row.frozen_s)}` : row.state) },
+      { head: "nodes", cell: (row) => String(row.members), isNumber: true },
+      { head: "left out", cell: (row) => String(row.refused), isNumber: true },
+      { head: "why", cell: (row) => [row.reason, ...row.problems].filter(Boolean).join("; ") },
+    ], { empty: "the gateway does not say" });
     this.element = h(
       "div", { class: "columns" },
       panel("Queues", this.queues.element), panel("Requests", this.running.element),
       h("div", { class: "wide" }, panel("Promises", this.classes.element)),
       panel("Caches", this.groups.element), panel("Predictions", this.errors.element),
       h("div", { class: "wide" }, panel("Nodes", this.nodes.element)),
+      h("div", { class: "wide" }, panel("Registries", this.registries.element)),
     );
   }
 
@@ -67,6 +75,7 @@ export class Nodes {
     this.classes.update(latest.classes.map((service) => ({ key: service.name, row: { service, ...served(requests, service) } })));
     this.groups.update(latest.groups.map((row) => ({ key: row.name, row })));
     this.errors.update(Object.entries(latest.errors).map(([name, error]) => ({ key: name, row: { name, error } })));
+    this.registries.update((latest.registries ?? []).map((row) => ({ key: row.source, row })));
     const order = (node) => `${BY_STATE.indexOf(node.state)} ${node.cluster} ${node.role} ${node.node}`;
     this.nodes.update([...latest.nodes].sort((a, b) => order(a).localeCompare(order(b), "en", { numeric: true })).map((row) => ({ key: row.node, row })));
   }

@@ -14,6 +14,7 @@ from gateway.cluster.links import ClusterLinks
 from gateway.cluster.registry import Clusters, ServedModel
 from gateway.errors import ApiError, BadRequest, Unavailable
 from gateway.http.connections import JSON
+from gateway.members.roster import Roster
 from gateway.routing.router import Router
 from gateway.routing.transfer_log import merged
 from gateway.telemetry.load_report import LoadReporter
@@ -65,8 +66,10 @@ class OperatorEndpoints:
         clock: Callable[[], float],
         keyring: Keyring,
         started_at: int,
+        roster: Roster,
     ) -> None:
         self._clusters = clusters
+        self._roster = roster
         self._links = links
         self._decider = decider
         self._admission = admission
@@ -134,6 +137,8 @@ class OperatorEndpoints:
         """Whether a request would be served: a health check that says up while every chat fails would be useless."""
         if self._admission.is_draining:
             raise Unavailable("The gateway is shutting down.", "draining")
+        if not self._roster.is_synced:
+            raise Unavailable("A registry of members has not been read yet.", "members_unread")
         if not self._clusters.is_ready:
             raise Unavailable("No decode node is ready.", "no_decode_node")
         workers = self._seat.states()
@@ -147,6 +152,7 @@ class OperatorEndpoints:
 
     async def _prometheus(self, http: web.Request) -> web.Response:
         self._metrics.observe_nodes(self._clusters.nodes)
+        self._metrics.observe_members(self._roster.status())
         self._metrics.observe_links(self._links.status())
         self._metrics.observe_estimates(self._decider.errors())
         self._metrics.observe_plan(self._plan(), datetime.now(UTC).timestamp())

@@ -22,6 +22,7 @@ from gateway.cluster.agent_client import AgentClient
 from gateway.cluster.block_naming import name_secrets
 from gateway.config.gateway import GatewayConfig
 from gateway.errors import AgentCallFailed, GatewayConfigError
+from membership.member import Member
 from prfaas.commands.checking.access_findings import access_findings, tls_findings
 from prfaas.commands.checking.findings import (
     Certificate,
@@ -36,6 +37,8 @@ from prfaas.commands.checking.findings import (
     findings,
     worst,
 )
+from prfaas.commands.checking.member_findings import member_findings
+from prfaas.commands.fleet.members import listed_members
 from prfaas.commands.operator import gateway_of
 from prfaas.errors import CheckError
 from transport.control.certificates import expires_at
@@ -66,7 +69,9 @@ async def check(gateway_file: Path, console: Console, as_json: bool) -> bool:
         raise CheckError(f"{gateway_file}: {error}") from error
     access = [*access_findings(config, _wall_clock_s()), *await tls_findings(config)]
     names = secrets.fingerprints if secrets is not None else ()
-    found = [*access, *findings(replace(await look(config), name_secrets=names))]
+    listed = await asyncio.to_thread(listed_members, config)
+    seen = replace(await look(config, listed.members), name_secrets=names)
+    found = [*access, *member_findings(listed, seen.described), *findings(seen)]
     if as_json:
         console.out(json.dumps([asdict(each) for each in found], indent=2), highlight=False)
     else:
@@ -92,10 +97,11 @@ def tell(console: Console, file: Path, found: Sequence[Finding]) -> None:
     )
 
 
-async def look(config: GatewayConfig) -> CheckFindings:
-    """Asks everybody; takes as long as the slowest of a few rounds of calls, RPC_S each at most."""
+async def look(config: GatewayConfig, members: Sequence[Member] | None = None) -> CheckFindings:
+    """Asks `members`, or those of the gateway's file; takes as long as the slowest of a few rounds of calls, RPC_S each."""
+    nodes_asked = [node.member for node in config.nodes] if members is None else members
     async with AsyncExitStack() as stack:
-        agents = [AgentClient(node.agent, RPC_S, config.identity, node.name) for node in config.nodes]
+        agents = [AgentClient(node.agent, RPC_S, config.identity, node.name) for node in nodes_asked]
         for agent in agents:
             stack.push_async_callback(agent.close)
         answers = await asyncio.gather(*map(_describe, agents))
@@ -106,7 +112,7 @@ async def look(config: GatewayConfig) -> CheckFindings:
         pairs = _pairs(nodes)
         ways = await _ask_ways(pairs[:MAX_WAYS])
         revoked = _revoked(config)
-        shown = await asyncio.gather(*[_shown(node.agent, config.identity, revoked) for node in config.nodes])
+        shown = await asyncio.gather(*[_shown(node.agent, config.identity, revoked) for node in nodes_asked])
     return CheckFindings(
         described=[node for _, node in nodes],
         silent=[answer for answer in answers if isinstance(answer, Silent)],

@@ -224,6 +224,7 @@ async def _stepping(
                 built.line,
                 door,
                 NameSecretsReload(seen.clusters),
+                seen.roster,
             ],
             lambda: read_again(config),
             metrics.upkeep.reloaded,

@@ -13,7 +13,7 @@ from planner.decisions.estimates.durations import PrefillShare
 
 
 def node(name: str, cluster: str) -> ClusterNode:
-    made = ClusterNode(cast(AgentClient, None))  # no call is made to it
+    made = ClusterNode(cast(AgentClient, None), name)  # no call is made to it
     made.info = NodeInfo(
         node_id=name, cluster=cluster, cluster_kind="pd", role="decode", state="ready", engine_url="", model_id="m",
         layout_json="", layout_fingerprint="f", max_model_len=1, boot_id="1", engine_pid=1, block_size=16,

@@ -1,0 +1,48 @@
+"""What connected nodes have cached, in an index for each layout: another model may be served next."""
+
+import asyncio
+from collections.abc import Callable, Collection
+
+from gateway.cluster.agent_values import NodeInfo
+from hybrid_cache.cache.events import CacheEvent
+from hybrid_cache.index.index import PrefixIndex
+from hybrid_cache.layout.layout import ModelLayout
+
+
+class PrefixIndexes:
+    """The indexes by the fingerprint of their layout."""
+
+    def __init__(self) -> None:
+        self._by_layout: dict[str, PrefixIndex] = {}
+
+    def get(self, fingerprint: str) -> PrefixIndex | None:
+        """None before a node with that layout has been heard of."""
+        return self._by_layout.get(fingerprint)
+
+    def of(self, info: NodeInfo) -> PrefixIndex:
+        """The index of a node's layout, begun at the first one. Raises LayoutError for a layout that cannot be read."""
+        index = self._by_layout.get(info.layout_fingerprint)
+        if index is None:
+            index = self._by_layout[info.layout_fingerprint] = PrefixIndex(ModelLayout.from_json(info.layout_json))
+        return index
+
+    def apply(self, info: NodeInfo, event: CacheEvent) -> None:
+        """Takes over what a node says of its cache."""
+        if (index := self._by_layout.get(info.layout_fingerprint)) is not None:
+            index.apply(info.node_id, event)
+
+    def drop(self, node_id: str) -> None:
+        """Forgets what a node had; `tidy` frees it."""
+        for index in self._by_layout.values():
+            index.drop(node_id)
+
+    async def tidy(self, used: Callable[[], Collection[str]]) -> None:
+        """Takes what was dropped out of the indexes, in steps between which others have their turn.
+
+        Then drops the indexes of layouts that are not `used`, once they are empty: a million blocks are not freed at once.
+        """
+        for index in list(self._by_layout.values()):
+            while index.tidy():  # noqa: ASYNC110 nothing else does it
+                await asyncio.sleep(0)
+        had = used()
+        self._by_layout = {name: index for name, index in self._by_layout.items() if name in had or len(index)}

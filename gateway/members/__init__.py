@@ -1,0 +1,1 @@
+"""Which nodes the gateway has, as registries list them."""

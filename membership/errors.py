@@ -1,0 +1,22 @@
+"""Errors of this package.
+
+MembershipError        printed without a traceback
+├── SourceFailed       a registry cannot be read now, or what it says cannot be used
+└── EditRefused        a change of a file of members makes no sense, or the file cannot be written
+"""
+
+
+class MembershipError(Exception):
+    """Base of all errors of this package."""
+
+
+class SourceFailed(MembershipError):
+    """Says why, in words; `reason` is a label."""
+
+    def __init__(self, reason: str, text: str) -> None:
+        super().__init__(text)
+        self.reason = reason
+
+
+class EditRefused(MembershipError):
+    """Names the node, or the file, and what speaks against it."""

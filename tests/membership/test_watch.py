@@ -1,0 +1,101 @@
+"""What a gateway hears of registries: what has changed, what is lost, and what is back."""
+
+import asyncio
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from membership.errors import SourceFailed
+from membership.member import Member
+from membership.registration import FolderEntry, registered
+from membership.view import RegistryReading, View
+from membership.watch import MembershipWatch
+
+A = Member(id="a", agent="127.0.0.1:7001")
+
+
+class Scripted:
+    """Says one thing after the other, and the last one for ever."""
+
+    name = "file"
+
+    def __init__(self, *answers: RegistryReading | SourceFailed | Callable[[], object] | None) -> None:
+        self.answers = list(answers)
+
+    def look(self) -> RegistryReading | None:
+        answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+        if isinstance(answer, SourceFailed):
+            raise answer
+        if callable(answer):
+            answer()
+            return None
+        return answer
+
+
+def heard(source: Scripted, number: int, late_s: float = 60.0) -> tuple[list[View], list[str]]:
+    """The first views that are told of, and the failures up to then."""
+    views, failures = list[View](), list[str]()
+
+    async def main() -> None:
+        enough = asyncio.Event()
+
+        def on_view(name: str, view: View) -> None:
+            views.append(view)
+            if len(views) == number:
+                enough.set()
+
+        watch = MembershipWatch(
+            [source], asyncio.get_running_loop().time, on_view, lambda name, reason: failures.append(reason),
+            poll_s=0.0, late_s=late_s,
+        )  # fmt: skip
+        running = asyncio.create_task(watch.run())
+        async with asyncio.timeout(60.0):
+            await enough.wait()
+        running.cancel()
+        await asyncio.wait([running])
+
+    asyncio.run(main())
+    return views, failures
+
+
+def test_a_registry_that_fails_and_is_back_as_it_was_is_fresh_again() -> None:
+    lost = SourceFailed("missing", "it is not there")
+    views, failures = heard(Scripted(RegistryReading(members=[A]), None, lost, lost, None), 3)
+    assert [view.state for view in views] == ["fresh", "frozen", "fresh"]
+    assert all(view.members == {"a": A} for view in views)
+    assert failures == ["missing"]
+
+
+def test_an_empty_list_is_not_believed_however_often_it_is_said() -> None:
+    views, _ = heard(
+        Scripted(RegistryReading(members=[A]), RegistryReading(), None, None, RegistryReading(members=[A])), 3
+    )
+    assert [(view.state, [*view.members]) for view in views] == [("fresh", ["a"]), ("frozen", ["a"]), ("fresh", ["a"])]
+
+
+def test_a_registry_that_hangs_is_lost_until_it_answers() -> None:
+    hung = threading.Event()
+    threading.Timer(0.3, hung.set).start()
+    views, failures = heard(Scripted(RegistryReading(members=[A]), hung.wait, None), 3, late_s=0.05)
+    assert [view.state for view in views] == ["fresh", "frozen", "fresh"]
+    assert failures == ["late"]
+
+
+def test_a_node_is_registered_while_it_runs_and_comes_back_when_its_file_was_lost(tmp_path: Path) -> None:
+    entry = FolderEntry(tmp_path / "fleet", A)
+
+    async def until(holds: Callable[[], bool]) -> None:
+        async with asyncio.timeout(60.0):
+            while not holds():  # noqa: ASYNC110 a file says nothing by itself
+                await asyncio.sleep(0.01)
+
+    async def main() -> None:
+        async with registered(entry, beat_s=0.01):
+            await asyncio.sleep(0.05)  # it cannot be written, and the node serves anyway
+            entry.path.parent.mkdir()
+            await until(entry.path.exists)
+            await asyncio.to_thread(entry.path.unlink)
+            await until(entry.path.exists)
+        assert not entry.path.exists()
+
+    asyncio.run(main())
