@@ -5,9 +5,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, settings
 
 from tests.peers import Peers
+from tests.properties import register_profiles
 from tests.sampling import (  # noqa: F401 hooks of --sample
     pytest_addoption,
     pytest_configure,
@@ -18,10 +18,7 @@ from tests.sampling import (  # noqa: F401 hooks of --sample
 )
 from tests.sampling import pytest_collection_modifyitems as sample
 
-settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-# `--hypothesis-profile thorough`: what a hundred examples find once in weeks, in one run.
-settings.register_profile("thorough", settings.get_profile("patient"), max_examples=4000)
-settings.load_profile("patient")
+register_profiles()
 
 
 @pytest.hookimpl(trylast=True)  # after -m and -k
