@@ -1,7 +1,8 @@
 """What all suites share: models for real engines, and no property that fails because the machine is busy."""
 
+import gc
 import signal
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,16 @@ from tests.sampling import (  # noqa: F401 hooks of --sample
 from tests.sampling import pytest_collection_modifyitems as sample
 
 register_profiles()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Modules and tests stay: no collection of garbage looks at them, neither while they are made nor later."""
+    gc.disable()
+    result = yield
+    gc.enable()
+    gc.freeze()
+    return result
 
 
 @pytest.hookimpl(trylast=True)  # after -m and -k

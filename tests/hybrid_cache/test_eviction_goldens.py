@@ -91,6 +91,8 @@ def test_one_category_is_lru(trace):
         assert aware.request(Use(row.now, row.path)) == lru.request(Use(row.now, row.path))
 
 
+@pytest.mark.rotating
+@pytest.mark.dimensions(share=None)
 @pytest.mark.parametrize("share", [0.02, 0.2])
 def test_default_beats_the_classics(trace, share):
     capacity = round(trace.footprint * share)
