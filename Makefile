@@ -34,6 +34,12 @@ SEED   ?= $(shell git rev-parse --short=12 HEAD 2>/dev/null || echo 0)
 LIMITS ?=
 sampled = $(if $(SAMPLE),--sample $(SAMPLE) --sample-seed $(SEED) $(LIMITS))
 
+# What tests of whole systems, of real engines over many cases and of other environments are marked with; the folders that
+# have no other tests are not even read.
+AT_EVERY_CHANGE := -m "not e2e and not slow and not vllm and not sglang" --ignore tests/e2e --ignore tests/vllm --ignore tests/equality
+# Cases that are variants of one property take turns, and so do examples of properties: another SEED, another few of them.
+IN_TURN := --rotate $(SEED) --hypothesis-profile brief
+
 # Test files are spread over the cores; those marked `long` start first.
 SPREAD := -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
@@ -49,7 +55,7 @@ RELEASE      ?= 0.33.0
 VERSION      ?=
 OTHER        ?= HEAD~1
 
-.PHONY: setup demo up test test-all test-e2e test-deploy test-storm test-crowd test-flips test-migration test-borders fuzz soak soak-cache test-rdma test-equality test-vllm test-vllm-release test-sglang test-schema test-clients test-load test-mixed test-versions lint format lock proto wheel docs check-resolution release clean help
+.PHONY: setup demo up test test-whole test-all test-e2e test-deploy test-storm test-crowd test-flips test-migration test-borders fuzz soak soak-cache test-rdma test-equality test-vllm test-vllm-release test-sglang test-schema test-clients test-load test-mixed test-versions lint format lock proto wheel docs check-resolution release clean help
 
 help:            ## Show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -71,12 +77,15 @@ up: $(STAMP)     ## Start the demo's topology as an OpenAI server on port 8000, 
 	@$(BIN)/prfaas up
 
 # Threads of torch and NumPy that share a core with other tests mostly wait for each other.
-test: export OMP_NUM_THREADS = 1
-test: $(STAMP)   ## The tests to run at every change (minutes); longer suites have targets of their own
-	$(BIN)/python -m pytest -m "not e2e and not slow and not vllm and not sglang" $(SPREAD) --hypothesis-seed=$(SEED)
+test test-whole: export OMP_NUM_THREADS = 1
+test: $(STAMP)   ## The tests to run at every change (minutes), variants of one property in turn; prints what it left out
+	$(BIN)/python -m pytest $(AT_EVERY_CHANGE) $(SPREAD) $(IN_TURN) --hypothesis-seed=$(SEED)
+
+test-whole: $(STAMP)  ## The same with every variant, and four times as many examples of each property
+	$(BIN)/python -m pytest $(AT_EVERY_CHANGE) $(SPREAD) --hypothesis-seed=$(SEED)
 
 # CI runs samples of the long suites, other samples for each commit. This target runs all of them whole, for releases: over an hour.
-test-all: lint test test-e2e test-deploy fuzz soak soak-cache test-storm test-crowd test-flips test-migration test-borders test-rdma test-vllm test-sglang test-equality test-schema test-clients test-load docs wheel demo  ## Every suite, whole (over an hour)
+test-all: lint test-whole test-e2e test-deploy fuzz soak soak-cache test-storm test-crowd test-flips test-migration test-borders test-rdma test-vllm test-sglang test-equality test-schema test-clients test-load docs wheel demo  ## Every suite, whole (over an hour)
 
 test-e2e: $(STAMP)  ## Test whole systems: tokens, the API, killed nodes, cut connections, replaced certificates, failing disks, plans
 	$(BIN)/python -m pytest -m e2e tests/e2e $(sampled)

@@ -1,13 +1,14 @@
 """What all suites share: models for real engines, and no property that fails because the machine is busy."""
 
+import gc
 import signal
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, settings
 
 from tests.peers import Peers
+from tests.properties import register_profiles
 from tests.sampling import (  # noqa: F401 hooks of --sample
     pytest_addoption,
     pytest_configure,
@@ -18,10 +19,17 @@ from tests.sampling import (  # noqa: F401 hooks of --sample
 )
 from tests.sampling import pytest_collection_modifyitems as sample
 
-settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-# `--hypothesis-profile thorough`: what a hundred examples find once in weeks, in one run.
-settings.register_profile("thorough", settings.get_profile("patient"), max_examples=4000)
-settings.load_profile("patient")
+register_profiles()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Modules and tests stay: no collection of garbage looks at them, neither while they are made nor later."""
+    gc.disable()
+    result = yield
+    gc.enable()
+    gc.freeze()
+    return result
 
 
 @pytest.hookimpl(trylast=True)  # after -m and -k

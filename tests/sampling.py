@@ -8,6 +8,12 @@ another cover and draws others. What was left out is printed. The seed may come 
     --sample-limit case=2                                      two values of `case`, drawn by the seed: where each one costs
                                                                a start of its own, other seeds have the others
 
+Inside a suite that runs at every change, a test or a module whose many cases are variants of one property is marked:
+
+    @pytest.mark.rotating                                      `--rotate S` runs as few of its cases as have each test and
+                                                               each value once; pairs of values come and go with the seed
+    @pytest.mark.rotating("name")                              tests of a module that have a name in common cover together
+
 Greedy cover of pairs: Cohen, Dalal, Fredman, Patton, "The AETG System" (1997).
 """
 
@@ -23,6 +29,7 @@ import pytest
 
 SEED_VARIABLE: Final = "PRFAAS_SAMPLE_SEED"
 MARKER: Final = "dimensions"
+ROTATING: Final = "rotating"
 TEST: Final = "test"  # the dimension that every test has
 
 Value = tuple[str, str]
@@ -36,32 +43,41 @@ class Candidate:
     name: str
     values: Mapping[str, str]
 
-    def combinations(self) -> frozenset[tuple[Value, ...]]:
+    def combinations(self, pairs: bool) -> frozenset[tuple[Value, ...]]:
         """What it covers: each value alone, and each pair of values."""
         values = sorted(self.values.items())
-        return frozenset([(value,) for value in values] + list(combinations(values, 2)))
+        return frozenset([(value,) for value in values] + (list(combinations(values, 2)) if pairs else []))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """Names in the order of the candidates. `covered` of `total` values and pairs are among the chosen."""
+    """Names in the order of the candidates. `covered` of `total` of what a sample counts are among the chosen."""
 
     chosen: tuple[str, ...]
     left_out: tuple[str, ...]
     covered: int
     total: int
+    counts: str = "values and pairs of values"
 
 
-def draw(candidates: Sequence[Candidate], size: int, seed: str, limits: Mapping[str, int] | None = None) -> Sample:
+def draw(
+    candidates: Sequence[Candidate],
+    size: int,
+    seed: str,
+    limits: Mapping[str, int] | None = None,
+    *,
+    pairs: bool = True,
+) -> Sample:
     """Covers all pairs with as few candidates as a greedy choice finds, then fills up to `size` by chance.
 
     `size` 0 leaves it at the cover. Where the cover has no room in `size`, the part of it that covers most comes first.
     `limits`: of how many values of a dimension there may be candidates; those without the dimension are not meant.
+    Without `pairs` it covers values alone.
     """
     order = list(candidates)
     rng = random.Random(seed)
     rng.shuffle(order)
-    covers = {candidate.name: candidate.combinations() for candidate in order}
+    covers = {candidate.name: candidate.combinations(pairs) for candidate in order}
     assert len(covers) == len(order), "names are not unique"
     allowed = {candidate.name: covers[candidate.name] for candidate in _within(order, limits or {}, rng)}
     cover = _cover(allowed)
@@ -94,14 +110,29 @@ def _cover(covers: Mapping[str, frozenset[tuple[Value, ...]]]) -> list[str]:
     return chosen
 
 
+def rotate(candidates: Mapping[str, Candidate], groups: Mapping[str, str], seed: str) -> Sample:
+    """Each group has a cover of its values. `groups`: of a candidate's name; those without one are not meant."""
+    members: dict[str, list[Candidate]] = defaultdict(list)
+    for name, group in groups.items():
+        members[group].append(candidates[name])
+    samples = [draw(alike, 0, f"{seed} {group}", pairs=False) for group, alike in sorted(members.items())]
+    return Sample(
+        chosen=tuple(name for sample in samples for name in sample.chosen),
+        left_out=tuple(name for sample in samples for name in sample.left_out),
+        covered=sum(sample.covered for sample in samples),
+        total=sum(sample.total for sample in samples),
+        counts="values",
+    )
+
+
 def compact(names: Sequence[str]) -> Iterator[str]:
     """Test ids, one line per test: `path::test[a] [b] [c]`."""
     by_test: dict[str, list[str]] = defaultdict(list)
     for name in names:
         test, bracket, parameters = name.partition("[")
         by_test[test].append(bracket + parameters)
-    for test, parameters in by_test.items():
-        yield test + " ".join(parameters)
+    for test, cases in by_test.items():
+        yield test + " ".join(cases)
 
 
 # pytest's side; tests/conftest.py takes these hooks up.
@@ -121,26 +152,34 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="of the values of a dimension only K, drawn by the seed",
     )
     group.addoption("--sample-seed", metavar="S", help=f"which sample (default: {SEED_VARIABLE} of the environment)")
+    group.addoption("--rotate", metavar="S", help=f"of what is marked `{ROTATING}`, run the few cases that S draws")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", f"{MARKER}(**values): what a sample of tests has to cover; None: nothing")
+    config.addinivalue_line("markers", f"{ROTATING}(name): cases of one property, of which --rotate draws a few")
 
 
 @pytest.hookimpl(trylast=True)  # after -m and -k
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    size = config.getoption("sample")
-    if size is None:
+    size, turn = config.getoption("sample"), config.getoption("rotate")
+    if size is None and turn is None:
         return
-    seed = config.getoption("sample_seed") or os.environ.get(SEED_VARIABLE)
-    if not seed:
-        raise pytest.UsageError(f"--sample needs --sample-seed, or {SEED_VARIABLE}")
-    limits = dict(config.getoption("sample_limit"))
-    sample = draw([Candidate(item.nodeid, dimensions(item)) for item in items], size, seed, limits)
+    candidates = {item.nodeid: Candidate(item.nodeid, dimensions(item)) for item in items}
+    assert len(candidates) == len(items), "names are not unique"
+    if size is None:
+        seed = turn
+        groups = {item.nodeid: group for item in items if (group := group_of(item)) is not None}
+        sample = rotate(candidates, groups, seed)
+    else:
+        seed = config.getoption("sample_seed") or os.environ.get(SEED_VARIABLE)
+        if not seed or turn is not None:
+            raise pytest.UsageError(f"--sample needs --sample-seed, or {SEED_VARIABLE}, and goes without --rotate")
+        sample = draw(list(candidates.values()), size, seed, dict(config.getoption("sample_limit")))
     config.stash[_SAMPLE] = (seed, sample)
-    chosen = set(sample.chosen)
-    config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in chosen])
-    items[:] = [item for item in items if item.nodeid in chosen]
+    out = set(sample.left_out)
+    config.hook.pytest_deselected(items=[item for item in items if item.nodeid in out])
+    items[:] = [item for item in items if item.nodeid not in out]
 
 
 def pytest_report_collectionfinish(config: pytest.Config) -> list[str]:
@@ -176,6 +215,14 @@ def dimensions(item: pytest.Item) -> dict[str, str]:
     return {name: str(value) for name, value in values.items() if value is not None}
 
 
+def group_of(item: pytest.Item) -> str | None:
+    """Which cases cover together: those of the test or the module that is marked, or all that have the marker's name."""
+    for node, mark in item.iter_markers_with_node(ROTATING):
+        module = item.nodeid.partition("::")[0]
+        return f"{module} {mark.args[0]}" if mark.args else node.nodeid.partition("[")[0]
+    return None
+
+
 def _limit(text: str) -> tuple[str, int]:
     dimension, _, number = text.partition("=")
     return dimension, int(number)
@@ -191,7 +238,7 @@ def _summary(config: pytest.Config) -> list[str]:
     total = len(sample.chosen) + len(sample.left_out)
     return [
         f"sample: {len(sample.chosen)} of {total} tests, seed {seed}, "
-        f"{sample.covered} of {sample.total} values and pairs of values covered"
+        f"{sample.covered} of {sample.total} {sample.counts} covered"
     ]
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.sampling import SEED_VARIABLE, Candidate, compact, draw
+from tests.sampling import SEED_VARIABLE, Candidate, compact, draw, rotate
 
 ROOT = Path(__file__).parent.parent
 
@@ -73,6 +73,22 @@ def test_tests_without_parameters_are_always_there() -> None:
     assert {candidate.name for candidate in alone} <= set(sample.chosen)
 
 
+def test_each_group_of_a_rotation_has_each_value_once_and_other_pairs_with_each_seed() -> None:
+    candidates = {candidate.name: candidate for candidate in grid(model="abcdef", hit="012", length="pqr")}
+    groups = {name: "deep" if name[0] in "abc" else "wide" for name in candidates}
+    samples = [rotate(candidates, groups, str(seed)) for seed in range(60)]
+    for sample in samples:
+        assert {letter for name in sample.chosen for letter in name} == set("abcdef012pqr")
+        assert all(
+            set("012pqr") < set("".join(n for n in sample.chosen if groups[n] == group)) for group in ("deep", "wide")
+        )
+        assert len(sample.chosen) <= 2 * 4
+        assert sorted((*sample.chosen, *sample.left_out)) == sorted(candidates)
+        assert sample.covered == sample.total == 2 * 9
+    assert {name for sample in samples for name in sample.chosen} == set(candidates), "each has its turn"
+    assert samples[3] == rotate(candidates, groups, "3")
+
+
 def test_more_than_there_are_is_all() -> None:
     assert draw(grid(model="ab", hit="01"), 100, "s").left_out == ()
 
@@ -98,6 +114,19 @@ def test_classes(n): pass
 
 @pytest.mark.slow
 def test_not_meant(): pass
+
+@pytest.mark.rotating
+@pytest.mark.parametrize("model", "xyz")
+@pytest.mark.parametrize("hit", [0, 1])
+def test_of_one_property(model, hit): pass
+
+@pytest.mark.rotating("both")
+@pytest.mark.parametrize("model", "xyz")
+def test_one_side(model): pass
+
+@pytest.mark.rotating("both")
+@pytest.mark.parametrize("model", "xyz")
+def test_other_side(model): pass
 """
 
 
@@ -114,9 +143,9 @@ def run(folder: Path, *arguments: str, **environment: str) -> str:
 
 def test_pytest_runs_the_sample_and_prints_the_rest(tmp_path: Path) -> None:
     output = run(tmp_path, "--sample", "0", "--sample-seed", "abc")
-    # 6 pairs of model and hit, one of fifty alike, one of each class
-    assert "sample: 9 of 67 tests, seed abc, " in output
-    assert "9 passed" in output
+    # 6 pairs of model and hit, one of fifty alike, one of each class; six pairs of rotating tests, and six more
+    assert "sample: 21 of 79 tests, seed abc, " in output
+    assert "21 passed" in output
     assert "left out: test_suite.py::test_many[" in output
     assert "test_not_meant" not in output
 
@@ -127,7 +156,7 @@ def test_workers_tell_what_they_drew(tmp_path: Path) -> None:
     said = [line for line in alone if "left out:" in line or line.startswith("sample:")]
     assert said
     assert set(said) <= set(spread)
-    assert any("9 passed" in line for line in spread)
+    assert any("21 passed" in line for line in spread)
 
 
 def test_the_seed_may_come_from_the_environment_and_must_come(tmp_path: Path) -> None:
@@ -137,8 +166,18 @@ def test_the_seed_may_come_from_the_environment_and_must_come(tmp_path: Path) ->
 
 def test_without_the_option_everything_runs(tmp_path: Path) -> None:
     output = run(tmp_path)
-    assert "67 passed" in output
+    assert "79 passed" in output
     assert "sample:" not in output
+
+
+def test_a_rotation_thins_out_what_is_marked_and_nothing_else(tmp_path: Path) -> None:
+    output = run(tmp_path, "--rotate", "abc")
+    # three of six; of two times three, three that have both tests and each value
+    assert "sample: 6 of 12 tests, seed abc, 11 of 11 values covered" in output
+    assert f"{67 + 6} passed" in output
+    assert "left out: test_suite.py::test_of_one_property[" in output
+    assert "test_many" not in output
+    assert "passed" not in run(tmp_path, "--rotate", "abc", "--sample", "5", "--sample-seed", "abc")
 
 
 @pytest.mark.parametrize("size", [0, 5, 50])

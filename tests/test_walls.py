@@ -4,7 +4,7 @@ import ast
 import functools
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,14 +42,14 @@ class Seen:
 @functools.cache
 def seen(path: Path) -> Seen:
     """A file is parsed once; its whole tree is not kept."""
-    tree = ast.parse(path.read_text())
-    imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
-    classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    nodes = list(ast.walk(ast.parse(path.read_text())))
+    imports = [node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)]
+    classes = [node for node in nodes if isinstance(node, ast.ClassDef)]
     methods = [
         (node.name, sum(isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef) for part in node.body))
         for node in classes
     ]
-    return Seen(ast.Module(list(imports), []), methods, private_names(tree))
+    return Seen(ast.Module(list(imports), []), methods, private_names(nodes))
 
 
 def module_of(path: Path) -> str:
@@ -149,10 +149,10 @@ def test_a_class_name_means_one_class_or_the_glossary_says_why() -> None:
     assert len(repeated) <= MAX_REPEATED
 
 
-def private_names(tree: ast.AST) -> list[str]:
+def private_names(nodes: Iterable[ast.AST]) -> list[str]:
     """What a module names of others that they call private: attributes and imports. (os._exit is public all the same.)"""
     found: list[str] = []
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Attribute) and not isinstance(node.value, ast.Call):  # super()._name() is one's own
             if not (isinstance(node.value, ast.Name) and node.value.id in ("self", "cls", "os")):
                 found.append(node.attr)
@@ -163,7 +163,7 @@ def private_names(tree: ast.AST) -> list[str]:
 
 def test_a_reach_into_somebodys_privates_is_found() -> None:
     tree = ast.parse("from a import _b\nself._c = super()._d()\ne._f.g = cls._h\ne.__class__\nself.i._j()\n")
-    assert sorted(private_names(tree)) == ["_b", "_f", "_j"]
+    assert sorted(private_names(ast.walk(tree))) == ["_b", "_f", "_j"]
 
 
 # What vLLM and SGLang call private is looked at on purpose there: their next versions may have it otherwise.

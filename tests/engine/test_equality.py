@@ -38,15 +38,16 @@ def continued(engine: EmbeddedEngine, prompt: list[int], cached: int) -> list[in
     return greedy(engine, second, length, prompt[-1:], OUTPUT)
 
 
+@pytest.mark.rotating
+@pytest.mark.parametrize("length", SMALL)
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_decode_from_pages_equals_generate(arch, engine_of, model_dir):
-    engine = engine_of(arch)
+def test_decode_from_pages_equals_generate(arch, length, engine_of, model_dir):
+    engine, prompt = engine_of(arch), random_tokens(length)
     other = EmbeddedEngine.load_directory(model_dir(arch), block_size=BLOCK)
-    for length in SMALL:
-        prompt = random_tokens(length)
-        assert handed_over(engine, other, prompt) == reference_tokens(engine.model, prompt, OUTPUT), length
+    assert handed_over(engine, other, prompt) == reference_tokens(engine.model, prompt, OUTPUT)
 
 
+@pytest.mark.rotating("more")
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_prefill_from_a_cached_prefix_equals_generate(arch, engine_of):
     engine, prompt = engine_of(arch), random_tokens(3 * BLOCK + 5)
@@ -55,12 +56,14 @@ def test_prefill_from_a_cached_prefix_equals_generate(arch, engine_of):
         assert continued(engine, prompt, cached) == expected, cached
 
 
+@pytest.mark.rotating("more")
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_greedy_output_is_not_degenerate(arch, engine_of):
     for length in (5, 40, 200):
         assert len(set(reference_tokens(engine_of(arch).model, random_tokens(length), 32))) > 5
 
 
+@pytest.mark.rotating("more")
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_wrong_pages_give_other_tokens(arch, engine_of):
     """The outputs depend on every kind of page: else the tests above would prove nothing."""

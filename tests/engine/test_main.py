@@ -75,7 +75,7 @@ def test_running_stream_finishes_after_sigterm_and_new_ones_are_refused():
     process, url = start("--emulate", "kimi_linear", "--decode-step-s", "0.1")
 
     async def scenario():
-        body = {"model": "emulated-kimi_linear", "prompt": [5, 6, 7], "max_tokens": 50}
+        body = {"model": "emulated-kimi_linear", "prompt": [5, 6, 7], "max_tokens": 30}
         running = asyncio.create_task(asyncio.to_thread(post, url, **body))
         await until_true(lambda: "prfaas_engine_num_requests_running 1.0" in get(url, "/metrics"))
         process.send_signal(signal.SIGTERM)
@@ -84,7 +84,7 @@ def test_running_stream_finishes_after_sigterm_and_new_ones_are_refused():
             await asyncio.to_thread(post, url, **body)
         with caught.value as refused:
             assert (refused.code, json.load(refused)["error"]["code"]) == (503, "draining")
-        assert json.loads(await running)["choices"][0]["token_ids"] == emulated_tokens([5, 6, 7], 50)
+        assert json.loads(await running)["choices"][0]["token_ids"] == emulated_tokens([5, 6, 7], 30)
 
     try:
         asyncio.run(scenario())
@@ -95,11 +95,15 @@ def test_running_stream_finishes_after_sigterm_and_new_ones_are_refused():
 
 PARENT = """
 import ctypes, signal, subprocess, sys
+
+pytestmark = pytest.mark.long
 libc = ctypes.CDLL(None)
 subprocess.run(sys.argv[1:], preexec_fn=lambda: libc.prctl(1, signal.SIGTERM))
 """
 
 
+@pytest.mark.rotating
+@pytest.mark.dimensions(already_draining=None)
 @pytest.mark.parametrize("already_draining", [False, True])
 def test_an_orphan_ends_at_once_and_frees_its_port(already_draining):
     """However much it has to do: its answer would take seven minutes, its drain may take ten."""
@@ -208,9 +212,6 @@ def test_help_imports_no_model_code():
 
 
 def test_port_in_use_is_said(capsys):
-    process, url = start("--emulate", "llama")
-    try:
-        assert main(["--emulate", "llama", "--port", url.rsplit(":", 1)[1]]) == 2
-        assert "in use" in capsys.readouterr().err
-    finally:
-        assert finish(process)[0] == 0
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        assert main(["--emulate", "llama", "--port", str(taken.getsockname()[1])]) == 2
+    assert "in use" in capsys.readouterr().err

@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import inspect
 import json
 import time
 from abc import ABC, abstractmethod
@@ -13,6 +14,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import aiohttp
+import pytest
 import uvloop
 
 from gateway.admission.concurrency import ConcurrencyLimiter
@@ -58,6 +60,10 @@ def request_of(text: str, served: ServedModel, **fields: Any) -> Request:
     return Request("r", "r-1", call, prompt, served, RequestProgress(Timeline(0.0)), **fields)
 
 
+LOOPS: dict[str, Callable[[], asyncio.AbstractEventLoop]] = {
+    "asyncio": asyncio.new_event_loop,
+    "uvloop": uvloop.new_event_loop,
+}
 SERVED = ServedModel("scripted", "scripted", LAYOUT, 4096, Hashing(block_size=16, salt=b"salt"))
 
 
@@ -67,8 +73,21 @@ def on_loop(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
 
 
 def on_both_loops(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
-    """The same once more on the loop that processes run on: its transports differ in more than speed."""
-    return on_loops(test, [asyncio.new_event_loop, uvloop.new_event_loop])
+    """The same once more on the loop that processes run on: its transports differ in more than speed.
+
+    Where cases rotate, each test of a module runs on one of the two.
+    """
+
+    @functools.wraps(test)
+    def run(*args: Any, loop: str | None = None, **kwargs: Any) -> None:
+        for each in LOOPS if loop is None else [loop]:  # none: it is called in a test
+            _run(LOOPS[each], test, *args, **kwargs)
+
+    arguments = inspect.signature(test)
+    loop = inspect.Parameter("loop", inspect.Parameter.KEYWORD_ONLY)
+    run.__signature__ = arguments.replace(parameters=[*arguments.parameters.values(), loop])  # type: ignore[attr-defined]
+    marked: Callable[..., None] = pytest.mark.rotating("loops")(pytest.mark.parametrize("loop", LOOPS)(run))
+    return marked
 
 
 def on_loops(
@@ -78,17 +97,23 @@ def on_loops(
 
     @functools.wraps(test)
     def run(*args: Any, **kwargs: Any) -> None:
-        async def main() -> None:
-            async with asyncio.timeout(2 * PATIENCE_S):
-                await test(*args, **kwargs)
-            # A grpc server's own tasks end a few steps after it has stopped.
-            await until(lambda: len(asyncio.all_tasks()) == 1, asyncio.all_tasks)
-
         for loop in loops:
-            with asyncio.Runner(loop_factory=loop) as runner:
-                runner.run(main())
+            _run(loop, test, *args, **kwargs)
 
     return run
+
+
+def _run(
+    loop: Callable[[], asyncio.AbstractEventLoop], test: Callable[..., Awaitable[None]], *args: Any, **kwargs: Any
+) -> None:
+    async def main() -> None:
+        async with asyncio.timeout(2 * PATIENCE_S):
+            await test(*args, **kwargs)
+        # A grpc server's own tasks end a few steps after it has stopped.
+        await until(lambda: len(asyncio.all_tasks()) == 1, asyncio.all_tasks)
+
+    with asyncio.Runner(loop_factory=loop) as runner:
+        runner.run(main())
 
 
 async def until(holds: Callable[[], object], found: Callable[[], object] = lambda: "it did not happen") -> None:

@@ -17,6 +17,7 @@ from hybrid_cache.index.index import PrefixIndex
 from hybrid_cache.index.store import PrefixStore
 from tests.clocks import YEAR_S, times
 from tests.hybrid_cache.builders import FULL, STATE, WINDOW, hashes_of, make_layout
+from tests.properties import examples
 
 LAYOUTS = {"dense": (FULL,), "hybrid": (FULL, STATE), "windows": (FULL, WINDOW), "all": (FULL, WINDOW, STATE)}
 PROMPTS = st.tuples(st.integers(0, 3), st.integers(0, 8), st.sampled_from(["", "chat", "agent"]))
@@ -33,7 +34,7 @@ def serve(cache: PrefixCache, now: float, prompt: tuple[int, int, str]) -> None:
 
 @pytest.mark.parametrize("specs", LAYOUTS.values(), ids=LAYOUTS)
 @pytest.mark.parametrize("name", POLICIES)
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(data=st.data(), clock=times(max_size=12))
 def test_a_cache_serves_whatever_the_clock_says(specs, name, data, clock):
     layout = make_layout(*specs)

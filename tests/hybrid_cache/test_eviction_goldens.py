@@ -27,6 +27,7 @@ def test_trace(trace):
     assert trace.footprint == GOLDEN["flat"]["fwd"]["unique"]
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("label", GOLDEN["flat"]["fwd"]["caps"])
 @pytest.mark.parametrize("name", ["FIFO", "LRU", "LFU", "SIEVE", "Belady"])
 def test_block_hits_are_equal(trace, name, label):
@@ -35,6 +36,7 @@ def test_block_hits_are_equal(trace, name, label):
     assert sum(counts.hits) == golden["hits"][name][label]
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(("name", "tolerance"), [("ARC", 0.006), ("GDSF", 0.006)])
 @pytest.mark.parametrize("label", ["1%", "10%"])
 def test_block_hits_are_close(trace, name, label, tolerance):
@@ -57,6 +59,7 @@ def prefix_hits_after_warm_up(trace: RecordedTrace, hits) -> int:
     return sum(count for row, count in zip(trace.rows, hits, strict=True) if row.now >= half)
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("name", ["LRU", "FIFO", "S3FIFO", "ARC"])
 @pytest.mark.parametrize("capacity", ["323", "9704"])
 def test_prefix_hits_are_equal(trace, name, capacity):
@@ -88,6 +91,8 @@ def test_one_category_is_lru(trace):
         assert aware.request(Use(row.now, row.path)) == lru.request(Use(row.now, row.path))
 
 
+@pytest.mark.rotating
+@pytest.mark.dimensions(share=None)
 @pytest.mark.parametrize("share", [0.02, 0.2])
 def test_default_beats_the_classics(trace, share):
     capacity = round(trace.footprint * share)

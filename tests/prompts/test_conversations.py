@@ -15,6 +15,7 @@ from prompts.fair_cache import FairCache
 from prompts.reading import Chat, chat_tokens
 from prompts.tokens.tokenizer import TextTokenizer
 from tests.prompts.builders import bpe, chat_template
+from tests.properties import examples
 
 pytestmark = pytest.mark.long
 
@@ -85,7 +86,7 @@ class Reader:
 
 
 @pytest.mark.parametrize("template", APPENDING)
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(turns=st.lists(st.tuples(MESSAGES, st.integers(0, 3), STYLES), min_size=1, max_size=6), tools=st.booleans())
 def test_whatever_is_said_next_the_tokens_are_those_of_the_whole(
     template: str, turns: list[tuple[list[dict[str, Any]], int, tuple[str, str]]], tools: bool

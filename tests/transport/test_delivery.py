@@ -19,6 +19,8 @@ from transport.send.spec import TransferSpec
 from transport.wire.checksum import DIGEST_BYTES, Integrity
 from transport.wire.frames import Accept, Chunk, Nack, Refuse
 
+pytestmark = pytest.mark.long
+
 MIXED = [300_000, 0, 20_480, 1, 3_000_000, 70_000] * 3
 MB = 1 << 20
 

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.properties import examples
 from tests.transport.helpers import SECRET, Memory
 from transport.loopback import Loopback
 from transport.receive.registry.landing import LandingResult
@@ -218,7 +219,7 @@ class Trouble:
         yield data[:at] + bytes([data[at] ^ (1 << int(self._rng.integers(0, 8)))]) + data[at + 1 :]
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(40), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     st.integers(0, 2**32),
     st.integers(1, 4),
@@ -235,7 +236,7 @@ def test_every_byte_is_right_whatever_the_wire_does(
     assert source.content() == target.content()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(st.integers(0, 2**32))
 def test_flipped_payload_bits_are_never_taken_for_data(seed: int) -> None:
     """Flips in headers may end the transfer, too; what must not happen is a landing that is complete and wrong."""
@@ -255,7 +256,7 @@ def test_byte_at_a_time() -> None:
     assert source.content() == target.content()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(st.integers(0, 2**32), st.sampled_from([0, 100_000]))
 def test_connections_that_die_at_random_cost_no_byte(seed: int, eager_bytes: int) -> None:
     rng = np.random.default_rng(seed)

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.properties import examples
 from transport.turns import MAX_FLOWS, Turns
 
 YEAR_S = 365 * 86_400.0
@@ -117,7 +118,7 @@ def test_nobody_waits_longer_than_it_takes_the_others_to_have_had_as_much(data, 
         assert waited_s <= patience_s
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(st.integers(1, 1 << 20), st.integers(1, 8))
 def test_not_even_ever_new_flows_keep_one_waiting_for_ever(tokens, newcomers_at_once):
     """Those that come later stand behind: an old flow is a newcomer again at last."""

@@ -14,6 +14,8 @@ from tests.engine.mini_agent import SALT, MiniAgent
 from tests.engine.running import PATIENCE_S, decode_leg, emulated, prefill_leg, running, until
 from transport.control import messages as m
 
+pytestmark = pytest.mark.long
+
 LOCAL = {"salt": SALT.hex()}
 
 
@@ -49,22 +51,25 @@ async def remote(prefill, decode, agent, prompt, count, transfer_id="t"):
     return leg, answer
 
 
+@pytest.mark.rotating
+@pytest.mark.parametrize("length", [2, 64, 65, 66, 129, 700])
 @pytest.mark.parametrize("arch", ["kimi_linear", "gemma3", "llama"])
-def test_two_emulated_nodes_hand_over(arch, tmp_path):
+def test_two_emulated_nodes_hand_over(arch, length, tmp_path):
     async def scenario():
         async with pair((emulated(arch), emulated(arch)), tmp_path) as (prefill, decode, agent):
-            for length in (2, 64, 65, 66, 129, 700):
-                prompt = random_tokens(length)
-                leg, answer = await remote(prefill, decode, agent, prompt, 20, f"t{length}")
-                assert answer["choices"][0]["token_ids"] == emulated_tokens(prompt, 20), length
-                assert "kv_transfer_params" not in answer
-                params = leg["kv_transfer_params"]
-                assert (params["delivered"], params["num_tokens"]) == (True, length - 1)
-                assert leg["choices"][0]["text"] == ""
+            prompt = random_tokens(length)
+            leg, answer = await remote(prefill, decode, agent, prompt, 20)
+            assert answer["choices"][0]["token_ids"] == emulated_tokens(prompt, 20)
+            assert "kv_transfer_params" not in answer
+            params = leg["kv_transfer_params"]
+            assert (params["delivered"], params["num_tokens"]) == (True, length - 1)
+            assert leg["choices"][0]["text"] == ""
 
     asyncio.run(scenario())
 
 
+@pytest.mark.rotating
+@pytest.mark.dimensions(arch=None)
 @pytest.mark.parametrize("arch", ["kimi_linear", "gemma3"])
 def test_two_real_nodes_hand_over(arch, engine_of, tmp_path):
     engine = engine_of(arch)

@@ -43,6 +43,7 @@ def test_every_architecture_decodes_together(arch, engine_of):
     assert engine_of(arch).alone_because is None
 
 
+@pytest.mark.rotating("bits")
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_a_batch_changes_no_bit(arch, engine_of):
     engine = engine_of(arch)
@@ -51,6 +52,7 @@ def test_a_batch_changes_no_bit(arch, engine_of):
         step(engine, pairs)
 
 
+@pytest.mark.rotating("bits")
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_sequences_come_and_go(arch, engine_of):
     engine = engine_of(arch)
@@ -63,6 +65,7 @@ def test_sequences_come_and_go(arch, engine_of):
     step(engine, [fresh, short, third, second])
 
 
+@pytest.mark.rotating("bits")
 @pytest.mark.parametrize("arch", ["qwen3_next", "gemma3"])
 def test_what_an_answer_leaves_behind_does_not_depend_on_the_batch(arch, engine_of):
     engine = engine_of(arch)

@@ -15,6 +15,7 @@ from hybrid_cache.errors import LayoutError
 from hybrid_cache.layout.spec import LinearState
 from tests.engine.vllm.builders import BLOCK, full, layout_of, pages_for, state, tables_for
 from tests.engine.vllm.copy_oracle import BlockCopy, attention_copies, state_copy
+from tests.properties import examples
 from transport.control.messages import JobPages
 
 Moves = dict[int, tuple[int, int]]
@@ -82,7 +83,7 @@ def random_table(rng: random.Random, num_tokens: int) -> Table:
 
 
 @given(st.integers(0, 1 << 32))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_a_plan_is_what_the_rule_says_block_by_block(seed: int) -> None:
     rng = random.Random(seed)
     layout, num_tokens = random_layout(rng), rng.randint(1, 7 * BLOCK)

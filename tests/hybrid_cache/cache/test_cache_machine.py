@@ -10,6 +10,7 @@ from hybrid_cache.errors import OutOfPages
 from hybrid_cache.eviction import POLICIES, default_policy
 from hybrid_cache.index.index import PrefixIndex
 from tests.hybrid_cache.builders import BLOCK, FULL, STATE, WINDOW, hashes_of, make_layout, reserve
+from tests.properties import examples
 
 TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=4).map(lambda runs: [t for t in runs for _ in range(6)])
 
@@ -161,7 +162,7 @@ class NoFullAttentionMachine(CacheMachine):
     specs = (WINDOW, STATE)
 
 
-LIMITS = settings(max_examples=25, stateful_step_count=25, deadline=None)
+LIMITS = settings(max_examples=examples(25), stateful_step_count=25, deadline=None)
 TestCacheMachine = CacheMachine.TestCase
 TestCacheMachine.settings = LIMITS
 TestWindowMachine = WindowMachine.TestCase

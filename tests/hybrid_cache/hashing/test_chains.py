@@ -10,6 +10,7 @@ from hybrid_cache.hashing.block_hash import Inset, block_hashes, tokens_digest
 from hybrid_cache.hashing.chains import CHUNK_BLOCKS, Chain, ChainCache
 from prompts.fair_cache import FairCache
 from prompts.tokens.segments import TokenArray
+from tests.properties import examples
 
 BLOCK_SIZE = 2
 CHUNK = CHUNK_BLOCKS * BLOCK_SIZE
@@ -23,7 +24,7 @@ def computed(tokens: TokenArray, salt: bytes, block_size: int = BLOCK_SIZE, inse
     return Chain(block_hashes(tokens[:-1], block_size, salt, insets=insets), tokens_digest(tokens, salt, insets))
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(
     st.lists(
         st.tuples(
@@ -41,7 +42,7 @@ def test_prompts_that_share_beginnings_have_the_hashes_of_their_own_tokens(
         assert cache.chain(tokens, BLOCK_SIZE, salt) == computed(tokens, salt)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(
     st.lists(
         st.tuples(

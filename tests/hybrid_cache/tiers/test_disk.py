@@ -22,6 +22,7 @@ from hybrid_cache.errors import DiskInUse
 from hybrid_cache.tiers.disk import ORDER, BlockKey, DiskTier
 from hybrid_cache.tiers.files import Buffer, FileDisk
 from tests.hybrid_cache.builders import FULL, STATE, make_layout
+from tests.properties import examples
 
 LAYOUT = make_layout(FULL, STATE)
 CAPACITY = 13 * 1024
@@ -383,7 +384,7 @@ class DiskMachine(RuleBasedStateMachine):
 
 
 TestDiskMachine = DiskMachine.TestCase
-TestDiskMachine.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
+TestDiskMachine.settings = settings(max_examples=examples(40), stateful_step_count=25, deadline=None)
 
 WRITER = """
 import sys

@@ -6,11 +6,13 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Sequence
 
 import pytest
 
 from planner.commands.arguments import COMMANDS
 from planner.commands.cli import main, parser
+from planner.commands.simulation.trial import trace_of
 from tests.command_lines import unexplained
 from tests.planner.conftest import CONFIGS
 from tests.planner.traces import MOONCAKE
@@ -85,7 +87,7 @@ def test_the_same_input_gives_the_same_plan_file(capsys, tmp_path):
 
 
 def test_simulate_prints_its_keys_and_repeats_itself(capsys):
-    argv = ["simulate", "-c", CASE, "--trace", str(MOONCAKE), "--json", "--seed", "3"]
+    argv = ["simulate", "-c", CASE, "--trace", str(MOONCAKE), "--requests", "100", "--json", "--seed", "3"]
     code, out, _ = run(capsys, *argv)
     assert code == 0
     assert set(json.loads(out)) >= SIMULATION_KEYS
@@ -93,11 +95,11 @@ def test_simulate_prints_its_keys_and_repeats_itself(capsys):
 
 
 def test_seeds_come_with_intervals(capsys):
-    code, out, _ = run(capsys, "simulate", "-c", CASE, "--requests", "600", "--seeds", "3", "--json")
+    code, out, _ = run(capsys, "simulate", "-c", CASE, "--requests", "300", "--seeds", "3", "--json")
     report = json.loads(out)
     assert (code, report["seeds"]) == (0, 3)
     assert 0 < report["ci95"]["ttft_mean_s"] < report["ttft_mean_s"]
-    assert "±" in run(capsys, "simulate", "-c", CASE, "--requests", "600", "--seeds", "3")[1]
+    assert "±" in run(capsys, "simulate", "-c", CASE, "--requests", "300", "--seeds", "3")[1]
 
 
 def test_links_fail_at_given_times(capsys):
@@ -129,8 +131,9 @@ def test_requests_cut_a_trace_whatever_their_number(capsys, tmp_path):
     long = tmp_path / "long.jsonl"
     row = {"timestamp": 0, "input_length": 100, "output_length": 1}
     long.write_text("".join(json.dumps(row | {"timestamp": 3_001 * at}) + "\n" for at in range(20_005)))
-    argv = ["simulate", "-c", CASE, "--extrapolate", "--trace", str(long), "--json"]
-    assert json.loads(run(capsys, *argv, "--requests", "20000")[1])["requests"] == 20_000
+    cut = trace_of(parser().parse_args(["simulate", "-c", CASE, "--trace", str(long), "--requests", "20000"]))
+    assert cut is not None
+    assert len(cut) == 20_000
     assert requests_in(capsys, "--requests", "25") == 25
     assert requests_in(capsys) == 400
 
@@ -168,22 +171,18 @@ def test_numbers_that_make_no_sense_are_refused_as_usage(capsys, argv):
     assert f"argument {argv[0]}" in capsys.readouterr().err
 
 
-def test_the_report_is_of_the_trace_that_was_given(capsys, tmp_path):
-    argv = ["report", "-c", CASE, "--trace", str(MOONCAKE), "-o", str(tmp_path / "r.html"), "--json"]
-    found = json.loads(run(capsys, *argv)[1])
-    assert found["plan"]["workload"] == "mooncake_conversation_400"
-    assert found["simulated"]["prfaas"]["requests"] == 400
-
-
-def loaded_by(*argv: str) -> set[str]:
-    """Top-level packages that a command has loaded when it is done."""
+def loaded_by(*commands: Sequence[str]) -> list[set[str]]:
+    """Top-level packages that one process has loaded when each of its commands is done."""
     code = (
-        "import sys\nfrom planner.commands.cli import main\n"
-        "try: main(sys.argv[1:])\nexcept SystemExit: pass\n"
-        "print(*{name.split('.')[0] for name in sys.modules}, file=sys.stderr)"
+        "import json, sys\nfrom planner.commands.cli import main\n"
+        "for argv in json.loads(sys.argv[1]):\n"
+        "    try: main(argv)\n    except SystemExit: pass\n"
+        "    print(*{name.split('.')[0] for name in sys.modules}, file=sys.stderr)"
     )
-    done = subprocess.run([sys.executable, "-c", code, *argv], capture_output=True, text=True, check=True)
-    return set(done.stderr.splitlines()[-1].split())
+    done = subprocess.run(
+        [sys.executable, "-c", code, json.dumps(commands)], capture_output=True, text=True, check=True
+    )
+    return [set(line.split()) for line in done.stderr.splitlines()[-len(commands) :]]
 
 
 HEAVY = {"numpy", "scipy", "rich", "hybrid_cache", "statistics"}
@@ -202,14 +201,16 @@ def test_the_help_of_a_command_explains_each_argument(command: str, capsys: pyte
     assert unexplained(capsys.readouterr().out) == []
 
 
-@pytest.mark.parametrize("command", ["", *COMMANDS])
-def test_help_loads_no_number_crunching(command):
-    assert not loaded_by(*command.split(), "--help") & HEAVY
+def test_help_loads_no_number_crunching():
+    commands = ["", *COMMANDS]
+    loaded = loaded_by(*([*command.split(), "--help"] for command in commands))
+    heavy = {command: found & HEAVY for command, found in zip(commands, loaded, strict=True) if found & HEAVY}
+    assert heavy == {}, "the first of them loads it"
 
 
-@pytest.mark.parametrize("argv", [["solve", "-c", CASE], ["simulate", "-c", CASE, "--requests", "50"]])
-def test_what_only_some_commands_need_is_not_loaded_by_others(argv):
-    assert not loaded_by(*argv) & {"scipy", "rich"}
+def test_what_only_some_commands_need_is_not_loaded_by_others():
+    for found in loaded_by(["solve", "-c", CASE], ["simulate", "-c", CASE, "--requests", "50"]):
+        assert not found & {"scipy", "rich"}
 
 
 def planned_with_only(packages: set[str], *argv: str) -> subprocess.CompletedProcess[str]:
@@ -329,9 +330,12 @@ def test_profile_commands(capsys, tmp_path):
     assert (code, "aiconfigurator is not installed" in err) == (1, True)
 
 
-def test_report_is_one_self_contained_page(capsys, tmp_path):
+def test_report_is_one_self_contained_page_of_the_trace_that_was_given(capsys, tmp_path):
     page = tmp_path / "report.html"
-    assert run(capsys, "report", "-c", CASE, "--requests", "400", "-o", str(page))[0] == 0
+    code, out, _ = run(capsys, "report", "-c", CASE, "--trace", str(MOONCAKE), "-o", str(page), "--json")
+    found = json.loads(out)
+    assert (code, found["plan"]["workload"]) == (0, "mooncake_conversation_400")
+    assert found["simulated"]["prfaas"]["requests"] == 400
     html = page.read_text()
     assert html.startswith("<!doctype html>")
     assert html.count("<svg") == 7

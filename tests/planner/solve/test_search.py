@@ -29,6 +29,7 @@ from planner.solve.search import (
     stage_rates,
     threshold_of,
 )
+from tests.properties import examples
 
 GBPS = 1e9 / 8
 
@@ -257,7 +258,7 @@ def by_hand(lengths, local, remote, kv, capacity, num_prefill, kept, service) ->
     return min((have / need for need, have in needs if need > 1e-15), default=float("inf"))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(problem=small_problems(), service=st.sampled_from(list(ServiceTime)))
 def test_brute_force_never_finds_better(problem, service):
     lengths, local, remote, kv, capacity = problem

@@ -74,29 +74,8 @@ def test_a_run_directory_has_one_system(tmp_path: Path) -> None:
     RunLock(tmp_path / "run").close()
 
 
-def test_a_system_of_emulated_engines_answers_with_their_tokens(tmp_path: Path) -> None:
-    """Real processes from gateway to engine, and no model: a directory with a tokenizer is all that there is."""
-    directory = tmp_path / "models" / "llama-0"
-    directory.mkdir(parents=True)
-    save_byte_tokenizer(directory, 4096)
-    document = {
-        "model": {"arch": "llama", "name": "tiny"},
-        "gateway": {"port": 0},
-        "node": {"engine": "emulated", "cache_bytes": 8 << 20},
-        "clusters": [{"name": "west", "kind": "pd", "nodes": [{"node_id": "d0", "role": "decode"}]}],
-    }
-    system = System(parse_topology(document, tmp_path), tmp_path / "run", lambda line: None)
-    prompt = list(range(4, 260))
-
-    async def scenario() -> list[list[int]]:
-        body = {"model": "tiny", "prompt": prompt, "max_tokens": 12, "temperature": 0, "ignore_eos": True}
-        async with system, aiohttp.ClientSession() as session:
-            return [(await complete(session, system.api_url, body, name)).token_ids for name in ("first", "again")]
-
-    assert asyncio.run(scenario()) == [emulated_tokens(prompt, 12)] * 2
-
-
 def one_emulated_node(directory: Path) -> dict[str, Any]:
+    """Real processes from gateway to engine, and no model: a directory with a tokenizer is all that there is."""
     (directory / "models" / "llama-0").mkdir(parents=True)
     save_byte_tokenizer(directory / "models" / "llama-0", 4096)
     return {
@@ -142,15 +121,18 @@ def test_a_system_whose_processes_are_killed_while_it_starts_comes_up_and_leaves
     assert list((tmp_path / "tmp").glob("*prfaas-*")) == []
 
 
-def test_nodes_that_the_gateway_does_not_see_yet_are_waited_for(tmp_path: Path) -> None:
+def test_nodes_that_the_gateway_does_not_see_yet_are_waited_for_and_answer_with_their_tokens(tmp_path: Path) -> None:
     told: list[str] = []
+    prompt = list(range(4, 260))
     topology = parse_topology(one_emulated_node(tmp_path), tmp_path)
     system = System(topology, tmp_path / "run", told.append, tell_s=0.05)
 
-    async def scenario() -> None:
+    async def scenario() -> list[list[int]]:
         agent = asyncio.create_task(stopped_until_told())
-        async with system:
+        body = {"model": "tiny", "prompt": prompt, "max_tokens": 12, "temperature": 0, "ignore_eos": True}
+        async with system, aiohttp.ClientSession() as session:
             await agent
+            return [(await complete(session, system.api_url, body, name)).token_ids for name in ("first", "again")]
 
     async def stopped_until_told() -> None:
         """The agent stands still from before the gateway's start until a line says so."""
@@ -162,7 +144,7 @@ def test_nodes_that_the_gateway_does_not_see_yet_are_waited_for(tmp_path: Path) 
             await asyncio.sleep(0.02)
         os.kill(pid, signal.SIGCONT)
 
-    asyncio.run(scenario())
+    assert asyncio.run(scenario()) == [emulated_tokens(prompt, 12)] * 2
 
 
 def test_a_system_that_stands_in_for_a_profile_offloads_long_prompts_and_answers_with_their_tokens(

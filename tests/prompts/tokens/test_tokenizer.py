@@ -14,6 +14,7 @@ from prompts.fair_cache import FairCache
 from prompts.tokens.segments import cuts
 from prompts.tokens.tokenizer import TextTokenizer
 from tests.prompts.builders import SPECIAL, TEMPLATE, bpe, text_tokenizer
+from tests.properties import examples
 
 PIECES = st.one_of(
     st.sampled_from([*SPECIAL, "<|im_", "start|>", "\n", "  ", "hello ", " the quick", "don't", "1234", "é漢"]),
@@ -29,7 +30,7 @@ def whole(text: str) -> list[int]:
 TOOLS = ("<tool", "<tool_call>", "<|im_start|>x", "_start|>")
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=examples(200))
 @given(st.lists(st.one_of(PIECES, st.sampled_from(TOOLS)), max_size=25).map("".join))
 def test_tokens_that_are_added_without_being_special_are_cut_after_too(text: str) -> None:
     tokenizer = bpe()
@@ -57,7 +58,7 @@ TWO_STAGE_PIECES = st.one_of(
 TWO_STAGE_TEXTS = st.lists(TWO_STAGE_PIECES, max_size=25).map("".join)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(300))
 @given(TWO_STAGE_TEXTS)
 def test_tokens_of_both_stages_are_cut_after(text: str) -> None:
     cut = TextTokenizer(TWO_STAGES)
@@ -65,7 +66,7 @@ def test_tokens_of_both_stages_are_cut_after(text: str) -> None:
     assert cut.encode_rendered(text).tolist() == TWO_STAGES.encode(text, add_special_tokens=False).ids
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(300))
 @given(text=TWO_STAGE_TEXTS, more=TWO_STAGE_TEXTS)
 def test_a_lasting_cut_lasts_whatever_follows(text: str, more: str) -> None:
     tokenizer = TextTokenizer(TWO_STAGES)
@@ -91,7 +92,7 @@ def test_what_comes_before_a_mark_of_the_second_stage_is_tokenised_once() -> Non
     assert tokenizer.cache.misses == before
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=examples(200))
 @given(st.lists(PIECES, max_size=25).map("".join))
 def test_segments_put_together_are_the_whole_text(text: str) -> None:
     tokenizer = text_tokenizer()

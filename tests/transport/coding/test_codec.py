@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.properties import examples
 from transport.coding.codec import (
     BLOCK,
     LOSSY,
@@ -58,7 +59,7 @@ def test_all_codecs_come_back_as_large_as_they_went(codec: Codec) -> None:
         assert len(coded) < 0.8 * len(plain)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     st.lists(
         st.tuples(st.integers(1, 5000), st.sampled_from(["", "float16", "bfloat16", "float32"]), st.sampled_from([0, 16])),
@@ -76,7 +77,7 @@ def test_lossless_means_every_byte_of_any_chunk(kinds: list[tuple[int, str, int]
     assert decode(encode(*parts), len(plain), decodable(lossy=False)) == plain
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.integers(0, 300), st.integers(0, 3000), st.lists(st.integers(1, 400), max_size=12))
 def test_whole_vectors_are_quantised_wherever_pages_and_chunks_are_cut(skip: int, size: int, pages: list[int]) -> None:
     data = memoryview(bytearray(size))
@@ -171,7 +172,7 @@ def test_the_number_of_blocks_has_a_limit() -> None:
     assert ChunkEncoder().encode(parts, memoryview(bytearray(1 << 20))) is None
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(st.data(), st.sampled_from(sorted(MAKEABLE)))
 def test_damage_is_refused_or_harmless(data: st.DataObject, codec: Codec) -> None:
     plain = kv(4096)
@@ -187,7 +188,7 @@ def test_damage_is_refused_or_harmless(data: st.DataObject, codec: Codec) -> Non
     assert back[2048:] == plain[2048:] or codec & LOSSY
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(st.binary(max_size=400), st.integers(1, 2000))
 def test_noise_is_no_chunk(noise: bytes, size: int) -> None:
     try:

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from tests.properties import examples
 from transport.coding.elements import from_floats, to_floats
 from transport.coding.quantise import E4M3, FP8_MAX, SCALE_BYTES, SMALLEST, QuantisedType, dequantise, quantise
 
@@ -34,7 +35,7 @@ def bound(before: np.ndarray, dtype: str, kind: QuantisedType) -> np.ndarray:
     return (error + (np.abs(before) + error) * ROUNDING[dtype] + subnormal) * (1 + 1e-5) + SMALLEST
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     hnp.arrays(np.float32, st.tuples(st.integers(1, 9), st.integers(1, 40)), elements=st.floats(-6e4, 6e4, width=32)),
     st.sampled_from(DTYPES),

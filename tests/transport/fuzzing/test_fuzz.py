@@ -3,6 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.properties import examples
 from tests.transport.fuzz import fuzz
 from tests.transport.wire.test_frames import ANY_FRAME
 from transport.errors import TransportError
@@ -55,7 +56,7 @@ def test_inputs_of_every_kind_in_bulk() -> None:
     assert {"RemoteProtocolError", "ConnectionRefused", "GreetingRefused"} <= report.refused.keys()
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(
     st.lists(st.one_of(ANY_FRAME, st.binary(max_size=300)), max_size=12),
     st.sampled_from(list(ConnectionRole)),

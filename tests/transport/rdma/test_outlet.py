@@ -18,6 +18,8 @@ from transport.wire.checksum import Integrity
 from transport.wire.connection import Connection, ConnectionRole
 from transport.wire.frames import AskRails, Grant, Nics, Open, RailOffer
 
+pytestmark = pytest.mark.long
+
 SIZES = [300_000, 0, 20_480, 1, 3_000_000] * 3
 MIB = 1 << 20
 
@@ -85,7 +87,7 @@ def test_a_rail_that_fails_is_replaced_by_the_other_and_comes_back(cut: str) -> 
     how, where = cut.split()
     nic = "a0" if where == "near" else "a1"
     with rdma_world() as world:
-        first = world.deliver([32 * MIB], ready=False)
+        first = world.deliver([12 * MIB], ready=False)
         wait_for(lambda: [rail.up for rail in world.client.rails()] == [True, True])
         if how == "swallow":
             world.fabric.swallow(nic, after_writes=3 if where == "near" else 0)
@@ -101,7 +103,7 @@ def test_a_rail_that_fails_is_replaced_by_the_other_and_comes_back(cut: str) -> 
         world.fabric.mend(nic)
         wait_for(lambda: world.rail("a0").up)
         before = world.rail("a0").bytes_total
-        second = world.deliver([32 * MIB], transfer_id="second")
+        second = world.deliver([12 * MIB], transfer_id="second")
         assert second.wait().ok
         assert second.equal
         assert world.rail("a0").times_up >= 2

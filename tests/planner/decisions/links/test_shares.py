@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.decisions.links.shares import FLOOR, Bound, LineSender, RateGrant, SharedBudget, divide
+from tests.properties import examples
 
 MB = 1e6
 
@@ -146,7 +147,7 @@ ROUND = st.tuples(
 )  # fmt: skip
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(st.lists(ROUND, max_size=12))
 def test_together_they_never_send_more_than_the_budget(rounds):
     owns = [10 * MB, 10 * MB, 30 * MB]

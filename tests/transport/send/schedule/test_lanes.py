@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.properties import examples
 from transport.errors import RemoteProtocolError
 from transport.send.schedule.fairness import HALF_LIFE_S
 from transport.send.schedule.lanes import LaneScheduler, LaneTransfer
@@ -344,7 +345,7 @@ def test_what_nobody_will_answer_leaves_the_window() -> None:
         assert t.outcome is not None
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 3), st.sampled_from(["send", "ack", "nack", "down"])), max_size=60))
 def test_no_byte_is_ever_forgotten(steps: list[tuple[int, str]]) -> None:
     scheduler = LaneScheduler(chunk_bytes=300_000)
