@@ -104,7 +104,9 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 internals.mend_seeded_chunks()
                 internals.unlink_shared_memory()
                 own = internals.layer_names(kv_cache_config)
-                self._worker = WorkerSide(layout, internals.rank_of_worker(), own=own)
+                in_microbatches = bool(vllm_config.parallel_config.use_ubatching)
+                rank = internals.rank_of_worker()
+                self._worker = WorkerSide(layout, rank, own=own, in_microbatches=in_microbatches)
 
     def _begin_scheduling(self, everything: Cached) -> None:
         with _saying_why():

@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -41,6 +41,7 @@ from transport.control.messages import ControlMessage
 log = logging.getLogger(__name__)
 
 LOAD_WAIT_S: Final = 0.01  # of a step with nothing to compute; a request that has just come waits for its end
+MAX_NAMED: Final = 3  # layers in a reason
 MAX_RELEASED: Final = 4096  # a step with a released job was built before the release: a handful at most
 
 
@@ -68,11 +69,15 @@ class PageGrant:
 
 @dataclass(slots=True)
 class StepSave:
-    """A save of one step. The saver's thread plans its copies at the first layer, for all of them."""
+    """A save of one step. The saver's thread plans its copies at the first layer, for all of them.
+
+    `written`: layers that are in the pages, each with the length up to which it is, or after which its state is.
+    """
 
     save: SaveBlocks
     grant: PageGrant | None = None
     plan: CopyPlan | None = None
+    written: set[tuple[str, int]] = field(default_factory=set)
 
 
 @dataclass(slots=True)
@@ -104,17 +109,21 @@ class WorkerSide:
         rank: int,
         *,
         own: Collection[str] | None = None,
+        in_microbatches: bool = False,
         load_wait_s: float = LOAD_WAIT_S,
         save_timeout_s: float = SAVE_TIMEOUT_S,
     ) -> None:
-        """`own`: names of the layers that this rank's pipeline stage has, None for all."""
+        """`own`: names of the layers that this rank's pipeline stage has, None for all. `in_microbatches`: a layer says that
+        it is final once for each part of a step's requests, so it is not until the step ends."""
         self._layout = layout
         self._rank = rank
         self._load_wait_s = load_wait_s
+        self._in_microbatches = in_microbatches
         self._places = {place.layer.name: place for place in layout.places if own is None or place.layer.name in own}
         self._blocks: dict[str, Blocks] = {}
         self._step = ForwardStep()
         self._saves: tuple[StepSave, ...] = ()
+        self._seen: set[str] = set()  # layers whose KV of this step is final, by their own word
         self._arena: tuple[ArenaRef, Bytes] | None = None
         self._link: RankLink | None = None
         self._unsaid: list[SaveFailed] = []  # until there is a link
@@ -138,6 +147,7 @@ class WorkerSide:
         """Takes over what a step brings. Pages that cannot be reached, or given back, are not taken."""
         self._step = step
         self._saves = tuple(map(StepSave, step.saves))
+        self._seen.clear()
         try:
             self._join(step)
             arena = self._mapped(step)
@@ -171,9 +181,14 @@ class WorkerSide:
     def save_layer(self, name: str) -> None:
         """The layer's KV of this step is final."""
         place = self._places.get(name)
-        if place is None or not self._saves:
+        if not self._saves or place is None or place.layer.kind is LayerKind.STATE:
             return
-        mark = self._blocks[name].mark()
+        if name not in self._seen and not self._in_microbatches:
+            self._submit_attention(place)
+
+    def _submit_attention(self, place: LayerPlace) -> None:
+        self._seen.add(place.layer.name)
+        mark = self._blocks[place.layer.name].mark()
         for saving in self._saves:
             self._submit(saving.save, self._save_attention, place, saving, mark)
 
@@ -185,8 +200,8 @@ class WorkerSide:
         self._loading |= {self._loader.submit(self._load, load) for load in self._step.loads}
 
     def finish_step(self) -> None:
-        """Saves the states at the end of this step, and waits until all of it is in pages. With nothing to save it
-        waits for a load."""
+        """Saves the states at the end of this step and the layers that have not said that they are final, and waits until
+        all of it is in pages. With nothing to save it waits for a load."""
         if self._saves:
             self._finish_saves()
         if self._step.is_idle:
@@ -194,12 +209,15 @@ class WorkerSide:
         self._step, self._saves = ForwardStep(), ()
 
     def _finish_saves(self) -> None:
+        for place in self._places.values():
+            if place.layer.kind is not LayerKind.STATE and place.layer.name not in self._seen:
+                self._submit_attention(place)
         for saving in self._saves:
             save = saving.save
             for place in self._places.values() if save.states else ():
                 if place.layer.kind is LayerKind.STATE:
                     self._submit(save, self._save_state, place, saving, self._blocks[place.layer.name].mark())
-            self._submit(save, self._note_step, save)
+            self._submit(save, self._note_step, saving)
         started_s = time.perf_counter()
         given_up = self._saver.wait()
         with self._lock:
@@ -234,6 +252,7 @@ class WorkerSide:
             return
         save, (grant, plan) = saving.save, self._planned(saving)
         self._save_copies(place, grant, plan.attention(place), mark)
+        saving.written.add((place.layer.name, save.stop))
         self._saver.announce(
             save.job, LayerWritten(job=save.job, group=place.group, layer=place.number, num_tokens=save.stop)
         )
@@ -246,6 +265,7 @@ class WorkerSide:
             if not (copies := plan.state(place, length)):
                 continue
             self._save_copies(place, grant, copies, mark)
+            saving.written.add((place.layer.name, length))
             self._saver.announce(
                 save.job, StateWritten(job=save.job, group=place.group, layer=place.number, num_tokens=length)
             )
@@ -257,9 +277,26 @@ class WorkerSide:
             saving.grant, saving.plan = grant, self._plan(grant, saving.save)
         return grant, saving.plan
 
-    def _note_step(self, save: SaveBlocks) -> None:
-        self._grant(save.job)
-        self._saver.announce(save.job, StepWritten(job=save.job, num_tokens=save.stop))
+    def _note_step(self, saving: StepSave) -> None:
+        """The step is written once every layer is: one that is left out would be used with whatever its pages held."""
+        save, grant = saving.save, self._grant(saving.save.job)
+        missing = [name for name, length in self._due(save, grant) if (name, length) not in saving.written]
+        if missing:
+            some = ", ".join(missing[:MAX_NAMED])
+            self._saver.give_up(save.job, f"{len(missing)} layers were not copied up to {save.stop} tokens: {some}")
+        else:
+            self._saver.announce(save.job, StepWritten(job=save.job, num_tokens=save.stop))
+
+    def _due(self, save: SaveBlocks, grant: PageGrant) -> Iterator[tuple[str, int]]:
+        """What this rank has to write of a step: layers, each up to which length."""
+        for place in self._places.values():
+            if not self._layout.part(place, self._rank).writes:
+                continue
+            if place.layer.kind is not LayerKind.STATE:
+                yield place.layer.name, save.stop
+                continue
+            kept = grant.index.pages.states[place.group]
+            yield from ((place.layer.name, length) for length in save.states if kept.get(length))
 
     def _save_copies(self, place: LayerPlace, grant: PageGrant, copies: Sequence[BlockCopies], mark: Any) -> None:
         started_s, blocks = time.perf_counter(), self._blocks[place.layer.name]
