@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import vllm
@@ -40,6 +41,7 @@ from engine.vllm.server.leaving import leave_at_once
 from engine.vllm.server.parent import end_with_parent
 from engine.vllm.server.stats import PrfaasPromMetrics, PrfaasStats, copy_stats, handover_stats
 from engine.vllm.version import is_tested, release, untested
+from engine.vllm.worker_side.accelerator import device_of
 from engine.vllm.worker_side.worker import WorkerSide
 from hybrid_cache.errors import LayoutError
 from transport.control.last_words import CANNOT_SERVE
@@ -106,7 +108,8 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 own = internals.layer_names(kv_cache_config)
                 in_microbatches = bool(vllm_config.parallel_config.use_ubatching)
                 rank = internals.rank_of_worker()
-                self._worker = WorkerSide(layout, rank, own=own, in_microbatches=in_microbatches)
+                devices = partial(device_of, direct=internals.direct_copies())
+                self._worker = WorkerSide(layout, rank, own=own, in_microbatches=in_microbatches, devices=devices)
 
     def _begin_scheduling(self, everything: Cached) -> None:
         with _saying_why():

@@ -16,7 +16,7 @@ from contextlib import aclosing
 from contextvars import ContextVar
 from pathlib import Path
 from types import FrameType, SimpleNamespace
-from typing import Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from engine.vllm.identity import text_of
 from engine.vllm.layout import CacheLayer, LayerKind
@@ -25,6 +25,9 @@ from engine.vllm.server.continuation import going_on
 from engine.vllm.server.harmless import HARMLESS
 from engine.vllm.server.seeds import with_seeds_back, without_unread_seeds
 from hybrid_cache.errors import LayoutError
+
+if TYPE_CHECKING:
+    from engine.vllm.worker_side.accelerator import DirectCopies
 
 T = TypeVar("T")
 
@@ -344,6 +347,20 @@ def unlink_shared_memory(folder: Path = Path("/dev/shm")) -> None:
     ident = os.environ.get("VLLM_DIST_IDENT", "")
     for path in folder.glob(f"{glob.escape(ident)}-*-cpushm_*") if ident else ():
         path.unlink(missing_ok=True)  # by another rank
+
+
+def direct_copies() -> "DirectCopies | None":
+    """How this platform copies between its blocks and host memory without a buffer; None where it does not."""
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cuda_alike():
+        return None
+    from vllm._custom_ops import swap_blocks_batch
+    from vllm.v1.kv_offload.cpu.host_register import host_register, host_unregister
+
+    from engine.vllm.worker_side.accelerator import DirectCopies
+
+    return DirectCopies(swap_blocks_batch, host_register, host_unregister)
 
 
 def rank_of_worker() -> int:
