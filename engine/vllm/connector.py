@@ -30,7 +30,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from engine.agent.identity import default_memory
-from engine.vllm import internals
+from engine.vllm import internals, specs
 from engine.vllm.identity import kv_identity, with_forms
 from engine.vllm.layout import CacheLayer, LayerKind, VllmLayout, vllm_layout
 from engine.vllm.scheduler_side import media
@@ -105,7 +105,7 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                     internals.mend_eager_stages()
                 internals.mend_seeded_chunks()
                 internals.unlink_shared_memory()
-                own = internals.layer_names(kv_cache_config)
+                own = specs.layer_names(kv_cache_config)
                 in_microbatches = bool(vllm_config.parallel_config.use_ubatching)
                 rank = internals.rank_of_worker()
                 devices = partial(device_of, direct=internals.direct_copies())
@@ -134,8 +134,8 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """Layers are saved from Python code between them, which a whole graph would leave out."""
-        return True
+        """A whole graph leaves out the Python code between layers that says which are final: they are saved at its end."""
+        return False
 
     # Scheduler
 
@@ -264,8 +264,8 @@ def cached(vllm_config: Any, kv_cache_config: Any) -> Cached:
     mine: Cached | Exception
     try:
         mine = Cached(
-            layers=tuple(internals.cache_layers(vllm_config, kv_cache_config)),
-            forms=tuple(internals.state_forms(kv_cache_config)),
+            layers=tuple(specs.cache_layers(vllm_config, kv_cache_config)),
+            forms=tuple(specs.state_forms(kv_cache_config)),
             packings=tuple(internals.packings(vllm_config, kv_cache_config)),
             facts=internals.kv_facts(vllm_config),
         )
