@@ -164,7 +164,10 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
         state = scheduler_output.kv_connector_block_state
-        return StepMetadata(self._scheduling.build_step(scheduler_output.num_scheduled_tokens, state.resolve_block_ids))
+        offers = internals.state_offers(state)
+        return StepMetadata(
+            self._scheduling.build_step(scheduler_output.num_scheduled_tokens, state.resolve_block_ids, offers)
+        )
 
     def update_connector_output(self, connector_output: Any) -> None:
         self._scheduling.loads_ended(

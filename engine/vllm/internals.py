@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 from engine.vllm import specs
 from engine.vllm.identity import text_of
 from engine.vllm.scheduler_side.media import is_named, name_media, stop_of
+from engine.vllm.scheduler_side.steps import StateOffer
 from engine.vllm.server.continuation import going_on
 from engine.vllm.server.harmless import HARMLESS
 from engine.vllm.server.seeds import with_seeds_back, without_unread_seeds
@@ -82,6 +83,16 @@ def hold(request: Any) -> None:
 def let_go(request: Any) -> None:
     """The request may be scheduled again."""
     request.next_decode_eligible_step = 0
+
+
+def state_offers(block_state: Any) -> dict[str, list[StateOffer]]:
+    """States that a step leaves behind inside of it, by request: a last chunk of Mamba 2 does not stop at the last border of
+    blocks, but exports what it had there (`KVConnectorBlockState`)."""
+    offered = getattr(block_state, "boundary_state_offloads", None) or {}
+    return {
+        request_id: [StateOffer(table, block, length) for table, block, length in offers]
+        for request_id, offers in offered.items()
+    }
 
 
 def _cut(request: Any, num_tokens: int) -> None:

@@ -271,6 +271,21 @@ def test_schedulers_and_caches_say_what_we_read():
         assert name in {*dir(MambaSpec), *MambaSpec.__dataclass_fields__}, f"MambaSpec.{name} is gone"
 
 
+def test_states_inside_a_last_chunk_are_offered():
+    """What Mamba 2 exports there, as (group, block, tokens)."""
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.core.sched.output import KVConnectorBlockState
+
+    from engine.vllm.internals import state_offers
+    from engine.vllm.scheduler_side.steps import StateOffer
+
+    state = KVConnectorBlockState({"r"}, lambda _: ([],), {"r": [(1, 77, 512)]})
+    assert state_offers(state) == {"r": [StateOffer(table=1, block=77, length=512)]}
+    assert "append(\n                    (group_id, block.block_id, boundary_tokens)" in inspect.getsource(
+        KVCacheManager.take_boundary_state_offloads
+    )
+
+
 def test_all_that_a_spec_may_say_is_known():
     """A field that is not would be ignored while its value is the default, and refused otherwise."""
     from vllm.v1 import kv_cache_interface

@@ -369,7 +369,9 @@ class WorkerSide:
     # Pages
 
     def _plan(self, grant: PageGrant, of: SaveBlocks | LoadBlocks) -> CopyPlan:
-        return CopyPlan(self._layout, self._rank, grant.index, of.tables, of.start, of.stop)
+        offers = of.offers if isinstance(of, SaveBlocks) else ()
+        blocks = {(offer.table, offer.length): offer.block for offer in offers}
+        return CopyPlan(self._layout, self._rank, grant.index, of.tables, of.start, of.stop, offers=blocks)
 
     def _grant(self, job: str) -> PageGrant:
         with self._lock:

@@ -11,7 +11,7 @@ import torch
 
 from engine.errors import PagesInvalid
 from engine.vllm.layout import CacheLayer, VllmLayout
-from engine.vllm.scheduler_side.steps import ArenaRef, ForwardStep, LoadBlocks, SaveBlocks, StepWritten
+from engine.vllm.scheduler_side.steps import ArenaRef, ForwardStep, LoadBlocks, SaveBlocks, StateOffer, StepWritten
 from engine.vllm.worker_side.device import HostDevice
 from engine.vllm.worker_side.worker import WorkerSide
 from tests.engine.vllm.builders import BLOCK, full, layout_of, num_pages, pages_for, state, window
@@ -197,6 +197,20 @@ def test_states_move_between_equal_numbers_of_ranks(sides, tmp_path, ranks):
     source_tables, target_tables = ((1, 2, 3), (0, 5, 6), (0, 0, 7)), ((3, 2, 1), (0, 5, 4), (0, 0, 8))
     assert move(tmp_path, source, source_tables, target, target_tables, n, n) == set()
     assert_equal_blocks(source, source_tables, target, target_tables)
+
+
+def test_a_state_that_a_step_leaves_behind_is_taken_from_the_block_that_has_it(sides, tmp_path):
+    """The table has null there, or the block of the step's end."""
+    n = 2 * BLOCK
+    source, target = sides(1, "fs", 1), sides(1, "fs", 2)
+    pages = pages_for(source.layout, n)
+    arena = arena_for(tmp_path, source.layout, pages)
+    save = SaveBlocks("j", 0, n, (n,), ((1, 2), (), (0, 0, 8)), (StateOffer(2, 7, n),))
+    source.step(ForwardStep("", arena, (pages,), (save,)))
+    source.synchronize()
+    target.step(ForwardStep("", arena, (pages,), (), (LoadBlocks("r", "j", 0, n, ((3, 4), (), (0, 5))),)))
+    assert target.loaded("r") == set()
+    assert torch.equal(target.tensors[0]["2.mixer"][5], source.whole["2.mixer"][7][..., :STATE_BYTES])
 
 
 @pytest.mark.parametrize(("here", "there"), [((1, 2), (1, 1)), ((1, 1), (1, 3)), ((1, 2), (1, 3)), ((2, 2), (2, 3))])
