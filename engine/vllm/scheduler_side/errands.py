@@ -86,7 +86,7 @@ class Errand:
         return len(self.written) == layout.workers and min(self.written.values()) >= self.num_tokens
 
     def unwritten(self, layout: VllmLayout) -> tuple[str, ...]:
-        """Attention layers of which no rank, or not every writer, has said that all tokens are written."""
+        """Attention layers that are not whole: a rank that writes them has not said that all tokens are there."""
         return tuple(
             place.layer.name
             for place in layout.places

@@ -66,7 +66,7 @@ def _states_at(
     tables: Sequence[Table],
     offers: Sequence[StateOffer],
 ) -> tuple[int, ...]:
-    """The lengths of which this step has states to save: those of its ends, and those that it leaves behind on its way.
+    """At which lengths this step has states to save: at its ends, and where it leaves some behind on its way.
 
     The state at its beginning is still there only if the step puts the later one into another block.
     """

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import torch
 
-from engine.vllm.worker_side.device import ArenaMemory, CopyStream, Device, HostDevice, Mark, Moves, address_of
+from engine.vllm.worker_side.device import ArenaMemory, CopyDevice, CopyStream, HostDevice, Mark, Moves, address_of
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ class DirectCopies:
     unregister: Callable[[int], object]
 
 
-def device_of(device: torch.device, direct: DirectCopies | None = None) -> Device:
+def device_of(device: torch.device, direct: DirectCopies | None = None) -> CopyDevice:
     """The port of a tensor's device."""
     return HostDevice() if device.type == "cpu" else AcceleratorDevice(device, direct)
 
@@ -72,6 +72,7 @@ class AcceleratorStream:
         assert self._direct is not None
         lists = tuple(map(torch.from_numpy, (moves.sources, moves.targets, moves.sizes)))
         self._lists = (*self._lists, *lists)
+        torch.accelerator.set_device_index(self._device)  # of this thread, for a driver that asks for it
         with self._stream:
             self._direct.batch_copy(*lists)
 

@@ -16,8 +16,8 @@ from engine.errors import PagesInvalid
 from engine.vllm.worker_side.device import (
     OVER,
     ArenaMemory,
+    CopyDevice,
     CopyStream,
-    Device,
     HostDevice,
     Mark,
     Moves,
@@ -40,19 +40,19 @@ class Blocks(Protocol):
         """Copies arena ranges into blocks. Raises IndexError as `read` does."""
 
 
-def blocks_of(name: str, tensor: torch.Tensor, part_bytes: int, device: Device) -> Blocks:
+def blocks_of(name: str, tensor: torch.Tensor, part_bytes: int, device: CopyDevice) -> Blocks:
     """The blocks of a layer's tensor. Raises PagesInvalid when its blocks are not of `part_bytes` bytes."""
     size = tensor[0].numel() * tensor.element_size()
     pieces, rest = divmod(part_bytes, size)
     if rest or not pieces or tensor.shape[0] % pieces:
         raise PagesInvalid(f"{name}: {tensor.shape[0]} blocks of {size} bytes, not of {part_bytes}")
-    whole = _whole_blocks(tensor, pieces)
+    whole = whole_blocks(tensor, pieces)
     if isinstance(device, HostDevice) and whole[0].is_contiguous():
         return HostBlocks(whole, part_bytes)
     return DeviceBlocks(whole, device)
 
 
-def _whole_blocks(tensor: torch.Tensor, pieces: int) -> torch.Tensor:
+def whole_blocks(tensor: torch.Tensor, pieces: int) -> torch.Tensor:
     """Pieces of a block as one block: [blocks, heads, pieces, tokens of a piece, K and V]."""
     return tensor if pieces == 1 else tensor.view(-1, pieces, *tensor.shape[1:]).transpose(1, 2)
 
@@ -94,7 +94,7 @@ class DeviceBlocks:
     all blocks of a layer. Else they go through a buffer in host memory, for which a read waits.
     """
 
-    def __init__(self, tensor: torch.Tensor, device: Device) -> None:
+    def __init__(self, tensor: torch.Tensor, device: CopyDevice) -> None:
         self._tensor = tensor.view(torch.uint8)  # a block's innermost dimension is never strided
         self._shape = tuple(self._tensor.shape[1:])
         self._run_bytes, self._runs = runs_of(self._tensor)

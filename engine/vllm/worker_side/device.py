@@ -1,8 +1,8 @@
 """What copies need of the device that vLLM's tensors are on: streams, and points in them. On a host all is over at once.
 
-An accelerator does what it is given later, in the order of each stream and in no order between two of them, unless one
-waits for a mark of the other. So a copy out of vLLM's blocks waits for the operator that fills them, a copy into them for
-whatever has been launched before, and the model's next step for copies out of blocks that it may use again.
+An accelerator does later what it is given, and keeps the order within a stream. Two streams have none between them, unless
+one waits for a mark of the other. So a copy out of vLLM's blocks waits for the operator that fills them. A copy into them
+waits for all that has been launched before. And the model's next step waits for copies out of blocks that it may use again.
 """
 
 import ctypes
@@ -59,7 +59,7 @@ class ArenaMemory:
         self.is_registered = False  # with the device, which then copies without a buffer in between
 
 
-class Device(Protocol):
+class CopyDevice(Protocol):
     """Where KV tensors are."""
 
     def stream(self) -> CopyStream:
@@ -69,13 +69,13 @@ class Device(Protocol):
         """What the model has launched so far. Model's thread."""
 
     def hold_model(self, mark: Mark) -> None:
-        """What the model launches from now on happens after `mark`; nobody waits here. Model's thread."""
+        """What the model launches from now on happens after `mark`. Does not wait. Model's thread."""
 
     def host_rows(self, rows: int, row_bytes: int) -> torch.Tensor:
         """Host memory that the device copies to and from quickly."""
 
     def adopt(self, memory: ArenaMemory) -> None:
-        """Begins to register the arena, in place of the one before; nobody waits here."""
+        """Begins to register the arena, in place of the one before. Does not wait."""
 
     def close(self) -> None:
         """Registers nothing any more, and lets go of what it has. No copies follow."""

@@ -18,7 +18,7 @@ from typing import Final
 from engine.errors import PagesInvalid
 from engine.vllm.scheduler_side.steps import SaveFailed
 from engine.vllm.worker_side.device import OVER, Mark
-from engine.vllm.worker_side.watcher import Watcher
+from engine.vllm.worker_side.watcher import MarkWatcher
 from transport.control.messages import ControlMessage
 
 log = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ class Saver:
         self._max_given_up = max_given_up
         self._timeout_s = timeout_s
         self._pool = ThreadPoolExecutor(1, "prfaas-save")
-        self._watcher = Watcher()
+        self._watcher = MarkWatcher()
         self._lock = threading.Lock()  # _given_up, and what is said of a job before it is
         self._given_up: OrderedDict[str, None] = OrderedDict()
         self._pending: dict[Future[None], str] = {}

@@ -13,7 +13,7 @@ log = logging.getLogger(__name__)
 CLOSE_TIMEOUT_S: Final = 10.0
 
 
-class Watcher:
+class MarkWatcher:
     """In the order in which it is told, which one thread does. Where nothing has to be waited for, that thread does it."""
 
     def __init__(self) -> None:

@@ -38,7 +38,7 @@ from engine.vllm.scheduler_side.steps import (
 )
 from engine.vllm.worker_side.accelerator import device_of
 from engine.vllm.worker_side.blocks import Blocks, blocks_of
-from engine.vllm.worker_side.device import OVER, ArenaMemory, Device, HostDevice, Mark
+from engine.vllm.worker_side.device import OVER, ArenaMemory, CopyDevice, HostDevice, Mark
 from engine.vllm.worker_side.ranks import RankLink
 from engine.vllm.worker_side.saver import SAVE_TIMEOUT_S, Saver
 from transport.control.messages import ControlMessage
@@ -123,7 +123,7 @@ class WorkerSide:
         in_microbatches: bool = False,
         load_wait_s: float = LOAD_WAIT_S,
         save_timeout_s: float = SAVE_TIMEOUT_S,
-        devices: Callable[[torch.device], Device] = device_of,
+        devices: Callable[[torch.device], CopyDevice] = device_of,
     ) -> None:
         """`own`: names of the layers that this rank's pipeline stage has, None for all. `in_microbatches`: a layer says that
         it is final once for each part of a step's requests, so it is not until the step ends."""
@@ -133,7 +133,7 @@ class WorkerSide:
         self._in_microbatches = in_microbatches
         self._places = {place.layer.name: place for place in layout.places if own is None or place.layer.name in own}
         self._devices = devices
-        self._device: Device = HostDevice()
+        self._device: CopyDevice = HostDevice()
         self._save_stream, self._load_stream = self._device.stream(), self._device.stream()
         self._blocks: dict[str, Blocks] = {}
         self._step = ForwardStep()
@@ -220,8 +220,8 @@ class WorkerSide:
         self._loading |= {self._loader.submit(self._load, load, mark) for load in self._step.loads}
 
     def finish_step(self) -> None:
-        """Saves the states at the end of this step and the layers that have not said that they are final, and waits until
-        all of it is in pages. With nothing to save it waits for a load."""
+        """Saves the states at the end of this step, and layers that have not said that they are final. Waits until all of it
+        is in pages, or submitted to a device. With nothing to save it waits for a load."""
         if self._saves:
             self._finish_saves()
         if self._step.is_idle:

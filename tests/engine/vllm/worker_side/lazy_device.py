@@ -1,8 +1,7 @@
-"""An accelerator that does nothing before it must: only what somebody has waited for has happened.
+"""An accelerator that does nothing before it must: only what has been waited for has happened.
 
-Its memory is the host's. A stream is a list of what it was given; waiting for a mark does what leads to it, in the order of
-that stream, and of another one only up to the marks that it waits for. Whatever the order of two streams leaves open
-happens as late as it can, so a wait that is missing shows.
+Its memory is the host's. A stream is a list of what it was given. Waiting for a mark does what leads to it, in that order,
+and of other streams what the list waits for. All else happens as late as it can, so a wait that is missing shows.
 """
 
 import threading

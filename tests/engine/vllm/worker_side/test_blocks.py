@@ -6,8 +6,8 @@ import torch
 
 from engine.agent.block_copies import BlockCopies, CopyPiece
 from engine.errors import PagesInvalid
-from engine.vllm.worker_side.blocks import DeviceBlocks, HostBlocks, blocks_of, runs_of
-from engine.vllm.worker_side.device import ArenaMemory, Device, HostDevice
+from engine.vllm.worker_side.blocks import DeviceBlocks, HostBlocks, blocks_of, runs_of, whole_blocks
+from engine.vllm.worker_side.device import ArenaMemory, CopyDevice, HostDevice
 from tests.engine.vllm.builders import BLOCK
 from tests.engine.vllm.worker_side.lazy_device import LazyDevice
 
@@ -39,7 +39,7 @@ def copies_of(rows: list[int], *pieces: tuple[int, int, list[int]]) -> BlockCopi
     return BlockCopies(np.array(rows), made)
 
 
-def memory(size: int, device: Device) -> ArenaMemory:
+def memory(size: int, device: CopyDevice) -> ArenaMemory:
     made = ArenaMemory(np.zeros(size, np.uint8))
     device.adopt(made)
     return made
@@ -120,7 +120,6 @@ def test_blocks_of_another_size_are_refused(blocks, size):
     [("heads first", (SIZE, 1)), ("tokens first", (WIDTH * 4, HEADS * BLOCK)), ("cut in two", (48, 8))],
 )
 def test_runs_are_as_long_as_a_block_allows(kind, runs):
-    whole = blocks_of("a", tensor_of(kind, torch.ones(NUM_BLOCKS, HEADS, BLOCK, WIDTH)), SIZE, LazyDevice())
-    assert isinstance(whole, DeviceBlocks)
-    run, starts = runs_of(whole._tensor)
+    tensor = tensor_of(kind, torch.ones(NUM_BLOCKS, HEADS, BLOCK, WIDTH))
+    run, starts = runs_of(whole_blocks(tensor, len(tensor) // NUM_BLOCKS).view(torch.uint8))
     assert (run, len(starts)) == runs

@@ -1,11 +1,11 @@
-"""What is to be done when a device has got somewhere is done in order, by whoever need not wait."""
+"""What is to be done when a device has got somewhere is done in order, and without waiting where that can be."""
 
 import threading
 
 import pytest
 
 from engine.vllm.worker_side.device import OVER
-from engine.vllm.worker_side.watcher import Watcher
+from engine.vllm.worker_side.watcher import MarkWatcher
 
 
 class Gate:
@@ -29,7 +29,7 @@ class Gate:
 
 @pytest.fixture
 def watcher():
-    made = Watcher()
+    made = MarkWatcher()
     yield made
     made.close()
 

@@ -312,7 +312,7 @@ def test_without_the_waits_the_lazy_device_moves_what_is_not_there(tmp_path, mon
 
 
 def test_a_step_ends_while_its_device_still_copies(scheduler: Scheduler, tmp_path):
-    """Nobody waits for the device but the device: it is told nothing of what is not there, and overwrites nothing."""
+    """Its own next work waits for them, and the announcement does. The model's thread does not."""
     n, tables = 2 * BLOCK, ((1, 2),)
     side = Side(1, "f", "lazy", seed=1)
     pages = pages_for(side.layout, n)

@@ -75,7 +75,7 @@ def test_a_layer_that_says_it_twice_is_copied_once(scheduler: Scheduler, arena, 
 
 
 def test_a_step_that_lacks_a_layer_is_not_written(scheduler: Scheduler, arena, worker) -> None:
-    """The pages wait for a state that vLLM has no block for: nobody may be told that it is there."""
+    """The pages wait for a state that vLLM has no block for: it must not be announced."""
     run(worker, ForwardStep(str(scheduler.path), arena, (PAGES,), saves(N, tables=((1, 2), (0, 0)))), "abc")
     scheduler.wait_for(SaveFailed, "j")
     assert not any(isinstance(message, StepWritten) for message in scheduler.heard)
