@@ -18,7 +18,7 @@ from typing import Any, Final, Protocol
 from urllib.parse import urlsplit
 
 from node.engine.handshakes import HandshakePlaces
-from node.engine.relay import READ_BYTES, EngineRelay, reset
+from node.engine.relay import READ_BYTES, STALLED_S, EngineRelay, reset
 from node.process.ports import ListenPort
 from transport.control.calls import keep_alive
 from transport.path.site import site_of
@@ -96,6 +96,7 @@ class EngineFront:
         handshake_s: float = HANDSHAKE_S,
         handshakes: "HandshakePlaces[_Caller] | None" = None,
         of_address: int = MAX_OF_ADDRESS,
+        stalled_s: float = STALLED_S,
     ) -> None:
         """`complaint` says why the holder of a certificate may not ask the engine, or "" if it may."""
         self.ended: Counter[str] = Counter()  # connections that the front ended, by reason
@@ -109,6 +110,7 @@ class EngineFront:
         self._handshake_s = handshake_s
         self._handshakes = handshakes if handshakes is not None else HandshakePlaces()
         self._of_address = of_address
+        self._stalled_s = stalled_s
         self._scratch = memoryview(bytearray(READ_BYTES))
         self._loop: asyncio.AbstractEventLoop
         self._listener: socket.socket | None = None
@@ -201,7 +203,7 @@ class EngineFront:
                 connection, server_side=True, do_handshake_on_connect=False
             )
         except OSError as exc:  # it has hung up meanwhile, or our own files cannot be read
-            self._count("handshake", address, _detail(exc))
+            self.count("handshake", address, _detail(exc))
             connection.close()
             return
         caller = _Caller(self, self._loop, secure, address, site)
@@ -239,8 +241,14 @@ class EngineFront:
 
     def end(self, caller: "_Caller", reason: str, detail: str) -> None:
         """Ends a connection, and says why."""
-        self._count(reason, caller.address, detail)
+        self.count(reason, caller.address, detail)
         caller.abort()
+
+    def count(self, reason: str, address: str, detail: str) -> None:
+        """A connection has ended for `reason`."""
+        self.ended[reason] += 1
+        told = "a connection of %s to the engine ended (%s): %s"
+        self._lines.warning(self._loop.time(), told, address, reason, detail)
 
     def forget(self, caller: "_Caller") -> None:
         """Gives back what a caller held that has left."""
@@ -266,7 +274,7 @@ class EngineFront:
             inside.setblocking(False)
             async with asyncio.timeout(CONNECT_S):
                 await self._loop.sock_connect(inside, engine)
-            caller.join(inside, self._scratch)
+            caller.join(inside, self._scratch, self._stalled_s)
         except (OSError, TimeoutError) as exc:
             inside.close()
             self.end(caller, "no_engine", _detail(exc))
@@ -274,11 +282,6 @@ class EngineFront:
             inside.close()
             caller.abort()
             raise
-
-    def _count(self, reason: str, address: str, detail: str) -> None:
-        self.ended[reason] += 1
-        told = "a connection of %s to the engine ended (%s): %s"
-        self._lines.warning(self._loop.time(), told, address, reason, detail)
 
 
 class _Caller:
@@ -309,9 +312,9 @@ class _Caller:
         self._loop.add_reader(self._connection, self._step)
         self._step()
 
-    def join(self, inside: socket.socket, scratch: memoryview) -> None:
+    def join(self, inside: socket.socket, scratch: memoryview, stalled_s: float) -> None:
         """The engine has taken the connection."""
-        self._relay = EngineRelay(self._loop, self._connection, inside, scratch, self._over)
+        self._relay = EngineRelay(self._loop, self._connection, inside, scratch, self._over, stalled_s)
         self._relay.start()
 
     def abort(self) -> None:
@@ -323,7 +326,7 @@ class _Caller:
             return
         self._stop_waiting()
         self._connection.close()
-        self._over()
+        self._over("")
 
     def _step(self) -> None:
         self._loop.remove_writer(self._connection)
@@ -352,8 +355,10 @@ class _Caller:
             self._loop.remove_reader(self._connection)
             self._loop.remove_writer(self._connection)
 
-    def _over(self) -> None:
+    def _over(self, why: str) -> None:
         self._front.forget(self)
+        if why:
+            self._front.count(why, self.address, "it took nothing of what was said for a long time")
 
 
 def door_of(identity: Identity | None, guard: Guard | None) -> EngineDoor:

@@ -16,6 +16,7 @@ from typing import Final
 
 READ_BYTES: Final = 64 * 1024
 READS: Final = 16  # at once, of one connection; others get their turn in between
+STALLED_S: Final = 600.0  # without a byte taken; gateways give up slow clients long before
 LINGER_NONE: Final = struct.pack("ii", 1, 0)
 
 
@@ -28,16 +29,21 @@ class EngineRelay:
         outside: ssl.SSLSocket,
         inside: socket.socket,
         scratch: memoryview,
-        ended: Callable[[], None],
+        ended: Callable[[str], None],
+        stalled_s: float = STALLED_S,
     ) -> None:
-        """`scratch` is where bytes are read to on their way: a loop moves one piece at a time."""
+        """`scratch` is where bytes are read to on their way: a loop moves one piece at a time. `ended` hears "unread" where
+        one side took nothing for `stalled_s` of what the other had said, and "" otherwise.
+        """
         self._loop = loop
         self._outside = outside
         self._inside = inside
         self._view = scratch
         self._ended = ended
+        self._stalled_s = stalled_s
+        self._stalls: dict[socket.socket, asyncio.TimerHandle] = {}  # by the side that has something to take
         self._to_engine = self._to_caller = memoryview(b"")  # read, and not taken yet
-        self._is_ending = self._is_closed = False
+        self._is_closed = False
         for each in (outside, inside):
             each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
@@ -46,16 +52,18 @@ class EngineRelay:
         self._loop.add_reader(self._inside, self._from_engine)
         self._hear_caller()
 
-    def abort(self) -> None:
+    def abort(self, why: str = "") -> None:
         """Closes both now. What was read and not taken is lost."""
         if self._is_closed:
             return
         self._is_closed = True
+        for stall in self._stalls.values():
+            stall.cancel()
         for each in (self._outside, self._inside):
             self._loop.remove_reader(each)
             self._loop.remove_writer(each)
             each.close()
-        self._ended()
+        self._ended(why)
 
     # The caller's side
 
@@ -66,7 +74,7 @@ class EngineRelay:
     def _from_caller(self) -> None:
         """TLS may hold more than the socket: it is read until it says that it wants more."""
         for _ in range(READS):
-            if self._is_ending or self._is_closed or self._to_engine:
+            if self._is_closed or self._to_engine:
                 return
             try:
                 size = self._outside.recv_into(self._view)
@@ -78,7 +86,7 @@ class EngineRelay:
                 self.abort()
                 return
             if not size:
-                self._end(self._outside)
+                self._end()
                 return
             self._say_to_engine(self._view[:size])
         self._loop.call_soon(self._from_caller)
@@ -91,11 +99,11 @@ class EngineRelay:
             except (ssl.SSLWantWriteError, ssl.SSLWantReadError):
                 self._to_caller = memoryview(bytes(data))
                 self._loop.remove_reader(self._inside)
-                self._loop.add_writer(self._outside, self._caller_takes)
+                self._await(self._outside, self._caller_takes)
                 return
 
     def _caller_takes(self) -> None:
-        self._loop.remove_writer(self._outside)
+        self._takes(self._outside)
         left, self._to_caller = self._to_caller, memoryview(b"")
         try:
             self._say_to_caller(left)
@@ -103,7 +111,7 @@ class EngineRelay:
             self.abort()
             return
         if not self._to_caller:
-            self._go_on(self._inside, self._from_engine)
+            self._loop.add_reader(self._inside, self._from_engine)
 
     # The engine's side
 
@@ -113,7 +121,7 @@ class EngineRelay:
             if size:
                 self._say_to_caller(self._view[:size])
             else:
-                self._end(self._inside)
+                self._end()
         except (BlockingIOError, InterruptedError):
             return
         except OSError:
@@ -130,43 +138,32 @@ class EngineRelay:
         if sent < len(data):
             self._to_engine = memoryview(bytes(data[sent:]))
             self._loop.remove_reader(self._outside)
-            self._loop.add_writer(self._inside, self._engine_takes)
+            self._await(self._inside, self._engine_takes)
 
     def _engine_takes(self) -> None:
-        self._loop.remove_writer(self._inside)
+        self._takes(self._inside)
         left, self._to_engine = self._to_engine, memoryview(b"")
         self._say_to_engine(left)
         if not self._to_engine and not self._is_closed:
-            self._go_on(self._outside, self._hear_caller)
+            self._hear_caller()
+
+    # What a socket does not take at once
+
+    def _await(self, side: socket.socket, takes: Callable[[], None]) -> None:
+        self._loop.add_writer(side, takes)
+        self._stalls[side] = self._loop.call_later(self._stalled_s, self.abort, "unread")
+
+    def _takes(self, side: socket.socket) -> None:
+        self._loop.remove_writer(side)
+        self._stalls.pop(side).cancel()
 
     # The end
 
-    def _end(self, side: socket.socket) -> None:
-        """One side has ended: neither half outlives the other, but what that side has said is still sent."""
-        self._is_ending = True
-        for each in (self._outside, self._inside):
-            self._loop.remove_reader(each)
-        self._loop.remove_writer(side)
-        if side is self._outside:
-            self._to_caller = memoryview(b"")
-        else:
-            self._to_engine = memoryview(b"")
-        self._finish()
-
-    def _finish(self) -> None:
-        if self._to_engine or self._to_caller:
-            return
+    def _end(self) -> None:
+        """One side has ended, and the other one has taken all that it said: a side is not heard before that."""
         with suppress(OSError, ValueError):
             self._outside.unwrap()  # says that nothing follows, as far as the socket takes it
         self.abort()
-
-    def _go_on(self, side: socket.socket, hear: Callable[[], None]) -> None:
-        if self._is_ending:
-            self._finish()
-        elif side is self._outside:
-            hear()
-        else:
-            self._loop.add_reader(side, hear)
 
 
 def reset(connection: socket.socket) -> None:

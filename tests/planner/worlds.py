@@ -1,9 +1,12 @@
 """Builders of what routing sees, with defaults."""
 
+from collections.abc import Collection, Iterable
 from typing import Any
 
+from planner.decisions.routing.offload import ReadyNodes, Route, route_among
+from planner.decisions.routing.placement import PLACERS, Placer
 from planner.decisions.routing.policy import RoutingPolicy
-from planner.decisions.views import ClusterKind, LinkView, NodeView, Role, RouteRequest
+from planner.decisions.views import ClusterKind, LinkView, NodeView, PrefillCost, Role, RouteRequest
 
 GB = 10**9
 
@@ -34,3 +37,16 @@ def request(num_tokens: int, **fields: Any) -> RouteRequest:
 
 def policy(threshold_tokens: float = 20_000, **fields: Any) -> RoutingPolicy:
     return RoutingPolicy(threshold_tokens=threshold_tokens, **fields)
+
+
+def route(
+    asked: RouteRequest,
+    nodes: Iterable[NodeView],
+    links: Collection[LinkView],
+    rules: RoutingPolicy,
+    *,
+    place: Placer = PLACERS["kvcache_centric"],
+    cost: PrefillCost | None = None,
+) -> Route:
+    """The route among `nodes`; those that are not ready are left alone."""
+    return route_among(ReadyNodes.among(nodes), asked, links, rules, place=place, cost=cost or PrefillCost())

@@ -22,7 +22,6 @@ from planner.decisions.routing.arrivals import bytes_to_send, sending_of
 from planner.decisions.routing.congestion import is_scarce, pressure
 from planner.decisions.routing.lines import soonest_senders
 from planner.decisions.routing.placement import (
-    PLACERS,
     PlacementPolicy,
     Placer,
     PrefillChoice,
@@ -128,24 +127,6 @@ class Route(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         )
 
 
-def route(
-    request: RouteRequest,
-    nodes: Iterable[NodeView],
-    links: Collection[LinkView],
-    policy: RoutingPolicy,
-    *,
-    place: Placer = PLACERS["kvcache_centric"],
-    cost: PrefillCost | None = None,
-) -> Route:
-    """Where to prefill and decode `request`; `nodes` that are not ready are left alone.
-
-    A PrfaaS cluster is reachable only through a `LinkView` in `links` that is up.
-    Raises NoReadyNode when no decode node is ready, NobodyPrefills when the ready ones need a prefill node and none is there. A
-    request whose prompt is one token, or for which no prefill node is ready, is left to the decode node alone, if it can.
-    """
-    return route_among(ReadyNodes.among(nodes), request, links, policy, place=place, cost=cost or PrefillCost())
-
-
 def route_among(
     ready: ReadyNodes,
     request: RouteRequest,
@@ -155,7 +136,12 @@ def route_among(
     place: Placer,
     cost: PrefillCost,
 ) -> Route:
-    """`route` for a caller that keeps its nodes sorted from one request to the next."""
+    """Where to prefill and decode `request`. Callers keep `ready` from one request to the next.
+
+    A PrfaaS cluster is reachable only through a `LinkView` in `links` that is up. A request whose prompt is one token, or for
+    which no prefill node is ready, is left to the decode node alone, if it can.
+    Raises NoReadyNode when no decode node is ready, NobodyPrefills when those that are need a prefill node that is ready.
+    """
     decodes = ready.decodes
     if not decodes:
         raise NoReadyNode("no decode node is ready")

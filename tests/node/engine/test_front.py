@@ -112,6 +112,22 @@ def test_an_end_on_either_side_ends_both(node: Identity, gateway: Identity) -> N
     scenario()
 
 
+def test_a_caller_that_takes_nothing_keeps_its_connection_for_a_while_only(node: Identity, gateway: Identity) -> None:
+    @on_both_loops
+    async def scenario() -> None:
+        front = EngineFront(node, stalled_s=0.2)
+        async with engine_running() as engine, fronted(front) as port:
+            front.open(engine.url)
+            async with calling(port, gateway) as (_, writer):
+                writer.transport.pause_reading()
+                writer.write(bytes(16 << 20))  # the echo fills the sockets' buffers, and then the front's piece
+                await until(lambda: front.ended == {"unread": 1}, lambda: front.ended)
+                await until(lambda: len(front) == 0)
+                writer.transport.abort()
+
+    scenario()
+
+
 def test_without_an_engine_callers_are_reset_before_their_handshake(node: Identity, gateway: Identity) -> None:
     @on_both_loops
     async def scenario() -> None:

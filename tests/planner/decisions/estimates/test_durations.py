@@ -18,9 +18,8 @@ from planner.decisions.estimates.durations import (
     PrefillEstimate,
     PrefillShare,
 )
-from planner.decisions.routing.offload import route
 from planner.decisions.views import NodeView, PrefillCost
-from tests.planner.worlds import link, pd_decode, policy, prfaas, request
+from tests.planner.worlds import link, pd_decode, policy, prfaas, request, route
 
 PRIOR = (0.001, 0.05, 1e-6)
 TRUTH = (0.46, 0.13, 2.89e-4)

@@ -6,11 +6,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from planner.decisions.routing.explain import WORDS, Explanation, explain_among
-from planner.decisions.routing.offload import ReadyNodes, Reason, Target, route
+from planner.decisions.routing.offload import ReadyNodes, Reason, Target
 from planner.decisions.routing.placement import PLACERS
 from planner.decisions.views import ClusterKind, LinkView, NodeView, PrefillCost, Role, RouteRequest
 from planner.errors import NoReadyNode
-from tests.planner.worlds import GB, link, pd_decode, pd_prefill, policy, prfaas, request
+from tests.planner.worlds import GB, link, pd_decode, pd_prefill, policy, prfaas, request, route
 
 WORLD = [prfaas(), prfaas("r1", queue_s=2.0), pd_prefill(), pd_decode(), pd_decode("d1", running=20)]
 LINKS = [link()]

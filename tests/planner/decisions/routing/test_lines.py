@@ -2,10 +2,10 @@ import pytest
 from msgspec.structs import replace
 
 from planner.decisions.routing.lines import shared_line
-from planner.decisions.routing.offload import Reason, Target, route
+from planner.decisions.routing.offload import Reason, Target
 from planner.decisions.routing.placement import PlacementPolicy
 from planner.decisions.views import LinkView
-from tests.planner.worlds import GB, link, pd_decode, pd_prefill, policy, prfaas, request
+from tests.planner.worlds import GB, link, pd_decode, pd_prefill, policy, prfaas, request, route
 
 
 def test_an_idle_line_is_counted_once():
