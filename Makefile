@@ -55,7 +55,7 @@ RELEASE      ?= 0.33.0
 VERSION      ?=
 OTHER        ?= HEAD~1
 
-.PHONY: setup demo up test test-whole test-all test-e2e test-deploy test-storm test-crowd test-flips test-migration test-borders fuzz soak soak-cache test-rdma test-equality test-vllm test-vllm-release test-sglang test-schema test-clients test-load test-mixed test-versions lint format lock proto wheel docs check-resolution release clean help
+.PHONY: setup demo up test test-whole test-all test-e2e test-deploy test-storm test-crowd test-flips test-migration test-borders fuzz soak soak-cache test-rdma test-equality test-vllm test-vllm-release test-gpu test-sglang test-schema test-clients test-load test-mixed test-versions lint format lock proto wheel docs check-resolution release clean help
 
 help:            ## Show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -133,7 +133,11 @@ test-vllm: $(VLLM_STAMP)  ## Test vLLM with our connector: a matrix of models, a
 	$(VLLM_BIN)/python -m pytest -m vllm -o faulthandler_timeout=600 tests/vllm $(sampled)
 
 test-vllm-release: $(VLLM_STAMP)  ## Test the contract and the matrix with another release of vLLM: RELEASE=0.33.0
-	./scripts/vllm-version $(RELEASE) tests/vllm/test_contract.py tests/vllm/pairs/test_matrix.py $(sampled)
+	./scripts/vllm-version $(RELEASE) tests/vllm/test_contract.py tests/vllm/test_cache_contract.py tests/vllm/pairs/test_matrix.py $(sampled)
+
+# The Python must have PyTorch with CUDA, and vLLM for what needs it: the environments above have their CPU builds.
+test-gpu: $(STAMP)  ## Show what only a GPU can: copies ordered and at rate; GPU_PYTHON=python with CUDA; parts skip with a reason
+	PYTHONPATH=$(CURDIR) $(or $(GPU_PYTHON),$(BIN)/python) -m tests.gpu --json out/gpu.json
 
 test-sglang: $(SGLANG_STAMP)  ## Compare SGLang's paired servers on a CPU with a single one, and test its classes; no GPU, no kernels
 	$(SGLANG_BIN)/python -m pytest -m sglang -o faulthandler_timeout=600 tests/sglang $(sampled)

@@ -255,7 +255,7 @@ class NodeAgent:
                 arena_path=str(pages.arena.path),
                 page_bytes=pages.layout.page_bytes,
                 num_pages=pages.num_pages,
-                chunk_tokens=self.config.chunk_tokens,
+                chunk_tokens=self.config.prefill_chunk_tokens,
                 block_salts=self.naming.model_salts(pages.layout.fingerprint),
             )
         )

@@ -49,7 +49,7 @@ def add_node_arguments(parser: argparse.ArgumentParser, kind_of_cluster: str = D
         if field.type is bool:
             keys.add_argument(flag, action=argparse.BooleanOptionalAction, default=None, help=_default(field, defaults))
         else:
-            kind: Any = field.type if field.type in (int, float) else str
+            kind: Any = field.type if field.type in (int, float) else int if field.type == int | None else str
             keys.add_argument(
                 flag,
                 type=kind,

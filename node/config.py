@@ -32,6 +32,7 @@ ENGINES: Final = ("embedded", "emulated", "vllm", "sglang")
 # Servers of their own: they listen some time after their Hello, and keep a prefix cache that the agent knows from events.
 SERVERS: Final = ("vllm", "sglang")
 ENGINES_OF_ONE_ROLE: Final = ("sglang",)  # started to prefill or to decode, and for nothing else
+CHUNK_TOKENS: Final = 512
 # A vLLM server imports itself three times, and compiles where it has a GPU; SGLang's does as much.
 START_TIMEOUT_S: Final = {"embedded": 120.0, "emulated": 120.0, "vllm": 900.0, "sglang": 900.0}
 TRANSPORTS: Final = ("auto", "rdma", "tcp")
@@ -71,6 +72,7 @@ class NodeConfig:
     `transfer_advertise` is the host:port that others should send KVCache to, where a relay or NAT stands before this node.
     `model_revision` stands for what the model's weight files hold, which is hashed unless given.
     `bootstrap_port` is where an SGLang server that prefills is asked for by those that decode, at the host of `engine_port`.
+    `chunk_tokens` not given is 512, and vLLM's own choice where it runs on an accelerator.
     `block_size` and `max_model_len` of 0 leave the choice to the engine, `engine_start_timeout_s` of 0 to the kind of engine.
     `connections` "auto" begins with a few and lets long links have more; a number is what every receiver gets.
     `certificate`, `key` and `authority` are PEM files. With them the control service, calls and `engine_port` speak mutual TLS:
@@ -122,7 +124,7 @@ class NodeConfig:
     ssd_bytes: int = 0
     ssd_key: str = ""
     allowed_media_domains: tuple[str, ...] = ()
-    chunk_tokens: int = 512
+    chunk_tokens: int | None = None
     stages: int = 1
     max_model_len: int = 0
     block_size: int = 0
@@ -159,7 +161,7 @@ class NodeConfig:
         for name in LISTENERS:
             require_range(f"{name}_port", getattr(self, f"{name}_port"), 0, 65535)
         require_range("bootstrap_port", self.bootstrap_port, 0, 65535)
-        require_range("chunk_tokens", self.chunk_tokens, 1, 1 << 20)
+        require_range("chunk_tokens", self.prefill_chunk_tokens, 1, 1 << 20)
         require_range("stages", self.stages, 1, 256)
         if self.stages > 1 and self.engine == "sglang":
             raise SettingsError(f"stages = {self.stages}: the sglang engine has one; other engines have more")
@@ -167,9 +169,9 @@ class NodeConfig:
             raise SettingsError(f"bootstrap_port = {self.bootstrap_port}: only engine 'sglang' has one")
         require_range("max_model_len", self.max_model_len, 0, 1 << 30)
         require_range("block_size", self.block_size, 0, 1 << 16)
-        if self.chunk_tokens < self.block_size:
+        if self.prefill_chunk_tokens < self.block_size and not (self.engine == "vllm" and self.chunk_tokens is None):
             raise SettingsError(
-                f"chunk_tokens = {self.chunk_tokens}: less than a block, block_size = {self.block_size}"
+                f"chunk_tokens = {self.prefill_chunk_tokens}: less than a block, block_size = {self.block_size}"
             )
         require_range("threads", self.threads, 1, 1024)
         require_range("engine_max_restarts", self.engine_max_restarts, 0, 1000)
@@ -260,6 +262,11 @@ class NodeConfig:
     def model_name(self) -> str:
         """The name that API users ask for."""
         return self.served_model or Path(self.model).name
+
+    @property
+    def prefill_chunk_tokens(self) -> int:
+        """Tokens per prefill chunk, of an engine that leaves them to the node."""
+        return CHUNK_TOKENS if self.chunk_tokens is None else self.chunk_tokens
 
     @property
     def start_timeout_s(self) -> float:

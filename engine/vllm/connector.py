@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import vllm
@@ -29,7 +30,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from engine.agent.identity import default_memory
-from engine.vllm import internals
+from engine.vllm import internals, specs
 from engine.vllm.identity import kv_identity, with_forms
 from engine.vllm.layout import CacheLayer, LayerKind, VllmLayout, vllm_layout
 from engine.vllm.scheduler_side import media
@@ -40,6 +41,7 @@ from engine.vllm.server.leaving import leave_at_once
 from engine.vllm.server.parent import end_with_parent
 from engine.vllm.server.stats import PrfaasPromMetrics, PrfaasStats, copy_stats, handover_stats
 from engine.vllm.version import is_tested, release, untested
+from engine.vllm.worker_side.accelerator import device_of
 from engine.vllm.worker_side.worker import WorkerSide
 from hybrid_cache.errors import LayoutError
 from transport.control.last_words import CANNOT_SERVE
@@ -103,8 +105,11 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                     internals.mend_eager_stages()
                 internals.mend_seeded_chunks()
                 internals.unlink_shared_memory()
-                own = internals.layer_names(kv_cache_config)
-                self._worker = WorkerSide(layout, internals.rank_of_worker(), own=own)
+                own = specs.layer_names(kv_cache_config)
+                in_microbatches = bool(vllm_config.parallel_config.use_ubatching)
+                rank = internals.rank_of_worker()
+                devices = partial(device_of, direct=internals.direct_copies())
+                self._worker = WorkerSide(layout, rank, own=own, in_microbatches=in_microbatches, devices=devices)
 
     def _begin_scheduling(self, everything: Cached) -> None:
         with _saying_why():
@@ -129,8 +134,8 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """Layers are saved from Python code between them, which a whole graph would leave out."""
-        return True
+        """A whole graph leaves out the Python code between layers that says which are final: they are saved at its end."""
+        return False
 
     # Scheduler
 
@@ -159,7 +164,10 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
         state = scheduler_output.kv_connector_block_state
-        return StepMetadata(self._scheduling.build_step(scheduler_output.num_scheduled_tokens, state.resolve_block_ids))
+        offers = internals.state_offers(state)
+        return StepMetadata(
+            self._scheduling.build_step(scheduler_output.num_scheduled_tokens, state.resolve_block_ids, offers)
+        )
 
     def update_connector_output(self, connector_output: Any) -> None:
         self._scheduling.loads_ended(
@@ -259,8 +267,8 @@ def cached(vllm_config: Any, kv_cache_config: Any) -> Cached:
     mine: Cached | Exception
     try:
         mine = Cached(
-            layers=tuple(internals.cache_layers(vllm_config, kv_cache_config)),
-            forms=tuple(internals.state_forms(kv_cache_config)),
+            layers=tuple(specs.cache_layers(vllm_config, kv_cache_config)),
+            forms=tuple(specs.state_forms(kv_cache_config)),
             packings=tuple(internals.packings(vllm_config, kv_cache_config)),
             facts=internals.kv_facts(vllm_config),
         )

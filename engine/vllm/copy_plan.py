@@ -4,8 +4,10 @@ Layers of one group and one block table have the same blocks on both sides. Thos
 where its part of a block lies in the pages.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from types import MappingProxyType
 from typing import Final
 
 import numpy as np
@@ -14,6 +16,8 @@ from engine.agent.block_copies import BlockCopies, BlockPages, Index, block_page
 from engine.vllm.layout import NULL_BLOCK, LayerKind, LayerPlace, Table, VllmLayout, block_range, state_block
 from hybrid_cache.layout.layout import ModelLayout
 from transport.control.messages import JobPages
+
+NO_OFFERS: Final[Mapping[tuple[int, int], int]] = MappingProxyType({})
 
 
 class PagesIndex:
@@ -43,14 +47,24 @@ class CopyPlan:
     """The copies of tokens [start, stop) of one job, on one rank. Not for two threads at once."""
 
     def __init__(
-        self, layout: VllmLayout, rank: int, index: PagesIndex, tables: tuple[Table, ...], start: int, stop: int
+        self,
+        layout: VllmLayout,
+        rank: int,
+        index: PagesIndex,
+        tables: tuple[Table, ...],
+        start: int,
+        stop: int,
+        *,
+        offers: Mapping[tuple[int, int], int] = NO_OFFERS,
     ) -> None:
+        """`offers`: blocks with a state, by table and length, where the table does not say which."""
         self._layout = layout
         self._rank = rank
         self._index = index
         self._tables = tables
         self._start = start
         self._stop = stop
+        self._offers = offers
         self._live: dict[tuple[int, int, int], tuple[_LiveBlocks, ...]] = {}
 
     def attention(self, place: LayerPlace) -> tuple[BlockCopies, ...]:
@@ -65,7 +79,10 @@ class CopyPlan:
     def state(self, place: LayerPlace, length: int) -> tuple[BlockCopies, ...]:
         """The copy for a layer's state after `length` tokens, if both sides have it."""
         pages = self._index.pages.states[place.group].get(length)
-        block_id = state_block(self._tables[place.layer.table], length, place.layer.block_tokens)
+        table = place.layer.table
+        block_id = self._offers.get((table, length)) or state_block(
+            self._tables[table], length, place.layer.block_tokens
+        )
         if not pages or block_id == NULL_BLOCK:
             return ()
         found = block_pages(self._layout.model, place.group, (pages,))

@@ -16,15 +16,18 @@ from contextlib import aclosing
 from contextvars import ContextVar
 from pathlib import Path
 from types import FrameType, SimpleNamespace
-from typing import Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
+from engine.vllm import specs
 from engine.vllm.identity import text_of
-from engine.vllm.layout import CacheLayer, LayerKind
 from engine.vllm.scheduler_side.media import is_named, name_media, stop_of
+from engine.vllm.scheduler_side.steps import StateOffer
 from engine.vllm.server.continuation import going_on
 from engine.vllm.server.harmless import HARMLESS
 from engine.vllm.server.seeds import with_seeds_back, without_unread_seeds
-from hybrid_cache.errors import LayoutError
+
+if TYPE_CHECKING:
+    from engine.vllm.worker_side.accelerator import DirectCopies
 
 T = TypeVar("T")
 
@@ -80,6 +83,16 @@ def hold(request: Any) -> None:
 def let_go(request: Any) -> None:
     """The request may be scheduled again."""
     request.next_decode_eligible_step = 0
+
+
+def state_offers(block_state: Any) -> dict[str, list[StateOffer]]:
+    """States that a step leaves behind inside of it, by request: a last chunk of Mamba 2 does not stop at the last border of
+    blocks, but exports what it had there (`KVConnectorBlockState`)."""
+    offered = getattr(block_state, "boundary_state_offloads", None) or {}
+    return {
+        request_id: [StateOffer(table, block, length) for table, block, length in offers]
+        for request_id, offers in offered.items()
+    }
 
 
 def _cut(request: Any, num_tokens: int) -> None:
@@ -260,27 +273,7 @@ def _unfit(message: str) -> Exception:
     return error
 
 
-# The KV cache (vllm.v1.kv_cache_interface)
-
-
-def cache_layers(vllm_config: Any, kv_cache_config: Any) -> list[CacheLayer]:
-    """The layers of a stage that are transferred, as one rank has them. Raises LayoutError for what cannot be."""
-    parallel = vllm_config.parallel_config
-    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
-        if getattr(parallel, name, 1) > 1:
-            raise LayoutError(f"{name} = {getattr(parallel, name)}: the connector does not support context parallelism")
-    heads = vllm_config.model_config.get_total_num_kv_heads()
-    return [
-        _cache_layer(name, table, _layer_spec(group.kv_cache_spec, name), parallel.tensor_parallel_size, heads)
-        for table, group in enumerate(kv_cache_config.kv_cache_groups)
-        if group.enable_kv_transfer
-        for name in group.layer_names
-    ]
-
-
-def layer_names(kv_cache_config: Any) -> frozenset[str]:
-    """The names of the layers that a rank has."""
-    return frozenset(name for group in kv_cache_config.kv_cache_groups for name in group.layer_names)
+# Ranks and platforms
 
 
 def of_all_stages(mine: T) -> list[T]:
@@ -346,6 +339,20 @@ def unlink_shared_memory(folder: Path = Path("/dev/shm")) -> None:
         path.unlink(missing_ok=True)  # by another rank
 
 
+def direct_copies() -> "DirectCopies | None":
+    """How this platform copies between its blocks and host memory without a buffer; None where it does not."""
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cuda_alike():
+        return None
+    from vllm._custom_ops import swap_blocks_batch
+    from vllm.v1.kv_offload.cpu.host_register import host_register, host_unregister
+
+    from engine.vllm.worker_side.accelerator import DirectCopies
+
+    return DirectCopies(swap_blocks_batch, host_register, host_unregister)
+
+
 def rank_of_worker() -> int:
     """Of all ranks of this engine: those of a stage follow each other."""
     from vllm.distributed import get_pp_group, get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
@@ -354,81 +361,42 @@ def rank_of_worker() -> int:
     return rank
 
 
-def state_forms(kv_cache_config: Any) -> list[str]:
-    """What recurrent states consist of: states of one size may differ in that, and must not be mistaken."""
-    from vllm.v1.kv_cache_interface import MambaSpec
-
-    states = [spec for spec in _specs(kv_cache_config) if isinstance(spec, MambaSpec)]
-    return sorted({f"{tuple(map(tuple, spec.shapes))}{spec.dtypes}".replace("torch.", "") for spec in states})
-
-
 def packings(vllm_config: Any, kv_cache_config: Any) -> list[str]:
-    """How attention keeps keys inside a block, where that depends on the machine: on CPUs, on their instruction set."""
+    """How attention keeps what is inside a block, where the layout does not say it: on CPUs by their instruction set; of
+    what is quantised or an index, by backend and platform.
+    """
     from vllm.platforms import current_platform
-    from vllm.v1.kv_cache_interface import AttentionSpec
 
+    layers = vllm_config.compilation_config.static_forward_context
+    ranks, fp8 = vllm_config.parallel_config.tensor_parallel_size, str(current_platform.fp8_dtype())
     platform = str(current_platform.device_type)
+    if current_platform.is_rocm():
+        platform = "rocm"  # whose device type is CUDA's, and whose data types and backends are not
+    found = {
+        f"{platform} {packed} {_kernel(layers.get(name), spec)}"
+        for name, spec in specs.attention_of(kv_cache_config)
+        if (packed := specs.packing(spec, ranks, fp8))
+    }
     if not current_platform.is_cpu():
-        return [platform]
+        return sorted({platform, *found})
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
-    cache_dtype = vllm_config.cache_config.cache_dtype
-    specs = [spec for spec in _specs(kv_cache_config) if isinstance(spec, AttentionSpec)]
+    dtype, cache_dtype = vllm_config.model_config.dtype, vllm_config.cache_config.cache_dtype
     isas = {
-        _get_attn_isa(vllm_config.model_config.dtype, spec.block_size, spec.head_size, cache_dtype) for spec in specs
+        _get_attn_isa(dtype, spec.block_size, spec.head_size, cache_dtype)
+        for _, spec in specs.attention_of(kv_cache_config)
     }
-    return sorted(f"{platform} {isa}" for isa in isas)
+    return sorted({*(f"{platform} {isa}" for isa in isas), *found})
 
 
-def _specs(kv_cache_config: Any) -> list[Any]:
-    return [
-        _layer_spec(group.kv_cache_spec, name)
-        for group in kv_cache_config.kv_cache_groups
-        for name in group.layer_names
-    ]
+def _kernel(layer: Any, spec: Any) -> str:
+    """Who reads and writes a layer's blocks, and in pieces of how many tokens."""
+    from vllm.v1.worker.utils import select_common_block_size
 
-
-def _layer_spec(spec: Any, name: str) -> Any:
-    from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
-
-    return spec.kv_cache_specs[name] if isinstance(spec, UniformTypeKVCacheSpecs) else spec
-
-
-def _cache_layer(name: str, table: int, spec: Any, ranks: int, heads: int) -> CacheLayer:
-    from vllm.v1.kv_cache_interface import (
-        AttentionSpec,
-        ChunkedLocalAttentionSpec,
-        FullAttentionSpec,
-        MambaSpec,
-        SlidingWindowSpec,
-    )
-
-    if isinstance(spec, MambaSpec):
-        return CacheLayer(
-            name=name,
-            table=table,
-            kind=LayerKind.STATE,
-            block_tokens=spec.block_size,
-            part_bytes=spec.state_content_size_bytes,
-            parts=1 if spec.tp_replicated else ranks,
-        )
-    known = isinstance(spec, FullAttentionSpec | SlidingWindowSpec) and not isinstance(spec, ChunkedLocalAttentionSpec)
-    if not isinstance(spec, AttentionSpec) or not known:
-        raise LayoutError(f"{name}: KVCache of kind {type(spec).__name__} cannot be transferred")
-    if spec.tokens_per_state != 1:
-        raise LayoutError(f"{name}: {spec.tokens_per_state} tokens per cache entry cannot be transferred")
-    is_window = isinstance(spec, SlidingWindowSpec)
-    if is_window and spec.extra_retained_tokens:
-        raise LayoutError(f"{name}: a window with {spec.extra_retained_tokens} extra tokens cannot be transferred")
-    return CacheLayer(
-        name=name,
-        table=table,
-        kind=LayerKind.WINDOW if is_window else LayerKind.FULL,
-        block_tokens=spec.block_size,
-        part_bytes=spec.unpadded_page_size_bytes,
-        parts=min(ranks, spec.max_tp_shards or heads),
-        window=spec.sliding_window if is_window else 0,
-    )
+    if layer is None:
+        return "unknown backend"
+    backend = layer.get_attn_backend()
+    return f"{backend.get_name()}/{select_common_block_size(spec.block_size, [backend], [spec])}"
 
 
 # The configuration (vllm.config): everything but what is known not to change KVCache, so that what a new version adds counts.

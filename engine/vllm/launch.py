@@ -39,7 +39,9 @@ OURS: Final = {
     "--kv-transfer-config": "engine",
     "--kv-events-config": "engine",
 }
-MAX_SEQUENCES: Final = 256  # of one step; a chunk must have room for a token of each
+# Of a step, on a CPU, unless the node says otherwise. Elsewhere vLLM knows better.
+CPU_CHUNK_TOKENS: Final = 512
+CPU_MAX_SEQUENCES: Final = 256  # a chunk must have room for a token of each
 CPU_FLAGS: Final = ("--enforce-eager",)  # compiling takes minutes there, and gains little
 CPU_KVCACHE_GIB: Final = 1
 EVENTS_SOCKET: Final = "kv-events"
@@ -53,16 +55,16 @@ Become = Callable[[str, list[str], dict[str, str]], object]  # as os.execve, whi
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VllmOptions:
-    """What the node says about its server; `vllm_flags` are passed on as they are."""
+    """What the node says about its server, None where it leaves that to vLLM; `vllm_flags` are passed on as they are."""
 
     model: str
     served_name: str
     host: str
     port: int
     agent_socket: Path
-    chunk_tokens: int
     threads: int
     drain_timeout_s: float
+    chunk_tokens: int | None = None
     block_size: int | None = None
     max_model_len: int | None = None
     model_revision: str = ""
@@ -115,8 +117,11 @@ def server_command(options: VllmOptions, *, is_cpu: bool, renders: bool = True) 
     # `vllm serve` asks for a distribution named vllm, which the CPU build is not.
     command = [SAFE_PATH, "-m", "vllm.entrypoints.openai.api_server", "--model", options.model]
     command += ["--served-model-name", options.served_name, "--host", options.host, "--port", str(options.port)]
-    command += ["--max-num-batched-tokens", str(options.chunk_tokens)]
-    command += ["--max-num-seqs", str(min(MAX_SEQUENCES, options.chunk_tokens))]
+    chunk_tokens = options.chunk_tokens or (max(CPU_CHUNK_TOKENS, options.block_size or 0) if is_cpu else None)
+    if chunk_tokens is not None:
+        command += ["--max-num-batched-tokens", str(chunk_tokens)]
+    if chunk_tokens is not None and is_cpu:
+        command += ["--max-num-seqs", str(min(CPU_MAX_SEQUENCES, chunk_tokens))]
     command += ["--shutdown-timeout", str(int(options.drain_timeout_s))]
     command += ["--kv-transfer-config", json.dumps(_kv_transfer(options))]
     command += ["--kv-events-config", json.dumps(_kv_events(options))]
@@ -151,7 +156,7 @@ def environment(options: VllmOptions, inherited: Mapping[str, str], *, is_cpu: b
 def complaint_about_chunks(options: VllmOptions) -> str | None:
     """The reason why vLLM cannot compute such chunks; None if it can. vLLM itself checks block sizes of its own
     choice."""
-    if options.block_size is None or options.chunk_tokens >= options.block_size:
+    if options.block_size is None or options.chunk_tokens is None or options.chunk_tokens >= options.block_size:
         return None
     return f"chunk_tokens = {options.chunk_tokens}: less than a block, block_size = {options.block_size}"
 
@@ -231,7 +236,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--model-revision", default="", metavar="NAME", help="instead of a digest of the weights")
     parser.add_argument("--max-model-len", type=int, metavar="TOKENS")
     parser.add_argument("--block-size", type=int, metavar="TOKENS", help="hybrid models may raise it (default: vLLM's)")
-    parser.add_argument("--chunk-tokens", type=int, default=2048, metavar="TOKENS", help="max_num_batched_tokens")
+    parser.add_argument(
+        "--chunk-tokens",
+        type=int,
+        metavar="TOKENS",
+        help=f"max_num_batched_tokens (default: {CPU_CHUNK_TOKENS} on a CPU, else vLLM's)",
+    )
     parser.add_argument("--threads", type=int, default=1, help="of torch, on a CPU")
     parser.add_argument("--drain-timeout-s", type=float, default=60.0, metavar="S")
     return parser

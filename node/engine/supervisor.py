@@ -32,7 +32,9 @@ def engine_command(config: NodeConfig, socket_path: Path) -> list[str]:
     command = [*python_module(module), *model]
     port = config.inner_engine_port()
     command += ["--host", port.host, "--port", str(port.number), "--agent-socket", str(socket_path)]
-    command += ["--model-name", config.model_name, "--chunk-tokens", str(config.chunk_tokens)]
+    command += ["--model-name", config.model_name]
+    if config.engine != "vllm" or config.chunk_tokens is not None:
+        command += ["--chunk-tokens", str(config.prefill_chunk_tokens)]
     command += ["--threads", str(config.threads), "--drain-timeout-s", str(config.drain_timeout_s)]
     if config.model_revision and config.engine != "emulated":
         command += ["--model-revision", config.model_revision]

@@ -62,12 +62,25 @@ def test_bad_values_are_named_as_in_a_file() -> None:
 
 def test_switching_the_engine_changes_one_word() -> None:
     embedded, vllm = (
-        engine_command(parse("--engine", engine, "--model", "m", "--", "--x", "1"), Path("/run/a/engine.sock"))
+        engine_command(
+            parse("--engine", engine, "--model", "m", "--chunk-tokens", "512", "--", "--x", "1"),
+            Path("/run/a/engine.sock"),
+        )
         for engine in ("embedded", "vllm")
     )
     assert embedded[1:4] == ["-P", "-m", "engine"]
     assert vllm[1:4] == ["-P", "-m", "engine.vllm.launch"]
     assert vllm[4:] == [*embedded[4:-2], "--", "--allowed-media-domains", "none.invalid", "--x", "1"]
+
+
+def test_a_chunk_that_nobody_asks_for_is_vllms_choice() -> None:
+    """512 tokens are a CPU's; where vLLM runs on a GPU, it takes many times as many."""
+    chosen = {
+        engine: engine_command(parse("--engine", engine, "--model", "m"), Path("/run/a/engine.sock"))
+        for engine in ("embedded", "vllm", "sglang")
+    }
+    assert [engine for engine, command in chosen.items() if "--chunk-tokens" in command] == ["embedded", "sglang"]
+    assert chosen["embedded"][chosen["embedded"].index("--chunk-tokens") + 1] == "512"
 
 
 def test_an_sglang_server_is_told_its_role() -> None:

@@ -325,13 +325,18 @@ class VllmAgentThread:
                 done = errand.state_written(self._layout, rank, message)
             case StepWritten():
                 if errand.step_written(self._layout, rank, message):
+                    if unwritten := errand.unwritten(self._layout):
+                        self._save_failed(errand, rank, f"layers that no rank has written: {', '.join(unwritten)}")
                     self._complete(errand)
             case SaveFailed(reason=reason):
-                log.error("errand=%d rank=%d: %s", errand.number, rank, reason)
-                errand.complete = True  # never: the step's end is reported all the same
-                self._post(ErrandFailed(errand.number, "save_failed"))
+                self._save_failed(errand, rank, reason)
         if done is not None:
             self._link.send_for_job(done)
+
+    def _save_failed(self, errand: Errand, rank: int, reason: str) -> None:
+        log.error("errand=%d rank=%d: %s", errand.number, rank, reason)
+        errand.complete = True  # never: the step's end is reported all the same
+        self._post(ErrandFailed(errand.number, "save_failed"))
 
     def _complete(self, errand: Errand) -> None:
         if errand.job is None or errand.complete:

@@ -1,10 +1,11 @@
 """One of the agent's jobs as the connector sees it: its outcome, and how much of it the ranks have written."""
 
 import asyncio
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from engine.agent.link import AgentJob
-from engine.vllm.layout import VllmLayout
+from engine.vllm.layout import LayerKind, LayerPlace, VllmLayout
 from engine.vllm.scheduler_side.steps import ArenaRef, LayerWritten, StateWritten, StepWritten
 from transport.control.messages import Delivered, JobPages, LayerDone, PrefillDone, StateDone
 
@@ -62,11 +63,11 @@ class Errand:
 
     def layer_written(self, layout: VllmLayout, rank: int, message: LayerWritten) -> LayerDone | None:
         """What the agent is told, if this makes a difference to it."""
-        writers = layout.num_writers(layout.place_of(message.group, message.layer))
+        place = layout.place_of(message.group, message.layer)
         tokens = self.layers.setdefault((message.group, message.layer), {})
-        before = min(tokens.values()) if len(tokens) == writers else 0
+        before = self._tokens_of(layout, place, tokens)
         tokens[rank] = message.num_tokens
-        now = min(tokens.values()) if len(tokens) == writers else 0
+        now = self._tokens_of(layout, place, tokens)
         if now <= before:
             return None
         return LayerDone(job=message.job, group=message.group, layer=message.layer, num_tokens=now)
@@ -80,9 +81,21 @@ class Errand:
         return StateDone(job=message.job, group=message.group, layer=message.layer, num_tokens=message.num_tokens)
 
     def step_written(self, layout: VllmLayout, rank: int, message: StepWritten) -> bool:
-        """Whether every rank has written everything."""
+        """Whether every rank says that it has written everything."""
         self.written[rank] = message.num_tokens
         return len(self.written) == layout.workers and min(self.written.values()) >= self.num_tokens
+
+    def unwritten(self, layout: VllmLayout) -> tuple[str, ...]:
+        """Attention layers that are not whole: a rank that writes them has not said that all tokens are there."""
+        return tuple(
+            place.layer.name
+            for place in layout.places
+            if place.layer.kind is not LayerKind.STATE
+            and self._tokens_of(layout, place, self.layers.get((place.group, place.number), {})) < self.num_tokens
+        )
+
+    def _tokens_of(self, layout: VllmLayout, place: LayerPlace, by_rank: Mapping[int, int]) -> int:
+        return min(by_rank.values()) if len(by_rank) == layout.num_writers(place) else 0
 
     def done(self, now: float) -> PrefillDone:
         """What the agent is told at the end."""

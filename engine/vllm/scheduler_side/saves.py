@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
-from engine.vllm.layout import NULL_BLOCK, LayerKind, Table, VllmLayout, state_block, unfilled
+from engine.vllm.layout import NULL_BLOCK, LayerKind, LayerPlace, Table, VllmLayout, state_block, unfilled
 from engine.vllm.scheduler_side.handover import Handover, HandoverPhase
-from engine.vllm.scheduler_side.steps import SaveBlocks
+from engine.vllm.scheduler_side.steps import SaveBlocks, StateOffer
 
 
 def begin_computing(handover: Handover, now: float) -> None:
@@ -21,10 +21,17 @@ def begin_computing(handover: Handover, now: float) -> None:
     }
 
 
-def step_save(layout: VllmLayout, handover: Handover, num_tokens: int, tables: Sequence[Table]) -> SaveBlocks | None:
+def step_save(
+    layout: VllmLayout,
+    handover: Handover,
+    num_tokens: int,
+    tables: Sequence[Table],
+    offers: Sequence[StateOffer] = (),
+) -> SaveBlocks | None:
     """The save of a step that computes `num_tokens` tokens of a request, None if it adds nothing; notes it as saved.
 
-    `tables`: block ids of the request by the end of the step, one table per group of vLLM.
+    `tables`: block ids of the request by the end of the step, one table per group of vLLM. `offers`: states that the step
+    leaves behind on its way.
     """
     assert handover.pages is not None
     before = handover.request.num_computed_tokens
@@ -33,10 +40,12 @@ def step_save(layout: VllmLayout, handover: Handover, num_tokens: int, tables: S
     start, stop = handover.saved_tokens, min(before + num_tokens, handover.pages.num_tokens)
     if stop <= start:  # preempted, and computed once more
         return None
-    lengths = _states_at(layout, before, before + num_tokens, handover, tables)
+    offers = [offer for offer in offers if offer.length <= before + num_tokens]
+    lengths = _states_at(layout, before, before + num_tokens, handover, tables, offers)
     handover.unfilled_windows |= unfilled(layout, handover.pages, tables, start, stop)
     handover.saved_tokens = stop
-    return SaveBlocks(handover.pages.job, start, stop, lengths, frozen(tables))
+    wanted = tuple(offer for offer in offers if offer.length in lengths)
+    return SaveBlocks(handover.pages.job, start, stop, lengths, frozen(tables), wanted)
 
 
 def is_last(handover: Handover) -> bool:
@@ -50,24 +59,35 @@ def frozen(tables: Sequence[Table]) -> tuple[tuple[int, ...], ...]:
 
 
 def _states_at(
-    layout: VllmLayout, before: int, after: int, handover: Handover, tables: Sequence[Table]
+    layout: VllmLayout,
+    before: int,
+    after: int,
+    handover: Handover,
+    tables: Sequence[Table],
+    offers: Sequence[StateOffer],
 ) -> tuple[int, ...]:
-    """At which ends of this step there are states to save.
+    """At which lengths this step has states to save: at its ends, and where it leaves some behind on its way.
 
     The state at its beginning is still there only if the step puts the later one into another block.
     """
     saved = set()
-    for length in (before, after):
+    offered = {(offer.table, offer.length) for offer in offers}
+    for length in sorted({before, after, *(offer.length for offer in offers)}):
         missing = {
             place.group
             for place in layout.places
             if place.layer.kind is LayerKind.STATE
-            and (
-                state_block(tables[place.layer.table], length, place.layer.block_tokens) == NULL_BLOCK
-                or (length == before and before % place.layer.block_tokens)
-            )
+            and (place.layer.table, length) not in offered
+            and not _has_state(place, length, before, after, tables)
         }
         wanted = {key for key in handover.unsaved_states if key[1] == length and key[0] not in missing}
         handover.unsaved_states -= wanted
         saved |= {length for _ in wanted}
     return tuple(sorted(saved))
+
+
+def _has_state(place: LayerPlace, length: int, before: int, after: int, tables: Sequence[Table]) -> bool:
+    """Whether the table says which block has the state."""
+    if length not in (before, after) or (length == before and before % place.layer.block_tokens):
+        return False
+    return state_block(tables[place.layer.table], length, place.layer.block_tokens) != NULL_BLOCK

@@ -12,6 +12,7 @@ Nothing here may raise into vLLM's step, which would end the server: a request t
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Final
 
 import msgspec
@@ -25,7 +26,7 @@ from engine.vllm.scheduler_side.agent import VllmAgentThread
 from engine.vllm.scheduler_side.errands import AgentEvent, Arrived, ErrandFailed, ErrandWritten, Granted
 from engine.vllm.scheduler_side.handover import Handover, HandoverCounts, HandoverPhase, HandoverRoute
 from engine.vllm.scheduler_side.saves import begin_computing, frozen, is_last, step_save
-from engine.vllm.scheduler_side.steps import ArenaRef, ForwardStep, LoadBlocks, SaveBlocks
+from engine.vllm.scheduler_side.steps import ArenaRef, ForwardStep, LoadBlocks, SaveBlocks, StateOffer
 from hybrid_cache.hashing.block_hash import model_salt, namespaced
 from transport.control.messages import JobPages
 
@@ -39,6 +40,8 @@ IDLE_WAIT_S: Final = 0.002  # the most that a new request is kept waiting by tho
 MAX_REST_S: Final = 5.0  # without a step of vLLM, should anything but agent, requests and deadlines need one
 REPORT_INTERVAL_S: Final = 0.05
 REPEAT_INTERVAL_S: Final = 1.0  # of an unchanged load: waking the agent's thread costs more than all else in a step
+
+NO_OFFERS: Final[Mapping[str, Sequence[StateOffer]]] = MappingProxyType({})
 
 
 class SchedulerSide:
@@ -148,9 +151,13 @@ class SchedulerSide:
             self._begin_computing(handover)
 
     def build_step(
-        self, scheduled: Mapping[str, int], tables_of: Callable[[str], Sequence[Sequence[int]]]
+        self,
+        scheduled: Mapping[str, int],
+        tables_of: Callable[[str], Sequence[Sequence[int]]],
+        offers: Mapping[str, Sequence[StateOffer]] = NO_OFFERS,
     ) -> ForwardStep:
-        """What the workers do besides computing `scheduled` tokens of each request. `tables_of`: block ids of one."""
+        """What the workers do besides computing `scheduled` tokens of each request. `tables_of`: block ids of one. `offers`:
+        states that the step leaves in other blocks than at its end, by request."""
         if not scheduled and not self._loads and not self._rest() and self._is_waiting():
             self._agent.news.wait(IDLE_WAIT_S)
         self._has_rested = False
@@ -159,7 +166,7 @@ class SchedulerSide:
             save
             for request_id, num_tokens in scheduled.items()
             if (handover := self._handovers.get(request_id)) is not None
-            and (save := self._save(handover, num_tokens, tables_of)) is not None
+            and (save := self._save(handover, num_tokens, tables_of, offers.get(request_id, ()))) is not None
         ]
         self._report_load(scheduled)
         step = ForwardStep(
@@ -398,12 +405,16 @@ class SchedulerSide:
         internals.shrink(handover.request)
 
     def _save(
-        self, handover: Handover, num_tokens: int, tables_of: Callable[[str], Sequence[Sequence[int]]]
+        self,
+        handover: Handover,
+        num_tokens: int,
+        tables_of: Callable[[str], Sequence[Sequence[int]]],
+        offers: Sequence[StateOffer],
     ) -> SaveBlocks | None:
         """What this step adds to the pages of a request."""
         if handover.phase is not HandoverPhase.COMPUTING:
             return None
-        save = step_save(self._layout, handover, num_tokens, tables_of(handover.request.request_id))
+        save = step_save(self._layout, handover, num_tokens, tables_of(handover.request.request_id), offers)
         if save is not None and is_last(handover):
             self._agent.last_step(
                 handover.errand,

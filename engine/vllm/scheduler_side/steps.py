@@ -23,10 +23,20 @@ class ArenaRef:
 
 
 @dataclass(frozen=True, slots=True)
+class StateOffer:
+    """By the end of a step vLLM's block has a request's state after `length` tokens. `table`: its group."""
+
+    table: int
+    block: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
 class SaveBlocks:
     """Tokens [start, stop) of a request go into the job's pages, and its states after `states` tokens.
 
-    `tables`: its block ids, one tuple per group of vLLM.
+    `tables`: its block ids, one tuple per group of vLLM. `offers`: blocks that this step puts a state into which is not that
+    of its end; the table does not say which.
     """
 
     job: str
@@ -34,6 +44,7 @@ class SaveBlocks:
     stop: int
     states: tuple[int, ...]
     tables: tuple[tuple[int, ...], ...]
+    offers: tuple["StateOffer", ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

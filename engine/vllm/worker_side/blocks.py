@@ -1,46 +1,60 @@
 """vLLM's KV tensors as blocks of bytes, and the way of those bytes into and out of the page arena.
 
 A tensor is [blocks, heads, tokens, K and V] whatever its strides; a block of it, head after head, is one rank's part of a slab.
+A backend that cuts blocks into smaller ones has [pieces of blocks, heads, fewer tokens, K and V]: the pieces of a block
+follow each other, and are seen here as one block, so that both kinds pair.
 """
 
 from collections.abc import Sequence
-from typing import Any, Final, Protocol
+from typing import Final, Protocol
 
 import numpy as np
 import torch
 
 from engine.agent.block_copies import BlockCopies, Bytes, Index, check_copies, gather, in_batches, scatter, windows
 from engine.errors import PagesInvalid
+from engine.vllm.worker_side.device import (
+    OVER,
+    ArenaMemory,
+    CopyDevice,
+    CopyStream,
+    HostDevice,
+    Mark,
+    Moves,
+    address_of,
+    joined,
+)
 
 BATCH_BYTES: Final = 16 << 20  # a device has room for what vLLM has planned, and little else
 HOST_BATCH_BYTES: Final = 1 << 18  # copied twice, the second time out of a core's own cache
+MAX_RUNS: Final = 256  # of a block; shorter ones are put together by the device first
 
 
 class Blocks(Protocol):
-    """One layer's tensor."""
+    """One layer's tensor. Copies of blocks are given to a stream, or are over at once. Any thread, one at a time."""
 
-    def mark(self) -> Any:
-        """A point in what the model's thread has launched so far; `read` starts after it. Model's thread."""
+    def read(self, copies: Sequence[BlockCopies], arena: ArenaMemory, stream: CopyStream) -> Mark:
+        """Copies blocks into the arena. Raises IndexError for what is not there, and copies nothing then."""
 
-    def read(self, copies: Sequence[BlockCopies], arena: Bytes, mark: Any) -> int:
-        """Copies blocks into the arena; returns bytes. Raises IndexError for what is not there, and copies nothing then. Any
-        thread."""
-
-    def write(self, copies: Sequence[BlockCopies], arena: Bytes) -> int:
-        """Copies arena ranges into blocks; returns bytes. Raises IndexError as `read` does. Any thread."""
+    def write(self, copies: Sequence[BlockCopies], arena: ArenaMemory, stream: CopyStream) -> Mark:
+        """Copies arena ranges into blocks. Raises IndexError as `read` does."""
 
 
-def blocks_of(name: str, tensor: torch.Tensor, part_bytes: int) -> Blocks:
+def blocks_of(name: str, tensor: torch.Tensor, part_bytes: int, device: CopyDevice) -> Blocks:
     """The blocks of a layer's tensor. Raises PagesInvalid when its blocks are not of `part_bytes` bytes."""
     size = tensor[0].numel() * tensor.element_size()
-    if size != part_bytes:
-        raise PagesInvalid(
-            f"{name}: blocks of {size} bytes, not {part_bytes}; an attention backend that cuts vLLM's blocks into smaller "
-            "ones cannot be used: choose another (--attention-backend) or its --block-size"
-        )
-    if tensor.device.type == "cpu" and tensor[0].is_contiguous():
-        return HostBlocks(tensor, part_bytes)
-    return StridedBlocks(tensor, None if tensor.device.type == "cpu" else torch.Stream(tensor.device))
+    pieces, rest = divmod(part_bytes, size)
+    if rest or not pieces or tensor.shape[0] % pieces:
+        raise PagesInvalid(f"{name}: {tensor.shape[0]} blocks of {size} bytes, not of {part_bytes}")
+    whole = whole_blocks(tensor, pieces)
+    if isinstance(device, HostDevice) and whole[0].is_contiguous():
+        return HostBlocks(whole, part_bytes)
+    return DeviceBlocks(whole, device)
+
+
+def whole_blocks(tensor: torch.Tensor, pieces: int) -> torch.Tensor:
+    """Pieces of a block as one block: [blocks, heads, pieces, tokens of a piece, K and V]."""
+    return tensor if pieces == 1 else tensor.view(-1, pieces, *tensor.shape[1:]).transpose(1, 2)
 
 
 class HostBlocks:
@@ -53,24 +67,21 @@ class HostBlocks:
         strides = (tensor.stride(0) * tensor.element_size(), 1)
         self._rows: Final = np.lib.stride_tricks.as_strided(first, (tensor.shape[0], part_bytes), strides)
 
-    def mark(self) -> None:
-        """Host tensors are final when the operator returns."""
-
-    def read(self, copies: Sequence[BlockCopies], arena: Bytes, mark: Any) -> int:
-        check_copies(copies, len(self._rows), arena)
+    def read(self, copies: Sequence[BlockCopies], arena: ArenaMemory, stream: CopyStream) -> Mark:
+        check_copies(copies, len(self._rows), arena.data)
         for some in in_batches(copies, HOST_BATCH_BYTES):
             for piece in some.pieces:
                 rows = self._rows[:, piece.offset : piece.offset + piece.length]
-                windows(arena, piece.length)[_index(piece.starts)] = rows[_index(some.rows)]
-        return sum(each.num_bytes for each in copies)
+                windows(arena.data, piece.length)[_index(piece.starts)] = rows[_index(some.rows)]
+        return OVER
 
-    def write(self, copies: Sequence[BlockCopies], arena: Bytes) -> int:
-        check_copies(copies, len(self._rows), arena)
+    def write(self, copies: Sequence[BlockCopies], arena: ArenaMemory, stream: CopyStream) -> Mark:
+        check_copies(copies, len(self._rows), arena.data)
         for some in in_batches(copies, HOST_BATCH_BYTES):
             for piece in some.pieces:
                 rows = self._rows[:, piece.offset : piece.offset + piece.length]
-                rows[_index(some.rows)] = windows(arena, piece.length)[_index(piece.starts)]
-        return sum(each.num_bytes for each in copies)
+                rows[_index(some.rows)] = windows(arena.data, piece.length)[_index(piece.starts)]
+        return OVER
 
 
 def _index(numbers: Index) -> Index | int:
@@ -78,60 +89,85 @@ def _index(numbers: Index) -> Index | int:
     return numbers if len(numbers) > 1 else int(numbers[0])
 
 
-class StridedBlocks:
-    """Blocks of any strides, on any device. On an accelerator the copies run on a stream of their own, through host
-    memory that CUDA has pinned. PyTorch keeps that memory for the next ones.
+class DeviceBlocks:
+    """Blocks of any strides, on any device. Where the arena is registered with it copies go straight there, one call for
+    all blocks of a layer. Else they go through a buffer in host memory, for which a read waits.
     """
 
-    def __init__(self, tensor: torch.Tensor, stream: Any = None) -> None:
-        """`stream`: of the tensor's device, None in host memory."""
-        self._tensor = tensor
-        self._shape = tuple(tensor.shape[1:])
-        self._stream = stream
-        self._is_pinned = tensor.device.type == "cuda"
+    def __init__(self, tensor: torch.Tensor, device: CopyDevice) -> None:
+        self._tensor = tensor.view(torch.uint8)  # a block's innermost dimension is never strided
+        self._shape = tuple(self._tensor.shape[1:])
+        self._run_bytes, self._runs = runs_of(self._tensor)
+        self._device = device
 
-    def mark(self) -> Any:
-        return torch.accelerator.current_stream().record_event() if self._stream is not None else None
-
-    def read(self, copies: Sequence[BlockCopies], arena: Bytes, mark: Any) -> int:
-        check_copies(copies, len(self._tensor), arena)
+    def read(self, copies: Sequence[BlockCopies], arena: ArenaMemory, stream: CopyStream) -> Mark:
+        check_copies(copies, len(self._tensor), arena.data)
+        if self._goes_straight(copies, arena):
+            stream.copy(joined([Moves(blocks, pages, size) for blocks, pages, size in self._pairs(copies, arena.data)]))
+            return stream.mark()
         for some in in_batches(copies, BATCH_BYTES):
-            gather(self._read(some, mark).numpy(), some, arena)
-        return sum(each.num_bytes for each in copies)
+            self._read(some, arena.data, stream)
+        return OVER
 
-    def _read(self, copies: BlockCopies, mark: Any) -> torch.Tensor:
-        if self._stream is None:
-            return self._rows(copies)
-        self._stream.wait_event(mark)
-        with self._stream:
-            rows = self._rows(copies)
-            host = self._host(*rows.shape)
-            host.copy_(rows, non_blocking=True)
-        self._stream.synchronize()
-        return host
+    def write(self, copies: Sequence[BlockCopies], arena: ArenaMemory, stream: CopyStream) -> Mark:
+        check_copies(copies, len(self._tensor), arena.data)
+        if self._goes_straight(copies, arena):
+            stream.copy(joined([Moves(pages, blocks, size) for blocks, pages, size in self._pairs(copies, arena.data)]))
+        else:
+            for some in in_batches(copies, BATCH_BYTES):
+                self._write(some, arena.data, stream)
+        return stream.mark()
 
-    def _host(self, *shape: int) -> torch.Tensor:
-        return torch.empty(shape, dtype=torch.uint8, pin_memory=self._is_pinned)
+    def _goes_straight(self, copies: Sequence[BlockCopies], arena: ArenaMemory) -> bool:
+        return arena.is_registered and len(self._runs) <= MAX_RUNS and any(len(each.rows) for each in copies)
+
+    def _pairs(self, copies: Sequence[BlockCopies], arena: Bytes) -> list[tuple[Index, Index, Index]]:
+        """(addresses in blocks, addresses in the arena, bytes) of what is contiguous on both sides."""
+        found, arena_at = [], address_of(arena)
+        for each in copies:
+            blocks = self._tensor.data_ptr() + each.rows * self._tensor.stride(0)
+            for piece in each.pieces:
+                for number, offset in enumerate(self._runs):
+                    begins = number * self._run_bytes
+                    lo = max(piece.offset, begins)
+                    size = min(piece.offset + piece.length, begins + self._run_bytes) - lo
+                    if size > 0:
+                        pages = arena_at + piece.starts + (lo - piece.offset)
+                        found.append((blocks + (offset + lo - begins), pages, np.full(len(each.rows), size, np.int64)))
+        return found
+
+    # Through a buffer
+
+    def _read(self, copies: BlockCopies, arena: Bytes, stream: CopyStream) -> None:
+        host = self._device.host_rows(len(copies.rows), copies.row_bytes)
+        stream.run(lambda: host.copy_(self._rows(copies), non_blocking=True))
+        stream.mark().wait()
+        gather(host.numpy(), copies, arena)
 
     def _rows(self, copies: BlockCopies) -> torch.Tensor:
-        return self._tensor[self._ids(copies)].contiguous().reshape(len(copies.rows), -1).view(torch.uint8)
+        return self._tensor[self._ids(copies)].contiguous().reshape(len(copies.rows), -1)
 
     def _ids(self, copies: BlockCopies) -> torch.Tensor:
         return torch.from_numpy(copies.rows).to(self._tensor.device)
 
-    def write(self, copies: Sequence[BlockCopies], arena: Bytes) -> int:
-        check_copies(copies, len(self._tensor), arena)
-        for some in in_batches(copies, BATCH_BYTES):
-            self._write(some, arena)
-        return sum(each.num_bytes for each in copies)
-
-    def _write(self, copies: BlockCopies, arena: Bytes) -> None:
-        host = self._host(len(copies.rows), copies.row_bytes)
+    def _write(self, copies: BlockCopies, arena: Bytes, stream: CopyStream) -> None:
+        host = self._device.host_rows(len(copies.rows), copies.row_bytes)
         scatter(host.numpy(), copies, arena)
-        rows = host.view(self._tensor.dtype).reshape(len(copies.rows), *self._shape)
-        if self._stream is None:
-            self._tensor[self._ids(copies)] = rows
-        else:
-            with self._stream:
-                self._tensor[self._ids(copies)] = rows.to(self._tensor.device, non_blocking=True)
-            self._stream.synchronize()
+        stream.run(lambda: self._put(copies, host))
+
+    def _put(self, copies: BlockCopies, host: torch.Tensor) -> None:
+        rows = host.to(self._tensor.device, non_blocking=True)
+        self._tensor[self._ids(copies)] = rows.reshape(len(copies.rows), *self._shape)
+
+
+def runs_of(tensor: torch.Tensor) -> tuple[int, list[int]]:
+    """(bytes, where each begins) of the contiguous runs of a block, in the order of a slab. `tensor`: of bytes."""
+    shape, strides = tensor.shape[1:], tensor.stride()[1:]
+    run, outer = 1, len(shape)
+    while outer and (shape[outer - 1] == 1 or strides[outer - 1] == run):
+        outer -= 1
+        run *= shape[outer]
+    starts = np.zeros(1, np.int64)
+    for size, stride in zip(shape[:outer], strides[:outer], strict=True):
+        starts = (starts[:, None] + np.arange(size) * stride).reshape(-1)
+    return run, starts.tolist()

@@ -1,5 +1,8 @@
 """A rank's copies out of vLLM's blocks, on a thread beside the model; the model waits for those of its step, and not for ever.
 
+On a device a copy is over later than its submission: the thread submits, and what has been written is announced once the
+device has got there. The model waits for submissions, and its device for the copies.
+
 When a step ends vLLM may give its blocks to others, so a copy that is late reads what is no longer the job's. The saver
 then gives its job up: it never announces what the copy has written, and tells the scheduler's side that the save
 failed. The pages stay with the job until the copy has let go of them. Nothing here raises into the model's step.
@@ -14,6 +17,8 @@ from typing import Final
 
 from engine.errors import PagesInvalid
 from engine.vllm.scheduler_side.steps import SaveFailed
+from engine.vllm.worker_side.device import OVER, Mark
+from engine.vllm.worker_side.watcher import MarkWatcher
 from transport.control.messages import ControlMessage
 
 log = logging.getLogger(__name__)
@@ -37,6 +42,7 @@ class Saver:
         self._max_given_up = max_given_up
         self._timeout_s = timeout_s
         self._pool = ThreadPoolExecutor(1, "prfaas-save")
+        self._watcher = MarkWatcher()
         self._lock = threading.Lock()  # _given_up, and what is said of a job before it is
         self._given_up: OrderedDict[str, None] = OrderedDict()
         self._pending: dict[Future[None], str] = {}
@@ -66,12 +72,20 @@ class Saver:
             self.give_up(job, f"not copied within {self._timeout_s} s")
         return len(jobs)
 
-    def announce(self, job: str, message: ControlMessage) -> None:
-        """Says what has been written. Raises PagesInvalid where that no longer holds."""
+    def announce(self, job: str, message: ControlMessage, mark: Mark = OVER) -> None:
+        """Says what has been written once `mark` is over. Raises PagesInvalid where that does not hold even now."""
+        if self._has_given_up(job):
+            raise PagesInvalid("the save was given up")
+        self._watcher.when_over(
+            mark,
+            lambda: self._say_unless_given_up(job, message),
+            lambda error: self.give_up(job, f"{type(error).__name__}: {error}"),
+        )
+
+    def _say_unless_given_up(self, job: str, message: ControlMessage) -> None:
         with self._lock:
-            if job in self._given_up:
-                raise PagesInvalid("the save was given up")
-            self._say(message)
+            if job not in self._given_up:
+                self._say(message)
 
     def give_up(self, job: str, reason: str) -> None:
         """Nothing of the job is announced from here on."""
@@ -90,6 +104,7 @@ class Saver:
 
     def close(self) -> None:
         self._pool.shutdown(wait=not self._is_late(), cancel_futures=True)
+        self._watcher.close()
 
     def _run(self, job: str, copy: Callable[[], None]) -> None:
         try:

@@ -2,23 +2,26 @@
 
 Layers are copied on a thread of their own as soon as the operator that fills them returns, while the next layer
 computes. A step waits for its last copies before it ends, so no block that it has freed is ever read; a save that takes
-too long is given up. Loads fill blocks that nothing else may touch and take as many steps as they need; a step with
-nothing to compute waits a little for one to end. An error here costs a save or a load, never the model's step.
+too long is given up. On an accelerator it waits until they are submitted, and its device waits for the copies before it
+goes on. Loads fill blocks that nothing else may touch, after whatever the model has launched before, and take as many steps
+as they need; a step with nothing to compute waits a little for one to end. An error here costs a save or a load, never the
+model's step.
 """
 
 import logging
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 
-from engine.agent.block_copies import BlockCopies, Bytes
+from engine.agent.block_copies import BlockCopies
 from engine.agent.job_pages import MappedArena
 from engine.errors import PagesInvalid
 from engine.vllm.copy_plan import CopyPlan, PagesIndex
@@ -33,7 +36,9 @@ from engine.vllm.scheduler_side.steps import (
     StateWritten,
     StepWritten,
 )
+from engine.vllm.worker_side.accelerator import device_of
 from engine.vllm.worker_side.blocks import Blocks, blocks_of
+from engine.vllm.worker_side.device import OVER, ArenaMemory, CopyDevice, HostDevice, Mark
 from engine.vllm.worker_side.ranks import RankLink
 from engine.vllm.worker_side.saver import SAVE_TIMEOUT_S, Saver
 from transport.control.messages import ControlMessage
@@ -41,43 +46,54 @@ from transport.control.messages import ControlMessage
 log = logging.getLogger(__name__)
 
 LOAD_WAIT_S: Final = 0.01  # of a step with nothing to compute; a request that has just come waits for its end
+MAX_NAMED: Final = 3  # layers in a reason
 MAX_RELEASED: Final = 4096  # a step with a released job was built before the release: a handful at most
 
 
 class PageGrant:
     """Pages of a job in this worker's hands."""
 
-    def __init__(self, index: PagesIndex, arena: Bytes) -> None:
+    def __init__(self, index: PagesIndex, arena: ArenaMemory) -> None:
         self.index: Final = index
         self.arena: Final = arena
         self._using = threading.Lock()
+        self._marks: list[Mark] = []  # of copies that may be under way
         self._released = False
 
-    def use(self, copy: Callable[[], int]) -> int:
-        """Runs a copy that touches the pages; returns its bytes. Raises PagesInvalid once they are released."""
+    def use(self, copy: Callable[[], Mark]) -> Mark:
+        """Runs a copy that touches the pages, or submits it; returns when it is over. Raises PagesInvalid once they are
+        released."""
         with self._using:
             if self._released:
                 raise PagesInvalid("the pages are no longer ours")
-            return copy()
+            mark = copy()
+            self._marks = [each for each in (*self._marks, mark) if not each.is_over()]
+            return mark
 
     def release(self) -> None:
         """When this returns no copy is under way, and none will be."""
         with self._using:
             self._released = True
+        for mark in self._marks:
+            mark.wait()
 
 
 @dataclass(slots=True)
 class StepSave:
-    """A save of one step. The saver's thread plans its copies at the first layer, for all of them."""
+    """A save of one step. The saver's thread plans its copies at the first layer, for all of them.
+
+    `written`: layers that are in the pages, each with the length up to which it is, or after which its state is.
+    """
 
     save: SaveBlocks
     grant: PageGrant | None = None
     plan: CopyPlan | None = None
+    written: set[tuple[str, int]] = field(default_factory=set)
 
 
 @dataclass(slots=True)
 class CopyCounts:
-    """What was copied since the last look. Seconds are those of the copying threads."""
+    """What was copied since the last look. Seconds are those of the copying threads, which only submit saves to a device."""
 
     bytes_saved: int = 0
     save_s: float = 0.0
@@ -104,18 +120,26 @@ class WorkerSide:
         rank: int,
         *,
         own: Collection[str] | None = None,
+        in_microbatches: bool = False,
         load_wait_s: float = LOAD_WAIT_S,
         save_timeout_s: float = SAVE_TIMEOUT_S,
+        devices: Callable[[torch.device], CopyDevice] = device_of,
     ) -> None:
-        """`own`: names of the layers that this rank's pipeline stage has, None for all."""
+        """`own`: names of the layers that this rank's pipeline stage has, None for all. `in_microbatches`: a layer says that
+        it is final once for each part of a step's requests, so it is not until the step ends."""
         self._layout = layout
         self._rank = rank
         self._load_wait_s = load_wait_s
+        self._in_microbatches = in_microbatches
         self._places = {place.layer.name: place for place in layout.places if own is None or place.layer.name in own}
+        self._devices = devices
+        self._device: CopyDevice = HostDevice()
+        self._save_stream, self._load_stream = self._device.stream(), self._device.stream()
         self._blocks: dict[str, Blocks] = {}
         self._step = ForwardStep()
         self._saves: tuple[StepSave, ...] = ()
-        self._arena: tuple[ArenaRef, Bytes] | None = None
+        self._seen: set[str] = set()  # layers whose KV of this step is final, by their own word
+        self._arena: tuple[ArenaRef, ArenaMemory] | None = None
         self._link: RankLink | None = None
         self._unsaid: list[SaveFailed] = []  # until there is a link
         self._grants: dict[str, PageGrant] = {}
@@ -129,15 +153,19 @@ class WorkerSide:
 
     def register(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """The KV tensors by layer name. Raises PagesInvalid when they are not what the layout says."""
+        if lacking := self._places.keys() - tensors.keys():
+            raise PagesInvalid(f"{min(lacking)}: no such KV tensor")
+        if self._places:
+            self._device = self._devices(tensors[next(iter(self._places))].device)
+            self._save_stream, self._load_stream = self._device.stream(), self._device.stream()
         for name, place in self._places.items():
-            if name not in tensors:
-                raise PagesInvalid(f"{name}: no such KV tensor")
-            self._blocks[name] = blocks_of(name, tensors[name], place.layer.part_bytes)
+            self._blocks[name] = blocks_of(name, tensors[name], place.layer.part_bytes, self._device)
 
     def begin_step(self, step: ForwardStep) -> None:
         """Takes over what a step brings. Pages that cannot be reached, or given back, are not taken."""
         self._step = step
         self._saves = tuple(map(StepSave, step.saves))
+        self._seen.clear()
         try:
             self._join(step)
             arena = self._mapped(step)
@@ -160,33 +188,40 @@ class WorkerSide:
         for message in unsaid:
             link.send(message)
 
-    def _mapped(self, step: ForwardStep) -> Bytes | None:
+    def _mapped(self, step: ForwardStep) -> ArenaMemory | None:
         """The page arena, mapped anew for every agent. Raises OSError and PagesInvalid."""
         if step.arena is not None and (self._arena is None or self._arena[0] != step.arena):
             self._arena = None
             opened = MappedArena.open(Path(step.arena.path), step.arena.page_bytes, step.arena.num_pages)
-            self._arena = (step.arena, opened.data)
+            self._arena = (step.arena, ArenaMemory(opened.data))
+            self._device.adopt(self._arena[1])
         return self._arena[1] if self._arena is not None else None
 
     def save_layer(self, name: str) -> None:
         """The layer's KV of this step is final."""
         place = self._places.get(name)
-        if place is None or not self._saves:
+        if not self._saves or place is None or place.layer.kind is LayerKind.STATE:
             return
-        mark = self._blocks[name].mark()
+        if name not in self._seen and not self._in_microbatches:
+            self._submit_attention(place)
+
+    def _submit_attention(self, place: LayerPlace) -> None:
+        self._seen.add(place.layer.name)
+        mark = self._device.mark()
         for saving in self._saves:
             self._submit(saving.save, self._save_attention, place, saving, mark)
 
     def start_loads(self) -> None:
-        """Starts the loads of this step."""
+        """Starts the loads of this step. What has been launched so far may still zero the blocks that they fill."""
         if not self._step.loads and not self._loading:
             return
+        mark = self._device.mark()
         self._loading = {load for load in self._loading if not load.done()}
-        self._loading |= {self._loader.submit(self._load, load) for load in self._step.loads}
+        self._loading |= {self._loader.submit(self._load, load, mark) for load in self._step.loads}
 
     def finish_step(self) -> None:
-        """Saves the states at the end of this step, and waits until all of it is in pages. With nothing to save it
-        waits for a load."""
+        """Saves the states at the end of this step, and layers that have not said that they are final. Waits until all of it
+        is in pages, or submitted to a device. With nothing to save it waits for a load."""
         if self._saves:
             self._finish_saves()
         if self._step.is_idle:
@@ -194,14 +229,19 @@ class WorkerSide:
         self._step, self._saves = ForwardStep(), ()
 
     def _finish_saves(self) -> None:
+        for place in self._places.values():
+            if place.layer.kind is not LayerKind.STATE and place.layer.name not in self._seen:
+                self._submit_attention(place)
+        mark = self._device.mark()
         for saving in self._saves:
             save = saving.save
             for place in self._places.values() if save.states else ():
                 if place.layer.kind is LayerKind.STATE:
-                    self._submit(save, self._save_state, place, saving, self._blocks[place.layer.name].mark())
-            self._submit(save, self._note_step, save)
+                    self._submit(save, self._save_state, place, saving, mark)
+            self._submit(save, self._note_step, saving)
         started_s = time.perf_counter()
         given_up = self._saver.wait()
+        self._device.hold_model(self._save_stream.mark())  # it may be given the blocks of this step for others
         with self._lock:
             self._counts.waited_s += time.perf_counter() - started_s
             self._counts.saves_given_up += given_up
@@ -221,6 +261,7 @@ class WorkerSide:
     def close(self) -> None:
         self._saver.close()
         self._loader.shutdown(cancel_futures=True)
+        self._device.close()
         if self._link is not None:
             self._link.close()
 
@@ -233,10 +274,10 @@ class WorkerSide:
         if not self._layout.part(place, self._rank).writes:
             return
         save, (grant, plan) = saving.save, self._planned(saving)
-        self._save_copies(place, grant, plan.attention(place), mark)
-        self._saver.announce(
-            save.job, LayerWritten(job=save.job, group=place.group, layer=place.number, num_tokens=save.stop)
-        )
+        copied = self._save_copies(place, grant, plan.attention(place), mark)
+        saving.written.add((place.layer.name, save.stop))
+        message = LayerWritten(job=save.job, group=place.group, layer=place.number, num_tokens=save.stop)
+        self._saver.announce(save.job, message, copied)
 
     def _save_state(self, place: LayerPlace, saving: StepSave, mark: Any) -> None:
         if not self._layout.part(place, self._rank).writes:
@@ -245,10 +286,10 @@ class WorkerSide:
         for length in save.states:
             if not (copies := plan.state(place, length)):
                 continue
-            self._save_copies(place, grant, copies, mark)
-            self._saver.announce(
-                save.job, StateWritten(job=save.job, group=place.group, layer=place.number, num_tokens=length)
-            )
+            copied = self._save_copies(place, grant, copies, mark)
+            saving.written.add((place.layer.name, length))
+            message = StateWritten(job=save.job, group=place.group, layer=place.number, num_tokens=length)
+            self._saver.announce(save.job, message, copied)
 
     def _planned(self, saving: StepSave) -> tuple[PageGrant, CopyPlan]:
         """Raises PagesInvalid once the pages are released."""
@@ -257,23 +298,47 @@ class WorkerSide:
             saving.grant, saving.plan = grant, self._plan(grant, saving.save)
         return grant, saving.plan
 
-    def _note_step(self, save: SaveBlocks) -> None:
-        self._grant(save.job)
-        self._saver.announce(save.job, StepWritten(job=save.job, num_tokens=save.stop))
+    def _note_step(self, saving: StepSave) -> None:
+        """The step is written once every layer is: one that is left out would be used with whatever its pages held."""
+        save, grant = saving.save, self._grant(saving.save.job)
+        missing = [name for name, length in self._due(save, grant) if (name, length) not in saving.written]
+        if missing:
+            some = ", ".join(missing[:MAX_NAMED])
+            self._saver.give_up(save.job, f"{len(missing)} layers were not copied up to {save.stop} tokens: {some}")
+        else:
+            message = StepWritten(job=save.job, num_tokens=save.stop)
+            self._saver.announce(save.job, message, self._save_stream.mark())
 
-    def _save_copies(self, place: LayerPlace, grant: PageGrant, copies: Sequence[BlockCopies], mark: Any) -> None:
+    def _due(self, save: SaveBlocks, grant: PageGrant) -> Iterator[tuple[str, int]]:
+        """What this rank has to write of a step: layers, each up to which length."""
+        for place in self._places.values():
+            if not self._layout.part(place, self._rank).writes:
+                continue
+            if place.layer.kind is not LayerKind.STATE:
+                yield place.layer.name, save.stop
+                continue
+            kept = grant.index.pages.states[place.group]
+            yield from ((place.layer.name, length) for length in save.states if kept.get(length))
+
+    def _save_copies(self, place: LayerPlace, grant: PageGrant, copies: Sequence[BlockCopies], after: Mark) -> Mark:
         started_s, blocks = time.perf_counter(), self._blocks[place.layer.name]
-        size = grant.use(lambda: blocks.read(copies, grant.arena, mark))
+
+        def copy() -> Mark:
+            self._save_stream.wait_for(after)
+            return blocks.read(copies, grant.arena, self._save_stream)
+
+        copied = grant.use(copy)
         with self._lock:
-            self._counts.bytes_saved += size
+            self._counts.bytes_saved += sum(each.num_bytes for each in copies)
             self._counts.save_s += time.perf_counter() - started_s
+        return copied
 
     # Loading, on the loader's thread
 
-    def _load(self, load: LoadBlocks) -> None:
+    def _load(self, load: LoadBlocks, after: Mark) -> None:
         failed = True
         try:
-            self._load_parts(load)
+            self._load_parts(load, after)
             failed = False
         except PagesInvalid as exc:
             log.warning("load failed id=%s: %s", load.request_id, exc)
@@ -285,15 +350,18 @@ class WorkerSide:
                 if failed:
                     self._results.failed.add(load.request_id)
 
-    def _load_parts(self, load: LoadBlocks) -> None:
+    def _load_parts(self, load: LoadBlocks, after: Mark) -> None:
         grant, started_s, size = self._grant(load.job), time.perf_counter(), 0
         if why := unloadable(self._layout, grant.index.pages, load.tables, load.start, load.stop):
             raise PagesInvalid(why)
-        plan = self._plan(grant, load)
+        plan, loaded = self._plan(grant, load), after
+        self._load_stream.wait_for(after)
         for place in self._places.values():
             blocks, copies = self._blocks[place.layer.name], plan.of(place)
-            size += grant.use(lambda blocks=blocks, copies=copies: blocks.write(copies, grant.arena))  # type: ignore[misc]
-        grant.use(lambda: 0)  # still ours, so what was read was ours
+            loaded = grant.use(partial(blocks.write, copies, grant.arena, self._load_stream))
+            size += sum(each.num_bytes for each in copies)
+        loaded.wait()
+        grant.use(lambda: OVER)  # still ours, so what was read was ours
         with self._lock:
             self._counts.bytes_loaded += size
             self._counts.load_s += time.perf_counter() - started_s
@@ -301,7 +369,9 @@ class WorkerSide:
     # Pages
 
     def _plan(self, grant: PageGrant, of: SaveBlocks | LoadBlocks) -> CopyPlan:
-        return CopyPlan(self._layout, self._rank, grant.index, of.tables, of.start, of.stop)
+        offers = of.offers if isinstance(of, SaveBlocks) else ()
+        blocks = {(offer.table, offer.length): offer.block for offer in offers}
+        return CopyPlan(self._layout, self._rank, grant.index, of.tables, of.start, of.stop, offers=blocks)
 
     def _grant(self, job: str) -> PageGrant:
         with self._lock:

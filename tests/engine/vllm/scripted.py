@@ -110,6 +110,7 @@ class World:
         self.now = 0.0
         self.layout = layout
         self.agent = Agent()
+        self.offers = {}
         self.side = SchedulerSide(layout, self.agent, lambda: self.now, **options)
 
     def arrive(self, request):
@@ -124,6 +125,7 @@ class World:
         step = self.side.build_step(
             {request.request_id: num_tokens},
             lambda _: tables_for(self.layout, request.num_computed_tokens + num_tokens),
+            self.offers,
         )
         request.num_computed_tokens += num_tokens
         return step

@@ -38,8 +38,21 @@ def test_the_connector_knows_its_agent_and_where_it_serves() -> None:
 
 
 def test_a_prefill_step_is_a_chunk() -> None:
-    command = server_command(options(chunk_tokens=128), is_cpu=False)
+    command = server_command(options(chunk_tokens=128), is_cpu=True)
     assert (value_of(command, "--max-num-batched-tokens"), value_of(command, "--max-num-seqs")) == ("128", "128")
+    command = server_command(options(chunk_tokens=128), is_cpu=False)
+    assert value_of(command, "--max-num-batched-tokens") == "128"
+    assert "--max-num-seqs" not in command, "vLLM has no more than a chunk has room for"
+
+
+def test_an_accelerators_steps_are_as_large_as_vllm_makes_them() -> None:
+    """512 tokens where it would take 8,192 are 111 steps instead of 5 for 30,000 tokens of a hybrid."""
+    untold = options(chunk_tokens=None)
+    assert not {"--max-num-batched-tokens", "--max-num-seqs"} & set(server_command(untold, is_cpu=False))
+    on_cpu = server_command(untold, is_cpu=True)
+    assert (value_of(on_cpu, "--max-num-batched-tokens"), value_of(on_cpu, "--max-num-seqs")) == ("512", "256")
+    with_blocks = server_command(options(chunk_tokens=None, block_size=1024), is_cpu=True)
+    assert value_of(with_blocks, "--max-num-batched-tokens") == "1024"
 
 
 def test_events_are_published_beside_the_agents_socket() -> None:
@@ -122,6 +135,7 @@ def test_it_becomes_the_server_and_warns_of_a_version_it_does_not_know(capsys: p
 
 def test_chunks_below_a_block_are_refused() -> None:
     assert complaint_about_chunks(options(chunk_tokens=128, block_size=None)) is None
+    assert complaint_about_chunks(options(chunk_tokens=None, block_size=128)) is None
     assert complaint_about_chunks(options(chunk_tokens=128, block_size=128)) is None
     refused = complaint_about_chunks(options(chunk_tokens=127, block_size=128))
     assert refused == "chunk_tokens = 127: less than a block, block_size = 128"

@@ -171,6 +171,21 @@ def test_a_rank_that_cannot_write_fails_the_errand(tmp_path):
     run(tmp_path, scenario)
 
 
+def test_a_layer_that_no_rank_has_written_is_never_committed(tmp_path):
+    """Whatever ranks say of a step: its blocks would be sent, and decoded from, with what their pages held before."""
+
+    async def scenario(agent, engine):
+        engine.thread.begin("r", PROMPT, N, SALT, None)
+        job = (await engine.next(Granted)).pages.job
+        engine.ranks[0].send(LayerWritten(job=job, group=0, layer=0, num_tokens=N))
+        for rank in engine.ranks:
+            rank.send(StepWritten(job=job, num_tokens=N))
+        assert (await engine.next(ErrandFailed)).reason == "save_failed"
+        assert not heard(agent, m.PrefillDone)
+
+    run(tmp_path, scenario)
+
+
 def test_all_pages_are_let_go_before_a_lost_agent_is_left(tmp_path):
     async def scenario(agent, engine):
         engine.thread.begin("r", PROMPT, N, SALT, None)

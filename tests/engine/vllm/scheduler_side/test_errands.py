@@ -28,3 +28,16 @@ def test_a_job_is_written_when_every_rank_of_every_stage_has_said_so() -> None:
     errand = Errand(1, BLOCK)
     done = [errand.step_written(LAYOUT, rank, StepWritten(job="j", num_tokens=BLOCK)) for rank in (0, 1, 3, 2)]
     assert done == [False, False, False, True]
+
+
+def test_layers_that_no_rank_or_not_every_writer_has_written_are_known() -> None:
+    errand = Errand(1, BLOCK)
+    assert errand.unwritten(LAYOUT) == ("l.0", "l.1")
+    errand.layer_written(LAYOUT, 0, written(0, BLOCK))
+    errand.layer_written(LAYOUT, 2, written(1, BLOCK))
+    errand.layer_written(LAYOUT, 3, written(1, BLOCK - 1))
+    assert errand.unwritten(LAYOUT) == ("l.0", "l.1")
+    errand.layer_written(LAYOUT, 1, written(0, BLOCK))
+    assert errand.unwritten(LAYOUT) == ("l.1",)
+    errand.layer_written(LAYOUT, 3, written(1, BLOCK))
+    assert errand.unwritten(LAYOUT) == ()

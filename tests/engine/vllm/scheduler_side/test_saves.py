@@ -1,6 +1,7 @@
 """What steps save: every token and state once, and only while vLLM has it."""
 
 from engine.vllm.scheduler_side.errands import ErrandWritten, Granted
+from engine.vllm.scheduler_side.steps import StateOffer
 from tests.engine.vllm.builders import BLOCK, full, layout_of, pages_for, state, tables_for
 from tests.engine.vllm.scripted import ARENA, LAYOUT, LEG, N, Request, World
 
@@ -19,6 +20,34 @@ def test_local_prompts_save_whole_blocks_and_say_which_states_they_could_not(wor
     world.agent.events.append(ErrandWritten(1))
     world.idle()
     assert world.agent.ended == [(1, False, "")]
+
+
+def test_a_state_that_a_step_leaves_behind_is_saved_from_the_block_that_has_it(world):
+    """A last chunk of Mamba 2 runs to the end of its prompt, and exports what it had at the last border of blocks."""
+    request = world.arrive(Request())
+    world.side.num_new_matched_tokens(request, 0)
+    world.grant(3 * BLOCK)
+    world.side.num_new_matched_tokens(request, 0)
+    world.side.after_alloc(request, tables_for(LAYOUT, N), 0)
+    world.offers = {"r": [StateOffer(1, 77, 3 * BLOCK), StateOffer(1, 78, BLOCK), StateOffer(1, 79, N + BLOCK)]}
+    step = world.schedule(request, N)
+    assert (step.saves[0].states, step.saves[0].offers) == ((3 * BLOCK,), (StateOffer(1, 77, 3 * BLOCK),))
+    assert world.agent.last == [(1, [])]
+
+
+def test_a_state_of_which_one_part_is_left_behind_is_not_saved():
+    """Two groups of vLLM's have layers of one kind: without one of them there is no state."""
+    two = layout_of(full("a", table=0), state("s", table=1), state("t", table=2))
+    world = World(layout=two)
+    request = world.arrive(Request())
+    world.side.num_new_matched_tokens(request, 0)
+    world.agent.events.append(Granted(1, pages_for(two, 3 * BLOCK), ARENA))
+    world.side.num_new_matched_tokens(request, 0)
+    world.side.after_alloc(request, tables_for(two, N), 0)
+    world.offers = {"r": [StateOffer(1, 77, 3 * BLOCK)]}
+    step = world.schedule(request, N)
+    assert (step.saves[0].states, step.saves[0].offers) == ((), ())
+    assert world.agent.last == [(1, [(1, 3 * BLOCK)])]
 
 
 def test_what_was_computed_is_told_without_the_queue_and_without_what_vllm_had(world):

@@ -1,19 +1,22 @@
 """Ranks of two engines around one arena, with real tensors: what one side saves the other loads, whatever their number."""
 
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from engine.agent.block_copies import BlockCopies, CopyPiece
 from engine.errors import PagesInvalid
 from engine.vllm.layout import CacheLayer, VllmLayout
-from engine.vllm.scheduler_side.steps import ArenaRef, ForwardStep, LoadBlocks, SaveBlocks
-from engine.vllm.worker_side.blocks import HostBlocks, StridedBlocks, blocks_of
+from engine.vllm.scheduler_side.steps import ArenaRef, ForwardStep, LoadBlocks, SaveBlocks, StateOffer, StepWritten
+from engine.vllm.worker_side.device import HostDevice
 from engine.vllm.worker_side.worker import WorkerSide
 from tests.engine.vllm.builders import BLOCK, full, layout_of, num_pages, pages_for, state, window
+from tests.engine.vllm.worker_side.lazy_device import LazyDevice
+from tests.engine.vllm.worker_side.listener import Scheduler
 
 HEADS, WIDTH, NUM_BLOCKS = 4, 6, 12
 STATE_BYTES = 96
@@ -31,10 +34,28 @@ def layers(ranks: int, kinds: str) -> list[CacheLayer]:
     return [made[kind] for kind in kinds]
 
 
-class Side:
-    """All ranks of one engine. Whole tensors hold what all ranks together would. Stage s of n has every nth layer from s on."""
+class EagerDevice(HostDevice):
+    """The host, as a model uses it."""
 
-    def __init__(self, ranks: int, kinds: str, folder: Path, *, seed: int, stages: int = 1) -> None:
+    def launch(self, work: Callable[[], object]) -> None:
+        work()
+
+    def synchronize(self) -> None:
+        return
+
+
+DEVICES: dict[str, Callable[[], EagerDevice | LazyDevice]] = {
+    "eager": EagerDevice,
+    "lazy": LazyDevice,
+    "lazy, not registered": lambda: LazyDevice(registers=False),
+}
+
+
+class Side:
+    """All ranks of one engine, each with a device. Whole tensors hold what all ranks together compute in a step. Stage s of
+    n has every nth layer from s on."""
+
+    def __init__(self, ranks: int, kinds: str, device: str, *, seed: int, stages: int = 1) -> None:
         self.layout: VllmLayout = layout_of(*layers(ranks, kinds), ranks=ranks, stages=stages)
         torch.manual_seed(seed)
         self.whole = {
@@ -43,14 +64,20 @@ class Side:
             else torch.rand(NUM_BLOCKS, HEADS, BLOCK, WIDTH)
             for layer in layers(ranks, kinds)
         }
-        self.tensors = [
+        self.computed = [
             {name: self.shard(name, self.whole[name], rank, ranks) for name in sorted(self.whole)[stage::stages]}
             for stage in range(stages)
             for rank in range(ranks)
         ]
+        self.tensors = [
+            {name: torch.full_like(tensor, 5) for name, tensor in tensors.items()} for tensors in self.computed
+        ]
+        self.devices = [DEVICES[device]() for _ in self.tensors]
         self.workers = [
-            WorkerSide(self.layout, rank, own=tensors.keys(), load_wait_s=LOAD_WAIT_S)
-            for rank, tensors in enumerate(self.tensors)
+            WorkerSide(
+                self.layout, rank, own=tensors.keys(), load_wait_s=LOAD_WAIT_S, devices=lambda _, made=made: made
+            )
+            for rank, (tensors, made) in enumerate(zip(self.tensors, self.devices, strict=True))
         ]
         for worker, tensors in zip(self.workers, self.tensors, strict=True):
             worker.register(tensors)
@@ -67,12 +94,27 @@ class Side:
         return tensor[:, first : first + heads].clone()
 
     def step(self, step: ForwardStep) -> None:
-        for worker, tensors in zip(self.workers, self.tensors, strict=True):
+        """The model zeroes what is to be loaded into, and fills the blocks that are saved. Then it has others use them."""
+        for worker, device, tensors, computed in zip(
+            self.workers, self.devices, self.tensors, self.computed, strict=True
+        ):
+            for load in step.loads:
+                self._fill(device, tensors, load, lambda tensor, blocks: tensor.index_fill_(0, blocks, 0))
             worker.begin_step(step)
-            for name in tensors:
+            for name, tensor in tensors.items():
+                if step.saves:
+                    device.launch(lambda tensor=tensor, name=name, computed=computed: tensor.copy_(computed[name]))
                 worker.save_layer(name)
             worker.start_loads()
             worker.finish_step()
+            for save in step.saves:
+                self._fill(device, tensors, save, lambda tensor, blocks: tensor.index_fill_(0, blocks, 3))
+
+    def _fill(self, device, tensors, of: SaveBlocks | LoadBlocks, fill) -> None:
+        for place in self.layout.places:
+            if (tensor := tensors.get(place.layer.name)) is not None:
+                blocks = torch.tensor([block for block in of.tables[place.layer.table] if block], dtype=torch.long)
+                device.launch(lambda tensor=tensor, blocks=blocks: fill(tensor, blocks))
 
     def loaded(self, request_id: str) -> set[str]:
         """Waits for a load on all ranks; returns the failed ones."""
@@ -86,19 +128,24 @@ class Side:
                 done |= results.done
                 failed |= results.failed
                 time.sleep(0.001)
+        self.synchronize()
         return failed
+
+    def synchronize(self) -> None:
+        for device in self.devices:
+            device.synchronize()
 
     def close(self) -> None:
         for worker in self.workers:
             worker.close()
 
 
-@pytest.fixture
-def sides(tmp_path):
+@pytest.fixture(params=DEVICES)
+def sides(request):
     made = []
 
     def make(ranks: int, kinds: str, seed: int, stages: int = 1) -> Side:
-        made.append(Side(ranks, kinds, tmp_path, seed=seed, stages=stages))
+        made.append(Side(ranks, kinds, request.param, seed=seed, stages=stages))
         return made[-1]
 
     yield make
@@ -112,7 +159,17 @@ def arena_for(folder: Path, layout: VllmLayout, *pages) -> ArenaRef:
     return ArenaRef(str(path), layout.model.page_bytes, num_pages(*pages), 1)
 
 
-def assert_equal_blocks(source: Side, source_tables, target: Side, target_tables, num_tokens: int) -> None:
+def move(folder: Path, source: Side, source_tables, target: Side, target_tables, num_tokens: int, *states) -> set[str]:
+    """What one side has computed goes through pages into blocks of the other; returns the loads that failed."""
+    pages = pages_for(source.layout, num_tokens)
+    arena = arena_for(folder, source.layout, pages)
+    source.step(ForwardStep("", arena, (pages,), (SaveBlocks("j", 0, num_tokens, states, source_tables),)))
+    source.synchronize()
+    target.step(ForwardStep("", arena, (pages,), (), (LoadBlocks("r", "j", 0, num_tokens, target_tables),)))
+    return target.loaded("r")
+
+
+def assert_equal_blocks(source: Side, source_tables, target: Side, target_tables) -> None:
     for rank, tensors in enumerate(target.tensors):
         for place in (place for place in target.layout.places if place.layer.name in tensors):
             name, table = place.layer.name, place.layer.table
@@ -128,29 +185,32 @@ def test_attention_moves_between_any_numbers_of_ranks(sides, tmp_path, here, the
     n = 3 * BLOCK + 1
     source, target = sides(here, "fw", 1), sides(there, "fw", 2)
     assert source.layout.model.fingerprint == target.layout.model.fingerprint
-    pages = pages_for(source.layout, n)
-    arena = arena_for(tmp_path, source.layout, pages)
-    full_table, window_table = (1, 2, 3, 4), (0, 0, 6, 7)
-    source_tables = (full_table, window_table)
-    source.step(ForwardStep("", arena, (pages,), (SaveBlocks("j", 0, n, (), source_tables),)))
-    target_tables = ((5, 6, 7, 8), (0, 0, 9, 10))
-    target.step(ForwardStep("", arena, (pages,), (), (LoadBlocks("r", "j", 0, n, target_tables),)))
-    assert target.loaded("r") == set()
-    assert_equal_blocks(source, source_tables, target, target_tables, n)
+    source_tables, target_tables = ((1, 2, 3, 4), (0, 0, 6, 7)), ((5, 6, 7, 8), (0, 0, 9, 10))
+    assert move(tmp_path, source, source_tables, target, target_tables, n) == set()
+    assert_equal_blocks(source, source_tables, target, target_tables)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_states_move_between_equal_numbers_of_ranks(sides, tmp_path, ranks):
     n = 2 * BLOCK + 1
     source, target = sides(ranks, "fws", 1), sides(ranks, "fws", 2)
+    source_tables, target_tables = ((1, 2, 3), (0, 5, 6), (0, 0, 7)), ((3, 2, 1), (0, 5, 4), (0, 0, 8))
+    assert move(tmp_path, source, source_tables, target, target_tables, n, n) == set()
+    assert_equal_blocks(source, source_tables, target, target_tables)
+
+
+def test_a_state_that_a_step_leaves_behind_is_taken_from_the_block_that_has_it(sides, tmp_path):
+    """The table has null there, or the block of the step's end."""
+    n = 2 * BLOCK
+    source, target = sides(1, "fs", 1), sides(1, "fs", 2)
     pages = pages_for(source.layout, n)
     arena = arena_for(tmp_path, source.layout, pages)
-    source_tables = ((1, 2, 3), (0, 5, 6), (0, 0, 7))
-    target_tables = ((3, 2, 1), (0, 5, 4), (0, 0, 8))
-    source.step(ForwardStep("", arena, (pages,), (SaveBlocks("j", 0, n, (n,), source_tables),)))
-    target.step(ForwardStep("", arena, (pages,), (), (LoadBlocks("r", "j", 0, n, target_tables),)))
+    save = SaveBlocks("j", 0, n, (n,), ((1, 2), (), (0, 0, 8)), (StateOffer(2, 7, n),))
+    source.step(ForwardStep("", arena, (pages,), (save,)))
+    source.synchronize()
+    target.step(ForwardStep("", arena, (pages,), (), (LoadBlocks("r", "j", 0, n, ((3, 4), (), (0, 5))),)))
     assert target.loaded("r") == set()
-    assert_equal_blocks(source, source_tables, target, target_tables, n)
+    assert torch.equal(target.tensors[0]["2.mixer"][5], source.whole["2.mixer"][7][..., :STATE_BYTES])
 
 
 @pytest.mark.parametrize(("here", "there"), [((1, 2), (1, 1)), ((1, 1), (1, 3)), ((1, 2), (1, 3)), ((2, 2), (2, 3))])
@@ -159,15 +219,10 @@ def test_layers_move_between_pipelines(sides, tmp_path, here, there):
     n = 2 * BLOCK + 1
     source, target = sides(here[0], "fws", 1, here[1]), sides(there[0], "fws", 2, there[1])
     assert source.layout.model.fingerprint == target.layout.model.fingerprint
-    pages = pages_for(source.layout, n)
-    arena = arena_for(tmp_path, source.layout, pages)
-    source_tables = ((1, 2, 3), (0, 5, 6), (0, 0, 7))
-    target_tables = ((3, 2, 1), (0, 5, 4), (0, 0, 8))
-    source.step(ForwardStep("", arena, (pages,), (SaveBlocks("j", 0, n, (n,), source_tables),)))
-    target.step(ForwardStep("", arena, (pages,), (), (LoadBlocks("r", "j", 0, n, target_tables),)))
-    assert target.loaded("r") == set()
+    source_tables, target_tables = ((1, 2, 3), (0, 5, 6), (0, 0, 7)), ((3, 2, 1), (0, 5, 4), (0, 0, 8))
+    assert move(tmp_path, source, source_tables, target, target_tables, n, n) == set()
     assert {name for tensors in target.tensors for name in tensors} == set(target.whole)
-    assert_equal_blocks(source, source_tables, target, target_tables, n)
+    assert_equal_blocks(source, source_tables, target, target_tables)
 
 
 def test_blocks_that_vllm_has_already_are_left_alone(sides, tmp_path):
@@ -175,11 +230,11 @@ def test_blocks_that_vllm_has_already_are_left_alone(sides, tmp_path):
     source, target = sides(1, "f", 1), sides(1, "f", 2)
     pages = pages_for(source.layout, n)
     arena = arena_for(tmp_path, source.layout, pages)
-    before = target.tensors[0]["0.attn"].clone()
     source.step(ForwardStep("", arena, (pages,), (SaveBlocks("j", 0, n, (), ((1, 2, 3),)),)))
+    source.synchronize()
     target.step(ForwardStep("", arena, (pages,), (), (LoadBlocks("r", "j", BLOCK, n, ((4, 5, 6),)),)))
     assert target.loaded("r") == set()
-    assert torch.equal(target.tensors[0]["0.attn"][4], before[4])
+    assert not target.tensors[0]["0.attn"][4].any(), "as the model left it"
     assert torch.equal(target.tensors[0]["0.attn"][5], source.whole["0.attn"][2])
 
 
@@ -197,10 +252,11 @@ def test_a_load_that_lacks_bytes_fails_and_writes_nothing(sides, tmp_path):
     target = sides(1, "fs", 2)
     pages = pages_for(target.layout, n)
     arena = arena_for(tmp_path, target.layout, pages)
-    before = {name: tensor.clone() for name, tensor in target.tensors[0].items()}
+    Path(arena.path).write_bytes(b"x" * Path(arena.path).stat().st_size)
     target.step(ForwardStep("", arena, (pages,), (), (LoadBlocks("r", "j", 0, n, ((1, 2, 3), (), (0, 0, 0))),)))
     assert target.loaded("r") == {"r"}
-    assert all(torch.equal(tensor, before[name]) for name, tensor in target.tensors[0].items())
+    assert not target.tensors[0]["0.attn"][1:4].any(), "as the model left it"
+    assert (target.tensors[0]["2.mixer"] == 5).all()
 
 
 def test_released_pages_are_neither_read_nor_written(sides, tmp_path):
@@ -216,6 +272,7 @@ def test_released_pages_are_neither_read_nor_written(sides, tmp_path):
     assert side.loaded("r") == {"r"}
     assert not any(Path(arena.path).read_bytes())
     side.step(ForwardStep("", arena, (pages,), (SaveBlocks("j", 0, n, (), ((1, 2),)),)))
+    side.synchronize()
     assert not any(Path(arena.path).read_bytes()), "a grant that was built before the release came after it"
 
 
@@ -240,89 +297,38 @@ def test_tensors_of_another_size_are_refused(ranks):
         WorkerSide(layout, 0).register({})
 
 
-def copies_of(rows: list[int], *pieces: tuple[int, int, list[int]]) -> BlockCopies:
-    """Pieces as (offset, length, starts)."""
-    made = tuple(CopyPiece(offset, length, np.array(starts)) for offset, length, starts in pieces)
-    return BlockCopies(np.array(rows), made)
+def test_without_the_waits_the_lazy_device_moves_what_is_not_there(tmp_path, monkeypatch):
+    """What shows that the tests above mean something: saved too early or too late, or overwritten when loaded."""
+    monkeypatch.setitem(DEVICES, "no order", lambda: LazyDevice(keeps_order=False))
+    n, tables = 2 * BLOCK, ((1, 2),)
+    ordered, loose = (Side(1, "f", device, seed=1) for device in ("lazy", "no order"))
+    assert move(tmp_path, loose, tables, ordered, tables, n) == set()
+    with pytest.raises(AssertionError):
+        assert_equal_blocks(loose, tables, ordered, tables)
+    assert move(tmp_path, ordered, tables, loose, tables, n) == set()
+    assert not loose.tensors[0]["0.attn"][1:3].any(), "zeroed behind the load"
+    for side in (ordered, loose):
+        side.close()
 
 
-@pytest.mark.parametrize("kind", [HostBlocks, StridedBlocks])
-@pytest.mark.parametrize(
-    ("rows", "starts"), [([1, -1], [0, 96]), ([1, NUM_BLOCKS], [0, 96]), ([1, 2], [0, -1]), ([1, 2], [0, 97])]
-)
-def test_what_is_not_there_is_refused_before_any_byte_is_copied(kind, rows, starts):
-    tensor = torch.ones(NUM_BLOCKS, HEADS, BLOCK, WIDTH)
-    if kind is StridedBlocks:
-        tensor = torch.ones(NUM_BLOCKS, BLOCK, HEADS, WIDTH).transpose(1, 2)
-    size = HEADS * BLOCK * WIDTH * 4
-    blocks, arena = blocks_of("a", tensor, size), np.zeros(96 + size, np.uint8)
-    assert isinstance(blocks, kind)
-    copies = [copies_of([3], (0, size, [0])), copies_of(rows, (0, size, starts))]
-    with pytest.raises(IndexError):
-        blocks.read(copies, arena, blocks.mark())
-    with pytest.raises(IndexError):
-        blocks.write(copies, arena)
-    assert not arena.any()
-    assert tensor.all()
-
-
-def test_strided_blocks_read_and_write_what_contiguous_ones_do():
-    """The way of accelerators: tensors whose tokens come before their heads."""
-    torch.manual_seed(0)
-    tensor = torch.rand(NUM_BLOCKS, BLOCK, HEADS, WIDTH)
-    strided = tensor.transpose(1, 2)
-    size = HEADS * BLOCK * WIDTH * 4
-    assert isinstance(blocks_of("a", strided, size), StridedBlocks)
-    assert isinstance(blocks_of("a", strided.contiguous(), size), HostBlocks)
-    arenas = [np.zeros(3 * size, np.uint8) for _ in range(2)]
-    copies = [
-        copies_of([4], (0, size - 10, [7]), (size - 10, 10, [size + 50])),
-        copies_of([2], (0, size, [2 * size])),
-    ]
-    for blocks, arena in zip(
-        (blocks_of("a", strided, size), blocks_of("a", strided.contiguous(), size)), arenas, strict=True
-    ):
-        assert blocks.read(copies, arena, blocks.mark()) == 2 * size
-    assert (arenas[0] == arenas[1]).all()
-    copy = strided.clone(memory_format=torch.preserve_format).zero_()
-    blocks_of("a", copy, size).write(copies, arenas[0])
-    assert torch.equal(copy[4], strided[4])
-    assert torch.equal(copy[2], strided[2])
-    assert not copy[3].any()
-
-
-class Stream:
-    """An accelerator's, which shows what was waited for."""
-
-    def __init__(self) -> None:
-        self.seen: list[object] = []
-
-    def wait_event(self, mark: object) -> None:
-        self.seen.append(mark)
-
-    def synchronize(self) -> None:
-        self.seen.append("copied")
-
-    def __enter__(self) -> None:
-        self.seen.append("begun")
-
-    def __exit__(self, *exc: object) -> None:
-        self.seen.append("queued")
-
-
-def test_copies_on_a_stream_begin_after_the_model_and_are_waited_for():
-    """The order on an accelerator; the tensors here are the host's."""
-    torch.manual_seed(0)
-    strided = torch.rand(NUM_BLOCKS, BLOCK, HEADS, WIDTH).transpose(1, 2)
-    size = HEADS * BLOCK * WIDTH * 4
-    arena, stream = np.zeros(2 * size, np.uint8), Stream()
-    blocks = StridedBlocks(strided, stream)
-    copies = [copies_of([4, 2], (0, size, [0, size]))]
-    assert blocks.read(copies, arena, "mark") == 2 * size
-    assert stream.seen == ["mark", "begun", "queued", "copied"]
-    assert (arena.view(np.float32)[: size // 4] == strided[4].reshape(-1).numpy()).all()
-    before, stream.seen = strided.clone(), []
-    strided[4] = strided[2] = 0.0
-    assert blocks.write(copies, arena) == 2 * size
-    assert stream.seen == ["begun", "queued", "copied"]
-    assert torch.equal(strided, before)
+def test_a_step_ends_while_its_device_still_copies(scheduler: Scheduler, tmp_path):
+    """Its own next work waits for them, and the announcement does. The model's thread does not."""
+    n, tables = 2 * BLOCK, ((1, 2),)
+    side = Side(1, "f", "lazy", seed=1)
+    pages = pages_for(side.layout, n)
+    arena = arena_for(tmp_path, side.layout, pages)
+    (device,) = side.devices
+    device.may_work.clear()
+    side.step(ForwardStep(str(scheduler.path), arena, (pages,), (SaveBlocks("j", 0, n, (), tables),)))
+    released = threading.Thread(target=scheduler.release, args=("j",))
+    released.start()
+    assert released.is_alive(), "pages stay with a copy that is under way"
+    assert not scheduler.heard
+    device.may_work.set()
+    scheduler.wait_for(StepWritten, "j")
+    released.join(LOAD_WAIT_S)
+    side.synchronize()
+    saved = np.fromfile(arena.path, np.float32)[: side.whole["0.attn"][1].numel()]
+    assert (saved == side.whole["0.attn"][1].reshape(-1).numpy()).all()
+    assert (side.tensors[0]["0.attn"][1] == 3).all(), "and then the model used the block for something else"
+    side.close()

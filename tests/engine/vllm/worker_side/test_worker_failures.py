@@ -1,6 +1,5 @@
 """Whatever goes wrong beside a step of the model: the step ends, the scheduler's side is told, the pages are safe."""
 
-import asyncio
 import threading
 import time
 from collections.abc import Iterator
@@ -15,62 +14,18 @@ from engine.vllm.scheduler_side.steps import (
     ForwardStep,
     LayerWritten,
     LoadBlocks,
-    RankMessage,
     SaveBlocks,
     SaveFailed,
     StepWritten,
 )
-from engine.vllm.worker_side.ranks import RankServer
 from engine.vllm.worker_side.worker import WorkerSide
 from tests.engine.vllm.builders import BLOCK, full, layout_of, num_pages, pages_for
+from tests.engine.vllm.worker_side.listener import WAIT_S, Scheduler
 from transport.control.messages import JobPages
 
-WAIT_S = 60.0
 N = 2 * BLOCK
 LAYOUT = layout_of(full("a", part_bytes=2 * BLOCK * 4))
 TABLES = ((1, 2),)
-
-
-class Scheduler:
-    """The scheduler's end of the local socket, on a loop of its own."""
-
-    def __init__(self, folder: Path) -> None:
-        self.path = folder / "ranks.sock"
-        self.heard: list[RankMessage] = []
-        self._news = threading.Condition()
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever)
-        self._thread.start()
-        self._server = RankServer(self.path, self._hear, ranks=1)
-        self._run(self._server.start())
-
-    def _run(self, work: Any) -> None:
-        asyncio.run_coroutine_threadsafe(work, self._loop).result(WAIT_S)
-
-    def _hear(self, rank: int, message: RankMessage) -> None:
-        with self._news:
-            self.heard.append(message)
-            self._news.notify_all()
-
-    def wait_for(self, kind: type, job: str) -> None:
-        with self._news:
-            assert self._news.wait_for(lambda: self._has(kind, job), WAIT_S), self.heard
-
-    def _has(self, kind: type, job: str) -> bool:
-        return any(isinstance(message, kind) and message.job == job for message in self.heard)
-
-    async def _close(self) -> None:
-        await self._server.close()
-        await asyncio.gather(*(asyncio.all_tasks() - {asyncio.current_task()}), return_exceptions=True)
-
-    def release(self, job: str) -> None:
-        self._run(self._server.release(job))
-
-    def close(self) -> None:
-        self._run(self._close())
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(WAIT_S)
-        self._loop.close()
 
 
 class Hanging(torch.Tensor):
@@ -84,13 +39,6 @@ class Hanging(torch.Tensor):
             cls.reached.set()
             cls.may_answer.wait(WAIT_S)
         return super().__torch_function__(func, types, args, kwargs or {})
-
-
-@pytest.fixture
-def scheduler(tmp_path: Path) -> Iterator[Scheduler]:
-    scheduler = Scheduler(tmp_path)
-    yield scheduler
-    scheduler.close()
 
 
 @pytest.fixture

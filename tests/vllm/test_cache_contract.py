@@ -1,0 +1,107 @@
+"""What of vLLM's caches the connector stands on: specs, packings, pieces of blocks, copies. As test_contract.py has it."""
+
+import dataclasses
+import inspect
+
+import pytest
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.timeout(900),  # importing vLLM is slow
+    pytest.mark.filterwarnings("default"),  # what its import warns of is not ours to mend
+]
+
+
+def test_states_inside_a_last_chunk_are_offered():
+    """What Mamba 2 exports there, as (group, block, tokens)."""
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.core.sched.output import KVConnectorBlockState
+
+    from engine.vllm.internals import state_offers
+    from engine.vllm.scheduler_side.steps import StateOffer
+
+    state = KVConnectorBlockState({"r"}, lambda _: ([],), {"r": [(1, 77, 512)]})
+    assert state_offers(state) == {"r": [StateOffer(table=1, block=77, length=512)]}
+    assert "append(\n                    (group_id, block.block_id, boundary_tokens)" in inspect.getsource(
+        KVCacheManager.take_boundary_state_offloads
+    )
+
+
+def test_all_that_a_spec_may_say_is_known():
+    """A field that is not would be ignored while its value is the default, and refused otherwise."""
+    from vllm.v1 import kv_cache_interface
+
+    from engine.vllm.specs import ATTENTION, KNOWN, STATE
+
+    for kind in (*ATTENTION, STATE):
+        fields = {field.name for field in dataclasses.fields(getattr(kv_cache_interface, kind))}
+        assert fields <= KNOWN, f"{kind}: {sorted(fields - KNOWN)}"
+    assert "kv_cache_specs" in {field.name for field in dataclasses.fields(kv_cache_interface.UniformTypeKVCacheSpecs)}
+
+
+def test_what_backends_make_of_a_spec_is_told_apart():
+    """nvfp4 with FlashInfer keeps all keys of a rank before its values, so a part for two ranks is not half of one for one."""
+    import torch
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVQuantMode, MLAAttentionSpec, SparseCacheRole
+
+    from engine.vllm.specs import packing
+
+    plain = FullAttentionSpec(block_size=16, num_kv_heads=8, head_size=128, dtype=torch.bfloat16)
+    assert packing(plain, 1, "fp8") == packing(plain, 8, "fp8") == ""
+    nvfp4 = {
+        ranks: dataclasses.replace(
+            plain,
+            num_kv_heads=8 // ranks,
+            dtype=torch.uint8,
+            kv_quant_mode=KVQuantMode.NVFP4,
+            num_head_slots=2 * 8 // ranks,  # FlashInferBackend.customize_spec
+            state_content_bytes=72,
+        )
+        for ranks in (1, 2)
+    }
+    assert packing(nvfp4[1], 1, "fp8") != packing(nvfp4[2], 2, "fp8")
+    indexer = MLAAttentionSpec(
+        block_size=64, num_kv_heads=1, head_size=132, dtype=torch.uint8, cache_role=SparseCacheRole.INDEXER
+    )
+    assert "indexer" in packing(indexer, 1, "fp8")
+
+
+def test_platforms_and_backends_say_what_a_packing_is_made_of():
+    from vllm.config import CompilationConfig
+    from vllm.platforms import current_platform
+    from vllm.v1.attention.backend import AttentionBackend
+    from vllm.v1.worker.utils import select_common_block_size
+
+    assert str(current_platform.fp8_dtype()).startswith("torch.float8")
+    assert current_platform.is_rocm() is False
+    assert hasattr(AttentionBackend, "get_name")
+    assert "static_forward_context" in {field.name for field in dataclasses.fields(CompilationConfig)}
+    assert list(inspect.signature(select_common_block_size).parameters) == [
+        "kv_manager_block_size", "backends", "kv_cache_specs",
+    ]  # fmt: skip
+
+
+def test_pieces_of_a_block_follow_each_other():
+    """What `blocks_of` stands on, where a backend's blocks are smaller than vLLM's."""
+    from vllm.v1.kv_cache_interface import create_kv_cache_views, group_kernel_blocks
+
+    assert "(num_blocks * ratio, ...)" in (group_kernel_blocks.__doc__ or "")
+    assert "block_stride != dense_page_size" in inspect.getsource(create_kv_cache_views)
+
+
+def test_copies_and_registered_memory_are_where_we_look_for_them():
+    from vllm._custom_ops import swap_blocks_batch
+    from vllm.v1.kv_offload.cpu.host_register import host_register, host_unregister
+
+    from engine.vllm import internals
+
+    assert list(inspect.signature(swap_blocks_batch).parameters)[:3] == ["src_ptrs", "dst_ptrs", "sizes"]
+    assert list(inspect.signature(host_register).parameters) == ["ptr", "num_bytes"]
+    assert list(inspect.signature(host_unregister).parameters) == ["ptr"]
+    assert internals.direct_copies() is None, "on a CPU nothing is registered"
+
+
+def test_microbatches_are_said_where_we_look_for_them():
+    from vllm.config import ParallelConfig
+
+    assert isinstance(ParallelConfig.use_ubatching, property)
