@@ -14,7 +14,6 @@ import msgspec
 from membership.member import Member
 from membership.view import RegistryReading
 from transport.control.settings import SettingsError, build, parse_toml, require, require_known, require_tables
-from transport.path.tcp import format_address
 
 ROLE_LABEL: Final = "llm-d.ai/role"
 PORT_LABEL: Final = "prfaas/agent-port"  # where llm-d's `port` is the model server's
@@ -90,13 +89,18 @@ def _endpoint(table: Mapping[str, Any], labels: Mapping[str, Any], where: str) -
     port = str(labels.get(PORT_LABEL) or table.get("port", ""))
     member = {
         "id": f"{namespace}/{table['name']}" if namespace else table["name"],
-        "agent": format_address(table["address"], int(port)) if port.isdigit() else f"{table['address']}:{port}",
+        "agent": _address(table["address"], port),
         "cluster": labels.get(CLUSTER_LABEL, ""),
         "role": role if role in OWN_ROLES else "",
         "revision": labels.get(REVISION_LABEL, ""),
         "labels": labels,
     }
     return build(Member, member, where)
+
+
+def _address(host: str, port: str) -> str:
+    """host:port, an IPv6 address in brackets; whether the port can be one, the member says."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def _once(members: Sequence[Member], key: str) -> None:

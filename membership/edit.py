@@ -129,9 +129,12 @@ def _replace(path: Path, text: str, wanted: Sequence[Member]) -> None:
     real = path.resolve()  # the file that a link stands for, not the link
     hidden = real.with_name(f".{real.name}.{os.getpid()}")
     try:
-        mode = stat.S_IMODE(real.stat().st_mode) if real.exists() else NEW_MODE
+        before = real.stat() if real.exists() else None
         with hidden.open("w", encoding="utf-8") as file:
-            os.fchmod(file.fileno(), mode)
+            if before is not None:
+                with suppress(PermissionError):  # only root may; the gateway must be able to read it as before
+                    os.fchown(file.fileno(), before.st_uid, before.st_gid)
+            os.fchmod(file.fileno(), stat.S_IMODE(before.st_mode) if before is not None else NEW_MODE)
             file.write(text)
             file.flush()
             os.fsync(file.fileno())

@@ -33,6 +33,8 @@ class Heartbeats:
     def __init__(self) -> None:
         self._seen: dict[str, tuple[Hashable, float]] = {}  # the stamp, and when it was first seen
         self._looked_at: float | None = None
+        self._stale: set[str] = set()  # when a node was last heard of
+        self._is_silent = False  # since then none has been
 
     def look(self, beats: Mapping[str, Heartbeat], now: float) -> StaleEntries:
         """Whose lease is over, at a time of a clock that only goes forward."""
@@ -45,8 +47,18 @@ class Heartbeats:
         ages = {name: now - self._seen[name][1] for name, beat in beats.items() if beat.lease_s}
         stale = {name for name, age_s in ages.items() if age_s > beats[name].lease_s}
         if stale and len(stale) == len(ages):
+            self._is_silent = True
             return StaleEntries(all_since_s=min(ages.values()))
+        if self._is_silent:
+            stale &= self._stale
+            self._begin_anew(now)
+        self._stale = stale
         return StaleEntries(frozenset(stale))
+
+    def _begin_anew(self, now: float) -> None:
+        """The registry is back: nodes do not all reach it at once, so each has its lease from now on."""
+        self._is_silent = False
+        self._seen |= {name: (stamp, now) for name, (stamp, _) in self._seen.items() if name not in self._stale}
 
     def _excuse(self, now: float) -> None:
         """Without a look, no node was seen to refresh anything."""

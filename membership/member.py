@@ -8,6 +8,7 @@ from transport.control.settings import require
 from transport.path.tcp import is_loopback
 
 MAX_WORD_CHARS: Final = 255
+MAX_PORT_DIGITS: Final = 5
 MAX_LABELS: Final = 64
 MAX_LABEL_CHARS: Final = 256
 
@@ -33,7 +34,7 @@ class Member:
     def __post_init__(self) -> None:
         require(bool(self.id), "id", self.id, "a name")
         require_address("agent", self.agent)
-        for key in ("id", "name", "cluster", "role", "revision"):
+        for key in ("id", "agent", "name", "cluster", "role", "revision"):
             value = getattr(self, key)
             is_word = len(value) <= MAX_WORD_CHARS and value.isprintable() and " " not in value
             require(is_word, key, value, f"at most {MAX_WORD_CHARS} characters that can be printed, and no blanks")
@@ -52,7 +53,8 @@ def require_address(name: str, address: str) -> None:
     """Raises SettingsError for what is no host:port."""
     host, _, port = address.rpartition(":")
     is_whole = host.startswith("[") and host.endswith("]") if ":" in host else bool(host)
-    is_port = port.isascii() and port.isdigit() and 0 < int(port) < 65536
+    is_number = port.isascii() and port.isdigit() and len(port) <= MAX_PORT_DIGITS
+    is_port = is_number and 0 < int(port) < 65536
     require(is_whole and is_port, name, address, "host:port, an IPv6 address in brackets")
 
 

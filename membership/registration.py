@@ -12,12 +12,14 @@ from typing import Final
 from membership.documents import entry_text
 from membership.member import Member
 from membership.sources import ENTRY_SUFFIX
+from membership.threads import in_thread
 
 log = logging.getLogger(__name__)
 
 BEAT_S: Final = 10.0
 LEASE_S: Final = 120.0  # clients of NFS may see a file as it was a minute ago; that a node is down is seen by its watch
 RETRY_S: Final = 1.0
+PATIENCE_S: Final = 5.0  # with a file server, when the node ends
 
 
 class FolderEntry:
@@ -43,10 +45,16 @@ class FolderEntry:
             raise
 
     def beat(self) -> bool:
-        """Touches the file, or writes it again if it is gone. False: another process has written its own."""
+        """Touches the file, or writes it again if it is gone. False: another process has written its own.
+
+        A file that says what ours does is ours: the folder was copied, restored, or mounted again.
+        """
         try:
-            if self._is_anothers():
-                return False
+            found = _which(os.stat(self.path))
+            if found != self._written:
+                if self.path.read_bytes() != self._text:
+                    return False
+                self._written = found
             os.utime(self.path)
         except FileNotFoundError:
             self.write()
@@ -67,8 +75,11 @@ def _which(found: os.stat_result) -> tuple[int, int]:
 
 
 @asynccontextmanager
-async def registered(entry: FolderEntry, beat_s: float = BEAT_S) -> AsyncIterator[None]:
-    """The node is registered inside the block. A folder that cannot be written now is tried again: the node serves anyway."""
+async def registered(entry: FolderEntry, beat_s: float = BEAT_S, patience_s: float = PATIENCE_S) -> AsyncIterator[None]:
+    """The node is registered inside the block. A folder that cannot be written now is tried again: the node serves anyway.
+
+    At the end of the block a folder that does not answer is waited for no longer than `patience_s`.
+    """
     beating = asyncio.create_task(_keep(entry, beat_s), name="registration")
     try:
         yield
@@ -76,24 +87,30 @@ async def registered(entry: FolderEntry, beat_s: float = BEAT_S) -> AsyncIterato
         beating.cancel()
         await asyncio.wait([beating])
         try:
-            await asyncio.to_thread(entry.remove)
-        except OSError as error:
-            log.warning("%s stays, and gateways forget it when its lease is over: %s", entry.path, error)
+            async with asyncio.timeout(patience_s):
+                await in_thread(entry.remove, "registration")
+        except OSError as error:  # a timeout is one, too
+            log.warning(
+                "%s stays, and gateways forget it when its lease is over: %s", entry.path, str(error) or "no answer"
+            )
 
 
 async def _keep(entry: FolderEntry, beat_s: float) -> None:
-    is_there, is_failing = False, False
+    is_there, is_failing, is_left_out = False, False, False
     while True:
         try:
-            if is_there and not await asyncio.to_thread(entry.beat):
-                log.error(
-                    "%s was written by another process: two nodes have one node_id, and this one is left out",
-                    entry.path,
-                )
-                return
             if not is_there:
-                await asyncio.to_thread(entry.write)
+                await in_thread(entry.write, "registration")
                 log.info("registered as %s", entry.path)
+            elif not await in_thread(entry.beat, "registration"):
+                if not is_left_out:
+                    log.error(
+                        "%s was written by another process: two nodes have one node_id, and this one is left out",
+                        entry.path,
+                    )
+                is_left_out = True
+            else:
+                is_left_out = False
             is_there, is_failing = True, False
         except OSError as error:
             if not is_failing:

@@ -22,6 +22,8 @@ ENTRY_SUFFIX: Final = ".json"
 
 _Stamp = tuple[int, int, int, int]  # device, inode, size, time of the last change
 
+NEVER: Final[_Stamp] = (0, 0, 0, 0)
+
 
 class Source(Protocol):
     """A registry. It is asked from a thread: it may block."""
@@ -77,10 +79,13 @@ class FileSource:
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """A node's file as it was read: its bytes, and what they say. `problem` is why it says nothing new."""
+    """A node's file as it was read: its bytes, and what they say. `problem` is why it says nothing new.
+
+    `text` is None where it could not be read: it is tried again.
+    """
 
     stamp: _Stamp
-    text: bytes
+    text: bytes | None
     member: Member | None
     lease_s: float
     problem: str = ""
@@ -115,9 +120,7 @@ class FolderSource:
         beats = {name: Heartbeat(entry.stamp, entry.lease_s) for name, entry in found.items()}
         stale = self._heartbeats.look(beats, self._clock())
         if stale.all_since_s:
-            raise SourceFailed(
-                "silent", f"{self.path}: no node has touched its file for {stale.all_since_s:.0f} s: can it be written?"
-            )
+            raise SourceFailed("silent", f"{self.path}: no node touches its file any more: can it be written?")
         alive = [entry for name, entry in found.items() if name not in stale.names]
         said = RegistryReading(
             members=tuple(entry.member for entry in alive if entry.member is not None),
@@ -132,14 +135,15 @@ class FolderSource:
     def _entry(self, name: str) -> _Entry | None:
         """What the file says, read again only if it was touched. None: it has just been removed."""
         path, known = self.path / name, self._entries.get(name)
+        stamp = known.stamp if known is not None else NEVER
         try:
             with _as_failure(path):
                 stamp = _stamp(os.stat(path))
-                if known is not None and known.stamp == stamp:
+                if known is not None and known.text is not None and known.stamp == stamp:
                     return known
                 text = _read_file(path, MAX_ENTRY_BYTES)
         except SourceFailed as failure:
-            return None if failure.reason == "missing" else _kept(known, str(failure))
+            return None if failure.reason == "missing" else _kept(known, stamp, None, str(failure))
         if known is not None and known.text == text:
             return _Entry(stamp, text, known.member, known.lease_s, known.problem)
         try:
@@ -147,15 +151,15 @@ class FolderSource:
             if member.id != name.removesuffix(ENTRY_SUFFIX):
                 raise SettingsError(f"it is the file of another node: id = {member.id!r}")
         except SettingsError as error:
-            kept = _kept(known, f"{path}: {error}")
-            return _Entry(stamp, text, kept.member, kept.lease_s, kept.problem)
+            return _kept(known, stamp, text, f"{path}: {error}")
         return _Entry(stamp, text, member, lease_s)
 
 
-def _kept(known: _Entry | None, problem: str) -> _Entry:
+def _kept(known: _Entry | None, stamp: _Stamp, text: bytes | None, problem: str) -> _Entry:
+    """What was known of the node stays: its file says nothing that can be used."""
     if known is None:
-        return _Entry((0, 0, 0, 0), b"", None, 0.0, problem)
-    return _Entry(known.stamp, known.text, known.member, known.lease_s, problem)
+        return _Entry(stamp, text, None, 0.0, problem)
+    return _Entry(stamp, text, known.member, known.lease_s, problem)
 
 
 def sources_of(file: Path | None, folder: Path | None) -> list[Source]:

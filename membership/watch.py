@@ -1,13 +1,12 @@
 """Asks registries again and again, each in a thread of its own: a file server that hangs holds up nothing else."""
 
 import asyncio
-import threading
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from typing import Final
 
 from membership.errors import SourceFailed
 from membership.sources import Source
+from membership.threads import in_thread
 from membership.view import RegistryReading, View
 
 POLL_S: Final = 0.25  # a look costs a stat, or one for each node of a folder
@@ -78,26 +77,12 @@ class MembershipWatch:
 
 
 def _asked(source: Source) -> "asyncio.Future[Answer]":
-    """What the registry says. The thread is a daemon: a file server that never answers must not keep the process."""
-    loop = asyncio.get_running_loop()
-    answer: asyncio.Future[Answer] = loop.create_future()
+    """What the registry says, or why it cannot be asked."""
 
-    def tell(said: Answer | Exception) -> None:
-        if answer.done():
-            return
-        if isinstance(said, Exception) and not isinstance(said, SourceFailed):
-            answer.set_exception(said)
-        else:
-            answer.set_result(said)
-
-    def look() -> None:
-        said: Answer | Exception
+    def look() -> Answer:
         try:
-            said = source.look()
-        except Exception as error:
-            said = error
-        with suppress(RuntimeError):  # the loop has ended meanwhile
-            loop.call_soon_threadsafe(tell, said)
+            return source.look()
+        except SourceFailed as failure:
+            return failure
 
-    threading.Thread(target=look, name=f"membership-{source.name}", daemon=True).start()
-    return answer
+    return in_thread(look, f"membership-{source.name}")

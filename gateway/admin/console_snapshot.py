@@ -219,7 +219,7 @@ class ConsoleSnapshots:
         )
 
     def _all_links(self) -> tuple[LinkSnapshot, ...]:
-        by_id = {node.id: node for node in self._clusters.nodes}
+        by_id = {node.id: node for node in self._clusters.nodes if node.info is not None}
         views = {(view.source, view.destination): view for view in self._links.views()}
         found = []
         for status in self._links.status():

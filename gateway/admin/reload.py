@@ -16,7 +16,7 @@ from typing import Any, Final, Protocol
 
 import msgspec
 
-from gateway.config.gateway import CHANGEABLE, CHANGEABLE_ROUTING, GatewayConfig
+from gateway.config.gateway import GatewayConfig
 from gateway.errors import ApiError, GatewayConfigError, Unavailable
 
 log = logging.getLogger("prfaas.gateway")
@@ -36,8 +36,9 @@ class ConfigChange(msgspec.Struct, frozen=True):
 
 def changes(running: GatewayConfig, wanted: GatewayConfig) -> list[ConfigChange]:
     """What differs, key by key, spelled as in the file: `routing.tie_share`, `tenants.acme.weight`."""
+    staying = {key for key, *_ in _differences("", running.with_changes_of(wanted), wanted)}
     return [
-        ConfigChange(key, _told(key, was), _told(key, will), not _is_changeable(key))
+        ConfigChange(key, _told(key, was), _told(key, will), key in staying)
         for key, was, will in _differences("", running, wanted)
     ]
 
@@ -67,11 +68,6 @@ def _told(key: str, value: Any) -> str:
         parts = ((each.name, getattr(value, each.name)) for each in fields(value))
         return ", ".join(f"{name} = {_told(name, part)}" for name, part in parts)
     return _PASSWORD.sub(r"\1…@", str(value))
-
-
-def _is_changeable(key: str) -> bool:
-    first, _, rest = key.partition(".")
-    return first in CHANGEABLE or (first == "routing" and rest in CHANGEABLE_ROUTING)
 
 
 class Reconfigurable(Protocol):

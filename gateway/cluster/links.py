@@ -6,7 +6,7 @@ receiver that is gone itself says nothing of the way to it. What follows of eith
 """
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Final
 
@@ -264,8 +264,9 @@ class ClusterLinks:
     def probes(self) -> list[tuple[ClusterNode, list[ClusterNode]]]:
         """Senders with a way to be probed now, and the receivers to try, one after the other."""
         now = self._clock()
-        by_id = {node.id: node for node in self._nodes}
-        self._forget(by_id)
+        self._forget({node.id for node in self._nodes})
+        # One that has not been heard may be listed by the name of another.
+        by_id = {node.id: node for node in self._nodes if node.info is not None}
         lines = [
             (by_id[sender], self._candidates(sender, destination, now, by_id))
             for sender, destination in self._paths.lines_to_probe(now)
@@ -289,10 +290,10 @@ class ClusterLinks:
         ]
         return [by_id[each] for each in self._paths.in_order(sender, destination, ready)]
 
-    def _forget(self, by_id: Mapping[str, ClusterNode]) -> None:
-        """Nodes without a name of `by_id` that are not remembered either are gone for good."""
+    def _forget(self, names: Collection[str]) -> None:
+        """Nodes without one of these names that are not remembered either are gone for good."""
         clusters = {*(node.cluster for node in self._nodes), *self._remembered.values()}
-        self._paths.forget(by_id.keys() | self._remembered.keys(), clusters)
+        self._paths.forget({*names, *self._remembered}, clusters)
         self._coding = {path: known for path, known in self._coding.items() if clusters.issuperset(path)}
 
 

@@ -211,9 +211,9 @@ class Clusters:
 
     def _retire(self, node: ClusterNode) -> None:
         self.retired.add(node)
-        if self._by_id.get(node.id) is node:
+        if self._by_id.get(node.id) is node:  # else what is known by its name is another node's
             del self._by_id[node.id]
-        self._indexes.drop(node.id)
+            self._indexes.drop(node.id)
         self._look_again()
 
     # What decisions ask
@@ -377,8 +377,9 @@ class Clusters:
             node.info, node.connected = info, True
             self._changed.set()
             return
+        former = _predecessor(self._successors, node)
+        _check(info, [other for other in self.nodes if other is not node and other is not former])
         self._take_over(node)
-        _check(info, [other for other in self.nodes if other is not node])
         before, known = node.state, node.info
         self._name(node, info.node_id)
         if known is not None and known.layout_fingerprint != info.layout_fingerprint:

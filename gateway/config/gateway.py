@@ -15,7 +15,7 @@ file = "nodes.toml"           # more nodes, which may come and go
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from ipaddress import ip_address
 from pathlib import Path
@@ -371,7 +371,14 @@ class GatewayConfig:
     def with_changes_of(self, other: Self) -> Self:
         """This configuration with what `other` has different and a running gateway can take over."""
         routing = replace(self.routing, **{name: getattr(other.routing, name) for name in CHANGEABLE_ROUTING})
-        return replace(self, routing=routing, **{name: getattr(other, name) for name in CHANGEABLE})
+        taken = {name: getattr(other, name) for name in CHANGEABLE}
+        if not self._may_have(other.nodes):
+            taken["nodes"] = self.nodes
+        return replace(self, routing=routing, **taken)
+
+    def _may_have(self, nodes: Sequence[NodeAddress]) -> bool:
+        """Whether these nodes go with the rest of this configuration; with that of their own file they do."""
+        return (bool(nodes) or self.membership.is_set) and all(self.admits(node.member) for node in nodes)
 
     def differences(self, other: Self) -> list[str]:
         """The keys in which `other` differs."""

@@ -71,7 +71,7 @@ class SharedCounters:
         self._own = number or 0
         self._names: dict[int, str] = {}  # of clusters, by their column
         self._columns: dict[ClusterNode, int] = {}
-        self._at: dict[int, ClusterNode] = {}  # the node of a column, the latest of those that follow each other
+        self._late: dict[int, list[ClusterNode]] = {}  # that have left with work, and whose column another node has
 
     @staticmethod
     def create(path: Path, workers: int, nodes: int) -> None:
@@ -175,17 +175,21 @@ class SharedCounters:
                     )
                     continue
                 self._columns[node] = column
-                self._at[column] = node
                 node.shared = SharedWork(self, column)
                 node.prefill_share = SharedShare(self, column)
 
     def leave(self, node: ClusterNode) -> None:
-        """A node has left, and this worker has nothing under way there any more."""
-        node.shared = None
+        """A node has left, and this worker has nothing under way there any more, or waits no longer for its end."""
         column = self._columns.pop(node, None)
-        if column is None or column in self._columns.values():  # another one follows it
+        if column is None:
             return
-        del self._at[column]
+        if column in self._columns.values():  # another one follows it, and has what this one still has
+            if node.own_requests:
+                self._late.setdefault(column, []).append(node)
+            else:
+                _alone([node])
+            return
+        _alone([node, *self._late.pop(column, ())])
         own = self._own
         with self._array.locked():
             self._work[own, column], self._share[own, column], self._promised[own, column] = 0, 0.0, 0
@@ -210,12 +214,14 @@ class SharedCounters:
         used, clusters = int(self._head[COLUMNS]), int(np.count_nonzero(self._clusters))
         total = self._work[:, :used].sum(axis=0).tolist()
         promised = self._promised[:, :used, :clusters].sum(axis=0)
+        holders: dict[int, ClusterNode] = {}  # of a moving node, the one at the address that decisions know
         for node in nodes:
             if (at := self._columns.get(node)) is not None:
                 node.pending_requests, node.pending_tokens = total[at]
                 node.promised_bytes.clear()
+                holders[at] = node
         for row, column in np.argwhere(promised):
-            if (holder := self._at.get(int(row))) is not None and (name := self._name(int(column), nodes)):
+            if (holder := holders.get(int(row))) is not None and (name := self._name(int(column), nodes)):
                 holder.promised_bytes[name] = int(promised[row, column])
 
     def pend(self, column: int, sign: int, work: NodeWork) -> None:
@@ -257,6 +263,12 @@ class SharedCounters:
                 return None
             self._names[column] = name
         return self._names[column]
+
+
+def _alone(nodes: Sequence[ClusterNode]) -> None:
+    """What these nodes are given is this worker's own affair from now on."""
+    for node in nodes:
+        node.shared, node.prefill_share = None, PrefillShare()
 
 
 def _clusters_for(nodes: int) -> int:

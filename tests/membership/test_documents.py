@@ -91,3 +91,16 @@ def test_what_cannot_be_used_says_why(text: bytes, is_toml: bool, why: str) -> N
 def test_an_entry_that_cannot_be_used_says_why(text: bytes, why: str) -> None:
     with pytest.raises(SettingsError, match=why):
         read_entry(text)
+
+
+@pytest.mark.parametrize("agent", ["10.0.0.1:" + "1" * 5000, "10.0.0.1\nforged:7001", "a b:7001"])
+def test_an_address_that_cannot_be_one_is_refused(agent: str) -> None:
+    with pytest.raises(SettingsError, match="agent"):
+        read_entry(json.dumps({"id": "a", "agent": agent}).encode())
+
+
+@pytest.mark.parametrize("port", ["\u00b2", "1" * 5000])
+def test_a_port_of_llm_d_that_cannot_be_one_is_refused(port: str) -> None:
+    text = json.dumps({"endpoints": [{"name": "p0", "address": "10.0.0.7", "port": port}]})
+    with pytest.raises(SettingsError, match="agent"):
+        read_members(text.encode(), is_toml=False)

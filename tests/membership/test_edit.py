@@ -1,6 +1,7 @@
 """A file of members is changed as a whole, or not at all."""
 
 import json
+import os
 import threading
 from pathlib import Path
 
@@ -123,3 +124,14 @@ def test_a_link_stays_a_link(path: Path, tmp_path: Path) -> None:
     edit.add(link, NEW)
     assert link.is_symlink()
     assert "d" in [member.id for member in edit.listed(path)]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+def test_a_file_stays_its_owner_s(tmp_path: Path) -> None:
+    path = tmp_path / "nodes.toml"
+    path.write_text('[[nodes]]\nid = "a"\nagent = "127.0.0.1:7001"\n')
+    path.chmod(0o600)
+    os.chown(path, 4321, 4321)
+    edit.add(path, Member(id="b", agent="127.0.0.1:7002"))
+    found = path.stat()
+    assert (found.st_uid, found.st_gid, found.st_mode & 0o777) == (4321, 4321, 0o600)

@@ -25,7 +25,21 @@ def test_where_nothing_changes_any_more_it_is_the_registry_that_is_lost() -> Non
     for number in range(7):
         look(beats(a=0, b=0), 5.0 * number)
     assert look(beats(a=0, b=0), 35.0) == StaleEntries(all_since_s=35.0)
-    assert look(beats(a=1, b=0), 36.0).names == {"b"}
+    # It is back: the others have their lease to say that they are there, too.
+    assert look(beats(a=1, b=0), 36.0) == FRESH
+    assert [look(beats(a=number, b=0), 36.0 + 5.0 * number) for number in range(2, 7)] == [FRESH] * 5
+    assert look(beats(a=7, b=0), 71.0).names == {"b"}
+
+
+def test_a_node_that_was_dead_before_a_registry_was_lost_is_not_back_with_it() -> None:
+    look = Heartbeats().look
+    for number in range(7):
+        look(beats(a=number, b=0, c=number), 5.0 * number)
+    assert look(beats(a=7, b=0, c=7), 35.0).names == {"b"}
+    for number in range(1, 7):
+        look(beats(a=7, b=0, c=7), 35.0 + 5.0 * number)
+    assert look(beats(a=7, b=0, c=7), 66.0).all_since_s == 31.0
+    assert look(beats(a=8, b=0, c=7), 67.0).names == {"b"}
 
 
 def test_without_a_look_nothing_is_held_against_nodes() -> None:

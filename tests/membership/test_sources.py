@@ -187,3 +187,50 @@ def test_a_node_removes_only_its_own_file(tmp_path: Path) -> None:
     assert again.path.exists()
     again.remove()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_that_could_not_be_read_for_a_moment_is_no_problem_any_more(tmp_path: Path) -> None:
+    entry = FolderEntry(tmp_path, Member(id="a", agent="127.0.0.1:7001"))
+    entry.write()
+    source = FolderSource(tmp_path)
+    assert ids(source) == ["a"]
+    text = entry.path.read_bytes()
+    entry.path.unlink()
+    entry.path.mkdir()  # which even root cannot read as a file
+    reading = source.look()
+    assert reading is not None
+    assert ([member.id for member in reading.members], len(reading.problems)) == (["a"], 1)
+    entry.path.rmdir()
+    entry.path.write_bytes(text)
+    reading = source.look()
+    assert reading is not None
+    assert ([member.id for member in reading.members], reading.problems) == (["a"], ())
+
+
+def test_a_node_whose_file_is_touched_and_cannot_be_read_has_not_left(tmp_path: Path) -> None:
+    clock = Clock()
+    entry, other = (FolderEntry(tmp_path, Member(id=id_, agent=f"{id_}:7001"), lease_s=30.0) for id_ in "ab")
+    entry.write()
+    other.write()
+    source = FolderSource(tmp_path, clock)
+    assert ids(source) == ["a", "b"]
+    entry.path.unlink()
+    entry.path.mkdir()
+    for number in range(10):
+        clock.now += 5.0
+        os.utime(entry.path, ns=(0, number))
+        os.utime(other.path, ns=(0, number))
+        assert ids(source) in (None, ["a", "b"])
+
+
+def test_a_folder_that_is_silent_says_so_in_the_same_words(tmp_path: Path) -> None:
+    clock = Clock()
+    FolderEntry(tmp_path, Member(id="a", agent="127.0.0.1:7001"), lease_s=30.0).write()
+    source, said = FolderSource(tmp_path, clock), set[str]()
+    for _ in range(12):
+        try:
+            source.look()
+        except SourceFailed as failed:
+            said.add(str(failed))
+        clock.now += 5.0
+    assert len(said) == 1

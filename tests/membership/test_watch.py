@@ -99,3 +99,62 @@ def test_a_node_is_registered_while_it_runs_and_comes_back_when_its_file_was_los
         assert not entry.path.exists()
 
     asyncio.run(main())
+
+
+def test_a_file_that_is_the_same_at_another_place_is_still_the_node_s(tmp_path: Path) -> None:
+    entry = FolderEntry(tmp_path, A)
+    entry.write()
+    copy = tmp_path / "copy"
+    copy.write_bytes(entry.path.read_bytes())
+    copy.rename(entry.path)  # as when the folder is restored
+    assert entry.beat()
+    entry.remove()
+    assert not entry.path.exists()
+
+
+def test_a_node_that_was_left_out_is_back_once_the_other_one_is_gone(tmp_path: Path) -> None:
+    second = FolderEntry(tmp_path, Member(id="a", agent="127.0.0.1:7002"))
+    asked = list[bool]()
+
+    class Counted(FolderEntry):
+        def beat(self) -> bool:
+            asked.append(super().beat())
+            return asked[-1]
+
+    first = Counted(tmp_path, A)
+
+    async def until(holds: Callable[[], bool]) -> None:
+        async with asyncio.timeout(60.0):
+            while not holds():  # noqa: ASYNC110 a file says nothing by itself
+                await asyncio.sleep(0.01)
+
+    async def main() -> None:
+        async with registered(first, beat_s=0.01):
+            await until(lambda: True in asked)
+            second.write()
+            await until(lambda: False in asked)
+            assert b"7002" in first.path.read_bytes()
+            second.remove()
+            await until(lambda: first.path.exists() and b"7001" in first.path.read_bytes())
+
+    asyncio.run(main())
+
+
+def test_a_folder_that_never_answers_does_not_keep_a_node_that_ends(tmp_path: Path) -> None:
+    never = threading.Event()
+
+    class Hung(FolderEntry):
+        def write(self) -> None:
+            never.wait(20.0)
+
+        def remove(self) -> None:
+            never.wait(20.0)
+
+    async def main() -> float:
+        began = asyncio.get_running_loop().time()
+        async with registered(Hung(tmp_path, A), patience_s=0.05):
+            await asyncio.sleep(0)
+        return asyncio.get_running_loop().time() - began
+
+    assert asyncio.run(main()) < 10.0
+    never.set()

@@ -144,7 +144,8 @@ class OperatorEndpoints:
         workers = self._seat.states()
         if workers.get(WorkerState.WITHOUT_NODES):  # the port is theirs, too
             raise Unavailable("A worker of this gateway sees no decode node that is ready.", "worker_not_ready")
-        states = {node.id: node.state for node in self._clusters.nodes}
+        # One that has not been heard may be listed by the name of another.
+        states = {node.id: node.state for node in sorted(self._clusters.nodes, key=lambda node: node.info is not None)}
         health: dict[str, object] = {"status": "ok", "nodes_ready": list(states.values()).count("ready")}
         if not self._keyring.has_tenants or self._keyring.is_operator(http.headers):
             health["nodes"] = states
@@ -203,7 +204,9 @@ class OperatorEndpoints:
         """What went from node to node, as JSON lines: those after `?since=SEQ`."""
         records, flows = await self._news(_sequence(http, "since"))
         epoch_s = datetime.now(UTC).timestamp() - self._clock()
-        found = merged(records, flows, {node.id: node.cluster for node in self._clusters.nodes}, epoch_s)
+        found = merged(
+            records, flows, {node.id: node.cluster for node in self._clusters.nodes if node.info is not None}, epoch_s
+        )
         body = b"".join(msgspec.json.encode(flow) + b"\n" for flow in found)
         return web.Response(body=body, headers={"Content-Type": "application/jsonl"})
 

@@ -107,3 +107,15 @@ def test_a_worker_whose_parent_is_gone_signals_nobody() -> None:
     reloads = Reloads(config, [], lambda: config, lambda _: None, parent=os.getpid())
     with pytest.raises(Unavailable):
         reloads.ask()
+
+
+def test_nodes_that_the_rest_of_a_running_gateway_does_not_allow_wait_for_a_restart() -> None:
+    running = config_of()
+    moved = {"tokenizer_dir": "tok", "max_waiting": 9, "nodes": [], "membership": {"file": "nodes.toml"}}
+    far = [{"agent": "192.0.2.7:7001"}]
+    for wanted in (build(GatewayConfig, moved, "[gateway]"), config_of(nodes=far, plain=True, max_waiting=9)):
+        possible = running.with_changes_of(wanted)
+        assert (possible.nodes, possible.max_waiting) == (running.nodes, 9)
+        waiting = {change.key: change.needs_restart for change in changes(running, wanted)}
+        assert waiting["nodes"]
+        assert not waiting["max_waiting"]

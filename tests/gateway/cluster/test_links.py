@@ -329,3 +329,16 @@ def test_round_trips_are_shown_as_they_are_measured_and_weighed_as_far_as_they_a
     (status,) = links.status()
     assert (status.rtt_s, status.min_rtt_s) == (0.09, 0.00001)
     assert links.views()[0].rtt_s == 0.00001
+
+
+def test_a_node_that_has_not_been_heard_is_not_probed_in_place_of_one_whose_name_it_is_listed_by() -> None:
+    now = 0.0
+    receiver = node_of("d0", role="decode")
+    receiver.connected = True
+    listed = ClusterNode(receiver.agent, "d0")
+    origin = sender("r0", WEST)
+    links = ClusterLinks([origin, receiver, listed], lambda: now)
+    links.failed(origin, receiver)
+    now = 60.0
+    (probe,) = links.probes()
+    assert probe == (origin, [receiver])

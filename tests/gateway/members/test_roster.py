@@ -169,3 +169,38 @@ async def test_a_gateway_is_ready_once_all_registries_have_been_read() -> None:
         w.seen.roster.saw(FILE, View().failed("it is not there", 0.0))
         answer = await w.http.get("/readyz")
         assert (answer.status, (await answer.json())["error"]["code"]) == (503, "members_unread")
+
+
+@on_memory_loop
+async def test_a_node_goes_on_where_another_one_answers_at_its_new_address() -> None:
+    async with pipeline(remote=0, local=1, decode=2) as w:
+        first, second = w.nodes.decode
+        without(w, first)
+        w.seen.roster.saw(FILE, view_of(first))
+        await until(lambda: w.clusters.retired)
+        await has_states(w, {"p0": "ready", "d0": "ready", "d1": "ready"})
+        former = w.clusters.by_id("d0")
+        memory_loop().agents["127.0.0.1:9"] = second
+        wrong = Member(id="d0", agent="127.0.0.1:9")
+        w.seen.roster.saw(FILE, View(members={"d0": wrong}, is_synced=True))
+        await asyncio.sleep(5.0)
+        assert w.clusters.by_id("d0") is former
+        assert states(w.clusters) == {"p0": "ready", "d0": "ready", "d1": "ready"}
+
+
+@on_memory_loop
+async def test_an_entry_that_names_a_node_once_more_takes_nothing_of_it() -> None:
+    async with pipeline(remote=0, local=1, decode=1) as w:
+        await has_states(w, {"p0": "ready", "d0": "ready"})
+        healthy, dropped = w.clusters.by_id("d0"), list[str]()
+        index = w.clusters.index
+        assert index is not None
+        index.drop = dropped.append  # type: ignore[method-assign]
+        twice = Member(id="d0", agent="127.0.0.1:9")
+        w.seen.roster.saw(FILE, View(members={"d0": twice}, is_synced=True))
+        await until(lambda: len(w.clusters.nodes) == 3)
+        assert (await (await w.http.get("/readyz")).json())["nodes"] == {"p0": "ready", "d0": "ready"}
+        w.seen.roster.saw(FILE, View(is_synced=True))
+        await until(lambda: len(w.clusters.nodes) == 2)
+        assert w.clusters.by_id("d0") is healthy
+        assert dropped == []

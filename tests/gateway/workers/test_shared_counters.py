@@ -119,3 +119,48 @@ def test_numbers_are_given_out_once_and_states_are_told(path: Path) -> None:
     assert one.states() == [WorkerState.NONE, WorkerState.NONE, WorkerState.READY]
     for board in (one, other):
         board.close()
+
+
+def test_what_a_node_still_has_when_it_is_let_go_of_does_not_stay_with_the_one_that_follows_it(path: Path) -> None:
+    board = SharedCounters(path, 0)
+    former, successor = node("a", "east"), node("a", "east")
+    work = NodeWork(tokens=100, destination="west", promised_bytes=5_000)
+    board.join([former])
+    former.take(work)
+    board.join([successor])
+    board.leave(former)  # as when its requests took longer than a drain may
+    board.catch_up([successor])
+    assert (successor.pending_requests, successor.pending_tokens) == (1, 100)
+    former.give_back(work)
+    board.catch_up([successor])
+    assert (successor.pending_requests, successor.pending_tokens, dict(successor.promised_bytes)) == (0, 0, {})
+    board.close()
+
+
+def test_work_that_outlives_its_column_is_not_counted_for_the_next_node_in_it(path: Path) -> None:
+    board = SharedCounters(path, 0)
+    former, successor, stranger = node("a", "east"), node("a", "east"), node("b", "east")
+    work = NodeWork(tokens=100)
+    board.join([former])
+    former.take(work)
+    board.join([successor])
+    board.leave(former)
+    board.leave(successor)
+    board.join([stranger])
+    former.give_back(work)
+    former.prefill_share.add(1.0, 1_000.0)
+    board.catch_up([stranger])
+    assert (stranger.pending_requests, stranger.pending_tokens) == (0, 0)
+    assert stranger.prefill_share.at(1_000.0) == 0.0
+    board.close()
+
+
+def test_promises_of_a_node_that_moves_are_seen_until_it_has_moved(path: Path) -> None:
+    board = SharedCounters(path, 0)
+    former, silent, receiver = node("a", "east"), node("a", "east"), node("b", "west")
+    board.join([former, receiver])
+    board.join([silent])  # at the new address, where no agent answers yet
+    former.take(NodeWork(tokens=100, destination="west", promised_bytes=5_000))
+    board.catch_up([former, receiver])
+    assert dict(former.promised_bytes) == {"west": 5_000}
+    board.close()
