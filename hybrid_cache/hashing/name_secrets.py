@@ -3,7 +3,7 @@
 A file has a secret per line, 64 hexadecimal digits. The first makes new names; the one below it is still looked for, so that
 a rotation leaves caches useful. `none` stands for names without a secret, as they were before there was a file:
 
-    9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08
+    9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08    # a comment
     none
 
 A secret enters where a model's chains of hashes begin, and nowhere else: a prompt costs no more with it than without.
@@ -29,8 +29,7 @@ class NameSecrets:
     @classmethod
     def of(cls, text: str) -> Self:
         """Those of a file. Raises ValueError, which tells nothing of them."""
-        lines = [line.strip() for line in text.splitlines()]
-        words = [line for line in lines if line and not line.startswith("#")]
+        words = [word for line in text.splitlines() if (word := line.partition("#")[0].strip())]
         if not 0 < len(words) <= MAX_SECRETS:
             raise ValueError(f"it has {len(words)} secrets: one, or a new one and the one before it")
         secrets = tuple(map(_secret, words))

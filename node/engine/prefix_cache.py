@@ -138,10 +138,15 @@ class EngineCache:
             begun = replace(begun, salt=namespaced(self._salt, namespace))
         hashes, tokens = event.block_hashes[:named], event.token_ids[: named * size]
         if size == self._layout.block_size:
-            names = block_hashes(tokens, size, begun.salt, begun.before, insets)
-            self._names.update(zip(hashes, names, strict=True))
+            # What is held keeps the name that it will be dropped by: another salt may hold by now.
+            known = next((number for number in reversed(range(named)) if hashes[number] in self._names), -1)
+            before = self._names[hashes[known]] if known >= 0 else begun.before
+            start = (known + 1) * size
+            insets = [Inset(inset.start - start, inset.name) for inset in insets if inset.start >= start]
+            names = block_hashes(tokens[start:], size, begun.salt, before, insets)
+            self._names.update(zip(hashes[known + 1 :], names, strict=True))
         else:
-            self._names.update(self._pieces_of(size).learn(begun, hashes, tokens))
+            self._names.update(self._pieces_of(size).learn(begun, hashes, tokens, self._names))
 
     def _fits(self, event: BlockStored) -> bool:
         """Whether its blocks are ours, or pieces of ours. A group whose blocks are larger may tell parts of those as well."""

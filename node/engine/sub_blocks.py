@@ -10,7 +10,7 @@ whatever the size of their blocks. So the last piece of a block of ours goes by 
 A node that lost a piece does not hold the block, whatever became of the others: B alone is not [0, 32).
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -60,15 +60,18 @@ class Pieces(Generic[Key]):
         return self._begun.get(last)
 
     def learn(
-        self, begun: PartialBlock[Key], pieces: Sequence[Key], tokens: Sequence[int]
+        self, begun: PartialBlock[Key], pieces: Sequence[Key], tokens: Sequence[int], names: Mapping[Key, bytes]
     ) -> Iterator[tuple[Key, bytes]]:
-        """Takes in what follows: pieces, and all of their tokens. Blocks of ours that end among them, with our names."""
+        """Takes in what follows: pieces, and all of their tokens. Blocks of ours that end among them, with our names.
+
+        Those that have `names` keep them.
+        """
         for index, piece in enumerate(pieces):
             begun = begun.and_then(piece, tokens[index * self._size : (index + 1) * self._size])
             if len(begun.tokens) < self._whole:
                 self._begun[piece] = begun
                 continue
-            (name,) = block_hashes(begun.tokens, self._whole, begun.salt, begun.before)
+            name = names.get(piece) or block_hashes(begun.tokens, self._whole, begun.salt, begun.before)[0]
             self._made_of[piece] = begun.pieces
             for part in begun.pieces:
                 self._ends_of.setdefault(part, set()).add(piece)

@@ -35,6 +35,10 @@ def test_what_was_named_before_a_rotation_has_its_names_by_the_second_line() -> 
     assert names(NameSecrets.of(f"{NEW}\n{NONE}"), 1) == names(UNKEYED)  # the first secret of all is a rotation, too
 
 
+def test_a_line_may_end_with_a_comment() -> None:
+    assert NameSecrets.of(f"{NEW}  # names what is new\n{OLD}# is still looked for") == NameSecrets.of(f"{NEW}\n{OLD}")
+
+
 def test_fingerprints_compare_and_are_neither_salts_nor_keys() -> None:
     both = NameSecrets.of(f"{NEW}\n{OLD}\n")
     assert both.fingerprints == (*NameSecrets.of(NEW).fingerprints, *NameSecrets.of(OLD).fingerprints)

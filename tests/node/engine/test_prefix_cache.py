@@ -157,6 +157,32 @@ def test_after_a_rotation_what_begins_has_new_names_and_what_goes_on_has_its_own
     assert cache.apply([begun]) == [BlocksStored(0, names, Medium.ENGINE)]
 
 
+@pytest.mark.parametrize("size", [BLOCK, BLOCK // 2])
+def test_what_is_told_again_after_a_rotation_keeps_the_name_that_it_is_dropped_by(size: int) -> None:
+    """As by requests of one beginning that vLLM computes at once."""
+
+    def told(stop: int) -> BlockStored:
+        hashes = [engine_hash(number) for number in range(stop * BLOCK // size)]
+        return stored(0, stop, block_hashes=hashes, block_size=size)
+
+    cache = EngineCache(DENSE, SALT)
+    cache.apply([told(2)])
+    cache.rename(model_salt("rotated"))
+    assert cache.apply([told(3)]) == [BlocksStored(0, (OURS[2],), Medium.ENGINE)]
+    cache.apply([removed(*range(3 * BLOCK // size))])
+    assert (cache.snapshot(), cache.remembered) == ((), 0)
+
+
+def test_what_a_group_stores_again_after_a_rotation_is_what_the_others_still_hold() -> None:
+    cache = EngineCache(HYBRID, SALT)
+    cache.apply([stored(0, 3), state(2)])
+    cache.apply([removed(0, 1, 2)])
+    cache.rename(model_salt("rotated"))
+    cache.apply([stored(0, 3)])
+    cache.apply([removed(0, 1, 2), removed(2, group=STATE)])
+    assert (cache.snapshot(), cache.remembered) == ((), 0)
+
+
 def image(number: int) -> str:
     return f"{MEDIUM}{number}"
 
