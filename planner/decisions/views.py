@@ -65,7 +65,8 @@ class NodeView(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     @property
     def due_tokens(self) -> int:
         """The longest prefix whose attention it holds, or is about to."""
-        return max(self.attention_tokens, self.landing_tokens)
+        held, landing = self.attention_tokens, self.landing_tokens
+        return held if held >= landing else landing
 
     @property
     def movable_tokens(self) -> int:
@@ -233,3 +234,7 @@ class PrefillCost:
     def queues_s(self, nodes: Sequence[NodeView]) -> list[float]:
         """`queue_s` of each node."""
         return [self.queue_s(node) for node in nodes]
+
+    def steps_s(self, nodes: Sequence[NodeView]) -> list[float]:
+        """`step_s` of each node with one request more."""
+        return [self.step_s(node, node.running + node.waiting + 1) for node in nodes]

@@ -32,7 +32,7 @@ from planner.simulator.loop import Loop
 from planner.simulator.network.egress import SimulatedEgress
 from planner.simulator.network.links import SimulatedLinks
 from planner.simulator.network.moves import SimulatedMove, SimulatedMoves
-from planner.simulator.nodes.caches import endless_bytes, layout_of
+from planner.simulator.nodes.caches import layout_of
 from planner.simulator.nodes.node import NO_HASHES, PrefillNode, SimulatedRequest
 from planner.simulator.nodes.roles import Roles
 from planner.simulator.nodes.steering import Steering
@@ -58,7 +58,6 @@ class World:
         self.roles = Roles(
             scenario, layout, self.loop, seed, on_start=self._on_prefill_start, on_prefilled=self._on_prefilled,
             on_first_token=self._on_first_token, on_decoded=self._on_decoded,
-            endless_bytes=0.0 if layout is None else endless_bytes(layout, trace.blocks or ()),
         )  # fmt: skip
         self._prefills, self._decodes = self.roles.prefills, self.roles.decodes
         self._layout = layout

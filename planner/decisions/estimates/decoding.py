@@ -118,21 +118,24 @@ class LearnedSteps:
 
     def __init__(self) -> None:
         self._nodes: dict[str, StepEstimate] = {}
+        self.lines: dict[str, tuple[float, float]] = {}  # of those that are believed: seconds are a + b · requests
 
     def observe(self, node_id: str, running: float, seconds: float) -> None:
-        self._nodes.setdefault(node_id, StepEstimate()).observe(running, seconds)
+        if (steps := self._nodes.get(node_id)) is None:
+            steps = self._nodes[node_id] = StepEstimate()
+        steps.observe(running, seconds)
+        if steps.samples >= STEPS_BELIEVED:
+            self.lines[node_id] = steps.line
 
     def step_s(self, node_id: str, running: float) -> float:
         """Predicted seconds from token to token of one of `running` requests there; 0 while too little has been seen."""
-        steps = self._nodes.get(node_id)
-        if steps is None or steps.samples < STEPS_BELIEVED:
-            return 0.0
-        constant, slope = steps.line  # as `at`, and every decode node is asked for each request
+        constant, slope = self.lines.get(node_id, (0.0, 0.0))
         return constant + slope * running
 
     def forget(self, node_id: str) -> None:
         """The node is gone, or is not what it was."""
         self._nodes.pop(node_id, None)
+        self.lines.pop(node_id, None)
 
     def room(self, node_ids: Iterable[str], slots: float, tbt_s: float = inf) -> float:
         """Requests that these nodes, of so many slots each, decode within `tbt_s`, all together."""

@@ -53,25 +53,30 @@ AT: Final = {(0, 0): 0, (0, 1): 1, (0, 2): 2, (1, 1): 3, (1, 2): 4, (2, 2): 5}
 class PrefillEstimate:
     """One node's curve, or one cluster's."""
 
-    def __init__(self, prior: Coefficients) -> None:
-        """`prior`: (s, s per 1000 tokens, s per (1000 tokens)²), believed until samples say otherwise."""
+    def __init__(self, prior: Coefficients, *, is_judged: bool = True) -> None:
+        """`prior`: (s, s per 1000 tokens, s per (1000 tokens)²), believed until samples say otherwise.
+
+        Without `is_judged` it keeps no record of its errors.
+        """
         self.samples = 0
         self._prior = prior
         self._products: Products = (0.0,) * 6
         self._sums: Coefficients = (0.0,) * 3
         self._seconds = self._expected_s = self._tokens = 0.0
         self._known: Coefficients | None = prior
-        self._accuracy = Accuracy()
+        self._accuracy = Accuracy() if is_judged else None
         self._prior_products, self._prior_sums = _shape_of(prior)
 
     def observe(self, computed_tokens: int, cached_tokens: int, seconds: float) -> None:
         """A prefill took `seconds` from its start to its end. What took next to no time is no sample."""
         if computed_tokens <= 0 or seconds < LEAST_S:
             return
-        self._accuracy.note(self.seconds(computed_tokens, cached_tokens), seconds)
-        features = _features(computed_tokens, cached_tokens)
+        if self._accuracy is not None:
+            self._accuracy.note(self.seconds(computed_tokens, cached_tokens), seconds)
+        u, c = computed_tokens / TOKENS, cached_tokens / TOKENS
+        q = u * (2 * c + u)
         # Over the seconds seen: what counts is the relative error, for short prompts as much as for long ones.
-        x, y, z = features[0] / seconds, features[1] / seconds, features[2] / seconds
+        x, y, z = 1.0 / seconds, u / seconds, q / seconds
         xx, xy, xz, yy, yz, zz = self._products
         self._products = (
             xx * FADE + x * x, xy * FADE + x * y, xz * FADE + x * z, yy * FADE + y * y, yz * FADE + y * z,
@@ -80,7 +85,8 @@ class PrefillEstimate:
         sx, sy, sz = self._sums
         self._sums = (sx * FADE + x, sy * FADE + y, sz * FADE + z)
         self._seconds = self._seconds * FADE + seconds
-        self._expected_s = self._expected_s * FADE + _value(self._prior, features)
+        a0, a1, a2 = self._prior
+        self._expected_s = self._expected_s * FADE + (a0 + a1 * u + a2 * q)
         self._tokens = self._tokens * FADE + computed_tokens
         self.samples += 1
         self._known = None
@@ -112,7 +118,7 @@ class PrefillEstimate:
 
     @property
     def error(self) -> Error:
-        return self._accuracy.error
+        return self._accuracy.error if self._accuracy is not None else Error()
 
     @property
     def coefficients(self) -> Coefficients:
@@ -292,6 +298,7 @@ class _Delay(NamedTuple):
         return self.seconds * exp2((self.since - now) / DELAY_HALVES_S)
 
 
+_NO_LINE: Final = (0.0, 0.0)
 _NO_DELAY: Final = _Delay(0.0, 0.0, float("-inf"))
 
 
@@ -377,11 +384,12 @@ class LearnedCost(PrefillCost):
 
     def tried(self, node_id: str, cluster: str) -> None:
         """A prompt goes to that node: it will show what the node is like by now, and meanwhile no other need go there to see."""
+        heard, now = self._heard, self._now
         for estimates, key in ((self._nodes, node_id), (self._clusters, cluster)):
-            if (known := estimates.get(key)) is not None and (trust := self._trust(key)) < 1:
-                known.fade(trust)
+            if now - heard.get(key, now) > FRESH_S and (known := estimates.get(key)) is not None:
+                known.fade(self._trust(key))
                 self._learned(node_id, cluster)
-            self._heard[key] = self._now
+            heard[key] = now
 
     def _trust(self, key: str) -> float:
         """How much what was learned of a node or a cluster still says: all of it for some time, then less and less."""
@@ -389,11 +397,10 @@ class LearnedCost(PrefillCost):
 
     def observe(self, node_id: str, cluster: str, computed_tokens: int, cached_tokens: int, seconds: float) -> None:
         """A node has computed a prompt; `seconds` from the start of the computing to its end, no queue, no transfer."""
-        for key in (node_id, cluster):
-            self._heard[key] = self._now
         for estimates, key in ((self._nodes, node_id), (self._clusters, cluster)):
+            self._heard[key] = self._now
             if (known := estimates.get(key)) is None:
-                known = estimates[key] = PrefillEstimate(self._prior)
+                known = estimates[key] = PrefillEstimate(self._prior, is_judged=estimates is self._clusters)
             known.observe(computed_tokens, cached_tokens, seconds)
         self._learned(node_id, cluster)
 
@@ -408,7 +415,8 @@ class LearnedCost(PrefillCost):
         self._curves.pop(node_id, None)
 
     def _learned(self, node_id: str, cluster: str) -> None:
-        for name in (node_id, *self._leaning.pop(cluster, ())):
+        self._curves.pop(node_id, None)
+        for name in self._leaning.pop(cluster, ()):
             self._curves.pop(name, None)
 
     def estimate(self, node: NodeView) -> PrefillEstimate | None:
@@ -437,15 +445,16 @@ class LearnedCost(PrefillCost):
         return curve
 
     def prefill_s(self, node: NodeView, num_tokens: int, cached_tokens: int) -> float:
-        curve = self.curve(node)
+        curve = self._curves.get(node.node_id)
+        if curve is None or curve.cluster != node.cluster:
+            curve = self._look_up(node)
         if curve is None:
             return super().prefill_s(node, num_tokens, cached_tokens)
+        _, a0, a1, a2, _, heard = curve
         computed = num_tokens - cached_tokens
         u, c = (computed if computed > 0 else 0) / TOKENS, cached_tokens / TOKENS
-        seconds = curve.a0 + u * (curve.a1 + curve.a2 * (2 * c + u))
-        return (
-            seconds if self._now - curve.heard <= FRESH_S else self._hoped_s(node, num_tokens, cached_tokens, seconds)
-        )
+        seconds = a0 + u * (a1 + a2 * (2 * c + u))
+        return seconds if self._now - heard <= FRESH_S else self._hoped_s(node, num_tokens, cached_tokens, seconds)
 
     def _hoped_s(self, node: NodeView, num_tokens: int, cached_tokens: int, seconds: float) -> float:
         """A slow estimate that has not been refreshed is trusted less, so the node is tried again eventually."""
@@ -460,6 +469,16 @@ class LearnedCost(PrefillCost):
     def step_s(self, node: NodeView, running: int) -> float:
         learned = self._steps.step_s(node.node_id, running) if self._steps is not None else 0.0
         return learned or super().step_s(node, running)  # what streams saw has prompts and the network in it
+
+    def steps_s(self, nodes: Sequence[NodeView]) -> list[float]:
+        if self._steps is None:
+            return super().steps_s(nodes)
+        lines, found = self._steps.lines, list[float]()
+        for node in nodes:
+            constant, slope = lines.get(node.node_id, _NO_LINE)
+            running = node.running + node.waiting + 1
+            found.append(constant + slope * running or super().step_s(node, running))
+        return found
 
     def queue_s(self, node: NodeView) -> float:
         if node.queue_s is not None or (curve := self.curve(node)) is None:

@@ -261,21 +261,19 @@ def choose_decode(
     Nodes without a place, or without memory for the prompt and its predicted answer, come last. While no node's TBT is known,
     load stands for it. Ties go to the less busy, then to the earlier one.
     """
-    able = nodes
-    if any(node.room_tokens is not None for node in nodes):
-        able = [node for node in nodes if has_memory(node, request)] or nodes
-    able = [node for node in able if node.load < 1] or able
-    steps_s = [cost.step_s(node, node.running + node.waiting + 1) for node in able]
+    able = [node for node in nodes if node.room_tokens is None or has_memory(node, request)] or nodes
+    able = [node for node in able if node.running + node.waiting < node.max_running] or able
+    steps_s = cost.steps_s(able)
     if 0.0 in steps_s:  # not known of all
         loads = [node.load for node in able]
         limit = min(loads) + policy.decode_load_slack
     else:
         loads = steps_s
         limit = min(loads) * (1.0 + policy.decode_load_slack)
-    best, best_key = able[0], (-1, 0.0)
+    best, most, least = able[0], -1, inf
     for node, load in zip(able, loads, strict=True):
-        if load <= limit and (key := (node.due_tokens, -node.load)) > best_key:
-            best, best_key = node, key
+        if load <= limit and (due := node.due_tokens) >= most and (due > most or node.load < least):
+            best, most, least = node, due, node.load
     return best
 
 

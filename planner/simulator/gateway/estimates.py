@@ -40,6 +40,10 @@ class LearnedTimes(LearnedCost):
         curve = self.curve(node)
         return tokens / self.tokens_per_s if curve is None else tokens * curve.seconds_per_token
 
+    def queues_s(self, nodes: Sequence[NodeView]) -> list[float]:
+        prefills = self._prefills
+        return [self.queue_s(node) if prefills[node.node_id].queued_tokens else 0.0 for node in nodes]
+
 
 class TrueTimes(PrefillCost):
     """Prefill times from the clusters' own profiles, queues as they are now."""

@@ -5,7 +5,7 @@ are worth.
 """
 
 from collections.abc import Sequence
-from math import ceil
+from math import ceil, inf
 from typing import Final
 
 from hybrid_cache.cache.prefix_cache import PrefixCache
@@ -17,9 +17,8 @@ from hybrid_cache.layout.spec import FullAttention, LinearState, SlidingWindow
 from planner.decisions.views import room_beside
 from planner.errors import InputError
 from planner.model.profile import KvSize
+from planner.simulator.nodes.endless import EndlessCache
 
-STATES: Final = 3  # that a prompt leaves: where it branches off, where it ends, where its answer does
-MOST_AT_ONCE: Final = 64  # prompts with blocks of their own for a while
 MOST_PAGES: Final = 30_000_000  # of all nodes: a list of the free ones takes 36 B each
 
 
@@ -52,16 +51,6 @@ def pages_within(layout: ModelLayout, capacity_bytes: float) -> int:
     return max(1, int(pages))
 
 
-def endless_bytes(layout: ModelLayout, blocks: Sequence[Sequence[int]]) -> float:
-    """The size of a cache that never evicts while it serves prompts of these blocks: each once, and the states of each prompt."""
-    distinct = len({block for ids in blocks for block in ids})
-    longest = max((len(ids) for ids in blocks), default=0)
-    per_block = sum(layout.pages_per_block(group) for group in (*layout.full_groups, *layout.window_groups))
-    per_state = sum(layout.pages_per_block(group) for group in layout.state_groups)
-    pages = (distinct + MOST_AT_ONCE * longest) * per_block + STATES * (len(blocks) + MOST_AT_ONCE) * per_state
-    return float(pages * layout.page_bytes)
-
-
 class NodeCache:
     """Prefixes of one node."""
 
@@ -69,7 +58,9 @@ class NodeCache:
         pages = pages_within(layout, capacity_bytes)
         # "default" is what nodes run: hit density learned from the requests, at about twice the cost of LRU.
         policy = default_policy(layout) if eviction == "default" else POLICIES[eviction](pages)
+        self.layout = layout
         self.cache = PrefixCache(layout, pages, eviction=policy, event_limit=0)
+        self.match = self.cache.match
         self._held: set[str] = set()
 
     def begin(self, request_id: str, hashes: Sequence[bytes], num_tokens: int, now: float) -> int:
@@ -93,7 +84,7 @@ class NodeCache:
 
     def room_tokens(self, attention_tokens: int) -> int:
         """For how many tokens of a prompt, beyond its own prefix, there are pages: as nodes report it and gateways read it."""
-        layout, free = self.cache.layout, self.cache.free_pages
+        layout, free = self.layout, self.cache.free_pages
         with_evictable = layout.tokens_within(free + self.cache.evictable_pages)
         return room_beside(layout.tokens_within(free), with_evictable, attention_tokens)
 
@@ -112,3 +103,11 @@ class NodeCache:
         """The prefill is done: its blocks may be reused."""
         self.fill(request_id, num_tokens, now)
         self.let_go(request_id, now)
+
+
+SimulatedCache = NodeCache | EndlessCache
+
+
+def cache_of(layout: ModelLayout, capacity_bytes: float, eviction: str = "lru") -> SimulatedCache:
+    """A node's cache of that size; an infinite one never evicts."""
+    return EndlessCache(layout) if capacity_bytes == inf else NodeCache(layout, capacity_bytes, eviction)

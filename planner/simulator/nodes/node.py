@@ -16,7 +16,7 @@ from planner.decisions.routing.promises import Promises
 from planner.decisions.views import NodeView, Role
 from planner.model.profile import DecodeProfile
 from planner.simulator.loop import Loop
-from planner.simulator.nodes.caches import NodeCache
+from planner.simulator.nodes.caches import SimulatedCache
 from planner.simulator.nodes.standstills import Standstills
 from planner.simulator.scenario import Pool
 from planner.simulator.sharing import FairShare
@@ -82,13 +82,13 @@ class PrefillNode:
     """One request at a time, first come first served. `on_done(now, job)` is called as each prefill ends."""
 
     def __init__(
-        self, node_id: str, pool: Pool, loop: Loop, cache: NodeCache | None, on_start: Callable[[float, SimulatedRequest], None],
-        on_done: Callable[[float, SimulatedRequest], None],
+        self, node_id: str, pool: Pool, loop: Loop, cache: SimulatedCache | None,
+        on_start: Callable[[float, SimulatedRequest], None], on_done: Callable[[float, SimulatedRequest], None],
     ) -> None:  # fmt: skip
         self.node_id = node_id
         self.pool = pool
         self.cache = cache
-        self.match = cache.cache.match if cache is not None else _nothing_cached
+        self.match = cache.match if cache is not None else _nothing_cached
         self.ready = True
         self.since = loop.now
         self.busy_s = 0.0
@@ -114,7 +114,7 @@ class PrefillNode:
         held = self.match(job.hashes, job.prompt).num_tokens
         if not len(self._promises) or self.cache is None:
             return self.view(held)
-        size = self.cache.cache.layout.block_size
+        size = self.cache.layout.block_size
         promised = self._promises.longest(job.blocks, held // size) * size
         return self.view(promised, promised - held)
 
@@ -221,14 +221,14 @@ class DecodeNode:
 
     def __init__(
         self, node_id: str, pool: Pool, loop: Loop, on_start: Callable[[float, SimulatedRequest], None],
-        on_done: Callable[[float, SimulatedRequest], None], cache: NodeCache | None = None, computes: bool = False,
+        on_done: Callable[[float, SimulatedRequest], None], cache: SimulatedCache | None = None, computes: bool = False,
     ) -> None:  # fmt: skip
         assert pool.decode is not None
         self.node_id = node_id
         self.pool = pool
         self.profile: DecodeProfile = pool.decode
         self.cache = cache
-        self.match = cache.cache.match if cache is not None else _nothing_cached
+        self.match = cache.match if cache is not None else _nothing_cached
         self.arrivals: Arrivals[Coming] = Arrivals()
         self.ready = True
         self.since = loop.now
@@ -317,7 +317,7 @@ class DecodeNode:
         cached, share = min(hit.num_tokens, num_tokens - 1), self._share.at(now)
         if not self.arrivals or self.cache is None:
             return self._view(cached, hit.attention_tokens, share)
-        size = self.cache.cache.layout.block_size
+        size = self.cache.layout.block_size
         shared = self.arrivals.longest(hashes[: num_tokens // size], hit.attention_tokens // size)
         if shared is None:
             return self._view(cached, hit.attention_tokens, share)
@@ -342,7 +342,7 @@ class DecodeNode:
         """What was on its way here before a job, and has more of its prompt than the node holds."""
         if job.coming is None or self.cache is None:
             return None
-        held = self.match(job.hashes, job.prompt).attention_tokens // self.cache.cache.layout.block_size
+        held = self.match(job.hashes, job.prompt).attention_tokens // self.cache.layout.block_size
         return self.arrivals.longest(job.blocks, held, before=job.coming)
 
     def _view(

@@ -18,7 +18,7 @@ from planner.decisions.plans.conversions import NodeStanding, why_not
 from planner.decisions.routing.offload import ReadyNodes
 from planner.decisions.views import ClusterKind, NodeView, Role
 from planner.simulator.loop import Loop
-from planner.simulator.nodes.caches import NodeCache, pages_within
+from planner.simulator.nodes.caches import SimulatedCache, cache_of, pages_within
 from planner.simulator.nodes.node import DecodeNode, PrefillNode, SimulatedRequest
 from planner.simulator.scenario import Pool, Scenario
 from planner.solve.control.controller import RoleMove
@@ -46,18 +46,13 @@ class Roles:
         on_prefilled: Told,
         on_first_token: Told,
         on_decoded: Told,
-        endless_bytes: float = 0.0,
     ) -> None:
-        """Prefill nodes tell `on_start` and `on_prefilled` of each prompt, decode nodes the other two of each answer.
-
-        `endless_bytes` is the size of a cache that never evicts.
-        """
+        """Prefill nodes tell `on_start` and `on_prefilled` of each prompt, decode nodes the other two of each answer."""
         self._scenario = scenario
         self._layout = layout
-        self._endless_bytes = endless_bytes
         if layout is not None:
-            sizes = [self._cache_bytes(pool) * (pool.num_prefill + pool.num_decode) for pool in scenario.pools]
-            pages_within(layout, sum(sizes))
+            finite = [pool for pool in scenario.pools if pool.cache_bytes < inf]
+            pages_within(layout, sum(pool.cache_bytes * (pool.num_prefill + pool.num_decode) for pool in finite))
         self._loop = loop
         self._on_start, self._on_prefilled = on_start, on_prefilled
         self._on_first_token, self._on_decoded = on_first_token, on_decoded
@@ -78,10 +73,10 @@ class Roles:
         self._retired: dict[tuple[str, str], tuple[float, float]] = {}
         self._sort()
 
-    def _prefill(self, node_id: str, pool: Pool, cache: NodeCache | None) -> PrefillNode:
+    def _prefill(self, node_id: str, pool: Pool, cache: SimulatedCache | None) -> PrefillNode:
         return PrefillNode(node_id, pool, self._loop, cache, self._on_start, self._on_prefilled)
 
-    def _decode(self, node_id: str, pool: Pool, cache: NodeCache | None) -> DecodeNode:
+    def _decode(self, node_id: str, pool: Pool, cache: SimulatedCache | None) -> DecodeNode:
         return DecodeNode(
             node_id, pool, self._loop, self._on_first_token, self._on_decoded, cache, self._may_compute(pool)
         )
@@ -93,13 +88,10 @@ class Roles:
         wires = [wire for wire in self._scenario.wires if wire.destination == pool.name]
         return not (pool.num_prefill or wires) or any(rate <= 0 for wire in wires for _, rate in wire.capacity)
 
-    def _cache(self, pool: Pool) -> NodeCache | None:
+    def _cache(self, pool: Pool) -> SimulatedCache | None:
         if self._layout is None or not pool.cache_bytes:
             return None
-        return NodeCache(self._layout, self._cache_bytes(pool), self._scenario.eviction)
-
-    def _cache_bytes(self, pool: Pool) -> float:
-        return self._endless_bytes if pool.cache_bytes == inf else pool.cache_bytes
+        return cache_of(self._layout, pool.cache_bytes, self._scenario.eviction)
 
     # Who is ready
 

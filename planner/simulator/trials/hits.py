@@ -10,7 +10,7 @@ from planner.model.fitting import FoundPrefixes
 from planner.model.profile import Floats, KvSize
 from planner.model.site import Site
 from planner.model.workload import Trace, infinite_cache_hits
-from planner.simulator.nodes.caches import NodeCache, endless_bytes, layout_of
+from planner.simulator.nodes.caches import cache_of, layout_of
 from planner.simulator.trials.prefixes import find_prefixes
 
 
@@ -19,7 +19,7 @@ def finite_cache_hits(trace: Trace, kv: KvSize, cache_gb: float) -> Floats:
     if trace.blocks is None or not cache_gb:
         return np.zeros(len(trace))
     layout = layout_of(kv, trace.block_size)
-    cache = NodeCache(layout, endless_bytes(layout, trace.blocks) if cache_gb == inf else cache_gb * 1e9)
+    cache = cache_of(layout, cache_gb * 1e9)
     hits = np.zeros(len(trace))
     for index, ids in enumerate(trace.blocks):
         hashes = tuple(block.to_bytes(32, "little") for block in ids)

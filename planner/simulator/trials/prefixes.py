@@ -22,7 +22,7 @@ import numpy as np
 from planner.model.fitting import FoundPrefixes
 from planner.model.profile import KvSize
 from planner.model.workload import Trace
-from planner.simulator.nodes.caches import NodeCache, endless_bytes, layout_of
+from planner.simulator.nodes.caches import SimulatedCache, cache_of, layout_of
 from planner.simulator.turns import HASH_BYTES, next_turns
 
 AT_DECODE: Final = 0.0
@@ -43,7 +43,7 @@ def find_prefixes(
     """
     assert trace.blocks is not None
     size, layout = trace.block_size, layout_of(kv, trace.block_size)
-    cache = NodeCache(layout, endless_bytes(layout, trace.blocks) if cache_gb == inf else cache_gb * 1e9)
+    cache = cache_of(layout, cache_gb * 1e9)
     states = _States(size, increment_tokens, bool(layout.companion_groups))
     following, answers = next_turns(trace), list[tuple[float, int, int]]()  # when, whose, of how many blocks
     cached, compared, held, landed = (np.zeros(len(trace)) for _ in range(4))
@@ -54,7 +54,7 @@ def find_prefixes(
             answer = trace.blocks[following[asked]][:blocks]
             _pass(cache, f"answer {asked}", answer, blocks * size, now)
             states.keep_answer(answer, int(trace.prompt_tokens[asked]) // size)
-        landed[index] = cache.cache.match(_hashes(ids), prompt).attention_tokens
+        landed[index] = cache.match(_hashes(ids), prompt).attention_tokens
         pooled = _pass(cache, str(index), ids, prompt, now)
         cached[index], compared[index], held[index] = states.serve(ids, prompt, pooled)
         output = float(trace.output_tokens[index])
@@ -68,7 +68,7 @@ def _hashes(ids: tuple[int, ...]) -> tuple[bytes, ...]:
     return tuple([block.to_bytes(HASH_BYTES, "little") for block in ids])
 
 
-def _pass(cache: NodeCache, name: str, ids: tuple[int, ...], num_tokens: int, now: float) -> int:
+def _pass(cache: SimulatedCache, name: str, ids: tuple[int, ...], num_tokens: int, now: float) -> int:
     found = cache.begin(name, _hashes(ids), num_tokens, now)
     cache.end(name, num_tokens, now)
     return found
