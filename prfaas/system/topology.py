@@ -27,7 +27,7 @@ from typing import Any
 
 from engine.torch.tiny import ARCHITECTURES
 from gateway.config.gateway import GatewayConfig
-from node.config import IDENTITY_KEYS, NodeConfig
+from node.config import BOOT_KEY, IDENTITY_KEYS, NodeConfig
 from planner.service.config import ServiceConfig
 from prfaas.errors import TopologyError
 from prfaas.system.certificates import GATEWAY_NAME, PLANNER_NAME, paths
@@ -45,6 +45,7 @@ from transport.control.settings import (
 
 PATHS = (
     "path", "profile", "token_file", "gateway_key_file", "tls_certificate", "tls_key", "metrics_key", "names_secret",
+    "ssd_key",
 )  # fmt: skip
 DEFAULT_FILE = Path(__file__).parents[1] / "data" / "local.toml"
 
@@ -156,6 +157,8 @@ def _with_paths(table: Any, directory: Path) -> Any:
         return table
     names = (*PATHS, *IDENTITY_KEYS, "revoked")
     paths = {key: _where(directory, table[key]) for key in names if isinstance(table.get(key), str)}
+    if table.get("ssd_key") == BOOT_KEY:  # a word, no path
+        del paths["ssd_key"]
     return {**table, **paths}
 
 

@@ -185,6 +185,14 @@ def test_a_profile_is_relative_to_the_file_that_names_it(tmp_path: Path) -> None
     assert Path(load_topology(live, tmp_path).model.profile).is_file()
 
 
+@pytest.mark.parametrize(("said", "meant"), [("ssd.key", "{}/ssd.key"), ("boot", "boot")])
+def test_the_key_of_disks_is_relative_to_the_file_that_names_it(tmp_path: Path, said: str, meant: str) -> None:
+    file, node = tmp_path / "site.toml", f'ssd_dir = "/ssd"\nssd_bytes = 1073741824\nssd_key = "{said}"'
+    cluster = 'name = "a"\nkind = "pd"\nnodes = [{ node_id = "d0", role = "decode" }]'
+    file.write_text(f'[model]\narch = "llama"\n[node]\n{node}\n[[clusters]]\n{cluster}\n')
+    assert {each.ssd_key for each in load_topology(file, tmp_path).nodes} == {meant.format(tmp_path)}
+
+
 def test_what_processes_are_told_does_not_depend_on_where_they_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(Path(__file__).parents[3])
     plan = load_topology(Path("configs") / "case_study_live.toml", Path("state")).plan
