@@ -191,6 +191,12 @@ class NodeAgent:
             self.reloads["refused"] += 1
             log.error("configuration refused node=%s: %s", self.config.node_id, exc)
             return
+        tell = self._engine.send if self._engine else None
+        layout = self.pages.layout.fingerprint if self.pages else ""
+        outcome = self.naming.read_again(layout, self._engine_cache, tell)
+        if outcome == "refused":
+            self.reloads["refused"] += 1
+            return
         changed = [f.name for f in fields(new) if getattr(new, f.name) != getattr(self.config, f.name)]
         for name in changed:
             change = f"{getattr(self.config, name)!r} -> {getattr(new, name)!r}"
@@ -198,9 +204,7 @@ class NodeAgent:
             log.info("configuration node=%s %s: %s%s", self.config.node_id, name, change, note)
         self.prefills.egress.set_budgets(new.budgets())
         self.config = replace(self.config, **{name: getattr(new, name) for name in RELOADABLE})
-        tell = self._engine.send if self._engine else None
-        self.naming.read_again(self.pages.layout.fingerprint if self.pages else "", self._engine_cache, tell)
-        self.reloads["applied" if set(changed) & set(RELOADABLE) else "unchanged"] += 1
+        self.reloads["applied" if set(changed) & set(RELOADABLE) else outcome] += 1
 
     def is_idle(self) -> bool:
         """Whether nothing runs, is sent or lands."""

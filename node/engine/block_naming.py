@@ -36,15 +36,18 @@ class BlockNaming:
 
     def read_again(
         self, layout_fingerprint: str, cache: EngineCache | None, tell: Callable[[BlockSalts], object] | None
-    ) -> None:
-        """Names by what the file says by now, and has an engine that is there know. What cannot be read changes nothing."""
+    ) -> str:
+        """Names by what the file says by now, and has an engine that is there know. What cannot be read changes nothing.
+
+        Returns what came of it, as reloads are counted: "applied", "unchanged" or "refused".
+        """
         try:
             secrets = self._read()
         except NodeConfigError as error:
             log.error("blocks are named as before: %s", error)
-            return
+            return "refused"
         if secrets == self.secrets:
-            return
+            return "unchanged"
         self.secrets = secrets
         log.info("blocks are named by %s", " and before it ".join(secrets.fingerprints))
         salts = self.model_salts(layout_fingerprint)
@@ -52,6 +55,7 @@ class BlockNaming:
             cache.rename(salts[0])
         if tell is not None:
             tell(BlockSalts(salts=salts))
+        return "applied"
 
     def _read(self) -> NameSecrets:
         if self._path is None:

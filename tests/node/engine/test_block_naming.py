@@ -38,11 +38,11 @@ def test_a_rotation_is_told_to_the_engine_and_names_what_its_cache_begins(tmp_pa
     naming = BlockNaming(str(file))
     cache = EngineCache(DENSE, naming.model_salts(LAYOUT)[0])
     told: list[BlockSalts] = []
-    naming.read_again(LAYOUT, cache, told.append)
-    assert told == []  # nothing has changed
+    assert naming.read_again(LAYOUT, cache, told.append) == "unchanged"
+    assert told == []
 
     file.write_text(f"{NEW}\n{OLD}")
-    naming.read_again(LAYOUT, cache, told.append)
+    assert naming.read_again(LAYOUT, cache, told.append) == "applied"
     both = NameSecrets.of(f"{NEW}\n{OLD}")
     assert told == [BlockSalts(salts=both.model_salts(LAYOUT))]
     assert naming.fingerprints == both.fingerprints
@@ -50,7 +50,7 @@ def test_a_rotation_is_told_to_the_engine_and_names_what_its_cache_begins(tmp_pa
     assert held.hashes == tuple(block_hashes(TOKENS[:BLOCK], BLOCK, both.model_salts(LAYOUT)[0]))
 
     file.write_text("gone wrong")
-    naming.read_again(LAYOUT, cache, told.append)
+    assert naming.read_again(LAYOUT, cache, told.append) == "refused"
     assert len(told) == 1
     assert naming.secrets == both
     file.write_text(NEW)
