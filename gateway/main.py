@@ -77,10 +77,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         copy = Path(arguments.seat[0]) / FIRST_CONFIG if arguments.seat is not None else None
-        config = _configured(arguments, copy)
+        config = configured(arguments, copy)
         check_identity(config)
         server_certificate(config)
-        name_secrets(config.names_secret)
         tokenizer = read_tokenizer(config)
     except GatewayConfigError as error:
         print(f"prfaas gateway: {error}", file=sys.stderr)
@@ -95,9 +94,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return BAD_CONFIG
 
 
-def _configured(arguments: argparse.Namespace, copy: Path | None = None) -> GatewayConfig:
+def configured(arguments: argparse.Namespace, copy: Path | None = None) -> GatewayConfig:
     """The configuration of the file, or of a copy of it, with what the command line says instead. Raises GatewayConfigError."""
     config = load(arguments.config, copy)
+    name_secrets(config.names_secret)  # a reload reads that file, too
     if arguments.workers is None:
         return config
     with mapped(GatewayConfigError):
@@ -189,7 +189,7 @@ def _run(config: GatewayConfig, tokenizer: TextTokenizer, arguments: argparse.Na
         gc.set_threshold(COLLECT_AFTER)
         seat = _seat(arguments.seat) if arguments.seat is not None else None
         announce = _announce if seat is None else log.info
-        uvloop.run(serve(config, tokenizer, announce, lambda: _configured(arguments), seat))
+        uvloop.run(serve(config, tokenizer, announce, lambda: configured(arguments), seat))
         status = 0
     # The loop's handlers are gone: a second signal must not turn a clean end into a kill.
     for number in (signal.SIGTERM, signal.SIGHUP):

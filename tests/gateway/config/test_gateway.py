@@ -4,9 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from gateway.admin.reload import Reloads
 from gateway.config.gateway import NodeAddress, load
-from gateway.errors import GatewayConfigError
-from gateway.main import main
+from gateway.errors import ApiError, GatewayConfigError
+from gateway.main import configured, main, parser
 from transport.control.settings import SettingsError
 
 GOOD = """
@@ -143,6 +144,20 @@ def test_a_missing_file_and_a_missing_tokenizer_end_it_too(tmp_path: Path, capsy
     assert main(["-c", str(tmp_path / "none.toml")]) == 2
     assert main(["-c", str(write(tmp_path, GOOD))]) == 2
     assert "has no tokenizer.json" in capsys.readouterr().err
+
+
+def test_a_reload_refuses_secrets_that_cannot_be_read(tmp_path: Path) -> None:
+    secret, outcomes = tmp_path / "names.secret", list[str]()
+    file = write(tmp_path, GOOD.replace("[gateway.timeouts]", 'names_secret = "names.secret"\n[gateway.timeouts]'))
+    secret.write_text("a1" * 32)
+    arguments = parser().parse_args(["-c", str(file)])
+    reloads = Reloads(configured(arguments), [], lambda: configured(arguments), outcomes.append)
+    reloads.run()
+    secret.write_text("gone wrong")
+    reloads.run()
+    assert outcomes == ["ok", "refused"]
+    with pytest.raises(ApiError, match=r"names_secret: names\.secret: "):
+        reloads.ask()
 
 
 def test_help_names_the_file_option(capsys: pytest.CaptureFixture[str]) -> None:
