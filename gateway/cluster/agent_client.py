@@ -98,29 +98,29 @@ class AgentClient:
         return grpc.aio.secure_channel(self.address, channel_credentials(self._identity), options=options)
 
     async def renew(self) -> None:
-        """Takes up a certificate that has changed, for connections from now on. Raises AgentCallFailed."""
+        """Connects anew where our certificate has changed, or the agent's must have. Raises AgentCallFailed."""
         if self._identity is None:
             return
         try:
             version = self._identity.version()
-            if version == self._version:
+            if version == self._version and not self._peer.has_expired:
                 return
             self._identity.check()
             old, self._channel = self._channel, self._open()
         except OSError as error:
             raise AgentCallFailed(self.address, "identity", str(error)) from error
-        self._version = version
+        self._version, self._renew_at = version, inf
         self._stub = NodeAgentStub(self._channel)  # type: ignore[no-untyped-call]
         self.kept.renew()
         await old.close(self.timeout_s)
 
     def _is_to_renew(self, now: float) -> bool:
-        """Whether another certificate has come, and it is this agent's turn: not all nodes are watched anew at once."""
+        """Whether a certificate was replaced, and it is this agent's turn: not all nodes are watched anew at once."""
         if self._identity is None or now < self._look_at:
             return False
         self._look_at = now + self.renew_look_s
         try:
-            if self._identity.version() == self._version:
+            if self._identity.version() == self._version and not self._peer.has_expired:
                 self._renew_at = inf
                 return False
             self._identity.check()
@@ -253,7 +253,8 @@ class AgentClient:
     async def watch(self, load_interval_s: float, silence_s: float) -> AsyncGenerator[NodeEvent, None]:
         """Events until the stream ends or is silent for `silence_s`. Raises AgentCallFailed, also on a lost event.
 
-        With RENEWED, nothing is wrong: another certificate of ours has come, which the next stream shows.
+        With RENEWED, nothing is wrong as far as is known: the next stream shows another certificate of ours, or sees another
+        one of the agent's.
         """
         await self.renew()
         await self._peer.look()

@@ -40,7 +40,12 @@ class AgentPeer:
         """Why the holder of that certificate is no agent; "": it is one."""
         return self._guard.refusal(SERVE, shown, self._address) if self._guard is not None else ""
 
+    @property
+    def has_expired(self) -> bool:
+        """Whether the certificate last looked at ended long ago: another look tells whether it was replaced."""
+        return self._guard is not None and self._shown is not None and self._guard.has_expired(self._shown)
+
     def unless_revoked(self) -> None:
-        """Raises AgentCallFailed once the certificate last looked at counts no more."""
-        if self._guard is not None and self._shown is not None and (why := self._guard.why_not(SERVE, self._shown)):
-            raise AgentCallFailed(self._address, "identity", why)
+        """Raises AgentCallFailed once the certificate last looked at is revoked."""
+        if self._guard is not None and self._shown is not None and self._guard.is_revoked(self._shown):
+            raise AgentCallFailed(self._address, "identity", f"{self._shown} is revoked")

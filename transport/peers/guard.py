@@ -71,7 +71,7 @@ class Guard:
             return "nameless", f"the certificate has no rights: {peer.problem}; {HOW_TO_ISSUE}"
         if self.is_revoked(peer):
             return REVOKED, f"{peer.name} is revoked"
-        if self._has_ended(peer):
+        if self.has_expired(peer):
             return (
                 EXPIRED,
                 f"the certificate of {peer.name} has expired, and was not replaced within {GRACE_S / 60:.0f} minutes",
@@ -86,8 +86,8 @@ class Guard:
         """Whether the list has it."""
         return self._revoked.now(self._now()).has(peer)
 
-    def _has_ended(self, peer: PeerCertificate) -> bool:
-        """A handshake would have been refused for long."""
+    def has_expired(self, peer: PeerCertificate) -> bool:
+        """Whether a handshake would have been refused for long."""
         return peer.ends_at + GRACE_S <= self._unix_s()
 
     @contextmanager
@@ -124,7 +124,7 @@ class Guard:
             return 0
         held = []
         for ticket, (peer, end) in list(self._open.items()):
-            if reason := REVOKED if revoked.has(peer) else EXPIRED if self._has_ended(peer) else "":
+            if reason := REVOKED if revoked.has(peer) else EXPIRED if self.has_expired(peer) else "":
                 held.append((ticket, peer, end, reason))
         with ExitStack() as all_told:  # an error in one keeps none of the others from being told
             for follow in self.followers:

@@ -21,6 +21,7 @@ from transport.control.certificates import Authority
 from transport.control.credentials import server_credentials
 from transport.control.proto import node_pb2 as pb
 from transport.control.proto import node_pb2_grpc as rpc
+from transport.peers.guard import GRACE_S, Guard
 from transport.peers.name import PeerName, PeerRole, of_grpc, of_pem
 from transport.wire.identity import Identity
 
@@ -174,6 +175,44 @@ def test_a_new_certificate_is_shown_without_losing_the_node(tmp_path: Path) -> N
         assert talker.serials[1] == of_pem(gateway.certificate.read_bytes()).serial != first
         assert clusters.nodes[0].connected
         assert lost == []
+        await clusters.close()
+        await server.stop(0)
+
+    scenario()
+
+
+def test_a_node_whose_certificate_ends_is_lost_only_if_it_was_not_replaced(tmp_path: Path) -> None:
+    authority = Authority(tmp_path)
+    gateway = authority.issue("gateway", peer=PeerName("prfaas", "any", PeerRole.GATEWAY, "gateway"))
+
+    def issued(days: float) -> tuple[Identity, float]:
+        """The node's files, and when they end."""
+        names, peer = [HOST, "127.0.0.1"], PeerName("prfaas", "west", PeerRole.NODE, "d0")
+        node = authority.issue("d0", names, days=days, peer=peer)
+        return node, of_pem(node.certificate.read_bytes()).ends_at
+
+    @on_loop
+    async def scenario() -> None:
+        node, ends_at = issued(days=1)
+        talker, lost, server, wall = Talker(), list[str](), grpc.aio.server(), [0.0]
+        rpc.add_NodeAgentServicer_to_server(talker, server)  # type: ignore[no-untyped-call]
+        port = server.add_secure_port("127.0.0.1:0", server_credentials(node))
+        await server.start()
+        guard = Guard(gateway.own_name(), unix_s=lambda: wall[0])
+        client = HastyClient(f"127.0.0.1:{port}", PATIENCE_S, gateway, HOST, guard=guard)
+        clusters = Clusters([client], asyncio.get_running_loop().time, tasks=TaskSet(lost.append), on_lost=lost.append)
+        clusters.start()
+        await until(lambda: clusters.nodes[0].connected)
+        _, later = issued(days=9)
+        wall[0] = ends_at + GRACE_S
+        await until(lambda: len(talker.serials) == 2)
+        said = talker.said
+        await until(lambda: talker.said != said)
+        assert clusters.nodes[0].connected
+        assert lost == []
+        wall[0] = later + GRACE_S
+        await until(lambda: not clusters.nodes[0].connected)
+        assert lost[0] == "identity"
         await clusters.close()
         await server.stop(0)
 
