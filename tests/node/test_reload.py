@@ -1,6 +1,8 @@
 """A node's configuration, read again: what came of it is counted by what it has changed, a file of secrets included."""
 
 import time
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from node.agent import NodeAgent
@@ -26,7 +28,7 @@ def test_secrets_that_are_replaced_are_applied_and_wrong_ones_refuse_all_of_it(t
             ):
                 secret.write_text(text)
                 counted = agent.reloads[outcome]
-                agent.reconfigure(lambda new=new: new)
+                agent.reconfigure(partial(replace, new))
                 assert agent.reloads[outcome] == counted + 1
                 assert agent.config.egress_bytes_per_s == before.egress_bytes_per_s
         finally:

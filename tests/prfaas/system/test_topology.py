@@ -188,8 +188,8 @@ def test_a_profile_is_relative_to_the_file_that_names_it(tmp_path: Path) -> None
 @pytest.mark.parametrize(("said", "meant"), [("ssd.key", "{}/ssd.key"), ("boot", "boot")])
 def test_the_key_of_disks_is_relative_to_the_file_that_names_it(tmp_path: Path, said: str, meant: str) -> None:
     file, node = tmp_path / "site.toml", f'ssd_dir = "/ssd"\nssd_bytes = 1073741824\nssd_key = "{said}"'
-    cluster = 'name = "a"\nkind = "pd"\nprefill = 1\ndecode = 1'
-    file.write_text(f'[model]\narch = "hybrid"\n[node]\n{node}\n[[clusters]]\n{cluster}\n')
+    cluster = 'name = "a"\nkind = "pd"\nnodes = [{ node_id = "d0", role = "decode" }]'
+    file.write_text(f'[model]\narch = "llama"\n[node]\n{node}\n[[clusters]]\n{cluster}\n')
     assert {each.ssd_key for each in load_topology(file, tmp_path).nodes} == {meant.format(tmp_path)}
 
 
