@@ -196,6 +196,8 @@ async def test_an_entry_that_names_a_node_once_more_takes_nothing_of_it() -> Non
         index = w.clusters.index
         assert index is not None
         index.drop = dropped.append  # type: ignore[method-assign]
+        node, agents = w.nodes.decode[0], memory_loop().agents
+        agents["127.0.0.1:9"] = Mute("d0", "west", "pd", "decode", node.fabric, node.script)
         twice = Member(id="d0", agent="127.0.0.1:9")
         w.seen.roster.saw(FILE, View(members={"d0": twice}, is_synced=True))
         await until(lambda: len(w.clusters.nodes) == 3)
