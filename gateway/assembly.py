@@ -23,7 +23,6 @@ from gateway.admission.slo import SloGate
 from gateway.auth.oidc import Provider
 from gateway.auth.sessions import OperatorSessions
 from gateway.cluster.agent_client import AgentClient
-from gateway.cluster.block_naming import NameSecretsReload
 from gateway.cluster.drained_links import DrainedLinks
 from gateway.cluster.link_probes import Probes
 from gateway.cluster.links import ClusterLinks
@@ -47,6 +46,7 @@ from gateway.parts import (
     ending,
 )
 from gateway.pipeline.pipeline import Pipeline
+from gateway.routing.block_naming import NameSecretsReload
 from gateway.routing.egress_leases import Shares
 from gateway.routing.replication import Replicas
 from gateway.server.app import GenerationEndpoint

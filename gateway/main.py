@@ -17,11 +17,11 @@ import msgspec
 import uvloop
 
 from gateway.assembly import RunningGateway, running
-from gateway.cluster.block_naming import name_secrets
 from gateway.config.gateway import GatewayConfig, load
 from gateway.errors import GatewayConfigError
 from gateway.http.listener import raise_descriptor_limit
 from gateway.http.tls import server_certificate
+from gateway.routing.block_naming import name_secrets
 from gateway.telemetry import log_setup as logs
 from gateway.workers.process_scope import FIRST_CONFIG, ORPHANED, VERDICT, SingleProcess, WorkerProcess
 from gateway.workers.supervisor import serve_with_workers

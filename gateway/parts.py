@@ -15,7 +15,6 @@ from gateway.admission.concurrency import ConcurrencyLimiter
 from gateway.admission.queue import WaitingLine
 from gateway.admission.slo import SloGate
 from gateway.cluster.agent_client import AgentClient
-from gateway.cluster.block_naming import name_secrets
 from gateway.cluster.drained_links import DrainedLinks, SharedDrainedLinks
 from gateway.cluster.links import ClusterLinks
 from gateway.cluster.registry import Clusters, NodeTimes
@@ -35,6 +34,7 @@ from gateway.pipeline.ticketed import TicketedRunner
 from gateway.prompt.reader import PromptReader
 from gateway.prompt.tokenizer_trust import Styles
 from gateway.ratelimit.limiter import TenantLimiters
+from gateway.routing.block_naming import name_secrets
 from gateway.routing.plan_follower import Follower
 from gateway.routing.prefix_transfers import PrefixTransfers
 from gateway.routing.replication import Replicas

@@ -9,7 +9,6 @@ import tempfile
 import uuid
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import fields, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -18,7 +17,7 @@ from typing import Final, TypeVar
 from hybrid_cache.cache.events import CacheEvent
 from hybrid_cache.cache.reservation import Reservation
 from hybrid_cache.layout.layout import ModelLayout
-from node.config import RELOADABLE, SERVERS, NodeConfig
+from node.config import SERVERS, NodeConfig
 from node.control.broadcast import Broadcast
 from node.control.holders import ReservationHolders
 from node.draining import Draining
@@ -195,20 +194,16 @@ class NodeAgent:
             self.reloads["refused"] += 1
             log.error("configuration refused node=%s: %s", self.config.node_id, exc)
             return
-        tell = self._engine.send if self._engine else None
         layout = self.pages.layout.fingerprint if self.pages else ""
-        outcome = self.naming.read_again(layout, self._engine_cache, tell)
-        if outcome == "refused":
-            self.reloads["refused"] += 1
-            return
-        changed = [f.name for f in fields(new) if getattr(new, f.name) != getattr(self.config, f.name)]
-        for name in changed:
-            change = f"{getattr(self.config, name)!r} -> {getattr(new, name)!r}"
-            note = "" if name in RELOADABLE else " (needs a restart)"
-            log.info("configuration node=%s %s: %s%s", self.config.node_id, name, change, note)
-        self.prefills.egress.set_budgets(new.budgets())
-        self.config = replace(self.config, **{name: getattr(new, name) for name in RELOADABLE})
-        self.reloads["applied" if set(changed) & set(RELOADABLE) else outcome] += 1
+        outcome = self.naming.read_again(layout, self._engine_cache, self._engine.send if self._engine else None)
+        if outcome != "refused":
+            config, changes = self.config.reloaded(new)
+            for change in changes:
+                log.info("configuration node=%s %s", self.config.node_id, change)
+            self.prefills.egress.set_budgets(new.budgets())
+            outcome = outcome if config == self.config else "applied"
+            self.config = config
+        self.reloads[outcome] += 1
 
     def is_idle(self) -> bool:
         """Whether nothing runs, is sent or lands."""

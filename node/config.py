@@ -1,7 +1,7 @@
 """Configuration of one node: a frozen value whose constructor is the validator, read from TOML."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
@@ -292,6 +292,14 @@ class NodeConfig:
     def budgets(self) -> dict[str, Budget]:
         """Egress budget by destination cluster; under ANY_CLUSTER that of all others."""
         return egress_budgets(self.egress_bytes_per_s)
+
+    def reloaded(self, new: "NodeConfig") -> tuple["NodeConfig", list[str]]:
+        """What holds once the node has read `new` while it runs, and every key that differs, as a log tells it."""
+        told = []
+        for name in (each.name for each in fields(self)):
+            if (was := getattr(self, name)) != (says := getattr(new, name)):
+                told.append(f"{name}: {was!r} -> {says!r}" + ("" if name in RELOADABLE else " (needs a restart)"))
+        return replace(self, **{name: getattr(new, name) for name in RELOADABLE}), told
 
 
 def egress_budgets(table: EgressTable) -> dict[str, Budget]:

@@ -264,17 +264,6 @@ class Clusters:
         by_cluster = {cluster: views for cluster, nodes in prefills.items() if (views := seen(nodes))}
         return ReadyNodes(by_cluster, seen(decodes))
 
-    def unfit(self, prompt: Prompt) -> set[str]:
-        """Nodes whose engines do not serve the adapter of `prompt`, or take no media if it has some."""
-        return {
-            node.id
-            for node in self.nodes
-            if (info := node.info) is not None
-            and (
-                (prompt.adapter and prompt.adapter not in info.adapters) or (prompt.has_media and not info.takes_media)
-            )
-        }
-
     def ready(self, role: Role) -> list[ClusterNode]:
         """Nodes of that role and the model served to which new work may be sent."""
         now, (prefills, decodes) = self._clock(), self._ready()
@@ -458,6 +447,16 @@ class Clusters:
             return layouts | {self.served.layout.fingerprint} if self.served is not None else layouts
 
         await self._indexes.tidy(used)
+
+
+def unfit(nodes: Collection[ClusterNode], prompt: Prompt) -> set[str]:
+    """Nodes whose engines do not serve the adapter of `prompt`, or take no media if it has some."""
+    return {
+        node.id
+        for node in nodes
+        if (info := node.info) is not None
+        and ((prompt.adapter and prompt.adapter not in info.adapters) or (prompt.has_media and not info.takes_media))
+    }
 
 
 def _connected(nodes: Sequence[ClusterNode]) -> list[NodeInfo]:

@@ -15,7 +15,6 @@ from msgspec.structs import replace
 
 from gateway.admission.queue import ASK_AGAIN_S, QueueEntry, WaitingLine
 from gateway.admission.slo import SloGate
-from gateway.cluster.block_naming import by_known_names
 from gateway.cluster.inflight_load import Booking, booked
 from gateway.cluster.registry import Clusters
 from gateway.errors import (
@@ -37,6 +36,7 @@ from gateway.pipeline.ticketed import TicketedRunner
 from gateway.prompt.reader import PromptReader
 from gateway.request.fingerprint import RequestShape, shape_of
 from gateway.request.request import Request
+from gateway.routing.block_naming import by_known_names
 from gateway.routing.replication import Replicas
 from gateway.routing.router import Router
 from gateway.telemetry.recorder import RequestRecorder

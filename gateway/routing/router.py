@@ -7,7 +7,7 @@ from dataclasses import replace
 from gateway.cluster.links import ClusterLinks
 from gateway.cluster.node import ClusterNode
 from gateway.cluster.prefill_outcome import PrefillOutcome
-from gateway.cluster.registry import Clusters
+from gateway.cluster.registry import Clusters, unfit
 from gateway.config.gateway import GatewayConfig
 from gateway.errors import AgentCallFailed, NoDecodeNode, NoPrefillNode, Unavailable
 from gateway.request.request import Request
@@ -107,7 +107,7 @@ class Router:
         question = self._question(request, home)
         self._cost.as_of(self._clock())
         if not request.prompt.is_plain:
-            exclude = {*exclude, *self._clusters.unfit(request.prompt)}
+            exclude = {*exclude, *unfit(self._clusters.nodes, request.prompt)}
         nodes, links = self._clusters.views(request.prompt, exclude), self._links.views()
         try:
             found = route_among(nodes, question, links, self._policy_now(), place=self._place, cost=self._cost)
@@ -123,8 +123,8 @@ class Router:
     def explain(self, request: Request) -> Explanation:
         """What `route` would say now, and why; nothing is sent or learned. Raises Unavailable."""
         self._cost.as_of(self._clock())
-        unfit = () if request.prompt.is_plain else self._clusters.unfit(request.prompt)
-        nodes, links = self._clusters.views(request.prompt, unfit), self._links.views()
+        exclude = () if request.prompt.is_plain else unfit(self._clusters.nodes, request.prompt)
+        nodes, links = self._clusters.views(request.prompt, exclude), self._links.views()
         policy = self._policy_now()
         try:
             return explain_among(nodes, self._question(request), links, policy, place=self._place, cost=self._cost)

@@ -20,7 +20,6 @@ from gateway.auth.keyring import EVERYBODY, Keyring, Tenant
 from gateway.auth.oidc import TokenVerifier
 from gateway.auth.sessions import OperatorSessions
 from gateway.auth.wrong_keys import WrongKeys
-from gateway.cluster.block_naming import by_known_names
 from gateway.cluster.registry import Clusters, ServedModel
 from gateway.config.gateway import GatewayConfig
 from gateway.errors import ApiError, Unavailable
@@ -31,6 +30,7 @@ from gateway.prompt.prompt import SEVERAL_PROMPTS
 from gateway.ratelimit.limiter import UNLIMITED, TenantLimiter, TenantLimiters
 from gateway.request.request import Request, RequestProgress, StreamState, Timeline
 from gateway.request.trace_context import TRACEPARENT, TRACESTATE, TraceContext
+from gateway.routing.block_naming import by_known_names
 from gateway.server.audit_log import AuditLog
 from gateway.server.guards import KeyGuard, OperatorGuard
 from gateway.server.handlers.contexts import ContextPinning

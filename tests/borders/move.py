@@ -9,9 +9,9 @@ from pathlib import Path
 
 from engine.byte_tokenizer import byte_tokenizer
 from gateway.cluster.agent_client import AgentClient
-from gateway.cluster.block_naming import name_secrets
 from gateway.cluster.registry import hashing_by
 from gateway.config.gateway import load
+from gateway.routing.block_naming import name_secrets
 from hybrid_cache.hashing.block_hash import block_hashes, namespaced
 from hybrid_cache.layout.layout import ModelLayout
 from tests.borders.sites import BLOCK_SIZE, TENANT

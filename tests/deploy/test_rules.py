@@ -153,8 +153,8 @@ CAUSES: dict[str, dict[str, str]] = {
     "PrfaasNodeDown": {'up{job="prfaas-node", instance="n"}': "0x60 1x120"},
     "PrfaasNodeNotReady": {f"prfaas_node_ready{{{NODE}}}": "0x60 1x120"},
     "PrfaasEngineRestarts": {f"prfaas_engine_restarts_total{{{NODE}}}": "0+1x60 60x120"},
-    "PrfaasMembersFrozen": {f'prfaas_membership_frozen_seconds{{{GATEWAY}, source="file"}}': "0x60 0+60x60 0x60"},
     "PrfaasNodeWatchFails": {f'prfaas_node_watch_failures_total{{{GATEWAY}, reason="silent"}}': "0+3x60 180x120"},
+    "PrfaasMembersFrozen": {f'prfaas_membership_frozen_seconds{{{GATEWAY}, source="file"}}': "0x60 0+60x60 0x60"},
     "PrfaasArenaFull": {
         f'prfaas_pool_pages{{{NODE}, state="locked"}}': "95x60 10x120",
         f'prfaas_pool_pages{{{NODE}, state="total"}}': "100x180",

@@ -95,8 +95,6 @@ def test_running_stream_finishes_after_sigterm_and_new_ones_are_refused():
 
 PARENT = """
 import ctypes, signal, subprocess, sys
-
-pytestmark = pytest.mark.long
 libc = ctypes.CDLL(None)
 subprocess.run(sys.argv[1:], preexec_fn=lambda: libc.prctl(1, signal.SIGTERM))
 """

@@ -101,7 +101,7 @@ def test_offers_that_are_withdrawn_leave_nothing(name):
 @pytest.mark.parametrize("blocks", [1, 50])
 def test_a_remembered_block_takes_so_many_bytes(blocks):
     """Requests of one block each are the worst: every block has a cohort of its own."""
-    history = 1250  # as full as a dictionary gets: 5000 have the same share of their slots
+    history = 5000
     tracemalloc.start()
     try:
         model = ReuseModel(history)

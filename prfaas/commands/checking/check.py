@@ -19,9 +19,9 @@ from rich.table import Table
 from rich.text import Text
 
 from gateway.cluster.agent_client import AgentClient
-from gateway.cluster.block_naming import name_secrets
 from gateway.config.gateway import GatewayConfig
 from gateway.errors import AgentCallFailed, GatewayConfigError
+from gateway.routing.block_naming import name_secrets
 from membership.member import Member
 from prfaas.commands.checking.access_findings import access_findings, tls_findings
 from prfaas.commands.checking.findings import (

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from gateway.cluster.links import ClusterLinks
-from gateway.cluster.registry import Clusters, hashing_by, salt_of
+from gateway.cluster.registry import Clusters, hashing_by, salt_of, unfit
 from gateway.errors import AgentCallFailed
 from gateway.prompt.prompt import Prompt
 from hybrid_cache.hashing.name_secrets import NameSecrets
@@ -191,7 +191,7 @@ async def test_a_name_is_that_of_one_node() -> None:
         await until(lambda: clusters.by_id("d1").state == "ready")
         assert states(clusters) == {"r0": "ready", "p0": "ready", "d1": "ready", second.agent_address: "down"}
         with_image = Prompt(1, [], b"", has_media=True)
-        assert "d1" not in clusters.unfit(with_image)
+        assert "d1" not in unfit(clusters.nodes, with_image)
         now = 0.0
         links = ClusterLinks(clusters.nodes, lambda: now)
         links.failed(clusters.by_id("r0"), clusters.by_id("d1"))

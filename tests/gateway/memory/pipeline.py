@@ -17,7 +17,6 @@ from gateway.admission.slo import SloGate
 from gateway.assembly import ShownParts, keep_chores, operator_pages, token_endpoints
 from gateway.auth.sessions import OperatorSessions
 from gateway.cluster.agent_client import AgentClient
-from gateway.cluster.block_naming import NameSecretsReload
 from gateway.cluster.links import ClusterLinks
 from gateway.cluster.registry import NODE_TIMES, Clusters, NodeTimes
 from gateway.config.gateway import GatewayConfig, Strangers
@@ -36,6 +35,7 @@ from gateway.parts import (
     ending,
 )
 from gateway.prompt.reader import PromptReader
+from gateway.routing.block_naming import NameSecretsReload
 from gateway.routing.replication import Replicas
 from gateway.server.app import GenerationEndpoint
 from gateway.server.routes import build_app, straight_ways

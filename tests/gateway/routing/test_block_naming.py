@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from gateway.cluster.block_naming import by_known_names, name_secrets
 from gateway.errors import GatewayConfigError
 from gateway.prompt.prompt import Prompt
+from gateway.routing.block_naming import by_known_names, name_secrets
 from hybrid_cache.hashing.name_secrets import UNKEYED, NameSecrets
 from tests.gateway.memory.pipeline import on_memory_loop, pipeline
 from tests.gateway.views import watched
