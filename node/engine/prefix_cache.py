@@ -9,6 +9,7 @@ vLLM keeps layers of one kind in one group or in several. A group of ours holds 
 a prefix is usable only where attention and states are both there. Its blocks may be smaller than ours (`node.engine.sub_blocks`).
 """
 
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Final, NamedTuple
@@ -138,15 +139,31 @@ class EngineCache:
             begun = replace(begun, salt=namespaced(self._salt, namespace))
         hashes, tokens = event.block_hashes[:named], event.token_ids[: named * size]
         if size == self._layout.block_size:
-            # What is held keeps the name that it will be dropped by: another salt may hold by now.
-            known = next((number for number in reversed(range(named)) if hashes[number] in self._names), -1)
-            before = self._names[hashes[known]] if known >= 0 else begun.before
-            start = (known + 1) * size
-            insets = [Inset(inset.start - start, inset.name) for inset in insets if inset.start >= start]
-            names = block_hashes(tokens[start:], size, begun.salt, before, insets)
-            self._names.update(zip(hashes[known + 1 :], names, strict=True))
+            self._name_unnamed(hashes, tokens, begun, insets)
         else:
             self._names.update(self._pieces_of(size).learn(begun, hashes, tokens, self._names))
+
+    def _name_unnamed(
+        self,
+        hashes: Sequence[EngineHash],
+        tokens: Sequence[int],
+        begun: PartialBlock[EngineHash],
+        insets: Sequence[Inset],
+    ) -> None:
+        """Names blocks that have no name, run by run, each from the name before it.
+
+        A held block keeps its name, by which it will be dropped, even if the salt has changed since.
+        """
+        size, before, stop = self._layout.block_size, begun.before, 0
+        for is_named, run in itertools.groupby(hashes, self._names.__contains__):
+            keys = list(run)
+            start, stop = stop, stop + len(keys)
+            if not is_named:
+                here = range(start * size, stop * size)
+                within = [Inset(inset.start - here.start, inset.name) for inset in insets if inset.start in here]
+                names = block_hashes(tokens[here.start : here.stop], size, begun.salt, before, within)
+                self._names.update(zip(keys, names, strict=True))
+            before = self._names[keys[-1]]
 
     def _fits(self, event: BlockStored) -> bool:
         """Whether its blocks are ours, or pieces of ours. A group whose blocks are larger may tell parts of those as well."""

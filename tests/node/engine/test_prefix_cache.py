@@ -281,6 +281,15 @@ def test_a_gateway_never_believes_in_more_than_the_engine_said(history: Sequence
     assert fresh.match("n", OURS, len(TOKENS)) == index.match("n", OURS, len(TOKENS))
 
 
+def test_blocks_before_one_that_a_state_still_holds_have_names_again() -> None:
+    cache, index = EngineCache(HYBRID, SALT), PrefixIndex(HYBRID)
+    batches = [[stored(0, 4)], [state(3, STATE)], [removed(*range(6))], [stored(0, 4)]]
+    for batch in batches:
+        for change in cache.apply(batch):
+            index.apply("n", change)
+    assert index.match("n", OURS, len(TOKENS)).num_tokens == 4 * BLOCK
+
+
 # Gemma 4's way: heads of full attention are larger, so its blocks have half the tokens. A window's are ours.
 HALF = BLOCK // 2
 HALVES = ModelLayout(
