@@ -4,6 +4,7 @@ import fcntl
 import os
 import re
 import stat
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -19,6 +20,8 @@ from transport.control.settings import MAX_FILE_BYTES, SettingsError
 TABLE: Final = re.compile(r"[ \t]*\[(?![ \t]*nodes[ \t]*\.)")  # [nodes.labels] belongs to its node
 NODE: Final = re.compile(r"^[ \t]*\[\[[ \t]*nodes[ \t]*\]\]", re.MULTILINE)
 NEW_MODE: Final = 0o644
+LOCK_TRIES: Final = 100
+LOCK_PAUSE_S: Final = 0.05
 
 
 def listed(path: Path) -> Sequence[Member]:
@@ -71,10 +74,19 @@ def _alone(path: Path) -> Iterator[None]:
     except OSError as error:
         raise EditRefused(f"{path}: {error.strerror or error}") from error
     try:
-        fcntl.flock(folder, fcntl.LOCK_EX)
+        _lock(folder, path)
         yield
     finally:
         os.close(folder)
+
+
+def _lock(folder: int, path: Path) -> None:
+    for _ in range(LOCK_TRIES):
+        with suppress(BlockingIOError):
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        time.sleep(LOCK_PAUSE_S)
+    raise EditRefused(f"{path}: another command has been changing files beside it for {LOCK_TRIES * LOCK_PAUSE_S:g} s")
 
 
 def _without(text: str, index: int) -> str:
@@ -110,7 +122,10 @@ def _text(path: Path) -> str:
         raise EditRefused(f"{path}: {error.strerror or error}") from error
     if len(text) > MAX_FILE_BYTES:
         raise EditRefused(f"{path}: longer than {MAX_FILE_BYTES} bytes")
-    return text.decode("utf-8", "replace")
+    try:
+        return text.decode()
+    except UnicodeDecodeError as error:
+        raise EditRefused(f"{path}: not UTF-8 at byte {error.start}") from error
 
 
 def _members(text: str, path: Path) -> Sequence[Member]:
@@ -121,7 +136,7 @@ def _members(text: str, path: Path) -> Sequence[Member]:
 
 
 def _replace(path: Path, text: str, wanted: Sequence[Member]) -> None:
-    """Writes the file as a whole, once it says what it is to say."""
+    """Replaces the file. Raises EditRefused, and changes nothing, if `text` does not list `wanted`."""
     if list(_members(text, path)) != list(wanted):
         raise EditRefused(
             f"{path} is written in a way that this command cannot change: edit it, and run `prfaas check`"

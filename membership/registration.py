@@ -4,22 +4,24 @@ import asyncio
 import contextlib
 import logging
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 from membership.documents import entry_text
 from membership.member import Member
 from membership.sources import ENTRY_SUFFIX
-from membership.threads import in_thread
+from transport.threads import in_daemon_thread
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 BEAT_S: Final = 10.0
 LEASE_S: Final = 120.0  # clients of NFS may see a file as it was a minute ago; that a node is down is seen by its watch
 RETRY_S: Final = 1.0
-PATIENCE_S: Final = 5.0  # with a file server, when the node ends
+PATIENCE_S: Final = 5.0  # with a file server: then it is logged, and no longer waited for if the node ends
 
 
 class FolderEntry:
@@ -80,7 +82,7 @@ async def registered(entry: FolderEntry, beat_s: float = BEAT_S, patience_s: flo
 
     At the end of the block a folder that does not answer is waited for no longer than `patience_s`.
     """
-    beating = asyncio.create_task(_keep(entry, beat_s), name="registration")
+    beating = asyncio.create_task(_keep(entry, beat_s, patience_s), name="registration")
     try:
         yield
     finally:
@@ -88,21 +90,21 @@ async def registered(entry: FolderEntry, beat_s: float = BEAT_S, patience_s: flo
         await asyncio.wait([beating])
         try:
             async with asyncio.timeout(patience_s):
-                await in_thread(entry.remove, "registration")
+                await in_daemon_thread("registration", entry.remove)
         except OSError as error:  # a timeout is one, too
             log.warning(
                 "%s stays, and gateways forget it when its lease is over: %s", entry.path, str(error) or "no answer"
             )
 
 
-async def _keep(entry: FolderEntry, beat_s: float) -> None:
+async def _keep(entry: FolderEntry, beat_s: float, patience_s: float) -> None:
     is_there, is_failing, is_left_out = False, False, False
     while True:
         try:
             if not is_there:
-                await in_thread(entry.write, "registration")
+                await _answer(entry, entry.write, patience_s)
                 log.info("registered as %s", entry.path)
-            elif not await in_thread(entry.beat, "registration"):
+            elif not await _answer(entry, entry.beat, patience_s):
                 if not is_left_out:
                     log.error(
                         "%s was written by another process: two nodes have one node_id, and this one is left out",
@@ -116,4 +118,16 @@ async def _keep(entry: FolderEntry, beat_s: float) -> None:
             if not is_failing:
                 log.warning("cannot register as %s, and tries again: %s", entry.path, error)
             is_failing = True
+        except Exception:  # whatever it is, the node serves, and tries again
+            log.exception("cannot register as %s, and tries again", entry.path)
+            is_failing = True
         await asyncio.sleep(RETRY_S if is_failing else beat_s)
+
+
+async def _answer(entry: FolderEntry, call: Callable[[], T], patience_s: float) -> T:
+    """What a call returns. One that hangs is logged and waited for: another one would hang as well, on one more thread."""
+    answer = in_daemon_thread("registration", call)
+    done, _ = await asyncio.wait([answer], timeout=patience_s)
+    if not done:
+        log.warning("%s: the folder has not answered for %g s; gateways may forget this node", entry.path, patience_s)
+    return await answer

@@ -6,8 +6,8 @@ from typing import Final
 
 from membership.errors import SourceFailed
 from membership.sources import Source
-from membership.threads import in_thread
 from membership.view import RegistryReading, View
+from transport.threads import in_daemon_thread
 
 POLL_S: Final = 0.25  # a look costs a stat, or one for each node of a folder
 LATE_S: Final = 5.0  # a registry that has not answered by then counts as lost until it does
@@ -85,4 +85,4 @@ def _asked(source: Source) -> "asyncio.Future[Answer]":
         except SourceFailed as failure:
             return failure
 
-    return in_thread(look, f"membership-{source.name}")
+    return in_daemon_thread(f"membership-{source.name}", look)

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import logging
-import threading
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import Any, Final, TypeVar
@@ -56,28 +55,6 @@ class Tasks:
         """For the event loop: a callback raised, or a task that was not awaited."""
         self.failures["callback"] += 1
         log.error("%s", context.get("message"), exc_info=context.get("exception"))
-
-
-async def in_daemon_thread(name: str, call: Callable[[], T]) -> T:
-    """What a call returns that may hang for ever: on a thread of its own, which the process does not wait for at its end."""
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[T] = loop.create_future()
-
-    def finish(result: Callable[[], None]) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(lambda: None if done.done() else result())
-
-    def run() -> None:
-        try:
-            value = call()
-        except BaseException as exc:
-            error = exc
-            finish(lambda: done.set_exception(error))
-        else:
-            finish(lambda: done.set_result(value))
-
-    threading.Thread(target=run, name=name, daemon=True).start()
-    return await done
 
 
 def on_loop(callback: Callable[[T], None]) -> Callable[[T], None]:

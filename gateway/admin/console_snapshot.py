@@ -4,7 +4,6 @@ It reads what is there and keeps nothing: histories are the console's own.
 """
 
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import asdict
 from datetime import UTC, datetime
 from math import isfinite
 from typing import Final
@@ -19,7 +18,7 @@ from gateway.cluster.links import ClusterLinks, LinkStatus
 from gateway.cluster.node import ClusterNode
 from gateway.cluster.registry import Clusters
 from gateway.config.gateway import GatewayConfig
-from gateway.members.roster import Roster
+from gateway.members.roster import Roster, SourceStatus
 from gateway.routing.plan_follower import Follower
 from gateway.routing.router import Router
 from gateway.workers.process_scope import SingleProcess, WorkerProcess
@@ -99,18 +98,6 @@ class ClassSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     priority: int
 
 
-class RegistrySnapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """A registry of members: how many it lists, and since when it has been lost, if it is."""
-
-    source: str
-    state: str
-    members: int
-    refused: int
-    frozen_s: float
-    reason: str
-    problems: tuple[str, ...]
-
-
 class ConsoleSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     """How things stand. Sequence numbers and byte counts of another `boot` begin anew."""
 
@@ -130,7 +117,7 @@ class ConsoleSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     plan: LivePlan | None
     has_plan_service: bool
     block_size: int
-    registries: tuple[RegistrySnapshot, ...]
+    registries: tuple[SourceStatus, ...]
     nodes: tuple[NodeSnapshot, ...]
     links: tuple[LinkSnapshot, ...]
     groups: tuple[GroupSnapshot, ...]
@@ -201,7 +188,7 @@ class ConsoleSnapshots:
             plan=self._follower.plan,
             has_plan_service=bool(config.plan.url),
             block_size=served.layout.block_size if served is not None else 0,
-            registries=tuple(RegistrySnapshot(**asdict(each)) for each in self._roster.status()),
+            registries=tuple(self._roster.status()),
             nodes=tuple(_node(node, config.routing.decode_slots, now) for node in self._clusters.nodes),
             links=self._all_links(),
             groups=self._groups(),

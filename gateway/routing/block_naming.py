@@ -44,7 +44,7 @@ def by_known_names(prompt: Prompt, index: PrefixIndex | None) -> Prompt:
 
 
 class NameSecretsReload:
-    """Has blocks named by what the file says by now. One that cannot be read changes nothing."""
+    """Reads the file of secrets again at each reload. A file that cannot be read changes nothing."""
 
     def __init__(self, clusters: Clusters) -> None:
         self._clusters = clusters

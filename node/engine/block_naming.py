@@ -37,7 +37,7 @@ class BlockNaming:
     def read_again(
         self, layout_fingerprint: str, cache: EngineCache | None, tell: Callable[[BlockSalts], object] | None
     ) -> str:
-        """Names by what the file says by now, and has an engine that is there know. What cannot be read changes nothing.
+        """Reads the file again, and tells the engine of new secrets. A file that cannot be read changes nothing.
 
         Returns what came of it, as reloads are counted: "applied", "unchanged" or "refused".
         """

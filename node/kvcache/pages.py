@@ -24,9 +24,9 @@ from node.errors import NodeConfigError, NodeRefusal
 from node.kvcache.arena import Arena
 from node.kvcache.ssd_tier import WAITS, Ssd, SsdWaits, open_disk, slots_of
 from node.kvcache.tenant_pages import NOBODY, TENANTS_PART, TenantPages
-from node.tasks import in_daemon_thread
 from transport.control.proto import node_pb2 as pb
 from transport.path.shm import ArenaSource
+from transport.threads import in_daemon_thread
 
 log = logging.getLogger(__name__)
 

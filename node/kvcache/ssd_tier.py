@@ -28,9 +28,9 @@ from hybrid_cache.tiers.tiers import Promotion, Tiers, Views
 from node.config import BOOT_KEY
 from node.errors import NodeConfigError
 from node.kvcache.demotions import Demotions
-from node.tasks import in_daemon_thread
 from transport.control.proto import node_pb2 as pb
 from transport.control.secret_files import read_secret
+from transport.threads import in_daemon_thread
 
 log = logging.getLogger(__name__)
 

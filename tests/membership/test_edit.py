@@ -1,5 +1,6 @@
 """A file of members is changed as a whole, or not at all."""
 
+import fcntl
 import json
 import os
 import threading
@@ -135,3 +136,23 @@ def test_a_file_stays_its_owner_s(tmp_path: Path) -> None:
     edit.add(path, Member(id="b", agent="127.0.0.1:7002"))
     found = path.stat()
     assert (found.st_uid, found.st_gid, found.st_mode & 0o777) == (4321, 4321, 0o600)
+
+
+def test_a_file_that_is_not_utf_8_is_left_as_it_is(path: Path) -> None:
+    before = b"# caf\xe9\n" + TEXT.encode()
+    path.write_bytes(before)
+    with pytest.raises(EditRefused, match="not UTF-8 at byte 5"):
+        edit.add(path, NEW)
+    assert path.read_bytes() == before
+
+
+def test_a_command_does_not_wait_for_ever_for_another_one(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(edit, "LOCK_TRIES", 2)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        with pytest.raises(EditRefused, match="another command"):
+            edit.add(path, NEW)
+    finally:
+        os.close(folder)
+    edit.add(path, NEW)

@@ -5,11 +5,14 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from membership.errors import SourceFailed
 from membership.member import Member
 from membership.registration import FolderEntry, registered
 from membership.view import RegistryReading, View
 from membership.watch import MembershipWatch
+from tests.gateway.worlds import until
 
 A = Member(id="a", agent="127.0.0.1:7001")
 
@@ -158,3 +161,24 @@ def test_a_folder_that_never_answers_does_not_keep_a_node_that_ends(tmp_path: Pa
 
     assert asyncio.run(main()) < 10.0
     never.set()
+
+
+def test_a_registration_that_a_file_server_holds_up_is_logged_and_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    answers = threading.Event()
+
+    class Slow(FolderEntry):
+        def write(self) -> None:
+            answers.wait(60.0)
+            super().write()
+
+    async def main() -> None:
+        entry = Slow(tmp_path, A)
+        async with registered(entry, patience_s=0.05):
+            await until(lambda: "has not answered" in caplog.text)
+            answers.set()
+            await until(entry.path.exists)
+
+    asyncio.run(main())
+    assert list(tmp_path.iterdir()) == []

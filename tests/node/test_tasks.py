@@ -1,12 +1,11 @@
 """Whatever fails is seen, and what a node lives on goes on."""
 
 import asyncio
-import threading
 from collections import Counter
 
 import pytest
 
-from node.tasks import Tasks, in_daemon_thread
+from node.tasks import Tasks
 
 
 def test_what_fails_is_counted_and_begun_again(caplog: pytest.LogCaptureFixture) -> None:
@@ -44,27 +43,3 @@ def test_a_callback_that_fails_is_counted(caplog: pytest.LogCaptureFixture) -> N
     asyncio.run(scenario())
     assert failures == {"callback": 1}
     assert "KeyError: 'nobody'" in caplog.text
-
-
-def test_a_call_that_hangs_does_not_keep_a_process_from_ending() -> None:
-    hangs, threads = threading.Event(), []
-
-    def hang() -> None:
-        threads.append(threading.current_thread())
-        hangs.wait(60.0)
-
-    def fail() -> int:
-        raise OSError("no disk")
-
-    async def scenario() -> None:
-        assert await in_daemon_thread("sum", lambda: 1 + 1) == 2
-        with pytest.raises(OSError, match="no disk"):
-            await in_daemon_thread("fail", fail)
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0.01):
-                await in_daemon_thread("hang", hang)
-
-    asyncio.run(scenario())  # it waits for threads of executors
-    assert [(thread.name, thread.daemon, thread.is_alive()) for thread in threads] == [("hang", True, True)]
-    hangs.set()
-    threads[0].join(60.0)

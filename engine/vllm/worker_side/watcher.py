@@ -51,10 +51,10 @@ class MarkWatcher:
             mark, then, failed = entry
             try:
                 mark.wait()
-            except Exception as exc:
-                log.exception("the device does not get to a mark")
-                failed(exc)
-            else:
                 then()
-            with self._lock:
-                self._pending -= 1
+            except Exception as exc:
+                log.exception("what was to be done after a mark of the device has failed")
+                failed(exc)
+            finally:
+                with self._lock:
+                    self._pending -= 1

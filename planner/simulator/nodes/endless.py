@@ -81,7 +81,7 @@ class EndlessCache:
                     self._held[group].add(prompt.hashes[blocks - 1])
 
     def let_go(self, request_id: str, now: float) -> None:
-        """What was not filled by now will not be."""
+        """Forgets a request whose KVCache will not come."""
         self._prompts.pop(request_id, None)
 
     def end(self, request_id: str, num_tokens: int, now: float) -> None:

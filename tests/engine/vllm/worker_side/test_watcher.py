@@ -65,3 +65,16 @@ def test_a_device_that_fails_is_told_and_the_rest_goes_on(watcher):
     broken.open()
     assert last.wait(60.0)
     assert failed == ["no such address"]
+
+
+def test_an_error_in_what_is_done_is_told_and_ends_nothing_else(watcher):
+    gate, errors, done = Gate(), [], threading.Event()
+
+    def fail() -> None:
+        raise OSError("the agent is gone")
+
+    watcher.when_over(gate, fail, errors.append)
+    watcher.when_over(gate, done.set, refuse)
+    gate.open()
+    assert done.wait(60.0)
+    assert [str(error) for error in errors] == ["the agent is gone"]
