@@ -180,9 +180,8 @@ class Clusters:
 
     def move(self, node: ClusterNode, successor: ClusterNode) -> None:
         """The same node at another address. It takes over as soon as it answers there, or the one before is lost."""
-        if (
-            before := _predecessor(self._successors, node)
-        ) is not None:  # it moves again, and was never heard of meanwhile
+        before = _predecessor(self._successors, node)
+        if before is not None:  # it moves again, and was never heard of meanwhile
             self.retired.add(node)
             node = before
         self._successors[node] = successor
