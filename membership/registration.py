@@ -36,7 +36,7 @@ class FolderEntry:
         """Puts the file there as a whole; what an earlier start has left is replaced."""
         hidden = self.path.with_name(f".{self.path.name}.{os.getpid()}")
         try:
-            with hidden.open("wb") as file:
+            with open(hidden, "wb", opener=_for_its_owner) as file:
                 file.write(self._text)
                 file.flush()
                 os.fsync(file.fileno())
@@ -70,6 +70,11 @@ class FolderEntry:
 
     def _is_anothers(self) -> bool:
         return _which(os.stat(self.path)) != self._written
+
+
+def _for_its_owner(path: str, flags: int) -> int:
+    """Nobody else may write what a node says of itself, whatever the umask."""
+    return os.open(path, flags, 0o644)
 
 
 def _which(found: os.stat_result) -> tuple[int, int]:

@@ -464,6 +464,7 @@ class NodeAgent:
             wall_clock_s=datetime.now(UTC).timestamp(),
             plain=config.plain_listeners,
             name_secrets=self.naming.fingerprints,
+            own_cache=config.engine in SERVERS,
         )
         if hello:
             description.engine_pid = hello.engine_pid if self._engine else 0

@@ -53,6 +53,7 @@ class NodeInfo:
     wall_clock_s: float = 0.0  # since 1970 by its clock, when it said this; 0: it did not
     plain: tuple[str, ...] = ()  # listeners of its that other machines reach, and that speak in clear
     name_secrets: tuple[str, ...] = ()  # fingerprints of what it names blocks by, the newest first
+    has_own_cache: bool = True  # its engine has one, whose blocks the node names; true of a node that does not say
     rooms: BootstrapAddress | None = None  # how its engine is paired; None: by tickets
 
 
@@ -172,6 +173,7 @@ def info_from(node: pb.NodeDescription) -> NodeInfo:
         contexts=tuple(kept_from(context) for context in node.contexts),
         plain=tuple(node.plain),
         name_secrets=tuple(node.name_secrets),
+        has_own_cache=node.own_cache or not node.HasField("own_cache"),
         rooms=BootstrapAddress(node.rooms.host, node.rooms.port) if node.HasField("rooms") else None,
     )
 

@@ -71,6 +71,7 @@ def test_describe(bench: Bench) -> None:
     assert description.engine_pid == bench.node.agent.supervisor.pid
     assert description.pool.pages_total == description.pool.pages_free > 0
     assert description.layout_fingerprint
+    assert (description.HasField("own_cache"), description.own_cache) == (True, False)
     assert description.integrity_error == ""
 
 

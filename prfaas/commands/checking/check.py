@@ -24,13 +24,13 @@ from gateway.errors import AgentCallFailed, GatewayConfigError
 from gateway.routing.block_naming import name_secrets
 from membership.member import Member
 from prfaas.commands.checking.access_findings import access_findings, tls_findings
+from prfaas.commands.checking.file_modes import open_files
 from prfaas.commands.checking.findings import (
     Certificate,
     CheckFindings,
     Described,
     Finding,
     Level,
-    OpenFile,
     PortFinding,
     Silent,
     WayFinding,
@@ -120,7 +120,7 @@ async def look(config: GatewayConfig, members: Sequence[Member] | None = None) -
         ways=ways,
         ways_left_out=max(0, len(pairs) - MAX_WAYS),
         certificates=[*_certificates(config), *(each for each in shown if each is not None)],
-        open_files=_open_files(config),
+        open_files=open_files(config),
         version=release(),
         has_identity=config.identity is not None,
     )
@@ -243,15 +243,6 @@ async def _shown(agent: str, identity: Identity | None, revoked: Revoked) -> Cer
         is_revoked=revoked.has(peer),
         is_old_taken=is_old_taken,
     )
-
-
-def _open_files(config: GatewayConfig) -> list[OpenFile]:
-    """Keys that others on this machine can read."""
-    secrets = {path for path in (config.key, config.tls_key, config.names_secret) if path is not None}
-    if config.key is not None and config.authority is not None:
-        secrets |= {*config.key.parent.glob("*.key"), config.authority.with_suffix(".key")}
-    modes = {path: path.stat().st_mode & 0o777 for path in sorted(secrets) if path.exists()}
-    return [OpenFile(str(path), mode) for path, mode in modes.items() if mode & 0o077]
 
 
 def _wall_clock_s() -> float:

@@ -93,10 +93,12 @@ class Certificate:
 
 @dataclass(frozen=True, slots=True)
 class OpenFile:
-    """A secret that others on this machine can read."""
+    """A secret that others on this machine can read, or a file that says whom to trust and that they can write."""
 
     path: str
     mode: int
+    is_written: bool = False
+    more: int = 0  # files beside it of which the same is true
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,8 +170,13 @@ def _about_certificates(certificates: Sequence[Certificate]) -> Iterator[Finding
 
 def _about_open_files(files: Sequence[OpenFile]) -> Iterator[Finding]:
     for each in files:
-        what = f"others on this machine can read it (mode {each.mode:o})"
-        yield Finding(Level.WARNING, each.path, what, f"chmod 600 {each.path}")
+        more = f", and {each.more} files beside it alike" if each.more else ""
+        if each.is_written:
+            what = f"others on this machine can write it, and so say which nodes there are (mode {each.mode:o}){more}"
+            yield Finding(Level.WARNING, each.path, what, f"chmod go-w {each.path}")
+        else:
+            what = f"others on this machine can read it (mode {each.mode:o})"
+            yield Finding(Level.WARNING, each.path, what, f"chmod 600 {each.path}")
 
 
 def _about_plain(nodes: Sequence[Described]) -> Iterator[Finding]:
@@ -182,9 +189,13 @@ def _about_plain(nodes: Sequence[Described]) -> Iterator[Finding]:
 
 
 def _about_names(nodes: Sequence[Described], own: Sequence[str]) -> Iterator[Finding]:
-    """Whether all name blocks by the same secrets: they compare fingerprints, which tell nothing of them."""
+    """Whether all name blocks by the same secrets: they compare fingerprints, which tell nothing of them.
+
+    Engines without a cache of their own hear of each request's names from the gateway: their nodes need no secret.
+    """
     newest = own[0] if own else ""
-    for node in nodes:
+    naming = [node for node in nodes if node.info.has_own_cache]
+    for node in naming:
         names = node.info.name_secrets
         if newest and newest not in names:
             what = f"names blocks by {_secrets(names)}, and the gateway by {newest}: what its engine's own cache has is not found"
@@ -196,8 +207,9 @@ def _about_names(nodes: Sequence[Described], own: Sequence[str]) -> Iterator[Fin
             "the same file names_secret on every node and gateway, nodes first; prfaas reload and SIGHUP read it again"
         )
         yield Finding(Level.WARNING, node.info.node_id, what, remedy)
-    if newest and nodes and all(node.info.name_secrets == tuple(own) for node in nodes):
-        yield Finding(Level.OK, "names", f"of blocks are by {' and '.join(own)} on all {len(nodes)} nodes")
+    if newest and nodes and all(node.info.name_secrets == tuple(own) for node in naming):
+        where = f"on all {len(nodes)} nodes" if len(naming) == len(nodes) else "wherever an engine has its own cache"
+        yield Finding(Level.OK, "names", f"of blocks are by {' and '.join(own)} {where}")
 
 
 def _secrets(fingerprints: Sequence[str]) -> str:

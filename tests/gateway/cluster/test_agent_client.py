@@ -40,6 +40,11 @@ def test_a_description_is_who_the_node_is_and_how_busy() -> None:
     assert isinstance(info, NodeInfo)
     assert (info.node_id, info.state, info.engine_url) == ("n", "draining", "http://h:1")
     assert load == NodeLoad(waiting=2)
+    assert info.has_own_cache  # for all that an earlier version says
+    message.own_cache = False
+    (info, _) = events_from(pb.NodeEvent(description=message))
+    assert isinstance(info, NodeInfo)
+    assert not info.has_own_cache
 
 
 def test_hashes_of_a_wrong_length_are_refused() -> None:

@@ -193,5 +193,9 @@ def test_nodes_and_gateway_name_blocks_by_the_same_secrets() -> None:
     (unkeyed, behind) = bad(replace(with_decode(name_secrets=("old",)), name_secrets=("new", "old")))
     assert (unkeyed.level, unkeyed.about, behind.about) == (Level.WARNING, "p0", "d0")
     assert "by no secret, and the gateway by new" in unkeyed.what
+    embedded = replace(
+        WELL, described=tuple(replace(each, info=replace(each.info, has_own_cache=False)) for each in (PREFILL, DECODE))
+    )
+    assert bad(replace(embedded, name_secrets=("new",))) == []
     (other,) = bad(with_decode(name_secrets=("new",)))
     assert "by new, which this gateway's names_secret does not have" in other.what

@@ -1,0 +1,52 @@
+"""What `prfaas check` looks at in modes of files: who else on this machine reads secrets, or says which nodes there are."""
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Final
+
+from gateway.config.gateway import GatewayConfig
+from membership.sources import ENTRY_SUFFIX
+from prfaas.commands.checking.findings import OpenFile
+
+TO_READ: Final = 0o077  # by anybody but the owner
+TO_WRITE: Final = 0o022
+STICKY: Final = 0o1000  # files of the folder are their owners' alone, as in /tmp
+
+
+def open_files(config: GatewayConfig) -> list[OpenFile]:
+    """Files that others on this machine can read, or write, and should not."""
+    return [
+        *(OpenFile(str(path), mode) for path, mode in _modes(_secrets(config)) if mode & TO_READ),
+        *_written_by_others(config),
+    ]
+
+
+def _secrets(config: GatewayConfig) -> set[Path]:
+    found = {path for path in (config.key, config.tls_key, config.names_secret) if path is not None}
+    if config.key is not None and config.authority is not None:
+        found |= {*config.key.parent.glob("*.key"), config.authority.with_suffix(".key")}
+    return found
+
+
+def _written_by_others(config: GatewayConfig) -> Iterator[OpenFile]:
+    """Registries: who writes one says where prompts go. A file can also be replaced by who writes in its folder."""
+    file, folder = config.membership.file, config.membership.folder
+    registries = {each for each in (file, folder) if each is not None}
+    parents = {file.parent} - registries if file is not None else set()
+    for path, mode in _modes(registries | parents):
+        if mode & TO_WRITE and not (path in parents and mode & STICKY):
+            yield OpenFile(str(path), mode & 0o777, is_written=True)
+    entries = folder.glob(f"*{ENTRY_SUFFIX}") if folder is not None else ()
+    open_entries = [(path, mode) for path, mode in _modes(entries) if mode & TO_WRITE]
+    if open_entries:  # one line for all: there may be thousands
+        path, mode = open_entries[0]
+        yield OpenFile(str(path), mode, is_written=True, more=len(open_entries) - 1)
+
+
+def _modes(paths: Iterable[Path]) -> Iterator[tuple[Path, int]]:
+    """Of those that are there."""
+    for path in sorted(set(paths)):
+        try:
+            yield path, path.stat().st_mode & 0o1777
+        except OSError:
+            continue  # others tell of files that cannot be read

@@ -1,0 +1,61 @@
+"""Which modes of files `prfaas check` warns of."""
+
+from pathlib import Path
+
+from gateway.config.gateway import GatewayConfig, NodeAddress
+from gateway.config.membership import MembershipConfig
+from membership.member import Member
+from membership.registration import FolderEntry
+from prfaas.commands.checking.file_modes import open_files
+from prfaas.commands.checking.findings import CheckFindings, Level, OpenFile, findings
+
+
+def of(path: Path, mode: int) -> Path:
+    path.parent.mkdir(exist_ok=True)
+    path.touch()
+    path.chmod(mode)
+    return path
+
+
+def test_a_secret_that_others_can_read_is_told(tmp_path: Path) -> None:
+    secret = of(tmp_path / "names", 0o640)
+    config = GatewayConfig(tokenizer_dir=tmp_path, names_secret=secret, nodes=(NodeAddress(agent="127.0.0.1:7001"),))
+    assert open_files(config) == [OpenFile(str(secret), 0o640)]
+    secret.chmod(0o600)
+    assert open_files(config) == []
+
+
+def test_registries_that_others_can_write_are_told(tmp_path: Path) -> None:
+    file, fleet = of(tmp_path / "nodes.toml", 0o644), tmp_path / "fleet"
+    fleet.mkdir()
+    FolderEntry(fleet, Member(id="p0", agent="10.0.0.7:7001")).write()
+    tmp_path.chmod(0o755)
+    fleet.chmod(0o755)
+    config = GatewayConfig(tokenizer_dir=tmp_path, membership=MembershipConfig(file=file, folder=fleet))
+    assert open_files(config) == []
+    file.chmod(0o664)
+    assert open_files(config) == [OpenFile(str(file), 0o664, is_written=True)]
+    file.chmod(0o644)
+    fleet.chmod(0o1777)  # where others add files of their own, which sticky bits do not prevent
+    assert open_files(config) == [OpenFile(str(fleet), 0o777, is_written=True)]
+    fleet.chmod(0o755)
+    others = [of(fleet / f"{name}.json", 0o666) for name in ("a", "b")]
+    assert open_files(config) == [OpenFile(str(others[0]), 0o666, is_written=True, more=1)]
+
+
+def test_who_writes_in_the_folder_of_a_file_can_replace_it(tmp_path: Path) -> None:
+    shared = tmp_path / "shared"
+    config = GatewayConfig(tokenizer_dir=tmp_path, membership=MembershipConfig(file=of(shared / "nodes.toml", 0o644)))
+    shared.chmod(0o777)
+    assert open_files(config) == [OpenFile(str(shared), 0o777, is_written=True)]
+    shared.chmod(0o1777)
+    assert open_files(config) == []
+
+
+def test_a_registry_that_others_can_write_is_a_warning() -> None:
+    seen = CheckFindings(open_files=[OpenFile("fleet/a.json", 0o666, is_written=True, more=2)])
+    (found,) = findings(seen)
+    assert found.level is Level.WARNING
+    assert "can write it" in found.what
+    assert "mode 666), and 2 files beside it" in found.what
+    assert found.remedy == "chmod go-w fleet/a.json"
