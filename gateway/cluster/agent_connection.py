@@ -16,7 +16,7 @@ from gateway.errors import AgentCallFailed
 from transport.control.calls import AGENT, CALLER, MAX_ANSWER_BYTES, MAX_CALLS, CallBuffer, CallOutbox, keep_alive
 from transport.control.messages import MessageError
 from transport.control.proto import node_pb2 as pb
-from transport.peers.name import PeerCertificate, of_tls
+from transport.peers.name import PeerCertificate, of_tls, said_by
 from transport.wire.identity import Identity
 
 log = logging.getLogger("prfaas.gateway.calls")
@@ -61,7 +61,7 @@ class CallConnection(asyncio.Protocol):
     def peer(self) -> PeerCertificate:
         """Who the agent is by its certificate."""
         assert self._transport is not None
-        return of_tls(self._transport.get_extra_info("peercert") or {})
+        return of_tls(said_by(self._transport.get_extra_info("ssl_object")))
 
     def ask(self, call: pb.Call, timeout_s: float) -> "asyncio.Future[pb.CallAnswer]":
         """The answer to `call`, which gets its number here, or AgentCallFailed: `timeout`, `unreachable`."""

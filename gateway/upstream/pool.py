@@ -12,7 +12,7 @@ from gateway.errors import LegFailed
 from gateway.upstream.http1 import JSON, EngineAnswer, UpstreamConnection
 from transport.path.tcp import is_loopback
 from transport.peers.guard import Guard
-from transport.peers.name import PeerCertificate, of_tls
+from transport.peers.name import PeerCertificate, of_tls, said_by
 from transport.peers.rights import SERVE
 from transport.wire.identity import Identity
 
@@ -190,7 +190,7 @@ class EnginePool:
             if engine.is_secure and connection in self._connections:
                 self._secured[connection] = self._loop.time()
             if self._guard is not None and engine.is_secure:
-                self._admit(engine, connection, of_tls(transport.get_extra_info("peercert") or {}), self._guard)
+                self._admit(engine, connection, of_tls(said_by(transport.get_extra_info("ssl_object"))), self._guard)
         except BaseException:
             connection.abort()
             self.closed(connection)

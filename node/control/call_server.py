@@ -6,10 +6,8 @@ it was waiting for with it; what it has been answered stays while its holder is 
 
 import asyncio
 import logging
-import ssl
 import time
 from collections import Counter
-from dataclasses import replace
 from functools import partial
 from typing import Final, Protocol, cast
 
@@ -23,7 +21,7 @@ from transport.control.calls import AGENT, CALLER, MAX_CALLS, CallBuffer, CallOu
 from transport.control.messages import MessageError
 from transport.control.proto import node_pb2 as pb
 from transport.peers.guard import Guard
-from transport.peers.name import of_tls
+from transport.peers.name import of_tls, said_by
 from transport.wire.identity import Identity
 
 log = logging.getLogger(__name__)
@@ -83,7 +81,7 @@ class CallServer:
             self._connection,
             host,
             port,
-            ssl=_context(identity) if identity is not None else None,
+            ssl=identity.mutual_context() if identity is not None else None,
             ssl_handshake_timeout=self.handshake_s if identity is not None else None,
         )
         bound: int = self._server.sockets[0].getsockname()[1]
@@ -131,7 +129,7 @@ class _Connection(asyncio.Protocol):
         self._others.add(self)
         self._is_read = True
         keep_alive(transport.get_extra_info("socket"))
-        self._peer = of_tls(transport.get_extra_info("peercert") or {})
+        self._peer = of_tls(said_by(transport.get_extra_info("ssl_object")))
         if self._server.guard is not None:
             self._entry = self._server.guard.enter(self._peer, lambda why: self._abort(why, str(self._peer)))
         self._silence = asyncio.get_running_loop().call_later(self._server.handshake_s, self._unless_greeted)
@@ -288,15 +286,3 @@ class _Connection(asyncio.Protocol):
 
     def _say(self, answer: pb.CallAnswer) -> None:
         self._outbox.say(answer.SerializeToString())
-
-
-def _context(identity: Identity) -> ssl.SSLContext:
-    """What each handshake shows and accepts are the files as they are then."""
-
-    def present(connection: ssl.SSLObject, name: str | None, _: ssl.SSLContext) -> None:
-        connection.context = identity.server_context()
-
-    # A context of its own: one that hands over to itself would be in force whatever the files say.
-    context = replace(identity).server_context()
-    context.sni_callback = present
-    return context

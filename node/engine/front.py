@@ -24,7 +24,7 @@ from transport.control.calls import keep_alive
 from transport.path.site import site_of
 from transport.path.tcp import family_of, format_address
 from transport.peers.guard import Guard
-from transport.peers.name import of_tls
+from transport.peers.name import of_tls, said_by
 from transport.peers.rights import ASK_ENGINE
 from transport.receive.few_lines import FewLines
 from transport.wire.identity import Identity
@@ -40,7 +40,7 @@ MAX_KNOWN: Final = 1_024
 BACKLOG: Final = 128
 ACCEPT_PAUSE_S: Final = 0.5  # while the process can open no more
 
-PeerCertificate = Mapping[str, Any]  # as ssl.SSLSocket.getpeercert() gives it
+PeerCertificate = Mapping[str, Any]  # as `said_by` gives it
 Complaint = Callable[[PeerCertificate], str]
 
 
@@ -341,7 +341,7 @@ class _Caller:
             self._front.end(self, "handshake", _detail(exc))
             return
         self._stop_waiting()
-        self.certificate = self._connection.getpeercert() or {}
+        self.certificate = said_by(self._connection)
         self._front.shaken(self)
 
     def _late(self) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import grpc
 
-from transport.peers.name import PeerCertificate, of_tls
+from transport.peers.name import PeerCertificate, of_tls, said_by
 from transport.wire.identity import Identity
 
 log = logging.getLogger(__name__)
@@ -41,13 +41,13 @@ def server_credentials(identity: Identity) -> grpc.ServerCredentials:
 
 def _server_files(identity: Identity) -> grpc.ServerCertificateConfiguration:
     pair = (identity.key.read_bytes(), identity.certificate.read_bytes())
-    return grpc.ssl_server_certificate_configuration([pair], identity.authority.read_bytes())
+    return grpc.ssl_server_certificate_configuration([pair], identity.authorities().pem)
 
 
 def channel_credentials(identity: Identity) -> grpc.ChannelCredentials:
     """For secure_channel(), as the files are now. Raises OSError."""
     return grpc.ssl_channel_credentials(
-        identity.authority.read_bytes(), identity.key.read_bytes(), identity.certificate.read_bytes()
+        identity.authorities().pem, identity.key.read_bytes(), identity.certificate.read_bytes()
     )
 
 
@@ -84,6 +84,6 @@ async def server_certificate(address: str, identity: Identity, timeout_s: float)
     name = host.strip("[]")
     async with asyncio.timeout(timeout_s):
         _, writer = await asyncio.open_connection(name, int(port), ssl=context, server_hostname=name)
-    shown = writer.get_extra_info("peercert") or {}
+    shown = said_by(writer.get_extra_info("ssl_object"))
     writer.transport.abort()
     return ShownCertificate(of_tls(shown), ssl.cert_time_to_seconds(shown["notAfter"]))

@@ -10,8 +10,9 @@ from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
 from typing import Final
 
+from transport.peers.authorities import Authorities, AuthorityFile
 from transport.peers.name import HOW_TO_ISSUE, SHAPE, PeerCertificate, PeerName
-from transport.peers.revocation import RevocationList
+from transport.peers.revocation import RevocationList, Revoked
 from transport.peers.rights import holders, may
 
 log = logging.getLogger(__name__)
@@ -22,6 +23,7 @@ LOOK_AT_ENDS_S: Final = 60.0  # between two looks at the ends of certificates
 GRACE_S: Final = 3600.0  # after its certificate's end: who renews in time has connected anew by then
 REVOKED: Final = "revoked"
 EXPIRED: Final = "expired"
+FORGED: Final = "authority"  # it may not have signed such a name
 
 
 def wall_clock_s() -> float:
@@ -38,13 +40,15 @@ class Guard:
         revoked: RevocationList | None = None,
         now: Callable[[], float] = time.monotonic,
         unix_s: Callable[[], float] = wall_clock_s,
+        authorities: AuthorityFile | None = None,
     ) -> None:
         self.own = own
         self.told: Callable[[str], None] = lambda reason: None  # of each refusal
         self.followers: list[Callable[[], None]] = []  # called when the list of revoked ones has changed
         self.refused: Counter[tuple[str, str]] = Counter()  # by operation and role
         self._revoked = revoked or RevocationList(None)
-        self._followed = self._revoked.now(now())
+        self._authorities = authorities
+        self._followed = self._lists(now())
         self._now = now
         self._unix_s = unix_s
         self._ends_at = now() + LOOK_AT_ENDS_S  # when ends of certificates are next looked at
@@ -78,6 +82,8 @@ class Guard:
             )
         if peer.name.trust != self.own.trust:
             return "trust_domain", f"{peer.name} is of another trust domain than {self.own}"
+        if why := self._forged(peer):
+            return FORGED, why
         if not may(peer.name.role, operation):
             return "role", f"{peer.name} may not {operation}: that is for {holders(operation)}"
         return "", ""
@@ -85,6 +91,13 @@ class Guard:
     def is_revoked(self, peer: PeerCertificate) -> bool:
         """Whether the list has it."""
         return self._revoked.now(self._now()).has(peer)
+
+    def _lists(self, now: float) -> tuple[Revoked, Authorities | None]:
+        return self._revoked.now(now), self._authorities.now(now) if self._authorities is not None else None
+
+    def _forged(self, peer: PeerCertificate) -> str:
+        """Why it was not its authority's to sign; "": it was."""
+        return self._authorities.now(self._now()).refusal(peer) if self._authorities is not None else ""
 
     def has_expired(self, peer: PeerCertificate) -> bool:
         """Whether a handshake would have been refused for long."""
@@ -112,19 +125,19 @@ class Guard:
         self._open.pop(ticket, None)
 
     def end_revoked(self) -> int:
-        """Ends what revoked peers have open, once the list has changed, and peers whose certificate ended long ago.
+        """Ends what revoked peers have open, once a list has changed, and peers whose certificate ended long ago.
 
         Returns how many that were.
 
         Raises what a follower or an end raises, once all others have been told; the next call then tells all again.
         """
         now = self._now()
-        revoked = self._revoked.now(now)
-        if revoked == self._followed and now < self._ends_at:
+        lists = self._lists(now)
+        if lists == self._followed and now < self._ends_at:
             return 0
         held = []
         for ticket, (peer, end) in list(self._open.items()):
-            if reason := REVOKED if revoked.has(peer) else EXPIRED if self.has_expired(peer) else "":
+            if reason := self._ended(peer):
                 held.append((ticket, peer, end, reason))
         with ExitStack() as all_told:  # an error in one keeps none of the others from being told
             for follow in self.followers:
@@ -134,8 +147,16 @@ class Guard:
                 self._note(reason, peer, "an open connection", f"{peer} is {reason}")
                 self.told(reason)
                 all_told.callback(end, reason)
-        self._followed, self._ends_at = revoked, now + LOOK_AT_ENDS_S
+        self._followed, self._ends_at = lists, now + LOOK_AT_ENDS_S
         return len(held)
+
+    def _ended(self, peer: PeerCertificate) -> str:
+        """Why what it has open must end; "": it need not."""
+        if self.is_revoked(peer):
+            return REVOKED
+        if self.has_expired(peer):
+            return EXPIRED
+        return FORGED if self._forged(peer) else ""
 
     def _note(self, operation: str, peer: PeerCertificate, address: str, why: str) -> None:
         key, now = (operation, peer.role), self._now()

@@ -13,6 +13,7 @@ from math import inf
 from typing import Any, Final, Self
 
 from cryptography import x509
+from cryptography.hazmat.primitives.serialization import Encoding
 
 SCHEME: Final = "spiffe://"
 SHAPE: Final = f"{SCHEME}TRUST/CLUSTER/ROLE/NAME"
@@ -21,6 +22,7 @@ NO_CLUSTER: Final = "any"  # of those who belong to no cluster: gateways, planne
 MAX_BYTES: Final = 2048  # of the whole name, by the standard
 TRUST: Final = re.compile(r"[a-z0-9._-]{1,255}")
 SEGMENT: Final = re.compile(r"[A-Za-z0-9._-]{1,255}")
+DER: Final = "der"  # beside the keys of `ssl`
 HOW_TO_ISSUE: Final = "`prfaas certificates` issues one: CLUSTER/ROLE/NAME"
 
 
@@ -85,12 +87,16 @@ class PeerName:
 
 @dataclass(frozen=True, slots=True)
 class PeerCertificate:
-    """A certificate as far as rights go. Without a name, `problem` says why. `ends_at` is in seconds since 1970."""
+    """A certificate as far as rights go. Without a name, `problem` says why. `ends_at` is in seconds since 1970.
+
+    `der` is all of it, in its binary form: who has signed it.
+    """
 
     name: PeerName | None
     serial: int
     problem: str = ""
     ends_at: float = field(default=inf, compare=False)
+    der: bytes = field(default=b"", compare=False, repr=False)
 
     @property
     def role(self) -> str:
@@ -101,20 +107,28 @@ class PeerCertificate:
         return str(self.name) if self.name is not None else f"serial {self.serial:x}"
 
 
-def certified(uris: Iterable[str], serial: int, ends_at: float = inf) -> PeerCertificate:
+def certified(uris: Iterable[str], serial: int, ends_at: float = inf, der: bytes = b"") -> PeerCertificate:
     """A certificate by what it says."""
     try:
-        return PeerCertificate(PeerName.among(uris), serial, ends_at=ends_at)
+        return PeerCertificate(PeerName.among(uris), serial, ends_at=ends_at, der=der)
     except NamelessPeer as exc:
-        return PeerCertificate(None, serial, str(exc), ends_at)
+        return PeerCertificate(None, serial, str(exc), ends_at, der)
+
+
+def said_by(connection: ssl.SSLObject | ssl.SSLSocket | None) -> Mapping[str, Any]:
+    """What `ssl` makes of a peer's certificate, and the certificate; nothing where none was shown."""
+    said = connection.getpeercert() if connection is not None else None
+    if connection is None or not said:
+        return {}
+    return {**said, DER: connection.getpeercert(binary_form=True)}
 
 
 def of_tls(said: Mapping[str, Any]) -> PeerCertificate:
-    """Of what `ssl` makes of a peer's certificate (getpeercert)."""
+    """Of what `said_by` gives."""
     names: Sequence[tuple[str, str]] = said.get("subjectAltName", ())
     uris = (text for kind, text in names if kind == "URI")
     ends_at = ssl.cert_time_to_seconds(said["notAfter"]) if "notAfter" in said else inf
-    return certified(uris, int(said.get("serialNumber", "0"), 16), ends_at)
+    return certified(uris, int(said.get("serialNumber", "0"), 16), ends_at, said.get(DER, b""))
 
 
 def of_grpc(context: Mapping[str, Iterable[bytes]]) -> PeerCertificate | None:
@@ -140,4 +154,5 @@ def _of(certificate: x509.Certificate) -> PeerCertificate:
         uris = names.get_values_for_type(x509.UniformResourceIdentifier)
     except x509.ExtensionNotFound:
         uris = []
-    return certified(uris, certificate.serial_number, certificate.not_valid_after_utc.timestamp())
+    ends_at, der = certificate.not_valid_after_utc.timestamp(), certificate.public_bytes(Encoding.DER)
+    return certified(uris, certificate.serial_number, ends_at, der)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias
 
+from transport.peers.authorities import Authorities, AuthorityFile
 from transport.peers.guard import Guard, nameless
 from transport.peers.name import PeerName, of_pem
 from transport.peers.revocation import RevocationList
@@ -20,7 +21,7 @@ Version: TypeAlias = tuple[tuple[int, int, int], ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Identity:
-    """PEM files: our certificate and key, and the authority that signs those of our peers.
+    """PEM files: our certificate and key, and the authority that signs those of our peers, or a list of authorities.
 
     They are read again when they change; while a new certificate is there and its key is not yet, the old pair serves.
     `revoked` lists certificates that count no more.
@@ -34,11 +35,16 @@ class Identity:
     _good: dict[tuple[int, bool], tuple[Version, ssl.SSLContext]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
+    _authorities: AuthorityFile = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_authorities", AuthorityFile(self.authority))
 
     def version(self) -> Version:
         """Changes whenever one of the files does. Raises OSError."""
-        stats = [os.stat(path) for path in (self.certificate, self.key, self.authority)]
-        return tuple((stat.st_mtime_ns, stat.st_ino, stat.st_size) for stat in stats)
+        stats = [os.stat(path) for path in (self.certificate, self.key)]
+        own = tuple((stat.st_mtime_ns, stat.st_ino, stat.st_size) for stat in stats)
+        return own + self._authorities.version()
 
     def check(self) -> None:
         """Raises OSError that says which of the files is wrong."""
@@ -58,12 +64,15 @@ class Identity:
 
     def guard(self) -> Guard:
         """What knows our peers' rights. Raises OSError."""
-        revoked = RevocationList(self.revoked)
+        revoked, authorities = RevocationList(self.revoked), AuthorityFile(self.authority)
         try:
             revoked.load()
         except ValueError as exc:
             raise OSError(str(exc)) from exc
-        return Guard(self.own_name(), revoked)
+        own = self.own_name()
+        if why := _read(authorities).refusal(of_pem(self.certificate.read_bytes())):
+            raise OSError(f"certificate {self.certificate}: {why}")
+        return Guard(own, revoked, authorities=authorities)
 
     def server_context(self) -> ssl.SSLContext:
         return self._present(ssl.PROTOCOL_TLS_SERVER)
@@ -83,13 +92,36 @@ class Identity:
 
         It may be kept for as long as the server listens: a handshake begins with the files as they are then.
         """
-        context = self._load(ssl.PROTOCOL_TLS_SERVER, asks=False)
+        return self._standing(asks=False)
+
+    def mutual_context(self) -> ssl.SSLContext:
+        """The same for a server that asks its callers for their certificate."""
+        return self._standing(asks=True)
+
+    def load_into(self, context: ssl.SSLContext) -> None:
+        """Has `context` show our certificate, and trust our authority beside whomever it trusts already. Raises OSError."""
+        with _named(f"certificate {self.certificate} with key {self.key}"):
+            context.load_cert_chain(self.certificate, self.key)
+        authorities = self.authorities()
+        with _named(f"authority {self.authority}"):
+            if authorities.sites is None:
+                context.load_verify_locations(self.authority)
+            else:
+                context.load_verify_locations(cadata=authorities.pem.decode("ascii"))
+
+    def authorities(self) -> Authorities:
+        """Who signs for our peers, as the files are now. Raises OSError."""
+        return _read(self._authorities)
+
+    def _standing(self, *, asks: bool) -> ssl.SSLContext:
+        # A context of its own: one that hands over to itself would be in force whatever the files say.
+        context = self._load(ssl.PROTOCOL_TLS_SERVER, asks=asks)
         self._present(
-            ssl.PROTOCOL_TLS_SERVER, asks=False
+            ssl.PROTOCOL_TLS_SERVER, asks=asks
         )  # what serves should files be on their way before anybody comes
 
         def present(connection: ssl.SSLObject, _name: str | None, _context: ssl.SSLContext) -> None:
-            connection.context = self._present(ssl.PROTOCOL_TLS_SERVER, asks=False)
+            connection.context = self._present(ssl.PROTOCOL_TLS_SERVER, asks=asks)
 
         context.sni_callback = present
         return context
@@ -112,11 +144,17 @@ class Identity:
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         context.check_hostname = protocol == ssl.PROTOCOL_TLS_CLIENT and bool(self.peer_name)
         context.verify_mode = ssl.CERT_REQUIRED if asks else ssl.CERT_NONE
-        with _named(f"certificate {self.certificate} with key {self.key}"):
-            context.load_cert_chain(self.certificate, self.key)
-        with _named(f"authority {self.authority}"):
-            context.load_verify_locations(self.authority)
+        self.load_into(context)
         return context
+
+
+def _read(authorities: AuthorityFile) -> Authorities:
+    """Raises OSError."""
+    try:
+        with _named(f"authority {authorities.path}"):
+            return authorities.load()
+    except ValueError as exc:
+        raise OSError(f"authority {authorities.path}: {exc}") from exc
 
 
 @contextmanager

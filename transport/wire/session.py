@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from transport.errors import ConnectionRefused
-from transport.peers.name import PeerCertificate, of_tls
+from transport.peers.name import PeerCertificate, of_tls, said_by
 from transport.wire.frames import Code
 from transport.wire.identity import Identity
 
@@ -81,7 +81,7 @@ def request_session(
         sock.settimeout(timeout_s)
         grant = b""
         with context.wrap_socket(sock, server_hostname=identity.peer_name or None) as tls:
-            peer = of_tls(tls.getpeercert() or {})
+            peer = of_tls(said_by(tls))
             if why := refusal(peer):
                 raise ConnectionRefused(Code.IDENTITY, why)
             while len(grant) < _GRANT.size and (part := tls.recv(_GRANT.size - len(grant))):

@@ -18,6 +18,7 @@ from node.grpc_service import NodeService, serve
 from tests.gateway.worlds import on_both_loops
 from tests.node.running import new_runner, until
 from tests.peers import HOST, OWN, Peers
+from tests.two_sites import GATEWAY, TwoSites
 from transport.control.calls import AGENT, CALLER
 from transport.control.credentials import channel_credentials, channel_options, takes_old_tls
 from transport.control.messages import MessageBuffer, frame
@@ -139,6 +140,25 @@ def test_who_has_no_name_another_trust_or_no_good_certificate_gets_nowhere(peers
                     found = await outcome(stub, "Describe")
                 assert found[0] == code
                 assert sentence in found[1]
+
+    with new_runner() as runner:
+        runner.run(scenario())
+
+
+def test_a_gateway_minted_by_another_site_s_authority_gets_nowhere(tmp_path: Path) -> None:
+    sites = TwoSites(tmp_path)
+
+    async def scenario() -> None:
+        async with agent(sites.home, sites.home.guard()) as port:
+            for site, code in (
+                ("any", "UNIMPLEMENTED"),
+                ("remote", "PERMISSION_DENIED"),
+                ("home", "PERMISSION_DENIED"),
+            ):
+                async with stub_of(port, sites.issue(site, GATEWAY)) as stub:
+                    found = await outcome(stub, "Describe")
+                assert found[0] == code
+                assert code == "UNIMPLEMENTED" or f"is signed by {site}/authority.pem, which signs for" in found[1]
 
     with new_runner() as runner:
         runner.run(scenario())

@@ -27,7 +27,7 @@ from typing import Final, Protocol
 from transport.errors import ConnectionRefused, GreetingRefused, LocalProtocolError, PeerLost, RemoteProtocolError
 from transport.path.tcp import HANG_UP_S, TICK_S, format_address, receive_now
 from transport.peers.guard import Guard
-from transport.peers.name import PeerCertificate, of_tls
+from transport.peers.name import PeerCertificate, of_tls, said_by
 from transport.peers.rights import GREET
 from transport.receive.few_lines import FewLines
 from transport.receive.options import Limits
@@ -473,7 +473,7 @@ class Acceptor(threading.Thread):
             self._host.refused(Code.IDENTITY, visitor.name, str(exc))
             self._dismiss(visitor, b"")
             return
-        peer = of_tls(visitor.sock.getpeercert() or {})
+        peer = of_tls(said_by(visitor.sock))
         if self._guard is not None and (why := self._guard.refusal(GREET, peer, visitor.name)):
             self._host.count(f"refused:{Code.ACCESS}")
             visitor.sock.send(refusal_bytes(why))
