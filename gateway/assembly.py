@@ -331,7 +331,7 @@ def _console(shown: ShownParts) -> Console:
             line=shown.pipeline.line,
             clock=shown.clock,
         ),
-        desk=PlanProxy(shown.config.plan),
+        desk=PlanProxy(shown.config.plan, shown.config.plan.asked(shown.config.identity)),
         switch=LinkSwitch(seen.links, seen.drained),
         reloads=shown.reloads,
         receiver=steps.receiver,

@@ -256,7 +256,7 @@ def build_routing(
     seen: NodeAccess,
 ) -> RoutingParts:
     router = Router(config, seen.clusters, seen.links, seen.cost, clock)
-    follower = Follower(config.plan, router.follow, seat.metrics.upkeep)
+    follower = Follower(config.plan, router.follow, seat.metrics.upkeep, config.plan.asked(config.identity))
     follower.begin()
     flows = Flows(seat.next_seq, clock)
     moves = PrefixTransfers(

@@ -6,6 +6,9 @@ from pathlib import Path
 from gateway.errors import GatewayConfigError
 from transport.control.secret_files import read_secret
 from transport.control.settings import require
+from transport.peers.rights import SERVE_PLAN
+from transport.wire.asked_servers import AskedServers
+from transport.wire.identity import Identity
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +27,15 @@ class PlanConfig:
     def __post_init__(self) -> None:
         require(not self.url or self.url.startswith(("http://", "https://")), "url", self.url, "an http(s) URL")
         require(0 < self.wait_s <= 60, "wait_s", self.wait_s, "a number of seconds above 0, at most 60")
+
+    def asked(self, identity: Identity | None) -> AskedServers | None:
+        """Which certificates the service may have, for a gateway that is `identity`. Raises GatewayConfigError."""
+        if identity is None or not self.url:
+            return None
+        try:
+            return AskedServers(identity, SERVE_PLAN)
+        except OSError as exc:
+            raise GatewayConfigError(str(exc)) from exc
 
     def headers(self) -> dict[str, str]:
         """With the secret. Raises GatewayConfigError."""

@@ -22,6 +22,7 @@ from gateway.tasks import BACKOFF_S
 from planner.decisions.plans.live_plan import LivePlan, refusal_of
 from transport.control.bounded import BodyTooLong, read_bounded
 from transport.control.durable import write_durably
+from transport.wire.asked_servers import AskedServers, trust_of
 
 log = logging.getLogger("prfaas.gateway.plan")
 
@@ -46,13 +47,23 @@ class PollFailed(Exception):
 
 
 class Follower:
-    """Keeps to the newest plan; `follow` is told of each. Raises GatewayConfigError for a secret that cannot be read."""
+    """Keeps to the newest plan; `follow` is told of each. Raises GatewayConfigError for a secret that cannot be read.
 
-    def __init__(self, config: PlanConfig, follow: Callable[[LivePlan], None], counted: Counted) -> None:
+    `asked` knows which certificate a service may have that speaks HTTPS; None: one that this host trusts.
+    """
+
+    def __init__(
+        self,
+        config: PlanConfig,
+        follow: Callable[[LivePlan], None],
+        counted: Counted,
+        asked: AskedServers | None = None,
+    ) -> None:
         self.plan: LivePlan | None = None
         self._config = config
         self._follow = follow
         self._counted = counted
+        self._asked = asked
         self._headers = config.headers()
         self._url = f"{config.url.rstrip('/')}/plan"
 
@@ -124,7 +135,9 @@ class Follower:
         try:
             async with (
                 asyncio.timeout(self._config.wait_s + GRACE_S),
-                http.get(self._url, params=asked, allow_redirects=False) as answer,
+                http.get(
+                    self._url, params=asked, allow_redirects=False, ssl=trust_of(self._asked, self._url)
+                ) as answer,
             ):
                 if answer.status == 204:
                     return None
@@ -133,7 +146,7 @@ class Follower:
                 return _DECODER.decode(await read_bounded(answer.content.iter_any(), MAX_PLAN_BYTES))
         except TimeoutError:
             raise PollFailed("timeout", "no answer in time") from None
-        except aiohttp.ClientError as error:
+        except (aiohttp.ClientError, OSError) as error:  # OSError: files of our own
             raise PollFailed("unreachable", str(error) or type(error).__name__) from error
         except (BodyTooLong, *NOT_JSON) as error:
             raise PollFailed("bad_answer", f"no plan: {error}") from error

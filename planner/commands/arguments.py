@@ -305,6 +305,14 @@ def _live(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--token-file", type=Path, metavar="FILE", help="file with the service's secret, if it requires one"
     )
+    command.add_argument(
+        "--certificate", type=Path, metavar="FILE",
+        help="an operator's certificate, with its key beside it, for a service that other machines reach",
+    )  # fmt: skip
+    command.add_argument(
+        "--authority", type=Path, metavar="FILE",
+        help="who signed the service's certificate (default: authority.pem beside --certificate)",
+    )  # fmt: skip
     _json(command)
 
 

@@ -5,7 +5,8 @@
     GET  /status, /history?limit=N, /health
     POST /apply {"version": V}, /rollback, /pause, /resume     with a JSON body that may name the caller: {"by": "ann"}
 
-A POST must be of type application/json: no page in a browser can send that here unasked.
+A POST must be of type application/json: no page in a browser can send that here unasked. Over mutual TLS the caller's
+certificate must have the right to read, or to change (`transport.peers.rights`).
 """
 
 import hmac
@@ -17,8 +18,12 @@ from aiohttp import web
 
 from planner.errors import ChangeRefused
 from planner.service.keeper import Keeper
+from transport.peers.guard import Guard
+from transport.peers.name import of_der
+from transport.peers.rights import CHANGE_PLAN, READ_PLAN
 
 JSON: Final = "application/json"
+READING: Final = ("GET", "HEAD")
 MAX_BODY_BYTES: Final = 4096
 MAX_WAITING: Final = 1024  # questions held open at once
 MAX_WAIT_S: Final = 60.0
@@ -35,11 +40,12 @@ class ChangeBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class PlanEndpoints:
-    """Answers for a keeper; `token` is asked for unless it is empty."""
+    """Answers for a keeper; `token` is asked for unless it is empty, and the right of a caller's certificate of `peers`."""
 
-    def __init__(self, keeper: Keeper, token: str) -> None:
+    def __init__(self, keeper: Keeper, token: str, peers: Guard | None = None) -> None:
         self._keeper = keeper
         self._token = token
+        self._peers = peers
         self._waiting = 0
 
     def app(self) -> web.Application:
@@ -58,6 +64,8 @@ class PlanEndpoints:
         return app
 
     async def _framed(self, http: web.Request, handler: Handler) -> web.StreamResponse:
+        if why := self._refusal(http):
+            return _error(403, why)
         if self._token and http.path != "/health" and not self._knows_token(http):
             return _error(401, "the secret of token_file is missing or wrong")
         try:
@@ -68,6 +76,14 @@ class PlanEndpoints:
             return _error(400, str(error))
         except OSError as error:
             return _error(507, f"nothing has changed, as it could not be written down: {error}")
+
+    def _refusal(self, http: web.Request) -> str:
+        """Why the certificate of the caller gives no right to this; "": it does, or none is asked for."""
+        if self._peers is None or http.transport is None:
+            return ""
+        shown = http.transport.get_extra_info("ssl_object").getpeercert(binary_form=True)
+        operation = READ_PLAN if http.method in READING else CHANGE_PLAN
+        return self._peers.refusal(operation, of_der(shown), http.remote or "")
 
     def _knows_token(self, http: web.Request) -> bool:
         shown = http.headers.get("Authorization", "")

@@ -3,6 +3,7 @@
 import getpass
 import json
 import os
+import ssl
 from collections.abc import Mapping
 from http import HTTPStatus
 from http.client import HTTPException, InvalidURL
@@ -19,6 +20,9 @@ from planner.service.status import Status
 from planner.solve.control.ledger import LedgerEntry
 from transport.control.asking import answer_to
 from transport.control.secret_files import read_secret
+from transport.peers.rights import SERVE_PLAN
+from transport.wire.asked_servers import AskedServers
+from transport.wire.identity import Identity
 
 TIMEOUT_S: Final = 10.0
 
@@ -28,10 +32,12 @@ T = TypeVar("T")
 class PlanClient:
     """One service. Raises InputError when it does not answer, ChangeRefused when it does not do as it is told."""
 
-    def __init__(self, url: str, token_file: Path | None = None) -> None:
+    def __init__(self, url: str, token_file: Path | None = None, identity: Identity | None = None) -> None:
+        """`identity` is an operator's, for a service that asks for certificates."""
         if not url.startswith(("http://", "https://")):
             raise InputError(f"--url {url}: must be an http(s) URL")
         self._url = url.rstrip("/")
+        self._trust = _trust(identity) if url.startswith("https://") else None
         self._headers = {"Content-Type": "application/json"}
         if token_file is not None:
             self._headers["Authorization"] = f"Bearer {read_secret(token_file)}"
@@ -51,7 +57,7 @@ class PlanClient:
         data = None if body is None else json.dumps(body).encode()
         request = Request(f"{self._url}{path}", data, self._headers)
         try:
-            return answer_to(request, TIMEOUT_S)
+            return answer_to(request, TIMEOUT_S, self._trust)
         except HTTPError as exc:
             raise self._refusal(exc) from exc
         except InvalidURL as exc:
@@ -78,6 +84,15 @@ class PlanClient:
             return msgspec.json.decode(body, type=kind)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as exc:
             raise InputError(f"{self._url} is not a plan service of this version: {exc}") from exc
+
+
+def _trust(identity: Identity | None) -> ssl.SSLContext | None:
+    if identity is None:
+        return None
+    try:
+        return AskedServers(identity, SERVE_PLAN).context()
+    except OSError as exc:
+        raise InputError(str(exc)) from exc
 
 
 def _user() -> str:

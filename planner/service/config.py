@@ -23,6 +23,8 @@ from planner.solve.control.readings import Units
 from transport.control.secret_files import read_secret
 from transport.control.settings import SettingsError, build, in_file, read_toml, require, require_known, require_range
 from transport.path.tcp import is_loopback
+from transport.peers.guard import Guard
+from transport.peers.name import PeerRole
 from transport.wire.identity import Identity
 
 DEFAULT_PORT: Final = 8100
@@ -41,9 +43,10 @@ class ServiceConfig:
     """`[plan]`. `time_scale`, `token_scale` and `byte_scale` are those of a system that stands in for the profile's model.
 
     `token_file` holds a secret that every caller must show; needed where other hosts reach the port. `gateway_key_file`
-    holds an operator's key of the gateways, where they ask for one. `certificate`, `key` and `authority` are for nodes
-    that ask for mutual TLS before they convert; `revoked` lists nodes that count no more. `conversions` lets plans move
-    nodes between prefill and decode. A node has `drain_timeout_s` to end what it does.
+    holds an operator's key of the gateways, where they ask for one. `certificate`, `key` and `authority` are for mutual
+    TLS: with nodes that are to convert, and with whoever asks the service where other machines reach it, unless `plain`
+    says that HTTP is meant; `revoked` lists certificates that count no more. `conversions` lets plans move nodes between
+    prefill and decode. A node has `drain_timeout_s` to end what it does.
     """
 
     state_dir: Path
@@ -60,6 +63,7 @@ class ServiceConfig:
     key: Path | None = None
     authority: Path | None = None
     revoked: Path | None = None
+    plain: bool = False
     mode: ApplyMode = ApplyMode.ADVISORY
     conversions: bool = False
     drain_timeout_s: float = 60.0
@@ -78,12 +82,24 @@ class ServiceConfig:
         require(self.egress_gbps >= 0, "egress_gbps", self.egress_gbps, "a number of at least 0")
         for url in self.gateways:
             require(url.startswith(("http://", "https://")), "gateways", url, "http(s) URLs")
-        if self.token_file is None and not is_loopback(self.host):
+        if is_loopback(self.host) or self.speaks_tls:
+            return
+        if self.token_file is None:
             raise SettingsError(f"host = {self.host!r}: other machines reach it, so token_file is needed")
+        if not self.plain:
+            raise SettingsError(
+                f"host = {self.host!r}: other machines reach it: set certificate, key and authority, "
+                "or plain = true if its plans and secret may travel in clear"
+            )
+
+    @property
+    def speaks_tls(self) -> bool:
+        """Whether who asks the service must show a certificate: where other machines reach it, and it has one."""
+        return self.identity is not None and not self.plain and not is_loopback(self.host)
 
     @property
     def identity(self) -> Identity | None:
-        """Who the service is to nodes; None: it talks to them in plain text."""
+        """Who the service is to nodes, gateways and operators; None: it has no certificate."""
         if self.certificate is None or self.key is None or self.authority is None:
             return None
         return Identity(certificate=self.certificate, key=self.key, authority=self.authority, revoked=self.revoked)
@@ -111,6 +127,20 @@ class ServiceConfig:
             egress_bytes_per_s=self.egress_gbps * BYTES_PER_S_PER_GBPS,
             decode_s_per_token=decode.full_step_s / decode.max_running,
         )
+
+    def peers(self) -> Guard | None:
+        """What knows the rights of those who ask; None: no certificates are asked for. Raises InputError."""
+        identity = self.identity
+        if identity is None or not self.speaks_tls:
+            return None
+        try:
+            identity.check()
+            guard = identity.guard()
+        except OSError as exc:
+            raise InputError(f"[plan]: {exc}") from exc
+        if guard.own.role is not PeerRole.PLANNER:
+            raise InputError(f"[plan]: certificate {self.certificate}: it belongs to {guard.own}, not to a planner")
+        return guard
 
     def token(self) -> str:
         """The secret that callers must show, "" without one. Raises InputError."""

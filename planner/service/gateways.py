@@ -10,19 +10,26 @@ import msgspec
 from planner.decisions.plans.offered import GatewayLoad
 from planner.solve.control.readings import Readings
 from transport.control.bounded import BodyTooLong, read_bounded
+from transport.wire.asked_servers import AskedServers, trust_of
 
 MAX_LOAD_BYTES: Final = 4 << 20
 _DECODER: Final = msgspec.json.Decoder(GatewayLoad)
 
 
 class Gateways:
-    """All of them; `urls` may change while it runs. `answers` says what each came to at the last poll."""
+    """All of them; `urls` may change while it runs. `answers` says what each came to at the last poll.
 
-    def __init__(self, urls: tuple[str, ...], timeout_s: float, operator_key: str = "") -> None:
+    `asked` knows which certificates they may have that speak HTTPS; None: those that this host trusts.
+    """
+
+    def __init__(
+        self, urls: tuple[str, ...], timeout_s: float, operator_key: str = "", asked: AskedServers | None = None
+    ) -> None:
         self.urls = urls
         self.answers: dict[str, str] = {}
         self.failed: Counter[str] = Counter()
         self._timeout_s = timeout_s
+        self._asked = asked
         self._headers = {"Authorization": f"Bearer {operator_key}"} if operator_key else {}
 
     async def poll(self, http: aiohttp.ClientSession, readings: Readings) -> list[GatewayLoad]:
@@ -41,7 +48,11 @@ class Gateways:
             async with (
                 asyncio.timeout(self._timeout_s),
                 http.get(
-                    f"{url.rstrip('/')}/prfaas/load", params=query, headers=self._headers, allow_redirects=False
+                    f"{url.rstrip('/')}/prfaas/load",
+                    params=query,
+                    headers=self._headers,
+                    allow_redirects=False,
+                    ssl=trust_of(self._asked, url),
                 ) as answer,
             ):
                 answer.raise_for_status()
@@ -52,7 +63,7 @@ class Gateways:
             self._failed(url, "timeout", "no answer in time")
         except aiohttp.ClientResponseError as error:
             self._failed(url, f"status_{error.status}", f"status {error.status}")
-        except aiohttp.ClientError as error:
+        except (aiohttp.ClientError, OSError) as error:  # OSError: files of our own
             self._failed(url, "unreachable", str(error) or type(error).__name__)
         except (BodyTooLong, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             self._failed(url, "bad_answer", f"no load: {error}")

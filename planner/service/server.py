@@ -23,6 +23,8 @@ from planner.service.gateways import Gateways
 from planner.service.keeper import Keeper
 from planner.service.store import Lock, Store
 from transport.path.tcp import format_address
+from transport.peers.rights import SERVE_LOAD
+from transport.wire.asked_servers import AskedServers
 
 log = logging.getLogger("prfaas.plan")
 
@@ -47,7 +49,7 @@ async def leading(
 
     `gateways` may come to be others while it waits.
     """
-    token = config.token()
+    token, peers = config.token(), config.peers()
     config.model()  # a profile that cannot be read is no reason to wait first
     async with AsyncExitStack() as stack:
         lock = Lock(config.state_dir)
@@ -64,28 +66,33 @@ async def leading(
         except OSError as exc:
             raise InputError(f"{config.state_dir} cannot be written to: {exc}") from exc
         keeper = Keeper(
-            config, store, ledger, gateways or Gateways(config.gateways, config.poll_timeout_s, config.gateway_key()),
+            config, store, ledger, gateways or _gateways(config),
             converter or AgentConverter(config.drain_timeout_s, config.identity), asyncio.get_running_loop().time, _wall,
         )  # fmt: skip
         http = await stack.enter_async_context(aiohttp.ClientSession())
         runner = web.AppRunner(
-            PlanEndpoints(keeper, token).app(), access_log=None, handler_cancellation=True, shutdown_timeout=CLOSE_S
+            PlanEndpoints(keeper, token, peers).app(),
+            access_log=None,
+            handler_cancellation=True,
+            shutdown_timeout=CLOSE_S,
         )
         stack.push_async_callback(runner.cleanup)
         await runner.setup()
-        await web.TCPSite(runner, config.host, config.port).start()
+        secure = config.identity.mutual_context() if config.identity is not None and peers is not None else None
+        await web.TCPSite(runner, config.host, config.port, ssl_context=secure).start()
         host = f"[{config.host}]" if ":" in config.host else config.host
         for name, work in {"looking": lambda: keeper.run(http), "converting": keeper.convert_nodes}.items():
             task = asyncio.create_task(_for_ever(name, work, keeper.failures))
             stack.push_async_callback(_ended, task)
-        yield PlanService(keeper, f"http://{format_address(host, runner.addresses[0][1])}")
+        scheme = "http" if secure is None else "https"
+        yield PlanService(keeper, f"{scheme}://{format_address(host, runner.addresses[0][1])}")
 
 
 async def serve(
     config: ServiceConfig, announce: Callable[[str], None], read_again: Callable[[], ServiceConfig]
 ) -> None:
     """Serves until SIGTERM or SIGINT. SIGHUP has the gateways read again, before it leads, too. Raises InputError."""
-    gateways, loop = Gateways(config.gateways, config.poll_timeout_s, config.gateway_key()), asyncio.get_running_loop()
+    gateways, loop = _gateways(config), asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGHUP, _reload, gateways, read_again)
     serving = asyncio.create_task(_serve(config, gateways, announce))
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -93,6 +100,15 @@ async def serve(
     await asyncio.wait([serving])
     if not serving.cancelled():
         serving.result()
+
+
+def _gateways(config: ServiceConfig) -> Gateways:
+    """Those of the file. Raises InputError."""
+    try:
+        asked = AskedServers(config.identity, SERVE_LOAD) if config.identity is not None else None
+    except OSError as exc:
+        raise InputError(f"[plan]: {exc}") from exc
+    return Gateways(config.gateways, config.poll_timeout_s, config.gateway_key(), asked)
 
 
 async def _serve(config: ServiceConfig, gateways: Gateways, announce: Callable[[str], None]) -> None:

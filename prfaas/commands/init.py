@@ -15,11 +15,13 @@ from gateway.auth.keyring import digest_of
 from gateway.config.operators import OperatorRole
 from hybrid_cache.hashing.name_secrets import SECRET_BYTES
 from prfaas.commands.keys import new_key, operator_lines
-from prfaas.commands.scraping import DIGEST_FILE, KEY_FILE, OPERATOR, ScrapeJob, prometheus_file
+from prfaas.commands.site_files.plan_files import PLAN_KEY, PlanSite, followed_lines, plan_file, start_lines
+from prfaas.commands.site_files.scraping import DIGEST_FILE, KEY_FILE, OPERATOR, ScrapeJob, prometheus_file
 from prfaas.errors import InitError
 from prfaas.system.certificates import (
     GATEWAY_NAME,
     OPERATOR_NAME,
+    PLANNER_NAME,
     REVOKED,
     CertificateHolder,
     clusterless,
@@ -111,10 +113,12 @@ def members(site: InitSite) -> list[SiteNode]:
 class FirstKeys:
     """What opens a site of several machines: keys for clients, for operators, and for Prometheus. Files have digests of them.
 
-    Without one for clients, the gateway is for its own machine, and so are its pages. `names` is what blocks are named by.
+    Without one for clients, the gateway is for its own machine, and so are its pages. `planner` is for a plan service to
+    ask the gateway, `names` is what blocks are named by.
     """
 
     prometheus: str
+    planner: str = ""
     tenant: str = ""
     operator: str = ""
     names: str = ""
@@ -132,7 +136,9 @@ def files(site: InitSite, keys: FirstKeys) -> dict[str, str]:
         "prometheus.yml": prometheus_file(_scrape_jobs(site, nodes, keys)),
         **{f"{node.name}.toml": _node_file(site, node) for node in nodes},
         "gateway.toml": _gateway_file(site, nodes, keys),
-        "START.md": _start(site, nodes),
+        **({"plan.toml": plan_file(_plan_site(site, keys))} if site.tls else {}),
+        **({PLAN_KEY: f"{keys.planner}\n"} if keys.planner else {}),
+        "START.md": _start(site, nodes, keys),
     }
 
 
@@ -141,7 +147,7 @@ def init(site: InitSite, folder: Path, overwrite: bool, say: Callable[[str], Non
     names = secrets.token_hex(SECRET_BYTES)
     keys = FirstKeys(new_key(), names=names)
     if site.gateway != HERE:
-        keys = replace(keys, tenant=new_key(), operator=new_key())
+        keys = replace(keys, tenant=new_key(), operator=new_key(), planner=new_key() if site.tls else "")
     contents = files(site, keys)
     there = sorted(name for name in contents if (folder / name).exists())
     if there and not overwrite:
@@ -171,7 +177,7 @@ def init(site: InitSite, folder: Path, overwrite: bool, say: Callable[[str], Non
 
 def _write(path: Path, text: str) -> None:
     """A key is for its owner, and never for others, not even for a moment."""
-    if path.name in (KEY_FILE, NAMES_FILE):
+    if path.name in (KEY_FILE, NAMES_FILE, PLAN_KEY):
         path.unlink(missing_ok=True)
         path.touch(mode=0o600)
     path.write_text(text)
@@ -216,7 +222,8 @@ def _next_steps(site: InitSite, folder: Path) -> list[str]:
 
 def _holders(site: InitSite) -> list[CertificateHolder]:
     nodes = [node_holder(node.cluster, node.kind, node.name, (node.host,)) for node in members(site)]
-    return [clusterless(PeerRole.GATEWAY, (site.gateway,)), clusterless(PeerRole.OPERATOR), *nodes]
+    own = [clusterless(role, (site.gateway,)) for role in (PeerRole.GATEWAY, PeerRole.PLANNER)]
+    return [*own, clusterless(PeerRole.OPERATOR), *nodes]
 
 
 def _topology(site: InitSite) -> str:
@@ -325,6 +332,14 @@ def _gateway_file(site: InitSite, nodes: Sequence[SiteNode], keys: FirstKeys) ->
             *operator_lines(OPERATOR, OperatorRole.VIEWER),
             _pair_of_keys("keys", digest_of(keys.prometheus), f"the key is in {KEY_FILE}"),
         ]
+    if keys.planner:
+        lines += [
+            "",
+            *operator_lines(PLANNER_NAME, OperatorRole.VIEWER),
+            _pair_of_keys("keys", digest_of(keys.planner), f"the key is in {PLAN_KEY}"),
+        ]
+    if site.tls:
+        lines += ["", *followed_lines(_plan_site(site, keys))]
     for node in nodes:
         lines += [
             "",
@@ -335,14 +350,23 @@ def _gateway_file(site: InitSite, nodes: Sequence[SiteNode], keys: FirstKeys) ->
     return "\n".join(lines) + "\n"
 
 
+def _plan_site(site: InitSite, keys: FirstKeys) -> PlanSite:
+    return PlanSite(
+        host=site.gateway,
+        gateway=f"{'https' if _has_https(site) else 'http'}://{format_address(site.gateway, GATEWAY_PORT)}",
+        key_file=PLAN_KEY if keys.planner else "",
+        identity=_certified(PLANNER_NAME),
+    )
+
+
+def _certified(name: str) -> dict[str, str]:
+    files = {"certificate": f"{name}.pem", "key": f"{name}.key", "authority": "authority.pem", "revoked": REVOKED}
+    return {key: f"certificates/{file}" for key, file in files.items()}
+
+
 def _identity(name: str) -> Iterator[str]:
-    for key, file in (
-        ("certificate", f"{name}.pem"),
-        ("key", f"{name}.key"),
-        ("authority", "authority.pem"),
-        ("revoked", REVOKED),
-    ):
-        yield _pair(key, f"certificates/{file}")
+    for key, file in _certified(name).items():
+        yield _pair(key, file)
     yield _pair("names_secret", NAMES_FILE, "blocks are named by it: the same on all, and nobody else's")
 
 
@@ -351,7 +375,7 @@ def _https() -> Iterator[str]:
     yield _pair("tls_key", f"certificates/{GATEWAY_NAME}.key", "a certificate here that they trust already")
 
 
-def _start(site: InitSite, nodes: Sequence[SiteNode]) -> str:
+def _start(site: InitSite, nodes: Sequence[SiteNode], keys: FirstKeys) -> str:
     lines = ["# What to run where", "", "Nodes and the gateway may start in any order.", ""]
     if site.tls:
         lines += [
@@ -367,6 +391,8 @@ def _start(site: InitSite, nodes: Sequence[SiteNode]) -> str:
     lines.append(
         f"| {site.gateway} | {_needs(site, GATEWAY_NAME, 'gateway.toml')} | `prfaas gateway -c gateway.toml` |"
     )
+    if site.tls:
+        lines += ["", *start_lines(_plan_site(site, keys))]
     ports = ", ".join(f"{name} {port}" for name, (port, _) in PORTS.items())
     return "\n".join(
         [

@@ -6,9 +6,12 @@
     convert                   -         -         -         yes       yes
     drain, undrain            -         -         -         -         yes
     KVCache: send, receive    -         yes       yes       -         -
+    plans: read, change       yes       -         -         -         yes
+    plans: answer             -         -         -         yes       -
 
 A gateway neither drains nor converts: `prfaas drain` and `prfaas convert` show an operator's certificate, the plan
-service its own. `prfaas check` asks as the gateway does, with the gateway's.
+service its own. `prfaas check` asks as the gateway does, with the gateway's. What operators do to plans in the console comes
+through the gateway, which has looked at the operator's role.
 """
 
 from collections.abc import Mapping
@@ -22,6 +25,7 @@ Roles = frozenset[PeerRole]
 GATEWAY: Final = frozenset({PeerRole.GATEWAY})
 NODES: Final = frozenset({PeerRole.PREFILL, PeerRole.NODE})
 CONVERTS: Final = frozenset({PeerRole.PLANNER, PeerRole.OPERATOR})
+PLANNER: Final = frozenset({PeerRole.PLANNER})
 OPERATOR: Final = frozenset({PeerRole.OPERATOR})
 NOBODY: Final[Roles] = frozenset()
 
@@ -58,11 +62,17 @@ GREET: Final = "transfer.Hello"
 RECEIVE: Final = "transfer.Accept"
 ASK_ENGINE: Final = "engine.ask"
 SERVE: Final = "node.serve"
+READ_PLAN: Final = "plan.read"
+CHANGE_PLAN: Final = "plan.change"
+SERVE_PLAN: Final = "plan.serve"
+SERVE_LOAD: Final = "gateway.serve"
 RIGHTS: Final[Mapping[str, Roles]] = MappingProxyType(
     {f"rpc.{name}": roles for name, roles in RPCS.items()}
     | {f"call.{name}": roles for name, roles in CALLS.items()}
     | {f"transfer.{name}": roles for name, roles in FRAMES.items()}
     | {ASK_ENGINE: GATEWAY, SERVE: NODES}  # what is said to engines; who answers gateways
+    | {READ_PLAN: GATEWAY | OPERATOR, CHANGE_PLAN: GATEWAY | OPERATOR}
+    | {SERVE_PLAN: PLANNER, SERVE_LOAD: GATEWAY}  # who answers those, and the plan service's questions
 )
 
 

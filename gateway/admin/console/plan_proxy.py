@@ -14,6 +14,7 @@ from gateway.api.openai import NOT_JSON
 from gateway.config.plan import PlanConfig
 from gateway.errors import ApiError, BadRequest
 from transport.control.bounded import BodyTooLong, read_bounded
+from transport.wire.asked_servers import AskedServers, trust_of
 
 TIMEOUT_S: Final = 5.0
 MAX_ANSWER_BYTES: Final = 1 << 20
@@ -43,8 +44,10 @@ _REFUSED: Final = msgspec.json.Decoder(dict[str, str])
 class PlanProxy:
     """Asks the plan service that the gateway follows, with the gateway's secret. Raises ApiError for what becomes of that."""
 
-    def __init__(self, config: PlanConfig) -> None:
+    def __init__(self, config: PlanConfig, servers: AskedServers | None = None) -> None:
+        """`servers` knows which certificate a service may have that speaks HTTPS; None: one that this host trusts."""
         self._config = config
+        self._servers = servers
 
     async def standing(self) -> PlanServiceState:
         config = self._config
@@ -89,7 +92,7 @@ class PlanProxy:
         try:
             async with (
                 asyncio.timeout(TIMEOUT_S),
-                http.request(method, url, json=body, allow_redirects=False) as answer,
+                http.request(method, url, json=body, allow_redirects=False, ssl=trust_of(self._servers, url)) as answer,
             ):
                 found = bytes(await read_bounded(answer.content.iter_any(), MAX_ANSWER_BYTES))
                 if answer.status != 200:
@@ -99,7 +102,7 @@ class PlanProxy:
                 return found
         except TimeoutError as error:
             raise ApiError(504, "The plan service does not answer in time.", code="plan_service") from error
-        except (aiohttp.ClientError, BodyTooLong) as error:
+        except (aiohttp.ClientError, BodyTooLong, OSError) as error:
             message = f"The plan service cannot be asked: {error or type(error).__name__}"
             raise ApiError(502, message, code="plan_service") from error
 

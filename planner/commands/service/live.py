@@ -3,16 +3,29 @@
 import argparse
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
+from pathlib import Path
 
 from planner.commands.rendering.text import table
 from planner.decisions.plans.live_plan import LivePlan, PlanSetting
 from planner.service.client import PlanClient
 from planner.service.status import Status
 from planner.solve.control.ledger import LedgerEntry, held
+from transport.wire.identity import Identity
 
 
 def client_of(args: argparse.Namespace) -> PlanClient:
-    return PlanClient(args.url, args.token_file)
+    return PlanClient(args.url, args.token_file, _identity(args.certificate, args.authority))
+
+
+def _identity(certificate: Path | None, authority: Path | None) -> Identity | None:
+    """What is shown to a service that asks for certificates: the one named, with its key and its authority beside it."""
+    if certificate is None:
+        return None
+    return Identity(
+        certificate=certificate,
+        key=certificate.with_suffix(".key"),
+        authority=authority or certificate.with_name("authority.pem"),
+    )
 
 
 def status_text(status: Status) -> str:

@@ -16,6 +16,7 @@ def run(args: argparse.Namespace) -> int:
     if args.check:
         config.model()
         config.token()
+        config.peers()
         print(f"{args.config}: ok")
         return 0
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")

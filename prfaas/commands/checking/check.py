@@ -38,6 +38,7 @@ from prfaas.commands.checking.findings import (
     worst,
 )
 from prfaas.commands.checking.member_findings import member_findings
+from prfaas.commands.checking.plan_findings import plan_findings
 from prfaas.commands.fleet.members import listed_members
 from prfaas.commands.operator import gateway_of
 from prfaas.errors import CheckError
@@ -67,7 +68,11 @@ async def check(gateway_file: Path, console: Console, as_json: bool) -> bool:
         secrets = name_secrets(config.names_secret) if config.names_secret is not None else None
     except GatewayConfigError as error:
         raise CheckError(f"{gateway_file}: {error}") from error
-    access = [*access_findings(config, _wall_clock_s()), *await tls_findings(config)]
+    access = [
+        *access_findings(config, _wall_clock_s()),
+        *await tls_findings(config),
+        *await plan_findings(config, _wall_clock_s()),
+    ]
     names = secrets.fingerprints if secrets is not None else ()
     listed = await asyncio.to_thread(listed_members, config)
     seen = replace(await look(config, listed.members), name_secrets=names)

@@ -42,6 +42,7 @@ def test_a_good_file(tmp_path: Path) -> None:
         ("mod = 1", r"\[plan\]: unknown key 'mod' \(did you mean 'mode'\?\)"),
         ("mode = 'maybe'", r"\[plan\]: mode = 'maybe': must be 'advisory' or 'auto'"),
         ("host = '0.0.0.0'", r"host = '0\.0\.0\.0': other machines reach it, so token_file is needed"),
+        ("host = '0.0.0.0'\ntoken_file = 't'", r"set certificate, key and authority, or plain = true"),
         ("token_scale = 0", r"token_scale = 0\.0: must be a number above 0"),
         ("[plan.controller]\ntick_s = 0", "need tick_s > 0"),
         ("[plan.limits]\nmin_threshold_tokens = -1", "need 0 <= min <= max"),

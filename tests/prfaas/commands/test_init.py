@@ -11,10 +11,12 @@ from gateway.config.operators import OperatorRole
 from gateway.errors import Unauthorised
 from hybrid_cache.hashing.name_secrets import NameSecrets
 from node.config import load_node_config
+from planner.service.config import load as load_plan
 from prfaas.cli import main
 from prfaas.commands.init import QUESTIONS, FirstKeys, InitSite, asked, files, init, members, site_of
 from prfaas.errors import InitError
 from prfaas.system.topology import load_topology
+from transport.peers.name import PeerRole
 
 SEVERAL = InitSite(
     model="models/m", gateway="10.0.0.1", remote=("10.1.0.1", "10.1.0.2"), prefill=("10.0.0.2",), decode=("10.0.0.2", "d.lan")
@@ -174,6 +176,25 @@ def test_with_certificates_all_name_blocks_by_one_secret_that_others_cannot_read
     assert all("`names.secret`" in row for row in rows)
     write(InitSite(model="/m", gateway="10.0.0.1", remote=("10.1.0.1",)), tmp_path / "plain")
     assert not (tmp_path / "plain" / "names.secret").exists()
+
+
+def test_a_plan_service_and_its_gateway_ask_each_other_over_tls(tmp_path: Path) -> None:
+    site = InitSite(model="/m", gateway="10.0.0.1", remote=("10.1.0.1",), decode=("10.0.0.2",), tls=True)
+    write(site, tmp_path)
+    chosen = f'profile = "{tmp_path}/p.json"\npd_hardware = "h20x8"'
+    text = (tmp_path / "plan.toml").read_text().replace("# profile", f"{chosen}\n# profile")
+    (tmp_path / "plan.toml").write_text(text)
+    plan = load_plan(tmp_path / "plan.toml")
+    guard = plan.peers()
+    assert guard is not None
+    assert (guard.own.role, plan.gateways, plan.host) == (PeerRole.PLANNER, ("https://10.0.0.1:8000",), "10.0.0.1")
+    gateway = load_gateway(tmp_path / "gateway.toml")
+    key = {"Authorization": f"Bearer {plan.gateway_key()}"}
+    assert Keyring(gateway.tenants, gateway.all_operators).check_operator(key, OperatorRole.VIEWER).name == "planner"
+    assert (tmp_path / "plan.key").stat().st_mode & 0o077 == 0
+    followed = re.sub("# (.gateway.plan.|url|plan_file)", r"\1", (tmp_path / "gateway.toml").read_text())
+    (tmp_path / "gateway.toml").write_text(followed)
+    assert load_gateway(tmp_path / "gateway.toml").plan.url == "https://10.0.0.1:8100"
 
 
 def test_a_relative_model_is_where_the_command_ran(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

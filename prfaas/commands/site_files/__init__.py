@@ -1,0 +1,1 @@
+"""What `prfaas init` writes beside the files of nodes and gateway."""

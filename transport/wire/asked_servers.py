@@ -1,0 +1,97 @@
+"""Servers that are asked over HTTPS, by the name of their host. One of ours shows who it is before it is told a word.
+
+handshake ── of our authority? ── yes ──► it has the right to answer, or the handshake fails
+                              └── no ───► this host trusts it, as it may trust a proxy's
+"""
+
+import logging
+import ssl
+from typing import Any, Final
+
+from transport.peers.authorities import Authorities
+from transport.peers.guard import Guard
+from transport.peers.name import of_der
+from transport.wire.identity import Identity, Version
+
+log = logging.getLogger(__name__)
+
+NOT_VERIFIED: Final = 1  # as OpenSSL numbers its errors
+
+
+class AskedServers:
+    """Those whose answers take the right `operation`, for one who is `identity`."""
+
+    def __init__(self, identity: Identity, operation: str) -> None:
+        """Raises OSError."""
+        self._identity = identity
+        self._operation = operation
+        self._guard = identity.guard()
+        self._good: tuple[Version, _AskingContext] | None = None
+
+    def context(self) -> ssl.SSLContext:
+        """What the next handshake shows and accepts, as the files are now. Raises OSError."""
+        try:
+            version = self._identity.version()
+            if self._good is None or self._good[0] != version:
+                self._good = version, self._loaded()
+        except OSError as error:
+            if self._good is None:
+                raise
+            log.warning("the certificate read before stays in use: %s", error)
+        return self._good[1]
+
+    def _loaded(self) -> "_AskingContext":
+        context = _AskingContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.load_default_certs()
+        self._identity.load_into(context)
+        context.judged_by(self._guard, self._operation, self._identity.authorities())
+        return context
+
+
+def trust_of(asked: AskedServers | None, url: str) -> ssl.SSLContext | bool:
+    """What aiohttp is told of a request for `url`: True has it trust whom this host trusts. Raises OSError."""
+    return asked.context() if asked is not None and url.startswith("https://") else True
+
+
+class _AskingContext(ssl.SSLContext):
+    """A context whose handshakes end with a look at the server."""
+
+    def judged_by(self, guard: Guard, operation: str, authorities: Authorities) -> None:
+        self._guard = guard
+        self._operation = operation
+        self._authorities = authorities
+
+    def judge(self, der: bytes | None, server: str | None) -> None:
+        """Raises SSLCertVerificationError."""
+        assert der is not None  # the handshake has asked for one
+        peer = of_der(der)
+        if peer.name is None and not self._authorities.has_signed(der):
+            return
+        if why := self._guard.refusal(self._operation, peer, server or "its address"):
+            raise ssl.SSLCertVerificationError(NOT_VERIFIED, why)
+
+
+class _JudgedObject(ssl.SSLObject):
+    """As asyncio speaks TLS."""
+
+    def do_handshake(self) -> None:
+        super().do_handshake()
+        _context_of(self).judge(self.getpeercert(binary_form=True), self.server_hostname)
+
+
+class _JudgedSocket(ssl.SSLSocket):
+    """As urllib does."""
+
+    def do_handshake(self, block: bool = False) -> None:
+        super().do_handshake(block)
+        _context_of(self).judge(self.getpeercert(binary_form=True), self.server_hostname)
+
+
+def _context_of(connection: Any) -> _AskingContext:
+    context = connection.context
+    assert isinstance(context, _AskingContext)
+    return context
+
+
+_AskingContext.sslobject_class = _JudgedObject
+_AskingContext.sslsocket_class = _JudgedSocket
