@@ -311,7 +311,7 @@ def _live(command: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     command.add_argument(
         "--authority", type=Path, metavar="FILE",
-        help="who signed the service's certificate (default: authority.pem beside --certificate)",
+        help="who signed the service's certificate (default: authorities or authority.pem beside --certificate)",
     )  # fmt: skip
     _json(command)
 

@@ -17,12 +17,11 @@ from hybrid_cache.hashing.name_secrets import SECRET_BYTES
 from prfaas.commands.keys import new_key, operator_lines
 from prfaas.commands.site_files.plan_files import PLAN_KEY, PlanSite, followed_lines, plan_file, start_lines
 from prfaas.commands.site_files.scraping import DIGEST_FILE, KEY_FILE, OPERATOR, ScrapeJob, prometheus_file
+from prfaas.commands.site_files.trust_files import CERTIFICATES, authority_lines, identity_files
 from prfaas.errors import InitError
 from prfaas.system.certificates import (
     GATEWAY_NAME,
-    OPERATOR_NAME,
     PLANNER_NAME,
-    REVOKED,
     CertificateHolder,
     clusterless,
     issue,
@@ -60,6 +59,7 @@ class InitSite:
     prefill: tuple[str, ...] = ()
     decode: tuple[str, ...] = (HERE,)
     tls: bool = False
+    one_authority: bool = False  # signs for all clusters, as before there were lists
 
     def __post_init__(self) -> None:
         """Raises InitError."""
@@ -144,6 +144,7 @@ def files(site: InitSite, keys: FirstKeys) -> dict[str, str]:
 
 def init(site: InitSite, folder: Path, overwrite: bool, say: Callable[[str], None]) -> None:
     """Writes them, with certificates if they are asked for. Raises InitError, CertificateError."""
+    site = replace(site, one_authority=(folder / AUTHORITY).with_suffix(".key").exists())
     names = secrets.token_hex(SECRET_BYTES)
     keys = FirstKeys(new_key(), names=names)
     if site.gateway != HERE:
@@ -159,7 +160,7 @@ def init(site: InitSite, folder: Path, overwrite: bool, say: Callable[[str], Non
     except OSError as exc:
         raise InitError(f"{folder}: {exc.strerror or exc}") from exc
     if site.tls and not site.is_one_machine:  # `prfaas up` makes its own
-        issue(folder / "certificates", _holders(site), days=365)
+        issue(folder / CERTIFICATES, _holders(site), days=365, by_cluster=not site.one_authority)
     say(f"wrote {', '.join(contents)} to {folder}")
     if not site.tls and not site.is_one_machine:
         why = (
@@ -280,7 +281,7 @@ def _node_file(site: InitSite, node: SiteNode) -> str:
     if node.kind == "prfaas":
         lines.append("# egress_bytes_per_s = 1.25e9            # of what leaves for each other cluster: 10 Gbit/s")
     if site.tls:
-        lines += ["", *_identity(node.name), _pair("integrity", "aead", "encrypts KVCache on its way")]
+        lines += ["", *_identity(site, node.name), _pair("integrity", "aead", "encrypts KVCache on its way")]
     elif not is_loopback(node.host):
         lines.append(IN_CLEAR)
     return "\n".join(lines) + "\n"
@@ -315,7 +316,7 @@ def _gateway_file(site: InitSite, nodes: Sequence[SiteNode], keys: FirstKeys) ->
         _pair(
             "threshold_tokens", 2048, "longer uncached prompts go to the PrfaaS cluster; prfaas-plan solve finds yours"
         ),
-        *(_identity(GATEWAY_NAME) if site.tls else []),
+        *(_identity(site, GATEWAY_NAME) if site.tls else []),
         *(_https() if _has_https(site) else []),
         *([] if site.tls or all(is_loopback(node.host) for node in nodes) else [IN_CLEAR]),
         *_links(nodes),
@@ -355,17 +356,12 @@ def _plan_site(site: InitSite, keys: FirstKeys) -> PlanSite:
         host=site.gateway,
         gateway=f"{'https' if _has_https(site) else 'http'}://{format_address(site.gateway, GATEWAY_PORT)}",
         key_file=PLAN_KEY if keys.planner else "",
-        identity=_certified(PLANNER_NAME),
+        identity=identity_files(PLANNER_NAME, one_authority=site.one_authority),
     )
 
 
-def _certified(name: str) -> dict[str, str]:
-    files = {"certificate": f"{name}.pem", "key": f"{name}.key", "authority": "authority.pem", "revoked": REVOKED}
-    return {key: f"certificates/{file}" for key, file in files.items()}
-
-
-def _identity(name: str) -> Iterator[str]:
-    for key, file in _certified(name).items():
+def _identity(site: InitSite, name: str) -> Iterator[str]:
+    for key, file in identity_files(name, one_authority=site.one_authority).items():
         yield _pair(key, file)
     yield _pair("names_secret", NAMES_FILE, "blocks are named by it: the same on all, and nobody else's")
 
@@ -378,11 +374,8 @@ def _https() -> Iterator[str]:
 def _start(site: InitSite, nodes: Sequence[SiteNode], keys: FirstKeys) -> str:
     lines = ["# What to run where", "", "Nodes and the gateway may start in any order.", ""]
     if site.tls:
-        lines += [
-            f"Each machine also needs `{AUTHORITY}` and `certificates/{REVOKED}`. Never copy `certificates/authority.key`,",
-            f"which signs certificates, nor `certificates/{OPERATOR_NAME}.key`, which drains and converts nodes.",
-            "",
-        ]
+        clusters = list(dict.fromkeys(node.cluster for node in nodes))
+        lines += [*authority_lines(clusters, one_authority=site.one_authority), ""]
     lines += ["| machine | needs | command |", "|---|---|---|"]
     lines += [
         f"| {node.host} | {_needs(site, node.name, f'{node.name}.toml', DIGEST_FILE)} | `prfaas node -c {node.name}.toml` |"

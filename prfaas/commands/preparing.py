@@ -50,6 +50,11 @@ def add_preparations(commands: Any) -> None:
     )
     certificates.add_argument("--out", type=Path, required=True, metavar="DIR", help="directory to write the files to")
     certificates.add_argument(
+        "--by-cluster",
+        action="store_true",
+        help="make an authority for each cluster, and a list of them, which bounds each one to names of its cluster",
+    )
+    certificates.add_argument(
         "--days", type=within(1, 3650), default=365, metavar="N", help="days of validity (default: %(default)s)"
     )
     certificates.set_defaults(run=_certificates)
@@ -130,7 +135,7 @@ def _certificates(arguments: argparse.Namespace) -> int:
     from prfaas.system.certificates import issue_and_tell
 
     holders = [each.of_trust(arguments.trust) for each in arguments.names]
-    issue_and_tell(arguments.out, holders, arguments.days, print)
+    issue_and_tell(arguments.out, holders, arguments.days, print, by_cluster=arguments.by_cluster)
     return 0
 
 

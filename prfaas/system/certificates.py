@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Final
 
 from prfaas.errors import CertificateError
+from prfaas.system.site_authorities import AUTHORITIES, AUTHORITY, issue_by_cluster, write_for_all
 from transport.control.certificates import Authority
 from transport.peers.name import DEFAULT_TRUST, NO_CLUSTER, NamelessPeer, PeerName, PeerRole
 from transport.peers.revocation import RevocationList
@@ -79,28 +80,46 @@ def paths(folder: Path, name: str) -> dict[str, str]:
     return {
         "certificate": str(folder / f"{name}.pem"),
         "key": str(folder / f"{name}.key"),
-        "authority": str(folder / "authority.pem"),
+        "authority": str(folder / (AUTHORITIES if (folder / AUTHORITIES).exists() else AUTHORITY)),
         "revoked": str(folder / REVOKED),
     }
 
 
-def issue(folder: Path, holders: Sequence[CertificateHolder], days: int) -> list[Identity]:
-    """Makes the authority of `folder` unless it is there, and a new certificate for each. Raises CertificateError."""
+def issue(folder: Path, holders: Sequence[CertificateHolder], days: int, *, by_cluster: bool = False) -> list[Identity]:
+    """Makes the authority of `folder` unless it is there, and a new certificate for each. Raises CertificateError.
+
+    Where there is a list of authorities, or `by_cluster` asks for one, each cluster has its own.
+    """
     try:
-        authority = Authority(folder)
+        folder.mkdir(parents=True, exist_ok=True)
         if not (folder / REVOKED).exists():
-            (folder / REVOKED).write_text(WHAT_IS_REVOKED)
+            write_for_all(folder / REVOKED, WHAT_IS_REVOKED)
+        if by_cluster or (folder / AUTHORITIES).exists():
+            return issue_by_cluster(folder, holders, days)
+        authority = Authority(folder)
         return [authority.issue(each.name, each.hosts, days=days, peer=each.peer) for each in holders]
     except (OSError, ValueError) as exc:
         raise CertificateError(f"{folder}: {exc}") from exc
 
 
 def issue_and_tell(
-    folder: Path, holders: Sequence[CertificateHolder], days: int, report: Callable[[str], None]
+    folder: Path,
+    holders: Sequence[CertificateHolder],
+    days: int,
+    report: Callable[[str], None],
+    *,
+    by_cluster: bool = False,
 ) -> None:
-    """As `prfaas certificates` does it: what to write into which configuration is said."""
-    issue(folder, holders, days)
-    report(f"{folder}/authority.key signs certificates: keep it, and keep it secret")
+    """As `prfaas certificates` does it: what to write into which configuration is said. Raises CertificateError."""
+    path = folder / AUTHORITIES
+    before = path.read_bytes() if path.exists() else b""
+    issue(folder, holders, days, by_cluster=by_cluster)
+    if not path.exists():
+        report(f"{folder}/authority.key signs certificates: keep it, and keep it secret")
+    else:
+        report(f"each {folder}/CLUSTER/authority.key signs for its cluster: keep it with who runs that, and secret")
+        if path.read_bytes() != before:
+            report(f"{path} is new or has a new line: every machine needs it, and the authority.pem of each line")
     revoked = RevocationList(folder / REVOKED).load()
     for each in holders:
         if revoked.names & {each.name, str(each.peer)}:

@@ -39,17 +39,23 @@ class Authority:
         _replace(self.path, certificate.public_bytes(serialization.Encoding.PEM))
 
     def issue(
-        self, name: str, hosts: Sequence[str] = (), *, days: float = 365, peer: PeerName | None = None
+        self,
+        name: str,
+        hosts: Sequence[str] = (),
+        *,
+        days: float = 365,
+        peer: PeerName | None = None,
+        folder: Path | None = None,
     ) -> Identity:
         """A certificate for `name`, good for `hosts` (names or addresses), too; in the files NAME.pem and NAME.key.
 
-        `peer` says who its holder is to others: without it has no rights. Replaces an earlier one.
+        `peer` says who its holder is to others: without it has no rights. The files lie in `folder`, by default beside the
+        authority's. Replaces an earlier one.
         """
+        folder = folder or self._folder
         key = ec.generate_private_key(ec.SECP256R1())
         certificate = self._sign(_name(name), key, days=days, is_authority=False, hosts=(name, *hosts), peer=peer)
-        identity = Identity(
-            certificate=self._folder / f"{name}.pem", key=self._folder / f"{name}.key", authority=self.path
-        )
+        identity = Identity(certificate=folder / f"{name}.pem", key=folder / f"{name}.key", authority=self.path)
         _write_private(identity.key, key)
         _replace(identity.certificate, certificate.public_bytes(serialization.Encoding.PEM))
         return identity

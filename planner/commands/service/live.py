@@ -18,13 +18,15 @@ def client_of(args: argparse.Namespace) -> PlanClient:
 
 
 def _identity(certificate: Path | None, authority: Path | None) -> Identity | None:
-    """What is shown to a service that asks for certificates: the one named, with its key and its authority beside it."""
+    """What is shown to a service that asks for certificates: the one named, with its key and its authorities beside it."""
     if certificate is None:
         return None
+    listed = certificate.with_name("authorities")
+    beside = listed if listed.exists() else certificate.with_name("authority.pem")
     return Identity(
         certificate=certificate,
         key=certificate.with_suffix(".key"),
-        authority=authority or certificate.with_name("authority.pem"),
+        authority=authority or beside,
     )
 
 

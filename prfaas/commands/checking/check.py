@@ -24,7 +24,7 @@ from gateway.errors import AgentCallFailed, GatewayConfigError
 from gateway.routing.block_naming import name_secrets
 from membership.member import Member
 from prfaas.commands.checking.access_findings import access_findings, tls_findings
-from prfaas.commands.checking.file_modes import open_files
+from prfaas.commands.checking.file_modes import authority_files, open_files
 from prfaas.commands.checking.findings import (
     Certificate,
     CheckFindings,
@@ -47,6 +47,7 @@ from transport.control.credentials import server_certificate, takes_old_tls
 from transport.control.messages import TicketInfo
 from transport.control.release import release
 from transport.path.tcp import format_address
+from transport.peers.authorities import Authorities
 from transport.peers.name import of_pem
 from transport.peers.revocation import RevocationList, Revoked
 from transport.wire.identity import Identity
@@ -116,8 +117,10 @@ async def look(config: GatewayConfig, members: Sequence[Member] | None = None) -
         ports = await asyncio.gather(*[_try(*port) for _, node in nodes for port in _ports(node)])
         pairs = _pairs(nodes)
         ways = await _ask_ways(pairs[:MAX_WAYS])
-        revoked = _revoked(config)
-        shown = await asyncio.gather(*[_shown(node.agent, config.identity, revoked) for node in nodes_asked])
+        revoked, authorities = _revoked(config), _authorities(config)
+        shown = await asyncio.gather(
+            *[_shown(node.agent, config.identity, revoked, authorities) for node in nodes_asked]
+        )
     return CheckFindings(
         described=[node for _, node in nodes],
         silent=[answer for answer in answers if isinstance(answer, Silent)],
@@ -212,15 +215,26 @@ async def _ticket(receiver: Asked) -> TicketInfo | str:
 
 
 def _certificates(config: GatewayConfig) -> Iterator[Certificate]:
-    """Those of the gateway's file; the authority needs no name."""
-    for path in dict.fromkeys((config.certificate, config.authority, config.tls_certificate)):
+    """Those of the gateway's file, and of a list of authorities; authorities need no name."""
+    authorities = _authorities(config)
+    listed = authority_files(config.authority, authorities)
+    for path in dict.fromkeys((config.certificate, *listed, config.tls_certificate)):
         if path is None:
             continue
         try:
-            nameless = of_pem(path.read_bytes()).problem if path == config.certificate else ""
-            yield Certificate(str(path), expires_at(path) - _wall_clock_s(), nameless=nameless)
+            peer = of_pem(path.read_bytes()) if path == config.certificate else None
+            why = peer.problem or (authorities.refusal(peer) if authorities is not None else "") if peer else ""
+            yield Certificate(str(path), expires_at(path) - _wall_clock_s(), nameless=why)
         except (OSError, ValueError) as error:
             yield Certificate(str(path), None, f"cannot be read: {error}")
+
+
+def _authorities(config: GatewayConfig) -> Authorities | None:
+    """None without certificates, and where they cannot be read."""
+    try:
+        return config.identity.authorities() if config.identity is not None else None
+    except OSError:
+        return None
 
 
 def _revoked(config: GatewayConfig) -> Revoked:
@@ -231,7 +245,9 @@ def _revoked(config: GatewayConfig) -> Revoked:
         return Revoked()
 
 
-async def _shown(agent: str, identity: Identity | None, revoked: Revoked) -> Certificate | None:
+async def _shown(
+    agent: str, identity: Identity | None, revoked: Revoked, authorities: Authorities | None
+) -> Certificate | None:
     """What a node shows; None where there is nothing to see, which others find out."""
     if identity is None:
         return None
@@ -244,7 +260,7 @@ async def _shown(agent: str, identity: Identity | None, revoked: Revoked) -> Cer
     return Certificate(
         f"certificate of {agent}",
         left_s,
-        nameless=peer.problem,
+        nameless=peer.problem or (authorities.refusal(peer) if authorities is not None else ""),
         is_revoked=revoked.has(peer),
         is_old_taken=is_old_taken,
     )

@@ -1,4 +1,4 @@
-"""What `prfaas check` looks at in modes of files: who else on this machine reads secrets, or says which nodes there are."""
+"""What `prfaas check` looks at in modes of files: who else on this machine reads secrets, or says whom to trust."""
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -7,6 +7,7 @@ from typing import Final
 from gateway.config.gateway import GatewayConfig
 from membership.sources import ENTRY_SUFFIX
 from prfaas.commands.checking.findings import OpenFile
+from transport.peers.authorities import Authorities
 
 TO_READ: Final = 0o077  # by anybody but the owner
 TO_WRITE: Final = 0o022
@@ -23,15 +24,30 @@ def open_files(config: GatewayConfig) -> list[OpenFile]:
 
 def _secrets(config: GatewayConfig) -> set[Path]:
     found = {path for path in (config.key, config.tls_key, config.names_secret) if path is not None}
-    if config.key is not None and config.authority is not None:
-        found |= {*config.key.parent.glob("*.key"), config.authority.with_suffix(".key")}
+    if config.identity is not None:
+        try:
+            authorities = config.identity.authorities()
+        except OSError:  # others tell of it
+            authorities = None
+        listed = authority_files(config.authority, authorities)
+        found |= {*config.identity.key.parent.glob("*.key"), *(path.with_suffix(".key") for path in listed)}
     return found
 
 
+def authority_files(path: Path | None, authorities: Authorities | None) -> list[Path]:
+    """The PEM files that a list of authorities names; without a list, the file itself."""
+    if path is None or authorities is None or authorities.sites is None:
+        return [path] if path is not None else []
+    return [path.parent / site.file for site in authorities.sites]
+
+
 def _written_by_others(config: GatewayConfig) -> Iterator[OpenFile]:
-    """Registries: who writes one says where prompts go. A file can also be replaced by who writes in its folder."""
+    """Registries: who writes one says where prompts go. A file can also be replaced by who writes in its folder.
+
+    Lists of authorities and of revoked certificates are no better than who writes them.
+    """
     file, folder = config.membership.file, config.membership.folder
-    registries = {each for each in (file, folder) if each is not None}
+    registries = {each for each in (file, folder, config.authority, config.revoked) if each is not None}
     parents = {file.parent} - registries if file is not None else set()
     for path, mode in _modes(registries | parents):
         if mode & TO_WRITE and not (path in parents and mode & STICKY):

@@ -172,7 +172,7 @@ def _about_open_files(files: Sequence[OpenFile]) -> Iterator[Finding]:
     for each in files:
         more = f", and {each.more} files beside it alike" if each.more else ""
         if each.is_written:
-            what = f"others on this machine can write it, and so say which nodes there are (mode {each.mode:o}){more}"
+            what = f"others on this machine can write it, and so say whom to trust (mode {each.mode:o}){more}"
             yield Finding(Level.WARNING, each.path, what, f"chmod go-w {each.path}")
         else:
             what = f"others on this machine can read it (mode {each.mode:o})"

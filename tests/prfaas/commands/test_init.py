@@ -16,6 +16,7 @@ from prfaas.cli import main
 from prfaas.commands.init import QUESTIONS, FirstKeys, InitSite, asked, files, init, members, site_of
 from prfaas.errors import InitError
 from prfaas.system.topology import load_topology
+from transport.control.certificates import Authority
 from transport.peers.name import PeerRole
 
 SEVERAL = InitSite(
@@ -176,6 +177,40 @@ def test_with_certificates_all_name_blocks_by_one_secret_that_others_cannot_read
     assert all("`names.secret`" in row for row in rows)
     write(InitSite(model="/m", gateway="10.0.0.1", remote=("10.1.0.1",)), tmp_path / "plain")
     assert not (tmp_path / "plain" / "names.secret").exists()
+
+
+def test_each_cluster_has_an_authority_that_signs_for_it_alone(tmp_path: Path) -> None:
+    site = InitSite(model="/m", gateway="10.0.0.1", remote=("10.1.0.1",), decode=("10.0.0.2",), tls=True)
+    write(site, tmp_path)
+    identities = [
+        load_gateway(tmp_path / "gateway.toml").identity,
+        *(load_node_config(tmp_path / f"{each.name}.toml").identity for each in members(site)),
+    ]
+    for identity in identities:
+        assert identity is not None
+        identity.check()
+        assert identity.guard()  # which looks at its own name
+    lines = (tmp_path / "certificates" / "authorities").read_text().splitlines()[1:]
+    assert lines == [
+        "any/authority.pem any/gateway any/operator any/planner",
+        "remote/authority.pem remote/prefill",
+        "home/authority.pem home/node",
+    ]
+    both = (tmp_path / "certificates" / "authority.pem").read_text()  # of which clients that compare hosts trust any
+    assert both.count("BEGIN CERTIFICATE") == len(lines)
+    start = (tmp_path / "START.md").read_text()
+    assert "Never copy `certificates/any/authority.key`, `certificates/remote/authority.key`" in start
+
+
+def test_a_site_with_one_authority_keeps_it(tmp_path: Path) -> None:
+    Authority(tmp_path / "certificates")
+    before = (tmp_path / "certificates" / "authority.pem").read_bytes()
+    write(InitSite(model="/m", gateway="10.0.0.1", remote=("10.1.0.1",), decode=("10.0.0.2",), tls=True), tmp_path)
+    gateway = load_gateway(tmp_path / "gateway.toml")
+    assert gateway.authority == tmp_path / "certificates" / "authority.pem"
+    assert gateway.authority.read_bytes() == before
+    assert not (tmp_path / "certificates" / "authorities").exists()
+    assert "Never copy `certificates/authority.key`:" in (tmp_path / "START.md").read_text()
 
 
 def test_a_plan_service_and_its_gateway_ask_each_other_over_tls(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from membership.member import Member
 from membership.registration import FolderEntry
 from prfaas.commands.checking.file_modes import open_files
 from prfaas.commands.checking.findings import CheckFindings, Level, OpenFile, findings
+from tests.two_sites import TwoSites
 
 
 def of(path: Path, mode: int) -> Path:
@@ -50,6 +51,22 @@ def test_who_writes_in_the_folder_of_a_file_can_replace_it(tmp_path: Path) -> No
     assert open_files(config) == [OpenFile(str(shared), 0o777, is_written=True)]
     shared.chmod(0o1777)
     assert open_files(config) == []
+
+
+def test_keys_of_listed_authorities_and_lists_that_others_write_are_told(tmp_path: Path) -> None:
+    sites = TwoSites(tmp_path)
+    sites.list.chmod(0o644)
+    config = GatewayConfig(
+        tokenizer_dir=tmp_path,
+        nodes=(NodeAddress(agent="127.0.0.1:7001"),),
+        certificate=sites.gateway.certificate,
+        key=sites.gateway.key,
+        authority=sites.list,
+    )
+    assert open_files(config) == []
+    sites.list.chmod(0o646)
+    stolen = of(tmp_path / "remote" / "authority.key", 0o644)
+    assert open_files(config) == [OpenFile(str(stolen), 0o644), OpenFile(str(sites.list), 0o646, is_written=True)]
 
 
 def test_a_registry_that_others_can_write_is_a_warning() -> None:
