@@ -1,0 +1,201 @@
+"""What to buy, as text and as JSON."""
+
+from collections.abc import Mapping
+from math import isfinite
+from typing import Any, Final
+
+from planner.commands.rendering.text import LABELS, tokens
+from planner.model.market import HOURS_PER_MONTH, Market
+from planner.model.profile import provenance_kind
+from planner.model.site import Site
+from planner.solve.buying.advice import Advice, BreakEven
+from planner.solve.buying.program import Order, Purchases
+from planner.solve.buying.systems import Contender, SizedSystem
+from planner.version import tool_version
+
+NAMES: Final[Mapping[Contender, str]] = {
+    Contender.PRFAAS: "PrfaaS-PD",
+    Contender.AT_HOME: "fast GPUs at home",
+    Contender.HOMOGENEOUS: "homogeneous PD",
+    Contender.COLOCATED: "colocated",
+}
+STAGES: Final = LABELS | {"nodes": "nodes"}
+ASSUMPTIONS: Final = (
+    "the busiest hour of each month sets the size, by the queues of `solve`; thresholds keep even shares of the requests",
+    "purchases cost their share of lifetime_months, commitments only what falls into the months; nothing is discounted",
+    "lines are paid for by the month, and may be others in the next one",
+    "the threshold of a month holds all week: no schedule of hours is bought",
+)
+
+
+def purchases_json(site: Site, market: Market, advice: Advice) -> dict[str, Any]:
+    """The answer in plain JSON types, units in the keys."""
+    return {
+        "schema": 1,
+        "prfaas_version": tool_version(),
+        "input_hash": site.input_hash,
+        "site": site.name,
+        "currency": market.currency,
+        "offload": advice.is_offloading,
+        "best": str(advice.best),
+        "saving_fraction": advice.saving,
+        "break_even": None if advice.break_even is None else _break_even_json(advice.break_even),
+        "ways": {str(contender): _way_json(market, advice, way) for contender, way in advice.ways.items()},
+        "failed": {str(contender): why for contender, why in advice.failed.items()},
+        "months": [_month_json(advice, month) for month in range(len(advice.rates))],
+        "orders": [_order_json(order) for order in advice.purchases.orders],
+        "assumptions": list(ASSUMPTIONS),
+        "provenance": site.provenances() | _provenances(market),
+    }
+
+
+def _break_even_json(found: BreakEven) -> dict[str, float | None]:
+    return {
+        "per_gb": found.per_gb if found.per_gb is None or isfinite(found.per_gb) else None,
+        "prompt_tokens": found.tokens,
+        "hit_ratio": found.hit_ratio,
+    }
+
+
+def _way_json(market: Market, advice: Advice, way: Purchases) -> dict[str, float]:
+    return {
+        "cost": way.cost,
+        "cost_per_1000_requests": way.cost / _requests(market, advice) * 1000,
+        "sent_gb": way.sent_gb,
+        "gap_fraction": way.gap,
+    }
+
+
+def _requests(market: Market, advice: Advice) -> float:
+    return sum(advice.rates) * market.demand.mean_load * HOURS_PER_MONTH * 3600
+
+
+def _month_json(advice: Advice, month: int) -> dict[str, Any]:
+    system = advice.purchases.systems[month]
+    busy = dict(system.busy)
+    return {
+        "month": month + 1,
+        "busiest_hour_req_per_s": advice.rates[month],
+        "contender": str(system.contender),
+        "num_prfaas": system.num_prfaas,
+        "num_prefill": system.num_prefill,
+        "num_decode": system.num_decode,
+        "threshold_tokens": system.threshold_tokens if isfinite(system.threshold_tokens) else None,
+        "line_gbps": system.line.gbps if system.line else 0.0,
+        "utilisation": busy,
+        "binds": max(busy, key=lambda stage: busy[stage]),
+        "held_instances": dict(advice.purchases.held[month]),
+        "headroom_months": advice.headroom_months(month),
+    }
+
+
+def _order_json(order: Order) -> dict[str, Any]:
+    return {
+        "month": order.month + 1,
+        "hardware": order.hardware,
+        "bought": order.bought,
+        "committed": {f"{months}_months": count for months, count in (order.committed or {}).items()},
+        "rented": order.rented,
+    }
+
+
+def _provenances(market: Market) -> dict[str, str]:
+    prices = {f"prices of {each.hardware}": each.provenance for each in market.hardware}
+    lines = {f"line of {each.gbps:g} Gbit/s": each.provenance for each in market.lines}
+    return {"demand": market.demand.provenance} | prices | lines
+
+
+def purchases_text(site: Site, market: Market, advice: Advice) -> str:
+    """The answer for people: a verdict, all ways, the months, the orders."""
+    rates = advice.rates
+    head = f"Buy  site={site.name}  {len(rates)} months, {rates[0]:.2f} to {rates[-1]:.2f} req/s in the busiest hour"
+    return "\n".join(
+        [
+            f"{head}{_targets(site)}",
+            "",
+            *_verdict(market, advice),
+            "",
+            *_ways(market, advice),
+            "",
+            *_months(advice),
+            "",
+            *_orders(advice),
+            *_doubts(market),
+        ]
+    )
+
+
+def _targets(site: Site) -> str:
+    ttft, tbt = site.slo.ttft_p90_s, site.slo.tbt_s
+    parts = [f"TTFT P90 {ttft:g} s" if ttft is not None else "", f"TBT {tbt:g} s" if tbt is not None else ""]
+    return "".join(f"  {part}" for part in parts if part)
+
+
+def _verdict(market: Market, advice: Advice) -> list[str]:
+    saved = f", {advice.saving:.1%} cheaper than the next" if advice.saving else ", the only way"
+    word = "offload" if advice.is_offloading else "do not offload"
+    lines = [f"Verdict: {word}; {NAMES[advice.best]} is cheapest{saved}"]
+    if (found := advice.break_even) is not None:
+        tariff = (
+            "at no tariff, not even 0"
+            if found.per_gb is None
+            else f"up to {market.currency}{found.per_gb:.4f} per GB sent"
+            if isfinite(found.per_gb)
+            else "at every tariff: nothing else keeps the SLO"
+        )
+        lines.append(f"  Offloading all in all pays {tariff}.")
+        lengths = "no prompt" if found.tokens is None else f"prompts from {tokens(found.tokens)} tokens on"
+        hits = "none" if found.hit_ratio is None else f"{found.hit_ratio:.0%}"
+        lines.append(
+            f"  One by one, {lengths} cost less away; of the mean one that is sent at most {hits} may be cached."
+        )
+    return lines
+
+
+def _ways(market: Market, advice: Advice) -> list[str]:
+    lines = [f"  {'':<22}{'cost, ' + market.currency:>14}{'per 1000 requests':>19}{'sent, TB':>11}{'gap':>9}"]
+    for contender, way in advice.ways.items():
+        each = _way_json(market, advice, way)
+        lines.append(
+            f"  {NAMES[contender]:<22}{way.cost:>14,.0f}{each['cost_per_1000_requests']:>19.3f}"
+            f"{way.sent_gb / 1000:>11,.0f}{way.gap:>9.2%}{_note(market, contender)}"
+        )
+    return [*lines, *(f"  {NAMES[contender]:<22}{why}" for contender, why in advice.failed.items())]
+
+
+def _note(market: Market, contender: Contender) -> str:
+    is_out = contender is Contender.AT_HOME and not market.fast_at_home
+    return "  only compared: fast_at_home is not set" if is_out else ""
+
+
+def _months(advice: Advice) -> list[str]:
+    head = f"  {'month':>5}{'req/s':>8}{'PrfaaS':>8}{'PD-P':>6}{'PD-D':>6}{'t':>9}{'Gbit/s':>8}"
+    lines = [f"{head}{'busiest':>9}  {'which':<16}{'enough for months':>17}"]
+    for month, rate in enumerate(advice.rates):
+        system = advice.purchases.systems[month]
+        share, stage = max((share, stage) for stage, share in system.busy)
+        lines.append(
+            f"  {month + 1:>5}{rate:>8.2f}{system.num_prfaas:>8}{system.num_prefill:>6}{system.num_decode:>6}"
+            f"{_threshold(system):>9}{system.line.gbps if system.line else 0:>8g}{share:>9.0%}  {STAGES[stage]:<16}"
+            f"{advice.headroom_months(month):>17}"
+        )
+    return lines
+
+
+def _threshold(system: SizedSystem) -> str:
+    return tokens(system.threshold_tokens) if system.num_prfaas else "-"
+
+
+def _orders(advice: Advice) -> list[str]:
+    lines = []
+    for order in sorted(advice.purchases.orders, key=lambda each: (each.month, each.hardware)):
+        parts = [f"buy {order.bought}"] if order.bought else []
+        parts += [f"rent {count} for {months} months" for months, count in (order.committed or {}).items()]
+        parts += [f"rent {order.rented} for this month"] if order.rented else []
+        lines.append(f"  month {order.month + 1:>3}  {order.hardware:<12}{', '.join(parts)}")
+    return ["Orders (instances):", *lines] if lines else ["Orders: none"]
+
+
+def _doubts(market: Market) -> list[str]:
+    weak = [what for what, text in _provenances(market).items() if not text or provenance_kind(text) == "unverified"]
+    return ["", f"Unverified: {', '.join(weak)}"] if weak else []

@@ -1,0 +1,232 @@
+"""Whether to offload: every way to serve at its least cost, and what would make the other one cheaper."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from planner.errors import Infeasible, InputError
+from planner.model.market import HOURS_PER_MONTH, HardwareOffer, Market
+from planner.model.site import Site
+from planner.solve.aims import Aim
+from planner.solve.buying.program import SECONDS_PER_HOUR, Purchases, cheapest_purchases
+from planner.solve.buying.systems import Contender, SizedSystem, Sought, colocated, homogeneous, with_prfaas
+from planner.solve.goals import Objective
+from planner.solve.problem import Problem, SolveOptions, pose, ttfts
+from planner.solve.search import weighted_quantile
+
+STEPS: Final = 12  # towards a tariff: each is a program
+CLOSE: Final = 1e-3  # share of the costs by which two ways are equally dear
+GB: Final = 1e9
+LENGTHS: Final = 400  # that are compared
+HITS: Final = np.linspace(0.0, 0.99, 100)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BreakEven:
+    """Where offloading ceases to pay; None: it never pays, infinite: it always does.
+
+    `per_gb` is the tariff at which the whole way costs as much as the best other one. A prompt alone, at the prices of
+    instances and bytes, is cheaper away from `tokens` on; one of the mean offloaded length is as long as at most `hit_ratio`
+    of it is cached and sent all the same.
+    """
+
+    per_gb: float | None
+    tokens: float | None
+    hit_ratio: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Advice:
+    """The answer of `buy`. `ways` are in the order of their costs; of `failed` ones the reason is there."""
+
+    rates: Sequence[float]
+    ways: Mapping[Contender, Purchases]
+    failed: Mapping[Contender, str]
+    is_offloading: bool
+    best: Contender
+    saving: float  # against the best of the others, as a share; 0 where there is none
+    break_even: BreakEven | None  # None without an offloading way
+
+    @property
+    def purchases(self) -> Purchases:
+        return self.ways[self.best]
+
+    def headroom_months(self, month: int) -> int:
+        """For how many of the following months what is run in one is enough, if nothing is ordered any more."""
+        held = self.purchases.held[month]
+        later = self.purchases.held[month + 1 :]
+        grown = [any(count > held.get(name, 0) for name, count in each.items()) for each in later]
+        return grown.index(True) if True in grown else len(grown)
+
+
+def advise(site: Site, market: Market, options: SolveOptions) -> Advice:
+    """What to buy for a site's workload. Raises InputError, and Infeasible where no way carries the demand within the SLO."""
+    market = market.at_rate(site.workload.rate_req_per_s)
+    problem, aim = _posed(site, options)
+    rates = market.demand.rates()
+    sought = Sought(
+        problem=problem,
+        output_tokens=site.workload.output_tokens,
+        ttft_p90_s=aim.ttft_p90_s,
+        tbt_s=site.slo.tbt_s,
+    )
+    near = problem.pd.hardware
+    far = problem.prfaas.hardware if problem.prfaas else near
+    market.offer(near)
+    alone = [list(homogeneous(sought, rate)) for rate in rates]
+    systems = {Contender.HOMOGENEOUS: alone, Contender.COLOCATED: [list(colocated(sought, rate)) for rate in rates]}
+    if problem.prfaas is not None and market.lines:
+        market.offer(far)
+        systems[Contender.PRFAAS] = [
+            [*these, *(each for line in market.lines for each in with_prfaas(sought, rate, line))]
+            for these, rate in zip(alone, rates, strict=True)
+        ]
+        systems[Contender.AT_HOME] = [
+            [*these, *with_prfaas(sought, rate, None, Contender.AT_HOME)]
+            for these, rate in zip(alone, rates, strict=True)
+        ]
+    ways, failed = dict[Contender, Purchases](), dict[Contender, str]()
+    for contender, found in systems.items():
+        try:
+            ways[contender] = _cheapest(contender, found, rates, market, far, near)
+        except Infeasible as exc:
+            failed[contender] = _why(contender, sought) or str(exc)
+    eligible = [each for each in ways if each is not Contender.AT_HOME or market.fast_at_home]
+    if not eligible:
+        raise Infeasible("; ".join(f"{contender}: {why}" for contender, why in failed.items()))
+    best = min(eligible, key=lambda each: ways[each].cost)
+    others = [ways[each].cost for each in eligible if each is not Contender.PRFAAS]
+    least = min(others) if others else None
+    break_even = None
+    if Contender.PRFAAS in ways:
+        tariff = float("inf") if least is None else _tariff(systems[Contender.PRFAAS], rates, market, far, near, least)
+        break_even = BreakEven(
+            per_gb=tariff,
+            tokens=_from_tokens(problem, market, far, near),
+            hit_ratio=_up_to_hits(problem, market, far, near, ways[Contender.PRFAAS].systems[-1]),
+        )
+    second = min([ways[each].cost for each in eligible if each is not best], default=0.0)
+    return Advice(
+        rates=rates,
+        ways=dict(sorted(ways.items(), key=lambda item: item[1].cost)),
+        failed=failed,
+        is_offloading=best is Contender.PRFAAS,
+        best=best,
+        saving=1.0 - ways[best].cost / second if second else 0.0,
+        break_even=break_even,
+    )
+
+
+def _posed(site: Site, options: SolveOptions) -> tuple[Problem, Aim]:
+    """The problem in as many lengths as queues are compared by, within the target for TBT."""
+    objective = Objective.SLO if site.slo.ttft_p90_s is not None else Objective.THROUGHPUT
+    options = SolveOptions(
+        service=options.service,
+        objective=objective,
+        extrapolate=options.extrapolate,
+        survives_cold=options.survives_cold,
+    )
+    problem, aim = pose(site, options), Aim.of(site, options)
+    if site.slo.tbt_s is not None:
+        problem = problem.within_tbt(site.slo.tbt_s, site.workload.output_tokens)
+    return aim.thinned(problem), aim
+
+
+def _why(contender: Contender, sought: Sought) -> str | None:
+    """Why no number of instances serves that way; None where some would."""
+    problem, target = sought.problem, sought.ttft_p90_s
+    if contender in (Contender.HOMOGENEOUS, Contender.COLOCATED) and target is not None:
+        least = weighted_quantile(*ttfts(problem, len(problem.lengths.tokens)), 0.9)
+        if least > target:
+            return f"TTFT P90 is {least:.2f} s even without load, {target:g} s are asked for"
+    if contender is Contender.COLOCATED and sought.tbt_s is not None and problem.decode.full_step_s >= sought.tbt_s:
+        return f"a decode step takes {problem.decode.full_step_s:g} s, and prompts come on top"
+    return None
+
+
+def _cheapest(
+    contender: Contender,
+    systems: Sequence[Sequence[SizedSystem]],
+    rates: Sequence[float],
+    market: Market,
+    far: str,
+    near: str,
+) -> Purchases:
+    has_fast = contender in (Contender.PRFAAS, Contender.AT_HOME)
+    return cheapest_purchases(systems, rates, market, far, near, sends_at_last=has_fast)
+
+
+def _tariff(
+    systems: Sequence[Sequence[SizedSystem]], rates: Sequence[float], market: Market, far: str, near: str, least: float
+) -> float | None:
+    """The price of a gigabyte at which offloading costs as much as the best other way.
+
+    The cost of the cheapest way is concave in the tariff, so that each step along its slope is too short, and the steps end.
+    """
+    tariff = 0.0
+    for _ in range(STEPS):
+        try:
+            found = _cheapest(Contender.PRFAAS, systems, rates, market.with_tariff(tariff), far, near)
+        except Infeasible:
+            return None
+        missing = least - found.cost
+        if tariff == 0.0 and missing < 0:
+            return None
+        if missing <= CLOSE * least or not found.sent_gb:
+            break
+        tariff += missing / found.sent_gb
+    return tariff
+
+
+def month_price(offer: HardwareOffer, months: int) -> float:
+    """The least that an instance costs a month which is there for so many of them."""
+    prices = [offer.committed_per_month(each) for each in offer.commitments if each.months <= months]
+    if offer.rent_per_month is not None:
+        prices.append(offer.rent_per_month)
+    if offer.purchase_per_gpu is not None:
+        prices.append(offer.purchase(months) / months)
+    if not prices and not offer.owned:
+        raise InputError(f"hardware {offer.hardware!r}: give rent_per_gpu_hour, commitments or purchase_per_gpu")
+    return min(prices, default=offer.power_per_month)
+
+
+def _second_prices(market: Market, far: str, near: str) -> tuple[float, float]:
+    per_month = [month_price(market.offer(name), market.demand.months) for name in (far, near)]
+    away, home = (each / (HOURS_PER_MONTH * SECONDS_PER_HOUR) for each in per_month)
+    return away, home
+
+
+def _per_gb(market: Market) -> float:
+    return min(line.per_gb for line in market.lines)
+
+
+def _from_tokens(problem: Problem, market: Market, far: str, near: str) -> float | None:
+    """From which length on a prompt costs less away: GPU seconds and bytes; None: none does."""
+    away, home = _second_prices(market, far, near)
+    low, high = float(problem.lengths.tokens[0]), float(problem.lengths.tokens[-1])
+    tokens = np.geomspace(max(1.0, low), high, LENGTHS)
+    sent = problem.kv.of(tokens) / GB * _per_gb(market)
+    is_cheaper = problem.remote.after(tokens, None) * away + sent < problem.local.after(tokens, None) * home
+    dear = np.flatnonzero(~is_cheaper)
+    if not dear.size:
+        return low
+    return float(tokens[dear[-1] + 1]) if dear[-1] + 1 < LENGTHS else None
+
+
+def _up_to_hits(problem: Problem, market: Market, far: str, near: str, system: SizedSystem) -> float | None:
+    """Up to which share that is cached, yet sent, an offloaded prompt of the mean length costs less away; None: none is."""
+    away, home = _second_prices(market, far, near)
+    lengths = problem.lengths
+    above = lengths.tokens > system.threshold_tokens
+    if not above.any():
+        return None
+    whole = float(np.average(lengths.tokens[above], weights=lengths.weights[above]))
+    computed, cached = whole * (1 - HITS), whole * HITS
+    sent = problem.kv(whole) / GB * _per_gb(market)
+    is_cheaper = problem.remote.after(computed, cached) * away + sent < problem.local.after(computed, cached) * home
+    dear = np.flatnonzero(~is_cheaper)
+    if not dear.size:
+        return 1.0
+    return float(HITS[dear[0] - 1]) if dear[0] else None

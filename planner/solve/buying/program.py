@@ -1,0 +1,238 @@
+"""The cheapest way through the months: which system is run in each, and what is bought and rented for it.
+
+A mixed-integer linear program (scipy's HiGHS). What is bought stays, and what is committed stays for its months. A line is paid
+for by the month.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from planner.errors import Infeasible, needing_scipy
+from planner.model.market import HOURS_PER_MONTH, HardwareOffer, Market
+from planner.model.profile import Floats
+from planner.solve.buying.systems import SizedSystem
+
+LIMIT_S: Final = 20.0  # of the search; what was found by then is taken, and the gap is printed
+GAP: Final = 1e-4  # at which the search stops
+SECONDS_PER_HOUR: Final = 3600.0
+GB: Final = 1e9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """Instances of one kind of hardware that are ordered in a month (counted from 0) and come `lead_months` later."""
+
+    hardware: str
+    month: int
+    bought: int = 0
+    committed: Mapping[int, int] | None = None  # by how many months
+    rented: int = 0  # for this month
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Purchases:
+    """The answer: a system for each month, what is ordered for it, and what all of it costs."""
+
+    systems: Sequence[SizedSystem]
+    held: Sequence[Mapping[str, int]]  # instances by hardware, by month
+    orders: Sequence[Order]
+    cost: float
+    sent_gb: float
+    gap: float  # by which a cheaper way might exist, as a share
+
+
+def gb_per_month(system: SizedSystem, rate: float, market: Market) -> float:
+    """What a system sends in a month whose busiest hour has that rate."""
+    return system.sent_bytes * rate * market.demand.mean_load * HOURS_PER_MONTH * SECONDS_PER_HOUR / GB
+
+
+def line_cost(system: SizedSystem, rate: float, market: Market) -> float:
+    """What a month of a system's line costs."""
+    line = system.line
+    if line is None:
+        return 0.0
+    measured_gbps = system.sent_bytes * 8e-9 * rate * market.demand.measured_load
+    above = max(0.0, measured_gbps - line.committed_gbps) * line.per_gbps_above
+    return line.per_month + line.per_gb * gb_per_month(system, rate, market) + above
+
+
+def needs(system: SizedSystem, far: str, near: str) -> dict[str, int]:
+    """Instances by hardware: that of PrfaaS nodes, and that of the PD cluster."""
+    found = {near: system.num_pd}
+    if system.num_prfaas:
+        found[far] = found.get(far, 0) + system.num_prfaas
+    return found
+
+
+class _Columns:
+    """The variables of a program, and its rows."""
+
+    def __init__(self) -> None:
+        self.costs: list[float] = []
+        self.most: list[float] = []
+        self._rows: list[tuple[dict[int, float], float, float]] = []
+
+    def add(self, cost: float, most: float = np.inf) -> int:
+        """A whole number from 0 to `most`."""
+        self.costs.append(cost)
+        self.most.append(most)
+        return len(self.costs) - 1
+
+    def row(self, entries: Mapping[int, float], low: float, high: float = np.inf) -> None:
+        self._rows.append((dict(entries), low, high))
+
+    def solve(self, limit_s: float) -> tuple[Floats, float] | None:
+        """The values of least cost, and the gap; None if there are none, or none were found in time."""
+        with needing_scipy("purchases"):
+            from scipy.optimize import Bounds, LinearConstraint, milp
+            from scipy.sparse import coo_array
+
+        where = [
+            (row, column, value) for row, (entries, *_) in enumerate(self._rows) for column, value in entries.items()
+        ]
+        rows, columns, values = zip(*where, strict=True)
+        matrix = coo_array((values, (rows, columns)), shape=(len(self._rows), len(self.costs)))
+        found = milp(
+            np.array(self.costs),
+            integrality=np.ones(len(self.costs)),
+            bounds=Bounds(0, np.array(self.most)),
+            constraints=LinearConstraint(
+                matrix.tocsr(), [low for _, low, _ in self._rows], [high for *_, high in self._rows]
+            ),
+            options={"time_limit": limit_s, "mip_rel_gap": GAP},
+        )
+        return None if found.x is None else (np.round(found.x), float(found.mip_gap or 0.0))
+
+
+@dataclass(frozen=True, slots=True)
+class _Supply:
+    """The variables of one kind of hardware, by the month in which they are ordered."""
+
+    offer: HardwareOffer
+    bought: Mapping[int, int]
+    committed: Mapping[tuple[int, int], int]  # by (month, for how many months)
+    rented: Mapping[int, int]
+
+    def entries(self, month: int) -> dict[int, float]:
+        """What is there in a month."""
+        lead = self.offer.lead_months
+        found = {column: 1.0 for at, column in self.bought.items() if at + lead <= month}
+        for (at, months), column in self.committed.items():
+            if at + lead <= month < at + lead + months:
+                found[column] = 1.0
+        if month in self.rented:
+            found[self.rented[month]] = 1.0
+        return found
+
+
+def _supply(program: _Columns, offer: HardwareOffer, months: int, most: int) -> _Supply:
+    ordered = range(months - offer.lead_months)
+    bought, committed, rented = {}, {}, {}
+    if offer.purchase_per_gpu is not None:
+        bought = {at: program.add(offer.purchase(months - at - offer.lead_months), most) for at in ordered}
+    for each in offer.commitments:
+        price = offer.committed_per_month(each)
+        for at in ordered:
+            # One that goes on after the last month is paid for as long as it is looked at.
+            paid = min(each.months, months - at - offer.lead_months)
+            committed[at, each.months] = program.add(price * paid, most)
+    if offer.rent_per_month is not None:
+        rented = {at: program.add(offer.rent_per_month, most) for at in range(months)}
+    return _Supply(offer, bought, committed, rented)
+
+
+def worth_a_look(systems: Sequence[SizedSystem], rate: float, market: Market, far: str, near: str) -> list[SizedSystem]:
+    """Those that no other one beats which has the same line: by hardware, and by what the line costs."""
+    kept: list[tuple[tuple[int, int, float], SizedSystem]] = []
+    for system in sorted(systems, key=lambda each: (line_cost(each, rate, market), each.num_pd, each.num_prfaas)):
+        wanted = needs(system, far, near)
+        size = (wanted[near], 0 if far == near else wanted.get(far, 0), system.line.gbps if system.line else 0.0)
+        if not any(one[0] <= size[0] and one[1] <= size[1] and one[2] == size[2] for one, _ in kept):
+            kept.append((size, system))
+    return [system for _, system in kept]
+
+
+def cheapest_purchases(
+    systems: Sequence[Sequence[SizedSystem]],
+    rates: Sequence[float],
+    market: Market,
+    far: str,
+    near: str,
+    *,
+    sends_at_last: bool = False,
+) -> Purchases:
+    """The cheapest way; with `sends_at_last` one that runs PrfaaS nodes in the last month. Raises Infeasible.
+
+    `systems` are those that carry each month's rate; `far` and `near` are the hardware of PrfaaS nodes and of the PD cluster.
+    """
+    program, months = _Columns(), len(rates)
+    by_month = []
+    for month, rate in enumerate(rates):
+        able = [each for each in systems[month] if each.line is None or each.line.lead_months <= month]
+        if sends_at_last and month == months - 1:
+            able = [each for each in able if each.num_prfaas]
+        if not able:
+            raise Infeasible(
+                f"month {month + 1}: nothing that can be had by then carries {rate:.3f} req/s within the SLO"
+            )
+        by_month.append(worth_a_look(able, rate, market, far, near))
+    chosen = [
+        [(program.add(line_cost(each, rates[month], market), 1), each) for each in choices]
+        for month, choices in enumerate(by_month)
+    ]
+    for picks in chosen:
+        program.row({column: 1.0 for column, _ in picks}, 1, 1)
+    names = sorted({name for picks in chosen for _, each in picks for name in needs(each, far, near)})
+    supplies = []
+    for name in names:
+        offer = market.offer(name)
+        most = max(needs(each, far, near).get(name, 0) for picks in chosen for _, each in picks)
+        supply = _supply(program, offer, months, most)
+        supplies.append(supply)
+        for month, picks in enumerate(chosen):
+            wanted = {column: -float(needs(each, far, near).get(name, 0)) for column, each in picks}
+            program.row({**supply.entries(month), **wanted}, -float(offer.owned))
+    found = program.solve(LIMIT_S)
+    if found is None:
+        raise Infeasible(
+            "no way to have the hardware in time: rent by the hour, shorter lead_months or more owned would do"
+        )
+    values, gap = found
+    taken = [next(each for column, each in picks if values[column]) for picks in chosen]
+    owned = [offer for offer in market.hardware if offer.hardware in (far, near)]
+    owned_power = sum(offer.owned * offer.power_per_month for offer in owned) * months
+    return Purchases(
+        systems=taken,
+        held=[_held(supplies, values, month) for month in range(months)],
+        orders=[order for supply in supplies for order in _orders(supply, values, months)],
+        cost=float(np.array(program.costs) @ values) + owned_power,
+        sent_gb=sum(gb_per_month(each, rate, market) for each, rate in zip(taken, rates, strict=True) if each.line),
+        gap=gap,
+    )
+
+
+def _held(supplies: Sequence[_Supply], values: Floats, month: int) -> dict[str, int]:
+    return {
+        each.offer.hardware: each.offer.owned + int(sum(values[column] for column in each.entries(month)))
+        for each in supplies
+    }
+
+
+def _orders(supply: _Supply, values: Floats, months: int) -> list[Order]:
+    found = []
+    for month in range(months):
+        bought = int(values[supply.bought[month]]) if month in supply.bought else 0
+        committed = {
+            term: int(values[column])
+            for (at, term), column in supply.committed.items()
+            if at == month and values[column]
+        }
+        rented = int(values[supply.rented[month]]) if month in supply.rented else 0
+        if bought or committed or rented:
+            found.append(
+                Order(hardware=supply.offer.hardware, month=month, bought=bought, committed=committed, rented=rented)
+            )
+    return found
