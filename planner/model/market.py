@@ -183,10 +183,6 @@ class Market:
         known = ", ".join(offer.hardware for offer in self.hardware) or "none"
         raise InputError(f"hardware {hardware!r} has no [[hardware]] table; there are: {known}")
 
-    def with_tariff(self, per_gb: float) -> "Market":
-        """The same with lines that all cost so much per gigabyte."""
-        return replace(self, lines=tuple(replace(line, per_gb=per_gb) for line in self.lines))
-
     def at_rate(self, rate_req_per_s: float | None) -> "Market":
         """The same for a first rate, where the file says none."""
         if self.demand.rate_req_per_s is not None or rate_req_per_s is None:

@@ -15,15 +15,21 @@ from planner.version import tool_version
 
 NAMES: Final[Mapping[Contender, str]] = {
     Contender.PRFAAS: "PrfaaS-PD",
-    Contender.AT_HOME: "fast GPUs at home",
+    Contender.BIGGER_LOCAL: "bigger local prefill",
     Contender.HOMOGENEOUS: "homogeneous PD",
     Contender.COLOCATED: "colocated",
 }
 STAGES: Final = LABELS | {"nodes": "nodes"}
+LOCAL_APPLIES: Final = (
+    "  Bigger local prefill applies where the PrfaaS cluster's hardware can be had beside the PD cluster "
+    "(fast_at_home in the market file)."
+)
 ASSUMPTIONS: Final = (
     "the busiest hour of each month sets the size, by the queues of `solve`; thresholds keep even shares of the requests",
+    "bigger local prefill is the PrfaaS cluster's hardware beside the PD cluster, at the same price and without a line",
     "purchases cost their share of lifetime_months, commitments only what falls into the months; nothing is discounted",
     "lines are paid for by the month, and may be others in the next one",
+    "the break-even tariff is one price per GB for all lines; what they cost a month stays",
     "the threshold of a month holds all week: no schedule of hours is bought",
 )
 
@@ -85,7 +91,7 @@ def _month_json(advice: Advice, month: int) -> dict[str, Any]:
         "utilisation": busy,
         "binds": max(busy, key=lambda stage: busy[stage]),
         "held_instances": dict(advice.purchases.held[month]),
-        "headroom_months": advice.headroom_months(month),
+        "headroom_months": advice.headroom_months[month],
     }
 
 
@@ -119,7 +125,7 @@ def purchases_text(site: Site, market: Market, advice: Advice) -> str:
             "",
             *_months(advice),
             "",
-            *_orders(advice),
+            *_orders(market, advice),
             *_doubts(market),
         ]
     )
@@ -139,7 +145,7 @@ def _verdict(market: Market, advice: Advice) -> list[str]:
         tariff = (
             "at no tariff, not even 0"
             if found.per_gb is None
-            else f"up to {market.currency}{found.per_gb:.4f} per GB sent"
+            else f"up to {market.currency}{found.per_gb:.4f} per GB, if all lines charge that"
             if isfinite(found.per_gb)
             else "at every tariff: nothing else keeps the SLO"
         )
@@ -160,12 +166,13 @@ def _ways(market: Market, advice: Advice) -> list[str]:
             f"  {NAMES[contender]:<22}{way.cost:>14,.0f}{each['cost_per_1000_requests']:>19.3f}"
             f"{way.sent_gb / 1000:>11,.0f}{way.gap:>9.2%}{_note(market, contender)}"
         )
-    return [*lines, *(f"  {NAMES[contender]:<22}{why}" for contender, why in advice.failed.items())]
+    lines += [f"  {NAMES[contender]:<22}{why}" for contender, why in advice.failed.items()]
+    return lines if market.fast_at_home or Contender.BIGGER_LOCAL not in advice.ways else [*lines, LOCAL_APPLIES]
 
 
 def _note(market: Market, contender: Contender) -> str:
-    is_out = contender is Contender.AT_HOME and not market.fast_at_home
-    return "  only compared: fast_at_home is not set" if is_out else ""
+    is_out = contender is Contender.BIGGER_LOCAL and not market.fast_at_home
+    return "  only compared" if is_out else ""
 
 
 def _months(advice: Advice) -> list[str]:
@@ -177,7 +184,7 @@ def _months(advice: Advice) -> list[str]:
         lines.append(
             f"  {month + 1:>5}{rate:>8.2f}{system.num_prfaas:>8}{system.num_prefill:>6}{system.num_decode:>6}"
             f"{_threshold(system):>9}{system.line.gbps if system.line else 0:>8g}{share:>9.0%}  {STAGES[stage]:<16}"
-            f"{advice.headroom_months(month):>17}"
+            f"{_headroom(advice, month):>17}"
         )
     return lines
 
@@ -186,11 +193,19 @@ def _threshold(system: SizedSystem) -> str:
     return tokens(system.threshold_tokens) if system.num_prfaas else "-"
 
 
-def _orders(advice: Advice) -> list[str]:
+def _headroom(advice: Advice, month: int) -> str:
+    """At the end of the months looked at nobody knows how many more."""
+    months = advice.headroom_months[month]
+    return f"{months}+" if month + months == len(advice.rates) - 1 else str(months)
+
+
+def _orders(market: Market, advice: Advice) -> list[str]:
     lines = []
     for order in sorted(advice.purchases.orders, key=lambda each: (each.month, each.hardware)):
-        parts = [f"buy {order.bought}"] if order.bought else []
-        parts += [f"rent {count} for {months} months" for months, count in (order.committed or {}).items()]
+        lead = market.offer(order.hardware).lead_months
+        when = f" (there in month {order.month + 1 + lead})" if lead else ""
+        parts = [f"buy {order.bought}{when}"] if order.bought else []
+        parts += [f"rent {count} for {months} months{when}" for months, count in (order.committed or {}).items()]
         parts += [f"rent {order.rented} for this month"] if order.rented else []
         lines.append(f"  month {order.month + 1:>3}  {order.hardware:<12}{', '.join(parts)}")
     return ["Orders (instances):", *lines] if lines else ["Orders: none"]

@@ -1,7 +1,7 @@
 """Whether to offload: every way to serve at its least cost, and what would make the other one cheaper."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
@@ -10,7 +10,7 @@ from planner.errors import Infeasible, InputError
 from planner.model.market import HOURS_PER_MONTH, HardwareOffer, Market
 from planner.model.site import Site
 from planner.solve.aims import Aim
-from planner.solve.buying.program import SECONDS_PER_HOUR, Purchases, cheapest_purchases
+from planner.solve.buying.program import SECONDS_PER_HOUR, Purchases, cheapest_purchases, needs
 from planner.solve.buying.systems import Contender, SizedSystem, Sought, colocated, homogeneous, with_prfaas
 from planner.solve.goals import Objective
 from planner.solve.problem import Problem, SolveOptions, pose, ttfts
@@ -48,17 +48,11 @@ class Advice:
     best: Contender
     saving: float  # against the best of the others, as a share; 0 where there is none
     break_even: BreakEven | None  # None without an offloading way
+    headroom_months: Sequence[int]  # for how many of the following months what a month holds, and its line, is enough
 
     @property
     def purchases(self) -> Purchases:
         return self.ways[self.best]
-
-    def headroom_months(self, month: int) -> int:
-        """For how many of the following months what is run in one is enough, if nothing is ordered any more."""
-        held = self.purchases.held[month]
-        later = self.purchases.held[month + 1 :]
-        grown = [any(count > held.get(name, 0) for name, count in each.items()) for each in later]
-        return grown.index(True) if True in grown else len(grown)
 
 
 def advise(site: Site, market: Market, options: SolveOptions) -> Advice:
@@ -77,14 +71,15 @@ def advise(site: Site, market: Market, options: SolveOptions) -> Advice:
     market.offer(near)
     alone = [list(homogeneous(sought, rate)) for rate in rates]
     systems = {Contender.HOMOGENEOUS: alone, Contender.COLOCATED: [list(colocated(sought, rate)) for rate in rates]}
-    if problem.prfaas is not None and market.lines:
+    if problem.prfaas is not None:
         market.offer(far)
-        systems[Contender.PRFAAS] = [
-            [*these, *(each for line in market.lines for each in with_prfaas(sought, rate, line))]
-            for these, rate in zip(alone, rates, strict=True)
-        ]
-        systems[Contender.AT_HOME] = [
-            [*these, *with_prfaas(sought, rate, None, Contender.AT_HOME)]
+        if market.lines:
+            systems[Contender.PRFAAS] = [
+                [*these, *(each for line in market.lines for each in with_prfaas(sought, rate, line))]
+                for these, rate in zip(alone, rates, strict=True)
+            ]
+        systems[Contender.BIGGER_LOCAL] = [
+            [*these, *with_prfaas(sought, rate, None, Contender.BIGGER_LOCAL)]
             for these, rate in zip(alone, rates, strict=True)
         ]
     ways, failed = dict[Contender, Purchases](), dict[Contender, str]()
@@ -93,7 +88,7 @@ def advise(site: Site, market: Market, options: SolveOptions) -> Advice:
             ways[contender] = _cheapest(contender, found, rates, market, far, near)
         except Infeasible as exc:
             failed[contender] = _why(contender, sought) or str(exc)
-    eligible = [each for each in ways if each is not Contender.AT_HOME or market.fast_at_home]
+    eligible = [each for each in ways if each is not Contender.BIGGER_LOCAL or market.fast_at_home]
     if not eligible:
         raise Infeasible("; ".join(f"{contender}: {why}" for contender, why in failed.items()))
     best = min(eligible, key=lambda each: ways[each].cost)
@@ -116,12 +111,33 @@ def advise(site: Site, market: Market, options: SolveOptions) -> Advice:
         best=best,
         saving=1.0 - ways[best].cost / second if second else 0.0,
         break_even=break_even,
+        headroom_months=_headroom(ways[best], systems[best], far, near),
     )
+
+
+def _headroom(found: Purchases, systems: Sequence[Sequence[SizedSystem]], far: str, near: str) -> list[int]:
+    """For each month, how many following ones its instances and its line carry, whoever owns them."""
+
+    def is_enough(month: int, later: int) -> bool:
+        held, line = found.held[month], found.systems[month].line
+        return any(
+            each.line in (None, line)
+            and all(held.get(name, 0) >= count for name, count in needs(each, far, near).items())
+            for each in systems[later]
+        )
+
+    months = range(len(systems))
+    return [
+        next((later - month - 1 for later in months[month + 1 :] if not is_enough(month, later)), months[-1] - month)
+        for month in months
+    ]
 
 
 def _posed(site: Site, options: SolveOptions) -> tuple[Problem, Aim]:
     """The problem in as many lengths as queues are compared by, within the target for TBT."""
     objective = Objective.SLO if site.slo.ttft_p90_s is not None else Objective.THROUGHPUT
+    # How many instances the site has does not matter, but curves are checked where there are some.
+    site = replace(site, clusters=tuple(replace(each, instances=max(1, each.instances)) for each in site.clusters))
     options = SolveOptions(
         service=options.service,
         objective=objective,
@@ -141,8 +157,8 @@ def _why(contender: Contender, sought: Sought) -> str | None:
         least = weighted_quantile(*ttfts(problem, len(problem.lengths.tokens)), 0.9)
         if least > target:
             return f"TTFT P90 is {least:.2f} s even without load, {target:g} s are asked for"
-    if contender is Contender.COLOCATED and sought.tbt_s is not None and problem.decode.full_step_s >= sought.tbt_s:
-        return f"a decode step takes {problem.decode.full_step_s:g} s, and prompts come on top"
+    if contender is Contender.COLOCATED and sought.tbt_s is not None and problem.decode.at(1) >= sought.tbt_s:
+        return f"a decode step of one request takes {problem.decode.at(1):g} s, and prompts come on top"
     return None
 
 
@@ -154,21 +170,22 @@ def _cheapest(
     far: str,
     near: str,
 ) -> Purchases:
-    has_fast = contender in (Contender.PRFAAS, Contender.AT_HOME)
+    has_fast = contender in (Contender.PRFAAS, Contender.BIGGER_LOCAL)
     return cheapest_purchases(systems, rates, market, far, near, sends_at_last=has_fast)
 
 
 def _tariff(
     systems: Sequence[Sequence[SizedSystem]], rates: Sequence[float], market: Market, far: str, near: str, least: float
 ) -> float | None:
-    """The price of a gigabyte at which offloading costs as much as the best other way.
+    """The price of a gigabyte, alike on all lines, at which offloading costs as much as the best other way.
 
     The cost of the cheapest way is concave in the tariff, so that each step along its slope is too short, and the steps end.
     """
     tariff = 0.0
     for _ in range(STEPS):
         try:
-            found = _cheapest(Contender.PRFAAS, systems, rates, market.with_tariff(tariff), far, near)
+            priced = [[each.at_tariff(tariff) for each in these] for these in systems]
+            found = _cheapest(Contender.PRFAAS, priced, rates, market, far, near)
         except Infeasible:
             return None
         missing = least - found.cost

@@ -145,12 +145,12 @@ def _supply(program: _Columns, offer: HardwareOffer, months: int, most: int) -> 
 
 
 def worth_a_look(systems: Sequence[SizedSystem], rate: float, market: Market, far: str, near: str) -> list[SizedSystem]:
-    """Those that no other one beats which has the same line: by hardware, and by what the line costs."""
-    kept: list[tuple[tuple[int, int, float], SizedSystem]] = []
+    """Those that no other one beats: by hardware, and by what the line costs."""
+    kept: list[tuple[tuple[int, int], SizedSystem]] = []
     for system in sorted(systems, key=lambda each: (line_cost(each, rate, market), each.num_pd, each.num_prfaas)):
         wanted = needs(system, far, near)
-        size = (wanted[near], 0 if far == near else wanted.get(far, 0), system.line.gbps if system.line else 0.0)
-        if not any(one[0] <= size[0] and one[1] <= size[1] and one[2] == size[2] for one, _ in kept):
+        size = (wanted[near], 0 if far == near else wanted.get(far, 0))
+        if not any(one[0] <= size[0] and one[1] <= size[1] for one, _ in kept):
             kept.append((size, system))
     return [system for _, system in kept]
 

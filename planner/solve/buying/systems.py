@@ -1,7 +1,7 @@
 """Systems that could be run: each carries a rate within the SLO, and no smaller one of its kind does.
 
     prfaas        PrfaaS nodes behind a line, and a PD cluster
-    at home       the same hardware beside the PD cluster: no line, nothing is paid for what is sent
+    bigger local  the same hardware beside the PD cluster: no line, nothing is paid for what is sent
     homogeneous   the PD cluster alone
     colocated     nodes of the PD cluster that compute prompts and decode: a batch stands still for each prompt
 
@@ -12,13 +12,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from math import ceil, floor, inf, isfinite
-from typing import Final
+from typing import Final, Self
 
 import numpy as np
 
 from planner.model.market import LineOffer
-from planner.model.queueing import LATE, LoadedStations, Station, Wait, mgk_wait
+from planner.model.profile import DecodeProfile
+from planner.model.queueing import LATE, Station, Wait, mgk_wait
 from planner.model.site import BYTES_PER_S_PER_GBPS
+from planner.model.throughput import decode_seconds
 from planner.solve.loaded import loaded_ttft
 from planner.solve.problem import Problem
 from planner.solve.search import RECOMMENDED_LOAD, Bottleneck, Cut, stage_rates, threshold_of
@@ -27,8 +29,12 @@ THRESHOLDS: Final = 24  # that are tried: even shares of the requests
 QUEUE_BINS: Final = 250  # of lengths, by which their queues are compared
 MOST_SPARE: Final = 24  # instances of a stage beyond those that it needs without queues
 NO_WAIT_S: Final = 1e-3  # for a place in decode: more decode nodes would not be felt
+WAITS: Final = -np.log(
+    1.0 - (np.arange(8) + 0.5) / 8
+)  # of those who wait, in mean waits: the middles of eight equal parts
 NO_GAIN: Final = 1e-6  # of late requests, by one more instance
 HOME_GBPS: Final = 1e5  # between nodes of one cluster
+BATCHES: Final = 16  # sizes of decode batches that are tried on colocated nodes
 LONGEST: Final = 10.0  # a request's tenth part of the intervals between tokens is what TBT is the mean of
 
 
@@ -36,7 +42,7 @@ class Contender(StrEnum):
     """A way to serve."""
 
     PRFAAS = "prfaas"
-    AT_HOME = "at_home"
+    BIGGER_LOCAL = "bigger_local_prefill"
     HOMOGENEOUS = "homogeneous"
     COLOCATED = "colocated"
 
@@ -57,6 +63,10 @@ class SizedSystem:
     @property
     def num_pd(self) -> int:
         return self.num_prefill + self.num_decode
+
+    def at_tariff(self, per_gb: float) -> Self:
+        """The same where its line costs so much per gigabyte."""
+        return self if self.line is None else replace(self, line=replace(self.line, per_gb=per_gb))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,8 +101,24 @@ def colocated(sought: Sought, rate: float) -> Iterator[SizedSystem]:
     """Nodes that do both. Their batches stand still for a share ρ of the time, and TBT is Mooncake's: the mean of a request's
     longest tenth of token intervals, which all of these are among: step · (1 + 10 ρ / (1 − ρ)).
     """
+    found = [each for batch in _batches(sought) if (each := _colocated(sought, batch, rate)) is not None]
+    if found:
+        yield min(found, key=lambda each: each.num_decode)
+
+
+def _batches(sought: Sought) -> Sequence[DecodeProfile]:
+    """The decode batches that are tried: the largest, and smaller ones where their steps are shorter."""
+    decode = sought.problem.decode
+    if not decode.step_s_per_request:
+        return [decode]
+    sizes = {ceil(decode.max_running * share) for share in np.linspace(1.0, 0.0, BATCHES, endpoint=False)}
+    return [replace(decode, max_running=size) for size in sorted(sizes, reverse=True)]
+
+
+def _colocated(sought: Sought, decode: DecodeProfile, rate: float) -> SizedSystem | None:
     problem = sought.problem
-    lengths, decode = problem.asked.thinned(QUEUE_BINS), problem.decode
+    decode_s = float(decode_seconds(decode.max_running, decode.full_step_s, sought.output_tokens))
+    lengths = problem.asked.thinned(QUEUE_BINS)
     station = Station(
         weights=lengths.weights,
         prefill_s=problem.local.after(lengths.uncached, lengths.cached),
@@ -101,25 +127,25 @@ def colocated(sought: Sought, rate: float) -> Iterator[SizedSystem]:
         burst_index=problem.burst_index,
     )
     compute_s = float(station.weights @ station.prefill_s)
-    per_request_s = compute_s + problem.capacity.decode_s
+    per_request_s = compute_s + decode_s
     most_share = 1.0
     if sought.tbt_s is not None:
         extra = max(0.0, (sought.tbt_s / decode.full_step_s - 1.0) / LONGEST)
         most_share = extra / (1.0 + extra)
     if not most_share:
-        return
+        return None
     most_busy = RECOMMENDED_LOAD if sought.ttft_p90_s is None else 1.0
     least = _instances(max(rate * per_request_s / most_busy, rate * compute_s / most_share))
     for nodes in range(least, least + MOST_SPARE):
         if sought.ttft_p90_s is not None:
-            wait = _decode_wait(problem, sought.output_tokens, rate, nodes, compute_s)
-            if _late(replace(station, servers=nodes), rate, wait, sought.ttft_p90_s) > LATE:
+            wait = _decode_wait(decode, sought.output_tokens, rate, nodes, compute_s)
+            if late(replace(station, servers=nodes), rate, wait, sought.ttft_p90_s) > LATE:
                 continue
-        yield SizedSystem(
+        return SizedSystem(
             contender=Contender.COLOCATED, num_prfaas=0, num_prefill=0, num_decode=nodes, line=None,
             threshold_tokens=inf, sent_bytes=0.0, busy=(("nodes", rate * per_request_s / nodes),),
         )  # fmt: skip
-        return
+    return None
 
 
 def _cuts(problem: Problem) -> list[int]:
@@ -185,10 +211,10 @@ def _counts(
     least_far, least_near, least_decode = (_instances(busy[stage]) for stage in stages)
     found: list[tuple[int, int, int]] = []
     for decode in range(least_decode, least_decode + MOST_SPARE):
-        wait = _decode_wait(problem, sought.output_tokens, rate, decode, queues.held_s)
+        wait = _decode_wait(problem.decode, sought.output_tokens, rate, decode, queues.held_s)
         if not isfinite(wait.mean_s):
             continue
-        spare = LATE - sum(_late(replace(each, servers=decode), rate, wait, sought.ttft_p90_s) for each in held)
+        spare = LATE - sum(late(replace(each, servers=decode), rate, wait, sought.ttft_p90_s) for each in held)
         home = _lateness(at_home, least_near, rate, wait, sought.ttft_p90_s)
         for more, late in enumerate(_lateness(away, least_far, rate, wait, sought.ttft_p90_s)):
             enough = next((count for count, each in enumerate(home) if each + late <= spare), None)
@@ -212,18 +238,30 @@ def _lateness(station: Station, least: int, rate: float, wait: Wait, seconds: fl
         return [0.0]
     found: list[float] = []
     for servers in range(least, least + MOST_SPARE):
-        found.append(_late(replace(station, servers=servers), rate, wait, seconds))
+        found.append(late(replace(station, servers=servers), rate, wait, seconds))
         if len(found) > 1 and found[-2] - found[-1] < NO_GAIN:
             break
     return found
 
 
-def _late(station: Station, rate: float, decode: Wait, seconds: float) -> float:
-    return LoadedStations.at([station], decode, rate).late(seconds)
+def late(station: Station, rate: float, decode: Wait, seconds: float) -> float:
+    """The share of all requests that come by this station and whose TTFT is above `seconds`.
+
+    The wait for a place in decode counts as it is spread, not by its mean: few nodes that are busy make few requests very late.
+    """
+    share = float(station.weights.sum())
+    if not share or not isfinite(decode.mean_s):
+        return share
+    queue = station.wait(rate)
+    left_s = seconds - station.prefill_s - station.after_s
+    at_once = float(station.weights @ queue.exceeds(left_s))
+    if decode.mean_s < NO_WAIT_S:
+        return at_once
+    waited = float((queue.exceeds(left_s - decode.mean_if_s * WAITS[:, None]) @ station.weights).mean())
+    return at_once + decode.chance * (waited - at_once)
 
 
-def _decode_wait(problem: Problem, output_tokens: float, rate: float, num_decode: int, held_s: float) -> Wait:
+def _decode_wait(batch: DecodeProfile, output_tokens: float, rate: float, num_decode: int, held_s: float) -> Wait:
     """For a place in decode, whose batches stand still for `held_s` per request."""
-    batch = problem.decode
     service_s = batch.full_step_s * output_tokens + held_s * batch.max_running
     return mgk_wait(rate, num_decode * batch.max_running, service_s, service_s**2)
