@@ -21,8 +21,7 @@ NAMES: Final[Mapping[Contender, str]] = {
 }
 STAGES: Final = LABELS | {"nodes": "nodes"}
 LOCAL_APPLIES: Final = (
-    "  Bigger local prefill applies where the PrfaaS cluster's hardware can be had beside the PD cluster "
-    "(fast_at_home in the market file)."
+    "  Bigger local prefill applies where PrfaaS hardware can be had beside the PD cluster (fast_at_home)."
 )
 ASSUMPTIONS: Final = (
     "the busiest hour of each month sets the size, by the queues of `solve`; thresholds keep even shares of the requests",
