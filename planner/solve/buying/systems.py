@@ -101,21 +101,24 @@ def colocated(sought: Sought, rate: float) -> Iterator[SizedSystem]:
     """Nodes that do both. Their batches stand still for a share ρ of the time, and TBT is Mooncake's: the mean of a request's
     longest tenth of token intervals, which all of these are among: step · (1 + 10 ρ / (1 − ρ)).
     """
-    found = [each for batch in _batches(sought) if (each := _colocated(sought, batch, rate)) is not None]
-    if found:
-        yield min(found, key=lambda each: each.num_decode)
+    best: SizedSystem | None = None
+    for batch in _batches(sought):
+        best = _colocated(sought, batch, rate, best.num_decode if best else inf) or best
+    if best is not None:
+        yield best
 
 
 def _batches(sought: Sought) -> Sequence[DecodeProfile]:
-    """The decode batches that are tried: the largest, and smaller ones where their steps are shorter."""
+    """The decode batches that are tried: smaller ones, where their steps are shorter, up to the largest."""
     decode = sought.problem.decode
     if not decode.step_s_per_request:
         return [decode]
     sizes = {ceil(decode.max_running * share) for share in np.linspace(1.0, 0.0, BATCHES, endpoint=False)}
-    return [replace(decode, max_running=size) for size in sorted(sizes, reverse=True)]
+    return [replace(decode, max_running=size) for size in sorted(sizes)]
 
 
-def _colocated(sought: Sought, decode: DecodeProfile, rate: float) -> SizedSystem | None:
+def _colocated(sought: Sought, decode: DecodeProfile, rate: float, below: float) -> SizedSystem | None:
+    """The least nodes with these batches; None where fewer than `below` do not do."""
     problem = sought.problem
     decode_s = float(decode_seconds(decode.max_running, decode.full_step_s, sought.output_tokens))
     lengths = problem.asked.thinned(QUEUE_BINS)
@@ -136,7 +139,7 @@ def _colocated(sought: Sought, decode: DecodeProfile, rate: float) -> SizedSyste
         return None
     most_busy = RECOMMENDED_LOAD if sought.ttft_p90_s is None else 1.0
     least = _instances(max(rate * per_request_s / most_busy, rate * compute_s / most_share))
-    for nodes in range(least, least + MOST_SPARE):
+    for nodes in range(least, int(min(least + MOST_SPARE, below))):
         if sought.ttft_p90_s is not None:
             wait = _decode_wait(decode, sought.output_tokens, rate, nodes, compute_s)
             if late(replace(station, servers=nodes), rate, wait, sought.ttft_p90_s) > LATE:
