@@ -18,6 +18,7 @@ HOURS_PER_MONTH: Final = 730.0
 MONTHS: Final = Range(1, 120, "months", is_whole=True)
 LEAD: Final = Range(0, 120, "months", is_whole=True)
 GROWTH: Final = Range(-0.5, 1.0, "per month")
+DISCOUNT: Final = Range(0, 1.0, "per year")
 MONEY: Final = Range(0, 1e12)
 KILOWATTS: Final = Range(0, 1e3, "kW")
 GPUS: Final = Range(1, 1e5, "GPUs", is_whole=True)
@@ -29,13 +30,15 @@ MEASURED_SHARE: Final = 0.95  # of the time: what lines are billed by is not exc
 class Demand:
     """What will be asked for. `rate_req_per_s` is that of the week's busiest hour in the first month.
 
-    `week` is the load of the week's hours, or of any equal parts of it, in any unit; empty: it is always the same.
+    `week` is the load of the week's hours, or of any equal parts of it, in any unit; empty: it is always the same. With `ends`
+    nothing is needed after the last month: what was bought or committed until then counts in full.
     """
 
     months: int = 12
     rate_req_per_s: float | None = None
     growth_per_month: float = 0.0
     week: tuple[float, ...] = ()
+    ends: bool = False
     provenance: str = ""
 
     def __post_init__(self) -> None:
@@ -43,8 +46,8 @@ class Demand:
         GROWTH.of("growth_per_month", self.growth_per_month)
         if self.rate_req_per_s is not None:
             RATE.above_low("rate_req_per_s", self.rate_req_per_s)
-        for load in self.week:
-            LOAD.of("week", load)
+        for at, load in enumerate(self.week):
+            LOAD.of(f"week[{at}]", load)
         require(not self.week or max(self.week) > 0, "week", list(self.week), "loads, of which one is above 0")
 
     def rates(self) -> list[float]:
@@ -84,8 +87,8 @@ class HardwareOffer:
     """One kind of hardware: instances of so many GPUs each.
 
     They are rented by the hour, rented for some months, or bought. `owned` are there already. What is bought or rented for
-    months comes `lead_months` after it was ordered, which is in the first month at the earliest. A purchase costs its share
-    of `lifetime_months`. Power is paid for what is owned; rent has it in it.
+    months comes `lead_months` after it was ordered, which is in the first month at the earliest. A purchase is there for
+    `lifetime_months`, and loses its value evenly over them. Power is paid for what is owned; rent includes it.
     """
 
     hardware: str
@@ -105,6 +108,8 @@ class HardwareOffer:
         for name in ("rent_per_gpu_hour", "purchase_per_gpu"):
             if (value := getattr(self, name)) is not None:
                 MONEY.of(name, value)
+        terms = [each.months for each in self.commitments]
+        require(len(set(terms)) == len(terms), "commitments", terms, "of different months")
         MONTHS.of("lifetime_months", self.lifetime_months)
         KILOWATTS.of("kw_per_gpu", self.kw_per_gpu)
         MONEY.of("per_kwh", self.per_kwh)
@@ -124,12 +129,10 @@ class HardwareOffer:
         """Of an instance that is owned."""
         return self.kw_per_gpu * self.gpus * self.per_kwh * HOURS_PER_MONTH
 
-    def purchase(self, months: int) -> float:
-        """What an instance costs that is owned for the last so many months: power, and its share of the purchase."""
-        assert self.purchase_per_gpu is not None
-        return (
-            self.purchase_per_gpu * self.gpus * min(1.0, months / self.lifetime_months) + months * self.power_per_month
-        )
+    @property
+    def purchase_price(self) -> float | None:
+        """Of an instance."""
+        return None if self.purchase_per_gpu is None else self.purchase_per_gpu * self.gpus
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,17 +161,19 @@ class LineOffer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Market:
-    """All of a market file."""
+    """All of a market file. What is paid a year later counts `discount_per_year` less."""
 
     schema: int
     demand: Demand
     hardware: tuple[HardwareOffer, ...]
     lines: tuple[LineOffer, ...] = ()
     currency: str = "$"
+    discount_per_year: float = 0.0
     fast_at_home: bool = False  # the PrfaaS cluster's hardware can be had beside the PD cluster, at the same price
 
     def __post_init__(self) -> None:
         require(self.schema == 1, "schema", self.schema, "1")
+        DISCOUNT.of("discount_per_year", self.discount_per_year)
         names = [offer.hardware for offer in self.hardware]
         require(len(set(names)) == len(names), "hardware", names, "kinds of hardware that differ")
         tables: tuple[Demand | HardwareOffer | LineOffer, ...] = (self.demand, *self.hardware, *self.lines)
@@ -176,12 +181,16 @@ class Market:
             provenance_kind(text)
 
     def offer(self, hardware: str) -> HardwareOffer:
-        """Raises InputError for hardware that nobody offers."""
+        """Raises InputError for hardware without an offer."""
         for offer in self.hardware:
             if offer.hardware == hardware:
                 return offer
         known = ", ".join(offer.hardware for offer in self.hardware) or "none"
         raise InputError(f"hardware {hardware!r} has no [[hardware]] table; there are: {known}")
+
+    def worth(self, month: int) -> float:
+        """What money of a month is worth in the first one."""
+        return float((1.0 + self.discount_per_year) ** (-month / 12.0))
 
     def at_rate(self, rate_req_per_s: float | None) -> "Market":
         """The same for a first rate, where the file says none."""

@@ -14,6 +14,10 @@ from planner.solve.problem import SolveOptions
 def run(args: argparse.Namespace) -> int:
     site, market = load_site(args.config, args.workload), load_market(args.market)
     options = SolveOptions(extrapolate=args.extrapolate, survives_cold=not args.warm_caches)
+    kinds = {cluster.hardware for cluster in site.clusters}
+    for offer in market.hardware:
+        if offer.hardware not in kinds:
+            remark(f"warning: {args.market}: hardware {offer.hardware!r} is in no cluster of the site: not looked at")
     with busy("comparing ways to serve"):
         advice = advise(site, market, options)
     result = purchases_json(site, market, advice)

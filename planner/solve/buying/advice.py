@@ -8,10 +8,26 @@ import numpy as np
 
 from planner.errors import Infeasible, InputError
 from planner.model.market import HOURS_PER_MONTH, HardwareOffer, Market
-from planner.model.site import Site
+from planner.model.site import BYTES_PER_S_PER_GBPS, Site
 from planner.solve.aims import Aim
-from planner.solve.buying.program import SECONDS_PER_HOUR, Purchases, cheapest_purchases, needs
-from planner.solve.buying.systems import Contender, SizedSystem, Sought, colocated, homogeneous, with_prfaas
+from planner.solve.buying.program import (
+    SECONDS_PER_HOUR,
+    Purchases,
+    cheapest_purchases,
+    gb_per_month,
+    needs,
+    purchase_cost,
+)
+from planner.solve.buying.systems import (
+    HOME_GBPS,
+    Contender,
+    SizedSystem,
+    Sought,
+    colocated,
+    even_cuts,
+    homogeneous,
+    with_prfaas,
+)
 from planner.solve.goals import Objective
 from planner.solve.problem import Problem, SolveOptions, pose, ttfts
 from planner.solve.search import weighted_quantile
@@ -20,6 +36,7 @@ STEPS: Final = 12  # towards a tariff: each is a program
 CLOSE: Final = 1e-3  # share of the costs by which two ways are equally dear
 GB: Final = 1e9
 LENGTHS: Final = 400  # that are compared
+MOST_INSTANCES: Final = 5_000  # that are looked at
 HITS: Final = np.linspace(0.0, 0.99, 100)
 
 
@@ -46,7 +63,7 @@ class Advice:
     failed: Mapping[Contender, str]
     is_offloading: bool
     best: Contender
-    saving: float  # against the best of the others, as a share; 0 where there is none
+    saving: float | None  # against the next cheapest way, as a share; None: there is no other way
     break_even: BreakEven | None  # None without an offloading way
     headroom_months: Sequence[int]  # for how many of the following months what a month holds, and its line, is enough
 
@@ -60,6 +77,7 @@ def advise(site: Site, market: Market, options: SolveOptions) -> Advice:
     market = market.at_rate(site.workload.rate_req_per_s)
     problem, aim = _posed(site, options)
     rates = market.demand.rates()
+    _check_size(problem, rates)
     sought = Sought(
         problem=problem,
         output_tokens=site.workload.output_tokens,
@@ -87,10 +105,12 @@ def advise(site: Site, market: Market, options: SolveOptions) -> Advice:
         try:
             ways[contender] = _cheapest(contender, found, rates, market, far, near)
         except Infeasible as exc:
-            failed[contender] = _why(contender, sought) or str(exc)
+            failed[contender] = _why(contender, sought, market) or str(exc)
     eligible = [each for each in ways if each is not Contender.BIGGER_LOCAL or market.fast_at_home]
     if not eligible:
-        raise Infeasible("; ".join(f"{contender}: {why}" for contender, why in failed.items()))
+        local = Contender.BIGGER_LOCAL
+        why = [f"{contender}: {why}" for contender, why in failed.items()]
+        raise Infeasible("; ".join([*why, f"{local}: would do; say fast_at_home if it may"] if local in ways else why))
     best = min(eligible, key=lambda each: ways[each].cost)
     others = [ways[each].cost for each in eligible if each is not Contender.PRFAAS]
     least = min(others) if others else None
@@ -102,21 +122,21 @@ def advise(site: Site, market: Market, options: SolveOptions) -> Advice:
             tokens=_from_tokens(problem, market, far, near),
             hit_ratio=_up_to_hits(problem, market, far, near, ways[Contender.PRFAAS].systems[-1]),
         )
-    second = min([ways[each].cost for each in eligible if each is not best], default=0.0)
+    second = min([ways[each].cost for each in eligible if each is not best], default=None)
     return Advice(
         rates=rates,
         ways=dict(sorted(ways.items(), key=lambda item: item[1].cost)),
         failed=failed,
         is_offloading=best is Contender.PRFAAS,
         best=best,
-        saving=1.0 - ways[best].cost / second if second else 0.0,
+        saving=None if second is None else 1.0 - ways[best].cost / second if second else 0.0,
         break_even=break_even,
         headroom_months=_headroom(ways[best], systems[best], far, near),
     )
 
 
 def _headroom(found: Purchases, systems: Sequence[Sequence[SizedSystem]], far: str, near: str) -> list[int]:
-    """For each month, how many following ones its instances and its line carry, whoever owns them."""
+    """For each month, how many following ones its instances and its line carry, rented or owned."""
 
     def is_enough(month: int, later: int) -> bool:
         held, line = found.held[month], found.systems[month].line
@@ -150,11 +170,27 @@ def _posed(site: Site, options: SolveOptions) -> tuple[Problem, Aim]:
     return aim.thinned(problem), aim
 
 
-def _why(contender: Contender, sought: Sought) -> str | None:
+def _check_size(problem: Problem, rates: Sequence[float]) -> None:
+    """Raises InputError for a demand that is too large to be looked at, and probably a slip."""
+    loads = problem.loads
+    per_request = float((loads.local_s + loads.remote_s).min()) + loads.held_s + problem.capacity.decode_s
+    for month, rate in enumerate(rates):
+        if rate * per_request > MOST_INSTANCES:
+            raise InputError(
+                f"[demand] month {month + 1}: {rate:g} req/s need {rate * per_request:,.0f} instances at least; up to "
+                f"{MOST_INSTANCES:,} are looked at; are rate_req_per_s and growth_per_month right?"
+            )
+
+
+def _why(contender: Contender, sought: Sought, market: Market) -> str | None:
     """Why no number of instances serves that way; None where some would."""
     problem, target = sought.problem, sought.ttft_p90_s
-    if contender in (Contender.HOMOGENEOUS, Contender.COLOCATED) and target is not None:
-        least = weighted_quantile(*ttfts(problem, len(problem.lengths.tokens)), 0.9)
+    if target is not None:
+        at_home = contender in (Contender.HOMOGENEOUS, Contender.COLOCATED)
+        gbps = max(line.gbps for line in market.lines) if contender is Contender.PRFAAS else HOME_GBPS
+        wired = problem.with_capacity(egress_bytes_per_s=gbps * BYTES_PER_S_PER_GBPS)
+        cuts = [len(problem.lengths.tokens)] if at_home else even_cuts(problem)
+        least = min(weighted_quantile(*ttfts(wired, cut), 0.9) for cut in cuts)
         if least > target:
             return f"TTFT P90 is {least:.2f} s even without load, {target:g} s are asked for"
     if contender is Contender.COLOCATED and sought.tbt_s is not None and problem.decode.at(1) >= sought.tbt_s:
@@ -191,26 +227,33 @@ def _tariff(
         missing = least - found.cost
         if tariff == 0.0 and missing < 0:
             return None
-        if missing <= CLOSE * least or not found.sent_gb:
+        slope = sum(
+            gb_per_month(each, rate, market) * market.worth(month)
+            for month, (each, rate) in enumerate(zip(found.systems, rates, strict=True))
+            if each.line
+        )
+        if missing <= CLOSE * least or not slope:
             break
-        tariff += missing / found.sent_gb
+        tariff += missing / slope
     return tariff
 
 
-def month_price(offer: HardwareOffer, months: int) -> float:
-    """The least that an instance costs a month which is there for so many of them."""
+def month_price(offer: HardwareOffer, market: Market) -> float:
+    """The least that an instance costs a month which is there in all of them."""
+    months = market.demand.months
     prices = [offer.committed_per_month(each) for each in offer.commitments if each.months <= months]
     if offer.rent_per_month is not None:
         prices.append(offer.rent_per_month)
-    if offer.purchase_per_gpu is not None:
-        prices.append(offer.purchase(months) / months)
+    if offer.purchase_price is not None:
+        there = range(min(months, offer.lifetime_months))
+        prices.append(purchase_cost(offer, 0, market) / sum(map(market.worth, there)))
     if not prices and not offer.owned:
         raise InputError(f"hardware {offer.hardware!r}: give rent_per_gpu_hour, commitments or purchase_per_gpu")
     return min(prices, default=offer.power_per_month)
 
 
 def _second_prices(market: Market, far: str, near: str) -> tuple[float, float]:
-    per_month = [month_price(market.offer(name), market.demand.months) for name in (far, near)]
+    per_month = [month_price(market.offer(name), market) for name in (far, near)]
     away, home = (each / (HOURS_PER_MONTH * SECONDS_PER_HOUR) for each in per_month)
     return away, home
 
@@ -233,7 +276,7 @@ def _from_tokens(problem: Problem, market: Market, far: str, near: str) -> float
 
 
 def _up_to_hits(problem: Problem, market: Market, far: str, near: str, system: SizedSystem) -> float | None:
-    """Up to which share that is cached, yet sent, an offloaded prompt of the mean length costs less away; None: none is."""
+    """Up to which share that is cached, yet sent, an offloaded prompt of the mean length costs less away; None: at none."""
     away, home = _second_prices(market, far, near)
     lengths = problem.lengths
     above = lengths.tokens > system.threshold_tokens

@@ -1,22 +1,23 @@
 """The cheapest way through the months: which system is run in each, and what is bought and rented for it.
 
-A mixed-integer linear program (scipy's HiGHS). What is bought stays, and what is committed stays for its months. A line is paid
-for by the month.
+A mixed-integer linear program (scipy's HiGHS). What is bought stays for its lifetime, and what is committed for its months. A
+line is paid for by the month.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
 
 from planner.errors import Infeasible, needing_scipy
-from planner.model.market import HOURS_PER_MONTH, HardwareOffer, Market
+from planner.model.market import HOURS_PER_MONTH, Commitment, HardwareOffer, Market
 from planner.model.profile import Floats
 from planner.solve.buying.systems import SizedSystem
 
 LIMIT_S: Final = 20.0  # of the search; what was found by then is taken, and the gap is printed
 GAP: Final = 1e-4  # at which the search stops
+NOTHING_DOES: Final = 2  # the status of milp where no values keep all rows
 SECONDS_PER_HOUR: Final = 3600.0
 GB: Final = 1e9
 
@@ -28,18 +29,25 @@ class Order:
     hardware: str
     month: int
     bought: int = 0
-    committed: Mapping[int, int] | None = None  # by how many months
+    committed: Mapping[int, int] = field(default_factory=dict)  # by how many months
     rented: int = 0  # for this month
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Purchases:
-    """The answer: a system for each month, what is ordered for it, and what all of it costs."""
+    """The answer: a system for each month, what is ordered for it, and what all of it costs.
+
+    `cost` is worth of the first month, and what is bought counts by the value that it loses. `cash` is what is paid in each
+    month. After the last month `still_to_pay` is left of commitments, and `still_worth` of what was bought.
+    """
 
     systems: Sequence[SizedSystem]
     held: Sequence[Mapping[str, int]]  # instances by hardware, by month
     orders: Sequence[Order]
     cost: float
+    cash: Sequence[float]
+    still_to_pay: float
+    still_worth: float
     sent_gb: float
     gap: float  # by which a cheaper way might exist, as a share
 
@@ -57,6 +65,25 @@ def line_cost(system: SizedSystem, rate: float, market: Market) -> float:
     measured_gbps = system.sent_bytes * 8e-9 * rate * market.demand.measured_load
     above = max(0.0, measured_gbps - line.committed_gbps) * line.per_gbps_above
     return line.per_month + line.per_gb * gb_per_month(system, rate, market) + above
+
+
+def purchase_cost(offer: HardwareOffer, month: int, market: Market) -> float:
+    """What an instance costs that is there from a month on: the value that it loses until the end, and power."""
+    months = market.demand.months
+    until = min(months, month + offer.lifetime_months)
+    price = offer.purchase_price
+    assert price is not None
+    left = 0.0 if market.demand.ends else price * (1.0 - (until - month) / offer.lifetime_months)
+    power = offer.power_per_month * sum(market.worth(each) for each in range(month, until))
+    return price * market.worth(month) - left * market.worth(until) + power
+
+
+def commitment_cost(offer: HardwareOffer, commitment: Commitment, month: int, market: Market) -> float:
+    """What an instance costs that is committed from a month on."""
+    until = month + commitment.months
+    if not market.demand.ends:
+        until = min(until, market.demand.months)
+    return offer.committed_per_month(commitment) * sum(market.worth(each) for each in range(month, until))
 
 
 def needs(system: SizedSystem, far: str, near: str) -> dict[str, int]:
@@ -85,7 +112,7 @@ class _Columns:
         self._rows.append((dict(entries), low, high))
 
     def solve(self, limit_s: float) -> tuple[Floats, float] | None:
-        """The values of least cost, and the gap; None if there are none, or none were found in time."""
+        """The values of least cost, and the gap; None if no values do. Raises Infeasible if none were found in time."""
         with needing_scipy("purchases"):
             from scipy.optimize import Bounds, LinearConstraint, milp
             from scipy.sparse import coo_array
@@ -104,7 +131,11 @@ class _Columns:
             ),
             options={"time_limit": limit_s, "mip_rel_gap": GAP},
         )
-        return None if found.x is None else (np.round(found.x), float(found.mip_gap or 0.0))
+        if found.x is None:
+            if found.status == NOTHING_DOES:
+                return None
+            raise Infeasible(f"no purchases were found within {limit_s:g} s: {found.message}")
+        return np.round(found.x), float(found.mip_gap or 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,8 +149,8 @@ class _Supply:
 
     def entries(self, month: int) -> dict[int, float]:
         """What is there in a month."""
-        lead = self.offer.lead_months
-        found = {column: 1.0 for at, column in self.bought.items() if at + lead <= month}
+        lead, lifetime = self.offer.lead_months, self.offer.lifetime_months
+        found = {column: 1.0 for at, column in self.bought.items() if at + lead <= month < at + lead + lifetime}
         for (at, months), column in self.committed.items():
             if at + lead <= month < at + lead + months:
                 found[column] = 1.0
@@ -128,19 +159,16 @@ class _Supply:
         return found
 
 
-def _supply(program: _Columns, offer: HardwareOffer, months: int, most: int) -> _Supply:
-    ordered = range(months - offer.lead_months)
+def _supply(program: _Columns, offer: HardwareOffer, market: Market, most: int) -> _Supply:
+    months, lead = market.demand.months, offer.lead_months
     bought, committed, rented = {}, {}, {}
-    if offer.purchase_per_gpu is not None:
-        bought = {at: program.add(offer.purchase(months - at - offer.lead_months), most) for at in ordered}
+    if offer.purchase_price is not None:
+        bought = {at: program.add(purchase_cost(offer, at + lead, market), most) for at in range(months - lead)}
     for each in offer.commitments:
-        price = offer.committed_per_month(each)
-        for at in ordered:
-            # One that goes on after the last month is paid for as long as it is looked at.
-            paid = min(each.months, months - at - offer.lead_months)
-            committed[at, each.months] = program.add(price * paid, most)
+        for at in range(months - lead):
+            committed[at, each.months] = program.add(commitment_cost(offer, each, at + lead, market), most)
     if offer.rent_per_month is not None:
-        rented = {at: program.add(offer.rent_per_month, most) for at in range(months)}
+        rented = {at: program.add(offer.rent_per_month * market.worth(at), most) for at in range(months)}
     return _Supply(offer, bought, committed, rented)
 
 
@@ -163,6 +191,7 @@ def cheapest_purchases(
     near: str,
     *,
     sends_at_last: bool = False,
+    limit_s: float = LIMIT_S,
 ) -> Purchases:
     """The cheapest way; with `sends_at_last` one that runs PrfaaS nodes in the last month. Raises Infeasible.
 
@@ -175,12 +204,10 @@ def cheapest_purchases(
         if sends_at_last and month == months - 1:
             able = [each for each in able if each.num_prfaas]
         if not able:
-            raise Infeasible(
-                f"month {month + 1}: nothing that can be had by then carries {rate:.3f} req/s within the SLO"
-            )
+            raise Infeasible(f"month {month + 1}: {_why_none(systems[month], rate, month)}")
         by_month.append(worth_a_look(able, rate, market, far, near))
     chosen = [
-        [(program.add(line_cost(each, rates[month], market), 1), each) for each in choices]
+        [(program.add(line_cost(each, rates[month], market) * market.worth(month), 1), each) for each in choices]
         for month, choices in enumerate(by_month)
     ]
     for picks in chosen:
@@ -190,27 +217,52 @@ def cheapest_purchases(
     for name in names:
         offer = market.offer(name)
         most = max(needs(each, far, near).get(name, 0) for picks in chosen for _, each in picks)
-        supply = _supply(program, offer, months, most)
+        supply = _supply(program, offer, market, most)
         supplies.append(supply)
         for month, picks in enumerate(chosen):
             wanted = {column: -float(needs(each, far, near).get(name, 0)) for column, each in picks}
             program.row({**supply.entries(month), **wanted}, -float(offer.owned))
-    found = program.solve(LIMIT_S)
+    found = program.solve(limit_s)
     if found is None:
         raise Infeasible(
             "no way to have the hardware in time: rent by the hour, shorter lead_months or more owned would do"
+            f" ({_delays(names, market)})"
         )
     values, gap = found
     taken = [next(each for column, each in picks if values[column]) for picks in chosen]
     owned = [offer for offer in market.hardware if offer.hardware in (far, near)]
-    owned_power = sum(offer.owned * offer.power_per_month for offer in owned) * months
+    owned_power = sum(offer.owned * offer.power_per_month for offer in owned)
+    cash = [line_cost(each, rate, market) + owned_power for each, rate in zip(taken, rates, strict=True)]
+    orders = [order for supply in supplies for order in _orders(supply, values, months)]
+    spent = [_spent(order, market, cash) for order in orders]
     return Purchases(
         systems=taken,
         held=[_held(supplies, values, month) for month in range(months)],
-        orders=[order for supply in supplies for order in _orders(supply, values, months)],
-        cost=float(np.array(program.costs) @ values) + owned_power,
+        orders=orders,
+        cost=float(np.array(program.costs) @ values) + owned_power * sum(map(market.worth, range(months))),
+        cash=cash,
+        still_to_pay=sum(to_pay for to_pay, _ in spent),
+        still_worth=sum(worth for _, worth in spent),
         sent_gb=sum(gb_per_month(each, rate, market) for each, rate in zip(taken, rates, strict=True) if each.line),
         gap=gap,
+    )
+
+
+def _why_none(systems: Sequence[SizedSystem], rate: float, month: int) -> str:
+    """Why none of the systems for a month can be had in it."""
+    leads = [each.line.lead_months for each in systems if each.line is not None]
+    late = [lead for lead in leads if lead > month]
+    if late:
+        return f"{rate:.3f} req/s need a line, and the first that carries them is there in month {min(late) + 1}"
+    return f"no instances and no line carry {rate:.3f} req/s within the SLO"
+
+
+def _delays(names: Sequence[str], market: Market) -> str:
+    offers = [market.offer(name) for name in names]
+    return ", ".join(
+        f"{each.hardware}: {each.owned} owned, more in month {each.lead_months + 1}"
+        for each in offers
+        if each.rent_per_gpu_hour is None
     )
 
 
@@ -219,6 +271,31 @@ def _held(supplies: Sequence[_Supply], values: Floats, month: int) -> dict[str, 
         each.offer.hardware: each.offer.owned + int(sum(values[column] for column in each.entries(month)))
         for each in supplies
     }
+
+
+def _spent(order: Order, market: Market, cash: list[float]) -> tuple[float, float]:
+    """Adds what an order costs to the `cash` of its months; what is left to pay after them, and what is left of its value."""
+    offer, months, first = market.offer(order.hardware), len(cash), order.month
+    if order.rented:
+        assert offer.rent_per_month is not None
+        cash[first] += order.rented * offer.rent_per_month
+    first += offer.lead_months
+    to_pay = worth = 0.0
+    if order.bought:
+        assert offer.purchase_price is not None
+        until = min(months, first + offer.lifetime_months)
+        cash[first] += order.bought * offer.purchase_price
+        for month in range(first, until):
+            cash[month] += order.bought * offer.power_per_month
+        worth = order.bought * offer.purchase_price * (1.0 - (until - first) / offer.lifetime_months)
+    for term in offer.commitments:
+        count = order.committed.get(term.months, 0)
+        for month in range(first, first + term.months if count else first):
+            if month < months:
+                cash[month] += count * offer.committed_per_month(term)
+            else:
+                to_pay += count * offer.committed_per_month(term)
+    return to_pay, worth
 
 
 def _orders(supply: _Supply, values: Floats, months: int) -> list[Order]:

@@ -5,12 +5,14 @@
     homogeneous   the PD cluster alone
     colocated     nodes of the PD cluster that compute prompts and decode: a batch stands still for each prompt
 
-Without a target for TTFT stages may be busy for a share of the time that leaves queues short (RECOMMENDED_LOAD).
+Without a target for TTFT stages may be busy for a share of the time that leaves queues short (RECOMMENDED_LOAD), and lines
+always: transfers are taken to have all of the line, which holds of one that is not full.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import lru_cache
 from math import ceil, floor, inf, isfinite
 from typing import Final, Self
 
@@ -87,7 +89,7 @@ def with_prfaas(
     if problem.prfaas is not None:
         gbps = HOME_GBPS if line is None else line.gbps
         wired = problem.with_capacity(egress_bytes_per_s=gbps * BYTES_PER_S_PER_GBPS)
-        for cut in _cuts(problem)[:-1]:
+        for cut in even_cuts(problem)[:-1]:
             yield from _sized(sought, wired, rate, cut, line, contender)
 
 
@@ -151,7 +153,7 @@ def _colocated(sought: Sought, decode: DecodeProfile, rate: float, below: float)
     return None
 
 
-def _cuts(problem: Problem) -> list[int]:
+def even_cuts(problem: Problem) -> list[int]:
     """Cuts that keep even shares of the requests, from none to all."""
     shares = np.cumsum(problem.lengths.weights)
     wanted = np.linspace(0.0, 1.0, THRESHOLDS + 1) * shares[-1] * (1 - 1e-12)
@@ -168,7 +170,7 @@ def _sized(
 ) -> Iterator[SizedSystem]:
     """The least instances at one threshold."""
     busy = _busy(problem, cut, rate)
-    if busy[Bottleneck.EGRESS] >= (1.0 if sought.ttft_p90_s else RECOMMENDED_LOAD):
+    if busy[Bottleneck.EGRESS] > RECOMMENDED_LOAD:
         return
     for far, near, decode in _counts(sought, problem, rate, cut, busy):
         sized = problem.with_capacity(num_prfaas=far, num_pd=near + decode)
@@ -264,6 +266,7 @@ def late(station: Station, rate: float, decode: Wait, seconds: float) -> float:
     return at_once + decode.chance * (waited - at_once)
 
 
+@lru_cache(maxsize=4096)
 def _decode_wait(batch: DecodeProfile, output_tokens: float, rate: float, num_decode: int, held_s: float) -> Wait:
     """For a place in decode, whose batches stand still for `held_s` per request."""
     service_s = batch.full_step_s * output_tokens + held_s * batch.max_running

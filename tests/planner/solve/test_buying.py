@@ -1,25 +1,23 @@
-"""What is bought and rented over the months: against brute force, and what the verdict rests on."""
+"""Which systems are looked at, and what the verdict rests on."""
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from math import ceil, inf
 
 import numpy as np
 import pytest
 
-from planner.errors import Infeasible, InputError
-from planner.model.market import Commitment, Demand, HardwareOffer, LineOffer, Market
+from planner.errors import InputError
+from planner.model.market import Demand, HardwareOffer, LineOffer, Market
 from planner.model.queueing import Station, Wait, mgk_wait
 from planner.solve.buying.advice import advise
-from planner.solve.buying.program import cheapest_purchases, line_cost, needs
 from planner.solve.buying.systems import (
     QUEUE_BINS,
     Contender,
-    SizedSystem,
     Sought,
-    _cuts,
     colocated,
+    even_cuts,
     homogeneous,
     late,
     with_prfaas,
@@ -30,136 +28,6 @@ from planner.solve.problem import SolveOptions, pose
 from planner.solve.search import Cut, rate_at
 
 FAR, NEAR = "h200x8", "h20x8"
-THIN = LineOffer(gbps=10, per_month=100.0, lead_months=1)
-METERED = LineOffer(gbps=40, per_gb=0.02, committed_gbps=1.0, per_gbps_above=50.0)
-
-
-def system(far: int, near: int, line: LineOffer | None = None, sent_bytes: float = 0.0) -> SizedSystem:
-    return SizedSystem(
-        contender=Contender.PRFAAS if far else Contender.HOMOGENEOUS, num_prfaas=far, num_prefill=near - 1, num_decode=1,
-        line=line, threshold_tokens=0.0, sent_bytes=sent_bytes, busy=(),
-    )  # fmt: skip
-
-
-def random_market(rng: np.random.Generator, months: int) -> Market:
-    offers = [
-        HardwareOffer(
-            hardware=name,
-            gpus=1,
-            rent_per_gpu_hour=float(rng.uniform(1, 3)) if rng.random() < 0.8 else None,
-            commitments=(Commitment(months=2, per_gpu_hour=float(rng.uniform(0.5, 2))),) if rng.random() < 0.7 else (),
-            purchase_per_gpu=float(rng.uniform(500, 4_000)),
-            lifetime_months=int(rng.integers(1, 5)),
-            kw_per_gpu=0.5,
-            per_kwh=float(rng.uniform(0, 0.3)),
-            lead_months=int(rng.integers(0, 2)),
-            owned=int(rng.integers(0, 2)),
-        )
-        for name in (FAR, NEAR)
-    ]
-    demand = Demand(months=months, rate_req_per_s=1.0, growth_per_month=0.1, week=(1.0, 2.0, 3.0, 4.0))
-    return Market(schema=1, demand=demand, hardware=tuple(offers), lines=(THIN, METERED))
-
-
-def random_systems(rng: np.random.Generator) -> list[SizedSystem]:
-    found = [system(0, 2)]
-    for line in (THIN, METERED):
-        found.append(system(1, int(rng.integers(1, 3)), line, float(rng.uniform(0, 1e6))))
-    return found
-
-
-def least_supply(offer: HardwareOffer, wanted: Sequence[int]) -> float:
-    """The least that this hardware costs, by trying all: what is bought and committed in each month; the rest is rented."""
-    months, most = len(wanted), max(0, max(wanted) - offer.owned)
-    orders = range(max(0, months - offer.lead_months))
-    best = inf
-    counts = range(most + 1)
-    committed_counts = counts if offer.commitments else range(1)
-    for bought in itertools.product(counts, repeat=len(orders)):
-        for committed in itertools.product(committed_counts, repeat=len(orders)):
-            cost = 0.0
-            there = [float(offer.owned)] * months
-            for at in orders:
-                first = at + offer.lead_months
-                cost += bought[at] * offer.purchase(months - first)
-                for month in range(first, months):
-                    there[month] += bought[at]
-                if offer.commitments:
-                    term = offer.commitments[0]
-                    last = min(months, first + term.months)
-                    cost += committed[at] * offer.committed_per_month(term) * (last - first)
-                    for month in range(first, last):
-                        there[month] += committed[at]
-            for month in range(months):
-                if (missing := wanted[month] - there[month]) > 0:
-                    cost += missing * (inf if offer.rent_per_month is None else offer.rent_per_month)
-            best = min(best, cost)
-    return best + months * offer.owned * offer.power_per_month
-
-
-def by_brute_force(systems: Sequence[Sequence[SizedSystem]], market: Market) -> float:
-    rates = market.demand.rates()
-    supplies: dict[tuple[str, tuple[int, ...]], float] = {}
-    best = inf
-    for way in itertools.product(*systems):
-        if any(each.line is not None and each.line.lead_months > month for month, each in enumerate(way)):
-            continue
-        cost = sum(line_cost(each, rate, market) for each, rate in zip(way, rates, strict=True))
-        for name in (FAR, NEAR):
-            wanted = tuple(needs(each, FAR, NEAR).get(name, 0) for each in way)
-            key = (name, wanted)
-            if key not in supplies:
-                supplies[key] = least_supply(market.offer(name), wanted)
-            cost += supplies[key]
-        best = min(best, cost)
-    return best
-
-
-@pytest.mark.parametrize("seed", range(1, 11))
-def test_no_way_is_cheaper(seed):
-    rng = np.random.default_rng(seed)
-    market = random_market(rng, 3)
-    systems = [random_systems(rng) for _ in range(3)]
-    least = by_brute_force(systems, market)
-    if least == inf:
-        with pytest.raises(Infeasible):
-            cheapest_purchases(systems, market.demand.rates(), market, FAR, NEAR)
-        return
-    found = cheapest_purchases(systems, market.demand.rates(), market, FAR, NEAR)
-    assert found.cost == pytest.approx(least, rel=1e-3)
-    for month, each in enumerate(found.systems):
-        assert each in systems[month]
-        assert all(found.held[month][name] >= count for name, count in needs(each, FAR, NEAR).items())
-
-
-def test_what_is_bought_stays():
-    market = Market(
-        schema=1,
-        demand=Demand(months=4, rate_req_per_s=1.0),
-        hardware=(HardwareOffer(hardware=NEAR, gpus=8, purchase_per_gpu=100.0, lifetime_months=2, lead_months=0),),
-    )
-    systems = [[system(0, count)] for count in (2, 4, 3, 2)]
-    found = cheapest_purchases(systems, market.demand.rates(), market, NEAR, NEAR)
-    assert [held[NEAR] for held in found.held] == [2, 4, 4, 4]
-    assert found.cost == pytest.approx(4 * 8 * 100.0)
-
-
-def test_what_must_be_ordered_ahead_is_not_there_at_once():
-    offer = HardwareOffer(hardware=NEAR, gpus=8, purchase_per_gpu=100.0, lead_months=2)
-    market = Market(schema=1, demand=Demand(months=3, rate_req_per_s=1.0), hardware=(offer,))
-    with pytest.raises(Infeasible, match="in time"):
-        cheapest_purchases([[system(0, 2)]] * 3, [1.0] * 3, market, NEAR, NEAR)
-    rented = replace(market, hardware=(replace(offer, rent_per_gpu_hour=1.0),))
-    found = cheapest_purchases([[system(0, 2)]] * 3, [1.0] * 3, rented, NEAR, NEAR)
-    assert [(order.month, order.rented, order.bought) for order in found.orders] == [(0, 2, 2), (1, 2, 0)]
-
-
-def test_lines_are_billed_by_what_is_not_exceeded_in_most_of_the_week():
-    week = (*[1.0] * 19, 4.0)
-    market = Market(schema=1, demand=Demand(months=1, rate_req_per_s=8.0, week=week), hardware=())
-    sending = system(1, 1, LineOffer(gbps=40, committed_gbps=1.0, per_gbps_above=100.0), 1e9)
-    assert market.demand.measured_load == 0.25  # the busiest twentieth is not counted
-    assert line_cost(sending, 8.0, market) == pytest.approx((16.0 - 1.0) * 100.0)  # 8 req/s · 8 Gbit · ¼
 
 
 @pytest.fixture(scope="module")
@@ -242,7 +110,7 @@ def test_without_a_target_stages_are_busy_for_four_fifths(sought):
 @pytest.mark.parametrize("rate", [0.4, 1.1])
 def test_systems_are_the_smallest_that_keep_the_target(sought, rate):
     found = list(with_prfaas(sought, rate, LineOffer(gbps=40)))
-    for cut in _cuts(sought.problem)[:-1:6]:
+    for cut in even_cuts(sought.problem)[:-1:6]:
         sent = float(sought.problem.loads.egress_bytes[cut])
         sizes = {(each.num_prfaas, each.num_pd) for each in found if each.sent_bytes == sent}
         able = {
@@ -327,7 +195,7 @@ def test_bigger_local_prefill_needs_no_line_and_must_be_allowed(lenient):
 
 
 def test_what_is_rented_counts_as_headroom(lenient):
-    """As long as a month's instances and its line carry later rates, whoever owns them."""
+    """As long as a month's instances and its line carry later rates, rented or owned."""
     demand = Demand(months=5, rate_req_per_s=0.5, growth_per_month=0.15)
     found = advise(lenient, market(demand=demand, lines=()), SolveOptions())
     assert found.best is Contender.COLOCATED
