@@ -234,6 +234,13 @@ def _solve(command: argparse.ArgumentParser) -> None:
 def _buy(command: argparse.ArgumentParser) -> None:
     _inputs(command)
     command.add_argument("-m", "--market", type=Path, required=True, metavar="FILE.toml", help="demand and prices")
+    command.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        metavar="FILE.html",
+        help="HTML page with charts to write, too; needs the extra plots",
+    )
     _json(command)
 
 
@@ -405,6 +412,8 @@ COMMANDS: Final = MappingProxyType[str, PlannerCommand](
             _buy,
             "find what GPUs and lines to buy and rent over the months, or that offloading does not pay",
             f"prfaas-plan buy -c {SITE} -m configs/market.toml",
+            "All ways to serve within the site's SLO are compared: PrfaaS and a line, the same hardware at home, the PD "
+            "cluster alone, colocated nodes. configs/market.toml is an example of demand and prices.",
         ),
         "simulate": PlannerCommand(
             "simulation.simulate",

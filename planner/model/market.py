@@ -10,20 +10,27 @@ from typing import Final
 import numpy as np
 
 from planner.errors import InputError
-from planner.model.profile import provenance_kind
+from planner.model.profile import PROVENANCES
 from planner.model.reading import GBPS, RATE, Range
+from planner.model.site import INSTANCES
 from transport.control.settings import build, in_file, read_toml, require
 
 HOURS_PER_MONTH: Final = 730.0
 MONTHS: Final = Range(1, 120, "months", is_whole=True)
 LEAD: Final = Range(0, 120, "months", is_whole=True)
-GROWTH: Final = Range(-0.5, 1.0, "per month")
-DISCOUNT: Final = Range(0, 1.0, "per year")
+GROWTH: Final = Range(-0.5, 1.0)
+DISCOUNT: Final = Range(0, 1.0)
 MONEY: Final = Range(0, 1e12)
 KILOWATTS: Final = Range(0, 1e3, "kW")
 GPUS: Final = Range(1, 1e5, "GPUs", is_whole=True)
 LOAD: Final = Range(0, 1e9)
 MEASURED_SHARE: Final = 0.95  # of the time: what lines are billed by is not exceeded in it
+
+
+def _check_provenance(text: str) -> None:
+    """Raises SettingsError for one whose kind is not known. Without any, numbers count as unverified."""
+    kind = text.split(":")[0].strip()
+    require(not text or kind in PROVENANCES, "provenance", text, f"one of {', '.join(PROVENANCES)}, then a colon")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +55,7 @@ class Demand:
             RATE.above_low("rate_req_per_s", self.rate_req_per_s)
         for at, load in enumerate(self.week):
             LOAD.of(f"week[{at}]", load)
+        _check_provenance(self.provenance)
         require(not self.week or max(self.week) > 0, "week", list(self.week), "loads, of which one is above 0")
 
     def rates(self) -> list[float]:
@@ -114,7 +122,8 @@ class HardwareOffer:
         KILOWATTS.of("kw_per_gpu", self.kw_per_gpu)
         MONEY.of("per_kwh", self.per_kwh)
         LEAD.of("lead_months", self.lead_months)
-        Range(0, 1e5, "instances", is_whole=True).of("owned", self.owned)
+        INSTANCES.of("owned", self.owned)
+        _check_provenance(self.provenance)
 
     @property
     def rent_per_month(self) -> float | None:
@@ -157,6 +166,7 @@ class LineOffer:
         for name in ("per_month", "per_gb", "per_gbps_above"):
             MONEY.of(name, getattr(self, name))
         LEAD.of("lead_months", self.lead_months)
+        _check_provenance(self.provenance)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,9 +186,6 @@ class Market:
         DISCOUNT.of("discount_per_year", self.discount_per_year)
         names = [offer.hardware for offer in self.hardware]
         require(len(set(names)) == len(names), "hardware", names, "kinds of hardware that differ")
-        tables: tuple[Demand | HardwareOffer | LineOffer, ...] = (self.demand, *self.hardware, *self.lines)
-        for text in [table.provenance for table in tables if table.provenance]:
-            provenance_kind(text)
 
     def offer(self, hardware: str) -> HardwareOffer:
         """Raises InputError for hardware without an offer."""

@@ -13,6 +13,8 @@ from planner.solve.problem import SolveOptions
 
 def run(args: argparse.Namespace) -> int:
     site, market = load_site(args.config, args.workload), load_market(args.market)
+    if args.output is not None:  # before the search: it names the extra that it needs
+        from planner.commands.rendering.purchases_page import purchases_page
     options = SolveOptions(extrapolate=args.extrapolate, survives_cold=not args.warm_caches)
     kinds = {cluster.hardware for cluster in site.clusters}
     for offer in market.hardware:
@@ -20,6 +22,9 @@ def run(args: argparse.Namespace) -> int:
             remark(f"warning: {args.market}: hardware {offer.hardware!r} is in no cluster of the site: not looked at")
     with busy("comparing ways to serve"):
         advice = advise(site, market, options)
+    if args.output is not None:
+        args.output.write_text(purchases_page(site, market, advice))
+        remark(f"wrote {args.output}")
     result = purchases_json(site, market, advice)
     if args.json:
         emit(result)

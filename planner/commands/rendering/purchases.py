@@ -52,9 +52,14 @@ def purchases_json(site: Site, market: Market, advice: Advice) -> dict[str, Any]
         "orders": [_order_json(order) for order in advice.purchases.orders],
         "still_to_pay": advice.purchases.still_to_pay,
         "still_worth": advice.purchases.still_worth,
-        "assumptions": [*ASSUMPTIONS, _counted(market)],
+        "assumptions": assumptions(market),
         "provenance": site.provenances() | _provenances(market),
     }
+
+
+def assumptions(market: Market) -> list[str]:
+    """What the answer rests on, in sentences."""
+    return [*ASSUMPTIONS, _counted(market)]
 
 
 def _counted(market: Market) -> str:
