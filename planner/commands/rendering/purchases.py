@@ -143,7 +143,7 @@ def purchases_text(site: Site, market: Market, advice: Advice) -> str:
         [
             f"{head}{_targets(site)}",
             "",
-            *_verdict(market, advice),
+            *verdict(market, advice),
             "",
             *_ways(market, advice),
             "",
@@ -163,7 +163,8 @@ def _targets(site: Site) -> str:
     return "".join(f"  {part}" for part in parts if part)
 
 
-def _verdict(market: Market, advice: Advice) -> list[str]:
+def verdict(market: Market, advice: Advice) -> list[str]:
+    """The cheapest way, and where another one would be."""
     saved = ", the only way" if advice.saving is None else f", {advice.saving:.1%} cheaper than the next"
     word = "offload" if advice.is_offloading else "do not offload"
     lines = [f"Verdict: {word}; {NAMES[advice.best]} is cheapest{saved}"]

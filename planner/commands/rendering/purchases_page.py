@@ -5,7 +5,7 @@ from html import escape
 
 from planner.commands.rendering.charts import ChartLine, line_chart
 from planner.commands.rendering.page import STYLE
-from planner.commands.rendering.purchases import assumptions, purchases_text
+from planner.commands.rendering.purchases import assumptions, purchases_text, verdict
 from planner.model.market import Market
 from planner.model.site import Site
 from planner.solve.buying.advice import Advice
@@ -34,12 +34,14 @@ def purchases_page(site: Site, market: Market, advice: Advice) -> str:
             months,
         ),
     ]
+    said, *more = verdict(market, advice)
     title = escape(f"What to buy for {site.name}")
     return "\n".join(
         [
             '<!doctype html><html lang="en"><head><meta charset="utf-8">',
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
             f"<title>{title}</title><style>{STYLE}</style></head><body><main><h1>{title}</h1>",
+            f"<p><b>{escape(said)}.</b> {escape(' '.join(each.strip() for each in more))}</p>",
             f'<div class="grid2">{"".join(figures)}</div>',
             f'<section class="scroll"><pre>{escape(purchases_text(site, market, advice))}</pre></section>',
             "<section><h2>Assumed</h2><ul>",
