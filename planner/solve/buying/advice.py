@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 from typing import Final
 
 import numpy as np
@@ -86,21 +87,10 @@ def advise(site: Site, market: Market, options: SolveOptions) -> Advice:
     )
     near = problem.pd.hardware
     far = problem.prfaas.hardware if problem.prfaas else near
-    market.offer(near)
-    alone = [list(homogeneous(sought, rate)) for rate in rates]
-    systems = {Contender.HOMOGENEOUS: alone, Contender.COLOCATED: [list(colocated(sought, rate)) for rate in rates]}
-    if problem.prfaas is not None:
-        market.offer(far)
-        if market.lines:
-            systems[Contender.PRFAAS] = [
-                [*these, *(each for line in market.lines for each in with_prfaas(sought, rate, line))]
-                for these, rate in zip(alone, rates, strict=True)
-            ]
-        systems[Contender.BIGGER_LOCAL] = [
-            [*these, *with_prfaas(sought, rate, None, Contender.BIGGER_LOCAL)]
-            for these, rate in zip(alone, rates, strict=True)
-        ]
-    ways, failed = dict[Contender, Purchases](), dict[Contender, str]()
+    for name in (near, far):
+        market.offer(name)
+    systems = _systems(sought, market, rates)
+    ways, failed = dict[Contender, Purchases](), _left_out(problem, market)
     for contender, found in systems.items():
         try:
             ways[contender] = _cheapest(contender, found, rates, market, far, near)
@@ -112,17 +102,16 @@ def advise(site: Site, market: Market, options: SolveOptions) -> Advice:
         why = [f"{contender}: {why}" for contender, why in failed.items()]
         raise Infeasible("; ".join([*why, f"{local}: would do; say fast_at_home if it may"] if local in ways else why))
     best = min(eligible, key=lambda each: ways[each].cost)
-    others = [ways[each].cost for each in eligible if each is not Contender.PRFAAS]
-    least = min(others) if others else None
+    second = min([ways[each].cost for each in eligible if each is not best], default=None)
     break_even = None
     if Contender.PRFAAS in ways:
-        tariff = float("inf") if least is None else _tariff(systems[Contender.PRFAAS], rates, market, far, near, least)
+        least = min([ways[each].cost for each in eligible if each is not Contender.PRFAAS], default=None)
+        tariff = inf if least is None else _tariff(systems[Contender.PRFAAS], rates, market, far, near, least)
         break_even = BreakEven(
             per_gb=tariff,
             tokens=_from_tokens(problem, market, far, near),
             hit_ratio=_up_to_hits(problem, market, far, near, ways[Contender.PRFAAS].systems[-1]),
         )
-    second = min([ways[each].cost for each in eligible if each is not best], default=None)
     return Advice(
         rates=rates,
         ways=dict(sorted(ways.items(), key=lambda item: item[1].cost)),
@@ -133,6 +122,36 @@ def advise(site: Site, market: Market, options: SolveOptions) -> Advice:
         break_even=break_even,
         headroom_months=_headroom(ways[best], systems[best], far, near),
     )
+
+
+def _systems(
+    sought: Sought, market: Market, rates: Sequence[float]
+) -> dict[Contender, Sequence[Sequence[SizedSystem]]]:
+    """What each way could run in each month. With PrfaaS nodes, months may do without them."""
+    alone = [list(homogeneous(sought, rate)) for rate in rates]
+    found: dict[Contender, Sequence[Sequence[SizedSystem]]] = {
+        Contender.HOMOGENEOUS: alone,
+        Contender.COLOCATED: [list(colocated(sought, rate)) for rate in rates],
+    }
+    if sought.problem.prfaas is None:
+        return found
+    if market.lines:
+        found[Contender.PRFAAS] = [
+            [*these, *(each for line in market.lines for each in with_prfaas(sought, rate, line))]
+            for these, rate in zip(alone, rates, strict=True)
+        ]
+    found[Contender.BIGGER_LOCAL] = [
+        [*these, *with_prfaas(sought, rate, None, Contender.BIGGER_LOCAL)]
+        for these, rate in zip(alone, rates, strict=True)
+    ]
+    return found
+
+
+def _left_out(problem: Problem, market: Market) -> dict[Contender, str]:
+    """Ways that are not looked at, and why."""
+    if problem.prfaas is None:
+        return dict.fromkeys((Contender.PRFAAS, Contender.BIGGER_LOCAL), "the site has no PrfaaS cluster")
+    return {} if market.lines else {Contender.PRFAAS: "the market has no [[lines]]"}
 
 
 def _headroom(found: Purchases, systems: Sequence[Sequence[SizedSystem]], far: str, near: str) -> list[int]:

@@ -260,10 +260,13 @@ def _why_none(systems: Sequence[SizedSystem], rate: float, month: int) -> str:
 def _delays(names: Sequence[str], market: Market) -> str:
     offers = [market.offer(name) for name in names]
     return ", ".join(
-        f"{each.hardware}: {each.owned} owned, more in month {each.lead_months + 1}"
-        for each in offers
-        if each.rent_per_gpu_hour is None
+        f"{each.hardware}: {each.owned} owned, {_more(each)}" for each in offers if each.rent_per_gpu_hour is None
     )
+
+
+def _more(offer: HardwareOffer) -> str:
+    has_price = offer.purchase_per_gpu is not None or offer.commitments
+    return f"more in month {offer.lead_months + 1}" if has_price else "no price for more"
 
 
 def _held(supplies: Sequence[_Supply], values: Floats, month: int) -> dict[str, int]:

@@ -238,6 +238,7 @@ def test_without_a_line_the_cluster_stays_at_home(lenient: Site) -> None:
     found = advise(lenient, market(lines=()), SolveOptions())
     assert not found.is_offloading
     assert found.break_even is None
+    assert found.failed[Contender.PRFAAS] == "the market has no [[lines]]"
 
 
 def test_hardware_without_a_price_is_named(lenient: Site) -> None:
