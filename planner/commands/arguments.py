@@ -233,13 +233,11 @@ def _solve(command: argparse.ArgumentParser) -> None:
 
 def _buy(command: argparse.ArgumentParser) -> None:
     _inputs(command)
-    command.add_argument("-m", "--market", type=Path, required=True, metavar="FILE.toml", help="demand and prices")
     command.add_argument(
-        "-o",
-        "--output",
-        type=Path,
-        metavar="FILE.html",
-        help="HTML page with charts to write, too; needs the extra plots",
+        "-m", "--market", type=Path, required=True, metavar="FILE.toml", help="market file: demand and prices"
+    )
+    command.add_argument(
+        "-o", "--output", type=Path, metavar="FILE.html", help="page with charts to write, too (plots)"
     )
     _json(command)
 
@@ -412,8 +410,7 @@ COMMANDS: Final = MappingProxyType[str, PlannerCommand](
             _buy,
             "find what GPUs and lines to buy and rent over the months, or that offloading does not pay",
             f"prfaas-plan buy -c {SITE} -m configs/market.toml",
-            "All ways to serve within the site's SLO are compared: PrfaaS and a line, the same hardware at home, the PD "
-            "cluster alone, colocated nodes. configs/market.toml is an example of demand and prices.",
+            "PrfaaS, the same hardware at home, PD alone and colocated nodes are compared within the site's SLO.",
         ),
         "simulate": PlannerCommand(
             "simulation.simulate",

@@ -264,8 +264,8 @@ def _runs(counts: Sequence[int]) -> Iterator[tuple[int, int, int]]:
 def _rest(market: Market, advice: Advice) -> str:
     found, months = advice.purchases, len(advice.rates)
     return (
-        f"Paid in the {months} months: {market.currency}{sum(found.cash):,.0f}. After them {market.currency}"
-        f"{found.still_to_pay:,.0f} of commitments is still to be paid, and purchases are worth "
+        f"Paid in {months} months: {market.currency}{sum(found.cash):,.0f}. After them {market.currency}"
+        f"{found.still_to_pay:,.0f} of commitments is still to be paid; purchases are worth "
         f"{market.currency}{found.still_worth:,.0f}{'' if not market.demand.ends else ', which is taken for lost'}."
     )
 
