@@ -233,12 +233,8 @@ def _solve(command: argparse.ArgumentParser) -> None:
 
 def _buy(command: argparse.ArgumentParser) -> None:
     _inputs(command)
-    command.add_argument(
-        "-m", "--market", type=Path, required=True, metavar="FILE.toml", help="market file: demand and prices"
-    )
-    command.add_argument(
-        "-o", "--output", type=Path, metavar="FILE.html", help="page with charts to write, too (plots)"
-    )
+    command.add_argument("-m", "--market", type=Path, required=True, metavar="FILE.toml", help="demand and prices")
+    command.add_argument("-o", "--output", type=Path, metavar="FILE.html", help="page with charts (extra plots)")
     _json(command)
 
 
@@ -331,9 +327,7 @@ def _serve(command: argparse.ArgumentParser) -> None:
 
 
 def _apply(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "--version", type=at_least_one, metavar="N", help="apply only if the proposal has this version"
-    )
+    command.add_argument("--version", type=at_least_one, metavar="N", help="apply only a proposal of this version")
     _live(command)
 
 
