@@ -40,24 +40,28 @@ class PlannerCommand:
         return f"Example: {self.example}"
 
 
-def _site(command: argparse.ArgumentParser) -> None:
+def _inputs(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "-c", "--config", type=Path, required=True, metavar="FILE.toml", help="site file: clusters, links, workload"
     )
     command.add_argument(
         "-w", "--workload", type=Path, metavar="FILE", help="workload file, as fit writes it (default: the site's own)"
     )
+    command.add_argument("--extrapolate", action="store_true", help="allow prompt lengths outside the profile")
+    command.add_argument(
+        "--warm-caches", action="store_true",
+        help="count on what decode nodes hold; after a start with empty caches such a plan may stay overloaded",
+    )  # fmt: skip
+
+
+def _site(command: argparse.ArgumentParser) -> None:
+    _inputs(command)
     command.add_argument("--deployment", metavar="NAME", help="use [deployments.NAME] of the site file")
     command.add_argument(
         "--as-in-paper",
         action="store_true",
         help="use T(E[L]) and thresholds in steps of 100 tokens, as the paper does",
     )
-    command.add_argument("--extrapolate", action="store_true", help="allow prompt lengths outside the profile")
-    command.add_argument(
-        "--warm-caches", action="store_true",
-        help="count on what decode nodes hold; after a start with empty caches such a plan may stay overloaded",
-    )  # fmt: skip
     command.add_argument(
         "--tie-break", choices=list(TieBreak), default=TieBreak.EGRESS,
         help="what to minimise among equally good plans (default: %(default)s)",
@@ -227,6 +231,13 @@ def _solve(command: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
+def _buy(command: argparse.ArgumentParser) -> None:
+    _inputs(command)
+    command.add_argument("-m", "--market", type=Path, required=True, metavar="FILE.toml", help="demand and prices")
+    command.add_argument("-o", "--output", type=Path, metavar="FILE.html", help="page with charts (extra plots)")
+    _json(command)
+
+
 def _simulate(command: argparse.ArgumentParser) -> None:
     _of_plan(command)
     _arrivals(command)
@@ -324,9 +335,7 @@ def _serve(command: argparse.ArgumentParser) -> None:
 
 
 def _apply(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "--version", type=at_least_one, metavar="N", help="apply only if the proposal has this version"
-    )
+    command.add_argument("--version", type=at_least_one, metavar="N", help="apply only a proposal of this version")
     _live(command)
 
 
@@ -397,6 +406,13 @@ COMMANDS: Final = MappingProxyType[str, PlannerCommand](
             "find the threshold and the prefill/decode split of a site",
             f"prfaas-plan solve -c {SITE} -o plan.json",
             "By default it maximises the request rate Λ; --objective cost minimises the price, and slo keeps an SLO.",
+        ),
+        "buy": PlannerCommand(
+            "capacity.buy",
+            _buy,
+            "find what GPUs and lines to buy and rent over the months, or that offloading does not pay",
+            f"prfaas-plan buy -c {SITE} -m configs/market.toml",
+            "PrfaaS, the same hardware at home, PD alone and colocated nodes are compared within the site's SLO.",
         ),
         "simulate": PlannerCommand(
             "simulation.simulate",

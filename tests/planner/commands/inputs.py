@@ -16,6 +16,11 @@ SESSIONS = [
     for at in range(12)
 ]
 
+WORST = (
+    float("nan"), float("inf"), -float("inf"), -1, 0, 1e-300, 1e300, 10**400, 0.5, True, "", "x", None, [], {}, [[]], [None],
+    "\0", 1e9, 10**12, "9" * 5000,
+)  # fmt: skip
+
 
 def jsonl(rows):
     return "".join(json.dumps(row) + "\n" for row in rows)
@@ -42,3 +47,31 @@ def written(folder, site=SITE, profile=PROFILE):
         site = site | {"profile": str(folder / "profile.json")}
     (folder / "site.toml").write_text("".join(f"{json.dumps(key)} = {toml(value)}\n" for key, value in site.items()))
     return folder / "site.toml"
+
+
+def places(value, path=()):
+    """Where something is in nested tables and arrays."""
+    if path:
+        yield path
+    inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, each in inside:
+        yield from places(each, (*path, key))
+
+
+def spoiled(rng, table, worst=WORST):
+    """A copy of `table` in which something is another value, is not there, or is called otherwise."""
+    copy = json.loads(json.dumps(table))
+    *way, last = rng.choice(list(places(copy)))
+    inside = copy
+    for key in way:
+        inside = inside[key]
+    match rng.randrange(6):
+        case 0:
+            del inside[last]
+        case 1 if isinstance(inside, dict):
+            inside[f"{last}s"] = inside.pop(last)
+        case 2 if isinstance(inside, list):
+            inside.append(inside[last])
+        case _:
+            inside[last] = rng.choice(worst)
+    return copy

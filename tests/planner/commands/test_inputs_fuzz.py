@@ -1,49 +1,15 @@
 """Whatever is spoiled in what the planner reads, it is told: no traceback, and no result that is no number."""
 
 import gzip
-import json
 import lzma
 import random
 
 import pytest
 
 from planner.commands.cli import main
-from tests.planner.commands.inputs import PROFILE, ROWS, SESSIONS, SITE, jsonl, written
+from tests.planner.commands.inputs import PROFILE, ROWS, SESSIONS, SITE, WORST, jsonl, spoiled, written
 
 FUZZ_CASES = 300
-
-WORST = (
-    float("nan"), float("inf"), -float("inf"), -1, 0, 1e-300, 1e300, 10**400, 0.5, True, "", "x", None, [], {}, [[]], [None],
-    "\0", 1e9, 10**12, "9" * 5000,
-)  # fmt: skip
-
-
-def places(value, path=()):
-    """Where something is in nested tables and arrays."""
-    if path:
-        yield path
-    inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for key, each in inside:
-        yield from places(each, (*path, key))
-
-
-def spoiled(rng, table, worst=WORST):
-    """A copy of `table` in which something is another value, is not there, or is called otherwise."""
-    copy = json.loads(json.dumps(table))
-    *way, last = rng.choice(list(places(copy)))
-    inside = copy
-    for key in way:
-        inside = inside[key]
-    match rng.randrange(6):
-        case 0:
-            del inside[last]
-        case 1 if isinstance(inside, dict):
-            inside[f"{last}s"] = inside.pop(last)
-        case 2 if isinstance(inside, list):
-            inside.append(inside[last])
-        case _:
-            inside[last] = rng.choice(worst)
-    return copy
 
 
 def spoiled_bytes(rng, data):

@@ -1,0 +1,275 @@
+"""What to buy, as text and as JSON."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
+from math import isfinite
+from typing import Any, Final
+
+from planner.commands.rendering.text import LABELS, tokens
+from planner.model.market import HOURS_PER_MONTH, HardwareOffer, Market
+from planner.model.profile import provenance_kind
+from planner.model.site import Site
+from planner.solve.buying.advice import Advice, BreakEven
+from planner.solve.buying.program import Order, Purchases, gb_per_month, line_cost
+from planner.solve.buying.systems import Contender, SizedSystem
+from planner.version import tool_version
+
+NAMES: Final[Mapping[Contender, str]] = {
+    Contender.PRFAAS: "PrfaaS-PD",
+    Contender.BIGGER_LOCAL: "bigger local prefill",
+    Contender.HOMOGENEOUS: "homogeneous PD",
+    Contender.COLOCATED: "colocated",
+}
+STAGES: Final = LABELS | {"nodes": "nodes"}
+LOCAL_APPLIES: Final = (
+    "  Bigger local prefill applies where PrfaaS hardware can be had beside the PD cluster (fast_at_home)."
+)
+ASSUMPTIONS: Final = (
+    "the busiest hour of each month sets the size, by the queues of `solve`; thresholds keep even shares of the requests",
+    "bigger local prefill is the PrfaaS cluster's hardware beside the PD cluster, at the same price and without a line",
+    "lines are paid for by the month, and may be others in the next one",
+    "the break-even tariff is one price per GB for all lines; what they cost a month stays",
+    "the threshold of a month holds all week: no schedule of hours is bought",
+)
+
+
+def purchases_json(site: Site, market: Market, advice: Advice) -> dict[str, Any]:
+    """The answer in plain JSON types, units in the keys."""
+    return {
+        "schema": 1,
+        "prfaas_version": tool_version(),
+        "input_hash": site.input_hash,
+        "site": site.name,
+        "currency": market.currency,
+        "discount_per_year": market.discount_per_year,
+        "offload": advice.is_offloading,
+        "best": str(advice.best),
+        "saving_fraction": advice.saving,
+        "break_even": None if advice.break_even is None else _break_even_json(advice.break_even),
+        "ways": {str(contender): _way_json(market, advice, way) for contender, way in advice.ways.items()},
+        "failed": {str(contender): why for contender, why in advice.failed.items()},
+        "months": [_month_json(market, advice, month) for month in range(len(advice.rates))],
+        "orders": [_order_json(order) for order in advice.purchases.orders],
+        "still_to_pay": advice.purchases.still_to_pay,
+        "still_worth": advice.purchases.still_worth,
+        "assumptions": assumptions(market),
+        "provenance": site.provenances() | _provenances(market),
+    }
+
+
+def assumptions(market: Market) -> list[str]:
+    """What the answer rests on, in sentences."""
+    return [*ASSUMPTIONS, _counted(market)]
+
+
+def _counted(market: Market) -> str:
+    ends = market.demand.ends
+    counted = (
+        "count in full" if ends else "count by the value that they lose, commitments by the months that are looked at"
+    )
+    what = "purchases and commitments" if ends else "purchases"
+    rate = market.discount_per_year
+    return f"{what} {counted}; {f'discounted by {rate:.1%} a year' if rate else 'nothing is discounted'}"
+
+
+def _break_even_json(found: BreakEven) -> dict[str, float | str | None]:
+    pays = "never" if found.per_gb is None else "up_to" if isfinite(found.per_gb) else "always"
+    return {
+        "pays": pays,
+        "per_gb": found.per_gb if found.per_gb is None or isfinite(found.per_gb) else None,
+        "prompt_tokens": found.tokens,
+        "hit_ratio": found.hit_ratio,
+    }
+
+
+def _way_json(market: Market, advice: Advice, way: Purchases) -> dict[str, float]:
+    return {
+        "cost": way.cost,
+        "cost_per_1000_requests": way.cost / _requests(market, advice) * 1000,
+        "sent_gb": way.sent_gb,
+        "gap_fraction": way.gap,
+    }
+
+
+def _requests(market: Market, advice: Advice) -> float:
+    """Those of all months, as late ones count less in the cost."""
+    worth = sum(rate * market.worth(month) for month, rate in enumerate(advice.rates))
+    return worth * market.demand.mean_load * HOURS_PER_MONTH * 3600
+
+
+def _month_json(market: Market, advice: Advice, month: int) -> dict[str, Any]:
+    system = advice.purchases.systems[month]
+    busy = dict(system.busy)
+    return {
+        "month": month + 1,
+        "busiest_hour_req_per_s": advice.rates[month],
+        "contender": str(system.contender),
+        "num_prfaas": system.num_prfaas,
+        "num_prefill": system.num_prefill,
+        "num_decode": system.num_decode,
+        "threshold_tokens": system.threshold_tokens if isfinite(system.threshold_tokens) else None,
+        "line_gbps": system.line.gbps if system.line else 0.0,
+        "utilisation": busy,
+        "binds": max(busy, key=lambda stage: busy[stage]),
+        "held_instances": dict(advice.purchases.held[month]),
+        "sent_gb": gb_per_month(system, advice.rates[month], market) if system.line else 0.0,
+        "line_cost": line_cost(system, advice.rates[month], market),
+        "cash": advice.purchases.cash[month],
+        "headroom_months": advice.headroom_months[month],
+    }
+
+
+def _order_json(order: Order) -> dict[str, Any]:
+    return {
+        "month": order.month + 1,
+        "hardware": order.hardware,
+        "bought": order.bought,
+        "committed": {f"{months}_months": count for months, count in order.committed.items()},
+        "rented": order.rented,
+    }
+
+
+def _provenances(market: Market) -> dict[str, str]:
+    prices = {f"prices of {each.hardware}": each.provenance for each in market.hardware}
+    lines = {f"line of {each.gbps:g} Gbit/s": each.provenance for each in market.lines}
+    return {"demand": market.demand.provenance} | prices | lines
+
+
+def purchases_text(site: Site, market: Market, advice: Advice) -> str:
+    """The answer for people: a verdict, all ways, the months, the orders."""
+    rates = advice.rates
+    head = f"Buy  site={site.name}  {len(rates)} months, {rates[0]:.2f} to {rates[-1]:.2f} req/s in the busiest hour"
+    return "\n".join(
+        [
+            f"{head}{_targets(site)}",
+            "",
+            *verdict(market, advice),
+            "",
+            *_ways(market, advice),
+            "",
+            *_months(market, advice),
+            "",
+            *_orders(market, advice),
+            "",
+            _rest(market, advice),
+            *_doubts(market),
+        ]
+    )
+
+
+def _targets(site: Site) -> str:
+    ttft, tbt = site.slo.ttft_p90_s, site.slo.tbt_s
+    parts = [f"TTFT P90 {ttft:g} s" if ttft is not None else "", f"TBT {tbt:g} s" if tbt is not None else ""]
+    return "".join(f"  {part}" for part in parts if part)
+
+
+def verdict(market: Market, advice: Advice) -> list[str]:
+    """The cheapest way, and where another one would be."""
+    saved = ", the only way" if advice.saving is None else f", {advice.saving:.1%} cheaper than the next"
+    word = "offload" if advice.is_offloading else "do not offload"
+    lines = [f"Verdict: {word}; {NAMES[advice.best]} is cheapest{saved}"]
+    if (found := advice.break_even) is not None:
+        tariff = (
+            "at no tariff, not even 0"
+            if found.per_gb is None
+            else f"up to {market.currency}{found.per_gb:.4f} per GB, if all lines charge that"
+            if isfinite(found.per_gb)
+            else "at every tariff: nothing else keeps the SLO"
+        )
+        lines.append(f"  Offloading all in all pays {tariff}.")
+        lengths = "no prompt" if found.tokens is None else f"prompts from {tokens(found.tokens)} tokens on"
+        hits = "none" if found.hit_ratio is None else f"{found.hit_ratio:.0%}"
+        lines.append(
+            f"  One by one, {lengths} cost less away; of the mean one that is sent at most {hits} may be cached."
+        )
+    return lines
+
+
+def _ways(market: Market, advice: Advice) -> list[str]:
+    lines = [f"  {'':<22}{'cost, ' + market.currency:>14}{'per 1000 requests':>19}{'sent, TB':>11}{'gap':>9}"]
+    for contender, way in advice.ways.items():
+        each = _way_json(market, advice, way)
+        lines.append(
+            f"  {NAMES[contender]:<22}{way.cost:>14,.0f}{each['cost_per_1000_requests']:>19.3f}"
+            f"{way.sent_gb / 1000:>11,.0f}{way.gap:>9.2%}{_note(market, contender)}"
+        )
+    lines += [f"  {NAMES[contender]:<22}{why}" for contender, why in advice.failed.items()]
+    return lines if market.fast_at_home or Contender.BIGGER_LOCAL not in advice.ways else [*lines, LOCAL_APPLIES]
+
+
+def _note(market: Market, contender: Contender) -> str:
+    is_out = contender is Contender.BIGGER_LOCAL and not market.fast_at_home
+    return "  only compared" if is_out else ""
+
+
+def _months(market: Market, advice: Advice) -> list[str]:
+    head = f"  {'month':>5}{'req/s':>8}{'PrfaaS':>8}{'PD-P':>6}{'PD-D':>6}{'t':>9}{'Gbit/s':>8}"
+    lines = [f"{head}{'busiest':>9}  {'which':<16}{'enough for months':>17}{'cash, ' + market.currency:>13}"]
+    for month, rate in enumerate(advice.rates):
+        system = advice.purchases.systems[month]
+        share, stage = max((share, stage) for stage, share in system.busy)
+        lines.append(
+            f"  {month + 1:>5}{rate:>8.2f}{system.num_prfaas:>8}{system.num_prefill:>6}{system.num_decode:>6}"
+            f"{_threshold(system):>9}{system.line.gbps if system.line else 0:>8g}{share:>9.0%}  {STAGES[stage]:<16}"
+            f"{_headroom(advice, month):>17}{advice.purchases.cash[month]:>13,.0f}"
+        )
+    return lines
+
+
+def _threshold(system: SizedSystem) -> str:
+    return tokens(system.threshold_tokens) if system.num_prfaas else "-"
+
+
+def _headroom(advice: Advice, month: int) -> str:
+    """At the end of the months looked at it may be more."""
+    months = advice.headroom_months[month]
+    return f"{months}+" if month + months == len(advice.rates) - 1 else str(months)
+
+
+def _orders(market: Market, advice: Advice) -> list[str]:
+    """What is bought and committed, in the month in which it is ordered; what is rented by the hour, in runs of months."""
+    orders = advice.purchases.orders
+    found = [
+        (order.month, order.hardware, what)
+        for order in orders
+        if (what := _ordered(market.offer(order.hardware), order))
+    ]
+    for name in {order.hardware for order in orders}:
+        rented = {order.month: order.rented for order in orders if order.hardware == name}
+        found += [
+            (first, name, f"rent {count} by the hour{f' until month {last + 1}' if last > first else ''}")
+            for first, last, count in _runs([rented.get(month, 0) for month in range(len(advice.rates))])
+        ]
+    lines = [f"  month {month + 1:>3}  {name:<12}{what}" for month, name, what in sorted(found)]
+    return ["Orders (instances):", *lines] if lines else ["Orders: none"]
+
+
+def _ordered(offer: HardwareOffer, order: Order) -> str:
+    parts = [f"buy {order.bought}"] if order.bought else []
+    parts += [f"rent {count} for {months} months" for months, count in order.committed.items()]
+    there = f" (there in month {order.month + 1 + offer.lead_months})" if offer.lead_months else ""
+    return ", ".join(f"{part}{there}" for part in parts)
+
+
+def _runs(counts: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """First and last month of equal counts above 0, and the count."""
+    first = 0
+    for count, months in groupby(counts):
+        last = first + len(list(months)) - 1
+        if count:
+            yield first, last, count
+        first = last + 1
+
+
+def _rest(market: Market, advice: Advice) -> str:
+    found, months = advice.purchases, len(advice.rates)
+    return (
+        f"Paid in {months} months: {market.currency}{sum(found.cash):,.0f}. After them {market.currency}"
+        f"{found.still_to_pay:,.0f} of commitments is still to be paid; purchases are worth "
+        f"{market.currency}{found.still_worth:,.0f}{'' if not market.demand.ends else ', which is taken for lost'}."
+    )
+
+
+def _doubts(market: Market) -> list[str]:
+    weak = [what for what, text in _provenances(market).items() if not text or provenance_kind(text) == "unverified"]
+    return ["", f"Unverified: {', '.join(weak)}"] if weak else []

@@ -1,0 +1,1 @@
+"""What to buy and rent, month after month, at least cost."""
