@@ -9,6 +9,7 @@ requests in flight; the light one sends a prompt every so often, well below its 
     decode    slots: long answers on a decode node that runs 16 at once
     rooms     pages: long answers on a decode node whose memory holds a dozen of their prompts, and that runs 6 at once
     line      bytes: prompts whose KVCache crosses a line that is slower than their prefill
+    reading   the gateway: texts of 500 KB, which it refuses once it has read them, beside texts of 8 KB
 
 TTFT of the light tenant in ms, beside and alone; the light one's tokens are checked.
 """
@@ -30,7 +31,7 @@ from typing import Any, Final
 import aiohttp
 import numpy as np
 
-from engine.byte_tokenizer import SPECIAL_TOKENS, VOCAB_SIZE
+from engine.byte_tokenizer import SPECIAL_TOKENS, VOCAB_SIZE, byte_tokenizer
 from engine.emulated.emulated import emulated_tokens
 from gateway.auth.keyring import digest_of
 from prfaas.demo.client import complete
@@ -48,7 +49,10 @@ IDLE_S: Final = 1.0  # until what it has left is gone
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TenantSystem:
-    """A system, and what both tenants ask of it: (tokens of a prompt, tokens of an answer)."""
+    """A system, and what both tenants ask of it: (tokens of a prompt, tokens of an answer).
+
+    Prompts of the demo's models have as many tokens as bytes. With `as_text` they are sent as texts.
+    """
 
     name: str
     heavy: tuple[int, int]
@@ -60,6 +64,8 @@ class TenantSystem:
     max_running: int = 64
     decode_cache_bytes: int = 1 << 30
     line_bytes_per_s: float = 0.0
+    chunk_tokens: int = 64
+    as_text: bool = False
 
 
 KINDS: Final = (
@@ -73,6 +79,10 @@ KINDS: Final = (
         decode_cache_bytes=96 << 20,
     ),
     TenantSystem(name="line", heavy=(2048, 1), light=(1280, 1), prefill_s_per_token=1e-5, every_s=1.6, line_bytes_per_s=8e6),
+    TenantSystem(
+        name="reading", heavy=(500_000, 1), light=(8000, 1), prefill_s_per_token=1e-6, every_s=0.2, is_remote=False,
+        chunk_tokens=8192, as_text=True,
+    ),
 )  # fmt: skip
 
 
@@ -110,7 +120,7 @@ def topology_of(kind: TenantSystem, state_dir: Path) -> Topology:
     document = {
         "model": {"arch": ARCH, "name": "fairness"},
         "gateway": {"port": 0, "log_level": "warning", "threshold_tokens": 64, "tenants": tenants},
-        "node": {"engine": "emulated", "engine_args": args, "block_size": 64, "chunk_tokens": 64},
+        "node": {"engine": "emulated", "engine_args": args, "block_size": 64, "chunk_tokens": kind.chunk_tokens},
         "clusters": clusters,
     }
     return parse_topology(document, state_dir)
@@ -125,6 +135,8 @@ class TwoTenants:
         self._session = session
         self._rng = np.random.default_rng(seed)
         self._numbers: Iterator[int] = count()
+        self._filler = "".join(self._rng.choice(list("etaoin shrdlu "), kind.heavy[0])) if kind.as_text else ""
+        self._tokenizer = byte_tokenizer()
         self.heavy_done = self.heavy_refused = 0
 
     async def light(self, samples: int, every_s: float) -> list[float]:
@@ -151,7 +163,7 @@ class TwoTenants:
     async def _keep_sending(self) -> None:
         while True:
             try:
-                await self._one(HEAVY, *self._kind.heavy)
+                await (self._refused_text() if self._kind.as_text else self._one(HEAVY, *self._kind.heavy))
                 self.heavy_done += 1
             except Exception as error:
                 self.heavy_refused += 1
@@ -159,14 +171,29 @@ class TwoTenants:
                 await asyncio.sleep(1.0)
 
     async def _one(self, key: str, prompt_tokens: int, answer_tokens: int) -> float:
-        prompt = self._rng.integers(len(SPECIAL_TOKENS), VOCAB_SIZE, prompt_tokens).tolist()
-        body = {"model": self._system.topology.model.served_name, "prompt": prompt, "max_tokens": answer_tokens}
+        body: dict[str, Any] = {"model": self._system.topology.model.served_name, "max_tokens": answer_tokens}
+        if self._kind.as_text:
+            body["prompt"] = text = self._new_text(prompt_tokens)
+            prompt = self._tokenizer.encode(text).ids
+        else:
+            body["prompt"] = prompt = self._rng.integers(len(SPECIAL_TOKENS), VOCAB_SIZE, prompt_tokens).tolist()
         body |= {"temperature": 0, "ignore_eos": True}
         name, headers = f"r-{next(self._numbers)}", {"Authorization": f"Bearer {key}"}
         answer = await complete(self._session, self._system.api_url, body, name, headers)
         if key == LIGHT and answer.token_ids != emulated_tokens(prompt, answer_tokens):
             raise RuntimeError(f"{name}: not the tokens of its prompt")
         return answer.ttft_s
+
+    async def _refused_text(self) -> None:
+        """A text that is too long for the model, unlike any before from its first byte on."""
+        body = {"model": self._system.topology.model.served_name, "prompt": self._new_text(self._kind.heavy[0])}
+        address, headers = f"{self._system.api_url}/v1/completions", {"Authorization": f"Bearer {HEAVY}"}
+        async with self._session.post(address, json=body, headers=headers) as answer:
+            if "context_length_exceeded" not in (said := await answer.text()):
+                raise RuntimeError(f"HTTP {answer.status}: {said[:300]}")
+
+    def _new_text(self, size: int) -> str:
+        return f"{next(self._numbers)} {self._filler}"[:size]
 
 
 async def measure(kind: TenantSystem, samples: int, seed: int, state_dir: Path) -> FairnessRow:

@@ -27,7 +27,7 @@ from gateway.prompt.cache_breakpoints import is_marked, unmarked
 from gateway.prompt.prompt import Prompt, PromptMemory, PromptModel, prompt_of, read_call
 from gateway.prompt.reader_pool import GONE, ReadingPool
 from gateway.prompt.reader_process import ReadQuestion, answer_of, header_of
-from gateway.prompt.reader_queue import ReadingQueue, ReadingRoom
+from gateway.prompt.reader_queue import CLASS_BYTES, ReadingQueue, ReadingRoom
 from gateway.tasks import TaskSet
 from planner.decisions.admission.waiting import EVERYBODYS, TenantShare
 from prompts.errors import TakesLonger
@@ -44,6 +44,7 @@ LONG_BODY_BYTES: Final = 512 * 1024  # at worst as many new tokens: 8 ms to make
 LONGER_BODY_BYTES: Final = 2 * 1024 * 1024  # where tokens are no list (prompts.tokens.encoder): 2 ms for its JSON
 NEW_BYTES: Final = 16 * 1024  # of a chat that goes on: tokenised in 0.2 ms by a fast encoder, at worst in 5
 MAX_COMMAS_AND_BRACKETS: Final = 24 * 1024  # no JSON has more values; prose of that length has a third as many
+OWN_PLACES: Final = 1  # of each class of shorter bodies, which those of no other class take
 MAX_READING_BYTES: Final = 512 * 1024 * 1024
 
 
@@ -67,8 +68,10 @@ class PromptReader:
         self._memory = PromptMemory(tokenizer)
         self._tasks = tasks
         self._timeout_s = timeout_s
-        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="tokenise")
-        self._queue = ReadingQueue(threads)
+        # A place is a thread, and each process has one to be started and to have its answers taken.
+        most = threads + OWN_PLACES * len(CLASS_BYTES) + threads
+        self._threads = ThreadPoolExecutor(most, thread_name_prefix="tokenise")
+        self._queue = ReadingQueue(threads, OWN_PLACES)
         self.room = ReadingRoom(max_bytes)
         self._pool = ReadingPool(tokenizer, self._threads, tasks, threads, timeout_s)
 
@@ -148,16 +151,16 @@ class PromptReader:
         self, work: Callable[[], T], share: TenantShare, num_bytes: int, check: Callable[[], None]
     ) -> T:
         with self.room.held(share.flow, num_bytes):
-            await self._queue.take(share, num_bytes)
+            place = await self._queue.take(share, num_bytes)
             loop = asyncio.get_running_loop()
             try:
                 check()
                 working = self._threads.submit(work)
             except BaseException:
-                self._queue.give_back()
+                self._queue.give_back(place)
                 raise
             # A thread that works for a client that has left is still taken.
-            working.add_done_callback(lambda _: loop.call_soon_threadsafe(self._queue.give_back))
+            working.add_done_callback(lambda _: loop.call_soon_threadsafe(self._queue.give_back, place))
             return await asyncio.wrap_future(working)
 
     async def _ask(self, question: ReadQuestion, body: bytes, held: ExitStack) -> tuple[Call, Prompt]:

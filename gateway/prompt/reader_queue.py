@@ -9,6 +9,9 @@ first is first.
           more       ████ ████ ███ ┘          ├ by bytes and weight ──► one of few places
     beta  ≤ 16 KiB   ▪             ─ by bytes ┘
 
+A body that is being read is not put aside for a lighter tenant's. So beside the places for all, the shorter classes may have
+places of their own, with a fair order of tenants by themselves: a short body waits for short ones only.
+
 What waits and what is read is bounded, for a tenant and for all together. All methods belong to one event loop.
 """
 
@@ -28,7 +31,10 @@ MAX_REMEMBERED: Final = 4096  # tenants that nothing waits of
 TENANTS_PART: Final = 0.5  # of the bytes for all, for a tenant with a name
 FULL: Final = "reading_overload"
 
-Turn = asyncio.Future[None]
+FOR_ALL: Final = -1
+
+Place = int  # the class of sizes whose own it is, or FOR_ALL
+Turn = asyncio.Future[Place]
 
 
 @dataclass(slots=True)
@@ -50,11 +56,33 @@ class _Tenant:
     lines: dict[int, _Line] = field(default_factory=dict)
 
 
-class ReadingQueue:
-    """Places for reading, `places` at first, taken in a fair order."""
+@dataclass(slots=True)
+class _OwnPlaces:
+    """The places of one class of sizes. What is read in them is charged to no tenant elsewhere."""
 
-    def __init__(self, places: int) -> None:
+    free: int
+    now: float = 0.0  # virtual: bytes by weight
+    starts: dict[str, float] = field(default_factory=dict)  # of a tenant's next body, unless it is the present time
+
+    def serve(self, name: str, cost: float) -> None:
+        """A body of this tenant is read; `cost` by its weight."""
+        self.free -= 1
+        self.now = max(self.now, self.start_of(name))
+        self.starts[name] = self.now + cost
+        if len(self.starts) > MAX_REMEMBERED:
+            self.starts = {each: start for each, start in self.starts.items() if start > self.now}
+
+    def start_of(self, name: str) -> float:
+        """When the tenant's next body begins."""
+        return max(self.now, self.starts.get(name, 0.0))
+
+
+class ReadingQueue:
+    """Places for reading: `places` for all at first, and `own` for each class of sizes but the longest; in a fair order."""
+
+    def __init__(self, places: int, own: int = 0) -> None:
         self._free = places
+        self._own = [_OwnPlaces(own) for _ in CLASS_BYTES]
         self._now = 0.0  # virtual: bytes by weight
         self._waiting: dict[str, _Tenant] = {}
         self._joined = 0  # tenants that began at the present time
@@ -65,39 +93,56 @@ class ReadingQueue:
 
     @property
     def has_free(self) -> bool:
-        """Whether the next body gets a place at once."""
+        """Whether the next body, of whatever size, gets a place at once."""
         return self._free > 0
 
-    async def take(self, share: TenantShare, num_bytes: int) -> None:
+    async def take(self, share: TenantShare, num_bytes: int) -> Place:
         """Waits for a place; to be given back once, by `give_back`."""
         cost = float(max(LEAST_BYTES, num_bytes))
+        number = sum(num_bytes > limit for limit in CLASS_BYTES)
+        if number < len(self._own) and self._own[number].free:
+            self._own[number].serve(share.flow, cost / share.weight)
+            return number
         if self._free:
             self._free -= 1
             start = self._start_of(share)
             self._now = max(self._now, start)
             self._has_had(share.flow, start + cost / share.weight)
-            return
+            return FOR_ALL
         turn: Turn = asyncio.get_running_loop().create_future()
         tenant = self._waiting.get(share.flow)
         if tenant is None:
             tenant = self._waiting[share.flow] = self._joins(share, cost)
         tenant.weight = share.weight
-        number = sum(num_bytes > limit for limit in CLASS_BYTES)
         tenant.lines.setdefault(number, _Line(tenant.now)).waiting.append((cost, turn))
         try:
-            await turn
+            return await turn
         except asyncio.CancelledError:
             if turn.done() and not turn.cancelled():  # it came at the same time
-                self.give_back()
+                self.give_back(turn.result())
             raise
 
-    def give_back(self) -> None:
+    def give_back(self, place: Place = FOR_ALL) -> None:
         """A place is free, or there is another one: whose turn it is has it."""
-        while (turn := self._next()) is not None:
+        turn = self._next() if place == FOR_ALL else self._next_of(place)
+        if turn is not None:
+            turn.set_result(place)
+        elif place == FOR_ALL:
+            self._free += 1
+
+    def _next_of(self, number: int) -> Turn | None:
+        """Whose turn it is for a class's own place, which is free then."""
+        own = self._own[number]
+        own.free += 1
+        while able := [name for name, tenant in self._waiting.items() if number in tenant.lines]:
+            name = min(able, key=own.start_of)
+            tenant = self._waiting[name]
+            cost, turn = tenant.lines[number].waiting.popleft()
+            self._forget_empty(name, number)
             if not turn.done():
-                turn.set_result(None)
-                return
-        self._free += 1
+                own.serve(name, cost / tenant.weight)
+                return turn
+        return None
 
     def _next(self) -> Turn | None:
         while self._waiting:
@@ -110,14 +155,18 @@ class ReadingQueue:
                 tenant.start += cost / tenant.weight + tenant.first_extra
                 tenant.first_extra = 0.0
                 line.start += cost
-            if not line.waiting:
-                del tenant.lines[number]
-            if not tenant.lines:
-                del self._waiting[name]
-                self._has_had(name, tenant.start)
+            self._forget_empty(name, number)
             if is_wanted:
                 return turn
         return None
+
+    def _forget_empty(self, name: str, number: int) -> None:
+        tenant = self._waiting[name]
+        if not tenant.lines[number].waiting:
+            del tenant.lines[number]
+        if not tenant.lines:
+            del self._waiting[name]
+            self._has_had(name, tenant.start)
 
     def _joins(self, share: TenantShare, cost: float) -> _Tenant:
         """Nothing else waits of it. One that is behind begins now, and pays a part of its first body once more."""

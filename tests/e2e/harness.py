@@ -115,10 +115,28 @@ class Bench:
         return await complete(self.session, url or self.system.api_url, body | options, name or self.name())
 
     async def prime(self, name: str, prompt: Sequence[int]) -> None:
-        """Makes one node's engine compute `prompt`, under the salt of the gateway, without anything leaving it."""
+        """Makes one node's engine compute `prompt`, under the salt of the gateway, without anything leaving it.
+
+        Returns when the gateway has heard of it.
+        """
         layout = ModelLayout.from_json((await self.describe(name)).layout_json)
         params = {"salt": salt_of(layout).hex()}
         await self.generate(prompt, 1, url=self.node(name).engine_url, kv_transfer_params=params)
+        cached = (len(prompt) - 1) // layout.block_size * layout.block_size
+
+        async def is_heard_of() -> bool:
+            return await self._known_tokens(name, prompt) >= cached
+
+        await self.wait_until(is_heard_of)
+
+    async def _known_tokens(self, name: str, prompt: Sequence[int]) -> int:
+        """How many tokens of `prompt` the gateway believes that node to have."""
+        body = {"model": "tiny", "prompt": list(prompt), "max_tokens": 1}
+        async with self.session.post(f"{self.system.api_url}/prfaas/explain", json=body) as answer:
+            decision = (await answer.json())["decision"]
+        candidates = [*decision["decodes"], *decision["prefills"]]
+        found = [each["cached_tokens"] for each in candidates if each["node"] == name and not each.get("fetch_from")]
+        return max(found, default=0)
 
     def expected(self, prompt: Sequence[int], max_tokens: int = 16) -> list[int]:
         """What a plain transformers.generate gives."""

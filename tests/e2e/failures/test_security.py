@@ -21,7 +21,7 @@ from transport.peers.name import PeerRole
 pytestmark = pytest.mark.e2e
 
 FILES = ("{name}.pem", "{name}.key")
-PRIMED, BLOCK = 256, 64
+PRIMED = 256
 
 
 @pytest.fixture(scope="module")
@@ -73,16 +73,7 @@ async def told(bench: Bench, name: str, reason: str) -> float:
 async def prefer(bench: Bench, name: str, length: int, seed: int) -> list[int]:
     """A prompt whose beginning is cached on `name`, so that its prefill goes there."""
     prompt = bench.prompt(length, seed)
-    gateway = bench.system.api_url
-    known = await bench.metric(gateway, "prfaas_known_blocks")
     await bench.prime(name, prompt[: PRIMED + 1])
-
-    async def is_heard_of() -> bool:
-        return (
-            await bench.metric(gateway, "prfaas_known_blocks") > known + PRIMED // BLOCK
-        )  # those of attention, and a state
-
-    await bench.wait_until(is_heard_of)
     return prompt
 
 

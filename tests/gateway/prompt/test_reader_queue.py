@@ -3,13 +3,15 @@
 import asyncio
 import random
 from collections import Counter
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
 from gateway.errors import Overloaded
 from gateway.prompt.reader_queue import ReadingQueue, ReadingRoom
 from planner.decisions.admission.waiting import TenantShare
-from tests.gateway.worlds import on_loop
+from tests.gateway.worlds import on_loop, until
 
 KIB = 1024
 
@@ -42,6 +44,59 @@ async def test_a_short_body_waits_for_one_long_one_of_others_at_most() -> None:
 async def test_a_short_body_waits_for_one_long_one_of_its_own_tenant_at_most() -> None:
     order = await served(ReadingQueue(0), [*[(TenantShare(), 500 * KIB)] * 256, (TenantShare(), 8 * KIB)])
     assert order.index(("", 8 * KIB)) <= 1
+
+
+@on_loop
+async def test_a_short_body_waits_for_no_long_one_where_its_class_has_a_place() -> None:
+    queue = ReadingQueue(2, own=1)
+    long = [asyncio.ensure_future(queue.take(TenantShare("heavy"), 500 * KIB)) for _ in range(256)]
+    await asyncio.sleep(0)
+    assert sum(each.done() for each in long) == 2
+    for size in (8 * KIB, 100 * KIB):
+        async with asyncio.timeout(10.0):
+            queue.give_back(await queue.take(TenantShare("light"), size))
+    await cancelled(long)
+
+
+async def cancelled(tasks: Sequence[asyncio.Future[Any]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+@on_loop
+async def test_in_places_of_a_class_tenants_take_turns_by_bytes_and_weight() -> None:
+    queue, had = ReadingQueue(0, own=1), Counter[str]()
+    held = await queue.take(TenantShare("first"), KIB)
+
+    async def read(share: TenantShare, size: int) -> None:
+        place = await queue.take(share, size)
+        had[share.flow] += size
+        if had.total() < 1000 * KIB:
+            queue.give_back(place)
+
+    weights = {"one": 1.0, "three": 3.0}
+    tasks = [
+        asyncio.ensure_future(read(TenantShare(name, weight), size * KIB))
+        for name, weight, size in (("one", 1.0, 16), ("three", 3.0, 4))
+        for _ in range(1000)
+    ]
+    await asyncio.sleep(0)
+    queue.give_back(held)
+    await until(lambda: had.total() >= 1000 * KIB)
+    for name, weight in weights.items():
+        assert had[name] == pytest.approx(1000 * KIB * weight / 4, abs=32 * KIB)
+    await cancelled(tasks)
+
+
+@on_loop
+async def test_what_was_read_in_places_of_a_class_is_charged_nowhere_else() -> None:
+    queue = ReadingQueue(1, own=1)
+    for _ in range(100):
+        queue.give_back(await queue.take(TenantShare("a"), 8 * KIB))
+    await queue.take(TenantShare("a"), 500 * KIB)
+    order = [name for name, _ in await served(queue, [(TenantShare(name), 500 * KIB) for name in "baba"])]
+    assert sorted(order[:2]) == ["a", "b"]
 
 
 @on_loop
@@ -122,14 +177,15 @@ async def test_within_a_tenant_and_a_size_who_came_first_is_first() -> None:
     assert order == sorted(order)
 
 
+@pytest.mark.parametrize("own", [0, 1])
 @on_loop
-async def test_places_survive_any_order_of_coming_leaving_and_being_cancelled() -> None:
+async def test_places_survive_any_order_of_coming_leaving_and_being_cancelled(own: int) -> None:
     rng = random.Random(11)
-    queue, inside, most = ReadingQueue(3), 0, 0
+    queue, inside, most = ReadingQueue(3, own), 0, 0
 
     async def read(share: TenantShare, size: int) -> None:
         nonlocal inside, most
-        await queue.take(share, size)
+        place = await queue.take(share, size)
         inside += 1
         most = max(most, inside)
         try:
@@ -137,7 +193,7 @@ async def test_places_survive_any_order_of_coming_leaving_and_being_cancelled() 
                 await asyncio.sleep(0)
         finally:
             inside -= 1
-            queue.give_back()
+            queue.give_back(place)
 
     tasks: list[asyncio.Task[None]] = []
     for _ in range(3000):
@@ -148,10 +204,10 @@ async def test_places_survive_any_order_of_coming_leaving_and_being_cancelled() 
         if rng.random() < 0.5:
             await asyncio.sleep(0)
     await asyncio.gather(*tasks, return_exceptions=True)
-    assert (inside, most, len(queue)) == (0, 3, 0)
-    for _ in range(3):
+    assert (inside, most, len(queue)) == (0, 3 + 2 * own, 0)
+    for size in [1, 20_000][: own * 2] + [500_000] * 3:
         async with asyncio.timeout(10.0):
-            await queue.take(TenantShare(), 1)
+            await queue.take(TenantShare(), size)
     assert not queue.has_free
 
 
