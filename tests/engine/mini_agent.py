@@ -45,7 +45,7 @@ class MiniAgent:
         self.landings: dict[str, Landing] = {}
         self.cache = PrefixCache(layout, num_pages)
         self._arena_path = folder / "arena"
-        # "w+" makes a file of zeros with nothing written: up to half a gigabyte, of which a test uses little.
+        # "w+" makes a file of zeros without a write: it has up to half a gigabyte, and a test uses little.
         self.arena = np.memmap(self._arena_path, dtype=np.uint8, mode="w+", shape=num_pages * layout.page_bytes)
         self._num_pages = num_pages
         self._chunk_tokens = chunk_tokens
