@@ -40,8 +40,11 @@ AT_EVERY_CHANGE := -m "not e2e and not slow and not vllm and not sglang" --ignor
 # Cases that are variants of one property take turns, and so do examples of properties: another SEED, another few of them.
 IN_TURN := --rotate $(SEED) --hypothesis-profile brief
 
-# Test files are spread over the cores; those marked `long` start first.
-SPREAD := -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+# Test files are spread over processes; those marked `long` start first.
+SPREAD := --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+# Tests at every change wait for much of their time, for a clock or another process. Twice as many processes as cores, up
+# to four, keep the cores busy. (nproc counts no more cores than OMP_NUM_THREADS says.)
+WORKERS ?= $(shell expr 2 \* $$(env -u OMP_NUM_THREADS nproc))
 
 INPUTS       ?= 1000000
 BODIES       ?= 5000
@@ -79,10 +82,10 @@ up: $(STAMP)     ## Start the demo's topology as an OpenAI server on port 8000, 
 # Threads of torch and NumPy that share a core with other tests mostly wait for each other.
 test test-whole: export OMP_NUM_THREADS = 1
 test: $(STAMP)   ## The tests to run at every change (minutes), variants of one property in turn; prints what it left out
-	$(BIN)/python -m pytest $(AT_EVERY_CHANGE) $(SPREAD) $(IN_TURN) --hypothesis-seed=$(SEED)
+	$(BIN)/python -m pytest $(AT_EVERY_CHANGE) -n $(WORKERS) $(SPREAD) $(IN_TURN) --hypothesis-seed=$(SEED)
 
 test-whole: $(STAMP)  ## The same with every variant, and four times as many examples of each property
-	$(BIN)/python -m pytest $(AT_EVERY_CHANGE) $(SPREAD) --hypothesis-seed=$(SEED)
+	$(BIN)/python -m pytest $(AT_EVERY_CHANGE) -n $(WORKERS) $(SPREAD) --hypothesis-seed=$(SEED)
 
 # CI runs samples of the long suites, other samples for each commit. This target runs all of them whole, for releases: over an hour.
 test-all: lint test-whole test-e2e test-deploy fuzz soak soak-cache test-storm test-crowd test-flips test-migration test-borders test-rdma test-vllm test-sglang test-equality test-schema test-clients test-load docs wheel demo  ## Every suite, whole (over an hour)
@@ -127,7 +130,7 @@ test-rdma: $(STAMP)  ## Test RDMA over soft-RoCE in a small virtual machine (nee
 test-equality: export PRFAAS_SAMPLE_SEED = $(SEED)
 test-equality: export OMP_NUM_THREADS = 1
 test-equality: $(STAMP)  ## Compare tokens with transformers.generate: every architecture, route, prefix, border and length (slow)
-	$(BIN)/python -m pytest -m slow -o faulthandler_timeout=1800 tests/equality tests/engine $(SPREAD) $(sampled)
+	$(BIN)/python -m pytest -m slow -o faulthandler_timeout=1800 tests/equality tests/engine -n auto $(SPREAD) $(sampled)
 
 test-vllm: $(VLLM_STAMP)  ## Test vLLM with our connector: a matrix of models, and real API servers behind our gateway
 	$(VLLM_BIN)/python -m pytest -m vllm -o faulthandler_timeout=600 tests/vllm $(sampled)

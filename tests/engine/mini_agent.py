@@ -45,8 +45,8 @@ class MiniAgent:
         self.landings: dict[str, Landing] = {}
         self.cache = PrefixCache(layout, num_pages)
         self._arena_path = folder / "arena"
-        self._arena_path.write_bytes(bytes(num_pages * layout.page_bytes))
-        self.arena = np.memmap(self._arena_path, dtype=np.uint8, mode="r+")
+        # "w+" makes a file of zeros without a write: it has up to half a gigabyte, and a test uses little.
+        self.arena = np.memmap(self._arena_path, dtype=np.uint8, mode="w+", shape=num_pages * layout.page_bytes)
         self._num_pages = num_pages
         self._chunk_tokens = chunk_tokens
         self._jobs: dict[str, tuple[Reservation, m.TicketInfo | None]] = {}
