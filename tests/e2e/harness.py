@@ -172,6 +172,15 @@ class Bench:
             state: str = (await answer.json())["nodes"][name]
             return state
 
+    async def wait_for_engine(self, name: str, former_pid: int, timeout_s: float) -> None:
+        """Until the node has another engine than the former one, and then the gateway sees it ready."""
+
+        async def is_back() -> bool:
+            pid = (await self.describe(name)).engine_pid  # 0 for none; the gateway may hear of that later
+            return pid not in (0, former_pid) and await self.gateway_sees(name) == "ready"
+
+        await self.wait_until(is_back, timeout_s)
+
     async def wait_until(self, condition: Callable[[], Awaitable[bool]], timeout_s: float = 30.0) -> None:
         async with asyncio.timeout(timeout_s):
             while not await condition():  # noqa: ASYNC110 other processes have no Event of ours

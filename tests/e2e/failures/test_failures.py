@@ -186,12 +186,7 @@ def test_an_engine_that_is_killed_finds_the_prefix_cache_again(bench: Bench) -> 
         await bench.generate(prompt, 1)
         before = await bench.describe("far")
         os.kill(before.engine_pid, signal.SIGKILL)
-
-        async def is_back() -> bool:
-            seen = await bench.describe("far")
-            return seen.engine_pid not in (0, before.engine_pid) and await bench.gateway_sees("far") == "ready"
-
-        await bench.wait_until(is_back, 60.0)
+        await bench.wait_for_engine("far", before.engine_pid, 60.0)
         name = bench.name()
         done = await bench.generate([*prompt, *bench.prompt(700, seed=7)], name=name)
         record = await bench.record(name)

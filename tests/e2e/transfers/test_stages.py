@@ -43,13 +43,6 @@ def is_stage(pid: int) -> bool:
         return False
 
 
-async def ready_again(bench: Bench, former: int) -> None:
-    async def is_back() -> bool:
-        return await bench.gateway_sees("far") == "ready" and (await bench.describe("far")).engine_pid != former
-
-    await bench.wait_until(is_back, 120.0)
-
-
 async def answered(bench: Bench, prompt: list[int], *, cached: int = 0) -> None:
     name = bench.name()
     done = await bench.generate(prompt, name=name)
@@ -110,7 +103,7 @@ def test_a_stage_that_is_killed(bench: Bench, stage: int) -> None:
         done = await running
         assert done.token_ids == await asyncio.to_thread(bench.expected, prompt)
         assert (await bench.record(name))["fallbacks"], "the failure must have been counted"
-        await ready_again(bench, engine)
+        await bench.wait_for_engine("far", engine, 120.0)
         assert not any(is_stage(pid) for pid in stages)
         await answered(bench, bench.prompt(500, seed=40 + stage))
 
@@ -121,7 +114,7 @@ def test_an_engine_that_is_killed_takes_its_stages_with_it(bench: Bench) -> None
     async def scenario() -> None:
         engine, stages = (await bench.describe("far")).engine_pid, await stages_of(bench)
         os.kill(engine, signal.SIGKILL)
-        await ready_again(bench, engine)
+        await bench.wait_for_engine("far", engine, 120.0)
         assert not any(is_stage(pid) for pid in stages)
         await answered(bench, bench.prompt(500, seed=50))
 
