@@ -18,7 +18,7 @@ from typing import Final
 from gateway.config.gateway import GatewayConfig
 from gateway.errors import NotReplaced
 from gateway.ratelimit.limiter import TenantLimiters
-from gateway.workers.handover import HandoverDoor, Offer, Predecessor
+from gateway.workers.handover import HandoverDoor, HandoverOffer, Predecessor
 from gateway.workers.lineage import ALLOWANCES, FORMAT, Lineage
 from gateway.workers.ports import Ports, fitting, passed_by_systemd
 from gateway.workers.process_scope import Place
@@ -125,9 +125,9 @@ class Generation:
         if self._door is not None and not self.is_left:
             notify(os.environ, STOPPING)
 
-    def _offer(self) -> tuple[Offer, list[int]]:
+    def _offer(self) -> tuple[HandoverOffer, list[int]]:
         sockets = self.ports.all()
-        offer = Offer(
+        offer = HandoverOffer(
             pid=os.getpid(),
             lineage=str(self._lineage.path),
             format=FORMAT,
@@ -155,7 +155,7 @@ class Generation:
 
     def _limiters(self) -> TenantLimiters:
         if self._allowances is None:
-            # A view of nobody's: it clears places of those that have ended.
+            # It has no place of its own, and clears those of processes that have ended.
             now = asyncio.get_running_loop().time
             self._allowances = TenantLimiters(now, self._lineage.path / ALLOWANCES, own=None)
         return self._allowances

@@ -1,6 +1,6 @@
 """A gateway hands its sockets to its successor, over a Unix socket that has a name by the user and the gateway's file.
 
-    successor ──"replace"──► gateway      ◄── what there is to take over, with descriptors (`Offer`), or why not
+    successor ──"replace"──► gateway      ◄── what there is to take over, with descriptors (`HandoverOffer`), or why not
     successor ──"serving"──► gateway      it accepts already, from the same queues: none that waits there is lost
                              gateway      ◄──"left": accepts no more, and has given up the name
 
@@ -35,7 +35,7 @@ DIGEST_BYTES: Final = 16
 TRUSTED: Final = frozenset({os.geteuid(), 0})
 
 
-class Offer(msgspec.Struct, frozen=True, kw_only=True):
+class HandoverOffer(msgspec.Struct, frozen=True, kw_only=True):
     """What a gateway has for its successor, in the order of the descriptors: its lock on the lineage, its sockets."""
 
     pid: int
@@ -54,7 +54,7 @@ def name_of(config_path: Path) -> str:
 class Predecessor:
     """The gateway that is to be replaced, as its successor sees it. It goes on until it hears that it need not."""
 
-    def __init__(self, connection: socket.socket, offer: Offer, lock: int, sockets: Sockets) -> None:
+    def __init__(self, connection: socket.socket, offer: HandoverOffer, lock: int, sockets: Sockets) -> None:
         self.pid = offer.pid
         self.lineage = Path(offer.lineage)
         self.format = offer.format
@@ -64,7 +64,7 @@ class Predecessor:
 
     @classmethod
     def of(cls, name: str, trusted: Collection[int] = TRUSTED) -> "Predecessor | None":
-        """The one that has this name, and belongs to one of these users; None: there is none. Raises NotReplaced."""
+        """The one that has this name, and belongs to one of these users; None: no gateway has it. Raises NotReplaced."""
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             connection.settimeout(ANSWER_S)
@@ -78,7 +78,7 @@ class Predecessor:
             with suppress(BrokenPipeError):  # what it has said before it closed can still be read
                 connection.send(REPLACE)
             text, descriptors, _, _ = socket.recv_fds(connection, MAX_BYTES, MAX_DESCRIPTORS)
-            offer = msgspec.json.decode(text, type=Offer)
+            offer = msgspec.json.decode(text, type=HandoverOffer)
             if offer.refused:
                 raise NotReplaced(offer.refused)
             lock, *fds = descriptors
@@ -111,7 +111,9 @@ class Predecessor:
 class HandoverDoor:
     """Where a gateway can be asked by its successor. All of it is on the event loop, and nothing of it waits."""
 
-    def __init__(self, name: str, offer: Callable[[], tuple[Offer, list[int]]], leave: Callable[[int], None]) -> None:
+    def __init__(
+        self, name: str, offer: Callable[[], tuple[HandoverOffer, list[int]]], leave: Callable[[int], None]
+    ) -> None:
         """`leave` is told which process has taken over; from then on this gateway is not to accept any more."""
         self._name = name
         self._offer = offer
@@ -180,7 +182,7 @@ class HandoverDoor:
         elif os.getpid() == 1:
             why = "it is process 1 of a container, which ends with it: replace the container"
         if why:
-            offer = Offer(pid=os.getpid(), lineage="", format="", sockets={}, refused=why)
+            offer = HandoverOffer(pid=os.getpid(), lineage="", format="", sockets={}, refused=why)
             descriptors: list[int] = []
         else:
             self._successor = connection

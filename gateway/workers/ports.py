@@ -4,7 +4,7 @@
     operators    the same, if `metrics_port` is set
 
 The parent of workers binds their sockets and never listens: a worker does when it can serve. So connections are dealt to those
-that listen, and what waits to be accepted stays with the socket, whichever process of which generation accepts it.
+that listen. What waits to be accepted stays with the socket, and any process that has it may accept.
 """
 
 import logging
@@ -96,7 +96,7 @@ class Ports:
 
 
 def ports_of(config: GatewayConfig) -> dict[ListenerName, int]:
-    """Which listeners a gateway has, and on which ports."""
+    """The listeners that a gateway has, with their ports."""
     operators = {ListenerName.OPERATORS: config.metrics_port} if config.metrics_port else {}
     return {ListenerName.CLIENTS: config.port, **operators}
 

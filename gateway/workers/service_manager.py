@@ -18,7 +18,7 @@ def main_process(pid: int) -> str:
 
 
 def notify(environment: Mapping[str, str], *lines: str) -> None:
-    """Says so, if there is somebody to be told."""
+    """Tells systemd, if it started this process."""
     address = environment.get(VARIABLE, "")
     if not address:
         return

@@ -13,7 +13,7 @@ import pytest
 from gateway.config.gateway import GatewayConfig, NodeAddress
 from gateway.errors import CannotListen, NotReplaced
 from gateway.ratelimit.limiter import TenantLimiters
-from gateway.workers.handover import HandoverDoor, Offer, Predecessor, name_of
+from gateway.workers.handover import HandoverDoor, HandoverOffer, Predecessor, name_of
 from gateway.workers.lineage import ALLOWANCES, METRICS, Lineage
 from gateway.workers.ports import ListenerName, Ports, Sockets, fitting, passed_by_systemd
 from gateway.workers.service_manager import READY, main_process, notify
@@ -27,7 +27,7 @@ def config(tmp_path: Path, **keys: Any) -> GatewayConfig:
 
 
 @contextmanager
-def ports(config: GatewayConfig, given: Sockets = {}) -> Iterator[Ports]:  # noqa: B006 nobody changes it
+def ports(config: GatewayConfig, given: Sockets = {}) -> Iterator[Ports]:  # noqa: B006 it stays as it is
     with closing(Ports(config, given)) as made:
         yield made
 
@@ -114,7 +114,7 @@ def test_systemd_hears_who_is_the_main_process(tmp_path: Path) -> None:
         manager.bind(str(tmp_path / "notify"))
         notify({"NOTIFY_SOCKET": str(tmp_path / "notify")}, main_process(17), READY)
         assert manager.recv(100) == b"MAINPID=17\nREADY=1"
-    notify({"NOTIFY_SOCKET": str(tmp_path / "nobody")}, READY)
+    notify({"NOTIFY_SOCKET": str(tmp_path / "no-one")}, READY)
     notify({}, READY)
 
 
@@ -143,8 +143,8 @@ async def test_a_successor_has_the_sockets_before_it_says_that_it_serves(tmp_pat
     lineage = Lineage.begun(tmp_path, 1)
     with ports(config(tmp_path)) as p:
 
-        def offer() -> tuple[Offer, list[int]]:
-            told = Offer(pid=os.getpid(), lineage=str(lineage.path), format="1", sockets={CLIENTS: 1})
+        def offer() -> tuple[HandoverOffer, list[int]]:
+            told = HandoverOffer(pid=os.getpid(), lineage=str(lineage.path), format="1", sockets={CLIENTS: 1})
             return told, [lineage.lock, p.all()[CLIENTS][0].fileno()]
 
         door = HandoverDoor(name, offer, left.append)
