@@ -10,13 +10,15 @@ from typing import Any
 
 import pytest
 
+from gateway.auth.keyring import Tenant
 from gateway.config.gateway import GatewayConfig, NodeAddress
-from gateway.errors import CannotListen, NotReplaced
+from gateway.errors import CannotListen, NotReplaced, TenantLimited
 from gateway.ratelimit.limiter import TenantLimiters
 from gateway.workers.handover import HandoverDoor, HandoverOffer, Predecessor, name_of
 from gateway.workers.lineage import ALLOWANCES, METRICS, Lineage
 from gateway.workers.ports import ListenerName, Ports, Sockets, fitting, passed_by_systemd
 from gateway.workers.service_manager import READY, main_process, notify
+from planner.decisions.admission.limits import TenantLimits
 from tests.gateway.worlds import on_loop
 
 CLIENTS, OPERATORS = ListenerName.CLIENTS, ListenerName.OPERATORS
@@ -135,6 +137,30 @@ def test_generations_have_places_of_their_own_until_they_have_ended(tmp_path: Pa
     assert (second.path / METRICS).is_dir()
     second.close()
     assert not second.path.exists()
+
+
+def test_a_limit_holds_for_both_generations_and_what_a_killed_one_had_is_free(tmp_path: Path) -> None:
+    tenant = Tenant("acme", "acme", b"", TenantLimits(at_once=2))
+    before = Lineage.begun(tmp_path, 1)
+    after = Lineage.joined(before.path, os.dup(before.lock))
+    path = before.path / ALLOWANCES
+    old, new = (TenantLimiters(lambda: 0.0, path, own=each.take(1)) for each in (before, after))
+    old.enter(tenant)
+    stays = new.enter(tenant)
+    with pytest.raises(TenantLimited):
+        new.enter(tenant)
+    old.close()
+    before.hand_on()
+    before.close()  # it was killed in the middle of its stream
+    after.take_over()
+    after.sweep(new)
+    more = new.enter(tenant)
+    with pytest.raises(TenantLimited):
+        new.enter(tenant)
+    for each in (stays, more):
+        each.leave()
+    new.close()
+    after.close()
 
 
 @on_loop
