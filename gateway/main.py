@@ -93,7 +93,7 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the gateway until it is told to stop.
 
-    0: ended in peace; 2: the configuration is wrong, or a port taken; 3: it was to replace a gateway that goes on.
+    0: ended in peace; 2: the configuration is wrong, or a port taken; 4: it was to replace a gateway that goes on.
     """
     arguments = parser().parse_args(argv)
     # Until the server takes it, there is nothing to read again; left alone, it would end the process.

@@ -41,7 +41,7 @@ LOOK_S: Final = 0.05  # between looks whether a worker that starts is there
 SILENCE_S: Final = 30.0  # a worker says four times a second that it is there
 START_S: Final = 120.0  # a second or two on an idle machine
 BAD_CONFIG: Final = 2
-NOT_REPLACED: Final = 3
+NOT_REPLACED: Final = 4
 CANNOT_START: Final = -1
 KILLED: Final = (-signal.SIGKILL, -signal.SIGTERM)  # by another process, unless we did it
 

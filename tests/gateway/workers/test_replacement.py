@@ -183,7 +183,7 @@ async def stays(directory: Path) -> None:
             s.path.write_text("[[[")
             assert await ended(await s.start("--replace")) == 2
             s.path.write_text(text.partition("[[gateway.nodes]]")[0] + NOWHERE)
-            assert await ended(await s.start("--replace", "--ready-within", "1")) == 3
+            assert await ended(await s.start("--replace", "--ready-within", "1")) == 4
             await load.more(20)
         assert set(load.outcomes) == {"whole"}, load.outcomes
         assert first.returncode is None
