@@ -28,6 +28,7 @@ from gateway.cluster.link_probes import Probes
 from gateway.cluster.links import ClusterLinks
 from gateway.cluster.registry import NODE_TIMES, Clusters, NodeTimes
 from gateway.config.gateway import GatewayConfig, Strangers
+from gateway.errors import NotReplaced
 from gateway.http.body import BodyReceiver
 from gateway.http.connections import Gate, Way
 from gateway.http.listener import OPERATORS, Listener, client_connections, descriptor_limit
@@ -58,6 +59,7 @@ from gateway.telemetry.load_report import LoadReporter
 from gateway.telemetry.log_setup import LogLevel
 from gateway.telemetry.metrics import Metrics
 from gateway.workers.peers import NumberedRing, WorkerPeers
+from gateway.workers.ports import ListenerName
 from gateway.workers.process_scope import SingleProcess, WorkerProcess
 from gateway.workers.shared_counters import WorkerState
 from membership.watch import MembershipWatch
@@ -85,6 +87,7 @@ class RunningGateway:
     url: str = ""
     metrics_url: str = ""
     listeners: list[Listener] = field(default_factory=list)
+    gates: list[Gate] = field(default_factory=list)
 
     def __repr__(self) -> str:
         return f"<Gateway {self.url} [{self.admission.in_flight} in flight]>"
@@ -98,10 +101,23 @@ class RunningGateway:
         """Takes over what may change while it runs; the keys that differ and may not are returned."""
         return self.reloads.take(config)
 
+    def end_connections(self) -> None:
+        """Answers say `Connection: close` from now on."""
+        for gate in self.gates:
+            gate.is_leaving = True
+
     def leave_ports(self) -> None:
-        """Takes no more connections; those there are go on. Another gateway may have the ports."""
+        """Takes no more connections; another gateway has the ports, or may have them."""
+        self.end_connections()
         for listener in self.listeners:
             listener.close_port()
+
+    async def left(self, timeout_s: float) -> None:
+        """Waits until no client is connected any more: it learns by its next answer that it is to connect anew."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while self.admission.in_flight or any(map(len, self.gates)):  # noqa: ASYNC110 nothing tells
+                    await asyncio.sleep(BEAT_S)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -223,8 +239,7 @@ async def running(
             reloads=reloads,
         )
         pages = operator_pages(shown, kept, siblings)
-        if siblings is not None:  # the others serve meanwhile; who comes here first should be served, too
-            await seen.clusters.wait_for(lambda: seen.clusters.is_ready, NODES_S)
+        await _nodes_heard(seen, seat)
         if warming is not None:
             await warming
         certificate = server_certificate(config)
@@ -235,7 +250,6 @@ async def running(
                 seat=seat,
                 pages=pages,
                 desk=token_endpoints(seen=seen, steps=pipeline.steps, door=door),
-                is_shared=siblings is not None,
                 certificate=certificate,
             )
         )
@@ -354,6 +368,20 @@ def token_endpoints(*, seen: NodeAccess, steps: Pipeline, door: GenerationEndpoi
     )
 
 
+async def _nodes_heard(seen: NodeAccess, seat: SingleProcess | WorkerProcess) -> None:
+    """Waits for nodes before it listens, if others serve meanwhile: whom it answers first should be served, too.
+
+    Raises NotReplaced where the one before does that better.
+    """
+    clusters = seen.clusters
+    if seat.ready_s is not None:
+        if not await clusters.wait_for(lambda: seen.roster.is_synced and clusters.is_ready, seat.ready_s):
+            raise NotReplaced(f"no decode node was ready within {seat.ready_s:g} s")
+        await clusters.wait_for(lambda: all(node.info is not None for node in clusters.nodes), NODES_S)
+    elif seat.workers > 1:
+        await clusters.wait_for(lambda: clusters.is_ready, NODES_S)
+
+
 @asynccontextmanager
 async def _listening(
     gateway: RunningGateway,
@@ -362,7 +390,6 @@ async def _listening(
     seat: SingleProcess | WorkerProcess,
     pages: OperatorEndpoints,
     desk: TokenEndpoints,
-    is_shared: bool,
     certificate: ServerCertificate | None,
 ) -> AsyncIterator[list[Gate]]:
     """Has `gateway` answer on its ports inside the block; the gates of its listeners."""
@@ -371,20 +398,24 @@ async def _listening(
     operators_gate = Gate("operators", OPERATORS, strangers, seat.metrics, now)
     async with AsyncExitStack() as held:
 
-        async def listen(app: web.Application, gate: Gate, port: int, straight: Mapping[str, Way]) -> str:
+        async def listen(
+            name: ListenerName, app: web.Application, gate: Gate, port: int, straight: Mapping[str, Way]
+        ) -> str:
+            gateway.gates.append(gate)
             listener = await Listener.start(
-                app, gate, config.host, port, strangers.idle_s, straight=straight, is_shared=is_shared,
+                app, gate, config.host, port, strangers.idle_s, straight=straight, sockets=seat.sockets.get(name, ()),
                 certificate=certificate, header_s=strangers.header_s,
             )  # fmt: skip
             held.push_async_callback(listener.close)
             gateway.listeners.append(listener)
             return listener.url
 
-        port = config.port if seat.port is None else seat.port
-        gateway.url = await listen(build_app(door, pages, desk), clients_gate, port, straight_ways(door))
+        app = build_app(door, pages, desk)
+        gateway.url = await listen(ListenerName.CLIENTS, app, clients_gate, config.port, straight_ways(door))
         gateway.metrics_url = f"{gateway.url}/metrics"
         if config.metrics_port:
-            url = await listen(build_operators_app(door, pages), operators_gate, config.metrics_port, {})
+            app = build_operators_app(door, pages)
+            url = await listen(ListenerName.OPERATORS, app, operators_gate, config.metrics_port, {})
             gateway.metrics_url = f"{url}/metrics"
         yield [clients_gate, operators_gate]
 
@@ -410,6 +441,6 @@ async def _heartbeat(
 
 
 def _state(door: GenerationEndpoint) -> WorkerState:
-    if door.rooms.admission.is_draining:
+    if door.rooms.admission.is_draining or door.rooms.admission.is_leaving:
         return WorkerState.DRAINING
     return WorkerState.READY if door.clusters.is_ready else WorkerState.WITHOUT_NODES

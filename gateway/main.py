@@ -5,6 +5,7 @@ import asyncio
 import contextlib
 import gc
 import logging
+import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -18,13 +19,22 @@ import uvloop
 
 from gateway.assembly import RunningGateway, running
 from gateway.config.gateway import GatewayConfig, load
-from gateway.errors import GatewayConfigError
+from gateway.errors import GatewayConfigError, NotReplaced
 from gateway.http.listener import raise_descriptor_limit
 from gateway.http.tls import server_certificate
 from gateway.routing.block_naming import name_secrets
 from gateway.telemetry import log_setup as logs
-from gateway.workers.process_scope import FIRST_CONFIG, ORPHANED, VERDICT, SingleProcess, WorkerProcess
-from gateway.workers.supervisor import serve_with_workers
+from gateway.workers.generation import REPLACE, Generation, begun
+from gateway.workers.handover import name_of
+from gateway.workers.process_scope import (
+    FIRST_CONFIG,
+    ORPHANED,
+    VERDICT,
+    SingleProcess,
+    WorkerPlace,
+    WorkerProcess,
+)
+from gateway.workers.supervisor import NOT_REPLACED, serve_with_workers
 from prompts.errors import TokenizerUnreadable
 from prompts.fair_cache import FairCache
 from prompts.tokens.encoder import EncoderVerdict
@@ -38,6 +48,7 @@ log = logging.getLogger("prfaas.gateway")
 BAD_CONFIG: Final = 2
 COLLECT_AFTER: Final = 20_000  # objects; a request leaves few in circles
 SWITCH_INTERVAL_S: Final = 0.001  # after which a thread that reads a prompt lets the event loop go on; Python: 5 ms
+READY_S: Final = 60.0  # that a successor waits for a ready node
 WARM_S: Final = 60.0  # that a gateway waits for its first process for long bodies; three on an idle machine
 EXAMPLE: Final = """
   [gateway]
@@ -66,17 +77,31 @@ def parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--workers", type=int, metavar="N", help="number of worker processes on the port (default: the file's)"
     )
-    command.add_argument("--seat", nargs=3, metavar=("DIR", "NUMBER", "PORT"), help=argparse.SUPPRESS)  # of a worker
+    command.add_argument(
+        "--replace", action="store_true",
+        help="take the place of the gateway that runs with this file, once this one sees a ready node; "
+        "if none runs, start as usual",
+    )  # fmt: skip
+    command.add_argument(
+        "--ready-within", type=float, default=READY_S, metavar="S",
+        help="with --replace: give up if no node is ready by then (default: %(default)g)",
+    )  # fmt: skip
+    command.add_argument("--seat", metavar="JSON", help=argparse.SUPPRESS)  # of a worker
     return command
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the gateway until it is told to stop. 0: ended in peace; 2: the configuration is wrong, or a port taken."""
+    """Runs the gateway until it is told to stop.
+
+    0: ended in peace; 2: the configuration is wrong, or a port taken; 4: it was to replace a gateway that goes on.
+    """
     arguments = parser().parse_args(argv)
     # Until the server takes it, there is nothing to read again; left alone, it would end the process.
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    for number in (signal.SIGHUP, REPLACE):
+        signal.signal(number, signal.SIG_IGN)
+    seat = msgspec.json.decode(arguments.seat, type=WorkerPlace) if arguments.seat is not None else None
     try:
-        copy = Path(arguments.seat[0]) / FIRST_CONFIG if arguments.seat is not None else None
+        copy = Path(seat.directory) / FIRST_CONFIG if seat is not None else None
         config = configured(arguments, copy)
         check_identity(config)
         server_certificate(config)
@@ -88,10 +113,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{arguments.config}: ok")
         return 0
     try:
-        return _run(config, tokenizer, arguments)
+        return _run(config, tokenizer, arguments, seat)
     except GatewayConfigError as error:
         print(f"prfaas gateway: {error}", file=sys.stderr)
         return BAD_CONFIG
+    except NotReplaced as error:
+        print(f"prfaas gateway: not replaced, the gateway that runs goes on: {error}", file=sys.stderr)
+        return NOT_REPLACED
 
 
 def configured(arguments: argparse.Namespace, copy: Path | None = None) -> GatewayConfig:
@@ -131,10 +159,12 @@ async def serve(
     announce: Callable[[str], None],
     read_again: Callable[[], GatewayConfig],
     seat: SingleProcess | WorkerProcess | None = None,
+    generation: Generation | None = None,
 ) -> None:
     """Serves until SIGTERM or SIGINT, then until the running requests have ended; a second signal ends them too.
 
-    SIGHUP has the configuration read again. A worker whose parent is gone leaves its ports to the next gateway.
+    SIGHUP has the configuration read again. A worker whose parent is gone leaves its ports to the next gateway, and so does
+    a gateway that is replaced; they end when their clients have left.
     """
     loop = asyncio.get_running_loop()
     stop, stop_now = asyncio.Event(), asyncio.Event()
@@ -146,78 +176,120 @@ async def serve(
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal)
 
-    def on_orphaned(gateway: RunningGateway) -> None:
-        gateway.leave_ports()
-        stop.set()
-
     async with running(config, tokenizer, loop.time, seat, read_again, WARM_S) as gateway:
+
+        def leave() -> None:
+            gateway.leave_ports()
+            # Those that come on connections which are there still are served, unless the parent is gone: all is to end then.
+            gateway.admission.is_leaving = seat is None or seat.parent in (None, os.getppid())
+            stop.set()
+
         loop.add_signal_handler(signal.SIGHUP, gateway.reloads.run)
-        loop.add_signal_handler(ORPHANED, on_orphaned, gateway)
-        announce(f"gateway ready url={gateway.url}")
+        loop.add_signal_handler(ORPHANED, leave)
+        ready = f"gateway ready url={gateway.url}"
+        if generation is None:
+            announce(ready)
+        else:
+            generation.take_charge(leave, lambda: announce(ready))
         await stop.wait()
         log.info("stopping: %d requests in flight", gateway.admission.in_flight)
-        draining = asyncio.create_task(gateway.admission.drained(config.timeouts.drain_s))
+        draining = asyncio.create_task(_drained(gateway, config.timeouts.drain_s))
         hurry = asyncio.create_task(stop_now.wait())
         await asyncio.wait([draining, hurry], return_when=asyncio.FIRST_COMPLETED)
         for task in (draining, hurry):
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await task
+        if generation is not None:
+            generation.stop()
 
 
-def _run(config: GatewayConfig, tokenizer: TextTokenizer, arguments: argparse.Namespace) -> int:
+async def _drained(gateway: RunningGateway, timeout_s: float) -> None:
+    gateway.end_connections()
+    if gateway.admission.is_leaving:
+        await gateway.left(timeout_s)
+    else:
+        await gateway.admission.drained(timeout_s)
+
+
+def _run(
+    config: GatewayConfig, tokenizer: TextTokenizer, arguments: argparse.Namespace, seat: WorkerPlace | None
+) -> int:
     logs.set_up(config.log_level.upper(), config.log_format)
-    if config.is_in_clear and arguments.seat is None:
+    if config.is_in_clear and seat is None:
         log.warning(
             "%s is reached from other machines in clear: set tls_certificate and tls_key, "
             "or plain_api = true if a proxy in front of it encrypts", config.host,
         )  # fmt: skip
-    if arguments.seat is None and config.workers > 1:
-        # Workers need not find out, each for itself, what takes seconds.
-        tokenizer.encoder.hasten()
-        verdict = tokenizer.encoder.verdict
-        del tokenizer
-        status = asyncio.run(
-            serve_with_workers(config, arguments.config, partial(_worker, arguments), _announce, verdict)
-        )
-    else:
-        tokenizer.encoder.hasten(known=_known(arguments.seat))
-        sys.setswitchinterval(SWITCH_INTERVAL_S)
-        # What is here now stays: no collection need look at it again, nor need one look at every few requests.
-        gc.collect()
-        gc.freeze()
-        gc.set_threshold(COLLECT_AFTER)
-        seat = _seat(arguments.seat) if arguments.seat is not None else None
-        announce = _announce if seat is None else log.info
-        uvloop.run(serve(config, tokenizer, announce, lambda: configured(arguments), seat))
+    if seat is not None:
+        _serve_alone(config, tokenizer, arguments, log.info, WorkerProcess(seat), known=_known(seat))
         status = 0
+    else:
+        status = _begin(config, tokenizer, arguments)
     # The loop's handlers are gone: a second signal must not turn a clean end into a kill.
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     return status
 
 
-def _known(seat: Sequence[str] | None) -> EncoderVerdict | None:
+def _begin(config: GatewayConfig, tokenizer: TextTokenizer, arguments: argparse.Namespace) -> int:
+    """All processes of a gateway, or the only one."""
+    with begun(
+        config,
+        name_of(arguments.config),
+        replaces=arguments.replace,
+        ready_s=arguments.ready_within,
+        successor=lambda: [*_command(arguments), "--replace", "--ready-within", str(arguments.ready_within)],
+    ) as generation:
+        if config.workers == 1:
+            seat = SingleProcess(generation.own_place())
+            _serve_alone(config, tokenizer, arguments, _announce, seat, generation)
+            return 0
+        # Workers need not find out, each for itself, what takes seconds.
+        tokenizer.encoder.hasten()
+        verdict = tokenizer.encoder.verdict
+        del tokenizer
+        return asyncio.run(
+            serve_with_workers(config, arguments.config, partial(_worker, arguments), _announce, generation, verdict)
+        )
+
+
+def _serve_alone(
+    config: GatewayConfig,
+    tokenizer: TextTokenizer,
+    arguments: argparse.Namespace,
+    announce: Callable[[str], None],
+    seat: SingleProcess | WorkerProcess,
+    generation: Generation | None = None,
+    known: EncoderVerdict | None = None,
+) -> None:
+    tokenizer.encoder.hasten(known=known)
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    # What is here now stays: no collection need look at it again, nor need one look at every few requests.
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(COLLECT_AFTER)
+    uvloop.run(serve(config, tokenizer, announce, lambda: configured(arguments), seat, generation))
+
+
+def _known(seat: WorkerPlace) -> EncoderVerdict | None:
     """What the parent of a worker has found out about the tokenizer's fast encoder."""
-    if seat is None:
-        return None
     try:
-        return msgspec.json.decode((Path(seat[0]) / VERDICT).read_bytes(), type=EncoderVerdict | None)
+        return msgspec.json.decode((Path(seat.directory) / VERDICT).read_bytes(), type=EncoderVerdict | None)
     except (OSError, msgspec.DecodeError) as error:
         log.warning("what is known of the tokenizer cannot be read: %s", error)
         return None
 
 
-def _worker(arguments: argparse.Namespace, directory: Path, number: int, port: int) -> list[str]:
-    """The command of a worker of ours, who are started with these arguments."""
-    own = [*python_module("gateway"), "--config", str(arguments.config)]
+def _command(arguments: argparse.Namespace) -> list[str]:
+    """What starts a process like ours."""
     asked = ["--workers", str(arguments.workers)] if arguments.workers is not None else []
-    return [*own, *asked, "--seat", str(directory), str(number), str(port)]
+    return [*python_module("gateway"), "--config", str(arguments.config), *asked]
 
 
-def _seat(words: Sequence[str]) -> WorkerProcess:
-    directory, number, port = words
-    return WorkerProcess(Path(directory), int(number), int(port))
+def _worker(arguments: argparse.Namespace, seat: WorkerPlace) -> list[str]:
+    """The command of a worker of ours, who are started with these arguments."""
+    return [*_command(arguments), "--seat", msgspec.json.encode(seat).decode()]
 
 
 def _announce(line: str) -> None:

@@ -1,4 +1,8 @@
-"""How a node says that it is there: a file of its own in a folder that gateways read, touched while the node lives."""
+"""How a node says that it is there: a file of its own in a folder that gateways read, touched while the node lives.
+
+What nodes leave that were killed, living ones take away: a file that was written to long before theirs, by the file server's
+clock alone. Gateways need not be able to write there. A file without a lease is an operator's, and stays.
+"""
 
 import asyncio
 import contextlib
@@ -9,9 +13,10 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Final, TypeVar
 
-from membership.documents import entry_text
+from membership.documents import entry_text, read_entry
 from membership.member import Member
-from membership.sources import ENTRY_SUFFIX
+from membership.sources import ENTRY_SUFFIX, MAX_ENTRY_BYTES
+from transport.control.settings import SettingsError
 from transport.threads import in_daemon_thread
 
 log = logging.getLogger(__name__)
@@ -21,6 +26,10 @@ T = TypeVar("T")
 BEAT_S: Final = 10.0
 LEASE_S: Final = 120.0  # clients of NFS may see a file as it was a minute ago; that a node is down is seen by its watch
 RETRY_S: Final = 1.0
+STALE_S: Final = (
+    86_400.0  # after which a file is one that a killed node has left; gateways forget the node after its lease
+)
+TIDY_BEATS: Final = 360  # between two looks for such files
 PATIENCE_S: Final = 5.0  # with a file server: then it is logged, and no longer waited for if the node ends
 
 
@@ -31,6 +40,7 @@ class FolderEntry:
         self.path = folder / f"{member.id}{ENTRY_SUFFIX}"
         self._text = entry_text(member, lease_s)
         self._written: tuple[int, int] | None = None  # which file it is
+        self._beats = 0
 
     def write(self) -> None:
         """Puts the file there as a whole; what an earlier start has left is replaced."""
@@ -60,7 +70,19 @@ class FolderEntry:
             os.utime(self.path)
         except FileNotFoundError:
             self.write()
+        self._beats += 1
+        if self._beats % TIDY_BEATS == 1:
+            self.tidy()
         return True
+
+    def tidy(self) -> None:
+        """Removes files of other nodes that were touched long before ours, which has just been."""
+        now = os.stat(self.path).st_mtime
+        for path in self.path.parent.glob(f"[!.]*{ENTRY_SUFFIX}"):
+            with contextlib.suppress(OSError, SettingsError):
+                if now - _touched_at(path) > STALE_S and now - _touched_at(path) > _lease_of(path) > 0.0:
+                    path.unlink()
+                    log.info("removed %s, left behind by a node that was killed", path)
 
     def remove(self) -> None:
         """The node has left, unless another process has registered under its name."""
@@ -75,6 +97,15 @@ class FolderEntry:
 def _for_its_owner(path: str, flags: int) -> int:
     """Nobody else may write what a node says of itself, whatever the umask."""
     return os.open(path, flags, 0o644)
+
+
+def _touched_at(path: Path) -> float:
+    return os.stat(path).st_mtime
+
+
+def _lease_of(path: Path) -> float:
+    with path.open("rb") as file:
+        return read_entry(file.read(MAX_ENTRY_BYTES))[1]
 
 
 def _which(found: os.stat_result) -> tuple[int, int]:

@@ -124,6 +124,17 @@ def parser() -> argparse.ArgumentParser:
         metavar="N",
         help="number of worker processes on the port (default: the file's)",
     )
+    gateway.add_argument(
+        "--replace",
+        action="store_true",
+        help="take the place of the gateway that runs with this file, once this one sees a ready node",
+    )
+    gateway.add_argument(
+        "--ready-within",
+        type=float,
+        metavar="S",
+        help="with --replace: give up if no node is ready by then (default: 60)",
+    )
     gateway.set_defaults(run=_gateway)
 
     node = commands.add_parser("node", **COMMANDS["node"].arguments())
@@ -235,7 +246,9 @@ def _gateway(arguments: argparse.Namespace) -> int:
     from gateway.main import main as gateway_main
 
     workers = [] if arguments.workers is None else ["--workers", str(arguments.workers)]
-    return gateway_main(["-c", arguments.config, *workers])
+    replace = ["--replace"] if arguments.replace else []
+    within = [] if arguments.ready_within is None else ["--ready-within", str(arguments.ready_within)]
+    return gateway_main(["-c", arguments.config, *workers, *replace, *within])
 
 
 def _node(arguments: argparse.Namespace) -> int:

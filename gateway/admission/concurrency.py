@@ -33,6 +33,7 @@ class _Waiter:
 
 class ConcurrencyLimiter:
     """Counts the requests that are served. While it is draining, running requests end in peace and new ones are refused.
+    While it is leaving, another gateway has its port: those that come on connections which it has still are served.
 
     `limit` holds for the places `taken`. Other processes may share them, the number `wanted` of requests that wait, and the
     `claims` of tenants; `in_flight` are this one's. A request waits `patience_s` at most, and its body has room among `bodies`.
@@ -53,6 +54,7 @@ class ConcurrencyLimiter:
         self.limit = limit
         self.in_flight = 0
         self.is_draining = False
+        self.is_leaving = False
         self._clock = clock
         self._patience_s = patience_s
         self._taken = taken

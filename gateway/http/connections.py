@@ -67,6 +67,7 @@ class Gate:
 
     def __init__(self, name: str, limit: int, limits: Strangers, metrics: Metrics, now: Callable[[], float]) -> None:
         self.limit = limit
+        self.is_leaving = False  # every connection ends with the answer to its next request
         self._name = name
         self._limits = limits
         self._metrics = metrics
@@ -401,6 +402,9 @@ def nameless(make: RequestFactory) -> RequestFactory:
         task: "asyncio.Task[None]",
     ) -> web.BaseRequest:
         assert isinstance(writer, StreamWriter)
+        assert isinstance(protocol, ClientConnection)
+        if protocol.gate.is_leaving and not message.should_close:
+            message = message._replace(should_close=True)  # the answer says `Connection: close`
         own = StreamWriter(protocol, writer.loop, on_headers_sent=_unnamed)
         return make(message, payload, protocol, own, task)
 

@@ -4,7 +4,8 @@ import asyncio
 import logging
 import os
 import resource
-from collections.abc import Mapping, Set
+import socket
+from collections.abc import Mapping, Sequence, Set
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -50,12 +51,12 @@ class Listener:
     """An application that answers on a port; `url` says where. `handshaking` are connections that agree on TLS still."""
 
     def __init__(
-        self, runner: web.AppRunner, server: asyncio.Server, url: str, handshaking: Set[SecureConnection]
+        self, runner: web.AppRunner, servers: Sequence[asyncio.Server], url: str, handshaking: Set[SecureConnection]
     ) -> None:
         self.url = url
         self.handshaking = handshaking
         self._runner = runner
-        self._server = server
+        self._servers = servers
 
     @classmethod
     async def start(
@@ -67,11 +68,11 @@ class Listener:
         idle_s: float,
         *,
         straight: Mapping[str, Way] = MappingProxyType({}),
-        is_shared: bool = False,
+        sockets: Sequence[socket.socket] = (),
         certificate: ServerCertificate | None = None,
         header_s: float = HANDSHAKE_S,
     ) -> "Listener":
-        """Listens on `host:port` (0: any free port), `is_shared` with others that do so, too. Raises CannotListen.
+        """Listens on `host:port` (0: any free port), or on `sockets` that are bound already. Raises CannotListen.
 
         What is POSTed to the paths of `straight` goes around the application. With a `certificate` clients speak TLS, and
         have `header_s` to agree on it.
@@ -97,17 +98,22 @@ class Listener:
                 return ClientConnection(gate, http, **options)
             return SecureConnection(gate, http, certificate.context, header_s, secure, **options)
 
+        ways: Sequence[dict[str, Any]] = [{"sock": each} for each in sockets] or [{"host": host, "port": port}]
+        servers: list[asyncio.Server] = []
         try:
-            server = await loop.create_server(connection, host, port, backlog=BACKLOG, reuse_port=is_shared or None)
+            for way in ways:
+                servers.append(await loop.create_server(connection, backlog=BACKLOG, **way))
         except OSError as error:
+            for server in servers:
+                server.close()
             await runner.cleanup()
             reason = os.strerror(error.errno) if error.errno else str(error)
             raise CannotListen(
                 f"cannot listen on {format_address(host, port)}: {reason}; choose another port"
             ) from error
-        bound_host, bound_port = server.sockets[0].getsockname()[:2]
+        bound_host, bound_port = servers[0].sockets[0].getsockname()[:2]
         scheme = "http" if certificate is None else "https"
-        return cls(runner, server, f"{scheme}://{format_address(bound_host, bound_port)}", secure)
+        return cls(runner, servers, f"{scheme}://{format_address(bound_host, bound_port)}", secure)
 
     @property
     def app(self) -> web.Application:
@@ -116,11 +122,12 @@ class Listener:
 
     def close_port(self) -> None:
         """Takes no more connections; those there are go on."""
-        self._server.close()
+        for server in self._servers:
+            server.close()
 
     async def close(self) -> None:
         """Stops listening, and ends what is under way."""
-        self._server.close()
+        self.close_port()
         for connection in list(self.handshaking):
             connection.end()
         await self._runner.cleanup()

@@ -1,9 +1,10 @@
 """What each tenant has taken of its limits; `planner.decisions.admission.limits` says what follows from that.
 
-Workers of one gateway share a file, in which a tenant has a row: its name (a digest), when its buckets will be full
-again, its weight, and its claims: the places among the gateway's requests in flight that it holds or waits for. By worker:
+Processes of one gateway share a file, in which a tenant has a row: its name (a digest), when its buckets will be full
+again, its weight, and its claims: the places among the gateway's requests in flight that it holds or waits for. By process:
 its requests under way, the tokens that it is about to have pinned, and its claims. The parent clears the columns of a
-worker that has died: what it had under way is no more. One that starts clears its own, too.
+worker that has died: what it had under way is no more. One that starts clears its own, too. A gateway that replaces
+another one has columns beside those of its predecessor, which ends its requests meanwhile.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,7 +20,7 @@ from numpy.typing import NDArray
 from gateway.auth.keyring import Tenant
 from gateway.config.tenants import MAX_TENANTS
 from gateway.errors import TenantLimited
-from gateway.shared_array import SharedArray
+from gateway.shared_array import CELL_BYTES, SharedArray
 from planner.decisions.admission.limits import (
     Left,
     Limit,
@@ -69,20 +70,21 @@ UNLIMITED: Final = TenantLimiter()
 
 
 class TenantLimiters:
-    """Those of all tenants: in this process alone, or in a file that has been created for so many `workers`, as `own` sees it."""
+    """Those of all tenants: in this process alone, or in a file that has been created for several, as `own` sees it."""
 
-    def __init__(self, clock: Callable[[], float], path: Path | None = None, *, workers: int = 1, own: int = 0) -> None:
-        """Raises OSError."""
+    def __init__(self, clock: Callable[[], float], path: Path | None = None, *, own: int | None = 0) -> None:
+        """None of it is its `own` for one who clears what others had. Raises OSError."""
         self._clock = clock
         self._rows: dict[str, int] = {}
-        self._own = OWN_CELLS + own
-        self._workers = workers
+        self._own = OWN_CELLS + (own or 0)
+        self._workers = workers = 1 if path is None else self.places_in(path)
         self._pins = slice(OWN_CELLS + workers, OWN_CELLS + 2 * workers)
         width = OWN_CELLS + BY_WORKER * workers
         self._array = SharedArray(path, np.float64, num_cells=ROWS * width)
         # Column by column: a sum over all tenants takes microseconds.
         self._cells = self._array.cells.reshape(width, ROWS).T
-        self.clear(own)
+        if own is not None:
+            self.clear(own)
 
     def clear(self, worker: int) -> None:
         """What this worker had under way is no more."""
@@ -96,6 +98,11 @@ class TenantLimiters:
     def create(path: Path, workers: int) -> None:
         """A file for so many. Raises OSError."""
         SharedArray.create(path, ROWS * (OWN_CELLS + BY_WORKER * workers))
+
+    @staticmethod
+    def places_in(path: Path) -> int:
+        """For how many a file was created. Raises OSError."""
+        return (path.stat().st_size // (CELL_BYTES * ROWS) - OWN_CELLS) // BY_WORKER
 
     def close(self) -> None:
         """Lets go of the file; it must not be asked any more."""
@@ -119,7 +126,7 @@ class TenantLimiters:
 
     @property
     def are_shared(self) -> bool:
-        """Whether there are other workers."""
+        """Whether there may be other processes."""
         return self._workers > 1
 
     def about_to_pin(self, tenant: str, tokens: int) -> int:

@@ -11,6 +11,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Final
 
+import msgspec
+
 from gateway.admission.slots import InFlightSlots, LocalInFlightSlots, LocalSlots, Slots
 from gateway.auth.sessions import LocalSessions, SessionStore, SharedSessions
 from gateway.cluster.drained_links import DrainedLinks, LocalDrainedLinks, SharedDrainedLinks
@@ -19,7 +21,9 @@ from gateway.ratelimit.limiter import TenantLimiters
 from gateway.telemetry.load_report import KEPT, OfferedLoad
 from gateway.telemetry.metrics import Metrics, keep_in
 from gateway.telemetry.record_ring import RecordRing
+from gateway.workers.lineage import ALLOWANCES, DRAINED, METRICS, SESSIONS, TALLY
 from gateway.workers.peers import NumberedRing, WorkerPeers
+from gateway.workers.ports import ListenerName, Sockets, taken
 from gateway.workers.shared_counters import (
     PLACES_WANTED,
     WAITING,
@@ -32,32 +36,59 @@ from gateway.workers.shared_samples import SharedSamples
 from planner.decisions.plans.offered import SampleRing
 
 BOARD: Final = "board"
-METRICS: Final = "metrics"
-TALLY: Final = "tally"
-DRAINED: Final = "drained"
-SESSIONS: Final = "sessions"
-ALLOWANCES: Final = "allowances"
 FIRST_CONFIG: Final = "gateway.toml"  # the file as it was when the gateway was started
 VERDICT: Final = "verdict.json"  # what the parent has found out about the tokenizer's fast encoder
 ORPHANED: Final = signal.SIGUSR1  # what a worker gets when its parent is gone
 
 
+class Place(msgspec.Struct, frozen=True, kw_only=True):
+    """What a process of a gateway shares with its other generations, and listens on.
+
+    `number` is its place in the folder of the lineage; `sockets` are descriptors. The successor of a gateway must see a
+    ready node within `ready_s` before it listens; None: it need not.
+    """
+
+    lineage: str
+    number: int
+    sockets: dict[ListenerName, list[int]]
+    ready_s: float | None = None
+
+
+class WorkerPlace(msgspec.Struct, frozen=True, kw_only=True):
+    """The same of worker `number`, at a board that the parent has laid out in `directory`."""
+
+    directory: str
+    number: int
+    place: Place
+
+
 class SingleProcess:
-    """A gateway of one process."""
+    """A gateway of one process; with a place in a lineage, what it counts outlives it there."""
 
     workers = 1
     parent: int | None = None  # the process that started it and its like
-    port: int | None = None  # instead of the configuration's
 
-    def __init__(self) -> None:
-        self.metrics = Metrics()
-        self.offered = OfferedLoad(uuid.uuid4().hex, SampleRing(KEPT), SampleRing(KEPT))
+    def __init__(self, place: Place | None = None) -> None:
+        """With a place: to be taken once by a process, before anything else counts there. Raises OSError."""
+        self._lineage = Path(place.lineage) if place is not None else None
+        self._place = place.number if place is not None else 0
+        self.sockets: Sockets = _sockets(place)
+        self.ready_s = place.ready_s if place is not None else None
         self.in_flight: InFlightSlots = LocalInFlightSlots()
         self.places_wanted: Slots = LocalSlots()
         self.waiting: Slots = LocalSlots()
-        self.drained: DrainedLinks = LocalDrainedLinks()
-        self.sessions: SessionStore = LocalSessions()
         self._last_seq = 0
+        if self._lineage is None:
+            self.metrics = Metrics()
+            self.offered = OfferedLoad(uuid.uuid4().hex, SampleRing(KEPT), SampleRing(KEPT))
+            self.drained: DrainedLinks = LocalDrainedLinks()
+            self.sessions: SessionStore = LocalSessions()
+        else:
+            keep_in(self._lineage / METRICS, self._place)
+            self.metrics = Metrics(self._lineage / METRICS)
+            self.offered = SharedSamples(self._lineage / TALLY)
+            self.drained = SharedDrainedLinks(self._lineage / DRAINED)
+            self.sessions = SharedSessions(self._lineage / SESSIONS)
 
     def next_seq(self) -> int:
         """A number for a record that is kept."""
@@ -70,7 +101,9 @@ class SingleProcess:
 
     def allowances(self, clock: Callable[[], float]) -> TenantLimiters:
         """What tenants have taken of their limits."""
-        return TenantLimiters(clock)
+        if self._lineage is None:
+            return TenantLimiters(clock)
+        return TenantLimiters(clock, self._lineage / ALLOWANCES, own=self._place)
 
     def records(self, limit: int) -> RecordRing:
         """The book of what this process has served."""
@@ -104,31 +137,33 @@ class SingleProcess:
 
 
 class WorkerProcess:
-    """The seat of worker `number`, at a board that the parent has laid out in `directory`; `port` is the one they share."""
+    """One of several processes: it has a seat at their board, and a place in their lineage."""
 
-    def __init__(self, directory: Path, number: int, port: int) -> None:
+    def __init__(self, seat: WorkerPlace) -> None:
         """To be taken once by a process, before anything else counts there. Raises OSError."""
-        self.port = port
         self.parent: int | None = os.getppid()
-        self._directory = directory
-        self._number = number
-        self._board = SharedCounters(directory / BOARD, number)
+        self.sockets: Sockets = _sockets(seat.place)
+        self.ready_s = seat.place.ready_s
+        self._directory = Path(seat.directory)
+        self._number = seat.number
+        self._lineage, self._place = Path(seat.place.lineage), seat.place.number
+        self._board = SharedCounters(self._directory / BOARD, seat.number)
         self.workers = self._board.workers
-        keep_in(directory / METRICS, number)
-        self.metrics = Metrics(directory / METRICS)
-        self.offered: OfferedLoad = SharedSamples(directory / TALLY)
+        keep_in(self._lineage / METRICS, self._place)
+        self.metrics = Metrics(self._lineage / METRICS)
+        self.offered: OfferedLoad = SharedSamples(self._lineage / TALLY)
         self.in_flight: InFlightSlots = SharedInFlightSlots(self._board)
         self.places_wanted: Slots = SharedSlots(self._board, PLACES_WANTED)
         self.waiting: Slots = SharedSlots(self._board, WAITING)
         self.next_seq: Callable[[], int] = self._board.next_seq
-        self.drained: DrainedLinks = SharedDrainedLinks(directory / DRAINED)
-        self.sessions: SessionStore = SharedSessions(directory / SESSIONS)
+        self.drained: DrainedLinks = SharedDrainedLinks(self._lineage / DRAINED)
+        self.sessions: SessionStore = SharedSessions(self._lineage / SESSIONS)
 
     def cursor(self, seq: int) -> int:
         return seq if seq <= self._board.last_seq() else 0
 
     def allowances(self, clock: Callable[[], float]) -> TenantLimiters:
-        return TenantLimiters(clock, self._directory / ALLOWANCES, workers=self.workers, own=self._number)
+        return TenantLimiters(clock, self._lineage / ALLOWANCES, own=self._place)
 
     def records(self, limit: int) -> RecordRing:
         return RecordRing(limit, self.next_seq)
@@ -160,3 +195,9 @@ class WorkerProcess:
     @property
     def restarts(self) -> int:
         return self._board.restarts
+
+
+def _sockets(place: Place | None) -> Sockets:
+    if place is None:
+        return {}
+    return {name: [taken(fd) for fd in fds] for name, fds in place.sockets.items()}

@@ -1,12 +1,12 @@
 """A gateway of several processes: the parent serves no requests. It starts workers, restarts what dies, and passes signals on.
 
-    parent ── board, names of sockets, metrics' files in a directory of its own ── worker 0 … N-1, all listening on one port
+    parent ── board, names of sockets in a directory of its own ── worker 0 … N-1, all listening on one port
 
 The kernel deals connections out among those that listen (SO_REUSEPORT). A worker that dies takes its own streams with it and
 nothing else: what it had under way is cleared from all that workers share, at once, and what it had counted stays. One that is
 stopped or stuck is killed: the kernel deals it connections all the same. Its successor begins with the file as it was at
 the start, like the others, whatever it says meanwhile. Should the parent die, workers stop listening and let their streams
-end; so a gateway that is started again gets the port.
+end; so a gateway that is started again gets the port. They do the same when another gateway replaces this one.
 """
 
 import asyncio
@@ -14,9 +14,7 @@ import logging
 import os
 import shutil
 import signal
-import socket
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -25,27 +23,25 @@ from typing import Final
 import msgspec
 
 from gateway.config.gateway import GatewayConfig
-from gateway.errors import CannotListen, WorkersFail
-from gateway.ratelimit.limiter import TenantLimiters
-from gateway.telemetry.metrics import forget_gauges
-from gateway.workers.process_scope import ALLOWANCES, BOARD, FIRST_CONFIG, METRICS, ORPHANED, TALLY, VERDICT
+from gateway.errors import NotReplaced, WorkersFail
+from gateway.workers.generation import Generation, shared_memory
+from gateway.workers.process_scope import BOARD, FIRST_CONFIG, ORPHANED, VERDICT, WorkerPlace
 from gateway.workers.shared_counters import MOST_NODES, SharedCounters
-from gateway.workers.shared_samples import SharedSamples
 from node.process.children import Child, kill_group
-from node.process.owned_names import OwnedDirectory, sweep_directories
+from node.process.owned_names import OwnedDirectory
 from node.process.restarts import Restarts
 from prompts.tokens.encoder import EncoderVerdict
 from transport.path.tcp import format_address
 
 log = logging.getLogger("prfaas.gateway.workers")
 
-SHARED_MEMORY: Final = Path("/dev/shm")
 LOOKS: Final = 10  # in the time after which a worker counts as silent
 MAX_RESTARTS: Final = 5  # of one worker, within a minute or without having served
 LOOK_S: Final = 0.05  # between looks whether a worker that starts is there
 SILENCE_S: Final = 30.0  # a worker says four times a second that it is there
 START_S: Final = 120.0  # a second or two on an idle machine
 BAD_CONFIG: Final = 2
+NOT_REPLACED: Final = 4
 CANNOT_START: Final = -1
 KILLED: Final = (-signal.SIGKILL, -signal.SIGTERM)  # by another process, unless we did it
 
@@ -57,18 +53,18 @@ class Workers:
         self,
         command: Callable[[int], Sequence[str]],
         board: SharedCounters,
-        metrics: Path,
         now: Callable[[], float],
         max_restarts: int = MAX_RESTARTS,
         silence_s: float = SILENCE_S,
         start_s: float = START_S,
         on_ended: Callable[[int], None] = lambda number: None,
+        descriptors: Callable[[int], Sequence[int]] = lambda number: (),
     ) -> None:
-        """`on_ended` hears of each worker that has ended, before another one takes its place."""
+        """`on_ended` hears of each worker that has ended, before another one takes its place, and gets its `descriptors`."""
         self._on_ended = on_ended
+        self._descriptors = descriptors
         self._command = command
         self._board = board
-        self._metrics = metrics
         self._now = now
         self._max_restarts = max_restarts
         self._silence_s = silence_s
@@ -100,6 +96,12 @@ class Workers:
         for child in self._running.values():
             child.terminate()
 
+    def leave(self) -> None:
+        """Has all workers leave their ports to others, and end when their clients have."""
+        self._stopping.set()
+        for child in self._running.values():
+            child.send(ORPHANED)
+
     def reload(self) -> None:
         """Has all workers read their configuration again; those that start do when they are there."""
         self._has_reloaded = True
@@ -116,7 +118,6 @@ class Workers:
             status = await self._run_once(number, restarts)
             self._board.clear(number)
             self._on_ended(number)
-            forget_gauges(self._metrics, number)
             if self._stopping.is_set():
                 return
             pause_s = self._pause_s(number, status, restarts)
@@ -130,7 +131,7 @@ class Workers:
 
     def _pause_s(self, number: int, status: int, restarts: Restarts) -> float | None:
         """Until the next start; None: no start follows."""
-        if status == BAD_CONFIG and number not in self._served:
+        if status in (BAD_CONFIG, NOT_REPLACED) and number not in self._served:
             return None
         if status in KILLED and number not in self._killed_by_us:
             return restarts.on_kill(self._now())
@@ -156,7 +157,13 @@ class Workers:
         return status
 
     def _start(self, number: int) -> Child:
-        return Child(self._command(number), output=sys.stderr, environment=os.environ, orphaned_by=ORPHANED)
+        return Child(
+            self._command(number),
+            output=sys.stderr,
+            environment=os.environ,
+            orphaned_by=ORPHANED,
+            descriptors=self._descriptors(number),
+        )
 
     async def _until_ended(self, number: int, child: Child, restarts: Restarts) -> int:
         ending = asyncio.create_task(child.wait())
@@ -213,93 +220,61 @@ class Workers:
 async def serve_with_workers(
     config: GatewayConfig,
     path: Path,
-    command: Callable[[Path, int, int], Sequence[str]],
+    command: Callable[[WorkerPlace], Sequence[str]],
     announce: Callable[[str], None],
+    generation: Generation,
     verdict: EncoderVerdict | None = None,
 ) -> int:
-    """A gateway of `config.workers` processes until SIGTERM or SIGINT; returns the exit status. Raises GatewayConfigError.
+    """A gateway of `config.workers` processes until SIGTERM or SIGINT; returns the exit status.
 
     `path` is the file of the configuration, which workers begin with a copy of; `verdict` is that on the
-    tokenizer's fast encoder.
+    tokenizer's fast encoder. `command` makes a worker's out of its place.
 
-    `command` makes a worker's out of the directory they share, its number and the port.
+    Raises GatewayConfigError, and NotReplaced where this one was to take the place of another gateway.
     """
     loop = asyncio.get_running_loop()
-    with _held_ports(config) as address, _laid_out(config, path, verdict) as directory:
+    host, port = generation.ports.address
+    with _laid_out(config, path, verdict) as directory:
         board = SharedCounters(directory / BOARD)
-        allowances = TenantLimiters(loop.time, directory / ALLOWANCES, workers=config.workers)
+
+        def on_ended(number: int) -> None:
+            generation.clear(number)
+            generation.ports.renew(number)
+
         workers = Workers(
-            lambda number: command(directory, number, address[1]),
+            lambda number: command(
+                WorkerPlace(directory=str(directory), number=number, place=generation.place(number))
+            ),
             board,
-            directory / METRICS,
             loop.time,
-            on_ended=allowances.clear,
+            on_ended=on_ended,
+            descriptors=generation.descriptors,
         )
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, workers.stop)
         loop.add_signal_handler(signal.SIGHUP, workers.reload)
+
+        ready = f"gateway ready url={config.scheme}://{format_address(host, port)}"
         try:
-            await workers.run(
-                lambda: announce(f"gateway ready url={config.scheme}://{format_address(address[0], address[1])}")
-            )
+            await workers.run(lambda: generation.take_charge(workers.leave, lambda: announce(ready)))
         except WorkersFail as error:
+            if generation.is_replacing:
+                raise NotReplaced(str(error)) from error
             log.error("%s", error)
             return BAD_CONFIG if error.status == BAD_CONFIG else 1
         finally:
-            allowances.close()
+            generation.stop()
             board.close()
     return 0
 
 
 @contextmanager
 def _laid_out(config: GatewayConfig, path: Path, verdict: EncoderVerdict | None) -> Iterator[Path]:
-    parent = SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
-    sweep_directories(parent)
-    owned = OwnedDirectory(parent)
+    owned = OwnedDirectory(shared_memory())
     try:
-        (owned.path / METRICS).mkdir()
         shutil.copyfile(path, owned.path / FIRST_CONFIG)
         (owned.path / VERDICT).write_bytes(msgspec.json.encode(verdict))
-        SharedSamples.create(owned.path / TALLY)
-        TenantLimiters.create(owned.path / ALLOWANCES, config.workers)
         SharedCounters.create(owned.path / BOARD, config.workers, max(MOST_NODES, 2 * len(config.nodes)))
         yield owned.path
     finally:
         owned.close()
-
-
-@contextmanager
-def _held_ports(config: GatewayConfig) -> Iterator[tuple[str, int]]:
-    """The address that workers share, which is this gateway's alone inside the block. Raises CannotListen."""
-    ports = [config.port, *([config.metrics_port] if config.metrics_port else [])]
-    held = []
-    try:
-        for port in ports:
-            held.append(_held(config.host, port))
-        name = held[0].getsockname()
-        yield name[0], name[1]
-    finally:
-        for each in held:
-            each.close()
-
-
-def _held(host: str, port: int) -> socket.socket:
-    try:
-        family, _, _, _, address = socket.getaddrinfo(
-            host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        if port:
-            # Sockets that share their port would share it with another gateway, too.
-            socket.create_server(address[:2], family=family).close()
-        holding = socket.socket(family)
-        try:
-            holding.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-            holding.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            holding.bind(address)
-        except OSError:
-            holding.close()
-            raise
-        return holding
-    except OSError as error:
-        reason = os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)
-        raise CannotListen(f"cannot listen on {format_address(host, port)}: {reason}; choose another port") from error

@@ -31,9 +31,15 @@ class Child:
     """A child in a session of its own, whose end is awaited on the event loop (Linux 5.3: pidfd)."""
 
     def __init__(
-        self, command: Sequence[str], *, output: IO[Any], environment: Mapping[str, str], orphaned_by: signal.Signals
+        self,
+        command: Sequence[str],
+        *,
+        output: IO[Any],
+        environment: Mapping[str, str],
+        orphaned_by: signal.Signals,
+        descriptors: Sequence[int] = (),
     ) -> None:
-        """Starts it. Raises OSError."""
+        """Starts it; it gets `descriptors`, under the same numbers. Raises OSError."""
         self._process = subprocess.Popen(
             ending_with_us(command, orphaned_by),
             stdin=subprocess.DEVNULL,
@@ -41,6 +47,7 @@ class Child:
             stderr=output,
             env=dict(environment),
             start_new_session=True,
+            pass_fds=descriptors,
         )
 
     @property

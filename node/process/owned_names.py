@@ -17,7 +17,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Final, Self, TypeVar
 
 log = logging.getLogger(__name__)
 
@@ -60,12 +60,23 @@ class OwnedDirectory:
 
     def __init__(self, parent: Path) -> None:
         """Creates and locks it. Raises OSError."""
-        self.path, self._lock = _though_others_sweep(lambda: _create_directory(parent))
+        self.path, self.lock = _though_others_sweep(lambda: _create_directory(parent))
+
+    @classmethod
+    def joined(cls, path: Path, lock: int) -> Self:
+        """One that another process has, too: `lock` is a copy of its lock's descriptor, which keeps the lock as well."""
+        joined = cls.__new__(cls)
+        joined.path, joined.lock = path, lock
+        return joined
 
     def close(self) -> None:
         """Removes it, with all that is in it."""
         shutil.rmtree(self.path, ignore_errors=True)
-        os.close(self._lock)
+        os.close(self.lock)
+
+    def let_go(self) -> None:
+        """Leaves it to the others that have it."""
+        os.close(self.lock)
 
 
 def _create_directory(parent: Path) -> tuple[Path, int]:

@@ -11,6 +11,8 @@ from typing import Final
 import pytest
 
 from gateway.config.gateway import Timeouts
+from gateway.workers.generation import REPLACE
+from gateway.workers.ports import ListenerName
 from node.agent import ENGINE_STOP_S
 from node.config import node_config
 from planner.commands.cli import parser as plan_parser
@@ -113,6 +115,27 @@ def test_a_stop_is_waited_for_as_long_as_ours_take() -> None:
     least = node_config({"node_id": "n", "cluster": "c", "cluster_kind": "pd", "role": "decode", "model": "m"})
     assert node > least.drain_timeout_s + ENGINE_STOP_S
     assert gateway > Timeouts().drain_s
+
+
+def test_a_gateway_says_when_it_serves_and_who_replaces_it() -> None:
+    unit = unit_of("gateway")
+    assert (settings(unit)["Type"], settings(unit)["NotifyAccess"]) == (["notify"], ["main"])
+    assert f"--signal={REPLACE.name} " in unit.read_text()
+    names = settings(unit.with_suffix(".socket"))["FileDescriptorName"]
+    assert names == [ListenerName.CLIENTS]
+
+
+@pytest.mark.skipif(ANALYZE is None, reason="no systemd-analyze")
+def test_systemd_finds_nothing_wrong_with_the_socket(tmp_path: Path) -> None:
+    assert ANALYZE is not None
+    unit = unit_of("gateway")
+    (tmp_path / unit.name).write_text(re.sub(rf"(?<=ExecStart=){INSTALLED}\S+", sys.executable, unit.read_text()))
+    made = tmp_path / f"{unit.stem}.socket"
+    made.write_text(unit.with_suffix(".socket").read_text())
+    verified = subprocess.run(
+        [ANALYZE, "verify", "--man=no", "--generators=no", str(made)], capture_output=True, text=True, check=False
+    )
+    assert (verified.returncode, made.name in verified.stderr) == (0, False), verified.stderr
 
 
 def test_nodes_have_what_private_devices_and_users_would_take() -> None:

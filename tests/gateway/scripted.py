@@ -38,6 +38,9 @@ class Script:
     not_resumable: str = ""  # why it names none, as it says itself
     ends_before_usage: bool = False  # its streams end after their last word
     word_interval_s: float = 0.0
+    word_gate: asyncio.Event | None = (
+        None  # set by the test when streams may go on that begin now, after their first word
+    )
     prefill_s: float = 0.0
     tokens_per_s: float = 0.0  # that it says it computes, in no time; 0: every prompt in 10 ms
     prefill_gate: asyncio.Event | None = None  # set by the test when prefills may go on
@@ -398,6 +401,7 @@ class ScriptedNode(NodeAgentServicer):
             chunk["created"] = self.created_s
         words = (is_chat and script.deltas) or script.words
         fails, _, after = fault.partition("_after ")
+        gate = script.word_gate
         for number, said in enumerate(words[len(answered) :], len(answered)):
             choice = {"delta": {"content": said} if isinstance(said, str) else said} if is_chat else {"text": said}
             value: dict[str, Any] = {"id": "x", **chunk, "choices": [{"index": 0, **choice}], "usage": None}
@@ -413,6 +417,8 @@ class ScriptedNode(NodeAgentServicer):
                 await asyncio.sleep(self.script.hang_s)
             if fault == "die_after_first":
                 return await self._end_early(http, response, "die", event)
+            if gate is not None:
+                await gate.wait()
             await asyncio.sleep(self.script.word_interval_s)
         if script.ends_before_usage:
             return response

@@ -7,7 +7,7 @@ import pytest
 
 from membership.errors import SourceFailed
 from membership.member import Member
-from membership.registration import FolderEntry
+from membership.registration import STALE_S, FolderEntry
 from membership.sources import MAX_ENTRY_BYTES, FileSource, FolderSource, Source
 from membership.view import View
 
@@ -234,3 +234,21 @@ def test_a_folder_that_is_silent_says_so_in_the_same_words(tmp_path: Path) -> No
             said.add(str(failed))
         clock.now += 5.0
     assert len(said) == 1
+
+
+def test_living_nodes_take_away_what_killed_ones_left_a_day_ago(tmp_path: Path) -> None:
+    living, killed, late, patient = (entry(tmp_path, id_) for id_ in ("living", "killed", "late", "patient"))
+    patient = FolderEntry(tmp_path, Member(id="patient", agent="127.0.0.1:7001"), lease_s=10 * STALE_S)
+    for each in (living, killed, late, patient):
+        each.write()
+    put(tmp_path / "own.json", '{"id": "own", "agent": "127.0.0.1:7001"}')  # an operator's: it has no lease
+    put(tmp_path / "broken.json", "[[[")
+    put(tmp_path / "notes.txt", "")
+    now = os.stat(living.path).st_mtime
+    for path in tmp_path.iterdir():
+        os.utime(path, (now, now - STALE_S - (60 if path != late.path else -60)))
+    assert living.beat()
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == {"living.json", "late.json", "patient.json", "own.json", "broken.json", "notes.txt"}
+    assert killed.beat()  # it was only stopped: it is back
+    assert killed.path.exists()

@@ -135,7 +135,7 @@ class OperatorEndpoints:
 
     async def _ready(self, http: web.Request) -> web.Response:
         """Whether a request would be served: a health check that says up while every chat fails would be useless."""
-        if self._admission.is_draining:
+        if self._admission.is_draining or self._admission.is_leaving:
             raise Unavailable("The gateway is shutting down.", "draining")
         if not self._roster.is_synced:
             raise Unavailable("A registry of members has not been read yet.", "members_unread")

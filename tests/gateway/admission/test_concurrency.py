@@ -40,9 +40,7 @@ class SharingWorkers:
         self.now = 0.0
         self.bodies = ReadingRoom(ROOM_BYTES)
         self.boards = [SharedCounters(directory / "board", each) for each in range(number)]
-        self.claims = [
-            TenantLimiters(clock, directory / "allowances", workers=number, own=each) for each in range(number)
-        ]
+        self.claims = [TenantLimiters(clock, directory / "allowances", own=each) for each in range(number)]
         self.limiters = [
             ConcurrencyLimiter(
                 LIMIT,

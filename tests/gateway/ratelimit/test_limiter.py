@@ -59,12 +59,12 @@ def test_a_request_takes_its_part_and_gives_back_its_place() -> None:
 def test_workers_count_together_and_one_that_is_gone_has_nothing_under_way(tmp_path: Path) -> None:
     path = tmp_path / "allowances"
     TenantLimiters.create(path, 2)
-    first, second = (TenantLimiters(lambda: 0.0, path, workers=2, own=number) for number in range(2))
+    first, second = (TenantLimiters(lambda: 0.0, path, own=number) for number in range(2))
     first.enter(TENANT)
     second.enter(TENANT)
     with pytest.raises(TenantLimited, match="more requests at once than its limit of 2"):
         first.enter(TENANT)
-    again = TenantLimiters(lambda: 0.0, path, workers=2, own=0)  # in the place of the first
+    again = TenantLimiters(lambda: 0.0, path, own=0)  # in the place of the first
     again.enter(TENANT)
     with pytest.raises(TenantLimited) as refused:
         second.enter(TENANT)
@@ -149,14 +149,14 @@ def test_a_tenants_limits_come_from_its_table() -> None:
 def test_workers_see_what_others_are_about_to_pin(tmp_path: Path) -> None:
     path = tmp_path / "allowances"
     TenantLimiters.create(path, 2)
-    first, second = (TenantLimiters(lambda: 0.0, path, workers=2, own=number) for number in range(2))
+    first, second = (TenantLimiters(lambda: 0.0, path, own=number) for number in range(2))
     assert first.are_shared
     assert (first.about_to_pin("acme", 100), second.about_to_pin("acme", 50)) == (0, 100)
     assert (first.about_to_pin("acme", -100), first.about_to_pin("globex", 1)) == (50, 0)
     first.clear(1)  # as the parent does when the second has died
     assert first.about_to_pin("acme", 0) == 0
     second.about_to_pin("acme", 50)
-    third = TenantLimiters(lambda: 0.0, path, workers=2, own=1)  # in the place of the second, which has died
+    third = TenantLimiters(lambda: 0.0, path, own=1)  # in the place of the second, which has died
     assert first.about_to_pin("acme", 0) == 0
     for each in (first, second, third):
         each.close()
@@ -165,7 +165,7 @@ def test_workers_see_what_others_are_about_to_pin(tmp_path: Path) -> None:
 def test_a_worker_that_has_died_leaves_its_tenants_places_to_the_others_at_once(tmp_path: Path) -> None:
     path = tmp_path / "allowances"
     TenantLimiters.create(path, 2)
-    parent, first, second = (TenantLimiters(lambda: 0.0, path, workers=2, own=number) for number in (0, 0, 1))
+    parent, first, second = (TenantLimiters(lambda: 0.0, path, own=number) for number in (0, 0, 1))
     first.enter(TENANT)
     kept = second.enter(TENANT)
     parent.clear(0)
@@ -178,7 +178,7 @@ def test_a_worker_that_has_died_leaves_its_tenants_places_to_the_others_at_once(
 def test_a_claim_that_a_killed_worker_had_half_written_is_gone_with_it(tmp_path: Path) -> None:
     path, share = tmp_path / "allowances", TenantShare("acme")
     TenantLimiters.create(path, 2)
-    first, second = (TenantLimiters(lambda: 0.0, path, workers=2, own=number) for number in (0, 1))
+    first, second = (TenantLimiters(lambda: 0.0, path, own=number) for number in (0, 1))
     for each in (first, second):
         each.claim(share, lambda _: Entry.TAKES)
     written = SharedArray(path, np.float64)

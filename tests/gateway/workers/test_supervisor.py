@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,7 +19,7 @@ import aiohttp
 import pytest
 
 from gateway.auth.keyring import digest_of
-from gateway.workers.supervisor import SHARED_MEMORY
+from gateway.workers.generation import SHARED_MEMORY
 from node.process.owned_names import sweep_directories
 from tests.gateway.scripted import Topology, topology
 from tests.gateway.test_process import write_config
@@ -53,14 +54,13 @@ class System:
         """With a connection of its own each, which it keeps: at least so many of every worker; the kernel deals them out."""
         found = defaultdict[int, list[aiohttp.ClientSession]](list)
         while len(found) < WORKERS or min(map(len, found.values())) < each:
-            mine = socket.socket()
-            mine.setblocking(False)
-            connector = aiohttp.TCPConnector(limit=1, keepalive_timeout=PATIENCE_S, socket_factory=lambda _: mine)  # noqa: B023
+            made: list[socket.socket] = []  # another one only when a gateway that ends has closed the first
+            connector = aiohttp.TCPConnector(limit=1, keepalive_timeout=PATIENCE_S, socket_factory=partial(_made, made))
             session = aiohttp.ClientSession(self.url, connector=connector)
             self.open.append(session)
             async with session.get("/livez") as answer:
                 await answer.read()
-            found[self.worker_of(mine.getsockname()[1])].append(session)
+            found[self.worker_of(made[0].getsockname()[1])].append(session)
         return found
 
     def worker_of(self, client_port: int) -> int:
@@ -86,6 +86,12 @@ class System:
         for node in self.nodes.decode:
             node.script.decode_gate = gate
         return gate.set
+
+
+def _made(made: list[socket.socket], _: object) -> socket.socket:
+    made.append(socket.socket())
+    made[-1].setblocking(False)
+    return made[-1]
 
 
 def _descriptors(pid: int) -> set[str]:
@@ -224,6 +230,7 @@ async def sigterm_loses_no_stream(s: System) -> None:
         for http in spare:
             while not await is_draining(http):  # noqa: ASYNC110 in other processes
                 await asyncio.sleep(0.01)
+        for http in spare:
             assert (await ask(http))[0] == 503
     release()
     assert all(map(is_whole, await asyncio.gather(*asked)))

@@ -22,7 +22,7 @@ async def test_workers_that_end_as_often_as_they_are_started_are_given_up(tmp_pa
     commands = (["sleep", "1000"], [sys.executable, "-c", "raise SystemExit(3)"])
     now = asyncio.get_running_loop().time
     ended: list[int] = []
-    workers = Workers(lambda number: commands[number], board, tmp_path, now, max_restarts=1, on_ended=ended.append)
+    workers = Workers(lambda number: commands[number], board, now, max_restarts=1, on_ended=ended.append)
     with pytest.raises(WorkersFail, match="worker 1 ended 2 times, at last with status 3"):
         await workers.run(lambda: None)
     assert board.restarts == 1
@@ -39,7 +39,7 @@ async def test_a_worker_that_is_killed_from_outside_is_never_given_up(tmp_path: 
         started.append(number)
         return [sys.executable, "-c", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"]
 
-    workers = Workers(command, board, tmp_path, asyncio.get_running_loop().time, max_restarts=1)
+    workers = Workers(command, board, asyncio.get_running_loop().time, max_restarts=1)
     running = asyncio.create_task(workers.run(lambda: None))
     await until(lambda: len(started) > 3)
     workers.stop()
@@ -61,7 +61,7 @@ async def test_a_worker_that_cannot_be_started_just_now_is_started_later(tmp_pat
         return ["sleep", "1000"] if asked[1] < 2 else [sys.executable, "-c", "raise SystemExit(3)"]
 
     now = asyncio.get_running_loop().time
-    workers = Workers(command, board, tmp_path, now, max_restarts=1)
+    workers = Workers(command, board, now, max_restarts=1)
     with pytest.raises(WorkersFail, match="worker 1 ended 2 times, at last with status 3"):
         await workers.run(lambda: None)
     assert asked == [1, 2]
@@ -76,7 +76,7 @@ async def test_a_gateway_whose_workers_fail_ends_though_one_of_them_is_stuck(tmp
     stuck = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(1000)"
     commands = ([sys.executable, "-c", stuck], [sys.executable, "-c", "raise SystemExit(3)"])
     now = asyncio.get_running_loop().time
-    workers = Workers(lambda number: commands[number], board, tmp_path, now, max_restarts=1, silence_s=2.0)
+    workers = Workers(lambda number: commands[number], board, now, max_restarts=1, silence_s=2.0)
     async with asyncio.timeout(PATIENCE_S):
         with pytest.raises(WorkersFail, match="worker 1 ended 2 times"):
             await workers.run(lambda: None)
@@ -94,7 +94,7 @@ async def test_a_worker_that_says_nothing_is_killed_and_another_one_started(tmp_
         board.be(WorkerState.READY)  # it is taken to serve, and never says so again
         return ["sleep", "1000"]
 
-    workers = Workers(command, board, tmp_path, now, silence_s=0.5)
+    workers = Workers(command, board, now, silence_s=0.5)
     running = asyncio.create_task(workers.run(lambda: None))
     await until(lambda: len(started) > 1)
     assert board.restarts >= 1
@@ -112,7 +112,7 @@ async def test_a_worker_that_does_not_start_is_killed_and_another_one_started(tm
     board = SharedCounters(tmp_path / "board")
     now = asyncio.get_running_loop().time
     command = [sys.executable, "-c", STUCK_AT_ITS_START]
-    workers = Workers(lambda number: command, board, tmp_path, now, max_restarts=1, start_s=0.2)
+    workers = Workers(lambda number: command, board, now, max_restarts=1, start_s=0.2)
     async with asyncio.timeout(PATIENCE_S):
         with pytest.raises(WorkersFail, match="worker 0 ended 2 times, at last with status -9"):
             await workers.run(lambda: None)
@@ -129,7 +129,7 @@ async def test_a_gateway_ends_though_a_worker_is_stuck_at_its_start(tmp_path: Pa
         started.set()
         return [sys.executable, "-c", STUCK_AT_ITS_START]
 
-    workers = Workers(command, board, tmp_path, now, silence_s=0.5)
+    workers = Workers(command, board, now, silence_s=0.5)
     running = asyncio.create_task(workers.run(lambda: None))
     await started.wait()
     await asyncio.sleep(0.3)  # until it hears no SIGTERM, mostly; where it does it ends by that

@@ -1,0 +1,226 @@
+"""One generation of a gateway: what it takes over from the one before, and hands on to the next.
+
+    begun ── sockets, places ──► serving ── take_charge: the one before leaves ──► in charge ── the next one serves ──► leaving
+
+The new one accepts before the old one stops, and from the same queues, so no connection is refused or lost.
+"""
+
+import asyncio
+import logging
+import os
+import signal
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Final
+
+from gateway.config.gateway import GatewayConfig
+from gateway.errors import NotReplaced
+from gateway.ratelimit.limiter import TenantLimiters
+from gateway.workers.handover import HandoverDoor, HandoverOffer, Predecessor
+from gateway.workers.lineage import ALLOWANCES, FORMAT, Lineage
+from gateway.workers.ports import Ports, fitting, passed_by_systemd
+from gateway.workers.process_scope import Place
+from gateway.workers.service_manager import READY, STOPPING, main_process, notify
+from node.process.owned_names import sweep_directories
+
+log = logging.getLogger("prfaas.gateway.generation")
+
+SHARED_MEMORY: Final = Path("/dev/shm")
+LOOK_S: Final = 1.0  # between two looks whether a generation before has ended
+OWN_VARIABLES: Final = ("PROMETHEUS_MULTIPROC_DIR", "LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES")
+REPLACE: Final = signal.SIGUSR2  # has a gateway start its successor
+
+
+def shared_memory() -> Path:
+    """Where processes of a gateway lay out what they share."""
+    return SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
+
+
+class Generation:
+    """What this one has. All but `begun` is for its event loop."""
+
+    def __init__(
+        self,
+        name: str,
+        ports: Ports,
+        lineage: Lineage,
+        first_place: int,
+        predecessor: Predecessor | None,
+        ready_s: float,
+        successor: Callable[[], list[str]],
+    ) -> None:
+        """`successor` is the command that starts one."""
+        self.ports = ports
+        self.is_left = False  # another generation is in charge
+        self.is_replacing = predecessor is not None  # until it is in charge
+        self._name = name
+        self._lineage = lineage
+        self._first_place = first_place
+        self._predecessor = predecessor
+        self._ready_s = ready_s
+        self._successor = successor
+        self._allowances: TenantLimiters | None = None
+        self._door: HandoverDoor | None = None
+        self._looking: asyncio.TimerHandle | None = None
+        self._taking_charge: asyncio.Task[None] | None = None
+        self._leave: Callable[[], None] = lambda: None
+
+    def place(self, worker: int) -> Place:
+        """That of a process of it."""
+        return Place(
+            lineage=str(self._lineage.path),
+            number=self._first_place + worker,
+            sockets={name: [each.fileno() for each in some] for name, some in self.ports.of(worker).items()},
+            ready_s=self._ready_s if self.is_replacing else None,
+        )
+
+    def descriptors(self, worker: int) -> list[int]:
+        """Those that a process of it must be given."""
+        return [each.fileno() for some in self.ports.of(worker).values() for each in some]
+
+    def own_place(self) -> Place:
+        """That of this process, which is all of it: with descriptors of its own."""
+        place = self.place(0)
+        return Place(
+            lineage=place.lineage,
+            number=place.number,
+            sockets={name: [os.dup(fd) for fd in fds] for name, fds in place.sockets.items()},
+            ready_s=place.ready_s,
+        )
+
+    def take_charge(self, leave: Callable[[], None], announce: Callable[[], None]) -> None:
+        """It serves: the one before leaves, and then it is announced. `leave` is called when the next one serves."""
+        self._leave = leave
+        self._taking_charge = asyncio.create_task(self._take_charge(announce), name="take charge")
+
+    async def _take_charge(self, announce: Callable[[], None]) -> None:
+        loop = asyncio.get_running_loop()
+        if self._predecessor is not None:
+            await asyncio.to_thread(self._predecessor.leave)
+        self.is_replacing = False
+        self._lineage.take_over()
+        self._door = HandoverDoor(self._name, self._offer, self._left)
+        loop.add_signal_handler(REPLACE, self._start_successor)
+        self._look()
+        notify(os.environ, READY)
+        announce()
+
+    def clear(self, worker: int) -> None:
+        """What a process of it had under way is no more."""
+        self._lineage.clear(self._limiters(), self._first_place + worker)
+
+    def stop(self) -> None:
+        """It ends: no other generation takes it over from now on."""
+        if self._door is not None:
+            self._door.close()
+        if self._looking is not None:
+            self._looking.cancel()
+        if self._taking_charge is not None:
+            self._taking_charge.cancel()
+        if self._allowances is not None:
+            self._allowances.close()
+            self._allowances = None
+        if self._door is not None and not self.is_left:
+            notify(os.environ, STOPPING)
+
+    def _offer(self) -> tuple[HandoverOffer, list[int]]:
+        sockets = self.ports.all()
+        offer = HandoverOffer(
+            pid=os.getpid(),
+            lineage=str(self._lineage.path),
+            format=FORMAT,
+            sockets={name: len(some) for name, some in sockets.items()},
+        )
+        return offer, [self._lineage.lock, *(each.fileno() for some in sockets.values() for each in some)]
+
+    def _left(self, pid: int) -> None:
+        log.info("process %d serves instead: leaving", pid)
+        self.is_left = True
+        self._lineage.hand_on()
+        if self._looking is not None:
+            self._looking.cancel()
+        notify(os.environ, main_process(pid))
+        self._leave()
+        self.ports.close()
+
+    def _look(self) -> None:
+        """Now and then: clears what generations have left that ended, and takes the name as soon as it is free."""
+        with suppress(OSError):
+            self._lineage.sweep(self._limiters())
+        assert self._door is not None
+        self._door.open()
+        self._looking = asyncio.get_running_loop().call_later(LOOK_S, self._look)
+
+    def _limiters(self) -> TenantLimiters:
+        if self._allowances is None:
+            # It has no place of its own, and clears those of processes that have ended.
+            now = asyncio.get_running_loop().time
+            self._allowances = TenantLimiters(now, self._lineage.path / ALLOWANCES, own=None)
+        return self._allowances
+
+    def _start_successor(self) -> None:
+        if self.is_left:
+            return
+        environment = {key: value for key, value in os.environ.items() if key not in OWN_VARIABLES}
+        try:
+            command = self._successor()
+            pid = os.posix_spawn(command[0], command, environment)
+            watched = os.pidfd_open(pid)
+        except OSError as error:
+            log.error("no successor can be started: %s", error)
+            return
+        log.info("started process %d to replace this gateway", pid)
+        asyncio.get_running_loop().add_reader(watched, self._successor_ended, pid, watched)
+
+    def _successor_ended(self, pid: int, watched: int) -> None:
+        asyncio.get_running_loop().remove_reader(watched)
+        os.close(watched)
+        _, status = os.waitpid(pid, 0)
+        if not self.is_left:
+            log.error("process %d was to replace this gateway, and ended with status %d: this one goes on",
+                      pid, os.waitstatus_to_exitcode(status))  # fmt: skip
+
+
+@contextmanager
+def begun(
+    config: GatewayConfig, name: str, *, replaces: bool, ready_s: float, successor: Callable[[], list[str]]
+) -> Iterator[Generation]:
+    """A generation of the gateway that is called so; if it `replaces` one that runs, with what that one has.
+
+    Raises CannotListen, NotReplaced, OSError.
+    """
+    with ExitStack() as held:
+        predecessor = Predecessor.of(name) if replaces else None
+        if predecessor is not None:
+            held.callback(predecessor.close)
+        given = fitting(predecessor.sockets, config) if predecessor else passed_by_systemd(os.environ, config)
+        ports = Ports(config, given)
+        held.callback(ports.close)
+        lineage, first_place = _lineage(config, predecessor)
+        held.callback(lineage.close)
+        yield Generation(name, ports, lineage, first_place, predecessor, ready_s, successor)
+
+
+def _lineage(config: GatewayConfig, predecessor: Predecessor | None) -> tuple[Lineage, int]:
+    """That of the predecessor, where its files are as ours would be, and our first place in it."""
+    if predecessor is not None and predecessor.format == FORMAT:
+        try:
+            lineage = Lineage.joined(predecessor.lineage, predecessor.lock)
+            first = lineage.take(config.workers)
+        except OSError as error:
+            raise NotReplaced(f"what the gateway that runs keeps cannot be read: {error}") from error
+        if first is None:
+            raise NotReplaced("gateways that were replaced before have not ended yet: try again later, or restart")
+        lineage.hand_on()  # it is the predecessor's until we are in charge
+        return lineage, first
+    if predecessor is not None:
+        log.warning("the gateway that runs keeps its counts in another way: limits and usage begin anew")
+        os.close(predecessor.lock)
+    parent = shared_memory()
+    sweep_directories(parent)
+    lineage = Lineage.begun(parent, config.workers)
+    first = lineage.take(config.workers)
+    assert first is not None
+    return lineage, first

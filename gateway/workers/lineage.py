@@ -1,0 +1,136 @@
+"""What generations of one gateway share while one replaces another: a folder that goes from each to its successor.
+
+    allowances    what tenants have taken of their limits        sessions    of operators' browsers
+    metrics       what has been counted, usage too               drained     links that operators have drained
+    tally         what was asked for                             places-N    of a generation: its places N, N+1 …, locked
+
+Every process has a place of its own: its columns and its files of metrics are its alone, whatever the others do meanwhile. A
+generation whose lock can be had has ended, however that went. The one in charge clears its places then, for those to come.
+"""
+
+import fcntl
+import logging
+import os
+from contextlib import suppress
+from pathlib import Path
+from typing import Final, Self
+
+from gateway.ratelimit.limiter import ROWS, TenantLimiters
+from gateway.telemetry.load_report import KEPT
+from gateway.telemetry.metrics import forget_gauges
+from gateway.workers.shared_samples import SharedSamples
+from node.process.owned_names import OwnedDirectory, create_file
+
+log = logging.getLogger("prfaas.gateway.lineage")
+
+FORMAT: Final = f"1.{ROWS}.{KEPT}"  # of the files: generations of another one share nothing
+METRICS: Final = "metrics"
+TALLY: Final = "tally"
+DRAINED: Final = "drained"
+SESSIONS: Final = "sessions"
+ALLOWANCES: Final = "allowances"
+PLACES: Final = "places-"
+SPARE_PLACES: Final = 12  # beside four generations' of the first one's size
+
+
+class Lineage:
+    """The folder. It goes with the last of its generations: with one that ends and has handed it on to none."""
+
+    def __init__(self, owned: OwnedDirectory) -> None:
+        self.path = owned.path
+        self._owned = owned
+        self._held: dict[Path, int] = {}
+        self._is_ours = False
+
+    @classmethod
+    def begun(cls, parent: Path, workers: int) -> Self:
+        """That of a first generation of so many processes. Raises OSError."""
+        owned = OwnedDirectory(parent)
+        try:
+            (owned.path / METRICS).mkdir()
+            SharedSamples.create(owned.path / TALLY)
+            TenantLimiters.create(owned.path / ALLOWANCES, 4 * workers + SPARE_PLACES)
+        except BaseException:
+            owned.close()
+            raise
+        lineage = cls(owned)
+        lineage.take_over()
+        return lineage
+
+    @classmethod
+    def joined(cls, path: Path, lock: int) -> Self:
+        """That of a generation which goes on beside us; `lock` is its lock on the folder. Raises OSError."""
+        os.stat(path / ALLOWANCES)
+        return cls(OwnedDirectory.joined(path, lock))
+
+    @property
+    def lock(self) -> int:
+        """The descriptor that says the folder is in use."""
+        return self._owned.lock
+
+    def take(self, number: int) -> int | None:
+        """So many places, for as long as this process lives: the first of them; None: too few are free. Raises OSError."""
+        taken = set[int]()
+        for file in self._generations():
+            taken |= set(_places(file))
+        places = TenantLimiters.places_in(self.path / ALLOWANCES)
+        free = (first for first in range(places - number + 1) if taken.isdisjoint(range(first, first + number)))
+        first = next(free, None)
+        if first is not None:
+            file = self.path / f"{PLACES}{first}-{number}"
+            self._held[file] = create_file(file)
+        return first
+
+    def sweep(self, allowances: TenantLimiters) -> None:
+        """Clears the places of generations that have ended; they are free then."""
+        for file in self._generations():
+            if file not in self._held and _is_unlocked(file):
+                log.info("the generation before has ended: %s", file.name)
+                for place in _places(file):
+                    self.clear(allowances, place)
+                file.unlink(missing_ok=True)
+
+    def clear(self, allowances: TenantLimiters, place: int) -> None:
+        """What the process in this place had under way is no more."""
+        allowances.clear(place)
+        forget_gauges(self.path / METRICS, place)
+
+    def take_over(self) -> None:
+        """We are in charge of the folder from now on."""
+        self._is_ours = True
+
+    def hand_on(self) -> None:
+        """Another generation is."""
+        self._is_ours = False
+
+    def close(self) -> None:
+        """This generation has ended."""
+        if self._is_ours:
+            self._owned.close()
+        else:
+            self._owned.let_go()
+        for fd in self._held.values():
+            os.close(fd)
+        self._held.clear()
+
+    def _generations(self) -> list[Path]:
+        return sorted(self.path.glob(f"{PLACES}*"))
+
+
+def _places(file: Path) -> range:
+    first, _, number = file.name.removeprefix(PLACES).partition("-")
+    return range(int(first), int(first) + int(number))
+
+
+def _is_unlocked(file: Path) -> bool:
+    try:
+        fd = os.open(file, os.O_RDWR)
+    except OSError:
+        return False
+    try:
+        with suppress(BlockingIOError):
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        return False
+    finally:
+        os.close(fd)
