@@ -9,7 +9,7 @@ import pytest
 
 from tests.peers import Peers
 from tests.transport.peers.test_transfers import listening, session_of
-from tests.two_sites import GATEWAY, HOME_NODE, REMOTE_NODE, TwoSites
+from tests.transport.peers.two_sites import GATEWAY, HOME_NODE, REMOTE_NODE, TwoSites
 from transport.errors import ConnectionRefused
 from transport.peers.authorities import AuthorityFile, AuthorityScope
 from transport.peers.guard import FORGED, Guard
@@ -109,7 +109,7 @@ def test_while_a_list_is_wrong_the_one_before_holds(tmp_path: Path, caplog: pyte
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("home/authority.pem", "line 1: home/authority.pem signs for nobody"),
+        ("home/authority.pem", "line 1: home/authority.pem signs for none"),
         ("# nothing\n", "it names no authority"),
         ("home/authority.pem home", "'home': must be CLUSTER/ROLE"),
         ("authorities home/node", "line 1: "),
