@@ -95,7 +95,7 @@ class FolderEntry:
 
 
 def _for_its_owner(path: str, flags: int) -> int:
-    """Nobody else may write what a node says of itself, whatever the umask."""
+    """No other user may write what a node says of itself, whatever the umask."""
     return os.open(path, flags, 0o644)
 
 

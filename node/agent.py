@@ -87,9 +87,8 @@ class NodeAgent:
         self.holders = ReservationHolders(now)
         self.reach = reach_of(config)
         self.guard = self.reach.guard
-        run_dir = Path(config.run_dir)
-        run_dir.mkdir(parents=True, exist_ok=True)
-        self.engine_log = run_dir / f"{config.node_id}-engine.log"
+        self.engine_log = Path(config.run_dir) / f"{config.node_id}-engine.log"
+        self.engine_log.parent.mkdir(parents=True, exist_ok=True)
         # A directory of its own: no other node's name can collide.
         self._socket_dir = OwnedDirectory(Path(tempfile.gettempdir()))
         self.socket = EngineSocket(self._socket_dir.path / "engine.sock", self)

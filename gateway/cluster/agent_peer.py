@@ -4,7 +4,7 @@ import ssl
 
 from gateway.errors import AgentCallFailed
 from transport.control.credentials import server_certificate
-from transport.peers.guard import Guard
+from transport.peers.guard import EXPIRED, Guard
 from transport.peers.name import PeerCertificate
 from transport.peers.rights import SERVE
 from transport.wire.identity import Identity
@@ -46,6 +46,8 @@ class AgentPeer:
         return self._guard is not None and self._shown is not None and self._guard.has_expired(self._shown)
 
     def unless_revoked(self) -> None:
-        """Raises AgentCallFailed once the certificate last looked at is revoked."""
-        if self._guard is not None and self._shown is not None and self._guard.is_revoked(self._shown):
-            raise AgentCallFailed(self._address, "identity", f"{self._shown} is revoked")
+        """Raises AgentCallFailed once the certificate last looked at is revoked, or its authority may not sign it any more."""
+        if self._guard is None or self._shown is None:
+            return
+        if (reason := self._guard.ended(self._shown)) not in ("", EXPIRED):
+            raise AgentCallFailed(self._address, "identity", f"{self._shown} is {reason}")

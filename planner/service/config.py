@@ -44,7 +44,7 @@ class ServiceConfig:
 
     `token_file` holds a secret that every caller must show; needed where other hosts reach the port. `gateway_key_file`
     holds an operator's key of the gateways, where they ask for one. `certificate`, `key` and `authority` are for mutual
-    TLS: with nodes that are to convert, and with whoever asks the service where other machines reach it, unless `plain`
+    TLS: with nodes that are to convert, and with all callers where other machines reach the service, unless `plain`
     says that HTTP is meant; `revoked` lists certificates that count no more. `conversions` lets plans move nodes between
     prefill and decode. A node has `drain_timeout_s` to end what it does.
     """
@@ -94,7 +94,7 @@ class ServiceConfig:
 
     @property
     def speaks_tls(self) -> bool:
-        """Whether who asks the service must show a certificate: where other machines reach it, and it has one."""
+        """Whether callers of the service must show a certificate: where other machines reach it, and it has one."""
         return self.identity is not None and not self.plain and not is_loopback(self.host)
 
     @property

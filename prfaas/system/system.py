@@ -161,7 +161,9 @@ class System:
         if folder is None:
             return
         nodes = [node_holder(each.cluster, each.cluster_kind, each.node_id) for each in self.topology.nodes]
-        others = [clusterless(role) for role in (PeerRole.GATEWAY, PeerRole.PLANNER, PeerRole.OPERATOR)]
+        plan_host = (self.topology.plan or {}).get("host")
+        others = [clusterless(role) for role in (PeerRole.GATEWAY, PeerRole.OPERATOR)]
+        others.append(clusterless(PeerRole.PLANNER, (plan_host,) if plan_host else ()))
         issue(folder, [*nodes, *others], CERTIFICATE_DAYS)
         self._report(f"mutual TLS: certificates for {len(nodes)} nodes, gateway, planner and operator in {folder}/")
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import yaml
+from cryptography.x509 import load_pem_x509_certificate, load_pem_x509_certificates
 
 from gateway.auth.keyring import Keyring, digest_of
 from gateway.config.gateway import GatewayConfig
@@ -15,6 +16,7 @@ from node.config import NodeConfig, is_loopback, load_node_config
 from prfaas.commands.init import InitSite, init, members
 from tests.gateway.worlds import on_loop, world
 from transport.path.tcp import format_address
+from transport.wire.identity import Identity
 
 ROOT = Path(__file__).parent.parent.parent
 SITES = [
@@ -37,15 +39,22 @@ def key_of(job: dict[str, Any], folder: Path) -> str:
     return (folder / job["authorization"]["credentials_file"]).read_text().strip() if "authorization" in job else ""
 
 
-def check_scheme(job: dict[str, Any], scheme: str, authority: Path | None, folder: Path) -> None:
+def check_scheme(job: dict[str, Any], scheme: str, identity: Identity | None, folder: Path) -> None:
     assert job.get("scheme", "http") == scheme
     if scheme == "https":
-        assert folder / job["tls_config"]["ca_file"] == authority
+        assert identity is not None
+        shown = load_pem_x509_certificate(identity.certificate.read_bytes())
+        (signer,) = (
+            authority
+            for authority in load_pem_x509_certificates((folder / job["tls_config"]["ca_file"]).read_bytes())
+            if authority.subject == shown.issuer
+        )
+        shown.verify_directly_issued_by(signer)
 
 
 def check_gateway(job: dict[str, Any], config: GatewayConfig, folder: Path) -> None:
     assert targets_of(job) == [format_address(config.host, config.metrics_port or config.port)]
-    check_scheme(job, config.scheme, config.authority, folder)
+    check_scheme(job, config.scheme, config.identity, folder)
     headers = {"Authorization": f"Bearer {key}"} if (key := key_of(job, folder)) else {}
     Keyring(config.tenants, config.all_operators).check_operator(headers)
 
@@ -55,7 +64,7 @@ def check_node(job: dict[str, Any], target: str, config: NodeConfig, folder: Pat
     assert target == format_address(port.host, port.number)
     assert is_loopback(port.host) or config.metrics_key
     is_secure = config.identity is not None and bool(config.metrics_key)
-    check_scheme(job, "https" if is_secure else "http", Path(config.authority), folder)
+    check_scheme(job, "https" if is_secure else "http", config.identity, folder)
     if config.metrics_key:
         assert digest_of(key_of(job, folder)) in Path(config.metrics_key).read_text().split()
 

@@ -5,7 +5,7 @@ home/authority.pem       home/node
 remote/authority.pem     remote/prefill
 any/authority.pem        any/gateway any/planner any/operator
 
-Whoever has the key of one site's authority then gets no further than that site's names. In a PEM file without such a list,
+The key of one site's authority then gives no more than that site's names. In a PEM file without such a list,
 every authority signs for all.
 """
 
@@ -106,7 +106,7 @@ def read_list(folder: Path, text: str) -> tuple[SiteAuthority, ...]:
         file, *scopes = words
         try:
             if not scopes:
-                raise ValueError(f"{file} signs for nobody: CLUSTER/ROLE must follow")
+                raise ValueError(f"{file} signs for none: CLUSTER/ROLE must follow")
             certificates = _certificates((folder / file).read_bytes())
             found.append(SiteAuthority(file, certificates, tuple(map(AuthorityScope.parse, scopes))))
         except ValueError as exc:

@@ -23,7 +23,7 @@ LOOK_AT_ENDS_S: Final = 60.0  # between two looks at the ends of certificates
 GRACE_S: Final = 3600.0  # after its certificate's end: who renews in time has connected anew by then
 REVOKED: Final = "revoked"
 EXPIRED: Final = "expired"
-FORGED: Final = "authority"  # it may not have signed such a name
+UNLISTED: Final = "unlisted"  # by its authority, which may not sign such a name
 
 
 def wall_clock_s() -> float:
@@ -82,8 +82,8 @@ class Guard:
             )
         if peer.name.trust != self.own.trust:
             return "trust_domain", f"{peer.name} is of another trust domain than {self.own}"
-        if why := self._forged(peer):
-            return FORGED, why
+        if why := self._unlisted(peer):
+            return UNLISTED, why
         if not may(peer.name.role, operation):
             return "role", f"{peer.name} may not {operation}: that is for {holders(operation)}"
         return "", ""
@@ -95,9 +95,13 @@ class Guard:
     def _lists(self, now: float) -> tuple[Revoked, Authorities | None]:
         return self._revoked.now(now), self._authorities.now(now) if self._authorities is not None else None
 
-    def _forged(self, peer: PeerCertificate) -> str:
+    def _unlisted(self, peer: PeerCertificate) -> str:
         """Why it was not its authority's to sign; "": it was."""
         return self._authorities.now(self._now()).refusal(peer) if self._authorities is not None else ""
+
+    def is_shut_out(self, peer: PeerCertificate) -> bool:
+        """Whether it counts no more, however long its certificate is good for."""
+        return self.is_revoked(peer) or bool(self._unlisted(peer))
 
     def has_expired(self, peer: PeerCertificate) -> bool:
         """Whether a handshake would have been refused for long."""
@@ -137,7 +141,7 @@ class Guard:
             return 0
         held = []
         for ticket, (peer, end) in list(self._open.items()):
-            if reason := self._ended(peer):
+            if reason := self.ended(peer):
                 held.append((ticket, peer, end, reason))
         with ExitStack() as all_told:  # an error in one keeps none of the others from being told
             for follow in self.followers:
@@ -150,13 +154,13 @@ class Guard:
         self._followed, self._ends_at = lists, now + LOOK_AT_ENDS_S
         return len(held)
 
-    def _ended(self, peer: PeerCertificate) -> str:
-        """Why what it has open must end; "": it need not."""
+    def ended(self, peer: PeerCertificate) -> str:
+        """Why what it has open must end, as a label and a word; "": it need not."""
         if self.is_revoked(peer):
             return REVOKED
         if self.has_expired(peer):
             return EXPIRED
-        return FORGED if self._forged(peer) else ""
+        return UNLISTED if self._unlisted(peer) else ""
 
     def _note(self, operation: str, peer: PeerCertificate, address: str, why: str) -> None:
         key, now = (operation, peer.role), self._now()

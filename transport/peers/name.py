@@ -89,7 +89,7 @@ class PeerName:
 class PeerCertificate:
     """A certificate as far as rights go. Without a name, `problem` says why. `ends_at` is in seconds since 1970.
 
-    `der` is all of it, in its binary form: who has signed it.
+    `der` is all of it, in its binary form.
     """
 
     name: PeerName | None

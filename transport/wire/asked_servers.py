@@ -19,7 +19,7 @@ NOT_VERIFIED: Final = 1  # as OpenSSL numbers its errors
 
 
 class AskedServers:
-    """Those whose answers take the right `operation`, for one who is `identity`."""
+    """Those whose answers take the right `operation`, as `identity` asks them."""
 
     def __init__(self, identity: Identity, operation: str) -> None:
         """Raises OSError."""

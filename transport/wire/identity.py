@@ -99,7 +99,7 @@ class Identity:
         return self._standing(asks=True)
 
     def load_into(self, context: ssl.SSLContext) -> None:
-        """Has `context` show our certificate, and trust our authority beside whomever it trusts already. Raises OSError."""
+        """Has `context` show our certificate, and trust our authority beside those it trusts already. Raises OSError."""
         with _named(f"certificate {self.certificate} with key {self.key}"):
             context.load_cert_chain(self.certificate, self.key)
         authorities = self.authorities()

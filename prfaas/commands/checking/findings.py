@@ -98,7 +98,7 @@ class OpenFile:
     path: str
     mode: int
     is_written: bool = False
-    more: int = 0  # files beside it of which the same is true
+    more: int = 0  # files beside it that others can write, too
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,7 +24,7 @@ def authority_lines(clusters: Sequence[str], *, one_authority: bool) -> list[str
     secret = [f"{folder}authority.key" for folder in folders]
     lines = [
         f"Each machine also needs {_quoted(needed)}.",
-        f"Never copy {_quoted(secret)}: who has one signs certificates.",
+        f"Never copy {_quoted(secret)}: with one of them, certificates are signed.",
     ]
     if not one_authority:
         lines.append(

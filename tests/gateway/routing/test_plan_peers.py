@@ -1,4 +1,4 @@
-"""A gateway with a certificate asks the plan service over mutual TLS, for itself and for its operators, and nobody else."""
+"""A gateway with a certificate asks the plan service over mutual TLS, for itself and for its operators."""
 
 import asyncio
 from pathlib import Path

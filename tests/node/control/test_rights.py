@@ -18,7 +18,7 @@ from node.grpc_service import NodeService, serve
 from tests.gateway.worlds import on_both_loops
 from tests.node.running import new_runner, until
 from tests.peers import HOST, OWN, Peers
-from tests.two_sites import GATEWAY, TwoSites
+from tests.transport.peers.two_sites import GATEWAY, TwoSites
 from transport.control.calls import AGENT, CALLER
 from transport.control.credentials import channel_credentials, channel_options, takes_old_tls
 from transport.control.messages import MessageBuffer, frame

@@ -1,4 +1,4 @@
-"""Over mutual TLS: who may ask the service for plans, who may change them, and whom the service and its callers ask."""
+"""Over mutual TLS: callers that read plans and change them, and servers that are told anything."""
 
 import asyncio
 import ssl
@@ -82,8 +82,8 @@ async def test_the_right_to_read_and_to_change_plans_is_the_table_s(site: Site, 
                 expected = 204 if status == 200 and path.startswith("/plan") else status
                 assert (role, path, await status_of(f"{url}{path}", method, caller)) == (role, path, expected)
         assert await status_of(f"{url}/status", "GET", site.nameless) == 403
-        for nobody in (site.stranger, None):
-            assert isinstance(await status_of(f"{url}/health", "GET", nobody), str)
+        for caller in (site.stranger, None):
+            assert isinstance(await status_of(f"{url}/health", "GET", caller), str)
         assert isinstance(await status_of(f"{url}/health".replace("https", "http"), "GET", None), str)
 
 

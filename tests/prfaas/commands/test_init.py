@@ -196,7 +196,7 @@ def test_each_cluster_has_an_authority_that_signs_for_it_alone(tmp_path: Path) -
         "remote/authority.pem remote/prefill",
         "home/authority.pem home/node",
     ]
-    both = (tmp_path / "certificates" / "authority.pem").read_text()  # of which clients that compare hosts trust any
+    both = (tmp_path / "certificates" / "authority.pem").read_text()  # for clients that compare hosts alone
     assert both.count("BEGIN CERTIFICATE") == len(lines)
     start = (tmp_path / "START.md").read_text()
     assert "Never copy `certificates/any/authority.key`, `certificates/remote/authority.key`" in start

@@ -1,4 +1,4 @@
-"""Certificates by clusters' own authorities: who signs, what a new cluster brings, and what nobody here may sign."""
+"""Certificates by clusters' own authorities: which one signs, what a new cluster brings, and what none may sign."""
 
 from pathlib import Path
 

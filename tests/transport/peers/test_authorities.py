@@ -9,10 +9,10 @@ import pytest
 
 from tests.peers import Peers
 from tests.transport.peers.test_transfers import listening, session_of
-from tests.two_sites import GATEWAY, HOME_NODE, REMOTE_NODE, TwoSites
+from tests.transport.peers.two_sites import GATEWAY, HOME_NODE, REMOTE_NODE, TwoSites
 from transport.errors import ConnectionRefused
 from transport.peers.authorities import AuthorityFile, AuthorityScope
-from transport.peers.guard import FORGED, Guard
+from transport.peers.guard import UNLISTED, Guard
 from transport.peers.name import PeerCertificate, PeerName, PeerRole, of_pem, of_tls, said_by
 from transport.peers.rights import GREET, SERVE
 from transport.wire.identity import Identity
@@ -54,7 +54,7 @@ def test_another_site_s_authority_mints_nobody_of_ours(
     assert forged.name == name
     with caplog.at_level(logging.WARNING):
         assert guard.refusal("rpc.Describe", forged, "10.1.0.1:7")
-    assert told == [FORGED]
+    assert told == [UNLISTED]
     assert (
         f"refused rpc.Describe to {name} at 10.1.0.1:7: {name} is signed by remote/authority.pem, "
         "which signs for remote/prefill alone" in caplog.text
@@ -90,7 +90,8 @@ def test_an_authority_that_leaves_the_list_takes_what_is_open_with_it(tmp_path: 
         (tmp_path / "remote" / "authority.pem").unlink()
         now[0] += 5.0
         assert guard.end_revoked() == 1
-    assert ended == [FORGED]
+    assert ended == [UNLISTED]
+    assert (guard.is_shut_out(remote), guard.is_shut_out(home)) == (True, False)
     with pytest.raises(ssl.SSLError):
         shown(sites.remote, replace(sites.home))  # nor does a handshake take it
 
@@ -109,7 +110,7 @@ def test_while_a_list_is_wrong_the_one_before_holds(tmp_path: Path, caplog: pyte
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("home/authority.pem", "line 1: home/authority.pem signs for nobody"),
+        ("home/authority.pem", "line 1: home/authority.pem signs for none"),
         ("# nothing\n", "it names no authority"),
         ("home/authority.pem home", "'home': must be CLUSTER/ROLE"),
         ("authorities home/node", "line 1: "),

@@ -52,7 +52,7 @@ class SessionKeys:
 
     def _is_revoked(self, session: Session) -> bool:
         guard = self._options.guard
-        return guard is not None and session.peer is not None and guard.is_revoked(session.peer)
+        return guard is not None and session.peer is not None and guard.is_shut_out(session.peer)
 
     def _refusal(self, peer: PeerCertificate) -> str:
         guard = self._options.guard

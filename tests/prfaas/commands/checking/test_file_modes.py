@@ -8,7 +8,7 @@ from membership.member import Member
 from membership.registration import FolderEntry
 from prfaas.commands.checking.file_modes import open_files
 from prfaas.commands.checking.findings import CheckFindings, Level, OpenFile, findings
-from tests.two_sites import TwoSites
+from tests.transport.peers.two_sites import TwoSites
 
 
 def of(path: Path, mode: int) -> Path:

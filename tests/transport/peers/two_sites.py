@@ -36,7 +36,7 @@ class TwoSites:
         self.gateway = self.issue("any", GATEWAY)
 
     def issue(self, site: str, name: PeerName) -> Identity:
-        """What the authority of `site` signs, whomever it may sign for; its holder believes in the list."""
+        """What the authority of `site` signs, be it that site's or not; its holder believes in the list."""
         made = self._authorities[site].issue(name.name, [HOST], peer=name)
         return replace(made, authority=self.list)
 
