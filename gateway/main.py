@@ -153,6 +153,25 @@ def check_identity(config: GatewayConfig) -> None:
         raise GatewayConfigError(f"certificate {config.certificate}: it belongs to {own}, not to a gateway")
 
 
+class StopSignals:
+    """What SIGTERM and SIGINT ask for: that requests end, and, the second time, that they are cut."""
+
+    def __init__(self, on_first: Callable[[], object] = lambda: None) -> None:
+        self.stop = asyncio.Event()  # may be set without a signal, too
+        self.stop_now = asyncio.Event()
+        self.on_first = on_first
+        self._is_first = True
+
+    def heard(self) -> None:
+        """One has come."""
+        if not self._is_first:
+            self.stop_now.set()
+            return
+        self._is_first = False
+        self.stop.set()
+        self.on_first()
+
+
 async def serve(
     config: GatewayConfig,
     tokenizer: TextTokenizer,
@@ -164,25 +183,46 @@ async def serve(
     """Serves until SIGTERM or SIGINT, then until the running requests have ended; a second signal ends them too.
 
     SIGHUP has the configuration read again. A worker whose parent is gone leaves its ports to the next gateway, and so does
-    a gateway that is replaced; they end when their clients have left.
+    a gateway that is replaced; they end when their clients have left. One that is stopped while it starts in the place of another
+    gateway has not taken a connection: it raises NotReplaced.
     """
-    loop = asyncio.get_running_loop()
-    stop, stop_now = asyncio.Event(), asyncio.Event()
-
-    def on_signal() -> None:
-        (stop_now if stop.is_set() else stop).set()
-
+    own = asyncio.current_task()
+    assert own is not None
+    is_replacing = seat is not None and seat.ready_s is not None
+    signals = StopSignals(own.cancel if is_replacing else lambda: None)
     raise_descriptor_limit()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, on_signal)
+        asyncio.get_running_loop().add_signal_handler(number, signals.heard)
+    try:
+        await _serve(config, tokenizer, announce, read_again, signals, seat, generation)
+    except asyncio.CancelledError:
+        if not (is_replacing and signals.stop.is_set()):
+            raise
+        own.uncancel()
+        raise NotReplaced("the new one was told to end") from None
+    finally:
+        if generation is not None:
+            generation.stop()
 
+
+async def _serve(
+    config: GatewayConfig,
+    tokenizer: TextTokenizer,
+    announce: Callable[[str], None],
+    read_again: Callable[[], GatewayConfig],
+    signals: StopSignals,
+    seat: SingleProcess | WorkerProcess | None,
+    generation: Generation | None,
+) -> None:
+    loop = asyncio.get_running_loop()
     async with running(config, tokenizer, loop.time, seat, read_again, WARM_S) as gateway:
+        signals.on_first = lambda: None
 
         def leave() -> None:
             gateway.leave_ports()
             # Those that come on connections which are there still are served, unless the parent is gone: all is to end then.
             gateway.admission.is_leaving = seat is None or seat.parent in (None, os.getppid())
-            stop.set()
+            signals.stop.set()
 
         loop.add_signal_handler(signal.SIGHUP, gateway.reloads.run)
         loop.add_signal_handler(ORPHANED, leave)
@@ -191,17 +231,17 @@ async def serve(
             announce(ready)
         else:
             generation.take_charge(leave, lambda: announce(ready))
-        await stop.wait()
+        await signals.stop.wait()
+        if generation is not None:
+            generation.retire()
         log.info("stopping: %d requests in flight", gateway.admission.in_flight)
         draining = asyncio.create_task(_drained(gateway, config.timeouts.drain_s))
-        hurry = asyncio.create_task(stop_now.wait())
+        hurry = asyncio.create_task(signals.stop_now.wait())
         await asyncio.wait([draining, hurry], return_when=asyncio.FIRST_COMPLETED)
         for task in (draining, hurry):
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await task
-        if generation is not None:
-            generation.stop()
 
 
 async def _drained(gateway: RunningGateway, timeout_s: float) -> None:

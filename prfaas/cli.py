@@ -411,8 +411,9 @@ def _nodes(arguments: argparse.Namespace) -> int:
 
 
 def _hear_no_hang_up() -> None:
-    """What runs for long reads its file again on SIGHUP; until it is there to do so, which takes a second, nothing ends it."""
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    """SIGHUP has what runs for long read its file again; SIGUSR2 has a gateway replaced. While it starts, neither ends it."""
+    for number in (signal.SIGHUP, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
 
 
 # Commands that ask a running system.

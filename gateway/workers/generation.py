@@ -64,6 +64,7 @@ class Generation:
         self._allowances: TenantLimiters | None = None
         self._door: HandoverDoor | None = None
         self._looking: asyncio.TimerHandle | None = None
+        self._is_ending = False
         self._taking_charge: asyncio.Task[None] | None = None
         self._leave: Callable[[], None] = lambda: None
 
@@ -93,14 +94,16 @@ class Generation:
     def take_charge(self, leave: Callable[[], None], announce: Callable[[], None]) -> None:
         """It serves: the one before leaves, and then it is announced. `leave` is called when the next one serves."""
         self._leave = leave
+        self.is_replacing = False
         self._taking_charge = asyncio.create_task(self._take_charge(announce), name="take charge")
 
     async def _take_charge(self, announce: Callable[[], None]) -> None:
         loop = asyncio.get_running_loop()
         if self._predecessor is not None:
             await asyncio.to_thread(self._predecessor.leave)
-        self.is_replacing = False
         self._lineage.take_over()
+        if self._is_ending:
+            return
         self._door = HandoverDoor(self._name, self._offer, self._left)
         loop.add_signal_handler(REPLACE, self._start_successor)
         self._look()
@@ -111,12 +114,27 @@ class Generation:
         """What a process of it had under way is no more."""
         self._lineage.clear(self._limiters(), self._first_place + worker)
 
-    def stop(self) -> None:
-        """It ends: no other generation takes it over from now on."""
+    def give_way(self) -> bool:
+        """It is not to serve after all: it lets go of the ports, if the one before has them still."""
+        if self.is_replacing:
+            self.ports.close()
+        return self.is_replacing
+
+    def retire(self) -> None:
+        """It is about to end: nothing is offered to another one from now on. One that has an offer may take over."""
+        self._is_ending = True
         if self._door is not None:
-            self._door.close()
+            self._door.close_name()
         if self._looking is not None:
             self._looking.cancel()
+
+    def stop(self) -> None:
+        """It ends: no other generation takes it over from now on."""
+        self.retire()
+        if self._door is not None:
+            if self._door.has_offered:
+                self._lineage.hand_on()  # the other one may just be about to join
+            self._door.close()
         if self._taking_charge is not None:
             self._taking_charge.cancel()
         if self._allowances is not None:
@@ -161,12 +179,13 @@ class Generation:
         return self._allowances
 
     def _start_successor(self) -> None:
-        if self.is_left:
+        if self.is_left or self._is_ending:
             return
         environment = {key: value for key, value in os.environ.items() if key not in OWN_VARIABLES}
         try:
             command = self._successor()
-            pid = os.posix_spawn(command[0], command, environment)
+            # Our standard output may be a pipe, whose reader waits until all that have it are gone.
+            pid = os.posix_spawn(command[0], command, environment, file_actions=[(os.POSIX_SPAWN_DUP2, 2, 1)])
             watched = os.pidfd_open(pid)
         except OSError as error:
             log.error("no successor can be started: %s", error)

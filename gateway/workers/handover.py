@@ -142,9 +142,14 @@ class HandoverDoor:
         self._listening = listening
         asyncio.get_running_loop().add_reader(listening, self._accept)
 
+    @property
+    def has_offered(self) -> bool:
+        """Whether another gateway is about to take over."""
+        return self._successor is not None
+
     def close(self) -> None:
         """Answers no more."""
-        self._close_name()
+        self.close_name()
         for connection in list(self._asking):
             self._drop(connection)
 
@@ -192,11 +197,12 @@ class HandoverDoor:
 
     def _replaced(self, connection: socket.socket) -> None:
         pid = _pid_of(connection)
-        self._close_name()
+        self.close_name()
         self._leave(pid)
         connection.send(LEFT)
 
-    def _close_name(self) -> None:
+    def close_name(self) -> None:
+        """Offers nothing any more; who has an offer may still say that it serves."""
         listening, self._listening = self._listening, None
         if listening is not None:
             asyncio.get_running_loop().remove_reader(listening)

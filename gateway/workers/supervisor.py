@@ -59,8 +59,13 @@ class Workers:
         start_s: float = START_S,
         on_ended: Callable[[int], None] = lambda number: None,
         descriptors: Callable[[int], Sequence[int]] = lambda number: (),
+        gives_way: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`on_ended` hears of each worker that has ended, before another one takes its place, and gets its `descriptors`."""
+        """`on_ended` hears of each worker that has ended, before another one takes its place, and gets its `descriptors`.
+
+        `gives_way` is asked when they are to end: whether the ports are another gateway's, which serves there.
+        """
+        self._gives_way = gives_way
         self._on_ended = on_ended
         self._descriptors = descriptors
         self._command = command
@@ -91,7 +96,10 @@ class Workers:
             raise failures.exceptions[0] from None
 
     def stop(self) -> None:
-        """Has all workers end in order; called again, at once."""
+        """Has all workers end in order; called again, at once. If another gateway serves meanwhile, they refuse none."""
+        if not self._stopping.is_set() and self._gives_way():
+            self.leave()
+            return
         self._stopping.set()
         for child in self._running.values():
             child.terminate()
@@ -110,7 +118,8 @@ class Workers:
 
     async def _tell(self, on_ready: Callable[[], None]) -> None:
         await self._all_ready.wait()
-        on_ready()
+        if not self._stopping.is_set():
+            on_ready()
 
     async def _keep(self, number: int) -> None:
         restarts = Restarts(self._max_restarts)
@@ -249,14 +258,22 @@ async def serve_with_workers(
             loop.time,
             on_ended=on_ended,
             descriptors=generation.descriptors,
+            gives_way=generation.give_way,
         )
+
+        def stop() -> None:
+            generation.retire()
+            workers.stop()
+
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, workers.stop)
+            loop.add_signal_handler(number, stop)
         loop.add_signal_handler(signal.SIGHUP, workers.reload)
 
         ready = f"gateway ready url={config.scheme}://{format_address(host, port)}"
         try:
             await workers.run(lambda: generation.take_charge(workers.leave, lambda: announce(ready)))
+            if generation.is_replacing:
+                raise NotReplaced("the new one was told to end")
         except WorkersFail as error:
             if generation.is_replacing:
                 raise NotReplaced(str(error)) from error

@@ -208,9 +208,7 @@ class System:
         }
         path = self._run_dir / "gateway.toml"
         path.write_text(tomli_w.dumps({"gateway": table}))
-        # One that was replaced by hand has ended for us: the next one takes over from the one that serves, which is not ours.
-        command = ["-m", "gateway", "-c", str(path), "--replace"]
-        self.gateway = Process("gateway", command, self._run_dir / "gateway.log")
+        self.gateway = Process("gateway", ["-m", "gateway", "-c", str(path)], self._run_dir / "gateway.log")
         await self.gateway.start()
         self.api_url = (await self.gateway.line("gateway ready ", GATEWAY_START_S, self._report))["url"]
         self._report(f"  {'gateway':<10} {self.api_url}")

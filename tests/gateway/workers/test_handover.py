@@ -2,9 +2,10 @@
 
 import asyncio
 import os
+import signal
 import socket
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,17 @@ import pytest
 from gateway.auth.keyring import Tenant
 from gateway.config.gateway import GatewayConfig, NodeAddress
 from gateway.errors import CannotListen, NotReplaced, TenantLimited
+from gateway.main import StopSignals, serve
 from gateway.ratelimit.limiter import TenantLimiters
+from gateway.workers.generation import REPLACE, Generation, begun
 from gateway.workers.handover import HandoverDoor, HandoverOffer, Predecessor, name_of
 from gateway.workers.lineage import ALLOWANCES, METRICS, Lineage
 from gateway.workers.ports import ListenerName, Ports, Sockets, fitting, passed_by_systemd
+from gateway.workers.process_scope import SingleProcess
 from gateway.workers.service_manager import READY, main_process, notify
 from planner.decisions.admission.limits import TenantLimits
-from tests.gateway.worlds import on_loop
+from tests.gateway.worlds import PATIENCE_S, on_loop
+from tests.prompts.builders import text_tokenizer
 
 CLIENTS, OPERATORS = ListenerName.CLIENTS, ListenerName.OPERATORS
 
@@ -211,3 +216,69 @@ def test_no_word_of_a_stranger_is_believed(tmp_path: Path) -> None:
         stranger.listen()
         with pytest.raises(NotReplaced, match="another user's process"):
             Predecessor.of(name, trusted=())
+
+
+@asynccontextmanager
+async def in_charge(tmp_path: Path, *command: str) -> AsyncIterator[Generation]:
+    """A generation that has none before it; `command` is its successor's."""
+    name, announced = name_of(tmp_path / "gateway.toml"), asyncio.Event()
+    with begun(config(tmp_path), name, replaces=False, ready_s=1.0, successor=lambda: list(command)) as generation:
+        generation.take_charge(lambda: None, announced.set)
+        await announced.wait()
+        try:
+            yield generation
+        finally:
+            generation.stop()
+
+
+@on_loop
+async def test_what_was_offered_outlives_a_gateway_that_ends_before_its_successor_serves(tmp_path: Path) -> None:
+    name = name_of(tmp_path / "gateway.toml")
+    async with in_charge(tmp_path) as generation:
+        successor = await found(name)
+        generation.retire()
+        assert await asyncio.to_thread(Predecessor.of, name) is None  # one that is told to end offers nothing
+    lineage = Lineage.joined(successor.lineage, successor.lock)
+    assert lineage.take(1) == 1
+    successor.close()
+    successor.sockets[CLIENTS][0].close()
+    lineage.take_over()
+    lineage.close()
+    assert not successor.lineage.exists()
+
+
+@on_loop
+async def test_a_successor_does_not_have_the_pipe_of_the_one_before(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    said = ""
+    async with in_charge(tmp_path, "/bin/echo", "it says"):
+        os.kill(os.getpid(), REPLACE)
+        async with asyncio.timeout(PATIENCE_S):
+            while "it says" not in said:
+                await asyncio.sleep(0.01)
+                out, err = capfd.readouterr()
+                said += err
+                assert not out
+
+
+@on_loop
+async def test_a_successor_that_is_told_to_end_while_it_starts_is_not_in_charge(tmp_path: Path) -> None:
+    seat = SingleProcess()
+    seat.ready_s = PATIENCE_S
+    name = name_of(tmp_path / "gateway.toml")
+    with begun(config(tmp_path), name, replaces=False, ready_s=1.0, successor=list) as generation:
+        asyncio.get_running_loop().call_later(0.2, os.kill, os.getpid(), signal.SIGTERM)
+        with pytest.raises(NotReplaced, match="the new one was told to end"):
+            await serve(config(tmp_path), text_tokenizer(), pytest.fail, pytest.fail, seat, generation)
+        assert await asyncio.to_thread(Predecessor.of, name) is None
+
+
+@on_loop
+async def test_requests_are_cut_by_the_second_signal_though_the_gateway_was_leaving_already() -> None:
+    signals = StopSignals()
+    signals.stop.set()  # another gateway serves
+    signals.heard()
+    assert not signals.stop_now.is_set()
+    signals.heard()
+    assert signals.stop_now.is_set()

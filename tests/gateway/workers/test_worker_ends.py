@@ -137,3 +137,24 @@ async def test_a_gateway_ends_though_a_worker_is_stuck_at_its_start(tmp_path: Pa
     async with asyncio.timeout(PATIENCE_S):
         await running
     board.close()
+
+
+@on_loop
+async def test_workers_leave_ports_on_which_another_gateway_serves(tmp_path: Path) -> None:
+    SharedCounters.create(tmp_path / "board", workers=1, nodes=1)
+    board, asked = SharedCounters(tmp_path / "board"), list[bool]()
+    script = f"trap 'touch {tmp_path}/left; exit' USR1; touch {tmp_path}/up; while :; do sleep 0.05; done"
+
+    def gives_way() -> bool:
+        asked.append(True)
+        return True
+
+    now = asyncio.get_running_loop().time
+    workers = Workers(lambda number: ["/bin/sh", "-c", script], board, now, gives_way=gives_way)
+    running = asyncio.create_task(workers.run(lambda: None))
+    await until((tmp_path / "up").exists)
+    workers.stop()
+    await running
+    assert (tmp_path / "left").exists()
+    assert asked == [True]
+    board.close()

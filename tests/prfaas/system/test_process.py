@@ -1,6 +1,8 @@
 """A child process of the command line."""
 
 import asyncio
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -81,5 +83,28 @@ def test_a_start_that_crashes_failed_by_itself(tmp_path: Path) -> None:
         with pytest.raises(StartError, match="far ended with status -6") as failure:
             await process.line("READY", START_S, print)
         assert not isinstance(failure.value, StartKilled)
+
+    asyncio.run(scenario())
+
+
+LEAVES_ANOTHER = """
+import subprocess, sys, time
+other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+print(f"READY other={other.pid}", flush=True)
+time.sleep(60)
+"""
+
+
+def test_the_end_of_a_process_does_not_wait_for_others_that_have_its_output(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        process = Process("far", ["-c", LEAVES_ANOTHER], tmp_path / "far.log")
+        await process.start()
+        other = int((await process.line("READY", START_S, print))["other"])
+        try:
+            async with asyncio.timeout(START_S):
+                assert await process.stop(0.1, killed_s=0.1) == -signal.SIGTERM
+        finally:
+            os.kill(other, signal.SIGKILL)
+            await process.stop(START_S)
 
     asyncio.run(scenario())
