@@ -112,11 +112,11 @@ class RunningGateway:
         for listener in self.listeners:
             listener.close_port()
 
-    async def left(self, timeout_s: float) -> None:
-        """Waits until no client is connected any more: it learns by its next answer that it is to connect anew."""
+    async def left(self, timeout_s: float, goes_on: Callable[[], bool]) -> None:
+        """Waits until no client is connected any more, if it `goes_on` till then: they learn by their next answers to leave."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
-                while self.admission.in_flight or any(map(len, self.gates)):  # noqa: ASYNC110 nothing tells
+                while goes_on() and (self.admission.in_flight or any(map(len, self.gates))):  # noqa: ASYNC110 nothing tells
                     await asyncio.sleep(BEAT_S)
 
 

@@ -49,7 +49,11 @@ class CannotListen(GatewayConfigError):
 
 
 class NotReplaced(GatewayError):
-    """Says why not."""
+    """Says why not; and `goes_on` whether the other one does."""
+
+    def __init__(self, why: str, *, goes_on: bool = True) -> None:
+        super().__init__(why)
+        self.goes_on = goes_on
 
 
 class WorkersFail(GatewayError):

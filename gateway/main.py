@@ -118,7 +118,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"prfaas gateway: {error}", file=sys.stderr)
         return BAD_CONFIG
     except NotReplaced as error:
-        print(f"prfaas gateway: not replaced, the gateway that runs goes on: {error}", file=sys.stderr)
+        other = "the gateway that runs goes on" if error.goes_on else "and the gateway that ran has ended"
+        print(f"prfaas gateway: not replaced, {other}: {error}", file=sys.stderr)
         return NOT_REPLACED
 
 
@@ -218,10 +219,14 @@ async def _serve(
     async with running(config, tokenizer, loop.time, seat, read_again, WARM_S) as gateway:
         signals.on_first = lambda: None
 
+        def has_parent() -> bool:
+            return seat is None or seat.parent in (None, os.getppid())
+
         def leave() -> None:
             gateway.leave_ports()
             # Those that come on connections which are there still are served, unless the parent is gone: all is to end then.
-            gateway.admission.is_leaving = seat is None or seat.parent in (None, os.getppid())
+            # That may be seen a moment later: the signal comes when its first thread ends.
+            gateway.admission.is_leaving = has_parent()
             signals.stop.set()
 
         loop.add_signal_handler(signal.SIGHUP, gateway.reloads.run)
@@ -235,7 +240,7 @@ async def _serve(
         if generation is not None:
             generation.retire()
         log.info("stopping: %d requests in flight", gateway.admission.in_flight)
-        draining = asyncio.create_task(_drained(gateway, config.timeouts.drain_s))
+        draining = asyncio.create_task(_drained(gateway, config.timeouts.drain_s, has_parent))
         hurry = asyncio.create_task(signals.stop_now.wait())
         await asyncio.wait([draining, hurry], return_when=asyncio.FIRST_COMPLETED)
         for task in (draining, hurry):
@@ -244,11 +249,12 @@ async def _serve(
                 await task
 
 
-async def _drained(gateway: RunningGateway, timeout_s: float) -> None:
+async def _drained(gateway: RunningGateway, timeout_s: float, has_parent: Callable[[], bool]) -> None:
     gateway.end_connections()
     if gateway.admission.is_leaving:
-        await gateway.left(timeout_s)
-    else:
+        await gateway.left(timeout_s, has_parent)
+        gateway.admission.is_leaving = has_parent()
+    if not gateway.admission.is_leaving:
         await gateway.admission.drained(timeout_s)
 
 

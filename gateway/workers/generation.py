@@ -53,6 +53,7 @@ class Generation:
     ) -> None:
         """`successor` is the command that starts one."""
         self.ports = ports
+        self.failure = ""  # to replace the one before, though it serves
         self.is_left = False  # another generation is in charge
         self.is_replacing = predecessor is not None  # until it is in charge
         self._name = name
@@ -79,7 +80,7 @@ class Generation:
 
     def descriptors(self, worker: int) -> list[int]:
         """Those that a process of it must be given."""
-        return [each.fileno() for some in self.ports.of(worker).values() for each in some]
+        return [*self._lineage.locks, *(each.fileno() for some in self.ports.of(worker).values() for each in some)]
 
     def own_place(self) -> Place:
         """That of this process, which is all of it: with descriptors of its own."""
@@ -100,7 +101,14 @@ class Generation:
     async def _take_charge(self, announce: Callable[[], None]) -> None:
         loop = asyncio.get_running_loop()
         if self._predecessor is not None:
-            await asyncio.to_thread(self._predecessor.leave)
+            try:
+                await asyncio.to_thread(self._predecessor.leave)
+            except NotReplaced as error:
+                self.failure = str(error)
+                self._leave_ports()
+                return
+            with suppress(OSError):
+                await asyncio.to_thread(sweep_directories, shared_memory())
         self._lineage.take_over()
         if self._is_ending:
             return
@@ -113,6 +121,13 @@ class Generation:
     def clear(self, worker: int) -> None:
         """What a process of it had under way is no more."""
         self._lineage.clear(self._limiters(), self._first_place + worker)
+
+    def renew(self, worker: int) -> None:
+        """A process of it has ended: the next one gets other sockets. While a successor has them, too, closing would not help:
+        connections would be dealt to them all the same, and wait for it.
+        """
+        if self._door is None or not self._door.has_offered:
+            self.ports.renew(worker)
 
     def give_way(self) -> bool:
         """It is not to serve after all: it lets go of the ports, if the one before has them still."""
@@ -150,16 +165,19 @@ class Generation:
             lineage=str(self._lineage.path),
             format=FORMAT,
             sockets={name: len(some) for name, some in sockets.items()},
+            host=self.ports.host,
         )
         return offer, [self._lineage.lock, *(each.fileno() for some in sockets.values() for each in some)]
 
     def _left(self, pid: int) -> None:
         log.info("process %d serves instead: leaving", pid)
-        self.is_left = True
-        self._lineage.hand_on()
         if self._looking is not None:
             self._looking.cancel()
         notify(os.environ, main_process(pid))
+        self._leave_ports()
+
+    def _leave_ports(self) -> None:
+        self.is_left = True
         self._leave()
         self.ports.close()
 
@@ -214,12 +232,42 @@ def begun(
         predecessor = Predecessor.of(name) if replaces else None
         if predecessor is not None:
             held.callback(predecessor.close)
-        given = fitting(predecessor.sockets, config) if predecessor else passed_by_systemd(os.environ, config)
-        ports = Ports(config, given)
+        try:
+            ports = _ports(config, predecessor)
+        except BaseException:
+            if predecessor is not None:
+                os.close(predecessor.lock)
+            raise
         held.callback(ports.close)
         lineage, first_place = _lineage(config, predecessor)
         held.callback(lineage.close)
-        yield Generation(name, ports, lineage, first_place, predecessor, ready_s, successor)
+        generation = Generation(name, ports, lineage, first_place, predecessor, ready_s, successor)
+        try:
+            yield generation
+        except NotReplaced as error:
+            if predecessor is not None and predecessor.has_ended():
+                raise NotReplaced(str(error), goes_on=False) from error
+            raise
+        if generation.failure:
+            raise NotReplaced(generation.failure)
+
+
+def _ports(config: GatewayConfig, predecessor: Predecessor | None) -> Ports:
+    """With the sockets that we were given; those that are of no use are closed, or clients would wait there in vain."""
+    given = predecessor.sockets if predecessor is not None else passed_by_systemd(os.environ, config)
+    used = set[int]()
+    try:
+        fit = fitting(given, config) if predecessor is not None else given
+        if predecessor is not None and any(fit.values()) and predecessor.host not in ("", config.host):
+            raise NotReplaced(
+                f"host differs: it is {predecessor.host!r} there; restart the gateway, or change its port, too"
+            )
+        ports = Ports(config, fit)
+        used = {id(each) for some in ports.all().values() for each in some}
+        return ports
+    finally:
+        for each in (each for some in given.values() for each in some if id(each) not in used):
+            each.close()
 
 
 def _lineage(config: GatewayConfig, predecessor: Predecessor | None) -> tuple[Lineage, int]:

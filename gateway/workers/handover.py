@@ -3,6 +3,7 @@
     successor ──"replace"──► gateway      ◄── what there is to take over, with descriptors (`HandoverOffer`), or why not
     successor ──"serving"──► gateway      it accepts already, from the same queues: none that waits there is lost
                              gateway      ◄──"left": accepts no more, and has given up the name
+                             gateway      ◄──"withdrawn": the successor took too long, and another one has asked
 
 A successor that is gone before it says "serving" has changed nothing. The name is abstract (unix(7)): it ends with its process,
 however that ends, and holds where ports do. Another user may take it, but not a socket: both ends look who the other is.
@@ -26,10 +27,11 @@ from gateway.workers.ports import ListenerName, Sockets, taken
 
 log = logging.getLogger("prfaas.gateway.handover")
 
-REPLACE, SERVING, LEFT = b"replace", b"serving", b"left"
+REPLACE, SERVING, LEFT, WITHDRAWN = b"replace", b"serving", b"left", b"withdrawn"
 MAX_BYTES: Final = 1 << 16
 MAX_DESCRIPTORS: Final = 253  # in one message (SCM_MAX_FD)
 ANSWER_S: Final = 10.0  # a gateway that takes longer is stuck
+OFFER_S: Final = 300.0  # after which a successor that does not serve yet is taken to be stuck, if another one asks
 UCRED: Final = struct.Struct("3i")  # unix(7): process, user, group
 DIGEST_BYTES: Final = 16
 TRUSTED: Final = frozenset({os.geteuid(), 0})
@@ -42,6 +44,7 @@ class HandoverOffer(msgspec.Struct, frozen=True, kw_only=True):
     lineage: str
     format: str
     sockets: dict[ListenerName, int]
+    host: str = ""
     refused: str = ""
 
 
@@ -58,6 +61,7 @@ class Predecessor:
         self.pid = offer.pid
         self.lineage = Path(offer.lineage)
         self.format = offer.format
+        self.host = offer.host
         self.lock = lock
         self.sockets = sockets
         self._connection = connection
@@ -94,14 +98,28 @@ class Predecessor:
             raise
 
     def leave(self) -> None:
-        """We serve: it accepts no more when this returns, or is gone. Blocks."""
+        """We serve: it accepts no more when this returns, or is gone. Blocks. Raises NotReplaced if that is too late."""
         try:
             with self._connection as connection:
-                connection.send(SERVING)
-                if connection.recv(len(LEFT)) != LEFT:
+                with suppress(BrokenPipeError):
+                    connection.send(SERVING)
+                word = connection.recv(MAX_BYTES)
+                if word == WITHDRAWN:
+                    raise NotReplaced("the new one took too long, and another one was started")
+                if word != LEFT:
                     log.warning("the gateway that was replaced, pid=%d, has ended at once", self.pid)
         except OSError as error:
             log.warning("the gateway that is replaced, pid=%d, does not say that it leaves: %r", self.pid, error)
+
+    def has_ended(self) -> bool:
+        """Whether it has, meanwhile; asked at last."""
+        try:
+            self._connection.setblocking(False)
+            return not self._connection.recv(MAX_BYTES, socket.MSG_PEEK)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
 
     def close(self) -> None:
         """It goes on, or has left."""
@@ -112,12 +130,18 @@ class HandoverDoor:
     """Where a gateway can be asked by its successor. All of it is on the event loop, and nothing of it waits."""
 
     def __init__(
-        self, name: str, offer: Callable[[], tuple[HandoverOffer, list[int]]], leave: Callable[[int], None]
+        self,
+        name: str,
+        offer: Callable[[], tuple[HandoverOffer, list[int]]],
+        leave: Callable[[int], None],
+        offer_s: float = OFFER_S,
     ) -> None:
         """`leave` is told which process has taken over; from then on this gateway is not to accept any more."""
         self._name = name
         self._offer = offer
         self._leave = leave
+        self._offer_s = offer_s
+        self._offered_at = 0.0
         self._listening: socket.socket | None = None
         self._asking = set[socket.socket]()
         self._successor: socket.socket | None = None  # the one of these that has been given all
@@ -181,7 +205,10 @@ class HandoverDoor:
         self._drop(connection)
 
     def _answer(self, connection: socket.socket) -> None:
-        why = ""
+        why, now = "", asyncio.get_running_loop().time()
+        if self._successor is not None and now - self._offered_at >= self._offer_s:
+            log.warning("process %d was to replace this gateway, and takes too long", _pid_of(self._successor))
+            self._withdraw(self._successor)
         if self._successor is not None:
             why = "another gateway is about to replace it already"
         elif os.getpid() == 1:
@@ -190,10 +217,15 @@ class HandoverDoor:
             offer = HandoverOffer(pid=os.getpid(), lineage="", format="", sockets={}, refused=why)
             descriptors: list[int] = []
         else:
-            self._successor = connection
+            self._successor, self._offered_at = connection, now
             offer, descriptors = self._offer()
             log.info("process %d is about to replace this gateway", _pid_of(connection))
         socket.send_fds(connection, [msgspec.json.encode(offer)], descriptors)
+
+    def _withdraw(self, connection: socket.socket) -> None:
+        with suppress(OSError):
+            connection.send(WITHDRAWN)
+        self._drop(connection)
 
     def _replaced(self, connection: socket.socket) -> None:
         pid = _pid_of(connection)
@@ -202,7 +234,7 @@ class HandoverDoor:
         connection.send(LEFT)
 
     def close_name(self) -> None:
-        """Offers nothing any more; who has an offer may still say that it serves."""
+        """Offers nothing any more; a successor that has an offer may still say that it serves."""
         listening, self._listening = self._listening, None
         if listening is not None:
             asyncio.get_running_loop().remove_reader(listening)

@@ -5,7 +5,8 @@
     tally         what was asked for                             places-N    of a generation: its places N, N+1 …, locked
 
 Every process has a place of its own: its columns and its files of metrics are its alone, whatever the others do meanwhile. A
-generation whose lock can be had has ended, however that went. The one in charge clears its places then, for those to come.
+generation whose lock can be had has ended, with its workers, however that went. The one in charge clears its places then, for
+those to come.
 """
 
 import fcntl
@@ -34,7 +35,7 @@ SPARE_PLACES: Final = 12  # beside four generations' of the first one's size
 
 
 class Lineage:
-    """The folder. It goes with the last of its generations: with one that ends and has handed it on to none."""
+    """The folder. It goes with the last of its generations: with one that ends, has been in charge, and leaves none behind."""
 
     def __init__(self, owned: OwnedDirectory) -> None:
         self.path = owned.path
@@ -68,6 +69,11 @@ class Lineage:
         """The descriptor that says the folder is in use."""
         return self._owned.lock
 
+    @property
+    def locks(self) -> list[int]:
+        """The descriptors that say which places we have; workers keep them, and may outlive their parent."""
+        return list(self._held.values())
+
     def take(self, number: int) -> int | None:
         """So many places, for as long as this process lives: the first of them; None: too few are free. Raises OSError."""
         taken = set[int]()
@@ -100,18 +106,21 @@ class Lineage:
         self._is_ours = True
 
     def hand_on(self) -> None:
-        """Another generation is."""
+        """Another generation is, or is about to join."""
         self._is_ours = False
 
     def close(self) -> None:
         """This generation has ended."""
-        if self._is_ours:
+        if self._is_ours and not self._has_others():
             self._owned.close()
         else:
             self._owned.let_go()
         for fd in self._held.values():
             os.close(fd)
         self._held.clear()
+
+    def _has_others(self) -> bool:
+        return any(file not in self._held and not _is_unlocked(file) for file in self._generations())
 
     def _generations(self) -> list[Path]:
         return sorted(self.path.glob(f"{PLACES}*"))

@@ -42,6 +42,7 @@ class Ports:
         """Those `given` are used, others bound. Raises CannotListen."""
         self._of: dict[ListenerName, list[list[socket.socket]]] = {}
         self._workers = config.workers
+        self.host = config.host  # systemd's sockets may be at other addresses
         try:
             for name, port in ports_of(config).items():
                 self._of[name] = [[] for _ in range(config.workers)]

@@ -248,7 +248,7 @@ async def serve_with_workers(
 
         def on_ended(number: int) -> None:
             generation.clear(number)
-            generation.ports.renew(number)
+            generation.renew(number)
 
         workers = Workers(
             lambda number: command(

@@ -5,7 +5,7 @@ import os
 import signal
 import socket
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, closing, contextmanager
+from contextlib import ExitStack, asynccontextmanager, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from gateway.workers.ports import ListenerName, Ports, Sockets, fitting, passed_
 from gateway.workers.process_scope import SingleProcess
 from gateway.workers.service_manager import READY, main_process, notify
 from planner.decisions.admission.limits import TenantLimits
-from tests.gateway.worlds import PATIENCE_S, on_loop
+from tests.gateway.worlds import PATIENCE_S, on_loop, world
 from tests.prompts.builders import text_tokenizer
 
 CLIENTS, OPERATORS = ListenerName.CLIENTS, ListenerName.OPERATORS
@@ -219,10 +219,11 @@ def test_no_word_of_a_stranger_is_believed(tmp_path: Path) -> None:
 
 
 @asynccontextmanager
-async def in_charge(tmp_path: Path, *command: str) -> AsyncIterator[Generation]:
+async def in_charge(tmp_path: Path, *command: str, workers: int = 1) -> AsyncIterator[Generation]:
     """A generation that has none before it; `command` is its successor's."""
     name, announced = name_of(tmp_path / "gateway.toml"), asyncio.Event()
-    with begun(config(tmp_path), name, replaces=False, ready_s=1.0, successor=lambda: list(command)) as generation:
+    own = config(tmp_path, workers=workers)
+    with begun(own, name, replaces=False, ready_s=1.0, successor=lambda: list(command)) as generation:
         generation.take_charge(lambda: None, announced.set)
         await announced.wait()
         try:
@@ -282,3 +283,114 @@ async def test_requests_are_cut_by_the_second_signal_though_the_gateway_was_leav
     assert not signals.stop_now.is_set()
     signals.heard()
     assert signals.stop_now.is_set()
+
+
+def test_a_place_is_free_when_the_last_process_that_has_its_lock_has_ended(tmp_path: Path) -> None:
+    before = Lineage.begun(tmp_path, 1)
+    after = Lineage.joined(before.path, os.dup(before.lock))
+    assert (before.take(1), after.take(1)) == (0, 1)
+    (workers,) = map(os.dup, before.locks)
+    before.close()  # the parent was killed
+    after.take_over()
+    with closing(TenantLimiters(lambda: 0.0, after.path / ALLOWANCES, own=None)) as allowances:
+        after.sweep(allowances)
+        assert after.take(1) == 2
+        os.close(workers)
+        after.sweep(allowances)
+        assert after.take(1) == 0
+    after.close()
+
+
+@pytest.mark.parametrize("has_joined", [False, True])
+def test_the_folder_goes_with_the_last_generation_that_joined(tmp_path: Path, has_joined: bool) -> None:
+    before = Lineage.begun(tmp_path, 1)
+    before.take(1)
+    after = Lineage.joined(before.path, os.dup(before.lock)) if has_joined else Lineage.begun(tmp_path, 1)
+    after.take(1)
+    after.take_over()
+    after.close()  # it may end before the one that it has replaced
+    assert before.path.exists()
+    before.close()
+    assert not list(tmp_path.iterdir())
+
+
+@on_loop
+async def test_a_gateway_on_another_port_lets_go_of_the_old_one_and_another_host_is_refused(tmp_path: Path) -> None:
+    name = name_of(tmp_path / "gateway.toml")
+
+    def succeed(**keys: Any) -> Generation:
+        return held.enter_context(begun(config(tmp_path, **keys), name, replaces=True, ready_s=1.0, successor=list))
+
+    with ExitStack() as held:
+        async with in_charge(tmp_path) as old:
+            assert len(old.descriptors(0)) == 2  # its worker keeps its socket, and its place
+            port = old.ports.address[1]
+            with pytest.raises(NotReplaced, match=r"host differs: it is '127\.0\.0\.1' there"):
+                await asyncio.to_thread(succeed, host="localhost", port=port)
+            await asyncio.sleep(0.05)
+            with socket.create_server(("127.0.0.1", 0)) as free:
+                other = free.getsockname()[1]
+            await asyncio.to_thread(succeed, port=other)
+        Ports(config(tmp_path, port=port), {}).close()
+
+
+@on_loop
+async def test_a_successor_that_fails_says_whether_the_one_before_goes_on(tmp_path: Path) -> None:
+    name = name_of(tmp_path / "gateway.toml")
+
+    async def fails() -> None:
+        with ExitStack() as held:
+            made = begun(config(tmp_path), name, replaces=True, ready_s=1.0, successor=list)
+            await asyncio.to_thread(held.enter_context, made)
+            if has_ended:
+                old.stop()
+            raise NotReplaced("no node is ready")
+
+    async with in_charge(tmp_path) as old:
+        for has_ended in (False, True):
+            with pytest.raises(NotReplaced, match="no node is ready") as failure:
+                await fails()
+            assert failure.value.goes_on != has_ended
+            await asyncio.sleep(0.05)
+
+
+@on_loop
+async def test_a_successor_that_is_stuck_makes_way_for_another_one(tmp_path: Path) -> None:
+    name = name_of(tmp_path / "gateway.toml")
+    told = HandoverOffer(pid=os.getpid(), lineage=str(tmp_path), format="1", sockets={})
+    door = HandoverDoor(name, lambda: (told, [0]), lambda pid: None, offer_s=0.0)
+    door.open()
+    stuck, other = await found(name), await found(name)
+    with pytest.raises(NotReplaced, match="took too long, and another one was started"):
+        await asyncio.to_thread(stuck.leave)
+    await asyncio.to_thread(other.leave)
+    door.close()
+    for each in (stuck, other):
+        os.close(each.lock)
+
+
+@on_loop
+async def test_a_worker_that_leaves_waits_for_its_clients_unless_its_parent_has_ended() -> None:
+    async with world(remote=0, local=0, decode=1) as w:
+        async with w.http.get("/livez") as answer:  # it keeps its connection
+            await answer.read()
+        async with asyncio.timeout(PATIENCE_S):
+            await w.gateway.left(PATIENCE_S, lambda: False)
+        assert sum(map(len, w.gateway.gates)) == 1
+
+
+@on_loop
+async def test_a_worker_that_is_started_again_accepts_what_its_successor_might_only_later(tmp_path: Path) -> None:
+    name = name_of(tmp_path / "gateway.toml")
+    async with in_charge(tmp_path, workers=2) as generation:
+        (before,) = generation.ports.of(0)[CLIENTS]
+        successor = await found(name)
+        generation.renew(0)
+        assert generation.ports.of(0) == {CLIENTS: [before]}
+        successor.close()
+        os.close(successor.lock)
+        for each in successor.sockets[CLIENTS]:
+            each.close()
+        await asyncio.sleep(0.05)
+        generation.renew(0)
+        assert before.fileno() == -1
