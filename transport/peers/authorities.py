@@ -11,15 +11,15 @@ every authority signs for all.
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Final, Self, TypeAlias
 
 from cryptography import x509
-from cryptography.exceptions import InvalidSignature
-from cryptography.hazmat.primitives.serialization import Encoding
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
+from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
 from transport.peers.name import SEGMENT, PeerCertificate, PeerName, PeerRole
 
@@ -91,9 +91,13 @@ class Authorities:
         scopes = " and ".join(str(scope) for site in signers for scope in site.scopes)
         return f"{peer.name} is signed by {signers[0].file}, which signs for {scopes} alone"
 
-    def has_signed(self, der: bytes) -> bool:
-        """Whether one of them has signed that certificate itself."""
-        return any(_has_signed(der, certificate) for certificate in _certificates(self.pem))
+    def are_in(self, chain: Iterable[bytes]) -> bool:
+        """Whether the key of one of them is in a chain of certificates, under whatever name. One that cannot be read may be."""
+        try:
+            ours = {_key_of(certificate) for certificate in _certificates(self.pem)}
+            return any(_key_of(x509.load_der_x509_certificate(der)) in ours for der in chain)
+        except (ValueError, UnsupportedAlgorithm):
+            return True
 
 
 def read_list(folder: Path, text: str) -> tuple[SiteAuthority, ...]:
@@ -178,6 +182,10 @@ def _stamp_if_there(file: Path) -> FileStamp:
 @lru_cache(maxsize=64)
 def _certificates(pem: bytes) -> tuple[x509.Certificate, ...]:
     return tuple(x509.load_pem_x509_certificates(pem))
+
+
+def _key_of(certificate: x509.Certificate) -> bytes:
+    return certificate.public_key().public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
 
 
 @lru_cache(maxsize=4096)

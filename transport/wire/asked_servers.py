@@ -1,11 +1,14 @@
 """Servers that are asked over HTTPS, by the name of their host. One of ours shows who it is before it is told a word.
 
-handshake ── of our authority? ── yes ──► it has the right to answer, or the handshake fails
-                              └── no ───► this host trusts it, as it may trust a proxy's
+handshake ── a name, or an authority of ours in its chain? ── yes ──► it has the right to answer, or the handshake fails
+                                                         └── no ───► this host trusts it, as it may trust a proxy's
+
+A chain that cannot be looked at counts as ours.
 """
 
 import logging
 import ssl
+from collections.abc import Sequence
 from typing import Any, Final
 
 from transport.peers.authorities import Authorities
@@ -61,11 +64,11 @@ class _AskingContext(ssl.SSLContext):
         self._operation = operation
         self._authorities = authorities
 
-    def judge(self, der: bytes | None, server: str | None) -> None:
-        """Raises SSLCertVerificationError."""
+    def judge(self, chain: Sequence[bytes], der: bytes | None, server: str | None) -> None:
+        """`chain` is what the handshake has verified, down to whom it trusts. Raises SSLCertVerificationError."""
         assert der is not None  # the handshake has asked for one
         peer = of_der(der)
-        if peer.name is None and not self._authorities.has_signed(der):
+        if peer.name is None and chain and not self._authorities.are_in(chain):
             return
         if why := self._guard.refusal(self._operation, peer, server or "its address"):
             raise ssl.SSLCertVerificationError(NOT_VERIFIED, why)
@@ -76,7 +79,7 @@ class _JudgedObject(ssl.SSLObject):
 
     def do_handshake(self) -> None:
         super().do_handshake()
-        _context_of(self).judge(self.getpeercert(binary_form=True), self.server_hostname)
+        _judge(self)
 
 
 class _JudgedSocket(ssl.SSLSocket):
@@ -84,13 +87,21 @@ class _JudgedSocket(ssl.SSLSocket):
 
     def do_handshake(self, block: bool = False) -> None:
         super().do_handshake(block)
-        _context_of(self).judge(self.getpeercert(binary_form=True), self.server_hostname)
+        _judge(self)
 
 
-def _context_of(connection: Any) -> _AskingContext:
-    context = connection.context
+def _judge(connection: _JudgedObject | _JudgedSocket) -> None:
+    context: Any = connection.context
     assert isinstance(context, _AskingContext)
-    return context
+    context.judge(_verified_chain(connection), connection.getpeercert(binary_form=True), connection.server_hostname)
+
+
+def _verified_chain(connection: Any) -> list[bytes]:
+    """Nothing where this Python does not tell."""
+    if hasattr(connection, "get_verified_chain"):  # from Python 3.13 on
+        return list(connection.get_verified_chain())
+    told = getattr(getattr(connection, "_sslobj", None), "get_verified_chain", None)
+    return [ssl.PEM_cert_to_DER_cert(each.public_bytes()) for each in told()] if told is not None else []
 
 
 _AskingContext.sslobject_class = _JudgedObject
