@@ -23,6 +23,7 @@ LOOK_AT_ENDS_S: Final = 60.0  # between two looks at the ends of certificates
 GRACE_S: Final = 3600.0  # after its certificate's end: who renews in time has connected anew by then
 REVOKED: Final = "revoked"
 EXPIRED: Final = "expired"
+PLACE: Final = "place"  # one of a node, and not of the one that is meant
 UNLISTED: Final = "unlisted"  # by its authority, which may not sign such a name
 
 
@@ -57,9 +58,14 @@ class Guard:
         self._unsaid: Counter[tuple[str, str]] = Counter()
         self._open: dict[object, tuple[PeerCertificate, Callable[[str], None]]] = {}
 
-    def refusal(self, operation: str, peer: PeerCertificate, address: str) -> str:
-        """Why that peer may not, in a sentence; "": it may. A refusal is counted, and logged."""
+    def refusal(self, operation: str, peer: PeerCertificate, address: str, place: str = "") -> str:
+        """Why that peer may not, in a sentence; "": it may. A refusal is counted, and logged.
+
+        `place` is whom it is taken for, as CLUSTER/NAME: a host's name in a certificate does not say that. "": not known.
+        """
         reason, why = self._judged(operation, peer)
+        if not why and place and peer.name is not None and peer.name.place != place:
+            reason, why = PLACE, f"{peer.name} is not the node {place}"
         if why:
             self._note(operation, peer, address, why)
             self.told(reason)
