@@ -6,7 +6,7 @@ remote/authority.pem     remote/prefill
 any/authority.pem        any/gateway any/planner any/operator
 
 The key of one site's authority then gives no more than that site's names. In a PEM file without such a list,
-every authority signs for all.
+every authority signs for all. A file is a PEM file if its first line begins a certificate, blank ones and comments aside.
 """
 
 import logging
@@ -25,7 +25,7 @@ from transport.peers.name import SEGMENT, PeerCertificate, PeerName, PeerRole
 
 log = logging.getLogger(__name__)
 
-IS_PEM: Final = b"-----BEGIN"
+BEGINS_PEM: Final = "-----BEGIN"
 ANY: Final = "*"
 LOOK_EVERY_S: Final = 1.0
 
@@ -109,6 +109,8 @@ def read_list(folder: Path, text: str) -> tuple[SiteAuthority, ...]:
             continue
         file, *scopes = words
         try:
+            if file.startswith(BEGINS_PEM):
+                raise ValueError("a certificate has no place in a list: it belongs into a file that the list names")
             if not scopes:
                 raise ValueError(f"{file} signs for none: CLUSTER/ROLE must follow")
             certificates = _certificates((folder / file).read_bytes())
@@ -154,7 +156,7 @@ class AuthorityFile:
 
     def _read(self) -> Authorities:
         data = self.path.read_bytes()
-        if IS_PEM in data:
+        if _is_pem(data):
             listed, found = [], Authorities(data)
         else:
             sites = read_list(self.path.parent, data.decode())
@@ -164,6 +166,12 @@ class AuthorityFile:
         self._listed = listed
         self._version = self.version()
         return found
+
+
+def _is_pem(data: bytes) -> bool:
+    lines = (line.strip() for line in data.splitlines())
+    first = next((line for line in lines if line and not line.startswith(b"#")), b"")
+    return first.startswith(BEGINS_PEM.encode())
 
 
 def _stamp(file: Path) -> FileStamp:

@@ -107,6 +107,24 @@ def test_while_a_list_is_wrong_the_one_before_holds(tmp_path: Path, caplog: pyte
         replace(sites.home).check()
 
 
+@pytest.mark.parametrize("added", ["# as -----BEGIN CERTIFICATE----- says\n", "remote"])
+def test_a_list_with_a_certificate_in_it_does_not_open_for_all(added: str, tmp_path: Path) -> None:
+    sites = TwoSites(tmp_path)
+    file = AuthorityFile(sites.list)
+    before, text = file.now(0.0), sites.list.read_text()
+    pem = (tmp_path / "remote" / "authority.pem").read_text()
+    sites.list.write_text(text + pem if added == "remote" else added + text)
+    assert file.now(5.0) == before
+    assert before.sites is not None
+
+
+def test_a_pem_file_may_begin_with_comments(tmp_path: Path) -> None:
+    sites, file = TwoSites(tmp_path), tmp_path / "one.pem"
+    file.write_bytes(b"# the home site\n\n" + (tmp_path / "home" / "authority.pem").read_bytes())
+    assert AuthorityFile(file).load().sites is None
+    assert shown(sites.home, replace(sites.home, authority=file)).name == HOME_NODE
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -114,6 +132,7 @@ def test_while_a_list_is_wrong_the_one_before_holds(tmp_path: Path, caplog: pyte
         ("# nothing\n", "it names no authority"),
         ("home/authority.pem home", "'home': must be CLUSTER/ROLE"),
         ("authorities home/node", "line 1: "),
+        ("home/authority.pem home/node\n-----BEGIN CERTIFICATE-----\n", "line 2: a certificate has no place in a list"),
         ("nowhere.pem home/node", "No such file"),
     ],
 )
