@@ -11,7 +11,7 @@ every authority signs for all. A file is a PEM file if its first line begins a c
 
 import logging
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -100,8 +100,11 @@ class Authorities:
             return True
 
 
-def read_list(folder: Path, text: str) -> tuple[SiteAuthority, ...]:
-    """The lines of a list that lies in `folder`. Raises OSError, and ValueError that names the line."""
+def read_list(folder: Path, text: str, read: Callable[[Path], bytes] = Path.read_bytes) -> tuple[SiteAuthority, ...]:
+    """The lines of a list that lies in `folder`; `read` reads the files that it names.
+
+    Raises OSError, and ValueError that names the line.
+    """
     found = []
     for number, line in enumerate(text.splitlines(), start=1):
         words = line.partition("#")[0].split()
@@ -113,7 +116,7 @@ def read_list(folder: Path, text: str) -> tuple[SiteAuthority, ...]:
                 raise ValueError("a certificate has no place in a list: it belongs into a file that the list names")
             if not scopes:
                 raise ValueError(f"{file} signs for none: CLUSTER/ROLE must follow")
-            certificates = _certificates((folder / file).read_bytes())
+            certificates = _certificates(read(folder / file))
             found.append(SiteAuthority(file, certificates, tuple(map(AuthorityScope.parse, scopes))))
         except ValueError as exc:
             raise ValueError(f"line {number}: {exc}") from exc
@@ -127,45 +130,58 @@ class AuthorityFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._version: tuple[FileStamp, ...] = ()
-        self._listed: Sequence[Path] = ()  # by the file that was read last
-        self._authorities: Authorities | None = None
+        self._read_last: _Reading | None = None
         self._looked_at = float("-inf")
 
     def version(self) -> tuple[FileStamp, ...]:
         """Changes whenever one of the files does. Raises OSError."""
-        return (_stamp(self.path), *map(_stamp_if_there, self._listed))
+        listed = self._read_last.listed if self._read_last is not None else ()
+        return (_stamp(self.path), *map(_stamp_if_there, listed))
 
     def load(self) -> Authorities:
         """What it says now. Raises OSError, ValueError."""
-        if self._authorities is None or self.version() != self._version:
-            self._authorities = self._read()
-        return self._authorities
+        known = self._read_last
+        if known is None or self.version() != known.version:
+            known = self._read_last = _reading(self.path)
+        return known.authorities
 
     def now(self, now: float) -> Authorities:
         """The same after a first `load`; looks at the files at most once in LOOK_EVERY_S."""
-        if self._authorities is None or now >= self._looked_at + LOOK_EVERY_S:
+        known = self._read_last
+        if known is None or now >= self._looked_at + LOOK_EVERY_S:
             self._looked_at = now
             try:
                 return self.load()
             except (OSError, ValueError) as exc:
-                if self._authorities is None:
+                if known is None:
                     raise
                 log.error("authorities of %s stay as they were: %s", self.path, exc)
-        return self._authorities
+        return known.authorities
 
-    def _read(self) -> Authorities:
-        data = self.path.read_bytes()
-        if _is_pem(data):
-            listed, found = [], Authorities(data)
-        else:
-            sites = read_list(self.path.parent, data.decode())
-            listed = [self.path.parent / site.file for site in sites]
-            pem = [each.public_bytes(Encoding.PEM) for site in sites for each in site.certificates]
-            found = Authorities(b"".join(pem), sites)
-        self._listed = listed
-        self._version = self.version()
-        return found
+
+@dataclass(frozen=True, slots=True)
+class _Reading:
+    """What the files said, and their stamps from before each was read: one that changes meanwhile is read again."""
+
+    authorities: Authorities
+    listed: tuple[Path, ...]
+    version: tuple[FileStamp, ...]
+
+
+def _reading(path: Path) -> _Reading:
+    """Raises OSError, ValueError."""
+    stamp, stamps = _stamp(path), dict[Path, FileStamp]()
+    data = path.read_bytes()
+    if _is_pem(data):
+        return _Reading(Authorities(data), (), (stamp,))
+
+    def read(file: Path) -> bytes:
+        stamps.setdefault(file, _stamp(file))
+        return file.read_bytes()
+
+    sites = read_list(path.parent, data.decode(), read)
+    pem = [each.public_bytes(Encoding.PEM) for site in sites for each in site.certificates]
+    return _Reading(Authorities(b"".join(pem), sites), tuple(stamps), (stamp, *stamps.values()))
 
 
 def _is_pem(data: bytes) -> bool:

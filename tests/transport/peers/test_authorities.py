@@ -107,6 +107,28 @@ def test_while_a_list_is_wrong_the_one_before_holds(tmp_path: Path, caplog: pyte
         replace(sites.home).check()
 
 
+@pytest.mark.parametrize("changed", ["authorities", "remote/authority.pem"])
+def test_a_file_that_changes_while_it_is_read_is_read_again(
+    changed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sites, read = TwoSites(tmp_path), Path.read_bytes
+    home = (tmp_path / "home" / "authority.pem").read_bytes()
+    text = home if changed.endswith(".pem") else b"home/authority.pem home/node\n"
+
+    def overtaken(path: Path) -> bytes:
+        found = read(path)
+        if path == tmp_path / changed:
+            path.write_bytes(text)
+        return found
+
+    file = AuthorityFile(sites.list)
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "read_bytes", overtaken)
+        before = file.now(0.0)
+    assert file.now(5.0) != before
+    assert file.now(5.0) == AuthorityFile(sites.list).load()
+
+
 @pytest.mark.parametrize("added", ["# as -----BEGIN CERTIFICATE----- says\n", "remote"])
 def test_a_list_with_a_certificate_in_it_does_not_open_for_all(added: str, tmp_path: Path) -> None:
     sites = TwoSites(tmp_path)
