@@ -147,7 +147,7 @@ class Guard:
             return 0
         held = []
         for ticket, (peer, end) in list(self._open.items()):
-            if reason := self.ended(peer):
+            if reason := self._ended_or_unknown(peer):
                 held.append((ticket, peer, end, reason))
         with ExitStack() as all_told:  # an error in one keeps none of the others from being told
             for follow in self.followers:
@@ -159,6 +159,14 @@ class Guard:
                 all_told.callback(end, reason)
         self._followed, self._ends_at = lists, now + LOOK_AT_ENDS_S
         return len(held)
+
+    def _ended_or_unknown(self, peer: PeerCertificate) -> str:
+        """Who cannot be judged has ended, and keeps none of the others from being judged."""
+        try:
+            return self.ended(peer)
+        except Exception:
+            log.exception("%s cannot be judged", peer)
+            return UNLISTED
 
     def ended(self, peer: PeerCertificate) -> str:
         """Why what it has open must end, as a label and a word; "": it need not."""

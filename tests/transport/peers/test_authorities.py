@@ -14,6 +14,7 @@ from transport.errors import ConnectionRefused
 from transport.peers.authorities import AuthorityFile, AuthorityScope
 from transport.peers.guard import UNLISTED, Guard
 from transport.peers.name import PeerCertificate, PeerName, PeerRole, of_pem, of_tls, said_by
+from transport.peers.revocation import RevocationList
 from transport.peers.rights import GREET, SERVE
 from transport.wire.identity import Identity
 
@@ -70,6 +71,41 @@ def test_an_authority_that_calls_itself_like_another_one_is_seen_through(tmp_pat
     assert forged.name == HOME_NODE
     why = sites.gateway.guard().why_not(SERVE, forged)
     assert why == f"no authority of the list has signed {HOME_NODE} itself"
+
+
+def of_unknown_signature(identity: Identity) -> PeerCertificate:
+    """With a signature by an algorithm that nobody knows."""
+    peer = of_pem(identity.certificate.read_bytes())
+    ecdsa, unknown = bytes.fromhex("2a8648ce3d040302"), bytes.fromhex("2a8648ce3d040363")
+    assert ecdsa in peer.der
+    return replace(peer, der=peer.der.replace(ecdsa, unknown))
+
+
+def test_a_signature_of_an_unknown_kind_is_nobody_s(sites: TwoSites) -> None:
+    odd = of_unknown_signature(sites.remote)
+    assert sites.home.guard().why_not(GREET, odd) == f"no authority of the list has signed {REMOTE_NODE} itself"
+
+
+class Puzzled(Guard):
+    """Fails at one peer."""
+
+    def is_revoked(self, peer: PeerCertificate) -> bool:
+        if peer.name == REMOTE_NODE:
+            raise RuntimeError("what is this?")
+        return super().is_revoked(peer)
+
+
+def test_a_peer_that_cannot_be_judged_ends_and_keeps_no_others_open(tmp_path: Path) -> None:
+    now, ended, revoked = [0.0], list[str](), tmp_path / "revoked"
+    revoked.touch()
+    guard = Puzzled(HOME_NODE, RevocationList(revoked), now=lambda: now[0])
+    stays = PeerName("prfaas", "home", PeerRole.NODE, "d1")
+    for serial, name in enumerate((REMOTE_NODE, GATEWAY, stays)):
+        guard.enter(PeerCertificate(name, serial), lambda reason, name=name: ended.append(f"{name.name} {reason}"))  # type: ignore[misc]
+    revoked.write_text("g\n")
+    now[0] += 5.0
+    assert guard.end_revoked() == 2
+    assert sorted(ended) == ["g revoked", "p0 unlisted"]
 
 
 def test_a_listener_of_transfers_gives_keys_to_its_own_sites_alone(sites: TwoSites) -> None:
