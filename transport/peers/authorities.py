@@ -12,6 +12,7 @@ every authority signs for all. A file is a PEM file if its first line begins a c
 import logging
 import os
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -135,6 +136,9 @@ class AuthorityFile:
 
     def version(self) -> tuple[FileStamp, ...]:
         """Changes whenever one of the files does. Raises OSError."""
+        if self._read_last is None:
+            with suppress(ValueError):  # `load` tells
+                self.load()
         listed = self._read_last.listed if self._read_last is not None else ()
         return (_stamp(self.path), *map(_stamp_if_there, listed))
 

@@ -49,8 +49,8 @@ class Guard:
         self.refused: Counter[tuple[str, str]] = Counter()  # by operation and role
         self._revoked = revoked or RevocationList(None)
         self._authorities = authorities
-        self._followed = self._lists(now())
         self._now = now
+        self._followed = self.lists()
         self._unix_s = unix_s
         self._ends_at = now() + LOOK_AT_ENDS_S  # when ends of certificates are next looked at
         self._lock = threading.Lock()
@@ -98,7 +98,9 @@ class Guard:
         """Whether the list has it."""
         return self._revoked.now(self._now()).has(peer)
 
-    def _lists(self, now: float) -> tuple[Revoked, Authorities | None]:
+    def lists(self) -> tuple[Revoked, Authorities | None]:
+        """Whom they name now: what was judged by others is judged again."""
+        now = self._now()
         return self._revoked.now(now), self._authorities.now(now) if self._authorities is not None else None
 
     def _unlisted(self, peer: PeerCertificate) -> str:
@@ -142,7 +144,7 @@ class Guard:
         Raises what a follower or an end raises, once all others have been told; the next call then tells all again.
         """
         now = self._now()
-        lists = self._lists(now)
+        lists = self.lists()
         if lists == self._followed and now < self._ends_at:
             return 0
         held = []

@@ -8,7 +8,9 @@ A chain that cannot be looked at counts as ours.
 
 import logging
 import ssl
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 from transport.peers.authorities import Authorities
@@ -19,29 +21,35 @@ from transport.wire.identity import Identity, Version
 log = logging.getLogger(__name__)
 
 NOT_VERIFIED: Final = 1  # as OpenSSL numbers its errors
+RENEW_S: Final = 3600.0  # a connection that is older is used no more: certificates end
 
 
 class AskedServers:
     """Those whose answers take the right `operation`, as `identity` asks them."""
 
-    def __init__(self, identity: Identity, operation: str) -> None:
+    def __init__(self, identity: Identity, operation: str, now: Callable[[], float] = time.monotonic) -> None:
         """Raises OSError."""
         self._identity = identity
         self._operation = operation
-        self._guard = identity.guard()
-        self._good: tuple[Version, _AskingContext] | None = None
+        self._guard = identity.guard(now)
+        self._now = now
+        self._good: _GoodContext | None = None
 
     def context(self) -> ssl.SSLContext:
-        """What the next handshake shows and accepts, as the files are now. Raises OSError."""
+        """What the next handshake shows and accepts, as the files are now. Raises OSError.
+
+        Who keeps connections keeps them by context: a server that is revoked is asked no more over one that is open.
+        """
+        known, now, lists = self._good, self._now(), self._guard.lists()
         try:
             version = self._identity.version()
-            if self._good is None or self._good[0] != version:
-                self._good = version, self._loaded()
+            if known is None or (known.version, known.lists) != (version, lists) or now >= known.since + RENEW_S:
+                known = self._good = _GoodContext(version, lists, now, self._loaded())
         except OSError as error:
-            if self._good is None:
+            if known is None or known.lists != lists:
                 raise
             log.warning("the certificate read before stays in use: %s", error)
-        return self._good[1]
+        return known.context
 
     def _loaded(self) -> "_AskingContext":
         context = _AskingContext(ssl.PROTOCOL_TLS_CLIENT)
@@ -49,6 +57,16 @@ class AskedServers:
         self._identity.load_into(context)
         context.judged_by(self._guard, self._operation, self._identity.authorities())
         return context
+
+
+@dataclass(frozen=True, slots=True)
+class _GoodContext:
+    """A context, what it was made of, and since when it is in use."""
+
+    version: Version
+    lists: object
+    since: float
+    context: ssl.SSLContext
 
 
 def trust_of(asked: AskedServers | None, url: str) -> ssl.SSLContext | bool:

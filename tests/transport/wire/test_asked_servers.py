@@ -2,6 +2,7 @@
 
 import ssl
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Final, cast
@@ -16,7 +17,7 @@ from tests.transport.peers.two_sites import TwoSites
 from transport.control.certificates import Authority
 from transport.peers.name import PeerName, PeerRole
 from transport.peers.rights import SERVE_PLAN
-from transport.wire.asked_servers import AskedServers
+from transport.wire.asked_servers import RENEW_S, AskedServers
 
 HERE: Final = "plans.example"
 DAY: Final = timedelta(days=1)
@@ -133,6 +134,25 @@ def test_a_chain_that_cannot_be_seen_is_not_taken(
     monkeypatch.setattr("transport.wire.asked_servers._verified_chain", lambda connection: [])
     with pytest.raises(ssl.SSLCertVerificationError, match="the certificate has no rights"):
         shake(AskedServers(sites.gateway, SERVE_PLAN).context(), serving(tmp_path, key, [trusted.sign(key)]))
+
+
+def test_connections_are_made_anew_when_a_server_may_be_revoked_and_every_hour(sites: TwoSites, tmp_path: Path) -> None:
+    now, revoked = [0.0], tmp_path / "revoked"
+    revoked.touch()
+    asked = AskedServers(replace(sites.gateway, revoked=revoked), SERVE_PLAN, lambda: now[0])
+    contexts = [asked.context()]
+    for seconds, text, is_new in (
+        (5.0, "", False),
+        (5.0, "planner", True),
+        (5.0, "planner", False),
+        (RENEW_S - 6.0, "planner", False),
+        (1.0, "planner", True),
+    ):
+        if text != revoked.read_text():
+            revoked.write_text(text)
+        now[0] += seconds
+        contexts.append(asked.context())
+        assert (contexts[-1] is not contexts[-2]) is is_new
 
 
 def test_a_planner_is_taken(sites: TwoSites, tmp_path: Path) -> None:
