@@ -145,6 +145,8 @@ class Identity:
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         context.check_hostname = protocol == ssl.PROTOCOL_TLS_CLIENT and bool(self.peer_name)
         context.verify_mode = ssl.CERT_REQUIRED if asks else ssl.CERT_NONE
+        if protocol == ssl.PROTOCOL_TLS_SERVER and asks:
+            context.num_tickets = 0  # who resumes is not looked at again, though its authority may be gone
         self.load_into(context)
         return context
 
