@@ -9,7 +9,7 @@ A chain that cannot be looked at counts as ours.
 import logging
 import ssl
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -20,6 +20,7 @@ from transport.wire.identity import Identity, Version
 
 log = logging.getLogger(__name__)
 
+NEWEST: Final = "TLSv1.3"  # which servers of ours speak; a proxy may be older
 NOT_VERIFIED: Final = 1  # as OpenSSL numbers its errors
 RENEW_S: Final = 3600.0  # a connection that is older is used no more: certificates end
 
@@ -82,13 +83,17 @@ class _AskingContext(ssl.SSLContext):
         self._operation = operation
         self._authorities = authorities
 
-    def judge(self, chain: Sequence[bytes], der: bytes | None, server: str | None) -> None:
-        """`chain` is what the handshake has verified, down to whom it trusts. Raises SSLCertVerificationError."""
+    def judge(self, connection: "_JudgedObject | _JudgedSocket") -> None:
+        """Raises SSLCertVerificationError."""
+        der, chain = connection.getpeercert(binary_form=True), _verified_chain(connection)
         assert der is not None  # the handshake has asked for one
         peer = of_der(der)
         if peer.name is None and chain and not self._authorities.are_in(chain):
             return
-        if why := self._guard.refusal(self._operation, peer, server or "its address"):
+        why = self._guard.refusal(self._operation, peer, connection.server_hostname or "its address")
+        if not why and connection.version() != NEWEST:
+            why = f"{peer} speaks {connection.version()} alone, and must speak {NEWEST}"
+        if why:
             raise ssl.SSLCertVerificationError(NOT_VERIFIED, why)
 
 
@@ -111,11 +116,11 @@ class _JudgedSocket(ssl.SSLSocket):
 def _judge(connection: _JudgedObject | _JudgedSocket) -> None:
     context: Any = connection.context
     assert isinstance(context, _AskingContext)
-    context.judge(_verified_chain(connection), connection.getpeercert(binary_form=True), connection.server_hostname)
+    context.judge(connection)
 
 
 def _verified_chain(connection: Any) -> list[bytes]:
-    """Nothing where this Python does not tell."""
+    """What the handshake has verified, down to whom it trusts; nothing where this Python does not tell."""
     if hasattr(connection, "get_verified_chain"):  # from Python 3.13 on
         return list(connection.get_verified_chain())
     told = getattr(getattr(connection, "_sslobj", None), "get_verified_chain", None)

@@ -155,7 +155,12 @@ def test_connections_are_made_anew_when_a_server_may_be_revoked_and_every_hour(s
         assert (contexts[-1] is not contexts[-2]) is is_new
 
 
-def test_a_planner_is_taken(sites: TwoSites, tmp_path: Path) -> None:
+def test_a_planner_is_taken_that_speaks_the_newest_tls(sites: TwoSites, tmp_path: Path) -> None:
     name = PeerName("prfaas", "any", PeerRole.PLANNER, "planner")
     planner = Authority(sites.folder / "any", "any").issue("planner", [HERE], peer=name)
-    shake(AskedServers(sites.gateway, SERVE_PLAN).context(), planner.page_context())
+    asking, server = AskedServers(sites.gateway, SERVE_PLAN).context(), ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    server.load_cert_chain(planner.certificate, planner.key)
+    shake(asking, server)
+    server.maximum_version = ssl.TLSVersion.TLSv1_2
+    with pytest.raises(ssl.SSLCertVerificationError, match=r"any/planner/planner speaks TLSv1\.2 alone"):
+        shake(asking, server)
