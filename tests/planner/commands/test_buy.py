@@ -12,7 +12,7 @@ import pytest
 from planner.commands.cli import main
 from planner.errors import InputError
 from planner.model.market import load_market
-from tests.planner.commands.inputs import CONFIGS, SITE, WORST, spoiled, toml, written
+from tests.planner.commands.inputs import CONFIGS, ROWS, SITE, WORST, jsonl, spoiled, toml, written
 
 LENGTHS = {"kind": "lengths", "tokens": [1000, 2000, 8000, 40_000], "output_tokens": 100}
 SMALL = SITE | {"workload": LENGTHS, "slo": {"ttft_p90_s": 14.0, "tbt_s": 0.5}}
@@ -75,6 +75,18 @@ def test_machines_read_numbers_that_agree(capsys, tmp_path):
         assert month["held_instances"].get("h200x8", 0) >= far
         assert all(share <= 1 for share in month["utilisation"].values())
         assert month["utilisation"].get("egress", 0) <= 0.8
+
+
+def test_a_fitted_workload_is_bought_for(capsys, tmp_path):
+    """As `fit` writes it: decode nodes hold some of its prompts."""
+    trace, workload = tmp_path / "trace.jsonl", tmp_path / "fitted.json"
+    trace.write_text(jsonl(ROWS))
+    assert main(["fit", "--trace", str(trace), "-o", str(workload)]) == 0
+    assert "held" in json.loads(workload.read_text())["uncached_tokens"]
+    capsys.readouterr()
+    market = MARKET | {"demand": {"months": 1}}
+    code, out, _ = bought(capsys, tmp_path, market, SITE, "-w", workload, "--extrapolate")
+    assert (code, "Verdict: " in out) == (0, True)
 
 
 def test_what_is_bought_keeps_the_target_in_simulation(capsys, tmp_path):
