@@ -15,6 +15,7 @@ from planner.solve.buying.program import (
     SECONDS_PER_HOUR,
     Purchases,
     cheapest_purchases,
+    commitment_cost,
     gb_per_month,
     needs,
     purchase_cost,
@@ -258,14 +259,16 @@ def _tariff(
 
 
 def month_price(offer: HardwareOffer, market: Market) -> float:
-    """The least that an instance costs a month which is there in all of them."""
-    months = market.demand.months
-    prices = [offer.committed_per_month(each) for each in offer.commitments if each.months <= months]
+    """The least that an instance costs a month in which it is there, all as the program counts it."""
+
+    def there(months: int) -> float:
+        return sum(map(market.worth, range(min(months, market.demand.months))))
+
+    prices = [commitment_cost(offer, each, 0, market) / there(each.months) for each in offer.commitments]
     if offer.rent_per_month is not None:
         prices.append(offer.rent_per_month)
     if offer.purchase_price is not None:
-        there = range(min(months, offer.lifetime_months))
-        prices.append(purchase_cost(offer, 0, market) / sum(map(market.worth, there)))
+        prices.append(purchase_cost(offer, 0, market) / there(offer.lifetime_months))
     if not prices and not offer.owned:
         raise InputError(f"hardware {offer.hardware!r}: give rent_per_gpu_hour, commitments or purchase_per_gpu")
     return min(prices, default=offer.power_per_month)

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from planner.errors import InputError
-from planner.model.market import Demand, HardwareOffer, LineOffer, Market
+from planner.model.market import Commitment, Demand, HardwareOffer, LineOffer, Market
 from planner.model.queueing import Station, Wait, mgk_wait
 from planner.model.site import Site
-from planner.solve.buying.advice import Advice, advise
+from planner.solve.buying.advice import Advice, advise, month_price
 from planner.solve.buying.systems import (
     QUEUE_BINS,
     Contender,
@@ -232,6 +232,23 @@ def test_one_prompt_breaks_even_where_its_gpu_seconds_and_bytes_cost_the_same(le
     assert is_cheaper_away(found.tokens)
     assert not is_cheaper_away(found.tokens * 0.95)
     assert 0 < found.hit_ratio < 1
+
+
+@pytest.mark.parametrize(("ends", "months_paid"), [(False, 3), (True, 12)])
+def test_commitments_beyond_the_last_month_count_as_in_the_plan(ends: bool, months_paid: int) -> None:
+    """Of those that are cut off by the end, or paid in full, each month that is looked at bears its part."""
+    offer = HardwareOffer(hardware=FAR, gpus=8, commitments=(Commitment(months=12, per_gpu_hour=1.5),))
+    demand = Demand(months=3, rate_req_per_s=1.0, ends=ends)
+    price = month_price(offer, market(demand=demand))
+    assert price == pytest.approx(8 * 1.5 * 730 * months_paid / 3)
+
+
+def test_hardware_may_be_committed_for_longer_than_is_looked_at(lenient: Site) -> None:
+    terms = (Commitment(months=12, per_gpu_hour=2.0),)
+    offers = tuple(HardwareOffer(hardware=name, gpus=8, commitments=terms) for name in (FAR, NEAR))
+    found = advise(lenient, market(hardware=offers), SolveOptions())
+    assert found.break_even is not None
+    assert found.break_even.tokens is not None
 
 
 def test_without_a_line_the_cluster_stays_at_home(lenient: Site) -> None:
