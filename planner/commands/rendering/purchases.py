@@ -6,7 +6,7 @@ from math import isfinite
 from typing import Any, Final
 
 from planner.commands.rendering.text import LABELS, tokens
-from planner.model.market import HOURS_PER_MONTH, HardwareOffer, Market
+from planner.model.market import HOURS_PER_MONTH, MONEY, HardwareOffer, Market
 from planner.model.profile import provenance_kind
 from planner.model.site import Site
 from planner.solve.buying.advice import Advice, BreakEven
@@ -24,6 +24,7 @@ STAGES: Final = LABELS | {"nodes": "nodes"}
 LOCAL_APPLIES: Final = (
     "  Bigger local prefill applies where PrfaaS hardware can be had beside the PD cluster (fast_at_home)."
 )
+ONLY_WAY: Final = "no other way that may be recommended serves"
 ASSUMPTIONS: Final = (
     "the busiest hour of each month sets the size, by the queues of `solve`; thresholds keep even shares of the requests",
     "bigger local prefill is the PrfaaS cluster's hardware beside the PD cluster, at the same price and without a line",
@@ -77,6 +78,7 @@ def _break_even_json(found: BreakEven) -> dict[str, float | str | None]:
     return {
         "pays": pays,
         "per_gb": found.per_gb if found.per_gb is None or isfinite(found.per_gb) else None,
+        "months": found.months,
         "prompt_tokens": found.tokens,
         "hit_ratio": found.hit_ratio,
     }
@@ -165,24 +167,30 @@ def _targets(site: Site) -> str:
 
 def verdict(market: Market, advice: Advice) -> list[str]:
     """The cheapest way, and where another one would be."""
-    saved = ", the only way" if advice.saving is None else f", {advice.saving:.1%} cheaper than the next"
+    saved = f"; {ONLY_WAY}" if advice.saving is None else f", {advice.saving:.1%} cheaper than the next"
     word = "offload" if advice.is_offloading else "do not offload"
     lines = [f"Verdict: {word}; {NAMES[advice.best]} is cheapest{saved}"]
     if (found := advice.break_even) is not None:
-        tariff = (
-            "at no tariff, not even 0"
-            if found.per_gb is None
-            else f"up to {market.currency}{found.per_gb:.4f} per GB, if all lines charge that"
-            if isfinite(found.per_gb)
-            else "at every tariff: nothing else keeps the SLO"
-        )
-        lines.append(f"  Offloading all in all pays {tariff}.")
+        lines.append(f"  Offloading all in all pays {_up_to_tariff(market, advice, found)}.")
         lengths = "no prompt" if found.tokens is None else f"prompts from {tokens(found.tokens)} tokens on"
         hits = "none" if found.hit_ratio is None else f"{found.hit_ratio:.0%}"
         lines.append(
             f"  One by one, {lengths} cost less away; of the mean one that is sent at most {hits} may be cached."
         )
     return lines
+
+
+def _up_to_tariff(market: Market, advice: Advice, found: BreakEven) -> str:
+    """The tariff, and how many months offload at it, if not all of them do."""
+    if found.per_gb is None:
+        return "at no tariff, not even 0"
+    if advice.saving is None:
+        return f"at every tariff: {ONLY_WAY}"
+    if not isfinite(found.per_gb):
+        return f"at every tariff up to {market.currency}{MONEY.high:,.0f} per GB, in the last month at least"
+    total = len(advice.rates)
+    then = "" if found.months == total else f"; at that price in {found.months} of {total} months only"
+    return f"up to {market.currency}{found.per_gb:.4f} per GB, if all lines charge that{then}"
 
 
 def _ways(market: Market, advice: Advice) -> list[str]:

@@ -8,7 +8,8 @@ from typing import Final
 import numpy as np
 
 from planner.errors import Infeasible, InputError
-from planner.model.market import HOURS_PER_MONTH, HardwareOffer, Market
+from planner.model.market import HOURS_PER_MONTH, MONEY, HardwareOffer, Market
+from planner.model.reading import LEAST
 from planner.model.site import BYTES_PER_S_PER_GBPS, Site
 from planner.solve.aims import Aim
 from planner.solve.buying.program import (
@@ -46,12 +47,13 @@ HITS: Final = np.linspace(0.0, 0.99, 100)
 class BreakEven:
     """Where offloading ceases to pay; None: it never pays, infinite: it always does.
 
-    `per_gb` is the tariff at which the whole way costs as much as the best other one. A prompt alone, at the prices of
-    instances and bytes, is cheaper away from `tokens` on; one of the mean offloaded length is as long as at most `hit_ratio`
-    of it is cached and sent all the same.
+    `per_gb` is the tariff at which the whole way costs as much as the best other one. It needs the last month only: `months`
+    says how many still offload at it. A prompt alone, at the prices of instances and bytes, is cheaper away from `tokens` on;
+    one of the mean offloaded length is as long as at most `hit_ratio` of it is cached and sent all the same.
     """
 
     per_gb: float | None
+    months: int | None  # None: no tariff is the limit
     tokens: float | None
     hit_ratio: float | None
 
@@ -107,9 +109,10 @@ def advise(site: Site, market: Market, options: SolveOptions) -> Advice:
     break_even = None
     if Contender.PRFAAS in ways:
         least = min([ways[each].cost for each in eligible if each is not Contender.PRFAAS], default=None)
-        tariff = inf if least is None else _tariff(systems[Contender.PRFAAS], rates, market, far, near, least)
+        tariff, months = _tariff(systems[Contender.PRFAAS], rates, market, far, near, least)
         break_even = BreakEven(
             per_gb=tariff,
+            months=months,
             tokens=_from_tokens(problem, market, far, near),
             hit_ratio=_up_to_hits(problem, market, far, near, ways[Contender.PRFAAS].systems[-1]),
         )
@@ -231,31 +234,42 @@ def _cheapest(
 
 
 def _tariff(
-    systems: Sequence[Sequence[SizedSystem]], rates: Sequence[float], market: Market, far: str, near: str, least: float
-) -> float | None:
-    """The price of a gigabyte, alike on all lines, at which offloading costs as much as the best other way.
+    systems: Sequence[Sequence[SizedSystem]],
+    rates: Sequence[float],
+    market: Market,
+    far: str,
+    near: str,
+    least: float | None,
+) -> tuple[float | None, int | None]:
+    """The price of a gigabyte, alike on all lines, at which offloading costs as much as the best other way, and the months
+    that offload at it. Infinite above all prices that a market may have, and without another way.
 
     The cost of the cheapest way is concave in the tariff, so that each step along its slope is too short, and the steps end.
     """
-    tariff = 0.0
+    if least is None:
+        return inf, None
+    tariff, sending = 0.0, 0
     for _ in range(STEPS):
         try:
             priced = [[each.at_tariff(tariff) for each in these] for these in systems]
             found = _cheapest(Contender.PRFAAS, priced, rates, market, far, near)
         except Infeasible:
-            return None
+            return None, None
         missing = least - found.cost
         if tariff == 0.0 and missing < 0:
-            return None
+            return None, None
+        sending = sum(each.num_prfaas > 0 for each in found.systems)
+        if missing <= CLOSE * least:
+            break
         slope = sum(
             gb_per_month(each, rate, market) * market.worth(month)
             for month, (each, rate) in enumerate(zip(found.systems, rates, strict=True))
             if each.line
         )
-        if missing <= CLOSE * least or not slope:
-            break
-        tariff += missing / slope
-    return tariff
+        if missing >= slope * (MONEY.high - tariff):
+            return inf, None
+        tariff = max(tariff + missing / slope, LEAST)
+    return tariff, sending
 
 
 def month_price(offer: HardwareOffer, market: Market) -> float:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from planner.commands.rendering.purchases import verdict
 from planner.errors import InputError
 from planner.model.market import Commitment, Demand, HardwareOffer, LineOffer, Market
 from planner.model.queueing import Station, Wait, mgk_wait
@@ -173,6 +174,38 @@ def test_the_tariff_decides(lenient: Site) -> None:
     assert tariff_of(dear) is None
 
 
+def test_a_tariff_says_how_many_months_offload_at_it(lenient: Site) -> None:
+    """Demand shrinks: dear gigabytes are sent in the months that send few."""
+    site = replace(lenient, slo=replace(lenient.slo, tbt_s=0.04))
+    rents = tuple(HardwareOffer(hardware=name, gpus=8, rent_per_gpu_hour=r) for name, r in ((FAR, 1.0), (NEAR, 40.0)))
+    demand = Demand(months=5, rate_req_per_s=2.0, growth_per_month=-0.5)
+
+    def sending(per_gb: float) -> tuple[Advice, int]:
+        lines = (LineOffer(gbps=100, per_gb=per_gb),)
+        found = advise(site, market(demand=demand, hardware=rents, lines=lines), SolveOptions())
+        return found, sum(each.num_prfaas > 0 for each in found.purchases.systems)
+
+    found, months = sending(0.0)
+    tariff = tariff_of(found)
+    assert found.break_even is not None
+    assert tariff is not None
+    assert found.break_even.months is not None
+    assert found.break_even.months < months == 5
+    assert sending(tariff * 0.98)[1] == found.break_even.months
+    said = f"if all lines charge that; at that price in {found.break_even.months} of 5 months only."
+    assert verdict(market(), found)[1].endswith(said)
+
+
+def test_a_tariff_above_all_prices_is_none(lenient: Site) -> None:
+    """It is not one that a line could have."""
+    offers = tuple(HardwareOffer(hardware=name, gpus=100_000, rent_per_gpu_hour=1e12) for name in (FAR, NEAR))
+    found = advise(lenient, market(hardware=offers), SolveOptions())
+    assert found.saving is not None
+    assert found.saving > 0
+    assert tariff_of(found) == inf
+    assert "at every tariff up to $1,000,000,000,000 per GB, in the last month at least" in verdict(market(), found)[1]
+
+
 def test_a_verdict_is_the_cheapest_of_all_ways(lenient: Site) -> None:
     """One month and rent only: each way's cost is the least over its systems."""
     priced = market(demand=Demand(months=1, rate_req_per_s=1.0))
@@ -267,3 +300,7 @@ def test_a_target_that_home_cannot_keep_is_said(case_study: Site) -> None:
     found = advise(case_study, market(demand=Demand(months=1, rate_req_per_s=1.0)), SolveOptions())
     assert "9.72 s even without load" in found.failed[Contender.HOMOGENEOUS]
     assert tariff_of(found) == inf
+    assert Contender.BIGGER_LOCAL in found.ways  # it keeps the target, too
+    said, tariff, _ = verdict(market(), found)
+    assert said.endswith("PrfaaS-PD is cheapest; no other way that may be recommended serves")
+    assert tariff == "  Offloading all in all pays at every tariff: no other way that may be recommended serves."
