@@ -109,12 +109,13 @@ def advise(site: Site, market: Market, options: SolveOptions) -> Advice:
     break_even = None
     if Contender.PRFAAS in ways:
         least = min([ways[each].cost for each in eligible if each is not Contender.PRFAAS], default=None)
+        last = ways[Contender.PRFAAS].systems[-1]
         tariff, months = _tariff(systems[Contender.PRFAAS], rates, market, far, near, least)
         break_even = BreakEven(
             per_gb=tariff,
             months=months,
-            tokens=_from_tokens(problem, market, far, near),
-            hit_ratio=_up_to_hits(problem, market, far, near, ways[Contender.PRFAAS].systems[-1]),
+            tokens=_from_tokens(problem, market, far, near, last),
+            hit_ratio=_up_to_hits(problem, market, far, near, last),
         )
     return Advice(
         rates=rates,
@@ -294,16 +295,16 @@ def _second_prices(market: Market, far: str, near: str) -> tuple[float, float]:
     return away, home
 
 
-def _per_gb(market: Market) -> float:
-    return min(line.per_gb for line in market.lines)
+def _per_gb(system: SizedSystem) -> float:
+    return system.line.per_gb if system.line else 0.0
 
 
-def _from_tokens(problem: Problem, market: Market, far: str, near: str) -> float | None:
+def _from_tokens(problem: Problem, market: Market, far: str, near: str, system: SizedSystem) -> float | None:
     """From which length on a prompt costs less away: GPU seconds and bytes; None: none does."""
     away, home = _second_prices(market, far, near)
     low, high = float(problem.lengths.tokens[0]), float(problem.lengths.tokens[-1])
     tokens = np.geomspace(max(1.0, low), high, LENGTHS)
-    sent = problem.kv.of(tokens) / GB * _per_gb(market)
+    sent = problem.kv.of(tokens) / GB * _per_gb(system)
     is_cheaper = problem.remote.after(tokens, None) * away + sent < problem.local.after(tokens, None) * home
     dear = np.flatnonzero(~is_cheaper)
     if not dear.size:
@@ -320,7 +321,7 @@ def _up_to_hits(problem: Problem, market: Market, far: str, near: str, system: S
         return None
     whole = float(np.average(lengths.tokens[above], weights=lengths.weights[above]))
     computed, cached = whole * (1 - HITS), whole * HITS
-    sent = problem.kv(whole) / GB * _per_gb(market)
+    sent = problem.kv(whole) / GB * _per_gb(system)
     is_cheaper = problem.remote.after(computed, cached) * away + sent < problem.local.after(computed, cached) * home
     dear = np.flatnonzero(~is_cheaper)
     if not dear.size:

@@ -267,6 +267,16 @@ def test_one_prompt_breaks_even_where_its_gpu_seconds_and_bytes_cost_the_same(le
     assert 0 < found.hit_ratio < 1
 
 
+def test_one_prompt_pays_for_bytes_what_the_line_that_is_taken_charges(lenient: Site) -> None:
+    taken, dear = LineOffer(gbps=40, per_gb=0.001), LineOffer(gbps=40, per_month=1e9)
+    found, alone = (advise(lenient, market(lines=lines), SolveOptions()) for lines in ((dear, taken), (taken,)))
+    assert found.purchases.systems[-1].line == taken
+    assert found.break_even is not None
+    assert alone.break_even is not None
+    assert found.break_even.tokens == alone.break_even.tokens
+    assert found.break_even.hit_ratio == alone.break_even.hit_ratio
+
+
 @pytest.mark.parametrize(("ends", "months_paid"), [(False, 3), (True, 12)])
 def test_commitments_beyond_the_last_month_count_as_in_the_plan(ends: bool, months_paid: int) -> None:
     """Of those that are cut off by the end, or paid in full, each month that is looked at bears its part."""
