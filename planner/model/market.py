@@ -195,6 +195,10 @@ class Market:
         known = ", ".join(offer.hardware for offer in self.hardware) or "none"
         raise InputError(f"hardware {hardware!r} has no [[hardware]] table; there are: {known}")
 
+    def line_number(self, line: LineOffer) -> int:
+        """Which [[lines]] table, counted from 1: others may be of the same Gbit/s."""
+        return self.lines.index(line) + 1
+
     def worth(self, month: int) -> float:
         """What money of a month is worth in the first one."""
         return float((1.0 + self.discount_per_year) ** (-month / 12.0))

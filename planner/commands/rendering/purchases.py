@@ -10,7 +10,7 @@ from planner.model.market import HOURS_PER_MONTH, MONEY, HardwareOffer, Market
 from planner.model.profile import provenance_kind
 from planner.model.site import Site
 from planner.solve.buying.advice import Advice, BreakEven
-from planner.solve.buying.program import Order, Purchases, gb_per_month, line_cost
+from planner.solve.buying.program import LineOrder, Order, Purchases, gb_per_month, line_cost, line_orders
 from planner.solve.buying.systems import Contender, SizedSystem
 from planner.version import tool_version
 
@@ -51,6 +51,7 @@ def purchases_json(site: Site, market: Market, advice: Advice) -> dict[str, Any]
         "failed": {str(contender): why for contender, why in advice.failed.items()},
         "months": [_month_json(market, advice, month) for month in range(len(advice.rates))],
         "orders": [_order_json(order) for order in advice.purchases.orders],
+        "line_orders": [_line_order_json(market, order) for order in line_orders(advice.purchases.systems)],
         "still_to_pay": advice.purchases.still_to_pay,
         "still_worth": advice.purchases.still_worth,
         "assumptions": assumptions(market),
@@ -110,6 +111,7 @@ def _month_json(market: Market, advice: Advice, month: int) -> dict[str, Any]:
         "num_prefill": system.num_prefill,
         "num_decode": system.num_decode,
         "threshold_tokens": system.threshold_tokens if isfinite(system.threshold_tokens) else None,
+        "line": market.line_number(system.line) if system.line else None,
         "line_gbps": system.line.gbps if system.line else 0.0,
         "utilisation": busy,
         "binds": max(busy, key=lambda stage: busy[stage]),
@@ -131,9 +133,19 @@ def _order_json(order: Order) -> dict[str, Any]:
     }
 
 
+def _line_order_json(market: Market, order: LineOrder) -> dict[str, Any]:
+    return {
+        "month": order.month + 1,
+        "line": market.line_number(order.line),
+        "line_gbps": order.line.gbps,
+        "first_month": order.first + 1,
+        "last_month": order.last + 1,
+    }
+
+
 def _provenances(market: Market) -> dict[str, str]:
     prices = {f"prices of {each.hardware}": each.provenance for each in market.hardware}
-    lines = {f"line of {each.gbps:g} Gbit/s": each.provenance for each in market.lines}
+    lines = {f"line {number} of {each.gbps:g} Gbit/s": each.provenance for number, each in enumerate(market.lines, 1)}
     return {"demand": market.demand.provenance} | prices | lines
 
 
@@ -211,14 +223,15 @@ def _note(market: Market, contender: Contender) -> str:
 
 
 def _months(market: Market, advice: Advice) -> list[str]:
-    head = f"  {'month':>5}{'req/s':>8}{'PrfaaS':>8}{'PD-P':>6}{'PD-D':>6}{'t':>9}{'Gbit/s':>8}"
+    head = f"  {'month':>5}{'req/s':>8}{'PrfaaS':>8}{'PD-P':>6}{'PD-D':>6}{'t':>9}{'line':>6}{'Gbit/s':>8}"
     lines = [f"{head}{'busiest':>9}  {'which':<16}{'enough for months':>17}{'cash, ' + market.currency:>13}"]
     for month, rate in enumerate(advice.rates):
         system = advice.purchases.systems[month]
         share, stage = max((share, stage) for stage, share in system.busy)
         lines.append(
             f"  {month + 1:>5}{rate:>8.2f}{system.num_prfaas:>8}{system.num_prefill:>6}{system.num_decode:>6}"
-            f"{_threshold(system):>9}{system.line.gbps if system.line else 0:>8g}{share:>9.0%}  {STAGES[stage]:<16}"
+            f"{_threshold(system):>9}{market.line_number(system.line) if system.line else '-':>6}"
+            f"{system.line.gbps if system.line else 0:>8g}{share:>9.0%}  {STAGES[stage]:<16}"
             f"{_headroom(advice, month):>17}{advice.purchases.cash[month]:>13,.0f}"
         )
     return lines
@@ -235,7 +248,7 @@ def _headroom(advice: Advice, month: int) -> str:
 
 
 def _orders(market: Market, advice: Advice) -> list[str]:
-    """What is bought and committed, in the month in which it is ordered; what is rented by the hour, in runs of months."""
+    """What is bought and committed, by the month of its order; what is rented by the hour, in runs of months; lines."""
     orders = advice.purchases.orders
     found = [
         (order.month, order.hardware, what)
@@ -249,7 +262,15 @@ def _orders(market: Market, advice: Advice) -> list[str]:
             for first, last, count in _runs([rented.get(month, 0) for month in range(len(advice.rates))])
         ]
     lines = [f"  month {month + 1:>3}  {name:<12}{what}" for month, name, what in sorted(found)]
-    return ["Orders (instances):", *lines] if lines else ["Orders: none"]
+    wires = [_line_order(market, order) for order in line_orders(advice.purchases.systems)]
+    lines = ["Orders (instances):", *lines] if lines else []
+    return [*lines, *(["Orders (lines):", *wires] if wires else [])] or ["Orders: none"]
+
+
+def _line_order(market: Market, order: LineOrder) -> str:
+    name, first, last = f"line {market.line_number(order.line)}", order.first + 1, order.last + 1
+    months = f"months {first} to {last}" if last > first else f"month {first}"
+    return f"  month {order.month + 1:>3}  {name:<12}rent {order.line.gbps:g} Gbit/s for {months}"
 
 
 def _ordered(offer: HardwareOffer, order: Order) -> str:

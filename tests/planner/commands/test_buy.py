@@ -119,6 +119,28 @@ def test_rents_of_several_months_are_one_line(capsys, tmp_path):
     assert "Unverified: demand, prices of h200x8, prices of h20x8" in out
 
 
+def test_lines_of_the_same_rate_are_told_apart_and_ordered(capsys, tmp_path):
+    """The metered one comes later, and is the one whose price nobody has said."""
+    offers = [{"hardware": name, "gpus": 8, "rent_per_gpu_hour": 2.0} for name in ("h200x8", "h20x8")]
+    lines = [
+        {"gbps": 100, "per_month": 9000, "provenance": "quoted: an offer"},
+        {"gbps": 100, "per_gb": 0.0001, "lead_months": 1},
+        {"gbps": 100, "per_month": 90_000, "provenance": "quoted: an offer"},
+    ]
+    market = {"schema": 1, "demand": {"months": 3, "rate_req_per_s": 2.0}, "hardware": offers, "lines": lines}
+    found = json.loads(bought(capsys, tmp_path, market, SMALL, "--json")[1])
+    assert [month["line"] for month in found["months"]] == [1, 2, 2]
+    assert found["line_orders"] == [
+        {"month": 1, "line": 1, "line_gbps": 100.0, "first_month": 1, "last_month": 1},
+        {"month": 1, "line": 2, "line_gbps": 100.0, "first_month": 2, "last_month": 3},
+    ]
+    assert [found["provenance"][f"line {number} of 100 Gbit/s"] for number in (1, 2)] == ["quoted: an offer", ""]
+    out = bought(capsys, tmp_path, market, SMALL)[1]
+    orders = "Orders (lines):\n  month   1  line 1      rent 100 Gbit/s for month 1\n  month   1  line 2      rent 100 Gbit/s"
+    assert f"{orders} for months 2 to 3\n" in out
+    assert "Unverified: demand, prices of h200x8, prices of h20x8, line 2 of 100 Gbit/s" in out
+
+
 def test_a_page_without_matplotlib_names_the_extra_before_it_searches(capsys, tmp_path, monkeypatch):
     for name in ("charts", "page", "purchases_page"):
         monkeypatch.delitem(sys.modules, f"planner.commands.rendering.{name}", raising=False)
