@@ -211,12 +211,15 @@ def _why(contender: Contender, sought: Sought, market: Market) -> str | None:
     problem, target = sought.problem, sought.ttft_p90_s
     if target is not None:
         at_home = contender in (Contender.HOMOGENEOUS, Contender.COLOCATED)
-        gbps = max(line.gbps for line in market.lines) if contender is Contender.PRFAAS else HOME_GBPS
+        gbps, where = HOME_GBPS, ""
+        if contender is Contender.PRFAAS:
+            gbps = max(line.gbps for line in market.lines)
+            where = f" on the widest line, of {gbps:g} Gbit/s"
         wired = problem.with_capacity(egress_bytes_per_s=gbps * BYTES_PER_S_PER_GBPS)
-        cuts = [len(problem.lengths.tokens)] if at_home else even_cuts(problem)
+        cuts = [len(problem.lengths.tokens)] if at_home else even_cuts(problem)[:-1]
         least = min(weighted_quantile(*ttfts(wired, cut), 0.9) for cut in cuts)
         if least > target:
-            return f"TTFT P90 is {least:.2f} s even without load, {target:g} s are asked for"
+            return f"TTFT P90 is {least:.2f} s even without load{where}, {target:g} s are asked for"
     if contender is Contender.COLOCATED and sought.tbt_s is not None and problem.decode.at(1) >= sought.tbt_s:
         return f"a decode step of one request takes {problem.decode.at(1):g} s, and prompts come on top"
     return None

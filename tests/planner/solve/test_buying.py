@@ -14,6 +14,7 @@ from planner.errors import InputError
 from planner.model.market import Commitment, Demand, HardwareOffer, LineOffer, Market
 from planner.model.queueing import Station, Wait, mgk_wait
 from planner.model.site import Site
+from planner.model.traffic import Lengths
 from planner.solve.buying.advice import Advice, advise, month_price
 from planner.solve.buying.systems import (
     QUEUE_BINS,
@@ -314,3 +315,13 @@ def test_a_target_that_home_cannot_keep_is_said(case_study: Site) -> None:
     said, tariff, _ = verdict(market(), found)
     assert said.endswith("PrfaaS-PD is cheapest; no other way that may be recommended serves")
     assert tariff == "  Offloading all in all pays at every tariff: no other way that may be recommended serves."
+
+
+def test_a_line_that_is_too_thin_is_named(case_study: Site) -> None:
+    """By what is sent on it, not by what home alone would do."""
+    lengths = Lengths(np.array([1_000.0, 2_000.0, 8_000.0, 40_000.0]), np.full(4, 0.25))
+    site = replace(case_study, workload=replace(case_study.workload, lengths=lengths))
+    found = advise(site, market(lines=tuple(LineOffer(gbps=g) for g in (0.3, 0.1)), fast_at_home=True), SolveOptions())
+    assert "even without load on the widest line, of 0.3 Gbit/s, 5 s" in found.failed[Contender.PRFAAS]
+    least_s, home_s = (float(found.failed[way].split()[3]) for way in (Contender.PRFAAS, Contender.HOMOGENEOUS))
+    assert least_s > 1.1 * home_s
