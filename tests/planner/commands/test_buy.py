@@ -149,6 +149,19 @@ def test_a_page_without_matplotlib_names_the_extra_before_it_searches(capsys, tm
     assert (code, "pip install 'prfaas[plots]'" in err) == (1, True)
 
 
+def test_where_a_page_goes_is_checked_before_the_search(capsys, tmp_path):
+    """The search would find that nothing keeps the target."""
+    hopeless = SMALL | {"slo": {"ttft_p90_s": 0.1}}
+    for output, message in ((tmp_path / "none" / "buy.html", "there is no folder"), (tmp_path, "is a folder")):
+        code, out, err = bought(capsys, tmp_path, MARKET, hopeless, "-o", output)
+        assert (code, out, f"error: --output {output}: {message}" in err) == (1, "", True)
+
+
+def test_the_answer_is_printed_even_if_its_page_cannot_be_written(capsys, tmp_path):
+    code, out, err = bought(capsys, tmp_path, MARKET | {"demand": DEMAND | {"months": 1}}, SMALL, "-o", "/dev/full")
+    assert (code, "Verdict: " in out, "No space left" in err) == (1, True, True)
+
+
 def changed(table, *path_and_value):
     *path, last, value = path_and_value
     copy = json.loads(json.dumps(table))
