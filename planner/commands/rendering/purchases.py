@@ -9,7 +9,7 @@ from planner.commands.rendering.text import LABELS, tokens
 from planner.model.market import HOURS_PER_MONTH, MONEY, HardwareOffer, Market
 from planner.model.profile import provenance_kind
 from planner.model.site import Site
-from planner.solve.buying.advice import Advice, BreakEven
+from planner.solve.buying.advice import Advice, BreakEven, with_all_hardware
 from planner.solve.buying.program import LineOrder, Order, Purchases, gb_per_month, line_cost, line_orders
 from planner.solve.buying.systems import Contender, SizedSystem
 from planner.version import tool_version
@@ -55,7 +55,7 @@ def purchases_json(site: Site, market: Market, advice: Advice) -> dict[str, Any]
         "still_to_pay": advice.purchases.still_to_pay,
         "still_worth": advice.purchases.still_worth,
         "assumptions": assumptions(market),
-        "provenance": site.provenances() | _provenances(market),
+        "provenance": with_all_hardware(site).provenances() | _provenances(market),
     }
 
 

@@ -177,11 +177,15 @@ def _headroom(found: Purchases, systems: Sequence[Sequence[SizedSystem]], far: s
     ]
 
 
+def with_all_hardware(site: Site) -> Site:
+    """Instances in each cluster: how many there are does not matter, but curves are used where there are some."""
+    return replace(site, clusters=tuple(replace(each, instances=max(1, each.instances)) for each in site.clusters))
+
+
 def _posed(site: Site, options: SolveOptions) -> tuple[Problem, Aim]:
     """The problem in as many lengths as queues are compared by, within the target for TBT."""
     objective = Objective.SLO if site.slo.ttft_p90_s is not None else Objective.THROUGHPUT
-    # How many instances the site has does not matter, but curves are checked where there are some.
-    site = replace(site, clusters=tuple(replace(each, instances=max(1, each.instances)) for each in site.clusters))
+    site = with_all_hardware(site)
     options = SolveOptions(
         service=options.service,
         objective=objective,

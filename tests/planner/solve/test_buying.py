@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from planner.commands.rendering.purchases import verdict
+from planner.commands.rendering.purchases import purchases_json, verdict
 from planner.errors import InputError
 from planner.model.market import Commitment, Demand, HardwareOffer, LineOffer, Market
 from planner.model.queueing import Station, Wait, mgk_wait
@@ -300,6 +300,14 @@ def test_without_a_line_the_cluster_stays_at_home(lenient: Site) -> None:
     assert not found.is_offloading
     assert found.break_even is None
     assert found.failed[Contender.PRFAAS] == "the market has no [[lines]]"
+
+
+def test_provenance_does_not_depend_on_what_the_site_has(lenient: Site) -> None:
+    found = advise(lenient, market(), SolveOptions())
+    empty = replace(lenient, clusters=tuple(replace(each, instances=0) for each in lenient.clusters))
+    some, none = (purchases_json(site, market(), found)["provenance"] for site in (lenient, empty))
+    assert f"T_prefill {FAR}" in some
+    assert none == some
 
 
 def test_hardware_without_a_price_is_named(lenient: Site) -> None:
