@@ -183,6 +183,7 @@ class Market:
 
     def __post_init__(self) -> None:
         require(self.schema == 1, "schema", self.schema, "1")
+        require(self.currency.isprintable(), "currency", self.currency, "printable")
         DISCOUNT.of("discount_per_year", self.discount_per_year)
         names = [offer.hardware for offer in self.hardware]
         require(len(set(names)) == len(names), "hardware", names, "kinds of hardware that differ")

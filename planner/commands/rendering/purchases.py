@@ -32,6 +32,9 @@ ASSUMPTIONS: Final = (
     "the break-even tariff is one price per GB for all lines; what they cost a month stays",
     "the threshold of a month holds all week: no schedule of hours is bought",
 )
+MEAN_RATE: Final = (
+    "the market says no rate_req_per_s: the workload's mean rate is taken for that of the first month's busiest hour"
+)
 
 
 def purchases_json(site: Site, market: Market, advice: Advice) -> dict[str, Any]:
@@ -61,7 +64,7 @@ def purchases_json(site: Site, market: Market, advice: Advice) -> dict[str, Any]
 
 def assumptions(market: Market) -> list[str]:
     """What the answer rests on, in sentences."""
-    return [*ASSUMPTIONS, _counted(market)]
+    return [*ASSUMPTIONS, *([MEAN_RATE] if market.demand.rate_req_per_s is None else []), _counted(market)]
 
 
 def _counted(market: Market) -> str:
@@ -152,7 +155,9 @@ def _provenances(market: Market) -> dict[str, str]:
 def purchases_text(site: Site, market: Market, advice: Advice) -> str:
     """The answer for people: a verdict, all ways, the months, the orders."""
     rates = advice.rates
-    head = f"Buy  site={site.name}  {len(rates)} months, {rates[0]:.2f} to {rates[-1]:.2f} req/s in the busiest hour"
+    head = (
+        f"Buy  site={site.name}  {_months_of(len(rates))}, {rates[0]:.2f} to {rates[-1]:.2f} req/s in the busiest hour"
+    )
     return "\n".join(
         [
             f"{head}{_targets(site)}",
@@ -171,6 +176,10 @@ def purchases_text(site: Site, market: Market, advice: Advice) -> str:
     )
 
 
+def _months_of(count: int) -> str:
+    return f"{count} month{'s' if count > 1 else ''}"
+
+
 def _targets(site: Site) -> str:
     ttft, tbt = site.slo.ttft_p90_s, site.slo.tbt_s
     parts = [f"TTFT P90 {ttft:g} s" if ttft is not None else "", f"TBT {tbt:g} s" if tbt is not None else ""]
@@ -184,11 +193,13 @@ def verdict(market: Market, advice: Advice) -> list[str]:
     lines = [f"Verdict: {word}; {NAMES[advice.best]} is cheapest{saved}"]
     if (found := advice.break_even) is not None:
         lines.append(f"  Offloading all in all pays {_up_to_tariff(market, advice, found)}.")
-        lengths = "no prompt" if found.tokens is None else f"prompts from {tokens(found.tokens)} tokens on"
-        hits = "none" if found.hit_ratio is None else f"{found.hit_ratio:.0%}"
-        lines.append(
-            f"  One by one, {lengths} cost less away; of the mean one that is sent at most {hits} may be cached."
+        some = "no prompt costs" if found.tokens is None else f"prompts from {tokens(found.tokens)} tokens on cost"
+        hits = (
+            "the mean one that is sent costs no less even if nothing of it is cached"
+            if found.hit_ratio is None
+            else f"of the mean one that is sent at most {found.hit_ratio:.0%} may be cached"
         )
+        lines.append(f"  One by one, {some} less away; {hits}.")
     return lines
 
 
@@ -275,7 +286,7 @@ def _line_order(market: Market, order: LineOrder) -> str:
 
 def _ordered(offer: HardwareOffer, order: Order) -> str:
     parts = [f"buy {order.bought}"] if order.bought else []
-    parts += [f"rent {count} for {months} months" for months, count in order.committed.items()]
+    parts += [f"rent {count} for {_months_of(months)}" for months, count in order.committed.items()]
     there = f" (there in month {order.month + 1 + offer.lead_months})" if offer.lead_months else ""
     return ", ".join(f"{part}{there}" for part in parts)
 
@@ -293,7 +304,7 @@ def _runs(counts: Sequence[int]) -> Iterator[tuple[int, int, int]]:
 def _rest(market: Market, advice: Advice) -> str:
     found, months = advice.purchases, len(advice.rates)
     return (
-        f"Paid in {months} months: {market.currency}{sum(found.cash):,.0f}. After them {market.currency}"
+        f"Paid in {_months_of(months)}: {market.currency}{sum(found.cash):,.0f}. After them {market.currency}"
         f"{found.still_to_pay:,.0f} of commitments is still to be paid; purchases are worth "
         f"{market.currency}{found.still_worth:,.0f}{'' if not market.demand.ends else ', which is taken for lost'}."
     )

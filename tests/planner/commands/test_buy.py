@@ -85,8 +85,15 @@ def test_a_fitted_workload_is_bought_for(capsys, tmp_path):
     assert "held" in json.loads(workload.read_text())["uncached_tokens"]
     capsys.readouterr()
     market = MARKET | {"demand": {"months": 1}}
-    code, out, _ = bought(capsys, tmp_path, market, SITE, "-w", workload, "--extrapolate")
+    code, out, err = bought(capsys, tmp_path, market, SITE, "-w", workload, "--extrapolate")
     assert (code, "Verdict: " in out) == (0, True)
+    assert "assumed: the market says no rate_req_per_s: the workload's mean rate is taken" in err
+    for text in (
+        "  1 month, 1.03 to 1.03 req/s",
+        "no prompt costs less away; the mean one that is sent",
+        "Paid in 1 month: ",
+    ):
+        assert text in out, text
 
 
 def test_what_is_bought_keeps_the_target_in_simulation(capsys, tmp_path):
@@ -189,6 +196,7 @@ def changed(table, *path_and_value):
         (("hardware", 0, "hardware", "moon"), "hardware 'h200x8' has no [[hardware]] table; there are: moon, h20x8"),
         (("lines", 0, "gbps", 0), "lines[0]: gbps = 0.0: must be above 0"),
         (("lines", 2, "per_mb", 1.0), "lines[2]: unknown key 'per_mb' (did you mean 'per_gb'?)"),
+        (("currency", "a\nb"), "market.toml: currency = 'a\\nb': must be printable"),
         (("discount_per_year", 8), "discount_per_year = 8.0: must be a number, 0 to 1"),
         (("lines", 1, "provenance", "a guess"), "lines[1]: provenance = 'a guess': must be one of quoted, measured"),
         (("demand", {"months": 3}), "[demand] rate_req_per_s is missing"),
