@@ -249,8 +249,8 @@ def _tariff(
     near: str,
     least: float | None,
 ) -> tuple[float | None, int | None]:
-    """The price of a gigabyte, alike on all lines, at which offloading costs as much as the best other way, and the months
-    that offload at it. Infinite above all prices that a market may have, and without another way.
+    """The price of a gigabyte, alike on all lines, at which offloading costs as much as the best other way; and how many
+    months offload at it. Infinite above all prices that a market may have, and without another way.
 
     The cost of the cheapest way is concave in the tariff, so that each step along its slope is too short, and the steps end.
     """

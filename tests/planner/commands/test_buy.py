@@ -127,7 +127,7 @@ def test_rents_of_several_months_are_one_line(capsys, tmp_path):
 
 
 def test_lines_of_the_same_rate_are_told_apart_and_ordered(capsys, tmp_path):
-    """The metered one comes later, and is the one whose price nobody has said."""
+    """The metered one comes later, and its price is from nowhere."""
     offers = [{"hardware": name, "gpus": 8, "rent_per_gpu_hour": 2.0} for name in ("h200x8", "h20x8")]
     lines = [
         {"gbps": 100, "per_month": 9000, "provenance": "quoted: an offer"},
