@@ -276,7 +276,7 @@ def _tariff(
         )
         if missing >= slope * (MONEY.high - tariff):
             return inf, None
-        tariff = max(tariff + missing / slope, LEAST)
+        tariff = min(max(tariff + missing / slope, LEAST), MONEY.high)
     return tariff, sending
 
 
