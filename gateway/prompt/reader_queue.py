@@ -20,7 +20,9 @@ from collections import Counter, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Final
+from heapq import nlargest
+from operator import itemgetter
+from typing import Final, NamedTuple
 
 from gateway.errors import Overloaded
 from planner.decisions.admission.waiting import PHASE, TenantShare
@@ -37,12 +39,25 @@ Place = int  # the class of sizes whose own it is, or FOR_ALL
 Turn = asyncio.Future[Place]
 
 
+class _Waiting(NamedTuple):
+    cost: float  # in bytes
+    turn: Turn
+
+
 @dataclass(slots=True)
 class _Line:
     """Bodies of one class of sizes. `start` is the virtual time, in bytes, at which the next one begins."""
 
     start: float
-    waiting: deque[tuple[float, Turn]] = field(default_factory=deque)
+    waiting: deque[_Waiting] = field(default_factory=deque)
+
+    def first_wanted(self) -> _Waiting | None:
+        """Takes out the first body whose client has not left, and those before it."""
+        while self.waiting:
+            first = self.waiting.popleft()
+            if not first.turn.done():
+                return first
+        return None
 
 
 @dataclass(slots=True)
@@ -69,8 +84,7 @@ class _OwnPlaces:
         self.free -= 1
         self.now = max(self.now, self.start_of(name))
         self.starts[name] = self.now + cost
-        if len(self.starts) > MAX_REMEMBERED:
-            self.starts = {each: start for each, start in self.starts.items() if start > self.now}
+        self.starts = _bounded(self.starts, self.now)
 
     def start_of(self, name: str) -> float:
         """When the tenant's next body begins."""
@@ -96,6 +110,11 @@ class ReadingQueue:
         """Whether the next body, of whatever size, gets a place at once."""
         return self._free > 0
 
+    @property
+    def num_remembered(self) -> int:
+        """What tenants have had, by place: so many are known."""
+        return len(self._ends) + sum(len(own.starts) for own in self._own)
+
     async def take(self, share: TenantShare, num_bytes: int) -> Place:
         """Waits for a place; to be given back once, by `give_back`."""
         cost = float(max(LEAST_BYTES, num_bytes))
@@ -114,7 +133,7 @@ class ReadingQueue:
         if tenant is None:
             tenant = self._waiting[share.flow] = self._joins(share, cost)
         tenant.weight = share.weight
-        tenant.lines.setdefault(number, _Line(tenant.now)).waiting.append((cost, turn))
+        tenant.lines.setdefault(number, _Line(tenant.now)).waiting.append(_Waiting(cost, turn))
         try:
             return await turn
         except asyncio.CancelledError:
@@ -137,27 +156,26 @@ class ReadingQueue:
         while able := [name for name, tenant in self._waiting.items() if number in tenant.lines]:
             name = min(able, key=own.start_of)
             tenant = self._waiting[name]
-            cost, turn = tenant.lines[number].waiting.popleft()
+            first = tenant.lines[number].first_wanted()
             self._forget_empty(name, number)
-            if not turn.done():
-                own.serve(name, cost / tenant.weight)
-                return turn
+            if first is not None:
+                own.serve(name, first.cost / tenant.weight)
+                return first.turn
         return None
 
     def _next(self) -> Turn | None:
         while self._waiting:
             name, tenant = min(self._waiting.items(), key=lambda each: each[1].start)
             number, line = min(tenant.lines.items(), key=lambda each: each[1].start)
-            cost, turn = line.waiting.popleft()
-            is_wanted = not turn.done()
-            if is_wanted:
+            first = line.first_wanted()
+            if first is not None:
                 self._now, tenant.now = tenant.start, line.start
-                tenant.start += cost / tenant.weight + tenant.first_extra
+                tenant.start += first.cost / tenant.weight + tenant.first_extra
                 tenant.first_extra = 0.0
-                line.start += cost
+                line.start += first.cost
             self._forget_empty(name, number)
-            if is_wanted:
-                return turn
+            if first is not None:
+                return first.turn
         return None
 
     def _forget_empty(self, name: str, number: int) -> None:
@@ -182,8 +200,14 @@ class ReadingQueue:
 
     def _has_had(self, name: str, end: float) -> None:
         self._ends[name] = end
-        if len(self._ends) > MAX_REMEMBERED:
-            self._ends = {each: end for each, end in self._ends.items() if end > self._now}
+        self._ends = _bounded(self._ends, self._now)
+
+
+def _bounded(ends: dict[str, float], now: float) -> dict[str, float]:
+    """What tenants have had, if too many are remembered: those who have had most beyond the present time."""
+    if len(ends) <= MAX_REMEMBERED:
+        return ends
+    return dict(nlargest(MAX_REMEMBERED // 2, ((name, end) for name, end in ends.items() if end > now), itemgetter(1)))
 
 
 class ReadingRoom:

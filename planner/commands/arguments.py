@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import Final
 
 from planner.commands.argument_types import above_zero, at_least_one, not_negative, share, whole
+from planner.commands.service_arguments import as_json, to_apply, to_ask, to_compare, to_look_back, to_serve
 from planner.decisions.admission.overload import AdmissionPolicy
 from planner.decisions.defaults import DEPLOYED
 from planner.decisions.routing.placement import PLACERS
@@ -66,11 +67,7 @@ def _site(command: argparse.ArgumentParser) -> None:
         "--tie-break", choices=list(TieBreak), default=TieBreak.EGRESS,
         help="what to minimise among equally good plans (default: %(default)s)",
     )  # fmt: skip
-    _json(command)
-
-
-def _json(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--json", action="store_true", help="print JSON")
+    as_json(command)
 
 
 def _objective(command: argparse.ArgumentParser) -> None:
@@ -235,7 +232,7 @@ def _buy(command: argparse.ArgumentParser) -> None:
     _inputs(command)
     command.add_argument("-m", "--market", type=Path, required=True, metavar="FILE.toml", help="demand and prices")
     command.add_argument("-o", "--output", type=Path, metavar="FILE.html", help="page with charts (extra plots)")
-    _json(command)
+    as_json(command)
 
 
 def _simulate(command: argparse.ArgumentParser) -> None:
@@ -277,7 +274,7 @@ def _fit(command: argparse.ArgumentParser) -> None:
         help="site file, whose caches decide which prefixes are cached (default: every leading block seen before)",
     )  # fmt: skip
     command.add_argument("-o", "--output", type=Path, metavar="FILE", help="workload file to write")
-    _json(command)
+    as_json(command)
 
 
 def _profile(command: argparse.ArgumentParser) -> None:
@@ -298,52 +295,7 @@ def _profile(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "-o", "--output", type=Path, metavar="FILE", help="profile file to write (calibrate, import-aic)"
     )
-    _json(command)
-
-
-def _diff(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "plan", type=Path, nargs="?", metavar="PLAN", help="plan file (default: ask the service at --url)"
-    )
-    command.add_argument("--current", type=Path, metavar="FILE.json", help="what runs, with the keys of a plan file")
-    _live(command)
-
-
-def _live(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "--url", default="http://127.0.0.1:8100", metavar="URL", help="the plan service (default: %(default)s)"
-    )
-    command.add_argument(
-        "--token-file", type=Path, metavar="FILE", help="file with the service's secret, if it requires one"
-    )
-    command.add_argument(
-        "--certificate", type=Path, metavar="FILE",
-        help="an operator's certificate, with its key beside it, for a service that other machines reach",
-    )  # fmt: skip
-    command.add_argument(
-        "--authority", type=Path, metavar="FILE",
-        help="who signed the service's certificate (default: authorities or authority.pem beside --certificate)",
-    )  # fmt: skip
-    _json(command)
-
-
-def _serve(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "-c", "--config", type=Path, required=True, metavar="FILE.toml", help="configuration with a [plan] table"
-    )
-    command.add_argument("--check", action="store_true", help="only check the configuration, and exit")
-
-
-def _apply(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--version", type=at_least_one, metavar="N", help="apply only a proposal of this version")
-    _live(command)
-
-
-def _history(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "--limit", type=at_least_one, default=20, metavar="N", help="number of changes to show (default: %(default)s)"
-    )
-    _live(command)
+    as_json(command)
 
 
 def _whatif(command: argparse.ArgumentParser) -> None:
@@ -434,7 +386,7 @@ COMMANDS: Final = MappingProxyType[str, PlannerCommand](
         ),
         "diff": PlannerCommand(
             "service.diff",
-            _diff,
+            to_compare,
             "compare a plan with what runs, from files or at a running service",
             "prfaas-plan diff plan.json --current running.json",
             "Exit status: 0 no difference, 2 a difference, 3 infeasible.",
@@ -465,44 +417,44 @@ COMMANDS: Final = MappingProxyType[str, PlannerCommand](
         ),
         "serve": PlannerCommand(
             "service.serve",
-            _serve,
+            to_serve,
             "run the plan service: watch gateways, propose plans, publish the plan in force",
             "prfaas-plan serve -c plan.toml",
         ),
         "show": PlannerCommand(
             "service.steer",
-            _live,
+            to_ask,
             "show the plan in force, the proposal and the gateways of a running plan service",
             "prfaas-plan show --url http://127.0.0.1:8100",
         ),
         "apply": PlannerCommand(
             "service.steer",
-            _apply,
+            to_apply,
             "put the proposal of a running plan service into force",
             "prfaas-plan apply --version 3",
         ),
         "rollback": PlannerCommand(
             "service.steer",
-            _live,
+            to_ask,
             "put the previous plan back into force",
             "prfaas-plan rollback",
             "The service then changes nothing by itself until `prfaas-plan resume`.",
         ),
         "history": PlannerCommand(
             "service.steer",
-            _history,
+            to_look_back,
             "show the last changes of plans, with their reasons",
             "prfaas-plan history --limit 5",
         ),
         "pause": PlannerCommand(
             "service.steer",
-            _live,
+            to_ask,
             "stop a running plan service from proposing and applying plans by itself",
             "prfaas-plan pause",
             "The plan in force stays. `prfaas-plan resume` ends the pause.",
         ),
         "resume": PlannerCommand(
-            "service.steer", _live, "let a paused plan service propose and apply plans again", "prfaas-plan resume"
+            "service.steer", to_ask, "let a paused plan service propose and apply plans again", "prfaas-plan resume"
         ),
     }
 )

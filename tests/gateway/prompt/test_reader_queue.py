@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from gateway.errors import Overloaded
-from gateway.prompt.reader_queue import ReadingQueue, ReadingRoom
+from gateway.prompt.reader_queue import MAX_REMEMBERED, ReadingQueue, ReadingRoom
 from planner.decisions.admission.waiting import TenantShare
 from tests.gateway.worlds import on_loop, until
 
@@ -169,6 +169,30 @@ async def test_a_light_tenant_waits_no_longer_than_its_share_beside_tenants_that
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
     assert sorted(waits)[len(waits) * 9 // 10] <= its_turn + 1
+
+
+@pytest.mark.parametrize("own", [0, 1])
+@on_loop
+async def test_tenants_who_come_once_are_not_remembered_for_ever(own: int) -> None:
+    queue = ReadingQueue(1, own)
+    for number in range(3 * MAX_REMEMBERED):
+        queue.give_back(await queue.take(TenantShare(f"t{number}"), 8 * KIB))
+    assert queue.num_remembered <= (1 + 2 * own) * MAX_REMEMBERED
+
+
+@pytest.mark.parametrize("size", [8 * KIB, 500 * KIB])
+@on_loop
+async def test_clients_that_have_left_are_passed(size: int) -> None:
+    queue = ReadingQueue(1, own=1)
+    taken = [await queue.take(TenantShare(), each) for each in (500 * KIB, 8 * KIB)]
+    waiting = [asyncio.ensure_future(queue.take(TenantShare(f"t{n % 50}"), size)) for n in range(2000)]
+    await asyncio.sleep(0)
+    await cancelled(waiting[:-1])
+    for place in taken:
+        queue.give_back(place)
+    async with asyncio.timeout(10.0):
+        queue.give_back(await waiting[-1])
+    assert (len(queue), queue.has_free) == (0, True)
 
 
 @on_loop
