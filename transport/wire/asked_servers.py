@@ -120,7 +120,7 @@ def _judge(connection: _JudgedObject | _JudgedSocket) -> None:
 
 
 def _verified_chain(connection: Any) -> list[bytes]:
-    """What the handshake has verified, down to whom it trusts; nothing where this Python does not tell."""
+    """What the handshake has verified, down to a certificate that it trusts; nothing where this Python does not tell."""
     if hasattr(connection, "get_verified_chain"):  # from Python 3.13 on
         return list(connection.get_verified_chain())
     told = getattr(getattr(connection, "_sslobj", None), "get_verified_chain", None)
