@@ -56,6 +56,7 @@ def spec_of(
         tenant=ticket.tenant,
         weight=ticket.weight,
         due_s=ticket.ttl_s,
+        receiver=f"{ticket.cluster}/{ticket.node_id}",
     )
 
 

@@ -140,6 +140,7 @@ class AgentClient:
     async def describe(self) -> tuple[NodeInfo, NodeLoad]:
         """Who the node is, and how busy."""
         node = await self._call(self._stub.Describe, pb.DescribeRequest())
+        self._peer.says(node.cluster, node.node_id)
         return info_from(node), load_from(node.load)
 
     async def convert(
@@ -271,6 +272,7 @@ class AgentClient:
                     raise AgentCallFailed(self.address, RENEWED)
                 for value in events_from(event):
                     if isinstance(value, NodeInfo):
+                        self._peer.says(value.cluster, value.node_id)
                         self.kept.offered(value.calls_port)
                     yield value
                     await asyncio.sleep(0)  # a long snapshot must not hold the event loop

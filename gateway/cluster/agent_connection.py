@@ -190,7 +190,7 @@ class PersistentCalls:
 
         `refusal` says why the holder of a certificate is no agent.
         """
-        self._refusal = refusal
+        self.refusal = refusal
         self._address = address
         self._host = address.rpartition(":")[0].strip("[]")
         self._connect_s = connect_s
@@ -260,7 +260,7 @@ class PersistentCalls:
                     ssl=self._identity.client_context() if self._identity is not None else None,
                     server_hostname=self.certified_name if self._identity is not None else None,
                 )
-                if self._identity is not None and (why := self._refusal(connection.peer())):
+                if self._identity is not None and (why := self.refusal(connection.peer())):
                     raise ConnectionError(why)
                 await connection.greeted
         except (OSError, ValueError) as error:

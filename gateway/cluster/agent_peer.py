@@ -19,6 +19,7 @@ class AgentPeer:
         self._identity = identity
         self._guard = guard
         self._shown: PeerCertificate | None = None  # when it was last looked at
+        self._place = ""  # whose agent it says that it is; empty before it has
 
     async def look(self) -> None:
         """Looks at its certificate, which gRPC only compares with a host's name. Raises AgentCallFailed.
@@ -33,12 +34,18 @@ class AgentPeer:
             self._shown = None
             reason = "identity" if isinstance(error, ssl.SSLError) else "unreachable"
             raise AgentCallFailed(self._address, reason, f"no look at its certificate: {error!r}") from error
-        if why := self.refusal(self._shown):
+        if why := self._guard.refusal(SERVE, self._shown, self._address):  # another node may be there by now
+            raise AgentCallFailed(self._address, "identity", why)
+
+    def says(self, cluster: str, node_id: str) -> None:
+        """The agent has said which node it is. Raises AgentCallFailed where that is not the one of its certificate."""
+        self._place = f"{cluster}/{node_id}"
+        if self._shown is not None and (why := self.refusal(self._shown)):
             raise AgentCallFailed(self._address, "identity", why)
 
     def refusal(self, shown: PeerCertificate) -> str:
         """Why the holder of that certificate is no agent; "": it is one."""
-        return self._guard.refusal(SERVE, shown, self._address) if self._guard is not None else ""
+        return self._guard.refusal(SERVE, shown, self._address, self._place) if self._guard is not None else ""
 
     @property
     def has_expired(self) -> bool:

@@ -224,7 +224,13 @@ class Legs:
         """Status, type and body of what `node` answers at `path`, which is no leg of a generation. Raises LegFailed."""
         assert node.info is not None
         answer = await self._pool.post(
-            node.info.engine_url, path, "", body, self.timeouts.answer_s, name=node.agent.certified_name
+            node.info.engine_url,
+            path,
+            "",
+            body,
+            self.timeouts.answer_s,
+            name=node.agent.certified_name,
+            place=node.place,
         )
         try:
             return answer.status, answer.content_type, await answer.whole(max_bytes)
@@ -271,6 +277,7 @@ class Legs:
             body,
             within_s,
             name=node.agent.certified_name,
+            place=node.place,
         )
 
 

@@ -32,8 +32,10 @@ def is_in_clear(url: str) -> bool:
 class UpstreamEngine:
     """Where an engine listens, and the idle connections to it: since when, the latest last."""
 
-    def __init__(self, url: str, identity: Identity | None = None, name: str = "") -> None:
+    def __init__(self, url: str, identity: Identity | None = None, name: str = "", place: str = "") -> None:
         """With an `identity`, https is mutual TLS, and the engine's certificate must carry `name`, or else the URL's host.
+
+        `place` is the node whose engine it is, as its certificate has it; empty: any node.
 
         Raises LegFailed for what is no URL of HTTP, and with an `identity` for an engine of another machine in clear.
         """
@@ -47,7 +49,8 @@ class UpstreamEngine:
         if identity is not None and is_in_clear(url):
             raise LegFailed("unreachable", f"{url!r} is in clear, and this gateway has certificates")
         self.url = url
-        self.key = url, name
+        self.key = url, name, place
+        self.place = place
         self.host = parts.hostname
         self.is_secure = parts.scheme == "https"
         self.name = name if self.is_secure and name else parts.hostname
@@ -92,7 +95,7 @@ class EnginePool:
         self._connect_s = connect_s
         self._keep_alive_s = keep_alive_s
         self._loop = asyncio.get_running_loop()
-        self._engines: dict[tuple[str, str], UpstreamEngine] = {}  # by URL and certified name
+        self._engines: dict[tuple[str, str, str], UpstreamEngine] = {}  # by URL, certified name and place
         self._connections: dict[UpstreamConnection, UpstreamEngine] = {}  # also those that are being made
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._sweeping: asyncio.TimerHandle | None = None
@@ -101,15 +104,24 @@ class EnginePool:
         return len(self._connections)
 
     async def post(
-        self, url: str, path: str, headers: str, body: Body | bytes, within_s: float, *, name: str = ""
+        self,
+        url: str,
+        path: str,
+        headers: str,
+        body: Body | bytes,
+        within_s: float,
+        *,
+        name: str = "",
+        place: str = "",
     ) -> EngineAnswer:
         """The answer to `body` of the engine at `url`, to be closed, once it has begun. Raises LegFailed.
 
-        `headers` are lines that end in CRLF. `name` is what the engine's certificate must carry over TLS. `within_s` bounds all
-        of the exchange, or what it takes until its answer's `bound_silence` is called.
+        `headers` are lines that end in CRLF. `name` is what the engine's certificate must carry over TLS, and `place` the node
+        that it must belong to. `within_s` bounds all of the exchange, or what it takes until its answer's `bound_silence` is
+        called.
         """
         now = self._loop.time()
-        engine = self._engines.get((url, name)) or UpstreamEngine(url, self._identity, name)
+        engine = self._engines.get((url, name, place)) or UpstreamEngine(url, self._identity, name, place)
         connection = self._idle_one(engine, now) or await self._connected(engine, min(self._connect_s, within_s))
         return await connection.ask(engine.head(path, headers, len(body)), body, now + within_s)
 
@@ -201,7 +213,7 @@ class EnginePool:
         self, engine: UpstreamEngine, connection: UpstreamConnection, shown: PeerCertificate, guard: Guard
     ) -> None:
         """Before it is told anything: the host's name in a certificate gives no right. Raises LegFailed."""
-        if why := guard.refusal(SERVE, shown, engine.url):
+        if why := guard.refusal(SERVE, shown, engine.url, engine.place):
             raise LegFailed("unreachable", why)
         if connection in self._connections:  # else it is closed again
             self._tickets[connection] = guard.enter(shown, lambda _: connection.abort())

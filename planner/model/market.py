@@ -183,6 +183,7 @@ class Market:
 
     def __post_init__(self) -> None:
         require(self.schema == 1, "schema", self.schema, "1")
+        require(self.currency.isprintable(), "currency", self.currency, "printable")
         DISCOUNT.of("discount_per_year", self.discount_per_year)
         names = [offer.hardware for offer in self.hardware]
         require(len(set(names)) == len(names), "hardware", names, "kinds of hardware that differ")
@@ -194,6 +195,10 @@ class Market:
                 return offer
         known = ", ".join(offer.hardware for offer in self.hardware) or "none"
         raise InputError(f"hardware {hardware!r} has no [[hardware]] table; there are: {known}")
+
+    def line_number(self, line: LineOffer) -> int:
+        """Which [[lines]] table, counted from 1: others may be of the same Gbit/s."""
+        return self.lines.index(line) + 1
 
     def worth(self, month: int) -> float:
         """What money of a month is worth in the first one."""

@@ -79,8 +79,10 @@ class PlanEndpoints:
 
     def _refusal(self, http: web.Request) -> str:
         """Why the certificate of the caller gives no right to this; "": it does, or none is asked for."""
-        if self._peers is None or http.transport is None:
+        if self._peers is None:
             return ""
+        if http.transport is None:
+            return "the connection is closed: its certificate cannot be seen"
         shown = http.transport.get_extra_info("ssl_object").getpeercert(binary_form=True)
         operation = READ_PLAN if http.method in READING else CHANGE_PLAN
         return self._peers.refusal(operation, of_der(shown), http.remote or "")

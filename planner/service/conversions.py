@@ -62,7 +62,7 @@ class AgentConverter:
         if self._identity is None:
             return
         shown = await server_certificate(node.agent, self._identity, RPC_S)
-        if why := self._identity.guard().refusal(SERVE, shown.peer, node.agent):
+        if why := self._identity.guard().refusal(SERVE, shown.peer, node.agent, f"{node.cluster}/{node.node_id}"):
             raise ConversionFailed(why)
 
     async def _seen_through(self, agent: NodeAgentStub, role: Role, version: int) -> None:

@@ -56,9 +56,12 @@ def issue_by_cluster(folder: Path, holders: Sequence[Holder], days: int) -> list
 
 
 def write_for_all(path: Path, text: str) -> None:
-    """To be read by all, and written by its owner, whatever the umask."""
-    path.touch(mode=0o644)
-    path.write_text(text)
+    """To be read by all, and written by its owner, whatever the umask. A reader meanwhile sees all of it, or the old."""
+    beside = path.with_name(f".{path.name}.new")
+    beside.unlink(missing_ok=True)
+    beside.touch(mode=0o644)
+    beside.write_text(text)
+    beside.replace(path)
 
 
 def _issue(folder: Path, listed: Sequence[SiteAuthority], each: Holder, days: int) -> Identity:

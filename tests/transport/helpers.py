@@ -97,6 +97,7 @@ def deliver(
     address: str | None = None,
     secret: bytes = SECRET,
     orphan_timeout_s: float = float("inf"),
+    receiver: str = "",
 ) -> Delivery:
     source, target = Memory(sizes, fill=True, seed=1), Memory(sizes, seed=2)
     landed, results = threading.Event(), []
@@ -106,7 +107,7 @@ def deliver(
         landed.set()
 
     landing = server.expect(transfer_id, SECRET, sizes, target, on_done=on_done, orphan_timeout_s=orphan_timeout_s)
-    push = client.open(TransferSpec(address or server.address, transfer_id, secret, sizes), source)
+    push = client.open(TransferSpec(address or server.address, transfer_id, secret, sizes, receiver=receiver), source)
     if ready:
         push.ready_all()
     return Delivery(source, target, landing, push, landed, results)

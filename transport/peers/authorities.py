@@ -6,26 +6,27 @@ remote/authority.pem     remote/prefill
 any/authority.pem        any/gateway any/planner any/operator
 
 The key of one site's authority then gives no more than that site's names. In a PEM file without such a list,
-every authority signs for all.
+every authority signs for all. A file is a PEM file if its first line begins a certificate, blank ones and comments aside.
 """
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Final, Self, TypeAlias
 
 from cryptography import x509
-from cryptography.exceptions import InvalidSignature
-from cryptography.hazmat.primitives.serialization import Encoding
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
+from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
 from transport.peers.name import SEGMENT, PeerCertificate, PeerName, PeerRole
 
 log = logging.getLogger(__name__)
 
-IS_PEM: Final = b"-----BEGIN"
+BEGINS_PEM: Final = "-----BEGIN"
 ANY: Final = "*"
 LOOK_EVERY_S: Final = 1.0
 
@@ -91,13 +92,20 @@ class Authorities:
         scopes = " and ".join(str(scope) for site in signers for scope in site.scopes)
         return f"{peer.name} is signed by {signers[0].file}, which signs for {scopes} alone"
 
-    def has_signed(self, der: bytes) -> bool:
-        """Whether one of them has signed that certificate itself."""
-        return any(_has_signed(der, certificate) for certificate in _certificates(self.pem))
+    def are_in(self, chain: Iterable[bytes]) -> bool:
+        """Whether the key of one of them is in a chain of certificates, under whatever name. One that cannot be read may be."""
+        try:
+            ours = {_key_of(certificate) for certificate in _certificates(self.pem)}
+            return any(_key_of(x509.load_der_x509_certificate(der)) in ours for der in chain)
+        except (ValueError, UnsupportedAlgorithm):
+            return True
 
 
-def read_list(folder: Path, text: str) -> tuple[SiteAuthority, ...]:
-    """The lines of a list that lies in `folder`. Raises OSError, and ValueError that names the line."""
+def read_list(folder: Path, text: str, read: Callable[[Path], bytes] = Path.read_bytes) -> tuple[SiteAuthority, ...]:
+    """The lines of a list that lies in `folder`; `read` reads the files that it names.
+
+    Raises OSError, and ValueError that names the line.
+    """
     found = []
     for number, line in enumerate(text.splitlines(), start=1):
         words = line.partition("#")[0].split()
@@ -105,9 +113,11 @@ def read_list(folder: Path, text: str) -> tuple[SiteAuthority, ...]:
             continue
         file, *scopes = words
         try:
+            if file.startswith(BEGINS_PEM):
+                raise ValueError("a certificate has no place in a list: it belongs into a file that the list names")
             if not scopes:
                 raise ValueError(f"{file} signs for none: CLUSTER/ROLE must follow")
-            certificates = _certificates((folder / file).read_bytes())
+            certificates = _certificates(read(folder / file))
             found.append(SiteAuthority(file, certificates, tuple(map(AuthorityScope.parse, scopes))))
         except ValueError as exc:
             raise ValueError(f"line {number}: {exc}") from exc
@@ -121,45 +131,67 @@ class AuthorityFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._version: tuple[FileStamp, ...] = ()
-        self._listed: Sequence[Path] = ()  # by the file that was read last
-        self._authorities: Authorities | None = None
+        self._read_last: _Reading | None = None
         self._looked_at = float("-inf")
 
     def version(self) -> tuple[FileStamp, ...]:
         """Changes whenever one of the files does. Raises OSError."""
-        return (_stamp(self.path), *map(_stamp_if_there, self._listed))
+        if self._read_last is None:
+            with suppress(ValueError):  # `load` tells
+                self.load()
+        listed = self._read_last.listed if self._read_last is not None else ()
+        return (_stamp(self.path), *map(_stamp_if_there, listed))
 
     def load(self) -> Authorities:
         """What it says now. Raises OSError, ValueError."""
-        if self._authorities is None or self.version() != self._version:
-            self._authorities = self._read()
-        return self._authorities
+        known = self._read_last
+        if known is None or self.version() != known.version:
+            known = self._read_last = _reading(self.path)
+        return known.authorities
 
     def now(self, now: float) -> Authorities:
         """The same after a first `load`; looks at the files at most once in LOOK_EVERY_S."""
-        if self._authorities is None or now >= self._looked_at + LOOK_EVERY_S:
+        known = self._read_last
+        if known is None or now >= self._looked_at + LOOK_EVERY_S:
             self._looked_at = now
             try:
                 return self.load()
             except (OSError, ValueError) as exc:
-                if self._authorities is None:
+                if known is None:
                     raise
                 log.error("authorities of %s stay as they were: %s", self.path, exc)
-        return self._authorities
+        return known.authorities
 
-    def _read(self) -> Authorities:
-        data = self.path.read_bytes()
-        if IS_PEM in data:
-            listed, found = [], Authorities(data)
-        else:
-            sites = read_list(self.path.parent, data.decode())
-            listed = [self.path.parent / site.file for site in sites]
-            pem = [each.public_bytes(Encoding.PEM) for site in sites for each in site.certificates]
-            found = Authorities(b"".join(pem), sites)
-        self._listed = listed
-        self._version = self.version()
-        return found
+
+@dataclass(frozen=True, slots=True)
+class _Reading:
+    """What the files said, and their stamps from before each was read: one that changes meanwhile is read again."""
+
+    authorities: Authorities
+    listed: tuple[Path, ...]
+    version: tuple[FileStamp, ...]
+
+
+def _reading(path: Path) -> _Reading:
+    """Raises OSError, ValueError."""
+    stamp, stamps = _stamp(path), dict[Path, FileStamp]()
+    data = path.read_bytes()
+    if _is_pem(data):
+        return _Reading(Authorities(data), (), (stamp,))
+
+    def read(file: Path) -> bytes:
+        stamps.setdefault(file, _stamp(file))
+        return file.read_bytes()
+
+    sites = read_list(path.parent, data.decode(), read)
+    pem = [each.public_bytes(Encoding.PEM) for site in sites for each in site.certificates]
+    return _Reading(Authorities(b"".join(pem), sites), tuple(stamps), (stamp, *stamps.values()))
+
+
+def _is_pem(data: bytes) -> bool:
+    lines = (line.strip() for line in data.splitlines())
+    first = next((line for line in lines if line and not line.startswith(b"#")), b"")
+    return first.startswith(BEGINS_PEM.encode())
 
 
 def _stamp(file: Path) -> FileStamp:
@@ -180,10 +212,14 @@ def _certificates(pem: bytes) -> tuple[x509.Certificate, ...]:
     return tuple(x509.load_pem_x509_certificates(pem))
 
 
+def _key_of(certificate: x509.Certificate) -> bytes:
+    return certificate.public_key().public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
+
+
 @lru_cache(maxsize=4096)
 def _has_signed(der: bytes, authority: x509.Certificate) -> bool:
     try:
         x509.load_der_x509_certificate(der).verify_directly_issued_by(authority)
-    except (ValueError, TypeError, InvalidSignature):
+    except (ValueError, TypeError, InvalidSignature, UnsupportedAlgorithm):  # OpenSSL knows more algorithms
         return False
     return True

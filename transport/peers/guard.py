@@ -23,6 +23,7 @@ LOOK_AT_ENDS_S: Final = 60.0  # between two looks at the ends of certificates
 GRACE_S: Final = 3600.0  # after its certificate's end: who renews in time has connected anew by then
 REVOKED: Final = "revoked"
 EXPIRED: Final = "expired"
+PLACE: Final = "place"  # one of a node, and not of the one that is meant
 UNLISTED: Final = "unlisted"  # by its authority, which may not sign such a name
 
 
@@ -48,8 +49,8 @@ class Guard:
         self.refused: Counter[tuple[str, str]] = Counter()  # by operation and role
         self._revoked = revoked or RevocationList(None)
         self._authorities = authorities
-        self._followed = self._lists(now())
         self._now = now
+        self._followed = self.lists()
         self._unix_s = unix_s
         self._ends_at = now() + LOOK_AT_ENDS_S  # when ends of certificates are next looked at
         self._lock = threading.Lock()
@@ -57,9 +58,14 @@ class Guard:
         self._unsaid: Counter[tuple[str, str]] = Counter()
         self._open: dict[object, tuple[PeerCertificate, Callable[[str], None]]] = {}
 
-    def refusal(self, operation: str, peer: PeerCertificate, address: str) -> str:
-        """Why that peer may not, in a sentence; "": it may. A refusal is counted, and logged."""
+    def refusal(self, operation: str, peer: PeerCertificate, address: str, place: str = "") -> str:
+        """Why that peer may not, in a sentence; "": it may. A refusal is counted, and logged.
+
+        `place` is whom it is taken for, as CLUSTER/NAME: a host's name in a certificate does not say that. "": not known.
+        """
         reason, why = self._judged(operation, peer)
+        if not why and place and peer.name is not None and peer.name.place != place:
+            reason, why = PLACE, f"{peer.name} is not the node {place}"
         if why:
             self._note(operation, peer, address, why)
             self.told(reason)
@@ -92,7 +98,9 @@ class Guard:
         """Whether the list has it."""
         return self._revoked.now(self._now()).has(peer)
 
-    def _lists(self, now: float) -> tuple[Revoked, Authorities | None]:
+    def lists(self) -> tuple[Revoked, Authorities | None]:
+        """Whom they name now: what was judged by others is judged again."""
+        now = self._now()
         return self._revoked.now(now), self._authorities.now(now) if self._authorities is not None else None
 
     def _unlisted(self, peer: PeerCertificate) -> str:
@@ -136,12 +144,12 @@ class Guard:
         Raises what a follower or an end raises, once all others have been told; the next call then tells all again.
         """
         now = self._now()
-        lists = self._lists(now)
+        lists = self.lists()
         if lists == self._followed and now < self._ends_at:
             return 0
         held = []
         for ticket, (peer, end) in list(self._open.items()):
-            if reason := self.ended(peer):
+            if reason := self._ended_or_unknown(peer):
                 held.append((ticket, peer, end, reason))
         with ExitStack() as all_told:  # an error in one keeps none of the others from being told
             for follow in self.followers:
@@ -153,6 +161,14 @@ class Guard:
                 all_told.callback(end, reason)
         self._followed, self._ends_at = lists, now + LOOK_AT_ENDS_S
         return len(held)
+
+    def _ended_or_unknown(self, peer: PeerCertificate) -> str:
+        """Who cannot be judged has ended, and keeps none of the others from being judged."""
+        try:
+            return self.ended(peer)
+        except Exception:
+            log.exception("%s cannot be judged", peer)
+            return UNLISTED
 
     def ended(self, peer: PeerCertificate) -> str:
         """Why what it has open must end, as a label and a word; "": it need not."""

@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 HOUSEKEEPING_SHARE: Final = 0.05  # of a core, at most
 IDLE_HOUSEKEEPING_S: Final = 1.0
-PeerKey: TypeAlias = tuple[str, Via, str]
+PeerKey: TypeAlias = tuple[str, Via, str, str]
 """Address, path and, over TCP, link: an address behind two links is two peers, each with the budget of its link."""
 
 
@@ -88,7 +88,7 @@ class TransferClient:
 
     def links(self) -> list[LinkState]:
         """Every TCP link there is."""
-        return [peer.link for (_, via, _), peer in list(self._peers.items()) if via is Via.TCP]
+        return [peer.link for (_, via, *_), peer in list(self._peers.items()) if via is Via.TCP]
 
     def gone(self) -> dict[str, tuple[int, int]]:
         """Bytes that peers which were closed since had taken over TCP, and bytes retransmitted to them, by link."""
@@ -211,13 +211,14 @@ class TransferClient:
         if self._closing:
             raise Closed("the client is closed")
         link = spec.link or spec.address
-        key = (spec.address, spec.via, link if spec.via is Via.TCP else "")
+        key = (spec.address, spec.via, link if spec.via is Via.TCP else "", spec.receiver)
         if key not in self._peers:
             self._peers[key] = Peer(
                 spec.address,
                 spec.via,
                 self.options,
                 link=link,
+                receiver=spec.receiver,
                 egress=self._egress_of(link) if spec.via is Via.TCP else EgressBudget(),
                 on_refused=self._refused,
                 on_failed=self._failed,

@@ -42,6 +42,7 @@ class Peer:
         options: ClientOptions,
         *,
         link: str,
+        receiver: str,
         egress: EgressBudget,
         on_refused: Callable[[str, str], None],
         on_failed: Callable[[str], None],
@@ -68,7 +69,7 @@ class Peer:
             options=options,
             transfers=self.transfers,
             link=self.link_keeper,
-            keys=SessionKeys(address, options),
+            keys=SessionKeys(address, options, receiver),
             coding=self.coding,
         )
         # Over RDMA one connection serves all rails.

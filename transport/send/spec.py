@@ -33,7 +33,8 @@ class TransferSpec:
     has failed; `due_s` only says when it should have arrived, to be sent before what has more time. Tenants of one
     urgency share the link by `weight`. `placement` says where in the receiver's registered memory the ranges belong, as
     (offset, length) pairs. `formats(i)` says what range i is and how it may be made smaller where the receiver decodes
-    that; without, and on the same host or over RDMA, bytes travel as they are.
+    that; without, and on the same host or over RDMA, bytes travel as they are. `receiver` is the node that the receiver's
+    certificate must name, as CLUSTER/NAME; empty: any node's.
     """
 
     address: str
@@ -50,6 +51,7 @@ class TransferSpec:
     weight: float = 1.0
     placement: Sequence[tuple[int, int]] = ()
     formats: FormatOf | None = None
+    receiver: str = ""
 
     def __post_init__(self) -> None:
         if not 0 < self.weight < inf:

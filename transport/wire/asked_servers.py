@@ -1,11 +1,16 @@
 """Servers that are asked over HTTPS, by the name of their host. One of ours shows who it is before it is told a word.
 
-handshake ── of our authority? ── yes ──► it has the right to answer, or the handshake fails
-                              └── no ───► this host trusts it, as it may trust a proxy's
+handshake ── a name, or an authority of ours in its chain? ── yes ──► it has the right to answer, or the handshake fails
+                                                         └── no ───► this host trusts it, as it may trust a proxy's
+
+A chain that cannot be looked at counts as ours.
 """
 
 import logging
 import ssl
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Final
 
 from transport.peers.authorities import Authorities
@@ -15,30 +20,37 @@ from transport.wire.identity import Identity, Version
 
 log = logging.getLogger(__name__)
 
+NEWEST: Final = "TLSv1.3"  # which servers of ours speak; a proxy may be older
 NOT_VERIFIED: Final = 1  # as OpenSSL numbers its errors
+RENEW_S: Final = 3600.0  # a connection that is older is used no more: certificates end
 
 
 class AskedServers:
     """Those whose answers take the right `operation`, as `identity` asks them."""
 
-    def __init__(self, identity: Identity, operation: str) -> None:
+    def __init__(self, identity: Identity, operation: str, now: Callable[[], float] = time.monotonic) -> None:
         """Raises OSError."""
         self._identity = identity
         self._operation = operation
-        self._guard = identity.guard()
-        self._good: tuple[Version, _AskingContext] | None = None
+        self._guard = identity.guard(now)
+        self._now = now
+        self._good: _GoodContext | None = None
 
     def context(self) -> ssl.SSLContext:
-        """What the next handshake shows and accepts, as the files are now. Raises OSError."""
+        """What the next handshake shows and accepts, as the files are now. Raises OSError.
+
+        Who keeps connections keeps them by context: a server that is revoked is asked no more over one that is open.
+        """
+        known, now, lists = self._good, self._now(), self._guard.lists()
         try:
             version = self._identity.version()
-            if self._good is None or self._good[0] != version:
-                self._good = version, self._loaded()
+            if known is None or (known.version, known.lists) != (version, lists) or now >= known.since + RENEW_S:
+                known = self._good = _GoodContext(version, lists, now, self._loaded())
         except OSError as error:
-            if self._good is None:
+            if known is None or known.lists != lists:
                 raise
             log.warning("the certificate read before stays in use: %s", error)
-        return self._good[1]
+        return known.context
 
     def _loaded(self) -> "_AskingContext":
         context = _AskingContext(ssl.PROTOCOL_TLS_CLIENT)
@@ -46,6 +58,16 @@ class AskedServers:
         self._identity.load_into(context)
         context.judged_by(self._guard, self._operation, self._identity.authorities())
         return context
+
+
+@dataclass(frozen=True, slots=True)
+class _GoodContext:
+    """A context, what it was made of, and since when it is in use."""
+
+    version: Version
+    lists: object
+    since: float
+    context: ssl.SSLContext
 
 
 def trust_of(asked: AskedServers | None, url: str) -> ssl.SSLContext | bool:
@@ -61,13 +83,17 @@ class _AskingContext(ssl.SSLContext):
         self._operation = operation
         self._authorities = authorities
 
-    def judge(self, der: bytes | None, server: str | None) -> None:
+    def judge(self, connection: "_JudgedObject | _JudgedSocket") -> None:
         """Raises SSLCertVerificationError."""
+        der, chain = connection.getpeercert(binary_form=True), _verified_chain(connection)
         assert der is not None  # the handshake has asked for one
         peer = of_der(der)
-        if peer.name is None and not self._authorities.has_signed(der):
+        if peer.name is None and chain and not self._authorities.are_in(chain):
             return
-        if why := self._guard.refusal(self._operation, peer, server or "its address"):
+        why = self._guard.refusal(self._operation, peer, connection.server_hostname or "its address")
+        if not why and connection.version() != NEWEST:
+            why = f"{peer} speaks {connection.version()} alone, and must speak {NEWEST}"
+        if why:
             raise ssl.SSLCertVerificationError(NOT_VERIFIED, why)
 
 
@@ -76,7 +102,7 @@ class _JudgedObject(ssl.SSLObject):
 
     def do_handshake(self) -> None:
         super().do_handshake()
-        _context_of(self).judge(self.getpeercert(binary_form=True), self.server_hostname)
+        _judge(self)
 
 
 class _JudgedSocket(ssl.SSLSocket):
@@ -84,13 +110,21 @@ class _JudgedSocket(ssl.SSLSocket):
 
     def do_handshake(self, block: bool = False) -> None:
         super().do_handshake(block)
-        _context_of(self).judge(self.getpeercert(binary_form=True), self.server_hostname)
+        _judge(self)
 
 
-def _context_of(connection: Any) -> _AskingContext:
-    context = connection.context
+def _judge(connection: _JudgedObject | _JudgedSocket) -> None:
+    context: Any = connection.context
     assert isinstance(context, _AskingContext)
-    return context
+    context.judge(connection)
+
+
+def _verified_chain(connection: Any) -> list[bytes]:
+    """What the handshake has verified, down to a certificate that it trusts; nothing where this Python does not tell."""
+    if hasattr(connection, "get_verified_chain"):  # from Python 3.13 on
+        return list(connection.get_verified_chain())
+    told = getattr(getattr(connection, "_sslobj", None), "get_verified_chain", None)
+    return [ssl.PEM_cert_to_DER_cert(each.public_bytes()) for each in told()] if told is not None else []
 
 
 _AskingContext.sslobject_class = _JudgedObject

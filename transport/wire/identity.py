@@ -3,7 +3,8 @@
 import logging
 import os
 import ssl
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -62,7 +63,7 @@ class Identity:
             raise OSError(nameless(f"certificate {self.certificate}: {own.problem}"))
         return own.name
 
-    def guard(self) -> Guard:
+    def guard(self, now: Callable[[], float] = time.monotonic) -> Guard:
         """What knows our peers' rights. Raises OSError."""
         revoked, authorities = RevocationList(self.revoked), AuthorityFile(self.authority)
         try:
@@ -72,7 +73,7 @@ class Identity:
         own = self.own_name()
         if why := _read(authorities).refusal(of_pem(self.certificate.read_bytes())):
             raise OSError(f"certificate {self.certificate}: {why}")
-        return Guard(own, revoked, authorities=authorities)
+        return Guard(own, revoked, now, authorities=authorities)
 
     def server_context(self) -> ssl.SSLContext:
         return self._present(ssl.PROTOCOL_TLS_SERVER)
@@ -144,6 +145,8 @@ class Identity:
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         context.check_hostname = protocol == ssl.PROTOCOL_TLS_CLIENT and bool(self.peer_name)
         context.verify_mode = ssl.CERT_REQUIRED if asks else ssl.CERT_NONE
+        if protocol == ssl.PROTOCOL_TLS_SERVER and asks:
+            context.num_tickets = 0  # who resumes is not looked at again, though its authority may be gone
         self.load_into(context)
         return context
 

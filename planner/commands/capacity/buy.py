@@ -1,10 +1,12 @@
 """`prfaas-plan buy`: GPUs and lines over the months, at least cost within the SLO."""
 
 import argparse
+from pathlib import Path
 
 from planner.commands.rendering.output import emit, remark
 from planner.commands.rendering.progress import busy
 from planner.commands.rendering.purchases import purchases_json, purchases_text
+from planner.errors import InputError
 from planner.model.market import load_market
 from planner.model.site import load_site
 from planner.solve.buying.advice import advise
@@ -15,6 +17,8 @@ def run(args: argparse.Namespace) -> int:
     site, market = load_site(args.config, args.workload), load_market(args.market)
     if args.output is not None:  # before the search: it names the extra that it needs
         from planner.commands.rendering.purchases_page import purchases_page
+
+        _check_output(args.output)
     options = SolveOptions(extrapolate=args.extrapolate, survives_cold=not args.warm_caches)
     kinds = {cluster.hardware for cluster in site.clusters}
     for offer in market.hardware:
@@ -22,14 +26,22 @@ def run(args: argparse.Namespace) -> int:
             remark(f"warning: {args.market}: hardware {offer.hardware!r} is in no cluster of the site: not looked at")
     with busy("comparing ways to serve"):
         advice = advise(site, market, options)
-    if args.output is not None:
-        args.output.write_text(purchases_page(site, market, advice))
-        remark(f"wrote {args.output}")
     result = purchases_json(site, market, advice)
     if args.json:
         emit(result)
-        return 0
-    print(purchases_text(site, market, advice))
-    for assumption in result["assumptions"]:
-        remark(f"assumed: {assumption}")
+    else:
+        print(purchases_text(site, market, advice))
+        for assumption in result["assumptions"]:
+            remark(f"assumed: {assumption}")
+    if args.output is not None:  # last: the answer is there even if this fails
+        args.output.write_text(purchases_page(site, market, advice))
+        remark(f"wrote {args.output}")
     return 0
+
+
+def _check_output(path: Path) -> None:
+    """Raises InputError for a file that cannot be written."""
+    if path.is_dir():
+        raise InputError(f"--output {path}: is a folder; name a file")
+    if not path.parent.is_dir():
+        raise InputError(f"--output {path}: there is no folder {path.parent}")

@@ -6,11 +6,11 @@ from math import isfinite
 from typing import Any, Final
 
 from planner.commands.rendering.text import LABELS, tokens
-from planner.model.market import HOURS_PER_MONTH, HardwareOffer, Market
+from planner.model.market import HOURS_PER_MONTH, MONEY, HardwareOffer, Market
 from planner.model.profile import provenance_kind
 from planner.model.site import Site
-from planner.solve.buying.advice import Advice, BreakEven
-from planner.solve.buying.program import Order, Purchases, gb_per_month, line_cost
+from planner.solve.buying.advice import Advice, BreakEven, with_all_hardware
+from planner.solve.buying.program import LineOrder, Order, Purchases, gb_per_month, line_cost, line_orders
 from planner.solve.buying.systems import Contender, SizedSystem
 from planner.version import tool_version
 
@@ -24,12 +24,16 @@ STAGES: Final = LABELS | {"nodes": "nodes"}
 LOCAL_APPLIES: Final = (
     "  Bigger local prefill applies where PrfaaS hardware can be had beside the PD cluster (fast_at_home)."
 )
+ONLY_WAY: Final = "no other way that may be recommended serves"
 ASSUMPTIONS: Final = (
     "the busiest hour of each month sets the size, by the queues of `solve`; thresholds keep even shares of the requests",
     "bigger local prefill is the PrfaaS cluster's hardware beside the PD cluster, at the same price and without a line",
     "lines are paid for by the month, and may be others in the next one",
     "the break-even tariff is one price per GB for all lines; what they cost a month stays",
     "the threshold of a month holds all week: no schedule of hours is bought",
+)
+MEAN_RATE: Final = (
+    "the market says no rate_req_per_s: the workload's mean rate is taken for that of the first month's busiest hour"
 )
 
 
@@ -50,16 +54,17 @@ def purchases_json(site: Site, market: Market, advice: Advice) -> dict[str, Any]
         "failed": {str(contender): why for contender, why in advice.failed.items()},
         "months": [_month_json(market, advice, month) for month in range(len(advice.rates))],
         "orders": [_order_json(order) for order in advice.purchases.orders],
+        "line_orders": [_line_order_json(market, order) for order in line_orders(advice.purchases.systems)],
         "still_to_pay": advice.purchases.still_to_pay,
         "still_worth": advice.purchases.still_worth,
         "assumptions": assumptions(market),
-        "provenance": site.provenances() | _provenances(market),
+        "provenance": with_all_hardware(site).provenances() | _provenances(market),
     }
 
 
 def assumptions(market: Market) -> list[str]:
     """What the answer rests on, in sentences."""
-    return [*ASSUMPTIONS, _counted(market)]
+    return [*ASSUMPTIONS, *([MEAN_RATE] if market.demand.rate_req_per_s is None else []), _counted(market)]
 
 
 def _counted(market: Market) -> str:
@@ -77,6 +82,7 @@ def _break_even_json(found: BreakEven) -> dict[str, float | str | None]:
     return {
         "pays": pays,
         "per_gb": found.per_gb if found.per_gb is None or isfinite(found.per_gb) else None,
+        "months": found.months,
         "prompt_tokens": found.tokens,
         "hit_ratio": found.hit_ratio,
     }
@@ -108,6 +114,7 @@ def _month_json(market: Market, advice: Advice, month: int) -> dict[str, Any]:
         "num_prefill": system.num_prefill,
         "num_decode": system.num_decode,
         "threshold_tokens": system.threshold_tokens if isfinite(system.threshold_tokens) else None,
+        "line": market.line_number(system.line) if system.line else None,
         "line_gbps": system.line.gbps if system.line else 0.0,
         "utilisation": busy,
         "binds": max(busy, key=lambda stage: busy[stage]),
@@ -129,16 +136,28 @@ def _order_json(order: Order) -> dict[str, Any]:
     }
 
 
+def _line_order_json(market: Market, order: LineOrder) -> dict[str, Any]:
+    return {
+        "month": order.month + 1,
+        "line": market.line_number(order.line),
+        "line_gbps": order.line.gbps,
+        "first_month": order.first + 1,
+        "last_month": order.last + 1,
+    }
+
+
 def _provenances(market: Market) -> dict[str, str]:
     prices = {f"prices of {each.hardware}": each.provenance for each in market.hardware}
-    lines = {f"line of {each.gbps:g} Gbit/s": each.provenance for each in market.lines}
+    lines = {f"line {number} of {each.gbps:g} Gbit/s": each.provenance for number, each in enumerate(market.lines, 1)}
     return {"demand": market.demand.provenance} | prices | lines
 
 
 def purchases_text(site: Site, market: Market, advice: Advice) -> str:
     """The answer for people: a verdict, all ways, the months, the orders."""
     rates = advice.rates
-    head = f"Buy  site={site.name}  {len(rates)} months, {rates[0]:.2f} to {rates[-1]:.2f} req/s in the busiest hour"
+    head = (
+        f"Buy  site={site.name}  {_months_of(len(rates))}, {rates[0]:.2f} to {rates[-1]:.2f} req/s in the busiest hour"
+    )
     return "\n".join(
         [
             f"{head}{_targets(site)}",
@@ -157,6 +176,10 @@ def purchases_text(site: Site, market: Market, advice: Advice) -> str:
     )
 
 
+def _months_of(count: int) -> str:
+    return f"{count} month{'s' if count > 1 else ''}"
+
+
 def _targets(site: Site) -> str:
     ttft, tbt = site.slo.ttft_p90_s, site.slo.tbt_s
     parts = [f"TTFT P90 {ttft:g} s" if ttft is not None else "", f"TBT {tbt:g} s" if tbt is not None else ""]
@@ -165,24 +188,32 @@ def _targets(site: Site) -> str:
 
 def verdict(market: Market, advice: Advice) -> list[str]:
     """The cheapest way, and where another one would be."""
-    saved = ", the only way" if advice.saving is None else f", {advice.saving:.1%} cheaper than the next"
+    saved = f"; {ONLY_WAY}" if advice.saving is None else f", {advice.saving:.1%} cheaper than the next"
     word = "offload" if advice.is_offloading else "do not offload"
     lines = [f"Verdict: {word}; {NAMES[advice.best]} is cheapest{saved}"]
     if (found := advice.break_even) is not None:
-        tariff = (
-            "at no tariff, not even 0"
-            if found.per_gb is None
-            else f"up to {market.currency}{found.per_gb:.4f} per GB, if all lines charge that"
-            if isfinite(found.per_gb)
-            else "at every tariff: nothing else keeps the SLO"
+        lines.append(f"  Offloading all in all pays {_up_to_tariff(market, advice, found)}.")
+        some = "no prompt costs" if found.tokens is None else f"prompts from {tokens(found.tokens)} tokens on cost"
+        hits = (
+            "the mean one that is sent costs no less even if nothing of it is cached"
+            if found.hit_ratio is None
+            else f"of the mean one that is sent at most {found.hit_ratio:.0%} may be cached"
         )
-        lines.append(f"  Offloading all in all pays {tariff}.")
-        lengths = "no prompt" if found.tokens is None else f"prompts from {tokens(found.tokens)} tokens on"
-        hits = "none" if found.hit_ratio is None else f"{found.hit_ratio:.0%}"
-        lines.append(
-            f"  One by one, {lengths} cost less away; of the mean one that is sent at most {hits} may be cached."
-        )
+        lines.append(f"  One by one, {some} less away; {hits}.")
     return lines
+
+
+def _up_to_tariff(market: Market, advice: Advice, found: BreakEven) -> str:
+    """The tariff, and how many months offload at it, if not all of them do."""
+    if found.per_gb is None:
+        return "at no tariff, not even 0"
+    if advice.saving is None:
+        return f"at every tariff: {ONLY_WAY}"
+    if not isfinite(found.per_gb):
+        return f"at every tariff up to {market.currency}{MONEY.high:,.0f} per GB, in the last month at least"
+    total = len(advice.rates)
+    then = "" if found.months == total else f"; at that price in {found.months} of {total} months only"
+    return f"up to {market.currency}{found.per_gb:.4f} per GB, if all lines charge that{then}"
 
 
 def _ways(market: Market, advice: Advice) -> list[str]:
@@ -203,14 +234,15 @@ def _note(market: Market, contender: Contender) -> str:
 
 
 def _months(market: Market, advice: Advice) -> list[str]:
-    head = f"  {'month':>5}{'req/s':>8}{'PrfaaS':>8}{'PD-P':>6}{'PD-D':>6}{'t':>9}{'Gbit/s':>8}"
+    head = f"  {'month':>5}{'req/s':>8}{'PrfaaS':>8}{'PD-P':>6}{'PD-D':>6}{'t':>9}{'line':>6}{'Gbit/s':>8}"
     lines = [f"{head}{'busiest':>9}  {'which':<16}{'enough for months':>17}{'cash, ' + market.currency:>13}"]
     for month, rate in enumerate(advice.rates):
         system = advice.purchases.systems[month]
         share, stage = max((share, stage) for stage, share in system.busy)
         lines.append(
             f"  {month + 1:>5}{rate:>8.2f}{system.num_prfaas:>8}{system.num_prefill:>6}{system.num_decode:>6}"
-            f"{_threshold(system):>9}{system.line.gbps if system.line else 0:>8g}{share:>9.0%}  {STAGES[stage]:<16}"
+            f"{_threshold(system):>9}{market.line_number(system.line) if system.line else '-':>6}"
+            f"{system.line.gbps if system.line else 0:>8g}{share:>9.0%}  {STAGES[stage]:<16}"
             f"{_headroom(advice, month):>17}{advice.purchases.cash[month]:>13,.0f}"
         )
     return lines
@@ -227,7 +259,7 @@ def _headroom(advice: Advice, month: int) -> str:
 
 
 def _orders(market: Market, advice: Advice) -> list[str]:
-    """What is bought and committed, in the month in which it is ordered; what is rented by the hour, in runs of months."""
+    """What is bought and committed, by the month of its order; what is rented by the hour, in runs of months; lines."""
     orders = advice.purchases.orders
     found = [
         (order.month, order.hardware, what)
@@ -241,12 +273,20 @@ def _orders(market: Market, advice: Advice) -> list[str]:
             for first, last, count in _runs([rented.get(month, 0) for month in range(len(advice.rates))])
         ]
     lines = [f"  month {month + 1:>3}  {name:<12}{what}" for month, name, what in sorted(found)]
-    return ["Orders (instances):", *lines] if lines else ["Orders: none"]
+    wires = [_line_order(market, order) for order in line_orders(advice.purchases.systems)]
+    lines = ["Orders (instances):", *lines] if lines else []
+    return [*lines, *(["Orders (lines):", *wires] if wires else [])] or ["Orders: none"]
+
+
+def _line_order(market: Market, order: LineOrder) -> str:
+    name, first, last = f"line {market.line_number(order.line)}", order.first + 1, order.last + 1
+    months = f"months {first} to {last}" if last > first else f"month {first}"
+    return f"  month {order.month + 1:>3}  {name:<12}rent {order.line.gbps:g} Gbit/s for {months}"
 
 
 def _ordered(offer: HardwareOffer, order: Order) -> str:
     parts = [f"buy {order.bought}"] if order.bought else []
-    parts += [f"rent {count} for {months} months" for months, count in order.committed.items()]
+    parts += [f"rent {count} for {_months_of(months)}" for months, count in order.committed.items()]
     there = f" (there in month {order.month + 1 + offer.lead_months})" if offer.lead_months else ""
     return ", ".join(f"{part}{there}" for part in parts)
 
@@ -264,7 +304,7 @@ def _runs(counts: Sequence[int]) -> Iterator[tuple[int, int, int]]:
 def _rest(market: Market, advice: Advice) -> str:
     found, months = advice.purchases, len(advice.rates)
     return (
-        f"Paid in {months} months: {market.currency}{sum(found.cash):,.0f}. After them {market.currency}"
+        f"Paid in {_months_of(months)}: {market.currency}{sum(found.cash):,.0f}. After them {market.currency}"
         f"{found.still_to_pay:,.0f} of commitments is still to be paid; purchases are worth "
         f"{market.currency}{found.still_worth:,.0f}{'' if not market.demand.ends else ', which is taken for lost'}."
     )

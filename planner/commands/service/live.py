@@ -18,15 +18,20 @@ def client_of(args: argparse.Namespace) -> PlanClient:
 
 
 def _identity(certificate: Path | None, authority: Path | None) -> Identity | None:
-    """What is shown to a service that asks for certificates: the one named, with its key and its authorities beside it."""
+    """What is shown to a service that asks for certificates: the one named, with what is beside it.
+
+    That is its key, its authorities, and the list of revoked certificates if there is one.
+    """
     if certificate is None:
         return None
     listed = certificate.with_name("authorities")
     beside = listed if listed.exists() else certificate.with_name("authority.pem")
+    revoked = certificate.with_name("revoked")
     return Identity(
         certificate=certificate,
         key=certificate.with_suffix(".key"),
         authority=authority or beside,
+        revoked=revoked if revoked.exists() else None,
     )
 
 

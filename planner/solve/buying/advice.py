@@ -8,13 +8,15 @@ from typing import Final
 import numpy as np
 
 from planner.errors import Infeasible, InputError
-from planner.model.market import HOURS_PER_MONTH, HardwareOffer, Market
+from planner.model.market import HOURS_PER_MONTH, MONEY, HardwareOffer, Market
+from planner.model.reading import LEAST
 from planner.model.site import BYTES_PER_S_PER_GBPS, Site
 from planner.solve.aims import Aim
 from planner.solve.buying.program import (
     SECONDS_PER_HOUR,
     Purchases,
     cheapest_purchases,
+    commitment_cost,
     gb_per_month,
     needs,
     purchase_cost,
@@ -45,12 +47,13 @@ HITS: Final = np.linspace(0.0, 0.99, 100)
 class BreakEven:
     """Where offloading ceases to pay; None: it never pays, infinite: it always does.
 
-    `per_gb` is the tariff at which the whole way costs as much as the best other one. A prompt alone, at the prices of
-    instances and bytes, is cheaper away from `tokens` on; one of the mean offloaded length is as long as at most `hit_ratio`
-    of it is cached and sent all the same.
+    `per_gb` is the tariff at which the whole way costs as much as the best other one. It needs the last month only: `months`
+    says how many still offload at it. A prompt alone, at the prices of instances and bytes, is cheaper away from `tokens` on;
+    one of the mean offloaded length is as long as at most `hit_ratio` of it is cached and sent all the same.
     """
 
     per_gb: float | None
+    months: int | None  # None: no tariff is the limit
     tokens: float | None
     hit_ratio: float | None
 
@@ -106,11 +109,13 @@ def advise(site: Site, market: Market, options: SolveOptions) -> Advice:
     break_even = None
     if Contender.PRFAAS in ways:
         least = min([ways[each].cost for each in eligible if each is not Contender.PRFAAS], default=None)
-        tariff = inf if least is None else _tariff(systems[Contender.PRFAAS], rates, market, far, near, least)
+        last = ways[Contender.PRFAAS].systems[-1]
+        tariff, months = _tariff(systems[Contender.PRFAAS], rates, market, far, near, least)
         break_even = BreakEven(
             per_gb=tariff,
-            tokens=_from_tokens(problem, market, far, near),
-            hit_ratio=_up_to_hits(problem, market, far, near, ways[Contender.PRFAAS].systems[-1]),
+            months=months,
+            tokens=_from_tokens(problem, market, far, near, last),
+            hit_ratio=_up_to_hits(problem, market, far, near, last),
         )
     return Advice(
         rates=rates,
@@ -172,11 +177,15 @@ def _headroom(found: Purchases, systems: Sequence[Sequence[SizedSystem]], far: s
     ]
 
 
+def with_all_hardware(site: Site) -> Site:
+    """Instances in each cluster: how many there are does not matter, but curves are used where there are some."""
+    return replace(site, clusters=tuple(replace(each, instances=max(1, each.instances)) for each in site.clusters))
+
+
 def _posed(site: Site, options: SolveOptions) -> tuple[Problem, Aim]:
     """The problem in as many lengths as queues are compared by, within the target for TBT."""
     objective = Objective.SLO if site.slo.ttft_p90_s is not None else Objective.THROUGHPUT
-    # How many instances the site has does not matter, but curves are checked where there are some.
-    site = replace(site, clusters=tuple(replace(each, instances=max(1, each.instances)) for each in site.clusters))
+    site = with_all_hardware(site)
     options = SolveOptions(
         service=options.service,
         objective=objective,
@@ -206,12 +215,15 @@ def _why(contender: Contender, sought: Sought, market: Market) -> str | None:
     problem, target = sought.problem, sought.ttft_p90_s
     if target is not None:
         at_home = contender in (Contender.HOMOGENEOUS, Contender.COLOCATED)
-        gbps = max(line.gbps for line in market.lines) if contender is Contender.PRFAAS else HOME_GBPS
+        gbps, where = HOME_GBPS, ""
+        if contender is Contender.PRFAAS:
+            gbps = max(line.gbps for line in market.lines)
+            where = f" on the widest line, of {gbps:g} Gbit/s"
         wired = problem.with_capacity(egress_bytes_per_s=gbps * BYTES_PER_S_PER_GBPS)
-        cuts = [len(problem.lengths.tokens)] if at_home else even_cuts(problem)
+        cuts = [len(problem.lengths.tokens)] if at_home else even_cuts(problem)[:-1]
         least = min(weighted_quantile(*ttfts(wired, cut), 0.9) for cut in cuts)
         if least > target:
-            return f"TTFT P90 is {least:.2f} s even without load, {target:g} s are asked for"
+            return f"TTFT P90 is {least:.2f} s even without load{where}, {target:g} s are asked for"
     if contender is Contender.COLOCATED and sought.tbt_s is not None and problem.decode.at(1) >= sought.tbt_s:
         return f"a decode step of one request takes {problem.decode.at(1):g} s, and prompts come on top"
     return None
@@ -230,42 +242,55 @@ def _cheapest(
 
 
 def _tariff(
-    systems: Sequence[Sequence[SizedSystem]], rates: Sequence[float], market: Market, far: str, near: str, least: float
-) -> float | None:
-    """The price of a gigabyte, alike on all lines, at which offloading costs as much as the best other way.
+    systems: Sequence[Sequence[SizedSystem]],
+    rates: Sequence[float],
+    market: Market,
+    far: str,
+    near: str,
+    least: float | None,
+) -> tuple[float | None, int | None]:
+    """The price of a gigabyte, alike on all lines, at which offloading costs as much as the best other way; and how many
+    months offload at it. Infinite above all prices that a market may have, and without another way.
 
     The cost of the cheapest way is concave in the tariff, so that each step along its slope is too short, and the steps end.
     """
-    tariff = 0.0
+    if least is None:
+        return inf, None
+    tariff, sending = 0.0, 0
     for _ in range(STEPS):
         try:
             priced = [[each.at_tariff(tariff) for each in these] for these in systems]
             found = _cheapest(Contender.PRFAAS, priced, rates, market, far, near)
         except Infeasible:
-            return None
+            return None, None
         missing = least - found.cost
         if tariff == 0.0 and missing < 0:
-            return None
+            return None, None
+        sending = sum(each.num_prfaas > 0 for each in found.systems)
+        if missing <= CLOSE * least:
+            break
         slope = sum(
             gb_per_month(each, rate, market) * market.worth(month)
             for month, (each, rate) in enumerate(zip(found.systems, rates, strict=True))
             if each.line
         )
-        if missing <= CLOSE * least or not slope:
-            break
-        tariff += missing / slope
-    return tariff
+        if missing >= slope * (MONEY.high - tariff):
+            return inf, None
+        tariff = min(max(tariff + missing / slope, LEAST), MONEY.high)
+    return tariff, sending
 
 
 def month_price(offer: HardwareOffer, market: Market) -> float:
-    """The least that an instance costs a month which is there in all of them."""
-    months = market.demand.months
-    prices = [offer.committed_per_month(each) for each in offer.commitments if each.months <= months]
+    """The least that an instance costs a month in which it is there, all as the program counts it."""
+
+    def there(months: int) -> float:
+        return sum(map(market.worth, range(min(months, market.demand.months))))
+
+    prices = [commitment_cost(offer, each, 0, market) / there(each.months) for each in offer.commitments]
     if offer.rent_per_month is not None:
         prices.append(offer.rent_per_month)
     if offer.purchase_price is not None:
-        there = range(min(months, offer.lifetime_months))
-        prices.append(purchase_cost(offer, 0, market) / sum(map(market.worth, there)))
+        prices.append(purchase_cost(offer, 0, market) / there(offer.lifetime_months))
     if not prices and not offer.owned:
         raise InputError(f"hardware {offer.hardware!r}: give rent_per_gpu_hour, commitments or purchase_per_gpu")
     return min(prices, default=offer.power_per_month)
@@ -277,16 +302,16 @@ def _second_prices(market: Market, far: str, near: str) -> tuple[float, float]:
     return away, home
 
 
-def _per_gb(market: Market) -> float:
-    return min(line.per_gb for line in market.lines)
+def _per_gb(system: SizedSystem) -> float:
+    return system.line.per_gb if system.line else 0.0
 
 
-def _from_tokens(problem: Problem, market: Market, far: str, near: str) -> float | None:
+def _from_tokens(problem: Problem, market: Market, far: str, near: str, system: SizedSystem) -> float | None:
     """From which length on a prompt costs less away: GPU seconds and bytes; None: none does."""
     away, home = _second_prices(market, far, near)
     low, high = float(problem.lengths.tokens[0]), float(problem.lengths.tokens[-1])
     tokens = np.geomspace(max(1.0, low), high, LENGTHS)
-    sent = problem.kv.of(tokens) / GB * _per_gb(market)
+    sent = problem.kv.of(tokens) / GB * _per_gb(system)
     is_cheaper = problem.remote.after(tokens, None) * away + sent < problem.local.after(tokens, None) * home
     dear = np.flatnonzero(~is_cheaper)
     if not dear.size:
@@ -303,7 +328,7 @@ def _up_to_hits(problem: Problem, market: Market, far: str, near: str, system: S
         return None
     whole = float(np.average(lengths.tokens[above], weights=lengths.weights[above]))
     computed, cached = whole * (1 - HITS), whole * HITS
-    sent = problem.kv(whole) / GB * _per_gb(market)
+    sent = problem.kv(whole) / GB * _per_gb(system)
     is_cheaper = problem.remote.after(computed, cached) * away + sent < problem.local.after(computed, cached) * home
     dear = np.flatnonzero(~is_cheaper)
     if not dear.size:

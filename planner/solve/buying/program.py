@@ -6,12 +6,13 @@ line is paid for by the month.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Final
 
 import numpy as np
 
 from planner.errors import Infeasible, needing_scipy
-from planner.model.market import HOURS_PER_MONTH, Commitment, HardwareOffer, Market
+from planner.model.market import HOURS_PER_MONTH, Commitment, HardwareOffer, LineOffer, Market
 from planner.model.profile import Floats
 from planner.solve.buying.systems import SizedSystem
 
@@ -34,6 +35,20 @@ class Order:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LineOrder:
+    """A line that is rented from a month to another one, which is included; months are counted from 0."""
+
+    line: LineOffer
+    first: int
+    last: int
+
+    @property
+    def month(self) -> int:
+        """In which it is ordered."""
+        return self.first - self.line.lead_months
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Purchases:
     """The answer: a system for each month, what is ordered for it, and what all of it costs.
 
@@ -50,6 +65,17 @@ class Purchases:
     still_worth: float
     sent_gb: float
     gap: float  # by which a cheaper way might exist, as a share
+
+
+def line_orders(systems: Sequence[SizedSystem]) -> list[LineOrder]:
+    """The lines of the systems of all months, in runs of months that have the same one, as they are ordered."""
+    found, first = [], 0
+    for line, run in groupby(each.line for each in systems):
+        last = first + len(list(run)) - 1
+        if line is not None:
+            found.append(LineOrder(line=line, first=first, last=last))
+        first = last + 1
+    return sorted(found, key=lambda order: order.month)
 
 
 def gb_per_month(system: SizedSystem, rate: float, market: Market) -> float:

@@ -221,8 +221,8 @@ def _counts(
             continue
         spare = LATE - sum(late(replace(each, servers=decode), rate, wait, sought.ttft_p90_s) for each in held)
         home = _lateness(at_home, least_near, rate, wait, sought.ttft_p90_s)
-        for more, late in enumerate(_lateness(away, least_far, rate, wait, sought.ttft_p90_s)):
-            enough = next((count for count, each in enumerate(home) if each + late <= spare), None)
+        for more, late_away in enumerate(_lateness(away, least_far, rate, wait, sought.ttft_p90_s)):
+            enough = next((count for count, each in enumerate(home) if each + late_away <= spare), None)
             if enough is not None:
                 found.append((least_far + more, least_near + enough, decode))
         if wait.mean_s < NO_WAIT_S:

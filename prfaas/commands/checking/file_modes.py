@@ -25,13 +25,18 @@ def open_files(config: GatewayConfig) -> list[OpenFile]:
 def _secrets(config: GatewayConfig) -> set[Path]:
     found = {path for path in (config.key, config.tls_key, config.names_secret) if path is not None}
     if config.identity is not None:
-        try:
-            authorities = config.identity.authorities()
-        except OSError:  # others tell of it
-            authorities = None
-        listed = authority_files(config.authority, authorities)
+        listed = _authorities(config)
         found |= {*config.identity.key.parent.glob("*.key"), *(path.with_suffix(".key") for path in listed)}
     return found
+
+
+def _authorities(config: GatewayConfig) -> list[Path]:
+    """The PEM files of those who sign for peers."""
+    try:
+        said = config.identity.authorities() if config.identity is not None else None
+    except OSError:  # others tell of it
+        said = None
+    return authority_files(config.authority, said)
 
 
 def authority_files(path: Path | None, authorities: Authorities | None) -> list[Path]:
@@ -44,11 +49,12 @@ def authority_files(path: Path | None, authorities: Authorities | None) -> list[
 def _written_by_others(config: GatewayConfig) -> Iterator[OpenFile]:
     """Registries: who writes one says where prompts go. A file can also be replaced by who writes in its folder.
 
-    Lists of authorities and of revoked certificates are no better than who writes them.
+    Authorities, lists of them and of revoked certificates are no better than who writes them.
     """
     file, folder = config.membership.file, config.membership.folder
-    registries = {each for each in (file, folder, config.authority, config.revoked) if each is not None}
-    parents = {file.parent} - registries if file is not None else set()
+    single = {each for each in (file, config.authority, config.revoked, *_authorities(config)) if each is not None}
+    registries = single | {folder} if folder is not None else single
+    parents = {each.parent for each in single} - registries
     for path, mode in _modes(registries | parents):
         if mode & TO_WRITE and not (path in parents and mode & STICKY):
             yield OpenFile(str(path), mode & 0o777, is_written=True)

@@ -107,7 +107,7 @@ def test_who_resets_the_look_is_not_watched(role: PeerRole, peers: Peers, tmp_pa
 def test_a_look_that_broke_is_made_again(peers: Peers) -> None:
     @on_loop
     async def scenario() -> None:
-        async with watched(peers.by_role[PeerRole.NODE], peers.by_role[PeerRole.GATEWAY], resets=1) as client:
+        async with watched(peers.server, peers.by_role[PeerRole.GATEWAY], resets=1) as client:
             assert [await seen(client) for _ in range(2)] == ["unreachable", "NodeInfo"]
 
     scenario()
@@ -118,6 +118,19 @@ def test_an_agent_of_another_authority_is_none(peers: Peers) -> None:
     async def scenario() -> None:
         async with watched(peers.stranger, peers.by_role[PeerRole.GATEWAY], resets=0) as client:
             assert await seen(client) == "identity"
+
+    scenario()
+
+
+def test_a_node_that_says_it_is_another_one_is_none(peers: Peers) -> None:
+    @on_loop
+    async def scenario() -> None:
+        gateway = peers.by_role[PeerRole.GATEWAY]
+        async with watched(peers.by_role[PeerRole.NODE], gateway, resets=0) as client:
+            with pytest.raises(AgentCallFailed, match="east/node/thief-node is not the node west/d0"):
+                await anext(client.watch(1.0, PATIENCE_S))
+            shown = of_pem(peers.by_role[PeerRole.PREFILL].certificate.read_bytes())
+            assert "is not the node west/d0" in client.kept.refusal(shown)  # nor does another one take its calls
 
     scenario()
 

@@ -77,9 +77,9 @@ def pool_of(limit: int = 8, keep_alive_s: float = PATIENCE_S) -> EnginePool:
 
 
 async def post(
-    pool: EnginePool, url: str, body: bytes = b"{}", within_s: float = PATIENCE_S, *, name: str = ""
+    pool: EnginePool, url: str, body: bytes = b"{}", within_s: float = PATIENCE_S, *, name: str = "", place: str = ""
 ) -> bytes:
-    answer = await pool.post(url, "/v1", "X-A: b\r\n", body, within_s, name=name)
+    answer = await pool.post(url, "/v1", "X-A: b\r\n", body, within_s, name=name, place=place)
     try:
         return await answer.whole()
     finally:
@@ -297,6 +297,22 @@ def test_only_nodes_that_count_are_told_a_prompt(role: PeerRole, peers: Peers, t
                     assert guard.refused[SERVE, role] == 1
                     assert len(pool) == 0
                 pool.close()
+
+    scenario()
+
+
+def test_another_node_s_engine_is_told_no_prompt(peers: Peers, tmp_path: Path) -> None:
+    @on_loop
+    async def scenario() -> None:
+        revoked = tmp_path / "revoked"
+        revoked.touch()
+        pool, guard = guarded(peers, revoked)
+        async with serving(identity=peers.by_role[PeerRole.NODE]) as server:
+            assert await post(pool, server.url, name=HOST, place="east/thief-node") == b"ok"
+            with pytest.raises(LegFailed, match="thief-node is not the node west/d0"):
+                await post(pool, server.url, name=HOST, place="west/d0")  # not over the open one either
+            assert (len(server.heads), guard.refused[SERVE, "node"]) == (1, 1)
+            pool.close()
 
     scenario()
 

@@ -12,7 +12,7 @@ import pytest
 from planner.commands.cli import main
 from planner.errors import InputError
 from planner.model.market import load_market
-from tests.planner.commands.inputs import CONFIGS, SITE, WORST, spoiled, toml, written
+from tests.planner.commands.inputs import CONFIGS, ROWS, SITE, WORST, jsonl, spoiled, toml, written
 
 LENGTHS = {"kind": "lengths", "tokens": [1000, 2000, 8000, 40_000], "output_tokens": 100}
 SMALL = SITE | {"workload": LENGTHS, "slo": {"ttft_p90_s": 14.0, "tbt_s": 0.5}}
@@ -77,6 +77,25 @@ def test_machines_read_numbers_that_agree(capsys, tmp_path):
         assert month["utilisation"].get("egress", 0) <= 0.8
 
 
+def test_a_fitted_workload_is_bought_for(capsys, tmp_path):
+    """As `fit` writes it: decode nodes hold some of its prompts."""
+    trace, workload = tmp_path / "trace.jsonl", tmp_path / "fitted.json"
+    trace.write_text(jsonl(ROWS))
+    assert main(["fit", "--trace", str(trace), "-o", str(workload)]) == 0
+    assert "held" in json.loads(workload.read_text())["uncached_tokens"]
+    capsys.readouterr()
+    market = MARKET | {"demand": {"months": 1}}
+    code, out, err = bought(capsys, tmp_path, market, SITE, "-w", workload, "--extrapolate")
+    assert (code, "Verdict: " in out) == (0, True)
+    assert "assumed: the market says no rate_req_per_s: the workload's mean rate is taken" in err
+    for text in (
+        "  1 month, 1.03 to 1.03 req/s",
+        "no prompt costs less away; the mean one that is sent",
+        "Paid in 1 month: ",
+    ):
+        assert text in out, text
+
+
 def test_what_is_bought_keeps_the_target_in_simulation(capsys, tmp_path):
     """In the busiest hour, by the instances and the line that are there; so few requests tell a P90 to a tenth."""
     market = MARKET | {"demand": DEMAND | {"months": 1}}
@@ -107,12 +126,47 @@ def test_rents_of_several_months_are_one_line(capsys, tmp_path):
     assert "Unverified: demand, prices of h200x8, prices of h20x8" in out
 
 
+def test_lines_of_the_same_rate_are_told_apart_and_ordered(capsys, tmp_path):
+    """The metered one comes later, and its price is from nowhere."""
+    offers = [{"hardware": name, "gpus": 8, "rent_per_gpu_hour": 2.0} for name in ("h200x8", "h20x8")]
+    lines = [
+        {"gbps": 100, "per_month": 9000, "provenance": "quoted: an offer"},
+        {"gbps": 100, "per_gb": 0.0001, "lead_months": 1},
+        {"gbps": 100, "per_month": 90_000, "provenance": "quoted: an offer"},
+    ]
+    market = {"schema": 1, "demand": {"months": 3, "rate_req_per_s": 2.0}, "hardware": offers, "lines": lines}
+    found = json.loads(bought(capsys, tmp_path, market, SMALL, "--json")[1])
+    assert [month["line"] for month in found["months"]] == [1, 2, 2]
+    assert found["line_orders"] == [
+        {"month": 1, "line": 1, "line_gbps": 100.0, "first_month": 1, "last_month": 1},
+        {"month": 1, "line": 2, "line_gbps": 100.0, "first_month": 2, "last_month": 3},
+    ]
+    assert [found["provenance"][f"line {number} of 100 Gbit/s"] for number in (1, 2)] == ["quoted: an offer", ""]
+    out = bought(capsys, tmp_path, market, SMALL)[1]
+    orders = "Orders (lines):\n  month   1  line 1      rent 100 Gbit/s for month 1\n  month   1  line 2      rent 100 Gbit/s"
+    assert f"{orders} for months 2 to 3\n" in out
+    assert "Unverified: demand, prices of h200x8, prices of h20x8, line 2 of 100 Gbit/s" in out
+
+
 def test_a_page_without_matplotlib_names_the_extra_before_it_searches(capsys, tmp_path, monkeypatch):
     for name in ("charts", "page", "purchases_page"):
         monkeypatch.delitem(sys.modules, f"planner.commands.rendering.{name}", raising=False)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     code, _, err = bought(capsys, tmp_path, MARKET, SMALL, "-o", tmp_path / "buy.html")
     assert (code, "pip install 'prfaas[plots]'" in err) == (1, True)
+
+
+def test_where_a_page_goes_is_checked_before_the_search(capsys, tmp_path):
+    """The search would find that nothing keeps the target."""
+    hopeless = SMALL | {"slo": {"ttft_p90_s": 0.1}}
+    for output, message in ((tmp_path / "none" / "buy.html", "there is no folder"), (tmp_path, "is a folder")):
+        code, out, err = bought(capsys, tmp_path, MARKET, hopeless, "-o", output)
+        assert (code, out, f"error: --output {output}: {message}" in err) == (1, "", True)
+
+
+def test_the_answer_is_printed_even_if_its_page_cannot_be_written(capsys, tmp_path):
+    code, out, err = bought(capsys, tmp_path, MARKET | {"demand": DEMAND | {"months": 1}}, SMALL, "-o", "/dev/full")
+    assert (code, "Verdict: " in out, "No space left" in err) == (1, True, True)
 
 
 def changed(table, *path_and_value):
@@ -142,6 +196,7 @@ def changed(table, *path_and_value):
         (("hardware", 0, "hardware", "moon"), "hardware 'h200x8' has no [[hardware]] table; there are: moon, h20x8"),
         (("lines", 0, "gbps", 0), "lines[0]: gbps = 0.0: must be above 0"),
         (("lines", 2, "per_mb", 1.0), "lines[2]: unknown key 'per_mb' (did you mean 'per_gb'?)"),
+        (("currency", "a\nb"), "market.toml: currency = 'a\\nb': must be printable"),
         (("discount_per_year", 8), "discount_per_year = 8.0: must be a number, 0 to 1"),
         (("lines", 1, "provenance", "a guess"), "lines[1]: provenance = 'a guess': must be one of quoted, measured"),
         (("demand", {"months": 3}), "[demand] rate_req_per_s is missing"),

@@ -20,7 +20,7 @@ from tests.peers import HOST, Peers
 from transport.control.credentials import server_credentials
 from transport.control.proto import node_pb2 as pb
 from transport.control.proto import node_pb2_grpc as rpc
-from transport.peers.name import PeerRole
+from transport.peers.name import PeerName, PeerRole
 from transport.wire.identity import Identity
 
 
@@ -83,17 +83,30 @@ def test_only_nodes_that_count_are_asked(role: PeerRole, peers: Peers, tmp_path:
         planner, operator = (
             replace(peers.by_role[each], revoked=revoked) for each in (PeerRole.PLANNER, PeerRole.OPERATOR)
         )
-        async with showing(peers.by_role[role]) as (address, agent):
+        shown = peers.issue(PeerName("prfaas", "west", role, HOST))
+        async with showing(shown) as (address, agent):
             revoked.write_text("")
             why = await converted(address, planner)
-            assert why == "" if is_node else f"thief-{role} may not node.serve" in why
+            assert why == "" if is_node else f"{role}/{HOST} may not node.serve" in why
             assert await answers(address, operator, tmp_path) == ([HOST] if is_node else [])
             assert (agent.asked > 0) is is_node
-            revoked.write_text(f"thief-{role}\n")
+            revoked.write_text(f"{HOST}\n")
             agent.asked = 0
-            assert f"thief-{role} is revoked" in await converted(address, planner)
+            assert f"{HOST} is revoked" in await converted(address, planner)
             assert await answers(address, operator, tmp_path) == []
             assert agent.asked == 0
+
+    alone(scenario())
+
+
+def test_another_node_than_the_one_that_is_meant_is_not_asked(peers: Peers, tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with showing(peers.by_role[PeerRole.NODE]) as (address, agent):
+            planner, operator = peers.by_role[PeerRole.PLANNER], peers.by_role[PeerRole.OPERATOR]
+            (tmp_path / "revoked").touch()
+            assert f"thief-node is not the node west/{HOST}" in await converted(address, planner)
+            assert agent.asked == 0
+            assert await answers(address, replace(operator, revoked=tmp_path / "revoked"), tmp_path) == []
 
     alone(scenario())
 

@@ -12,9 +12,11 @@ from typing import Any
 import aiohttp
 import pytest
 from aiohttp import web
+from aiohttp.test_utils import make_mocked_request
 
 from planner.commands.cli import main
 from planner.errors import InputError
+from planner.service.app import PlanEndpoints
 from planner.service.gateways import Gateways
 from planner.service.server import PlanService, leading
 from planner.solve.control.readings import Readings, Units
@@ -82,8 +84,8 @@ async def test_the_right_to_read_and_to_change_plans_is_the_table_s(site: Site, 
                 expected = 204 if status == 200 and path.startswith("/plan") else status
                 assert (role, path, await status_of(f"{url}{path}", method, caller)) == (role, path, expected)
         assert await status_of(f"{url}/status", "GET", site.nameless) == 403
-        for caller in (site.stranger, None):
-            assert isinstance(await status_of(f"{url}/health", "GET", caller), str)
+        for nobody in (site.stranger, None):
+            assert isinstance(await status_of(f"{url}/health", "GET", nobody), str)
         assert isinstance(await status_of(f"{url}/health".replace("https", "http"), "GET", None), str)
 
 
@@ -94,6 +96,19 @@ async def test_who_is_revoked_reads_no_more_plans(site: Site, tmp_path: Path) ->
     async with service(tmp_path / "s", site.by_role[PeerRole.PLANNER], revoked=revoked) as (_, url):
         assert await status_of(f"{url}/status", "GET", site.by_role[PeerRole.GATEWAY]) == 403
         assert await status_of(f"{url}/status", "GET", site.by_role[PeerRole.OPERATOR]) == 200
+
+
+@on_loop
+async def test_whose_connection_is_gone_has_no_rights(site: Site) -> None:
+    async def never(http: web.Request) -> web.StreamResponse:
+        raise AssertionError
+
+    keeper: Any = None
+    (frame,) = PlanEndpoints(keeper, "", site.by_role[PeerRole.PLANNER].guard()).app().middlewares
+    request = make_mocked_request("POST", "/pause")
+    request.protocol.transport = None
+    answer = await frame(request, never)
+    assert answer.status == 403
 
 
 @on_loop
@@ -110,6 +125,11 @@ async def test_commands_show_an_operator_s_certificate(
         assert await show(PeerRole.NODE) == 1
         assert "east/node/node may not plan.read" in capsys.readouterr().err
         assert await asyncio.to_thread(main, ("show", "--url", url)) == 1
+        beside = site.folder / "revoked"
+        await asyncio.to_thread(beside.write_text, "planner\n")
+        assert await show(PeerRole.OPERATOR) == 1
+        assert "east/planner/planner is revoked" in capsys.readouterr().err
+        await asyncio.to_thread(beside.unlink)
 
 
 @asynccontextmanager

@@ -9,11 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from planner.commands.rendering.purchases import purchases_json, verdict
 from planner.errors import InputError
-from planner.model.market import Demand, HardwareOffer, LineOffer, Market
+from planner.model.market import Commitment, Demand, HardwareOffer, LineOffer, Market
 from planner.model.queueing import Station, Wait, mgk_wait
 from planner.model.site import Site
-from planner.solve.buying.advice import Advice, advise
+from planner.model.traffic import Lengths
+from planner.solve.buying.advice import Advice, advise, month_price
 from planner.solve.buying.systems import (
     QUEUE_BINS,
     Contender,
@@ -173,6 +175,38 @@ def test_the_tariff_decides(lenient: Site) -> None:
     assert tariff_of(dear) is None
 
 
+def test_a_tariff_says_how_many_months_offload_at_it(lenient: Site) -> None:
+    """Demand shrinks: dear gigabytes are sent in the months that send few."""
+    site = replace(lenient, slo=replace(lenient.slo, tbt_s=0.04))
+    rents = tuple(HardwareOffer(hardware=name, gpus=8, rent_per_gpu_hour=r) for name, r in ((FAR, 1.0), (NEAR, 40.0)))
+    demand = Demand(months=5, rate_req_per_s=2.0, growth_per_month=-0.5)
+
+    def sending(per_gb: float) -> tuple[Advice, int]:
+        lines = (LineOffer(gbps=100, per_gb=per_gb),)
+        found = advise(site, market(demand=demand, hardware=rents, lines=lines), SolveOptions())
+        return found, sum(each.num_prfaas > 0 for each in found.purchases.systems)
+
+    found, months = sending(0.0)
+    tariff = tariff_of(found)
+    assert found.break_even is not None
+    assert tariff is not None
+    assert found.break_even.months is not None
+    assert found.break_even.months < months == 5
+    assert sending(tariff * 0.98)[1] == found.break_even.months
+    said = f"if all lines charge that; at that price in {found.break_even.months} of 5 months only."
+    assert verdict(market(), found)[1].endswith(said)
+
+
+def test_a_tariff_above_all_prices_is_none(lenient: Site) -> None:
+    """It is not one that a line could have."""
+    offers = tuple(HardwareOffer(hardware=name, gpus=100_000, rent_per_gpu_hour=1e12) for name in (FAR, NEAR))
+    found = advise(lenient, market(hardware=offers), SolveOptions())
+    assert found.saving is not None
+    assert found.saving > 0
+    assert tariff_of(found) == inf
+    assert "at every tariff up to $1,000,000,000,000 per GB, in the last month at least" in verdict(market(), found)[1]
+
+
 def test_a_verdict_is_the_cheapest_of_all_ways(lenient: Site) -> None:
     """One month and rent only: each way's cost is the least over its systems."""
     priced = market(demand=Demand(months=1, rate_req_per_s=1.0))
@@ -234,11 +268,46 @@ def test_one_prompt_breaks_even_where_its_gpu_seconds_and_bytes_cost_the_same(le
     assert 0 < found.hit_ratio < 1
 
 
+def test_one_prompt_pays_for_bytes_what_the_line_that_is_taken_charges(lenient: Site) -> None:
+    taken, dear = LineOffer(gbps=40, per_gb=0.001), LineOffer(gbps=40, per_month=1e9)
+    found, alone = (advise(lenient, market(lines=lines), SolveOptions()) for lines in ((dear, taken), (taken,)))
+    assert found.purchases.systems[-1].line == taken
+    assert found.break_even is not None
+    assert alone.break_even is not None
+    assert found.break_even.tokens == alone.break_even.tokens
+    assert found.break_even.hit_ratio == alone.break_even.hit_ratio
+
+
+@pytest.mark.parametrize(("ends", "months_paid"), [(False, 3), (True, 12)])
+def test_commitments_beyond_the_last_month_count_as_in_the_plan(ends: bool, months_paid: int) -> None:
+    """Of those that are cut off by the end, or paid in full, each month that is looked at bears its part."""
+    offer = HardwareOffer(hardware=FAR, gpus=8, commitments=(Commitment(months=12, per_gpu_hour=1.5),))
+    demand = Demand(months=3, rate_req_per_s=1.0, ends=ends)
+    price = month_price(offer, market(demand=demand))
+    assert price == pytest.approx(8 * 1.5 * 730 * months_paid / 3)
+
+
+def test_hardware_may_be_committed_for_longer_than_is_looked_at(lenient: Site) -> None:
+    terms = (Commitment(months=12, per_gpu_hour=2.0),)
+    offers = tuple(HardwareOffer(hardware=name, gpus=8, commitments=terms) for name in (FAR, NEAR))
+    found = advise(lenient, market(hardware=offers), SolveOptions())
+    assert found.break_even is not None
+    assert found.break_even.tokens is not None
+
+
 def test_without_a_line_the_cluster_stays_at_home(lenient: Site) -> None:
     found = advise(lenient, market(lines=()), SolveOptions())
     assert not found.is_offloading
     assert found.break_even is None
     assert found.failed[Contender.PRFAAS] == "the market has no [[lines]]"
+
+
+def test_provenance_does_not_depend_on_what_the_site_has(lenient: Site) -> None:
+    found = advise(lenient, market(), SolveOptions())
+    empty = replace(lenient, clusters=tuple(replace(each, instances=0) for each in lenient.clusters))
+    some, none = (purchases_json(site, market(), found)["provenance"] for site in (lenient, empty))
+    assert f"T_prefill {FAR}" in some
+    assert none == some
 
 
 def test_hardware_without_a_price_is_named(lenient: Site) -> None:
@@ -250,3 +319,17 @@ def test_a_target_that_home_cannot_keep_is_said(case_study: Site) -> None:
     found = advise(case_study, market(demand=Demand(months=1, rate_req_per_s=1.0)), SolveOptions())
     assert "9.72 s even without load" in found.failed[Contender.HOMOGENEOUS]
     assert tariff_of(found) == inf
+    assert Contender.BIGGER_LOCAL in found.ways  # it keeps the target, too
+    said, tariff, _ = verdict(market(), found)
+    assert said.endswith("PrfaaS-PD is cheapest; no other way that may be recommended serves")
+    assert tariff == "  Offloading all in all pays at every tariff: no other way that may be recommended serves."
+
+
+def test_a_line_that_is_too_thin_is_named(case_study: Site) -> None:
+    """By what is sent on it, not by what home alone would do."""
+    lengths = Lengths(np.array([1_000.0, 2_000.0, 8_000.0, 40_000.0]), np.full(4, 0.25))
+    site = replace(case_study, workload=replace(case_study.workload, lengths=lengths))
+    found = advise(site, market(lines=tuple(LineOffer(gbps=g) for g in (0.3, 0.1)), fast_at_home=True), SolveOptions())
+    assert "even without load on the widest line, of 0.3 Gbit/s, 5 s" in found.failed[Contender.PRFAAS]
+    least_s, home_s = (float(found.failed[way].split()[3]) for way in (Contender.PRFAAS, Contender.HOMOGENEOUS))
+    assert least_s > 1.1 * home_s

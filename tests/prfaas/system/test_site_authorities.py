@@ -27,6 +27,16 @@ def test_a_new_cluster_gets_an_authority_and_a_line(tmp_path: Path) -> None:
     assert paths(tmp_path, "d0")["authority"] == str(tmp_path / "authorities")
 
 
+def test_a_list_is_replaced_and_never_half_written(tmp_path: Path) -> None:
+    issue(tmp_path, [holder("home/node/d0")], 30, by_cluster=True)
+    before = (tmp_path / "authorities").open()
+    issue(tmp_path, [holder("south/prefill/p0")], 30)
+    assert "south" not in before.read()
+    before.close()
+    assert "south" in (tmp_path / "authorities").read_text()
+    assert (tmp_path / "authorities").stat().st_mode & 0o022 == 0
+
+
 def test_an_authority_signs_for_what_its_line_says_where_its_key_is(tmp_path: Path) -> None:
     issue(tmp_path, [holder("home/node/d0"), holder("remote/prefill/p0")], 30, by_cluster=True)
     with pytest.raises(CertificateError, match="no authority signs for home/gateway: write that into its line first"):

@@ -78,7 +78,7 @@ class RealInlets:
 
     def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:
         self._hang_up()
-        left = [server for server in self._servers if not _becomes_idle(server) or server.buffers_lent_bytes]
+        left = [server for server in self._servers if not _becomes_idle(server)]
         for server in self._servers:
             server.close()
         LOG.setLevel(self._log_level)
@@ -189,7 +189,8 @@ class RealInlets:
 
 
 def _becomes_idle(server: TransferServer) -> bool:
+    """Whether its connections end and give back their buffers, which they do a moment later."""
     give_up_at = time.monotonic() + PATIENCE_S
-    while server.num_connections and time.monotonic() < give_up_at:
+    while (server.num_connections or server.buffers_lent_bytes) and time.monotonic() < give_up_at:
         time.sleep(0.01)
-    return not server.num_connections
+    return not (server.num_connections or server.buffers_lent_bytes)

@@ -3,17 +3,23 @@
 import logging
 import ssl
 from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import padding, rsa
+from cryptography.hazmat.primitives.serialization import Encoding
 
 from tests.peers import Peers
 from tests.transport.peers.test_transfers import listening, session_of
 from tests.transport.peers.two_sites import GATEWAY, HOME_NODE, REMOTE_NODE, TwoSites
 from transport.errors import ConnectionRefused
-from transport.peers.authorities import AuthorityFile, AuthorityScope
+from transport.peers.authorities import AuthorityFile, AuthorityScope, SiteAuthority
 from transport.peers.guard import UNLISTED, Guard
 from transport.peers.name import PeerCertificate, PeerName, PeerRole, of_pem, of_tls, said_by
+from transport.peers.revocation import RevocationList
 from transport.peers.rights import GREET, SERVE
 from transport.wire.identity import Identity
 
@@ -72,6 +78,42 @@ def test_an_authority_that_calls_itself_like_another_one_is_seen_through(tmp_pat
     assert why == f"no authority of the list has signed {HOME_NODE} itself"
 
 
+def test_a_signature_of_an_unknown_kind_counts_for_none() -> None:
+    """OpenSSL verifies more kinds than `cryptography`: RSA-PSS with SHA-512/256 is one."""
+    key, name = rsa.generate_private_key(65537, 2048), x509.Name([])
+    now, day = datetime.now(UTC), timedelta(days=1)
+    made = x509.CertificateBuilder(name, name, key.public_key(), 1, now - day, now + day)
+    pss = padding.PSS(padding.MGF1(hashes.SHA256()), padding.PSS.DIGEST_LENGTH)
+    signed = made.sign(key, hashes.SHA256(), rsa_padding=pss)
+    sha256, sha512_256 = (bytes.fromhex(f"60864801650304020{kind}") for kind in (1, 6))
+    der = signed.public_bytes(Encoding.DER).replace(sha256, sha512_256)
+    authority = SiteAuthority("remote/authority.pem", (signed,), ())
+    assert authority.has_signed(signed.public_bytes(Encoding.DER))
+    assert not authority.has_signed(der)
+
+
+class Puzzled(Guard):
+    """Fails at one peer."""
+
+    def is_revoked(self, peer: PeerCertificate) -> bool:
+        if peer.name == REMOTE_NODE:
+            raise RuntimeError("what is this?")
+        return super().is_revoked(peer)
+
+
+def test_a_peer_that_cannot_be_judged_ends_and_keeps_no_others_open(tmp_path: Path) -> None:
+    now, ended, revoked = [0.0], list[str](), tmp_path / "revoked"
+    revoked.touch()
+    guard = Puzzled(HOME_NODE, RevocationList(revoked), now=lambda: now[0])
+    stays = PeerName("prfaas", "home", PeerRole.NODE, "d1")
+    for serial, name in enumerate((REMOTE_NODE, GATEWAY, stays)):
+        guard.enter(PeerCertificate(name, serial), lambda reason, name=name: ended.append(f"{name.name} {reason}"))  # type: ignore[misc]
+    revoked.write_text("g\n")
+    now[0] += 5.0
+    assert guard.end_revoked() == 2
+    assert sorted(ended) == ["g revoked", "p0 unlisted"]
+
+
 def test_a_listener_of_transfers_gives_keys_to_its_own_sites_alone(sites: TwoSites) -> None:
     with listening(sites.home, sites.home.guard()) as server:
         assert session_of(server, sites.remote).peer is not None
@@ -107,6 +149,46 @@ def test_while_a_list_is_wrong_the_one_before_holds(tmp_path: Path, caplog: pyte
         replace(sites.home).check()
 
 
+@pytest.mark.parametrize("changed", ["authorities", "remote/authority.pem"])
+def test_a_file_that_changes_while_it_is_read_is_read_again(
+    changed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sites, read = TwoSites(tmp_path), Path.read_bytes
+    home = (tmp_path / "home" / "authority.pem").read_bytes()
+    text = home if changed.endswith(".pem") else b"home/authority.pem home/node\n"
+
+    def overtaken(path: Path) -> bytes:
+        found = read(path)
+        if path == tmp_path / changed:
+            path.write_bytes(text)
+        return found
+
+    file = AuthorityFile(sites.list)
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "read_bytes", overtaken)
+        before = file.now(0.0)
+    assert file.now(5.0) != before
+    assert file.now(5.0) == AuthorityFile(sites.list).load()
+
+
+@pytest.mark.parametrize("added", ["# as -----BEGIN CERTIFICATE----- says\n", "remote"])
+def test_a_list_with_a_certificate_in_it_does_not_open_for_all(added: str, tmp_path: Path) -> None:
+    sites = TwoSites(tmp_path)
+    file = AuthorityFile(sites.list)
+    before, text = file.now(0.0), sites.list.read_text()
+    pem = (tmp_path / "remote" / "authority.pem").read_text()
+    sites.list.write_text(text + pem if added == "remote" else added + text)
+    assert file.now(5.0) == before
+    assert before.sites is not None
+
+
+def test_a_pem_file_may_begin_with_comments(tmp_path: Path) -> None:
+    sites, file = TwoSites(tmp_path), tmp_path / "one.pem"
+    file.write_bytes(b"# the home site\n\n" + (tmp_path / "home" / "authority.pem").read_bytes())
+    assert AuthorityFile(file).load().sites is None
+    assert shown(sites.home, replace(sites.home, authority=file)).name == HOME_NODE
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -114,6 +196,7 @@ def test_while_a_list_is_wrong_the_one_before_holds(tmp_path: Path, caplog: pyte
         ("# nothing\n", "it names no authority"),
         ("home/authority.pem home", "'home': must be CLUSTER/ROLE"),
         ("authorities home/node", "line 1: "),
+        ("home/authority.pem home/node\n-----BEGIN CERTIFICATE-----\n", "line 2: a certificate has no place in a list"),
         ("nowhere.pem home/node", "No such file"),
     ],
 )

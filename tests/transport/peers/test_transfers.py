@@ -119,6 +119,20 @@ def test_a_sender_gives_nothing_to_who_is_no_node(peers: Peers, tmp_path: Path) 
             assert role in SENDERS or pushed.reason == "identity"
 
 
+def test_a_sender_gives_nothing_to_another_node_than_the_ticket_s(peers: Peers, tmp_path: Path) -> None:
+    options = sending(peers, tmp_path / "revoked")
+    _, everybody = peers.guarded(tmp_path / "nobody")
+    with (
+        listening(peers.by_role[PeerRole.NODE], everybody) as server,
+        TransferClient(options=options) as client,
+    ):
+        for transfer_id, receiver, reason in (("ours", "east/thief-node", ""), ("another's", "west/d0", "identity")):
+            delivery = deliver(server, client, [1000], transfer_id=transfer_id, receiver=receiver)
+            pushed = delivery.push.wait(PATIENCE_S)
+            assert pushed is not None
+            assert (pushed.ok, pushed.reason) == (not reason, reason)
+
+
 def sending(peers: Peers, revoked: Path) -> ClientOptions:
     """A sender's, with a list of its own."""
     revoked.touch()

@@ -22,8 +22,10 @@ RENEW_AGAIN_S: Final = 5.0  # after keys could not be renewed
 class SessionKeys:
     """Agreed on when first needed, and again when half their life is over. May be used from any thread."""
 
-    def __init__(self, address: str, options: ClientOptions) -> None:
+    def __init__(self, address: str, options: ClientOptions, receiver: str = "") -> None:
+        """`receiver` is the node that must give them, as CLUSTER/NAME; empty: any."""
         self._address = address
+        self._receiver = receiver
         self._options = options
         self._lock = threading.Lock()
         self._session: Session | None = None
@@ -56,7 +58,7 @@ class SessionKeys:
 
     def _refusal(self, peer: PeerCertificate) -> str:
         guard = self._options.guard
-        return guard.refusal(RECEIVE, peer, self._address) if guard is not None else ""
+        return guard.refusal(RECEIVE, peer, self._address, self._receiver) if guard is not None else ""
 
     def _new(self, identity: Identity, now: float) -> Session:
         """Or the present ones, when there are no others to be had and they have not ended. A refusal ends them."""

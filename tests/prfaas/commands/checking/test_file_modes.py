@@ -69,6 +69,26 @@ def test_keys_of_listed_authorities_and_lists_that_others_write_are_told(tmp_pat
     assert open_files(config) == [OpenFile(str(stolen), 0o644), OpenFile(str(sites.list), 0o646, is_written=True)]
 
 
+def test_authorities_that_others_can_write_or_replace_are_told(tmp_path: Path) -> None:
+    sites, revoked = TwoSites(tmp_path / "certificates"), of(tmp_path / "lists" / "revoked", 0o644)
+    config = GatewayConfig(
+        tokenizer_dir=tmp_path,
+        nodes=(NodeAddress(agent="127.0.0.1:7001"),),
+        certificate=sites.gateway.certificate,
+        key=sites.gateway.key,
+        authority=sites.list,
+        revoked=revoked,
+    )
+    assert open_files(config) == []
+    written = [
+        of(sites.folder / "remote" / "authority.pem", 0o666), sites.folder / "any", sites.folder, revoked.parent
+    ]  # fmt: skip
+    for folder in written[1:]:
+        folder.chmod(0o777)
+    said = {OpenFile(str(path), path.stat().st_mode & 0o777, is_written=True) for path in written}
+    assert set(open_files(config)) == said
+
+
 def test_a_registry_that_others_can_write_is_a_warning() -> None:
     seen = CheckFindings(open_files=[OpenFile("fleet/a.json", 0o666, is_written=True, more=2)])
     (found,) = findings(seen)
