@@ -1,4 +1,4 @@
-"""SIGHUP has a file read again; it never just ends a process, not even one whose modules are still being imported."""
+"""SIGHUP has a file read again, SIGUSR2 a gateway replaced; neither ends a process whose modules are still being imported."""
 
 import subprocess
 import sys
@@ -12,6 +12,8 @@ class HangUp(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path=None, target=None):
         if name == {imported!r}:
             os.kill(os.getpid(), signal.SIGHUP)
+            if "gateway" in {argv!r}:
+                os.kill(os.getpid(), signal.SIGUSR2)
 
 sys.meta_path.insert(0, HangUp())
 sys.argv = {argv!r}

@@ -132,11 +132,11 @@ class Process:
             async with asyncio.timeout(timeout_s):
                 await _drained(process)
         except TimeoutError:
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(killed_s):
-                    await _drained(process)
+            if process.returncode is None:
+                with contextlib.suppress(ProcessLookupError, TimeoutError):
+                    process.kill()
+                    async with asyncio.timeout(killed_s):
+                        await _drained(process)
         return process.returncode
 
 
