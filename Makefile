@@ -42,9 +42,9 @@ IN_TURN := --rotate $(SEED) --hypothesis-profile brief
 
 # Test files are spread over processes; those marked `long` start first.
 SPREAD := --maxprocesses 4 --dist loadfile --no-loadscope-reorder
-# Tests at every change wait for much of their time, for a clock or another process. Twice as many processes as cores, up
-# to four, keep the cores busy. (nproc counts no more cores than OMP_NUM_THREADS says.)
-WORKERS ?= $(shell expr 2 \* $$(env -u OMP_NUM_THREADS nproc))
+# Tests at every change wait for much of their time, for a clock or another process. One process more than there are cores,
+# up to four, keeps the cores busy. (nproc counts no more cores than OMP_NUM_THREADS says.)
+WORKERS ?= $(shell expr 1 + $$(env -u OMP_NUM_THREADS nproc))
 
 INPUTS       ?= 1000000
 BODIES       ?= 5000
