@@ -26,9 +26,7 @@ T = TypeVar("T")
 BEAT_S: Final = 10.0
 LEASE_S: Final = 120.0  # clients of NFS may see a file as it was a minute ago; that a node is down is seen by its watch
 RETRY_S: Final = 1.0
-STALE_S: Final = (
-    86_400.0  # after which a file is one that a killed node has left; gateways forget the node after its lease
-)
+STALE_S: Final = 86_400.0  # after which a killed node must have left a file; gateways forget the node after its lease
 TIDY_BEATS: Final = 360  # between two looks for such files
 PATIENCE_S: Final = 5.0  # with a file server: then it is logged, and no longer waited for if the node ends
 
@@ -80,7 +78,8 @@ class FolderEntry:
         now = os.stat(self.path).st_mtime
         for path in self.path.parent.glob(f"[!.]*{ENTRY_SUFFIX}"):
             with contextlib.suppress(OSError, SettingsError):
-                if now - _touched_at(path) > STALE_S and now - _touched_at(path) > _lease_of(path) > 0.0:
+                age_s = now - _touched_at(path)
+                if age_s > STALE_S and age_s > _lease_of(path) > 0.0:
                     path.unlink()
                     log.info("removed %s, left behind by a node that was killed", path)
 

@@ -1,5 +1,6 @@
 """Certificates of every role by one authority, and of those who should get nowhere."""
 
+import ssl
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -61,3 +62,18 @@ def _renamed(identity: Identity, authority_key: Path, names: Sequence[PeerName])
     key = cast(ec.EllipticCurvePrivateKey, serialization.load_pem_private_key(authority_key.read_bytes(), None))
     identity.certificate.write_bytes(made.sign(key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM))
     return identity
+
+
+def handshake(client: Identity, server: Identity) -> ssl.SSLObject:
+    """The server's end of a connection in memory, after the handshake."""
+    there, back = ssl.MemoryBIO(), ssl.MemoryBIO()
+    ends = (
+        client.client_context().wrap_bio(back, there),
+        server.server_context().wrap_bio(there, back, server_side=True),
+    )
+    for end in ends * 3:
+        try:
+            end.do_handshake()
+        except ssl.SSLWantReadError:
+            continue
+    return ends[1]

@@ -4,7 +4,7 @@ import ssl
 
 from gateway.errors import AgentCallFailed
 from transport.control.credentials import server_certificate
-from transport.peers.guard import EXPIRED, Guard
+from transport.peers.guard import Guard
 from transport.peers.name import PeerCertificate
 from transport.peers.rights import SERVE
 from transport.wire.identity import Identity
@@ -34,7 +34,8 @@ class AgentPeer:
             self._shown = None
             reason = "identity" if isinstance(error, ssl.SSLError) else "unreachable"
             raise AgentCallFailed(self._address, reason, f"no look at its certificate: {error!r}") from error
-        if why := self._guard.refusal(SERVE, self._shown, self._address):  # another node may be there by now
+        # The node is not compared with the former one: another one may listen at this address now. It says which one it is.
+        if why := self._guard.refusal(SERVE, self._shown, self._address):
             raise AgentCallFailed(self._address, "identity", why)
 
     def says(self, cluster: str, node_id: str) -> None:
@@ -56,5 +57,5 @@ class AgentPeer:
         """Raises AgentCallFailed once the certificate last looked at is revoked, or its authority may not sign it any more."""
         if self._guard is None or self._shown is None:
             return
-        if (reason := self._guard.ended(self._shown)) not in ("", EXPIRED):
+        if reason := self._guard.shut_out(self._shown):
             raise AgentCallFailed(self._address, "identity", f"{self._shown} is {reason}")

@@ -82,7 +82,7 @@ class _OwnPlaces:
     def serve(self, name: str, cost: float) -> None:
         """A body of this tenant is read; `cost` by its weight."""
         self.free -= 1
-        self.now = max(self.now, self.start_of(name))
+        self.now = self.start_of(name)
         self.starts[name] = self.now + cost
         self.starts = _bounded(self.starts, self.now)
 

@@ -107,9 +107,11 @@ class Guard:
         """Why it was not its authority's to sign; "": it was."""
         return self._authorities.now(self._now()).refusal(peer) if self._authorities is not None else ""
 
-    def is_shut_out(self, peer: PeerCertificate) -> bool:
-        """Whether it counts no more, however long its certificate is good for."""
-        return self.is_revoked(peer) or bool(self._unlisted(peer))
+    def shut_out(self, peer: PeerCertificate) -> str:
+        """Why it counts no more, however long its certificate is good for, as a label and a word; "": it counts."""
+        if self.is_revoked(peer):
+            return REVOKED
+        return UNLISTED if self._unlisted(peer) else ""
 
     def has_expired(self, peer: PeerCertificate) -> bool:
         """Whether a handshake would have been refused for long."""
@@ -172,11 +174,7 @@ class Guard:
 
     def ended(self, peer: PeerCertificate) -> str:
         """Why what it has open must end, as a label and a word; "": it need not."""
-        if self.is_revoked(peer):
-            return REVOKED
-        if self.has_expired(peer):
-            return EXPIRED
-        return UNLISTED if self._unlisted(peer) else ""
+        return self.shut_out(peer) or (EXPIRED if self.has_expired(peer) else "")
 
     def _note(self, operation: str, peer: PeerCertificate, address: str, why: str) -> None:
         key, now = (operation, peer.role), self._now()

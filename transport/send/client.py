@@ -34,7 +34,8 @@ log = logging.getLogger(__name__)
 HOUSEKEEPING_SHARE: Final = 0.05  # of a core, at most
 IDLE_HOUSEKEEPING_S: Final = 1.0
 PeerKey: TypeAlias = tuple[str, Via, str, str]
-"""Address, path and, over TCP, link: an address behind two links is two peers, each with the budget of its link."""
+"""Address, path, over TCP the link, and the node that must answer: an address behind two links is two peers, each with the budget
+of its link."""
 
 
 class TransferClient:

@@ -117,9 +117,8 @@ class Identity:
     def _standing(self, *, asks: bool) -> ssl.SSLContext:
         # A context of its own: one that hands over to itself would be in force whatever the files say.
         context = self._load(ssl.PROTOCOL_TLS_SERVER, asks=asks)
-        self._present(
-            ssl.PROTOCOL_TLS_SERVER, asks=asks
-        )  # what serves should files be on their way before anybody comes
+        # It serves if files are being replaced when the first caller comes.
+        self._present(ssl.PROTOCOL_TLS_SERVER, asks=asks)
 
         def present(connection: ssl.SSLObject, _name: str | None, _context: ssl.SSLContext) -> None:
             connection.context = self._present(ssl.PROTOCOL_TLS_SERVER, asks=asks)

@@ -13,6 +13,7 @@ from planner.model.reading import LEAST
 from planner.model.site import BYTES_PER_S_PER_GBPS, Site
 from planner.solve.aims import Aim
 from planner.solve.buying.program import (
+    GB,
     SECONDS_PER_HOUR,
     Purchases,
     cheapest_purchases,
@@ -37,7 +38,6 @@ from planner.solve.search import weighted_quantile
 
 STEPS: Final = 12  # towards a tariff: each is a program
 CLOSE: Final = 1e-3  # share of the costs by which two ways are equally dear
-GB: Final = 1e9
 LENGTHS: Final = 400  # that are compared
 MOST_INSTANCES: Final = 5_000  # that are looked at
 HITS: Final = np.linspace(0.0, 0.99, 100)

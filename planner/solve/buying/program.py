@@ -224,18 +224,11 @@ def cheapest_purchases(
     `systems` are those that carry each month's rate; `far` and `near` are the hardware of PrfaaS nodes and of the PD cluster.
     """
     program, months = _Columns(), len(rates)
-    by_month = []
+    chosen = []
     for month, rate in enumerate(rates):
-        able = [each for each in systems[month] if each.line is None or each.line.lead_months <= month]
-        if sends_at_last and month == months - 1:
-            able = [each for each in able if each.num_prfaas]
-        if not able:
-            raise Infeasible(f"month {month + 1}: {_why_none(systems[month], rate, month)}")
-        by_month.append(worth_a_look(able, rate, market, far, near))
-    chosen = [
-        [(program.add(line_cost(each, rates[month], market) * market.worth(month), 1), each) for each in choices]
-        for month, choices in enumerate(by_month)
-    ]
+        able = _able(systems[month], rate, month, sends=sends_at_last and month == months - 1)
+        choices = worth_a_look(able, rate, market, far, near)
+        chosen.append([(program.add(line_cost(each, rate, market) * market.worth(month), 1), each) for each in choices])
     for picks in chosen:
         program.row({column: 1.0 for column, _ in picks}, 1, 1)
     names = sorted({name for picks in chosen for _, each in picks for name in needs(each, far, near)})
@@ -272,6 +265,15 @@ def cheapest_purchases(
         sent_gb=sum(gb_per_month(each, rate, market) for each, rate in zip(taken, rates, strict=True) if each.line),
         gap=gap,
     )
+
+
+def _able(systems: Sequence[SizedSystem], rate: float, month: int, *, sends: bool) -> list[SizedSystem]:
+    """Those whose line is there in that month; if it `sends`, those with PrfaaS nodes. Raises Infeasible if there are none."""
+    able = [each for each in systems if each.line is None or each.line.lead_months <= month]
+    able = [each for each in able if each.num_prfaas or not sends]
+    if not able:
+        raise Infeasible(f"month {month + 1}: {_why_none(systems, rate, month)}")
+    return able
 
 
 def _why_none(systems: Sequence[SizedSystem], rate: float, month: int) -> str:

@@ -31,9 +31,8 @@ THRESHOLDS: Final = 24  # that are tried: even shares of the requests
 QUEUE_BINS: Final = 250  # of lengths, by which their queues are compared
 MOST_SPARE: Final = 24  # instances of a stage beyond those that it needs without queues
 NO_WAIT_S: Final = 1e-3  # for a place in decode: more decode nodes would not be felt
-WAITS: Final = -np.log(
-    1.0 - (np.arange(8) + 0.5) / 8
-)  # of those who wait, in mean waits: the middles of eight equal parts
+# Of those who wait, in mean waits: the middles of eight equal parts.
+WAITS: Final = -np.log(1.0 - (np.arange(8) + 0.5) / 8)
 NO_GAIN: Final = 1e-6  # of late requests, by one more instance
 HOME_GBPS: Final = 1e5  # between nodes of one cluster
 BATCHES: Final = 16  # sizes of decode batches that are tried on colocated nodes

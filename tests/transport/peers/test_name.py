@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.peers import handshake
 from transport.control.certificates import Authority, expires_at
 from transport.peers.name import NamelessPeer, PeerName, PeerRole, of_der, of_grpc, of_pem, of_tls
 from transport.wire.identity import Identity
@@ -64,19 +65,9 @@ def identity(tmp_path_factory: pytest.TempPathFactory) -> Identity:
     return Authority(tmp_path_factory.mktemp("ca")).issue("east-p0", ["10.0.0.1"], peer=EAST)
 
 
-def shown(server: Identity, client: Identity) -> dict[str, Any]:
-    """What the server's ssl makes of the client's certificate."""
-    there, back = ssl.MemoryBIO(), ssl.MemoryBIO()
-    ends = (
-        client.client_context().wrap_bio(back, there),
-        server.server_context().wrap_bio(there, back, server_side=True),
-    )
-    for end in ends * 3:
-        try:
-            end.do_handshake()
-        except ssl.SSLWantReadError:
-            continue
-    found = ends[1].getpeercert()
+def shown(identity: Identity) -> dict[str, Any]:
+    """What ssl makes of its certificate, at the other end."""
+    found = handshake(identity, identity).getpeercert()
     assert found
     return found
 
@@ -85,7 +76,7 @@ def test_the_same_certificate_says_the_same_however_it_comes(identity: Identity)
     pem = identity.certificate.read_bytes()
     from_file = of_pem(pem)
     assert from_file.name == EAST
-    assert of_tls(shown(identity, identity)) == from_file
+    assert of_tls(shown(identity)) == from_file
     assert of_grpc({"x509_pem_cert": [pem], "peer_spiffe_id": [b"spiffe://lies/a/gateway/b"]}) == from_file
     assert of_grpc({}) is None
     assert identity.own_name() == EAST
@@ -93,7 +84,7 @@ def test_the_same_certificate_says_the_same_however_it_comes(identity: Identity)
 
 def test_a_certificate_without_a_name_says_how_to_get_one(tmp_path: Path) -> None:
     nameless = Authority(tmp_path).issue("old")
-    found = of_tls(shown(nameless, nameless))
+    found = of_tls(shown(nameless))
     assert (found.name, found.role) == (None, "none")
     assert found.serial == of_pem(nameless.certificate.read_bytes()).serial
     with pytest.raises(OSError, match=r"it must carry a name spiffe://TRUST/CLUSTER/ROLE/NAME; `prfaas certificates`"):

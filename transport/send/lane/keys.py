@@ -36,7 +36,7 @@ class SessionKeys:
         if self._options.integrity is not Integrity.AEAD or self._options.identity is None:
             return None
         with self._lock:
-            if self._session is not None and self._is_revoked(self._session):
+            if self._session is not None and self._is_shut_out(self._session):
                 self._session = None  # before others are asked for: a revoked peer may keep others from coming
             if self._session is None or now >= self._renew_at:
                 self._session = self._new(self._options.identity, now)
@@ -49,12 +49,12 @@ class SessionKeys:
 
     def unless_revoked(self, session: Session | None) -> None:
         """Raises ConnectionRefused once the receiver that gave these keys counts no more."""
-        if session is not None and session.peer is not None and self._is_revoked(session):
+        if session is not None and session.peer is not None and self._is_shut_out(session):
             raise ConnectionRefused(Code.IDENTITY, self._refusal(session.peer))
 
-    def _is_revoked(self, session: Session) -> bool:
+    def _is_shut_out(self, session: Session) -> bool:
         guard = self._options.guard
-        return guard is not None and session.peer is not None and guard.is_shut_out(session.peer)
+        return guard is not None and session.peer is not None and bool(guard.shut_out(session.peer))
 
     def _refusal(self, peer: PeerCertificate) -> str:
         guard = self._options.guard
