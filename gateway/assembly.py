@@ -113,7 +113,7 @@ class RunningGateway:
             listener.close_port()
 
     async def left(self, timeout_s: float, goes_on: Callable[[], bool]) -> None:
-        """Waits until no client is connected any more, if it `goes_on` till then: they learn by their next answers to leave."""
+        """Waits until no client is connected, or `goes_on` says no. Answers tell clients to connect anew."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 while goes_on() and (self.admission.in_flight or any(map(len, self.gates))):  # noqa: ASYNC110 nothing tells

@@ -3,7 +3,7 @@
 GatewayError
 ├── GatewayConfigError        the configuration file is wrong; the process does not start
 │   └── CannotListen          a port that it names is not to be had
-├── NotReplaced               a gateway that was to replace another one cannot; the other one goes on
+├── NotReplaced               a gateway cannot replace another one; the error says whether that one goes on
 ├── WorkersFail               processes of the gateway end as often as they are started
 ├── ApiError                  becomes the client's answer, in OpenAI's shape
 │   ├── BadRequest            400: the client's own mistake, `param` names the field

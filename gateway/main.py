@@ -93,7 +93,7 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the gateway until it is told to stop.
 
-    0: ended in peace; 2: the configuration is wrong, or a port taken; 4: it was to replace a gateway that goes on.
+    0: ended in peace; 2: the configuration is wrong, or a port taken; 4: it could not replace another gateway.
     """
     arguments = parser().parse_args(argv)
     # Until the server takes it, there is nothing to read again; left alone, it would end the process.
@@ -184,8 +184,8 @@ async def serve(
     """Serves until SIGTERM or SIGINT, then until the running requests have ended; a second signal ends them too.
 
     SIGHUP has the configuration read again. A worker whose parent is gone leaves its ports to the next gateway, and so does
-    a gateway that is replaced; they end when their clients have left. One that is stopped while it starts in the place of another
-    gateway has not taken a connection: it raises NotReplaced.
+    a gateway that is replaced. They end when their clients have left. If SIGTERM comes while it starts in another one's
+    place, it raises NotReplaced.
     """
     own = asyncio.current_task()
     assert own is not None
@@ -224,8 +224,8 @@ async def _serve(
 
         def leave() -> None:
             gateway.leave_ports()
-            # Those that come on connections which are there still are served, unless the parent is gone: all is to end then.
-            # That may be seen a moment later: the signal comes when its first thread ends.
+            # It still serves connections that remain, unless its parent is gone: then all ends. We may see that late: the
+            # signal comes when the parent's first thread ends.
             gateway.admission.is_leaving = has_parent()
             signals.stop.set()
 
@@ -273,7 +273,7 @@ def _run(
     else:
         status = _begin(config, tokenizer, arguments)
     # The loop's handlers are gone: a second signal must not turn a clean end into a kill.
-    for number in (signal.SIGTERM, signal.SIGHUP):
+    for number in (signal.SIGTERM, signal.SIGHUP, REPLACE):
         signal.signal(number, signal.SIG_IGN)
     return status
 

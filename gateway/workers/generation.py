@@ -39,7 +39,7 @@ def shared_memory() -> Path:
 
 
 class Generation:
-    """What this one has. All but `begun` is for its event loop."""
+    """One running generation. All but `begun` runs on its event loop."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class Generation:
     ) -> None:
         """`successor` is the command that starts one."""
         self.ports = ports
-        self.failure = ""  # to replace the one before, though it serves
+        self.failure = ""  # why the one before could not be replaced, though this one serves
         self.is_left = False  # another generation is in charge
         self.is_replacing = predecessor is not None  # until it is in charge
         self._name = name
@@ -70,7 +70,7 @@ class Generation:
         self._leave: Callable[[], None] = lambda: None
 
     def place(self, worker: int) -> Place:
-        """That of a process of it."""
+        """The place of one of its workers."""
         return Place(
             lineage=str(self._lineage.path),
             number=self._first_place + worker,
@@ -79,11 +79,11 @@ class Generation:
         )
 
     def descriptors(self, worker: int) -> list[int]:
-        """Those that a process of it must be given."""
+        """The descriptors that a worker must be given."""
         return [*self._lineage.locks, *(each.fileno() for some in self.ports.of(worker).values() for each in some)]
 
     def own_place(self) -> Place:
-        """That of this process, which is all of it: with descriptors of its own."""
+        """The place of this process, where it is the only one. Its descriptors are copies."""
         place = self.place(0)
         return Place(
             lineage=place.lineage,
@@ -96,7 +96,9 @@ class Generation:
         """It serves: the one before leaves, and then it is announced. `leave` is called when the next one serves."""
         self._leave = leave
         self.is_replacing = False
+        self._lineage.take_over()
         self._taking_charge = asyncio.create_task(self._take_charge(announce), name="take charge")
+        self._taking_charge.add_done_callback(self._charge_taken)
 
     async def _take_charge(self, announce: Callable[[], None]) -> None:
         loop = asyncio.get_running_loop()
@@ -109,7 +111,6 @@ class Generation:
                 return
             with suppress(OSError):
                 await asyncio.to_thread(sweep_directories, shared_memory())
-        self._lineage.take_over()
         if self._is_ending:
             return
         self._door = HandoverDoor(self._name, self._offer, self._left)
@@ -118,25 +119,32 @@ class Generation:
         notify(os.environ, READY)
         announce()
 
+    def _charge_taken(self, task: "asyncio.Task[None]") -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("this gateway serves, and cannot be replaced by another one", exc_info=error)
+
     def clear(self, worker: int) -> None:
-        """What a process of it had under way is no more."""
+        """A worker has ended: what it had under way counts no more."""
         self._lineage.clear(self._limiters(), self._first_place + worker)
 
     def renew(self, worker: int) -> None:
-        """A process of it has ended: the next one gets other sockets. While a successor has them, too, closing would not help:
-        connections would be dealt to them all the same, and wait for it.
+        """A worker has ended: its next one gets other sockets. While another generation has the same ones, they stay.
+
+        The kernel would still deal connections to them.
         """
-        if self._door is None or not self._door.has_offered:
+        before_serves = self._predecessor is not None and self._door is None
+        next_is_coming = self._door is not None and self._door.has_offered
+        if not (before_serves or next_is_coming):
             self.ports.renew(worker)
 
     def give_way(self) -> bool:
-        """It is not to serve after all: it lets go of the ports, if the one before has them still."""
+        """It will not serve: it closes its ports if another gateway serves there. Returns whether one does."""
         if self.is_replacing:
             self.ports.close()
         return self.is_replacing
 
     def retire(self) -> None:
-        """It is about to end: nothing is offered to another one from now on. One that has an offer may take over."""
+        """It is about to end, and offers nothing any more. A successor that has an offer may still take over."""
         self._is_ending = True
         if self._door is not None:
             self._door.close_name()
@@ -182,7 +190,7 @@ class Generation:
         self.ports.close()
 
     def _look(self) -> None:
-        """Now and then: clears what generations have left that ended, and takes the name as soon as it is free."""
+        """Clears the places of generations that have ended, and takes the name when it is free. Runs every second."""
         with suppress(OSError):
             self._lineage.sweep(self._limiters())
         assert self._door is not None
@@ -224,7 +232,7 @@ class Generation:
 def begun(
     config: GatewayConfig, name: str, *, replaces: bool, ready_s: float, successor: Callable[[], list[str]]
 ) -> Iterator[Generation]:
-    """A generation of the gateway that is called so; if it `replaces` one that runs, with what that one has.
+    """A generation of the gateway with this name. If it `replaces` one that runs, it takes over what that one has.
 
     Raises CannotListen, NotReplaced, OSError.
     """
@@ -253,7 +261,7 @@ def begun(
 
 
 def _ports(config: GatewayConfig, predecessor: Predecessor | None) -> Ports:
-    """With the sockets that we were given; those that are of no use are closed, or clients would wait there in vain."""
+    """Ports on the sockets that we were given. It closes those without use: clients would wait there in vain."""
     given = predecessor.sockets if predecessor is not None else passed_by_systemd(os.environ, config)
     used = set[int]()
     try:
@@ -271,7 +279,7 @@ def _ports(config: GatewayConfig, predecessor: Predecessor | None) -> Ports:
 
 
 def _lineage(config: GatewayConfig, predecessor: Predecessor | None) -> tuple[Lineage, int]:
-    """That of the predecessor, where its files are as ours would be, and our first place in it."""
+    """The predecessor's lineage if its format is ours, else a new one; and our first place in it."""
     if predecessor is not None and predecessor.format == FORMAT:
         try:
             lineage = Lineage.joined(predecessor.lineage, predecessor.lock)
@@ -280,7 +288,6 @@ def _lineage(config: GatewayConfig, predecessor: Predecessor | None) -> tuple[Li
             raise NotReplaced(f"what the gateway that runs keeps cannot be read: {error}") from error
         if first is None:
             raise NotReplaced("gateways that were replaced before have not ended yet: try again later, or restart")
-        lineage.hand_on()  # it is the predecessor's until we are in charge
         return lineage, first
     if predecessor is not None:
         log.warning("the gateway that runs keeps its counts in another way: limits and usage begin anew")

@@ -5,8 +5,8 @@
                              gateway      ◄──"left": accepts no more, and has given up the name
                              gateway      ◄──"withdrawn": the successor took too long, and another one has asked
 
-A successor that is gone before it says "serving" has changed nothing. The name is abstract (unix(7)): it ends with its process,
-however that ends, and holds where ports do. Another user may take it, but not a socket: both ends look who the other is.
+A successor that is gone before it says "serving" has changed nothing. The name is abstract (unix(7)): it goes when its process
+ends. Another user may take the name, but not a socket: each end checks the other's user.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ REPLACE, SERVING, LEFT, WITHDRAWN = b"replace", b"serving", b"left", b"withdrawn
 MAX_BYTES: Final = 1 << 16
 MAX_DESCRIPTORS: Final = 253  # in one message (SCM_MAX_FD)
 ANSWER_S: Final = 10.0  # a gateway that takes longer is stuck
-OFFER_S: Final = 300.0  # after which a successor that does not serve yet is taken to be stuck, if another one asks
+OFFER_S: Final = 300.0  # a successor that takes longer is stuck: another one may take its offer
 UCRED: Final = struct.Struct("3i")  # unix(7): process, user, group
 DIGEST_BYTES: Final = 16
 TRUSTED: Final = frozenset({os.geteuid(), 0})
@@ -55,7 +55,7 @@ def name_of(config_path: Path) -> str:
 
 
 class Predecessor:
-    """The gateway that is to be replaced, as its successor sees it. It goes on until it hears that it need not."""
+    """The gateway that is to be replaced, as its successor sees it. It serves until its successor says that it serves."""
 
     def __init__(self, connection: socket.socket, offer: HandoverOffer, lock: int, sockets: Sockets) -> None:
         self.pid = offer.pid
@@ -98,7 +98,7 @@ class Predecessor:
             raise
 
     def leave(self) -> None:
-        """We serve: it accepts no more when this returns, or is gone. Blocks. Raises NotReplaced if that is too late."""
+        """Says that we serve. Blocks until it accepts no more or is gone. Raises NotReplaced if our offer was withdrawn."""
         try:
             with self._connection as connection:
                 with suppress(BrokenPipeError):
@@ -112,7 +112,7 @@ class Predecessor:
             log.warning("the gateway that is replaced, pid=%d, does not say that it leaves: %r", self.pid, error)
 
     def has_ended(self) -> bool:
-        """Whether it has, meanwhile; asked at last."""
+        """Whether it has ended. Call this last: the connection does not block any more."""
         try:
             self._connection.setblocking(False)
             return not self._connection.recv(MAX_BYTES, socket.MSG_PEEK)
@@ -122,7 +122,7 @@ class Predecessor:
             return True
 
     def close(self) -> None:
-        """It goes on, or has left."""
+        """Ends the connection."""
         self._connection.close()
 
 
@@ -223,18 +223,20 @@ class HandoverDoor:
         socket.send_fds(connection, [msgspec.json.encode(offer)], descriptors)
 
     def _withdraw(self, connection: socket.socket) -> None:
+        """It stays open: closed with its "serving" unread, it would lose our word."""
         with suppress(OSError):
             connection.send(WITHDRAWN)
-        self._drop(connection)
+        self._successor = None
 
     def _replaced(self, connection: socket.socket) -> None:
         pid = _pid_of(connection)
         self.close_name()
         self._leave(pid)
-        connection.send(LEFT)
+        with suppress(OSError):  # a successor that is gone has taken over all the same
+            connection.send(LEFT)
 
     def close_name(self) -> None:
-        """Offers nothing any more; a successor that has an offer may still say that it serves."""
+        """Gives up the name. A successor that has an offer may still say that it serves."""
         listening, self._listening = self._listening, None
         if listening is not None:
             asyncio.get_running_loop().remove_reader(listening)

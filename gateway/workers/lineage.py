@@ -4,7 +4,7 @@
     metrics       what has been counted, usage too               drained     links that operators have drained
     tally         what was asked for                             places-N    of a generation: its places N, N+1 …, locked
 
-Every process has a place of its own: its columns and its files of metrics are its alone, whatever the others do meanwhile. A
+Every process has a place of its own: no other process writes to its columns or its metrics files. A
 generation whose lock can be had has ended, with its workers, however that went. The one in charge clears its places then, for
 those to come.
 """
@@ -35,7 +35,7 @@ SPARE_PLACES: Final = 12  # beside four generations' of the first one's size
 
 
 class Lineage:
-    """The folder. It goes with the last of its generations: with one that ends, has been in charge, and leaves none behind."""
+    """The folder. The last generation that was in charge removes it."""
 
     def __init__(self, owned: OwnedDirectory) -> None:
         self.path = owned.path
@@ -71,11 +71,11 @@ class Lineage:
 
     @property
     def locks(self) -> list[int]:
-        """The descriptors that say which places we have; workers keep them, and may outlive their parent."""
+        """The locks of our places. Workers keep them, and may outlive their parent."""
         return list(self._held.values())
 
     def take(self, number: int) -> int | None:
-        """So many places, for as long as this process lives: the first of them; None: too few are free. Raises OSError."""
+        """Takes `number` places for as long as this process lives. Returns the first; None: too few are free. Raises OSError."""
         taken = set[int]()
         for file in self._generations():
             taken |= set(_places(file))
@@ -97,7 +97,7 @@ class Lineage:
                 file.unlink(missing_ok=True)
 
     def clear(self, allowances: TenantLimiters, place: int) -> None:
-        """What the process in this place had under way is no more."""
+        """The process in this place has ended: what it had under way counts no more."""
         allowances.clear(place)
         forget_gauges(self.path / METRICS, place)
 
@@ -106,21 +106,23 @@ class Lineage:
         self._is_ours = True
 
     def hand_on(self) -> None:
-        """Another generation is, or is about to join."""
+        """Another generation is in charge, or is about to join."""
         self._is_ours = False
 
     def close(self) -> None:
         """This generation has ended."""
+        for fd in self._held.values():  # first: of two that end at once, each would leave the folder to the other
+            os.close(fd)
+        self._held.clear()
         if self._is_ours and not self._has_others():
             self._owned.close()
         else:
             self._owned.let_go()
-        for fd in self._held.values():
-            os.close(fd)
-        self._held.clear()
 
     def _has_others(self) -> bool:
-        return any(file not in self._held and not _is_unlocked(file) for file in self._generations())
+        with suppress(FileNotFoundError):  # another one is removing it
+            return any(not _is_unlocked(file) for file in self._generations())
+        return False
 
     def _generations(self) -> list[Path]:
         return sorted(self.path.glob(f"{PLACES}*"))

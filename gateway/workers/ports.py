@@ -81,7 +81,7 @@ class Ports:
                 each.close()
 
     def _deal(self, name: ListenerName, sockets: Sequence[socket.socket]) -> None:
-        """To every worker one at least of each address; where no more can be had, they share."""
+        """Gives every worker at least one socket of each address. Where no more can be made, workers share."""
         by_address = defaultdict[Any, list[socket.socket]](list)
         for each in sockets:
             by_address[each.getsockname()].append(each)

@@ -61,9 +61,9 @@ class Workers:
         descriptors: Callable[[int], Sequence[int]] = lambda number: (),
         gives_way: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`on_ended` hears of each worker that has ended, before another one takes its place, and gets its `descriptors`.
+        """`on_ended` hears of each worker that has ended, before its next one starts. `descriptors` are what a worker is given.
 
-        `gives_way` is asked when they are to end: whether the ports are another gateway's, which serves there.
+        `gives_way` is asked when they are to end: whether another gateway serves on the ports.
         """
         self._gives_way = gives_way
         self._on_ended = on_ended
@@ -96,7 +96,10 @@ class Workers:
             raise failures.exceptions[0] from None
 
     def stop(self) -> None:
-        """Has all workers end in order; called again, at once. If another gateway serves meanwhile, they refuse none."""
+        """Ends all workers in order; called again, at once. If another gateway serves on the ports, they only leave them.
+
+        Then it takes a third call: the second one is their first signal.
+        """
         if not self._stopping.is_set() and self._gives_way():
             self.leave()
             return
@@ -205,7 +208,7 @@ class Workers:
             ending.cancel()
 
     async def _end_if_silent(self, number: int, child: Child, ending: "asyncio.Task[int]") -> None:
-        """Until a worker has ended; one that is stopped, or stuck, is killed: its clients wait in vain."""
+        """Waits until a worker has ended. It kills one that is stopped or stuck: its clients wait in vain."""
         heard, since = self._board.beats(number), self._now()
         while not ending.done():
             looked_at = self._now()

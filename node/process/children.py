@@ -115,8 +115,8 @@ def _is_of(process: Path, leader: int) -> bool:
 
 
 def command_of(process: Path) -> bytes:
-    """Its command line. A process that is becoming another program has none for an instant, in which vfork's caller runs on
-    already; one that ends has none any more, and no memory (proc(5)). Raises OSError where it is gone.
+    """Its command line. It is empty for an instant while a process becomes another program, and for ever once it has ended
+    (proc(5)). Raises OSError if it is gone.
     """
     deadline = time.monotonic() + EXEC_S
     while not (command := (process / "cmdline").read_bytes()) and time.monotonic() < deadline:

@@ -1,11 +1,11 @@
 """Names in directories that all nodes of a host share (/dev/shm, /tmp), which belong to a process and go when it has ended.
 
-A name is locked (flock) before it can be seen, and the lock goes with its process, however that ended. So whose lock can be had
-is dead; a process id says less: it may mean another process in another container. Where a name ends with the id of a process
-that lives, it is left alone all the same: nothing is lost but a little memory, and until that process ends.
+A name is locked (flock) before it can be seen, and the lock goes with its process, however that ended. If another process can
+lock a name, its owner is dead. A process id says less: it may mean another process in another container. Where a name ends
+with the id of a process that lives, it stays all the same: only a little memory is lost, until that process ends.
 
-Until it is locked a name is hidden (it begins with a dot). A sweeper may take such a name from a process that is about to
-lock it; he makes another one.
+Until it is locked a name is hidden (it begins with a dot). A sweeper may remove such a name before its process locks it; that
+process then makes another one.
 """
 
 import contextlib

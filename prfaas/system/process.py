@@ -18,7 +18,7 @@ LOG_TAIL_BYTES = 1500
 SIGNALLED = 128  # with the signal's number, the exit status of what a signal ended below another process
 FROM_OUTSIDE = {signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP}  # a crash is a signal, too: by itself
 LATE_TIMES = 10  # so many times later than it should be, a start is taken to be stuck
-KILLED_S = 5.0  # until one that was killed counts as ended, though processes that it has started have its output open
+KILLED_S = 5.0  # after a kill, we wait this long for the end of its output: others may hold it open
 BAD_CONFIG = 2  # the exit status of what nothing but another configuration helps
 # gRPC's fork handlers start threads in children that are about to exec, and crash some of them.
 ENVIRONMENT = {"GRPC_VERBOSITY": "ERROR", "GRPC_ENABLE_FORK_SUPPORT": "0"}
@@ -122,7 +122,7 @@ class Process:
                 self._process.terminate()
 
     async def stop(self, timeout_s: float, killed_s: float = KILLED_S) -> int | None:
-        """SIGTERM, SIGKILL after `timeout_s`; returns the exit status. Its end is awaited for `killed_s` then."""
+        """SIGTERM; after `timeout_s` SIGKILL, and up to `killed_s` more. Returns the exit status."""
         process = self._process
         if process is None:
             return None

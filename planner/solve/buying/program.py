@@ -268,7 +268,7 @@ def cheapest_purchases(
 
 
 def _able(systems: Sequence[SizedSystem], rate: float, month: int, *, sends: bool) -> list[SizedSystem]:
-    """Those whose line is there in that month; if it `sends`, those with PrfaaS nodes. Raises Infeasible if there are none."""
+    """Those whose line is there in that month; if it `sends`, those with PrfaaS nodes. Raises Infeasible."""
     able = [each for each in systems if each.line is None or each.line.lead_months <= month]
     able = [each for each in able if each.num_prfaas or not sends]
     if not able:

@@ -23,7 +23,7 @@ from gateway.workers.ports import ListenerName, Ports, Sockets, fitting, passed_
 from gateway.workers.process_scope import SingleProcess
 from gateway.workers.service_manager import READY, main_process, notify
 from planner.decisions.admission.limits import TenantLimits
-from tests.gateway.worlds import PATIENCE_S, on_loop, world
+from tests.gateway.worlds import PATIENCE_S, on_loop, until, world
 from tests.prompts.builders import text_tokenizer
 
 CLIENTS, OPERATORS = ListenerName.CLIENTS, ListenerName.OPERATORS
@@ -299,6 +299,7 @@ def test_a_place_is_free_when_the_last_process_that_has_its_lock_has_ended(tmp_p
         after.sweep(allowances)
         assert after.take(1) == 0
     after.close()
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("has_joined", [False, True])
@@ -324,6 +325,7 @@ async def test_a_gateway_on_another_port_lets_go_of_the_old_one_and_another_host
     with ExitStack() as held:
         async with in_charge(tmp_path) as old:
             assert len(old.descriptors(0)) == 2  # its worker keeps its socket, and its place
+            old.ports.of(0)[CLIENTS][0].listen()
             port = old.ports.address[1]
             with pytest.raises(NotReplaced, match=r"host differs: it is '127\.0\.0\.1' there"):
                 await asyncio.to_thread(succeed, host="localhost", port=port)
@@ -377,10 +379,14 @@ async def test_a_worker_that_leaves_waits_for_its_clients_unless_its_parent_has_
         async with asyncio.timeout(PATIENCE_S):
             await w.gateway.left(PATIENCE_S, lambda: False)
         assert sum(map(len, w.gateway.gates)) == 1
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        await w.gateway.left(0.2, lambda: True)
+        assert loop.time() - began > 0.1
 
 
 @on_loop
-async def test_a_worker_that_is_started_again_accepts_what_its_successor_might_only_later(tmp_path: Path) -> None:
+async def test_a_worker_that_is_started_again_keeps_the_socket_that_another_generation_has_too(tmp_path: Path) -> None:
     name = name_of(tmp_path / "gateway.toml")
     async with in_charge(tmp_path, workers=2) as generation:
         (before,) = generation.ports.of(0)[CLIENTS]
@@ -392,5 +398,48 @@ async def test_a_worker_that_is_started_again_accepts_what_its_successor_might_o
         for each in successor.sockets[CLIENTS]:
             each.close()
         await asyncio.sleep(0.05)
+        made = begun(config(tmp_path, workers=2), name, replaces=True, ready_s=1.0, successor=list)
+        with ExitStack() as held:
+            following = await asyncio.to_thread(held.enter_context, made)
+            handed = following.ports.of(0)
+            following.renew(0)  # the one before still serves there
+            assert following.ports.of(0) == handed
+        await asyncio.sleep(0.05)
         generation.renew(0)
         assert before.fileno() == -1
+
+
+@on_loop
+async def test_a_gateway_that_cannot_take_charge_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def fails() -> None:
+        raise RuntimeError("no announcement")
+
+    with begun(config(tmp_path), "\0prfaas-test", replaces=False, ready_s=1.0, successor=list) as generation:
+        generation.take_charge(lambda: None, fails)
+        await until(lambda: "cannot be replaced by another one" in caplog.text)
+        generation.stop()
+    assert "no announcement" in caplog.text
+
+
+@on_loop
+async def test_a_stuck_successor_that_serves_at_last_hears_that_it_is_too_late(tmp_path: Path) -> None:
+    name, left = name_of(tmp_path / "gateway.toml"), list[int]()
+    told = HandoverOffer(pid=os.getpid(), lineage=str(tmp_path), format="1", sockets={})
+    door = HandoverDoor(name, lambda: (told, [0]), left.append, offer_s=0.0)
+    door.open()
+    with closing(asked(name)) as stuck, closing(asked(name)) as other:
+        stuck.send(b"replace")
+        await asyncio.sleep(0.05)
+        other.send(b"replace")
+        stuck.send(b"serving")  # before it can hear that the other one has asked
+        await asyncio.sleep(0.05)
+        words = [stuck.recv(1 << 16) for _ in range(2)]
+        assert (words[1], left) == (b"withdrawn", [])
+    door.close()
+
+
+def asked(name: str) -> socket.socket:
+    """A connection to the gateway that has this name."""
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    connection.connect(name)
+    return connection

@@ -192,7 +192,7 @@ async def stays(directory: Path) -> None:
         s.path.write_text(text)
         first.send_signal(signal.SIGUSR2)
         async with asyncio.timeout(START_S):
-            while is_alive(first.pid):  # noqa: ASYNC110 its end of the pipe is its successor's, too
+            while is_alive(first.pid):  # noqa: ASYNC110 it is not asked for its status here
                 await asyncio.sleep(0.05)
         async with aiohttp.ClientSession(s.url) as http, http.get("/readyz") as answer:
             assert answer.status == 200
