@@ -45,9 +45,11 @@ class ServerCertificate:
         self._seen: Stamp | None = None
         try:
             self._seen = self._stamp()
-            self.context = self._loaded(new_context())
+            self.context = self._good = self._loaded()
         except (OSError, ssl.SSLError) as error:
             raise GatewayConfigError(f"tls_certificate = {str(certificate)!r}, tls_key: {_why(error)}") from error
+        # A context that is in use cannot take another pair: for a moment it would have half of it, and handshakes would fail.
+        self.context.sni_callback = self._present
 
     def refresh(self) -> None:
         """Takes up files that have changed; wrong ones change nothing, which the log says once."""
@@ -56,16 +58,19 @@ class ServerCertificate:
             if stamp == self._seen:
                 return
             self._seen = stamp
-            self._loaded(new_context())  # a pair that does not fit would leave the context in use with half of it
-            self._loaded(self.context)
+            self._good = self._loaded()
         except (OSError, ssl.SSLError) as error:
             log.error("the certificate stays as it was: %s", _why(error))
         else:
             log.info("certificate %s is taken up", self._files[0])
 
-    def _loaded(self, context: ssl.SSLContext) -> ssl.SSLContext:
+    def _loaded(self) -> ssl.SSLContext:
+        context = new_context()
         context.load_cert_chain(*self._files)
         return context
+
+    def _present(self, connection: ssl.SSLObject, _name: str | None, _context: ssl.SSLContext) -> None:
+        connection.context = self._good
 
     def _stamp(self) -> Stamp:
         found = [os.stat(file) for file in self._files]

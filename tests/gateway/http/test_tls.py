@@ -2,11 +2,13 @@
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import re
 import socket
 import ssl
 import struct
+import threading
 import warnings
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -219,6 +221,36 @@ async def a_certificate_that_changes_is_taken_up_and_a_wrong_one_is_not(
     issued(folder, "127.0.0.1", "localhost")
     while await asyncio.to_thread(serial) == first:  # noqa: ASYNC110 within the time of the test
         await asyncio.sleep(0.1)
+
+
+def test_no_handshake_fails_while_files_change(tmp_path: Path) -> None:
+    pairs, files = [issued(tmp_path / name) for name in ("one", "other")], issued(tmp_path)
+    trusted = ssl.create_default_context()
+    trusted.check_hostname, trusted.verify_mode = False, ssl.CERT_NONE
+    certificate, is_over = ServerCertificate(*files.values()), threading.Event()
+
+    def renew() -> None:
+        for pair in itertools.cycle(pairs):
+            if is_over.is_set():
+                return
+            for name, file in files.items():
+                file.write_bytes(pair[name].read_bytes())
+            certificate.refresh()
+
+    renewing = threading.Thread(target=renew)
+    renewing.start()
+    try:
+        for _ in range(300):
+            there, back = ssl.MemoryBIO(), ssl.MemoryBIO()
+            asking = trusted.wrap_bio(back, there)
+            answering = certificate.context.wrap_bio(there, back, server_side=True)
+            for end in (asking, answering, asking, answering):
+                with contextlib.suppress(ssl.SSLWantReadError):
+                    end.do_handshake()
+            assert asking.getpeercert(binary_form=True)
+    finally:
+        is_over.set()
+        renewing.join()
 
 
 def test_files_that_are_no_pair_are_named(tmp_path: Path) -> None:
