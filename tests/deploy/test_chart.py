@@ -71,6 +71,8 @@ EVERYTHING: Final = {
     "podMonitors": {"enabled": True, "labels": {"release": "prometheus"}},
 }  # fmt: skip
 
+PLAIN: Final = {"certificates": {"mode": "none"}, "gateway": {"settings": "open = true"}}
+
 Manifest = dict[str, Any]
 
 
@@ -129,7 +131,12 @@ def members_of(manifests: list[Manifest]) -> tuple[Member, ...]:
 def manifests(request: pytest.FixtureRequest, tmp_path: Path) -> list[Manifest]:
     if request.param == "base":
         return [each for each in yaml.safe_load_all(BASE.read_text()) if each]
-    return rendered(tmp_path, EVERYTHING if request.param == "everything" else {"certificates": {"mode": "none"}, "gateway": {"settings": "open = true"}})
+    return rendered(
+        tmp_path,
+        EVERYTHING
+        if request.param == "everything"
+        else {"certificates": {"mode": "none"}, "gateway": {"settings": "open = true"}},
+    )
 
 
 def test_our_programs_read_its_files(manifests: list[Manifest], tmp_path: Path) -> None:
