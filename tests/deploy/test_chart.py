@@ -2,6 +2,7 @@
 is what it renders.
 """
 
+import json
 import os
 import re
 import shutil
@@ -17,7 +18,7 @@ from gateway.config.gateway import GatewayConfig, load
 from membership.documents import read_members
 from membership.member import Member
 from node.command_line import config_from
-from node.config import NodeConfig
+from node.config import CLUSTER_KINDS, ENGINES, ROLES, NodeConfig
 from prfaas.cli import parser
 from transport.peers.name import PeerName, PeerRole
 
@@ -276,6 +277,12 @@ def test_the_kustomize_base_is_what_the_chart_renders() -> None:
         env={**os.environ, "HELM": HELM},
     )
     assert BASE.read_text() == shown.stdout, "run scripts/kustomize-base"
+
+
+def test_it_takes_every_engine_and_role() -> None:
+    pool = json.loads((CHART / "values.schema.json").read_text())["definitions"]["pool"]["properties"]
+    taken = [set(pool[key]["enum"]) for key in ("engine", "role", "clusterKind")]
+    assert taken == [set(ENGINES), set(ROLES), set(CLUSTER_KINDS)]
 
 
 def test_its_version_is_ours() -> None:
