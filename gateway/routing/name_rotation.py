@@ -63,7 +63,7 @@ class NameRotation:
         self._unix_s = unix_s
         self._secrets = clusters.secrets
         self._lasts_s = config.names_overlap_s
-        self._began_at = self._put_at(config.names_secret)
+        self._began_at = put_at(config.names_secret, self._unix_s())
 
     def configure(self, config: GatewayConfig) -> None:
         """Reads the file again. A file that cannot be read changes nothing."""
@@ -77,7 +77,7 @@ class NameRotation:
             return
         log.info("blocks are named by %s, not by %s", _told(secrets), _told(self._secrets))
         self._secrets = secrets
-        self._began_at = self._put_at(config.names_secret)
+        self._began_at = put_at(config.names_secret, self._unix_s())
         self._clusters.rename(secrets)
 
     def known(self, prompt: Prompt) -> Prompt:
@@ -128,13 +128,13 @@ class NameRotation:
             self._clusters.rename(NameSecrets(self._secrets.secrets[:1]))
             log.info("blocks are named by %s only: what is below it in its file can go", self._secrets.fingerprints[0])
 
-    def _put_at(self, path: Path | None) -> float:
-        """When the file was written; now, if its time is in the future or cannot be had."""
-        now = self._unix_s()
-        try:
-            return now if path is None else min(now, path.stat().st_mtime)
-        except OSError:
-            return now
+
+def put_at(path: Path | None, now: float) -> float:
+    """When the secrets were written; now, if that is in the future, or of a variable of the environment."""
+    try:
+        return now if path is None else min(now, path.stat().st_mtime)
+    except OSError:
+        return now
 
 
 def _point(prompt: Prompt) -> float:

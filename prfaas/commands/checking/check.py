@@ -22,7 +22,7 @@ from gateway.cluster.agent_client import AgentClient
 from gateway.config.gateway import GatewayConfig
 from gateway.errors import AgentCallFailed, GatewayConfigError
 from gateway.routing.block_naming import name_secrets
-from gateway.routing.name_rotation import NameOverlap
+from gateway.routing.name_rotation import NameOverlap, put_at
 from membership.member import Member
 from prfaas.commands.checking.access_findings import access_findings, tls_findings
 from prfaas.commands.checking.file_modes import authority_files, open_files
@@ -218,9 +218,8 @@ async def _ticket(receiver: Asked) -> TicketInfo | str:
 
 def _names_left_s(config: GatewayConfig) -> float:
     """Until the earlier secret is of no use, by the time of the file: what nodes put that off for is for gateways to say."""
-    assert config.names_secret is not None
-    put_at = config.names_secret.stat().st_mtime
-    return NameOverlap(put_at, config.names_overlap_s).left_s(_wall_clock_s())
+    now = _wall_clock_s()
+    return NameOverlap(put_at(config.names_secret, now), config.names_overlap_s).left_s(now)
 
 
 def _certificates(config: GatewayConfig) -> Iterator[Certificate]:

@@ -187,7 +187,10 @@ async def test_the_commands_print_what_scripts_read(capsys: pytest.CaptureFixtur
     ("rotation", "told"),
     [
         ({"earlier": ""}, ""),
-        ({"waits_for": ["p0"], "moved": 0.0, "left_s": 3600.0}, "names of blocks: wait until p0 have the newest secret"),
+        (
+            {"waits_for": ["p0"], "moved": 0.0, "left_s": 3600.0},
+            "names of blocks: wait until p0 have the newest secret",
+        ),
         ({"moved": 0.5, "left_s": 1800.0}, "names of blocks: 50% moved to the newest secret, all in 0.5 h"),
         ({"moved": 1.0, "left_s": 0.0}, "names of blocks: the earlier secret is of no use any more: remove its line"),
     ],
