@@ -1,4 +1,4 @@
-"""The way from one secret of names to the next. It ends by itself: nobody has to judge when the earlier one is used no more.
+"""The way from one secret of names to the next. It ends by itself: no operator has to judge when the earlier one can go.
 
     the newest is first in the file, and nodes have it      the middle                            the end
     ───┼─── what is cached by earlier names goes on by them ───┼─── ever more of it moves over ───┼─── no earlier names

@@ -115,7 +115,7 @@ class CheckFindings:
     version: str = ""
     has_identity: bool = False  # the gateway asked
     name_secrets: Sequence[str] = ()  # fingerprints of those that the gateway names blocks by, the newest first
-    names_left_s: float | None = None  # until they look for the earlier one no more; None: there is none
+    names_left_s: float | None = None  # until they look for the earlier one no more; None: they have only one
 
 
 def findings(seen: CheckFindings) -> list[Finding]:
