@@ -26,6 +26,10 @@ SCHEMA_STAMP  := $(SCHEMA_VENV)/.installed
 DOCS_VENV     := .venv-docs
 DOCS_STAMP    := $(DOCS_VENV)/.installed
 
+# Tests start hundreds of processes. Each module is compiled once, not by each of them, also where the caller's environment
+# keeps Python from writing what it compiled.
+export PYTHONDONTWRITEBYTECODE =
+
 # SAMPLE=N runs N tests of a long suite: enough to cover each pair of the dimensions in which tests differ, the rest drawn by
 # SEED (SAMPLE=0: only those that cover the pairs). It prints what it left out. LIMITS="--sample-limit D=K" keeps K values of
 # dimension D, for one whose values each cost a start. Without SAMPLE a suite runs whole.
