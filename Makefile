@@ -87,7 +87,7 @@ up: $(STAMP)     ## Start the demo's topology as an OpenAI server on port 8000, 
 
 # Threads of torch and NumPy that share a core with other tests mostly wait for each other.
 test test-whole: export OMP_NUM_THREADS = 1
-test: $(STAMP)   ## The tests to run at every change (minutes), variants of one property in turn; prints what it left out
+test: $(STAMP)   ## The tests to run at every change (minutes), variants and starts of processes in turn; prints what it left out
 	$(BIN)/python -m pytest $(AT_EVERY_CHANGE) -n $(WORKERS) $(SPREAD) $(IN_TURN) --hypothesis-seed=$(SEED)
 
 test-whole: $(STAMP)  ## The same with every variant, and four times as many examples of each property
