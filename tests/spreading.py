@@ -40,4 +40,4 @@ def import_own_share(config: pytest.Config) -> None:
         try:
             importlib.import_module(name)
         except (Exception, pytest.skip.Exception):
-            continue  # whoever collects it imports it again, and reports what is wrong
+            continue  # its collection imports it again, and reports what is wrong
