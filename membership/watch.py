@@ -38,9 +38,13 @@ class MembershipWatch:
 
     async def run(self) -> None:
         """For ever."""
-        async with asyncio.TaskGroup() as group:
+        try:
+            async with asyncio.TaskGroup() as group:
+                for source in self._sources:
+                    group.create_task(self._follow(source))
+        finally:
             for source in self._sources:
-                group.create_task(self._follow(source))
+                source.close()
 
     async def _follow(self, source: Source) -> None:
         while True:

@@ -34,6 +34,9 @@ class Scripted:
             return None
         return answer
 
+    def close(self) -> None:
+        pass
+
 
 def heard(source: Scripted, number: int, late_s: float = 60.0) -> tuple[list[View], list[str]]:
     """The first views that are told of, and the failures up to then."""
