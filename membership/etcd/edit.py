@@ -17,12 +17,14 @@ from transport.control.proto.etcd_pb2 import Compare, DeleteRangeRequest, PutReq
 class EtcdEditor:
     """Changes of one etcd. Every method raises EditRefused."""
 
+    kind = "etcd"
+
     def __init__(self, config: EtcdConfig) -> None:
         self._config = config
 
     @property
     def where(self) -> str:
-        return f"etcd, {self._config.root}{LISTED}"
+        return f"etcd {self._config.root}{LISTED}"
 
     def add(self, member: Member) -> None:
         """Lists one more node."""

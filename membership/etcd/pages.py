@@ -42,9 +42,10 @@ def _pages(client: EtcdClient, root: str, until: float) -> Iterator[RangeRespons
         except EtcdFailed as failure:
             if failure.reason != "too_long" or limit == 1:
                 raise
-            limit = max(1, limit // 8)
+            limit = max(1, limit // 64)
             continue
         yield page
+        limit = min(PAGE_KEYS, limit * 2)
         if not page.more or not page.kvs:
             return
         revision = revision or page.header.revision

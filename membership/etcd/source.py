@@ -22,7 +22,6 @@ from transport.control.proto.etcd_pb2 import WatchEvent, WatchResponse
 
 ASK_S: Final = 3.0  # without a word from etcd
 ANSWER_S: Final = 5.0  # after which a connection that says nothing is taken for dead
-COMPACTIONS: Final = 3  # in a row, before it is a failure
 
 
 class EtcdSource:
@@ -43,6 +42,7 @@ class EtcdSource:
         self._backoff = Backoff(rng or np.random.default_rng())
         self._listing = EtcdListing(config.root)
         self._watch: EtcdWatch | None = None
+        self._has_worked = False  # the watch has said more than that it begins
         self._cluster = 0
         self._heard_at = 0.0
         self._asked_at: float | None = None  # for progress, and nothing has come since
@@ -63,7 +63,6 @@ class EtcdSource:
             self._failure, self._try_at = failure, now + self._backoff.failed()
             raise
         self._failure = None
-        self._backoff.succeeded()
         reading = self._listing.reading(now)
         if reading is self._said or reading == self._said:
             return None
@@ -75,39 +74,38 @@ class EtcdSource:
         self._client.close()
 
     def _follow(self, now: float) -> None:
-        """Takes what has changed; begins anew at another endpoint where the watch has ended."""
+        """Takes what has changed; begins anew at another endpoint where a watch has ended that worked."""
         if self._watch is not None:
             try:
                 self._take(self._watch, now)
                 return
             except EtcdFailed:
+                if not self._has_worked:
+                    raise
                 self._end_watch()
                 self._client.leave_endpoint()
-        for _ in range(COMPACTIONS):
-            if self._begin(now):
-                return
-        raise EtcdFailed("late", f"{self._client.where}: it forgets what has changed faster than it is read")
+        self._begin(now)
 
-    def _begin(self, now: float) -> bool:
-        """False: changes were compacted before the watch began."""
+    def _begin(self, now: float) -> None:
         until = time.monotonic() + BEGIN_S
         snapshot = read_all(self._client, self._root, until)
         begin, end = key_range(self._root)
         watch = self._watch = self._client.watch(begin, end, snapshot.revision + 1)
+        self._has_worked = False
         answer = watch.first(until - time.monotonic())
-        if answer.canceled and answer.compact_revision:
-            self._end_watch()
-            return False
-        self._listing.snapshot(snapshot, now)
         self._cluster = snapshot.cluster
+        self._check(answer)
+        self._listing.snapshot(snapshot, now)
         self._heard(now)
         self._apply(answer, now)
-        return True
 
     def _take(self, watch: EtcdWatch, now: float) -> None:
         for answer in watch.take():
+            self._check(answer)
             self._heard(now)
             self._apply(answer, now)
+            self._has_worked = True
+            self._backoff.succeeded()
         if self._asked_at is not None:
             if now - self._asked_at > ANSWER_S:
                 raise EtcdFailed("late", f"{self._client.where}: no answer for {ANSWER_S:g} s")
@@ -118,13 +116,16 @@ class EtcdSource:
     def _heard(self, now: float) -> None:
         self._heard_at, self._asked_at = now, None
 
-    def _apply(self, answer: WatchResponse, now: float) -> None:
+    def _check(self, answer: WatchResponse) -> None:
+        where = self._client.where
+        if answer.canceled and answer.compact_revision:
+            raise EtcdFailed("late", f"{where}: it forgets what has changed faster than it is read")
         if answer.canceled:
-            raise EtcdFailed(
-                "denied", f"{self._client.where}: it ends the watch: {answer.cancel_reason[:MAX_NAME_CHARS]}"
-            )
+            raise EtcdFailed("denied", f"{where}: it ends the watch: {answer.cancel_reason[:MAX_NAME_CHARS]}")
         if answer.header.cluster_id != self._cluster:
-            raise EtcdFailed("unreachable", f"{self._client.where}: another etcd answers")
+            raise EtcdFailed("unreachable", f"{where}: these are endpoints of more than one etcd")
+
+    def _apply(self, answer: WatchResponse, now: float) -> None:
         for event in answer.events:
             if event.type == WatchEvent.DELETE:
                 self._listing.delete(name_of(event.kv, self._root), event.kv.mod_revision, now)

@@ -50,6 +50,7 @@ class EtcdDouble:
         self.port = 0
         self.is_silent = False  # it takes calls, and answers none
         self.tokens: set[str] = set()
+        self.watches_begun = 0
         self._issued = 0
         self._watchers: set[Watcher] = set()
         self._lock = threading.RLock()
@@ -223,12 +224,11 @@ class EtcdDouble:
                 return
             yield created
             if create.start_revision <= self.state.compacted:
-                yield pb.WatchResponse(
-                    header=self._header(), canceled=True, compact_revision=self.state.compacted
-                )
+                yield pb.WatchResponse(header=self._header(), canceled=True, compact_revision=self.state.compacted)
                 return
             watcher = Watcher(create.key, create.range_end)
             self._watchers.add(watcher)
+            self.watches_begun += 1
             context.add_callback(lambda: watcher.answers.put(None))
             past = [event for event in self.state.history if event.kv.mod_revision >= create.start_revision]
             self._tell(watcher, past)
