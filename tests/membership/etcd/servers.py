@@ -98,12 +98,13 @@ class RealEtcd:
     def start(self) -> None:
         peers = f"http://127.0.0.1:{self._peers}"
         urls = f"{self.endpoint},{self.inner}"
-        self._process = subprocess.Popen(
-            [self._binary, "--name", "a", "--data-dir", str(self._folder / "data"), "--listen-client-urls", urls,
-             "--advertise-client-urls", urls, "--listen-peer-urls", peers, "--initial-advertise-peer-urls", peers,
-             "--initial-cluster", f"a={peers}", "--unsafe-no-fsync", *self._arguments],
-            stdout=subprocess.DEVNULL, stderr=(self._folder / "etcd.log").open("ab"),
-        )  # fmt: skip
+        with (self._folder / "etcd.log").open("ab") as log:
+            self._process = subprocess.Popen(
+                [self._binary, "--name", "a", "--data-dir", str(self._folder / "data"), "--listen-client-urls", urls,
+                 "--advertise-client-urls", urls, "--listen-peer-urls", peers, "--initial-advertise-peer-urls", peers,
+                 "--initial-cluster", f"a={peers}", *self._arguments],
+                stdout=log, stderr=log,
+            )  # fmt: skip
         until = time.monotonic() + START_S
         while not self._is_healthy():
             assert time.monotonic() < until, (self._folder / "etcd.log").read_text()[-2000:]

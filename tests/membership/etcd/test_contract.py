@@ -26,9 +26,11 @@ LISTED, REGISTERED = "/prfaas/nodes/listed/", "/prfaas/nodes/registered/"
 @pytest.fixture(params=["double", pytest.param("real", marks=pytest.mark.long)])
 def etcd(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[EtcdUnderTest]:
     server: EtcdUnderTest = DoubledEtcd() if request.param == "double" else RealEtcd(tmp_path, needed_binary())
-    server.start()
-    yield server
-    server.close()
+    try:
+        server.start()
+        yield server
+    finally:
+        server.close()
 
 
 class Watching:
