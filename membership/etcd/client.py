@@ -1,7 +1,7 @@
 """Asks one etcd, at whichever of its endpoints answers: calls with deadlines, tokens renewed, and watches.
 
-Calls block. What goes wrong is said for each endpoint in the order of the settings, so that the words stay the same while
-one after the other is tried. An endpoint that fails is left, with its channel: files of certificates are read again for the
+Calls block. What goes wrong is said for each endpoint, in the order of the settings. So the words stay the same while one
+after the other is tried. An endpoint that fails is left, with its channel: files of certificates are read again for the
 next one.
 """
 

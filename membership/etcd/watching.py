@@ -11,8 +11,8 @@ import grpc
 from membership.errors import EtcdFailed
 from transport.control.proto.etcd_pb2 import WatchCreateRequest, WatchProgressRequest, WatchRequest, WatchResponse
 
-MAX_WAITING: Final = 64  # answers that nobody has looked at; more wait in the connection
-LOOK_S: Final = 0.5  # between two looks whether a watch is closed that no one looks at
+MAX_WAITING: Final = 64  # answers that were not looked at yet; more wait in the connection
+LOOK_S: Final = 0.5  # between two looks whether a watch is closed that is not looked at
 
 
 class EtcdWatch:

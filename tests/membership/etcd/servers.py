@@ -158,7 +158,7 @@ def free_port() -> int:
 
 
 def needed_binary() -> str:
-    """A real etcd; skips the test where there is none."""
+    """A real etcd; skips the test where it finds no such binary."""
     if (binary := etcd_binary()) is None:
         pytest.skip(f"no etcd: set {BINARY}, or run `make test-etcd`, which fetches one")
     return binary
