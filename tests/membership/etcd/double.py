@@ -5,7 +5,7 @@ What clients see of it is checked against real ones: `tests/membership/etcd/test
 
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -62,7 +62,7 @@ class EtcdDouble:
 
     def start(self) -> None:
         self._server = grpc.server(ThreadPoolExecutor(16), options=[("grpc.so_reuseport", 0)])
-        unary = {
+        unary: dict[str, dict[str, Any]] = {
             "KV": {
                 "Range": (pb.RangeRequest, self._range), "Put": (pb.PutRequest, self._put),
                 "DeleteRange": (pb.DeleteRangeRequest, self._delete), "Txn": (pb.TxnRequest, self._txn),
@@ -72,7 +72,7 @@ class EtcdDouble:
             },
             "Auth": {"Authenticate": (pb.AuthenticateRequest, self._authenticate)},
         }  # fmt: skip
-        streams = {
+        streams: dict[str, dict[str, Any]] = {
             "Lease": {"LeaseKeepAlive": (pb.LeaseKeepAliveRequest, self._keep_alive)},
             "Watch": {"Watch": (pb.WatchRequest, self._watch)},
         }
@@ -113,6 +113,10 @@ class EtcdDouble:
         """As another client would."""
         with self._lock:
             self._store(key.encode(), value, lease)
+
+    def put_all(self, values: Mapping[str, bytes]) -> None:
+        for key, value in values.items():
+            self.put(key, value)
 
     def delete(self, *keys: str) -> None:
         """All in one revision."""

@@ -15,7 +15,7 @@ from membership.etcd.listing import GRACE_S
 from membership.etcd.settings import EtcdConfig
 from membership.etcd.source import EtcdSource
 from membership.member import Member
-from membership.view import View
+from membership.view import RegistryReading, View
 from tests.membership.etcd.servers import Clock, DoubledEtcd, EtcdUnderTest, RealEtcd, needed_binary, until
 
 A, B, C = (Member(id=id_, agent=f"127.0.0.1:{port}") for id_, port in (("a", 7001), ("b", 7002), ("c", 7003)))
@@ -41,6 +41,7 @@ class Watching:
         self.clock = Clock()
         self.source = EtcdSource(config, self.clock, np.random.default_rng(1), EtcdClient(config, call_s=2.0))
         self.view = View()
+        self._said = RegistryReading()
 
     def look(self) -> View:
         self.clock.now += 0.25
@@ -50,9 +51,8 @@ class Watching:
             self.view = self.view.failed(f"{failure.reason}: {failure}", self.clock.now)
         else:
             if reading is not None or self.view.frozen_since is not None:
-                found = reading or self._before
-                self._before = found
-                self.view = self.view.read(found, self.clock.now)
+                self._said = reading or self._said
+                self.view = self.view.read(self._said, self.clock.now)
         return self.view
 
     def sees(self, *members: Member) -> None:
@@ -223,6 +223,5 @@ def test_an_operator_adds_and_removes(etcd: EtcdUnderTest) -> None:
 
 def test_many_nodes_are_read_page_by_page(etcd: EtcdUnderTest, gateway: Watching) -> None:
     many = [Member(id=f"n{number}", agent=f"127.0.0.1:{number}") for number in range(1, 1100)]
-    for member in many:
-        etcd.put(f"{LISTED}{member.id}", entry_text(member, 0.0))
+    etcd.put_all({f"{LISTED}{member.id}": entry_text(member, 0.0) for member in many})
     gateway.sees(*many)

@@ -63,12 +63,12 @@ class Looking:
 
         def is_told() -> bool:
             self.look()
-            return words in str(self.failed or "-")
+            return self.failed is not None and words in str(self.failed)
 
-        self.failed = None
-        until(lambda: is_told() and self.failed is not None)
-        assert self.failed is not None
-        return self.failed
+        until(is_told)
+        failed = self.failed
+        assert failed is not None
+        return failed
 
 
 @pytest.fixture
@@ -138,7 +138,12 @@ def test_a_watch_that_ends_is_begun_anew_at_once(etcd: EtcdDouble, look: Looking
     look.sees("a", "b")
     etcd.end_watches("etcdserver: no leader")
     lists(etcd, "c")
-    until(lambda: look.look() or look.failed is not None or len(look.reading.members) == 3)
+
+    def is_over() -> bool:
+        look.look()
+        return look.failed is not None or len(look.reading.members) == 3
+
+    until(is_over)
     assert look.failed is None
 
 
@@ -158,7 +163,12 @@ def test_another_etcd_at_the_same_address_is_told(etcd: EtcdDouble, look: Lookin
     etcd.state.cluster = 2
     etcd.delete(f"{LISTED}b")
     etcd.start()
-    until(lambda: look.look() or look.reading.problems)
+
+    def is_told() -> bool:
+        look.look()
+        return bool(look.reading.problems)
+
+    until(is_told)
     assert "etcd is another one" in look.reading.problems[0]
 
 
