@@ -80,6 +80,10 @@ class EtcdListing:
         self._another_until = 0.0
         self._reading: RegistryReading | None = None  # until something differs
 
+    def __len__(self) -> int:
+        """How many keys it holds."""
+        return len(self._known)
+
     def snapshot(self, found: Snapshot, now: float) -> None:
         """Everything was read anew. An etcd that is not the one before, or is back at an earlier time, has forgotten nodes."""
         self._reading = None

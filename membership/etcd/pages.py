@@ -4,7 +4,7 @@ import time
 from collections.abc import Iterator
 from typing import Final
 
-from membership.errors import EtcdFailed
+from membership.errors import EtcdFailed, SourceFailed
 from membership.etcd.client import EtcdClient
 from membership.etcd.listing import MAX_VALUE_BYTES, Snapshot, StoredKey
 from membership.sources import MAX_ENTRIES
@@ -16,7 +16,7 @@ BEGIN_S: Final = 4.5  # to read everything; a registry counts as lost after LATE
 
 
 def read_all(client: EtcdClient, root: str, until: float) -> Snapshot:
-    """Everything at the revision of the first page; `until` is a time of `time.monotonic`. Raises EtcdFailed."""
+    """Everything at the revision of the first page; `until` is a time of `time.monotonic`. Raises SourceFailed."""
     keys: list[StoredKey] = []
     revision = cluster = 0
     for page in _pages(client, root, until):
@@ -25,9 +25,14 @@ def read_all(client: EtcdClient, root: str, until: float) -> Snapshot:
         if page.header.cluster_id != cluster:
             raise EtcdFailed("unreachable", f"{client.where}: these are endpoints of more than one etcd")
         if page.count > MAX_ENTRIES:
-            raise EtcdFailed("too_many", f"{client.where}: {root}: more than {MAX_ENTRIES} nodes")
+            raise too_many(client, root)
         keys += (stored(kv, root) for kv in page.kvs)
     return Snapshot(keys=keys, revision=revision, cluster=cluster)
+
+
+def too_many(client: EtcdClient, root: str) -> SourceFailed:
+    """More keys than a gateway takes."""
+    return SourceFailed("too_many", f"{client.where}: {root}: more than {MAX_ENTRIES} nodes")
 
 
 def _pages(client: EtcdClient, root: str, until: float) -> Iterator[RangeResponse]:

@@ -14,9 +14,10 @@ from membership.backoff import Backoff
 from membership.errors import EtcdFailed, SourceFailed
 from membership.etcd.client import EtcdClient
 from membership.etcd.listing import MAX_NAME_CHARS, EtcdListing
-from membership.etcd.pages import BEGIN_S, key_range, name_of, read_all, stored
+from membership.etcd.pages import BEGIN_S, key_range, name_of, read_all, stored, too_many
 from membership.etcd.settings import EtcdConfig
 from membership.etcd.watching import EtcdWatch
+from membership.sources import MAX_ENTRIES
 from membership.view import RegistryReading
 from transport.control.proto.etcd_pb2 import WatchEvent, WatchResponse
 
@@ -131,6 +132,8 @@ class EtcdSource:
                 self._listing.delete(name_of(event.kv, self._root), event.kv.mod_revision, now)
             else:
                 self._listing.put(stored(event.kv, self._root), now)
+        if len(self._listing) > MAX_ENTRIES:
+            raise too_many(self._client, self._root)
 
     def _end_watch(self) -> None:
         watch, self._watch = self._watch, None

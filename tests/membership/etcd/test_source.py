@@ -214,6 +214,10 @@ def test_more_nodes_than_a_gateway_takes_freeze_the_view(etcd: EtcdDouble, look:
     etcd.state.keys |= {f"{LISTED}{number}".encode(): known for number in range(MAX_ENTRIES)}
     etcd.end_watches("etcdserver: no leader")
     assert look.failure("more than").reason == "too_many"
+    etcd.state.keys = {known.key: known}
+    look.sees("a")
+    lists(etcd, *map(str, range(MAX_ENTRIES)))  # one by one, to a watch
+    assert look.failure("more than").reason == "too_many"
 
 
 def test_values_that_are_far_too_long_are_read_in_small_pages(etcd: EtcdDouble) -> None:
