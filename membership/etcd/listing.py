@@ -147,7 +147,7 @@ class EtcdListing:
         self._gone = {name: (entry, until) for name, (entry, until) in self._gone.items() if now < until}
         members = self._members()
         self._reading = RegistryReading(
-            members=members, problems=self._problems(now), is_empty_meant=self._is_empty_meant
+            members=members, problems=self._problems(now), is_empty_meant=self._is_empty_meant and not members
         )
         return self._reading
 
@@ -191,8 +191,7 @@ class EtcdListing:
 
     def _left(self, revision: int) -> None:
         """One has left on purpose. Where others go in the same step, the list has been lost rather than emptied."""
-        is_last = not self._gone and all(entry.has_left for entry in self._known.values())
-        self._is_empty_meant = is_last and (revision == 0 or revision != self._removed_at)
+        self._is_empty_meant = not self._gone and (revision == 0 or revision != self._removed_at)
         self._removed_at = revision
 
     def _begin_anew(self, now: float) -> None:

@@ -19,6 +19,7 @@ from membership.sources import MAX_ENTRIES
 from membership.view import RegistryReading
 from tests.membership.etcd.double import EtcdDouble
 from tests.membership.etcd.servers import Clock, free_port, until
+from transport.control.proto.etcd_pb2 import EtcdKeyValue
 
 LISTED = "/prfaas/nodes/listed/"
 CALL_S = 0.4
@@ -214,9 +215,10 @@ def test_more_nodes_than_a_gateway_takes_freeze_the_view(etcd: EtcdDouble, look:
     etcd.state.keys |= {f"{LISTED}{number}".encode(): known for number in range(MAX_ENTRIES)}
     etcd.end_watches("etcdserver: no leader")
     assert look.failure("more than").reason == "too_many"
-    etcd.state.keys = {known.key: known}
+    left = [EtcdKeyValue(key=f"{LISTED}{number}".encode()) for number in range(MAX_ENTRIES - 1)]
+    etcd.state.keys = {known.key: known} | {kv.key: kv for kv in left}
     look.sees("a")
-    lists(etcd, *map(str, range(MAX_ENTRIES)))  # one by one, to a watch
+    lists(etcd, "b")  # as the watch tells
     assert look.failure("more than").reason == "too_many"
 
 
