@@ -61,7 +61,7 @@ class FileSource:
             stamp = _stamp(os.stat(self.path))
             if stamp == self._taken:
                 if self._failure is not None:
-                    raise self._failure
+                    raise self._failure.with_traceback(None)  # which grows with each look
                 return None
             if self._taken is not None and stamp[1] == self._taken[1] and stamp != self._waiting:
                 self._waiting = stamp

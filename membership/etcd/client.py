@@ -76,12 +76,12 @@ class _Answer(Protocol[A]):
 
 
 class _Session:
-    """A channel to one endpoint, and the token that was got over it."""
+    """A channel to one endpoint, and the token to show there."""
 
-    def __init__(self, config: EtcdConfig, target: str) -> None:
+    def __init__(self, config: EtcdConfig, target: str, token: str) -> None:
         """Raises OSError."""
         self.target = target
-        self.token = ""
+        self.token = token
         options = [*OPTIONS, *channel_options(config.name)]
         if config.is_tls:
             self.channel = grpc.secure_channel(target, _credentials(config), options)
@@ -111,6 +111,7 @@ class EtcdClient:
         self._call_s = call_s
         self._at = 0
         self._session: _Session | None = None
+        self._token = ""  # the last one: all endpoints know it, and checking a password costs etcd far more
         self._problems: dict[str, str] = {}  # of the last try, by target
         self._lock = threading.Lock()
         self._is_closed = False
@@ -177,7 +178,7 @@ class EtcdClient:
             raise EtcdFailed("unreachable", f"{self.where}: {error}") from error
 
     def leave_endpoint(self) -> None:
-        """The next call goes to the next endpoint, with a new token, and with files as they are then."""
+        """The next call goes to the next endpoint, with files as they are then."""
         with self._lock:
             self._leave()
 
@@ -218,6 +219,8 @@ class EtcdClient:
         """Raises EtcdFailed for what another endpoint would say, too."""
         if error.code() not in OF_ENDPOINT:
             reason = REASONS.get(error.code(), "refused")
+            if reason == "denied":
+                self._token = ""
             self._leave()
             raise EtcdFailed(reason, f"{self.where}: {_short(error.details())}") from error
         self._problems[target] = what_failed(error, share_s)
@@ -229,7 +232,7 @@ class EtcdClient:
         if self._session is None:
             target = self._config.targets[self._at]
             try:
-                self._session = _Session(self._config, target)
+                self._session = _Session(self._config, target, self._token)
             except (OSError, ValueError) as error:
                 raise EtcdFailed("unreadable", f"{self.where}: {error}") from error
         return self._session
@@ -257,7 +260,7 @@ class EtcdClient:
         if not self._config.user or session.token:
             return False
         request = AuthenticateRequest(name=self._config.user, password=self._password())
-        session.token = session.unary("Auth/Authenticate", request, AuthenticateResponse, timeout_s).token
+        session.token = self._token = session.unary("Auth/Authenticate", request, AuthenticateResponse, timeout_s).token
         return True
 
     def _password(self) -> str:

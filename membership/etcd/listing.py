@@ -37,6 +37,11 @@ class StoredKey:
     value: bytes | None
     is_leased: bool
 
+    @property
+    def is_farewell(self) -> bool:
+        """Whether a node says that it ends."""
+        return self.value == FAREWELL and self.name.startswith(REGISTERED)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
@@ -57,7 +62,7 @@ class _Entry:
 
     @property
     def has_left(self) -> bool:
-        return self.key.value == FAREWELL
+        return self.key.is_farewell
 
     @property
     def lives(self) -> bool:
@@ -71,7 +76,7 @@ class EtcdListing:
         self._root = root
         self._known: dict[str, _Entry] = {}
         self._gone: dict[str, tuple[_Entry, float]] = {}  # and until when its member stays
-        self._revision = 0
+        self._revision = 0  # the latest that was seen of any endpoint
         self._cluster: int | None = None
         self._removed_at = 0  # the revision of the last removal
         self._is_empty_meant = False
@@ -104,13 +109,17 @@ class EtcdListing:
             self._another_until = now + ANOTHER_S
         self._cluster, self._revision = found.cluster, found.revision
 
+    def saw(self, revision: int) -> None:
+        """Etcd has got that far: only one that was restored lists less."""
+        self._revision = max(self._revision, revision)
+
     def put(self, key: StoredKey, now: float) -> None:
         """A key has another value."""
         if not key.name.startswith((REGISTERED, LISTED)):
             return
         self._reading = None
         before = self._known.get(key.name)
-        if key.value == FAREWELL:
+        if key.is_farewell:
             self._gone.pop(key.name, None)
             if before is None or not before.has_left:
                 self._known[key.name] = _Entry(key=key)

@@ -46,6 +46,8 @@ class EtcdConfig:
         require(is_word, "prefix", self.prefix, f"1 to {MAX_WORD_CHARS} characters that can be printed, and no blanks")
         if (self.certificate is None) != (self.key is None):
             raise SettingsError("certificate and key go together")
+        if self.certificate is not None and not self.is_tls:
+            raise SettingsError("certificate: it would not be shown: use https:// endpoints, or an authority")
         if bool(self.user) != (self.password_file is not None):
             raise SettingsError("user and password_file go together")
         if self.user and self.plain_hops:

@@ -127,6 +127,7 @@ class EtcdSource:
             raise EtcdFailed("unreachable", f"{where}: these are endpoints of more than one etcd")
 
     def _apply(self, answer: WatchResponse, now: float) -> None:
+        self._listing.saw(answer.header.revision)
         for event in answer.events:
             if event.type == WatchEvent.DELETE:
                 self._listing.delete(name_of(event.kv, self._root), event.kv.mod_revision, now)

@@ -87,6 +87,40 @@ def test_a_registry_that_hangs_is_lost_until_it_answers() -> None:
     assert failures == ["late"]
 
 
+def test_a_watch_that_failed_unforeseen_goes_on_and_only_one_that_is_cancelled_closes_its_registries() -> None:
+    class Closable(Scripted):
+        is_closed = False
+
+        def look(self) -> RegistryReading | None:
+            assert not self.is_closed
+            return super().look()
+
+        def close(self) -> None:
+            self.is_closed = True
+
+    source, views = Closable(lambda: [][0], RegistryReading(members=[A])), list[View]()
+
+    async def main() -> None:
+        heard = asyncio.Event()
+
+        def on_view(name: str, view: View) -> None:
+            views.append(view)
+            heard.set()
+
+        watch = MembershipWatch([source], asyncio.get_running_loop().time, on_view)
+        with pytest.raises(ExceptionGroup):
+            await watch.run()
+        running = asyncio.create_task(watch.run())
+        async with asyncio.timeout(60.0):
+            await heard.wait()
+        running.cancel()
+        await asyncio.wait([running])
+
+    asyncio.run(main())
+    assert [view.state for view in views] == ["fresh"]
+    assert source.is_closed
+
+
 def test_a_node_is_registered_while_it_runs_and_comes_back_when_its_file_was_lost(tmp_path: Path) -> None:
     entry = FolderEntry(tmp_path / "fleet", A)
 

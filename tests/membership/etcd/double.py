@@ -51,7 +51,7 @@ class EtcdDouble:
         self.is_silent = False  # it takes calls, and answers none
         self.tokens: set[str] = set()
         self.watches_begun = 0
-        self._issued = 0
+        self.logins = 0
         self._watchers: set[Watcher] = set()
         self._lock = threading.RLock()
         self._server: Any = None
@@ -156,9 +156,9 @@ class EtcdDouble:
             context.abort(
                 grpc.StatusCode.INVALID_ARGUMENT, "etcdserver: authentication failed, invalid user ID or password"
             )
-        self._issued += 1
-        self.tokens.add(f"token.{self._issued}")
-        return pb.AuthenticateResponse(header=self._header(), token=f"token.{self._issued}")
+        self.logins += 1
+        self.tokens.add(f"token.{self.logins}")
+        return pb.AuthenticateResponse(header=self._header(), token=f"token.{self.logins}")
 
     def _range(self, request: pb.RangeRequest, context: Any) -> pb.RangeResponse:
         if request.revision > self.state.revision:

@@ -138,6 +138,14 @@ def test_a_value_that_cannot_be_used_leaves_the_node_as_it_was() -> None:
     assert listing.reading(0.0).problems == ()
 
 
+def test_nothing_says_farewell_for_what_an_operator_lists() -> None:
+    listing = holding(registered("a"), listed("b"))
+    listing.put(StoredKey(name="listed/b", value=b"", is_leased=False), 0.0)
+    reading = listing.reading(0.0)
+    assert [member.id for member in reading.members] == ["a", "b"]
+    assert reading.problems[0].startswith("/prfaas/nodes/listed/b: ")
+
+
 def test_there_are_never_many_problems_nor_long_ones() -> None:
     keys = [StoredKey(name=f"registered/{number}{'x' * 1000}", value=b"{", is_leased=True) for number in range(1000)]
     problems = holding(*keys).reading(0.0).problems

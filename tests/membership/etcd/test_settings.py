@@ -30,6 +30,7 @@ def test_every_key_begins_with_the_prefix() -> None:
         ({"endpoints": ["http://a:1", "https://b:1"]}, "all http or all https"),
         ({"endpoints": ["http://a:1"], "authority": "ca.pem"}, "certificates are for https"),
         ({"endpoints": ["a:1"], "certificate": "c.pem"}, "certificate and key go together"),
+        ({"endpoints": ["a:1"], "certificate": "c.pem", "key": "c.key"}, "would not be shown: use https"),
         ({"endpoints": ["a:1"], "user": "gateway"}, "user and password_file go together"),
         ({"endpoints": ["10.0.0.1:1"], "user": "gateway", "password_file": "p"}, "in clear: use https"),
         ({"endpoints": ["a:1"], "prefix": ""}, "prefix = ''"),

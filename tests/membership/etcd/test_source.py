@@ -1,5 +1,6 @@
 """What a gateway makes of an etcd that fails, lies or says nothing; against the double, by a clock that tests move."""
 
+import copy
 import socket
 import time
 from collections.abc import Iterator
@@ -173,6 +174,27 @@ def test_another_etcd_at_the_same_address_is_told(etcd: EtcdDouble, look: Lookin
     assert "etcd is another one" in look.reading.problems[0]
 
 
+def test_an_etcd_that_is_back_at_a_time_after_the_watch_began_is_told(etcd: EtcdDouble, look: Looking) -> None:
+    lists(etcd, "a")
+    look.sees("a")
+    lists(etcd, "b")
+    look.sees("a", "b")
+    backup = copy.deepcopy(etcd.state)
+    lists(etcd, "c")
+    look.sees("a", "b", "c")
+    etcd.stop()
+    etcd.state = backup
+    etcd.start()
+
+    def is_told() -> bool:
+        look.look()
+        return bool(look.reading.problems)
+
+    until(is_told)
+    assert "etcd is restored from a backup" in look.reading.problems[0]
+    look.sees("a", "b", "c")
+
+
 def with_password(etcd: EtcdDouble, folder: Path, password: str = "right") -> EtcdConfig:
     file = folder / "password"
     file.write_text(f"{password}\n")
@@ -194,6 +216,15 @@ def test_a_token_that_etcd_no_longer_knows_is_renewed(etcd: EtcdDouble, tmp_path
     look.sees("a", "b")
     look.source.close()
     node.remove()
+
+
+def test_a_password_is_not_checked_again_for_another_endpoint(etcd: EtcdDouble, tmp_path: Path) -> None:
+    client = EtcdClient(with_password(etcd, tmp_path))
+    for _ in range(3):
+        client.range(LISTED.encode())
+        client.leave_endpoint()
+    client.close()
+    assert etcd.logins == 1
 
 
 def test_a_wrong_password_and_no_password_are_told(etcd: EtcdDouble, tmp_path: Path) -> None:
