@@ -194,7 +194,10 @@ async def _keep(entry: NodeEntry, beat_s: float, patience_s: float) -> None:
 async def _answer(entry: NodeEntry, call: Callable[[], T], patience_s: float) -> T:
     """What a call returns. One that hangs is logged and waited for: another one would hang as well, on one more thread."""
     answer = in_daemon_thread("registration", call)
-    done, _ = await asyncio.wait([answer], timeout=patience_s)
-    if not done:
-        log.warning("%s: it has not answered for %g s; gateways may forget this node", entry.where, patience_s)
-    return await answer
+    try:
+        done, _ = await asyncio.wait([answer], timeout=patience_s)
+        if not done:
+            log.warning("%s: it has not answered for %g s; gateways may forget this node", entry.where, patience_s)
+        return await answer
+    finally:
+        answer.cancel()  # a node that ends does not hear how its last call failed

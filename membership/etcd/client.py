@@ -291,7 +291,7 @@ SAID: Final[Sequence[tuple[str, str]]] = (
 def what_failed(error: Any, timeout_s: float) -> str:
     """In words that stay the same while the failure does."""
     if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
-        return f"no answer within {timeout_s:g} s"
+        return f"no answer within {timeout_s:.2g} s"
     details = error.details() or error.code().name.lower()
     return next((words for part, words in SAID if part in details), _short(details))
 

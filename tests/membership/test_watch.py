@@ -1,6 +1,7 @@
 """What a gateway hears of registries: what has changed, what is lost, and what is back."""
 
 import asyncio
+import gc
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -198,6 +199,34 @@ def test_a_folder_that_never_answers_does_not_keep_a_node_that_ends(tmp_path: Pa
 
     assert asyncio.run(main()) < 10.0
     never.set()
+
+
+def test_how_a_registration_fails_after_the_node_has_ended_is_no_unforeseen_error(tmp_path: Path) -> None:
+    began, ended = threading.Event(), threading.Event()
+    unforeseen = list[object]()
+
+    class Late(FolderEntry):
+        def write(self) -> None:
+            began.set()
+            ended.wait(20.0)
+            raise OSError("closed meanwhile")
+
+    def join() -> None:
+        ended.set()
+        for thread in threading.enumerate():
+            if thread.name == "registration":
+                thread.join()
+
+    async def main() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: unforeseen.append(context))
+        async with registered(Late(tmp_path, A)):
+            await asyncio.to_thread(began.wait)
+        await asyncio.to_thread(join)
+        await asyncio.sleep(0)
+        gc.collect()
+
+    asyncio.run(main())
+    assert unforeseen == []
 
 
 def test_a_registration_that_a_file_server_holds_up_is_logged_and_goes_on(

@@ -47,7 +47,8 @@ def test_a_fleet_in_etcd(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
             ready_s = time.monotonic() - registered_at
             await here.are_ready("d0", "d1")
             took_s = time.monotonic() - registered_at
-            print(f"serves {took_s:.2f} s after it listens, {took_s - ready_s:.2f} s after its engine is ready")
+            with capsys.disabled():
+                print(f"serves {took_s:.2f} s after it listens, {took_s - ready_s:.2f} s after its engine is ready")
             assert took_s < SERVES_S
 
             _, agent = await held.enter_async_context(node(tmp_path, "d2"))
@@ -61,7 +62,8 @@ def test_a_fleet_in_etcd(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
             await here.answers(8, seed=2)
             async with asyncio.timeout(GONE_S):
                 await until(lambda: is_listed(here, "d0", "d2"))
-            print(f"gone {time.monotonic() - killed_at:.1f} s after it was killed")
+            with capsys.disabled():
+                print(f"gone {time.monotonic() - killed_at:.1f} s after it was killed")
 
             etcd.kill()
             await until(lambda: is_frozen(here))
