@@ -115,7 +115,7 @@ def _once(members: Sequence[Member], key: str) -> None:
 def _parse_json(text: bytes) -> Any:
     try:
         return msgspec.json.decode(text)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise SettingsError(f"not valid JSON: {error}") from error
 
 

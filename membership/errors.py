@@ -2,6 +2,7 @@
 
 MembershipError        printed without a traceback
 ├── SourceFailed       a registry cannot be read now, or what it says cannot be used
+│   └── EtcdFailed     etcd does not answer, or refuses
 └── EditRefused        a change of a file of members makes no sense, or the file cannot be written
 """
 
@@ -16,6 +17,10 @@ class SourceFailed(MembershipError):
     def __init__(self, reason: str, text: str) -> None:
         super().__init__(text)
         self.reason = reason
+
+
+class EtcdFailed(SourceFailed):
+    """Says which endpoints, and why."""
 
 
 class EditRefused(MembershipError):

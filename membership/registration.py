@@ -1,4 +1,6 @@
-"""How a node says that it is there: a file of its own in a folder that gateways read, touched while the node lives.
+"""How a node says that it is there: by an entry of its own in a registry, refreshed while the node lives.
+
+In a folder that gateways read, the entry is a file that the node touches; that of etcd is in `membership/etcd/entry.py`.
 
 What nodes leave that were killed, living ones take away: a file that was written to long before theirs, by the file server's
 clock alone. Gateways need not be able to write there. A file without a lease is an operator's, and stays.
@@ -11,8 +13,11 @@ import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Final, Protocol, TypeVar
 
+import numpy as np
+
+from membership.backoff import Backoff
 from membership.documents import entry_text, read_entry
 from membership.member import Member
 from membership.sources import ENTRY_SUFFIX, MAX_ENTRY_BYTES
@@ -25,10 +30,31 @@ T = TypeVar("T")
 
 BEAT_S: Final = 10.0
 LEASE_S: Final = 120.0  # clients of NFS may see a file as it was a minute ago; that a node is down is seen by its watch
-RETRY_S: Final = 1.0
+RETRY_S: Final = 1.0  # after the first failure
 STALE_S: Final = 86_400.0  # after which a killed node must have left a file; gateways forget the node after its lease
 TIDY_BEATS: Final = 360  # between two looks for such files
 PATIENCE_S: Final = 5.0  # with a file server: then it is logged, and no longer waited for if the node ends
+
+
+class NodeEntry(Protocol):
+    """What a node says of itself in a registry. Every method may block, and raises OSError."""
+
+    @property
+    def where(self) -> str:
+        """As logs call it."""
+        ...
+
+    def write(self) -> None:
+        """Registers the node; what is there is replaced."""
+        ...
+
+    def beat(self) -> bool:
+        """The node lives. False: another process has registered under its name."""
+        ...
+
+    def remove(self) -> None:
+        """The node has left, unless another process has registered under its name."""
+        ...
 
 
 class FolderEntry:
@@ -39,6 +65,10 @@ class FolderEntry:
         self._text = entry_text(member, lease_s)
         self._written: tuple[int, int] | None = None  # which file it is
         self._beats = 0
+
+    @property
+    def where(self) -> str:
+        return str(self.path)
 
     def write(self) -> None:
         """Puts the file there as a whole; what an earlier start has left is replaced."""
@@ -112,10 +142,10 @@ def _which(found: os.stat_result) -> tuple[int, int]:
 
 
 @asynccontextmanager
-async def registered(entry: FolderEntry, beat_s: float = BEAT_S, patience_s: float = PATIENCE_S) -> AsyncIterator[None]:
-    """The node is registered inside the block. A folder that cannot be written now is tried again: the node serves anyway.
+async def registered(entry: NodeEntry, beat_s: float = BEAT_S, patience_s: float = PATIENCE_S) -> AsyncIterator[None]:
+    """The node is registered inside the block. A registry that cannot be written now is tried again: the node serves anyway.
 
-    At the end of the block a folder that does not answer is waited for no longer than `patience_s`.
+    At the end of the block a registry that does not answer is waited for no longer than `patience_s`.
     """
     beating = asyncio.create_task(_keep(entry, beat_s, patience_s), name="registration")
     try:
@@ -128,41 +158,46 @@ async def registered(entry: FolderEntry, beat_s: float = BEAT_S, patience_s: flo
                 await in_daemon_thread("registration", entry.remove)
         except OSError as error:  # a timeout is one, too
             log.warning(
-                "%s stays, and gateways forget it when its lease is over: %s", entry.path, str(error) or "no answer"
+                "%s stays, and gateways forget it when its lease is over: %s", entry.where, str(error) or "no answer"
             )
 
 
-async def _keep(entry: FolderEntry, beat_s: float, patience_s: float) -> None:
+async def _keep(entry: NodeEntry, beat_s: float, patience_s: float) -> None:
     is_there, is_failing, is_left_out = False, False, False
+    pauses = Backoff(np.random.default_rng(), RETRY_S)
     while True:
         try:
             if not is_there:
                 await _answer(entry, entry.write, patience_s)
-                log.info("registered as %s", entry.path)
+                log.info("registered as %s", entry.where)
             elif not await _answer(entry, entry.beat, patience_s):
                 if not is_left_out:
                     log.error(
                         "%s was written by another process: two nodes have one node_id, and this one is left out",
-                        entry.path,
+                        entry.where,
                     )
                 is_left_out = True
             else:
                 is_left_out = False
             is_there, is_failing = True, False
+            pauses.succeeded()
         except OSError as error:
             if not is_failing:
-                log.warning("cannot register as %s, and tries again: %s", entry.path, error)
+                log.warning("cannot register as %s, and tries again: %s", entry.where, error)
             is_failing = True
         except Exception:  # whatever it is, the node serves, and tries again
-            log.exception("cannot register as %s, and tries again", entry.path)
+            log.exception("cannot register as %s, and tries again", entry.where)
             is_failing = True
-        await asyncio.sleep(RETRY_S if is_failing else beat_s)
+        await asyncio.sleep(pauses.failed() if is_failing else beat_s)
 
 
-async def _answer(entry: FolderEntry, call: Callable[[], T], patience_s: float) -> T:
+async def _answer(entry: NodeEntry, call: Callable[[], T], patience_s: float) -> T:
     """What a call returns. One that hangs is logged and waited for: another one would hang as well, on one more thread."""
     answer = in_daemon_thread("registration", call)
-    done, _ = await asyncio.wait([answer], timeout=patience_s)
-    if not done:
-        log.warning("%s: the folder has not answered for %g s; gateways may forget this node", entry.path, patience_s)
-    return await answer
+    try:
+        done, _ = await asyncio.wait([answer], timeout=patience_s)
+        if not done:
+            log.warning("%s: it has not answered for %g s; gateways may forget this node", entry.where, patience_s)
+        return await answer
+    finally:
+        answer.cancel()  # a node that ends does not hear how its last call failed

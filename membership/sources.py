@@ -37,6 +37,10 @@ class Source(Protocol):
         """What it says now; None: the same as the last time. Raises SourceFailed."""
         ...
 
+    def close(self) -> None:
+        """It is not asked any more; it may be asked at this moment."""
+        ...
+
 
 class FileSource:
     """One file that lists all nodes: TOML, or JSON by any other suffix. It is to be replaced as a whole, by a rename.
@@ -57,7 +61,7 @@ class FileSource:
             stamp = _stamp(os.stat(self.path))
             if stamp == self._taken:
                 if self._failure is not None:
-                    raise self._failure
+                    raise self._failure.with_traceback(None)  # which grows with each look
                 return None
             if self._taken is not None and stamp[1] == self._taken[1] and stamp != self._waiting:
                 self._waiting = stamp
@@ -68,6 +72,9 @@ class FileSource:
             except SourceFailed as failure:
                 self._failure = failure
                 raise
+
+    def close(self) -> None:
+        """Nothing is held between two looks."""
 
     def _read(self) -> RegistryReading:
         text = _read_file(self.path, MAX_FILE_BYTES)
@@ -132,6 +139,9 @@ class FolderSource:
         self._said = said
         return said
 
+    def close(self) -> None:
+        """Nothing is held between two looks."""
+
     def _entry(self, name: str) -> _Entry | None:
         """What the file says, read again only if it was touched. None: it has just been removed."""
         path, known = self.path / name, self._entries.get(name)
@@ -179,6 +189,8 @@ def listed_by(sources: Sequence[Source]) -> Iterator[tuple[str, RegistryReading 
             yield source.name, source.look() or RegistryReading()
         except SourceFailed as failure:
             yield source.name, failure
+        finally:
+            source.close()
 
 
 def _read_file(path: Path, most: int) -> bytes:

@@ -37,10 +37,15 @@ class MembershipWatch:
         self._read: dict[str, RegistryReading] = {}  # the latest that each registry has said
 
     async def run(self) -> None:
-        """For ever."""
-        async with asyncio.TaskGroup() as group:
+        """Until it is cancelled, which closes the registries for good. After an error it may be begun again."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                for source in self._sources:
+                    group.create_task(self._follow(source))
+        except asyncio.CancelledError:
             for source in self._sources:
-                group.create_task(self._follow(source))
+                source.close()
+            raise
 
     async def _follow(self, source: Source) -> None:
         while True:

@@ -18,7 +18,7 @@ from transport.control.settings import mapped
 DEFAULT_KIND: Final = "pd"
 DEFAULT_ROLES: Final = {"pd": "decode", "prfaas": "prefill"}
 CHOICES: Final = {"cluster_kind": CLUSTER_KINDS, "role": ROLES, "engine": ENGINES, "transport": TRANSPORTS}
-FILE_ONLY: Final = ("engine_args", "egress_bytes_per_s", "rdma_devices")
+FILE_ONLY: Final = ("engine_args", "egress_bytes_per_s", "etcd", "rdma_devices")
 END_OF_OURS: Final = "--"
 
 

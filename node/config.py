@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Final, TypeAlias
 
 from hybrid_cache.eviction.choice import DEFAULT, HISTORY_BLOCKS, POLICIES
+from membership.etcd.settings import EtcdConfig
 from node.coding import Coding, coding_of
 from node.errors import NodeConfigError
 from node.process.ports import ListenPort
@@ -66,9 +67,9 @@ class NodeConfig:
     memory; "tcp" is TCP only.
     `rdma_devices` names the NICs to use; empty: all. Bytes that go by RDMA are checked, but never encrypted: with
     `integrity` "aead" only "rdma" uses it.
-    `registry` is a folder in which the node writes a file of its own while it runs, for gateways that read the folder;
-    `control_advertise` is the host, or host:port, at which they reach `control_port`. It is needed where that listens at any
-    address.
+    `registry` is a folder in which the node writes a file of its own while it runs, for gateways that read the folder; in
+    `etcd` it has a key. `control_advertise` is the host, or host:port, at which they reach `control_port`. It is needed where
+    that listens at any address.
     `transfer_advertise` is the host:port that others should send KVCache to, where a relay or NAT stands before this node.
     `model_revision` stands for what the model's weight files hold, which is hashed unless given.
     `bootstrap_port` is where an SGLang server that prefills is asked for by those that decode, at the host of `engine_port`.
@@ -108,6 +109,7 @@ class NodeConfig:
     control_port: int = 0
     control_advertise: str = ""
     registry: str = ""
+    etcd: EtcdConfig | None = None
     calls_port: int = 0
     transfer_port: int = 0
     transfer_advertise: str = ""
@@ -188,8 +190,10 @@ class NodeConfig:
         self._check_memory()
         self._check_links()
         self._check_identity()
-        if self.registry and not self.control_advertise and self.port("control").host in ANY_ADDRESS:
-            raise SettingsError("registry: control_advertise is missing: the host at which gateways reach control_port")
+        is_listed = self.registry or self.etcd is not None
+        if is_listed and not self.control_advertise and self.port("control").host in ANY_ADDRESS:
+            key = "registry" if self.registry else "etcd"
+            raise SettingsError(f"{key}: control_advertise is missing: the host at which gateways reach control_port")
 
     def _check_metrics(self) -> None:
         if self.metrics_host and not self.metrics_key and not is_loopback(self.metrics_host):
@@ -348,7 +352,7 @@ def load_node_config(path: Path) -> NodeConfig:
     with in_file(path, NodeConfigError):
         document = read_toml(path)
         _only_a_node(document)
-        config = build(NodeConfig, document["node"], "[node]")
+        config = build(NodeConfig, document["node"], "[node]", path.parent)
     # A relative path is relative to its file.
     paths = ["model", "metrics_key", "names_secret", *IDENTITY_KEYS, "revoked", "registry"]
     paths = [name for name in paths if getattr(config, name)]

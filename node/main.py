@@ -18,7 +18,7 @@ from typing import TextIO, TypeVar
 import uvloop
 
 from membership.member import Member
-from membership.registration import FolderEntry, registered
+from membership.registration import FolderEntry, NodeEntry, registered
 from node.agent import ENGINE_STOP_S, NodeAgent
 from node.command_line import add_node_arguments, config_from, split_engine_args
 from node.config import BOOT_KEY, LISTENERS, SERVERS, NodeConfig
@@ -126,11 +126,22 @@ async def _start(
     with _binding(config.port("transfer")):
         await agent.start()
     asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, agent.reconfigure, read_again)
-    if config.registry:
-        entry = FolderEntry(Path(config.registry), _member(config, bound))
+    for entry in _entries(config, bound):
         await stack.enter_async_context(registered(entry))
     _say(f"node listening id={config.node_id} agent={format_address(control.host, bound)} metrics={metrics.url}")
     return agent
+
+
+def _entries(config: NodeConfig, bound: int) -> Iterator[NodeEntry]:
+    """Where the node lists itself."""
+    if config.registry:
+        yield FolderEntry(Path(config.registry), _member(config, bound))
+    if config.etcd is not None:
+        from membership.etcd.entry import EtcdEntry  # its messages are loaded where there is an etcd
+
+        for hop in config.etcd.plain_hops:
+            log.warning("etcd: what this node says of itself goes to %s in clear", hop)
+        yield EtcdEntry(config.etcd, _member(config, bound))
 
 
 def _member(config: NodeConfig, bound: int) -> Member:

@@ -89,12 +89,12 @@ COMMANDS: Final = MappingProxyType(
             "Exit status: 1 if a registry cannot be read, else 0.",
         ),
         "nodes add": CommandDescription(
-            "add a node to the file that gateways watch",
+            "add a node to the file that gateways watch, or to their etcd",
             "prfaas nodes add west-d2 10.0.0.7:7001 --label rack=b4",
             "Gateways use the node as soon as its agent answers and it is ready.",
         ),
         "nodes remove": CommandDescription(
-            "remove a node from the file that gateways watch",
+            "remove a node from the file that gateways watch, or from their etcd",
             "prfaas nodes remove west-d2",
             "Its requests end; nothing new is sent to it. The node itself goes on running.",
         ),

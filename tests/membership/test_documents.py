@@ -86,6 +86,7 @@ def test_what_cannot_be_used_says_why(text: bytes, is_toml: bool, why: str) -> N
         (b'{"id": "a", "agent": "h:1", "lease_s": -1}', "lease_s"),
         (b'{"id": "a"}', "missing: agent"),
         (b'"a"', "must be a table"),
+        (b'{"id": "\xc3(", "agent": "h:1"}', "not valid JSON"),
     ],
 )
 def test_an_entry_that_cannot_be_used_says_why(text: bytes, why: str) -> None:

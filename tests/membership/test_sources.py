@@ -55,6 +55,19 @@ def test_a_file_is_read_when_it_is_another(tmp_path: Path) -> None:
     assert ids(source) == ["b"]
 
 
+def test_a_file_that_stays_broken_holds_no_more_with_each_look(tmp_path: Path) -> None:
+    put(tmp_path / "nodes.toml", "[[nodes")
+    source = FileSource(tmp_path / "nodes.toml")
+
+    def frames() -> int:
+        with pytest.raises(SourceFailed) as failed:
+            source.look()
+        return len(failed.traceback)
+
+    frames()
+    assert frames() == frames()
+
+
 def test_a_file_that_is_written_in_place_is_read_once_it_stays_as_it_is(tmp_path: Path) -> None:
     path = tmp_path / "nodes.toml"
     path.write_text(listing("a"))

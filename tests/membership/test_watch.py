@@ -1,6 +1,7 @@
 """What a gateway hears of registries: what has changed, what is lost, and what is back."""
 
 import asyncio
+import gc
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -33,6 +34,9 @@ class Scripted:
             answer()
             return None
         return answer
+
+    def close(self) -> None:
+        pass
 
 
 def heard(source: Scripted, number: int, late_s: float = 60.0) -> tuple[list[View], list[str]]:
@@ -82,6 +86,40 @@ def test_a_registry_that_hangs_is_lost_until_it_answers() -> None:
     views, failures = heard(Scripted(RegistryReading(members=[A]), hung.wait, None), 3, late_s=0.05)
     assert [view.state for view in views] == ["fresh", "frozen", "fresh"]
     assert failures == ["late"]
+
+
+def test_a_watch_that_failed_unforeseen_goes_on_and_only_one_that_is_cancelled_closes_its_registries() -> None:
+    class Closable(Scripted):
+        is_closed = False
+
+        def look(self) -> RegistryReading | None:
+            assert not self.is_closed
+            return super().look()
+
+        def close(self) -> None:
+            self.is_closed = True
+
+    source, views = Closable(lambda: [][0], RegistryReading(members=[A])), list[View]()
+
+    async def main() -> None:
+        heard = asyncio.Event()
+
+        def on_view(name: str, view: View) -> None:
+            views.append(view)
+            heard.set()
+
+        watch = MembershipWatch([source], asyncio.get_running_loop().time, on_view)
+        with pytest.raises(ExceptionGroup):
+            await watch.run()
+        running = asyncio.create_task(watch.run())
+        async with asyncio.timeout(60.0):
+            await heard.wait()
+        running.cancel()
+        await asyncio.wait([running])
+
+    asyncio.run(main())
+    assert [view.state for view in views] == ["fresh"]
+    assert source.is_closed
 
 
 def test_a_node_is_registered_while_it_runs_and_comes_back_when_its_file_was_lost(tmp_path: Path) -> None:
@@ -161,6 +199,34 @@ def test_a_folder_that_never_answers_does_not_keep_a_node_that_ends(tmp_path: Pa
 
     assert asyncio.run(main()) < 10.0
     never.set()
+
+
+def test_how_a_registration_fails_after_the_node_has_ended_is_no_unforeseen_error(tmp_path: Path) -> None:
+    began, ended = threading.Event(), threading.Event()
+    unforeseen = list[object]()
+
+    class Late(FolderEntry):
+        def write(self) -> None:
+            began.set()
+            ended.wait(20.0)
+            raise OSError("closed meanwhile")
+
+    def join() -> None:
+        ended.set()
+        for thread in threading.enumerate():
+            if thread.name == "registration":
+                thread.join()
+
+    async def main() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: unforeseen.append(context))
+        async with registered(Late(tmp_path, A)):
+            await asyncio.to_thread(began.wait)
+        await asyncio.to_thread(join)
+        await asyncio.sleep(0)
+        gc.collect()
+
+    asyncio.run(main())
+    assert unforeseen == []
 
 
 def test_a_registration_that_a_file_server_holds_up_is_logged_and_goes_on(

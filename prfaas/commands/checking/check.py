@@ -38,7 +38,7 @@ from prfaas.commands.checking.findings import (
     findings,
     worst,
 )
-from prfaas.commands.checking.member_findings import member_findings
+from prfaas.commands.checking.member_findings import etcd_findings, member_findings
 from prfaas.commands.checking.plan_findings import plan_findings
 from prfaas.commands.fleet.members import listed_members
 from prfaas.commands.operator import gateway_of
@@ -74,6 +74,7 @@ async def check(gateway_file: Path, console: Console, as_json: bool) -> bool:
         *access_findings(config, _wall_clock_s()),
         *await tls_findings(config),
         *await plan_findings(config, _wall_clock_s()),
+        *etcd_findings(config.membership.etcd, config.identity is not None),
     ]
     names = secrets.fingerprints if secrets is not None else ()
     listed = await asyncio.to_thread(listed_members, config)
@@ -226,7 +227,9 @@ def _certificates(config: GatewayConfig) -> Iterator[Certificate]:
     """Those of the gateway's file, and of a list of authorities; authorities need no name."""
     authorities = _authorities(config)
     listed = authority_files(config.authority, authorities)
-    for path in dict.fromkeys((config.certificate, *listed, config.tls_certificate)):
+    etcd = config.membership.etcd
+    of_etcd = (etcd.authority, etcd.certificate) if etcd is not None else ()
+    for path in dict.fromkeys((config.certificate, *listed, config.tls_certificate, *of_etcd)):
         if path is None:
             continue
         try:

@@ -24,6 +24,8 @@ def open_files(config: GatewayConfig) -> list[OpenFile]:
 
 def _secrets(config: GatewayConfig) -> set[Path]:
     found = {path for path in (config.key, config.tls_key, config.names_secret) if path is not None}
+    if config.membership.etcd is not None:
+        found |= {*config.membership.etcd.secrets}
     if config.identity is not None:
         listed = _authorities(config)
         found |= {*config.identity.key.parent.glob("*.key"), *(path.with_suffix(".key") for path in listed)}
@@ -51,8 +53,9 @@ def _written_by_others(config: GatewayConfig) -> Iterator[OpenFile]:
 
     Authorities, lists of them and of revoked certificates are no better than who writes them.
     """
-    file, folder = config.membership.file, config.membership.folder
-    single = {each for each in (file, config.authority, config.revoked, *_authorities(config)) if each is not None}
+    file, folder, etcd = config.membership.file, config.membership.folder, config.membership.etcd
+    trusted = (config.authority, config.revoked, *_authorities(config), etcd.authority if etcd is not None else None)
+    single = {each for each in (file, *trusted) if each is not None}
     registries = single | {folder} if folder is not None else single
     parents = {each.parent for each in single} - registries
     for path, mode in _modes(registries | parents):

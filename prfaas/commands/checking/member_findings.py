@@ -2,8 +2,20 @@
 
 from collections.abc import Iterator, Sequence
 
+from membership.etcd.settings import EtcdConfig
 from prfaas.commands.checking.findings import Described, Finding, Level
 from prfaas.commands.fleet.members import ListedMembers
+
+
+def etcd_findings(etcd: EtcdConfig | None, has_identity: bool) -> Iterator[Finding]:
+    """Ways to etcd on which others can change what it says. Certificates of nodes hold even then."""
+    for hop in etcd.plain_hops if etcd is not None else ():
+        yield Finding(
+            Level.WARNING if has_identity else Level.ERROR,
+            "members",
+            f"etcd at {hop} is another machine, and is asked in clear: others on the way can send prompts elsewhere",
+            "use https:// endpoints with authority, certificate and key",
+        )
 
 
 def member_findings(listed: ListedMembers, described: Sequence[Described]) -> Iterator[Finding]:

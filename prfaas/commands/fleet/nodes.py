@@ -1,10 +1,10 @@
-"""`prfaas nodes`: lists the nodes of a gateway, and adds one to its watched file or removes one, while it serves."""
+"""`prfaas nodes`: lists the nodes of a gateway, and adds one to its watched file or to etcd, or removes one."""
 
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from rich.console import Console
 from rich.table import Table
@@ -29,6 +29,37 @@ class NodesWish:
 
     gateway_file: Path
     file: Path | None = None
+
+
+class MemberList(Protocol):
+    """Where operators list nodes. `where` is its place, `kind` what messages call it. Changes raise EditRefused."""
+
+    @property
+    def where(self) -> str: ...
+
+    @property
+    def kind(self) -> str: ...
+
+    def add(self, member: Member) -> None: ...
+
+    def remove(self, node: str) -> Member: ...
+
+
+class _FileOfMembers:
+    kind = "the file"
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    @property
+    def where(self) -> str:
+        return str(self._path)
+
+    def add(self, member: Member) -> None:
+        edit.add(self._path, member)
+
+    def remove(self, node: str) -> Member:
+        return edit.remove(self._path, node)
 
 
 def show(wish: NodesWish, console: Console, as_json: bool) -> bool:
@@ -57,7 +88,7 @@ def add(wish: NodesWish, node: Mapping[str, Any], say: Say) -> None:
         member = Member(**node)
     except SettingsError as error:
         raise MembersError(str(error)) from error
-    file = _watched(wish)
+    list_of = _watched(wish)
     if wish.file is None:
         config = _config(wish.gateway_file)
         if not config.admits(member):
@@ -69,22 +100,24 @@ def add(wish: NodesWish, node: Mapping[str, Any], say: Say) -> None:
             if member.id == known.id or member.agent == known.agent:
                 raise MembersError(f"{known.id} at {known.agent} is listed already")
     try:
-        edit.add(file, member)
+        list_of.add(member)
     except EditRefused as error:
         raise MembersError(str(error)) from error
-    say(f"{file}: {member.id} is listed at {member.agent}")
-    say("gateways that watch the file ask its agent now, and send it requests as soon as it is ready")
+    say(f"{list_of.where}: {member.id} is listed at {member.agent}")
+    say(f"gateways that watch {list_of.kind} ask its agent now, and send it requests as soon as it is ready")
 
 
 def remove(wish: NodesWish, node: str, say: Say) -> None:
     """Lists a node no longer. Raises MembersError."""
-    file = _watched(wish)
+    list_of = _watched(wish)
     try:
-        gone = edit.remove(file, node)
+        gone = list_of.remove(node)
     except EditRefused as error:
         raise MembersError(str(error)) from error
-    say(f"{file}: {gone.id} at {gone.agent} is listed no more")
-    say("gateways that watch the file send it nothing new; what it has under way ends. The node itself goes on running")
+    say(f"{list_of.where}: {gone.id} at {gone.agent} is listed no more")
+    say(
+        f"gateways that watch {list_of.kind} send it nothing new; what it has under way ends. The node itself goes on running"
+    )
 
 
 def _config(file: Path) -> GatewayConfig:
@@ -94,15 +127,20 @@ def _config(file: Path) -> GatewayConfig:
         raise MembersError(str(error)) from error
 
 
-def _watched(wish: NodesWish) -> Path:
+def _watched(wish: NodesWish) -> MemberList:
     if wish.file is not None:
-        return wish.file
-    if (file := _config(wish.gateway_file).membership.file) is None:
-        raise MembersError(
-            f'{wish.gateway_file} watches no file of members: add [gateway.membership] with file = "nodes.toml", '
-            "or name such a file with --file"
-        )
-    return file
+        return _FileOfMembers(wish.file)
+    membership = _config(wish.gateway_file).membership
+    if membership.file is not None:
+        return _FileOfMembers(membership.file)
+    if membership.etcd is not None:
+        from membership.etcd.edit import EtcdEditor  # its messages are loaded where there is an etcd
+
+        return EtcdEditor(membership.etcd)
+    raise MembersError(
+        f'{wish.gateway_file} watches no file of members: add [gateway.membership] with file = "nodes.toml", '
+        "or name such a file with --file"
+    )
 
 
 def _as_table(found: ListedMembers) -> dict[str, object]:

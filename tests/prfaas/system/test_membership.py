@@ -171,8 +171,8 @@ class Site:
 
 
 @asynccontextmanager
-async def site(directory: Path) -> AsyncIterator[Site]:
-    (directory / "gateway.toml").write_text(GATEWAY)
+async def site(directory: Path, file: str = GATEWAY) -> AsyncIterator[Site]:
+    (directory / "gateway.toml").write_text(file)
     (directory / "tokenizer").mkdir()
     save_byte_tokenizer(directory / "tokenizer", 4096)
     (directory / "fleet").mkdir()
