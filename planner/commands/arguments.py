@@ -253,7 +253,7 @@ def _fit(command: argparse.ArgumentParser) -> None:
         "--trace",
         type=Path,
         metavar="FILE",
-        help="trace of Mooncake, Qwen or Azure, agents' sessions, or a gateway's request log",
+        help="trace of Mooncake, Qwen, Azure or BurstGPT, agents' sessions, or a gateway's request log",
     )
     source.add_argument("--metrics", type=Path, metavar="FILE", help="page /metrics of a gateway, saved as text")
     _begin_within(command)

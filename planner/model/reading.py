@@ -43,10 +43,10 @@ class Range:
         """`value`, if it is such a number. Raises SettingsError."""
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         fits = is_number and self.low <= value <= self.high and not (self.is_whole and value != int(value))
-        require(fits, name, value, str(self))
-        require(
-            value == 0 or abs(value) >= LEAST, name, value, f"0, or at least {LEAST:g}: what is divided by it overflows"
-        )
+        if not fits:  # messages are made when they are needed: traces have millions of numbers
+            require(False, name, value, str(self))
+        if value and abs(value) < LEAST:
+            require(False, name, value, f"0, or at least {LEAST:g}: what is divided by it overflows")
         return float(value)
 
     def above_low(self, name: str, value: Any) -> float:
