@@ -46,7 +46,7 @@ def _measured(group: argparse._ArgumentGroup) -> None:
         "--gpus", type=at_least_one, default=8, metavar="N", help="GPUs of an instance (default: %(default)s)"
     )
     group.add_argument(
-        "--gpu-memory-gb", type=above_zero, metavar="GB", help="memory of a GPU that is not known by name"
+        "--gpu-memory-gb", type=above_zero, metavar="GB", help="memory of a GPU that is not known by name (10^9 bytes)"
     )
     group.add_argument(
         "--gpu-tflops", type=above_zero, metavar="TFLOPS", help="peak of a GPU with the weights' type, without sparsity"
@@ -70,7 +70,7 @@ def _by_hand(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--kv-copies", type=above_zero, metavar="N",
-        help="copies of KVCache over the GPUs of an instance (default: GPUs per KV head; 1 for latents)",
+        help="copies of KVCache over the GPUs of an instance (default: GPUs per KV head; a latent is one head)",
     )  # fmt: skip
     group.add_argument("--family", metavar="NAME", help="read an unknown model_type as this one, such as llama")
     group.add_argument(

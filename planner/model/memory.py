@@ -16,7 +16,7 @@ COPIES: Final = Range(1, 100_000)
 class MemoryProfile:
     """`weights_bytes` are those of all GPUs of the instance; engines use `usable_share` of the memory.
 
-    Tensor parallelism over more GPUs than there are KV heads keeps `kv_copies` of KVCache.
+    Tensor parallelism over more GPUs than there are KV heads keeps `kv_copies` of KVCache; states it divides.
     """
 
     gpus: int
@@ -38,7 +38,7 @@ class MemoryProfile:
         if self.kv_bytes <= 0:
             raise InputError(
                 f"weights_bytes={self.weights_bytes:.4g}: {self.weights_bytes / 1e9:,.0f} GB of weights leave no room for "
-                f"KVCache in {self.gpus} GPUs of {self.hbm_bytes_per_gpu / 1e9:g} GB each, {self.usable_share:.0%} of it usable"
+                f"KVCache in {self.gpus} GPUs of {self.hbm_bytes_per_gpu / 1e9:.4g} GB each, {self.usable_share:.0%} of it usable"
             )
 
     @property
@@ -46,6 +46,10 @@ class MemoryProfile:
         """Room for KVCache on all GPUs together."""
         return self.gpus * self.hbm_bytes_per_gpu * self.usable_share - self.weights_bytes
 
-    def requests_of(self, kv_bytes: float) -> int:
+    def needed_bytes(self, kv_bytes: float, state_bytes: float = 0.0) -> float:
+        """What a request takes of all GPUs together: `kv_bytes`, of which `state_bytes` are states."""
+        return (kv_bytes - state_bytes) * self.kv_copies + state_bytes
+
+    def requests_of(self, kv_bytes: float, state_bytes: float = 0.0) -> int:
         """How many requests with so much KVCache each fit at once."""
-        return int(self.kv_bytes / (kv_bytes * self.kv_copies)) if kv_bytes > 0 else 0
+        return int(self.kv_bytes / self.needed_bytes(kv_bytes, state_bytes)) if kv_bytes > 0 else 0

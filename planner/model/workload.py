@@ -125,7 +125,7 @@ def _rows_of(path: Path) -> Iterator[_Placed]:
 
 
 def _to_trace(path: Path, rows: Iterable[_Placed]) -> Trace:
-    columns, in_ms = RowColumns(), False
+    columns, in_ms, in_s = RowColumns(), False, False
     block_size: int | None = None
     for file, line, row in rows:
         try:
@@ -134,6 +134,7 @@ def _to_trace(path: Path, rows: Iterable[_Placed]) -> Trace:
                 raise SettingsError(f"blocks of {size} tokens, of {block_size} before")
             block_size = size
             in_ms = in_ms or ("timestamp" in row and "chat_id" not in row)
+            in_s = in_s or "chat_id" in row
             if (each := parsed(row)) is not None:
                 columns.append(each, file, line)
         except SettingsError as exc:
@@ -144,7 +145,7 @@ def _to_trace(path: Path, rows: Iterable[_Placed]) -> Trace:
     _check_times(columns, int(order[0]), int(order[-1]))
     _check_names(columns, order)
     found = columns.sorted_by(order)
-    _check_unit(found.arrived_s, in_ms)
+    _check_unit(found.arrived_s, in_ms, in_s)
     return _trace_of(found, path.name.split(".")[0], block_size or 512)
 
 
@@ -155,7 +156,7 @@ def _check_times(columns: RowColumns, first: int, last: int) -> None:
         raise SettingsError(f"{far}: a trace spans at most {MAX_SPAN_S:g} s; check their times")
 
 
-def _check_unit(arrived_s: Floats, in_ms: bool) -> None:
+def _check_unit(arrived_s: Floats, in_ms: bool, in_s: bool) -> None:
     """Seconds read as milliseconds make a thousand times the rate, and milliseconds read as seconds a thousandth.
 
     Raises SettingsError.
@@ -168,7 +169,7 @@ def _check_unit(arrived_s: Floats, in_ms: bool) -> None:
             f"{requests} requests within {span_s:.6g} s: timestamp is read as milliseconds; "
             "if it is in seconds, multiply it by 1000"
         )
-    if not in_ms and span_s * LEAST_RATE > requests and not (arrived_s % 1).any():
+    if in_s and span_s * LEAST_RATE > requests and not (arrived_s % 1).any():
         raise SettingsError(
             f"{requests} requests within {span_s:.6g} s, all at whole seconds: timestamp is read as seconds; "
             "if it is in milliseconds, divide it by 1000"

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final, Self
 
 from planner.model.reading import Range, read_json
@@ -10,6 +11,15 @@ from transport.control.settings import SettingsError, require, require_table, sh
 
 CONFIG_FILE: Final = "config.json"
 NESTED: Final = ("text_config", "llm_config", "language_config")  # where multimodal models keep the language model's
+ENCODERS: Final = ("vision_config", "audio_config")  # some models have these beside the language model's keys
+# What published files leave out, because it is their family's default. Embeddings are one table.
+_TIED: Final = {"tie_word_embeddings": True}
+DEFAULTS: Final = MappingProxyType[str, Mapping[str, Any]]({
+    "cohere": _TIED, "cohere2": _TIED, "gemma": _TIED, "gemma2": _TIED, "starcoder2": _TIED, "lfm2": _TIED, "lfm2_moe": _TIED,
+    "gemma3_text": {
+        **_TIED, "vocab_size": 262_208, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
+    },
+})  # fmt: skip
 COUNT: Final = Range(0, 1e8, is_whole=True)
 LAYERS: Final = Range(1, 10_000, is_whole=True)
 DTYPE_BYTES: Final = {
@@ -34,7 +44,7 @@ class ModelConfig:
 
     @classmethod
     def of(cls, document: Mapping[str, Any]) -> Self:
-        """What the outer table says holds where the nested one is silent. Raises SettingsError."""
+        """What the outer table says holds where the nested one is silent, then the family's default. Raises SettingsError."""
         inner: dict[str, Any] = {}
         for key in NESTED:
             if document.get(key) is not None:
@@ -44,7 +54,9 @@ class ModelConfig:
         model_type = inner.get("model_type") or document.get("model_type")
         if not isinstance(model_type, str):
             raise SettingsError("missing: model_type, so this is no config.json of a model; its folder has one")
-        return cls(model_type, table, bool(inner))
+        default = DEFAULTS.get(model_type, {})
+        table = default | {key: value for key, value in table.items() if key not in default or value is not None}
+        return cls(model_type, table, bool(inner) or any(document.get(key) is not None for key in ENCODERS))
 
     def has(self, name: str) -> bool:
         """A key that says something: null and false do not."""

@@ -9,13 +9,14 @@ import numpy as np
 
 from planner.errors import InputError
 from planner.model.profile import DecodeProfile, PrefillCurve
-from planner.profiles.results.run import BenchmarkRun
+from planner.profiles.results.run import ALONE, BenchmarkRun
 
 SAME_LENGTH: Final = 1.05  # prompts whose lengths differ by less count as equally long
 NOISE: Final = 0.02  # relative; what is not repeated may be off by so much at least
 OUTLIERS: Final = 3  # samples from which a median is taken
 DEVIATIONS: Final = 1.4826  # a standard deviation in median deviations, of normal errors
 SHORTER_STEPS: Final = 0.1  # by how much a fuller batch may be faster
+DIGITS: Final = 6  # of an error: what is left of rounding is none
 ESTIMATED: Final = 0.3  # what aiconfigurator's times are off by, with its overhead added
 
 
@@ -38,9 +39,10 @@ def prefill_curve(runs: Sequence[BenchmarkRun]) -> PrefillCurve:
     alone = [run for run in runs if run.is_alone]
     if not alone:
         least = min(run.running for run in runs)
+        met = "came at any time, so that some met others" if least <= ALONE else "were mostly waiting"
         raise InputError(
-            f"prefill: every run had several requests at once ({least:.3g} at least), so its times to the first token are mostly "
-            "waiting; add runs with one at a time (--max-concurrency 1), of several prompt lengths"
+            f"prefill: every run had several requests at once ({least:.3g} at least), and its first tokens {met}; add runs with "
+            "one at a time (--max-concurrency 1), of several prompt lengths"
         )
     points = timed_lengths(alone)
     if len(points) < 2:
@@ -51,7 +53,7 @@ def prefill_curve(runs: Sequence[BenchmarkRun]) -> PrefillCurve:
     risen = _rising(points)
     spreads = [point.spread for point in points if point.spread is not None]
     is_estimate = any(run.is_estimate for run in alone)
-    error = ESTIMATED if is_estimate else max(spreads) if spreads else None
+    error = ESTIMATED if is_estimate else round(max(spreads), DIGITS) if spreads else None
     return PrefillCurve(
         points=tuple((point.tokens, point.seconds) for point in risen),
         valid_tokens=(risen[0].tokens, risen[-1].tokens),
@@ -143,7 +145,7 @@ def decode_profile(runs: Sequence[BenchmarkRun], max_running: int | None = None)
         step_s=step_s,
         step_s_per_request=step_s_per_request,
         provenance=f"{_kind(is_estimate)}: {measured}; max_running is {kept}; {_sources(timed)}",
-        error=ESTIMATED if is_estimate else float(off.max()) if len(timed) > 2 else None,
+        error=ESTIMATED if is_estimate else round(float(off.max()), DIGITS) if len(timed) > 2 else None,
     )  # fmt: skip
 
 

@@ -1,24 +1,25 @@
 """A profile drafted from a model's config.json and from results of benchmarks on one kind of hardware."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
 from planner.errors import InputError
 from planner.model.memory import MemoryProfile
-from planner.model.profile import KvSize, dump_curve
+from planner.model.profile import KvSize, dump_curve, parse_profile
 from planner.model.reading import named
 from planner.profiles.config import ModelConfig, dtype_bytes, read_config
 from planner.profiles.curves import decode_profile, prefill_curve, timed_lengths
 from planner.profiles.families import model_layers
 from planner.profiles.gpus import Gpu
-from planner.profiles.mixers import ElementBytes, HeadAttention, ModelLayer
+from planner.profiles.mixers import ElementBytes, HeadAttention, LatentAttention, ModelLayer
 from planner.profiles.plausible import LeastWork, check_batches, check_prefills
 from planner.profiles.results.run import BenchmarkRun
 from planner.profiles.sizes import described, kv_size_of, layout_of_layers
 from planner.profiles.weights import WeightBytes, WeightCounts, indexed_bytes, kv_dtype, weight_bytes
-from transport.control.settings import mapped
+from transport.control.settings import SettingsError, mapped, shown
 
 USABLE_SHARE: Final = 0.9  # what engines use of HBM unless told otherwise
 
@@ -48,10 +49,10 @@ class KnownModel:
     kv_copies_of: Sequence[ModelLayer] = ()
 
     def kv_copies(self, gpus: int) -> float:
-        """Tensor parallelism over more GPUs than KV heads copies them. A latent's engines split requests instead."""
-        heads = [
-            mixer.kv_heads for layer in self.kv_copies_of for mixer in layer.mixers if isinstance(mixer, HeadAttention)
-        ]
+        """Tensor parallelism over more GPUs than KV heads copies them; a latent is one for all heads."""
+        mixers = [mixer for layer in self.kv_copies_of for mixer in layer.mixers]
+        heads = [mixer.kv_heads for mixer in mixers if isinstance(mixer, HeadAttention)]
+        heads += [1 for mixer in mixers if isinstance(mixer, LatentAttention)]
         return max(1.0, gpus / min(heads)) if heads else 1.0
 
 
@@ -77,9 +78,8 @@ def known_model(path: Path, hand: ByHand) -> KnownModel:
         layers = model_layers(config, hand.family)
         counts = WeightCounts.of(config, layers)
         kv = _kv_size(config, layers, hand)
-        weights = _weights_by_hand(hand, by_index) or weight_bytes(config, counts)
-        if hand.weights_gb is None and by_index is not None:
-            weights = replace(weights, computed=weight_bytes(config, counts).computed)
+        by_hand = _weights_by_hand(hand, by_index)
+        weights = weight_bytes(config, counts) if by_hand is None else _computed(by_hand, config, counts)
         return KnownModel(
             name=name, kv=kv, weights=weights, work=LeastWork(counts=counts, layers=layers), kv_copies_of=layers
         )
@@ -98,6 +98,14 @@ def _weights_by_hand(hand: ByHand, by_index: float | None) -> WeightBytes | None
     if by_index is not None:
         return WeightBytes(by_index, 0.0, "weights as their index says", 2.0)
     return None
+
+
+def _computed(said: WeightBytes, config: ModelConfig, counts: WeightCounts) -> WeightBytes:
+    """With the least bytes that one weight can have: an unknown quantisation is told from the bytes of all."""
+    least = said.total / max(1, counts.total)
+    with suppress(SettingsError):
+        least = min(least, weight_bytes(config, counts).computed)
+    return replace(said, computed=least)
 
 
 def _kv_size(config: ModelConfig, layers: Sequence[ModelLayer], hand: ByHand) -> KvSize:
@@ -134,7 +142,9 @@ def drafted(model: KnownModel, instance: Instance | None, runs: Sequence[Benchma
     if runs:
         with mapped(InputError):
             curve, decode = prefill_curve(runs), decode_profile(runs, hand.max_running)
-        _check(model, instance, runs, memory)
+        # Data-parallel attention keeps one copy only: what fits then is possible.
+        most = memory if memory is None or hand.kv_copies else replace(memory, kv_copies=1.0)
+        _check(model, instance, runs, most)
         document["prefill"] = {instance.hardware: dump_curve(curve)}
         if decode is not None:
             document["decode"] = {instance.hardware: _stated(decode)}
@@ -145,12 +155,15 @@ def _memory(model: KnownModel, instance: Instance, hand: ByHand) -> MemoryProfil
     if instance.gpu is None or model.weights is None:
         return None
     copies = hand.kv_copies or model.kv_copies(instance.gpus)
-    assumed = f"{USABLE_SHARE:.0%} of HBM usable (assumed); KVCache {'once' if copies == 1 else f'{copies:g} times'}"
+    why = "--kv-copies" if hand.kv_copies else "tensor parallel; --kv-copies 1 where engines split requests instead"
+    kept = "once" if copies == 1 else f"{copies:g} times ({why})"
+    assumed = f"{USABLE_SHARE:.0%} of HBM usable (assumed); KVCache {kept}"
+    said = "as its driver reports it" if instance.gpu.is_known else "given by hand"
     with mapped(InputError):
         return MemoryProfile(
             gpus=instance.gpus, hbm_bytes_per_gpu=instance.gpu.memory_bytes, weights_bytes=model.weights.total,
             usable_share=USABLE_SHARE, kv_copies=copies, error=model.weights.error,
-            provenance=f"derived: {model.weights.origin}, shared evenly; {instance.gpu.name} by its data sheet; {assumed}",
+            provenance=f"derived: {model.weights.origin}, shared evenly; HBM of {instance.gpu.name} {said}; {assumed}",
         )  # fmt: skip
 
 
@@ -165,19 +178,28 @@ def _check(model: KnownModel, instance: Instance, runs: Sequence[BenchmarkRun], 
 
 def _stated(part: Any) -> dict[str, Any]:
     """A part of a profile in JSON, without what it does not say."""
-    return {key: value for key, value in asdict(part).items() if value not in (None, ())}
+    table = {key: value for key, value in asdict(part).items() if value not in (None, ())}
+    return {key: list(value) if isinstance(value, tuple) else value for key, value in table.items()}
 
 
 def added_to(document: dict[str, Any], drafted: dict[str, Any]) -> dict[str, Any]:
     """A profile with the hardware of another one as well. Raises InputError where they are of different models."""
-    for key in ("bytes_per_token", "fixed_bytes"):
-        ours, theirs = (each.get("kv", {}).get(key, 0) for each in (document, drafted))
-        if ours != theirs:
-            raise InputError(
-                f"--add-to: kv.{key} = {ours:g} there and {theirs:g} in this one: profiles of different models"
-            )
+    there, here = parse_profile(document).kv, parse_profile(drafted).kv_size()
+    if there is not None:
+        for key in ("bytes_per_token", "fixed_bytes", "windows"):
+            ours, theirs = getattr(there, key), getattr(here, key)
+            if ours != theirs:
+                raise InputError(
+                    f"--add-to: kv.{key} = {_said(ours)} there and {_said(theirs)} in this one: profiles of different models"
+                )
     merged = dict(document)
+    if there is None:
+        merged["kv"] = drafted["kv"]
     for part in ("prefill", "decode", "memory"):
         if part in drafted:
             merged[part] = document.get(part, {}) | drafted[part]
     return merged
+
+
+def _said(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, int | float) else shown(value)

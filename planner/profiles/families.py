@@ -183,7 +183,7 @@ _DENSE: Final = (
     "glm4", "glm4_moe", "gpt_oss", "granite", "granitemoe", "hunyuan_v1_dense", "hunyuan_v1_moe", "internlm2", "internlm3",
     "llama", "llama4_text", "mimo", "mimo_v2_flash", "minimax_m2", "ministral", "ministral3", "mistral", "mixtral", "olmo2",
     "olmo3", "olmoe", "phi3", "phimoe", "qwen2", "qwen2_moe", "qwen2_5_vl", "qwen2_5_vl_text", "qwen3", "qwen3_moe",
-    "qwen3_vl_text", "qwen3_vl_moe_text", "seed_oss", "smollm3", "starcoder2", "step3_text", "yi",
+    "qwen3_vl_text", "qwen3_vl_moe_text", "seed_oss", "smollm3", "starcoder2", "yi",
 )  # fmt: skip
 _MLA: Final = (
     "deepseek_v2",
@@ -195,6 +195,7 @@ _MLA: Final = (
     "mistral4",
     "minicpm3",
 )
+SHARING: Final = ("use_cla", "num_kv_shared_layers")
 FAMILIES: Final = MappingProxyType[str, Callable[[ModelConfig], tuple[ModelLayer, ...]]](
     dict.fromkeys(_DENSE, _dense)
     | dict.fromkeys(_MLA, _mla)
@@ -216,4 +217,9 @@ def model_layers(config: ModelConfig, family: str | None = None) -> tuple[ModelL
         if family:
             raise SettingsError(f"--family {family}: must be one of {', '.join(sorted(FAMILIES))}")
         raise family_unknown(config, ", ".join(sorted(FAMILIES)))
+    for key in SHARING:
+        if config.has(key):
+            raise SettingsError(
+                f"{key} = {shown(config.table[key])}: layers share KVCache, which is not read; give --kv-bytes-per-token"
+            )
     return FAMILIES[asked](ModelConfig(asked, config.table))

@@ -1,13 +1,17 @@
 """The weights behind the attention of each layer: an MLP, or experts, some for each token."""
 
+from math import ceil
 from typing import Any, Final
 
+from planner.model.reading import Range
 from planner.profiles.config import ModelConfig
 from planner.profiles.mixers import FeedForward
 from transport.control.settings import SettingsError
 
 GATED: Final = 3  # matrices of an MLP: gate, up and down
 UNGATED: Final = 2
+FACTOR: Final = Range(0, 100)
+_UNGATED: Final = ("apertus", "starcoder2")  # families whose MLPs have no gate
 # Families whose `intermediate_size` is that of an expert.
 _EXPERT_SIZED: Final = (
     "gpt_oss", "granitemoe", "granitemoehybrid", "llama4_text", "minimax", "minimax_m1", "minimax_m2", "minimax_text_01",
@@ -19,7 +23,9 @@ def feed_forward(config: ModelConfig, layer: int) -> FeedForward:
     """What layer number `layer` has. Raises SettingsError."""
     if not _is_sparse(config, layer):
         inner = config.whole("intermediate_size_mlp", "shared_intermediate_size", "intermediate_size", least=1)
-        return FeedForward(dense=GATED * config.hidden * inner)
+        if config.has("block_auto_adjust_ff_dim"):
+            inner = _adjusted(config, inner)
+        return FeedForward(dense=(UNGATED if config.model_type in _UNGATED else GATED) * config.hidden * inner)
     size = _expert_size(config)
     shared = config.whole("shared_expert_intermediate_size", "shared_intermediate_size", default=0)
     if not shared:
@@ -32,6 +38,13 @@ def feed_forward(config: ModelConfig, layer: int) -> FeedForward:
         dense=GATED * config.hidden * shared + config.hidden * experts,
         expert=each, experts=experts, chosen=min(experts, chosen_experts(config)),
     )  # fmt: skip
+
+
+def _adjusted(config: ModelConfig, inner: int) -> int:
+    """LFM2's: two thirds of what is said, times a factor, rounded up."""
+    factor = FACTOR.of("block_ffn_dim_multiplier", config.table.get("block_ffn_dim_multiplier", 1.0))
+    step = config.whole("block_multiple_of", default=256, least=1)
+    return step * ceil(int(factor * int(2 * inner / 3)) / step)
 
 
 def num_experts(config: ModelConfig) -> int:

@@ -1,6 +1,7 @@
-"""GPUs by name: memory, its bandwidth, and the most they compute, as data sheets print it (dense, without sparsity).
+"""GPUs by name: memory, as drivers report it, and the most they compute, as data sheets print it (dense, without sparsity).
 
-The peaks are for plausibility only: a prefill that took less than the peak allows was not computed.
+A data sheet's 80 GB are 80 GiB less what error correction takes; engines see what the driver reports. The peaks are for
+plausibility only: a prefill that took less than the peak allows was not computed.
 """
 
 from dataclasses import dataclass
@@ -9,22 +10,19 @@ from typing import Final
 
 from planner.errors import InputError
 
-GB: Final = 1e9
+MIB: Final = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
-    """One GPU. `peak_tflops` are those of 16-bit and of 8-bit numbers, and of 4-bit ones where it has them."""
+    """One GPU. Its peaks are those of 16-bit and of 8-bit numbers, and of 4-bit ones where it has them."""
 
     name: str
-    memory_gb: float
+    memory_bytes: float
     tflops_16: float
     tflops_8: float
     tflops_4: float | None = None
-
-    @property
-    def memory_bytes(self) -> float:
-        return self.memory_gb * GB
+    is_known: bool = True  # by name, not by hand
 
     def peak_flops(self, weight_bytes: float) -> float:
         """With weights of so many bytes each: the fastest arithmetic that they allow."""
@@ -35,32 +33,32 @@ class Gpu:
         return self.tflops_4 * 1e12
 
 
-def _gpu(name: str, memory_gb: float, tflops_16: float, tflops_8: float, tflops_4: float | None = None) -> Gpu:
-    return Gpu(name=name, memory_gb=memory_gb, tflops_16=tflops_16, tflops_8=tflops_8, tflops_4=tflops_4)
+def _gpu(name: str, memory_mib: int, tflops_16: float, tflops_8: float, tflops_4: float | None = None) -> Gpu:
+    return Gpu(name=name, memory_bytes=memory_mib * MIB, tflops_16=tflops_16, tflops_8=tflops_8, tflops_4=tflops_4)
 
 
 GPUS: Final = MappingProxyType[str, Gpu](
     {
         gpu.name: gpu
         for gpu in (
-            _gpu("A100", 80, 312, 624),
-            _gpu("A100-40GB", 40, 312, 624),
-            _gpu("A800", 80, 312, 624),
-            _gpu("L20", 48, 119.5, 239),
-            _gpu("L40S", 48, 362, 733),
-            _gpu("H20", 96, 148, 296),
-            _gpu("H20-141GB", 141, 148, 296),
-            _gpu("H100", 80, 989, 1979),
-            _gpu("H800", 80, 989, 1979),
-            _gpu("H200", 141, 989, 1979),
-            _gpu("GH200", 144, 989, 1979),
-            _gpu("B200", 180, 2250, 4500, 9000),
-            _gpu("GB200", 186, 2500, 5000, 10_000),
-            _gpu("B300", 270, 2250, 4500, 14_000),
-            _gpu("GB300", 278, 2500, 5000, 15_000),
-            _gpu("MI300X", 192, 1307, 2615),
-            _gpu("MI325X", 256, 1307, 2615),
-            _gpu("MI355X", 288, 2517, 5034, 10_068),
+            _gpu("A100", 81_920, 312, 624),
+            _gpu("A100-40GB", 40_960, 312, 624),
+            _gpu("A800", 81_920, 312, 624),
+            _gpu("L20", 46_068, 119.5, 239),
+            _gpu("L40S", 46_068, 362, 733),
+            _gpu("H20", 97_871, 148, 296),
+            _gpu("H20-141GB", 143_771, 148, 296),
+            _gpu("H100", 81_559, 989, 1979),
+            _gpu("H800", 81_559, 989, 1979),
+            _gpu("H200", 143_771, 989, 1979),
+            _gpu("GH200", 146_831, 989, 1979),
+            _gpu("B200", 183_359, 2250, 4500, 9000),
+            _gpu("GB200", 189_471, 2500, 5000, 10_000),
+            _gpu("B300", 275_040, 2250, 4500, 14_000),
+            _gpu("GB300", 284_208, 2500, 5000, 15_000),
+            _gpu("MI300X", 196_592, 1307, 2615),
+            _gpu("MI325X", 262_128, 1307, 2615),
+            _gpu("MI355X", 294_896, 2517, 5034, 10_068),
         )
     }
 )

@@ -13,7 +13,7 @@ _FULL: Final[LayerKind] = (FULL, None)
 _STATE: Final[LayerKind] = (STATE, None)
 _KINDS: Final = {
     "full_attention": FULL, "attention": FULL, "global": FULL, "sliding_attention": WINDOW, "chunked_attention": WINDOW,
-    "linear_attention": STATE, "mamba": STATE, "conv": STATE,
+    "indexed_attention": FULL, "linear_attention": STATE, "mamba": STATE, "conv": STATE,
 }  # fmt: skip
 # Models without `layer_types` in which only every so many layers see all tokens.
 _PATTERNS: Final = {"gemma2": 2, "gemma3_text": 6, "cohere2": 4, "gpt_oss": 2, "exaone4": 4}
@@ -43,7 +43,11 @@ def layer_kinds(config: ModelConfig) -> list[LayerKind]:
 
 def _sliding(config: ModelConfig, count: int) -> list[LayerKind]:
     if config.model_type == "llama4_text":
-        chunk, ropes = config.whole("attention_chunk_size", default=0), config.numbers("no_rope_layers")
+        chunk, every = (
+            config.whole("attention_chunk_size", default=0),
+            config.whole("no_rope_layer_interval", default=4),
+        )
+        ropes = config.numbers("no_rope_layers") or tuple((at + 1) % max(1, every) for at in range(count))
         return [(WINDOW, chunk) if chunk and at < len(ropes) and ropes[at] else _FULL for at in range(count)]
     if config.model_type == "mimo_v2_flash" or not _slides(config):
         return [_FULL] * count
@@ -55,8 +59,9 @@ def _sliding(config: ModelConfig, count: int) -> list[LayerKind]:
 
 
 def _slides(config: ModelConfig) -> bool:
-    """Qwen's files have a window that is not used."""
-    return config.has("sliding_window") and config.table.get("use_sliding_window") is not False
+    """Qwen's files have a window that is not used unless they say so."""
+    used = config.table.get("use_sliding_window")
+    return config.has("sliding_window") and bool(not config.model_type.startswith("qwen") if used is None else used)
 
 
 def _window(config: ModelConfig) -> int:

@@ -1,9 +1,12 @@
 """What mixes tokens in one layer: what it keeps of a prompt, how many weights it has, and what it computes at least."""
 
 from dataclasses import dataclass
-from typing import TypeAlias
+from math import ceil
+from typing import Final, TypeAlias
 
 from hybrid_cache.layout.spec import FullAttention, KVCacheSpec, LinearState, SlidingWindow
+
+SCALED: Final = 128  # latents that have one scale
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,8 +60,13 @@ class LatentAttention:
     index_dim: int = 0
 
     def specs(self, element: ElementBytes) -> tuple[KVCacheSpec, ...]:
-        """What is kept: of an indexer, keys of 8 bits with a scale of 4 bytes."""
+        """What is kept: of an indexer, keys of 8 bits with a scale of 4 bytes.
+
+        Sparse attention reads latents of 8 bits with a scale for each 128, and leaves positions in 16 bits.
+        """
         latent = round((self.rank + self.rope_dim) * element.kv)
+        if self.index_dim and element.kv == 1:
+            latent = self.rank + 4 * ceil(self.rank / SCALED) + 2 * self.rope_dim
         index = self.index_dim + 4 if self.index_dim else 0
         return (FullAttention(latent + index, round(self.rank * element.kv)),)
 

@@ -41,7 +41,7 @@ def check_batches(runs: Sequence[BenchmarkRun], kv: KvSize, memory: MemoryProfil
     """Raises InputError for a run with more KVCache than all memory beside the weights."""
     room = memory.gpus * memory.hbm_bytes_per_gpu - memory.weights_bytes
     for run in runs:
-        needed = run.decoding * kv(run.context_tokens) * memory.kv_copies
+        needed = run.decoding * memory.needed_bytes(kv(run.context_tokens), kv.fixed_bytes)
         if needed > room:
             raise InputError(
                 f"decode: {run.decoding:.0f} requests at once with {run.context_tokens:,.0f} tokens each ({run.source}) need "

@@ -1,5 +1,6 @@
 """How many weights a model has, how many a token uses, and how many bytes they take."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,8 @@ ENCODER_ERROR: Final = 0.1  # nor encoders of images and sound
 ALL_BYTES: Final = Range(1, 1e14, "bytes")
 BITS: Final = Range(1, 16, "bits")
 GROUP_BITS: Final = 20.0  # a scale and a zero point for each group
+_ATTENTION: Final = re.compile(r"(attn|attention|[qkvo]_proj|qkv_proj|in_proj_qkvz?|mixer|mamba)\W*$")
+_LAYER: Final = re.compile(r"layers\.(\d+)\.")
 _BY_METHOD: Final = {"fp8": 8.0, "fbgemm_fp8": 8.0, "mxfp4": 4.25, "bitsandbytes": 4.5}
 _BY_ALGORITHM: Final = {"FP8": 8.0, "NVFP4": 4.5, "W4A16_AWQ": 4.5, "W4A8_AWQ": 4.5, "MXFP4": 4.25}
 
@@ -72,10 +75,20 @@ def weight_bytes(config: ModelConfig, counts: WeightCounts) -> WeightBytes:
     quantised, left = _quantisation(config)
     if quantised is None:
         return WeightBytes(plain * counts.total, error, f"{origin}, {config.dtype}", plain)
-    attention = plain if any("attn" in name or "attention" in name for name in left) else quantised
+    share = _attention_left(left, config.num_layers)
+    attention = share * plain + (1 - share) * quantised
     total = plain * counts.embedding + attention * counts.attention + quantised * (counts.dense + counts.experts)
     method = f"quantization_config, {8 * quantised:g} bits"
     return WeightBytes(total, max(error, QUANTISED_ERROR), f"{origin}, {method}", quantised)
+
+
+def _attention_left(names: Sequence[str], num_layers: int) -> float:
+    """The share of attention that is not quantised: names end in a whole part of it, of one layer or of all."""
+    found = [name for name in names if _ATTENTION.search(name)]
+    layers = [_LAYER.search(name) for name in found]
+    if not all(layers):
+        return 1.0
+    return min(1.0, len({each[1] for each in layers if each}) / num_layers)
 
 
 def indexed_bytes(folder: Path) -> float | None:
@@ -130,7 +143,8 @@ def _bits(scheme: ModelConfig) -> float:
         return 8.0 if table.get("load_in_8bit") else _BY_METHOD[method]
     groups = table.get("config_groups")
     inner: Any = next(iter(groups.values()), None) if isinstance(groups, dict) else table
-    inner = inner.get("weights", inner) if isinstance(inner, dict) else {}
+    inner = inner.get("weights", inner) if isinstance(inner, dict) else None
+    inner = inner if isinstance(inner, dict) else {}
     for key in ("num_bits", "bits", "w_bit"):
         if inner.get(key) is not None:
             return _with_scales(BITS.of(f"quantization_config.{key}", inner[key]), inner)

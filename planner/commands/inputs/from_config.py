@@ -56,7 +56,8 @@ def _gpu(args: argparse.Namespace) -> Gpu | None:
         return None
     if memory_gb is not None:
         unbounded = float("inf") if tflops is None else tflops
-        return Gpu(name=args.gpu or "GPU", memory_gb=memory_gb, tflops_16=unbounded, tflops_8=unbounded)
+        name = args.gpu or "GPU"
+        return Gpu(name=name, memory_bytes=memory_gb * 1e9, tflops_16=unbounded, tflops_8=unbounded, is_known=False)
     gpu = gpu_named(args.gpu)
     return gpu if tflops is None else replace(gpu, tflops_16=tflops, tflops_8=tflops, tflops_4=tflops)
 

@@ -64,7 +64,7 @@ def _profile_show(args: argparse.Namespace) -> int:
     if rows:
         columns = ["hardware", "tokens", "T_prefill_s", "S_kv_MiB", "kv_throughput_gbps", "quoted_gbps"]
         print(table(rows, columns))
-    else:
+    elif quoted:
         print(table([{"tokens": n, "quoted_gbps": g} for n, g in quoted.items()], ["tokens", "quoted_gbps"]))
     if memory:
         print(table(memory, list(memory[0])))

@@ -42,6 +42,7 @@ def memory_rows(profile: ModelProfile) -> list[dict[str, Any]]:
             "KVCache_GB": memory.kv_bytes / 1e9,
         }
         if profile.kv is not None:
-            row |= {f"requests of {length:,}": memory.requests_of(profile.kv(length)) for length in LENGTHS}
+            kv, states = profile.kv, profile.kv.fixed_bytes
+            row |= {f"requests of {length:,}": memory.requests_of(kv(length), states) for length in LENGTHS}
         rows.append(row)
     return rows

@@ -8,6 +8,7 @@ from planner.profiles.results.run import COMPLETED, MILLISECONDS, RUNNING, Bench
 from transport.control.settings import SettingsError, require_table, require_tables
 
 STATUS: Final = "successful"
+OPEN: Final = ("constant", "poisson", "async")  # strategies in which requests wait for no answer
 
 
 def is_guidellm(table: Mapping[str, Any]) -> bool:
@@ -18,11 +19,14 @@ def guidellm_runs(table: Mapping[str, Any], source: str) -> Iterator[BenchmarkRu
     """Raises SettingsError naming the benchmark and the field."""
     for at, each in enumerate(require_tables(table["benchmarks"], "benchmarks")):
         with placed(f"benchmarks[{at}]"):
-            yield _run(_inside(each, "metrics", "metrics"), f"{source}, benchmarks[{at}]")
+            yield _run(each, f"{source}, benchmarks[{at}]")
 
 
-def _run(metrics: Mapping[str, Any], source: str) -> BenchmarkRun:
-    totals = _inside(metrics, "request_totals", "metrics.request_totals")
+def _run(table: Mapping[str, Any], source: str) -> BenchmarkRun:
+    metrics = _inside(table, "metrics", "metrics")
+    # Before version 0.4 they lay beside the metrics.
+    holder = table if metrics.get("request_totals") is None and "request_totals" in table else metrics
+    totals = _inside(holder, "request_totals", "metrics.request_totals")
     completed, failed = (_number(totals, key, "metrics.request_totals", COMPLETED) for key in (STATUS, "errored"))
     check_served(completed, failed)
     output = _of(metrics, "output_token_count", "mean", TOKENS)
@@ -42,7 +46,18 @@ def _run(metrics: Mapping[str, Any], source: str) -> BenchmarkRun:
         ttft_spread_s=_of(metrics, "time_to_first_token_ms", "std_dev", MILLISECONDS) / 1000 if completed > 1 else None,
         step_s=step_ms / 1000 or None,
         decoding=running * decoding,
+        is_one_by_one=_strategy(table) not in OPEN,
     )
+
+
+def _strategy(table: Mapping[str, Any]) -> str:
+    """How requests came; empty where it is not said."""
+    for part in ("config", "args"):
+        inner = table.get(part)
+        strategy = inner.get("strategy") if isinstance(inner, dict) else None
+        if isinstance(strategy, dict):
+            return str(strategy.get("type_") or strategy.get("type"))
+    return ""
 
 
 def _of(metrics: Mapping[str, Any], metric: str, statistic: str, allowed: Range) -> float:

@@ -11,7 +11,8 @@ MILLISECONDS: Final = Range(0, 1e10, "milliseconds")
 RUNNING: Final = Range(0, 1e7, "requests at once")
 COMPLETED: Final = Range(0, 1e9, "requests", is_whole=True)
 FAILED: Final = 0.1  # share of requests beyond which a run measured something else
-ALONE: Final = 1.1  # requests at once up to which none waits for another
+ALONE: Final = 1.1  # requests at once up to which none waits for another, where each comes after the one before
+RARE: Final = 0.1  # and where they come at any time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +33,7 @@ class BenchmarkRun:
     step_s: float | None = None
     decoding: float = 0.0
     prefills: tuple[tuple[float, float], ...] = ()
+    is_one_by_one: bool = True  # a request came when the one before was answered
     is_estimate: bool = False
 
     def __post_init__(self) -> None:
@@ -42,7 +44,7 @@ class BenchmarkRun:
     @property
     def is_alone(self) -> bool:
         """Whether prompts waited for nothing, so that the time to the first token is that of the prefill."""
-        return self.running <= ALONE
+        return self.running <= (ALONE if self.is_one_by_one else RARE)
 
     @property
     def context_tokens(self) -> float:

@@ -4,7 +4,7 @@ Times are in milliseconds (`mean_ttft_ms`), those of single requests (`ttfts`, o
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 from planner.model.reading import SECONDS, TOKENS
 from planner.profiles.results.run import (
@@ -17,6 +17,8 @@ from planner.profiles.results.run import (
     optional_field,
 )
 from transport.control.settings import require
+
+COALESCED: Final = 0.1  # of the time per token
 
 
 def is_serving(table: Mapping[str, Any]) -> bool:
@@ -33,7 +35,9 @@ def serving_run(table: Mapping[str, Any], source: str) -> BenchmarkRun:
     ttft_ms = field_of(table, "median_ttft_ms", MILLISECONDS, "mean_ttft_ms")
     spread_ms = optional_field(table, "std_ttft_ms", MILLISECONDS)
     step_ms = _step_ms(table) if output > 1 else None
-    decode_ms = (step_ms or 0.0) * max(0.0, output - 1)
+    # A request decodes for as long as its tokens took, however fast most steps were.
+    token_ms = (optional_field(table, "mean_tpot_ms", MILLISECONDS) or step_ms or 0.0) if output > 1 else 0.0
+    decode_ms = token_ms * max(0.0, output - 1)
     at_once = completed / (1000 * duration_s)
     running = optional_field(table, "concurrency", RUNNING)
     if running is None:
@@ -53,14 +57,22 @@ def serving_run(table: Mapping[str, Any], source: str) -> BenchmarkRun:
         step_s=None if step_ms is None else step_ms / 1000,
         decoding=at_once * decode_ms,
         prefills=_prefills(table),
+        is_one_by_one=completed == 1 or (limit is not None and limit <= 1),
     )
 
 
 def _step_ms(table: Mapping[str, Any]) -> float | None:
-    """Chunked prefills of others lengthen the mean; several tokens at once lengthen what is between chunks."""
-    found = [optional_field(table, key, MILLISECONDS) for key in ("median_itl_ms", "median_tpot_ms", "mean_tpot_ms")]
-    positive = [each for each in found if each]
-    return min(positive) if positive else None
+    """Chunked prefills of others lengthen the mean; several tokens at once lengthen what is between chunks.
+
+    Chunks that come in one packet have almost nothing between them, which is no step.
+    """
+    between, *per_token = (
+        optional_field(table, key, MILLISECONDS) for key in ("median_itl_ms", "median_tpot_ms", "mean_tpot_ms")
+    )
+    found = [each for each in per_token if each]
+    if between and (not found or between >= COALESCED * min(found)):
+        found.append(between)
+    return min(found) if found else None
 
 
 def _prefills(table: Mapping[str, Any]) -> tuple[tuple[float, float], ...]:

@@ -38,8 +38,8 @@ def test_a_profile_with_all_its_parts(made, capsys):
     assert profile.prefill_on("h100x8").points == tuple((tokens, ms / 1000) for tokens, ms in LENGTHS)
     assert profile.decode_on("h100x8").max_running == 58
     memory = profile.memory["h100x8"]
-    assert memory.kv_bytes == pytest.approx(8 * 80e9 * 0.9 - 141.1e9, rel=1e-3)
-    assert memory.requests_of(profile.kv_size()(32_000)) == 41
+    assert memory.kv_bytes == pytest.approx(8 * 81_559 * 2**20 * 0.9 - 141.1e9, rel=1e-3)  # as nvidia-smi says
+    assert memory.requests_of(profile.kv_size()(32_000)) == 45
     for said in (
         "S_kv (exact): derived",
         "T_prefill h100x8 (±3.0%): measured",
@@ -143,7 +143,8 @@ def test_a_folder_and_a_gpu_by_hand(tmp_path, capsys):
     assert main(["profile", "from-config", str(tmp_path), "--gpu", "X9", "--gpu-memory-gb", "200", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["kv"]["bytes_per_token"] == 70_272
-    assert found["memory"]["x9x8"]["kv_copies"] == 1
+    assert found["memory"]["x9x8"]["kv_copies"] == 8  # tensor parallelism cannot divide a latent
+    assert "--kv-copies 1 where engines split requests instead" in found["memory"]["x9x8"]["provenance"]
     assert main(["profile", "from-config", str(tmp_path / "nothing.json")]) == 1
     assert "no such file: give the config.json" in capsys.readouterr().err
 
@@ -162,3 +163,71 @@ def test_error_and_memory_are_checked_when_a_profile_is_read(tmp_path, capsys):
         path.write_text(json.dumps({"schema": 1, "model": "m"} | spoiled))
         assert main(["profile", "check", str(path)]) == 1
         assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("model", [models.GEMMA3_27B, models.GPT_OSS_120B], ids=["gemma3", "gpt_oss"])
+def test_windows_are_written_and_read_again(made, capsys, model):
+    code, _, err, path = made(model, "--gpu", "H100", results=None)
+    assert (code, "error" in err) == (0, False)
+    assert len(load_profile(path).kv_size().windows) == 1
+    assert main(["profile", "show", str(path)]) == 0  # though it has no times
+    assert "requests of 8,000" in capsys.readouterr().out
+
+
+def test_tensor_parallelism_copies_keys_and_values_not_states(made):
+    _, _, _, path = made(models.QWEN3_NEXT_80B, "--gpu", "H100", results=None)
+    profile = load_profile(path)
+    kv, memory = profile.kv_size(), profile.memory["h100x8"]
+    assert memory.kv_copies == 4
+    each = kv.fixed_bytes + 4 * (kv(8_000) - kv.fixed_bytes)
+    assert memory.requests_of(kv(8_000), kv.fixed_bytes) == int(memory.kv_bytes / each)
+
+
+def test_batches_that_fit_with_one_copy_are_not_refused(made):
+    """DeepSeek-V3 on 8 H200: 250 requests of 8,200 tokens are 144 GB once, and more than there is eight times."""
+    fast = [vllm(prompt=n, ttft_ms=t) for n, t in LENGTHS]
+    many = vllm(prompt=8_000, running=260, ttft_ms=100, step_ms=50, output=401, completed=2_600)
+    code, _, err, _ = made(models.DEEPSEEK_V3, "--gpu", "H200", results=[*fast, many])
+    assert (code, err) == (0, "")
+    code, _, err, _ = made(models.DEEPSEEK_V3, "--gpu", "H200", "--kv-copies", 8, results=[*fast, many])
+    assert (code, "GB of KVCache, and beside the weights" in err) == (1, True)
+
+
+def test_weights_by_hand_tell_how_fast_they_can_be(made, tmp_path):
+    """A prefill faster than 16-bit arithmetic is possible with weights of 8 bits, whatever their quantisation is called."""
+    model = models.LLAMA3_70B | {"quantization_config": {"quant_method": "secret"}}
+    fast = [vllm(prompt=n, ttft_ms=n * 0.025) for n in (1_000, 8_000)]  # the least in 16 bits is 0.0173 ms a token on 8
+    assert made(model, "--gpu", "H100", "--gpus", 4, "--weights-gb", 71, results=fast)[0] == 0
+    code, _, err, _ = made(models.LLAMA3_70B, "--gpu", "H100", "--gpus", 4, results=fast)
+    assert (code, "at its peak of 3.96 PFLOP/s" in err) == (1, True)
+    index = tmp_path / "model/model.safetensors.index.json"
+    index.write_text(json.dumps({"metadata": {"total_size": 71_000_000_000}}))
+    assert made(model, "--gpu", "H100", "--gpus", 4, results=fast)[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("there", "said"),
+    [
+        ({"kv": 5}, "[kv] = 5: must be a table"),
+        ({"kv": {"bytes_per_token": "x"}}, "bytes_per_token = 'x'"),
+        ({"prefill": []}, "[prefill] = []"),
+        (
+            {"kv": {"bytes_per_token": 36_864, "windows": [{"window_tokens": 9, "bytes_per_token": 36_864}]}},
+            "--add-to: kv.windows = ",
+        ),
+    ],
+)  # fmt: skip
+def test_what_is_added_to_is_checked(made, tmp_path, there, said):
+    added = tmp_path / "there.json"
+    added.write_text(json.dumps({"schema": 1, "model": "m"} | there))
+    code, _, err, _ = made(models.GPT_OSS_120B, "--add-to", added, results=None)
+    assert code == 1
+    assert said in err
+
+
+def test_a_profile_of_times_alone_gets_its_sizes(made, tmp_path):
+    added = tmp_path / "there.json"
+    curve = {"points": [[1000, 0.1], [8000, 0.8]], "valid_tokens": [1000, 8000], "provenance": "measured: x"}
+    added.write_text(json.dumps({"schema": 1, "model": "m", "prefill": {"x": curve}}))
+    code, _, _, path = made(models.LLAMA3_70B, "--add-to", added, results=None)
+    assert (code, load_profile(path).kv_size().bytes_per_token) == (0, 327_680)

@@ -67,3 +67,10 @@ def test_milliseconds_read_as_seconds_are_refused(tmp_path):
         read_trace(path)
     path.write_text(jsonl([row | {"timestamp": row["timestamp"] / 1000} for row in rows]))
     assert read_trace(path).span_s == 199
+
+
+def test_few_requests_at_whole_seconds_are_read_where_their_unit_is_known(tmp_path):
+    """Those of one model in BurstGPT's trace, one every ten minutes."""
+    path = tmp_path / "burst.csv"
+    path.write_text(BURST + "".join(f"{600 * at},GPT-4,20,40,60,API log\n" for at in range(200)))
+    assert read_trace(path).span_s == 600 * 199

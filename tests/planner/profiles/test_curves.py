@@ -68,6 +68,17 @@ def test_decode_by_batch():
     assert decode_profile(runs(*tables), 40).max_running == 40
 
 
+def test_rounding_is_no_error():
+    """A line through equal steps misses them by 1e-16, which is no error that a profile may have."""
+    decode = decode_profile(runs(*[vllm(running=b, step_ms=25, completed=100) for b in (1, 8, 32)]))
+    assert decode.error == 0
+    details = {
+        "input_lens": [1_000] * 4 + [8_000] * 3,
+        "ttfts": [0.1 + 1e-16, 0.1, 0.1, 0.1 + 2e-16, 0.7, 0.7, 0.7 + 2e-16],
+    }
+    assert prefill_curve(runs(vllm() | details)).error == 0
+
+
 def test_decode_of_one_batch_and_of_none():
     decode = decode_profile(runs(vllm(running=16, step_ms=30, completed=160)))
     assert (decode.step_s, decode.step_s_per_request, decode.error) == (0.03, 0, None)

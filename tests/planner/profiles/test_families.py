@@ -192,3 +192,74 @@ def test_a_family_can_be_given_by_hand():
     assert len(model_layers(config, "llama")) == 80
     with pytest.raises(SettingsError, match="--family unheard: must be one of"):
         model_layers(config, "unheard")
+
+
+LLAMA4_SCOUT = {
+    "model_type": "llama4_text", "vocab_size": 202048, "hidden_size": 5120, "intermediate_size": 8192,
+    "intermediate_size_mlp": 16384, "num_hidden_layers": 48, "num_attention_heads": 40, "num_key_value_heads": 8,
+    "head_dim": 128, "num_local_experts": 16, "num_experts_per_tok": 1, "interleave_moe_layer_step": 1,
+    "attention_chunk_size": 8192, "no_rope_layers": [],
+}  # fmt: skip
+
+
+def test_what_published_files_leave_out_is_their_familys_default():
+    kv = kv_of(LLAMA4_SCOUT)  # every fourth layer has no chunks
+    assert (kv.bytes_per_token, kv.windows[0].bytes_per_token) == (12 * 4096, 36 * 4096)
+    inner = {"model_type": "gemma3_text", "hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34,
+             "sliding_window": 1024}  # fmt: skip
+    gemma_4b = {"model_type": "gemma3", "text_config": inner, "torch_dtype": "bfloat16"}
+    assert kv_of(gemma_4b).bytes_per_token == 5 * 4 * 256 * 2 * 2
+    config = ModelConfig.of(gemma_4b)
+    assert WeightCounts.of(config, model_layers(config)).total == pytest.approx(3.88e9, rel=1e-3)
+    for name in ("use_sliding_window", "layer_types"):
+        assert not kv_of(models.LLAMA3_70B | {"model_type": "qwen2", "sliding_window": 4096, name: None}).windows
+
+
+def test_mlps_without_a_gate_and_those_that_are_adjusted():
+    small = models.LLAMA3_70B | {"hidden_size": 64, "intermediate_size": 1536, "num_hidden_layers": 1}
+    dense = {}
+    for name, changes in (
+        ("llama", {}),
+        ("apertus", {}),
+        ("lfm2", {"block_auto_adjust_ff_dim": True, "conv_L_cache": 3}),
+    ):
+        table = small | {"model_type": name, "layer_types": ["conv" if name == "lfm2" else "full_attention"]} | changes
+        config = ModelConfig.of(table)
+        dense[name] = WeightCounts.of(config, model_layers(config)).dense
+    assert dense == {"llama": 3 * 64 * 1536, "apertus": 2 * 64 * 1536, "lfm2": 3 * 64 * 1024}
+
+
+def test_layers_that_share_kvcache_are_refused():
+    with pytest.raises(SettingsError, match="use_cla = True: layers share KVCache"):
+        kv_of(models.LLAMA3_70B | {"model_type": "hunyuan_v1_moe", "use_cla": True})
+    with pytest.raises(SettingsError, match="an unknown family"):
+        kv_of(models.LLAMA3_70B | {"model_type": "step3_text"})  # one group of keys for all heads, under other names
+
+
+def test_sparse_latents_of_8_bits_have_scales():
+    table = models.DEEPSEEK_V3 | {"model_type": "deepseek_v32", "index_head_dim": 128}
+    assert kv_of(table).bytes_per_token == 61 * (576 * 2 + 132)
+    assert kv_of(table, ElementBytes(kv=1, state=4, convolution=2)).bytes_per_token == 61 * (656 + 132)
+    assert kv_of(models.DEEPSEEK_V3, ElementBytes(kv=1, state=4, convolution=2)).bytes_per_token == 61 * 576
+
+
+def test_attention_is_left_unquantised_where_whole_parts_of_it_are_named():
+    def bits16(*names):
+        scheme = {"quant_method": "fp8", "modules_to_not_convert": list(names)}
+        return weights_of(models.LLAMA3_70B, quantization_config=scheme).total
+
+    all_quantised = bits16()
+    attention = 80 * (2 * 8192 * 8192 + 2 * 8192 * 1024)
+    assert bits16("model.layers.0.linear_attn.conv1d", "lm_head") == all_quantised
+    assert bits16("model.layers.*.self_attn") - all_quantised == attention
+    assert (
+        bits16("model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.o_proj") - all_quantised == attention / 80
+    )
+    groups = {"quant_method": "x", "config_groups": {"g": {"weights": None}}}
+    with pytest.raises(SettingsError, match="an unknown one"):
+        weights_of(models.LLAMA3_70B, quantization_config=groups)
+    assert weight_bytes_error(models.LLAMA3_70B | {"vision_config": {"depth": 27}}) == 0.1
+
+
+def weight_bytes_error(table):
+    return weights_of(table).error

@@ -117,3 +117,36 @@ def test_the_place_of_a_wrong_field_is_named(tmp_path):
     rows = f"{AIC_COLUMNS}\nm,8000,200,0,1,1,1,1,,20,8,1,1,sglang,h200_sxm,80\n"
     with pytest.raises(InputError, match="row 1: ttft = ''"):
         read_runs(written(tmp_path, rows, "pareto.csv"))
+
+
+def test_requests_decode_for_as_long_as_their_tokens_took(tmp_path):
+    """Steps of 30 ms, and prefills between them: 60 ms a token, so 64 requests decode at once and not 32."""
+    table = vllm(running=64, step_ms=60, ttft_ms=1, completed=640) | {"median_itl_ms": 30.0}
+    (run,) = read_runs(written(tmp_path, table))
+    assert (run.step_s, run.decoding) == (0.03, pytest.approx(64, rel=1e-3))
+
+
+def test_chunks_that_came_together_are_no_steps(tmp_path):
+    (run,) = read_runs(written(tmp_path, vllm(step_ms=25) | {"median_itl_ms": 0.02}))
+    assert run.step_s == 0.025
+
+
+def test_requests_that_come_at_any_time_are_not_alone(tmp_path):
+    """At a rate at which one is there on average, most meet another."""
+    opened = {"max_concurrency": None, "request_rate": 0.2}
+    (run,) = read_runs(written(tmp_path, vllm() | opened))
+    assert (run.running, run.is_alone) == (pytest.approx(1), False)
+    (rare,) = read_runs(written(tmp_path, vllm() | opened | {"duration": 1_000.0}))
+    assert rare.is_alone
+    (single,) = read_runs(written(tmp_path, vllm(completed=1) | opened))
+    assert single.is_alone
+    report = guidellm((1_000, 120, 1.0, 25))
+    report["benchmarks"][0]["config"]["strategy"]["type_"] = "constant"
+    assert not read_runs(written(tmp_path, report))[0].is_alone
+
+
+def test_older_reports_of_guidellm_have_totals_beside_the_metrics(tmp_path):
+    report = guidellm((1_000, 120, 1.0, 25))
+    (table,) = report["benchmarks"]
+    table["request_totals"] = table["metrics"].pop("request_totals")
+    assert read_runs(written(tmp_path, report))[0].requests == 20
