@@ -54,7 +54,7 @@ class ModelConfig:
         model_type = inner.get("model_type") or document.get("model_type")
         if not isinstance(model_type, str):
             raise SettingsError("missing: model_type, so this is no config.json of a model; its folder has one")
-        default = DEFAULTS.get(model_type, {})
+        default = dict(DEFAULTS.get(model_type, {}))
         table = default | {key: value for key, value in table.items() if key not in default or value is not None}
         return cls(model_type, table, bool(inner) or any(document.get(key) is not None for key in ENCODERS))
 
