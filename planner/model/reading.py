@@ -141,12 +141,12 @@ def read_columns(path: Path, columns: Mapping[str, Range]) -> list[tuple[float, 
     return rows
 
 
-def json_rows(text: Iterable[str], is_growing: bool = False) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The objects of a file that has one on each line, with the numbers of their lines. Raises SettingsError.
+def json_rows(text: Iterable[str], is_growing: bool = False, first: int = 1) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The objects of a file that has one on each line, with the numbers of their lines from `first` on. Raises SettingsError.
 
     `is_growing`: a writer may still be at its last line, which counts once it is whole.
     """
-    for line_number, line in enumerate(text, 1):
+    for line_number, line in enumerate(text, first):
         if not line.strip():
             continue
         try:

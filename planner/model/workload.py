@@ -14,6 +14,7 @@ Formats, told apart by their fields; files may be plain, or compressed by gzip, 
 import csv
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
@@ -24,7 +25,7 @@ from planner.model.profile import Floats
 from planner.model.reading import RATE, json_rows, named, open_text, placed
 from planner.model.trace_files.blocks import Places, leading_seen
 from planner.model.trace_files.columns import RequestColumns, RowColumns
-from planner.model.trace_files.rows import block_size_of, parsed
+from planner.model.trace_files.rows import MOONCAKE_BLOCK, RequestRow, block_size_of, parsed, quickly_parsed
 from planner.model.traffic import Lengths
 from transport.control.settings import SettingsError
 
@@ -35,7 +36,7 @@ MAX_SPAN_S: Final = 366 * 86_400.0  # of a trace, and of what is simulated: resu
 MANY: Final = 100  # requests, whose rate says something of their clock
 MAX_RATE: Final = 1_000.0  # requests per second of a trace in milliseconds
 LEAST_RATE: Final = 0.01  # requests per second of a trace in whole seconds
-_Placed: TypeAlias = tuple[str, int, Mapping[str, Any]]  # the file in a folder, the number of the row, the row
+_Placed: TypeAlias = tuple[str, int, Mapping[str, Any] | RequestRow]  # file in a folder, number of the row, the row
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -114,8 +115,8 @@ def _rows_of_log(directory: Path) -> Iterator[_Placed]:
 def _rows_of(path: Path) -> Iterator[_Placed]:
     with open_text(path) as text:
         if ".csv" not in [suffix.lower() for suffix in path.suffixes]:
-            for line, row in json_rows(text, is_growing=path.match(LOG_FILES)):
-                yield "", line, row
+            for line, each in _json_rows_of(text, path.match(LOG_FILES)):
+                yield "", line, each
             return
         try:
             for line, row in enumerate(csv.DictReader(text), 1):
@@ -124,18 +125,32 @@ def _rows_of(path: Path) -> Iterator[_Placed]:
             raise SettingsError(f"not CSV: {exc}") from exc
 
 
+def _json_rows_of(text: Iterator[str], is_growing: bool) -> Iterator[tuple[int, Mapping[str, Any] | RequestRow]]:
+    """Mooncake's rows are read quickly, and all from the first one on that may be something else as objects."""
+    for at, line in enumerate(text, 1):
+        if not line.strip():
+            continue
+        if (row := quickly_parsed(line)) is None:
+            yield from json_rows(chain([line], text), is_growing, first=at)
+            return
+        yield at, row
+
+
 def _to_trace(path: Path, rows: Iterable[_Placed]) -> Trace:
     columns, in_ms, in_s = RowColumns(), False, False
     block_size: int | None = None
     for file, line, row in rows:
         try:
-            size = block_size_of(row)
+            if isinstance(row, RequestRow):
+                size, each, in_ms = MOONCAKE_BLOCK, row, True
+            else:
+                size, each = block_size_of(row), parsed(row)
+                in_ms = in_ms or ("timestamp" in row and "chat_id" not in row)
+                in_s = in_s or "chat_id" in row
             if block_size not in (None, size):
                 raise SettingsError(f"blocks of {size} tokens, of {block_size} before")
             block_size = size
-            in_ms = in_ms or ("timestamp" in row and "chat_id" not in row)
-            in_s = in_s or "chat_id" in row
-            if (each := parsed(row)) is not None:
+            if each is not None:
                 columns.append(each, file, line)
         except SettingsError as exc:
             raise SettingsError(f"{file}row {line}: {exc}") from exc

@@ -42,9 +42,11 @@ class RowColumns:
         if not self._files or self._files[-1][1] != file:
             self._files.append((len(self), file))
         self._lines.append(line)
-        values = (row.arrived_s, row.prompt, row.output, row.cached or 0.0)
-        for column, value in zip(self._numbers.values(), values, strict=True):
-            column.append(value)
+        numbers = self._numbers
+        numbers["arrived"].append(row.arrived_s)
+        numbers["prompt"].append(row.prompt)
+        numbers["output"].append(row.output)
+        numbers["cached"].append(row.cached or 0.0)
         self._is_cut.append(row.is_cut)
         self._has_cached.append(row.cached is not None)
         self._has_names.append(row.ids is not None)

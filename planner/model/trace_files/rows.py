@@ -5,7 +5,9 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Final
 
-from planner.model.reading import SECONDS, TOKENS, Range, number, spelled_number
+import msgspec
+
+from planner.model.reading import LEAST, SECONDS, TOKENS, Range, number, spelled_number
 from transport.control.settings import SettingsError, require, shown
 
 # Statuses of requests that a larger system would have served, or served whole; others of 400 and above are the client's errors.
@@ -34,11 +36,41 @@ class RequestRow:
     is_cut: bool = False  # its whole answer would have had an unknown length
 
 
+class _MooncakeRow(msgspec.Struct, forbid_unknown_fields=True):
+    timestamp: float
+    input_length: float
+    output_length: float
+    hash_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+
+
+_MOONCAKE: Final = msgspec.json.Decoder(_MooncakeRow)
+MOONCAKE_BLOCK: Final = 512
+
+
+def quickly_parsed(line: str) -> RequestRow | None:
+    """A row of Mooncake's traces in a third of the time. None for any other line, which `parsed` reads or refuses."""
+    try:
+        row = _MOONCAKE.decode(line)
+    except (msgspec.MsgspecError, UnicodeEncodeError):
+        return None
+    ids = None if row.hash_ids is msgspec.UNSET else row.hash_ids
+    for value, most in (
+        (row.timestamp, MILLISECONDS.high),
+        (row.input_length, TOKENS.high),
+        (row.output_length, TOKENS.high),
+    ):
+        if not (LEAST <= value <= most or value == 0):
+            return None
+    if ids is not None and not _are_ids(ids):
+        return None
+    return RequestRow(row.timestamp / 1e3, row.input_length, row.output_length, ids)
+
+
 def block_size_of(row: Mapping[str, Any]) -> int:
     """Tokens of a block that this row names. Raises SettingsError."""
     if "block_tokens" in row:
         return int(number(row, "block_tokens", BLOCK))
-    return 128 if "chat_id" in row else 512
+    return 128 if "chat_id" in row else MOONCAKE_BLOCK
 
 
 def parsed(row: Mapping[str, Any]) -> RequestRow | None:

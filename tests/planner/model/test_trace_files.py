@@ -1,10 +1,13 @@
 """Columns of a trace while it is read: names of any length, shapes of other traces, and units that are mixed up."""
 
+import json
+
 import numpy as np
 import pytest
 
 from planner.errors import InputError
 from planner.model.trace_files.blocks import BlockColumn, leading_seen
+from planner.model.trace_files.rows import parsed, quickly_parsed
 from planner.model.workload import infinite_cache_hits, read_trace
 from tests.planner.commands.inputs import ROWS, jsonl
 
@@ -74,3 +77,47 @@ def test_few_requests_at_whole_seconds_are_read_where_their_unit_is_known(tmp_pa
     path = tmp_path / "burst.csv"
     path.write_text(BURST + "".join(f"{600 * at},GPT-4,20,40,60,API log\n" for at in range(200)))
     assert read_trace(path).span_s == 600 * 199
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"timestamp": 3000, "input_length": 10, "output_length": 5, "hash_ids": [1, 2]}',
+        ' {"hash_ids": [], "output_length": 5.0, "input_length": 1e3, "timestamp": 0.5} ',
+        '{"timestamp": 1, "input_length": 10, "output_length": 5}',
+        '{"timestamp": 1, "input_length": 10, "output_length": 5, "hash_ids": [' + str((1 << 256) - 1) + "]}",
+    ],
+)  # fmt: skip
+def test_mooncakes_rows_are_read_quickly(line):
+    assert quickly_parsed(line) == parsed(json.loads(line))
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"timestamp": 1, "input_length": 10, "output_length": 5, "chat_id": 1}',
+        '{"timestamp": 1, "input_length": 10, "output_length": 5, "block_tokens": 64}',
+        '{"timestamp": NaN, "input_length": 10, "output_length": 5}',
+        '{"timestamp": 1, "input_length": true, "output_length": 5}',
+        '{"timestamp": 1, "input_length": 1e10, "output_length": 5}',
+        '{"timestamp": 1, "input_length": 1e-13, "output_length": 5}',
+        '{"timestamp": 1, "input_length": -1, "output_length": 5}',
+        '{"timestamp": 1, "input_length": 1, "output_length": 5, "hash_ids": null}',
+        '{"timestamp": 1, "input_length": 1, "output_length": 5, "hash_ids": [-1]}',
+        '{"timestamp": 1, "input_length": 1, "output_length": 5, "hash_ids": [1.0]}',
+        '{"timestamp": 1, "input_length": 1, "output_length": 5, "hash_ids": [' + str(1 << 256) + "]}",
+        '{"timestamp": 1, "input_length": 1, "outp',
+        "[" * 100_000,
+    ],
+)  # fmt: skip
+def test_every_other_row_is_left_to_the_slow_reader(line):
+    assert quickly_parsed(line) is None
+
+
+def test_an_odd_row_among_mooncakes_is_named(tmp_path):
+    path = tmp_path / "t.jsonl"
+    path.write_text(jsonl(ROWS) + "\n" + jsonl([ROWS[0] | {"input_length": "x"}]))
+    with pytest.raises(InputError, match=f"row {len(ROWS) + 2}: input_length = 'x'"):
+        read_trace(path)
+    path.write_text(jsonl([ROWS[0], ROWS[1] | {"note": 1}, *ROWS[2:]]))
+    assert read_trace(path).prompt_tokens.tolist() == [row["input_length"] for row in ROWS]
