@@ -47,7 +47,7 @@ class MemoryProfile:
         return self.gpus * self.hbm_bytes_per_gpu * self.usable_share - self.weights_bytes
 
     def needed_bytes(self, kv_bytes: float, state_bytes: float = 0.0) -> float:
-        """What a request takes of all GPUs together: `kv_bytes`, of which `state_bytes` are states."""
+        """What a request with so much KVCache takes of all GPUs together; its states are not copied."""
         return (kv_bytes - state_bytes) * self.kv_copies + state_bytes
 
     def requests_of(self, kv_bytes: float, state_bytes: float = 0.0) -> int:

@@ -16,7 +16,7 @@ NOISE: Final = 0.02  # relative; what is not repeated may be off by so much at l
 OUTLIERS: Final = 3  # samples from which a median is taken
 DEVIATIONS: Final = 1.4826  # a standard deviation in median deviations, of normal errors
 SHORTER_STEPS: Final = 0.1  # by how much a fuller batch may be faster
-DIGITS: Final = 6  # of an error: what is left of rounding is none
+DIGITS: Final = 6  # of an error; what is smaller comes of rounding
 ESTIMATED: Final = 0.3  # what aiconfigurator's times are off by, with its overhead added
 
 
