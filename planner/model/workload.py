@@ -139,6 +139,7 @@ def _json_rows_of(text: Iterator[str], is_growing: bool) -> Iterator[tuple[int, 
 def _to_trace(path: Path, rows: Iterable[_Placed]) -> Trace:
     columns, in_ms, in_s = RowColumns(), False, False
     block_size: int | None = None
+    each: RequestRow | None
     for file, line, row in rows:
         try:
             if isinstance(row, RequestRow):
