@@ -12,7 +12,7 @@ TYPES: Final = ("I", "Q")  # the least in which all names fit; longer ones are k
 SPARSE: Final = 4  # names up to so many times their count are marked in a table, others in a set
 
 
-class BlockNames(Sequence[tuple[int, ...]]):
+class PromptBlocks(Sequence[tuple[int, ...]]):
     """The names of each prompt's blocks, as a sequence of tuples."""
 
     def __init__(self, flat: Any, starts: Places, stops: Places) -> None:
@@ -25,11 +25,11 @@ class BlockNames(Sequence[tuple[int, ...]]):
     def __getitem__(self, index: int) -> tuple[int, ...]: ...
 
     @overload
-    def __getitem__(self, index: slice) -> "BlockNames": ...
+    def __getitem__(self, index: slice) -> "PromptBlocks": ...
 
-    def __getitem__(self, index: int | slice) -> "tuple[int, ...] | BlockNames":
+    def __getitem__(self, index: int | slice) -> "tuple[int, ...] | PromptBlocks":
         if isinstance(index, slice):
-            return BlockNames(self._flat, self._starts[index], self._stops[index])
+            return PromptBlocks(self._flat, self._starts[index], self._stops[index])
         return tuple(self._flat[self._starts[index] : self._stops[index]])
 
     def __iter__(self) -> Iterator[tuple[int, ...]]:
@@ -77,15 +77,15 @@ class BlockColumn:
             self._flat = array(TYPES[wider], self._flat) if wider < len(TYPES) else self._flat.tolist()
             self._extend(names)
 
-    def ordered(self, order: Places) -> BlockNames:
+    def ordered(self, order: Places) -> PromptBlocks:
         """Those of the prompts in this order."""
         starts, stops = (np.frombuffer(each, dtype=np.int64)[order] for each in (self._starts, self._stops))
-        return BlockNames(self._flat, starts, stops)
+        return PromptBlocks(self._flat, starts, stops)
 
 
 def leading_seen(blocks: Sequence[tuple[int, ...]]) -> Iterator[int]:
     """Of each prompt, the leading blocks that prompts before it had."""
-    size = blocks.least_table if isinstance(blocks, BlockNames) else None
+    size = blocks.least_table if isinstance(blocks, PromptBlocks) else None
     if size is None:
         yield from _seen_by_set(blocks)
         return

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from planner.model.profile import Floats
-from planner.model.trace_files.blocks import BlockColumn, BlockNames, Places
+from planner.model.trace_files.blocks import BlockColumn, Places, PromptBlocks
 from planner.model.trace_files.rows import RequestRow
 
 
@@ -21,7 +21,7 @@ class RequestColumns:
     output_tokens: Floats
     is_cut: Any
     cached_tokens: Floats | None
-    blocks: BlockNames | None
+    blocks: PromptBlocks | None
 
 
 class RowColumns:

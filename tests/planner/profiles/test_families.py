@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from engine.emulated.emulated import GROUPS
-from engine.torch.tiny import _COMMON, RECIPES
+from engine.torch.tiny import RECIPES, recipe_of
 from planner.model.profile import load_profile
 from planner.profiles.config import ModelConfig
 from planner.profiles.families import model_layers
@@ -86,7 +86,7 @@ def test_a_model_like_that_of_the_case_study():
 @pytest.mark.parametrize("arch", RECIPES)
 def test_sizes_are_those_of_the_engines_own_layouts(arch):
     """transformers keeps a column more of a convolution than vLLM and SGLang do."""
-    table = {**_COMMON, **RECIPES[arch]}
+    table = recipe_of(arch)
     config = ModelConfig.of(table)
     kernel = table.get("linear_conv_kernel_dim") or table.get("mamba_d_conv") or table.get("conv_L_cache") or 2
     element = ElementBytes(kv=4, state=4, convolution=4 * kernel / (kernel - 1))
