@@ -26,12 +26,18 @@ SCHEMA_STAMP  := $(SCHEMA_VENV)/.installed
 DOCS_VENV     := .venv-docs
 DOCS_STAMP    := $(DOCS_VENV)/.installed
 
+# Tests start hundreds of processes. Each module is compiled once, not by each of them, also where the caller's environment
+# keeps Python from writing what it compiled.
+export PYTHONDONTWRITEBYTECODE =
+
 # SAMPLE=N runs N tests of a long suite: enough to cover each pair of the dimensions in which tests differ, the rest drawn by
 # SEED (SAMPLE=0: only those that cover the pairs). It prints what it left out. LIMITS="--sample-limit D=K" keeps K values of
 # dimension D, for one whose values each cost a start. Without SAMPLE a suite runs whole.
 SAMPLE ?=
 SEED   ?= $(shell git rev-parse --short=12 HEAD 2>/dev/null || echo 0)
 LIMITS ?=
+# The same for programs that take a number.
+SEED_NUMBER = $$((0x$$(echo $(SEED) | tr -cd 0-9a-f | cut -c1-7)))
 sampled = $(if $(SAMPLE),--sample $(SAMPLE) --sample-seed $(SEED) $(LIMITS))
 
 # What tests of whole systems, of real engines over many cases and of other environments are marked with; the folders that
@@ -81,7 +87,7 @@ up: $(STAMP)     ## Start the demo's topology as an OpenAI server on port 8000, 
 
 # Threads of torch and NumPy that share a core with other tests mostly wait for each other.
 test test-whole: export OMP_NUM_THREADS = 1
-test: $(STAMP)   ## The tests to run at every change (minutes), variants of one property in turn; prints what it left out
+test: $(STAMP)   ## The tests to run at every change (minutes), variants and starts of processes in turn; prints what it left out
 	$(BIN)/python -m pytest $(AT_EVERY_CHANGE) -n $(WORKERS) $(SPREAD) $(IN_TURN) --hypothesis-seed=$(SEED)
 
 test-whole: $(STAMP)  ## The same with every variant, and four times as many examples of each property
@@ -93,8 +99,9 @@ test-all: lint test-whole test-e2e test-deploy fuzz soak soak-cache test-storm t
 test-e2e: $(STAMP)  ## Test whole systems: tokens, the API, killed nodes, cut connections, replaced certificates, failing disks, plans
 	$(BIN)/python -m pytest -m e2e tests/e2e $(sampled)
 
-test-deploy: $(STAMP)  ## Test alert rules and dashboards with a real Prometheus (Debian's, fetched unless it is installed)
+test-deploy: $(STAMP)  ## Test alert rules, dashboards and the chart with a real Prometheus and Helm (fetched unless installed)
 	@command -v promtool >/dev/null || test -x .prometheus/usr/bin/promtool || ./scripts/fetch-prometheus
+	@command -v helm >/dev/null || test -n "$$HELM" || test -x .helm/helm/helm || ./scripts/fetch-helm
 	$(BIN)/python -m pytest tests/deploy tests/e2e/test_prometheus.py
 
 test-storm: $(STAMP)  ## Fail processes, links, disk and memory at random under traffic; STORM_FAULTS=500 within STORM_S=600 seconds
@@ -104,7 +111,7 @@ test-crowd: $(STAMP)  ## Open CROWD=10000 idle connections to each port in turn 
 	$(BIN)/python -m tests.storm.crowd --connections $(CROWD)
 
 test-flips: $(STAMP)  ## Change roles FLIPS=200 times under a trace: no request lost, no token wrong, the prefix cache kept
-	$(BIN)/python -m tests.storm.flips --flips $(FLIPS) --seed $(SEED)
+	$(BIN)/python -m tests.storm.flips --flips $(FLIPS) --seed $(SEED_NUMBER)
 
 test-migration: $(STAMP)  ## Kill decode nodes under STREAMS=200 streams, over three architectures: every byte once; prints the pauses
 	$(BIN)/python -m tests.storm.migration --streams $(STREAMS)
@@ -115,7 +122,7 @@ test-borders: $(STAMP)  ## Check what a listener between two sites reads, and on
 fuzz: $(STAMP)   ## Feed INPUTS=1000000 malformed frames, handshakes, calls and tickets, and BODIES=5000 bodies and streams
 	$(BIN)/python -m tests.transport.fuzz --inputs $(INPUTS)
 	$(BIN)/python -m tests.node.fuzz_calls --inputs $$(( $(INPUTS) / 20 ))
-	$(BIN)/python -m tests.gateway.fuzz --inputs $(BODIES) --seed $$((0x$$(echo $(SEED) | tr -cd 0-9a-f | cut -c1-7)))
+	$(BIN)/python -m tests.gateway.fuzz --inputs $(BODIES) --seed $(SEED_NUMBER)
 
 soak: $(STAMP)   ## Run a thousand transfers while connections die at random: every byte right, no thread or file left
 	TRANSPORT_TRANSFERS=1000 $(BIN)/python -m pytest tests/transport/test_processes.py -k dying_at_random
@@ -147,7 +154,7 @@ test-sglang: $(SGLANG_STAMP)  ## Compare SGLang's paired servers on a CPU with a
 
 test-schema: $(STAMP) $(SCHEMA_STAMP)  ## Run schemathesis against a gateway by its own OpenAPI document, EXAMPLES=200 per operation
 	$(BIN)/python -m tests.clients.behind $(SCHEMA_BIN)/st run {GATEWAY}/openapi.json --max-examples $(EXAMPLES) \
-	  --seed $$((0x$$(echo $(SEED) | tr -cd 0-9a-f | cut -c1-7))) --phases coverage,fuzzing --warnings off --continue-on-failure \
+	  --seed $(SEED_NUMBER) --phases coverage,fuzzing --warnings off --continue-on-failure \
 	  --checks not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance,unsupported_method,negative_data_rejection
 
 test-clients: $(STAMP) $(CLIENTS_STAMP)  ## Run the openai, anthropic, langchain-openai and litellm clients against the demo's clusters

@@ -47,7 +47,6 @@ from gateway.parts import (
     ending,
 )
 from gateway.pipeline.pipeline import Pipeline
-from gateway.routing.block_naming import NameSecretsReload
 from gateway.routing.egress_leases import Shares
 from gateway.routing.replication import Replicas
 from gateway.server.app import GenerationEndpoint
@@ -187,6 +186,7 @@ async def running(
             config=config,
             rooms=pipeline.steps,
             clusters=seen.clusters,
+            rotation=seen.rotation,
             metrics=metrics,
             tasks=tasks.requests,
             clock=clock,
@@ -206,7 +206,7 @@ async def running(
                 pipeline.line,
                 door,
                 LogLevel(),
-                NameSecretsReload(seen.clusters),
+                seen.rotation,
                 seen.roster,
             ],
             read_again or (lambda: config),
@@ -302,6 +302,7 @@ def operator_pages(
     return OperatorEndpoints(
         clusters=seen.clusters,
         roster=seen.roster,
+        rotation=seen.rotation,
         links=seen.links,
         decider=router,
         admission=shown.pipeline.steps.admission,
@@ -324,6 +325,7 @@ def _console(shown: ShownParts) -> Console:
         config=shown.config,
         clusters=seen.clusters,
         roster=seen.roster,
+        rotation=seen.rotation,
         links=seen.links,
         decider=router,
         admission=steps.admission,

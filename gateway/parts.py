@@ -35,6 +35,7 @@ from gateway.prompt.reader import PromptReader
 from gateway.prompt.tokenizer_trust import Styles
 from gateway.ratelimit.limiter import TenantLimiters
 from gateway.routing.block_naming import name_secrets
+from gateway.routing.name_rotation import NameRotation
 from gateway.routing.plan_follower import Follower
 from gateway.routing.prefix_transfers import PrefixTransfers
 from gateway.routing.replication import Replicas
@@ -88,6 +89,7 @@ class NodeAccess:
     refusals: SloGate
     cost: LearnedCost
     roster: Roster
+    rotation: NameRotation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -231,6 +233,7 @@ async def build_nodes(
             refusals=refusals,
             cost=cost,
             roster=Roster(config, acted_on, clock, times),
+            rotation=NameRotation(clusters, config, _unix_s),
         )
     finally:
         legs.close()
@@ -379,6 +382,7 @@ def _dispatcher(
         pairing=Pairing(run, refusals=seen.refusals, draw=secrets.randbits),
         reader=reader,
         engine_readings=engine_readings,
+        rotation=seen.rotation,
         accounts=accounts,
         replicas=routing.replicas,
         refusals=seen.refusals,

@@ -18,14 +18,16 @@ from tests.sampling import (  # noqa: F401 hooks of --sample
     pytest_testnodedown,
 )
 from tests.sampling import pytest_collection_modifyitems as sample
+from tests.spreading import import_own_share
 
 register_profiles()
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_collection() -> Generator[None, object, object]:
+def pytest_collection(session: pytest.Session) -> Generator[None, object, object]:
     """Modules and tests stay: no collection of garbage looks at them, neither while they are made nor later."""
     gc.disable()
+    import_own_share(session.config)
     result = yield
     gc.enable()
     gc.freeze()

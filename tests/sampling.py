@@ -13,6 +13,8 @@ Inside a suite that runs at every change, a test or a module whose many cases ar
     @pytest.mark.rotating                                      `--rotate S` runs as few of its cases as have each test and
                                                                each value once; pairs of values come and go with the seed
     @pytest.mark.rotating("name")                              tests of a module that have a name in common cover together
+    pytestmark = pytest.mark.turns                             `--rotate S` runs one half of a module's tests: for tests that
+                                                               start whole processes each
 
 Greedy cover of pairs: Cohen, Dalal, Fredman, Patton, "The AETG System" (1997).
 """
@@ -30,6 +32,7 @@ import pytest
 SEED_VARIABLE: Final = "PRFAAS_SAMPLE_SEED"
 MARKER: Final = "dimensions"
 ROTATING: Final = "rotating"
+TURNS: Final = "turns"
 TEST: Final = "test"  # the dimension that every test has
 
 Value = tuple[str, str]
@@ -125,6 +128,24 @@ def rotate(candidates: Mapping[str, Candidate], groups: Mapping[str, str], seed:
     )
 
 
+def take_turns(modules: Mapping[str, Sequence[str]], seed: str) -> Sample:
+    """Of the tests of each module one half, with all of their cases; of an odd number the larger half."""
+    chosen: list[str] = []
+    left_out: list[str] = []
+    covered = total = 0
+    for module, names in sorted(modules.items()):
+        tests = list(dict.fromkeys(map(_test_of, names)))
+        meant = set(random.Random(f"{seed} {module}").sample(tests, (len(tests) + 1) // 2))
+        for name in names:
+            (chosen if _test_of(name) in meant else left_out).append(name)
+        covered, total = covered + len(meant), total + len(tests)
+    return Sample(chosen=tuple(chosen), left_out=tuple(left_out), covered=covered, total=total, counts="values")
+
+
+def _test_of(name: str) -> str:
+    return name.partition("[")[0]
+
+
 def compact(names: Sequence[str]) -> Iterator[str]:
     """Test ids, one line per test: `path::test[a] [b] [c]`."""
     by_test: dict[str, list[str]] = defaultdict(list)
@@ -158,6 +179,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", f"{MARKER}(**values): what a sample of tests has to cover; None: nothing")
     config.addinivalue_line("markers", f"{ROTATING}(name): cases of one property, of which --rotate draws a few")
+    config.addinivalue_line("markers", f"{TURNS}: tests that start processes, of which --rotate draws one half")
 
 
 @pytest.hookimpl(trylast=True)  # after -m and -k
@@ -169,8 +191,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     assert len(candidates) == len(items), "names are not unique"
     if size is None:
         seed = turn
-        groups = {item.nodeid: group for item in items if (group := group_of(item)) is not None}
-        sample = rotate(candidates, groups, seed)
+        sample = _rotated(items, candidates, seed)
     else:
         seed = config.getoption("sample_seed") or os.environ.get(SEED_VARIABLE)
         if not seed or turn is not None:
@@ -205,9 +226,32 @@ def pytest_testnodedown(node: Any) -> None:
         node.config.stash[_SAMPLE] = (told.pop("seed"), Sample(**told))
 
 
+def _rotated(items: Sequence[pytest.Item], candidates: Mapping[str, Candidate], seed: str) -> Sample:
+    """What is marked takes turns: first tests, then cases of those that are left."""
+    modules: dict[str, list[str]] = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker(TURNS) is not None:
+            modules[item.nodeid.partition("::")[0]].append(item.nodeid)
+    tests = take_turns(modules, seed)
+    resting = set(tests.left_out)
+    cases = rotate(
+        candidates,
+        {item.nodeid: group for item in items if item.nodeid not in resting and (group := group_of(item)) is not None},
+        seed,
+    )
+    out = set(cases.left_out)
+    return Sample(
+        chosen=(*(name for name in tests.chosen if name not in out), *cases.chosen),
+        left_out=(*tests.left_out, *cases.left_out),
+        covered=tests.covered + cases.covered,
+        total=tests.total + cases.total,
+        counts=cases.counts,
+    )
+
+
 def dimensions(item: pytest.Item) -> dict[str, str]:
     """A test's values: its name, its parameters, and what its markers say; the closest marker wins."""
-    values: dict[str, Any] = {TEST: item.nodeid.partition("[")[0]}
+    values: dict[str, Any] = {TEST: _test_of(item.nodeid)}
     if (spec := getattr(item, "callspec", None)) is not None:
         values |= spec.params
     for mark in reversed(list(item.iter_markers(MARKER))):
@@ -219,7 +263,7 @@ def group_of(item: pytest.Item) -> str | None:
     """Which cases cover together: those of the test or the module that is marked, or all that have the marker's name."""
     for node, mark in item.iter_markers_with_node(ROTATING):
         module = item.nodeid.partition("::")[0]
-        return f"{module} {mark.args[0]}" if mark.args else node.nodeid.partition("[")[0]
+        return f"{module} {mark.args[0]}" if mark.args else _test_of(node.nodeid)
     return None
 
 

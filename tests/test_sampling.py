@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.sampling import SEED_VARIABLE, Candidate, compact, draw, rotate
+from tests.sampling import SEED_VARIABLE, Candidate, compact, draw, rotate, take_turns
 
 ROOT = Path(__file__).parent.parent
 
@@ -87,6 +87,18 @@ def test_each_group_of_a_rotation_has_each_value_once_and_other_pairs_with_each_
         assert sample.covered == sample.total == 2 * 9
     assert {name for sample in samples for name in sample.chosen} == set(candidates), "each has its turn"
     assert samples[3] == rotate(candidates, groups, "3")
+
+
+def test_tests_take_turns_by_halves_and_keep_their_cases() -> None:
+    modules = {"a.py": ["a::one", "a::two[x]", "a::two[y]", "a::three"], "b.py": ["b::one", "b::two"]}
+    names = [name for module in modules.values() for name in module]
+    samples = [take_turns(modules, str(seed)) for seed in range(30)]
+    for sample in samples:
+        assert (sample.covered, sample.total) == (3, 5)
+        assert ("a::two[x]" in sample.chosen) == ("a::two[y]" in sample.chosen)
+        assert sorted((*sample.chosen, *sample.left_out)) == sorted(names)
+    assert {name for sample in samples for name in sample.chosen} == set(names), "each has its turn"
+    assert samples[3] == take_turns(modules, "3")
 
 
 def test_more_than_there_are_is_all() -> None:

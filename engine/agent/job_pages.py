@@ -5,7 +5,9 @@ values; a snapshot slab is a layer's states one after the other. `hybrid_cache.l
 module moves rows:
 
     rows of a chunk   |  start ............ stop  |
-    blocks       |  b0   |   b1   |   b2   |          each touched block: two writes, K part and V part
+    blocks       |  b0   |   b1   |   b2   |          blocks cut by a chunk: two writes, K part and V part
+
+Whole blocks of a layer are moved together: one write for the K of all of them, one for their V.
 """
 
 import mmap
@@ -14,18 +16,31 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Final, NamedTuple, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
+from engine.agent.block_copies import (
+    BlockCopies,
+    BlockPages,
+    Bytes,
+    Index,
+    block_pages,
+    gather,
+    in_batches,
+    pieces_of,
+    scatter,
+)
 from engine.errors import PagesInvalid
 from hybrid_cache.layout.layout import ByteRange, ModelLayout
 from hybrid_cache.layout.spec import FullAttention, LinearState, SlidingWindow
 from transport.control.messages import JobPages
 
-Bytes = NDArray[np.uint8]
+FEW_BLOCKS: Final = 4  # are copied one by one
+BATCH_BYTES: Final = 1 << 18  # copied twice, the second time out of a core's own cache
+NO_STARTS: Final[Index] = np.empty((0, 0), np.int64)
 
 
 def _ignore(group: int, layer: int, num_tokens: int) -> None: ...
@@ -142,6 +157,16 @@ class OwnLoan:
             each()
 
 
+@dataclass(frozen=True, slots=True)
+class _BatchedBlocks:
+    """Tokens [start, stop) of whole blocks, where their pages begin, and the ranges of tokens beside them."""
+
+    start: int
+    stop: int
+    rest: tuple[tuple[int, int], ...]
+    starts: Index
+
+
 class JobKV:
     """Reads and writes the KVCache of one job, and announces what has been written."""
 
@@ -162,6 +187,7 @@ class JobKV:
         self.loan: Final = OwnLoan() if loan is None else loan
         self._layout = layout
         self._map = LayerMap(layout)
+        self._block_pages: dict[int, BlockPages] = {}  # by group, when first needed
         self.num_tokens: Final = pages.num_tokens
         self.cached_tokens: Final = pages.cached_tokens
         self.exact: Final = pages.exact  # else what is computed on top of it is for its own request only
@@ -205,18 +231,34 @@ class JobKV:
         self.on_layer(place.group, layer, start + len(k))
 
     def _write_rows(self, place: LayerOffset, start: int, k: Bytes, v: Bytes) -> None:
-        for block, lo, hi in self._blocks(place.group, start, start + len(k)):
+        stop = start + len(k)
+        batched = self._batched(place.group, start, stop)
+        for block, lo, hi in chain(*(self._blocks(place.group, *part) for part in batched.rest)):
             offset = lo - block * self._layout.block_size
             segments = self._segments(place, block)
             _store(self.arena.data, segments, offset * k.shape[1], k[lo - start : hi - start])
             v_part = self._layout.block_size * k.shape[1]
             _store(self.arena.data, segments, v_part + offset * v.shape[1], v[lo - start : hi - start])
+        at = slice(batched.start - start, batched.stop - start)
+        for copies, rows in self._copies(place, batched, k[at], v[at]):
+            gather(rows, copies, self.arena.data)
 
     def read_attention(self, layer: int, start: int, stop: int) -> tuple[Bytes, Bytes]:
         """K [tokens, k bytes] and V [tokens, v bytes] of tokens [start, stop). Raises PagesInvalid."""
         place = self._map.attention[layer]
         k_bytes, v_bytes = self._row_bytes(place.group)
         k, v = np.empty((stop - start, k_bytes), np.uint8), np.empty((stop - start, v_bytes), np.uint8)
+        batched = self._batched(place.group, start, stop)
+        for first, end in batched.rest:
+            self._read_rows(place, first, end, k[first - start : end - start], v[first - start : end - start])
+        at = slice(batched.start - start, batched.stop - start)
+        for copies, rows in self._copies(place, batched, k[at], v[at]):
+            for some in in_batches([copies], BATCH_BYTES):
+                scatter(rows[some.rows[0] : some.rows[-1] + 1], some, self.arena.data)
+        return k, v
+
+    def _read_rows(self, place: LayerOffset, start: int, stop: int, k: Bytes, v: Bytes) -> None:
+        k_bytes, v_bytes = k.shape[1], v.shape[1]
         expected = start
         for block, lo, hi in self._blocks(place.group, start, stop):
             if lo != expected:
@@ -229,7 +271,36 @@ class JobKV:
             expected = hi
         if expected != stop:
             raise PagesInvalid(f"token {expected} of group {place.group} is not stored")
-        return k, v
+
+    def _batched(self, group: int, start: int, stop: int) -> "_BatchedBlocks":
+        """The whole blocks of [start, stop) that one copy moves, if they are many: the first that are stored in a row."""
+        size, none = self._layout.block_size, _BatchedBlocks(start, start, ((start, stop),), NO_STARTS)
+        first, end = -(-start // size), min(stop // size, len(self.pages.blocks[group]))
+        if end - first < FEW_BLOCKS:
+            return none
+        if group not in self._block_pages:
+            self._block_pages[group] = block_pages(self._layout, group, self.pages.blocks[group])
+        found = self._block_pages[group]
+        changes = np.flatnonzero(np.diff(found.stored[first:end], prepend=False, append=False))
+        if not changes.size:
+            return none
+        first, end = first + int(changes[0]), first + int(changes[1])
+        return _BatchedBlocks(
+            first * size, end * size, ((start, first * size), (end * size, stop)), found.starts[first:end]
+        )
+
+    def _copies(
+        self, place: LayerOffset, batched: "_BatchedBlocks", k: Bytes, v: Bytes
+    ) -> Iterator[tuple[BlockCopies, Bytes]]:
+        """One copy for the K of all blocks, one for their V, each with its rows, as many bytes as a block has of them."""
+        size, count = self._layout.block_size, len(batched.starts)
+        offset = place.layer_index * self._layout.slab_bytes(place.group)
+        for tokens in (k, v):
+            row_bytes = size * tokens.shape[1]
+            if count and row_bytes:
+                pieces = pieces_of(batched.starts, offset, offset + row_bytes, self._layout.page_bytes)
+                yield BlockCopies(np.arange(count), pieces), tokens.reshape(count, row_bytes)
+            offset += row_bytes
 
     # Linear states
 

@@ -16,7 +16,8 @@ from typing import Final
 import numpy as np
 
 from engine.agent.base import KEEP_BYTES, AtOnce, Logits
-from engine.agent.job_pages import Bytes, JobKV, LayerMap
+from engine.agent.block_copies import Bytes
+from engine.agent.job_pages import JobKV, LayerMap
 from engine.byte_tokenizer import SPECIAL_TOKENS, VOCAB_SIZE
 from engine.errors import ModelError, PagesInvalid, PrefillAborted
 from hybrid_cache.layout.layout import KVCacheGroup, ModelLayout

@@ -19,10 +19,11 @@ import torch
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
 from sglang.srt.runtime_context import get_server_args
 
-from engine.agent.job_pages import Bytes
+from engine.agent.block_copies import Bytes
 from engine.errors import PagesInvalid
 from engine.sglang.identity import kv_identity
 from engine.sglang.layout import KV_POOL, HostPool, Ranks, layout_of, names_of, refusal_of
+from engine.sglang.metrics import FallbackMetric
 from engine.sglang.store import BlockStore
 from engine.sglang.version import is_tested, untested
 from transport.path.tcp import format_address
@@ -79,6 +80,7 @@ class PrfaasStorage(HiCacheStorage):  # type: ignore[misc]
             max_model_len=arguments.context_length,
             http_url=f"http://{format_address(arguments.host, arguments.port)}",
             notice=notice,
+            on_fallback=FallbackMetric().count,
         )
         self._store.start()
 

@@ -12,7 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-from engine.agent.job_pages import Bytes, JobKV
+from engine.agent.block_copies import Bytes
+from engine.agent.job_pages import JobKV
 from engine.agent.link import AgentJob
 from engine.errors import PagesInvalid, TransferError
 from engine.sglang.agent_thread import SglangAgentThread
@@ -26,6 +27,12 @@ ANSWER_TIMEOUT_S: Final = 10.0  # an agent answers at once, unless an SSD has to
 Take = Callable[[int, int, Bytes, Bytes], None]
 # (layer, first token, end) -> K rows and V rows
 Give = Callable[[int, int, int], tuple[Bytes, Bytes]]
+
+# what was asked for (lookup, load or save), and the reason why it came to nothing
+OnFallback = Callable[[str, str], None]
+
+
+def _unheard(what: str, reason: str) -> None: ...
 
 
 class BlockStore:
@@ -44,9 +51,12 @@ class BlockStore:
         http_url: str,
         notice: str = "",
         answer_timeout_s: float = ANSWER_TIMEOUT_S,
+        on_fallback: OnFallback = _unheard,
     ) -> None:
+        """`on_fallback` hears of calls that came to nothing, on their own threads."""
         self.layout: Final = layout
         self.counts: Final[Counter[str]] = Counter()  # calls that came to nothing, by reason
+        self._on_fallback = on_fallback
         self._answer_timeout_s = answer_timeout_s
         self._lock = threading.Lock()  # counts
         self._requests = 0
@@ -128,6 +138,7 @@ class BlockStore:
         with self._lock:
             self.counts[f"{what}_{reason}"] += 1
             is_first = self.counts[f"{what}_{reason}"] == 1
+        self._on_fallback(what, reason)
         log.log(logging.WARNING if is_first else logging.DEBUG, "%s of blocks: %s", what, error or reason)
 
     # The loop's thread from here on

@@ -19,6 +19,7 @@ from gateway.cluster.node import ClusterNode
 from gateway.cluster.registry import Clusters
 from gateway.config.gateway import GatewayConfig
 from gateway.members.roster import Roster, SourceStatus
+from gateway.routing.name_rotation import NameRotation, NameRotationStatus
 from gateway.routing.plan_follower import Follower
 from gateway.routing.router import Router
 from gateway.workers.process_scope import SingleProcess, WorkerProcess
@@ -119,6 +120,7 @@ class ConsoleSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     block_size: int
     registries: tuple[SourceStatus, ...]
     nodes: tuple[NodeSnapshot, ...]
+    names: NameRotationStatus
     links: tuple[LinkSnapshot, ...]
     groups: tuple[GroupSnapshot, ...]
     classes: tuple[ClassSnapshot, ...]
@@ -138,6 +140,7 @@ class ConsoleSnapshots:
         config: GatewayConfig,
         clusters: Clusters,
         roster: Roster,
+        rotation: NameRotation,
         links: ClusterLinks,
         decider: Router,
         admission: ConcurrencyLimiter,
@@ -151,6 +154,7 @@ class ConsoleSnapshots:
         self._config = config
         self._clusters = clusters
         self._roster = roster
+        self._rotation = rotation
         self._links = links
         self._decider = decider
         self._admission = admission
@@ -190,6 +194,7 @@ class ConsoleSnapshots:
             block_size=served.layout.block_size if served is not None else 0,
             registries=tuple(self._roster.status()),
             nodes=tuple(_node(node, config.routing.decode_slots, now) for node in self._clusters.nodes),
+            names=self._rotation.status(),
             links=self._all_links(),
             groups=self._groups(),
             classes=tuple(

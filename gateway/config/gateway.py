@@ -243,6 +243,7 @@ class GatewayConfig:
     `certificate`, `key` and `authority` are PEM files: with them, agents are talked to over mutual TLS. `revoked` lists
     certificates that count no more. Without, agents on other machines are talked to only if `plain` says that this is known.
     `names_secret` is a file of secrets that blocks are named by (`hybrid_cache.hashing.name_secrets`), the same for all.
+    Where it has two, all prompts have come under the first `names_overlap_s` after it was written there.
     Media at addresses are taken from `allowed_media_domains` alone.
     `operators` may look at this gateway and change it. `operator_keys` are of operators without a name, with all rights. A
     browser in which an operator has logged in need not show the key again for `session_s`.
@@ -280,6 +281,7 @@ class GatewayConfig:
     authority: Path | None = None
     revoked: Path | None = None
     names_secret: Path | None = None
+    names_overlap_s: float = 86_400.0
     plain: bool = False
     routing: RoutingConfig = field(default_factory=RoutingConfig)
     timeouts: Timeouts = field(default_factory=Timeouts)
@@ -334,6 +336,7 @@ class GatewayConfig:
         require(self.threshold_tokens >= 0, "threshold_tokens", self.threshold_tokens, "a number of at least 0")
         check_classes(self.classes, self.admission.default_class)
         check_tenants(self.tenants, names_of(self.classes), has_tokens=bool(self.oidc.issuer))
+        require(self.names_overlap_s >= 0, "names_overlap_s", self.names_overlap_s, "a number of seconds of at least 0")
         require(self.session_s > 0, "session_s", self.session_s, "a number of seconds above 0")
         for key in self.operator_keys:
             check_digest("operator_keys", key)
@@ -422,7 +425,7 @@ DIVIDED: Final = (
 )
 CHANGEABLE: Final = (
     "nodes", "threshold_tokens", "max_in_flight", "max_waiting", "log_level", "admission", "classes", "tenants",
-    "operators", "operator_keys", "names_secret",
+    "operators", "operator_keys", "names_secret", "names_overlap_s",
 )  # fmt: skip
 CHANGEABLE_ROUTING: Final = (
     "prefill_tokens_per_s", "tie_share", "placement", "balancing_ratio", "home_cluster", "cross_cluster_cache",

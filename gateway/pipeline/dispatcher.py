@@ -36,7 +36,7 @@ from gateway.pipeline.ticketed import TicketedRunner
 from gateway.prompt.reader import PromptReader
 from gateway.request.fingerprint import RequestShape, shape_of
 from gateway.request.request import Request
-from gateway.routing.block_naming import by_known_names
+from gateway.routing.name_rotation import NameRotation
 from gateway.routing.replication import Replicas
 from gateway.routing.router import Router
 from gateway.telemetry.recorder import RequestRecorder
@@ -104,6 +104,7 @@ class Dispatcher:
         pairing: Pairing,
         reader: PromptReader,
         engine_readings: EngineReadings,
+        rotation: NameRotation,
         accounts: RequestRecorder,
         replicas: Replicas | None,
         refusals: SloGate,
@@ -119,6 +120,7 @@ class Dispatcher:
         self._pairing = pairing
         self._reader = reader
         self._engine_readings = engine_readings
+        self._rotation = rotation
         self._accounts = accounts
         self.replicas = replicas
         self._refusals = refusals
@@ -212,7 +214,7 @@ class Dispatcher:
                 _, prompt = await self._reader.read(
                     call.endpoint, call.body({}), model, memory, answered, request.tenant.share
                 )
-        prompt = by_known_names(prompt, self._clusters.index)
+        prompt = self._rotation.known(prompt)
         self._accounts.goes_on(request, prompt, answered)
         if may_have_died(error.reason):
             self._accounts.broke(request, failed.decode, failed.engine)

@@ -1,20 +1,15 @@
 """The secrets by which this gateway names blocks, read from their file: at the start, and each time that it reloads.
 
-While one replaces another, a prompt has names by both (`hybrid_cache.hashing.name_secrets`).
+While one replaces another, a prompt has names by both (`gateway.routing.name_rotation`).
 """
 
-import logging
 from pathlib import Path
 
-from gateway.cluster.registry import Clusters
-from gateway.config.gateway import GatewayConfig
 from gateway.errors import GatewayConfigError
 from gateway.prompt.prompt import BlockNames, Prompt
 from hybrid_cache.hashing.name_secrets import UNKEYED, NameSecrets
 from hybrid_cache.index.index import PrefixIndex
 from transport.control.secret_files import read_secret
-
-log = logging.getLogger("prfaas.gateway.clusters")
 
 
 def name_secrets(path: Path | None) -> NameSecrets:
@@ -41,26 +36,3 @@ def by_known_names(prompt: Prompt, index: PrefixIndex | None) -> Prompt:
 
     gained = cached(prompt.earlier) - cached(prompt)
     return prompt.by_earlier_names() if 2 * gained > prompt.num_tokens else prompt
-
-
-class NameSecretsReload:
-    """Reads the file of secrets again at each reload. A file that cannot be read changes nothing."""
-
-    def __init__(self, clusters: Clusters) -> None:
-        self._clusters = clusters
-
-    def configure(self, config: GatewayConfig) -> None:
-        try:
-            secrets = name_secrets(config.names_secret)
-        except GatewayConfigError as error:
-            log.error("blocks are named as before: %s", error)
-            return
-        was = self._clusters.secrets
-        if secrets == was:
-            return
-        self._clusters.rename(secrets)
-        log.info("blocks are named by %s, not by %s", _told(secrets), _told(was))
-
-
-def _told(secrets: NameSecrets) -> str:
-    return " and before it ".join(secrets.fingerprints)

@@ -30,7 +30,7 @@ from gateway.prompt.prompt import SEVERAL_PROMPTS
 from gateway.ratelimit.limiter import UNLIMITED, TenantLimiter, TenantLimiters
 from gateway.request.request import Request, RequestProgress, StreamState, Timeline
 from gateway.request.trace_context import TRACEPARENT, TRACESTATE, TraceContext
-from gateway.routing.block_naming import by_known_names
+from gateway.routing.name_rotation import NameRotation
 from gateway.server.audit_log import AuditLog
 from gateway.server.guards import KeyGuard, OperatorGuard
 from gateway.server.handlers.contexts import ContextPinning
@@ -57,6 +57,7 @@ class GenerationEndpoint:
         config: GatewayConfig,
         rooms: Pipeline,
         clusters: Clusters,
+        rotation: NameRotation,
         metrics: Metrics,
         tasks: TaskSet,
         clock: Callable[[], float],
@@ -72,6 +73,7 @@ class GenerationEndpoint:
         self.traces = traces
         self.rooms = rooms
         self.clusters = clusters
+        self.rotation = rotation
         self.metrics = metrics
         self.classes = Classes(config.classes, config.admission.default_class)
         self.media_domains = frozenset(config.allowed_media_domains)
@@ -264,7 +266,7 @@ class GenerationEndpoint:
         call = whole(call)
         served.not_done.check(call.fields)
         understood = await self.rooms.engine_readings.understood(call, prompt, model, tenant)
-        prompt = by_known_names(understood.prompt, self.clusters.index)
+        prompt = self.rotation.known(understood.prompt)
         self.metrics.read(prompt.how)
         visit.body = b""
         request_id = visit.http[REQUEST_ID]

@@ -324,6 +324,13 @@ class Metrics:
         what = "Blocks that nodes have cached, as far as this gateway has heard"
         self._seen.note("prfaas_known_blocks", what, (), {(): blocks})
 
+    def observe_names(self, moved: float, has_earlier: bool) -> None:
+        """Takes down by which secrets blocks are named."""
+        what = "Share of prompts that the newest secret names whatever is cached; 1: an earlier one is of no use"
+        self._seen.note("prfaas_names_moved_ratio", what, (), {(): moved})
+        what = "1 while the file of names_secret has an earlier secret, too"
+        self._seen.note("prfaas_names_earlier_secret", what, (), {(): int(has_earlier)})
+
     def observe_workers(self, states: Mapping[str, int], restarts: int) -> None:
         """Takes down how the processes of this gateway are."""
         by_state = {(state,): count for state, count in states.items()}

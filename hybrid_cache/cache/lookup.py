@@ -41,6 +41,9 @@ def longest_common_hit(
     if attention > len(hashes):
         attention = len(hashes)
     for group in layout.full_groups:
+        # Most nodes hold nothing of most prompts, and are asked about all of them.
+        if not attention or hashes[0] not in held[group]:
+            return MISS
         attention = full_hit(held[group], hashes, attention)
     if not attention:
         return MISS

@@ -143,8 +143,12 @@ class ModelLayout:
         left = num_pages - self._tail_pages
         if left < 0:
             return 0
-        block = sum(self._block_pages[group] for group in self.full_groups)
+        block = self._full_block_pages
         return left // block * self.block_size if block else UNBOUNDED_TOKENS
+
+    @cached_property
+    def _full_block_pages(self) -> int:
+        return sum(self._block_pages[group] for group in self.full_groups)
 
     @cached_property
     def _tail_pages(self) -> int:

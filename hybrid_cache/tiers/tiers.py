@@ -4,14 +4,15 @@ A promotion is a landing whose bytes come from disk: pages are reserved, filled,
 transfer, so a block that proves damaged half-way is never matched.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from hybrid_cache.cache.blocks import Pages
 from hybrid_cache.cache.lookup import PrefixHit, longest_common_hit
 from hybrid_cache.cache.prefix_cache import PrefixCache
 from hybrid_cache.cache.reservation import Purpose, Reservation
 from hybrid_cache.errors import OutOfPages
-from hybrid_cache.layout.layout import ByteRange
+from hybrid_cache.layout.layout import ByteRange, ModelLayout
 from hybrid_cache.tiers.disk import BlockKey, DiskTier
 
 Views = Callable[[Sequence[ByteRange]], list[memoryview]]
@@ -19,16 +20,36 @@ Views = Callable[[Sequence[ByteRange]], list[memoryview]]
 
 @dataclass(frozen=True, slots=True)
 class Promotion:
-    """Blocks to read from disk into reserved pages: each key with the arena segments of its layers, in order."""
+    """Blocks to read from disk into reserved pages. A long prompt has many: they are listed by the thread that reads."""
 
     request_id: str
     num_tokens: int
-    blocks: tuple[tuple[BlockKey, tuple[ByteRange, ...]], ...]
+    hashes: Sequence[bytes]
+    reservation: Reservation
+    layout: ModelLayout
+
+    def blocks(self) -> Iterator[tuple[BlockKey, tuple[ByteRange, ...]]]:
+        """Each key with the arena segments of its layers, in order."""
+        for group, hashes, pages in self._parts():
+            for block_hash, each in zip(hashes, pages, strict=True):
+                if each:
+                    yield BlockKey(group, block_hash), self.layout.block_segments(group, each)
 
     @property
     def size(self) -> int:
         """Bytes to read."""
-        return sum(segment.length for _, segments in self.blocks for segment in segments)
+        return sum(self.layout.block_bytes(group) * sum(map(bool, pages)) for group, _, pages in self._parts())
+
+    def _parts(self) -> Iterator[tuple[int, Sequence[bytes], Sequence[Pages]]]:
+        """Of each group, hashes and pages of blocks; no pages: such a block is not read."""
+        reservation, block_size = self.reservation, self.layout.block_size
+        first, stop = reservation.cached_tokens // block_size, reservation.num_tokens // block_size
+        for group in range(len(self.layout.groups)):
+            if group not in self.layout.state_groups:
+                begin = 0 if group in self.layout.window_groups else first
+                yield group, self.hashes[begin:stop], reservation.blocks[group][begin:stop]
+            for pages in reservation.states[group].values():
+                yield group, self.hashes[stop - 1 : stop], (pages,)
 
 
 class Tiers:
@@ -85,14 +106,14 @@ class Tiers:
             return None
         try:
             self._complete_windows(reservation, hashes)
-            return Promotion(request_id, length, tuple(self._sources(reservation, hashes)))
+            return Promotion(request_id, length, hashes, reservation, self.cache.layout)
         except BaseException:
             self.cache.release(request_id, now)
             raise
 
     def read(self, promotion: Promotion) -> bool:
         """Reads the blocks, in a thread if the caller likes; False at the first one that is missing or damaged."""
-        return all(self.disk.get(key, self._views(segments)) for key, segments in promotion.blocks)
+        return all(self.disk.get(key, self._views(segments)) for key, segments in promotion.blocks())
 
     def finish(self, promotion: Promotion, ok: bool, now: float) -> None:
         """Ends a promotion: all blocks read become part of the prefix cache, or none does."""
@@ -104,25 +125,12 @@ class Tiers:
 
     def _complete_windows(self, reservation: Reservation, hashes: Sequence[bytes]) -> None:
         # A promotion has all its windows in pages of its own; those that are still in memory are read back like the rest.
+        # They are copied as evicted blocks are: the next holder of their pages waits for that.
+        leave = self.cache.on_evict or self.demote
         for group in self.cache.layout.window_groups:
             for index, pages in enumerate(reservation.blocks[group]):
                 if pages and (held := self.cache.pages_of(group, hashes[index])):
-                    self.demote(group, hashes[index], held)
-
-    def _sources(
-        self, reservation: Reservation, hashes: Sequence[bytes]
-    ) -> list[tuple[BlockKey, tuple[ByteRange, ...]]]:
-        layout = self.cache.layout
-        first = reservation.cached_tokens // layout.block_size
-        last = reservation.num_tokens // layout.block_size - 1
-        sources = []
-        for group in range(len(layout.groups)):
-            for index, pages in enumerate(reservation.blocks[group]):
-                if pages and (index >= first or group in layout.window_groups):
-                    sources.append((BlockKey(group, hashes[index]), layout.block_segments(group, pages)))
-            for pages in reservation.states[group].values():
-                sources.append((BlockKey(group, hashes[last]), layout.block_segments(group, pages)))
-        return sources
+                    leave(group, hashes[index], held)
 
 
 class _Either:

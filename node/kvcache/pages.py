@@ -22,6 +22,7 @@ from node.config import NodeConfig
 from node.control.broadcast import Broadcast
 from node.errors import NodeConfigError, NodeRefusal
 from node.kvcache.arena import Arena
+from node.kvcache.eviction_steps import attention_pages, evict_in_steps, pages_to_fit, takes_steps
 from node.kvcache.ssd_tier import WAITS, Ssd, SsdWaits, open_disk, slots_of
 from node.kvcache.tenant_pages import NOBODY, TENANTS_PART, TenantPages
 from transport.control.proto import node_pb2 as pb
@@ -35,7 +36,6 @@ SSD_SAVE_S = 10.0
 MEDIA = {Medium.MEMORY: pb.MEDIUM_MEMORY, Medium.SSD: pb.MEDIUM_SSD, Medium.ENGINE: pb.MEDIUM_ENGINE}
 
 LONG_BLOCKS = 512  # more of them take some milliseconds
-EVICT_BLOCKS = 512  # in one go, for a long prompt
 PART_HASHES = 16_384  # of a long snapshot, in one message
 OpenDisk = Callable[[ModelLayout, Path, int, SlotFormat | None], DiskTier]
 
@@ -167,7 +167,7 @@ class ArenaPages:
             raise NodeRefusal("bad_request", f"num_tokens is {num_tokens}; it must be 1 to {MAX_TOKENS}")
         if len(set(hashes)) != len(hashes):
             raise NodeRefusal("bad_request", "a block hash appears twice: the hashes are not chained")
-        if (needed := _attention_pages(self.layout, num_tokens)) > self.num_pages:
+        if (needed := attention_pages(self.layout, num_tokens)) > self.num_pages:
             raise NodeRefusal("no_capacity", f"{needed} pages needed, the arena has {self.num_pages}")
 
     @property
@@ -217,7 +217,7 @@ class ArenaPages:
         self._check(hashes, num_tokens)
         deadline = self._now() + timeout_s
         await self.bring_back(hashes, num_tokens)
-        unpinned = self.num_pages - _attention_pages(self.layout, self.pinned_tokens())
+        unpinned = self.num_pages - attention_pages(self.layout, self.pinned_tokens())
         if self.cache.attention_pages_wanted(hashes, num_tokens, purpose) > unpinned:  # others would wait behind it
             raise NodeRefusal("no_capacity", f"contexts leave {unpinned} pages")
         self._rooms.waits(tenant)
@@ -252,25 +252,16 @@ class ArenaPages:
         It evicts nothing for one that will be refused, and nothing that the reservation can use. What is missing in the
         end, `reserve` evicts.
         """
-        layout, cache, now = self.layout, self.cache, self._now()
-        block_pages = sum(layout.pages_per_block(group) for group in layout.full_groups)
-        step = EVICT_BLOCKS * block_pages
-        most = _attention_pages(layout, num_tokens)
-        if not step or most - cache.free_pages <= step:
+        if not takes_steps(self.cache, num_tokens):
             return
-        wanted = cache.attention_pages_wanted(hashes, num_tokens, purpose)
-        fits = wanted + _end_pages(layout, num_tokens) <= self._available
-        if not (fits and self._rooms.may_have(tenant, wanted, self._available, now)):
+        wanted = self.cache.attention_pages_wanted(hashes, num_tokens, purpose)
+        fits = pages_to_fit(self.cache, hashes, num_tokens, purpose) <= self._available
+        if not (fits and self._rooms.may_have(tenant, wanted, self._available, self._now())):
             return
         name = f"room-{next(self._room_ids)}"
-        cached = cache.pin(name, hashes, num_tokens, purpose)
         try:
-            missing = most - cached // layout.block_size * block_pages
-            while missing - cache.free_pages > step and cache.shrink(step, now):
-                self.publish()
-                await asyncio.sleep(0)
+            await evict_in_steps(self.cache, name, hashes, num_tokens, purpose, self._now, self.publish)
         finally:
-            cache.release(name, self._now())
             self.changed()
 
     async def reserve_now(
@@ -307,7 +298,7 @@ class ArenaPages:
         """Has the SSD give back full attention that need not be sent here then, and makes room for the rest. What is wrong
         with a request, `reserve` says.
         """
-        if not self.ssd and _attention_pages(self.layout, num_tokens) <= self.cache.free_pages:
+        if not self.ssd and attention_pages(self.layout, num_tokens) <= self.cache.free_pages:
             return
         with contextlib.suppress(NodeRefusal):
             hashes = split_hashes(joined_hashes)
@@ -418,16 +409,3 @@ def as_message(event: CacheEvent) -> pb.NodeEvent:
             return pb.NodeEvent(removed=pb.BlocksRemoved(group=group, hashes=b"".join(hashes), medium=MEDIA[medium]))
         case CacheCleared(medium):
             return pb.NodeEvent(cleared=pb.CacheCleared(medium=MEDIA[medium] if medium else pb.MEDIUM_UNSPECIFIED))
-
-
-def _attention_pages(layout: ModelLayout, num_tokens: int) -> int:
-    """Pages that the full attention of so many tokens takes."""
-    blocks = -(-num_tokens // layout.block_size)
-    return blocks * sum(layout.pages_per_block(group) for group in layout.full_groups)
-
-
-def _end_pages(layout: ModelLayout, num_tokens: int) -> int:
-    """Pages that the states and the windows at the end of so many tokens take."""
-    blocks = dict.fromkeys(layout.state_groups, 1)
-    blocks |= {group: len(layout.window_blocks(group, num_tokens)) for group in layout.window_groups}
-    return sum(count * layout.pages_per_block(group) for group, count in blocks.items())

@@ -19,7 +19,7 @@ from typing import Final
 
 from hybrid_cache.cache.events import BlocksStored, CacheEvent
 from hybrid_cache.cache.prefix_cache import PrefixCache
-from hybrid_cache.cache.reservation import Reservation
+from hybrid_cache.cache.reservation import Purpose, Reservation
 from hybrid_cache.layout.layout import ModelLayout
 from hybrid_cache.tiers.disk import DiskTier
 from hybrid_cache.tiers.files import FileDisk
@@ -28,6 +28,7 @@ from hybrid_cache.tiers.tiers import Promotion, Tiers, Views
 from node.config import BOOT_KEY
 from node.errors import NodeConfigError
 from node.kvcache.demotions import Demotions
+from node.kvcache.eviction_steps import evict_in_steps, pages_to_fit, takes_steps
 from transport.control.proto import node_pb2 as pb
 from transport.control.secret_files import read_secret
 from transport.threads import in_daemon_thread
@@ -40,6 +41,7 @@ QUEUE_BYTES: Final = 128 << 20  # copied, not written yet; also bounds what one 
 QUEUE_BLOCKS: Final = 2  # of the largest blocks, if they have more bytes together: a model's states may be large
 FILES_PER_GROUP: Final = 3  # blocks and two orders of use
 FILE_SYSTEM_BYTES: Final = 4096  # a file takes whole ones
+COMMIT_BLOCKS: Final = 2048  # of what was read, in one go: some milliseconds
 MAX_ATTEMPTS: Final = 3  # a damaged block shortens a prefix; what lies before it may still do
 FIRST_WAIT_S: Final = 2.0  # for a prefill, before one has been measured
 MAX_WAIT_S: Final = 10.0
@@ -118,7 +120,7 @@ class Ssd:
         self._now = now
         self._ids = itertools.count()
         self._readers = asyncio.Semaphore(READERS)
-        self._running: dict[bytes, asyncio.Task[None]] = {}  # by the last hash of what comes back
+        self._running: dict[bytes, asyncio.Task[bool]] = {}  # by the last hash of what comes back
         self._read_bytes_per_s = 0.0  # 0: not measured yet
         self._computed_tokens, self._computed_s = 0.0, 0.0
 
@@ -185,6 +187,8 @@ class Ssd:
             if not task.done():
                 self.promotions["late"] += 1  # it goes on, for the next request
                 return
+            if task.cancelled() or not task.result():
+                return
 
     def _compute_s(self, num_tokens: int) -> float:
         if not self._computed_tokens:
@@ -193,7 +197,7 @@ class Ssd:
 
     def _begin(
         self, key: bytes, hashes: Sequence[bytes], gain: tuple[int, int], left_s: float, attention_only: bool
-    ) -> "asyncio.Task[None] | None":
+    ) -> "asyncio.Task[bool] | None":
         have, length = gain
         kv_bytes = self._cache.layout.kv_bytes
         size = kv_bytes(length) - kv_bytes(have) + (0 if attention_only else kv_bytes(0))
@@ -204,18 +208,33 @@ class Ssd:
         if len(self._running) >= MAX_PROMOTIONS:
             self.promotions["busy"] += 1
             return None
-        plan = self._tiers.plan_promotion(
-            f"promotion-{next(self._ids)}", hashes, length, now=self._now(),
-            attention_only=attention_only,
-        )  # fmt: skip
-        if plan is None:
-            self.promotions["no_room"] += 1
-            return None
-        self._running[key] = task = asyncio.create_task(self._read_back(key, plan))
+        self._running[key] = task = asyncio.create_task(self._promote(key, hashes, length, attention_only))
         return task
 
-    async def _read_back(self, key: bytes, plan: Promotion) -> None:
-        await self.settled()
+    async def _promote(self, key: bytes, hashes: Sequence[bytes], length: int, attention_only: bool) -> bool:
+        """Whether a promotion has had pages: without any, another attempt would have none either."""
+        name = f"promotion-{next(self._ids)}"
+        try:
+            await self._make_room(name, hashes, length, attention_only)
+            plan = self._tiers.plan_promotion(name, hashes, length, now=self._now(), attention_only=attention_only)
+            if plan is None:
+                self.promotions["no_room"] += 1
+                return False
+            await self._read_back(plan)
+            return True
+        finally:
+            del self._running[key]
+
+    async def _make_room(self, name: str, hashes: Sequence[bytes], length: int, attention_only: bool) -> None:
+        cache, purpose = self._cache, Purpose.ATTENTION if attention_only else Purpose.PROMOTION
+        if not takes_steps(cache, length):
+            return
+        if pages_to_fit(cache, hashes, length, purpose) <= cache.free_pages + cache.evictable_pages:
+            await evict_in_steps(cache, name, hashes, length, purpose, self._now, self._on_change)
+
+    async def _read_back(self, plan: Promotion) -> None:
+        # Windows that are still in memory are copied with what left it, and read back like the rest.
+        await self.settled(None if self._cache.layout.window_groups else plan.reservation)
         started_at = self._now()
         ok = False
         # Should this task be cancelled, the pages stay reserved: a thread may still be writing into them.
@@ -228,9 +247,18 @@ class Ssd:
         if ok:
             self._read_bytes_per_s += (1 - FORGET if self._read_bytes_per_s else 1) * (rate - self._read_bytes_per_s)
         self.promotions["ok" if ok else "damaged"] += 1
-        del self._running[key]
-        self._tiers.finish(plan, ok, self._now())
-        self._on_change()
+        await self._finish(plan, ok)
+
+    async def _finish(self, plan: Promotion, ok: bool) -> None:
+        """What was read joins the cache in steps, between which the loop goes on."""
+        step = COMMIT_BLOCKS * self._cache.layout.block_size
+        try:
+            for num_tokens in range(plan.reservation.cached_tokens + step, plan.num_tokens if ok else 0, step):
+                self._cache.commit(plan.request_id, num_tokens, self._now())
+                await asyncio.sleep(0)
+        finally:
+            self._tiers.finish(plan, ok, self._now())
+            self._on_change()
 
     # What there is
 

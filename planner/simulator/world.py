@@ -351,9 +351,10 @@ class World:
     def _keep_answer(self, now: float, job: SimulatedRequest) -> None:
         """Blocks of the answer become prefix cache like those of the prompt, and the last of them has a state."""
         cache, size = job.decode_node.cache, self.trace.block_size
-        following = self._following.get(job.index)
+        if cache is None or (following := self._following.get(job.index)) is None:
+            return
         end = int(job.prompt + job.output) // size * size
-        if cache is None or following is None or end <= job.prompt:
+        if end <= job.prompt:
             return
         hashes = hashes_of(self.trace, following)[: end // size]
         if len(hashes) * size == end:

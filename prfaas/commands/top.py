@@ -51,6 +51,8 @@ class Screen:
             parts.append(lost)
         if plain := _plain(now["nodes"]):
             parts.append(plain)
+        if names := _names(now.get("names", {})):
+            parts.append(names)
         return Group(*parts)
 
     def _head(self, now: Snapshot) -> Text:
@@ -154,6 +156,19 @@ def _plain(nodes: Sequence[Mapping[str, Any]]) -> Text | None:
     return Text(
         f"in clear: {', '.join(f'{listener} of {count}' for listener, count in hops.items())} nodes", style="yellow"
     )
+
+
+def _names(rotation: Mapping[str, Any]) -> Text | None:
+    """How far names of blocks have moved to a new secret; None: there is one secret, or the gateway does not say."""
+    if not rotation.get("earlier"):
+        return None
+    if rotation["waits_for"]:
+        told = f"wait until {', '.join(rotation['waits_for'])} have the newest secret"
+    elif rotation["left_s"]:
+        told = f"{rotation['moved']:.0%} moved to the newest secret, all in {rotation['left_s'] / 3600:.1f} h"
+    else:
+        told = "the earlier secret is of no use any more: remove its line"
+    return Text(f"names of blocks: {told}", style="yellow")
 
 
 def _nodes(nodes: Sequence[Mapping[str, Any]], limit: int) -> RenderableType:

@@ -121,7 +121,7 @@ class Bench:
         """
         layout = ModelLayout.from_json((await self.describe(name)).layout_json)
         params = {"salt": salt_of(layout).hex()}
-        await self.generate(prompt, 1, url=self.node(name).engine_url, kv_transfer_params=params)
+        await self.generate(prompt, 1, url=await self.engine_url(name), kv_transfer_params=params)
         cached = (len(prompt) - 1) // layout.block_size * layout.block_size
 
         async def is_heard_of() -> bool:
@@ -167,6 +167,10 @@ class Bench:
 
     def node(self, name: str) -> StartedNode:
         return self.system.nodes[name]
+
+    async def engine_url(self, name: str) -> str:
+        """Where its present engine answers: one that another test killed came back at another port."""
+        return (await self.describe(name)).engine_url
 
     async def describe(self, name: str) -> pb.NodeDescription:
         async with self._channel(name) as channel:

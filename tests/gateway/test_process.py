@@ -11,10 +11,13 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import aiohttp
+import pytest
 
 from tests.gateway.scripted import Topology, topology
 from tests.gateway.worlds import PATIENCE_S, on_loop
 from tests.prompts.builders import TEMPLATE, bpe
+
+pytestmark = pytest.mark.turns
 
 LONG = "the quick brown fox jumps over the lazy dog " * 40
 

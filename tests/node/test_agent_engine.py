@@ -20,6 +20,8 @@ from tests.node.running import BLOCK, RunningNode, alone, config, refused, runni
 from transport.control import messages as m
 from transport.control.proto import node_pb2 as pb
 
+pytestmark = pytest.mark.turns
+
 LAYOUT = emulated_layout("kimi_linear", BLOCK).to_json()
 HELLO = m.Hello(engine_pid=1, model_id="m", layout_json=LAYOUT, max_model_len=1, http_url="")
 

@@ -26,7 +26,7 @@ from transport.control.proto import node_pb2 as pb
 from transport.control.proto import node_pb2_grpc as rpc
 from transport.peers.name import PeerName, PeerRole
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.turns]
 
 FILES = {"certificate": "d0.pem", "key": "d0.key", "authority": "authority.pem", "revoked": "revoked"}
 TABLE = """[node]

@@ -15,6 +15,8 @@ from tests.node.running import BLOCK, RunningNode, config, new_runner, running_n
 from tests.node.test_agent import prompt, refused, reserve_request
 from transport.control.proto import node_pb2 as pb
 
+pytestmark = pytest.mark.turns
+
 T = TypeVar("T")
 PATIENCE_S = 100.0
 OTHER = {"prefill": "decode", "decode": "prefill"}

@@ -25,7 +25,7 @@ def of(memory: torch.Tensor) -> Buffer:
 def test_pages_are_read_as_rows_of_tokens_in_the_order_asked_for():
     memory, buffers = a_pool()
     assert len(buffers) == 1
-    tokens = buffers.read(0, np.array([5, 0, 2], np.int32))
+    tokens = buffers.read(0, buffers.select(np.array([5, 0, 2], np.int32)))
     assert tokens.shape == (3 * PAGE, ITEM // PAGE)
     assert np.array_equal(tokens.reshape(3, ITEM), memory.numpy()[[5, 0, 2]])
 
@@ -33,7 +33,7 @@ def test_pages_are_read_as_rows_of_tokens_in_the_order_asked_for():
 def test_what_is_written_is_in_the_pool_and_nowhere_else():
     memory, buffers = a_pool()
     before = memory.clone()
-    buffers.write(0, np.array([4, 1], np.int32), np.full((2 * PAGE, ITEM // PAGE), 7, np.uint8))
+    buffers.write(0, buffers.select(np.array([4, 1], np.int32)), np.full((2 * PAGE, ITEM // PAGE), 7, np.uint8))
     assert (memory[[1, 4]] == 7).all()
     assert torch.equal(memory[[0, 2, 3, 5]], before[[0, 2, 3, 5]])
 
@@ -42,9 +42,9 @@ def test_what_is_written_is_in_the_pool_and_nowhere_else():
 def test_pages_that_are_not_there_are_neither_read_nor_written(page):
     _, buffers = a_pool()
     with pytest.raises(PagesInvalid):
-        buffers.read(0, np.array([0, page], np.int32))
+        buffers.read(0, buffers.select(np.array([0, page], np.int32)))
     with pytest.raises(PagesInvalid):
-        buffers.write(0, np.array([page], np.int32), np.zeros((PAGE, ITEM // PAGE), np.uint8))
+        buffers.write(0, buffers.select(np.array([page], np.int32)), np.zeros((PAGE, ITEM // PAGE), np.uint8))
 
 
 def test_an_item_is_read_and_written_whole():

@@ -22,7 +22,7 @@ from transport.send.client import ClientOptions, TransferClient
 from transport.send.spec import TransferSpec
 from transport.wire.connection import Connection, ConnectionRole
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.turns]
 
 MB = 1 << 20
 SIZES = [MB] * 24

@@ -25,9 +25,12 @@ os.environ |= {
 
 import vllm
 from vllm.config import KVEventsConfig, KVTransferConfig
+from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.model_executor.models import registry
 from vllm.v1.engine import utils as engine_utils
 from vllm.v1.executor import multiproc_executor
+
+from engine.vllm.layout import LayerKind
 
 # They would import vLLM once more, for every architecture, engine and rank.
 registry._run_in_subprocess = lambda look: look()
@@ -68,6 +71,7 @@ def _serve(pipe: Connection, options: dict[str, Any], role: str, connector: dict
     if connector is None:
         _split_before_last(scheduler)
     overlapping, preempted = _note_overlaps(core), _note_preemptions(scheduler)
+    silenced: list[SilencedLayer] = []
     pipe.send(("ready", None))
     while True:
         while pipe.poll(0 if scheduler.has_requests() else None):
@@ -78,6 +82,10 @@ def _serve(pipe: Connection, options: dict[str, Any], role: str, connector: dict
                 engine.abort_request([value])
             elif command == "reset":
                 pipe.send(("was_reset", llm.reset_prefix_cache()))
+            elif command == "silence":
+                silenced.append(SilencedLayer(**value))
+            elif command == "unsilence":
+                pipe.send(("unsilenced", silenced.pop().end()))
             elif command == "submit":
                 _submit(engine, *value)
         for output in engine.step():
@@ -89,6 +97,36 @@ def _serve(pipe: Connection, options: dict[str, Any], role: str, connector: dict
                 pipe.send(("done", (request_id, tokens, *told)))
             else:
                 pipe.send(("token", (output.request_id, len(output.outputs[0].token_ids))))
+
+
+class SilencedLayer:
+    """A layer of attention that does not say that its KVCache is final, as those of vLLM's ops that have no hook."""
+
+    def __init__(self, number: int, *, never_saved: bool) -> None:
+        """`never_saved`: nor is it saved at the end of a step, as if no hook and no end of a step were there."""
+        self._connector = get_kv_transfer_group()
+        self._worker = self._connector._working
+        attention = [name for name, each in self._worker._places.items() if each.layer.kind is not LayerKind.STATE]
+        self._name, self._dropped = attention[number], 0
+        self._connector.save_kv_layer = self._save_unless_silenced
+        if never_saved:
+            self._worker._submit_attention = self._submit_unless_silenced
+
+    def end(self) -> int:
+        """It speaks again; returns how often it has tried."""
+        del self._connector.save_kv_layer
+        self._worker.__dict__.pop("_submit_attention", None)
+        return self._dropped
+
+    def _save_unless_silenced(self, layer_name: str, *rest: Any, **options: Any) -> None:
+        if layer_name == self._name:
+            self._dropped += 1
+        else:
+            type(self._connector).save_kv_layer(self._connector, layer_name, *rest, **options)
+
+    def _submit_unless_silenced(self, place: Any) -> None:
+        if place.layer.name != self._name:
+            type(self._worker)._submit_attention(self._worker, place)
 
 
 def serve_apart(pipe: Connection, log_path: str, options: dict[str, Any], connector: dict[str, Any]) -> None:

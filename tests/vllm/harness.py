@@ -79,6 +79,7 @@ class Engine:
         self._pipe, theirs = _forge.Pipe()
         self._ready: Future[None] = Future()
         self._was_reset: Future[bool] = Future()
+        self._unsilenced: Future[int] = Future()
         self._answers: dict[str, Future[Answer]] = {}
         self.progress: dict[str, int] = {}
         # With ranks of its own it must be allowed children; those end with it, it ends with its pipe.
@@ -115,6 +116,15 @@ class Engine:
         self._pipe.send(("reset", None))
         assert self._was_reset.result(ANSWER_S), f"{self.name} still uses its prefix cache"
 
+    @contextlib.contextmanager
+    def silenced(self, layer: int, *, never_saved: bool = False) -> Iterator[None]:
+        """Inside, a layer of attention does not say that its KVCache is final. It must have tried to."""
+        self._unsilenced = Future()
+        self._pipe.send(("silence", {"number": layer, "never_saved": never_saved}))
+        yield
+        self._pipe.send(("unsilence", None))
+        assert self._unsilenced.result(ANSWER_S), f"{self.name} has not computed that layer"
+
     def successor(self) -> "Engine":
         """Another engine like this one."""
         return Engine(*self._arguments)
@@ -139,6 +149,8 @@ class Engine:
                     self._ready.set_result(None)
                 elif kind == "was_reset":
                     self._was_reset.set_result(value)
+                elif kind == "unsilenced":
+                    self._unsilenced.set_result(value)
                 elif kind == "token":
                     self.progress[value[0]] = value[1]
                 elif kind == "died":

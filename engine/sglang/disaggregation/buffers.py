@@ -1,7 +1,7 @@
 """Pages of a pool that is known by its pointers only: SGLang tells its transfer backends no more.
 
 Memory of a GPU becomes a tensor by the CUDA array interface (version 3), which torch reads without a copy. SGLang's own streams
-are not known here, so the device is waited for before pages are read and after they have been written.
+are not known here. So the device is waited for once before the pages of a chunk are read, and once after they were written.
 """
 
 import ctypes
@@ -10,7 +10,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from engine.agent.job_pages import Bytes
+from engine.agent.block_copies import Bytes
 from engine.errors import PagesInvalid
 from engine.sglang.disaggregation.pools import Buffer, PageIndex, Pools
 
@@ -22,31 +22,31 @@ class PageBuffers:
         self._gpu: Final = gpu if pools.device == "cuda" else None
         self._page_tokens: Final = pools.page_tokens
         self._rows = [_tensor(buffer, self._gpu) for buffer in pools.buffers]
+        self._num_pages: Final = min(map(len, self._rows), default=0)
 
     def __len__(self) -> int:
         return len(self._rows)
 
-    def read(self, buffer: int, pages: PageIndex) -> Bytes:
-        """A copy of these pages: [tokens, bytes of a token]. Raises PagesInvalid for pages that are not there."""
-        rows, index = self._rows[buffer], self._index(buffer, pages)
-        self._wait()
-        tokens: Bytes = rows[index].cpu().numpy().reshape(len(pages) * self._page_tokens, -1)
-        return tokens
-
-    def write(self, buffer: int, pages: PageIndex, tokens: Bytes) -> None:
-        """Fills these pages. Raises PagesInvalid for pages that are not there."""
-        rows, index = self._rows[buffer], self._index(buffer, pages)
-        rows[index] = torch.from_numpy(tokens.reshape(len(pages), -1)).to(rows.device)
-        self._wait()
-
-    def _index(self, buffer: int, pages: PageIndex) -> torch.Tensor:
+    def select(self, pages: PageIndex) -> torch.Tensor:
+        """These pages as an index on the device, for all buffers. Raises PagesInvalid for pages that are not there."""
         # torch would take a negative page for one from the end.
         index = torch.from_numpy(pages.astype(np.int64))
-        if len(index) and not 0 <= int(index.min()) <= int(index.max()) < len(self._rows[buffer]):
-            raise PagesInvalid(f"pages {int(index.min())} to {int(index.max())} of {len(self._rows[buffer])}")
-        return index.to(self._rows[buffer].device)
+        if len(index) and not 0 <= int(index.min()) <= int(index.max()) < self._num_pages:
+            raise PagesInvalid(f"pages {int(index.min())} to {int(index.max())} of {self._num_pages}")
+        return index if self._gpu is None else index.to(f"cuda:{self._gpu}")
 
-    def _wait(self) -> None:
+    def read(self, buffer: int, index: torch.Tensor) -> Bytes:
+        """A copy of these pages: [tokens, bytes of a token]. What was submitted before may still change them: see `wait`."""
+        tokens: Bytes = self._rows[buffer][index].cpu().numpy().reshape(len(index) * self._page_tokens, -1)
+        return tokens
+
+    def write(self, buffer: int, index: torch.Tensor, tokens: Bytes) -> None:
+        """Fills these pages, or submits that to the device: they are filled after `wait`."""
+        rows = self._rows[buffer]
+        rows[index] = torch.from_numpy(tokens.reshape(len(index), -1)).to(rows.device)
+
+    def wait(self) -> None:
+        """Returns when all that was submitted to the device has happened, whatever its stream."""
         if self._gpu is not None:
             torch.cuda.synchronize(self._gpu)
 

@@ -17,7 +17,8 @@ from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
 
-from engine.agent.job_pages import Bytes, JobKV
+from engine.agent.block_copies import Bytes
+from engine.agent.job_pages import JobKV
 from engine.errors import PagesInvalid, TransferError
 from engine.sglang.agent_thread import SglangAgentThread
 from engine.sglang.disaggregation.pools import PageIndex
@@ -33,11 +34,16 @@ ASK_AGAIN_S: Final = 0.05
 
 
 class PoolPages(Protocol):
-    """A server's pages by buffer, as rows of tokens."""
+    """A server's pages by buffer, as rows of tokens; `select` names some of them to the device, once for all buffers."""
 
     def __len__(self) -> int: ...
-    def read(self, buffer: int, pages: PageIndex) -> Bytes: ...
-    def write(self, buffer: int, pages: PageIndex, tokens: Bytes) -> None: ...
+    def select(self, pages: PageIndex) -> Any: ...
+    def read(self, buffer: int, index: Any) -> Bytes: ...
+    def write(self, buffer: int, index: Any, tokens: Bytes) -> None: ...
+
+    def wait(self) -> None:
+        """Returns when the device has done all that it was given."""
+        ...
 
 
 class PoolReservations(Protocol):
@@ -67,12 +73,16 @@ class _Handoff:
         self._on_end = on_end
         self._touching = threading.Lock()  # the server's pages
         self._given_up = False
+        self._is_writing = False  # the device may still fill pages
         self._task: asyncio.Task[None] | None = None
 
     def give_up(self) -> None:
         """Ends it. When this returns the server's pages are no longer read or written. Any thread."""
         with self._touching:
             self._given_up = True
+            is_writing = self._is_writing
+        if is_writing:
+            self._pool.wait()
         self._agent.later(self._cancel)
 
     def _cancel(self) -> None:
@@ -162,10 +172,14 @@ class SendingHandoff(_Handoff):
         start = chunk.first * self._agent.layout.block_size
         if chunk.wait is not None:
             chunk.wait()
-        for buffer in range(len(self._pool)) if len(chunk.pages) else ():
+        if not len(chunk.pages):
+            return
+        index = self._pool.select(chunk.pages)
+        self._pool.wait()
+        for buffer in range(len(self._pool)):
             with self._touching:
                 self._check_ours()
-                tokens = self._pool.read(buffer, chunk.pages)
+                tokens = self._pool.read(buffer, index)
             kv.write_attention(buffer, start, tokens, np.empty((len(tokens), 0), np.uint8))
             kv.check_ours()
 
@@ -236,9 +250,15 @@ class ReceivingHandoff(_Handoff):
 
     def _copy(self, kv: JobKV) -> None:
         num_tokens = len(self._pages) * self._agent.layout.block_size
-        for buffer in range(len(self._pool)):
-            tokens, _ = kv.read_attention(buffer, 0, num_tokens)
-            kv.check_ours()
-            with self._touching:
-                self._check_ours()
-                self._pool.write(buffer, self._pages, tokens)
+        index = self._pool.select(self._pages)
+        try:
+            for buffer in range(len(self._pool)):
+                tokens, _ = kv.read_attention(buffer, 0, num_tokens)
+                kv.check_ours()
+                with self._touching:
+                    self._check_ours()
+                    self._is_writing = True
+                    self._pool.write(buffer, index, tokens)
+        finally:  # whatever has happened, nothing of it is under way when the pages are another's
+            self._pool.wait()
+            self._is_writing = False

@@ -25,12 +25,13 @@ TOTALS: Final = {
 BY_REASON: Final = {
     "fallbacks": "Requests computed without the KVCache hoped for",
     "legs": "Prefill legs by outcome",
+    "bytes_buffered": "KVCache bytes that were copied through a buffer, by why they could not go straight",
 }
 
 
 def copy_stats(counts: CopyCounts) -> "PrfaasStats":
     """A worker's counts."""
-    return PrfaasStats(
+    stats = PrfaasStats(
         _without_zeros(
             bytes_saved=counts.bytes_saved,
             save_seconds=counts.save_s,
@@ -40,6 +41,7 @@ def copy_stats(counts: CopyCounts) -> "PrfaasStats":
             load_seconds=counts.load_s,
         )
     )
+    return _with_reasons(stats, bytes_buffered=counts.bytes_buffered)
 
 
 def handover_stats(counts: HandoverCounts) -> "PrfaasStats":
@@ -52,9 +54,11 @@ def handover_stats(counts: HandoverCounts) -> "PrfaasStats":
             tokens_reloaded=counts.cached_tokens,
         )
     )
-    for name, reasons in (("fallbacks", counts.fallbacks), ("legs", counts.legs)):
-        if reasons:
-            stats.data[name] = dict(reasons)
+    return _with_reasons(stats, fallbacks=counts.fallbacks, legs=counts.legs)
+
+
+def _with_reasons(stats: "PrfaasStats", **counts: Counter[str]) -> "PrfaasStats":
+    stats.data |= {name: dict(reasons) for name, reasons in counts.items() if reasons}
     return stats
 
 

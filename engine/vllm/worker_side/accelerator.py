@@ -13,7 +13,17 @@ from typing import Any, Final
 
 import torch
 
-from engine.vllm.worker_side.device import ArenaMemory, CopyDevice, CopyStream, HostDevice, Mark, Moves, address_of
+from engine.vllm.worker_side.device import (
+    NO_DRIVER,
+    REFUSED,
+    ArenaMemory,
+    CopyDevice,
+    CopyStream,
+    HostDevice,
+    Mark,
+    Moves,
+    address_of,
+)
 
 log = logging.getLogger(__name__)
 
@@ -110,6 +120,7 @@ class AcceleratorDevice:
 
     def adopt(self, memory: ArenaMemory) -> None:
         if self._direct is None:
+            memory.unregistered_because = NO_DRIVER
             return
         arguments = (memory, self._direct, self._thread)
         self._thread = threading.Thread(target=self._register, args=arguments, name="prfaas-register", daemon=True)
@@ -134,6 +145,7 @@ class AcceleratorDevice:
             self._registered = memory
             memory.is_registered = True
         else:
+            memory.unregistered_because = REFUSED
             log.warning("the page arena cannot be registered with the device: copies go through buffers")
 
     def _let_go(self) -> None:

@@ -5,7 +5,7 @@ A backend that cuts blocks into smaller ones has [pieces of blocks, heads, fewer
 follow each other, and are seen here as one block, so that both kinds pair.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final, Protocol
 
 import numpy as np
@@ -28,6 +28,10 @@ from engine.vllm.worker_side.device import (
 BATCH_BYTES: Final = 16 << 20  # a device has room for what vLLM has planned, and little else
 HOST_BATCH_BYTES: Final = 1 << 18  # copied twice, the second time out of a core's own cache
 MAX_RUNS: Final = 256  # of a block; shorter ones are put together by the device first
+SHORT_RUNS: Final = "short_runs"  # why copies of such blocks do not go straight
+
+OnBuffered = Callable[[str, int], None]
+"""Hears why so many bytes are copied through a buffer in between."""
 
 
 class Blocks(Protocol):
@@ -40,7 +44,12 @@ class Blocks(Protocol):
         """Copies arena ranges into blocks. Raises IndexError as `read` does."""
 
 
-def blocks_of(name: str, tensor: torch.Tensor, part_bytes: int, device: CopyDevice) -> Blocks:
+def _unheard(reason: str, num_bytes: int) -> None: ...
+
+
+def blocks_of(
+    name: str, tensor: torch.Tensor, part_bytes: int, device: CopyDevice, on_buffered: OnBuffered = _unheard
+) -> Blocks:
     """The blocks of a layer's tensor. Raises PagesInvalid when its blocks are not of `part_bytes` bytes."""
     size = tensor[0].numel() * tensor.element_size()
     pieces, rest = divmod(part_bytes, size)
@@ -49,7 +58,7 @@ def blocks_of(name: str, tensor: torch.Tensor, part_bytes: int, device: CopyDevi
     whole = whole_blocks(tensor, pieces)
     if isinstance(device, HostDevice) and whole[0].is_contiguous():
         return HostBlocks(whole, part_bytes)
-    return DeviceBlocks(whole, device)
+    return DeviceBlocks(whole, device, on_buffered)
 
 
 def whole_blocks(tensor: torch.Tensor, pieces: int) -> torch.Tensor:
@@ -94,7 +103,8 @@ class DeviceBlocks:
     all blocks of a layer. Else they go through a buffer in host memory, for which a read waits.
     """
 
-    def __init__(self, tensor: torch.Tensor, device: CopyDevice) -> None:
+    def __init__(self, tensor: torch.Tensor, device: CopyDevice, on_buffered: OnBuffered = _unheard) -> None:
+        self._on_buffered = on_buffered
         self._tensor = tensor.view(torch.uint8)  # a block's innermost dimension is never strided
         self._shape = tuple(self._tensor.shape[1:])
         self._run_bytes, self._runs = runs_of(self._tensor)
@@ -119,7 +129,13 @@ class DeviceBlocks:
         return stream.mark()
 
     def _goes_straight(self, copies: Sequence[BlockCopies], arena: ArenaMemory) -> bool:
-        return arena.is_registered and len(self._runs) <= MAX_RUNS and any(len(each.rows) for each in copies)
+        num_bytes = sum(each.num_bytes for each in copies)
+        if not num_bytes:
+            return False
+        if arena.is_registered and len(self._runs) <= MAX_RUNS:
+            return True
+        self._on_buffered(SHORT_RUNS if arena.is_registered else arena.unregistered_because, num_bytes)
+        return False
 
     def _pairs(self, copies: Sequence[BlockCopies], arena: Bytes) -> list[tuple[Index, Index, Index]]:
         """(addresses in blocks, addresses in the arena, bytes) of what is contiguous on both sides."""

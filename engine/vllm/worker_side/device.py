@@ -15,6 +15,11 @@ import torch
 
 from engine.agent.block_copies import Bytes, Index
 
+# Why the arena is not registered with the device
+REGISTERING: Final = "registering"  # not yet
+REFUSED: Final = "refused"  # the driver would not
+NO_DRIVER: Final = "no_driver"  # there is no such call for this device, and a host needs none
+
 
 @dataclass(frozen=True, slots=True)
 class Moves:
@@ -57,6 +62,7 @@ class ArenaMemory:
     def __init__(self, data: Bytes) -> None:
         self.data: Final = data
         self.is_registered = False  # with the device, which then copies without a buffer in between
+        self.unregistered_because = REGISTERING
 
 
 class CopyDevice(Protocol):
@@ -126,7 +132,7 @@ class HostDevice:
         return torch.empty((rows, row_bytes), dtype=torch.uint8)
 
     def adopt(self, memory: ArenaMemory) -> None:
-        return
+        memory.unregistered_because = NO_DRIVER
 
     def close(self) -> None:
         return

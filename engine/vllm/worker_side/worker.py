@@ -11,7 +11,7 @@ model's step.
 import logging
 import threading
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
@@ -101,6 +101,7 @@ class CopyCounts:
     load_s: float = 0.0
     waited_s: float = 0.0  # of the model for the copies of its step
     saves_given_up: int = 0  # jobs whose copies took too long
+    bytes_buffered: Counter[str] = field(default_factory=Counter)  # of those above, by why they took the longer way
 
 
 @dataclass(slots=True)
@@ -159,7 +160,8 @@ class WorkerSide:
             self._device = self._devices(tensors[next(iter(self._places))].device)
             self._save_stream, self._load_stream = self._device.stream(), self._device.stream()
         for name, place in self._places.items():
-            self._blocks[name] = blocks_of(name, tensors[name], place.layer.part_bytes, self._device)
+            part_bytes = place.layer.part_bytes
+            self._blocks[name] = blocks_of(name, tensors[name], part_bytes, self._device, self._note_buffered)
 
     def begin_step(self, step: ForwardStep) -> None:
         """Takes over what a step brings. Pages that cannot be reached, or given back, are not taken."""
@@ -332,6 +334,10 @@ class WorkerSide:
             self._counts.bytes_saved += sum(each.num_bytes for each in copies)
             self._counts.save_s += time.perf_counter() - started_s
         return copied
+
+    def _note_buffered(self, reason: str, num_bytes: int) -> None:
+        with self._lock:
+            self._counts.bytes_buffered[reason] += num_bytes
 
     # Loading, on the loader's thread
 

@@ -15,6 +15,7 @@ from gateway.cluster.registry import Clusters, ServedModel
 from gateway.errors import ApiError, BadRequest, Unavailable
 from gateway.http.connections import JSON
 from gateway.members.roster import Roster
+from gateway.routing.name_rotation import NameRotation
 from gateway.routing.router import Router
 from gateway.routing.transfer_log import merged
 from gateway.telemetry.load_report import LoadReporter
@@ -67,9 +68,11 @@ class OperatorEndpoints:
         keyring: Keyring,
         started_at: int,
         roster: Roster,
+        rotation: NameRotation,
     ) -> None:
         self._clusters = clusters
         self._roster = roster
+        self._rotation = rotation
         self._links = links
         self._decider = decider
         self._admission = admission
@@ -155,6 +158,8 @@ class OperatorEndpoints:
         self._metrics.observe_nodes(self._clusters.nodes)
         self._metrics.observe_members(self._roster.status())
         self._metrics.observe_links(self._links.status())
+        names = self._rotation.status()
+        self._metrics.observe_names(names.moved, bool(names.earlier))
         self._metrics.observe_estimates(self._decider.errors())
         self._metrics.observe_plan(self._plan(), datetime.now(UTC).timestamp())
         index = self._clusters.index

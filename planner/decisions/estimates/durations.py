@@ -131,8 +131,8 @@ class PrefillEstimate:
         products, sums = self._with_prior()
         found = _solve_all(products, sums)
         free = [0, 1, 2]
-        while min(found) < 0:
-            free.remove(min([i for i in free if found[i] < 0], key=found.__getitem__))
+        while (least := min(found)) < 0:
+            free.remove(found.index(least))
             found = _solve(products, sums, free)
         return found
 

@@ -214,12 +214,15 @@ def place_kvcache_centric(
     return choice
 
 
-_movable_tokens = attrgetter("movable_tokens")
-
-
 def longest_holder(nodes: Sequence[NodeView]) -> NodeView | None:
     """The first of the nodes that can send the longest prefix; None of no nodes."""
-    return max(nodes, key=_movable_tokens, default=None)
+    best, most = None, -1
+    for node in nodes:
+        # `movable_tokens`, without a call: all nodes are asked, several times for each request.
+        movable = node.cached_tokens - node.immovable_tokens
+        if movable > most:
+            best, most = node, movable
+    return best
 
 
 def decode_random(
@@ -261,8 +264,7 @@ def choose_decode(
     Nodes without a place, or without memory for the prompt and its predicted answer, come last. While no node's TBT is known,
     load stands for it. Ties go to the less busy, then to the earlier one.
     """
-    able = [node for node in nodes if node.room_tokens is None or has_memory(node, request)] or nodes
-    able = [node for node in able if node.running + node.waiting < node.max_running] or able
+    able = able_to_decode(request, nodes)
     steps_s = cost.steps_s(able)
     if 0.0 in steps_s:  # not known of all
         loads = [node.load for node in able]
@@ -271,10 +273,25 @@ def choose_decode(
         loads = steps_s
         limit = min(loads) * (1.0 + policy.decode_load_slack)
     best, most, least = able[0], -1, inf
-    for node, load in zip(able, loads, strict=True):
-        if load <= limit and (due := node.due_tokens) >= most and (due > most or node.load < least):
-            best, most, least = node, due, node.load
+    for node, slowness in zip(able, loads, strict=True):
+        if slowness <= limit and (due := node.due_tokens) >= most:
+            load = node.load
+            if due > most or load < least:
+                best, most, least = node, due, load
     return best
+
+
+def able_to_decode(request: RouteRequest, nodes: Sequence[NodeView]) -> Sequence[NodeView]:
+    """Those with memory and a place; else with memory, else with a place; else all."""
+    able = [
+        node
+        for node in nodes
+        if node.running + node.waiting < node.max_running and (node.room_tokens is None or has_memory(node, request))
+    ]
+    if able:
+        return able
+    in_memory = [node for node in nodes if has_memory(node, request)] or nodes
+    return [node for node in in_memory if node.running + node.waiting < node.max_running] or in_memory
 
 
 def has_memory(node: NodeView, request: RouteRequest) -> bool:

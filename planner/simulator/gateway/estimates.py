@@ -41,8 +41,16 @@ class LearnedTimes(LearnedCost):
         return tokens / self.tokens_per_s if curve is None else tokens * curve.seconds_per_token
 
     def queues_s(self, nodes: Sequence[NodeView]) -> list[float]:
-        prefills = self._prefills
-        return [self.queue_s(node) if prefills[node.node_id].queued_tokens else 0.0 for node in nodes]
+        prefills, curves, found = self._prefills, self._curves, list[float]()
+        for node in nodes:
+            tokens = prefills[node.node_id].queued_tokens
+            if not tokens:
+                found.append(0.0)
+            elif (curve := curves.get(node.node_id)) is not None and curve.cluster == node.cluster:
+                found.append(tokens * curve.seconds_per_token)
+            else:
+                found.append(self.queue_s(node))
+        return found
 
 
 class TrueTimes(PrefillCost):

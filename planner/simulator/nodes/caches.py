@@ -62,6 +62,7 @@ class NodeCache:
         self.cache = PrefixCache(layout, pages, eviction=policy, event_limit=0)
         self.match = self.cache.match
         self._held: set[str] = set()
+        self._room: tuple[int, int] | None = None  # tokens without and with eviction, until something changes
 
     def begin(self, request_id: str, hashes: Sequence[bytes], num_tokens: int, now: float) -> int:
         """Reserves for a prefill; returns the cached prefix. A request too large for the pool is computed without it."""
@@ -76,6 +77,7 @@ class NodeCache:
         self, request_id: str, hashes: Sequence[bytes], num_tokens: int, now: float, purpose: Purpose
     ) -> int | None:
         try:
+            self._room = None
             reservation = self.cache.reserve(request_id, hashes, num_tokens, now=now, purpose=purpose)
         except OutOfPages:
             return None
@@ -84,19 +86,22 @@ class NodeCache:
 
     def room_tokens(self, attention_tokens: int) -> int:
         """For how many tokens of a prompt, beyond its own prefix, there are pages: as nodes report it and gateways read it."""
-        layout, free = self.layout, self.cache.free_pages
-        with_evictable = layout.tokens_within(free + self.cache.evictable_pages)
-        return room_beside(layout.tokens_within(free), with_evictable, attention_tokens)
+        if self._room is None:
+            layout, free = self.layout, self.cache.free_pages
+            self._room = layout.tokens_within(free), layout.tokens_within(free + self.cache.evictable_pages)
+        return room_beside(*self._room, attention_tokens)
 
     def fill(self, request_id: str, num_tokens: int, now: float) -> None:
         """The KVCache is there: its blocks may be reused, and stay locked."""
         if request_id in self._held:
+            self._room = None
             self.cache.commit(request_id, num_tokens, now)
 
     def let_go(self, request_id: str, now: float) -> None:
         """These blocks are not read or written for this request any more."""
         if request_id in self._held:
             self._held.discard(request_id)
+            self._room = None
             self.cache.release(request_id, now)
 
     def end(self, request_id: str, num_tokens: int, now: float) -> None:

@@ -255,6 +255,7 @@ class DecodeNode:
         # long it stays busy. What one request got is the difference between two moments.
         self._given = array("d", bytes(8 * (self.profile.max_running + 1)))
         self._given_until = 0.0  # in the batch's virtual time
+        self._largest = 0  # that the batch has been since all were 0
         self.seen: NodeView | None = None  # the view of a prompt with nothing cached, until something changes
 
     @property
@@ -384,6 +385,7 @@ class DecodeNode:
         else:
             self._count(now)
             self._batch.add(now, job.output, job)
+            self._largest = max(self._largest, len(self._batch))
             job.given = self._given[:]
             self._expect(now)
         self._on_start(now, job)
@@ -411,6 +413,7 @@ class DecodeNode:
             self._expect(now)
         else:
             self._given = array("d", bytes(8 * (self.profile.max_running + 1)))
+            self._largest = 0
         self._fill(now)
 
     def _longest_tenth(self, job: SimulatedRequest) -> float:
@@ -421,8 +424,9 @@ class DecodeNode:
         wanted = left = max(1.0, job.output / 10)
         total = stood_s = self._stands.longest_s(job.decode_start, wanted)
         # The fuller the batch, the longer its steps.
-        for size in range(self.profile.max_running, 0, -1):
-            tokens = self._given[size] - job.given[size]
+        given, given_before = self._given, job.given
+        for size in range(self._largest, 0, -1):
+            tokens = given[size] - given_before[size]
             if tokens > 0:
                 tokens = min(left, tokens)
                 total += tokens * self._step_s[size]

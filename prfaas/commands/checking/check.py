@@ -22,6 +22,7 @@ from gateway.cluster.agent_client import AgentClient
 from gateway.config.gateway import GatewayConfig
 from gateway.errors import AgentCallFailed, GatewayConfigError
 from gateway.routing.block_naming import name_secrets
+from gateway.routing.name_rotation import NameOverlap, put_at
 from membership.member import Member
 from prfaas.commands.checking.access_findings import access_findings, tls_findings
 from prfaas.commands.checking.file_modes import authority_files, open_files
@@ -76,7 +77,8 @@ async def check(gateway_file: Path, console: Console, as_json: bool) -> bool:
     ]
     names = secrets.fingerprints if secrets is not None else ()
     listed = await asyncio.to_thread(listed_members, config)
-    seen = replace(await look(config, listed.members), name_secrets=names)
+    left_s = _names_left_s(config) if len(names) > 1 else None
+    seen = replace(await look(config, listed.members), name_secrets=names, names_left_s=left_s)
     found = [*access, *member_findings(listed, seen.described), *findings(seen)]
     if as_json:
         console.out(json.dumps([asdict(each) for each in found], indent=2), highlight=False)
@@ -212,6 +214,12 @@ async def _ticket(receiver: Asked) -> TicketInfo | str:
     except AgentCallFailed as error:
         return str(error)
     return ticket
+
+
+def _names_left_s(config: GatewayConfig) -> float:
+    """Until the earlier secret is of no use, by the time of the file: what nodes put that off for is for gateways to say."""
+    now = _wall_clock_s()
+    return NameOverlap(put_at(config.names_secret, now), config.names_overlap_s).left_s(now)
 
 
 def _certificates(config: GatewayConfig) -> Iterator[Certificate]:

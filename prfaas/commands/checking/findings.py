@@ -115,6 +115,7 @@ class CheckFindings:
     version: str = ""
     has_identity: bool = False  # the gateway asked
     name_secrets: Sequence[str] = ()  # fingerprints of those that the gateway names blocks by, the newest first
+    names_left_s: float | None = None  # until they look for the earlier one no more; None: they have only one
 
 
 def findings(seen: CheckFindings) -> list[Finding]:
@@ -129,6 +130,7 @@ def findings(seen: CheckFindings) -> list[Finding]:
         *_about_versions(seen.described, seen.version),
         *_about_clocks(seen.described),
         *_about_names(seen.described, seen.name_secrets),
+        *_about_the_earlier_secret(seen),
         *_about_plain(seen.described),
         *(_about_engines_in_clear(seen.described) if seen.has_identity else ()),
         *_about_ports(seen.ports),
@@ -210,6 +212,20 @@ def _about_names(nodes: Sequence[Described], own: Sequence[str]) -> Iterator[Fin
     if newest and nodes and all(node.info.name_secrets == tuple(own) for node in naming):
         where = f"on all {len(nodes)} nodes" if len(naming) == len(nodes) else "wherever an engine has its own cache"
         yield Finding(Level.OK, "names", f"of blocks are by {' and '.join(own)} {where}")
+
+
+def _about_the_earlier_secret(seen: CheckFindings) -> Iterator[Finding]:
+    """Whether it can be removed. Nodes that are behind put that off, and have findings of their own."""
+    newest = seen.name_secrets[:1]
+    is_behind = any(node.info.has_own_cache and node.info.name_secrets[:1] != newest for node in seen.described)
+    if seen.names_left_s is None or is_behind:
+        return
+    earlier = _secrets(seen.name_secrets[1:])
+    if seen.names_left_s:
+        yield Finding(Level.OK, "names", f"by {earlier}, too, for {seen.names_left_s / 3600:.1f} more hours")
+    else:
+        remedy = "remove its line from the file names_secret; prfaas reload and SIGHUP read it again"
+        yield Finding(Level.WARNING, "names", f"by {earlier} are not looked for any more", remedy)
 
 
 def _secrets(fingerprints: Sequence[str]) -> str:

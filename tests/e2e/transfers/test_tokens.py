@@ -81,7 +81,7 @@ def test_chat_and_text_prompts(bench: Bench) -> None:
             "temperature": 0,
         }
         answers = []
-        for url in (bench.system.api_url, bench.node("decode0").engine_url):
+        for url in (bench.system.api_url, await bench.engine_url("decode0")):
             async with bench.session.post(f"{url}/v1/chat/completions", json=body) as answer:
                 assert answer.status == 200
                 answers.append(await answer.json())

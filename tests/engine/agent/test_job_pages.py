@@ -138,3 +138,25 @@ def test_whoever_was_lent_pages_on_is_told_when_they_are_given_up():
     assert withdrawn == ["first"]
     kv.loan.share(lambda: withdrawn.append("late"))
     assert withdrawn == ["first", "late"]
+
+
+@pytest.mark.parametrize("hole", [None, 0, 1, 4, 9])
+@pytest.mark.parametrize(("start", "stop"), [(0, 40), (3, 38), (4, 8), (5, 25), (17, 40)])
+def test_blocks_that_are_moved_together_lie_where_each_of_them_would(hole, start, stop):
+    """Pages shorter than a layer's K: each block is cut several times."""
+    layout = ModelLayout("m", "u8", 4, (KVCacheGroup(FullAttention(24, 8), tuple(range(5))),))
+    pages, rng = job_pages(layout, 40), np.random.default_rng(start)
+    if hole is not None:
+        pages = replace(pages, blocks=(tuple(() if at == hole else each for at, each in enumerate(pages.blocks[0])),))
+    together, alone = (JobKV(layout, arena_for(layout, job_pages(layout, 40)), pages) for _ in range(2))
+    rows = [(random_rows(rng, stop - start, 8), random_rows(rng, stop - start, 16)) for _ in range(5)]
+    for layer, (k, v) in enumerate(rows):
+        together.write_attention(layer, start, k, v)
+        for token in range(stop - start):
+            alone.write_attention(layer, start + token, k[token : token + 1], v[token : token + 1])
+    assert np.array_equal(together.arena.data, alone.arena.data)
+    if hole is not None and start // 4 <= hole <= (stop - 1) // 4:
+        with pytest.raises(PagesInvalid, match=f"token {max(start, 4 * hole)} of group 0"):
+            together.read_attention(3, start, stop)
+    else:
+        assert all(map(np.array_equal, together.read_attention(3, start, stop), rows[3]))

@@ -134,9 +134,12 @@ def test_a_server_that_fails_to_copy_keeps_nothing(tmp_path, loop):
 
 
 def test_without_room_nothing_is_kept_and_it_is_counted(tmp_path, loop):
-    with joined(tmp_path, loop, num_pages=LAYOUT.pages_per_block(0)) as (_, store):
+    heard = []
+    options = {"num_pages": LAYOUT.pages_per_block(0), "on_fallback": lambda *what: heard.append(what)}
+    with joined(tmp_path, loop, **options) as (_, store):
         assert not store.save(names(2), 0, Server(2).give)
         assert store.counts == {"save_no_capacity": 1}
+        assert heard == [("save", "no_capacity")]
 
 
 def test_without_an_agent_nothing_is_cached(tmp_path):

@@ -35,7 +35,6 @@ from gateway.parts import (
     ending,
 )
 from gateway.prompt.reader import PromptReader
-from gateway.routing.block_naming import NameSecretsReload
 from gateway.routing.replication import Replicas
 from gateway.server.app import GenerationEndpoint
 from gateway.server.routes import build_app, straight_ways
@@ -204,6 +203,7 @@ async def _stepping(
             config=config,
             rooms=built.steps,
             clusters=seen.clusters,
+            rotation=seen.rotation,
             metrics=metrics,
             tasks=tasks.requests,
             clock=clock,
@@ -223,7 +223,7 @@ async def _stepping(
                 seen.refusals,
                 built.line,
                 door,
-                NameSecretsReload(seen.clusters),
+                seen.rotation,
                 seen.roster,
             ],
             lambda: read_again(config),

@@ -21,7 +21,11 @@ from tests.gateway.test_process import write_config
 from tests.gateway.workers.test_supervisor import end_now, is_alive, is_whole, series
 from tests.gateway.worlds import PATIENCE_S, until
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]  # five starts of gateways, seconds each on an idle machine
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.turns,
+    pytest.mark.timeout(900),
+]  # five starts of gateways, seconds each on an idle machine
 
 SHORT: Final = {"model": "scripted", "prompt": "hello there", "stream": True}
 CLIENTS: Final = 2  # of either kind: on a kept connection, on a new one for each request

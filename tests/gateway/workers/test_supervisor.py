@@ -25,7 +25,7 @@ from tests.gateway.scripted import Topology, topology
 from tests.gateway.test_process import write_config
 from tests.gateway.worlds import PATIENCE_S, on_loop, until
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.turns]
 
 SHORT: Final = {"model": "scripted", "prompt": "hello there"}
 WORKERS: Final = 2

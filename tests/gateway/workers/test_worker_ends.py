@@ -13,6 +13,8 @@ from gateway.workers.shared_counters import SharedCounters, WorkerState
 from gateway.workers.supervisor import Workers
 from tests.gateway.worlds import PATIENCE_S, on_loop, until
 
+pytestmark = pytest.mark.turns
+
 
 @on_loop
 async def test_workers_that_end_as_often_as_they_are_started_are_given_up(tmp_path: Path) -> None:

@@ -132,7 +132,7 @@ def test_attention_alone_comes_back_for_a_landing(tmp_path):
     assert not node.promote(PROMPT)
     plan = node.tiers.plan_promotion("p", hashes_of(PROMPT), 18, now=1.0, attention_only=True)
     assert plan is not None
-    assert {key.group for key, _ in plan.blocks} == {0}
+    assert {key.group for key, _ in plan.blocks()} == {0}
     assert plan.size == 4 * LAYOUT.block_bytes(0)
     node.tiers.finish(plan, node.tiers.read(plan), 1.0)
     assert node.cache.match(hashes_of(PROMPT), 18) == PrefixHit(0, 16)

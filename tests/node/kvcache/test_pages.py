@@ -12,7 +12,8 @@ from node.config import NodeConfig
 from node.control.broadcast import Broadcast
 from node.errors import NodeRefusal
 from node.kvcache.arena import Arena
-from node.kvcache.pages import EVICT_BLOCKS, ArenaPages
+from node.kvcache.eviction_steps import EVICT_BLOCKS
+from node.kvcache.pages import ArenaPages
 from node.kvcache.pinned_contexts import PinnedContexts
 from node.kvcache.tenant_pages import TENANTS_PART
 from tests.pd_cluster.handover import LAYOUT, run

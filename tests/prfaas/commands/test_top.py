@@ -181,3 +181,26 @@ async def test_the_commands_print_what_scripts_read(capsys: pytest.CaptureFixtur
         assert [link["up"] for link in json.loads(capsys.readouterr().out)] == [True]
         assert await asyncio.to_thread(main, ["drain", "east:nowhere", "-u", w.gateway.url]) == 1
         assert "There is no link from 'east' to 'nowhere'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("rotation", "told"),
+    [
+        ({"earlier": ""}, ""),
+        (
+            {"waits_for": ["p0"], "moved": 0.0, "left_s": 3600.0},
+            "names of blocks: wait until p0 have the newest secret",
+        ),
+        ({"moved": 0.5, "left_s": 1800.0}, "names of blocks: 50% moved to the newest secret, all in 0.5 h"),
+        ({"moved": 1.0, "left_s": 0.0}, "names of blocks: the earlier secret is of no use any more: remove its line"),
+    ],
+)
+def test_a_page_says_how_far_a_rotation_of_names_is(rotation: dict[str, Any], told: str) -> None:
+    screen = Screen()
+    screen.take({
+        "boot": "b", "last_seq": 0, "requests": [], "clock_s": 0.0, "model": "m", "workers": {}, "plan": None,
+        "in_flight": 0, "max_in_flight": 1, "waiting": 0, "threshold_tokens": 1.0, "links": [], "nodes": [],
+        "names": {"earlier": "old", "waits_for": []} | rotation,
+    })  # fmt: skip
+    lines = [line.strip() for line in shown(screen.page(10)).splitlines() if line.startswith("names")]
+    assert lines == ([told] if told else [])

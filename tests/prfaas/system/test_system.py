@@ -21,7 +21,7 @@ from prfaas.system.process import Process
 from prfaas.system.system import RunLock, System
 from prfaas.system.topology import parse_topology
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.turns]
 
 
 def test_a_node_that_does_not_start_is_named_and_the_others_are_ended(tmp_path: Path) -> None:

@@ -6,8 +6,16 @@ import torch
 
 from engine.agent.block_copies import BlockCopies, CopyPiece
 from engine.errors import PagesInvalid
-from engine.vllm.worker_side.blocks import DeviceBlocks, HostBlocks, blocks_of, runs_of, whole_blocks
-from engine.vllm.worker_side.device import ArenaMemory, CopyDevice, HostDevice
+from engine.vllm.worker_side.blocks import (
+    MAX_RUNS,
+    SHORT_RUNS,
+    DeviceBlocks,
+    HostBlocks,
+    blocks_of,
+    runs_of,
+    whole_blocks,
+)
+from engine.vllm.worker_side.device import NO_DRIVER, REFUSED, REGISTERING, ArenaMemory, CopyDevice, HostDevice
 from tests.engine.vllm.builders import BLOCK
 from tests.engine.vllm.worker_side.lazy_device import LazyDevice
 
@@ -123,3 +131,45 @@ def test_runs_are_as_long_as_a_block_allows(kind, runs):
     tensor = tensor_of(kind, torch.ones(NUM_BLOCKS, HEADS, BLOCK, WIDTH))
     run, starts = runs_of(whole_blocks(tensor, len(tensor) // NUM_BLOCKS).view(torch.uint8))
     assert (run, len(starts)) == runs
+
+
+@pytest.mark.parametrize(
+    ("kind", "make", "because"),
+    [
+        ("heads first", LazyDevice, None),
+        ("heads first", HostDevice, None),
+        ("tokens first", HostDevice, NO_DRIVER),
+        ("heads first", lambda: LazyDevice(registers=False), REGISTERING),
+        ("heads first", lambda: RefusingDevice(), REFUSED),
+    ],
+)
+def test_bytes_that_go_through_a_buffer_are_counted_with_the_reason(kind, make, because):
+    heard, device = [], make()
+    blocks = blocks_of(
+        "a",
+        tensor_of(kind, torch.ones(NUM_BLOCKS, HEADS, BLOCK, WIDTH)),
+        SIZE,
+        device,
+        lambda *what: heard.append(what),
+    )
+    arena, stream, copies = memory(2 * SIZE, device), device.stream(), [copies_of([3, 1], (0, SIZE, [0, SIZE]))]
+    blocks.read(copies, arena, stream)
+    blocks.write(copies, arena, stream)
+    blocks.write([copies_of([], (0, SIZE, []))], arena, stream)
+    assert heard == ([] if because is None else [(because, 2 * SIZE)] * 2)
+
+
+def test_blocks_of_many_short_runs_are_counted_as_such():
+    heard, device = [], LazyDevice()
+    data = torch.ones(NUM_BLOCKS, MAX_RUNS // BLOCK + 1, BLOCK, 2 * WIDTH)[..., :WIDTH]
+    size = data[0].numel() * data.element_size()
+    blocks = blocks_of("a", data, size, device, lambda *what: heard.append(what))
+    blocks.read([copies_of([0], (0, size, [0]))], memory(size, device), device.stream())
+    assert heard == [(SHORT_RUNS, size)]
+
+
+class RefusingDevice(LazyDevice):
+    """Its driver does not register the arena."""
+
+    def adopt(self, memory):
+        memory.unregistered_because = REFUSED

@@ -4,7 +4,16 @@ from hypothesis import strategies as st
 
 from planner.decisions.estimates.decoding import LearnedSteps
 from planner.decisions.estimates.durations import LearnedCost
-from planner.decisions.routing.placement import MOST_RATIO, PLACERS, PlacementPolicy, place_kvcache_centric, soonest_s
+from planner.decisions.routing.placement import (
+    MOST_RATIO,
+    PLACERS,
+    PlacementPolicy,
+    able_to_decode,
+    has_memory,
+    longest_holder,
+    place_kvcache_centric,
+    soonest_s,
+)
 from planner.decisions.views import PrefillCost
 from tests.planner.worlds import GB, pd_decode, pd_prefill, request
 
@@ -122,6 +131,30 @@ def test_decode_nodes_without_a_place_or_memory_come_last():
     assert decoded([small, pd_decode("d1", running=9, room_tokens=30_000)]) == "d1"
     assert decoded([small, pd_decode("d1", running=9)]) == "d1"
     assert decoded([pd_decode("d0", room_tokens=11_000, attention_tokens=9_000)]) == "d0"
+
+
+DECODES = st.lists(st.tuples(st.integers(0, 6), st.none() | st.integers(0, 2_000)), min_size=1, max_size=5)
+
+
+@given(DECODES)
+def test_of_decode_nodes_memory_counts_first_and_a_place_next(states):
+    nodes = [
+        pd_decode(f"d{at}", running=running, max_running=4, room_tokens=room)
+        for at, (running, room) in enumerate(states)
+    ]
+    asked = request(1_000)
+    with_memory = [node for node in nodes if has_memory(node, asked)] or nodes
+    expected = [node for node in with_memory if node.running < 4] or with_memory
+    assert able_to_decode(asked, nodes) == expected
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), max_size=5))
+def test_the_first_of_those_with_most_to_send_is_the_holder(prefixes):
+    nodes = [
+        pd_prefill(f"p{at}", cached_tokens=held + rest, immovable_tokens=rest)
+        for at, (held, rest) in enumerate(prefixes)
+    ]
+    assert longest_holder(nodes) == max(nodes, key=lambda node: node.movable_tokens, default=None)
 
 
 def test_memory_is_for_the_prompt_and_its_predicted_answer():

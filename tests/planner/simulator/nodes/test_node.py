@@ -1,5 +1,6 @@
 """Decode nodes: what a batch remembers does not grow with the time that it stays busy."""
 
+import random
 import tracemalloc
 
 from planner.decisions.views import ClusterKind
@@ -62,6 +63,23 @@ def test_a_decode_node_reports_its_room_as_real_ones_do():
     cache.end("a", 640, 1.0)  # evictable now, but for a prompt that has it as its prefix
     assert node.view_for([], 640, 2.0).room_tokens == layout.tokens_within(100)
     assert node.view_for(hashes, 640, 2.0).room_tokens == max(held, layout.tokens_within(100) - 640)
+
+
+def test_the_room_of_a_cache_is_that_of_its_pages_now():
+    layout, chance = layout_of(KvSize(bytes_per_token=1_000, fixed_bytes=16_000), 16), random.Random(0)
+    cache, held = NodeCache(layout, 100 * layout.page_bytes), []
+    hashes = [bytes([n]) * 32 for n in range(40)]
+    for step in range(200):
+        begin = [cache.begin, cache.expect][chance.randrange(2)]
+        if len(held) < 3:
+            held.append(str(step))
+            begin(held[-1], hashes, chance.randint(1, 640), float(step))
+        else:
+            leave = chance.choice([cache.let_go, lambda name, now: cache.end(name, 640, now)])
+            leave(held.pop(chance.randrange(3)), float(step))
+        free = cache.cache.free_pages
+        with_evictable = layout.tokens_within(free + cache.cache.evictable_pages)
+        assert cache.room_tokens(320) == max(layout.tokens_within(free), with_evictable - 320)
 
 
 def test_a_prefill_that_waits_for_a_prefix_starts_when_it_is_there():

@@ -199,3 +199,14 @@ def test_nodes_and_gateway_name_blocks_by_the_same_secrets() -> None:
     assert bad(replace(embedded, name_secrets=("new",))) == []
     (other,) = bad(with_decode(name_secrets=("new",)))
     assert "by new, which this gateway's names_secret does not have" in other.what
+
+
+def test_the_earlier_secret_can_go_when_the_overlap_is_over_and_no_node_is_behind() -> None:
+    nodes = tuple(replace(each, info=replace(each.info, name_secrets=("new", "old"))) for each in (PREFILL, DECODE))
+    both = replace(WELL, described=nodes, name_secrets=("new", "old"))
+    assert "by old, too, for 2.0 more hours" in {each.what for each in findings(replace(both, names_left_s=7200.0))}
+    (over,) = bad(replace(both, names_left_s=0.0))
+    assert (over.level, over.about) == (Level.WARNING, "names")
+    assert over.what == "by old are not looked for any more"
+    behind = replace(both, described=(nodes[0], replace(DECODE, info=replace(INFO, name_secrets=("old",)))))
+    assert [each.about for each in bad(replace(behind, names_left_s=0.0))] == ["d0"]

@@ -11,7 +11,7 @@ from scripts.lock import EXTRAS, WANTED
 from scripts.lowest import lowest
 from scripts.release import ReleaseError, notes, sections
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parent.parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 CHANGELOG = (ROOT / "CHANGELOG.md").read_text()
 LINES = 120
