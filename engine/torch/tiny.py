@@ -151,7 +151,7 @@ def build_model(
     this very model is left alone unless `overwrite`.
     Raises ModelError.
     """
-    recipe = dict(_recipe(arch))
+    recipe = dict(recipe_of(arch))
     out = Path(out_dir)
     marker = {"arch": arch, "seed": seed}
     _check_destination(out, marker, overwrite)
@@ -179,7 +179,8 @@ def build_model(
     return built
 
 
-def _recipe(arch: str) -> dict[str, Any]:
+def recipe_of(arch: str) -> dict[str, Any]:
+    """What its config.json says. Raises ModelError for an architecture that is not known."""
     try:
         return {**_COMMON, **RECIPES[arch]}
     except KeyError:

@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import Final
 
 from planner.commands.argument_types import above_zero, at_least_one, not_negative, share, whole
+from planner.commands.profile_arguments import to_profile
 from planner.commands.service_arguments import as_json, to_apply, to_ask, to_compare, to_look_back, to_serve
 from planner.decisions.admission.overload import AdmissionPolicy
 from planner.decisions.defaults import DEPLOYED
@@ -252,7 +253,7 @@ def _fit(command: argparse.ArgumentParser) -> None:
         "--trace",
         type=Path,
         metavar="FILE",
-        help="trace of Mooncake, Qwen or Azure, agents' sessions, or a gateway's request log",
+        help="trace of Mooncake, Qwen, Azure or BurstGPT, agents' sessions, or a gateway's request log",
     )
     source.add_argument("--metrics", type=Path, metavar="FILE", help="page /metrics of a gateway, saved as text")
     _begin_within(command)
@@ -274,27 +275,6 @@ def _fit(command: argparse.ArgumentParser) -> None:
         help="site file, whose caches decide which prefixes are cached (default: every leading block seen before)",
     )  # fmt: skip
     command.add_argument("-o", "--output", type=Path, metavar="FILE", help="workload file to write")
-    as_json(command)
-
-
-def _profile(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "action", choices=["show", "check", "calibrate", "import-aic"],
-        help="print it, compare it with measured points, fit it to them, or import one from aiconfigurator",
-    )  # fmt: skip
-    command.add_argument("profile", type=Path, help="profile file (JSON)")
-    command.add_argument("--hardware", metavar="NAME", help="name of the prefill curve (calibrate, import-aic)")
-    command.add_argument(
-        "--points", type=Path, metavar="FILE.csv", help="measured times: tokens,seconds (check, calibrate)"
-    )
-    command.add_argument("--model-path", metavar="NAME", help="model name or directory for aiconfigurator (import-aic)")
-    command.add_argument(
-        "--system", default="h200_sxm", metavar="NAME",
-        help="aiconfigurator's name of the hardware (import-aic; default: %(default)s)",
-    )  # fmt: skip
-    command.add_argument(
-        "-o", "--output", type=Path, metavar="FILE", help="profile file to write (calibrate, import-aic)"
-    )
     as_json(command)
 
 
@@ -380,9 +360,9 @@ COMMANDS: Final = MappingProxyType[str, PlannerCommand](
         ),
         "profile": PlannerCommand(
             "inputs.profile",
-            _profile,
-            "show, check, calibrate or import a model's profile of prefill and decode times",
-            "prfaas-plan profile check configs/profiles/internal-1t.json --points measured.csv",
+            to_profile,
+            "make, show, check, calibrate or import a model's profile of prefill and decode times",
+            "prfaas-plan profile from-config config.json --benchmark result.json --gpu H200 -o profile.json",
         ),
         "diff": PlannerCommand(
             "service.diff",

@@ -7,6 +7,8 @@ A profile is a JSON file. Every group of numbers carries a `provenance`, whose f
     derived    arithmetic on quoted or measured numbers
     fitted     chosen such that the model meets numbers it is later compared with
     unverified general knowledge, not checked
+
+An `error` says how far they may be off, as a share of them; without one it is not known.
 """
 
 import math
@@ -21,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from planner.errors import InputError, OutsideProfile
+from planner.model.memory import ERROR, MemoryProfile
 from planner.model.reading import GBPS, LEAST, SECONDS, TOKENS, Range, named, placed, read_json
 from transport.control.settings import build, mapped, require
 
@@ -39,6 +42,11 @@ def provenance_kind(text: str) -> str:
     if kind not in PROVENANCES:
         raise InputError(f"provenance={text!r}: must start with one of {', '.join(PROVENANCES)}, then a colon")
     return kind
+
+
+def _check_error(error: float | None) -> None:
+    if error is not None:
+        ERROR.of("error", error)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +69,10 @@ class KvSize:
     bytes_per_token: float = 0.0
     windows: tuple[ProfileWindow, ...] = ()
     provenance: str = "unverified: not stated"
+    error: float | None = None
 
     def __post_init__(self) -> None:
+        _check_error(self.error)
         BYTES.of("fixed_bytes", self.fixed_bytes)
         BYTES.of("bytes_per_token", self.bytes_per_token)
 
@@ -101,8 +111,10 @@ class PrefillCurve:
     overhead_s: float = 0.0
     scale: float = 1.0
     provenance: str = "unverified: not stated"
+    error: float | None = None
 
     def __post_init__(self) -> None:
+        _check_error(self.error)
         if (self.coefficients is None) == (len(self.points) < 2):
             raise InputError("prefill: give either coefficients or at least two points")
         if any(after[0] <= before[0] for before, after in pairwise(self.points)):
@@ -221,7 +233,7 @@ def calibrate(curve: PrefillCurve, points: Sequence[tuple[float, float]]) -> Cal
     low, high = min(curve.valid_tokens[0], x.min()), max(curve.valid_tokens[1], x.max())
     fitted = replace(
         bare, overhead_s=float(overhead_s), scale=float(scale), valid_tokens=(float(low), float(high)),
-        provenance=f"fitted: calibrated on {len(points)} points; was {curve.provenance}",
+        provenance=f"fitted: calibrated on {len(points)} points; was {curve.provenance}", error=None,
     )  # fmt: skip
     return Calibration(curve=fitted, residuals_s=tuple(float(r) for r in fitted.of(x) - y))
 
@@ -237,8 +249,10 @@ class DecodeProfile:
     step_s: float
     step_s_per_request: float = 0.0
     provenance: str = "unverified: not stated"
+    error: float | None = None
 
     def __post_init__(self) -> None:
+        _check_error(self.error)
         if not 1 <= self.max_running <= MAX_RUNNING:
             raise InputError(f"max_running={self.max_running}: must be at least 1, and at most {MAX_RUNNING}")
         steps = (self.step_s, self.step_s_per_request)
@@ -269,12 +283,13 @@ class DecodeProfile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelProfile:
-    """All there is to know about one model: S_kv, and per kind of hardware T_prefill and decode."""
+    """All there is to know about one model: S_kv, and per kind of hardware T_prefill, decode and memory."""
 
     model: str
     kv: KvSize | None
     prefill: Mapping[str, PrefillCurve] = field(default_factory=dict)
     decode: Mapping[str, DecodeProfile] = field(default_factory=dict)
+    memory: Mapping[str, MemoryProfile] = field(default_factory=dict)
     kv_throughput_gbps: tuple[tuple[float, float], ...] = ()
     kv_throughput_hardware: str = ""
     notes: str = ""
@@ -325,6 +340,7 @@ class _Curve:
     overhead_s: float = 0.0
     scale: float = 1.0
     provenance: str = "unverified: not stated"
+    error: float | None = None
 
     def curve(self) -> PrefillCurve:
         """Raises SettingsError or InputError."""
@@ -350,6 +366,7 @@ class _Curve:
             overhead_s=self.overhead_s,
             scale=self.scale,
             provenance=self.provenance,
+            error=self.error,
         )
 
 
@@ -380,6 +397,7 @@ class _Document:
     kv: KvSize | None = None
     prefill: Mapping[str, _Curve] = field(default_factory=dict)
     decode: Mapping[str, DecodeProfile] = field(default_factory=dict)
+    memory: Mapping[str, MemoryProfile] = field(default_factory=dict)
     kv_throughput_gbps: _Quoted = _Quoted()
 
     def __post_init__(self) -> None:
@@ -395,12 +413,12 @@ def parse_profile(table: Mapping[str, Any]) -> ModelProfile:
         for hardware, curve in document.prefill.items():
             with placed(f"[prefill.{hardware}]"):
                 prefill[hardware] = curve.curve()
-        for part in [document.kv, *prefill.values(), *document.decode.values()]:
+        for part in [document.kv, *prefill.values(), *document.decode.values(), *document.memory.values()]:
             if part is not None:
                 provenance_kind(part.provenance)
         quoted = document.kv_throughput_gbps
         return ModelProfile(
-            model=document.model, kv=document.kv, prefill=prefill, decode=document.decode,
+            model=document.model, kv=document.kv, prefill=prefill, decode=document.decode, memory=document.memory,
             kv_throughput_gbps=_pairs("kv_throughput_gbps.points", quoted.points, GBPS),
             kv_throughput_hardware=quoted.hardware, notes=document.notes,
         )  # fmt: skip
@@ -413,9 +431,13 @@ def dump_curve(curve: PrefillCurve) -> dict[str, Any]:
         if curve.coefficients is None
         else {"coefficients": list(curve.coefficients)}
     )
-    return shape | {
-        "valid_tokens": list(curve.valid_tokens),
-        "overhead_s": curve.overhead_s,
-        "scale": curve.scale,
-        "provenance": curve.provenance,
-    }
+    return (
+        shape
+        | {
+            "valid_tokens": list(curve.valid_tokens),
+            "overhead_s": curve.overhead_s,
+            "scale": curve.scale,
+            "provenance": curve.provenance,
+        }
+        | ({} if curve.error is None else {"error": curve.error})
+    )

@@ -43,10 +43,10 @@ class Range:
         """`value`, if it is such a number. Raises SettingsError."""
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         fits = is_number and self.low <= value <= self.high and not (self.is_whole and value != int(value))
-        require(fits, name, value, str(self))
-        require(
-            value == 0 or abs(value) >= LEAST, name, value, f"0, or at least {LEAST:g}: what is divided by it overflows"
-        )
+        if not fits:  # messages are made when they are needed: traces have millions of numbers
+            require(False, name, value, str(self))
+        if value and abs(value) < LEAST:
+            require(False, name, value, f"0, or at least {LEAST:g}: what is divided by it overflows")
         return float(value)
 
     def above_low(self, name: str, value: Any) -> float:
@@ -141,12 +141,12 @@ def read_columns(path: Path, columns: Mapping[str, Range]) -> list[tuple[float, 
     return rows
 
 
-def json_rows(text: Iterable[str], is_growing: bool = False) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The objects of a file that has one on each line, with the numbers of their lines. Raises SettingsError.
+def json_rows(text: Iterable[str], is_growing: bool = False, first: int = 1) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The objects of a file that has one on each line, with the numbers of their lines from `first` on. Raises SettingsError.
 
     `is_growing`: a writer may still be at its last line, which counts once it is whole.
     """
-    for line_number, line in enumerate(text, 1):
+    for line_number, line in enumerate(text, first):
         if not line.strip():
             continue
         try:

@@ -6,6 +6,7 @@ Formats, told apart by their fields; files may be plain, or compressed by gzip, 
     Qwen-like jsonl  the same with chat_id; timestamp in SECONDS, 128 tokens per block
     Azure csv        TIMESTAMP (UTC), ContextTokens, GeneratedTokens
     Azure jsonl      timestamp (ms), input_length, output_length
+    BurstGPT csv     Timestamp (s), Request tokens, Response tokens
     our request log  unix_s, total, output_tokens, cached, block_tokens, hash_ids, status (a folder of files, or one of them);
                      without blocks: what GET /prfaas/requests of a gateway gives
 """
@@ -13,7 +14,7 @@ Formats, told apart by their fields; files may be plain, or compressed by gzip, 
 import csv
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
+from itertools import chain
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
@@ -21,39 +22,21 @@ import numpy as np
 
 from planner.errors import InputError
 from planner.model.profile import Floats
-from planner.model.reading import (
-    RATE,
-    SECONDS,
-    TOKENS,
-    Range,
-    json_rows,
-    named,
-    number,
-    open_text,
-    placed,
-    spelled_number,
-)
+from planner.model.reading import RATE, json_rows, named, open_text, placed
+from planner.model.trace_files.blocks import Places, leading_seen
+from planner.model.trace_files.columns import RequestColumns, RowColumns
+from planner.model.trace_files.rows import MOONCAKE_BLOCK, RequestRow, block_size_of, parsed, quickly_parsed
 from planner.model.traffic import Lengths
-from transport.control.settings import SettingsError, require, shown
+from transport.control.settings import SettingsError
 
 TICK_S: Final = 3.0  # Mooncake's public traces know time in steps of three seconds
 TICK_JITTER_S: Final = 0.01  # some ticks are a millisecond early
 LOG_FILES: Final = "requests-*.jsonl"  # of a gateway's request log (`gateway/telemetry/request_log.py`)
-# Statuses of requests that a larger system would have served, or served whole; others of 400 and above are the client's errors.
-CUT: Final = (429, 499)
 MAX_SPAN_S: Final = 366 * 86_400.0  # of a trace, and of what is simulated: results are counted by the second
-MILLISECONDS: Final = Range(0, 1e13, "milliseconds")
-BLOCK: Final = Range(1, 1e6, "tokens", is_whole=True)
-STATUS: Final = Range(100, 599, is_whole=True)
 MANY: Final = 100  # requests, whose rate says something of their clock
 MAX_RATE: Final = 1_000.0  # requests per second of a trace in milliseconds
-SHAPES: Final = (
-    "Mooncake's (timestamp, input_length, output_length, hash_ids), Qwen's (the same with chat_id), Azure's (TIMESTAMP, "
-    "ContextTokens, GeneratedTokens), agents' sessions (session, t, blocks) and a gateway's request log (arrived_s, total)"
-)
-ID_BITS: Final = 256  # of a block's name, as caches know them
-EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
-_Placed: TypeAlias = tuple[str, Mapping[str, Any]]  # a row, and where it is in its file
+LEAST_RATE: Final = 0.01  # requests per second of a trace in whole seconds
+_Placed: TypeAlias = tuple[str, int, Mapping[str, Any] | RequestRow]  # file in a folder, number of the row, the row
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -64,7 +47,7 @@ class Trace:
     arrival_s: Floats
     prompt_tokens: Floats
     output_tokens: Floats
-    blocks: tuple[tuple[int, ...], ...] | None = None
+    blocks: Sequence[tuple[int, ...]] | None = None
     block_size: int = 512
     cached_tokens: Floats | None = None  # what the system that wrote the trace found cached
 
@@ -125,147 +108,114 @@ def _rows_of_log(directory: Path) -> Iterator[_Placed]:
         raise SettingsError(f"no files called {LOG_FILES} in it")
     for path in paths:
         with placed(path.name):
-            rows = list(_rows_of(path))
-        for place, row in rows:
-            yield f"{path.name}, {place}", row
+            for _, line, row in _rows_of(path):
+                yield f"{path.name}, ", line, row
 
 
 def _rows_of(path: Path) -> Iterator[_Placed]:
     with open_text(path) as text:
         if ".csv" not in [suffix.lower() for suffix in path.suffixes]:
-            for number, row in json_rows(text, is_growing=path.match(LOG_FILES)):
-                yield f"row {number}", row
+            for line, each in _json_rows_of(text, path.match(LOG_FILES)):
+                yield "", line, each
             return
         try:
-            for number, row in enumerate(csv.DictReader(text), 1):
-                yield f"row {number}", row
+            for line, row in enumerate(csv.DictReader(text), 1):
+                yield "", line, row
         except csv.Error as exc:
             raise SettingsError(f"not CSV: {exc}") from exc
 
 
-@dataclass(frozen=True, slots=True)
-class _Row:
-    arrived_s: float
-    prompt: float
-    output: float
-    ids: tuple[int, ...] | None = None
-    cached: float | None = None
-    is_cut: bool = False  # its whole answer would have had an unknown length
+def _json_rows_of(text: Iterator[str], is_growing: bool) -> Iterator[tuple[int, Mapping[str, Any] | RequestRow]]:
+    """Mooncake's rows are read quickly, and all from the first one on that may be something else as objects."""
+    for at, line in enumerate(text, 1):
+        if not line.strip():
+            continue
+        if (row := quickly_parsed(line)) is None:
+            yield from json_rows(chain([line], text), is_growing, first=at)
+            return
+        yield at, row
 
 
 def _to_trace(path: Path, rows: Iterable[_Placed]) -> Trace:
-    parsed: list[tuple[_Row, str]] = []
-    in_ms = False
-    block_size: float | None = None
-    for place, row in rows:
+    columns, in_ms, in_s = RowColumns(), False, False
+    block_size: int | None = None
+    each: RequestRow | None
+    for file, line, row in rows:
         try:
-            size = number(row, "block_tokens", BLOCK) if "block_tokens" in row else 128 if "chat_id" in row else 512
+            if isinstance(row, RequestRow):
+                size, each, in_ms = MOONCAKE_BLOCK, row, True
+            else:
+                size, each = block_size_of(row), parsed(row)
+                in_ms = in_ms or ("timestamp" in row and "chat_id" not in row)
+                in_s = in_s or "chat_id" in row
             if block_size not in (None, size):
-                raise SettingsError(f"blocks of {size:g} tokens, of {block_size:g} before")
+                raise SettingsError(f"blocks of {size} tokens, of {block_size} before")
             block_size = size
-            in_ms = in_ms or ("timestamp" in row and "chat_id" not in row)
-            if (each := _parse(row)) is not None:
-                parsed.append((each, place))
+            if each is not None:
+                columns.append(each, file, line)
         except SettingsError as exc:
-            raise SettingsError(f"{place}: {exc}") from exc
-    if not parsed:
+            raise SettingsError(f"{file}row {line}: {exc}") from exc
+    if not len(columns):
         raise SettingsError("empty; at least one request is needed")
-    parsed.sort(key=lambda each: each[0].arrived_s)
-    (first, earliest), (last, latest) = parsed[0], parsed[-1]
-    if last.arrived_s - first.arrived_s > MAX_SPAN_S:
-        far = f"{latest} comes {last.arrived_s - first.arrived_s:.6g} s after {earliest}"
+    order = columns.order()
+    _check_times(columns, int(order[0]), int(order[-1]))
+    _check_names(columns, order)
+    found = columns.sorted_by(order)
+    _check_unit(found.arrived_s, in_ms, in_s)
+    return _trace_of(found, path.name.split(".")[0], block_size or 512)
+
+
+def _check_times(columns: RowColumns, first: int, last: int) -> None:
+    span_s = columns.arrived_s(last) - columns.arrived_s(first)
+    if span_s > MAX_SPAN_S:
+        far = f"{columns.place(last)} comes {span_s:.6g} s after {columns.place(first)}"
         raise SettingsError(f"{far}: a trace spans at most {MAX_SPAN_S:g} s; check their times")
-    if in_ms:
-        _check_unit(len(parsed), last.arrived_s - first.arrived_s)
-    _check_ids(parsed)
-    return _trace_of([row for row, _ in parsed], path.name.split(".")[0], int(block_size or 512))
 
 
-def _check_unit(requests: int, span_s: float) -> None:
-    """Times in seconds, read as milliseconds, make a thousand times the rate. Raises SettingsError."""
-    if requests >= MANY and 0 < span_s * MAX_RATE < requests:
+def _check_unit(arrived_s: Floats, in_ms: bool, in_s: bool) -> None:
+    """Seconds read as milliseconds make a thousand times the rate, and milliseconds read as seconds a thousandth.
+
+    Raises SettingsError.
+    """
+    requests, span_s = len(arrived_s), float(arrived_s[-1] - arrived_s[0])
+    if requests < MANY or span_s <= 0:
+        return
+    if in_ms and span_s * MAX_RATE < requests:
         raise SettingsError(
             f"{requests} requests within {span_s:.6g} s: timestamp is read as milliseconds; "
             "if it is in seconds, multiply it by 1000"
         )
-
-
-def _check_ids(parsed: Sequence[tuple[_Row, str]]) -> None:
-    """Blocks are named by all rows, or by none. Raises SettingsError."""
-    without = [place for row, place in parsed if row.ids is None]
-    if without and len(without) < len(parsed):
-        named_by = len(parsed) - len(without)
+    if in_s and span_s * LEAST_RATE > requests and not (arrived_s % 1).any():
         raise SettingsError(
-            f"{without[0]}: missing: hash_ids, which {named_by} of {len(parsed)} rows have: "
+            f"{requests} requests within {span_s:.6g} s, all at whole seconds: timestamp is read as seconds; "
+            "if it is in milliseconds, divide it by 1000"
+        )
+
+
+def _check_names(columns: RowColumns, order: Places) -> None:
+    """Blocks are named by all rows, or by none. Raises SettingsError."""
+    named_by, without = columns.nameless(order)
+    if named_by and without is not None:
+        raise SettingsError(
+            f"{columns.place(without)}: missing: hash_ids, which {named_by} of {len(columns)} rows have: "
             "name the blocks of all requests, or of none"
         )
 
 
-def _trace_of(rows: Sequence[_Row], name: str, block_size: int) -> Trace:
+def _trace_of(found: RequestColumns, name: str, block_size: int) -> Trace:
     """Times count from the first request, wherever a trace's own clock began."""
-    answers = [row.output for row in rows if not row.is_cut]
-    typical = sum(answers) / len(answers) if answers else 1.0
-    has_cached = rows[0].cached is not None
-    has_ids = all(row.ids is not None for row in rows)
+    answers = found.output_tokens[~found.is_cut]
+    typical = float(answers.mean()) if len(answers) else 1.0
+    output = np.where(found.is_cut, np.maximum(typical, found.output_tokens), found.output_tokens)
     return Trace(
         name=name,
-        arrival_s=np.array([row.arrived_s - rows[0].arrived_s for row in rows]),
-        prompt_tokens=np.array([row.prompt for row in rows], dtype=np.float64),
-        output_tokens=np.maximum(1.0, [max(typical, row.output) if row.is_cut else row.output for row in rows]),
-        blocks=tuple(row.ids or () for row in rows) if has_ids else None,
+        arrival_s=found.arrived_s - found.arrived_s[0],
+        prompt_tokens=found.prompt_tokens,
+        output_tokens=np.maximum(1.0, output),
+        blocks=found.blocks,
         block_size=block_size,
-        cached_tokens=np.array([row.cached or 0.0 for row in rows]) if has_cached else None,
+        cached_tokens=found.cached_tokens,
     )
-
-
-def _parse(row: Mapping[str, Any]) -> _Row | None:
-    """None: a request that is no traffic: it was never read, or was wrong. Raises SettingsError."""
-    if "TIMESTAMP" in row:
-        prompt, output = (spelled_number(row, key, TOKENS) for key in ("ContextTokens", "GeneratedTokens"))
-        return _Row(_unix_s(row["TIMESTAMP"]), prompt, output)
-    if "arrived_s" in row:
-        return _parse_logged(row)
-    if "timestamp" not in row:
-        fields = ", ".join(str(key) for key in list(row)[:8]) or "none"
-        raise SettingsError(f"fields {fields}: an unknown shape; known are {SHAPES}")
-    unit, per_s = (SECONDS, 1.0) if "chat_id" in row else (MILLISECONDS, 1e3)
-    arrived_s = number(row, "timestamp", unit) / per_s
-    return _Row(arrived_s, number(row, "input_length", TOKENS), number(row, "output_length", TOKENS), _ids(row))
-
-
-def _parse_logged(row: Mapping[str, Any]) -> _Row | None:
-    status = number(row, "status", STATUS) if "status" in row else 200
-    total = number(row, "total", TOKENS)
-    if not total or (400 <= status < 500 and status not in CUT):
-        return None
-    return _Row(
-        number(row, "unix_s" if "unix_s" in row else "arrived_s", SECONDS),
-        total,
-        number(row, "output_tokens", TOKENS),
-        _ids(row),
-        number(row, "cached", TOKENS),
-        is_cut=status >= 500 or status in CUT,
-    )
-
-
-def _ids(row: Mapping[str, Any]) -> tuple[int, ...] | None:
-    if "hash_ids" not in row:
-        return None
-    ids = row["hash_ids"]
-    are_ids = isinstance(ids, list) and all(type(each) is int and 0 <= each < 1 << ID_BITS for each in ids)
-    require(are_ids, "hash_ids", ids, f"a list of integers, at least 0 and below 2^{ID_BITS}")
-    return tuple(ids)
-
-
-def _unix_s(stamp: Any) -> float:
-    """A time of Azure's, which is in UTC whether it says so or not."""
-    try:
-        time = datetime.fromisoformat(stamp.strip())
-    except (AttributeError, ValueError) as exc:
-        raise SettingsError(f"TIMESTAMP = {shown(stamp)}: must be a time like 2023-11-16 18:17:03.9799600") from exc
-    if time.tzinfo is None:
-        time = time.replace(tzinfo=UTC)
-    return SECONDS.of("TIMESTAMP", (time - EPOCH).total_seconds())
 
 
 def poisson(
@@ -309,14 +259,5 @@ def infinite_cache_hits(trace: Trace) -> Floats:
     """Tokens of each request that a cache which never evicts would hold: leading blocks seen before."""
     if trace.blocks is None:
         return np.zeros(len(trace))
-    seen: set[int] = set()
-    hits = np.zeros(len(trace))
-    for index, ids in enumerate(trace.blocks):
-        count = 0
-        for block in ids:
-            if block not in seen:
-                break
-            count += 1
-        hits[index] = min(count * trace.block_size, trace.prompt_tokens[index])
-        seen.update(ids)
-    return hits
+    counts = np.fromiter(leading_seen(trace.blocks), dtype=np.float64, count=len(trace))
+    return np.minimum(counts * trace.block_size, trace.prompt_tokens)

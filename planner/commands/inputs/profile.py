@@ -1,17 +1,19 @@
-"""`prfaas-plan profile`: show, check, calibrate or import profiles."""
+"""`prfaas-plan profile`: make, show, check, calibrate or import profiles."""
 
 import argparse
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from planner.commands.inputs.from_config import run_from_config
+from planner.commands.inputs.show_profile import memory_rows, origin_of, origins
 from planner.commands.rendering.output import emit, write
 from planner.commands.rendering.text import table
 from planner.errors import InputError
-from planner.model.aiconfigurator import import_curve
 from planner.model.profile import ModelProfile, calibrate, dump_curve, load_profile
 from planner.model.reading import SECONDS, TOKENS, Range, named, read_columns, read_json
 from planner.model.throughput import kv_throughput
+from planner.profiles.aiconfigurator import import_curve
 
 MEASURED: Final = Range(1e-9, SECONDS.high, "seconds")  # no prefill takes no time
 
@@ -26,7 +28,8 @@ def _points(path: Path | None) -> list[tuple[float, float]]:
 
 def run(args: argparse.Namespace) -> int:
     actions = {
-        "show": _profile_show, "check": _profile_check, "calibrate": _profile_calibrate, "import-aic": _profile_import
+        "show": _profile_show, "check": _profile_check, "calibrate": _profile_calibrate, "import-aic": _profile_import,
+        "from-config": run_from_config,
     }  # fmt: skip
     return actions[args.action](args)
 
@@ -48,21 +51,24 @@ def _profile_show(args: argparse.Namespace) -> int:
                     "quoted_gbps": quoted.get(tokens) if hardware == profile.kv_throughput_hardware else None,
                 }
             )
-    provenance = {f"T_prefill {hw}": c.provenance for hw, c in profile.prefill.items()}
-    provenance |= {f"decode {hw}": d.provenance for hw, d in profile.decode.items()}
-    if profile.kv:
-        provenance["S_kv"] = profile.kv.provenance
+    found = origin_of(profile)
+    memory = memory_rows(profile)
     if args.json:
-        emit({"model": profile.model, "rows": rows, "quoted_gbps": quoted, "provenance": provenance})
+        origin = {
+            "provenance": {what: text for what, (text, _) in found.items()},
+            "error": {what: error for what, (_, error) in found.items()},
+        }  # fmt: skip
+        emit({"model": profile.model, "rows": rows, "quoted_gbps": quoted, "memory": memory} | origin)
         return 0
     print(f"{profile.model}\n{profile.notes}".rstrip())
     if rows:
         columns = ["hardware", "tokens", "T_prefill_s", "S_kv_MiB", "kv_throughput_gbps", "quoted_gbps"]
         print(table(rows, columns))
-    else:
+    elif quoted:
         print(table([{"tokens": n, "quoted_gbps": g} for n, g in quoted.items()], ["tokens", "quoted_gbps"]))
-    for what, text in provenance.items():
-        print(f"  {what}: {text}")
+    if memory:
+        print(table(memory, list(memory[0])))
+    print(origins(profile))
     return 0
 
 
@@ -87,6 +93,7 @@ def _profile_check(args: argparse.Namespace) -> int:
     profile = load_profile(args.profile)
     if args.points is None:
         print(f"{profile.model}: readable; prefill {', '.join(profile.prefill) or 'none'}")
+        print(origins(profile))
         return 0
     rows = _residuals(_points(args.points), profile.prefill_on(_hardware(args, profile)))
     emit(rows) if args.json else print(table(rows, list(rows[0])))

@@ -1,0 +1,1 @@
+"""Results of load generators and estimators, read into one kind of value."""
