@@ -462,6 +462,7 @@ class NodeAgent:
             version=VERSION,
             wall_clock_s=datetime.now(UTC).timestamp(),
             plain=config.plain_listeners,
+            rdma_direct=self.reach.is_open_to_peers,
             name_secrets=self.naming.fingerprints,
             own_cache=config.engine in SERVERS,
         )

@@ -1,5 +1,5 @@
-"""Buffers for bytes that cannot go straight into their place: sealed, coded and repeated ones. All of a listener share
-one budget.
+"""Buffers for bytes that cannot go straight into their place: sealed, coded and repeated ones, and those that come by
+RDMA. All of a listener share one budget.
 
 A thread waits a moment for its part; a connection that gets none ends, and its sender sends again over another one. Buffers are
 kept for the next chunk as long as less than half of the budget is lent.
@@ -45,6 +45,25 @@ class BufferRoom:
         """Whether others may soon have to wait for what a connection keeps."""
         with self._changed:
             return self._memory.is_tight(peer)
+
+
+class RoomOfPeer:
+    """What one peer may have of the budget, for buffers that it keeps for long."""
+
+    def __init__(self, room: BufferRoom, peer: str) -> None:
+        self._room = room
+        self._peer = peer
+
+    def lend(self, num_bytes: int) -> bool:
+        """At once, or not."""
+        try:
+            self._room.lend(self._peer, num_bytes, 0.0)
+        except NoBufferRoom:
+            return False
+        return True
+
+    def give_back(self, num_bytes: int) -> None:
+        self._room.give_back(self._peer, num_bytes)
 
 
 class Buffers:

@@ -40,9 +40,9 @@ class ServerOptions:
     guard: Guard | None = None  # which certificates may send; None: all that the authority has signed
     max_chunk_bytes: int = 16 << 20
     max_connections: int = 4096
-    buffer_bytes: int = 1 << 30  # for sealed, coded and repeated bytes of all connections; one address has a half
+    buffer_bytes: int = 1 << 30  # for sealed, coded, repeated and RDMA's bytes of all; one address has a half
     codecs: Codec = field(default_factory=lambda: decodable(lossy=False))  # that senders may use; RAW = none
-    rdma: RdmaDevices | None = None  # NICs whose registered memory senders may write into by RDMA
+    rdma: RdmaDevices | None = None  # NICs that senders may write to by RDMA: into buffers, or directly
     arena_dirs: Sequence[str] = DEFAULT_ARENA_DIRS  # where arenas of senders on this host may lie; () = TCP only
     tcp: TcpOptions = field(default_factory=TcpOptions)
     limits: Limits = LIMITS
