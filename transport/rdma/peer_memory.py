@@ -6,10 +6,11 @@ lock. And its pages are not used again before the NIC has let go of them, whatev
 
 import mmap
 import os
+from typing import Final
 
 from transport.rdma.device import PLACES, RDMA_CHUNK_BYTES, address_of
 
-BUFFER_BYTES = PLACES * RDMA_CHUNK_BYTES
+BUFFER_BYTES: Final = PLACES * RDMA_CHUNK_BYTES
 
 
 class PeerMemory:
@@ -18,7 +19,7 @@ class PeerMemory:
     def __init__(self) -> None:
         self.fd = os.memfd_create("prfaas-rail", os.MFD_CLOEXEC)
         try:
-            os.ftruncate(self.fd, BUFFER_BYTES)
+            os.posix_fallocate(self.fd, 0, BUFFER_BYTES)  # here, where nothing is locked and it may be refused
             self._map = mmap.mmap(self.fd, BUFFER_BYTES)
         except BaseException:
             os.close(self.fd)

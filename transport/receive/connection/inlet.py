@@ -228,7 +228,8 @@ class ReceiverThread(threading.Thread):
 
     def _introduce(self, slot: int) -> None:
         """Tells of the NICs here, those near to the landing's memory first."""
-        landing, region = self._shared.bound(self.who, slot), None
+        landing = self._shared.bound(self.who, slot) if self._options.rdma is not None else None
+        region = None
         if landing is not None and landing.targets is not None and landing.bytes_total:
             try:
                 region = self._rails.region_of(landing.inbox.manifest.views(landing.targets, 0, 1)[0])
