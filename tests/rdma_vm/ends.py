@@ -27,8 +27,9 @@ PATIENT = TcpOptions(connect_timeout_s=60.0, dead_after_s=60.0)
 class End:
     """A server and a client on some of the machine's NICs."""
 
-    def __init__(self, devices: Sequence[str]) -> None:
-        self.devices = open_devices(RdmaOptions(devices=tuple(devices), timeout_exponent=TIMEOUT_EXPONENT))
+    def __init__(self, devices: Sequence[str], *, direct: bool = False) -> None:
+        options = RdmaOptions(devices=tuple(devices), timeout_exponent=TIMEOUT_EXPONENT, direct=direct)
+        self.devices = open_devices(options)
         self.server = TransferServer(options=ServerOptions(rdma=self.devices, tcp=PATIENT)).start()
         self.client = TransferClient(options=ClientOptions(rdma=self.devices, tcp=PATIENT, peer_timeout_s=20.0))
         self.pushes: dict[str, Push] = {}

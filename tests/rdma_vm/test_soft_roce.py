@@ -247,6 +247,17 @@ def test_one_rail(far: RemoteEnd) -> None:
         end.close()
 
 
+def test_direct_mode(far: RemoteEnd) -> None:
+    receiver = End(["rxa0"], direct=True)
+    try:
+        receiver.expect("direct", [300_000, 0, 1, 4 * MIB], 1e9)
+        sent = far.ask("push", receiver.address(), "direct", [300_000, 0, 1, 4 * MIB])
+        assert receiver.landing("direct") == (True, "", sent)
+        assert far.ask("carried", "rxa1") > 0
+    finally:
+        receiver.close()
+
+
 def test_two_rails(near: End, far: RemoteEnd) -> None:
     first = transfer(near, far, "warm", [MIB])
     wait_for(lambda: up(near, "rxa0") and up(near, "rxb0"), "two rails")
