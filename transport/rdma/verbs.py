@@ -181,7 +181,8 @@ class VerbsDevice:
         """In a protection domain of its own: its far end reaches what is registered there, and no key opens that to
         another queue pair.
         """
-        verbs, own = self.verbs, []
+        verbs = self.verbs
+        own: list[Any] = []
         try:
             with verbs.errors():
                 own.append(domain := verbs.pd.PD(self.context))
