@@ -330,7 +330,7 @@ WRONG = {
 }
 
 
-class StrangeReceiver:
+class OddReceiver:
     """A receiver that says what a test wants it to say, to a sender that pushes one range to it."""
 
     def __init__(self, world: RdmaWorld, listener: socket.socket) -> None:
@@ -370,7 +370,7 @@ class StrangeReceiver:
 @pytest.mark.parametrize("what", WRONG)
 def test_a_receiver_that_tells_nonsense_is_left_and_so_are_its_rails(what: str) -> None:
     with rdma_world() as world, socket.create_server(("127.0.0.1", 0)) as listener:
-        receiver = StrangeReceiver(world, listener)
+        receiver = OddReceiver(world, listener)
         with receiver.sock:
             receiver.hear(AskRails)
             receiver.say(Nics(nics=format_nics(world.far.nics)))
@@ -389,7 +389,7 @@ NEVER_BUFFERS = (0, MIB), (RECEIVE_DEPTH + 1, MIB), (16, MIB - 1), (16, 1 << 31)
 @pytest.mark.parametrize(("places", "place_bytes"), NEVER_BUFFERS)
 def test_a_receiver_whose_buffers_cannot_be_used_is_left(places: int, place_bytes: int) -> None:
     with rdma_world() as world, socket.create_server(("127.0.0.1", 0)) as listener:
-        receiver = StrangeReceiver(world, listener)
+        receiver = OddReceiver(world, listener)
         with receiver.sock:
             receiver.hear(AskRails)
             receiver.say(LandingBuffers(places=places, place_bytes=place_bytes))
@@ -400,7 +400,7 @@ def test_a_receiver_whose_buffers_cannot_be_used_is_left(places: int, place_byte
 @pytest.mark.parametrize("announced", [False, True])
 def test_a_rail_has_a_buffer_where_there_are_buffers_and_only_there(announced: bool) -> None:
     with rdma_world() as world, socket.create_server(("127.0.0.1", 0)) as listener:
-        receiver = StrangeReceiver(world, listener)
+        receiver = OddReceiver(world, listener)
         with receiver.sock:
             receiver.hear(AskRails)
             if announced:
