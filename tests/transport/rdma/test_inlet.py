@@ -5,8 +5,17 @@ from collections.abc import Callable, Iterable, Iterator
 
 import pytest
 
+from tests.transport.helpers import wait_for
 from transport.errors import RemoteProtocolError
-from transport.rdma.device import RDMA_CHUNK_BYTES, RECEIVE_DEPTH, QueuePair, QueuePairEnd, RdmaDevices, address_of
+from transport.rdma.device import (
+    RDMA_CHUNK_BYTES,
+    RECEIVE_DEPTH,
+    QueuePair,
+    QueuePairEnd,
+    RdmaDevices,
+    WorkCompletion,
+    address_of,
+)
 from transport.rdma.inlet import NUMBER_S, RailEnds
 from transport.rdma.loopback import LoopbackDevice, LoopbackFabric
 from transport.rdma.peer_memory import BUFFER_BYTES
@@ -60,7 +69,14 @@ class World:
         """Writes a page of noise there; what the NIC says of it."""
         write = RailWrite(address_of(memoryview(self.source)), address, PAGE)
         self.queue_pair.write(Posting(1, write, True), self.keys.local, key)
-        return self.queue_pair.poll()[0].error
+        found: list[WorkCompletion] = []
+
+        def is_over() -> bool:
+            found.extend(self.queue_pair.poll())
+            return bool(found)
+
+        wait_for(is_over)
+        return found[0].error
 
     def write(self, numbers: Iterable[int]) -> None:
         for number in numbers:
