@@ -173,7 +173,7 @@ def test_a_key_is_void_once_its_rail_is_closed_whatever_the_sender_does(world_of
     gone, other = world_of(receiver=receiver), world_of(receiver=receiver, near="other")
     assert gone.buffer is not None
     gone.ends.closed(RailClosed(rail=0, attempt=1))
-    assert gone.attack(gone.buffer.address, gone.buffer.key) == "retry_exc_err"  # nobody answers any more
+    assert gone.attack(gone.buffer.address, gone.buffer.key) == "retry_exc_err"  # there is no answer any more
     assert other.attack(gone.buffer.address, gone.buffer.key) == "rem_access_err"
     assert not receiver.nic.memory.keys() & {gone.buffer.key}
 
