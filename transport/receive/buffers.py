@@ -20,10 +20,11 @@ class NoBufferRoom(PeerLost):
 
 
 class BufferRoom:
-    """The budget of one listener."""
+    """The budget of one listener. What is kept for long leaves `spare_bytes` of it to chunks."""
 
-    def __init__(self, total_bytes: int) -> None:
+    def __init__(self, total_bytes: int, spare_bytes: int = 0) -> None:
         self._memory = LentMemory(total_bytes, total_bytes // ADDRESS_PART)
+        self._spare_bytes = spare_bytes
         self._changed = threading.Condition()
 
     @property
@@ -35,6 +36,11 @@ class BufferRoom:
         with self._changed:
             if not self._changed.wait_for(lambda: self._memory.lend(peer, num_bytes), wait_s):
                 raise NoBufferRoom(f"no {num_bytes} bytes for buffers within {wait_s} s")
+
+    def lend_for_long(self, peer: str, num_bytes: int) -> bool:
+        """At once, or not."""
+        with self._changed:
+            return self._memory.lend(peer, num_bytes, self._spare_bytes)
 
     def give_back(self, peer: str, num_bytes: int) -> None:
         with self._changed:
@@ -56,11 +62,7 @@ class RoomOfPeer:
 
     def lend(self, num_bytes: int) -> bool:
         """At once, or not."""
-        try:
-            self._room.lend(self._peer, num_bytes, 0.0)
-        except NoBufferRoom:
-            return False
-        return True
+        return self._room.lend_for_long(self._peer, num_bytes)
 
     def give_back(self, num_bytes: int) -> None:
         self._room.give_back(self._peer, num_bytes)

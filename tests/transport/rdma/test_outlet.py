@@ -9,6 +9,7 @@ import pytest
 
 from tests.transport.helpers import PATIENCE_S, SECRET, Memory, wait_for
 from tests.transport.proxy import Proxy
+from tests.transport.raw_sender import RawSender
 from tests.transport.rdma.worlds import PinnedMemory, RdmaWorld, rdma_world
 from transport.errors import LocalProtocolError
 from transport.rdma.device import RECEIVE_DEPTH
@@ -17,9 +18,23 @@ from transport.rdma.topology import format_nics
 from transport.receive.options import ServerOptions
 from transport.send.client import ClientOptions, TransferClient
 from transport.send.spec import TransferSpec, Via
-from transport.wire.checksum import Integrity
+from transport.wire.checksum import DIGEST_BYTES, Integrity
 from transport.wire.connection import Connection, ConnectionRole
-from transport.wire.frames import AskRails, Frame, Grant, LandingBuffers, Nics, Open, RailAnswer, RailBuffer, RailOffer
+from transport.wire.frames import (
+    Accept,
+    AskRails,
+    Chunk,
+    Code,
+    Frame,
+    Grant,
+    LandingBuffers,
+    Nack,
+    Nics,
+    Open,
+    RailAnswer,
+    RailBuffer,
+    RailOffer,
+)
 
 pytestmark = pytest.mark.long
 
@@ -169,6 +184,23 @@ def test_without_room_for_buffers_the_bytes_go_over_tcp() -> None:
         assert world.client.fallback_bytes() == {"no_rail": sum(SIZES)}
         assert world.server.counters["rail_refused"] >= 2
         assert world.server.counters["rail_opened"] == 0
+
+
+def test_rails_that_stay_leave_room_for_the_chunks_of_others() -> None:
+    """Bytes without a place are read past, into a buffer."""
+    options = ServerOptions(max_chunk_bytes=MIB, buffer_bytes=4 * BUFFER_BYTES)  # one address may have two of them
+    with rdma_world(options=options) as world:
+        delivery = world.deliver([MIB], ready=False)
+        wait_for(lambda: world.server.counters["rail_opened"] + world.server.counters["rail_refused"] >= 2)
+        world.server.expect("over TCP", SECRET, [2], Memory([2]))
+        with RawSender.to(world.server.address) as sender:
+            sender.say(sender.opening(0, "over TCP", [2]))
+            sender.hear(Accept)
+            world.server.cancel("over TCP")
+            sender.say(Chunk(slot=0, offset=0, length=2), bytes(2 + DIGEST_BYTES))
+            assert sender.hear(Nack) == Nack(slot=0, offset=0, length=2, code=Code.CANCELLED)
+        delivery.push.ready_all()
+        assert delivery.wait().ok
 
 
 def test_a_receiver_without_nics_gets_the_bytes_over_tcp() -> None:
@@ -391,6 +423,21 @@ def test_a_receiver_whose_buffers_cannot_be_used_is_left(places: int, place_byte
             receiver.hear(AskRails)
             receiver.say(LandingBuffers(places=places, place_bytes=place_bytes))
             assert receiver.is_left()
+        receiver.push.abort()
+
+
+@pytest.mark.parametrize("address", [(1 << 64) - 1, (1 << 64) - 2 * MIB + 1])
+def test_a_receiver_whose_buffer_lies_beyond_all_memory_is_left(address: int, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("DEBUG", "transport.send.lane.outlet")
+    with rdma_world() as world, socket.create_server(("127.0.0.1", 0)) as listener:
+        receiver = OddReceiver(world, listener)
+        with receiver.sock:
+            receiver.hear(AskRails)
+            receiver.say(LandingBuffers(places=2, place_bytes=MIB), Nics(nics=format_nics(world.far.nics)))
+            offer = receiver.hear(RailOffer)
+            receiver.say(RailBuffer(rail=offer.rail, attempt=offer.attempt, address=address, key=1))
+            assert receiver.is_left()
+            assert "beyond all memory" in caplog.text
         receiver.push.abort()
 
 

@@ -186,6 +186,9 @@ class RunningRails:
         self._transfers.settle()
 
     def on_buffer(self, frame: RailBuffer) -> None:
+        """Raises RemoteProtocolError for one that lies in no memory."""
+        if self.buffers is not None and frame.address + self.buffers.places * self.buffers.place_bytes > 1 << 64:
+            raise RemoteProtocolError("a rail's buffer beyond all memory")
         rail = self.table.find(frame.rail, frame.attempt)
         if rail is not None and rail.state is RailState.OFFERED:
             self._running[rail.index].buffer = frame
