@@ -33,6 +33,7 @@ class End:
         self.server = TransferServer(options=ServerOptions(rdma=self.devices, tcp=PATIENT)).start()
         self.client = TransferClient(options=ClientOptions(rdma=self.devices, tcp=PATIENT, peer_timeout_s=20.0))
         self.pushes: dict[str, Push] = {}
+        self._sources: list[PinnedMemory] = []  # registered memory stays where it is
         self._targets: dict[str, PinnedMemory] = {}
         self._landed: dict[str, threading.Event] = {}
         self._results: dict[str, LandingResult] = {}
@@ -66,6 +67,7 @@ class End:
     def push(self, address: str, transfer_id: str, sizes: list[int], secret: str = "", withheld: int = 0) -> str:
         """Sends ranges full of random bytes; returns their digest. With the last `withheld` ranges it never ends."""
         source = PinnedMemory(sizes, fill=True, seed=len(self.pushes))
+        self._sources.append(source)
         push = self.client.open(
             TransferSpec(address, transfer_id, secret.encode() or SECRET, sizes, via=Via.RDMA), source.source
         )
