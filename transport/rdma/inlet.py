@@ -229,8 +229,8 @@ class RailEnds:
         end = self._ends.get(frame.rail)
         if end is None or end.attempt != frame.attempt or end.memory is None:
             raise RemoteProtocolError(f"a chunk of rail {frame.rail}, which is not open")
-        if frame.length > RDMA_CHUNK_BYTES:
-            raise RemoteProtocolError(f"a chunk of {frame.length} bytes, at most {RDMA_CHUNK_BYTES}")
+        if not 0 < frame.length <= RDMA_CHUNK_BYTES:
+            raise RemoteProtocolError(f"a chunk of {frame.length} bytes: 1 to {RDMA_CHUNK_BYTES}")
         return end.memory.fd, end.memory.place_of(frame.number)
 
     def closed(self, frame: RailClosed) -> None:

@@ -238,7 +238,8 @@ def test_what_was_written_before_a_rail_broke_can_still_be_read(world_of: WorldO
     [
         ({"rail": 3}, "rail 3, which is not open"),
         ({"attempt": 2}, "rail 0, which is not open"),
-        ({"length": RDMA_CHUNK_BYTES + 1}, "at most"),
+        ({"length": RDMA_CHUNK_BYTES + 1}, "bytes: 1 to"),
+        ({"length": 0}, "bytes: 1 to"),
     ],
 )
 def test_a_chunk_that_no_buffer_has_ends_the_connection(world_of: WorldOf, changes: dict[str, int], why: str) -> None:
