@@ -89,8 +89,7 @@ class NodeAgent:
         self.guard = self.reach.guard
         self.engine_log = Path(config.run_dir) / f"{config.node_id}-engine.log"
         self.engine_log.parent.mkdir(parents=True, exist_ok=True)
-        # A directory of its own: no other node's name can collide.
-        self._socket_dir = OwnedDirectory(Path(tempfile.gettempdir()))
+        self._socket_dir = OwnedDirectory(Path(tempfile.gettempdir()))  # its own: no other node's name can collide
         self.socket = EngineSocket(self._socket_dir.path / "engine.sock", self)
         self.listener = PeerListener(config, self.reach)
         self.prefills = role.prefills(config, self.reach)
@@ -462,6 +461,7 @@ class NodeAgent:
             version=VERSION,
             wall_clock_s=datetime.now(UTC).timestamp(),
             plain=config.plain_listeners,
+            rdma_direct=self.reach.is_open_to_peers,
             name_secrets=self.naming.fingerprints,
             own_cache=config.engine in SERVERS,
         )

@@ -66,7 +66,8 @@ class NodeConfig:
     a cluster whose nodes have NICs on a common fabric, and TCP otherwise; "rdma" insists on NICs and uses no shared
     memory; "tcp" is TCP only.
     `rdma_devices` names the NICs to use; empty: all. Bytes that go by RDMA are checked, but never encrypted: with
-    `integrity` "aead" only "rdma" uses it.
+    `integrity` "aead" only "rdma" uses it. With `rdma_direct` the nodes of the cluster write into the node's arena by
+    themselves, anywhere in it; else each one's NIC reaches a buffer of its own only.
     `registry` is a folder in which the node writes a file of its own while it runs, for gateways that read the folder; in
     `etcd` it has a key. `control_advertise` is the host, or host:port, at which they reach `control_port`. It is needed where
     that listens at any address.
@@ -133,6 +134,7 @@ class NodeConfig:
     connections: int | str = "auto"
     transport: str = "auto"
     rdma_devices: tuple[str, ...] = ()
+    rdma_direct: bool = False
     congestion_control: str = "auto"
     integrity: str = "checksum"
     certificate: str = ""
@@ -217,6 +219,8 @@ class NodeConfig:
         require_one_of("transport", self.transport, TRANSPORTS)
         if self.rdma_devices and self.transport == "tcp":
             raise SettingsError("rdma_devices: allowed only with transport 'rdma' or 'auto', which is 'tcp'")
+        if self.rdma_direct and self.transport == "tcp":
+            raise SettingsError("rdma_direct: allowed only with transport 'rdma' or 'auto', which is 'tcp'")
         require_one_of("congestion_control", self.congestion_control, CONGESTION_CONTROLS)
         require_one_of("integrity", self.integrity, tuple(INTEGRITIES))
         in_range = self.connections == "auto" or (isinstance(self.connections, int) and 1 <= self.connections <= 256)

@@ -67,6 +67,9 @@ class NodeCollector(Collector):
             self._agent.vigil.counts,
         )
         yield from _security(self._agent.config)
+        direct = GaugeMetricFamily("prfaas_node_rdma_direct", "1 where NICs of peers may write anywhere in the arena")
+        direct.add_metric([], float(self._agent.reach.is_open_to_peers))
+        yield direct
         if self._agent.guard is not None:
             yield _refused(self._agent.guard.refused)
         yield _counter(

@@ -52,6 +52,7 @@ class NodeInfo:
     contexts: tuple[PinnedPrefix, ...] = ()
     wall_clock_s: float = 0.0  # since 1970 by its clock, when it said this; 0: it did not
     plain: tuple[str, ...] = ()  # listeners of its that other machines reach, and that speak in clear
+    rdma_direct: bool = False  # NICs of its cluster's nodes may write anywhere in its arena
     name_secrets: tuple[str, ...] = ()  # fingerprints of what it names blocks by, the newest first
     has_own_cache: bool = True  # its engine has one, whose blocks the node names; true of a node that does not say
     rooms: BootstrapAddress | None = None  # how its engine is paired; None: by tickets
@@ -172,6 +173,7 @@ def info_from(node: pb.NodeDescription) -> NodeInfo:
         wall_clock_s=node.wall_clock_s,
         contexts=tuple(kept_from(context) for context in node.contexts),
         plain=tuple(node.plain),
+        rdma_direct=node.rdma_direct,
         name_secrets=tuple(node.name_secrets),
         has_own_cache=node.own_cache or not node.HasField("own_cache"),
         rooms=BootstrapAddress(node.rooms.host, node.rooms.port) if node.HasField("rooms") else None,

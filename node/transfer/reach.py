@@ -40,13 +40,18 @@ class PeerReach:
         return SHM_ARENAS if self.host_id else ()
 
     def open_memory(self, arena: memoryview) -> None:
-        """Register the arena with the node's NICs, so that peers write into it. Without RDMA, bytes arrive over TCP."""
+        """Register the arena with the node's NICs, to send from it; in direct mode peers write into it, too."""
         if self.rdma is None:
             return
         try:
             self.rdma.register(arena)
         except RdmaError as exc:
-            log.error("no RDMA into an arena of %d bytes: %s", arena.nbytes, exc)
+            log.error("no RDMA with an arena of %d bytes: %s", arena.nbytes, exc)
+
+    @property
+    def is_open_to_peers(self) -> bool:
+        """Whether NICs of peers reach the whole arena."""
+        return self.rdma is not None and self.rdma.direct
 
     def close(self) -> None:
         """Close the RDMA devices. Blocks; call it off the loop."""
@@ -62,7 +67,7 @@ def rdma_of(
     if config.transport == "tcp" or (config.transport == "auto" and config.integrity == "aead"):
         return None
     try:
-        devices = open_devices(RdmaOptions(devices=config.rdma_devices))
+        devices = open_devices(RdmaOptions(devices=config.rdma_devices, direct=config.rdma_direct))
     except RdmaError as exc:
         if config.transport == "rdma" or config.rdma_devices:
             raise NodeConfigError(f"transport = {config.transport!r}: RDMA is not possible here: {exc}") from exc
@@ -70,6 +75,10 @@ def rdma_of(
         return None
     for location, (preferred, secondary) in matrix(devices.nics).items():
         log.info("RDMA %s preferred=%s secondary=%s", location, ",".join(preferred), ",".join(secondary))
+    if devices.direct:
+        log.warning(
+            "rdma_direct: every node of cluster %s that sends here can write anywhere in our arena", config.cluster
+        )
     return devices
 
 

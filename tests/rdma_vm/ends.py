@@ -27,11 +27,13 @@ PATIENT = TcpOptions(connect_timeout_s=60.0, dead_after_s=60.0)
 class End:
     """A server and a client on some of the machine's NICs."""
 
-    def __init__(self, devices: Sequence[str]) -> None:
-        self.devices = open_devices(RdmaOptions(devices=tuple(devices), timeout_exponent=TIMEOUT_EXPONENT))
+    def __init__(self, devices: Sequence[str], *, direct: bool = False) -> None:
+        options = RdmaOptions(devices=tuple(devices), timeout_exponent=TIMEOUT_EXPONENT, direct=direct)
+        self.devices = open_devices(options)
         self.server = TransferServer(options=ServerOptions(rdma=self.devices, tcp=PATIENT)).start()
         self.client = TransferClient(options=ClientOptions(rdma=self.devices, tcp=PATIENT, peer_timeout_s=20.0))
         self.pushes: dict[str, Push] = {}
+        self._sources: list[PinnedMemory] = []  # registered memory stays where it is
         self._targets: dict[str, PinnedMemory] = {}
         self._landed: dict[str, threading.Event] = {}
         self._results: dict[str, LandingResult] = {}
@@ -65,6 +67,7 @@ class End:
     def push(self, address: str, transfer_id: str, sizes: list[int], secret: str = "", withheld: int = 0) -> str:
         """Sends ranges full of random bytes; returns their digest. With the last `withheld` ranges it never ends."""
         source = PinnedMemory(sizes, fill=True, seed=len(self.pushes))
+        self._sources.append(source)
         push = self.client.open(
             TransferSpec(address, transfer_id, secret.encode() or SECRET, sizes, via=Via.RDMA), source.source
         )

@@ -1,5 +1,6 @@
 """RDMA through real verbs, between processes, over links that break: soft-RoCE in the guest of `make test-rdma`."""
 
+import os
 import time
 from collections.abc import Callable, Iterator
 
@@ -8,6 +9,7 @@ import pytest
 from tests.rdma_vm.ends import End, RemoteEnd
 from tests.rdma_vm.links import mend_all, resources, swallow, unplug
 from transport.rdma.device import PROOF, QueuePair, RdmaError, WorkCompletion, address_of
+from transport.rdma.peer_memory import BUFFER_BYTES, PeerMemory
 from transport.rdma.rails import Posting, RailWrite
 from transport.rdma.verbs import RdmaOptions, VerbsDevice, open_devices
 
@@ -69,9 +71,9 @@ class Pair:
 
     def __init__(self, near: VerbsDevice, far: VerbsDevice) -> None:
         self.source, self.target = bytearray(b"x" * MIB), bytearray(MIB)
-        self.keys = near.register(address_of(memoryview(self.source)), MIB)
-        self.far_keys = far.register(address_of(memoryview(self.target)), MIB)
-        self.near, self.far = near.queue_pair(), far.queue_pair()
+        self.keys = near.register(address_of(memoryview(self.source)), MIB, open_to_peers=False)
+        self.far_keys = far.register(address_of(memoryview(self.target)), MIB, open_to_peers=True)
+        self.near, self.far = near.queue_pair(), far.direct_queue_pair()
         self.near.connect(self.far.end)
         self.far.connect(self.near.end)
         self.far.receive()
@@ -124,6 +126,109 @@ def test_a_wrong_key_is_refused_and_breaks_the_queue_pair(pair: Pair) -> None:
     assert not any(pair.target)
 
 
+class BufferedPeer:
+    """A sender's queue pair on rail a, and the end that has a buffer for it."""
+
+    def __init__(self, near: VerbsDevice, far: VerbsDevice) -> None:
+        self.source = bytearray(b"x" * MIB)
+        self.keys = near.register(address_of(memoryview(self.source)), MIB, open_to_peers=False)
+        self.memory = PeerMemory()
+        self.near = near.queue_pair()
+        self.far, self.key = far.buffer_queue_pair(self.memory.address, BUFFER_BYTES)
+        self.near.connect(self.far.end)
+        self.far.connect(self.near.end)
+        self.far.receive()
+
+    def write(self, address: int, key: int, length: int = 4096, number: int | None = None) -> str:
+        """What the NIC says of it: empty, or the error."""
+        self.near.write(
+            Posting(1, RailWrite(address_of(memoryview(self.source)), address, length), True, number),
+            self.keys.local,
+            key,
+        )
+        return completion_of(self.near).error
+
+    def content(self, start: int, length: int) -> bytes:
+        return os.pread(self.memory.fd, length, start)
+
+    def close(self) -> None:
+        self.near.close()
+        self.far.close()
+        self.memory.close()
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[VerbsDevice, VerbsDevice]]:
+    devices = [open_devices(RdmaOptions(devices=(name,))) for name in ("rxa0", "rxa1")]
+    near, far = (opened.device(name) for opened, name in zip(devices, ("rxa0", "rxa1"), strict=True))
+    assert isinstance(near, VerbsDevice)
+    assert isinstance(far, VerbsDevice)
+    yield near, far
+    for opened in devices:
+        opened.close()
+
+
+def test_a_key_opens_the_buffer_of_its_rail_and_nothing_else(ends: tuple[VerbsDevice, VerbsDevice]) -> None:
+    """Each wrong write breaks a queue pair, so each has one of its own."""
+    _, far = ends
+    arena = bytearray(MIB)
+    place = address_of(memoryview(arena))
+    arena_keys = far.register(place, MIB, open_to_peers=False)
+    open_keys = far.register(place, MIB, open_to_peers=True)  # as it was before there were buffers
+    peer = BufferedPeer(*ends)
+    assert peer.write(peer.memory.address + MIB, peer.key, MIB, number=1) == ""
+    assert completion_of(peer.far).number == 1
+    assert peer.content(MIB, MIB) == peer.source
+    peer.close()
+    targets: list[Callable[[BufferedPeer], tuple[int, int]]] = [
+        lambda thief: (place, thief.key),
+        lambda thief: (place, arena_keys.local),
+        lambda thief: (place, open_keys.remote),  # right, but for another protection domain
+        lambda thief: (thief.memory.address - 1, thief.key),
+        lambda thief: (thief.memory.address + BUFFER_BYTES - 4095, thief.key),
+    ]
+    for target in targets:
+        thief = BufferedPeer(*ends)
+        assert thief.write(*target(thief)) == "rem_access_err"
+        thief.close()
+    assert not any(arena)
+
+
+def test_a_key_is_of_no_use_to_another_peer_and_void_once_its_rail_is_closed(
+    ends: tuple[VerbsDevice, VerbsDevice],
+) -> None:
+    victim, thief = BufferedPeer(*ends), BufferedPeer(*ends)
+    assert thief.write(victim.memory.address, victim.key) == "rem_access_err"
+    assert not any(victim.content(0, BUFFER_BYTES))
+    thief.close()
+
+    late = BufferedPeer(*ends)
+    victim.far.close()  # whatever its sender does
+    assert late.write(victim.memory.address, victim.key) == "rem_access_err"
+    assert victim.write(victim.memory.address, victim.key) == "retry_exc_err"
+    assert not any(victim.content(0, BUFFER_BYTES))
+    late.close()
+    victim.close()
+
+
+def test_a_receiver_cannot_write_into_the_memory_of_its_sender(ends: tuple[VerbsDevice, VerbsDevice]) -> None:
+    near, far = ends
+    secret = bytearray(MIB)
+    place = address_of(memoryview(secret))
+    open_keys = near.register(place, MIB, open_to_peers=True)  # the most that it could have
+    sender, receiver = near.queue_pair(), far.direct_queue_pair()
+    sender.connect(receiver.end)
+    receiver.connect(sender.end)
+    noise = bytearray(b"x" * 4096)
+    keys = far.register(address_of(memoryview(noise)), 4096, open_to_peers=False)
+    write = RailWrite(address_of(memoryview(noise)), place, 4096)
+    receiver.write(Posting(1, write, True), keys.local, open_keys.remote)
+    assert completion_of(receiver).error == "rem_inv_req_err"
+    assert not any(secret)
+    sender.close()
+    receiver.close()
+
+
 def test_devices_that_are_not_there_are_named() -> None:
     with pytest.raises(RdmaError, match="no RDMA device mlx5_7; there are: rxa0, rxa1, rxb0, rxb1"):
         open_devices(RdmaOptions(devices=("mlx5_7",)))
@@ -140,6 +245,17 @@ def test_one_rail(far: RemoteEnd) -> None:
         assert [rail.remote for rail in end.client.rails()] == ["rxa1"]
     finally:
         end.close()
+
+
+def test_direct_mode(far: RemoteEnd) -> None:
+    receiver = End(["rxa0"], direct=True)
+    try:
+        receiver.expect("direct", [300_000, 0, 1, 4 * MIB], 1e9)
+        sent = far.ask("push", receiver.address(), "direct", [300_000, 0, 1, 4 * MIB])
+        assert receiver.landing("direct") == (True, "", sent)
+        assert far.ask("carried", "rxa1") > 0
+    finally:
+        receiver.close()
 
 
 def test_two_rails(near: End, far: RemoteEnd) -> None:

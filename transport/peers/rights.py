@@ -53,7 +53,10 @@ SAID_BY_SENDERS: Final = (
     "Hello", "Open", "Chunk", "CodedChunk", "Reference", "Abort", "Ping", "Pong", "Goodbye",
     "AskRails", "RailOffer", "RailClosed", "Written",
 )  # fmt: skip
-SAID_BY_RECEIVERS: Final = ("Welcome", "Accept", "Refuse", "Ack", "Nack", "Cancel", "Nics", "Grant", "RailAnswer")
+SAID_BY_RECEIVERS: Final = (
+    "Welcome", "Accept", "Refuse", "Ack", "Nack", "Cancel",
+    "Nics", "Grant", "LandingBuffers", "RailBuffer", "RailAnswer",
+)  # fmt: skip
 # Sending asks the receiver for its right to send, receiving the sender for its right to have it.
 FRAMES: Final[Mapping[str, Roles]] = dict.fromkeys(SAID_BY_SENDERS + SAID_BY_RECEIVERS, NODES)
 

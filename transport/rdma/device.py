@@ -20,6 +20,8 @@ from transport.rdma.topology import ANY_NODE, Nic, judged, numa_node_of
 # Receives that a receiver keeps posted on a rail, and so the chunks that may be under way or unanswered on it.
 RECEIVE_DEPTH: Final = 32
 SEND_DEPTH: Final = 256
+RDMA_CHUNK_BYTES: Final = 1 << 20  # what a lost rail costs, and what one checksum covers
+PLACES: Final = 16  # for chunks, in the buffer of a rail
 PROOF: Final = (1 << 63) - 1  # the wr_id of the write of no bytes that shows that a new rail works
 NUMA_MAPS: Final = Path("/proc/self/numa_maps")
 
@@ -74,7 +76,9 @@ class QueuePair(Protocol):
     def poll(self) -> list[WorkCompletion]: ...
 
     def close(self) -> None:
-        """Nothing is sent or taken in by it from here on. Idempotent, and raises nothing."""
+        """Nothing is sent or taken in by it from here on; a key of its own opens nothing more. Idempotent, and raises
+        nothing.
+        """
 
 
 class Device(Protocol):
@@ -89,12 +93,22 @@ class Device(Protocol):
 
     def active(self) -> bool: ...
 
-    def register(self, address: int, length: int) -> Keys: ...
+    def register(self, address: int, length: int, *, open_to_peers: bool) -> Keys:
+        """For our own queue pairs; with `open_to_peers` for the far ends of direct ones, too."""
 
     def deregister(self, keys: Keys) -> None:
         """Raises nothing."""
 
-    def queue_pair(self) -> QueuePair: ...
+    def queue_pair(self) -> QueuePair:
+        """A sender's: its far end can neither read nor write anything here."""
+
+    def direct_queue_pair(self) -> QueuePair:
+        """Its far end may write into all memory that is open to peers."""
+
+    def buffer_queue_pair(self, address: int, length: int) -> tuple[QueuePair, int]:
+        """Its far end may write into this memory and nothing else; with the key, which no other queue pair takes and
+        which is void once this one is closed.
+        """
 
     def close(self) -> None:
         """Gives back all registrations. Idempotent, and raises nothing."""
@@ -114,9 +128,19 @@ class MemoryRegion:
 
 
 class RdmaDevices:
-    """The NICs of this process. Memory is registered once with all of them, and stays so until close()."""
+    """The NICs of this process. Memory is registered once with all of them, and stays so until close().
 
-    def __init__(self, devices: Iterable[Device], *, numa_maps: Callable[[], str] = lambda: _read(NUMA_MAPS)) -> None:
+    In direct mode peers write into all of it. Else their NICs reach the buffers of their own rails only.
+    """
+
+    def __init__(
+        self,
+        devices: Iterable[Device],
+        *,
+        direct: bool = False,
+        numa_maps: Callable[[], str] = lambda: _read(NUMA_MAPS),
+    ) -> None:
+        self.direct = direct
         self._devices = {device.nic.name: device for device in devices}
         self._numa_maps = numa_maps
         self._regions: list[MemoryRegion] = []
@@ -135,7 +159,7 @@ class RdmaDevices:
         return self._devices[name]
 
     def register(self, memory: memoryview) -> MemoryRegion:
-        """Pins the memory and opens it to the NICs; what is registered already is found. Raises RdmaError.
+        """Pins the memory and opens it to our NICs; what is registered already is found. Raises RdmaError.
 
         The memory must stay where it is until close(). Pinning takes a moment per GiB, and needs the right to lock as
         much (RLIMIT_MEMLOCK).
@@ -155,7 +179,7 @@ class RdmaDevices:
         keys: dict[str, Keys] = {}
         try:
             for name, device in self._devices.items():
-                keys[name] = device.register(address, length)
+                keys[name] = device.register(address, length, open_to_peers=self.direct)
         except RdmaError:
             for name, registered in keys.items():
                 self._devices[name].deregister(registered)

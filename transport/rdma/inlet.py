@@ -1,4 +1,9 @@
-"""The receiving ends of one connection's rails: they exist so that a sender can write into memory that it was granted.
+"""The receiving ends of one connection's rails: what a sender's NIC may write into, and until when.
+
+That is a buffer for each rail, with a key of its own, which only the queue pair of that rail takes. The receiver copies
+chunks from it into their place. A queue pair that is closed takes its key along, so a sender need not be trusted to
+stop: whatever it does, it reaches neither the memory of a landing nor the buffer of another peer. In direct mode the
+key is that of all registered memory instead.
 
 The receiver does nothing for a chunk to arrive, and hears of none by itself: Written, on the connection, says that one
 has. The chunk's last write carries its number, which is waited for here (it is there already, or nearly): it tells that
@@ -10,11 +15,13 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, Protocol
 
 from transport.errors import RemoteProtocolError
 from transport.path.shm import merge_extents
 from transport.rdma.device import (
+    PLACES,
+    RDMA_CHUNK_BYTES,
     RECEIVE_DEPTH,
     MemoryRegion,
     QueuePair,
@@ -23,8 +30,19 @@ from transport.rdma.device import (
     RdmaError,
     address_of,
 )
+from transport.rdma.peer_memory import BUFFER_BYTES, PeerMemory
 from transport.rdma.topology import MAX_RAILS, format_nics
-from transport.wire.frames import MAX_LIST, Grant, Nics, RailAnswer, RailClosed, RailOffer, Written
+from transport.wire.frames import (
+    MAX_LIST,
+    Grant,
+    LandingBuffers,
+    Nics,
+    RailAnswer,
+    RailBuffer,
+    RailClosed,
+    RailOffer,
+    Written,
+)
 
 log = logging.getLogger(__name__)
 
@@ -33,10 +51,21 @@ NAP_S: Final = 50e-6
 MAX_EXTENTS: Final = 1 << 20  # of one transfer's memory
 
 
+class PeerRoom(Protocol):
+    """The bytes that the buffers of one peer may take."""
+
+    def lend(self, num_bytes: int) -> bool:
+        """At once, or not."""
+
+    def give_back(self, num_bytes: int) -> None: ...
+
+
 @dataclass(slots=True)
 class _RailEnd:
     attempt: int
     queue_pair: QueuePair
+    memory: PeerMemory | None  # None: direct
+    broken: bool = False  # the queue pair is closed; what lies in the memory may still be announced
     arrived: set[int] = field(default_factory=set)  # numbers that Written has not named yet
 
 
@@ -44,22 +73,40 @@ class RailEnds:
     """All rails of one connection, at its receiver. Used by the connection's thread only."""
 
     def __init__(
-        self, devices: RdmaDevices | None, count: Callable[[str], None], *, number_s: float = NUMBER_S
+        self,
+        devices: RdmaDevices | None,
+        room: PeerRoom,
+        count: Callable[[str], None],
+        *,
+        number_s: float = NUMBER_S,
     ) -> None:
         self.asked = False
+        self.direct = devices is not None and devices.direct
+        self._room = room
+        self._may_offer = False
         self._number_s = number_s
         self._devices = devices
         self._count = count
         self._told = False
         self._ends: dict[int, _RailEnd] = {}
 
-    def nics(self, region: MemoryRegion | None) -> list[Nics]:
-        """The NICs here; sent once, to a sender that has shown a secret."""
+    def introduction(self, region: MemoryRegion | None, *, knows_buffers: bool) -> list[LandingBuffers | Nics]:
+        """The NICs here, for memory in that region; said once, to a sender that has shown a secret. One that cannot use
+        them hears of none.
+        """
         if self._told:
             return []
         self._told = True
-        nics = () if self._devices is None or region is None else self._devices.nics_for(region)
-        return [Nics(nics=format_nics(nics))]
+        usable = region is not None if self.direct else knows_buffers
+        if self._devices is None or not usable:
+            return [Nics(nics="")]
+        self._may_offer = True
+        nics = Nics(nics=format_nics(self._devices.nics_for(region)))
+        return [nics] if self.direct else [LandingBuffers(places=PLACES, place_bytes=RDMA_CHUNK_BYTES), nics]
+
+    def region_of(self, view: memoryview) -> MemoryRegion | None:
+        """The registered memory that it lies in, if any."""
+        return self._devices.find(address_of(view), len(view)) if self._devices is not None else None
 
     def locate(self, views: Iterable[memoryview]) -> tuple[MemoryRegion, list[tuple[int, int]]] | None:
         """Where a landing's memory lies, as (address, length); None when it cannot be written by RDMA."""
@@ -79,28 +126,37 @@ class RailEnds:
             offsets = tuple((address - region.address, length) for address, length in part)
             yield Grant(slot=slot, address=region.address, keys=keys, extents=offsets)
 
-    def offer(self, frame: RailOffer) -> RailAnswer | RailClosed:
+    def offer(self, frame: RailOffer) -> list[RailBuffer | RailAnswer | RailClosed]:
         """Makes the other end of a queue pair. Raises RemoteProtocolError for a peer that may not ask."""
-        if not self._told or self._devices is None or frame.rail >= MAX_RAILS:
+        if not self._may_offer or self._devices is None or frame.rail >= MAX_RAILS:
             raise RemoteProtocolError(f"rail {frame.rail} without a grant")
         self._close(frame.rail)
         try:
-            end = self._open(self._devices, frame)
+            opened = self._open(self._devices, frame)
         except RdmaError as exc:
             self._count("rail_refused")
             log.warning("rail %d refused: %s", frame.rail, exc)
-            return RailClosed(rail=frame.rail, attempt=frame.attempt, reason=str(exc)[:200])
+            return [RailClosed(rail=frame.rail, attempt=frame.attempt, reason=str(exc)[:200])]
         self._count("rail_opened")
-        return RailAnswer(
-            rail=frame.rail, attempt=frame.attempt, queue_pair=end.number, packet_number=end.packet_number,
-            gid=end.gid, mtu=end.mtu, depth=RECEIVE_DEPTH,
-        )  # fmt: skip
+        return opened
 
-    def _open(self, devices: RdmaDevices, frame: RailOffer) -> QueuePairEnd:
+    def _open(self, devices: RdmaDevices, frame: RailOffer) -> list[RailBuffer | RailAnswer | RailClosed]:
         nics = devices.nics
         if frame.nic >= len(nics):
             raise RemoteProtocolError(f"NIC {frame.nic} of {len(nics)}")
-        queue_pair = devices.device(nics[frame.nic].name).queue_pair()
+        device = devices.device(nics[frame.nic].name)
+        said: list[RailBuffer | RailAnswer | RailClosed] = []
+        memory = None if self.direct else self._make_memory()
+        try:
+            if memory is None:
+                queue_pair = device.direct_queue_pair()
+            else:
+                queue_pair, key = device.buffer_queue_pair(memory.address, BUFFER_BYTES)
+                said.append(RailBuffer(rail=frame.rail, attempt=frame.attempt, address=memory.address, key=key))
+            made = _RailEnd(frame.attempt, queue_pair, memory)
+        except BaseException:
+            self._drop_memory(memory)
+            raise
         try:
             end = queue_pair.end
             queue_pair.connect(
@@ -109,23 +165,43 @@ class RailEnds:
             for _ in range(RECEIVE_DEPTH):
                 queue_pair.receive()
         except BaseException:
-            queue_pair.close()
+            self._close_end(made)
             raise
-        self._ends[frame.rail] = _RailEnd(frame.attempt, queue_pair)
-        return end
+        self._ends[frame.rail] = made
+        answer = RailAnswer(
+            rail=frame.rail, attempt=frame.attempt, queue_pair=end.number, packet_number=end.packet_number,
+            gid=end.gid, mtu=end.mtu, depth=RECEIVE_DEPTH,
+        )  # fmt: skip
+        return [*said, answer]
+
+    def _make_memory(self) -> PeerMemory:
+        if not self._room.lend(BUFFER_BYTES):
+            raise RdmaError(f"no room for a buffer of {BUFFER_BYTES} bytes")
+        try:
+            return PeerMemory()
+        except OSError as exc:
+            self._room.give_back(BUFFER_BYTES)
+            raise RdmaError(f"no memory for a buffer: {exc}") from exc
+
+    def _drop_memory(self, memory: PeerMemory | None) -> None:
+        """No queue pair may reach it any more."""
+        if memory is not None:
+            memory.close()
+            self._room.give_back(BUFFER_BYTES)
 
     def has_arrived(self, frame: Written) -> bool:
         """Waits for a chunk's number. False when it does not come; a rail that is closed by now tells nothing. Raises
         RemoteProtocolError when there are numbers that Written should have named long ago.
         """
         give_up_at = time.monotonic() + self._number_s
-        while (end := self._ends.get(frame.rail)) is not None and end.attempt == frame.attempt:
+        while (end := self._ends.get(frame.rail)) is not None and end.attempt == frame.attempt and not end.broken:
             if frame.number in end.arrived:
                 end.arrived.discard(frame.number)
                 return True
             if not self._reap(frame.rail, end) or time.monotonic() > give_up_at:
                 self._count("rail_lost")
-                self._close(frame.rail)
+                end.queue_pair.close()
+                end.broken = True
             elif frame.number not in end.arrived:
                 time.sleep(NAP_S)
         return False
@@ -146,6 +222,17 @@ class RailEnds:
             return True
         return False
 
+    def written(self, frame: Written) -> tuple[int, int]:
+        """Where the bytes of a chunk lie: a file, and the offset in it. Raises RemoteProtocolError for a chunk that no
+        buffer has.
+        """
+        end = self._ends.get(frame.rail)
+        if end is None or end.attempt != frame.attempt or end.memory is None:
+            raise RemoteProtocolError(f"a chunk of rail {frame.rail}, which is not open")
+        if not 0 < frame.length <= RDMA_CHUNK_BYTES:
+            raise RemoteProtocolError(f"a chunk of {frame.length} bytes: 1 to {RDMA_CHUNK_BYTES}")
+        return end.memory.fd, end.memory.place_of(frame.number)
+
     def closed(self, frame: RailClosed) -> None:
         """The sender writes no more over this queue pair; after this, nothing late can arrive either."""
         end = self._ends.get(frame.rail)
@@ -156,7 +243,11 @@ class RailEnds:
     def _close(self, rail: int) -> None:
         end = self._ends.pop(rail, None)
         if end is not None:
-            end.queue_pair.close()
+            self._close_end(end)
+
+    def _close_end(self, end: _RailEnd) -> None:
+        end.queue_pair.close()
+        self._drop_memory(end.memory)
 
     def close(self) -> None:
         """From here on no sender of this connection can write into any memory."""

@@ -32,10 +32,20 @@ RETRIES_S: Final = 0.05  # until a sender gives up
 SILENT_AFTER_S: Final = 0.5
 
 
-@dataclass(slots=True)
+COMMON: Final = 0  # the domain of what a device registers for all of its queue pairs
+
+
+@dataclass(frozen=True, slots=True)
 class _Memory:
+    """Registered memory: the queue pairs of its domain reach it, and their far ends may write if it is open."""
+
     address: int
     length: int
+    domain: int
+    is_open: bool
+
+    def covers(self, address: int, length: int) -> bool:
+        return self.address <= address and address + length <= self.address + self.length
 
 
 @dataclass(slots=True)
@@ -103,19 +113,31 @@ class LoopbackDevice:
     def active(self) -> bool:
         return self.nic.name not in self.fabric.unplugged
 
-    def register(self, address: int, length: int) -> Keys:
+    def register(self, address: int, length: int, *, open_to_peers: bool) -> Keys:
+        key = self._enter(_Memory(address, length, COMMON, open_to_peers))
+        return Keys(key, key)
+
+    def _enter(self, memory: _Memory) -> int:
         with self.fabric.lock:
             key = next(self.fabric.numbers)
-            self.memory[key] = _Memory(address, length)
+            self.memory[key] = memory
             self.registrations += 1
-        return Keys(key, key)
+        return key
 
     def deregister(self, keys: Keys) -> None:
         with self.fabric.lock:
             self.memory.pop(keys.local, None)
 
     def queue_pair(self) -> QueuePair:
-        return LoopbackQueuePair(self)
+        return LoopbackQueuePair(self, COMMON, lets_write=False)
+
+    def direct_queue_pair(self) -> QueuePair:
+        return LoopbackQueuePair(self, COMMON, lets_write=True)
+
+    def buffer_queue_pair(self, address: int, length: int) -> tuple[QueuePair, int]:
+        domain = next(self.fabric.numbers)
+        key = self._enter(_Memory(address, length, domain, is_open=True))
+        return LoopbackQueuePair(self, domain, lets_write=True, own_key=key), key
 
     def close(self) -> None:
         with self.fabric.lock:
@@ -125,8 +147,11 @@ class LoopbackDevice:
 class LoopbackQueuePair:
     """One end of a made-up reliable connection."""
 
-    def __init__(self, device: LoopbackDevice) -> None:
+    def __init__(self, device: LoopbackDevice, domain: int, *, lets_write: bool, own_key: int | None = None) -> None:
         self.device = device
+        self._domain = domain
+        self._lets_write = lets_write  # its far end
+        self._own_key = own_key
         self.broken = False
         self._fabric = device.fabric
         self._peer: QueuePairEnd | None = None
@@ -183,6 +208,8 @@ class LoopbackQueuePair:
         with self._fabric.lock:
             if self._fabric.queue_pairs.pop(self.number, None) is not None:
                 self.device.open_queue_pairs -= 1
+            if self._own_key is not None:
+                self.device.memory.pop(self._own_key, None)
             self.broken = True
 
     def _carry(self, posting: Posting, local_key: int, remote_key: int) -> tuple[float, str]:
@@ -197,9 +224,12 @@ class LoopbackQueuePair:
         if far is None or far.broken or {mine, far.device.nic.name} & (fabric.unplugged | fabric.swallowing):
             return RETRIES_S, "retry_exc_err"
         write = posting.write
+        if not far._lets_write:
+            far.broken = True
+            return 0.0, "rem_inv_req_err"
         if write.length and not (
-            _inside(self.device, local_key, write.source, write.length)
-            and _inside(far.device, remote_key, write.target, write.length)
+            self._reaches(local_key, write.source, write.length)
+            and far._reaches(remote_key, write.target, write.length, of_peer=True)
         ):
             far.broken = True
             return 0.0, "rem_access_err"
@@ -215,7 +245,8 @@ class LoopbackQueuePair:
             far._completions.append((0.0, WorkCompletion(wr_id=0, number=posting.number)))
         return 0.0, ""
 
-
-def _inside(device: LoopbackDevice, key: int, address: int, length: int) -> bool:
-    memory = device.memory.get(key)
-    return memory is not None and memory.address <= address and address + length <= memory.address + memory.length
+    def _reaches(self, key: int, address: int, length: int, *, of_peer: bool = False) -> bool:
+        memory = self.device.memory.get(key)
+        if memory is None or memory.domain != self._domain or (of_peer and not memory.is_open):
+            return False
+        return memory.covers(address, length)

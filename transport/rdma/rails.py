@@ -303,6 +303,11 @@ class SendQueue(Generic[K]):
         return self._max_unanswered - self._unanswered
 
     @property
+    def next_number(self) -> int:
+        """Of the chunk that is put next."""
+        return self._next_number
+
+    @property
     def busy(self) -> bool:
         """Whether any chunk has not completed."""
         return bool(self._chunks)

@@ -12,7 +12,7 @@ import ipaddress
 import logging
 import socket
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,10 +49,11 @@ class RdmaOptions:
     """`devices` to use (empty: all), and how long a NIC tries before it gives a rail up.
 
     The NIC sends a packet again after 4.096 us x 2^`timeout_exponent` without acknowledgement, `retries` times: 0.4 s
-    in all by default (devices may take up to four times as long).
+    in all by default (devices may take up to four times as long). In `direct` mode peers write into all registered memory.
     """
 
     devices: tuple[str, ...] = ()
+    direct: bool = False
     timeout_exponent: int = 14
     retries: int = 5
 
@@ -90,7 +91,7 @@ def open_devices(options: RdmaOptions | None = None) -> RdmaDevices:
         surplus.close()
     for reason in reasons:
         log.warning("RDMA device not used: %s", reason)
-    return RdmaDevices(devices[:MAX_NICS])
+    return RdmaDevices(devices[:MAX_NICS], direct=options.direct)
 
 
 class _Verbs:
@@ -110,7 +111,8 @@ class _Verbs:
             for name in dir(enums)
             if name.startswith("IBV_WC_") and name.endswith("ERR")
         }
-        self.access = enums.IBV_ACCESS_LOCAL_WRITE | enums.IBV_ACCESS_REMOTE_WRITE
+        self.closed_to_peers: int = enums.IBV_ACCESS_LOCAL_WRITE
+        self.open_to_peers: int = enums.IBV_ACCESS_LOCAL_WRITE | enums.IBV_ACCESS_REMOTE_WRITE
 
     def device_names(self) -> list[str]:
         with self.errors():
@@ -139,7 +141,7 @@ class VerbsDevice:
                 self.gid_index, self.gid, fabric = self._place()
                 self.nic = Nic(name=name, fabric=fabric, numa_node=node_of_device(SYS_CLASS, name))
                 self.domain = verbs.pd.PD(self.context)
-                self.scratch = verbs.mr.MR(self.domain, SCRATCH_BYTES, verbs.access)
+                self.scratch = verbs.mr.MR(self.domain, SCRATCH_BYTES, verbs.closed_to_peers)
         except BaseException:
             self.context.close()
             raise
@@ -159,9 +161,10 @@ class VerbsDevice:
         with self.verbs.errors():
             return 128 << int(self.context.query_port(self.port).active_mtu)
 
-    def register(self, address: int, length: int) -> Keys:
+    def register(self, address: int, length: int, *, open_to_peers: bool) -> Keys:
+        access = self.verbs.open_to_peers if open_to_peers else self.verbs.closed_to_peers
         with self.verbs.errors():
-            region = self.verbs.mr.MR(self.domain, length, self.verbs.access, address=address)
+            region = self.verbs.mr.MR(self.domain, length, access, address=address)
         self._regions[region.lkey] = region
         return Keys(region.lkey, region.rkey)
 
@@ -169,7 +172,26 @@ class VerbsDevice:
         _close(self._regions.pop(keys.local))
 
     def queue_pair(self) -> QueuePair:
-        return VerbsQueuePair(self)
+        return VerbsQueuePair(self, self.domain, self.scratch, self.verbs.closed_to_peers)
+
+    def direct_queue_pair(self) -> QueuePair:
+        return VerbsQueuePair(self, self.domain, self.scratch, self.verbs.open_to_peers)
+
+    def buffer_queue_pair(self, address: int, length: int) -> tuple[QueuePair, int]:
+        """In a protection domain of its own: its far end reaches what is registered there, and no key opens that to
+        another queue pair.
+        """
+        verbs = self.verbs
+        own: list[Any] = []
+        try:
+            with verbs.errors():
+                own.append(domain := verbs.pd.PD(self.context))
+                own.append(region := verbs.mr.MR(domain, length, verbs.open_to_peers, address=address))
+            return VerbsQueuePair(self, domain, region, verbs.open_to_peers, own=own), region.rkey
+        except BaseException:
+            for part in reversed(own):
+                _close(part)
+            raise
 
     def close(self) -> None:
         for region in self._regions.values():
@@ -212,10 +234,11 @@ def _subnet(netdev: str, address: ipaddress.IPv4Address) -> str:
 
 
 class VerbsQueuePair:
-    """A reliable connection and its completion queue."""
+    """A reliable connection and its completion queue. It closes what is its `own`, the last part first."""
 
-    def __init__(self, device: VerbsDevice) -> None:
+    def __init__(self, device: VerbsDevice, domain: Any, scratch: Any, access: int, *, own: Sequence[Any] = ()) -> None:
         self._device, self._verbs = device, device.verbs
+        self._scratch, self._access, self._own = scratch, access, own
         verbs, enums = device.verbs, device.verbs.enums
         self._packet_number = random_packet_number()
         with verbs.errors():
@@ -226,8 +249,8 @@ class VerbsQueuePair:
                 )
                 init = verbs.qp.QPInitAttr(qp_type=enums.IBV_QPT_RC, scq=self._cq, rcq=self._cq, cap=caps, sq_sig_all=0)
                 attributes = verbs.qp.QPAttr(port_num=device.port)
-                attributes.qp_access_flags = verbs.access
-                self._qp: Any = verbs.qp.QP(device.domain, init, attributes)
+                attributes.qp_access_flags = access
+                self._qp: Any = verbs.qp.QP(domain, init, attributes)
             except BaseException:
                 self._cq.close()
                 raise
@@ -249,7 +272,7 @@ class VerbsQueuePair:
             attributes.max_rd_atomic = attributes.max_dest_rd_atomic = 1
             attributes.min_rnr_timer, attributes.rnr_retry = 12, 6
             attributes.timeout, attributes.retry_cnt = device.options.timeout_exponent, device.options.retries
-            attributes.qp_access_flags = verbs.access
+            attributes.qp_access_flags = self._access
             route = verbs.addr.GlobalRoute(dgid=verbs.addr.GID(_long_form(peer.gid)), sgid_index=device.gid_index)
             attributes.ah_attr = verbs.addr.AHAttr(gr=route, is_global=1, port_num=device.port)
             self._qp.to_rts(attributes)
@@ -271,11 +294,11 @@ class VerbsQueuePair:
             self._qp.post_send(request)
 
     def prove(self) -> None:
-        scratch = self._device.scratch
+        scratch = self._scratch
         self.write(Posting(PROOF, RailWrite(scratch.buf, 0, 0), True), scratch.lkey, 0)
 
     def receive(self) -> None:
-        scratch = self._device.scratch
+        scratch = self._scratch  # of our own, or the peer's buffer: nothing is read from it
         entry = self._verbs.wr.SGE(scratch.buf, SCRATCH_BYTES, scratch.lkey)
         with self._verbs.errors():
             self._qp.post_recv(self._verbs.wr.RecvWR(wr_id=0, num_sge=1, sg=[entry]))
@@ -294,8 +317,8 @@ class VerbsQueuePair:
         return WorkCompletion(wr_id=entry.wr_id, number=entry.imm_data if received else None)
 
     def close(self) -> None:
-        _close(self._qp)
-        _close(self._cq)
+        for part in (self._qp, *reversed(self._own), self._cq):
+            _close(part)
 
 
 def _long_form(gid: str) -> str:

@@ -1,5 +1,5 @@
-"""Buffers for bytes that cannot go straight into their place: sealed, coded and repeated ones. All of a listener share
-one budget.
+"""Buffers for bytes that cannot go straight into their place: sealed, coded and repeated ones, and those that come by
+RDMA. All of a listener share one budget.
 
 A thread waits a moment for its part; a connection that gets none ends, and its sender sends again over another one. Buffers are
 kept for the next chunk as long as less than half of the budget is lent.
@@ -20,10 +20,11 @@ class NoBufferRoom(PeerLost):
 
 
 class BufferRoom:
-    """The budget of one listener."""
+    """The budget of one listener. What is kept for long leaves `spare_bytes` of it to chunks."""
 
-    def __init__(self, total_bytes: int) -> None:
+    def __init__(self, total_bytes: int, spare_bytes: int = 0) -> None:
         self._memory = LentMemory(total_bytes, total_bytes // ADDRESS_PART)
+        self._spare_bytes = spare_bytes
         self._changed = threading.Condition()
 
     @property
@@ -36,6 +37,11 @@ class BufferRoom:
             if not self._changed.wait_for(lambda: self._memory.lend(peer, num_bytes), wait_s):
                 raise NoBufferRoom(f"no {num_bytes} bytes for buffers within {wait_s} s")
 
+    def lend_for_long(self, peer: str, num_bytes: int) -> bool:
+        """At once, or not."""
+        with self._changed:
+            return self._memory.lend(peer, num_bytes, self._spare_bytes)
+
     def give_back(self, peer: str, num_bytes: int) -> None:
         with self._changed:
             self._memory.give_back(peer, num_bytes)
@@ -45,6 +51,21 @@ class BufferRoom:
         """Whether others may soon have to wait for what a connection keeps."""
         with self._changed:
             return self._memory.is_tight(peer)
+
+
+class RoomOfPeer:
+    """What one peer may have of the budget, for buffers that it keeps for long."""
+
+    def __init__(self, room: BufferRoom, peer: str) -> None:
+        self._room = room
+        self._peer = peer
+
+    def lend(self, num_bytes: int) -> bool:
+        """At once, or not."""
+        return self._room.lend_for_long(self._peer, num_bytes)
+
+    def give_back(self, num_bytes: int) -> None:
+        self._room.give_back(self._peer, num_bytes)
 
 
 class Buffers:

@@ -14,6 +14,7 @@ from transport.wire.frames import LEAST_CHUNK_LIMIT, MAX_CHUNK_BYTES
 from transport.wire.identity import Identity
 
 CHUNKS_OF_BUFFERS: Final = 8  # a coded chunk may need four times its length, of half of them
+PART_OF_CHUNKS: Final = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,9 +41,9 @@ class ServerOptions:
     guard: Guard | None = None  # which certificates may send; None: all that the authority has signed
     max_chunk_bytes: int = 16 << 20
     max_connections: int = 4096
-    buffer_bytes: int = 1 << 30  # for sealed, coded and repeated bytes of all connections; one address has a half
+    buffer_bytes: int = 1 << 30  # for sealed, coded, repeated and RDMA's bytes of all; one address has a half
     codecs: Codec = field(default_factory=lambda: decodable(lossy=False))  # that senders may use; RAW = none
-    rdma: RdmaDevices | None = None  # NICs whose registered memory senders may write into by RDMA
+    rdma: RdmaDevices | None = None  # NICs that senders may write to by RDMA: into buffers, or directly
     arena_dirs: Sequence[str] = DEFAULT_ARENA_DIRS  # where arenas of senders on this host may lie; () = TCP only
     tcp: TcpOptions = field(default_factory=TcpOptions)
     limits: Limits = LIMITS
@@ -50,10 +51,18 @@ class ServerOptions:
     def __post_init__(self) -> None:
         if not LEAST_CHUNK_LIMIT <= self.max_chunk_bytes <= MAX_CHUNK_BYTES:
             raise ValueError(f"max_chunk_bytes {self.max_chunk_bytes}: {LEAST_CHUNK_LIMIT} to {MAX_CHUNK_BYTES}")
-        if self.buffer_bytes < CHUNKS_OF_BUFFERS * self.max_chunk_bytes:
-            least = CHUNKS_OF_BUFFERS * self.max_chunk_bytes
+        if self.buffer_bytes < (least := self._least_buffer_bytes):
             raise ValueError(
                 f"buffer_bytes {self.buffer_bytes}: at least {least}, for max_chunk_bytes {self.max_chunk_bytes}"
             )
         if self.integrity is Integrity.AEAD and self.identity is None:
             raise ValueError(f"integrity {self.integrity} needs an identity")
+
+    @property
+    def spare_buffer_bytes(self) -> int:
+        """The part of `buffer_bytes` that rails leave to chunks: those come and go, rails stay."""
+        return max(self.buffer_bytes // PART_OF_CHUNKS, self._least_buffer_bytes)
+
+    @property
+    def _least_buffer_bytes(self) -> int:
+        return CHUNKS_OF_BUFFERS * self.max_chunk_bytes

@@ -60,7 +60,11 @@ class TransferServer:
         self._listener: socket.socket | None = None
         self._serves_reads = on_read is not None
         self._shared = SharedLandings(
-            on_read, self.options.max_connections, self.options.buffer_bytes, self.options.guard
+            on_read,
+            self.options.max_connections,
+            self.options.buffer_bytes,
+            self.options.guard,
+            spare_buffer_bytes=self.options.spare_buffer_bytes,
         )
         self._sessions = Sessions(SESSION_LIFE_S)
         self._threads: list[threading.Thread] = []

@@ -11,12 +11,13 @@ from transport.errors import ConnectionRefused
 from transport.path.governor import Governor
 from transport.path.link import LinkMonitor, LinkState
 from transport.path.pacing import EgressBudget
+from transport.rdma.device import RDMA_CHUNK_BYTES
 from transport.rdma.rails import RailReport
 from transport.send.lane.coder import PeerCoding
 from transport.send.lane.keys import SessionKeys
 from transport.send.lane.link_keeper import LinkKeeper
 from transport.send.lane.outlet import PeerContext, SenderLane
-from transport.send.lane.rdma_outlet import RDMA_CHUNK_BYTES, RdmaSenderLane
+from transport.send.lane.rdma_outlet import RdmaSenderLane
 from transport.send.options import ClientOptions
 from transport.send.reach import Reach
 from transport.send.schedule.lanes import LaneScheduler

@@ -23,6 +23,7 @@ from transport.wire.frames import (
     HEADER,
     MAX_BODY_BYTES,
     PAYLOAD_KINDS,
+    VERSION_MIN,
     Abort,
     Accept,
     Ack,
@@ -35,12 +36,14 @@ from transport.wire.frames import (
     Goodbye,
     Grant,
     Hello,
+    LandingBuffers,
     Nack,
     Nics,
     Open,
     Ping,
     Pong,
     RailAnswer,
+    RailBuffer,
     RailClosed,
     RailOffer,
     Reference,
@@ -74,7 +77,9 @@ class ProtocolState(Enum):
 _G, _O, _C = ProtocolState.GREETING, ProtocolState.OPEN, ProtocolState.CLOSED
 _BOTH: Final[dict[type[Frame], ProtocolState]] = {Ping: _O, Pong: _O, Goodbye: _C}
 _RDMA_OF_SENDER: Final[dict[type[Frame], ProtocolState]] = {AskRails: _O, RailOffer: _O, Written: _O, RailClosed: _O}
-_RDMA_OF_RECEIVER: Final[dict[type[Frame], ProtocolState]] = {Nics: _O, Grant: _O, RailAnswer: _O, RailClosed: _O}
+_RDMA_OF_RECEIVER: Final[dict[type[Frame], ProtocolState]] = {
+    Nics: _O, Grant: _O, LandingBuffers: _O, RailBuffer: _O, RailAnswer: _O, RailClosed: _O,
+}  # fmt: skip
 _SAID_BY_SENDER: Final[dict[ProtocolState, dict[type[Frame], ProtocolState]]] = {
     _G: {Hello: _O, Goodbye: _C},
     _O: {**_BOTH, Open: _O, Chunk: _O, CodedChunk: _O, Reference: _O, Abort: _O, **_RDMA_OF_SENDER},
@@ -106,6 +111,7 @@ class Connection:
         codecs: int = 0,
     ) -> None:
         self.role = role
+        self.version = VERSION_MIN  # until both have greeted
         self.codecs = codecs  # what the receiver decodes; a sender learns it
         self.state = ProtocolState.GREETING
         self.integrity = integrity
@@ -362,10 +368,13 @@ class Connection:
     def _greeted(self, frame: Hello | Welcome) -> None:
         """Both greetings were said then: who saw others has other keys, and other proofs of secrets."""
         if isinstance(frame, Hello):
-            self._greet(self._answer_to(frame))
+            welcome = self._answer_to(frame)
+            self._greet(welcome)
         else:
+            welcome = frame
             self._greeting.accept(frame)
             self.max_chunk_bytes, self.codecs = min(self.max_chunk_bytes, frame.max_chunk_bytes), frame.codecs
+        self.version = welcome.version
         self.transcript, self.session_secret = self._greeting.transcript(), self._greeting.secret
         self._seal_out, self._seal_in = self._greeting.seals(
             *(("s", "r") if self.role is ConnectionRole.SENDER else ("r", "s"))

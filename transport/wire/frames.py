@@ -23,11 +23,13 @@ Chunk stands in the 8 bytes behind its payload, so that a sender can hash and se
 Over RDMA (see transport.rdma), the same connection carries what is to be said about the writes:
 
       | AskRails, then Open as above ---------------> |
-      |  <------ Nics, Grant(slot, memory) ..., Accept |   a sender that showed a secret learns where to write
+      |  <------------- LandingBuffers, Nics, Accept  |   a sender that showed a secret learns of the NICs
       | RailOffer(rail, attempt, queue pair) -------> |
-      |  <-------- RailAnswer(rail, attempt, queue pair)   or RailClosed
+      |  <-- RailBuffer(rail, memory), RailAnswer(rail, attempt, queue pair)       or RailClosed
       | Written(slot, offset, checksum, rail) ------> |   each is answered by Ack or Nack
       | RailClosed(rail, attempt), both ways          |
+
+A receiver in direct mode says Nics and Grant(slot, memory) instead, and no RailBuffer.
 
 The body of a frame is the fields of its dataclass in their order, each written as its annotation says (see encoding);
 Chunk and CodedChunk, which are hot, have structs of their own. Every length that a peer states is checked against a limit
@@ -41,7 +43,8 @@ from typing import Annotated, Final, TypeAlias
 
 MAGIC: Final = 0x50664B56  # "VKfP"
 VERSION_MIN: Final = 1
-VERSION_MAX: Final = 1
+VERSION_MAX: Final = 2
+BUFFERS_SINCE: Final = 2  # the version whose senders write into landing buffers
 
 HEADER: Final = struct.Struct("<BBHI")
 CHUNK: Final = struct.Struct("<BBHIIIQ")  # header and body of a Chunk in one go: it is the one hot frame
@@ -313,6 +316,26 @@ class Grant:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LandingBuffers:
+    """Receiver: chunks are written into a buffer of their rail. It has `places` of them; chunk number n goes to place
+    n mod `places`. Comes before Nics.
+    """
+
+    places: U32
+    place_bytes: U32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RailBuffer:
+    """Receiver: where this queue pair's buffer lies. `key` opens it to this queue pair, and nothing else. Before RailAnswer."""
+
+    rail: U32
+    attempt: U32
+    address: U64
+    key: U32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RailOffer:
     """Sender: its end of a new queue pair, for the receiver's NIC `nic` (place in Nics)."""
 
@@ -364,7 +387,9 @@ class Written:
         return self.offset + self.length
 
 
-RdmaFrame: TypeAlias = AskRails | Nics | Grant | RailOffer | RailAnswer | RailClosed | Written
+RdmaFrame: TypeAlias = (
+    AskRails | Nics | Grant | RailOffer | RailAnswer | RailClosed | Written | LandingBuffers | RailBuffer
+)
 Frame: TypeAlias = (
     Hello | Welcome | Goodbye | Open | Accept | Refuse | Chunk | Reference | Ack | Nack | Cancel | Abort | Ping | Pong
     | CodedChunk | RdmaFrame
@@ -374,6 +399,7 @@ KINDS: Final[dict[type[Frame], int]] = {
     Hello: 1, Welcome: 2, Goodbye: 3, Open: 4, Accept: 5, Refuse: 6, Chunk: 7, Reference: 8,
     Ack: 9, Nack: 10, Cancel: 11, Abort: 12, Ping: 13, Pong: 14, CodedChunk: 15,
     AskRails: 16, Nics: 17, Grant: 18, RailOffer: 19, RailAnswer: 20, RailClosed: 21, Written: 22,
+    LandingBuffers: 23, RailBuffer: 24,
 }  # fmt: skip
 CHUNK_KIND: Final = KINDS[Chunk]
 CODED_KIND: Final = KINDS[CodedChunk]

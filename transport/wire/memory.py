@@ -14,9 +14,13 @@ class LentMemory:
         self.lent_bytes = 0
         self._of: Counter[str] = Counter()
 
-    def lend(self, peer: str, num_bytes: int) -> bool:
-        """False when that much is not free now; more than one peer may have is never granted."""
-        if self.lent_bytes + num_bytes > self.total_bytes or self._of[peer] + num_bytes > self.of_one_bytes:
+    def lend(self, peer: str, num_bytes: int, spare_bytes: int = 0) -> bool:
+        """False when that much is not free now; more than one peer may have is never granted. So many bytes stay free of
+        all, and their share of what this peer may have.
+        """
+        of_all = self.total_bytes - spare_bytes
+        of_one = self.of_one_bytes * of_all // self.total_bytes
+        if self.lent_bytes + num_bytes > of_all or self._of[peer] + num_bytes > of_one:
             return False
         self.lent_bytes += num_bytes
         self._of[peer] += num_bytes

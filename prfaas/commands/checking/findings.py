@@ -132,6 +132,7 @@ def findings(seen: CheckFindings) -> list[Finding]:
         *_about_names(seen.described, seen.name_secrets),
         *_about_the_earlier_secret(seen),
         *_about_plain(seen.described),
+        *_about_open_arenas(seen.described),
         *(_about_engines_in_clear(seen.described) if seen.has_identity else ()),
         *_about_ports(seen.ports),
         *_about_ways(seen.ways, seen.ways_left_out),
@@ -188,6 +189,14 @@ def _about_plain(nodes: Sequence[Described]) -> Iterator[Finding]:
             ports = ", ".join(f"{listener}_port" for listener in node.info.plain)
             remedy = "certificates and integrity = 'aead' seal control, calls and transfers; carry the rest inside your network"
             yield Finding(Level.WARNING, node.info.node_id, f"in clear to other machines: {ports}", remedy)
+
+
+def _about_open_arenas(nodes: Sequence[Described]) -> Iterator[Finding]:
+    """Nodes that trust those of their cluster with their memory."""
+    for node in nodes:
+        if node.info.rdma_direct:
+            what = f"the NICs of the nodes of {node.info.cluster} can write anywhere in its arena"
+            yield Finding(Level.WARNING, node.info.node_id, what, "rdma_direct = false gives each a buffer of its own")
 
 
 def _about_names(nodes: Sequence[Described], own: Sequence[str]) -> Iterator[Finding]:

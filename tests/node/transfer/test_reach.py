@@ -8,7 +8,7 @@ import pytest
 
 from node.config import node_config
 from node.errors import NodeConfigError
-from node.transfer.reach import rdma_of
+from node.transfer.reach import PeerReach, rdma_of
 from tests.node.test_config import TABLE
 from tests.pd_cluster.handover import TOKENS, HandNode, hand_over, run
 from transport.control.settings import SettingsError
@@ -79,6 +79,27 @@ def test_rdma_that_is_asked_for_and_impossible_is_an_error_that_says_why() -> No
         rdma_of(replace(config, rdma_devices=("mlx5_0",)), open_devices=none)
     with pytest.raises(SettingsError, match="rdma_devices: allowed only with transport"):
         replace(config, transport="tcp", rdma_devices=("mlx5_0",))
+
+
+def test_an_arena_is_open_to_peers_only_where_the_file_says_so_and_the_log_tells(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    asked: list[RdmaOptions] = []
+
+    def note(options: RdmaOptions) -> RdmaDevices:
+        asked.append(options)
+        return RdmaDevices([], direct=options.direct)
+
+    config = node_config(TABLE)
+    for direct in (False, True):
+        caplog.clear()
+        devices = rdma_of(replace(config, rdma_direct=direct), open_devices=note)
+        assert asked[-1].direct is direct
+        assert PeerReach("c", use_shm=False, rdma=devices).is_open_to_peers is direct
+        assert ("can write anywhere in our arena" in caplog.text) is direct
+    assert not PeerReach("c", use_shm=False).is_open_to_peers
+    with pytest.raises(SettingsError, match="rdma_direct: allowed only with transport"):
+        replace(config, transport="tcp", rdma_direct=True)
 
 
 def test_encryption_that_was_asked_for_is_not_given_up_by_default() -> None:

@@ -51,21 +51,26 @@ class RealInlets:
         self._seed = seed
         self._rng = random.Random(seed)
         self._memory = {name: bytearray(SEGMENT_BYTES) for name in (SEGMENT, "t")}
-        self._devices = RdmaDevices([LoopbackFabric().device("n0")])
+        self._devices = [RdmaDevices([LoopbackFabric().device("n0")], direct=direct) for direct in (False, True)]
         for memory in self._memory.values():
-            self._devices.register(memoryview(memory))
-        self._servers = [self._server(integrity) for integrity in (Integrity.CHECKSUM, Integrity.AEAD)]
+            for devices in self._devices:
+                devices.register(memoryview(memory))
+        self._servers = [
+            self._server(integrity, devices)
+            for integrity in (Integrity.CHECKSUM, Integrity.AEAD)
+            for devices in self._devices
+        ]
         self._stranger: Stranger | None = None
         self._inputs_left = 0
         self._encoder = ChunkEncoder()
 
-    def _server(self, integrity: Integrity) -> TransferServer:
+    def _server(self, integrity: Integrity, devices: RdmaDevices) -> TransferServer:
         options = ServerOptions(
             integrity=integrity,
             identity=NO_FILES if integrity is Integrity.AEAD else None,
             max_chunk_bytes=MAX_CHUNK_BYTES,
             codecs=decodable(lossy=True),
-            rdma=self._devices,
+            rdma=devices,
         )
         server = TransferServer(options=options, on_read=lambda _: None).start()
         server.register_segment(SEGMENT, memoryview(self._memory[SEGMENT]), SECRET, readable=True)
@@ -82,7 +87,8 @@ class RealInlets:
         for server in self._servers:
             server.close()
         LOG.setLevel(self._log_level)
-        self._devices.close()
+        for devices in self._devices:
+            devices.close()
         assert kind is not None or not left, f"seed {self._seed}: a connection that is gone is still being read"
 
     @property

@@ -37,9 +37,11 @@ from transport.wire.frames import (
     CodedChunk,
     Frame,
     Grant,
+    LandingBuffers,
     Nack,
     Nics,
     RailAnswer,
+    RailBuffer,
     RailClosed,
     RailOffer,
     Refuse,
@@ -117,7 +119,7 @@ class StrangeReceiver:
     def _likely(self) -> Frame:
         rng = self._rng
         slot = rng.choice((0, 0, 0, 0, 0, 1))
-        match rng.randrange(9):
+        match rng.randrange(10):
             case 0 | 1:
                 missing = rng.choice((((0, TOTAL_BYTES),), ((0, 4096),), ((100, 5000), (4000, 9000)), ()))
                 return Accept(slot=slot, missing=missing)
@@ -137,6 +139,10 @@ class StrangeReceiver:
             case 8 if self.offers and rng.random() < 0.3:
                 offer = rng.choice(self.offers)
                 return RailClosed(rail=offer.rail, attempt=offer.attempt, reason="enough")
+            case 9 if self.offers and rng.random() < 0.7:
+                return self._buffer(rng.choice(self.offers))
+            case 9:
+                return LandingBuffers(places=rng.choice((1, 16, 16, 99)), place_bytes=rng.choice((1 << 20, 1 << 20, 1)))
             case _:
                 nics = self._far.nics if rng.random() < 0.9 else self._far.nics[:1] * 2
                 return Nics(nics=format_nics(nics))
@@ -146,7 +152,7 @@ class StrangeReceiver:
         rng = self._rng
         end = QueuePairEnd(number=rng.choice((0, 1 << 24)), packet_number=1 << 30, gid="nowhere", mtu=7)
         if rng.random() < 0.8 and offer.nic < len(self._far.nics):
-            queue_pair = self._far.device(self._far.nics[offer.nic].name).queue_pair()
+            queue_pair = self._far.device(self._far.nics[offer.nic].name).direct_queue_pair()
             self.queue_pairs.append(queue_pair)
             end = queue_pair.end
             with suppress(RdmaError):
@@ -161,6 +167,12 @@ class StrangeReceiver:
             rail=offer.rail, attempt=offer.attempt, queue_pair=end.number, packet_number=end.packet_number,
             gid=end.gid, mtu=end.mtu, depth=rng.choice((0, RECEIVE_DEPTH, RECEIVE_DEPTH, 1 << 20)),
         )  # fmt: skip
+
+    def _buffer(self, offer: RailOffer) -> RailBuffer:
+        rng = self._rng
+        key = self._granted.keys[self._far.nics[0].name].remote
+        address = rng.choice((self._granted.address,) * 4 + (0, (1 << 64) - 1))
+        return RailBuffer(rail=offer.rail, attempt=offer.attempt, address=address, key=rng.choice((key, key, 7)))
 
     def _grant(self, slot: int) -> Grant:
         rng = self._rng
@@ -178,7 +190,9 @@ class RealOutlets:
         self._rng = random.Random(seed)
         self._fabric = LoopbackFabric()
         self._near = RdmaDevices([self._fabric.device("a0", fabric="a"), self._fabric.device("b0", fabric="b")])
-        self._far = RdmaDevices([self._fabric.device("a1", fabric="a"), self._fabric.device("b1", fabric="b")])
+        self._far = RdmaDevices(
+            [self._fabric.device("a1", fabric="a"), self._fabric.device("b1", fabric="b")], direct=True
+        )
         self._source = PinnedMemory(SIZES, fill=True, seed=1)
         self._target = PinnedMemory(SIZES)
         self._granted = self._far.register(memoryview(self._target.buffer))

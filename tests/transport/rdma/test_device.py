@@ -11,7 +11,7 @@ from transport.rdma.verbs import RdmaOptions
 
 
 def connected(fabric: LoopbackFabric) -> tuple[LoopbackQueuePair, LoopbackQueuePair]:
-    ends = [fabric.device(name).queue_pair() for name in ("near", "far")]
+    ends = [fabric.device("near").queue_pair(), fabric.device("far").direct_queue_pair()]
     near, far = (end for end in ends if isinstance(end, LoopbackQueuePair))
     near.connect(far.end)
     far.connect(near.end)
@@ -36,7 +36,7 @@ def test_memory_is_registered_once_with_every_nic() -> None:
 
 def test_memory_that_one_nic_does_not_take_is_given_back_by_the_others() -> None:
     class Full(LoopbackDevice):
-        def register(self, address: int, length: int) -> Keys:
+        def register(self, address: int, length: int, *, open_to_peers: bool) -> Keys:
             raise RdmaError("no more memory to lock")
 
     fabric = LoopbackFabric()
@@ -83,7 +83,8 @@ def test_loopback_writes_into_registered_memory_and_tells_the_number() -> None:
     near, far = connected(fabric)
     source, target = np.arange(100, dtype=np.uint8), np.zeros(100, np.uint8)
     here, there = source.ctypes.data, target.ctypes.data
-    local, remote = near.device.register(here, 100), far.device.register(there, 100)
+    local = near.device.register(here, 100, open_to_peers=False)
+    remote = far.device.register(there, 100, open_to_peers=True)
     near.prove()
     near.write(Posting(1, RailWrite(here, there, 50), False), local.local, remote.remote)
     near.write(Posting(2, RailWrite(here + 50, there + 50, 50), True, 7), local.local, remote.remote)
@@ -96,7 +97,7 @@ def test_loopback_refuses_wrong_keys_and_flushes_what_follows() -> None:
     near, far = connected(LoopbackFabric())
     memory = bytearray(100)
     address = address_of(memoryview(memory))
-    local = near.device.register(address, 100)
+    local = near.device.register(address, 100, open_to_peers=False)
     near.write(Posting(1, RailWrite(address, address, 10), True), local.local, 12345)
     near.write(Posting(2, RailWrite(address, address, 10), True), local.local, 12345)
     assert [completion.error for completion in near.poll()] == ["rem_access_err", "wr_flush_err"]

@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from tests.transport.helpers import SECRET, Memory
 from transport.path.shm import ArenaSource
@@ -62,13 +62,18 @@ class RdmaWorld:
     """A sender with NICs a0, b0 and a receiver with NICs a1, b1; a and b are two fabrics."""
 
     def __init__(
-        self, rails: Sequence[str], receiver_rails: Sequence[str] | None, options: ServerOptions, window_bytes: int
+        self,
+        rails: Sequence[str],
+        receiver_rails: Sequence[str] | None,
+        options: ServerOptions,
+        window_bytes: int,
+        direct: bool,
     ) -> None:
         self.fabric = LoopbackFabric()
         far = rails if receiver_rails is None else receiver_rails
         self.near_nics = [self.fabric.device(f"{rail}0", fabric=rail) for rail in rails]
         self.far_nics = [self.fabric.device(f"{rail}1", fabric=rail) for rail in far]
-        self.near, self.far = RdmaDevices(self.near_nics), RdmaDevices(self.far_nics)
+        self.near, self.far = RdmaDevices(self.near_nics), RdmaDevices(self.far_nics, direct=direct)
         self.server = TransferServer(options=options_with(options, self.far))
         self.client = TransferClient(
             options=ClientOptions(
@@ -110,7 +115,7 @@ class RdmaWorld:
 
 
 def options_with(options: ServerOptions, devices: RdmaDevices) -> ServerOptions:
-    return ServerOptions(integrity=options.integrity, identity=options.identity, rdma=devices)
+    return replace(options, rdma=devices)
 
 
 @contextmanager
@@ -120,10 +125,11 @@ def rdma_world(
     receiver_rails: Sequence[str] | None = None,
     options: ServerOptions | None = None,
     window_bytes: int = 64 << 20,
+    direct: bool = False,
 ) -> Iterator[RdmaWorld]:
     """Whatever happened in it, no queue pair is left afterwards."""
     with ExitStack() as stack:
-        world = RdmaWorld(rails, receiver_rails, options or ServerOptions(), window_bytes)
+        world = RdmaWorld(rails, receiver_rails, options or ServerOptions(), window_bytes, direct)
         stack.callback(world.near.close)
         stack.callback(world.far.close)
         stack.enter_context(world.server)
@@ -131,3 +137,4 @@ def rdma_world(
         yield world
     assert [nic.open_queue_pairs for nic in world.nics] == [0] * len(world.nics)
     assert not world.fabric.queue_pairs
+    assert not world.server.buffers_lent_bytes

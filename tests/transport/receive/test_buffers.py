@@ -8,7 +8,7 @@ import pytest
 
 from tests.transport.helpers import PATIENCE_S, SECRET, Memory, wait_for
 from tests.transport.raw_sender import RawSender
-from transport.receive.buffers import BufferRoom, Buffers, NoBufferRoom
+from transport.receive.buffers import BufferRoom, Buffers, NoBufferRoom, RoomOfPeer
 from transport.receive.options import Limits, ServerOptions
 from transport.receive.server import TransferServer
 from transport.wire.frames import Accept, Chunk, CodedChunk
@@ -62,6 +62,22 @@ def test_who_waits_has_what_others_give_back() -> None:
     first.relax()  # more than half of what its address may have
     waiting.join(PATIENCE_S)
     assert room.lent_bytes == 40 * KB
+
+
+def test_what_is_kept_for_long_leaves_room_to_chunks() -> None:
+    room = BufferRoom(100 * KB, spare_bytes=20 * KB)
+    first, second = RoomOfPeer(room, "a"), RoomOfPeer(room, "b")
+    assert [first.lend(20 * KB) for _ in range(3)] == [True, True, False]  # half of it, without half of the spare part
+    assert [second.lend(20 * KB) for _ in range(3)] == [True, True, False]
+    assert not RoomOfPeer(room, "c").lend(KB)
+    for peer in ("a", "b"):
+        Buffers(room, peer).of("sink", 10 * KB, wait_s=0.0)
+    assert room.lent_bytes == 100 * KB
+
+
+def test_a_small_budget_is_for_chunks_alone() -> None:
+    assert ServerOptions(max_chunk_bytes=1 << 20, buffer_bytes=8 << 20).spare_buffer_bytes == 8 << 20
+    assert ServerOptions(max_chunk_bytes=1 << 20, buffer_bytes=64 << 20).spare_buffer_bytes == 16 << 20
 
 
 def test_buffers_are_kept_while_there_is_enough() -> None:

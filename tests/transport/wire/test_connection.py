@@ -116,11 +116,18 @@ def test_after_a_greeting_that_was_changed_nothing_sealed_opens(hello: Change, w
             there.next_event()
 
 
-@pytest.mark.parametrize(("lowest", "highest"), [(0, 0), (2, 9)])
+@pytest.mark.parametrize(("lowest", "highest"), [(0, 0), (3, 9)])
 def test_versions_that_we_do_not_speak_are_refused(lowest: int, highest: int) -> None:
     sender, receiver = ends(Integrity.CHECKSUM)
-    with pytest.raises(GreetingRefused, match="we speak 1 to 1"):
+    with pytest.raises(GreetingRefused, match="we speak 1 to 2"):
         pass_on(sender, receiver, with_changes(version_min=lowest, version_max=highest))
+
+
+@pytest.mark.parametrize(("highest", "spoken"), [(1, 1), (2, 2), (9, 2)])
+def test_both_ends_know_the_version_that_they_speak(highest: int, spoken: int) -> None:
+    sender, receiver = ends(Integrity.CHECKSUM)
+    greet(sender, receiver, with_changes(version_max=highest))
+    assert (sender.version, receiver.version) == (spoken, spoken)
 
 
 @pytest.mark.parametrize("role", list(ConnectionRole))

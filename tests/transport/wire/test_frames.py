@@ -41,6 +41,8 @@ ANY_FRAME: st.SearchStrategy[Frame] = st.one_of(
     st.builds(frames.AskRails),
     st.builds(frames.Nics, nics=text),
     st.builds(frames.Grant, slot=u32, address=u64, keys=pairs, extents=pairs),
+    st.builds(frames.LandingBuffers, places=u32, place_bytes=u32),
+    st.builds(frames.RailBuffer, rail=u32, attempt=u32, address=u64, key=u32),
     st.builds(frames.RailOffer, rail=u32, attempt=u32, nic=u32, queue_pair=u32, packet_number=u32, gid=text, mtu=u32),
     st.builds(
         frames.RailAnswer, rail=u32, attempt=u32, queue_pair=u32, packet_number=u32, gid=text, mtu=u32, depth=u32

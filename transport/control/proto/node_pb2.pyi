@@ -53,7 +53,7 @@ class DescribeRequest(_message.Message):
     def __init__(self, check_integrity: _Optional[bool] = ...) -> None: ...
 
 class NodeDescription(_message.Message):
-    __slots__ = ("node_id", "cluster", "cluster_kind", "role", "state", "engine_url", "model_id", "layout_json", "layout_fingerprint", "block_size", "max_model_len", "load", "pool", "integrity_error", "boot_id", "engine_pid", "ssd", "contexts", "conversion", "calls_port", "version", "wall_clock_s", "not_done_json", "adapters", "takes_media", "rooms", "plain", "name_secrets", "own_cache")
+    __slots__ = ("node_id", "cluster", "cluster_kind", "role", "state", "engine_url", "model_id", "layout_json", "layout_fingerprint", "block_size", "max_model_len", "load", "pool", "integrity_error", "boot_id", "engine_pid", "ssd", "contexts", "conversion", "calls_port", "version", "wall_clock_s", "not_done_json", "adapters", "takes_media", "rooms", "plain", "name_secrets", "own_cache", "rdma_direct")
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     CLUSTER_FIELD_NUMBER: _ClassVar[int]
     CLUSTER_KIND_FIELD_NUMBER: _ClassVar[int]
@@ -83,6 +83,7 @@ class NodeDescription(_message.Message):
     PLAIN_FIELD_NUMBER: _ClassVar[int]
     NAME_SECRETS_FIELD_NUMBER: _ClassVar[int]
     OWN_CACHE_FIELD_NUMBER: _ClassVar[int]
+    RDMA_DIRECT_FIELD_NUMBER: _ClassVar[int]
     node_id: str
     cluster: str
     cluster_kind: str
@@ -112,7 +113,8 @@ class NodeDescription(_message.Message):
     plain: _containers.RepeatedScalarFieldContainer[str]
     name_secrets: _containers.RepeatedScalarFieldContainer[str]
     own_cache: bool
-    def __init__(self, node_id: _Optional[str] = ..., cluster: _Optional[str] = ..., cluster_kind: _Optional[str] = ..., role: _Optional[str] = ..., state: _Optional[_Union[NodeState, str]] = ..., engine_url: _Optional[str] = ..., model_id: _Optional[str] = ..., layout_json: _Optional[str] = ..., layout_fingerprint: _Optional[str] = ..., block_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., pool: _Optional[_Union[PoolReport, _Mapping]] = ..., integrity_error: _Optional[str] = ..., boot_id: _Optional[str] = ..., engine_pid: _Optional[int] = ..., ssd: _Optional[_Union[SsdReport, _Mapping]] = ..., contexts: _Optional[_Iterable[_Union[Context, _Mapping]]] = ..., conversion: _Optional[_Union[Conversion, _Mapping]] = ..., calls_port: _Optional[int] = ..., version: _Optional[str] = ..., wall_clock_s: _Optional[float] = ..., not_done_json: _Optional[str] = ..., adapters: _Optional[_Iterable[str]] = ..., takes_media: _Optional[bool] = ..., rooms: _Optional[_Union[Rooms, _Mapping]] = ..., plain: _Optional[_Iterable[str]] = ..., name_secrets: _Optional[_Iterable[str]] = ..., own_cache: _Optional[bool] = ...) -> None: ...
+    rdma_direct: bool
+    def __init__(self, node_id: _Optional[str] = ..., cluster: _Optional[str] = ..., cluster_kind: _Optional[str] = ..., role: _Optional[str] = ..., state: _Optional[_Union[NodeState, str]] = ..., engine_url: _Optional[str] = ..., model_id: _Optional[str] = ..., layout_json: _Optional[str] = ..., layout_fingerprint: _Optional[str] = ..., block_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., pool: _Optional[_Union[PoolReport, _Mapping]] = ..., integrity_error: _Optional[str] = ..., boot_id: _Optional[str] = ..., engine_pid: _Optional[int] = ..., ssd: _Optional[_Union[SsdReport, _Mapping]] = ..., contexts: _Optional[_Iterable[_Union[Context, _Mapping]]] = ..., conversion: _Optional[_Union[Conversion, _Mapping]] = ..., calls_port: _Optional[int] = ..., version: _Optional[str] = ..., wall_clock_s: _Optional[float] = ..., not_done_json: _Optional[str] = ..., adapters: _Optional[_Iterable[str]] = ..., takes_media: _Optional[bool] = ..., rooms: _Optional[_Union[Rooms, _Mapping]] = ..., plain: _Optional[_Iterable[str]] = ..., name_secrets: _Optional[_Iterable[str]] = ..., own_cache: _Optional[bool] = ..., rdma_direct: _Optional[bool] = ...) -> None: ...
 
 class Rooms(_message.Message):
     __slots__ = ("host", "port")

@@ -13,7 +13,7 @@ from transport.errors import Closed, ConnectionRefused, PeerLost, RemoteProtocol
 from transport.path.shm import copy_extents, scatter
 from transport.path.tcp import peer_of, prepare, receive_now, wait_readable
 from transport.rdma.inlet import RailEnds
-from transport.receive.buffers import Buffers, NoBufferRoom
+from transport.receive.buffers import Buffers, NoBufferRoom, RoomOfPeer
 from transport.receive.connection.arenas import Arenas
 from transport.receive.connection.greeter import GreetedVisitor
 from transport.receive.connection.payload import Filled, Payload
@@ -24,6 +24,7 @@ from transport.receive.registry.shared import SharedLandings
 from transport.wire.checksum import Integrity, digest, transfer_seed
 from transport.wire.connection import Connection
 from transport.wire.frames import (
+    BUFFERS_SINCE,
     MAX_LIST,
     Abort,
     Accept,
@@ -69,7 +70,8 @@ class ReceiverThread(threading.Thread):
         self._connection = connection
         self._begun = begun
         self._replies = Replies(sock, connection)
-        self._buffers = Buffers(shared.buffers, peer_of(sock).rpartition(":")[0])
+        address = peer_of(sock).rpartition(":")[0]
+        self._buffers = Buffers(shared.buffers, address)
         self._payload = Payload(sock, connection, self._replies, self._buffers, options.limits)
         self._decoder: ChunkDecoder | None = None  # made when first needed
         self._seeds: dict[int, int] = {}  # of the slots that were accepted, as are seals and arenas
@@ -77,7 +79,7 @@ class ReceiverThread(threading.Thread):
         self._refused: dict[int, None] = dict.fromkeys(begun.refused)
         self._arenas = Arenas(options.arena_dirs)
         self._passed_chunks = 0  # read past since the last one that landed
-        self._rails = RailEnds(options.rdma, shared.count)
+        self._rails = RailEnds(options.rdma, RoomOfPeer(shared.buffers, address), shared.count)
         self._rails.asked = begun.asked_rails
 
     def stop(self) -> None:
@@ -168,7 +170,8 @@ class ReceiverThread(threading.Thread):
             case AskRails():
                 self._rails.asked = True
             case RailOffer():
-                self.say(self._rails.offer(frame))
+                for said in self._rails.offer(frame):
+                    self.say(said)
             case RailClosed():
                 self._rails.closed(frame)
 
@@ -193,7 +196,10 @@ class ReceiverThread(threading.Thread):
                 del self._refused[next(iter(self._refused))]
         self._replies.flush()
         if isinstance(reply, Accept) and self._rails.asked:
-            self._grant(reply)
+            if self._rails.direct:
+                self._grant(reply)
+            else:
+                self._introduce(reply.slot)
         self.say(reply)
         self._shared.settle()
 
@@ -217,11 +223,24 @@ class ReceiverThread(threading.Thread):
             raise RemoteProtocolError(f"bytes for slot {slot}, which is not open")
         return slot in self._seeds
 
-    def _claim(self, frame: Chunk | Reference) -> Claim | None:
+    def _claim(self, frame: Chunk | Reference | Written) -> Claim | None:
         return self._shared.claim(self.who, frame, self._payload.sink_of) if self._is_bound(frame.slot) else None
 
+    def _introduce(self, slot: int) -> None:
+        """Tells of the NICs here, those near to the landing's memory first."""
+        landing = self._shared.bound(self.who, slot) if self._options.rdma is not None else None
+        region = None
+        if landing is not None and landing.targets is not None and landing.bytes_total:
+            try:
+                region = self._rails.region_of(landing.inbox.manifest.views(landing.targets, 0, 1)[0])
+            except Exception as exc:
+                self._shared.fail(self.who, slot, Code.TARGET, exc)
+        knows_buffers = self._connection.version >= BUFFERS_SINCE
+        for frame in self._rails.introduction(region, knows_buffers=knows_buffers):
+            self.say(frame)
+
     def _grant(self, reply: Accept) -> None:
-        """Tells where to write, if the memory is registered: not granted, chunks come over this connection."""
+        """Direct mode: tells where to write, if the memory is registered: not granted, chunks come over this connection."""
         slot, place = reply.slot, None
         landing = self._shared.grant_memory(self.who, slot) if self._options.rdma is not None else None
         # An Accept that had to be shortened names bytes that have landed: those must not be written.
@@ -232,8 +251,8 @@ class ReceiverThread(threading.Thread):
                 self._shared.fail(self.who, slot, Code.TARGET, exc)
         if place is None:
             self._shared.revoke_memory(self.who, slot)
-        for nics in self._rails.nics(place[0] if place is not None else None):
-            self.say(nics)
+        for frame in self._rails.introduction(place[0] if place is not None else None, knows_buffers=True):
+            self.say(frame)
         for grant in self._rails.grants(slot, *place) if place is not None else ():
             self.say(grant)
 
@@ -354,8 +373,11 @@ class ReceiverThread(threading.Thread):
         self._finish(frame, claim, complete and self._is_as_sent(frame, claim))
 
     def _count_written(self, frame: Written) -> None:
-        """A chunk was written into its place by the sender."""
+        """A chunk was written by the sender: into its rail's buffer, or in direct mode into its place."""
         arrived = self._rails.has_arrived(frame)
+        if not self._rails.direct:
+            self._take_written(frame, arrived)
+            return
         granted = self._shared.is_granted(self.who, frame.slot)
         claim = self._shared.claim(self.who, frame, self._payload.sink_of) if granted else None
         if claim is None:
@@ -364,6 +386,18 @@ class ReceiverThread(threading.Thread):
         self._shared.received_bytes += frame.length
         unchecked = self._options.integrity is Integrity.NONE
         self._finish(frame, claim, arrived if unchecked else self._is_as_sent(frame, claim))
+
+    def _take_written(self, frame: Written, arrived: bool) -> None:
+        """Checked in its place only: in the buffer the sender may still change it."""
+        fd, start = self._rails.written(frame)
+        claim = self._claim(frame)
+        if claim is None:
+            self._passed(frame)
+            return
+        complete = copy_extents(fd, [(start, frame.length)], claim.views)
+        self._shared.received_bytes += frame.length
+        unchecked = self._options.integrity is Integrity.NONE
+        self._finish(frame, claim, complete and (arrived if unchecked else self._is_as_sent(frame, claim)))
 
     def _is_as_sent(self, frame: Reference | Written, claim: Claim) -> bool:
         return digest(claim.views, self._seeds[claim.slot], claim.start) == frame.checksum

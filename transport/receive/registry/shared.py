@@ -66,6 +66,8 @@ class SharedLandings:
         num_seats: int = NUM_SEATS,
         buffer_bytes: int = BUFFER_BYTES,
         guard: Guard | None = None,
+        *,
+        spare_buffer_bytes: int = 0,
     ) -> None:
         self.lock = threading.Lock()
         self.changed = threading.Condition(self.lock)  # deadlines moved, or a connection left
@@ -78,7 +80,7 @@ class SharedLandings:
         self._on_read = on_read  # sends what a one-sided read asks for (see batch)
         self._readers: dict[int, ConnectionReader] = {}
         self._seats = Seats(num_seats)
-        self.buffers = BufferRoom(buffer_bytes)
+        self.buffers = BufferRoom(buffer_bytes, spare_buffer_bytes)
         self._next_reader = 0
         self._notices: Notices = []  # not said yet
 

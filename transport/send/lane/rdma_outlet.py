@@ -1,9 +1,11 @@
-"""A lane whose chunks are written into the receiver's pages by RDMA, over several rails at once.
+"""A lane whose chunks are written to the receiver by RDMA, over several rails at once.
 
-    connection   AskRails, Open ──►            ◄── Nics, Grant, Accept      who showed the secret learns where to write
-                 RailOffer ──►                 ◄── RailAnswer               one queue pair a rail
-    rails        chunk = writes, the last one with the chunk's number ══►   straight into the pages
-    connection   Written(checksum) ──►         ◄── Ack, Nack, Cancel        verified where it lies
+    connection   AskRails, Open ──►            ◄── LandingBuffers, Nics, Accept    who showed the secret learns of NICs
+                 RailOffer ──►                 ◄── RailBuffer, RailAnswer   one queue pair a rail, and its buffer
+    rails        chunk = writes, the last one with the chunk's number ══►   into a place of the buffer
+    connection   Written(checksum) ──►         ◄── Ack, Nack, Cancel        copied into the pages, and verified there
+
+A receiver in direct mode, or of version 1, says Grant for each transfer instead: chunks go straight into its pages.
 
 Each rail is a lane of the peer's scheduler. It takes chunks when it has room, so a slow one does not hold up the rest.
 The sender closes a rail that fails, and tells the receiver (RailClosed), which closes its end. Only then do its chunks
@@ -32,13 +34,14 @@ from transport.wire.frames import (
     AskRails,
     Frame,
     Grant,
+    LandingBuffers,
     Nack,
     Nics,
     RailAnswer,
+    RailBuffer,
     RailClosed,
 )
 
-RDMA_CHUNK_BYTES: Final = 1 << 20  # what a lost rail costs, and what one checksum covers
 # Completions are polled: waiting for their events would hold the interpreter lock.
 NAP_FIRST_S: Final = 20e-6
 NAP_MAX_S: Final = 1e-3
@@ -133,10 +136,14 @@ class RdmaSenderLane(SenderLane):
 
     def _on_frame(self, frame: Frame) -> None:
         match frame:
+            case LandingBuffers():
+                self._rails.use_buffers(frame)
             case Nics():
                 self._rails.plan(parse_nics(frame.nics))
             case Grant():
                 self._granted(frame)
+            case RailBuffer():
+                self._rails.on_buffer(frame)
             case RailAnswer():
                 self._rails.on_answer(frame)
             case RailClosed():
@@ -166,7 +173,7 @@ class RdmaSenderLane(SenderLane):
             raise RemoteProtocolError("a grant of more bytes than there are to write")
         if granted.num_extents + len(frame.extents) > MAX_EXTENTS:
             raise RemoteProtocolError("a grant in too many pieces")
-        slot.address, slot.keys = frame.address, dict(frame.keys)
+        slot.keys = dict(frame.keys)
         try:
             granted.add((frame.address + offset, length) for offset, length in frame.extents)
         except OverflowError as exc:
@@ -177,14 +184,15 @@ class RdmaSenderLane(SenderLane):
         if slot is None:
             return
         slot.accepted = True
-        if not slot.granted.num_bytes:
-            slot.fallback = self._rails.none_because or "not_granted"
-            return
-        slot.placement = slot.granted
-        if slot.placement.num_bytes != slot.transfer.manifest.total_bytes or len(slot.keys) < len(
-            self._rails.remote or ()
-        ):
-            raise RemoteProtocolError(f"a grant of {slot.placement.num_bytes} bytes with {len(slot.keys)} keys")
+        if self._rails.buffers is None:
+            if not slot.granted.num_bytes:
+                slot.fallback = self._rails.none_because or "not_granted"
+                return
+            slot.placement = slot.granted
+            if slot.placement.num_bytes != slot.transfer.manifest.total_bytes or len(slot.keys) < len(
+                self._rails.remote or ()
+            ):
+                raise RemoteProtocolError(f"a grant of {slot.placement.num_bytes} bytes with {len(slot.keys)} keys")
         slot.fallback = self._rails.none_because or self._rails.register(slot)
 
     def _fall_back(self, stream: Stream) -> bool:

@@ -13,6 +13,7 @@ from transport.errors import RemoteProtocolError
 from transport.path.shm import ArenaSource
 from transport.rdma.device import (
     PROOF,
+    RDMA_CHUNK_BYTES,
     RECEIVE_DEPTH,
     SEND_DEPTH,
     MemoryRegion,
@@ -27,7 +28,16 @@ from transport.rdma.rails import MemoryPlacement, Rail, RailState, RailTable, Se
 from transport.rdma.topology import Nic, plan_rails
 from transport.send.schedule.lanes import LanePiece, LaneTransfer
 from transport.send.schedule.transfers import Transfers
-from transport.wire.frames import Frame, RailAnswer, RailClosed, RailOffer, Written
+from transport.wire.frames import (
+    MAX_CHUNK_BYTES,
+    Frame,
+    LandingBuffers,
+    RailAnswer,
+    RailBuffer,
+    RailClosed,
+    RailOffer,
+    Written,
+)
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +63,8 @@ class _Running:
     lane: int  # of the scheduler
     remote_nic: int
     queue_pair: QueuePair
-    queue: SendQueue[_Chunk] = field(default_factory=lambda: SendQueue(room=SEND_DEPTH, max_unanswered=RECEIVE_DEPTH))
+    queue: SendQueue[_Chunk]
+    buffer: RailBuffer | None = None  # the receiver's; None: direct mode, or not told yet
 
 
 @dataclass(slots=True)
@@ -61,8 +72,7 @@ class Slot:
     """A transfer on this connection, and where its bytes go."""
 
     transfer: LaneTransfer
-    address: int = 0
-    keys: dict[int, int] = field(default_factory=dict)  # by place of the receiver's NIC
+    keys: dict[int, int] = field(default_factory=dict)  # direct mode: by place of the receiver's NIC
     granted: MemoryPlacement = field(default_factory=MemoryPlacement)
     placement: MemoryPlacement | None = None  # what was granted, once it is accepted
     memory: MemoryRegion | None = None  # ours
@@ -78,6 +88,7 @@ class RunningRails:
         self.slots: dict[int, Slot] = {}
         self.remote: tuple[Nic, ...] | None = None  # until the receiver has told
         self.none_because = ""
+        self.buffers: LandingBuffers | None = None  # None: the receiver is in direct mode
         self._devices = devices
         self._transfers = transfers
         self._say = say  # to the receiver, over the connection
@@ -91,8 +102,16 @@ class RunningRails:
         """A new connection, `key` to the scheduler: there are no rails yet."""
         self._key, self._checksum = key, checksum
         self.slots, self._unanswered = {}, {}
-        self.none_because, self.remote = "", None
+        self.none_because, self.remote, self.buffers = "", None, None
         self.table.restart()
+
+    def use_buffers(self, frame: LandingBuffers) -> None:
+        """The receiver has buffers for chunks. Raises RemoteProtocolError for those that we cannot use."""
+        if self.remote is not None or self.buffers is not None:
+            raise RemoteProtocolError("landing buffers are told once, before the NICs")
+        if not (0 < frame.places <= RECEIVE_DEPTH and RDMA_CHUNK_BYTES <= frame.place_bytes <= MAX_CHUNK_BYTES):
+            raise RemoteProtocolError(f"buffers of {frame.places} places of {frame.place_bytes} bytes")
+        self.buffers = frame
 
     def plan(self, remote: tuple[Nic, ...]) -> None:
         """Which pairs of NICs to connect: those near to the memory of what is to be sent, at both ends."""
@@ -166,13 +185,24 @@ class RunningRails:
         self._running.clear()
         self._transfers.settle()
 
+    def on_buffer(self, frame: RailBuffer) -> None:
+        """Raises RemoteProtocolError for one that lies in no memory."""
+        if self.buffers is not None and frame.address + self.buffers.places * self.buffers.place_bytes > 1 << 64:
+            raise RemoteProtocolError("a rail's buffer beyond all memory")
+        rail = self.table.find(frame.rail, frame.attempt)
+        if rail is not None and rail.state is RailState.OFFERED:
+            self._running[rail.index].buffer = frame
+
     def on_answer(self, frame: RailAnswer) -> None:
         rail = self.table.find(frame.rail, frame.attempt)
         if rail is None or rail.state is not RailState.OFFERED:
             return
         if frame.depth < RECEIVE_DEPTH:
             raise RemoteProtocolError(f"a rail for {frame.depth} chunks, at least {RECEIVE_DEPTH}")
-        queue_pair = self._running[rail.index].queue_pair
+        running = self._running[rail.index]
+        if (running.buffer is None) != (self.buffers is None):
+            raise RemoteProtocolError("a rail's buffer is told before its answer, and only where there are buffers")
+        queue_pair = running.queue_pair
         end = QueuePairEnd(number=frame.queue_pair, packet_number=frame.packet_number, gid=frame.gid, mtu=frame.mtu)
         self.table.answered(rail, time.monotonic())
         try:
@@ -209,7 +239,9 @@ class RunningRails:
         # Above the bits of any connection's key.
         lane = self._next_lane << 48 | self._key & 0xFFFFFFFFFFFF
         remote_nic = next(i for i, nic in enumerate(self.remote or ()) if nic.name == rail.plan.remote)
-        self._running[rail.index] = _Running(rail, rail.attempt, lane, remote_nic, queue_pair)
+        out = RECEIVE_DEPTH if self.buffers is None else self.buffers.places
+        queue: SendQueue[_Chunk] = SendQueue(room=SEND_DEPTH, max_unanswered=out)
+        self._running[rail.index] = _Running(rail, rail.attempt, lane, remote_nic, queue_pair, queue)
         try:
             end = queue_pair.end
         except RdmaError:
@@ -300,7 +332,6 @@ class RunningRails:
 
     def _put(self, running: _Running, piece: LanePiece) -> None:
         transfer, slot = piece.transfer, self.slots[piece.transfer.slot]
-        assert slot.placement is not None
         assert slot.memory is not None
         source = self._transfers.source_of(transfer)
         assert isinstance(source, ArenaSource)
@@ -309,9 +340,21 @@ class RunningRails:
         base = address_of(source.arena)
         found = source.extents(*manifest.covering(piece.start, piece.stop), piece.stop - piece.start)
         extents = [(base + start, length) for start, length in found]
-        writes = plan_writes(extents, slot.placement.slice(piece.start, piece.stop))
+        targets, remote_key = self._targets(running, piece)
         local_key = slot.memory.keys[running.rail.plan.local].local
-        running.queue.put(_Chunk(piece, checksum, local_key, slot.keys[running.remote_nic]), writes)
+        running.queue.put(_Chunk(piece, checksum, local_key, remote_key), plan_writes(extents, targets))
+
+    def _targets(self, running: _Running, piece: LanePiece) -> tuple[list[tuple[int, int]], int]:
+        """Where a chunk goes, and the key of that memory. A place of a buffer is free again once its chunk is answered."""
+        if self.buffers is not None:
+            assert running.buffer is not None
+            place = running.queue.next_number % self.buffers.places
+            return [
+                (running.buffer.address + place * self.buffers.place_bytes, piece.stop - piece.start)
+            ], running.buffer.key
+        slot = self.slots[piece.transfer.slot]
+        assert slot.placement is not None
+        return slot.placement.slice(piece.start, piece.stop), slot.keys[running.remote_nic]
 
     def _post(self, running: _Running) -> bool:
         postings = running.queue.take_postings()

@@ -59,6 +59,13 @@ def test_an_engine_in_clear_is_an_error_to_a_gateway_with_certificates() -> None
     assert bad(replace(WELL, has_identity=True)) == []
 
 
+def test_an_arena_that_peers_write_into_is_a_warning() -> None:
+    (found,) = bad(with_decode(rdma_direct=True))
+    assert (found.level, found.about) == (Level.WARNING, "d0")
+    assert found.what == "the NICs of the nodes of west can write anywhere in its arena"
+    assert found.remedy == "rdma_direct = false gives each a buffer of its own"
+
+
 def test_a_control_port_that_takes_tls_1_2_is_a_warning() -> None:
     (found,) = bad(replace(WELL, certificates=(Certificate("certificate of n", 1e8, is_old_taken=True),)))
     assert (found.level, found.what) == (Level.WARNING, "its control_port takes TLS 1.2")
