@@ -15,6 +15,7 @@ from typing import Final
 from membership.documents import read_entry
 from membership.errors import SourceFailed
 from membership.member import Member
+from membership.sources import MAX_ENTRIES
 from membership.view import RegistryReading
 from transport.control.settings import SettingsError
 
@@ -194,7 +195,7 @@ class EtcdListing:
 
     def _stays(self, name: str, until: float) -> None:
         entry = self._known.pop(name)
-        if entry.member is not None and not entry.has_left:
+        if entry.member is not None and not entry.has_left and len(self._gone) < MAX_ENTRIES:
             self._gone[name] = entry, until
         self._is_empty_meant = False
 

@@ -1,8 +1,8 @@
 """A watch of etcd: a thread reads what comes; it is looked at without waiting."""
 
-import contextlib
 import queue
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
@@ -11,8 +11,7 @@ import grpc
 from membership.errors import EtcdFailed
 from transport.control.proto.etcd_pb2 import WatchCreateRequest, WatchProgressRequest, WatchRequest, WatchResponse
 
-MAX_WAITING: Final = 64  # answers that were not looked at yet; more wait in the connection
-LOOK_S: Final = 0.5  # between two looks whether a watch is closed that is not looked at
+MAX_WAITING_BYTES: Final = 4 << 20  # of answers that were not looked at yet; more wait in the connection
 
 
 class EtcdWatch:
@@ -24,26 +23,25 @@ class EtcdWatch:
         )
         self._requests: queue.SimpleQueue[WatchRequest | None] = queue.SimpleQueue()
         self._requests.put(WatchRequest(create_request=create))
-        self._answers: queue.Queue[WatchResponse | str] = queue.Queue(MAX_WAITING)
-        self._is_closed = threading.Event()
+        self._answers: deque[tuple[WatchResponse | str, int]] = deque()  # and their bytes
+        self._waiting_bytes = 0
+        self._is_closed = False
+        self._changed = threading.Condition()  # of the three above
         self._call = call(iter(self._requests.get, None))
         threading.Thread(target=self._read, name="etcd-watch", daemon=True).start()
 
     def first(self, timeout_s: float) -> WatchResponse:
         """What comes first. Raises EtcdFailed."""
-        try:
-            answer = self._answers.get(timeout=max(0.0, timeout_s))
-        except queue.Empty:
-            raise EtcdFailed("late", "etcd does not begin the watch") from None
-        return _good(answer)
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._answers, timeout=max(0.0, timeout_s)):
+                raise EtcdFailed("late", "etcd does not begin the watch")
+            return _good(self._next())
 
     def take(self) -> Iterator[WatchResponse]:
         """What has come. Raises EtcdFailed where the watch has ended."""
-        for _ in range(MAX_WAITING):
-            try:
-                answer = self._answers.get_nowait()
-            except queue.Empty:
-                return
+        for _ in range(len(self._answers)):
+            with self._changed:
+                answer = self._next()
             yield _good(answer)
 
     def ask_progress(self) -> None:
@@ -51,7 +49,9 @@ class EtcdWatch:
         self._requests.put(WatchRequest(progress_request=WatchProgressRequest()))
 
     def close(self) -> None:
-        self._is_closed.set()
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
         self._requests.put(None)
         self._call.cancel()
 
@@ -68,10 +68,24 @@ class EtcdWatch:
             self._put(end)
 
     def _put(self, answer: WatchResponse | str) -> None:
-        while not self._is_closed.is_set():
-            with contextlib.suppress(queue.Full):
-                self._answers.put(answer, timeout=LOOK_S)
-                return
+        """An answer that is too long waits until it is alone."""
+        size = len(answer) if isinstance(answer, str) else answer.ByteSize()
+
+        def has_room() -> bool:
+            return self._is_closed or not self._answers or self._waiting_bytes + size <= MAX_WAITING_BYTES
+
+        with self._changed:
+            self._changed.wait_for(has_room)
+            if not self._is_closed:
+                self._answers.append((answer, size))
+                self._waiting_bytes += size
+                self._changed.notify_all()
+
+    def _next(self) -> WatchResponse | str:
+        answer, size = self._answers.popleft()
+        self._waiting_bytes -= size
+        self._changed.notify_all()
+        return answer
 
 
 def _good(answer: WatchResponse | str) -> WatchResponse:

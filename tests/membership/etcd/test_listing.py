@@ -6,6 +6,7 @@ from membership.documents import entry_text
 from membership.errors import SourceFailed
 from membership.etcd.listing import ANOTHER_S, GRACE_S, LEASE_S, MAX_PROBLEMS, EtcdListing, Snapshot, StoredKey
 from membership.member import Member
+from membership.sources import MAX_ENTRIES
 from membership.view import View
 
 ROOT = "/prfaas/nodes/"
@@ -39,6 +40,14 @@ def reason(listing: EtcdListing, now: float) -> str:
     with pytest.raises(SourceFailed) as failed:
         listing.reading(now)
     return failed.value.reason
+
+
+def test_no_more_nodes_linger_than_a_gateway_takes() -> None:
+    listing = holding(registered("a"))
+    for number in range(MAX_ENTRIES + 2):
+        listing.put(registered(f"n{number}"), 0.0)
+        listing.delete(f"registered/n{number}", 11 + number, 0.0)
+    assert len(ids(listing)) == 1 + MAX_ENTRIES
 
 
 def test_a_node_that_is_killed_is_gone_a_while_after_its_lease() -> None:
