@@ -16,6 +16,7 @@ import torch
 from engine.vllm.worker_side.device import (
     NO_DRIVER,
     REFUSED,
+    REGISTERING,
     ArenaMemory,
     CopyDevice,
     CopyStream,
@@ -143,7 +144,7 @@ class AcceleratorDevice:
         address, size = address_of(memory.data), memory.data.size
         if register_in_chunks(address, size, direct, stop=self._closing.is_set):
             self._registered = memory
-            memory.is_registered = True
+            memory.unregistered_because = ""
         else:
             memory.unregistered_because = REFUSED
             log.warning("the page arena cannot be registered with the device: copies go through buffers")
@@ -151,7 +152,7 @@ class AcceleratorDevice:
     def _let_go(self) -> None:
         memory, self._registered = self._registered, None
         if memory is not None and self._direct is not None:
-            memory.is_registered = False
+            memory.unregistered_because = REGISTERING  # and nothing is copied from or to it any more
             for start, _ in chunks(address_of(memory.data), memory.data.size):
                 self._direct.unregister(start)
 

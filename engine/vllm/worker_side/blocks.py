@@ -129,13 +129,12 @@ class DeviceBlocks:
         return stream.mark()
 
     def _goes_straight(self, copies: Sequence[BlockCopies], arena: ArenaMemory) -> bool:
+        """Whether copies need no buffer; where they do, this counts their bytes by the reason."""
         num_bytes = sum(each.num_bytes for each in copies)
-        if not num_bytes:
-            return False
-        if arena.is_registered and len(self._runs) <= MAX_RUNS:
-            return True
-        self._on_buffered(SHORT_RUNS if arena.is_registered else arena.unregistered_because, num_bytes)
-        return False
+        reason = arena.unregistered_because or (SHORT_RUNS if len(self._runs) > MAX_RUNS else "")
+        if reason and num_bytes:
+            self._on_buffered(reason, num_bytes)
+        return not reason and num_bytes > 0
 
     def _pairs(self, copies: Sequence[BlockCopies], arena: Bytes) -> list[tuple[Index, Index, Index]]:
         """(addresses in blocks, addresses in the arena, bytes) of what is contiguous on both sides."""

@@ -61,8 +61,12 @@ class ArenaMemory:
 
     def __init__(self, data: Bytes) -> None:
         self.data: Final = data
-        self.is_registered = False  # with the device, which then copies without a buffer in between
-        self.unregistered_because = REGISTERING
+        self.unregistered_because = REGISTERING  # "": it is registered with the device, and needs no buffer for copies
+
+    @property
+    def is_registered(self) -> bool:
+        """Whether the device copies from and to it without a buffer in between."""
+        return not self.unregistered_because
 
 
 class CopyDevice(Protocol):

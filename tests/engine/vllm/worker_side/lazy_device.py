@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import torch
 
-from engine.vllm.worker_side.device import ArenaMemory, CopyStream, Mark, Moves, move_now
+from engine.vllm.worker_side.device import REGISTERING, ArenaMemory, CopyStream, Mark, Moves, move_now
 
 
 class LazyStream:
@@ -80,7 +80,7 @@ class LazyDevice:
         return torch.empty((rows, row_bytes), dtype=torch.uint8)
 
     def adopt(self, memory: ArenaMemory) -> None:
-        memory.is_registered = self._registers
+        memory.unregistered_because = "" if self._registers else REGISTERING
 
     def close(self) -> None:
         return
