@@ -17,7 +17,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from planner.decisions.defaults import DEPLOYED
+from planner.decisions.defaults import DEPLOYED, TRIAL_LOAD, TRIAL_REQUESTS
 from planner.errors import InputError, MissingExtra
 from planner.model.fitting import workload_of
 from planner.model.market import Market, load_market
@@ -44,8 +44,6 @@ from planner.solve.problem import SolveOptions
 __all__ = ["Advised", "buy", "fit", "frame", "plot", "rows", "simulate", "site", "solve"]
 
 FRAMES: Final = ("pandas", "polars")  # in the order in which they are looked for
-LOAD: Final = 0.8  # of Λ
-REQUESTS: Final = 20_000  # made up where there is no trace
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +86,7 @@ def simulate(
     trace: str | Path | Trace | None = None,
     *,
     requests: int | None = None,
-    load: float = LOAD,
+    load: float = TRIAL_LOAD,
     seed: int = 0,
     trial: Trial = DEPLOYED_TRIAL,
 ) -> SimulationOutcome:
@@ -100,7 +98,7 @@ def simulate(
     lengths = of.workload.lengths
     of = replace(of, workload=replace(of.workload, lengths=lengths.alone() if lengths.held_share else lengths))
     source: Source = (
-        from_workload(of, load * plan.lambda_max, requests or REQUESTS)
+        from_workload(of, load * plan.lambda_max, requests or TRIAL_REQUESTS)
         if trace is None
         else from_trace(_trace(trace, requests))
     )

@@ -14,7 +14,7 @@ from planner.commands.argument_types import above_zero, at_least_one, not_negati
 from planner.commands.profile_arguments import to_profile
 from planner.commands.service_arguments import as_json, to_apply, to_ask, to_compare, to_look_back, to_serve
 from planner.decisions.admission.overload import AdmissionPolicy
-from planner.decisions.defaults import DEPLOYED
+from planner.decisions.defaults import DEPLOYED, TRIAL_LOAD, TRIAL_REQUESTS
 from planner.decisions.routing.placement import PLACERS
 from planner.simulator.policies import POLICIES, Estimates
 from planner.solve.goals import Objective, SplitRule, TieBreak, Worst
@@ -89,7 +89,7 @@ def _trial(command: argparse.ArgumentParser) -> None:
         "--requests",
         type=at_least_one,
         metavar="N",
-        help="replay the first N of the trace (default: all), or draw N arrivals (default: 20000)",
+        help=f"replay the first N of the trace (default: all), or draw N arrivals (default: {TRIAL_REQUESTS})",
     )
     _begin_within(command)
     command.add_argument(
@@ -193,7 +193,7 @@ def _arrivals(command: argparse.ArgumentParser) -> None:
         "--rate-scale", type=above_zero, default=1.0, metavar="X", help="replay the trace X times as fast (default: 1)"
     )
     command.add_argument(
-        "--load", type=above_zero, default=0.8, metavar="SHARE",
+        "--load", type=above_zero, default=TRIAL_LOAD, metavar="SHARE",
         help="without a trace: arrivals as a share of the plan's largest rate, Λ (default: %(default)s)",
     )  # fmt: skip
     command.add_argument(

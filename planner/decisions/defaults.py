@@ -26,3 +26,6 @@ class DeploymentDefaults:
 
 
 DEPLOYED: Final = DeploymentDefaults()
+
+TRIAL_LOAD: Final = 0.8  # of Λ, where a trial has no trace
+TRIAL_REQUESTS: Final = 20_000  # which are drawn then

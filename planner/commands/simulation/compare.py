@@ -7,7 +7,6 @@ from planner.commands.rendering.output import emit
 from planner.commands.rendering.progress import busy
 from planner.commands.rendering.text import table
 from planner.commands.simulation.trial import (
-    REQUESTS,
     disturbed,
     seeds_of,
     site_for_trial,
@@ -15,6 +14,7 @@ from planner.commands.simulation.trial import (
     trace_of,
     trial_of,
 )
+from planner.decisions.defaults import TRIAL_REQUESTS
 from planner.simulator.trials.compare import compare, contenders_of
 from planner.simulator.trials.trial import from_workload
 
@@ -34,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
     )
     least = min(contender.lambda_max for contender in contenders)
     source = (
-        disturbed(args, from_workload(site, args.arrivals, args.requests or REQUESTS))
+        disturbed(args, from_workload(site, args.arrivals, args.requests or TRIAL_REQUESTS))
         if args.arrivals and trace is None
         else source_of(args, site, trace, least)
     )

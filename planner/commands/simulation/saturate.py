@@ -6,7 +6,6 @@ from typing import Any, Final
 from planner.commands.rendering.output import emit, remark
 from planner.commands.rendering.text import outcome_text
 from planner.commands.simulation.trial import (
-    REQUESTS,
     disturbed,
     judged_watched,
     seeds_of,
@@ -15,6 +14,7 @@ from planner.commands.simulation.trial import (
     trace_of,
     trial_of,
 )
+from planner.decisions.defaults import TRIAL_REQUESTS
 from planner.simulator.trials.saturation import parse_slo, saturate
 from planner.simulator.trials.trial import from_trace, from_workload, scenario_of
 
@@ -29,7 +29,7 @@ def run(args: argparse.Namespace) -> int:
     seeds = seeds_of(args)
 
     def report_at(rate: float) -> dict[str, Any]:
-        source = from_workload(deployed, rate, args.requests or REQUESTS)
+        source = from_workload(deployed, rate, args.requests or TRIAL_REQUESTS)
         if trace is not None:
             source = from_trace(trace, rate * trace.span_s / len(trace))
         remark(f"trying {rate:.3f} req/s")

@@ -11,6 +11,7 @@ from planner.commands.capacity.options import options_of
 from planner.commands.rendering.output import remark
 from planner.commands.rendering.progress import busy, watched
 from planner.decisions.admission.overload import AdmissionPolicy
+from planner.decisions.defaults import TRIAL_REQUESTS
 from planner.decisions.views import ClusterKind
 from planner.errors import InputError
 from planner.model.fitting import workload_of
@@ -39,7 +40,6 @@ from planner.solve.plan import outline
 
 LOAD: Final = Range(0, 1e3)
 UNTIL: Final = Range(0, float("inf"), "seconds")  # a link may never come back
-REQUESTS: Final = 20_000  # made up where there is no trace
 
 
 def trial_of(args: argparse.Namespace) -> Trial:
@@ -185,7 +185,7 @@ def _source_of(args: argparse.Namespace, site: Site, trace: Trace | None, limit:
         return from_trace(trace, args.rate_scale)
     if args.day:
         return from_day(site, [share * limit for share in _shares(args.day, limit * args.bin)], args.bin)
-    return from_workload(site, args.load * limit, args.requests or REQUESTS)
+    return from_workload(site, args.load * limit, args.requests or TRIAL_REQUESTS)
 
 
 def _shares(text: str, most_per_bin: float) -> list[float]:
