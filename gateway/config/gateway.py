@@ -243,7 +243,7 @@ class GatewayConfig:
     `certificate`, `key` and `authority` are PEM files: with them, agents are talked to over mutual TLS. `revoked` lists
     certificates that count no more. Without, agents on other machines are talked to only if `plain` says that this is known.
     `names_secret` is a file of secrets that blocks are named by (`hybrid_cache.hashing.name_secrets`), the same for all.
-    Where it has two, all prompts have come under the first `names_overlap_s` after it was written there.
+    Where the file has two, every prompt is named by the first at most `names_overlap_s` after the file was written.
     Media at addresses are taken from `allowed_media_domains` alone.
     `operators` may look at this gateway and change it. `operator_keys` are of operators without a name, with all rights. A
     browser in which an operator has logged in need not show the key again for `session_s`.
