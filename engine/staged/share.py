@@ -21,6 +21,7 @@ from transformers import PretrainedConfig
 from engine.agent.job_pages import JobKV
 from engine.errors import ModelError
 from engine.torch.apart import are_apart
+from engine.torch.cache_argument import cache_argument
 from engine.torch.embedded import FORWARD_OPTIONS, UNREADABLE, EmbeddedSequence, loaded, quiet_transformers
 from engine.torch.kv_layers import SequenceCache
 from engine.torch.layout_of import layout_of
@@ -100,7 +101,7 @@ class LayerShare:
         else:
             inputs = {"input_ids": torch.as_tensor(chunk, dtype=torch.long).reshape(1, -1)}
         with torch.inference_mode():
-            output = run(**inputs, past_key_values=cache, use_cache=True, **self._options)
+            output = run(**inputs, use_cache=True, **{cache_argument(run): cache}, **self._options)
         if self._is_last:
             return None, output
         hidden: torch.Tensor = self._modules[self.layers.stop].seen

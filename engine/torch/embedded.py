@@ -24,6 +24,7 @@ from engine.agent.identity import DigestMemory, model_files, model_identity
 from engine.agent.job_pages import JobKV
 from engine.errors import ModelError, PrefillAborted
 from engine.torch.apart import are_apart
+from engine.torch.cache_argument import cache_argument
 from engine.torch.kv_layers import SequenceCache
 from engine.torch.layout_of import layout_of, probe
 from engine.torch.marks import BorderMarks
@@ -137,6 +138,7 @@ class EmbeddedEngine(AtOnce):
     def __init__(self, model: Any, *, identity: str, block_size: int, max_model_len: int | None = None) -> None:
         self.model: Final = model.eval()
         self._options = FORWARD_OPTIONS.get(model.config.model_type, {})
+        self._cache_argument = cache_argument(model)
         self._probe = probe(model)
         dtype = str(model.dtype).removeprefix("torch.")
         self.layout: Final[ModelLayout] = layout_of(self._probe, identity, dtype, block_size)
@@ -206,9 +208,9 @@ class EmbeddedEngine(AtOnce):
                 output = self.model(
                     input_ids=ids,
                     position_ids=positions,
-                    past_key_values=cache,
                     use_cache=True,
                     logits_to_keep=1,
+                    **{self._cache_argument: cache},
                     **self._options,
                 )
         for sequence in sequences:
@@ -258,9 +260,8 @@ class EmbeddedEngine(AtOnce):
     def _forward(self, sequence: EmbeddedSequence, tokens: Sequence[int]) -> torch.Tensor:
         with torch.inference_mode():
             ids = torch.tensor([tokens], dtype=torch.long)
-            output = self.model(
-                input_ids=ids, past_key_values=sequence.cache, use_cache=True, logits_to_keep=1, **self._options
-            )
+            cache = {self._cache_argument: sequence.cache}
+            output = self.model(input_ids=ids, use_cache=True, logits_to_keep=1, **cache, **self._options)
         logits: torch.Tensor = output.logits
         return logits
 

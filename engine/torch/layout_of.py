@@ -10,6 +10,7 @@ from typing import Any, Final
 import torch
 
 from engine.errors import ModelError
+from engine.torch.cache_argument import cache_argument
 from engine.torch.kv_layers import SequenceCache
 from hybrid_cache.layout.layout import KVCacheGroup, ModelLayout
 from hybrid_cache.layout.spec import FullAttention, KVCacheSpec, LinearState, SlidingWindow
@@ -23,7 +24,7 @@ def probe(model: Any) -> SequenceCache:
     if not cache.attention_layers():
         raise ModelError("models without any attention layer are not supported: they cannot know a token's position")
     with torch.inference_mode():
-        model(input_ids=torch.zeros((1, 1), dtype=torch.long), past_key_values=cache, use_cache=True)
+        model(input_ids=torch.zeros((1, 1), dtype=torch.long), use_cache=True, **{cache_argument(model): cache})
     return cache
 
 

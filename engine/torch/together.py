@@ -19,6 +19,7 @@ from transformers import AttentionInterface
 from transformers.cache_utils import Cache, LinearAttentionCacheLayerMixin
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from engine.torch.cache_argument import cache_argument
 from engine.torch.exact_rows import ExactRows, each_for_itself
 from engine.torch.kv_layers import SequenceCache
 
@@ -90,17 +91,18 @@ def run_latent_attention_by_sequence(model: Any) -> None:
     """Modules that take latent K and V apart (MLA) run once per sequence of a batch; nothing else changes for them."""
     for module in model.modules():
         if hasattr(module, "kv_b_proj"):
-            module.forward = partial(_by_sequence, module.forward)
+            module.forward = partial(_by_sequence, module.forward, cache_argument(module))
 
 
-def _by_sequence(forward: Callable[..., Any], *args: Any, past_key_values: Any = None, **kwargs: Any) -> Any:
-    if not isinstance(past_key_values, BatchCache):
-        return forward(*args, past_key_values=past_key_values, **kwargs)
-    caches = past_key_values.caches
+def _by_sequence(forward: Callable[..., Any], cache_name: str, *args: Any, **kwargs: Any) -> Any:
+    cache = kwargs.pop(cache_name, None)
+    if not isinstance(cache, BatchCache):
+        return forward(*args, **{cache_name: cache}, **kwargs)
+    caches = cache.caches
     with each_for_itself():
         outputs = [
-            forward(*_row(args, i, len(caches)), past_key_values=cache, **_row(kwargs, i, len(caches)))[0]
-            for i, cache in enumerate(caches)
+            forward(*_row(args, i, len(caches)), **{cache_name: each}, **_row(kwargs, i, len(caches)))[0]
+            for i, each in enumerate(caches)
         ]
         return torch.cat(outputs), None
 
