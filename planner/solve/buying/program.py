@@ -147,7 +147,8 @@ class _Columns:
             (row, column, value) for row, (entries, *_) in enumerate(self._rows) for column, value in entries.items()
         ]
         rows, columns, values = zip(*where, strict=True)
-        matrix = coo_array((values, (rows, columns)), shape=(len(self._rows), len(self.costs)))
+        places = (np.array(rows, np.int32), np.array(columns, np.int32))  # milp of scipy 1.14 takes no wider ones
+        matrix = coo_array((values, places), shape=(len(self._rows), len(self.costs)))
         found = milp(
             np.array(self.costs),
             integrality=np.ones(len(self.costs)),
