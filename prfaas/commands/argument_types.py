@@ -59,7 +59,7 @@ def link(text: str) -> tuple[str, str]:
     """Two clusters."""
     source, colon, destination = text.partition(":")
     if not (colon and source and destination):
-        raise argparse.ArgumentTypeError(f"{text!r}: must be FROM:TO")
+        raise argparse.ArgumentTypeError(f"{text!r}: must be FROM:TO, such as east:west")
     return source, destination
 
 
