@@ -1,0 +1,161 @@
+"""Follows one collection of the API server: all objects page by page, then each change from there on.
+
+A watch that ends is begun again where it was. Where the API server has forgotten what came since, and every so often, all
+objects are read anew. While it cannot be asked, tries come at growing distances.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Generic, Protocol, TypeVar
+
+import msgspec
+import numpy as np
+
+from membership.backoff import Backoff
+from membership.errors import KubernetesFailed
+from membership.kubernetes.client import ApiClient, RelistNeeded
+from membership.kubernetes.objects import GONE, ApiStatus, Bookmark, Metadata, Page, RawEvent, shown
+from membership.sources import MAX_ENTRIES
+
+PAGE_OBJECTS: Final = 250
+WATCH_S: Final = (40.0, 60.0)  # how long a watch may last: a server that hangs is seen by its not ending
+RELIST_S: Final = 600.0  # after which all is read anew: a server that was restored may tell nothing of what it has lost
+OF_CONNECTION: Final = ("unreachable", "late")
+OF_OBJECTS: Final = ("too_many", "too_long", "malformed", "refused")  # then all is read anew
+SHORT_S: Final = 1.0  # a watch that ends earlier is not begun again at once
+
+
+class HasMetadata(Protocol):
+    @property
+    def metadata(self) -> Metadata: ...
+
+
+T = TypeVar("T", bound=HasMetadata)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collection(Generic[T]):
+    """What is followed: `kind` at `path`, those that `selector` chooses. What is found is told to the other three."""
+
+    path: str
+    selector: str
+    kind: type[T]
+    listed: Callable[[Sequence[T]], None]
+    put: Callable[[T], None]
+    deleted: Callable[[T], None]
+
+
+class Reflector(Generic[T]):
+    """Tells `on_state` None whenever all is known, and otherwise why it is not."""
+
+    def __init__(
+        self,
+        client: ApiClient,
+        collection: Collection[T],
+        on_state: Callable[[KubernetesFailed | None], None],
+        clock: Callable[[], float],
+        rng: np.random.Generator,
+    ) -> None:
+        self._client = client
+        self._of = collection
+        self._on_state = on_state
+        self._clock = clock
+        self._rng = rng
+        self._pauses = Backoff(rng)
+        self._version = ""  # what has been seen; "": nothing yet
+        self._listed_at = 0.0
+        self._is_watching = False
+        self._page_type: Any = Page[collection.kind]  # type: ignore[name-defined]
+
+    async def run(self) -> None:
+        """For ever."""
+        while True:
+            began_at, pause_s = self._clock(), 0.0
+            try:
+                if not self._version or began_at - self._listed_at > RELIST_S:
+                    await self._list()
+                await self._watch()
+                if self._clock() - began_at < SHORT_S:
+                    pause_s = self._pauses.failed()
+            except RelistNeeded:
+                self._version = ""
+                pause_s = self._pauses.failed()
+            except KubernetesFailed as failure:
+                if not self._is_watching or failure.reason not in OF_CONNECTION:
+                    self._on_state(failure)
+                    pause_s = self._pauses.failed()
+                    if failure.reason in OF_OBJECTS:
+                        self._version = ""
+                # else a watch that had begun was cut off, and is begun again at once
+            self._is_watching = False
+            await asyncio.sleep(pause_s)
+
+    async def _list(self) -> None:
+        found: list[T] = []
+        params = {"labelSelector": self._of.selector, "limit": str(PAGE_OBJECTS)}
+        while True:
+            page = await self._page(params)
+            found += page.items or ()
+            if len(found) > MAX_ENTRIES:
+                raise KubernetesFailed("too_many", f"{self._of.path}: more than {MAX_ENTRIES} objects")
+            if not page.metadata.continue_:
+                break
+            params["continue"] = page.metadata.continue_
+        self._of.listed(found)
+        self._version, self._listed_at = page.metadata.resource_version, self._clock()
+
+    async def _page(self, params: dict[str, str]) -> Page[T]:
+        """A page that is too long is asked for again as smaller ones."""
+        while True:
+            try:
+                body = await self._client.page(self._of.path, params)
+                page: Page[T] = _decoded(body, self._page_type)
+                return page
+            except KubernetesFailed as failure:
+                limit = int(params["limit"])
+                if failure.reason != "too_long" or limit == 1:
+                    raise
+                params["limit"] = str(max(1, limit // 4))
+
+    async def _watch(self) -> None:
+        params = {
+            "labelSelector": self._of.selector,
+            "resourceVersion": self._version,
+            "allowWatchBookmarks": "true",
+        }
+        watch_s = float(self._rng.uniform(*WATCH_S))
+        async with self._client.watch(self._of.path, params, watch_s) as lines:
+            self._is_watching = True
+            self._on_state(None)
+            async for line in lines:
+                self._take(_decoded(line, RawEvent))
+                self._pauses.succeeded()
+
+    def _take(self, event: RawEvent) -> None:
+        match event.type:
+            case "ADDED" | "MODIFIED":
+                changed = _decoded(event.object, self._of.kind)
+                self._of.put(changed)
+                self._version = changed.metadata.resource_version
+            case "DELETED":
+                gone = _decoded(event.object, self._of.kind)
+                self._of.deleted(gone)
+                self._version = gone.metadata.resource_version
+            case "BOOKMARK":
+                self._version = _decoded(event.object, Bookmark).metadata.resource_version
+            case "ERROR":
+                status = _decoded(event.object, ApiStatus)
+                if status.code == GONE:
+                    raise RelistNeeded(status.message)
+                raise KubernetesFailed("refused", f"{self._of.path}: the watch has failed: {shown(status.message)}")
+
+
+V = TypeVar("V")
+
+
+def _decoded(body: bytes | msgspec.Raw, kind: type[V]) -> V:
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise KubernetesFailed("malformed", f"the API server says what cannot be read: {error}") from error
