@@ -52,7 +52,8 @@ class View:
         One that lists no member any more is taken for one that has lost its memory: every member stays.
         """
         if self.members and not found.members and not found.is_empty_meant:
-            return self.failed("it lists no node any more; what it listed before stays", now)
+            lost = self.failed("it lists no node any more; what it listed before stays", now)
+            return replace(lost, problems=found.problems, left_out=found.left_out)
         members = {member.id: member for member in found.members}
         return View(members=members, is_synced=True, problems=found.problems, left_out=found.left_out)
 

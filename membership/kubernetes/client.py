@@ -3,9 +3,11 @@
 The token and the authority are read anew for each question: the kubelet replaces them while the gateway runs.
 """
 
+import os
 import ssl
 from collections.abc import AsyncIterable, AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
+from errno import ECONNREFUSED
 from socket import IPPROTO_TCP, SO_KEEPALIVE, SOL_SOCKET, TCP_KEEPCNT, TCP_KEEPIDLE, TCP_KEEPINTVL, socket
 from typing import Final
 
@@ -139,7 +141,7 @@ def _why(error: aiohttp.ClientError) -> str:
         case aiohttp.ClientConnectorDNSError():
             return "no such host"
         case aiohttp.ClientConnectorError():
-            return (error.os_error.strerror or "no connection").lower()
+            return os.strerror(error.os_error.errno or ECONNREFUSED).lower()
         case aiohttp.ServerDisconnectedError() | aiohttp.ClientPayloadError() | aiohttp.ClientOSError():
             return "the connection was lost"
     return shown(str(error))
