@@ -19,11 +19,23 @@ from membership.kubernetes.objects import GONE, ApiStatus, Bookmark, Metadata, P
 from membership.sources import MAX_ENTRIES
 
 PAGE_OBJECTS: Final = 250
-WATCH_S: Final = (40.0, 60.0)  # how long a watch may last: a server that hangs is seen by its not ending
-RELIST_S: Final = 600.0  # after which all is read anew: a server that was restored may tell nothing of what it has lost
 OF_CONNECTION: Final = ("unreachable", "late")
 OF_OBJECTS: Final = ("too_many", "too_long", "malformed", "refused")  # then all is read anew
 SHORT_S: Final = 1.0  # a watch that ends earlier is not begun again at once
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReflectorTimes:
+    """`watch_s` is how long a watch lasts, between two bounds: a server that hangs is seen by its not ending.
+
+    After `relist_s` all is read anew: a server that was restored may tell nothing of what it has lost.
+    """
+
+    watch_s: tuple[float, float] = (40.0, 60.0)
+    relist_s: float = 600.0
+
+
+REFLECTOR_TIMES: Final = ReflectorTimes()
 
 
 class HasMetadata(Protocol):
@@ -56,12 +68,14 @@ class Reflector(Generic[T]):
         on_state: Callable[[KubernetesFailed | None], None],
         clock: Callable[[], float],
         rng: np.random.Generator,
+        times: ReflectorTimes = REFLECTOR_TIMES,
     ) -> None:
         self._client = client
         self._of = collection
         self._on_state = on_state
         self._clock = clock
         self._rng = rng
+        self._times = times
         self._pauses = Backoff(rng)
         self._version = ""  # what has been seen; "": nothing yet
         self._listed_at = 0.0
@@ -73,7 +87,7 @@ class Reflector(Generic[T]):
         while True:
             began_at, pause_s = self._clock(), 0.0
             try:
-                if not self._version or began_at - self._listed_at > RELIST_S:
+                if not self._version or began_at - self._listed_at > self._times.relist_s:
                     await self._list()
                 await self._watch()
                 if self._clock() - began_at < SHORT_S:
@@ -124,7 +138,7 @@ class Reflector(Generic[T]):
             "resourceVersion": self._version,
             "allowWatchBookmarks": "true",
         }
-        watch_s = float(self._rng.uniform(*WATCH_S))
+        watch_s = float(self._rng.uniform(*self._times.watch_s))
         async with self._client.watch(self._of.path, params, watch_s) as lines:
             self._is_watching = True
             self._on_state(None)

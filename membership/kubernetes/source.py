@@ -18,7 +18,7 @@ from membership.errors import KubernetesFailed
 from membership.kubernetes.client import ApiClient
 from membership.kubernetes.listing import KubernetesListing
 from membership.kubernetes.objects import EndpointSlice, Pod
-from membership.kubernetes.reflector import Collection, Reflector
+from membership.kubernetes.reflector import REFLECTOR_TIMES, Collection, Reflector, ReflectorTimes
 from membership.kubernetes.settings import KubernetesConfig
 from membership.view import RegistryReading
 
@@ -44,11 +44,13 @@ class KubernetesSource:
         clock: Callable[[], float] = time.monotonic,
         rng: np.random.Generator | None = None,
         begin_s: float = BEGIN_S,
+        times: ReflectorTimes = REFLECTOR_TIMES,
     ) -> None:
         self._config = config
         self._clock = clock
         self._rng = rng or np.random.default_rng()
         self._begin_s = begin_s
+        self._times = times
         self._changed = threading.Condition()  # of what follows
         self._listing = self._new_listing()
         self._states: dict[str, KubernetesFailed | None] = {}  # of each collection that has been tried, by path
@@ -125,7 +127,8 @@ class KubernetesSource:
         try:
             async with asyncio.TaskGroup() as group:
                 for each in collections:
-                    reflector = Reflector(client, each, partial(self._state, each.path), self._clock, self._rng)
+                    told = partial(self._state, each.path)
+                    reflector = Reflector(client, each, told, self._clock, self._rng, self._times)
                     group.create_task(reflector.run(), name=each.path)
         finally:
             await client.close()
