@@ -165,7 +165,7 @@ class RealApi:
 
 
 def needed_server(folder: Path) -> RealApi:
-    """Skips the test where there is none."""
+    """Skips the test without a binary."""
     binary, etcd = os.environ.get(BINARY), etcd_binary()
     if binary is None:
         pytest.skip(f"no kube-apiserver: {BINARY} names one")

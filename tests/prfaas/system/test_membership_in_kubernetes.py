@@ -87,13 +87,12 @@ def test_a_fleet_in_kubernetes(tmp_path: Path, capsys: pytest.CaptureFixture[str
             await asyncio.to_thread(api.start)
             await until(lambda: is_fresh(here))
 
-            await asyncio.to_thread(api.allow, "gateway", frozenset({("watch", "pods")}))
-            assert main(["check", "-c", config]) != 0
-            assert "refuses to list pods in namespace llm (403)" in " ".join(capsys.readouterr().out.split())
-
     try:
         api.start()
         api.allow("gateway", READ)
         asyncio.run(scenario())
+        api.allow("gateway", frozenset({("watch", "pods")}))
+        assert main(["check", "-c", str(tmp_path / "gateway.toml")]) != 0
+        assert "refuses to list pods in namespace llm (403)" in " ".join(capsys.readouterr().out.split())
     finally:
         api.close()
