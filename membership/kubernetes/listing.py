@@ -7,7 +7,7 @@ from typing import Final
 
 from membership.errors import KubernetesFailed
 from membership.kubernetes.objects import EndpointSlice, Pod
-from membership.kubernetes.pods import LeftOut, is_ending, is_ready, member_of
+from membership.kubernetes.pods import UnusablePod, is_ending, is_ready, member_of
 from membership.member import Member
 from membership.sources import MAX_ENTRIES
 from membership.view import RegistryReading
@@ -23,7 +23,7 @@ class _Seen:
 
     since: str
     place: str
-    found: Member | LeftOut | None
+    found: Member | UnusablePod | None
     is_ending: bool
     is_ready: bool
 
@@ -89,15 +89,15 @@ class KubernetesListing:
 
     def _read(self) -> RegistryReading:
         members: dict[str, Member] = {}
-        problems: list[LeftOut] = []
+        problems: list[UnusablePod] = []
         for seen in sorted(self._all_used(), key=lambda seen: seen.order, reverse=True):
-            if isinstance(seen.found, LeftOut):
+            if isinstance(seen.found, UnusablePod):
                 problems.append(seen.found)
             elif isinstance(seen.found, Member):
                 later = members.setdefault(seen.found.id, seen.found)
                 if later is not seen.found:
                     text = f"{seen.place}: a later Pod is {later.id}, too, at {later.agent}"
-                    problems.append(LeftOut("identity", text))
+                    problems.append(UnusablePod("identity", text))
         problems.reverse()
         texts = [problem.text for problem in problems]
         if len(texts) > MAX_PROBLEMS:

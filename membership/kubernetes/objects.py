@@ -72,14 +72,14 @@ class EndpointConditions(msgspec.Struct, frozen=True, kw_only=True):
     terminating: bool | None = None
 
 
-class Endpoint(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
+class ServiceEndpoint(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
     conditions: EndpointConditions = EndpointConditions()
     target_ref: TargetRef | None = None
 
 
 class EndpointSlice(msgspec.Struct, frozen=True, kw_only=True):
     metadata: Metadata
-    endpoints: Sequence[Endpoint] | None = None
+    endpoints: Sequence[ServiceEndpoint] | None = None
 
 
 class ListMetadata(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):

@@ -29,7 +29,7 @@ ENDED: Final = ("Succeeded", "Failed")
 
 
 @dataclass(frozen=True, slots=True)
-class LeftOut:
+class UnusablePod:
     """A Pod that is not taken: `reason` is a label, `text` names the Pod."""
 
     reason: str
@@ -46,7 +46,7 @@ def is_ready(pod: Pod) -> bool:
     return any(each.type == "Ready" and each.status == "True" for each in pod.status.conditions or ())
 
 
-def member_of(pod: Pod, agent_port: int = 0) -> Member | LeftOut:
+def member_of(pod: Pod, agent_port: int = 0) -> Member | UnusablePod:
     """The node that runs in a Pod with an address. An annotation counts before a label of the same name.
 
     A role that combines two is for the agent to say.
@@ -56,12 +56,14 @@ def member_of(pod: Pod, agent_port: int = 0) -> Member | LeftOut:
     said = {**labels, **{key: value for key, value in annotations.items() if key.startswith(OWN)}}
     role = said.get(OWN_ROLE_LABEL) or labels.get(ROLE_LABEL, "")
     if role == NOT_OURS:
-        return LeftOut("encode_only", f"{where}: it only encodes, which no node of ours does")
+        return UnusablePod("encode_only", f"{where}: it only encodes, which no node of ours does")
     if role and role not in (*OWN_ROLES, *COMBINED_ROLES):
-        return LeftOut("role", f"{where}: its role is {role!r}: must be one of {', '.join(OWN_ROLES)}, or combine them")
+        return UnusablePod(
+            "role", f"{where}: its role is {role!r}: must be one of {', '.join(OWN_ROLES)}, or combine them"
+        )
     port = said.get(PORT_LABEL) or _control_port(pod) or agent_port
     if not port:
-        return LeftOut(
+        return UnusablePod(
             "port", f"{where}: where is its agent? It needs a port named {CONTROL_PORT}, or the annotation {PORT_LABEL}"
         )
     host = pod.status.pod_ip
@@ -76,7 +78,7 @@ def member_of(pod: Pod, agent_port: int = 0) -> Member | LeftOut:
             labels=_labels(pod, said),
         )
     except SettingsError as error:
-        return LeftOut("malformed", f"{where}: {error}")
+        return UnusablePod("malformed", f"{where}: {error}")
 
 
 def _control_port(pod: Pod) -> int:

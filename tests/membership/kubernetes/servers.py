@@ -187,6 +187,9 @@ def call(api: ApiUnderTest, method: str, path: str, body: object = None, kind: s
     return json.loads(said) if said.startswith(b"{") else None
 
 
+NO_LABELS: Final[Mapping[str, str]] = {}
+
+
 class Cluster:
     """Pods and EndpointSlices, as controllers and kubelets would write them."""
 
@@ -195,12 +198,14 @@ class Cluster:
         self._pods = f"/api/v1/namespaces/{namespace}/pods"
         self._slices = f"/apis/discovery.k8s.io/v1/namespaces/{namespace}/endpointslices"
 
-    def add(self, name: str, address: str = "127.0.0.1", port: int = 7001, **labels: str) -> None:
+    def add(
+        self, name: str, address: str = "127.0.0.1", port: int = 7001, labels: Mapping[str, str] = NO_LABELS
+    ) -> None:
         """A Pod that runs; it has its address a moment later, as kubelets give it."""
-        self.create(name, port, **labels)
+        self.create(name, port, labels)
         self.status(name, phase="Running", podIP=address, podIPs=[{"ip": address}])
 
-    def create(self, name: str, port: int = 7001, **labels: str) -> None:
+    def create(self, name: str, port: int = 7001, labels: Mapping[str, str] = NO_LABELS) -> None:
         container = {"name": "node", "image": "prfaas", "ports": [{"name": "control", "containerPort": port}]}
         self._call("POST", self._pods, {
             "metadata": {"name": name, "labels": {"app": "prfaas", "prfaas/role": "decode", **labels}},

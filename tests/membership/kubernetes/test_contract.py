@@ -75,7 +75,7 @@ def test_pods_come_move_and_go(cluster: Cluster, gateway: Watching) -> None:
     gateway.sees()
     cluster.create("a")
     cluster.add("b", "10.0.0.2", 7002)
-    cluster.create("stranger", app="other")
+    cluster.create("stranger", labels={"app": "other"})
     gateway.sees("b")  # a has no address yet
     cluster.status("a", phase="Running", podIP="10.0.0.1", podIPs=[{"ip": "10.0.0.1"}])
     gateway.sees("a", "b")
@@ -100,7 +100,7 @@ def test_a_pod_that_is_told_to_end_leaves_while_it_drains(cluster: Cluster, gate
 
 
 def test_labels_and_annotations_say_more(cluster: Cluster, gateway: Watching) -> None:
-    cluster.add("a", **{"prfaas/cluster": "west", "topology.kubernetes.io/zone": "z1"})
+    cluster.add("a", labels={"prfaas/cluster": "west", "topology.kubernetes.io/zone": "z1"})
     gateway.sees("a")
     cluster.annotate("a", {"prfaas/capacity": "8 GPUs", "prfaas/agent-port": "7009", "prfaas/node-id": "n"})
     gateway.sees("n")

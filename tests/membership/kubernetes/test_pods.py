@@ -3,7 +3,7 @@
 import pytest
 
 from membership.kubernetes.objects import Container, ContainerPort, Metadata, Pod, PodSpec, PodStatus
-from membership.kubernetes.pods import LeftOut, member_of
+from membership.kubernetes.pods import UnusablePod, member_of
 from membership.member import Member
 
 
@@ -17,7 +17,7 @@ def pod(
         metadata=Metadata(name="d-0", namespace="llm", uid="1", labels=labels, annotations=annotations),
         spec=PodSpec(
             containers=[Container(ports=[ContainerPort(container_port=7001, name="control")])],
-            **spec,  # type: ignore[arg-type]
+            **spec,
         ),
         status=PodStatus(phase="Running", pod_ip=address),
     )
@@ -79,7 +79,7 @@ def test_roles_of_llm_d(role: str, wanted: str) -> None:
 )
 def test_what_cannot_be_used_has_a_reason_and_names_the_pod(labels: dict[str, str], reason: str) -> None:
     found = member_of(pod(labels))
-    assert isinstance(found, LeftOut)
+    assert isinstance(found, UnusablePod)
     assert found.reason == reason
     assert found.text.startswith("llm/d-0: ")
 
@@ -87,6 +87,6 @@ def test_what_cannot_be_used_has_a_reason_and_names_the_pod(labels: dict[str, st
 def test_an_agent_needs_a_port() -> None:
     bare = Pod(metadata=Metadata(name="d-0", namespace="llm"), status=PodStatus(pod_ip="10.0.0.7"))
     found = member_of(bare)
-    assert isinstance(found, LeftOut)
+    assert isinstance(found, UnusablePod)
     assert found.reason == "port"
     assert member_of(bare, 7001) == Member(id="d-0", agent="10.0.0.7:7001")
