@@ -8,6 +8,7 @@ import asyncio
 import base64
 import json
 import re
+import ssl
 import threading
 import time
 import uuid
@@ -59,6 +60,7 @@ class ApiDouble:
     def __init__(self) -> None:
         self.rights: dict[str, set[tuple[str, str]]] = {}
         self.bookmark_s = 60.0
+        self.tls: ssl.SSLContext | None = None
         self.requests: list[tuple[str, str, Mapping[str, str]]] = []
         self.port = 0
         self._version, self._floor = 1, 0
@@ -72,7 +74,7 @@ class ApiDouble:
 
     @property
     def base(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"{'https' if self.tls else 'http'}://127.0.0.1:{self.port}"
 
     def start(self) -> None:
         ready, self._ended = threading.Event(), threading.Event()
@@ -106,7 +108,7 @@ class ApiDouble:
         app.router.add_route("*", "/{rest:.*}", self._answer)
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1, handler_cancellation=True)
         await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", self.port, reuse_address=True)
+        site = web.TCPSite(runner, "127.0.0.1", self.port, reuse_address=True, ssl_context=self.tls)
         await site.start()
         self.port = runner.addresses[0][1]
         ready.set()

@@ -1,6 +1,7 @@
 """How an API server is followed: what is asked of it, within which bounds, and what ends with the source."""
 
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ from membership.kubernetes.reflector import ReflectorTimes
 from membership.kubernetes.source import KubernetesSource
 from tests.membership.etcd.servers import until
 from tests.membership.kubernetes.servers import NAMESPACE, READ, Cluster, DoubledApi, config
+from transport.control.certificates import Authority
 
 Follow = Callable[..., KubernetesSource]
 
@@ -149,6 +151,32 @@ def test_an_authority_that_is_not_there_is_named(api: DoubledApi, follow: Follow
     with pytest.raises(KubernetesFailed, match=r"authority .*none\.crt: ") as failed:
         source.look()
     assert failed.value.reason == "unreadable"
+
+
+def test_over_tls_the_authority_is_what_its_file_says_now(api: DoubledApi, follow: Follow, tmp_path: Path) -> None:
+    Cluster(api).add("a")
+    issued = Authority(tmp_path / "ours").issue("api", ["127.0.0.1"])
+    stranger = Authority(tmp_path / "theirs", "theirs").issue("api", ["127.0.0.1"])
+    api.kill()
+    api.double.tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    api.double.tls.load_cert_chain(issued.certificate, issued.key)
+    api.start()
+    trusted = tmp_path / "ca.crt"
+    trusted.write_bytes(stranger.authority.read_bytes())
+    source = follow(authority=trusted)
+    with pytest.raises(KubernetesFailed, match="its certificate is not good") as failed:
+        source.look()
+    assert failed.value.reason == "unreachable"
+    trusted.write_bytes(issued.authority.read_bytes())
+    until(lambda: said(source) == {"a"})
+
+
+def said(source: KubernetesSource) -> set[str] | None:
+    """None while the API server cannot be asked."""
+    try:
+        return ids(source)
+    except KubernetesFailed:
+        return None
 
 
 def test_a_source_that_is_closed_ends_its_thread(api: DoubledApi, follow: Follow) -> None:

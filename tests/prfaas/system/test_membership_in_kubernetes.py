@@ -78,6 +78,9 @@ def test_a_fleet_in_kubernetes(tmp_path: Path, capsys: pytest.CaptureFixture[str
             assert main(["nodes", "add", "d9", "127.0.0.1:7009", "-c", config]) == 2
             assert "takes its nodes from Kubernetes" in capsys.readouterr().err
 
+            await asyncio.to_thread(cluster.add, "x", "127.0.0.1", 7001, {"prfaas/role": "banana"})
+            await until(lambda: here.metric("prfaas_members_left_out", "kubernetes"))
+
             await asyncio.to_thread(api.kill)
             await until(lambda: is_frozen(here))
             await here.answers(8, seed=4)
