@@ -3,6 +3,7 @@
 The token and the authority are read anew for each question: the kubelet replaces them while the gateway runs.
 """
 
+import asyncio
 import os
 import ssl
 from collections.abc import AsyncIterable, AsyncIterator, Mapping
@@ -22,8 +23,7 @@ from transport.control.bounded import BodyTooLong, read_bounded
 from transport.control.secret_files import read_secret
 
 CONNECT_S: Final = 3.0
-CALL_S: Final = 10.0  # for a page of a list
-SILENT_S: Final = 10.0  # after a watch must have ended by itself
+CALL_S: Final = 10.0  # for a page of a list, or until a watch begins
 MAX_PAGE_BYTES: Final = 16 << 20
 MAX_EVENT_BYTES: Final = 4 << 20  # etcd takes objects of 1.5 MiB
 MAX_REFUSAL_BYTES: Final = 64 * 1024
@@ -41,9 +41,10 @@ class RelistNeeded(Exception):
 class ApiClient:
     """Questions to one API server; they raise KubernetesFailed and RelistNeeded."""
 
-    def __init__(self, config: KubernetesConfig) -> None:
+    def __init__(self, config: KubernetesConfig, call_s: float = CALL_S) -> None:
         """Inside an event loop."""
         self._config = config
+        self._call_s = call_s
         connector = aiohttp.TCPConnector(limit=0, force_close=True, socket_factory=_kept_alive)
         self._http = aiohttp.ClientSession(connector=connector, auto_decompress=False)
 
@@ -52,17 +53,19 @@ class ApiClient:
 
     async def page(self, path: str, params: Params) -> bytes:
         """One page of a list."""
-        async with self._asked(f"list {_what(path)}", path, params, CALL_S) as answer:
+        async with self._asked(f"list {_what(path)}", path, params, self._call_s) as answer:
             try:
                 return await read_bounded(answer.content.iter_any(), MAX_PAGE_BYTES)
             except BodyTooLong as error:
                 raise KubernetesFailed("too_long", f"{self._where}: a page of {_what(path)} has {error}") from error
 
     @asynccontextmanager
-    async def watch(self, path: str, params: Params, watch_s: float) -> AsyncIterator[AsyncIterator[bytes]]:
-        """The lines of a watch that has begun, until the API server ends it after `watch_s`."""
+    async def watch(
+        self, path: str, params: Params, watch_s: float, late_s: float
+    ) -> AsyncIterator[AsyncIterator[bytes]]:
+        """The lines of a watch that has begun, until the API server ends it after `watch_s`; it is late `late_s` after."""
         asked = {**params, "watch": "1", "timeoutSeconds": f"{watch_s:.0f}"}
-        async with self._asked(f"watch {_what(path)}", path, asked, watch_s + SILENT_S) as answer:
+        async with self._asked(f"watch {_what(path)}", path, asked, watch_s + late_s) as answer:
             yield _lines(answer.content.iter_any())
 
     @property
@@ -77,10 +80,12 @@ class ApiClient:
         timeout = aiohttp.ClientTimeout(total=within_s, sock_connect=CONNECT_S)
         headers = {"accept": "application/json", "accept-encoding": "identity", **self._token()}
         try:
-            async with self._http.get(
-                self._config.base + path, params=params, headers=headers, timeout=timeout, ssl=self._tls(),
-                allow_redirects=False,
-            ) as answer:  # fmt: skip
+            async with asyncio.timeout(self._call_s):  # a watch begins at once, too
+                answer = await self._http.get(
+                    self._config.base + path, params=params, headers=headers, timeout=timeout, ssl=self._tls(),
+                    allow_redirects=False,
+                )  # fmt: skip
+            async with answer:
                 if answer.status != 200:
                     raise await self._refusal(answer, what)
                 yield answer

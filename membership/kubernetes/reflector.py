@@ -14,7 +14,7 @@ import numpy as np
 
 from membership.backoff import Backoff
 from membership.errors import KubernetesFailed
-from membership.kubernetes.client import ApiClient, RelistNeeded
+from membership.kubernetes.client import CALL_S, ApiClient, RelistNeeded
 from membership.kubernetes.objects import GONE, ApiStatus, Bookmark, Metadata, Page, RawEvent, shown
 from membership.sources import MAX_ENTRIES
 
@@ -26,12 +26,15 @@ SHORT_S: Final = 1.0  # a watch that ends earlier is not begun again at once
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReflectorTimes:
-    """`watch_s` is how long a watch lasts, between two bounds: a server that hangs is seen by its not ending.
+    """`watch_s` is how long a watch lasts, between two bounds: a server that hangs is seen by its not ending `late_s` later.
+    All else is answered within `call_s`.
 
     After `relist_s` all is read anew: a server that was restored may tell nothing of what it has lost.
     """
 
     watch_s: tuple[float, float] = (40.0, 60.0)
+    late_s: float = 10.0
+    call_s: float = CALL_S
     relist_s: float = 600.0
 
 
@@ -139,7 +142,7 @@ class Reflector(Generic[T]):
             "allowWatchBookmarks": "true",
         }
         watch_s = float(self._rng.uniform(*self._times.watch_s))
-        async with self._client.watch(self._of.path, params, watch_s) as lines:
+        async with self._client.watch(self._of.path, params, watch_s, self._times.late_s) as lines:
             self._is_watching = True
             self._on_state(None)
             async for line in lines:

@@ -123,7 +123,7 @@ class KubernetesSource:
         collections = list(self._collections())
         with self._changed:
             self._followed = len(collections)
-        client = ApiClient(self._config)
+        client = ApiClient(self._config, self._times.call_s)
         try:
             async with asyncio.TaskGroup() as group:
                 for each in collections:

@@ -60,6 +60,7 @@ class ApiDouble:
     def __init__(self) -> None:
         self.rights: dict[str, set[tuple[str, str]]] = {}
         self.bookmark_s = 60.0
+        self.is_hung = False
         self.tls: ssl.SSLContext | None = None
         self.requests: list[tuple[str, str, Mapping[str, str]]] = []
         self.port = 0
@@ -123,6 +124,8 @@ class ApiDouble:
 
     async def _answer(self, http: web.Request) -> web.StreamResponse:
         self.requests.append((http.method, http.path, dict(http.query)))
+        if self.is_hung:
+            await self._stop.wait()
         try:
             return await self._called(http)
         except ApiError as error:
@@ -284,6 +287,8 @@ class ApiDouble:
                     await self._changed.wait_for(lambda: self._version > seen or self._floor > seen)  # noqa: B023
             except TimeoutError:
                 continue
+        if self.is_hung:
+            await self._stop.wait()
         return answer
 
 

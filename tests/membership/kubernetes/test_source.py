@@ -91,6 +91,17 @@ def test_all_is_read_anew_every_so_often(api: DoubledApi, follow: Follow) -> Non
     until(lambda: len(asked(api, watch=False)) >= 2)
 
 
+def test_an_api_server_that_hangs_is_late(api: DoubledApi, follow: Follow) -> None:
+    Cluster(api).add("a")
+    source = follow(ReflectorTimes(watch_s=(1.0, 1.0), late_s=0.3, call_s=0.3))
+    assert ids(source) == {"a"}
+    api.double.is_hung = True
+    until(lambda: said(source) is None)
+    with pytest.raises(KubernetesFailed, match="it does not answer: watch pods in namespace llm") as failed:
+        source.look()
+    assert failed.value.reason == "late"
+
+
 def test_several_namespaces_are_one_registry(api: DoubledApi, follow: Follow) -> None:
     for name, namespace in (("a", "one"), ("b", "two"), ("c", "three")):
         Cluster(api, namespace).add(name, f"10.0.0.{ord(name)}")
@@ -174,9 +185,10 @@ def test_over_tls_the_authority_is_what_its_file_says_now(api: DoubledApi, follo
 def said(source: KubernetesSource) -> set[str] | None:
     """None while the API server cannot be asked."""
     try:
-        return ids(source)
+        reading = source.look()
     except KubernetesFailed:
         return None
+    return {member.id for member in reading.members} if reading is not None else set()
 
 
 def test_a_source_that_is_closed_ends_its_thread(api: DoubledApi, follow: Follow) -> None:
