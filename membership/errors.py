@@ -26,7 +26,11 @@ class EtcdFailed(SourceFailed):
 
 
 class KubernetesFailed(SourceFailed):
-    """Says which API server, and what it was asked for."""
+    """Says which API server, and what it was asked for. `again_s` is how long it wants to be left alone."""
+
+    def __init__(self, reason: str, text: str, again_s: float = 0.0) -> None:
+        super().__init__(reason, text)
+        self.again_s = again_s
 
 
 class EditRefused(MembershipError):

@@ -27,9 +27,10 @@ CALL_S: Final = 10.0  # for a page of a list, or until a watch begins
 MAX_PAGE_BYTES: Final = 16 << 20
 MAX_EVENT_BYTES: Final = 4 << 20  # etcd takes objects of 1.5 MiB
 MAX_REFUSAL_BYTES: Final = 64 * 1024
+MAX_AGAIN_S: Final = 30  # that a server may want to be left alone
 # A connection that is cut off is seen within seconds, though a quiet watch says nothing for a minute.
 KEEPALIVE: Final = ((TCP_KEEPIDLE, 3), (TCP_KEEPINTVL, 2), (TCP_KEEPCNT, 3))
-REASONS: Final[Mapping[int, str]] = {401: "denied", 403: "denied", 404: "missing", 429: "busy", 500: "unreachable"}
+REASONS: Final[Mapping[int, str]] = {401: "denied", 403: "denied", 404: "missing", 429: "busy"}
 
 Params = Mapping[str, str]
 
@@ -53,11 +54,11 @@ class ApiClient:
 
     async def page(self, path: str, params: Params) -> bytes:
         """One page of a list."""
-        async with self._asked(f"list {_what(path)}", path, params, self._call_s) as answer:
+        async with self._asked(f"list {name_of(path)}", path, params, self._call_s) as answer:
             try:
                 return await read_bounded(answer.content.iter_any(), MAX_PAGE_BYTES)
             except BodyTooLong as error:
-                raise KubernetesFailed("too_long", f"{self._where}: a page of {_what(path)} has {error}") from error
+                raise KubernetesFailed("too_long", f"{self.where}: a page of {name_of(path)} has {error}") from error
 
     @asynccontextmanager
     async def watch(
@@ -65,11 +66,11 @@ class ApiClient:
     ) -> AsyncIterator[AsyncIterator[bytes]]:
         """The lines of a watch that has begun, until the API server ends it after `watch_s`; it is late `late_s` after."""
         asked = {**params, "watch": "1", "timeoutSeconds": f"{watch_s:.0f}"}
-        async with self._asked(f"watch {_what(path)}", path, asked, watch_s + late_s) as answer:
-            yield _lines(answer.content.iter_any())
+        async with self._asked(f"watch {name_of(path)}", path, asked, watch_s + late_s) as answer:
+            yield _lines(answer.content.iter_any(), f"{self.where}: {name_of(path)}")
 
     @property
-    def _where(self) -> str:
+    def where(self) -> str:
         return f"the API server at {self._config.base}"
 
     @asynccontextmanager
@@ -90,28 +91,32 @@ class ApiClient:
                     raise await self._refusal(answer, what)
                 yield answer
         except TimeoutError as error:
-            raise KubernetesFailed("late", f"{self._where}: it does not answer: {what}") from error
+            raise KubernetesFailed("late", f"{self.where}: it does not answer: {what}") from error
         except aiohttp.ClientError as error:
-            raise KubernetesFailed("unreachable", f"{self._where}: {_why(error)}") from error
+            raise KubernetesFailed("unreachable", f"{self.where}: {_why(error)}") from error
 
     async def _refusal(self, answer: aiohttp.ClientResponse, what: str) -> Exception:
         status = ApiStatus()
-        with suppress(BodyTooLong, msgspec.DecodeError):
+        with suppress(BodyTooLong, msgspec.DecodeError, UnicodeDecodeError):
             body = await read_bounded(answer.content.iter_any(), MAX_REFUSAL_BYTES)
             status = msgspec.json.decode(body, type=ApiStatus)
         said = shown(status.message or answer.reason or "no reason given")
         if answer.status in (GONE, 504):  # 504 says that the list is newer than what the API server knows
-            return RelistNeeded(said)
+            return RelistNeeded(f"{self.where} cannot {what} ({answer.status}): {said}")
         rights = ": its account needs a Role with the verbs list and watch" if answer.status == 403 else ""
-        reason = REASONS.get(answer.status, "refused")
-        return KubernetesFailed(reason, f"{self._where} refuses to {what} ({answer.status}): {said}{rights}")
+        reason = REASONS.get(answer.status, "unreachable" if answer.status >= 500 else "refused")
+        text = f"{self.where} refuses to {what} ({answer.status}): {said}{rights}"
+        return KubernetesFailed(reason, text, _again_s(answer.headers.get("retry-after", "")))
 
     def _token(self) -> dict[str, str]:
         path = self._config.token_file
         try:
-            return {"authorization": f"Bearer {read_secret(path)}"}
+            token = read_secret(path)
         except (OSError, UnicodeDecodeError) as error:
             raise KubernetesFailed("unreadable", f"token_file {path}: {error}") from error
+        if not token.isascii() or not token.isprintable() or " " in token:
+            raise KubernetesFailed("unreadable", f"token_file {path}: it is no token: must be one word")
+        return {"authorization": f"Bearer {token}"}
 
     def _tls(self) -> ssl.SSLContext | bool:
         if not self._config.is_tls:
@@ -123,17 +128,23 @@ class ApiClient:
             raise KubernetesFailed("unreadable", f"authority {path}: {error}") from error
 
 
-async def _lines(parts: AsyncIterable[bytes]) -> AsyncIterator[bytes]:
-    lines = WatchLines(MAX_EVENT_BYTES)
+async def _lines(parts: AsyncIterable[bytes], told_by: str) -> AsyncIterator[bytes]:
+    lines = WatchLines(MAX_EVENT_BYTES, told_by)
     async for part in parts:
         for line in lines.feed(part):
             yield line
 
 
-def _what(path: str) -> str:
+def name_of(path: str) -> str:
     """`pods in namespace llm`, of the path of a collection."""
     *_, namespace, resource = path.split("/")
     return f"{resource} in namespace {namespace}"
+
+
+def _again_s(retry_after: str) -> float:
+    """0.0 for a date: it would be told by another clock."""
+    is_number = retry_after.isascii() and retry_after.isdigit() and len(retry_after) < 6
+    return float(min(int(retry_after), MAX_AGAIN_S)) if is_number else 0.0
 
 
 def _why(error: aiohttp.ClientError) -> str:

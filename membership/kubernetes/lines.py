@@ -6,10 +6,11 @@ from membership.errors import KubernetesFailed
 
 
 class WatchLines:
-    """Takes bytes in whatever parts they come."""
+    """Takes bytes in whatever parts they come. `told_by` names the watch."""
 
-    def __init__(self, limit_bytes: int) -> None:
+    def __init__(self, limit_bytes: int, told_by: str) -> None:
         self._limit_bytes = limit_bytes
+        self._told_by = told_by
         self._rest = bytearray()
 
     def feed(self, part: bytes) -> Iterator[bytes]:
@@ -24,5 +25,5 @@ class WatchLines:
 
     def _add(self, part: bytes) -> None:
         if len(self._rest) + len(part) > self._limit_bytes:
-            raise KubernetesFailed("too_long", f"the API server tells an object of more than {self._limit_bytes} bytes")
+            raise KubernetesFailed("too_long", f"{self._told_by}: an object has more than {self._limit_bytes} bytes")
         self._rest += part

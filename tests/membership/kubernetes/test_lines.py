@@ -12,7 +12,7 @@ LINES = st.lists(st.binary(min_size=1, max_size=20).filter(lambda line: b"\n" no
 
 @given(LINES, st.lists(st.integers(1, 7)))
 def test_lines_are_the_same_however_they_come(lines: list[bytes], sizes: list[int]) -> None:
-    rest, found, cut = b"".join(line + b"\n" for line in lines) + b"half", list[bytes](), WatchLines(20)
+    rest, found, cut = b"".join(line + b"\n" for line in lines) + b"half", list[bytes](), WatchLines(20, "pods")
     for size in (*sizes, len(rest)):
         found += cut.feed(rest[:size])
         rest = rest[size:]
@@ -20,7 +20,7 @@ def test_lines_are_the_same_however_they_come(lines: list[bytes], sizes: list[in
 
 
 def test_a_line_has_a_bound() -> None:
-    cut = WatchLines(4)
+    cut = WatchLines(4, "pods")
     assert list(cut.feed(b"1234\n1234")) == [b"1234"]
-    with pytest.raises(KubernetesFailed, match="more than 4 bytes"):
+    with pytest.raises(KubernetesFailed, match="pods: an object has more than 4 bytes"):
         list(cut.feed(b"5"))
