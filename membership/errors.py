@@ -2,7 +2,9 @@
 
 MembershipError        printed without a traceback
 ├── SourceFailed       a registry cannot be read now, or what it says cannot be used
-│   └── EtcdFailed     etcd does not answer, or refuses
+│   ├── EtcdFailed     etcd does not answer, or refuses
+│   └── KubernetesFailed
+│                      the API server does not answer, or refuses
 └── EditRefused        a change of a file of members makes no sense, or the file cannot be written
 """
 
@@ -21,6 +23,14 @@ class SourceFailed(MembershipError):
 
 class EtcdFailed(SourceFailed):
     """Says which endpoints, and why."""
+
+
+class KubernetesFailed(SourceFailed):
+    """Says which API server, and what it was asked for. `again_s` is how long it wants to be left alone."""
+
+    def __init__(self, reason: str, text: str, again_s: float = 0.0) -> None:
+        super().__init__(reason, text)
+        self.again_s = again_s
 
 
 class EditRefused(MembershipError):

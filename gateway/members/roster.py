@@ -29,7 +29,10 @@ AT_ONCE: Final = 16  # changes in one step of the event loop
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceStatus:
-    """A registry as operators see it. `refused` are members that it lists, and that may not be spoken to."""
+    """A registry as operators see it. `refused` are members that it lists, and that may not be spoken to.
+
+    `left_out` counts by reason what it lists and what cannot be used.
+    """
 
     source: str
     state: str
@@ -38,6 +41,7 @@ class SourceStatus:
     frozen_s: float
     reason: str
     problems: tuple[str, ...]
+    left_out: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,6 +107,7 @@ class Roster:
             frozen_s=view.frozen_s(now),
             reason=view.reason,
             problems=view.problems,
+            left_out=view.left_out,
         )
 
     def configure(self, config: GatewayConfig) -> None:

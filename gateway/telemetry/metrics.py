@@ -287,6 +287,9 @@ class Metrics:
         counts |= {(each.source, "refused"): each.refused for each in sources}
         what = "Members by registry, and whether it is fresh; refused: may not be spoken to"
         self._seen.note("prfaas_members", what, ("source", "state"), counts)
+        left_out = {(each.source, reason): count for each in sources for reason, count in each.left_out.items()}
+        what = "What a registry of members lists and no gateway can use, by reason"
+        self._seen.note("prfaas_members_left_out", what, ("source", "reason"), left_out)
         frozen = {(each.source,): each.frozen_s for each in sources}
         what = "For how long a registry of members has been lost, 0: it is not"
         self._seen.note("prfaas_membership_frozen_seconds", what, ("source",), frozen)

@@ -11,15 +11,19 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
+import msgspec
 import pytest
 import yaml
 
 from gateway.config.gateway import GatewayConfig, load
 from membership.documents import read_members
+from membership.kubernetes.objects import Pod
+from membership.kubernetes.pods import member_of
 from membership.member import Member
 from node.command_line import config_from
 from node.config import CLUSTER_KINDS, ENGINES, ROLES, NodeConfig
 from prfaas.cli import parser
+from tests.membership.kubernetes.double import meets
 from transport.peers.name import PeerName, PeerRole
 
 ROOT: Final = Path(__file__).parent.parent.parent
@@ -43,7 +47,6 @@ EVERYTHING: Final = {
         {
             **POOL,
             "replicas": 2,
-            "maxReplicas": 4,
             "cacheBytes": 68_719_476_736,
             "hostNetwork": True,
             "image": {"repository": "prfaas", "tag": "vllm"},
@@ -149,18 +152,61 @@ def test_our_programs_read_its_files(manifests: list[Manifest], tmp_path: Path) 
     assert gateway.plain == (gateway.identity is None)
 
 
-def test_every_pod_is_a_member_at_its_own_name(manifests: list[Manifest]) -> None:
-    members = {member.id: member.agent for member in members_of(manifests)}
+def test_every_pod_of_a_pool_is_a_member_by_the_name_in_its_certificate(
+    manifests: list[Manifest], tmp_path: Path
+) -> None:
+    nodes = dict(zip(of_kind(manifests, "StatefulSet"), node_configs(manifests, tmp_path), strict=True))
+    selector = gateway_config(manifests, tmp_path).membership.kubernetes
+    assert selector is not None
     for name, workload in of_kind(manifests, "StatefulSet").items():
         assert workload["spec"]["serviceName"] == name
         assert of_kind(manifests, "Service")[name]["spec"]["clusterIP"] == "None"
-        port = next(
-            each["containerPort"]
-            for each in container_of(workload["spec"]["template"])["ports"]
-            if each["name"] == "control"
-        )
-        for index in range(workload["spec"]["replicas"]):
-            assert re.fullmatch(rf"{name}-{index}\.{name}\.\w+\.svc:{port}", members[f"{name}-{index}"])
+        made = pod_of(workload, selector.namespaces[0])
+        assert meets(made, selector.selector)
+        member = member_of(msgspec.convert(made, Pod))
+        assert isinstance(member, Member)
+        port = nodes[name].control_port
+        assert (member.id, member.agent) == (f"{name}-0", f"10.2.3.4:{port}")
+        assert (member.cluster, member.role) == (nodes[name].cluster, nodes[name].role)
+        for volume in workload["spec"]["template"]["spec"]["volumes"]:
+            if "csi" in volume:
+                names = volume["csi"]["volumeAttributes"]["csi.cert-manager.io/dns-names"]
+                assert member.name in names.replace("${POD_NAME}", f"{name}-0").split(",")
+    for workload in of_kind(manifests, "Deployment").values():
+        assert not meets(workload["spec"]["template"], selector.selector)
+
+
+def pod_of(workload: Manifest, namespace: str) -> Manifest:
+    """The first Pod, as the controller and the kubelet make it."""
+    name, template = workload["metadata"]["name"], workload["spec"]["template"]
+    return {
+        "metadata": {**template["metadata"], "name": f"{name}-0", "namespace": namespace},
+        "spec": {**template["spec"], "hostname": f"{name}-0", "subdomain": workload["spec"]["serviceName"]},
+        "status": {"phase": "Running", "podIP": "10.2.3.4"},
+    }
+
+
+def test_a_gateway_may_list_and_watch_pods_and_nothing_else(manifests: list[Manifest], tmp_path: Path) -> None:
+    kubernetes = gateway_config(manifests, tmp_path).membership.kubernetes
+    assert kubernetes is not None
+    assert not kubernetes.services
+    ((name, deployment),) = of_kind(manifests, "Deployment").items()
+    role, binding = (of_kind(manifests, kind)[name] for kind in ("Role", "RoleBinding"))
+    assert role["rules"] == [{"apiGroups": [""], "resources": ["pods"], "verbs": ["list", "watch"]}]
+    assert binding["roleRef"] == {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": name}
+    (subject,) = binding["subjects"]
+    assert (subject["kind"], subject["name"]) == ("ServiceAccount", name)
+    assert (subject["namespace"],) == kubernetes.namespaces
+    spec = deployment["spec"]["template"]["spec"]
+    assert spec["serviceAccountName"] == name
+    (account,) = (volume["projected"] for volume in spec["volumes"] if volume["name"] == "account")
+    (mount,) = (each["mountPath"] for each in spec["containers"][0]["volumeMounts"] if each["name"] == "account")
+    files = {each["path"] for source in account["sources"] for each in (
+        [source["serviceAccountToken"]] if "serviceAccountToken" in source else source["configMap"]["items"])}  # fmt: skip
+    assert {str(kubernetes.token_file), str(kubernetes.authority)} == {f"{mount}/{path}" for path in files}
+    for workload in of_kind(manifests, "StatefulSet").values():
+        assert "serviceAccountName" not in workload["spec"]["template"]["spec"]
+    assert not of_kind(manifests, "ClusterRole", "ClusterRoleBinding")
 
 
 def test_certificates_name_the_pod_and_its_role(manifests: list[Manifest], tmp_path: Path) -> None:
@@ -221,10 +267,16 @@ def test_memory_and_time_are_enough(manifests: list[Manifest], tmp_path: Path) -
 
 
 @needs_helm
-def test_further_nodes_and_room_to_grow_are_members(tmp_path: Path) -> None:
-    members = {member.id: member for member in members_of(rendered(tmp_path, EVERYTHING))}
-    assert list(members) == [*(f"site-p-{index}" for index in range(4)), "home-d0"]
-    assert (members["home-d0"].agent, members["home-d0"].name) == ("10.1.0.1:7001", "home-d0")
+def test_nodes_of_other_sites_are_listed_in_a_file(tmp_path: Path) -> None:
+    assert members_of(rendered(tmp_path, EVERYTHING)) == (Member(id="home-d0", agent="10.1.0.1:7001", name="home-d0"),)
+
+
+@needs_helm
+def test_an_account_of_ones_own_takes_the_place_of_the_charts(tmp_path: Path) -> None:
+    manifests = rendered(tmp_path, {"gateway": {"tables": TENANT, "serviceAccount": "ours"}})
+    (gateway,) = of_kind(manifests, "Deployment").values()
+    assert gateway["spec"]["template"]["spec"]["serviceAccountName"] == "ours"
+    assert not of_kind(manifests, "ServiceAccount", "Role", "RoleBinding")
 
 
 @needs_helm

@@ -93,6 +93,17 @@ def test_a_view_is_frozen_since_the_first_failure() -> None:
     assert (back.frozen_s(14.0), back.state) == (0.0, "fresh")
 
 
+def test_a_list_without_a_usable_member_freezes_the_view_and_says_what_is_wrong_with_each() -> None:
+    view = View().read(RegistryReading(members=[Member(id="d0", agent="10.0.0.1:7001")]), 1.0)
+    view = view.read(RegistryReading(problems=("d0: its role is 'x'",), left_out={"role": 1}), 2.0)
+    assert (view.state, {*view.members}, view.problems, view.left_out) == (
+        "frozen",
+        {"d0"},
+        ("d0: its role is 'x'",),
+        {"role": 1},
+    )
+
+
 @given(fleets(), fleets())
 def test_of_two_registries_the_first_one_counts(first: dict[str, Member], second: dict[str, Member]) -> None:
     fleet = MemberFleet().seen("file", View(members=first, is_synced=True)).seen("folder", View(members=second))

@@ -229,7 +229,9 @@ def _certificates(config: GatewayConfig) -> Iterator[Certificate]:
     listed = authority_files(config.authority, authorities)
     etcd = config.membership.etcd
     of_etcd = (etcd.authority, etcd.certificate) if etcd is not None else ()
-    for path in dict.fromkeys((config.certificate, *listed, config.tls_certificate, *of_etcd)):
+    kubernetes = config.membership.kubernetes
+    of_api_server = (kubernetes.authority,) if kubernetes is not None and kubernetes.is_tls else ()
+    for path in dict.fromkeys((config.certificate, *listed, config.tls_certificate, *of_etcd, *of_api_server)):
         if path is None:
             continue
         try:

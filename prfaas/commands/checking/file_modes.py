@@ -26,6 +26,9 @@ def _secrets(config: GatewayConfig) -> set[Path]:
     found = {path for path in (config.key, config.tls_key, config.names_secret) if path is not None}
     if config.membership.etcd is not None:
         found |= {*config.membership.etcd.secrets}
+    kubernetes = config.membership.kubernetes
+    if kubernetes is not None and not kubernetes.is_kubelets:
+        found.add(kubernetes.token_file)
     if config.identity is not None:
         listed = _authorities(config)
         found |= {*config.identity.key.parent.glob("*.key"), *(path.with_suffix(".key") for path in listed)}
@@ -53,8 +56,10 @@ def _written_by_others(config: GatewayConfig) -> Iterator[OpenFile]:
 
     Authorities, lists of them and of revoked certificates are no better than who writes them.
     """
-    file, folder, etcd = config.membership.file, config.membership.folder, config.membership.etcd
-    trusted = (config.authority, config.revoked, *_authorities(config), etcd.authority if etcd is not None else None)
+    file, folder = config.membership.file, config.membership.folder
+    asked = (config.membership.etcd, config.membership.kubernetes)
+    of_registries = [each.authority for each in asked if each is not None]
+    trusted = (config.authority, config.revoked, *_authorities(config), *of_registries)
     single = {each for each in (file, *trusted) if each is not None}
     registries = single | {folder} if folder is not None else single
     parents = {each.parent for each in single} - registries

@@ -137,6 +137,10 @@ def _watched(wish: NodesWish) -> MemberList:
         from membership.etcd.edit import EtcdEditor  # its messages are loaded where there is an etcd
 
         return EtcdEditor(membership.etcd)
+    if membership.kubernetes is not None:
+        raise MembersError(
+            f"{wish.gateway_file} takes its nodes from Kubernetes: scale the StatefulSet, or label and delete Pods"
+        )
     raise MembersError(
         f'{wish.gateway_file} watches no file of members: add [gateway.membership] with file = "nodes.toml", '
         "or name such a file with --file"

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from gateway.config.gateway import GatewayConfig, NodeAddress
 from gateway.config.membership import MembershipConfig
+from membership.kubernetes.settings import KubernetesConfig
 from membership.member import Member
 from membership.registration import FolderEntry
 from prfaas.commands.checking.file_modes import open_files
@@ -24,6 +25,17 @@ def test_a_secret_that_others_can_read_is_told(tmp_path: Path) -> None:
     assert open_files(config) == [OpenFile(str(secret), 0o640)]
     secret.chmod(0o600)
     assert open_files(config) == []
+
+
+def test_a_token_of_the_api_server_is_a_secret_and_its_authority_is_trusted(tmp_path: Path) -> None:
+    token, authority = of(tmp_path / "token", 0o644), of(tmp_path / "ca.crt", 0o644)
+    tmp_path.chmod(0o755)
+    kubernetes = KubernetesConfig(selector="app=prfaas", token_file=token, authority=authority)
+    config = GatewayConfig(tokenizer_dir=tmp_path, membership=MembershipConfig(kubernetes=kubernetes))
+    assert open_files(config) == [OpenFile(str(token), 0o644)]
+    token.chmod(0o600)
+    authority.chmod(0o666)
+    assert open_files(config) == [OpenFile(str(authority), 0o666, is_written=True)]
 
 
 def test_registries_that_others_can_write_are_told(tmp_path: Path) -> None:
