@@ -8,6 +8,7 @@ import socket
 import ssl
 import struct
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -18,7 +19,9 @@ import grpc.aio
 from gateway.auth.keyring import digest_of
 from prfaas.commands.keys import new_key
 from prfaas.system.certificates import GATEWAY_NAME, OPERATOR_NAME, PLANNER_NAME, clusterless, issue, node_holder, paths
+from prfaas.system.site_authorities import AUTHORITY
 from prfaas.system.system import System
+from transport.control.asking import trusting
 from transport.control.credentials import channel_credentials, channel_options
 from transport.peers.name import PeerRole
 from transport.wire.identity import Identity
@@ -30,9 +33,11 @@ METRICS_DIGEST: Final = "metrics.digest"
 CHOSEN: Final = frozenset(
     {"integrity", "certificate", "tls_certificate"}
 )  # with any of these a document has its own way
+LOOPBACK: Final = ("127.0.0.1", "::1", "localhost")  # where the API is asked
 LISTENING: Final = "0A"
 PROBE_S: Final = 10.0
-QUESTION: Final = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
+QUESTION: Final = b"GET /metrics HTTP/1.1\r\nhost: localhost\r\n\r\n"
+REFUSED: Final = b"HTTP/1.1 401"
 IN_CLEAR: Final = (b"HTTP/", b"\x00\x00")  # how an answer begins over HTTP/1.1, and over HTTP/2
 
 
@@ -61,7 +66,11 @@ def secured(document: Mapping[str, Any], folder: Path) -> dict[str, Any]:
         for node in cluster["nodes"]
     ]
     host = _own_address()
-    others = [clusterless(PeerRole.GATEWAY), clusterless(PeerRole.OPERATOR), clusterless(PeerRole.PLANNER, (host,))]
+    others = [
+        clusterless(PeerRole.GATEWAY, LOOPBACK),
+        clusterless(PeerRole.OPERATOR),
+        clusterless(PeerRole.PLANNER, (host,)),
+    ]
     issue(folder, [*nodes, *others], DAYS, by_cluster=True)
     key = new_key()
     (folder / METRICS_KEY).write_text(key)
@@ -124,13 +133,18 @@ class Listener:
 
 
 def faults(root: int, folder: Path) -> list[str]:
-    """What speaks in clear below the process `root`, one line each, where `folder` has the certificates.
+    """What speaks in clear, by an old TLS or with strangers, one line each: of the process `root` and those below it.
 
     Engines are behind their agents, and listen on this machine only.
     """
     agents, engines = _below(root)
-    context = identity(folder).client_context()
-    found = [f"{each}: {why}" for pid in agents for each in listeners(pid) for why in _why_not(each, context)]
+    context, old = identity(folder).client_context(), identity(folder).old_client_context()
+    nameless = trusting(folder / AUTHORITY, checks_names=False)
+    found = []
+    for each in [each for pid in agents for each in listeners(pid)]:
+        is_public = "-m gateway" in _arguments(each.pid)
+        tried = [_why_not(each, context), () if is_public else _why_old(each, old), _why_open(each, nameless)]
+        found += [f"{each}: {why}" for reasons in tried for why in reasons]
     return found + [
         f"{each}: an engine, at {each.host}"
         for pid in engines
@@ -167,22 +181,42 @@ def _place(text: str) -> tuple[str, int]:
 
 
 def _why_not(listener: Listener, context: ssl.SSLContext) -> Iterator[str]:
-    place = (listener.host, listener.port)
     try:
-        with socket.create_connection(place, PROBE_S) as plain, context.wrap_socket(plain) as tls:
+        with _connected(listener, context) as tls:
             if tls.version() != "TLSv1.3":
                 yield f"speaks {tls.version()}"
     except OSError as exc:
         yield f"no TLS: {exc}"
     answer = b""
-    try:
-        with socket.create_connection(place, PROBE_S) as plain:
-            plain.sendall(QUESTION)
-            answer = plain.recv(64)
-    except OSError:
-        pass  # it hangs up, as it should
+    # It hangs up, as it should.
+    with suppress(OSError), socket.create_connection((listener.host, listener.port), PROBE_S) as plain:
+        plain.sendall(QUESTION)
+        answer = plain.recv(64)
     if answer.startswith(IN_CLEAR):
         yield f"answers in clear: {answer!r}"
+
+
+def _why_old(listener: Listener, context: ssl.SSLContext) -> Iterator[str]:
+    """Only the API takes TLS 1.2."""
+    with suppress(OSError), _connected(listener, context) as tls:
+        yield f"takes {tls.version()}"
+
+
+def _why_open(listener: Listener, nameless: ssl.SSLContext) -> Iterator[str]:
+    """A caller without a certificate gets nothing but a page's refusal, or the API, which is for all here."""
+    answer = b""
+    with suppress(OSError), _connected(listener, nameless) as tls:
+        tls.sendall(QUESTION)
+        answer = tls.recv(64)
+    if answer and "-m gateway" not in _arguments(listener.pid) and not answer.startswith(REFUSED):
+        yield f"answers a caller without a certificate: {answer!r}"
+
+
+@contextmanager
+def _connected(listener: Listener, context: ssl.SSLContext) -> Iterator[ssl.SSLSocket]:
+    place = (listener.host, listener.port)
+    with socket.create_connection(place, PROBE_S) as plain, context.wrap_socket(plain) as tls:
+        yield tls
 
 
 def _below(root: int) -> tuple[list[int], list[int]]:
