@@ -54,6 +54,7 @@ class PlanEndpoints:
             return await self._framed(request, handler)
 
         app = web.Application(middlewares=[frame], client_max_size=MAX_BODY_BYTES)
+        app.on_response_prepare.append(_unnamed)
         app.router.add_get("/plan", self._plan)
         app.router.add_get("/status", self._status)
         app.router.add_get("/history", self._history)
@@ -140,6 +141,11 @@ class PlanEndpoints:
 def _who(asked: ChangeBody) -> str:
     """The name for the log, which is read on terminals, line by line."""
     return "".join(each if each.isprintable() else "?" for each in asked.by[:80]) or "somebody"
+
+
+async def _unnamed(_: web.BaseRequest, response: web.StreamResponse) -> None:
+    """No answer names the server's software and its version."""
+    response.headers.pop("Server", None)
 
 
 def _number(http: web.Request, name: str, default: int) -> int:

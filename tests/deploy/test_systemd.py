@@ -33,6 +33,8 @@ MAX_EXPOSURE: Final = 2.0  # of 10, by systemd-analyze
 BOUNDS: Final = {
     "User": "prfaas",
     "UMask": "0077",
+    "MemorySwapMax": "0",
+    "LimitCORE": "0",
     "CapabilityBoundingSet": "",
     "NoNewPrivileges": "yes",
     "ProtectSystem": "strict",

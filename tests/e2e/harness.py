@@ -23,6 +23,7 @@ from hybrid_cache.layout.layout import ModelLayout
 from prfaas.demo.client import DemoCompletion, complete
 from prfaas.system.system import StartedNode, System
 from prfaas.system.topology import parse_topology
+from tests.e2e import tls
 from transport.control.proto import node_pb2 as pb
 from transport.control.proto import node_pb2_grpc as rpc
 
@@ -58,12 +59,18 @@ def topology_document(model: Path, *, threshold: int, decode_nodes: int = 1, **n
 
 
 class Bench:
-    """A system, started once for many tests; `run` runs a test's coroutine on its loop."""
+    """A system, started once for many tests; `run` runs a test's coroutine on its loop.
+
+    Where the environment wants mutual TLS, it has that on every hop, unless its document has a way of its own.
+    """
 
     def __init__(self, document: dict[str, Any], model: Path, state_dir: Path) -> None:
         self.model = model
         self._runner = asyncio.Runner()
         self._state_dir = state_dir
+        self.certificates = tls.folder_for(document, state_dir)
+        if self.certificates is not None:
+            document = tls.secured(document, self.certificates)
         self._topology = parse_topology(document, state_dir)
         self._reference: Any = None
         self._reference_lock = threading.Lock()
@@ -86,12 +93,17 @@ class Bench:
     async def _start(self) -> None:
         await self.system.__aenter__()
         identity = self.system.gateway_identity()
-        secure = identity.client_context() if identity is not None else True
-        self.session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, ssl=secure))
+        self.session = tls.client_session(identity, self.certificates)
 
     async def _stop(self) -> None:
         await self.session.close()
+        in_clear = await asyncio.to_thread(self._in_clear)
         await self.system.stop()
+        assert not in_clear, "\n".join(in_clear)
+
+    def _in_clear(self) -> list[str]:
+        """What speaks in clear at the end, where nothing should."""
+        return [] if self.certificates is None else tls.faults_of(self.system, self.certificates)
 
     def run(self, scenario: Coroutine[Any, Any, T], timeout_s: float = 240.0) -> T:
         return self._runner.run(_bounded(scenario, timeout_s))

@@ -13,7 +13,9 @@ pytestmark = pytest.mark.e2e
 
 
 def sdk(bench: Bench) -> openai.AsyncOpenAI:
-    return openai.AsyncOpenAI(base_url=f"{bench.system.api_url}/v1", api_key="unused", max_retries=0)
+    identity = bench.system.gateway_identity()
+    http = openai.DefaultAsyncHttpxClient(verify=identity.client_context() if identity is not None else True)
+    return openai.AsyncOpenAI(base_url=f"{bench.system.api_url}/v1", api_key="unused", max_retries=0, http_client=http)
 
 
 def test_the_sdk_chats_and_streams(bench: Bench) -> None:

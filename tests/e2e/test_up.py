@@ -10,13 +10,16 @@ import subprocess
 import sys
 import threading
 import time
+import tomllib
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tomli_w
 
+from tests.e2e import tls
 from tests.e2e.harness import free_port
 
 pytestmark = pytest.mark.e2e
@@ -46,9 +49,11 @@ def _nothing_is_left() -> None:
 class Up:
     """A running `prfaas up`, and what it says."""
 
-    def __init__(self, process: subprocess.Popen[str], url: str) -> None:
+    def __init__(self, process: subprocess.Popen[str], address: str, certificates: Path | None) -> None:
         self.process = process
-        self.url = url
+        self.url = f"{'http' if certificates is None else 'https'}://{address}"
+        self._certificates = certificates
+        self._trust = None if certificates is None else tls.identity(certificates).client_context()
         self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
         threading.Thread(target=self._read, daemon=True).start()
 
@@ -88,16 +93,20 @@ class Up:
         said = {"model": "tiny", "prompt": "hello", "stream": True, "ignore_eos": True, "max_tokens": max_tokens}
         headers = {"content-type": "application/json"}
         request = urllib.request.Request(f"{self.url}/v1/completions", json.dumps(said).encode(), headers)
-        answer: http.client.HTTPResponse = urllib.request.urlopen(request, timeout=60.0)
+        answer: http.client.HTTPResponse = urllib.request.urlopen(request, timeout=60.0, context=self._trust)
         return answer
 
     def ask(self) -> int:
         """The completion tokens of a request."""
         body = json.dumps({"model": "tiny", "prompt": "hello", "max_tokens": 4, "ignore_eos": True}).encode()
         request = urllib.request.Request(f"{self.url}/v1/completions", body, {"content-type": "application/json"})
-        with urllib.request.urlopen(request, timeout=60.0) as answer:
+        with urllib.request.urlopen(request, timeout=60.0, context=self._trust) as answer:
             usage: dict[str, Any] = json.load(answer)["usage"]
         return int(usage["completion_tokens"])
+
+    def in_clear(self) -> list[str]:
+        """What speaks so where nothing should, one line each."""
+        return [] if self._certificates is None else tls.faults(self.process.pid, self._certificates)
 
     def until_answered(self) -> int:
         """The same, as soon as the gateway sees the node again."""
@@ -113,16 +122,24 @@ class Up:
         return self.ask()
 
 
+def write_topology(path: Path, text: str) -> Path | None:
+    """With mutual TLS if the environment wants it: where the certificates are; None without."""
+    document = tomllib.loads(text)
+    certificates = tls.folder_for(document, path.parent)
+    path.write_text(text if certificates is None else tomli_w.dumps(tls.secured(document, certificates)))
+    return certificates
+
+
 @pytest.fixture
 def up(tmp_path: Path) -> Iterator[Up]:
     port = free_port()
     path = tmp_path / "topology.toml"
-    path.write_text(TOPOLOGY.format(port=port))
+    certificates = write_topology(path, TOPOLOGY.format(port=port))
     command = [sys.executable, "-m", "prfaas", "up", "-c", str(path), "--state-dir", str(tmp_path / "state")]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, text=True, start_new_session=True, preexec_fn=_hear_a_hang_up
     ) as process:
-        running = Up(process, f"http://127.0.0.1:{port}")
+        running = Up(process, f"127.0.0.1:{port}", certificates)
         try:
             yield running
         finally:
@@ -145,6 +162,7 @@ def test_what_is_killed_comes_back_by_itself(up: Up) -> None:
     os.kill(up.child("gateway"), signal.SIGKILL)
     up.wait_for("gateway is back")
     assert up.until_answered() == 4
+    assert up.in_clear() == []
     children = up.children()
     with up.streaming(max_tokens=30_000) as stream:  # for ten minutes
         assert stream.readline().startswith(b"data: ")
@@ -164,13 +182,15 @@ def test_a_system_on_ipv6_answers(tmp_path: Path) -> None:
     port, path = free_port(), tmp_path / "topology.toml"
     text = TOPOLOGY.format(port=port).replace("[gateway]\n", '[gateway]\nhost = "::1"\nthreshold_tokens = 1000\n')
     text = text.replace("[node]\n", '[node]\nhost = "::1"\n')
-    path.write_text(text.replace("nodes = [{", 'nodes = [{ node_id = "p0", role = "prefill" }, {'))
+    text = text.replace("nodes = [{", 'nodes = [{ node_id = "p0", role = "prefill" }, {')
+    certificates = write_topology(path, text)
     command = [sys.executable, "-m", "prfaas", "up", "-c", str(path), "--state-dir", str(tmp_path / "state")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        running = Up(process, f"http://[::1]:{port}")
+        running = Up(process, f"[::1]:{port}", certificates)
         try:
             running.wait_for("Ctrl-C ends it")
             assert running.until_answered() == 4
+            assert running.in_clear() == []
         finally:
             process.terminate()
         assert process.wait(60) == 0

@@ -2,8 +2,9 @@
 
 An input is what one write may bring: calls and answers with fields at random, cut, repeated, spliced, with impossible lengths,
 begun and left. Callers of that kind meet a real server of calls, agents of that kind a real caller, and tickets of that kind a
-real sender. Allowed are answers, refusals and the end of a connection. A traceback, a task that stays, memory that is not given
-back, or an honest caller that is not answered beside them, fails.
+real sender. All of it comes in clear and again over mutual TLS with good certificates, beside handshakes that are spoiled.
+Allowed are answers, refusals and the end of a connection. A traceback, a task that stays, memory that is not given back, or an
+honest caller that is not answered beside them, fails.
 """
 
 import argparse
@@ -11,10 +12,14 @@ import asyncio
 import logging
 import math
 import random
+import ssl
 import sys
+import tempfile
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
 import uvloop
@@ -26,14 +31,17 @@ from node.control.call_server import CallServer
 from node.control.holders import ReservationHolders, checked_name
 from node.errors import NodeRefusal
 from prfaas_cluster.links import spec_of
+from tests.peers import Peers
 from tests.transport.fuzzing.inputs import spoil
 from transport.control.calls import AGENT, CALLER
 from transport.control.messages import MAX_MESSAGE_BYTES, TicketInfo, frame
 from transport.control.proto import node_pb2 as pb
 from transport.control.tickets import ticket_info
 from transport.errors import TransportError
+from transport.peers.name import PeerRole
 from transport.send.client import ClientOptions, TransferClient
 from transport.send.spec import Urgency
+from transport.wire.identity import Identity
 
 CONNECTIONS: Final = 16  # at once
 INPUTS_PER_CONNECTION: Final = 6
@@ -153,10 +161,45 @@ def any_bytes(rng: random.Random, message: Any) -> bytes:
     return whole if dice < 0.7 else bytes(spoil(rng, bytearray(whole)))
 
 
-async def strange_caller(rng: random.Random, port: int) -> None:
-    """One connection: says its inputs, reads or does not, and hangs up in one of the ways there are."""
+@dataclass(frozen=True, slots=True)
+class Certificates:
+    """With which an agent and its callers meet: strangers' are good, too, but for some that agree on nothing."""
+
+    agent: Identity
+    caller: Identity
+
+    def first_words(self, rng: random.Random) -> bytes:
+        """With which a handshake begins, or nearly."""
+        heard, said = ssl.MemoryBIO(), ssl.MemoryBIO()
+        with suppress(ssl.SSLWantReadError):
+            self.caller.client_context().wrap_bio(heard, said).do_handshake()
+        return bytes(spoil(rng, bytearray(said.read())))
+
+
+def issued(folder: Path) -> Certificates:
+    """By an authority of their own."""
+    peers = Peers(folder)
+    return Certificates(peers.server, peers.by_role[PeerRole.GATEWAY])
+
+
+async def strange_handshake(rng: random.Random, port: int, certificates: Certificates) -> None:
+    """One connection that is never agreed on: it reads what it is told, and may say more."""
     with suppress(OSError, HUNG_UP):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        try:
+            writer.write(certificates.first_words(rng))
+            for _ in range(rng.randrange(4)):
+                async with asyncio.timeout(SHORT_S):
+                    await reader.read(1 << 16)
+                writer.write(b"\x17\x03\x03" + rng.randbytes(rng.choice((2, 200, 20_000))))
+        finally:
+            writer.transport.abort()
+
+
+async def strange_caller(rng: random.Random, port: int, secure: ssl.SSLContext | None) -> None:
+    """One connection: says its inputs, reads or does not, and hangs up in one of the ways there are."""
+    with suppress(OSError, HUNG_UP):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=secure)
         try:
             writer.write(CALLER if rng.random() < 0.9 else bytes(spoil(rng, bytearray(CALLER))))
             for _ in range(INPUTS_PER_CONNECTION):
@@ -177,10 +220,10 @@ async def strange_caller(rng: random.Random, port: int) -> None:
                 await writer.wait_closed()
 
 
-async def silent_caller(port: int) -> None:
+async def silent_caller(port: int, secure: ssl.SSLContext | None) -> None:
     """Greets, begins a frame, and sends no more until the server closes the connection."""
     with suppress(OSError, HUNG_UP):
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=secure)
         try:
             writer.write(CALLER + (1 << 20).to_bytes(4, "little") + bytes(1000))
             async with asyncio.timeout(PATIENCE_S):
@@ -205,13 +248,14 @@ async def strange_agent(rng: random.Random, reader: asyncio.StreamReader, writer
             writer.transport.abort()
 
 
-async def asked(rng: random.Random, port: int, counts: Counter[str]) -> list[pb.Ticket]:
+async def asked(rng: random.Random, port: int, counts: Counter[str], secure: ssl.SSLContext | None) -> list[pb.Ticket]:
     """A real caller at a strange agent: every call comes to an end. Returns the tickets that it was told."""
     connection = CallConnection("agent", "fuzz")
     tickets = []
     try:
+        async with asyncio.timeout(PATIENCE_S):
+            await asyncio.get_running_loop().create_connection(lambda: connection, "127.0.0.1", port, ssl=secure)
         async with asyncio.timeout(2 * SHORT_S):
-            await asyncio.get_running_loop().create_connection(lambda: connection, "127.0.0.1", port)
             await connection.greeted
         for _ in range(INPUTS_PER_CONNECTION):
             if not connection.is_open:
@@ -230,18 +274,18 @@ async def asked(rng: random.Random, port: int, counts: Counter[str]) -> list[pb.
     return tickets
 
 
-async def honest(port: int) -> None:
+async def honest(port: int, secure: ssl.SSLContext | None) -> None:
     """Is answered, beside any other caller. On a busy machine it may be late once, and tries again, as gateways do."""
     async with asyncio.timeout(PATIENCE_S):
-        while not await _is_answered(port):
+        while not await _is_answered(port, secure):
             pass
 
 
-async def _is_answered(port: int) -> bool:
+async def _is_answered(port: int, secure: ssl.SSLContext | None) -> bool:
     connection = CallConnection("agent", "honest")
     call = pb.Call(reserve=pb.ReserveRequest(request_id="honest", block_hashes=bytes(1 << 20)))
     try:
-        await asyncio.get_running_loop().create_connection(lambda: connection, "127.0.0.1", port)
+        await asyncio.get_running_loop().create_connection(lambda: connection, "127.0.0.1", port, ssl=secure)
         await connection.greeted
         return (await connection.ask(call, PATIENCE_S)).ticket.transfer_id == "honest"
     except (OSError, AgentCallFailed):
@@ -266,8 +310,9 @@ def sent_to(client: TransferClient, rng: random.Random, ticket: TicketInfo, coun
         counts["ticket tried"] += 1
 
 
-async def fuzz(num_inputs: int, seed: int) -> Counter[str]:
-    """What came of the inputs. Raises AssertionError for what is not allowed."""
+async def fuzz(num_inputs: int, seed: int, certificates: Certificates | None = None) -> Counter[str]:
+    """What came of the inputs, over mutual TLS with `certificates`. Raises AssertionError for what is not allowed."""
+    secure = None if certificates is None else certificates.caller.client_context()
     rng, counts, overheard = random.Random(seed), Counter[str](), Overheard()
     loop = asyncio.get_running_loop()
     loop.set_exception_handler(lambda _, context: overheard.records.append(repr(context)))
@@ -280,7 +325,7 @@ async def fuzz(num_inputs: int, seed: int) -> Counter[str]:
     server = CallServer(
         Room(rng), holders, handshake_s=SHORT_S, frame_s=SHORT_S, unread_s=SHORT_S, of_address=4 * CONNECTIONS
     )
-    port = await server.start("127.0.0.1", 0)
+    port = await server.start("127.0.0.1", 0, None if certificates is None else certificates.agent)
     agents: set[asyncio.Task[None]] = set()
 
     async def at_agent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -288,16 +333,18 @@ async def fuzz(num_inputs: int, seed: int) -> Counter[str]:
         await asyncio.wait([task])
         agents.discard(task)
 
-    agent = await asyncio.start_server(at_agent, "127.0.0.1", 0)
+    shown = None if certificates is None else certificates.agent.mutual_context()
+    agent = await asyncio.start_server(at_agent, "127.0.0.1", 0, ssl=shown)
     agent_port = agent.sockets[0].getsockname()[1]
     client = TransferClient(options=ClientOptions(connections=1, peer_timeout_s=0.3))
     try:
         for _ in range(0, num_inputs, 2 * INPUTS_PER_CONNECTION * CONNECTIONS):
             _, *told = await asyncio.gather(
-                honest(port),
-                *(asked(rng, agent_port, counts) for _ in range(CONNECTIONS)),
-                _nothing(silent_caller(port)),
-                *(_nothing(strange_caller(rng, port)) for _ in range(CONNECTIONS)),
+                honest(port, secure),
+                *(asked(rng, agent_port, counts, secure) for _ in range(CONNECTIONS)),
+                _nothing(silent_caller(port, secure)),
+                *(_nothing(strange_caller(rng, port, secure)) for _ in range(CONNECTIONS)),
+                *(_nothing(strange_handshake(rng, at, certificates)) for at in (port, agent_port) if certificates),
             )
             tickets = [ticket for tickets in told for ticket in tickets][:6]
             strange = [
@@ -335,9 +382,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args(argv)
     counts = Counter[str]()
-    for part, loop in enumerate((asyncio.new_event_loop, uvloop.new_event_loop)):  # nodes run on the second one
-        with asyncio.Runner(loop_factory=loop) as runner:
-            counts += runner.run(fuzz((arguments.inputs + part) // 2, arguments.seed + part))
+    loops = (asyncio.new_event_loop, uvloop.new_event_loop)  # nodes run on the second one
+    with tempfile.TemporaryDirectory() as folder:
+        ways = [(loop, certificates) for certificates in (None, issued(Path(folder))) for loop in loops]
+        for part, (loop, certificates) in enumerate(ways):
+            with asyncio.Runner(loop_factory=loop) as runner:
+                counts += runner.run(fuzz(arguments.inputs // len(ways), arguments.seed + part, certificates))
     print(f"{arguments.inputs:,} inputs: " + ", ".join(f"{count:,} {what}" for what, count in counts.most_common()))
     return 0
 

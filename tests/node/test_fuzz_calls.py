@@ -3,21 +3,23 @@
 import asyncio
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import uvloop
 
-from tests.node.fuzz_calls import fuzz
+from tests.node.fuzz_calls import fuzz, issued
 from transport.send.spec import TransferSpec
 
 NUM_INPUTS = 500
 
 
 @pytest.mark.parametrize("loop", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
-def test_calls_and_tickets_of_every_kind(loop: object) -> None:
+@pytest.mark.parametrize("secured", [False, True], ids=["clear", "tls"])
+def test_calls_and_tickets_of_every_kind(loop: object, secured: bool, tmp_path: Path) -> None:
     """More of them, on both loops, are `make fuzz`."""
     with asyncio.Runner(loop_factory=loop) as runner:  # type: ignore[arg-type]
-        counts = runner.run(fuzz(NUM_INPUTS, seed=11))
+        counts = runner.run(fuzz(NUM_INPUTS, seed=11, certificates=issued(tmp_path) if secured else None))
     assert counts["answered"]
     assert counts["ended:garbled"]
     assert counts["ended:stalled"]

@@ -18,6 +18,7 @@ import aiohttp
 
 from engine.torch.tiny import build_model
 from prfaas.commands.keys import new_key
+from tests.e2e.tls import is_wanted
 from tests.storm.faults import Weather
 from tests.storm.system import POLL_S, Running, StormSystem
 from tests.storm.traffic import Traffic, questions
@@ -57,11 +58,12 @@ async def main(arguments: argparse.Namespace) -> int:
     model = home / "model"
     build_model("kimi_linear", model, report=lambda line: None)
     rng = random.Random(arguments.seed)
-    print(f"storm of {arguments.faults} faults in {arguments.seconds:.0f} s, seed {arguments.seed}; logs in {home}")
+    how = f"seed {arguments.seed}{', mutual TLS' if arguments.tls else ''}"
+    print(f"storm of {arguments.faults} faults in {arguments.seconds:.0f} s, {how}; logs in {home}")
     asked = await asyncio.to_thread(questions, model, rng.getrandbits(32))
     failures: list[str] = []
     keys = {tenant: new_key() for tenant in TENANTS}
-    async with StormSystem(model, home, keys) as system, aiohttp.ClientSession() as session:
+    async with StormSystem(model, home, keys, has_tls=arguments.tls) as system, system.client() as session:
         if not system.isolated:
             print("not root: disk and shared memory are not filled")
         weather = Weather(system, rng, lambda line: print(line, flush=True))
@@ -79,6 +81,7 @@ async def main(arguments: argparse.Namespace) -> int:
         failures += await _after_the_storm(system, session, traffic, workers)
         if system.returncode is None:
             failures += sizes.grown(system.processes())
+            failures += await asyncio.to_thread(system.in_clear)
         failures += await system.end(END_S)
     failures += [f"wrong tokens: {line}" for line in traffic.wrong]
     if traffic.outcomes["hung"]:
@@ -132,5 +135,6 @@ if __name__ == "__main__":
     parser.add_argument("--faults", type=int, default=500)
     parser.add_argument("--seconds", type=float, default=600.0)
     parser.add_argument("--seed", default="1")
+    parser.add_argument("--tls", action="store_true", default=is_wanted(), help="mutual TLS on every hop")
     parser.add_argument("--home", help="where logs are kept (default: a new temporary directory)")
     sys.exit(asyncio.run(main(parser.parse_args())))

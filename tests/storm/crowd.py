@@ -26,6 +26,7 @@ import aiohttp
 
 from engine.torch.tiny import build_model
 from prfaas.demo.client import complete
+from tests.e2e.tls import is_wanted
 from tests.storm.system import StormSystem
 from tests.storm.traffic import Question, questions
 
@@ -168,7 +169,7 @@ async def main(arguments: argparse.Namespace) -> int:
     random.Random(arguments.seed).shuffle(asked)
     print(f"{arguments.connections} strangers at a time; logs in {home}", flush=True)
     failures: list[str] = []
-    async with StormSystem(home / "model", home) as system, aiohttp.ClientSession() as session:
+    async with StormSystem(home / "model", home, has_tls=arguments.tls) as system, system.client() as session:
         if not await system.until_ready(session, START_S):
             print("FAILED: the system did not start:", (home / "up.log").read_text()[-2000:])
             return 1
@@ -220,5 +221,6 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="python -m tests.storm.crowd", description=__doc__)
     parser.add_argument("--connections", type=int, default=10_000)
     parser.add_argument("--seed", default="1")
+    parser.add_argument("--tls", action="store_true", default=is_wanted(), help="mutual TLS on every hop")
     parser.add_argument("--home", help="where logs are kept (default: a new temporary directory)")
     sys.exit(asyncio.run(main(parser.parse_args())))

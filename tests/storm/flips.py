@@ -31,8 +31,10 @@ from planner.decisions.plans.conversions import NodeStanding, why_not
 from planner.decisions.views import ClusterKind, Role
 from prfaas.demo.client import RequestFailed, complete
 from prfaas.demo.replay import ReplayRequest, TraceRow, read_rows, scaled
+from prfaas.system.certificates import OPERATOR_NAME
 from prfaas.system.system import System
 from prfaas.system.topology import parse_topology
+from tests.e2e import tls
 
 ARCH: Final = "kimi_linear"
 LENGTH_FACTOR: Final = 64
@@ -219,6 +221,7 @@ class Results:
     quiet: list[Flip] = field(default_factory=list)  # without requests
     rollbacks: list[Flip] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
+    in_clear: list[str] = field(default_factory=list)  # what speaks so though the run is for TLS
     fallbacks: Counter[str] = field(default_factory=Counter)
 
     def failures(self) -> list[str]:
@@ -229,7 +232,7 @@ class Results:
         ]
         kept = [f"{f.node} has lost its prefix: {f}" for f in self.flips if f.found_tokens < f.held_tokens]
         stuck = [f"not rolled back: {f}" for f in self.rollbacks if not _is_restored(f)]
-        return [*lost, *self.wrong, *bad, *kept, *stuck]
+        return [*lost, *self.wrong, *bad, *kept, *stuck, *self.in_clear]
 
     def rolled_back(self, outcome: str) -> int:
         """How many conversions were given up for that reason."""
@@ -286,16 +289,23 @@ class Plan:
     pause_s: float = 1.0
     calm: bool = True
     quiet: int = 20
+    has_tls: bool = False
 
 
 @asynccontextmanager
-async def system_and_agents(model: Path, home: Path, engine: str) -> AsyncIterator[tuple[System, list[AgentClient]]]:
+async def system_and_agents(
+    model: Path, home: Path, engine: str, certificates: Path | None = None
+) -> AsyncIterator[tuple[System, list[AgentClient]]]:
     """The system, and clients of all nodes that may change their roles."""
     async with AsyncExitStack() as stack:
-        system = System(parse_topology(document(model, engine), home), home / "flips", lambda line: None)
+        table = document(model, engine)
+        who = None
+        if certificates is not None:
+            table, who = tls.secured(table, certificates), tls.identity(certificates, OPERATOR_NAME)
+        system = System(parse_topology(table, home), home / "flips", lambda line: None)
         await stack.enter_async_context(system)
         agents = [
-            AgentClient(node.agent_address, RPC_S)
+            AgentClient(node.agent_address, RPC_S, who, node.config.node_id)
             for node in system.nodes.values()
             if node.config.cluster_kind == "pd"
         ]  # fmt: skip
@@ -306,8 +316,11 @@ async def system_and_agents(model: Path, home: Path, engine: str) -> AsyncIterat
 
 async def flip_under_load(model: Path, home: Path, plan: Plan) -> Results:
     """All of it."""
-    results = Results()
-    async with system_and_agents(model, home, plan.engine) as (system, agents), aiohttp.ClientSession() as session:
+    results, certificates = Results(), home / "certificates" if plan.has_tls else None
+    async with AsyncExitStack() as stack:
+        system, agents = await stack.enter_async_context(system_and_agents(model, home, plan.engine, certificates))
+        who = tls.identity(certificates) if certificates is not None else None
+        session = await stack.enter_async_context(tls.client_session(who))
         load = TraceLoad(session, system.api_url, plan.rate, plan.seed)
         if plan.calm:
             await load.one_pass(results.calm, asyncio.Event())
@@ -321,6 +334,8 @@ async def flip_under_load(model: Path, home: Path, plan: Plan) -> Results:
             await asking
         results.quiet = [await commander.flip() for _ in range(plan.quiet)]
         results.fallbacks = await _fallbacks(session, system.api_url)
+        if certificates is not None:
+            results.in_clear = await asyncio.to_thread(tls.faults_of, system, certificates)
     answered = [*results.calm.answered, *results.flipping.answered]
     results.wrong = await asyncio.to_thread(unequal, reference(model, plan.engine), answered)
     return results
@@ -382,8 +397,9 @@ async def main(arguments: argparse.Namespace) -> int:
     build_model(ARCH, model, report=lambda line: None)
     print(f"{arguments.flips} flips under the conversation trace at {arguments.rate:g}/s; logs in {home}", flush=True)
     plan = Plan(
-        flips=arguments.flips, rate=arguments.rate, seed=arguments.seed, rollback_every=20, engine=arguments.engine
-    )
+        flips=arguments.flips, rate=arguments.rate, seed=arguments.seed, rollback_every=20, engine=arguments.engine,
+        has_tls=arguments.tls,
+    )  # fmt: skip
     results = await flip_under_load(model, home, plan)
     for line in results.lines():
         print(line)
@@ -399,5 +415,6 @@ if __name__ == "__main__":
     parser.add_argument("--rate", type=float, default=3.0, help="requests per second")
     parser.add_argument("--engine", choices=["emulated", "embedded"], default="emulated")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--tls", action="store_true", default=tls.is_wanted(), help="mutual TLS on every hop")
     parser.add_argument("--home", help="where logs are kept (default: a new temporary directory)")
     sys.exit(asyncio.run(main(parser.parse_args())))

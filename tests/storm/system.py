@@ -21,6 +21,7 @@ import tomli_w
 
 from gateway.auth.keyring import digest_of
 from prfaas.commands.keys import new_key
+from tests.e2e import tls
 from tests.transport.proxy import Proxy
 from transport.control.proto import node_pb2 as pb
 from transport.control.proto import node_pb2_grpc as rpc
@@ -64,7 +65,9 @@ class NodePorts:
 class StormSystem:
     """Two clusters, four nodes and a gateway; KVCache from `far` to the decode nodes goes through relays that can be cut."""
 
-    def __init__(self, model: Path, home: Path, tenants: Mapping[str, str] = MappingProxyType({})) -> None:
+    def __init__(
+        self, model: Path, home: Path, tenants: Mapping[str, str] = MappingProxyType({}), *, has_tls: bool = False
+    ) -> None:
         """`tenants`: keys by name. With them an operator's key, too, is needed for what is not for clients."""
         self.home = home
         self._tenants = tenants
@@ -73,7 +76,8 @@ class StormSystem:
         self._stack = ExitStack()
         self._ports = {name: NodePorts(*(free_port() for _ in range(4))) for name in NODES}
         self.api_port, self.operators_port = free_port(), free_port()
-        self.api_url = f"http://127.0.0.1:{self.api_port}"
+        self.certificates = home / "certificates" if has_tls else None
+        self.api_url = f"{'https' if has_tls else 'http'}://127.0.0.1:{self.api_port}"
         self.relays: dict[str, Proxy] = {}
         self.isolated = os.geteuid() == 0
         self._up: asyncio.subprocess.Process
@@ -83,7 +87,10 @@ class StormSystem:
             self.relays[name] = self._stack.enter_context(Proxy(f"127.0.0.1:{self._ports[name].transfer}"))
         (self.home / "tmp").mkdir()
         (self.home / "ssd").mkdir()
-        (self.home / "topology.toml").write_text(tomli_w.dumps(self._document()))
+        document = self._document()
+        if self.certificates is not None:
+            document = tls.secured(document, self.certificates)
+        (self.home / "topology.toml").write_text(tomli_w.dumps(document))
         with (self.home / "up.log").open("wb") as log:
             self._up = await asyncio.create_subprocess_exec(
                 *self._command(), stdin=asyncio.subprocess.DEVNULL, stdout=log, stderr=log,
@@ -201,7 +208,7 @@ class StormSystem:
         """What nodes hold without any request, and books that do not balance."""
         wrong = {}
         for name, ports in self._ports.items():
-            async with grpc.aio.insecure_channel(f"127.0.0.1:{ports.control}") as channel:
+            async with tls.channel(f"127.0.0.1:{ports.control}", name, self.certificates) as channel:
                 stub = rpc.NodeAgentStub(channel)  # type: ignore[no-untyped-call]
                 try:
                     node: pb.NodeDescription = await stub.Describe(pb.DescribeRequest(), timeout=5.0)
@@ -213,6 +220,15 @@ class StormSystem:
             if any(counts) or node.integrity_error:
                 wrong[name] = node.integrity_error or f"holds {counts}"
         return wrong
+
+    def in_clear(self) -> list[str]:
+        """Ports that speak in clear where none should, one line each."""
+        return tls.faults(self._up.pid, self.certificates) if self.certificates is not None else []
+
+    def client(self) -> aiohttp.ClientSession:
+        """For those who ask the system."""
+        who = tls.identity(self.certificates) if self.certificates is not None else None
+        return tls.client_session(who)
 
     # Its end
 

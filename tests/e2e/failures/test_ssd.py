@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-import grpc.aio
 import pytest
 
 from gateway.cluster.registry import salt_of
@@ -42,7 +41,7 @@ async def ssd(bench: Bench) -> pb.SsdReport:
 
 async def media(bench: Bench, prompt: list[int]) -> set[int]:
     """Where the PrfaaS node has the last snapshot of `prompt`."""
-    async with grpc.aio.insecure_channel(bench.node("far").agent_address) as channel:
+    async with bench.system.agent_channel("far") as channel:
         stream = rpc.NodeAgentStub(channel).Watch(pb.WatchRequest())  # type: ignore[no-untyped-call]
         layout = ModelLayout.from_json((await stream.read()).description.layout_json)
         snapshot = (await stream.read()).snapshot

@@ -11,15 +11,18 @@ import aiohttp
 import msgspec
 
 from engine.emulated.emulated import emulated_tokens
+from gateway.cluster.agent_client import AgentClient
 from planner.commands.cli import main
 from planner.decisions.plans.offered import GatewayLoad, NodeReport
 from planner.decisions.views import Role
 from planner.service.status import Status
 from planner.solve.control.ledger import LedgerEntry
 from prfaas.demo.client import complete
+from prfaas.system.certificates import OPERATOR_NAME
 from prfaas.system.models import ensure_model
 from prfaas.system.system import System
 from prfaas.system.topology import parse_topology
+from tests.e2e import tls
 from tests.planner.conftest import CONFIGS
 
 PATIENCE_S = 120.0
@@ -61,13 +64,20 @@ def document(roles: Mapping[str, str], threshold_tokens: float, **plan: Any) -> 
 @asynccontextmanager
 async def running(table: Mapping[str, Any], directory: Path) -> AsyncIterator["Stage"]:
     """The system of a topology, kept up while the block lasts."""
+    certificates = tls.folder_for(table, directory)
+    who = None
+    if certificates is not None:
+        table, who = tls.secured(table, certificates), tls.identity(certificates)
     topology = parse_topology(table, directory)
     await asyncio.to_thread(ensure_model, topology.model, directory, print)
     system = System(topology, directory / "run", lambda line: None)
-    async with system, aiohttp.ClientSession() as http:
+    async with system, tls.client_session(who) as http:
         keeping_up = asyncio.create_task(system.watch())
         try:
-            yield Stage(system, http)
+            yield Stage(system, http, certificates)
+            if certificates is not None:
+                in_clear = await asyncio.to_thread(tls.faults_of, system, certificates)
+                assert not in_clear, "\n".join(in_clear)
         finally:
             keeping_up.cancel()
             await asyncio.wait([keeping_up])
@@ -76,8 +86,9 @@ async def running(table: Mapping[str, Any], directory: Path) -> AsyncIterator["S
 class Stage:
     """The running system, and what is asked of it. Every answer is compared with the tokens that it must have."""
 
-    def __init__(self, system: System, http: aiohttp.ClientSession) -> None:
+    def __init__(self, system: System, http: aiohttp.ClientSession, certificates: Path | None) -> None:
         self.system = system
+        self.certificates = certificates
         self.http = http
         self.asked = 0
 
@@ -169,7 +180,13 @@ class Stage:
         await self.until(followed)
 
     async def command(self, *argv: str) -> int:
-        return await asyncio.to_thread(main, [*argv, "--url", self.system.plan_url])
+        shown = [] if self.certificates is None else ["--certificate", str(self.certificates / f"{OPERATOR_NAME}.pem")]
+        return await asyncio.to_thread(main, [*argv, "--url", self.system.plan_url, *shown])
+
+    def agent(self, node_id: str) -> AgentClient:
+        """A node's agent, for its operator."""
+        who = None if self.certificates is None else tls.identity(self.certificates, OPERATOR_NAME)
+        return AgentClient(self.system.nodes[node_id].agent_address, PATIENCE_S, who, node_id)
 
     async def node(self, node_id: str) -> NodeReport:
         return next(node for node in (await self.load()).nodes if node.node_id == node_id)

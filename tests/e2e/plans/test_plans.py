@@ -10,12 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from gateway.cluster.agent_client import AgentClient
 from gateway.errors import AgentCallFailed
 from planner.decisions.plans.live_plan import LivePlan
 from planner.decisions.views import Role
 from planner.solve.control.ledger import DONE, PENDING, PlanEvent
-from tests.e2e.plans.planned import LONG, PATIENCE_S, SHORT, Stage, document, running
+from tests.e2e.plans.planned import LONG, SHORT, Stage, document, running
 
 pytestmark = pytest.mark.e2e
 
@@ -156,7 +155,7 @@ async def conversions(at: Stage) -> None:
         (node,) = done.setting.roles
         await at.until_role(node, Role.DECODE)
         assert node in await decoded_by(at)
-        agent = AgentClient(at.system.nodes[node].agent_address, PATIENCE_S)
+        agent = at.agent(node)
         assert (await agent.describe())[0].role_epoch == done.version
         with pytest.raises(AgentCallFailed, match="stale_epoch"):
             await agent.convert(failed.version, Role.PREFILL)

@@ -101,6 +101,18 @@ def test_what_cannot_be_is_refused(tmp_path: Path, method: str, path: str, body:
 
 
 @on_loop
+async def test_no_answer_names_the_software(tmp_path: Path) -> None:
+    async with (
+        fake_gateway() as gateway,
+        service(tmp_path, gateway) as found,
+        aiohttp.ClientSession(found.url) as http,
+    ):
+        for path in ("/health", "/no-such-page"):
+            async with http.get(path) as answer:
+                assert "Server" not in answer.headers
+
+
+@on_loop
 async def test_the_secret_is_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     token = tmp_path / "token"
     await asyncio.to_thread(token.write_text, "abc\n")
