@@ -7,8 +7,8 @@ of its prompt (`gateway.pipeline.stream_resume`).
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Collection, Iterator
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable, Collection
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 
 from msgspec.structs import replace
@@ -138,7 +138,7 @@ class Dispatcher:
         shape = shape_of(request.call, request.prompt.num_tokens)
         if wait_s := self._poison.let_in(shape, self._clock()):
             raise ShapeKillsEngines(str(shape), wait_s)
-        with self._judged(request, shape):
+        try:
             async with AsyncExitStack() as held:
                 place = held.enter_context(self._place(request))
                 chosen = await self._decide(request, place)
@@ -147,14 +147,15 @@ class Dispatcher:
                 answering = Answering(self, request, attempt, held)
                 yield answering
                 self._learn(request, answering.attempt, shape)
+        finally:
+            self._ended(request, shape)
 
-    @contextmanager
-    def _judged(self, request: Request, shape: RequestShape) -> Iterator[None]:
-        """A request. However it ends, decode has it no more, and engines that died under it say something of its kind."""
-        with ExitStack() as ends:
-            ends.callback(lambda: self._accounts.unheard(request, self._refusals.left(request)))
-            ends.callback(self._judge, request, shape)
-            yield
+    def _ended(self, request: Request, shape: RequestShape) -> None:
+        """However a request ends, decode has it no more, and engines that died under it say something of its kind."""
+        try:
+            self._judge(request, shape)
+        finally:
+            self._accounts.unheard(request, self._refusals.left(request))
 
     def _place(self, request: Request) -> QueueEntry:
         """Its place in the line for room, which it may never need."""
