@@ -112,7 +112,8 @@ class FileValue:
         """Goes on from what the file says."""
         self._file = file
         self._lock = lock
-        self._value, _ = file.read_value(name)  # type: ignore[no-untyped-call]
+        value, _ = file.read_value(name)  # type: ignore[no-untyped-call]
+        self._value: float = value
         at: int = file._positions[name]  # for as long as the file lives
         self._cells = slice(at, at + WRITTEN.size)
 
