@@ -156,6 +156,7 @@ async def running(
     strangers = config.strangers.divided(seat.workers)
     tasks = GatewayTasks(*(TaskSet(metrics.upkeep.unforeseen) for _ in range(4)))
     async with AsyncExitStack() as held:
+        held.callback(seat.offered.publish)
         ended = await held.enter_async_context(build_sinks(config=config, metrics=metrics))
         audit = await held.enter_async_context(build_audit(config=config, seat=seat, clock=clock))
         allowances = held.enter_context(contextlib.closing(seat.allowances(clock)))
@@ -256,6 +257,7 @@ async def running(
         if certificate is not None:
             tasks.chores.keep(lambda: keep_current(certificate), "certificate")
         seat.be(_state(door))
+        seat.offered.publish()
         tasks.chores.keep(lambda: _heartbeat(door, gates, seen.links, seen.drained, clock, seat), "heartbeat")
         held.callback(door.visits.end_all)
         yield gateway
@@ -439,6 +441,7 @@ async def _heartbeat(
         for gate in gates:
             gate.sweep()
         seat.be(_state(door))
+        seat.offered.publish()
         links.drain(drained.links())
 
 

@@ -1,8 +1,7 @@
 """An attempt: a prefill and a decode leg at once. What they have in common, by tickets or by rooms."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Collection, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,23 +61,28 @@ class LegRunner:
 
     async def decode(self, request: Request, node: ClusterNode, leg: Awaitable[DecodeAnswer]) -> DecodeAnswer:
         """The answer of `leg`, which `node` has begun. Raises DecodeFailed."""
-        async with self._noting_death(request, node):
+        engine = node.engine
+        try:
             with self.accounts.leg(request):
                 return await leg
+        except DecodeFailed as error:
+            await self._note_death(request, node, engine, error)
+            raise
 
     async def prefill(
         self, request: Request, node: ClusterNode, decode: ClusterNode, leg: Awaitable[PrefillOutcome]
     ) -> PrefillOutcome:
         """What `leg` comes to, by which `node` sends `decode` its KVCache. Raises PrefillFailed."""
         receiver = decode.engine
-        async with self._noting_death(request, node):
-            try:
-                with self.accounts.leg(request):
-                    outcome = await leg
-            except PrefillFailed as error:
-                if is_path_failure(error.reason, node, decode, receiver):
-                    self.links.failed(node, decode)
-                raise
+        engine = node.engine
+        try:
+            with self.accounts.leg(request):
+                outcome = await leg
+        except PrefillFailed as error:
+            if is_path_failure(error.reason, node, decode, receiver):
+                self.links.failed(node, decode)
+            await self._note_death(request, node, engine, error)
+            raise
         self.links.arrived(node, decode)
         return outcome
 
@@ -99,15 +103,11 @@ class LegRunner:
         self.accounts.decides(request, self.decider.plan_version)
         return self.decider.other_prefill(request, chosen, failed)
 
-    @asynccontextmanager
-    async def _noting_death(self, request: Request, node: ClusterNode) -> AsyncIterator[None]:
-        """A leg at `node`. If its engine dies of it, the request keeps that, and the failure says `engine_died`."""
-        engine = node.engine
-        try:
-            yield
-        except (DecodeFailed, PrefillFailed) as error:
-            if not may_have_died(error.reason) or not await self.clusters.has_died(node, engine):
-                raise
+    async def _note_death(
+        self, request: Request, node: ClusterNode, engine: tuple[str, int], error: DecodeFailed | PrefillFailed
+    ) -> None:
+        """A leg at `node` has failed. If its `engine` died of it, the request keeps that, and an `engine_died` is raised."""
+        if may_have_died(error.reason) and await self.clusters.has_died(node, engine):
             self.accounts.died(request, node)
             raise type(error)(node.id, "engine_died") from error
 

@@ -8,7 +8,7 @@ of its prompt (`gateway.pipeline.stream_resume`).
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Collection, Iterator
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 
 from msgspec.structs import replace
@@ -16,6 +16,7 @@ from msgspec.structs import replace
 from gateway.admission.queue import ASK_AGAIN_S, QueueEntry, WaitingLine
 from gateway.admission.slo import SloGate
 from gateway.cluster.inflight_load import Booking, booked
+from gateway.cluster.node import ClusterNode
 from gateway.cluster.registry import Clusters
 from gateway.errors import (
     AgentCallFailed,
@@ -138,7 +139,7 @@ class Dispatcher:
         shape = shape_of(request.call, request.prompt.num_tokens)
         if wait_s := self._poison.let_in(shape, self._clock()):
             raise ShapeKillsEngines(str(shape), wait_s)
-        with self._judged(request, shape):
+        try:
             async with AsyncExitStack() as held:
                 place = held.enter_context(self._place(request))
                 chosen = await self._decide(request, place)
@@ -147,14 +148,15 @@ class Dispatcher:
                 answering = Answering(self, request, attempt, held)
                 yield answering
                 self._learn(request, answering.attempt, shape)
+        finally:
+            self._ended(request, shape)
 
-    @contextmanager
-    def _judged(self, request: Request, shape: RequestShape) -> Iterator[None]:
-        """A request. However it ends, decode has it no more, and engines that died under it say something of its kind."""
-        with ExitStack() as ends:
-            ends.callback(lambda: self._accounts.unheard(request, self._refusals.left(request)))
-            ends.callback(self._judge, request, shape)
-            yield
+    def _ended(self, request: Request, shape: RequestShape) -> None:
+        """However a request ends, decode has it no more, and engines that died under it say something of its kind."""
+        try:
+            self._judge(request, shape)
+        finally:
+            self._accounts.unheard(request, self._refusals.left(request))
 
     def _place(self, request: Request) -> QueueEntry:
         """Its place in the line for room, which it may never need."""
@@ -300,49 +302,54 @@ class Dispatcher:
                 tried = Tried(laps=laps)
             chosen = following
 
-    @asynccontextmanager
-    async def _attempt(self, request: Request, chosen: Route, place: QueueEntry) -> AsyncIterator[Attempt]:
+    def _attempt(self, request: Request, chosen: Route, place: QueueEntry) -> AbstractAsyncContextManager[Attempt]:
         # Nothing is awaited between the decision and its booking: the next decision sees this one.
         decode = self._clusters.by_id(chosen.decode_node)
+        running = self._in_a_room if decode.is_paired else self._with_a_ticket
+        return running(request, chosen, place, decode)
+
+    @contextmanager
+    def _booked(self, request: Request, chosen: Route, decode: ClusterNode) -> Iterator[Booking]:
         held_tokens = max(chosen.held_tokens, chosen.shared_tokens)
         with booked(decode, self._clock, request.prompt.hashes, held_tokens) as booking:
             booking.prefill(self._clusters.by_id(chosen.prefill_node or chosen.decode_node), chosen)
-            running = self._in_a_room if decode.is_paired else self._with_a_ticket
-            async with running(request, chosen, place, booking) as attempt:
-                self._begins_to_answer(request, attempt, booking)
-                yield attempt
+            yield booking
 
     @asynccontextmanager
     async def _in_a_room(
-        self, request: Request, chosen: Route, place: QueueEntry, booking: Booking
+        self, request: Request, chosen: Route, place: QueueEntry, decode: ClusterNode
     ) -> AsyncIterator[Attempt]:
         """The attempt of a pair of servers, which make room by themselves."""
-        place.served()
-        try:
-            async with self._pairing.attempt(request, chosen, booking) as attempt:
-                yield attempt
-        finally:
-            self._line.freed()
+        with self._booked(request, chosen, decode) as booking:
+            place.served()
+            try:
+                async with self._pairing.attempt(request, chosen, booking) as attempt:
+                    self._begins_to_answer(request, attempt, booking)
+                    yield attempt
+            finally:
+                self._line.freed()
 
     @asynccontextmanager
     async def _with_a_ticket(
-        self, request: Request, chosen: Route, place: QueueEntry, booking: Booking
+        self, request: Request, chosen: Route, place: QueueEntry, decode: ClusterNode
     ) -> AsyncIterator[Attempt]:
         """The attempt of nodes that agents join: room is reserved, then both legs run."""
         has_room = False
-        if chosen.prefill_node is not None and not request.is_unshared:
-            booking.lands(chosen)
-        if chosen.shared_tokens:
-            place.served()  # it waits for what others are sent, not for room
-        try:
-            async with self._reservations.held(request, chosen, booking) as hold:
-                has_room = True
-                place.served()
-                async with self._runner.attempt(request, chosen, hold, booking) as attempt:
-                    yield attempt
-        finally:
-            if has_room:  # else the first in line would wake itself, and ask a full node as fast as it answers
-                self._line.freed()
+        with self._booked(request, chosen, decode) as booking:
+            if chosen.prefill_node is not None and not request.is_unshared:
+                booking.lands(chosen)
+            if chosen.shared_tokens:
+                place.served()  # it waits for what others are sent, not for room
+            try:
+                async with self._reservations.held(request, chosen, booking) as hold:
+                    has_room = True
+                    place.served()
+                    async with self._runner.attempt(request, chosen, hold, booking) as attempt:
+                        self._begins_to_answer(request, attempt, booking)
+                        yield attempt
+            finally:
+                if has_room:  # else the first in line would wake itself, and ask a full node as fast as it answers
+                    self._line.freed()
 
     def _begins_to_answer(self, request: Request, attempt: Attempt, booking: Booking) -> None:
         """The request decodes from now on, until its engine has said all."""

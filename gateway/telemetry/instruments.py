@@ -7,15 +7,24 @@
             build_instruments(self, registry)
 
 A row is a frozen value. `build_instruments` puts the instrument itself in its place, on each object of the class.
+
+A gateway's instruments live in files, which outlive their process (`FileValues`).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from struct import Struct
+from threading import Lock
 from typing import Any, Final, Generic, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.metrics import MetricWrapperBase
+from prometheus_client.mmap_dict import MmapedDict, mmap_key
 
 MOST_SERIES: Final = 16_384  # of one metric; reloads may bring new tenants for ever
+
+WRITTEN: Final = Struct("dd")  # a value, and when it was set (0: no matter)
 
 M = TypeVar("M", bound=MetricWrapperBase)
 Built = TypeVar("Built")
@@ -90,3 +99,73 @@ def build_instruments(owner: object, registry: CollectorRegistry) -> None:
         for attribute, declared in vars(kind).items():
             if isinstance(declared, Instrument):
                 setattr(owner, attribute, declared.build(registry))
+
+
+class FileValue:
+    """A number of an instrument, in a file of its process. It stays there when the process has ended.
+
+    The library's own value asks at each update which process it is in, and looks its place up by name. A request makes
+    a dozen updates.
+    """
+
+    def __init__(self, file: MmapedDict, name: str, lock: Lock) -> None:
+        """Goes on from what the file says."""
+        self._file = file
+        self._lock = lock
+        value, _ = file.read_value(name)  # type: ignore[no-untyped-call]
+        self._value: float = value
+        at: int = file._positions[name]  # for as long as the file lives
+        self._cells = slice(at, at + WRITTEN.size)
+
+    def inc(self, amount: float) -> None:
+        with self._lock:
+            self._value += amount
+            self._file._m[self._cells] = WRITTEN.pack(self._value, 0.0)  # at once: no reader sees a part of it
+
+    def set(self, value: float, timestamp: float | None = None) -> None:
+        with self._lock:
+            self._value = value
+            self._file._m[self._cells] = WRITTEN.pack(value, timestamp or 0.0)
+
+    def get(self) -> float:
+        with self._lock:
+            return self._value
+
+    def set_exemplar(self, exemplar: object) -> None:
+        """Files have no room for them."""
+
+    def get_exemplar(self) -> None:
+        return None
+
+
+class FileValues:
+    """Makes the values of process `worker`, as the library asks for them, in a file of `directory` for each kind."""
+
+    def __init__(self, directory: Path, worker: int) -> None:
+        self._directory = directory
+        self._worker = worker
+        self._files: dict[str, MmapedDict] = {}
+        self._lock = Lock()
+
+    def __call__(
+        self,
+        kind: str,
+        metric: str,
+        name: str,
+        labels: Sequence[str],
+        values: Sequence[str],
+        what: str,
+        multiprocess_mode: str = "",
+        **_: object,
+    ) -> FileValue:
+        kind = f"{kind}_{multiprocess_mode}" if kind == "gauge" else kind
+        with self._lock:
+            if kind not in self._files:
+                path = str(self._directory / f"{kind}_{self._worker}.db")
+                self._files[kind] = MmapedDict(path)  # type: ignore[no-untyped-call]
+            return FileValue(self._files[kind], mmap_key(metric, name, list(labels), list(values), what), self._lock)
+
+    def close(self) -> None:
+        """Lets go of the files. Nothing may be counted any more."""
+        for file in self._files.values():
+            file.close()  # type: ignore[no-untyped-call]

@@ -44,6 +44,9 @@ class OfferedLoad:
         """A request was refused before anybody knew its length."""
         self._unread += 1
 
+    def publish(self) -> None:
+        """Has other processes see what this one has counted; to be called now and then."""
+
     @property
     def unread(self) -> int:
         """How many were."""

@@ -19,7 +19,7 @@ from gateway.cluster.node import ClusterNode
 from gateway.members.roster import SourceStatus
 from gateway.request.request import Request, cached_tokens, kept
 from gateway.telemetry.added_up import added_up
-from gateway.telemetry.instruments import build_instruments, counters, gauge, gauges, histogram, histograms
+from gateway.telemetry.instruments import FileValues, build_instruments, counters, gauge, gauges, histogram, histograms
 from gateway.telemetry.process_metrics import ProcessMetrics
 from gateway.telemetry.tenant_usage import TenantUsage, spent_by
 from planner.decisions.estimates.accuracy import Error
@@ -41,9 +41,8 @@ L = TypeVar("L", bound=tuple[str, ...])
 
 def keep_in(directory: Path, worker: int) -> None:
     """This process's instruments live in files of `directory` from now on; to be called before the first one is made."""
-    # The library reads its directory from the environment, and has files by process id unless it is told another number.
-    os.environ["PROMETHEUS_MULTIPROC_DIR"] = str(directory)
-    values.ValueClass = values.MultiProcessValue(lambda: worker)  # type: ignore[no-untyped-call]
+    os.environ["PROMETHEUS_MULTIPROC_DIR"] = str(directory)  # the library looks for it, too
+    values.ValueClass = FileValues(directory, worker)
 
 
 def forget_gauges(directory: Path, worker: int) -> None:

@@ -38,6 +38,7 @@ from planner.decisions.plans.offered import SampleRing
 BOARD: Final = "board"
 FIRST_CONFIG: Final = "gateway.toml"  # the file as it was when the gateway was started
 VERDICT: Final = "verdict.json"  # what the parent has found out about the tokenizer's fast encoder
+UNWRITTEN: Final = 64  # samples of a kind that other processes do not see yet; also published a few times per second
 ORPHANED: Final = signal.SIGUSR1  # what a worker gets when its parent is gone
 
 
@@ -86,7 +87,7 @@ class SingleProcess:
         else:
             keep_in(self._lineage / METRICS, self._place)
             self.metrics = Metrics(self._lineage / METRICS)
-            self.offered = SharedSamples(self._lineage / TALLY)
+            self.offered = SharedSamples(self._lineage / TALLY, most_unwritten=UNWRITTEN)
             self.drained = SharedDrainedLinks(self._lineage / DRAINED)
             self.sessions = SharedSessions(self._lineage / SESSIONS)
 
@@ -151,7 +152,7 @@ class WorkerProcess:
         self.workers = self._board.workers
         keep_in(self._lineage / METRICS, self._place)
         self.metrics = Metrics(self._lineage / METRICS)
-        self.offered: OfferedLoad = SharedSamples(self._lineage / TALLY)
+        self.offered: OfferedLoad = SharedSamples(self._lineage / TALLY, most_unwritten=UNWRITTEN)
         self.in_flight: InFlightSlots = SharedInFlightSlots(self._board)
         self.places_wanted: Slots = SharedSlots(self._board, PLACES_WANTED)
         self.waiting: Slots = SharedSlots(self._board, WAITING)

@@ -3,7 +3,9 @@
     head    the life of the gateway (two numbers at random) · requests refused unread
     rings   of uncached lengths, of lengths of answers: the last sample's number · the last `KEPT` samples, each at its number
 
-A sample is added under a lock of the file, held for microseconds, which goes with its process; it stays when its worker has died.
+Samples are written under a lock of the file, held for microseconds, which goes with its process. What is written stays when its
+worker has died. The lock's two system calls cost more than the rest of a sample, so a worker writes several samples at once:
+when it is told to (`publish`), when it reads, and when it has `most_unwritten` of a kind.
 """
 
 import secrets
@@ -26,12 +28,13 @@ LAST_SEQ, SAMPLES = 0, slice(1, None)
 class SharedSamples(OfferedLoad):
     """The file, as a worker sees it."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, most_unwritten: int = 1) -> None:
         """Maps a tally that has been created. Raises OSError."""
         self._array = array = SharedArray(path, np.int64)
         self._head, rings = np.split(array.cells, [HEAD_CELLS])
         uncached, outputs = rings.reshape(2, RING_CELLS)
-        super().__init__(self._head[BOOT].tobytes().hex(), _Ring(array, uncached), _Ring(array, outputs))
+        self._rings = _Ring(array, uncached, most_unwritten), _Ring(array, outputs, most_unwritten)
+        super().__init__(self._head[BOOT].tobytes().hex(), *self._rings)
 
     @staticmethod
     def create(path: Path) -> None:
@@ -40,8 +43,13 @@ class SharedSamples(OfferedLoad):
 
     def close(self) -> None:
         """Lets go of the file; it must not be asked any more."""
-        del self._head, self.uncached, self.outputs
+        self.publish()
+        del self._head, self._rings, self.uncached, self.outputs
         self._array.close()
+
+    def publish(self) -> None:
+        for ring in self._rings:
+            ring.write()
 
     def refused_unread(self) -> None:
         with self._array.locked():
@@ -53,18 +61,30 @@ class SharedSamples(OfferedLoad):
 
 
 class _Ring:
-    def __init__(self, array: SharedArray, cells: NDArray[np.int64]) -> None:
+    def __init__(self, array: SharedArray, cells: NDArray[np.int64], most_unwritten: int) -> None:
         self._array = array
         self._cells = cells
         self._samples = cells[SAMPLES]
+        self._most_unwritten = min(most_unwritten, KEPT)
+        self._unwritten: list[int] = []
 
     def add(self, value: int) -> None:
+        self._unwritten.append(value)
+        if len(self._unwritten) >= self._most_unwritten:
+            self.write()
+
+    def write(self) -> None:
+        """Has others see what was added."""
+        if not self._unwritten:
+            return
+        values, self._unwritten = self._unwritten, []
         with self._array.locked():
             seq = int(self._cells[LAST_SEQ]) + 1
-            self._samples[seq % KEPT] = value
-            self._cells[LAST_SEQ] = seq
+            self._samples[np.arange(seq, seq + len(values)) % KEPT] = values
+            self._cells[LAST_SEQ] = seq + len(values) - 1
 
     def after(self, seq: int) -> Samples:
+        self.write()
         with self._array.locked():
             last_seq = int(self._cells[LAST_SEQ])
             samples = self._samples.copy()

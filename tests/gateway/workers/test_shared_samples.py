@@ -56,3 +56,34 @@ def test_a_ring_of_workers_says_what_that_of_one_process_says(tmp_path: Path) ->
         for seq in (-1, 0, 1, value - KEPT, value - KEPT + 1, value - 3, value, value + 1):
             assert tally.uncached.after(seq) == own.after(seq), (value, seq)
     tally.close()
+
+
+def test_samples_are_seen_by_others_when_published_when_read_and_when_there_are_many(tmp_path: Path) -> None:
+    path = created(tmp_path)
+    busy, other = SharedSamples(path, most_unwritten=3), SharedSamples(path)
+    busy.asked(1)
+    busy.asked(2)
+    assert other.uncached.after(0).values == ()
+    busy.publish()
+    assert other.uncached.after(0).values == (1, 2)
+    for value in (3, 4, 5, 6):
+        busy.asked(value)
+    assert other.uncached.after(2).values == (3, 4, 5)
+    assert busy.uncached.after(2).values == (3, 4, 5, 6)
+    other.asked(7)
+    busy.answered(9)
+    assert other.outputs.after(0).values == ()
+    busy.close()
+    assert other.outputs.after(0).values == (9,)
+    assert other.uncached.after(5).values == (6, 7)
+    other.close()
+
+
+def test_a_ring_written_by_many_at_a_time_says_what_that_of_one_process_says(tmp_path: Path) -> None:
+    tally, own = SharedSamples(created(tmp_path), most_unwritten=64), SampleRing(KEPT)
+    for value in range(KEPT + 1000):
+        tally.uncached.add(value)
+        own.add(value)
+    for seq in (0, 1, 1000, KEPT, KEPT + 999, KEPT + 1000):
+        assert tally.uncached.after(seq) == own.after(seq)
+    tally.close()
