@@ -20,6 +20,7 @@ from membership.documents import read_members
 from membership.kubernetes.objects import Pod
 from membership.kubernetes.pods import member_of
 from membership.member import Member
+from membership.view import RegistryReading, View
 from node.command_line import config_from
 from node.config import CLUSTER_KINDS, ENGINES, ROLES, NodeConfig
 from prfaas.cli import parser
@@ -125,10 +126,13 @@ def gateway_config(manifests: list[Manifest], folder: Path) -> GatewayConfig:
 
 
 def members_of(manifests: list[Manifest]) -> tuple[Member, ...]:
+    return tuple(reading_of(manifests).members)
+
+
+def reading_of(manifests: list[Manifest]) -> RegistryReading:
+    """The file of the gateway's other nodes."""
     (name,) = of_kind(manifests, "Deployment")
-    return read_members(
-        of_kind(manifests, "ConfigMap")[f"{name}-nodes"]["data"]["nodes.json"].encode(), is_toml=False
-    ).members
+    return read_members(of_kind(manifests, "ConfigMap")[f"{name}-nodes"]["data"]["nodes.json"].encode(), is_toml=False)
 
 
 @pytest.fixture(params=["base", pytest.param("everything", marks=needs_helm), pytest.param("plain", marks=needs_helm)])
@@ -269,6 +273,14 @@ def test_memory_and_time_are_enough(manifests: list[Manifest], tmp_path: Path) -
 @needs_helm
 def test_nodes_of_other_sites_are_listed_in_a_file(tmp_path: Path) -> None:
     assert members_of(rendered(tmp_path, EVERYTHING)) == (Member(id="home-d0", agent="10.1.0.1:7001", name="home-d0"),)
+
+
+@needs_helm
+def test_the_last_node_of_another_site_may_be_taken_out_of_the_file(tmp_path: Path) -> None:
+    none_left = {**EVERYTHING, "gateway": {**EVERYTHING["gateway"], "nodes": []}}
+    view = View().read(reading_of(rendered(tmp_path, EVERYTHING)), 0.0)
+    view = view.read(reading_of(rendered(tmp_path, none_left)), 0.0)
+    assert (view.state, view.members) == ("fresh", {})
 
 
 @needs_helm
