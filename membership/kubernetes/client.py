@@ -104,7 +104,8 @@ class ApiClient:
         said = shown(status.message or answer.reason or "no reason given")
         if answer.status in (GONE, 504):  # 504 says that the list is newer than what the API server knows
             return RelistNeeded(f"{self.where} cannot {what} ({answer.status}): {said}")
-        advice = {401: f": is the token in {self._config.token_file} good?", 403: f": {RIGHTS}"}.get(answer.status, "")
+        of_token = f"is the token of {self._config.token_file} good?" if self._config.has_token else "name token_file"
+        advice = {401: f": {of_token}", 403: f": {RIGHTS}"}.get(answer.status, "")
         reason = REASONS.get(answer.status, "unreachable" if answer.status >= 500 else "refused")
         text = f"{self.where} refuses to {what} ({answer.status}): {said}{advice}"
         return KubernetesFailed(reason, text, _again_s(answer.headers.get("retry-after", "")))

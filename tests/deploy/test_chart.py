@@ -277,7 +277,8 @@ def test_nodes_of_other_sites_are_listed_in_a_file(tmp_path: Path) -> None:
 
 @needs_helm
 def test_the_last_node_of_another_site_may_be_taken_out_of_the_file(tmp_path: Path) -> None:
-    none_left = {**EVERYTHING, "gateway": {**EVERYTHING["gateway"], "nodes": []}}
+    none_left = yaml.safe_load(yaml.safe_dump(EVERYTHING))
+    none_left["gateway"]["nodes"] = []
     view = View().read(reading_of(rendered(tmp_path, EVERYTHING)), 0.0)
     view = view.read(reading_of(rendered(tmp_path, none_left)), 0.0)
     assert (view.state, view.members) == ("fresh", {})
@@ -310,6 +311,7 @@ def test_only_what_a_gateway_reads_once_restarts_it(tmp_path: Path) -> None:
         ({"pools": [{**POOL, "replicas": 1, "cacheBytes": 1, "role": "decode"}]}, "only prefill"),
         ({"pools": [{**POOL, "replicas": 1}]}, "cacheBytes"),
         ({"pools": [{**POOL, "replicas": 1, "cacheBytes": "1Gi"}]}, "cacheBytes"),
+        ({"pools": [{**POOL, "replicas": 1, "cacheBytes": 1, "maxReplicas": 4}]}, "maxReplicas"),
         ({"certificates": {"mode": "off"}}, "mode"),
         ({"gatway": {}}, "gatway"),
         ({}, "name a tenant"),
