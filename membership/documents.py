@@ -55,9 +55,14 @@ def told(member: Member) -> dict[str, Any]:
 
 
 def _own(document: Mapping[str, Any]) -> RegistryReading:
-    require_known(document, ["nodes"])
+    require_known(document, ["nodes", "may_be_empty"])
     tables = require_tables(document.get("nodes", []), "nodes")
-    return RegistryReading(members=tuple(_own_member(table, f"nodes[{index}]") for index, table in enumerate(tables)))
+    may_be_empty = document.get("may_be_empty", False)
+    require(isinstance(may_be_empty, bool), "may_be_empty", may_be_empty, "true or false")
+    return RegistryReading(
+        members=tuple(_own_member(table, f"nodes[{index}]") for index, table in enumerate(tables)),
+        is_empty_meant=may_be_empty and not tables,
+    )
 
 
 def _own_member(table: Mapping[str, Any], where: str) -> Member:

@@ -27,6 +27,7 @@ CALL_S: Final = 10.0  # for a page of a list, or until a watch begins
 MAX_PAGE_BYTES: Final = 16 << 20
 MAX_EVENT_BYTES: Final = 4 << 20  # etcd takes objects of 1.5 MiB
 MAX_REFUSAL_BYTES: Final = 64 * 1024
+RIGHTS: Final = "its account needs a Role with the verbs list and watch"
 MAX_AGAIN_S: Final = 30  # that a server may want to be left alone
 # A connection that is cut off is seen within seconds, though a quiet watch says nothing for a minute.
 KEEPALIVE: Final = ((TCP_KEEPIDLE, 3), (TCP_KEEPINTVL, 2), (TCP_KEEPCNT, 3))
@@ -103,18 +104,21 @@ class ApiClient:
         said = shown(status.message or answer.reason or "no reason given")
         if answer.status in (GONE, 504):  # 504 says that the list is newer than what the API server knows
             return RelistNeeded(f"{self.where} cannot {what} ({answer.status}): {said}")
-        rights = ": its account needs a Role with the verbs list and watch" if answer.status == 403 else ""
+        of_token = f"is the token of {self._config.token_file} good?" if self._config.has_token else "name token_file"
+        advice = {401: f": {of_token}", 403: f": {RIGHTS}"}.get(answer.status, "")
         reason = REASONS.get(answer.status, "unreachable" if answer.status >= 500 else "refused")
-        text = f"{self.where} refuses to {what} ({answer.status}): {said}{rights}"
+        text = f"{self.where} refuses to {what} ({answer.status}): {said}{advice}"
         return KubernetesFailed(reason, text, _again_s(answer.headers.get("retry-after", "")))
 
     def _token(self) -> dict[str, str]:
         path = self._config.token_file
+        if not self._config.has_token:
+            return {}
         try:
             token = read_secret(path)
         except (OSError, UnicodeDecodeError) as error:
             raise KubernetesFailed("unreadable", f"token_file {path}: {error}") from error
-        if not token.isascii() or not token.isprintable() or " " in token:
+        if not token or not token.isascii() or not token.isprintable() or " " in token:
             raise KubernetesFailed("unreadable", f"token_file {path}: it is no token: must be one word")
         return {"authorization": f"Bearer {token}"}
 

@@ -59,8 +59,8 @@ class KubernetesListing:
         self._bound_pods()
         if was_used and not self._is_used(seen):
             self._differs(is_meant=seen.is_ending)
-        else:
-            self._differs(is_meant=self._is_empty_meant)
+        else:  # the last one may have been unready when it was told to end
+            self._differs(is_meant=self._is_empty_meant or (seen.is_ending and self._are_all_ending()))
 
     def delete_pod(self, namespace: str, pod: Pod) -> None:
         """A Pod is gone, or the selector chooses it no more, as it shows by having no time of deletion."""
@@ -126,6 +126,9 @@ class KubernetesListing:
 
     def _used(self, namespace: str) -> set[str]:
         return {uid for uid, seen in self._pods.get(namespace, {}).items() if self._is_used(seen)}
+
+    def _are_all_ending(self) -> bool:
+        return all(seen.is_ending for pods in self._pods.values() for seen in pods.values())
 
     def _is_used(self, seen: _Seen | None) -> bool:
         """Whether it counts by what it says itself."""

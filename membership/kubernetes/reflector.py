@@ -6,6 +6,7 @@ asked and ends it at once.
 """
 
 import asyncio
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from membership.kubernetes.objects import GONE, ApiStatus, Bookmark, Metadata, P
 from membership.sources import MAX_ENTRIES
 
 PAGE_OBJECTS: Final = 250
+MAX_EMPTY_PAGES: Final = 16
 OF_CONNECTION: Final = ("unreachable", "late")
 OF_OBJECTS: Final = ("too_many", "too_long", "malformed", "refused")  # then all is read anew
 NO_VERSIONS: Final = ("", "0")  # no watch can begin after them: they stand for any that the API server has
@@ -127,18 +129,20 @@ class Reflector(Generic[T]):
         """Page by page. If what it lists is forgotten meanwhile, that is a failure, and all begins anew."""
         found: list[T] = []
         params = {"labelSelector": self._of.selector, "limit": str(PAGE_OBJECTS)}
-        for _ in range(MAX_ENTRIES + 1):
+        for pages in itertools.count(1):
             try:
                 page = await self._page(params)
             except RelistNeeded as error:
                 self._version = ""
                 raise KubernetesFailed("late", str(error)) from error
             found += page.items or ()
-            if len(found) > MAX_ENTRIES or not page.metadata.continue_:
+            if len(found) > MAX_ENTRIES:
+                raise KubernetesFailed("too_many", f"{self._where}: more than {MAX_ENTRIES} objects")
+            if pages > len(found) + MAX_EMPTY_PAGES:
+                raise KubernetesFailed("too_many", f"{self._where}: {pages} pages have {len(found)} objects")
+            if not page.metadata.continue_:
                 break
             params["continue"] = page.metadata.continue_
-        if len(found) > MAX_ENTRIES or page.metadata.continue_:
-            raise KubernetesFailed("too_many", f"{self._where}: more than {MAX_ENTRIES} objects or pages")
         if page.metadata.resource_version in NO_VERSIONS:
             raise KubernetesFailed("malformed", f"{self._where}: a list without a resourceVersion")
         self._of.listed(found)

@@ -8,6 +8,7 @@ from typing import Final
 from membership.member import is_here, require_address
 from transport.control.settings import SettingsError, require, require_one_of, require_range
 
+KUBERNETES: Final = "kubernetes"  # as metrics and logs call the registry
 ACCOUNT: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount")  # where kubelets put a Pod's own token
 IN_CLUSTER: Final = "https://kubernetes.default.svc"
 PLAIN: Final = "http://"
@@ -24,7 +25,7 @@ class KubernetesConfig:
 
     `readiness` says who decides that a node may be asked: its `agent` alone, the Ready condition of its `pod`, or the
     `endpoints` of the `services`. `agent_port` counts where a Pod names no port itself. `token_file` and `authority` are
-    those that a kubelet gives each Pod, unless they are named; a `server` in clear gets no token.
+    those that a kubelet gives each Pod, unless they are named; that token does not go to a `server` in clear.
     """
 
     selector: str
@@ -63,9 +64,21 @@ class KubernetesConfig:
         return self.server.startswith(TLS)
 
     @property
+    def choice(self) -> str:
+        """Which Pods are nodes, in words."""
+        where = f"namespaces {', '.join(self.namespaces)}" if self.namespaces else "our own namespace"
+        of = f" of services {', '.join(self.services)}" if self.services else ""
+        return f"selector {self.selector!r} in {where}, readiness by {self.readiness}{of}"
+
+    @property
     def base(self) -> str:
         """What the address of each question begins with."""
         return self.server.rstrip("/")
+
+    @property
+    def has_token(self) -> bool:
+        """Whether there is one to show: `kubectl proxy` has its own."""
+        return self.is_tls or not self.is_kubelets
 
     @property
     def is_kubelets(self) -> bool:

@@ -17,9 +17,9 @@ import numpy as np
 from membership.errors import KubernetesFailed
 from membership.kubernetes.client import ApiClient
 from membership.kubernetes.listing import KubernetesListing
-from membership.kubernetes.objects import EndpointSlice, Pod
+from membership.kubernetes.objects import EndpointSlice, Pod, shown
 from membership.kubernetes.reflector import REFLECTOR_TIMES, Collection, Reflector, ReflectorTimes
-from membership.kubernetes.settings import KubernetesConfig
+from membership.kubernetes.settings import KUBERNETES, NAME, KubernetesConfig
 from membership.view import RegistryReading
 
 T = TypeVar("T")
@@ -36,7 +36,7 @@ SERVICE_LABEL: Final = "kubernetes.io/service-name"
 class KubernetesSource:
     """See `membership.sources.Source`."""
 
-    name = "kubernetes"
+    name = KUBERNETES
 
     def __init__(
         self,
@@ -171,9 +171,12 @@ class KubernetesSource:
     def _own_namespace(self) -> str:
         path = self._config.token_file.with_name(NAMESPACE_FILE)
         try:
-            return path.read_text().strip()
+            name = path.read_text().strip()
         except (OSError, UnicodeDecodeError) as error:
             raise KubernetesFailed("unreadable", f"namespaces are not named, and {path}: {error}") from error
+        if not NAME.fullmatch(name):
+            raise KubernetesFailed("unreadable", f"namespaces are not named, and {path} names none: {shown(name)!r}")
+        return name
 
     def _state(self, path: str, state: KubernetesFailed | None) -> None:
         with self._changed:

@@ -20,6 +20,7 @@ from membership.documents import read_members
 from membership.kubernetes.objects import Pod
 from membership.kubernetes.pods import member_of
 from membership.member import Member
+from membership.view import RegistryReading, View
 from node.command_line import config_from
 from node.config import CLUSTER_KINDS, ENGINES, ROLES, NodeConfig
 from prfaas.cli import parser
@@ -125,10 +126,13 @@ def gateway_config(manifests: list[Manifest], folder: Path) -> GatewayConfig:
 
 
 def members_of(manifests: list[Manifest]) -> tuple[Member, ...]:
+    return tuple(reading_of(manifests).members)
+
+
+def reading_of(manifests: list[Manifest]) -> RegistryReading:
+    """The file of the gateway's other nodes."""
     (name,) = of_kind(manifests, "Deployment")
-    return read_members(
-        of_kind(manifests, "ConfigMap")[f"{name}-nodes"]["data"]["nodes.json"].encode(), is_toml=False
-    ).members
+    return read_members(of_kind(manifests, "ConfigMap")[f"{name}-nodes"]["data"]["nodes.json"].encode(), is_toml=False)
 
 
 @pytest.fixture(params=["base", pytest.param("everything", marks=needs_helm), pytest.param("plain", marks=needs_helm)])
@@ -272,6 +276,15 @@ def test_nodes_of_other_sites_are_listed_in_a_file(tmp_path: Path) -> None:
 
 
 @needs_helm
+def test_the_last_node_of_another_site_may_be_taken_out_of_the_file(tmp_path: Path) -> None:
+    none_left = yaml.safe_load(yaml.safe_dump(EVERYTHING))
+    none_left["gateway"]["nodes"] = []
+    view = View().read(reading_of(rendered(tmp_path, EVERYTHING)), 0.0)
+    view = view.read(reading_of(rendered(tmp_path, none_left)), 0.0)
+    assert (view.state, view.members) == ("fresh", {})
+
+
+@needs_helm
 def test_an_account_of_ones_own_takes_the_place_of_the_charts(tmp_path: Path) -> None:
     manifests = rendered(tmp_path, {"gateway": {"tables": TENANT, "serviceAccount": "ours"}})
     (gateway,) = of_kind(manifests, "Deployment").values()
@@ -298,6 +311,7 @@ def test_only_what_a_gateway_reads_once_restarts_it(tmp_path: Path) -> None:
         ({"pools": [{**POOL, "replicas": 1, "cacheBytes": 1, "role": "decode"}]}, "only prefill"),
         ({"pools": [{**POOL, "replicas": 1}]}, "cacheBytes"),
         ({"pools": [{**POOL, "replicas": 1, "cacheBytes": "1Gi"}]}, "cacheBytes"),
+        ({"pools": [{**POOL, "replicas": 1, "cacheBytes": 1, "maxReplicas": 4}]}, "maxReplicas"),
         ({"certificates": {"mode": "off"}}, "mode"),
         ({"gatway": {}}, "gatway"),
         ({}, "name a tenant"),

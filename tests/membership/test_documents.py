@@ -25,6 +25,14 @@ def test_ours_in_toml_and_in_json() -> None:
     assert list(read_members(json.dumps({"nodes": tables}).encode(), is_toml=False).members) == [first, second]
 
 
+def test_a_list_is_meant_to_be_empty_only_where_it_says_so() -> None:
+    assert not read_members(b'{"nodes": []}', is_toml=False).is_empty_meant
+    assert read_members(b'{"nodes": [], "may_be_empty": true}', is_toml=False).is_empty_meant
+    assert not read_members(b'may_be_empty = true\n[[nodes]]\nagent = "a:1"', is_toml=True).is_empty_meant
+    with pytest.raises(SettingsError, match="may_be_empty"):
+        read_members(b'{"may_be_empty": 1}', is_toml=False)
+
+
 def test_what_is_written_is_read_as_it_was() -> None:
     assert list(read_members(toml_block(FULL).encode(), is_toml=True).members) == [FULL]
     assert read_entry(entry_text(FULL, 120.0)) == (FULL, 120.0)

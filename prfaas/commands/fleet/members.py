@@ -6,9 +6,10 @@ from gateway.config.gateway import GatewayConfig
 from gateway.members.roster import STATIC
 from membership.errors import SourceFailed
 from membership.fleet import MemberFleet
+from membership.kubernetes.settings import KUBERNETES
 from membership.member import Member
 from membership.sources import listed_by
-from membership.view import View
+from membership.view import RegistryReading, View
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +34,9 @@ def listed_members(config: GatewayConfig) -> ListedMembers:
         if isinstance(answer, SourceFailed):
             failures.append(f"{source}: {answer}")
         else:
-            problems += [f"{source}: {problem}" for problem in answer.problems]
+            problems += [
+                f"{source}: {problem}" for problem in answer.problems or _nothing_listed(config, source, answer)
+            ]
             fleet = fleet.seen(source, View().read(answer, 0.0))
     found = fleet.members().values()
     return ListedMembers(
@@ -43,3 +46,11 @@ def listed_members(config: GatewayConfig) -> ListedMembers:
         failures=tuple(failures),
         problems=(*problems, *fleet.clashes()),
     )
+
+
+def _nothing_listed(config: GatewayConfig, source: str, answer: RegistryReading) -> list[str]:
+    """A selector that chooses nothing is no error of the API server's, and easily one of ours."""
+    kubernetes = config.membership.kubernetes
+    if kubernetes is None or source != KUBERNETES or answer.members:
+        return []
+    return [f"no Pod is a node: {kubernetes.choice}"]

@@ -141,6 +141,19 @@ def test_an_empty_list_is_meant_only_where_pods_were_told_to_end(readiness: str)
     assert not listing.reading().is_empty_meant
 
 
+def test_a_pod_that_was_not_ready_may_be_the_last_one_that_is_told_to_end() -> None:
+    listing = KubernetesListing("pod", 7001)
+    listing.list_pods("llm", [pod("u1"), pod("u2")])
+    listing.put_pod("llm", pod("u1", ready=False))
+    listing.put_pod("llm", pod("u2", ready=False))
+    listing.put_pod("llm", pod("u1", ready=False, ends=True))
+    assert not listing.reading().is_empty_meant
+    listing.put_pod("llm", pod("u2", ready=False, ends=True))
+    assert listing.reading().is_empty_meant
+    listing.delete_pod("llm", pod("u2", ready=False, ends=True))
+    assert listing.reading().is_empty_meant
+
+
 def test_pods_that_are_served_no_more_have_not_left() -> None:
     listing = KubernetesListing("endpoints", 7001)
     listing.list_pods("llm", [pod("u1"), pod("u2")])

@@ -6,19 +6,22 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import pytest
 
 from membership.errors import KubernetesFailed
+from membership.kubernetes.client import KEEPALIVE
 from membership.kubernetes.reflector import ReflectorTimes
+from membership.kubernetes.settings import ACCOUNT
 from membership.kubernetes.source import KubernetesSource
 from tests.membership.etcd.servers import until
 from tests.membership.kubernetes.servers import NAMESPACE, READ, Cluster, DoubledApi, config
 from transport.control.certificates import Authority
 
 Follow = Callable[..., KubernetesSource]
+TCP_TABLE: Final = Path("/proc/net/tcp")
 
 
 @pytest.fixture
@@ -155,6 +158,22 @@ def test_an_api_server_that_says_nothing_is_late(follow: Follow) -> None:
         with pytest.raises(KubernetesFailed, match=r"not all Pods were listed in 0.3 s") as failed:
             source.look()
         assert failed.value.reason == "late"
+
+
+def test_a_server_in_clear_is_not_shown_the_kubelets_token(api: DoubledApi, follow: Follow) -> None:
+    source = follow(token_file=ACCOUNT / "token")  # which is not there: as with kubectl proxy, whose token counts
+    with pytest.raises(KubernetesFailed, match=r"\(401\): Unauthorized: name token_file"):
+        source.look()
+
+
+@pytest.mark.skipif(not TCP_TABLE.exists(), reason="no table of connections")
+def test_a_way_that_is_cut_is_seen_within_ten_seconds_by_keepalives(api: DoubledApi, follow: Follow) -> None:
+    follow().look()
+    ours = [line.split() for line in TCP_TABLE.read_text().splitlines() if f":{api.port:04X} 01 " in line]
+    ((kind, _, left),) = [each[5].partition(":") for each in ours]
+    idle_s, interval_s, tries = (value for _, value in KEEPALIVE)
+    assert (kind, int(left, 16) / 100 <= idle_s) == ("02", True)  # its timer is one of keepalives
+    assert idle_s + interval_s * tries <= 10
 
 
 def test_an_authority_that_is_not_there_is_named(api: DoubledApi, follow: Follow, tmp_path: Path) -> None:
