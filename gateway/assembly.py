@@ -257,7 +257,6 @@ async def running(
         if certificate is not None:
             tasks.chores.keep(lambda: keep_current(certificate), "certificate")
         seat.be(_state(door))
-        seat.offered.publish()
         tasks.chores.keep(lambda: _heartbeat(door, gates, seen.links, seen.drained, clock, seat), "heartbeat")
         held.callback(door.visits.end_all)
         yield gateway

@@ -7,10 +7,14 @@ else: the CPU that it takes is the time that it would take on a machine that doe
 import asyncio
 import time
 
+import pytest
+
+from tests.gateway.memory.pipeline import on_memory_loop, pipeline
 from tests.gateway.worlds import World, on_loop, until, world
 
 LONG = "the quick brown fox jumps over the lazy dog " * 40
 CANCELS = 300
+STEPS = 25  # of the loop; a request takes fewer
 
 
 async def freed_s(w: World, in_stream: bool) -> tuple[float, float]:
@@ -42,6 +46,34 @@ async def test_a_client_that_leaves_frees_both_legs() -> None:
         for in_stream in (False, True):
             for _ in range(5):
                 await freed_s(w, in_stream)
+
+
+@on_memory_loop
+@pytest.mark.parametrize("fault", ["", "prefill drop", "decode 500 x", "reserve RESOURCE_EXHAUSTED"])
+async def test_at_whatever_step_a_client_leaves_nothing_stays_and_its_request_is_counted_once(fault: str) -> None:
+    stage, _, answer = fault.partition(" ")
+    async with pipeline() as w:
+        for steps in range(STEPS):
+            for node in w.nodes.nodes if stage else ():
+                setattr(node.script, stage, [answer])
+            asking = asyncio.create_task(w.complete(f"{steps} {LONG}", stream=True))
+            for _ in range(steps):
+                await asyncio.sleep(0)
+            asking.cancel()
+            await asyncio.wait([asking])
+            await w.settled()
+            await w.idle()
+            nodes = w.clusters.nodes
+            left = [(node.id, node.pending_requests, node.pending_tokens, len(node.underway)) for node in nodes]
+            assert left == [(node.id, 0, 0, 0) for node in nodes], steps
+        records = await w.records()
+        assert {record["status"] for record in records} >= {499}
+        assert len({record["id"] for record in records}) == len(records)
+        page = await w.metrics()
+        counted = [float(line.split()[-1]) for line in page.splitlines() if line.startswith("prfaas_requests_total{")]
+        assert sum(counted) == len(records)
+        assert "prfaas_requests_in_flight 0.0" in page
+        assert "prfaas_requests_waiting 0.0" in page
 
 
 async def main() -> None:

@@ -3,8 +3,10 @@
 from pathlib import Path
 
 from gateway.telemetry.load_report import KEPT
+from gateway.workers.process_scope import SingleProcess
 from gateway.workers.shared_samples import SharedSamples
 from planner.decisions.plans.offered import SampleRing
+from tests.gateway.worlds import on_loop, until, world
 
 
 def created(directory: Path) -> Path:
@@ -87,3 +89,17 @@ def test_a_ring_written_by_many_at_a_time_says_what_that_of_one_process_says(tmp
     for seq in (0, 1, 1000, KEPT, KEPT + 999, KEPT + 1000):
         assert tally.uncached.after(seq) == own.after(seq)
     tally.close()
+
+
+@on_loop
+async def test_a_gateway_publishes_while_it_runs_and_when_it_ends(tmp_path: Path) -> None:
+    path = created(tmp_path)
+    seat, other = SingleProcess(), SharedSamples(path)
+    seat.offered = SharedSamples(path, most_unwritten=64)
+    async with world(seat=seat) as w:
+        await w.complete()
+        await until(lambda: len(other.outputs.after(0).values) == 1)
+        await w.complete()
+    assert len(other.uncached.after(0).values) == len(other.outputs.after(0).values) == 2
+    seat.offered.close()
+    other.close()
