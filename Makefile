@@ -52,8 +52,8 @@ SPREAD := --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 # up to four, keeps the cores busy. (nproc counts no more cores than OMP_NUM_THREADS says.)
 WORKERS ?= $(shell expr 1 + $$(env -u OMP_NUM_THREADS nproc))
 
-# TLS=1 gives systems of e2e, equality, storm, flips and migration mutual TLS at every port and sealed KVCache, though all of a
-# system is on one machine; at its end each port is tried in clear.
+# TLS=1 gives systems of e2e, equality, storm, flips and migration mutual TLS at every port and sealed KVCache. All of a system
+# is on one machine; at its end each port is tried in clear.
 export PRFAAS_TLS = $(TLS)
 
 INPUTS       ?= 1000000
