@@ -27,7 +27,8 @@ from hashlib import blake2b, sha256
 from math import inf
 from typing import Final, Generic, TypeVar
 
-from gateway.auth.oidc import TokenSubject, TokenVerifier, looks_like_a_token
+from gateway.auth.oidc import TokenRefused, TokenSubject, TokenVerifier, looks_like_a_token
+from gateway.auth.operator import Operator
 from gateway.auth.sessions import OperatorSessions
 from gateway.config.operators import OperatorConfig, OperatorRole
 from gateway.config.tenants import PINNED_TOKENS, TenantConfig
@@ -52,14 +53,6 @@ class Tenant:
     share: TenantShare = EVERYBODYS
     pinned_tokens: int = PINNED_TOKENS
     classes: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Operator:
-    """Who looks at a gateway, or changes it."""
-
-    name: str = ""
-    role: OperatorRole = OperatorRole.ADMIN
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,8 +121,8 @@ class Keyring:
 
     @property
     def has_operators(self) -> bool:
-        """Whether operators' pages need a key of theirs."""
-        return bool(self._operators)
+        """Whether operators' pages need a key or a token of theirs."""
+        return bool(self._operators) or (self._tokens is not None and self._tokens.takes_operators)
 
     @property
     def tenants(self) -> tuple[str, ...]:
@@ -155,9 +148,9 @@ class Keyring:
         return found.at(self._unix_s())
 
     def _of_token(self, holder: TokenSubject) -> Tenant:
-        found = self._by_subject.get(holder.subject)
+        found = self._by_subject.get(holder.subject) if holder.operator is None else None
         if found is None:
-            raise Unauthorised("The token names no tenant of this gateway.", "unknown_tenant")
+            raise TokenRefused("The token names no tenant of this gateway.", "unknown_tenant", "unknown_tenant")
         return found
 
     def named(self, name: str) -> Tenant:
@@ -168,31 +161,47 @@ class Keyring:
         return found
 
     def operator(self, headers: Mapping[str, str]) -> Operator | None:
-        """Whose key or session is shown: a key as a bearer's or as a password. Raises Unauthorised for one that has expired."""
+        """Whose key, token or session is shown: a key as a bearer's or as a password.
+
+        Raises Unauthorised for one that does not hold any more, and Unavailable while tokens cannot be checked.
+        """
         key = operator_key_in(headers)
-        digest = digest_of(key) if key else self._of_session(headers)
+        if not key:
+            return self._of_session(headers)
+        digest = digest_of(key)
         found = self._operators.get(digest)
+        if found is None and self._tokens is not None and self._tokens.takes_operators and looks_like_a_token(key):
+            return self._tokens.holder(key, digest, self._unix_s()).operator
         return found.at(self._unix_s()) if found is not None else None
 
-    def _of_session(self, headers: Mapping[str, str]) -> str:
-        return self._sessions.key_digest(headers, self._unix_s()) if self._sessions is not None else ""
+    def _of_session(self, headers: Mapping[str, str]) -> Operator | None:
+        session = self._sessions.of(headers, self._unix_s()) if self._sessions is not None else None
+        if session is None:
+            return None
+        if session.operator is not None:
+            return session.operator if self._trusts(session.operator.issuer) else None
+        found = self._operators.get(session.key_digest)
+        return found.at(self._unix_s()) if found is not None else None
+
+    def _trusts(self, issuer: str) -> bool:
+        return self._tokens is not None and self._tokens.takes_operators and self._tokens.issuer == issuer
 
     def is_operator(self, headers: Mapping[str, str]) -> bool:
-        """Whether an operator's key or session is shown."""
+        """Whether an operator's key, token or session is shown."""
         try:
             return self.operator(headers) is not None
-        except Unauthorised:
+        except ApiError:
             return False
 
     def check_operator(
         self, headers: Mapping[str, str], needed: OperatorRole = OperatorRole.VIEWER, page: str = "This page"
     ) -> Operator:
-        """Who may use a page that needs this role. Raises Unauthorised for who shows no operator's key, else Forbidden."""
-        if not (self._operators or self._named):
+        """Who may use a page that needs this role. Raises Unauthorised without an operator's key or token, else Forbidden."""
+        if not (self.has_operators or self._named):
             return ANYBODY
         found = self.operator(headers)
         if found is None:
-            missing = "" if self._operators else " The gateway's file has no operators."
+            missing = "" if self.has_operators else " The gateway's file has no operators."
             raise Unauthorised(f"{page} is for operators: send an operator's key.{missing}", "operators_only")
         if not found.role.covers(needed):
             raise Forbidden(f"{page} needs the role {needed}, and {found.name} has {found.role}.", "role_needed")
@@ -209,7 +218,7 @@ class Keyring:
         return KeyStanding.WRONG in self._standings(headers)
 
     def _standings(self, headers: Mapping[str, str]) -> "set[KeyStanding]":
-        if not (self._operators or self._named):
+        if not (self.has_operators or self._named):
             return set()
         return {self._standing_of(key) for key in {operator_key_in(headers), key_in(headers)} if key}
 
@@ -221,10 +230,30 @@ class Keyring:
         if self._tokens is None or not looks_like_a_token(key):
             return KeyStanding.WRONG
         try:
-            self._of_token(self._tokens.holder(key, digest, self._unix_s()))
+            self._check_token(self._tokens, key)
         except ApiError:  # a signature cannot be guessed: it is old, or of another provider
             return KeyStanding.PAST
         return KeyStanding.RIGHT
+
+    def _check_token(self, tokens: TokenVerifier, token: str) -> None:
+        holder = tokens.holder(token, digest_of(token), self._unix_s())
+        if holder.operator is None:
+            self._of_token(holder)
+
+    def token_refusal(self, headers: Mapping[str, str]) -> str:
+        """Why a token that a request shows does not hold; "" where each does, or none is shown."""
+        if self._tokens is None:
+            return ""
+        for key in (operator_key_in(headers), key_in(headers)):
+            if not looks_like_a_token(key):
+                continue
+            try:
+                self._check_token(self._tokens, key)
+            except TokenRefused as refusal:
+                return refusal.reason
+            except ApiError:  # nothing is known of it
+                continue
+        return ""
 
 
 class KeyStanding(Enum):

@@ -5,6 +5,11 @@ issuer = "https://login.example.com"
 audience = "prfaas"
 tenant_claim = "azp"              # what in a token names the tenant: its name here, or one of its `subjects`
 
+[gateway.oidc.operators]
+audience = "prfaas-operators"     # another one: a token that is for both is refused
+claim = "groups"
+admin = ["prfaas-admins"]         # values of the claim that make an admin; `viewer` and `operator` alike
+
 The provider's keys are asked for beforehand and again now and then, never while a request waits. A token that holds is
 remembered by its digest until it ends, so its signature is checked once.
 """
@@ -22,7 +27,8 @@ import msgspec
 from yarl import URL
 
 from gateway.api.openai import NOT_JSON
-from gateway.config.oidc import OidcConfig
+from gateway.auth.operator import Operator
+from gateway.config.oidc import OidcConfig, OidcOperators
 from gateway.errors import GatewayConfigError, Unauthorised, Unavailable
 from gateway.tasks import BACKOFF_S
 from transport.control.bounded import BodyTooLong, read_bounded
@@ -47,6 +53,7 @@ ALGORITHMS: Final = (
 DISCOVERY: Final = "/.well-known/openid-configuration"
 MAX_ANSWER_BYTES: Final = 1 << 20
 MAX_TOKEN_CHARACTERS: Final = 16_384
+MAX_NAME_CHARACTERS: Final = 256  # of an operator: it stands in each line of the audit log
 MAX_REMEMBERED: Final = 4096  # tokens that hold
 MAX_TRIED: Final = 8  # keys of one name, or of none, that a token is tried with
 REFRESH_S: Final = 600.0
@@ -55,12 +62,21 @@ TIMEOUT_S: Final = 10.0
 LEEWAY_S: Final = 30.0  # that two clocks may differ
 
 
+class TokenRefused(Unauthorised):
+    """A token that does not hold; `reason` says why, for logs."""
+
+    def __init__(self, message: str, code: str, reason: str) -> None:
+        super().__init__(message, code)
+        self.reason = reason
+
+
 @dataclass(frozen=True, slots=True)
 class TokenSubject:
-    """What a token says: whom it names, and until when."""
+    """What a token says: the tenant's `subject` or the `operator` whom it names, and until when."""
 
     subject: str
     until_unix_s: float
+    operator: Operator | None = None
 
 
 class TokenVerifier:
@@ -81,6 +97,8 @@ class TokenVerifier:
         self._shown: frozenset[bytes] = frozenset()
         self._holders: OrderedDict[str, TokenSubject] = OrderedDict()
         self.is_ready = False
+        self.issuer = config.issuer
+        self.takes_operators = config.operators is not None
         self.wanted: Callable[[], None] = lambda: None  # is called for a token whose key is unknown
 
     def take_keys(self, document: Mapping[str, Any]) -> None:
@@ -100,7 +118,7 @@ class TokenVerifier:
         self._keys, self._shown, self.is_ready = keys, shown, True
 
     def holder(self, token: str, digest: str, now: float) -> TokenSubject:
-        """Whom a token names. Raises Unauthorised, and Unavailable before there are keys."""
+        """Whom a token names. Raises TokenRefused, and Unavailable before there are keys."""
         if (known := self._holders.get(digest)) is not None and now < known.until_unix_s:
             self._holders.move_to_end(digest)
             return known
@@ -120,10 +138,21 @@ class TokenVerifier:
         except (self._jwt.PyJWTError, ValueError) as error:
             log.info("a token was refused: %s", error)
             raise _refused(type(error).__name__) from error
-        subject = claims.get(self._config.tenant_claim)
-        if not isinstance(subject, str) or not subject:
-            raise _refused(f"no claim {self._config.tenant_claim}")
-        return TokenSubject(subject, float(claims["exp"]))
+        until, audiences = float(claims["exp"]), _texts(claims["aud"])
+        if (operators := self._config.operators) is None or operators.audience not in audiences:
+            return TokenSubject(_text(claims, self._config.tenant_claim), until)
+        if self._config.takes_tenants and self._config.audience in audiences:
+            raise _refused("for tenants and for operators")
+        return TokenSubject("", until, self._operator(operators, claims, until))
+
+    def _operator(self, operators: OidcOperators, claims: Mapping[str, Any], until: float) -> Operator:
+        role = operators.role_of(_texts(claims.get(operators.claim)))
+        if role is None:
+            raise TokenRefused("The token gives no role at this gateway.", "unknown_operator", "unknown_operator")
+        name = _text(claims, operators.name_claim)
+        if len(name) > MAX_NAME_CHARACTERS or not name.isprintable():
+            raise _refused(f"claim {operators.name_claim} is no name")
+        return Operator(name, role, self._config.issuer, until)
 
     def _claims(self, token: str) -> dict[str, Any]:
         name = self._jwt.get_unverified_header(token).get("kid")
@@ -144,15 +173,28 @@ class TokenVerifier:
             token,
             key,
             algorithms=[key.algorithm_name],  # the key's own: a token cannot choose
-            audience=self._config.audience,
+            audience=self._config.audiences,
             issuer=self._config.issuer,
             leeway=LEEWAY_S,
             options={"require": ["exp", "iss", "aud"]},
         )
 
 
-def _refused(reason: str) -> Unauthorised:
-    return Unauthorised(f"The token is not accepted ({reason}).", "invalid_token")
+def _refused(reason: str) -> TokenRefused:
+    return TokenRefused(f"The token is not accepted ({reason}).", "invalid_token", reason)
+
+
+def _text(claims: Mapping[str, Any], claim: str) -> str:
+    """What a claim says. Raises TokenRefused for one that is no text."""
+    found = claims.get(claim)
+    if not isinstance(found, str) or not found:
+        raise _refused(f"no claim {claim}")
+    return found
+
+
+def _texts(claim: Any) -> list[str]:
+    """A claim's values: one text, or a list of them."""
+    return [each for each in (claim if isinstance(claim, list) else [claim]) if isinstance(each, str)]
 
 
 def _told(error: Exception) -> str:

@@ -1,7 +1,8 @@
 """Sessions of operators' browsers: after an operator's key has been shown once, a cookie stands for it for some hours.
 
 A cookie holds a random token. Its SHA-256 is the session's name here, so a reader of this memory cannot use it. A session
-remembers the digest of the key: it ends with that key, by logging out, and after its time.
+remembers the digest of the key: it ends with that key, by logging out, and after its time. A token is shown once, too. Its
+session remembers whom it named, and ends with it at the latest.
 """
 
 import os
@@ -15,6 +16,8 @@ from typing import Final, Protocol
 
 import msgspec
 
+from gateway.auth.operator import Operator
+
 COOKIE: Final = "prfaas_session"
 TOKEN_BYTES: Final = 32
 MOST_SESSIONS: Final = 256  # the one that began first makes place for a further one
@@ -22,10 +25,11 @@ MAX_COOKIE_CHARS: Final = 4096
 
 
 class OperatorSession(msgspec.Struct, frozen=True):
-    """Whose key was shown, by its digest, and until when that counts."""
+    """Whose key was shown, by its digest, and until when that counts; `operator` is whom a token named."""
 
     key_digest: str
     ends_unix_s: float
+    operator: Operator | None = None
 
 
 class SessionStore(Protocol):
@@ -97,22 +101,23 @@ class OperatorSessions:
         self.length_s = length_s
         self._store = store
 
-    def begin(self, key_digest: str, unix_s: float) -> str:
-        """The token of a new session. Raises OSError."""
+    def begin(self, key_digest: str, unix_s: float, operator: Operator | None = None) -> str:
+        """The cookie of a new session; `operator` is whom a token names that is shown. Raises OSError."""
         token = secrets.token_urlsafe(TOKEN_BYTES)
-        self._store.put(_name(token), OperatorSession(key_digest, unix_s + self.length_s))
+        ends = unix_s + self.length_s
+        if operator is not None and operator.until_unix_s is not None:
+            ends = min(ends, operator.until_unix_s)
+        self._store.put(_name(token), OperatorSession(key_digest, ends, operator))
         return token
 
-    def key_digest(self, headers: Mapping[str, str], unix_s: float) -> str:
-        """The digest of the key that began the session of a request's cookie; "" without one that holds."""
+    def of(self, headers: Mapping[str, str], unix_s: float) -> OperatorSession | None:
+        """The session of a request's cookie; None without one that holds."""
         token = token_in(headers)
         session = self._store.get(_name(token)) if token else None
-        if session is None:
-            return ""
-        if unix_s >= session.ends_unix_s:
+        if session is not None and unix_s >= session.ends_unix_s:
             self._store.drop(_name(token))
-            return ""
-        return session.key_digest
+            return None
+        return session
 
     def end(self, headers: Mapping[str, str]) -> None:
         """Ends the session of a request's cookie."""

@@ -335,7 +335,7 @@ class GatewayConfig:
         require_one_of("log_format", self.log_format, LOG_FORMATS)
         require(self.threshold_tokens >= 0, "threshold_tokens", self.threshold_tokens, "a number of at least 0")
         check_classes(self.classes, self.admission.default_class)
-        check_tenants(self.tenants, names_of(self.classes), has_tokens=bool(self.oidc.issuer))
+        check_tenants(self.tenants, names_of(self.classes), has_tokens=self.oidc.takes_tenants)
         require(self.names_overlap_s >= 0, "names_overlap_s", self.names_overlap_s, "a number of seconds of at least 0")
         require(self.session_s > 0, "session_s", self.session_s, "a number of seconds above 0")
         for key in self.operator_keys:

@@ -13,7 +13,7 @@ from typing import Final, Literal
 
 import msgspec
 
-from gateway.auth.keyring import Operator
+from gateway.auth.operator import Operator
 from gateway.config.audit import AuditConfig
 from gateway.telemetry.line_files import LineFiles
 from transport.path.site import site_of
@@ -41,7 +41,10 @@ class Deed:
 
 
 class AuditEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """One line. `count` is of refusals of this address since the line before, this one included."""
+    """One line. `count` is of refusals of this address since the line before, this one included.
+
+    `issuer` is of the token that names the operator; "": a key does.
+    """
 
     seq: int
     unix_s: float
@@ -54,6 +57,7 @@ class AuditEntry(msgspec.Struct, frozen=True, kw_only=True):
     status: int
     code: str = ""
     count: int = 1
+    issuer: str = ""
 
 
 class AuditLog:
@@ -90,27 +94,27 @@ class AuditLog:
     def done(self, operator: Operator, deed: Deed, address: str, status: int, code: str = "") -> None:
         """An operator has made a change that its role allows, or has failed to."""
         outcome: Outcome = "failed" if status >= 400 else "done"
-        entry = self._entry(operator.name, operator.role, deed, address, outcome, status, code, 1)
+        entry = self._entry(operator, deed, address, outcome, status, code, 1)
         self._keep(self._done, "audit", entry)
         log.info(
             "%s: %s %s by %s from %s",
             outcome,
             deed.action,
             entry.target,
-            operator.name or "anybody",
+            str(operator) or "anybody",
             printable(address) or "?",
         )
 
-    def refused(self, name: str, role: str, deed: Deed, address: str, status: int, code: str) -> None:
-        """A change or a page was refused: to an operator whose role is too small, or to a stranger ("")."""
+    def refused(self, operator: Operator | None, deed: Deed, address: str, status: int, code: str) -> None:
+        """A change or a page was refused: to an operator whose role is too small, or to a stranger (None)."""
         count = self._pace.lines_for(address)
         if not count:
             return
-        entry = self._entry(name, role, deed, address, "refused", status, code, count)
+        entry = self._entry(operator, deed, address, "refused", status, code, count)
         self._keep(self._refused, "refused", entry)
         log.warning(
             "refused: %s %s by %s from %s (%s), %d times",
-            deed.action, entry.target, name or "a stranger", printable(address) or "?", code, count,
+            deed.action, entry.target, operator or "a stranger", printable(address) or "?", code, count,
         )  # fmt: skip
 
     def close(self) -> None:
@@ -119,13 +123,20 @@ class AuditLog:
             files.close()
 
     def _entry(
-        self, name: str, role: str, deed: Deed, address: str, outcome: Outcome, status: int, code: str, count: int
+        self,
+        operator: Operator | None,
+        deed: Deed,
+        address: str,
+        outcome: Outcome,
+        status: int,
+        code: str,
+        count: int,
     ) -> AuditEntry:
         return AuditEntry(
             seq=self._next_seq(),
             unix_s=round(self._unix_s(), 3),
-            operator=name,
-            role=role,
+            operator=operator.name if operator is not None else "",
+            role=operator.role if operator is not None else "",
             action=deed.action,
             target=printable(deed.target[:MAX_TARGET_CHARS]),
             address=address,
@@ -133,6 +144,7 @@ class AuditLog:
             status=status,
             code=code,
             count=count,
+            issuer=operator.issuer if operator is not None else "",
         )
 
     def _keep(self, ring: deque[AuditEntry], prefix: str, entry: AuditEntry) -> None:

@@ -6,7 +6,9 @@ from typing import Final
 
 from aiohttp import web
 
-from gateway.auth.keyring import Keyring, KeyStanding, Operator
+from gateway.auth.keyring import Keyring, KeyStanding
+from gateway.auth.oidc import TokenRefused
+from gateway.auth.operator import Operator
 from gateway.auth.rights import Right
 from gateway.auth.wrong_keys import WrongKeys
 from gateway.config.gateway import Strangers
@@ -82,14 +84,23 @@ class KeyGuard:
         return 0.0
 
     def refused(self, http: web.Request) -> None:
-        """A request was answered with 401. The wrong key of an address that has shown right ones counts, too."""
-        if NOTED not in http and self._keyring.shows_wrong(http.headers):
+        """A request was answered with 401. The wrong key of an address that has shown right ones counts, too.
+
+        A token that does not hold counts, and holds nothing off: its signature cannot be guessed.
+        """
+        if NOTED in http:
+            return
+        if self._keyring.shows_wrong(http.headers):
             self._note(http, address_of(http, self._strangers))
+        elif reason := self._keyring.token_refusal(http.headers):
+            self._count("token")
+            deed = Deed("show a token", http.path)
+            self._audit.refused(None, deed, address_of(http, self._strangers), 401, reason)
 
     def _note(self, http: web.Request, address: str) -> None:
         http[NOTED] = True
         self._count("wrong")
-        self._audit.refused("", "", Deed("show a key", http.path), address, 401, "wrong_key")
+        self._audit.refused(None, Deed("show a key", http.path), address, 401, "wrong_key")
 
 
 def _held_off(retry_after_s: float) -> Overloaded:
@@ -150,9 +161,10 @@ class OperatorGuard:
 
     def _write_down(self, http: web.Request, right: Right, error: ApiError) -> None:
         """Writes down a refused change, and a page beyond an operator's role. Pages without a key are asked for often."""
+        if isinstance(error, TokenRefused):  # `KeyGuard.refused` writes it down
+            return
         known = self._keyring.operator(http.headers) if isinstance(error, Forbidden) else None
         if known is None and not right.action:
             return
-        name, role = (known.name, known.role) if known is not None else ("", "")
         deed = Deed(right.action or "look", f"{http.method} {http.path}")
-        self._audit.refused(name, role, deed, address_of(http, self._strangers), error.status, error.code or "")
+        self._audit.refused(known, deed, address_of(http, self._strangers), error.status, error.code or "")

@@ -50,7 +50,7 @@ class ProcessMetrics:
 
     _keys_shown = counters(
         "prfaas_wrong_keys",
-        "Wrong keys that were shown, answers to such that were delayed, and requests held off",
+        "Wrong keys that were shown, answers to such that were delayed, requests held off, and tokens that did not hold",
         "what",
     )
     _peers_refused = counters(
@@ -69,7 +69,7 @@ class ProcessMetrics:
         build_instruments(self, registry)
 
     def key_shown(self, what: str) -> None:
-        """`wrong`, `delayed` or `held_off`."""
+        """`wrong`, `delayed`, `held_off`, or `token`."""
         self._keys_shown[what,].inc()
 
     def peer_refused(self, reason: str) -> None:

@@ -13,6 +13,7 @@ from typing import Final, Protocol, cast
 
 from google.protobuf.message import DecodeError
 
+from node.control.call_listener import CallListener
 from node.control.frames import FRAME_S, Frame, FrameRoom
 from node.control.holders import ReservationHolders, checked_name
 from node.control.rights import DENIED
@@ -20,8 +21,10 @@ from node.errors import NodeRefusal
 from transport.control.calls import AGENT, CALLER, MAX_CALLS, CallBuffer, CallOutbox, keep_alive
 from transport.control.messages import MessageError
 from transport.control.proto import node_pb2 as pb
+from transport.path.site import site_of
 from transport.peers.guard import Guard
 from transport.peers.name import of_tls, said_by
+from transport.receive.few_lines import FewLines
 from transport.wire.identity import Identity
 
 log = logging.getLogger(__name__)
@@ -66,7 +69,8 @@ class CallServer:
         self.handshake_s = handshake_s
         self.guard: Guard | None = None
         self._connections: set[_Connection] = set()
-        self._server: asyncio.Server | None = None
+        self._lines = FewLines(log)
+        self._listener: CallListener | None = None
 
     def __len__(self) -> int:
         return len(self._connections)
@@ -77,31 +81,34 @@ class CallServer:
         With an identity, callers must have a certificate whose name `guard` knows rights of; None: one of its own.
         """
         self.guard = guard or (identity.guard() if identity is not None else None)
-        self._server = await asyncio.get_running_loop().create_server(
-            self._connection,
-            host,
-            port,
-            ssl=identity.mutual_context() if identity is not None else None,
-            ssl_handshake_timeout=self.handshake_s if identity is not None else None,
-        )
-        bound: int = self._server.sockets[0].getsockname()[1]
-        return bound
+        self._listener = CallListener(self._connection, self._refused, self._is_known, self.handshake_s)
+        return self._listener.start(host, port, identity.mutual_context() if identity is not None else None)
 
     async def close(self, grace_s: float) -> None:
         """Takes no more calls; those under way have `grace_s` to be answered."""
-        if self._server is None:
+        if self._listener is None:
             return
-        self._server.close()
+        self._listener.stop()
         under_way = {task for connection in self._connections for task in connection.tasks}
         if under_way:
             await asyncio.wait(under_way, timeout=grace_s)
         for connection in list(self._connections):
             connection.end()
         await asyncio.gather(*under_way, return_exceptions=True)
-        await self._server.wait_closed()
+        await self._listener.close()
 
     def _connection(self) -> "_Connection":
         return _Connection(self, self._connections)
+
+    def _is_known(self, site: str) -> bool:
+        """Whether a caller from there has been let in, and is there still."""
+        return any(site_of(connection.address) == site for connection in self._connections)
+
+    def _refused(self, reason: str, address: str, detail: str) -> None:
+        """A caller that is no connection yet: its handshake failed, or lost its place."""
+        self.ended[reason] += 1
+        now = asyncio.get_running_loop().time()
+        self._lines.warning(now, "a kept connection of %s ended (%s): %s", address, reason, detail)
 
 
 class _Connection(asyncio.Protocol):

@@ -5,7 +5,7 @@
 A node with certificates opens no port of its engine to the network. The front takes the connections of gateways instead, checks
 who calls, and carries bytes both ways. It reads no HTTP: one connection outside is one connection inside, from its first byte
 to its last. While there is no engine, the front resets callers before their handshake, as a port does where nothing listens.
-Until its handshake is over, a caller has one of few places (`node.engine.handshakes`), so strangers take none of the others.
+Until its handshake is over, a caller has one of few places (`node.process.handshakes`), so strangers take none of the others.
 """
 
 import asyncio
@@ -17,8 +17,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final, Protocol
 from urllib.parse import urlsplit
 
-from node.engine.handshakes import HandshakePlaces
 from node.engine.relay import READ_BYTES, STALLED_S, EngineRelay, reset
+from node.process.handshakes import HandshakePlaces
 from node.process.ports import ListenPort
 from transport.control.calls import keep_alive
 from transport.path.site import site_of

@@ -56,6 +56,9 @@ OF_GATEWAY: Final = """
 [gateway.plan]
 url = "http://127.0.0.1:8100"
 token_file = "plan.token"
+
+[gateway.classes.bulk]
+priority = -10
 """
 OF_PLAN: Final = f"""
 [plan]

@@ -34,8 +34,9 @@ pytestmark = [
 NODE_PORTS: Final = (7001, 7101, 7201, 7301, 7401)
 Said = Mapping[Flow, list[bytes]]
 # What a listener on the WAN reads of a site in clear, and one inside it.
-READ_BETWEEN: Final = {"protocol", "key", "prompt", "salt", "ticket", "block", "KVCache"}
-READ_INSIDE: Final = {"protocol", "key", "prompt", "answer", "salt", "tenant", "block"}
+READ_BETWEEN: Final = {"protocol", "key", "prompt", "bulk", "salt", "ticket", "block", "KVCache"}
+READ_INSIDE: Final = {"protocol", "key", "prompt", "bulk", "image", "answer", "salt", "tenant", "block"}
+NO_IMAGES: Final = b"this model takes text parts only"  # says the gateway, once it has the whole request
 
 
 @dataclass(slots=True)
@@ -78,6 +79,7 @@ def all_kinds(traffic: Traffic) -> None:
     traffic.chat("salted", LONG, cache_salt=CLIENT_SALT)
     assert len(traffic.chat("several", LONG, n=3).texts) == 3
     traffic.stream("streamed", LONG)
+    images_and_bulk(traffic)
 
     sites.prfaas("drain", "--node", SECOND, "-c", gateway_file)
     taken_over = traffic.stream(
@@ -99,6 +101,14 @@ def all_kinds(traffic: Traffic) -> None:
         assert not any(traffic.takes_old_tls(name, port) for port in NODE_PORTS)
 
 
+def images_and_bulk(traffic: Traffic) -> None:
+    """What is sent beside texts of one at a time."""
+    answer = traffic.image("with an image")
+    assert (answer.status, NO_IMAGES in answer.body) == (400, True), answer.body
+    routes = [answer.headers["x-prfaas-route"] for answer in traffic.bulk()]
+    assert any("remote; node=remote-p0" in route for route in routes), routes
+
+
 def take_over(sites: Sites, gateway_file: str) -> None:
     """The only node that decodes is lost in the middle of a stream, and the drained one is there again."""
     sites.prfaas("drain", "--node", SECOND, "--undo", "-c", gateway_file)
@@ -109,6 +119,7 @@ def the_least(traffic: Traffic) -> None:
     """What shows every kind of secret to a listener."""
     assert "remote; node=remote-p0" in traffic.chat("long", LONG).headers["x-prfaas-route"]
     traffic.move(f"user: {prompt('long', LONG)}\nassistant: ")
+    images_and_bulk(traffic)
     traffic.scrape(AWAY, METRICS_PORT)
 
 
@@ -118,7 +129,7 @@ def test_nothing_is_in_clear_between_the_machines_of_two_sites(tmp_path: Path) -
     assert heard.secrets.where(heard.between) == []
     assert heard.secrets.where(heard.inside) == []
     # It was there to be read: engines speak in clear on their machine's loopback.
-    assert {"prompt", "salt", "ticket"} <= set(heard.secrets.found(heard.loopback))
+    assert {"prompt", "bulk", "salt", "ticket"} <= set(heard.secrets.found(heard.loopback))
     assert {kind for kind, known in heard.secrets.by_kind.items() if known} >= READ_BETWEEN | READ_INSIDE
     assert len(heard.between) > 4
     assert len(heard.inside) > 4

@@ -111,7 +111,7 @@ class Console:
     async def _change_plan(self, http: web.Request) -> web.Response:
         wish = self._desk.wanted(await self._change(http))
         http[DEED] = Deed(f"{wish.change} plan", "" if wish.version is None else f"version {wish.version}")
-        return _json(msgspec.json.encode(await self._desk.change(wish, http[OPERATOR].name)))
+        return _json(msgspec.json.encode(await self._desk.change(wish, str(http[OPERATOR]))))
 
     async def _switch_link(self, http: web.Request) -> web.Response:
         wanted = self._switch.wanted(await self._change(http))

@@ -1,6 +1,7 @@
 """An operator's browser logs in and out: `POST /prfaas/session` with a key, `DELETE /prfaas/session`, `GET` says who it is.
 
-The key is shown once. From then on the browser has a cookie that no script can read and no other site can have sent.
+The key, or the token of an identity provider, is shown once. From then on the browser has a cookie that no script can read
+and no other site can have sent.
 """
 
 import logging
@@ -10,7 +11,8 @@ from datetime import UTC, datetime
 import msgspec
 from aiohttp import web
 
-from gateway.auth.keyring import Operator, digest_of, operator_key_in
+from gateway.auth.keyring import digest_of, operator_key_in
+from gateway.auth.operator import Operator
 from gateway.auth.sessions import COOKIE, OperatorSessions
 from gateway.errors import BadRequest, Unavailable
 from gateway.server.guards import OPERATOR
@@ -32,13 +34,14 @@ class SessionPages:
         return _told(http[OPERATOR])
 
     async def begin(self, http: web.Request) -> web.Response:
-        """A cookie for the key that is shown."""
+        """A cookie for the key or the token that is shown."""
         self._check_is_meant(http)
         key = operator_key_in(http.headers)
         if not key:
             raise BadRequest("A session needs a key: `Authorization: Bearer KEY`.", code="missing_api_key")
         try:
-            token = self._sessions.begin(digest_of(key), datetime.now(UTC).timestamp())
+            operator = http[OPERATOR] if http[OPERATOR].issuer else None
+            token = self._sessions.begin(digest_of(key), datetime.now(UTC).timestamp(), operator)
         except OSError as error:
             log.error("a session cannot be started: %s", error)
             raise Unavailable("The session cannot be started.", "no_session") from error

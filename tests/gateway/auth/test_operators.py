@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from gateway.auth.keyring import Keyring, Operator, digest_of
+from gateway.auth.keyring import Keyring, digest_of
+from gateway.auth.operator import Operator
 from gateway.auth.rights import RIGHTS, right_of
 from gateway.config.gateway import GatewayConfig
 from gateway.config.operators import OperatorConfig, OperatorRole

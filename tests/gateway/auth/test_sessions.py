@@ -63,7 +63,7 @@ def test_so_many_sessions_are_kept_at_most(store: SessionStore) -> None:
 def test_workers_share_sessions_which_only_their_user_reads(tmp_path: Path) -> None:
     one, other = SharedSessions(tmp_path / "sessions"), SharedSessions(tmp_path / "sessions")
     token = OperatorSessions(one, 60.0).begin("digest", 0.0)
-    assert OperatorSessions(other, 60.0).key_digest(cookie(token), 1.0) == "digest"
+    assert OperatorSessions(other, 60.0).of(cookie(token), 1.0) == OperatorSession("digest", 60.0)
     assert (tmp_path / "sessions").stat().st_mode & 0o777 == 0o700
     assert not any(token in path.name or token in path.read_text() for path in (tmp_path / "sessions").iterdir())
 

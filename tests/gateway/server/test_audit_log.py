@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from yarl import URL
 
-from gateway.auth.keyring import Operator, digest_of
+from gateway.auth.keyring import digest_of
+from gateway.auth.operator import Operator
 from gateway.config.audit import AuditConfig
 from gateway.config.operators import OperatorConfig, OperatorRole
 from gateway.config.tenants import TenantConfig
@@ -116,9 +117,9 @@ def test_refusals_of_an_address_are_a_line_in_a_while_that_counts_them() -> None
     clock = Clock()
     audit = log_of(AuditConfig(), clock)
     for number in range(100):
-        audit.refused("", "", Deed("link"), f"2001:db8::{number:x}", 401, "operators_only")
+        audit.refused(None, Deed("link"), f"2001:db8::{number:x}", 401, "operators_only")
     clock.now += SAME_SITE_S
-    audit.refused("", "", Deed("link"), "2001:db8::1", 401, "operators_only")
+    audit.refused(None, Deed("link"), "2001:db8::1", 401, "operators_only")
     assert [entry.count for entry in audit.since(0)] == [1, 100]
 
 
@@ -127,7 +128,7 @@ def test_refusals_from_everywhere_push_nothing_out() -> None:
     audit = log_of(AuditConfig(), clock)
     audit.done(Operator("ann", OperatorRole.ADMIN), Deed("drain", "east:west"), "192.0.2.1", 200)
     for number in range(100_000):
-        audit.refused("", "", Deed("link"), f"198.51.{number >> 8 & 255}.{number & 255}", 401, "operators_only")
+        audit.refused(None, Deed("link"), f"198.51.{number >> 8 & 255}.{number & 255}", 401, "operators_only")
         clock.now += 0.01
     entries = list(audit.since(0))
     assert entries[0].operator == "ann"

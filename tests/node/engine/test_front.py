@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from node.engine.front import EngineFront, PeerCertificate
-from node.engine.handshakes import HandshakePlaces
 from node.errors import NodeConfigError
+from node.process.handshakes import HandshakePlaces
 from node.process.ports import ListenPort
 from tests.gateway.worlds import on_both_loops, until
 from tests.node.engine.callers import (

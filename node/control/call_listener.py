@@ -1,0 +1,130 @@
+"""Takes callers of kept connections in, and says which handshakes failed, and why.
+
+    accepted ── a place (`node.process.handshakes`) ── handshake, within `handshake_s` ── a connection
+
+A server of asyncio drops a caller whose handshake fails without a word. So the listening is done here, a task for each
+handshake, and each that fails has its reason and its address.
+"""
+
+import asyncio
+import logging
+import socket
+import ssl
+from collections.abc import Callable
+from typing import Final
+
+from node.process.handshakes import HandshakePlaces
+from transport.path.site import site_of
+from transport.path.tcp import family_of
+
+log = logging.getLogger(__name__)
+
+BACKLOG: Final = 128
+ACCEPT_PAUSE_S: Final = 0.5  # while the process can open no more
+
+Refused = Callable[[str, str, str], None]  # is told a reason, an address and a detail
+
+
+class CallListener:
+    """Listens on one port. Of handshakes there are so many at once as `HandshakePlaces` has places for."""
+
+    def __init__(
+        self,
+        connection: Callable[[], asyncio.Protocol],
+        refused: Refused,
+        is_known: Callable[[str], bool],
+        handshake_s: float,
+        places: "HandshakePlaces[asyncio.Task[None]] | None" = None,
+    ) -> None:
+        """`is_known` says of a site whether a good caller has come from there."""
+        self._connection = connection
+        self._refused = refused
+        self._is_known = is_known
+        self._handshake_s = handshake_s
+        self._places = places if places is not None else HandshakePlaces()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._secure: ssl.SSLContext | None = None
+        self._loop: asyncio.AbstractEventLoop
+        self._listener: socket.socket | None = None
+        self._pause: asyncio.TimerHandle | None = None
+
+    def __len__(self) -> int:
+        """How many handshakes are under way."""
+        return len(self._tasks)
+
+    def start(self, host: str, port: int, secure: ssl.SSLContext | None) -> int:
+        """The port it listens on; without `secure` there are no handshakes. Raises OSError."""
+        self._loop = asyncio.get_running_loop()
+        self._secure = secure
+        self._listener = socket.create_server((host, port), family=family_of(host), backlog=BACKLOG)
+        self._listener.setblocking(False)
+        self._listen()
+        bound: int = self._listener.getsockname()[1]
+        return bound
+
+    def stop(self) -> None:
+        """Takes no more callers; handshakes under way end."""
+        if self._listener is None:
+            return
+        if self._pause is not None:
+            self._pause.cancel()
+        self._loop.remove_reader(self._listener)
+        self._listener.close()
+        self._listener = None
+        for task in self._tasks:
+            task.cancel()
+
+    async def close(self) -> None:
+        """The same, and waits until all handshakes have ended."""
+        self.stop()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _listen(self) -> None:
+        if self._listener is not None:
+            self._loop.add_reader(self._listener, self._accept, self._listener)
+
+    def _accept(self, listener: socket.socket) -> None:
+        for _ in range(BACKLOG):
+            try:
+                caller, peer = listener.accept()
+            except (BlockingIOError, ConnectionAbortedError, InterruptedError):
+                return
+            except OSError as exc:  # no descriptor, no memory: others may give theirs back
+                log.error("callers wait for %g s: %s", ACCEPT_PAUSE_S, exc)
+                self._loop.remove_reader(listener)
+                self._pause = self._loop.call_later(ACCEPT_PAUSE_S, self._listen)
+                return
+            caller.setblocking(False)
+            self._welcome(caller, peer[0])
+
+    def _welcome(self, caller: socket.socket, address: str) -> None:
+        """Begins a handshake, for which another one may have to end."""
+        task = self._loop.create_task(self._shake_hands(caller, address), name="handshake of a caller")
+        self._tasks.add(task)
+        task.add_done_callback(self._over)
+        site = site_of(address)
+        lost = self._places.enter(task, site, self._loop.time(), is_known=self._is_known(site))
+        if lost is not None:
+            self._refused("crowded", address, "too many shake hands")
+            lost.cancel()
+        if lost is task:  # before it has begun: no transport will close its socket
+            caller.close()
+
+    def _over(self, task: "asyncio.Task[None]") -> None:
+        self._tasks.discard(task)
+        self._places.leave(task)
+
+    async def _shake_hands(self, caller: socket.socket, address: str) -> None:
+        within_s = self._handshake_s if self._secure is not None else None
+        try:
+            await self._loop.connect_accepted_socket(
+                self._connection, caller, ssl=self._secure, ssl_handshake_timeout=within_s
+            )
+        except OSError as exc:
+            self._refused("handshake", address, _detail(exc))
+
+
+def _detail(error: OSError) -> str:
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return error.verify_message
+    return str(error) or type(error).__name__
