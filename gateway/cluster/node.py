@@ -10,7 +10,7 @@ from gateway.cluster.agent_values import LinkLoad, NodeInfo, NodeLoad
 from gateway.cluster.inflight_prefixes import InflightLanding, InflightPrefixes
 from gateway.cluster.pinned_prefixes import PinnedPrefixes
 from hybrid_cache.index.index import Holding
-from planner.decisions.estimates.durations import PrefillShare
+from planner.decisions.estimates.decoding import PrefillShare
 from planner.decisions.routing.arrivals import Arrivals
 from planner.decisions.views import ClusterKind, NodeView, Role, room_beside
 

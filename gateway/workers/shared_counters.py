@@ -27,7 +27,7 @@ import numpy as np
 from gateway.cluster.node import ClusterNode, NodeWork
 from gateway.shared_array import SharedArray
 from planner.decisions.admission.places import is_turn
-from planner.decisions.estimates.durations import PREFILL_SHARE_S, PrefillShare
+from planner.decisions.estimates.decoding import PREFILL_SHARE_S, PrefillShare
 
 log = logging.getLogger("prfaas.gateway.workers")
 

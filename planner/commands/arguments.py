@@ -233,6 +233,10 @@ def _buy(command: argparse.ArgumentParser) -> None:
     _inputs(command)
     command.add_argument("-m", "--market", type=Path, required=True, metavar="FILE.toml", help="demand and prices")
     command.add_argument("-o", "--output", type=Path, metavar="FILE.html", help="page with charts (extra plots)")
+    command.add_argument(
+        "--pareto", action="store_true",
+        help="systems that no other one beats in cost a month, rate and P90 TTFT, around the demand and the target",
+    )  # fmt: skip
     as_json(command)
 
 

@@ -65,6 +65,7 @@ def workload_of(trace: Trace, hits: Floats | FoundPrefixes | None) -> Workload:
         hit_ratio=_hit_ratio(trace, _tokens_of(hits)),
         longest_prompt_tokens=float(trace.prompt_tokens.max()),
         burst_index=max(1.0, burst_index(_spread(trace), BURST_S) or 1.0),
+        output_spread=_relative_spread(trace.output_tokens),
         provenance=f"measured: trace {trace.name}, {len(trace)} requests",
     )
 
@@ -84,7 +85,7 @@ def fit(trace: Trace, found: Floats | FoundPrefixes | None) -> dict[str, Any]:
         "span_s": trace.span_s,
         "rate_req_per_s": len(trace) / trace.span_s if trace.span_s else None,
         "prompt_tokens": _summary(trace.prompt_tokens),
-        "output_tokens": _summary(trace.output_tokens),
+        "output_tokens": _summary(trace.output_tokens) | {"spread": _relative_spread(trace.output_tokens)},
         "output_tokens_mean": float(trace.output_tokens.mean()),
         "uncached_tokens": _summary(trace.prompt_tokens if hits is None else trace.prompt_tokens - hits)
         | {"tokens": thin.tokens.tolist(), "weights": thin.weights.tolist()}
@@ -98,6 +99,11 @@ def fit(trace: Trace, found: Floats | FoundPrefixes | None) -> dict[str, Any]:
         "rate_by_bin_req_per_s": rate_bins(trace.arrival_s),
         "provenance": f"measured: trace {trace.name}, {len(trace)} requests",
     }
+
+
+def _relative_spread(values: Floats) -> float:
+    """Standard deviation over mean."""
+    return float(values.std() / values.mean())
 
 
 def _spread(trace: Trace) -> Floats:

@@ -121,7 +121,8 @@ class Workload:
     that was taken out of the lengths as cached; None when it is not known. `caches_gb` are the caches of a node that they were
     taken out by, by PD cluster (None: never evicts); without it, by blocks seen before. `longest_prompt_tokens` counts what
     is cached, too: attention reaches back over all of it. `burst_index` is the variance over the mean of the requests that
-    come in `BURST_S` seconds: 1 of a Poisson process.
+    come in `BURST_S` seconds: 1 of a Poisson process. `output_spread` is the standard deviation of the answers' lengths over
+    their mean.
     """
 
     name: str
@@ -132,6 +133,7 @@ class Workload:
     caches_gb: Mapping[str, float | None] | None = None
     longest_prompt_tokens: float | None = None
     burst_index: float = 1.0
+    output_spread: float = 0.0
     slices: tuple[Lengths, ...] = ()
     provenance: str = ""
 
@@ -403,6 +405,7 @@ def read_fitted(path: Path) -> Workload:
             caches_gb=_caches(table),
             longest_prompt_tokens=_longest(table),
             burst_index=_burst_index(table),
+            output_spread=_output_spread(table),
             provenance=str(texts["provenance"]),
         )
 
@@ -443,6 +446,15 @@ def _burst_index(table: Mapping[str, Any]) -> float:
     with placed("burst_index"):
         said = require_table(table.get("burst_index") or {}, "burst_index").get(f"{BURST_S:g}_s")
         return 1.0 if said is None else max(1.0, BURSTS.of(f"{BURST_S:g}_s", said))
+
+
+def _output_spread(table: Mapping[str, Any]) -> float:
+    """None of workloads that do not tell."""
+    if "output_tokens" not in table:
+        return 0.0
+    with placed("output_tokens"):
+        said = require_table(table["output_tokens"], "output_tokens").get("spread", 0.0)
+        return BURSTS.of("spread", said)
 
 
 def _fitted_lengths(table: Mapping[str, Any]) -> Lengths:

@@ -126,18 +126,20 @@ class World:
         job.route = found = self._route(now, job, self._homes[job.index] if self._homes else None)
         if self._steering is not None and now == job.arrived:
             self._steering.offered.append((found.uncached_tokens, job.output))
-        admission = self._door.admission(now, job, found)
-        if not admission.accepted:
-            self._refuse(now, job, str(admission.reason))
-        elif not self._door.has_room(now, job, self._decodes[found.decode_node]):
-            self._door.stand(now, job)
-        else:
-            self._routes[found.target, found.reason] += 1
+        if not self._door.is_open:
+            admission = self._door.admission(now, job, found)
+            if not admission.accepted:
+                self._refuse(now, job, str(admission.reason))
+                return
+            if not self._door.has_room(now, job, self._decodes[found.decode_node]):
+                self._door.stand(now, job)
+                return
             self._door.leave(now, job, served=True)
             self._door.accepted(now, job, found)
-            job.decode_node = self._decodes[found.decode_node]
-            job.decode_node.assign(1)
-            self._dispatch(now, job)
+        self._routes[found.target, found.reason] += 1
+        job.decode_node = self._decodes[found.decode_node]
+        job.decode_node.assign(1)
+        self._dispatch(now, job)
 
     def _route(
         self, now: float, job: SimulatedRequest, home: str | None = None, exclude: Collection[str] = ()
@@ -318,8 +320,7 @@ class World:
         self._compute_at_decode(now, job)
 
     def _on_kv_ready(self, now: float, job: SimulatedRequest) -> None:
-        admission = self._door.to_decode(job)
-        if not admission.accepted:
+        if not self._door.is_open and not (admission := self._door.to_decode(job)).accepted:
             job.decode_node.assign(-1)
             if job.decode_node.cache is not None:
                 job.decode_node.cache.let_go(job.request_id, now)
@@ -334,11 +335,14 @@ class World:
 
     def _on_first_token(self, now: float, job: SimulatedRequest) -> None:
         self._ttft[job.index] = now - job.arrived
-        self._door.started(job)
+        if not self._door.is_open:
+            self._door.started(job)
 
     def _on_decoded(self, now: float, job: SimulatedRequest) -> None:
-        self._door.ended(now, job)
-        self._keep_answer(now, job)
+        if not self._door.is_open:
+            self._door.ended(now, job)
+        if self._following:
+            self._keep_answer(now, job)
         self._experience.on_answered(job.output)
         self._learned.learn_steps(now, job)
         self._e2e[job.index] = now - job.arrived
@@ -346,7 +350,8 @@ class World:
         if self._ways is not None:
             self._ways.note(job)
         self._end(job.index)
-        self._door.let_in(now)
+        if not self._door.is_open:
+            self._door.let_in(now)
 
     def _keep_answer(self, now: float, job: SimulatedRequest) -> None:
         """Blocks of the answer become prefix cache like those of the prompt, and the last of them has a state."""

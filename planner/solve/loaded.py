@@ -23,6 +23,8 @@ class LoadedTtft:
     decode: DecodeProfile
     output_tokens: float
     held_s: float = 0.0  # that prompts take of decode nodes, per request
+    output_spread: float = 0.0
+    burst_index: float = 1.0
 
     def at(self, rate: float) -> Ttft:
         return predict_ttft(self.stations, self._decode_wait(rate), rate)
@@ -33,9 +35,13 @@ class LoadedTtft:
 
     def _decode_wait(self, rate: float) -> Wait:
         # While prompts are computed the batch stands still, and its requests stay longer.
-        service_s = self.decode.full_step_s * self.output_tokens + self.held_s * self.decode.max_running
+        answer_s = self.decode.full_step_s * self.output_tokens
+        service_s = answer_s + self.held_s * self.decode.max_running
+        second_moment_s2 = service_s**2 + (self.output_spread * answer_s) ** 2
         slots = self.num_decode * self.decode.max_running
-        return mgk_wait(rate, slots, service_s, service_s**2) if slots else Wait(1.0, float("inf"))
+        return (
+            mgk_wait(rate, slots, service_s, second_moment_s2, self.burst_index) if slots else Wait(1.0, float("inf"))
+        )
 
     def highest_rate(self, limit: float, ttft_p90_s: float) -> float:
         """The largest rate below `limit` whose P90 TTFT meets the target, 0 if none does."""
@@ -78,6 +84,8 @@ def loaded_ttft(problem: Problem, found: Cut, output_tokens: float, bins: int = 
         decode=problem.decode,
         output_tokens=output_tokens,
         held_s=problem.loads.held_s,
+        output_spread=problem.output_spread,
+        burst_index=problem.burst_index,
     )
 
 

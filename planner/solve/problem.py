@@ -64,6 +64,7 @@ class Problem:
     link: Link | None
     variant: Deployment = field(default_factory=Deployment)
     burst_index: float = 1.0
+    output_spread: float = 0.0
     cold_load: float | None = None
 
     @property
@@ -150,6 +151,7 @@ def pose(site: Site, options: SolveOptions, variant: Deployment | None = None) -
         capacity=capacity, asked=workload.lengths, loads=loads, local=local, remote=remote, kv=kv, decode=decode,
         prfaas=remote_cluster,
         pd=pd[0], link=link, variant=variant or Deployment(), burst_index=workload.burst_index,
+        output_spread=workload.output_spread,
         cold_load=options.cold_load,
     )  # fmt: skip
 

@@ -3,6 +3,7 @@
 import argparse
 from pathlib import Path
 
+from planner.commands.rendering.front import front_json, front_text
 from planner.commands.rendering.output import emit, remark
 from planner.commands.rendering.progress import busy
 from planner.commands.rendering.purchases import purchases_json, purchases_text
@@ -10,6 +11,7 @@ from planner.errors import InputError
 from planner.model.market import load_market
 from planner.model.site import load_site
 from planner.solve.buying.advice import advise
+from planner.solve.buying.pareto import pareto_front
 from planner.solve.problem import SolveOptions
 
 
@@ -26,15 +28,23 @@ def run(args: argparse.Namespace) -> int:
             remark(f"warning: {args.market}: hardware {offer.hardware!r} is in no cluster of the site: not looked at")
     with busy("comparing ways to serve"):
         advice = advise(site, market, options)
+    front = None
+    if args.pareto:
+        with busy("comparing rates and targets"):
+            front = pareto_front(site, market, options)
     result = purchases_json(site, market, advice)
+    if front is not None:
+        result["pareto"] = front_json(market, front)
     if args.json:
         emit(result)
     else:
         print(purchases_text(site, market, advice))
+        if front is not None:
+            print(f"\n{front_text(market, front)}")
         for assumption in result["assumptions"]:
             remark(f"assumed: {assumption}")
     if args.output is not None:  # last: the answer is there even if this fails
-        args.output.write_text(purchases_page(site, market, advice))
+        args.output.write_text(purchases_page(site, market, advice, front))
         remark(f"wrote {args.output}")
     return 0
 

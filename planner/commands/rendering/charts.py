@@ -79,8 +79,12 @@ def line_chart(
     marks: Sequence[ChartMark] = (),
     x_range: tuple[float, float] | None = None,
     y_range: tuple[float, float] | None = None,
+    is_dotted: bool = False,
 ) -> str:
-    """Curves with a legend below. Points that are not finite are left out, and so are curves above the range."""
+    """Curves with a legend below, each point with a dot if `is_dotted`.
+
+    Points that are not finite are left out, and so are curves above the range.
+    """
     xs = [x for line in lines for x, _ in line.points]
     ys = [y for line in lines for _, y in line.points if isfinite(y)]
     x_low, x_high = x_range or (min(xs), max(xs))
@@ -91,7 +95,11 @@ def line_chart(
             points = [(x, y) for x, y in line.points if isfinite(y)]
             if any(y <= y_high for _, y in points):
                 style = "--" if line.dashed else "-"
-                axes.plot(*zip(*points, strict=True), label=line.name, color=SERIES[line.slot], linestyle=style)
+                dot = "o" if is_dotted else ""
+                colour = SERIES[line.slot]
+                axes.plot(
+                    *zip(*points, strict=True), label=line.name, color=colour, linestyle=style, marker=dot, markersize=4
+                )
         for mark in marks:
             _mark(axes, mark.x, mark.y)
             side, shift = ("right", -8) if mark.x > x_low + 0.7 * (x_high - x_low) else ("left", 8)

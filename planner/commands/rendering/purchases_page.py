@@ -4,15 +4,17 @@ from collections.abc import Sequence
 from html import escape
 
 from planner.commands.rendering.charts import ChartLine, line_chart
+from planner.commands.rendering.front import front_text
 from planner.commands.rendering.page import STYLE
 from planner.commands.rendering.purchases import assumptions, purchases_text, verdict
 from planner.model.market import Market
 from planner.model.site import Site
 from planner.solve.buying.advice import Advice
+from planner.solve.buying.pareto import FrontPoint
 
 
-def purchases_page(site: Site, market: Market, advice: Advice) -> str:
-    """The page: charts of the months above what `purchases_text` says."""
+def purchases_page(site: Site, market: Market, advice: Advice, front: Sequence[FrontPoint] | None = None) -> str:
+    """The page: charts of the months above what `purchases_text` says, and the Pareto front where one was asked for."""
     months = len(advice.rates)
     found = advice.purchases
     names = sorted({name for held in found.held for name in held})
@@ -34,6 +36,10 @@ def purchases_page(site: Site, market: Market, advice: Advice) -> str:
             months,
         ),
     ]
+    text = purchases_text(site, market, advice)
+    if front is not None:
+        figures.append(_front_figure(market, front))
+        text = f"{text}\n\n{front_text(market, front)}"
     said, *more = verdict(market, advice)
     title = escape(f"What to buy for {site.name}")
     return "\n".join(
@@ -43,7 +49,7 @@ def purchases_page(site: Site, market: Market, advice: Advice) -> str:
             f"<title>{title}</title><style>{STYLE}</style></head><body><main><h1>{title}</h1>",
             f"<p><b>{escape(said)}.</b> {escape(' '.join(each.strip() for each in more))}</p>",
             f'<div class="grid2">{"".join(figures)}</div>',
-            f'<section class="scroll"><pre>{escape(purchases_text(site, market, advice))}</pre></section>',
+            f'<section class="scroll"><pre>{escape(text)}</pre></section>',
             "<section><h2>Assumed</h2><ul>",
             *(f"<li>{escape(each)}</li>" for each in assumptions(market)),
             "</ul></section></main></body></html>",
@@ -53,6 +59,26 @@ def purchases_page(site: Site, market: Market, advice: Advice) -> str:
 
 def _figure(title: str, lines: Sequence[ChartLine], unit: str, months: int) -> str:
     chart = line_chart(lines, x_label="month", y_label=unit, title=title, x_range=(0.5, months + 0.5))
+    return f"<figure><h2>{escape(title)}</h2>{chart}</figure>"
+
+
+def _front_figure(market: Market, front: Sequence[FrontPoint]) -> str:
+    """Cost by rate, a curve for each target that has points of its own."""
+    targets = sorted({point.ttft_p90_s for point in front})
+    lines = [
+        ChartLine(
+            f"P90 {target:g} s",
+            [(point.rate_req_per_s, point.cost_per_month) for point in front if point.ttft_p90_s == target],
+            slot,
+        )
+        for slot, target in enumerate(targets)
+    ]
+    rates = [point.rate_req_per_s for point in front]
+    title = "Pareto front: what a month costs"
+    chart = line_chart(
+        lines, x_label="requests/s in the busiest hour", y_label=market.currency, title=title,
+        x_range=(0.0, max(rates) * 1.05), is_dotted=True,
+    )  # fmt: skip
     return f"<figure><h2>{escape(title)}</h2>{chart}</figure>"
 
 

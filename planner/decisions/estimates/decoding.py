@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from math import exp, inf
 from typing import Final
 
+PREFILL_SHARE_S: Final = 10.0  # how long ago "lately" is: some tens of prompts
 FADE: Final = 0.05  # weight of a new sample, once there are enough
 LONG: Final = 20  # samples that are enough: 1 / FADE
 STEPS_BELIEVED: Final = 8
@@ -111,6 +112,23 @@ class StepEstimate:
             return slots
         constant, slope = self.line
         return max(1.0, (tbt_s - constant) / slope) if slope else 1.0
+
+
+class PrefillShare:
+    """The part of its time that a decode node has lately spent on prompts: what its streams had to wait for."""
+
+    def __init__(self) -> None:
+        self._share = 0.0
+        self._at = 0.0
+
+    def add(self, seconds: float, now: float) -> None:
+        """A prompt of so much computing was given to it."""
+        self._share, self._at = self.at(now) + seconds / PREFILL_SHARE_S, now
+
+    def at(self, now: float) -> float:
+        if not self._share:
+            return 0.0
+        return self._share * exp((self._at - now) / PREFILL_SHARE_S)
 
 
 class LearnedSteps:

@@ -6,11 +6,12 @@ which is T(c + u) − T(c) + T(0) of a quadratic T, as the profiles have it: eve
 before it. Old samples fade, so that a node which has become slower is believed after a few hundred prompts.
 """
 
+from collections import deque
 from collections.abc import Collection, Sequence
-from math import exp, exp2, inf
+from math import exp2, inf
 from typing import Final, NamedTuple
 
-from planner.decisions.estimates.accuracy import Accuracy, Error
+from planner.decisions.estimates.accuracy import ERRORS_KEPT, Accuracy, Error
 from planner.decisions.estimates.decoding import LearnedSteps
 from planner.decisions.views import NodeView, PrefillCost
 
@@ -21,7 +22,6 @@ DELAY_HALVES_S: Final = 60.0  # a delay: moves are tried again some minutes afte
 MOST_DELAY_S: Final = 600.0  # no prompt computes for longer, and a greater delay would only take longer to fade
 LEAST_DELAY_S: Final = 1e-3  # decides nothing
 LEAST_SLOPE: Final = 1e-13  # s per byte: no memory is copied faster than 10 TB/s
-PREFILL_SHARE_S: Final = 10.0  # how long ago "lately" is: some tens of prompts
 MEMORY: Final = 64.0  # prompts after which a sample's weight has fallen to 1/e
 PRIOR_WEIGHT: Final = 0.005  # of a sample: enough to say what no sample has, not enough to argue with one
 PROBES: Final = (
@@ -47,6 +47,9 @@ FADE: Final = 1.0 - 1.0 / MEMORY
 Coefficients = tuple[float, float, float]
 # A symmetric matrix of three rows, and where its entries are in it.
 Products = tuple[float, float, float, float, float, float]
+_Equations = tuple[Products, Coefficients, float, float]  # with the seconds seen, and those that the prior expected
+# What was believed, or the equations to solve for it; tokens computed and cached, and the seconds that they took.
+_Sample = tuple[Coefficients | _Equations, int, int, float]
 AT: Final = {(0, 0): 0, (0, 1): 1, (0, 2): 2, (1, 1): 3, (1, 2): 4, (2, 2): 5}
 
 
@@ -64,15 +67,18 @@ class PrefillEstimate:
         self._sums: Coefficients = (0.0,) * 3
         self._seconds = self._expected_s = self._tokens = 0.0
         self._known: Coefficients | None = prior
-        self._accuracy = Accuracy() if is_judged else None
+        self._accuracy = Accuracy()
+        self._unjudged: deque[_Sample] | None = deque(maxlen=ERRORS_KEPT) if is_judged else None
         self._prior_products, self._prior_sums = _shape_of(prior)
 
     def observe(self, computed_tokens: int, cached_tokens: int, seconds: float) -> None:
         """A prefill took `seconds` from its start to its end. What took next to no time is no sample."""
         if computed_tokens <= 0 or seconds < LEAST_S:
             return
-        if self._accuracy is not None:
-            self._accuracy.note(self.seconds(computed_tokens, cached_tokens), seconds)
+        if self._unjudged is not None:
+            # Judged when errors are asked for: few samples ever are, and equations are not solved for the others.
+            believed = self._known or (self._products, self._sums, self._seconds, self._expected_s)
+            self._unjudged.append((believed, computed_tokens, cached_tokens, seconds))
         u, c = computed_tokens / TOKENS, cached_tokens / TOKENS
         q = u * (2 * c + u)
         # Over the seconds seen: what counts is the relative error, for short prompts as much as for long ones.
@@ -105,9 +111,7 @@ class PrefillEstimate:
 
     def seconds(self, computed_tokens: int, cached_tokens: int) -> float:
         """Predicted time to compute `computed_tokens` behind `cached_tokens`."""
-        a0, a1, a2 = self._known or self.coefficients
-        u, c = max(0, computed_tokens) / TOKENS, cached_tokens / TOKENS
-        return a0 + u * (a1 + a2 * (2 * c + u))
+        return _seconds(self._known or self.coefficients, computed_tokens, cached_tokens)
 
     @property
     def seconds_per_token(self) -> float:
@@ -118,34 +122,50 @@ class PrefillEstimate:
 
     @property
     def error(self) -> Error:
-        return self._accuracy.error if self._accuracy is not None else Error()
+        """Of recent predictions. Only samples that are new since the last time are judged: a read costs little."""
+        while self._unjudged:
+            believed, computed_tokens, cached_tokens, seconds = self._unjudged.popleft()
+            known = self._solved(believed) if len(believed) == 4 else believed
+            self._accuracy.note(_seconds(known, computed_tokens, cached_tokens), seconds)
+        return self._accuracy.error
 
     @property
     def coefficients(self) -> Coefficients:
         """(s, s per 1000 tokens, s per (1000 tokens)²); none is negative: more tokens never take less time."""
         if self._known is None:
-            self._known = self._fit()
+            self._known = self._solved((self._products, self._sums, self._seconds, self._expected_s))
         return self._known
 
-    def _fit(self) -> Coefficients:
-        products, sums = self._with_prior()
+    def _solved(self, equations: _Equations) -> Coefficients:
+        products, sums = self._with_prior(*equations)
         found = _solve_all(products, sums)
+        if (least := min(found)) >= 0:
+            return found
         free = [0, 1, 2]
-        while (least := min(found)) < 0:
+        while least < 0:
             free.remove(found.index(least))
             found = _solve(products, sums, free)
+            least = min(found)
         return found
 
-    def _with_prior(self) -> tuple[Products, Coefficients]:
+    def _with_prior(
+        self, products: Products, sums: Coefficients, seconds: float, expected_s: float
+    ) -> tuple[Products, Coefficients]:
         """The equations, and in them the prior's shape at the height of what was seen: the first sample leaves them open."""
-        once = PRIOR_WEIGHT * (self._expected_s / self._seconds if self._expected_s else 1.0)
+        once = PRIOR_WEIGHT * (expected_s / seconds if expected_s else 1.0)
         twice = once * once / PRIOR_WEIGHT
-        (xx, xy, xz, yy, yz, zz), (a, b, c, d, e, f) = self._products, self._prior_products
-        (sx, sy, sz), (x, y, z) = self._sums, self._prior_sums
+        (xx, xy, xz, yy, yz, zz), (a, b, c, d, e, f) = products, self._prior_products
+        (sx, sy, sz), (x, y, z) = sums, self._prior_sums
         return (
             (xx + twice * a, xy + twice * b, xz + twice * c, yy + twice * d, yz + twice * e, zz + twice * f),
             (sx + once * x, sy + once * y, sz + once * z),
         )
+
+
+def _seconds(coefficients: Coefficients, computed_tokens: int, cached_tokens: int) -> float:
+    a0, a1, a2 = coefficients
+    u, c = (computed_tokens if computed_tokens > 0 else 0) / TOKENS, cached_tokens / TOKENS
+    return a0 + u * (a1 + a2 * (2 * c + u))
 
 
 def _shape_of(prior: Coefficients) -> tuple[Products, Coefficients]:
@@ -323,23 +343,6 @@ class AnswerEstimate:
     @property
     def error(self) -> Error:
         return self._accuracy.error
-
-
-class PrefillShare:
-    """The part of its time that a decode node has lately spent on prompts: what its streams had to wait for."""
-
-    def __init__(self) -> None:
-        self._share = 0.0
-        self._at = 0.0
-
-    def add(self, seconds: float, now: float) -> None:
-        """A prompt of so much computing was given to it."""
-        self._share, self._at = self.at(now) + seconds / PREFILL_SHARE_S, now
-
-    def at(self, now: float) -> float:
-        if not self._share:
-            return 0.0
-        return self._share * exp((self._at - now) / PREFILL_SHARE_S)
 
 
 class Curve(NamedTuple):

@@ -43,6 +43,7 @@ class Door:
         self._consider = consider
         self._refuse = refuse
         self._forecasting = policy is not AdmissionPolicy.ACCEPT_ALL
+        self.is_open = limits is None and not self._forecasting  # no request is refused, and none waits
         self._forecast = DecodeForecast(decode_s)
         self._decoding = 0
         self.classes = tuple(classes)

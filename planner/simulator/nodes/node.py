@@ -9,7 +9,7 @@ from math import inf
 from typing import Any
 
 from hybrid_cache.cache.lookup import MISS, PrefixHit
-from planner.decisions.estimates.durations import PrefillShare
+from planner.decisions.estimates.decoding import PrefillShare
 from planner.decisions.routing.arrivals import Arrivals, SharedPrefix
 from planner.decisions.routing.offload import Route
 from planner.decisions.routing.promises import Promises

@@ -79,9 +79,9 @@ class Advice:
 def advise(site: Site, market: Market, options: SolveOptions) -> Advice:
     """What to buy for a site's workload. Raises InputError, and Infeasible where no way carries the demand within the SLO."""
     market = market.at_rate(site.workload.rate_req_per_s)
-    problem, aim = _posed(site, options)
+    problem, aim = posed(site, options)
     rates = market.demand.rates()
-    _check_size(problem, rates)
+    check_size(problem, rates)
     sought = Sought(
         problem=problem,
         output_tokens=site.workload.output_tokens,
@@ -92,7 +92,7 @@ def advise(site: Site, market: Market, options: SolveOptions) -> Advice:
     far = problem.prfaas.hardware if problem.prfaas else near
     for name in (near, far):
         market.offer(name)
-    systems = _systems(sought, market, rates)
+    systems = systems_of(sought, market, rates)
     ways, failed = dict[Contender, Purchases](), _left_out(problem, market)
     for contender, found in systems.items():
         try:
@@ -129,7 +129,7 @@ def advise(site: Site, market: Market, options: SolveOptions) -> Advice:
     )
 
 
-def _systems(
+def systems_of(
     sought: Sought, market: Market, rates: Sequence[float]
 ) -> dict[Contender, Sequence[Sequence[SizedSystem]]]:
     """What each way could run in each month. With PrfaaS nodes, months may do without them."""
@@ -182,7 +182,7 @@ def with_all_hardware(site: Site) -> Site:
     return replace(site, clusters=tuple(replace(each, instances=max(1, each.instances)) for each in site.clusters))
 
 
-def _posed(site: Site, options: SolveOptions) -> tuple[Problem, Aim]:
+def posed(site: Site, options: SolveOptions) -> tuple[Problem, Aim]:
     """The problem in as many lengths as queues are compared by, within the target for TBT."""
     objective = Objective.SLO if site.slo.ttft_p90_s is not None else Objective.THROUGHPUT
     site = with_all_hardware(site)
@@ -198,7 +198,7 @@ def _posed(site: Site, options: SolveOptions) -> tuple[Problem, Aim]:
     return aim.thinned(problem), aim
 
 
-def _check_size(problem: Problem, rates: Sequence[float]) -> None:
+def check_size(problem: Problem, rates: Sequence[float]) -> None:
     """Raises InputError for a demand that is too large to be looked at, and probably a slip."""
     loads = problem.loads
     per_request = float((loads.local_s + loads.remote_s).min()) + loads.held_s + problem.capacity.decode_s

@@ -20,7 +20,7 @@ import numpy as np
 
 from planner.model.market import LineOffer
 from planner.model.profile import DecodeProfile
-from planner.model.queueing import LATE, Station, Wait, mgk_wait
+from planner.model.queueing import LATE, NO_WAIT_S, LoadedStations, Station, Wait, mgk_wait
 from planner.model.site import BYTES_PER_S_PER_GBPS
 from planner.model.throughput import decode_seconds
 from planner.solve.loaded import loaded_ttft
@@ -30,9 +30,6 @@ from planner.solve.search import RECOMMENDED_LOAD, Bottleneck, Cut, stage_rates,
 THRESHOLDS: Final = 24  # that are tried: even shares of the requests
 QUEUE_BINS: Final = 250  # of lengths, by which their queues are compared
 MOST_SPARE: Final = 24  # instances of a stage beyond those that it needs without queues
-NO_WAIT_S: Final = 1e-3  # for a place in decode: more decode nodes would not be felt
-# Of those who wait, in mean waits: the middles of eight equal parts.
-WAITS: Final = -np.log(1.0 - (np.arange(8) + 0.5) / 8)
 NO_GAIN: Final = 1e-6  # of late requests, by one more instance
 HOME_GBPS: Final = 1e5  # between nodes of one cluster
 BATCHES: Final = 16  # sizes of decode batches that are tried on colocated nodes
@@ -249,20 +246,8 @@ def _lateness(station: Station, least: int, rate: float, wait: Wait, seconds: fl
 
 
 def late(station: Station, rate: float, decode: Wait, seconds: float) -> float:
-    """The share of all requests that come by this station and whose TTFT is above `seconds`.
-
-    The wait for a place in decode counts as it is spread, not by its mean: few nodes that are busy make few requests very late.
-    """
-    share = float(station.weights.sum())
-    if not share or not isfinite(decode.mean_s):
-        return share
-    queue = station.wait(rate)
-    left_s = seconds - station.prefill_s - station.after_s
-    at_once = float(station.weights @ queue.exceeds(left_s))
-    if decode.mean_s < NO_WAIT_S:
-        return at_once
-    waited = float((queue.exceeds(left_s - decode.mean_if_s * WAITS[:, None]) @ station.weights).mean())
-    return at_once + decode.chance * (waited - at_once)
+    """The share of all requests that come by this station and whose TTFT is above `seconds`."""
+    return LoadedStations.at([station], decode, rate).late(seconds)
 
 
 @lru_cache(maxsize=4096)

@@ -9,7 +9,7 @@ from gateway.cluster.agent_client import AgentClient
 from gateway.cluster.agent_values import NodeInfo
 from gateway.cluster.node import ClusterNode, NodeWork
 from gateway.workers.shared_counters import IN_FLIGHT, WAITING, SharedCounters, SharedInFlightSlots, WorkerState
-from planner.decisions.estimates.durations import PrefillShare
+from planner.decisions.estimates.decoding import PrefillShare
 
 
 def node(name: str, cluster: str) -> ClusterNode:

@@ -179,6 +179,22 @@ def changed(table, *path_and_value):
     return copy
 
 
+def test_the_pareto_front_is_a_table_json_and_a_chart(capsys, tmp_path):
+    page = tmp_path / "buy.html"
+    code, out, _ = bought(capsys, tmp_path, MARKET, SMALL, "--pareto", "-o", page)
+    assert code == 0
+    table = out[out.index("Pareto front") :]
+    html = page.read_text()
+    assert html.count("<svg") == 6
+    assert escape(table.strip()) in html
+    code, out, _ = bought(capsys, tmp_path, MARKET, SMALL, "--pareto", "--json")
+    rows = json.loads(out)["pareto"]
+    assert code == 0
+    assert len(rows) == len(table.strip().splitlines()) - 2
+    for row in rows:
+        assert f"{row['cost_per_month']:,.0f}" in table
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -9,8 +9,8 @@ from node.process.restarts import MAX_BACKOFF_S, Restarts
 from planner.decisions.admission.limits import Bucket, LimitRefusal, TenantLimits, Used, entered, left, read, settled
 from planner.decisions.admission.waiting import DrainRate, WaitQueue
 from planner.decisions.estimates.coding import CodingEstimate
-from planner.decisions.estimates.decoding import DecodeForecast
-from planner.decisions.estimates.durations import LearnedCost, MoveDelays, PrefillShare
+from planner.decisions.estimates.decoding import DecodeForecast, PrefillShare
+from planner.decisions.estimates.durations import LearnedCost, MoveDelays
 from planner.decisions.failures.poison import MAX_RETRY_S, TRIAL_S, Poison
 from planner.decisions.failures.retries import FailedStage, FailureKind, Next, RetryBudget
 from planner.decisions.links.breaker import MAX_RETRY_S as MAX_PROBE_RETRY_S

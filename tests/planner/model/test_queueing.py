@@ -4,7 +4,7 @@ from math import exp, lgamma, log
 import numpy as np
 import pytest
 
-from planner.model.queueing import Station, Wait, erlang_b, erlang_c, mgk_wait, predict_ttft
+from planner.model.queueing import LoadedStations, Station, Wait, erlang_b, erlang_c, mgk_wait, predict_ttft
 
 
 def test_erlang_c_of_one_server_is_the_load():
@@ -52,3 +52,10 @@ def test_bursts_make_queues_longer_and_parts_of_them_less_so():
 def test_the_chance_that_all_places_are_taken():
     assert [erlang_b(1, 1.0), erlang_b(2, 1.0), erlang_b(20, 0.0)] == pytest.approx([0.5, 0.2, 0.0])
     assert erlang_b(20, 20.0) == pytest.approx(0.1589, abs=1e-4)
+
+
+def test_few_requests_that_wait_long_for_decode_are_late() -> None:
+    """By its mean of half a second the wait would make no request late."""
+    station = Station(weights=np.ones(1), prefill_s=np.ones(1), after_s=np.zeros(1), servers=1)
+    loaded = LoadedStations.at([station], Wait(0.1, 5.0), 1e-9)
+    assert loaded.late(2.0) == pytest.approx(0.1 * exp(-1 / 5), abs=0.01)

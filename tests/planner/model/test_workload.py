@@ -1,5 +1,6 @@
 import json
 import lzma
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -177,6 +178,14 @@ def test_a_workload_from_the_gateways_metrics(tmp_path):
     workload = read_fitted(tmp_path / "w.json")
     assert workload.lengths.mean == pytest.approx(5000)
     assert list(workload.lengths.weights) == [0.5, 0.25, 0.25]
+
+
+def test_a_fitted_workload_knows_how_much_answers_differ(tmp_path):
+    trace = poisson(Lengths.of(np.array([1000.0])), 100, 1.0, 4, np.random.default_rng(0))
+    trace = replace(trace, output_tokens=np.array([100.0, 300.0, 100.0, 300.0]))
+    assert workload_of(trace, None).output_spread == pytest.approx(0.5)
+    (tmp_path / "w.json").write_text(json.dumps(fit(trace, None)))
+    assert read_fitted(tmp_path / "w.json").output_spread == pytest.approx(0.5)
 
 
 def test_metrics_without_lengths_are_refused():

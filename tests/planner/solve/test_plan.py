@@ -107,6 +107,19 @@ def test_an_slo_plan_meets_its_target(coarse):
     assert queues.at(plan.lambda_slo).p90_s == pytest.approx(5.0, rel=0.02)
 
 
+def test_answers_of_many_lengths_and_bursts_make_requests_wait_longer_for_decode(coarse):
+    """A place in decode is free later, and a plan promises less."""
+    rates = []
+    for spread, burst_index in ((0.0, 1.0), (1.5, 1.0), (1.5, 3.0)):
+        workload = replace(coarse.workload, output_spread=spread, burst_index=burst_index)
+        problem = pose(replace(coarse, workload=workload), SolveOptions())
+        cut = Cut(rate=4.0, num_prefill=7, num_decode=1, cut=len(problem.lengths.tokens))
+        near = problem.with_capacity(num_prfaas=0)
+        queues = loaded_ttft(near, cut, 1024)
+        rates.append(queues.at(0.75).mean_s)
+    assert rates[0] < rates[1] < rates[2]
+
+
 def test_an_impossible_slo_says_what_is_possible(coarse):
     site = replace(coarse, slo=replace(coarse.slo, ttft_p90_s=1.0))
     with pytest.raises(Infeasible, match=r"ttft_p90_s=1.0.*nearest is 3.5"):

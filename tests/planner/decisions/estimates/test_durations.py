@@ -2,12 +2,15 @@
 
 import random
 import tracemalloc
+from copy import copy
 
 import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from planner.decisions.estimates.accuracy import ERRORS_KEPT, Accuracy
+from planner.decisions.estimates.decoding import PrefillShare
 from planner.decisions.estimates.durations import (
     BELIEVED,
     FRESH_S,
@@ -16,7 +19,6 @@ from planner.decisions.estimates.durations import (
     MoveDelays,
     MoveEstimate,
     PrefillEstimate,
-    PrefillShare,
 )
 from planner.decisions.views import NodeView, PrefillCost
 from tests.planner.worlds import link, pd_decode, policy, prfaas, request, route
@@ -59,6 +61,41 @@ def test_the_error_is_that_of_predictions_not_of_the_fit():
     assert noisy.mean == pytest.approx(0.08, abs=0.03)
     assert noisy.mean < noisy.p90 < 0.3
     assert learned(1000).error.p90 < 0.01
+
+
+class CountingEstimate(PrefillEstimate):
+    """Knows how often it has solved its equations."""
+
+    solved = 0
+
+    def _solved(self, equations):
+        self.solved += 1
+        return super()._solved(equations)
+
+
+@given(st.lists(st.tuples(st.integers(1, 50_000), st.integers(0, 50_000), st.booleans()), max_size=400))
+def test_errors_are_those_of_predictions_made_before_each_sample(samples):
+    found, accuracy = PrefillEstimate(PRIOR), Accuracy()
+    for computed, cached, is_asked in samples:
+        predicted = found.seconds(computed, cached) if is_asked else copy(found).seconds(computed, cached)
+        accuracy.note(predicted, truth(computed, cached))
+        found.observe(computed, cached, truth(computed, cached))
+        if is_asked:
+            assert found.error == accuracy.error
+    assert found.error == accuracy.error
+
+
+def test_each_sample_is_judged_once_however_often_the_error_is_read():
+    found = CountingEstimate(PRIOR)
+    for computed in range(1, 1_001):
+        found.observe(computed, 0, truth(computed, 0))
+    assert found.solved == 0  # until somebody asks
+    once = found.error
+    assert found.solved == ERRORS_KEPT == once.samples
+    assert found.error == once
+    found.observe(2_000, 0, truth(2_000, 0))
+    assert found.error.samples == ERRORS_KEPT
+    assert found.solved == ERRORS_KEPT + 1
 
 
 def test_a_node_that_has_become_slower_is_believed():
