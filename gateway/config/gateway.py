@@ -23,6 +23,7 @@ from typing import Any, Final, Self
 
 from gateway.config.audit import AuditConfig
 from gateway.config.classes import AdmissionConfig, ClassConfig, check_classes, names_of
+from gateway.config.fleet import FleetConfig
 from gateway.config.membership import MembershipConfig
 from gateway.config.oidc import OidcConfig
 from gateway.config.operators import OperatorConfig, check_operators, nameless
@@ -301,6 +302,7 @@ class GatewayConfig:
     wrong_keys: WrongKeysConfig = field(default_factory=WrongKeysConfig)
     audit: AuditConfig = field(default_factory=AuditConfig)
     oidc: OidcConfig = field(default_factory=OidcConfig)
+    fleet: FleetConfig = field(default_factory=FleetConfig)
     open: bool = False
     hosts: tuple[str, ...] = ()
     allowed_media_domains: tuple[str, ...] = ()
