@@ -215,7 +215,9 @@ async def running(
             seat.parent,
         )
         fleet = held.enter_context(
-            contextlib.closing(build_fleet(config, seat.duty, metrics.upkeep, clock, allowances, lambda: door.keyring))
+            contextlib.closing(
+                build_fleet(config, seat.duty, metrics.upkeep, clock, allowances, lambda: door.keyring, seen.drained)
+            )
         )
         gateway = RunningGateway(
             door=door,

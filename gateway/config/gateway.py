@@ -363,6 +363,8 @@ class GatewayConfig:
         is_listed = bool(agents) or self.membership.is_set
         require(is_listed, "nodes", agents, "at least one [[gateway.nodes]] table, or [gateway.membership] says where")
         require(len(set(agents)) == len(agents), "nodes", agents, "every agent once")
+        if self.fleet.etcd is not None and self.drained_dir is not None:
+            raise SettingsError("drained_dir: the etcd of [gateway.fleet] remembers drained links already")
         if missing and not self.plain and (far := [node.agent for node in self.nodes if not node.is_here]):
             raise SettingsError(
                 f"nodes: {far[0]!r} is another machine, and traffic to it would be in clear: set "
