@@ -166,6 +166,11 @@ async def running(
         seen = await held.enter_async_context(
             build_nodes(config=config, clock=clock, seat=seat, tasks=tasks, agent_client=agent_client, times=node_times)
         )
+        fleet = held.enter_context(
+            contextlib.closing(
+                build_fleet(config, seat.duty, metrics.upkeep, clock, allowances, lambda: door.keyring, seen.drained)
+            )
+        )
         await held.enter_async_context(ending(config=config, tasks=tasks))
         routing = build_routing(config=config, clock=clock, seat=seat, tasks=tasks, seen=seen)
         pipeline = build_pipeline(
@@ -213,11 +218,6 @@ async def running(
             read_again or (lambda: config),
             metrics.upkeep.reloaded,
             seat.parent,
-        )
-        fleet = held.enter_context(
-            contextlib.closing(
-                build_fleet(config, seat.duty, metrics.upkeep, clock, allowances, lambda: door.keyring, seen.drained)
-            )
         )
         gateway = RunningGateway(
             door=door,

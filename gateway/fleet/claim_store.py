@@ -1,6 +1,6 @@
-"""Where all claims lie in etcd: a key for each gateway, and one that everybody who changes a claim changes, too.
+"""Where all claims lie in etcd: a key for each gateway, and one that changes with every claim.
 
-PREFIX/gateways/limits/turn           changed with every claim: whoever has read it last may write
+PREFIX/gateways/limits/turn           changed with every claim: a change of one names its last revision
 PREFIX/gateways/limits/claims/NAME    of one gateway
 """
 
@@ -50,7 +50,7 @@ class EtcdClaims:
         return FoundClaims(turn, found)
 
     def write(self, claim: GatewayClaim, process: str, turn: int, forgotten: Sequence[str] = ()) -> bool:
-        """Changes one gateway's claim, and forgets others. False: somebody else has changed a claim since `turn`."""
+        """Changes one gateway's claim, and forgets others. False: another gateway has changed a claim since `turn`."""
         is_ours = Compare(result=Compare.EQUAL, target=Compare.MOD, key=self._key(TURN), mod_revision=turn)
         puts = {TURN: b"", f"{CLAIMS}{claim.name}": written(claim, process)}
         changes = [

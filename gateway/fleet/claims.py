@@ -1,8 +1,8 @@
 """How gateways divide tenants' limits: what each of them claims next, given what all claim now.
 
 A claim is one gateway's: its fair part, which every tenant gets that has no parts of its own, and those parts. Claims lie in a
-registry, and change one at a time: whoever changes its own has seen all others as they are. A claim grows only into what no
-other claim has, so the parts of all gateways are never above one. It shrinks freely, and in force before it is written.
+registry, and change one at a time: a gateway that changes its own has seen all others as they are. A claim grows only into
+what no other claim has, so the parts of all gateways are never above one. It shrinks freely, and in force before it is written.
 
     asks nothing anywhere     every gateway has the fair part, 1 / gateways
     asked                     parts go by what gateways are asked for, and `IDLE` for each that is asked nothing

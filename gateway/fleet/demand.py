@@ -22,7 +22,7 @@ class _Rates(NamedTuple):
     tokens_per_s: float = 0.0
 
 
-class Demand:
+class TenantDemand:
     """Follows counts that only grow, or begin anew."""
 
     def __init__(self) -> None:

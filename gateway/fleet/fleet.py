@@ -29,7 +29,7 @@ class FleetWork(Protocol):
     def close(self) -> None: ...
 
 
-class Fleet:
+class FleetPart:
     """All of it."""
 
     def __init__(self, works: Sequence[FleetWork] = ()) -> None:
@@ -58,11 +58,11 @@ def build_fleet(
     limiters: TenantLimiters,
     keyring: Callable[[], Keyring],
     drained: DrainedLinks,
-) -> Fleet:
+) -> FleetPart:
     fleet = config.fleet
     if fleet.etcd is None:
         limiters.stand(None)
-        return Fleet()
+        return FleetPart()
     # Its messages are loaded where there is an etcd.
     from gateway.fleet.claim_store import EtcdClaims
     from gateway.fleet.drain_store import EtcdDrains
@@ -78,7 +78,7 @@ def build_fleet(
     name = fleet.name or f"{socket.gethostname()}-{config.port}"
     claims = EtcdClaims(fleet.etcd, EtcdClient(fleet.etcd, call_s=CALL_S))
     drains = EtcdDrains(fleet.etcd, name, EtcdClient(fleet.etcd, call_s=CALL_S))
-    return Fleet(
+    return FleetPart(
         [
             LimitShares(name, uuid.uuid4().hex, claims, limiters, limits, clock, telemetry, duty),
             LinkDrains(drained, drains, telemetry.fleet_failed, duty),

@@ -1,6 +1,6 @@
 """This gateway's claim on tenants' limits: read, decided, written and put in force, twice a second.
 
-Of several workers one does so for all, and whoever is there does when that one is gone. Requests never wait for it: they look at
+Of several workers one does so for all, and another one when that one is gone. Requests never wait for it: they look at
 what is in force, in the file that workers share (`gateway.ratelimit.limiter`). A registry that is lost changes nothing here. What
 was claimed lapses by time, in every worker.
 """
@@ -15,7 +15,7 @@ import numpy as np
 
 from gateway.fleet.claim_documents import FoundClaims
 from gateway.fleet.claims import GatewayClaim, OtherGateways, Sightings, next_claim
-from gateway.fleet.demand import Demand
+from gateway.fleet.demand import TenantDemand
 from gateway.fleet.errors import FleetFailed
 from gateway.ratelimit.limiter import TenantLimiters
 from gateway.ratelimit.parts import FAIR_S, LEAST_PART, Parts, Standing, all_of, smaller
@@ -75,7 +75,7 @@ class LimitShares:
         self._telemetry = telemetry
         self._is_on_duty = is_on_duty
         self._sightings = Sightings()
-        self._demand = Demand()
+        self._demand = TenantDemand()
         self._pauses = Backoff(np.random.default_rng(), CYCLE_S, MOST_PAUSE_S)
         self._own_revision = 0
         self._is_failing = self._has_lapsed = self._is_doubled = False
@@ -84,7 +84,7 @@ class LimitShares:
         """Until it is cancelled; then it says that this gateway leaves. Another process of it takes that back."""
         try:
             while True:  # noqa: ASYNC110 time is what it waits for
-                await asyncio.sleep(await self._pause_s() if self._is_on_duty() else CYCLE_S)
+                await asyncio.sleep(await self.look() if self._is_on_duty() else CYCLE_S)
         except asyncio.CancelledError:
             if self._is_on_duty():
                 await self._leave()
@@ -103,7 +103,8 @@ class LimitShares:
                 return
             await asyncio.sleep(CYCLE_S / 10)
 
-    async def _pause_s(self) -> float:
+    async def look(self) -> float:
+        """Claims what there is to claim; returns after how many seconds to look again."""
         self._limiters.refit()
         self._look_at_time()
         try:

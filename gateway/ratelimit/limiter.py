@@ -78,8 +78,8 @@ class Asked(NamedTuple):
     at_once: int
 
 
-class Granted(NamedTuple):
-    """What a tenant has taken, and of which limits."""
+class LimitsTaken(NamedTuple):
+    """What a tenant has taken of these limits, by `now`."""
 
     limits: TenantLimits
     used: Used
@@ -158,7 +158,7 @@ class TenantLimiters:
         granted = self.change(tenant, entered, _Asking(requests=1))
         return _Limited(self, tenant, headers_of(tenant.limits, granted))
 
-    def change(self, tenant: Tenant, change: Change, asking: "_Asking | None" = None) -> Granted:
+    def change(self, tenant: Tenant, change: Change, asking: "_Asking | None" = None) -> LimitsTaken:
         """What the tenant has taken after `change` of what it had by now. Raises TenantLimited."""
         now = self._clock()
         before, changed = self._written(tenant, change, asking, now)
@@ -302,7 +302,7 @@ class TenantLimiters:
 
     def _written(
         self, tenant: Tenant, change: Change, asking: "_Asking | None", now: float
-    ) -> tuple[Granted, Used | LimitRefusal]:
+    ) -> tuple[LimitsTaken, Used | LimitRefusal]:
         """Before and after. A frame of its own: an exception would keep the map open for as long as it is kept."""
         with self._array.locked():
             row = self._cells[self._row(tenant.name, now)]
@@ -313,7 +313,7 @@ class TenantLimiters:
                 row[self._own] += changed.at_once - used.at_once
             if asking is not None and self._head[AT_START]:
                 row[ASKED_CELLS] += asking.cells(changed)
-        return Granted(limits, used, now), changed
+        return LimitsTaken(limits, used, now), changed
 
     def _granted(self, row: NDArray[np.float64], limits: TenantLimits, now: float) -> tuple[TenantLimits, Used]:
         """What this gateway may give of the limits now, and has given."""
@@ -414,7 +414,7 @@ class _Limited(TenantLimiter):
         self._allowances.change(self._tenant, lambda _, used, __: used._replace(at_once=used.at_once - places))
 
 
-def headers_of(whole: TenantLimits, granted: Granted) -> dict[str, str]:
+def headers_of(whole: TenantLimits, granted: LimitsTaken) -> dict[str, str]:
     """What is left of each bucket, in OpenAI's headers: of the whole limit, what this gateway may give."""
     headers: dict[str, str] = {}
     limits, used, now = granted
@@ -441,7 +441,7 @@ def span(seconds: float) -> str:
     return f"{minutes}m{rest}s" if minutes else f"{rest}s"
 
 
-def _refused(limits: TenantLimits, refusal: LimitRefusal, granted: Granted) -> TenantLimited:
+def _refused(limits: TenantLimits, refusal: LimitRefusal, granted: LimitsTaken) -> TenantLimited:
     allowed = {
         Limit.REQUESTS: limits.requests and limits.requests.per_minute,
         Limit.TOKENS: limits.tokens and limits.tokens.per_minute,

@@ -73,13 +73,13 @@ class HeardTelemetry:
 class OneGateway:
     """What a gateway has of its fleet."""
 
-    def __init__(self, name: str, store: ClaimStore, clock: Callable[[], float]) -> None:
+    def __init__(self, name: str, store: ClaimStore, clock: Callable[[], float], process: str = "one") -> None:
         self.heard = HeardTelemetry()
         self.limiters = TenantLimiters(clock)
         self.limiters.stand(Standing(at_start=0.5))
         self.shares = LimitShares(
             name,
-            f"process of {name}",
+            process,
             store,
             self.limiters,
             lambda: {each.name: each.limits for each in TENANTS.values()},
@@ -143,7 +143,7 @@ class Site:
 
     async def _look(self) -> None:
         for each in self.gateways:
-            await each.shares._pause_s()
+            await each.shares.look()
 
     def close(self) -> None:
         for each in self.gateways:
@@ -247,8 +247,7 @@ def test_a_gateway_that_joins_gives_out_nothing_that_others_may_have_given(site:
 
 
 def test_two_gateways_with_one_name_say_so(site: Site) -> None:
-    twin = OneGateway("g0", site.registry, site.clock)
-    twin.shares._process = "another"
+    twin = OneGateway("g0", site.registry, site.clock, process="another")
     site.gateways.append(twin)
     site.settle()
     assert ("limits", "same_name") in twin.heard.failures + site.gateways[0].heard.failures

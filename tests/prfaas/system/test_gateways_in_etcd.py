@@ -1,0 +1,207 @@
+"""Several gateways before one node share a real etcd: limits of tenants and drained links are those of all of them."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from engine.byte_tokenizer import save_byte_tokenizer
+from gateway.auth.keyring import digest_of
+from tests.membership.etcd.servers import RealEtcd, needed_binary
+from tests.prfaas.system.test_membership import PATIENCE_S, node, process, said, until
+
+pytestmark = pytest.mark.e2e
+
+PER_MINUTE = 240
+KEY, OPERATOR = "sk-acme", "sk-operator"
+MOST_OVER = 1.02
+CLIENTS, PAUSE_S, MEASURE_S = 6, 0.2, 12.0
+HEARD_S = 1.0  # that a drain may take; a third of it on an idle machine
+GATEWAY = """[gateway]
+port = 0
+workers = {workers}
+tokenizer_dir = "tokenizer"
+served_model = "tiny"
+links = ["east:west"]
+operator_keys = ["{operator}"]
+nodes = [{{ agent = "{agent}" }}]
+
+[gateway.fleet]
+name = "{name}"
+etcd = {{ endpoints = ["{etcd}"] }}
+
+[gateway.tenants.acme]
+keys = ["{key}"]
+requests_per_minute = {per_minute}
+"""
+
+
+class Asking:
+    """A client of several gateways; keys go with every request."""
+
+    def __init__(self, http: aiohttp.ClientSession) -> None:
+        self._http = http
+
+    async def let_in(self, urls: Sequence[str], seconds: float) -> float:
+        """How many of a tenant's requests are let in by the minute, where clients go to these gateways in turn."""
+        began = time.monotonic()
+
+        async def client(number: int) -> int:
+            found = 0
+            while time.monotonic() < began + seconds:
+                found += await self._is_let_in(urls[number % len(urls)])
+                number += 1
+                await asyncio.sleep(PAUSE_S)
+            return found
+
+        found = sum(await asyncio.gather(*(client(number) for number in range(CLIENTS))))
+        return found * 60.0 / (time.monotonic() - began)
+
+    async def use_up(self, urls: Sequence[str]) -> None:
+        """Takes what these gateways have left of a minute's requests."""
+        async with asyncio.timeout(PATIENCE_S):
+            while await self.let_in(urls, 5.0) > 1.1 * PER_MINUTE:
+                pass
+        await self.let_in(urls, 5.0)
+
+    async def _is_let_in(self, url: str) -> bool:
+        body = {"model": "tiny", "prompt": [4, 5, 6], "max_tokens": 1}
+        headers = {"Authorization": f"Bearer {KEY}"}
+        async with self._http.post(f"{url}/v1/completions", json=body, headers=headers) as answer:
+            await answer.read()
+            assert answer.status in (200, 429, 503), await answer.text()  # a worker may not have seen the node yet
+            return answer.status == 200
+
+    async def drain(self, url: str, is_drained: bool) -> None:
+        body = {"source": "east", "destination": "west", "drained": is_drained}
+        async with self._http.post(f"{url}/prfaas/links", json=body, headers=self._operator) as answer:
+            assert answer.status == 200, await answer.text()
+
+    async def is_drained(self, url: str) -> bool:
+        async with self._http.get(f"{url}/prfaas/links", headers=self._operator) as answer:
+            links: list[dict[str, Any]] = (await answer.json())["data"]
+        return any(each["drained"] for each in links if each["source"] == "east")
+
+    async def page(self, url: str) -> str:
+        async with self._http.get(f"{url}/metrics", headers=self._operator) as answer:
+            return await answer.text()
+
+    @property
+    def _operator(self) -> dict[str, str]:
+        return {"Authorization": f"Bearer {OPERATOR}"}
+
+
+@asynccontextmanager
+async def client() -> AsyncIterator[Asking]:
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True)) as http:
+        yield Asking(http)
+
+
+@asynccontextmanager
+async def gateway(directory: Path, name: str, etcd: RealEtcd, agent: str, workers: int = 1) -> AsyncIterator[str]:
+    path = directory / f"{name}.toml"
+    path.write_text(
+        GATEWAY.format(
+            name=name,
+            workers=workers,
+            agent=agent,
+            etcd=etcd.endpoint,
+            operator=digest_of(OPERATOR),
+            key=digest_of(KEY),
+            per_minute=PER_MINUTE,
+        )
+    )
+    async with process("prfaas", "gateway", "-c", str(path)) as running:
+        yield await said(running, r"gateway ready url=(\S+)")
+
+
+MOST = MOST_OVER * PER_MINUTE + 3 * 60.0 / MEASURE_S  # one request of each gateway may have been waited for
+
+
+@pytest.fixture
+def etcd(tmp_path: Path) -> Iterator[RealEtcd]:
+    server = RealEtcd(tmp_path, needed_binary())
+    (tmp_path / "tokenizer").mkdir()
+    save_byte_tokenizer(tmp_path / "tokenizer", 4096)
+    try:
+        server.start()
+        yield server
+    finally:
+        server.close()
+
+
+@pytest.fixture
+def tell(capsys: pytest.CaptureFixture[str]) -> Callable[[str], None]:
+    def tell(text: str) -> None:
+        with capsys.disabled():
+            print(text)
+
+    return tell
+
+
+def test_three_gateways_let_in_what_one_would(tmp_path: Path, etcd: RealEtcd, tell: Callable[[str], None]) -> None:
+    async def scenario() -> None:
+        async with AsyncExitStack() as held:
+            _, agent = await held.enter_async_context(node(tmp_path, "d0"))
+            asking = await held.enter_async_context(client())
+            starting = [gateway(tmp_path, f"g{number}", etcd, agent, workers=1 + (number == 1)) for number in range(3)]
+            urls = await asyncio.gather(*map(held.enter_async_context, starting))
+
+            await asking.use_up(urls)
+            found = await asking.let_in(urls, MEASURE_S)
+            tell(f"through three gateways: {found:.1f} requests a minute of {PER_MINUTE}")
+            assert 0.9 * PER_MINUTE <= found <= MOST
+            assert "prfaas_fleet_gateways 3.0" in await asking.page(urls[0])
+
+            await asking.let_in(urls[1:2], 5.0)
+            found = await asking.let_in(urls[1:2], MEASURE_S)
+            tell(f"through one of three: {found:.1f} requests a minute")
+            assert 0.9 * PER_MINUTE <= found <= MOST
+
+    asyncio.run(scenario())
+
+
+def test_a_drain_holds_at_all_gateways_and_a_lost_etcd_is_told_of(
+    tmp_path: Path, etcd: RealEtcd, tell: Callable[[str], None]
+) -> None:
+    async def scenario() -> None:
+        async with AsyncExitStack() as held:
+            _, agent = await held.enter_async_context(node(tmp_path, "d0"))
+            asking = await held.enter_async_context(client())
+            urls = [await held.enter_async_context(gateway(tmp_path, "g0", etcd, agent))]
+            last = await held.enter_async_context(AsyncExitStack())
+            urls.append(await last.enter_async_context(gateway(tmp_path, "g1", etcd, agent)))
+
+            await asking.drain(urls[0], True)
+            began = time.monotonic()
+            await until(lambda: asking.is_drained(urls[1]))
+            took_s = time.monotonic() - began
+            tell(f"the other gateway has heard of a drain after {took_s:.2f} s")
+            assert took_s < HEARD_S
+            await last.aclose()
+            urls[1] = await held.enter_async_context(gateway(tmp_path, "g1", etcd, agent))
+            assert await asking.is_drained(urls[1])
+
+            etcd.kill()
+            await asking.drain(urls[1], False)
+            lapsed = 'prfaas_fleet_failures_total{about="limits",reason="lapsed"}'
+
+            async def has_lapsed() -> bool:
+                return lapsed in await asking.page(urls[0])
+
+            await until(has_lapsed)
+            assert await asking.let_in(urls, 2.0) > 0
+            assert await asking.is_drained(urls[0])
+            await asyncio.to_thread(etcd.start)
+
+            async def is_used() -> bool:
+                return not await asking.is_drained(urls[0])
+
+            await until(is_used)
+
+    asyncio.run(scenario())
