@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Final
 
 from gateway.config.gateway import GatewayConfig
+from membership.etcd.settings import EtcdConfig
 from membership.sources import ENTRY_SUFFIX
 from prfaas.commands.checking.findings import OpenFile
 from transport.peers.authorities import Authorities
@@ -22,10 +23,14 @@ def open_files(config: GatewayConfig) -> list[OpenFile]:
     ]
 
 
+def etcds_of(config: GatewayConfig) -> list[EtcdConfig]:
+    """Those that list nodes, and that other gateways are agreed with over."""
+    return [etcd for etcd in (config.membership.etcd, config.fleet.etcd) if etcd is not None]
+
+
 def _secrets(config: GatewayConfig) -> set[Path]:
     found = {path for path in (config.key, config.tls_key, config.names_secret) if path is not None}
-    if config.membership.etcd is not None:
-        found |= {*config.membership.etcd.secrets}
+    found |= {path for etcd in etcds_of(config) for path in etcd.secrets}
     if config.identity is not None:
         listed = _authorities(config)
         found |= {*config.identity.key.parent.glob("*.key"), *(path.with_suffix(".key") for path in listed)}
@@ -53,8 +58,9 @@ def _written_by_others(config: GatewayConfig) -> Iterator[OpenFile]:
 
     Authorities, lists of them and of revoked certificates are no better than who writes them.
     """
-    file, folder, etcd = config.membership.file, config.membership.folder, config.membership.etcd
-    trusted = (config.authority, config.revoked, *_authorities(config), etcd.authority if etcd is not None else None)
+    file, folder = config.membership.file, config.membership.folder
+    of_etcds = [etcd.authority for etcd in etcds_of(config)]
+    trusted = (config.authority, config.revoked, *_authorities(config), *of_etcds)
     single = {each for each in (file, *trusted) if each is not None}
     registries = single | {folder} if folder is not None else single
     parents = {each.parent for each in single} - registries
