@@ -1,6 +1,6 @@
-"""Where all claims lie in etcd: a key for each gateway, and one that changes with every claim.
+"""Where all claims lie in etcd: a key for each gateway, and one that changes when a claim grows.
 
-PREFIX/gateways/limits/turn           changed with every claim: a change of one names its last revision
+PREFIX/gateways/limits/turn           changed with every claim that grows: it names the last revision of this one
 PREFIX/gateways/limits/claims/NAME    of one gateway
 """
 
@@ -50,24 +50,37 @@ class EtcdClaims:
         return FoundClaims(turn, found)
 
     def write(self, claim: GatewayClaim, process: str, turn: int, forgotten: Sequence[str] = ()) -> bool:
-        """Changes one gateway's claim, and forgets others. False: another gateway has changed a claim since `turn`."""
-        is_ours = Compare(result=Compare.EQUAL, target=Compare.MOD, key=self._key(TURN), mod_revision=turn)
-        puts = {TURN: b"", f"{CLAIMS}{claim.name}": written(claim, process)}
+        """Changes one gateway's claim, and forgets others. False: another claim has grown since `turn`."""
+        is_last = Compare(result=Compare.EQUAL, target=Compare.MOD, key=self._key(TURN), mod_revision=turn)
         changes = [
-            *(RequestOp(request_put=PutRequest(key=self._key(name), value=value)) for name, value in puts.items()),
+            RequestOp(request_put=PutRequest(key=self._key(TURN))),
+            self._put(claim, process),
             *(
                 RequestOp(request_delete_range=DeleteRangeRequest(key=self._key(f"{CLAIMS}{name}")))
                 for name in forgotten
             ),
         ]
-        try:
-            return bool(self._client.transact(TxnRequest(compare=[is_ours], success=changes)).succeeded)
-        except EtcdFailed as failure:
-            raise FleetFailed(failure.reason, str(failure)) from failure
+        return self._transacted(is_last, changes)
+
+    def renew(self, claim: GatewayClaim, process: str, revision: int) -> bool:
+        """Changes a claim that does not grow, whatever others do. False: it is no longer that of `revision`."""
+        key = self._key(f"{CLAIMS}{claim.name}")
+        is_same = Compare(result=Compare.EQUAL, target=Compare.MOD, key=key, mod_revision=revision)
+        return self._transacted(is_same, [self._put(claim, process)])
 
     def close(self) -> None:
         """For good."""
         self._client.close()
+
+    def _put(self, claim: GatewayClaim, process: str) -> RequestOp:
+        key = self._key(f"{CLAIMS}{claim.name}")
+        return RequestOp(request_put=PutRequest(key=key, value=written(claim, process)))
+
+    def _transacted(self, if_so: Compare, changes: Sequence[RequestOp]) -> bool:
+        try:
+            return bool(self._client.transact(TxnRequest(compare=[if_so], success=changes)).succeeded)
+        except EtcdFailed as failure:
+            raise FleetFailed(failure.reason, str(failure)) from failure
 
     def _key(self, name: str) -> bytes:
         return f"{self._root}{name}".encode()

@@ -2,10 +2,14 @@
 
 A claim is one gateway's: its fair part, which every tenant gets that has no parts of its own, and those parts. Claims lie in a
 registry, and change one at a time: a gateway that changes its own has seen all others as they are. A claim grows only into
-what no other claim has, so the parts of all gateways are never above one. It shrinks freely, and in force before it is written.
+what no other claim has, so the parts of all gateways are never above one. It shrinks freely, and in force before it is written;
+it is renewed freely, too, unless it is so old that another gateway may have given it up.
 
     asks nothing anywhere     every gateway has the fair part, 1 / gateways
-    asked                     parts go by what gateways are asked for, and `IDLE` for each that is asked nothing
+    asked                     parts go by what gateways are asked for, and those that are asked nothing have `IDLE` in all
+
+What is asked for is never known exactly. A part that is nearly right stays, unless another gateway lacks something. What all
+these leave over is taken by a gateway that is asked for more than it has.
 
 A gateway that does not renew its claim falls back to fair parts by itself (`gateway.ratelimit.parts`), so that is what others
 count it with. It is forgotten after `FORGET_S`, or soon where it said that it leaves.
@@ -16,15 +20,17 @@ from dataclasses import dataclass, field, replace
 from math import floor
 from typing import Final, NamedTuple
 
-from gateway.ratelimit.parts import PLACES_TOLERANCE, Parts, all_of, larger
+from gateway.ratelimit.parts import PLACES_TOLERANCE, Parts, all_of, larger, smaller
 
 LOST_S: Final = 15.0  # since a claim was renewed: its gateway has fallen back by then
 FORGET_S: Final = 600.0
 LOOK_GAP_S: Final = 4.0  # between two looks, for the second to know when a claim was renewed
-IDLE: Final = 0.01
+RENEWED_WITHIN_S: Final = 8.0  # of the last time: 7 s later no other gateway counts it as lost yet
+IDLE: Final = 0.01  # of a limit, for all gateways together
+SLACK: Final = 0.1  # of a part, by which it may be another than what is asked for says
 LEAST_WANTED: Final = 0.02  # of a limit; less moves nothing
 MOST_WANTED: Final = 2.0  # clients that try again at once are no more than that
-LEAST_CHANGE: Final = 0.01  # of a limit
+LEAST_ROOM: Final = 0.002  # of a limit; less is not taken
 DIGITS: Final = 10**6
 EQUAL: Final = 1e-9
 NOTHING: Final = all_of(0.0)
@@ -43,6 +49,18 @@ class GatewayClaim:
     def of(self, tenant: str) -> Parts:
         """The parts of a tenant."""
         return self.parts.get(tenant) or all_of(self.fair)
+
+    def grows_from(self, before: "GatewayClaim") -> bool:
+        """Whether any tenant has a larger part."""
+        return self.fair > before.fair or any(
+            self.of(tenant) != smaller(self.of(tenant), before.of(tenant)) for tenant in {*self.parts, *before.parts}
+        )
+
+    def within(self, before: "GatewayClaim") -> "GatewayClaim":
+        """It, without what grows."""
+        tenants = {*self.parts, *before.parts}
+        parts = {tenant: smaller(self.of(tenant), before.of(tenant)) for tenant in tenants}
+        return replace(self, fair=min(self.fair, before.fair), parts=parts)
 
 
 class Sighting(NamedTuple):
@@ -80,15 +98,15 @@ class Sightings:
         self._seen: dict[str, Sighting] = {}
         self._looked_at = float("-inf")
 
-    def look(self, found: Mapping[str, tuple[GatewayClaim, int]], now: float) -> OtherGateways:
-        """The other gateways, by their claims and the revisions of these."""
+    def look(self, found: Mapping[str, tuple[GatewayClaim, int]], asked_at: float, now: float) -> OtherGateways:
+        """The other gateways, by their claims and the revisions of these, as they were some time after `asked_at`."""
         is_exact = now - self._looked_at <= LOOK_GAP_S
         self._looked_at = now
         self._seen = {name: self._sighting(name, revision, is_exact, now) for name, (_, revision) in found.items()}
         alive, lost, forgotten = [], [], []
         for name, (claim, _) in found.items():
             seen = self._seen[name]
-            age_s = now - seen.since
+            age_s = asked_at - seen.since  # what was renewed later may not be here yet
             if age_s < LOST_S:
                 alive.append(claim)
             elif age_s < FORGET_S and not claim.is_leaving:
@@ -137,13 +155,10 @@ def _parts(tenant: str, own: GatewayClaim, fair: float, others: OtherGateways, w
     spare = _room(each.fair for each in others.lost)
 
     def rate(kind: int) -> float:
-        of_others = [each[kind] for each in asked]
-        if not (wanted[kind] or any(of_others)):
+        of_others = [_Rate(each.of(tenant)[kind], told[kind]) for each, told in zip(others.alive, asked, strict=True)]
+        if not (wanted[kind] or any(each.wanted for each in of_others)):
             return min(fair, rooms[kind])
-        target = spare * _share(wanted[kind], of_others)
-        if abs(target - held[kind]) < LEAST_CHANGE:
-            target = held[kind]
-        return _down(min(target, rooms[kind]))
+        return _down(_next_rate(_Rate(held[kind], wanted[kind]), of_others, spare, rooms[kind]))
 
     def at_once() -> float:
         by_name = {each.name: told.at_once for each, told in zip(others.alive, asked, strict=True)}
@@ -161,9 +176,31 @@ def _rooms(tenant: str, others: Sequence[GatewayClaim]) -> Parts:
     return Parts(*(_room(parts[kind] for parts in claimed) for kind in range(len(Parts._fields))))
 
 
-def _share(own: float, others: Sequence[float]) -> float:
-    """Of what is spare, by what is wanted."""
-    return (own + IDLE) / (own + sum(others) + IDLE * (1 + len(others)))
+class _Rate(NamedTuple):
+    """One gateway's part of one limit by the minute, and what it is asked for."""
+
+    held: float
+    wanted: float
+
+
+def _next_rate(own: _Rate, others: Sequence[_Rate], spare: float, room: float) -> float:
+    """Its next part, where all of these have `spare` in all, and this one has `room`."""
+    idle = IDLE / (1 + len(others))
+    total = own.wanted + sum(each.wanted for each in others) + IDLE
+
+    def due(each: _Rate) -> float:
+        return spare * (each.wanted + idle) / total
+
+    def slack(each: _Rate) -> float:
+        return max(idle, SLACK * due(each))
+
+    is_awaited = any(due(each) - each.held > slack(each) for each in others)
+    part = own.held
+    if abs(due(own) - own.held) > slack(own) or (is_awaited and own.held > due(own)):
+        part = due(own)
+    elif own.wanted > own.held and not is_awaited and room - own.held >= LEAST_ROOM:
+        part = due(own) + slack(own)
+    return min(part, room)
 
 
 def _places(own: str, wanted: Mapping[str, float], places: int) -> int:

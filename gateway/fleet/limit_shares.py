@@ -9,12 +9,13 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Final, Protocol
 
 import numpy as np
 
 from gateway.fleet.claim_documents import FoundClaims
-from gateway.fleet.claims import GatewayClaim, OtherGateways, Sightings, next_claim
+from gateway.fleet.claims import RENEWED_WITHIN_S, GatewayClaim, OtherGateways, Sightings, next_claim
 from gateway.fleet.demand import TenantDemand
 from gateway.fleet.errors import FleetFailed
 from gateway.ratelimit.limiter import TenantLimiters
@@ -39,6 +40,8 @@ class ClaimStore(Protocol):
     def read(self) -> FoundClaims: ...
 
     def write(self, claim: GatewayClaim, process: str, turn: int, forgotten: Sequence[str] = ()) -> bool: ...
+
+    def renew(self, claim: GatewayClaim, process: str, revision: int) -> bool: ...
 
     def close(self) -> None: ...
 
@@ -106,16 +109,19 @@ class LimitShares:
     async def look(self) -> float:
         """Claims what there is to claim; returns after how many seconds to look again."""
         self._limiters.refit()
-        self._look_at_time()
+        if self._standing().is_lapsed(self._clock()) and not self._is_failing:
+            self._telemetry.fleet_failed("limits", "late")  # this process was; etcd may be well
         try:
             await self.step()
         except FleetFailed as failure:
             self._telemetry.fleet_failed("limits", failure.reason)
+            self._look_at_time()
             if not self._is_failing:
                 self._is_failing = True
                 log.warning("limits of tenants cannot be divided with other gateways now: %s", failure)
             return self._pauses.failed()
         self._is_failing = False
+        self._look_at_time()
         self._pauses.succeeded()
         return CYCLE_S
 
@@ -123,18 +129,19 @@ class LimitShares:
         """Claims once. Raises FleetFailed."""
         limits = self._limits()
         wanted = self._demand.wanted(self._limiters.asked(limits), limits, self._clock())
-        for _ in range(TRIES):
-            if await self._claimed(wanted, limits):
+        for left in reversed(range(TRIES)):
+            if await self._claimed(wanted, limits, may_grow=left > 0):
                 return
         self._telemetry.fleet_failed("limits", "contended")
 
-    async def _claimed(self, wanted: Mapping[str, Parts], limits: Mapping[str, TenantLimits]) -> bool:
-        """Whether the claim is what it should be now; False: others were faster."""
+    async def _claimed(self, wanted: Mapping[str, Parts], limits: Mapping[str, TenantLimits], may_grow: bool) -> bool:
+        """Whether the claim is what it should be now, or renewed at least; False: others were faster."""
         began = self._clock()
         found = await in_daemon_thread("limits", self._store.read)
         own = self._in_force(self._own(found))
         others = self._sightings.look(
             {name: (each.claim, each.revision) for name, each in found.by_name.items() if name != self._name},
+            began,
             self._clock(),
         )
         self._telemetry.fleet_seen(1 + len(others.alive))
@@ -145,21 +152,29 @@ class LimitShares:
         if claim == own and standing.renewed_at and began - standing.renewed_at < RENEW_S and not others.forgotten:
             self._limiters.hold(claim.parts, None, claim.fair)
             return True
-        if self._clock() - began > OLD_S:
-            raise FleetFailed("late", "etcd answers too late")
-        forgotten = others.forgotten
-        has_written = await in_daemon_thread(
-            "limits", lambda: self._store.write(claim, self._process, found.turn, forgotten)
-        )
+        is_recent = standing.renewed_at and began - standing.renewed_at < RENEWED_WITHIN_S
+        if is_recent and not may_grow:
+            claim = claim.within(own)
+        if is_recent and not others.forgotten and not claim.grows_from(own):
+            write = partial(self._store.renew, claim, self._process, self._own_revision)
+        else:
+            write = partial(self._store.write, claim, self._process, found.turn, others.forgotten)
+        has_written = await in_daemon_thread("limits", lambda: self._in_time(began, write))
         if not has_written:
             return False
         self._begin(began, others)
         self._limiters.hold(claim.parts, began, claim.fair)
         return True
 
+    def _in_time(self, began: float, write: Callable[[], bool]) -> bool:
+        if self._clock() - began > OLD_S:
+            raise FleetFailed("late", "etcd answers too late, or this gateway has no processor")
+        return write()
+
     def _own(self, found: FoundClaims) -> GatewayClaim:
         known = found.by_name.get(self._name)
         if known is None:
+            self._own_revision = 0
             return GatewayClaim(name=self._name)
         is_anothers = known.process != self._process and 0 < self._own_revision < known.revision
         if is_anothers and not self._is_doubled:
@@ -224,7 +239,7 @@ class LimitShares:
             found = self._store.read()
             known = found.by_name.get(self._name)
             if known is not None and known.process == self._process:
-                self._store.write(replace(known.claim, is_leaving=True), self._process, found.turn)
+                self._store.renew(replace(known.claim, is_leaving=True), self._process, known.revision)
 
         try:
             async with asyncio.timeout(FAREWELL_S):

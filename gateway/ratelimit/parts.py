@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from gateway.config.fleet import MOST_GATEWAYS
 from planner.decisions.admission.limits import MINUTE_S, TenantLimits
 
-HOLD_S: Final = 6.0
+HOLD_S: Final = 10.0  # four renewals may be missed
 FAIR_S: Final = 60.0
 LEAST_PART: Final = 0.02 / MOST_GATEWAYS  # a gateway that holds nothing lets a request in now and then
 PLACES_TOLERANCE: Final = 1e-6

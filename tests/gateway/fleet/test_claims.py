@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from gateway.fleet.claims import (
     FORGET_S,
     LOST_S,
+    RENEWED_WITHIN_S,
     GatewayClaim,
     OtherGateways,
     Sightings,
@@ -27,16 +28,39 @@ class Registry:
     """What etcd holds."""
 
     turn: int = 0
+    revision: int = 0
     claims: dict[str, tuple[GatewayClaim, int]] = field(default_factory=dict)
 
     def put(self, claim: GatewayClaim, turn: int, forgotten: tuple[str, ...]) -> bool:
         if turn != self.turn:
             return False
-        self.turn += 1
-        self.claims[claim.name] = claim, self.turn
+        self._put(claim)
+        self.turn = self.revision
         for name in forgotten:
             self.claims.pop(name, None)
         return True
+
+    def renew(self, claim: GatewayClaim, revision: int) -> bool:
+        if self.claims.get(claim.name, (None, 0))[1] != revision:
+            return False
+        self._put(claim)
+        return True
+
+    def _put(self, claim: GatewayClaim) -> None:
+        self.revision += 1
+        self.claims[claim.name] = claim, self.revision
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a gateway has decided by what it read, and will write."""
+
+    claim: GatewayClaim
+    turn: int
+    revision: int
+    forgotten: tuple[str, ...]
+    began: float
+    renews: bool
 
 
 class ModelGateway:
@@ -51,7 +75,7 @@ class ModelGateway:
         self.sightings = Sightings()
         self.standing = Standing(at_start=0.0)
         self.held: Parts | None = None
-        self.planned: tuple[GatewayClaim, int, tuple[str, ...], float] | None = None
+        self.planned: Plan | None = None
         self.is_up = True
         self.has_handed_over = False
 
@@ -65,26 +89,31 @@ class ModelGateway:
 
     def read(self, registry: Registry, time: float) -> None:
         now = time + self.offset_s
-        own = registry.claims.get(self.name, (GatewayClaim(name=self.name), 0))[0]
+        own, revision = registry.claims.get(self.name, (GatewayClaim(name=self.name), 0))
         if not self.standing.renewed_at or self.standing.is_lapsed(now):
             own = replace(own, parts={t: smaller(parts, all_of(own.fair)) for t, parts in own.parts.items()})
         found = {name: each for name, each in registry.claims.items() if name != self.name}
-        others = self.sightings.look(found, now)
+        others = self.sightings.look(found, now, now)
         claim = next_claim(own, others, {T: self.wanted}, {T: PLACES})
         if self.standing.renewed_at:
             self.hold(smaller(own.of(T), claim.of(T)), min(own.fair, claim.fair), self.standing.renewed_at)
-        self.planned = claim, registry.turn, others.forgotten, now
+        is_recent = self.standing.renewed_at and now - self.standing.renewed_at < RENEWED_WITHIN_S
+        renews = bool(is_recent) and not others.forgotten and not claim.grows_from(own)
+        self.planned = Plan(claim, registry.turn, revision, others.forgotten, now, renews)
 
     def hold(self, parts: Parts, fair: float, renewed_at: float) -> None:
         self.held, self.standing = parts, replace(self.standing, fair=fair, renewed_at=renewed_at)
 
     def write(self, registry: Registry, time: float, is_answered: bool) -> None:
-        if self.planned is None or time + self.offset_s - self.planned[3] > OLD_S:
+        plan, self.planned = self.planned, None
+        if plan is None or time + self.offset_s - plan.began > OLD_S:
             return
-        claim, turn, forgotten, began = self.planned
-        self.planned = None
-        if registry.put(claim, turn, forgotten) and is_answered:
-            self.hold(claim.of(T), claim.fair, began)
+        if plan.renews:
+            has_written = registry.renew(plan.claim, plan.revision)
+        else:
+            has_written = registry.put(plan.claim, plan.turn, plan.forgotten)
+        if has_written and is_answered:
+            self.hold(plan.claim.of(T), plan.claim.fair, plan.began)
 
 
 parts = st.builds(Parts, *[st.sampled_from([0.0, 0.1, 0.5, 1.0, 5.0])] * 3)

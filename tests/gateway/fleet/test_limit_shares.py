@@ -31,7 +31,7 @@ class MemoryClaims:
     """As etcd has them."""
 
     def __init__(self) -> None:
-        self.turn = 0
+        self.turn = self.revision = 0
         self.claims: dict[str, FoundClaim] = {}
         self.is_up = True
 
@@ -43,12 +43,24 @@ class MemoryClaims:
         self._check()
         if turn != self.turn:
             return False
-        self.turn += 1
-        stored, by = read(claim.name, written(claim, process))
-        self.claims[claim.name] = FoundClaim(stored, self.turn, by)
+        self._put(claim, process)
+        self.turn = self.revision
         for name in forgotten:
             self.claims.pop(name, None)
         return True
+
+    def renew(self, claim: GatewayClaim, process: str, revision: int) -> bool:
+        self._check()
+        known = self.claims.get(claim.name)
+        if known is None or known.revision != revision:
+            return False
+        self._put(claim, process)
+        return True
+
+    def _put(self, claim: GatewayClaim, process: str) -> None:
+        self.revision += 1
+        stored, by = read(claim.name, written(claim, process))
+        self.claims[claim.name] = FoundClaim(stored, self.revision, by)
 
     def close(self) -> None:
         """Others go on."""
