@@ -229,6 +229,38 @@ def test_a_limit_that_all_ask_for_is_used_as_a_whole() -> None:
     assert sum(round(each.at_once * PLACES) for each in given_out) == PLACES
 
 
+def test_one_of_many_gateways_has_nearly_all_where_the_others_are_asked_nothing() -> None:
+    registry, fleet = fleet_of(16)
+    fleet[3].wanted = all_of(1.2)
+    time = turns(registry, fleet, 8.0, 6)
+    assert fleet[3].in_force(time).requests > 0.98
+
+
+def test_parts_that_are_nearly_right_stay_and_nothing_is_left_over() -> None:
+    registry, fleet = fleet_of(3)
+    time = 4.0
+    for wanted in ((0.4, 0.4, 0.4), (0.42, 0.39, 0.38), (0.39, 0.41, 0.42), (0.4, 0.38, 0.41)):
+        for each, asked in zip(fleet, wanted, strict=True):
+            each.wanted = all_of(asked)
+        time = turns(registry, fleet, time, 3)
+        assert [each.in_force(time).requests for each in fleet] == pytest.approx([1 / 3] * 3, abs=0.001)
+    fleet[1].wanted = all_of(0.8)
+    time = turns(registry, fleet, time, 6)
+    assert fleet[1].in_force(time).requests == pytest.approx(0.5, abs=0.05)
+    assert sum(each.in_force(time).requests for each in fleet) > 0.997
+
+
+def test_a_gateway_that_is_asked_late_gets_its_part_of_many_that_are_a_little_above_theirs() -> None:
+    registry, fleet = fleet_of(16)
+    for each in fleet[:15]:
+        each.wanted = all_of(0.1)
+    time = turns(registry, fleet, 8.0, 8)
+    assert fleet[15].in_force(time).requests < 0.01
+    fleet[15].wanted = all_of(0.1)
+    time = turns(registry, fleet, time, 6)
+    assert fleet[15].in_force(time).requests > 0.05
+
+
 def test_a_gateway_that_joins_has_its_part_within_four_looks() -> None:
     registry, fleet = fleet_of(3)
     fleet.append(ModelGateway("g3", -50.0))

@@ -12,7 +12,7 @@ from gateway.errors import TenantLimited
 from gateway.fleet.claim_documents import FoundClaim, FoundClaims, read, written
 from gateway.fleet.claims import GatewayClaim
 from gateway.fleet.errors import FleetFailed
-from gateway.fleet.limit_shares import CYCLE_S, ClaimStore, LimitShares
+from gateway.fleet.limit_shares import CYCLE_S, OLD_S, RENEW_S, ClaimStore, LimitShares
 from gateway.ratelimit.limiter import TenantLimiter, TenantLimiters
 from gateway.ratelimit.parts import FAIR_S, HOLD_S, LEAST_PART, Parts, Standing
 from planner.decisions.admission.limits import Bucket, TenantLimits
@@ -256,6 +256,63 @@ def test_a_gateway_that_joins_gives_out_nothing_that_others_may_have_given(site:
     asyncio.run(site.gateways[3].shares.step())
     found = let_in(site, 60.0, cycle(range(4)))
     assert found <= MOST_OVER * PER_MINUTE
+
+
+class BusyClaims(MemoryClaims):
+    """Another gateway's claim grows between every look and every write."""
+
+    def read(self) -> FoundClaims:
+        found = super().read()
+        self.revision += 1
+        self.turn = self.revision
+        return found
+
+
+def test_a_claim_is_renewed_however_often_others_change_theirs(site: Site) -> None:
+    site.settle()
+    (one, *_) = site.gateways
+    busy = BusyClaims()
+    busy.claims, busy.revision = site.registry.claims, site.registry.revision
+    shares = LimitShares(
+        "g0", "one", busy, one.limiters, lambda: {each.name: each.limits for each in TENANTS.values()},
+        site.clock, one.heard,
+    )  # fmt: skip
+    for _ in range(60):
+        site.clock.now += CYCLE_S
+        while one.asked(ACME):
+            pass
+        asyncio.run(shares.look())
+        standing = one.limiters.standing
+        assert standing is not None
+        assert not standing.is_lapsed(site.clock.now)
+    assert one.heard.failures == []
+
+
+def test_a_process_that_was_late_does_not_say_that_the_registry_is_lost(
+    site: Site, caplog: pytest.LogCaptureFixture
+) -> None:
+    site.settle()
+    site.clock.now += 2 * HOLD_S
+    asyncio.run(site.gateways[0].shares.look())
+    assert site.gateways[0].heard.failures == [("limits", "late")]
+    assert "is lost" not in caplog.text
+
+
+def test_what_is_written_too_late_is_not_written(site: Site) -> None:
+    site.settle()
+    read = site.registry.read
+
+    class SlowClaims(MemoryClaims):
+        def read(self) -> FoundClaims:
+            found = read()
+            site.clock.now += OLD_S + 1.0
+            return found
+
+    (one, *_) = site.gateways
+    site.clock.now += RENEW_S
+    shares = LimitShares("g0", "one", SlowClaims(), one.limiters, dict, site.clock, one.heard)
+    asyncio.run(shares.look())
+    assert ("limits", "late") in one.heard.failures
 
 
 def test_two_gateways_with_one_name_say_so(site: Site) -> None:

@@ -21,7 +21,7 @@ PER_MINUTE = 240
 KEY, OPERATOR = "sk-acme", "sk-operator"
 MOST_OFF = 0.02  # of the limit, over a minute; what a bucket holds at once has been taken before
 LEAST_ALONE = 0.95  # of the limit, at one of several gateways
-CLIENTS, PAUSE_S, SETTLE_S, MEASURE_S = 6, 0.2, 10.0, 60.0
+CLIENTS, PAUSE_S, SETTLE_S, MEASURE_S, REPLACED_S = 6, 0.2, 10.0, 60.0, 20.0
 LEAST_ASKED = 1.3 * PER_MINUTE
 HEARD_S = 1.0  # that a drain may take; a third of it on an idle machine
 GATEWAY = """[gateway]
@@ -44,7 +44,7 @@ requests_per_minute = {per_minute}
 
 
 class Answered(NamedTuple):
-    """By the minute."""
+    """Requests, or requests by the minute."""
 
     asked: float
     let_in: float
@@ -56,8 +56,18 @@ class Asking:
     def __init__(self, http: aiohttp.ClientSession) -> None:
         self._http = http
 
+    async def measured(self, urls: Sequence[str], seconds: float) -> "Answered":
+        """From one moment to another at which these gateways have nothing left: what has run in, however slow the machine is."""
+        await self.ask(urls, SETTLE_S)
+        await self.use_up(urls)
+        began = time.monotonic()
+        asked, let_in = await self.ask(urls, seconds)
+        let_in += await self.use_up(urls)
+        minutes = (time.monotonic() - began) / 60.0
+        return Answered(asked / minutes, let_in / minutes)
+
     async def ask(self, urls: Sequence[str], seconds: float) -> "Answered":
-        """A tenant's clients go to these gateways in turn."""
+        """How many requests clients that go to these gateways in turn make meanwhile, and how many are let in."""
         began = time.monotonic()
 
         async def client(number: int) -> tuple[int, int]:
@@ -68,18 +78,17 @@ class Asking:
                 await asyncio.sleep(PAUSE_S)
             return asked, let_in
 
-        asked, let_in = map(sum, zip(*await asyncio.gather(*map(client, range(CLIENTS))), strict=True))
-        minutes = (time.monotonic() - began) / 60.0
-        return Answered(asked / minutes, let_in / minutes)
+        return Answered(*map(sum, zip(*await asyncio.gather(*map(client, range(CLIENTS))), strict=True)))
 
-    async def use_up(self, urls: Sequence[str]) -> None:
-        """Takes what these gateways have left of a minute's requests, until all refuse; then they see demand as it goes on."""
-        refusals = 0
+    async def use_up(self, urls: Sequence[str]) -> int:
+        """Takes what these gateways have left of a minute's requests, until all refuse; how many that were."""
+        taken = refusals = 0
         async with asyncio.timeout(PATIENCE_S):
             while refusals < 3:
-                found = await asyncio.gather(*map(self._is_let_in, urls))
-                refusals = 0 if any(found) else refusals + 1
-        await self.ask(urls, SETTLE_S)
+                found = sum(await asyncio.gather(*map(self._is_let_in, urls)))
+                taken += found
+                refusals = 0 if found else refusals + 1
+        return taken
 
     async def _is_let_in(self, url: str) -> bool:
         body = {"model": "tiny", "prompt": [4, 5, 6], "max_tokens": 1}
@@ -161,20 +170,43 @@ def test_three_gateways_let_in_what_one_would(tmp_path: Path, etcd: RealEtcd, te
             starting = [gateway(tmp_path, f"g{number}", etcd, agent, workers=1 + (number == 1)) for number in range(3)]
             urls = await asyncio.gather(*map(held.enter_async_context, starting))
 
-            await asking.use_up(urls)
-            found = await asking.ask(urls, MEASURE_S)
+            found = await asking.measured(urls, MEASURE_S)
             tell(f"through three gateways: {found.let_in:.1f} of {found.asked:.0f} requests a minute, for {PER_MINUTE}")
             assert found.asked > LEAST_ASKED, "this machine is too slow to ask for more than the limit"
             assert abs(found.let_in / PER_MINUTE - 1.0) <= MOST_OFF
             assert "prfaas_fleet_gateways 3.0" in await asking.page(urls[0])
 
-            await asking.ask(urls[1:2], SETTLE_S)
-            found = await asking.ask(urls[1:2], MEASURE_S)
+            found = await asking.measured(urls[1:2], MEASURE_S)
             tell(f"through one of three: {found.let_in:.1f} of {found.asked:.0f} requests a minute")
             assert found.asked > LEAST_ASKED, "this machine is too slow to ask for more than the limit"
             assert LEAST_ALONE <= found.let_in / PER_MINUTE <= 1.0 + MOST_OFF
             for url in urls:
                 assert 'reason="lapsed"' not in await asking.page(url)
+
+    asyncio.run(scenario())
+
+
+def test_a_gateway_with_workers_is_replaced_and_its_part_goes_on(
+    tmp_path: Path, etcd: RealEtcd, tell: Callable[[str], None]
+) -> None:
+    async def scenario() -> None:
+        async with AsyncExitStack() as held:
+            _, agent = await held.enter_async_context(node(tmp_path, "d0"))
+            asking = await held.enter_async_context(client())
+            starting = [gateway(tmp_path, f"g{number}", etcd, agent, workers=1 + number) for number in range(2)]
+            urls = await asyncio.gather(*map(held.enter_async_context, starting))
+            await asking.use_up(urls)
+            again = ("prfaas", "gateway", "-c", str(tmp_path / "g1.toml"), "--replace")
+            successor = await held.enter_async_context(process(*again))
+            assert await said(successor, r"gateway ready url=(\S+)") == urls[1]
+            found = await asking.measured(urls, REPLACED_S)
+            tell(f"after a replacement: {found.let_in:.1f} of {found.asked:.0f} requests a minute")
+            waited_for = 2 * 60.0 / REPLACED_S  # one at each gateway
+            assert found.let_in <= (1.0 + MOST_OFF) * PER_MINUTE + waited_for
+            for url in urls:
+                page = await asking.page(url)
+                assert "prfaas_fleet_gateways 2.0" in page
+                assert 'reason="same_name"' not in page
 
     asyncio.run(scenario())
 
