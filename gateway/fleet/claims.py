@@ -28,6 +28,9 @@ LOOK_GAP_S: Final = 4.0  # between two looks, for the second to know when a clai
 RENEWED_WITHIN_S: Final = 8.0  # of the last time: 7 s later no other gateway counts it as lost yet
 IDLE: Final = 0.01  # of a limit, for all gateways together
 SLACK: Final = 0.1  # of a part, by which it may be another than what is asked for says
+USED_SLACK: Final = (
+    0.3  # where all of it is used: what one gateway gives up, another one takes only after its next look
+)
 LEAST_WANTED: Final = 0.02  # of a limit; less moves nothing
 MOST_WANTED: Final = 2.0  # clients that try again at once are no more than that
 LEAST_ROOM: Final = 0.002  # of a limit; less is not taken
@@ -192,7 +195,7 @@ def _next_rate(own: _Rate, others: Sequence[_Rate], spare: float, room: float) -
         return spare * (each.wanted + idle) / total
 
     def slack(each: _Rate) -> float:
-        return max(idle, SLACK * due(each))
+        return max(idle, (USED_SLACK if each.wanted > each.held else SLACK) * due(each))
 
     is_awaited = any(due(each) - each.held > slack(each) for each in others)
     part = own.held

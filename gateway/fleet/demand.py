@@ -8,7 +8,7 @@ from gateway.ratelimit.limiter import Asked
 from gateway.ratelimit.parts import Parts
 from planner.decisions.admission.limits import MINUTE_S, Bucket, TenantLimits
 
-MEMORY_S: Final = 3.0  # requests come unevenly
+MEMORY_S: Final = 6.0  # requests come unevenly
 UNKNOWN_READING: Final = 0.1  # of a limit by the minute: the tokens of a request that was refused before any was read
 NEGLIGIBLE: Final = 1e-4
 

@@ -21,7 +21,7 @@ PER_MINUTE = 240
 KEY, OPERATOR = "sk-acme", "sk-operator"
 MOST_OFF = 0.02  # of the limit, over a minute; what a bucket holds at once has been taken before
 LEAST_ALONE = 0.95  # of the limit, at one of several gateways
-CLIENTS, PAUSE_S, SETTLE_S, MEASURE_S, REPLACED_S = 6, 0.2, 10.0, 60.0, 20.0
+CLIENTS, PAUSE_S, SETTLE_S, MEASURE_S, REPLACED_S = 6, 0.2, 20.0, 60.0, 20.0
 LEAST_ASKED = 1.3 * PER_MINUTE
 HEARD_S = 1.0  # that a drain may take; a third of it on an idle machine
 GATEWAY = """[gateway]
@@ -82,12 +82,11 @@ class Asking:
 
     async def use_up(self, urls: Sequence[str]) -> int:
         """Takes what these gateways have left of a minute's requests, until all refuse; how many that were."""
-        taken = refusals = 0
+        taken = found = 0
         async with asyncio.timeout(PATIENCE_S):
-            while refusals < 3:
+            while found > 0 or taken == 0:
                 found = sum(await asyncio.gather(*map(self._is_let_in, urls)))
                 taken += found
-                refusals = 0 if found else refusals + 1
         return taken
 
     async def _is_let_in(self, url: str) -> bool:
