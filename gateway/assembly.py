@@ -29,6 +29,7 @@ from gateway.cluster.links import ClusterLinks
 from gateway.cluster.registry import NODE_TIMES, Clusters, NodeTimes
 from gateway.config.gateway import GatewayConfig, Strangers
 from gateway.errors import NotReplaced
+from gateway.fleet.fleet import build_fleet
 from gateway.http.body import BodyReceiver
 from gateway.http.connections import Gate, Way
 from gateway.http.listener import OPERATORS, Listener, client_connections, descriptor_limit
@@ -166,6 +167,11 @@ async def running(
         seen = await held.enter_async_context(
             build_nodes(config=config, clock=clock, seat=seat, tasks=tasks, agent_client=agent_client, times=node_times)
         )
+        fleet = held.enter_context(
+            contextlib.closing(
+                build_fleet(config, seat.duty, metrics.upkeep, clock, allowances, lambda: door.keyring, seen.drained)
+            )
+        )
         await held.enter_async_context(ending(config=config, tasks=tasks))
         routing = build_routing(config=config, clock=clock, seat=seat, tasks=tasks, seen=seen)
         pipeline = build_pipeline(
@@ -226,6 +232,8 @@ async def running(
         )
         seen.clusters.start()
         keep_chores(config=config, clock=clock, metrics=metrics, tasks=tasks, seen=seen, routing=routing, door=door)
+        for work in fleet.chores:
+            tasks.chores.keep(work, "fleet")
         warming = tasks.afterwards.start(reader.warm(warm_s), "warm") if warm_s else None
         kept: dict[str, NumberedRing] = {"requests": pipeline.records, "flows": routing.flows, "audit": audit}
         siblings = await held.enter_async_context(seat.siblings(kept))
@@ -241,6 +249,7 @@ async def running(
         )
         pages = operator_pages(shown, kept, siblings)
         await _nodes_heard(seen, seat)
+        await fleet.settled()
         if warming is not None:
             await warming
         certificate = server_certificate(config)

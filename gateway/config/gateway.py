@@ -23,6 +23,7 @@ from typing import Any, Final, Self
 
 from gateway.config.audit import AuditConfig
 from gateway.config.classes import AdmissionConfig, ClassConfig, check_classes, names_of
+from gateway.config.fleet import FleetConfig
 from gateway.config.membership import MembershipConfig
 from gateway.config.oidc import OidcConfig
 from gateway.config.operators import OperatorConfig, check_operators, nameless
@@ -301,6 +302,7 @@ class GatewayConfig:
     wrong_keys: WrongKeysConfig = field(default_factory=WrongKeysConfig)
     audit: AuditConfig = field(default_factory=AuditConfig)
     oidc: OidcConfig = field(default_factory=OidcConfig)
+    fleet: FleetConfig = field(default_factory=FleetConfig)
     open: bool = False
     hosts: tuple[str, ...] = ()
     allowed_media_domains: tuple[str, ...] = ()
@@ -361,6 +363,8 @@ class GatewayConfig:
         is_listed = bool(agents) or self.membership.is_set
         require(is_listed, "nodes", agents, "at least one [[gateway.nodes]] table, or [gateway.membership] says where")
         require(len(set(agents)) == len(agents), "nodes", agents, "every agent once")
+        if self.fleet.etcd is not None and self.drained_dir is not None:
+            raise SettingsError("drained_dir: the etcd of [gateway.fleet] remembers drained links already")
         if missing and not self.plain and (far := [node.agent for node in self.nodes if not node.is_here]):
             raise SettingsError(
                 f"nodes: {far[0]!r} is another machine, and traffic to it would be in clear: set "

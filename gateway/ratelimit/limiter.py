@@ -5,14 +5,18 @@ again, its weight, and its claims: the places among the gateway's requests in fl
 its requests under way, the tokens that it is about to have pinned, and its claims. The parent clears the columns of a
 worker that has died: what it had under way is no more. One that starts clears its own, too. A gateway that replaces
 another one has columns beside those of its predecessor, which ends its requests meanwhile.
+
+Beside other gateways (`gateway.fleet`), a head says how this one stands among them, and a row which parts of the tenant's
+limits are ours (0: none of its own; else 1 more than the part), by which parts its buckets are to be read, and what was asked
+for since the row began.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from hashlib import blake2b
-from math import ceil
+from math import ceil, floor
 from pathlib import Path
 from types import MappingProxyType
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,8 +24,20 @@ from numpy.typing import NDArray
 from gateway.auth.keyring import Tenant
 from gateway.config.tenants import MAX_TENANTS
 from gateway.errors import TenantLimited
+from gateway.ratelimit.parts import (
+    LEAST_PART,
+    LEAST_PARTS,
+    WHOLE,
+    Parts,
+    Standing,
+    larger,
+    limits_of,
+    places_elsewhere,
+    refitted,
+)
 from gateway.shared_array import CELL_BYTES, SharedArray
 from planner.decisions.admission.limits import (
+    Bucket,
     Left,
     Limit,
     LimitRefusal,
@@ -37,7 +53,10 @@ from planner.decisions.admission.places import Entry, TenantPlaces
 from planner.decisions.admission.waiting import TenantShare
 
 ROWS: Final = 4 * MAX_TENANTS  # those of tenants that are no more are used again when they say nothing any more
-NAME, REQUESTS, TOKENS, WEIGHT, CLAIMS, OWN_CELLS = range(6)
+HEAD_CELLS: Final = 8
+AT_START, FAIR, RENEWED_AT, JOINED_AT = range(4)  # of the head; all 0 where there are no other gateways
+NAME, REQUESTS, TOKENS, WEIGHT, CLAIMS, HELD, FIT, ASKED, OWN_CELLS = 0, 1, 2, 3, 4, 5, 8, 11, 16
+HELD_CELLS, FIT_CELLS, ASKED_CELLS = slice(HELD, FIT), slice(FIT, ASKED), slice(ASKED, OWN_CELLS)
 BY_WORKER: Final = 3  # cells
 NAME_BYTES: Final = 6  # as a number, exact in a float
 
@@ -46,6 +65,28 @@ MESSAGES: Final = {
     Limit.TOKENS: "more tokens per minute than its limit of {}",
     Limit.AT_ONCE: "more requests at once than its limit of {}",
 }
+
+
+class Asked(NamedTuple):
+    """What a tenant has asked this gateway for since its row began, granted or not; `at_once` is what it has under way."""
+
+    requests: float
+    tokens: float
+    readings: float  # requests whose tokens are counted
+    unread: float  # requests that were refused for tokens, before theirs were known
+    unplaced: float  # requests that were refused for those under way
+    at_once: int
+
+
+class LimitsTaken(NamedTuple):
+    """What a tenant has taken of these limits, by `now`."""
+
+    limits: TenantLimits
+    used: Used
+    now: float
+
+
+Change = Callable[[TenantLimits, Used, float], Used | LimitRefusal]
 
 
 class TenantLimiter:
@@ -80,9 +121,10 @@ class TenantLimiters:
         self._workers = workers = 1 if path is None else self.places_in(path)
         self._pins = slice(OWN_CELLS + workers, OWN_CELLS + 2 * workers)
         width = OWN_CELLS + BY_WORKER * workers
-        self._array = SharedArray(path, np.float64, num_cells=ROWS * width)
+        self._array = SharedArray(path, np.float64, num_cells=HEAD_CELLS + ROWS * width)
+        self._head = self._array.cells[:HEAD_CELLS]
         # Column by column: a sum over all tenants takes microseconds.
-        self._cells = self._array.cells.reshape(width, ROWS).T
+        self._cells = self._array.cells[HEAD_CELLS:].reshape(width, ROWS).T
         if own is not None:
             self.clear(own)
 
@@ -97,7 +139,7 @@ class TenantLimiters:
     @staticmethod
     def create(path: Path, workers: int) -> None:
         """A file for so many. Raises OSError."""
-        SharedArray.create(path, ROWS * (OWN_CELLS + BY_WORKER * workers))
+        SharedArray.create(path, HEAD_CELLS + ROWS * (OWN_CELLS + BY_WORKER * workers))
 
     @staticmethod
     def places_in(path: Path) -> int:
@@ -106,23 +148,23 @@ class TenantLimiters:
 
     def close(self) -> None:
         """Lets go of the file; it must not be asked any more."""
-        del self._cells
+        del self._cells, self._head
         self._array.close()
 
     def enter(self, tenant: Tenant) -> TenantLimiter:
         """Lets a request of this tenant in. Raises TenantLimited."""
         if not tenant.limits.are_any:
             return UNLIMITED
-        used, now = self.change(tenant, lambda used, now: entered(tenant.limits, used, now))
-        return _Limited(self, tenant, headers_of(tenant.limits, used, now))
+        granted = self.change(tenant, entered, _Asking(requests=1))
+        return _Limited(self, tenant, headers_of(tenant.limits, granted))
 
-    def change(self, tenant: Tenant, change: Callable[[Used, float], Used | LimitRefusal]) -> tuple[Used, float]:
-        """What the tenant has taken after `change` of what it had by now, and now. Raises TenantLimited."""
+    def change(self, tenant: Tenant, change: Change, asking: "_Asking | None" = None) -> LimitsTaken:
+        """What the tenant has taken after `change` of what it had by now. Raises TenantLimited."""
         now = self._clock()
-        used, changed = self._written(tenant.name, change, now)
+        before, changed = self._written(tenant, change, asking, now)
         if isinstance(changed, LimitRefusal):
-            raise _refused(tenant.limits, changed, used, now)
-        return changed, now
+            raise _refused(tenant.limits, changed, before)
+        return before._replace(used=changed)
 
     @property
     def are_shared(self) -> bool:
@@ -170,21 +212,132 @@ class TenantLimiters:
         row[CLAIMS] += by
         row[self._own + 2 * self._workers] += by
 
-    def _written(
-        self, tenant: str, change: Callable[[Used, float], Used | LimitRefusal], now: float
-    ) -> tuple[Used, Used | LimitRefusal]:
-        """Used before and after. A frame of its own: an exception would keep the map open for as long as it is kept."""
+    # Beside other gateways
+
+    def stand(self, standing: Standing | None) -> None:
+        """How this gateway stands among others from now on; None: there are no others."""
         with self._array.locked():
-            row = self._cells[self._row(tenant, now)]
-            used = Used(float(row[REQUESTS]), float(row[TOKENS]), int(row[OWN_CELLS : self._pins.start].sum()))
-            changed = change(used, now)
+            self._head[:] = 0
+            if standing is not None:
+                self._head[AT_START], self._head[FAIR] = standing.at_start, standing.fair
+                self._head[RENEWED_AT], self._head[JOINED_AT] = standing.renewed_at, standing.joined_at
+
+    @property
+    def standing(self) -> Standing | None:
+        """As all workers know it."""
+        at_start, fair, renewed_at, joined_at = self._head[: JOINED_AT + 1].tolist()
+        if not at_start:
+            return None
+        return Standing(at_start=at_start, fair=fair, renewed_at=renewed_at, joined_at=joined_at)
+
+    def hold(self, held: Mapping[str, Parts], renewed_at: float | None, fair: float) -> None:
+        """These tenants have parts of their own, and no others do. None: the claim was not renewed."""
+        with self._array.locked():
+            now = self._clock()
+            self._refit(now)
+            self._head[FAIR] = fair
+            if renewed_at is not None:
+                self._head[RENEWED_AT] = renewed_at
+            rows = {self._row(name, now): parts for name, parts in held.items()}
+            others = np.ones(ROWS, np.bool_)
+            others[list(rows)] = False
+            self._cells[others, HELD_CELLS] = 0
+            for row, parts in rows.items():
+                self._cells[row, HELD_CELLS] = [1.0 + part for part in parts]
+            self._refit(now)
+
+    def refit(self) -> None:
+        """Has buckets fill by the parts that hold now. To be called now and then: time alone may change them."""
+        with self._array.locked():
+            self._refit(self._clock())
+
+    def asked(self, tenants: Collection[str]) -> dict[str, Asked]:
+        """What those of these tenants have asked for that have come here."""
+        with self._array.locked():
+            rows = np.flatnonzero(self._cells[:, NAME])
+            names = dict(zip(self._cells[rows, NAME].tolist(), rows.tolist(), strict=True))
+            found = {tenant: names[key] for tenant in tenants if (key := _digest(tenant)) in names}
+            return {tenant: self._asked(row) for tenant, row in found.items()}
+
+    def at_once(self, tenant: str) -> int:
+        """Its requests under way here."""
+        with self._array.locked():
+            return self._under_way(self._cells[self._row(tenant, self._clock())])
+
+    def _asked(self, row: int) -> Asked:
+        requests, tokens, readings, unread, unplaced = self._cells[row, ASKED_CELLS].tolist()
+        return Asked(requests, tokens, readings, unread, unplaced, self._under_way(self._cells[row]))
+
+    def _under_way(self, row: NDArray[np.float64]) -> int:
+        return int(row[OWN_CELLS : self._pins.start].sum())
+
+    def _refit(self, now: float) -> None:
+        standing = self.standing
+        if standing is None:
+            return
+        rows = np.flatnonzero(self._cells[:, NAME])
+        held = self._cells[rows, HELD_CELLS] - 1.0
+        parts = np.empty((len(rows), len(WHOLE)))
+        parts[:] = standing.parts(None, now)
+        has_own = held[:, 0] >= 0.0
+        if standing.has_lapsed_to_fair(now):
+            has_own[:] = False
+        elif standing.is_lapsed(now):
+            held = np.minimum(held, parts)
+        parts[has_own] = held[has_own]
+        parts = np.maximum(parts, LEAST_PART)
+        fit = self._cells[rows, FIT_CELLS]
+        fit[fit == 0.0] = 1.0
+        for number, column in enumerate((REQUESTS, TOKENS)):
+            before, after, full_at = fit[:, number], parts[:, number], self._cells[rows, column]
+            moved = refitted(full_at, before, after, now)
+            self._cells[rows, column] = np.where(before == after, full_at, moved)
+        self._cells[rows, FIT_CELLS] = parts
+
+    def _parts(self, row: NDArray[np.float64], now: float) -> Parts:
+        if (standing := self.standing) is None:
+            return WHOLE
+        held = Parts(*(row[HELD_CELLS] - 1.0).tolist()) if row[HELD] else None
+        return standing.parts(held, now)
+
+    def _written(
+        self, tenant: Tenant, change: Change, asking: "_Asking | None", now: float
+    ) -> tuple[LimitsTaken, Used | LimitRefusal]:
+        """Before and after. A frame of its own: an exception would keep the map open for as long as it is kept."""
+        with self._array.locked():
+            row = self._cells[self._row(tenant.name, now)]
+            limits, used = self._granted(row, tenant.limits, now)
+            changed = change(limits, used, now)
             if isinstance(changed, Used):
                 row[REQUESTS], row[TOKENS] = changed.requests_full_at, changed.tokens_full_at
                 row[self._own] += changed.at_once - used.at_once
-        return used, changed
+            if asking is not None and self._head[AT_START]:
+                row[ASKED_CELLS] += asking.cells(changed)
+        return LimitsTaken(limits, used, now), changed
+
+    def _granted(self, row: NDArray[np.float64], limits: TenantLimits, now: float) -> tuple[TenantLimits, Used]:
+        """What this gateway may give of the limits now, and has given."""
+        parts = WHOLE
+        if self._head[AT_START]:
+            parts = self._parts(row, now)
+            self._fit(row, parts, now)
+        # Places that only others may give count as taken.
+        at_once = self._under_way(row) + places_elsewhere(limits, parts)
+        return limits_of(limits, parts), Used(float(row[REQUESTS]), float(row[TOKENS]), at_once)
+
+    @staticmethod
+    def _fit(row: NDArray[np.float64], parts: Parts, now: float) -> None:
+        after = larger(parts, LEAST_PARTS)
+        before = Parts(*row[FIT_CELLS].tolist()) if row[FIT] else WHOLE
+        if before == after:
+            return
+        for column, old, new in ((REQUESTS, before.requests, after.requests), (TOKENS, before.tokens, after.tokens)):
+            if old != new:
+                row[column] = refitted(row[column], old, new, now)
+        row[FIT_CELLS] = after
 
     def _row(self, tenant: str, now: float) -> int:
-        name = 1.0 + int.from_bytes(blake2b(tenant.encode(), digest_size=NAME_BYTES).digest())
+        name = _digest(tenant)
         row = self._rows.get(tenant)
         if row is not None and self._cells[row, NAME] == name:
             return row
@@ -192,15 +345,40 @@ class TenantLimiters:
         found = np.flatnonzero(names == name)
         if not len(found):
             full = (self._cells[:, REQUESTS] <= now) & (self._cells[:, TOKENS] <= now)
-            found = np.flatnonzero((names == 0) | (full & ~self._cells[:, OWN_CELLS:].any(axis=1)))
+            is_used = self._cells[:, OWN_CELLS:].any(axis=1) | (self._cells[:, HELD] > 0)
+            found = np.flatnonzero((names == 0) | (full & ~is_used))
             # If no row is free, the row of a tenant that a reload removed long ago is given up: it says least.
             self._cells[found[0] if len(found) else 0] = 0
             found = found if len(found) else np.zeros(1, np.intp)
-            self._cells[found[0], NAME] = name
+            self._begin(self._cells[found[0]], name, now)
         if len(self._rows) >= ROWS:
             self._rows.clear()
         self._rows[tenant] = int(found[0])
         return int(found[0])
+
+    def _begin(self, row: NDArray[np.float64], name: float, now: float) -> None:
+        row[NAME] = name
+        if (standing := self.standing) is not None:
+            row[REQUESTS] = row[TOKENS] = standing.full_at(now)
+            row[FIT_CELLS] = larger(standing.parts(None, now), LEAST_PARTS)
+
+
+class _Asking(NamedTuple):
+    """What a change asks for."""
+
+    requests: float = 0.0
+    tokens: float = 0.0
+    readings: float = 0.0
+
+    def cells(self, changed: Used | LimitRefusal) -> tuple[float, float, float, float, float]:
+        """What it adds to a row's."""
+        refused = changed.limit if isinstance(changed, LimitRefusal) else None
+        unread = not self.readings and refused is Limit.TOKENS
+        return self.requests, self.tokens, self.readings, float(unread), float(refused is Limit.AT_ONCE)
+
+
+def _digest(tenant: str) -> float:
+    return 1.0 + int.from_bytes(blake2b(tenant.encode(), digest_size=NAME_BYTES).digest())
 
 
 class _Limited(TenantLimiter):
@@ -214,37 +392,42 @@ class _Limited(TenantLimiter):
 
     def check(self) -> None:
         if self._tenant.limits.tokens:
-            self._allowances.change(self._tenant, lambda used, now: solvent(self._tenant.limits, used, now))
+            self._allowances.change(self._tenant, solvent)
 
     def read(self, tokens: int, answers: int) -> None:
-        limits = self._tenant.limits
-        used, now = self._allowances.change(self._tenant, lambda used, now: read(limits, used, tokens, answers, now))
+        granted = self._allowances.change(
+            self._tenant,
+            lambda limits, used, now: read(limits, used, tokens, answers, now),
+            _Asking(tokens=tokens, readings=1),
+        )
         self._places = answers
-        self.headers = headers_of(limits, used, now)
+        self.headers = headers_of(self._tenant.limits, granted)
 
     def settle(self, tokens: int) -> None:
-        limits = self._tenant.limits
-        if limits.tokens and tokens:
-            self._allowances.change(self._tenant, lambda used, now: settled(limits, used, tokens, now))
+        if self._tenant.limits.tokens and tokens:
+            self._allowances.change(
+                self._tenant, lambda limits, used, now: settled(limits, used, tokens, now), _Asking(tokens=tokens)
+            )
 
     def leave(self) -> None:
         places, self._places = self._places, 0
-        self._allowances.change(self._tenant, lambda used, _: used._replace(at_once=used.at_once - places))
+        self._allowances.change(self._tenant, lambda _, used, __: used._replace(at_once=used.at_once - places))
 
 
-def headers_of(limits: TenantLimits, used: Used, now: float) -> dict[str, str]:
-    """What is left of each bucket, in OpenAI's headers."""
+def headers_of(whole: TenantLimits, granted: LimitsTaken) -> dict[str, str]:
+    """What is left of each bucket, in OpenAI's headers: of the whole limit, what this gateway may give."""
     headers: dict[str, str] = {}
-    if limits.requests:
-        headers |= _told("requests", left(limits.requests, used.requests_full_at, now))
-    if limits.tokens:
-        headers |= _told("tokens", left(limits.tokens, used.tokens_full_at, now))
+    limits, used, now = granted
+    if whole.requests and limits.requests:
+        headers |= _told("requests", whole.requests, left(limits.requests, used.requests_full_at, now))
+    if whole.tokens and limits.tokens:
+        headers |= _told("tokens", whole.tokens, left(limits.tokens, used.tokens_full_at, now))
     return headers
 
 
-def _told(what: str, bucket: Left) -> dict[str, str]:
+def _told(what: str, whole: Bucket, bucket: Left) -> dict[str, str]:
     return {
-        f"x-ratelimit-limit-{what}": str(bucket.limit),
+        f"x-ratelimit-limit-{what}": str(floor(whole.per_minute)),
         f"x-ratelimit-remaining-{what}": str(bucket.remaining),
         f"x-ratelimit-reset-{what}": span(bucket.full_in_s),
     }
@@ -258,7 +441,7 @@ def span(seconds: float) -> str:
     return f"{minutes}m{rest}s" if minutes else f"{rest}s"
 
 
-def _refused(limits: TenantLimits, refusal: LimitRefusal, used: Used, now: float) -> TenantLimited:
+def _refused(limits: TenantLimits, refusal: LimitRefusal, granted: LimitsTaken) -> TenantLimited:
     allowed = {
         Limit.REQUESTS: limits.requests and limits.requests.per_minute,
         Limit.TOKENS: limits.tokens and limits.tokens.per_minute,
@@ -269,5 +452,5 @@ def _refused(limits: TenantLimits, refusal: LimitRefusal, used: Used, now: float
         f"Your organisation has sent {what}. Please retry.",
         refusal.limit,
         refusal.wait_s,
-        headers_of(limits, used, now),
+        headers_of(limits, granted),
     )

@@ -2,7 +2,7 @@
 
 from prometheus_client import CollectorRegistry
 
-from gateway.telemetry.instruments import build_instruments, counters
+from gateway.telemetry.instruments import build_instruments, counters, gauge
 
 
 class ProcessMetrics:
@@ -64,6 +64,10 @@ class ProcessMetrics:
     _registry_failures = counters(
         "prfaas_registry_failures", "Times that a registry of members was lost, as a worker saw it", "source", "reason"
     )
+    _fleet_failures = counters(
+        "prfaas_fleet_failures", "Times that this gateway could not agree with others, by what about", "about", "reason"
+    )
+    _fleet_gateways = gauge("prfaas_fleet_gateways", "Gateways that divide tenants' limits, 0: none are divided")
 
     def __init__(self, registry: CollectorRegistry) -> None:
         build_instruments(self, registry)
@@ -132,3 +136,10 @@ class ProcessMetrics:
     def registry_failed(self, source: str, reason: str) -> None:
         """`missing`, `unreadable`, `malformed`, `silent`, `late` ..."""
         self._registry_failures[source, reason].inc()
+
+    def fleet_failed(self, about: str, reason: str) -> None:
+        """`unreachable`, `denied`, `late`, `malformed`, `contended`, `lapsed`, `same_name` ..."""
+        self._fleet_failures[about, reason].inc()
+
+    def fleet_seen(self, gateways: int) -> None:
+        self._fleet_gateways.set(gateways)

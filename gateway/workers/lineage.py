@@ -3,6 +3,7 @@
     allowances    what tenants have taken of their limits        sessions    of operators' browsers
     metrics       what has been counted, usage too               drained     links that operators have drained
     tally         what was asked for                             places-N    of a generation: its places N, N+1 …, locked
+    duty          locked by the process that speaks for this gateway with others
 
 Every process has a place of its own: no other process writes to its columns or its metrics files. A
 generation whose lock can be had has ended, with its workers, however that went. The one in charge clears its places then, for
@@ -24,11 +25,12 @@ from node.process.owned_names import OwnedDirectory, create_file
 
 log = logging.getLogger("prfaas.gateway.lineage")
 
-FORMAT: Final = f"1.{ROWS}.{KEPT}"  # of the files: generations of another one share nothing
+FORMAT: Final = f"2.{ROWS}.{KEPT}"  # of the files: generations of another one share nothing
 METRICS: Final = "metrics"
 TALLY: Final = "tally"
 DRAINED: Final = "drained"
 SESSIONS: Final = "sessions"
+DUTY: Final = "duty"
 ALLOWANCES: Final = "allowances"
 PLACES: Final = "places-"
 SPARE_PLACES: Final = 12  # beside four generations' of the first one's size

@@ -21,7 +21,8 @@ from gateway.ratelimit.limiter import TenantLimiters
 from gateway.telemetry.load_report import KEPT, OfferedLoad
 from gateway.telemetry.metrics import Metrics, keep_in
 from gateway.telemetry.record_ring import RecordRing
-from gateway.workers.lineage import ALLOWANCES, DRAINED, METRICS, SESSIONS, TALLY
+from gateway.workers.duty import Duty
+from gateway.workers.lineage import ALLOWANCES, DRAINED, DUTY, METRICS, SESSIONS, TALLY
 from gateway.workers.peers import NumberedRing, WorkerPeers
 from gateway.workers.ports import ListenerName, Sockets, taken
 from gateway.workers.shared_counters import (
@@ -79,6 +80,7 @@ class SingleProcess:
         self.places_wanted: Slots = LocalSlots()
         self.waiting: Slots = LocalSlots()
         self._last_seq = 0
+        self.duty = Duty(self._lineage / DUTY if self._lineage is not None else None)
         if self._lineage is None:
             self.metrics = Metrics()
             self.offered = OfferedLoad(uuid.uuid4().hex, SampleRing(KEPT), SampleRing(KEPT))
@@ -159,6 +161,7 @@ class WorkerProcess:
         self.next_seq: Callable[[], int] = self._board.next_seq
         self.drained: DrainedLinks = SharedDrainedLinks(self._lineage / DRAINED)
         self.sessions: SessionStore = SharedSessions(self._lineage / SESSIONS)
+        self.duty = Duty(self._lineage / DUTY)
 
     def cursor(self, seq: int) -> int:
         return seq if seq <= self._board.last_seq() else 0

@@ -76,6 +76,11 @@ class EtcdConfig:
         return f"{self.prefix.rstrip('/')}/nodes/"
 
     @property
+    def fleet_root(self) -> str:
+        """What the keys of all gateways begin with."""
+        return f"{self.prefix.rstrip('/')}/gateways/"
+
+    @property
     def secrets(self) -> Sequence[Path]:
         """Files that others must not read."""
         return [path for path in (self.key, self.password_file) if path is not None]

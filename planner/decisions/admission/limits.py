@@ -35,6 +35,11 @@ class Bucket:
     """So many (above 0) in a minute, and as many at once when none was taken for that long."""
 
     per_minute: float
+    max_debt_s: float = MAX_DEBT_S
+
+    def part(self, share: float) -> "Bucket":
+        """A part (above 0) of it. In units, it may owe as much as the whole."""
+        return self if share == 1.0 else Bucket(self.per_minute * share, self.max_debt_s / share)
 
     def left(self, full_at: float, now: float) -> float:
         """The amount that may be taken now; a debt is below 0."""
@@ -51,8 +56,8 @@ class Bucket:
         return max(now, max(now, full_at) + self._fills_s(amount))
 
     def owed(self, amount: float, full_at: float, now: float) -> float:
-        """As `taken`, for tokens that were not known before they were used; a debt is paid off within `MAX_DEBT_S`."""
-        return min(self.taken(amount, full_at, now), max(full_at, now + MINUTE_S + MAX_DEBT_S))
+        """As `taken`, for tokens that were not known before they were used; a debt is paid off within `max_debt_s`."""
+        return min(self.taken(amount, full_at, now), max(full_at, now + MINUTE_S + self.max_debt_s))
 
     def _fills_s(self, amount: float) -> float:
         return amount * MINUTE_S / self.per_minute

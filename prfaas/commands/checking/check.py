@@ -38,7 +38,7 @@ from prfaas.commands.checking.findings import (
     findings,
     worst,
 )
-from prfaas.commands.checking.member_findings import etcd_findings, member_findings
+from prfaas.commands.checking.member_findings import etcd_findings, fleet_findings, member_findings
 from prfaas.commands.checking.plan_findings import plan_findings
 from prfaas.commands.fleet.members import listed_members
 from prfaas.commands.operator import gateway_of
@@ -75,6 +75,7 @@ async def check(gateway_file: Path, console: Console, as_json: bool) -> bool:
         *await tls_findings(config),
         *await plan_findings(config, _wall_clock_s()),
         *etcd_findings(config.membership.etcd, config.identity is not None),
+        *fleet_findings(config.fleet.etcd),
     ]
     names = secrets.fingerprints if secrets is not None else ()
     listed = await asyncio.to_thread(listed_members, config)

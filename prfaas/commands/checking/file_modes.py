@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Final
 
 from gateway.config.gateway import GatewayConfig
+from membership.etcd.settings import EtcdConfig
 from membership.sources import ENTRY_SUFFIX
 from prfaas.commands.checking.findings import OpenFile
 from transport.peers.authorities import Authorities
@@ -22,10 +23,14 @@ def open_files(config: GatewayConfig) -> list[OpenFile]:
     ]
 
 
+def etcds_of(config: GatewayConfig) -> list[EtcdConfig]:
+    """Those that list nodes, and that other gateways are agreed with over."""
+    return [etcd for etcd in (config.membership.etcd, config.fleet.etcd) if etcd is not None]
+
+
 def _secrets(config: GatewayConfig) -> set[Path]:
     found = {path for path in (config.key, config.tls_key, config.names_secret) if path is not None}
-    if config.membership.etcd is not None:
-        found |= {*config.membership.etcd.secrets}
+    found |= {path for etcd in etcds_of(config) for path in etcd.secrets}
     kubernetes = config.membership.kubernetes
     if kubernetes is not None and not kubernetes.is_kubelets:
         found.add(kubernetes.token_file)
@@ -57,8 +62,9 @@ def _written_by_others(config: GatewayConfig) -> Iterator[OpenFile]:
     Authorities, lists of them and of revoked certificates are no better than who writes them.
     """
     file, folder = config.membership.file, config.membership.folder
-    asked = (config.membership.etcd, config.membership.kubernetes)
-    of_registries = [each.authority for each in asked if each is not None]
+    of_registries = [each.authority for each in etcds_of(config)]
+    if config.membership.kubernetes is not None:
+        of_registries.append(config.membership.kubernetes.authority)
     trusted = (config.authority, config.revoked, *_authorities(config), *of_registries)
     single = {each for each in (file, *trusted) if each is not None}
     registries = single | {folder} if folder is not None else single

@@ -18,6 +18,17 @@ def etcd_findings(etcd: EtcdConfig | None, has_identity: bool) -> Iterator[Findi
         )
 
 
+def fleet_findings(etcd: EtcdConfig | None) -> Iterator[Finding]:
+    """Ways to the etcd of `[gateway.fleet]` on which others can change limits and drains."""
+    for hop in etcd.plain_hops if etcd is not None else ():
+        yield Finding(
+            Level.WARNING,
+            "fleet",
+            f"etcd at {hop} is another machine, and is asked in clear: others on the way can change limits and drain links",
+            "use https:// endpoints with authority, certificate and key",
+        )
+
+
 def member_findings(listed: ListedMembers, described: Sequence[Described]) -> Iterator[Finding]:
     """Registries that cannot be read, nodes that are left out, and nodes that call themselves otherwise."""
     for failure in listed.failures:

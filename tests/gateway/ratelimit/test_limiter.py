@@ -8,7 +8,7 @@ import pytest
 from gateway.auth.keyring import EVERYBODY, Keyring, Tenant, digest_of
 from gateway.config.tenants import TenantConfig
 from gateway.errors import TenantLimited
-from gateway.ratelimit.limiter import CLAIMS, ROWS, UNLIMITED, TenantLimiters, span
+from gateway.ratelimit.limiter import CLAIMS, HEAD_CELLS, ROWS, UNLIMITED, TenantLimiters, span
 from gateway.shared_array import SharedArray
 from planner.decisions.admission.limits import Bucket, TenantLimits
 from planner.decisions.admission.places import Entry
@@ -182,7 +182,7 @@ def test_a_claim_that_a_killed_worker_had_half_written_is_gone_with_it(tmp_path:
     for each in (first, second):
         each.claim(share, lambda _: Entry.TAKES)
     written = SharedArray(path, np.float64)
-    of_all = written.cells.reshape(-1, ROWS)[CLAIMS]
+    of_all = written.cells[HEAD_CELLS:].reshape(-1, ROWS)[CLAIMS]
     of_all[of_all > 0] += 1  # and not in its own column yet
     first.clear(1)
     assert first.claims(share).own == 1

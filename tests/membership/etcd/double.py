@@ -61,7 +61,8 @@ class EtcdDouble:
         return f"http://127.0.0.1:{self.port}"
 
     def start(self) -> None:
-        self._server = grpc.server(ThreadPoolExecutor(16), options=[("grpc.so_reuseport", 0)])
+        self._threads = ThreadPoolExecutor(16)
+        self._server = grpc.server(self._threads, options=[("grpc.so_reuseport", 0)])
         unary: dict[str, dict[str, Any]] = {
             "KV": {
                 "Range": (pb.RangeRequest, self._range), "Put": (pb.PutRequest, self._put),
@@ -97,6 +98,7 @@ class EtcdDouble:
         for watcher in [*self._watchers]:
             watcher.answers.put(None)
         self._server.stop(0).wait()
+        self._threads.shutdown(wait=False)
 
     def compact(self) -> None:
         with self._lock:

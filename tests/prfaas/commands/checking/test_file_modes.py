@@ -2,8 +2,10 @@
 
 from pathlib import Path
 
+from gateway.config.fleet import FleetConfig
 from gateway.config.gateway import GatewayConfig, NodeAddress
 from gateway.config.membership import MembershipConfig
+from membership.etcd.settings import EtcdConfig
 from membership.kubernetes.settings import KubernetesConfig
 from membership.member import Member
 from membership.registration import FolderEntry
@@ -36,6 +38,28 @@ def test_a_token_of_the_api_server_is_a_secret_and_its_authority_is_trusted(tmp_
     token.chmod(0o600)
     authority.chmod(0o666)
     assert open_files(config) == [OpenFile(str(authority), 0o666, is_written=True)]
+
+
+def test_secrets_and_authorities_for_the_etcd_of_a_fleet_are_told(tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)
+    key, password = of(tmp_path / "etcd.key", 0o640), of(tmp_path / "password", 0o604)
+    authority, certificate = of(tmp_path / "etcd.pem", 0o664), of(tmp_path / "etcd.crt", 0o644)
+    etcd = EtcdConfig(
+        endpoints=("10.0.0.5:2379",),
+        authority=authority,
+        certificate=certificate,
+        key=key,
+        user="gateway",
+        password_file=password,
+    )
+    config = GatewayConfig(
+        tokenizer_dir=tmp_path, fleet=FleetConfig(etcd=etcd), nodes=(NodeAddress(agent="127.0.0.1:7001"),)
+    )
+    assert open_files(config) == [
+        OpenFile(str(key), 0o640),
+        OpenFile(str(password), 0o604),
+        OpenFile(str(authority), 0o664, is_written=True),
+    ]
 
 
 def test_registries_that_others_can_write_are_told(tmp_path: Path) -> None:

@@ -1,0 +1,1 @@
+"""What several gateways decide together, each for itself."""
