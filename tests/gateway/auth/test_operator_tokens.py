@@ -149,8 +149,8 @@ def test_before_the_providers_keys_are_known_a_token_waits_and_a_key_does_not() 
 @pytest.mark.parametrize("shared", [False, True])
 def test_a_session_from_a_token_is_the_persons_and_ends_with_it(tmp_path: Path, shared: bool) -> None:
     now = [NOW]
-    sessions = OperatorSessions(SharedSessions(tmp_path / "sessions") if shared else LocalSessions(), 3600.0)
-    held = bearer(person(exp=int(NOW) + 60))
+    sessions = OperatorSessions(SharedSessions(tmp_path / "sessions") if shared else LocalSessions(), 7200.0)
+    held = bearer(person(exp=int(NOW) + 3600))
     first = Keyring({}, (), verifier(), lambda: now[0], sessions)
     cookie = {"Cookie": f"{COOKIE}={sessions.begin('digest', NOW, first.check_operator(held))}"}
     # Of another worker, which has never seen the token.
@@ -160,7 +160,7 @@ def test_a_session_from_a_token_is_the_persons_and_ends_with_it(tmp_path: Path, 
         other = Keyring(TENANTS, (), TokenVerifier(config), lambda: now[0], sessions)
         with pytest.raises(Unauthorised):
             other.check_operator(cookie)
-    now[0] += 61
+    now[0] += 3601
     assert not first.is_operator(cookie)
 
 

@@ -89,7 +89,7 @@ def test_each_sample_is_judged_once_however_often_the_error_is_read():
     found = CountingEstimate(PRIOR)
     for computed in range(1, 1_001):
         found.observe(computed, 0, truth(computed, 0))
-    assert found.solved == 0  # until somebody asks
+    assert found.solved == 0  # until they are asked for
     once = found.error
     assert found.solved == ERRORS_KEPT == once.samples
     assert found.error == once
