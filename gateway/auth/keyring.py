@@ -179,12 +179,13 @@ class Keyring:
         if session is None:
             return None
         if session.operator is not None:
-            return session.operator if self._trusts(session.operator.issuer) else None
+            return session.operator if self._trusts(session.operator) else None
         found = self._operators.get(session.key_digest)
         return found.at(self._unix_s()) if found is not None else None
 
-    def _trusts(self, issuer: str) -> bool:
-        return self._tokens is not None and self._tokens.takes_operators and self._tokens.issuer == issuer
+    def _trusts(self, operator: Operator) -> bool:
+        """Whether the settings are still those by which its token was checked: they say who is trusted, and with what role."""
+        return self._tokens is not None and self._tokens.terms == operator.terms
 
     def is_operator(self, headers: Mapping[str, str]) -> bool:
         """Whether an operator's key, token or session is shown."""

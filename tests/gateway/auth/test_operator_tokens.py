@@ -1,6 +1,7 @@
 """Operators by tokens of an identity provider: which role a group gives, and that no token is a tenant's and an operator's."""
 
 import json
+import logging
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -76,6 +77,16 @@ REFUSED = [
     (person(sub=None), "invalid_token"),
     (person(sub="x" * 257), "invalid_token"),
     (person(sub="ann\ndone: reload by bob"), "invalid_token"),
+    (person(sub=" "), "invalid_token"),
+    (person(sub="ann-17 "), "invalid_token"),
+    (person(exp=10**400), "invalid_token"),
+    (person(exp=float("inf")), "invalid_token"),
+    (person(exp=[1]), "invalid_token"),
+    (person(nbf=[1]), "invalid_token"),
+    (person(aud=[["prfaas-operators"]]), "invalid_token"),
+    (person(aud={"prfaas-operators": True}), "invalid_token"),
+    (person(groups=7), "unknown_operator"),
+    (person(groups=[["owners"]]), "unknown_operator"),
     (person(groups=None), "unknown_operator"),
     (person(groups=[]), "unknown_operator"),
     (person(groups=["strangers"]), "unknown_operator"),
@@ -162,6 +173,33 @@ def test_a_session_from_a_token_is_the_persons_and_ends_with_it(tmp_path: Path, 
             other.check_operator(cookie)
     now[0] += 3601
     assert not first.is_operator(cookie)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        replace(CONFIG, operators=replace(OPERATORS, operator=("others",))),
+        replace(CONFIG, operators=replace(OPERATORS, viewer=("oncall",), operator=("others",))),
+        replace(CONFIG, operators=replace(OPERATORS, audience="others")),
+        replace(CONFIG, jwks_url="https://other.example.com/keys"),
+    ],
+)
+def test_a_session_ends_with_the_settings_by_which_its_token_was_checked(tmp_path: Path, config: OidcConfig) -> None:
+    # A gateway that is replaced keeps its sessions' folder.
+    sessions = OperatorSessions(SharedSessions(tmp_path / "sessions"), 7200.0)
+    first = ring(sessions=sessions)
+    cookie = {"Cookie": f"{COOKIE}={sessions.begin('digest', NOW, first.check_operator(bearer(person())))}"}
+    assert ring(replace(CONFIG), sessions=sessions).check_operator(cookie).role is OperatorRole.OPERATOR
+    with pytest.raises(Unauthorised):
+        ring(config, sessions=sessions).check_operator(cookie)
+
+
+def test_strangers_tokens_write_no_line_each(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    keyring, junk = ring(), bearer("eyJh.eyJh.eyJh")
+    for _ in range(100):
+        assert keyring.token_refusal(junk)
+    assert not [each for each in caplog.records if each.name == "prfaas.gateway.oidc"]
 
 
 @pytest.mark.parametrize(
