@@ -11,6 +11,7 @@ import logging
 import socket
 import ssl
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Final
 
 from node.process.handshakes import HandshakePlaces
@@ -23,6 +24,15 @@ BACKLOG: Final = 128
 ACCEPT_PAUSE_S: Final = 0.5  # while the process can open no more
 
 Refused = Callable[[str, str, str], None]  # is told a reason, an address and a detail
+
+
+@dataclass(slots=True)
+class _Accepted:
+    """A caller whose handshake is to begin, or has begun."""
+
+    socket: socket.socket
+    address: str
+    has_begun: bool = False  # from then on a transport closes its socket
 
 
 class CallListener:
@@ -42,7 +52,7 @@ class CallListener:
         self._is_known = is_known
         self._handshake_s = handshake_s
         self._places = places if places is not None else HandshakePlaces()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: dict[asyncio.Task[None], _Accepted] = {}
         self._secure: ssl.SSLContext | None = None
         self._loop: asyncio.AbstractEventLoop
         self._listener: socket.socket | None = None
@@ -99,29 +109,30 @@ class CallListener:
 
     def _welcome(self, caller: socket.socket, address: str) -> None:
         """Begins a handshake, for which another one may have to end."""
-        task = self._loop.create_task(self._shake_hands(caller, address), name="handshake of a caller")
-        self._tasks.add(task)
+        accepted = _Accepted(caller, address)
+        task = self._loop.create_task(self._shake_hands(accepted), name="handshake of a caller")
+        self._tasks[task] = accepted
         task.add_done_callback(self._over)
         site = site_of(address)
         lost = self._places.enter(task, site, self._loop.time(), is_known=self._is_known(site))
-        if lost is not None:
-            self._refused("crowded", address, "too many shake hands")
-            lost.cancel()
-        if lost is task:  # before it has begun: no transport will close its socket
-            caller.close()
+        if lost is not None and lost.cancel():  # one that is over has lost nothing
+            self._refused("crowded", self._tasks[lost].address, "too many shake hands")
 
     def _over(self, task: "asyncio.Task[None]") -> None:
-        self._tasks.discard(task)
+        accepted = self._tasks.pop(task)
         self._places.leave(task)
+        if not accepted.has_begun:
+            accepted.socket.close()
 
-    async def _shake_hands(self, caller: socket.socket, address: str) -> None:
+    async def _shake_hands(self, accepted: _Accepted) -> None:
+        accepted.has_begun = True
         within_s = self._handshake_s if self._secure is not None else None
         try:
             await self._loop.connect_accepted_socket(
-                self._connection, caller, ssl=self._secure, ssl_handshake_timeout=within_s
+                self._connection, accepted.socket, ssl=self._secure, ssl_handshake_timeout=within_s
             )
         except OSError as exc:
-            self._refused("handshake", address, _detail(exc))
+            self._refused("handshake", accepted.address, _detail(exc))
 
 
 def _detail(error: OSError) -> str:

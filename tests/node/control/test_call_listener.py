@@ -5,7 +5,7 @@ import logging
 import socket
 import ssl
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -37,12 +37,13 @@ async def listening(
     refusals: list[tuple[str, str, str]],
     handshake_s: float = 60.0,
     places: "HandshakePlaces[asyncio.Task[None]] | None" = None,
+    host: str = HOST,
 ) -> AsyncIterator[tuple[CallListener, int]]:
     def refused(*told: str) -> None:
         refusals.append((told[0], told[1], told[2]))
 
     listener = CallListener(Heard, refused, lambda site: False, handshake_s, places)
-    port = listener.start(HOST, 0, secure)
+    port = listener.start(host, 0, secure)
     try:
         yield listener, port
     finally:
@@ -60,6 +61,16 @@ async def said_back(port: int, secure: ssl.SSLContext | None) -> bytes:
         writer.close()
         with suppress(OSError):
             await writer.wait_closed()
+
+
+def hung_up(caller: socket.socket) -> bool:
+    caller.setblocking(False)
+    try:
+        return caller.recv(1) == b""
+    except BlockingIOError:
+        return False
+    except ConnectionResetError:
+        return True
 
 
 async def fails(port: int, secure: ssl.SSLContext) -> None:
@@ -150,6 +161,47 @@ def test_so_many_shake_hands_at_once_and_the_others_are_turned_away(tmp_path: Pa
             await until(lambda: not len(listener) and not len(places))
             assert await said_back(port, ours.client_context()) == b"x"
         assert [each[0] for each in told] == ["crowded"] * 8 + ["handshake"] * 4
+
+    scenario()
+
+
+def test_the_line_names_who_lost_its_place_and_it_is_hung_up(tmp_path: Path) -> None:
+    ours = Authority(tmp_path).issue("node", ["localhost"], peer=GATEWAY)
+
+    @on_both_loops
+    async def scenario() -> None:
+        told: list[tuple[str, str, str]] = []
+        places = HandshakePlaces[asyncio.Task[None]](in_all=1)
+        async with listening(ours.mutual_context(), told, places=places, host="0.0.0.0") as (listener, port):
+            first = socket.create_connection((HOST, port), source_address=("127.0.0.2", 0))
+            await until(lambda: len(listener) == 1)
+            with first, socket.create_connection((HOST, port), source_address=("127.0.0.3", 0)):
+                await until(lambda: told)
+                assert told == [("crowded", "127.0.0.2", "too many shake hands")]
+                await until(lambda: hung_up(first))
+
+    scenario()
+
+
+@pytest.mark.filterwarnings("error")
+def test_no_socket_is_left_of_callers_whose_handshake_has_not_begun(tmp_path: Path) -> None:
+    ours = Authority(tmp_path).issue("node", ["localhost"], peer=GATEWAY)
+
+    @on_both_loops
+    async def scenario() -> None:
+        told: list[tuple[str, str, str]] = []
+        places = HandshakePlaces[asyncio.Task[None]](in_all=2)
+        with ExitStack() as callers:
+            async with listening(ours.mutual_context(), told, places=places) as (listener, port):
+                all_callers = [callers.enter_context(socket.create_connection((HOST, port))) for _ in range(5)]
+                await until(lambda: len(told) == 3)
+                await until(lambda: sum(map(hung_up, all_callers)) == 3)
+            # It stops in the moment in which it has accepted them.
+            async with listening(ours.mutual_context(), told, places=places) as (listener, port):
+                stopped = [callers.enter_context(socket.create_connection((HOST, port))) for _ in range(2)]
+                asyncio.get_running_loop().call_soon(listener.stop)
+                await until(lambda: all(map(hung_up, stopped)))
+        assert len(told) == 3
 
     scenario()
 
