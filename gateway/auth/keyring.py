@@ -184,7 +184,7 @@ class Keyring:
         return found.at(self._unix_s()) if found is not None else None
 
     def _trusts(self, operator: Operator) -> bool:
-        """Whether the settings are still those by which its token was checked: they say who is trusted, and with what role."""
+        """Whether the settings are still those by which its token was checked: they name the issuer, and give the roles."""
         return self._tokens is not None and self._tokens.terms == operator.terms
 
     def is_operator(self, headers: Mapping[str, str]) -> bool:
