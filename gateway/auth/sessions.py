@@ -7,7 +7,7 @@ session remembers whom it named, and ends with it at the latest.
 
 import os
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from hashlib import sha256
 from http.cookies import CookieError, SimpleCookie
@@ -21,6 +21,7 @@ from gateway.auth.operator import Operator
 COOKIE: Final = "prfaas_session"
 TOKEN_BYTES: Final = 32
 MOST_SESSIONS: Final = 256  # the one that began first makes place for a further one
+MOST_OF_ONE: Final = 16  # of a key, or of a person: so a viewer cannot end the others'
 MAX_COOKIE_CHARS: Final = 4096
 
 
@@ -30,6 +31,11 @@ class OperatorSession(msgspec.Struct, frozen=True):
     key_digest: str
     ends_unix_s: float
     operator: Operator | None = None
+
+    @property
+    def whose(self) -> str:
+        """The key's digest, or the person of a token."""
+        return self.key_digest if self.operator is None else str(self.operator)
 
 
 class SessionStore(Protocol):
@@ -50,8 +56,8 @@ class LocalSessions:
         self._sessions: dict[str, OperatorSession] = {}
 
     def put(self, name: str, session: OperatorSession) -> None:
-        while len(self._sessions) >= MOST_SESSIONS:
-            del self._sessions[next(iter(self._sessions))]
+        for leaving in _that_make_place(self._sessions.items(), session.whose):
+            del self._sessions[leaving]
         self._sessions[name] = session
 
     def get(self, name: str) -> OperatorSession | None:
@@ -70,8 +76,8 @@ class SharedSessions:
     def put(self, name: str, session: OperatorSession) -> None:
         self._folder.mkdir(mode=0o700, exist_ok=True)
         known = sorted(self._folder.iterdir(), key=_began)
-        for file in known[: max(0, len(known) - MOST_SESSIONS + 1)]:
-            file.unlink(missing_ok=True)
+        for leaving in _that_make_place(((file.name, self.get(file.name)) for file in known), session.whose):
+            (self._folder / leaving).unlink(missing_ok=True)
         written = self._folder / f".{name}"
         written.write_bytes(msgspec.json.encode(session))
         written.rename(self._folder / name)
@@ -85,6 +91,18 @@ class SharedSessions:
     def drop(self, name: str) -> None:
         with suppress(OSError):
             (self._folder / name).unlink(missing_ok=True)
+
+
+def _that_make_place(known: Iterable[tuple[str, OperatorSession | None]], whose: str) -> list[str]:
+    """The names of sessions that end before one of `whose` begins; `known` has the oldest first."""
+    names, own = [], []
+    for name, session in known:
+        names.append(name)
+        if session is not None and session.whose == whose:
+            own.append(name)
+    leaving = own[: max(0, len(own) - MOST_OF_ONE + 1)]
+    others = [name for name in names if name not in leaving]
+    return leaving + others[: max(0, len(others) - MOST_SESSIONS + 1)]
 
 
 def _began(file: Path) -> float:

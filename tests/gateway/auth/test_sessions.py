@@ -6,8 +6,10 @@ from pathlib import Path
 import pytest
 
 from gateway.auth.keyring import Keyring, digest_of
+from gateway.auth.operator import Operator
 from gateway.auth.sessions import (
     COOKIE,
+    MOST_OF_ONE,
     MOST_SESSIONS,
     LocalSessions,
     OperatorSession,
@@ -54,10 +56,21 @@ def test_a_session_is_its_keys_until_it_ends(store: SessionStore) -> None:
 
 def test_so_many_sessions_are_kept_at_most(store: SessionStore) -> None:
     for number in range(MOST_SESSIONS + 10):
-        store.put(f"{number:04}", OperatorSession("digest", 1.0))
+        store.put(f"{number:04}", OperatorSession(f"digest of {number // 10}", 1.0))
     kept = [number for number in range(MOST_SESSIONS + 10) if store.get(f"{number:04}") is not None]
     assert len(kept) == MOST_SESSIONS
     assert kept[-1] == MOST_SESSIONS + 9
+
+
+@pytest.mark.parametrize("operator", [None, Operator("vic", OperatorRole.VIEWER, "https://login.example.com")])
+def test_one_operators_sessions_end_no_others(store: SessionStore, operator: Operator | None) -> None:
+    store.put("admins", OperatorSession("another", 1.0))
+    names = [f"{number:04}" for number in range(MOST_SESSIONS + 10)]
+    for name in names:
+        store.put(name, OperatorSession("digest" if operator is None else name, 1.0, operator))
+    assert store.get("admins") is not None
+    assert sum(store.get(name) is not None for name in names) == MOST_OF_ONE
+    assert store.get(names[-1]) is not None
 
 
 def test_workers_share_sessions_which_only_their_user_reads(tmp_path: Path) -> None:
