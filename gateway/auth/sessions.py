@@ -95,7 +95,8 @@ class SharedSessions:
 
 def _that_make_place(known: Iterable[tuple[str, OperatorSession | None]], whose: str) -> list[str]:
     """The names of sessions that end before one of `whose` begins; `known` has the oldest first."""
-    names, own = [], []
+    names: list[str] = []
+    own: list[str] = []
     for name, session in known:
         names.append(name)
         if session is not None and session.whose == whose:
