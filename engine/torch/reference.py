@@ -1,5 +1,6 @@
 """The yardstick: greedy tokens of a plain `transformers.generate`, none of our caches involved."""
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -29,6 +30,34 @@ def reference_tokens(model: Any, prompt: Sequence[int], max_tokens: int, *, igno
             pad_token_id=0,
         )
     return [int(token) for token in output[0, len(prompt) :]]
+
+
+def closest_routing(model: Any, tokens: Sequence[int]) -> float:
+    """The least difference, in any layer's router, between the last expert that a token gets and the next; inf without experts.
+
+    The order of sums decides between experts this close, as between tokens. It changes all logits that follow.
+    """
+    config = model.config
+    num_experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
+    if not num_experts:
+        return math.inf
+    taken = config.num_experts_per_tok
+    found = [math.inf]
+
+    def see(_module: Any, _inputs: Any, output: Any) -> None:
+        for part in output if isinstance(output, tuple) else ():
+            if isinstance(part, torch.Tensor) and part.is_floating_point() and part.shape[-1] == num_experts > taken:
+                best = torch.topk(part.float(), taken + 1, dim=-1).values
+                found.append(float((best[..., taken - 1] - best[..., taken]).min()))
+
+    hooks = [each.register_forward_hook(see) for each in model.modules()]
+    try:
+        with torch.inference_mode():
+            model(torch.tensor([list(tokens)], dtype=torch.long))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return min(found)
 
 
 def first_tie(model: Any, prompt: Sequence[int], tokens: Sequence[int]) -> int | None:

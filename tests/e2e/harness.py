@@ -31,6 +31,7 @@ T = TypeVar("T")
 
 FIRST_PLAIN_TOKEN, VOCABULARY = 4, 512
 IDLE_TIMEOUT_S = 60.0
+UNTIED_TRIES = 20
 
 
 def topology_document(model: Path, *, threshold: int, decode_nodes: int = 1, **node: Any) -> dict[str, Any]:
@@ -162,6 +163,23 @@ class Bench:
             tie = first_tie(self._reference, prompt, tokens)
         assert tie is None, f"token {tie} is a tie, which machines break differently: take another prompt"
         return tokens
+
+    def untied(self, num_tokens: int, rng: np.random.Generator, max_tokens: int = 16) -> tuple[list[int], list[int]]:
+        """A random prompt, and what a plain transformers.generate gives: nothing in them depends on the order of sums."""
+        from engine.torch.embedded import load_model
+        from engine.torch.reference import TIE, closest_routing, first_tie, reference_tokens
+
+        with self._reference_lock:
+            if self._reference is None:
+                self._reference = load_model(self.model)
+            for _ in range(UNTIED_TRIES):
+                prompt = self.prompt(num_tokens, seed=int(rng.integers(1 << 40)))
+                tokens = reference_tokens(self._reference, prompt, max_tokens)
+                if first_tie(self._reference, prompt, tokens) is not None:
+                    continue
+                if closest_routing(self._reference, [*prompt, *tokens]) >= TIE:
+                    return prompt, tokens
+        raise AssertionError(f"each of {UNTIED_TRIES} prompts of {num_tokens} tokens has a tie")
 
     async def record(self, name: str) -> dict[str, Any]:
         """The gateway's record of a finished request."""

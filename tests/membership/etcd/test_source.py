@@ -138,6 +138,7 @@ def test_a_watch_that_ends_is_begun_anew_at_once(etcd: EtcdDouble, look: Looking
     look.sees("a")
     lists(etcd, "b")
     look.sees("a", "b")
+    until(lambda: etcd.watches_begun)
     etcd.end_watches("etcdserver: no leader")
     lists(etcd, "c")
 
@@ -210,6 +211,7 @@ def test_a_token_that_etcd_no_longer_knows_is_renewed(etcd: EtcdDouble, tmp_path
     look.sees("a")
     etcd.tokens.clear()
     assert node.beat()
+    until(lambda: etcd.watches_begun)
     etcd.end_watches("rpc error: code = Unauthenticated desc = etcdserver: invalid auth token")
     etcd.tokens.clear()
     lists(etcd, "b")
@@ -244,6 +246,7 @@ def test_more_nodes_than_a_gateway_takes_freeze_the_view(etcd: EtcdDouble, look:
     look.sees("a")
     known = etcd.state.keys[f"{LISTED}a".encode()]
     etcd.state.keys |= {f"{LISTED}{number}".encode(): known for number in range(MAX_ENTRIES)}
+    until(lambda: etcd.watches_begun)
     etcd.end_watches("etcdserver: no leader")
     assert look.failure("more than").reason == "too_many"
     left = [EtcdKeyValue(key=f"{LISTED}{number}".encode()) for number in range(MAX_ENTRIES - 1)]
