@@ -56,7 +56,7 @@ class KubernetesSource:
         self._states: dict[str, KubernetesFailed | None] = {}  # of each collection that has been tried, by path
         self._followed = 0  # how many there are; 0: not known yet
         self._is_closed = False
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._reflecting: asyncio.Task[object] | None = None
         self._thread: threading.Thread | None = None
         self._said: RegistryReading | None = None
 
@@ -80,10 +80,11 @@ class KubernetesSource:
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
-            loop, thread = self._loop, self._thread
-        if loop is not None:
+            reflecting, thread = self._reflecting, self._thread
+        if reflecting is not None:
             with contextlib.suppress(RuntimeError):  # it has just ended
-                loop.call_soon_threadsafe(_cancel_all, loop)
+                # Only this task: it ends those that it has begun, and aiohttp those of a connection on its way.
+                reflecting.get_loop().call_soon_threadsafe(reflecting.cancel)
         if thread is not None:
             thread.join(END_S)
 
@@ -116,7 +117,7 @@ class KubernetesSource:
 
     async def _reflect(self) -> None:
         with self._changed:
-            self._loop = asyncio.get_running_loop()
+            self._reflecting = asyncio.current_task()
             if self._is_closed:
                 return
             self._listing, self._states, self._followed = self._new_listing(), {}, 0
@@ -133,7 +134,7 @@ class KubernetesSource:
         finally:
             await client.close()
             with self._changed:
-                self._loop = None
+                self._reflecting = None
 
     def _new_listing(self) -> KubernetesListing:
         return KubernetesListing(self._config.readiness, self._config.agent_port)
@@ -182,8 +183,3 @@ class KubernetesSource:
         with self._changed:
             self._states[path] = state
             self._changed.notify_all()
-
-
-def _cancel_all(loop: asyncio.AbstractEventLoop) -> None:
-    for task in asyncio.all_tasks(loop):
-        task.cancel()

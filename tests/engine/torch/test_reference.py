@@ -51,7 +51,6 @@ class Routed(torch.nn.Module):
 def test_the_closest_choice_between_the_last_expert_and_the_next_is_found() -> None:
     model = Routed([[4.0, 3.0, 1.0, 0.0], [0.0, 2.5, 3.0, 2.0], [1.0, 1.0, 0.0, 0.0]])
     assert closest_routing(model, [7, 7, 7]) == pytest.approx(0.5)  # equal first and second experts are no choice
-    assert not model.router._forward_hooks
 
 
 def test_a_model_without_experts_chooses_none() -> None:

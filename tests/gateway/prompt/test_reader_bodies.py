@@ -2,10 +2,8 @@
 
 import asyncio
 import gc
-import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
@@ -96,13 +94,6 @@ class KeptReader:
         self.runner.run(bounded())
 
 
-def start_threads(pool: ThreadPoolExecutor) -> None:
-    """All that a pool may have, so that no test is the first to need one and seems to leave it behind."""
-    together = threading.Barrier(pool._max_workers)
-    for started in [pool.submit(together.wait, PATIENCE_S) for _ in range(pool._max_workers)]:
-        started.result()
-
-
 @pytest.fixture(scope="module")
 def kept() -> Iterator[KeptReader]:
     """For tests that leave a reader as it was."""
@@ -110,7 +101,6 @@ def kept() -> Iterator[KeptReader]:
         held = AsyncExitStack()
         reads = runner.run(held.enter_async_context(reader()))
         runner.run(reads.warm(PATIENCE_S))
-        start_threads(reads._threads)
         yield KeptReader(runner, reads)
         runner.run(held.aclose())
 
