@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager, suppress
 from errno import ECONNREFUSED
 from socket import IPPROTO_TCP, SO_KEEPALIVE, SOL_SOCKET, TCP_KEEPCNT, TCP_KEEPIDLE, TCP_KEEPINTVL, socket
 from typing import Final
+from weakref import WeakSet
 
 import aiohttp
 import msgspec
@@ -23,6 +24,7 @@ from transport.control.bounded import BodyTooLong, read_bounded
 from transport.control.secret_files import read_secret
 
 CONNECT_S: Final = 3.0
+LEAVE_S: Final = 0.5  # that TLS may take to end; aiohttp does not wait for it where a watch is given up
 CALL_S: Final = 10.0  # for a page of a list, or until a watch begins
 MAX_PAGE_BYTES: Final = 16 << 20
 MAX_EVENT_BYTES: Final = 4 << 20  # etcd takes objects of 1.5 MiB
@@ -47,11 +49,17 @@ class ApiClient:
         """Inside an event loop."""
         self._config = config
         self._call_s = call_s
-        connector = aiohttp.TCPConnector(limit=0, force_close=True, socket_factory=_kept_alive)
+        self._sockets: WeakSet[socket] = WeakSet()
+        connector = aiohttp.TCPConnector(limit=0, force_close=True, socket_factory=self._kept_alive)
         self._http = aiohttp.ClientSession(connector=connector, auto_decompress=False)
 
     async def close(self) -> None:
+        """Within `LEAVE_S`, all sockets of a server that answers are closed."""
         await self._http.close()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(LEAVE_S):
+                while any(each.fileno() >= 0 for each in self._sockets):  # noqa: ASYNC110 nothing tells
+                    await asyncio.sleep(0.005)
 
     async def page(self, path: str, params: Params) -> bytes:
         """One page of a list."""
@@ -110,6 +118,16 @@ class ApiClient:
         text = f"{self.where} refuses to {what} ({answer.status}): {said}{advice}"
         return KubernetesFailed(reason, text, _again_s(answer.headers.get("retry-after", "")))
 
+    def _kept_alive(self, address: aiohttp.AddrInfoType) -> socket:
+        family, kind, protocol, *_ = address
+        made = socket(family, kind, protocol)
+        made.setblocking(False)
+        made.setsockopt(SOL_SOCKET, SO_KEEPALIVE, 1)
+        for option, value in KEEPALIVE:
+            made.setsockopt(IPPROTO_TCP, option, value)
+        self._sockets.add(made)
+        return made
+
     def _token(self) -> dict[str, str]:
         path = self._config.token_file
         if not self._config.has_token:
@@ -165,13 +183,3 @@ def _why(error: aiohttp.ClientError) -> str:
         case aiohttp.ServerDisconnectedError() | aiohttp.ClientPayloadError() | aiohttp.ClientOSError():
             return "the connection was lost"
     return shown(str(error))
-
-
-def _kept_alive(address: aiohttp.AddrInfoType) -> socket:
-    family, kind, protocol, *_ = address
-    made = socket(family, kind, protocol)
-    made.setblocking(False)
-    made.setsockopt(SOL_SOCKET, SO_KEEPALIVE, 1)
-    for option, value in KEEPALIVE:
-        made.setsockopt(IPPROTO_TCP, option, value)
-    return made

@@ -1,11 +1,9 @@
 """How an API server is followed: what is asked of it, within which bounds, and what ends with the source."""
 
-import gc
 import socket
 import ssl
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
@@ -53,10 +51,6 @@ def follow(api: DoubledApi, tmp_path: Path) -> Iterator[Follow]:
     yield source
     for each in made:
         each.close()
-    # Now and then a connection that was being opened when its source closed is left to the collector: not mended yet.
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ResourceWarning)
-        gc.collect()
 
 
 def ids(source: KubernetesSource) -> set[str]:
