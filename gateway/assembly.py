@@ -250,6 +250,7 @@ async def running(
         pages = operator_pages(shown, kept, siblings)
         await _nodes_heard(seen, seat)
         await fleet.settled()
+        seen.links.drain(seen.drained.links())  # other gateways may have drained some
         if warming is not None:
             await warming
         certificate = server_certificate(config)

@@ -28,9 +28,7 @@ LOOK_GAP_S: Final = 4.0  # between two looks, for the second to know when a clai
 RENEWED_WITHIN_S: Final = 8.0  # of the last time: 7 s later no other gateway counts it as lost yet
 IDLE: Final = 0.01  # of a limit, for all gateways together
 SLACK: Final = 0.1  # of a part, by which it may be another than what is asked for says
-USED_SLACK: Final = (
-    0.3  # where all of it is used: what one gateway gives up, another one takes only after its next look
-)
+USED_SLACK: Final = 0.3  # where all of it is used: what one gateway gives up, another takes only after its next look
 LEAST_WANTED: Final = 0.02  # of a limit; less moves nothing
 MOST_WANTED: Final = 2.0  # clients that try again at once are no more than that
 LEAST_ROOM: Final = 0.002  # of a limit; less is not taken

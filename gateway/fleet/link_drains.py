@@ -8,6 +8,7 @@ the registry answers or not. Four times a second it is compared with the registr
 """
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -87,8 +88,9 @@ class LinkDrains:
     async def settled(self, patience_s: float) -> None:
         """Waits for the first look, where it is ours."""
         if self._is_on_duty():
-            await asyncio.wait([looked := asyncio.ensure_future(self._has_looked.wait())], timeout=patience_s)
-            looked.cancel()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(patience_s):
+                    await self._has_looked.wait()
 
     async def step(self) -> None:
         """Compares once. Raises FleetFailed; OSError where workers cannot be told."""
