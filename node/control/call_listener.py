@@ -7,21 +7,15 @@ handshake, and each that fails has its reason and its address.
 """
 
 import asyncio
-import logging
 import socket
 import ssl
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final
 
+from node.process.accept_loop import BACKLOG, AcceptLoop
 from node.process.handshakes import HandshakePlaces
 from transport.path.site import site_of
 from transport.path.tcp import family_of
-
-log = logging.getLogger(__name__)
-
-BACKLOG: Final = 128
-ACCEPT_PAUSE_S: Final = 0.5  # while the process can open no more
 
 Refused = Callable[[str, str, str], None]  # is told a reason, an address and a detail
 
@@ -55,8 +49,7 @@ class CallListener:
         self._tasks: dict[asyncio.Task[None], _Accepted] = {}
         self._secure: ssl.SSLContext | None = None
         self._loop: asyncio.AbstractEventLoop
-        self._listener: socket.socket | None = None
-        self._pause: asyncio.TimerHandle | None = None
+        self._accepting: AcceptLoop | None = None
 
     def __len__(self) -> int:
         """How many handshakes are under way."""
@@ -66,21 +59,17 @@ class CallListener:
         """The port it listens on; without `secure` there are no handshakes. Raises OSError."""
         self._loop = asyncio.get_running_loop()
         self._secure = secure
-        self._listener = socket.create_server((host, port), family=family_of(host), backlog=BACKLOG)
-        self._listener.setblocking(False)
-        self._listen()
-        bound: int = self._listener.getsockname()[1]
+        listener = socket.create_server((host, port), family=family_of(host), backlog=BACKLOG)
+        self._accepting = AcceptLoop(listener, self._welcome, "node calls")
+        bound: int = listener.getsockname()[1]
         return bound
 
     def stop(self) -> None:
         """Takes no more callers; handshakes under way end."""
-        if self._listener is None:
+        if self._accepting is None:
             return
-        if self._pause is not None:
-            self._pause.cancel()
-        self._loop.remove_reader(self._listener)
-        self._listener.close()
-        self._listener = None
+        self._accepting.close()
+        self._accepting = None
         for task in self._tasks:
             task.cancel()
 
@@ -88,24 +77,6 @@ class CallListener:
         """The same, and waits until all handshakes have ended."""
         self.stop()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    def _listen(self) -> None:
-        if self._listener is not None:
-            self._loop.add_reader(self._listener, self._accept, self._listener)
-
-    def _accept(self, listener: socket.socket) -> None:
-        for _ in range(BACKLOG):
-            try:
-                caller, peer = listener.accept()
-            except (BlockingIOError, ConnectionAbortedError, InterruptedError):
-                return
-            except OSError as exc:  # no descriptor, no memory: others may give theirs back
-                log.error("callers wait for %g s: %s", ACCEPT_PAUSE_S, exc)
-                self._loop.remove_reader(listener)
-                self._pause = self._loop.call_later(ACCEPT_PAUSE_S, self._listen)
-                return
-            caller.setblocking(False)
-            self._welcome(caller, peer[0])
 
     def _welcome(self, caller: socket.socket, address: str) -> None:
         """Begins a handshake, for which another one may have to end."""

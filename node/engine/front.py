@@ -18,6 +18,7 @@ from typing import Any, Final, Protocol
 from urllib.parse import urlsplit
 
 from node.engine.relay import READ_BYTES, STALLED_S, EngineRelay, reset
+from node.process.accept_loop import BACKLOG, AcceptLoop
 from node.process.handshakes import HandshakePlaces
 from node.process.ports import ListenPort
 from transport.control.calls import keep_alive
@@ -37,8 +38,6 @@ MAX_CONNECTIONS: Final = 16_384  # of callers that may ask
 MAX_OF_ADDRESS: Final = 4_096
 KNOWN_S: Final = 600.0  # how long a site stays known after its last caller left
 MAX_KNOWN: Final = 1_024
-BACKLOG: Final = 128
-ACCEPT_PAUSE_S: Final = 0.5  # while the process can open no more
 
 PeerCertificate = Mapping[str, Any]  # as `said_by` gives it
 Complaint = Callable[[PeerCertificate], str]
@@ -113,8 +112,7 @@ class EngineFront:
         self._stalled_s = stalled_s
         self._scratch = memoryview(bytearray(READ_BYTES))
         self._loop: asyncio.AbstractEventLoop
-        self._listener: socket.socket | None = None
-        self._pause: asyncio.TimerHandle | None = None
+        self._accepting: AcceptLoop | None = None
         self._lines = FewLines(log)
 
     def __len__(self) -> int:
@@ -126,11 +124,9 @@ class EngineFront:
             listener = socket.create_server((port.host, port.number), family=family_of(port.host), backlog=BACKLOG)
         except OSError as exc:
             raise port.refused(exc) from exc
-        listener.setblocking(False)
         self.url = f"https://{format_address(port.host, listener.getsockname()[1])}"
         self._loop = asyncio.get_running_loop()
-        self._listener = listener
-        self._listen()
+        self._accepting = AcceptLoop(listener, self._take, "the engine")
 
     def open(self, engine_url: str) -> None:
         """Carries callers to the engine at `engine_url` from now on."""
@@ -150,39 +146,22 @@ class EngineFront:
 
     async def close(self) -> None:
         """Listens no more, and ends all connections."""
-        if self._listener is None:
+        if self._accepting is None:
             return
-        if self._pause is not None:
-            self._pause.cancel()
-        self._loop.remove_reader(self._listener)
-        self._listener.close()
-        self._listener = None
+        self._accepting.close()
+        self._accepting = None
         callers = list(self._callers)
         for caller in callers:
             caller.abort()
         connecting = [caller.connecting for caller in callers if caller.connecting is not None]
         await asyncio.gather(*connecting, return_exceptions=True)
 
-    def _listen(self) -> None:
-        if self._listener is not None:
-            self._loop.add_reader(self._listener, self._accept, self._listener)
-
-    def _accept(self, listener: socket.socket) -> None:
-        for _ in range(BACKLOG):
-            try:
-                connection, peer = listener.accept()
-            except (BlockingIOError, ConnectionAbortedError, InterruptedError):
-                return
-            except OSError as exc:  # no descriptor, no memory: others may give theirs back
-                log.error("callers of the engine wait for %g s: %s", ACCEPT_PAUSE_S, exc)
-                self._loop.remove_reader(listener)
-                self._pause = self._loop.call_later(ACCEPT_PAUSE_S, self._listen)
-                return
-            site = site_of(peer[0])
-            if reason := self._reason_against(site):
-                self._turn_away(connection, reason)
-            else:
-                self._welcome(connection, peer[0], site)
+    def _take(self, connection: socket.socket, address: str) -> None:
+        site = site_of(address)
+        if reason := self._reason_against(site):
+            self._turn_away(connection, reason)
+        else:
+            self._welcome(connection, address, site)
 
     def _reason_against(self, site: str) -> str:
         if self._engine is None:
@@ -197,7 +176,6 @@ class EngineFront:
     def _welcome(self, connection: socket.socket, address: str, site: str) -> None:
         """Begins a handshake, for which another one may have to end."""
         try:
-            connection.setblocking(False)
             keep_alive(connection)
             secure = self._identity.server_context().wrap_socket(
                 connection, server_side=True, do_handshake_on_connect=False
