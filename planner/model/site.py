@@ -449,7 +449,7 @@ def _burst_index(table: Mapping[str, Any]) -> float:
 
 
 def _output_spread(table: Mapping[str, Any]) -> float:
-    """None of workloads that do not tell."""
+    """0.0 for a workload that does not tell it."""
     if "output_tokens" not in table:
         return 0.0
     with placed("output_tokens"):
