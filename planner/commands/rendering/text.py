@@ -70,8 +70,9 @@ def _cost(plan: Plan) -> str:
 def _columns(rows: Mapping[str, str], current: Mapping[str, str] | None) -> list[str]:
     if current is None:
         return [f"  {name:<22}{value}" for name, value in rows.items()]
-    head = f"  {'':<22}{'homogeneous':<28}plan"
-    return [head, *(f"  {name:<22}{current[name]:<28}{value}" for name, value in rows.items())]
+    width = max(28, *(len(value) + 2 for value in current.values()))
+    head = f"  {'':<22}{'homogeneous':<{width}}plan"
+    return [head, *(f"  {name:<22}{current[name]:<{width}}{value}" for name, value in rows.items())]
 
 
 def _judgement(plan: Plan) -> list[str]:
