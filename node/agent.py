@@ -22,7 +22,7 @@ from node.control.broadcast import Broadcast
 from node.control.holders import ReservationHolders
 from node.draining import Draining
 from node.engine.block_naming import BlockNaming
-from node.engine.front import door_of
+from node.engine.doors import door_of
 from node.engine.http_status import follow_adapters, follow_loads, serves
 from node.engine.kv_events import events_endpoint, follow
 from node.engine.liveness import TIMES, LivenessTimes, Vigil
@@ -105,6 +105,7 @@ class NodeAgent:
         self.incoming: IncomingTransfers | None = None
         self.decodes: DecodeService | None = None
         self.contexts: PinnedContexts | None = None
+        self.control_ended: Counter[str] = Counter()  # connections to the control port that were ended, by why
         self.calls_ended: Counter[str] = Counter()  # kept connections that the node ended, by why
         self.reloads = Counter(applied=0, unchanged=0, refused=0)
         self.calls_port = 0  # where calls are taken over kept connections; 0: nowhere

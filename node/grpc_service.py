@@ -10,18 +10,19 @@ import grpc.aio
 
 from node.agent import NodeAgent
 from node.control.broadcast import WatcherTooSlow
+from node.control.control_server import HTTP_2, ControlServer, FrontCallers, uncertified
 from node.control.holders import checked_name
-from node.control.rights import RightsInterceptor
+from node.control.rights import CallerOf, RightsInterceptor
 from node.errors import NodeRefusal
 from node.kvcache.pages import in_parts, split_hashes
 from node.kvcache.tenant_pages import TENANTS_PART
-from transport.control.credentials import server_credentials
+from node.process.ports import ListenPort
+from node.process.tls_front import TlsFront
 from transport.control.proto import node_pb2 as pb
 from transport.control.proto import node_pb2_grpc as rpc
 from transport.control.tickets import MAX_CONTROL_BYTES, REASON_KEY, ticket_info
 from transport.path.tcp import format_address
 from transport.peers.guard import Guard
-from transport.peers.name import of_grpc
 from transport.wire.identity import Identity
 
 log = logging.getLogger(__name__)
@@ -31,6 +32,7 @@ MIN_LOAD_INTERVAL_S = 0.02
 COMMIT_TIMEOUT_S = 120.0
 # A gateway whose machine is gone says nothing, and no end of its connection comes: it would be taken to be there for ever.
 KEEPALIVE_MS, KEEPALIVE_TIMEOUT_MS = 30_000, 20_000
+INSIDE = "127.0.0.1"  # where gRPC listens for the front
 HANDSHAKE_S = 20.0  # gRPC's own limit is two minutes, in which a stranger holds a descriptor and 17 KiB
 STATUS_OF_REFUSAL = {
     "draining": grpc.StatusCode.UNAVAILABLE,
@@ -61,6 +63,7 @@ class NodeService(rpc.NodeAgentServicer):
     def __init__(self, agent: NodeAgent, now: Callable[[], float]) -> None:
         self._agent = agent
         self._now = now
+        self.caller_of: CallerOf = uncertified  # of the server that it is served by
 
     async def Describe(self, request: pb.DescribeRequest, context: grpc.aio.ServicerContext) -> pb.NodeDescription:
         description = self._agent.describe()
@@ -198,13 +201,13 @@ class NodeService(rpc.NodeAgentServicer):
 
     async def Drain(self, request: pb.DrainRequest, context: grpc.aio.ServicerContext) -> pb.Done:
         timeout_s = request.timeout_s or self._agent.config.drain_timeout_s
-        ended = await self._agent.draining.begin(timeout_s, _who(request.by, context))
+        ended = await self._agent.draining.begin(timeout_s, self._who(request.by, context))
         reason = "requests still run" if self._agent.draining.is_on else "undone"
         return pb.Done(ok=ended, reason="" if ended else reason)
 
     async def Undrain(self, request: pb.UndrainRequest, context: grpc.aio.ServicerContext) -> pb.Done:
         try:
-            self._agent.draining.undo(_who(request.by, context))
+            self._agent.draining.undo(self._who(request.by, context))
         except NodeRefusal as exc:
             await _refuse(context, exc)
         return pb.Done(ok=True)
@@ -215,12 +218,11 @@ class NodeService(rpc.NodeAgentServicer):
         except NodeRefusal as exc:
             await _refuse(context, exc)
 
-
-def _who(named: str, context: grpc.aio.ServicerContext) -> str:
-    """Who asks: a name, printable whatever was sent, the certificate's where there is one, and where from."""
-    name = "".join(each if each.isprintable() else "?" for each in named[:80]) or "somebody"
-    certified = of_grpc(context.auth_context())
-    return f"{name}{f' ({certified})' if certified is not None else ''} at {context.peer()}"
+    def _who(self, named: str, context: grpc.aio.ServicerContext) -> str:
+        """Who asks: a name, printable whatever was sent, the certificate's where there is one, and where from."""
+        name = "".join(each if each.isprintable() else "?" for each in named[:80]) or "somebody"
+        certified = self.caller_of(context.peer())
+        return f"{name} ({certified[0]}) at {certified[1]}" if certified is not None else f"{name} at {context.peer()}"
 
 
 async def _refuse(context: grpc.aio.ServicerContext, refusal: NodeRefusal) -> NoReturn:
@@ -237,10 +239,11 @@ async def serve(
     guard: Guard | None = None,
     *,
     handshake_s: float = HANDSHAKE_S,
-) -> tuple[grpc.aio.Server, int]:
+) -> tuple[ControlServer, int]:
     """Starts a gRPC server; returns it and its port.
 
-    With an identity, callers must have a certificate whose name `guard` knows rights of; None: one of its own.
+    With an identity, callers speak mutual TLS 1.3, and must have a certificate whose name `guard` knows rights of; None:
+    one of its own.
     A connection that has not said that it speaks HTTP/2 within `handshake_s` is turned away.
     Raises OSError if the port is taken or a certificate cannot be read.
     """
@@ -252,15 +255,37 @@ async def serve(
         ("grpc.keepalive_time_ms", KEEPALIVE_MS),
         ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
     ]
-    interceptors = [] if identity is None else [RightsInterceptor(guard or identity.guard())]
+    if identity is None:
+        server = _server(service, options, [])
+        bound = _bound(server, host, port)
+        await server.start()
+        return ControlServer(server, None), bound
+    front = TlsFront(identity, handshake_s=handshake_s, protocol=HTTP_2, whose="the control service")
+    service.caller_of = FrontCallers(front)
+    server = _server(service, options, [RightsInterceptor(guard or identity.guard(), service.caller_of)])
+    inside = _bound(server, INSIDE, 0)
+    await server.start()
+    try:
+        bound = await front.start(ListenPort("control_port", host, port))
+    except BaseException:
+        await server.stop(None)
+        raise
+    front.open(f"http://{INSIDE}:{inside}")
+    return ControlServer(server, front), bound
+
+
+def _server(
+    service: NodeService, options: list[tuple[str, int]], interceptors: list[RightsInterceptor]
+) -> grpc.aio.Server:
     server = grpc.aio.server(options=options, interceptors=interceptors)
     rpc.add_NodeAgentServicer_to_server(service, server)  # type: ignore[no-untyped-call]
+    return server
+
+
+def _bound(server: grpc.aio.Server, host: str, port: int) -> int:
+    """Raises OSError."""
     try:
-        if identity is None:
-            bound = server.add_insecure_port(format_address(host, port))
-        else:
-            bound = server.add_secure_port(format_address(host, port), server_credentials(identity))
+        bound: int = server.add_insecure_port(format_address(host, port))
     except RuntimeError as exc:
         raise OSError(errno.EADDRINUSE, f"cannot listen on {format_address(host, port)}") from exc
-    await server.start()
-    return server, bound
+    return bound

@@ -116,6 +116,7 @@ async def _start(
     service = NodeService(agent, time.monotonic)
     with _binding(control := config.port("control")):
         server, bound = await serve(service, control.host, control.number, config.identity, agent.guard)
+    agent.control_ended = server.ended
     stack.push_async_callback(server.stop, STOP_GRACE_S)
     agent.supervisor.control = format_address(LOOPBACK.get(control.host, control.host), bound)
     calls = CallServer(service, agent.holders)

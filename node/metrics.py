@@ -76,6 +76,12 @@ class NodeCollector(Collector):
             "prfaas_node_internal_errors", "Errors of our own that were survived", "task", self._agent.failures
         )
         yield _counter(
+            "prfaas_control_connections_ended",
+            "Connections to the control port that the node ended or turned away, by why",
+            "reason",
+            self._agent.control_ended,
+        )
+        yield _counter(
             "prfaas_calls_ended", "Kept connections that the node ended, by why", "reason", self._agent.calls_ended
         )
         yield _counter(

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from node.config import NodeConfig
-from node.engine.front import EngineDoor
+from node.engine.doors import EngineDoor
 from node.tasks import Tasks
 from node.transfer.incoming import IncomingTransfers
 from node.transfer.reach import PeerReach

@@ -1,7 +1,7 @@
 """What mutual TLS on engine legs costs: CPU of the agent per token, and time until a first token.
 
 An engine that computes nothing streams tokens as engines do: each decode step gives all streams one, one stream after the
-other. Callers read them on its own port in clear, through an agent's EngineFront over mutual TLS, and through the floor: a
+other. Callers read them on its own port in clear, through an agent's TlsFront over mutual TLS, and through the floor: a
 process that reads and writes each token in clear, and does nothing else. Engine, front, floor and callers are processes; the
 ways take turns. CPU is that of the front's or the floor's process alone.
 """
@@ -26,8 +26,8 @@ from typing import Final
 import uvloop
 
 from benchmarks.lib.processes import GreetingChild
-from node.engine.front import EngineFront
 from node.process.ports import ListenPort
+from node.process.tls_front import TlsFront
 from transport.control.certificates import Authority
 from transport.wire.identity import Identity
 
@@ -116,7 +116,7 @@ def tell_cpu() -> None:
 
 async def serve_front(identity: Identity, engine_port: int) -> None:
     """Answers a line on its standard input with the CPU seconds that it has taken."""
-    front = EngineFront(identity)
+    front = TlsFront(identity)
     await front.start(ListenPort("engine_port", HOST, 0))
     front.open(f"http://{HOST}:{engine_port}")
     print(json.dumps({"port": int(front.url.rpartition(":")[2])}), flush=True)

@@ -9,10 +9,13 @@ import grpc.aio
 
 from transport.control.tickets import REASON_KEY
 from transport.peers.guard import Guard
-from transport.peers.name import PeerCertificate, of_grpc
+from transport.peers.name import PeerCertificate
 
 DENIED: Final = "permission_denied"
 UNCERTIFIED: Final = PeerCertificate(None, 0, "it has not come")
+
+CallerOf = Callable[[str], tuple[PeerCertificate, str] | None]
+# who has made a call, by gRPC's name of its connection: a certificate and an address; None: it has shown none
 
 Continuation = Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler | None]]
 
@@ -20,8 +23,9 @@ Continuation = Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandl
 class RightsInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     """Refuses what the caller's role may not do, and ends streams of callers that are revoked meanwhile."""
 
-    def __init__(self, guard: Guard) -> None:
+    def __init__(self, guard: Guard, caller_of: CallerOf) -> None:
         self._guard = guard
+        self._caller_of = caller_of
 
     async def intercept_service(
         self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
@@ -68,8 +72,8 @@ class RightsInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         return stream_while_allowed
 
     async def _require(self, operation: str, context: grpc.aio.ServicerContext) -> PeerCertificate:
-        peer = of_grpc(context.auth_context()) or UNCERTIFIED
-        if why := self._guard.refusal(operation, peer, context.peer()):
+        peer, address = self._caller_of(context.peer()) or (UNCERTIFIED, context.peer())
+        if why := self._guard.refusal(operation, peer, address):
             await _deny(context, why)
         return peer
 

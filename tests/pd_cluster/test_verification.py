@@ -11,7 +11,7 @@ import pytest
 from aiohttp import web
 
 from node.config import NodeConfig
-from node.engine.front import OpenDoor
+from node.engine.doors import OpenDoor
 from node.tasks import Tasks
 from node.transfer.services import DecodeService, OutgoingLegs
 from pd_cluster.converter import RoleConverter

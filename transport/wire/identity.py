@@ -33,7 +33,7 @@ class Identity:
     authority: Path
     revoked: Path | None = None
     peer_name: str = ""  # the name that a server's certificate must carry; empty: any that the authority signed
-    _good: dict[tuple[int, bool], tuple[Version, ssl.SSLContext]] = field(
+    _good: dict[tuple[int, bool, str], tuple[Version, ssl.SSLContext]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
     _authorities: AuthorityFile = field(init=False, repr=False, compare=False)
@@ -75,8 +75,9 @@ class Identity:
             raise OSError(f"certificate {self.certificate}: {why}")
         return Guard(own, revoked, now, authorities=authorities)
 
-    def server_context(self) -> ssl.SSLContext:
-        return self._present(ssl.PROTOCOL_TLS_SERVER)
+    def server_context(self, protocol: str = "") -> ssl.SSLContext:
+        """For a server that speaks `protocol`, by its name in ALPN (RFC 7301); "": callers' names are not looked at."""
+        return self._present(ssl.PROTOCOL_TLS_SERVER, speaks=protocol)
 
     def client_context(self) -> ssl.SSLContext:
         return self._present(ssl.PROTOCOL_TLS_CLIENT)
@@ -126,13 +127,15 @@ class Identity:
         context.sni_callback = present
         return context
 
-    def _present(self, protocol: int, *, asks: bool = True) -> ssl.SSLContext:
-        kind = (protocol, asks)
+    def _present(self, protocol: int, *, asks: bool = True, speaks: str = "") -> ssl.SSLContext:
+        kind = (protocol, asks, speaks)
         known = self._good.get(kind)
         try:
             version = self.version()
             if known is None or known[0] != version:
                 known = self._good[kind] = (version, self._load(protocol, asks=asks))
+                if speaks:
+                    known[1].set_alpn_protocols([speaks])
         except OSError as exc:
             if known is None:
                 raise

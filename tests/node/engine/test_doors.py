@@ -2,9 +2,10 @@
 
 from pathlib import Path
 
-from node.engine.front import EngineFront, OpenDoor, door_of
+from node.engine.doors import OpenDoor, door_of
+from node.process.tls_front import TlsFront
 from tests.gateway.worlds import on_both_loops, until
-from tests.node.engine.callers import HOST, calling, engine_running, fronted, is_refused
+from tests.node.process.callers import HOST, calling, engine_running, fronted, is_refused
 from tests.peers import Peers
 from transport.control.credentials import takes_old_tls
 from transport.peers.name import PeerRole
@@ -25,7 +26,7 @@ def test_engines_are_asked_by_gateways_only_and_not_by_revoked_ones(peers: Peers
         (tmp_path / "revoked").write_text("")
         identity, guard = peers.guarded(tmp_path / "revoked")
         front = door_of(identity, guard)
-        assert isinstance(front, EngineFront)
+        assert isinstance(front, TlsFront)
         async with engine_running() as engine, fronted(front) as port:
             front.open(engine.url)
             for role, thief in peers.by_role.items():

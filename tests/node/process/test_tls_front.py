@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from node.engine.front import EngineFront, PeerCertificate
 from node.errors import NodeConfigError
 from node.process.handshakes import HandshakePlaces
 from node.process.ports import ListenPort
+from node.process.tls_front import PeerCertificate, TlsFront
 from tests.gateway.worlds import on_both_loops, until
-from tests.node.engine.callers import (
+from tests.node.process.callers import (
     ANY,
     HOST,
     calling,
@@ -52,7 +52,7 @@ def test_it_carries_both_ways_and_a_request_may_come_with_the_handshakes_last_by
 ) -> None:
     @on_both_loops
     async def scenario() -> None:
-        front = EngineFront(node)
+        front = TlsFront(node)
         async with engine_running() as engine, fronted(front) as port:
             front.open(engine.url)
             assert front.url == f"https://{HOST}:{port}"
@@ -72,7 +72,7 @@ def test_it_carries_both_ways_and_a_request_may_come_with_the_handshakes_last_by
 def test_only_one_end_reading_bounds_what_is_kept(node: Identity, gateway: Identity) -> None:
     @on_both_loops
     async def scenario() -> None:
-        front = EngineFront(node)
+        front = TlsFront(node)
         async with engine_running() as engine, fronted(front) as port:
             front.open(engine.url)
             engine.is_deaf = True
@@ -94,7 +94,7 @@ def test_only_one_end_reading_bounds_what_is_kept(node: Identity, gateway: Ident
 def test_an_end_on_either_side_ends_both(node: Identity, gateway: Identity) -> None:
     @on_both_loops
     async def scenario() -> None:
-        front = EngineFront(node)
+        front = TlsFront(node)
         async with engine_running() as engine, fronted(front) as port:
             front.open(engine.url)
             engine.hangs_up = True
@@ -115,7 +115,7 @@ def test_an_end_on_either_side_ends_both(node: Identity, gateway: Identity) -> N
 def test_a_caller_that_takes_nothing_keeps_its_connection_for_a_while_only(node: Identity, gateway: Identity) -> None:
     @on_both_loops
     async def scenario() -> None:
-        front = EngineFront(node, stalled_s=0.2)
+        front = TlsFront(node, stalled_s=0.2)
         async with engine_running() as engine, fronted(front) as port:
             front.open(engine.url)
             async with calling(port, gateway) as (_, writer):
@@ -131,7 +131,7 @@ def test_a_caller_that_takes_nothing_keeps_its_connection_for_a_while_only(node:
 def test_without_an_engine_callers_are_reset_before_their_handshake(node: Identity, gateway: Identity) -> None:
     @on_both_loops
     async def scenario() -> None:
-        front = EngineFront(node)
+        front = TlsFront(node)
         async with fronted(front) as port:
             for _ in range(2):
                 with pytest.raises(ConnectionResetError):
@@ -156,7 +156,7 @@ def test_strangers_and_callers_without_the_right_are_refused_and_counted(
 
     @on_both_loops
     async def scenario() -> None:
-        front = EngineFront(node, complaint, handshake_s=0.5)
+        front = TlsFront(node, complaint, handshake_s=0.5)
         async with engine_running() as engine, fronted(front) as port:
             front.open(engine.url)
             for each in (replace(stranger, authority=node.authority), node):
@@ -183,7 +183,7 @@ def test_a_stranger_does_not_keep_others_from_their_handshakes(node: Identity, g
     @on_both_loops
     async def scenario() -> None:
         places: HandshakePlaces[Any] = HandshakePlaces(in_all=3, of_network=2)
-        front = EngineFront(node, handshakes=places, handshake_s=30.0)
+        front = TlsFront(node, handshakes=places, handshake_s=30.0)
         async with engine_running() as engine, fronted(front) as port:
             front.open(engine.url)
             silent = [await asyncio.open_connection(HOST, port, local_addr=("127.0.0.9", 0)) for _ in range(20)]
@@ -204,7 +204,7 @@ def test_a_gateway_that_connects_for_many_requests_at_once_finds_places_for_all(
     @on_both_loops
     async def scenario() -> None:
         places: HandshakePlaces[Any] = HandshakePlaces(in_all=40, of_network=2)
-        front = EngineFront(node, handshakes=places)
+        front = TlsFront(node, handshakes=places)
         async with engine_running() as engine, fronted(front) as port:
             front.open(engine.url)
             assert await echo(port, gateway) == b"x"
@@ -221,7 +221,7 @@ def test_strangers_from_everywhere_keep_no_caller_waiting(node: Identity, gatewa
     @on_both_loops
     async def scenario() -> None:
         places: HandshakePlaces[Any] = HandshakePlaces(in_all=8, of_network=2)
-        front = EngineFront(node, handshakes=places, handshake_s=30.0, of_address=4)
+        front = TlsFront(node, handshakes=places, handshake_s=30.0, of_address=4)
         async with engine_running() as engine, fronted(front) as port:
             front.open(engine.url)
             async with calling(port, gateway) as (reader, writer):
@@ -248,7 +248,7 @@ def test_strangers_from_everywhere_keep_no_caller_waiting(node: Identity, gatewa
 def test_a_handshake_is_over_in_seconds(node: Identity) -> None:
     @on_both_loops
     async def scenario() -> None:
-        front = EngineFront(node, handshake_s=0.05)
+        front = TlsFront(node, handshake_s=0.05)
         async with engine_running() as engine, fronted(front) as port:
             front.open(engine.url)
             reader, writer = await asyncio.open_connection(HOST, port)
@@ -262,7 +262,7 @@ def test_a_handshake_is_over_in_seconds(node: Identity) -> None:
 def test_an_address_has_a_bounded_number_of_connections(node: Identity, gateway: Identity) -> None:
     @on_both_loops
     async def scenario() -> None:
-        front = EngineFront(node, of_address=1)
+        front = TlsFront(node, of_address=1)
         async with engine_running() as engine, fronted(front) as port:
             front.open(engine.url)
             async with calling(port, gateway) as (reader, writer):
@@ -280,11 +280,11 @@ def test_an_address_has_a_bounded_number_of_connections(node: Identity, gateway:
 def test_closing_ends_what_is_under_way_and_a_port_that_is_taken_is_named(node: Identity, gateway: Identity) -> None:
     @on_both_loops
     async def scenario() -> None:
-        front = EngineFront(node)
+        front = TlsFront(node)
         async with engine_running() as engine, fronted(front) as port:
             front.open(engine.url)
             with pytest.raises(NodeConfigError, match="engine_port"):
-                await EngineFront(node).start(ListenPort("engine_port", HOST, port))
+                await TlsFront(node).start(ListenPort("engine_port", HOST, port))
             half = await asyncio.open_connection(HOST, port)
             async with calling(port, gateway) as (reader, writer):
                 writer.write(b"x")
@@ -300,7 +300,7 @@ def test_closing_ends_what_is_under_way_and_a_port_that_is_taken_is_named(node: 
 def test_a_caller_that_has_just_come_does_not_keep_a_front_from_ending(node: Identity, gateway: Identity) -> None:
     @on_both_loops
     async def scenario() -> None:
-        front = EngineFront(node)
+        front = TlsFront(node)
         async with engine_running() as engine:
             await front.start(ANY)
             front.open(engine.url)
@@ -325,7 +325,7 @@ def test_an_error_in_judging_a_certificate_ends_the_connection_and_is_counted(
 
     @on_both_loops
     async def scenario() -> None:
-        front = EngineFront(node, complaint)
+        front = TlsFront(node, complaint)
         async with engine_running() as engine, fronted(front) as port:
             front.open(engine.url)
             assert await is_refused(port, gateway)
@@ -338,7 +338,7 @@ def test_an_error_in_judging_a_certificate_ends_the_connection_and_is_counted(
 def test_a_caller_for_whom_no_descriptor_is_left_gives_its_own_back(node: Identity, gateway: Identity) -> None:
     @on_both_loops
     async def scenario() -> None:
-        front = EngineFront(node)
+        front = TlsFront(node)
         async with engine_running() as engine, fronted(front) as port:
             front.open(engine.url)
             assert await echo(port, gateway) == b"x"
@@ -379,7 +379,7 @@ def test_strangers_do_not_fill_the_log(node: Identity, caplog: pytest.LogCapture
     @on_both_loops
     async def scenario() -> None:
         caplog.clear()
-        front = EngineFront(node)
+        front = TlsFront(node)
         async with engine_running() as engine, fronted(front) as port:
             front.open(engine.url)
             for _ in range(100):

@@ -5,8 +5,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 
-from node.engine.front import EngineFront
 from node.process.ports import ListenPort
+from node.process.tls_front import TlsFront
 from tests.gateway.worlds import until
 from transport.wire.identity import Identity
 
@@ -55,7 +55,7 @@ async def engine_running() -> AsyncIterator[Engine]:
 
 
 @asynccontextmanager
-async def fronted(front: EngineFront) -> AsyncIterator[int]:
+async def fronted(front: TlsFront) -> AsyncIterator[int]:
     await front.start(ANY)
     try:
         yield int(front.url.rpartition(":")[2])

@@ -1,11 +1,12 @@
-"""The engine's door to the network: mutual TLS outside, plain HTTP on loopback inside.
+"""A server's door to the network: mutual TLS outside, plain bytes on loopback inside.
 
-    accepted ── handshake, within HANDSHAKE_S ── rights ── connected with the engine ── relayed (`node.engine.relay`)
+    accepted ── handshake, within HANDSHAKE_S ── rights ── connected with the server ── relayed (`node.process.relay`)
 
-A node with certificates opens no port of its engine to the network. The front takes the connections of gateways instead, checks
-who calls, and carries bytes both ways. It reads no HTTP: one connection outside is one connection inside, from its first byte
-to its last. While there is no engine, the front resets callers before their handshake, as a port does where nothing listens.
-Until its handshake is over, a caller has one of few places (`node.process.handshakes`), so strangers take none of the others.
+Of a node with certificates, neither the engine nor gRPC opens a port to the network. A front takes the connections instead,
+checks who calls, and carries bytes both ways. It reads none of them: one connection outside is one connection inside, from
+its first byte to its last. While there is no server, the front resets callers before their handshake, as a port does where
+nothing listens. Until its handshake is over, a caller has one of few places (`node.process.handshakes`), so strangers take
+none of the others.
 """
 
 import asyncio
@@ -17,16 +18,14 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final, Protocol
 from urllib.parse import urlsplit
 
-from node.engine.relay import READ_BYTES, STALLED_S, EngineRelay, reset
 from node.process.accept_loop import BACKLOG, AcceptLoop
 from node.process.handshakes import HandshakePlaces
 from node.process.ports import ListenPort
+from node.process.relay import READ_BYTES, STALLED_S, Relay, reset
 from transport.control.calls import keep_alive
 from transport.path.site import site_of
 from transport.path.tcp import family_of, format_address
-from transport.peers.guard import Guard
-from transport.peers.name import of_tls, said_by
-from transport.peers.rights import ASK_ENGINE
+from transport.peers.name import said_by
 from transport.receive.few_lines import FewLines
 from transport.wire.identity import Identity
 
@@ -48,44 +47,15 @@ def no_complaint(certificate: PeerCertificate) -> str:
     return ""
 
 
-class EngineDoor(Protocol):
-    """Where the engine is reached: at `url` by gateways, at `engine_url` from its own machine; "" before the first engine."""
+class Caller(Protocol):
+    """The holder of a good certificate, and where it calls from."""
 
-    url: str
-    engine_url: str
-    ended: Counter[str]
-
-    async def start(self, port: ListenPort) -> None: ...
-
-    def open(self, engine_url: str) -> None: ...
-
-    def shut(self) -> None: ...
-
-    async def close(self) -> None: ...
+    address: str
+    certificate: PeerCertificate | None
 
 
-class OpenDoor:
-    """Without certificates the engine itself faces the network."""
-
-    def __init__(self) -> None:
-        self.url = self.engine_url = ""
-        self.ended: Counter[str] = Counter()
-
-    async def start(self, port: ListenPort) -> None:
-        """The engine will listen."""
-
-    def open(self, engine_url: str) -> None:
-        self.url = self.engine_url = engine_url
-
-    def shut(self) -> None:
-        """Nothing listens where the engine was."""
-
-    async def close(self) -> None:
-        """The engine's port went with it."""
-
-
-class EngineFront:
-    """Listens for gateways, and carries what they say to the engine."""
+class TlsFront:
+    """Listens for callers with certificates, and carries what they say to a server on this machine."""
 
     def __init__(
         self,
@@ -96,8 +66,13 @@ class EngineFront:
         handshakes: "HandshakePlaces[_Caller] | None" = None,
         of_address: int = MAX_OF_ADDRESS,
         stalled_s: float = STALLED_S,
+        protocol: str = "",
+        whose: str = "the engine",
     ) -> None:
-        """`complaint` says why the holder of a certificate may not ask the engine, or "" if it may."""
+        """`complaint` says why the holder of a certificate may not ask, or "" if it may.
+
+        `protocol` is what the server speaks, for callers that ask for it by ALPN (RFC 7301). `whose` names it in the log.
+        """
         self.ended: Counter[str] = Counter()  # connections that the front ended, by reason
         self.url = self.engine_url = ""
         self._engine: tuple[str, int] | None = None  # that takes connections
@@ -110,6 +85,9 @@ class EngineFront:
         self._handshakes = handshakes if handshakes is not None else HandshakePlaces()
         self._of_address = of_address
         self._stalled_s = stalled_s
+        self._protocol = protocol
+        self._whose = whose
+        self._inside: dict[int, _Caller] = {}  # by the port from which the server was called
         self._scratch = memoryview(bytearray(READ_BYTES))
         self._loop: asyncio.AbstractEventLoop
         self._accepting: AcceptLoop | None = None
@@ -118,25 +96,31 @@ class EngineFront:
     def __len__(self) -> int:
         return len(self._callers)
 
-    async def start(self, port: ListenPort) -> None:
-        """Listens; `url` says where. Raises NodeConfigError."""
+    async def start(self, port: ListenPort) -> int:
+        """Listens; `url` says where, and this on which port. Raises NodeConfigError."""
         try:
             listener = socket.create_server((port.host, port.number), family=family_of(port.host), backlog=BACKLOG)
         except OSError as exc:
             raise port.refused(exc) from exc
-        self.url = f"https://{format_address(port.host, listener.getsockname()[1])}"
+        bound: int = listener.getsockname()[1]
+        self.url = f"https://{format_address(port.host, bound)}"
         self._loop = asyncio.get_running_loop()
-        self._accepting = AcceptLoop(listener, self._take, "the engine")
+        self._accepting = AcceptLoop(listener, self._take, self._whose)
+        return bound
 
     def open(self, engine_url: str) -> None:
-        """Carries callers to the engine at `engine_url` from now on."""
+        """Carries callers to the server at `engine_url` from now on."""
         parts = urlsplit(engine_url)
         self.engine_url = engine_url
         self._engine = (parts.hostname or "", parts.port or 80)
 
     def shut(self) -> None:
-        """Turns callers away: there is no engine. Connections to the one that was there end with it."""
+        """Turns callers away: there is no server. Connections to the one that was there end with it."""
         self._engine = None
+
+    def caller_at(self, port: int) -> "Caller | None":
+        """Who has called the server from that port of this machine; None: the front has not, so another process has."""
+        return self._inside.get(port)
 
     def check_again(self) -> None:
         """Ends the connections of callers that may not ask any more."""
@@ -177,7 +161,7 @@ class EngineFront:
         """Begins a handshake, for which another one may have to end."""
         try:
             keep_alive(connection)
-            secure = self._identity.server_context().wrap_socket(
+            secure = self._identity.server_context(self._protocol).wrap_socket(
                 connection, server_side=True, do_handshake_on_connect=False
             )
         except OSError as exc:  # it has hung up meanwhile, or our own files cannot be read
@@ -210,12 +194,12 @@ class EngineFront:
         if complaint:
             self.end(caller, "no_right", complaint)
         elif reason := self._reason_against(caller.site):
-            self.end(caller, reason, "there is no place, or no engine")
+            self.end(caller, reason, "there is no place, or no server")
         else:
             self._admitted[caller.site] += 1
             caller.is_admitted = True
             assert self._engine is not None
-            caller.connecting = self._loop.create_task(self._connect(caller, self._engine), name="engine front")
+            caller.connecting = self._loop.create_task(self._connect(caller, self._engine), name="tls front")
 
     def end(self, caller: "_Caller", reason: str, detail: str) -> None:
         """Ends a connection, and says why."""
@@ -225,13 +209,14 @@ class EngineFront:
     def count(self, reason: str, address: str, detail: str) -> None:
         """A connection has ended for `reason`."""
         self.ended[reason] += 1
-        told = "a connection of %s to the engine ended (%s): %s"
-        self._lines.warning(self._loop.time(), told, address, reason, detail)
+        told = "a connection of %s to %s ended (%s): %s"
+        self._lines.warning(self._loop.time(), told, address, self._whose, reason, detail)
 
     def forget(self, caller: "_Caller") -> None:
         """Gives back what a caller held that has left."""
         self._callers.discard(caller)
         self._handshakes.leave(caller)
+        self._inside.pop(caller.inner_port, None)
         if caller.is_admitted:
             caller.is_admitted = False
             self._admitted[caller.site] -= 1
@@ -252,6 +237,8 @@ class EngineFront:
             inside.setblocking(False)
             async with asyncio.timeout(CONNECT_S):
                 await self._loop.sock_connect(inside, engine)
+            caller.inner_port = inside.getsockname()[1]
+            self._inside[caller.inner_port] = caller
             caller.join(inside, self._scratch, self._stalled_s)
         except (OSError, TimeoutError) as exc:
             inside.close()
@@ -267,7 +254,7 @@ class _Caller:
 
     def __init__(
         self,
-        front: EngineFront,
+        front: TlsFront,
         loop: asyncio.AbstractEventLoop,
         connection: ssl.SSLSocket,
         address: str,
@@ -277,11 +264,12 @@ class _Caller:
         self.site = site
         self.certificate: PeerCertificate | None = None  # shown, and good
         self.is_admitted = False
+        self.inner_port = 0  # from which the server was called, once it was
         self.connecting: asyncio.Task[None] | None = None
         self._front = front
         self._loop = loop
         self._connection = connection
-        self._relay: EngineRelay | None = None
+        self._relay: Relay | None = None
         self._deadline: asyncio.TimerHandle | None = None
 
     def shake_hands(self, within_s: float) -> None:
@@ -292,7 +280,7 @@ class _Caller:
 
     def join(self, inside: socket.socket, scratch: memoryview, stalled_s: float) -> None:
         """The engine has taken the connection."""
-        self._relay = EngineRelay(self._loop, self._connection, inside, scratch, self._over, stalled_s)
+        self._relay = Relay(self._loop, self._connection, inside, scratch, self._over, stalled_s)
         self._relay.start()
 
     def abort(self) -> None:
@@ -337,16 +325,6 @@ class _Caller:
         self._front.forget(self)
         if why:
             self._front.count(why, self.address, "it took nothing of what was said for a long time")
-
-
-def door_of(identity: Identity | None, guard: Guard | None) -> EngineDoor:
-    """The front of a node with certificates, where `guard` knows which callers may ask; without, the engine's own port."""
-    if identity is None or guard is None:
-        return OpenDoor()
-    rights = guard
-    front = EngineFront(identity, lambda shown: rights.refusal(ASK_ENGINE, of_tls(shown), "engine_port"))
-    rights.followers.append(front.check_again)
-    return front
 
 
 def _detail(exc: Exception) -> str:

@@ -1,0 +1,56 @@
+"""The gRPC server of the control port, behind the front that speaks TLS for it where the node has certificates.
+
+    gateway ══ TLS ══ TlsFront ── HTTP/2 on loopback ── gRPC ── RightsInterceptor ── NodeService
+
+gRPC shows callers after their handshake only. The front shows all: those that fail are counted and logged with an address.
+gRPC then knows a caller by the port of this machine from which the front has called it. A process of this machine that calls
+gRPC by itself has no certificate there, and so no right.
+"""
+
+from collections import Counter
+
+import grpc.aio
+
+from node.process.tls_front import TlsFront
+from transport.peers.name import PeerCertificate, of_tls
+
+HTTP_2 = "h2"
+
+
+class FrontCallers:
+    """Who has made a call, by gRPC's name of its connection."""
+
+    def __init__(self, front: TlsFront) -> None:
+        self._front = front
+
+    def __call__(self, peer: str) -> tuple[PeerCertificate, str] | None:
+        """A certificate and an address; None: the front has not called from there."""
+        port = peer.rpartition(":")[2]
+        caller = self._front.caller_at(int(port)) if port.isdecimal() else None
+        if caller is None or caller.certificate is None:
+            return None
+        return of_tls(caller.certificate), caller.address
+
+
+def uncertified(peer: str) -> tuple[PeerCertificate, str] | None:
+    """Callers of a node without certificates have shown none."""
+    return None
+
+
+class ControlServer:
+    """Both, started: what it takes to end them."""
+
+    def __init__(self, server: grpc.aio.Server, front: TlsFront | None) -> None:
+        self._server = server
+        self._front = front
+
+    @property
+    def ended(self) -> Counter[str]:
+        """Connections that the front ended or turned away, by why; none where there is no front."""
+        return self._front.ended if self._front is not None else Counter()
+
+    async def stop(self, grace_s: float | None) -> None:
+        """Calls that run have `grace_s` to end; then their connections are closed."""
+        await self._server.stop(grace_s)
+        if self._front is not None:
+            await self._front.close()
