@@ -41,6 +41,7 @@ class ControlServer:
     """Both, started: what it takes to end them."""
 
     def __init__(self, server: grpc.aio.Server, front: TlsFront | None) -> None:
+        self.inside = front.engine_url if front is not None else ""  # where gRPC itself listens, behind a front
         self._server = server
         self._front = front
 

@@ -1,47 +1,16 @@
 """Mutual TLS for the control service, from the same files as for transfers.
 
-Both sides must show a certificate of the authority. Files that change are read again: by a server for its next
-handshake, by a client when it asks for new credentials.
+Both sides must show a certificate of the authority. A client reads files that have changed when it asks for new credentials.
 """
 
 import asyncio
-import logging
 import ssl
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import grpc
 
 from transport.peers.name import PeerCertificate, of_tls, said_by
 from transport.wire.identity import Identity
-
-log = logging.getLogger(__name__)
-
-
-def server_credentials(identity: Identity) -> grpc.ServerCredentials:
-    """For add_secure_port(). Raises OSError."""
-    present = identity.version()
-
-    def changed() -> grpc.ServerCertificateConfiguration | None:
-        nonlocal present
-        try:
-            version = identity.version()
-            if version == present:
-                return None
-            identity.check()  # a certificate whose key is not there yet waits for the next handshake
-            present = version
-            return _server_files(identity)
-        except OSError as exc:
-            log.warning("the certificate read before stays in use: %s", exc)
-            return None
-
-    fetch: Callable[[], grpc.ServerCertificateConfiguration | None] = changed
-    return grpc.dynamic_ssl_server_credentials(_server_files(identity), fetch, require_client_authentication=True)
-
-
-def _server_files(identity: Identity) -> grpc.ServerCertificateConfiguration:
-    pair = (identity.key.read_bytes(), identity.certificate.read_bytes())
-    return grpc.ssl_server_certificate_configuration([pair], identity.authorities().pem)
 
 
 def channel_credentials(identity: Identity) -> grpc.ChannelCredentials:

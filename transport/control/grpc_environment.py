@@ -4,14 +4,10 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Final
 
-CIPHER_SUITES: Final = "GRPC_SSL_CIPHER_SUITES"
 SETTINGS: Final[Mapping[str, str]] = MappingProxyType(
     {
         # Its fork handlers crash children that other libraries of a process may start.
         "GRPC_ENABLE_FORK_SUPPORT": "0",
-        # It has no setting for the oldest TLS that it takes. Of TLS 1.2 this leaves it a cipher for keys agreed on beforehand.
-        # No end of ours has such keys, so no handshake of TLS 1.2 succeeds. The ciphers of TLS 1.3 are not touched.
-        CIPHER_SUITES: "ECDHE-PSK-CHACHA20-POLY1305",
     }
 )
 

@@ -163,7 +163,7 @@ def _about_certificates(certificates: Sequence[Certificate]) -> Iterator[Finding
                 Level.WARNING,
                 each.path,
                 "its control_port takes TLS 1.2",
-                "start the node without GRPC_SSL_CIPHER_SUITES",
+                "run a node of this version: its control_port takes TLS 1.3 alone",
             )
         if each.is_revoked:
             yield Finding(

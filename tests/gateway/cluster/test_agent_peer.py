@@ -16,9 +16,9 @@ from gateway.cluster.registry import Clusters
 from gateway.errors import AgentCallFailed
 from gateway.tasks import TaskSet
 from tests.gateway.worlds import PATIENCE_S, on_loop, until
+from tests.grpc_tls import server_credentials
 from tests.peers import HOST, Peers
 from transport.control.certificates import Authority
-from transport.control.credentials import server_credentials
 from transport.control.proto import node_pb2 as pb
 from transport.control.proto import node_pb2_grpc as rpc
 from transport.peers.guard import GRACE_S, Guard

@@ -145,6 +145,51 @@ def test_who_has_no_name_another_trust_or_no_good_certificate_gets_nowhere(peers
         runner.run(scenario())
 
 
+def test_handshakes_that_fail_at_the_control_port_are_counted_by_address(
+    peers: Peers, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario() -> None:
+        server, port = await serve(cast(NodeService, Deaf()), "127.0.0.1", 0, peers.server)
+        try:
+            for number, thief in enumerate((peers.expired, peers.stranger), start=1):
+                async with stub_of(port, thief) as stub:
+                    assert (await outcome(stub, "Describe"))[0] == "UNAVAILABLE"
+                assert server.ended["handshake"] >= number
+            before = server.ended["handshake"]
+            assert not await takes_old_tls(f"127.0.0.1:{port}", peers.by_role[PeerRole.GATEWAY], PATIENCE_S)
+            async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+                assert (await outcome(rpc.NodeAgentStub(channel), "Describe"))[0] == "UNAVAILABLE"  # type: ignore[no-untyped-call]
+            assert server.ended["handshake"] >= before + 2
+        finally:
+            await server.stop(None)
+
+    with new_runner() as runner:
+        runner.run(scenario())
+    assert any(
+        line.getMessage().startswith("a connection of 127.0.0.1 to the control service ended (handshake): ")
+        for line in caplog.records
+    )
+
+
+def test_a_process_of_this_machine_that_calls_grpc_behind_the_front_gets_nowhere(peers: Peers) -> None:
+    async def scenario() -> None:
+        server, port = await serve(cast(NodeService, Deaf()), "127.0.0.1", 0, peers.server)
+        try:
+            async with stub_of(port, peers.by_role[PeerRole.GATEWAY]) as stub:
+                assert (await outcome(stub, "Reserve"))[0] == "UNIMPLEMENTED"
+                async with grpc.aio.insecure_channel(server.inside.removeprefix("http://")) as channel:
+                    behind = rpc.NodeAgentStub(channel)  # type: ignore[no-untyped-call]
+                    for name in METHODS:
+                        code, why = await outcome(behind, name)
+                        assert code == "PERMISSION_DENIED"
+                        assert why.startswith("the certificate has no rights: it has not come")
+        finally:
+            await server.stop(None)
+
+    with new_runner() as runner:
+        runner.run(scenario())
+
+
 def test_a_gateway_minted_by_another_site_s_authority_gets_nowhere(tmp_path: Path) -> None:
     sites = TwoSites(tmp_path)
 
