@@ -461,7 +461,7 @@ class NodeAgent:
             calls_port=self.calls_port,
             version=VERSION,
             wall_clock_s=datetime.now(UTC).timestamp(),
-            plain=config.plain_listeners,
+            plain=config.plain_hops,
             rdma_direct=self.reach.is_open_to_peers,
             name_secrets=self.naming.fingerprints,
             own_cache=config.engine in SERVERS,

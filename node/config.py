@@ -10,6 +10,7 @@ from membership.etcd.settings import EtcdConfig
 from node.coding import Coding, coding_of
 from node.errors import NodeConfigError
 from node.process.ports import ListenPort
+from node.transfer.peers import KnownPeers
 from transport.control.secret_files import located
 from transport.control.settings import (
     SettingsError,
@@ -81,6 +82,10 @@ class NodeConfig:
     the agent listens there, and the engine on loopback only. `integrity` "aead" needs them, too. They are read again when they
     change, as is `revoked`, the list of certificates that count no more. Without them a node that other machines reach starts
     only if `plain` says that this is known.
+    `integrity` "" is "aead" with certificates, and "checksum" without. With nodes of `plain_clusters` KVCache goes in clear
+    all the same, with checksums: they and the way to them are a trusted fabric.
+    `peers` are the nodes that KVCache is exchanged with, as CLUSTER/NAME or CLUSTER/*, and `peer_networks` where they are
+    called; empty: any. No gateway can have the node send elsewhere.
     `names_secret` is a file of secrets that blocks are named by, the gateways' own (`hybrid_cache.hashing.name_secrets`).
     `egress_bytes_per_s` limits what leaves for each destination cluster; 0 is no limit.
     `coding` makes KVCache smaller on its way, by kind of group (see `node.coding`); an empty table does nothing.
@@ -136,7 +141,10 @@ class NodeConfig:
     rdma_devices: tuple[str, ...] = ()
     rdma_direct: bool = False
     congestion_control: str = "auto"
-    integrity: str = "checksum"
+    integrity: str = ""
+    plain_clusters: tuple[str, ...] = ()
+    peers: tuple[str, ...] = ()
+    peer_networks: tuple[str, ...] = ()
     certificate: str = ""
     key: str = ""
     authority: str = ""
@@ -222,7 +230,13 @@ class NodeConfig:
         if self.rdma_direct and self.transport == "tcp":
             raise SettingsError("rdma_direct: allowed only with transport 'rdma' or 'auto', which is 'tcp'")
         require_one_of("congestion_control", self.congestion_control, CONGESTION_CONTROLS)
-        require_one_of("integrity", self.integrity, tuple(INTEGRITIES))
+        require_one_of("integrity", self.sealing, tuple(INTEGRITIES))
+        if self.plain_clusters and self.sealing != "aead":
+            raise SettingsError("plain_clusters: allowed only with integrity 'aead': without, all KVCache is in clear")
+        try:
+            self.known_peers()
+        except ValueError as exc:
+            raise SettingsError(f"peers, peer_networks: {exc}") from exc
         in_range = self.connections == "auto" or (isinstance(self.connections, int) and 1 <= self.connections <= 256)
         require(in_range, "connections", self.connections, "1 to 256, or 'auto'")
         egress_budgets(self.egress_bytes_per_s)
@@ -243,7 +257,7 @@ class NodeConfig:
             raise SettingsError(
                 "certificate: engine 'sglang' cannot use certificates, neither with its agent nor between its servers"
             )
-        if missing and self.integrity == "aead":
+        if missing and self.sealing == "aead":
             raise SettingsError(
                 f"integrity = 'aead': it needs {', '.join(IDENTITY_KEYS)}; `prfaas certificates` makes them"
             )
@@ -252,8 +266,27 @@ class NodeConfig:
     def plain_listeners(self) -> tuple[str, ...]:
         """Those of LISTENERS that other machines reach, and whose words anybody on the way can read."""
         secured = {"control", "calls", "engine", "metrics"} if self.certificate else set()
-        secured |= {"transfer"} if self.integrity == "aead" else set()
+        secured |= {"transfer"} if self.sealing == "aead" and not self.plain_clusters else set()
         return tuple(name for name in LISTENERS if name not in secured and not is_loopback(self.port(name).host))
+
+    @property
+    def plain_hops(self) -> tuple[str, ...]:
+        """The same in words, with the clusters whose KVCache comes in clear."""
+        only = f" with {', '.join(self.plain_clusters)}" if self.plain_clusters else ""
+        return tuple(name + (only if name == "transfer" else "") for name in self.plain_listeners)
+
+    @property
+    def sealing(self) -> str:
+        """What `integrity` comes to."""
+        return self.integrity or ("aead" if self.certificate else "checksum")
+
+    def sealing_with(self, cluster: str) -> Integrity:
+        """What protects KVCache between this node and those of a cluster."""
+        return Integrity.CHECKSUM if cluster in self.plain_clusters else INTEGRITIES[self.sealing]
+
+    def known_peers(self) -> KnownPeers:
+        """Whom KVCache is exchanged with."""
+        return KnownPeers(self.peers, self.peer_networks)
 
     def port(self, listener: str) -> ListenPort:
         """Where one of LISTENERS is to listen."""

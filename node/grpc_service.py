@@ -18,6 +18,7 @@ from node.kvcache.pages import in_parts, split_hashes
 from node.kvcache.tenant_pages import TENANTS_PART
 from node.process.ports import ListenPort
 from node.process.tls_front import TlsFront
+from node.transfer.peers import NOT_A_PEER
 from transport.control.proto import node_pb2 as pb
 from transport.control.proto import node_pb2_grpc as rpc
 from transport.control.tickets import MAX_CONTROL_BYTES, REASON_KEY, ticket_info
@@ -48,6 +49,7 @@ STATUS_OF_REFUSAL = {
     "bad_request": grpc.StatusCode.INVALID_ARGUMENT,
     "share_held": grpc.StatusCode.FAILED_PRECONDITION,
     "no_route": grpc.StatusCode.UNAVAILABLE,
+    NOT_A_PEER: grpc.StatusCode.FAILED_PRECONDITION,
     "push_failed": grpc.StatusCode.UNAVAILABLE,
     "wrong_role": grpc.StatusCode.FAILED_PRECONDITION,
     "converting": grpc.StatusCode.UNAVAILABLE,

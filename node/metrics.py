@@ -149,7 +149,7 @@ def _security(config: NodeConfig) -> Iterator[Metric]:
     info = GaugeMetricFamily(
         "prfaas_node_security", "1 for what protects transfers and calls", labels=["integrity", "control"]
     )
-    info.add_metric([config.integrity, "mtls" if config.identity else "plain"], 1.0)
+    info.add_metric([config.sealing, "mtls" if config.identity else "plain"], 1.0)
     yield info
     plain = GaugeMetricFamily(
         "prfaas_node_plain_listener",

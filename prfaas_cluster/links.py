@@ -88,6 +88,7 @@ class EgressLinks:
     def __init__(self, config: NodeConfig, reach: PeerReach) -> None:
         self.client = TransferClient(options=_options(config, reach))
         self._reach = reach
+        self._known_peers = config.known_peers()
         self.set_budgets(config.budgets())
         self._urgent_bytes: Counter[str] = Counter()  # of small pushes under way, by destination cluster
 
@@ -112,7 +113,9 @@ class EgressLinks:
         The reservation's lease orders it among others, but does not end it: progress renews the lease. A small transfer
         goes first, unless it is bulk.
         """
+        self._known_peers.require_name(f"{ticket.cluster}/{ticket.node_id}")
         kind, address = self._choose(ticket)
+        self._known_peers.require_address(address)
         sizes = RangeSizes.of(sizes)
         num_bytes, cluster = sizes.total_bytes, ticket.cluster
         if urgency is Urgency.NORMAL and kind == TCP:
@@ -211,7 +214,8 @@ def urgency_of(num_bytes: int, link: LinkState | None, urgent_bytes: int) -> Urg
 
 def _options(config: NodeConfig, reach: PeerReach) -> ClientOptions:
     options = ClientOptions(
-        integrity=INTEGRITIES[config.integrity],
+        integrity=INTEGRITIES[config.sealing],
+        plain_to=frozenset(config.plain_clusters),
         identity=config.identity,
         guard=reach.guard,
         tcp=TcpOptions(congestion=config.congestion_control),

@@ -50,6 +50,7 @@ class PeerListener:
         self.server = TransferServer(port.host, port.number, options=_options(config, reach))
         self._reach = reach
         self._advertise = config.transfer_advertise
+        self.known_peers = config.known_peers()
 
     def start(self) -> None:
         """Bind the listener. Raises OSError."""
@@ -99,7 +100,8 @@ class PeerListener:
 
 def _options(config: NodeConfig, reach: PeerReach) -> ServerOptions:
     return ServerOptions(
-        integrity=INTEGRITIES[config.integrity],
+        integrity=INTEGRITIES[config.sealing],
+        plain_from=frozenset(config.plain_clusters),
         identity=config.identity,
         guard=reach.guard,
         arena_dirs=reach.arena_dirs,

@@ -14,6 +14,7 @@ from transport.peers.guard import Guard
 from transport.rdma.device import RdmaDevices, RdmaError
 from transport.rdma.topology import fabrics_of, matrix
 from transport.rdma.verbs import RdmaOptions, open_devices
+from transport.wire.checksum import Integrity
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +65,9 @@ def rdma_of(
 ) -> RdmaDevices | None:
     """The NICs that a node uses. Raises NodeConfigError where the configuration demands RDMA and this machine has no device."""
     # By default, encryption that was asked for is not given up for speed.
-    if config.transport == "tcp" or (config.transport == "auto" and config.integrity == "aead"):
+    if config.transport == "tcp" or (
+        config.transport == "auto" and config.sealing_with(config.cluster) is Integrity.AEAD
+    ):
         return None
     try:
         devices = open_devices(RdmaOptions(devices=config.rdma_devices, direct=config.rdma_direct))

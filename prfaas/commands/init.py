@@ -282,9 +282,16 @@ def _node_file(site: InitSite, node: SiteNode) -> str:
         lines.append("# egress_bytes_per_s = 1.25e9            # of what leaves for each other cluster: 10 Gbit/s")
     if site.tls:
         lines += ["", *_identity(site, node.name), _pair("integrity", "aead", "encrypts KVCache on its way")]
+        lines += [f"{f'peers = {_peers(site)}':<40} # whom KVCache is exchanged with, whatever a gateway says"]
     elif not is_loopback(node.host):
         lines.append(IN_CLEAR)
     return "\n".join(lines) + "\n"
+
+
+def _peers(site: InitSite) -> str:
+    """The nodes of all clusters, as TOML."""
+    patterns = [f'"{cluster}/*"' for cluster in sorted({node.cluster for node in members(site)})]
+    return f"[{', '.join(patterns)}]"
 
 
 def _ports(site: InitSite, node: SiteNode) -> Mapping[str, tuple[int, str]]:

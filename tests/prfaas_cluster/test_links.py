@@ -23,6 +23,7 @@ from transport.metrics import TransportCollector
 from transport.path.link import LinkState
 from transport.send.schedule.push import PushResult
 from transport.send.spec import Urgency
+from transport.wire.frames import Code
 
 SIZE = 200_000
 
@@ -63,9 +64,12 @@ def ticket_of(name: str, cluster: str, endpoints: Sequence[tuple[str, str, str]]
     )  # fmt: skip
 
 
-async def send(sender: BothEnds, receiver: BothEnds, cluster: str, name: str, size: int = SIZE) -> PushResult:
+async def send(
+    sender: BothEnds, receiver: BothEnds, cluster: str, name: str, size: int = SIZE, named: str = ""
+) -> PushResult:
+    """`named` is whom the receiver expects."""
     target = memoryview(bytearray(size))
-    receiver.listener.expect(name, b"secret", [size], lambda _: [target], lambda _: None)
+    receiver.listener.expect(name, b"secret", [size], lambda _: [target], lambda _: None, sender=named)
     ticket = ticket_of(
         name, cluster, [(each.kind, each.address, each.host_id) for each in receiver.listener.endpoints()]
     )
@@ -187,6 +191,55 @@ def test_both_ends_must_seal_or_neither(tmp_path: Path) -> None:
         finally:
             for each in (*sealed, plain):
                 await asyncio.to_thread(each.close)
+
+    run(scenario())
+
+
+def test_one_link_may_be_in_clear_where_both_ends_say_so_and_no_other_one(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        identity = Authority(tmp_path).issue("n")
+        files = {name: str(getattr(identity, name)) for name in ("certificate", "key", "authority")}
+        east = links(tmp_path, "east", plain_clusters=("west",), **files)
+        west = links(tmp_path, "west", plain_clusters=("east",), **files)
+        sealing = links(tmp_path, "west", **files)
+        bare = links(tmp_path, "east")
+        try:
+            assert (await send(east, west, "west", "in-clear", named="east/n")).ok
+            assert (
+                await send(sealing, west, "west", "sealed", named="west/other")
+            ).reason == Code.ACCESS  # it shows who it is
+            assert (await send(sealing, west, "west", "sealed-by-anybody")).ok
+            for named in ("north/n", ""):  # a sender of north must seal, and one without a name might be of there
+                assert (await send(east, west, "west", f"as-{named}", named=named)).reason == Code.ACCESS
+            assert (
+                await send(bare, west, "west", "without-certificates", named="east/n")
+            ).ok  # as trusted as its fabric
+            refused = await send(east, sealing, "west", "one-sided", named="east/n")
+            assert (refused.ok, refused.reason) == (False, "integrity_mode")
+        finally:
+            for each in (east, west, sealing, bare):
+                await asyncio.to_thread(each.close)
+
+    run(scenario())
+
+
+def test_kvcache_goes_to_known_peers_and_networks_only(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        sender = links(tmp_path, "east", peers=("west/*",), peer_networks=("127.0.0.0/8",))
+        elsewhere = links(tmp_path, "east", peers=("west/d",), peer_networks=("10.0.0.0/8",))
+        receiver = links(tmp_path, "west")
+        try:
+            assert (await send(sender, receiver, "west", "t")).ok
+            for each, cluster, what in (
+                (sender, "north", "north/d is none of `peers`"),
+                (elsewhere, "west", "127.0.0.1 is in none of `peer_networks`"),
+            ):
+                with pytest.raises(NodeRefusal, match=what) as refused:
+                    await send(each, receiver, cluster, f"u-{cluster}")
+                assert refused.value.label == "not_a_peer"
+        finally:
+            for ends in (sender, elsewhere, receiver):
+                await asyncio.to_thread(ends.close)
 
     run(scenario())
 

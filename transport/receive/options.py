@@ -38,6 +38,8 @@ class ServerOptions:
 
     integrity: Integrity = Integrity.CHECKSUM
     identity: Identity | None = None  # needed for Integrity.AEAD
+    # Clusters whose nodes may send with checksums only, where others must seal; their landings name a sender.
+    plain_from: frozenset[str] = frozenset()
     guard: Guard | None = None  # which certificates may send; None: all that the authority has signed
     max_chunk_bytes: int = 16 << 20
     max_connections: int = 4096
@@ -57,6 +59,13 @@ class ServerOptions:
             )
         if self.integrity is Integrity.AEAD and self.identity is None:
             raise ValueError(f"integrity {self.integrity} needs an identity")
+        if self.plain_from and self.integrity is not Integrity.AEAD:
+            raise ValueError(f"plain_from: only with integrity {Integrity.AEAD}")
+
+    @property
+    def weaker(self) -> Integrity | None:
+        """What some senders may use instead of `integrity`."""
+        return Integrity.CHECKSUM if self.plain_from else None
 
     @property
     def spare_buffer_bytes(self) -> int:

@@ -65,6 +65,7 @@ class TransferServer:
             self.options.buffer_bytes,
             self.options.guard,
             spare_buffer_bytes=self.options.spare_buffer_bytes,
+            plain_from=self.options.plain_from,
         )
         self._sessions = Sessions(SESSION_LIFE_S)
         self._threads: list[threading.Thread] = []
@@ -242,6 +243,7 @@ class TransferServer:
         return Connection(
             ConnectionRole.RECEIVER,
             integrity=options.integrity,
+            weaker=options.weaker,
             nonce=os.urandom(NONCE_BYTES),
             now=time.monotonic(),
             max_chunk_bytes=options.max_chunk_bytes,

@@ -217,7 +217,7 @@ class TransferClient:
             self._peers[key] = Peer(
                 spec.address,
                 spec.via,
-                self.options,
+                self.options.on(link),
                 link=link,
                 receiver=spec.receiver,
                 egress=self._egress_of(link) if spec.via is Via.TCP else EgressBudget(),

@@ -1,6 +1,6 @@
 """Habits of a sender."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from transport.path.pacing import Budget
 from transport.path.tcp import TcpOptions
@@ -25,6 +25,7 @@ class ClientOptions:
     window_bytes: int = 64 << 20
     integrity: Integrity = Integrity.CHECKSUM
     identity: Identity | None = None  # needed for Integrity.AEAD
+    plain_to: frozenset[str] = frozenset()  # links that take checksums instead
     guard: Guard | None = None  # which certificates may be sent to; None: all that the authority has signed
     rotate_keys_s: float = 600.0  # a connection is replaced, with new keys, after this time
     egress_bytes_per_s: Budget = None  # of every link that has no budget of its own; None = as fast as it goes
@@ -41,3 +42,7 @@ class ClientOptions:
             raise ValueError(f"chunk_bytes {self.chunk_bytes}: 1 to {MAX_CHUNK_BYTES}")
         if self.integrity is Integrity.AEAD and self.identity is None:
             raise ValueError(f"integrity {self.integrity} needs an identity")
+
+    def on(self, link: str) -> "ClientOptions":
+        """What holds on a link."""
+        return replace(self, integrity=Integrity.CHECKSUM) if link in self.plain_to else self

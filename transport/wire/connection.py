@@ -102,6 +102,7 @@ class Connection:
         role: ConnectionRole,
         *,
         integrity: str,
+        weaker: str | None = None,
         nonce: bytes,
         now: float,
         max_chunk_bytes: int,
@@ -114,11 +115,11 @@ class Connection:
         self.version = VERSION_MIN  # until both have greeted
         self.codecs = codecs  # what the receiver decodes; a sender learns it
         self.state = ProtocolState.GREETING
-        self.integrity = integrity
+        self.integrity = integrity  # of a receiver that takes a `weaker` one, too: until both have greeted
         self.digest_behind = integrity == Integrity.CHECKSUM  # of a Chunk's payload
         self.transcript = b""  # of both greetings, once they were said: unique, and the same at both ends or not at all
         self.session_secret = b""  # once agreed on
-        self._greeting = Greeting(integrity, nonce, session, session_secret)
+        self._greeting = Greeting(integrity, nonce, session, session_secret, weaker)
         self._seal_out: Seal | None = None
         self._seal_in: Seal | None = None
         self._chunk_header = b""
@@ -375,6 +376,8 @@ class Connection:
             self._greeting.accept(frame)
             self.max_chunk_bytes, self.codecs = min(self.max_chunk_bytes, frame.max_chunk_bytes), frame.codecs
         self.version = welcome.version
+        self.integrity = welcome.integrity
+        self.digest_behind = welcome.integrity == Integrity.CHECKSUM
         self.transcript, self.session_secret = self._greeting.transcript(), self._greeting.secret
         self._seal_out, self._seal_in = self._greeting.seals(
             *(("s", "r") if self.role is ConnectionRole.SENDER else ("r", "s"))

@@ -16,10 +16,14 @@ SecretOf = Callable[[bytes], bytes | None]
 class Greeting:
     """One end's part of it: what it said and heard, and what both agree on then."""
 
-    def __init__(self, integrity: str, nonce: bytes, session: bytes, secret_of: SecretOf | None) -> None:
+    def __init__(
+        self, integrity: str, nonce: bytes, session: bytes, secret_of: SecretOf | None, weaker: str | None = None
+    ) -> None:
+        """A receiver lets a sender choose `weaker` instead."""
         self.session = session  # the sender's choice
         self.secret = b""  # of the session, once the other end has named it or agreed to it
         self._integrity = integrity
+        self._weaker = weaker
         self._nonce = nonce
         self._secret_of = secret_of
         self._words = hashlib.sha256()
@@ -54,6 +58,8 @@ class Greeting:
         version = min(hello.version_max, VERSION_MAX)
         if version < max(hello.version_min, VERSION_MIN):
             raise GreetingRefused(Code.VERSION, f"we speak {VERSION_MIN} to {VERSION_MAX}")
+        if self._weaker is not None and hello.integrity == self._weaker:
+            self._integrity = self._weaker
         if hello.integrity != self._integrity:
             raise GreetingRefused(Code.INTEGRITY_MODE, f"this listener wants {self._integrity}")
         if len(hello.nonce) != NONCE_BYTES:

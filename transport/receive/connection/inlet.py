@@ -208,7 +208,7 @@ class ReceiverThread(threading.Thread):
         connection = self._connection
         self._refused.pop(frame.slot, None)
         self._seeds[frame.slot] = transfer_seed(frame.transfer_id, connection.transcript)
-        if self._options.integrity is Integrity.AEAD:
+        if connection.integrity == Integrity.AEAD:
             self._seals[frame.slot] = chunk_seal(
                 connection.session_secret, connection.transcript, frame.transfer_id, landing.secret
             )
@@ -279,7 +279,7 @@ class ReceiverThread(threading.Thread):
         if chunk.sealed:
             with self._sealing(chunk.slot):
                 return self._payload.fill_sealed(claim, self._connection.open_chunk(self._seals[chunk.slot]))
-        if self._options.integrity is Integrity.NONE:
+        if self._connection.integrity == Integrity.NONE:
             return self._payload.fill(claim)
         return self._payload.fill_hashed(claim, self._seeds[chunk.slot], chunk.length)
 
@@ -321,7 +321,7 @@ class ReceiverThread(threading.Thread):
     def _checked(self, chunk: CodedChunk, payload: memoryview) -> memoryview | None:
         """The coded bytes, if they are what was sent. Raises RemoteProtocolError when a seal does not open."""
         if not chunk.sealed:
-            if self._options.integrity is Integrity.NONE:
+            if self._connection.integrity == Integrity.NONE:
                 return payload
             return payload if digest([payload], self._seeds[chunk.slot], chunk.offset) == chunk.checksum else None
         opened = self._buffers.of("opened", chunk.coded_length)[: chunk.coded_length]
@@ -384,7 +384,7 @@ class ReceiverThread(threading.Thread):
             self._passed(frame)
             return
         self._shared.received_bytes += frame.length
-        unchecked = self._options.integrity is Integrity.NONE
+        unchecked = self._connection.integrity == Integrity.NONE
         self._finish(frame, claim, arrived if unchecked else self._is_as_sent(frame, claim))
 
     def _take_written(self, frame: Written, arrived: bool) -> None:
@@ -396,7 +396,7 @@ class ReceiverThread(threading.Thread):
             return
         complete = copy_extents(fd, [(start, frame.length)], claim.views)
         self._shared.received_bytes += frame.length
-        unchecked = self._options.integrity is Integrity.NONE
+        unchecked = self._connection.integrity == Integrity.NONE
         self._finish(frame, claim, complete and (arrived if unchecked else self._is_as_sent(frame, claim)))
 
     def _is_as_sent(self, frame: Reference | Written, claim: Claim) -> bool:

@@ -34,8 +34,12 @@ REVOKE_S: Final = 1.0  # for a sender to confirm that it writes no more; then it
 class Landings:
     """All landings of one listener."""
 
-    def __init__(self, *, max_active: int = MAX_ACTIVE, max_reads: int = MAX_READS) -> None:
+    def __init__(
+        self, *, max_active: int = MAX_ACTIVE, max_reads: int = MAX_READS, plain_from: frozenset[str] = frozenset()
+    ) -> None:
+        """Of `plain_from`, clusters, senders may come without a session where others need one."""
         self._max_active = max_active
+        self._plain_from = plain_from
         self.segments = Segments(max_reads=max_reads)
         self.active: dict[str, Landing] = {}  # by id: those that have not ended
         self._ended: OrderedDict[str, Ended] = OrderedDict()
@@ -148,15 +152,19 @@ class Landings:
         """
         if frame.slot in self._slots[who]:
             raise RemoteProtocolError(f"slot {frame.slot} is opened again")
+        is_plain = bool(self._plain_from) and who not in self.places
+        if is_plain and frame.transfer_id.startswith((READ_PREFIX, SEGMENT_PREFIX)):
+            return self._refuse(frame, Code.ACCESS)  # one-sided: nothing says whose they are
         if frame.transfer_id.startswith(READ_PREFIX):
             self.activity.opened(who, None, now)
             return self._read(frame, transcript)
         landing = self._landing_of(frame, transcript, now)
         if isinstance(landing, Landing) and landing.sender and self.places.get(who, landing.sender) != landing.sender:
             landing = Code.ACCESS  # the ticket is another's
+        if is_plain and isinstance(landing, Landing) and landing.sender.partition("/")[0] not in self._plain_from:
+            landing = Code.ACCESS  # its sender must seal
         if isinstance(landing, Code):
-            self.counters[f"refused:{landing}"] += 1
-            return Refuse(slot=frame.slot, code=landing)
+            return self._refuse(frame, landing)
         if landing.outcome is not None and not landing.outcome.ok:
             return Refuse(slot=frame.slot, code=landing.outcome.code, detail=landing.outcome.detail)
         slots = self._slots[who]
@@ -293,6 +301,10 @@ class Landings:
 
     # inside
 
+    def _refuse(self, frame: Open, code: Code) -> Refuse:
+        self.counters[f"refused:{code}"] += 1
+        return Refuse(slot=frame.slot, code=code)
+
     def _landing_of(self, frame: Open, transcript: bytes, now: float) -> Landing | Code:
         """The landing that an Open names, or why it is refused; an ended one gives its outcome."""
         landing, ended = self.active.get(frame.transfer_id), self._ended.get(frame.transfer_id)
@@ -324,8 +336,7 @@ class Landings:
         """The read's own request needs no bytes: nothing is missing."""
         refusal = self.segments.read(frame, transcript)
         if refusal is not None:
-            self.counters[f"refused:{refusal}"] += 1
-            return Refuse(slot=frame.slot, code=refusal)
+            return self._refuse(frame, refusal)
         self.counters["reads"] += 1
         return Accept(slot=frame.slot, missing=())
 

@@ -68,10 +68,11 @@ class SharedLandings:
         guard: Guard | None = None,
         *,
         spare_buffer_bytes: int = 0,
+        plain_from: frozenset[str] = frozenset(),
     ) -> None:
         self.lock = threading.Lock()
         self.changed = threading.Condition(self.lock)  # deadlines moved, or a connection left
-        self.landings = Landings()
+        self.landings = Landings(plain_from=plain_from)
         self.closing = False
         self.received_bytes = 0
         self.decoded = CodecAccounts()
