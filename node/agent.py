@@ -105,8 +105,7 @@ class NodeAgent:
         self.incoming: IncomingTransfers | None = None
         self.decodes: DecodeService | None = None
         self.contexts: PinnedContexts | None = None
-        self.control_ended: Counter[str] = Counter()  # connections to the control port that were ended, by why
-        self.calls_ended: Counter[str] = Counter()  # kept connections that the node ended, by why
+        self.ended: dict[str, Counter[str]] = {}  # by listener, connections that it ended, by why
         self.reloads = Counter(applied=0, unchanged=0, refused=0)
         self.calls_port = 0  # where calls are taken over kept connections; 0: nowhere
         self.draining = Draining(config.node_id, now, self.is_idle, self._on_draining)

@@ -116,11 +116,11 @@ async def _start(
     service = NodeService(agent, time.monotonic)
     with _binding(control := config.port("control")):
         server, bound = await serve(service, control.host, control.number, config.identity, agent.guard)
-    agent.control_ended = server.ended
+    agent.ended["control"] = server.ended
     stack.push_async_callback(server.stop, STOP_GRACE_S)
     agent.supervisor.control = format_address(LOOPBACK.get(control.host, control.host), bound)
     calls = CallServer(service, agent.holders)
-    agent.calls_ended = calls.ended
+    agent.ended["calls"] = calls.ended
     with _binding(kept := config.port("calls")):
         agent.calls_port = await calls.start(kept.host, kept.number, config.identity, agent.guard)
     stack.push_async_callback(calls.close, STOP_GRACE_S)

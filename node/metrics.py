@@ -79,10 +79,13 @@ class NodeCollector(Collector):
             "prfaas_control_connections_ended",
             "Connections to the control port that the node ended or turned away, by why",
             "reason",
-            self._agent.control_ended,
+            self._agent.ended.get("control", {}),
         )
         yield _counter(
-            "prfaas_calls_ended", "Kept connections that the node ended, by why", "reason", self._agent.calls_ended
+            "prfaas_calls_ended",
+            "Kept connections that the node ended, by why",
+            "reason",
+            self._agent.ended.get("calls", {}),
         )
         yield _counter(
             "prfaas_engine_connections_ended",

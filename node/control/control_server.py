@@ -18,7 +18,7 @@ HTTP_2 = "h2"
 
 
 class FrontCallers:
-    """Who has made a call, by gRPC's name of its connection."""
+    """The caller behind a connection of gRPC, by gRPC's name of it."""
 
     def __init__(self, front: TlsFront) -> None:
         self._front = front

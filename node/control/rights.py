@@ -15,7 +15,7 @@ DENIED: Final = "permission_denied"
 UNCERTIFIED: Final = PeerCertificate(None, 0, "it has not come")
 
 CallerOf = Callable[[str], tuple[PeerCertificate, str] | None]
-# who has made a call, by gRPC's name of its connection: a certificate and an address; None: it has shown none
+# gRPC's name of a connection -> its caller's certificate and address; None: it has shown no certificate
 
 Continuation = Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler | None]]
 

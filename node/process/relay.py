@@ -1,6 +1,6 @@
 """Two connections joined: what a gateway says over TLS reaches the engine, and what the engine says the gateway.
 
-    gateway ══ TLS records ══ Relay ── bytes ── engine
+    gateway ══ TLS records ══ TlsRelay ── bytes ── engine
 
 A token of a stream is a read and a write, each straight on its socket: no streams, no queues, no buffers of their own. What
 a socket does not take at once is kept, and nothing more is read for it until it is gone.
@@ -20,7 +20,7 @@ STALLED_S: Final = 600.0  # without a byte taken; gateways give up slow clients 
 LINGER_NONE: Final = struct.pack("ii", 1, 0)
 
 
-class Relay:
+class TlsRelay:
     """One caller's connection and the engine's, from the moment when both are there, until `ended` is called."""
 
     def __init__(

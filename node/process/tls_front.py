@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 from node.process.accept_loop import BACKLOG, AcceptLoop
 from node.process.handshakes import HandshakePlaces
 from node.process.ports import ListenPort
-from node.process.relay import READ_BYTES, STALLED_S, Relay, reset
+from node.process.relay import READ_BYTES, STALLED_S, TlsRelay, reset
 from transport.control.calls import keep_alive
 from transport.path.site import site_of
 from transport.path.tcp import family_of, format_address
@@ -47,7 +47,7 @@ def no_complaint(certificate: PeerCertificate) -> str:
     return ""
 
 
-class Caller(Protocol):
+class AdmittedCaller(Protocol):
     """The holder of a good certificate, and where it calls from."""
 
     address: str
@@ -118,7 +118,7 @@ class TlsFront:
         """Turns callers away: there is no server. Connections to the one that was there end with it."""
         self._engine = None
 
-    def caller_at(self, port: int) -> "Caller | None":
+    def caller_at(self, port: int) -> "AdmittedCaller | None":
         """Who has called the server from that port of this machine; None: the front has not, so another process has."""
         return self._inside.get(port)
 
@@ -269,7 +269,7 @@ class _Caller:
         self._front = front
         self._loop = loop
         self._connection = connection
-        self._relay: Relay | None = None
+        self._relay: TlsRelay | None = None
         self._deadline: asyncio.TimerHandle | None = None
 
     def shake_hands(self, within_s: float) -> None:
@@ -280,7 +280,7 @@ class _Caller:
 
     def join(self, inside: socket.socket, scratch: memoryview, stalled_s: float) -> None:
         """The engine has taken the connection."""
-        self._relay = Relay(self._loop, self._connection, inside, scratch, self._over, stalled_s)
+        self._relay = TlsRelay(self._loop, self._connection, inside, scratch, self._over, stalled_s)
         self._relay.start()
 
     def abort(self) -> None:

@@ -22,7 +22,9 @@ class KnownPeers:
         """Raises NodeRefusal unless the node `place` is one of them; "" is a node that was not named."""
         cluster, _, name = place.partition("/")
         if self._names and self._names.isdisjoint({(cluster, name), (cluster, ANY), (ANY, name), (ANY, ANY)}):
-            raise NodeRefusal(NOT_A_PEER, f"{place or 'a node without a name'} is none of `peers` of this node's file")
+            raise NodeRefusal(
+                NOT_A_PEER, f"{place or 'a node without a name'} is not among `peers` of this node's file"
+            )
 
     def require_address(self, address: str) -> None:
         """Raises NodeRefusal unless `address`, HOST:PORT, is in one of the networks. A name is in none of them."""

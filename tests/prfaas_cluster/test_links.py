@@ -231,7 +231,7 @@ def test_kvcache_goes_to_known_peers_and_networks_only(tmp_path: Path) -> None:
         try:
             assert (await send(sender, receiver, "west", "t")).ok
             for each, cluster, what in (
-                (sender, "north", "north/d is none of `peers`"),
+                (sender, "north", "north/d is not among `peers`"),
                 (elsewhere, "west", "127.0.0.1 is in none of `peer_networks`"),
             ):
                 with pytest.raises(NodeRefusal, match=what) as refused:

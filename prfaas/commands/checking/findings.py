@@ -186,7 +186,8 @@ def _about_plain(nodes: Sequence[Described]) -> Iterator[Finding]:
     """Ports that other machines reach, and that speak in clear."""
     for node in nodes:
         if node.info.plain:
-            ports = ", ".join(f"{listener}_port" for listener in node.info.plain)
+            hops = (each.partition(" ") for each in node.info.plain)
+            ports = ", ".join(f"{listener}_port{space}{of}" for listener, space, of in hops)
             remedy = "certificates and integrity = 'aead' seal control, calls and transfers; carry the rest inside your network"
             yield Finding(Level.WARNING, node.info.node_id, f"in clear to other machines: {ports}", remedy)
 

@@ -16,8 +16,8 @@ from gateway.cluster.registry import Clusters
 from gateway.errors import AgentCallFailed
 from gateway.tasks import TaskSet
 from tests.gateway.worlds import PATIENCE_S, on_loop, until
-from tests.grpc_tls import server_credentials
 from tests.peers import HOST, Peers
+from tests.transport.control.grpc_tls import server_credentials
 from transport.control.certificates import Authority
 from transport.control.proto import node_pb2 as pb
 from transport.control.proto import node_pb2_grpc as rpc

@@ -26,7 +26,7 @@ def test_names(names: tuple[str, ...], place: str, is_known: bool) -> None:
     if is_known:
         peers.require_name(place)
         return
-    with pytest.raises(NodeRefusal, match="none of `peers`") as refused:
+    with pytest.raises(NodeRefusal, match="not among `peers`") as refused:
         peers.require_name(place)
     assert refused.value.label == NOT_A_PEER
 

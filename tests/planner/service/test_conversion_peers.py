@@ -15,9 +15,9 @@ from planner.decisions.plans.offered import NodeReport
 from planner.decisions.views import ClusterKind, Role
 from planner.service.conversions import AgentConverter, ConversionFailed
 from prfaas.commands.convert import agents_of, answering
-from tests.grpc_tls import server_credentials
 from tests.node.running import alone
 from tests.peers import HOST, Peers
+from tests.transport.control.grpc_tls import server_credentials
 from transport.control.proto import node_pb2 as pb
 from transport.control.proto import node_pb2_grpc as rpc
 from transport.peers.name import PeerName, PeerRole

@@ -154,7 +154,7 @@ class Landings:
             raise RemoteProtocolError(f"slot {frame.slot} is opened again")
         is_plain = bool(self._plain_from) and who not in self.places
         if is_plain and frame.transfer_id.startswith((READ_PREFIX, SEGMENT_PREFIX)):
-            return self._refuse(frame, Code.ACCESS)  # one-sided: nothing says whose they are
+            return refused(self.counters, frame, Code.ACCESS)  # one-sided: nothing says whose they are
         if frame.transfer_id.startswith(READ_PREFIX):
             self.activity.opened(who, None, now)
             return self._read(frame, transcript)
@@ -164,7 +164,7 @@ class Landings:
         if is_plain and isinstance(landing, Landing) and landing.sender.partition("/")[0] not in self._plain_from:
             landing = Code.ACCESS  # its sender must seal
         if isinstance(landing, Code):
-            return self._refuse(frame, landing)
+            return refused(self.counters, frame, landing)
         if landing.outcome is not None and not landing.outcome.ok:
             return Refuse(slot=frame.slot, code=landing.outcome.code, detail=landing.outcome.detail)
         slots = self._slots[who]
@@ -301,10 +301,6 @@ class Landings:
 
     # inside
 
-    def _refuse(self, frame: Open, code: Code) -> Refuse:
-        self.counters[f"refused:{code}"] += 1
-        return Refuse(slot=frame.slot, code=code)
-
     def _landing_of(self, frame: Open, transcript: bytes, now: float) -> Landing | Code:
         """The landing that an Open names, or why it is refused; an ended one gives its outcome."""
         landing, ended = self.active.get(frame.transfer_id), self._ended.get(frame.transfer_id)
@@ -336,7 +332,7 @@ class Landings:
         """The read's own request needs no bytes: nothing is missing."""
         refusal = self.segments.read(frame, transcript)
         if refusal is not None:
-            return self._refuse(frame, refusal)
+            return refused(self.counters, frame, refusal)
         self.counters["reads"] += 1
         return Accept(slot=frame.slot, missing=())
 
@@ -365,3 +361,9 @@ class Landings:
             for slot, bound in slots.items()
             if bound is landing
         ]
+
+
+def refused(counters: Counter[str], frame: Open, code: Code) -> Refuse:
+    """The answer to an Open that is refused, counted."""
+    counters[f"refused:{code}"] += 1
+    return Refuse(slot=frame.slot, code=code)
