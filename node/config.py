@@ -9,8 +9,8 @@ from hybrid_cache.eviction.choice import DEFAULT, HISTORY_BLOCKS, POLICIES
 from membership.etcd.settings import EtcdConfig
 from node.coding import Coding, coding_of
 from node.errors import NodeConfigError
+from node.known_peers import KnownPeers
 from node.process.ports import ListenPort
-from node.transfer.peers import KnownPeers
 from transport.control.secret_files import located
 from transport.control.settings import (
     SettingsError,

@@ -14,11 +14,11 @@ from node.control.control_server import HTTP_2, ControlServer, FrontCallers, unc
 from node.control.holders import checked_name
 from node.control.rights import CallerOf, RightsInterceptor
 from node.errors import NodeRefusal
+from node.known_peers import NOT_A_PEER
 from node.kvcache.pages import in_parts, split_hashes
 from node.kvcache.tenant_pages import TENANTS_PART
 from node.process.ports import ListenPort
 from node.process.tls_front import TlsFront
-from node.transfer.peers import NOT_A_PEER
 from transport.control.proto import node_pb2 as pb
 from transport.control.proto import node_pb2_grpc as rpc
 from transport.control.tickets import MAX_CONTROL_BYTES, REASON_KEY, ticket_info

@@ -3,7 +3,7 @@
 import pytest
 
 from node.errors import NodeRefusal
-from node.transfer.peers import NOT_A_PEER, KnownPeers
+from node.known_peers import NOT_A_PEER, KnownPeers
 
 
 @pytest.mark.parametrize(
