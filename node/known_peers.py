@@ -6,6 +6,7 @@ from ipaddress import IPv4Network, IPv6Network, ip_address, ip_network
 from node.errors import NodeRefusal
 
 ANY = "*"
+NOT_YET = "?/?"  # the place of no node
 NOT_A_PEER = "not_a_peer"
 Network = IPv4Network | IPv6Network
 
@@ -18,8 +19,17 @@ class KnownPeers:
         self._names = frozenset(_parts(name) for name in names)
         self._networks = tuple(_network(text) for text in networks)
 
+    def awaited(self, place: str) -> str:
+        """Who may send for a ticket that names `place` as its sender; "": any node. Raises NodeRefusal.
+
+        Where there is a list, a ticket without a sender is good for no node until it is readdressed.
+        """
+        if place:
+            self.require_name(place)
+        return place or (NOT_YET if self._names else "")
+
     def require_name(self, place: str) -> None:
-        """Raises NodeRefusal unless the node `place` is one of them; "" is a node that was not named."""
+        """Raises NodeRefusal unless the node `place` is one of them."""
         cluster, _, name = place.partition("/")
         if self._names and self._names.isdisjoint({(cluster, name), (cluster, ANY), (ANY, name), (ANY, ANY)}):
             raise NodeRefusal(

@@ -187,7 +187,7 @@ class IncomingTransfers:
             raise NodeRefusal("bad_request", f"a prefix has whole blocks of {block_size} tokens")
         holder, now = checked_name(request.holder), self._now()
         transfer_id, secret = secrets.token_hex(16), secrets.token_bytes(SECRET_BYTES)
-        self._listener.known_peers.require_name(request.sender)
+        sender = self._listener.known_peers.awaited(request.sender)
         ttl_s = self.granted_ttl_s(request)
         reservation = self._pages.reserve(
             transfer_id,
@@ -208,7 +208,7 @@ class IncomingTransfers:
                 holder=holder,
                 reserved_at=now,
             )
-            self._expect(entry, secret, request.sender)
+            self._expect(entry, secret, sender)
         except BaseException:
             self._pages.release(transfer_id)
             raise
@@ -311,7 +311,7 @@ class IncomingTransfers:
 
     def readdress(self, transfer_id: str, sender: str) -> bool:
         """Another sender takes over; False for an unknown id."""
-        self._listener.known_peers.require_name(sender)
+        sender = self._listener.known_peers.awaited(sender)
         entry = self.entries.get(transfer_id)
         if entry is None or entry.landing is None:
             return False

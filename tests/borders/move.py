@@ -22,6 +22,7 @@ TIMEOUT_S = 20.0
 async def move(gateway_file: Path, source: str, target: str, text: str) -> bytes:
     """Returns the secret."""
     config = load(gateway_file)
+    names = {node.agent.rpartition(":")[0]: node.name for node in config.nodes}
     agents = {
         node.agent.rpartition(":")[0]: AgentClient(node.agent, TIMEOUT_S, config.identity, node.name)
         for node in config.nodes
@@ -33,7 +34,8 @@ async def move(gateway_file: Path, source: str, target: str, text: str) -> bytes
         hashing = hashing_by(name_secrets(config.names_secret), layout).of_group(TENANT)
         salt = namespaced(hashing.salt, hashing.namespace(None))
         hashes = block_hashes(tokens[:-1], BLOCK_SIZE, salt)
-        ticket = await agents[target].reserve_prefix("move", hashes, BLOCK_SIZE * len(hashes), TIMEOUT_S)
+        sender = f"{info.cluster}/{names[source]}"
+        ticket = await agents[target].reserve_prefix("move", hashes, BLOCK_SIZE * len(hashes), TIMEOUT_S, sender)
         sent = await agents[source].load("move", hashes, ticket, TIMEOUT_S)
         assert sent > 0, "nothing was sent"
         await agents[target].commit(ticket.transfer_id, TIMEOUT_S)

@@ -3,7 +3,7 @@
 import pytest
 
 from node.errors import NodeRefusal
-from node.known_peers import NOT_A_PEER, KnownPeers
+from node.known_peers import NOT_A_PEER, NOT_YET, KnownPeers
 
 
 @pytest.mark.parametrize(
@@ -50,6 +50,15 @@ def test_networks(networks: tuple[str, ...], address: str, is_known: bool) -> No
         return
     with pytest.raises(NodeRefusal, match="peer_networks"):
         peers.require_address(address)
+
+
+def test_a_ticket_without_a_sender_is_for_no_node_where_there_is_a_list() -> None:
+    assert KnownPeers().awaited("") == ""
+    assert KnownPeers().awaited("north/d0") == "north/d0"
+    assert KnownPeers(("west/*",)).awaited("west/d0") == "west/d0"
+    assert KnownPeers(("*/*",)).awaited("") == NOT_YET
+    with pytest.raises(NodeRefusal):
+        KnownPeers(("west/*",)).awaited("north/d0")
 
 
 @pytest.mark.parametrize("name", ["west", "/d0", "west/", "west/a/b", ""])
