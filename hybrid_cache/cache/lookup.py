@@ -10,7 +10,8 @@ Agreement is vLLM's fixed point: each group keeps the length or shortens it, unt
 """
 
 from collections.abc import Container, Sequence
-from typing import NamedTuple
+
+import msgspec
 
 from hybrid_cache.layout.layout import ModelLayout
 from hybrid_cache.layout.spec import FullAttention, LinearState, SlidingWindow
@@ -18,7 +19,7 @@ from hybrid_cache.layout.spec import FullAttention, LinearState, SlidingWindow
 Hashes = Sequence[bytes]
 
 
-class PrefixHit(NamedTuple):
+class PrefixHit(msgspec.Struct, frozen=True, gc=False):
     """Cached lengths in tokens, both multiples of the block size.
 
     `num_tokens`: all groups agree, a prefill can continue from here. `attention_tokens`: full attention alone, what a
@@ -75,7 +76,11 @@ def run_blocks(window: int, block_size: int) -> int:
 
 def full_hit(held: Container[bytes], hashes: Hashes, limit: int) -> int:
     """Leading blocks that are held, at most `limit`. Needs a prefix-closed `held`."""
-    low, high = 0, limit  # [0, low) is held, block `high` is not (or is the limit)
+    # Most nodes hold little of most prompts: the search begins at the front, and doubles what it asks for.
+    low, asked = 0, 1
+    while asked <= limit and hashes[asked - 1] in held:
+        low, asked = asked, 2 * asked
+    high = asked - 1 if asked <= limit else limit  # [0, low) is held, block `high` is not (or is the limit)
     while low < high:
         middle = (low + high) // 2
         if hashes[middle] in held:

@@ -191,8 +191,10 @@ def place_kvcache_centric(
     queues_s = cost.queues_s(nodes)
     price = policy.compute_price(queues_s)
     choice = _cheapest(request, nodes, queues_s, price, cost)
+    if not policy.fetch_bytes_per_s or request.kv_bytes is None:
+        return choice
     holder = longest_holder(holders)
-    if not policy.fetch_bytes_per_s or request.kv_bytes is None or holder is None or not holder.movable_tokens:
+    if holder is None or not holder.movable_tokens:
         return choice
     best_s = choice.ttft_s + price * cost.prefill_s(choice.node, request.num_tokens, choice.cached_tokens)
     longest, ratio = holder.movable_tokens, policy.ratio

@@ -112,7 +112,8 @@ class PrefillNode:
     def view_for(self, job: SimulatedRequest) -> NodeView:
         """As this prompt sees it: what will have been computed when its turn comes counts, but cannot be sent yet."""
         held = self.match(job.hashes, job.prompt).num_tokens
-        if not len(self._promises) or self.cache is None:
+        # All that is promised runs, waits or is expected.
+        if not (self._running or self._expected) or self.cache is None:
             return self.view(held)
         size = self.cache.layout.block_size
         promised = self._promises.longest(job.blocks, held // size) * size
