@@ -76,11 +76,7 @@ def run_blocks(window: int, block_size: int) -> int:
 
 def full_hit(held: Container[bytes], hashes: Hashes, limit: int) -> int:
     """Leading blocks that are held, at most `limit`. Needs a prefix-closed `held`."""
-    # Most nodes hold little of most prompts: the search begins at the front, and doubles what it asks for.
-    low, asked = 0, 1
-    while asked <= limit and hashes[asked - 1] in held:
-        low, asked = asked, 2 * asked
-    high = asked - 1 if asked <= limit else limit  # [0, low) is held, block `high` is not (or is the limit)
+    low, high = 0, limit  # [0, low) is held, block `high` is not (or is the limit)
     while low < high:
         middle = (low + high) // 2
         if hashes[middle] in held:
