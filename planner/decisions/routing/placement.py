@@ -276,8 +276,14 @@ def choose_decode(
         limit = min(loads) * (1.0 + policy.decode_load_slack)
     best, most, least = able[0], -1, inf
     for node, slowness in zip(able, loads, strict=True):
-        if slowness <= limit and (due := node.due_tokens) >= most:
-            load = node.load
+        if slowness > limit:
+            continue
+        # `due_tokens` and `load`, without calls: all nodes are asked.
+        due, landing = node.attention_tokens, node.landing_tokens
+        if landing > due:
+            due = landing
+        if due >= most:
+            load = (node.running + node.waiting) / node.max_running
             if due > most or load < least:
                 best, most, least = node, due, load
     return best
@@ -285,10 +291,13 @@ def choose_decode(
 
 def able_to_decode(request: RouteRequest, nodes: Sequence[NodeView]) -> Sequence[NodeView]:
     """Those with memory and a place; else with memory, else with a place; else all."""
+    num_tokens, answer_tokens = request.num_tokens, request.answer_tokens
     able = [
         node
         for node in nodes
-        if node.running + node.waiting < node.max_running and (node.room_tokens is None or has_memory(node, request))
+        if node.running + node.waiting < node.max_running
+        # `has_memory`, without a call: all nodes are asked.
+        and ((room := node.room_tokens) is None or room >= num_tokens - node.attention_tokens + answer_tokens)
     ]
     if able:
         return able
