@@ -1,9 +1,8 @@
 """The pages a request needs of its own, beyond the prefix it shares, and how they are dealt out."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from itertools import islice
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from hybrid_cache.cache.blocks import Pages
 from hybrid_cache.cache.reservation import ReservedPages
@@ -12,8 +11,7 @@ from hybrid_cache.layout.layout import ModelLayout
 Keys: TypeAlias = Sequence[tuple[int, int]]
 
 
-@dataclass(frozen=True, slots=True)
-class Need:
+class Need(NamedTuple):
     """Blocks [first, stop) of all full-attention groups, window blocks (group, block) and snapshots (group, length)."""
 
     first: int

@@ -10,7 +10,8 @@ Agreement is vLLM's fixed point: each group keeps the length or shortens it, unt
 """
 
 from collections.abc import Container, Sequence
-from typing import NamedTuple
+
+import msgspec
 
 from hybrid_cache.layout.layout import ModelLayout
 from hybrid_cache.layout.spec import FullAttention, LinearState, SlidingWindow
@@ -18,7 +19,7 @@ from hybrid_cache.layout.spec import FullAttention, LinearState, SlidingWindow
 Hashes = Sequence[bytes]
 
 
-class PrefixHit(NamedTuple):
+class PrefixHit(msgspec.Struct, frozen=True, gc=False):
     """Cached lengths in tokens, both multiples of the block size.
 
     `num_tokens`: all groups agree, a prefill can continue from here. `attention_tokens`: full attention alone, what a

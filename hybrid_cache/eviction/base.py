@@ -1,14 +1,12 @@
 """The interface between the cache and an eviction policy."""
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 Key = Hashable
 
 
-@dataclass(frozen=True, slots=True)
-class Use:
+class Use(NamedTuple):
     """One request's use of the cache: the keys of its blocks from the root on, and what kind of request it is.
 
     Blocks after the first `useful` are not expected to be used again; None: unknown.

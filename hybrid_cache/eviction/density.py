@@ -3,7 +3,6 @@ learned."""
 
 import heapq
 from collections import OrderedDict
-from dataclasses import replace
 from typing import Final
 
 from hybrid_cache.eviction.base import EvictionPolicy, Key, Use
@@ -60,7 +59,7 @@ class ReuseDensity(EvictionPolicy):
                 self._useless[key] = None
         while len(self._useless) > self._max_useless:
             self._useless.popitem(last=False)
-        return replace(use, path=use.path[: use.useful], useful=None)
+        return use._replace(path=use.path[: use.useful], useful=None)
 
     def knows(self, key: Key) -> bool:
         """Whether a request has used the block that may come again."""

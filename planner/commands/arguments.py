@@ -4,6 +4,7 @@ Apart from the commands themselves, so that `--help` loads no number crunching. 
 """
 
 import argparse
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,6 +99,10 @@ def _trial(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--seeds", type=at_least_one, default=1, metavar="N",
         help="simulate N seeds and print 95 %% confidence intervals (default: %(default)s)",
+    )  # fmt: skip
+    command.add_argument(
+        "--processes", type=at_least_one, default=os.cpu_count() or 1, metavar="N",
+        help="simulate so many seeds at once, if they have many requests (default: one for each core)",
     )  # fmt: skip
     command.add_argument(
         "--ideal", action="store_true",

@@ -205,7 +205,8 @@ def room_beside(free_tokens: int, tokens: int, attention_tokens: int) -> int:
 
     Most likely no request holds a prompt's own prefix, so that it is among what would be evicted.
     """
-    return max(free_tokens, tokens - attention_tokens)
+    beside = tokens - attention_tokens
+    return beside if beside > free_tokens else free_tokens
 
 
 class PrefillCost:

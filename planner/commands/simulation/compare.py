@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
         else source_of(args, site, trace, least)
     )
     with busy("simulating"):
-        rows = compare(contenders, source, seeds_of(args))
+        rows = compare(contenders, source, seeds_of(args), args.processes)
     if args.json:
         emit(rows)
         return 0

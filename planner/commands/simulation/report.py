@@ -22,7 +22,7 @@ def run(args: argparse.Namespace) -> int:
     least = min(contender.lambda_max for contender in contenders)
     source = source_of(args, site, trace, least)
     with busy("simulating"):
-        outcomes = {contender.name: contender.run(source, seeds_of(args)) for contender in contenders}
+        outcomes = {contender.name: contender.run(source, seeds_of(args), args.processes) for contender in contenders}
     args.output.write_text(html_report(site, options, plan, outcomes))
     remark(f"wrote {args.output}")
     summary = {name: over_seeds([outcome.report() for outcome in runs]) for name, runs in outcomes.items()}

@@ -33,7 +33,7 @@ def run(args: argparse.Namespace) -> int:
         if trace is not None:
             source = from_trace(trace, rate * trace.span_s / len(trace))
         remark(f"trying {rate:.3f} req/s")
-        return judged_watched(scenario, disturbed(args, source), seeds)
+        return judged_watched(scenario, disturbed(args, source), seeds, args.processes)
 
     found = saturate(report_at, parse_slo(args.slo), upper=UPPER * limit, tolerance=args.tolerance)
     if args.json:

@@ -31,7 +31,7 @@ def run(args: argparse.Namespace) -> int:
     deployed, setting, limit = settle(args, site)
     scenario = scenario_of(deployed, setting, trial_of(args))
     seeds = seeds_of(args)
-    report = judged_watched(scenario, source_of(args, deployed, trace, limit), seeds)
+    report = judged_watched(scenario, source_of(args, deployed, trace, limit), seeds, args.processes)
     report["setting"] = {
         "threshold_tokens": setting.threshold_tokens,
         "num_prefill": setting.num_prefill,

@@ -203,6 +203,6 @@ def seeds_of(args: argparse.Namespace) -> Sequence[int]:
     return range(args.seed, args.seed + args.seeds)
 
 
-def judged_watched(scenario: Scenario, source: Source, seeds: Sequence[int]) -> dict[str, Any]:
+def judged_watched(scenario: Scenario, source: Source, seeds: Sequence[int], processes: int = 1) -> dict[str, Any]:
     with busy("simulating"):
-        return judged(scenario, source, seeds)
+        return judged(scenario, source, seeds, processes)

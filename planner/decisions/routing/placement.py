@@ -191,8 +191,10 @@ def place_kvcache_centric(
     queues_s = cost.queues_s(nodes)
     price = policy.compute_price(queues_s)
     choice = _cheapest(request, nodes, queues_s, price, cost)
+    if not policy.fetch_bytes_per_s or request.kv_bytes is None:
+        return choice
     holder = longest_holder(holders)
-    if not policy.fetch_bytes_per_s or request.kv_bytes is None or holder is None or not holder.movable_tokens:
+    if holder is None or not holder.movable_tokens:
         return choice
     best_s = choice.ttft_s + price * cost.prefill_s(choice.node, request.num_tokens, choice.cached_tokens)
     longest, ratio = holder.movable_tokens, policy.ratio
@@ -274,8 +276,14 @@ def choose_decode(
         limit = min(loads) * (1.0 + policy.decode_load_slack)
     best, most, least = able[0], -1, inf
     for node, slowness in zip(able, loads, strict=True):
-        if slowness <= limit and (due := node.due_tokens) >= most:
-            load = node.load
+        if slowness > limit:
+            continue
+        # `due_tokens` and `load`, without calls: all nodes are asked.
+        due, landing = node.attention_tokens, node.landing_tokens
+        if landing > due:
+            due = landing
+        if due >= most:
+            load = (node.running + node.waiting) / node.max_running
             if due > most or load < least:
                 best, most, least = node, due, load
     return best
@@ -283,10 +291,13 @@ def choose_decode(
 
 def able_to_decode(request: RouteRequest, nodes: Sequence[NodeView]) -> Sequence[NodeView]:
     """Those with memory and a place; else with memory, else with a place; else all."""
+    num_tokens, answer_tokens = request.num_tokens, request.answer_tokens
     able = [
         node
         for node in nodes
-        if node.running + node.waiting < node.max_running and (node.room_tokens is None or has_memory(node, request))
+        if node.running + node.waiting < node.max_running
+        # `has_memory`, without a call: all nodes are asked.
+        and ((room := node.room_tokens) is None or room >= num_tokens - node.attention_tokens + answer_tokens)
     ]
     if able:
         return able

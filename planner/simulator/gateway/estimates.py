@@ -46,10 +46,11 @@ class LearnedTimes(LearnedCost):
             tokens = prefills[node.node_id].queued_tokens
             if not tokens:
                 found.append(0.0)
-            elif (curve := curves.get(node.node_id)) is not None and curve.cluster == node.cluster:
-                found.append(tokens * curve.seconds_per_token)
-            else:
-                found.append(self.queue_s(node))
+                continue
+            curve = curves.get(node.node_id)
+            if curve is None or curve.cluster != node.cluster:
+                curve = self._look_up(node)
+            found.append(tokens / self.tokens_per_s if curve is None else tokens * curve.seconds_per_token)
         return found
 
 

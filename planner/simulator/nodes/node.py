@@ -112,8 +112,10 @@ class PrefillNode:
     def view_for(self, job: SimulatedRequest) -> NodeView:
         """As this prompt sees it: what will have been computed when its turn comes counts, but cannot be sent yet."""
         held = self.match(job.hashes, job.prompt).num_tokens
-        if not len(self._promises) or self.cache is None:
-            return self.view(held)
+        # All that is promised runs, waits or is expected.
+        if not (self._running or self._expected) or self.cache is None:
+            seen = self._view
+            return seen if seen.cached_tokens == held and not seen.immovable_tokens else self.view(held)
         size = self.cache.layout.block_size
         promised = self._promises.longest(job.blocks, held // size) * size
         return self.view(promised, promised - held)
@@ -315,7 +317,8 @@ class DecodeNode:
     def view_for(self, hashes: Sequence[bytes], num_tokens: int, now: float) -> NodeView:
         """As this prompt sees it."""
         hit = self.match(hashes, num_tokens)
-        cached, share = min(hit.num_tokens, num_tokens - 1), self._share.at(now)
+        cached = min(hit.num_tokens, num_tokens - 1)
+        share = self._share.at(now) if self.prefill_s else 0.0  # most decode nodes compute no prompts
         if not self.arrivals or self.cache is None:
             return self._view(cached, hit.attention_tokens, share)
         size = self.cache.layout.block_size

@@ -24,8 +24,8 @@ class NamedScenario:
     scenario: Scenario
     lambda_max: float
 
-    def run(self, source: Source, seeds: Sequence[int]) -> list[SimulationOutcome]:
-        return run(self.scenario, source, seeds)
+    def run(self, source: Source, seeds: Sequence[int], processes: int = 1) -> list[SimulationOutcome]:
+        return run(self.scenario, source, seeds, processes)
 
 
 def contenders_of(
@@ -70,10 +70,12 @@ def _deployed(site: Site, options: SolveOptions, trial: Trial, name: str, deploy
     return NamedScenario(name, scenario_of(deployed, TrialSetting.of(plan), trial), plan.lambda_max)
 
 
-def compare(contenders: Sequence[NamedScenario], source: Source, seeds: Sequence[int]) -> list[dict[str, Any]]:
+def compare(
+    contenders: Sequence[NamedScenario], source: Source, seeds: Sequence[int], processes: int = 1
+) -> list[dict[str, Any]]:
     """One row per contender: its simulation report, over all seeds."""
     rows = []
     for contender in contenders:
-        report = over_seeds([outcome.report() for outcome in contender.run(source, seeds)])
+        report = over_seeds([outcome.report() for outcome in contender.run(source, seeds, processes)])
         rows.append({"name": contender.name, "lambda_max": contender.lambda_max, **report})
     return rows

@@ -1,8 +1,11 @@
 """Plans on trial: a site and a plan become a scenario, a scenario is run over several seeds."""
 
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
+from itertools import repeat
 from math import inf
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Final
 
@@ -26,6 +29,8 @@ from planner.simulator.world import simulate
 from planner.solve.control.controller import ControllerConfig
 from planner.solve.plan import Plan
 from transport.control.settings import require, require_table, require_tables
+
+WORTH_PROCESSES: Final = 20_000  # requests: fewer take no longer than a process needs to start
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -239,14 +244,22 @@ def from_day(site: Site, rates_req_per_s: Sequence[float], bin_s: float) -> Sour
     return lambda seed: diurnal(lengths, outputs, rates_req_per_s, bin_s, np.random.default_rng(seed))
 
 
-def run(scenario: Scenario, source: Source, seeds: Sequence[int]) -> list[SimulationOutcome]:
-    """One outcome per seed."""
-    return [simulate(scenario, source(seed), seed) for seed in seeds]
+def run(
+    scenario: Scenario, source: Source, seeds: Sequence[int], processes: int = 1, worth: int = WORTH_PROCESSES
+) -> list[SimulationOutcome]:
+    """One outcome per seed. From `worth` requests on, all seeds together, the seeds are simulated in several processes."""
+    traces = [source(seed) for seed in seeds]
+    processes = min(processes, len(seeds))
+    if processes < 2 or sum(len(trace) for trace in traces) < worth:
+        return [simulate(scenario, trace, seed) for trace, seed in zip(traces, seeds, strict=True)]
+    # A fork would copy the locks of threads, such as the one that shows progress.
+    with ProcessPoolExecutor(processes, get_context("spawn")) as pool:
+        return list(pool.map(simulate, repeat(scenario), traces, seeds))
 
 
-def judged(scenario: Scenario, source: Source, seeds: Sequence[int]) -> dict[str, Any]:
+def judged(scenario: Scenario, source: Source, seeds: Sequence[int], processes: int = 1) -> dict[str, Any]:
     """The report over all seeds, with confidence intervals; what the controller did is the first seed's."""
-    outcomes = run(scenario, source, seeds)
+    outcomes = run(scenario, source, seeds, processes)
     report = over_seeds([outcome.report() for outcome in outcomes])
     if scenario.controller is not None:
         report["timeline"] = list(outcomes[0].timeline)
