@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 HELD_STEP: Final = 1 << 62  # a scheduler step that never comes
+HOLDING_SCHEDULER: Final = "engine.vllm.scheduler_side.holding.holding_scheduler"  # as vLLM's --scheduler-cls
 
 # Requests (vllm.v1.request.Request)
 
@@ -75,14 +76,17 @@ def sample_one(request: Any) -> None:
     request.max_tokens = 1
 
 
-def hold(request: Any) -> None:
-    """The request is not scheduled any more, until it is let go."""
+def hold(request: Any) -> int:
+    """The request is not scheduled any more, until it is let go. Returns the step from which on vLLM would schedule it."""
+    step: int = request.next_decode_eligible_step
     request.next_decode_eligible_step = HELD_STEP
+    return step if step != HELD_STEP else 0
 
 
-def let_go(request: Any) -> None:
-    """The request may be scheduled again."""
-    request.next_decode_eligible_step = 0
+def let_go(request: Any, step: int) -> None:
+    """The request may be scheduled again, from `step` on."""
+    if request.next_decode_eligible_step == HELD_STEP:
+        request.next_decode_eligible_step = step
 
 
 def state_offers(block_state: Any) -> dict[str, list[StateOffer]]:
@@ -176,10 +180,14 @@ def _end(engine: Any, request: Any, params: Mapping[str, Any] | None) -> bool:
 def check_scheduling(vllm_config: Any) -> None:
     """Raises ValueError for a scheduler that would not hold a prefill leg until its KVCache has been delivered.
 
-    With the second model runner, AsyncScheduler says itself in which step a request decodes next, after our word.
+    With the second model runner, AsyncScheduler says itself in which step a request decodes next, after our word: ours
+    has the last one.
     """
-    if vllm_config.scheduler_config.async_scheduling and vllm_config.use_v2_model_runner:
-        raise ValueError("the connector needs VLLM_USE_V2_MODEL_RUNNER=0 or --no-async-scheduling")
+    scheduling = vllm_config.scheduler_config
+    if scheduling.async_scheduling and vllm_config.use_v2_model_runner and scheduling.scheduler_cls != HOLDING_SCHEDULER:
+        raise ValueError(
+            f"the connector needs --scheduler-cls {HOLDING_SCHEDULER}, --no-async-scheduling or VLLM_USE_V2_MODEL_RUNNER=0"
+        )
     if vllm_config.speculative_config is not None:
         raise ValueError("the connector does not work with speculative decoding: remove --speculative-config")
     if vllm_config.parallel_config.data_parallel_size > 1:
