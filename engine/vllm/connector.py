@@ -92,6 +92,7 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._engine = internals.NO_ENGINE
         if role is KVConnectorRole.SCHEDULER:
             end_with_parent()
+            internals.mend_event_endpoints()
             if media.takes_media(vllm_config):
                 media.keep_media()
         self._cached: Cached | None = None

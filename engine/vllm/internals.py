@@ -121,12 +121,14 @@ class EngineAround:
 
     `has_input`: whether the engine has been sent something that it has not read. `has_output`: whether it has said something
     that has not been sent. `end` ends a request that runs, and has its client answered with these `kv_transfer_params`; false
-    where that cannot be done.
+    where that cannot be done. `in_lockstep`: other engines wait for each step of this one (data parallel ranks of a mixture of
+    experts).
     """
 
     has_input: Callable[[], bool] = lambda: True
     has_output: Callable[[], bool] = lambda: False
     end: Callable[[Any, Mapping[str, Any] | None], bool] = lambda request, params: False
+    in_lockstep: bool = False
 
 
 NO_ENGINE: Final = EngineAround()
@@ -136,16 +138,17 @@ def engine_around() -> EngineAround:
     """The engine is looked for on the stack. One that is not found (in process, without queues) is taken to have input
     always, so that nothing waits for long, and to end nothing.
     """
-    from vllm.v1.engine.core import EngineCoreProc
+    from vllm.v1.engine.core import DPEngineCoreProc, EngineCoreProc
 
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         engine: Any = frame.f_locals.get("self")
-        if type(engine) is EngineCoreProc:
+        if isinstance(engine, EngineCoreProc):
             return EngineAround(
                 has_input=functools.partial(_holds_some, engine.input_queue),
                 has_output=functools.partial(_holds_some, engine.output_queue),
                 end=functools.partial(_end, engine),
+                in_lockstep=isinstance(engine, DPEngineCoreProc),
             )
         frame = frame.f_back
     return NO_ENGINE
@@ -177,6 +180,26 @@ def _end(engine: Any, request: Any, params: Mapping[str, Any] | None) -> bool:
     return True
 
 
+def mend_event_endpoints() -> None:
+    """vLLM gives each data parallel rank an endpoint of its own, but dies of one that is a path. A node's ranks have a folder
+    each, so theirs stays as it is. In the engine's process, before its scheduler opens it.
+    """
+    from vllm.distributed.kv_events import ZmqEventPublisher
+
+    offset: Any = ZmqEventPublisher.offset_endpoint_port
+    if hasattr(offset, "__wrapped__"):
+        return
+
+    @functools.wraps(offset)
+    def offset_unless_path(endpoint: str | None, data_parallel_rank: int) -> str | None:
+        if endpoint is not None and endpoint.startswith("ipc://"):
+            return endpoint
+        found: str | None = offset(endpoint, data_parallel_rank)
+        return found
+
+    ZmqEventPublisher.offset_endpoint_port = staticmethod(offset_unless_path)
+
+
 def check_scheduling(vllm_config: Any) -> None:
     """Raises ValueError for a scheduler that would not hold a prefill leg until its KVCache has been delivered.
 
@@ -184,14 +207,19 @@ def check_scheduling(vllm_config: Any) -> None:
     has the last one.
     """
     scheduling = vllm_config.scheduler_config
-    if scheduling.async_scheduling and vllm_config.use_v2_model_runner and scheduling.scheduler_cls != HOLDING_SCHEDULER:
+    if (
+        scheduling.async_scheduling
+        and vllm_config.use_v2_model_runner
+        and scheduling.scheduler_cls != HOLDING_SCHEDULER
+    ):
         raise ValueError(
             f"the connector needs --scheduler-cls {HOLDING_SCHEDULER}, --no-async-scheduling or VLLM_USE_V2_MODEL_RUNNER=0"
         )
     if vllm_config.speculative_config is not None:
         raise ValueError("the connector does not work with speculative decoding: remove --speculative-config")
-    if vllm_config.parallel_config.data_parallel_size > 1:
-        raise ValueError("the connector supports one engine per node: start a node for each data parallel rank")
+    parallel = vllm_config.parallel_config
+    if parallel.data_parallel_size > 1 and not parallel.data_parallel_external_lb:
+        raise ValueError("a node is one engine: start a node for each data parallel rank, with --data-parallel-rank")
 
 
 # The front end (vllm.v1.engine.async_llm, its detokenizer)

@@ -1,5 +1,6 @@
 """A leg is held in vLLM's own scheduler, with the second model runner's flag and steps that overlap. No model runs."""
 
+import queue
 from collections.abc import Iterator
 
 import pytest
@@ -39,8 +40,8 @@ def begin_leg(world: Scheduled):
 
 def test_a_leg_is_held_while_steps_overlap_and_ends_once_it_is_delivered(world):
     leg = begin_leg(world)
-    world.arrive("other", 5, None, max_tokens=8)
-    assert world.begin() == {"other": 5}, "the leg's first token is on its way, and it does not decode on"
+    world.arrive("other", 2, None, max_tokens=8)
+    assert world.begin() == {"other": 2}, "the leg's first token is on its way, and it does not decode on"
     assert not world.end()["leg"].finished
     assert world.begin() == {"other": 1}
     world.end()
@@ -83,13 +84,61 @@ def test_a_held_leg_whose_push_fails_is_over_with_the_next_token(world):
 
 def test_vllms_own_scheduler_would_decode_on(model):
     """Why ours is there, and why the connector insists on it. When this fails, it need not be any more."""
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+
     with second_runner():
-        world = Scheduled(model, scheduler=None)
+        with pytest.raises(ValueError, match="--scheduler-cls"):
+            Scheduled(model, scheduler=None)
+        world = Scheduled(model)
+        world.scheduler.__class__ = AsyncScheduler
         begin_leg(world)
         assert world.begin() == {"leg": 1}
-        with pytest.raises(ValueError, match="--scheduler-cls"):
-            internals.check_scheduling(world.config)
-        internals.check_scheduling(Scheduled(model).config)
+
+
+def test_an_engine_whose_ranks_compute_together_is_known(model):
+    """Data parallel ranks of a mixture of experts: each waits for the others' steps."""
+    from vllm.v1.engine.core import DPEngineCoreProc, EngineCoreProc
+
+    class Maker:
+        def make(self):
+            return internals.engine_around()
+
+    for kind, in_lockstep in ((DPEngineCoreProc, True), (EngineCoreProc, False)):
+        engine = kind.__new__(kind)
+        engine.input_queue, engine.output_queue = queue.Queue(), queue.Queue()
+        around = Maker.make(engine)
+        assert around.in_lockstep is in_lockstep
+        assert not around.has_input(), "it is found"
+
+
+def test_one_rank_of_several_is_a_node_and_publishes_where_its_agent_listens(model, tmp_path):
+    import msgspec
+    import zmq
+    from vllm.config import KVEventsConfig
+    from vllm.distributed.kv_events import AllBlocksCleared, EventPublisherFactory, KVEventBatch, ZmqEventPublisher
+
+    config = Scheduled(model, asynchronous=False).config  # its connector has mended the endpoints
+    config.parallel_config.data_parallel_size = 2
+    with pytest.raises(ValueError, match="--data-parallel-rank"):
+        internals.check_scheduling(config)
+    config.parallel_config.data_parallel_external_lb = True
+    internals.check_scheduling(config)
+    assert ZmqEventPublisher.offset_endpoint_port("tcp://*:5557", 1) == "tcp://*:5558", "others are left alone"
+    endpoint = f"ipc://{tmp_path}/kv-events"
+    events = KVEventsConfig(enable_kv_cache_events=True, publisher="zmq", endpoint=endpoint, topic="")
+    publisher = EventPublisherFactory.create(events, 1)
+    with zmq.Context() as context, context.socket(zmq.SUB) as socket:
+        socket.setsockopt(zmq.SUBSCRIBE, b"")
+        socket.connect(endpoint)
+        try:
+            for _ in range(100):
+                publisher.publish(KVEventBatch(ts=1.0, events=[AllBlocksCleared()]))
+                if socket.poll(100):
+                    break
+            *_, payload = socket.recv_multipart(zmq.NOBLOCK)
+        finally:
+            publisher.shutdown()
+    assert msgspec.msgpack.decode(payload)[2] == 1
 
 
 def test_without_asynchronous_steps_vllms_scheduler_is_its_own(model):
