@@ -215,8 +215,6 @@ def check_scheduling(vllm_config: Any) -> None:
         raise ValueError(
             f"the connector needs --scheduler-cls {HOLDING_SCHEDULER}, --no-async-scheduling or VLLM_USE_V2_MODEL_RUNNER=0"
         )
-    if vllm_config.speculative_config is not None:
-        raise ValueError("the connector does not work with speculative decoding: remove --speculative-config")
     parallel = vllm_config.parallel_config
     if parallel.data_parallel_size > 1 and not parallel.data_parallel_external_lb:
         raise ValueError("a node is one engine: start a node for each data parallel rank, with --data-parallel-rank")

@@ -270,7 +270,9 @@ async def _is_back(bench: Bench, engine: int) -> bool:
 
 async def _until(holds: Callable[[], Awaitable[bool]], limit_s: float) -> None:
     async with asyncio.timeout(limit_s):
-        while not await holds():
+        while True:
+            if await holds():
+                return
             await asyncio.sleep(POLL_S)
 
 

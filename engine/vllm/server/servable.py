@@ -12,9 +12,8 @@ from engine.vllm.server.hub_cache import cached_file
 
 MAX_CONFIG_BYTES: Final = 4 << 20
 
-# Flags with the value from which on the connector cannot follow; None: whatever the value.
-FLAGS: Final[Mapping[str, tuple[int | None, str]]] = {
-    "--speculative-config": (None, "the connector does not work with speculative decoding"),
+# Flags with the value from which on the connector cannot follow.
+FLAGS: Final[Mapping[str, tuple[int, str]]] = {
     "--decode-context-parallel-size": (2, "the connector does not support context parallelism"),
     "--prefill-context-parallel-size": (2, "the connector does not support context parallelism"),
     "--data-parallel-size": (2, "a node is one engine: start one for each rank, with --data-parallel-rank"),
@@ -86,8 +85,8 @@ def complaint_about_parallelism(flags: Sequence[str]) -> str | None:
         if name not in FLAGS or (name == DATA_PARALLEL and has_rank):
             continue
         least, why = FLAGS[name]
-        if least is None or (value.isdigit() and int(value) >= least):
-            return f"{name} {value}: {why}".replace("  ", " ")
+        if value.isdigit() and int(value) >= least:
+            return f"{name} {value}: {why}"
     return None
 
 

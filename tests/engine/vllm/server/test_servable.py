@@ -46,8 +46,6 @@ def test_a_model_of_which_nothing_is_known_to_be_wrong(config: dict[str, Any]) -
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--speculative-config", "{}"], "speculative"),
-        (["--speculative_config={}"], "speculative"),
         (["--prefill-context-parallel-size", "2"], "context parallelism"),
         (["-dcp", "4"], "context parallelism"),
         (["--data-parallel-size=2"], "start one for each rank"),
