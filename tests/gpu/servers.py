@@ -217,7 +217,7 @@ def compared(ours: Sequence[TimedAnswer], theirs: Sequence[TimedAnswer]) -> dict
     ttft_s, plain_s = (statistics.median(each.ttft_s for each in answers) for answers in (ours, theirs))
     mine, other = (sorted(i for each in answers for i in each.intervals_s) for answers in (ours, theirs))
     found = {"ttft_s": ttft_s, "plain_ttft_s": plain_s, "prefill": plain_s / ttft_s}
-    for name, share in (("itl_p50", 0.5), ("itl_p99", 0.99)):
+    for name, share in (("itl_p50", 0.5), ("itl_p99", 0.99)) if mine and other else ():
         at = [values[min(len(values) - 1, int(share * len(values)))] for values in (mine, other)]
         found |= {f"{name}_s": at[0], f"plain_{name}_s": at[1], name: at[0] / at[1]}
     return {key: round(value, 5) for key, value in found.items()}
@@ -227,7 +227,10 @@ def missed(row: dict[str, Any], *, is_longest: bool) -> list[str]:
     """Which limits a row of part C does not keep."""
     found = [f"prefill at {row['prefill']} of a plain server's rate"] if row["prefill"] < LEAST_PREFILL else []
     for name, limit in (("itl_p50", MOST_ITL_P50), ("itl_p99", MOST_ITL_P99)):
-        found += [f"{name} {row[name]} of a plain server's"] if row[name] > limit else []
+        if name not in row:
+            found.append(f"{name} is not known: an answer came at once")
+        elif row[name] > limit:
+            found.append(f"{name} {row[name]} of a plain server's")
     if is_longest and row["overlap"] < LEAST_OVERLAP:
         found.append(f"overlap {row['overlap']}")
     return [f"{row['tokens']} tokens: {each}" for each in found]
