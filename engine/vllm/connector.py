@@ -176,7 +176,7 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         )
 
     def after_schedule(self, scheduled: Iterable[str]) -> None:
-        """Called by our scheduler (`engine.vllm.scheduler_side.holding`), not by vLLM's: a step of these is on its way."""
+        """Called by our scheduler (`internals.holding_scheduler`), not by vLLM's: a step of these is on its way."""
         self._scheduling.hold_again(scheduled)
 
     def update_connector_output(self, connector_output: Any) -> None:

