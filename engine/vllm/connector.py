@@ -12,7 +12,7 @@ beyond it is in `engine.vllm.internals`.
 import logging
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -174,10 +174,6 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return StepMetadata(
             self._scheduling.build_step(scheduler_output.num_scheduled_tokens, state.resolve_block_ids, offers)
         )
-
-    def after_schedule(self, scheduled: Iterable[str]) -> None:
-        """Called by our scheduler (`internals.holding_scheduler`), not by vLLM's: a step of these is on its way."""
-        self._scheduling.hold_again(scheduled)
 
     def update_connector_output(self, connector_output: Any) -> None:
         self._scheduling.loads_ended(

@@ -76,17 +76,22 @@ def sample_one(request: Any) -> None:
     request.max_tokens = 1
 
 
-def hold(request: Any) -> int:
-    """The request is not scheduled any more, until it is let go. Returns the step from which on vLLM would schedule it."""
-    step: int = request.next_decode_eligible_step
-    request.next_decode_eligible_step = HELD_STEP
-    return step if step != HELD_STEP else 0
+def hold(request: Any) -> None:
+    """The request is not scheduled any more, until it is let go."""
+    if not is_held(request):
+        request.next_decode_eligible_step += HELD_STEP
 
 
-def let_go(request: Any, step: int) -> None:
-    """The request may be scheduled again, from `step` on."""
-    if request.next_decode_eligible_step == HELD_STEP:
-        request.next_decode_eligible_step = step
+def is_held(request: Any) -> bool:
+    """Whether the request waits to be let go."""
+    held: bool = request.next_decode_eligible_step >= HELD_STEP
+    return held
+
+
+def let_go(request: Any) -> None:
+    """The request may be scheduled again, from the step on that vLLM has said."""
+    if is_held(request):
+        request.next_decode_eligible_step -= HELD_STEP
 
 
 def state_offers(block_state: Any) -> dict[str, list[StateOffer]]:
@@ -204,16 +209,18 @@ def holding_scheduler(*, vllm_config: Any, **others: Any) -> Any:
     """vLLM's scheduler, as `--scheduler-cls` has it made once vLLM knows whether it schedules asynchronously.
 
     With the second model runner AsyncScheduler says after each step when its requests decode next. That overwrites what
-    the connector has said during the step, so the connector has the last word here.
+    the connector has said during the step, so here it is said once more.
     """
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
     from vllm.v1.core.sched.scheduler import Scheduler
 
     class HoldingScheduler(AsyncScheduler):  # type: ignore[misc]
         def _update_after_schedule(self, scheduler_output: Any) -> None:
+            computed = [self.requests[name] for name in scheduler_output.num_scheduled_tokens]
+            held = [request for request in computed if is_held(request)]
             super()._update_after_schedule(scheduler_output)
-            if self.connector is not None:
-                self.connector.after_schedule(scheduler_output.num_scheduled_tokens)
+            for request in held:
+                hold(request)
 
     kind = HoldingScheduler if vllm_config.scheduler_config.async_scheduling else Scheduler
     return kind(vllm_config=vllm_config, **others)

@@ -50,7 +50,6 @@ class Handover:
     deadline_s: float = 0.0
     asked_s: float = 0.0
     pages: JobPages | None = None
-    next_step: int = 0  # of a held one: from which on vLLM would have scheduled it
     offered_from: int = 0  # tokens that vLLM had when it was offered the rest
     cached_tokens: int = 0  # loaded from pages, or found in vLLM's own cache
     saved_tokens: int = 0

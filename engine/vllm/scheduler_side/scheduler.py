@@ -11,7 +11,7 @@ Nothing here may raise into vLLM's step, which would end the server: a request t
 """
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -180,13 +180,6 @@ class SchedulerSide:
         )
         self._grants, self._loads = [], []
         return step
-
-    def hold_again(self, scheduled: Iterable[str]) -> None:
-        """vLLM has said when the requests of a step decode next: those that are held do not."""
-        for request_id in scheduled:
-            handover = self._handovers.get(request_id)
-            if handover is not None and handover.phase is HandoverPhase.HELD:
-                handover.next_step = max(handover.next_step, internals.hold(handover.request))
 
     def loads_ended(self, done: set[str], failed: set[str]) -> None:
         """All ranks have finished the loads of these requests, or could not."""
@@ -437,12 +430,12 @@ class SchedulerSide:
     def _hold(self, handover: Handover) -> None:
         handover.phase = HandoverPhase.HELD
         handover.deadline_s = self._now() + DELIVERY_WAIT_S
-        handover.next_step = internals.hold(handover.request)
+        internals.hold(handover.request)
 
     def _let_finish(self, handover: Handover) -> None:
         if handover.phase is HandoverPhase.HELD:
             handover.phase = HandoverPhase.DELIVERED
-        internals.let_go(handover.request, handover.next_step)
+        internals.let_go(handover.request)
 
     def _rest(self) -> bool:
         """Waits, once a step, if every request waits for the agent: until it has news, vLLM has, or a wait has been too long.
