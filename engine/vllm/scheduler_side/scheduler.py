@@ -158,7 +158,8 @@ class SchedulerSide:
     ) -> ForwardStep:
         """What the workers do besides computing `scheduled` tokens of each request. `tables_of`: block ids of one. `offers`:
         states that the step leaves in other blocks than at its end, by request."""
-        if not scheduled and not self._loads and not self._rest() and self._is_waiting():
+        in_lockstep = self._engine.in_lockstep
+        if not scheduled and not self._loads and not self._rest() and self._is_waiting() and not in_lockstep:
             self._agent.news.wait(IDLE_WAIT_S)
         self._has_rested = False
         self._hear()
@@ -175,7 +176,7 @@ class SchedulerSide:
             tuple(self._grants),
             tuple(saves),
             tuple(self._loads),
-            is_idle=not scheduled,
+            is_idle=not scheduled and not in_lockstep,
         )
         self._grants, self._loads = [], []
         return step
@@ -437,8 +438,9 @@ class SchedulerSide:
         internals.let_go(handover.request)
 
     def _rest(self) -> bool:
-        """Waits, once a step, if every request waits for the agent: until it has news, vLLM has, or a wait has been too long."""
-        if self._has_rested or not self._all_wait():
+        """Waits, once a step, if every request waits for the agent: until it has news, vLLM has, or a wait has been too long.
+        Not where other engines take their steps with this one: they would wait, too."""
+        if self._has_rested or self._engine.in_lockstep or not self._all_wait():
             return self._has_rested
         self._has_rested = True
         self._report_load({}, at_once=True)

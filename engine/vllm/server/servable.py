@@ -12,16 +12,18 @@ from engine.vllm.server.hub_cache import cached_file
 
 MAX_CONFIG_BYTES: Final = 4 << 20
 
-# Flags with the value from which on the connector cannot follow; None: whatever the value.
-FLAGS: Final[Mapping[str, tuple[int | None, str]]] = {
-    "--speculative-config": (None, "the connector does not work with speculative decoding"),
+# Flags with the value from which on the connector cannot follow.
+FLAGS: Final[Mapping[str, tuple[int, str]]] = {
     "--decode-context-parallel-size": (2, "the connector does not support context parallelism"),
     "--prefill-context-parallel-size": (2, "the connector does not support context parallelism"),
-    "--data-parallel-size": (2, "the connector supports one engine per node: start a node for each data parallel rank"),
+    "--data-parallel-size": (2, "a node is one engine: start one for each rank, with --data-parallel-rank"),
 }
+DATA_PARALLEL: Final = "--data-parallel-size"
+RANK: Final = "--data-parallel-rank"  # with it, a server has this rank's engine alone
 SHORT: Final = {
     "-dcp": "--decode-context-parallel-size",
-    "-dp": "--data-parallel-size",
+    "-dp": DATA_PARALLEL,
+    "-dpn": RANK,
 }
 # Ends of names that no generating model of vLLM has. A bare `Model` is not among them: ChatGLMModel generates.
 POOLING: Final = (
@@ -78,12 +80,13 @@ def refusal_of(config: Mapping[str, Any]) -> str | None:
 
 def complaint_about_parallelism(flags: Sequence[str]) -> str | None:
     """The reason why a server with these flags cannot be served through the connector."""
+    has_rank = any(name == RANK for name, _ in _values(flags))
     for name, value in _values(flags):
-        if name not in FLAGS:
+        if name not in FLAGS or (name == DATA_PARALLEL and has_rank):
             continue
         least, why = FLAGS[name]
-        if least is None or (value.isdigit() and int(value) >= least):
-            return f"{name} {value}: {why}".replace("  ", " ")
+        if value.isdigit() and int(value) >= least:
+            return f"{name} {value}: {why}"
     return None
 
 
@@ -92,5 +95,5 @@ def _values(flags: Sequence[str]) -> Iterator[tuple[str, str]]:
     for index, flag in enumerate(flags):
         name, has_value, value = flag.partition("=")
         name = SHORT.get(name, name.replace("_", "-"))
-        if name in FLAGS or name == REVISION:
+        if name in FLAGS or name in (REVISION, RANK):
             yield name, value if has_value else flags[index + 1] if index + 1 < len(flags) else ""

@@ -121,17 +121,20 @@ class WorkerSide:
         rank: int,
         *,
         own: Collection[str] | None = None,
+        drafts: Collection[str] = (),
         in_microbatches: bool = False,
         load_wait_s: float = LOAD_WAIT_S,
         save_timeout_s: float = SAVE_TIMEOUT_S,
         devices: Callable[[torch.device], CopyDevice] = device_of,
     ) -> None:
-        """`own`: names of the layers that this rank's pipeline stage has, None for all. `in_microbatches`: a layer says that
+        """`own`: names of the layers that this rank's pipeline stage has, None for all. `drafts`: those that a step
+        computes several times. `in_microbatches`: a layer says that
         it is final once for each part of a step's requests, so it is not until the step ends."""
         self._layout = layout
         self._rank = rank
         self._load_wait_s = load_wait_s
         self._in_microbatches = in_microbatches
+        self._drafts = frozenset(drafts)
         self._places = {place.layer.name: place for place in layout.places if own is None or place.layer.name in own}
         self._devices = devices
         self._device: CopyDevice = HostDevice()
@@ -204,7 +207,7 @@ class WorkerSide:
         place = self._places.get(name)
         if not self._saves or place is None or place.layer.kind is LayerKind.STATE:
             return
-        if name not in self._seen and not self._in_microbatches:
+        if name not in self._seen and name not in self._drafts and not self._in_microbatches:
             self._submit_attention(place)
 
     def _submit_attention(self, place: LayerPlace) -> None:

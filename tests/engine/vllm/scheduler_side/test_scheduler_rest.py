@@ -73,3 +73,24 @@ def test_an_unchanged_load_is_told_once_a_second():
     world.now += 0.1
     world.schedule(request, 0)
     assert world.agent.loads[3:] == [(1, 0, 0)], "and at once when it is another"
+
+
+def test_an_engine_in_lockstep_never_keeps_the_others_waiting():
+    """Its peers compute their steps together with this one: nothing rests in it, neither here nor on its ranks."""
+
+    class NoWait:
+        def wait(self, timeout):
+            raise AssertionError("the peers wait for this step")
+
+    world = World(engine=EngineAround(Inbox(), in_lockstep=True))
+    world.agent.news = NoWait()
+    landing = world.arrive(Request("landing", params=LANDING))
+    assert world.side.num_new_matched_tokens(landing, 0) is None
+    assert not world.idle().is_idle, "its ranks do not wait for loads"
+    assert world.agent.loads == [(0, 1, N)], "what waits is reported all the same"
+    leg = world.arrive(Request("leg", params=LEG))
+    world.grant(errand=2)
+    world.side.num_new_matched_tokens(leg, 0)
+    world.side.after_alloc(leg, tables_for(LAYOUT, N - 1), 0)
+    world.schedule(leg, N - 1)
+    world.idle()

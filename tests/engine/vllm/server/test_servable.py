@@ -46,11 +46,10 @@ def test_a_model_of_which_nothing_is_known_to_be_wrong(config: dict[str, Any]) -
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--speculative-config", "{}"], "speculative"),
-        (["--speculative_config={}"], "speculative"),
         (["--prefill-context-parallel-size", "2"], "context parallelism"),
         (["-dcp", "4"], "context parallelism"),
-        (["--data-parallel-size=2"], "each data parallel rank"),
+        (["--data-parallel-size=2"], "start one for each rank"),
+        (["-dp", "2", "--data-parallel-start-rank", "1"], "--data-parallel-rank"),
     ],
 )
 def test_flags_that_cannot_be_followed(flags: list[str], words: str) -> None:
@@ -58,7 +57,15 @@ def test_flags_that_cannot_be_followed(flags: list[str], words: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "flags", [[], ["--pipeline-parallel-size", "2"], ["--data-parallel-size"], ["--tensor-parallel-size", "8"]]
+    "flags",
+    [
+        [],
+        ["--pipeline-parallel-size", "2"],
+        ["--data-parallel-size"],
+        ["--tensor-parallel-size", "8"],
+        ["--data-parallel-size", "2", "--data-parallel-rank", "1"],
+        ["-dpn=0", "-dp=16"],
+    ],
 )
 def test_flags_that_can(flags: list[str]) -> None:
     assert complaint_about_parallelism(flags) is None

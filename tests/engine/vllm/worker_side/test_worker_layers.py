@@ -94,3 +94,18 @@ def test_layers_of_microbatches_are_copied_when_all_of_them_are_over(scheduler: 
     assert [message.layer for message in scheduler.heard if isinstance(message, LayerWritten)] == [0, 1, 2]
     assert Path(arena.path).read_bytes().count(7) == 2 * SIZE
     side.close()
+
+
+def test_layers_of_a_draft_are_copied_once_when_the_step_is_over(scheduler: Scheduler, arena) -> None:
+    """A step computes a draft several times, and says each time that its layers are final."""
+    side, tensors = WorkerSide(LAYOUT, 0, drafts={"b"}), kv()
+    side.register(tensors)
+    side.begin_step(ForwardStep(str(scheduler.path), arena, (PAGES,), saves(N)))
+    side.save_layer("b")
+    tensors["b"].fill_(7)
+    side.save_layer("b")
+    side.finish_step()
+    scheduler.wait_for(StepWritten, "j")
+    assert [message.layer for message in scheduler.heard if isinstance(message, LayerWritten)].count(1) == 1
+    assert Path(arena.path).read_bytes().count(7) == 2 * SIZE
+    side.close()

@@ -1,0 +1,63 @@
+"""Drafts: which layers are theirs, what is refused, and what their KVCache is called by."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from engine.vllm.drafts import check_drafts, draft_facts, draft_layers
+from hybrid_cache.errors import LayoutError
+from tests.engine.vllm.builders import full, state
+
+
+def config(method: str = "eagle", **draft: Any) -> Any:
+    fields = {"model": "draft", "model_weights": "", "revision": "a" * 40, "hf_config": {"layers": 1}, "dtype": "bf16"}
+    return SimpleNamespace(
+        model_config=SimpleNamespace(get_total_num_hidden_layers=lambda: 4),
+        speculative_config=SimpleNamespace(method=method, draft_model_config=SimpleNamespace(**fields | draft)),
+    )
+
+
+PLAIN = SimpleNamespace(speculative_config=None)
+
+
+def test_a_drafts_layers_are_numbered_behind_the_targets_or_have_a_model_of_their_own() -> None:
+    names = [
+        "model.layers.0.attn",
+        "model.layers.3.attn",
+        "model.layers.4.attn",
+        "draft_model.model.layers.0.attn",
+        "a",
+    ]
+    assert draft_layers(config(), names) == {names[2], names[3]}
+    assert draft_layers(PLAIN, names) == frozenset()
+
+
+@pytest.mark.parametrize("method", ["eagle", "eagle3", "mtp", "draft_model", "ngram"])
+def test_drafts_of_attention_are_taken(method: str) -> None:
+    check_drafts(config(method), [full("a")])
+    check_drafts(PLAIN, [full("a"), state("s")])
+
+
+def test_other_drafts_are_refused() -> None:
+    with pytest.raises(LayoutError, match="dflash"):
+        check_drafts(config("dflash"), [full("a")])
+    with pytest.raises(LayoutError, match="recurrent states"):
+        check_drafts(config(), [full("a"), state("s")])
+
+
+def test_a_draft_is_called_by_its_weights_and_its_configuration() -> None:
+    facts = [
+        draft_facts(each, None)
+        for each in (
+            config(),
+            config(revision="b" * 40),
+            config(hf_config={"layers": 2}),
+            config("eagle3"),
+            config(dtype="f"),
+        )
+    ]
+    assert len({str(sorted(each.items())) for each in facts}) == len(facts)
+    assert draft_facts(PLAIN, None) == draft_facts(config("ngram"), None) == {}
+    with pytest.raises(LayoutError, match="which weights"):
+        draft_facts(config(revision="main"), None)
