@@ -129,6 +129,12 @@ class RealEtcd:
         revision = self.ask("kv/range", key=_encoded(b"x"))["header"]["revision"]
         self.ask("kv/compaction", revision=revision, physical=True)
 
+    def names(self, prefix: str) -> set[str]:
+        """What follows `prefix` in its keys."""
+        end = prefix[:-1] + chr(ord(prefix[-1]) + 1)
+        kept = self.ask("kv/range", key=_encoded(prefix.encode()), range_end=_encoded(end.encode()), keys_only=True)
+        return {base64.b64decode(each["key"]).decode().removeprefix(prefix) for each in kept.get("kvs", [])}
+
     def put(self, key: str, value: bytes) -> None:
         self.ask("kv/put", key=_encoded(key.encode()), value=_encoded(value))
 
