@@ -28,6 +28,7 @@ from tests.membership.etcd.servers import etcd_binary
 from tests.storm.system import held_at
 
 PERIOD_S: Final = 60.0  # of churn, at most, before it is quiet
+SHORTEST_S: Final = 10.0  # of churn that is left: it is not worth a period
 CONVERGED_S: Final = 5.0
 HELD_S: Final = 60.0  # after the end of load, nodes hold nothing
 CLIENTS: Final = 6
@@ -55,8 +56,8 @@ class Run:
         self.load.let_in, began = 0, loop.time()
         clients = [asyncio.create_task(self.load.converse(http)) for _ in range(CLIENTS)]
         clients.append(asyncio.create_task(self.load.press(http)))
-        while (remaining_s := seconds - (loop.time() - began)) > 0:
-            await self.churn.run(min(PERIOD_S, max(1.0, remaining_s - CONVERGED_S)), PER_S)
+        while (remaining_s := seconds - (loop.time() - began)) > SHORTEST_S:
+            await self.churn.run(min(PERIOD_S, remaining_s), PER_S)
             await self.converge(http)
         await self.churn.fill()
         await self.converge(http)
@@ -107,7 +108,7 @@ async def main(arguments: argparse.Namespace) -> int:
     home = Path(arguments.home or tempfile.mkdtemp(prefix="fleet-"))
     rng = random.Random(arguments.seed)
     binaries = arguments.etcd or [binary for binary in [etcd_binary()] if binary is not None]
-    binary = str(Path(rng.choice(binaries)).resolve()) if binaries else None
+    binary = os.path.abspath(rng.choice(binaries)) if binaries else None
     print(f"{arguments.nodes} nodes, {arguments.gateways} gateways, {arguments.seconds:.0f} s, seed {arguments.seed}; "
           f"etcd: {binary or 'none here, so no node is in it and limits are not judged'}; logs in {home}")  # fmt: skip
     fleet = Fleet(home, arguments.nodes, arguments.gateways, binary)

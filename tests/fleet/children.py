@@ -99,6 +99,16 @@ def marked(marker: str) -> dict[int, str]:
     return found
 
 
+def children_of(pid: int) -> list[int]:
+    """Those that it has started itself."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError, ValueError):
+            if int((entry / "stat").read_text().rpartition(")")[2].split()[1]) == pid:
+                found.append(int(entry.name))
+    return found
+
+
 def descriptors(pid: int) -> int:
     """How many a process has open; 0 for one that has ended."""
     with contextlib.suppress(OSError):

@@ -10,13 +10,14 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from tests.fleet.children import marked
+from tests.fleet.children import children_of
 from tests.fleet.system import EtcdBackups, Fleet, FleetNode
 
 MOST_AT_ONCE: Final = 5
 LEAST_SHARE: Final = 0.6  # of the decode nodes, and of those that prefill, run whatever happens
 NODES_KEY: Final = "/prfaas/nodes/registered/"
 REGISTERED_S: Final = 20.0  # nodes renew every ten seconds, and then find that etcd has forgotten them
+KILLED_APART_S: Final = 4.0
 POLL_S: Final = 0.1
 
 
@@ -94,16 +95,21 @@ class Churn:
         return await self._to_node(self._spare(), self.fleet.end_node)
 
     async def _kill(self) -> str:
-        return await self._to_node(self._spare(), self.fleet.kill_node)
+        return await self._alone("kill", lambda: self._to_node(self._spare(), self._killed))
 
     async def _move(self) -> str:
         """Dies, and comes back under the same name at another address."""
 
         async def move(node: FleetNode) -> None:
-            await self.fleet.kill_node(node)
+            await self._killed(node)
             await self.fleet.start_node(node)
 
-        return await self._to_node(self._spare(), move)
+        return await self._alone("kill", lambda: self._to_node(self._spare(), move))
+
+    async def _killed(self, node: FleetNode) -> None:
+        """A gateway does not try a request again that two engines died with: the next one dies after it has ended."""
+        await self.fleet.kill_node(node)
+        await asyncio.sleep(KILLED_APART_S)
 
     async def _stop(self) -> str:
         """Says nothing for a while, as if it were cut off: agent and engine stand still."""
@@ -111,8 +117,7 @@ class Churn:
 
         async def stop(node: FleetNode) -> None:
             assert node.child is not None
-            pids = [node.child.pid, *(pid for pid, what in marked(str(self.fleet.home / "tmp")).items()
-                                      if f"node-id {node.name} " in f"{what} ")]  # fmt: skip
+            pids = [node.child.pid, *children_of(node.child.pid)]
             _signal(pids, signal.SIGSTOP)
             try:
                 await asyncio.sleep(lasts_s)
@@ -214,7 +219,7 @@ class Churn:
         assert etcd is not None
         try:
             async with asyncio.timeout(REGISTERED_S):
-                while missing := self._etcd_nodes() - await asyncio.to_thread(etcd.names, NODES_KEY):
+                while missing := self._etcd_nodes() - await asyncio.to_thread(etcd.names, NODES_KEY):  # noqa: ASYNC110
                     await asyncio.sleep(POLL_S)
         except TimeoutError:
             self.fleet.failures.append(f"{sorted(missing)} not in etcd {REGISTERED_S:.0f} s after it was restored")
@@ -230,10 +235,10 @@ class Churn:
             return ""
         self._busy.add(what)
         try:
-            await do()
+            said = await do()
         finally:
             self._busy.discard(what)
-        return what
+        return said if isinstance(said, str) else what
 
 
 def _signal(pids: list[int], number: signal.Signals) -> None:
