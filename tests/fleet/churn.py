@@ -6,7 +6,7 @@ import os
 import random
 import signal
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -169,9 +169,10 @@ class Churn:
 
     async def _lose_api(self) -> str:
         async def lose() -> None:
-            await asyncio.to_thread(self.fleet.api.kill)
-            await asyncio.sleep(self.rng.uniform(0.5, 8.0))
-            await asyncio.to_thread(self.fleet.api.start)
+            async with self.fleet.api_is_changed:
+                await asyncio.to_thread(self.fleet.api.kill)
+                await asyncio.sleep(self.rng.uniform(0.5, 8.0))
+                await asyncio.to_thread(self.fleet.api.start)
 
         return await self._alone("api", lose)
 
@@ -217,17 +218,18 @@ class Churn:
     async def _registered_again(self) -> None:
         etcd = self.fleet.etcd
         assert etcd is not None
+        missing: set[str] = set()
         try:
             async with asyncio.timeout(REGISTERED_S):
-                while missing := self._etcd_nodes() - await asyncio.to_thread(etcd.names, NODES_KEY):  # noqa: ASYNC110
+                while missing := self._unlisted(await asyncio.to_thread(etcd.values, NODES_KEY)):  # noqa: ASYNC110
                     await asyncio.sleep(POLL_S)
         except TimeoutError:
             self.fleet.failures.append(f"{sorted(missing)} not in etcd {REGISTERED_S:.0f} s after it was restored")
 
-    def _etcd_nodes(self) -> set[str]:
-        """Those that are there and have nothing happen to them."""
-        nodes = self.fleet.nodes.values()
-        return {node.name for node in nodes if node.registry == "etcd" and node.lives and not node.is_busy}
+    def _unlisted(self, values: Mapping[str, str]) -> set[str]:
+        """Nodes to which nothing happens, and that etcd does not have, or has at another address."""
+        nodes = [node for node in self.fleet.nodes.values() if node.registry == "etcd" and not node.is_busy]
+        return {node.name for node in nodes if node.lives and f'"{node.agent}"' not in values.get(node.name, "")}
 
     async def _alone(self, what: str, do: Callable[[], Awaitable[Any]]) -> str:
         """Nothing else happens to the same thing meanwhile."""

@@ -6,7 +6,7 @@ Each node is what it is anywhere: an agent and an engine without a model, two pr
 import asyncio
 import shutil
 import signal
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -58,6 +58,7 @@ class Fleet:
         self.gateways: dict[str, Child] = {}
         self.urls: dict[str, str] = {}
         self.failures: list[str] = []
+        self.api_is_changed = asyncio.Lock()  # kubelets wait for an API server that is away
         self._names = [f"g{number}" for number in range(gateways)]
         self._starts = asyncio.Semaphore(STARTS_AT_ONCE)
         self._environment = {"TMPDIR": str(home / "tmp"), "PYTHONUNBUFFERED": "1", "GRPC_VERBOSITY": "ERROR"}
@@ -111,7 +112,7 @@ class Fleet:
         """As an operator does it: it leaves its registry, then it ends."""
         node.agent = ""
         if node.registry == "kubernetes":
-            await asyncio.to_thread(self.pods.end, node.name)
+            await self._in_pods(self.pods.end, node.name)
         self.listed()
         assert node.child is not None
         self.failures += filter(None, [await node.child.end()])
@@ -139,11 +140,15 @@ class Fleet:
             self.listed()
         if node.registry == "kubernetes":
             host, _, port = node.agent.rpartition(":")
-            await asyncio.to_thread(self.pods.add, node.name, host, int(port), {"prfaas/role": node.role})
+            await self._in_pods(self.pods.add, node.name, host, int(port), {"prfaas/role": node.role})
 
     async def _unlist(self, node: FleetNode) -> None:
         if node.registry == "kubernetes":
-            await asyncio.to_thread(self.pods.gone, node.name)
+            await self._in_pods(self.pods.gone, node.name)
+
+    async def _in_pods(self, change: Callable[..., None], *words: object) -> None:
+        async with self.api_is_changed:
+            await asyncio.to_thread(change, *words)
 
     def _registries(self) -> Iterator[str]:
         yield from ("file", "kubernetes", "folder")
