@@ -109,8 +109,7 @@ class Run:
 async def main(arguments: argparse.Namespace) -> int:
     home = Path(arguments.home or tempfile.mkdtemp(prefix="fleet-"))
     rng = random.Random(arguments.seed)
-    binaries = arguments.etcd or [binary for binary in [etcd_binary()] if binary is not None]
-    binary = os.path.abspath(rng.choice(binaries)) if binaries else None
+    binary = rng.choice(arguments.etcd) if arguments.etcd else None
     print(f"{arguments.nodes} nodes, {arguments.gateways} gateways, {arguments.seconds:.0f} s, seed {arguments.seed}; "
           f"etcd: {binary or 'none here, so no node is in it and limits are not judged'}; logs in {home}")  # fmt: skip
     fleet = Fleet(home, arguments.nodes, arguments.gateways, binary)
@@ -165,6 +164,7 @@ if __name__ == "__main__":
     parser.add_argument("--etcd", nargs="*", help="binaries, one of which the seed takes (default: ETCD_BINARY)")
     parser.add_argument("--home", help="where logs are kept (default: a new temporary directory)")
     chosen = parser.parse_args()
+    chosen.etcd = [os.path.abspath(binary) for binary in chosen.etcd or [*filter(None, [etcd_binary()])]]
     if os.geteuid() == 0 and ALONE not in os.environ:
         _with_own_memory()
     sys.exit(asyncio.run(main(chosen)))

@@ -236,13 +236,16 @@ class Fleet:
 
     async def wrong_views(self, http: aiohttp.ClientSession) -> list[str]:
         """What gateways have wrong now, one line each."""
-        views = await asyncio.gather(*(self.seen(http, name) for name in self._names))
-        living = self.living
         return [
-            f"{name}: {line}"
-            for name, view in zip(self._names, views, strict=True)
-            for line in differences(living, view)
+            line for lines in await asyncio.gather(*(self._wrong(http, name) for name in self._names)) for line in lines
         ]
+
+    async def _wrong(self, http: aiohttp.ClientSession, name: str) -> list[str]:
+        try:
+            view = await self.seen(http, name)
+        except (aiohttp.ClientError, KeyError, ValueError) as failure:
+            return [f"{name} does not say: {failure!r}"]
+        return [f"{name}: {line}" for line in differences(self.living, view)]
 
 
 class EtcdBackups:
