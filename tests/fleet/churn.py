@@ -81,7 +81,12 @@ class Churn:
 
     async def _happen(self, event: Event) -> None:
         began = asyncio.get_running_loop().time()
-        if what := await event.happen(self):
+        try:
+            what = await event.happen(self)
+        except Exception as error:
+            what = f"failed: {error!r}"
+            self.fleet.failures.append(f"{event.name} {what}")
+        if what:
             self.happened[event.name] += 1
             took_s = asyncio.get_running_loop().time() - began
             self._report(f"{began:9.1f}  {event.name:<20} {what} ({took_s:.1f} s)")

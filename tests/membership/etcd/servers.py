@@ -133,7 +133,7 @@ class RealEtcd:
         """By what follows `prefix` in their keys."""
         end = prefix[:-1] + chr(ord(prefix[-1]) + 1)
         kept = self.ask("kv/range", key=_encoded(prefix.encode()), range_end=_encoded(end.encode())).get("kvs", [])
-        return {_decoded(each["key"]).removeprefix(prefix): _decoded(each["value"]) for each in kept}
+        return {_decoded(each["key"]).removeprefix(prefix): _decoded(each.get("value", "")) for each in kept}
 
     def put(self, key: str, value: bytes) -> None:
         self.ask("kv/put", key=_encoded(key.encode()), value=_encoded(value))
