@@ -4,6 +4,7 @@ Nodes are simulated, the gateway's code is its own: registry, prefix index, rout
 (nodes/clusters) there is
 
     decision   CPU of one decision about a prompt of 131,072 tokens, median and P90; other prompts each time
+    live       the same while nodes report: before each decision as many have done so as do in a hundredth of a second
     index      bytes that the prefix index says it takes, and by how much the process grew
     events     bytes per second that a region's nodes send the gateways of one other region: load reports four times a
                second to each gateway, and names of blocks that are cached and evicted
@@ -17,13 +18,14 @@ decided: their cost is that of the sample, times their number, and is called ext
 import argparse
 import asyncio
 import json
+import math
 import os
 import random
 import statistics
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -32,6 +34,7 @@ from benchmarks.fleet.regions import LosableAgent, RegionNode, blocks_bytes, cac
 from benchmarks.gateway.decision import ARMS, PROMPT_TOKENS, cpu_us, decide, prompts_of, request_of, teach
 from gateway.admission.queue import WaitingLine
 from gateway.admission.slo import SloGate
+from gateway.cluster.agent_values import NodeLoad
 from gateway.cluster.links import ClusterLinks
 from gateway.cluster.registry import LOAD_INTERVAL_S, SILENCE_S, Clusters
 from gateway.config.gateway import GatewayConfig, NodeAddress
@@ -46,6 +49,7 @@ EXTRAPOLATED: Final = 10_000_000
 REQUESTS_PER_S: Final = 0.25  # of a node
 NEW_TOKENS: Final = 16_384  # of a prompt that are computed, and cached
 GATEWAYS: Final = 100
+DECISIONS_PER_S: Final = 100.0  # of one gateway: so many reports come in between two of them
 WAIT_S: Final = 600.0
 
 
@@ -57,7 +61,9 @@ class ScaleResult:
     clusters: int
     decision_us: float
     decision_p90_us: float
-    extrapolated_cpu_h: float
+    live_us: float
+    live_p90_us: float
+    extrapolated_cpu_h: float  # of live decisions
     indexed_blocks: int
     index_bytes: int
     grown_bytes: int
@@ -78,8 +84,8 @@ class GatewayView:
         self.clusters = Clusters(agents, time.monotonic, tasks=TaskSet(lambda work: None))
         self.steps = LearnedSteps()
         self.cost = LearnedCost(steps=self.steps)
-        links = ClusterLinks(self.clusters.nodes, time.monotonic)
-        self.router = Router(config, self.clusters, links, self.cost, time.monotonic)
+        self.links = ClusterLinks(self.clusters.nodes, time.monotonic)
+        self.router = Router(config, self.clusters, self.links, self.cost, time.monotonic)
         self.gate = SloGate(config, self.clusters, self.steps, time.monotonic)
         self.line = WaitingLine(time.monotonic, limit=256, patience_s=30.0)
 
@@ -111,10 +117,18 @@ async def measure(nodes: int, clusters: int, arguments: argparse.Namespace) -> S
     events.clear()
     try:
         teach(view.cost, view.steps, view.clusters, rng)
-        took = []
-        for number in range(arguments.rounds * len(prompts)):
-            request = request_of(prompts[number % len(prompts)], view.clusters, number)
-            took.append(cpu_us(partial(decide, view.line, view.router, view.gate, request)))
+        took: list[float] = []
+        live: list[float] = []
+        reports = math.ceil(nodes / LOAD_INTERVAL_S / DECISIONS_PER_S)
+        for number in range(2 * arguments.rounds * len(prompts)):
+            is_live = number % 2 == 1
+            for node in rng.sample(view.clusters.nodes, reports if is_live else 0):
+                node.reported(another_report(node.load, rng), time.monotonic())
+            request = request_of(prompts[number // 2 % len(prompts)], view.clusters, number)
+            if not is_live:
+                view.links.views()  # what the reports before have changed is not of this decision
+            spent = cpu_us(partial(decide, view.line, view.router, view.gate, request))
+            (live if is_live else took).append(spent)
         index = view.clusters.index
         assert index is not None
         indexed, index_bytes, grown = len(index), index.memory_bytes, resident_bytes() - before
@@ -125,7 +139,8 @@ async def measure(nodes: int, clusters: int, arguments: argparse.Namespace) -> S
     return ScaleResult(
         nodes=nodes, clusters=clusters, decision_us=statistics.median(took),
         decision_p90_us=statistics.quantiles(took, n=10)[-1],
-        extrapolated_cpu_h=statistics.fmean(took) * 1e-6 * EXTRAPOLATED / 3600.0, indexed_blocks=indexed,
+        live_us=statistics.median(live), live_p90_us=statistics.quantiles(live, n=10)[-1],
+        extrapolated_cpu_h=statistics.fmean(live) * 1e-6 * EXTRAPOLATED / 3600.0, indexed_blocks=indexed,
         index_bytes=index_bytes, grown_bytes=grown, load_bytes_per_s=load, blocks_bytes_per_s=blocks, lost_nodes=lost,
         views=arguments.views, lost_s=lost_s, lost_cpu_s=cpu_s, bytes_per_view=view_bytes,
     )  # fmt: skip
@@ -173,6 +188,12 @@ def agents_of(events: Sequence[Sequence], is_lost: asyncio.Event) -> list[Losabl
     return [LosableAgent(each, f"127.0.0.1:{port}", is_lost) for port, each in enumerate(events, 1)]
 
 
+def another_report(load: NodeLoad, rng: random.Random) -> NodeLoad:
+    """The node has other queues, and its links other rates."""
+    links = tuple(replace(link, utilisation=rng.uniform(0.0, 0.6)) for link in load.links)
+    return replace(load, running=rng.randrange(12), queued_tokens=rng.randrange(30_000), links=links)
+
+
 def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
@@ -186,8 +207,8 @@ def plot(results: Sequence[ScaleResult], path: Path) -> None:
 
     figure, axes = pyplot.subplots(1, 3, figsize=(11, 3.2), layout="constrained")
     sizes = [each.nodes for each in results]
-    axes[0].plot(sizes, [each.decision_us / 1e3 for each in results], "o-", color="#0072b2", label="median")
-    axes[0].plot(sizes, [each.decision_p90_us / 1e3 for each in results], "^--", color="#e69f00", label="P90")
+    axes[0].plot(sizes, [each.decision_us / 1e3 for each in results], "o-", color="#0072b2", label="nothing new")
+    axes[0].plot(sizes, [each.live_us / 1e3 for each in results], "^--", color="#e69f00", label="while nodes report")
     axes[0].set_ylabel("CPU of a decision, ms")
     axes[1].plot(sizes, [each.load_bytes_per_s / 1e6 for each in results], "o-", color="#0072b2", label="load reports")
     axes[1].plot(

@@ -24,13 +24,15 @@ from planner.decisions.views import ClusterKind, LinkView, Role
 log = logging.getLogger("prfaas.gateway.links")
 
 PRFAAS: Final = ClusterKind.PRFAAS.value
+FEW_SENDERS: Final = 8  # of a line: whatever one of them says counts at once
+RENEWED_S: Final = 0.05  # what more of them report does after this; each does so every quarter of a second
 UNHEARD: Final = "unheard"  # of a sender whose agent does not answer the gateway
 
 
 # Of senders their names, what they report, were promised and may send.
 _Sender = tuple[str, LinkLoad | None, int, float | None]
 _SeenBySender = tuple[_Sender, LinkView | None]
-# What the senders report; what was promised to those that were promised anything; those that cannot send; pairs without a
+# Who the senders are; what was promised to those that were promised anything; those that cannot send; pairs without a
 # way; what coding makes of bytes. Last, whether it is drained.
 _MadeOf = tuple[
     tuple[object, ...], tuple[tuple[str, int], ...], tuple[str, ...], tuple[tuple[str, str], ...], float, bool
@@ -38,9 +40,10 @@ _MadeOf = tuple[
 
 
 class _Reported(NamedTuple):
-    """What the senders of a cluster have said last, for all its links, and those that were promised anything."""
+    """Who the senders of a cluster are, what they have said last, for all its links, and which were promised anything."""
 
-    by: tuple[object, ...]
+    infos: tuple[object, ...]
+    loads: tuple[object, ...]
     promising: Sequence[ClusterNode]
 
 
@@ -48,6 +51,8 @@ class _ViewedLine(NamedTuple):
     """A view, what it was made of, and the link as each sender has it."""
 
     made_of: _MadeOf
+    loads: tuple[object, ...]
+    made_at: float
     seen: Mapping[str, _SeenBySender]
     view: LinkView
 
@@ -157,7 +162,7 @@ class ClusterLinks:
         not_up = self._paths.not_up()
         cut_off = tuple(node.id for node in senders if (node.id, destination) in not_up) if not_up else ()
         made_of = (
-            reported.by,
+            reported.infos,
             tuple([(node.id, sent) for node in reported.promising if (sent := node.promised_bytes.get(destination))]),
             cut_off,
             self._lost_pairs(source, destination),
@@ -165,8 +170,10 @@ class ClusterLinks:
             (source, destination) in self._drained,
         )
         known = self._viewed.get((source, destination))
-        # Nodes report now and then, decisions come in between.
-        if known is not None and known.made_of == made_of:
+        now = self._clock()
+        # Nodes report now and then, decisions come in between. One report changes little of a line with many senders.
+        is_recent = known is not None and len(senders) > FEW_SENDERS and now - known.made_at < RENEWED_S
+        if known is not None and known.made_of == made_of and (is_recent or known.loads == reported.loads):
             return known
         before = known.seen if known is not None else {}
         able = [node for node in senders if node.id not in cut_off] if cut_off else senders
@@ -179,7 +186,7 @@ class ClusterLinks:
             seen[sender[0]] = (
                 of if of is not None and is_same else (sender, _seen_by_sender(source, destination, *sender[1:]))
             )
-        return _ViewedLine(made_of, seen, self._line(source, destination, made_of, seen))
+        return _ViewedLine(made_of, reported.loads, now, seen, self._line(source, destination, made_of, seen))
 
     def _line(self, source: str, destination: str, made_of: "_MadeOf", seen: Mapping[str, "_SeenBySender"]) -> LinkView:
         _, _, cut_off, lost, coded_ratio, drained = made_of
@@ -341,8 +348,8 @@ def is_path_failure(reason: str, sender: ClusterNode, receiver: ClusterNode, eng
 
 
 def _reported(nodes: Sequence[ClusterNode]) -> _Reported:
-    said = tuple([part for node in nodes for part in (node.info, node.load)])
-    return _Reported(said, [node for node in nodes if node.promised_bytes])
+    infos, loads = tuple([node.info for node in nodes]), tuple([node.load for node in nodes])
+    return _Reported(infos, loads, [node for node in nodes if node.promised_bytes])
 
 
 def _sender(node: ClusterNode, destination: str) -> _Sender:
