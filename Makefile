@@ -60,6 +60,8 @@ INPUTS       ?= 1000000
 BODIES       ?= 5000
 STORM_FAULTS ?= 500
 STORM_S      ?= 600
+CHURN_S      ?= 1800
+FLEET_NODES  ?= 64
 CROWD        ?= 10000
 FLIPS        ?= 200
 STREAMS      ?= 200
@@ -68,7 +70,7 @@ RELEASE      ?= 0.33.0
 VERSION      ?=
 OTHER        ?= HEAD~1
 
-.PHONY: setup demo up test test-whole test-all test-e2e test-deploy test-etcd test-kubernetes test-storm test-crowd test-flips test-migration test-borders fuzz soak soak-cache test-rdma test-equality test-vllm test-vllm-release test-gpu test-sglang test-schema test-clients test-load test-mixed test-versions lint format lock proto wheel docs check-resolution release clean help
+.PHONY: setup demo up test test-whole test-all test-e2e test-deploy test-etcd test-kubernetes test-storm test-fleet test-crowd test-flips test-migration test-borders fuzz soak soak-cache test-rdma test-equality test-vllm test-vllm-release test-gpu test-sglang test-schema test-clients test-load test-mixed test-versions lint format lock proto wheel docs check-resolution release clean help
 
 help:            ## Show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -98,7 +100,7 @@ test-whole: $(STAMP)  ## The same with every variant, and four times as many exa
 	$(BIN)/python -m pytest $(AT_EVERY_CHANGE) -n $(WORKERS) $(SPREAD) --hypothesis-seed=$(SEED)
 
 # CI runs samples of the long suites, other samples for each commit. This target runs all of them whole, for releases: over an hour.
-test-all: lint test-whole test-e2e test-deploy test-etcd fuzz soak soak-cache test-storm test-crowd test-flips test-migration test-borders test-rdma test-vllm test-sglang test-equality test-schema test-clients test-load docs wheel demo  ## Every suite, whole (over an hour)
+test-all: lint test-whole test-e2e test-deploy test-etcd fuzz soak soak-cache test-storm test-fleet test-crowd test-flips test-migration test-borders test-rdma test-vllm test-sglang test-equality test-schema test-clients test-load docs wheel demo  ## Every suite, whole (over an hour)
 
 test-e2e: $(STAMP)  ## Test whole systems: tokens, the API, killed nodes, cut connections, replaced certificates, failing disks, plans
 	$(BIN)/python -m pytest -m e2e tests/e2e $(sampled)
@@ -119,6 +121,10 @@ test-etcd: $(STAMP)  ## Test registries in etcd with real ones, Debian's and PyP
 
 test-storm: $(STAMP)  ## Fail processes, links, disk and memory at random under traffic; STORM_FAULTS=500 within STORM_S=600 seconds
 	$(BIN)/python -m tests.storm --faults $(STORM_FAULTS) --seconds $(STORM_S) --seed $(SEED)
+
+test-fleet: $(STAMP)  ## Churn FLEET_NODES=64 nodes, gateways and registries for CHURN_S=1800 seconds under load; needs etcd, else says so
+	@test -n "$$ETCD_BINARY" || test -x .etcd/3.5/etcd || ./scripts/fetch-etcd || echo "no etcd could be fetched: the run goes without one"
+	$(BIN)/python -m tests.fleet --seconds $(CHURN_S) --nodes $(FLEET_NODES) --seed $(SEED) --etcd $(or $(ETCD_BINARY),$$(ls .etcd/3.4/etcd .etcd/3.5/etcd 2>/dev/null))
 
 test-crowd: $(STAMP)  ## Open CROWD=10000 idle connections to each port in turn and measure what honest requests notice
 	$(BIN)/python -m tests.storm.crowd --connections $(CROWD)

@@ -8,7 +8,7 @@ receiver that is gone itself says nothing of the way to it. What follows of eith
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 from msgspec.structs import replace
@@ -24,13 +24,37 @@ from planner.decisions.views import ClusterKind, LinkView, Role
 log = logging.getLogger("prfaas.gateway.links")
 
 PRFAAS: Final = ClusterKind.PRFAAS.value
+FEW_SENDERS: Final = 8  # of a line: whatever one of them says counts at once
+RENEWED_S: Final = 0.05  # what more of them report does after this; each does so every quarter of a second
 UNHEARD: Final = "unheard"  # of a sender whose agent does not answer the gateway
 
 
 # Of senders their names, what they report, were promised and may send.
 _Sender = tuple[str, LinkLoad | None, int, float | None]
-# Senders; those that cannot send; pairs without a way; what coding makes of bytes. Last, whether it is drained.
-_Seen = tuple[tuple[_Sender, ...], tuple[str, ...], tuple[tuple[str, str], ...], float, bool]
+_SeenBySender = tuple[_Sender, LinkView | None]
+# Who the senders are; what was promised to those that were promised anything; those that cannot send; pairs without a
+# way; what coding makes of bytes. Last, whether it is drained.
+_MadeOf = tuple[
+    tuple[object, ...], tuple[tuple[str, int], ...], tuple[str, ...], tuple[tuple[str, str], ...], float, bool
+]
+
+
+class _Reported(NamedTuple):
+    """Who the senders of a cluster are, what they have said last, for all its links, and which were promised anything."""
+
+    infos: tuple[object, ...]
+    loads: tuple[object, ...]
+    promising: Sequence[ClusterNode]
+
+
+class _ViewedLine(NamedTuple):
+    """A view, what it was made of, and the link as each sender has it."""
+
+    made_of: _MadeOf
+    loads: tuple[object, ...]
+    made_at: float
+    seen: Mapping[str, _SeenBySender]
+    view: LinkView
 
 
 class LinkStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,7 +107,7 @@ class ClusterLinks:
         self._paths = Paths()
         self._drained: frozenset[tuple[str, str]] = frozenset()
         self._coding: dict[tuple[str, str], CodingEstimate] = {}  # by (source, destination)
-        self._viewed: dict[tuple[str, str], tuple[_Seen, LinkView]] = {}  # the last views, and what they were made of
+        self._viewed: dict[tuple[str, str], _ViewedLine] = {}
 
     @property
     def num_failed(self) -> int:
@@ -112,9 +136,13 @@ class ClusterLinks:
                 destinations[info.cluster] = None
         ways = dict.fromkeys((source, to) for source in senders for to in destinations)
         ways |= dict.fromkeys((*self._expected, *sorted(self._drained)))
-        viewed = {(source, to): self._view(source, to, senders.get(source, ())) for source, to in ways}
-        self._viewed = viewed
-        return [view for _, view in viewed.values()]
+        reported = {source: _reported(nodes) for source, nodes in senders.items()}
+        nothing = _reported(())
+        self._viewed = {
+            (source, to): self._view(source, to, senders.get(source, ()), reported.get(source, nothing))
+            for source, to in ways
+        }
+        return [known.view for known in self._viewed.values()]
 
     def is_up(self, sender: ClusterNode, receiver: ClusterNode) -> bool:
         """Whether anything may be sent that way. Within a cluster there is no link that could fail."""
@@ -128,30 +156,42 @@ class ClusterLinks:
         """Senders that do not reach that node, although they reach others of its cluster."""
         return self._paths.cut_off_from(receiver)
 
-    def _view(self, source: str, destination: str, senders: Sequence[ClusterNode]) -> tuple["_Seen", LinkView]:
+    def _view(
+        self, source: str, destination: str, senders: Sequence[ClusterNode], reported: "_Reported"
+    ) -> "_ViewedLine":
         not_up = self._paths.not_up()
         cut_off = tuple(node.id for node in senders if (node.id, destination) in not_up) if not_up else ()
-        able = [node for node in senders if node.id not in cut_off] if cut_off else senders
         made_of = (
-            tuple([_sender(node, destination) for node in able]),
+            reported.infos,
+            tuple([(node.id, sent) for node in reported.promising if (sent := node.promised_bytes.get(destination))]),
             cut_off,
             self._lost_pairs(source, destination),
             self._coded_ratio(source, destination),
             (source, destination) in self._drained,
         )
         known = self._viewed.get((source, destination))
-        # Nodes report now and then, decisions come in between.
-        if known is not None and known[0] == made_of:
+        now = self._clock()
+        # Nodes report now and then, decisions come in between. One report changes little of a line with many senders.
+        is_recent = known is not None and len(senders) > FEW_SENDERS and now - known.made_at < RENEWED_S
+        if known is not None and known.made_of == made_of and (is_recent or known.loads == reported.loads):
             return known
-        return made_of, self._line(source, destination, made_of)
+        before = known.seen if known is not None else {}
+        able = [node for node in senders if node.id not in cut_off] if cut_off else senders
+        seen: dict[str, _SeenBySender] = {}
+        for node in able:
+            sender = _sender(node, destination)
+            of = before.get(sender[0])
+            # Of the senders of a large cluster, a few have reported since the decision before.
+            is_same = of is not None and of[0] == sender
+            seen[sender[0]] = (
+                of if of is not None and is_same else (sender, _seen_by_sender(source, destination, *sender[1:]))
+            )
+        return _ViewedLine(made_of, reported.loads, now, seen, self._line(source, destination, made_of, seen))
 
-    def _line(self, source: str, destination: str, made_of: "_Seen") -> LinkView:
-        senders, cut_off, lost, coded_ratio, drained = made_of
-        seen = {
-            name: _seen_by_sender(source, destination, load, promised, budget)
-            for name, load, promised, budget in senders
-        }
-        own = {name: view for name, view in seen.items() if view is not None}
+    def _line(self, source: str, destination: str, made_of: "_MadeOf", seen: Mapping[str, "_SeenBySender"]) -> LinkView:
+        _, _, cut_off, lost, coded_ratio, drained = made_of
+        senders = [sender for sender, _ in seen.values()]
+        own = {name: view for name, (_, view) in seen.items() if view is not None}
         # Promised by nodes that have not sent there yet, and say nothing of their budget.
         unseen_bytes = sum(promised for name, _, promised, _ in senders if name not in own)
         line = shared_line([*own.values()]) if own else LinkView(source=source, destination=destination)
@@ -305,6 +345,11 @@ def is_path_failure(reason: str, sender: ClusterNode, receiver: ClusterNode, eng
         and receiver.state == "ready"
         and receiver.engine == engine
     )
+
+
+def _reported(nodes: Sequence[ClusterNode]) -> _Reported:
+    infos, loads = tuple([node.info for node in nodes]), tuple([node.load for node in nodes])
+    return _Reported(infos, loads, [node for node in nodes if node.promised_bytes])
 
 
 def _sender(node: ClusterNode, destination: str) -> _Sender:

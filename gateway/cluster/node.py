@@ -64,6 +64,10 @@ class ClusterNode:
             0,
             0,
         )  # that requests sent here since the last report will need, and since the one before
+        self._links: tuple[NodeLoad, dict[str, LinkLoad]] = (
+            self.load,
+            {},
+        )  # by peer, of the report that is beside them
         self._viewed: tuple[tuple[Any, ...], NodeView] | None = None  # the last view, and what it was made of
 
     def __repr__(self) -> str:
@@ -121,16 +125,16 @@ class ClusterNode:
 
     def link_to(self, cluster: str) -> LinkLoad | None:
         """What it last said of its egress to a cluster; None if it has sent nothing there yet."""
-        for link in self.load.links:
-            if link.peer == cluster:
-                return link
-        return None
+        if self._links[0] is not self.load:
+            self._links = self.load, {link.peer: link for link in reversed(self.load.links)}
+        return self._links[1].get(cluster)
 
     def own_budget_to(self, cluster: str) -> float | None:
         """Its own egress budget to a cluster, whether it has sent anything there or not; 0: none; None: it does not say."""
-        budgets, link = self.load.budgets, self.link_to(cluster)
-        if (budget := budgets.get(cluster, budgets.get(""))) is not None:
+        budgets = self.load.budgets
+        if budgets and (budget := budgets.get(cluster, budgets.get(""))) is not None:
             return budget
+        link = self.link_to(cluster)
         return (link.own_budget_bytes_per_s or link.budget_bytes_per_s) if link is not None else None
 
     def view(

@@ -1,5 +1,6 @@
 """How a node says in etcd that it is there: a key of its own under a lease, which it renews while it lives."""
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
@@ -18,6 +19,8 @@ from transport.control.proto.etcd_pb2 import (
     RequestOp,
     TxnRequest,
 )
+
+log = logging.getLogger(__name__)
 
 NO_LEASE: Final = 0
 
@@ -45,13 +48,18 @@ class EtcdEntry:
             self._put()
 
     def beat(self) -> bool:
-        """Renews the lease; registers anew where etcd has lost it. False: the key is another process's."""
+        """Renews the lease; registers anew where etcd has lost it. False: the key is another process's.
+
+        What was put there before we wrote is back because etcd was restored: it is replaced.
+        """
         with _as_os_error():
             if self._lease != NO_LEASE and not self._client.keep_alive(self._lease):
                 self._lease = NO_LEASE
             found = self._found()
             if found is not None and found.lease != self._lease and found.value != self._text:
-                return False
+                if found.mod_revision >= self._written_at:
+                    return False
+                log.warning("%s: an older entry is back, as etcd was restored; it is replaced", self.where)
             if found is None or self._lease == NO_LEASE or found.lease != self._lease or found.value != self._text:
                 self._put()
             return True

@@ -208,17 +208,8 @@ class StormSystem:
         """What nodes hold without any request, and books that do not balance."""
         wrong = {}
         for name, ports in self._ports.items():
-            async with tls.channel(f"127.0.0.1:{ports.control}", name, self.certificates) as channel:
-                stub = rpc.NodeAgentStub(channel)  # type: ignore[no-untyped-call]
-                try:
-                    node: pb.NodeDescription = await stub.Describe(pb.DescribeRequest(), timeout=5.0)
-                except grpc.aio.AioRpcError as exc:
-                    wrong[name] = str(exc.code())
-                    continue
-            pool, load = node.pool, node.load
-            counts = (pool.reservations, pool.pages_transfer, pool.pages_locked, load.running, load.waiting)
-            if any(counts) or node.integrity_error:
-                wrong[name] = node.integrity_error or f"holds {counts}"
+            if held := await held_at(f"127.0.0.1:{ports.control}", name, self.certificates):
+                wrong[name] = held
         return wrong
 
     def in_clear(self) -> list[str]:
@@ -246,6 +237,19 @@ class StormSystem:
                 return [f"prfaas up did not end within {timeout_s:.0f} s"]
         left = [f"process {described(pid)} is left" for pid in started if described(pid) is not None]
         return left + [f"{path} is left" for path in (self.home / "tmp").iterdir() if path.name.startswith("prfaas")]
+
+
+async def held_at(agent: str, name: str = "", certificates: Path | None = None) -> str:
+    """What a node holds, or what does not balance there; nothing where all is well."""
+    async with tls.channel(agent, name, certificates) as channel:
+        stub = rpc.NodeAgentStub(channel)  # type: ignore[no-untyped-call]
+        try:
+            node: pb.NodeDescription = await stub.Describe(pb.DescribeRequest(), timeout=5.0)
+        except grpc.aio.AioRpcError as exc:
+            return str(exc.code())
+    pool, load = node.pool, node.load
+    counts = (pool.reservations, pool.pages_transfer, pool.pages_locked, load.running, load.waiting)
+    return str(node.integrity_error or (f"holds {counts}" if any(counts) else ""))
 
 
 def described(pid: int) -> Running | None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from gateway.cluster.agent_values import LinkLoad, NodeLoad
-from gateway.cluster.links import ClusterLinks, is_path_failure
+from gateway.cluster.links import FEW_SENDERS, RENEWED_S, ClusterLinks, is_path_failure
 from gateway.cluster.node import ClusterNode, NodeWork
 from planner.decisions.views import LinkView
 from tests.gateway.cluster.test_inflight_load import node_of
@@ -342,3 +342,31 @@ def test_a_node_that_has_not_been_heard_is_not_probed_in_place_of_one_whose_name
     now = 60.0
     (probe,) = links.probes()
     assert probe == (origin, [receiver])
+
+
+@pytest.mark.parametrize(("senders", "waits"), [(FEW_SENDERS, False), (FEW_SENDERS + 1, True)])
+def test_reports_of_a_line_with_many_senders_count_a_moment_later(senders: int, waits: bool) -> None:
+    now = 0.0
+    nodes = [sender(f"r{i}", WEST) for i in range(senders)]
+    links = ClusterLinks([*nodes, node_of("d0", role="decode")], lambda: now)
+
+    def queued() -> float:
+        (line,) = links.views()
+        return line.queued_bytes
+
+    assert queued() == 0
+    nodes[0].load = NodeLoad(links=(replace(WEST, queued_bytes=7),))
+    assert queued() == (0 if waits else 7)
+    now = RENEWED_S
+    assert queued() == 7
+
+
+def test_promises_and_losses_of_a_line_with_many_senders_count_at_once() -> None:
+    nodes = [sender(f"r{i}", WEST) for i in range(FEW_SENDERS + 2)]
+    links = ClusterLinks([*nodes, node_of("d0", role="decode")], lambda: 0.0)
+    assert links.views()[0].promised_bytes == 0
+    nodes[3].promised_bytes["west"] = 9
+    assert links.views()[0].promised_bytes == 9
+    for node in nodes:
+        node.connected = False
+    assert not links.views()[0].up

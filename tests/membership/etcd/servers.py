@@ -129,6 +129,12 @@ class RealEtcd:
         revision = self.ask("kv/range", key=_encoded(b"x"))["header"]["revision"]
         self.ask("kv/compaction", revision=revision, physical=True)
 
+    def values(self, prefix: str) -> dict[str, str]:
+        """By what follows `prefix` in their keys."""
+        end = prefix[:-1] + chr(ord(prefix[-1]) + 1)
+        kept = self.ask("kv/range", key=_encoded(prefix.encode()), range_end=_encoded(end.encode())).get("kvs", [])
+        return {_decoded(each["key"]).removeprefix(prefix): _decoded(each.get("value", "")) for each in kept}
+
     def put(self, key: str, value: bytes) -> None:
         self.ask("kv/put", key=_encoded(key.encode()), value=_encoded(value))
 
@@ -161,6 +167,10 @@ class RealEtcd:
 
 def _encoded(data: bytes) -> str:
     return base64.b64encode(data).decode()
+
+
+def _decoded(text: str) -> str:
+    return base64.b64decode(text).decode()
 
 
 def free_port() -> int:

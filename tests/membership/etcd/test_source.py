@@ -279,3 +279,17 @@ def test_a_source_that_is_closed_says_so(etcd: EtcdDouble, look: Looking) -> Non
     assert look.failed is None
     look.source.close()
     assert look.failure().reason == "unreachable"
+
+
+def test_what_a_restored_etcd_has_of_an_earlier_start_of_a_node_is_replaced(etcd: EtcdDouble, look: Looking) -> None:
+    config = EtcdConfig(endpoints=(etcd.endpoint,))
+    before, now = (EtcdEntry(config, Member(id="a", agent=f"127.0.0.1:{port}")) for port in (7001, 7002))
+    before.write()
+    backup = copy.deepcopy(etcd.state)
+    now.write()
+    etcd.stop()
+    etcd.state = backup
+    etcd.start()
+    assert now.beat()
+    assert b"127.0.0.1:7002" in etcd.state.keys[b"/prfaas/nodes/registered/a"].value
+    assert not before.beat()
