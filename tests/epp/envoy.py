@@ -27,7 +27,9 @@ class Way:
 
 
 OWN: Final = Way(fails_open=True, retries=2)  # deploy/envoy
-STANDARD: Final = Way(request=DUPLEX, response=DUPLEX, heads=True, balancing="original")  # the Gateway API's proposal 004
+STANDARD: Final = Way(
+    request=DUPLEX, response=DUPLEX, heads=True, balancing="original"
+)  # the Gateway API's proposal 004
 
 
 def configuration(way: Way, *, port: int, admin: int, picker: str, servers: tuple[str, ...]) -> str:

@@ -10,22 +10,25 @@ ENVOY_BINARY names an Envoy; without it, .envoy/envoy is run (`scripts/fetch-env
 
 import asyncio
 import contextlib
+import io
 import json
 import os
 import random
 import shlex
 import socket
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Final
+from typing import IO, Final, TypeVar
 
 import aiohttp
 
-from tests.epp.envoy import Way, configuration
+from tests.epp.envoy import OWN, Way, configuration
 from tests.epp.servers import StandInServer, running_servers
+
+T = TypeVar("T")
 
 ROOT: Final = Path(__file__).parents[2]
 ENVOY: Final = Path(os.environ.get("ENVOY_BINARY", ROOT / ".envoy" / "envoy"))
@@ -50,6 +53,7 @@ class PickerWorld:
     roles: Sequence[str] = ()
     ports: dict[str, int] = field(default_factory=dict)
     picker: asyncio.subprocess.Process | None = None
+    envoy: asyncio.subprocess.Process | None = None
     url: str = ""
 
     @property
@@ -76,7 +80,7 @@ class PickerWorld:
     async def start_picker(self) -> None:
         command = COMMAND.format(endpoints=self.endpoints, **self.ports)
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-        with open(self.folder / "picker.log", "ab") as log:
+        with _log(self.folder / "picker.log") as log:
             self.picker = await asyncio.create_subprocess_exec(
                 *shlex.split(command), *self.more, stdout=log, stderr=log, env=environment
             )
@@ -96,14 +100,15 @@ class PickerWorld:
         """One request through Envoy."""
         named = {"content-type": "application/json"} | {key.replace("_", "-"): each for key, each in headers.items()}
         method = "GET" if body is None else "POST"
-        async with self.http.request(method, f"{self.url}{path}", data=body, headers=named) as answer:
+        data = None if body is None else io.BytesIO(body)
+        async with self.http.request(method, f"{self.url}{path}", data=data, headers=named) as answer:
             return Told(answer.status, dict(answer.headers), await answer.read())
 
     async def reported(self) -> None:
         """Waits until the picker has asked every server twice more."""
         before = await self.metric("prfaas_picker_reports_total")
-        while await self.metric("prfaas_picker_reports_total") < before + 2 * len(self.servers):
-            await asyncio.sleep(0.05)
+        wanted = before + 2 * len(self.servers)
+        await until(lambda: self.metric("prfaas_picker_reports_total"), lambda reports: reports >= wanted)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,10 +131,10 @@ def chat(text: str, turns: int = 1) -> bytes:
 
 
 @asynccontextmanager
-async def picker_world(
-    folder: Path, way: Way, *, servers: int = 2, more: Sequence[str] = (), roles: Sequence[str] = ()
+async def asked_world(
+    folder: Path, way: Way = OWN, *, servers: int = 2, more: Sequence[str] = (), roles: Sequence[str] = ()
 ) -> AsyncIterator[PickerWorld]:
-    """All of it, inside the block."""
+    """Servers and a picker inside the block, and no Envoy."""
     async with AsyncExitStack() as held:
         running = await held.enter_async_context(running_servers(servers))
         http = await held.enter_async_context(aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=60)))
@@ -138,27 +143,43 @@ async def picker_world(
         world.list_servers(running)
         held.push_async_callback(_end_picker, world)
         await world.start_picker()
-        subset = way.subset
-        if subset is not None:  # servers are named by number: their ports are known only now
-            named = tuple(running[int(each)].address if each.isdigit() else each for each in subset)
-            way = Way(**{**{key: getattr(way, key) for key in Way.__slots__}, "subset": named})
-        told = configuration(
-            way,
-            port=ports["api"],
-            admin=ports["admin"],
-            picker=f"127.0.0.1:{ports['grpc']}",
-            servers=tuple(server.address for server in running),
-        )
-        (folder / "envoy.json").write_text(told)
-        with open(folder / "envoy.log", "ab") as log:
-            base = str(random.Random().randrange(1, 1 << 20))  # noqa: S311 two at once must differ
-            envoy = await asyncio.create_subprocess_exec(
-                ENVOY, "-c", folder / "envoy.json", "--base-id", base, "--concurrency", "1", "-l", "warning",
-                stdout=log, stderr=log,
-            )  # fmt: skip
-        held.push_async_callback(end, envoy)
-        await _until_open(ports["api"], envoy, folder / "envoy.log")
         yield world
+
+
+@asynccontextmanager
+async def picker_world(
+    folder: Path, way: Way, *, servers: int = 2, more: Sequence[str] = (), roles: Sequence[str] = ()
+) -> AsyncIterator[PickerWorld]:
+    """All of it, inside the block."""
+    async with asked_world(folder, way, servers=servers, more=more, roles=roles) as world, _asking_envoy(world):
+        yield world
+
+
+@asynccontextmanager
+async def _asking_envoy(world: PickerWorld) -> AsyncIterator[None]:
+    folder, way, ports = world.folder, world.way, world.ports
+    if way.subset is not None:  # servers are named by number: their ports are known only now
+        named = tuple(world.servers[int(each)].address if each.isdigit() else each for each in way.subset)
+        way = replace(way, subset=named)
+    told = configuration(
+        way,
+        port=ports["api"],
+        admin=ports["admin"],
+        picker=f"127.0.0.1:{ports['grpc']}",
+        servers=tuple(server.address for server in world.servers),
+    )
+    (folder / "envoy.json").write_text(told)
+    with _log(folder / "envoy.log") as log:
+        base = str(random.Random().randrange(1, 1 << 20))
+        world.envoy = await asyncio.create_subprocess_exec(
+            ENVOY, "-c", folder / "envoy.json", "--base-id", base, "--concurrency", "1", "-l", "warning",
+            stdout=log, stderr=log,
+        )  # fmt: skip
+    try:
+        await _until_open(ports["api"], world.envoy, folder / "envoy.log")
+        yield
+    finally:
+        await end(world.envoy)
 
 
 async def _end_picker(world: PickerWorld) -> None:
@@ -177,7 +198,7 @@ async def _until_open(port: int, process: asyncio.subprocess.Process, log: Path)
     async with asyncio.timeout(START_S):
         while True:
             if process.returncode is not None:
-                raise AssertionError(f"ended with {process.returncode}:\n{log.read_text()[-4000:]}")
+                raise AssertionError(f"ended with {process.returncode}:\n{_end_of(log)}")
             try:
                 _, writer = await asyncio.open_connection("127.0.0.1", port)
             except OSError:
@@ -185,6 +206,21 @@ async def _until_open(port: int, process: asyncio.subprocess.Process, log: Path)
             else:
                 writer.close()
                 return
+
+
+async def until(ask: Callable[[], Awaitable[T]], holds: Callable[[T], bool]) -> T:
+    """Asks again and again until what it hears will do; the test has a time limit."""
+    while not holds(found := await ask()):  # noqa: ASYNC110 nothing tells
+        await asyncio.sleep(0.05)
+    return found
+
+
+def _log(path: Path) -> IO[bytes]:
+    return open(path, "ab")
+
+
+def _end_of(log: Path) -> str:
+    return log.read_text()[-4000:]
 
 
 def free_ports(number: int) -> list[int]:
