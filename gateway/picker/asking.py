@@ -1,4 +1,4 @@
-"""What a picker reads of a request: who asks, what is promised, and the names of its prompt's blocks.
+"""What a picker reads of a request: the tenant, what is promised, and the names of its prompt's blocks.
 
 A prompt is not tokenized. Its JSON is cut into blocks of bytes, and a block's name says all that comes before it as well: two
 prompts with the same beginning share names, as long as a client writes it the same way twice. Agents do.
@@ -68,7 +68,7 @@ class PickRequest:
 
 
 def read_request(head: RequestHead, body: bytes | None) -> PickRequest:
-    """Raises UnreadableBody for JSON that is none."""
+    """Raises UnreadableBody for a body that is no JSON."""
     headers = head.headers
     return PickRequest(
         prompt=read_prompt(body) if body and _is_json(headers) else NO_PROMPT,

@@ -1,6 +1,6 @@
 """Chooses among model servers that have no agents, by the gateway's own rule: `route_among`, and its placements by name.
 
-Servers that prefill alone compute prompts for those that decode. Where there is none, a server that decodes does both.
+Servers that prefill alone compute prompts for those that decode. Without them, a server that decodes does both.
 """
 
 from collections import Counter

@@ -67,9 +67,12 @@ class Caller:
 
 def asked(folder: Path, act: Callable[[PickerWorld, Caller], Coroutine[Any, Any, None]], **more: Any) -> None:
     async def acted() -> None:
-        async with asyncio.timeout(60), asked_world(folder, **more) as world:
-            async with grpc.aio.insecure_channel(f"127.0.0.1:{world.ports['grpc']}") as channel:
-                await act(world, Caller(channel))
+        async with (
+            asyncio.timeout(60),
+            asked_world(folder, **more) as world,
+            grpc.aio.insecure_channel(f"127.0.0.1:{world.ports['grpc']}") as channel,
+        ):
+            await act(world, Caller(channel))
 
     asyncio.run(acted())
 
