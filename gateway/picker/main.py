@@ -195,6 +195,7 @@ def sources_from(arguments: argparse.Namespace) -> Sequence[Source]:
             namespaces=(arguments.pool_namespace,) if arguments.pool_namespace else (),
             readiness="pod",
             agent_port=arguments.target_port,
+            server=arguments.api_server,
         )
     file = Path(arguments.endpoints) if arguments.endpoints else None
     return MembershipConfig(file=file, kubernetes=kubernetes).sources()

@@ -3,6 +3,7 @@
 import argparse
 from typing import TYPE_CHECKING, Any
 
+from membership.kubernetes.settings import IN_CLUSTER
 from planner.decisions.defaults import DEPLOYED
 from planner.decisions.routing.placement import PLACERS
 from prfaas.commands.argument_types import seconds, within
@@ -35,6 +36,12 @@ def _add_servers(epp: argparse.ArgumentParser) -> None:
     )
     epp.add_argument("--pool-name", default="pool", metavar="NAME", help="the pool's name in metrics (default: pool)")
     epp.add_argument("--pool-namespace", default="", metavar="NAME", help="namespace of the Pods (default: our own)")
+    epp.add_argument(
+        "--api-server",
+        default=IN_CLUSTER,
+        metavar="URL",
+        help="with --selector: Kubernetes' API, such as `kubectl proxy` (default: the cluster that we run in)",
+    )
     epp.add_argument(
         "--target-port",
         type=within(1, 65535),

@@ -23,7 +23,7 @@ REQUESTS = 200
 DROPPED = "x-llm-d-request-dropped-reason"
 
 
-@pytest.fixture(params=WAYS.values(), ids=WAYS)
+@pytest.fixture(params=list(WAYS.values()), ids=list(WAYS))
 def way(request: pytest.FixtureRequest) -> Way:
     found: Way = request.param
     return found

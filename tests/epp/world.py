@@ -43,7 +43,7 @@ START_S: Final = 30.0
 
 @dataclass(slots=True)
 class PickerWorld:
-    """What runs. `roles` are by server, empty: none."""
+    """What runs. `roles` are by server, empty where nothing is said."""
 
     servers: list[StandInServer]
     folder: Path
@@ -92,7 +92,7 @@ class PickerWorld:
             return await page.text()
 
     async def metric(self, name: str) -> float:
-        """The sum of all series of that name; 0 where there is none."""
+        """The sum of all series of that name; 0 without any."""
         lines = [line for line in (await self.metrics()).splitlines() if line.split("{")[0].split(" ")[0] == name]
         return sum(float(line.split()[-1]) for line in lines)
 

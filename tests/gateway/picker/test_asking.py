@@ -65,7 +65,7 @@ def test_headers_say_who_asks_and_what_is_promised() -> None:
     )
     found = read_request(head, None)
     assert (found.tenant, found.objective, found.ttft_s) == ("acme", "batch", 0.25)
-    assert found.subset == {"a:1"}
+    assert found.subset == frozenset({"a:1"})
 
 
 @pytest.mark.parametrize("text", ["soon", "-1", "nan", "inf", ""])

@@ -1,5 +1,7 @@
 """Envoy's messages as values, and answers as its messages."""
 
+from typing import Any
+
 import pytest
 
 from gateway.errors import ExchangeError
@@ -10,7 +12,7 @@ from transport.control.proto import ext_proc_pb2 as pb
 KEY = "x-gateway-destination-endpoint-subset"
 
 
-def head(subset: object = None) -> pb.ProcessingRequest:
+def head(subset: Any = None) -> pb.ProcessingRequest:
     headers = [pb.ProxyHeader(key="a", value="text"), pb.ProxyHeader(key="b", raw_value=b"\xff")]
     message = pb.ProcessingRequest(
         request_headers=pb.HeadersMessage(headers=pb.ProxyHeaders(headers=headers)),
@@ -21,7 +23,7 @@ def head(subset: object = None) -> pb.ProcessingRequest:
     return message
 
 
-def subset_of(hint: object) -> tuple[str, ...] | None:
+def subset_of(hint: Any) -> tuple[str, ...] | None:
     found = read(head(hint))
     assert isinstance(found, RequestHead)
     return found.subset
