@@ -77,7 +77,7 @@ class ServerPicker:
         if not decoding:
             return _none(asked.subset)
         self._count += 1
-        views = self._pool.views(servers, asked.prompt)
+        views = _turned(self._pool.views(servers, asked.prompt), self._count)
         route = self._route(asked, views)
         refused = refusal(asked, self._pool.reports(decoding), route.ttft_s, self._in_flight, self._limits)
         if refused is not None:
@@ -132,6 +132,12 @@ class ServerPicker:
         self._in_flight[tenant] -= 1
         if not self._in_flight[tenant]:
             del self._in_flight[tenant]
+
+
+def _turned(views: list[NodeView], number: int) -> list[NodeView]:
+    """Another one is first each time: of servers that are as good, the first is chosen."""
+    at = number % len(views)
+    return views[at:] + views[:at]
 
 
 def _none(subset: Collection[str] | None) -> Refusal:

@@ -73,7 +73,6 @@ class Trailers:
 class ResponseHead:
     """`served` is the endpoint that has answered, where the proxy says it."""
 
-    status: int = 0
     served: str = ""
 
 

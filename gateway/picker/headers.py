@@ -17,11 +17,9 @@ DROPPED: Final = "x-llm-d-request-dropped-reason"
 FAIRNESS: Final = ("x-llm-d-inference-fairness-id", "x-gateway-inference-fairness-id")
 OBJECTIVE: Final = ("x-llm-d-inference-objective", "x-gateway-inference-objective")
 SLO_TTFT_MS: Final = ("x-llm-d-slo-ttft-ms", "x-slo-ttft-ms")
-SLO_TPOT_MS: Final = ("x-llm-d-slo-tpot-ms", "x-slo-tpot-ms")
 
 SATURATED: Final = "rejected-saturated"
 NO_ENDPOINTS: Final = "rejected-no-endpoints"
-TTL_EXPIRED: Final = "rejected-ttl-expired"
 SHUTTING_DOWN: Final = "rejected-shutting-down"
 
 

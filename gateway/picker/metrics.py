@@ -22,6 +22,9 @@ class PickerMetrics:
     _picks = counters("prfaas_picker_requests", "Requests by what came of the pick", "outcome")
     _body_bytes = counters("prfaas_picker_body_bytes", "Bytes of bodies that came by, by message", "direction")
     _broken = counters("prfaas_picker_broken_exchanges", "Streams ended for what a proxy said out of turn", "what")
+    _fallbacks = counters(
+        "prfaas_picker_fallbacks", "Answers of another server than the best one, where the proxy says so", "reason"
+    )
     _reports = counters("prfaas_picker_reports", "Reports of servers, by what came of them", "outcome")
     _sources = counters(
         "prfaas_picker_registry_failures", "Times that a registry of servers was lost", "source", "reason"
@@ -43,6 +46,11 @@ class PickerMetrics:
         """A proxy has said something."""
         if isinstance(message, BodyPart):
             self._body_bytes[message.direction.value,].inc(len(message.data))
+
+    def answered(self, by: str, choice: EndpointChoice) -> None:
+        """A server has answered; "" where the proxy does not say which one."""
+        if by and by != choice.endpoints[0]:
+            self._fallbacks["listed" if by in choice.endpoints else "proxy",].inc()
 
     def picked(self, found: EndpointChoice | Refusal) -> None:
         """A request has got servers, or a refusal."""

@@ -19,12 +19,11 @@ STALE_S: Final = 5.0  # a report that is older says nothing
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerReport:
-    """What a server says of itself, in vLLM's words. `max_running` 0: it does not say."""
+    """What a server says of itself, in vLLM's words."""
 
     running: int = 0
     waiting: int = 0
     kv_usage: float = 0.0
-    max_running: int = 0
 
 
 GIVEN_UP: Final = 3  # reports in a row that did not come
@@ -72,7 +71,6 @@ class ServerPool:
         self._max_blocks = max_blocks
         self._servers: dict[str, ModelServer] = {}
         self._usual_tokens = 256.0
-        self._turn = 0
 
     def __len__(self) -> int:
         return len(self._servers)
@@ -97,13 +95,11 @@ class ServerPool:
         return self._servers.get(server_id)
 
     def usable(self, subset: Collection[str] | None = None) -> list[ModelServer]:
-        """Those that may be asked: of a subset, which names addresses, those in it. Another one is first each time."""
+        """Those that may be asked: of a subset, which names addresses, those in it."""
         found = [server for server in self if server.failures < GIVEN_UP]
         if subset is not None:
             found = [server for server in found if server.prefills_only or is_in(server.address, subset)]
-        if found:
-            self._turn = (self._turn + 1) % len(found)
-        return found[self._turn :] + found[: self._turn]
+        return found
 
     def views(self, servers: Iterable[ModelServer], prompt: AskedPrompt) -> list[NodeView]:
         """Servers as decisions see them for a prompt."""
@@ -121,7 +117,7 @@ class ServerPool:
             queue_s=server.queue_s(now, self._tokens_per_s, self._usual_tokens),
             running=server.running(now),
             waiting=report.waiting,
-            max_running=report.max_running or self._max_running,
+            max_running=self._max_running,
             cached_tokens=cached,
             attention_tokens=cached,
             immovable_tokens=cached,

@@ -16,6 +16,7 @@ from gateway.picker.exchange import (
     ChoiceWanted,
     Exchange,
     Refusal,
+    ResponseHead,
 )
 from gateway.picker.headers import SATURATED, SERVICE, SHUTTING_DOWN
 from gateway.picker.metrics import PickerMetrics
@@ -70,6 +71,8 @@ class ExchangeService:
             async for received in messages:
                 message = read(received)
                 self._metrics.heard(message)
+                if isinstance(message, ResponseHead) and picks:
+                    self._metrics.answered(message.served, picks[0].choice)
                 for answer in exchange.on(message):
                     if isinstance(answer, ChoiceWanted):
                         found = await self._found(answer)

@@ -51,11 +51,7 @@ def read(message: pb.ProcessingRequest) -> ProxyMessage:
                 subset=_subset(message.metadata_context.filter_metadata),
             )
         case "response_headers":
-            status = _headers(message.response_headers.headers).get(":status", "")
-            return ResponseHead(
-                status=int(status) if status.isascii() and status.isdigit() else 0,
-                served=_served(message.metadata_context.filter_metadata),
-            )
+            return ResponseHead(served=_served(message.metadata_context.filter_metadata))
         case "request_trailers":
             return Trailers(Direction.REQUEST)
         case "response_trailers":

@@ -96,7 +96,7 @@ def test_a_proxy_that_gives_up_on_a_client_is_answered() -> None:
     stream = exchange()
     stream.on(FULL)
     stream.on(BodyPart(REQUEST, b"{", False))
-    assert stream.on(ResponseHead(status=408)) == (PassHead(RESPONSE),)
+    assert stream.on(ResponseHead()) == (PassHead(RESPONSE),)
     assert stream.on(BodyPart(RESPONSE, b"timeout", True)) == (GiveBack(RESPONSE, b"timeout", True),)
 
 
@@ -136,7 +136,7 @@ def test_in_full_duplex_no_byte_is_lost_and_the_end_is_told_once(
     say(FULL)
     for direction, sizes in ((REQUEST, sent), (RESPONSE, answered)):
         if direction is RESPONSE:
-            say(ResponseHead(status=200))
+            say(ResponseHead())
         bodies = [bytes([index % 251]) * size for index, size in enumerate(sizes)]
         last = len(bodies) - 1
         say(*(BodyPart(direction, data, index == last and not has_trailers) for index, data in enumerate(bodies)))
