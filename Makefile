@@ -70,7 +70,7 @@ RELEASE      ?= 0.33.0
 VERSION      ?=
 OTHER        ?= HEAD~1
 
-.PHONY: setup demo up test test-whole test-all test-e2e test-deploy test-etcd test-kubernetes test-storm test-fleet test-crowd test-flips test-migration test-borders fuzz soak soak-cache test-rdma test-equality test-vllm test-vllm-release test-gpu test-sglang test-schema test-clients test-load test-mixed test-versions lint format lock proto wheel docs check-resolution release clean help
+.PHONY: setup demo up test test-whole test-all test-e2e test-deploy test-etcd test-epp test-kubernetes test-storm test-fleet test-crowd test-flips test-migration test-borders fuzz soak soak-cache test-rdma test-equality test-vllm test-vllm-release test-gpu test-sglang test-schema test-clients test-load test-mixed test-versions lint format lock proto wheel docs check-resolution release clean help
 
 help:            ## Show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -100,7 +100,7 @@ test-whole: $(STAMP)  ## The same with every variant, and four times as many exa
 	$(BIN)/python -m pytest $(AT_EVERY_CHANGE) -n $(WORKERS) $(SPREAD) --hypothesis-seed=$(SEED)
 
 # CI runs samples of the long suites, other samples for each commit. This target runs all of them whole, for releases: over an hour.
-test-all: lint test-whole test-e2e test-deploy test-etcd fuzz soak soak-cache test-storm test-fleet test-crowd test-flips test-migration test-borders test-rdma test-vllm test-sglang test-equality test-schema test-clients test-load docs wheel demo  ## Every suite, whole (over an hour)
+test-all: lint test-whole test-e2e test-deploy test-etcd test-epp fuzz soak soak-cache test-storm test-fleet test-crowd test-flips test-migration test-borders test-rdma test-vllm test-sglang test-equality test-schema test-clients test-load docs wheel demo  ## Every suite, whole (over an hour)
 
 test-e2e: $(STAMP)  ## Test whole systems: tokens, the API, killed nodes, cut connections, replaced certificates, failing disks, plans
 	$(BIN)/python -m pytest -m e2e tests/e2e $(sampled)
@@ -118,6 +118,10 @@ test-etcd: $(STAMP)  ## Test registries in etcd with real ones, Debian's and PyP
 	@test -n "$$ETCD_BINARY" || test -x .etcd/3.5/etcd || ./scripts/fetch-etcd
 	for binary in $${ETCD_BINARY:-.etcd/3.4/etcd .etcd/3.5/etcd}; do \
 		ETCD_BINARY=$$(realpath $$binary) $(BIN)/python -m pytest tests/membership/etcd tests/gateway/fleet tests/prfaas/system/test_membership_in_etcd.py tests/prfaas/system/test_gateways_in_etcd.py || exit 1; done
+
+test-epp: $(STAMP)  ## Test the endpoint picker behind a real Envoy (fetched), or behind the one that ENVOY_BINARY names
+	@test -n "$$ENVOY_BINARY" || test -x .envoy/envoy || ./scripts/fetch-envoy
+	$(BIN)/python -m pytest tests/epp
 
 test-storm: $(STAMP)  ## Fail processes, links, disk and memory at random under traffic; STORM_FAULTS=500 within STORM_S=600 seconds
 	$(BIN)/python -m tests.storm --faults $(STORM_FAULTS) --seconds $(STORM_S) --seed $(SEED)
@@ -256,4 +260,4 @@ release: wheel   ## Build and check wheel and sdist, write notes from CHANGELOG.
 	$(BIN)/python scripts/release.py $(VERSION)
 
 clean:           ## Remove environments, caches and build results
-	rm -rf $(VENV) $(VLLM_VENV) $(SGLANG_VENV) $(CLIENTS_VENV) $(LOAD_VENV) $(SCHEMA_VENV) $(DOCS_VENV) .venv-lowest .venv-newest .prometheus .etcd dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .schemathesis
+	rm -rf $(VENV) $(VLLM_VENV) $(SGLANG_VENV) $(CLIENTS_VENV) $(LOAD_VENV) $(SCHEMA_VENV) $(DOCS_VENV) .venv-lowest .venv-newest .prometheus .etcd .envoy dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .schemathesis

@@ -5,6 +5,7 @@ GatewayError
 │   └── CannotListen          a port that it names is not to be had
 ├── NotReplaced               a gateway cannot replace another one; the error says whether that one goes on
 ├── WorkersFail               processes of the gateway end as often as they are started
+├── ExchangeError             a proxy has told an endpoint picker what cannot come now; the stream ends
 ├── ApiError                  becomes the client's answer, in OpenAI's shape
 │   ├── BadRequest            400: the client's own mistake, `param` names the field
 │   ├── Unauthorised          401: no key, or an unknown one
@@ -62,6 +63,10 @@ class WorkersFail(GatewayError):
     def __init__(self, number: int, status: int, deaths: int) -> None:
         super().__init__(f"worker {number} ended {deaths} times, at last with status {status}: given up")
         self.status = status
+
+
+class ExchangeError(GatewayError):
+    """Names the message, and the state of the exchange."""
 
 
 class ApiError(GatewayError):

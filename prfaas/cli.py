@@ -26,6 +26,7 @@ from prfaas.commands.arguments import (
     add_topology,
 )
 from prfaas.commands.descriptions import COMMANDS
+from prfaas.commands.picking import add_epp
 from prfaas.commands.preparing import STATE_DIR, add_preparations
 from prfaas.ending import EXIT_FAILED, EXIT_INTERRUPTED, ended_by_signals, run_until_done
 from prfaas.errors import (
@@ -141,6 +142,8 @@ def parser() -> argparse.ArgumentParser:
     add_node_arguments(node)
     node.set_defaults(run=_node)
 
+    add_epp(commands).set_defaults(run=_epp)
+
     check = commands.add_parser("check", **COMMANDS["check"].arguments())
     check.add_argument(
         "-c", "--config", type=Path, default=STATE_DIR / "up" / "gateway.toml", metavar="FILE.toml",
@@ -249,6 +252,19 @@ def _gateway(arguments: argparse.Namespace) -> int:
     replace = ["--replace"] if arguments.replace else []
     within = [] if arguments.ready_within is None else ["--ready-within", str(arguments.ready_within)]
     return gateway_main(["-c", arguments.config, *workers, *replace, *within])
+
+
+def _epp(arguments: argparse.Namespace) -> int:
+    from gateway.picker.main import config_from as picker_config
+    from gateway.picker.main import run
+    from transport.control.settings import SettingsError
+
+    try:
+        config = picker_config(arguments)
+    except SettingsError as exc:
+        print(f"prfaas epp: {exc}", file=sys.stderr)
+        return EXIT_BAD_CONFIG
+    return run(config)
 
 
 def _node(arguments: argparse.Namespace) -> int:

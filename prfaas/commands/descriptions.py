@@ -46,6 +46,12 @@ COMMANDS: Final = MappingProxyType(
             "Arguments after -- go to the engine. Give a file, or at least --model; sizes are in bytes, keys in _s in seconds. "
             "SIGTERM drains the node and ends it.",
         ),
+        "epp": CommandDescription(
+            "run an endpoint picker for Envoy, or for a gateway of Kubernetes' Gateway API",
+            "prfaas epp --endpoints endpoints.json",
+            "It chooses among model servers that a file or Kubernetes lists. SIGTERM ends it. "
+            "docs/guides/endpoint_picker.md explains it.",
+        ),
         "explain": CommandDescription(
             "show where the gateway would send a request now, and why; sends nothing",
             "prfaas explain --tokens 30000",

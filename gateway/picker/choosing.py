@@ -1,0 +1,145 @@
+"""Chooses among model servers that have no agents, by the gateway's own rule: `route_among`, and its placements by name.
+
+Servers that prefill alone compute prompts for those that decode. Without them, a server that decodes does both.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from gateway.picker.admission import PickLimits, refusal
+from gateway.picker.asking import PickRequest
+from gateway.picker.exchange import EndpointChoice, Refusal
+from gateway.picker.headers import NO_ENDPOINTS
+from gateway.picker.servers import POOL, ModelServer, ServerPool
+from planner.decisions.routing.offload import ReadyNodes, Route, Target, route_among
+from planner.decisions.routing.placement import PLACERS, Placer
+from planner.decisions.routing.policy import RoutingPolicy
+from planner.decisions.views import NodeView, PrefillCost, RouteRequest
+
+RETRY_S: Final = 1.0
+TIES: Final = 2654435761  # odd: chance that two pickers do not share, from a count
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PickSettings:
+    """How servers are chosen. `fallbacks` more are named after the best one: not every proxy reads such a list."""
+
+    placement: str = "kvcache_centric"
+    fallbacks: int = 0
+    tokens_per_s: float = 20_000.0
+    increment_tokens: int = 1024
+
+
+class Pick:
+    """A request's place on its servers, until `end`."""
+
+    def __init__(self, choice: EndpointChoice, end: Callable[[], None]) -> None:
+        self.choice = choice
+        self._end = end
+        self._has_ended = False
+
+    def end(self) -> None:
+        """The request is over; once counts."""
+        if not self._has_ended:
+            self._has_ended = True
+            self._end()
+
+
+class ServerPicker:
+    """Picks for each request, and keeps count of what it has picked."""
+
+    def __init__(self, pool: ServerPool, settings: PickSettings, limits: PickLimits) -> None:
+        self._pool = pool
+        self._limits = limits
+        self._fallbacks = settings.fallbacks
+        self._cost = PrefillCost(settings.tokens_per_s)
+        self._place: Placer = PLACERS[settings.placement]
+        self._policy = RoutingPolicy(threshold_tokens=0, increment_tokens=settings.increment_tokens)
+        self._in_flight: Counter[str] = Counter()  # by tenant
+        self._count = 0
+
+    @property
+    def in_flight(self) -> int:
+        """Requests whose end has not been heard of."""
+        return self._in_flight.total()
+
+    @property
+    def ready(self) -> int:
+        """Servers that may be chosen."""
+        return sum(not server.prefills_only for server in self._pool.usable())
+
+    async def pick(self, asked: PickRequest) -> Pick | Refusal:
+        """The servers of a request, or why it gets none."""
+        servers = self._pool.usable(asked.subset)
+        decoding = [server for server in servers if not server.prefills_only]
+        if not decoding:
+            return _none(asked.subset)
+        self._count += 1
+        views = _turned(self._pool.views(servers, asked.prompt), self._count)
+        route = self._route(asked, views)
+        refused = refusal(asked, self._pool.reports(decoding), route.ttft_s, self._in_flight, self._limits)
+        if refused is not None:
+            return refused
+        endpoints = [route.decode_node, *self._others(asked, views, route.decode_node)]
+        return self._picked(asked, route, endpoints)
+
+    def _route(self, asked: PickRequest, views: Sequence[NodeView], without: Collection[str] = ()) -> Route:
+        prompt = asked.prompt
+        wanted = RouteRequest(
+            num_tokens=prompt.num_tokens,
+            tie=self._count * TIES % 2**32 / 2**32,
+            answer_tokens=prompt.answer_tokens,
+        )
+        prefills = [view for view in views if view.role == "prefill"]
+        decodes = [view for view in views if view.role == "decode" and view.node_id not in without]
+        if prefills:
+            ready = ReadyNodes({POOL: prefills}, decodes)
+            return route_among(ready, wanted, (), self._policy, place=self._place, cost=self._cost)
+        # Each computes its own prompts: the one that does so first is chosen, as among prefill nodes.
+        found = self._place.prefill(wanted, decodes, decodes, self._policy.placement, self._cost)
+        ready = ReadyNodes({}, [found.node])
+        return route_among(ready, wanted, (), self._policy, place=self._place, cost=self._cost)
+
+    def _others(self, asked: PickRequest, views: Sequence[NodeView], best: str) -> list[str]:
+        """The next best ones, to be tried when those before do not answer."""
+        found: list[str] = []
+        rest = sum(view.role == "decode" for view in views) - 1
+        for _ in range(min(self._fallbacks, rest)):
+            found.append(self._route(asked, views, without={best, *found}).decode_node)
+        return found
+
+    def _picked(self, asked: PickRequest, route: Route, endpoints: Sequence[str]) -> Pick:
+        servers = [server for name in endpoints if (server := self._pool.by_id(name)) is not None]
+        prefiller = None
+        if route.target is not Target.DECODE and route.prefill_node is not None:
+            prefiller = self._pool.by_id(route.prefill_node)
+        best = servers[0]
+        computing = prefiller or best
+        self._pool.took(computing, asked.prompt, route.compute_s)
+        if prefiller is not None:
+            self._pool.took(best, asked.prompt, 0.0)
+        choice = EndpointChoice(
+            tuple(server.address for server in servers), prefiller.address if prefiller is not None else ""
+        )
+        best.in_flight += 1
+        self._in_flight[asked.tenant] += 1
+        return Pick(choice, lambda: self._ended(best, asked.tenant))
+
+    def _ended(self, server: ModelServer, tenant: str) -> None:
+        server.in_flight -= 1
+        self._in_flight[tenant] -= 1
+        if not self._in_flight[tenant]:
+            del self._in_flight[tenant]
+
+
+def _turned(views: list[NodeView], number: int) -> list[NodeView]:
+    """Another one is first each time: of servers that are as good, the first is chosen."""
+    at = number % len(views)
+    return views[at:] + views[:at]
+
+
+def _none(subset: Collection[str] | None) -> Refusal:
+    text = "no server is ready" if subset is None else "no server of the subset is ready"
+    return Refusal(status=503, text=text, reason=NO_ENDPOINTS, retry_after_s=RETRY_S)

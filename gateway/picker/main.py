@@ -1,0 +1,201 @@
+"""The process of an endpoint picker: `prfaas epp`."""
+
+import argparse
+import asyncio
+import logging
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+import uvloop
+from aiohttp import web
+
+from gateway.errors import CannotListen
+from gateway.picker.admission import PickLimits
+from gateway.picker.choosing import PickSettings, ServerPicker
+from gateway.picker.metrics import CONTENT_TYPE, PickerMetrics
+from gateway.picker.reports import ReportAsker
+from gateway.picker.servers import ServerPool
+from gateway.picker.service import ExchangeService, HealthService, grpc_listening
+from gateway.tasks import TaskSet
+from membership.fleet import MemberFleet
+from membership.sources import Source
+from membership.view import View
+from membership.watch import MembershipWatch
+
+log = logging.getLogger("prfaas.picker")
+
+BEGIN_S: Final = 10.0  # that a picker waits for its registries before it listens
+CALM_S: Final = 1.0  # that it refuses what is new before it ends: proxies look at its health meanwhile
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PickerConfig:
+    """What a picker is told. A port of 0 takes any free one."""
+
+    sources: Callable[[], Sequence[Source]]
+    pool_name: str = "pool"
+    host: str = "127.0.0.1"
+    grpc_port: int = 9002
+    health_port: int = 9003
+    metrics_port: int = 9090
+    settings: PickSettings = field(default_factory=PickSettings)
+    limits: PickLimits = field(default_factory=PickLimits)
+    max_running: int = 256
+    max_body_bytes: int = 32 << 20
+    max_held_bytes: int = 1 << 30
+    drain_s: float = 60.0
+
+
+def run(config: PickerConfig) -> int:
+    """Serves until it is told to end; the exit status."""
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    try:
+        uvloop.run(_serve(config))
+    except CannotListen as error:
+        print(f"prfaas epp: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+async def _serve(config: PickerConfig) -> None:
+    stop, loop = asyncio.Event(), asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    counts = PickerMetrics()
+    tasks = TaskSet(lambda name: log.error("an error of ours has ended: %s", name))
+    pool = ServerPool(time.monotonic, tokens_per_s=config.settings.tokens_per_s, max_running=config.max_running)
+    picker = ServerPicker(pool, config.settings, config.limits)
+    counts.show(pool, picker, config.pool_name)
+    service = ExchangeService(
+        picker, counts, max_body_bytes=config.max_body_bytes, max_held_bytes=config.max_held_bytes
+    )
+    members = FollowedMembers(pool, config.sources())
+    watch = MembershipWatch(members.sources, time.monotonic, members.saw, counts.registry_failed)
+    health = HealthService(lambda: members.is_synced and not stop.is_set() and picker.ready > 0)
+    async with AsyncExitStack() as held:
+        held.push_async_callback(tasks.cancel)
+        tasks.keep(watch.run, "membership")
+        tasks.keep(ReportAsker(pool, counts.reported).run, "reports")
+        await members.synced(BEGIN_S)
+        try:
+            metrics_port = await _serve_metrics(config.host, config.metrics_port, counts, held)
+            health_port = await held.enter_async_context(grpc_listening(config.host, config.health_port, None, health))
+            port = await held.enter_async_context(
+                grpc_listening(config.host, config.grpc_port, service, health, max_body_bytes=config.max_body_bytes)
+            )
+        except OSError as error:
+            raise CannotListen(str(error)) from error
+        print(
+            f"picker ready grpc={config.host}:{port} health={config.host}:{health_port}"
+            f" metrics=http://{config.host}:{metrics_port}/metrics servers={len(pool)}",
+            flush=True,
+        )
+        await stop.wait()
+        log.info("stopping: %d streams", service.streams)
+        await asyncio.sleep(CALM_S)
+        service.leave()
+        await _drained(service, config.drain_s)
+
+
+async def _drained(service: ExchangeService, timeout_s: float) -> None:
+    """Waits until no stream is open: a proxy would cut the answers of those that are."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            while service.streams:  # noqa: ASYNC110 nothing tells
+                await asyncio.sleep(0.1)
+    except TimeoutError:
+        log.error("%d streams are cut after %g s", service.streams, timeout_s)
+
+
+class FollowedMembers:
+    """The pool's members, as its registries have them."""
+
+    def __init__(self, pool: ServerPool, sources: Sequence[Source]) -> None:
+        self.sources = sources
+        self._pool = pool
+        self._fleet = MemberFleet({source.name: View() for source in sources})
+        self._seen = asyncio.Event()
+
+    @property
+    def is_synced(self) -> bool:
+        """Whether every registry has been read once."""
+        return self._fleet.is_synced
+
+    def saw(self, source: str, view: View) -> None:
+        """A registry has another view."""
+        self._fleet = self._fleet.seen(source, view)
+        if view.frozen_since is not None:
+            log.error("%s is lost, its %d servers stay as they are: %s", source, len(view.members), view.reason)
+        for problem in view.problems:
+            log.warning("%s: %s", source, problem)
+        self._pool.follow(self._fleet.members())
+        if self.is_synced:
+            self._seen.set()
+
+    async def synced(self, timeout_s: float) -> None:
+        """Waits for all registries, up to so long."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._seen.wait()
+        except TimeoutError:
+            log.error("not every registry has been read within %g s", timeout_s)
+
+
+async def _serve_metrics(host: str, port: int, counts: PickerMetrics, held: AsyncExitStack) -> int:
+    async def shown(_: web.Request) -> web.Response:
+        return web.Response(body=counts.page(), headers={"content-type": CONTENT_TYPE})
+
+    app = web.Application()
+    app.router.add_get("/metrics", shown)
+    runner = web.AppRunner(app, access_log=None)
+    await runner.setup()
+    held.push_async_callback(runner.cleanup)
+    site = web.TCPSite(runner, host, port)
+    await site.start()
+    bound: int = runner.addresses[0][1]
+    return bound
+
+
+def config_from(arguments: argparse.Namespace) -> PickerConfig:
+    """What the command line says."""
+    return PickerConfig(
+        sources=lambda: sources_from(arguments),
+        pool_name=arguments.pool_name,
+        host=arguments.host,
+        grpc_port=arguments.grpc_port,
+        health_port=arguments.grpc_health_port,
+        metrics_port=arguments.metrics_port,
+        settings=PickSettings(
+            placement=arguments.placement,
+            fallbacks=arguments.fallbacks,
+            tokens_per_s=arguments.prefill_tokens_per_s,
+        ),
+        limits=PickLimits(
+            queue=arguments.queue, max_in_flight=arguments.max_in_flight, priorities=dict(arguments.objective)
+        ),
+        drain_s=arguments.drain_timeout,
+    )
+
+
+def sources_from(arguments: argparse.Namespace) -> Sequence[Source]:
+    """The registries that the command line names."""
+    from gateway.config.membership import MembershipConfig
+    from membership.kubernetes.settings import KubernetesConfig
+
+    kubernetes = None
+    if arguments.selector:
+        kubernetes = KubernetesConfig(
+            selector=arguments.selector,
+            namespaces=(arguments.pool_namespace,) if arguments.pool_namespace else (),
+            readiness="pod",
+            agent_port=arguments.target_port,
+            server=arguments.api_server,
+        )
+    file = Path(arguments.endpoints) if arguments.endpoints else None
+    return MembershipConfig(file=file, kubernetes=kubernetes).sources()

@@ -1,0 +1,86 @@
+"""Where a picker's servers come from: files in both formats, and Pods of a double of Kubernetes' API."""
+
+import asyncio
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from gateway.picker.main import FollowedMembers, config_from
+from gateway.picker.servers import ServerPool
+from membership.kubernetes.source import KubernetesSource
+from membership.sources import Source
+from membership.watch import MembershipWatch
+from prfaas.cli import parser
+from tests.membership.kubernetes.servers import READ, Cluster, DoubledApi, config
+
+
+def pool_of(arguments: Sequence[str], wanted: int) -> dict[str, tuple[str, bool]]:
+    """Addresses, and whether they only prefill, by id: once there are so many."""
+    return followed(config_from(parser().parse_args(["epp", *arguments])).sources(), wanted)
+
+
+def followed(sources: Sequence[Source], wanted: int) -> dict[str, tuple[str, bool]]:
+    pool = ServerPool(time.monotonic, tokens_per_s=1.0, max_running=1)
+
+    async def follow() -> None:
+        members = FollowedMembers(pool, sources)
+        watch = MembershipWatch(members.sources, time.monotonic, members.saw, poll_s=0.02)
+        async with asyncio.timeout(20):
+            following = asyncio.create_task(watch.run())
+            while len(pool) < wanted:  # noqa: ASYNC110 nothing tells
+                await asyncio.sleep(0.02)
+            following.cancel()
+            await asyncio.wait([following])
+
+    asyncio.run(follow())
+    return {server.id: (server.address, server.prefills_only) for server in pool}
+
+
+def test_servers_of_a_file_in_llm_ds_format(tmp_path: Path) -> None:
+    file = tmp_path / "endpoints.json"
+    roles = {"a": "prefill", "b": "decode", "c": "encode-prefill", "d": "prefill-decode"}
+    listed = [
+        {
+            "name": name,
+            "namespace": "n",
+            "address": "10.0.0.1",
+            "port": str(8000 + index),
+            "labels": {"llm-d.ai/role": role},
+        }
+        for index, (name, role) in enumerate(roles.items())
+    ]
+    file.write_text(json.dumps({"endpoints": listed}))
+    assert pool_of(["--endpoints", str(file)], 4) == {
+        "n/a": ("10.0.0.1:8000", True),
+        "n/b": ("10.0.0.1:8001", False),
+        "n/c": ("10.0.0.1:8002", True),
+        "n/d": ("10.0.0.1:8003", False),
+    }
+
+
+def test_servers_of_a_file_of_ours(tmp_path: Path) -> None:
+    file = tmp_path / "servers.toml"
+    file.write_text('[[nodes]]\nid = "a"\nagent = "10.0.0.1:8000"\nrole = "prefill"\n')
+    assert pool_of(["--endpoints", str(file)], 1) == {"a": ("10.0.0.1:8000", True)}
+
+
+def test_pods_that_are_ready_are_servers(tmp_path: Path) -> None:
+    api = DoubledApi()
+    api.start()
+    try:
+        api.allow("gateway", READ)
+        cluster = Cluster(api)
+        cluster.add("vllm-0", port=8200)
+        cluster.add("vllm-1", port=8200)
+        cluster.ready("vllm-1", True)
+        source = KubernetesSource(config(api, tmp_path, readiness="pod"))
+        assert followed([source], 1) == {"vllm-1": ("127.0.0.1:8200", False)}
+    finally:
+        api.close()
+
+
+def test_pods_are_asked_for_as_the_flags_say() -> None:
+    asked = ["epp", "--selector", "app=vllm", "--pool-namespace", "llm", "--api-server", "http://127.0.0.1:8001"]
+    (source,) = config_from(parser().parse_args(asked)).sources()
+    assert source.name == "kubernetes"
