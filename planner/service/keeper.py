@@ -260,7 +260,7 @@ class Keeper:
             node = next(node for node in self._nodes if node.node_id == node_id)
             self._controller.converted(self._clock())
             try:
-                await self._converter.convert(node, role, plan.version)
+                await self._converter.convert(node, role, plan)
                 self._nodes = [replace(each, role=role) if each.node_id == node_id else each for each in self._nodes]
             except ConversionFailed as error:
                 failure = str(error)

@@ -119,9 +119,9 @@ class Nodes:
         self.under_way = 0
         self._gateway = gateway
 
-    async def convert(self, node: NodeReport, role: Role, version: int) -> None:
+    async def convert(self, node: NodeReport, role: Role, plan: LivePlan) -> None:
         self.on_asked()
-        self.asked.append((node.node_id, role, version))
+        self.asked.append((node.node_id, role, plan.version))
         self.under_way += 1
         assert self.under_way == 1
         await asyncio.sleep(0)
