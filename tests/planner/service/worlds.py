@@ -17,6 +17,7 @@ from aiohttp import web
 from planner.decisions.plans.live_plan import LivePlan
 from planner.decisions.plans.offered import GatewayLoad, NodeReport, SampleRing
 from planner.decisions.views import ClusterKind, Role
+from planner.service.announcement import AnnouncedLedger
 from planner.service.config import ServiceConfig
 from planner.service.conversions import ConversionFailed
 from planner.service.gateways import Gateways
@@ -172,7 +173,7 @@ async def desk(state_dir: Path, gateway: FakeGateway, leader: str = "a", **field
     before = store.read()
     ledger, entry = before.led(before.term + 1, 0.0, "controller", leader)
     store.write(ledger, entry)
-    keeper = Keeper(config, store, ledger, Gateways(config.gateways, PATIENCE_S), nodes, watch, watch)
+    keeper = Keeper(config, store, AnnouncedLedger(ledger), Gateways(config.gateways, PATIENCE_S), nodes, watch, watch)
     converting = asyncio.create_task(keeper.convert_nodes())
     async with aiohttp.ClientSession() as http:
         yield Desk(keeper, gateway, nodes, watch, http)
