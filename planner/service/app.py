@@ -63,7 +63,10 @@ class PlanDesk(Protocol):
 
 
 class PlanEndpoints:
-    """Answers for the desk of the moment; `token` is asked for unless it is empty, and the right of a caller's certificate of `peers`."""
+    """Answers for the desk of the moment.
+
+    `token` is asked for unless it is empty, and the right of a caller's certificate of `peers`.
+    """
 
     def __init__(self, desk: Callable[[], PlanDesk], token: str, peers: Guard | None = None) -> None:
         self._desk = desk

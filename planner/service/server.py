@@ -1,4 +1,7 @@
-"""The process: waits until it leads, or follows others in an etcd, serves until it is told to stop, and reads the list of its gateways again on SIGHUP."""
+"""The process: waits until it leads, or follows others in an etcd, and serves until it is told to stop.
+
+On SIGHUP it reads the list of its gateways again.
+"""
 
 import asyncio
 import contextlib
@@ -95,7 +98,7 @@ async def taking_part(
     converter: NodeConverter | None = None,
     store: PlansInEtcd | None = None,
 ) -> AsyncIterator[FleetPlanService]:
-    """One of several services with one etcd, which leads or follows inside the block. Raises InputError, and OSError for a port."""
+    """One of several services with one etcd, which leads or follows inside the block. Raises as `leading`."""
     assert config.etcd is not None
     config.model()
     asked = gateways or _gateways(config)

@@ -151,6 +151,7 @@ class Desk:
     nodes: Nodes
     watch: Watch
     http: aiohttp.ClientSession
+    announced: AnnouncedLedger
 
     async def look(self, lengths: Sequence[float] = ()) -> None:
         self.gateway.ask(lengths)
@@ -173,9 +174,10 @@ async def desk(state_dir: Path, gateway: FakeGateway, leader: str = "a", **field
     before = store.read()
     ledger, entry = before.led(before.term + 1, 0.0, "controller", leader)
     store.write(ledger, entry)
-    keeper = Keeper(config, store, AnnouncedLedger(ledger), Gateways(config.gateways, PATIENCE_S), nodes, watch, watch)
+    announced = AnnouncedLedger(ledger)
+    keeper = Keeper(config, store, announced, Gateways(config.gateways, PATIENCE_S), nodes, watch, watch)
     converting = asyncio.create_task(keeper.convert_nodes())
     async with aiohttp.ClientSession() as http:
-        yield Desk(keeper, gateway, nodes, watch, http)
+        yield Desk(keeper, gateway, nodes, watch, http, announced)
         converting.cancel()
         await asyncio.wait([converting])
