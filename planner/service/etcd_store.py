@@ -78,7 +78,7 @@ class PlansInEtcd:
         self._lease = NO_LEASE
         self._until = float("-inf")
         self._led_since = 0  # the revision that made this process the leader; 0: it does not lead
-        self._seen_at = 0  # that of the ledger; 0: there is none
+        self._seen_at = 0  # that of the ledger; 0: etcd has not got one
         self._next_entry = 0
         self._one_write = threading.Lock()
 

@@ -111,7 +111,7 @@ def test_a_deposed_leader_is_refused_before_and_after_it_has_looked() -> None:
         agent = Agent()
         agent.may_answer.clear()
         deposed = asyncio.create_task(asked(agent, Role.PREFILL, 1))
-        await agent.described.wait()  # it has seen a node that nobody has commanded
+        await agent.described.wait()  # it has seen a node without commands
         agent.standing = step(
             agent.standing,
             Command(epoch=2 * EPOCHS_PER_TERM, role="decode", drain_timeout_s=9.0, verify_timeout_s=9.0),

@@ -137,7 +137,7 @@ async def one_leads_after_etcd_was_lost(etcd: RealEtcd, folder: Path) -> None:
         assert keeper.ledger.term > plan.term
 
 
-def test_nobody_leads_while_etcd_is_lost_and_one_does_afterwards(etcd: RealEtcd, tmp_path: Path) -> None:
+def test_none_leads_while_etcd_is_lost_and_one_does_afterwards(etcd: RealEtcd, tmp_path: Path) -> None:
     one_leads_after_etcd_was_lost(etcd, tmp_path)
 
 
