@@ -29,6 +29,7 @@ from transport.peers.name import PeerRole
 from transport.wire.identity import Identity
 
 DEFAULT_PORT: Final = 8100
+WILDCARDS: Final = ("0.0.0.0", "::")
 UNREACHABLE: Final = 1_000_000  # nodes of a role: a controller that needs so many converts none
 
 
@@ -89,6 +90,8 @@ class ServiceConfig:
         require(not self.url or self.url.startswith(("http://", "https://")), "url", self.url, "an http(s) URL")
         if self.url and self.etcd is None:
             raise SettingsError("url: it is what other services say with etcd, and there is no [plan.etcd]")
+        if self.etcd is not None and self.host in WILDCARDS and not self.url:
+            raise SettingsError(f"host = {self.host!r}: with [plan.etcd] it needs url, where others reach this service")
         for url in self.gateways:
             require(url.startswith(("http://", "https://")), "gateways", url, "http(s) URLs")
         if is_loopback(self.host) or self.speaks_tls:

@@ -194,6 +194,9 @@ async def _for_ever(name: str, work: Callable[[], Coroutine[None, None, None]], 
             await work()
         except Deposed:
             raise
+        except OSError as error:  # of the disk, or of etcd
+            failures[name] += 1
+            log.error("%s: begins again, as nothing could be written down: %s", name, error)
         except Exception:
             failures[name] += 1
             log.exception("%s: restarted after an unforeseen error", name)

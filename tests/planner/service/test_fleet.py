@@ -1,6 +1,8 @@
 """Several plan services with one etcd: one leads, the others tell who, and its plans outlive it."""
 
 import asyncio
+import signal
+from asyncio.subprocess import Process
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
@@ -21,6 +23,7 @@ from planner.service.status import Status
 from planner.service.store import Store
 from planner.solve.control.ledger import Ledger
 from tests.membership.etcd.servers import RealEtcd, needed_binary
+from tests.planner.service.test_process import config_file, started
 from tests.planner.service.worlds import LAW, PATIENCE_S, SOON, FakeGateway, config_for, fake_gateway, on_loop
 
 pytestmark = pytest.mark.long
@@ -152,3 +155,59 @@ async def the_first_ledger_is_that_of_files(etcd: RealEtcd, folder: Path) -> Non
 
 def test_a_fleet_goes_on_with_the_plans_of_one_host(etcd: RealEtcd, tmp_path: Path) -> None:
     the_first_ledger_is_that_of_files(etcd, tmp_path)
+
+
+@asynccontextmanager
+async def process(etcd: RealEtcd, folder: Path, gateway: FakeGateway) -> AsyncIterator[tuple[Process, str]]:
+    """`prfaas-plan serve`, and where it answers."""
+    await asyncio.to_thread(folder.mkdir)
+    path = config_file(folder, gateway)
+    text = await asyncio.to_thread(path.read_text)
+    await asyncio.to_thread(path.write_text, f'{text}\n[plan.etcd]\nendpoints = ["{etcd.endpoint}"]\n')
+    made, url = await started(path)
+    try:
+        yield made, url
+    finally:
+        made.send_signal(signal.SIGCONT)
+        made.send_signal(signal.SIGTERM)
+        await made.wait()
+
+
+async def leading_process(http: aiohttp.ClientSession, url: str) -> Status:
+    """The status of the service at `url` once it leads."""
+    async with asyncio.timeout(PATIENCE_S):
+        while True:
+            async with http.get(f"{url}/status") as answer:
+                status = msgspec.json.decode(await answer.read(), type=Status)
+            if not status.leads_at:
+                return status
+            await asyncio.sleep(0.05)
+
+
+@on_loop
+async def one_that_stood_still_follows(etcd: RealEtcd, folder: Path) -> None:
+    async with (
+        fake_gateway() as gateway,
+        aiohttp.ClientSession() as http,
+        process(etcd, folder / "a", gateway) as (stopped, was_leading),
+    ):
+        before = await leading_process(http, was_leading)
+        async with process(etcd, folder / "b", gateway) as (_, follows):
+            stopped.send_signal(signal.SIGSTOP)
+            after = await leading_process(http, follows)
+            assert after.term == before.term + 1
+            stopped.send_signal(signal.SIGCONT)
+            async with http.post(f"{was_leading}/pause", json={}) as answer:
+                assert answer.status == 409
+            assert not (await leading_process(http, follows)).paused
+            async with asyncio.timeout(PATIENCE_S):
+                while True:
+                    async with http.get(f"{was_leading}/status") as answer:
+                        status = msgspec.json.decode(await answer.read(), type=Status)
+                    if (status.leads_at, status.term) == (follows, after.term):
+                        break
+                    await asyncio.sleep(0.05)
+
+
+def test_a_leader_that_stood_still_follows_the_one_that_replaced_it(etcd: RealEtcd, tmp_path: Path) -> None:
+    one_that_stood_still_follows(etcd, tmp_path)
