@@ -120,18 +120,9 @@ class PlanMember:
     async def run(self, url: str) -> None:
         """Until it is cancelled; others reach this service at `url`."""
         while True:
-            ledger = await self._elected(url)
-            if ledger is None:
-                await asyncio.sleep(LOOK_S)
-                continue
-            try:
-                await self._lead(ledger)
-            except (OSError, ChangeRefused) as error:
-                self._has_failed(error)
-            finally:
-                self.desk = self._following
-                with suppress(OSError):
-                    await in_daemon_thread("plans", self._store.resign)
+            if (ledger := await self._elected(url)) is not None:
+                await self._lead_and_resign(ledger)
+            await asyncio.sleep(LOOK_S)
 
     async def _elected(self, url: str) -> Ledger | None:
         """The ledger to go on with; None: this service follows."""
@@ -140,8 +131,7 @@ class PlanMember:
             self._follow(found)
             if found.leader is not None:
                 return None
-            ledger = await in_daemon_thread("plans", lambda: self._store.campaign(url))
-            return self._first() if ledger == Ledger() else ledger
+            return await in_daemon_thread("plans", lambda: self._store.campaign(url))
         except (OSError, InputError) as error:
             self._has_failed(error)
             return None
@@ -156,9 +146,20 @@ class PlanMember:
             log.warning("plans in etcd: %s", error)
         self._following.leader, self._following.problem = None, str(error)
 
+    async def _lead_and_resign(self, ledger: Ledger) -> None:
+        try:
+            await self._lead(ledger)
+        except (OSError, ChangeRefused, InputError) as error:
+            self._has_failed(error)
+        finally:
+            self.desk = self._following
+            with suppress(OSError):
+                await in_daemon_thread("plans", self._store.resign)
+
     async def _lead(self, ledger: Ledger) -> None:
-        """Until its lease has lapsed, or a change is refused. Raises OSError, ChangeRefused."""
-        led, entry = ledger.led(ledger.term + 1, self._wall(), "controller", secrets.token_hex(8))
+        """Until its lease has lapsed, or a change is refused. Raises OSError, ChangeRefused, InputError."""
+        before = self._first() if ledger == Ledger() else ledger
+        led, entry = before.led(before.term + 1, self._wall(), "controller", secrets.token_hex(8))
         await in_daemon_thread("plans", lambda: self._store.write(led, entry))
         self._announced.say(led)
         keeper = self._keeper()

@@ -157,6 +157,23 @@ def test_a_fleet_goes_on_with_the_plans_of_one_host(etcd: RealEtcd, tmp_path: Pa
     the_first_ledger_is_that_of_files(etcd, tmp_path)
 
 
+@on_loop
+async def another_leads(etcd: RealEtcd, folder: Path) -> None:
+    (folder / "a").mkdir()
+    (folder / "a" / "ledger.json").write_text("{")
+    async with fake_gateway() as gateway, service(etcd, folder, gateway, "a") as one:
+        async with asyncio.timeout(PATIENCE_S):
+            while "not a ledger" not in one.member.desk.status().diagnosis:  # noqa: ASYNC110 no event tells
+                await asyncio.sleep(0.01)
+        async with service(etcd, folder, gateway, "b") as other:
+            leader, _ = await leader_of(other, one)
+            assert leader is other
+
+
+def test_one_whose_first_ledger_is_damaged_lets_another_lead(etcd: RealEtcd, tmp_path: Path) -> None:
+    another_leads(etcd, tmp_path)
+
+
 @asynccontextmanager
 async def process(etcd: RealEtcd, folder: Path, gateway: FakeGateway) -> AsyncIterator[tuple[Process, str]]:
     """`prfaas-plan serve`, and where it answers."""
