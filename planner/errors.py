@@ -7,6 +7,7 @@ PlannerError
 │   └── OutsideProfile a length beyond the profiled points, without leave to extrapolate
 ├── MissingExtra       scipy is needed, which the extra `planner` installs
 ├── ChangeRefused      a change of the plan that cannot be made now
+│   └── Deposed        this service does not lead any more
 └── Infeasible         no plan meets the constraints; says which one and the nearest change that would
 """
 
@@ -40,6 +41,10 @@ class MissingExtra(PlannerError):
 
 class ChangeRefused(PlannerError):
     """A change of the plan that cannot be made now; the message says why."""
+
+
+class Deposed(ChangeRefused):
+    """This service does not lead any more: another one does, or its lease has ended."""
 
 
 class Infeasible(PlannerError):

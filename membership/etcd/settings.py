@@ -15,7 +15,7 @@ MAX_ENDPOINTS: Final = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EtcdConfig:
-    """`[gateway.membership.etcd]`, and `[node.etcd]`. `endpoints` are addresses of one etcd, tried in order.
+    """`[gateway.membership.etcd]`, `[node.etcd]` and `[plan.etcd]`. `endpoints` are addresses of one etcd, tried in order.
 
     Every key of ours begins with `prefix`. An endpoint is host:port, and may begin with http:// or https://. `authority`, a
     PEM file, makes it https; https without one trusts the authorities that gRPC knows. `name` is what etcd's certificate
@@ -79,6 +79,11 @@ class EtcdConfig:
     def fleet_root(self) -> str:
         """What the keys of all gateways begin with."""
         return f"{self.prefix.rstrip('/')}/gateways/"
+
+    @property
+    def plans_root(self) -> str:
+        """What the keys of all plan services begin with."""
+        return f"{self.prefix.rstrip('/')}/plans/"
 
     @property
     def secrets(self) -> Sequence[Path]:

@@ -1,4 +1,4 @@
-"""The service's HTTP face.
+"""The service's HTTP face, whether it leads or follows.
 
     GET  /plan?term=T&after=V&leader=L&wait_s=S   the plan in force as soon as it is another one than T, V of L (any leader's
                                          without an L); 204: it still is that one
@@ -11,13 +11,15 @@ certificate must have the right to read, or to change (`transport.peers.rights`)
 
 import hmac
 from collections.abc import Awaitable, Callable
-from typing import Final
+from typing import Final, Protocol
 
 import msgspec
 from aiohttp import web
 
+from planner.decisions.plans.live_plan import LivePlan
 from planner.errors import ChangeRefused
-from planner.service.keeper import Keeper
+from planner.service.status import Status
+from planner.solve.control.ledger import Ledger, LedgerEntry
 from transport.peers.guard import Guard
 from transport.peers.name import of_der
 from transport.peers.rights import CHANGE_PLAN, READ_PLAN
@@ -39,11 +41,35 @@ class ChangeBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     version: int | None = None
 
 
-class PlanEndpoints:
-    """Answers for a keeper; `token` is asked for unless it is empty, and the right of a caller's certificate of `peers`."""
+class PlanDesk(Protocol):
+    """What answers for the plans: the keeper of a service that leads, or one that follows. Changes raise ChangeRefused."""
 
-    def __init__(self, keeper: Keeper, token: str, peers: Guard | None = None) -> None:
-        self._keeper = keeper
+    @property
+    def ledger(self) -> Ledger: ...
+
+    def status(self) -> Status: ...
+
+    async def next_plan(self, place: tuple[int, int], wait_s: float, leader: str | None = None) -> LivePlan | None: ...
+
+    async def history(self, limit: int) -> list[LedgerEntry]: ...
+
+    async def apply(self, by: str, version: int | None = None) -> None: ...
+
+    async def roll_back(self, by: str) -> None: ...
+
+    async def pause(self, by: str) -> None: ...
+
+    async def resume(self, by: str) -> None: ...
+
+
+class PlanEndpoints:
+    """Answers for the desk of the moment.
+
+    `token` is asked for unless it is empty, and the right of a caller's certificate of `peers`.
+    """
+
+    def __init__(self, desk: Callable[[], PlanDesk], token: str, peers: Guard | None = None) -> None:
+        self._desk = desk
         self._token = token
         self._peers = peers
         self._waiting = 0
@@ -101,41 +127,42 @@ class PlanEndpoints:
             return _error(503, f"{MAX_WAITING} others wait already")
         self._waiting += 1
         try:
-            plan = await self._keeper.next_plan(place, wait_s, http.query.get("leader"))
+            plan = await self._desk().next_plan(place, wait_s, http.query.get("leader"))
         finally:
             self._waiting -= 1
         return web.Response(status=204) if plan is None else _json(plan)
 
     async def _status(self, http: web.Request) -> web.Response:
-        return _json(self._keeper.status())
+        return _json(self._desk().status())
 
     async def _history(self, http: web.Request) -> web.Response:
         limit = min(_number(http, "limit", 20), MAX_ENTRIES)
-        return _json(await self._keeper.history(limit))
+        return _json(await self._desk().history(limit))
 
     async def _health(self, http: web.Request) -> web.Response:
-        return _json({"status": "ok", "term": self._keeper.ledger.term, "leader": self._keeper.ledger.leader})
+        ledger = self._desk().ledger
+        return _json({"status": "ok", "term": ledger.term, "leader": ledger.leader})
 
     def _changing(self, change: Callable[[ChangeBody], Awaitable[None]]) -> Handler:
         async def answer(http: web.Request) -> web.Response:
             if http.content_type != JSON:
                 return _error(415, f"the body must be {JSON}")
             await change(msgspec.json.decode(await http.read() or b"{}", type=ChangeBody))
-            return _json(self._keeper.status())
+            return _json(self._desk().status())
 
         return answer
 
     async def _apply(self, asked: ChangeBody) -> None:
-        await self._keeper.apply(_who(asked), asked.version)
+        await self._desk().apply(_who(asked), asked.version)
 
     async def _roll_back(self, asked: ChangeBody) -> None:
-        await self._keeper.roll_back(_who(asked))
+        await self._desk().roll_back(_who(asked))
 
     async def _pause(self, asked: ChangeBody) -> None:
-        await self._keeper.pause(_who(asked))
+        await self._desk().pause(_who(asked))
 
     async def _resume(self, asked: ChangeBody) -> None:
-        await self._keeper.resume(_who(asked))
+        await self._desk().resume(_who(asked))
 
 
 def _who(asked: ChangeBody) -> str:

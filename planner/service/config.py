@@ -14,6 +14,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Final
 
+from membership.etcd.settings import EtcdConfig
 from planner.errors import InputError
 from planner.model.profile import load_profile
 from planner.model.site import BYTES_PER_S_PER_GBPS
@@ -28,6 +29,7 @@ from transport.peers.name import PeerRole
 from transport.wire.identity import Identity
 
 DEFAULT_PORT: Final = 8100
+WILDCARDS: Final = ("0.0.0.0", "::")
 UNREACHABLE: Final = 1_000_000  # nodes of a role: a controller that needs so many converts none
 
 
@@ -47,6 +49,9 @@ class ServiceConfig:
     TLS: with nodes that are to convert, and with all callers where other machines reach the service, unless `plain`
     says that HTTP is meant; `revoked` lists certificates that count no more. `conversions` lets plans move nodes between
     prefill and decode. A node has `drain_timeout_s` to end what it does.
+
+    With `etcd` one of several services leads, and all have its plans; `url` is where others reach this one. Where etcd has no
+    ledger yet, that of `state_dir` is the first.
     """
 
     state_dir: Path
@@ -72,6 +77,8 @@ class ServiceConfig:
     token_scale: float = 1.0
     byte_scale: float = 1.0
     log_bytes: int = 4 * 1024 * 1024
+    etcd: EtcdConfig | None = None
+    url: str = ""
     controller: ControllerConfig = field(default_factory=ControllerConfig)
     limits: PlanLimits = field(default_factory=PlanLimits)
 
@@ -80,6 +87,11 @@ class ServiceConfig:
         for name in ("drain_timeout_s", "poll_timeout_s", "log_bytes", "time_scale", "token_scale", "byte_scale"):
             require(getattr(self, name) > 0, name, getattr(self, name), "a number above 0")
         require(self.egress_gbps >= 0, "egress_gbps", self.egress_gbps, "a number of at least 0")
+        require(not self.url or self.url.startswith(("http://", "https://")), "url", self.url, "an http(s) URL")
+        if self.url and self.etcd is None:
+            raise SettingsError("url: it is what other services say with etcd, and there is no [plan.etcd]")
+        if self.etcd is not None and self.host in WILDCARDS and not self.url:
+            raise SettingsError(f"host = {self.host!r}: with [plan.etcd] it needs url, where others reach this service")
         for url in self.gateways:
             require(url.startswith(("http://", "https://")), "gateways", url, "http(s) URLs")
         if is_loopback(self.host) or self.speaks_tls:

@@ -1,7 +1,8 @@
 """Has nodes change their role, one after the other, and sees each through. The node itself drains, flips and verifies.
 
-Its commands carry an epoch that only grows: the plan's version, or what comes after the node's own where a person has
-converted it meanwhile. The same command again follows the one that is under way, so a service that starts again goes on.
+Its commands carry an epoch that only grows. Each leader has the epochs of its term, and takes the next of them that the node has
+not seen. So a node refuses what a leader commands that another one has replaced, once it has heard of the later one. Where a
+person converts a node, that epoch is the next one of the same term. A command that is under way in this term is followed.
 """
 
 import asyncio
@@ -10,6 +11,7 @@ from typing import Final, Protocol
 import grpc
 import grpc.aio
 
+from planner.decisions.plans.live_plan import LivePlan
 from planner.decisions.plans.offered import NodeReport
 from planner.decisions.views import Role
 from transport.control.credentials import channel_credentials, channel_options, server_certificate
@@ -21,7 +23,7 @@ from transport.wire.identity import Identity
 RPC_S: Final = 5.0
 WAIT_S: Final = 10.0  # of one call; a caller that waits longer asks again
 VERIFY_S: Final = 60.0  # for everything after the drain
-MAX_EPOCH: Final = (1 << 64) - 1  # that a command can carry
+EPOCHS_PER_TERM: Final = 1 << 16
 DONE: Final = ("converted", "unchanged")
 
 
@@ -32,9 +34,24 @@ class ConversionFailed(Exception):
 class NodeConverter(Protocol):
     """What can have a node converted."""
 
-    async def convert(self, node: NodeReport, role: Role, version: int) -> None:
-        """Returns when the node holds the role. Raises ConversionFailed."""
+    async def convert(self, node: NodeReport, role: Role, plan: LivePlan) -> None:
+        """Returns when the node holds the role that `plan` gives it. Raises ConversionFailed."""
         ...
+
+
+def next_epoch(term: int, newest: int) -> int:
+    """The epoch of a command of the leader of `term`, for a node that has seen `newest`.
+
+    Raises ConversionFailed where that is no epoch of this term any more.
+    """
+    first = term * EPOCHS_PER_TERM
+    epoch = max(first, newest + 1)
+    if epoch >= first + EPOCHS_PER_TERM:
+        raise ConversionFailed(
+            f"its newest command has epoch {newest}, which a leader of a later term than {term} gave; "
+            "if there was none, end the node, remove its .role.json in run_dir, and start it"
+        )
+    return epoch
 
 
 class AgentConverter:
@@ -44,12 +61,12 @@ class AgentConverter:
         self._drain_timeout_s = drain_timeout_s
         self._identity = identity
 
-    async def convert(self, node: NodeReport, role: Role, version: int) -> None:
+    async def convert(self, node: NodeReport, role: Role, plan: LivePlan) -> None:
         """Returns when the node holds the role. Raises ConversionFailed."""
         try:
             async with asyncio.timeout(self._drain_timeout_s + VERIFY_S), self._channel(node) as channel:
                 await self._check(node)
-                await self._seen_through(NodeAgentStub(channel), role, version)  # type: ignore[no-untyped-call]
+                await self._seen_through(NodeAgentStub(channel), role, plan.term)  # type: ignore[no-untyped-call]
         except TimeoutError:
             raise ConversionFailed("the node has not reported how it ended") from None
         except (OSError, ValueError) as error:  # its certificate, or ours
@@ -65,14 +82,10 @@ class AgentConverter:
         if why := self._identity.guard().refusal(SERVE, shown.peer, node.agent, f"{node.cluster}/{node.node_id}"):
             raise ConversionFailed(why)
 
-    async def _seen_through(self, agent: NodeAgentStub, role: Role, version: int) -> None:
-        last = (await agent.Describe(pb.DescribeRequest(), timeout=RPC_S)).conversion
-        is_ours = last.epoch == version and last.target == role
-        epoch = version if is_ours else max(version, last.epoch + 1)
-        if epoch > MAX_EPOCH:
-            raise ConversionFailed(
-                f"its newest command has epoch {last.epoch}: restart the node, which clears the epoch"
-            )
+    async def _seen_through(self, agent: NodeAgentStub, role: Role, term: int) -> None:
+        newest = (await agent.Describe(pb.DescribeRequest(), timeout=RPC_S)).conversion
+        is_under_way = newest.epoch // EPOCHS_PER_TERM == term and newest.target == role and not newest.outcome
+        epoch = newest.epoch if is_under_way else next_epoch(term, newest.epoch)
         request = pb.ConvertRequest(
             epoch=epoch, role=role, drain_timeout_s=self._drain_timeout_s, wait_s=WAIT_S
         )  # fmt: skip

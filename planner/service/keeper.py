@@ -9,7 +9,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import aiohttp
 from msgspec.structs import replace
@@ -19,11 +19,11 @@ from planner.decisions.plans.live_plan import LivePlan, PlanInputs, PlanSetting
 from planner.decisions.plans.offered import CONVERTING, READY, GatewayLoad
 from planner.decisions.views import Role
 from planner.errors import ChangeRefused
+from planner.service.announcement import AnnouncedLedger
 from planner.service.config import ApplyMode, ServiceConfig
 from planner.service.conversions import ConversionFailed, NodeConverter
 from planner.service.gateways import Gateways
 from planner.service.status import Status
-from planner.service.store import Store
 from planner.solve.control.controller import Controller, Effects, RoleMove
 from planner.solve.control.ledger import PENDING, Draft, Ledger, LedgerEntry
 from planner.solve.control.readings import Readings, quietest
@@ -37,25 +37,33 @@ TO: Final = {RoleMove.TO_PREFILL: Role.PREFILL, RoleMove.TO_DECODE: Role.DECODE}
 Change = Callable[[Ledger], tuple[Ledger, LedgerEntry | None]]
 
 
+class LedgerStore(Protocol):
+    """What outlives the service. Methods block, and raise OSError; `write` raises Deposed where another service leads."""
+
+    def write(self, ledger: Ledger, entry: LedgerEntry | None) -> None: ...
+
+    def last_entries(self, limit: int) -> list[LedgerEntry]: ...
+
+
 class Keeper:
     """One leader's work. `clock` is monotonic, `wall` seconds since the epoch; `failures` are unforeseen errors."""
 
     def __init__(
         self,
         config: ServiceConfig,
-        store: Store,
-        ledger: Ledger,
+        store: LedgerStore,
+        announced: AnnouncedLedger,
         gateways: Gateways,
         converter: NodeConverter,
         clock: Callable[[], float],
         wall: Callable[[], float],
     ) -> None:
         self.gateways = gateways
-        self.ledger = ledger
         self.superseded = False
         self.failures: Counter[str] = Counter()
         self._config = config
         self._store = store
+        self._announced = announced
         self._converter = converter
         self._clock = clock
         self._wall = wall
@@ -65,10 +73,14 @@ class Keeper:
         self._seen: PlanInputs | None = None
         self._diagnosis = "nothing has been seen yet"
         self._one_change = asyncio.Lock()
-        self._changed = asyncio.Event()
         self._to_convert = asyncio.Event()
 
     # What others ask
+
+    @property
+    def ledger(self) -> Ledger:
+        """The newest that is written down."""
+        return self._announced.ledger
 
     def status(self) -> Status:
         ledger = self.ledger
@@ -90,14 +102,8 @@ class Keeper:
         )
 
     async def next_plan(self, place: tuple[int, int], wait_s: float, leader: str | None = None) -> LivePlan | None:
-        """The plan in force, as soon as it is another one than that at `place` of `leader` (None: of any); None: too late."""
-        try:
-            async with asyncio.timeout(wait_s):
-                while (plan := self.ledger.in_force) is None or (plan.place == place and leader in (None, plan.leader)):
-                    await self._changed.wait()
-                return plan
-        except TimeoutError:
-            return None
+        """As `AnnouncedLedger.next_plan`."""
+        return await self._announced.next_plan(place, wait_s, leader)
 
     async def history(self, limit: int) -> list[LedgerEntry]:
         """The last changes, oldest first."""
@@ -134,11 +140,9 @@ class Keeper:
 
     async def _keep(self, ledger: Ledger, entry: LedgerEntry | None) -> None:
         await asyncio.to_thread(self._store.write, ledger, entry)
-        self.ledger = ledger
+        self._announced.say(ledger)
         if entry is not None:
             log.info("%s version=%d by=%s %s", entry.change, entry.version, entry.by, entry.reason)
-        self._changed.set()
-        self._changed = asyncio.Event()
 
     # What it does by itself
 
@@ -260,7 +264,7 @@ class Keeper:
             node = next(node for node in self._nodes if node.node_id == node_id)
             self._controller.converted(self._clock())
             try:
-                await self._converter.convert(node, role, plan.version)
+                await self._converter.convert(node, role, plan)
                 self._nodes = [replace(each, role=role) if each.node_id == node_id else each for each in self._nodes]
             except ConversionFailed as error:
                 failure = str(error)

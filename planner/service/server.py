@@ -1,4 +1,7 @@
-"""The process: waits until it leads, serves until it is told to stop, and reads the list of its gateways again on SIGHUP."""
+"""The process: waits until it leads, or follows others in an etcd, and serves until it is told to stop.
+
+On SIGHUP it reads the list of its gateways again.
+"""
 
 import asyncio
 import contextlib
@@ -15,13 +18,17 @@ from typing import Final
 import aiohttp
 from aiohttp import web
 
-from planner.errors import InputError
-from planner.service.app import PlanEndpoints
+from planner.errors import Deposed, InputError
+from planner.service.announcement import AnnouncedLedger
+from planner.service.app import PlanDesk, PlanEndpoints
 from planner.service.config import ServiceConfig
 from planner.service.conversions import AgentConverter, NodeConverter
+from planner.service.etcd_store import PlansInEtcd
+from planner.service.fleet import PlanMember, until_deposed
 from planner.service.gateways import Gateways
 from planner.service.keeper import Keeper
 from planner.service.store import Lock, Store
+from planner.solve.control.ledger import Ledger
 from transport.path.tcp import format_address
 from transport.peers.rights import SERVE_LOAD
 from transport.wire.asked_servers import AskedServers
@@ -41,6 +48,14 @@ class PlanService:
     url: str
 
 
+@dataclass(slots=True)
+class FleetPlanService:
+    """A running service among others."""
+
+    member: PlanMember
+    url: str
+
+
 @asynccontextmanager
 async def leading(
     config: ServiceConfig, gateways: Gateways | None = None, converter: NodeConverter | None = None
@@ -49,7 +64,7 @@ async def leading(
 
     `gateways` may come to be others while it waits.
     """
-    token, peers = config.token(), config.peers()
+    config.token(), config.peers()  # a file that cannot be read is no reason to wait first, either
     config.model()  # a profile that cannot be read is no reason to wait first
     async with AsyncExitStack() as stack:
         lock = Lock(config.state_dir)
@@ -66,26 +81,70 @@ async def leading(
         except OSError as exc:
             raise InputError(f"{config.state_dir} cannot be written to: {exc}") from exc
         keeper = Keeper(
-            config, store, ledger, gateways or _gateways(config),
+            config, store, AnnouncedLedger(ledger), gateways or _gateways(config),
             converter or AgentConverter(config.drain_timeout_s, config.identity), asyncio.get_running_loop().time, _wall,
         )  # fmt: skip
         http = await stack.enter_async_context(aiohttp.ClientSession())
-        runner = web.AppRunner(
-            PlanEndpoints(keeper, token, peers).app(),
-            access_log=None,
-            handler_cancellation=True,
-            shutdown_timeout=CLOSE_S,
-        )
-        stack.push_async_callback(runner.cleanup)
-        await runner.setup()
-        secure = config.identity.mutual_context() if config.identity is not None and peers is not None else None
-        await web.TCPSite(runner, config.host, config.port, ssl_context=secure).start()
-        host = f"[{config.host}]" if ":" in config.host else config.host
-        for name, work in {"looking": lambda: keeper.run(http), "converting": keeper.convert_nodes}.items():
-            task = asyncio.create_task(_for_ever(name, work, keeper.failures))
-            stack.push_async_callback(_ended, task)
-        scheme = "http" if secure is None else "https"
-        yield PlanService(keeper, f"{scheme}://{format_address(host, runner.addresses[0][1])}")
+        url = await _answering(stack, config, lambda: keeper)
+        for work in _works(keeper, http):
+            stack.push_async_callback(_ended, asyncio.create_task(work))
+        yield PlanService(keeper, url)
+
+
+@asynccontextmanager
+async def taking_part(
+    config: ServiceConfig,
+    gateways: Gateways | None = None,
+    converter: NodeConverter | None = None,
+    store: PlansInEtcd | None = None,
+) -> AsyncIterator[FleetPlanService]:
+    """One of several services with one etcd, which leads or follows inside the block. Raises as `leading`."""
+    assert config.etcd is not None
+    config.model()
+    asked = gateways or _gateways(config)
+    plans = store or PlansInEtcd(config.etcd, secrets.token_hex(8))
+    announced = AnnouncedLedger(Ledger())
+    async with AsyncExitStack() as stack:
+        stack.callback(plans.close)
+        http = await stack.enter_async_context(aiohttp.ClientSession())
+
+        def keeper() -> Keeper:
+            nodes = converter or AgentConverter(config.drain_timeout_s, config.identity)
+            return Keeper(config, plans, announced, asked, nodes, asyncio.get_running_loop().time, _wall)
+
+        member = PlanMember(
+            plans, announced, config.mode, keeper, lambda leading: [until_deposed(each) for each in _works(leading, http)],
+            Store(config.state_dir, config.log_bytes).read, _wall,
+        )  # fmt: skip
+        url = await _answering(stack, config, lambda: member.desk)
+        stack.push_async_callback(_ended, asyncio.create_task(member.run(config.url or url)))
+        yield FleetPlanService(member, url)
+
+
+async def _answering(stack: AsyncExitStack, config: ServiceConfig, desk: Callable[[], PlanDesk]) -> str:
+    """Answers over HTTP until the stack ends; returns where."""
+    peers = config.peers()
+    runner = web.AppRunner(
+        PlanEndpoints(desk, config.token(), peers).app(),
+        access_log=None,
+        handler_cancellation=True,
+        shutdown_timeout=CLOSE_S,
+    )
+    stack.push_async_callback(runner.cleanup)
+    await runner.setup()
+    secure = config.identity.mutual_context() if config.identity is not None and peers is not None else None
+    await web.TCPSite(runner, config.host, config.port, ssl_context=secure).start()
+    host = f"[{config.host}]" if ":" in config.host else config.host
+    scheme = "http" if secure is None else "https"
+    return f"{scheme}://{format_address(host, runner.addresses[0][1])}"
+
+
+def _works(keeper: Keeper, http: aiohttp.ClientSession) -> list[Coroutine[None, None, None]]:
+    """What a leader does, for ever."""
+    return [
+        _for_ever("looking", lambda: keeper.run(http), keeper.failures),
+        _for_ever("converting", keeper.convert_nodes, keeper.failures),
+    ]
 
 
 async def serve(
@@ -112,7 +171,8 @@ def _gateways(config: ServiceConfig) -> Gateways:
 
 
 async def _serve(config: ServiceConfig, gateways: Gateways, announce: Callable[[str], None]) -> None:
-    async with leading(config, gateways) as service:
+    serving = leading if config.etcd is None else taking_part
+    async with serving(config, gateways) as service:
         announce(f"plan service ready url={service.url}")
         await asyncio.Event().wait()
 
@@ -132,6 +192,11 @@ async def _for_ever(name: str, work: Callable[[], Coroutine[None, None, None]], 
     while True:
         try:
             await work()
+        except Deposed:
+            raise
+        except OSError as error:  # of the disk, or of etcd
+            failures[name] += 1
+            log.error("%s: begins again, as nothing could be written down: %s", name, error)
         except Exception:
             failures[name] += 1
             log.exception("%s: restarted after an unforeseen error", name)

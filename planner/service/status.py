@@ -12,6 +12,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
 
     `gateways` says of each what its last answer came to: the version that it follows, or why there was none. `superseded` is
     set while gateways follow a plan of a later term, or of a leader that goes before this one, which then changes nothing.
+    `leads_at` is where the service answers that leads, where this one follows; "?" none does now.
     `failures` counts unexpected errors by what was being done; each is in the log.
     """
 
@@ -29,3 +30,4 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     polls_failed: Mapping[str, int]
     failures: Mapping[str, int]
     leader: str = ""
+    leads_at: str = ""

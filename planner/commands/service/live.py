@@ -41,6 +41,8 @@ def status_text(status: Status) -> str:
 
 def _status_lines(status: Status) -> Iterator[str]:
     state = "another service leads" if status.superseded else f"leads in term {status.term}"
+    if status.leads_at:
+        state = f"follows {status.leads_at} in term {status.term}"
     yield f"{state}, {status.mode}{', paused' if status.paused else ''}: {status.diagnosis}"
     yield ""
     rows = [_plan_row("in force", status.in_force), _plan_row("proposed", status.proposal)]

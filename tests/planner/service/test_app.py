@@ -235,7 +235,7 @@ async def logged(text: str, caplog: pytest.LogCaptureFixture) -> None:
 @on_loop
 async def test_unforeseen_errors_are_counted_and_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     class Broken:
-        async def convert(self, node: NodeReport, role: Role, version: int) -> None:
+        async def convert(self, node: NodeReport, role: Role, plan: LivePlan) -> None:
             raise ZeroDivisionError
 
     async with (

@@ -11,6 +11,7 @@ import grpc.aio
 import pytest
 import tomli_w
 
+from planner.decisions.plans.live_plan import LivePlan, PlanSetting
 from planner.decisions.plans.offered import NodeReport
 from planner.decisions.views import ClusterKind, Role
 from planner.service.conversions import AgentConverter, ConversionFailed
@@ -22,6 +23,8 @@ from transport.control.proto import node_pb2 as pb
 from transport.control.proto import node_pb2_grpc as rpc
 from transport.peers.name import PeerName, PeerRole
 from transport.wire.identity import Identity
+
+PLAN = LivePlan(version=7, term=1, made_at=0.0, setting=PlanSetting(threshold_tokens=1.0), reason="")
 
 
 class Agent(rpc.NodeAgentServicer):
@@ -60,7 +63,7 @@ def report(address: str) -> NodeReport:
 async def converted(address: str, identity: Identity) -> str:
     """Why the node was not; "": it was."""
     try:
-        await AgentConverter(1.0, identity).convert(report(address), Role.PREFILL, 7)
+        await AgentConverter(1.0, identity).convert(report(address), Role.PREFILL, PLAN)
     except ConversionFailed as error:
         return str(error)
     return ""

@@ -279,10 +279,11 @@ async def test_nodes_that_change_places_do_so_in_the_order_that_leaves_every_rol
         tmp_path, gateway, conversions=True
     ) as at:  # fmt: skip
         await at.look()
-        at.keeper.ledger, _ = at.keeper.ledger.propose(
+        ledger, _ = at.keeper.ledger.propose(
             Draft(setting=PlanSetting(threshold_tokens=19_684.0, roles={"n0": Role.DECODE, "n1": Role.PREFILL}), reason=""),
             PlanLimits(), 0.0,
         )  # fmt: skip
+        at.announced.say(ledger)
         await at.keeper.apply("ann")
         await until(lambda: at.keeper.ledger.conversions == {"n0": DONE, "n1": DONE})
         assert [name for name, *_ in at.nodes.asked] == ["n1", "n0"]

@@ -17,6 +17,7 @@ from aiohttp import web
 from planner.decisions.plans.live_plan import LivePlan
 from planner.decisions.plans.offered import GatewayLoad, NodeReport, SampleRing
 from planner.decisions.views import ClusterKind, Role
+from planner.service.announcement import AnnouncedLedger
 from planner.service.config import ServiceConfig
 from planner.service.conversions import ConversionFailed
 from planner.service.gateways import Gateways
@@ -119,9 +120,9 @@ class Nodes:
         self.under_way = 0
         self._gateway = gateway
 
-    async def convert(self, node: NodeReport, role: Role, version: int) -> None:
+    async def convert(self, node: NodeReport, role: Role, plan: LivePlan) -> None:
         self.on_asked()
-        self.asked.append((node.node_id, role, version))
+        self.asked.append((node.node_id, role, plan.version))
         self.under_way += 1
         assert self.under_way == 1
         await asyncio.sleep(0)
@@ -150,6 +151,7 @@ class Desk:
     nodes: Nodes
     watch: Watch
     http: aiohttp.ClientSession
+    announced: AnnouncedLedger
 
     async def look(self, lengths: Sequence[float] = ()) -> None:
         self.gateway.ask(lengths)
@@ -172,9 +174,10 @@ async def desk(state_dir: Path, gateway: FakeGateway, leader: str = "a", **field
     before = store.read()
     ledger, entry = before.led(before.term + 1, 0.0, "controller", leader)
     store.write(ledger, entry)
-    keeper = Keeper(config, store, ledger, Gateways(config.gateways, PATIENCE_S), nodes, watch, watch)
+    announced = AnnouncedLedger(ledger)
+    keeper = Keeper(config, store, announced, Gateways(config.gateways, PATIENCE_S), nodes, watch, watch)
     converting = asyncio.create_task(keeper.convert_nodes())
     async with aiohttp.ClientSession() as http:
-        yield Desk(keeper, gateway, nodes, watch, http)
+        yield Desk(keeper, gateway, nodes, watch, http, announced)
         converting.cancel()
         await asyncio.wait([converting])

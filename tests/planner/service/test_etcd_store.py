@@ -1,0 +1,144 @@
+"""Plans in etcd: the same with the double and with a real one."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from membership.etcd.client import EtcdClient
+from membership.etcd.settings import EtcdConfig
+from planner.errors import Deposed, InputError
+from planner.service import etcd_store
+from planner.service.etcd_store import PlansInEtcd
+from planner.solve.control.ledger import Ledger, LedgerEntry
+from tests.membership.etcd.servers import DoubledEtcd, EtcdUnderTest, RealEtcd, needed_binary
+
+LEASE_S = 2.0
+LEDGER = "/prfaas/plans/state/ledger"
+Make = Callable[[str], PlansInEtcd]
+
+
+@pytest.fixture(params=["double", pytest.param("real", marks=pytest.mark.long)])
+def etcd(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[EtcdUnderTest]:
+    server: EtcdUnderTest = DoubledEtcd() if request.param == "double" else RealEtcd(tmp_path, needed_binary())
+    try:
+        server.start()
+        yield server
+    finally:
+        server.close()
+
+
+@pytest.fixture
+def service(etcd: EtcdUnderTest) -> Iterator[Make]:
+    made: list[PlansInEtcd] = []
+
+    def make(process: str) -> PlansInEtcd:
+        config = EtcdConfig(endpoints=(etcd.endpoint,))
+        made.append(PlansInEtcd(config, process, EtcdClient(config, call_s=1.0), LEASE_S))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def led(ledger: Ledger) -> tuple[Ledger, LedgerEntry]:
+    return ledger.led(ledger.term + 1, 0.0, "controller", f"leader {ledger.term + 1}")
+
+
+def test_one_leads_and_the_others_see_what_it_writes(service: Make) -> None:
+    one, other = service("one"), service("other")
+    assert one.campaign("http://one") == Ledger()
+    assert other.campaign("http://other") is None
+    assert one.leads
+    assert not other.leads
+    ledger, entry = led(Ledger())
+    one.write(ledger, entry)
+    found = other.look()
+    assert found.ledger == ledger
+    assert found.leader is not None
+    assert found.leader.url == "http://one"
+    assert other.last_entries(10) == [entry]
+    with pytest.raises(Deposed):
+        other.write(ledger, None)
+
+
+def test_another_leads_once_the_first_resigns_or_is_not_heard_of(etcd: EtcdUnderTest, service: Make) -> None:
+    one, other, third = service("one"), service("other"), service("third")
+    assert one.campaign("http://one") is not None
+    one.resign()
+    assert other.campaign("http://other") is not None
+    for _ in range(2):
+        etcd.waited(LEASE_S * 0.6)
+        other.renew()
+        assert other.leads
+    etcd.waited(LEASE_S * 2.5)
+    assert third.campaign("http://third") is not None
+    other.renew()
+    assert not other.leads
+
+
+def test_a_leader_that_others_have_replaced_changes_nothing(etcd: EtcdUnderTest, service: Make) -> None:
+    """Its own clock may have stood still."""
+    config = EtcdConfig(endpoints=(etcd.endpoint,))
+    one = PlansInEtcd(config, "one", EtcdClient(config, call_s=1.0), LEASE_S, clock=lambda: 0.0)
+    other = service("other")
+    ledger, entry = led(one.campaign("http://one") or Ledger())
+    one.write(ledger, entry)
+    etcd.waited(LEASE_S * 2.5)
+    before = other.campaign("http://other")
+    assert before == ledger
+    assert one.leads
+    with pytest.raises(Deposed, match="another service leads"):
+        one.write(*led(ledger))
+    assert other.look().ledger == ledger
+    assert not one.leads
+    one.close()
+
+
+def test_a_change_whose_answer_was_lost_is_not_made_twice(etcd: EtcdUnderTest, service: Make) -> None:
+    one = service("one")
+    ledger, entry = led(one.campaign("http://one") or Ledger())
+    etcd.put(LEDGER, b'{"term": 1, "last_version": 5}')  # as if it had come from this one
+    with pytest.raises(Deposed, match="an answer of etcd was lost"):
+        one.write(ledger, entry)
+    one.resign()
+    found = one.campaign("http://one")
+    assert found is not None
+    assert found.last_version == 5
+
+
+def test_it_outlives_a_restart_of_etcd(etcd: EtcdUnderTest, service: Make) -> None:
+    one = service("one")
+    ledger, entry = led(one.campaign("http://one") or Ledger())
+    one.write(ledger, entry)
+    etcd.kill()
+    with pytest.raises(OSError, match="does not answer"):
+        one.write(*led(ledger))
+    etcd.start()
+    assert service("other").look().ledger == ledger
+
+
+def test_the_log_has_a_bound(service: Make) -> None:
+    one = service("one")
+    ledger, entry = led(one.campaign("http://one") or Ledger())
+    most = etcd_store.MOST_ENTRIES
+    for term in range(most + 3):
+        if term % 50 == 0:
+            one.renew()
+        one.write(ledger, LedgerEntry(at=term, change=entry.change, version=0, term=1, by="ann"))
+    assert [each.at for each in one.last_entries(3)] == [most, most + 1, most + 2]
+    assert len(one.last_entries(2 * most)) == most
+
+
+def test_a_damaged_ledger_is_named(etcd: EtcdUnderTest, service: Make) -> None:
+    etcd.put(LEDGER, b"{")
+    with pytest.raises(InputError, match="plans/state/ledger: not a ledger"):
+        service("one").look()
+
+
+def test_a_ledger_that_is_too_long_is_refused(service: Make) -> None:
+    one = service("one")
+    one.campaign("http://one")
+    with pytest.raises(OSError, match="etcd takes"):
+        one.write(Ledger(conversions={"n": "x" * (1 << 20)}), None)
