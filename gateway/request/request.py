@@ -10,7 +10,7 @@ from gateway.api.openai import Call
 from gateway.auth.keyring import EVERYBODY, Tenant
 from gateway.cluster.node import ClusterNode
 from gateway.cluster.prefill_outcome import PrefillOutcome
-from gateway.cluster.registry import ServedModel
+from gateway.cluster.served_model import ServedModel
 from gateway.prompt.prompt import Prompt, PromptModel
 from gateway.prompt.tokenizer_trust import Reading
 from gateway.ratelimit.limiter import UNLIMITED, TenantLimiter

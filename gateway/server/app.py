@@ -20,7 +20,8 @@ from gateway.auth.keyring import EVERYBODY, Keyring, Tenant
 from gateway.auth.oidc import TokenVerifier
 from gateway.auth.sessions import OperatorSessions
 from gateway.auth.wrong_keys import WrongKeys
-from gateway.cluster.registry import Clusters, ServedModel
+from gateway.cluster.registry import Clusters
+from gateway.cluster.served_model import ServedModel
 from gateway.config.gateway import GatewayConfig
 from gateway.errors import ApiError, Unavailable
 from gateway.http.hosts import check_host

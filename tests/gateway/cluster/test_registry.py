@@ -6,7 +6,8 @@ import time
 import pytest
 
 from gateway.cluster.links import ClusterLinks
-from gateway.cluster.registry import Clusters, hashing_by, salt_of, unfit
+from gateway.cluster.registry import Clusters, unfit
+from gateway.cluster.served_model import hashing_by, salt_of
 from gateway.errors import AgentCallFailed
 from gateway.prompt.prompt import Prompt
 from hybrid_cache.hashing.name_secrets import NameSecrets
