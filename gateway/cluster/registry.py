@@ -81,8 +81,8 @@ class Clusters:
     ) -> None:
         """`on_silent` is told whose engine says nothing: what waits for it and has heard nothing for `quiet_s` need wait no more.
 
-        `catch_up` is called before nodes are looked at: what other workers have under way on them is to be seen, too. Models whose
-        identities are `accepted` may answer for each other.
+        `catch_up` is called before nodes are looked at: what other workers have under way on them is to be seen, too.
+        Models whose identities are `accepted` may answer for each other.
         """
         # Changed in place: links and others look at the same list.
         self.nodes = [ClusterNode(agent) for agent in agents]

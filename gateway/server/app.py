@@ -260,7 +260,7 @@ class GenerationEndpoint:
         tenant = visit.tenant
         service = self.classes.of(headers, tenant.classes)
         served = self._served()
-        model = served.as_read(tenant.group, self.media_domains)
+        model = served.as_read(tenant.group, self.media_domains, self.clusters.others(served))
         call, prompt = await self.rooms.reader.read(
             visit.endpoint, visit.body, model, tenant.memory, share=tenant.share, check=visit.allowance.check
         )
@@ -280,7 +280,7 @@ class GenerationEndpoint:
             model=model,
             reading=understood.reading,
             token_ids=understood.token_ids,
-            served=served,
+            offered=served,
             progress=RequestProgress(Timeline(visit.arrived)),
             service=service,
             tenant=tenant,
