@@ -88,7 +88,7 @@ def show(found: Mapping[str, Any], console: Console) -> None:
 
 def _show_revisions(found: Mapping[str, Any], console: Console) -> None:
     """How its revision of the model is chosen, where there are several."""
-    if not found["revisions"]:
+    if not found.get("revisions"):
         return
     why = "it has more of the prompt, and is sooner" if found["is_held"] else "drawn by its share"
     console.print(
