@@ -199,7 +199,7 @@ class Dispatcher:
         except Unavailable:
             if (other := self._decider.other_revision(request, exclude)) is None:
                 raise
-        self._accounts.fell_back(request, "revision_gone")
+        self._accounts.fell_back(request, "other_revision")
         self._accounts.serves(request, other)
         return self._decider.route(request, exclude)
 

@@ -87,7 +87,7 @@ async def test_a_retry_leaves_its_revision_only_when_that_has_no_other_node() ->
     async with forgiving(remote=2, local=2, decode=3) as w:
         await rolled(w)  # d0 and d2 are of one revision
         for node in (w.nodes.decode[0], w.nodes.decode[2]):
-            node.script.decode = ["die"] * 100
+            node.script.reserve = ["UNAVAILABLE"] * 100
         for number in range(10):
             assert (await w.complete(f"{number} {LONG}")).status == 200
         records = await w.records()
@@ -95,7 +95,7 @@ async def test_a_retry_leaves_its_revision_only_when_that_has_no_other_node() ->
         moved = [record["fallbacks"] for record in records if record["fallbacks"]]
         assert moved
         for fallbacks in moved:
-            before, after = fallbacks.index("revision_gone"), len(fallbacks)
+            before, after = fallbacks.index("other_revision"), len(fallbacks)
             assert [reason.startswith("decode_") for reason in fallbacks[:before]] == [True, True]  # both were tried
             assert before == after - 1
         await w.settled()
@@ -110,15 +110,14 @@ async def test_a_stream_goes_on_in_another_revision_of_the_same_weights() -> Non
             assert texts(await streamed(w)) == list(WORDS)
         assert await takeovers(w) == {"continued": 6}
         for record in await w.records():
-            assert record["fallbacks"] == ["decode_stream_broken", "revision_gone"]
+            assert record["fallbacks"] == ["decode_stream_broken", "other_revision"]
 
 
 @on_memory_loop
 async def test_a_stream_does_not_go_on_by_other_weights() -> None:
-    async with forgiving(remote=2, local=2, decode=2, revisions=("scripted", "retrained"), max_takeovers=1) as w:
+    async with forgiving(remote=2, local=2, decode=2, revisions=("scripted", "retrained")) as w:
         await rolled(w, RETRAINED)
-        w.nodes.decode[0].become(pb.NODE_STATE_READY)
-        resumable(w, "die_after 5", "die_after 5")
+        resumable(w, "die_after 5", *["die"] * 20)
         events = await streamed(w)
         assert error_of(events)
         legs = [node.node_id for node in w.nodes.decode for _ in node.bodies]

@@ -7,7 +7,7 @@ import pytest
 
 from gateway.api.openai import Endpoint, parse
 from gateway.errors import ApiError, BadRequest
-from gateway.prompt.prompt import Hashing, Prompt, PromptMemory, prompt_tokens, read_call
+from gateway.prompt.prompt import Hashing, Prompt, PromptMemory, PromptModel, prompt_tokens, read_call
 from hybrid_cache.hashing.block_hash import NAMESPACE, block_hashes, namespaced, tokens_digest
 from prompts.chat.template import ChatTemplate
 from prompts.reading import RESERVED_KWARGS

@@ -1,6 +1,7 @@
 """A fleet goes to another layout and back while a gateway serves: real processes, engines without a model."""
 
 import asyncio
+import json
 import re
 import signal
 from collections.abc import AsyncIterator
@@ -142,9 +143,10 @@ def test_a_fleet_rolls_to_another_layout_with_a_rollback_in_the_middle(tmp_path:
                     load.stopped = True
             finally:
                 await fleet.end()
-            records = (await here.page("/prfaas/requests?n=4096"))["data"]
+            async with here.http.get(f"{here.url}/prfaas/requests") as answer:
+                records = [json.loads(line) for line in (await answer.text()).splitlines()]
             assert {record["status"] for record in records} == {200}
-            assert {record["route"] for record in records[-10:]} == {"remote"}
+            assert {(record["route"], record["revision"]) for record in records[-10:]} == {("remote", new)}
 
     async def revision(here: Site, name: str) -> str:
         nodes = (await here.page("/prfaas/console"))["nodes"]
