@@ -201,12 +201,11 @@ class Clusters:
     def rename(self, secrets: NameSecrets) -> None:
         """Names blocks by these from now on."""
         self.secrets = secrets
+        self.revisions = {
+            name: replace(each, hashing=hashing_by(secrets, each.layout)) for name, each in self.revisions.items()
+        }
         if self.served is not None:
-            self.served = self._renamed(self.served)
-        self.revisions = {name: self._renamed(each) for name, each in self.revisions.items()}
-
-    def _renamed(self, served: ServedModel) -> ServedModel:
-        return replace(served, hashing=hashing_by(self.secrets, served.layout))
+            self.served = replace(self.served, hashing=hashing_by(secrets, self.served.layout))
 
     def by_id(self, node_id: str) -> ClusterNode:
         """The node that bears this name. Raises AgentCallFailed: since a decision, its address may have got another one."""

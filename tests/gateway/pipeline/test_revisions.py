@@ -32,8 +32,8 @@ async def become(w: Pipelined, layout: ModelLayout, *nodes: ScriptedNode) -> Non
     for node in nodes:
         node.layout = layout
         node.become(pb.NODE_STATE_READY)
-        known = w.clusters.by_id(node.node_id)
-        await until(lambda known=known: known.info and known.info.layout_fingerprint == layout.fingerprint)
+    known = [w.clusters.by_id(node.node_id) for node in nodes]
+    await until(lambda: all(each.info and each.info.layout_fingerprint == layout.fingerprint for each in known))
 
 
 async def rolled(w: Pipelined, layout: ModelLayout = WIDER) -> None:
