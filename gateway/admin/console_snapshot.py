@@ -17,7 +17,7 @@ from gateway.cluster.agent_values import LinkLoad
 from gateway.cluster.links import ClusterLinks, LinkStatus
 from gateway.cluster.node import ClusterNode
 from gateway.cluster.registry import Clusters
-from gateway.cluster.served_model import revision_of, short
+from gateway.cluster.served_model import short
 from gateway.config.gateway import GatewayConfig
 from gateway.members.roster import Roster, SourceStatus
 from gateway.routing.name_rotation import NameRotation, NameRotationStatus
@@ -300,7 +300,7 @@ def _node(node: ClusterNode, decode_slots: int, now: float) -> NodeSnapshot:
         pages_evictable=room.pages_evictable if room is not None else 0,
         step_s=step_at(load.steps, load.running) if load.steps else 0.0,
         plain=node.info.plain if node.info is not None else (),
-        revision=short(revision_of(node.info)) if node.info is not None else "",
+        revision=short(node.revision),
     )
 
 

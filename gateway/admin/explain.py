@@ -172,7 +172,7 @@ def _why_left_out(node: ClusterNode, clusters: Clusters, now: float) -> str:
     """Why no decision sees a node now; "" for one that decisions see."""
     if node.state != "ready":
         return f"it is {node.state}"
-    if not clusters.serves(node):
+    if node.revision not in clusters.revisions:
         return "it has another model than the one served, and `revisions` does not name both"
     if now < node.suspect_until:
         return f"it failed a request: left alone for {node.suspect_until - now:.1f} s more"

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Final
 
 from gateway.cluster.agent_client import RENEWED, AgentClient
@@ -17,7 +18,7 @@ from gateway.cluster.agent_values import SILENT, NodeEvent, NodeInfo, NodeLoad
 from gateway.cluster.node import NO_LANDING, ClusterNode
 from gateway.cluster.pinned_prefixes import PinnedPrefix
 from gateway.cluster.prefix_indexes import PrefixIndexes
-from gateway.cluster.served_model import ServedModel, hashing_by, revision_of, revisions_among, short
+from gateway.cluster.served_model import ServedModel, hashing_by, revision_of, revisions_among, served_as, short
 from gateway.config.gateway import GatewayConfig
 from gateway.errors import AgentCallFailed
 from gateway.prompt.prompt import Prompt
@@ -25,7 +26,6 @@ from gateway.tasks import BACKOFF_S, TaskSet
 from hybrid_cache.errors import CacheError
 from hybrid_cache.hashing.name_secrets import UNKEYED, NameSecrets
 from hybrid_cache.index.index import NOTHING, PrefixIndex
-from hybrid_cache.layout.layout import ModelLayout
 from planner.decisions.routing.offload import ReadyNodes
 from planner.decisions.views import ClusterKind, NodeView, Role
 
@@ -167,7 +167,7 @@ class Clusters:
         if self._by_id.get(node.id) is node:  # else what is known by its name is another node's
             del self._by_id[node.id]
             self._indexes.drop(node.id)
-        self._look_again()
+        self._serve()
 
     # What decisions ask
 
@@ -188,10 +188,6 @@ class Clusters:
     def index(self) -> PrefixIndex | None:
         """That of the revision that stands for the model."""
         return self.index_of(self.served.revision) if self.served is not None else None
-
-    def others(self, served: ServedModel) -> list[ServedModel]:
-        """The other revisions of the model."""
-        return [each for name, each in self.revisions.items() if name != served.revision]
 
     def configure(self, config: GatewayConfig) -> None:
         """Other models may answer for the one served from now on."""
@@ -249,10 +245,9 @@ class Clusters:
         if self._serving is None:
             self._serving = {name: ({}, []) for name in self.revisions}
             for node in self.nodes:
-                if node.state != "ready" or not self.serves(node):
+                if node.state != "ready" or node.revision not in self.revisions:
                     continue
-                assert node.info is not None
-                prefills, decodes = self._serving[revision_of(node.info)]
+                prefills, decodes = self._serving[node.revision]
                 if node.role == Role.DECODE:
                     decodes.append((node.id, node))
                 else:
@@ -282,10 +277,6 @@ class Clusters:
         except TimeoutError:
             return False
         return True
-
-    def serves(self, node: ClusterNode) -> bool:
-        """Whether the node has a revision of the model that is served."""
-        return node.info is not None and revision_of(node.info) in self.revisions
 
     # What events change
 
@@ -350,30 +341,29 @@ class Clusters:
         node.info = info
         node.connected = True
         node.suspect_until = float("-inf")
-        self._adopt_model(info)
-        self._serving = None
+        if info.layout_json:
+            self._indexes.of(info)
+        self._serve()
+        if node.revision and node.revision not in self.revisions:
+            log.warning("node %s has another model than the one served, and is not used", info.node_id)
         if node.state != before:
             log.info("node %s (%s of %s) is %s", node.id, info.role, info.cluster, node.state)
-        self._changed.set()
-
-    def _adopt_model(self, info: NodeInfo) -> None:
-        """The first layout described is the one served, until no connected node has it any more; and with it its revisions."""
-        if not info.layout_json:
-            return
-        self._indexes.of(info)
-        self._serve()
-        if revision_of(info) not in self.revisions:
-            log.warning(
-                "node %s has another model than the one served, or none of its revisions; it is not used", info.node_id
-            )
 
     def _serve(self) -> None:
-        """Takes what connected nodes have for the revisions of the model. Without any of them the last ones stay."""
+        """Takes what connected nodes have for the revisions of the model, and decisions look again. Without any, the last ones stay.
+
+        The first layout described is that of the model, until no connected node has it any more.
+        """
         infos, former = _connected(self.nodes), self.served
         found = revisions_among(
-            infos, self._indexes.layouts(), former.revision if former else "", self._accepted, self._as_served
+            infos,
+            self._indexes.layouts(),
+            former.revision if former else "",
+            self._accepted,
+            partial(served_as, name=self._served_name, secrets=self.secrets),
         )
         self._serving = None
+        self._changed.set()
         if not found:
             return
         first, *later = found.values()
@@ -384,16 +374,6 @@ class Clusters:
         self.revisions = found
         self.served = first.by([info for info in infos if revision_of(info) in found])
 
-    def _as_served(self, info: NodeInfo, layout: ModelLayout) -> ServedModel:
-        return ServedModel(
-            name=self._served_name or info.model_id,
-            model_id=info.model_id,
-            layout=layout,
-            max_model_len=info.max_model_len,
-            hashing=hashing_by(self.secrets, layout),
-            is_paired=info.rooms is not None,
-        )
-
     def _lost(self, node: ClusterNode) -> None:
         if node.connected and node not in self.retired:
             self._indexes.drop(node.id)
@@ -401,12 +381,7 @@ class Clusters:
         node.reported(NodeLoad())
         if (successor := self._successors.get(node)) is not None:
             self._take_over(successor)
-        self._look_again()
-
-    def _look_again(self) -> None:
-        """A node is out: the model is what the others serve, and decisions see them alone."""
         self._serve()
-        self._changed.set()
 
     def _name(self, node: ClusterNode, name: str) -> None:
         """`node` says that this is its name.

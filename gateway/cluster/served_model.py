@@ -96,6 +96,23 @@ def _revision(fingerprint: str, *, is_paired: bool) -> str:
     return f"{fingerprint}+rooms" if is_paired else fingerprint
 
 
+def served_as(info: NodeInfo, layout: ModelLayout, name: str = "", secrets: NameSecrets = UNKEYED) -> ServedModel:
+    """The revision that a node is of, by that name or the node's own."""
+    return ServedModel(
+        name=name or info.model_id,
+        model_id=info.model_id,
+        layout=layout,
+        max_model_len=info.max_model_len,
+        hashing=hashing_by(secrets, layout),
+        is_paired=info.rooms is not None,
+    )
+
+
+def others_of(revisions: Mapping[str, ServedModel], served: ServedModel) -> list[ServedModel]:
+    """All but one of these."""
+    return [each for name, each in revisions.items() if name != served.revision]
+
+
 def revisions_among(
     infos: Sequence[NodeInfo],
     layouts: Mapping[str, ModelLayout],

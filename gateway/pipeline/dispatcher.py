@@ -18,6 +18,7 @@ from gateway.admission.slo import SloGate
 from gateway.cluster.inflight_load import Booking, booked
 from gateway.cluster.node import ClusterNode
 from gateway.cluster.registry import Clusters
+from gateway.cluster.served_model import others_of
 from gateway.errors import (
     AgentCallFailed,
     DecodeFailed,
@@ -218,7 +219,9 @@ class Dispatcher:
         """
         call, memory = request.call, request.tenant.memory
         domains = request.model.media_domains if request.model is not None else frozenset[str]()
-        model = request.served.as_read(request.tenant.group, domains, self._clusters.others(request.served))
+        model = request.served.as_read(
+            request.tenant.group, domains, others_of(self._clusters.revisions, request.served)
+        )
         if request.token_ids is not None:
             prompt = await self._engine_readings.longer(request.token_ids, call, model, request.tenant, answered)
         else:

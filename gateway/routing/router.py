@@ -129,7 +129,7 @@ class Router:
         return options[self._weighed(request, options, exclude).revision]
 
     def other_revision(self, request: Request, exclude: Collection[str] = ()) -> ServedModel | None:
-        """Another revision for a request that its own cannot serve any more; None: there is none.
+        """Another revision for a request that its own cannot serve any more; None: there are no others.
 
         An answer that has begun goes on by the same weights alone: others would not have begun it so.
         """

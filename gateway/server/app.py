@@ -21,7 +21,7 @@ from gateway.auth.oidc import TokenVerifier
 from gateway.auth.sessions import OperatorSessions
 from gateway.auth.wrong_keys import WrongKeys
 from gateway.cluster.registry import Clusters
-from gateway.cluster.served_model import ServedModel
+from gateway.cluster.served_model import ServedModel, others_of
 from gateway.config.gateway import GatewayConfig
 from gateway.errors import ApiError, Unavailable
 from gateway.http.hosts import check_host
@@ -260,7 +260,7 @@ class GenerationEndpoint:
         tenant = visit.tenant
         service = self.classes.of(headers, tenant.classes)
         served = self._served()
-        model = served.as_read(tenant.group, self.media_domains, self.clusters.others(served))
+        model = served.as_read(tenant.group, self.media_domains, others_of(self.clusters.revisions, served))
         call, prompt = await self.rooms.reader.read(
             visit.endpoint, visit.body, model, tenant.memory, share=tenant.share, check=visit.allowance.check
         )

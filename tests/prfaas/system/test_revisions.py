@@ -61,7 +61,7 @@ async def node(directory: Path, name: str, block_size: int) -> AsyncIterator[asy
 
 @dataclass
 class Fleet:
-    """Nodes by name, each of which can be put in the place of the one before."""
+    """Nodes by name, each put in the place of the one before."""
 
     site: Site
     held: dict[str, AsyncExitStack] = field(default_factory=dict)
