@@ -214,6 +214,7 @@ async def running(
                 door,
                 LogLevel(),
                 seen.rotation,
+                seen.clusters,
                 seen.roster,
             ],
             read_again or (lambda: config),

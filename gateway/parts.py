@@ -193,6 +193,7 @@ async def build_nodes(
         [agent_of(node.member) for node in config.nodes],
         clock,
         served_model=config.served_model,
+        accepted=config.revisions,
         decode_slots=config.routing.decode_slots,
         tasks=tasks.watches,
         on_lost=upkeep.node_lost,

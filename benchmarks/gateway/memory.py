@@ -18,7 +18,7 @@ from typing import Final
 from benchmarks.gateway.agents import LAYOUT
 from benchmarks.gateway.cost import WORDS
 from gateway.api.openai import Endpoint
-from gateway.cluster.registry import ServedModel
+from gateway.cluster.served_model import ServedModel
 from gateway.prompt.prompt import Hashing, Prompt, PromptMemory, PromptModel, read_call
 from gateway.request.request import Request, RequestProgress, Timeline
 from gateway.telemetry.metrics import Metrics

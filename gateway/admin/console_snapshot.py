@@ -17,6 +17,7 @@ from gateway.cluster.agent_values import LinkLoad
 from gateway.cluster.links import ClusterLinks, LinkStatus
 from gateway.cluster.node import ClusterNode
 from gateway.cluster.registry import Clusters
+from gateway.cluster.served_model import short
 from gateway.config.gateway import GatewayConfig
 from gateway.members.roster import Roster, SourceStatus
 from gateway.routing.name_rotation import NameRotation, NameRotationStatus
@@ -79,6 +80,7 @@ class NodeSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     pages_evictable: int
     step_s: float
     plain: tuple[str, ...] = ()  # its listeners that other machines reach, and that speak in clear
+    revision: str = ""  # of the model that it runs; "": not known yet
 
 
 class GroupSnapshot(msgspec.Struct, frozen=True, kw_only=True):
@@ -298,6 +300,7 @@ def _node(node: ClusterNode, decode_slots: int, now: float) -> NodeSnapshot:
         pages_evictable=room.pages_evictable if room is not None else 0,
         step_s=step_at(load.steps, load.running) if load.steps else 0.0,
         plain=node.info.plain if node.info is not None else (),
+        revision=short(node.revision),
     )
 
 

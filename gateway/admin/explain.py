@@ -19,6 +19,7 @@ from gateway.http.body import BodyReceiver
 from gateway.request.request import Request
 from gateway.routing.router import Router
 from planner.decisions.routing.explain import Explanation
+from planner.decisions.routing.revisions import RevisionChoice, RevisionWeighed
 
 MOST_AT_ONCE: Final = 4  # each is read as a request is, and a gateway has requests to read
 
@@ -60,7 +61,11 @@ class AdmissionVerdict(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Explained(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer. `decision` is None where no decode node is ready; `verdict` says so."""
+    """The answer. `decision` is None where no decode node is ready; `verdict` says so.
+
+    It is one within `revision`. Where the model has several, `revisions` says how that was chosen, by shares of `roles`;
+    `is_held` is true where another one had been drawn, and this one has more of the prompt.
+    """
 
     endpoint: str
     num_tokens: int
@@ -71,6 +76,10 @@ class Explained(msgspec.Struct, frozen=True, kw_only=True):
     decision: Explanation | None
     verdict: AdmissionVerdict
     left_out: tuple[LeftOut, ...]
+    revision: str
+    revisions: tuple[RevisionWeighed, ...] = ()
+    roles: tuple[str, ...] = ()
+    is_held: bool = False
 
 
 class Explanations:
@@ -109,8 +118,12 @@ class Explanations:
 
     def of(self, request: Request) -> Explained:
         """What would become of `request` now."""
-        decision, verdict = self._decided(request)
+        choice, decision, verdict = self._decided(request)
         return Explained(
+            revision=_revision(request, choice),
+            revisions=choice.weighed if choice is not None else (),
+            roles=choice.roles if choice is not None else (),
+            is_held=choice is not None and choice.is_held,
             endpoint=request.call.endpoint,
             num_tokens=request.prompt.num_tokens,
             max_output_tokens=request.call.options.output_tokens,
@@ -126,32 +139,41 @@ class Explanations:
             ),
         )
 
-    def _decided(self, request: Request) -> tuple[Explanation | None, AdmissionVerdict]:
+    def _decided(self, request: Request) -> tuple[RevisionChoice | None, Explanation | None, AdmissionVerdict]:
         """As `Dispatcher` asks: first where to, then whether at all."""
-        decision, line_s = None, 0.0
+        choice, decision, line_s = None, None, 0.0
         try:
-            decision = self._decider.explain(request)
+            choice = self._decider.weighed(request)
+            decision = self._decider.explain(request, _revision(request, choice))
             if decision.route.prefill_node is not None and len(self._line):
                 line_s = self._line.expected_s(request.service, request.tenant.share)
             self._refusals.check(request, decision.route, line_s)
         except ApiError as error:
-            return decision, AdmissionVerdict(
-                accepted=False,
-                line_s=line_s,
-                status=error.status,
-                code=error.code or "",
-                message=error.message,
-                retry_after_s=error.retry_after_s,
+            return (
+                choice,
+                decision,
+                AdmissionVerdict(
+                    accepted=False,
+                    line_s=line_s,
+                    status=error.status,
+                    code=error.code or "",
+                    message=error.message,
+                    retry_after_s=error.retry_after_s,
+                ),
             )
-        return decision, AdmissionVerdict(accepted=True, line_s=line_s)
+        return choice, decision, AdmissionVerdict(accepted=True, line_s=line_s)
+
+
+def _revision(request: Request, choice: RevisionChoice | None) -> str:
+    return choice.revision if choice is not None else request.served.revision
 
 
 def _why_left_out(node: ClusterNode, clusters: Clusters, now: float) -> str:
     """Why no decision sees a node now; "" for one that decisions see."""
     if node.state != "ready":
         return f"it is {node.state}"
-    if not clusters.serves(node):
-        return "its KVCache is laid out otherwise than the served model's"
+    if node.revision not in clusters.revisions:
+        return "it has another model than the one served, and `revisions` does not name both"
     if now < node.suspect_until:
         return f"it failed a request: left alone for {node.suspect_until - now:.1f} s more"
     return ""

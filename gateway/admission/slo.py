@@ -173,7 +173,7 @@ class SloGate:
 
     def _room(self, request: Request) -> float:
         """Requests of this gateway that decode can hold within the TBT of this one's class."""
-        ready = self._clusters.ready(Role.DECODE)
+        ready = self._clusters.ready(Role.DECODE, request.served.revision)
         room = self._steps.room([node.id for node in ready], self._slots, request.service.tbt_s)
         return room - sum(node.others for node in ready)
 

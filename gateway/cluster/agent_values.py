@@ -6,6 +6,8 @@ from itertools import islice
 from math import inf
 from typing import Final
 
+import msgspec
+
 from gateway.cluster.pinned_prefixes import PinnedPrefix, kept_from
 from hybrid_cache.cache.events import BlocksRemoved, BlocksStored, CacheCleared, Medium
 from hybrid_cache.hashing.block_hash import HASH_BYTES, split_hashes
@@ -118,6 +120,26 @@ class NodeLoad:
     room: FreeRoom | None = None
     clock_s: float = 0.0  # the node's own, when it said this
     budgets: Mapping[str, float] = field(default_factory=dict)  # its own by destination, "" all others; 0: none
+
+
+class PrefillOutcome(msgspec.Struct, frozen=True, kw_only=True):
+    """What a node tells of a prefill and of its push: `kv_transfer_params` of a prefill leg's answer.
+
+    Times are seconds since the start of the job on its node.
+    """
+
+    delivered: bool = False
+    num_tokens: int = 0
+    cached_tokens: int = 0
+    bytes_total: int = 0
+    bytes_before_prefill_end: int | None = 0  # None: unknown
+    bytes_saved: int = 0
+    codecs: dict[str, int] = {}
+    prefill_start_s: float = 0.0
+    prefill_end_s: float = 0.0
+    delivered_s: float = 0.0
+    link: str = ""
+    reason: str = ""
 
 
 NodeEvent = NodeInfo | NodeLoad | PinnedPrefix | BlocksStored | BlocksRemoved | CacheCleared

@@ -13,9 +13,8 @@ from typing import Final, NamedTuple
 import msgspec
 from msgspec.structs import replace
 
-from gateway.cluster.agent_values import LinkLoad
+from gateway.cluster.agent_values import LinkLoad, PrefillOutcome
 from gateway.cluster.node import ClusterNode
-from gateway.cluster.prefill_outcome import PrefillOutcome
 from planner.decisions.estimates.coding import CodingEstimate
 from planner.decisions.links.paths import PATH_FAILED, Paths
 from planner.decisions.routing.lines import BOUND, shared_line

@@ -9,6 +9,7 @@ from gateway.cluster.agent_client import AgentClient
 from gateway.cluster.agent_values import LinkLoad, NodeInfo, NodeLoad
 from gateway.cluster.inflight_prefixes import InflightLanding, InflightPrefixes
 from gateway.cluster.pinned_prefixes import PinnedPrefixes
+from gateway.cluster.served_model import revision_of
 from hybrid_cache.index.index import Holding
 from planner.decisions.estimates.decoding import PrefillShare
 from planner.decisions.routing.arrivals import Arrivals
@@ -81,6 +82,11 @@ class ClusterNode:
     @property
     def id(self) -> str:
         return self.info.node_id if self.info else self.member_id
+
+    @property
+    def revision(self) -> str:
+        """That of the model that it runs; "" before its engine has said."""
+        return revision_of(self.info) if self.info is not None else ""
 
     @property
     def own_requests(self) -> int:

@@ -19,6 +19,10 @@ class PrefixIndexes:
         """None before a node with that layout has been heard of."""
         return self._by_layout.get(fingerprint)
 
+    def layouts(self) -> dict[str, ModelLayout]:
+        """All that are known, by fingerprint."""
+        return {name: index.layout for name, index in self._by_layout.items()}
+
     def of(self, info: NodeInfo) -> PrefixIndex:
         """The index of a node's layout, begun at the first one. Raises LayoutError for a layout that cannot be read."""
         index = self._by_layout.get(info.layout_fingerprint)

@@ -9,22 +9,23 @@ import asyncio
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Final
 
-from gateway.api.unsupported import UnsupportedFields
 from gateway.cluster.agent_client import RENEWED, AgentClient
 from gateway.cluster.agent_values import SILENT, NodeEvent, NodeInfo, NodeLoad
 from gateway.cluster.node import NO_LANDING, ClusterNode
 from gateway.cluster.pinned_prefixes import PinnedPrefix
 from gateway.cluster.prefix_indexes import PrefixIndexes
+from gateway.cluster.served_model import ServedModel, hashing_by, revision_of, revisions_among, served_as, short
+from gateway.config.gateway import GatewayConfig
 from gateway.errors import AgentCallFailed
-from gateway.prompt.prompt import Hashing, Prompt, PromptModel
+from gateway.prompt.prompt import Prompt
 from gateway.tasks import BACKOFF_S, TaskSet
 from hybrid_cache.errors import CacheError
 from hybrid_cache.hashing.name_secrets import UNKEYED, NameSecrets
 from hybrid_cache.index.index import NOTHING, PrefixIndex
-from hybrid_cache.layout.layout import ModelLayout
 from planner.decisions.routing.offload import ReadyNodes
 from planner.decisions.views import ClusterKind, NodeView, Role
 
@@ -36,6 +37,7 @@ QUIET_S: Final = 5.0  # that an engine has said nothing, when its agent has not 
 STILL_S: Final = 1.0  # of one that is silent by its agent's word: of several servers of one engine others may go on
 DEATH_NEWS_S: Final = 1.0  # an agent sees its engine end within milliseconds, unless it went with it
 _Named = list[tuple[str, ClusterNode]]  # nodes by their names, which take a moment to ask for
+_Serving = tuple[dict[str, _Named], _Named]
 LINGER_S: Final = 5.0  # after the last request of a node that has left, for calls that free what it held
 REMEMBER_S: Final = 600.0  # what was learned of a node that has left
 SUSPECT_S: Final = 2.0  # how long a node whose engine failed a leg is left alone; its agent knows better by then
@@ -58,58 +60,6 @@ class NodeTimes:
 NODE_TIMES: Final = NodeTimes()
 
 
-@dataclass(frozen=True, slots=True)
-class ServedModel:
-    """The model all paired nodes run: equal layouts, so that the KVCache of one is the KVCache of the other."""
-
-    name: str
-    model_id: str
-    layout: ModelLayout
-    max_model_len: int
-    hashing: Hashing
-    not_done: UnsupportedFields = field(default_factory=UnsupportedFields)
-    adapters: frozenset[str] = frozenset()  # of the model, that some decode node serves
-    takes_media: bool = False  # some decode node does
-    is_paired: bool = False  # engines are paired by rooms (`gateway.upstream.sglang_bootstrap`), else by tickets
-
-    def by(self, nodes: Sequence[NodeInfo]) -> "ServedModel":
-        """The same as `nodes` serve it: as long a context as all of them take, and what some of them can do."""
-        decodes = [info for info in nodes if info.role == Role.DECODE]
-        return replace(
-            self,
-            max_model_len=min((info.max_model_len for info in nodes), default=self.max_model_len),
-            not_done=UnsupportedFields.of(info.not_done_json for info in nodes),
-            adapters=frozenset(name for info in decodes for name in info.adapters) - {self.name, self.model_id},
-            takes_media=any(info.takes_media for info in decodes),
-        )
-
-    def as_read(self, group: str = "", media_domains: frozenset[str] = frozenset()) -> PromptModel:
-        """The model as reading a prompt of one of `group` sees it, with media at addresses of these domains."""
-        hashing = self.hashing.of_group(group) if group else self.hashing
-        return PromptModel(
-            names=(self.name, self.model_id),
-            max_model_len=self.max_model_len,
-            hashing=hashing,
-            adapters=self.adapters,
-            takes_media=self.takes_media,
-            media_domains=media_domains,
-        )
-
-
-def hashing_by(secrets: NameSecrets, layout: ModelLayout) -> Hashing:
-    """How blocks of a model are named by the first of `secrets`, and by those before it."""
-    hashing = None
-    for salt, key in zip(secrets.model_salts(layout.fingerprint)[::-1], secrets.namespace_keys()[::-1], strict=True):
-        hashing = Hashing(layout.block_size, salt, key=key, earlier=hashing)
-    assert hashing is not None
-    return hashing
-
-
-def salt_of(layout: ModelLayout, secrets: NameSecrets = UNKEYED) -> bytes:
-    """What block hashes of prompts for a model start from, for those who share them with everybody; equal at every gateway."""
-    return hashing_by(secrets, layout).salt
-
-
 class Clusters:
     """All nodes. `start` begins to watch them, `close` ends it."""
 
@@ -119,6 +69,7 @@ class Clusters:
         clock: Callable[[], float],
         *,
         served_model: str = "",
+        accepted: Collection[str] = (),
         decode_slots: int = 16,
         tasks: TaskSet,
         on_lost: Callable[[str], None] = lambda reason: None,
@@ -131,11 +82,14 @@ class Clusters:
         """`on_silent` is told whose engine says nothing: what waits for it and has heard nothing for `quiet_s` need wait no more.
 
         `catch_up` is called before nodes are looked at: what other workers have under way on them is to be seen, too.
+        Models whose identities are `accepted` may answer for each other.
         """
         # Changed in place: links and others look at the same list.
         self.nodes = [ClusterNode(agent) for agent in agents]
-        self.served: ServedModel | None = None
+        self.served: ServedModel | None = None  # what holds for all revisions, by the name of the first
+        self.revisions: dict[str, ServedModel] = {}  # each as its own nodes serve it
         self._served_name = served_model
+        self._accepted = frozenset(accepted)
         self._decode_slots = decode_slots
         self._clock = clock
         self._on_lost = on_lost
@@ -147,8 +101,8 @@ class Clusters:
         self._by_id: dict[str, ClusterNode] = {}
         self._indexes = PrefixIndexes()
         self._changed = asyncio.Event()
-        # Those that say that they are ready, prefill nodes by cluster and decode nodes; None: to be looked up again.
-        self._serving: tuple[dict[str, _Named], _Named] | None = None
+        # By revision, those that say that they are ready: prefill nodes by cluster, decode nodes; None: to be looked up again.
+        self._serving: dict[str, _Serving] | None = None
         self._tasks = tasks
         self._watches: dict[ClusterNode, asyncio.Task[None]] | None = None  # None before the start
         # That no decision sees any more, and that have work under way, or had a moment ago.
@@ -213,25 +167,39 @@ class Clusters:
         if self._by_id.get(node.id) is node:  # else what is known by its name is another node's
             del self._by_id[node.id]
             self._indexes.drop(node.id)
-        self._look_again()
+        self._serve()
 
     # What decisions ask
 
     @property
     def is_ready(self) -> bool:
         """Whether a request could be served now."""
-        now = self._clock()
-        roles = {node.role for node in self.nodes if self.serves(node) and node.is_ready(now)}
-        return Role.DECODE in roles and (Role.PREFILL in roles or not (self.served and self.served.is_paired))
+        return any(
+            self.ready(Role.DECODE, name) and (self.ready(Role.PREFILL, name) or not served.is_paired)
+            for name, served in self.revisions.items()
+        )
+
+    def index_of(self, revision: str) -> PrefixIndex | None:
+        """What the nodes of a revision have cached; None before one is known."""
+        served = self.revisions.get(revision)
+        return self._indexes.get(served.layout.fingerprint) if served is not None else None
 
     @property
     def index(self) -> PrefixIndex | None:
-        """What the nodes that serve the model have cached; None before one is known."""
-        return self._indexes.get(self.served.layout.fingerprint) if self.served is not None else None
+        """That of the revision that stands for the model."""
+        return self.index_of(self.served.revision) if self.served is not None else None
+
+    def configure(self, config: GatewayConfig) -> None:
+        """Other models may answer for the one served from now on."""
+        self._accepted = frozenset(config.revisions)
+        self._serve()
 
     def rename(self, secrets: NameSecrets) -> None:
         """Names blocks by these from now on."""
         self.secrets = secrets
+        self.revisions = {
+            name: replace(each, hashing=hashing_by(secrets, each.layout)) for name, each in self.revisions.items()
+        }
         if self.served is not None:
             self.served = replace(self.served, hashing=hashing_by(secrets, self.served.layout))
 
@@ -242,8 +210,8 @@ class Clusters:
         return node
 
     def views(self, prompt: Prompt, exclude: Collection[str] = ()) -> ReadyNodes:
-        """The nodes as routing sees them for `prompt`; nodes that cannot serve it are left out."""
-        now, index = self._clock(), self.index
+        """The nodes of its revision as routing sees them for `prompt`; nodes that cannot serve it are left out."""
+        now, index = self._clock(), self.index_of(prompt.revision)
         if index is None:
             return ReadyNodes({}, [])
         self._catch_up(self.nodes)
@@ -259,29 +227,32 @@ class Clusters:
                     views.append(node.view(holding, self._decode_slots, now, promised, *landing))
             return views
 
-        prefills, decodes = self._ready()
+        prefills, decodes = self._ready(prompt.revision)
         by_cluster = {cluster: views for cluster, nodes in prefills.items() if (views := seen(nodes))}
         return ReadyNodes(by_cluster, seen(decodes))
 
-    def ready(self, role: Role) -> list[ClusterNode]:
-        """Nodes of that role and the model served to which new work may be sent."""
-        now, (prefills, decodes) = self._clock(), self._ready()
-        named = decodes if role is Role.DECODE else [each for nodes in prefills.values() for each in nodes]
-        return [node for _, node in named if now >= node.suspect_until]
+    def ready(self, role: Role, revision: str | None = None) -> list[ClusterNode]:
+        """Nodes of that role, and of that revision or any, to which new work may be sent."""
+        now = self._clock()
+        found: list[ClusterNode] = []
+        for name in self.revisions if revision is None else (revision,):
+            prefills, decodes = self._ready(name)
+            named = decodes if role is Role.DECODE else [each for nodes in prefills.values() for each in nodes]
+            found += [node for _, node in named if now >= node.suspect_until]
+        return found
 
-    def _ready(self) -> tuple[dict[str, _Named], _Named]:
+    def _ready(self, revision: str) -> _Serving:
         if self._serving is None:
-            prefills: dict[str, _Named] = {}
-            decodes: _Named = []
+            self._serving = {name: ({}, []) for name in self.revisions}
             for node in self.nodes:
-                if node.state != "ready" or not self.serves(node):
+                if node.state != "ready" or node.revision not in self.revisions:
                     continue
+                prefills, decodes = self._serving[node.revision]
                 if node.role == Role.DECODE:
                     decodes.append((node.id, node))
                 else:
                     prefills.setdefault(node.cluster, []).append((node.id, node))
-            self._serving = prefills, decodes
-        return self._serving
+        return self._serving.get(revision, ({}, []))
 
     async def has_died(self, node: ClusterNode, engine: tuple[str, int]) -> bool:
         """Whether the process that was the `engine` of `node` is gone; the news of it may take a moment."""
@@ -306,13 +277,6 @@ class Clusters:
         except TimeoutError:
             return False
         return True
-
-    def serves(self, node: ClusterNode) -> bool:
-        """Whether the node has the model that is served, and is paired as that is."""
-        served, info = self.served, node.info
-        if served is None or info is None or info.layout_fingerprint != served.layout.fingerprint:
-            return False
-        return node.is_paired == served.is_paired
 
     # What events change
 
@@ -377,31 +341,38 @@ class Clusters:
         node.info = info
         node.connected = True
         node.suspect_until = float("-inf")
-        self._adopt_model(info)
-        self._serving = None
+        if info.layout_json:
+            self._indexes.of(info)
+        self._serve()
+        if node.revision and node.revision not in self.revisions:
+            log.warning("node %s has another model than the one served, and is not used", info.node_id)
         if node.state != before:
             log.info("node %s (%s of %s) is %s", node.id, info.role, info.cluster, node.state)
-        self._changed.set()
 
-    def _adopt_model(self, info: NodeInfo) -> None:
-        """The first layout described is the one served, until no connected node has it any more."""
-        if not info.layout_json:
-            return
-        index = self._indexes.of(info)
-        if self.served is not None and info.layout_fingerprint != self.served.layout.fingerprint:
-            if any(node.connected and self.serves(node) for node in self.nodes):
-                log.warning("node %s has another layout than the model served; it is not used", info.node_id)
-                return
-            log.warning("model %s is served from now on: no node has %s any more", info.model_id, self.served.model_id)
-        served = ServedModel(
-            name=self._served_name or info.model_id,
-            model_id=info.model_id,
-            layout=index.layout,
-            max_model_len=info.max_model_len,
-            hashing=hashing_by(self.secrets, index.layout),
-            is_paired=info.rooms is not None,
+    def _serve(self) -> None:
+        """Takes what connected nodes have for the revisions of the model, and decisions look again. Without any, the last ones stay.
+
+        The first layout described is that of the model, until no connected node has it any more.
+        """
+        infos, former = _connected(self.nodes), self.served
+        found = revisions_among(
+            infos,
+            self._indexes.layouts(),
+            former.revision if former else "",
+            self._accepted,
+            partial(served_as, name=self._served_name, secrets=self.secrets),
         )
-        self.served = served.by(_with_layout(_connected(self.nodes), index.layout))
+        self._serving = None
+        self._changed.set()
+        if not found:
+            return
+        first, *later = found.values()
+        if former is not None and former.revision != first.revision:
+            log.warning("model %s is served from now on: no node has %s any more", first.model_id, former.model_id)
+        for name in found.keys() - self.revisions.keys() if later else ():
+            log.info("revision %s of %s joins %d others", short(name), first.name, len(found) - 1)
+        self.revisions = found
+        self.served = first.by([info for info in infos if revision_of(info) in found])
 
     def _lost(self, node: ClusterNode) -> None:
         if node.connected and node not in self.retired:
@@ -410,17 +381,7 @@ class Clusters:
         node.reported(NodeLoad())
         if (successor := self._successors.get(node)) is not None:
             self._take_over(successor)
-        self._look_again()
-
-    def _look_again(self) -> None:
-        """A node is out: the model is what the others serve, and decisions see them alone."""
-        if self.served is not None:
-            if peers := _with_layout(_connected(self.nodes), self.served.layout):
-                self.served = self.served.by(peers)
-            elif other := next((info for info in _connected(self.nodes) if info.layout_json), None):
-                self._adopt_model(other)
-        self._serving = None
-        self._changed.set()
+        self._serve()
 
     def _name(self, node: ClusterNode, name: str) -> None:
         """`node` says that this is its name.
@@ -464,10 +425,6 @@ def _connected(nodes: Sequence[ClusterNode]) -> list[NodeInfo]:
 
 def _predecessor(successors: Mapping[ClusterNode, ClusterNode], node: ClusterNode) -> ClusterNode | None:
     return next((old for old, new in successors.items() if new is node), None)
-
-
-def _with_layout(infos: Sequence[NodeInfo], layout: ModelLayout) -> list[NodeInfo]:
-    return [info for info in infos if info.layout_fingerprint == layout.fingerprint]
 
 
 def _check(info: NodeInfo, others: Collection[ClusterNode]) -> None:

@@ -260,6 +260,7 @@ class GatewayConfig:
     metrics_port: int = 0
     workers: int = 1
     served_model: str = ""
+    revisions: tuple[str, ...] = ()
     threshold_tokens: float = 16_384.0
     max_body_bytes: int = MAX_BODY_BYTES
     max_several_bytes: int = MAX_SEVERAL_BYTES
@@ -428,7 +429,7 @@ DIVIDED: Final = (
     "max_reading_bytes",
 )
 CHANGEABLE: Final = (
-    "nodes", "threshold_tokens", "max_in_flight", "max_waiting", "log_level", "admission", "classes", "tenants",
+    "nodes", "revisions", "threshold_tokens", "max_in_flight", "max_waiting", "log_level", "admission", "classes", "tenants",
     "operators", "operator_keys", "names_secret", "names_overlap_s",
 )  # fmt: skip
 CHANGEABLE_ROUTING: Final = (

@@ -5,9 +5,9 @@ from collections.abc import Awaitable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from gateway.cluster.agent_values import PrefillOutcome
 from gateway.cluster.links import ClusterLinks, is_path_failure
 from gateway.cluster.node import ClusterNode
-from gateway.cluster.prefill_outcome import PrefillOutcome
 from gateway.cluster.registry import Clusters
 from gateway.errors import DecodeFailed, KillsEngines, NodeFailure, PrefillFailed
 from gateway.pipeline.reservations import DecodeReservation

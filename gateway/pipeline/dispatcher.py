@@ -18,6 +18,7 @@ from gateway.admission.slo import SloGate
 from gateway.cluster.inflight_load import Booking, booked
 from gateway.cluster.node import ClusterNode
 from gateway.cluster.registry import Clusters
+from gateway.cluster.served_model import others_of
 from gateway.errors import (
     AgentCallFailed,
     DecodeFailed,
@@ -190,8 +191,17 @@ class Dispatcher:
             self._accounts.killed_engines(request, str(shape), self._poison.killed(shape, self._clock()))
 
     def _route(self, request: Request, exclude: Collection[str] = ()) -> Route:
-        """Where it goes now, leaving the nodes of `exclude` out. Raises Unavailable."""
+        """Where it goes now, leaving the nodes of `exclude` out: in its revision while that can serve it. Raises Unavailable."""
         self._accounts.decides(request, self._decider.plan_version)
+        if request.progress.served is None:
+            self._accounts.serves(request, self._decider.revision(request, exclude))
+        try:
+            return self._decider.route(request, exclude)
+        except Unavailable:
+            if (other := self._decider.other_revision(request, exclude)) is None:
+                raise
+        self._accounts.fell_back(request, "other_revision")
+        self._accounts.serves(request, other)
         return self._decider.route(request, exclude)
 
     async def rest(
@@ -207,8 +217,11 @@ class Dispatcher:
 
         The request has been accepted: it is not asked again whether it will be served as promised.
         """
-        call, model = request.call, request.model or request.served.as_read()
-        memory = request.tenant.memory
+        call, memory = request.call, request.tenant.memory
+        domains = request.model.media_domains if request.model is not None else frozenset[str]()
+        model = request.served.as_read(
+            request.tenant.group, domains, others_of(self._clusters.revisions, request.served)
+        )
         if request.token_ids is not None:
             prompt = await self._engine_readings.longer(request.token_ids, call, model, request.tenant, answered)
         else:

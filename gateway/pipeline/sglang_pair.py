@@ -10,9 +10,9 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any, Final
 
 from gateway.admission.slo import SloGate
+from gateway.cluster.agent_values import PrefillOutcome
 from gateway.cluster.inflight_load import Booking
 from gateway.cluster.node import ClusterNode
-from gateway.cluster.prefill_outcome import PrefillOutcome
 from gateway.errors import (
     AgentCallFailed,
     ApiError,

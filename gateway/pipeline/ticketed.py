@@ -11,9 +11,9 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Final
 
 from gateway.admission.slo import SloGate
+from gateway.cluster.agent_values import PrefillOutcome
 from gateway.cluster.inflight_load import Booking
 from gateway.cluster.node import ClusterNode
-from gateway.cluster.prefill_outcome import PrefillOutcome
 from gateway.errors import AgentCallFailed, ApiError, DecodeFailed, InternalError, NodeFailure, PrefillFailed
 from gateway.pipeline.attempt import Attempt, KvDelivery, LegRunner, cancel, hang_up
 from gateway.pipeline.reservations import DecodeReservation

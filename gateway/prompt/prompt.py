@@ -82,6 +82,14 @@ class BlockNames(msgspec.Struct, frozen=True):
     namespace: str
 
 
+class RevisionNames(msgspec.Struct, frozen=True):
+    """A prompt's names in another revision of the model (`gateway.cluster.served_model`)."""
+
+    revision: str
+    names: BlockNames
+    earlier: BlockNames | None = None
+
+
 class Prompt(msgspec.Struct, frozen=True):
     """A prompt as the clusters know it. `hashes` are those of the full blocks of its first N-1 tokens.
 
@@ -89,7 +97,8 @@ class Prompt(msgspec.Struct, frozen=True):
     ended, or why as a whole. `salt` is that of `namespace`, which engines' names start from. KVCache of an `adapter`,
     or with media, is not that of the tokens alone. With media that no engine has read `num_tokens` is a `guess`, and no other
     prompt's blocks are called as its own; no more are those for an adapter. `earlier` are its names by the secret before the
-    one that its others are by, while that one is still looked for.
+    one that its others are by, while that one is still looked for. All these are names in one `revision` of the model; `others`
+    are those in others.
     """
 
     num_tokens: int
@@ -103,6 +112,32 @@ class Prompt(msgspec.Struct, frozen=True):
     has_media: bool = False
     guess: MediaGuess | None = None
     earlier: BlockNames | None = None
+    revision: str = ""
+    others: tuple[RevisionNames, ...] = ()
+
+    @property
+    def revisions(self) -> tuple[str, ...]:
+        """In which it has names."""
+        return (self.revision, *(each.revision for each in self.others))
+
+    def within(self, revision: str) -> "Prompt":
+        """The same prompt by its names in one of its revisions."""
+        if revision == self.revision:
+            return self
+        found = next(each for each in self.others if each.revision == revision)
+        own = RevisionNames(
+            self.revision, BlockNames(self.hashes, self.digest, self.salt, self.namespace), self.earlier
+        )
+        return replace(
+            self,
+            hashes=found.names.hashes,
+            digest=found.names.digest,
+            salt=found.names.salt,
+            namespace=found.names.namespace,
+            earlier=found.earlier,
+            revision=revision,
+            others=(own, *(each for each in self.others if each is not found)),
+        )
 
     def by_earlier_names(self) -> "Prompt":
         """The same prompt as it is known by the secret before."""
@@ -133,7 +168,7 @@ class PromptModel(msgspec.Struct, frozen=True, kw_only=True):
     """What reading needs to know of the model served: the names it goes by, the longest context, how blocks are named.
 
     `adapters` of it are served, too, by names of their own; whether messages may have media in them, and at addresses of
-    which domains.
+    which domains. `hashing` is of one `revision`, and `others` are the other revisions that nodes have, with theirs.
     """
 
     names: tuple[str, ...]
@@ -142,6 +177,8 @@ class PromptModel(msgspec.Struct, frozen=True, kw_only=True):
     adapters: frozenset[str] = frozenset()
     takes_media: bool = False
     media_domains: frozenset[str] = frozenset()
+    revision: str = ""
+    others: tuple[tuple[str, Hashing], ...] = ()
 
 
 class PromptMemory:
@@ -253,6 +290,9 @@ def prompt_from(
         chain = memory.chains.chain(tokens, hashing.block_size, named, tenant, insets)
         return BlockNames(chain.hashes, chain.digest, salt, namespace)
 
+    def earlier_by(hashing: Hashing) -> BlockNames | None:
+        return None if hashing.earlier is None else names_by(hashing.earlier)
+
     names = names_by(model.hashing)
     return Prompt(
         len(tokens),
@@ -263,7 +303,9 @@ def prompt_from(
         names.namespace,
         adapter=adapter,
         has_media=bool(insets),
-        earlier=None if model.hashing.earlier is None else names_by(model.hashing.earlier),
+        earlier=earlier_by(model.hashing),
+        revision=model.revision,
+        others=tuple(RevisionNames(name, names_by(by), earlier_by(by)) for name, by in model.others),
     )
 
 

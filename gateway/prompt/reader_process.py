@@ -29,7 +29,7 @@ from gateway.api.cache_control import Caching
 from gateway.api.openai import Call, Endpoint, call_of
 from gateway.errors import ApiError
 from gateway.prompt.media import MediaGuess
-from gateway.prompt.prompt import BlockNames, Prompt, PromptMemory, PromptModel, read_call
+from gateway.prompt.prompt import BlockNames, Prompt, PromptMemory, PromptModel, RevisionNames, read_call
 from hybrid_cache.hashing.block_hash import split_hashes
 from prompts.tokens.encoder import EncoderVerdict
 from prompts.tokens.tokenizer import Blueprint, TextTokenizer
@@ -70,7 +70,9 @@ class ReadAnswer(msgspec.Struct, frozen=True, tag="Answer"):
     how: str
     salt: bytes
     namespace: str
-    earlier: BlockNames | None  # its hashes are one, put together
+    earlier: BlockNames | None  # its hashes are one, put together; so are those of `others`
+    revision: str
+    others: tuple[RevisionNames, ...]
     caching: Caching
     adapter: str
     has_media: bool
@@ -121,7 +123,9 @@ def answer_of(header: bytes, data: bytearray, endpoint: Endpoint) -> tuple[Call,
         answer.adapter,
         answer.has_media,
         answer.guess,
-        None if (names := answer.earlier) is None else replace(names, hashes=split_hashes(*names.hashes)),
+        _apart(answer.earlier),
+        answer.revision,
+        tuple(replace(each, names=_apart(each.names), earlier=_apart(each.earlier)) for each in answer.others),
     )
     if endpoint is answer.endpoint:
         return call_of(endpoint, fields), prompt, answer.why_plain
@@ -164,7 +168,9 @@ def _answer(question: ReadQuestion, body: bytes, memory: PromptMemory) -> Iterab
         prompt.how,
         prompt.salt,
         prompt.namespace,
-        None if (names := prompt.earlier) is None else replace(names, hashes=[b"".join(names.hashes)]),
+        _together(prompt.earlier),
+        prompt.revision,
+        tuple(replace(each, names=_together(each.names), earlier=_together(each.earlier)) for each in prompt.others),
         prompt.caching,
         prompt.adapter,
         prompt.has_media,
@@ -174,6 +180,14 @@ def _answer(question: ReadQuestion, body: bytes, memory: PromptMemory) -> Iterab
         memory.tokenizer.encoder.why_plain,
     )
     return [header_of(answer, sum(sizes)), *values]
+
+
+def _together(names: BlockNames | None) -> BlockNames | None:
+    return None if names is None else replace(names, hashes=[b"".join(names.hashes)])
+
+
+def _apart(names: BlockNames | None) -> BlockNames | None:
+    return None if names is None else replace(names, hashes=split_hashes(*names.hashes))
 
 
 def _frame(incoming: io.BufferedReader) -> tuple[bytes, bytes]:

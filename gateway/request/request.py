@@ -8,9 +8,9 @@ import msgspec
 from gateway.api.dialects.translator import ResponseTranslator
 from gateway.api.openai import Call
 from gateway.auth.keyring import EVERYBODY, Tenant
+from gateway.cluster.agent_values import PrefillOutcome
 from gateway.cluster.node import ClusterNode
-from gateway.cluster.prefill_outcome import PrefillOutcome
-from gateway.cluster.registry import ServedModel
+from gateway.cluster.served_model import ServedModel, short
 from gateway.prompt.prompt import Prompt, PromptModel
 from gateway.prompt.tokenizer_trust import Reading
 from gateway.ratelimit.limiter import UNLIMITED, TenantLimiter
@@ -92,7 +92,10 @@ class RequestProgress:
     is_recomputed: bool = False  # the decode node computed a prompt whose KVCache should have come
     deaths: list[str] = field(default_factory=list)  # nodes whose engine died while it worked on this
     broken: list[tuple[ClusterNode, tuple[str, int]]] = field(default_factory=list)  # engines that may have died
-    prompt: Prompt | None = None  # the client's and what has been answered, once another engine goes on
+    served: ServedModel | None = None  # the revision that was chosen
+    prompt: Prompt | None = (
+        None  # the client's in that revision, and what has been answered once another engine goes on
+    )
     answered: list[int] = field(default_factory=list)  # tokens that the client has had from engines that failed
     takeovers: int = 0  # engines that went on with its answer
     gap_s: float = 0.0  # the longest time that it took one, from the failure to its first bytes
@@ -130,7 +133,7 @@ class Request:
     leg_id: str
     call: Call
     asked: Prompt  # the client's
-    served: ServedModel
+    offered: ServedModel  # when it was read
     progress: RequestProgress
     service: ServiceClass = UNPROMISED
     tenant: Tenant = EVERYBODY
@@ -142,6 +145,11 @@ class Request:
     reading: Reading = Reading.OWN  # which reader
     token_ids: msgspec.Raw | None = field(default=None, repr=False)  # as JSON, where an engine has read it
     stream: StreamState = field(default_factory=StreamState)
+
+    @property
+    def served(self) -> ServedModel:
+        """The revision of the model that serves it, once one is chosen."""
+        return self.progress.served or self.offered
 
     @property
     def prompt(self) -> Prompt:
@@ -239,6 +247,7 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     output_tokens: int
     threshold: float
     plan: int  # the version followed when it was routed; 0: none
+    revision: str  # of the model, as it was last routed; "": not routed
     fallbacks: list[str]
     ttft_s: float | None
     predicted_ttft_s: float | None  # as routing saw it, from then on
@@ -294,6 +303,7 @@ def record_of(request: Request, seq: int, status: int, error: str = "") -> Reque
         output_tokens=request.output_tokens,
         threshold=route.threshold_tokens if route else 0.0,
         plan=request.progress.plan_version,
+        revision=short(request.served.revision) if route else "",
         fallbacks=list(request.progress.fallbacks),
         ttft_s=_rounded(timeline.ttft_s),
         predicted_ttft_s=_rounded(max(route.ttft_s, route.link_s)) if route else None,

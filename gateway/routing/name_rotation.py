@@ -89,7 +89,7 @@ class NameRotation:
             self._end()
         if _point(prompt) < moved:
             return msgspec.structs.replace(prompt, earlier=None)
-        return by_known_names(prompt, self._clusters.index)
+        return by_known_names(prompt, self._clusters.index_of(prompt.revision))
 
     def status(self) -> NameRotationStatus:
         """How things stand now."""

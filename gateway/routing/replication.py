@@ -36,7 +36,7 @@ class Replicas:
         self._moves = moves
         self._clock = clock
         self._pays = pays
-        self._stores: dict[str, PrefixStore] = {}
+        self._stores: dict[tuple[str, str], PrefixStore] = {}  # by cluster and revision
 
     async def run(self) -> None:
         """Decides every TICK_S, for ever."""
@@ -47,16 +47,17 @@ class Replicas:
     def wanted(self, prompt: Prompt, prefill_node: str) -> None:
         """A request for `prompt` is prefilled on that node."""
         info = self._clusters.by_id(prefill_node).info
-        if info is not None and (store := self._store(info.cluster)) is not None:
-            loads = {node.id: _load(node) for node in self._prefills(info.cluster)}
+        if info is not None and (store := self._store(info.cluster, prompt.revision)) is not None:
+            loads = {node.id: _load(node) for node in self._prefills(info.cluster, prompt.revision)}
             store.get(prompt.hashes, prompt.transfer_tokens, loads, now=self._clock())
 
     def tick(self) -> None:
         """Starts the copies that demand and load call for now."""
         now = self._clock()
-        for cluster in self._stores:
-            store = self._store(cluster)
-            nodes = {node.id: node for node in self._prefills(cluster)}
+        self._stores = {key: store for key, store in self._stores.items() if key[1] in self._clusters.revisions}
+        for cluster, revision in self._stores:
+            store = self._store(cluster, revision)
+            nodes = {node.id: node for node in self._prefills(cluster, revision)}
             if store is None or len(nodes) < 2:
                 continue
             loads = {name: _load(node) for name, node in nodes.items()}
@@ -90,17 +91,17 @@ class Replicas:
         if not task.cancelled() and task.exception() is None and task.result() == OK:
             store.copied(decision, keep_tokens, now=self._clock())
 
-    def _store(self, cluster: str) -> PrefixStore | None:
-        index = self._clusters.index
+    def _store(self, cluster: str, revision: str) -> PrefixStore | None:
+        index = self._clusters.index_of(revision)
         if index is None:
             return None
-        store = self._stores.get(cluster)
-        if store is None or store.index is not index:  # another model is served now
-            store = self._stores[cluster] = PrefixStore(index, StoreConfig(max_tracked=MAX_TRACKED))
+        store = self._stores.get((cluster, revision))
+        if store is None or store.index is not index:  # its nodes were all away
+            store = self._stores[cluster, revision] = PrefixStore(index, StoreConfig(max_tracked=MAX_TRACKED))
         return store
 
-    def _prefills(self, cluster: str) -> list[ClusterNode]:
-        return [node for node in self._clusters.ready(Role.PREFILL) if node.cluster == cluster]
+    def _prefills(self, cluster: str, revision: str) -> list[ClusterNode]:
+        return [node for node in self._clusters.ready(Role.PREFILL, revision) if node.cluster == cluster]
 
 
 def _load(node: ClusterNode) -> float:

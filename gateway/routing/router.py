@@ -1,13 +1,15 @@
 """Routes a request by what is known of the clusters now, books its work, and learns from what ends."""
 
 import hashlib
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
+from typing import ParamSpec, TypeVar
 
+from gateway.cluster.agent_values import PrefillOutcome
 from gateway.cluster.links import ClusterLinks
 from gateway.cluster.node import ClusterNode
-from gateway.cluster.prefill_outcome import PrefillOutcome
 from gateway.cluster.registry import Clusters, unfit
+from gateway.cluster.served_model import ServedModel
 from gateway.config.gateway import GatewayConfig
 from gateway.errors import AgentCallFailed, NoDecodeNode, NoPrefillNode, Unavailable
 from gateway.request.request import Request
@@ -21,8 +23,12 @@ from planner.decisions.routing.explain import Explanation, explain_among
 from planner.decisions.routing.offload import Route, route_among
 from planner.decisions.routing.placement import PLACERS, PlacementPolicy
 from planner.decisions.routing.policy import RoutingPolicy
+from planner.decisions.routing.revisions import RevisionChoice, choose_revision
 from planner.decisions.views import LinkView, RouteRequest
 from planner.errors import NobodyPrefills, NoReadyNode
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class Router:
@@ -109,29 +115,71 @@ class Router:
         if not request.prompt.is_plain:
             exclude = {*exclude, *unfit(self._clusters.nodes, request.prompt)}
         nodes, links = self._clusters.views(request.prompt, exclude), self._links.views()
-        try:
-            found = route_among(nodes, question, links, self._policy_now(), place=self._place, cost=self._cost)
-        except NobodyPrefills as error:
-            raise NoPrefillNode() from error
-        except NoReadyNode as error:
-            raise NoDecodeNode() from error
+        found = _asked(route_among, nodes, question, links, self._policy_now(), place=self._place, cost=self._cost)
         if found.prefill_node is not None:
             node = self._clusters.by_id(found.prefill_node)
             self._cost.tried(node.id, node.cluster)
         return found
 
-    def explain(self, request: Request) -> Explanation:
-        """What `route` would say now, and why; nothing is sent or learned. Raises Unavailable."""
+    def revision(self, request: Request, exclude: Collection[str] = ()) -> ServedModel:
+        """The revision of the model whose nodes serve a request that has none yet. Raises Unavailable."""
+        options = self._revisions(request)
+        if len(options) == 1:
+            return next(iter(options.values()))
+        return options[self._weighed(request, options, exclude).revision]
+
+    def other_revision(self, request: Request, exclude: Collection[str] = ()) -> ServedModel | None:
+        """Another revision for a request that its own cannot serve any more; None: there are no others.
+
+        An answer that has begun goes on by the same weights alone: others would not have begun it so.
+        """
+        options = {
+            name: each
+            for name, each in self._revisions(request).items()
+            if name != request.served.revision
+            and (not request.progress.answered or each.layout.model == request.served.layout.model)
+        }
+        try:
+            return options[self._weighed(request, options, exclude).revision] if options else None
+        except Unavailable:
+            return None
+
+    def weighed(self, request: Request) -> RevisionChoice | None:
+        """How a revision would be chosen now; None: there is one only. Raises Unavailable."""
+        options = self._revisions(request)
+        return self._weighed(request, options) if len(options) > 1 else None
+
+    def _revisions(self, request: Request) -> dict[str, ServedModel]:
+        """Those in which its prompt has names: without any, the one that it was read for."""
+        known = self._clusters.revisions
+        return {name: known[name] for name in request.prompt.revisions if name in known} or {
+            request.served.revision: request.served
+        }
+
+    def _weighed(
+        self, request: Request, options: Mapping[str, ServedModel], exclude: Collection[str] = ()
+    ) -> RevisionChoice:
+        self._cost.as_of(self._clock())
+        if not request.prompt.is_plain:
+            exclude = {*exclude, *unfit(self._clusters.nodes, request.prompt)}
+        return _asked(
+            choose_revision,
+            {name: self._clusters.views(request.prompt.within(name), exclude) for name in options},
+            self._question(request),
+            self._links.views(),
+            self._policy_now(),
+            draw=tie_of(f"revision/{request.leg_id}"),
+            place=self._place,
+            cost=self._cost,
+        )
+
+    def explain(self, request: Request, revision: str) -> Explanation:
+        """What `route` would say now in that revision, and why; nothing is sent or learned. Raises Unavailable."""
         self._cost.as_of(self._clock())
         exclude = () if request.prompt.is_plain else unfit(self._clusters.nodes, request.prompt)
-        nodes, links = self._clusters.views(request.prompt, exclude), self._links.views()
-        policy = self._policy_now()
-        try:
-            return explain_among(nodes, self._question(request), links, policy, place=self._place, cost=self._cost)
-        except NobodyPrefills as error:
-            raise NoPrefillNode() from error
-        except NoReadyNode as error:
-            raise NoDecodeNode() from error
+        nodes, links = self._clusters.views(request.prompt.within(revision), exclude), self._links.views()
+        question, policy = self._question(request), self._policy_now()
+        return _asked(explain_among, nodes, question, links, policy, place=self._place, cost=self._cost)
 
     @property
     def plan_version(self) -> int:
@@ -226,6 +274,16 @@ class Router:
         except (Unavailable, AgentCallFailed):
             return None
         return other if other.prefill_node is not None else None
+
+
+def _asked(rule: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """What a rule of the planner's says. Raises Unavailable."""
+    try:
+        return rule(*args, **kwargs)
+    except NobodyPrefills as error:
+        raise NoPrefillNode() from error
+    except NoReadyNode as error:
+        raise NoDecodeNode() from error
 
 
 def tie_of(request_id: str) -> float:

@@ -20,7 +20,8 @@ from gateway.auth.keyring import EVERYBODY, Keyring, Tenant
 from gateway.auth.oidc import TokenVerifier
 from gateway.auth.sessions import OperatorSessions
 from gateway.auth.wrong_keys import WrongKeys
-from gateway.cluster.registry import Clusters, ServedModel
+from gateway.cluster.registry import Clusters
+from gateway.cluster.served_model import ServedModel, others_of
 from gateway.config.gateway import GatewayConfig
 from gateway.errors import ApiError, Unavailable
 from gateway.http.hosts import check_host
@@ -259,7 +260,7 @@ class GenerationEndpoint:
         tenant = visit.tenant
         service = self.classes.of(headers, tenant.classes)
         served = self._served()
-        model = served.as_read(tenant.group, self.media_domains)
+        model = served.as_read(tenant.group, self.media_domains, others_of(self.clusters.revisions, served))
         call, prompt = await self.rooms.reader.read(
             visit.endpoint, visit.body, model, tenant.memory, share=tenant.share, check=visit.allowance.check
         )
@@ -279,7 +280,7 @@ class GenerationEndpoint:
             model=model,
             reading=understood.reading,
             token_ids=understood.token_ids,
-            served=served,
+            offered=served,
             progress=RequestProgress(Timeline(visit.arrived)),
             service=service,
             tenant=tenant,

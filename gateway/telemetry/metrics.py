@@ -16,6 +16,7 @@ from prometheus_client.registry import Collector
 
 from gateway.cluster.links import LinkStatus
 from gateway.cluster.node import ClusterNode
+from gateway.cluster.served_model import short
 from gateway.members.roster import SourceStatus
 from gateway.request.request import Request, cached_tokens, kept
 from gateway.telemetry.added_up import added_up
@@ -33,6 +34,7 @@ TOKEN_BUCKETS: Final = tuple(float(2**power) for power in range(21))  # to 1M; w
 GAP_BUCKETS_S: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 120.0)
 LAG_BUCKETS_S: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.5)
 OVERLOADED: Final = 429
+MAX_REVISIONS: Final = 8  # that a process names in its life: later ones are "other"
 WASTED: Final = {OVERLOADED: "refused", 499: "left"}  # by status; else the request failed
 
 
@@ -58,6 +60,7 @@ class Metrics:
     """
 
     _requests = counters("prfaas_requests", "Finished requests", "route", "reason", "status")
+    _revisions = counters("prfaas_revision_requests", "Finished requests that were routed", "revision", "status")
     _ttft = histograms("prfaas_time_to_first_token_seconds", "TTFT", "route", buckets=TTFT_BUCKETS_S)
     _tbt = histograms(
         "prfaas_inter_token_latency_seconds",
@@ -149,11 +152,21 @@ class Metrics:
         self._seen = _Seen()
         self._page.register(self._seen)
         build_instruments(self, registry)
+        self._named_revisions: set[str] = set()
+
+    def _count_revision(self, request: Request, status: int) -> None:
+        if request.progress.route is None:
+            return
+        name = short(request.served.revision)
+        if len(self._named_revisions) < MAX_REVISIONS:
+            self._named_revisions.add(name)
+        self._revisions[name if name in self._named_revisions else "other", str(status)].inc()
 
     def finished(self, request: Request, status: int, code: str = "none") -> None:
         """Counts a request that is over, however it ended; `code` is why, if it was not even routed."""
         route = request.route_label
         self._requests[route, request.reason_label if request.progress.route else code, str(status)].inc()
+        self._count_revision(request, status)
         self.travelled(request)
         if tenant := request.tenant.name:
             self._count_tenant(request, tenant, status)

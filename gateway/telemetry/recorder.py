@@ -8,8 +8,9 @@ from typing import Final
 
 from gateway.api.usage import recompute_reason
 from gateway.auth.keyring import Tenant
+from gateway.cluster.agent_values import PrefillOutcome
 from gateway.cluster.node import ClusterNode
-from gateway.cluster.prefill_outcome import PrefillOutcome
+from gateway.cluster.served_model import ServedModel
 from gateway.errors import ApiError, NodeFailure, TenantLimited
 from gateway.prompt.prompt import Prompt
 from gateway.request.request import Request, RequestRecord
@@ -60,6 +61,10 @@ class RequestRecorder:
     def decides(self, request: Request, plan_version: int) -> None:
         """It is about to be routed, by the plan of this version; 0: by none."""
         request.progress.plan_version = plan_version
+
+    def serves(self, request: Request, served: ServedModel) -> None:
+        """It goes to nodes of this revision, and has its names there."""
+        request.progress.served, request.progress.prompt = served, request.prompt.within(served.revision)
 
     def routed(self, request: Request, chosen: Route, tries: int) -> None:
         """A route was chosen, after `tries` that failed."""

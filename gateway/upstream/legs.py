@@ -19,8 +19,8 @@ from msgspec.structs import replace
 from gateway.api.bodies import Body
 from gateway.api.openai import NOT_JSON
 from gateway.api.sse import DATA, ERROR
+from gateway.cluster.agent_values import PrefillOutcome
 from gateway.cluster.node import ClusterNode
-from gateway.cluster.prefill_outcome import PrefillOutcome
 from gateway.config.gateway import GatewayConfig, Timeouts
 from gateway.errors import DecodeFailed, LegFailed, PrefillFailed
 from gateway.request.request import Request

@@ -17,6 +17,7 @@ from prfaas.errors import AskError
 
 TOKEN_IDS: Final = 256  # every vocabulary has as many
 MB: Final = 1e6
+REVISION_CHARS: Final = 12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +71,7 @@ def show(found: Mapping[str, Any], console: Console) -> None:
         f"{found['num_tokens']} tokens to {found['endpoint']}, class {found['service_class']}, plan {found['plan'] or 'none'}",
         highlight=False,
     )
+    _show_revisions(found, console)
     verdict, decision = found["verdict"], found["decision"]
     if decision is not None:
         _show_decision(decision, console)
@@ -82,6 +84,26 @@ def show(found: Mapping[str, Any], console: Console) -> None:
         console.print(f"others wait before it: about {verdict['line_s']:.1f} s in line")
     for each in found["left_out"]:
         console.print(f"left out: {each['node']} of {each['cluster']} ({each['role']}): {each['why']}", style="yellow")
+
+
+def _show_revisions(found: Mapping[str, Any], console: Console) -> None:
+    """How its revision of the model is chosen, where there are several."""
+    if not found.get("revisions"):
+        return
+    why = "it has more of the prompt, and is sooner" if found["is_held"] else "drawn by its share"
+    console.print(
+        f"revision {found['revision'][:REVISION_CHARS]}, by {' and '.join(found['roles'])}: {why}", highlight=False
+    )
+    rows = [
+        [
+            f"{'→' if each['is_chosen'] else ' '} {each['revision'][:REVISION_CHARS]}",
+            f"{each['share']:.0%}",
+            str(each["cached_tokens"]),
+            _s(each["ttft_s"]) if each["share"] else "",
+        ]
+        for each in found["revisions"]
+    ]
+    console.print(_table("revision", ("share", "cached", "TTFT"), rows))
 
 
 def _show_decision(decision: Mapping[str, Any], console: Console) -> None:

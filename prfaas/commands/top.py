@@ -49,6 +49,8 @@ class Screen:
         parts.append(_nodes(now["nodes"], max_nodes))
         if lost := _lost(now.get("registries", ())):
             parts.append(lost)
+        if revisions := _revisions(now["nodes"]):
+            parts.append(revisions)
         if plain := _plain(now["nodes"]):
             parts.append(plain)
         if names := _names(now.get("names", {})):
@@ -146,6 +148,21 @@ def _lost(registries: Sequence[Mapping[str, Any]]) -> Text | None:
         if each["refused"]:
             lines.append(f"members: {each['source']}: {each['refused']} are left out, as traffic would be in clear")
     return Text("\n".join(lines), style="bold yellow") if lines else None
+
+
+def _revisions(nodes: Sequence[Mapping[str, Any]]) -> Text | None:
+    """How many ready nodes of each role each revision has; None: there is one only."""
+    counts = Counter(
+        (each["revision"], each["role"]) for each in nodes if each.get("revision") and each["state"] == "ready"
+    )
+    names = sorted({revision for revision, _ in counts})
+    if len(names) < 2:
+        return None
+    lines = []
+    for name in names:
+        roles = (f"{number} {role}" for (revision, role), number in sorted(counts.items()) if revision == name)
+        lines.append(f"revision {name}: {', '.join(roles)}")
+    return Text("\n".join(lines))
 
 
 def _plain(nodes: Sequence[Mapping[str, Any]]) -> Text | None:

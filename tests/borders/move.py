@@ -9,7 +9,7 @@ from pathlib import Path
 
 from engine.byte_tokenizer import byte_tokenizer
 from gateway.cluster.agent_client import AgentClient
-from gateway.cluster.registry import hashing_by
+from gateway.cluster.served_model import hashing_by
 from gateway.config.gateway import load
 from gateway.routing.block_naming import name_secrets
 from hybrid_cache.hashing.block_hash import block_hashes, namespaced

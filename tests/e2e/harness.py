@@ -18,7 +18,7 @@ import aiohttp
 import grpc.aio
 import numpy as np
 
-from gateway.cluster.registry import salt_of
+from gateway.cluster.served_model import salt_of
 from hybrid_cache.layout.layout import ModelLayout
 from prfaas.demo.client import DemoCompletion, complete
 from prfaas.system.system import StartedNode, System

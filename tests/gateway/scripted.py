@@ -19,7 +19,7 @@ from hybrid_cache.hashing.block_hash import split_hashes
 from node.control.call_server import CallServer
 from node.errors import NodeRefusal
 from tests.gateway.fabric import Fabric
-from tests.gateway.layouts import BLOCK_SIZE, LAYOUT
+from tests.gateway.layouts import LAYOUT
 from tests.gateway.sse import event as _event
 from transport.control.proto import node_pb2 as pb
 from transport.control.proto.node_pb2_grpc import NodeAgentServicer, add_NodeAgentServicer_to_server
@@ -163,7 +163,7 @@ class ScriptedNode(NodeAgentServicer):
             model_id="scripted",
             layout_json=self.layout.to_json(),
             layout_fingerprint=self.layout.fingerprint,
-            block_size=BLOCK_SIZE,
+            block_size=self.layout.block_size,
             max_model_len=self.max_model_len,
             not_done_json=self.not_done_json,
             adapters=self.adapters,

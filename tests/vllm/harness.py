@@ -20,7 +20,7 @@ import grpc
 import msgspec
 import numpy as np
 
-from gateway.cluster.registry import salt_of
+from gateway.cluster.served_model import salt_of
 from hybrid_cache.hashing.block_hash import block_hashes, tokens_digest
 from hybrid_cache.layout.layout import ModelLayout
 from transport.control.messages import TicketInfo

@@ -11,7 +11,8 @@ from gateway.admission.concurrency import ConcurrencyLimiter
 from gateway.auth.keyring import Keyring
 from gateway.auth.rights import Route
 from gateway.cluster.links import ClusterLinks
-from gateway.cluster.registry import Clusters, ServedModel
+from gateway.cluster.registry import Clusters
+from gateway.cluster.served_model import ServedModel
 from gateway.errors import ApiError, BadRequest, Unavailable
 from gateway.http.connections import JSON
 from gateway.members.roster import Roster

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from gateway.cluster.registry import salt_of
+from gateway.cluster.served_model import salt_of
 from hybrid_cache.hashing.block_hash import block_hashes
 from hybrid_cache.layout.layout import ModelLayout
 from tests.conftest import Models

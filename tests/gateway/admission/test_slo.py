@@ -11,7 +11,8 @@ from msgspec.structs import replace
 
 from gateway.admission.slo import SloGate
 from gateway.api.openai import Endpoint
-from gateway.cluster.registry import Clusters, ServedModel
+from gateway.cluster.registry import Clusters
+from gateway.cluster.served_model import ServedModel
 from gateway.config.classes import AdmissionConfig, ClassConfig
 from gateway.config.gateway import GatewayConfig, NodeAddress, RoutingConfig
 from gateway.prompt.prompt import Hashing, PromptMemory, read_call

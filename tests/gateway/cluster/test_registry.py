@@ -6,7 +6,8 @@ import time
 import pytest
 
 from gateway.cluster.links import ClusterLinks
-from gateway.cluster.registry import Clusters, hashing_by, salt_of, unfit
+from gateway.cluster.registry import Clusters, unfit
+from gateway.cluster.served_model import hashing_by, salt_of
 from gateway.errors import AgentCallFailed
 from gateway.prompt.prompt import Prompt
 from hybrid_cache.hashing.name_secrets import NameSecrets
@@ -89,7 +90,7 @@ async def test_a_node_of_another_layout_is_not_used() -> None:
         node.become(pb.NODE_STATE_READY)
         await until(lambda: (info := clusters.by_id("r0").info) and info.layout_fingerprint == node.layout.fingerprint)
         assert [each.id for each in clusters.ready(Role.PREFILL)] == ["p0"]
-        assert list(clusters.views(Prompt(100, [], b"")).prefills) == ["west"]
+        assert list(clusters.views(Prompt(100, [], b"", revision=LAYOUT.fingerprint)).prefills) == ["west"]
 
 
 @on_loop

@@ -9,7 +9,7 @@ import aiohttp
 import pytest
 
 from gateway.api.openai import Endpoint
-from gateway.cluster.registry import ServedModel
+from gateway.cluster.served_model import ServedModel
 from gateway.config.classes import ClassConfig
 from gateway.config.gateway import RoutingConfig, Strangers
 from gateway.http.response import Reply

@@ -7,7 +7,7 @@ import pytest
 
 from gateway.api.openai import Endpoint, parse
 from gateway.errors import ApiError, BadRequest
-from gateway.prompt.prompt import Hashing, Prompt, PromptMemory, prompt_tokens, read_call
+from gateway.prompt.prompt import Hashing, Prompt, PromptMemory, PromptModel, prompt_tokens, read_call
 from hybrid_cache.hashing.block_hash import NAMESPACE, block_hashes, namespaced, tokens_digest
 from prompts.chat.template import ChatTemplate
 from prompts.reading import RESERVED_KWARGS
@@ -145,3 +145,19 @@ def test_a_namespace_by_a_secret_cannot_be_told_from_its_group() -> None:
     salted = worlds.prompt_of(Endpoint.COMPLETIONS, acme, prompt=[7] * 40)
     assert salted.namespace == acme.namespace(None)
     assert salted.by_earlier_names().namespace == unkeyed.namespace(None)
+
+
+def test_a_prompt_goes_by_its_names_in_any_of_its_revisions():
+    hashings = {"old": Hashing(16, b"old", earlier=Hashing(16, b"before")), "new": Hashing(32, b"new", "acme")}
+    read = {}
+    for name, other in (("old", "new"), ("new", "old")):
+        model = PromptModel(
+            names=("m",), max_model_len=4096, hashing=hashings[name], revision=name, others=((other, hashings[other]),)
+        )
+        body = json.dumps({"model": "m", "prompt": list(range(200))}).encode()
+        read[name] = read_call(Endpoint.COMPLETIONS, body, model, PromptMemory(text_tokenizer()))[1]
+    old = read["old"]
+    assert old.revisions == ("old", "new")
+    assert old.within("new") == read["new"]
+    assert old.within("new").within("old") == old == old.within("old")
+    assert [len(old.hashes), len(old.within("new").hashes)] == [12, 6]

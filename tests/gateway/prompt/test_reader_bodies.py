@@ -8,6 +8,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
 import pytest
+from msgspec.structs import replace
 
 from gateway.api.openai import Endpoint
 from gateway.errors import ApiError, TenantLimited
@@ -133,11 +134,14 @@ def test_the_event_loop_goes_on_while_the_longest_bodies_are_read(kept: KeptRead
 def test_long_bodies_are_read_as_short_ones_are(kept: KeptReader) -> None:
     async def scenario(reads: PromptReader) -> None:
         body = long_body("hello there")
-        rotating = model_of(Hashing(block_size=16, salt=b"salt", key=b"key", earlier=HASHING))
+        hashing = Hashing(block_size=16, salt=b"salt", key=b"key", earlier=HASHING)
+        others = (("new", replace(hashing, block_size=32)), ("newer", HASHING))
+        rotating = replace(model_of(hashing), revision="old", others=others)
         call, prompt = await reads.read(Endpoint.COMPLETIONS, body, rotating)
         same_call, same_prompt = read_call(Endpoint.COMPLETIONS, body, rotating, PromptMemory(text_tokenizer()))
         assert prompt == same_prompt
         assert prompt.earlier is not None
+        assert prompt.within("new").earlier is not None
         assert isinstance(prompt, Prompt)
         assert call.options == same_call.options
         assert call.body({"max_tokens": 1}) == same_call.body({"max_tokens": 1})

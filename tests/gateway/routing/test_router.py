@@ -5,8 +5,8 @@ import time
 from collections import Counter
 from dataclasses import replace
 
+from gateway.cluster.agent_values import PrefillOutcome
 from gateway.cluster.node import NodeWork
-from gateway.cluster.prefill_outcome import PrefillOutcome
 from gateway.config.gateway import RoutingConfig
 from gateway.routing.prefix_transfers import PrefixTransfer
 from planner.decisions.routing.offload import Reason, Target

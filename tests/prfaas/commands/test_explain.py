@@ -1,6 +1,7 @@
 import asyncio
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,8 @@ from prfaas.cli import main
 from prfaas.commands.asking import KEY_VARIABLE, GatewayClient
 from prfaas.commands.explain import ExplainWish, ask, show
 from prfaas.errors import AskError
-from tests.gateway.worlds import on_loop, world
+from tests.gateway.layouts import LAYOUT
+from tests.gateway.worlds import on_loop, until, world
 from transport.control.proto import node_pb2 as pb
 
 
@@ -66,3 +68,18 @@ def test_where_no_gateway_is_that_is_said(capsys: pytest.CaptureFixture[str], tm
     assert "must be an http(s) URL" in capsys.readouterr().err
     assert main(["explain", str(tmp_path / "nothing.json")]) == 1
     assert "nothing.json: No such file" in capsys.readouterr().err
+
+
+@on_loop
+async def test_the_share_of_each_revision_is_shown() -> None:
+    async with world(remote=2, local=1, decode=2) as w:
+        for node in (w.nodes.remote[0], w.nodes.decode[0]):
+            node.layout = replace(LAYOUT, block_size=32)
+            node.become(pb.NODE_STATE_READY)
+            known = w.clusters.by_id(node.node_id)
+            await until(lambda known=known, node=node: known.info.layout_fingerprint == node.layout.fingerprint)
+        text = shown(await asyncio.to_thread(ask, GatewayClient(w.gateway.url), ExplainWish(tokens=1000)))
+        assert "by decode and remote prefill: drawn by its share\n" in text
+        for layout in (LAYOUT, node.layout):
+            (line,) = [line for line in text.splitlines() if line[2:].startswith(layout.fingerprint[:12])]
+            assert "50%" in line

@@ -2,6 +2,7 @@ import asyncio
 import io
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from prfaas.commands.flows import FlowFilter, follow, line
 from prfaas.commands.top import Screen, once, rate, watch
 from prfaas.errors import AskError
 from tests.gateway.admission.test_slo import LONG
+from tests.gateway.layouts import LAYOUT
 from tests.gateway.worlds import on_loop, until, world
 from transport.control.proto import node_pb2 as pb
 
@@ -204,3 +206,17 @@ def test_a_page_says_how_far_a_rotation_of_names_is(rotation: dict[str, Any], to
     })  # fmt: skip
     lines = [line.strip() for line in shown(screen.page(10)).splitlines() if line.startswith("names")]
     assert lines == ([told] if told else [])
+
+
+@on_loop
+async def test_several_revisions_are_shown_with_their_nodes() -> None:
+    async with world(remote=1, local=1, decode=2) as w:
+        gateway = GatewayClient(w.gateway.url)
+        assert "revision" not in shown(await asyncio.to_thread(once, gateway))
+        node = w.nodes.decode[0]
+        node.layout = replace(LAYOUT, block_size=32)
+        node.become(pb.NODE_STATE_READY)
+        await until(lambda: len(w.clusters.revisions) == 2)
+        page = shown(await asyncio.to_thread(once, gateway))
+        assert f"revision {LAYOUT.fingerprint[:12]}: 1 decode, 2 prefill\n" in page
+        assert f"revision {node.layout.fingerprint[:12]}: 1 decode\n" in page

@@ -12,7 +12,7 @@ import msgspec
 import openai
 
 from gateway.cluster.agent_client import AgentClient
-from gateway.cluster.registry import salt_of
+from gateway.cluster.served_model import salt_of
 from hybrid_cache.cache.events import BlocksStored, Medium
 from hybrid_cache.hashing.block_hash import Inset, block_hashes, tokens_digest
 from hybrid_cache.layout.layout import ModelLayout

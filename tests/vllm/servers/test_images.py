@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from gateway.cluster.registry import salt_of
+from gateway.cluster.served_model import salt_of
 from gateway.prompt.media_render import RenderedMedia, seen_in
 from hybrid_cache.cache.events import Medium
 from hybrid_cache.hashing.block_hash import block_hashes

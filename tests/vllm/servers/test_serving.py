@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from gateway.api.usage import recompute_reason
-from gateway.cluster.registry import salt_of
+from gateway.cluster.served_model import salt_of
 from hybrid_cache.cache.events import Medium
 from hybrid_cache.hashing.block_hash import block_hashes
 from hybrid_cache.layout.layout import ModelLayout

@@ -1,0 +1,142 @@
+"""The model that is served, in one revision or, while nodes go from one to the next, in several.
+
+Only nodes of one revision can use each other's KVCache: their layouts have one fingerprint, and they are paired alike.
+"""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+from gateway.api.unsupported import UnsupportedFields
+from gateway.cluster.agent_values import NodeInfo
+from gateway.prompt.prompt import Hashing, PromptModel
+from hybrid_cache.hashing.name_secrets import UNKEYED, NameSecrets
+from hybrid_cache.layout.layout import ModelLayout
+from planner.decisions.views import Role
+
+SHORT_CHARS: Final = 12
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """A revision of the model served: equal layouts, so that the KVCache of one node is the KVCache of the other."""
+
+    name: str
+    model_id: str
+    layout: ModelLayout
+    max_model_len: int
+    hashing: Hashing
+    not_done: UnsupportedFields = field(default_factory=UnsupportedFields)
+    adapters: frozenset[str] = frozenset()  # of the model, that some decode node serves
+    takes_media: bool = False  # some decode node does
+    is_paired: bool = False  # engines are paired by rooms (`gateway.upstream.sglang_bootstrap`), else by tickets
+
+    @property
+    def revision(self) -> str:
+        """Which nodes can use each other's KVCache: those of one revision."""
+        return _revision(self.layout.fingerprint, is_paired=self.is_paired)
+
+    def by(self, nodes: Sequence[NodeInfo]) -> "ServedModel":
+        """The same as `nodes` serve it: as long a context as all of them take, and what some of them can do."""
+        decodes = [info for info in nodes if info.role == Role.DECODE]
+        return replace(
+            self,
+            max_model_len=min((info.max_model_len for info in nodes), default=self.max_model_len),
+            not_done=UnsupportedFields.of(info.not_done_json for info in nodes),
+            adapters=frozenset(name for info in decodes for name in info.adapters) - {self.name, self.model_id},
+            takes_media=any(info.takes_media for info in decodes),
+        )
+
+    def as_read(
+        self, group: str = "", media_domains: frozenset[str] = frozenset(), others: "Sequence[ServedModel]" = ()
+    ) -> PromptModel:
+        """The model as reading a prompt of one of `group` sees it, with media at addresses of these domains.
+
+        Its prompts have names for `others`, too: other revisions of it.
+        """
+        hashing = self.hashing.of_group(group) if group else self.hashing
+        ids = dict.fromkeys(each.model_id for each in (self, *others))
+        return PromptModel(
+            names=(self.name, *ids),
+            revision=self.revision,
+            others=tuple((each.revision, each.hashing.of_group(group)) for each in others),
+            max_model_len=self.max_model_len,
+            hashing=hashing,
+            adapters=self.adapters,
+            takes_media=self.takes_media,
+            media_domains=media_domains,
+        )
+
+
+def hashing_by(secrets: NameSecrets, layout: ModelLayout) -> Hashing:
+    """How blocks of a model are named by the first of `secrets`, and by those before it."""
+    hashing = None
+    for salt, key in zip(secrets.model_salts(layout.fingerprint)[::-1], secrets.namespace_keys()[::-1], strict=True):
+        hashing = Hashing(layout.block_size, salt, key=key, earlier=hashing)
+    assert hashing is not None
+    return hashing
+
+
+def salt_of(layout: ModelLayout, secrets: NameSecrets = UNKEYED) -> bytes:
+    """What block hashes of prompts for a model start from, for those who share them with everybody; equal at every gateway."""
+    return hashing_by(secrets, layout).salt
+
+
+def revision_of(info: NodeInfo) -> str:
+    """The revision that a node is of; "" before its engine has said which model it runs."""
+    return _revision(info.layout_fingerprint, is_paired=info.rooms is not None) if info.layout_json else ""
+
+
+def short(revision: str) -> str:
+    """As operators see it."""
+    return revision[:SHORT_CHARS]
+
+
+def _revision(fingerprint: str, *, is_paired: bool) -> str:
+    return f"{fingerprint}+rooms" if is_paired else fingerprint
+
+
+def served_as(info: NodeInfo, layout: ModelLayout, name: str = "", secrets: NameSecrets = UNKEYED) -> ServedModel:
+    """The revision that a node is of, by that name or the node's own."""
+    return ServedModel(
+        name=name or info.model_id,
+        model_id=info.model_id,
+        layout=layout,
+        max_model_len=info.max_model_len,
+        hashing=hashing_by(secrets, layout),
+        is_paired=info.rooms is not None,
+    )
+
+
+def others_of(revisions: Mapping[str, ServedModel], served: ServedModel) -> list[ServedModel]:
+    """All but one of these."""
+    return [each for name, each in revisions.items() if name != served.revision]
+
+
+def revisions_among(
+    infos: Sequence[NodeInfo],
+    layouts: Mapping[str, ModelLayout],
+    former: str,
+    accepted: Collection[str],
+    named: Callable[[NodeInfo, ModelLayout], ServedModel],
+) -> dict[str, ServedModel]:
+    """The revisions of one model that connected nodes have, by name; the first one stands for the model.
+
+    That is the `former` one as long as a node has it, else the first that is described. Beside it count those whose model has
+    the same identity, or one that is `accepted`. `layouts` are those of `infos`, by fingerprint.
+    """
+    by_revision: dict[str, list[NodeInfo]] = {}
+    for info in infos:
+        if (revision := revision_of(info)) and info.layout_fingerprint in layouts:
+            by_revision.setdefault(revision, []).append(info)
+    if not by_revision:
+        return {}
+    first = former if former in by_revision else next(iter(by_revision))
+    identity = layouts[by_revision[first][0].layout_fingerprint].model
+    found = {}
+    for revision in sorted(by_revision, key=lambda each: each != first):
+        of_it = by_revision[revision]
+        layout = layouts[of_it[0].layout_fingerprint]
+        if revision == first or layout.model == identity or {layout.model, identity} <= set(accepted):
+            found[revision] = named(of_it[0], layout).by(of_it)
+    return found

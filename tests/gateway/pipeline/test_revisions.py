@@ -1,0 +1,151 @@
+"""Nodes of two layouts serve one model: each request, its retries and its stream are of one of them."""
+
+from dataclasses import replace
+
+import pytest
+
+from hybrid_cache.layout.layout import ModelLayout
+from tests.gateway.admin.test_explain import explained
+from tests.gateway.layouts import LAYOUT
+from tests.gateway.memory.pipeline import Pipelined, on_memory_loop, pipeline
+from tests.gateway.pipeline.test_takeovers import (
+    LONG,
+    WORDS,
+    error_of,
+    forgiving,
+    resumable,
+    streamed,
+    takeovers,
+    texts,
+)
+from tests.gateway.routing.test_prefix_transfers import holds
+from tests.gateway.scripted import ScriptedNode
+from tests.gateway.worlds import until
+from transport.control.proto import node_pb2 as pb
+
+WIDER = replace(LAYOUT, block_size=32)  # the same weights
+RETRAINED = replace(LAYOUT, model="retrained")
+
+
+async def become(w: Pipelined, layout: ModelLayout, *nodes: ScriptedNode) -> None:
+    """These nodes have started anew, with that layout."""
+    for node in nodes:
+        node.layout = layout
+        node.become(pb.NODE_STATE_READY)
+    known = [w.clusters.by_id(node.node_id) for node in nodes]
+    await until(lambda: all(each.info and each.info.layout_fingerprint == layout.fingerprint for each in known))
+
+
+async def rolled(w: Pipelined, layout: ModelLayout = WIDER) -> None:
+    """Half of the nodes of each kind have that layout."""
+    await become(w, layout, w.nodes.remote[1], w.nodes.local[1], w.nodes.decode[1])
+
+
+@on_memory_loop
+async def test_each_request_goes_to_nodes_of_one_revision() -> None:
+    async with pipeline(remote=2, local=2, decode=2) as w:
+        await rolled(w)
+        for number in range(20):
+            assert (await w.complete(f"{number} {LONG}")).status == 200
+            assert (await w.complete(f"hello {number}")).status == 200
+        records = await w.records()
+        pairs = {(record["prefill_node"], record["decode_node"]) for record in records}
+        assert pairs == {("r0", "d0"), ("r1", "d1"), ("p0", "d0"), ("p1", "d1")}
+        assert {(record["decode_node"], record["revision"]) for record in records} == {
+            ("d0", LAYOUT.fingerprint[:12]),
+            ("d1", WIDER.fingerprint[:12]),
+        }
+        counts = await w.counted("prfaas_revision_requests_total{")
+        assert counts.keys() == {LAYOUT.fingerprint[:12], WIDER.fingerprint[:12]}
+        assert sum(counts.values()) == 40
+        assert not [record for record in records if record["fallbacks"]]
+        await w.settled()
+
+
+@on_memory_loop
+async def test_a_revision_without_a_decode_node_gets_nothing() -> None:
+    async with pipeline(remote=2, local=2, decode=1) as w:
+        await become(w, WIDER, w.nodes.remote[1], w.nodes.local[1])
+        for number in range(10):
+            assert (await w.complete(f"{number} {LONG}")).status == 200
+        assert {record["prefill_node"] for record in await w.records()} == {"r0"}
+
+
+@pytest.mark.parametrize("accepted", [(), ("scripted", "retrained")])
+@on_memory_loop
+async def test_other_weights_answer_for_a_model_only_where_the_file_says_so(accepted: tuple[str, ...]) -> None:
+    async with pipeline(remote=2, local=2, decode=2, revisions=accepted) as w:
+        await rolled(w, RETRAINED)
+        for number in range(20):
+            await w.complete(f"{number} {LONG}")
+        seen = {record["decode_node"] for record in await w.records()}
+        assert seen == ({"d0", "d1"} if accepted else {"d0"})
+
+
+@on_memory_loop
+async def test_a_retry_leaves_its_revision_only_when_that_has_no_other_node() -> None:
+    async with forgiving(remote=2, local=2, decode=3) as w:
+        await rolled(w)  # d0 and d2 are of one revision
+        for node in (w.nodes.decode[0], w.nodes.decode[2]):
+            node.script.reserve = ["UNAVAILABLE"] * 100
+        for number in range(10):
+            assert (await w.complete(f"{number} {LONG}")).status == 200
+        records = await w.records()
+        assert {record["decode_node"] for record in records} == {"d1"}
+        moved = [record["fallbacks"] for record in records if record["fallbacks"]]
+        assert moved
+        for fallbacks in moved:
+            before, after = fallbacks.index("other_revision"), len(fallbacks)
+            assert [reason.startswith("decode_") for reason in fallbacks[:before]] == [True, True]  # both were tried
+            assert before == after - 1
+        await w.settled()
+
+
+@on_memory_loop
+async def test_a_stream_goes_on_in_another_revision_of_the_same_weights() -> None:
+    async with forgiving(remote=2, local=2, decode=2) as w:
+        await rolled(w)
+        for _ in range(6):
+            resumable(w, "die_after 5")
+            assert texts(await streamed(w)) == list(WORDS)
+        assert await takeovers(w) == {"continued": 6}
+        for record in await w.records():
+            assert record["fallbacks"] == ["decode_stream_broken", "other_revision"]
+
+
+@on_memory_loop
+async def test_a_stream_does_not_go_on_by_other_weights() -> None:
+    async with forgiving(remote=2, local=2, decode=2, revisions=("scripted", "retrained")) as w:
+        await rolled(w, RETRAINED)
+        resumable(w, "die_after 5", *["die"] * 20)
+        events = await streamed(w)
+        assert error_of(events)
+        legs = [node.node_id for node in w.nodes.decode for _ in node.bodies]
+        assert len(set(legs)) == 1  # its own node was asked again at most
+        await w.settled()
+
+
+@on_memory_loop
+async def test_a_prompt_stays_with_the_revision_that_has_its_prefix() -> None:
+    async with pipeline(remote=0, local=2, decode=2) as w:
+        await become(w, WIDER, w.nodes.local[1], w.nodes.decode[1])
+        await holds(w, w.nodes.local[0], [LONG])
+        for _ in range(10):
+            await w.complete(LONG)
+        assert {record["prefill_node"] for record in await w.records()} == {"p0"}
+
+
+@on_memory_loop
+async def test_an_explanation_says_the_share_of_each_revision() -> None:
+    async with pipeline(remote=2, local=2, decode=2) as w:
+        assert (await explained(w, LONG))["revisions"] == []
+        await rolled(w)
+        found = await explained(w, LONG)
+        assert {each["revision"]: each["share"] for each in found["revisions"]} == {
+            LAYOUT.fingerprint: 0.5,
+            WIDER.fingerprint: 0.5,
+        }
+        assert found["roles"] == ["decode", "remote prefill"]
+        assert [each["is_chosen"] for each in found["revisions"]].count(True) == 1
+        decode = found["decision"]["route"]["decode_node"]
+        assert found["revision"] == (LAYOUT if decode == "d0" else WIDER).fingerprint
