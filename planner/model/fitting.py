@@ -7,10 +7,10 @@ from typing import Any, Final, Self
 import numpy as np
 
 from planner.errors import InputError
-from planner.model.arrivals import Arrivals, busiest
 from planner.model.profile import Floats
 from planner.model.reading import TOKENS, Range, named
 from planner.model.site import BURST_S, KNOWN_OF_LENGTHS, Workload
+from planner.model.trace_files.arrivals import Arrivals, busiest
 from planner.model.traffic import Lengths
 from planner.model.workload import Trace
 from transport.control.settings import SettingsError, shown

@@ -15,9 +15,9 @@ import numpy as np
 
 from planner.decisions.views import ClusterKind
 from planner.errors import InputError
-from planner.model.arrivals import Arrivals
 from planner.model.profile import Floats, ModelProfile, load_profile, provenance_kind
 from planner.model.reading import GBPS, LEAST, RATE, SECONDS, SHARE, TOKENS, Range, named, number, placed, read_json
+from planner.model.trace_files.arrivals import Arrivals
 from planner.model.traffic import Lengths, TruncatedLogNormal
 from transport.control.settings import (
     SettingsError,

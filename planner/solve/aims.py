@@ -7,8 +7,8 @@ from typing import Final
 import numpy as np
 
 from planner.errors import Infeasible, InputError
-from planner.model.arrivals import Arrivals
 from planner.model.site import Site
+from planner.model.trace_files.arrivals import Arrivals
 from planner.solve.goals import Objective
 from planner.solve.loaded import QUEUE_BINS, LoadedTtft, loaded_ttft
 from planner.solve.problem import Problem, SolveOptions, best_cut, ttfts

@@ -12,9 +12,9 @@ from typing import Final
 import numpy as np
 
 from planner.decisions.defaults import DEPLOYED
-from planner.model.arrivals import Arrivals
 from planner.model.profile import Floats
 from planner.model.queueing import Ttft
+from planner.model.trace_files.arrivals import Arrivals
 from planner.solve.problem import Problem
 from planner.solve.search import Cut, threshold_of
 

@@ -5,9 +5,9 @@ import json
 import numpy as np
 import pytest
 
-from planner.model.arrivals import COLUMNS, MOST, Arrivals, busiest
 from planner.model.fitting import arrivals_of, fit
 from planner.model.site import read_fitted
+from planner.model.trace_files.arrivals import COLUMNS, MOST, Arrivals, busiest
 from planner.model.traces import read_requests
 from tests.planner.traces import MOONCAKE
 from transport.control.settings import SettingsError

@@ -5,8 +5,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from planner.model.arrivals import Arrivals
 from planner.model.fitting import workload_of
+from planner.model.trace_files.arrivals import Arrivals
 from planner.model.workload import Trace
 from planner.simulator.policies import Estimates
 from planner.simulator.trials.trial import DEPLOYED_TRIAL, TrialSetting, scenario_of
