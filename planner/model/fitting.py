@@ -10,7 +10,7 @@ from planner.errors import InputError
 from planner.model.profile import Floats
 from planner.model.reading import TOKENS, Range, named
 from planner.model.site import BURST_S, KNOWN_OF_LENGTHS, Workload
-from planner.model.trace_files.arrivals import Arrivals, busiest
+from planner.model.trace_files.arrivals import KeptArrivals, busiest
 from planner.model.traffic import Lengths
 from planner.model.workload import Trace
 from transport.control.settings import SettingsError, shown
@@ -56,14 +56,15 @@ def uncached_lengths(trace: Trace, hits: Floats | FoundPrefixes | None) -> Lengt
     )  # fmt: skip
 
 
-def arrivals_of(trace: Trace, hits: Floats | FoundPrefixes | None) -> Arrivals | None:
+def arrivals_of(trace: Trace, hits: Floats | FoundPrefixes | None) -> KeptArrivals | None:
     """Its requests in their order; of many, those of its busiest time. None where all come at once."""
     if not trace.span_s:
         return None
     arrival_s, prompts = _spread(trace), trace.prompt_tokens
     kept = busiest(arrival_s)
     nothing = np.zeros(len(trace))
-    computed = np.maximum(1.0, prompts if hits is None else prompts - (_tokens_of(hits)))
+    found = _tokens_of(hits)
+    computed = np.maximum(1.0, prompts if found is None else prompts - found)
     columns = {"tokens": computed, "held": nothing, "cached": nothing, "landed": nothing}
     if isinstance(hits, FoundPrefixes):
         columns = {
@@ -73,7 +74,7 @@ def arrivals_of(trace: Trace, hits: Floats | FoundPrefixes | None) -> Arrivals |
             "landed": np.minimum(prompts, hits.landed_tokens),
         }
     columns |= {"arrival_s": arrival_s, "computed": computed, "output": trace.output_tokens}
-    return Arrivals(
+    return KeptArrivals(
         rate_req_per_s=len(trace) / trace.span_s, **{name: values[kept] for name, values in columns.items()}
     )
 

@@ -17,7 +17,7 @@ from planner.decisions.views import ClusterKind
 from planner.errors import InputError
 from planner.model.profile import Floats, ModelProfile, load_profile, provenance_kind
 from planner.model.reading import GBPS, LEAST, RATE, SECONDS, SHARE, TOKENS, Range, named, number, placed, read_json
-from planner.model.trace_files.arrivals import Arrivals
+from planner.model.trace_files.arrivals import KeptArrivals
 from planner.model.traffic import Lengths, TruncatedLogNormal
 from transport.control.settings import (
     SettingsError,
@@ -135,7 +135,7 @@ class Workload:
     longest_prompt_tokens: float | None = None
     burst_index: float = 1.0
     output_spread: float = 0.0
-    arrivals: Arrivals | None = None
+    arrivals: KeptArrivals | None = None
     slices: tuple[Lengths, ...] = ()
     provenance: str = ""
 
@@ -460,11 +460,11 @@ def _output_spread(table: Mapping[str, Any]) -> float:
         return BURSTS.of("spread", said)
 
 
-def _arrivals(table: Mapping[str, Any]) -> Arrivals | None:
+def _arrivals(table: Mapping[str, Any]) -> KeptArrivals | None:
     if table.get("arrivals") is None:
         return None
     with placed("arrivals"):
-        return Arrivals.read(require_table(table["arrivals"], "arrivals"))
+        return KeptArrivals.read(require_table(table["arrivals"], "arrivals"))
 
 
 def _fitted_lengths(table: Mapping[str, Any]) -> Lengths:

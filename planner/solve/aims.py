@@ -8,7 +8,7 @@ import numpy as np
 
 from planner.errors import Infeasible, InputError
 from planner.model.site import Site
-from planner.model.trace_files.arrivals import Arrivals
+from planner.model.trace_files.arrivals import KeptArrivals
 from planner.solve.goals import Objective
 from planner.solve.loaded import QUEUE_BINS, LoadedTtft, loaded_ttft
 from planner.solve.problem import Problem, SolveOptions, best_cut, ttfts
@@ -92,7 +92,7 @@ class Aim:
     def _queues(self, problem: Problem, found: Cut) -> LoadedTtft:
         return loaded_ttft(problem, found, self.output_tokens, CANDIDATE_BINS)
 
-    def replayed(self, problem: Problem, found: Cut, arrivals: Arrivals) -> tuple[Cut, float | None]:
+    def replayed(self, problem: Problem, found: Cut, arrivals: KeptArrivals) -> tuple[Cut, float | None]:
         """The plan that is worth most under the arrivals of the trace, and that rate: of the one found, and of the best ones
         with a prefill node more or less. Raises Infeasible where none meets the target.
         """

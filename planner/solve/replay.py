@@ -14,7 +14,7 @@ import numpy as np
 from planner.decisions.defaults import DEPLOYED
 from planner.model.profile import Floats
 from planner.model.queueing import Ttft
-from planner.model.trace_files.arrivals import Arrivals
+from planner.model.trace_files.arrivals import KeptArrivals
 from planner.solve.problem import Problem
 from planner.solve.search import Cut, threshold_of
 
@@ -27,7 +27,7 @@ PHASE: Final = 0.6180339887498949  # spreads places evenly
 class Replay:
     """What each request asks of either prefill, of the line and of decode."""
 
-    arrivals: Arrivals
+    arrivals: KeptArrivals
     far: Floats  # 1 where the threshold sends a request away
     near_s: Floats
     far_s: Floats
@@ -41,7 +41,7 @@ class Replay:
     places: int
 
     @classmethod
-    def of(cls, problem: Problem, found: Cut, arrivals: Arrivals) -> "Replay":
+    def of(cls, problem: Problem, found: Cut, arrivals: KeptArrivals) -> "Replay":
         computed, cached = arrivals.computed, arrivals.cached
         sizes = problem.kv.beyond(computed + cached - arrivals.landed, arrivals.landed)
         egress, decode = problem.capacity.egress_bytes_per_s, problem.decode

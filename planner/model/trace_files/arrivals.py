@@ -25,7 +25,7 @@ COLUMNS: Final[Mapping[str, Range]] = MappingProxyType(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Arrivals:
+class KeptArrivals:
     """A request per place, sorted by `arrival_s`. The columns are those of `Lengths`, and the tokens of answers.
 
     `rate_req_per_s` is that of the whole trace, of which these may be a part.
@@ -45,7 +45,7 @@ class Arrivals:
 
     def at(self, rate: float) -> Floats:
         """When each comes, in seconds from the first, where the whole trace comes at `rate`."""
-        return (self.arrival_s - self.arrival_s[0]) * (self.rate_req_per_s / rate)
+        return np.asarray((self.arrival_s - self.arrival_s[0]) * (self.rate_req_per_s / rate), dtype=np.float64)
 
     def table(self) -> dict[str, Any]:
         """Its JSON form."""

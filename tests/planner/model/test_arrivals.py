@@ -1,4 +1,4 @@
-"""Arrivals that a workload keeps."""
+"""KeptArrivals that a workload keeps."""
 
 import json
 
@@ -7,14 +7,14 @@ import pytest
 
 from planner.model.fitting import arrivals_of, fit
 from planner.model.site import read_fitted
-from planner.model.trace_files.arrivals import COLUMNS, MOST, Arrivals, busiest
-from planner.model.traces import read_requests
+from planner.model.trace_files.arrivals import COLUMNS, MOST, KeptArrivals, busiest
+from planner.model.workload import read_trace
 from tests.planner.traces import MOONCAKE
 from transport.control.settings import SettingsError
 
 
 def test_what_fit_writes_is_read_again(tmp_path):
-    trace = read_requests(MOONCAKE, None)
+    trace = read_trace(MOONCAKE)
     path = tmp_path / "workload.json"
     path.write_text(json.dumps(fit(trace, None)))
     found, kept = read_fitted(path).arrivals, arrivals_of(trace, None)
@@ -26,7 +26,7 @@ def test_what_fit_writes_is_read_again(tmp_path):
 
 
 def test_a_workload_of_before_has_none(tmp_path):
-    table = fit(read_requests(MOONCAKE, None), None)
+    table = fit(read_trace(MOONCAKE), None)
     del table["arrivals"]
     path = tmp_path / "workload.json"
     path.write_text(json.dumps(table))
@@ -43,7 +43,7 @@ def test_of_many_requests_the_busiest_are_kept():
 def test_they_come_faster_at_a_higher_rate():
     column = np.ones(3)
     columns = dict.fromkeys(COLUMNS, column) | {"arrival_s": np.array([10.0, 12.0, 16.0])}
-    kept = Arrivals(rate_req_per_s=0.5, **columns)
+    kept = KeptArrivals(rate_req_per_s=0.5, **columns)
     assert kept.at(1.0) == pytest.approx([0.0, 1.0, 3.0])
 
 
@@ -60,6 +60,6 @@ def test_they_come_faster_at_a_higher_rate():
 )
 def test_columns_that_make_no_sense_are_named(change, named):
     table = {"rate_req_per_s": 1.0, **{name: [0.0, 1.0] for name in COLUMNS}}
-    Arrivals.read(table)
+    KeptArrivals.read(table)
     with pytest.raises(SettingsError, match=named):
-        Arrivals.read(table | change)
+        KeptArrivals.read(table | change)

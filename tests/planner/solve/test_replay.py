@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from planner.model.fitting import workload_of
-from planner.model.trace_files.arrivals import Arrivals
+from planner.model.trace_files.arrivals import KeptArrivals
 from planner.model.workload import Trace
 from planner.simulator.policies import Estimates
 from planner.simulator.trials.trial import DEPLOYED_TRIAL, TrialSetting, scenario_of
@@ -22,7 +22,7 @@ TARGET_S = 5.0
 
 def arrivals(times, tokens, output=1.0, held=0.0):
     zeros, tokens = np.zeros(len(times)), np.full(len(times), float(tokens))
-    return Arrivals(
+    return KeptArrivals(
         rate_req_per_s=len(times) / float(times[-1] - times[0]), arrival_s=times, tokens=tokens, computed=tokens,
         held=zeros + held, cached=zeros, landed=zeros, output=zeros + output,
     )  # fmt: skip
