@@ -10,6 +10,7 @@ from planner.errors import InputError
 from planner.model.profile import Floats
 from planner.model.reading import TOKENS, Range, named
 from planner.model.site import BURST_S, KNOWN_OF_LENGTHS, Workload
+from planner.model.trace_files.arrivals import KeptArrivals, busiest
 from planner.model.traffic import Lengths
 from planner.model.workload import Trace
 from transport.control.settings import SettingsError, shown
@@ -55,6 +56,29 @@ def uncached_lengths(trace: Trace, hits: Floats | FoundPrefixes | None) -> Lengt
     )  # fmt: skip
 
 
+def arrivals_of(trace: Trace, hits: Floats | FoundPrefixes | None) -> KeptArrivals | None:
+    """Its requests in their order; of many, those of its busiest time. None where all come at once."""
+    if not trace.span_s:
+        return None
+    arrival_s, prompts = _spread(trace), trace.prompt_tokens
+    kept = busiest(arrival_s)
+    nothing = np.zeros(len(trace))
+    found = _tokens_of(hits)
+    computed = np.maximum(1.0, prompts if found is None else prompts - found)
+    columns = {"tokens": computed, "held": nothing, "cached": nothing, "landed": nothing}
+    if isinstance(hits, FoundPrefixes):
+        columns = {
+            "tokens": np.maximum(1.0, hits.compared_tokens),
+            "held": hits.held,
+            "cached": np.maximum(0.0, prompts - computed),
+            "landed": np.minimum(prompts, hits.landed_tokens),
+        }
+    columns |= {"arrival_s": arrival_s, "computed": computed, "output": trace.output_tokens}
+    return KeptArrivals(
+        rate_req_per_s=len(trace) / trace.span_s, **{name: values[kept] for name, values in columns.items()}
+    )
+
+
 def workload_of(trace: Trace, hits: Floats | FoundPrefixes | None) -> Workload:
     """The trace as a workload to solve for."""
     return Workload(
@@ -66,6 +90,7 @@ def workload_of(trace: Trace, hits: Floats | FoundPrefixes | None) -> Workload:
         longest_prompt_tokens=float(trace.prompt_tokens.max()),
         burst_index=max(1.0, burst_index(_spread(trace), BURST_S) or 1.0),
         output_spread=_relative_spread(trace.output_tokens),
+        arrivals=arrivals_of(trace, hits),
         provenance=f"measured: trace {trace.name}, {len(trace)} requests",
     )
 
@@ -76,7 +101,7 @@ def _tokens_of(hits: Floats | FoundPrefixes | None) -> Floats | None:
 
 def fit(trace: Trace, found: Floats | FoundPrefixes | None) -> dict[str, Any]:
     """The JSON form of a workload, with what describes the trace beyond it."""
-    lengths, hits = uncached_lengths(trace, found), _tokens_of(found)
+    lengths, hits, arrivals = uncached_lengths(trace, found), _tokens_of(found), arrivals_of(trace, found)
     thin = lengths.thinned(TABLE_BINS)
     return {
         "schema": 1,
@@ -97,6 +122,7 @@ def fit(trace: Trace, found: Floats | FoundPrefixes | None) -> dict[str, Any]:
         },
         "burst_index": {f"{window:g}_s": burst_index(_spread(trace), window) for window in (1.0, BURST_S, 60.0)},
         "rate_by_bin_req_per_s": rate_bins(trace.arrival_s),
+        "arrivals": None if arrivals is None else arrivals.table(),
         "provenance": f"measured: trace {trace.name}, {len(trace)} requests",
     }
 

@@ -17,6 +17,7 @@ from planner.decisions.views import ClusterKind
 from planner.errors import InputError
 from planner.model.profile import Floats, ModelProfile, load_profile, provenance_kind
 from planner.model.reading import GBPS, LEAST, RATE, SECONDS, SHARE, TOKENS, Range, named, number, placed, read_json
+from planner.model.trace_files.arrivals import KeptArrivals
 from planner.model.traffic import Lengths, TruncatedLogNormal
 from transport.control.settings import (
     SettingsError,
@@ -122,7 +123,7 @@ class Workload:
     taken out by, by PD cluster (None: never evicts); without it, by blocks seen before. `longest_prompt_tokens` counts what
     is cached, too: attention reaches back over all of it. `burst_index` is the variance over the mean of the requests that
     come in `BURST_S` seconds: 1 of a Poisson process. `output_spread` is the standard deviation of the answers' lengths over
-    their mean.
+    their mean. `arrivals` are its requests in their order, where a trace has said it.
     """
 
     name: str
@@ -134,6 +135,7 @@ class Workload:
     longest_prompt_tokens: float | None = None
     burst_index: float = 1.0
     output_spread: float = 0.0
+    arrivals: KeptArrivals | None = None
     slices: tuple[Lengths, ...] = ()
     provenance: str = ""
 
@@ -406,6 +408,7 @@ def read_fitted(path: Path) -> Workload:
             longest_prompt_tokens=_longest(table),
             burst_index=_burst_index(table),
             output_spread=_output_spread(table),
+            arrivals=_arrivals(table),
             provenance=str(texts["provenance"]),
         )
 
@@ -455,6 +458,13 @@ def _output_spread(table: Mapping[str, Any]) -> float:
     with placed("output_tokens"):
         said = require_table(table["output_tokens"], "output_tokens").get("spread", 0.0)
         return BURSTS.of("spread", said)
+
+
+def _arrivals(table: Mapping[str, Any]) -> KeptArrivals | None:
+    if table.get("arrivals") is None:
+        return None
+    with placed("arrivals"):
+        return KeptArrivals.read(require_table(table["arrivals"], "arrivals"))
 
 
 def _fitted_lengths(table: Mapping[str, Any]) -> Lengths:

@@ -8,9 +8,11 @@ import numpy as np
 
 from planner.errors import Infeasible, InputError
 from planner.model.site import Site
+from planner.model.trace_files.arrivals import KeptArrivals
 from planner.solve.goals import Objective
 from planner.solve.loaded import QUEUE_BINS, LoadedTtft, loaded_ttft
 from planner.solve.problem import Problem, SolveOptions, best_cut, ttfts
+from planner.solve.replay import Replay
 from planner.solve.search import Cut, cuts_of, rate_at, threshold_of, weighted_quantile
 
 CANDIDATE_BINS: Final = 500  # of lengths, by which queues of many candidates are compared
@@ -89,6 +91,28 @@ class Aim:
 
     def _queues(self, problem: Problem, found: Cut) -> LoadedTtft:
         return loaded_ttft(problem, found, self.output_tokens, CANDIDATE_BINS)
+
+    def replayed(self, problem: Problem, found: Cut, arrivals: KeptArrivals) -> tuple[Cut, float | None]:
+        """The plan that is worth most under the arrivals of the trace, and that rate: of the one found, and of the best ones
+        with a prefill node more or less. Raises Infeasible where none meets the target.
+        """
+        if (target := self.ttft_p90_s) is None:
+            return found, None
+        plans = [found]
+        if problem.variant.num_prefill is None:
+            splits = [found.num_prefill + more for more in (-1, 1)]
+            others = [self.best(problem.pinned(split)) for split in splits if 0 <= split < problem.capacity.num_pd]
+            plans += [other for other in others if other is not None]
+        best, most = found, 0.0
+        for each in plans:
+            limit = rate_at(problem.loads, problem.capacity, each.num_prefill, each.cut, each.share)
+            replay = Replay.of(problem, each, arrivals)
+            if limit > most and (not most or replay.at(most).p90_s <= target):
+                rate = replay.highest_rate(limit, target)
+                best, most = (each, rate) if rate > most else (best, most)
+        if not most:
+            raise self.why_none(problem)
+        return best, most
 
     def in_full(self, problem: Problem, thin: Problem, found: Cut) -> Cut:
         """The plan of a `thinned` problem, of all lengths."""

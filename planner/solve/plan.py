@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import isfinite
 from typing import Any, Final
 
 import numpy as np
@@ -16,6 +17,7 @@ from planner.solve.goals import Objective, ServiceTime
 from planner.solve.loaded import loaded_ttft
 from planner.solve.objectives import cheapest, cost_per_hour, too_much
 from planner.solve.problem import Problem, SolveOptions, best_cut, pose, threshold_for, ttfts
+from planner.solve.replay import Replay
 from planner.solve.search import (
     RECOMMENDED_LOAD,
     TIE,
@@ -230,8 +232,12 @@ def _solve(site: Site, options: SolveOptions, deployment: str | None) -> _Solved
     best = aim.best(thin)
     if best is None:
         raise aim.why_none(problem)
-    if options.rate_req_per_s and best.rate < options.rate_req_per_s * (1 - TIE):
-        raise too_much(options.rate_req_per_s, best)
+    slo_rate = None if aim.ttft_p90_s is None else best.rate
+    if options.objective is Objective.SLO and site.workload.arrivals is not None:
+        best, slo_rate = aim.replayed(thin, best, site.workload.arrivals)
+    carried = best.rate if slo_rate is None else slo_rate
+    if options.rate_req_per_s and carried < options.rate_req_per_s * (1 - TIE):
+        raise too_much(options.rate_req_per_s, replace(best, rate=carried))
     found = aim.in_full(problem, thin, best)
     # With a target for TTFT the plan's own Λ is where it saturates, not the rate that meets the target.
     found = replace(found, rate=rate_at(problem.loads, problem.capacity, found.num_prefill, found.cut, found.share))
@@ -243,7 +249,7 @@ def _solve(site: Site, options: SolveOptions, deployment: str | None) -> _Solved
         thin=thin,
         thin_cut=best,
         deployment=deployment or "prfaas-pd",
-        lambda_slo=best.rate if aim.ttft_p90_s is not None else None,
+        lambda_slo=slo_rate,
     )
 
 
@@ -362,7 +368,10 @@ def _at_rate(solved: _Solved, rate: float) -> _AtRate:
     found = solved.found
     problem = solved.problem.at_rate(rate, found.num_decode)
     mix = _Mix.of(problem.loads, found)
+    arrivals = solved.site.workload.arrivals
     ttft = loaded_ttft(problem, found, solved.site.workload.output_tokens).at(rate)
+    if arrivals is not None and isfinite(ttft.mean_s):
+        ttft = Replay.of(problem, found, arrivals).at(rate)
     return _AtRate(mix, rate * mix.egress_bytes / BYTES_PER_S_PER_GBPS, ttft)
 
 
