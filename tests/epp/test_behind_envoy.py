@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 import os
+import subprocess
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -12,7 +13,7 @@ import aiohttp
 import pytest
 
 from tests.epp.envoy import DUPLEX, OWN, STANDARD, Way
-from tests.epp.world import OURS, PickerWorld, chat, picker_world, until
+from tests.epp.world import ENVOY, OURS, ROOT, PickerWorld, chat, picker_world, until
 
 DUPLEX_REQUEST = Way(request=DUPLEX)
 STREAMED = Way(request="STREAMED", response="STREAMED", heads=True)
@@ -37,6 +38,11 @@ def in_world(folder: Path, way: Way, act: Callable[[PickerWorld], Coroutine[Any,
             await act(world)
 
     asyncio.run(acted())
+
+
+def test_the_configuration_that_we_ship_is_valid() -> None:
+    command = [ENVOY, "--mode", "validate", "--base-id", "77123", "-c", ROOT / "deploy" / "envoy" / "envoy.yaml"]
+    assert subprocess.run(command, capture_output=True, timeout=60, check=False).returncode == 0
 
 
 def test_a_request_is_served_by_the_server_that_the_header_names(tmp_path: Path, way: Way) -> None:
