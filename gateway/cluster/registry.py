@@ -350,18 +350,14 @@ class Clusters:
             log.info("node %s (%s of %s) is %s", node.id, info.role, info.cluster, node.state)
 
     def _serve(self) -> None:
-        """Takes what connected nodes have for the revisions of the model, and decisions look again. Without any, the last ones stay.
+        """Takes what connected nodes have for the revisions of the model, and has decisions look again.
 
-        The first layout described is that of the model, until no connected node has it any more.
+        Without any, the last ones stay. The first layout described is that of the model, until no connected node has it any more.
         """
         infos, former = _connected(self.nodes), self.served
-        found = revisions_among(
-            infos,
-            self._indexes.layouts(),
-            former.revision if former else "",
-            self._accepted,
-            partial(served_as, name=self._served_name, secrets=self.secrets),
-        )
+        named = partial(served_as, name=self._served_name, secrets=self.secrets)
+        before = former.revision if former is not None else ""
+        found = revisions_among(infos, self._indexes.layouts(), before, self._accepted, named)
         self._serving = None
         self._changed.set()
         if not found:
