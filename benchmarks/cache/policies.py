@@ -4,6 +4,7 @@ python -m benchmarks.cache.policies --trace FILE [--policy P ...] [--capacity-bl
 python -m benchmarks.cache.policies --trace FILE --prefix ...     hits as prefix hits on real block chains
 python -m benchmarks.cache.policies --trace FILE --hybrid ...     token hits and FLOPs saved of a 1T hybrid model
 python -m benchmarks.cache.policies --trace FILE --prefix --plot out.png
+python -m benchmarks.cache.policies --trace FILE --prefix --half 2        that half alone, from an empty cache
 python -m benchmarks.cache.policies --speed                       the hot operations, no trace needed
 """
 
@@ -28,6 +29,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             _print(measure(), arguments.json)
             return 0
         trace = read_trace(arguments.trace)
+        if arguments.half:
+            trace = trace.half(arguments.half)
         if arguments.hybrid:
             from benchmarks.cache.hybrid import compare
 
@@ -49,6 +52,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         prog="python -m benchmarks.cache.policies", description="Measures the cache on a trace."
     )
     parser.add_argument("--trace", type=Path, help="a .jsonl, .jsonl.xz or .jsonl.zst file with hash_ids")
+    parser.add_argument("--half", type=int, choices=(1, 2), help="replay only that half of the requests")
     parser.add_argument("--policy", action="append", help="lower-case name; may be given again (default: all)")
     size = parser.add_mutually_exclusive_group()
     size.add_argument("--capacity-blocks", type=int, action="append", help="may be given again")

@@ -8,7 +8,7 @@ import json
 import lzma
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -38,6 +38,13 @@ class RecordedTrace:
     def footprint(self) -> int:
         """Different blocks."""
         return len({key for row in self.rows for key in row.path})
+
+    def half(self, number: int) -> "RecordedTrace":
+        """The first or second half of the requests as a trace of its own, whose clock begins at 0."""
+        middle = len(self.rows) // 2
+        rows = self.rows[:middle] if number == 1 else self.rows[middle:]
+        started = rows[0].now
+        return replace(self, rows=[replace(row, now=row.now - started) for row in rows])
 
 
 def read_trace(path: Path) -> RecordedTrace:

@@ -50,6 +50,17 @@ def test_every_policy_runs_and_none_beats_the_optimum(short_trace, capsys, flag)
     assert max(hits, key=lambda name: (hits[name], name == "belady")) == "belady"
 
 
+def test_halves_stand_alone(short_trace, capsys):
+    whole = read_trace(short_trace)
+    first, second = whole.half(1), whole.half(2)
+    assert [row.path for row in (*first.rows, *second.rows)] == [row.path for row in whole.rows]
+    assert second.rows[0].now == 0
+    arguments = ["--trace", str(short_trace), "--prefix", "--half", "2", "--capacity-frac", "0.1", "--policy", "lru"]
+    assert main([*arguments, "--json"]) == 0
+    (result,) = output(capsys)
+    assert (result["lookups"], result["capacity_blocks"]) == (second.blocks, round(second.footprint * 0.1))
+
+
 def test_hybrid(short_trace, capsys):
     assert main(["--trace", str(short_trace), "--hybrid", "--pool-gb", "20", "--json"]) == 0
     systems = {result["policy"].split()[0] for result in output(capsys)}
