@@ -161,7 +161,7 @@ if __name__ == "__main__":
     parser.add_argument("--nodes", type=int, default=64)
     parser.add_argument("--gateways", type=int, default=3)
     parser.add_argument("--seed", default="1")
-    parser.add_argument("--etcd", nargs="*", help="binaries, one of which the seed takes (default: ETCD_BINARY)")
+    parser.add_argument("--etcd", nargs="*", help="binaries, the seed takes one (default: ETCD_BINARY)")
     parser.add_argument("--home", help="where logs are kept (default: a new temporary directory)")
     chosen = parser.parse_args()
     chosen.etcd = [os.path.abspath(binary) for binary in chosen.etcd or [*filter(None, [etcd_binary()])]]
