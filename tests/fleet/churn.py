@@ -27,7 +27,7 @@ class Event:
 
     name: str
     weight: float
-    happen: Callable[["Churn"], Awaitable[str]] = field(repr=False)
+    happen: Callable[[], Awaitable[str]] = field(repr=False)
 
 
 class Churn:
@@ -43,21 +43,21 @@ class Churn:
 
     def kinds(self) -> list[Event]:
         found = [
-            Event("join", 18, Churn._join),
-            Event("leave", 8, Churn._leave),
-            Event("kill", 8, Churn._kill),
-            Event("move", 8, Churn._move),
-            Event("stop", 10, Churn._stop),
-            Event("replace gateway", 5, Churn._replace),
-            Event("file malformed", 3, Churn._spoil),
-            Event("api server killed", 3, Churn._lose_api),
-            Event("api server compacted", 3, Churn._forget_api),
+            Event("join", 18, self._join),
+            Event("leave", 8, self._leave),
+            Event("kill", 8, self._kill),
+            Event("move", 8, self._move),
+            Event("stop", 10, self._stop),
+            Event("replace gateway", 5, self._replace),
+            Event("file malformed", 3, self._spoil),
+            Event("api server killed", 3, self._lose_api),
+            Event("api server compacted", 3, self._forget_api),
         ]
         if self._backups is not None:
             found += [
-                Event("etcd killed", 3, Churn._lose_etcd),
-                Event("etcd compacted", 3, Churn._compact_etcd),
-                Event("etcd restored", 2, Churn._restore_etcd),
+                Event("etcd killed", 3, self._lose_etcd),
+                Event("etcd compacted", 3, self._compact_etcd),
+                Event("etcd restored", 2, self._restore_etcd),
             ]
         return found
 
@@ -82,7 +82,7 @@ class Churn:
     async def _happen(self, event: Event) -> None:
         began = asyncio.get_running_loop().time()
         try:
-            what = await event.happen(self)
+            what = await event.happen()
         except Exception as error:
             what = f"failed: {error!r}"
             self.fleet.failures.append(f"{event.name} {what}")

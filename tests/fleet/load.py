@@ -105,7 +105,8 @@ async def _streamed(http: aiohttp.ClientSession, url: str, body: Mapping[str, An
     """What came of a streamed request, and why."""
     asked = {**body, "stream": True, "return_token_ids": True}
     headers = {"authorization": f"Bearer {FREE_KEY}", "x-request-id": name}
-    status, tokens, is_whole = 0, [], False
+    tokens: list[int] = []
+    status, is_whole = 0, False
     try:
         async with http.post(f"{url}/v1/completions", json=asked, headers=headers) as answer:
             status = answer.status
