@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import aiohttp
+import grpc
 import grpc.aio
 
 from gateway.auth.keyring import digest_of
@@ -23,6 +24,8 @@ from prfaas.system.site_authorities import AUTHORITY
 from prfaas.system.system import System
 from transport.control.asking import trusting
 from transport.control.credentials import channel_credentials, channel_options
+from transport.control.proto import node_pb2 as pb
+from transport.control.proto.node_pb2_grpc import NodeAgentStub
 from transport.peers.name import PeerRole
 from transport.wire.identity import Identity
 
@@ -135,13 +138,14 @@ class Listener:
 def faults(root: int, folder: Path) -> list[str]:
     """What speaks in clear, by an old TLS or with strangers, one line each: of the process `root` and those below it.
 
-    Engines are behind their agents, and listen on this machine only.
+    Engines are behind their agents, and listen on this machine only. So does gRPC, which refuses every call that has not
+    come through its front.
     """
     agents, engines = _below(root)
     context, old = identity(folder).client_context(), identity(folder).old_client_context()
     nameless = trusting(folder / AUTHORITY, checks_names=False)
     found = []
-    for each in [each for pid in agents for each in listeners(pid)]:
+    for each in [each for pid in agents for each in listeners(pid) if not _is_behind_a_front(each)]:
         is_public = "-m gateway" in _arguments(each.pid)
         tried = [_why_not(each, context), () if is_public else _why_old(each, old), _why_open(each, nameless)]
         found += [f"{each}: {why}" for reasons in tried for why in reasons]
@@ -178,6 +182,19 @@ def _place(text: str) -> tuple[str, int]:
     words = [int(host[at : at + 8], 16) for at in range(0, len(host), 8)]
     packed = struct.pack(f"={len(words)}I", *words)
     return socket.inet_ntop(socket.AF_INET if len(words) == 1 else socket.AF_INET6, packed), int(port, 16)
+
+
+def _is_behind_a_front(listener: Listener) -> bool:
+    """Whether a node's gRPC listens there, on this machine alone, and refuses a direct call."""
+    if not listener.host.startswith("127.") or "-m gateway" in _arguments(listener.pid):
+        return False
+    with grpc.insecure_channel(f"{listener.host}:{listener.port}") as channel:
+        try:
+            NodeAgentStub(channel).Describe(pb.DescribeRequest(), timeout=PROBE_S)  # type: ignore[no-untyped-call]
+        except grpc.RpcError as error:
+            code: grpc.StatusCode = error.code()
+            return code is grpc.StatusCode.PERMISSION_DENIED
+    return False
 
 
 def _why_not(listener: Listener, context: ssl.SSLContext) -> Iterator[str]:
