@@ -186,9 +186,10 @@ def _place(text: str) -> tuple[str, int]:
 
 def _is_behind_a_front(listener: Listener) -> bool:
     """Whether a node's gRPC listens there, on this machine alone, and refuses a direct call."""
-    if not listener.host.startswith("127.") or "-m gateway" in _arguments(listener.pid):
+    host = listener.host.removeprefix("::ffff:")  # gRPC's sockets are of both families
+    if not host.startswith("127.") or "-m gateway" in _arguments(listener.pid):
         return False
-    with grpc.insecure_channel(f"{listener.host}:{listener.port}") as channel:
+    with grpc.insecure_channel(f"{host}:{listener.port}") as channel:
         try:
             NodeAgentStub(channel).Describe(pb.DescribeRequest(), timeout=PROBE_S)  # type: ignore[no-untyped-call]
         except grpc.RpcError as error:
