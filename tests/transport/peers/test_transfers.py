@@ -88,16 +88,12 @@ def test_a_ticket_is_its_senders_and_nobody_elses(peers: Peers, tmp_path: Path) 
 
 def half_sealed(identity: Identity, guard: Guard) -> TransferServer:
     """Cluster "fabric" may send in clear."""
-    options = ServerOptions(
-        integrity=Integrity.AEAD, identity=identity, guard=guard, plain_from=frozenset({"fabric"})
-    )
+    options = ServerOptions(integrity=Integrity.AEAD, identity=identity, guard=guard, plain_from=frozenset({"fabric"}))
     return TransferServer(options=options)
 
 
 @pytest.mark.parametrize("sender", ["", "east/thief-prefill"])
-def test_no_session_that_is_only_named_opens_what_must_come_sealed(
-    peers: Peers, tmp_path: Path, sender: str
-) -> None:
+def test_no_session_that_is_only_named_opens_what_must_come_sealed(peers: Peers, tmp_path: Path, sender: str) -> None:
     identity, guard = peers.guarded(tmp_path / "revoked")
     with half_sealed(identity, guard) as server:
         server.expect("t", SECRET, [10], Memory([10]), sender=sender)
