@@ -31,6 +31,10 @@ class FrontCallers:
             return None
         return of_tls(caller.certificate), caller.address
 
+    def has_left(self, peer: str) -> bool:
+        """Whether the front had called from there, and its caller's connection has ended since."""
+        return self._front.has_left(peer.partition(":")[2])
+
 
 def uncertified(peer: str) -> tuple[PeerCertificate, str] | None:
     """Callers of a node without certificates have shown none."""

@@ -39,6 +39,7 @@ MAX_CONNECTIONS: Final = 16_384  # of callers that may ask
 MAX_OF_ADDRESS: Final = 4_096
 KNOWN_S: Final = 600.0  # how long a site stays known after its last caller left
 MAX_KNOWN: Final = 1_024
+MAX_LEFT: Final = 4_096
 
 LOOPBACK: Final = "127.0.0.1"
 LOOPBACK_BASE: Final = int(ip_address("127.1.0.0"))  # what lies below is used by others, by habit
@@ -102,6 +103,7 @@ class TlsFront:
         self._protocol = protocol
         self._whose = whose
         self._inside: dict[str, _Caller] = {}  # by the address and port from which the server was called
+        self._left: dict[str, None] = {}  # of those that were inside of late; the latest last
         self._scratch = memoryview(bytearray(READ_BYTES))
         self._loop: asyncio.AbstractEventLoop
         self._accepting: AcceptLoop | None = None
@@ -135,6 +137,10 @@ class TlsFront:
     def caller_at(self, inner: str) -> "AdmittedCaller | None":
         """Who has called the server from that ADDRESS:PORT of this machine; None: another process has, or it has ended."""
         return self._inside.get(inner)
+
+    def has_left(self, inner: str) -> bool:
+        """Whether it was a caller's that left a moment ago: the server may still begin what it asked for."""
+        return inner in self._left
 
     def check_again(self) -> None:
         """Ends the connections of callers that may not ask any more."""
@@ -230,7 +236,10 @@ class TlsFront:
         """Gives back what a caller held that has left."""
         self._callers.discard(caller)
         self._handshakes.leave(caller)
-        self._inside.pop(caller.inner, None)
+        if self._inside.pop(caller.inner, None) is not None:
+            self._left[caller.inner] = None
+            if len(self._left) > MAX_LEFT:
+                del self._left[next(iter(self._left))]
         if caller.is_admitted:
             caller.is_admitted = False
             self._admitted[caller.site] -= 1

@@ -247,6 +247,36 @@ def test_the_port_of_a_caller_is_its_own_on_no_other_address_of_the_machine(peer
         runner.run(scenario())
 
 
+class AllLeft:
+    """Callers whose connections end before their calls begin."""
+
+    def __call__(self, peer: str) -> None:
+        return None
+
+    def has_left(self, peer: str) -> bool:
+        return True
+
+
+def test_a_call_of_who_has_left_is_not_taken_for_a_strangers(peers: Peers) -> None:
+    async def scenario() -> None:
+        guard, service = peers.server.guard(), Told()
+        server = grpc.aio.server(interceptors=[interceptor.RightsInterceptor(guard, AllLeft())])
+        rpc.add_NodeAgentServicer_to_server(service, server)  # type: ignore[no-untyped-call]
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        try:
+            async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+                stub = rpc.NodeAgentStub(channel)  # type: ignore[no-untyped-call]
+                assert await outcome(stub, "Describe") == ("CANCELLED", "the caller has left")
+            assert not guard.refused
+            assert not service.callers
+        finally:
+            await server.stop(None)
+
+    with new_runner() as runner:
+        runner.run(scenario())
+
+
 def test_a_gateway_minted_by_another_site_s_authority_gets_nowhere(tmp_path: Path) -> None:
     sites = TwoSites(tmp_path)
 
