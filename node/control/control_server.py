@@ -3,8 +3,8 @@
     gateway ══ TLS ══ TlsFront ── HTTP/2 on loopback ── gRPC ── RightsInterceptor ── NodeService
 
 gRPC shows callers after their handshake only. The front shows all: those that fail are counted and logged with an address.
-gRPC then knows a caller by the port of this machine from which the front has called it. A process of this machine that calls
-gRPC by itself has no certificate there, and so no right.
+gRPC then knows a caller by the address of this machine from which the front has called it, which no other caller has. A
+process of this machine that calls gRPC by itself has no certificate there, and so no right.
 """
 
 from collections import Counter
@@ -24,12 +24,16 @@ class FrontCallers:
         self._front = front
 
     def __call__(self, peer: str) -> tuple[PeerCertificate, str] | None:
-        """A certificate and an address; None: the front has not called from there."""
-        port = peer.rpartition(":")[2]
-        caller = self._front.caller_at(int(port)) if port.isdecimal() else None
+        """A certificate and an address; None: the front has not called from there, or not any more."""
+        family, _, inner = peer.partition(":")
+        caller = self._front.caller_at(inner) if family == "ipv4" else None
         if caller is None or caller.certificate is None:
             return None
         return of_tls(caller.certificate), caller.address
+
+    def has_left(self, peer: str) -> bool:
+        """Whether the front had called from there, and its caller's connection has ended since."""
+        return self._front.has_left(peer.partition(":")[2])
 
 
 def uncertified(peer: str) -> tuple[PeerCertificate, str] | None:

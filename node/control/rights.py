@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import grpc
 import grpc.aio
@@ -17,15 +17,26 @@ UNCERTIFIED: Final = PeerCertificate(None, 0, "it has not come")
 CallerOf = Callable[[str], tuple[PeerCertificate, str] | None]
 # gRPC's name of a connection -> its caller's certificate and address; None: it has shown no certificate
 
+
+class Callers(Protocol):
+    """Those who call gRPC."""
+
+    def __call__(self, peer: str) -> tuple[PeerCertificate, str] | None:
+        """A CallerOf."""
+
+    def has_left(self, peer: str) -> bool:
+        """Whether it was known, and its connection has ended a moment ago."""
+
+
 Continuation = Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler | None]]
 
 
 class RightsInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     """Refuses what the caller's role may not do, and ends streams of callers that are revoked meanwhile."""
 
-    def __init__(self, guard: Guard, caller_of: CallerOf) -> None:
+    def __init__(self, guard: Guard, callers: Callers) -> None:
         self._guard = guard
-        self._caller_of = caller_of
+        self._callers = callers
 
     async def intercept_service(
         self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
@@ -72,7 +83,10 @@ class RightsInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         return stream_while_allowed
 
     async def _require(self, operation: str, context: grpc.aio.ServicerContext) -> PeerCertificate:
-        peer, address = self._caller_of(context.peer()) or (UNCERTIFIED, context.peer())
+        name = context.peer()
+        if self._callers.has_left(name):  # it had rights, perhaps, and hears nothing any more
+            await context.abort(grpc.StatusCode.CANCELLED, "the caller has left")
+        peer, address = self._callers(name) or (UNCERTIFIED, name)
         if why := self._guard.refusal(operation, peer, address):
             await _deny(context, why)
         return peer

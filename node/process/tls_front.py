@@ -11,10 +11,12 @@ none of the others.
 
 import asyncio
 import logging
+import secrets
 import socket
 import ssl
 from collections import Counter
 from collections.abc import Callable, Mapping
+from ipaddress import ip_address
 from typing import Any, Final, Protocol
 from urllib.parse import urlsplit
 
@@ -37,6 +39,11 @@ MAX_CONNECTIONS: Final = 16_384  # of callers that may ask
 MAX_OF_ADDRESS: Final = 4_096
 KNOWN_S: Final = 600.0  # how long a site stays known after its last caller left
 MAX_KNOWN: Final = 1_024
+MAX_LEFT: Final = 4_096
+
+LOOPBACK: Final = "127.0.0.1"
+LOOPBACK_BASE: Final = int(ip_address("127.1.0.0"))  # what lies below is used by others, by habit
+LOOPBACK_SIZE: Final = int(ip_address("127.255.255.255")) - LOOPBACK_BASE
 
 PeerCertificate = Mapping[str, Any]  # as `said_by` gives it
 Complaint = Callable[[PeerCertificate], str]
@@ -52,6 +59,14 @@ class AdmittedCaller(Protocol):
 
     address: str
     certificate: PeerCertificate | None
+
+
+def own_loopback() -> str:
+    """An address of this machine for one connection, of sixteen million.
+
+    None has it soon again, and other processes cannot guess it. So the server takes no connection for another one.
+    """
+    return str(ip_address(LOOPBACK_BASE + secrets.randbelow(LOOPBACK_SIZE)))
 
 
 class TlsFront:
@@ -87,7 +102,8 @@ class TlsFront:
         self._stalled_s = stalled_s
         self._protocol = protocol
         self._whose = whose
-        self._inside: dict[int, _Caller] = {}  # by the port from which the server was called
+        self._inside: dict[str, _Caller] = {}  # by the address and port from which the server was called
+        self._left: dict[str, None] = {}  # of those that were inside of late; the latest last
         self._scratch = memoryview(bytearray(READ_BYTES))
         self._loop: asyncio.AbstractEventLoop
         self._accepting: AcceptLoop | None = None
@@ -118,9 +134,13 @@ class TlsFront:
         """Turns callers away: there is no server. Connections to the one that was there end with it."""
         self._engine = None
 
-    def caller_at(self, port: int) -> "AdmittedCaller | None":
-        """Who has called the server from that port of this machine; None: the front has not, so another process has."""
-        return self._inside.get(port)
+    def caller_at(self, inner: str) -> "AdmittedCaller | None":
+        """Who has called the server from that ADDRESS:PORT of this machine; None: another process has, or it has ended."""
+        return self._inside.get(inner)
+
+    def has_left(self, inner: str) -> bool:
+        """Whether it was a caller's that left a moment ago: the server may still begin what it asked for."""
+        return inner in self._left
 
     def check_again(self) -> None:
         """Ends the connections of callers that may not ask any more."""
@@ -216,7 +236,10 @@ class TlsFront:
         """Gives back what a caller held that has left."""
         self._callers.discard(caller)
         self._handshakes.leave(caller)
-        self._inside.pop(caller.inner_port, None)
+        if self._inside.pop(caller.inner, None) is not None:
+            self._left[caller.inner] = None
+            if len(self._left) > MAX_LEFT:
+                del self._left[next(iter(self._left))]
         if caller.is_admitted:
             caller.is_admitted = False
             self._admitted[caller.site] -= 1
@@ -235,10 +258,12 @@ class TlsFront:
             return
         try:
             inside.setblocking(False)
+            if engine[0] == LOOPBACK:
+                inside.bind((own_loopback(), 0))
             async with asyncio.timeout(CONNECT_S):
                 await self._loop.sock_connect(inside, engine)
-            caller.inner_port = inside.getsockname()[1]
-            self._inside[caller.inner_port] = caller
+            caller.inner = format_address(*inside.getsockname()[:2])
+            self._inside[caller.inner] = caller
             caller.join(inside, self._scratch, self._stalled_s)
         except (OSError, TimeoutError) as exc:
             inside.close()
@@ -264,7 +289,7 @@ class _Caller:
         self.site = site
         self.certificate: PeerCertificate | None = None  # shown, and good
         self.is_admitted = False
-        self.inner_port = 0  # from which the server was called, once it was
+        self.inner = ""  # from where the server was called, once it was
         self.connecting: asyncio.Task[None] | None = None
         self._front = front
         self._loop = loop

@@ -19,8 +19,13 @@ class RawSender:
     """One connection to a listener. Its frames are numbered and sealed as they should be, unless they are given as bytes."""
 
     def __init__(
-        self, sock: socket.socket, session: Session | None = None, max_chunk_bytes: int = MAX_CHUNK_BYTES
+        self,
+        sock: socket.socket,
+        session: Session | None = None,
+        max_chunk_bytes: int = MAX_CHUNK_BYTES,
+        claimed: bytes = b"",
     ) -> None:
+        """`claimed` is a session that it names without its keys."""
         self.sock = sock
         sock.settimeout(PATIENCE_S)
         self.connection = Connection(
@@ -29,14 +34,14 @@ class RawSender:
             nonce=b"n" * 16,
             now=0.0,
             max_chunk_bytes=max_chunk_bytes,
-            session=b"" if session is None else session.id,
+            session=claimed if session is None else session.id,
             session_secret=None if session is None else lambda _: session.secret,
         )
         self.sock.sendall(self.connection.data_to_send())
 
     @classmethod
-    def to(cls, address: str, session: Session | None = None) -> Self:
-        sender = cls(socket.create_connection(parse_address(address), timeout=PATIENCE_S), session)
+    def to(cls, address: str, session: Session | None = None, claimed: bytes = b"") -> Self:
+        sender = cls(socket.create_connection(parse_address(address), timeout=PATIENCE_S), session, claimed=claimed)
         try:
             sender.hear(Welcome)
         except BaseException:

@@ -14,6 +14,7 @@ from google.protobuf.message_factory import GetMessageClass
 
 from node.control import rights as interceptor
 from node.control.call_server import CallServer
+from node.control.control_server import ControlServer
 from node.grpc_service import NodeService, serve
 from tests.gateway.worlds import on_both_loops
 from tests.node.running import new_runner, until
@@ -24,6 +25,7 @@ from transport.control.credentials import channel_credentials, channel_options, 
 from transport.control.messages import MessageBuffer, frame
 from transport.control.proto import node_pb2 as pb
 from transport.control.proto import node_pb2_grpc as rpc
+from transport.path.tcp import parse_address
 from transport.peers.guard import GRACE_S, LOOK_AT_ENDS_S, Guard
 from transport.peers.name import PeerRole, of_pem
 from transport.peers.rights import ASK_ENGINE, CALLS, FRAMES, RPCS, SAID_BY_RECEIVERS, SAID_BY_SENDERS, may
@@ -183,6 +185,91 @@ def test_a_process_of_this_machine_that_calls_grpc_behind_the_front_gets_nowhere
                         code, why = await outcome(behind, name)
                         assert code == "PERMISSION_DENIED"
                         assert why.startswith("the certificate has no rights: it has not come")
+        finally:
+            await server.stop(None)
+
+    with new_runner() as runner:
+        runner.run(scenario())
+
+
+class Told(rpc.NodeAgentServicer):
+    """Describes nothing, and keeps gRPC's names of those that have asked for it."""
+
+    def __init__(self) -> None:
+        self.callers: list[str] = []
+
+    async def Describe(self, request: pb.DescribeRequest, context: Any) -> pb.NodeDescription:
+        self.callers.append(context.peer())
+        return pb.NodeDescription()
+
+
+@asynccontextmanager
+async def behind(server: ControlServer, local: tuple[str, int]) -> AsyncIterator[Any]:
+    """Calls of gRPC itself, from an address of this machine."""
+    inside = parse_address(server.inside.removeprefix("http://"))
+
+    async def carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await reader.read(1 << 16):
+            writer.write(data)
+        writer.close()
+
+    async def serve_one(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        there, back = await asyncio.open_connection(*inside, local_addr=local)
+        with suppress(ConnectionError):
+            await asyncio.gather(carry(reader, back), carry(there, writer))
+
+    async with await asyncio.start_server(serve_one, "127.0.0.1", 0) as detour:
+        port = detour.sockets[0].getsockname()[1]
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            yield rpc.NodeAgentStub(channel)  # type: ignore[no-untyped-call]
+
+
+def test_the_port_of_a_caller_is_its_own_on_no_other_address_of_the_machine(peers: Peers) -> None:
+    async def scenario() -> None:
+        service = Told()
+        server, port = await serve(cast(NodeService, service), "127.0.0.1", 0, peers.server)
+        try:
+            async with stub_of(port, peers.by_role[PeerRole.GATEWAY]) as stub:
+                assert (await outcome(stub, "Describe"))[0] == "OK"
+                async with stub_of(port, peers.by_role[PeerRole.OPERATOR]) as other:
+                    assert (await outcome(other, "Describe"))[0] == "OK"
+                addresses = [each.split(":")[1] for each in service.callers]
+                assert len({*addresses, "127.0.0.1"}) == 3, "none is ever another's"
+                number = int(service.callers[0].rpartition(":")[2])
+                for address in ("127.0.0.1", "127.0.0.2"):
+                    async with behind(server, (address, number)) as thief:
+                        assert (await outcome(thief, "Describe"))[0] == "PERMISSION_DENIED"
+            assert len(service.callers) == 2
+        finally:
+            await server.stop(None)
+
+    with new_runner() as runner:
+        runner.run(scenario())
+
+
+class AllLeft:
+    """Callers whose connections end before their calls begin."""
+
+    def __call__(self, peer: str) -> None:
+        return None
+
+    def has_left(self, peer: str) -> bool:
+        return True
+
+
+def test_a_call_of_who_has_left_is_not_taken_for_a_strangers(peers: Peers) -> None:
+    async def scenario() -> None:
+        guard, service = peers.server.guard(), Told()
+        server = grpc.aio.server(interceptors=[interceptor.RightsInterceptor(guard, AllLeft())])
+        rpc.add_NodeAgentServicer_to_server(service, server)  # type: ignore[no-untyped-call]
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        try:
+            async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+                stub = rpc.NodeAgentStub(channel)  # type: ignore[no-untyped-call]
+                assert await outcome(stub, "Describe") == ("CANCELLED", "the caller has left")
+            assert not guard.refused
+            assert not service.callers
         finally:
             await server.stop(None)
 

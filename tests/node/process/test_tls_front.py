@@ -388,3 +388,35 @@ def test_strangers_do_not_fill_the_log(node: Identity, caplog: pytest.LogCapture
             assert 0 < len(caplog.records) <= 20
 
     scenario()
+
+
+def test_a_caller_is_known_to_the_server_until_it_leaves_and_then_to_have_left(
+    node: Identity, gateway: Identity
+) -> None:
+    seen: list[str] = []
+
+    async def serve_one(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        seen.append("{}:{}".format(*writer.get_extra_info("peername")))
+        writer.write(await reader.read(1))
+        await reader.read()
+        writer.close()
+
+    @on_both_loops
+    async def scenario() -> None:
+        seen.clear()
+        front = TlsFront(node)
+        async with await asyncio.start_server(serve_one, HOST, 0) as server, fronted(front) as port:
+            front.open(f"http://{HOST}:{server.sockets[0].getsockname()[1]}")
+            async with calling(port, gateway) as (reader, writer):
+                writer.write(b"x")
+                await reader.readexactly(1)
+                caller = front.caller_at(seen[0])
+                assert caller is not None
+                assert caller.address == HOST
+                assert not front.has_left(seen[0])
+            await until(lambda: len(front) == 0)
+            assert front.caller_at(seen[0]) is None
+            assert front.has_left(seen[0])
+            assert not front.has_left("127.0.0.1:1")
+
+    scenario()

@@ -23,8 +23,8 @@ from transport.receive.options import ServerOptions
 from transport.receive.server import TransferServer
 from transport.send.client import ClientOptions, TransferClient
 from transport.send.lane.keys import SessionKeys
-from transport.wire.checksum import Integrity
-from transport.wire.frames import Accept, Refuse
+from transport.wire.checksum import DIGEST_BYTES, Integrity, digest, transfer_seed
+from transport.wire.frames import Accept, Ack, Chunk, Nack, Refuse
 from transport.wire.identity import Identity
 from transport.wire.session import SESSION_LIFE_S, Session, request_session
 
@@ -40,8 +40,8 @@ def session_of(server: TransferServer, identity: Identity) -> Session:
     return request_session(sock, identity, PATIENCE_S, 0.0)
 
 
-def opened(server: TransferServer, session: Session, transfer_id: str) -> Accept | Refuse:
-    with RawSender.to(server.address, session) as sender:
+def opened(server: TransferServer, session: Session | None, transfer_id: str, claimed: bytes = b"") -> Accept | Refuse:
+    with RawSender.to(server.address, session, claimed) as sender:
         sender.say(sender.opening(1, transfer_id, [10]))
         answer = sender.answer()
         assert isinstance(answer, Accept | Refuse)
@@ -84,6 +84,40 @@ def test_a_ticket_is_its_senders_and_nobody_elses(peers: Peers, tmp_path: Path) 
         server.expect("anyone", SECRET, [10], Memory([10]))
         assert isinstance(opened(server, prefill, "anyone"), Accept)
         assert opened(server, prefill, "probe") == Refuse(slot=1, code="unknown_transfer")
+
+
+def half_sealed(identity: Identity, guard: Guard) -> TransferServer:
+    """Cluster "fabric" may send in clear."""
+    options = ServerOptions(integrity=Integrity.AEAD, identity=identity, guard=guard, plain_from=frozenset({"fabric"}))
+    return TransferServer(options=options)
+
+
+@pytest.mark.parametrize("sender", ["", "east/thief-prefill"])
+def test_no_session_that_is_only_named_opens_what_must_come_sealed(peers: Peers, tmp_path: Path, sender: str) -> None:
+    identity, guard = peers.guarded(tmp_path / "revoked")
+    with half_sealed(identity, guard) as server:
+        server.expect("t", SECRET, [10], Memory([10]), sender=sender)
+        session = session_of(server, peers.by_role[PeerRole.PREFILL])
+        for claimed in (session.id, b"no such session", b""):
+            assert opened(server, None, "t", claimed) == Refuse(slot=1, code="access_denied")
+        assert isinstance(opened(server, session, "t"), Accept)
+
+
+def test_a_sender_in_clear_lands_nothing_once_another_must_seal(peers: Peers, tmp_path: Path) -> None:
+    identity, guard = peers.guarded(tmp_path / "revoked")
+    with half_sealed(identity, guard) as server:
+        target = Memory([10])
+        landing = server.expect("t", SECRET, [10], target, sender="fabric/p0")
+        with RawSender.to(server.address) as sender:
+            sender.say(sender.opening(1, "t", [10]))
+            assert isinstance(sender.answer(), Accept)
+            server.readdress(landing, "east/thief-prefill")
+            words = b"0123456789"
+            behind = digest([memoryview(words)], transfer_seed("t", sender.connection.transcript), 0)
+            sender.say(Chunk(slot=1, offset=0, length=10), words, behind.to_bytes(DIGEST_BYTES, "little"))
+            assert isinstance(sender.hear(Ack, Nack), Nack)
+            assert not landing.bytes_landed
+            assert target.content() == [bytes(10)]
 
 
 def test_who_is_revoked_opens_nothing_more_with_keys_of_before(peers: Peers, tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ from transport.peers.name import PeerCertificate, of_tls, said_by
 from transport.peers.rights import GREET
 from transport.receive.few_lines import FewLines
 from transport.receive.options import Limits
+from transport.wire.checksum import Integrity
 from transport.wire.connection import Connection, ProtocolState
 from transport.wire.frames import (
     Abort,
@@ -365,7 +366,8 @@ class Acceptor(threading.Thread):
                 nack = Nack(slot=frame.slot, offset=frame.offset, length=frame.length, code=Code.CANCELLED)
                 self._say(visitor, visitor.connection.send(nack))
             case Hello():
-                self._host.introduced(visitor.who, visitor.name, frame.session)
+                if visitor.connection.integrity == Integrity.AEAD:  # in clear, anybody may name a session
+                    self._host.introduced(visitor.who, visitor.name, frame.session)
             case RailClosed():
                 pass
             case _:

@@ -102,11 +102,12 @@ class Ended:
     secret: bytes = field(repr=False)
     sizes: RangeSizes | SizesOutline
     outcome: TransferOutcome
+    sender: str
 
     @classmethod
     def of(cls, landing: Landing, outcome: TransferOutcome) -> "Ended":
         sizes = landing.inbox.manifest.sizes.kept()
-        return cls(landing.transfer_id, landing.secret, sizes, outcome)
+        return cls(landing.transfer_id, landing.secret, sizes, outcome, landing.sender)
 
     def refusal(self, frame: Open, transcript: bytes) -> Code | None:
         """The reason why an Open may not bind to it."""
@@ -131,6 +132,7 @@ class Ended:
             deadline=float("inf"),
             orphan_timeout_s=float("inf"),
             exact=False,
+            sender=self.sender,
             outcome=self.outcome,
         )
 

@@ -152,8 +152,7 @@ class Landings:
         """
         if frame.slot in self._slots[who]:
             raise RemoteProtocolError(f"slot {frame.slot} is opened again")
-        is_plain = bool(self._plain_from) and who not in self.places
-        if is_plain and frame.transfer_id.startswith((READ_PREFIX, SEGMENT_PREFIX)):
+        if self._is_plain(who) and frame.transfer_id.startswith((READ_PREFIX, SEGMENT_PREFIX)):
             return refused(self.counters, frame, Code.ACCESS)  # one-sided: nothing says whose they are
         if frame.transfer_id.startswith(READ_PREFIX):
             self.activity.opened(who, None, now)
@@ -161,7 +160,7 @@ class Landings:
         landing = self._landing_of(frame, transcript, now)
         if isinstance(landing, Landing) and landing.sender and self.places.get(who, landing.sender) != landing.sender:
             landing = Code.ACCESS  # the ticket is another's
-        if is_plain and isinstance(landing, Landing) and landing.sender.partition("/")[0] not in self._plain_from:
+        if isinstance(landing, Landing) and self._must_seal(who, landing):
             landing = Code.ACCESS  # its sender must seal
         if isinstance(landing, Code):
             return refused(self.counters, frame, landing)
@@ -211,6 +210,8 @@ class Landings:
         if stop > landing.bytes_total:
             raise RemoteProtocolError(f"chunk ends at {stop} of {landing.bytes_total} bytes")
         if landing.outcome is not None and not landing.outcome.ok:
+            return None
+        if self._must_seal(who, landing):  # it was readdressed meanwhile
             return None
         if rivals := landing.inbox.rivals(start, stop, who):
             return Rivals(tuple(rivals))
@@ -300,6 +301,14 @@ class Landings:
         claim.landing.inbox.leave(claim.who)
 
     # inside
+
+    def _is_plain(self, who: int) -> bool:
+        """Whether a connection has no session where others need one."""
+        return bool(self._plain_from) and who not in self.places
+
+    def _must_seal(self, who: int, landing: Landing) -> bool:
+        """Whether a connection is in clear that might not fill a landing so."""
+        return self._is_plain(who) and landing.sender.partition("/")[0] not in self._plain_from
 
     def _landing_of(self, frame: Open, transcript: bytes, now: float) -> Landing | Code:
         """The landing that an Open names, or why it is refused; an ended one gives its outcome."""

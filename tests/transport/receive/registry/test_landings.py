@@ -36,8 +36,8 @@ def sink_of(size: int) -> memoryview:
     return memoryview(bytearray(size))
 
 
-def registry(*connections: int, **limits: int) -> Landings:
-    landings = Landings(**limits)
+def registry(*connections: int, plain_from: frozenset[str] = frozenset(), **limits: int) -> Landings:
+    landings = Landings(plain_from=plain_from, **limits)
     for who in connections:
         landings.connected(who)
     return landings
@@ -206,3 +206,17 @@ def test_one_read_too_many_is_named_as_such() -> None:
     for name, (slot, answer) in zip("121", enumerate(answers), strict=True):  # the last one asks again for the first
         frame = opening([10], slot, read_id("kv", name, "host:7"), placement=((0, 10),))
         assert landings.open(1, frame, NONCES, 0.0) == answer
+
+
+def test_a_late_sender_in_clear_hears_that_all_has_landed_if_it_might_have_sent_it() -> None:
+    landings = registry(1, 2, 3, plain_from=frozenset({"fabric"}))
+    landings.places[3] = "east/p0"
+    for transfer_id, sender in (("t", "fabric/p0"), ("u", "east/p0")):
+        landings.expect(transfer_id, SECRET, [], lambda _: [], on_done=None, deadline=1e9, sender=sender)
+    complete = Accept(slot=0, missing=())
+    assert landings.open(1, opening([]), NONCES, 0.0) == landings.open(2, opening([]), NONCES, 0.0) == complete
+    refused = Refuse(slot=1, code=Code.ACCESS)
+    for _ in range(2):  # the second time it has ended
+        assert landings.open(2, opening([], 1, "u"), NONCES, 0.0) == refused
+        assert landings.open(3, opening([], 0, "u"), NONCES, 0.0) == complete
+        landings.abort(3, Abort(slot=0, leave=True), 0.0)
