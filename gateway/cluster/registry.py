@@ -350,9 +350,9 @@ class Clusters:
             log.info("node %s (%s of %s) is %s", node.id, info.role, info.cluster, node.state)
 
     def _serve(self) -> None:
-        """Takes what connected nodes have for the revisions of the model, and decisions look again. Without any, the last ones stay.
+        """Takes what connected nodes have for the revisions of the model, and decisions look again.
 
-        The first layout described is that of the model, until no connected node has it any more.
+        Without any, the last ones stay. The first layout described is that of the model, until no connected node has it any more.
         """
         infos, former = _connected(self.nodes), self.served
         found = revisions_among(
