@@ -108,17 +108,21 @@ class ContextPinning:
         """Pins what `request` marks once its prompt has been computed. Returns that part of its usage."""
         if not request.asked.caching.breakpoints or attempt.answer.status != 200:
             return None
-        return Keeping(self.tasks.start(self._keep(request, attempt), "keep")).details
+        served = request.served  # now: a stream may go on in another revision
+        if served.revision not in request.asked.revisions:
+            return None
+        prompt, size = request.asked.within(served.revision), served.layout.block_size
+        return Keeping(self.tasks.start(self._keep(request, attempt, prompt, size), "keep")).details
 
-    async def _keep(self, request: Request, attempt: Attempt) -> list[PinOutcome]:
-        prompt, tenant = request.asked, request.tenant
+    async def _keep(self, request: Request, attempt: Attempt, prompt: Prompt, size: int) -> list[PinOutcome]:
+        """Has the node that computes keep what is marked of `prompt`, by its names there, in blocks of `size` tokens."""
+        tenant = request.tenant
         wishes = prompt.caching.breakpoints
         try:
             node = await self._computed(request, attempt)
         except AgentCallFailed as error:
             outcomes = [PinOutcome(wish, reason=error.reason) for wish in wishes]
         else:
-            size = request.served.layout.block_size
             outcomes = [await self._one(node, prompt, tenant, wish, size) for wish in wishes]
         for outcome in outcomes:
             self.metrics.context(outcome.reason or KEPT)

@@ -1,14 +1,18 @@
 """What nodes say that they keep, and what answers say of it."""
 
 import asyncio
+from dataclasses import replace
 from typing import Any, cast
 
 from gateway.api.cache_control import Breakpoint
 from gateway.auth.keyring import Tenant
 from gateway.cluster.pinned_prefixes import PinnedPrefix, PinnedPrefixes, PinState
 from gateway.server.handlers.contexts import OUTCOME_WAIT_S, PAUSES_S, PinOutcome, details_of, id_of
+from hybrid_cache.hashing.block_hash import HASH_BYTES
+from tests.gateway.layouts import LAYOUT
 from tests.gateway.memory.agent import MemoryAgent
 from tests.gateway.memory.pipeline import on_memory_loop, pipeline
+from tests.gateway.pipeline.test_revisions import become
 from tests.gateway.scripted import ScriptedNode
 from transport.control.proto import node_pb2 as pb
 
@@ -125,6 +129,35 @@ async def test_a_part_that_is_kept_was_written_however_often_the_rest_was_looked
         (told,) = details["breakpoints"]
         assert (told["kept"], told["reason"], details["cache_write_tokens"]) == (16, "partial", 16)
         assert max(cast(HalfKeepingNode, node).asked for node in w.nodes.nodes) > 1
+
+
+class NotingNode(ScriptedNode):
+    """Keeps what it is asked to keep, and notes its names and its length."""
+
+    def __init__(self, *args: Any, **fields: Any) -> None:
+        super().__init__(*args, **fields)
+        self.kept: list[tuple[bytes, int]] = []
+
+    async def CreateContext(self, request: Any, context: Any) -> pb.Context:
+        self.kept.append((request.block_hashes, request.num_tokens))
+        return pb.Context(context_id=request.context_id, num_tokens=request.num_tokens, ttl_s=300.0, whole_ttl_s=300.0)
+
+
+@on_memory_loop
+async def test_a_context_is_kept_by_its_names_in_the_revision_that_computed_it() -> None:
+    async with pipeline(remote=0, local=2, decode=2, kind=NotingNode) as w:
+        wider = replace(LAYOUT, block_size=2 * LAYOUT.block_size)
+        await become(w, wider, w.nodes.local[1], w.nodes.decode[1])
+        prompt = "hello there the quick brown fox " * 8
+        for _ in range(20):
+            response = await w.complete(prompt, prompt_cache_options={"ttl": "5m"})
+            details = (await response.json())["usage"]["prompt_tokens_details"]
+            assert details["breakpoints"][0]["kept"] > 0
+        for node in w.nodes.local:
+            for names, num_tokens in cast(NotingNode, node).kept:
+                assert num_tokens == len(names) // HASH_BYTES * node.layout.block_size
+        firsts = {cast(NotingNode, node).kept[0][0][:HASH_BYTES] for node in w.nodes.local}
+        assert len(firsts) == 2  # a layout has names of its own
 
 
 class HalfKeepingAgent(MemoryAgent):
