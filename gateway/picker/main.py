@@ -6,7 +6,7 @@ import logging
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,7 +24,7 @@ from gateway.picker.servers import ServerPool
 from gateway.picker.service import ExchangeService, HealthService, grpc_listening
 from gateway.tasks import TaskSet
 from membership.fleet import MemberFleet
-from membership.sources import Source
+from membership.sources import FileSource, Source
 from membership.view import View
 from membership.watch import MembershipWatch
 
@@ -38,7 +38,7 @@ CALM_S: Final = 1.0  # that it refuses what is new before it ends: proxies look 
 class PickerConfig:
     """What a picker is told. A port of 0 takes any free one."""
 
-    sources: Callable[[], Sequence[Source]]
+    sources: Sequence[Source]
     pool_name: str = "pool"
     host: str = "127.0.0.1"
     grpc_port: int = 9002
@@ -75,7 +75,7 @@ async def _serve(config: PickerConfig) -> None:
     service = ExchangeService(
         picker, counts, max_body_bytes=config.max_body_bytes, max_held_bytes=config.max_held_bytes
     )
-    members = FollowedMembers(pool, config.sources())
+    members = FollowedMembers(pool, config.sources)
     watch = MembershipWatch(members.sources, time.monotonic, members.saw, counts.registry_failed)
     health = HealthService(lambda: members.is_synced and not stop.is_set() and picker.ready > 0)
     async with AsyncExitStack() as held:
@@ -163,9 +163,9 @@ async def _serve_metrics(host: str, port: int, counts: PickerMetrics, held: Asyn
 
 
 def config_from(arguments: argparse.Namespace) -> PickerConfig:
-    """What the command line says."""
+    """What the command line says. Raises SettingsError."""
     return PickerConfig(
-        sources=lambda: sources_from(arguments),
+        sources=sources_from(arguments),
         pool_name=arguments.pool_name,
         host=arguments.host,
         grpc_port=arguments.grpc_port,
@@ -184,18 +184,16 @@ def config_from(arguments: argparse.Namespace) -> PickerConfig:
 
 
 def sources_from(arguments: argparse.Namespace) -> Sequence[Source]:
-    """The registries that the command line names."""
-    from gateway.config.membership import MembershipConfig
+    """The registries that the command line names. Raises SettingsError."""
+    if arguments.endpoints is not None:
+        return [FileSource(Path(arguments.endpoints))]
     from membership.kubernetes.settings import KubernetesConfig
+    from membership.kubernetes.source import KubernetesSource  # its client is loaded where there is an API server
 
-    kubernetes = None
-    if arguments.selector:
-        kubernetes = KubernetesConfig(
-            selector=arguments.selector,
-            namespaces=(arguments.pool_namespace,) if arguments.pool_namespace else (),
-            readiness="pod",
-            agent_port=arguments.target_port,
-            server=arguments.api_server,
-        )
-    file = Path(arguments.endpoints) if arguments.endpoints else None
-    return MembershipConfig(file=file, kubernetes=kubernetes).sources()
+    pods = KubernetesConfig(
+        selector=arguments.selector,
+        namespaces=(arguments.pool_namespace,) if arguments.pool_namespace else (),
+        readiness="pod",
+        server=arguments.api_server,
+    )
+    return [KubernetesSource(pods, server_port=arguments.target_port)]

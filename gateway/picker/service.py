@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any, Final, Protocol
@@ -15,6 +16,8 @@ from gateway.picker.choosing import Pick
 from gateway.picker.exchange import (
     ChoiceWanted,
     Exchange,
+    ProxyAnswer,
+    ProxyMessage,
     Refusal,
     ResponseHead,
 )
@@ -69,26 +72,17 @@ class ExchangeService:
         self.streams += 1
         try:
             async for received in messages:
-                message = read(received)
-                self._metrics.heard(message)
-                if isinstance(message, ResponseHead) and picks:
-                    self._metrics.answered(message.served, picks[0].choice)
-                for answer in exchange.on(message):
-                    if isinstance(answer, ChoiceWanted):
-                        found = await self._found(answer)
-                        if isinstance(found, Pick):
-                            picks.append(found)
-                        told = found.choice if isinstance(found, Pick) else found
-                        self._metrics.picked(told)
-                        for follows in exchange.chosen(told):
-                            yield write(follows)
-                    else:
-                        yield write(answer)
-                held = self._hold(held, exchange.held_bytes)
+                answers = deque(await self._answers(exchange, read(received), picks))
+                del received  # streams outlive their bodies by far
+                while answers:
+                    yield write(answers.popleft())
                 if exchange.is_over:
                     return
-                if self._held_bytes > self._max_held_bytes:
-                    yield write(Refusal(status=429, text="too many bodies are held at once", reason=SATURATED))
+                held = self._hold(held, exchange.held_bytes)
+                if held and self._held_bytes > self._max_held_bytes:
+                    refusal = Refusal(status=429, text="too many bodies are held at once", reason=SATURATED)
+                    self._metrics.picked(refusal)
+                    yield write(refusal)
                     return
         except ExchangeError as error:
             self._metrics.broken(str(error))
@@ -99,6 +93,26 @@ class ExchangeService:
             self._hold(held, 0)
             for pick in picks:
                 pick.end()
+
+    async def _answers(self, exchange: Exchange, message: ProxyMessage, picks: list[Pick]) -> list[ProxyAnswer]:
+        """What a message is answered. A pick that follows from it is added to the stream's."""
+        self._metrics.heard(message)
+        if isinstance(message, ResponseHead) and picks:
+            self._metrics.answered(message.served, picks[0].choice)
+        answers: list[ProxyAnswer] = []
+        for answer in exchange.on(message):
+            if isinstance(answer, ChoiceWanted):
+                found = await self._found(answer)
+                if isinstance(found, Pick):
+                    picks.append(found)
+                told = found.choice if isinstance(found, Pick) else found
+                self._metrics.picked(told)
+                answers += exchange.chosen(told)
+            else:
+                if isinstance(answer, Refusal):
+                    self._metrics.picked(answer)
+                answers.append(answer)
+        return answers
 
     def _hold(self, before: int, now: int) -> int:
         self._held_bytes += now - before

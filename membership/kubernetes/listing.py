@@ -33,11 +33,12 @@ class _Seen:
 
 
 class KubernetesListing:
-    """The objects of all namespaces, by uid. `readiness` is that of the settings."""
+    """The objects of all namespaces, by uid. `readiness` is that of the settings; ports are as in `member_of`."""
 
-    def __init__(self, readiness: str = "agent", agent_port: int = 0) -> None:
+    def __init__(self, readiness: str = "agent", agent_port: int = 0, server_port: int = 0) -> None:
         self._readiness = readiness
         self._agent_port = agent_port
+        self._server_port = server_port
         self._pods: dict[str, dict[str, _Seen]] = {}  # by namespace and uid
         self._serving: dict[str, dict[str, frozenset[str]]] = {}  # uids of Pods, by namespace and uid of a slice
         self._is_empty_meant = False
@@ -138,7 +139,7 @@ class KubernetesListing:
         return _Seen(
             since=pod.metadata.creation_timestamp,
             place=f"{pod.metadata.namespace}/{pod.metadata.name}",
-            found=member_of(pod, self._agent_port) if pod.status.pod_ip else None,
+            found=member_of(pod, self._agent_port, self._server_port) if pod.status.pod_ip else None,
             is_ending=is_ending(pod),
             is_ready=self._readiness != "pod" or is_ready(pod),
         )

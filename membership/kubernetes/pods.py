@@ -46,10 +46,11 @@ def is_ready(pod: Pod) -> bool:
     return any(each.type == "Ready" and each.status == "True" for each in pod.status.conditions or ())
 
 
-def member_of(pod: Pod, agent_port: int = 0) -> Member | UnusablePod:
+def member_of(pod: Pod, agent_port: int = 0, server_port: int = 0) -> Member | UnusablePod:
     """The node that runs in a Pod with an address. An annotation counts before a label of the same name.
 
-    A role that combines two is for the agent to say.
+    A role that combines two is for the agent to say. With a `server_port`, Pods are model servers that answer there: what
+    they say of an agent does not count.
     """
     where = f"{pod.metadata.namespace}/{pod.metadata.name}"
     labels, annotations = pod.metadata.labels or {}, pod.metadata.annotations or {}
@@ -61,7 +62,7 @@ def member_of(pod: Pod, agent_port: int = 0) -> Member | UnusablePod:
         return UnusablePod(
             "role", f"{where}: its role is {role!r}: must be one of {', '.join(OWN_ROLES)}, or combine them"
         )
-    port = said.get(PORT_LABEL) or _control_port(pod) or agent_port
+    port = server_port or said.get(PORT_LABEL) or _control_port(pod) or agent_port
     if not port:
         return UnusablePod(
             "port", f"{where}: where is its agent? It needs a port named {CONTROL_PORT}, or the annotation {PORT_LABEL}"
@@ -75,7 +76,7 @@ def member_of(pod: Pod, agent_port: int = 0) -> Member | UnusablePod:
             cluster=said.get(CLUSTER_LABEL, ""),
             role=role if role in OWN_ROLES else "",
             revision=said.get(REVISION_LABEL, ""),
-            labels=_labels(pod, said),
+            labels=_labels(pod, said, role),
         )
     except SettingsError as error:
         return UnusablePod("malformed", f"{where}: {error}")
@@ -95,8 +96,10 @@ def _name(pod: Pod) -> str:
     return f"{spec.hostname}.{spec.subdomain}.{pod.metadata.namespace}.svc"
 
 
-def _labels(pod: Pod, said: Mapping[str, str]) -> dict[str, str]:
+def _labels(pod: Pod, said: Mapping[str, str], role: str) -> dict[str, str]:
     told = {key: value for key, value in said.items() if key in TOLD or key.startswith(TOPOLOGY)}
+    if role in COMBINED_ROLES:
+        told[ROLE_LABEL] = role
     if pod.spec.node_name:
         told[MACHINE_LABEL] = pod.spec.node_name
     return told

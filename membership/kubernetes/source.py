@@ -34,7 +34,7 @@ SERVICE_LABEL: Final = "kubernetes.io/service-name"
 
 
 class KubernetesSource:
-    """See `membership.sources.Source`."""
+    """See `membership.sources.Source`. With a `server_port`, Pods are model servers that answer there."""
 
     name = KUBERNETES
 
@@ -45,12 +45,14 @@ class KubernetesSource:
         rng: np.random.Generator | None = None,
         begin_s: float = BEGIN_S,
         times: ReflectorTimes = REFLECTOR_TIMES,
+        server_port: int = 0,
     ) -> None:
         self._config = config
         self._clock = clock
         self._rng = rng or np.random.default_rng()
         self._begin_s = begin_s
         self._times = times
+        self._server_port = server_port
         self._changed = threading.Condition()  # of what follows
         self._listing = self._new_listing()
         self._states: dict[str, KubernetesFailed | None] = {}  # of each collection that has been tried, by path
@@ -137,7 +139,7 @@ class KubernetesSource:
                 self._reflecting = None
 
     def _new_listing(self) -> KubernetesListing:
-        return KubernetesListing(self._config.readiness, self._config.agent_port)
+        return KubernetesListing(self._config.readiness, self._config.agent_port, self._server_port)
 
     def _collections(self) -> Iterator[Collection[Any]]:
         listing, config = self._listing, self._config

@@ -6,18 +6,24 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import pytest
+
 from gateway.picker.main import FollowedMembers, config_from
 from gateway.picker.servers import ServerPool
+from membership.kubernetes.objects import Metadata, Pod, PodSpec, PodStatus
+from membership.kubernetes.pods import member_of
 from membership.kubernetes.source import KubernetesSource
+from membership.member import Member
 from membership.sources import Source
 from membership.watch import MembershipWatch
 from prfaas.cli import parser
 from tests.membership.kubernetes.servers import READ, Cluster, DoubledApi, config
+from transport.control.settings import SettingsError
 
 
 def pool_of(arguments: Sequence[str], wanted: int) -> dict[str, tuple[str, bool]]:
     """Addresses, and whether they only prefill, by id: once there are so many."""
-    return followed(config_from(parser().parse_args(["epp", *arguments])).sources(), wanted)
+    return followed(config_from(parser().parse_args(["epp", *arguments])).sources, wanted)
 
 
 def followed(sources: Sequence[Source], wanted: int) -> dict[str, tuple[str, bool]]:
@@ -71,16 +77,34 @@ def test_pods_that_are_ready_are_servers(tmp_path: Path) -> None:
     try:
         api.allow("gateway", READ)
         cluster = Cluster(api)
-        cluster.add("vllm-0", port=8200)
-        cluster.add("vllm-1", port=8200)
+        cluster.add("vllm-0")
+        cluster.add("vllm-1")
         cluster.ready("vllm-1", True)
-        source = KubernetesSource(config(api, tmp_path, readiness="pod"))
-        assert followed([source], 1) == {"vllm-1": ("127.0.0.1:8200", False)}
+        source = KubernetesSource(config(api, tmp_path, readiness="pod"), server_port=8000)
+        assert followed([source], 1) == {"vllm-1": ("127.0.0.1:8000", False)}
     finally:
         api.close()
 
 
+def test_a_pod_that_encodes_and_prefills_only_prefills(tmp_path: Path) -> None:
+    pod = Pod(
+        metadata=Metadata(name="e-0", namespace="llm", uid="1", labels={"llm-d.ai/role": "encode-prefill"}),
+        spec=PodSpec(containers=[]),
+        status=PodStatus(phase="Running", pod_ip="10.0.0.7"),
+    )
+    member = member_of(pod, server_port=8000)
+    assert isinstance(member, Member)
+    pool = ServerPool(time.monotonic, tokens_per_s=1.0, max_running=1)
+    pool.follow({member.id: member})
+    assert [server.prefills_only for server in pool] == [True]
+
+
+def test_a_selector_that_is_none_is_said_before_anything_begins() -> None:
+    with pytest.raises(SettingsError, match="selector"):
+        config_from(parser().parse_args(["epp", "--selector", ""]))
+
+
 def test_pods_are_asked_for_as_the_flags_say() -> None:
     asked = ["epp", "--selector", "app=vllm", "--pool-namespace", "llm", "--api-server", "http://127.0.0.1:8001"]
-    (source,) = config_from(parser().parse_args(asked)).sources()
+    (source,) = config_from(parser().parse_args(asked)).sources
     assert source.name == "kubernetes"

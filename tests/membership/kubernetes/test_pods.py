@@ -58,6 +58,11 @@ def test_everything_that_can_be_said() -> None:
     )
 
 
+def test_model_servers_answer_where_they_are_said_to() -> None:
+    found = member_of(pod(annotations={"prfaas/agent-port": "7009"}), server_port=8000)
+    assert found == Member(id="d-0", agent="10.0.0.7:8000")
+
+
 @pytest.mark.parametrize(
     ("role", "wanted"),
     [("prefill", "prefill"), ("decode", "decode"), ("prefill-decode", ""), ("encode-prefill-decode", ""), ("", "")],
