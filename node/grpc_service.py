@@ -247,7 +247,7 @@ async def serve(
     With an identity, callers speak mutual TLS 1.3, and must have a certificate whose name `guard` knows rights of; None:
     one of its own.
     A connection that has not said that it speaks HTTP/2 within `handshake_s` is turned away.
-    Raises OSError if the port is taken or a certificate cannot be read.
+    Raises OSError if the port is taken or a certificate cannot be read; NodeConfigError if the front's port is taken.
     """
     options = [
         ("grpc.max_receive_message_length", MAX_CONTROL_BYTES),

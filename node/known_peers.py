@@ -1,7 +1,7 @@
 """Which nodes a node exchanges KVCache with, by its own file: what others tell it to do goes no further than that."""
 
 from collections.abc import Sequence
-from ipaddress import IPv4Network, IPv6Network, ip_address, ip_network
+from ipaddress import IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
 
 from node.errors import NodeRefusal
 
@@ -45,6 +45,8 @@ class KnownPeers:
             at = ip_address(host)
         except ValueError:
             raise NodeRefusal(NOT_A_PEER, f"{host!r} is no IP address, and this node has `peer_networks`") from None
+        if isinstance(at, IPv6Address):
+            at = at.ipv4_mapped or at  # as which it is called
         if not any(at in network for network in self._networks):
             raise NodeRefusal(NOT_A_PEER, f"{host} is in none of `peer_networks` of this node's file")
 

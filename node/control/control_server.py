@@ -55,7 +55,14 @@ class ControlServer:
         return self._front.ended if self._front is not None else Counter()
 
     async def stop(self, grace_s: float | None) -> None:
-        """Calls that run have `grace_s` to end; then their connections are closed."""
-        await self._server.stop(grace_s)
+        """Calls that run have `grace_s` to end; then their connections are closed.
+
+        Nobody is let in meanwhile: another process may have gRPC's port by then.
+        """
         if self._front is not None:
-            await self._front.close()
+            self._front.shut()
+        try:
+            await self._server.stop(grace_s)
+        finally:
+            if self._front is not None:
+                await self._front.close()

@@ -41,6 +41,7 @@ KNOWN_S: Final = 600.0  # how long a site stays known after its last caller left
 MAX_KNOWN: Final = 1_024
 MAX_LEFT: Final = 4_096
 
+ANY_IPV6: Final = "::"  # any of IPv4, too, as gRPC has it
 LOOPBACK: Final = "127.0.0.1"
 LOOPBACK_BASE: Final = int(ip_address("127.1.0.0"))  # what lies below is used by others, by habit
 LOOPBACK_SIZE: Final = int(ip_address("127.255.255.255")) - LOOPBACK_BASE
@@ -115,7 +116,12 @@ class TlsFront:
     async def start(self, port: ListenPort) -> int:
         """Listens; `url` says where, and this on which port. Raises NodeConfigError."""
         try:
-            listener = socket.create_server((port.host, port.number), family=family_of(port.host), backlog=BACKLOG)
+            listener = socket.create_server(
+                (port.host, port.number),
+                family=family_of(port.host),
+                backlog=BACKLOG,
+                dualstack_ipv6=port.host == ANY_IPV6 and socket.has_dualstack_ipv6(),
+            )
         except OSError as exc:
             raise port.refused(exc) from exc
         bound: int = listener.getsockname()[1]

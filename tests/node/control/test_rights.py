@@ -277,6 +277,37 @@ def test_a_call_of_who_has_left_is_not_taken_for_a_strangers(peers: Peers) -> No
         runner.run(scenario())
 
 
+def test_a_server_that_ends_has_the_front_call_nobody_who_takes_its_port(peers: Peers) -> None:
+    async def scenario() -> None:
+        heard: list[bytes] = []
+
+        async def listen(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            heard.append(await reader.read(1))
+            writer.close()
+
+        server, port = await serve(cast(NodeService, Deaf()), "127.0.0.1", 0, peers.server)
+        gateway = peers.by_role[PeerRole.GATEWAY]
+        async with stub_of(port, gateway) as stub:
+            watch = stub.Watch(pb.WatchRequest())
+            await watch.read()
+            stopping = asyncio.create_task(server.stop(2.0))
+            thief: asyncio.Server | None = None
+            while thief is None:
+                with suppress(OSError):
+                    thief = await asyncio.start_server(listen, *parse_address(server.inside.removeprefix("http://")))
+                await asyncio.sleep(0.01)
+            assert not stopping.done()
+            async with stub_of(port, gateway) as late:
+                with pytest.raises(grpc.aio.AioRpcError):
+                    await late.Describe(pb.DescribeRequest(), timeout=1.0)
+            await stopping
+            thief.close()
+        assert heard == []
+
+    with new_runner() as runner:
+        runner.run(scenario())
+
+
 def test_a_gateway_minted_by_another_site_s_authority_gets_nowhere(tmp_path: Path) -> None:
     sites = TwoSites(tmp_path)
 

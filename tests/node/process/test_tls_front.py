@@ -420,3 +420,26 @@ def test_a_caller_is_known_to_the_server_until_it_leaves_and_then_to_have_left(
             assert not front.has_left("127.0.0.1:1")
 
     scenario()
+
+
+def test_any_address_of_ipv6_is_any_of_ipv4_too(node: Identity, gateway: Identity) -> None:
+    @on_both_loops
+    async def scenario() -> None:
+        front = TlsFront(node)
+        async with engine_running() as engine:
+            port = await front.start(ListenPort("engine_port", "::", 0))
+            front.open(engine.url)
+            try:
+                for host in (HOST, "::1"):
+                    reader, writer = await asyncio.open_connection(
+                        host, port, ssl=replace(gateway, peer_name="node").client_context(), server_hostname="node"
+                    )
+                    writer.write(b"x")
+                    assert await reader.readexactly(1) == b"x"
+                    writer.close()
+                assert await is_hung_up_on(port, b"GET / HTTP/1.1\r\n\r\n")
+                assert front.ended == {"handshake": 1}
+            finally:
+                await front.close()
+
+    scenario()
