@@ -28,7 +28,7 @@ COLUMNS: Final[Mapping[str, Range]] = MappingProxyType(
 class KeptArrivals:
     """A request per place, sorted by `arrival_s`. The columns are those of `Lengths`, and the tokens of answers.
 
-    `rate_req_per_s` is that of the whole trace, of which these may be a part.
+    `rate_req_per_s` is that of the whole trace; these may be a part of it.
     """
 
     rate_req_per_s: float
