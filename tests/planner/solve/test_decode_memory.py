@@ -22,7 +22,11 @@ GB = 1e9
 def with_memory(site, room_bytes, kv_copies=1.0):
     """The case study whose decode instances have so much room for KVCache."""
     memory = MemoryProfile(
-        gpus=8, hbm_bytes_per_gpu=room_bytes / 8 / 0.9 + 100 * GB, weights_bytes=720 * GB, kv_copies=kv_copies
+        gpus=8,
+        hbm_bytes_per_gpu=room_bytes / 8 / 0.9 + 100 * GB,
+        weights_bytes=720 * GB,
+        kv_copies=kv_copies,
+        provenance="measured: made up",
     )
     assert memory.kv_bytes == pytest.approx(room_bytes)
     return replace(site, profile=replace(site.profile, memory={PD: memory}))
@@ -64,7 +68,8 @@ def test_a_plan_says_that_memory_binds(coarse):
 def test_memory_that_does_not_bind_changes_nothing(coarse, options):
     roomy = with_memory(coarse, 100 * context_bytes(coarse))
     plan, as_before = make_plan(roomy, options), make_plan(coarse, options)
-    assert plan.to_json() == as_before.to_json()
+    assert plan.provenance == {**as_before.provenance, "memory h20x8": "measured: made up"}
+    assert plan.to_json() == as_before.to_json() | {"provenance": plan.provenance}
     assert plan_text(plan) == plan_text(as_before)
     assert as_before.decode_batch_limit is BatchLimit.PROFILE
 
