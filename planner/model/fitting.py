@@ -11,6 +11,8 @@ from planner.model.profile import Floats
 from planner.model.reading import TOKENS, Range, named
 from planner.model.site import BURST_S, KNOWN_OF_LENGTHS, Workload
 from planner.model.trace_files.arrivals import KeptArrivals, busiest
+from planner.model.trace_files.categories import RequestCategories
+from planner.model.trace_files.reuse import reuse_by_category
 from planner.model.traffic import Lengths
 from planner.model.workload import Trace
 from transport.control.settings import SettingsError, shown
@@ -122,9 +124,18 @@ def fit(trace: Trace, found: Floats | FoundPrefixes | None) -> dict[str, Any]:
         },
         "burst_index": {f"{window:g}_s": burst_index(_spread(trace), window) for window in (1.0, BURST_S, 60.0)},
         "rate_by_bin_req_per_s": rate_bins(trace.arrival_s),
+        "block_reuse": block_reuse(trace),
         "arrivals": None if arrivals is None else arrivals.table(),
         "provenance": f"measured: trace {trace.name}, {len(trace)} requests",
     }
+
+
+def block_reuse(trace: Trace) -> dict[str, Any] | None:
+    """When blocks are used again, by category of request. None where the trace names no blocks."""
+    if trace.blocks is None:
+        return None
+    categories = trace.categories or RequestCategories.inferred(trace.blocks)
+    return reuse_by_category(trace.arrival_s, trace.blocks, categories)
 
 
 def _relative_spread(values: Floats) -> float:

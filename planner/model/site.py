@@ -257,6 +257,8 @@ class Site:
             named["S_kv"] = profile.kv.provenance
         named |= {f"T_prefill {hw}": curve.provenance for hw, curve in profile.prefill.items() if hw in used}
         named |= {f"decode {hw}": decode.provenance for hw, decode in profile.decode.items() if hw in used}
+        decoding = {cluster.hardware for cluster in self.of_kind(ClusterKind.PD) if cluster.instances}
+        named |= {f"memory {hw}": memory.provenance for hw, memory in profile.memory.items() if hw in decoding}
         return {what: text or "unverified: not stated" for what, text in named.items()}
 
 

@@ -24,6 +24,7 @@ from planner.errors import InputError
 from planner.model.profile import Floats
 from planner.model.reading import RATE, json_rows, named, open_text, placed
 from planner.model.trace_files.blocks import Places, leading_seen
+from planner.model.trace_files.categories import RequestCategories
 from planner.model.trace_files.columns import RequestColumns, RowColumns
 from planner.model.trace_files.rows import MOONCAKE_BLOCK, RequestRow, block_size_of, parsed, quickly_parsed
 from planner.model.traffic import Lengths
@@ -50,6 +51,7 @@ class Trace:
     blocks: Sequence[tuple[int, ...]] | None = None
     block_size: int = 512
     cached_tokens: Floats | None = None  # what the system that wrote the trace found cached
+    categories: RequestCategories | None = None  # where the trace says any
 
     def __post_init__(self) -> None:
         if not self.span_s <= MAX_SPAN_S:
@@ -77,6 +79,7 @@ class Trace:
             output_tokens=self.output_tokens[:count],
             blocks=self.blocks[:count] if self.blocks is not None else None,
             cached_tokens=self.cached_tokens[:count] if self.cached_tokens is not None else None,
+            categories=self.categories.head(count) if self.categories is not None else None,
         )
 
     def spread(self, rng: np.random.Generator) -> "Trace":
@@ -215,6 +218,7 @@ def _trace_of(found: RequestColumns, name: str, block_size: int) -> Trace:
         blocks=found.blocks,
         block_size=block_size,
         cached_tokens=found.cached_tokens,
+        categories=found.categories,
     )
 
 

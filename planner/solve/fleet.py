@@ -37,6 +37,7 @@ from planner.model.profile import Floats
 from planner.model.site import Site
 from planner.model.throughput import decode_seconds
 from planner.model.traffic import Lengths
+from planner.solve.decode_memory import decode_of
 from planner.solve.search import COLD_BUSY, RECOMMENDED_LOAD
 from planner.solve.watch import ProgressWatch, unwatched
 
@@ -206,7 +207,7 @@ def fleet_of(site: Site, bins: int = BINS, extrapolate: bool = False, *, survive
     """The site as a Fleet; lengths are thinned to `bins`. `survives_cold`: RECOMMENDED_LOAD is carried with cold caches, too."""
     prfaas, pd = site.of_kind(ClusterKind.PRFAAS), site.of_kind(ClusterKind.PD)
     profile = site.profile
-    decodes = [profile.decode_on(cluster.hardware) for cluster in pd]
+    decodes = [decode_of(site, cluster.hardware) for cluster in pd]
     lengths = site.workload.lengths.thinned(bins).less_held(max(full_chance(each, 1.0) for each in decodes))
     for cluster in [*prfaas, *pd]:
         curve = profile.prefill_on(cluster.hardware)

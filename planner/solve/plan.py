@@ -13,6 +13,7 @@ from planner.model.profile import provenance_kind
 from planner.model.queueing import Ttft
 from planner.model.site import BYTES_PER_S_PER_GBPS, Deployment, Site
 from planner.solve.aims import Aim
+from planner.solve.decode_memory import BatchLimit
 from planner.solve.goals import Objective, ServiceTime
 from planner.solve.loaded import loaded_ttft
 from planner.solve.objectives import cheapest, cost_per_hour, too_much
@@ -85,6 +86,8 @@ class Plan:
     bottleneck: Bottleneck
     utilisation: Mapping[str, float]
     cost_per_hour: float
+    decode_batch: int = 0
+    decode_batch_limit: BatchLimit = BatchLimit.PROFILE
     lambda_slo: float | None = None
     rate_req_per_s: float | None = None
     asked_offload_fraction: float | None = None
@@ -148,6 +151,8 @@ class Plan:
             "ttft_p90_at_80_percent_s": self.loaded_ttft_p90_s,
             "bottleneck": str(self.bottleneck),
             "utilisation": dict(self.utilisation),
+            "decode_batch": self.decode_batch,
+            "decode_batch_limit": str(self.decode_batch_limit),
             "lambda_with_warm_caches_req_per_s": self.lambda_warm,
             "utilisation_with_cold_caches": dict(self.cold_utilisation),
             "cost_per_hour": self.cost_per_hour,
@@ -310,6 +315,8 @@ def _outline(solved: _Solved) -> Plan:
         lambda_warm=best_cut(problem.warm(), options).rate if cold else None,
         cold_utilisation={str(stage): found.rate / limit for stage, limit in cold.items()},
         cost_per_hour=cost_per_hour(problem),
+        decode_batch=problem.decode.max_running,
+        decode_batch_limit=problem.batch_limit(site.profile.decode_on(problem.pd.hardware)),
         lambda_slo=solved.lambda_slo,
         rate_req_per_s=options.rate_req_per_s,
         asked_offload_fraction=asked.mix.offloaded if asked else None,
@@ -401,9 +408,14 @@ def warnings_of(plan: Plan, site: Site, problem: Problem) -> tuple[str, ...]:
     if plan.utilisation[Bottleneck.EGRESS] > 0.7:
         found.append(f"the egress link is {plan.utilisation[Bottleneck.EGRESS]:.0%} busy at Λ; bursts will queue")
     batch, tbt_s = site.profile.decode_on(problem.pd.hardware), site.slo.tbt_s
+    if plan.decode_batch_limit is BatchLimit.MEMORY:
+        found.append(
+            f"memory of {problem.pd.hardware} limits decode batches to {plan.decode_batch} requests, max_running is "
+            f"{batch.max_running}: {problem.memory}"
+        )
     if tbt_s is not None and problem.decode.full_step_s > tbt_s:
         found.append(f"a decode step of a full batch takes {batch.full_step_s:g} s, longer than tbt_s={tbt_s:g}")
-    if tbt_s is not None and problem.decode.max_running < batch.max_running:
+    if plan.decode_batch_limit is BatchLimit.TBT:
         found.append(f"decode batches of at most {problem.decode.max_running} requests keep tbt_s={tbt_s:g}")
     if plan.num_prfaas and not advantage_rises(problem):
         found.append("T_PD/T_PrfaaS does not rise with length everywhere: a threshold may not be the best rule")

@@ -12,6 +12,7 @@ from planner.model.profile import DecodeProfile, Floats, KvSize, PrefillCurve
 from planner.model.site import Cluster, Deployment, Link, Site
 from planner.model.throughput import decode_seconds
 from planner.model.traffic import Lengths
+from planner.solve.decode_memory import BatchLimit, DecodeMemory, decode_of, memory_of
 from planner.solve.goals import Objective, ServiceTime, TieBreak
 from planner.solve.search import RECOMMENDED_LOAD, Capacity, Cut, Loads, build_loads, solve, threshold_of
 
@@ -49,7 +50,7 @@ class Problem:
 
     `loads` are those at Λ. A decode node without a place is not chosen, whatever it holds: the fuller the nodes are, the fewer
     prompts they compute. `asked` are the lengths of empty nodes. `cold_load` is the share of Λ that must be carried with cold
-    caches, None where that does not matter.
+    caches, None where that does not matter. `memory` is that of a decode instance, None where it is not known.
     """
 
     capacity: Capacity
@@ -66,6 +67,7 @@ class Problem:
     burst_index: float = 1.0
     output_spread: float = 0.0
     cold_load: float | None = None
+    memory: DecodeMemory | None = None
 
     @property
     def lengths(self) -> Lengths:
@@ -112,6 +114,22 @@ class Problem:
                 f"slo: tbt_s={tbt_s:g}: a decode step of one request takes {self.decode.at(1):g} s on "
                 f"{self.pd.hardware}; ask for at least that"
             )
+        return self._decoding(decode, output_tokens)
+
+    def batch_limit(self, profiled: DecodeProfile) -> BatchLimit:
+        """What keeps decode batches as small as they are."""
+        fitting = profiled if self.memory is None else self.memory.limited(profiled)
+        if self.decode.max_running < fitting.max_running:
+            return BatchLimit.TBT
+        return BatchLimit.PROFILE if fitting is profiled else BatchLimit.MEMORY
+
+    def with_staged(self, staged_bytes: float, output_tokens: float) -> "Problem":
+        """While prompts that cross the line hold so much of each decode instance."""
+        assert self.memory is not None
+        memory = self.memory.with_staged(staged_bytes)
+        return replace(self, memory=memory)._decoding(memory.limited(self.decode), output_tokens)
+
+    def _decoding(self, decode: DecodeProfile, output_tokens: float) -> "Problem":
         decode_s = float(decode_seconds(decode.max_running, decode.full_step_s, output_tokens))
         return replace(self, decode=decode, capacity=replace(self.capacity, decode_s=decode_s))
 
@@ -120,7 +138,21 @@ class Problem:
 
 
 def pose(site: Site, options: SolveOptions, variant: Deployment | None = None) -> Problem:
-    """The site as a Problem. Raises InputError when it has several clusters of a kind (those are `fleet`'s)."""
+    """The site as a Problem. Raises InputError when it has several clusters of a kind (those are `fleet`'s).
+
+    Decode batches fit into memory, where the profile says it: with what prompts hold that cross the line at Λ.
+    """
+    problem = _posed(site, options, variant)
+    while problem.memory is not None:
+        staged = staged_bytes(problem, best_cut(problem, options))
+        fuller = problem.with_staged(max(problem.memory.staged_bytes, staged), site.workload.output_tokens)
+        if fuller.decode.max_running == problem.decode.max_running:
+            return fuller
+        problem = fuller
+    return problem
+
+
+def _posed(site: Site, options: SolveOptions, variant: Deployment | None) -> Problem:
     prfaas, pd = site.of_kind(ClusterKind.PRFAAS), site.of_kind(ClusterKind.PD)
     if len(prfaas) > 1 or len(pd) > 1:
         raise InputError(
@@ -130,7 +162,8 @@ def pose(site: Site, options: SolveOptions, variant: Deployment | None = None) -
     link = site.link(remote_cluster.name, pd[0].name) if remote_cluster else None
     local = site.profile.prefill_on(pd[0].hardware)
     remote = site.profile.prefill_on(remote_cluster.hardware) if remote_cluster else local
-    decode = site.profile.decode_on(pd[0].hardware)
+    memory = memory_of(site, pd[0].hardware)
+    decode = decode_of(site, pd[0].hardware)
     workload = site.workload
     for curve, cluster in ((local, pd[0]), (remote, remote_cluster)):
         if cluster is not None and cluster.instances:
@@ -152,8 +185,22 @@ def pose(site: Site, options: SolveOptions, variant: Deployment | None = None) -
         prfaas=remote_cluster,
         pd=pd[0], link=link, variant=variant or Deployment(), burst_index=workload.burst_index,
         output_spread=workload.output_spread,
-        cold_load=options.cold_load,
+        cold_load=options.cold_load, memory=memory,
     )  # fmt: skip
+
+
+def staged_bytes(problem: Problem, found: Cut) -> float:
+    """What prompts that cross the line hold of each decode instance in the mean: rate × transfer time × their KVCache."""
+    lengths, egress = problem.lengths, problem.capacity.egress_bytes_per_s
+    if not egress or not found.num_decode:
+        return 0.0
+    sent = np.where(np.arange(len(lengths.tokens)) >= found.cut, lengths.prefilled, 0.0)
+    if found.share:
+        sent[found.cut] *= 1 - found.share
+    sizes, fixed = problem.kv.beyond(*lengths.sent), problem.kv.fixed_bytes
+    copies = 1.0 if problem.memory is None else problem.memory.kv_copies
+    held = (sizes - fixed) * copies + fixed
+    return float(found.rate * (sent @ (sizes / egress * held)) / found.num_decode)
 
 
 def best_cut(problem: Problem, options: SolveOptions) -> Cut:

@@ -1,6 +1,9 @@
 """`prfaas-plan fit`: a workload from a trace, or from a gateway's metrics."""
 
 import argparse
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, Final
 
 from planner.commands.rendering.output import emit, write
 from planner.commands.rendering.text import table
@@ -12,6 +15,8 @@ from planner.model.site import Site, load_site
 from planner.model.traces import read_requests
 from planner.model.workload import Trace
 from planner.simulator.trials.hits import hits_of, pd_prefixes
+
+REUSE_TIMES: Final[Mapping[str, str]] = MappingProxyType({"reuse": "reuse_s", "life": "lifespan_s"})
 
 
 def run(args: argparse.Namespace) -> int:
@@ -38,7 +43,29 @@ def run(args: argparse.Namespace) -> int:
     print(table(shares, ["threshold", "total", "uncached"]))
     bursts = ", ".join(f"{window} {index:.2f}" for window, index in result["burst_index"].items() if index)
     print(f"burst index (variance/mean of arrivals; Poisson is 1): {bursts}")
+    print("\n".join(_reuse_lines(result["block_reuse"])))
     return 0
+
+
+def _reuse_lines(reuse: Mapping[str, Any] | None) -> list[str]:
+    """When blocks are used again, by category."""
+    if reuse is None:
+        return ["reuse of blocks is not known: the trace names no blocks"]
+    share = reuse["sampled_blocks_share"]
+    of = "all blocks" if share == 1 else f"{share:.3g} of all blocks, sampled by hash"
+    head = f"seconds between two uses of a block (reuse) and from its first to its last (life); {of}"
+    rows = [
+        {"category": row["category"], "requests": row["requests"], "reused": row["reused_share"]}
+        | {f"{name} {at}": value for name in REUSE_TIMES for at, value in (row[REUSE_TIMES[name]] or {}).items()}
+        for row in reuse["by_category"]
+    ]
+    columns = [
+        "category",
+        "requests",
+        "reused",
+        *(f"{name} {at}" for name in REUSE_TIMES for at in ("p50", "p90", "p99")),
+    ]
+    return [head, f"category: {reuse['categories_are']}", table(rows, columns)]
 
 
 def _found(trace: Trace, site: Site | None, cache_gb: float | None) -> FoundPrefixes | None:

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from planner.model.profile import provenance_kind
+from planner.solve.decode_memory import BatchLimit
 from planner.solve.goals import Objective, ServiceTime
 from planner.solve.plan import Plan
 from planner.solve.search import RECOMMENDED_LOAD, Bottleneck
@@ -54,6 +55,7 @@ def _rows(plan: Plan) -> dict[str, str]:
         "Θ prfaas/pd-p/pd-d": f"{plan.theta_prfaas:.2f} / {plan.theta_pd_p:.2f} / {plan.theta_pd_d:.2f}",
         "offloaded": f"{plan.offload_fraction:.1%}, mean {tokens(plan.mean_offloaded_tokens)}" if remote else "-",
         **({"on decode nodes": f"{plan.held_fraction:.1%}"} if plan.held_fraction else {}),
+        **({"decode batch": f"{plan.decode_batch}, by memory"} if plan.decode_batch_limit is BatchLimit.MEMORY else {}),
         "TTFT empty mean/p90": f"{plan.ttft_mean_s:.2f} / {plan.ttft_p90_s:.2f} s",
         "TTFT at 80 % Λ": f"{plan.loaded_ttft_mean_s:.2f} / {plan.loaded_ttft_p90_s:.2f} s",
         "egress": f"{plan.egress_gbps:.2f} of {plan.egress_capacity_gbps:g} Gbit/s" if remote else "-",

@@ -2,6 +2,7 @@
 
 from array import array
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import Any, Final, TypeAlias, overload
 
 import numpy as np
@@ -41,6 +42,21 @@ class PromptBlocks(Sequence[tuple[int, ...]]):
         return isinstance(other, Sequence) and tuple(self) == tuple(other)
 
     __hash__ = None  # type: ignore[assignment]
+
+    def pieces(self, prompts: int) -> Iterator[tuple[npt.NDArray[np.uint64], Places]]:
+        """The names of so many prompts at a time, one after the other, and how many each has. Of longer names, hashes."""
+        is_array = isinstance(self._flat, array)
+        flat = np.frombuffer(self._flat, dtype=self._flat.typecode) if is_array and self._flat else None
+        for begin in range(0, len(self), prompts):
+            starts, stops = self._starts[begin : begin + prompts], self._stops[begin : begin + prompts]
+            counts = stops - starts
+            if flat is None:
+                names = chain.from_iterable(self[begin : begin + prompts])
+                yield np.fromiter(map(hash, names), dtype=np.uint64, count=int(counts.sum())), counts
+                continue
+            before = np.cumsum(counts) - counts
+            places = np.repeat(starts - before, counts) + np.arange(counts.sum())
+            yield flat[places].astype(np.uint64), counts
 
     @property
     def least_table(self) -> int | None:

@@ -9,6 +9,7 @@ import numpy as np
 
 from planner.model.profile import Floats
 from planner.model.trace_files.blocks import BlockColumn, Places, PromptBlocks
+from planner.model.trace_files.categories import CategoryColumn, RequestCategories
 from planner.model.trace_files.rows import RequestRow
 
 
@@ -22,6 +23,7 @@ class RequestColumns:
     is_cut: Any
     cached_tokens: Floats | None
     blocks: PromptBlocks | None
+    categories: RequestCategories | None
 
 
 class RowColumns:
@@ -31,7 +33,7 @@ class RowColumns:
         self._numbers = {name: array("d") for name in ("arrived", "prompt", "output", "cached")}
         self._lines = array("q")
         self._is_cut, self._has_names, self._has_cached = bytearray(), bytearray(), bytearray()
-        self._blocks = BlockColumn()
+        self._blocks, self._categories = BlockColumn(), CategoryColumn()
         self._files: list[tuple[int, str]] = []  # the first row of each
 
     def __len__(self) -> int:
@@ -51,6 +53,7 @@ class RowColumns:
         self._has_cached.append(row.cached is not None)
         self._has_names.append(row.ids is not None)
         self._blocks.append(row.ids or ())
+        self._categories.append(row.category)
 
     def order(self) -> Places:
         """Of the rows, by arrival; equal ones as in the file."""
@@ -80,6 +83,7 @@ class RowColumns:
             is_cut=np.frombuffer(self._is_cut, dtype=np.bool_)[order],
             cached_tokens=self._column("cached")[order] if has_cached else None,
             blocks=self._blocks.ordered(order) if all(self._has_names) else None,
+            categories=self._categories.ordered(order),
         )
 
     def _column(self, name: str) -> Floats:

@@ -8,6 +8,7 @@ from typing import Any, Final
 import msgspec
 
 from planner.model.reading import LEAST, SECONDS, TOKENS, Range, number, spelled_number
+from planner.model.trace_files.categories import category_of
 from transport.control.settings import SettingsError, require, shown
 
 # Statuses of requests that a larger system would have served, or served whole; others of 400 and above are the client's errors.
@@ -34,6 +35,7 @@ class RequestRow:
     ids: Sequence[int] | None = None
     cached: float | None = None
     is_cut: bool = False  # its whole answer would have had an unknown length
+    category: str | None = None
 
 
 class _MooncakeRow(msgspec.Struct, forbid_unknown_fields=True):
@@ -87,7 +89,10 @@ def parsed(row: Mapping[str, Any]) -> RequestRow | None:
         raise SettingsError(f"fields {fields}: an unknown shape; known are {SHAPES}")
     unit, per_s = (SECONDS, 1.0) if "chat_id" in row else (MILLISECONDS, 1e3)
     arrived_s = number(row, "timestamp", unit) / per_s
-    return RequestRow(arrived_s, number(row, "input_length", TOKENS), number(row, "output_length", TOKENS), _ids(row))
+    return RequestRow(
+        arrived_s, number(row, "input_length", TOKENS), number(row, "output_length", TOKENS), _ids(row),
+        category=category_of(row),
+    )  # fmt: skip
 
 
 def _parse_logged(row: Mapping[str, Any]) -> RequestRow | None:
@@ -102,6 +107,7 @@ def _parse_logged(row: Mapping[str, Any]) -> RequestRow | None:
         _ids(row),
         number(row, "cached", TOKENS),
         is_cut=status >= 500 or status in CUT,
+        category=category_of(row),
     )
 
 

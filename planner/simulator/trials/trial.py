@@ -18,7 +18,6 @@ from planner.decisions.routing.placement import PlacementPolicy
 from planner.decisions.routing.policy import RoutingPolicy
 from planner.decisions.views import ClusterKind
 from planner.errors import InputError
-from planner.model.profile import ModelProfile
 from planner.model.reading import RATE, SHARE, TOKENS, named, number, placed, read_json
 from planner.model.site import BYTES_PER_S_PER_GBPS, INSTANCES, Cluster, Site
 from planner.model.workload import Trace, diurnal, poisson
@@ -27,6 +26,7 @@ from planner.simulator.policies import Estimates
 from planner.simulator.scenario import FlipTimes, Outage, Pool, Scenario, Targets, Wire
 from planner.simulator.world import simulate
 from planner.solve.control.controller import ControllerConfig
+from planner.solve.decode_memory import decode_of
 from planner.solve.plan import Plan
 from transport.control.settings import require, require_table, require_tables
 
@@ -153,8 +153,7 @@ def scenario_of(site: Site, setting: TrialSetting, trial: Trial) -> Scenario:
         )
     if not setting.num_decode:
         raise InputError("num_decode=0: no node could answer; give at least 1")
-    profile = site.profile
-    pools = [_pool(cluster, profile, setting, trial) for cluster in site.clusters]
+    pools = [_pool(cluster, site, setting, trial) for cluster in site.clusters]
     wires = [
         Wire(
             source=link.source,
@@ -172,7 +171,7 @@ def scenario_of(site: Site, setting: TrialSetting, trial: Trial) -> Scenario:
     return Scenario(
         pools=[pool for pool in pools if pool.num_prefill or pool.num_decode],
         wires=_with_outages(wires, trial.outages),
-        kv=profile.kv_size(),
+        kv=site.profile.kv_size(),
         routing=RoutingPolicy(
             threshold_tokens=setting.threshold_tokens,
             # Without an atom to split, L = t is local like everything below it.
@@ -196,7 +195,7 @@ def scenario_of(site: Site, setting: TrialSetting, trial: Trial) -> Scenario:
     )
 
 
-def _pool(cluster: Cluster, profile: ModelProfile, setting: TrialSetting, trial: Trial) -> Pool:
+def _pool(cluster: Cluster, site: Site, setting: TrialSetting, trial: Trial) -> Pool:
     decodes = cluster.kind is ClusterKind.PD
     num_prefill, num_decode = setting.split_of(cluster.name) if decodes else (cluster.instances, 0)
     return Pool(
@@ -204,8 +203,8 @@ def _pool(cluster: Cluster, profile: ModelProfile, setting: TrialSetting, trial:
         kind=cluster.kind,
         num_prefill=num_prefill,
         num_decode=num_decode,
-        prefill=profile.prefill_on(cluster.hardware),
-        decode=profile.decode_on(cluster.hardware) if decodes else None,
+        prefill=site.profile.prefill_on(cluster.hardware),
+        decode=decode_of(site, cluster.hardware) if decodes else None,
         cache_bytes=said(trial.cache_gb, said(cluster.cache_gb, trial.unsaid_cache_gb)) * 1e9,
     )
 

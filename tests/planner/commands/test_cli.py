@@ -269,6 +269,22 @@ def test_fit_feeds_solve(capsys, tmp_path):
     assert "burst index" in run(capsys, "fit", "--trace", str(MOONCAKE), "--tokens", "total")[1]
 
 
+def test_fit_says_when_blocks_are_used_again(capsys, tmp_path):
+    _, out, _ = run(capsys, "fit", "--trace", str(MOONCAKE))
+    assert "category: turns, inferred from prompts" in out
+    table = out[out.index("reuse p50") :].splitlines()
+    assert [line.split("  ")[0].strip() or line.split()[0] for line in table[1:]] == [
+        "first turn",
+        "later turns",
+        "all",
+    ]
+    found = json.loads(run(capsys, "fit", "--trace", str(MOONCAKE), "--json")[1])["block_reuse"]
+    assert table[-1].split()[3:6] == [f"{found['by_category'][-1]['reuse_s'][at]:.4g}" for at in ("p50", "p90", "p99")]
+    nameless = tmp_path / "azure.jsonl"
+    nameless.write_text('{"timestamp": 1, "input_length": 10, "output_length": 5}\n')
+    assert "reuse of blocks is not known: the trace names no blocks" in run(capsys, "fit", "--trace", str(nameless))[1]
+
+
 def test_whatif_writes_csv(capsys, tmp_path):
     table = tmp_path / "sweep.csv"
     argv = ["whatif", "-c", CASE, "--sweep", "b_out=2,10,100", "--sweep", "n_prfaas=2:4:3", "-o", str(table)]
