@@ -220,7 +220,7 @@ def test_gateways_that_place_at_one_instant_load_nodes_hardly_more_than_one_gate
     alone_, together = greatest_load(1, seed), greatest_load(gateways, seed)
     assert together <= alone_ + 2 * WAVE
     # Where nodes say nothing of bookings, gateways go on filling the node that has just joined.
-    assert greatest_load(gateways, seed, says=False) > together + 2 * WAVE
+    assert greatest_load(gateways, seed, says=False) > together + WAVE
 
 
 # Two gateways, and nodes whose engines alone are emulated
