@@ -94,9 +94,10 @@ def test_a_request_is_booked_until_an_engine_begins_with_it_or_nobody_can(tmp_pa
             reservations.lend(reserved)
             reservations.give_back(reserved, "loaded")
             lost = decode.reserve(TOKENS, holder="one")
-            decode.reserve(TOKENS[:16], 16, prefix_only=True, holder="one")  # no request
+            prefix = decode.reserve(TOKENS[:16], 16, prefix_only=True, holder="one")  # no request
             assert (holders.booked_by("one"), holders.booked_by_others("two")) == (1, 1)
-            decode.incoming.abort(lost.transfer_id, "request_ended")
-            assert (holders.booked_by("one"), holders.booked_by_others("two")) == (0, 0)
+            for ticket in (lost, prefix):
+                decode.incoming.abort(ticket.transfer_id, "request_ended")
+                assert (holders.booked_by("one"), holders.booked_by_others("two")) == (0, 0)
 
     run(scenario())
