@@ -21,8 +21,11 @@ from hybrid_cache.hashing.block_hash import block_hashes
 from hybrid_cache.index.index import NOTHING
 from node.control.booking_news import BookingNews
 from node.control.holders import ReservationHolders
+from tests.gateway.memory.pipeline import on_memory_loop, pipeline
+from tests.gateway.scripted import ScriptedNode
 from tests.gateway.worlds import until
 from tests.node.running import BLOCK, RunningNode, alone, config, running_node
+from transport.control.proto import node_pb2 as pb
 
 INFO: Final = NodeInfo(
     node_id="d", cluster="west", cluster_kind="pd", role="decode", state="ready", engine_url="", model_id="m",
@@ -96,6 +99,27 @@ def test_nothing_is_booked_on_a_node_that_is_lost_or_does_not_say() -> None:
     node.connected = True
     node.reported(NodeLoad(clock_s=49.0))
     assert (node.others, running(node)) == (0, 0)
+
+
+class BusyNode(ScriptedNode):
+    """Another gateway has reserved here, for as many requests as it may hold."""
+
+    async def reserve(self, request: pb.ReserveRequest) -> pb.Ticket:
+        ticket = await super().reserve(request)
+        ticket.others.CopyFrom(pb.Bookings(requests=9, clock_s=1.0))
+        return ticket
+
+
+@on_memory_loop
+async def test_a_gateway_hears_of_others_by_the_answer_to_its_reservation() -> None:
+    async with pipeline(remote=1, local=0, decode=1, kind=BusyNode) as w:
+        gate = w.nodes.decode[0].script.decode_gate = asyncio.Event()
+        asked = asyncio.create_task(w.complete("the quick brown fox jumps over the lazy dog " * 60))
+        decode = w.clusters.by_id("d0")
+        await until(lambda: decode.others == 9)
+        assert running(decode) == 10  # the request of this gateway with them
+        gate.set()
+        assert (await asked).status == 200
 
 
 # Two gateways, simulated
