@@ -146,7 +146,7 @@ class Stay:
 
 @dataclass
 class SimulatedNode:
-    """What a node of which nothing but its bookings and its engine's load is simulated says."""
+    """A node's bookings, its engine's load, and what it says of both."""
 
     says: bool
     name: str
