@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import secrets
-import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -170,7 +169,6 @@ async def build_nodes(
     times: NodeTimes,
 ) -> AsyncIterator[NodeAccess]:
     upkeep = seat.metrics.upkeep
-    holder = uuid.uuid4().hex  # a name for what this process reserves: no worker's and no other start's
     identity = config.identity
     guard = identity.guard() if identity is not None else None
     if guard is not None:
@@ -178,7 +176,7 @@ async def build_nodes(
 
     def agent_of(member: Member) -> AgentClient:
         return agent_client(
-            member.agent, config.timeouts.rpc_s, identity, member.name, upkeep.called_by_grpc, holder, guard
+            member.agent, config.timeouts.rpc_s, identity, member.name, upkeep.called_by_grpc, seat.holder, guard
         )
 
     steps = LearnedSteps()

@@ -1,5 +1,6 @@
 """The gRPC face of a node: node.proto's calls, mapped onto the agent, refusals mapped onto status codes."""
 
+import asyncio
 import errno
 import logging
 from collections.abc import AsyncIterator, Callable
@@ -9,6 +10,7 @@ import grpc
 import grpc.aio
 
 from node.agent import NodeAgent
+from node.control.booking_news import BookingNews
 from node.control.broadcast import WatcherTooSlow
 from node.control.control_server import HTTP_2, ControlServer, FrontCallers, uncertified
 from node.control.holders import checked_name
@@ -66,6 +68,7 @@ class NodeService(rpc.NodeAgentServicer):
         self._agent = agent
         self._now = now
         self.caller_of: CallerOf = uncertified  # of the server that it is served by
+        self._news = BookingNews()
 
     async def Describe(self, request: pb.DescribeRequest, context: grpc.aio.ServicerContext) -> pb.NodeDescription:
         description = self._agent.describe()
@@ -82,7 +85,7 @@ class NodeService(rpc.NodeAgentServicer):
         config = self._agent.config
         try:
             incoming = self._agent.known(self._agent.incoming)
-            return pb.Ticket(
+            ticket = pb.Ticket(
                 transfer_id=transfer_id,
                 secret=secret,
                 num_tokens=reservation.num_tokens,
@@ -93,10 +96,28 @@ class NodeService(rpc.NodeAgentServicer):
                 layout_fingerprint=incoming.layout.fingerprint,
                 node_id=config.node_id,
                 cluster=config.cluster,
+                others=self._bookings_beside(request.holder),
             )
         except BaseException:  # the role ended meanwhile: the gateway never learns its id
             self._agent.abort(transfer_id, "given_up")
             raise
+        if not request.prefix_only:
+            self._booked()
+        return ticket
+
+    def _bookings_beside(self, holder: str) -> pb.Bookings:
+        return pb.Bookings(
+            requests=self._agent.holders.booked_by_others(holder), clock_s=self._agent.prefills.shares.now()
+        )
+
+    def _booked(self) -> None:
+        """Watchers hear of many new bookings at once."""
+        if (wait_s := self._news.booked(self._now())) is not None:
+            asyncio.get_running_loop().call_later(wait_s, self._tell_load)
+
+    def _tell_load(self) -> None:
+        self._news.told(self._now())
+        self._agent.events.publish(pb.NodeEvent(load=self._agent.load()))
 
     def abort(self, request: pb.AbortRequest) -> pb.Done:
         known = self._agent.abort(request.transfer_id, request.reason)
@@ -173,6 +194,7 @@ class NodeService(rpc.NodeAgentServicer):
         with self._agent.holders.connected(holder), self._agent.events.watch() as watcher:
             first, snapshot = pb.NodeEvent(description=self._agent.describe()), self._agent.snapshot_event()
             for event in (first, *in_parts(snapshot)):
+                self._tell_bookings(event, holder)
                 event.seq = seq = seq + 1
                 yield event
             while True:
@@ -182,8 +204,21 @@ class NodeService(rpc.NodeAgentServicer):
                     await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "watcher too slow: watch again")
                 event = pb.NodeEvent()
                 event.CopyFrom(heard or pb.NodeEvent(load=self._agent.load()))
+                self._tell_bookings(event, holder)
                 event.seq = seq = seq + 1
                 yield event
+
+    def _tell_bookings(self, event: pb.NodeEvent, holder: str) -> None:
+        """What is different for each watcher: which bookings are its own gateway's."""
+        match event.WhichOneof("event"):
+            case "load":
+                load = event.load
+            case "description":
+                load = event.description.load
+            case _:
+                return
+        load.booked_by_others = self._agent.holders.booked_by_others(holder)
+        load.booked_by_own = self._agent.holders.booked_by(holder)
 
     async def CreateContext(self, request: pb.ContextRequest, context: grpc.aio.ServicerContext) -> pb.Context:
         try:

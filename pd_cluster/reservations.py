@@ -76,6 +76,7 @@ class DecodePages:
     @contextmanager
     def claimed(self, reserved: ReservedDecode) -> Iterator[None]:
         """An engine waits for it inside the block: the end of its gateway does not end it."""
+        self._incoming.begun(reserved.entry)
         reserved.use.claims += 1
         try:
             yield

@@ -13,11 +13,13 @@ from gateway.cluster.agent_connection import CallConnection, PersistentCalls
 from gateway.cluster.agent_peer import AgentPeer
 from gateway.cluster.agent_values import (
     ConversionStatus,
+    GrantedReservation,
     NodeEvent,
     NodeInfo,
     NodeLoad,
     conversion_from,
     events_from,
+    granted_from,
     info_from,
     load_from,
 )
@@ -154,7 +156,7 @@ class AgentClient:
 
     async def reserve(
         self, request_id: str, prompt: Prompt, ttl_s: float, tenant: str = "", sender: str = ""
-    ) -> TicketInfo:
+    ) -> GrantedReservation:
         """Room for the KVCache of all but the last token of `prompt` on this decode node, of the part of `tenant`.
 
         `sender` is the node that will send it; empty: any.
@@ -167,7 +169,7 @@ class AgentClient:
             tenant=tenant,
             sender=sender,
         )
-        return await self._reserve(message, prompt.hashes)
+        return granted_from(await self._reserve(message, prompt.hashes))
 
     async def reserve_prefix(
         self, request_id: str, hashes: Sequence[bytes], num_tokens: int, ttl_s: float, sender: str = ""
@@ -176,7 +178,7 @@ class AgentClient:
         message = pb.ReserveRequest(
             request_id=request_id, num_tokens=num_tokens, ttl_s=ttl_s, prefix_only=True, sender=sender
         )
-        return await self._reserve(message, hashes)
+        return ticket_info(await self._reserve(message, hashes))
 
     async def readdress(self, transfer_id: str, sender: str) -> None:
         """Another node sends instead. Raises AgentCallFailed."""
@@ -279,11 +281,12 @@ class AgentClient:
         finally:
             stream.cancel()
 
-    async def _reserve(self, message: pb.ReserveRequest, hashes: Sequence[bytes]) -> TicketInfo:
+    async def _reserve(self, message: pb.ReserveRequest, hashes: Sequence[bytes]) -> pb.Ticket:
         message.holder, message.block_hashes = self._holder, b"".join(hashes)
         if (answer := self._asked(pb.Call(reserve=message))) is not None:
-            return ticket_info(_unless_refused(await answer, self.address).ticket)
-        return ticket_info(await self._call(self._stub.Reserve, message))
+            return _unless_refused(await answer, self.address).ticket
+        ticket: pb.Ticket = await self._call(self._stub.Reserve, message)
+        return ticket
 
     def _asked(self, call: pb.Call) -> "asyncio.Future[pb.CallAnswer] | None":
         """The answer to a call over the kept connection; None without one: then the call goes by gRPC."""

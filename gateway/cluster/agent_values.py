@@ -11,8 +11,9 @@ import msgspec
 from gateway.cluster.pinned_prefixes import PinnedPrefix, kept_from
 from hybrid_cache.cache.events import BlocksRemoved, BlocksStored, CacheCleared, Medium
 from hybrid_cache.hashing.block_hash import HASH_BYTES, split_hashes
-from transport.control.messages import BootstrapAddress
+from transport.control.messages import BootstrapAddress, TicketInfo
 from transport.control.proto import node_pb2 as pb
+from transport.control.tickets import ticket_info
 
 MAX_EVENT_HASHES: Final = 2048
 MAX_STEPS: Final = 64  # step times in a report: nodes have a dozen
@@ -120,6 +121,24 @@ class NodeLoad:
     room: FreeRoom | None = None
     clock_s: float = 0.0  # the node's own, when it said this
     budgets: Mapping[str, float] = field(default_factory=dict)  # its own by destination, "" all others; 0: none
+    booked_by_others: int = 0  # requests that other gateways have reserved for, and that its engine has not begun with
+    booked_by_own: int = 0  # the same of this gateway
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BookingsBeside:
+    """How many requests other gateways have booked a node for, by its word at `clock_s` of its own clock."""
+
+    requests: int
+    clock_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GrantedReservation:
+    """A node's answer to Reserve. `beside` is None of a node of a time when it did not say."""
+
+    ticket: TicketInfo
+    beside: BookingsBeside | None
 
 
 class PrefillOutcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -242,10 +261,19 @@ def load_from(load: pb.Load) -> NodeLoad:
         ),
         clock_s=load.clock_s,
         budgets=dict(load.budgets),
+        booked_by_others=load.booked_by_others,
+        booked_by_own=load.booked_by_own,
         slots=load.slots,
         steps=_steps_from(load.steps),
         room=_room_from(load.room) if load.HasField("room") else None,
     )
+
+
+def granted_from(ticket: pb.Ticket) -> GrantedReservation:
+    """The answer to Reserve as a value."""
+    others = ticket.others
+    beside = BookingsBeside(requests=others.requests, clock_s=others.clock_s) if others.clock_s else None
+    return GrantedReservation(ticket=ticket_info(ticket), beside=beside)
 
 
 def _steps_from(steps: Iterable[pb.StepTime]) -> tuple[tuple[float, float], ...]:

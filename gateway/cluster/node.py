@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 from gateway.cluster.agent_client import AgentClient
-from gateway.cluster.agent_values import LinkLoad, NodeInfo, NodeLoad
+from gateway.cluster.agent_values import BookingsBeside, LinkLoad, NodeInfo, NodeLoad
 from gateway.cluster.inflight_prefixes import InflightLanding, InflightPrefixes
 from gateway.cluster.pinned_prefixes import PinnedPrefixes
 from gateway.cluster.served_model import revision_of
@@ -19,6 +19,7 @@ KINDS: Final = {
     kind.value: kind for kind in ClusterKind
 }  # an enum's own look-up is slow, and every node is viewed per prompt
 ROLES: Final = {role.value: role for role in Role}
+LATE_S: Final = 5.0  # a word that is older by more is of another process of the node, with another clock
 NO_LANDING: Final = (0, 0.0)
 
 
@@ -57,6 +58,7 @@ class ClusterNode:
             None  # with workers beside this one, whose work is then in these numbers, too
         )
         self._own_requests = self._foreign = self._beyond = 0
+        self._beside = BookingsBeside(requests=0, clock_s=0.0)  # the node's newest word
         self.promised_bytes: Counter[str] = Counter()  # by destination cluster, of requests that were sent here
         self.underway = InflightPrefixes()
         self.arrivals: Arrivals[InflightLanding] = Arrivals()
@@ -157,7 +159,7 @@ class ClusterNode:
         Once it has computed what it computes now, it will hold `promised_tokens`; the attention of `landing_tokens` will be
         there in `landing_s`.
         """
-        load, share = self.load, self.prefill_share.at(now)
+        load, share, beside = self.load, self.prefill_share.at(now), self._beside.requests
         made_of = (
             load,
             self.info,
@@ -170,6 +172,8 @@ class ClusterNode:
             landing_tokens,
             landing_s,
             self._landing_tokens,
+            self._foreign,
+            beside,
         )
         # Of two prompts, most nodes hold as much: the system prompt, or nothing.
         if self._viewed is not None and self._viewed[0] == made_of:
@@ -183,7 +187,7 @@ class ClusterNode:
             kind=KINDS[self.info.cluster_kind],
             role=ROLES[self.info.role],
             queued_tokens=max(load.queued_tokens, self.pending_tokens),
-            running=max(load.running, self.pending_requests - load.waiting),
+            running=beside + max(load.running, self.pending_requests + self._foreign - load.waiting),
             waiting=load.waiting,
             max_running=min(max_running, load.slots or max_running),
             cached_tokens=cached_tokens,
@@ -225,17 +229,28 @@ class ClusterNode:
 
     def reported(self, load: NodeLoad, now: float = 0.0) -> None:
         """What its agent says now; of what it has beyond ours, only what two reports agree on is another gateway's."""
-        beyond = max(0, load.running + load.waiting - self.pending_requests)  # ours do not end here and there at once
+        has = load.running + load.waiting + load.booked_by_own
+        beyond = max(0, has - self.pending_requests)  # ours do not end here and there at once
         self.reported_at = now
         self._foreign, self._beyond = min(beyond, self._beyond), beyond
         # The first report after a decision may have been made before the reservation.
         self._landing_tokens = 0, self._landing_tokens[0]
         self.load = load
+        word = BookingsBeside(requests=load.booked_by_others, clock_s=load.clock_s)
+        if load.clock_s and self.connected:
+            self.booked_beside(word)
+        else:
+            self._beside = word
+
+    def booked_beside(self, word: BookingsBeside) -> None:
+        """What other gateways have reserved here, by a report or by the answer to a reservation; they come in any order."""
+        if self.connected and not 0 < self._beside.clock_s - word.clock_s < LATE_S:
+            self._beside = word
 
     @property
     def others(self) -> int:
         """Requests here that are not this process's: other workers', other gateways'."""
-        return self._foreign + max(0, self.pending_requests - self._own_requests)
+        return self._foreign + self._beside.requests + max(0, self.pending_requests - self._own_requests)
 
     def take(self, work: NodeWork) -> None:
         """Counts a request's work here; `give_back` the same when it is over."""

@@ -83,8 +83,7 @@ class DecodeReservations:
         decode = self._clusters.by_id(chosen.decode_node)
         sender = self._sender(chosen.prefill_node)
         place = sender.place if sender is not None else ""
-        reserving = decode.agent.reserve(request.leg_id, request.prompt, self._ttl_s, request.tenant.share.flow, place)
-        making = self._tasks.start(reserving, "reserve", expected=(AgentCallFailed,))
+        making = self._tasks.start(self._reserve(request, decode, place), "reserve", expected=(AgentCallFailed,))
         hold: DecodeReservation | None = None
         try:
             # Shielded: a client that leaves now must not leave a reservation behind whose id is lost.
@@ -98,6 +97,13 @@ class DecodeReservations:
         finally:
             if hold is None or not hold.settled:
                 self._tasks.start(self._give_back(making, hold.nodes if hold else [decode]), "give_back")
+
+    async def _reserve(self, request: Request, decode: ClusterNode, sender: str) -> TicketInfo:
+        flow = request.tenant.share.flow
+        granted = await decode.agent.reserve(request.leg_id, request.prompt, self._ttl_s, flow, sender)
+        if granted.beside is not None:
+            decode.booked_beside(granted.beside)
+        return granted.ticket
 
     def _sender(self, node_id: str) -> ClusterNode | None:
         """None for one that has just gone: who prefills instead will be the sender."""

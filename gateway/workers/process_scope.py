@@ -4,10 +4,12 @@
 
 import os
 import signal
+import socket
 import uuid
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from hashlib import blake2b
 from pathlib import Path
 from typing import Final
 
@@ -72,6 +74,7 @@ class SingleProcess:
 
     def __init__(self, place: Place | None = None) -> None:
         """With a place: to be taken once by a process, before anything else counts there. Raises OSError."""
+        self.holder = uuid.uuid4().hex  # a name for what this process reserves: no other start's
         self._lineage = Path(place.lineage) if place is not None else None
         self._place = place.number if place is not None else 0
         self.sockets: Sockets = _sockets(place)
@@ -148,6 +151,8 @@ class WorkerProcess:
         self.sockets: Sockets = _sockets(seat.place)
         self.ready_s = seat.place.ready_s
         self._directory = Path(seat.directory)
+        board = blake2b(f"{socket.gethostname()} {seat.directory}".encode(), digest_size=8).hexdigest()
+        self.holder = f"{board}.{uuid.uuid4().hex}"  # no worker's: nodes tell its gateway's by what is before the dot
         self._number = seat.number
         self._lineage, self._place = Path(seat.place.lineage), seat.place.number
         self._board = SharedCounters(self._directory / BOARD, seat.number)

@@ -96,6 +96,7 @@ class Incoming:
     landed: "asyncio.Future[str]"  # "" when complete, else the reason why it never will be
     holder: str  # the gateway that reserved it; "": it did not say
     reserved_at: float
+    is_booked: bool = False  # for a request that no engine has begun with
     state: LandingState = LandingState.RESERVED
     landing: ExpectedTransfer | None = None
     receiving: bool = False
@@ -165,6 +166,9 @@ class IncomingTransfers:
             self.counts.refused[exc.label] += 1
             raise
         self.counts.reserved += 1
+        if use is not None:
+            entry.is_booked = True
+            self._holders.booked(entry.holder)
         return entry.transfer_id, secret, entry.reservation
 
     async def reserve_settled(
@@ -296,6 +300,12 @@ class IncomingTransfers:
         """An engine that has it, or waits for it, may still answer: a gateway can lose its agent and not its engine."""
         return not entry.use.is_awaited and self._holders.is_gone(entry.holder, entry.reserved_at)
 
+    def begun(self, entry: Incoming) -> None:
+        """An engine has its request, and counts it from now on."""
+        if entry.is_booked:
+            entry.is_booked = False
+            self._holders.unbooked(entry.holder)
+
     # End
 
     def abort(self, transfer_id: str, reason: str) -> bool:
@@ -328,6 +338,7 @@ class IncomingTransfers:
         if entry.state is LandingState.GONE:
             return
         entry.state = LandingState.GONE
+        self.begun(entry)
         self.counts.ended[reason] = self.counts.ended.get(reason, 0) + 1
         if not entry.landed.done():
             entry.landed.set_result(reason)

@@ -79,3 +79,25 @@ def test_no_engine_loads_a_prefix(tmp_path: Path) -> None:
             decode.incoming.abort(ticket.transfer_id, "aborted")
 
     run(scenario())
+
+
+def test_a_request_is_booked_until_an_engine_begins_with_it_or_nobody_can(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with two_nodes(tmp_path) as (prefill, decode):
+            reservations, holders = DecodePages(decode.incoming), decode.holders
+            begun = await landed(prefill, decode, holder="one")
+            assert holders.booked_by("one") == 1
+            reserved = reservations.find(begun.transfer_id)
+            for _ in range(2):  # an engine that claims again has had it already
+                with reservations.claimed(reserved):
+                    assert holders.booked_by("one") == 0
+            reservations.lend(reserved)
+            reservations.give_back(reserved, "loaded")
+            lost = decode.reserve(TOKENS, holder="one")
+            prefix = decode.reserve(TOKENS[:16], 16, prefix_only=True, holder="one")  # no request
+            assert (holders.booked_by("one"), holders.booked_by_others("two")) == (1, 1)
+            for ticket in (lost, prefix):
+                decode.incoming.abort(ticket.transfer_id, "request_ended")
+                assert (holders.booked_by("one"), holders.booked_by_others("two")) == (0, 0)
+
+    run(scenario())

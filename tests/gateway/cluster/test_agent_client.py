@@ -4,7 +4,14 @@ import grpc
 import pytest
 
 from gateway.cluster.agent_client import node_error
-from gateway.cluster.agent_values import MAX_EVENT_HASHES, NodeInfo, NodeLoad, events_from
+from gateway.cluster.agent_values import (
+    MAX_EVENT_HASHES,
+    BookingsBeside,
+    NodeInfo,
+    NodeLoad,
+    events_from,
+    granted_from,
+)
 from gateway.errors import unheard
 from hybrid_cache.cache.events import BlocksRemoved, BlocksStored, CacheCleared
 from transport.control.proto import node_pb2 as pb
@@ -72,3 +79,10 @@ def test_a_failed_call_has_the_label_its_node_gave_it(
 def test_a_gateway_that_was_stopped_takes_no_node_for_silent() -> None:
     assert unheard("a:1", 10.0, late_s=0.01).reason == "silent"
     assert unheard("a:1", 10.0, late_s=5.0).reason == "not_listened"  # by which nothing is given up
+
+
+def test_the_answer_to_reserve_says_what_others_have_there_unless_the_node_is_too_old() -> None:
+    ticket = pb.Ticket(transfer_id="t", others=pb.Bookings(requests=3, clock_s=7.0))
+    granted = granted_from(ticket)
+    assert (granted.ticket.transfer_id, granted.beside) == ("t", BookingsBeside(requests=3, clock_s=7.0))
+    assert granted_from(pb.Ticket(transfer_id="t")).beside is None

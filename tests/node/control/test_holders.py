@@ -36,6 +36,17 @@ def holders(clock: Clock) -> ReservationHolders:
 # The rule
 
 
+def test_bookings_are_counted_by_gateway_and_not_by_process() -> None:
+    named = holders(Clock())
+    for name in ("one.a", "one.b", "other", ""):  # without a name: an engine, whose own load has the request
+        named.booked(name)
+    assert [named.booked_by(name) for name in ("one.c", "other", "third", "")] == [2, 1, 0, 0]
+    assert [named.booked_by_others(name) for name in ("one.a", "one.b", "other", "third", "")] == [1, 1, 2, 3, 3]
+    for name in ("one.b", "one.a", "other", ""):
+        named.unbooked(name)
+    assert [named.booked_by_others(name) for name in ("one.a", "third")] == [0, 0]
+
+
 def test_a_holder_is_gone_some_time_after_its_last_connection() -> None:
     clock = Clock()
     known = holders(clock)

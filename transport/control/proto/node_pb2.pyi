@@ -157,7 +157,7 @@ class SsdReport(_message.Message):
     def __init__(self, capacity_bytes: _Optional[int] = ..., blocks: _Optional[int] = ..., bytes: _Optional[int] = ..., queued_bytes: _Optional[int] = ..., events: _Optional[_Mapping[str, int]] = ..., promotions: _Optional[_Mapping[str, int]] = ..., open: _Optional[bool] = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("running", "waiting", "queued_tokens", "sending", "landing", "egress_bytes_total", "ingress_bytes_total", "links", "slots", "steps", "room", "clock_s", "budgets")
+    __slots__ = ("running", "waiting", "queued_tokens", "sending", "landing", "egress_bytes_total", "ingress_bytes_total", "links", "slots", "steps", "room", "clock_s", "budgets", "booked_by_others", "booked_by_own")
     class BudgetsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -178,6 +178,8 @@ class Load(_message.Message):
     ROOM_FIELD_NUMBER: _ClassVar[int]
     CLOCK_S_FIELD_NUMBER: _ClassVar[int]
     BUDGETS_FIELD_NUMBER: _ClassVar[int]
+    BOOKED_BY_OTHERS_FIELD_NUMBER: _ClassVar[int]
+    BOOKED_BY_OWN_FIELD_NUMBER: _ClassVar[int]
     running: int
     waiting: int
     queued_tokens: int
@@ -191,7 +193,9 @@ class Load(_message.Message):
     room: Room
     clock_s: float
     budgets: _containers.ScalarMap[str, float]
-    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., queued_tokens: _Optional[int] = ..., sending: _Optional[int] = ..., landing: _Optional[int] = ..., egress_bytes_total: _Optional[int] = ..., ingress_bytes_total: _Optional[int] = ..., links: _Optional[_Iterable[_Union[Link, _Mapping]]] = ..., slots: _Optional[int] = ..., steps: _Optional[_Iterable[_Union[StepTime, _Mapping]]] = ..., room: _Optional[_Union[Room, _Mapping]] = ..., clock_s: _Optional[float] = ..., budgets: _Optional[_Mapping[str, float]] = ...) -> None: ...
+    booked_by_others: int
+    booked_by_own: int
+    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., queued_tokens: _Optional[int] = ..., sending: _Optional[int] = ..., landing: _Optional[int] = ..., egress_bytes_total: _Optional[int] = ..., ingress_bytes_total: _Optional[int] = ..., links: _Optional[_Iterable[_Union[Link, _Mapping]]] = ..., slots: _Optional[int] = ..., steps: _Optional[_Iterable[_Union[StepTime, _Mapping]]] = ..., room: _Optional[_Union[Room, _Mapping]] = ..., clock_s: _Optional[float] = ..., budgets: _Optional[_Mapping[str, float]] = ..., booked_by_others: _Optional[int] = ..., booked_by_own: _Optional[int] = ...) -> None: ...
 
 class StepTime(_message.Message):
     __slots__ = ("batch", "seconds")
@@ -300,7 +304,7 @@ class ReaddressRequest(_message.Message):
     def __init__(self, transfer_id: _Optional[str] = ..., sender: _Optional[str] = ...) -> None: ...
 
 class Ticket(_message.Message):
-    __slots__ = ("transfer_id", "secret", "num_tokens", "have_tokens", "tokens_digest", "endpoints", "ttl_s", "layout_fingerprint", "node_id", "cluster")
+    __slots__ = ("transfer_id", "secret", "num_tokens", "have_tokens", "tokens_digest", "endpoints", "ttl_s", "layout_fingerprint", "node_id", "cluster", "others")
     TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
     SECRET_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -311,6 +315,7 @@ class Ticket(_message.Message):
     LAYOUT_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     CLUSTER_FIELD_NUMBER: _ClassVar[int]
+    OTHERS_FIELD_NUMBER: _ClassVar[int]
     transfer_id: str
     secret: bytes
     num_tokens: int
@@ -321,7 +326,16 @@ class Ticket(_message.Message):
     layout_fingerprint: str
     node_id: str
     cluster: str
-    def __init__(self, transfer_id: _Optional[str] = ..., secret: _Optional[bytes] = ..., num_tokens: _Optional[int] = ..., have_tokens: _Optional[int] = ..., tokens_digest: _Optional[bytes] = ..., endpoints: _Optional[_Iterable[_Union[Endpoint, _Mapping]]] = ..., ttl_s: _Optional[float] = ..., layout_fingerprint: _Optional[str] = ..., node_id: _Optional[str] = ..., cluster: _Optional[str] = ...) -> None: ...
+    others: Bookings
+    def __init__(self, transfer_id: _Optional[str] = ..., secret: _Optional[bytes] = ..., num_tokens: _Optional[int] = ..., have_tokens: _Optional[int] = ..., tokens_digest: _Optional[bytes] = ..., endpoints: _Optional[_Iterable[_Union[Endpoint, _Mapping]]] = ..., ttl_s: _Optional[float] = ..., layout_fingerprint: _Optional[str] = ..., node_id: _Optional[str] = ..., cluster: _Optional[str] = ..., others: _Optional[_Union[Bookings, _Mapping]] = ...) -> None: ...
+
+class Bookings(_message.Message):
+    __slots__ = ("requests", "clock_s")
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    CLOCK_S_FIELD_NUMBER: _ClassVar[int]
+    requests: int
+    clock_s: float
+    def __init__(self, requests: _Optional[int] = ..., clock_s: _Optional[float] = ...) -> None: ...
 
 class Endpoint(_message.Message):
     __slots__ = ("kind", "address", "host_id")
