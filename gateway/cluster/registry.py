@@ -203,10 +203,15 @@ class Clusters:
         if self.served is not None:
             self.served = replace(self.served, hashing=hashing_by(secrets, self.served.layout))
 
-    def by_id(self, node_id: str) -> ClusterNode:
-        """The node that bears this name. Raises AgentCallFailed: since a decision, its address may have got another one."""
+    def by_id(self, node_id: str, revision: str = "") -> ClusterNode:
+        """The node that bears this name, and is of that revision or, without one, of any.
+
+        Raises AgentCallFailed: since a decision, its address may have got another name, or another model.
+        """
         if (node := self._by_id.get(node_id)) is None:
             raise AgentCallFailed(node_id, "gone", "its agent now has another node_id")
+        if revision and node.revision != revision:
+            raise AgentCallFailed(node_id, "gone", "it is of another revision of the model now")
         return node
 
     def views(self, prompt: Prompt, exclude: Collection[str] = ()) -> ReadyNodes:

@@ -1,5 +1,6 @@
 """Nodes of two layouts serve one model: each request, its retries and its stream are of one of them."""
 
+import asyncio
 from dataclasses import replace
 
 import pytest
@@ -98,6 +99,36 @@ async def test_a_retry_leaves_its_revision_only_when_that_has_no_other_node() ->
             before, after = fallbacks.index("other_revision"), len(fallbacks)
             assert [reason.startswith("decode_") for reason in fallbacks[:before]] == [True, True]  # both were tried
             assert before == after - 1
+        await w.settled()
+
+
+@on_memory_loop
+async def test_a_full_node_of_the_revision_before_is_asked_in_that_one() -> None:
+    async with forgiving(remote=2, local=2, decode=2) as w:
+        await rolled(w)
+        for number in range(12):
+            w.nodes.decode[0].script.reserve = ["RESOURCE_EXHAUSTED"]
+            w.nodes.decode[1].script.reserve = ["FAILED_PRECONDITION"]
+            assert (await w.complete(f"{number} {LONG}")).status == 200
+        records = await w.records()
+        assert any("decode_no_capacity" in record["fallbacks"] for record in records)
+        assert {(record["decode_node"], record["revision"]) for record in records} == {("d0", LAYOUT.fingerprint[:12])}
+        await w.settled()
+
+
+@on_memory_loop
+async def test_a_prefill_node_that_changes_its_revision_meanwhile_is_not_asked() -> None:
+    async with pipeline(remote=0, local=3, decode=1) as w:
+        gate = w.nodes.decode[0].script.reserve_gate = asyncio.Event()
+        asked = asyncio.create_task(w.complete(LONG))
+        await until(lambda: bool(w.nodes.decode[0].open_reservations))
+        (chosen,) = [node for node in w.nodes.local if w.clusters.by_id(node.node_id).own_requests]
+        await become(w, WIDER, chosen)
+        gate.set()
+        assert (await asked).status == 200
+        (record,) = await w.records()
+        assert record["fallbacks"] == ["prefill_gone"]
+        assert not chosen.bodies
         await w.settled()
 
 
