@@ -18,7 +18,15 @@ from gateway.cluster.agent_values import SILENT, NodeEvent, NodeInfo, NodeLoad
 from gateway.cluster.node import NO_LANDING, ClusterNode
 from gateway.cluster.pinned_prefixes import PinnedPrefix
 from gateway.cluster.prefix_indexes import PrefixIndexes
-from gateway.cluster.served_model import ServedModel, hashing_by, revision_of, revisions_among, served_as, short
+from gateway.cluster.served_model import (
+    ServedModel,
+    hashing_by,
+    revision_of,
+    revisions_among,
+    served_as,
+    short,
+    why_not,
+)
 from gateway.config.gateway import GatewayConfig
 from gateway.errors import AgentCallFailed
 from gateway.prompt.prompt import Prompt
@@ -350,7 +358,7 @@ class Clusters:
             self._indexes.of(info)
         self._serve()
         if node.revision and node.revision not in self.revisions:
-            log.warning("node %s has another model than the one served, and is not used", info.node_id)
+            log.warning("node %s is not used: %s", info.node_id, why_not(self.revisions))
         if node.state != before:
             log.info("node %s (%s of %s) is %s", node.id, info.role, info.cluster, node.state)
 

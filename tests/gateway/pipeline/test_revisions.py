@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from hybrid_cache.layout.layout import ModelLayout
+from hybrid_cache.layout.spec import FullAttention
 from tests.gateway.admin.test_explain import explained
 from tests.gateway.layouts import LAYOUT
 from tests.gateway.memory.pipeline import Pipelined, on_memory_loop, pipeline
@@ -25,6 +26,9 @@ from tests.gateway.worlds import until
 from transport.control.proto import node_pb2 as pb
 
 WIDER = replace(LAYOUT, block_size=32)  # the same weights
+FINER = replace(
+    LAYOUT, dtype="float64", groups=(replace(LAYOUT.groups[0], spec=FullAttention(1024, 512)), LAYOUT.groups[1])
+)
 RETRAINED = replace(LAYOUT, model="retrained")
 
 
@@ -180,3 +184,12 @@ async def test_an_explanation_says_the_share_of_each_revision() -> None:
         assert [each["is_chosen"] for each in found["revisions"]].count(True) == 1
         decode = found["decision"]["route"]["decode_node"]
         assert found["revision"] == (LAYOUT if decode == "d0" else WIDER).fingerprint
+
+
+@on_memory_loop
+async def test_an_explanation_predicts_the_bytes_of_its_own_revision() -> None:
+    async with pipeline(remote=2, local=0, decode=2) as w:
+        await become(w, FINER, w.nodes.remote[1], w.nodes.decode[1])
+        found = [await explained(w, LONG) for _ in range(12)]
+        sizes = {each["revision"]: each["decision"]["route"]["coded_bytes"] for each in found}
+        assert sizes[FINER.fingerprint] > 4 * sizes[LAYOUT.fingerprint] > 0
