@@ -170,7 +170,7 @@ class Router:
             self._question(request),
             self._links.views(),
             self._policy_now(),
-            draw=tie_of(f"revision/{request.leg_id}"),
+            draw=tie_of(f"revision/{request.drawn_by or request.leg_id}"),
             place=self._place,
             cost=self._cost,
             sizes={name: each.layout.kv_bytes for name, each in options.items()},

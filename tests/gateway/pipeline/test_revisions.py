@@ -2,6 +2,7 @@
 
 import asyncio
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -65,6 +66,22 @@ async def test_each_request_goes_to_nodes_of_one_revision() -> None:
         assert sum(counts.values()) == 40
         assert not [record for record in records if record["fallbacks"]]
         await w.settled()
+
+
+@pytest.mark.parametrize("fields", [{"prompt": LONG, "n": 3}, {"prompt": [LONG, f"a {LONG}", "hello"]}])
+@on_memory_loop
+async def test_all_answers_to_one_call_are_of_one_revision(fields: dict[str, Any]) -> None:
+    async with pipeline(remote=2, local=2, decode=2, revisions=("scripted", "retrained")) as w:
+        await rolled(w, RETRAINED)
+        for _ in range(12):
+            async with w.http.post("/v1/completions", json={"model": "scripted", **fields}) as response:
+                assert response.status == 200
+        by_call: dict[str, set[str]] = {}
+        for record in await w.records():
+            by_call.setdefault(record["id"], set()).add(record["revision"])
+        assert len(by_call) == 12
+        assert {len(revisions) for revisions in by_call.values()} == {1}
+        assert len(set.union(*by_call.values())) == 2
 
 
 @on_memory_loop
