@@ -14,6 +14,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Annotated, Final, TypeVar
 
@@ -115,7 +116,8 @@ class PlansInEtcd:
         self._transacted([is_free], [ours])
         held = self._found("state/leader")  # an answer may have been lost, and the change not
         if held is None or held.lease != lease:
-            self.resign()
+            with suppress(OSError):  # it may have lapsed meanwhile
+                self.resign()
             return None
         ledger = self._found("state/ledger")
         decoded = self._decoded(ledger) or Ledger()
