@@ -14,6 +14,7 @@ from gateway.admission.slo import SloGate
 from gateway.api.openai import NOT_JSON, Endpoint
 from gateway.cluster.node import ClusterNode
 from gateway.cluster.registry import Clusters
+from gateway.cluster.served_model import why_not
 from gateway.errors import ApiError, BadRequest, Overloaded
 from gateway.http.body import BodyReceiver
 from gateway.request.request import Request
@@ -173,7 +174,7 @@ def _why_left_out(node: ClusterNode, clusters: Clusters, now: float) -> str:
     if node.state != "ready":
         return f"it is {node.state}"
     if node.revision not in clusters.revisions:
-        return "it has another model than the one served, and `revisions` does not name both"
+        return why_not(clusters.revisions)
     if now < node.suspect_until:
         return f"it failed a request: left alone for {node.suspect_until - now:.1f} s more"
     return ""

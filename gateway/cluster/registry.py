@@ -18,7 +18,15 @@ from gateway.cluster.agent_values import SILENT, NodeEvent, NodeInfo, NodeLoad
 from gateway.cluster.node import NO_LANDING, ClusterNode
 from gateway.cluster.pinned_prefixes import PinnedPrefix
 from gateway.cluster.prefix_indexes import PrefixIndexes
-from gateway.cluster.served_model import ServedModel, hashing_by, revision_of, revisions_among, served_as, short
+from gateway.cluster.served_model import (
+    ServedModel,
+    hashing_by,
+    revision_of,
+    revisions_among,
+    served_as,
+    short,
+    why_not,
+)
 from gateway.config.gateway import GatewayConfig
 from gateway.errors import AgentCallFailed
 from gateway.prompt.prompt import Prompt
@@ -203,10 +211,15 @@ class Clusters:
         if self.served is not None:
             self.served = replace(self.served, hashing=hashing_by(secrets, self.served.layout))
 
-    def by_id(self, node_id: str) -> ClusterNode:
-        """The node that bears this name. Raises AgentCallFailed: since a decision, its address may have got another one."""
+    def by_id(self, node_id: str, revision: str = "") -> ClusterNode:
+        """The node that bears this name, and is of that revision or, without one, of any.
+
+        Raises AgentCallFailed: since a decision, its address may have got another name, or another model.
+        """
         if (node := self._by_id.get(node_id)) is None:
             raise AgentCallFailed(node_id, "gone", "its agent now has another node_id")
+        if revision and node.revision != revision:
+            raise AgentCallFailed(node_id, "gone", "it is of another revision of the model now")
         return node
 
     def views(self, prompt: Prompt, exclude: Collection[str] = ()) -> ReadyNodes:
@@ -345,7 +358,7 @@ class Clusters:
             self._indexes.of(info)
         self._serve()
         if node.revision and node.revision not in self.revisions:
-            log.warning("node %s has another model than the one served, and is not used", info.node_id)
+            log.warning("node %s is not used: %s", info.node_id, why_not(self.revisions))
         if node.state != before:
             log.info("node %s (%s of %s) is %s", node.id, info.role, info.cluster, node.state)
 

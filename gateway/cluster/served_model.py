@@ -15,6 +15,7 @@ from hybrid_cache.layout.layout import ModelLayout
 from planner.decisions.views import Role
 
 SHORT_CHARS: Final = 12
+MOST_REVISIONS: Final = 8  # at once: each prompt is hashed for each
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +88,13 @@ def revision_of(info: NodeInfo) -> str:
     return _revision(info.layout_fingerprint, is_paired=info.rooms is not None) if info.layout_json else ""
 
 
+def why_not(revisions: Collection[str]) -> str:
+    """Why a node of none of these, which are served, is not used."""
+    if len(revisions) < MOST_REVISIONS:
+        return "it has another model than the one served, and `revisions` does not name both"
+    return f"it is of another revision than the {MOST_REVISIONS} that are served: there can be no more at once"
+
+
 def short(revision: str) -> str:
     """As operators see it."""
     return revision[:SHORT_CHARS]
@@ -123,7 +131,8 @@ def revisions_among(
     """The revisions of one model that connected nodes have, by name; the first one stands for the model.
 
     That is the `former` one as long as a node has it, else the first that is described. Beside it count those whose model has
-    the same identity, or one that is `accepted`. `layouts` are those of `infos`, by fingerprint.
+    the same identity, or one that is `accepted`: those of most nodes, if there are too many. `layouts` are those of `infos`, by
+    fingerprint.
     """
     by_revision: dict[str, list[NodeInfo]] = {}
     for info in infos:
@@ -134,9 +143,11 @@ def revisions_among(
     first = former if former in by_revision else next(iter(by_revision))
     identity = layouts[by_revision[first][0].layout_fingerprint].model
     found = {}
-    for revision in sorted(by_revision, key=lambda each: each != first):
+    for revision in sorted(by_revision, key=lambda each: (each != first, -len(by_revision[each]), each)):
         of_it = by_revision[revision]
         layout = layouts[of_it[0].layout_fingerprint]
         if revision == first or layout.model == identity or {layout.model, identity} <= set(accepted):
             found[revision] = named(of_it[0], layout).by(of_it)
+        if len(found) == MOST_REVISIONS:
+            break
     return found

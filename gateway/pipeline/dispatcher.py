@@ -18,7 +18,7 @@ from gateway.admission.slo import SloGate
 from gateway.cluster.inflight_load import Booking, booked
 from gateway.cluster.node import ClusterNode
 from gateway.cluster.registry import Clusters
-from gateway.cluster.served_model import others_of
+from gateway.cluster.served_model import ServedModel, others_of
 from gateway.errors import (
     AgentCallFailed,
     DecodeFailed,
@@ -61,7 +61,7 @@ class Tried:
     """What a request has behind it: the decode nodes that failed, and the routes to those that only lacked room."""
 
     failed: dict[str, FailureKind] = field(default_factory=dict)
-    full: dict[str, Route] = field(default_factory=dict)
+    full: dict[str, tuple[ServedModel, Route]] = field(default_factory=dict)  # in which revision each was asked
     tries: int = 0  # that failed; one node may have failed several
     waits: int = 0  # for any decode node to be ready
     has_full_engine: bool = False  # though its node had room
@@ -317,7 +317,7 @@ class Dispatcher:
 
     def _attempt(self, request: Request, chosen: Route, place: QueueEntry) -> AbstractAsyncContextManager[Attempt]:
         # Nothing is awaited between the decision and its booking: the next decision sees this one.
-        decode = self._clusters.by_id(chosen.decode_node)
+        decode = self._clusters.by_id(chosen.decode_node, request.served.revision)
         running = self._in_a_room if decode.is_paired else self._with_a_ticket
         return running(request, chosen, place, decode)
 
@@ -385,7 +385,7 @@ class Dispatcher:
         tried.fail(chosen.decode_node, error.failure)
         rule = self._retries.rule_after(request, stage, chosen.decode_node, error.failure, tried.tries)
         if rule.otherwise is Next.ALONE:
-            tried.full[chosen.decode_node] = chosen
+            tried.full[chosen.decode_node] = request.served, chosen
         if stage is not FailedStage.RESERVE:
             # It has computed the prompt itself, or was to: it is not asked for that again.
             tried.full.pop(chosen.decode_node, None)
@@ -408,7 +408,10 @@ class Dispatcher:
             return self._route(request, tried.failed)
         except Unavailable:
             if tried.full:
-                return self._alone_if_spared(next(reversed(tried.full.values())))
+                served, chosen = next(reversed(tried.full.values()))
+                if (alone := self._alone_if_spared(chosen)) is not None and served.revision != request.served.revision:
+                    self._accounts.serves(request, served)  # it is back in the one before
+                return alone
             if request.served.is_paired:
                 # Such nodes change no roles, and have waited for room themselves: who joined the line would be let go at once.
                 if FailureKind.FULL in tried.failed.values():

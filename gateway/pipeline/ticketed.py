@@ -107,7 +107,7 @@ class TicketedRunner:
 
     async def _prefill(self, way: Route, request: Request, hold: DecodeReservation, booking: Booking) -> PrefillOutcome:
         assert way.prefill_node is not None
-        node, decode = self._run.clusters.by_id(way.prefill_node), hold.nodes[0]
+        node, decode = self._run.clusters.by_id(way.prefill_node, request.served.revision), hold.nodes[0]
         await self._readdress(hold, node)
         hold.nodes.append(node)
         booking.prefill(node, way)

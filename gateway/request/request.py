@@ -135,6 +135,7 @@ class Request:
     asked: Prompt  # the client's
     offered: ServedModel  # when it was read
     progress: RequestProgress
+    drawn_by: str = ""  # its revision of the model: one for all answers to a client's call; "": by `leg_id`
     service: ServiceClass = UNPROMISED
     tenant: Tenant = EVERYBODY
     allowance: TenantLimiter = UNLIMITED

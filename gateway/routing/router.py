@@ -5,6 +5,8 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import ParamSpec, TypeVar
 
+import msgspec
+
 from gateway.cluster.agent_values import PrefillOutcome
 from gateway.cluster.links import ClusterLinks
 from gateway.cluster.node import ClusterNode
@@ -168,9 +170,10 @@ class Router:
             self._question(request),
             self._links.views(),
             self._policy_now(),
-            draw=tie_of(f"revision/{request.leg_id}"),
+            draw=tie_of(f"revision/{request.drawn_by or request.leg_id}"),
             place=self._place,
             cost=self._cost,
+            sizes={name: each.layout.kv_bytes for name, each in options.items()},
         )
 
     def explain(self, request: Request, revision: str) -> Explanation:
@@ -179,6 +182,8 @@ class Router:
         exclude = () if request.prompt.is_plain else unfit(self._clusters.nodes, request.prompt)
         nodes, links = self._clusters.views(request.prompt.within(revision), exclude), self._links.views()
         question, policy = self._question(request), self._policy_now()
+        if (served := self._clusters.revisions.get(revision)) is not None:
+            question = msgspec.structs.replace(question, kv_bytes=served.layout.kv_bytes)
         return _asked(explain_among, nodes, question, links, policy, place=self._place, cost=self._cost)
 
     @property

@@ -219,6 +219,7 @@ class GenerationEndpoint:
             requests += _for_each_answer(
                 await self._read(replace(visit, body=part), lambda call: bodies.whole(call.fields["prompt"])),
                 self.next_id,
+                requests[0].drawn_by if requests else "",
             )
             await asyncio.sleep(0)  # the shortest are read at once
         return requests
@@ -315,8 +316,11 @@ class GenerationEndpoint:
         return await self.rooms.answer(listener, request, self.contexts.begin, self.config.kept_answer_bytes)
 
 
-def _for_each_answer(request: Request, next_id: Callable[[], str]) -> list[Request]:
-    """Requests for one answer each, where `request` is for `n`. Raises ApiError."""
+def _for_each_answer(request: Request, next_id: Callable[[], str], drawn_by: str = "") -> list[Request]:
+    """Requests for one answer each, where `request` is for `n`. Raises ApiError.
+
+    All draw one revision of the model: by `drawn_by`, where others are answered with them.
+    """
     requests: list[Request] = []
     for call in calls_of(request.call):
         trace, trace_headers = request.trace, request.trace_headers
@@ -328,6 +332,7 @@ def _for_each_answer(request: Request, next_id: Callable[[], str]) -> list[Reque
                 request,
                 call=call,
                 leg_id=f"{request.id}-{next_id()}",
+                drawn_by=drawn_by or request.leg_id,
                 progress=RequestProgress(Timeline(request.progress.timeline.arrived)),
                 stream=StreamState(),
                 trace=trace,

@@ -30,6 +30,7 @@ MAX_BODY_BYTES: Final = 4096
 MAX_WAITING: Final = 1024  # questions held open at once
 MAX_WAIT_S: Final = 60.0
 MAX_ENTRIES: Final = 1000
+MAX_HISTORIES: Final = 4  # asked at once: each takes a thread, and waits for the disk or for etcd
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -73,6 +74,7 @@ class PlanEndpoints:
         self._token = token
         self._peers = peers
         self._waiting = 0
+        self._histories = 0
 
     def app(self) -> web.Application:
         @web.middleware
@@ -137,7 +139,13 @@ class PlanEndpoints:
 
     async def _history(self, http: web.Request) -> web.Response:
         limit = min(_number(http, "limit", 20), MAX_ENTRIES)
-        return _json(await self._desk().history(limit))
+        if self._histories >= MAX_HISTORIES:
+            return _error(503, f"{MAX_HISTORIES} others read the log already")
+        self._histories += 1
+        try:
+            return _json(await self._desk().history(limit))
+        finally:
+            self._histories -= 1
 
     async def _health(self, http: web.Request) -> web.Response:
         ledger = self._desk().ledger

@@ -117,6 +117,16 @@ class ServiceConfig:
         return Identity(certificate=self.certificate, key=self.key, authority=self.authority, revoked=self.revoked)
 
     @property
+    def warnings(self) -> list[str]:
+        """What others could do on the ways of this configuration, though it is one that may be served."""
+        hops = self.etcd.plain_hops if self.etcd is not None else ()
+        return [
+            f"[plan.etcd]: etcd at {hop} is another machine, and is asked in clear: others on the way can set plans; "
+            "use https:// endpoints with authority, certificate and key"
+            for hop in hops
+        ]
+
+    @property
     def units(self) -> Units:
         return Units(time=self.time_scale, tokens=self.token_scale, bytes=self.byte_scale)
 

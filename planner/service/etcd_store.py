@@ -10,9 +10,11 @@ lost, etcd may have taken a change or not. If it has, the next change is refused
 seen. The service that leads next reads it again.
 """
 
+import re
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Annotated, Final, TypeVar
 
@@ -42,6 +44,7 @@ PAGE_ENTRIES: Final = 20
 MAX_LEDGER_BYTES: Final = 1 << 20  # etcd takes 1.5 MiB
 MAX_URL_CHARS: Final = 512
 NO_LEASE: Final = 0
+MAY_BE_A_COUNT: Final = re.compile(rb"\d{1,16}").fullmatch
 
 
 class PlanLeader(msgspec.Struct, frozen=True, kw_only=True):
@@ -100,9 +103,12 @@ class PlansInEtcd:
         return PlansFound(self._decoded(ledger), _leader(leader))
 
     def campaign(self, url: str) -> Ledger | None:
-        """Leads if no other service does: the ledger to go on with, a blank one at first. None: another one leads."""
+        """Leads if no other service does: the ledger to go on with, a blank one at first. None: another one leads.
+
+        Where it raises, `resign` lets another one lead at once.
+        """
         began = self._clock()
-        lease = self._asked(lambda: self._client.grant(self._lease_s))
+        lease = self._lease = self._asked(lambda: self._client.grant(self._lease_s))
         document = msgspec.json.encode(PlanLeader(process=self._process, url=url[:MAX_URL_CHARS]))
         key = self._key("state/leader")
         is_free = Compare(result=Compare.EQUAL, target=Compare.CREATE, key=key, create_revision=0)
@@ -110,13 +116,15 @@ class PlansInEtcd:
         self._transacted([is_free], [ours])
         held = self._found("state/leader")  # an answer may have been lost, and the change not
         if held is None or held.lease != lease:
-            self._asked(lambda: self._client.revoke(lease))
+            with suppress(OSError):  # it may have lapsed meanwhile
+                self.resign()
             return None
         ledger = self._found("state/ledger")
-        self._lease, self._until, self._led_since = lease, began + self._lease_s, held.create_revision
+        decoded = self._decoded(ledger) or Ledger()
         self._seen_at = ledger.mod_revision if ledger is not None else 0
         self._next_entry = self._num_entries()
-        return self._decoded(ledger) or Ledger()
+        self._until, self._led_since = began + self._lease_s, held.create_revision
+        return decoded
 
     def renew(self) -> None:
         """Leads on, if it still does."""
@@ -188,14 +196,14 @@ class PlansInEtcd:
 
     def _num_entries(self) -> int:
         found = self._found("state/entries")
-        return int(found.value) if found is not None and found.value.isdigit() else 0
+        return int(found.value) if found is not None and MAY_BE_A_COUNT(found.value) else 0
 
     def _decoded(self, kv: EtcdKeyValue | None) -> Ledger | None:
         if kv is None:
             return None
         try:
             return msgspec.json.decode(kv.value, type=Ledger)
-        except (msgspec.MsgspecError, UnicodeDecodeError) as exc:
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as exc:
             key = f"{self._root}state/ledger"
             raise InputError(
                 f"{self._client.where}: {key}: not a ledger ({exc}); delete it to start without one"
@@ -230,7 +238,7 @@ def _entry(kv: EtcdKeyValue) -> LedgerEntry:
     """Raises OSError for what is no line of ours."""
     try:
         return msgspec.json.decode(kv.value, type=LedgerEntry)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as exc:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as exc:
         raise OSError(f"{kv.key.decode(errors='backslashreplace')}: no line of the log: {exc}") from exc
 
 
@@ -240,5 +248,5 @@ def _leader(kv: EtcdKeyValue | None) -> PlanLeader | None:
         return None
     try:
         return msgspec.json.decode(kv.value, type=PlanLeader)
-    except (msgspec.MsgspecError, UnicodeDecodeError):
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return PlanLeader(process="", url="")

@@ -120,8 +120,12 @@ class PlanMember:
     async def run(self, url: str) -> None:
         """Until it is cancelled; others reach this service at `url`."""
         while True:
-            if (ledger := await self._elected(url)) is not None:
-                await self._lead_and_resign(ledger)
+            try:
+                if (ledger := await self._elected(url)) is not None:
+                    await self._lead_and_resign(ledger)
+            except Exception as error:
+                log.exception("plans in etcd: begins again after an unforeseen error")
+                self._has_failed(error)
             await asyncio.sleep(LOOK_S)
 
     async def _elected(self, url: str) -> Ledger | None:
@@ -134,7 +138,12 @@ class PlanMember:
             return await in_daemon_thread("plans", lambda: self._store.campaign(url))
         except (OSError, InputError) as error:
             self._has_failed(error)
+            await self._resign()
             return None
+
+    async def _resign(self) -> None:
+        with suppress(OSError):  # the lease will end it
+            await in_daemon_thread("plans", self._store.resign)
 
     def _follow(self, found: PlansFound) -> None:
         self._following.leader, self._following.problem = found.leader, ""
@@ -153,8 +162,7 @@ class PlanMember:
             self._has_failed(error)
         finally:
             self.desk = self._following
-            with suppress(OSError):
-                await in_daemon_thread("plans", self._store.resign)
+            await self._resign()
 
     async def _lead(self, ledger: Ledger) -> None:
         """Until its lease has lapsed, or a change is refused. Raises OSError, ChangeRefused, InputError."""

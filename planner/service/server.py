@@ -100,6 +100,8 @@ async def taking_part(
 ) -> AsyncIterator[FleetPlanService]:
     """One of several services with one etcd, which leads or follows inside the block. Raises as `leading`."""
     assert config.etcd is not None
+    for warning in config.warnings:
+        log.warning("%s", warning)
     config.model()
     asked = gateways or _gateways(config)
     plans = store or PlansInEtcd(config.etcd, secrets.token_hex(8))

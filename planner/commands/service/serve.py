@@ -17,6 +17,8 @@ def run(args: argparse.Namespace) -> int:
         config.model()
         config.token()
         config.peers()
+        for warning in config.warnings:
+            print(f"{args.config}: warning: {warning}")
         print(f"{args.config}: ok")
         return 0
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")

@@ -5,11 +5,13 @@ its share of the nodes of the scarcer role. The request's own number draws one b
 prompt cached is taken instead, if it is predicted to begin the answer sooner.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from enum import StrEnum
+from types import MappingProxyType
 from typing import Final
 
 import msgspec
+from msgspec.structs import replace
 
 from planner.decisions.routing.offload import ReadyNodes, Route, is_fed, route_among
 from planner.decisions.routing.placement import Placer
@@ -27,6 +29,9 @@ class NeededRole(StrEnum):
     PREFILL = "prefill"  # of whichever kind
 
 
+Sizes = Mapping[str, Callable[[int], float]]  # S_kv of each revision
+
+ONE_SIZE: Final[Sizes] = MappingProxyType({})
 ALONE: Final = (NeededRole.DECODE,)
 ANY: Final = (NeededRole.DECODE, NeededRole.PREFILL)
 
@@ -59,8 +64,9 @@ def choose_revision(
     draw: float,
     place: Placer,
     cost: PrefillCost,
+    sizes: Sizes = ONE_SIZE,
 ) -> RevisionChoice:
-    """The revision that serves `request`, by its number `draw` in [0, 1).
+    """The revision that serves `request`, by its number `draw` in [0, 1). Its KVCache has another size in those of `sizes`.
 
     Raises NoReadyNode when none has a ready decode node, NobodyPrefills when those that have need a prefill node.
     """
@@ -72,7 +78,14 @@ def choose_revision(
     roles, shares = _shares_by_need(able, request, links, policy)
     drawn = drawn_by(shares, draw)
     routes = {
-        name: route_among(able[name], request, links, policy, place=place, cost=cost)
+        name: route_among(
+            able[name],
+            replace(request, kv_bytes=sizes.get(name, request.kv_bytes)),
+            links,
+            policy,
+            place=place,
+            cost=cost,
+        )
         for name, share in shares.items()
         if share > 0
     }

@@ -1,7 +1,15 @@
 from dataclasses import replace
 
 from gateway.cluster.agent_values import NodeInfo, info_from
-from gateway.cluster.served_model import ServedModel, hashing_by, revision_of, revisions_among, short
+from gateway.cluster.served_model import (
+    MOST_REVISIONS,
+    ServedModel,
+    hashing_by,
+    revision_of,
+    revisions_among,
+    short,
+    why_not,
+)
 from hybrid_cache.hashing.name_secrets import UNKEYED
 from hybrid_cache.layout.layout import ModelLayout
 from tests.gateway.layouts import LAYOUT
@@ -45,6 +53,18 @@ def test_other_weights_need_a_word_of_the_operator() -> None:
     assert among(*both) == [LAYOUT.fingerprint]
     assert among(*both, accepted=("retrained",)) == [LAYOUT.fingerprint]
     assert among(*both, accepted=("retrained", "scripted")) == [LAYOUT.fingerprint, RETRAINED.fingerprint]
+
+
+def test_revisions_are_so_many_at_most_and_those_of_most_nodes() -> None:
+    many = [replace(LAYOUT, block_size=16 * (2 + number)) for number in range(40)]
+    layouts = LAYOUTS | {layout.fingerprint: layout for layout in many}
+    infos = [info(LAYOUT), *map(info, many), info(many[30])]
+    found = revisions_among(infos, layouts, LAYOUT.fingerprint, (), named)
+    assert len(found) == MOST_REVISIONS
+    assert list(found)[:2] == [LAYOUT.fingerprint, many[30].fingerprint]
+    again = revisions_among(infos[::-1], layouts, LAYOUT.fingerprint, (), named)
+    assert list(again) == list(found)
+    assert "8" in why_not(found)
 
 
 def test_each_revision_is_as_long_as_its_own_nodes_take() -> None:

@@ -1,10 +1,13 @@
 """Nodes of two layouts serve one model: each request, its retries and its stream are of one of them."""
 
+import asyncio
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from hybrid_cache.layout.layout import ModelLayout
+from hybrid_cache.layout.spec import FullAttention
 from tests.gateway.admin.test_explain import explained
 from tests.gateway.layouts import LAYOUT
 from tests.gateway.memory.pipeline import Pipelined, on_memory_loop, pipeline
@@ -24,6 +27,9 @@ from tests.gateway.worlds import until
 from transport.control.proto import node_pb2 as pb
 
 WIDER = replace(LAYOUT, block_size=32)  # the same weights
+FINER = replace(
+    LAYOUT, dtype="float64", groups=(replace(LAYOUT.groups[0], spec=FullAttention(1024, 512)), LAYOUT.groups[1])
+)
 RETRAINED = replace(LAYOUT, model="retrained")
 
 
@@ -62,6 +68,22 @@ async def test_each_request_goes_to_nodes_of_one_revision() -> None:
         await w.settled()
 
 
+@pytest.mark.parametrize("fields", [{"prompt": LONG, "n": 3}, {"prompt": [LONG, f"a {LONG}", "hello"]}])
+@on_memory_loop
+async def test_all_answers_to_one_call_are_of_one_revision(fields: dict[str, Any]) -> None:
+    async with pipeline(remote=2, local=2, decode=2, revisions=("scripted", "retrained")) as w:
+        await rolled(w, RETRAINED)
+        for _ in range(12):
+            async with w.http.post("/v1/completions", json={"model": "scripted", **fields}) as response:
+                assert response.status == 200
+        by_call: dict[str, set[str]] = {}
+        for record in await w.records():
+            by_call.setdefault(record["id"], set()).add(record["revision"])
+        assert len(by_call) == 12
+        assert {len(revisions) for revisions in by_call.values()} == {1}
+        assert len(set.union(*by_call.values())) == 2
+
+
 @on_memory_loop
 async def test_a_revision_without_a_decode_node_gets_nothing() -> None:
     async with pipeline(remote=2, local=2, decode=1) as w:
@@ -98,6 +120,36 @@ async def test_a_retry_leaves_its_revision_only_when_that_has_no_other_node() ->
             before, after = fallbacks.index("other_revision"), len(fallbacks)
             assert [reason.startswith("decode_") for reason in fallbacks[:before]] == [True, True]  # both were tried
             assert before == after - 1
+        await w.settled()
+
+
+@on_memory_loop
+async def test_a_full_node_of_the_revision_before_is_asked_in_that_one() -> None:
+    async with forgiving(remote=2, local=2, decode=2) as w:
+        await rolled(w)
+        for number in range(12):
+            w.nodes.decode[0].script.reserve = ["RESOURCE_EXHAUSTED"]
+            w.nodes.decode[1].script.reserve = ["FAILED_PRECONDITION"]
+            assert (await w.complete(f"{number} {LONG}")).status == 200
+        records = await w.records()
+        assert any("decode_no_capacity" in record["fallbacks"] for record in records)
+        assert {(record["decode_node"], record["revision"]) for record in records} == {("d0", LAYOUT.fingerprint[:12])}
+        await w.settled()
+
+
+@on_memory_loop
+async def test_a_prefill_node_that_changes_its_revision_meanwhile_is_not_asked() -> None:
+    async with pipeline(remote=0, local=3, decode=1) as w:
+        gate = w.nodes.decode[0].script.reserve_gate = asyncio.Event()
+        asked = asyncio.create_task(w.complete(LONG))
+        await until(lambda: bool(w.nodes.decode[0].open_reservations))
+        (chosen,) = [node for node in w.nodes.local if w.clusters.by_id(node.node_id).own_requests]
+        await become(w, WIDER, chosen)
+        gate.set()
+        assert (await asked).status == 200
+        (record,) = await w.records()
+        assert record["fallbacks"] == ["prefill_gone"]
+        assert not chosen.bodies
         await w.settled()
 
 
@@ -149,3 +201,12 @@ async def test_an_explanation_says_the_share_of_each_revision() -> None:
         assert [each["is_chosen"] for each in found["revisions"]].count(True) == 1
         decode = found["decision"]["route"]["decode_node"]
         assert found["revision"] == (LAYOUT if decode == "d0" else WIDER).fingerprint
+
+
+@on_memory_loop
+async def test_an_explanation_predicts_the_bytes_of_its_own_revision() -> None:
+    async with pipeline(remote=2, local=0, decode=2) as w:
+        await become(w, FINER, w.nodes.remote[1], w.nodes.decode[1])
+        found = [await explained(w, LONG) for _ in range(12)]
+        sizes = {each["revision"]: each["decision"]["route"]["coded_bytes"] for each in found}
+        assert sizes[FINER.fingerprint] > 4 * sizes[LAYOUT.fingerprint] > 0

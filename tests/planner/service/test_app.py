@@ -13,15 +13,23 @@ from typing import Any
 import aiohttp
 import msgspec
 import pytest
+from aiohttp import web
 
+from membership.etcd.settings import EtcdConfig
 from planner.commands.cli import main
 from planner.decisions.plans.live_plan import LivePlan
 from planner.decisions.plans.offered import NodeReport
 from planner.decisions.views import Role
 from planner.errors import InputError
+from planner.service.announcement import AnnouncedLedger
+from planner.service.app import MAX_HISTORIES, PlanEndpoints
+from planner.service.config import ApplyMode
 from planner.service.conversions import NodeConverter
+from planner.service.etcd_store import PlansInEtcd
+from planner.service.fleet import FollowingDesk
 from planner.service.server import PlanService, leading, serve
 from planner.service.status import Status
+from planner.solve.control.ledger import Ledger, LedgerEntry
 from tests.planner.service.worlds import LAW, PATIENCE_S, SOON, FakeGateway, config_for, fake_gateway, on_loop
 
 
@@ -310,3 +318,40 @@ async def test_a_folder_that_cannot_be_written_to_is_named(tmp_path: Path) -> No
         with pytest.raises(InputError, match=f"{tmp_path} cannot be written to: .*Is a directory"):
             async with service(tmp_path, gateway):
                 pass
+
+
+class SlowDesk(FollowingDesk):
+    """Its log takes as long as a test says."""
+
+    def __init__(self) -> None:
+        store = PlansInEtcd(EtcdConfig(endpoints=("127.0.0.1:1",)), "a")
+        super().__init__(AnnouncedLedger(Ledger()), ApplyMode.ADVISORY, store)
+        self.asked = 0
+        self.may_answer = asyncio.Event()
+
+    async def history(self, limit: int) -> list[LedgerEntry]:
+        self.asked += 1
+        await self.may_answer.wait()
+        return []
+
+
+@on_loop
+async def test_few_read_the_log_at_once(tmp_path: Path) -> None:
+    """Each takes a thread, which waits while etcd is slow."""
+    desk = SlowDesk()
+    runner = web.AppRunner(PlanEndpoints(lambda: desk, "").app(), access_log=None)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    async with aiohttp.ClientSession(f"http://127.0.0.1:{runner.addresses[0][1]}") as http:
+        reading = [asyncio.create_task(http.get("/history")) for _ in range(3 * MAX_HISTORIES)]
+        done, _ = await asyncio.wait(reading, return_when=asyncio.FIRST_COMPLETED, timeout=PATIENCE_S)
+        while len(done) < 2 * MAX_HISTORIES:
+            assert desk.asked <= MAX_HISTORIES
+            done, _ = await asyncio.wait(reading, timeout=0.05)
+        assert {task.result().status for task in done} == {503}
+        desk.may_answer.set()
+        answers = await asyncio.gather(*reading)
+        assert sorted(answer.status for answer in answers) == [200] * MAX_HISTORIES + [503] * 2 * MAX_HISTORIES
+        async with http.get("/history") as answer:
+            assert answer.status == 200
+    await runner.cleanup()

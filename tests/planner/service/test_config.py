@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from planner.commands.cli import main
 from planner.errors import InputError
 from planner.service.config import ApplyMode, load
 from tests.planner.conftest import CONFIGS
@@ -75,3 +76,14 @@ def test_hardware_that_is_not_profiled_is_named(tmp_path: Path) -> None:
     config = load(write(tmp_path, GOOD.replace("h20x8", "h30x8")))
     with pytest.raises(InputError, match="h30x8"):
         config.model()
+
+
+def test_an_etcd_on_another_machine_that_is_asked_in_clear_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "plan.toml"
+    for endpoint, warnings in (("10.0.0.5:2379", 1), ("127.0.0.1:2379", 0), ("https://10.0.0.5:2379", 0)):
+        path.write_text(f"{GOOD}etcd = {{ endpoints = ['{endpoint}'] }}\n")
+        assert main(["serve", "-c", str(path), "--check"]) == 0
+        said = capsys.readouterr().out
+        assert said.count("warning: [plan.etcd]: etcd at 10.0.0.5:2379 is another machine") == warnings

@@ -142,3 +142,34 @@ def test_a_ledger_that_is_too_long_is_refused(service: Make) -> None:
     one.campaign("http://one")
     with pytest.raises(OSError, match="etcd takes"):
         one.write(Ledger(conversions={"n": "x" * (1 << 20)}), None)
+
+
+@pytest.mark.parametrize("name", ["ledger", "leader"])
+def test_what_is_nested_too_deeply_is_damaged(etcd: EtcdUnderTest, service: Make, name: str) -> None:
+    etcd.put(f"/prfaas/plans/state/{name}", b'{"later": ' + b"[" * 20_000 + b"]" * 20_000 + b"}")
+    if name == "ledger":
+        with pytest.raises(InputError, match="not a ledger"):
+            service("one").look()
+    else:
+        found = service("one").look().leader
+        assert found is not None
+        assert found.url == ""
+
+
+def test_a_log_whose_count_is_none_begins_anew(etcd: EtcdUnderTest, service: Make) -> None:
+    etcd.put("/prfaas/plans/state/entries", b"9" * 5000)
+    one = service("one")
+    ledger, entry = led(one.campaign("http://one") or Ledger())
+    one.write(ledger, entry)
+    assert one.last_entries(10) == [entry]
+
+
+def test_one_that_cannot_go_on_with_the_ledger_lets_another_lead_at_once(etcd: EtcdUnderTest, service: Make) -> None:
+    etcd.put(LEDGER, b"{")
+    one, other = service("one"), service("other")
+    with pytest.raises(InputError):
+        one.campaign("http://one")
+    assert not one.leads
+    one.resign()
+    etcd.put(LEDGER, b"{}")
+    assert other.campaign("http://other") == Ledger()

@@ -16,7 +16,10 @@ from membership.etcd.client import EtcdClient
 from membership.etcd.settings import EtcdConfig
 from planner.commands.cli import main
 from planner.decisions.plans.live_plan import LivePlan
+from planner.service.announcement import AnnouncedLedger
 from planner.service.etcd_store import PlansInEtcd
+from planner.service.fleet import PlanMember
+from planner.service.gateways import Gateways
 from planner.service.keeper import Keeper
 from planner.service.server import FleetPlanService, taking_part
 from planner.service.status import Status
@@ -24,7 +27,7 @@ from planner.service.store import Store
 from planner.solve.control.ledger import Ledger
 from tests.membership.etcd.servers import RealEtcd, needed_binary
 from tests.planner.service.test_process import config_file, started
-from tests.planner.service.worlds import LAW, PATIENCE_S, SOON, FakeGateway, config_for, fake_gateway, on_loop
+from tests.planner.service.worlds import LAW, PATIENCE_S, SOON, FakeGateway, Nodes, config_for, fake_gateway, on_loop
 
 pytestmark = pytest.mark.long
 LEASE_S = 2.0
@@ -172,6 +175,41 @@ async def another_leads(etcd: RealEtcd, folder: Path) -> None:
 
 def test_one_whose_first_ledger_is_damaged_lets_another_lead(etcd: RealEtcd, tmp_path: Path) -> None:
     another_leads(etcd, tmp_path)
+
+
+@on_loop
+async def one_leads_after_an_unforeseen_error(etcd: RealEtcd, folder: Path) -> None:
+    firsts = iter([RuntimeError("unforeseen"), Ledger(term=7)])
+
+    def first() -> Ledger:
+        if isinstance(found := next(firsts), Exception):
+            raise found
+        return found
+
+    async with fake_gateway() as gateway:
+        asked = EtcdConfig(endpoints=(etcd.endpoint,))
+        store = PlansInEtcd(asked, "a", EtcdClient(asked, call_s=1.0), LEASE_S)
+        announced = AnnouncedLedger(Ledger())
+        config = config_for(folder, gateways=(gateway.url,))
+
+        def keeper() -> Keeper:
+            polled = Gateways(config.gateways, PATIENCE_S)
+            return Keeper(config, store, announced, polled, Nodes(gateway), lambda: 0.0, lambda: 0.0)
+
+        member = PlanMember(store, announced, config.mode, keeper, lambda _: [], first, lambda: 0.0)
+        running = asyncio.create_task(member.run("http://a"))
+        async with asyncio.timeout(PATIENCE_S):
+            while not isinstance(member.desk, Keeper):
+                assert not running.done()
+                await asyncio.sleep(0.02)
+        assert announced.ledger.term == 8
+        running.cancel()
+        await asyncio.wait([running])
+        store.close()
+
+
+def test_an_unforeseen_error_ends_no_service(etcd: RealEtcd, tmp_path: Path) -> None:
+    one_leads_after_an_unforeseen_error(etcd, tmp_path)
 
 
 @asynccontextmanager

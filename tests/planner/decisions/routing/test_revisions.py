@@ -57,6 +57,24 @@ def test_one_token_needs_no_prefill_node():
     assert drawn(1, a=nodes(1, 1, 1), b=nodes(0, 0, 1)) == {"a": 50, "b": 50}
 
 
+def test_each_is_predicted_by_the_size_of_its_own_kvcache():
+    ready = {name: ReadyNodes.among(nodes(1, 0, 1)) for name in ("a", "b")}
+    links = [link(available_bytes_per_s=1e9)]
+    found = choose_revision(
+        ready,
+        request(30_000, kv_bytes=lambda tokens: 1e6 * tokens),
+        links,
+        policy(),
+        draw=0.5,
+        place=PLACE,
+        cost=PrefillCost(10_000),
+        sizes={"b": lambda tokens: 1e3 * tokens},
+    )
+    by_name = {each.revision: each.ttft_s for each in found.weighed}
+    assert by_name["a"] > 25.0  # 30 GB at 1 GB/s
+    assert by_name["b"] < 5.0
+
+
 def test_where_no_revision_has_all_roles_the_one_that_can_prefill_serves():
     found = chosen(a=nodes(1, 0, 0), b=nodes(0, 1, 1))
     assert (found.revision, found.roles) == ("b", (NeededRole.DECODE, NeededRole.PREFILL))
