@@ -57,7 +57,7 @@ class ControlServer:
     async def stop(self, grace_s: float | None) -> None:
         """Calls that run have `grace_s` to end; then their connections are closed.
 
-        Nobody is let in meanwhile: another process may have gRPC's port by then.
+        No caller is let in meanwhile: another process may have gRPC's port by then.
         """
         if self._front is not None:
             self._front.shut()

@@ -43,7 +43,7 @@ def test_names(names: tuple[str, ...], place: str, is_known: bool) -> None:
         (("10.0.0.0/16", "fd00::/8"), "[::1]:7101", False),
         (("10.0.0.0/16",), "[::ffff:10.0.3.4]:7101", True),  # the same machine, as an IPv6 socket calls it
         (("10.0.0.0/16",), "[::ffff:10.1.3.4]:7101", False),
-        (("::/0",), "[::ffff:10.0.3.4]:7101", False),  # all of IPv6 is none of IPv4
+        (("::/0",), "[::ffff:10.0.3.4]:7101", False),  # IPv4 is no part of it
     ],
 )
 def test_networks(networks: tuple[str, ...], address: str, is_known: bool) -> None:

@@ -152,7 +152,8 @@ class Landings:
         """
         if frame.slot in self._slots[who]:
             raise RemoteProtocolError(f"slot {frame.slot} is opened again")
-        if self._is_plain(who) and frame.transfer_id.startswith((READ_PREFIX, SEGMENT_PREFIX)):
+        is_plain = bool(self._plain_from) and who not in self.places
+        if is_plain and frame.transfer_id.startswith((READ_PREFIX, SEGMENT_PREFIX)):
             return refused(self.counters, frame, Code.ACCESS)  # one-sided: nothing says whose they are
         if frame.transfer_id.startswith(READ_PREFIX):
             self.activity.opened(who, None, now)
@@ -160,7 +161,7 @@ class Landings:
         landing = self._landing_of(frame, transcript, now)
         if isinstance(landing, Landing) and landing.sender and self.places.get(who, landing.sender) != landing.sender:
             landing = Code.ACCESS  # the ticket is another's
-        if isinstance(landing, Landing) and self._must_seal(who, landing):
+        if is_plain and isinstance(landing, Landing) and not comes_from(self._plain_from, landing):
             landing = Code.ACCESS  # its sender must seal
         if isinstance(landing, Code):
             return refused(self.counters, frame, landing)
@@ -211,7 +212,7 @@ class Landings:
             raise RemoteProtocolError(f"chunk ends at {stop} of {landing.bytes_total} bytes")
         if landing.outcome is not None and not landing.outcome.ok:
             return None
-        if self._must_seal(who, landing):  # it was readdressed meanwhile
+        if self._plain_from and who not in self.places and not comes_from(self._plain_from, landing):  # any more
             return None
         if rivals := landing.inbox.rivals(start, stop, who):
             return Rivals(tuple(rivals))
@@ -302,14 +303,6 @@ class Landings:
 
     # inside
 
-    def _is_plain(self, who: int) -> bool:
-        """Whether a connection has no session where others need one."""
-        return bool(self._plain_from) and who not in self.places
-
-    def _must_seal(self, who: int, landing: Landing) -> bool:
-        """Whether a connection is in clear that might not fill a landing so."""
-        return self._is_plain(who) and landing.sender.partition("/")[0] not in self._plain_from
-
     def _landing_of(self, frame: Open, transcript: bytes, now: float) -> Landing | Code:
         """The landing that an Open names, or why it is refused; an ended one gives its outcome."""
         landing, ended = self.active.get(frame.transfer_id), self._ended.get(frame.transfer_id)
@@ -376,3 +369,8 @@ def refused(counters: Counter[str], frame: Open, code: Code) -> Refuse:
     """The answer to an Open that is refused, counted."""
     counters[f"refused:{code}"] += 1
     return Refuse(slot=frame.slot, code=code)
+
+
+def comes_from(clusters: frozenset[str], landing: Landing) -> bool:
+    """Whether its sender is a node of one of them."""
+    return landing.sender.partition("/")[0] in clusters
