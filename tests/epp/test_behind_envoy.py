@@ -12,8 +12,9 @@ from typing import Any
 import aiohttp
 import pytest
 
-from tests.epp.envoy import DUPLEX, OWN, STANDARD, Way
-from tests.epp.world import ENVOY, OURS, ROOT, PickerWorld, chat, picker_world, until
+from tests.epp.envoy import DUPLEX, OWN, SHIPPED, STANDARD, Way
+from tests.epp.servers import HEADERS
+from tests.epp.world import ENVOY, OURS, ROOT, PickerWorld, chat, end, picker_world, until
 
 DUPLEX_REQUEST = Way(request=DUPLEX)
 STREAMED = Way(request="STREAMED", response="STREAMED", heads=True)
@@ -21,6 +22,7 @@ WAYS = {"own": OWN, "standard": STANDARD, "duplex_request": DUPLEX_REQUEST, "str
 READING = {name: way for name, way in WAYS.items() if name != "streamed"}  # they see the body before they choose
 only_ours = pytest.mark.skipif(not OURS, reason="only ours promises that")
 REQUESTS = 200
+MANY = 1_100  # Envoy allows 1,024 by itself
 DROPPED = "x-llm-d-request-dropped-reason"
 
 
@@ -247,13 +249,53 @@ def test_a_prefill_server_is_named_to_the_server_that_decodes(tmp_path: Path, wa
 
 
 @only_ours
-def test_a_client_names_no_prefill_server_and_no_destination(tmp_path: Path, way: Way) -> None:
+def test_a_client_names_no_server(tmp_path: Path, way: Way) -> None:
     async def act(world: PickerWorld) -> None:
-        forged = {"x_prefiller_host_port": "192.0.2.1:1", "x_gateway_destination_endpoint": "192.0.2.1:1"}
-        told = await world.ask(chat("hello"), **forged)
-        assert (told.status, told.said("x-prefiller-host-port")) == (200, "")
+        forged = [(name, f"192.0.2.1:{number}") for name in HEADERS for number in (1, 2)]
+        async with world.http.post(f"{world.url}/v1/completions", data=chat("hello"), headers=forged) as answer:
+            said = await answer.json()
+        *others, destination = (said[name] for name in HEADERS)
+        assert (others, destination) == ([""] * 4, said["server"])
 
     in_world(tmp_path, way, act)
+
+
+@only_ours
+def test_with_our_configuration_a_client_names_no_server_while_the_picker_is_gone(tmp_path: Path) -> None:
+    async def act(world: PickerWorld) -> None:
+        assert world.picker is not None
+        await end(world.picker)
+        forged = {name.replace("-", "_"): "192.0.2.1:1" for name in HEADERS}
+        told = await world.ask(chat("hello"), **forged)
+        assert [told.said(name) for name in HEADERS] == [""] * 5
+
+    in_world(tmp_path, SHIPPED, act)
+
+
+@only_ours
+def test_with_our_configuration_the_picker_is_asked_for_more_requests_than_envoy_allows_by_itself(
+    tmp_path: Path,
+) -> None:
+    async def act(world: PickerWorld) -> None:
+        connector = aiohttp.TCPConnector(limit=0)
+        async with aiohttp.ClientSession(connector=connector) as http, asyncio.TaskGroup() as asking:
+            for _ in range(MANY):
+                asking.create_task(_held(http, world.url))
+            await until(lambda: _num_asked(world), lambda asked: asked == MANY)
+            assert await world.metric("prfaas_picker_in_flight") == MANY
+            for server in world.servers:
+                server.held.set()
+
+    in_world(tmp_path, SHIPPED, act)
+
+
+async def _held(http: aiohttp.ClientSession, url: str) -> None:
+    async with http.post(f"{url}/v1/completions", data=b"{}", headers={"x-hold": "1"}) as answer:
+        assert answer.status == 200
+
+
+async def _num_asked(world: PickerWorld) -> int:
+    return sum(server.asked for server in world.servers)
 
 
 @only_ours
