@@ -198,6 +198,14 @@ class Exchange:
         """Whether nothing more will be answered."""
         return self.state is ExchangeState.OVER
 
+    @property
+    def hears_of_answers(self) -> bool:
+        """Whether the proxy ends its stream with the answer. Some do so once they have the choice."""
+        if self._request is None:
+            return False
+        head = self._request.head
+        return head.response_mode is not BodyMode.NONE or self._request.is_kept
+
     def on(self, message: ProxyMessage) -> Sequence[ProxyAnswer | ChoiceWanted]:
         """What follows from a message. Raises ExchangeError for one that cannot come now."""
         direction = getattr(message, "direction", None)

@@ -122,7 +122,7 @@ def test_a_prompt_that_ended_early_keeps_its_server_busy_no_longer() -> None:
     (server,) = world.pool
     found = [world.ask(tokens=60_000) for _ in range(2)]
     assert server.busy_until == world.now + 120
-    for each, left_s in zip(found, (59.0, 0.0), strict=True):
+    for each, left_s in zip(found, (60.0, 0.0), strict=True):
         world.now += 1
         assert isinstance(each, Pick)
         each.end()
