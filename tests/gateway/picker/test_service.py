@@ -41,6 +41,10 @@ class Stream:
         for message in messages:
             self._said.put_nowait(message)
 
+    @property
+    def is_read(self) -> bool:
+        return self._said.empty()
+
     async def hears(self) -> pb.ProcessingResponse:
         return pb.ProcessingResponse.FromString(await anext(self.answers))
 
@@ -116,6 +120,29 @@ def test_a_body_is_let_go_once_it_is_answered() -> None:
             tracemalloc.stop()
         for each in running:
             each.cancel()
+
+    in_service(act)
+
+
+def test_a_body_in_small_parts_takes_no_more_room_than_is_counted() -> None:
+    async def act(service: ExchangeService, _: PickerMetrics) -> None:
+        stream = Stream(service)
+        stream.says(head(DUPLEX))
+        waiting = asyncio.ensure_future(stream.hears())
+        await asyncio.sleep(0)
+        tracemalloc.start()
+        try:
+            for number in range(20_000):
+                stream.says(body(number.to_bytes(3, "big")))
+                if number % 100 == 99:
+                    await asyncio.sleep(0)
+            while not stream.is_read:  # noqa: ASYNC110 nothing tells
+                await asyncio.sleep(0)
+            held, _peak = tracemalloc.get_traced_memory()
+            assert held < 3 * 60_000
+        finally:
+            tracemalloc.stop()
+        waiting.cancel()
 
     in_service(act)
 
