@@ -170,6 +170,6 @@ def test_the_end_of_a_stream_is_that_of_the_answer_where_the_proxy_waits_for_it(
     async def act(service: ExchangeService, _: PickerMetrics) -> None:
         stream = Stream(service)
         stream.says(head(request_mode, response_mode), body(b"{}", ends=True), None)
-        _ = [answer async for answer in stream.answers]
+        assert [answer async for answer in stream.answers]
 
     assert in_service(act) == [is_heard]
