@@ -106,8 +106,8 @@ def block_names(text: bytes, seed: int = 0) -> tuple[int, ...]:
 
 def _is_json(headers: Mapping[str, str]) -> bool:
     """One that does not say what it is, is read as JSON."""
-    kind = headers.get("content-type", "")
-    return (not kind or "json" in kind) and headers.get("content-encoding", "identity") == "identity"
+    kind, coding = headers.get("content-type", "").lower(), headers.get("content-encoding", "").lower()
+    return (not kind or "json" in kind) and coding in ("", "identity")
 
 
 def _milliseconds(text: str) -> float:

@@ -35,16 +35,16 @@ class PickSettings:
 class Pick:
     """A request's place on its servers, until `end`."""
 
-    def __init__(self, choice: EndpointChoice, end: Callable[[], None]) -> None:
+    def __init__(self, choice: EndpointChoice, end: Callable[[bool], None]) -> None:
         self.choice = choice
         self._end = end
         self._has_ended = False
 
-    def end(self) -> None:
-        """The request is over; once counts."""
+    def end(self, is_answered: bool = True) -> None:
+        """The request is over, or a proxy that does not tell of its answer has said all it will; once counts."""
         if not self._has_ended:
             self._has_ended = True
-            self._end()
+            self._end(is_answered)
 
 
 class ServerPicker:
@@ -117,15 +117,23 @@ class ServerPicker:
             prefiller = self._pool.by_id(route.prefill_node)
         best = servers[0]
         computing = prefiller or best
-        self._pool.took(computing, asked.prompt, route.compute_s)
+        compute_s = route.compute_s
+        predicted = self._pool.took(computing, asked.prompt, compute_s)
         if prefiller is not None:
             self._pool.took(best, asked.prompt, 0.0)
         choice = EndpointChoice(
             tuple(server.address for server in servers), prefiller.address if prefiller is not None else ""
         )
         best.in_flight += 1
-        self._in_flight[asked.tenant] += 1
-        return Pick(choice, lambda: self._ended(best, asked.tenant))
+        tenant = asked.tenant  # alone: a prompt's names are many, and a pick lasts long
+        self._in_flight[tenant] += 1
+
+        def ended(is_answered: bool) -> None:
+            self._ended(best, tenant)
+            if is_answered:
+                self._pool.answered(computing, compute_s, predicted)
+
+        return Pick(choice, ended)
 
     def _ended(self, server: ModelServer, tenant: str) -> None:
         server.in_flight -= 1

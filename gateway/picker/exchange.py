@@ -12,7 +12,7 @@ Bodies that pass through us (`FULL_DUPLEX`) are given back whole, in parts, to t
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum, IntEnum
 from types import MappingProxyType
 from typing import Final
@@ -163,18 +163,18 @@ class _Request:
     """What has come of a request."""
 
     head: RequestHead
-    parts: list[bytes] = field(default_factory=list)
-    num_bytes: int = 0
+    body: bytearray | None = None  # as far as it has come: parts may be many and small
     has_trailers: bool = False
     is_kept: bool = False  # by the proxy, which waits for an answer to the body
 
     def add(self, data: bytes) -> None:
-        self.parts.append(data)
-        self.num_bytes += len(data)
+        if self.body is None:
+            self.body = bytearray()
+        self.body += data
 
     @property
-    def body(self) -> bytes:
-        return self.parts[0] if len(self.parts) == 1 else b"".join(self.parts)
+    def num_bytes(self) -> int:
+        return len(self.body or ())
 
 
 class Exchange:
@@ -198,6 +198,14 @@ class Exchange:
         """Whether nothing more will be answered."""
         return self.state is ExchangeState.OVER
 
+    @property
+    def hears_of_answers(self) -> bool:
+        """Whether the proxy ends its stream with the answer. Some do so once they have the choice."""
+        if self._request is None:
+            return False
+        head = self._request.head
+        return head.response_mode is not BodyMode.NONE or self._request.is_kept
+
     def on(self, message: ProxyMessage) -> Sequence[ProxyAnswer | ChoiceWanted]:
         """What follows from a message. Raises ExchangeError for one that cannot come now."""
         direction = getattr(message, "direction", None)
@@ -220,11 +228,11 @@ class Exchange:
             answers.append(PassPart(Direction.REQUEST, found))
         else:
             answers.append(PassHead(Direction.REQUEST, found))
-            if request.parts:
-                answers.extend(given_back(Direction.REQUEST, request.body, not request.has_trailers))
+            if request.body is not None:
+                answers.extend(given_back(Direction.REQUEST, bytes(request.body), not request.has_trailers))
         if request.has_trailers:
             answers.append(PassTrailers(Direction.REQUEST))
-        request.parts, request.num_bytes = [], 0
+        request.body = None
         return answers
 
     def _begun(self, head: RequestHead) -> Sequence[ProxyAnswer | ChoiceWanted]:
@@ -246,7 +254,7 @@ class Exchange:
         self._request.add(part.data)
         if self._request.num_bytes > self._max_body_bytes:
             return self._refused(Refusal(status=413, text=f"the body is longer than {self._max_body_bytes} bytes"))
-        return self._asks(self._request.body) if part.has_ended else ()
+        return self._asks(bytes(self._request.body or b"")) if part.has_ended else ()
 
     def _buffered(self, part: BodyPart) -> Sequence[ProxyAnswer | ChoiceWanted]:
         assert self._request is not None
@@ -256,7 +264,7 @@ class Exchange:
     def _ended_by_trailers(self, _: Trailers) -> Sequence[ProxyAnswer | ChoiceWanted]:
         assert self._request is not None
         self._request.has_trailers = True
-        return self._asks(self._request.body)
+        return self._asks(bytes(self._request.body or b""))
 
     def _asks(self, body: bytes | None) -> Sequence[ChoiceWanted]:
         assert self._request is not None

@@ -12,6 +12,8 @@ SUBSET_NAMESPACE: Final = "envoy.lb.subset_hint"
 SUBSET: Final = "x-gateway-destination-endpoint-subset"
 
 PREFILLER: Final = "x-prefiller-host-port"
+# By these, too, llm-d's sidecars are told whom to ask. A picker names none, and a client must not.
+SIDECARS: Final = ("x-encoder-hosts-ports", "x-data-parallel-host-port", "x-kv-cache-source-host-port")
 DROPPED: Final = "x-llm-d-request-dropped-reason"
 # The names that hold, and those before them.
 FAIRNESS: Final = ("x-llm-d-inference-fairness-id", "x-gateway-inference-fairness-id")

@@ -7,6 +7,7 @@ from typing import Final
 import aiohttp
 
 from gateway.picker.servers import ModelServer, ServerPool, ServerReport
+from transport.control.bounded import BodyTooLong, read_bounded
 
 PATH: Final = "/metrics"
 EVERY_S: Final = 0.25
@@ -37,34 +38,44 @@ def read_report(page: str) -> ServerReport:
 
 
 class ReportAsker:
-    """Asks every server in turn, all at once, again and again. One that does not answer holds up no other."""
+    """Asks every server, again and again. One that does not answer holds up no other."""
 
     def __init__(self, pool: ServerPool, on_report: Callable[[str], None], every_s: float = EVERY_S) -> None:
         self._pool = pool
         self._on_report = on_report
         self._every_s = every_s
+        self._asked: set[ModelServer] = set()  # those whose answer has not come: none is asked twice at once
 
     async def run(self) -> None:
         """For ever."""
+        self._asked.clear()
         timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
-        async with aiohttp.ClientSession(timeout=timeout, auto_decompress=True) as session:
+        connector = aiohttp.TCPConnector(limit=0)  # one a server
+        async with (
+            aiohttp.ClientSession(timeout=timeout, connector=connector) as session,
+            asyncio.TaskGroup() as asking,
+        ):
             while True:
-                await asyncio.gather(*(self._ask(session, server) for server in list(self._pool)))
+                for server in set(self._pool) - self._asked:
+                    self._asked.add(server)
+                    asking.create_task(self._ask(session, server))
                 await asyncio.sleep(self._every_s)
 
     async def _ask(self, session: aiohttp.ClientSession, server: ModelServer) -> None:
         try:
             async with session.get(f"http://{server.address}{PATH}", allow_redirects=False) as response:
                 response.raise_for_status()
-                page = await response.content.read(MAX_PAGE_BYTES)
+                page = await read_bounded(response.content.iter_any(), MAX_PAGE_BYTES)
             report = read_report(page.decode("utf-8", "replace"))
         except (aiohttp.ClientError, TimeoutError, OSError):
             outcome = "unreachable"
-        except (ValueError, IndexError, OverflowError):
+        except (ValueError, IndexError, OverflowError, BodyTooLong):
             outcome = "unreadable"
         else:
             outcome = "read"
             self._pool.reported(server, report)
+        finally:
+            self._asked.discard(server)
         if outcome != "read":
             self._pool.failed(server)
         self._on_report(outcome)

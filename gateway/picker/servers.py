@@ -128,12 +128,17 @@ class ServerPool:
         now = self._clock()
         return [server.report_at(now) for server in servers]
 
-    def took(self, server: ModelServer, prompt: AskedPrompt, compute_s: float) -> None:
-        """A prompt goes there, which it takes so long to compute."""
+    def took(self, server: ModelServer, prompt: AskedPrompt, compute_s: float) -> float:
+        """A prompt goes there, which it takes so long to compute; when that is predicted to be done."""
         now = self._clock()
         server.busy_until = max(now, server.busy_until) + max(LEAST_S, compute_s)
         server.sent.sent(prompt.blocks)
         self._usual_tokens += 0.05 * (prompt.num_tokens - self._usual_tokens)
+        return server.busy_until
+
+    def answered(self, server: ModelServer, compute_s: float, predicted: float) -> None:
+        """A prompt has been answered or refused there. What is left of its prediction was too much: bytes are no tokens."""
+        server.busy_until -= min(compute_s, max(0.0, predicted - self._clock()))
 
     def reported(self, server: ModelServer, report: ServerReport) -> None:
         """A server has said how busy it is."""

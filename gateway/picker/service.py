@@ -92,7 +92,7 @@ class ExchangeService:
             self.streams -= 1
             self._hold(held, 0)
             for pick in picks:
-                pick.end()
+                pick.end(exchange.hears_of_answers)
 
     async def _answers(self, exchange: Exchange, message: ProxyMessage, picks: list[Pick]) -> list[ProxyAnswer]:
         """What a message is answered. A pick that follows from it is added to the stream's."""

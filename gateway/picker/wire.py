@@ -25,7 +25,16 @@ from gateway.picker.exchange import (
     ResponseHead,
     Trailers,
 )
-from gateway.picker.headers import DESTINATION, DROPPED, NAMESPACE, PREFILLER, SERVED, SUBSET, SUBSET_NAMESPACE
+from gateway.picker.headers import (
+    DESTINATION,
+    DROPPED,
+    NAMESPACE,
+    PREFILLER,
+    SERVED,
+    SIDECARS,
+    SUBSET,
+    SUBSET_NAMESPACE,
+)
 from transport.control.proto import ext_proc_pb2 as pb
 
 OVERWRITE: Final = 2
@@ -151,6 +160,7 @@ def _choose(response: pb.ProcessingResponse, common: pb.CommonAnswer, choice: En
         _set(common.header_mutation, PREFILLER, choice.prefiller)
     else:
         common.header_mutation.remove_headers.append(PREFILLER)
+    common.header_mutation.remove_headers.extend(SIDECARS)
     response.dynamic_metadata.update({NAMESPACE: {DESTINATION: endpoints}})
 
 

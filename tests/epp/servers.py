@@ -8,7 +8,13 @@ from dataclasses import dataclass, field
 
 from aiohttp import web
 
-HEADERS = ("x-prefiller-host-port", "x-gateway-destination-endpoint")
+HEADERS = (
+    "x-prefiller-host-port",
+    "x-encoder-hosts-ports",
+    "x-data-parallel-host-port",
+    "x-kv-cache-source-host-port",
+    "x-gateway-destination-endpoint",
+)
 
 
 @dataclass(slots=True)
@@ -57,7 +63,7 @@ class StandInServer:
             await self.held.wait()
         if "x-events" in request.headers:
             return await self._events(request)
-        said = {name: request.headers.get(name, "") for name in HEADERS}
+        said = {name: ",".join(request.headers.getall(name, ())) for name in HEADERS}
         pad = "." * int(request.headers.get("x-pad", "0"))
         digest = hashlib.sha256(body).hexdigest()
         return web.json_response(

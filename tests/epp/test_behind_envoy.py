@@ -12,8 +12,9 @@ from typing import Any
 import aiohttp
 import pytest
 
-from tests.epp.envoy import DUPLEX, OWN, STANDARD, Way
-from tests.epp.world import ENVOY, OURS, ROOT, PickerWorld, chat, picker_world, until
+from tests.epp.envoy import DUPLEX, OWN, SHIPPED, STANDARD, Way
+from tests.epp.servers import HEADERS
+from tests.epp.world import ENVOY, OURS, ROOT, PickerWorld, chat, end, picker_world, until
 
 DUPLEX_REQUEST = Way(request=DUPLEX)
 STREAMED = Way(request="STREAMED", response="STREAMED", heads=True)
@@ -247,13 +248,40 @@ def test_a_prefill_server_is_named_to_the_server_that_decodes(tmp_path: Path, wa
 
 
 @only_ours
-def test_a_client_names_no_prefill_server_and_no_destination(tmp_path: Path, way: Way) -> None:
+def test_a_client_names_no_server(tmp_path: Path, way: Way) -> None:
     async def act(world: PickerWorld) -> None:
-        forged = {"x_prefiller_host_port": "192.0.2.1:1", "x_gateway_destination_endpoint": "192.0.2.1:1"}
-        told = await world.ask(chat("hello"), **forged)
-        assert (told.status, told.said("x-prefiller-host-port")) == (200, "")
+        forged = [(name, f"192.0.2.1:{number}") for name in HEADERS for number in (1, 2)]
+        async with world.http.post(f"{world.url}/v1/completions", data=chat("hello"), headers=forged) as answer:
+            said = await answer.json()
+        *others, destination = (said[name] for name in HEADERS)
+        assert (others, destination) == ([""] * 4, said["server"])
 
     in_world(tmp_path, way, act)
+
+
+@only_ours
+def test_with_our_configuration_a_client_names_no_server_while_the_picker_is_gone(tmp_path: Path) -> None:
+    async def act(world: PickerWorld) -> None:
+        assert world.picker is not None
+        await end(world.picker)
+        forged = {name.replace("-", "_"): "192.0.2.1:1" for name in HEADERS}
+        told = await world.ask(chat("hello"), **forged)
+        assert [told.said(name) for name in HEADERS] == [""] * 5
+
+    in_world(tmp_path, SHIPPED, act)
+
+
+def test_our_configuration_leaves_the_limit_of_requests_to_the_picker(tmp_path: Path) -> None:
+    """What is beyond Envoy's own limit, 1,024, would go to any server."""
+
+    async def act(world: PickerWorld) -> None:
+        async with world.http.get(f"http://127.0.0.1:{world.ports['admin']}/clusters") as page:
+            limits = await page.text()
+        for cluster in ("servers", "picker"):
+            for limit in ("max_connections", "max_pending_requests", "max_requests"):
+                assert f"{cluster}::default_priority::{limit}::20000" in limits
+
+    in_world(tmp_path, SHIPPED, act)
 
 
 @only_ours

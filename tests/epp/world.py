@@ -168,11 +168,11 @@ async def _asking_envoy(world: PickerWorld) -> AsyncIterator[None]:
         picker=f"127.0.0.1:{ports['grpc']}",
         servers=tuple(server.address for server in world.servers),
     )
-    (folder / "envoy.json").write_text(told)
+    (folder / "envoy.yaml").write_text(told)
     with _log(folder / "envoy.log") as log:
         base = str(random.Random().randrange(1, 1 << 20))
         world.envoy = await asyncio.create_subprocess_exec(
-            ENVOY, "-c", folder / "envoy.json", "--base-id", base, "--concurrency", "1", "-l", "warning",
+            ENVOY, "-c", folder / "envoy.yaml", "--base-id", base, "--concurrency", "1", "-l", "warning",
             stdout=log, stderr=log,
         )  # fmt: skip
     try:

@@ -73,6 +73,13 @@ def test_a_promise_that_is_no_time_is_none(text: str) -> None:
     assert read_request(RequestHead(headers={"x-llm-d-slo-ttft-ms": text}), None).ttft_s == 0
 
 
+@pytest.mark.parametrize(
+    "headers", [{"content-type": "Application/JSON"}, {"content-encoding": ""}, {"content-encoding": "Identity"}]
+)
+def test_names_of_types_and_codings_have_no_case(headers: dict[str, str]) -> None:
+    assert read_request(RequestHead(headers=headers), chat("hello")).prompt.num_tokens
+
+
 @pytest.mark.parametrize("headers", [{"content-type": "multipart/form-data"}, {"content-encoding": "gzip"}])
 def test_a_body_that_is_no_json_by_its_headers_is_not_read(headers: dict[str, str]) -> None:
     assert read_request(RequestHead(headers=headers), b"\x1f\x8b").prompt.num_tokens == 0

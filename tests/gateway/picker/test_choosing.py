@@ -117,6 +117,33 @@ def test_a_request_that_ends_twice_is_counted_once() -> None:
     assert world.picker.in_flight == 0
 
 
+def test_a_prompt_that_ended_early_keeps_its_server_busy_no_longer() -> None:
+    world = World([""])
+    (server,) = world.pool
+    found = [world.ask(tokens=60_000) for _ in range(2)]
+    assert server.busy_until == world.now + 120
+    for each, left_s in zip(found, (60.0, 0.0), strict=True):
+        world.now += 1
+        assert isinstance(each, Pick)
+        each.end()
+        assert max(0.0, server.busy_until - world.now) == left_s
+    world.now += 300
+    late = world.ask(tokens=1_000)
+    world.now += 5
+    assert isinstance(late, Pick)
+    late.end()
+    assert server.busy_until == world.now - 4
+
+
+def test_a_proxy_that_does_not_tell_of_the_end_leaves_the_queue_as_it_was_predicted() -> None:
+    world = World([""])
+    (server,) = world.pool
+    found = world.ask(tokens=60_000)
+    assert isinstance(found, Pick)
+    found.end(is_answered=False)
+    assert (server.busy_until, world.picker.in_flight) == (world.now + 60, 0)
+
+
 def test_a_server_that_leaves_and_comes_back_elsewhere_has_begun_anew() -> None:
     world = World([""])
     world.ask(range(9))

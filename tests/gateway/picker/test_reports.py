@@ -1,9 +1,19 @@
 """A server's page of metrics."""
 
-import pytest
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import AsyncExitStack
 
-from gateway.picker.reports import read_report
-from gateway.picker.servers import ServerReport
+import pytest
+from aiohttp import web
+
+from gateway.picker.reports import ReportAsker, read_report
+from gateway.picker.servers import ServerPool, ServerReport
+from membership.member import Member
+
+Asked = tuple[Mapping[str, ServerReport], Counter[str]]
 
 PAGE = """# HELP vllm:num_requests_running Number of requests
 vllm:num_requests_running{engine="0",model_name="a } b"} 3.0
@@ -27,3 +37,67 @@ def test_a_page_without_them_says_nothing() -> None:
 def test_what_is_no_number_is_an_error(line: str) -> None:
     with pytest.raises((ValueError, IndexError)):
         read_report(line)
+
+
+async def _asked(pages: Mapping[str, Callable[[web.Request], Awaitable[web.StreamResponse]]], for_s: float) -> Asked:
+    """What servers with these pages have said after a while, and how often each outcome came."""
+    pool = ServerPool(time.monotonic, tokens_per_s=1.0, max_running=1)
+    outcomes = Counter[str]()
+    async with AsyncExitStack() as held:
+        members = {}
+        for name, page in pages.items():
+            app = web.Application()
+            app.router.add_get("/metrics", page)
+            runner = web.AppRunner(app, shutdown_timeout=0.1)
+            await runner.setup()
+            held.push_async_callback(runner.cleanup)
+            await web.TCPSite(runner, "127.0.0.1", 0).start()
+            members[name] = Member(id=name, agent=f"127.0.0.1:{runner.addresses[0][1]}")
+        pool.follow(members)
+        asking = asyncio.create_task(ReportAsker(pool, lambda outcome: outcomes.update([outcome]), 0.05).run())
+        await asyncio.sleep(for_s)
+        asking.cancel()
+        await asyncio.wait([asking])
+    return {server.id: server.report for server in pool}, outcomes
+
+
+async def _whole(_: web.Request) -> web.Response:
+    return web.Response(text=PAGE)
+
+
+async def _in_two(request: web.Request) -> web.StreamResponse:
+    answer = web.StreamResponse()
+    await answer.prepare(request)
+    half = PAGE.index("running_total")
+    await answer.write(PAGE[:half].encode())
+    await asyncio.sleep(0.05)
+    await answer.write(PAGE[half:].encode())
+    return answer
+
+
+async def _never(_: web.Request) -> web.Response:
+    await asyncio.sleep(60)
+    return web.Response()
+
+
+async def _endless(request: web.Request) -> web.StreamResponse:
+    answer = web.StreamResponse()
+    await answer.prepare(request)
+    while True:
+        await answer.write(b"#" * (1 << 20))
+
+
+def test_a_page_that_comes_in_parts_is_read_whole() -> None:
+    reports, _ = asyncio.run(_asked({"a": _in_two}, 0.5))
+    assert reports == {"a": ServerReport(running=5, waiting=4, kv_usage=0.5)}
+
+
+def test_a_server_that_does_not_answer_holds_up_no_other() -> None:
+    _, outcomes = asyncio.run(_asked({"a": _whole, "b": _never}, 0.8))
+    assert outcomes["read"] >= 4
+
+
+def test_a_page_without_an_end_is_not_read() -> None:
+    reports, outcomes = asyncio.run(_asked({"a": _endless}, 0.8))
+    assert reports == {"a": ServerReport()}
+    assert not outcomes["read"]

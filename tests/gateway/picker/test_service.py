@@ -4,6 +4,8 @@ import asyncio
 import tracemalloc
 from collections.abc import AsyncIterator, Awaitable, Callable
 
+import pytest
+
 from gateway.picker.asking import PickRequest
 from gateway.picker.choosing import Pick
 from gateway.picker.exchange import EndpointChoice, Refusal
@@ -15,10 +17,13 @@ BUFFERED, DUPLEX = 2, 4
 
 
 class OneServer:
-    """Chooses the same server for each request."""
+    """Chooses the same server for each request. `ended` says of each that has ended whether its answer was heard of."""
+
+    def __init__(self) -> None:
+        self.ended: list[bool] = []
 
     async def pick(self, asked: PickRequest) -> Pick | Refusal:
-        return Pick(EndpointChoice(("10.0.0.1:8000",)), lambda: None)
+        return Pick(EndpointChoice(("10.0.0.1:8000",)), self.ended.append)
 
 
 class Stream:
@@ -35,6 +40,10 @@ class Stream:
     def says(self, *messages: pb.ProcessingRequest | None) -> None:
         for message in messages:
             self._said.put_nowait(message)
+
+    @property
+    def is_read(self) -> bool:
+        return self._said.empty()
 
     async def hears(self) -> pb.ProcessingResponse:
         return pb.ProcessingResponse.FromString(await anext(self.answers))
@@ -54,14 +63,18 @@ def body(data: bytes, ends: bool = False) -> pb.ProcessingRequest:
     return message
 
 
-def in_service(act: Callable[[ExchangeService, PickerMetrics], Awaitable[None]], **limits: int) -> None:
+def in_service(act: Callable[[ExchangeService, PickerMetrics], Awaitable[None]], **limits: int) -> list[bool]:
+    """What `act` does; whether the answers of picks that ended were heard of."""
+    picker = OneServer()
+
     async def run() -> None:
         counts = PickerMetrics()
         given = {"max_body_bytes": 1 << 20, "max_held_bytes": 1 << 20} | limits
         async with asyncio.timeout(10):
-            await act(ExchangeService(OneServer(), counts, **given), counts)
+            await act(ExchangeService(picker, counts, **given), counts)
 
     asyncio.run(run())
+    return picker.ended
 
 
 def test_bodies_that_others_hold_cut_no_answer() -> None:
@@ -111,6 +124,29 @@ def test_a_body_is_let_go_once_it_is_answered() -> None:
     in_service(act)
 
 
+def test_a_body_in_small_parts_takes_no_more_room_than_is_counted() -> None:
+    async def act(service: ExchangeService, _: PickerMetrics) -> None:
+        stream = Stream(service)
+        stream.says(head(DUPLEX))
+        waiting = asyncio.ensure_future(stream.hears())
+        await asyncio.sleep(0)
+        tracemalloc.start()
+        try:
+            for number in range(20_000):
+                stream.says(body(number.to_bytes(3, "big")))
+                if number % 100 == 99:
+                    await asyncio.sleep(0)
+            while not stream.is_read:  # noqa: ASYNC110 nothing tells
+                await asyncio.sleep(0)
+            held, _peak = tracemalloc.get_traced_memory()
+            assert held < 3 * 60_000
+        finally:
+            tracemalloc.stop()
+        waiting.cancel()
+
+    in_service(act)
+
+
 def test_refusals_of_bodies_are_counted() -> None:
     async def act(service: ExchangeService, counts: PickerMetrics) -> None:
         for data in (b"x" * 60, b"x" * 120):
@@ -122,3 +158,18 @@ def test_refusals_of_bodies_are_counted() -> None:
         assert 'prfaas_picker_requests_total{outcome="refused_413"} 1.0' in page
 
     in_service(act, max_body_bytes=100, max_held_bytes=50)
+
+
+@pytest.mark.parametrize(
+    ("request_mode", "response_mode", "is_heard"),
+    [(BUFFERED, 0, True), (DUPLEX, DUPLEX, True), (DUPLEX, 0, False), (0, 0, False)],
+)
+def test_the_end_of_a_stream_is_that_of_the_answer_where_the_proxy_waits_for_it(
+    request_mode: int, response_mode: int, is_heard: bool
+) -> None:
+    async def act(service: ExchangeService, _: PickerMetrics) -> None:
+        stream = Stream(service)
+        stream.says(head(request_mode, response_mode), body(b"{}", ends=True), None)
+        assert [answer async for answer in stream.answers]
+
+    assert in_service(act) == [is_heard]

@@ -59,7 +59,12 @@ def test_a_choice_overwrites_what_a_client_says() -> None:
     mutation = answer.request_headers.response.header_mutation
     (header,) = mutation.set_headers
     assert (header.header.raw_value, header.append_action) == (b"a:1,b:2", 2)
-    assert list(mutation.remove_headers) == ["x-prefiller-host-port"]
+    assert sorted(mutation.remove_headers) == [
+        "x-data-parallel-host-port",
+        "x-encoder-hosts-ports",
+        "x-kv-cache-source-host-port",
+        "x-prefiller-host-port",
+    ]
 
 
 def test_a_refusal_says_when_to_come_again() -> None:
