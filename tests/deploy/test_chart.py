@@ -23,6 +23,8 @@ from membership.member import Member
 from membership.view import RegistryReading, View
 from node.command_line import config_from
 from node.config import CLUSTER_KINDS, ENGINES, ROLES, NodeConfig
+from planner.decisions.plans.live_plan import PlanInputs
+from planner.service.status import Status
 from prfaas.cli import parser
 from tests.membership.kubernetes.double import meets
 from transport.peers.name import PeerName, PeerRole
@@ -77,6 +79,10 @@ EVERYTHING: Final = {
 }  # fmt: skip
 
 PLAIN: Final = {"certificates": {"mode": "none"}, "gateway": {"settings": "open = true"}}
+DECODE: Final = {**POOL, "name": "d", "clusterKind": "pd", "role": "decode", "replicas": 1, "cacheBytes": 1 << 20}
+SCALE: Final = {"min": 2, "max": 8, "load": 0.7}
+KEDA: Final = {"keda": {"plan": "http://plan:8100"}}
+STATUS: Final = {"seen": msgspec.to_builtins(PlanInputs(decode_load=0.9, prefill_load=3.0))}  # of the plan service
 
 Manifest = dict[str, Any]
 
@@ -305,9 +311,59 @@ def test_only_what_a_gateway_reads_once_restarts_it(tmp_path: Path) -> None:
 
 
 @needs_helm
+def test_a_pool_that_grows_restarts_no_node(tmp_path: Path) -> None:
+    def node_pod(change: Mapping[str, Any]) -> Manifest:
+        values = {**PLAIN, "keda": {"plan": "http://plan:8100"}, "pools": [{**DECODE, **change}]}
+        return pods_of(rendered(tmp_path, values))["site-d"]
+
+    before = node_pod({})
+    assert node_pod({"replicas": 5}) == before
+    assert node_pod({"scale": SCALE}) == before
+    assert node_pod({"engineArgs": ["--max-num-seqs", "64"]}) != before
+
+
+@needs_helm
+def test_keda_scales_a_pool_by_what_the_plan_service_tells(tmp_path: Path) -> None:
+    values = {
+        **PLAIN,
+        "keda": {"plan": "https://plan.llm.svc:8100/", "authMode": "tls", "authentication": "plan", "cooldownS": 7200},
+        "pools": [{**DECODE, "scale": SCALE}, {**DECODE, "name": "fixed"}],
+    }
+    manifests = rendered(tmp_path, values)
+    ((name, scaled),) = of_kind(manifests, "ScaledObject").items()
+    pools = of_kind(manifests, "StatefulSet")
+    assert scaled["spec"]["scaleTargetRef"] == {"apiVersion": "apps/v1", "kind": "StatefulSet", "name": name}
+    assert "replicas" not in pools[name]["spec"]
+    assert pools["site-fixed"]["spec"]["replicas"] == DECODE["replicas"]
+    assert (scaled["spec"]["minReplicaCount"], scaled["spec"]["maxReplicaCount"]) == (2, 8)
+    (trigger,) = scaled["spec"]["triggers"]
+    assert (trigger["type"], trigger["metricType"]) == ("metrics-api", "Value")
+    assert trigger["authenticationRef"] == {"name": "plan"}
+    asked = trigger["metadata"]
+    assert (asked["url"], asked["targetValue"]) == ("https://plan.llm.svc:8100/status", "0.7")
+    assert "seen" in Status.__struct_fields__
+    told: object = STATUS
+    for key in asked["valueLocation"].split("."):
+        assert isinstance(told, dict)
+        told = told[key]
+    assert told == STATUS["seen"]["decode_load"]
+    down = scaled["spec"]["advanced"]["horizontalPodAutoscalerConfig"]["behavior"]["scaleDown"]
+    assert down["stabilizationWindowSeconds"] <= 3600  # as Kubernetes allows
+    assert down["policies"][0]["periodSeconds"] <= 1800
+
+
+def test_keda_scales_nothing_unless_asked(manifests: list[Manifest]) -> None:
+    assert not of_kind(manifests, "ScaledObject")
+
+
+@needs_helm
 @pytest.mark.parametrize(
     ("values", "said"),
     [
+        ({"pools": [{**DECODE, "scale": SCALE}]}, "keda.plan"),
+        ({"pools": [{**DECODE, "scale": {"min": 2, "max": 8}}]}, "load"),
+        ({**KEDA, "pools": [{**DECODE, "scale": {**SCALE, "min": 9}}]}, "more than scale.max"),
+        ({**KEDA, "pools": [{**POOL, "replicas": 1, "cacheBytes": 1, "scale": SCALE}]}, "no load of a PrfaaS cluster"),
         ({"pools": [{**POOL, "replicas": 1, "cacheBytes": 1, "role": "decode"}]}, "only prefill"),
         ({"pools": [{**POOL, "replicas": 1}]}, "cacheBytes"),
         ({"pools": [{**POOL, "replicas": 1, "cacheBytes": "1Gi"}]}, "cacheBytes"),
