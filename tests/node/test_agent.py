@@ -390,22 +390,23 @@ def test_watchers_hear_at_once_of_many_reservations_and_whose_they_are(bench: Be
         stream = node.stub.Watch(pb.WatchRequest(load_interval_s=60.0, holder="one.a"))
         for _ in range(2):  # what there is
             await stream.read()
-        names = ("one.a", "one.b", "other", "other", "other")
+        # Bookings of earlier tests may count, too: of eight, the last report leaves three untold at most.
+        names = ("one.a", "one.b", *["other"] * 6)
         tickets = [
             await node.stub.Reserve(reserve_request(40 + number, holder=name)) for number, name in enumerate(names)
         ]
         # The answers have told the last of each: what the other gateways have.
-        assert [ticket.others.requests for ticket in tickets] == [0, 0, 2, 2, 2]
+        assert [ticket.others.requests for ticket in tickets] == [0, 0] + [2] * 6
         clocks = [ticket.others.clock_s for ticket in tickets]
         assert clocks == sorted(clocks)
         told = (0, 0)
-        while told[1] < 2:  # the engine reports as well
+        while told[1] < 3:  # the engine reports as well
             load = (await stream.read()).load
             told = load.booked_by_own, load.booked_by_others
-        assert told in ((2, 2), (2, 3))
+        assert (told[0], told[1] in range(3, 7)) == (2, True)
         stream.cancel()
         prefix = await node.stub.Reserve(reserve_request(50, holder="third", prefix_only=True))
-        assert prefix.others.requests == 5
+        assert prefix.others.requests == 8
         for ticket in (*tickets, prefix):
             await node.stub.Abort(pb.AbortRequest(transfer_id=ticket.transfer_id))
         await all_free(node)
