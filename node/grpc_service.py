@@ -256,7 +256,7 @@ class NodeService(rpc.NodeAgentServicer):
             await _refuse(context, exc)
 
     def _who(self, named: str, context: grpc.aio.ServicerContext) -> str:
-        """Who asks: a name, printable whatever was sent, the certificate's where there is one, and where from."""
+        """The caller in words: the name that it gives, made printable, its certificate's name and its address."""
         name = "".join(each if each.isprintable() else "?" for each in named[:80]) or "somebody"
         certified = self.caller_of(context.peer())
         return f"{name} ({certified[0]}) at {certified[1]}" if certified is not None else f"{name} at {context.peer()}"

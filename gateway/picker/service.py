@@ -139,7 +139,7 @@ class HealthService:
         return SERVING if self._is_serving() else NOT_SERVING
 
     async def watch(self, request: bytes, context: Any) -> AsyncIterator[bytes]:
-        """The same, again whenever it differs, until the caller has gone."""
+        """Tells the state at once and after each change, until the caller hangs up."""
         told: bool | None = None
         while True:
             if (now := self._is_serving()) is not told:

@@ -159,7 +159,7 @@ class TenantLimiters:
         return _Limited(self, tenant, headers_of(tenant.limits, granted))
 
     def change(self, tenant: Tenant, change: Change, asking: "_Asking | None" = None) -> LimitsTaken:
-        """Applies `change` to what the tenant has taken by now, and returns what it has taken then. Raises TenantLimited."""
+        """Applies `change` to the tenant's counts as of now, and returns the new counts. Raises TenantLimited."""
         now = self._clock()
         before, changed = self._written(tenant, change, asking, now)
         if isinstance(changed, LimitRefusal):

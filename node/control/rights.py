@@ -14,8 +14,8 @@ from transport.peers.name import PeerCertificate
 DENIED: Final = "permission_denied"
 UNCERTIFIED: Final = PeerCertificate(None, 0, "it has not come")
 
+# Maps gRPC's name of a connection to its caller's certificate and address; None: it has shown no certificate.
 CallerOf = Callable[[str], tuple[PeerCertificate, str] | None]
-# gRPC's name of a connection -> its caller's certificate and address; None: it has shown no certificate
 
 
 class Callers(Protocol):

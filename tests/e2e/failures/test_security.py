@@ -22,7 +22,9 @@ pytestmark = pytest.mark.e2e
 
 FILES = ("{name}.pem", "{name}.key")
 PRIMED = 256
-LEFT = 192  # tokens of a longer prompt that are not primed: another node has five times the work, however slow this one is
+LEFT = (
+    192  # tokens of a longer prompt that are not primed: another node has five times the work, however slow this one is
+)
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Who is refused while servers are saturated."""
+"""The picker refuses some requests while servers are saturated."""
 
 from gateway.picker.admission import PickLimits, refusal
 from gateway.picker.asking import NO_PROMPT, PickRequest
