@@ -112,12 +112,12 @@ class ReceiverThread(threading.Thread):
         finally:
             self._rails.close()  # first: until then the sender may write
             self._shared.gone(self.who)
+            self._arenas.close()
+            self._buffers.close()  # before it has left: from then on the server's end waits for it no more
             if broken is not None:
                 self._say_goodbye(broken)
             self._shared.left(self.who)
             self._sock.close()
-            self._arenas.close()
-            self._buffers.close()
 
     def _say_goodbye(self, exc: RemoteProtocolError) -> None:
         log.info("ended connection %d of %s: %s", self.who, peer_of(self._sock), exc)
