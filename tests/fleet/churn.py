@@ -170,7 +170,7 @@ class Churn:
 
     async def _kill_gateway(self) -> str:
         name = self.rng.choice(sorted(self.fleet.gateways) or [""])
-        if len(self.fleet.gateways) < 2:  # somebody has to answer
+        if len(self.fleet.gateways) < 2:  # one has to answer
             return ""
         return await self._alone(name, lambda: self.fleet.kill_gateway(name))
 
