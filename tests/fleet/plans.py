@@ -50,6 +50,15 @@ class PlanServices:
     async def end(self) -> list[str]:
         return [each for each in await asyncio.gather(*(child.end() for child, _ in self._running.values())) if each]
 
+    async def restart(self, name: str) -> list[str]:
+        """Ends one and starts it again. Why it did not end as it should, if it did not; raises RuntimeError if none leads."""
+        ended, _ = self._running.pop(name)
+        said = await ended.end()
+        await self._start_one(name)
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=ANSWER_S)) as http:
+            await self._leader(http, *NAMES)
+        return [said] if said else []
+
     async def kill_leader(self) -> str:
         """Kills it after a change; the other one must lead with that change. Raises RuntimeError if it does not."""
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=ANSWER_S)) as http:
