@@ -62,6 +62,8 @@ STORM_FAULTS ?= 500
 STORM_S      ?= 600
 CHURN_S      ?= 1800
 FLEET_NODES  ?= 64
+UPGRADE_NODES ?= 8
+BEFORE       ?= $(shell git log -1 --format=%h --before="1 day ago" 2>/dev/null)
 CROWD        ?= 10000
 FLIPS        ?= 200
 STREAMS      ?= 200
@@ -70,7 +72,7 @@ RELEASE      ?= 0.33.0
 VERSION      ?=
 OTHER        ?= HEAD~1
 
-.PHONY: setup demo up test test-whole test-all test-e2e test-deploy test-etcd test-epp test-kubernetes test-storm test-fleet test-crowd test-flips test-migration test-borders fuzz soak soak-cache test-rdma test-equality test-vllm test-vllm-release test-gpu test-sglang test-schema test-clients test-load test-mixed test-versions lint format lock proto wheel docs check-resolution release clean help
+.PHONY: setup demo up test test-whole test-all test-e2e test-deploy test-etcd test-epp test-kubernetes test-storm test-fleet test-upgrade test-crowd test-flips test-migration test-borders fuzz soak soak-cache test-rdma test-equality test-vllm test-vllm-release test-gpu test-sglang test-schema test-clients test-load test-mixed test-versions lint format lock proto wheel docs check-resolution release clean help
 
 help:            ## Show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -100,7 +102,7 @@ test-whole: $(STAMP)  ## The same with every variant, and four times as many exa
 	$(BIN)/python -m pytest $(AT_EVERY_CHANGE) -n $(WORKERS) $(SPREAD) --hypothesis-seed=$(SEED)
 
 # CI runs samples of the long suites, other samples for each commit. This target runs all of them whole, for releases: over an hour.
-test-all: lint test-whole test-e2e test-deploy test-etcd test-epp fuzz soak soak-cache test-storm test-fleet test-crowd test-flips test-migration test-borders test-rdma test-vllm test-sglang test-equality test-schema test-clients test-load docs wheel demo  ## Every suite, whole (over an hour)
+test-all: lint test-whole test-e2e test-deploy test-etcd test-epp fuzz soak soak-cache test-storm test-fleet test-upgrade test-crowd test-flips test-migration test-borders test-rdma test-vllm test-sglang test-equality test-schema test-clients test-load docs wheel demo  ## Every suite, whole (over an hour)
 
 test-e2e: $(STAMP)  ## Test whole systems: tokens, the API, killed nodes, cut connections, replaced certificates, failing disks, plans
 	$(BIN)/python -m pytest -m e2e tests/e2e $(sampled)
@@ -129,6 +131,10 @@ test-storm: $(STAMP)  ## Fail processes, links, disk and memory at random under 
 test-fleet: $(STAMP)  ## Churn FLEET_NODES=64 nodes, gateways and registries for CHURN_S=1800 seconds under load; needs etcd, else says so
 	@test -n "$$ETCD_BINARY" || test -x .etcd/3.5/etcd || ./scripts/fetch-etcd || echo "no etcd could be fetched: the run goes without one"
 	$(BIN)/python -m tests.fleet --seconds $(CHURN_S) --nodes $(FLEET_NODES) --seed $(SEED) --etcd $(or $(ETCD_BINARY),$$(ls .etcd/3.4/etcd .etcd/3.5/etcd 2>/dev/null))
+
+test-upgrade: $(STAMP)  ## Replace a fleet of the version BEFORE (default: of a day ago) by this one under load, with a rollback in the middle
+	@test -n "$$ETCD_BINARY" || test -x .etcd/3.5/etcd || ./scripts/fetch-etcd || echo "no etcd could be fetched: the run goes without one"
+	ETCD_BINARY=$${ETCD_BINARY:-$$(ls .etcd/3.5/etcd 2>/dev/null)} $(BIN)/python -m tests.fleet.upgrade --other $(or $(BEFORE),HEAD) --nodes $(UPGRADE_NODES) --seed $(SEED)
 
 test-crowd: $(STAMP)  ## Open CROWD=10000 idle connections to each port in turn and measure what honest requests notice
 	$(BIN)/python -m tests.storm.crowd --connections $(CROWD)

@@ -16,6 +16,7 @@ from node.config import NodeConfig
 from transport.control.certificates import expires_at
 from transport.control.proto import node_pb2 as pb
 from transport.metrics import TransportCollector
+from transport.path.guarded_port import GuardedPort
 from transport.path.tcp import format_address
 
 log = logging.getLogger(__name__)
@@ -86,6 +87,12 @@ class NodeCollector(Collector):
             "Kept connections that the node ended, by why",
             "reason",
             self._agent.ended.get("calls", {}),
+        )
+        yield _counter(
+            "prfaas_metrics_connections_ended",
+            "Connections to the metrics port that the node ended or turned away, by why",
+            "reason",
+            self._agent.ended.get("metrics", {}),
         )
         yield _counter(
             "prfaas_engine_connections_ended",
@@ -262,12 +269,14 @@ def _as_vllm(node: pb.NodeDescription) -> Iterator[Metric]:
 class MetricsServer:
     """The listener; `url` says where."""
 
-    def __init__(self, runner: web.AppRunner, url: str) -> None:
+    def __init__(self, runner: web.AppRunner, port: GuardedPort, url: str) -> None:
         self._runner = runner
+        self._port = port
         self.url = url
 
     async def close(self) -> None:
         """Stops listening."""
+        await self._port.close()
         await self._runner.cleanup()
 
 
@@ -313,6 +322,7 @@ async def serve_metrics(agent: NodeAgent, host: str, port: int) -> MetricsServer
 
     async def metrics(request: web.Request) -> web.Response:
         key.check(request.headers)
+        callers.knows(request.remote or "")
         return web.Response(body=generate_latest(registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     async def health(request: web.Request) -> web.Response:
@@ -326,12 +336,14 @@ async def serve_metrics(agent: NodeAgent, host: str, port: int) -> MetricsServer
     runner = web.AppRunner(app, access_log=None)
     identity = agent.config.identity if agent.config.metrics_key else None
     await runner.setup()
+    assert runner.server is not None
     try:
         secure = identity.page_context() if identity is not None else None
-        await web.TCPSite(runner, host, port, ssl_context=secure).start()
+        callers = GuardedPort(runner.server, secure)
+        bound = callers.start(host, port, "the metrics")
     except BaseException:
         await runner.cleanup()
         raise
-    bound = runner.addresses[0][1]
+    agent.ended["metrics"] = callers.ended
     scheme = "http" if secure is None else "https"
-    return MetricsServer(runner, f"{scheme}://{format_address(host, bound)}")
+    return MetricsServer(runner, callers, f"{scheme}://{format_address(host, bound)}")

@@ -90,12 +90,16 @@ class Gate:
         self._open[address] += 1
         self._metrics.connections[self._name,].set(len(self))
         self.changed(connection, ConnectionState.NEW)
-        if self._open[address] > self._limits.max_connections_per_address and not self._limits.trusts(address):
+        if self._open[address] > self._limits.max_connections_per_address and not self.trusts(address):
             self._close_longest_waiting(self._waiting_at.get(address, ()), connection, "per_address")
         elif len(self) > self.limit:
             fronts = [next(iter(each.items())) for each in self._waiting.values() if each]
             longest = [each for each, _ in sorted(fronts, key=lambda front: front[1])]
             self._close_longest_waiting(longest, connection, "too_many")
+
+    def trusts(self, address: str) -> bool:
+        """Whether many clients may come from there."""
+        return self._limits.trusts(address)
 
     def closed(self, connection: "ClientConnection") -> None:
         """A connection is no more."""

@@ -5,7 +5,7 @@ import logging
 import os
 import resource
 import socket
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -14,7 +14,7 @@ from aiohttp import web
 from gateway.config.gateway import GatewayConfig
 from gateway.errors import CannotListen
 from gateway.http.connections import ClientConnection, Gate, Way, nameless, shaped
-from gateway.http.tls import SecureConnection, ServerCertificate
+from gateway.http.tls import Handshaking, SecureConnection, ServerCertificate
 from transport.path.tcp import format_address
 
 log = logging.getLogger("prfaas.gateway.listen")
@@ -51,7 +51,7 @@ class Listener:
     """An application that answers on a port; `url` says where. `handshaking` are connections that agree on TLS still."""
 
     def __init__(
-        self, runner: web.AppRunner, servers: Sequence[asyncio.Server], url: str, handshaking: Set[SecureConnection]
+        self, runner: web.AppRunner, servers: Sequence[asyncio.Server], url: str, handshaking: Handshaking
     ) -> None:
         self.url = url
         self.handshaking = handshaking
@@ -91,7 +91,7 @@ class Listener:
             "loop": loop, "access_log": None, "keepalive_timeout": 2 * idle_s, "lingering_time": LINGER_S,
             "auto_decompress": False,
         }  # fmt: skip
-        secure: set[SecureConnection] = set()
+        secure = Handshaking(gate, loop.time)
 
         def connection() -> ClientConnection:
             if certificate is None:
@@ -128,6 +128,6 @@ class Listener:
     async def close(self) -> None:
         """Stops listening, and ends what is under way."""
         self.close_port()
-        for connection in list(self.handshaking):
+        for connection in self.handshaking:
             connection.end()
         await self._runner.cleanup()

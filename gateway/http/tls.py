@@ -9,6 +9,7 @@ import asyncio
 import logging
 import os
 import ssl
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final, Protocol, cast, runtime_checkable
 
@@ -17,12 +18,16 @@ from aiohttp import web
 from gateway.config.gateway import GatewayConfig
 from gateway.errors import GatewayConfigError
 from gateway.http.connections import ClientConnection, Gate
+from transport.path.handshakes import HandshakePlaces
+from transport.path.site import site_of
 
 log = logging.getLogger("prfaas.gateway.tls")
 
 # TLS 1.3 has its own; of TLS 1.2 those with forward secrecy and authenticated encryption (RFC 9325).
 CIPHERS: Final = "ECDHE+AESGCM:ECDHE+CHACHA20"
 LOOK_S: Final = 1.0  # between two looks at the files
+KNOWN_S: Final = 600.0  # how long strangers take no handshake's place from clients whose last one went well
+MAX_KNOWN: Final = 4_096
 
 
 @runtime_checkable
@@ -118,6 +123,44 @@ def _why(error: Exception) -> str:
     return str(error)
 
 
+class Handshaking:
+    """Connections that agree on TLS still, which takes some 60 KiB of each: of few at a time."""
+
+    def __init__(self, gate: Gate, now: Callable[[], float]) -> None:
+        """`now` is the event loop's clock."""
+        self._gate = gate
+        self._now = now
+        self._connections: set[SecureConnection] = set()
+        self._places: HandshakePlaces[SecureConnection] = HandshakePlaces()
+        self._known: dict[str, float] = {}  # by site, when one from there was secure; the latest last
+
+    def __len__(self) -> int:
+        return len(self._connections)
+
+    def __iter__(self) -> "Iterator[SecureConnection]":
+        return iter(list(self._connections))
+
+    def begun(self, connection: "SecureConnection") -> None:
+        """Another one may have to end for it, or it for others."""
+        site, now = site_of(connection.address), self._now()
+        self._connections.add(connection)
+        is_known = self._gate.trusts(connection.address) or now < self._known.get(site, float("-inf")) + KNOWN_S
+        lost = self._places.enter(connection, site, now, is_known=is_known)
+        if lost is not None:
+            self._gate.turn_away(lost, "handshakes")
+
+    def over(self, connection: "SecureConnection", *, is_secure: bool) -> None:
+        """It has come to its end, well or not."""
+        self._connections.discard(connection)
+        self._places.leave(connection)
+        if is_secure:
+            site = site_of(connection.address)
+            self._known.pop(site, None)
+            self._known[site] = self._now()
+            if len(self._known) > MAX_KNOWN:
+                del self._known[next(iter(self._known))]
+
+
 class SecureConnection(ClientConnection):
     """A connection of a client that speaks TLS."""
 
@@ -127,7 +170,7 @@ class SecureConnection(ClientConnection):
         server: web.Server,
         context: ssl.SSLContext,
         handshake_s: float,
-        handshaking: "set[SecureConnection]",
+        handshaking: "Handshaking",
         **options: Any,
     ) -> None:
         """It is one of `handshaking` until it is secure, or gone."""
@@ -141,9 +184,10 @@ class SecureConnection(ClientConnection):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._raw = cast(asyncio.Transport, transport)
-        self._handshaking.add(self)
         self._handshake = self._loop.create_task(self._secure(self._raw), name="TLS handshake")
         self.joined(self._raw)
+        if self._raw is not None:  # it may have been one too many already
+            self._handshaking.begun(self)
 
     async def _secure(self, raw: asyncio.Transport) -> None:
         starting = self._loop.create_task(
@@ -165,7 +209,7 @@ class SecureConnection(ClientConnection):
             self._gave_up("")
             return
         self._raw = None
-        self._handshaking.discard(self)
+        self._handshaking.over(self, is_secure=True)
         self.begun(secured)
         early, self._early = self._early or [], None
         for data in early:
@@ -175,7 +219,7 @@ class SecureConnection(ClientConnection):
         raw, self._raw = self._raw, None
         if raw is None:
             return
-        self._handshaking.discard(self)
+        self._handshaking.over(self, is_secure=False)
         raw.abort()
         self.parted()
         if why:

@@ -1,6 +1,6 @@
 """Takes callers of kept connections in, and says which handshakes failed, and why.
 
-    accepted ── a place (`node.process.handshakes`) ── handshake, within `handshake_s` ── a connection
+    accepted ── a place (`transport.path.handshakes`) ── handshake, within `handshake_s` ── a connection
 
 A server of asyncio drops a caller whose handshake fails without a word. So the listening is done here, a task for each
 handshake, and each that fails has its reason and its address.
@@ -12,8 +12,8 @@ import ssl
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from node.process.accept_loop import BACKLOG, AcceptLoop
-from node.process.handshakes import HandshakePlaces
+from transport.path.accept_loop import BACKLOG, AcceptLoop
+from transport.path.handshakes import HandshakePlaces
 from transport.path.site import site_of
 from transport.path.tcp import family_of
 

@@ -5,7 +5,7 @@
 Of a node with certificates, neither the engine nor gRPC opens a port to the network. A front takes the connections instead,
 checks who calls, and carries bytes both ways. It reads none of them: one connection outside is one connection inside, from
 its first byte to its last. While there is no server, the front resets callers before their handshake, as a port does where
-nothing listens. Until its handshake is over, a caller has one of few places (`node.process.handshakes`), so strangers take
+nothing listens. Until its handshake is over, a caller has one of few places (`transport.path.handshakes`), so strangers take
 none of the others.
 """
 
@@ -20,11 +20,11 @@ from ipaddress import ip_address
 from typing import Any, Final, Protocol
 from urllib.parse import urlsplit
 
-from node.process.accept_loop import BACKLOG, AcceptLoop
-from node.process.handshakes import HandshakePlaces
 from node.process.ports import ListenPort
 from node.process.relay import READ_BYTES, STALLED_S, TlsRelay, reset
 from transport.control.calls import keep_alive
+from transport.path.accept_loop import BACKLOG, AcceptLoop
+from transport.path.handshakes import HandshakePlaces
 from transport.path.site import site_of
 from transport.path.tcp import family_of, format_address
 from transport.peers.name import said_by

@@ -29,6 +29,7 @@ from planner.service.gateways import Gateways
 from planner.service.keeper import Keeper
 from planner.service.store import Lock, Store
 from planner.solve.control.ledger import Ledger
+from transport.path.guarded_port import GuardedPort
 from transport.path.tcp import format_address
 from transport.peers.rights import SERVE_LOAD
 from transport.wire.asked_servers import AskedServers
@@ -135,10 +136,13 @@ async def _answering(stack: AsyncExitStack, config: ServiceConfig, desk: Callabl
     stack.push_async_callback(runner.cleanup)
     await runner.setup()
     secure = config.identity.mutual_context() if config.identity is not None and peers is not None else None
-    await web.TCPSite(runner, config.host, config.port, ssl_context=secure).start()
+    assert runner.server is not None
+    port = GuardedPort(runner.server, secure, until_end=False)
+    bound = port.start(config.host, config.port, "the plan service")
+    stack.push_async_callback(port.close)
     host = f"[{config.host}]" if ":" in config.host else config.host
     scheme = "http" if secure is None else "https"
-    return f"{scheme}://{format_address(host, runner.addresses[0][1])}"
+    return f"{scheme}://{format_address(host, bound)}"
 
 
 def _works(keeper: Keeper, http: aiohttp.ClientSession) -> list[Coroutine[None, None, None]]:

@@ -19,6 +19,7 @@ NODES_KEY: Final = "/prfaas/nodes/registered/"
 REGISTERED_S: Final = 20.0  # nodes renew every ten seconds, and then find that etcd has forgotten them
 KILLED_APART_S: Final = 4.0
 POLL_S: Final = 0.1
+JUMPS_S: Final = (0.0, 5.0, 3_600.0, 86_400.0, 3.15e7, 3.15e8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +50,8 @@ class Churn:
             Event("move", 8, self._move),
             Event("stop", 10, self._stop),
             Event("replace gateway", 5, self._replace),
+            Event("kill gateway", 3, self._kill_gateway),
+            Event("clock jumps", 5, self._set_clock),
             Event("file malformed", 3, self._spoil),
             Event("api server killed", 3, self._lose_api),
             Event("api server compacted", 3, self._forget_api),
@@ -58,6 +61,7 @@ class Churn:
                 Event("etcd killed", 3, self._lose_etcd),
                 Event("etcd compacted", 3, self._compact_etcd),
                 Event("etcd restored", 2, self._restore_etcd),
+                Event("plan leader killed", 3, self._kill_plan_leader),
             ]
         return found
 
@@ -159,8 +163,30 @@ class Churn:
     # Gateways and registries
 
     async def _replace(self) -> str:
-        name = self.rng.choice(sorted(self.fleet.gateways))
+        name = self.rng.choice(sorted(self.fleet.gateways) or [""])
+        if not name:
+            return ""
         return await self._alone(name, lambda: self.fleet.replace_gateway(name))
+
+    async def _kill_gateway(self) -> str:
+        name = self.rng.choice(sorted(self.fleet.gateways) or [""])
+        if len(self.fleet.gateways) < 2:  # one has to answer
+            return ""
+        return await self._alone(name, lambda: self.fleet.kill_gateway(name))
+
+    async def _set_clock(self) -> str:
+        """By seconds to years, either way, or back to what is right."""
+        living = [node.name for node in self.fleet.nodes.values() if node.lives]
+        name = self.rng.choice([*living, *self.fleet.gateways, *self.fleet.gateways])
+        wrong_by_s = self.rng.choice(JUMPS_S) * self.rng.choice((-1.0, 1.0))
+        self.fleet.set_clock(name, wrong_by_s)
+        return f"{name} by {wrong_by_s:.0f} s"
+
+    async def _kill_plan_leader(self) -> str:
+        """Not while etcd is away: then no service leads."""
+        plans = self.fleet.plans
+        assert plans is not None
+        return await self._alone("etcd", plans.kill_leader)
 
     async def _spoil(self) -> str:
         """The watched file says nothing that can be read, and then does again."""

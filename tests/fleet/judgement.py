@@ -46,6 +46,14 @@ def over_limit(let_in: int, seconds: float, per_minute: int, gateways: int) -> s
     return f"{let_in} requests in {seconds:.0f} s, of {allowed:.1f} that its limit allows"
 
 
+def asked_too_little(asked: int, seconds: float, per_minute: int) -> str:
+    """Why a run says nothing about a limit; empty if it does: more must be asked for than the limit allows."""
+    allowed = per_minute * seconds / 60.0
+    if asked >= (1.0 + MOST_OVER) * allowed:
+        return ""
+    return f"only {asked} requests were asked for in {seconds:.0f} s, of {allowed:.1f} that the limit allows"
+
+
 def outcome_of(status: int, is_broken: bool) -> str:
     """What came of a request without a whole answer: it was refused, or lost after a gateway had accepted it.
 

@@ -17,7 +17,9 @@ import tomli_w
 from engine.byte_tokenizer import save_byte_tokenizer
 from gateway.auth.keyring import digest_of
 from tests.fleet.children import Child, marked
+from tests.fleet.clock import set_clock
 from tests.fleet.judgement import NodeSeen, differences
+from tests.fleet.plans import PlanServices
 from tests.membership.etcd.servers import RealEtcd
 from tests.membership.kubernetes.servers import NAMESPACE, READ, SELECTOR, Cluster, DoubledApi
 
@@ -57,6 +59,8 @@ class Fleet:
         self.nodes = {node.name: node for node in _members(nodes, [*self._registries()])}
         self.gateways: dict[str, Child] = {}
         self.urls: dict[str, str] = {}
+        self.killed: set[str] = set()  # URLs of gateways that were killed: what they were answering is cut
+        self.plans = None if self.etcd is None else PlanServices(home, self._etcd_table(), self._started, OPERATOR_KEY)
         self.failures: list[str] = []
         self.api_is_changed = asyncio.Lock()  # kubelets wait for an API server that is away
         self._names = [f"g{number}" for number in range(gateways)]
@@ -72,7 +76,7 @@ class Fleet:
         return sum(node.lives and node.role in roles for node in self.nodes.values())
 
     async def start(self) -> None:
-        for folder in ("tmp", "logs", "fleet", "tokenizer"):
+        for folder in ("tmp", "logs", "fleet", "tokenizer", "clocks"):
             (self.home / folder).mkdir()
         save_byte_tokenizer(self.home / "tokenizer", VOCABULARY)
         (self.home / "token").write_text("gateway\n")
@@ -84,11 +88,15 @@ class Fleet:
             await asyncio.to_thread(self.etcd.start)
         await asyncio.gather(*(self.start_node(node) for node in self.nodes.values()))
         await asyncio.gather(*(self.start_gateway(name) for name in self._names))
+        if self.plans is not None:
+            await self.plans.start([*self.urls.values()])
 
     async def end(self) -> list[str]:
         """Ends everything. What should not be there afterwards, one line each."""
         children = [*self.gateways.values(), *(node.child for node in self.nodes.values() if node.child is not None)]
         self.failures += filter(None, await asyncio.gather(*(child.end() for child in children)))
+        if self.plans is not None:
+            self.failures += await self.plans.end()
         if self.etcd is not None:
             self.etcd.close()
         self.api.close()
@@ -189,6 +197,19 @@ class Fleet:
         await self.start_gateway(name, "--replace")
         self.failures += filter(None, [await before.end()])
 
+    async def kill_gateway(self, name: str) -> None:
+        """By `kill -9`; a load balancer sends it nothing until it is back, at another port."""
+        self.killed.add(self.urls.pop(name))
+        await self.gateways.pop(name).end(signal.SIGKILL)
+        await self.start_gateway(name)
+
+    def set_clock(self, name: str, wrong_by_s: float) -> None:
+        """The time of day of a gateway's or an agent's process jumps."""
+        set_clock(self._clock(name), wrong_by_s)
+
+    def _clock(self, name: str) -> Path:
+        return self.home / "clocks" / name
+
     def _gateway_file(self, name: str) -> dict[str, Any]:
         membership: dict[str, Any] = {
             "file": "nodes.toml",
@@ -223,6 +244,10 @@ class Fleet:
         return {"endpoints": [self.etcd.endpoint]}
 
     async def _started(self, name: str, *command: str) -> Child:
+        clock = self._clock(name)
+        if not clock.exists():
+            set_clock(clock, 0.0)
+        command = ("tests.fleet.clock", str(clock), *command)
         return await Child.start(command, self.home / "logs" / f"{name}.log", self._environment)
 
     # What gateways say

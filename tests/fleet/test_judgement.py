@@ -1,6 +1,6 @@
 """What a run under churn is judged by."""
 
-from tests.fleet.judgement import NodeSeen, differences, grown, outcome_of, over_limit
+from tests.fleet.judgement import NodeSeen, asked_too_little, differences, grown, outcome_of, over_limit
 
 LIVING = {"a": "10.0.0.1:7001", "b": "10.0.0.2:7001"}
 
@@ -26,6 +26,11 @@ def test_what_a_view_has_wrong_is_named() -> None:
 def test_a_limit_may_be_exceeded_by_two_percent_and_a_request_at_each_gateway() -> None:
     assert over_limit(2400 + 48 + 3, 600.0, per_minute=240, gateways=3) == ""
     assert over_limit(2400 + 48 + 4, 600.0, per_minute=240, gateways=3)
+
+
+def test_a_limit_is_tried_by_asking_for_more() -> None:
+    assert asked_too_little(2500, 600.0, per_minute=240) == ""
+    assert asked_too_little(2300, 600.0, per_minute=240)
 
 
 def test_a_refusal_loses_nothing_and_everything_else_does() -> None:

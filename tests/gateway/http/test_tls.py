@@ -31,6 +31,7 @@ from tests.gateway.http.test_strangers import free_port
 from tests.gateway.worlds import World, on_both_loops, on_loop, until, world
 from transport.control.asking import trusting
 from transport.control.settings import SettingsError, build
+from transport.path.handshakes import IN_ALL
 from transport.peers.name import PeerName, PeerRole
 
 ANN = OperatorConfig(name="ann", keys=(digest_of("sk-ann"),), role=OperatorRole.ADMIN)
@@ -205,6 +206,27 @@ async def test_strangers_that_reset_leave_nothing_behind(tmp_path: Path, caplog:
         async with http.get(f"{w.gateway.url}/metrics") as answer:
             assert 'prfaas_connections{listener="clients"} 1.0' in await answer.text()
     assert not [each for each in caplog.records if each.levelno >= logging.ERROR], caplog.text
+
+
+def silent_from(source: str, address: tuple[str, int], count: int, held: contextlib.ExitStack) -> None:
+    """Connections that say nothing."""
+    for _ in range(count):
+        connection = held.enter_context(socket.socket())
+        connection.bind((source, 0))
+        connection.connect(address)
+
+
+@on_both_loops
+async def test_strangers_that_say_nothing_have_few_places_and_clients_agree_all_the_same(tmp_path: Path) -> None:
+    async with world(**issued(tmp_path)) as w, client(tmp_path) as http:
+        host, _, port = w.gateway.url.removeprefix("https://").partition(":")
+        handshaking = w.gateway.listeners[0].handshaking
+        with contextlib.ExitStack() as held:
+            await asyncio.to_thread(silent_from, "127.0.9.1", (host, int(port)), IN_ALL + 40, held)
+            await until(lambda: len(handshaking) == IN_ALL)
+            async with http.get(f"{w.gateway.url}/metrics") as answer:
+                assert 'reason="handshakes"' in await answer.text()
+        await until(lambda: not handshaking)
 
 
 async def a_certificate_that_changes_is_taken_up_and_a_wrong_one_is_not(

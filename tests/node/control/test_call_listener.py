@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from node.control.call_listener import CallListener
-from node.process.handshakes import HandshakePlaces
 from tests.gateway.worlds import on_both_loops, until
 from tests.node.control.test_call_server import GATEWAY, Room, calling, serving
 from transport.control.certificates import Authority
+from transport.path.handshakes import HandshakePlaces
 from transport.receive.few_lines import MAX_LINES
 
 HOST = "127.0.0.1"

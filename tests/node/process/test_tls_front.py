@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from node.errors import NodeConfigError
-from node.process.handshakes import HandshakePlaces
 from node.process.ports import ListenPort
 from node.process.tls_front import PeerCertificate, TlsFront
 from tests.gateway.worlds import on_both_loops, until
@@ -29,6 +28,7 @@ from tests.node.process.callers import (
     is_refused,
 )
 from transport.control.certificates import Authority
+from transport.path.handshakes import HandshakePlaces
 from transport.wire.identity import Identity
 
 

@@ -1,6 +1,6 @@
 """Who gets a place for a handshake, and who loses one."""
 
-from node.process.handshakes import DAWDLES_S, HandshakePlaces
+from transport.path.handshakes import DAWDLES_S, HandshakePlaces
 
 
 def filled(in_all: int, of_network: int, *networks: str) -> HandshakePlaces[str]:

@@ -8,7 +8,7 @@ from contextlib import closing
 
 import pytest
 
-from node.process.accept_loop import AcceptLoop
+from transport.path.accept_loop import AcceptLoop
 
 WITHIN_S = 5.0
 

@@ -1,0 +1,147 @@
+"""A port with few places for callers: a crowd of strangers takes no more memory than they have, and none from those known.
+
+    accepted ── a place ── TLS handshake, within `handshake_s`, if there is a context ── the protocol of `server`
+
+A caller has its place until its handshake is over (`until_end` false: a certificate admits it), or until it leaves. What
+places are, and who loses one, is said in `transport.path.handshakes`.
+"""
+
+import asyncio
+import socket
+import ssl
+from collections import Counter
+from collections.abc import Callable
+from typing import Final
+
+from transport.path.accept_loop import BACKLOG, AcceptLoop
+from transport.path.handshakes import HandshakePlaces
+from transport.path.site import site_of
+from transport.path.tcp import family_of, shut
+
+HANDSHAKE_S: Final = 5.0
+IN_ALL: Final = 256  # each takes some 60 KiB with TLS
+OF_NETWORK: Final = 64
+KNOWN_S: Final = 600.0
+MAX_KNOWN: Final = 1_024
+
+ProtocolFactory = Callable[[], asyncio.BaseProtocol]
+
+
+class GuardedPort:
+    """Listens from `start` to `close`. `ended` counts connections that it ended, by reason: crowded, handshake."""
+
+    def __init__(
+        self,
+        server: ProtocolFactory,
+        context: ssl.SSLContext | None = None,
+        *,
+        until_end: bool = True,
+        places: "HandshakePlaces[_Caller] | None" = None,
+        handshake_s: float = HANDSHAKE_S,
+    ) -> None:
+        self.ended: Counter[str] = Counter()
+        self._server = server
+        self._context = context
+        self._until_end = until_end
+        self._places = places if places is not None else HandshakePlaces(IN_ALL, OF_NETWORK)
+        self._handshake_s = handshake_s
+        self._callers: set[_Caller] = set()  # with a place
+        self._known: dict[str, float] = {}  # by site, until when; the latest last
+        self._loop: asyncio.AbstractEventLoop
+        self._accepting: AcceptLoop | None = None
+
+    def __len__(self) -> int:
+        self._sweep()
+        return len(self._callers)
+
+    def start(self, host: str, port: int, whose: str) -> int:
+        """Listens, inside an event loop; returns on which port. `whose` names it in the log. Raises OSError."""
+        self._loop = asyncio.get_running_loop()
+        listener = socket.create_server((host, port), family=family_of(host), backlog=BACKLOG)
+        bound: int = listener.getsockname()[1]
+        self._accepting = AcceptLoop(listener, self._take, whose)
+        return bound
+
+    def knows(self, address: str) -> None:
+        """A caller from there has shown that it may ask: strangers take no place from others from there, for a while."""
+        site = site_of(address)
+        self._known.pop(site, None)
+        self._known[site] = self._loop.time() + KNOWN_S
+        if len(self._known) > MAX_KNOWN:
+            del self._known[next(iter(self._known))]
+
+    async def close(self) -> None:
+        """Listens no more, and ends handshakes; the server ends what it has."""
+        if self._accepting is None:
+            return
+        self._accepting.close()
+        self._accepting = None
+        starting = [caller.starting for caller in self._callers if caller.starting is not None]
+        for caller in self._callers:
+            caller.end()
+        await asyncio.gather(*starting, return_exceptions=True)
+
+    def _take(self, connection: socket.socket, address: str) -> None:
+        site = site_of(address)
+        now = self._loop.time()
+        self._sweep()
+        caller = _Caller(connection)
+        lost = self._places.enter(caller, site, now, is_known=now < self._known.get(site, now))
+        if lost is not None:
+            self.ended["crowded"] += 1
+            self._callers.discard(lost)
+            lost.end()
+        if lost is caller:
+            connection.close()
+            return
+        self._callers.add(caller)
+        caller.starting = self._loop.create_task(self._begin(caller), name="caller")
+
+    async def _begin(self, caller: "_Caller") -> None:
+        limit_s = None if self._context is None else self._handshake_s
+        try:
+            transport, _ = await self._loop.connect_accepted_socket(
+                self._server, caller.connection, ssl=self._context, ssl_handshake_timeout=limit_s
+            )
+        except (OSError, TimeoutError):  # ssl.SSLError, too
+            if caller in self._callers:
+                self.ended["handshake"] += 1
+            self._forget(caller)
+            caller.connection.close()
+            return
+        except BaseException:
+            self._forget(caller)
+            caller.connection.close()
+            raise
+        caller.transport = transport
+        if caller not in self._callers:  # it has lost its place meanwhile
+            transport.abort()
+        elif not self._until_end:
+            self._forget(caller)
+
+    def _sweep(self) -> None:
+        """Callers that have left give their places back."""
+        for caller in [each for each in self._callers if each.has_left]:
+            self._forget(caller)
+
+    def _forget(self, caller: "_Caller") -> None:
+        self._callers.discard(caller)
+        self._places.leave(caller)
+
+
+class _Caller:
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection = connection
+        self.transport: asyncio.WriteTransport | None = None
+        self.starting: asyncio.Task[None] | None = None
+
+    @property
+    def has_left(self) -> bool:
+        return self.transport is not None and self.transport.is_closing()
+
+    def end(self) -> None:
+        """However far it is."""
+        if self.transport is not None:
+            self.transport.abort()
+        else:
+            shut(self.connection)
