@@ -7,9 +7,11 @@ from typing import Any, Final, Self
 import numpy as np
 
 from planner.errors import InputError
+from planner.model.demand.fitted import BURST_S, KNOWN_OF_LENGTHS
+from planner.model.demand.week import week_of
 from planner.model.profile import Floats
 from planner.model.reading import TOKENS, Range, named
-from planner.model.site import BURST_S, KNOWN_OF_LENGTHS, Workload
+from planner.model.site import Workload
 from planner.model.trace_files.arrivals import KeptArrivals, busiest
 from planner.model.trace_files.categories import RequestCategories
 from planner.model.trace_files.reuse import reuse_by_category
@@ -93,6 +95,7 @@ def workload_of(trace: Trace, hits: Floats | FoundPrefixes | None) -> Workload:
         burst_index=max(1.0, burst_index(_spread(trace), BURST_S) or 1.0),
         output_spread=_relative_spread(trace.output_tokens),
         arrivals=arrivals_of(trace, hits),
+        week=week_of(trace.arrival_s),
         provenance=f"measured: trace {trace.name}, {len(trace)} requests",
     )
 
@@ -124,6 +127,7 @@ def fit(trace: Trace, found: Floats | FoundPrefixes | None) -> dict[str, Any]:
         },
         "burst_index": {f"{window:g}_s": burst_index(_spread(trace), window) for window in (1.0, BURST_S, 60.0)},
         "rate_by_bin_req_per_s": rate_bins(trace.arrival_s),
+        "week_req_per_s": list(week_of(trace.arrival_s)),
         "block_reuse": block_reuse(trace),
         "arrivals": None if arrivals is None else arrivals.table(),
         "provenance": f"measured: trace {trace.name}, {len(trace)} requests",

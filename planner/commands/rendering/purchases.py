@@ -35,10 +35,14 @@ ASSUMPTIONS: Final = (
 MEAN_RATE: Final = (
     "the market says no rate_req_per_s: the workload's mean rate is taken for that of the first month's busiest hour"
 )
+WEEK_RATE: Final = "the market says no rate_req_per_s: the first month's busiest hour is that of the workload's trace"
+TRACE_WEEK: Final = "the market says no week: it is that of the workload's trace, of {hours} hours"
+NO_WEEK: Final = "neither the market nor the workload says what a week looks like: all its hours are as the busiest one"
 
 
 def purchases_json(site: Site, market: Market, advice: Advice) -> dict[str, Any]:
     """The answer in plain JSON types, units in the keys."""
+    asked = market.asked_by(site.workload)
     return {
         "schema": 1,
         "prfaas_version": tool_version(),
@@ -50,21 +54,27 @@ def purchases_json(site: Site, market: Market, advice: Advice) -> dict[str, Any]
         "best": str(advice.best),
         "saving_fraction": advice.saving,
         "break_even": None if advice.break_even is None else _break_even_json(advice.break_even),
-        "ways": {str(contender): _way_json(market, advice, way) for contender, way in advice.ways.items()},
+        "week": {"mean_load": asked.demand.mean_load, "load_95th_percentile": asked.demand.measured_load},
+        "ways": {str(contender): _way_json(asked, advice, way) for contender, way in advice.ways.items()},
         "failed": {str(contender): why for contender, why in advice.failed.items()},
-        "months": [_month_json(market, advice, month) for month in range(len(advice.rates))],
+        "months": [_month_json(asked, advice, month) for month in range(len(advice.rates))],
         "orders": [_order_json(order) for order in advice.purchases.orders],
         "line_orders": [_line_order_json(market, order) for order in line_orders(advice.purchases.systems)],
         "still_to_pay": advice.purchases.still_to_pay,
         "still_worth": advice.purchases.still_worth,
-        "assumptions": assumptions(market),
+        "assumptions": assumptions(site, market),
         "provenance": with_all_hardware(site).provenances() | _provenances(market),
     }
 
 
-def assumptions(market: Market) -> list[str]:
+def assumptions(site: Site, market: Market) -> list[str]:
     """What the answer rests on, in sentences."""
-    return [*ASSUMPTIONS, *([MEAN_RATE] if market.demand.rate_req_per_s is None else []), _counted(market)]
+    week, found = site.workload.week, list(ASSUMPTIONS)
+    if market.demand.rate_req_per_s is None:
+        found.append(WEEK_RATE if week else MEAN_RATE)
+    if not market.demand.week:
+        found.append(TRACE_WEEK.format(hours=len(week)) if week else NO_WEEK)
+    return [*found, _counted(market)]
 
 
 def _counted(market: Market) -> str:
@@ -117,6 +127,7 @@ def _month_json(market: Market, advice: Advice, month: int) -> dict[str, Any]:
         "line": market.line_number(system.line) if system.line else None,
         "line_gbps": system.line.gbps if system.line else 0.0,
         "utilisation": busy,
+        "utilisation_mean_of_week": {stage: share * market.demand.mean_load for stage, share in busy.items()},
         "binds": max(busy, key=lambda stage: busy[stage]),
         "held_instances": dict(advice.purchases.held[month]),
         "sent_gb": gb_per_month(system, advice.rates[month], market) if system.line else 0.0,
@@ -154,13 +165,14 @@ def _provenances(market: Market) -> dict[str, str]:
 
 def purchases_text(site: Site, market: Market, advice: Advice) -> str:
     """The answer for people: a verdict, all ways, the months, the orders."""
-    rates = advice.rates
+    rates, market = advice.rates, market.asked_by(site.workload)
     head = (
         f"Buy  site={site.name}  {_months_of(len(rates))}, {rates[0]:.2f} to {rates[-1]:.2f} req/s in the busiest hour"
     )
     return "\n".join(
         [
             f"{head}{_targets(site)}",
+            *_week(market),
             "",
             *verdict(market, advice),
             "",
@@ -174,6 +186,17 @@ def purchases_text(site: Site, market: Market, advice: Advice) -> str:
             *_doubts(market),
         ]
     )
+
+
+def _week(market: Market) -> list[str]:
+    """How busy a week is, seen from its busiest hour."""
+    demand = market.demand
+    if not demand.week:
+        return []
+    return [
+        f"     week of {len(demand.week)} parts: {demand.mean_load:.0%} of the busiest one in the mean, "
+        f"{demand.measured_load:.0%} in the 95th percentile"
+    ]
 
 
 def _months_of(count: int) -> str:
@@ -235,14 +258,15 @@ def _note(market: Market, contender: Contender) -> str:
 
 def _months(market: Market, advice: Advice) -> list[str]:
     head = f"  {'month':>5}{'req/s':>8}{'PrfaaS':>8}{'PD-P':>6}{'PD-D':>6}{'t':>9}{'line':>6}{'Gbit/s':>8}"
-    lines = [f"{head}{'busiest':>9}  {'which':<16}{'enough for months':>17}{'cash, ' + market.currency:>13}"]
+    lines = [f"{head}{'busiest':>9}{'mean':>6}  {'which':<16}{'enough for months':>17}{'cash, ' + market.currency:>13}"]
     for month, rate in enumerate(advice.rates):
         system = advice.purchases.systems[month]
         share, stage = max((share, stage) for stage, share in system.busy)
         lines.append(
             f"  {month + 1:>5}{rate:>8.2f}{system.num_prfaas:>8}{system.num_prefill:>6}{system.num_decode:>6}"
             f"{_threshold(system):>9}{market.line_number(system.line) if system.line else '-':>6}"
-            f"{system.line.gbps if system.line else 0:>8g}{share:>9.0%}  {STAGES[stage]:<16}"
+            f"{system.line.gbps if system.line else 0:>8g}{share:>9.0%}{share * market.demand.mean_load:>6.0%}"
+            f"  {STAGES[stage]:<16}"
             f"{_headroom(advice, month):>17}{advice.purchases.cash[month]:>13,.0f}"
         )
     return lines

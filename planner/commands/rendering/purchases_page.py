@@ -22,12 +22,17 @@ def purchases_page(site: Site, market: Market, advice: Advice, front: Sequence[F
         ChartLine(name, _steps([held.get(name, 0) for held in found.held]), slot) for slot, name in enumerate(names)
     ]
     busiest = [max(share for _, share in system.busy) * 100 for system in found.systems]
+    mean_load = market.asked_by(site.workload).demand.mean_load
+    busy = [
+        ChartLine("busiest hour", _steps(busiest), 1),
+        ChartLine("mean of the week", _steps([share * mean_load for share in busiest]), 0, dashed=True),
+    ]
     lines = [system.line.gbps if system.line else 0.0 for system in found.systems]
     sent = [dict(system.busy).get("egress", 0.0) * gbps for system, gbps in zip(found.systems, lines, strict=True)]
     figures = [
         _figure("Requests in the busiest hour", [ChartLine("demand", _steps(advice.rates))], "requests/s", months),
         _figure("Instances that are there", instances, "instances", months),
-        _figure("How busy the fullest stage is", [ChartLine("busiest hour", _steps(busiest), 1)], "%", months),
+        _figure("How busy the fullest stage is", busy, "%", months),
         _figure("Paid in each month", [ChartLine("cash", _steps(found.cash), 2)], market.currency, months),
         _figure(
             "The line in the busiest hour",
@@ -51,7 +56,7 @@ def purchases_page(site: Site, market: Market, advice: Advice, front: Sequence[F
             f'<div class="grid2">{"".join(figures)}</div>',
             f'<section class="scroll"><pre>{escape(text)}</pre></section>',
             "<section><h2>Assumed</h2><ul>",
-            *(f"<li>{escape(each)}</li>" for each in assumptions(market)),
+            *(f"<li>{escape(each)}</li>" for each in assumptions(site, market)),
             "</ul></section></main></body></html>",
         ]
     )

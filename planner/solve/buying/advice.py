@@ -78,7 +78,7 @@ class Advice:
 
 def advise(site: Site, market: Market, options: SolveOptions) -> Advice:
     """What to buy for a site's workload. Raises InputError, and Infeasible where no way carries the demand within the SLO."""
-    market = market.at_rate(site.workload.rate_req_per_s)
+    market = market.asked_by(site.workload)
     problem, aim = posed(site, options)
     rates = market.demand.rates()
     check_size(problem, rates)

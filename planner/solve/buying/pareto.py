@@ -51,7 +51,7 @@ def pareto_front(
     """
     if site.slo.ttft_p90_s is None:
         raise InputError("pareto: the site has no [slo] ttft_p90_s; give one to compare others with")
-    market = market.at_rate(site.workload.rate_req_per_s)
+    market = market.asked_by(site.workload)
     problem, _ = posed(site, options)
     near = problem.pd.hardware
     far = problem.prfaas.hardware if problem.prfaas else near
