@@ -18,6 +18,7 @@ from planner.model.demand.fitted import (
     arrivals_of,
     burst_index_of,
     caches_of,
+    category_names_of,
     lengths_of,
     longest_of,
     output_spread_of,
@@ -113,7 +114,7 @@ class Workload:
     is cached, too: attention reaches back over all of it. `burst_index` is the variance over the mean of the requests that
     come in `BURST_S` seconds: 1 of a Poisson process. `output_spread` is the standard deviation of the answers' lengths over
     their mean. `arrivals` are its requests in their order, where a trace has said it. `week` are requests/s in the hours of a
-    trace that is days long.
+    trace that is days long. `categories` are the names of those of its lengths and arrivals.
     """
 
     name: str
@@ -127,6 +128,7 @@ class Workload:
     output_spread: float = 0.0
     arrivals: KeptArrivals | None = None
     week: tuple[float, ...] = ()
+    categories: tuple[str, ...] = ()
     slices: tuple[Lengths, ...] = ()
     provenance: str = ""
 
@@ -391,9 +393,11 @@ def read_fitted(path: Path) -> Workload:
         texts = {key: table.get(key) for key in ("name", "provenance")}
         for key, text in texts.items():
             require(isinstance(text, str), key, text, "a string")
+        lengths = require_table(table.get("uncached_tokens"), "uncached_tokens")
         return Workload(
             name=str(texts["name"]),
-            lengths=lengths_of(require_table(table.get("uncached_tokens"), "uncached_tokens")),
+            lengths=lengths_of(lengths),
+            categories=category_names_of(lengths),
             output_tokens=TOKENS.above_low("output_tokens_mean", table.get("output_tokens_mean")),
             rate_req_per_s=None if rate is None else RATE.above_low("rate_req_per_s", rate),
             hit_ratio=None if table.get("hit_ratio", 0) is None else number(table, "hit_ratio", SHARE),

@@ -1,6 +1,6 @@
 """What a fitted workload says, each part in plain values, checked as it is read."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from types import MappingProxyType
 from typing import Any, Final
@@ -9,6 +9,7 @@ import numpy as np
 
 from planner.model.reading import SHARE, TOKENS, Range, number, placed
 from planner.model.trace_files.arrivals import KeptArrivals
+from planner.model.trace_files.categories import MOST_CATEGORIES
 from planner.model.traffic import Lengths
 from transport.control.settings import require, require_table
 
@@ -83,4 +84,23 @@ def lengths_of(table: Mapping[str, Any]) -> Lengths:
         "1: they are shares of the requests",
     )
     known = {key: np.array(columns[key]) for key in KNOWN_OF_LENGTHS if key in columns}
+    shares = [column for _, column in _categories(table, len(tokens))]
+    if shares:
+        known["categories"] = np.array(shares).T
     return Lengths(np.array(tokens), np.array(weights) / total, **known)
+
+
+def category_names_of(table: Mapping[str, Any]) -> tuple[str, ...]:
+    """Of a workload's `uncached_tokens`."""
+    return tuple(name for name, _ in _categories(table, len(table["tokens"])))
+
+
+def _categories(table: Mapping[str, Any], lengths: int) -> Iterator[tuple[str, list[float]]]:
+    """The name of each category, and its share of each length's requests. Raises SettingsError."""
+    said = require_table(table.get("categories", {}), "uncached_tokens.categories")
+    require(len(said) <= MOST_CATEGORIES, "categories", len(said), f"at most {MOST_CATEGORIES}")
+    for name, column in said.items():
+        place = f"uncached_tokens.categories.{name}"
+        fits = isinstance(column, list) and len(column) == lengths
+        require(fits, place, column, f"{lengths} numbers, as there are lengths")
+        yield name, [SHARE.of(f"{place}[{at}]", value) for at, value in enumerate(column)]

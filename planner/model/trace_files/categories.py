@@ -41,6 +41,11 @@ class RequestCategories:
         """Those of the first `count` requests."""
         return RequestCategories(self.names, self.codes[:count], self.source)
 
+    @property
+    def of_requests(self) -> Any:
+        """The name of each request's category."""
+        return np.array(self.names)[self.codes]
+
     @classmethod
     def inferred(cls, blocks: Sequence[tuple[int, ...]]) -> Self:
         """First and later turns, where a trace does not tell them apart."""

@@ -33,8 +33,8 @@ from planner.solve.buying.systems import (
     with_prfaas,
 )
 from planner.solve.goals import Objective
-from planner.solve.problem import Problem, SolveOptions, pose, ttfts
-from planner.solve.search import weighted_quantile
+from planner.solve.problem import Problem, SolveOptions, pose
+from planner.solve.targets import nearest_s
 
 STEPS: Final = 12  # towards a tariff: each is a program
 CLOSE: Final = 1e-3  # share of the costs by which two ways are equally dear
@@ -85,7 +85,7 @@ def advise(site: Site, market: Market, options: SolveOptions) -> Advice:
     sought = Sought(
         problem=problem,
         output_tokens=site.workload.output_tokens,
-        ttft_p90_s=aim.ttft_p90_s,
+        goals=aim.goals,
         tbt_s=site.slo.tbt_s,
     )
     near = problem.pd.hardware
@@ -184,7 +184,7 @@ def with_all_hardware(site: Site) -> Site:
 
 def posed(site: Site, options: SolveOptions) -> tuple[Problem, Aim]:
     """The problem in as many lengths as queues are compared by, within the target for TBT."""
-    objective = Objective.SLO if site.slo.ttft_p90_s is not None else Objective.THROUGHPUT
+    objective = Objective.SLO if site.slo.ttft_targets else Objective.THROUGHPUT
     site = with_all_hardware(site)
     options = SolveOptions(
         service=options.service,
@@ -212,8 +212,8 @@ def check_size(problem: Problem, rates: Sequence[float]) -> None:
 
 def _why(contender: Contender, sought: Sought, market: Market) -> str | None:
     """Why no number of instances serves that way; None where some would."""
-    problem, target = sought.problem, sought.ttft_p90_s
-    if target is not None:
+    problem = sought.problem
+    if sought.goals:
         at_home = contender in (Contender.HOMOGENEOUS, Contender.COLOCATED)
         gbps, where = HOME_GBPS, ""
         if contender is Contender.PRFAAS:
@@ -221,9 +221,10 @@ def _why(contender: Contender, sought: Sought, market: Market) -> str | None:
             where = f" on the widest line, of {gbps:g} Gbit/s"
         wired = problem.with_capacity(egress_bytes_per_s=gbps * BYTES_PER_S_PER_GBPS)
         cuts = [len(problem.lengths.tokens)] if at_home else even_cuts(problem)[:-1]
-        least = min(weighted_quantile(*ttfts(wired, cut), 0.9) for cut in cuts)
-        if least > target:
-            return f"TTFT P90 is {least:.2f} s even without load{where}, {target:g} s are asked for"
+        for goal in sought.goals:
+            if (least := nearest_s(wired, goal, cuts)) > goal.ttft_s:
+                which = f"P{goal.target.share * 100:g}" + ("" if goal.is_of_all else f" of {goal.target.name}")
+                return f"TTFT {which} is {least:.2f} s even without load{where}, {goal.ttft_s:g} s are asked for"
     if contender is Contender.COLOCATED and sought.tbt_s is not None and problem.decode.at(1) >= sought.tbt_s:
         return f"a decode step of one request takes {problem.decode.at(1):g} s, and prompts come on top"
     return None
