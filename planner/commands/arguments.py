@@ -50,6 +50,11 @@ def _inputs(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "-w", "--workload", type=Path, metavar="FILE", help="workload file, as fit writes it (default: the site's own)"
     )
+    command.add_argument(
+        "--target", action="append", default=[], metavar="KEY=VALUE,…",
+        help="a TTFT target of some requests, beside the site's: ttft_s, share (0.9), category, above_tokens, up_to_tokens; "
+        "such as ttft_s=2,up_to_tokens=8000; may be repeated",
+    )  # fmt: skip
     command.add_argument("--extrapolate", action="store_true", help="allow prompt lengths outside the profile")
     command.add_argument(
         "--warm-caches", action="store_true",
@@ -304,8 +309,9 @@ def _whatif(command: argparse.ArgumentParser) -> None:
 def _saturate(command: argparse.ArgumentParser) -> None:
     _of_plan(command)
     command.add_argument(
-        "--slo", default="ttft_p90<5,tbt_p99<0.1", metavar="CLAUSES",
-        help="limits on keys of the simulation's report, times in seconds (default: %(default)s)",
+        "--slo", metavar="CLAUSES",
+        help="limits on keys of the simulation's report, times in seconds, such as ttft_p90<5,tbt_p99<0.1 "
+        "(default: the site's SLO)",
     )  # fmt: skip
     command.add_argument(
         "--tolerance", type=share, default=0.02, metavar="SHARE",

@@ -206,7 +206,8 @@ def _months_of(count: int) -> str:
 def _targets(site: Site) -> str:
     ttft, tbt = site.slo.ttft_p90_s, site.slo.tbt_s
     parts = [f"TTFT P90 {ttft:g} s" if ttft is not None else "", f"TBT {tbt:g} s" if tbt is not None else ""]
-    return "".join(f"  {part}" for part in parts if part)
+    some = [f"{each.share:.0%} of {each.name} {each.ttft_s:g} s" for each in site.slo.targets]
+    return "".join(f"  {part}" for part in parts if part) + (f"\n     TTFT of {'; '.join(some)}" if some else "")
 
 
 def verdict(market: Market, advice: Advice) -> list[str]:

@@ -52,6 +52,20 @@ def promised(
             "why": _queued(plan, rate),
         },
         {"": "TTFT P90, s", "plan": plan.asked_ttft_p90_s, "simulated": report["ttft_p90_s"], "why": ""},
+        *_targets(plan, report),
+    ]
+
+
+def _targets(plan: Plan, report: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Shares in time."""
+    return [
+        {
+            "": f"{row.requests}, in time",
+            "plan": row.share_in_time if plan.asked_ttft_mean_s is not None else None,
+            "simulated": report["by_target"].get(row.requests, {}).get("share_in_time"),
+            "why": f"within {row.ttft_s:g} s",
+        }
+        for row in plan.targets
     ]
 
 

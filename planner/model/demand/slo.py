@@ -102,9 +102,8 @@ def fastest(targets: tuple[TtftTarget, ...], prompt_tokens: Floats, categories: 
     """
     found = np.full(len(prompt_tokens), inf)
     for target in targets:
-        found[members(target, prompt_tokens, categories)] = np.minimum(
-            found[members(target, prompt_tokens, categories)], target.ttft_s
-        )
+        own = members(target, prompt_tokens, categories)
+        found[own] = np.minimum(found[own], target.ttft_s)
     return np.where(np.isinf(found), otherwise_s, found)
 
 
