@@ -13,7 +13,6 @@ from planner.model.site import read_fitted
 from planner.model.trace_files.categories import CategorySource, RequestCategories
 from planner.model.workload import poisson
 from planner.simulator.policies import Estimates
-from planner.simulator.trials.saturation import parse_slo, saturate
 from planner.simulator.trials.trial import DEPLOYED_TRIAL, TrialSetting, from_workload, scenario_of
 from planner.simulator.world import simulate
 from planner.solve.buying.systems import Sought, colocated, homogeneous, with_prfaas
@@ -62,17 +61,17 @@ def test_each_target_costs_rate_and_is_kept_at_the_one_that_is_left(site):
 
 
 def test_what_a_plan_promises_is_kept_in_simulation(site):
-    """Within 4 % of the rate, where nodes are chosen by their true queues."""
+    """Where nodes are chosen by their true queues: within 3 points, and all of it at 5 % less."""
     of = with_targets(site, SHORT, LONG)
     plan = outline(of, WITHIN)
     scenario = scenario_of(of, TrialSetting.of(plan), replace(DEPLOYED_TRIAL, estimates=Estimates.EXACT))
-    found = saturate(
-        lambda rate: simulate(scenario, from_workload(of, rate, 12_000)(0)).report(),
-        parse_slo("ttft_p90<=5,target_margin>=0"),
-        upper=1.2 * plan.lambda_slo,
-        tolerance=0.01,
+    at_rate, below = (
+        simulate(scenario, from_workload(of, share * plan.lambda_slo, 4000)(1)).report() for share in (1.0, 0.95)
     )
-    assert plan.lambda_slo == pytest.approx(found.rate_req_per_s, rel=0.04)
+    for row in plan.targets:
+        assert at_rate["by_target"][row.requests]["share_in_time"] == pytest.approx(row.share_in_time, abs=0.03)
+    assert below["target_margin"] >= 0
+    assert below["ttft_p90_s"] <= 5.0
 
 
 def test_what_cannot_be_kept_is_named(site):
@@ -127,9 +126,13 @@ def test_systems_that_are_bought_keep_all_targets(site):
     goals = (*everybody_within(14.0), Goal(target=TtftTarget(ttft_s=2.0, up_to_tokens=8000)))
     plain = Sought(problem=problem, output_tokens=1024.0, goals=everybody_within(14.0))
     both = replace(plain, goals=goals)
-    for ways in (homogeneous, colocated):
-        least, more = (min(each.num_pd for each in ways(sought, 1.5)) for sought in (plain, both))
-        assert least < more
+    strict = replace(plain, goals=(*plain.goals, Goal(target=TtftTarget(ttft_s=1.5, share=0.95, up_to_tokens=8000))))
+    for least, more in (
+        (homogeneous(plain, 1.5), homogeneous(both, 1.5)),
+        (homogeneous(both, 1.5), homogeneous(strict, 1.5)),
+        (colocated(plain, 1.5), colocated(strict, 1.5)),
+    ):
+        assert min(each.num_pd for each in least) < min(each.num_pd for each in more)
     for system in with_prfaas(both, 1.5, None):
         cut = int(np.searchsorted(problem.lengths.tokens, system.threshold_tokens, side="right"))
         found = Cut(rate=1.5, num_prefill=system.num_prefill, num_decode=system.num_decode, cut=cut)

@@ -25,7 +25,10 @@ def test_of_several_targets_the_earliest_counts():
     assert fastest(targets, PROMPTS, None, 30.0).tolist() == [2, 1, 1, 30]
 
 
-@given(st.lists(st.tuples(st.floats(0.1, 60), st.integers(0, 100_000), st.integers(1, 100_000)), max_size=5), st.floats(1, 99))
+@given(
+    st.lists(st.tuples(st.floats(0.1, 60), st.integers(0, 100_000), st.integers(1, 100_000)), max_size=5),
+    st.floats(1, 99),
+)
 def test_no_request_waits_longer_than_one_of_its_targets(drawn, otherwise_s):
     targets = tuple(TtftTarget(ttft_s=s, above_tokens=low, up_to_tokens=low + more) for s, low, more in drawn)
     found = fastest(targets, PROMPTS, None, otherwise_s)
