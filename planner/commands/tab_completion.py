@@ -57,8 +57,9 @@ def _subcommands(parser: argparse.ArgumentParser) -> Mapping[str, Any]:
 
 
 def _words(parser: argparse.ArgumentParser) -> Sequence[str]:
-    """Its commands, else its options."""
-    return [*_subcommands(parser), *(option for action in _actions(parser) for option in action.option_strings)]
+    """Its commands or the words that it takes, and its options."""
+    taken = [str(each) for action in _actions(parser) if not action.option_strings for each in action.choices or ()]
+    return [*taken, *(option for action in _actions(parser) for option in action.option_strings)]
 
 
 def _choices(parser: argparse.ArgumentParser) -> Iterator[tuple[str, Sequence[str]]]:

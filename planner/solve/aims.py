@@ -1,6 +1,6 @@
 """What plans are compared by: the rate they carry, or the rate they carry within a target for TTFT."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -29,6 +29,7 @@ class Aim:
     options: SolveOptions
     output_tokens: float
     goals: tuple[Goal, ...] = ()
+    arrivals: KeptArrivals | None = None
 
     @classmethod
     def of(cls, site: Site, options: SolveOptions) -> "Aim":
@@ -37,7 +38,8 @@ class Aim:
         if options.objective is Objective.SLO and not targets:
             raise InputError("slo: ttft_p90_s and targets are missing; --objective slo needs one of them")
         goals = tuple(Goal.of(target, site.workload) for target in targets)
-        return cls(options=options, output_tokens=site.workload.output_tokens, goals=goals)
+        arrivals = site.workload.arrivals if goals else None
+        return cls(options=options, output_tokens=site.workload.output_tokens, goals=goals, arrivals=arrivals)
 
     def thinned(self, problem: Problem) -> Problem:
         if not self.goals:
@@ -93,21 +95,31 @@ class Aim:
     def _queues(self, problem: Problem, found: Cut) -> LoadedTtft:
         return loaded_ttft(problem, found, self.output_tokens, CANDIDATE_BINS, self.goals)
 
-    def replayed(self, problem: Problem, found: Cut, arrivals: KeptArrivals) -> tuple[Cut, float | None]:
-        """The plan that is worth most under the arrivals of the trace, and that rate: of the one found, and of the best ones
-        with a prefill node more or less. Raises Infeasible where none meets the target.
-        """
-        if not self.goals:
-            return found, None
-        plans = [found]
+    def carries(self, problem: Problem, found: Cut, rate: float) -> bool:
+        """Whether all goals are kept at a rate under the arrivals of the trace, where there are any."""
+        if self.arrivals is None:
+            return True
+        return any(
+            Replay.of(problem, each, self.arrivals).keeps(rate, self.goals) for each in self._near(problem, found)
+        )
+
+    def _near(self, problem: Problem, found: Cut) -> Iterator[Cut]:
+        """The plan found, and the best ones with a prefill node more or less."""
+        yield found
         if problem.variant.num_prefill is None:
-            splits = [found.num_prefill + more for more in (-1, 1)]
-            others = [self.best(problem.pinned(split)) for split in splits if 0 <= split < problem.capacity.num_pd]
-            plans += [other for other in others if other is not None]
+            for split in (found.num_prefill - 1, found.num_prefill + 1):
+                if 0 <= split < problem.capacity.num_pd and (other := self.best(problem.pinned(split))) is not None:
+                    yield other
+
+    def replayed(self, problem: Problem, found: Cut) -> tuple[Cut, float]:
+        """The plan that is worth most under the arrivals of the trace, and that rate. Raises Infeasible where none meets the
+        target.
+        """
+        assert self.arrivals is not None
         best, most = found, 0.0
-        for each in plans:
+        for each in self._near(problem, found):
             limit = rate_at(problem.loads, problem.capacity, each.num_prefill, each.cut, each.share)
-            replay = Replay.of(problem, each, arrivals)
+            replay = Replay.of(problem, each, self.arrivals)
             if limit > most and (not most or replay.keeps(most, self.goals)):
                 rate = replay.highest_rate(limit, self.goals)
                 best, most = (each, rate) if rate > most else (best, most)

@@ -241,8 +241,8 @@ def _solve(site: Site, options: SolveOptions, deployment: str | None) -> _Solved
     if best is None:
         raise aim.why_none(problem)
     slo_rate = None if not aim.goals else best.rate
-    if options.objective is Objective.SLO and site.workload.arrivals is not None:
-        best, slo_rate = aim.replayed(thin, best, site.workload.arrivals)
+    if aim.arrivals is not None:
+        best, slo_rate = aim.replayed(thin, best)
     carried = best.rate if slo_rate is None else slo_rate
     if options.rate_req_per_s and carried < options.rate_req_per_s * (1 - TIE):
         raise too_much(options.rate_req_per_s, replace(best, rate=carried))

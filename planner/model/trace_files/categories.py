@@ -37,9 +37,9 @@ class RequestCategories:
     codes: npt.NDArray[np.uint8]
     source: CategorySource
 
-    def head(self, count: int) -> "RequestCategories":
-        """Those of the first `count` requests."""
-        return RequestCategories(self.names, self.codes[:count], self.source)
+    def part(self, kept: slice) -> "RequestCategories":
+        """Those of some requests."""
+        return RequestCategories(self.names, self.codes[kept], self.source)
 
     @property
     def of_requests(self) -> Any:

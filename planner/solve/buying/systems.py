@@ -23,6 +23,7 @@ from planner.model.profile import DecodeProfile, Floats
 from planner.model.queueing import NO_WAIT_S, LoadedStations, Station, Wait, mgk_wait
 from planner.model.site import BYTES_PER_S_PER_GBPS
 from planner.model.throughput import decode_seconds
+from planner.model.trace_files.arrivals import KeptArrivals
 from planner.solve.loaded import NOTHING, LoadedTtft, loaded_ttft
 from planner.solve.problem import Problem
 from planner.solve.search import RECOMMENDED_LOAD, Bottleneck, Cut, stage_rates, threshold_of
@@ -58,6 +59,7 @@ class SizedSystem:
     threshold_tokens: float
     sent_bytes: float  # per request
     busy: tuple[tuple[str, float], ...]
+    decode_batch: int = 0
 
     @property
     def num_pd(self) -> int:
@@ -76,6 +78,7 @@ class Sought:
     output_tokens: float
     goals: tuple[Goal, ...] = ()
     tbt_s: float | None = None
+    arrivals: KeptArrivals | None = None  # where a trace has said them
 
 
 def with_prfaas(
@@ -148,6 +151,7 @@ def _colocated(sought: Sought, decode: DecodeProfile, rate: float, below: float)
         return SizedSystem(
             contender=Contender.COLOCATED, num_prfaas=0, num_prefill=0, num_decode=nodes, line=None,
             threshold_tokens=inf, sent_bytes=0.0, busy=(("nodes", rate * per_request_s / nodes),),
+            decode_batch=decode.max_running,
         )  # fmt: skip
     return None
 
@@ -183,6 +187,7 @@ def _sized(
             threshold_tokens=threshold_of(problem.loads, Cut(rate=rate, num_prefill=near, num_decode=decode, cut=cut)),
             sent_bytes=float(problem.loads.egress_bytes[cut]),
             busy=tuple((str(stage), rate / limit) for stage, limit in limits.items() if 0 < limit < inf),
+            decode_batch=problem.decode.max_running,
         )
 
 
