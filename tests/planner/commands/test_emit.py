@@ -36,6 +36,11 @@ def emitted(capsys, plan, *more, site=CASE):
 
 def check(value, schema, definitions):
     """The parts of JSON Schema that the chart uses."""
+    for part in schema.get("allOf", ()):
+        check(value, part, definitions)
+    assert set(schema.get("required", ())) <= (value.keys() if isinstance(value, dict) else set())
+    if not schema.keys() - {"allOf", "required"}:
+        return
     if "$ref" in schema:
         schema = definitions[schema["$ref"].rsplit("/", 1)[-1]]
     kinds = {"object": dict, "array": list, "string": str, "integer": int, "boolean": bool, "number": (int, float)}
