@@ -107,6 +107,11 @@ def _way_json(market: Market, advice: Advice, way: Purchases) -> dict[str, float
     }
 
 
+def cost_per_1000(market: Market, advice: Advice) -> float:
+    """Of the recommended way."""
+    return advice.purchases.cost / _requests(market, advice) * 1000
+
+
 def _requests(market: Market, advice: Advice) -> float:
     """Those of all months, as late ones count less in the cost."""
     worth = sum(rate * market.worth(month) for month, rate in enumerate(advice.rates))
@@ -289,7 +294,7 @@ def _orders(market: Market, advice: Advice) -> list[str]:
     found = [
         (order.month, order.hardware, what)
         for order in orders
-        if (what := _ordered(market.offer(order.hardware), order))
+        if (what := ordered_text(market.offer(order.hardware), order))
     ]
     for name in {order.hardware for order in orders}:
         rented = {order.month: order.rented for order in orders if order.hardware == name}
@@ -309,7 +314,7 @@ def _line_order(market: Market, order: LineOrder) -> str:
     return f"  month {order.month + 1:>3}  {name:<12}rent {order.line.gbps:g} Gbit/s for {months}"
 
 
-def _ordered(offer: HardwareOffer, order: Order) -> str:
+def ordered_text(offer: HardwareOffer, order: Order) -> str:
     parts = [f"buy {order.bought}"] if order.bought else []
     parts += [f"rent {count} for {_months_of(months)}" for months, count in order.committed.items()]
     there = f" (there in month {order.month + 1 + offer.lead_months})" if offer.lead_months else ""
@@ -336,5 +341,10 @@ def _rest(market: Market, advice: Advice) -> str:
 
 
 def _doubts(market: Market) -> list[str]:
-    weak = [what for what, text in _provenances(market).items() if not text or provenance_kind(text) == "unverified"]
+    weak = doubts(market)
     return ["", f"Unverified: {', '.join(weak)}"] if weak else []
+
+
+def doubts(market: Market) -> list[str]:
+    """What of the market is not verified."""
+    return [what for what, text in _provenances(market).items() if not text or provenance_kind(text) == "unverified"]

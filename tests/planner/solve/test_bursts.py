@@ -18,7 +18,7 @@ from planner.solve.goals import Objective
 from planner.solve.plan import outline
 from planner.solve.problem import SolveOptions
 
-TARGET_S = 12.0
+TARGET_S = 11.0
 MARKET = Market(
     schema=1,
     demand=Demand(months=1, rate_req_per_s=0.5),
