@@ -88,8 +88,8 @@ def _tiles(plan: Plan) -> str:
         (f"{plan.num_prfaas} / {plan.num_prefill} / {plan.num_decode}", "PrfaaS / PD-P / PD-D instances"),
         (f"{plan.offload_fraction:.1%}", "of requests offloaded"),
         (f"{plan.egress_gbps:.1f} Gbit/s", f"egress, of {plan.egress_capacity_gbps:g}"),
-        (f"{plan.ttft_mean_s:.2f} / {plan.ttft_p90_s:.2f} s", "TTFT mean / P90, empty"),
-        (f"{plan.loaded_ttft_mean_s:.2f} / {plan.loaded_ttft_p90_s:.2f} s", "TTFT mean / P90 at 80 % of Λ"),
+        (f"{plan.ttft_mean_s:.2f} / {plan.ttft_p90_s:.2f}", "s, TTFT mean / P90, empty"),
+        (f"{plan.loaded_ttft_mean_s:.2f} / {plan.loaded_ttft_p90_s:.2f}", "s, TTFT mean / P90 at 80 % of Λ"),
     ]
     return (
         '<div class="tiles">'

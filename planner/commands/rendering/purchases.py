@@ -37,6 +37,9 @@ MEAN_RATE: Final = (
 )
 WEEK_RATE: Final = "the market says no rate_req_per_s: the first month's busiest hour is that of the workload's trace"
 TRACE_WEEK: Final = "the market says no week: it is that of the workload's trace, of {hours} hours"
+REPLAYED: Final = (
+    "each month's system keeps its TTFT targets under the arrivals of the workload's trace, replayed at its rate"
+)
 NO_WEEK: Final = "neither the market nor the workload says what a week looks like: all its hours are as the busiest one"
 
 
@@ -74,6 +77,8 @@ def assumptions(site: Site, market: Market) -> list[str]:
         found.append(WEEK_RATE if week else MEAN_RATE)
     if not market.demand.week:
         found.append(TRACE_WEEK.format(hours=len(week)) if week else NO_WEEK)
+    if site.workload.arrivals is not None and site.slo.ttft_targets:
+        found.append(REPLAYED)
     return [*found, _counted(market)]
 
 

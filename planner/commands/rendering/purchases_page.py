@@ -110,15 +110,10 @@ def _tiles(market: Market, advice: Advice) -> str:
 
 def first_orders(market: Market, advice: Advice) -> list[str]:
     """What cannot wait, in sentences."""
-    rented = [
-        f"{order.hardware}: rent {order.rented} by the hour"
-        for order in advice.purchases.orders
-        if order.rented and not order.month
-    ]
+    first = [order for order in advice.purchases.orders if not order.month]
+    rented = [f"{order.hardware}: rent {order.rented} by the hour" for order in first if order.rented]
     ordered = [
-        f"{order.hardware}: {what}"
-        for order in advice.purchases.orders
-        if not order.month and (what := ordered_text(market.offer(order.hardware), order))
+        f"{order.hardware}: {what}" for order in first if (what := ordered_text(market.offer(order.hardware), order))
     ]
     lines = [
         f"line {market.line_number(order.line)}: {order.line.gbps:g} Gbit/s, of use from month {order.first + 1} on"

