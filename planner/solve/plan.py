@@ -354,7 +354,7 @@ class _Mix:
         egress = loads.egress_bytes[found.cut]
         if found.share:
             egress += found.share * (loads.egress_bytes[found.cut + 1] - egress)
-        p = float(sent.sum()) if found.cut < len(tokens) else 0.0
+        p = min(1.0, float(sent.sum())) if found.cut < len(tokens) else 0.0
         held = loads.lengths.held_share
         near = 1 - held - p
         return cls(
