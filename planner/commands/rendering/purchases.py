@@ -269,7 +269,7 @@ def _note(market: Market, contender: Contender) -> str:
 
 def _months(market: Market, advice: Advice) -> list[str]:
     head = f"  {'month':>5}{'req/s':>8}{'PrfaaS':>8}{'PD-P':>6}{'PD-D':>6}{'t':>9}{'line':>6}{'Gbit/s':>8}"
-    lines = [f"{head}{'busiest':>9}{'mean':>6}  {'which':<16}{'enough for months':>17}{'cash, ' + market.currency:>13}"]
+    lines = [f"{head}{'busiest':>9}{'mean':>6}  {'which':<16}{'lasts, months':>13}{'cash, ' + market.currency:>12}"]
     for month, rate in enumerate(advice.rates):
         system = advice.purchases.systems[month]
         share, stage = max((share, stage) for stage, share in system.busy)
@@ -278,7 +278,7 @@ def _months(market: Market, advice: Advice) -> list[str]:
             f"{_threshold(system):>9}{market.line_number(system.line) if system.line else '-':>6}"
             f"{system.line.gbps if system.line else 0:>8g}{share:>9.0%}{share * market.demand.mean_load:>6.0%}"
             f"  {STAGES[stage]:<16}"
-            f"{_headroom(advice, month):>17}{advice.purchases.cash[month]:>13,.0f}"
+            f"{_headroom(advice, month):>13}{advice.purchases.cash[month]:>12,.0f}"
         )
     return lines
 

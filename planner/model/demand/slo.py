@@ -43,7 +43,7 @@ class TtftTarget:
 
     @property
     def name(self) -> str:
-        """Of which requests it is."""
+        """What requests it is of."""
         parts = [] if self.category is None else [self.category]
         if self.above_tokens:
             parts.append(f"above {self.above_tokens:,.0f} tokens")

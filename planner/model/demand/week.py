@@ -46,7 +46,7 @@ def read_week(path: Path) -> tuple[float, ...]:
 
 
 def check_week(loads: tuple[float, ...]) -> None:
-    """Raises SettingsError for loads that are none of a week."""
+    """Raises SettingsError for loads that a week cannot have."""
     for at, load in enumerate(loads):
         LOAD.of(f"week[{at}]", load)
     require(len(loads) <= MOST_PARTS, "week", f"{len(loads):,} loads", f"at most {MOST_PARTS:,}, the minutes of a week")

@@ -29,7 +29,7 @@ class ReplayedSystems:
         return self._kept[asked]
 
     def highest_rate(self, system: SizedSystem, missed: float) -> float:
-        """About the highest rate below one that is missed, 0 if there is none."""
+        """About the highest rate below one that is missed, else 0."""
         replay, goals = self._replay(system), self._sought.goals
         low, high = 0.0, missed
         for _ in range(STEPS):

@@ -52,7 +52,7 @@ def test_people_read_a_verdict_all_ways_the_months_and_the_orders_or_a_page_of_t
     assert code == 0
     for text in (
         "Buy  site=case-study  3 months, 2.00 to 3.38 req/s in the busiest hour  TTFT P90 14 s  TBT 0.5 s",
-        "Verdict: ", "bigger local prefill", "homogeneous PD", "colocated", "PrfaaS-PD", "enough for months", "cash, $",
+        "Verdict: ", "bigger local prefill", "homogeneous PD", "colocated", "PrfaaS-PD", "lasts, months", "cash, $",
         "Orders (instances):", "Paid in 3 months: $", "of commitments is still to be paid", "Unverified: ",
     ):  # fmt: skip
         assert text in out, text
