@@ -70,7 +70,7 @@ class Lengths:
         if codes is not None:
             pairs = np.bincount(which * names + codes, minlength=len(tokens) * names)
             categories = pairs.reshape(len(tokens), names) / counts[:, None]
-        return cls(tokens, weights, *known, categories)
+        return cls(tokens, weights, *known, categories=categories)
 
     @property
     def prefilled(self) -> Floats:
