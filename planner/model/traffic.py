@@ -65,12 +65,11 @@ class Lengths:
             np.asarray(samples, dtype=np.float64), return_inverse=True, return_counts=True
         )
         weights = np.asarray(counts, dtype=np.float64) / float(len(samples))
-        known = (_means(values, which, counts) for values in (held, computed, cached, landed))
-        categories = None
+        known = [_means(values, which, counts) for values in (held, computed, cached, landed)]
         if codes is not None:
             pairs = np.bincount(which * names + codes, minlength=len(tokens) * names)
-            categories = pairs.reshape(len(tokens), names) / counts[:, None]
-        return cls(tokens, weights, *known, categories=categories)
+            known.append(pairs.reshape(len(tokens), names) / counts[:, None])
+        return cls(tokens, weights, *known)
 
     @property
     def prefilled(self) -> Floats:
