@@ -56,14 +56,8 @@ class ScaledTrace:
         trace = read_requests(path)
         count = min(count, len(trace) // half)
         first = (half - 1) * count
-        kept = slice(first, first + count)
-        self._trace = replace(
-            trace,
-            arrival_s=trace.arrival_s[kept] - trace.arrival_s[first],
-            prompt_tokens=trace.prompt_tokens[kept],
-            output_tokens=trace.output_tokens[kept],
-            blocks=None if trace.blocks is None else trace.blocks[kept],
-        )
+        part = trace.part(slice(first, first + count))
+        self._trace = replace(part, arrival_s=part.arrival_s - part.arrival_s[0])
 
     def at(self, rate: float, seed: int) -> Trace:
         """The same ones, faster or slower; `seed` spreads the ticks of a trace's clock."""

@@ -50,6 +50,11 @@ def _inputs(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "-w", "--workload", type=Path, metavar="FILE", help="workload file, as fit writes it (default: the site's own)"
     )
+    command.add_argument(
+        "--target", action="append", default=[], metavar="KEY=VALUE,…",
+        help="a TTFT target of some requests, beside the site's: ttft_s, share (0.9), category, above_tokens, up_to_tokens; "
+        "such as ttft_s=2,up_to_tokens=8000; may be repeated",
+    )  # fmt: skip
     command.add_argument("--extrapolate", action="store_true", help="allow prompt lengths outside the profile")
     command.add_argument(
         "--warm-caches", action="store_true",
@@ -245,6 +250,28 @@ def _buy(command: argparse.ArgumentParser) -> None:
     as_json(command)
 
 
+def _emit(command: argparse.ArgumentParser) -> None:
+    command.add_argument("plan", type=Path, metavar="PLAN.json", help="plan file, as solve -o writes it")
+    _inputs(command)
+    command.add_argument(
+        "--as", choices=["values", "gateway", "init"], default="values", dest="form",
+        help="values of the Helm chart, keys of a gateway's file, or the call of prfaas init that writes a file for each node "
+        "(default: %(default)s)",
+    )  # fmt: skip
+    command.add_argument(
+        "--cluster", metavar="NAME", help="with --as values: whose values (default: those of the only PD cluster)"
+    )
+    command.add_argument(
+        "--engine", choices=["vllm", "sglang", "embedded", "emulated"], default="vllm",
+        help="with --as values: the engine of its nodes (default: %(default)s)",
+    )  # fmt: skip
+    command.add_argument(
+        "--hosts", action="append", default=[], metavar="CLUSTER=HOST,…",
+        help="with --as init: the machines of a cluster, one for each node; may be repeated",
+    )  # fmt: skip
+    command.add_argument("-o", "--output", type=Path, metavar="FILE", help="file to write (default: print)")
+
+
 def _simulate(command: argparse.ArgumentParser) -> None:
     _of_plan(command)
     _arrivals(command)
@@ -304,8 +331,9 @@ def _whatif(command: argparse.ArgumentParser) -> None:
 def _saturate(command: argparse.ArgumentParser) -> None:
     _of_plan(command)
     command.add_argument(
-        "--slo", default="ttft_p90<5,tbt_p99<0.1", metavar="CLAUSES",
-        help="limits on keys of the simulation's report, times in seconds (default: %(default)s)",
+        "--slo", metavar="CLAUSES",
+        help="limits on keys of the simulation's report, times in seconds, such as ttft_p90<5,tbt_p99<0.1 "
+        "(default: the site's SLO)",
     )  # fmt: skip
     command.add_argument(
         "--tolerance", type=share, default=0.02, metavar="SHARE",
@@ -354,6 +382,12 @@ COMMANDS: Final = MappingProxyType[str, PlannerCommand](
             "find what GPUs and lines to buy and rent over the months, or that offloading does not pay",
             f"prfaas-plan buy -c {SITE} -m configs/market.toml",
             "PrfaaS, the same hardware at home, PD alone and colocated nodes are compared within the site's SLO.",
+        ),
+        "emit": PlannerCommand(
+            "capacity.emit",
+            _emit,
+            "print a plan as what deployments read: Helm values, a gateway's keys, or a call of prfaas init",
+            f"prfaas-plan emit plan.json -c {SITE} --as values -o values-plan.yaml",
         ),
         "simulate": PlannerCommand(
             "simulation.simulate",

@@ -12,6 +12,7 @@ from importlib import import_module
 from typing import Any
 
 from planner.commands.arguments import COMMANDS
+from planner.commands.tab_completion import SHELLS, script_of
 from planner.errors import Infeasible, PlannerError
 from planner.version import tool_version
 from transport.control.grpc_environment import for_grpc
@@ -48,12 +49,32 @@ def parser() -> argparse.ArgumentParser:
         epilog=f"Example: {COMMANDS['solve'].example}. Each command has its own --help.",
     )  # fmt: skip
     top.add_argument("--version", action=_Version, nargs=0, help="show the version and exit")
+    top.add_argument(
+        "--completion",
+        action=_Completion,
+        choices=SHELLS,
+        help="print a script for tab completion in this shell, and exit",
+    )
     commands = top.add_subparsers(required=True, metavar="COMMAND", dest="command")
     for name, command in COMMANDS.items():
         command.add_arguments(
             commands.add_parser(name, help=command.help, description=command.description, epilog=command.epilog)
         )
     return top
+
+
+class _Completion(argparse.Action):
+    """Prints a script."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        print(script_of(parser, values), end="")
+        parser.exit()
 
 
 class _Version(argparse.Action):

@@ -7,9 +7,11 @@ from typing import Any, Final, Self
 import numpy as np
 
 from planner.errors import InputError
+from planner.model.demand.fitted import BURST_S, KNOWN_OF_LENGTHS
+from planner.model.demand.week import week_of
 from planner.model.profile import Floats
 from planner.model.reading import TOKENS, Range, named
-from planner.model.site import BURST_S, KNOWN_OF_LENGTHS, Workload
+from planner.model.site import Workload
 from planner.model.trace_files.arrivals import KeptArrivals, busiest
 from planner.model.trace_files.categories import RequestCategories
 from planner.model.trace_files.reuse import reuse_by_category
@@ -42,23 +44,38 @@ class FoundPrefixes:
         return cls(cached_tokens, rests, held.astype(np.float64), cached_tokens)
 
 
-def uncached_lengths(trace: Trace, hits: Floats | FoundPrefixes | None) -> Lengths:
+def uncached_lengths(
+    trace: Trace, hits: Floats | FoundPrefixes | None, named: RequestCategories | None = None
+) -> Lengths:
     """The uncached rest of each prompt, at least one token; whole prompts where hits are not known.
 
     With bare `hits` they are as if nothing were before them, and all for prefill nodes, as in the paper.
     """
+    codes, names = (None, 0) if named is None else (named.codes, len(named.names))
     if hits is None:
-        return Lengths.of(np.maximum(1.0, trace.prompt_tokens))
+        return Lengths.of(np.maximum(1.0, trace.prompt_tokens), codes=codes, names=names)
     if not isinstance(hits, FoundPrefixes):
-        return Lengths.of(np.maximum(1.0, trace.prompt_tokens - hits))
+        return Lengths.of(np.maximum(1.0, trace.prompt_tokens - hits), codes=codes, names=names)
     computed = np.maximum(1.0, trace.prompt_tokens - hits.cached_tokens)
     return Lengths.of(
         np.maximum(1.0, hits.compared_tokens), held=hits.held, computed=computed,
         cached=np.maximum(0.0, trace.prompt_tokens - computed), landed=np.minimum(trace.prompt_tokens, hits.landed_tokens),
+        codes=codes, names=names,
     )  # fmt: skip
 
 
-def arrivals_of(trace: Trace, hits: Floats | FoundPrefixes | None) -> KeptArrivals | None:
+def categories_of(trace: Trace) -> RequestCategories | None:
+    """Those that the trace says, else turns where its blocks tell; None where nothing is known. Only such as there are."""
+    found = trace.categories
+    if found is None:
+        return None if trace.blocks is None else RequestCategories.inferred(trace.blocks)
+    kept, codes = np.unique(found.codes, return_inverse=True)
+    return RequestCategories(tuple(found.names[at] for at in kept), codes.astype(np.uint8), found.source)
+
+
+def arrivals_of(
+    trace: Trace, hits: Floats | FoundPrefixes | None, named: RequestCategories | None = None
+) -> KeptArrivals | None:
     """Its requests in their order; of many, those of its busiest time. None where all come at once."""
     if not trace.span_s:
         return None
@@ -76,6 +93,8 @@ def arrivals_of(trace: Trace, hits: Floats | FoundPrefixes | None) -> KeptArriva
             "landed": np.minimum(prompts, hits.landed_tokens),
         }
     columns |= {"arrival_s": arrival_s, "computed": computed, "output": trace.output_tokens}
+    if named is not None:
+        columns["category"] = named.codes.astype(np.float64)
     return KeptArrivals(
         rate_req_per_s=len(trace) / trace.span_s, **{name: values[kept] for name, values in columns.items()}
     )
@@ -83,16 +102,19 @@ def arrivals_of(trace: Trace, hits: Floats | FoundPrefixes | None) -> KeptArriva
 
 def workload_of(trace: Trace, hits: Floats | FoundPrefixes | None) -> Workload:
     """The trace as a workload to solve for."""
+    named = categories_of(trace)
     return Workload(
         name=trace.name,
-        lengths=uncached_lengths(trace, hits),
+        lengths=uncached_lengths(trace, hits, named),
+        categories=() if named is None else named.names,
         output_tokens=float(trace.output_tokens.mean()),
         rate_req_per_s=len(trace) / trace.span_s if trace.span_s else None,
         hit_ratio=_hit_ratio(trace, _tokens_of(hits)),
         longest_prompt_tokens=float(trace.prompt_tokens.max()),
         burst_index=max(1.0, burst_index(_spread(trace), BURST_S) or 1.0),
         output_spread=_relative_spread(trace.output_tokens),
-        arrivals=arrivals_of(trace, hits),
+        arrivals=arrivals_of(trace, hits, named),
+        week=week_of(trace.arrival_s),
         provenance=f"measured: trace {trace.name}, {len(trace)} requests",
     )
 
@@ -103,8 +125,11 @@ def _tokens_of(hits: Floats | FoundPrefixes | None) -> Floats | None:
 
 def fit(trace: Trace, found: Floats | FoundPrefixes | None) -> dict[str, Any]:
     """The JSON form of a workload, with what describes the trace beyond it."""
-    lengths, hits, arrivals = uncached_lengths(trace, found), _tokens_of(found), arrivals_of(trace, found)
+    named, hits = categories_of(trace), _tokens_of(found)
+    lengths, arrivals = uncached_lengths(trace, found, named), arrivals_of(trace, found, named)
     thin = lengths.thinned(TABLE_BINS)
+    names = () if named is None else named.names
+    shares = [] if thin.categories is None else np.minimum(thin.categories.T, 1.0).round(6).tolist()
     return {
         "schema": 1,
         "name": trace.name,
@@ -116,7 +141,8 @@ def fit(trace: Trace, found: Floats | FoundPrefixes | None) -> dict[str, Any]:
         "output_tokens_mean": float(trace.output_tokens.mean()),
         "uncached_tokens": _summary(trace.prompt_tokens if hits is None else trace.prompt_tokens - hits)
         | {"tokens": thin.tokens.tolist(), "weights": thin.weights.tolist()}
-        | {name: values.tolist() for name in KNOWN_OF_LENGTHS if (values := getattr(thin, name)) is not None},
+        | {name: values.tolist() for name in KNOWN_OF_LENGTHS if (values := getattr(thin, name)) is not None}
+        | ({"categories": dict(zip(names, shares, strict=True))} if names else {}),
         "hit_ratio": _hit_ratio(trace, hits),
         "share_above_threshold": {
             str(t): {"total": float((trace.prompt_tokens > t).mean()), "uncached": lengths.share_above(t)}
@@ -124,18 +150,18 @@ def fit(trace: Trace, found: Floats | FoundPrefixes | None) -> dict[str, Any]:
         },
         "burst_index": {f"{window:g}_s": burst_index(_spread(trace), window) for window in (1.0, BURST_S, 60.0)},
         "rate_by_bin_req_per_s": rate_bins(trace.arrival_s),
-        "block_reuse": block_reuse(trace),
+        "week_req_per_s": list(week_of(trace.arrival_s)),
+        "block_reuse": block_reuse(trace, named),
         "arrivals": None if arrivals is None else arrivals.table(),
         "provenance": f"measured: trace {trace.name}, {len(trace)} requests",
     }
 
 
-def block_reuse(trace: Trace) -> dict[str, Any] | None:
+def block_reuse(trace: Trace, named: RequestCategories | None) -> dict[str, Any] | None:
     """When blocks are used again, by category of request. None where the trace names no blocks."""
-    if trace.blocks is None:
+    if trace.blocks is None or named is None:
         return None
-    categories = trace.categories or RequestCategories.inferred(trace.blocks)
-    return reuse_by_category(trace.arrival_s, trace.blocks, categories)
+    return reuse_by_category(trace.arrival_s, trace.blocks, named)
 
 
 def _relative_spread(values: Floats) -> float:

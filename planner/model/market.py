@@ -7,12 +7,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
-import numpy as np
-
 from planner.errors import InputError
+from planner.model.demand.week import MEASURED_SHARE, check_week, load_not_exceeded, mean_load, one_of
 from planner.model.profile import PROVENANCES
 from planner.model.reading import GBPS, RATE, Range
-from planner.model.site import INSTANCES
+from planner.model.site import INSTANCES, Workload
 from transport.control.settings import build, in_file, read_toml, require
 
 HOURS_PER_MONTH: Final = 730.0
@@ -23,8 +22,6 @@ DISCOUNT: Final = Range(0, 1.0)
 MONEY: Final = Range(0, 1e12)
 KILOWATTS: Final = Range(0, 1e3, "kW")
 GPUS: Final = Range(1, 1e5, "GPUs", is_whole=True)
-LOAD: Final = Range(0, 1e9)
-MEASURED_SHARE: Final = 0.95  # of the time: what lines are billed by is not exceeded in it
 
 
 def _check_provenance(text: str) -> None:
@@ -37,14 +34,16 @@ def _check_provenance(text: str) -> None:
 class Demand:
     """What will be asked for. `rate_req_per_s` is that of the week's busiest hour in the first month.
 
-    `week` is the load of the week's hours, or of any equal parts of it, in any unit; empty: it is always the same. With `ends`
-    nothing is needed after the last month: what was bought or committed until then counts in full.
+    `week` is the load of the week's hours, or of any equal parts of it, in any unit; empty: it is always the same. `week_file`
+    is a CSV file that has it as `load`. With `ends` nothing is needed after the last month: what was bought or committed until
+    then counts in full.
     """
 
     months: int = 12
     rate_req_per_s: float | None = None
     growth_per_month: float = 0.0
     week: tuple[float, ...] = ()
+    week_file: Path | None = None
     ends: bool = False
     provenance: str = ""
 
@@ -53,10 +52,8 @@ class Demand:
         GROWTH.of("growth_per_month", self.growth_per_month)
         if self.rate_req_per_s is not None:
             RATE.above_low("rate_req_per_s", self.rate_req_per_s)
-        for at, load in enumerate(self.week):
-            LOAD.of(f"week[{at}]", load)
+        check_week(self.week)
         _check_provenance(self.provenance)
-        require(not self.week or max(self.week) > 0, "week", list(self.week), "loads, of which one is above 0")
 
     def rates(self) -> list[float]:
         """Requests/s in the busiest hour of each month."""
@@ -67,15 +64,12 @@ class Demand:
     @property
     def mean_load(self) -> float:
         """The mean load of the week over that of its busiest hour."""
-        return float(np.mean(self.week)) / max(self.week) if self.week else 1.0
+        return mean_load(self.week)
 
     @property
     def measured_load(self) -> float:
         """The load that is exceeded in 5 % of the week, over that of its busiest hour."""
-        if not self.week:
-            return 1.0
-        ordered = sorted(self.week)
-        return ordered[max(0, int(np.ceil(MEASURED_SHARE * len(ordered))) - 1)] / ordered[-1]
+        return load_not_exceeded(self.week, MEASURED_SHARE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,14 +198,19 @@ class Market:
         """What money of a month is worth in the first one."""
         return float((1.0 + self.discount_per_year) ** (-month / 12.0))
 
-    def at_rate(self, rate_req_per_s: float | None) -> "Market":
-        """The same for a first rate, where the file says none."""
-        if self.demand.rate_req_per_s is not None or rate_req_per_s is None:
-            return self
-        return replace(self, demand=replace(self.demand, rate_req_per_s=rate_req_per_s))
+    def asked_by(self, workload: Workload) -> "Market":
+        """The same with what the file does not say: the week of a trace, and the rate of the first month's busiest hour."""
+        demand = self.demand
+        week = demand.week or workload.week
+        rate = demand.rate_req_per_s
+        if rate is None:
+            rate = max(workload.week) if workload.week else workload.rate_req_per_s
+        return replace(self, demand=replace(demand, rate_req_per_s=rate, week=week))
 
 
 def load_market(path: Path) -> Market:
     """Reads a market file. Raises InputError naming it."""
     with in_file(path, InputError):
-        return build(Market, read_toml(path), "", path.parent)
+        market = build(Market, read_toml(path), "", path.parent)
+    demand = market.demand
+    return replace(market, demand=replace(demand, week=one_of(demand.week, demand.week_file), week_file=None))

@@ -7,6 +7,7 @@ the judge (tests compare the two); this is what makes `--objective slo` take a s
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from math import isfinite
 from typing import Final, Self
 
@@ -121,22 +122,25 @@ class LoadedStations:
             if s.weights.sum()
         )
 
-    def late(self, seconds: float) -> float:
-        """P(TTFT > seconds).
+    def late(self, seconds: float, shares: Sequence[Floats] | None = None) -> float:
+        """P(TTFT > seconds); with `shares`, only of those shares of each station's lengths, still over all requests.
 
         The wait for a place in decode counts as it is spread, not by its mean: few busy nodes make few requests very late.
         """
-        return sum(self._late(station, wait, seconds) for station, wait in zip(self.stations, self.waits, strict=True))
+        weights = [station.weights for station in self.stations]
+        if shares is not None:
+            weights = [each * share for each, share in zip(weights, shares, strict=True)]
+        return sum(map(self._late, self.stations, self.waits, weights, repeat(seconds)))
 
-    def _late(self, station: Station, queue: Wait, seconds: float) -> float:
-        decode, share = self.decode, float(station.weights.sum())
+    def _late(self, station: Station, queue: Wait, weights: Floats, seconds: float) -> float:
+        decode, share = self.decode, float(weights.sum())
         if not share or not isfinite(decode.mean_s):
             return share
         left_s = seconds - station.prefill_s - station.after_s
-        at_once = float(station.weights @ queue.exceeds(left_s))
+        at_once = float(weights @ queue.exceeds(left_s))
         if decode.mean_s < NO_WAIT_S:
             return at_once
-        waited = float((queue.exceeds(left_s - decode.mean_if_s * WAITS[:, None]) @ station.weights).mean())
+        waited = float((queue.exceeds(left_s - decode.mean_if_s * WAITS[:, None]) @ weights).mean())
         return at_once + decode.chance * (waited - at_once)
 
 

@@ -6,17 +6,27 @@ Units are in the key names, an unknown key is an error that names it, and tables
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from itertools import pairwise
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Final
 
 import numpy as np
 
 from planner.decisions.views import ClusterKind
 from planner.errors import InputError
+from planner.model.demand.fitted import (
+    CACHE,
+    arrivals_of,
+    burst_index_of,
+    caches_of,
+    category_names_of,
+    lengths_of,
+    longest_of,
+    output_spread_of,
+)
+from planner.model.demand.slo import Slo
+from planner.model.demand.week import fitted_week
 from planner.model.profile import Floats, ModelProfile, load_profile, provenance_kind
-from planner.model.reading import GBPS, LEAST, RATE, SECONDS, SHARE, TOKENS, Range, named, number, placed, read_json
+from planner.model.reading import GBPS, LEAST, RATE, SHARE, TOKENS, Range, named, number, placed, read_json
 from planner.model.trace_files.arrivals import KeptArrivals
 from planner.model.traffic import Lengths, TruncatedLogNormal
 from transport.control.settings import (
@@ -33,13 +43,7 @@ from transport.control.settings import (
 BYTES_PER_S_PER_GBPS: Final = 1e9 / 8
 INSTANCES: Final = Range(0, 1e5, "instances", is_whole=True)
 PRICE: Final = Range(0, 1e12)
-CACHE: Final = Range(0, 1e9, "GB")
 RTT: Final = Range(0, 1e6, "milliseconds")
-# What a fitted workload may know of its lengths (`Lengths`), beside how often each is.
-KNOWN_OF_LENGTHS: Final = MappingProxyType({"held": SHARE, "computed": TOKENS, "cached": TOKENS, "landed": TOKENS})
-BURSTS: Final = Range(0, 1e9)
-BURST_S: Final = 10.0  # some services: a queue forgets in about this
-WEIGHT_SLACK: Final = 1e-6  # by which the weights of a fitted workload may miss 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,20 +105,6 @@ class Link:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Slo:
-    """Targets: TTFT at P90, TBT by Mooncake's definition (mean of a request's longest tenth of intervals)."""
-
-    ttft_p90_s: float | None = None
-    tbt_s: float | None = None
-    provenance: str = ""
-
-    def __post_init__(self) -> None:
-        for name in ("ttft_p90_s", "tbt_s"):
-            if (target := getattr(self, name)) is not None:
-                SECONDS.above_low(name, target)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
     """What is asked: uncached prompt lengths, mean answer length, and where they come from.
 
@@ -123,7 +113,8 @@ class Workload:
     taken out by, by PD cluster (None: never evicts); without it, by blocks seen before. `longest_prompt_tokens` counts what
     is cached, too: attention reaches back over all of it. `burst_index` is the variance over the mean of the requests that
     come in `BURST_S` seconds: 1 of a Poisson process. `output_spread` is the standard deviation of the answers' lengths over
-    their mean. `arrivals` are its requests in their order, where a trace has said it.
+    their mean. `arrivals` are its requests in their order, where a trace has said it. `week` are requests/s in the hours of a
+    trace that is days long. `categories` are the names of those of its lengths and arrivals.
     """
 
     name: str
@@ -136,6 +127,8 @@ class Workload:
     burst_index: float = 1.0
     output_spread: float = 0.0
     arrivals: KeptArrivals | None = None
+    week: tuple[float, ...] = ()
+    categories: tuple[str, ...] = ()
     slices: tuple[Lengths, ...] = ()
     provenance: str = ""
 
@@ -179,7 +172,7 @@ class Site:
     clusters: tuple[Cluster, ...]
     links: tuple[Link, ...]
     workload: Workload
-    slo: Slo = Slo()
+    slo: Slo = field(default_factory=Slo)
     deployments: Mapping[str, Deployment] = field(default_factory=dict)
     input_hash: str = ""
 
@@ -287,7 +280,7 @@ class _Document:
     workload: Mapping[str, Any]
     clusters: tuple[Cluster, ...] = ()
     links: tuple[Link, ...] = ()
-    slo: Slo = Slo()
+    slo: Slo = field(default_factory=Slo)
     deployments: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -400,27 +393,22 @@ def read_fitted(path: Path) -> Workload:
         texts = {key: table.get(key) for key in ("name", "provenance")}
         for key, text in texts.items():
             require(isinstance(text, str), key, text, "a string")
+        lengths = require_table(table.get("uncached_tokens"), "uncached_tokens")
         return Workload(
             name=str(texts["name"]),
-            lengths=_fitted_lengths(require_table(table.get("uncached_tokens"), "uncached_tokens")),
+            lengths=lengths_of(lengths),
+            categories=category_names_of(lengths),
             output_tokens=TOKENS.above_low("output_tokens_mean", table.get("output_tokens_mean")),
             rate_req_per_s=None if rate is None else RATE.above_low("rate_req_per_s", rate),
             hit_ratio=None if table.get("hit_ratio", 0) is None else number(table, "hit_ratio", SHARE),
-            caches_gb=_caches(table),
-            longest_prompt_tokens=_longest(table),
-            burst_index=_burst_index(table),
-            output_spread=_output_spread(table),
-            arrivals=_arrivals(table),
+            caches_gb=caches_of(table),
+            longest_prompt_tokens=longest_of(table),
+            burst_index=burst_index_of(table),
+            output_spread=output_spread_of(table),
+            arrivals=arrivals_of(table),
+            week=fitted_week(table.get("week_req_per_s", [])),
             provenance=str(texts["provenance"]),
         )
-
-
-def _caches(table: Mapping[str, Any]) -> dict[str, float | None] | None:
-    if "caches_gb" not in table:
-        return None
-    with placed("caches_gb"):
-        said = require_table(table["caches_gb"], "caches_gb")
-        return {name: None if size is None else CACHE.of(name, size) for name, size in said.items()}
 
 
 def _check_caches(site: Site) -> None:
@@ -436,61 +424,3 @@ def _check_caches(site: Site) -> None:
                 f"workload {workload.name}: fitted for a cache of {sizes[0]} per node, cluster {cluster.name!r} has one of "
                 f"{sizes[1]} (cache_gb): fit the trace again with -c and this site"
             )
-
-
-def _longest(table: Mapping[str, Any]) -> float | None:
-    """The longest prompt, which workloads of a gateway's metrics do not know."""
-    if "prompt_tokens" not in table:
-        return None
-    with placed("prompt_tokens"):
-        return number(require_table(table["prompt_tokens"], "prompt_tokens"), "max", TOKENS)
-
-
-def _burst_index(table: Mapping[str, Any]) -> float:
-    """That of the queues' own time; of few requests none is known."""
-    with placed("burst_index"):
-        said = require_table(table.get("burst_index") or {}, "burst_index").get(f"{BURST_S:g}_s")
-        return 1.0 if said is None else max(1.0, BURSTS.of(f"{BURST_S:g}_s", said))
-
-
-def _output_spread(table: Mapping[str, Any]) -> float:
-    """0.0 for a workload that does not tell it."""
-    if "output_tokens" not in table:
-        return 0.0
-    with placed("output_tokens"):
-        said = require_table(table["output_tokens"], "output_tokens").get("spread", 0.0)
-        return BURSTS.of("spread", said)
-
-
-def _arrivals(table: Mapping[str, Any]) -> KeptArrivals | None:
-    if table.get("arrivals") is None:
-        return None
-    with placed("arrivals"):
-        return KeptArrivals.read(require_table(table["arrivals"], "arrivals"))
-
-
-def _fitted_lengths(table: Mapping[str, Any]) -> Lengths:
-    """Lengths that go up, and the share of requests that have each; of files that know it, what decode nodes compute and what is
-    cached. Raises SettingsError.
-    """
-    columns: dict[str, list[float]] = {}
-    for key, allowed in (("tokens", TOKENS), ("weights", SHARE), *KNOWN_OF_LENGTHS.items()):
-        if key not in table and key in KNOWN_OF_LENGTHS:
-            continue
-        column, place = table.get(key), f"uncached_tokens.{key}"
-        require(isinstance(column, list) and len(column) > 0, place, column, "numbers, at least one")
-        columns[key] = [allowed.of(f"{place}[{at}]", value) for at, value in enumerate(column or ())]
-        count = len(columns["tokens"])
-        require(len(columns[key]) == count, place, columns[key], f"{count}, as there are lengths")
-    tokens, weights = columns["tokens"], columns["weights"]
-    for at, (before, after) in enumerate(pairwise(tokens), 1):
-        require(before < after, f"uncached_tokens.tokens[{at}]", after, f"above the one before it, {before:g}")
-    total = sum(weights)
-    require(
-        abs(total - 1) <= WEIGHT_SLACK,
-        "uncached_tokens.weights, their sum",
-        total,
-        "1: they are shares of the requests",
-    )
-    known = {key: np.array(columns[key]) for key in KNOWN_OF_LENGTHS if key in columns}
-    return Lengths(np.array(tokens), np.array(weights) / total, **known)

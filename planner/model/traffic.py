@@ -31,7 +31,7 @@ class Lengths:
     Lengths may be the rests of prompts that PD clusters do not have cached. Routing compares these with t. Then more is known, in
     the mean of each length: `held`, the share of its requests that decode nodes compute themselves; `computed`, the tokens that
     are computed, fewer where PrfaaS holds more; `cached`, those before them; and `landed`, those whose attention decode nodes
-    hold, with a state or without.
+    hold, with a state or without. `categories` has a column for each category of requests: their share of each length's.
     """
 
     tokens: Floats
@@ -40,6 +40,7 @@ class Lengths:
     computed: Floats | None = None
     cached: Floats | None = None
     landed: Floats | None = None
+    categories: Floats | None = None
 
     @classmethod
     def of(
@@ -50,9 +51,11 @@ class Lengths:
         computed: Floats | None = None,
         cached: Floats | None = None,
         landed: Floats | None = None,
+        codes: Any = None,
+        names: int = 0,
     ) -> "Lengths":
-        """The empirical distribution of `samples`, in any order, and what is known of each. Raises InputError when empty or not
-        positive.
+        """The empirical distribution of `samples`, in any order, and what is known of each; `codes` are their categories, of so
+        many `names`. Raises InputError when empty or not positive.
         """
         if not len(samples):
             raise InputError("workload: no requests; give at least one length")
@@ -62,7 +65,11 @@ class Lengths:
             np.asarray(samples, dtype=np.float64), return_inverse=True, return_counts=True
         )
         weights = np.asarray(counts, dtype=np.float64) / float(len(samples))
-        return cls(tokens, weights, *(_means(values, which, counts) for values in (held, computed, cached, landed)))
+        known = [_means(values, which, counts) for values in (held, computed, cached, landed)]
+        if codes is not None:
+            pairs = np.bincount(which * names + codes, minlength=len(tokens) * names)
+            known.append(pairs.reshape(len(tokens), names) / counts[:, None])
+        return cls(tokens, weights, *known)
 
     @property
     def prefilled(self) -> Floats:
@@ -87,7 +94,7 @@ class Lengths:
 
     def part(self, kept: slice) -> "Lengths":
         """Some of the lengths, neighbours of each other; their weights are still shares of all requests."""
-        known = (self.held, self.computed, self.cached, self.landed)
+        known = (self.held, self.computed, self.cached, self.landed, self.categories)
         more = (None if values is None else values[kept] for values in known)
         return Lengths(self.tokens[kept], self.weights[kept], *more)
 
@@ -107,6 +114,11 @@ class Lengths:
     def uncached(self) -> Floats:
         """The tokens that are computed, in the mean of each length."""
         return self.tokens if self.computed is None else self.computed
+
+    @property
+    def prompts(self) -> Floats:
+        """The tokens of whole prompts, in the mean of each length."""
+        return self.uncached if self.cached is None else self.uncached + self.cached
 
     @property
     def mean(self) -> float:
@@ -135,7 +147,11 @@ class Lengths:
             for values in (self.held, self.computed, self.cached, self.landed)
         )
         held = None if held is None else np.minimum(held, 1.0)  # rounding
-        return Lengths(sums[kept] / weights[kept], weights[kept], held, computed, cached, landed)
+        categories = None
+        if self.categories is not None:
+            shares = [np.bincount(label, self.weights * column, bins)[kept] for column in self.categories.T]
+            categories = np.array(shares).T / weights[kept][:, None]
+        return Lengths(sums[kept] / weights[kept], weights[kept], held, computed, cached, landed, categories)
 
     def sample(self, size: int, rng: np.random.Generator) -> Floats:
         """`size` lengths drawn with replacement."""

@@ -72,14 +72,18 @@ class Trace:
 
     def head(self, count: int) -> "Trace":
         """The first `count` requests."""
+        return self.part(slice(count))
+
+    def part(self, kept: slice) -> "Trace":
+        """Some of the requests, neighbours of each other; they come when they came."""
         return replace(
             self,
-            arrival_s=self.arrival_s[:count],
-            prompt_tokens=self.prompt_tokens[:count],
-            output_tokens=self.output_tokens[:count],
-            blocks=self.blocks[:count] if self.blocks is not None else None,
-            cached_tokens=self.cached_tokens[:count] if self.cached_tokens is not None else None,
-            categories=self.categories.head(count) if self.categories is not None else None,
+            arrival_s=self.arrival_s[kept],
+            prompt_tokens=self.prompt_tokens[kept],
+            output_tokens=self.output_tokens[kept],
+            blocks=self.blocks[kept] if self.blocks is not None else None,
+            cached_tokens=self.cached_tokens[kept] if self.cached_tokens is not None else None,
+            categories=self.categories.part(kept) if self.categories is not None else None,
         )
 
     def spread(self, rng: np.random.Generator) -> "Trace":

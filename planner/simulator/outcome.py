@@ -9,6 +9,7 @@ import numpy as np
 from planner.decisions.admission.classes import ServiceClass
 from planner.decisions.estimates.accuracy import Error
 from planner.errors import needing_scipy
+from planner.model.demand.slo import fastest, members
 from planner.model.profile import Floats
 from planner.simulator.scenario import Targets
 
@@ -45,6 +46,7 @@ class SimulationOutcome:
     ways: Mapping[str, int] = field(default_factory=dict)
     clusters: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     links: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    categories: Any = None  # the name of each request's, where any are known
     classes: Sequence[ServiceClass] = ()
     class_of: Any = ()  # by request, an index into `classes`
     errors: Mapping[tuple[str, str], Error] = field(default_factory=dict)  # of predictions, by what and of what
@@ -53,7 +55,7 @@ class SimulationOutcome:
         """The published keys; seconds, requests per second, Gbit/s."""
         done = ~np.isnan(self.ttft_s)
         completed = int(done.sum())
-        good = done & (self.ttft_s <= self.targets.ttft_s) & (self.tbt_s <= self.targets.tbt_s)
+        good = self._good
         prompts = float(self.prompt_tokens[done].sum())
         one, ten = (self.egress_bytes[window] * 8e-9 / window for window in (1.0, 10.0))
         return {
@@ -63,6 +65,7 @@ class SimulationOutcome:
             "rejected_by_reason": dict(self.rejects),
             "wasted_prefill_s": self.wasted_prefill_s,
             **self._by_class(done),
+            **self._by_target(),
             **({"ways": dict(self.ways), "clusters": self.clusters, "links": self.links} if self.clusters else {}),
             **self._between_clusters(),
             **({"conversions": dict(self.conversions)} if self.conversions else {}),
@@ -92,6 +95,30 @@ class SimulationOutcome:
         """What was lost and late, and what moved between clusters, where anything did."""
         tables = {"fallbacks": self.fallbacks, "link_failures": self.link_failures, "moved_bytes": self.moved_bytes}
         return {name: dict(table) for name, table in tables.items() if table}
+
+    @property
+    def _good(self) -> Any:
+        """Whether each request had its first token and its other tokens in time."""
+        in_time_s = fastest(self.targets.some, self.prompt_tokens, self.categories, self.targets.ttft_s)
+        return (self.ttft_s <= in_time_s) & (self.tbt_s <= self.targets.tbt_s)
+
+    def _by_target(self) -> dict[str, Any]:
+        """How the targets of some requests were kept, and by how much in the worst case, as a share; refused ones are late."""
+        rows: dict[str, dict[str, float]] = {}
+        good, margins = self._good, list[float]()
+        for target in self.targets.some:
+            own = members(target, self.prompt_tokens, self.categories)
+            ttft_s = self.ttft_s[own]
+            rows[target.name] = {"requests": int(own.sum()), "target_s": target.ttft_s, "asked_share": target.share}
+            if not len(ttft_s):
+                continue
+            in_time = float((ttft_s <= target.ttft_s).mean())
+            margins.append(in_time - target.share)
+            done = ttft_s[~np.isnan(ttft_s)]
+            reached = {} if not len(done) else {"ttft_s": float(np.quantile(done, target.share))}
+            goodput = int(good[own].sum()) / self.horizon_s
+            rows[target.name] |= {"share_in_time": in_time, "goodput_req_per_s": goodput, **reached}
+        return {} if not rows else {"by_target": rows, "target_margin": min(margins, default=None)}
 
     def _by_class(self, done: Any) -> dict[str, dict[str, int]]:
         """Requests that got an answer, and those that got it as their class was promised; nothing of a single class."""

@@ -12,6 +12,7 @@ from planner.decisions.routing.placement import PLACERS
 from planner.decisions.routing.policy import RoutingPolicy
 from planner.decisions.views import ClusterKind
 from planner.errors import InputError
+from planner.model.demand.slo import TtftTarget
 from planner.model.profile import DecodeProfile, KvSize, PrefillCurve
 from planner.simulator.policies import Estimates
 from planner.solve.control.controller import ControllerConfig
@@ -84,10 +85,14 @@ class Outage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Targets:
-    """SLOs of one request: TTFT, and TBT as the mean of its longest tenth of token intervals (Mooncake §7.1)."""
+    """SLOs of one request: TTFT, and TBT as the mean of its longest tenth of token intervals (Mooncake §7.1).
+
+    A request that is among those of `some` has the least of their TTFTs instead.
+    """
 
     ttft_s: float = 30.0
     tbt_s: float = 0.1
+    some: tuple[TtftTarget, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,6 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from math import nan
+from typing import Any
 
 import numpy as np
 
@@ -22,7 +23,8 @@ from planner.decisions.links.paths import PATH_FAILED
 from planner.decisions.routing.offload import ReadyNodes, Reason, Route, Target, route_among
 from planner.decisions.routing.placement import PLACERS
 from planner.decisions.views import PrefillCost, RouteRequest
-from planner.errors import NoReadyNode
+from planner.errors import InputError, NoReadyNode
+from planner.model.fitting import categories_of
 from planner.model.profile import Floats, KvSize
 from planner.model.workload import Trace
 from planner.simulator.clusters import RequestClusters, by_link, homes_of
@@ -408,6 +410,7 @@ class World:
             sent_bytes=sum(link.sent_bytes for link in self.links.all),
             horizon_s=horizon,
             targets=self.scenario.targets,
+            categories=_categories(self.scenario, self.trace),
             seed=self.seed,
             events=self.loop.events,
             timeline=tuple(self._steering.timeline) if self._steering is not None else (),
@@ -430,6 +433,16 @@ def _without(ready: ReadyNodes, exclude: Collection[str]) -> ReadyNodes:
     """The nodes that are left; no list is empty."""
     left = {name: [node for node in nodes if node.node_id not in exclude] for name, nodes in ready.prefills.items()}
     return ReadyNodes({name: nodes for name, nodes in left.items() if nodes}, ready.decodes)
+
+
+def _categories(scenario: Scenario, trace: Trace) -> Any:
+    """The category of each request, where a target asks. Raises InputError for one that no request is of."""
+    asked = [target.category for target in scenario.targets.some if target.category is not None]
+    found = categories_of(trace) if asked else None
+    for name in asked if found is not None else []:
+        if found is not None and name not in found.names:
+            raise InputError(f"slo: category {name!r}: no request is of it; there are {', '.join(found.names)}")
+    return None if found is None else found.of_requests
 
 
 def _caches(scenario: Scenario, trace: Trace) -> bool:

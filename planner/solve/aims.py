@@ -1,6 +1,6 @@
 """What plans are compared by: the rate they carry, or the rate they carry within a target for TTFT."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -11,50 +11,54 @@ from planner.model.site import Site
 from planner.model.trace_files.arrivals import KeptArrivals
 from planner.solve.goals import Objective
 from planner.solve.loaded import QUEUE_BINS, LoadedTtft, loaded_ttft
-from planner.solve.problem import Problem, SolveOptions, best_cut, ttfts
+from planner.solve.problem import Problem, SolveOptions, best_cut
 from planner.solve.replay import Replay
-from planner.solve.search import Cut, cuts_of, rate_at, threshold_of, weighted_quantile
+from planner.solve.search import Cut, cuts_of, rate_at, threshold_of
+from planner.solve.targets import Goal, nearest_s
 
 CANDIDATE_BINS: Final = 500  # of lengths, by which queues of many candidates are compared
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Aim:
-    """The rate that counts. With `ttft_p90_s` it is the highest one whose P90 TTFT, queues included, is within it.
+    """The rate that counts. With `goals` it is the highest one at which all of them are kept, queues included.
 
     Problems are compared as `thinned` gives them: many of them, and each with queues, are looked at.
     """
 
     options: SolveOptions
     output_tokens: float
-    ttft_p90_s: float | None = None
+    goals: tuple[Goal, ...] = ()
+    arrivals: KeptArrivals | None = None
 
     @classmethod
     def of(cls, site: Site, options: SolveOptions) -> "Aim":
         """Raises InputError where an SLO plan is asked for and the site has no target."""
-        target = None if options.objective is Objective.THROUGHPUT else site.slo.ttft_p90_s
-        if options.objective is Objective.SLO and target is None:
-            raise InputError("slo: ttft_p90_s is missing; --objective slo needs a target")
-        return cls(options=options, output_tokens=site.workload.output_tokens, ttft_p90_s=target)
+        targets = () if options.objective is Objective.THROUGHPUT else site.slo.ttft_targets
+        if options.objective is Objective.SLO and not targets:
+            raise InputError("slo: ttft_p90_s and targets are missing; --objective slo needs one of them")
+        goals = tuple(Goal.of(target, site.workload) for target in targets)
+        arrivals = site.workload.arrivals if goals else None
+        return cls(options=options, output_tokens=site.workload.output_tokens, goals=goals, arrivals=arrivals)
 
     def thinned(self, problem: Problem) -> Problem:
-        if self.ttft_p90_s is None:
+        if not self.goals:
             return problem
         return replace(problem, loads=problem.loads_for(problem.lengths.thinned(QUEUE_BINS), self.options.service))
 
     def rate(self, problem: Problem, found: Cut) -> float:
         """What a plan is worth."""
         limit = rate_at(problem.loads, problem.capacity, found.num_prefill, found.cut, found.share)
-        if self.ttft_p90_s is None or limit <= 0:
+        if not self.goals or limit <= 0:
             return limit
-        return self._queues(problem, found).highest_rate(limit, self.ttft_p90_s)
+        return self._queues(problem, found).highest_rate(limit)
 
     def best(self, problem: Problem, *, known: Cut | None = None, above: float = 0.0) -> Cut | None:
         """The plan that is worth most, if it is worth more than `above`, and at least as much as one that is `known`.
 
         With a target, every split is tried with a ladder of thresholds, and then finer steps around the best.
         """
-        if self.ttft_p90_s is None:
+        if not self.goals:
             found = best_cut(problem, self.options)
             return found if found.rate > above else None
         best = None
@@ -76,7 +80,6 @@ class Aim:
         return best
 
     def _better(self, problem: Problem, best: Cut | None, above: float, num_prefill: int, cut: int) -> Cut | None:
-        assert self.ttft_p90_s is not None
         beaten = best.rate if best else above
         limit = rate_at(problem.loads, problem.capacity, num_prefill, cut)
         if limit <= beaten:
@@ -84,31 +87,41 @@ class Aim:
         num_decode = problem.capacity.num_pd - num_prefill
         candidate = Cut(rate=limit, num_prefill=num_prefill, num_decode=num_decode, cut=cut)
         queues = self._queues(problem, candidate)
-        if beaten and not queues.meets(beaten, self.ttft_p90_s):
+        if beaten and not queues.meets(beaten):
             return best
-        rate = queues.highest_rate(limit, self.ttft_p90_s)
+        rate = queues.highest_rate(limit)
         return replace(candidate, rate=rate) if rate > beaten else best
 
     def _queues(self, problem: Problem, found: Cut) -> LoadedTtft:
-        return loaded_ttft(problem, found, self.output_tokens, CANDIDATE_BINS)
+        return loaded_ttft(problem, found, self.output_tokens, CANDIDATE_BINS, self.goals)
 
-    def replayed(self, problem: Problem, found: Cut, arrivals: KeptArrivals) -> tuple[Cut, float | None]:
-        """The plan that is worth most under the arrivals of the trace, and that rate: of the one found, and of the best ones
-        with a prefill node more or less. Raises Infeasible where none meets the target.
-        """
-        if (target := self.ttft_p90_s) is None:
-            return found, None
-        plans = [found]
+    def carries(self, problem: Problem, found: Cut, rate: float) -> bool:
+        """Whether all goals are kept at a rate under the arrivals of the trace, where there are any."""
+        if self.arrivals is None:
+            return True
+        return any(
+            Replay.of(problem, each, self.arrivals).keeps(rate, self.goals) for each in self._near(problem, found)
+        )
+
+    def _near(self, problem: Problem, found: Cut) -> Iterator[Cut]:
+        """The plan found, and the best ones with a prefill node more or less."""
+        yield found
         if problem.variant.num_prefill is None:
-            splits = [found.num_prefill + more for more in (-1, 1)]
-            others = [self.best(problem.pinned(split)) for split in splits if 0 <= split < problem.capacity.num_pd]
-            plans += [other for other in others if other is not None]
+            for split in (found.num_prefill - 1, found.num_prefill + 1):
+                if 0 <= split < problem.capacity.num_pd and (other := self.best(problem.pinned(split))) is not None:
+                    yield other
+
+    def replayed(self, problem: Problem, found: Cut) -> tuple[Cut, float]:
+        """The plan that is worth most under the arrivals of the trace, and that rate. Raises Infeasible where none meets the
+        target.
+        """
+        assert self.arrivals is not None
         best, most = found, 0.0
-        for each in plans:
+        for each in self._near(problem, found):
             limit = rate_at(problem.loads, problem.capacity, each.num_prefill, each.cut, each.share)
-            replay = Replay.of(problem, each, arrivals)
-            if limit > most and (not most or replay.at(most).p90_s <= target):
-                rate = replay.highest_rate(limit, target)
+            replay = Replay.of(problem, each, self.arrivals)
+            if limit > most and (not most or replay.keeps(most, self.goals)):
+                rate = replay.highest_rate(limit, self.goals)
                 best, most = (each, rate) if rate > most else (best, most)
         if not most:
             raise self.why_none(problem)
@@ -116,7 +129,7 @@ class Aim:
 
     def in_full(self, problem: Problem, thin: Problem, found: Cut) -> Cut:
         """The plan of a `thinned` problem, of all lengths."""
-        if self.ttft_p90_s is None:
+        if not self.goals:
             return found
         threshold = np.array([threshold_of(thin.loads, found)])
         return replace(found, cut=int(cuts_of(problem.loads, threshold)[0]))
@@ -124,7 +137,9 @@ class Aim:
     def why_none(self, problem: Problem) -> Infeasible:
         """No plan of a problem that could serve something meets the target."""
         ends = (0, len(problem.lengths.tokens))
-        nearest = min(weighted_quantile(*ttfts(problem, cut), 0.9) for cut in ends)
-        return Infeasible(
-            f"slo: ttft_p90_s={self.ttft_p90_s}: no plan meets it even without load; the nearest is {nearest:.2f} s"
-        )
+        missed = [(goal, nearest_s(problem, goal, ends)) for goal in self.goals]
+        goal, nearest = next((each for each in missed if each[1] > each[0].ttft_s), missed[0])
+        what = f"ttft_p90_s={goal.ttft_s}" if goal.is_of_all else f"{goal.ttft_s:g} s for {goal.target.name}"
+        if nearest <= goal.ttft_s:
+            return Infeasible("slo: no plan meets all targets at once, even without load")
+        return Infeasible(f"slo: {what}: no plan meets it even without load; the nearest is {nearest:.2f} s")

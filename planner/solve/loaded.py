@@ -1,17 +1,20 @@
 """TTFT of a plan with queues in it, in closed form."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 
-from planner.model.profile import DecodeProfile
-from planner.model.queueing import LATE, LoadedStations, Station, Ttft, Wait, mgk_wait, predict_ttft
+from planner.model.profile import DecodeProfile, Floats
+from planner.model.queueing import LoadedStations, Station, Ttft, Wait, mgk_wait, predict_ttft
 from planner.model.traffic import Lengths
 from planner.solve.problem import Problem
 from planner.solve.search import Cut, threshold_of
+from planner.solve.targets import Goal
 
 QUEUE_BINS: Final = 2_000
+NOTHING: Final = 1e-12  # of all requests
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,6 +25,7 @@ class LoadedTtft:
     num_decode: int
     decode: DecodeProfile
     output_tokens: float
+    goals: Sequence[tuple[Goal, Sequence[Floats]]] = ()  # each with its share of the requests of each station's lengths
     held_s: float = 0.0  # that prompts take of decode nodes, per request
     output_spread: float = 0.0
     burst_index: float = 1.0
@@ -29,9 +33,24 @@ class LoadedTtft:
     def at(self, rate: float) -> Ttft:
         return predict_ttft(self.stations, self._decode_wait(rate), rate)
 
-    def meets(self, rate: float, ttft_p90_s: float) -> bool:
-        """Whether P90 TTFT at a rate is within a target: one look, where `at` takes forty."""
-        return LoadedStations.at(self.stations, self._decode_wait(rate), rate).late(ttft_p90_s) <= LATE
+    def meets(self, rate: float) -> bool:
+        """Whether all goals are kept at a rate: one look for each, where `at` takes forty."""
+        loaded = LoadedStations.at(self.stations, self._decode_wait(rate), rate)
+        return all(
+            loaded.late(goal.ttft_s, members) <= goal.late * self._share(members) + NOTHING
+            for goal, members in self.goals
+        )
+
+    def in_time(self, rate: float) -> list[float]:
+        """The share of each goal's requests whose first token is there in time; 1 of no requests."""
+        loaded = LoadedStations.at(self.stations, self._decode_wait(rate), rate)
+        return [
+            1.0 - loaded.late(goal.ttft_s, members) / max(self._share(members), NOTHING) for goal, members in self.goals
+        ]
+
+    def _share(self, members: Sequence[Floats]) -> float:
+        """Of all requests."""
+        return sum(float(each.weights @ shares) for each, shares in zip(self.stations, members, strict=True))
 
     def _decode_wait(self, rate: float) -> Wait:
         # While prompts are computed the batch stands still, and its requests stay longer.
@@ -43,18 +62,20 @@ class LoadedTtft:
             mgk_wait(rate, slots, service_s, second_moment_s2, self.burst_index) if slots else Wait(1.0, float("inf"))
         )
 
-    def highest_rate(self, limit: float, ttft_p90_s: float) -> float:
-        """The largest rate below `limit` whose P90 TTFT meets the target, 0 if none does."""
-        if not self.meets(limit * 1e-6, ttft_p90_s):
+    def highest_rate(self, limit: float) -> float:
+        """The largest rate below `limit` that keeps all goals, 0 if none does."""
+        if not self.meets(limit * 1e-6):
             return 0.0
         low, high = 0.0, limit
         for _ in range(24):
             middle = (low + high) / 2
-            low, high = (middle, high) if self.meets(middle, ttft_p90_s) else (low, middle)
+            low, high = (middle, high) if self.meets(middle) else (low, middle)
         return low
 
 
-def loaded_ttft(problem: Problem, found: Cut, output_tokens: float, bins: int = QUEUE_BINS) -> LoadedTtft:
+def loaded_ttft(
+    problem: Problem, found: Cut, output_tokens: float, bins: int = QUEUE_BINS, goals: Sequence[Goal] = ()
+) -> LoadedTtft:
     """The queues of a plan; lengths are thinned to `bins`, which changes a P90 by less than 0.1 %."""
     threshold = threshold_of(problem.loads, found)
     thin = problem.lengths.thinned(bins)
@@ -78,8 +99,10 @@ def loaded_ttft(problem: Problem, found: Cut, output_tokens: float, bins: int = 
         servers=int(capacity.num_prfaas),
         burst_index=problem.burst_index,
     )
+    parts = [short, rest, *([thin] if thin.held is not None else [])]
     return LoadedTtft(
         stations=[near, far, *_at_decode(problem, thin, found)],
+        goals=[(goal, [goal.members(part) for part in parts]) for goal in goals],
         num_decode=found.num_decode,
         decode=problem.decode,
         output_tokens=output_tokens,

@@ -1,5 +1,6 @@
 """What a site costs, and which part of it to pay for."""
 
+from dataclasses import replace
 from typing import Final
 
 from planner.errors import Infeasible, InputError
@@ -38,6 +39,9 @@ def cheapest(problem: Problem, aim: Aim) -> Problem:
     most = aim.best(problem)
     if not asked:
         raise aim.why_none(problem)
+    if most is not None and aim.arrivals is not None:
+        best, rate = aim.replayed(problem, most)
+        most = replace(best, rate=rate)
     raise too_much(asked, most)
 
 
@@ -66,7 +70,7 @@ def _at_rate(problem: Problem, aim: Aim, asked: float) -> Problem | None:
         if best_cut(part, aim.options).rate < asked:
             continue  # it would not carry that much even without a target
         at_least = asked * (1 - SAME_COST) if best is None else best[1]
-        if (found := aim.best(part, above=at_least)) is not None:
+        if (found := aim.best(part, above=at_least)) is not None and aim.carries(part, found, asked):
             best = (cost, found.rate, part)
     return best[2] if best else None
 

@@ -40,6 +40,7 @@ from planner.solve.sensitivity.judgement import (
     sensitivity,
     shadow_prices,
 )
+from planner.solve.targets import Goal, TargetOutlook
 from planner.version import tool_version
 
 SAME: Final = 1e-6  # limits this close bind together
@@ -100,6 +101,7 @@ class Plan:
     shadow_prices: Mapping[str, float] = field(default_factory=dict)
     sensitivity: Sequence[Sensitivity] = ()
     alternative: Alternative | None = None
+    targets: Sequence[TargetOutlook] = ()
     warnings: Sequence[str] = ()
     provenance: Mapping[str, str] = field(default_factory=dict)
     input_hash: str = ""
@@ -167,6 +169,7 @@ class Plan:
             "shadow_prices_req_per_s": dict(self.shadow_prices),
             "sensitivity": [_plain(entry) for entry in self.sensitivity],
             "robust_alternative": _plain(self.alternative) if self.alternative else None,
+            "targets": [_plain(entry) for entry in self.targets],
             "warnings": list(self.warnings),
             "provenance": dict(self.provenance),
         }
@@ -211,7 +214,7 @@ def make_plan(site: Site, options: SolveOptions, deployment: str | None = None) 
         shadow_prices=shadow_prices(solved.thin, solved.thin_cut, aim),
         sensitivity=sensitivity(solved.thin, solved.thin_cut, aim),
         # Where a split saturates says nothing of what it serves within a target.
-        alternative=flat_alternative(problem, found, options) if aim.ttft_p90_s is None else None,
+        alternative=flat_alternative(problem, found, options) if not aim.goals else None,
     )
     return replace(plan, warnings=warnings_of(plan, solved.site, problem))
 
@@ -237,9 +240,9 @@ def _solve(site: Site, options: SolveOptions, deployment: str | None) -> _Solved
     best = aim.best(thin)
     if best is None:
         raise aim.why_none(problem)
-    slo_rate = None if aim.ttft_p90_s is None else best.rate
-    if options.objective is Objective.SLO and site.workload.arrivals is not None:
-        best, slo_rate = aim.replayed(thin, best, site.workload.arrivals)
+    slo_rate = None if not aim.goals else best.rate
+    if aim.arrivals is not None:
+        best, slo_rate = aim.replayed(thin, best)
     carried = best.rate if slo_rate is None else slo_rate
     if options.rate_req_per_s and carried < options.rate_req_per_s * (1 - TIE):
         raise too_much(options.rate_req_per_s, replace(best, rate=carried))
@@ -324,6 +327,7 @@ def _outline(solved: _Solved) -> Plan:
         asked_egress_gbps=asked.egress_gbps if asked else None,
         asked_ttft_mean_s=asked.ttft.mean_s if asked else None,
         asked_ttft_p90_s=asked.ttft.p90_s if asked else None,
+        targets=_targets(solved),
         provenance=site.provenances(),
         input_hash=site.input_hash,
     )
@@ -350,7 +354,7 @@ class _Mix:
         egress = loads.egress_bytes[found.cut]
         if found.share:
             egress += found.share * (loads.egress_bytes[found.cut + 1] - egress)
-        p = float(sent.sum()) if found.cut < len(tokens) else 0.0
+        p = min(1.0, float(sent.sum())) if found.cut < len(tokens) else 0.0
         held = loads.lengths.held_share
         near = 1 - held - p
         return cls(
@@ -380,6 +384,29 @@ def _at_rate(solved: _Solved, rate: float) -> _AtRate:
     if arrivals is not None and isfinite(ttft.mean_s):
         ttft = Replay.of(problem, found, arrivals).at(rate)
     return _AtRate(mix, rate * mix.egress_bytes / BYTES_PER_S_PER_GBPS, ttft)
+
+
+def _targets(solved: _Solved) -> list[TargetOutlook]:
+    """How the site's targets are kept, at the rate that was asked for, else that is promised, else at 80 % of Λ."""
+    site, found = solved.site, solved.found
+    goals = [Goal.of(target, site.workload) for target in site.slo.targets]
+    if not goals:
+        return []
+    rate = solved.aim.options.rate_req_per_s or solved.lambda_slo or RECOMMENDED_LOAD * found.rate
+    problem = solved.problem.at_rate(rate, found.num_decode)
+    lengths, arrivals = problem.asked, site.workload.arrivals
+    loaded = loaded_ttft(problem, found, site.workload.output_tokens, goals=goals)
+    shares = loaded.in_time(rate)
+    if arrivals is not None and isfinite(loaded.at(rate).mean_s):
+        seconds = Replay.of(problem, found, arrivals).ttfts_s(rate)
+        shares = [goal.in_time(arrivals, seconds) for goal in goals]
+    return [
+        TargetOutlook(
+            requests=goal.target.name, of_all=float(lengths.weights @ goal.members(lengths)), ttft_s=goal.ttft_s,
+            asked_share=goal.target.share, share_in_time=share, at_req_per_s=rate,
+        )
+        for goal, share in zip(goals, shares, strict=True)
+    ]  # fmt: skip
 
 
 def _share_rate(share: float, limit: float) -> float:

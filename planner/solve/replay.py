@@ -4,6 +4,7 @@ Requests are taken in order of arrival, each by the way that the plan says. A pr
 line. A decode node has its places, and its batch stands still while it computes prompts. Caches hold what `fit` found.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush, heapreplace
 from math import inf
@@ -17,6 +18,7 @@ from planner.model.queueing import Ttft
 from planner.model.trace_files.arrivals import KeptArrivals
 from planner.solve.problem import Problem
 from planner.solve.search import Cut, threshold_of
+from planner.solve.targets import Goal, are_kept
 
 STEPS: Final = 12  # of a bisection: within a four-thousandth of the highest rate
 REMOTE_QUEUE_S: Final = 10.0  # as `RoutingPolicy`: a PrfaaS queue that much longer than at home sends requests back
@@ -61,18 +63,18 @@ class Replay:
             places=decode.max_running,
         )
 
-    def highest_rate(self, limit: float, ttft_p90_s: float) -> float:
-        """The largest rate up to `limit` whose P90 TTFT is within the target, 0 if none is."""
-        if self.p90_s(limit) <= ttft_p90_s:
+    def highest_rate(self, limit: float, goals: Sequence[Goal]) -> float:
+        """The largest rate up to `limit` at which all goals are kept, 0 if none is."""
+        if self.keeps(limit, goals):
             return limit
         low, high = 0.0, limit
         for _ in range(STEPS):
             middle = (low + high) / 2
-            low, high = (middle, high) if self.p90_s(middle) <= ttft_p90_s else (low, middle)
+            low, high = (middle, high) if self.keeps(middle, goals) else (low, middle)
         return low
 
-    def p90_s(self, rate: float) -> float:
-        return self.at(rate).p90_s
+    def keeps(self, rate: float, goals: Sequence[Goal]) -> bool:
+        return are_kept(goals, self.arrivals, self.ttfts_s(rate))
 
     def at(self, rate: float) -> Ttft:
         found = self.ttfts_s(rate)

@@ -3,20 +3,20 @@
 import argparse
 from pathlib import Path
 
+from planner.commands.capacity.options import site_of
 from planner.commands.rendering.front import front_json, front_text
 from planner.commands.rendering.output import emit, remark
 from planner.commands.rendering.progress import busy
 from planner.commands.rendering.purchases import purchases_json, purchases_text
 from planner.errors import InputError
 from planner.model.market import load_market
-from planner.model.site import load_site
 from planner.solve.buying.advice import advise
 from planner.solve.buying.pareto import pareto_front
 from planner.solve.problem import SolveOptions
 
 
 def run(args: argparse.Namespace) -> int:
-    site, market = load_site(args.config, args.workload), load_market(args.market)
+    site, market = site_of(args), load_market(args.market)
     if args.output is not None:  # before the search: it names the extra that it needs
         from planner.commands.rendering.purchases_page import purchases_page
 

@@ -3,8 +3,21 @@
 import argparse
 from dataclasses import replace
 
+from planner.model.demand.slo import parsed_target
+from planner.model.reading import named
+from planner.model.site import Site, load_site
 from planner.solve.goals import Objective, TieBreak
 from planner.solve.problem import SolveOptions
+
+
+def site_of(args: argparse.Namespace) -> Site:
+    """The site of a command line, with the targets that it adds."""
+    site = load_site(args.config, args.workload)
+    if not args.target:
+        return site
+    with named("--target"):
+        slo = replace(site.slo, targets=(*site.slo.targets, *map(parsed_target, args.target)))
+    return replace(site, slo=slo)
 
 
 def options_of(args: argparse.Namespace) -> SolveOptions:

@@ -3,13 +3,13 @@
 import argparse
 from dataclasses import replace
 
-from planner.commands.capacity.options import options_of
+from planner.commands.capacity.options import options_of, site_of
 from planner.commands.rendering.output import emit, warn, write
 from planner.commands.rendering.progress import busy, watched
 from planner.commands.rendering.text import plan_text, table
 from planner.decisions.views import ClusterKind
 from planner.errors import InputError
-from planner.model.site import Site, load_site
+from planner.model.site import Site
 from planner.solve.fleet import fleet_json, fleet_of, solve_fleet
 from planner.solve.goals import Objective, Worst
 from planner.solve.plan import make_plan, outline
@@ -18,7 +18,7 @@ from planner.solve.sensitivity.corners import robust_report
 
 
 def run(args: argparse.Namespace) -> int:
-    site = load_site(args.config, args.workload)
+    site = site_of(args)
     if len(site.of_kind(ClusterKind.PD)) > 1 or len(site.of_kind(ClusterKind.PRFAAS)) > 1:
         return _solve_fleet(args, site)
     options = options_of(args)

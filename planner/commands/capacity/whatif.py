@@ -3,16 +3,15 @@
 import argparse
 import sys
 
-from planner.commands.capacity.options import options_of
+from planner.commands.capacity.options import options_of, site_of
 from planner.commands.rendering.output import emit, remark, write_csv
 from planner.commands.rendering.progress import watched
 from planner.errors import InputError
-from planner.model.site import load_site
 from planner.solve.sensitivity.sweeps import Sweep, heat_map, whatif
 
 
 def run(args: argparse.Namespace) -> int:
-    site = load_site(args.config, args.workload)
+    site = site_of(args)
     variant = None
     if args.deployment:
         site, variant = site.deployed(args.deployment)

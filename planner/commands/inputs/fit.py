@@ -1,7 +1,7 @@
 """`prfaas-plan fit`: a workload from a trace, or from a gateway's metrics."""
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -9,6 +9,7 @@ from planner.commands.rendering.output import emit, write
 from planner.commands.rendering.text import table
 from planner.decisions.defaults import DEPLOYED
 from planner.decisions.views import ClusterKind
+from planner.model.demand.week import MEASURED_SHARE, load_not_exceeded, mean_load
 from planner.model.fitting import FoundPrefixes, fit, fit_metrics
 from planner.model.reading import named, read_text
 from planner.model.site import Site, load_site
@@ -43,8 +44,20 @@ def run(args: argparse.Namespace) -> int:
     print(table(shares, ["threshold", "total", "uncached"]))
     bursts = ", ".join(f"{window} {index:.2f}" for window, index in result["burst_index"].items() if index)
     print(f"burst index (variance/mean of arrivals; Poisson is 1): {bursts}")
+    print(_week_line(result["week_req_per_s"]))
     print("\n".join(_reuse_lines(result["block_reuse"])))
     return 0
+
+
+def _week_line(week: Sequence[float]) -> str:
+    """How loads differ from hour to hour."""
+    if not week:
+        return "shape of the week: not known of less than a day"
+    within = load_not_exceeded(tuple(week), MEASURED_SHARE)
+    return (
+        f"{len(week)} hours: busiest hour {max(week):.3f} req/s, {mean_load(tuple(week)):.0%} of it in the mean, "
+        f"{within:.0%} in the 95th percentile"
+    )
 
 
 def _reuse_lines(reuse: Mapping[str, Any] | None) -> list[str]:

@@ -23,9 +23,9 @@ STYLE: Final = """
 body{margin:0;background:var(--page);color:var(--ink);font:15px/1.5 system-ui,sans-serif}
 main{max-width:1220px;margin:0 auto;padding:28px 22px 60px}h1{font-size:25px;margin:0 0 2px}
 h2{font-size:17px;margin:0 0 4px}p{margin:4px 0 10px}.soft{color:var(--soft)}
-.tiles{display:grid;grid-template-columns:repeat(auto-fit,minmax(172px,1fr));gap:12px;margin:18px 0}
+.tiles{display:grid;grid-template-columns:repeat(auto-fit,minmax(150px,1fr));gap:12px;margin:18px 0}
 .tile{background:var(--card);border:1px solid var(--line);border-radius:8px;padding:10px 14px}
-.tile b{display:block;font-size:22px;font-variant-numeric:tabular-nums}.tile span{color:var(--soft);font-size:13px}
+.tile b{display:block;font-size:19px;font-variant-numeric:tabular-nums}.tile span{color:var(--soft);font-size:13px}
 .grid2{display:grid;grid-template-columns:repeat(auto-fit,minmax(440px,1fr));gap:18px}
 figure{margin:0;background:var(--card);border:1px solid var(--line);border-radius:8px;padding:14px 16px}
 figcaption{color:var(--soft);font-size:13px;margin-top:6px}svg{width:100%;height:auto;display:block}
@@ -70,6 +70,7 @@ def html_report(
             f"<p><b>Bottleneck: {LABELS[plan.bottleneck]}.</b> {escape(_next_step(plan))}</p>",
             f'<div class="grid2">{"".join(figures)}</div>',
             _simulated(outcomes),
+            _kept_targets(outcomes),
             _footnotes(plan),
             "</main></body></html>",
         ]
@@ -87,8 +88,8 @@ def _tiles(plan: Plan) -> str:
         (f"{plan.num_prfaas} / {plan.num_prefill} / {plan.num_decode}", "PrfaaS / PD-P / PD-D instances"),
         (f"{plan.offload_fraction:.1%}", "of requests offloaded"),
         (f"{plan.egress_gbps:.1f} Gbit/s", f"egress, of {plan.egress_capacity_gbps:g}"),
-        (f"{plan.ttft_mean_s:.2f} / {plan.ttft_p90_s:.2f} s", "TTFT mean / P90, empty"),
-        (f"{plan.loaded_ttft_mean_s:.2f} / {plan.loaded_ttft_p90_s:.2f} s", "TTFT mean / P90 at 80 % of Λ"),
+        (f"{plan.ttft_mean_s:.2f} / {plan.ttft_p90_s:.2f}", "s, TTFT mean / P90, empty"),
+        (f"{plan.loaded_ttft_mean_s:.2f} / {plan.loaded_ttft_p90_s:.2f}", "s, TTFT mean / P90 at 80 % of Λ"),
     ]
     return (
         '<div class="tiles">'
@@ -231,9 +232,30 @@ def _simulated(outcomes: Mapping[str, Sequence[SimulationOutcome]]) -> str:
     return (
         f'<section><h2>Simulated side by side</h2><div class="scroll"><table><tr><th></th>{head}</tr>'
         f"{''.join(rows)}</table></div>"
-        f'<p class="soft">Same arrivals for all, {len(next(iter(outcomes.values())))} seed(s); '
-        "± is a 95 % interval over seeds.</p>"
+        f'<p class="soft">Same arrivals for all, {_seeds(len(next(iter(outcomes.values()))))}.</p>'
         "</section>"
+    )
+
+
+def _seeds(count: int) -> str:
+    return "one seed" if count == 1 else f"{count} seeds; ± is a 95 % interval over seeds"
+
+
+def _kept_targets(outcomes: Mapping[str, Sequence[SimulationOutcome]]) -> str:
+    """How targets of some requests were kept, where the site has any."""
+    rows = []
+    for name, runs in outcomes.items():
+        for requests, row in over_seeds([run.report() for run in runs]).get("by_target", {}).items():
+            share = f"{row['share_in_time']:.1%}" if "share_in_time" in row else "no request"
+            cells = (f"{row['target_s']:g}", f"{row['asked_share']:.0%}", share)
+            rows.append(
+                f"<tr><td>{escape(f'{name}: {requests}')}</td>{''.join(f'<td>{each}</td>' for each in cells)}</tr>"
+            )
+    if not rows:
+        return ""
+    return (
+        '<section><h2>Targets of some requests</h2><div class="scroll"><table><tr><th></th><th>TTFT, s</th>'
+        f"<th>asked to be in time</th><th>in time</th></tr>{''.join(rows)}</table></div></section>"
     )
 
 

@@ -35,10 +35,17 @@ ASSUMPTIONS: Final = (
 MEAN_RATE: Final = (
     "the market says no rate_req_per_s: the workload's mean rate is taken for that of the first month's busiest hour"
 )
+WEEK_RATE: Final = "the market says no rate_req_per_s: the first month's busiest hour is that of the workload's trace"
+TRACE_WEEK: Final = "the market says no week: it is that of the workload's trace, of {hours} hours"
+REPLAYED: Final = (
+    "each month's system keeps its TTFT targets under the arrivals of the workload's trace, replayed at its rate"
+)
+NO_WEEK: Final = "neither the market nor the workload says what a week looks like: all its hours are as the busiest one"
 
 
 def purchases_json(site: Site, market: Market, advice: Advice) -> dict[str, Any]:
     """The answer in plain JSON types, units in the keys."""
+    asked = market.asked_by(site.workload)
     return {
         "schema": 1,
         "prfaas_version": tool_version(),
@@ -50,21 +57,29 @@ def purchases_json(site: Site, market: Market, advice: Advice) -> dict[str, Any]
         "best": str(advice.best),
         "saving_fraction": advice.saving,
         "break_even": None if advice.break_even is None else _break_even_json(advice.break_even),
-        "ways": {str(contender): _way_json(market, advice, way) for contender, way in advice.ways.items()},
+        "week": {"mean_load": asked.demand.mean_load, "load_95th_percentile": asked.demand.measured_load},
+        "ways": {str(contender): _way_json(asked, advice, way) for contender, way in advice.ways.items()},
         "failed": {str(contender): why for contender, why in advice.failed.items()},
-        "months": [_month_json(market, advice, month) for month in range(len(advice.rates))],
+        "months": [_month_json(asked, advice, month) for month in range(len(advice.rates))],
         "orders": [_order_json(order) for order in advice.purchases.orders],
         "line_orders": [_line_order_json(market, order) for order in line_orders(advice.purchases.systems)],
         "still_to_pay": advice.purchases.still_to_pay,
         "still_worth": advice.purchases.still_worth,
-        "assumptions": assumptions(market),
+        "assumptions": assumptions(site, market),
         "provenance": with_all_hardware(site).provenances() | _provenances(market),
     }
 
 
-def assumptions(market: Market) -> list[str]:
+def assumptions(site: Site, market: Market) -> list[str]:
     """What the answer rests on, in sentences."""
-    return [*ASSUMPTIONS, *([MEAN_RATE] if market.demand.rate_req_per_s is None else []), _counted(market)]
+    week, found = site.workload.week, list(ASSUMPTIONS)
+    if market.demand.rate_req_per_s is None:
+        found.append(WEEK_RATE if week else MEAN_RATE)
+    if not market.demand.week:
+        found.append(TRACE_WEEK.format(hours=len(week)) if week else NO_WEEK)
+    if site.workload.arrivals is not None and site.slo.ttft_targets:
+        found.append(REPLAYED)
+    return [*found, _counted(market)]
 
 
 def _counted(market: Market) -> str:
@@ -97,6 +112,11 @@ def _way_json(market: Market, advice: Advice, way: Purchases) -> dict[str, float
     }
 
 
+def cost_per_1000(market: Market, advice: Advice) -> float:
+    """Of the recommended way."""
+    return advice.purchases.cost / _requests(market, advice) * 1000
+
+
 def _requests(market: Market, advice: Advice) -> float:
     """Those of all months, as late ones count less in the cost."""
     worth = sum(rate * market.worth(month) for month, rate in enumerate(advice.rates))
@@ -117,6 +137,7 @@ def _month_json(market: Market, advice: Advice, month: int) -> dict[str, Any]:
         "line": market.line_number(system.line) if system.line else None,
         "line_gbps": system.line.gbps if system.line else 0.0,
         "utilisation": busy,
+        "utilisation_mean_of_week": {stage: share * market.demand.mean_load for stage, share in busy.items()},
         "binds": max(busy, key=lambda stage: busy[stage]),
         "held_instances": dict(advice.purchases.held[month]),
         "sent_gb": gb_per_month(system, advice.rates[month], market) if system.line else 0.0,
@@ -154,13 +175,14 @@ def _provenances(market: Market) -> dict[str, str]:
 
 def purchases_text(site: Site, market: Market, advice: Advice) -> str:
     """The answer for people: a verdict, all ways, the months, the orders."""
-    rates = advice.rates
+    rates, market = advice.rates, market.asked_by(site.workload)
     head = (
         f"Buy  site={site.name}  {_months_of(len(rates))}, {rates[0]:.2f} to {rates[-1]:.2f} req/s in the busiest hour"
     )
     return "\n".join(
         [
             f"{head}{_targets(site)}",
+            *_week(market),
             "",
             *verdict(market, advice),
             "",
@@ -176,6 +198,17 @@ def purchases_text(site: Site, market: Market, advice: Advice) -> str:
     )
 
 
+def _week(market: Market) -> list[str]:
+    """How busy a week is, seen from its busiest hour."""
+    demand = market.demand
+    if not demand.week:
+        return []
+    return [
+        f"     week of {len(demand.week)} parts: {demand.mean_load:.0%} of the busiest one in the mean, "
+        f"{demand.measured_load:.0%} in the 95th percentile"
+    ]
+
+
 def _months_of(count: int) -> str:
     return f"{count} month{'s' if count > 1 else ''}"
 
@@ -183,7 +216,8 @@ def _months_of(count: int) -> str:
 def _targets(site: Site) -> str:
     ttft, tbt = site.slo.ttft_p90_s, site.slo.tbt_s
     parts = [f"TTFT P90 {ttft:g} s" if ttft is not None else "", f"TBT {tbt:g} s" if tbt is not None else ""]
-    return "".join(f"  {part}" for part in parts if part)
+    some = [f"{each.share:.0%} of {each.name} {each.ttft_s:g} s" for each in site.slo.targets]
+    return "".join(f"  {part}" for part in parts if part) + (f"\n     TTFT of {'; '.join(some)}" if some else "")
 
 
 def verdict(market: Market, advice: Advice) -> list[str]:
@@ -235,15 +269,16 @@ def _note(market: Market, contender: Contender) -> str:
 
 def _months(market: Market, advice: Advice) -> list[str]:
     head = f"  {'month':>5}{'req/s':>8}{'PrfaaS':>8}{'PD-P':>6}{'PD-D':>6}{'t':>9}{'line':>6}{'Gbit/s':>8}"
-    lines = [f"{head}{'busiest':>9}  {'which':<16}{'enough for months':>17}{'cash, ' + market.currency:>13}"]
+    lines = [f"{head}{'busiest':>9}{'mean':>6}  {'which':<16}{'lasts, months':>13}{'cash, ' + market.currency:>12}"]
     for month, rate in enumerate(advice.rates):
         system = advice.purchases.systems[month]
         share, stage = max((share, stage) for stage, share in system.busy)
         lines.append(
             f"  {month + 1:>5}{rate:>8.2f}{system.num_prfaas:>8}{system.num_prefill:>6}{system.num_decode:>6}"
             f"{_threshold(system):>9}{market.line_number(system.line) if system.line else '-':>6}"
-            f"{system.line.gbps if system.line else 0:>8g}{share:>9.0%}  {STAGES[stage]:<16}"
-            f"{_headroom(advice, month):>17}{advice.purchases.cash[month]:>13,.0f}"
+            f"{system.line.gbps if system.line else 0:>8g}{share:>9.0%}{share * market.demand.mean_load:>6.0%}"
+            f"  {STAGES[stage]:<16}"
+            f"{_headroom(advice, month):>13}{advice.purchases.cash[month]:>12,.0f}"
         )
     return lines
 
@@ -264,7 +299,7 @@ def _orders(market: Market, advice: Advice) -> list[str]:
     found = [
         (order.month, order.hardware, what)
         for order in orders
-        if (what := _ordered(market.offer(order.hardware), order))
+        if (what := ordered_text(market.offer(order.hardware), order))
     ]
     for name in {order.hardware for order in orders}:
         rented = {order.month: order.rented for order in orders if order.hardware == name}
@@ -284,7 +319,7 @@ def _line_order(market: Market, order: LineOrder) -> str:
     return f"  month {order.month + 1:>3}  {name:<12}rent {order.line.gbps:g} Gbit/s for {months}"
 
 
-def _ordered(offer: HardwareOffer, order: Order) -> str:
+def ordered_text(offer: HardwareOffer, order: Order) -> str:
     parts = [f"buy {order.bought}"] if order.bought else []
     parts += [f"rent {count} for {_months_of(months)}" for months, count in order.committed.items()]
     there = f" (there in month {order.month + 1 + offer.lead_months})" if offer.lead_months else ""
@@ -311,5 +346,10 @@ def _rest(market: Market, advice: Advice) -> str:
 
 
 def _doubts(market: Market) -> list[str]:
-    weak = [what for what, text in _provenances(market).items() if not text or provenance_kind(text) == "unverified"]
+    weak = doubts(market)
     return ["", f"Unverified: {', '.join(weak)}"] if weak else []
+
+
+def doubts(market: Market) -> list[str]:
+    """What of the market is not verified."""
+    return [what for what, text in _provenances(market).items() if not text or provenance_kind(text) == "unverified"]

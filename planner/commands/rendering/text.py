@@ -95,10 +95,17 @@ def _judgement(plan: Plan) -> list[str]:
     if plan.num_prfaas and high - low > 2:
         lines.append(f"Any t in [{tokens(low)}, {tokens(high)}) is as good; this one sends least over the link")
     if plan.lambda_slo is not None:
+        target = "TTFT targets" if plan.targets else "P90 TTFT target"
         lines.append(
-            f"Rate that meets the P90 TTFT target, queues included: {plan.lambda_slo:.3f} req/s, if nodes are chosen by "
+            f"Rate that meets the {target}, queues included: {plan.lambda_slo:.3f} req/s, if nodes are chosen by "
             "their true queues; saturate says what learned ones leave of it"
         )
+    lines += [
+        f"Target of {row.requests} ({row.of_all:.0%} of requests): {row.share_in_time:.1%} within {row.ttft_s:g} s at "
+        f"{row.at_req_per_s:.3f} req/s, {row.asked_share:.0%} asked"
+        f"{'' if row.share_in_time >= row.asked_share else ': MISSED'}"
+        for row in plan.targets
+    ]
     if plan.alternative is not None:
         other = plan.alternative
         lines.append(
@@ -165,6 +172,7 @@ def outcome_text(report: Mapping[str, Any], title: str) -> str:
         values = ", ".join(f"{what} {shown(f'{name}_{what}_s', 's')}" for what in ("mean", "p50", "p90", "p99"))
         lines.append(f"  {name.upper():<5} {values}")
     lines.append(f"  goodput {shown('goodput_req_per_s', 'req/s')} of {shown('throughput_req_per_s', 'req/s')}")
+    lines += targets_lines(report.get("by_target", {}))
     lines.append(f"  hit ratio {shown('hit_ratio', '')}, offloaded {shown('offload_fraction', '')}")
     lines.append(
         f"  egress mean {shown('egress_mean_gbps', 'Gbit/s')}, P99 {shown('egress_p99_gbps', '(1 s)')}, "
@@ -184,6 +192,22 @@ def outcome_text(report: Mapping[str, Any], title: str) -> str:
     if "clusters" in report:
         lines += ["", *_by_cluster(report)]
     return "\n".join(lines)
+
+
+def targets_lines(rows: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """How targets of some requests were kept."""
+    lines = []
+    for name, row in rows.items():
+        if not row["requests"]:
+            lines.append(f"    {name}: no request")
+            continue
+        word = "kept" if row["share_in_time"] >= row["asked_share"] else "MISSED"
+        reached = f", {row['asked_share']:.0%} within {row['ttft_s']:.4g} s" if "ttft_s" in row else ""
+        lines.append(
+            f"    {name}: {row['share_in_time']:.1%} of {row['requests']:g} within {row['target_s']:g} s, "
+            f"{row['asked_share']:.0%} asked: {word}{reached}; goodput {row['goodput_req_per_s']:.4g} req/s"
+        )
+    return lines
 
 
 def _by_cluster(report: Mapping[str, Any]) -> list[str]:

@@ -17,9 +17,12 @@ WHYS: Final = {
 
 
 def promised(
-    plan: Plan, report: Mapping[str, Any], rate: float, planned_hit_ratio: float | None
+    plan: Plan, report: Mapping[str, Any], rate: float, planned_hit_ratio: float | None, *, is_replayed: bool = False
 ) -> list[dict[str, Any]]:
-    """What a plan promises at a rate, and what was simulated. Without TTFT where the plan would not carry the rate."""
+    """What a plan promises at a rate, and what was simulated. Without TTFT where the plan would not carry the rate.
+
+    `is_replayed`: the plan's TTFT is that of the requests in their order.
+    """
     return [
         {
             "": "found cached",
@@ -49,9 +52,23 @@ def promised(
             "": "TTFT mean, s",
             "plan": plan.asked_ttft_mean_s,
             "simulated": report["ttft_mean_s"],
-            "why": _queued(plan, rate),
+            "why": _queued(plan, rate, is_replayed),
         },
         {"": "TTFT P90, s", "plan": plan.asked_ttft_p90_s, "simulated": report["ttft_p90_s"], "why": ""},
+        *_targets(plan, report),
+    ]
+
+
+def _targets(plan: Plan, report: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Shares in time."""
+    return [
+        {
+            "": f"{row.requests}, in time",
+            "plan": row.share_in_time if plan.asked_ttft_mean_s is not None else None,
+            "simulated": report["by_target"].get(row.requests, {}).get("share_in_time"),
+            "why": f"within {row.ttft_s:g} s",
+        }
+        for row in plan.targets
     ]
 
 
@@ -76,9 +93,10 @@ def _routed(report: Mapping[str, Any]) -> str:
     )
 
 
-def _queued(plan: Plan, rate: float) -> str:
+def _queued(plan: Plan, rate: float, is_replayed: bool) -> str:
     if plan.asked_ttft_mean_s is None:
         return f"{rate:.3f} req/s is more than the plan carries, {plan.lambda_max:.3f}"
-    return (
-        f"at {rate:.3f} req/s, {rate / plan.lambda_max:.0%} of Λ; plans have Poisson arrivals and one queue per cluster"
-    )
+    how = "plans have Poisson arrivals and one queue per cluster"
+    if is_replayed:
+        how = "the plan replays the trace, with nodes chosen by their true queues"
+    return f"at {rate:.3f} req/s, {rate / plan.lambda_max:.0%} of Λ; {how}"

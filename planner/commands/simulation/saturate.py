@@ -15,7 +15,7 @@ from planner.commands.simulation.trial import (
     trial_of,
 )
 from planner.decisions.defaults import TRIAL_REQUESTS
-from planner.simulator.trials.saturation import parse_slo, saturate
+from planner.simulator.trials.saturation import parse_slo, saturate, slo_of
 from planner.simulator.trials.trial import from_trace, from_workload, scenario_of
 
 UPPER: Final = 1.5  # of Λ: no higher rate is tried
@@ -35,10 +35,12 @@ def run(args: argparse.Namespace) -> int:
         remark(f"trying {rate:.3f} req/s")
         return judged_watched(scenario, disturbed(args, source), seeds, args.processes)
 
-    found = saturate(report_at, parse_slo(args.slo), upper=UPPER * limit, tolerance=args.tolerance)
+    slo = args.slo or slo_of(site.slo)
+    found = saturate(report_at, parse_slo(slo), upper=UPPER * limit, tolerance=args.tolerance)
     if args.json:
         emit(
             {
+                "slo": slo,
                 "rate_req_per_s": found.rate_req_per_s,
                 "broken_at_req_per_s": found.broken_at_req_per_s,
                 "broken": list(found.broken),
@@ -55,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
         else f"{broken_at:.3f} breaks {', '.join(found.broken)}"
     )
     print(
-        f"{found.rate_req_per_s:.3f} req/s meets {args.slo} ({found.rate_req_per_s / limit:.0%} of Λ={limit:.3f}); {beyond}"
+        f"{found.rate_req_per_s:.3f} req/s meets {slo} ({found.rate_req_per_s / limit:.0%} of Λ={limit:.3f}); {beyond}"
     )
     print(outcome_text(found.report, "at that rate:"))
     return 0

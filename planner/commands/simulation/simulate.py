@@ -66,7 +66,7 @@ def _promised(args: argparse.Namespace, site: Site, report: dict[str, Any]) -> l
         plan = outline(site, replace(options, rate_req_per_s=rate), args.deployment)
     except Infeasible:
         plan = outline(site, options, args.deployment)
-    return promised(plan, report, rate, site.workload.hit_ratio)
+    return promised(plan, report, rate, site.workload.hit_ratio, is_replayed=site.workload.arrivals is not None)
 
 
 def _turning_points(timeline: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from planner.commands.argument_types import MOST
-from planner.commands.capacity.options import options_of
+from planner.commands.capacity.options import options_of, site_of
 from planner.commands.rendering.output import remark
 from planner.commands.rendering.progress import busy, watched
 from planner.decisions.admission.overload import AdmissionPolicy
@@ -16,7 +16,7 @@ from planner.decisions.views import ClusterKind
 from planner.errors import InputError
 from planner.model.fitting import workload_of
 from planner.model.reading import GBPS, SECONDS, SHARE, Range, named, read_columns
-from planner.model.site import BYTES_PER_S_PER_GBPS, Site, load_site
+from planner.model.site import BYTES_PER_S_PER_GBPS, Site
 from planner.model.traces import read_requests
 from planner.model.workload import Trace
 from planner.simulator.policies import Estimates
@@ -114,7 +114,7 @@ def trace_of(args: argparse.Namespace) -> Trace | None:
 
 def site_for_trial(args: argparse.Namespace, trace: Trace | None) -> Site:
     """The site; with a trace, solved for what the trace leaves uncached; without, for what can be simulated of lengths alone."""
-    site = load_site(args.config, args.workload)
+    site = site_of(args)
     if trace is None:
         return _of_lengths(site)
     if args.workload:
@@ -130,6 +130,11 @@ def site_for_trial(args: argparse.Namespace, trace: Trace | None) -> Site:
 
 def _of_lengths(site: Site) -> Site:
     workload = site.workload
+    if named := [target.name for target in site.slo.targets if target.category is not None]:
+        remark(
+            f"requests are made up of lengths and are of no category: targets {', '.join(named)} are left out; see --trace"
+        )
+        site = replace(site, slo=replace(site.slo, targets=tuple(t for t in site.slo.targets if t.category is None)))
     if not workload.lengths.held_share:
         return site
     remark(

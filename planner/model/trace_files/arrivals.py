@@ -12,6 +12,7 @@ import numpy as np
 
 from planner.model.profile import Floats
 from planner.model.reading import RATE, SECONDS, SHARE, TOKENS, Range
+from planner.model.trace_files.categories import MOST_CATEGORIES
 from transport.control.settings import require
 
 MOST: Final = 20_000  # requests, that a workload keeps
@@ -24,11 +25,14 @@ COLUMNS: Final[Mapping[str, Range]] = MappingProxyType(
 )  # fmt: skip
 
 
+CATEGORY: Final = Range(0, MOST_CATEGORIES - 1, "the places of categories", is_whole=True)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class KeptArrivals:
     """A request per place, sorted by `arrival_s`. The columns are those of `Lengths`, and the tokens of answers.
 
-    `rate_req_per_s` is that of the whole trace; these may be a part of it.
+    `rate_req_per_s` is that of the whole trace; these may be a part of it. `category` is a place among the workload's names.
     """
 
     rate_req_per_s: float
@@ -39,6 +43,7 @@ class KeptArrivals:
     cached: Floats
     landed: Floats
     output: Floats
+    category: Floats | None = None
 
     def __len__(self) -> int:
         return len(self.arrival_s)
@@ -50,13 +55,20 @@ class KeptArrivals:
     def table(self) -> dict[str, Any]:
         """Its JSON form."""
         columns = {name: np.round(getattr(self, name), DIGITS).tolist() for name in COLUMNS}
+        if self.category is not None:
+            columns["category"] = self.category.astype(np.int64).tolist()
         return {"rate_req_per_s": self.rate_req_per_s, **columns}
+
+    @property
+    def prompts(self) -> Floats:
+        """The tokens of whole prompts."""
+        return self.computed + self.cached
 
     @classmethod
     def read(cls, table: Mapping[str, Any]) -> Self:
         """From its JSON form. Raises SettingsError."""
         columns: dict[str, Floats] = {}
-        for name, allowed in COLUMNS.items():
+        for name, allowed in (*COLUMNS.items(), *([("category", CATEGORY)] if "category" in table else [])):
             column = table.get(name)
             require(isinstance(column, list) and 1 < len(column) <= MOST, name, column, f"2 to {MOST} numbers")
             columns[name] = np.array([allowed.of(f"{name}[{at}]", value) for at, value in enumerate(column or ())])

@@ -37,9 +37,14 @@ class RequestCategories:
     codes: npt.NDArray[np.uint8]
     source: CategorySource
 
-    def head(self, count: int) -> "RequestCategories":
-        """Those of the first `count` requests."""
-        return RequestCategories(self.names, self.codes[:count], self.source)
+    def part(self, kept: slice) -> "RequestCategories":
+        """Those of some requests."""
+        return RequestCategories(self.names, self.codes[kept], self.source)
+
+    @property
+    def of_requests(self) -> Any:
+        """The name of each request's category."""
+        return np.array(self.names)[self.codes]
 
     @classmethod
     def inferred(cls, blocks: Sequence[tuple[int, ...]]) -> Self:

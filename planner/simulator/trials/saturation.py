@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from planner.errors import Infeasible, InputError
+from planner.model.demand.slo import Slo
 from planner.model.reading import Range, named
 
 BOUND: Final = Range(0, 1e12)
+TTFT_S, TBT_S = 5.0, 0.1  # where the site says nothing
 OPERATORS: Final = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge}
 
 
@@ -43,6 +45,15 @@ def parse_slo(text: str) -> list[Condition]:
             key += "_s"
         conditions.append(Condition(key, relation, bound))
     return conditions
+
+
+def slo_of(slo: Slo) -> str:
+    """The clauses of a site's SLO; of what it does not say, P90 TTFT 5 s and P99 TBT 0.1 s."""
+    clauses = [f"ttft_p90<={TTFT_S if slo.ttft_p90_s is None else slo.ttft_p90_s:g}"]
+    if slo.ttft_p90_s is None and slo.targets:
+        clauses = []
+    clauses.append(f"tbt_p99<={TBT_S if slo.tbt_s is None else slo.tbt_s:g}")
+    return ",".join([*clauses, *(["target_margin>=0"] if slo.targets else [])])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

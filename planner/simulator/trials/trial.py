@@ -185,6 +185,7 @@ def scenario_of(site: Site, setting: TrialSetting, trial: Trial) -> Scenario:
         targets=Targets(
             ttft_s=trial.ttft_s or site.slo.ttft_p90_s or 30.0,
             tbt_s=trial.tbt_s or site.slo.tbt_s or 0.1,
+            some=site.slo.targets,
         ),
         tail_share=trial.tail_share,
         eviction=trial.eviction,

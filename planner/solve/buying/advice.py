@@ -1,8 +1,8 @@
 """Whether to offload: every way to serve at its least cost, and what would make the other one cheaper."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import inf
+from math import inf, sqrt
 from typing import Final
 
 import numpy as np
@@ -22,6 +22,7 @@ from planner.solve.buying.program import (
     needs,
     purchase_cost,
 )
+from planner.solve.buying.replayed import ReplayedSystems, busy_at
 from planner.solve.buying.systems import (
     HOME_GBPS,
     Contender,
@@ -33,13 +34,15 @@ from planner.solve.buying.systems import (
     with_prfaas,
 )
 from planner.solve.goals import Objective
-from planner.solve.problem import Problem, SolveOptions, pose, ttfts
-from planner.solve.search import weighted_quantile
+from planner.solve.problem import Problem, SolveOptions, pose
+from planner.solve.targets import nearest_s
 
 STEPS: Final = 12  # towards a tariff: each is a program
 CLOSE: Final = 1e-3  # share of the costs by which two ways are equally dear
 LENGTHS: Final = 400  # that are compared
 MOST_INSTANCES: Final = 5_000  # that are looked at
+ROUNDS: Final = 12  # of larger sizes, where arrivals of a trace are not kept
+LEAST_STEP, LARGEST_STEP = 1.03, 1.5  # of the rate that is sized for
 HITS: Final = np.linspace(0.0, 0.99, 100)
 
 
@@ -78,15 +81,16 @@ class Advice:
 
 def advise(site: Site, market: Market, options: SolveOptions) -> Advice:
     """What to buy for a site's workload. Raises InputError, and Infeasible where no way carries the demand within the SLO."""
-    market = market.at_rate(site.workload.rate_req_per_s)
+    market = market.asked_by(site.workload)
     problem, aim = posed(site, options)
     rates = market.demand.rates()
     check_size(problem, rates)
     sought = Sought(
         problem=problem,
         output_tokens=site.workload.output_tokens,
-        ttft_p90_s=aim.ttft_p90_s,
+        goals=aim.goals,
         tbt_s=site.slo.tbt_s,
+        arrivals=aim.arrivals,
     )
     near = problem.pd.hardware
     far = problem.prfaas.hardware if problem.prfaas else near
@@ -94,9 +98,9 @@ def advise(site: Site, market: Market, options: SolveOptions) -> Advice:
         market.offer(name)
     systems = systems_of(sought, market, rates)
     ways, failed = dict[Contender, Purchases](), _left_out(problem, market)
-    for contender, found in systems.items():
+    for contender in systems:
         try:
-            ways[contender] = _cheapest(contender, found, rates, market, far, near)
+            ways[contender], systems[contender] = _kept(contender, systems[contender], sought, rates, market, far, near)
         except Infeasible as exc:
             failed[contender] = _why(contender, sought, market) or str(exc)
     eligible = [each for each in ways if each is not Contender.BIGGER_LOCAL or market.fast_at_home]
@@ -130,25 +134,27 @@ def advise(site: Site, market: Market, options: SolveOptions) -> Advice:
 
 
 def systems_of(
-    sought: Sought, market: Market, rates: Sequence[float]
+    sought: Sought, market: Market, rates: Sequence[float], ways: Collection[Contender] = tuple(Contender)
 ) -> dict[Contender, Sequence[Sequence[SizedSystem]]]:
     """What each way could run in each month. With PrfaaS nodes, months may do without them."""
     alone = [list(homogeneous(sought, rate)) for rate in rates]
-    found: dict[Contender, Sequence[Sequence[SizedSystem]]] = {
-        Contender.HOMOGENEOUS: alone,
-        Contender.COLOCATED: [list(colocated(sought, rate)) for rate in rates],
-    }
+    found = dict[Contender, Sequence[Sequence[SizedSystem]]]()
+    if Contender.HOMOGENEOUS in ways:
+        found[Contender.HOMOGENEOUS] = alone
+    if Contender.COLOCATED in ways:
+        found[Contender.COLOCATED] = [list(colocated(sought, rate)) for rate in rates]
     if sought.problem.prfaas is None:
         return found
-    if market.lines:
+    if market.lines and Contender.PRFAAS in ways:
         found[Contender.PRFAAS] = [
             [*these, *(each for line in market.lines for each in with_prfaas(sought, rate, line))]
             for these, rate in zip(alone, rates, strict=True)
         ]
-    found[Contender.BIGGER_LOCAL] = [
-        [*these, *with_prfaas(sought, rate, None, Contender.BIGGER_LOCAL)]
-        for these, rate in zip(alone, rates, strict=True)
-    ]
+    if Contender.BIGGER_LOCAL in ways:
+        found[Contender.BIGGER_LOCAL] = [
+            [*these, *with_prfaas(sought, rate, None, Contender.BIGGER_LOCAL)]
+            for these, rate in zip(alone, rates, strict=True)
+        ]
     return found
 
 
@@ -184,7 +190,7 @@ def with_all_hardware(site: Site) -> Site:
 
 def posed(site: Site, options: SolveOptions) -> tuple[Problem, Aim]:
     """The problem in as many lengths as queues are compared by, within the target for TBT."""
-    objective = Objective.SLO if site.slo.ttft_p90_s is not None else Objective.THROUGHPUT
+    objective = Objective.SLO if site.slo.ttft_targets else Objective.THROUGHPUT
     site = with_all_hardware(site)
     options = SolveOptions(
         service=options.service,
@@ -212,8 +218,8 @@ def check_size(problem: Problem, rates: Sequence[float]) -> None:
 
 def _why(contender: Contender, sought: Sought, market: Market) -> str | None:
     """Why no number of instances serves that way; None where some would."""
-    problem, target = sought.problem, sought.ttft_p90_s
-    if target is not None:
+    problem = sought.problem
+    if sought.goals:
         at_home = contender in (Contender.HOMOGENEOUS, Contender.COLOCATED)
         gbps, where = HOME_GBPS, ""
         if contender is Contender.PRFAAS:
@@ -221,12 +227,49 @@ def _why(contender: Contender, sought: Sought, market: Market) -> str | None:
             where = f" on the widest line, of {gbps:g} Gbit/s"
         wired = problem.with_capacity(egress_bytes_per_s=gbps * BYTES_PER_S_PER_GBPS)
         cuts = [len(problem.lengths.tokens)] if at_home else even_cuts(problem)[:-1]
-        least = min(weighted_quantile(*ttfts(wired, cut), 0.9) for cut in cuts)
-        if least > target:
-            return f"TTFT P90 is {least:.2f} s even without load{where}, {target:g} s are asked for"
+        for goal in sought.goals:
+            if (least := nearest_s(wired, goal, cuts)) > goal.ttft_s:
+                which = f"P{goal.target.share * 100:g}" + ("" if goal.is_of_all else f" of {goal.target.name}")
+                return f"TTFT {which} is {least:.2f} s even without load{where}, {goal.ttft_s:g} s are asked for"
     if contender is Contender.COLOCATED and sought.tbt_s is not None and problem.decode.at(1) >= sought.tbt_s:
         return f"a decode step of one request takes {problem.decode.at(1):g} s, and prompts come on top"
     return None
+
+
+def _kept(
+    contender: Contender,
+    systems: Sequence[Sequence[SizedSystem]],
+    sought: Sought,
+    rates: Sequence[float],
+    market: Market,
+    far: str,
+    near: str,
+) -> tuple[Purchases, Sequence[Sequence[SizedSystem]]]:
+    """The cheapest way whose systems keep all goals under the arrivals of the trace, where there are any, and what it was chosen
+    from. Months that miss are sized for more requests than they have, until they keep. Raises Infeasible.
+    """
+    found = _cheapest(contender, systems, rates, market, far, near)
+    if sought.arrivals is None:
+        return found, systems
+    checked = ReplayedSystems(sought)
+    sizes = list(rates)
+    for _ in range(ROUNDS):
+        missed = [at for at, rate in enumerate(rates) if not checked.keeps(found.systems[at], rate)]
+        if not missed:
+            return found, systems
+        most = checked.highest_rate(found.systems[missed[0]], rates[missed[0]])
+        factor = min(max(sqrt(rates[missed[0]] / most), LEAST_STEP), LARGEST_STEP) if most else LARGEST_STEP
+        for at in missed:
+            sizes[at] *= factor
+        check_size(sought.problem, sizes)
+        larger = systems_of(sought, market, sizes, [contender])[contender]
+        systems = [busy_at(these, rate, size) for these, rate, size in zip(larger, rates, sizes, strict=True)]
+        found = _cheapest(contender, systems, rates, market, far, near)
+    at = missed[0]
+    raise Infeasible(
+        f"month {at + 1}: under the arrivals of the trace TTFT is not in time at {rates[at]:.3f} req/s, even with "
+        f"{found.systems[at].num_pd + found.systems[at].num_prfaas} instances"
+    )
 
 
 def _cheapest(

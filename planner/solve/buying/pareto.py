@@ -51,18 +51,18 @@ def pareto_front(
     """
     if site.slo.ttft_p90_s is None:
         raise InputError("pareto: the site has no [slo] ttft_p90_s; give one to compare others with")
-    market = market.at_rate(site.workload.rate_req_per_s)
-    problem, _ = posed(site, options)
+    market = market.asked_by(site.workload)
+    problem, aim = posed(site, options)
     near = problem.pd.hardware
     far = problem.prfaas.hardware if problem.prfaas else near
     most = max(market.demand.rates())
     asked = [share * most for share in rates]
     check_size(problem, asked)
     found = list[FrontPoint]()
-    for target_s in (share * site.slo.ttft_p90_s for share in targets):
-        sought = Sought(
-            problem=problem, output_tokens=site.workload.output_tokens, ttft_p90_s=target_s, tbt_s=site.slo.tbt_s
-        )
+    for share in targets:
+        target_s = share * site.slo.ttft_p90_s
+        goals = tuple(goal.times(share) for goal in aim.goals)
+        sought = Sought(problem=problem, output_tokens=site.workload.output_tokens, goals=goals, tbt_s=site.slo.tbt_s)
         for rate in asked:
             priced = [
                 FrontPoint(rate_req_per_s=rate, ttft_p90_s=target_s, cost_per_month=cost, system=each)

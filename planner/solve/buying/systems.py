@@ -19,13 +19,15 @@ from typing import Final, Self
 import numpy as np
 
 from planner.model.market import LineOffer
-from planner.model.profile import DecodeProfile
-from planner.model.queueing import LATE, NO_WAIT_S, LoadedStations, Station, Wait, mgk_wait
+from planner.model.profile import DecodeProfile, Floats
+from planner.model.queueing import NO_WAIT_S, LoadedStations, Station, Wait, mgk_wait
 from planner.model.site import BYTES_PER_S_PER_GBPS
 from planner.model.throughput import decode_seconds
-from planner.solve.loaded import loaded_ttft
+from planner.model.trace_files.arrivals import KeptArrivals
+from planner.solve.loaded import NOTHING, LoadedTtft, loaded_ttft
 from planner.solve.problem import Problem
 from planner.solve.search import RECOMMENDED_LOAD, Bottleneck, Cut, stage_rates, threshold_of
+from planner.solve.targets import Goal
 
 THRESHOLDS: Final = 24  # that are tried: even shares of the requests
 QUEUE_BINS: Final = 250  # of lengths, by which their queues are compared
@@ -57,6 +59,7 @@ class SizedSystem:
     threshold_tokens: float
     sent_bytes: float  # per request
     busy: tuple[tuple[str, float], ...]
+    decode_batch: int = 0
 
     @property
     def num_pd(self) -> int:
@@ -73,8 +76,9 @@ class Sought:
 
     problem: Problem
     output_tokens: float
-    ttft_p90_s: float | None = None
+    goals: tuple[Goal, ...] = ()
     tbt_s: float | None = None
+    arrivals: KeptArrivals | None = None  # where a trace has said them
 
 
 def with_prfaas(
@@ -135,16 +139,19 @@ def _colocated(sought: Sought, decode: DecodeProfile, rate: float, below: float)
         most_share = extra / (1.0 + extra)
     if not most_share:
         return None
-    most_busy = RECOMMENDED_LOAD if sought.ttft_p90_s is None else 1.0
+    most_busy = 1.0 if sought.goals else RECOMMENDED_LOAD
+    queue = _Queue(station, [(goal.ttft_s, goal.members(lengths)) for goal in sought.goals])
+    most_late = queue.most_late(sought.goals) + NOTHING
     least = _instances(max(rate * per_request_s / most_busy, rate * compute_s / most_share))
     for nodes in range(least, int(min(least + MOST_SPARE, below))):
-        if sought.ttft_p90_s is not None:
+        if sought.goals:
             wait = _decode_wait(decode, sought.output_tokens, rate, nodes, compute_s)
-            if late(replace(station, servers=nodes), rate, wait, sought.ttft_p90_s) > LATE:
+            if (queue.late(nodes, rate, wait) > most_late).any():
                 continue
         return SizedSystem(
             contender=Contender.COLOCATED, num_prfaas=0, num_prefill=0, num_decode=nodes, line=None,
             threshold_tokens=inf, sent_bytes=0.0, busy=(("nodes", rate * per_request_s / nodes),),
+            decode_batch=decode.max_running,
         )  # fmt: skip
     return None
 
@@ -180,6 +187,7 @@ def _sized(
             threshold_tokens=threshold_of(problem.loads, Cut(rate=rate, num_prefill=near, num_decode=decode, cut=cut)),
             sent_bytes=float(problem.loads.egress_bytes[cut]),
             busy=tuple((str(stage), rate / limit) for stage, limit in limits.items() if 0 < limit < inf),
+            decode_batch=problem.decode.max_running,
         )
 
 
@@ -201,24 +209,25 @@ def _counts(
 ) -> Iterator[tuple[int, int, int]]:
     """Instances of PrfaaS, PD prefill and PD decode: for each number of the first the least of the others."""
     stages = (Bottleneck.PRFAAS, Bottleneck.PD_P, Bottleneck.PD_D)
-    if sought.ttft_p90_s is None:
+    if not sought.goals:
         far, near, decode = (ceil(busy[stage] / RECOMMENDED_LOAD - 1e-9) for stage in stages)
         yield far, near, decode
         return
     queues = loaded_ttft(
-        problem, Cut(rate=rate, num_prefill=1, num_decode=1, cut=cut), sought.output_tokens, QUEUE_BINS
+        problem, Cut(rate=rate, num_prefill=1, num_decode=1, cut=cut), sought.output_tokens, QUEUE_BINS, sought.goals
     )
-    at_home, away, *held = queues.stations
+    at_home, away, *held = _queues(queues)
+    most_late = sum((each.most_late(sought.goals) for each in (at_home, away, *held)), np.zeros(len(sought.goals)))
     least_far, least_near, least_decode = (_instances(busy[stage]) for stage in stages)
     found: list[tuple[int, int, int]] = []
     for decode in range(least_decode, least_decode + MOST_SPARE):
         wait = _decode_wait(problem.decode, sought.output_tokens, rate, decode, queues.held_s)
         if not isfinite(wait.mean_s):
             continue
-        spare = LATE - sum(late(replace(each, servers=decode), rate, wait, sought.ttft_p90_s) for each in held)
-        home = _lateness(at_home, least_near, rate, wait, sought.ttft_p90_s)
-        for more, late_away in enumerate(_lateness(away, least_far, rate, wait, sought.ttft_p90_s)):
-            enough = next((count for count, each in enumerate(home) if each + late_away <= spare), None)
+        spare = most_late - sum(each.late(decode, rate, wait) for each in held) + NOTHING
+        home = at_home.lateness(least_near, rate, wait)
+        for more, late_away in enumerate(away.lateness(least_far, rate, wait)):
+            enough = next((count for count, each in enumerate(home) if (each + late_away <= spare).all()), None)
             if enough is not None:
                 found.append((least_far + more, least_near + enough, decode))
         if wait.mean_s < NO_WAIT_S:
@@ -233,16 +242,41 @@ def _counts(
             yield far, near, decode
 
 
-def _lateness(station: Station, least: int, rate: float, wait: Wait, seconds: float) -> Sequence[float]:
-    """The shares of all requests that are late at a station of so many instances, one more, and so on while it helps."""
-    if not station.weights.sum():
-        return [0.0]
-    found: list[float] = []
-    for servers in range(least, least + MOST_SPARE):
-        found.append(late(replace(station, servers=servers), rate, wait, seconds))
-        if len(found) > 1 and found[-2] - found[-1] < NO_GAIN:
-            break
-    return found
+@dataclass(frozen=True, slots=True)
+class _Queue:
+    """A station, and for each goal its seconds and its share of the requests of each length."""
+
+    station: Station
+    goals: Sequence[tuple[float, Floats]]
+
+    def most_late(self, goals: Sequence[Goal]) -> Floats:
+        """The shares of all requests that may be late, of those that come by."""
+        return np.array(
+            [goal.late * float(self.station.weights @ own) for goal, (_, own) in zip(goals, self.goals, strict=True)]
+        )
+
+    def late(self, servers: int, rate: float, wait: Wait) -> Floats:
+        """The shares of all requests that come by and are late, by goal."""
+        loaded = LoadedStations.at([replace(self.station, servers=servers)], wait, rate)
+        return np.array([loaded.late(seconds, [own]) for seconds, own in self.goals])
+
+    def lateness(self, least: int, rate: float, wait: Wait) -> Sequence[Floats]:
+        """The same with so many instances, one more, and so on while it helps."""
+        if not self.station.weights.sum():
+            return [np.zeros(len(self.goals))]
+        found: list[Floats] = []
+        for servers in range(least, least + MOST_SPARE):
+            found.append(self.late(servers, rate, wait))
+            if len(found) > 1 and (found[-2] - found[-1]).max() < NO_GAIN:
+                break
+        return found
+
+
+def _queues(loaded: LoadedTtft) -> list[_Queue]:
+    return [
+        _Queue(station, [(goal.ttft_s, members[at]) for goal, members in loaded.goals])
+        for at, station in enumerate(loaded.stations)
+    ]
 
 
 def late(station: Station, rate: float, decode: Wait, seconds: float) -> float:

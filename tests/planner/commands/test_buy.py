@@ -7,11 +7,14 @@ import tomllib
 from html import escape
 from math import isfinite
 
+import numpy as np
 import pytest
 
 from planner.commands.cli import main
 from planner.errors import InputError
 from planner.model.market import load_market
+from planner.model.site import Workload
+from planner.model.traffic import Lengths
 from tests.planner.commands.inputs import CONFIGS, ROWS, SITE, WORST, jsonl, spoiled, toml, written
 
 LENGTHS = {"kind": "lengths", "tokens": [1000, 2000, 8000, 40_000], "output_tokens": 100}
@@ -19,6 +22,9 @@ SMALL = SITE | {"workload": LENGTHS, "slo": {"ttft_p90_s": 14.0, "tbt_s": 0.5}}
 EXAMPLE = tomllib.loads((CONFIGS / "market.toml").read_text())
 DEMAND = {"months": 3, "rate_req_per_s": 2.0, "growth_per_month": 0.3}
 MARKET = EXAMPLE | {"demand": DEMAND, "discount_per_year": 0.0}
+
+
+ASKED = Workload(name="one a second", lengths=Lengths.of(np.array([1000.0])), output_tokens=1.0, rate_req_per_s=1.0)
 
 
 def market_file(folder, market=MARKET):
@@ -46,7 +52,7 @@ def test_people_read_a_verdict_all_ways_the_months_and_the_orders_or_a_page_of_t
     assert code == 0
     for text in (
         "Buy  site=case-study  3 months, 2.00 to 3.38 req/s in the busiest hour  TTFT P90 14 s  TBT 0.5 s",
-        "Verdict: ", "bigger local prefill", "homogeneous PD", "colocated", "PrfaaS-PD", "enough for months", "cash, $",
+        "Verdict: ", "bigger local prefill", "homogeneous PD", "colocated", "PrfaaS-PD", "lasts, months", "cash, $",
         "Orders (instances):", "Paid in 3 months: $", "of commitments is still to be paid", "Unverified: ",
     ):  # fmt: skip
         assert text in out, text
@@ -55,6 +61,8 @@ def test_people_read_a_verdict_all_ways_the_months_and_the_orders_or_a_page_of_t
     html = page.read_text()
     assert html.count("<svg") == 5
     assert escape(out.strip()) in html
+    for text in ("To be ordered in the first month", "h20x8: ", "Risks", "Failures are not counted", "paid in all"):
+        assert text in html, text
     assert "src=" not in html
 
 
@@ -75,6 +83,53 @@ def test_machines_read_numbers_that_agree(capsys, tmp_path):
         assert month["held_instances"].get("h200x8", 0) >= far
         assert all(share <= 1 for share in month["utilisation"].values())
         assert month["utilisation"].get("egress", 0) <= 0.8
+
+
+def day_of_requests(days):
+    """A request each minute, and three of them from 10 to 16 o'clock."""
+    at = (
+        minute * 60_000 + more
+        for minute in range(days * 1440)
+        for more in range(3 if 600 <= minute % 1440 < 960 else 1)
+    )
+    return [{"timestamp": ms, "input_length": 5000, "output_length": 50} for ms in at]
+
+
+def test_the_week_of_a_trace_sets_the_busiest_hour_and_what_a_month_sends(capsys, tmp_path):
+    trace, workload = tmp_path / "week.jsonl", tmp_path / "workload.json"
+    trace.write_text(jsonl(day_of_requests(8)))
+    assert main(["fit", "--trace", str(trace), "-o", str(workload)]) == 0
+    assert "busiest hour 0.050 req/s" in capsys.readouterr().out
+    site = SMALL | {"workload": {"kind": "fitted", "path": str(workload)}}
+    code, out, _ = bought(capsys, tmp_path, MARKET | {"demand": {"months": 2}}, site, "--json")
+    found = json.loads(out)
+    assert code == 0
+    assert found["months"][0]["busiest_hour_req_per_s"] == pytest.approx(0.05)
+    assert found["week"] == pytest.approx({"mean_load": (18 + 6 * 3) / 24 / 3, "load_95th_percentile": 1.0})
+    month = found["months"][0]
+    for stage, busy in month["utilisation"].items():
+        assert month["utilisation_mean_of_week"][stage] == pytest.approx(busy / 2)
+    assert any("week: it is that of the workload's trace, of 168 hours" in each for each in found["assumptions"])
+    assert any("busiest hour is that of the workload's trace" in each for each in found["assumptions"])
+
+
+def test_a_week_may_be_a_file_and_only_one_is_said(capsys, tmp_path):
+    (tmp_path / "week.csv").write_text("load\n1\n3\n")
+    code, out, _ = bought(capsys, tmp_path, MARKET | {"demand": DEMAND | {"week_file": "week.csv"}})
+    assert (code, "week of 2 parts: 67% of the busiest one in the mean, 100% in the 95th percentile" in out) == (
+        0,
+        True,
+    )
+    code, _, err = bought(capsys, tmp_path, MARKET | {"demand": DEMAND | {"week_file": "week.csv", "week": [1, 2]}})
+    assert (code, "week and week_file: give one of them" in err) == (1, True)
+    for text, why in (
+        ("load\n-1\n", "row 1: load = -1"),
+        ("load\n0\n", "one is above 0"),
+        ("hour\n1\n", "missing: load"),
+    ):
+        (tmp_path / "week.csv").write_text(text)
+        code, _, err = bought(capsys, tmp_path, MARKET | {"demand": DEMAND | {"week_file": "week.csv"}})
+        assert (code, why in err, "week.csv" in err) == (1, True, True), err
 
 
 def test_a_fitted_workload_is_bought_for(capsys, tmp_path):
@@ -271,5 +326,5 @@ def test_whatever_is_wrong_in_a_market_is_told_or_is_a_number(tmp_path):
         if market is None:
             assert "market.toml: " in error, f"number {seed}"
             continue
-        assert all(map(isfinite, market.at_rate(1.0).demand.rates())), f"number {seed}"
+        assert all(map(isfinite, market.asked_by(ASKED).demand.rates())), f"number {seed}"
         assert 0 < market.demand.mean_load <= 1 >= market.demand.measured_load, f"number {seed}"

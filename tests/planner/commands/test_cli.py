@@ -297,6 +297,38 @@ def test_whatif_writes_csv(capsys, tmp_path):
     assert (code, out.splitlines()[0]) == (0, "threshold_tokens,num_prefill,lambda_max_req_per_s")
 
 
+def test_saturate_asks_for_the_sites_slo_and_for_added_targets(capsys):
+    argv = [
+        "saturate",
+        "-c",
+        CASE,
+        "--requests",
+        "300",
+        "--tolerance",
+        "0.5",
+        "--target",
+        "ttft_s=30,up_to_tokens=8000",
+    ]
+    assert main([*argv, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["slo"] == "ttft_p90<=5,tbt_p99<=0.05,target_margin>=0"
+    assert found["report"]["target_margin"] >= 0
+
+
+def test_people_read_how_targets_are_kept(capsys):
+    target = ["--target", "ttft_s=0.01,up_to_tokens=8000", "--target", "ttft_s=60,above_tokens=60000"]
+    assert main(["simulate", "-c", CASE, "--requests", "300", *target]) == 0
+    out = capsys.readouterr().out
+    assert "up to 8,000 tokens: 0.0% of" in out
+    assert "within 0.01 s, 90% asked: MISSED" in out
+    assert "above 60,000 tokens, in time" in out
+    assert main(["solve", "-c", CASE, *target]) == 0
+    assert "Target of above 60,000 tokens (11% of requests): 100.0% within 60 s" in capsys.readouterr().out
+    category = ["--target", "ttft_s=5,category=chat"]
+    assert main(["simulate", "-c", CASE, "--requests", "50", *category]) == 0
+    assert "targets chat are left out; see --trace" in capsys.readouterr().err
+
+
 def test_saturate_stays_below_the_closed_form(capsys):
     argv = ["saturate", "-c", CASE, "--requests", "3000", "--slo", "ttft_p90<5", "--tolerance", "0.1", "--json"]
     code, out, _ = run(capsys, *argv)

@@ -30,6 +30,7 @@ from planner.solve.goals import Objective
 from planner.solve.loaded import loaded_ttft
 from planner.solve.problem import SolveOptions, pose
 from planner.solve.search import Cut, rate_at
+from planner.solve.targets import everybody_within
 
 FAR, NEAR = "h200x8", "h20x8"
 TARGET_S = 14.0  # P90 TTFT, which the PD cluster alone keeps, too
@@ -41,7 +42,7 @@ def sought(case_study: Site) -> Sought:
     site = replace(case_study, workload=replace(case_study.workload, lengths=case_study.workload.lengths.thinned(300)))
     site = replace(site, slo=replace(site.slo, ttft_p90_s=TARGET_S, tbt_s=None))
     problem = pose(site, SolveOptions(objective=Objective.SLO))
-    return Sought(problem=problem, output_tokens=site.workload.output_tokens, ttft_p90_s=TARGET_S)
+    return Sought(problem=problem, output_tokens=site.workload.output_tokens, goals=everybody_within(TARGET_S))
 
 
 def carries(sought: Sought, gbps: float, cut: int, far: int, near: int, decode: int, rate: float) -> bool:
@@ -102,7 +103,7 @@ def test_colocated_nodes_may_run_smaller_batches_with_shorter_steps(sought: Soug
 
 
 def test_without_a_target_stages_are_busy_for_four_fifths(sought: Sought) -> None:
-    free = replace(sought, ttft_p90_s=None)
+    free = replace(sought, goals=())
     problem = free.problem
     for each in with_prfaas(free, 3.0, LineOffer(gbps=100)):
         busy = {name: share for name, share in each.busy if name != "egress"}
@@ -212,7 +213,7 @@ def test_a_verdict_is_the_cheapest_of_all_ways(lenient: Site) -> None:
     priced = market(demand=Demand(months=1, rate_req_per_s=1.0))
     found = advise(lenient, priced, SolveOptions())
     problem = pose(lenient, SolveOptions(objective=Objective.SLO))
-    sought = Sought(problem=problem, output_tokens=lenient.workload.output_tokens, ttft_p90_s=TARGET_S)
+    sought = Sought(problem=problem, output_tokens=lenient.workload.output_tokens, goals=everybody_within(TARGET_S))
     ways = {
         Contender.HOMOGENEOUS: homogeneous(sought, 1.0),
         Contender.COLOCATED: colocated(sought, 1.0),
@@ -244,7 +245,7 @@ def test_what_is_rented_counts_as_headroom(lenient: Site) -> None:
     found = advise(lenient, market(demand=demand, lines=()), SolveOptions())
     assert found.best is Contender.COLOCATED
     problem = pose(lenient, SolveOptions(objective=Objective.SLO))
-    sought = Sought(problem=problem, output_tokens=lenient.workload.output_tokens, ttft_p90_s=TARGET_S)
+    sought = Sought(problem=problem, output_tokens=lenient.workload.output_tokens, goals=everybody_within(TARGET_S))
     sizes = [next(colocated(sought, rate)).num_pd for rate in demand.rates()]
     assert [held[NEAR] for held in found.purchases.held] == sizes
     assert list(found.headroom_months) == [sum(one <= size for one in sizes) - at - 1 for at, size in enumerate(sizes)]

@@ -1,0 +1,1 @@
+"""What users ask for: the load over a week, and how soon answers must begin."""
