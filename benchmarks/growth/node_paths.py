@@ -1,5 +1,6 @@
 """What a node does over a cache of many blocks, without an engine and without bytes."""
 
+import asyncio
 import os
 import tempfile
 import time
@@ -19,7 +20,7 @@ from node.config import NodeConfig
 from node.engine.prefix_cache import BlockRemoved, BlockStored, EngineCache
 from node.grpc_service import NodeService
 from node.kvcache.arena import Arena
-from node.kvcache.pages import ArenaPages
+from node.kvcache.pages import PART_HASHES, ArenaPages
 from node.metrics import NodeCollector
 from pd_cluster.role import PD
 from transport.control.proto import node_pb2 as pb
@@ -77,6 +78,7 @@ class FilledNode:
         """A gateway connects, and is told what is cached."""
         request = pb.WatchRequest(load_interval_s=0.02)
         async for event in self.service.Watch(request, cast(Any, None)):
+            await asyncio.sleep(0)  # as gRPC has, for each message
             if event.WhichOneof("event") == "load":
                 return
 
@@ -134,8 +136,15 @@ class FilledEngineCache:
                 block_size=BLOCK_TOKENS, kv_cache_spec_kind="full_attention",
             )  # fmt: skip
             self.cache.apply([stored])
+            await asyncio.sleep(0)
         for start in range(0, len(hashes), step):
             self.cache.apply([BlockRemoved(block_hashes=list(hashes[start : start + step]))])
+            await asyncio.sleep(0)
+
+    async def snapshot(self) -> None:
+        """A gateway connects."""
+        for _ in self.cache.snapshot(PART_HASHES):
+            await asyncio.sleep(0)
 
 
 def paths(size: GrowthSize) -> Iterator[tuple[str, Act]]:
@@ -149,3 +158,4 @@ def paths(size: GrowthSize) -> Iterator[tuple[str, Act]]:
         yield "node: a prompt and its events", lambda: node.prompt(chain(size.prompt_blocks))
     engine = FilledEngineCache(size)
     yield "node: engine's cache events", lambda: engine.prompt(chain(size.prompt_blocks))
+    yield "node: engine's cache, snapshot", engine.snapshot

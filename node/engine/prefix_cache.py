@@ -110,10 +110,14 @@ class EngineCache:
         self._cut.clear()
         return self._clear_groups()
 
-    def snapshot(self) -> tuple[BlocksStored, ...]:
-        """Everything that is held, by group."""
-        held = (tuple(group.held) for group in self._groups)
-        return tuple(BlocksStored(number, hashes, Medium.ENGINE) for number, hashes in enumerate(held) if hashes)
+    def snapshot(self, most_hashes: int) -> Iterator[BlocksStored]:
+        """Everything that is held, by group, in parts that are read when they are asked for."""
+        for number, group in enumerate(self._groups):
+            names = list(group.held)  # some milliseconds for a million
+            for start in range(0, len(names), most_hashes):
+                some = tuple([name for name in names[start : start + most_hashes] if name in group.held])
+                if some:
+                    yield BlocksStored(number, some, Medium.ENGINE)
 
     def _learn(self, event: BlockStored) -> None:
         size = event.block_size
