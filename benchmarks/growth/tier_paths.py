@@ -66,7 +66,8 @@ def paths(size: GrowthSize) -> Iterator[tuple[str, Act]]:
             prompt = files.blocks[: size.prompt_blocks]
 
             async def snapshot() -> None:
-                ssd.snapshot()
+                for _ in ssd.snapshot():
+                    await asyncio.sleep(0)
 
             async def gain() -> None:
                 assert tiers.gain(prompt, len(prompt) * BLOCK_TOKENS, attention_only=True)[1]

@@ -29,6 +29,11 @@ class HolderSets:
             yield from part
 
     @property
+    def sets_bytes(self) -> int:
+        """Size of the ints: those of neighbours are the same one."""
+        return sum({id(some): sys.getsizeof(some) for part in self._parts for some in part.values()}.values())
+
+    @property
     def table_bytes(self) -> int:
         """Size of the table, without the hashes in it."""
         return sum(map(sys.getsizeof, self._parts))
@@ -44,21 +49,29 @@ class HolderSets:
 
     def add(self, hashes: Iterable[bytes], bit: int) -> None:
         """`bit` holds these blocks, too."""
-        parts = self._parts
+        parts, same, together = self._parts, 0, 0
         for each in hashes:
             part = parts[each[0]]
             before = part.get(each, 0)
-            part[each] = before | bit
             if not before:
+                part[each] = bit
                 self._size += 1
+                continue
+            if (
+                before is not same
+            ):  # neighbours have the same holders: one int for all of them, which may have many bytes
+                same, together = before, before | bit
+            part[each] = together
 
     def remove(self, hashes: Iterable[bytes], bit: int) -> None:
         """`bit` holds these blocks no longer."""
-        parts = self._parts
+        parts, same, left = self._parts, 0, 0
         for each in hashes:
             part = parts[each[0]]
             before = part.get(each, 0)
-            if left := before & ~bit:
+            if before is not same:
+                same, left = before, before & ~bit
+            if left:
                 part[each] = left
             elif before:
                 del part[each]

@@ -72,9 +72,9 @@ class PrefixIndex:
 
     @property
     def memory_bytes(self) -> int:
-        """Size of the tables and the hashes in them (holders of up to 30 nodes are 28 bytes, with engines' caches up to 44)."""
+        """Size of the tables, the hashes and the sets of holders in them."""
         hashes = sum(sys.getsizeof(block_hash) for holders in self._holders for block_hash in holders)
-        return hashes + sum(holders.table_bytes for holders in self._holders)
+        return hashes + sum(holders.table_bytes + holders.sets_bytes for holders in self._holders)
 
     def nodes(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(node_id for node_id, _ in self._bits))

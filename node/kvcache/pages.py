@@ -113,9 +113,8 @@ class ArenaPages:
             await asyncio.sleep(self._ssd_retry_s)
         self.ssd = Ssd(self.cache, disk, self.segment_views, self.changed, self._now, waits=self._ssd_waits)
         for stored in self.ssd.snapshot():
-            for part in in_parts(stored, PART_HASHES):
-                self._events.publish(as_message(part))
-                await asyncio.sleep(0)  # watchers read meanwhile
+            self._events.publish(as_message(stored))
+            await asyncio.sleep(0)  # watchers read meanwhile
         log.info("SSD tier node=%s: %s blocks", node_id, self.ssd.report().blocks)
 
     async def close(self) -> None:
@@ -347,8 +346,7 @@ class ArenaPages:
         """All that is cached, for a watcher, in parts that are read when they are asked for."""
         yield from self.cache.snapshot_parts(PART_HASHES)
         if self.ssd:
-            for stored in self.ssd.snapshot():
-                yield from in_parts(stored, PART_HASHES)
+            yield from self.ssd.snapshot()
 
     def report(self) -> pb.PoolReport:
         """Page counts as a message."""
