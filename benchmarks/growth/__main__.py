@@ -1,11 +1,12 @@
 """What grows with layers, blocks and nodes: `python -m benchmarks.growth [--json] [--only PATH …] [--blocks N] [--nodes N]`.
 
-Each path of a node and a gateway runs with 5, 20 and 80 layers, a sixteenth, a quarter and all of `--blocks` blocks in a
-node's cache, and of `--nodes` nodes. A prompt has a sixteenth of a cache's blocks: of a million, 65,536 blocks of 16 tokens, a
-million tokens. Pages have next to no bytes; blocks, their hashes and the objects for them are all there.
+Each path of a node and a gateway runs with a sixteenth, a quarter and all of `--blocks` blocks in a node's cache; with 5, 20
+and 80 layers; with a sixteenth, a quarter and all of `--nodes` nodes. A prompt has a sixteenth of a cache's blocks: of a
+million, 62,500 blocks of 16 tokens, a million tokens. Pages have next to no bytes; blocks, their hashes and the objects for
+them are all there.
 
-    cpu_s             of the process, the least of three tries
-    longest_pause_s   the most processor time that the loop's thread took in one go, in the best of three tries
+    cpu_s             of the process, the better of two tries
+    longest_pause_s   the most processor time that the loop's thread took in one go, in the better of two tries
     peak_bytes        what one try allocated, at most
     exponent          growth of cpu_s with layers, blocks and nodes: 1 is in proportion, 0 is none
 
@@ -29,10 +30,10 @@ STEPS: Final = (16, 4, 1)
 
 
 def sizes_of(blocks: int, nodes: int) -> list[GrowthSize]:
-    """One number at a time below the largest."""
-    by_layers = [GrowthSize(layers, blocks, nodes) for layers in LAYERS]
+    """One number at a time: layers and nodes with a sixteenth of the blocks."""
+    by_layers = [GrowthSize(layers, blocks // STEPS[0], nodes) for layers in LAYERS]
     by_blocks = [GrowthSize(LAYERS[-1], blocks // step, nodes) for step in STEPS]
-    by_nodes = [GrowthSize(LAYERS[-1], blocks, max(1, nodes // step)) for step in STEPS]
+    by_nodes = [GrowthSize(LAYERS[-1], blocks // STEPS[0], max(1, nodes // step)) for step in STEPS]
     return list(dict.fromkeys([*by_layers, *by_blocks, *by_nodes]))
 
 
@@ -41,7 +42,7 @@ def measured(paths: Paths, sizes: list[GrowthSize], only: list[str]) -> Iterator
     costs: dict[str, dict[GrowthSize, GrowthCost]] = {}
 
     async def at(size: GrowthSize) -> None:
-        for path, act in paths(size):
+        async for path, act in paths(size):
             if not only or any(each in path for each in only):
                 costs.setdefault(path, {})[size] = await cost_of(act)
 

@@ -1,17 +1,27 @@
 """What a gateway does over the caches of many nodes."""
 
 import asyncio
-from collections.abc import Iterator
+import contextlib
+import random
+from collections.abc import AsyncIterator, Sequence
+from functools import partial
 from typing import Final
 
+import msgspec
+
+from benchmarks.fleet.regions import nodes_of, said_of
+from benchmarks.fleet.scale import ARM, GatewayView, agents_of
+from benchmarks.gateway.decision import request_of
 from benchmarks.growth.node_paths import BLOCK_TOKENS, chain, layout_of
 from benchmarks.growth.paths import Act, GrowthSize
 from gateway.cluster.agent_values import events_from
+from gateway.request.request import record_of
 from hybrid_cache.cache.events import BlocksStored, CacheCleared, CacheEvent
 from hybrid_cache.index.index import PrefixIndex
 from node.kvcache.pages import as_message
 from transport.control.proto import node_pb2 as pb
 
+CLUSTERS: Final = 20
 PARTS: Final = 8192  # hashes of an event that fills it
 
 
@@ -70,10 +80,38 @@ async def _heard(index: PrefixIndex, node_id: str, event: CacheEvent) -> None:
         await asyncio.sleep(0)
 
 
-def paths(size: GrowthSize) -> Iterator[tuple[str, Act]]:
-    """Each with what it does, over one index."""
+@contextlib.asynccontextmanager
+async def gateway_view(nodes: int) -> AsyncIterator[GatewayView]:
+    """A gateway's view of a fleet, without blocks."""
+    rng = random.Random(0)
+    members = nodes_of(nodes, min(CLUSTERS, nodes))
+    decodes = sorted({node.cluster for node in members if node.kind == "pd"})
+    view = GatewayView(agents_of([said_of(ARM, node, decodes, rng) for node in members], asyncio.Event()))
+    await view.start()
+    try:
+        yield view
+    finally:
+        await view.clusters.close()
+
+
+async def write_record(view: GatewayView, hashes: Sequence[bytes]) -> None:
+    """A prompt's record, as readers and logs have it."""
+    msgspec.json.encode(record_of(request_of(hashes, view.clusters, 0), 1, 200, ""))
+
+
+async def show_links(view: GatewayView) -> None:
+    """Links, as consoles and metrics have them."""
+    view.links.status()
+    view.links.views()
+
+
+async def paths(size: GrowthSize) -> AsyncIterator[tuple[str, Act]]:
+    """Each with what it does, over one index and one fleet."""
     filled = FilledIndex(size)
     yield "gateway: index is filled", filled.fill
     yield "gateway: index, node comes and goes", filled.snapshot
     yield "gateway: index, a prompt's events", filled.prompt_cached
     yield "gateway: index, a look", filled.look
+    async with gateway_view(size.nodes) as view:
+        yield "gateway: a request's record", partial(write_record, view, filled.prompt)
+        yield "gateway: links are shown", partial(show_links, view)

@@ -4,7 +4,7 @@ import asyncio
 import os
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any, Final, cast
 
@@ -147,7 +147,7 @@ class FilledEngineCache:
             await asyncio.sleep(0)
 
 
-def paths(size: GrowthSize) -> Iterator[tuple[str, Act]]:
+async def paths(size: GrowthSize) -> AsyncIterator[tuple[str, Act]]:
     """Each with what it does, over one cache."""
     with tempfile.TemporaryDirectory() as folder:
         node = FilledNode(size, Path(folder))

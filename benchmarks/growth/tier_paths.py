@@ -2,7 +2,7 @@
 
 import asyncio
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -55,7 +55,7 @@ def _no_views(segments: Sequence[ByteRange]) -> list[memoryview]:
     return []
 
 
-def paths(size: GrowthSize) -> Iterator[tuple[str, Act]]:
+async def paths(size: GrowthSize) -> AsyncIterator[tuple[str, Act]]:
     """Each with what it does, over one disk."""
     with tempfile.TemporaryDirectory() as folder:
         files = FilledDisk(size, Path(folder))
