@@ -114,11 +114,17 @@ class FilledEngineCache:
     def __init__(self, size: GrowthSize) -> None:
         self._layout = layout_of(size.layers)
         self.cache = EngineCache(self._layout, b"salt")
+        self._told = 0
         for start in range(0, size.blocks, FILL_BLOCKS):
             self.store(chain(min(FILL_BLOCKS, size.blocks - start)))
 
+    def _other_tokens(self, blocks: int) -> list[int]:
+        """Tokens of so many blocks that were never told of before."""
+        first, self._told = self._told, self._told + blocks * BLOCK_TOKENS
+        return list(range(first, self._told))
+
     def store(self, hashes: Sequence[bytes]) -> None:
-        tokens = list(range(len(hashes) * BLOCK_TOKENS))
+        tokens = self._other_tokens(len(hashes))
         stored = BlockStored(
             block_hashes=list(hashes), parent_block_hash=None, token_ids=tokens, block_size=BLOCK_TOKENS,
             kv_cache_spec_kind="full_attention",
@@ -130,7 +136,7 @@ class FilledEngineCache:
         step = 512  # of a step of 8,192 tokens
         for start in range(0, len(hashes), step):
             part = hashes[start : start + step]
-            tokens = list(range(start * BLOCK_TOKENS, (start + len(part)) * BLOCK_TOKENS))
+            tokens = self._other_tokens(len(part))
             stored = BlockStored(
                 block_hashes=list(part), parent_block_hash=hashes[start - 1] if start else None, token_ids=tokens,
                 block_size=BLOCK_TOKENS, kv_cache_spec_kind="full_attention",
