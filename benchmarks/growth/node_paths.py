@@ -102,8 +102,11 @@ class FilledNode:
         num_tokens = len(hashes) * BLOCK_TOKENS
         with self.agent.events.watch() as watcher:
             await self.pages.reserve_when_free("prompt", hashes, num_tokens, Purpose.PREFILL, 10.0)
+            await asyncio.sleep(0)  # the engine says each of these in a message of its own
             self.pages.commit("prompt", num_tokens)
+            await asyncio.sleep(0)
             self.pages.release("prompt")
+            await asyncio.sleep(0)
             while (event := await watcher.next(0.001)) is not None:
                 pb.NodeEvent().CopyFrom(event)
 

@@ -17,7 +17,7 @@ from hybrid_cache.cache.pool import PagePool
 from hybrid_cache.cache.reservation import ReservedPages
 from hybrid_cache.errors import IntegrityError
 
-STEP: Final = 2048  # blocks or pages that are looked at in one go: a millisecond
+STEP: Final = 1024  # blocks or pages that are looked at in one go: a millisecond
 PARTS: Final = 256
 MOST_HOLDERS: Final = 255  # a page with more is said to have so many
 
