@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import random
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from functools import partial
 from typing import Final
 
@@ -15,7 +15,7 @@ from benchmarks.gateway.decision import request_of
 from benchmarks.growth.node_paths import BLOCK_TOKENS, chain, layout_of
 from benchmarks.growth.paths import Act, GrowthSize
 from gateway.cluster.agent_values import events_from
-from gateway.request.request import record_of
+from gateway.request.request import Request, record_of
 from hybrid_cache.cache.events import BlocksStored, CacheCleared, CacheEvent
 from hybrid_cache.index.index import PrefixIndex
 from node.kvcache.pages import as_message
@@ -94,9 +94,9 @@ async def gateway_view(nodes: int) -> AsyncIterator[GatewayView]:
         await view.clusters.close()
 
 
-async def write_record(view: GatewayView, hashes: Sequence[bytes]) -> None:
+async def write_record(request: Request) -> None:
     """A prompt's record, as readers and logs have it."""
-    msgspec.json.encode(record_of(request_of(hashes, view.clusters, 0), 1, 200, ""))
+    msgspec.json.encode(record_of(request, 1, 200, ""))
 
 
 async def show_links(view: GatewayView) -> None:
@@ -113,5 +113,5 @@ async def paths(size: GrowthSize) -> AsyncIterator[tuple[str, Act]]:
     yield "gateway: index, a prompt's events", filled.prompt_cached
     yield "gateway: index, a look", filled.look
     async with gateway_view(size.nodes) as view:
-        yield "gateway: a request's record", partial(write_record, view, filled.prompt)
+        yield "gateway: a request's record", partial(write_record, request_of(filled.prompt, view.clusters, 0))
         yield "gateway: links are shown", partial(show_links, view)

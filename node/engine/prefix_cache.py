@@ -247,7 +247,10 @@ class EngineCache:
 
     def _forget_names(self, events: Sequence[EngineEvent]) -> None:
         if any(isinstance(event, AllBlocksCleared) for event in events):
-            self._names = {key: name for key, name in self._names.items() if any(name in g for g in self._groups)}
+            # What a group has now, it was told of in this batch: no need to go through all that it had before.
+            told = (key for event in events if isinstance(event, BlockStored) for key in event.block_hashes)
+            named = {key: self._names[key] for key in told if key in self._names}
+            self._names = {key: name for key, name in named.items() if any(name in group for group in self._groups)}
             for pieces in self._pieces.values():
                 pieces.tidy()
         for event in events:

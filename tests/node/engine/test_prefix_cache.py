@@ -1,5 +1,7 @@
 """vLLM's cache events, translated: our hashes, our groups, and a prefix only where all groups have it."""
 
+import sys
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -416,3 +418,18 @@ def test_nothing_is_remembered_of_pieces_that_nobody_holds(ranges: list[tuple[in
         cache.apply([halves(first, max(stop, first + 1))])
     cache.apply([halves_removed(*range(12))])
     assert cache.remembered == 0
+
+
+def test_what_is_cleared_is_not_gone_through_block_by_block() -> None:
+    cache = EngineCache(DENSE, SALT)
+    tokens = list(range(1000 * BLOCK))
+    cache.apply([stored(0, 1000, block_hashes=list(range(1000)), token_ids=tokens)])
+    assert cache.remembered == 1000
+    calls = Counter[str]()
+    sys.setprofile(lambda frame, event, arg: calls.update([event]))
+    try:
+        cache.apply([AllBlocksCleared()])
+    finally:
+        sys.setprofile(None)
+    assert cache.remembered == 0
+    assert calls.total() < 200
