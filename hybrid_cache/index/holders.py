@@ -14,11 +14,14 @@ PARTS = 256
 class HolderSets:
     """Sets of holders, as the bits of an int, by block hash. An empty set is no entry."""
 
-    __slots__ = ("_oldest", "_parts", "_size")
+    __slots__ = ("_alone", "_oldest", "_parts", "_size")
 
     def __init__(self) -> None:
         self._parts: tuple[dict[bytes, int], ...] = tuple({} for _ in range(PARTS))
         self._size = 0
+        self._alone: dict[
+            int, int
+        ] = {}  # the int of each single holder: most blocks have one, and it may have many bytes
         self._oldest = 0  # the part from which a block is forgotten next
 
     def __len__(self) -> int:
@@ -50,6 +53,7 @@ class HolderSets:
     def add(self, hashes: Iterable[bytes], bit: int) -> None:
         """`bit` holds these blocks, too."""
         parts, same, together = self._parts, 0, 0
+        bit = self._alone.setdefault(bit, bit)
         for each in hashes:
             part = parts[each[0]]
             before = part.get(each, 0)
@@ -70,7 +74,8 @@ class HolderSets:
             part = parts[each[0]]
             before = part.get(each, 0)
             if before is not same:
-                same, left = before, before & ~bit
+                left = before & ~bit
+                same, left = before, self._alone.get(left, left)
             if left:
                 part[each] = left
             elif before:

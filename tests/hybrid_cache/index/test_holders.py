@@ -1,4 +1,5 @@
 import os
+import random
 
 from hybrid_cache.index.holders import HolderSets
 
@@ -17,6 +18,19 @@ def test_neighbours_share_what_says_who_holds_them() -> None:
     holders.remove(names[100:], HIGH << 1)
     assert len({id(some) for some in holders.of_all(names)}) <= 4
     assert holders.sets_bytes < 4 * 400
+
+
+def test_holders_that_are_alone_again_are_the_same_int_in_whichever_order_others_leave() -> None:
+    holders, rng = HolderSets(), random.Random(0)
+    names = [[os.urandom(32) for _ in range(50)] for _ in range(20)]
+    for node, own in enumerate(names):
+        holders.add(own, HIGH << node)
+    everything = [name for own in names for name in own]
+    holders.add(everything, 1)
+    rng.shuffle(everything)
+    for at in range(0, len(everything), 100):
+        holders.remove(everything[at : at + 100], 1)
+    assert len({id(some) for some in holders.of_all(everything)}) == len(names)
 
 
 def test_what_is_removed_is_gone() -> None:
