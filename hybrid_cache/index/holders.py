@@ -61,9 +61,7 @@ class HolderSets:
                 part[each] = bit
                 self._size += 1
                 continue
-            if (
-                before is not same
-            ):  # neighbours have the same holders: one int for all of them, which may have many bytes
+            if before is not same:  # neighbours mostly have the same holders
                 same, together = before, before | bit
             part[each] = together
 
