@@ -20,6 +20,7 @@ from node.config import NodeConfig
 from node.engine.prefix_cache import BlockRemoved, BlockStored, EngineCache
 from node.grpc_service import NodeService
 from node.kvcache.arena import Arena
+from node.kvcache.paced_check import PacedCheck
 from node.kvcache.pages import PART_HASHES, ArenaPages
 from node.metrics import NodeCollector
 from pd_cluster.role import PD
@@ -87,10 +88,8 @@ class FilledNode:
 
     async def check(self) -> None:
         """The agent's check, however long ago the last one was."""
-        fresh = pb.DescribeRequest(check_integrity=True)
-        self.agent._integrity = type(self.agent._integrity)(time.monotonic)
-        description = await self.service.Describe(fresh, cast(Any, None))
-        assert not description.integrity_error, description.integrity_error
+        error = await PacedCheck(time.monotonic).result(self.pages.cache.integrity_steps)
+        assert not error, error
 
     async def scrape(self) -> None:
         registry = CollectorRegistry(auto_describe=False)
