@@ -8,7 +8,7 @@ the number of the last check that has seen it, or of the last one before the blo
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -21,6 +21,7 @@ STEP: Final = 1024  # blocks or pages that are looked at in one go: a millisecon
 PARTS: Final = 256
 MOST_HOLDERS: Final = 255  # a page with more is said to have so many
 
+T = TypeVar("T")
 Nodes = Mapping[bytes, BlockNode]
 Companions = Sequence[Mapping[bytes, Companion]]
 
@@ -62,6 +63,7 @@ class IntegrityCheck:
             )
             for hold in holds
         ]  # fmt: skip
+        self._listed = len(self._nodes) + len(self._companions)
         self._free = pool.free_pages()
         self._evictable_pages = evictable_pages
         self._holders = np.zeros(pool.num_pages, np.uint8)  # of each page
@@ -81,18 +83,25 @@ class IntegrityCheck:
 
     def run(self) -> Iterator[None]:
         """Looks at everything, step by step. Raises IntegrityError."""
-        for start in range(0, len(self._free), self._step):
-            self._count_pages([self._free[start : start + self._step]])
+        yield  # what there is has been listed: some milliseconds for a million blocks
+        for pages in self._parts(self._free):
+            self._count_pages([pages])
             yield
         for hold in self._holds:
             yield from self._look_at_hold(hold)
-        for start in range(0, len(self._nodes), self._step):
-            self._look_at_nodes(self._fresh(self._nodes[start : start + self._step]))
+        for nodes in self._parts(self._nodes):
+            self._look_at_nodes(self._fresh(nodes))
             yield from self._look_at_kept()
-        for start in range(0, len(self._companions), self._step):
-            self._look_at_companions(self._fresh(self._companions[start : start + self._step]))
+        for companions in self._parts(self._companions):
+            self._look_at_companions(self._fresh(companions))
             yield from self._look_at_kept()
         self._conclude()
+
+    def _parts(self, items: list[T]) -> Iterator[list[T]]:
+        """A list from its end on, which grows shorter: a million items are not let go of in one go either."""
+        while items:
+            yield items[-self._step :]
+            del items[-self._step :]
 
     def _fresh(self, items: Sequence[Item]) -> list[tuple[Item, int, int]]:
         """Those that were not kept, as they are."""
@@ -172,7 +181,7 @@ class IntegrityCheck:
         self._holders[some] = np.minimum(self._holders[some] + count, MOST_HOLDERS)
 
     def _conclude(self) -> None:
-        if self._wrong or self._found != len(self._nodes) + len(self._companions):
+        if self._wrong or self._found != self._listed:
             raise IntegrityError(self._wrong or "a block lies under two hashes")
         wrong = np.flatnonzero(self._holders != 1)
         if wrong.size:
