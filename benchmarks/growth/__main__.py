@@ -8,7 +8,7 @@ them are all there.
     cpu_s             of the process, the better of two tries
     longest_pause_s   the most processor time that the loop's thread took in one go, in the better of two tries
     peak_bytes        what one try allocated, at most
-    exponent          growth of cpu_s with layers, blocks and nodes: 1 is in proportion, 0 is none
+    exponent          growth of cpu_s with layers, blocks and nodes: 1 is in proportion, 0 no growth
 
 `flags` name what should not be: `layers x blocks` (CPU grows with both), and `pause` (the loop stood still for over 10 ms).
 An index has at most four million blocks: blocks of a thousand nodes are a sample, of `--blocks` in all.

@@ -32,7 +32,7 @@ ROOM: Final = 1.25  # pages for so many times the blocks
 
 
 class SizedArena:
-    """An arena of so many bytes, none of which is there."""
+    """An arena of so many bytes that are not there."""
 
     path = Path("/dev/null")
 

@@ -199,7 +199,7 @@ class IntegrityCheck:
 
 
 class _Balance:
-    """Numbers that must come to nothing for every item, in parts, none of which takes long to grow."""
+    """Numbers that must come to nothing for every item, in parts that are each quick to grow."""
 
     def __init__(self) -> None:
         self._parts: list[dict[Item, int]] = [{} for _ in range(PARTS)]

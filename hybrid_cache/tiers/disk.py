@@ -135,7 +135,7 @@ class DiskTier:
     def snapshot(self, most_hashes: int = PART_HASHES) -> Iterator[BlocksStored]:
         """What can probably be read, in parts, each as of when it is asked for. What changes meanwhile, `take_events` tells."""
         for group, table in enumerate(self._tables):
-            with self._lock:  # first: they are written into slots, of which some are read already
+            with self._lock:  # first: their slots may be among those that were read
                 some = [key.block_hash for key in self._pending if key.group == group]
             start = 0
             while some or start < table.num_taken:
