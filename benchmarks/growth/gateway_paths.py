@@ -44,13 +44,17 @@ class FilledIndex:
             self.index.apply(f"n{node}", BlocksStored(0, tuple(self.prompt[:length])))
 
     async def fill(self) -> None:
-        """A gateway that has just started hears of all that; its memory is the index's."""
+        """A gateway that has just started hears of all that, and loses all of its nodes; its memory is the index's."""
         index = PrefixIndex(self.index.layout)
         each = -(-self._blocks // self._nodes)
         for node in range(self._nodes):
             own = self.hashes[node * each : (node + 1) * each]
             for at in range(0, len(own), PARTS):
                 await _heard(index, f"n{node}", BlocksStored(0, tuple(own[at : at + PARTS])))
+        for node in range(self._nodes):
+            index.drop(f"n{node}")
+        while index.tidy():  # noqa: ASYNC110 nothing else does it
+            await asyncio.sleep(0)
 
     async def snapshot(self) -> None:
         """One node of a whole cache of blocks connects, and its connection is lost."""
@@ -108,7 +112,7 @@ async def show_links(view: GatewayView) -> None:
 async def paths(size: GrowthSize) -> AsyncIterator[tuple[str, Act]]:
     """Each with what it does, over one index and one fleet."""
     filled = FilledIndex(size)
-    yield "gateway: index is filled", filled.fill
+    yield "gateway: index is filled, emptied", filled.fill
     yield "gateway: index, node comes and goes", filled.snapshot
     yield "gateway: index, a prompt's events", filled.prompt_cached
     yield "gateway: index, a look", filled.look
