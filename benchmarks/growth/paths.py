@@ -76,7 +76,7 @@ def exponents(costs: Mapping[GrowthSize, GrowthCost]) -> dict[str, float | None]
         lines: dict[GrowthSize, list[tuple[int, float]]] = {}
         for size, cost in costs.items():
             lines.setdefault(replace(size, **{name: 0}), []).append((getattr(size, name), cost.cpu_s))
-        line = sorted(max(lines.values(), key=lambda line: len(line)))
+        line = max([sorted(line) for line in lines.values()], key=len)
         (small, small_s), (large, large_s) = line[0], line[-1]
         found[name] = None if large == small else log(max(large_s, 1e-9) / max(small_s, 1e-9)) / log(large / small)
     return found
