@@ -19,6 +19,7 @@ import uvloop
 
 from gateway.assembly import RunningGateway, running
 from gateway.config.gateway import GatewayConfig, load
+from gateway.config.models import ModelConfig
 from gateway.errors import GatewayConfigError, NotReplaced
 from gateway.http.listener import raise_descriptor_limit
 from gateway.http.tls import server_certificate
@@ -134,11 +135,20 @@ def configured(arguments: argparse.Namespace, copy: Path | None = None) -> Gatew
 
 
 def read_tokenizer(config: GatewayConfig) -> TextTokenizer:
-    """The tokenizer that the configuration names. Raises GatewayConfigError."""
+    """The tokenizer of the default model; those of the others can be read, too. Raises GatewayConfigError."""
+    first, *others = [_tokenizer_of(config, model) for model in config.catalog.models]
+    del others  # they are read again where they are used
+    return first
+
+
+def _tokenizer_of(config: GatewayConfig, model: ModelConfig) -> TextTokenizer:
+    own = config.of_model(model)
+    assert own.tokenizer_dir is not None
     try:
-        return TextTokenizer.load(config.tokenizer_dir, FairCache(config.prompt_memory_bytes))
+        return TextTokenizer.load(own.tokenizer_dir, FairCache(config.prompt_memory_bytes))
     except TokenizerUnreadable as error:
-        raise GatewayConfigError(f"tokenizer_dir: {error}") from error
+        where = f"models.{model.name}: " if model.name else ""
+        raise GatewayConfigError(f"{where}tokenizer_dir: {error}") from error
 
 
 def check_identity(config: GatewayConfig) -> None:

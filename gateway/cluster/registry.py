@@ -27,7 +27,7 @@ from gateway.cluster.served_model import (
     short,
     why_not,
 )
-from gateway.config.gateway import GatewayConfig
+from gateway.config.models import ModelCatalog
 from gateway.errors import AgentCallFailed
 from gateway.prompt.prompt import Prompt
 from gateway.tasks import BACKOFF_S, TaskSet
@@ -66,6 +66,7 @@ class NodeTimes:
 
 
 NODE_TIMES: Final = NodeTimes()
+ONE_MODEL: Final = ModelCatalog()
 
 
 class Clusters:
@@ -76,8 +77,7 @@ class Clusters:
         agents: Collection[AgentClient],
         clock: Callable[[], float],
         *,
-        served_model: str = "",
-        accepted: Collection[str] = (),
+        catalog: ModelCatalog = ONE_MODEL,
         decode_slots: int = 16,
         tasks: TaskSet,
         on_lost: Callable[[str], None] = lambda reason: None,
@@ -90,14 +90,13 @@ class Clusters:
         """`on_silent` is told whose engine says nothing: what waits for it and has heard nothing for `quiet_s` need wait no more.
 
         `catch_up` is called before nodes are looked at: what other workers have under way on them is to be seen, too.
-        Models whose identities are `accepted` may answer for each other.
+        `catalog` says which model a node is of; other nodes are not used.
         """
         # Changed in place: links and others look at the same list.
         self.nodes = [ClusterNode(agent) for agent in agents]
-        self.served: ServedModel | None = None  # what holds for all revisions, by the name of the first
-        self.revisions: dict[str, ServedModel] = {}  # each as its own nodes serve it
-        self._served_name = served_model
-        self._accepted = frozenset(accepted)
+        self.models: dict[str, ServedModel] = {}  # by key: what holds for all revisions, by the name of the first
+        self.revisions: dict[str, ServedModel] = {}  # of all models, each as its own nodes serve it
+        self._catalog = catalog
         self._decode_slots = decode_slots
         self._clock = clock
         self._on_lost = on_lost
@@ -181,11 +180,26 @@ class Clusters:
 
     @property
     def is_ready(self) -> bool:
-        """Whether a request could be served now."""
+        """Whether a request to some model could be served now."""
+        return any(map(self.serves, self.models))
+
+    @property
+    def served(self) -> ServedModel | None:
+        """The model of requests that name none, once a node has it."""
+        return self.models.get(self._catalog.default)
+
+    def serves(self, model: str) -> bool:
+        """Whether a request to that model could be served now."""
         return any(
             self.ready(Role.DECODE, name) and (self.ready(Role.PREFILL, name) or not served.is_paired)
             for name, served in self.revisions.items()
+            if served.key == model
         )
+
+    def ready_of(self, role: Role, model: str) -> list[ClusterNode]:
+        """Nodes of that role, and of any revision of that model, to which new work may be sent."""
+        names = [name for name, served in self.revisions.items() if served.key == model]
+        return [node for name in names for node in self.ready(role, name)]
 
     def index_of(self, revision: str) -> PrefixIndex | None:
         """What the nodes of a revision have cached; None before one is known."""
@@ -194,13 +208,14 @@ class Clusters:
 
     @property
     def index(self) -> PrefixIndex | None:
-        """That of the revision that stands for the model."""
+        """That of the revision that stands for the default model."""
         return self.index_of(self.served.revision) if self.served is not None else None
 
-    def configure(self, config: GatewayConfig) -> None:
-        """Other models may answer for the one served from now on."""
-        self._accepted = frozenset(config.revisions)
-        self._serve()
+    def follow(self, catalog: ModelCatalog) -> None:
+        """Its models are served from now on, by the nodes that it says."""
+        if catalog != self._catalog:
+            self._catalog = catalog
+            self._serve()
 
     def rename(self, secrets: NameSecrets) -> None:
         """Names blocks by these from now on."""
@@ -208,8 +223,9 @@ class Clusters:
         self.revisions = {
             name: replace(each, hashing=hashing_by(secrets, each.layout)) for name, each in self.revisions.items()
         }
-        if self.served is not None:
-            self.served = replace(self.served, hashing=hashing_by(secrets, self.served.layout))
+        self.models = {
+            key: replace(each, hashing=hashing_by(secrets, each.layout)) for key, each in self.models.items()
+        }
 
     def by_id(self, node_id: str, revision: str = "") -> ClusterNode:
         """The node that bears this name, and is of that revision or, without one, of any.
@@ -334,7 +350,7 @@ class Clusters:
 
     def _give_up(self, node: ClusterNode, quiet_s: float) -> None:
         """Ends what waits for an engine that says nothing, if another node could do its work: it may come back."""
-        if node.info is not None and self.ready(Role.DECODE):
+        if node.info is not None and self.ready_of(Role.DECODE, node.model or ""):
             self._on_silent(node.info.engine_url, quiet_s)
 
     def _describe(self, node: ClusterNode, info: NodeInfo) -> None:
@@ -357,31 +373,58 @@ class Clusters:
         if info.layout_json:
             self._indexes.of(info)
         self._serve()
-        if node.revision and node.revision not in self.revisions:
-            log.warning("node %s is not used: %s", info.node_id, why_not(self.revisions))
+        if info.layout_json and (why := self.why_unused(node)):
+            log.warning("node %s is not used: %s", info.node_id, why)
         if node.state != before:
             log.info("node %s (%s of %s) is %s", node.id, info.role, info.cluster, node.state)
 
-    def _serve(self) -> None:
-        """Takes what connected nodes have for the revisions of the model, and has decisions look again.
+    def why_unused(self, node: ClusterNode) -> str:
+        """Why no decision sees a node that has been described, whatever its state; "": they do."""
+        if node.info is None or node.revision in self.revisions:
+            return ""
+        own = [name for name, served in self.revisions.items() if served.key == node.model]
+        return why_not(node.info, node.model, own)
 
-        Without any, the last ones stay. The first layout described is that of the model, until no connected node has it any more.
+    def _serve(self) -> None:
+        """Takes what connected nodes have for the revisions of their models, and has decisions look again.
+
+        Without any, the last ones of a model stay.
         """
-        infos, former = _connected(self.nodes), self.served
-        named = partial(served_as, name=self._served_name, secrets=self.secrets)
-        before = former.revision if former is not None else ""
-        found = revisions_among(infos, self._indexes.layouts(), before, self._accepted, named)
+        by_model: dict[str, list[NodeInfo]] = {each.name: [] for each in self._catalog.models}
+        for node in self.nodes:
+            node.model = self._catalog.of_node(node.info.model_id) if node.info is not None else node.model
+            if node.connected and node.info is not None and node.model is not None:
+                by_model[node.model].append(node.info)
         self._serving = None
         self._changed.set()
+        revisions, models, self.revisions, self.models = self.revisions, self.models, {}, {}
+        for key, infos in by_model.items():
+            former = {name: each for name, each in revisions.items() if each.key == key}
+            self._serve_model(key, infos, former, models.get(key))
+
+    def _serve_model(
+        self, key: str, infos: Sequence[NodeInfo], former: Mapping[str, ServedModel], before: ServedModel | None
+    ) -> None:
+        """The first layout described is that of the model, until none of its connected nodes has it any more."""
+        configured = self._catalog.by_name(key)
+        assert configured is not None
+        named = partial(
+            served_as, name=self._catalog.shown(key), secrets=self.secrets, key=key, aliases=configured.aliases
+        )
+        revision, layouts = before.revision if before is not None else "", self._indexes.layouts()
+        found = revisions_among(infos, layouts, revision, configured.revisions, named, key)
         if not found:
+            if before is not None:
+                self.models[key] = before
+                self.revisions |= former
             return
         first, *later = found.values()
-        if former is not None and former.revision != first.revision:
-            log.warning("model %s is served from now on: no node has %s any more", first.model_id, former.model_id)
-        for name in found.keys() - self.revisions.keys() if later else ():
+        if before is not None and before.revision != first.revision:
+            log.warning("model %s is served from now on: no node has %s any more", first.model_id, before.model_id)
+        for name in found.keys() - former.keys() if later else ():
             log.info("revision %s of %s joins %d others", short(name), first.name, len(found) - 1)
-        self.revisions = found
-        self.served = first.by([info for info in infos if revision_of(info) in found])
+        self.revisions |= found
+        self.models[key] = first.by([info for info in infos if revision_of(info, key) in found])
 
     def _lost(self, node: ClusterNode) -> None:
         if node.connected and node not in self.retired:
@@ -413,7 +456,7 @@ class Clusters:
 
         def used() -> set[str]:
             layouts = {info.layout_fingerprint for info in _connected(self.nodes)}
-            return layouts | {self.served.layout.fingerprint} if self.served is not None else layouts
+            return layouts | {served.layout.fingerprint for served in self.models.values()}
 
         await self._indexes.tidy(used)
 
