@@ -347,7 +347,9 @@ def build_routing(*, config: GatewayConfig, common: CommonParts) -> RoutingParts
     steps = LearnedSteps()
     cost = LearnedCost(config.routing.prefill_tokens_per_s, steps=steps)
     router = Router(config, seen.clusters, seen.links, cost, clock)
-    follower = Follower(config.plan, router.follow, seat.metrics.upkeep, config.plan.asked(config.identity))
+    follower = Follower(
+        config.plan, router.follow, seat.metrics.upkeep, config.plan.asked(config.identity), config.served_model
+    )
     follower.begin()
     moves = PrefixTransfers(
         seat.metrics,

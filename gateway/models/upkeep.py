@@ -53,8 +53,8 @@ class SeenModels:
     def at(self, now: float, here: Collection[str], grace_s: float) -> "SeenModels":
         """With those that are here now, without those that have been gone for `grace_s`."""
         kept = {name: at for name, at in self.last_seen_s.items() if now - at < grace_s}
-        room = [name for name in sorted(here) if name in kept or len(kept) < MOST_MODELS]
-        return SeenModels(kept | dict.fromkeys(room, now))
+        new = sorted(set(here) - kept.keys())[: max(0, MOST_MODELS - len(kept))]
+        return SeenModels(kept | dict.fromkeys([*(name for name in kept if name in here), *new], now))
 
 
 class ModelUpkeep:

@@ -184,7 +184,7 @@ async def _stepping(
     tokenizers: Callable[[GatewayConfig], TextTokenizer] | None = None,
 ) -> AsyncIterator[Pipelined]:
     """The steps and pages, built as a gateway builds them."""
-    clock, tokenizer, metrics = memory_loop().time, text_tokenizer(), seat.metrics
+    clock, metrics = memory_loop().time, seat.metrics
     tasks = GatewayTasks(*(TaskSet(metrics.upkeep.unforeseen) for _ in range(4)))
     async with AsyncExitStack() as held:
         ended = await held.enter_async_context(build_sinks(config=config, metrics=metrics))
@@ -226,6 +226,7 @@ async def _stepping(
         held.push_async_callback(upkeep.close)
         catalog = config.catalog
         default = config_of(config, catalog, catalog.default, 1)
+        tokenizer = text_tokenizer() if tokenizers is None else tokenizers(default)
         models.add(
             await held.enter_async_context(
                 build_model(default, catalog.default, tokenizer, common=common, reader_type=MemoryReader)
