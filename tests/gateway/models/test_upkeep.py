@@ -12,19 +12,13 @@ from gateway.config.models import MOST_MODELS, ModelConfig
 from gateway.models.upkeep import AGAIN_S, SeenModels
 from prompts.errors import TokenizerUnreadable
 from prompts.tokens.tokenizer import TextTokenizer
-from tests.gateway.memory.pipeline import Pipelined, on_memory_loop, pipeline
+from tests.gateway.members.test_roster import without
+from tests.gateway.memory.pipeline import on_memory_loop, pipeline
 from tests.gateway.models.worlds import OTHER, TABLE, ask, bring, error_of, tokenizers, two_models
-from tests.gateway.scripted import ScriptedNode
 from tests.gateway.worlds import until
 
 NAMES = st.sets(st.sampled_from([f"m{number}" for number in range(2 * MOST_MODELS)]))
 GRACE_S = 30.0
-
-
-async def went(w: Pipelined, node: ScriptedNode) -> None:
-    """The node is there no more."""
-    await node.stop_agent()
-    await until(lambda: not next(each for each in w.clusters.nodes if each.id == node.node_id).connected)
 
 
 @on_memory_loop
@@ -41,14 +35,16 @@ async def test_a_model_that_nodes_bring_is_served_with_its_folder_and_forgotten_
         await until(lambda: w.clusters.serves(OTHER) and OTHER in w.models)
         assert (await ask(w, OTHER), await ask(w, "scripted")) == (200, 200)
         assert [each["model"] for each in await w.records()] == [OTHER, "scripted"]
-        await went(w, second)
+        whole = w.config
+        without(w, second)
+        await until(lambda: len(w.clusters.nodes) == 2)
         assert (await error_of(w, OTHER))["code"] == "no_decode_node"
         assert await ask(w, "scripted") == 200
         await asyncio.sleep(GRACE_S + 2)
         assert OTHER not in w.models
         assert (await error_of(w, OTHER))["status"] == 404
         assert [card["id"] for card in (await (await w.http.get("/v1/models")).json())["data"]] == ["scripted"]
-        await second.start_agent(second.agent_address)
+        w.configure(whole)
         await until(lambda: OTHER in w.models and w.clusters.serves(OTHER))
         assert await ask(w, OTHER) == 200
 
