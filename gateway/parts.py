@@ -385,7 +385,7 @@ def build_pipeline(
     clock, seat, tasks, seen, ended = common.clock, common.seat, common.tasks, common.seen, common.ended
     clusters, router = seen.clusters, routing.router
     engine_readings = EngineReadings(
-        Styles(), lambda role: clusters.ready_of(role, key), seen.legs, reader, tasks.afterwards, clock,
+        Styles(), lambda role: clusters.ready(role, model=key), seen.legs, reader, tasks.afterwards, clock,
         config.timeouts.read_s,
         lambda: router.setting.threshold_tokens,
         renders_otherwise=config.tokenizer_dir is not None and renders_otherwise(config.tokenizer_dir),

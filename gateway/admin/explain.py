@@ -141,7 +141,7 @@ class Explanations:
         now = self._clock()
         if node.state != "ready":
             return f"it is {node.state}"
-        if why := self._clusters.why_unused(node):
+        if node.info is not None and (why := self._clusters.all_served.why_unused(node.info)):
             return why
         if node.model != key:
             return f"it serves the model {self._models.name_of(node.model)!r}"

@@ -10,7 +10,6 @@ import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Final
 
 from gateway.cluster.agent_client import RENEWED, AgentClient
@@ -20,12 +19,7 @@ from gateway.cluster.pinned_prefixes import PinnedPrefix
 from gateway.cluster.prefix_indexes import PrefixIndexes
 from gateway.cluster.served_model import (
     ServedModel,
-    hashing_by,
-    revision_of,
-    revisions_among,
-    served_as,
-    short,
-    why_not,
+    ServedModels,
 )
 from gateway.config.models import ModelCatalog
 from gateway.errors import AgentCallFailed
@@ -94,9 +88,11 @@ class Clusters:
         """
         # Changed in place: links and others look at the same list.
         self.nodes = [ClusterNode(agent) for agent in agents]
-        self.models: dict[str, ServedModel] = {}  # by key: what holds for all revisions, by the name of the first
-        self.revisions: dict[str, ServedModel] = {}  # of all models, each as its own nodes serve it
-        self._catalog = catalog
+        self.all_served = ServedModels(catalog)
+        # Of these, what decisions ask: by key, the default one once a node has it; all revisions.
+        self.models: Mapping[str, ServedModel] = {}
+        self.served: ServedModel | None = None
+        self.revisions: Mapping[str, ServedModel] = {}
         self._decode_slots = decode_slots
         self._clock = clock
         self._on_lost = on_lost
@@ -181,25 +177,7 @@ class Clusters:
     @property
     def is_ready(self) -> bool:
         """Whether a request to some model could be served now."""
-        return any(map(self.serves, self.models))
-
-    @property
-    def served(self) -> ServedModel | None:
-        """The model of requests that name none, once a node has it."""
-        return self.models.get(self._catalog.default)
-
-    def serves(self, model: str) -> bool:
-        """Whether a request to that model could be served now."""
-        return any(
-            self.ready(Role.DECODE, name) and (self.ready(Role.PREFILL, name) or not served.is_paired)
-            for name, served in self.revisions.items()
-            if served.key == model
-        )
-
-    def ready_of(self, role: Role, model: str) -> list[ClusterNode]:
-        """Nodes of that role, and of any revision of that model, to which new work may be sent."""
-        names = [name for name, served in self.revisions.items() if served.key == model]
-        return [node for name in names for node in self.ready(role, name)]
+        return any(is_ready(self, served) for served in self.revisions.values())
 
     def index_of(self, revision: str) -> PrefixIndex | None:
         """What the nodes of a revision have cached; None before one is known."""
@@ -213,19 +191,14 @@ class Clusters:
 
     def follow(self, catalog: ModelCatalog) -> None:
         """Its models are served from now on, by the nodes that it says."""
-        if catalog != self._catalog:
-            self._catalog = catalog
+        if catalog != self.all_served.catalog:
+            self.all_served = replace(self.all_served, catalog=catalog)
             self._serve()
 
     def rename(self, secrets: NameSecrets) -> None:
         """Names blocks by these from now on."""
         self.secrets = secrets
-        self.revisions = {
-            name: replace(each, hashing=hashing_by(secrets, each.layout)) for name, each in self.revisions.items()
-        }
-        self.models = {
-            key: replace(each, hashing=hashing_by(secrets, each.layout)) for key, each in self.models.items()
-        }
+        self._serve()
 
     def by_id(self, node_id: str, revision: str = "") -> ClusterNode:
         """The node that bears this name, and is of that revision or, without one, of any.
@@ -260,11 +233,12 @@ class Clusters:
         by_cluster = {cluster: views for cluster, nodes in prefills.items() if (views := seen(nodes))}
         return ReadyNodes(by_cluster, seen(decodes))
 
-    def ready(self, role: Role, revision: str | None = None) -> list[ClusterNode]:
-        """Nodes of that role, and of that revision or any, to which new work may be sent."""
+    def ready(self, role: Role, revision: str | None = None, model: str | None = None) -> list[ClusterNode]:
+        """Nodes of that role, and of that revision or any of a model or of all, to which new work may be sent."""
         now = self._clock()
         found: list[ClusterNode] = []
-        for name in self.revisions if revision is None else (revision,):
+        names = [name for name, served in self.revisions.items() if model is None or served.key == model]
+        for name in names if revision is None else (revision,):
             prefills, decodes = self._ready(name)
             named = decodes if role is Role.DECODE else [each for nodes in prefills.values() for each in nodes]
             found += [node for _, node in named if now >= node.suspect_until]
@@ -350,7 +324,7 @@ class Clusters:
 
     def _give_up(self, node: ClusterNode, quiet_s: float) -> None:
         """Ends what waits for an engine that says nothing, if another node could do its work: it may come back."""
-        if node.info is not None and self.ready_of(Role.DECODE, node.model or ""):
+        if node.info is not None and self.ready(Role.DECODE, model=node.model or ""):
             self._on_silent(node.info.engine_url, quiet_s)
 
     def _describe(self, node: ClusterNode, info: NodeInfo) -> None:
@@ -373,58 +347,20 @@ class Clusters:
         if info.layout_json:
             self._indexes.of(info)
         self._serve()
-        if info.layout_json and (why := self.why_unused(node)):
+        if info.layout_json and (why := self.all_served.why_unused(info)):
             log.warning("node %s is not used: %s", info.node_id, why)
         if node.state != before:
             log.info("node %s (%s of %s) is %s", node.id, info.role, info.cluster, node.state)
 
-    def why_unused(self, node: ClusterNode) -> str:
-        """Why no decision sees a node that has been described, whatever its state; "": they do."""
-        if node.info is None or node.revision in self.revisions:
-            return ""
-        own = [name for name, served in self.revisions.items() if served.key == node.model]
-        return why_not(node.info, node.model, own)
-
     def _serve(self) -> None:
-        """Takes what connected nodes have for the revisions of their models, and has decisions look again.
-
-        Without any, the last ones of a model stay.
-        """
-        by_model: dict[str, list[NodeInfo]] = {each.name: [] for each in self._catalog.models}
+        """Takes what connected nodes have for the revisions of their models, and has decisions look again."""
         for node in self.nodes:
-            node.model = self._catalog.of_node(node.info.model_id) if node.info is not None else node.model
-            if node.connected and node.info is not None and node.model is not None:
-                by_model[node.model].append(node.info)
+            node.model = self.all_served.of_node(node.info) if node.info is not None else node.model
         self._serving = None
         self._changed.set()
-        revisions, models, self.revisions, self.models = self.revisions, self.models, {}, {}
-        for key, infos in by_model.items():
-            former = {name: each for name, each in revisions.items() if each.key == key}
-            self._serve_model(key, infos, former, models.get(key))
-
-    def _serve_model(
-        self, key: str, infos: Sequence[NodeInfo], former: Mapping[str, ServedModel], before: ServedModel | None
-    ) -> None:
-        """The first layout described is that of the model, until none of its connected nodes has it any more."""
-        configured = self._catalog.by_name(key)
-        assert configured is not None
-        named = partial(
-            served_as, name=self._catalog.shown(key), secrets=self.secrets, key=key, aliases=configured.aliases
-        )
-        revision, layouts = before.revision if before is not None else "", self._indexes.layouts()
-        found = revisions_among(infos, layouts, revision, configured.revisions, named, key)
-        if not found:
-            if before is not None:
-                self.models[key] = before
-                self.revisions |= former
-            return
-        first, *later = found.values()
-        if before is not None and before.revision != first.revision:
-            log.warning("model %s is served from now on: no node has %s any more", first.model_id, before.model_id)
-        for name in found.keys() - former.keys() if later else ():
-            log.info("revision %s of %s joins %d others", short(name), first.name, len(found) - 1)
-        self.revisions |= found
-        self.models[key] = first.by([info for info in infos if revision_of(info, key) in found])
+        self.all_served = served = self.all_served.by(_connected(self.nodes), self._indexes.layouts(), self.secrets)
+        self.models, self.revisions = served.models, served.revisions
+        self.served = served.models.get(served.catalog.default)
 
     def _lost(self, node: ClusterNode) -> None:
         if node.connected and node not in self.retired:
@@ -459,6 +395,12 @@ class Clusters:
             return layouts | {served.layout.fingerprint for served in self.models.values()}
 
         await self._indexes.tidy(used)
+
+
+def is_ready(clusters: Clusters, served: ServedModel) -> bool:
+    """Whether a request could be served now by this revision."""
+    name = served.revision
+    return bool(clusters.ready(Role.DECODE, name) and (clusters.ready(Role.PREFILL, name) or not served.is_paired))
 
 
 def unfit(nodes: Collection[ClusterNode], prompt: Prompt) -> set[str]:

@@ -4,17 +4,21 @@ Only nodes of one revision can use each other's KVCache: their layouts have one 
 two models are of two revisions, also if their weights are the same.
 """
 
+import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Final
 
 from gateway.api.unsupported import UnsupportedFields
 from gateway.cluster.agent_values import NodeInfo
-from gateway.config.models import REST
+from gateway.config.models import REST, ModelCatalog, ModelTable
 from gateway.prompt.prompt import Hashing, PromptModel
 from hybrid_cache.hashing.name_secrets import UNKEYED, NameSecrets
 from hybrid_cache.layout.layout import ModelLayout
 from planner.decisions.views import Role
+
+log = logging.getLogger("prfaas.gateway.clusters")
 
 SHORT_CHARS: Final = 12
 MOST_REVISIONS: Final = 8  # at once: each prompt is hashed for each
@@ -173,3 +177,68 @@ def revisions_among(
         if len(found) == MOST_REVISIONS:
             break
     return found
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModels:
+    """The models of a gateway as nodes have them: `models` by key, each as all its revisions hold; `revisions` of all."""
+
+    catalog: ModelCatalog
+    models: Mapping[str, ServedModel] = field(default_factory=dict)
+    revisions: Mapping[str, ServedModel] = field(default_factory=dict)
+
+    def of_node(self, info: NodeInfo) -> str | None:
+        """The key of the model that a node has; None: none of these."""
+        return self.catalog.of_node(info.model_id)
+
+    def why_unused(self, info: NodeInfo) -> str:
+        """Why no decision sees a node, whatever its state; "": they do."""
+        key = self.of_node(info)
+        if key is not None and revision_of(info, key) in self.revisions:
+            return ""
+        return why_not(info, key, [name for name, served in self.revisions.items() if served.key == key])
+
+    def by(
+        self, infos: Sequence[NodeInfo], layouts: Mapping[str, ModelLayout], secrets: NameSecrets = UNKEYED
+    ) -> "ServedModels":
+        """As these connected nodes have them now. The last revisions of a model without any stay."""
+        models, revisions = dict[str, ServedModel](), dict[str, ServedModel]()
+        for each in self.catalog.models:
+            mine = [info for info in infos if self.of_node(info) == each.name]
+            former, before = self._of(each.name), self.models.get(each.name)
+            found = self._found(each, mine, layouts, secrets)
+            if not found:
+                if before is not None:
+                    models |= _renamed({each.name: before}, secrets)
+                    revisions |= _renamed(former, secrets)
+                continue
+            _told(former, found, before)
+            revisions |= found
+            first = next(iter(found.values()))
+            models[each.name] = first.by([info for info in mine if revision_of(info, each.name) in found])
+        return replace(self, models=models, revisions=revisions)
+
+    def _of(self, key: str) -> dict[str, ServedModel]:
+        return {name: each for name, each in self.revisions.items() if each.key == key}
+
+    def _found(
+        self, table: ModelTable, infos: Sequence[NodeInfo], layouts: Mapping[str, ModelLayout], secrets: NameSecrets
+    ) -> dict[str, ServedModel]:
+        """The first layout described is that of the model, until none of its connected nodes has it any more."""
+        key, before = table.name, self.models.get(table.name)
+        named = partial(served_as, name=self.catalog.shown(key), secrets=secrets, key=key, aliases=table.aliases)
+        former = before.revision if before is not None else ""
+        return revisions_among(infos, layouts, former, table.revisions, named, key)
+
+
+def _renamed(served: Mapping[str, ServedModel], secrets: NameSecrets) -> dict[str, ServedModel]:
+    return {name: replace(each, hashing=hashing_by(secrets, each.layout)) for name, each in served.items()}
+
+
+def _told(former: Mapping[str, ServedModel], found: Mapping[str, ServedModel], before: ServedModel | None) -> None:
+    """Logs what is different."""
+    first, *later = found.values()
+    if before is not None and before.revision != first.revision:
+        log.warning("model %s is served from now on: no node has %s any more", first.model_id, before.model_id)
+    for name in found.keys() - former.keys() if later else ():
+        log.info("revision %s of %s joins %d others", short(name), first.name, len(found) - 1)

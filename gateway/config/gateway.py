@@ -25,7 +25,7 @@ from gateway.config.audit import AuditConfig
 from gateway.config.classes import AdmissionConfig, ClassConfig, check_classes, names_of
 from gateway.config.fleet import FleetConfig
 from gateway.config.membership import MembershipConfig
-from gateway.config.models import REST, ModelCatalog, ModelConfig, check_models, ordered
+from gateway.config.models import REST, ModelCatalog, ModelTable, check_models, ordered
 from gateway.config.oidc import OidcConfig
 from gateway.config.operators import OperatorConfig, check_operators, nameless
 from gateway.config.plan import PlanConfig
@@ -257,7 +257,7 @@ class GatewayConfig:
     """
 
     tokenizer_dir: Path | None = None
-    models: tuple[ModelConfig, ...] = ()
+    models: tuple[ModelTable, ...] = ()
     models_dir: Path | None = None
     default_model: str = ""
     model_grace_s: float = 300.0
@@ -411,21 +411,10 @@ class GatewayConfig:
     @property
     def catalog(self) -> ModelCatalog:
         """The models that the file names."""
-        own = ModelConfig(name=REST, revisions=self.revisions, plan=self.plan)
+        own = ModelTable(name=REST, revisions=self.revisions, plan=self.plan)
         models = (own, *self.models) if self.tokenizer_dir is not None else self.models
         default = self.default_model if self.default_model != self.served_model else REST
         return ModelCatalog(ordered(models, default), self.served_model)
-
-    def of_model(self, model: ModelConfig) -> Self:
-        """The same as it holds for one of the models."""
-        if model.name == REST:
-            return replace(self, models=(), default_model="")
-        folder = model.tokenizer_dir or (self.models_dir or Path()) / model.name
-        threshold = self.threshold_tokens if model.threshold_tokens is None else model.threshold_tokens
-        return replace(
-            self, tokenizer_dir=folder, models=(), default_model="", served_model=model.name, plan=model.plan,
-            revisions=model.revisions, threshold_tokens=threshold,
-        )  # fmt: skip
 
     def differences(self, other: Self) -> list[str]:
         """The keys in which `other` differs."""

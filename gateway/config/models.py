@@ -22,7 +22,7 @@ FOLDER: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelConfig:
+class ModelTable:
     """`[[gateway.models]]`. `nodes` are the names by which nodes announce it; without, its own name.
 
     Clients may call it by its name, by `aliases`, and by what its nodes call it. Without a `tokenizer_dir` it has the folder of
@@ -56,7 +56,7 @@ class ModelCatalog:
     Clients call that one `served_model`, or "" what its nodes call it.
     """
 
-    models: tuple[ModelConfig, ...] = (ModelConfig(name=REST),)
+    models: tuple[ModelTable, ...] = (ModelTable(name=REST),)
     served_model: str = ""
 
     @property
@@ -80,23 +80,23 @@ class ModelCatalog:
         """What clients call it, "" where only its nodes know."""
         return key or self.served_model
 
-    def by_name(self, key: str) -> ModelConfig | None:
+    def by_name(self, key: str) -> ModelTable | None:
         """None for a model that is not of this gateway."""
         return next((each for each in self.models if each.name == key), None)
 
     def with_found(self, names: Collection[str]) -> "ModelCatalog":
         """These beside them, as far as there is room, each by the name that nodes announce."""
         known = {each.name for each in self.models}
-        found = [ModelConfig(name=name) for name in sorted(names) if name not in known]
+        found = [ModelTable(name=name) for name in sorted(names) if name not in known]
         return ModelCatalog((*self.models, *found[: MOST_MODELS - len(self.models)]), self.served_model)
 
 
-def ordered(models: Sequence[ModelConfig], default: str) -> tuple[ModelConfig, ...]:
+def ordered(models: Sequence[ModelTable], default: str) -> tuple[ModelTable, ...]:
     """The default one first: the first where none is named."""
     return tuple(sorted(models, key=lambda each: bool(default) and each.name != default))
 
 
-def check_models(models: Sequence[ModelConfig], served_model: str, default: str, models_dir: Path | None) -> None:
+def check_models(models: Sequence[ModelTable], served_model: str, default: str, models_dir: Path | None) -> None:
     """Raises SettingsError for models without a name or a tokenizer, and for names that two have."""
     require(len(models) < MOST_MODELS, "models", len(models), f"fewer than {MOST_MODELS} tables")
     for each in models:
@@ -115,5 +115,5 @@ def check_models(models: Sequence[ModelConfig], served_model: str, default: str,
     require(not default or default in [*keys, served_model], "default_model", default, f"one of {known}")
 
 
-def _names(model: ModelConfig, what: str) -> set[str]:
+def _names(model: ModelTable, what: str) -> set[str]:
     return set(model.announced) if what == "announced" else {model.name, *model.aliases}

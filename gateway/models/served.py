@@ -6,6 +6,7 @@ body ──► the model that it names ──► its reader, router, line ──
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Final
 
 import msgspec
@@ -13,7 +14,7 @@ import msgspec
 from gateway.admission.queue import WaitingLine
 from gateway.admission.slo import SloGate
 from gateway.auth.keyring import Tenant
-from gateway.cluster.registry import Clusters
+from gateway.cluster.registry import Clusters, is_ready
 from gateway.cluster.served_model import ServedModel
 from gateway.config.gateway import GatewayConfig
 from gateway.config.models import REST, ModelCatalog
@@ -112,6 +113,10 @@ class Models:
         for parts in self:
             parts.forget(node_id)
 
+    def serves(self, key: str) -> bool:
+        """Whether a request to that model could be served now."""
+        return any(is_ready(self.clusters, each) for each in self.clusters.revisions.values() if each.key == key)
+
     def of(self, request: Request) -> ModelParts:
         """What serves `request`. Raises NoModel for a model that has gone since it was read."""
         return self._there(request.offered.key)
@@ -129,7 +134,7 @@ class Models:
         return ModelStanding(
             model=self.name_of(parts.key),
             aliases=served.aliases if served is not None else (),
-            is_ready=clusters.serves(parts.key),
+            is_ready=self.serves(parts.key),
             nodes=sum(node.connected and node.model == parts.key for node in clusters.nodes),
             revisions=sum(each.key == parts.key for each in clusters.revisions.values()),
             waiting=len(parts.line),
@@ -207,7 +212,14 @@ def config_of(config: GatewayConfig, catalog: ModelCatalog, key: str, workers: i
     """
     if (model := catalog.by_name(key)) is None:
         raise KeyError(key)
-    own = config.of_model(model)
-    if key == catalog.default:
-        return own
-    return replace(own, max_waiting=max(1, config.max_waiting // workers))
+    own = replace(config, models=(), default_model="")
+    if key != REST:
+        own = replace(
+            own,
+            tokenizer_dir=model.tokenizer_dir or (config.models_dir or Path()) / key,
+            served_model=key,
+            plan=model.plan,
+            revisions=model.revisions,
+            threshold_tokens=config.threshold_tokens if model.threshold_tokens is None else model.threshold_tokens,
+        )
+    return own if key == catalog.default else replace(own, max_waiting=max(1, config.max_waiting // workers))

@@ -145,7 +145,7 @@ class OperatorEndpoints:
         if not self._roster.is_synced:
             raise Unavailable("A registry of members has not been read yet.", "members_unread")
         wanted = http.query.get("model")
-        if wanted is not None and not self._clusters.serves(self._models_served.named(wanted).key):
+        if wanted is not None and not self._models_served.serves(self._models_served.named(wanted).key):
             raise NoDecodeNode(wanted)
         if not self._clusters.is_ready:
             raise Unavailable("No decode node is ready.", "no_decode_node")

@@ -163,7 +163,7 @@ class TokenEndpoints:
 
     def _node(self, key: str, name: str) -> ClusterNode:
         """The decode node of a model with the fewest requests. Raises Unavailable."""
-        ready = self._clusters.ready_of(Role.DECODE, key)
+        ready = self._clusters.ready(Role.DECODE, model=key)
         if not ready:
             raise NoDecodeNode(name)
         return min(ready, key=lambda node: (node.pending_requests, node.load.running))

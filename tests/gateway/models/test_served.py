@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from gateway.auth.keyring import digest_of
-from gateway.config.models import ModelConfig
+from gateway.config.models import ModelTable
 from gateway.config.tenants import TenantConfig
 from planner.decisions.admission.classes import UNPROMISED
 from tests.gateway.layouts import LAYOUT
@@ -18,7 +18,7 @@ from tests.gateway.scripted import ScriptedNode
 from tests.gateway.worlds import until
 from transport.control.proto import node_pb2 as pb
 
-WHOLE = ModelConfig(name=OTHER, tokenizer_dir=TABLE.tokenizer_dir, threshold_tokens=1e9)
+WHOLE = ModelTable(name=OTHER, tokenizer_dir=TABLE.tokenizer_dir, threshold_tokens=1e9)
 
 
 def leave(*nodes: ScriptedNode) -> None:
@@ -60,12 +60,12 @@ async def test_prompts_are_read_by_their_models_tokenizer_and_compared_with_its_
 
 @on_memory_loop
 async def test_no_prefix_of_one_model_is_found_by_another_with_the_same_weights() -> None:
-    twin = ModelConfig(name="twin", tokenizer_dir=TABLE.tokenizer_dir)
+    twin = ModelTable(name="twin", tokenizer_dir=TABLE.tokenizer_dir)
     async with pipeline(remote=0, local=1, decode=2, tokenizers=tokenizers, models=(twin,)) as w:
         first, second = w.nodes.decode
         bring(second, "twin", LAYOUT)
         bring(w.nodes.local[0], "twin", LAYOUT)
-        await until(lambda: w.clusters.serves("twin"))
+        await until(lambda: w.models.serves("twin"))
         assert w.clusters.models["twin"].hashing == w.clusters.models[""].hashing
         await holds(w, first, [LONG])
         for model in ("scripted", "twin"):
@@ -79,7 +79,7 @@ async def test_no_prefix_of_one_model_is_found_by_another_with_the_same_weights(
 async def test_a_model_without_nodes_is_unavailable_by_its_name_and_others_are_served() -> None:
     async with two_models() as w:
         leave(w.nodes.decode[1])
-        await until(lambda: not w.clusters.serves(OTHER))
+        await until(lambda: not w.models.serves(OTHER))
         found = await error_of(w, OTHER)
         assert (found["status"], found["code"], found["type"]) == (503, "no_decode_node", "server_error")
         assert found["message"] == "The model 'other' has no decode node ready."
@@ -91,7 +91,7 @@ async def test_a_model_without_nodes_is_unavailable_by_its_name_and_others_are_s
         async with w.http.get("/metrics") as answer:
             assert 'prfaas_model_ready{model="other"} 0.0' in await answer.text()
         bring(w.nodes.decode[1])
-        await until(lambda: w.clusters.serves(OTHER))
+        await until(lambda: w.models.serves(OTHER))
         assert await ask(w, OTHER) == 200
 
 

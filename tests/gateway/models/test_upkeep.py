@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.config.gateway import GatewayConfig
-from gateway.config.models import MOST_MODELS, ModelConfig
+from gateway.config.models import MOST_MODELS, ModelTable
 from gateway.models.upkeep import AGAIN_S, SeenModels
 from prompts.errors import TokenizerUnreadable
 from prompts.tokens.tokenizer import TextTokenizer
@@ -32,7 +32,7 @@ async def test_a_model_that_nodes_bring_is_served_with_its_folder_and_forgotten_
         second = w.nodes.decode[1]
         assert (await error_of(w, OTHER))["status"] == 404
         bring(second)
-        await until(lambda: w.clusters.serves(OTHER) and OTHER in w.models)
+        await until(lambda: w.models.serves(OTHER) and OTHER in w.models)
         assert (await ask(w, OTHER), await ask(w, "scripted")) == (200, 200)
         assert [each["model"] for each in await w.records()] == [OTHER, "scripted"]
         whole = w.config
@@ -45,7 +45,7 @@ async def test_a_model_that_nodes_bring_is_served_with_its_folder_and_forgotten_
         assert (await error_of(w, OTHER))["status"] == 404
         assert [card["id"] for card in (await (await w.http.get("/v1/models")).json())["data"]] == ["scripted"]
         w.configure(whole)
-        await until(lambda: OTHER in w.models and w.clusters.serves(OTHER))
+        await until(lambda: OTHER in w.models and w.models.serves(OTHER))
         assert await ask(w, OTHER) == 200
 
 
@@ -102,7 +102,7 @@ async def test_a_model_whose_tokenizer_cannot_be_read_leaves_others_alone_and_is
 
     async with pipeline(remote=0, local=1, decode=2, tokenizers=read, models=(TABLE,)) as w:
         bring(w.nodes.decode[1])
-        await until(lambda: w.clusters.serves(OTHER))
+        await until(lambda: w.models.serves(OTHER))
         assert (await error_of(w, OTHER))["code"] == "no_model"
         assert await ask(w, "scripted") == 200
         assert (await w.fallbacks())["model_unreadable"] >= 1
@@ -113,7 +113,7 @@ async def test_a_model_whose_tokenizer_cannot_be_read_leaves_others_alone_and_is
 
 @on_memory_loop
 async def test_the_default_model_stays_as_long_as_its_gateway() -> None:
-    table = ModelConfig(name="scripted", tokenizer_dir=Path("unused"))
+    table = ModelTable(name="scripted", tokenizer_dir=Path("unused"))
     async with pipeline(
         decode=1, tokenizers=tokenizers, tokenizer_dir=None, served_model="", models=(table, TABLE)
     ) as w:

@@ -9,7 +9,7 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from gateway.config.gateway import GatewayConfig
-from gateway.config.models import ModelConfig
+from gateway.config.models import ModelTable
 from prompts.tokens.tokenizer import TextTokenizer
 from tests.gateway.layouts import LAYOUT
 from tests.gateway.memory.pipeline import Pipelined, pipeline
@@ -20,7 +20,7 @@ from transport.control.proto import node_pb2 as pb
 
 OTHER = "other"
 OTHER_LAYOUT = replace(LAYOUT, model="other-weights", block_size=32)
-TABLE = ModelConfig(name=OTHER, aliases=("sibling",), tokenizer_dir=Path("unused"))
+TABLE = ModelTable(name=OTHER, aliases=("sibling",), tokenizer_dir=Path("unused"))
 LONG = "the quick brown fox jumps over the lazy dog " * 40
 
 
@@ -51,7 +51,7 @@ async def two_models(**fields: Any) -> AsyncIterator[Pipelined]:
     async with pipeline(remote=2, local=2, decode=2, tokenizers=tokenizers, **fields) as w:
         for nodes in (w.nodes.remote, w.nodes.local, w.nodes.decode):
             bring(nodes[1])
-        await until(lambda: w.clusters.serves(OTHER) and w.clusters.serves(""))
+        await until(lambda: w.models.serves(OTHER) and w.models.serves(""))
         await until(lambda: sum(node.model == OTHER for node in w.clusters.nodes) == 3)
         yield w
 
