@@ -35,7 +35,7 @@ from gateway.http.listener import OPERATORS, Listener, client_connections, descr
 from gateway.http.tls import ServerCertificate, keep_current, server_certificate
 from gateway.models.load_report import LoadReporter
 from gateway.models.served import Models, config_of
-from gateway.models.upkeep import ModelUpkeep
+from gateway.models.upkeep import ModelUpkeep, loaded
 from gateway.parts import (
     GatewayTasks,
     NodeAccess,
@@ -138,11 +138,12 @@ async def running(
     *,
     agent_client: type[AgentClient] = AgentClient,
     node_times: NodeTimes = NODE_TIMES,
+    load_tokenizer: Callable[[GatewayConfig], TextTokenizer] = loaded,
 ) -> AsyncIterator[RunningGateway]:
     """A gateway that answers inside the block, or the worker of one that has this seat.
 
     `read_again` gives its configuration as it is now, when an operator wants that taken over. The gateway waits up to `warm_s`
-    for a process that reads long bodies; 0: the first long body starts one.
+    for a process that reads long bodies; 0: the first long body starts one. `tokenizer` is that of the default model.
     """
     seat = seat or SingleProcess()
     metrics = seat.metrics
@@ -192,6 +193,7 @@ async def running(
             tasks=tasks.afterwards,
             clock=clock,
             workers=seat.workers,
+            load=load_tokenizer,
             on_failed=metrics.fallback,
         )
         held.push_async_callback(upkeep.close)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
@@ -212,14 +212,14 @@ def config_of(config: GatewayConfig, catalog: ModelCatalog, key: str, workers: i
     """
     if (model := catalog.by_name(key)) is None:
         raise KeyError(key)
-    own = replace(config, models=(), default_model="")
+    changes: dict[str, Any] = {}
     if key != REST:
-        own = replace(
-            own,
-            tokenizer_dir=model.tokenizer_dir or (config.models_dir or Path()) / key,
-            served_model=key,
-            plan=model.plan,
-            revisions=model.revisions,
-            threshold_tokens=config.threshold_tokens if model.threshold_tokens is None else model.threshold_tokens,
-        )
+        changes = {
+            "tokenizer_dir": model.tokenizer_dir or (config.models_dir or Path()) / key,
+            "served_model": key,
+            "plan": model.plan,
+            "revisions": model.revisions,
+            "threshold_tokens": config.threshold_tokens if model.threshold_tokens is None else model.threshold_tokens,
+        }
+    own = replace(config, models=(), default_model="", **changes)
     return own if key == catalog.default else replace(own, max_waiting=max(1, config.max_waiting // workers))

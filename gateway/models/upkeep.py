@@ -9,7 +9,6 @@ import logging
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Final, Protocol
 
 from gateway.cluster.registry import Clusters
@@ -26,6 +25,16 @@ log = logging.getLogger("prfaas.gateway.models")
 LOOK_S: Final = 0.5
 AGAIN_S: Final = 10.0  # after a tokenizer that could not be read
 IDLE_S: Final = 0.1
+
+
+def brought(config: GatewayConfig, names: Collection[str]) -> set[str]:
+    """Of names that nodes announce, those of no table that have a folder with another tokenizer than the gateway's."""
+    folder, own = config.models_dir, config.tokenizer_dir
+    if folder is None:
+        return set()
+    known = {name for name in names if config.catalog.of_node(name) not in (None, REST)}
+    found = {name: folder / name for name in names if name not in known and FOLDER.fullmatch(name)}
+    return {name for name, each in found.items() if each.is_dir() and (own is None or each.resolve() != own.resolve())}
 
 
 class BuildsModels(Protocol):
@@ -106,7 +115,7 @@ class ModelUpkeep:
 
     async def settle(self) -> None:
         """Has all models be there that can be now, and no others."""
-        here = await asyncio.to_thread(self._brought, self._announced()) if self._config.models_dir else set()
+        here = await asyncio.to_thread(brought, self._config, self._announced()) if self._config.models_dir else set()
         self._seen = self._seen.at(self._clock(), here, self._config.model_grace_s)
         catalog = self._catalog()
         self._models.catalog = catalog
@@ -132,20 +141,9 @@ class ModelUpkeep:
         return config_of(self._config, self._catalog(), key, self._workers)
 
     def _announced(self) -> set[str]:
-        """What connected nodes call models that no table names."""
+        """What connected nodes call their models."""
         infos = [node.info for node in self._clusters.nodes if node.connected and node.info is not None]
-        named = self._config.catalog
-        return {info.model_id for info in infos if named.of_node(info.model_id) in (None, REST)}
-
-    def _brought(self, names: Collection[str]) -> set[str]:
-        """Those that have a folder of their own, with another tokenizer than the gateway's."""
-        folder = self._config.models_dir
-        assert folder is not None
-        return {name for name in names if FOLDER.fullmatch(name) and self._is_own(folder / name)}
-
-    def _is_own(self, folder: Path) -> bool:
-        own = self._config.tokenizer_dir
-        return folder.is_dir() and (own is None or folder.resolve() != own.resolve())
+        return {info.model_id for info in infos}
 
     async def _add(self, key: str) -> None:
         config = self._of(key)

@@ -100,7 +100,7 @@ class SingleProcess:
         """What is asked for of one of several models, other than the default one."""
         if self._lineage is None:
             return OfferedLoad(uuid.uuid4().hex, SampleRing(KEPT), SampleRing(KEPT))
-        return _tally_of(self._lineage, model)
+        return tally_of(self._lineage, model)
 
     def next_seq(self) -> int:
         """A number for a record that is kept."""
@@ -175,7 +175,7 @@ class WorkerProcess:
         self.duty = Duty(self._lineage / DUTY)
 
     def offered_of(self, model: str) -> OfferedLoad:
-        return _tally_of(self._lineage, model)
+        return tally_of(self._lineage, model)
 
     def cursor(self, seq: int) -> int:
         return seq if seq <= self._board.last_seq() else 0
@@ -215,7 +215,7 @@ class WorkerProcess:
         return self._board.restarts
 
 
-def _tally_of(lineage: Path, model: str) -> SharedSamples:
+def tally_of(lineage: Path, model: str) -> SharedSamples:
     """That of a model, made by the first process that wants it. Raises OSError."""
     path = lineage / f"{TALLY}-{blake2b(model.encode(), digest_size=8).hexdigest()}"
     if not path.exists():
