@@ -123,7 +123,11 @@ class Models:
 
     def named(self, name: str) -> ModelParts:
         """What serves the model of that name. Raises ApiError."""
-        return self._there(self._key(name)) if name else self.default
+        if not name:
+            return self.default
+        if (key := self._key(name)) is None:
+            raise unknown_model(name)
+        return self._there(key)
 
     def standing(self) -> list[ModelStanding]:
         """How each is served now, those without nodes, too."""
@@ -171,8 +175,8 @@ class Models:
                 reader = self.default.steps.reader
                 name = await reader.think(lambda _: model_in(body), tenant.share, len(body))
         key = self._key(name) if name else self.default.key
-        if not self._may_use(tenant, key):
-            raise unknown_model(name or "")
+        if key is None or not self._may_use(tenant, key):
+            raise unknown_model(name or "default")
         return self._there(key)
 
     def _there(self, key: str) -> ModelParts:
@@ -180,8 +184,8 @@ class Models:
             raise NoModel(self.catalog.shown(key))
         return parts
 
-    def _key(self, name: str) -> str:
-        """Raises ApiError 404 for a name that no model has."""
+    def _key(self, name: str) -> str | None:
+        """None for a name that no model has. Raises NoModel while it is not known what the default one is called."""
         known = self.clusters.models
         for model in self.catalog.models:
             served = known.get(model.name)
@@ -189,13 +193,8 @@ class Models:
             if name in own or (served is not None and (name in served.called or name in served.adapters)):
                 return model.name
         if not self.catalog.served_model and REST in self._parts and REST not in known:
-            raise NoModel  # its nodes may call it so
-        raise unknown_model(name, self._only())
-
-    def _only(self) -> str:
-        """The name of the model, where there is one for everybody."""
-        (*_, last) = self.clusters.models.values() if len(self.clusters.models) == 1 else (None,)
-        return last.name if last is not None and self.catalog.is_single else ""
+            raise NoModel
+        return None
 
     def _may_use(self, tenant: Tenant, key: str) -> bool:
         if not tenant.models:

@@ -167,12 +167,18 @@ async def test_a_tenant_uses_and_sees_the_models_that_it_may() -> None:
             assert [card["id"] for card in (await answer.json())["data"]] == [OTHER, "sibling"]
         async with w.http.get("/v1/models/scripted", headers=own) as answer:
             assert answer.status == 404
+        async with w.http.post("/tokenize", headers=own, json={"prompt": "hello"}) as answer:
+            assert answer.status == 404
+            assert "scripted" not in await answer.text()
 
 
 @on_memory_loop
 async def test_a_tenant_may_be_kept_off_the_only_model() -> None:
     async with pipeline(tenants=TENANTS) as w:
-        assert (await w.complete("hello", headers={"Authorization": "Bearer a"})).status == 404
+        for model in ("scripted", "missing"):
+            answer = await w.complete("hello", headers={"Authorization": "Bearer a"}, model=model)
+            assert answer.status == 404
+            assert "serves" not in await answer.text()
         assert (await w.complete("hello", headers={"Authorization": "Bearer r"})).status == 200
 
 
