@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 from typing import Final
 
 from aiohttp import web
@@ -18,8 +19,6 @@ from gateway.admin.console_snapshot import ConsoleSnapshots
 from gateway.admin.explain import Explanations
 from gateway.admin.reload import Reloads
 from gateway.admission.concurrency import ConcurrencyLimiter
-from gateway.admission.queue import WaitingLine
-from gateway.admission.slo import SloGate
 from gateway.auth.oidc import Provider
 from gateway.auth.sessions import OperatorSessions
 from gateway.cluster.agent_client import AgentClient
@@ -34,28 +33,26 @@ from gateway.http.body import BodyReceiver
 from gateway.http.connections import Gate, Way
 from gateway.http.listener import OPERATORS, Listener, client_connections, descriptor_limit
 from gateway.http.tls import ServerCertificate, keep_current, server_certificate
+from gateway.models.load_report import LoadReporter
+from gateway.models.served import Models, config_of
+from gateway.models.upkeep import ModelUpkeep, loaded
 from gateway.parts import (
     GatewayTasks,
     NodeAccess,
-    RoutingParts,
-    ServingParts,
     build_audit,
+    build_common,
+    build_model,
     build_nodes,
-    build_pipeline,
-    build_reader,
-    build_routing,
     build_sinks,
     ending,
 )
-from gateway.pipeline.pipeline import Pipeline
 from gateway.routing.egress_leases import Shares
-from gateway.routing.replication import Replicas
+from gateway.routing.transfer_log import Flows
 from gateway.server.app import GenerationEndpoint
 from gateway.server.handlers.operators import OperatorEndpoints
 from gateway.server.handlers.tokens import TokenEndpoints
 from gateway.server.routes import build_app, build_operators_app, straight_ways
 from gateway.tasks import TaskSet
-from gateway.telemetry.load_report import LoadReporter
 from gateway.telemetry.log_setup import LogLevel
 from gateway.telemetry.metrics import Metrics
 from gateway.workers.peers import NumberedRing, WorkerPeers
@@ -63,7 +60,6 @@ from gateway.workers.ports import ListenerName
 from gateway.workers.process_scope import SingleProcess, WorkerProcess
 from gateway.workers.shared_counters import WorkerState
 from membership.watch import MembershipWatch
-from prompts.chat.renderers import renders_otherwise
 from prompts.tokens.tokenizer import TextTokenizer
 from transport.peers.guard import end_revoked
 
@@ -78,11 +74,9 @@ class RunningGateway:
 
     door: GenerationEndpoint
     admission: ConcurrencyLimiter
-    refusals: SloGate
-    line: WaitingLine
     clusters: Clusters
+    models: Models
     links: ClusterLinks
-    replicas: Replicas | None
     reloads: Reloads
     url: str = ""
     metrics_url: str = ""
@@ -128,8 +122,7 @@ class ShownParts:
     clock: Callable[[], float]
     seat: SingleProcess | WorkerProcess
     seen: NodeAccess
-    routing: RoutingParts
-    pipeline: ServingParts
+    models: Models
     door: GenerationEndpoint
     reloads: Reloads
 
@@ -145,15 +138,15 @@ async def running(
     *,
     agent_client: type[AgentClient] = AgentClient,
     node_times: NodeTimes = NODE_TIMES,
+    load_tokenizer: Callable[[GatewayConfig], TextTokenizer] = loaded,
 ) -> AsyncIterator[RunningGateway]:
     """A gateway that answers inside the block, or the worker of one that has this seat.
 
     `read_again` gives its configuration as it is now, when an operator wants that taken over. The gateway waits up to `warm_s`
-    for a process that reads long bodies; 0: the first long body starts one.
+    for a process that reads long bodies; 0: the first long body starts one. `tokenizer` is that of the default model.
     """
     seat = seat or SingleProcess()
     metrics = seat.metrics
-    tokenizer.encoder.report_to(lambda reason: metrics.fallback(f"tokenizer_{reason}"))
     strangers = config.strangers.divided(seat.workers)
     tasks = GatewayTasks(*(TaskSet(metrics.upkeep.unforeseen) for _ in range(4)))
     async with AsyncExitStack() as held:
@@ -161,44 +154,63 @@ async def running(
         ended = await held.enter_async_context(build_sinks(config=config, metrics=metrics))
         audit = await held.enter_async_context(build_audit(config=config, seat=seat, clock=clock))
         allowances = held.enter_context(contextlib.closing(seat.allowances(clock)))
-        reader = await held.enter_async_context(
-            build_reader(config=config, strangers=strangers, tokenizer=tokenizer, tasks=tasks)
-        )
         seen = await held.enter_async_context(
-            build_nodes(config=config, clock=clock, seat=seat, tasks=tasks, agent_client=agent_client, times=node_times)
+            build_nodes(
+                config=config,
+                clock=clock,
+                seat=seat,
+                tasks=tasks,
+                agent_client=agent_client,
+                times=node_times,
+                forget=lambda node_id: models.forget(node_id),
+            )
         )
+        models = Models(seen.clusters, config.catalog)
         fleet = held.enter_context(
             contextlib.closing(
                 build_fleet(config, seat.duty, metrics.upkeep, clock, allowances, lambda: door.keyring, seen.drained)
             )
         )
-        await held.enter_async_context(ending(config=config, tasks=tasks))
-        routing = build_routing(config=config, clock=clock, seat=seat, tasks=tasks, seen=seen)
-        pipeline = build_pipeline(
+        receiver = BodyReceiver(
+            strangers, config.max_body_bytes, config.timeouts.body_s, asyncio.get_running_loop().time
+        )
+        common = build_common(
             config=config,
             clock=clock,
             seat=seat,
             tasks=tasks,
             seen=seen,
-            routing=routing,
-            receiver=BodyReceiver(
-                strangers, config.max_body_bytes, config.timeouts.body_s, asyncio.get_running_loop().time
-            ),
-            reader=reader,
+            receiver=receiver,
+            strangers=strangers,
             ended=ended,
             allowances=allowances,
-            renders_otherwise=renders_otherwise(config.tokenizer_dir),
         )
+        upkeep = ModelUpkeep(
+            config,
+            models,
+            clusters=seen.clusters,
+            build=partial(build_model, common=common, is_default=False),
+            tasks=tasks.afterwards,
+            clock=clock,
+            workers=seat.workers,
+            load=load_tokenizer,
+            on_failed=metrics.fallback,
+        )
+        held.push_async_callback(upkeep.close)
+        default = config_of(config, config.catalog, config.catalog.default, seat.workers)
+        models.add(
+            await held.enter_async_context(build_model(default, config.catalog.default, tokenizer, common=common))
+        )
+        await held.enter_async_context(ending(config=config, tasks=tasks))
         door = GenerationEndpoint(
             config=config,
-            rooms=pipeline.steps,
+            models=models,
             clusters=seen.clusters,
             rotation=seen.rotation,
             metrics=metrics,
             tasks=tasks.requests,
             clock=clock,
             allowances=allowances,
-            expected_answer=routing.router.answer_tokens,
             audit=audit,
             sessions=OperatorSessions(seat.sessions, config.session_s),
             traces=ended.traces,
@@ -206,15 +218,12 @@ async def running(
         reloads = Reloads(
             config,
             [
-                routing.router,
-                pipeline.steps.admission,
+                upkeep,
+                common.admission,
                 seen.legs,
-                seen.refusals,
-                pipeline.line,
                 door,
                 LogLevel(),
                 seen.rotation,
-                seen.clusters,
                 seen.roster,
             ],
             read_again or (lambda: config),
@@ -223,28 +232,27 @@ async def running(
         )
         gateway = RunningGateway(
             door=door,
-            admission=pipeline.steps.admission,
-            refusals=seen.refusals,
-            line=pipeline.line,
+            admission=common.admission,
             clusters=seen.clusters,
+            models=models,
             links=seen.links,
-            replicas=routing.replicas,
             reloads=reloads,
         )
+        await upkeep.settle()
         seen.clusters.start()
-        keep_chores(config=config, clock=clock, metrics=metrics, tasks=tasks, seen=seen, routing=routing, door=door)
+        keep_chores(config=config, clock=clock, metrics=metrics, tasks=tasks, seen=seen, flows=common.flows, door=door)
+        tasks.chores.keep(upkeep.run, "models")
         for work in fleet.chores:
             tasks.chores.keep(work, "fleet")
-        warming = tasks.afterwards.start(reader.warm(warm_s), "warm") if warm_s else None
-        kept: dict[str, NumberedRing] = {"requests": pipeline.records, "flows": routing.flows, "audit": audit}
+        warming = tasks.afterwards.start(models.default.steps.reader.warm(warm_s), "warm") if warm_s else None
+        kept: dict[str, NumberedRing] = {"requests": common.records, "flows": common.flows, "audit": audit}
         siblings = await held.enter_async_context(seat.siblings(kept))
         shown = ShownParts(
             config=config,
             clock=clock,
             seat=seat,
             seen=seen,
-            routing=routing,
-            pipeline=pipeline,
+            models=models,
             door=door,
             reloads=reloads,
         )
@@ -261,7 +269,7 @@ async def running(
                 strangers=strangers,
                 seat=seat,
                 pages=pages,
-                desk=token_endpoints(seen=seen, steps=pipeline.steps, door=door),
+                desk=token_endpoints(seen=seen, door=door),
                 certificate=certificate,
             )
         )
@@ -280,7 +288,7 @@ def keep_chores(
     metrics: Metrics,
     tasks: GatewayTasks,
     seen: NodeAccess,
-    routing: RoutingParts,
+    flows: Flows,
     door: GenerationEndpoint,
 ) -> None:
     """Has done for ever what goes on beside requests."""
@@ -294,34 +302,25 @@ def keep_chores(
     if sources := config.membership.sources():
         watch = MembershipWatch(sources, clock, seen.roster.saw, metrics.upkeep.registry_failed)
         keep(watch.run, "membership")
-    if config.plan.url:
-        keep(routing.follower.run, "plan")
     if config.routing.share_egress:
         keep(Shares(seen.clusters.nodes, metrics.upkeep, clock, uuid.uuid4().hex).run, "shares")
-    keep(Probes(seen.links, tasks.afterwards, PROBE_TIMEOUT_S, clock, routing.flows.probed).run, "probes")
-    if routing.replicas:
-        keep(routing.replicas.run, "replicas")
+    keep(Probes(seen.links, tasks.afterwards, PROBE_TIMEOUT_S, clock, flows.probed).run, "probes")
 
 
 def operator_pages(
     shown: ShownParts, kept: Mapping[str, NumberedRing], siblings: WorkerPeers | None
 ) -> OperatorEndpoints:
-    seat, seen, router, follower = shown.seat, shown.seen, shown.routing.router, shown.routing.follower
-    load = LoadReporter(
-        seat.offered, seen.clusters, seen.links, lambda: router.setting, lambda: follower.plan,
-        shown.config.routing.decode_slots,
-    )  # fmt: skip
+    seat, seen = shown.seat, shown.seen
     return OperatorEndpoints(
         clusters=seen.clusters,
         roster=seen.roster,
         rotation=seen.rotation,
+        models=shown.models,
         links=seen.links,
-        decider=router,
-        admission=shown.pipeline.steps.admission,
+        admission=shown.door.rooms.admission,
         metrics=seat.metrics,
         kept=kept,
-        load=load,
-        plan=lambda: follower.plan,
+        load=LoadReporter(seen.clusters, seen.links, shown.config.routing.decode_slots),
         seat=seat,
         siblings=siblings,
         console=_console(shown),
@@ -332,19 +331,17 @@ def operator_pages(
 
 
 def _console(shown: ShownParts) -> Console:
-    seen, router, steps, door = shown.seen, shown.routing.router, shown.pipeline.steps, shown.door
+    seen, steps, door = shown.seen, shown.door.rooms, shown.door
     snapshots = ConsoleSnapshots(
         config=shown.config,
         clusters=seen.clusters,
         roster=seen.roster,
         rotation=seen.rotation,
         links=seen.links,
-        decider=router,
+        models=shown.models,
         admission=steps.admission,
-        line=shown.pipeline.line,
         classes=lambda: door.classes,
         tenants=lambda: door.keyring.tenants,
-        follower=shown.routing.follower,
         seat=shown.seat,
         clock=shown.clock,
     )
@@ -354,9 +351,7 @@ def _console(shown: ShownParts) -> Console:
             door=door,
             receiver=steps.receiver,
             clusters=seen.clusters,
-            decider=router,
-            refusals=seen.refusals,
-            line=shown.pipeline.line,
+            models=shown.models,
             clock=shown.clock,
         ),
         desk=PlanProxy(shown.config.plan, shown.config.plan.asked(shown.config.identity)),
@@ -368,11 +363,11 @@ def _console(shown: ShownParts) -> Console:
     )
 
 
-def token_endpoints(*, seen: NodeAccess, steps: Pipeline, door: GenerationEndpoint) -> TokenEndpoints:
+def token_endpoints(*, seen: NodeAccess, door: GenerationEndpoint) -> TokenEndpoints:
     return TokenEndpoints(
-        admission=steps.admission,
-        receiver=steps.receiver,
-        reader=steps.reader,
+        admission=door.rooms.admission,
+        receiver=door.rooms.receiver,
+        models=door.models,
         clusters=seen.clusters,
         legs=seen.legs,
         metrics=door.metrics,
@@ -451,7 +446,8 @@ async def _heartbeat(
         for gate in gates:
             gate.sweep()
         seat.be(_state(door))
-        seat.offered.publish()
+        for parts in door.models:
+            parts.offered.publish()
         links.drain(drained.links())
 
 

@@ -15,6 +15,7 @@ GatewayError
 │   ├── Unavailable           503: nothing can serve this now, `retry_after_s` says when to ask again
 │   │   ├── NoDecodeNode      no decode node takes requests at the moment
 │   │   ├── NoPrefillNode     decode nodes need one, and none reaches them
+│   │   ├── NoModel           no node has said yet that it has the model
 │   │   └── ShapeKillsEngines engines died under requests of this kind
 │   ├── ReaderDied            500: the process that read the body did not survive it
 │   ├── KillsEngines          500: neither did two engines
@@ -100,10 +101,10 @@ class ApiError(GatewayError):
         )
 
 
-def unknown_model(name: str, served: str) -> "ApiError":
-    """404 for a model that is not served."""
-    message = f"The model '{name}' does not exist; this gateway serves '{served}'."
-    return ApiError(404, message, param="model", code="model_not_found")
+def unknown_model(name: str, served: str = "") -> "ApiError":
+    """404 for a model that is not served, or not to this client. `served` is the one that is, if there is no other."""
+    more = f"this gateway serves '{served}'." if served else "GET /v1/models lists those that you may use."
+    return ApiError(404, f"The model '{name}' does not exist; {more}", param="model", code="model_not_found")
 
 
 class BadRequest(ApiError):
@@ -152,19 +153,26 @@ class Unavailable(ApiError):
 
 
 class NoDecodeNode(Unavailable):
-    """No decode node takes requests at the moment."""
+    """No decode node of a model takes requests at the moment."""
 
-    def __init__(self) -> None:
-        super().__init__("No decode node is ready.", "no_decode_node")
+    def __init__(self, model: str) -> None:
+        super().__init__(f"The model '{model}' has no decode node ready.", "no_decode_node")
 
 
 class NoPrefillNode(Unavailable):
-    """Decode nodes that compute no prompts are ready, and no prefill node is that reaches one of them."""
+    """Decode nodes that compute no prompts are ready, and no prefill node of the model is that reaches one of them."""
 
-    def __init__(self) -> None:
-        super().__init__(
-            "No prefill node is ready, and decode nodes of this model compute no prompts.", "no_prefill_node"
-        )
+    def __init__(self, model: str) -> None:
+        message = f"The model '{model}' has no prefill node ready, and its decode nodes compute no prompts."
+        super().__init__(message, "no_prefill_node")
+
+
+class NoModel(Unavailable):
+    """No node has said yet that it has the model, or the gateway is not done with loading what it takes to serve it."""
+
+    def __init__(self, model: str = "") -> None:
+        named = f" the model '{model}'" if model else " its model"
+        super().__init__(f"No node has reported{named} yet.", "no_model")
 
 
 class ShapeKillsEngines(Unavailable):

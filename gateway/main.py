@@ -22,6 +22,7 @@ from gateway.config.gateway import GatewayConfig, load
 from gateway.errors import GatewayConfigError, NotReplaced
 from gateway.http.listener import raise_descriptor_limit
 from gateway.http.tls import server_certificate
+from gateway.models.served import config_of
 from gateway.routing.block_naming import name_secrets
 from gateway.telemetry import log_setup as logs
 from gateway.workers.generation import REPLACE, Generation, begun
@@ -134,11 +135,20 @@ def configured(arguments: argparse.Namespace, copy: Path | None = None) -> Gatew
 
 
 def read_tokenizer(config: GatewayConfig) -> TextTokenizer:
-    """The tokenizer that the configuration names. Raises GatewayConfigError."""
+    """The tokenizer of the default model; those of the others can be read, too. Raises GatewayConfigError."""
+    first, *others = [_tokenizer_of(config, model.name) for model in config.catalog.models]
+    del others  # they are read again where they are used
+    return first
+
+
+def _tokenizer_of(config: GatewayConfig, model: str) -> TextTokenizer:
+    own = config_of(config, config.catalog, model, 1)
+    assert own.tokenizer_dir is not None
     try:
-        return TextTokenizer.load(config.tokenizer_dir, FairCache(config.prompt_memory_bytes))
+        return TextTokenizer.load(own.tokenizer_dir, FairCache(config.prompt_memory_bytes))
     except TokenizerUnreadable as error:
-        raise GatewayConfigError(f"tokenizer_dir: {error}") from error
+        where = f"models.{model}: " if model else ""
+        raise GatewayConfigError(f"{where}tokenizer_dir: {error}") from error
 
 
 def check_identity(config: GatewayConfig) -> None:

@@ -3,10 +3,12 @@
 import asyncio
 import contextlib
 import secrets
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -21,6 +23,7 @@ from gateway.config.gateway import GatewayConfig, Strangers
 from gateway.errors import GatewayConfigError
 from gateway.http.body import BodyReceiver
 from gateway.members.roster import Roster, RosterParts
+from gateway.models.served import ModelParts
 from gateway.pipeline.attempt import LegRunner
 from gateway.pipeline.dispatcher import Dispatcher
 from gateway.pipeline.engine_render import EngineReadings
@@ -31,6 +34,7 @@ from gateway.pipeline.retries import Retries
 from gateway.pipeline.sglang_pair import Pairing
 from gateway.pipeline.ticketed import TicketedRunner
 from gateway.prompt.reader import PromptReader
+from gateway.prompt.reader_queue import ReadingRoom
 from gateway.prompt.tokenizer_trust import Styles
 from gateway.ratelimit.limiter import TenantLimiters
 from gateway.routing.block_naming import name_secrets
@@ -42,6 +46,7 @@ from gateway.routing.router import Router
 from gateway.routing.transfer_log import Flows
 from gateway.server.audit_log import AuditLog
 from gateway.tasks import TaskSet
+from gateway.telemetry.load_report import OfferedLoad
 from gateway.telemetry.metrics import Metrics
 from gateway.telemetry.otlp import Traces
 from gateway.telemetry.record_ring import RecordRing
@@ -52,6 +57,7 @@ from gateway.workers.process_scope import SingleProcess, WorkerProcess
 from membership.member import Member
 from planner.decisions.estimates.decoding import LearnedSteps
 from planner.decisions.estimates.durations import LearnedCost
+from prompts.chat.renderers import renders_otherwise
 from prompts.tokens.tokenizer import TextTokenizer
 from transport.peers.guard import Guard
 
@@ -85,30 +91,37 @@ class NodeAccess:
     drained: DrainedLinks
     legs: Legs
     guard: Guard | None  # of their certificates
-    refusals: SloGate
-    cost: LearnedCost
     roster: Roster
     rotation: NameRotation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoutingParts:
-    """What decides where requests and prefixes go."""
+    """What decides where requests and prefixes of one model go, and what is learned of its nodes."""
 
     router: Router
     follower: Follower
     moves: PrefixTransfers
     replicas: Replicas | None
-    flows: Flows
+    refusals: SloGate
+    cost: LearnedCost
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServingParts:
-    """A request's steps, the line that it may wait in, and the records that stay."""
+class CommonParts:
+    """What the models of a gateway share: its books, its limits, and how it is spoken to."""
 
-    steps: Pipeline
-    line: WaitingLine
+    clock: Callable[[], float]
+    seat: SingleProcess | WorkerProcess
+    tasks: GatewayTasks
+    seen: NodeAccess
+    receiver: BodyReceiver
+    admission: ConcurrencyLimiter
+    room: ReadingRoom
     records: RecordRing
+    flows: Flows
+    ended: RequestSinks
+    waiting: "Counter[str]"  # by model
 
 
 @asynccontextmanager
@@ -141,21 +154,110 @@ def _unix_s() -> float:
     return datetime.now(UTC).timestamp()
 
 
+def build_common(
+    *,
+    config: GatewayConfig,
+    clock: Callable[[], float],
+    seat: SingleProcess | WorkerProcess,
+    tasks: GatewayTasks,
+    seen: NodeAccess,
+    receiver: BodyReceiver,
+    strangers: Strangers,
+    ended: RequestSinks,
+    allowances: TenantLimiters,
+) -> CommonParts:
+    room = ReadingRoom(strangers.max_reading_bytes)
+    return CommonParts(
+        clock=clock,
+        seat=seat,
+        tasks=tasks,
+        seen=seen,
+        receiver=receiver,
+        admission=ConcurrencyLimiter(
+            config.max_in_flight,
+            seat.metrics.in_flight.set,
+            clock=clock,
+            patience_s=config.timeouts.room_s,
+            taken=seat.in_flight,
+            wanted=seat.places_wanted,
+            claims=allowances,
+            bodies=room,
+        ),
+        room=room,
+        records=seat.records(config.kept_records),
+        flows=Flows(seat.next_seq, clock),
+        ended=ended,
+        waiting=Counter(),
+    )
+
+
 @asynccontextmanager
-async def build_reader(
-    *, config: GatewayConfig, strangers: Strangers, tokenizer: TextTokenizer, tasks: GatewayTasks
-) -> AsyncIterator[PromptReader]:
-    reader = PromptReader(
+async def build_model(
+    config: GatewayConfig,
+    key: str,
+    tokenizer: TextTokenizer,
+    *,
+    common: CommonParts,
+    is_default: bool = True,
+    reader_type: type[PromptReader] = PromptReader,
+) -> AsyncIterator[ModelParts]:
+    """What serves the model `key`, with what it does for ever; `config` is as it holds for that model."""
+    metrics, tasks = common.seat.metrics, common.tasks
+    tokenizer.encoder.report_to(lambda reason: metrics.fallback(f"tokenizer_{reason}"))
+    chores: list[asyncio.Task[None]] = []
+    reader = reader_type(
         tokenizer,
         tasks.afterwards,
         threads=config.tokenise_threads,
         timeout_s=config.timeouts.read_s,
-        max_bytes=strangers.max_reading_bytes,
+        room=common.room,
     )
     try:
-        yield reader
+        routing = build_routing(config=config, common=common)
+        line = WaitingLine(
+            common.clock,
+            limit=config.max_waiting,
+            patience_s=config.timeouts.room_s,
+            ageing_s=config.admission.ageing_s,
+            on_change=partial(_note_waiting, common, key),
+            room=common.seat.waiting if is_default else None,
+        )
+        offered = common.seat.offered if is_default else common.seat.offered_of(key)
+        if config.plan.url:
+            chores.append(tasks.chores.keep(routing.follower.run, "plan"))
+        if routing.replicas:
+            chores.append(tasks.chores.keep(routing.replicas.run, "replicas"))
+        yield ModelParts(
+            key=key,
+            config=config,
+            router=routing.router,
+            follower=routing.follower,
+            moves=routing.moves,
+            replicas=routing.replicas,
+            refusals=routing.refusals,
+            line=line,
+            offered=offered,
+            steps=build_pipeline(
+                config=config, key=key, common=common, routing=routing, reader=reader, line=line, offered=offered
+            ),
+            forget=partial(_forget, routing),
+        )
     finally:
+        for chore in chores:
+            chore.cancel()
+        if chores:
+            await asyncio.wait(chores)
         await reader.close()
+
+
+def _note_waiting(common: CommonParts, key: str, length: int) -> None:
+    common.waiting[key] = length
+    common.seat.metrics.waiting.set(common.waiting.total())
+
+
+def _forget(routing: RoutingParts, node_id: str) -> None:
+    routing.cost.forget(node_id)
+    routing.refusals.forget(node_id)
 
 
 @asynccontextmanager
@@ -167,7 +269,9 @@ async def build_nodes(
     tasks: GatewayTasks,
     agent_client: type[AgentClient],
     times: NodeTimes,
+    forget: Callable[[str], None] = lambda node_id: None,
 ) -> AsyncIterator[NodeAccess]:
+    """`forget` is told whose name is another node's now, or of none."""
     upkeep = seat.metrics.upkeep
     identity = config.identity
     guard = identity.guard() if identity is not None else None
@@ -179,36 +283,27 @@ async def build_nodes(
             member.agent, config.timeouts.rpc_s, identity, member.name, upkeep.called_by_grpc, seat.holder, guard
         )
 
-    steps = LearnedSteps()
-    cost = LearnedCost(config.routing.prefill_tokens_per_s, steps=steps)
-
-    def on_renamed(node_id: str) -> None:
-        cost.forget(node_id)
-        refusals.forget(node_id)
-
     legs = Legs(config.timeouts, config.max_in_flight, clock, identity, guard)
     clusters = Clusters(
         [agent_of(node.member) for node in config.nodes],
         clock,
-        served_model=config.served_model,
-        accepted=config.revisions,
+        catalog=config.catalog,
         decode_slots=config.routing.decode_slots,
         tasks=tasks.watches,
         on_lost=upkeep.node_lost,
         on_silent=legs.give_up,
-        on_renamed=on_renamed,
+        on_renamed=forget,
         catch_up=seat.catch_up,
         times=times,
         secrets=name_secrets(config.names_secret),
     )
     seat.join(clusters.nodes)
-    refusals = SloGate(config, clusters, steps, clock)
     acted_on = RosterParts(
         clusters=clusters,
         agent_of=agent_of,
         join=seat.join,
         leave=seat.leave,
-        forget=on_renamed,
+        forget=forget,
         on_change=upkeep.member_changed,
     )
     links = ClusterLinks(
@@ -229,8 +324,6 @@ async def build_nodes(
             drained=drained,
             legs=legs,
             guard=guard,
-            refusals=refusals,
-            cost=cost,
             roster=Roster(config, acted_on, clock, times),
             rotation=NameRotation(clusters, config, _unix_s),
         )
@@ -249,63 +342,56 @@ async def ending(*, config: GatewayConfig, tasks: GatewayTasks) -> AsyncIterator
         yield
 
 
-def build_routing(
-    *,
-    config: GatewayConfig,
-    clock: Callable[[], float],
-    seat: SingleProcess | WorkerProcess,
-    tasks: GatewayTasks,
-    seen: NodeAccess,
-) -> RoutingParts:
-    router = Router(config, seen.clusters, seen.links, seen.cost, clock)
-    follower = Follower(config.plan, router.follow, seat.metrics.upkeep, config.plan.asked(config.identity))
+def build_routing(*, config: GatewayConfig, common: CommonParts) -> RoutingParts:
+    clock, seat, seen = common.clock, common.seat, common.seen
+    steps = LearnedSteps()
+    cost = LearnedCost(config.routing.prefill_tokens_per_s, steps=steps)
+    router = Router(config, seen.clusters, seen.links, cost, clock)
+    follower = Follower(
+        config.plan, router.follow, seat.metrics.upkeep, config.plan.asked(config.identity), config.served_model
+    )
     follower.begin()
-    flows = Flows(seat.next_seq, clock)
     moves = PrefixTransfers(
         seat.metrics,
-        tasks.afterwards,
+        common.tasks.afterwards,
         clock,
         limit=max(1, config.routing.max_moves // seat.workers),
         timeout_s=config.routing.move_timeout_s,
         on_moved=router.learn_move,
         on_failed=router.learn_late_move,
-        on_ended=flows.moved,
+        on_ended=common.flows.moved,
     )
     replicas = Replicas(seen.clusters, moves, clock, router.pays) if config.routing.replicate else None
-    return RoutingParts(router=router, follower=follower, moves=moves, replicas=replicas, flows=flows)
+    return RoutingParts(
+        router=router,
+        follower=follower,
+        moves=moves,
+        replicas=replicas,
+        refusals=SloGate(config, seen.clusters, steps, clock),
+        cost=cost,
+    )
 
 
 def build_pipeline(
     *,
     config: GatewayConfig,
-    clock: Callable[[], float],
-    seat: SingleProcess | WorkerProcess,
-    tasks: GatewayTasks,
-    seen: NodeAccess,
+    key: str,
+    common: CommonParts,
     routing: RoutingParts,
-    receiver: BodyReceiver,
     reader: PromptReader,
-    ended: RequestSinks,
-    allowances: TenantLimiters,
-    renders_otherwise: bool,
-) -> ServingParts:
-    metrics, clusters, router = seat.metrics, seen.clusters, routing.router
+    line: WaitingLine,
+    offered: OfferedLoad,
+) -> Pipeline:
+    clock, seat, tasks, seen, ended = common.clock, common.seat, common.tasks, common.seen, common.ended
+    clusters, router = seen.clusters, routing.router
     engine_readings = EngineReadings(
-        Styles(), clusters, seen.legs, reader, tasks.afterwards, clock, config.timeouts.read_s,
+        Styles(), lambda role: clusters.ready(role, model=key), seen.legs, reader, tasks.afterwards, clock,
+        config.timeouts.read_s,
         lambda: router.setting.threshold_tokens,
-        renders_otherwise=renders_otherwise,
+        renders_otherwise=config.tokenizer_dir is not None and renders_otherwise(config.tokenizer_dir),
     )  # fmt: skip
-    records = seat.records(config.kept_records)
     on_ended = [each.ended for each in (ended.request_log, ended.traces, engine_readings) if each is not None]
-    accounts = RequestRecorder(metrics, records, seat.offered, clock, on_ended)
-    line = WaitingLine(
-        clock,
-        limit=config.max_waiting,
-        patience_s=config.timeouts.room_s,
-        ageing_s=config.admission.ageing_s,
-        on_change=metrics.waiting.set,
-        room=seat.waiting,
-    )
+    accounts = RequestRecorder(seat.metrics, common.records, offered, clock, on_ended)
     retries = Retries(
         clusters,
         accounts,
@@ -317,9 +403,7 @@ def build_pipeline(
     )
     dispatcher = _dispatcher(
         config=config,
-        clock=clock,
-        tasks=tasks,
-        seen=seen,
+        common=common,
         routing=routing,
         reader=reader,
         engine_readings=engine_readings,
@@ -327,18 +411,9 @@ def build_pipeline(
         line=line,
         retries=retries,
     )
-    steps = Pipeline(
-        receiver=receiver,
-        admission=ConcurrencyLimiter(
-            config.max_in_flight,
-            metrics.in_flight.set,
-            clock=clock,
-            patience_s=config.timeouts.room_s,
-            taken=seat.in_flight,
-            wanted=seat.places_wanted,
-            claims=allowances,
-            bodies=reader.room,
-        ),
+    return Pipeline(
+        receiver=common.receiver,
+        admission=common.admission,
         reader=reader,
         engine_readings=engine_readings,
         dispatcher=dispatcher,
@@ -346,15 +421,12 @@ def build_pipeline(
         accounts=accounts,
         tasks=tasks.requests,
     )
-    return ServingParts(steps=steps, line=line, records=records)
 
 
 def _dispatcher(
     *,
     config: GatewayConfig,
-    clock: Callable[[], float],
-    tasks: GatewayTasks,
-    seen: NodeAccess,
+    common: CommonParts,
     routing: RoutingParts,
     reader: PromptReader,
     engine_readings: EngineReadings,
@@ -362,6 +434,7 @@ def _dispatcher(
     line: WaitingLine,
     retries: Retries,
 ) -> Dispatcher:
+    clock, tasks, seen = common.clock, common.tasks, common.seen
     run = LegRunner(
         clusters=seen.clusters,
         links=seen.links,
@@ -377,14 +450,14 @@ def _dispatcher(
         reservations=DecodeReservations(
             seen.clusters, accounts, tasks.afterwards, clock, config.timeouts.reservation_ttl_s
         ),
-        runner=TicketedRunner(run, moves=routing.moves, refusals=seen.refusals, room_s=config.timeouts.room_s),
-        pairing=Pairing(run, refusals=seen.refusals, draw=secrets.randbits),
+        runner=TicketedRunner(run, moves=routing.moves, refusals=routing.refusals, room_s=config.timeouts.room_s),
+        pairing=Pairing(run, refusals=routing.refusals, draw=secrets.randbits),
         reader=reader,
         engine_readings=engine_readings,
         rotation=seen.rotation,
         accounts=accounts,
         replicas=routing.replicas,
-        refusals=seen.refusals,
+        refusals=routing.refusals,
         line=line,
         clock=clock,
         retries=retries,

@@ -11,7 +11,6 @@ from typing import Final
 import msgspec
 
 from gateway.admission.concurrency import ConcurrencyLimiter
-from gateway.admission.queue import WaitingLine
 from gateway.admission.service_classes import Classes
 from gateway.cluster.agent_values import LinkLoad
 from gateway.cluster.links import ClusterLinks, LinkStatus
@@ -20,9 +19,8 @@ from gateway.cluster.registry import Clusters
 from gateway.cluster.served_model import short
 from gateway.config.gateway import GatewayConfig
 from gateway.members.roster import Roster, SourceStatus
+from gateway.models.served import Models, ModelStanding
 from gateway.routing.name_rotation import NameRotation, NameRotationStatus
-from gateway.routing.plan_follower import Follower
-from gateway.routing.router import Router
 from gateway.workers.process_scope import SingleProcess, WorkerProcess
 from planner.decisions.plans.live_plan import LivePlan
 from planner.decisions.views import Role, step_at
@@ -81,6 +79,7 @@ class NodeSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     step_s: float
     plain: tuple[str, ...] = ()  # its listeners that other machines reach, and that speak in clear
     revision: str = ""  # of the model that it runs; "": not known yet
+    model: str = ""  # as clients call it; "": none of this gateway's
 
 
 class GroupSnapshot(msgspec.Struct, frozen=True, kw_only=True):
@@ -102,7 +101,10 @@ class ClassSnapshot(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ConsoleSnapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """How things stand. Sequence numbers and byte counts of another `boot` begin anew."""
+    """How things stand. Sequence numbers and byte counts of another `boot` begin anew.
+
+    Threshold, plan, block size, groups and errors are those of the default model, which `model` names.
+    """
 
     boot: str
     at: float  # seconds since the epoch
@@ -121,6 +123,7 @@ class ConsoleSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     has_plan_service: bool
     block_size: int
     registries: tuple[SourceStatus, ...]
+    models: tuple[ModelStanding, ...]
     nodes: tuple[NodeSnapshot, ...]
     names: NameRotationStatus
     links: tuple[LinkSnapshot, ...]
@@ -144,12 +147,10 @@ class ConsoleSnapshots:
         roster: Roster,
         rotation: NameRotation,
         links: ClusterLinks,
-        decider: Router,
+        models: Models,
         admission: ConcurrencyLimiter,
-        line: WaitingLine,
         classes: Callable[[], Classes],
         tenants: Callable[[], tuple[str, ...]],
-        follower: Follower,
         seat: SingleProcess | WorkerProcess,
         clock: Callable[[], float],
     ) -> None:
@@ -158,12 +159,10 @@ class ConsoleSnapshots:
         self._roster = roster
         self._rotation = rotation
         self._links = links
-        self._decider = decider
+        self._models = models
         self._admission = admission
-        self._line = line
         self._classes = classes
         self._tenants = tenants
-        self._follower = follower
         self._seat = seat
         self._clock = clock
 
@@ -175,7 +174,8 @@ class ConsoleSnapshots:
 
     def _now(self, records: list[bytes], flows: list[bytes], since: int) -> ConsoleSnapshot:
         config, served, now = self._config, self._clusters.served, self._clock()
-        setting = self._decider.setting
+        default = self._models.default
+        setting = default.router.setting
         states = self._seat.states()
         return ConsoleSnapshot(
             boot=self._seat.offered.boot,
@@ -186,16 +186,20 @@ class ConsoleSnapshots:
             workers={state.name.lower(): count for state, count in states.items()},
             in_flight=self._seat.in_flight.taken,
             max_in_flight=self._admission.limit,
-            waiting=self._seat.waiting.taken,
-            max_waiting=self._line.limit,
+            waiting=self._seat.waiting.taken + sum(len(each.line) for each in self._models if each is not default),
+            max_waiting=default.line.limit,
             is_draining=self._admission.is_draining,
             threshold_tokens=setting.threshold_tokens,
             tie_share=setting.tie_share,
-            plan=self._follower.plan,
-            has_plan_service=bool(config.plan.url),
+            plan=default.follower.plan,
+            has_plan_service=bool(default.config.plan.url),
+            models=tuple(self._models.standing()),
             block_size=served.layout.block_size if served is not None else 0,
             registries=tuple(self._roster.status()),
-            nodes=tuple(_node(node, config.routing.decode_slots, now) for node in self._clusters.nodes),
+            nodes=tuple(
+                _node(node, self._models.name_of(node.model), config.routing.decode_slots, now)
+                for node in self._clusters.nodes
+            ),
             names=self._rotation.status(),
             links=self._all_links(),
             groups=self._groups(),
@@ -206,7 +210,7 @@ class ConsoleSnapshots:
                 for each in self._classes().all()
             ),
             tenants=self._tenants(),
-            errors={" ".join(what): error.p90 for what, error in self._decider.errors().items()},
+            errors={" ".join(what): error.p90 for what, error in default.router.errors().items()},
             last_seq=max([since, *(_SEQ.decode(lines[-1]).seq for lines in (records, flows) if lines)]),
             requests=tuple(map(msgspec.Raw, records)),
             flows=tuple(map(msgspec.Raw, flows)),
@@ -225,7 +229,7 @@ class ConsoleSnapshots:
                     min_rtt_s=view.min_rtt_s,
                     drain_s=view.drain_s,
                     backlog_s=view.backlog_s,
-                    pressure=self._decider.pressure(view),
+                    pressure=self._models.default.router.pressure(view),
                     senders=tuple(
                         _sender(by_id[name], breaker, status.destination) for name, breaker in status.senders.items()
                     ),
@@ -277,7 +281,7 @@ def _sender(node: ClusterNode, breaker: str, destination: str) -> SenderSnapshot
     )
 
 
-def _node(node: ClusterNode, decode_slots: int, now: float) -> NodeSnapshot:
+def _node(node: ClusterNode, model: str, decode_slots: int, now: float) -> NodeSnapshot:
     load, room = node.load, node.load.room
     return NodeSnapshot(
         node=node.id,
@@ -301,6 +305,7 @@ def _node(node: ClusterNode, decode_slots: int, now: float) -> NodeSnapshot:
         step_s=step_at(load.steps, load.running) if load.steps else 0.0,
         plain=node.info.plain if node.info is not None else (),
         revision=short(node.revision),
+        model=model if node.info is not None and node.model is not None else "",
     )
 
 

@@ -9,16 +9,13 @@ from typing import Final, Protocol
 import msgspec
 from aiohttp import web
 
-from gateway.admission.queue import WaitingLine
-from gateway.admission.slo import SloGate
 from gateway.api.openai import NOT_JSON, Endpoint
 from gateway.cluster.node import ClusterNode
 from gateway.cluster.registry import Clusters
-from gateway.cluster.served_model import why_not
 from gateway.errors import ApiError, BadRequest, Overloaded
 from gateway.http.body import BodyReceiver
+from gateway.models.served import ModelParts, Models
 from gateway.request.request import Request
-from gateway.routing.router import Router
 from planner.decisions.routing.explain import Explanation
 from planner.decisions.routing.revisions import RevisionChoice, RevisionWeighed
 
@@ -62,12 +59,13 @@ class AdmissionVerdict(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Explained(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer. `decision` is None where no decode node is ready; `verdict` says so.
+    """The answer. `model` is the one asked for. `decision` is None where no decode node is ready; `verdict` says so.
 
     It is one within `revision`. Where the model has several, `revisions` says how that was chosen, by shares of `roles`;
     `is_held` is true where another one had been drawn, and this one has more of the prompt.
     """
 
+    model: str = ""
     endpoint: str
     num_tokens: int
     max_output_tokens: int | None
@@ -92,17 +90,13 @@ class Explanations:
         door: Understands,
         receiver: BodyReceiver,
         clusters: Clusters,
-        decider: Router,
-        refusals: SloGate,
-        line: WaitingLine,
+        models: Models,
         clock: Callable[[], float],
     ) -> None:
         self._door = door
         self._receiver = receiver
         self._clusters = clusters
-        self._decider = decider
-        self._refusals = refusals
-        self._line = line
+        self._models = models
         self._clock = clock
         self._at_once = 0
 
@@ -118,9 +112,11 @@ class Explanations:
             self._at_once -= 1
 
     def of(self, request: Request) -> Explained:
-        """What would become of `request` now."""
-        choice, decision, verdict = self._decided(request)
+        """What would become of `request` now. Raises ApiError."""
+        parts = self._models.of(request)
+        choice, decision, verdict = _decided(parts, request)
         return Explained(
+            model=request.served.name,
             revision=_revision(request, choice),
             revisions=choice.weighed if choice is not None else (),
             roles=choice.roles if choice is not None else (),
@@ -130,54 +126,57 @@ class Explanations:
             max_output_tokens=request.call.options.output_tokens,
             service_class=request.service.name,
             is_unshared=request.is_unshared,
-            plan=self._decider.plan_version,
+            plan=parts.router.plan_version,
             decision=decision,
             verdict=verdict,
             left_out=tuple(
                 LeftOut(node=node.id, cluster=node.cluster, role=node.role, why=why)
                 for node in self._clusters.nodes
-                if (why := _why_left_out(node, self._clusters, self._clock()))
+                if (why := self._why_left_out(node, parts.key))
             ),
         )
 
-    def _decided(self, request: Request) -> tuple[RevisionChoice | None, Explanation | None, AdmissionVerdict]:
-        """As `Dispatcher` asks: first where to, then whether at all."""
-        choice, decision, line_s = None, None, 0.0
-        try:
-            choice = self._decider.weighed(request)
-            decision = self._decider.explain(request, _revision(request, choice))
-            if decision.route.prefill_node is not None and len(self._line):
-                line_s = self._line.expected_s(request.service, request.tenant.share)
-            self._refusals.check(request, decision.route, line_s)
-        except ApiError as error:
-            return (
-                choice,
-                decision,
-                AdmissionVerdict(
-                    accepted=False,
-                    line_s=line_s,
-                    status=error.status,
-                    code=error.code or "",
-                    message=error.message,
-                    retry_after_s=error.retry_after_s,
-                ),
-            )
-        return choice, decision, AdmissionVerdict(accepted=True, line_s=line_s)
+    def _why_left_out(self, node: ClusterNode, key: str) -> str:
+        """Why no decision about a prompt of the model `key` sees a node now; "" for one that decisions see."""
+        now = self._clock()
+        if node.state != "ready":
+            return f"it is {node.state}"
+        if node.info is not None and (why := self._clusters.all_served.why_unused(node.info)):
+            return why
+        if node.model != key:
+            return f"it serves the model {self._models.name_of(node.model)!r}"
+        if now < node.suspect_until:
+            return f"it failed a request: left alone for {node.suspect_until - now:.1f} s more"
+        return ""
+
+
+def _decided(parts: ModelParts, request: Request) -> tuple[RevisionChoice | None, Explanation | None, AdmissionVerdict]:
+    """As `Dispatcher` asks: first where to, then whether at all."""
+    choice, decision, line_s = None, None, 0.0
+    try:
+        choice = parts.router.weighed(request)
+        decision = parts.router.explain(request, _revision(request, choice))
+        if decision.route.prefill_node is not None and len(parts.line):
+            line_s = parts.line.expected_s(request.service, request.tenant.share)
+        parts.refusals.check(request, decision.route, line_s)
+    except ApiError as error:
+        return (
+            choice,
+            decision,
+            AdmissionVerdict(
+                accepted=False,
+                line_s=line_s,
+                status=error.status,
+                code=error.code or "",
+                message=error.message,
+                retry_after_s=error.retry_after_s,
+            ),
+        )
+    return choice, decision, AdmissionVerdict(accepted=True, line_s=line_s)
 
 
 def _revision(request: Request, choice: RevisionChoice | None) -> str:
     return choice.revision if choice is not None else request.served.revision
-
-
-def _why_left_out(node: ClusterNode, clusters: Clusters, now: float) -> str:
-    """Why no decision sees a node now; "" for one that decisions see."""
-    if node.state != "ready":
-        return f"it is {node.state}"
-    if node.revision not in clusters.revisions:
-        return why_not(clusters.revisions)
-    if now < node.suspect_until:
-        return f"it failed a request: left alone for {node.suspect_until - now:.1f} s more"
-    return ""
 
 
 def _endpoint(http: web.Request, body: bytes) -> Endpoint:

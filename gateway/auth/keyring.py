@@ -53,6 +53,7 @@ class Tenant:
     share: TenantShare = EVERYBODYS
     pinned_tokens: int = PINNED_TOKENS
     classes: tuple[str, ...] = ()
+    models: tuple[str, ...] = ()  # that it may use; without: all
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +98,7 @@ class Keyring:
                 TenantShare(name, each.weight),
                 each.pinned_tokens,
                 each.classes,
+                each.models,
             )
             for name, each in tenants.items()
             for group in [each.group or name]

@@ -10,6 +10,7 @@ from gateway.cluster.agent_values import BookingsBeside, LinkLoad, NodeInfo, Nod
 from gateway.cluster.inflight_prefixes import InflightLanding, InflightPrefixes
 from gateway.cluster.pinned_prefixes import PinnedPrefixes
 from gateway.cluster.served_model import revision_of
+from gateway.config.models import REST
 from hybrid_cache.index.index import Holding
 from planner.decisions.estimates.decoding import PrefillShare
 from planner.decisions.routing.arrivals import Arrivals
@@ -50,6 +51,7 @@ class ClusterNode:
         self.reported_at = 0.0
         self.connected = False
         self.suspect_until = float("-inf")
+        self.model: str | None = REST  # the key of its model among those of the gateway; None: it has no such model
         self.contexts = PinnedPrefixes()
         self.pending_tokens = 0
         self.pending_requests = 0
@@ -87,8 +89,8 @@ class ClusterNode:
 
     @property
     def revision(self) -> str:
-        """That of the model that it runs; "" before its engine has said."""
-        return revision_of(self.info) if self.info is not None else ""
+        """That of the model that it runs; "" before its engine has said, and where no model of the gateway has it."""
+        return revision_of(self.info, self.model) if self.info is not None and self.model is not None else ""
 
     @property
     def own_requests(self) -> int:

@@ -10,7 +10,6 @@ import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Final
 
 from gateway.cluster.agent_client import RENEWED, AgentClient
@@ -20,14 +19,9 @@ from gateway.cluster.pinned_prefixes import PinnedPrefix
 from gateway.cluster.prefix_indexes import PrefixIndexes
 from gateway.cluster.served_model import (
     ServedModel,
-    hashing_by,
-    revision_of,
-    revisions_among,
-    served_as,
-    short,
-    why_not,
+    ServedModels,
 )
-from gateway.config.gateway import GatewayConfig
+from gateway.config.models import ModelCatalog
 from gateway.errors import AgentCallFailed
 from gateway.prompt.prompt import Prompt
 from gateway.tasks import BACKOFF_S, TaskSet
@@ -66,6 +60,7 @@ class NodeTimes:
 
 
 NODE_TIMES: Final = NodeTimes()
+ONE_MODEL: Final = ModelCatalog()
 
 
 class Clusters:
@@ -76,8 +71,7 @@ class Clusters:
         agents: Collection[AgentClient],
         clock: Callable[[], float],
         *,
-        served_model: str = "",
-        accepted: Collection[str] = (),
+        catalog: ModelCatalog = ONE_MODEL,
         decode_slots: int = 16,
         tasks: TaskSet,
         on_lost: Callable[[str], None] = lambda reason: None,
@@ -90,14 +84,15 @@ class Clusters:
         """`on_silent` is told whose engine says nothing: what waits for it and has heard nothing for `quiet_s` need wait no more.
 
         `catch_up` is called before nodes are looked at: what other workers have under way on them is to be seen, too.
-        Models whose identities are `accepted` may answer for each other.
+        `catalog` says which model a node is of; other nodes are not used.
         """
         # Changed in place: links and others look at the same list.
         self.nodes = [ClusterNode(agent) for agent in agents]
-        self.served: ServedModel | None = None  # what holds for all revisions, by the name of the first
-        self.revisions: dict[str, ServedModel] = {}  # each as its own nodes serve it
-        self._served_name = served_model
-        self._accepted = frozenset(accepted)
+        self.all_served = ServedModels(catalog)
+        # Of these, what decisions ask: by key, the default one once a node has it; all revisions.
+        self.models: Mapping[str, ServedModel] = {}
+        self.served: ServedModel | None = None
+        self.revisions: Mapping[str, ServedModel] = {}
         self._decode_slots = decode_slots
         self._clock = clock
         self._on_lost = on_lost
@@ -181,11 +176,8 @@ class Clusters:
 
     @property
     def is_ready(self) -> bool:
-        """Whether a request could be served now."""
-        return any(
-            self.ready(Role.DECODE, name) and (self.ready(Role.PREFILL, name) or not served.is_paired)
-            for name, served in self.revisions.items()
-        )
+        """Whether a request to some model could be served now."""
+        return any(is_ready(self, served) for served in self.revisions.values())
 
     def index_of(self, revision: str) -> PrefixIndex | None:
         """What the nodes of a revision have cached; None before one is known."""
@@ -194,22 +186,19 @@ class Clusters:
 
     @property
     def index(self) -> PrefixIndex | None:
-        """That of the revision that stands for the model."""
+        """That of the revision that stands for the default model."""
         return self.index_of(self.served.revision) if self.served is not None else None
 
-    def configure(self, config: GatewayConfig) -> None:
-        """Other models may answer for the one served from now on."""
-        self._accepted = frozenset(config.revisions)
-        self._serve()
+    def follow(self, catalog: ModelCatalog) -> None:
+        """Its models are served from now on, by the nodes that it says."""
+        if catalog != self.all_served.catalog:
+            self.all_served = replace(self.all_served, catalog=catalog)
+            self._serve()
 
     def rename(self, secrets: NameSecrets) -> None:
         """Names blocks by these from now on."""
         self.secrets = secrets
-        self.revisions = {
-            name: replace(each, hashing=hashing_by(secrets, each.layout)) for name, each in self.revisions.items()
-        }
-        if self.served is not None:
-            self.served = replace(self.served, hashing=hashing_by(secrets, self.served.layout))
+        self._serve()
 
     def by_id(self, node_id: str, revision: str = "") -> ClusterNode:
         """The node that bears this name, and is of that revision or, without one, of any.
@@ -244,11 +233,12 @@ class Clusters:
         by_cluster = {cluster: views for cluster, nodes in prefills.items() if (views := seen(nodes))}
         return ReadyNodes(by_cluster, seen(decodes))
 
-    def ready(self, role: Role, revision: str | None = None) -> list[ClusterNode]:
-        """Nodes of that role, and of that revision or any, to which new work may be sent."""
+    def ready(self, role: Role, revision: str | None = None, model: str | None = None) -> list[ClusterNode]:
+        """Nodes of that role, and of that revision or any of a model or of all, to which new work may be sent."""
         now = self._clock()
         found: list[ClusterNode] = []
-        for name in self.revisions if revision is None else (revision,):
+        names = [name for name, served in self.revisions.items() if model is None or served.key == model]
+        for name in names if revision is None else (revision,):
             prefills, decodes = self._ready(name)
             named = decodes if role is Role.DECODE else [each for nodes in prefills.values() for each in nodes]
             found += [node for _, node in named if now >= node.suspect_until]
@@ -334,7 +324,7 @@ class Clusters:
 
     def _give_up(self, node: ClusterNode, quiet_s: float) -> None:
         """Ends what waits for an engine that says nothing, if another node could do its work: it may come back."""
-        if node.info is not None and self.ready(Role.DECODE):
+        if node.info is not None and self.ready(Role.DECODE, model=node.model or ""):
             self._on_silent(node.info.engine_url, quiet_s)
 
     def _describe(self, node: ClusterNode, info: NodeInfo) -> None:
@@ -357,31 +347,20 @@ class Clusters:
         if info.layout_json:
             self._indexes.of(info)
         self._serve()
-        if node.revision and node.revision not in self.revisions:
-            log.warning("node %s is not used: %s", info.node_id, why_not(self.revisions))
+        if info.layout_json and (why := self.all_served.why_unused(info)):
+            log.warning("node %s is not used: %s", info.node_id, why)
         if node.state != before:
             log.info("node %s (%s of %s) is %s", node.id, info.role, info.cluster, node.state)
 
     def _serve(self) -> None:
-        """Takes what connected nodes have for the revisions of the model, and has decisions look again.
-
-        Without any, the last ones stay. The first layout described is that of the model, until no connected node has it any more.
-        """
-        infos, former = _connected(self.nodes), self.served
-        named = partial(served_as, name=self._served_name, secrets=self.secrets)
-        before = former.revision if former is not None else ""
-        found = revisions_among(infos, self._indexes.layouts(), before, self._accepted, named)
+        """Takes what connected nodes have for the revisions of their models, and has decisions look again."""
+        for node in self.nodes:
+            node.model = self.all_served.of_node(node.info) if node.info is not None else node.model
         self._serving = None
         self._changed.set()
-        if not found:
-            return
-        first, *later = found.values()
-        if former is not None and former.revision != first.revision:
-            log.warning("model %s is served from now on: no node has %s any more", first.model_id, former.model_id)
-        for name in found.keys() - self.revisions.keys() if later else ():
-            log.info("revision %s of %s joins %d others", short(name), first.name, len(found) - 1)
-        self.revisions = found
-        self.served = first.by([info for info in infos if revision_of(info) in found])
+        self.all_served = served = self.all_served.by(_connected(self.nodes), self._indexes.layouts(), self.secrets)
+        self.models, self.revisions = served.models, served.revisions
+        self.served = served.models.get(served.catalog.default)
 
     def _lost(self, node: ClusterNode) -> None:
         if node.connected and node not in self.retired:
@@ -413,9 +392,15 @@ class Clusters:
 
         def used() -> set[str]:
             layouts = {info.layout_fingerprint for info in _connected(self.nodes)}
-            return layouts | {self.served.layout.fingerprint} if self.served is not None else layouts
+            return layouts | {served.layout.fingerprint for served in self.models.values()}
 
         await self._indexes.tidy(used)
+
+
+def is_ready(clusters: Clusters, served: ServedModel) -> bool:
+    """Whether a request could be served now by this revision."""
+    name = served.revision
+    return bool(clusters.ready(Role.DECODE, name) and (clusters.ready(Role.PREFILL, name) or not served.is_paired))
 
 
 def unfit(nodes: Collection[ClusterNode], prompt: Prompt) -> set[str]:

@@ -1,18 +1,24 @@
-"""The model that is served, in one revision or, while nodes go from one to the next, in several.
+"""The models that are served, each in one revision or, while its nodes go from one to the next, in several.
 
-Only nodes of one revision can use each other's KVCache: their layouts have one fingerprint, and they are paired alike.
+Only nodes of one revision can use each other's KVCache: their layouts have one fingerprint, and they are paired alike. Nodes of
+two models are of two revisions, also if their weights are the same.
 """
 
+import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Final
 
 from gateway.api.unsupported import UnsupportedFields
 from gateway.cluster.agent_values import NodeInfo
+from gateway.config.models import REST, ModelCatalog, ModelTable
 from gateway.prompt.prompt import Hashing, PromptModel
 from hybrid_cache.hashing.name_secrets import UNKEYED, NameSecrets
 from hybrid_cache.layout.layout import ModelLayout
 from planner.decisions.views import Role
+
+log = logging.getLogger("prfaas.gateway.clusters")
 
 SHORT_CHARS: Final = 12
 MOST_REVISIONS: Final = 8  # at once: each prompt is hashed for each
@@ -31,11 +37,18 @@ class ServedModel:
     adapters: frozenset[str] = frozenset()  # of the model, that some decode node serves
     takes_media: bool = False  # some decode node does
     is_paired: bool = False  # engines are paired by rooms (`gateway.upstream.sglang_bootstrap`), else by tickets
+    key: str = REST  # of its model among those of the gateway
+    aliases: tuple[str, ...] = ()
 
     @property
     def revision(self) -> str:
         """Which nodes can use each other's KVCache: those of one revision."""
-        return _revision(self.layout.fingerprint, is_paired=self.is_paired)
+        return _revision(self.layout.fingerprint, self.key, is_paired=self.is_paired)
+
+    @property
+    def called(self) -> tuple[str, ...]:
+        """What clients may call it; its adapters have names of their own."""
+        return tuple(dict.fromkeys((self.name, *self.aliases, self.model_id)))
 
     def by(self, nodes: Sequence[NodeInfo]) -> "ServedModel":
         """The same as `nodes` serve it: as long a context as all of them take, and what some of them can do."""
@@ -58,7 +71,7 @@ class ServedModel:
         hashing = self.hashing.of_group(group) if group else self.hashing
         ids = dict.fromkeys(each.model_id for each in (self, *others))
         return PromptModel(
-            names=(self.name, *ids),
+            names=(self.name, *self.aliases, *ids),
             revision=self.revision,
             others=tuple((each.revision, each.hashing.of_group(group)) for each in others),
             max_model_len=self.max_model_len,
@@ -83,13 +96,15 @@ def salt_of(layout: ModelLayout, secrets: NameSecrets = UNKEYED) -> bytes:
     return hashing_by(secrets, layout).salt
 
 
-def revision_of(info: NodeInfo) -> str:
-    """The revision that a node is of; "" before its engine has said which model it runs."""
-    return _revision(info.layout_fingerprint, is_paired=info.rooms is not None) if info.layout_json else ""
+def revision_of(info: NodeInfo, key: str = REST) -> str:
+    """The revision of the model `key` that a node is of; "" before its engine has said what it runs."""
+    return _revision(info.layout_fingerprint, key, is_paired=info.rooms is not None) if info.layout_json else ""
 
 
-def why_not(revisions: Collection[str]) -> str:
-    """Why a node of none of these, which are served, is not used."""
+def why_not(info: NodeInfo, key: str | None, revisions: Collection[str]) -> str:
+    """Why a node of the model `key` (None: of none) is not used, which is of none of these revisions of it."""
+    if key is None:
+        return f"no model of this gateway has nodes that call theirs {info.model_id!r}"
     if len(revisions) < MOST_REVISIONS:
         return "it has another model than the one served, and `revisions` does not name both"
     return f"it is of another revision than the {MOST_REVISIONS} that are served: there can be no more at once"
@@ -100,11 +115,19 @@ def short(revision: str) -> str:
     return revision[:SHORT_CHARS]
 
 
-def _revision(fingerprint: str, *, is_paired: bool) -> str:
-    return f"{fingerprint}+rooms" if is_paired else fingerprint
+def _revision(fingerprint: str, key: str, *, is_paired: bool) -> str:
+    paired = f"{fingerprint}+rooms" if is_paired else fingerprint
+    return f"{paired}@{key}" if key != REST else paired
 
 
-def served_as(info: NodeInfo, layout: ModelLayout, name: str = "", secrets: NameSecrets = UNKEYED) -> ServedModel:
+def served_as(
+    info: NodeInfo,
+    layout: ModelLayout,
+    name: str = "",
+    secrets: NameSecrets = UNKEYED,
+    key: str = REST,
+    aliases: tuple[str, ...] = (),
+) -> ServedModel:
     """The revision that a node is of, by that name or the node's own."""
     return ServedModel(
         name=name or info.model_id,
@@ -113,12 +136,14 @@ def served_as(info: NodeInfo, layout: ModelLayout, name: str = "", secrets: Name
         max_model_len=info.max_model_len,
         hashing=hashing_by(secrets, layout),
         is_paired=info.rooms is not None,
+        key=key,
+        aliases=aliases,
     )
 
 
 def others_of(revisions: Mapping[str, ServedModel], served: ServedModel) -> list[ServedModel]:
-    """All but one of these."""
-    return [each for name, each in revisions.items() if name != served.revision]
+    """The other revisions of its model among these."""
+    return [each for name, each in revisions.items() if each.key == served.key and name != served.revision]
 
 
 def revisions_among(
@@ -127,8 +152,9 @@ def revisions_among(
     former: str,
     accepted: Collection[str],
     named: Callable[[NodeInfo, ModelLayout], ServedModel],
+    key: str = REST,
 ) -> dict[str, ServedModel]:
-    """The revisions of one model that connected nodes have, by name; the first one stands for the model.
+    """The revisions of the model `key` that its connected nodes have, by name; the first one stands for the model.
 
     That is the `former` one as long as a node has it, else the first that is described. Beside it count those whose model has
     the same identity, or one that is `accepted`: those of most nodes, if there are too many. `layouts` are those of `infos`, by
@@ -136,7 +162,7 @@ def revisions_among(
     """
     by_revision: dict[str, list[NodeInfo]] = {}
     for info in infos:
-        if (revision := revision_of(info)) and info.layout_fingerprint in layouts:
+        if (revision := revision_of(info, key)) and info.layout_fingerprint in layouts:
             by_revision.setdefault(revision, []).append(info)
     if not by_revision:
         return {}
@@ -151,3 +177,68 @@ def revisions_among(
         if len(found) == MOST_REVISIONS:
             break
     return found
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModels:
+    """The models of a gateway as nodes have them: `models` by key, each as all its revisions hold; `revisions` of all."""
+
+    catalog: ModelCatalog
+    models: Mapping[str, ServedModel] = field(default_factory=dict)
+    revisions: Mapping[str, ServedModel] = field(default_factory=dict)
+
+    def of_node(self, info: NodeInfo) -> str | None:
+        """The key of the model that a node has; None: none of these."""
+        return self.catalog.of_node(info.model_id)
+
+    def why_unused(self, info: NodeInfo) -> str:
+        """Why no decision sees a node, whatever its state; "": they do."""
+        key = self.of_node(info)
+        if key is not None and revision_of(info, key) in self.revisions:
+            return ""
+        return why_not(info, key, [name for name, served in self.revisions.items() if served.key == key])
+
+    def by(
+        self, infos: Sequence[NodeInfo], layouts: Mapping[str, ModelLayout], secrets: NameSecrets = UNKEYED
+    ) -> "ServedModels":
+        """As these connected nodes have them now. The last revisions of a model without any stay."""
+        models, revisions = dict[str, ServedModel](), dict[str, ServedModel]()
+        for each in self.catalog.models:
+            mine = [info for info in infos if self.of_node(info) == each.name]
+            former, before = self._of(each.name), self.models.get(each.name)
+            found = self._found(each, mine, layouts, secrets)
+            if not found:
+                if before is not None:
+                    models |= _renamed({each.name: before}, secrets)
+                    revisions |= _renamed(former, secrets)
+                continue
+            _told(former, found, before)
+            revisions |= found
+            first = next(iter(found.values()))
+            models[each.name] = first.by([info for info in mine if revision_of(info, each.name) in found])
+        return replace(self, models=models, revisions=revisions)
+
+    def _of(self, key: str) -> dict[str, ServedModel]:
+        return {name: each for name, each in self.revisions.items() if each.key == key}
+
+    def _found(
+        self, table: ModelTable, infos: Sequence[NodeInfo], layouts: Mapping[str, ModelLayout], secrets: NameSecrets
+    ) -> dict[str, ServedModel]:
+        """The first layout described is that of the model, until none of its connected nodes has it any more."""
+        key, before = table.name, self.models.get(table.name)
+        named = partial(served_as, name=self.catalog.shown(key), secrets=secrets, key=key, aliases=table.aliases)
+        former = before.revision if before is not None else ""
+        return revisions_among(infos, layouts, former, table.revisions, named, key)
+
+
+def _renamed(served: Mapping[str, ServedModel], secrets: NameSecrets) -> dict[str, ServedModel]:
+    return {name: replace(each, hashing=hashing_by(secrets, each.layout)) for name, each in served.items()}
+
+
+def _told(former: Mapping[str, ServedModel], found: Mapping[str, ServedModel], before: ServedModel | None) -> None:
+    """Logs what is different."""
+    first, *later = found.values()
+    if before is not None and before.revision != first.revision:
+        log.warning("model %s is served from now on: no node has %s any more", first.model_id, before.model_id)
+    for name in found.keys() - former.keys() if later else ():
+        log.info("revision %s of %s joins %d others", short(name), first.name, len(found) - 1)

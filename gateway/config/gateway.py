@@ -25,6 +25,7 @@ from gateway.config.audit import AuditConfig
 from gateway.config.classes import AdmissionConfig, ClassConfig, check_classes, names_of
 from gateway.config.fleet import FleetConfig
 from gateway.config.membership import MembershipConfig
+from gateway.config.models import REST, ModelCatalog, ModelTable, check_models, ordered
 from gateway.config.oidc import OidcConfig
 from gateway.config.operators import OperatorConfig, check_operators, nameless
 from gateway.config.plan import PlanConfig
@@ -250,9 +251,16 @@ class GatewayConfig:
     browser in which an operator has logged in need not show the key again for `session_s`.
     Without `tenants` no client needs a key; a gateway that other machines reach then starts only if it is `open`. Such a gateway
     answers at addresses, at names without a dot and at those of `hosts`; an `open` one without `hosts` answers at any name.
+    `tokenizer_dir`, `served_model`, `revisions` and `plan` are of the model of all nodes that no table of `models` names. A
+    further model that nodes bring is served by the tokenizer in the folder of `models_dir` that has its name. It is forgotten
+    `model_grace_s` after its last node has left. Requests that name no model are for `default_model`.
     """
 
-    tokenizer_dir: Path
+    tokenizer_dir: Path | None = None
+    models: tuple[ModelTable, ...] = ()
+    models_dir: Path | None = None
+    default_model: str = ""
+    model_grace_s: float = 300.0
     nodes: tuple[NodeAddress, ...] = ()
     membership: MembershipConfig = field(default_factory=MembershipConfig)
     host: str = "127.0.0.1"
@@ -337,6 +345,10 @@ class GatewayConfig:
         require_one_of("log_level", self.log_level, LOG_LEVELS)
         require_one_of("log_format", self.log_format, LOG_FORMATS)
         require(self.threshold_tokens >= 0, "threshold_tokens", self.threshold_tokens, "a number of at least 0")
+        check_models(self.models, self.served_model, self.default_model, self.models_dir)
+        require(self.model_grace_s >= 0, "model_grace_s", self.model_grace_s, "a number of seconds of at least 0")
+        if self.tokenizer_dir is None and not self.models:
+            raise SettingsError("missing: tokenizer_dir (or [[gateway.models]] tables, each with its own)")
         check_classes(self.classes, self.admission.default_class)
         check_tenants(self.tenants, names_of(self.classes), has_tokens=self.oidc.takes_tenants)
         require(self.names_overlap_s >= 0, "names_overlap_s", self.names_overlap_s, "a number of seconds of at least 0")
@@ -382,11 +394,27 @@ class GatewayConfig:
         taken = {name: getattr(other, name) for name in CHANGEABLE}
         if not self._may_have(other.nodes):
             taken["nodes"] = self.nodes
+        if not self._may_take_models_of(other):
+            taken["models"] = self.models
         return replace(self, routing=routing, **taken)
+
+    def _may_take_models_of(self, other: Self) -> bool:
+        """Whether its models go with the rest of this configuration; the parts of the default one stay as long as a gateway."""
+        kept = ("served_model", "models_dir", "default_model", "tokenizer_dir")
+        is_kept = all(getattr(self, name) == getattr(other, name) for name in kept)
+        return is_kept and other.catalog.default == self.catalog.default
 
     def _may_have(self, nodes: Sequence[NodeAddress]) -> bool:
         """Whether these nodes go with the rest of this configuration; with that of their own file they do."""
         return (bool(nodes) or self.membership.is_set) and all(self.admits(node.member) for node in nodes)
+
+    @property
+    def catalog(self) -> ModelCatalog:
+        """The models that the file names."""
+        own = ModelTable(name=REST, revisions=self.revisions, plan=self.plan)
+        models = (own, *self.models) if self.tokenizer_dir is not None else self.models
+        default = self.default_model if self.default_model != self.served_model else REST
+        return ModelCatalog(ordered(models, default), self.served_model)
 
     def differences(self, other: Self) -> list[str]:
         """The keys in which `other` differs."""
@@ -429,8 +457,8 @@ DIVIDED: Final = (
     "max_reading_bytes",
 )
 CHANGEABLE: Final = (
-    "nodes", "revisions", "threshold_tokens", "max_in_flight", "max_waiting", "log_level", "admission", "classes", "tenants",
-    "operators", "operator_keys", "names_secret", "names_overlap_s",
+    "nodes", "models", "revisions", "threshold_tokens", "max_in_flight", "max_waiting", "log_level", "admission", "classes",
+    "tenants", "operators", "operator_keys", "names_secret", "names_overlap_s",
 )  # fmt: skip
 CHANGEABLE_ROUTING: Final = (
     "prefill_tokens_per_s", "tie_share", "placement", "balancing_ratio", "home_cluster", "cross_cluster_cache",

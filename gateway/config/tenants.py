@@ -25,6 +25,7 @@ class TenantConfig:
     memories (`prompt_cache_breakpoint`, `cache_control`), each block once; 0: nothing. Of what tenants wait for together each
     gets a part by its `weight`.
     `classes` are names of `[gateway.classes]`: with them its requests are of these only; without, of any that has no keys.
+    `models` are names of models: with them it may use these only, and is told of no others.
     """
 
     keys: tuple[str, ...] = ()
@@ -36,6 +37,7 @@ class TenantConfig:
     weight: float = 1.0
     pinned_tokens: int = PINNED_TOKENS
     classes: tuple[str, ...] = ()
+    models: tuple[str, ...] = ()
     expires: datetime | None = None
 
     def __post_init__(self) -> None:

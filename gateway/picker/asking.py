@@ -19,6 +19,7 @@ BYTES_PER_TOKEN: Final = 4  # of English in JSON, nearly; it only weighs prompts
 BLOCK_TOKENS: Final = BLOCK_BYTES // BYTES_PER_TOKEN
 MAX_BLOCKS: Final = 32_768  # of one prompt that have names: 4M tokens
 MAX_NAME_CHARS: Final = 128
+MAX_MODEL_BYTES: Final = 1024
 NOTHING: Final = msgspec.Raw(b"")
 
 
@@ -61,6 +62,7 @@ class PickRequest:
     """A request that wants a server. `ttft_s` is what it was promised; 0: nothing."""
 
     prompt: AskedPrompt
+    model: str = ""  # "": the body does not say
     tenant: str = ""
     objective: str = ""
     ttft_s: float = 0.0
@@ -70,8 +72,10 @@ class PickRequest:
 def read_request(head: RequestHead, body: bytes | None) -> PickRequest:
     """Raises UnreadableBody for a body that is no JSON."""
     headers = head.headers
+    found = _decoded(body) if body and _is_json(headers) else None
     return PickRequest(
-        prompt=read_prompt(body) if body and _is_json(headers) else NO_PROMPT,
+        prompt=_prompt_of(found) if found is not None else NO_PROMPT,
+        model=_text(found.model) if found is not None else "",
         tenant=first_of(headers, FAIRNESS)[:MAX_NAME_CHARS],
         objective=first_of(headers, OBJECTIVE)[:MAX_NAME_CHARS],
         ttft_s=_milliseconds(first_of(headers, SLO_TTFT_MS)),
@@ -81,10 +85,17 @@ def read_request(head: RequestHead, body: bytes | None) -> PickRequest:
 
 def read_prompt(body: bytes) -> AskedPrompt:
     """The prompt of a chat, a completion, a response or a message. Raises UnreadableBody."""
+    return _prompt_of(_decoded(body))
+
+
+def _decoded(body: bytes) -> _Body:
     try:
-        found = _DECODER.decode(body)
+        return _DECODER.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise UnreadableBody(f"the body is no JSON object: {error}") from error
+
+
+def _prompt_of(found: _Body) -> AskedPrompt:
     text = found.messages or found.prompt or found.input
     before = [found.model, found.cache_salt, found.tools, found.system, found.instructions]
     num_bytes = sum(map(len, map(bytes, before[2:]))) + len(bytes(text))
@@ -117,6 +128,15 @@ def _milliseconds(text: str) -> float:
     except ValueError:
         return 0.0
     return value / 1000 if 0 < value < 1e9 else 0.0
+
+
+def _text(raw: msgspec.Raw) -> str:
+    """ "" for what is no string, and for one that no server is called."""
+    try:
+        value = msgspec.json.decode(raw) if len(bytes(raw)) <= MAX_MODEL_BYTES else ""
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return ""
+    return value if isinstance(value, str) else ""
 
 
 def _number(raw: msgspec.Raw) -> int:

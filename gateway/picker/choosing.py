@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from gateway.picker.admission import PickLimits, refusal
-from gateway.picker.asking import PickRequest
+from gateway.picker.asking import MAX_NAME_CHARS, PickRequest
 from gateway.picker.exchange import EndpointChoice, Refusal
 from gateway.picker.headers import NO_ENDPOINTS
 from gateway.picker.servers import POOL, ModelServer, ServerPool
@@ -72,10 +72,10 @@ class ServerPicker:
 
     async def pick(self, asked: PickRequest) -> Pick | Refusal:
         """The servers of a request, or why it gets none."""
-        servers = self._pool.usable(asked.subset)
+        servers = self._pool.usable(asked.subset, asked.model)
         decoding = [server for server in servers if not server.prefills_only]
         if not decoding:
-            return _none(asked.subset)
+            return self._none(asked)
         self._count += 1
         views = _turned(self._pool.views(servers, asked.prompt), self._count)
         route = self._route(asked, views)
@@ -84,6 +84,15 @@ class ServerPicker:
             return refused
         endpoints = [route.decode_node, *self._others(asked, views, route.decode_node)]
         return self._picked(asked, route, endpoints)
+
+    def _none(self, asked: PickRequest) -> Refusal:
+        """404 for a model that no server has, else 503: a server of it may come back."""
+        if asked.model and len(self._pool) and not self._pool.has_model(asked.model):
+            text = f"no server serves the model {asked.model[:MAX_NAME_CHARS]!r}"
+            return Refusal(status=404, text=text, reason=NO_ENDPOINTS)
+        of_model = f" of the model {asked.model[:MAX_NAME_CHARS]!r}" if asked.model else ""
+        text = f"no server{of_model}{'' if asked.subset is None else ' of the subset'} is ready"
+        return Refusal(status=503, text=text, reason=NO_ENDPOINTS, retry_after_s=RETRY_S)
 
     def _route(self, asked: PickRequest, views: Sequence[NodeView], without: Collection[str] = ()) -> Route:
         prompt = asked.prompt
@@ -146,8 +155,3 @@ def _turned(views: list[NodeView], number: int) -> list[NodeView]:
     """Another one is first each time: of servers that are as good, the first is chosen."""
     at = number % len(views)
     return views[at:] + views[:at]
-
-
-def _none(subset: Collection[str] | None) -> Refusal:
-    text = "no server is ready" if subset is None else "no server of the subset is ready"
-    return Refusal(status=503, text=text, reason=NO_ENDPOINTS, retry_after_s=RETRY_S)

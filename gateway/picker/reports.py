@@ -1,21 +1,37 @@
-"""Asks model servers how busy they are: their /metrics, in vLLM's names."""
+"""Asks model servers how busy they are, by their /metrics in vLLM's names, and now and then which models they serve."""
 
 import asyncio
 from collections.abc import Callable
 from typing import Final
+from weakref import WeakKeyDictionary
 
 import aiohttp
+import msgspec
 
 from gateway.picker.servers import ModelServer, ServerPool, ServerReport
 from transport.control.bounded import BodyTooLong, read_bounded
 
 PATH: Final = "/metrics"
+MODELS: Final = "/v1/models"
+MODELS_EVERY_S: Final = 5.0
+MAX_MODELS_BYTES: Final = 1 << 20
 EVERY_S: Final = 0.25
 TIMEOUT_S: Final = 1.0
 MAX_PAGE_BYTES: Final = 4 << 20
 RUNNING: Final = "vllm:num_requests_running"
 WAITING: Final = "vllm:num_requests_waiting"
 USAGE: Final = "vllm:kv_cache_usage_perc"
+
+
+class _Card(msgspec.Struct):
+    id: str
+
+
+class _Cards(msgspec.Struct):
+    data: list[_Card]
+
+
+_CARDS: Final = msgspec.json.Decoder(_Cards)
 
 
 def read_report(page: str) -> ServerReport:
@@ -45,6 +61,7 @@ class ReportAsker:
         self._on_report = on_report
         self._every_s = every_s
         self._asked: set[ModelServer] = set()  # those whose answer has not come: none is asked twice at once
+        self._said_at: WeakKeyDictionary[ModelServer, float] = WeakKeyDictionary()  # which models it has
 
     async def run(self) -> None:
         """For ever."""
@@ -74,8 +91,27 @@ class ReportAsker:
         else:
             outcome = "read"
             self._pool.reported(server, report)
+            await self._ask_models(session, server)
         finally:
             self._asked.discard(server)
         if outcome != "read":
+            self._said_at.pop(server, None)  # it may be another one when it is back
             self._pool.failed(server)
         self._on_report(outcome)
+
+    async def _ask_models(self, session: aiohttp.ClientSession, server: ModelServer) -> None:
+        """A server that does not answer keeps what it said before. One that has never said may be asked for each model."""
+        now = asyncio.get_running_loop().time()
+        if now - self._said_at.get(server, -MODELS_EVERY_S) < MODELS_EVERY_S:
+            return
+        self._said_at[server] = now
+        try:
+            async with session.get(f"http://{server.address}{MODELS}", allow_redirects=False) as response:
+                response.raise_for_status()
+                cards = _CARDS.decode(await read_bounded(response.content.iter_any(), MAX_MODELS_BYTES))
+        except (aiohttp.ClientError, TimeoutError, OSError):
+            self._on_report("models_unreachable")
+        except (msgspec.DecodeError, UnicodeDecodeError, BodyTooLong):
+            self._on_report("models_unreadable")
+        else:
+            self._pool.serves(server, [card.id for card in cards.data])

@@ -30,7 +30,7 @@ GIVEN_UP: Final = 3  # reports in a row that did not come
 NO_REPORT: Final = ServerReport()
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class ModelServer:
     """One server. `failures` counts reports in a row that did not come; one that has never reported may be asked."""
 
@@ -43,6 +43,7 @@ class ModelServer:
     in_flight: int = 0
     busy_until: float = 0.0  # with prompts that were sent there, as far as it computes at the rate that is assumed
     sent: SentPrefixes = field(default_factory=SentPrefixes)
+    models: frozenset[str] = frozenset()  # that it says it serves, adapters too; none: it has not said
 
     def running(self, now: float) -> int:
         """Requests there that do not wait: those of its report, or those of ours if there are more."""
@@ -94,9 +95,20 @@ class ServerPool:
         """None for one that has left."""
         return self._servers.get(server_id)
 
-    def usable(self, subset: Collection[str] | None = None) -> list[ModelServer]:
-        """Those that may be asked: of a subset, which names addresses, those in it."""
-        found = [server for server in self if server.failures < GIVEN_UP]
+    def has_model(self, model: str) -> bool:
+        """Whether some server serves it, ready or not, or has not said what it serves."""
+        return any(not server.models or model in server.models for server in self)
+
+    def usable(self, subset: Collection[str] | None = None, model: str = "") -> list[ModelServer]:
+        """Those that may be asked for a model ("": any): of a subset, which names addresses, those in it.
+
+        A server that has not said what it serves may be asked for each.
+        """
+        found = [
+            server
+            for server in self
+            if server.failures < GIVEN_UP and (not model or not server.models or model in server.models)
+        ]
         if subset is not None:
             found = [server for server in found if server.prefills_only or is_in(server.address, subset)]
         return found
@@ -143,6 +155,12 @@ class ServerPool:
     def reported(self, server: ModelServer, report: ServerReport) -> None:
         """A server has said how busy it is."""
         server.report, server.reported_at, server.failures = report, self._clock(), 0
+
+    def serves(self, server: ModelServer, models: Collection[str]) -> None:
+        """A server has said which models it serves. What was sent to others than these is not there any more."""
+        if server.models and server.models != frozenset(models):
+            server.sent.clear()
+        server.models = frozenset(models)
 
     def failed(self, server: ModelServer) -> None:
         """A server has not said how busy it is. One that was given up may have begun anew."""

@@ -22,7 +22,6 @@ from gateway.admission.fair_semaphore import FairSemaphore
 from gateway.api.openai import NOT_JSON, Call, Endpoint
 from gateway.auth.keyring import Tenant
 from gateway.cluster.node import ClusterNode
-from gateway.cluster.registry import Clusters
 from gateway.errors import LegFailed, Overloaded
 from gateway.prompt.media import MediaGuess
 from gateway.prompt.media_render import AT_ONCE, MAX_MEDIA, TIMEOUT_S, Worth, seen_in
@@ -83,7 +82,7 @@ class EngineReadings:
     def __init__(
         self,
         styles: Styles,
-        clusters: Clusters,
+        ready: Callable[[Role], list[ClusterNode]],
         legs: Legs,
         reader: PromptReader,
         tasks: TaskSet,
@@ -93,12 +92,14 @@ class EngineReadings:
         *,
         renders_otherwise: bool = False,
     ) -> None:
-        """`renders_otherwise`: chats of this model are not rendered by its template, if its engines are vLLM's.
+        """`ready` says which nodes of the model may be asked.
+
+        `renders_otherwise`: chats of this model are not rendered by its template, if its engines are vLLM's.
 
         Prompts of no more than `threshold_tokens` do not leave their cluster.
         """
         self._styles = styles
-        self._clusters = clusters
+        self._ready = ready
         self._legs = legs
         self._reader = reader
         self._tasks = tasks
@@ -129,7 +130,7 @@ class EngineReadings:
         if reading is not Reading.ENGINE and not is_assumed:
             return Understood(prompt, reading)
         try:
-            status, answer = await self._rendered(call, model, self._clusters.ready(Role.DECODE))
+            status, answer = await self._rendered(call, model, self._ready(Role.DECODE))
         except LegFailed as error:
             return Understood(prompt, Reading.ALONE, failure=error.reason)
         if is_assumed and status in NOT_SERVED:
@@ -158,7 +159,7 @@ class EngineReadings:
         style = style_with_media(call)
         if self._styles.reading(style, self._clock()) is Reading.ALONE:
             return Understood(guessed, failure="differs")
-        nodes = [node for node in self._clusters.ready(Role.DECODE) if _takes_media(node)]
+        nodes = [node for node in self._ready(Role.DECODE) if _takes_media(node)]
         try:
             async with asyncio.timeout(TIMEOUT_S), self._turns.turn(tenant.name):
                 status, answer = await self._rendered(call, model, nodes, MAX_SEEN_BYTES, mm_payload="none")
@@ -187,8 +188,8 @@ class EngineReadings:
 
     def _may_leave(self, guess: MediaGuess) -> bool:
         """Whether another node than the one that decodes it may compute a prompt with media, as far as can be said now."""
-        able = [node for node in self._clusters.ready(Role.PREFILL) if _takes_media(node)]
-        homes = {node.cluster for node in self._clusters.ready(Role.DECODE)}
+        able = [node for node in self._ready(Role.PREFILL) if _takes_media(node)]
+        homes = {node.cluster for node in self._ready(Role.DECODE)}
         if any(node.cluster in homes for node in able):
             return True
         return bool(able) and self._worth.asks(guess, self._threshold_tokens())

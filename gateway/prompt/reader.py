@@ -62,8 +62,9 @@ class PromptReader:
         *,
         threads: int = 2,
         timeout_s: float = 120.0,
-        max_bytes: int = MAX_READING_BYTES,
+        room: ReadingRoom | None = None,
     ) -> None:
+        """`room` is for what waits here; readers of several models may share one."""
         self._tokenizer = tokenizer
         self._memory = PromptMemory(tokenizer)
         self._tasks = tasks
@@ -72,7 +73,7 @@ class PromptReader:
         most = threads + OWN_PLACES * len(CLASS_BYTES) + threads
         self._threads = ThreadPoolExecutor(most, thread_name_prefix="tokenise")
         self._queue = ReadingQueue(threads, OWN_PLACES)
-        self.room = ReadingRoom(max_bytes)
+        self.room = room or ReadingRoom(MAX_READING_BYTES)
         self._pool = ReadingPool(tokenizer, self._threads, tasks, threads, timeout_s)
 
     @property

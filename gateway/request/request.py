@@ -248,6 +248,7 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     output_tokens: int
     threshold: float
     plan: int  # the version followed when it was routed; 0: none
+    model: str  # as clients call it
     revision: str  # of the model, as it was last routed; "": not routed
     fallbacks: list[str]
     ttft_s: float | None
@@ -304,6 +305,7 @@ def record_of(request: Request, seq: int, status: int, error: str = "") -> Reque
         output_tokens=request.output_tokens,
         threshold=route.threshold_tokens if route else 0.0,
         plan=request.progress.plan_version,
+        model=request.served.name,
         revision=short(request.served.revision) if route else "",
         fallbacks=list(request.progress.fallbacks),
         ttft_s=_rounded(timeline.ttft_s),

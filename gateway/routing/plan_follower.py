@@ -58,8 +58,11 @@ class Follower:
         follow: Callable[[LivePlan], None],
         counted: Counted,
         asked: AskedServers | None = None,
+        model: str = "",
     ) -> None:
+        """`model` is the name of the model that follows; "": it is called by what its nodes say."""
         self.plan: LivePlan | None = None
+        self._model = model
         self._config = config
         self._follow = follow
         self._counted = counted
@@ -100,10 +103,11 @@ class Follower:
                     await asyncio.sleep(BACKOFF_S[-1])  # it would say the same again at once
 
     async def offered(self, plan: LivePlan) -> bool:
-        """Follows `plan`, unless it is stale; returns whether it does."""
+        """Follows `plan`, unless it is stale or another model's; returns whether it does."""
         if plan == self.plan:
             return True
-        refusal = refusal_of(plan, self.plan)
+        is_other = bool(plan.model and self._model) and plan.model != self._model
+        refusal = "other_model" if is_other else refusal_of(plan, self.plan)
         if refusal is not None:
             self._counted.plan_offered(refusal)
             log.warning("plan %d of term %d is refused: %s", plan.version, plan.term, refusal)

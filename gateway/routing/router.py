@@ -1,9 +1,9 @@
 """Routes a request by what is known of the clusters now, books its work, and learns from what ends."""
 
 import hashlib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import ParamSpec, TypeVar
 
 import msgspec
 
@@ -28,9 +28,6 @@ from planner.decisions.routing.policy import RoutingPolicy
 from planner.decisions.routing.revisions import RevisionChoice, choose_revision
 from planner.decisions.views import LinkView, RouteRequest
 from planner.errors import NobodyPrefills, NoReadyNode
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 
 class Router:
@@ -117,7 +114,8 @@ class Router:
         if not request.prompt.is_plain:
             exclude = {*exclude, *unfit(self._clusters.nodes, request.prompt)}
         nodes, links = self._clusters.views(request.prompt, exclude), self._links.views()
-        found = _asked(route_among, nodes, question, links, self._policy_now(), place=self._place, cost=self._cost)
+        with _named(request):
+            found = route_among(nodes, question, links, self._policy_now(), place=self._place, cost=self._cost)
         if found.prefill_node is not None:
             node = self._clusters.by_id(found.prefill_node)
             self._cost.tried(node.id, node.cluster)
@@ -164,17 +162,17 @@ class Router:
         self._cost.as_of(self._clock())
         if not request.prompt.is_plain:
             exclude = {*exclude, *unfit(self._clusters.nodes, request.prompt)}
-        return _asked(
-            choose_revision,
-            {name: self._clusters.views(request.prompt.within(name), exclude) for name in options},
-            self._question(request),
-            self._links.views(),
-            self._policy_now(),
-            draw=tie_of(f"revision/{request.drawn_by or request.leg_id}"),
-            place=self._place,
-            cost=self._cost,
-            sizes={name: each.layout.kv_bytes for name, each in options.items()},
-        )
+        with _named(request):
+            return choose_revision(
+                {name: self._clusters.views(request.prompt.within(name), exclude) for name in options},
+                self._question(request),
+                self._links.views(),
+                self._policy_now(),
+                draw=tie_of(f"revision/{request.drawn_by or request.leg_id}"),
+                place=self._place,
+                cost=self._cost,
+                sizes={name: each.layout.kv_bytes for name, each in options.items()},
+            )
 
     def explain(self, request: Request, revision: str) -> Explanation:
         """What `route` would say now in that revision, and why; nothing is sent or learned. Raises Unavailable."""
@@ -184,7 +182,8 @@ class Router:
         question, policy = self._question(request), self._policy_now()
         if (served := self._clusters.revisions.get(revision)) is not None:
             question = msgspec.structs.replace(question, kv_bytes=served.layout.kv_bytes)
-        return _asked(explain_among, nodes, question, links, policy, place=self._place, cost=self._cost)
+        with _named(request):
+            return explain_among(nodes, question, links, policy, place=self._place, cost=self._cost)
 
     @property
     def plan_version(self) -> int:
@@ -281,14 +280,15 @@ class Router:
         return other if other.prefill_node is not None else None
 
 
-def _asked(rule: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """What a rule of the planner's says. Raises Unavailable."""
+@contextmanager
+def _named(request: Request) -> Iterator[None]:
+    """Where a rule of the planner's finds no node inside, raises Unavailable, which names the model."""
     try:
-        return rule(*args, **kwargs)
+        yield
     except NobodyPrefills as error:
-        raise NoPrefillNode() from error
+        raise NoPrefillNode(request.served.name) from error
     except NoReadyNode as error:
-        raise NoDecodeNode() from error
+        raise NoDecodeNode(request.served.name) from error
 
 
 def tie_of(request_id: str) -> float:

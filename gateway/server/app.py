@@ -21,10 +21,11 @@ from gateway.auth.oidc import TokenVerifier
 from gateway.auth.sessions import OperatorSessions
 from gateway.auth.wrong_keys import WrongKeys
 from gateway.cluster.registry import Clusters
-from gateway.cluster.served_model import ServedModel, others_of
+from gateway.cluster.served_model import others_of
 from gateway.config.gateway import GatewayConfig
-from gateway.errors import ApiError, Unavailable
+from gateway.errors import ApiError
 from gateway.http.hosts import check_host
+from gateway.models.served import ModelParts, Models
 from gateway.pipeline.fanout import AnswerListener, Merged, bodies_of, calls_of, check_size
 from gateway.pipeline.pipeline import Pipeline
 from gateway.prompt.prompt import SEVERAL_PROMPTS
@@ -56,23 +57,20 @@ class GenerationEndpoint:
         self,
         *,
         config: GatewayConfig,
-        rooms: Pipeline,
+        models: Models,
         clusters: Clusters,
         rotation: NameRotation,
         metrics: Metrics,
         tasks: TaskSet,
         clock: Callable[[], float],
         allowances: TenantLimiters,
-        expected_answer: Callable[[], float],
         audit: AuditLog,
         sessions: OperatorSessions,
         traces: Traces | None = None,
     ) -> None:
-        """`expected_answer` says how many tokens an answer mostly has."""
-        self._expected_answer = expected_answer
         self.config = config
         self.traces = traces
-        self.rooms = rooms
+        self.models = models
         self.clusters = clusters
         self.rotation = rotation
         self.metrics = metrics
@@ -96,6 +94,11 @@ class GenerationEndpoint:
         """Other classes, tenants and operators from now on."""
         self.classes = Classes(config.classes, config.admission.default_class)
         self.keyring.configure(config.tenants, config.all_operators)
+
+    @property
+    def rooms(self) -> Pipeline:
+        """The steps of the default model. Receiver, places and relay are those of all models."""
+        return self.models.default.steps
 
     def next_id(self) -> str:
         """An id that no other request of any gateway has."""
@@ -164,12 +167,27 @@ class GenerationEndpoint:
     async def understood(self, http: web.Request, endpoint: Endpoint, body: bytes) -> Request:
         """The request that `body` would be at `endpoint`: read as one, but it has no place and is in no book. Raises ApiError."""
         tenant = self.keyring.named(http.query.get("tenant", ""))
-        return await self._read(InflightRequest(http, endpoint, body, self._clock(), tenant))
+        parts = await self.models.asked(body, tenant)
+        with parts.used():
+            return await self._read(parts, InflightRequest(http, endpoint, body, self._clock(), tenant))
 
     async def _serve(self, visit: InflightRequest) -> web.StreamResponse:
         try:
-            requests = await self._read_all(visit)
-            taken = _prompt_tokens(requests) + sum(self._answer_tokens(request) for request in requests)
+            parts = visit.parts = await self.models.asked(visit.body, visit.tenant)
+        except ApiError as error:
+            self.metrics.rejected(error.code or "invalid", error.status, visit.tenant.name)
+            raise
+        except asyncio.CancelledError:
+            self.metrics.rejected(CLIENT_LEFT, CLIENT_CLOSED, visit.tenant.name)
+            raise
+        with parts.used():
+            return await self._serve_by(parts, visit)
+
+    async def _serve_by(self, parts: ModelParts, visit: InflightRequest) -> web.StreamResponse:
+        try:
+            requests = await self._read_all(parts, visit)
+            expected = parts.router.answer_tokens()
+            taken = _prompt_tokens(requests) + sum(_answer_tokens(request, expected) for request in requests)
             visit.allowance.read(taken, len(requests))
             visit.requests = requests
         except ApiError as error:
@@ -180,19 +198,19 @@ class GenerationEndpoint:
             raise
         try:
             if len(requests) == 1:
-                return await self._answer(visit.http, requests[0])
-            return await self._answer_all(visit)
+                return await self._answer(parts, visit.http, requests[0])
+            return await self._answer_all(parts, visit)
         finally:
             visit.allowance.settle(_used_tokens(requests) - taken)
 
-    async def _read_all(self, visit: InflightRequest) -> list[Request]:
+    async def _read_all(self, parts: ModelParts, visit: InflightRequest) -> list[Request]:
         """The requests for one answer each that a visit makes, almost always one. Raises ApiError."""
         try:
-            request = await self._read(visit)
+            request = await self._read(parts, visit)
         except ApiError as error:
             if error.code != SEVERAL_PROMPTS:
                 raise
-            return await self._read_list(visit)
+            return await self._read_list(parts, visit)
         n = request.call.options.n or 1
         if n == 1:
             return [request]
@@ -206,10 +224,10 @@ class GenerationEndpoint:
         share, limits = visit.tenant.share, visit.tenant.limits
         return min(MAX_ANSWERS, limits.at_once or MAX_ANSWERS, self.rooms.admission.most_of(share))
 
-    async def _read_list(self, visit: InflightRequest) -> list[Request]:
+    async def _read_list(self, parts: ModelParts, visit: InflightRequest) -> list[Request]:
         """The requests that a completion with a list of prompts makes. Raises ApiError."""
         body, visit.body = visit.body, b""
-        bodies = await self.rooms.reader.think(lambda _: bodies_of(body), visit.tenant.share, len(body))
+        bodies = await parts.steps.reader.think(lambda _: bodies_of(body), visit.tenant.share, len(body))
         n, most = bodies.common.options.n or 1, self._most_answers(visit)
         if len(bodies) * n > most:
             raise too_many(len(bodies) * n, "n" if n > 1 else "prompt", most)
@@ -217,14 +235,14 @@ class GenerationEndpoint:
         requests: list[Request] = []
         for part in bodies:
             requests += _for_each_answer(
-                await self._read(replace(visit, body=part), lambda call: bodies.whole(call.fields["prompt"])),
+                await self._read(parts, replace(visit, body=part), lambda call: bodies.whole(call.fields["prompt"])),
                 self.next_id,
                 requests[0].drawn_by if requests else "",
             )
             await asyncio.sleep(0)  # the shortest are read at once
         return requests
 
-    async def _answer_all(self, visit: InflightRequest) -> web.StreamResponse:
+    async def _answer_all(self, parts: ModelParts, visit: InflightRequest) -> web.StreamResponse:
         """Answers several requests as one. Raises ApiError."""
         requests = visit.requests
         call, num_prompts = requests[0].call, len({id(request.prompt) for request in requests})
@@ -247,7 +265,7 @@ class GenerationEndpoint:
             try:
                 async with asyncio.TaskGroup() as group:
                     for number, request in enumerate(requests):
-                        group.create_task(self._answer(AnswerListener(merged, number), request))
+                        group.create_task(self._answer(parts, AnswerListener(merged, number), request))
                         await asyncio.sleep(0)  # others get their turn between two decisions
             except* ConnectionResetError as left:
                 raise ConnectionResetError from left
@@ -255,19 +273,21 @@ class GenerationEndpoint:
                 failed = _first(failures)
             return await (merged.end() if failed is None else merged.fail(failed))
 
-    async def _read(self, visit: InflightRequest, whole: Callable[[Call], Call] = lambda call: call) -> Request:
+    async def _read(
+        self, parts: ModelParts, visit: InflightRequest, whole: Callable[[Call], Call] = lambda call: call
+    ) -> Request:
         """The request that a body makes; `whole` makes its call complete. Raises ApiError."""
         headers = visit.http.headers
         tenant = visit.tenant
         service = self.classes.of(headers, tenant.classes)
-        served = self._served()
+        served, steps = self.models.served(parts.key), parts.steps
         model = served.as_read(tenant.group, self.media_domains, others_of(self.clusters.revisions, served))
-        call, prompt = await self.rooms.reader.read(
+        call, prompt = await steps.reader.read(
             visit.endpoint, visit.body, model, tenant.memory, share=tenant.share, check=visit.allowance.check
         )
         call = whole(call)
         served.not_done.check(call.fields)
-        understood = await self.rooms.engine_readings.understood(call, prompt, model, tenant)
+        understood = await steps.engine_readings.understood(call, prompt, model, tenant)
         prompt = self.rotation.known(understood.prompt)
         self.metrics.read(prompt.how)
         visit.body = b""
@@ -291,15 +311,8 @@ class GenerationEndpoint:
             telling=telling_of(call, self.next_id(), prompt.num_tokens, unix_s()) if call.dialect else None,
         )
         if understood.fallback:
-            self.rooms.accounts.fell_back(request, understood.fallback)
+            steps.accounts.fell_back(request, understood.fallback)
         return request
-
-    def _answer_tokens(self, request: Request) -> int:
-        """What an answer takes of its tenant's tokens until it is over: as many as it may have, or answers mostly have."""
-        most = request.call.options.output_tokens
-        expected = self._expected_answer() if most is None else most
-        room = request.served.max_model_len - request.asked.num_tokens
-        return max(0, min(int(expected), room))
 
     def _trace(self, headers: Mapping[str, str]) -> tuple[TraceContext | None, dict[str, str]]:
         """Where a request with these headers stands in a trace, if traces are wanted; and what its legs are told."""
@@ -307,13 +320,10 @@ class GenerationEndpoint:
             return self.traces.below(headers)
         return None, {name: headers[name] for name in (TRACEPARENT, TRACESTATE) if name in headers}
 
-    def _served(self) -> ServedModel:
-        if self.clusters.served is None:
-            raise Unavailable("No node has reported its model yet.", "no_model")
-        return self.clusters.served
-
-    async def _answer(self, listener: web.Request | AnswerListener, request: Request) -> web.StreamResponse:
-        return await self.rooms.answer(listener, request, self.contexts.begin, self.config.kept_answer_bytes)
+    async def _answer(
+        self, parts: ModelParts, listener: web.Request | AnswerListener, request: Request
+    ) -> web.StreamResponse:
+        return await parts.steps.answer(listener, request, self.contexts.begin, self.config.kept_answer_bytes)
 
 
 def _for_each_answer(request: Request, next_id: Callable[[], str], drawn_by: str = "") -> list[Request]:
@@ -340,6 +350,13 @@ def _for_each_answer(request: Request, next_id: Callable[[], str], drawn_by: str
             )
         )
     return requests
+
+
+def _answer_tokens(request: Request, expected: float) -> int:
+    """What an answer takes of its tenant's tokens until it is over: as many as it may have, or as are `expected`."""
+    most = request.call.options.output_tokens
+    room = request.served.max_model_len - request.asked.num_tokens
+    return max(0, min(int(expected if most is None else most), room))
 
 
 def _prompt_tokens(requests: Sequence[Request]) -> int:

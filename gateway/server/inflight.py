@@ -8,6 +8,7 @@ from aiohttp import web
 
 from gateway.api.openai import Endpoint
 from gateway.auth.keyring import Tenant
+from gateway.models.served import ModelParts
 from gateway.ratelimit.limiter import UNLIMITED, TenantLimiter
 from gateway.request.request import BrokenOff, Request
 from gateway.telemetry.recorder import CLIENT_CLOSED
@@ -26,6 +27,7 @@ class InflightRequest:
     arrived: float
     tenant: Tenant
     allowance: TenantLimiter = UNLIMITED
+    parts: ModelParts | None = None  # what serves the model that it is for, once that is known
     requests: list[Request] = field(default_factory=list)
 
     @property

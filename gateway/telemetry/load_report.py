@@ -1,14 +1,8 @@
-"""What the gateway is asked for and what it sees of its clusters, for a planner: `GET /prfaas/load`."""
+"""What the gateway is asked for, counted for a planner (`gateway.models.load_report`)."""
 
-from collections.abc import Callable
 from typing import Final, Protocol
 
-from gateway.cluster.links import ClusterLinks
-from gateway.cluster.node import ClusterNode
-from gateway.cluster.registry import Clusters
-from planner.decisions.plans.live_plan import LivePlan, PlanSetting
-from planner.decisions.plans.offered import GatewayLoad, LinkReport, NodeReport, Samples
-from planner.decisions.views import ClusterKind, Role
+from planner.decisions.plans.offered import Samples
 
 KEPT: Final = 8192  # samples of either kind: half a minute of 250 requests/s, 50 KB as JSON
 
@@ -51,66 +45,3 @@ class OfferedLoad:
     def unread(self) -> int:
         """How many were."""
         return self._unread
-
-
-class LoadReporter:
-    """Puts it together."""
-
-    def __init__(
-        self,
-        offered: OfferedLoad,
-        clusters: Clusters,
-        links: ClusterLinks,
-        setting: Callable[[], PlanSetting],
-        followed: Callable[[], LivePlan | None],
-        decode_slots: int,
-    ) -> None:
-        self._offered = offered
-        self._clusters = clusters
-        self._links = links
-        self._setting = setting
-        self._followed = followed
-        self._decode_slots = decode_slots
-
-    def after(self, boot: str, uncached: int, outputs: int) -> GatewayLoad:
-        """What is new to a reader with these cursors, and how things are."""
-        setting = self._setting()
-        if boot != self._offered.boot:
-            uncached = outputs = 0
-        return GatewayLoad(
-            boot=self._offered.boot,
-            uncached=self._offered.uncached.after(uncached),
-            outputs=self._offered.outputs.after(outputs),
-            unread=self._offered.unread,
-            threshold_tokens=setting.threshold_tokens,
-            tie_share=setting.tie_share,
-            nodes=tuple(self._node(node) for node in self._clusters.nodes if node.info is not None),
-            links=tuple(
-                LinkReport(
-                    source=view.source,
-                    destination=view.destination,
-                    up=view.up,
-                    rate_bytes_per_s=view.rate_bytes_per_s,
-                    utilisation=view.utilisation,
-                    congested=view.congested,
-                )
-                for view in self._links.views()
-            ),
-            follows=self._followed(),
-        )
-
-    def _node(self, node: ClusterNode) -> NodeReport:
-        assert node.info is not None
-        role = Role(node.info.role)
-        return NodeReport(
-            node_id=node.id,
-            agent=node.agent.address,
-            cluster=node.cluster,
-            kind=ClusterKind(node.info.cluster_kind),
-            role=role,
-            state=node.state,
-            running=node.load.running,
-            waiting=node.load.waiting,
-            queued_tokens=node.load.queued_tokens,
-            slots=self._decode_slots if role is Role.DECODE else 1,
-        )

@@ -35,6 +35,7 @@ GAP_BUCKETS_S: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0,
 LAG_BUCKETS_S: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.5)
 OVERLOADED: Final = 429
 MAX_REVISIONS: Final = 8  # that a process names in its life: later ones are "other"
+MAX_MODELS: Final = 64
 WASTED: Final = {OVERLOADED: "refused", 499: "left"}  # by status; else the request failed
 
 
@@ -61,6 +62,11 @@ class Metrics:
 
     _requests = counters("prfaas_requests", "Finished requests", "route", "reason", "status")
     _revisions = counters("prfaas_revision_requests", "Finished requests that were routed", "revision", "status")
+    _models = counters("prfaas_model_requests", "Finished requests that were read, by model", "model", "status")
+    _model_tokens = counters(
+        "prfaas_model_tokens", "Tokens served by model: of prompts, of these cached, of answers", "model", "kind"
+    )
+    _model_ttft = histograms("prfaas_model_time_to_first_token_seconds", "TTFT", "model", buckets=TTFT_BUCKETS_S)
     _ttft = histograms("prfaas_time_to_first_token_seconds", "TTFT", "route", buckets=TTFT_BUCKETS_S)
     _tbt = histograms(
         "prfaas_inter_token_latency_seconds",
@@ -152,21 +158,29 @@ class Metrics:
         self._seen = _Seen()
         self._page.register(self._seen)
         build_instruments(self, registry)
-        self._named_revisions: set[str] = set()
+        self._named_revisions = _Labels(MAX_REVISIONS)
+        self._named_models = _Labels(MAX_MODELS)
 
     def _count_revision(self, request: Request, status: int) -> None:
-        if request.progress.route is None:
-            return
-        name = short(request.served.revision)
-        if len(self._named_revisions) < MAX_REVISIONS:
-            self._named_revisions.add(name)
-        self._revisions[name if name in self._named_revisions else "other", str(status)].inc()
+        if request.progress.route is not None:
+            self._revisions[self._named_revisions.of(short(request.served.revision)), str(status)].inc()
+
+    def _count_model(self, request: Request, status: int) -> None:
+        model = self._named_models.of(request.served.name)
+        self._models[model, str(status)].inc()
+        if request.has_cost:
+            self._model_tokens[model, "prompt"].inc(request.asked.num_tokens)
+            self._model_tokens[model, "cached"].inc(cached_tokens(request))
+            self._model_tokens[model, "completion"].inc(request.output_tokens)
+        if status == 200 and request.call.stream and request.progress.timeline.ttft_s is not None:
+            self._model_ttft[model,].observe(request.progress.timeline.ttft_s)
 
     def finished(self, request: Request, status: int, code: str = "none") -> None:
         """Counts a request that is over, however it ended; `code` is why, if it was not even routed."""
         route = request.route_label
         self._requests[route, request.reason_label if request.progress.route else code, str(status)].inc()
         self._count_revision(request, status)
+        self._count_model(request, status)
         self.travelled(request)
         if tenant := request.tenant.name:
             self._count_tenant(request, tenant, status)
@@ -334,6 +348,18 @@ class Metrics:
         self._seen.note("prfaas_plan_version", "Version of the plan followed, 0: none", (), {(): version})
         self._seen.note("prfaas_plan_age_seconds", "Age of the plan followed, 0: none", (), {(): age_s})
 
+    def observe_models(self, ready: Mapping[str, bool], waiting: Mapping[str, int], plans: Mapping[str, int]) -> None:
+        """Takes down how each model is served: whether a request would be, how many wait, by which plan (0: none)."""
+        labels = ("model",)
+        named = {(name,): int(is_ready) for name, is_ready in ready.items()}
+        self._seen.note("prfaas_model_ready", "1 while requests to a model would be served", labels, named)
+        counts = {(name,): count for name, count in waiting.items()}
+        what = "Requests that wait for room on a decode node of a model, in this process"
+        self._seen.note("prfaas_model_requests_waiting", what, labels, counts)
+        versions = {(name,): version for name, version in plans.items()}
+        what = "Version of the plan that is followed for a model, 0: none"
+        self._seen.note("prfaas_model_plan_version", what, labels, versions)
+
     def observe_index(self, blocks: int) -> None:
         """Takes down what is known of the nodes' caches."""
         what = "Blocks that nodes have cached, as far as this gateway has heard"
@@ -370,6 +396,19 @@ class _AddedUp(Collector):
                 metric._multiprocess_mode = "livesum"  # type: ignore[attr-defined]
                 metric.add_sample(name, tuple(sorted(labels.items())), value)  # type: ignore[arg-type]
         return MultiProcessCollector._accumulate_metrics(found, True)  # type: ignore[no-untyped-call, no-any-return]
+
+
+class _Labels:
+    """The values of a label, `most` of them in the life of a process: later ones are "other"."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._named: set[str] = set()
+
+    def of(self, name: str) -> str:
+        if len(self._named) < self._most:
+            self._named.add(name)
+        return name if name in self._named else "other"
 
 
 class _Seen(Collector):

@@ -96,6 +96,12 @@ class SingleProcess:
             self.drained = SharedDrainedLinks(self._lineage / DRAINED)
             self.sessions = SharedSessions(self._lineage / SESSIONS)
 
+    def offered_of(self, model: str) -> OfferedLoad:
+        """What is asked for of one of several models, other than the default one."""
+        if self._lineage is None:
+            return OfferedLoad(uuid.uuid4().hex, SampleRing(KEPT), SampleRing(KEPT))
+        return tally_of(self._lineage, model)
+
     def next_seq(self) -> int:
         """A number for a record that is kept."""
         self._last_seq += 1
@@ -168,6 +174,9 @@ class WorkerProcess:
         self.sessions: SessionStore = SharedSessions(self._lineage / SESSIONS)
         self.duty = Duty(self._lineage / DUTY)
 
+    def offered_of(self, model: str) -> OfferedLoad:
+        return tally_of(self._lineage, model)
+
     def cursor(self, seq: int) -> int:
         return seq if seq <= self._board.last_seq() else 0
 
@@ -204,6 +213,21 @@ class WorkerProcess:
     @property
     def restarts(self) -> int:
         return self._board.restarts
+
+
+def tally_of(lineage: Path, model: str) -> SharedSamples:
+    """That of a model, made by the first process that wants it. Raises OSError."""
+    path = lineage / f"{TALLY}-{blake2b(model.encode(), digest_size=8).hexdigest()}"
+    if not path.exists():
+        new = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
+        SharedSamples.create(new)
+        try:
+            os.link(new, path)  # whole at once: others may look for it
+        except FileExistsError:
+            pass
+        finally:
+            new.unlink()
+    return SharedSamples(path, most_unwritten=UNWRITTEN)
 
 
 def _sockets(place: Place | None) -> Sockets:

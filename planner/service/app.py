@@ -66,10 +66,11 @@ class PlanDesk(Protocol):
 class PlanEndpoints:
     """Answers for the desk of the moment.
 
-    `token` is asked for unless it is empty, and the right of a caller's certificate of `peers`.
+    `token` is asked for unless it is empty, and the right of a caller's certificate of `peers`. Plans are for `model`.
     """
 
-    def __init__(self, desk: Callable[[], PlanDesk], token: str, peers: Guard | None = None) -> None:
+    def __init__(self, desk: Callable[[], PlanDesk], token: str, peers: Guard | None = None, model: str = "") -> None:
+        self._model = model
         self._desk = desk
         self._token = token
         self._peers = peers
@@ -132,7 +133,7 @@ class PlanEndpoints:
             plan = await self._desk().next_plan(place, wait_s, http.query.get("leader"))
         finally:
             self._waiting -= 1
-        return web.Response(status=204) if plan is None else _json(plan)
+        return web.Response(status=204) if plan is None else _json(msgspec.structs.replace(plan, model=self._model))
 
     async def _status(self, http: web.Request) -> web.Response:
         return _json(self._desk().status())

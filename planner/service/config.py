@@ -44,6 +44,7 @@ class ApplyMode(StrEnum):
 class ServiceConfig:
     """`[plan]`. `time_scale`, `token_scale` and `byte_scale` are those of a system that stands in for the profile's model.
 
+    `gateway_model` is the model that it plans for, where gateways serve several; without one their default model.
     `token_file` holds a secret that every caller must show; needed where other hosts reach the port. `gateway_key_file`
     holds an operator's key of the gateways, where they ask for one. `certificate`, `key` and `authority` are for mutual
     TLS: with nodes that are to convert, and with all callers where other machines reach the service, unless `plain`
@@ -60,6 +61,7 @@ class ServiceConfig:
     prfaas_hardware: str = ""
     egress_gbps: float = 0.0
     gateways: tuple[str, ...] = ()
+    gateway_model: str = ""
     host: str = "127.0.0.1"
     port: int = DEFAULT_PORT
     token_file: Path | None = None

@@ -23,8 +23,15 @@ class Gateways:
     """
 
     def __init__(
-        self, urls: tuple[str, ...], timeout_s: float, operator_key: str = "", asked: AskedServers | None = None
+        self,
+        urls: tuple[str, ...],
+        timeout_s: float,
+        operator_key: str = "",
+        asked: AskedServers | None = None,
+        model: str = "",
     ) -> None:
+        """`model` is the one whose load is asked for; "": the default one of each gateway."""
+        self._model = {"model": model} if model else {}
         self.urls = urls
         self.answers: dict[str, str] = {}
         self.failed: Counter[str] = Counter()
@@ -36,7 +43,7 @@ class Gateways:
         """Asks all of them at once and tells `readings`; who does not answer in time is left out, and counted."""
         urls = self.urls
         readings.keep(urls)
-        loads = await asyncio.gather(*(self._ask(http, url, readings.query(url)) for url in urls))
+        loads = await asyncio.gather(*(self._ask(http, url, readings.query(url) | self._model) for url in urls))
         self.answers = {url: self.answers[url] for url in urls}
         for url, load in zip(urls, loads, strict=True):
             if load is not None:

@@ -128,7 +128,7 @@ async def _answering(stack: AsyncExitStack, config: ServiceConfig, desk: Callabl
     """Answers over HTTP until the stack ends; returns where."""
     peers = config.peers()
     runner = web.AppRunner(
-        PlanEndpoints(desk, config.token(), peers).app(),
+        PlanEndpoints(desk, config.token(), peers, config.gateway_model).app(),
         access_log=None,
         handler_cancellation=True,
         shutdown_timeout=CLOSE_S,
@@ -173,7 +173,7 @@ def _gateways(config: ServiceConfig) -> Gateways:
         asked = AskedServers(config.identity, SERVE_LOAD) if config.identity is not None else None
     except OSError as exc:
         raise InputError(f"[plan]: {exc}") from exc
-    return Gateways(config.gateways, config.poll_timeout_s, config.gateway_key(), asked)
+    return Gateways(config.gateways, config.poll_timeout_s, config.gateway_key(), asked, config.gateway_model)
 
 
 async def _serve(config: ServiceConfig, gateways: Gateways, announce: Callable[[str], None]) -> None:

@@ -49,6 +49,8 @@ class Screen:
         parts.append(_nodes(now["nodes"], max_nodes))
         if lost := _lost(now.get("registries", ())):
             parts.append(lost)
+        if models := _models(now.get("models", ())):
+            parts.append(models)
         if revisions := _revisions(now["nodes"]):
             parts.append(revisions)
         if plain := _plain(now["nodes"]):
@@ -150,19 +152,32 @@ def _lost(registries: Sequence[Mapping[str, Any]]) -> Text | None:
     return Text("\n".join(lines), style="bold yellow") if lines else None
 
 
-def _revisions(nodes: Sequence[Mapping[str, Any]]) -> Text | None:
-    """How many ready nodes of each role each revision has; None: there is one only."""
-    counts = Counter(
-        (each["revision"], each["role"]) for each in nodes if each.get("revision") and each["state"] == "ready"
-    )
-    names = sorted({revision for revision, _ in counts})
-    if len(names) < 2:
+def _models(models: Sequence[Mapping[str, Any]]) -> Text | None:
+    """How each model is served; None: there is one only."""
+    if len(models) < 2:
         return None
     lines = []
-    for name in names:
-        roles = (f"{number} {role}" for (revision, role), number in sorted(counts.items()) if revision == name)
-        lines.append(f"revision {name}: {', '.join(roles)}")
-    return Text("\n".join(lines))
+    for each in models:
+        state = f"{each['nodes']} nodes" if each["is_ready"] else "no decode node ready"
+        plan = f", plan {each['plan']}" if each["plan"] else ""
+        waiting = f", {each['waiting']} wait" if each["waiting"] else ""
+        name = each["model"] or "(not known yet)"
+        lines.append(f"model {name}: {state}, t = {each['threshold_tokens']:g}{plan}{waiting}")
+    return Text("\n".join(lines), style="" if all(each["is_ready"] for each in models) else "bold yellow")
+
+
+def _revisions(nodes: Sequence[Mapping[str, Any]]) -> Text | None:
+    """How many ready nodes of each role each revision of a model has; None: each has one only."""
+    ready = [each for each in nodes if each.get("revision") and each["state"] == "ready"]
+    counts = Counter((str(each.get("model", "")), each["revision"], each["role"]) for each in ready)
+    names = sorted({(model, revision) for model, revision, _ in counts})
+    several = [model for model, number in Counter(model for model, _ in names).items() if number > 1]
+    lines = []
+    for model, name in names:
+        if model in several:
+            roles = [f"{number} {role}" for (*of, role), number in sorted(counts.items()) if of == [model, name]]
+            lines.append(f"revision {name}: {', '.join(roles)}")
+    return Text("\n".join(lines)) if lines else None
 
 
 def _plain(nodes: Sequence[Mapping[str, Any]]) -> Text | None:

@@ -44,8 +44,8 @@ from transport.control.settings import (
 )
 
 PATHS = (
-    "path", "profile", "token_file", "gateway_key_file", "tls_certificate", "tls_key", "metrics_key", "names_secret",
-    "ssd_key",
+    "path", "profile", "tokenizer_dir", "models_dir", "token_file", "gateway_key_file", "tls_certificate", "tls_key",
+    "metrics_key", "names_secret", "ssd_key",
 )  # fmt: skip
 DEFAULT_FILE = Path(__file__).parents[1] / "data" / "local.toml"
 
@@ -148,8 +148,24 @@ def load_topology(path: Path, state_dir: Path) -> Topology:
 
 
 def _relative_to(directory: Path, document: dict[str, Any]) -> dict[str, Any]:
-    """Relative paths of the model, of certificates and of secrets are relative to the file that names them."""
-    return {key: _with_paths(value, directory) if key != "clusters" else value for key, value in document.items()}
+    """Relative paths of models, of certificates and of secrets are relative to the file that names them."""
+    return {
+        key: _with_paths(value, directory) if key != "clusters" else [_with_models(each, directory) for each in value]
+        for key, value in document.items()
+    }
+
+
+def _with_models(cluster: Any, directory: Path) -> Any:
+    """The table of a cluster whose nodes may have models of their own."""
+    if not isinstance(cluster, dict) or not isinstance(cluster.get("nodes"), list):
+        return cluster
+    return {**cluster, "nodes": [_with_model(each, directory) for each in cluster["nodes"]]}
+
+
+def _with_model(node: Any, directory: Path) -> Any:
+    if not isinstance(node, dict) or not isinstance(node.get("model"), str) or node.get("engine") == "emulated":
+        return node
+    return {**node, "model": _where(directory, node["model"])}
 
 
 def _with_paths(table: Any, directory: Path) -> Any:
@@ -159,7 +175,9 @@ def _with_paths(table: Any, directory: Path) -> Any:
     paths = {key: _where(directory, table[key]) for key in names if isinstance(table.get(key), str)}
     if table.get("ssd_key") == BOOT_KEY:  # a word, no path
         del paths["ssd_key"]
-    return {**table, **paths}
+    models = table.get("models")
+    tables = {"models": [_with_paths(each, directory) for each in models]} if isinstance(models, list) else {}
+    return {**table, **paths, **tables}
 
 
 def _where(directory: Path, text: str) -> str:
@@ -214,7 +232,7 @@ def _parse(table: Mapping[str, Any], state_dir: Path) -> Topology:
 def _model_of(
     table: Mapping[str, Any], cluster: ClusterTable, model: ModelChoice, state_dir: Path
 ) -> Mapping[str, str]:
-    """What a node's engine is started with: the model's directory, but for one that only emulates it."""
+    """What a node's engine is started with: the model's directory or its own, but for one that only emulates it."""
     directory = model.directory(state_dir)
     if model.profile:
         if not cluster.hardware:
@@ -222,6 +240,8 @@ def _model_of(
         if table.get("engine", "emulated") != "emulated":
             raise SettingsError(f"engine = {table['engine']!r}: a profile can only be emulated")
         return {"engine": "emulated", "model": str(stand_in_file(directory, cluster.hardware))}
+    if "model" in table:
+        return {}
     return {"model": model.arch if table.get("engine") == "emulated" and model.arch else str(directory)}
 
 
@@ -281,11 +301,16 @@ def _certificates(state_dir: Path, nodes: list[dict[str, Any]]) -> Path | None:
 
 
 def _nodes(cluster: ClusterTable, index: int, common: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
-    """What each node's own file would say, and where it is said here."""
+    """What each node's own file would say, and where it is said here. One with a model of its own has that one's name."""
     about = {"cluster": cluster.name, "cluster_kind": cluster.kind}
     return [
-        (f"clusters[{index}].nodes[{number}]", {**common, **about, **node}) for number, node in enumerate(cluster.nodes)
+        (f"clusters[{index}].nodes[{number}]", {**common, **about, **_own_name(node), **node})
+        for number, node in enumerate(cluster.nodes)
     ]
+
+
+def _own_name(node: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {"served_model": Path(str(node["model"])).name} if "model" in node else {}
 
 
 def _check_nodes(nodes: tuple[NodeConfig, ...]) -> None:

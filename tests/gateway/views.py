@@ -10,6 +10,7 @@ from gateway.cluster.agent_client import AgentClient
 from gateway.cluster.links import ClusterLinks
 from gateway.cluster.registry import Clusters
 from gateway.config.gateway import GatewayConfig
+from gateway.config.models import ModelCatalog
 from gateway.request.request import Request
 from gateway.routing.router import Router
 from gateway.tasks import TaskSet
@@ -50,7 +51,7 @@ class Watched:
 async def view_of(nodes: Topology, clock: Callable[[], float] = time.monotonic) -> AsyncIterator[Watched]:
     errors: list[str] = []
     agents = [AgentClient(node.agent_address, PATIENCE_S) for node in nodes.nodes]
-    clusters = Clusters(agents, clock, served_model="scripted", tasks=TaskSet(errors.append))
+    clusters = Clusters(agents, clock, catalog=ModelCatalog(served_model="scripted"), tasks=TaskSet(errors.append))
     clusters.start()
     try:
         assert await clusters.wait_for(lambda: all(node.connected for node in clusters.nodes), PATIENCE_S)

@@ -24,10 +24,12 @@ from gateway.cluster.agent_client import AgentClient
 from gateway.cluster.registry import NODE_TIMES, Clusters, NodeTimes
 from gateway.cluster.served_model import ServedModel
 from gateway.config.gateway import GatewayConfig, NodeAddress, Timeouts
+from gateway.models.upkeep import loaded
 from gateway.prompt.prompt import Hashing, Prompt, PromptMemory, PromptModel, read_call
 from gateway.request.request import Request, RequestProgress, Timeline
 from gateway.server.app import GenerationEndpoint
 from gateway.workers.process_scope import SingleProcess
+from prompts.tokens.tokenizer import TextTokenizer
 from tests.gateway.layouts import LAYOUT
 from tests.gateway.scripted import ScriptedNode, Topology, topology
 from tests.prompts.builders import text_tokenizer
@@ -248,6 +250,7 @@ async def world(
     seat: SingleProcess | None = None,
     agent_client: type[AgentClient] = AgentClient,
     node_times: NodeTimes = NODE_TIMES,
+    load_tokenizer: Callable[[GatewayConfig], TextTokenizer] = loaded,
     **fields: Any,
 ) -> AsyncIterator[World]:
     """A gateway before that many scripted nodes."""
@@ -263,6 +266,7 @@ async def world(
                 lambda: read_again(config),
                 agent_client=agent_client,
                 node_times=node_times,
+                load_tokenizer=load_tokenizer,
             )
         )
         http = await stack.enter_async_context(aiohttp.ClientSession(gateway.url))

@@ -56,7 +56,7 @@ function onSnapshot(history) {
   const snapshot = history.latest;
   at("alarm").hidden = true;
   document.body.classList.remove("stale");
-  text(at("model"), snapshot.model);
+  text(at("model"), (snapshot.models ?? []).map((each) => each.model).filter(Boolean).join(", ") || snapshot.model);
   const workers = Object.values(snapshot.workers).reduce((sum, count) => sum + count, 0);
   text(at("pulse"), `live${workers ? `, ${workers} workers` : ""}${snapshot.is_draining ? ", draining" : ""}`);
   shown?.update(history);

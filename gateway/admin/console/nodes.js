@@ -37,6 +37,7 @@ export class Nodes {
       { head: "node", cell: (row) => row.node, isHead: true },
       { head: "cluster", cell: (row) => row.cluster },
       { head: "role", cell: (row) => row.role },
+      { head: "model", cell: (row) => row.model || "–" },
       { head: "state", cell: (row) => row.state },
       { head: "running", cell: (row) => meter(row.slots ? row.running / row.slots : 0, `${row.running} of ${row.slots}`, "load") },
       { head: "waiting", cell: (row) => String(row.waiting), isNumber: true },
@@ -47,6 +48,16 @@ export class Nodes {
       { head: "cache that may go", cell: (row) => (row.pages_total ? percent(row.pages_evictable / row.pages_total) : "–"), isNumber: true },
       { head: "heard of", cell: (row) => `${seconds(row.age_s)} ago`, isNumber: true },
     ], { empty: "no node has been reached", isNamed: true });
+    this.models = new Table("Models", [
+      { head: "model", cell: (row) => row.model || "not known yet", isHead: true },
+      { head: "also called", cell: (row) => row.aliases.join(", ") || "–" },
+      { head: "state", cell: (row) => (row.is_ready ? "served" : "no decode node ready") },
+      { head: "nodes", cell: (row) => String(row.nodes), isNumber: true },
+      { head: "revisions", cell: (row) => String(row.revisions), isNumber: true },
+      { head: "waiting", cell: (row) => String(row.waiting), isNumber: true },
+      { head: "threshold", cell: (row) => tokens(row.threshold_tokens), isNumber: true },
+      { head: "plan", cell: (row) => (row.plan ? String(row.plan) : "none"), isNumber: true },
+    ], { empty: "the gateway does not say" });
     this.registries = new Table("Where nodes are listed", [
       { head: "registry", cell: (row) => row.source, isHead: true },
       { head: "state", cell: (row) => (row.frozen_s ? `${row.state} for ${seconds(row.frozen_s)}` : row.state) },
@@ -59,6 +70,7 @@ export class Nodes {
       panel("Queues", this.queues.element), panel("Requests", this.running.element),
       h("div", { class: "wide" }, panel("Promises", this.classes.element)),
       panel("Caches", this.groups.element), panel("Predictions", this.errors.element),
+      h("div", { class: "wide" }, panel("Models", this.models.element)),
       h("div", { class: "wide" }, panel("Nodes", this.nodes.element)),
       h("div", { class: "wide" }, panel("Registries", this.registries.element)),
     );
@@ -75,6 +87,7 @@ export class Nodes {
     this.classes.update(latest.classes.map((service) => ({ key: service.name, row: { service, ...served(requests, service) } })));
     this.groups.update(latest.groups.map((row) => ({ key: row.name, row })));
     this.errors.update(Object.entries(latest.errors).map(([name, error]) => ({ key: name, row: { name, error } })));
+    this.models.update((latest.models ?? []).map((row) => ({ key: row.model, row })));
     this.registries.update((latest.registries ?? []).map((row) => ({ key: row.source, row })));
     const order = (node) => `${BY_STATE.indexOf(node.state)} ${node.cluster} ${node.role} ${node.node}`;
     this.nodes.update([...latest.nodes].sort((a, b) => order(a).localeCompare(order(b), "en", { numeric: true })).map((row) => ({ key: row.node, row })));

@@ -164,6 +164,7 @@ function nodeDetail(node) {
   const used = node.pages_total - node.pages_free - node.pages_evictable;
   const facts = [
     ["state", node.state], ["cluster", node.cluster], ["role", node.role], ["agent", node.agent],
+    ["model", node.model || "–"],
     ["running + waiting", `${node.running} + ${node.waiting} of ${node.slots}`],
     ["tokens queued there", tokens(node.queued_tokens)], ["tokens that gateways sent", tokens(node.pending_tokens)],
     ["time spent on prompts", percent(node.prefill_share)], ["decode step", seconds(node.step_s)],

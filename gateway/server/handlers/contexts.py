@@ -141,7 +141,7 @@ class ContextPinning:
         if not blocks:
             return PinOutcome(wish, reason=TOO_SHORT)
         hashes, context_id = prompt.hashes[:blocks], id_of(tenant, prompt.hashes[blocks - 1])
-        if (holder := self._holder(tenant, context_id)) is not None:
+        if (holder := self._holder(tenant, context_id, node.revision)) is not None:
             node = holder
         try:
             kept = await self._kept(node, context_id, hashes, blocks * size, tenant, TTL_S[wish.ttl])
@@ -155,7 +155,7 @@ class ContextPinning:
     ) -> PinnedPrefix:
         """What `node` keeps of a prefix now. Raises AgentCallFailed."""
         # Said before it is looked at what there is: of two workers at once, one at least sees what the other one wants.
-        others = self._others(tenant, num_tokens) if self._holder(tenant, context_id) is None else 0
+        others = self._others(tenant, num_tokens) if self._holder(tenant, context_id, node.revision) is None else 0
         failure: AgentCallFailed | None = None
         kept: PinnedPrefix | None = None
         for pause_s in PAUSES_S:
@@ -202,11 +202,11 @@ class ContextPinning:
         finally:
             self.allowances.about_to_pin(tenant.name, -num_tokens)
 
-    def _holder(self, tenant: Tenant, context_id: str) -> ClusterNode | None:
-        """The node that keeps this prefix already."""
+    def _holder(self, tenant: Tenant, context_id: str, revision: str) -> ClusterNode | None:
+        """The node of that revision that keeps this prefix already: models with the same weights name it alike."""
         now = self.clock()
         for node in self.clusters.nodes:
-            kept = node.contexts.get(context_id, now)
+            kept = node.contexts.get(context_id, now) if node.revision == revision else None
             if kept is not None and kept.owner == tenant.name and node.connected and kept.state is PinState.KEPT:
                 return node
         return None

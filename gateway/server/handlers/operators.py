@@ -13,20 +13,19 @@ from gateway.auth.rights import Route
 from gateway.cluster.links import ClusterLinks
 from gateway.cluster.registry import Clusters
 from gateway.cluster.served_model import ServedModel
-from gateway.errors import ApiError, BadRequest, Unavailable
+from gateway.errors import ApiError, BadRequest, NoDecodeNode, Unavailable
 from gateway.http.connections import JSON
 from gateway.members.roster import Roster
+from gateway.models.load_report import LoadReporter
+from gateway.models.served import Models
 from gateway.routing.name_rotation import NameRotation
-from gateway.routing.router import Router
 from gateway.routing.transfer_log import merged
-from gateway.telemetry.load_report import LoadReporter
 from gateway.telemetry.metrics import CONTENT_TYPE, Metrics
 from gateway.telemetry.page_thread import PageThread
 from gateway.telemetry.tenant_usage import as_csv
 from gateway.workers.peers import NumberedRing, WorkerPeers, lines_of
 from gateway.workers.process_scope import SingleProcess, WorkerProcess
 from gateway.workers.shared_counters import WorkerState
-from planner.decisions.plans.live_plan import LivePlan
 
 Page = Callable[[web.Request], Awaitable[web.StreamResponse]]
 News = Callable[[int], Awaitable[tuple[list[bytes], list[bytes]]]]
@@ -55,13 +54,12 @@ class OperatorEndpoints:
         self,
         *,
         clusters: Clusters,
+        models: Models,
         links: ClusterLinks,
-        decider: Router,
         admission: ConcurrencyLimiter,
         metrics: Metrics,
         kept: Mapping[str, NumberedRing],
         load: LoadReporter,
-        plan: Callable[[], LivePlan | None],
         seat: SingleProcess | WorkerProcess,
         siblings: WorkerPeers | None,
         console: OperatorPages,
@@ -75,12 +73,11 @@ class OperatorEndpoints:
         self._roster = roster
         self._rotation = rotation
         self._links = links
-        self._decider = decider
+        self._models_served = models
         self._admission = admission
         self._metrics = metrics
         self._kept = kept
         self._load = load
-        self._plan = plan
         self._seat = seat
         self._siblings = siblings
         self._console = console
@@ -115,17 +112,21 @@ class OperatorEndpoints:
         return alive | dict.fromkeys(("/health", "/healthz", "/readyz", "/readiness"), self._ready)
 
     async def _models(self, http: web.Request) -> web.Response:
-        self._keyring.tenant(http.headers)
-        served = self._clusters.served
-        names = [served.name, *sorted(served.adapters)] if served else []
-        return json_response({"object": "list", "data": [self._card(served, name) for name in names if served]})
+        tenant = self._keyring.tenant(http.headers)
+        cards = [
+            self._card(served, name)
+            for served in self._models_served.seen_by(tenant)
+            for name in (served.name, *served.aliases, *sorted(served.adapters))
+        ]
+        return json_response({"object": "list", "data": cards})
 
     async def _model(self, http: web.Request) -> web.Response:
-        self._keyring.tenant(http.headers)
-        served, name = self._clusters.served, http.match_info["name"]
-        if served is None or name not in {served.name, served.model_id, *served.adapters}:
-            raise ApiError(404, f"The model '{name}' does not exist.", param="model", code="model_not_found")
-        return json_response(self._card(served, name if name in served.adapters else served.name))
+        tenant, name = self._keyring.tenant(http.headers), http.match_info["name"]
+        for served in self._models_served.seen_by(tenant):
+            if name in served.called or name in served.adapters:
+                is_own = name in served.adapters or name in served.aliases
+                return json_response(self._card(served, name if is_own else served.name))
+        raise ApiError(404, f"The model '{name}' does not exist.", param="model", code="model_not_found")
 
     def _card(self, served: ServedModel, name: str) -> dict[str, object]:
         card: dict[str, object] = {"id": name, "object": "model", "created": self._started_at, "owned_by": "prfaas"}
@@ -143,6 +144,9 @@ class OperatorEndpoints:
             raise Unavailable("The gateway is shutting down.", "draining")
         if not self._roster.is_synced:
             raise Unavailable("A registry of members has not been read yet.", "members_unread")
+        wanted = http.query.get("model")
+        if wanted is not None and not self._models_served.serves(self._models_served.named(wanted).key):
+            raise NoDecodeNode(wanted)
         if not self._clusters.is_ready:
             raise Unavailable("No decode node is ready.", "no_decode_node")
         workers = self._seat.states()
@@ -161,10 +165,17 @@ class OperatorEndpoints:
         self._metrics.observe_links(self._links.status())
         names = self._rotation.status()
         self._metrics.observe_names(names.moved, bool(names.earlier))
-        self._metrics.observe_estimates(self._decider.errors())
-        self._metrics.observe_plan(self._plan(), datetime.now(UTC).timestamp())
+        default = self._models_served.default
+        self._metrics.observe_estimates(default.router.errors())
+        self._metrics.observe_plan(default.follower.plan, datetime.now(UTC).timestamp())
         index = self._clusters.index
         self._metrics.observe_index(len(index) if index is not None else 0)
+        standing = self._models_served.standing()
+        self._metrics.observe_models(
+            {each.model: each.is_ready for each in standing},
+            {each.model: each.waiting for each in standing},
+            {each.model: each.plan for each in standing},
+        )
         if workers := self._seat.states():
             by_name = {state.name.lower(): count for state, count in workers.items()}
             self._metrics.observe_workers(by_name, self._seat.restarts)
@@ -183,9 +194,10 @@ class OperatorEndpoints:
         return json_response({"data": spent}) if wanted == "json" else _csv(as_csv(spent))
 
     async def _all_load(self, http: web.Request) -> web.Response:
-        """What was asked for since `?boot=ID&uncached=SEQ&outputs=SEQ`, and the clusters as they are."""
+        """What was asked for since `?boot=ID&uncached=SEQ&outputs=SEQ` of `?model=NAME`, and its clusters as they are."""
         uncached, outputs = (_sequence(http, name) for name in ("uncached", "outputs"))
-        return json_response(self._load.after(http.query.get("boot", ""), uncached, outputs))
+        parts = self._models_served.named(http.query.get("model", ""))
+        return json_response(self._load.after(parts, http.query.get("boot", ""), uncached, outputs))
 
     async def _requests(self, http: web.Request) -> web.Response:
         """Finished requests as JSON lines: those after `?since=SEQ`, those with `?id=ID`."""

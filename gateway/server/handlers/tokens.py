@@ -19,13 +19,13 @@ from gateway.api.openai import NOT_JSON, RESERVED, Endpoint, check_text
 from gateway.auth.keyring import Tenant
 from gateway.cluster.node import ClusterNode
 from gateway.cluster.registry import Clusters
-from gateway.errors import ApiError, BadRequest, LegFailed, Unauthorised, Unavailable, unknown_model
+from gateway.errors import ApiError, BadRequest, LegFailed, NoDecodeNode, Unauthorised, Unavailable, unknown_model
 from gateway.http.body import BodyReceiver, too_large
 from gateway.http.connections import JSON
+from gateway.models.served import ModelParts, Models
 from gateway.prompt.media import KINDS
 from gateway.prompt.media_addresses import check_all_addresses
 from gateway.prompt.prompt import PromptMemory, PromptModel
-from gateway.prompt.reader import PromptReader
 from gateway.prompt.tokenize import MAX_BODY_BYTES, text_of, tokens_of
 from gateway.ratelimit.limiter import TenantLimiter, TenantLimiters
 from gateway.server.openapi import DETOKENISE, PASSED_ON, TOKENISE, document
@@ -52,7 +52,7 @@ class TokenEndpoints:
         *,
         admission: ConcurrencyLimiter,
         receiver: BodyReceiver,
-        reader: PromptReader,
+        models: Models,
         clusters: Clusters,
         legs: Legs,
         metrics: Metrics,
@@ -62,7 +62,7 @@ class TokenEndpoints:
     ) -> None:
         self._admission = admission
         self._receiver = receiver
-        self._reader = reader
+        self._models = models
         self._clusters = clusters
         self._legs = legs
         self._metrics = metrics
@@ -75,8 +75,8 @@ class TokenEndpoints:
         """The API as an OpenAPI document: for served tenants with the names of the model, once it is known."""
         names: tuple[str, ...] = ()
         with suppress(Unauthorised):
-            self._tenant_of(http.headers)
-            names = () if self._clusters.served is None else self._clusters.served.as_read().names
+            tenant = self._tenant_of(http.headers)
+            names = tuple(name for served in self._models.seen_by(tenant) for name in served.called)
         if names not in self._documents:
             self._documents = {each: document(each) for each in {(), names}}
         return _json(self._documents[names])
@@ -90,41 +90,46 @@ class TokenEndpoints:
     async def _count(self, http: web.Request) -> web.Response:
         """How many tokens a message's prompt has, however long a context the model has."""
         with self._counted(http):
-            tenant, body, model = await self._received(http)
-            async with self._place(tenant, len(body)):
+            tenant, body = await self._received(http)
+            async with self._place(tenant, len(body)), self._model(body, tenant) as (parts, model):
                 unbounded = msgspec.structs.replace(model, max_model_len=ANY_LENGTH)
-                asked = self._reader.read(Endpoint.COUNT_TOKENS, body, unbounded, tenant.memory, share=tenant.share)
+                asked = parts.steps.reader.read(
+                    Endpoint.COUNT_TOKENS, body, unbounded, tenant.memory, share=tenant.share
+                )
                 _, prompt = await asked
         return _json(msgspec.json.encode({"input_tokens": prompt.num_tokens}))
 
     async def _tokenise(self, http: web.Request) -> web.Response:
         with self._counted(http):
-            tenant, body, model = await self._received(http, MAX_BODY_BYTES)
-            async with self._place(tenant, len(body)):
+            tenant, body = await self._received(http, MAX_BODY_BYTES)
+            async with self._place(tenant, len(body)), self._model(body, tenant) as (parts, model):
                 read = partial(tokens_of, body, model, tenant=tenant.memory)
-                return _json(await self._reader.think(read, tenant.share, len(body)))
+                return _json(await parts.steps.reader.think(read, tenant.share, len(body)))
 
     async def _detokenise(self, http: web.Request) -> web.Response:
         with self._counted(http):
-            tenant, body, model = await self._received(http, MAX_BODY_BYTES)
-            async with self._place(tenant, len(body)):
+            tenant, body = await self._received(http, MAX_BODY_BYTES)
+            async with self._place(tenant, len(body)), self._model(body, tenant) as (parts, model):
 
                 def read(memory: PromptMemory) -> bytes:
                     return text_of(body, model, memory.tokenizer)
 
-                return _json(await self._reader.think(read, tenant.share, len(body)))
+                return _json(await parts.steps.reader.think(read, tenant.share, len(body)))
 
     async def _pass_on(self, http: web.Request) -> web.Response:
         """What a decode node's engine answers to the same."""
         with self._counted(http):
-            tenant, body, model = await self._received(http)
-            asked = _for_engine(body, model)
+            tenant, body = await self._received(http)
             taken = _tokens_guessed(body)
-            async with self._place(tenant, len(body)) as allowance:
+            async with (
+                self._model(body, tenant) as (parts, model),
+                self._place(tenant, len(body)) as allowance,
+            ):
+                asked = _for_engine(body, model)
                 allowance.read(taken, 1)
                 used = 0
                 try:
-                    node = self._node()
+                    node = self._node(parts.key, model.names[0])
                     used = taken  # also of a client that does not wait for the answer
                     status, kind, told = await self._legs.ask(node, http.path, asked)
                     used = _tokens_counted(told, taken) if status == 200 else 0
@@ -140,22 +145,27 @@ class TokenEndpoints:
             self._metrics.passed_on(tenant.name, status)
             return web.Response(status=status, body=told, headers={"Content-Type": kind})
 
-    async def _received(self, http: web.Request, max_bytes: int | None = None) -> tuple[Tenant, bytes, PromptModel]:
-        """Who asks, the body, and the model that it is about. Raises ApiError."""
+    async def _received(self, http: web.Request, max_bytes: int | None = None) -> tuple[Tenant, bytes]:
+        """Who asks, and the body. Raises ApiError."""
         tenant = self._tenant_of(http.headers)
         self._admission.check(tenant.share)
         body = await self._receiver.receive(http)
         if max_bytes is not None and len(body) > max_bytes:
             raise too_large(max_bytes)
-        if self._clusters.served is None:
-            raise Unavailable("No node has reported its model yet.", "no_model")
-        return tenant, body, self._clusters.served.as_read(media_domains=self._media_domains)
+        return tenant, body
 
-    def _node(self) -> ClusterNode:
-        """The decode node with the fewest requests. Raises Unavailable."""
-        ready = self._clusters.ready(Role.DECODE)
+    @asynccontextmanager
+    async def _model(self, body: bytes, tenant: Tenant) -> AsyncIterator[tuple[ModelParts, PromptModel]]:
+        """What serves the model that a body is about, and that model. Raises ApiError."""
+        parts = await self._models.asked(body, tenant)
+        with parts.used():
+            yield parts, self._models.served(parts.key).as_read(media_domains=self._media_domains)
+
+    def _node(self, key: str, name: str) -> ClusterNode:
+        """The decode node of a model with the fewest requests. Raises Unavailable."""
+        ready = self._clusters.ready(Role.DECODE, model=key)
         if not ready:
-            raise Unavailable("No decode node is ready.", "no_decode_node")
+            raise NoDecodeNode(name)
         return min(ready, key=lambda node: (node.pending_requests, node.load.running))
 
     @asynccontextmanager

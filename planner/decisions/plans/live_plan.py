@@ -56,7 +56,8 @@ class PlanInputs(msgspec.Struct, frozen=True, kw_only=True):
 
 class LivePlan(msgspec.Struct, frozen=True, kw_only=True):
     """A plan. `term` counts the leaders that there were, `leader` is the random id of its own ("" in an earlier release);
-    `made_at` is seconds since the epoch; `gain` is relative, in Λ."""
+    `made_at` is seconds since the epoch; `gain` is relative, in Λ. `model` is the one that it is for, as clients call it; ""
+    where its service is not told."""
 
     version: int
     term: int
@@ -68,6 +69,7 @@ class LivePlan(msgspec.Struct, frozen=True, kw_only=True):
     mode: Mode = Mode.ADVISORY
     seen: PlanInputs = PlanInputs()
     leader: str = ""
+    model: str = ""
 
     @property
     def rank(self) -> tuple[int, str]:

@@ -20,7 +20,9 @@ from rich.text import Text
 
 from gateway.cluster.agent_client import AgentClient
 from gateway.config.gateway import GatewayConfig
+from gateway.config.models import ModelCatalog
 from gateway.errors import AgentCallFailed, GatewayConfigError
+from gateway.models.upkeep import brought
 from gateway.routing.block_naming import name_secrets
 from gateway.routing.name_rotation import NameOverlap, put_at
 from membership.member import Member
@@ -119,7 +121,8 @@ async def look(config: GatewayConfig, members: Sequence[Member] | None = None) -
             (agent, answer) for agent, answer in zip(agents, answers, strict=True) if isinstance(answer, Described)
         ]
         ports = await asyncio.gather(*[_try(*port) for _, node in nodes for port in _ports(node)])
-        pairs = _pairs(nodes)
+        catalog = _catalog(config, [node for _, node in nodes])
+        pairs = _pairs(nodes, catalog)
         ways = await _ask_ways(pairs[:MAX_WAYS])
         revoked, authorities = _revoked(config), _authorities(config)
         shown = await asyncio.gather(
@@ -135,7 +138,14 @@ async def look(config: GatewayConfig, members: Sequence[Member] | None = None) -
         open_files=open_files(config),
         version=release(),
         has_identity=config.identity is not None,
+        catalog=catalog,
     )
+
+
+def _catalog(config: GatewayConfig, nodes: Sequence[Described]) -> ModelCatalog:
+    """The models of the file, and those that these nodes bring to a folder of their own."""
+    names = {node.info.model_id for node in nodes}
+    return config.catalog if config.models_dir is None else config.catalog.with_found(brought(config, names))
 
 
 Asked = tuple[AgentClient, Described]
@@ -178,13 +188,18 @@ async def _try(node_id: str, name: str, host: str, port: int) -> PortFinding:
     return PortFinding(node_id, name, address, "")
 
 
-def _pairs(nodes: Sequence[Asked]) -> list[tuple[Asked, Asked]]:
-    """The pairs that send KVCache: every prefill node to every decode node, a receiver's senders one after the
-    other."""
+def _pairs(nodes: Sequence[Asked], catalog: ModelCatalog) -> list[tuple[Asked, Asked]]:
+    """The pairs that send KVCache: every prefill node of a model to every decode node, a receiver's senders one after
+    the other."""
     ready = [node for node in nodes if node[1].info.state == "ready" and node[1].info.block_size]
     senders = [node for node in ready if node[1].info.role == "prefill"]
     receivers = [node for node in ready if node[1].info.role == "decode"]
-    return [(sender, receiver) for sender in senders for receiver in receivers]
+    return [
+        (sender, receiver)
+        for sender in senders
+        for receiver in receivers
+        if catalog.of_node(sender[1].info.model_id) == catalog.of_node(receiver[1].info.model_id)
+    ]
 
 
 async def _ask_ways(pairs: Sequence[tuple[Asked, Asked]]) -> list[WayFinding]:

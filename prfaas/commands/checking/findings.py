@@ -11,6 +11,7 @@ from enum import StrEnum
 from typing import Final
 
 from gateway.cluster.agent_values import NodeInfo, NodeLoad
+from gateway.config.models import ModelCatalog
 from gateway.upstream.pool import is_in_clear
 from transport.peers.name import HOW_TO_ISSUE
 
@@ -27,6 +28,9 @@ class Level(StrEnum):
     OK = "ok"
     WARNING = "warning"
     ERROR = "error"
+
+
+ONE_MODEL: Final = ModelCatalog()
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +119,7 @@ class CheckFindings:
     version: str = ""
     has_identity: bool = False  # the gateway asked
     name_secrets: Sequence[str] = ()  # fingerprints of those that the gateway names blocks by, the newest first
+    catalog: ModelCatalog = ONE_MODEL
     names_left_s: float | None = None  # until they look for the earlier one no more; None: they have only one
 
 
@@ -126,7 +131,7 @@ def findings(seen: CheckFindings) -> list[Finding]:
         *_about_silence(seen.silent),
         *_about_nodes(seen.described),
         *_about_roles(seen.described),
-        *_about_models(seen.described),
+        *_about_models(seen.described, seen.catalog),
         *_about_versions(seen.described, seen.version),
         *_about_clocks(seen.described),
         *_about_names(seen.described, seen.name_secrets),
@@ -318,9 +323,23 @@ def _none_serves(nodes: Sequence[Described], role: str) -> str:
     return ", ".join(f"{info.node_id} {info.state}" for info in infos)
 
 
-def _about_models(nodes: Sequence[Described]) -> Iterator[Finding]:
-    """KVCache moves only between nodes whose layouts have one fingerprint (model, sizes, block size)."""
+def _about_models(nodes: Sequence[Described], catalog: ModelCatalog) -> Iterator[Finding]:
+    """What each model of the gateway has for nodes, and nodes of no model."""
     known = [node.info for node in nodes if node.info.layout_fingerprint]
+    for info in known:
+        if catalog.of_node(info.model_id) is None:
+            what = f"no model of the gateway has nodes that call theirs {info.model_id!r}"
+            yield Finding(Level.WARNING, info.node_id, what, "name it in [[gateway.models]], or give it a folder")
+    for model in catalog.models:
+        infos = [info for info in known if catalog.of_node(info.model_id) == model.name]
+        name = catalog.shown(model.name)
+        if not catalog.is_single and not infos:
+            yield Finding(Level.WARNING, f"model {name}", "no node has it: its requests are refused")
+        yield from _about_model(infos, "" if catalog.is_single else f" of {name or 'the other nodes'}")
+
+
+def _about_model(known: Sequence[NodeInfo], of_model: str) -> Iterator[Finding]:
+    """KVCache moves only between nodes whose layouts have one fingerprint (model, sizes, block size)."""
     layouts = Counter(info.layout_fingerprint for info in known)
     if len(layouts) > 1:
         usual, _ = layouts.most_common(1)[0]
@@ -333,11 +352,14 @@ def _about_models(nodes: Sequence[Described]) -> Iterator[Finding]:
                     Level.ERROR, info.node_id, what, "the same model files, model_revision and block_size on every node"
                 )
     elif known:
-        yield Finding(Level.OK, "layout", f"{known[0].layout_fingerprint[:12]}, the same on {len(known)} nodes")
+        what = f"{known[0].layout_fingerprint[:12]}, the same on {len(known)} nodes"
+        yield Finding(Level.OK, f"layout{of_model}", what)
     lengths = {info.max_model_len for info in known}
     if len(lengths) > 1:
         what = f"max_model_len differs: {', '.join(str(length) for length in sorted(lengths))}"
-        yield Finding(Level.WARNING, "max_model_len", what, "prompts above the least go to a part of the nodes only")
+        yield Finding(
+            Level.WARNING, f"max_model_len{of_model}", what, "prompts above the least go to a part of the nodes only"
+        )
 
 
 def _about_versions(nodes: Sequence[Described], own: str) -> Iterator[Finding]:

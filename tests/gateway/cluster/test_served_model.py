@@ -64,7 +64,7 @@ def test_revisions_are_so_many_at_most_and_those_of_most_nodes() -> None:
     assert list(found)[:2] == [LAYOUT.fingerprint, many[30].fingerprint]
     again = revisions_among(infos[::-1], layouts, LAYOUT.fingerprint, (), named)
     assert list(again) == list(found)
-    assert "8" in why_not(found)
+    assert "8" in why_not(infos[0], "", found)
 
 
 def test_each_revision_is_as_long_as_its_own_nodes_take() -> None:

@@ -5,6 +5,7 @@ import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import aiohttp
@@ -23,14 +24,15 @@ from gateway.config.gateway import GatewayConfig, Strangers
 from gateway.http.body import BodyReceiver
 from gateway.http.connections import Gate
 from gateway.http.listener import OPERATORS, Listener
+from gateway.models.served import Models, config_of
+from gateway.models.upkeep import ModelUpkeep
 from gateway.parts import (
     GatewayTasks,
     NodeAccess,
-    RoutingParts,
     build_audit,
+    build_common,
+    build_model,
     build_nodes,
-    build_pipeline,
-    build_routing,
     build_sinks,
     ending,
 )
@@ -41,7 +43,7 @@ from gateway.server.routes import build_app, straight_ways
 from gateway.tasks import TaskSet
 from gateway.telemetry.record_ring import RecordRing
 from gateway.workers.process_scope import SingleProcess
-from prompts.chat.renderers import renders_otherwise
+from prompts.tokens.tokenizer import TextTokenizer
 from tests.gateway.memory.agent import MemoryAgent, in_memory
 from tests.gateway.memory.loop import HOST, MemoryLoop, memory_loop
 from tests.gateway.scripted import ScriptedNode, Topology, topology
@@ -69,6 +71,14 @@ class MemoryReader(PromptReader):
             return await super().think(*args, **options)
 
 
+class MemoryUpkeep(ModelUpkeep):
+    """Keeps models as the gateway does; the clock goes on for a thread that reads a tokenizer."""
+
+    async def settle(self) -> None:
+        with memory_loop().working():
+            await super().settle()
+
+
 @dataclass
 class Pipelined(Deployment):
     """The steps and pages of a gateway before scripted nodes."""
@@ -76,8 +86,7 @@ class Pipelined(Deployment):
     reloads: Reloads
     endpoint: GenerationEndpoint
     seen: NodeAccess
-    routing: RoutingParts
-    line: WaitingLine
+    models: Models
     kept: RecordRing
     app: web.Application
 
@@ -104,11 +113,15 @@ class Pipelined(Deployment):
 
     @property
     def replicas(self) -> Replicas | None:
-        return self.routing.replicas
+        return self.models.default.replicas
 
     @property
     def refusals(self) -> SloGate:
-        return self.seen.refusals
+        return self.models.default.refusals
+
+    @property
+    def line(self) -> WaitingLine:
+        return self.models.default.line
 
     @property
     def door(self) -> GenerationEndpoint:
@@ -122,7 +135,7 @@ class Pipelined(Deployment):
         await self.idle()
         self.door.metrics.observe_nodes(self.clusters.nodes)
         self.door.metrics.observe_links(self.links.status())
-        self.door.metrics.observe_estimates(self.routing.router.errors())
+        self.door.metrics.observe_estimates(self.models.default.router.errors())
         return self.door.metrics.render().decode()
 
 
@@ -139,6 +152,7 @@ async def pipeline(
     agent_client: type[AgentClient] = MemoryAgent,
     node_times: NodeTimes = NODE_TIMES,
     read_again: Callable[[GatewayConfig], GatewayConfig] = lambda config: config,
+    tokenizers: Callable[[GatewayConfig], TextTokenizer] | None = None,
     **fields: Any,
 ) -> AsyncIterator[Pipelined]:
     """A gateway's steps and pages before that many scripted nodes."""
@@ -148,7 +162,9 @@ async def pipeline(
             topology(remote, local, decode, remote_clusters, clusters, kind, in_memory)
         )
         config = config_for(nodes, **fields)
-        steps = await held.enter_async_context(_stepping(config, nodes, seat, agent_client, node_times, read_again))
+        steps = await held.enter_async_context(
+            _stepping(config, nodes, seat, agent_client, node_times, read_again, tokenizers)
+        )
         known = steps.clusters
         known.start()
         assert await known.wait_for(lambda: all(node.connected for node in known.nodes), PATIENCE_S)
@@ -165,50 +181,67 @@ async def _stepping(
     agent_client: type[AgentClient],
     node_times: NodeTimes,
     read_again: Callable[[GatewayConfig], GatewayConfig],
+    tokenizers: Callable[[GatewayConfig], TextTokenizer] | None = None,
 ) -> AsyncIterator[Pipelined]:
     """The steps and pages, built as a gateway builds them."""
-    clock, tokenizer, metrics = memory_loop().time, text_tokenizer(), seat.metrics
+    clock, metrics = memory_loop().time, seat.metrics
     tasks = GatewayTasks(*(TaskSet(metrics.upkeep.unforeseen) for _ in range(4)))
     async with AsyncExitStack() as held:
         ended = await held.enter_async_context(build_sinks(config=config, metrics=metrics))
         audit = await held.enter_async_context(build_audit(config=config, seat=seat, clock=clock))
         allowances = held.enter_context(contextlib.closing(seat.allowances(clock)))
-        reader = MemoryReader(
-            tokenizer,
-            tasks.afterwards,
-            threads=config.tokenise_threads,
-            timeout_s=config.timeouts.read_s,
-            max_bytes=config.strangers.max_reading_bytes,
-        )
-        held.push_async_callback(reader.close)
         seen = await held.enter_async_context(
-            build_nodes(config=config, clock=clock, seat=seat, tasks=tasks, agent_client=agent_client, times=node_times)
+            build_nodes(
+                config=config,
+                clock=clock,
+                seat=seat,
+                tasks=tasks,
+                agent_client=agent_client,
+                times=node_times,
+                forget=lambda node_id: models.forget(node_id),
+            )
         )
-        await held.enter_async_context(ending(config=config, tasks=tasks))
-        routing = build_routing(config=config, clock=clock, seat=seat, tasks=tasks, seen=seen)
-        built = build_pipeline(
+        models = Models(seen.clusters, config.catalog)
+        common = build_common(
             config=config,
             clock=clock,
             seat=seat,
             tasks=tasks,
             seen=seen,
-            routing=routing,
             receiver=BodyReceiver(config.strangers, config.max_body_bytes, config.timeouts.body_s, clock),
-            reader=reader,
+            strangers=config.strangers,
             ended=ended,
             allowances=allowances,
-            renders_otherwise=renders_otherwise(config.tokenizer_dir),
         )
+        upkeep = MemoryUpkeep(
+            config,
+            models,
+            clusters=seen.clusters,
+            build=partial(build_model, common=common, is_default=False, reader_type=MemoryReader),
+            tasks=tasks.afterwards,
+            clock=clock,
+            load=lambda of: tokenizers(of) if tokenizers is not None else text_tokenizer(),
+            on_failed=metrics.fallback,
+        )
+        held.push_async_callback(upkeep.close)
+        catalog = config.catalog
+        default = config_of(config, catalog, catalog.default, 1)
+        tokenizer = text_tokenizer() if tokenizers is None else tokenizers(default)
+        models.add(
+            await held.enter_async_context(
+                build_model(default, catalog.default, tokenizer, common=common, reader_type=MemoryReader)
+            )
+        )
+        await held.enter_async_context(ending(config=config, tasks=tasks))
         door = GenerationEndpoint(
             config=config,
-            rooms=built.steps,
+            models=models,
             clusters=seen.clusters,
             rotation=seen.rotation,
             metrics=metrics,
             tasks=tasks.requests,
             clock=clock,
             allowances=allowances,
-            expected_answer=routing.router.answer_tokens,
             audit=audit,
             sessions=OperatorSessions(seat.sessions, config.session_s),
             traces=ended.traces,
@@ -217,11 +250,9 @@ async def _stepping(
         reloads = Reloads(
             config,
             [
-                routing.router,
-                built.steps.admission,
+                upkeep,
+                common.admission,
                 seen.legs,
-                seen.refusals,
-                built.line,
                 door,
                 seen.rotation,
                 seen.roster,
@@ -234,16 +265,17 @@ async def _stepping(
             clock=clock,
             seat=seat,
             seen=seen,
-            routing=routing,
-            pipeline=built,
+            models=models,
             door=door,
             reloads=reloads,
         )
-        pages = operator_pages(shown, {"requests": built.records, "flows": routing.flows, "audit": audit}, None)
-        app = build_app(door, pages, token_endpoints(seen=seen, steps=built.steps, door=door))
-        keep_chores(config=config, clock=clock, metrics=metrics, tasks=tasks, seen=seen, routing=routing, door=door)
+        pages = operator_pages(shown, {"requests": common.records, "flows": common.flows, "audit": audit}, None)
+        app = build_app(door, pages, token_endpoints(seen=seen, door=door))
+        keep_chores(config=config, clock=clock, metrics=metrics, tasks=tasks, seen=seen, flows=common.flows, door=door)
         http = aiohttp.ClientSession(URL, connector=aiohttp.UnixConnector(str(PORT)))
-        yield Pipelined(nodes, http, reloads, door, seen, routing, built.line, built.records, app)
+        await upkeep.settle()
+        tasks.chores.keep(upkeep.run, "models")
+        yield Pipelined(nodes, http, reloads, door, seen, models, common.records, app)
 
 
 @asynccontextmanager

@@ -44,6 +44,34 @@ class World:
         return f"{found.status} {found.reason}"
 
 
+def test_a_request_goes_to_servers_of_its_model() -> None:
+    world = World([""] * 3)
+    first, second, silent = world.pool
+    world.pool.serves(first, ["a", "tuned"])
+    world.pool.serves(second, ["b"])
+    assert {world.chosen(model="tuned") for _ in range(12)} == {first.address, silent.address}
+    assert {world.chosen(model="b") for _ in range(12)} == {second.address, silent.address}
+    world.pool.serves(silent, ["c"])
+    assert world.refused(model="d") == "404 rejected-no-endpoints"
+    assert {world.chosen(model="a") for _ in range(4)} == {first.address}
+    assert len({world.chosen() for _ in range(12)}) == 3  # of a body that does not say
+    for _ in range(GIVEN_UP):
+        world.pool.failed(first)
+    assert world.refused(model="a") == "503 rejected-no-endpoints"
+
+
+def test_a_prefix_is_not_counted_on_once_a_server_has_another_model() -> None:
+    world = World([""])
+    (server,) = world.pool
+    world.pool.serves(server, ["a"])
+    world.chosen(range(40), model="a")
+    assert server.sent.length(tuple(range(40)))
+    world.pool.serves(server, ["a"])
+    assert server.sent.length(tuple(range(40)))
+    world.pool.serves(server, ["b"])
+    assert not server.sent.length(tuple(range(40)))
+
+
 def test_prompts_are_spread_over_servers_that_are_equal() -> None:
     world = World([""] * 4)
     assert len({world.chosen(tokens=100) for _ in range(4)}) == 4

@@ -87,6 +87,31 @@ async def _endless(request: web.Request) -> web.StreamResponse:
         await answer.write(b"#" * (1 << 20))
 
 
+def test_a_server_says_which_models_it_has() -> None:
+    async def scenario() -> list[frozenset[str]]:
+        async def cards(_: web.Request) -> web.Response:
+            return web.json_response({"object": "list", "data": [{"id": "a"}, {"id": "tuned", "parent": "a"}]})
+
+        pool = ServerPool(time.monotonic, tokens_per_s=1.0, max_running=1)
+        app = web.Application()
+        app.router.add_get("/metrics", _whole)
+        app.router.add_get("/v1/models", cards)
+        runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        pool.follow({"s": Member(id="s", agent=f"127.0.0.1:{runner.addresses[0][1]}")})
+        asking = asyncio.create_task(ReportAsker(pool, lambda outcome: None, 0.05).run())
+        async with asyncio.timeout(30.0):
+            while not all(server.models for server in pool):  # noqa: ASYNC110 nothing tells
+                await asyncio.sleep(0.02)
+        asking.cancel()
+        await asyncio.wait([asking])
+        await runner.cleanup()
+        return [server.models for server in pool]
+
+    assert asyncio.run(scenario()) == [{"a", "tuned"}]
+
+
 def test_a_page_that_comes_in_parts_is_read_whole() -> None:
     reports, _ = asyncio.run(_asked({"a": _in_two}, 0.5))
     assert reports == {"a": ServerReport(running=5, waiting=4, kv_usage=0.5)}

@@ -19,6 +19,7 @@ from gateway.api.openai import Endpoint
 from gateway.errors import Overloaded, ReaderDied
 from gateway.prompt.prompt import Hashing, PromptMemory, read_call
 from gateway.prompt.reader import LONG_BODY_BYTES, LONGER_BODY_BYTES, PromptReader
+from gateway.prompt.reader_queue import ReadingRoom
 from gateway.tasks import TaskSet
 from planner.decisions.admission.waiting import TenantShare
 from prompts.tokens.encoder import TextEncoder
@@ -308,7 +309,7 @@ async def test_a_client_that_leaves_while_it_waits_takes_no_place() -> None:
 @on_loop
 async def test_bodies_that_wait_are_bounded() -> None:
     tasks = TaskSet(lambda name: pytest.fail(name))
-    reads = PromptReader(text_tokenizer(), tasks, max_bytes=100_000)
+    reads = PromptReader(text_tokenizer(), tasks, room=ReadingRoom(100_000))
     held = threading.Event()
     blocked = [
         asyncio.ensure_future(reads.think(lambda _: held.wait(60.0), TenantShare("acme"), 20_000)) for _ in range(2)
@@ -334,7 +335,7 @@ async def test_bodies_that_wait_are_bounded() -> None:
 async def test_a_long_body_is_held_until_it_has_been_read_and_no_longer_than_its_client_waits_for_that() -> None:
     before = children()
     tasks = TaskSet(lambda name: pytest.fail(name))
-    reads = PromptReader(text_tokenizer(), tasks, threads=1, max_bytes=5 * LONG_BODY_BYTES // 2)
+    reads = PromptReader(text_tokenizer(), tasks, threads=1, room=ReadingRoom(5 * LONG_BODY_BYTES // 2))
     body = long_body("a")
     try:
         await reads.warm(60.0)

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 from aiohttp import web
+from msgspec.structs import replace as replace_struct
 
 from gateway.config.gateway import RoutingConfig
 from gateway.config.plan import PlanConfig
@@ -111,10 +112,10 @@ async def test_a_plan_is_followed_at_once_and_recorded() -> None:
 class Followed:
     """A follower without a gateway: the plans that it has done as they say, and what it has counted."""
 
-    def __init__(self, config: PlanConfig) -> None:
+    def __init__(self, config: PlanConfig, model: str = "") -> None:
         self.plans: list[LivePlan] = []
         self.polls, self.offers = Counter[str](), Counter[str]()
-        self.follower = Follower(config, self.plans.append, self)
+        self.follower = Follower(config, self.plans.append, self, model=model)
 
     def plan_polled(self, outcome: str) -> None:
         self.polls[outcome] += 1
@@ -133,8 +134,8 @@ class Followed:
 
 
 @asynccontextmanager
-async def following(config: PlanConfig) -> AsyncIterator[Followed]:
-    followed = Followed(config)
+async def following(config: PlanConfig, model: str = "") -> AsyncIterator[Followed]:
+    followed = Followed(config, model)
     asking = asyncio.create_task(followed.follower.run())
     try:
         yield followed
@@ -155,6 +156,17 @@ async def test_a_stale_plan_is_refused_and_counted() -> None:
         assert f.threshold_tokens == 3.0
         plans.publish(6, 3, threshold_tokens=4.0)
         await f.follows(6)
+
+
+@on_loop
+async def test_a_plan_of_another_model_is_refused_and_counted() -> None:
+    async with service() as plans, following(PlanConfig(url=plans.url), "chat") as f:
+        plans.plan = replace_struct(plans.publish(1, threshold_tokens=900.0), model="coder")
+        await until(lambda: f.offers["other_model"])
+        assert not f.plans
+        for version, model in ((2, "chat"), (3, "")):  # a service of an earlier version does not say
+            plans.plan = replace_struct(plans.publish(version, threshold_tokens=3.0), model=model)
+            await f.follows(version)
 
 
 @on_loop

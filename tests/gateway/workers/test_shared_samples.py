@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from gateway.telemetry.load_report import KEPT
-from gateway.workers.process_scope import SingleProcess
+from gateway.workers.process_scope import SingleProcess, tally_of
 from gateway.workers.shared_samples import SharedSamples
 from planner.decisions.plans.offered import SampleRing
 from tests.gateway.worlds import on_loop, until, world
@@ -103,3 +103,15 @@ async def test_a_gateway_publishes_while_it_runs_and_when_it_ends(tmp_path: Path
     assert len(other.uncached.after(0).values) == len(other.outputs.after(0).values) == 2
     seat.offered.close()
     other.close()
+
+
+def test_workers_count_what_is_asked_for_of_each_model_in_one_file(tmp_path: Path) -> None:
+    one, other = tally_of(tmp_path, "moon/a"), tally_of(tmp_path, "moon/a")
+    another = tally_of(tmp_path, "b")
+    one.asked(7)
+    one.publish()
+    assert other.uncached.after(0).values == (7,)
+    assert (another.uncached.after(0).values, another.boot == one.boot) == ((), False)
+    assert len(list(tmp_path.iterdir())) == 2
+    for each in (one, other, another):
+        each.close()

@@ -3,11 +3,13 @@ import io
 import json
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 
+from gateway.config.models import ModelTable
 from prfaas.cli import main
 from prfaas.commands.asking import GatewayClient
 from prfaas.commands.flows import FlowFilter, follow, line
@@ -16,6 +18,7 @@ from prfaas.errors import AskError
 from tests.gateway.admission.test_slo import LONG
 from tests.gateway.layouts import LAYOUT
 from tests.gateway.worlds import on_loop, until, world
+from tests.prompts.builders import text_tokenizer
 from transport.control.proto import node_pb2 as pb
 
 
@@ -206,6 +209,25 @@ def test_a_page_says_how_far_a_rotation_of_names_is(rotation: dict[str, Any], to
     })  # fmt: skip
     lines = [line.strip() for line in shown(screen.page(10)).splitlines() if line.startswith("names")]
     assert lines == ([told] if told else [])
+
+
+@on_loop
+async def test_several_models_are_shown_with_their_nodes() -> None:
+    table = ModelTable(name="coder", tokenizer_dir=Path("unused"), threshold_tokens=7.0)
+    async with world(remote=1, local=1, decode=2) as w:
+        gateway = GatewayClient(w.gateway.url)
+        assert "model " not in shown(await asyncio.to_thread(once, gateway))
+    async with world(remote=0, local=0, decode=2, models=(table,), load_tokenizer=lambda config: text_tokenizer()) as w:
+        gateway, node = GatewayClient(w.gateway.url), w.nodes.decode[0]
+        page = shown(await asyncio.to_thread(once, gateway))
+        assert "model coder: no decode node ready, t = 7\n" in page
+        node.model_id, node.layout = "coder", replace(LAYOUT, block_size=32)
+        node.become(pb.NODE_STATE_READY)
+        await until(lambda: w.gateway.models.serves("coder"))
+        page = shown(await asyncio.to_thread(once, gateway))
+        assert "model coder: 1 nodes, t = 7\n" in page
+        assert "model scripted: 1 nodes, t = 100\n" in page
+        assert "revision" not in page
 
 
 @on_loop

@@ -2,6 +2,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tomli_w
 
 from prfaas.errors import TopologyError
 from prfaas.system.topology import DEFAULT_FILE, load_topology, parse_topology
@@ -94,6 +95,21 @@ def test_another_kind_of_file_is_called_what_it_is(tmp_path: Path, text: str, me
     path.write_text(text)
     with pytest.raises(TopologyError, match=message):
         load_topology(path, Path("state"))
+
+
+def test_a_node_may_have_a_model_of_its_own(tmp_path: Path) -> None:
+    own = {"node_id": "d1", "role": "decode", "model": "models/coder"}
+    clusters = [*document()["clusters"], {"name": "third", "kind": "pd", "nodes": [own]}]
+    topology = parse_topology(document(clusters=clusters), Path("state"))
+    found = {node.node_id: (node.model, node.served_model) for node in topology.nodes}
+    assert found["d1"] == ("models/coder", "coder")
+    assert found["d0"][0].endswith("/state/models/llama-0")
+    file = tmp_path / "site.toml"
+    table = {"name": "coder", "tokenizer_dir": "models/coder"}
+    file.write_text(tomli_w.dumps(document(clusters=clusters, gateway={"models": [table]})))
+    topology = load_topology(file, Path("state"))
+    assert topology.nodes[-1].model == str(tmp_path / "models" / "coder")
+    assert topology.gateway["models"][0]["tokenizer_dir"] == str(tmp_path / "models" / "coder")
 
 
 def test_node_ids_are_unique() -> None:

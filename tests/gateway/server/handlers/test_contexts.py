@@ -2,11 +2,13 @@
 
 import asyncio
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, cast
 
 from gateway.api.cache_control import Breakpoint
 from gateway.auth.keyring import Tenant
 from gateway.cluster.pinned_prefixes import PinnedPrefix, PinnedPrefixes, PinState
+from gateway.config.models import ModelTable
 from gateway.server.handlers.contexts import OUTCOME_WAIT_S, PAUSES_S, PinOutcome, details_of, id_of
 from hybrid_cache.hashing.block_hash import HASH_BYTES
 from tests.gateway.layouts import LAYOUT
@@ -14,6 +16,8 @@ from tests.gateway.memory.agent import MemoryAgent
 from tests.gateway.memory.pipeline import on_memory_loop, pipeline
 from tests.gateway.pipeline.test_revisions import become
 from tests.gateway.scripted import ScriptedNode
+from tests.gateway.worlds import until
+from tests.prompts.builders import text_tokenizer
 from transport.control.proto import node_pb2 as pb
 
 
@@ -158,6 +162,25 @@ async def test_a_context_is_kept_by_its_names_in_the_revision_that_computed_it()
                 assert num_tokens == len(names) // HASH_BYTES * node.layout.block_size
         firsts = {cast(NotingNode, node).kept[0][0][:HASH_BYTES] for node in w.nodes.local}
         assert len(firsts) == 2  # a layout has names of its own
+
+
+@on_memory_loop
+async def test_a_context_of_a_model_is_kept_by_a_node_of_it_though_another_models_has_the_same_names() -> None:
+    twin = ModelTable(name="twin", tokenizer_dir=Path("unused"))
+    async with pipeline(
+        remote=0, local=0, decode=2, kind=NotingNode, models=(twin,), tokenizers=lambda config: text_tokenizer()
+    ) as w:
+        second = w.nodes.decode[1]
+        second.model_id = "twin"
+        await become(w, LAYOUT, second)
+        await until(lambda: w.models.serves("twin"))
+        for model in ("scripted", "twin"):
+            response = await w.complete(
+                "hello there the quick brown fox " * 8, model=model, prompt_cache_options={"ttl": "5m"}
+            )
+            assert (await response.json())["usage"]["prompt_tokens_details"]["breakpoints"][0]["kept"] > 0
+        first, other = (cast(NotingNode, node).kept for node in w.nodes.decode)
+        assert first == other != []
 
 
 class HalfKeepingAgent(MemoryAgent):

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from gateway.cluster.agent_values import LinkLoad, NodeInfo, NodeLoad
+from gateway.config.models import ModelCatalog, ModelTable
 from prfaas.commands.checking.findings import (
     Certificate,
     CheckFindings,
@@ -102,6 +103,23 @@ def test_who_has_another_layout_is_named() -> None:
     third = replace(DECODE, info=replace(INFO, node_id="d1", layout_fingerprint="0" * 64))
     (found,) = bad(replace(WELL, described=(PREFILL, DECODE, third)))
     assert (found.level, found.about) == (Level.ERROR, "d1")
+
+
+def test_nodes_of_several_models_exchange_nothing_and_need_not() -> None:
+    catalog = ModelCatalog((ModelTable(name="m"), ModelTable(name="n")))
+    others = [
+        replace(
+            each, info=replace(each.info, node_id=f"n-{each.info.node_id}", model_id="n", layout_fingerprint="0" * 64)
+        )
+        for each in (PREFILL, DECODE)
+    ]
+    assert not bad(replace(WELL, described=(PREFILL, DECODE, *others), catalog=catalog))
+    (missing,) = bad(replace(WELL, catalog=catalog))
+    assert (missing.level, missing.about) == (Level.WARNING, "model n")
+    (stranger,) = bad(
+        replace(WELL, described=(PREFILL, DECODE, others[1]), catalog=ModelCatalog((ModelTable(name="m"),)))
+    )
+    assert (stranger.about, "'n'" in stranger.what) == ("n-d0", True)
 
 
 def test_versions_and_lengths_that_differ_are_warnings() -> None:
