@@ -112,7 +112,7 @@ def test_what_stages_keep_is_put_together():
 
 
 def test_an_eager_stage_of_the_cpu_build_still_lacks_what_it_receives_into():
-    """Why `internals.mend_eager_stages` is there. When this fails, it need not be any more."""
+    """Why `cpu_build.mend_eager_stages` is there. When this fails, it need not be any more."""
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
     receive = inspect.getsource(CPUModelRunner.sync_and_gather_intermediate_tensors)
@@ -121,7 +121,7 @@ def test_an_eager_stage_of_the_cpu_build_still_lacks_what_it_receives_into():
 
 
 def test_the_cpu_build_still_dies_of_a_seeded_prompt_in_several_chunks():
-    """Why `internals.mend_seeded_chunks` is there. When this fails, it need not be any more."""
+    """Why `cpu_build.mend_seeded_chunks` is there. When this fails, it need not be any more."""
     import torch
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
@@ -136,7 +136,7 @@ def test_the_cpu_build_still_dies_of_a_seeded_prompt_in_several_chunks():
 
 
 def test_shared_memory_of_ranks_is_named_as_we_look_for_it():
-    """Why `internals.unlink_shared_memory` is there: vLLM leaves the names behind."""
+    """Why `cpu_build.unlink_shared_memory` is there: vLLM leaves the names behind."""
     from vllm.distributed.device_communicators import cpu_communicator
     from vllm.v1.worker import cpu_worker
 
