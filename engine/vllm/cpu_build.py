@@ -55,9 +55,9 @@ def mend_seeded_chunks() -> None:
 
 
 def mend_state_checkpoints() -> None:
-    """With prefix caching, states of Mamba 2 at a border of blocks are exported from inside a chunk (`align`). The CPU build's scan
-    does not say them, and it has no kernel that writes them: the first prompt beyond a border ends the server ("index is out of
-    bounds"). Other models never ask for them.
+    """With prefix caching, states of Mamba 2 at a border of blocks are exported from inside a chunk (`align`). The CPU build's
+    scan does not say them, and it has no kernel that writes them: the first prompt beyond a border ends the server ("index is
+    out of bounds"). Other models never ask for them.
     """
     from vllm.platforms import current_platform
 

@@ -238,8 +238,13 @@ def check_scheduling(vllm_config: Any) -> None:
             f"the connector needs --scheduler-cls {HOLDING_SCHEDULER}, --no-async-scheduling or VLLM_USE_V2_MODEL_RUNNER=0"
         )
     parallel = vllm_config.parallel_config
-    if parallel.data_parallel_size > 1 and not parallel.data_parallel_external_lb:
-        raise ValueError("a node is one engine: start a node for each data parallel rank, with --data-parallel-rank")
+    # An engine of several of a dense model is told that it is the only one, and keeps its number alone.
+    is_one_of_several = parallel.data_parallel_size > 1 or parallel.data_parallel_index > 0
+    if is_one_of_several and not parallel.data_parallel_external_lb:
+        raise ValueError(
+            "vLLM's own balancer has several engines, and a node is one: start a node for each data parallel rank, with "
+            "--data-parallel-rank; the gateway balances them"
+        )
 
 
 # The front end (vllm.v1.engine.async_llm, its detokenizer)

@@ -1,4 +1,4 @@
-"""States of Mamba 2 after each piece of a chunk, on a CPU: what vLLM's prefix cache keeps at the last border of a prompt's blocks.
+"""States of Mamba 2 after each piece of a chunk, on a CPU: vLLM's prefix cache keeps one at the last border of a prompt's blocks.
 
 vLLM's scan on a GPU says the states at the ends of all pieces, and a kernel writes the one at a border into its block. That of
 its CPU build says a sequence's last state alone, and it has no such kernel (`engine.vllm.cpu_build.mend_state_checkpoints`).
@@ -6,6 +6,7 @@ its CPU build says a sequence's last state alone, and it has no such kernel (`en
 
 import functools
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ def with_states_of_pieces(scan: Callable[..., torch.Tensor]) -> Callable[..., to
             options.pop(of_sequences)
         tokens = {"x": x, "dt": dt, "B": B, "C": C, "out": out} | ({} if gate is None else {"z": gate})
         states: list[torch.Tensor] = []
-        for number, (start, stop) in enumerate(zip(borders, borders[1:], strict=False)):
+        for number, (start, stop) in enumerate(pairwise(borders)):
             if number and owners[number] == owners[number - 1]:
                 state = states[-1]
             else:
