@@ -29,7 +29,10 @@ def check_drafts(vllm_config: Any, layers: Iterable[CacheLayer]) -> None:
         raise LayoutError(f"speculative decoding by {speculation.method!r} has not been tried with this connector")
     states = next((layer.name for layer in layers if layer.kind is LayerKind.STATE), None)
     if states is not None:
-        raise LayoutError(f"{states}: recurrent states cannot be handed over with speculative decoding")
+        raise LayoutError(
+            f"{states}: recurrent states cannot be handed over with speculative decoding, which keeps several of a request: "
+            "start the nodes without --speculative-config"
+        )
 
 
 def draft_layers(vllm_config: Any, names: Iterable[str]) -> frozenset[str]:

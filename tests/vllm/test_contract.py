@@ -9,6 +9,7 @@ import pytest
 
 from engine.vllm.scheduler_side import media
 from engine.vllm.server.servable import refusal_of
+from engine.vllm.worker_side.state_checkpoints import store_checkpoint
 from hybrid_cache.hashing.block_hash import MEDIUM
 
 pytestmark = [
@@ -133,6 +134,31 @@ def test_the_cpu_build_still_dies_of_a_seeded_prompt_in_several_chunks():
         torch.Generator().get_offset()
     tokens = inspect.getsource(CPUModelRunner.sample_tokens)
     assert tokens.index("self._sample(") < tokens.index("self._bookkeeping_sync(")
+
+
+def test_the_cpu_build_still_says_no_states_inside_of_a_chunk():
+    """Why `cpu_build.mend_state_checkpoints` is there. When this fails, it need not be any more."""
+    from vllm.model_executor.layers.mamba import mamba_mixer2
+    from vllm.model_executor.layers.mamba.ops import ssd_checkpoint, ssd_combined
+    from vllm.model_executor.layers.mamba.ops.cpu import mamba_ssm
+
+    scan = mamba_ssm._mamba_chunk_scan_combined_fwd_cpu
+    assert "return_intermediate_states" in inspect.signature(scan).parameters
+    assert inspect.getsource(scan).count("return_intermediate_states") == 1, "it is heard of now"
+    assert "_mamba_chunk_scan_combined_fwd(" in inspect.getsource(ssd_combined.mamba_chunk_scan_combined_varlen)
+    assert "store_prefill_checkpoint(" in inspect.getsource(mamba_mixer2)
+    ours = inspect.signature(store_checkpoint)
+    assert list(inspect.signature(ssd_checkpoint.store_prefill_checkpoint).parameters) == list(ours.parameters)
+
+
+def test_an_engine_of_several_still_knows_its_number():
+    """Of a dense model: all else says that it is the only one. `internals.check_scheduling` stands on it."""
+    from vllm.config.parallel import ParallelConfig
+
+    source = inspect.getsource(ParallelConfig.reconfigure_for_independent_dp_rank)
+    assert "self.data_parallel_size = 1" in source
+    assert "data_parallel_index =" not in source
+    assert "data_parallel_external_lb =" not in source
 
 
 def test_shared_memory_of_ranks_is_named_as_we_look_for_it():

@@ -30,7 +30,10 @@ DENSE, EXPERTS = "llama", "gpt_oss"
 
 @pytest.fixture(
     scope="module",
-    params=[pytest.param(each, marks=pytest.mark.dimensions(start=f"ranks of {each}", arch=None)) for each in (DENSE, EXPERTS)],
+    params=[
+        pytest.param(each, marks=pytest.mark.dimensions(start=f"ranks of {each}", arch=None))
+        for each in (DENSE, EXPERTS)
+    ],
 )
 def arch(request: pytest.FixtureRequest) -> str:
     return str(request.param)
