@@ -18,7 +18,7 @@ FLAGS: Final[Mapping[str, tuple[int, str]]] = {
     "--prefill-context-parallel-size": (2, "the connector does not support context parallelism"),
     "--data-parallel-size": (
         2,
-        "vLLM's own balancer has several engines, and a node is one: start a node for each rank, with --data-parallel-rank; "
+        "vLLM's own balancer has several engines, and a node is one: start one for each rank, with --data-parallel-rank; "
         "the gateway balances them",
     ),
 }
