@@ -161,6 +161,15 @@ def test_an_engine_of_several_still_knows_its_number():
     assert "data_parallel_external_lb =" not in source
 
 
+def test_ranks_of_a_dense_model_are_still_no_group():
+    """Its nodes are on their own, without flags for data parallel ranks. docs/guides/vllm.md says so."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    assert "Non-MoE models do not support external data parallel mode" in inspect.getsource(
+        EngineArgs.create_engine_config
+    )
+
+
 def test_shared_memory_of_ranks_is_named_as_we_look_for_it():
     """Why `cpu_build.unlink_shared_memory` is there: vLLM leaves the names behind."""
     from vllm.distributed.device_communicators import cpu_communicator
