@@ -1,4 +1,5 @@
-"""Data parallel ranks of a mixture of experts, a node each: two servers of one group behind our gateway. Rank 0 prefills for rank 1.
+"""Data parallel ranks of a mixture of experts, a node each: two servers of one group behind our gateway.
+Rank 0 prefills for rank 1.
 
 They compute each step together: one that stood still would stop the other. (vLLM wants servers of dense models to be on their
 own, without such flags: that is what all other tests have.)
