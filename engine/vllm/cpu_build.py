@@ -71,6 +71,28 @@ def mend_state_checkpoints() -> None:
         ssd_combined._mamba_chunk_scan_combined_fwd = with_states_of_pieces(ssd_combined._mamba_chunk_scan_combined_fwd)
 
 
+def mend_lone_tokens() -> None:
+    """With drafts, the CPU build dies of a token of a gated delta net that is computed alone ("must be contiguous at last
+    dimension"), as the last one of a prompt is whose KVCache came from elsewhere: blocks of states are a column of a table that
+    has one for each draft as well.
+    """
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return
+    from vllm import _custom_ops
+
+    update: Any = _custom_ops.fused_sigmoid_gating_delta_rule_update_cpu
+    if hasattr(update, "__wrapped__"):
+        return
+
+    @functools.wraps(update)
+    def updating(*, initial_state_indices: Any, **others: Any) -> Any:
+        return update(initial_state_indices=initial_state_indices.contiguous(), **others)
+
+    _custom_ops.fused_sigmoid_gating_delta_rule_update_cpu = updating
+
+
 def unlink_shared_memory(folder: Path = Path("/dev/shm")) -> None:
     """Takes the names off the memory that ranks of vLLM's CPU build share: it never does so itself, and each of its starts left
     4 MB for every rank. On a rank once all of them have it, which they do as soon as they have loaded the model.
