@@ -72,9 +72,9 @@ def mend_state_checkpoints() -> None:
 
 
 def mend_lone_tokens() -> None:
-    """With drafts, the CPU build dies of a token of a gated delta net that is computed alone ("must be contiguous at last
-    dimension"), as the last one of a prompt is whose KVCache came from elsewhere: blocks of states are a column of a table that
-    has one for each draft as well.
+    """With drafts, a server with gated delta nets dies of a token that is computed alone ("must be contiguous at last dimension").
+    The last one of a prompt is, where KVCache came from elsewhere. Blocks of states are a column of a table then, which has others
+    for drafts.
     """
     from vllm.platforms import current_platform
 
