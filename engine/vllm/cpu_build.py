@@ -11,6 +11,7 @@ from typing import Any
 
 from engine.vllm.server.seeds import with_seeds_back, without_unread_seeds
 from engine.vllm.worker_side.state_checkpoints import store_checkpoint, with_states_of_pieces
+from engine.vllm.worker_side.uneven_shares import gather_shares, own_share_of_sum
 
 
 def mend_eager_stages() -> None:
@@ -72,9 +73,9 @@ def mend_state_checkpoints() -> None:
 
 
 def mend_lone_tokens() -> None:
-    """With drafts, a server with gated delta nets dies of a token that is computed alone ("must be contiguous at last dimension").
-    The last one of a prompt is, where KVCache came from elsewhere. Blocks of states are a column of a table then, which has others
-    for drafts.
+    """With drafts, a server with gated delta nets dies of a token that is computed alone ("must be contiguous at last
+    dimension"). The last one of a prompt is, where KVCache came from elsewhere. Blocks of states are a column of a table then,
+    which has others for drafts.
     """
     from vllm.platforms import current_platform
 
@@ -91,6 +92,20 @@ def mend_lone_tokens() -> None:
         return update(initial_state_indices=initial_state_indices.contiguous(), **others)
 
     _custom_ops.fused_sigmoid_gating_delta_rule_update_cpu = updating
+
+
+def mend_exchanges() -> None:
+    """Data parallel ranks of a mixture of experts exchange tokens, each its own number of them. The CPU build's communicator
+    has no way to (NotImplementedError in the first step)."""
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return
+    from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+
+    if "all_gatherv" not in vars(CpuCommunicator):
+        CpuCommunicator.all_gatherv = gather_shares
+        CpuCommunicator.reduce_scatterv = own_share_of_sum
 
 
 def unlink_shared_memory(folder: Path = Path("/dev/shm")) -> None:

@@ -161,6 +161,19 @@ def test_an_engine_of_several_still_knows_its_number():
     assert "data_parallel_external_lb =" not in source
 
 
+def test_ranks_on_a_cpu_still_cannot_exchange_uneven_shares():
+    """Why `cpu_build.mend_exchanges` is there. When this fails, it need not be any more."""
+    from vllm.distributed.device_communicators.all2all import AgRsAll2AllManager
+    from vllm.distributed.device_communicators.base_device_communicator import DeviceCommunicatorBase
+    from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+
+    assert "raise NotImplementedError" in inspect.getsource(DeviceCommunicatorBase.all_gatherv)
+    source = inspect.getsource(CpuCommunicator)
+    assert "def all_gatherv" not in source
+    assert "def reduce_scatterv" not in source
+    assert "reduce_scatterv(hidden_states, dim=0, sizes=sizes)" in inspect.getsource(AgRsAll2AllManager.combine)
+
+
 def test_ranks_of_a_dense_model_are_still_no_group():
     """Its nodes are on their own, without flags for data parallel ranks. docs/guides/vllm.md says so."""
     from vllm.engine.arg_utils import EngineArgs
