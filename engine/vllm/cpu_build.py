@@ -9,6 +9,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from engine.vllm.server.seeds import with_seeds_back, without_unread_seeds
 from engine.vllm.worker_side.state_checkpoints import store_checkpoint, with_states_of_pieces
 from engine.vllm.worker_side.uneven_shares import gather_shares, own_share_of_sum
@@ -89,7 +91,9 @@ def mend_lone_tokens() -> None:
 
     @functools.wraps(update)
     def updating(*, initial_state_indices: Any, **others: Any) -> Any:
-        return update(initial_state_indices=initial_state_indices.contiguous(), **others)
+        # Not `contiguous`: PyTorch takes a column of one row to be so already.
+        indices = initial_state_indices.clone(memory_format=torch.contiguous_format)
+        return update(initial_state_indices=indices, **others)
 
     _custom_ops.fused_sigmoid_gating_delta_rule_update_cpu = updating
 
