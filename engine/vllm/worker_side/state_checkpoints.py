@@ -26,10 +26,9 @@ def with_states_of_pieces(scan: Callable[..., torch.Tensor]) -> Callable[..., to
         tokens = {"x": x, "dt": dt, "B": B, "C": C, "out": out} | ({} if gate is None else {"z": gate})
         states: list[torch.Tensor] = []
         for number, (start, stop) in enumerate(pairwise(borders)):
-            if number and owners[number] == owners[number - 1]:
-                state = states[-1]
-            else:
-                state = None if begin is None else begin[owners[number]].unsqueeze(0)
+            follows = number > 0 and owners[number] == owners[number - 1]
+            first: torch.Tensor | None = None if begin is None else begin[owners[number]].unsqueeze(0)
+            state = states[-1] if follows else first
             piece = {name: each[start:stop] for name, each in tokens.items()}
             length = torch.tensor([0, stop - start], dtype=torch.int32)
             states.append(scan(A=A, chunk_size=chunk_size, initial_states=state, cu_seqlens=length, **piece, **options))

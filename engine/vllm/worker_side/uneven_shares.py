@@ -26,7 +26,8 @@ def own_share_of_sum(
     total, rank = parts.clone(), communicator.rank_in_group
     communicator.device_group.allreduce([total]).wait()
     known = sizes or [len(parts) // communicator.world_size] * communicator.world_size
-    return total.split(list(known))[rank].contiguous()
+    start = sum(known[:rank])
+    return total[start : start + known[rank]].contiguous()
 
 
 def _gathered(communicator: Any, share: torch.Tensor, sizes: Sequence[int] | None) -> torch.Tensor:
