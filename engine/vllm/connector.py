@@ -107,7 +107,6 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                     cpu_build.mend_eager_stages()
                 cpu_build.mend_seeded_chunks()
                 cpu_build.mend_state_checkpoints()
-                cpu_build.mend_lone_tokens()
                 cpu_build.mend_exchanges()
                 cpu_build.unlink_shared_memory()
                 check_drafts(vllm_config, self._cached.layers)

@@ -9,8 +9,6 @@ import os
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from engine.vllm.server.seeds import with_seeds_back, without_unread_seeds
 from engine.vllm.worker_side.state_checkpoints import store_checkpoint, with_states_of_pieces
 from engine.vllm.worker_side.uneven_shares import gather_shares, own_share_of_sum
@@ -72,30 +70,6 @@ def mend_state_checkpoints() -> None:
     if mamba_mixer2.store_prefill_checkpoint is not store_checkpoint:
         mamba_mixer2.store_prefill_checkpoint = store_checkpoint
         ssd_combined._mamba_chunk_scan_combined_fwd = with_states_of_pieces(ssd_combined._mamba_chunk_scan_combined_fwd)
-
-
-def mend_lone_tokens() -> None:
-    """With drafts, a server with gated delta nets dies of a token that is computed alone ("must be contiguous at last
-    dimension"). The last one of a prompt is, where KVCache came from elsewhere. Blocks of states are a column of a table then,
-    which has others for drafts.
-    """
-    from vllm.platforms import current_platform
-
-    if not current_platform.is_cpu():
-        return
-    from vllm import _custom_ops
-
-    update: Any = _custom_ops.fused_sigmoid_gating_delta_rule_update_cpu
-    if hasattr(update, "__wrapped__"):
-        return
-
-    @functools.wraps(update)
-    def updating(*, initial_state_indices: Any, **others: Any) -> Any:
-        # Not `contiguous`: PyTorch takes a column of one row to be so already.
-        indices = initial_state_indices.clone(memory_format=torch.contiguous_format)
-        return update(initial_state_indices=indices, **others)
-
-    _custom_ops.fused_sigmoid_gating_delta_rule_update_cpu = updating
 
 
 def mend_exchanges() -> None:

@@ -1,11 +1,9 @@
 """Speculative decoding: which layers are a draft's, what their KVCache depends on, and which drafts are refused.
 
-A draft is computed after a step has sampled, several times over, and its entry for a token depends on the token after
+A draft is computed after a step has sampled, several times over, and its entry for a token may depend on the token after
 it. So its layers are saved at the end of a step. The last entry of a leg follows from the token that the leg sampled, not
-from the prompt's last. vLLM verifies each draft, so that costs a draft at most, never a token.
-
-With drafts a recurrent state is wider: its convolution has room for them. What a prompt leaves lies at its beginning, so it is
-handed over as it is, to a node with as many drafts. Layouts of other numbers differ by their sizes.
+from the prompt's last. (vLLM's own at the end of each chunk follows from the last token of the prompt.) vLLM verifies each
+draft, so that costs a draft at most, never a token.
 """
 
 import re
@@ -19,7 +17,6 @@ from hybrid_cache.errors import LayoutError
 
 WITHOUT_CACHE: Final = frozenset({"ngram"})
 WITH_CACHE: Final = frozenset({"draft_model", "eagle", "eagle3", "mtp"})
-WITHOUT_BORDERS: Final = "none"  # a request has one state, and beside it those of its drafts
 _OWN_MODEL: Final = "draft_model."  # how the layers of a model of its own begin
 _NUMBER: Final = re.compile(r"(?:^|\.)layers\.(\d+)(?:\.|$)")
 
@@ -32,10 +29,10 @@ def check_drafts(vllm_config: Any, layers: Iterable[CacheLayer]) -> None:
     if speculation.method not in WITHOUT_CACHE | WITH_CACHE:
         raise LayoutError(f"speculative decoding by {speculation.method!r} has not been tried with this connector")
     states = next((layer.name for layer in layers if layer.kind is LayerKind.STATE), None)
-    if states is not None and vllm_config.cache_config.mamba_cache_mode != WITHOUT_BORDERS:
+    if states is not None:
         raise LayoutError(
-            f"{states}: recurrent states that are kept at borders of blocks cannot be handed over with speculative decoding: "
-            "start the nodes with --no-enable-prefix-caching, or without --speculative-config"
+            f"{states}: recurrent states cannot be handed over with speculative decoding, which keeps several of a request: "
+            "start the nodes without --speculative-config"
         )
 
 

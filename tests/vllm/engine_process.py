@@ -30,7 +30,6 @@ from vllm.model_executor.models import registry
 from vllm.v1.engine import utils as engine_utils
 from vllm.v1.executor import multiproc_executor
 
-from engine.vllm.cpu_build import mend_lone_tokens
 from engine.vllm.layout import LayerKind
 
 # They would import vLLM once more, for every architecture, engine and rank.
@@ -71,7 +70,6 @@ def _serve(pipe: Connection, options: dict[str, Any], role: str, connector: dict
     scheduler = core.scheduler
     if connector is None:
         _split_before_last(scheduler)
-        mend_lone_tokens()
     overlapping, preempted, drafted = _note_overlaps(core), _note_preemptions(scheduler), _note_drafts(scheduler)
     inspected: dict[str, str] = {}
     silenced: list[SilencedLayer] = []

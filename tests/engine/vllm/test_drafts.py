@@ -7,13 +7,12 @@ import pytest
 
 from engine.vllm.drafts import check_drafts, draft_facts, draft_layers
 from hybrid_cache.errors import LayoutError
-from tests.engine.vllm.builders import full, layout_of, state
+from tests.engine.vllm.builders import full, state
 
 
-def config(method: str = "eagle", *, mode: str = "align", **draft: Any) -> Any:
+def config(method: str = "eagle", **draft: Any) -> Any:
     fields = {"model": "draft", "model_weights": "", "revision": "a" * 40, "hf_config": {"layers": 1}, "dtype": "bf16"}
     return SimpleNamespace(
-        cache_config=SimpleNamespace(mamba_cache_mode=mode),
         model_config=SimpleNamespace(get_total_num_hidden_layers=lambda: 4),
         speculative_config=SimpleNamespace(method=method, draft_model_config=SimpleNamespace(**fields | draft)),
     )
@@ -43,9 +42,8 @@ def test_drafts_of_attention_are_taken(method: str) -> None:
 def test_other_drafts_are_refused() -> None:
     with pytest.raises(LayoutError, match="dflash"):
         check_drafts(config("dflash"), [full("a")])
-    with pytest.raises(LayoutError, match=r"recurrent states.*--no-enable-prefix-caching"):
+    with pytest.raises(LayoutError, match=r"recurrent states.*without --speculative-config"):
         check_drafts(config(), [full("a"), state("s")])
-    check_drafts(config(mode="none"), [full("a"), state("s")])
 
 
 def test_a_draft_is_called_by_its_weights_and_its_configuration() -> None:
@@ -63,8 +61,3 @@ def test_a_draft_is_called_by_its_weights_and_its_configuration() -> None:
     assert draft_facts(PLAIN, None) == draft_facts(config("ngram"), None) == {}
     with pytest.raises(LayoutError, match="which weights"):
         draft_facts(config(revision="main"), None)
-
-
-def test_states_with_room_for_other_numbers_of_drafts_do_not_pair() -> None:
-    layouts = [layout_of(full("a"), state("s", part_bytes=size)) for size in (96, 96, 128)]
-    assert layouts[0].model.fingerprint == layouts[1].model.fingerprint != layouts[2].model.fingerprint
