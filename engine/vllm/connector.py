@@ -6,7 +6,7 @@
 
 This module translates between vLLM's base class and our two sides, `engine.vllm.scheduler_side.scheduler` and
 `engine.vllm.worker_side.worker`. The base class is called experimental there: `engine.vllm.version` says what was run. What is
-beyond it is in `engine.vllm.internals`.
+beyond it is in `engine.vllm.internals` and `engine.vllm.cpu_build`.
 """
 
 import logging
@@ -30,7 +30,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from engine.agent.identity import default_memory
-from engine.vllm import internals, specs
+from engine.vllm import cpu_build, internals, specs
 from engine.vllm.drafts import check_drafts, draft_facts, draft_layers
 from engine.vllm.identity import kv_identity, with_forms
 from engine.vllm.layout import CacheLayer, LayerKind, VllmLayout, vllm_layout
@@ -104,9 +104,11 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 # A rank is not asked for its model's name, and reading all weights for it would take long.
                 layout = layout_of(vllm_config, self._cached, "")
                 if layout.stages > 1:
-                    internals.mend_eager_stages()
-                internals.mend_seeded_chunks()
-                internals.unlink_shared_memory()
+                    cpu_build.mend_eager_stages()
+                cpu_build.mend_seeded_chunks()
+                cpu_build.mend_state_checkpoints()
+                cpu_build.mend_exchanges()
+                cpu_build.unlink_shared_memory()
                 check_drafts(vllm_config, self._cached.layers)
                 own = specs.layer_names(kv_cache_config)
                 in_microbatches = bool(vllm_config.parallel_config.use_ubatching)

@@ -1,8 +1,9 @@
 """Speculative decoding: which layers are a draft's, what their KVCache depends on, and which drafts are refused.
 
-A draft is computed after a step has sampled, several times over, and its entry for a token depends on the token after
+A draft is computed after a step has sampled, several times over, and its entry for a token may depend on the token after
 it. So its layers are saved at the end of a step. The last entry of a leg follows from the token that the leg sampled, not
-from the prompt's last. vLLM verifies each draft, so that costs a draft at most, never a token.
+from the prompt's last. (vLLM's own at the end of each chunk follows from the last token of the prompt.) vLLM verifies each
+draft, so that costs a draft at most, never a token.
 """
 
 import re
@@ -29,7 +30,10 @@ def check_drafts(vllm_config: Any, layers: Iterable[CacheLayer]) -> None:
         raise LayoutError(f"speculative decoding by {speculation.method!r} has not been tried with this connector")
     states = next((layer.name for layer in layers if layer.kind is LayerKind.STATE), None)
     if states is not None:
-        raise LayoutError(f"{states}: recurrent states cannot be handed over with speculative decoding")
+        raise LayoutError(
+            f"{states}: recurrent states cannot be handed over with speculative decoding, which keeps several of a request: "
+            "start the nodes without --speculative-config"
+        )
 
 
 def draft_layers(vllm_config: Any, names: Iterable[str]) -> frozenset[str]:

@@ -1,5 +1,5 @@
 """Every reach into vLLM beyond its connector's base class and its configuration's public face, in one place; media have their own
-(`engine.vllm.scheduler_side.media`).
+(`engine.vllm.scheduler_side.media`), and so has what its CPU build lacks (`engine.vllm.cpu_build`).
 
 What is read or changed here is no interface of vLLM's: `tests/vllm/test_contract.py` says of each that it is still there.
 Requests are vLLM's own objects and are known by their attributes alone, so most of this runs without vLLM; what has to be
@@ -8,13 +8,10 @@ imported is imported where it is needed.
 
 import dataclasses
 import functools
-import glob
-import os
 import sys
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from contextvars import ContextVar
-from pathlib import Path
 from types import FrameType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
@@ -24,7 +21,6 @@ from engine.vllm.scheduler_side.media import is_named, name_media, stop_of
 from engine.vllm.scheduler_side.steps import StateOffer
 from engine.vllm.server.continuation import going_on
 from engine.vllm.server.harmless import HARMLESS
-from engine.vllm.server.seeds import with_seeds_back, without_unread_seeds
 
 if TYPE_CHECKING:
     from engine.vllm.worker_side.accelerator import DirectCopies
@@ -242,8 +238,13 @@ def check_scheduling(vllm_config: Any) -> None:
             f"the connector needs --scheduler-cls {HOLDING_SCHEDULER}, --no-async-scheduling or VLLM_USE_V2_MODEL_RUNNER=0"
         )
     parallel = vllm_config.parallel_config
-    if parallel.data_parallel_size > 1 and not parallel.data_parallel_external_lb:
-        raise ValueError("a node is one engine: start a node for each data parallel rank, with --data-parallel-rank")
+    # An engine of several of a dense model is told that it is the only one, and keeps its number alone.
+    is_one_of_several = parallel.data_parallel_size > 1 or parallel.data_parallel_index > 0
+    if is_one_of_several and not parallel.data_parallel_external_lb:
+        raise ValueError(
+            "vLLM's own balancer has several engines, and a node is one: start a node for each data parallel rank, with "
+            "--data-parallel-rank, or without these flags if the model has no experts; the gateway balances them"
+        )
 
 
 # The front end (vllm.v1.engine.async_llm, its detokenizer)
@@ -347,56 +348,6 @@ def of_all_stages(mine: T) -> list[T]:
         return [mine]
     torch.distributed.all_gather_object(said, mine, group=group.cpu_group)
     return said
-
-
-def mend_eager_stages() -> None:
-    """vLLM's CPU runner makes what a later stage receives into while it warms up what it has compiled. One that compiles
-    nothing (`--enforce-eager`) dies of its absence in its first step, with or without a connector: it is made then.
-    """
-    from vllm.platforms import current_platform
-
-    if not current_platform.is_cpu():
-        return
-    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
-
-    if "sync_and_gather_intermediate_tensors" in vars(CPUModelRunner):
-        return
-    receive = CPUModelRunner.sync_and_gather_intermediate_tensors
-
-    @functools.wraps(receive)
-    def receive_somewhere(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if self.intermediate_tensors is None:
-            self.intermediate_tensors = self.model.make_empty_intermediate_tensors(
-                batch_size=self.max_num_tokens, dtype=self.model_config.dtype, device=self.device
-            )
-        return receive(self, *args, **kwargs)
-
-    CPUModelRunner.sync_and_gather_intermediate_tensors = receive_somewhere
-
-
-def mend_seeded_chunks() -> None:
-    """A prompt in several chunks samples a token after each, and vLLM takes a seeded generator back for those that are not used:
-    by an offset, which a CPU's generators do not have. Its CPU build (0.32) dies of it, with or without a connector.
-    Here those samples leave the generator alone.
-    """
-    from vllm.platforms import current_platform
-
-    if not current_platform.is_cpu():
-        return
-    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
-
-    if "_sample" not in vars(CPUModelRunner):
-        CPUModelRunner._sample = without_unread_seeds(CPUModelRunner._sample)
-        CPUModelRunner._bookkeeping_sync = with_seeds_back(CPUModelRunner._bookkeeping_sync)
-
-
-def unlink_shared_memory(folder: Path = Path("/dev/shm")) -> None:
-    """Takes the names off the memory that ranks of vLLM's CPU build share: it never does so itself, and each of its starts left
-    4 MB for every rank. On a rank once all of them have it, which they do as soon as they have loaded the model.
-    """
-    ident = os.environ.get("VLLM_DIST_IDENT", "")
-    for path in folder.glob(f"{glob.escape(ident)}-*-cpushm_*") if ident else ():
-        path.unlink(missing_ok=True)  # by another rank
 
 
 def direct_copies() -> "DirectCopies | None":

@@ -53,7 +53,7 @@ class Case:
 
 
 LLAMA: Final = Case("llama", "Llama, Qwen3 and other dense ones", "full attention", prefix_caching=True)
-NO_SCAN: Final = "vLLM's CPU scan fails with prefix caching"
+NO_SCAN: Final = "the CPU scan of plain vLLM fails with prefix caching; with the connector it does not"
 GRANITE: Final = Case(
     "granite_hybrid", "Granite 4 hybrid", "Mamba 2, full attention", prefix_caching=False, note=NO_SCAN
 )

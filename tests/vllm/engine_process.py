@@ -70,7 +70,8 @@ def _serve(pipe: Connection, options: dict[str, Any], role: str, connector: dict
     scheduler = core.scheduler
     if connector is None:
         _split_before_last(scheduler)
-    overlapping, preempted = _note_overlaps(core), _note_preemptions(scheduler)
+    overlapping, preempted, drafted = _note_overlaps(core), _note_preemptions(scheduler), _note_drafts(scheduler)
+    inspected: dict[str, str] = {}
     silenced: list[SilencedLayer] = []
     pipe.send(("ready", None))
     while True:
@@ -86,6 +87,8 @@ def _serve(pipe: Connection, options: dict[str, Any], role: str, connector: dict
                 silenced.append(SilencedLayer(**value))
             elif command == "unsilence":
                 pipe.send(("unsilenced", silenced.pop().end()))
+            elif command == "inspect":
+                inspected |= [value]
             elif command == "submit":
                 _submit(engine, *value)
         for output in engine.step():
@@ -93,9 +96,12 @@ def _serve(pipe: Connection, options: dict[str, Any], role: str, connector: dict
                 request_id, tokens = output.request_id, list(output.outputs[0].token_ids)
                 overlaps = any(each.startswith(f"{request_id}-") for each in overlapping)
                 preemptions = sum(each.startswith(f"{request_id}-") for each in preempted)
-                told = (output.kv_transfer_params, output.num_cached_tokens, overlaps, preemptions)
+                drafts = [draft for each, draft in drafted if each.startswith(f"{request_id}-")]
+                told = (output.kv_transfer_params, output.num_cached_tokens, overlaps, preemptions, drafts)
                 pipe.send(("done", (request_id, tokens, *told)))
             else:
+                if (layers := inspected.pop(output.request_id, None)) is not None:
+                    pipe.send(("kept", _kept(core, output.request_id, layers)))
                 pipe.send(("token", (output.request_id, len(output.outputs[0].token_ids))))
 
 
@@ -186,6 +192,37 @@ def _note_preemptions(scheduler: Any) -> list[str]:
 
     scheduler._preempt_request = preempt
     return preempted
+
+
+def _note_drafts(scheduler: Any) -> list[tuple[str, list[int]]]:
+    """What was proposed to a request, step by step."""
+    original, drafted = scheduler.update_draft_token_ids, list[tuple[str, list[int]]]()
+
+    def update(proposed: Any) -> None:
+        drafted.extend(
+            (each, list(map(int, ids))) for each, ids in zip(proposed.req_ids, proposed.draft_token_ids, strict=True)
+        )
+        original(proposed)
+
+    scheduler.update_draft_token_ids = update
+    return drafted
+
+
+def _kept(core: Any, request_id: str, layers: str) -> dict[str, Any]:
+    """The blocks of a request that runs, of layers whose name has `layers` in it."""
+    (name,) = (each for each in core.scheduler.requests if each.startswith(f"{request_id}-"))
+    tables, modules = core.scheduler.kv_cache_manager.get_block_ids(name), _modules(core)
+    return {
+        layer: modules[layer].kv_cache[tables[table]].float().numpy()
+        for table, group in enumerate(core.scheduler.kv_cache_config.kv_cache_groups)
+        for layer in group.layer_names
+        if layers in layer
+    }
+
+
+def _modules(core: Any) -> dict[str, Any]:
+    modules: dict[str, Any] = core.vllm_config.compilation_config.static_forward_context
+    return modules
 
 
 def _submit(engine: Any, request_id: str, prompt: list[int], max_tokens: int, params: dict[str, Any] | None) -> None:

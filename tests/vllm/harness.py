@@ -65,6 +65,7 @@ class Answer:
     cached_tokens: int | None
     overlaps: bool  # whether a chunk of it was under way while another was
     preemptions: int
+    drafts: list[list[int]]  # tokens that were proposed, step by step
 
 
 class Engine:
@@ -80,6 +81,7 @@ class Engine:
         self._ready: Future[None] = Future()
         self._was_reset: Future[bool] = Future()
         self._unsilenced: Future[int] = Future()
+        self._kept: Future[dict[str, Any]] = Future()
         self._answers: dict[str, Future[Answer]] = {}
         self.progress: dict[str, int] = {}
         # With ranks of its own it must be allowed children; those end with it, it ends with its pipe.
@@ -109,6 +111,12 @@ class Engine:
 
     def abort(self, request_id: str) -> None:
         self._pipe.send(("abort", request_id))
+
+    def inspect(self, request_id: str, layers: str) -> "Future[dict[str, Any]]":
+        """Before a request is submitted: the blocks that it has with its first token, of layers whose name has `layers` in it."""
+        self._kept = Future()
+        self._pipe.send(("inspect", (request_id, layers)))
+        return self._kept
 
     def forget_prefixes(self) -> None:
         """Empties vLLM's own prefix cache: what is reused from here on comes from the agent's pages."""
@@ -151,6 +159,8 @@ class Engine:
                     self._was_reset.set_result(value)
                 elif kind == "unsilenced":
                     self._unsilenced.set_result(value)
+                elif kind == "kept":
+                    self._kept.set_result(value)
                 elif kind == "token":
                     self.progress[value[0]] = value[1]
                 elif kind == "died":
@@ -283,6 +293,10 @@ class Pair:
     def name(self) -> str:
         self._count += 1
         return f"r{self._count}"
+
+    def next_name(self, leg: str) -> str:
+        """What the prefill leg (`p`) or the decode leg (`d`) that is handed over next will be called."""
+        return f"r{self._count + 1}-{leg}"
 
     def reserve(self, prompt: Sequence[int]) -> TicketInfo:
         prefill = list(prompt[:-1])

@@ -9,6 +9,7 @@ import pytest
 
 from engine.vllm.scheduler_side import media
 from engine.vllm.server.servable import refusal_of
+from engine.vllm.worker_side.state_checkpoints import store_checkpoint
 from hybrid_cache.hashing.block_hash import MEDIUM
 
 pytestmark = [
@@ -112,7 +113,7 @@ def test_what_stages_keep_is_put_together():
 
 
 def test_an_eager_stage_of_the_cpu_build_still_lacks_what_it_receives_into():
-    """Why `internals.mend_eager_stages` is there. When this fails, it need not be any more."""
+    """Why `cpu_build.mend_eager_stages` is there. When this fails, it need not be any more."""
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
     receive = inspect.getsource(CPUModelRunner.sync_and_gather_intermediate_tensors)
@@ -121,7 +122,7 @@ def test_an_eager_stage_of_the_cpu_build_still_lacks_what_it_receives_into():
 
 
 def test_the_cpu_build_still_dies_of_a_seeded_prompt_in_several_chunks():
-    """Why `internals.mend_seeded_chunks` is there. When this fails, it need not be any more."""
+    """Why `cpu_build.mend_seeded_chunks` is there. When this fails, it need not be any more."""
     import torch
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
@@ -135,8 +136,55 @@ def test_the_cpu_build_still_dies_of_a_seeded_prompt_in_several_chunks():
     assert tokens.index("self._sample(") < tokens.index("self._bookkeeping_sync(")
 
 
+def test_the_cpu_build_still_says_no_states_inside_of_a_chunk():
+    """Why `cpu_build.mend_state_checkpoints` is there. When this fails, it need not be any more."""
+    from vllm.model_executor.layers.mamba import mamba_mixer2
+    from vllm.model_executor.layers.mamba.ops import ssd_checkpoint, ssd_combined
+    from vllm.model_executor.layers.mamba.ops.cpu import mamba_ssm
+
+    scan = mamba_ssm._mamba_chunk_scan_combined_fwd_cpu
+    assert "return_intermediate_states" in inspect.signature(scan).parameters
+    assert inspect.getsource(scan).count("return_intermediate_states") == 1, "it is heard of now"
+    assert "_mamba_chunk_scan_combined_fwd(" in inspect.getsource(ssd_combined.mamba_chunk_scan_combined_varlen)
+    assert "store_prefill_checkpoint(" in inspect.getsource(mamba_mixer2)
+    ours = inspect.signature(store_checkpoint)
+    assert list(inspect.signature(ssd_checkpoint.store_prefill_checkpoint).parameters) == list(ours.parameters)
+
+
+def test_an_engine_of_several_still_knows_its_number():
+    """Of a dense model: all else says that it is the only one. `internals.check_scheduling` stands on it."""
+    from vllm.config.parallel import ParallelConfig
+
+    source = inspect.getsource(ParallelConfig.reconfigure_for_independent_dp_rank)
+    assert "self.data_parallel_size = 1" in source
+    assert "data_parallel_index =" not in source
+    assert "data_parallel_external_lb =" not in source
+
+
+def test_ranks_on_a_cpu_still_cannot_exchange_uneven_shares():
+    """Why `cpu_build.mend_exchanges` is there. When this fails, it need not be any more."""
+    from vllm.distributed.device_communicators.all2all import AgRsAll2AllManager
+    from vllm.distributed.device_communicators.base_device_communicator import DeviceCommunicatorBase
+    from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+
+    assert "raise NotImplementedError" in inspect.getsource(DeviceCommunicatorBase.all_gatherv)
+    source = inspect.getsource(CpuCommunicator)
+    assert "def all_gatherv" not in source
+    assert "def reduce_scatterv" not in source
+    assert "reduce_scatterv(hidden_states, dim=0, sizes=sizes)" in inspect.getsource(AgRsAll2AllManager.combine)
+
+
+def test_ranks_of_a_dense_model_are_still_no_group():
+    """Its nodes are on their own, without flags for data parallel ranks. docs/guides/vllm.md says so."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    assert "Non-MoE models do not support external data parallel mode" in inspect.getsource(
+        EngineArgs.create_engine_config
+    )
+
+
 def test_shared_memory_of_ranks_is_named_as_we_look_for_it():
-    """Why `internals.unlink_shared_memory` is there: vLLM leaves the names behind."""
+    """Why `cpu_build.unlink_shared_memory` is there: vLLM leaves the names behind."""
     from vllm.distributed.device_communicators import cpu_communicator
     from vllm.v1.worker import cpu_worker
 

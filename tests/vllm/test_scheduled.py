@@ -121,6 +121,11 @@ def test_one_rank_of_several_is_a_node_and_publishes_where_its_agent_listens(mod
     config.parallel_config.data_parallel_size = 2
     with pytest.raises(ValueError, match="--data-parallel-rank"):
         internals.check_scheduling(config)
+    config.parallel_config.data_parallel_size = 1  # as an engine of a dense model is told, which is on its own
+    config.parallel_config.data_parallel_index = 1
+    with pytest.raises(ValueError, match="start a node for each data parallel rank"):
+        internals.check_scheduling(config)
+    config.parallel_config.data_parallel_size = 2
     config.parallel_config.data_parallel_external_lb = True
     internals.check_scheduling(config)
     assert ZmqEventPublisher.offset_endpoint_port("tcp://*:5557", 1) == "tcp://*:5558", "others are left alone"

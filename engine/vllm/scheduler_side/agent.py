@@ -265,7 +265,7 @@ class VllmAgentThread:
         if ticket.layout_fingerprint != self._layout.model.fingerprint:
             raise TransferError(
                 "layout_mismatch",
-                "the receiver's KVCache has another layout: other model, dtype or block size, or recurrent states "
+                "the receiver's KVCache has another layout: other model, dtype, block size or drafts, or recurrent states "
                 f"cut for another number of ranks than the {self._layout.ranks} here",
             )
         if ticket.tokens_digest != digest or ticket.num_tokens != num_tokens:

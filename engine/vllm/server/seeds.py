@@ -1,6 +1,6 @@
 """Seeds of requests, left alone by samples that are not used: those at the end of a prompt's chunk that is not the last.
 
-A GPU's generator is taken back after such a sample; a CPU's cannot be (`internals.mend_seeded_chunks`).
+A GPU's generator is taken back after such a sample; a CPU's cannot be (`cpu_build.mend_seeded_chunks`).
 """
 
 import functools

@@ -16,7 +16,11 @@ MAX_CONFIG_BYTES: Final = 4 << 20
 FLAGS: Final[Mapping[str, tuple[int, str]]] = {
     "--decode-context-parallel-size": (2, "the connector does not support context parallelism"),
     "--prefill-context-parallel-size": (2, "the connector does not support context parallelism"),
-    "--data-parallel-size": (2, "a node is one engine: start one for each rank, with --data-parallel-rank"),
+    "--data-parallel-size": (
+        2,
+        "vLLM's own balancer has several engines, and a node is one: start one for each rank, with --data-parallel-rank, or "
+        "without these flags if the model has no experts; the gateway balances them",
+    ),
 }
 DATA_PARALLEL: Final = "--data-parallel-size"
 RANK: Final = "--data-parallel-rank"  # with it, a server has this rank's engine alone
