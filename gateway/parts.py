@@ -176,7 +176,14 @@ async def build_nodes(
 
     def agent_of(member: Member) -> AgentClient:
         return agent_client(
-            member.agent, config.timeouts.rpc_s, identity, member.name, upkeep.called_by_grpc, seat.holder, guard
+            member.agent,
+            config.timeouts.rpc_s,
+            identity,
+            member.name,
+            upkeep.called_by_grpc,
+            seat.holder,
+            guard,
+            near=config.near,
         )
 
     steps = LearnedSteps()

@@ -192,6 +192,16 @@ class Clusters:
         served = self.revisions.get(revision)
         return self._indexes.get(served.layout.fingerprint) if served is not None else None
 
+    def is_far(self, node: ClusterNode) -> bool:
+        """Whether what is known of its cache is a digest, by which a hit may be wrong."""
+        return self._indexes.is_far(node.id)
+
+    @property
+    def indexed_names(self) -> int:
+        """Names of blocks far away that are known of the revision that stands for the model."""
+        far = self._indexes.digests(self.served.layout.fingerprint) if self.served is not None else None
+        return len(far) if far is not None else 0
+
     @property
     def index(self) -> PrefixIndex | None:
         """That of the revision that stands for the model."""
@@ -228,7 +238,7 @@ class Clusters:
         if index is None:
             return ReadyNodes({}, [])
         self._catch_up(self.nodes)
-        holding_of = index.match_all(prompt.hashes, prompt.transfer_tokens).get
+        holding_of = self._indexes.holdings(index.layout.fingerprint, prompt.hashes, prompt.transfer_tokens).get
 
         def seen(nodes: _Named) -> list[NodeView]:
             views = []

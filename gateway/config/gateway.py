@@ -239,6 +239,8 @@ class GatewayConfig:
     fairly. Each of its processes for long bodies remembers as much.
     `drained_dir` remembers which links are drained when the gateway is started anew.
     `links`, as "FROM:TO" by names of clusters, are shown, and missed, before any node of theirs has been heard of.
+    Nodes of clusters that are not `near` say what they have cached by digests, which are short and may be wrong; an empty
+    `near` has every node name every block.
     `tls_certificate` and `tls_key` are PEM files, read again when they change: with them all listeners speak HTTPS. A gateway
     that other machines reach without says so, unless `plain_api` says that this is meant.
     `certificate`, `key` and `authority` are PEM files: with them, agents are talked to over mutual TLS. `revoked` lists
@@ -276,6 +278,7 @@ class GatewayConfig:
     kept_records: int = 4096
     drained_dir: Path | None = None
     links: tuple[str, ...] = ()
+    near: tuple[str, ...] = ()
     log_level: str = "info"
     log_format: str = "text"
     certificate: Path | None = None

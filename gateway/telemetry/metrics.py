@@ -100,6 +100,9 @@ class Metrics:
     _output = histogram("prfaas_output_tokens", "Tokens of answers", TOKEN_BUCKETS)
     _contexts = counters("prfaas_contexts", "Prefixes of prompts that were to be kept", "outcome")
     _fallbacks = counters("prfaas_fallbacks", "Times that a first choice did not work out", "reason")
+    _far_hits = counters(
+        "prfaas_summary_hits", "Prefixes that a digest told of, by whether the node had all of it", "outcome"
+    )
     _takeovers = counters(
         "prfaas_takeovers", "Streams whose engine failed, by whether another one went on, or why not", "outcome"
     )
@@ -257,6 +260,9 @@ class Metrics:
         if tenant and tokens:
             self._tenant_tokens[tenant, "prompt"].inc(tokens)
 
+    def far_hit(self, outcome: str) -> None:
+        self._far_hits[outcome,].inc()
+
     def fallback(self, reason: str) -> None:
         self._fallbacks[reason,].inc()
 
@@ -334,10 +340,12 @@ class Metrics:
         self._seen.note("prfaas_plan_version", "Version of the plan followed, 0: none", (), {(): version})
         self._seen.note("prfaas_plan_age_seconds", "Age of the plan followed, 0: none", (), {(): age_s})
 
-    def observe_index(self, blocks: int) -> None:
-        """Takes down what is known of the nodes' caches."""
+    def observe_index(self, blocks: int, names: int) -> None:
+        """Takes down what is known of the nodes' caches; `names` by digests."""
         what = "Blocks that nodes have cached, as far as this gateway has heard"
         self._seen.note("prfaas_known_blocks", what, (), {(): blocks})
+        what = "Short names of blocks that digests of nodes far away have"
+        self._seen.note("prfaas_known_names", what, (), {(): names})
 
     def observe_names(self, moved: float, has_earlier: bool) -> None:
         """Takes down by which secrets blocks are named."""
