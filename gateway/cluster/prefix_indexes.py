@@ -33,9 +33,10 @@ class PrefixIndexes:
             index = self._by_layout[info.layout_fingerprint] = PrefixIndex(ModelLayout.from_json(info.layout_json))
         return index
 
-    def digests(self, fingerprint: str) -> DigestIndex | None:
-        """What nodes far away have of a layout; None where all name every block."""
-        return self._digests.get(fingerprint)
+    @property
+    def num_names(self) -> int:
+        """Short names that digests of nodes far away have."""
+        return sum(map(len, self._digests.values()))
 
     def holdings(self, fingerprint: str, hashes: Sequence[bytes], num_tokens: int) -> dict[str, Holding]:
         """What each node of a layout probably has of a prompt."""

@@ -107,7 +107,7 @@ class Clusters:
         self._times = times
         self.secrets = secrets
         self._by_id: dict[str, ClusterNode] = {}
-        self._indexes = PrefixIndexes()
+        self.indexes = PrefixIndexes()
         self._changed = asyncio.Event()
         # By revision, those that say that they are ready: prefill nodes by cluster, decode nodes; None: to be looked up again.
         self._serving: dict[str, _Serving] | None = None
@@ -174,7 +174,7 @@ class Clusters:
         self.retired.add(node)
         if self._by_id.get(node.id) is node:  # else what is known by its name is another node's
             del self._by_id[node.id]
-            self._indexes.drop(node.id)
+            self.indexes.drop(node.id)
         self._serve()
 
     # What decisions ask
@@ -190,17 +190,7 @@ class Clusters:
     def index_of(self, revision: str) -> PrefixIndex | None:
         """What the nodes of a revision have cached; None before one is known."""
         served = self.revisions.get(revision)
-        return self._indexes.get(served.layout.fingerprint) if served is not None else None
-
-    def is_far(self, node: ClusterNode) -> bool:
-        """Whether what is known of its cache is a digest, by which a hit may be wrong."""
-        return self._indexes.is_far(node.id)
-
-    @property
-    def indexed_names(self) -> int:
-        """Names of blocks far away that are known of the revision that stands for the model."""
-        far = self._indexes.digests(self.served.layout.fingerprint) if self.served is not None else None
-        return len(far) if far is not None else 0
+        return self.indexes.get(served.layout.fingerprint) if served is not None else None
 
     @property
     def index(self) -> PrefixIndex | None:
@@ -238,7 +228,7 @@ class Clusters:
         if index is None:
             return ReadyNodes({}, [])
         self._catch_up(self.nodes)
-        holding_of = self._indexes.holdings(index.layout.fingerprint, prompt.hashes, prompt.transfer_tokens).get
+        holding_of = self.indexes.holdings(index.layout.fingerprint, prompt.hashes, prompt.transfer_tokens).get
 
         def seen(nodes: _Named) -> list[NodeView]:
             views = []
@@ -338,7 +328,7 @@ class Clusters:
             case NodeLoad():
                 node.reported(event, self._clock())
             case _ if node.info is not None and node not in self.retired:
-                self._indexes.apply(node.info, event)
+                self.indexes.apply(node.info, event)
         if node.state == SILENT:
             self._give_up(node, STILL_S)
 
@@ -358,14 +348,14 @@ class Clusters:
         before, known = node.state, node.info
         self._name(node, info.node_id)
         if known is not None and known.layout_fingerprint != info.layout_fingerprint:
-            self._indexes.drop(info.node_id)
+            self.indexes.drop(info.node_id)
         is_same_process = known is not None and known.boot_id == info.boot_id
         node.contexts.described(info.contexts, self._clock(), is_same_process=is_same_process)
         node.info = info
         node.connected = True
         node.suspect_until = float("-inf")
         if info.layout_json:
-            self._indexes.of(info)
+            self.indexes.of(info)
         self._serve()
         if node.revision and node.revision not in self.revisions:
             log.warning("node %s is not used: %s", info.node_id, why_not(self.revisions))
@@ -380,7 +370,7 @@ class Clusters:
         infos, former = _connected(self.nodes), self.served
         named = partial(served_as, name=self._served_name, secrets=self.secrets)
         before = former.revision if former is not None else ""
-        found = revisions_among(infos, self._indexes.layouts(), before, self._accepted, named)
+        found = revisions_among(infos, self.indexes.layouts(), before, self._accepted, named)
         self._serving = None
         self._changed.set()
         if not found:
@@ -395,7 +385,7 @@ class Clusters:
 
     def _lost(self, node: ClusterNode) -> None:
         if node.connected and node not in self.retired:
-            self._indexes.drop(node.id)
+            self.indexes.drop(node.id)
         node.connected = False
         node.reported(NodeLoad())
         if (successor := self._successors.get(node)) is not None:
@@ -411,7 +401,7 @@ class Clusters:
         if node.info is not None and (before := node.info.node_id) != name:
             if self._by_id.get(before) is node:
                 del self._by_id[before]
-            self._indexes.drop(before)
+            self.indexes.drop(before)
             self._on_renamed(before)
         bearer = self._by_id.get(name)
         if bearer is not None and bearer is not node and bearer.info is not None:
@@ -425,7 +415,7 @@ class Clusters:
             layouts = {info.layout_fingerprint for info in _connected(self.nodes)}
             return layouts | {self.served.layout.fingerprint} if self.served is not None else layouts
 
-        await self._indexes.tidy(used)
+        await self.indexes.tidy(used)
 
 
 def unfit(nodes: Collection[ClusterNode], prompt: Prompt) -> set[str]:

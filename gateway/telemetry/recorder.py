@@ -84,7 +84,7 @@ class RequestRecorder:
         log.warning("fallback id=%s reason=%s%s", request.id, reason, f" ({error})" if error else "")
 
     def far_hit(self, request: Request, told_tokens: int, cached_tokens: int) -> None:
-        """A node far away has computed a prompt, of which its digest had told that so many tokens are cached."""
+        """A node far away has computed a prompt. Its digest had told that so many tokens of it are cached."""
         is_held = cached_tokens >= told_tokens
         self._metrics.far_hit("held" if is_held else "missing")
         if not is_held:

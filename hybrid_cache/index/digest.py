@@ -113,7 +113,7 @@ class CacheDigest:
         return told
 
     def whole(self) -> list[DigestEvent]:
-        """All of it, for one who has heard nothing; what `take` says next may be in it already."""
+        """All of it, for a new listener; what `take` says next may be in it already."""
         names: dict[tuple[int, Medium], dict[bytes, None]] = {}
         for (group, medium), counts in self._counts.items():
             names.setdefault((group, _told_as(medium)), {}).update(dict.fromkeys(counts))

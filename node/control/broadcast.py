@@ -16,7 +16,7 @@ class WatcherTooSlow(Exception):
     """The watcher's queue overflowed; its stream must end."""
 
 
-class Listener(Protocol):
+class EventListener(Protocol):
     """Hears events as they are published."""
 
     def offer(self, event: pb.NodeEvent) -> None: ...
@@ -50,7 +50,7 @@ class Broadcast:
     """Publishes to all current watchers."""
 
     def __init__(self) -> None:
-        self._watchers: set[Listener] = set()
+        self._watchers: set[EventListener] = set()
 
     @property
     def watching(self) -> int:
@@ -67,11 +67,11 @@ class Broadcast:
         finally:
             self._watchers.discard(watcher)
 
-    def tell(self, listener: Listener) -> None:
+    def tell(self, listener: EventListener) -> None:
         """Has a listener hear everything from now on."""
         self._watchers.add(listener)
 
-    def forget(self, listener: Listener) -> None:
+    def forget(self, listener: EventListener) -> None:
         """Undoes `tell`."""
         self._watchers.discard(listener)
 

@@ -1,6 +1,6 @@
 """What gateways far away hear of a node: its description, its load now and then, and a digest of its cache.
 
-One digest serves all of them. There is none while nobody far away watches.
+One digest serves all of them. It is kept only while some of them watch.
 """
 
 from collections.abc import Callable, Collection, Iterator

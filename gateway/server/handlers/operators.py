@@ -164,7 +164,7 @@ class OperatorEndpoints:
         self._metrics.observe_estimates(self._decider.errors())
         self._metrics.observe_plan(self._plan(), datetime.now(UTC).timestamp())
         index = self._clusters.index
-        self._metrics.observe_index(len(index) if index is not None else 0, self._clusters.indexed_names)
+        self._metrics.observe_index(len(index) if index is not None else 0, self._clusters.indexes.num_names)
         if workers := self._seat.states():
             by_name = {state.name.lower(): count for state, count in workers.items()}
             self._metrics.observe_workers(by_name, self._seat.restarts)

@@ -21,9 +21,9 @@ def digest_of(hashes: list[bytes]) -> pb.NodeEvent:
 async def told(w: Pipelined, node: ScriptedNode, text: str) -> int:
     """The gateway hears that `node` has a prompt; so many of its tokens it can reuse."""
     hashes = w.hashes_of(text)
-    before = w.clusters.indexed_names
+    before = w.clusters.indexes.num_names
     node.tell(digest_of(hashes))
-    await until(lambda: w.clusters.indexed_names > before)
+    await until(lambda: w.clusters.indexes.num_names > before)
     return len(hashes) * BLOCK_SIZE
 
 
@@ -58,9 +58,9 @@ async def test_digests_of_a_node_that_is_gone_are_forgotten() -> None:
     async with watched() as w:
         clusters, far = w.clusters, w.nodes.local[0]
         far.tell(digest_of(w.request(PROMPT).prompt.hashes))
-        await until(lambda: clusters.indexed_names)
-        assert clusters.is_far(clusters.by_id(far.node_id))
-        assert not clusters.is_far(clusters.by_id("d0"))
+        await until(lambda: clusters.indexes.num_names)
+        assert clusters.indexes.is_far(far.node_id)
+        assert not clusters.indexes.is_far("d0")
         await far.stop_agent()
-        await until(lambda: not clusters.indexed_names)
-        assert not clusters.is_far(clusters.by_id(far.node_id))
+        await until(lambda: not clusters.indexes.num_names)
+        assert not clusters.indexes.is_far(far.node_id)

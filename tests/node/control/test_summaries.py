@@ -83,7 +83,7 @@ def test_one_who_comes_late_is_told_all() -> None:
                 node.summaries.tell()  # the same once more, which changes nothing
                 assert await heard(late) == [DigestPart(1, Medium.MEMORY, named(CHAIN[:2]))]
             assert node.events.watching == 1
-        # Nothing is kept while nobody watches; what there is then counts.
+        # Nothing is kept without watchers; what there is then counts.
         node.events.publish(stored(CHAIN[2:4]))
         with node.summaries.watch():
             assert values(node.summaries.whole()) == [DigestCleared()]
