@@ -216,6 +216,7 @@ async def running(
                 seen.rotation,
                 seen.clusters,
                 seen.roster,
+                seen.links,
             ],
             read_again or (lambda: config),
             metrics.upkeep.reloaded,

@@ -226,6 +226,7 @@ async def build_nodes(
         expected=config.ways,
         is_budget_shared=config.routing.share_egress,
         remembered=acted_on.remembered,
+        lines=config.lines,
     )
     drained = SharedDrainedLinks(config.drained_dir) if config.drained_dir is not None else seat.drained
     links.drain(drained.links())

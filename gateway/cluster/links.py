@@ -15,7 +15,9 @@ from msgspec.structs import replace
 
 from gateway.cluster.agent_values import LinkLoad, PrefillOutcome
 from gateway.cluster.node import ClusterNode
+from gateway.config.gateway import GatewayConfig
 from planner.decisions.estimates.coding import CodingEstimate
+from planner.decisions.links.line import Ends, Line, LineUse, by_ends, uses
 from planner.decisions.links.paths import PATH_FAILED, Paths
 from planner.decisions.routing.lines import BOUND, shared_line
 from planner.decisions.views import ClusterKind, LinkView, Role
@@ -77,6 +79,7 @@ class LinkStatus(msgspec.Struct, frozen=True, kw_only=True):
     min_rtt_s: float
     congested: bool
     coded_ratio: float  # coded over plain bytes, while the link binds
+    lines: tuple[LineUse, ...] = ()  # that are described, and what each carries of it
 
 
 class ClusterLinks:
@@ -91,8 +94,11 @@ class ClusterLinks:
         expected: Sequence[tuple[str, str]] = (),
         is_budget_shared: bool = False,
         remembered: Mapping[str, str] = MappingProxyType({}),
+        lines: Sequence[Line] = (),
     ) -> None:
-        """With `is_budget_shared` what one sender of a line does not need of its budget is another's.
+        """A link with `lines` that is not measured yet has their bandwidth.
+
+        With `is_budget_shared` what one sender of a line does not need of its budget is another's.
 
         `remembered` are nodes that have left, with their clusters: they may come back, so their breakers stay.
         """
@@ -101,6 +107,8 @@ class ClusterLinks:
         self._unmeasured_bytes_per_s = unmeasured_bytes_per_s
         self._on_failed = on_failed
         self._expected = expected
+        self._lines = lines
+        self._capacities = _capacities(lines)
         self._is_budget_shared = is_budget_shared
         self._remembered = remembered
         self._paths = Paths()
@@ -202,7 +210,9 @@ class ClusterLinks:
             drained=drained,
             cut_off=cut_off,
             lost=lost,
-            available_bytes_per_s=line.available_bytes_per_s or self._unmeasured_bytes_per_s or None,
+            available_bytes_per_s=line.available_bytes_per_s
+            or self._capacities.get((source, destination), self._unmeasured_bytes_per_s)
+            or None,
             promised_bytes=line.promised_bytes + unseen_bytes,
             coded_ratio=coded_ratio,
             senders=tuple(
@@ -230,8 +240,22 @@ class ClusterLinks:
         wanted = (source, destination)
         return tuple(pair for pair in pairs if (clusters.get(pair[0]), clusters.get(pair[1])) == wanted)
 
+    def configure(self, config: GatewayConfig) -> None:
+        """Other links are expected, and other lines described, from now on."""
+        self._expected, self._lines = config.ways, config.lines
+        self._capacities = _capacities(config.lines)
+        self._viewed = {}
+
     def status(self) -> list["LinkStatus"]:
         """Every link, and the state of each of its senders, for operators."""
+        views = self.views()
+        carried = {
+            (view.source, view.destination): sum(
+                load.available_bytes_per_s * load.utilisation for load in self._loads(view)
+            )
+            for view in views
+        }
+        lines = uses(self._lines, carried)
         return [
             LinkStatus(
                 source=view.source,
@@ -253,8 +277,9 @@ class ClusterLinks:
                 min_rtt_s=view.min_rtt_s,
                 congested=view.congested,
                 coded_ratio=view.coded_ratio,
+                lines=lines.get((view.source, view.destination), ()),
             )
-            for view in self.views()
+            for view in views
         ]
 
     def _loads(self, view: LinkView) -> list[LinkLoad]:
@@ -349,6 +374,11 @@ def is_path_failure(reason: str, sender: ClusterNode, receiver: ClusterNode, eng
 def _reported(nodes: Sequence[ClusterNode]) -> _Reported:
     infos, loads = tuple([node.info for node in nodes]), tuple([node.load for node in nodes])
     return _Reported(infos, loads, [node for node in nodes if node.promised_bytes])
+
+
+def _capacities(lines: Sequence[Line]) -> dict[Ends, float]:
+    """What may go between two clusters, in bytes a second, over all lines there are."""
+    return {ends: line.bytes_per_s for ends, line in by_ends(lines).items()}
 
 
 def _sender(node: ClusterNode, destination: str) -> _Sender:

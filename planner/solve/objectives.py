@@ -2,8 +2,8 @@
 
 from typing import Final
 
+from planner.decisions.links.line import BYTES_PER_S_PER_GBPS
 from planner.errors import Infeasible, InputError
-from planner.model.site import BYTES_PER_S_PER_GBPS
 from planner.solve.aims import Aim
 from planner.solve.problem import Problem, best_cut
 from planner.solve.search import Cut

@@ -12,11 +12,12 @@ from planner.commands.rendering.output import remark
 from planner.commands.rendering.progress import busy, watched
 from planner.decisions.admission.overload import AdmissionPolicy
 from planner.decisions.defaults import TRIAL_REQUESTS
+from planner.decisions.links.line import BYTES_PER_S_PER_GBPS
 from planner.decisions.views import ClusterKind
 from planner.errors import InputError
 from planner.model.fitting import workload_of
 from planner.model.reading import GBPS, SECONDS, SHARE, Range, named, read_columns
-from planner.model.site import BYTES_PER_S_PER_GBPS, Site, load_site
+from planner.model.site import Site, load_site
 from planner.model.traces import read_requests
 from planner.model.workload import Trace
 from planner.simulator.policies import Estimates

@@ -18,10 +18,10 @@ from typing import Final, Self
 
 import numpy as np
 
+from planner.decisions.links.line import BYTES_PER_S_PER_GBPS
 from planner.model.market import LineOffer
 from planner.model.profile import DecodeProfile
 from planner.model.queueing import LATE, NO_WAIT_S, LoadedStations, Station, Wait, mgk_wait
-from planner.model.site import BYTES_PER_S_PER_GBPS
 from planner.model.throughput import decode_seconds
 from planner.solve.loaded import loaded_ttft
 from planner.solve.problem import Problem

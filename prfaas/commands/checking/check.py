@@ -135,6 +135,7 @@ async def look(config: GatewayConfig, members: Sequence[Member] | None = None) -
         open_files=open_files(config),
         version=release(),
         has_identity=config.identity is not None,
+        lines=config.lines,
     )
 
 
