@@ -145,7 +145,8 @@ def test_the_gateway_reads_the_lines_of_a_topology() -> None:
     ]
     system = parse_topology(emulated(links=links), Path("state"))
     assert [node.budgets()["near"] for node in system.nodes[:4]] == [pytest.approx(80e9 / 8 * 0.001 / 0.25 / 4)] * 4
-    first, second = build(GatewayConfig, {"tokenizer_dir": ".", **system.gateway}, "[gateway]").lines
+    minimal = {"tokenizer_dir": ".", "nodes": [{"agent": "127.0.0.1:1"}]}
+    first, second = build(GatewayConfig, {**minimal, **system.gateway}, "[gateway]").lines
     assert (first.label, second.label, first.price_per_gb) == ("a", "b", 0.02)
     assert first.bytes_per_s == pytest.approx(40e9 / 8 * 0.001 / 0.25)
     own = {"lines": [{"source": "far", "destination": "near", "capacity_gbps": 1}]}
