@@ -38,6 +38,11 @@ class PrefixIndexes:
         """Short names that digests of nodes far away have."""
         return sum(map(len, self._digests.values()))
 
+    @property
+    def memory_bytes(self) -> int:
+        """Of all of them; looked up block by block."""
+        return sum(index.memory_bytes for index in (*self._by_layout.values(), *self._digests.values()))
+
     def holdings(self, fingerprint: str, hashes: Sequence[bytes], num_tokens: int) -> dict[str, Holding]:
         """What each node of a layout probably has of a prompt."""
         found = self._by_layout[fingerprint].match_all(hashes, num_tokens)

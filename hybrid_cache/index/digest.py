@@ -10,7 +10,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+import numpy as np
+
 from hybrid_cache.cache.events import Medium
+from hybrid_cache.hashing.block_hash import HASH_BYTES
 
 NAME_BYTES: Final = 4
 ONE_IN: Final = 8  # of the blocks of full attention; of all other groups each is named
@@ -44,7 +47,9 @@ def short_name(block_hash: bytes) -> bytes:
 
 def named_at(hashes: Sequence[bytes], limit: int) -> list[int]:
     """Which of the first `limit` blocks of a prompt have names in digests, if they are of full attention."""
-    return [at for at, each in enumerate(hashes[:limit]) if not each[-1] & _MASK]
+    last = np.frombuffer(b"".join(hashes[:limit]), np.uint8)[HASH_BYTES - 1 :: HASH_BYTES]
+    named: list[int] = np.flatnonzero(last & _MASK == 0).tolist()
+    return named
 
 
 def split_names(data: bytes) -> list[bytes]:

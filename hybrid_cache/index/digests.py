@@ -4,18 +4,16 @@ A hit ends with the last named block that a node holds, some blocks before its r
 at one of those: each has a name, so such a hit is exact. Short names that two blocks share make some hits too long.
 """
 
-from collections.abc import Sequence
-from typing import Final, overload
+from collections.abc import Mapping, Sequence
+from typing import overload
 
 from hybrid_cache.cache.events import BlocksRemoved, BlocksStored, CacheCleared, Medium
-from hybrid_cache.cache.lookup import MISS, PrefixHit, longest_common_hit
+from hybrid_cache.cache.lookup import PrefixHit, longest_common_hit
 from hybrid_cache.index.digest import NAME_BYTES, DigestCleared, DigestEvent, named_at, short_name
 from hybrid_cache.index.everyone import SnapshotLengths, leading_blocks
 from hybrid_cache.index.holders import HolderSets
 from hybrid_cache.index.index import NOTHING, Holding, PrefixIndex, bits_of
 from hybrid_cache.layout.layout import ModelLayout
-
-PLANES: Final = (Medium.MEMORY, Medium.ENGINE)
 
 
 class DigestIndex:
@@ -55,18 +53,29 @@ class DigestIndex:
 
     def match_all(self, hashes: Sequence[bytes], num_tokens: int) -> dict[str, Holding]:
         """What each node that sends digests probably holds of a prompt's first `num_tokens` tokens."""
-        planes = {plane: self._names.bits(plane) for plane in PLANES}
-        longest = self._each if self.layout.window_groups or not self.layout.full_groups else self._together
-        memory, engine = (longest(planes[plane], hashes, num_tokens) if planes[plane] else {} for plane in PLANES)
         found: dict[str, Holding] = {}
-        for node_id in self.nodes():
-            sent, kept = memory.get(node_id, MISS), engine.get(node_id, MISS)
-            best = max(sent, kept, key=lambda hit: (hit.num_tokens, hit.attention_tokens))
-            found[node_id] = Holding(best, min(best.num_tokens, sent.num_tokens)) if best is not MISS else NOTHING
+        for medium, known in (
+            (Medium.MEMORY, self._names.bits(Medium.MEMORY)),
+            (Medium.ENGINE, self._names.bits(Medium.ENGINE)),
+        ):
+            if not known:
+                continue
+            look = self._each if self.layout.window_groups or not self.layout.full_groups else self._together
+            sets = look(known, hashes, num_tokens)
+            if medium is Medium.MEMORY:
+                found = _spread([(Holding(hit, hit.num_tokens), nodes) for hit, nodes in sets], known)
+                continue
+            for node_id, kept in _spread([(Holding(hit, 0), nodes) for hit, nodes in sets], known).items():
+                sent = found.get(node_id, NOTHING)
+                found[node_id] = (
+                    kept._replace(movable_tokens=sent.movable_tokens) if _length(kept) > _length(sent) else sent
+                )
         return found
 
-    def _together(self, named: dict[int, str], hashes: Sequence[bytes], num_tokens: int) -> dict[str, PrefixHit]:
-        """The hits of nodes by their bits, asked together as far as they agree."""
+    def _together(
+        self, named: Mapping[int, str], hashes: Sequence[bytes], num_tokens: int
+    ) -> list[tuple[PrefixHit, int]]:
+        """Hits, each with the bits of the nodes that have it: all are asked together as far as they agree."""
         size = self.layout.block_size
         limit = min(num_tokens // size, len(hashes))
         at, names = self._named(hashes, limit)
@@ -74,39 +83,53 @@ class DigestIndex:
         full = [holders[group] for group in self.layout.full_groups]
         groups = [holders[group] for group in self.layout.state_groups]
         states = SnapshotLengths(groups, _ShortNames(hashes), everybody) if groups else None
-        found: dict[str, PrefixHit] = {}
+        found: list[tuple[PrefixHit, int]] = []
         for count, nodes in leading_blocks(full, everybody, names, len(names)):
-            if not nodes:
-                continue
             low = at[count - 1] + 1 if count else 0
             high = at[count] if count < len(at) else limit  # of the blocks behind the named one nothing is known
             for agreed, these in states.split(nodes, high) if states is not None else ((low, nodes),):
-                hit = PrefixHit(agreed * size, max(agreed, low) * size)
-                found.update([(named[bit], hit) for bit in bits_of(these)])
+                found.append((PrefixHit(agreed * size, max(agreed, low) * size), these))
         return found
 
-    def _each(self, named: dict[int, str], hashes: Sequence[bytes], num_tokens: int) -> dict[str, PrefixHit]:
+    def _each(self, named: Mapping[int, str], hashes: Sequence[bytes], num_tokens: int) -> list[tuple[PrefixHit, int]]:
         """The same by one look for each node: of layouts with windows, which many nodes cannot be asked about together."""
         full = set(self.layout.full_groups)
-        return {
-            node_id: longest_common_hit(
-                self.layout,
-                [
-                    _NamedBlocks(holders, bit, is_sampled=group in full)
-                    for group, holders in enumerate(self._names.holders)
-                ],
-                hashes,
-                num_tokens,
+        return [
+            (
+                longest_common_hit(
+                    self.layout,
+                    [
+                        _NamedBlocks(holders, bit, is_sampled=group in full)
+                        for group, holders in enumerate(self._names.holders)
+                    ],
+                    hashes,
+                    num_tokens,
+                ),
+                bit,
             )
-            for bit, node_id in named.items()
-        }
+            for bit in named
+        ]
 
     def _named(self, hashes: Sequence[bytes], limit: int) -> tuple[list[int], list[bytes]]:
         """Where a prompt's named blocks are, and their names: a prompt is looked up more than once."""
         if self._asked[0] is not hashes or self._asked[1] != limit:
             at = named_at(hashes, limit)
-            self._asked = hashes, limit, at, [short_name(hashes[each]) for each in at]
+            self._asked = hashes, limit, at, [hashes[each][:NAME_BYTES] for each in at]
         return self._asked[2:]
+
+
+def _length(holding: Holding) -> tuple[int, int]:
+    return holding.hit.num_tokens, holding.hit.attention_tokens
+
+
+def _spread(sets: Sequence[tuple[Holding, int]], named: Mapping[int, str]) -> dict[str, Holding]:
+    """The same by node. Most nodes hold as much: their system prompt, or nothing."""
+    most, _ = max(sets, key=lambda each: each[1].bit_count())
+    found = dict.fromkeys(named.values(), most)
+    for holding, nodes in sets:
+        if holding is not most:
+            found.update([(named[bit], holding) for bit in bits_of(nodes)])
+    return found
 
 
 class _ShortNames(Sequence[bytes]):

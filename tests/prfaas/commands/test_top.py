@@ -74,7 +74,9 @@ async def test_described_lines_have_a_table_of_their_own() -> None:
             "–",
             "–",
         ]
-        told = [each for each in (await w.metrics()).splitlines() if each.startswith("prfaas_described_line_used_ratio{")]
+        told = [
+            each for each in (await w.metrics()).splitlines() if each.startswith("prfaas_described_line_used_ratio{")
+        ]
         assert [each.rpartition(" ")[2] for each in told] == ["0.85"]
 
 
