@@ -108,7 +108,7 @@ class ClusterLinks:
         self._on_failed = on_failed
         self._expected = expected
         self._lines = lines
-        self._capacities = _capacities(lines)
+        self._capacities, self._names = _capacities(lines), _names(lines)
         self._is_budget_shared = is_budget_shared
         self._remembered = remembered
         self._paths = Paths()
@@ -215,6 +215,7 @@ class ClusterLinks:
             or None,
             promised_bytes=line.promised_bytes + unseen_bytes,
             coded_ratio=coded_ratio,
+            lines=self._names.get((source, destination), ()),
             senders=tuple(
                 (name, replace(view, coded_ratio=coded_ratio, rtt_s=view.rtt_s or line.min_rtt_s))
                 for name, view in (own.items() if is_theirs else ())
@@ -243,7 +244,7 @@ class ClusterLinks:
     def configure(self, config: GatewayConfig) -> None:
         """Other links are expected, and other lines described, from now on."""
         self._expected, self._lines = config.ways, config.lines
-        self._capacities = _capacities(config.lines)
+        self._capacities, self._names = _capacities(config.lines), _names(config.lines)
         self._viewed = {}
 
     def status(self) -> list["LinkStatus"]:
@@ -379,6 +380,13 @@ def _reported(nodes: Sequence[ClusterNode]) -> _Reported:
 def _capacities(lines: Sequence[Line]) -> dict[Ends, float]:
     """What may go between two clusters, in bytes a second, over all lines there are."""
     return {ends: line.bytes_per_s for ends, line in by_ends(lines).items()}
+
+
+def _names(lines: Sequence[Line]) -> dict[Ends, tuple[str, ...]]:
+    found: dict[Ends, tuple[str, ...]] = {}
+    for line in lines:
+        found[line.ends] = (*found.get(line.ends, ()), line.label)
+    return found
 
 
 def _sender(node: ClusterNode, destination: str) -> _Sender:

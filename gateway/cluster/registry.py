@@ -376,6 +376,12 @@ class Clusters:
         if not found:
             return
         first, *later = found.values()
+        if former is not None and _is_only_lost(former, first, self.nodes):
+            log.error(
+                "model %s is not replaced by %s: nodes that have it are lost, and may come back; remove them if they do not",
+                former.model_id, first.model_id,
+            )  # fmt: skip
+            return
         if former is not None and former.revision != first.revision:
             log.warning("model %s is served from now on: no node has %s any more", first.model_id, former.model_id)
         for name in found.keys() - self.revisions.keys() if later else ():
@@ -430,6 +436,13 @@ def unfit(nodes: Collection[ClusterNode], prompt: Prompt) -> set[str]:
 
 def _connected(nodes: Sequence[ClusterNode]) -> list[NodeInfo]:
     return [node.info for node in nodes if node.connected and node.info]
+
+
+def _is_only_lost(former: ServedModel, other: ServedModel, nodes: Sequence[ClusterNode]) -> bool:
+    """Whether another model would be served though nodes with the former one are members still, and are not heard."""
+    return former.model_id != other.model_id and any(
+        not node.connected and node.revision == former.revision for node in nodes
+    )
 
 
 def _predecessor(successors: Mapping[ClusterNode, ClusterNode], node: ClusterNode) -> ClusterNode | None:

@@ -16,7 +16,7 @@ from gateway.prompt.tokenizer_trust import Reading
 from gateway.ratelimit.limiter import UNLIMITED, TenantLimiter
 from gateway.request.trace_context import TraceContext
 from planner.decisions.admission.classes import UNPROMISED, ServiceClass
-from planner.decisions.routing.offload import Route
+from planner.decisions.routing.offload import ClusterWeighed, Route
 
 
 @dataclass(slots=True)
@@ -265,6 +265,7 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     overlap: float | None
     kv_ready_minus_prefill_end_s: float | None
     timeline: dict[str, float]
+    considered: tuple[ClusterWeighed, ...] = ()  # clusters that could have prefilled, and why others did not
     error: str = ""
 
 
@@ -321,6 +322,7 @@ def record_of(request: Request, seq: int, status: int, error: str = "") -> Reque
         overlap=_overlap(outcome) if outcome else None,
         kv_ready_minus_prefill_end_s=_rounded(timeline.kv_wait_s),
         timeline=timeline.relative(),
+        considered=route.considered if route else (),
         error=error,
     )
 

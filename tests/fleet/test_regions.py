@@ -172,6 +172,17 @@ def test_a_lost_region_costs_no_request(tmp_path: Path) -> None:
         far = {record["prefill_node"] for record in last if record["route"] == "remote"}
         assert far <= {"north-prefill", "south-prefill"}
         assert far
+        # Each record says which sites were weighed, and why the others were not chosen.
+        long = [record for record in last if record["route"] == "remote"]
+        for record in long:
+            why_not = {each["cluster"]: each["why_not"] for each in record["considered"]}
+            assert [cluster for cluster, why in why_not.items() if not why] == [
+                record["prefill_node"].partition("-")[0]
+            ]
+            assert why_not.keys() >= {"west", "north", "south"}
+            assert why_not.get("east", "down") in ("down", "no_node")
+        named = {line for record in long for each in record["considered"] for line in each["lines"]}
+        assert named >= {"north-west", "south-west"}
         up = {(link["source"], link["destination"]) for link in links if link["up"]}
         assert up >= {("north", "west"), ("south", "west")}
         assert not {ends for ends in up if ends[0] == "east"}

@@ -77,7 +77,7 @@ class ScriptedNode(NodeAgentServicer):
         self.script = script
         self.fabric = fabric
         self.state = pb.NODE_STATE_READY
-        self.layout = LAYOUT
+        self.layout, self.model_id = LAYOUT, "scripted"
         self.max_model_len = 4096
         self.not_done_json = ""
         self.adapters, self.takes_media = list[str](), False
@@ -160,7 +160,7 @@ class ScriptedNode(NodeAgentServicer):
             role=self.role,
             state=self.state,
             engine_url=self.engine_url,
-            model_id="scripted",
+            model_id=self.model_id,
             layout_json=self.layout.to_json(),
             layout_fingerprint=self.layout.fingerprint,
             block_size=self.layout.block_size,

@@ -10,7 +10,7 @@ A decode node that cannot compute prompts (`NodeView.prefills_alone`) is chosen 
 or else over a link, what another one would do alone.
 """
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from enum import StrEnum
 from typing import Self
@@ -86,6 +86,20 @@ class ReadyNodes(msgspec.Struct, frozen=True, gc=False):
         return cls(prefills, decodes)
 
 
+class ClusterWeighed(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """A cluster that could have prefilled. `why_not` is "" of the one that does.
+
+    Else it is the reason for the other side; or `slower` than another cluster, `down`, `drained`, `cut_off` from the decode
+    node, `no_node` that is ready. `delay_s` is when the KVCache would have been there; None: that was not asked. `lines` are
+    those that it would have crossed, as far as they are described.
+    """
+
+    cluster: str
+    why_not: str = ""
+    delay_s: float | None = None
+    lines: tuple[str, ...] = ()
+
+
 class Route(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """The decision. `[0, cached_tokens)` need not be computed; `fetch_from` names the node that hands it over first.
 
@@ -94,7 +108,7 @@ class Route(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     cross a link, and `coded_bytes` is their predicted size after coding. `link_s` is when they will have crossed,
     behind everything queued before. By `fetch_limit_s` the prefill node would have computed what it is handed; the
     decode node has `held_tokens`, and, where `shared_tokens` are not 0, so many in `shared_s`: those are waited for,
-    and not sent again.
+    and not sent again. `considered` are the clusters that could have prefilled, where that was a question.
     """
 
     target: Target
@@ -114,6 +128,7 @@ class Route(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     held_tokens: int = 0
     shared_tokens: int = 0
     shared_s: float = 0.0
+    considered: tuple[ClusterWeighed, ...] = ()
 
     @property
     def arrives_s(self) -> float:
@@ -237,7 +252,24 @@ def _route_to(
         held_tokens=decode.attention_tokens,
         shared_tokens=sending.shared_tokens,
         shared_s=sending.shared_s,
+        considered=_considered(decode.cluster, local, remote, verdict.target, reason),
     )
+
+
+def _considered(home: str, local: "Side", remote: "Side", target: Target, reason: Reason) -> tuple[ClusterWeighed, ...]:
+    """Both sides, and the remote clusters that lost to the best of them."""
+    is_local = target is Target.LOCAL
+    lost_at_home = str(reason) if local.prefill else "no_node"
+    at_home = ClusterWeighed(cluster=home, why_not="" if is_local else lost_at_home)
+    if not remote.prefill:
+        return (at_home, *remote.lost)
+    best = ClusterWeighed(
+        cluster=remote.cluster,
+        why_not=str(reason) if is_local else "",
+        delay_s=remote.delay_s,
+        lines=_lines_of(remote),
+    )
+    return (at_home, best, *remote.lost)
 
 
 def _is_short_increment(request: RouteRequest, decode: NodeView, policy: RoutingPolicy) -> bool:
@@ -259,7 +291,7 @@ def _seen_s(request: RouteRequest, choice: PrefillChoice, decode: NodeView, remo
 class Side:
     """One cluster as a place to prefill: its prefill nodes, all holders of prefixes, its longest prefix, its egress."""
 
-    __slots__ = ("_holders", "cluster", "decodes", "link", "prefill")
+    __slots__ = ("_holders", "cluster", "decodes", "delay_s", "link", "lost", "prefill")
 
     def __init__(
         self, prefill: list[NodeView], decodes: list[NodeView], cluster: str, link: LinkView | None = None
@@ -268,6 +300,8 @@ class Side:
         self.decodes = decodes
         self.cluster = cluster
         self.link = link
+        self.delay_s: float | None = None  # where it was compared with other clusters
+        self.lost: tuple[ClusterWeighed, ...] = ()  # those
         self._holders: list[NodeView] | None = None
 
     def only(self, prefill: list[NodeView], link: LinkView) -> Self:
@@ -314,22 +348,54 @@ def best_remote(
 
     A side without a link stands for PrfaaS nodes that cannot be reached; without nodes, for none being ready.
     """
-    reachable = []
+    reachable: list[Side] = []
+    lost: list[ClusterWeighed] = []
     for link in links:
-        if link.up and link.destination == decode.cluster:
-            nodes = prefills.get(link.source)
-            if nodes is not None and (link.cut_off or link.lost):
-                nodes = [node for node in nodes if link.carries(node.node_id, decode.node_id)]
-            if nodes and nodes[0].kind is ClusterKind.PRFAAS:
-                side = Side(nodes, decodes, link.source, link)
-                own = soonest_senders(link, nodes, request, decode, cost) if link.senders else None
-                reachable.append(side.only(*own) if own else side)
-    if len(reachable) == 1:
-        return reachable[0]
-    if reachable:
-        return min(reachable, key=lambda side: _remote_delay_s(request, side, decode, cost))
-    cut_off = [nodes for nodes in prefills.values() if nodes[0].kind is ClusterKind.PRFAAS]
-    return Side(cut_off[0], decodes, cut_off[0][0].cluster) if cut_off else Side([], decodes, "")
+        if link.destination != decode.cluster:
+            continue
+        nodes = able = prefills.get(link.source, [])
+        if link.cut_off or link.lost:
+            able = [node for node in nodes if link.carries(node.node_id, decode.node_id)]
+        if not link.up or not able:
+            lost.append(ClusterWeighed(cluster=link.source, why_not=_why_unreachable(link, nodes), lines=link.lines))
+        elif able[0].kind is ClusterKind.PRFAAS:
+            side = Side(able, decodes, link.source, link)
+            own = soonest_senders(link, able, request, decode, cost) if link.senders else None
+            reachable.append(side.only(*own) if own else side)
+    best, slower = _soonest(request, reachable, decode, cost)
+    if best is None:
+        cut_off = next((nodes for nodes in prefills.values() if nodes[0].kind is ClusterKind.PRFAAS), [])
+        best = Side(cut_off, decodes, cut_off[0].cluster if cut_off else "")
+    best.lost = (*slower, *(each for each in lost if each.cluster != best.cluster))
+    return best
+
+
+def _soonest(
+    request: RouteRequest, sides: Sequence[Side], decode: NodeView, cost: PrefillCost
+) -> tuple[Side | None, list[ClusterWeighed]]:
+    """The best of some clusters, and the others. One alone is not asked how soon it would be done."""
+    if len(sides) < 2:
+        return (sides[0] if sides else None), []
+    delays_s = [_remote_delay_s(request, side, decode, cost) for side in sides]
+    chosen = delays_s.index(min(delays_s))
+    sides[chosen].delay_s = delays_s[chosen]
+    return sides[chosen], [
+        ClusterWeighed(cluster=side.cluster, why_not="slower", delay_s=delay_s, lines=_lines_of(side))
+        for at, (side, delay_s) in enumerate(zip(sides, delays_s, strict=True))
+        if at != chosen
+    ]
+
+
+def _lines_of(side: Side) -> tuple[str, ...]:
+    return side.link.lines if side.link is not None else ()
+
+
+def _why_unreachable(link: LinkView, nodes: Sequence[NodeView]) -> str:
+    if link.drained:
+        return "drained"
+    if not link.up:
+        return "down"
+    return "cut_off" if nodes else "no_node"
 
 
 def _remote_delay_s(request: RouteRequest, side: Side, decode: NodeView, cost: PrefillCost) -> float:
