@@ -148,7 +148,7 @@ def digest_of(events: Sequence[NodeEvent]) -> list[NodeEvent]:
 
 
 def wrong_hits(layout: ModelLayout, blocks: int, prompts: int, prompt_blocks: int, rng: random.Random) -> float:
-    """Share of prompts of which a node with so many blocks has nothing, and by its digest seems to have something."""
+    """Share of prompts that seem cached on a node with so many blocks by its digest, and are not."""
     digest, index = CacheDigest(), DigestIndex(layout)
     for _ in range(blocks // FEW_BLOCKS):
         digest.stored(0, chain(rng, FEW_BLOCKS), Medium.MEMORY, is_sampled=True)

@@ -16,7 +16,8 @@ from gateway.prompt.tokenizer_trust import Reading
 from gateway.ratelimit.limiter import UNLIMITED, TenantLimiter
 from gateway.request.trace_context import TraceContext
 from planner.decisions.admission.classes import UNPROMISED, ServiceClass
-from planner.decisions.routing.offload import ClusterWeighed, Route
+from planner.decisions.routing.offload import Route
+from planner.decisions.routing.sides import ClusterWeighed
 
 
 @dataclass(slots=True)

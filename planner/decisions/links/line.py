@@ -41,7 +41,7 @@ class Line:
 
     Of its capacity, `shared_gbps` are left to what `shared_by` names: other systems, or gateways that do not read this.
     `price_per_hour_per_gbps` is paid whatever is sent, `price_per_gb` for each gigabyte. `budget_per_month` is in the same
-    money; 0: there is none. From `warn_ratio` of what it may carry, or of its budget, it is worth a look; from
+    money; 0: no budget. From `warn_ratio` of what it may carry, or of its budget, it is worth a look; from
     `critical_ratio` requests wait for it. `quantiles_gbps` are capacities that robust plans must stand. `rtt_ms` counts in
     simulations; next to prefills of seconds, plans leave it out.
     """
@@ -97,7 +97,7 @@ class Line:
 
 
 class LineLevel(StrEnum):
-    """Whether a line needs somebody to look at it."""
+    """Whether a line is worth a look."""
 
     OK = "ok"
     WARN = "warn"
