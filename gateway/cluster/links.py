@@ -16,8 +16,8 @@ from msgspec.structs import replace
 from gateway.cluster.agent_values import LinkLoad, PrefillOutcome
 from gateway.cluster.node import ClusterNode
 from gateway.config.gateway import GatewayConfig
+from membership.lines import Ends, Line, LineUse, by_ends, uses
 from planner.decisions.estimates.coding import CodingEstimate
-from planner.decisions.links.line import Ends, Line, LineUse, by_ends, uses
 from planner.decisions.links.paths import PATH_FAILED, Paths
 from planner.decisions.routing.lines import BOUND, shared_line
 from planner.decisions.views import ClusterKind, LinkView, Role

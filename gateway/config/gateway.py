@@ -33,9 +33,9 @@ from gateway.config.tenants import TenantConfig, check_digest, check_tenants
 from gateway.config.traces import TracesConfig
 from gateway.config.wrong_keys import WrongKeysConfig
 from gateway.errors import GatewayConfigError
+from membership.lines import Line, check_lines, read_lines
 from membership.member import Member, is_here, require_address
 from planner.decisions.defaults import DEPLOYED
-from planner.decisions.links.line import Line, check_lines, read_lines
 from planner.decisions.routing.placement import PLACERS
 from transport.control.settings import (
     SettingsError,

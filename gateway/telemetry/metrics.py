@@ -23,8 +23,8 @@ from gateway.telemetry.added_up import added_up
 from gateway.telemetry.instruments import FileValues, build_instruments, counters, gauge, gauges, histogram, histograms
 from gateway.telemetry.process_metrics import ProcessMetrics
 from gateway.telemetry.tenant_usage import TenantUsage, spent_by
+from membership.lines import LineUse
 from planner.decisions.estimates.accuracy import Error
-from planner.decisions.links.line import LineUse
 from planner.decisions.plans.live_plan import LivePlan
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from planner.decisions.links.line import Line, by_ends, check_lines, read_lines
+from membership.lines import Line, by_ends, check_lines, read_lines
 from planner.decisions.views import ClusterKind
 from planner.errors import InputError
 from planner.model.profile import Floats, ModelProfile, load_profile, provenance_kind

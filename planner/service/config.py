@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from membership.etcd.settings import EtcdConfig
-from planner.decisions.links.line import BYTES_PER_S_PER_GBPS, read_lines
+from membership.lines import BYTES_PER_S_PER_GBPS, read_lines
 from planner.errors import InputError
 from planner.model.profile import load_profile
 from planner.solve.control.controller import ControllerConfig, HardwareModel

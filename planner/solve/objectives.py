@@ -2,7 +2,7 @@
 
 from typing import Final
 
-from planner.decisions.links.line import BYTES_PER_S_PER_GBPS
+from membership.lines import BYTES_PER_S_PER_GBPS
 from planner.errors import Infeasible, InputError
 from planner.solve.aims import Aim
 from planner.solve.problem import Problem, best_cut

@@ -7,8 +7,8 @@ from typing import Any, Final
 
 import numpy as np
 
+from membership.lines import BYTES_PER_S_PER_GBPS
 from planner.decisions.defaults import DEPLOYED
-from planner.decisions.links.line import BYTES_PER_S_PER_GBPS
 from planner.errors import Infeasible
 from planner.model.profile import provenance_kind
 from planner.model.queueing import Ttft

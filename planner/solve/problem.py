@@ -5,7 +5,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from planner.decisions.links.line import Line
+from membership.lines import Line
 from planner.decisions.views import ClusterKind
 from planner.errors import Infeasible, InputError
 from planner.model.increments import full_chance

@@ -16,7 +16,7 @@ from engine.byte_tokenizer import save_byte_tokenizer
 from engine.emulated.standin import StandIn, StandInWindow
 from engine.errors import ModelError
 from engine.runtime.scheduler import MAX_RUNNING
-from planner.decisions.links.line import BYTES_PER_S_PER_GBPS
+from membership.lines import BYTES_PER_S_PER_GBPS
 from planner.errors import InputError
 from planner.model.profile import ModelProfile, load_profile
 from prfaas.errors import TopologyError

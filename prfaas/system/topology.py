@@ -27,8 +27,8 @@ from typing import Any
 
 from engine.torch.tiny import ARCHITECTURES
 from gateway.config.gateway import GatewayConfig
+from membership.lines import BYTES_PER_S_PER_GBPS, Line, by_ends, check_lines
 from node.config import BOOT_KEY, IDENTITY_KEYS, NodeConfig
-from planner.decisions.links.line import BYTES_PER_S_PER_GBPS, Line, by_ends, check_lines
 from planner.service.config import ServiceConfig
 from prfaas.errors import TopologyError
 from prfaas.system.certificates import GATEWAY_NAME, PLANNER_NAME, paths

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from gateway.config.gateway import load as load_gateway
+from membership.lines import by_ends, read_lines
 from node.config import load_node_config
-from planner.decisions.links.line import by_ends, read_lines
 from planner.model.site import load_site
 from planner.solve.plan import outline
 from planner.solve.problem import SolveOptions

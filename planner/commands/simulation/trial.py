@@ -6,13 +6,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
+from membership.lines import BYTES_PER_S_PER_GBPS
 from planner.commands.argument_types import MOST
 from planner.commands.capacity.options import options_of
 from planner.commands.rendering.output import remark
 from planner.commands.rendering.progress import busy, watched
 from planner.decisions.admission.overload import AdmissionPolicy
 from planner.decisions.defaults import TRIAL_REQUESTS
-from planner.decisions.links.line import BYTES_PER_S_PER_GBPS
 from planner.decisions.views import ClusterKind
 from planner.errors import InputError
 from planner.model.fitting import workload_of

@@ -12,9 +12,9 @@ from typing import Any, Final
 import numpy as np
 
 from hybrid_cache.eviction.choice import DEFAULT
+from membership.lines import BYTES_PER_S_PER_GBPS
 from planner.decisions.admission.overload import AdmissionPolicy
 from planner.decisions.defaults import DEPLOYED
-from planner.decisions.links.line import BYTES_PER_S_PER_GBPS
 from planner.decisions.routing.placement import PlacementPolicy
 from planner.decisions.routing.policy import RoutingPolicy
 from planner.decisions.views import ClusterKind

@@ -7,7 +7,7 @@ from typing import Final
 
 import numpy as np
 
-from planner.decisions.links.line import BYTES_PER_S_PER_GBPS
+from membership.lines import BYTES_PER_S_PER_GBPS
 from planner.errors import Infeasible, InputError
 from planner.model.market import HOURS_PER_MONTH, MONEY, HardwareOffer, Market
 from planner.model.reading import LEAST

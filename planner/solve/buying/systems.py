@@ -18,7 +18,7 @@ from typing import Final, Self
 
 import numpy as np
 
-from planner.decisions.links.line import BYTES_PER_S_PER_GBPS
+from membership.lines import BYTES_PER_S_PER_GBPS
 from planner.model.market import LineOffer
 from planner.model.profile import DecodeProfile
 from planner.model.queueing import LATE, NO_WAIT_S, LoadedStations, Station, Wait, mgk_wait

@@ -4,7 +4,7 @@ import itertools
 from dataclasses import replace
 from typing import Any
 
-from planner.decisions.links.line import BYTES_PER_S_PER_GBPS
+from membership.lines import BYTES_PER_S_PER_GBPS
 from planner.errors import InputError
 from planner.model.site import Deployment, Site
 from planner.solve.goals import Worst

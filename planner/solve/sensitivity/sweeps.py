@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from planner.decisions.links.line import BYTES_PER_S_PER_GBPS
+from membership.lines import BYTES_PER_S_PER_GBPS
 from planner.errors import InputError
 from planner.model.reading import GBPS, TOKENS, Range, named
 from planner.model.site import INSTANCES, Deployment, Site

@@ -12,7 +12,7 @@ from typing import Final
 
 from gateway.cluster.agent_values import NodeInfo, NodeLoad
 from gateway.upstream.pool import is_in_clear
-from planner.decisions.links.line import Line, by_ends
+from membership.lines import Line, by_ends
 from transport.peers.name import HOW_TO_ISSUE
 
 CLOCKS_APART_S: Final = 1.0

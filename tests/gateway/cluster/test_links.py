@@ -9,7 +9,7 @@ import pytest
 from gateway.cluster.agent_values import LinkLoad, NodeLoad
 from gateway.cluster.links import FEW_SENDERS, RENEWED_S, ClusterLinks, is_path_failure
 from gateway.cluster.node import ClusterNode, NodeWork
-from planner.decisions.links.line import Line
+from membership.lines import Line
 from planner.decisions.views import LinkView
 from tests.gateway.cluster.test_inflight_load import node_of
 from tests.gateway.memory.pipeline import Pipelined, on_memory_loop, pipeline

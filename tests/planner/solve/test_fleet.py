@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from planner.decisions.links.line import Line
+from membership.lines import Line
 from planner.decisions.views import ClusterKind
 from planner.errors import Infeasible, InputError
 from planner.model.traffic import Lengths

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from planner.decisions.links.line import Line
+from membership.lines import Line
 from prfaas.cli import main
 from prfaas.commands.asking import GatewayClient
 from prfaas.commands.flows import FlowFilter, follow, line

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from gateway.cluster.agent_values import LinkLoad, NodeInfo, NodeLoad
-from planner.decisions.links.line import Line
+from membership.lines import Line
 from prfaas.commands.checking.findings import (
     Certificate,
     CheckFindings,

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planner.decisions.links.line import HOURS_PER_MONTH, Line, LineLevel, by_ends, check_lines, read_lines, uses
+from membership.lines import HOURS_PER_MONTH, Line, LineLevel, by_ends, check_lines, read_lines, uses
 from transport.control.settings import SettingsError
 
 GBPS = 1e9 / 8
