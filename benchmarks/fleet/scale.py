@@ -115,14 +115,18 @@ class GatewayView:
     """What one gateway knows of the fleet, and decides by."""
 
     def __init__(self, agents: Sequence[LosableAgent]) -> None:
+        self.now = 0.0  # of a clock that goes on with decisions, however slow the machine is
         config = GatewayConfig(tokenizer_dir=Path(), nodes=tuple(NodeAddress(agent=agent.address) for agent in agents))
-        self.clusters = Clusters(agents, time.monotonic, tasks=TaskSet(lambda work: None))
+        self.clusters = Clusters(agents, self.clock, tasks=TaskSet(lambda work: None))
         self.steps = LearnedSteps()
         self.cost = LearnedCost(steps=self.steps)
-        self.links = ClusterLinks(self.clusters.nodes, time.monotonic)
-        self.router = Router(config, self.clusters, self.links, self.cost, time.monotonic)
-        self.gate = SloGate(config, self.clusters, self.steps, time.monotonic)
-        self.line = WaitingLine(time.monotonic, limit=256, patience_s=30.0)
+        self.links = ClusterLinks(self.clusters.nodes, self.clock)
+        self.router = Router(config, self.clusters, self.links, self.cost, self.clock)
+        self.gate = SloGate(config, self.clusters, self.steps, self.clock)
+        self.line = WaitingLine(self.clock, limit=256, patience_s=30.0)
+
+    def clock(self) -> float:
+        return self.now
 
     async def start(self) -> None:
         self.clusters.start()
@@ -179,8 +183,9 @@ async def decided(
         reports = math.ceil(len(events) / LOAD_INTERVAL_S / DECISIONS_PER_S)
         for number in range(2 * arguments.rounds * len(prompts)):
             is_live = number % 2 == 1
+            view.now += is_live / DECISIONS_PER_S
             for node in rng.sample(view.clusters.nodes, reports if is_live else 0):
-                node.reported(another_report(node.load, rng), time.monotonic())
+                node.reported(another_report(node.load, rng), view.now)
             request = request_of(prompts[number // 2 % len(prompts)], view.clusters, number)
             if not is_live:
                 view.links.views()  # what the reports before have changed is not of this decision
@@ -292,9 +297,10 @@ def plot(results: Sequence[ScaleResult], path: Path) -> None:
         each.set_ylabel(what)
         each.set_xlabel("nodes")
         each.grid(alpha=0.25)
-        each.legend(frameon=False, fontsize=8)
+        each.legend(frameon=False, fontsize=8, loc="lower left" if each is axes[1] else "upper left")
     axes[0].set_ylim(bottom=0)
     axes[1].set_yscale("log")
+    axes[1].set_ylim(bottom=0.5)  # room for the legend
     axes[2].set_ylim(bottom=0)
     figure.savefig(path, dpi=90)
 

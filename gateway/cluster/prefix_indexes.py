@@ -33,6 +33,9 @@ class PrefixIndexes:
             index = self._by_layout[info.layout_fingerprint] = PrefixIndex(ModelLayout.from_json(info.layout_json))
         return index
 
+    def _all(self) -> list[PrefixIndex | DigestIndex]:
+        return [*self._by_layout.values(), *self._digests.values()]
+
     @property
     def num_names(self) -> int:
         """Short names that digests of nodes far away have."""
@@ -41,7 +44,7 @@ class PrefixIndexes:
     @property
     def memory_bytes(self) -> int:
         """Of all of them; looked up block by block."""
-        return sum(index.memory_bytes for index in (*self._by_layout.values(), *self._digests.values()))
+        return sum(index.memory_bytes for index in self._all())
 
     def holdings(self, fingerprint: str, hashes: Sequence[bytes], num_tokens: int) -> dict[str, Holding]:
         """What each node of a layout probably has of a prompt."""
@@ -64,7 +67,7 @@ class PrefixIndexes:
 
     def drop(self, node_id: str) -> None:
         """Forgets what a node had; `tidy` frees it."""
-        for index in (*self._by_layout.values(), *self._digests.values()):
+        for index in self._all():
             index.drop(node_id)
 
     async def tidy(self, used: Callable[[], Collection[str]]) -> None:
@@ -72,7 +75,7 @@ class PrefixIndexes:
 
         Then drops the indexes of layouts that are not `used`, once they are empty: a million blocks are not freed at once.
         """
-        for index in (*self._by_layout.values(), *self._digests.values()):
+        for index in self._all():
             while index.tidy():  # noqa: ASYNC110 nothing else does it
                 await asyncio.sleep(0)
         had = used()
