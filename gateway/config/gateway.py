@@ -31,6 +31,7 @@ from gateway.config.operators import OperatorConfig, check_operators, nameless
 from gateway.config.plan import PlanConfig
 from gateway.config.request_log import RequestLogConfig
 from gateway.config.tenants import TenantConfig, check_digest, check_tenants
+from gateway.config.timeouts import Timeouts
 from gateway.config.traces import TracesConfig
 from gateway.config.wrong_keys import WrongKeysConfig
 from gateway.errors import GatewayConfigError
@@ -138,29 +139,6 @@ class RoutingConfig:
         )
         require(self.max_moves > 0, "max_moves", self.max_moves, "an integer above 0")
         require(self.move_timeout_s > 0, "move_timeout_s", self.move_timeout_s, "a number of seconds above 0")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Timeouts:
-    """How long each step may take, in seconds. Streams have no limit in total, only between two chunks."""
-
-    connect_s: float = 5.0
-    rpc_s: float = 5.0
-    prefill_s: float = 600.0
-    first_token_s: float = 600.0
-    stream_idle_s: float = 120.0
-    client_stall_s: float = 120.0
-    body_s: float = 60.0
-    read_s: float = 120.0
-    answer_s: float = 1800.0
-    reservation_ttl_s: float = 660.0
-    drain_s: float = 600.0
-    room_s: float = 30.0
-
-    def __post_init__(self) -> None:
-        for each in fields(self):
-            value = getattr(self, each.name)
-            require(value > 0, each.name, value, "a number of seconds above 0")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
