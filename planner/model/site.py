@@ -76,7 +76,6 @@ class Cluster:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
     """What is asked: uncached prompt lengths, mean answer length, and where they come from.
 
