@@ -62,11 +62,13 @@ def split_names(data: bytes) -> list[bytes]:
 class CacheDigest:
     """The short names of what a node has cached, and what of them has changed since `take`.
 
-    Two blocks with one name count twice, and so does one in memory and on an SSD: the name goes with the last of them.
+    Two blocks with one name count twice, and so does one in memory and on an SSD: the name goes with the last of them. A block
+    that is said to be stored once more does not: a snapshot may have it before its event comes.
     """
 
     def __init__(self) -> None:
-        self._counts: dict[tuple[int, Medium], Counter[bytes]] = {}
+        self._held: dict[tuple[int, Medium], set[bytes]] = {}  # blocks with names
+        self._counts: dict[tuple[int, Medium], Counter[bytes]] = {}  # of their names
         self._changed: dict[tuple[int, Medium], dict[bytes, bool]] = {}  # whether the name was there at the last `take`
         self._is_cleared = False
 
@@ -77,33 +79,46 @@ class CacheDigest:
     def stored(self, group: int, hashes: Iterable[bytes], medium: Medium, *, is_sampled: bool) -> None:
         """Blocks that can be matched from now on; `is_sampled` of full attention."""
         changed = self._changed.setdefault((group, _told_as(medium)), {})
+        held = self._held.setdefault((group, medium), set())
         counts = self._counts.setdefault((group, medium), Counter())
-        for name in _names(hashes, is_sampled):
+        for block in _named(hashes, is_sampled):
+            if block in held:
+                continue
+            held.add(block)
+            name = block[:NAME_BYTES]
             changed.setdefault(name, self._has(group, medium, name))
             counts[name] += 1
 
     def removed(self, group: int, hashes: Iterable[bytes], medium: Medium, *, is_sampled: bool) -> None:
         """Blocks that cannot be matched any more."""
         changed = self._changed.setdefault((group, _told_as(medium)), {})
+        held = self._held.get((group, medium), set())
         counts = self._counts.setdefault((group, medium), Counter())
-        for name in _names(hashes, is_sampled):
-            if not (known := counts.get(name, 0)):
+        for block in _named(hashes, is_sampled):
+            if block not in held:
                 continue
+            held.remove(block)
+            name = block[:NAME_BYTES]
             changed.setdefault(name, True)
-            if known > 1:
-                counts[name] = known - 1
-            else:
+            counts[name] -= 1
+            if not counts[name]:
                 del counts[name]
 
     def clear(self, medium: Medium | None = None) -> None:
         """Nothing of that medium, or of any, can be matched."""
         if medium is None:
-            self._counts, self._changed, self._is_cleared = {}, {}, True
+            self._held, self._counts, self._changed, self._is_cleared = {}, {}, {}, True
             return
         for key in [key for key in self._counts if key[1] is medium]:
+            self._held.pop(key, None)
             changed = self._changed.setdefault((key[0], _told_as(medium)), {})
             for name in self._counts.pop(key):
                 changed.setdefault(name, True)
+
+    @property
+    def num_changes(self) -> int:
+        """Names that `take` has to look at."""
+        return sum(map(len, self._changed.values()))
 
     def take(self) -> list[DigestEvent]:
         """What has changed since the last time, in all: what came and went meanwhile is not told."""
@@ -135,5 +150,6 @@ def _told_as(medium: Medium) -> Medium:
     return Medium.ENGINE if medium is Medium.ENGINE else Medium.MEMORY
 
 
-def _names(hashes: Iterable[bytes], is_sampled: bool) -> Iterable[bytes]:
-    return (each[:NAME_BYTES] for each in hashes if not (is_sampled and each[-1] & _MASK))
+def _named(hashes: Iterable[bytes], is_sampled: bool) -> Iterable[bytes]:
+    """Those of them that have names."""
+    return (each for each in hashes if not (is_sampled and each[-1] & _MASK))

@@ -15,6 +15,7 @@ from transport.control.proto import node_pb2 as pb
 
 TELL_S: Final = 1.0  # between two words of what has changed
 PART_NAMES: Final = 65_536  # of a digest in one message
+MOST_CHANGES: Final = 65_536  # of names, before they are told whether asked for or not
 MEDIA: Final = {pb.MEDIUM_SSD: Medium.SSD, pb.MEDIUM_ENGINE: Medium.ENGINE}  # anything else is memory
 
 
@@ -47,6 +48,8 @@ class Summaries:
                     self._stored(part.group, part.hashes, part.medium)
             self._digest.take()  # everyone who watches is told all of it
             self._events.tell(self)
+        else:
+            self._tell_changes()  # so that all who watch have been told the same
         with self._far.watch() as watcher:
             try:
                 yield watcher
@@ -61,8 +64,10 @@ class Summaries:
 
     def tell(self) -> None:
         """Tells all who watch what has changed, if the last word is TELL_S old."""
-        if self._now() - self._told_at < TELL_S:
-            return
+        if self._now() - self._told_at >= TELL_S:
+            self._tell_changes()
+
+    def _tell_changes(self) -> None:
         self._told_at = self._now()
         for message in messages(self._digest.take()):
             self._far.publish(message)
@@ -85,6 +90,8 @@ class Summaries:
                 pass
             case _:
                 self._far.publish(event)
+        if self._digest.num_changes >= MOST_CHANGES:
+            self._tell_changes()
 
     def _stored(self, group: int, hashes: Sequence[bytes], medium: Medium) -> None:
         self._digest.stored(group, hashes, medium, is_sampled=group in self._full_groups())

@@ -39,6 +39,25 @@ def test_a_name_goes_with_the_last_of_its_blocks():
     assert digest.take() == [DigestPart(0, Medium.MEMORY, (), (first[:NAME_BYTES],))]
 
 
+def test_a_block_that_is_told_twice_counts_once():
+    """As one that a snapshot has already, and whose event comes behind it."""
+    digest = CacheDigest()
+    for _ in range(2):
+        digest.stored(0, CHAIN[:1], Medium.SSD, is_sampled=False)
+    digest.take()
+    digest.removed(0, CHAIN[:1], Medium.SSD, is_sampled=False)
+    assert digest.take() == [DigestPart(0, Medium.MEMORY, (), (CHAIN[0][:NAME_BYTES],))]
+
+
+def test_another_block_of_the_same_name_does_not_go_with_one_that_was_never_there():
+    twin = CHAIN[0][:NAME_BYTES] + bytes(len(CHAIN[0]) - NAME_BYTES)
+    digest = CacheDigest()
+    digest.stored(0, CHAIN[:1], Medium.MEMORY, is_sampled=False)
+    digest.take()
+    digest.removed(0, [twin], Medium.MEMORY, is_sampled=False)
+    assert digest.take() == []
+
+
 def test_an_ssd_is_told_as_memory_and_an_engines_cache_apart():
     digest = CacheDigest()
     digest.stored(0, CHAIN[:1], Medium.MEMORY, is_sampled=False)

@@ -7,7 +7,7 @@ from gateway.cluster.agent_values import NodeEvent, NodeInfo, NodeLoad, events_f
 from hybrid_cache.cache.events import BlocksStored, CacheCleared, Medium
 from hybrid_cache.index.digest import NAME_BYTES, DigestCleared, DigestPart
 from node.control.broadcast import Broadcast, Watcher
-from node.control.summaries import PART_NAMES, TELL_S, Summaries, messages
+from node.control.summaries import MOST_CHANGES, PART_NAMES, TELL_S, Summaries, messages
 from tests.hybrid_cache.builders import hashes_of
 from tests.node.running import BLOCK, alone, config, running_node
 from transport.control.proto import node_pb2 as pb
@@ -22,6 +22,10 @@ def named(blocks: list[bytes]) -> tuple[bytes, ...]:
 
 def stored(blocks: list[bytes], group: int = 1) -> pb.NodeEvent:
     return pb.NodeEvent(stored=pb.BlocksStored(group=group, hashes=b"".join(blocks), medium=pb.MEDIUM_MEMORY))
+
+
+def removed(blocks: list[bytes], group: int = 1) -> pb.NodeEvent:
+    return pb.NodeEvent(removed=pb.BlocksRemoved(group=group, hashes=b"".join(blocks), medium=pb.MEDIUM_MEMORY))
 
 
 class Node:
@@ -54,7 +58,7 @@ def test_watchers_hear_what_has_changed_in_a_second() -> None:
             assert values(node.summaries.whole()) == [DigestCleared(), DigestPart(1, Medium.MEMORY, named(CHAIN[:2]))]
             node.summaries.tell()
             node.events.publish(stored(CHAIN[2:5]))
-            node.events.publish(pb.NodeEvent(removed=pb.BlocksRemoved(group=1, hashes=b"".join(CHAIN[3:5]))))
+            node.events.publish(removed(CHAIN[3:5]))
             node.summaries.tell()
             assert await heard(watcher) == []  # not yet
             node.now += TELL_S
@@ -80,13 +84,51 @@ def test_one_who_comes_late_is_told_all() -> None:
             with node.summaries.watch() as late:
                 assert values(node.summaries.whole())[1] == DigestPart(1, Medium.MEMORY, named(CHAIN[:2]))
                 node.now += TELL_S
-                node.summaries.tell()  # the same once more, which changes nothing
-                assert await heard(late) == [DigestPart(1, Medium.MEMORY, named(CHAIN[:2]))]
+                node.summaries.tell()
+                assert await heard(late) == []
             assert node.events.watching == 1
         # Nothing is kept without watchers; what there is then counts.
         node.events.publish(stored(CHAIN[2:4]))
         with node.summaries.watch():
             assert values(node.summaries.whole()) == [DigestCleared()]
+
+    asyncio.run(scenario())
+
+
+def test_one_who_comes_between_two_words_knows_what_the_others_know() -> None:
+    """What came since the last word is in the whole; what goes before the next one is told, too."""
+
+    async def scenario() -> None:
+        node = Node()
+        node.cached.append(BlocksStored(1, tuple(CHAIN[:1]), Medium.MEMORY))
+        with node.summaries.watch() as early:
+            node.events.publish(removed(CHAIN[:1]))
+            node.events.publish(stored(CHAIN[1:2]))
+            with node.summaries.watch() as late:
+                whole = values(node.summaries.whole())
+                assert whole == [DigestCleared(), DigestPart(1, Medium.MEMORY, named(CHAIN[1:2]))]
+                node.events.publish(stored(CHAIN[:1]))
+                node.events.publish(removed(CHAIN[1:2]))
+                node.now += TELL_S
+                node.summaries.tell()
+                change = DigestPart(1, Medium.MEMORY, named(CHAIN[:1]), named(CHAIN[1:2]))
+                assert await heard(late) == [change]
+                before = DigestPart(1, Medium.MEMORY, named(CHAIN[1:2]), named(CHAIN[:1]))
+                assert await heard(early) == [before, change]
+
+    asyncio.run(scenario())
+
+
+def test_changes_that_wait_to_be_told_have_a_bound() -> None:
+    """A gateway that reads no more holds its stream up; the changes for it have a bound, as its queue has."""
+
+    async def scenario() -> None:
+        node = Node()
+        with node.summaries.watch() as watcher:
+            many = [number.to_bytes(32) for number in range(MOST_CHANGES << 224, MOST_CHANGES * 2 << 224, 1 << 224)]
+            node.events.publish(stored(many))
+            told = await heard(watcher)
+            assert sum(len(each.added) for each in told if isinstance(each, DigestPart)) == MOST_CHANGES
 
     asyncio.run(scenario())
 
