@@ -143,7 +143,7 @@ async def ready(sites: Sites, http: aiohttp.ClientSession, nodes: int) -> None:
 def test_a_lost_region_costs_no_request(tmp_path: Path) -> None:
     async def scenario() -> None:
         rng, sites = random.Random(0), Sites(tmp_path)
-        load = Load(lambda: [sites.url], rng)
+        load = Load(lambda: [sites.url], set(), rng)
         try:
             async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
                 await sites.start()
