@@ -341,38 +341,8 @@ class Metrics:
         budgets = {(link.source, link.destination): link.budget_bytes_per_s or 0.0 for link in links}
         what = "Egress budgets of all senders of a link, silent ones too; 0: not every sender has one"
         self._seen.note("prfaas_line_budget_bytes_per_second", what, ("cluster", "link"), budgets)
-        self._observe_lines([line for link in links for line in link.lines])
+        _note_lines(self._seen, [line for link in links for line in link.lines])
         self._seen.note("prfaas_link_drained", "1 while operators want nothing new on a link", ends, drained)
-
-    def _observe_lines(self, lines: Collection[LineUse]) -> None:
-        for name, what, field in (
-            ("prfaas_described_line_rate_bytes_per_second", "What may go over a described line", "rate_bytes_per_s"),
-            ("prfaas_described_line_share", "Part of what goes between its ends that takes a described line", "share"),
-            ("prfaas_described_line_used_ratio", "What goes over a described line now, of what may", "used_ratio"),
-            (
-                "prfaas_described_line_warn_ratio",
-                "Part of its rate or budget at which a described line is worth a look",
-                "warn_ratio",
-            ),
-            (
-                "prfaas_described_line_critical_ratio",
-                "The same at which requests wait for it",
-                "critical_ratio",
-            ),
-            ("prfaas_described_line_price_per_gb", "Price of a gigabyte over a described line", "price_per_gb"),
-            (
-                "prfaas_described_line_rent_per_month",
-                "Price of a month of it, whatever is sent",
-                "rent_per_month",
-            ),
-            (
-                "prfaas_described_line_budget_per_month",
-                "What a month of it may cost; 0: no budget",
-                "budget_per_month",
-            ),
-        ):
-            values = {(line.name, line.source, line.destination): getattr(line, field) for line in lines}
-            self._seen.note(name, what, ("line", "cluster", "link"), values)
 
     def observe_estimates(self, errors: Mapping[tuple[str, str], Error]) -> None:
         """Takes down how wrong predictions were, by what was predicted, and of what."""
@@ -466,3 +436,34 @@ class _Seen(Collector):
 
     def collect(self) -> Iterable[Metric]:
         return list(self.families.values())
+
+
+def _note_lines(seen: "_Seen", lines: Collection[LineUse]) -> None:
+    for name, what, field in (
+        ("prfaas_described_line_rate_bytes_per_second", "What may go over a described line", "rate_bytes_per_s"),
+        ("prfaas_described_line_share", "Part of what goes between its ends that takes a described line", "share"),
+        ("prfaas_described_line_used_ratio", "What goes over a described line now, of what may", "used_ratio"),
+        (
+            "prfaas_described_line_warn_ratio",
+            "Part of its rate or budget at which a described line is worth a look",
+            "warn_ratio",
+        ),
+        (
+            "prfaas_described_line_critical_ratio",
+            "The same at which requests wait for it",
+            "critical_ratio",
+        ),
+        ("prfaas_described_line_price_per_gb", "Price of a gigabyte over a described line", "price_per_gb"),
+        (
+            "prfaas_described_line_rent_per_month",
+            "Price of a month of it, whatever is sent",
+            "rent_per_month",
+        ),
+        (
+            "prfaas_described_line_budget_per_month",
+            "What a month of it may cost; 0: no budget",
+            "budget_per_month",
+        ),
+    ):
+        values = {(line.name, line.source, line.destination): getattr(line, field) for line in lines}
+        seen.note(name, what, ("line", "cluster", "link"), values)
