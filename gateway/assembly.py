@@ -225,6 +225,7 @@ async def running(
                 LogLevel(),
                 seen.rotation,
                 seen.roster,
+                seen.links,
             ],
             read_again or (lambda: config),
             metrics.upkeep.reloaded,

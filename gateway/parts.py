@@ -280,7 +280,14 @@ async def build_nodes(
 
     def agent_of(member: Member) -> AgentClient:
         return agent_client(
-            member.agent, config.timeouts.rpc_s, identity, member.name, upkeep.called_by_grpc, seat.holder, guard
+            member.agent,
+            config.timeouts.rpc_s,
+            identity,
+            member.name,
+            upkeep.called_by_grpc,
+            seat.holder,
+            guard,
+            near=config.near,
         )
 
     legs = Legs(config.timeouts, config.max_in_flight, clock, identity, guard)
@@ -314,6 +321,7 @@ async def build_nodes(
         expected=config.ways,
         is_budget_shared=config.routing.share_egress,
         remembered=acted_on.remembered,
+        lines=config.lines,
     )
     drained = SharedDrainedLinks(config.drained_dir) if config.drained_dir is not None else seat.drained
     links.drain(drained.links())

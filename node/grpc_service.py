@@ -4,7 +4,8 @@ import asyncio
 import errno
 import itertools
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Collection
+from functools import cached_property
 from typing import NoReturn
 
 import grpc
@@ -16,6 +17,7 @@ from node.control.broadcast import WatcherTooSlow
 from node.control.control_server import HTTP_2, ControlServer, FrontCallers, uncertified
 from node.control.holders import checked_name
 from node.control.rights import CallerOf, RightsInterceptor
+from node.control.summaries import Summaries
 from node.errors import NodeRefusal
 from node.known_peers import NOT_A_PEER
 from node.kvcache.pages import snapshot_messages, split_hashes
@@ -33,6 +35,7 @@ log = logging.getLogger(__name__)
 
 DEFAULT_LOAD_INTERVAL_S = 0.25
 MIN_LOAD_INTERVAL_S = 0.02
+FAR_LOAD_INTERVAL_S = 1.0  # to gateways of other regions
 COMMIT_TIMEOUT_S = 120.0
 # A gateway whose machine is gone says nothing, and no end of its connection comes: it would be taken to be there for ever.
 KEEPALIVE_MS, KEEPALIVE_TIMEOUT_MS = 30_000, 20_000
@@ -70,6 +73,13 @@ class NodeService(rpc.NodeAgentServicer):
         self._now = now
         self.caller_of: CallerOf = uncertified  # of the server that it is served by
         self._news = BookingNews()
+
+    @cached_property
+    def _summaries(self) -> Summaries:
+        return Summaries(self._agent.events, self._agent.snapshot, self._full_groups, self._now)
+
+    def _full_groups(self) -> Collection[int]:
+        return self._agent.pages.layout.full_groups if self._agent.pages is not None else ()
 
     async def Describe(self, request: pb.DescribeRequest, context: grpc.aio.ServicerContext) -> pb.NodeDescription:
         description = self._agent.describe()
@@ -191,18 +201,26 @@ class NodeService(rpc.NodeAgentServicer):
             holder = checked_name(request.holder)
         except NodeRefusal as exc:
             await _refuse(context, exc)
+        is_far = bool(request.near) and self._agent.config.cluster not in request.near
+        interval_s = max(interval_s, FAR_LOAD_INTERVAL_S) if is_far else interval_s
+        events = self._summaries if is_far else self._agent.events
         # What changes while the snapshot is read, part by part, is queued behind it: nothing is missed, and the last word counts.
-        with self._agent.holders.connected(holder), self._agent.events.watch() as watcher:
+        with self._agent.holders.connected(holder), events.watch() as watcher:
             first = pb.NodeEvent(description=self._agent.describe())
-            for event in itertools.chain((first,), snapshot_messages(self._agent.snapshot())):
+            cached = self._summaries.whole() if is_far else snapshot_messages(self._agent.snapshot())
+            for event in itertools.chain((first,), cached):
                 self._tell_bookings(event, holder)
                 event.seq = seq = seq + 1
                 yield event
+            load_at = self._now() + interval_s
             while True:
                 try:
-                    heard = await watcher.next(interval_s)
+                    heard = await watcher.next(max(0.0, load_at - self._now()) if is_far else interval_s)
                 except WatcherTooSlow:
                     await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "watcher too slow: watch again")
+                if heard is None:
+                    load_at = self._now() + interval_s
+                    self._summaries.tell()
                 event = pb.NodeEvent()
                 event.CopyFrom(heard or pb.NodeEvent(load=self._agent.load()))
                 self._tell_bookings(event, holder)

@@ -9,11 +9,18 @@ from typing import Final
 from benchmarks.gateway.decision import DecisionArm, StillAgent, chain, held_blocks, layout_of, stored
 from gateway.cluster.agent_values import LinkLoad, NodeEvent, NodeInfo, NodeLoad
 from gateway.errors import AgentCallFailed
+from hybrid_cache.cache.events import BlocksStored, Medium
 from hybrid_cache.hashing.block_hash import HASH_BYTES
+from hybrid_cache.index.digest import CacheDigest
+from hybrid_cache.index.digests import DigestIndex
+from hybrid_cache.layout.layout import ModelLayout
+from node.control.summaries import messages
 from transport.control.proto import node_pb2 as pb
 
 PD_CLUSTER_EVERY: Final = 2  # of the clusters, every second one decodes; the others prefill for them
 DECODE_NODE_EVERY: Final = 3  # of the nodes of a cluster that decodes
+FEW_BLOCKS: Final = 4096
+BLOCKS_PER_STATE: Final = 64
 SEQ: Final = 1 << 20  # of an event in the middle of a stream: numbers take the bytes that they take there
 
 
@@ -104,6 +111,52 @@ def report_bytes(node: RegionNode, clusters: Sequence[str]) -> int:
     return int(pb.NodeEvent(seq=SEQ, load=load).ByteSize())
 
 
-def blocks_bytes(blocks: int) -> int:
-    """A message that so many blocks are cached; the same that they are not any more."""
-    return int(pb.NodeEvent(seq=SEQ, stored=pb.BlocksStored(group=0, hashes=bytes(blocks * HASH_BYTES))).ByteSize())
+def names_bytes(blocks: int) -> int:
+    """What is sent of a prompt by names: its blocks and a state are cached, and as much is evicted."""
+    events = []
+    for group, count in ((0, blocks), (1, 1)):
+        hashes = bytes(count * HASH_BYTES)
+        events.append(pb.NodeEvent(seq=SEQ, stored=pb.BlocksStored(group=group, hashes=hashes)))
+        events.append(pb.NodeEvent(seq=SEQ, removed=pb.BlocksRemoved(group=group, hashes=hashes)))
+    return sum(each.ByteSize() for each in events)
+
+
+def digest_bytes(blocks: int, rng: random.Random) -> int:
+    """The same by a digest, as a node's own code makes it."""
+    digest, before = CacheDigest(), chain(rng, blocks)
+    for group, hashes in ((0, before), (1, before[-1:])):
+        digest.stored(group, hashes, Medium.MEMORY, is_sampled=group == 0)
+    digest.take()
+    for group, (new, old) in enumerate(((chain(rng, blocks), before), (chain(rng, 1), before[-1:]))):
+        digest.stored(group, new, Medium.MEMORY, is_sampled=group == 0)
+        digest.removed(group, old, Medium.MEMORY, is_sampled=group == 0)
+    told = messages(digest.take())
+    for each in told:
+        each.seq = SEQ
+    return sum(each.ByteSize() for each in told)
+
+
+def digest_of(events: Sequence[NodeEvent]) -> list[NodeEvent]:
+    """What a gateway far away is told instead."""
+    digest, others = CacheDigest(), list[NodeEvent]()
+    for event in events:
+        if isinstance(event, BlocksStored):
+            digest.stored(event.group, event.hashes, event.medium, is_sampled=event.group == 0)
+        else:
+            others.append(event)
+    return [*others, *digest.whole()]
+
+
+def wrong_hits(layout: ModelLayout, blocks: int, prompts: int, prompt_blocks: int, rng: random.Random) -> float:
+    """Share of prompts that seem cached on a node with so many blocks by its digest, and are not."""
+    digest, index = CacheDigest(), DigestIndex(layout)
+    for _ in range(blocks // FEW_BLOCKS):
+        digest.stored(0, chain(rng, FEW_BLOCKS), Medium.MEMORY, is_sampled=True)
+        digest.stored(1, chain(rng, FEW_BLOCKS // BLOCKS_PER_STATE), Medium.MEMORY, is_sampled=False)
+    for event in digest.take():
+        index.apply("n", event)
+    found = 0
+    for _ in range(prompts):
+        hit = index.match_all(chain(rng, prompt_blocks), prompt_blocks * layout.block_size)["n"].hit
+        found += hit.num_tokens > 0 or hit.attention_tokens > 0
+    return found / prompts

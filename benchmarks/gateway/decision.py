@@ -166,7 +166,8 @@ def node_events(
 
 def request_of(hashes: Sequence[bytes], clusters: Clusters, number: int) -> Request:
     assert clusters.served is not None
-    prompt = Prompt(PROMPT_TOKENS, [bytes(bytearray(each)) for each in hashes], b"")
+    named = [bytes(bytearray(each)) for each in hashes]
+    prompt = Prompt(PROMPT_TOKENS, named, b"", revision=clusters.served.revision)
     call = parse(Endpoint.COMPLETIONS, b'{"model": "speed", "prompt": "p"}')
     return Request(
         id=f"r{number}",

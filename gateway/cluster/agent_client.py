@@ -66,11 +66,13 @@ class AgentClient:
         by_grpc: Callable[[str], None] = lambda reason: None,
         holder: str = "",
         guard: Guard | None = None,
+        near: Sequence[str] = (),
     ) -> None:
         """`by_grpc` is told why a call that every request makes did not go over a kept connection.
 
         `holder` names this process: the agent frees what it holds once its connections are gone. "": with the lease.
-        `guard` knows which certificates agents may have.
+        `guard` knows which certificates agents may have. An agent of a cluster that is not `near` sends digests; none: all
+        agents name every block.
         """
         self.address = address
         self.timeout_s = timeout_s
@@ -81,6 +83,7 @@ class AgentClient:
         self.kept = PersistentCalls(address, timeout_s, identity, name, holder, self._peer.refusal)
         self.certified_name = self.kept.certified_name
         self._holder = holder
+        self._near = tuple(near)
         self._by_grpc = by_grpc
         self._look_at, self._renew_at = 0.0, inf
         self._channel = self._open()
@@ -261,7 +264,9 @@ class AgentClient:
         """
         await self.renew()
         await self._peer.look()
-        stream = self._stub.Watch(pb.WatchRequest(load_interval_s=load_interval_s, holder=self._holder))
+        stream = self._stub.Watch(
+            pb.WatchRequest(load_interval_s=load_interval_s, holder=self._holder, near=self._near)
+        )
         last_seq: int | None = None
         try:
             while True:

@@ -11,6 +11,7 @@ import msgspec
 from gateway.cluster.pinned_prefixes import PinnedPrefix, kept_from
 from hybrid_cache.cache.events import BlocksRemoved, BlocksStored, CacheCleared, Medium
 from hybrid_cache.hashing.block_hash import HASH_BYTES, split_hashes
+from hybrid_cache.index.digest import DigestCleared, DigestEvent, DigestPart, split_names
 from transport.control.messages import BootstrapAddress, TicketInfo
 from transport.control.proto import node_pb2 as pb
 from transport.control.tickets import ticket_info
@@ -161,7 +162,7 @@ class PrefillOutcome(msgspec.Struct, frozen=True, kw_only=True):
     reason: str = ""
 
 
-NodeEvent = NodeInfo | NodeLoad | PinnedPrefix | BlocksStored | BlocksRemoved | CacheCleared
+NodeEvent = NodeInfo | NodeLoad | PinnedPrefix | BlocksStored | BlocksRemoved | CacheCleared | DigestEvent
 
 
 def events_from(event: pb.NodeEvent) -> Iterator[NodeEvent]:
@@ -182,6 +183,11 @@ def events_from(event: pb.NodeEvent) -> Iterator[NodeEvent]:
             yield from _in_parts(BlocksRemoved, event.removed)
         case "context":
             yield kept_from(event.context)
+        case "digest":
+            if event.digest.anew:
+                yield DigestCleared()
+            for part in event.digest.parts:
+                yield from _digest_in_parts(part)
         case "cleared":
             every = event.cleared.medium == pb.MEDIUM_UNSPECIFIED
             yield CacheCleared(None if every else _medium(event.cleared.medium))
@@ -300,6 +306,14 @@ def _in_parts(
     step = MAX_EVENT_HASHES * HASH_BYTES
     for start in range(0, len(hashes), step):
         yield kind(message.group, tuple(split_hashes(hashes[start : start + step])), medium)
+
+
+def _digest_in_parts(message: pb.DigestPart) -> Iterator[NodeEvent]:
+    added, removed = split_names(message.added), split_names(message.removed)
+    medium = Medium.ENGINE if message.medium == pb.MEDIUM_ENGINE else Medium.MEMORY
+    for start in range(0, max(len(added), len(removed)), MAX_EVENT_HASHES):
+        some = slice(start, start + MAX_EVENT_HASHES)
+        yield DigestPart(message.group, medium, tuple(added[some]), tuple(removed[some]))
 
 
 def _medium(medium: pb.Medium) -> Medium:

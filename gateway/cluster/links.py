@@ -16,6 +16,8 @@ from msgspec.structs import replace
 
 from gateway.cluster.agent_values import LinkLoad, PrefillOutcome
 from gateway.cluster.node import ClusterNode
+from gateway.config.gateway import GatewayConfig
+from membership.lines import Ends, Line, LineUse, by_ends, uses
 from planner.decisions.estimates.coding import CodingEstimate
 from planner.decisions.links.paths import PATH_FAILED, Paths
 from planner.decisions.routing.lines import BOUND, shared_line
@@ -78,6 +80,7 @@ class LinkStatus(msgspec.Struct, frozen=True, kw_only=True):
     min_rtt_s: float
     congested: bool
     coded_ratio: float  # coded over plain bytes, while the link binds
+    lines: tuple[LineUse, ...] = ()  # that are described, and what each carries of it
 
 
 class ClusterLinks:
@@ -92,8 +95,11 @@ class ClusterLinks:
         expected: Sequence[tuple[str, str]] = (),
         is_budget_shared: bool = False,
         remembered: Mapping[str, str] = MappingProxyType({}),
+        lines: Sequence[Line] = (),
     ) -> None:
-        """With `is_budget_shared` what one sender of a line does not need of its budget is another's.
+        """A link with `lines` that is not measured yet has their bandwidth.
+
+        With `is_budget_shared` what one sender of a line does not need of its budget is another's.
 
         `remembered` are nodes that have left, with their clusters: they may come back, so their breakers stay.
         """
@@ -102,6 +108,8 @@ class ClusterLinks:
         self._unmeasured_bytes_per_s = unmeasured_bytes_per_s
         self._on_failed = on_failed
         self._expected = expected
+        self._lines = lines
+        self._capacities, self._names = _capacities(lines), _names(lines)
         self._is_budget_shared = is_budget_shared
         self._remembered = remembered
         self._paths = Paths()
@@ -203,9 +211,12 @@ class ClusterLinks:
             drained=drained,
             cut_off=cut_off,
             lost=lost,
-            available_bytes_per_s=line.available_bytes_per_s or self._unmeasured_bytes_per_s or None,
+            available_bytes_per_s=line.available_bytes_per_s
+            or self._capacities.get((source, destination), self._unmeasured_bytes_per_s)
+            or None,
             promised_bytes=line.promised_bytes + unseen_bytes,
             coded_ratio=coded_ratio,
+            lines=self._names.get((source, destination), ()),
             senders=tuple(
                 (name, replace(view, coded_ratio=coded_ratio, rtt_s=view.rtt_s or line.min_rtt_s))
                 for name, view in (own.items() if is_theirs else ())
@@ -231,11 +242,19 @@ class ClusterLinks:
         wanted = (source, destination)
         return tuple(pair for pair in pairs if (clusters.get(pair[0]), clusters.get(pair[1])) == wanted)
 
+    def configure(self, config: GatewayConfig) -> None:
+        """Other links are expected, and other lines described, from now on."""
+        self._expected, self._lines = config.ways, config.lines
+        self._capacities, self._names = _capacities(config.lines), _names(config.lines)
+        self._viewed = {}
+
     def status(self) -> list["LinkStatus"]:
         """Every link, and the state of each of its senders, for operators."""
         views, of_cluster = self.views(), defaultdict[str, list[ClusterNode]](list)
         for node in self._nodes:  # once, not for every link
             of_cluster[node.cluster].append(node)
+        loads = {(view.source, view.destination): _loads(of_cluster[view.source], view) for view in views}
+        lines = uses(self._lines, {ends: sum(map(_carried, of_it)) for ends, of_it in loads.items()})
         return [
             LinkStatus(
                 source=view.source,
@@ -253,10 +272,11 @@ class ClusterLinks:
                 utilisation=view.utilisation,
                 queued_bytes=view.queued_bytes,
                 promised_bytes=view.promised_bytes,
-                rtt_s=max([load.rtt_s for load in _loads(of_cluster[view.source], view)], default=0.0),
+                rtt_s=max([load.rtt_s for load in loads[view.source, view.destination]], default=0.0),
                 min_rtt_s=view.min_rtt_s,
                 congested=view.congested,
                 coded_ratio=view.coded_ratio,
+                lines=lines.get((view.source, view.destination), ()),
             )
             for view in views
         ]
@@ -351,6 +371,18 @@ def _reported(nodes: Sequence[ClusterNode]) -> _Reported:
     return _Reported(infos, loads, [node for node in nodes if node.promised_bytes])
 
 
+def _capacities(lines: Sequence[Line]) -> dict[Ends, float]:
+    """What may go between two clusters, in bytes a second, over all lines there are."""
+    return {ends: line.bytes_per_s for ends, line in by_ends(lines).items()}
+
+
+def _names(lines: Sequence[Line]) -> dict[Ends, tuple[str, ...]]:
+    found: dict[Ends, tuple[str, ...]] = {}
+    for line in lines:
+        found[line.ends] = (*found.get(line.ends, ()), line.label)
+    return found
+
+
 def _sender(node: ClusterNode, destination: str) -> _Sender:
     promised_bytes = node.promised_bytes.get(destination, 0)
     return node.id, node.link_to(destination), promised_bytes, node.own_budget_to(destination)
@@ -386,6 +418,10 @@ def _seen_by_sender(
         min_rtt_s=load.min_rtt_s,
         estimate_error=load.estimate_error,
     )
+
+
+def _carried(load: LinkLoad) -> float:
+    return load.available_bytes_per_s * load.utilisation
 
 
 def _loads(senders: Sequence[ClusterNode], view: LinkView) -> list[LinkLoad]:

@@ -102,7 +102,7 @@ class Clusters:
         self._times = times
         self.secrets = secrets
         self._by_id: dict[str, ClusterNode] = {}
-        self._indexes = PrefixIndexes()
+        self.indexes = PrefixIndexes()
         self._changed = asyncio.Event()
         # By revision, those that say that they are ready: prefill nodes by cluster, decode nodes; None: to be looked up again.
         self._serving: dict[str, _Serving] | None = None
@@ -169,7 +169,7 @@ class Clusters:
         self.retired.add(node)
         if self._by_id.get(node.id) is node:  # else what is known by its name is another node's
             del self._by_id[node.id]
-            self._indexes.drop(node.id)
+            self.indexes.drop(node.id)
         self._serve()
 
     # What decisions ask
@@ -182,7 +182,7 @@ class Clusters:
     def index_of(self, revision: str) -> PrefixIndex | None:
         """What the nodes of a revision have cached; None before one is known."""
         served = self.revisions.get(revision)
-        return self._indexes.get(served.layout.fingerprint) if served is not None else None
+        return self.indexes.get(served.layout.fingerprint) if served is not None else None
 
     @property
     def index(self) -> PrefixIndex | None:
@@ -217,7 +217,7 @@ class Clusters:
         if index is None:
             return ReadyNodes({}, [])
         self._catch_up(self.nodes)
-        holding_of = index.match_all(prompt.hashes, prompt.transfer_tokens).get
+        holding_of = self.indexes.holdings(index.layout.fingerprint, prompt.hashes, prompt.transfer_tokens).get
 
         def seen(nodes: _Named) -> list[NodeView]:
             views = []
@@ -318,7 +318,7 @@ class Clusters:
             case NodeLoad():
                 node.reported(event, self._clock())
             case _ if node.info is not None and node not in self.retired:
-                self._indexes.apply(node.info, event)
+                self.indexes.apply(node.info, event)
         if node.state == SILENT:
             self._give_up(node, STILL_S)
 
@@ -338,14 +338,14 @@ class Clusters:
         before, known = node.state, node.info
         self._name(node, info.node_id)
         if known is not None and known.layout_fingerprint != info.layout_fingerprint:
-            self._indexes.drop(info.node_id)
+            self.indexes.drop(info.node_id)
         is_same_process = known is not None and known.boot_id == info.boot_id
         node.contexts.described(info.contexts, self._clock(), is_same_process=is_same_process)
         node.info = info
         node.connected = True
         node.suspect_until = float("-inf")
         if info.layout_json:
-            self._indexes.of(info)
+            self.indexes.of(info)
         self._serve()
         if info.layout_json and (why := self.all_served.why_unused(info)):
             log.warning("node %s is not used: %s", info.node_id, why)
@@ -358,13 +358,16 @@ class Clusters:
             node.model = self.all_served.of_node(node.info) if node.info is not None else node.model
         self._serving = None
         self._changed.set()
-        self.all_served = served = self.all_served.by(_connected(self.nodes), self._indexes.layouts(), self.secrets)
+        lost = [node.info for node in self.nodes if node.info is not None and not node.connected]
+        self.all_served = served = self.all_served.by(
+            _connected(self.nodes), self.indexes.layouts(), self.secrets, lost
+        )
         self.models, self.revisions = served.models, served.revisions
         self.served = served.models.get(served.catalog.default)
 
     def _lost(self, node: ClusterNode) -> None:
         if node.connected and node not in self.retired:
-            self._indexes.drop(node.id)
+            self.indexes.drop(node.id)
         node.connected = False
         node.reported(NodeLoad())
         if (successor := self._successors.get(node)) is not None:
@@ -380,7 +383,7 @@ class Clusters:
         if node.info is not None and (before := node.info.node_id) != name:
             if self._by_id.get(before) is node:
                 del self._by_id[before]
-            self._indexes.drop(before)
+            self.indexes.drop(before)
             self._on_renamed(before)
         bearer = self._by_id.get(name)
         if bearer is not None and bearer is not node and bearer.info is not None:
@@ -394,7 +397,7 @@ class Clusters:
             layouts = {info.layout_fingerprint for info in _connected(self.nodes)}
             return layouts | {served.layout.fingerprint for served in self.models.values()}
 
-        await self._indexes.tidy(used)
+        await self.indexes.tidy(used)
 
 
 def is_ready(clusters: Clusters, served: ServedModel) -> bool:

@@ -199,15 +199,22 @@ class ServedModels:
         return why_not(info, key, [name for name, served in self.revisions.items() if served.key == key])
 
     def by(
-        self, infos: Sequence[NodeInfo], layouts: Mapping[str, ModelLayout], secrets: NameSecrets = UNKEYED
+        self,
+        infos: Sequence[NodeInfo],
+        layouts: Mapping[str, ModelLayout],
+        secrets: NameSecrets = UNKEYED,
+        lost: Sequence[NodeInfo] = (),
     ) -> "ServedModels":
-        """As these connected nodes have them now. The last revisions of a model without any stay."""
+        """As these connected nodes have them now. The last revisions of a model without any stay.
+
+        They stay, too, while nodes of theirs are only `lost`, and those that are connected call their model otherwise.
+        """
         models, revisions = dict[str, ServedModel](), dict[str, ServedModel]()
         for each in self.catalog.models:
             mine = [info for info in infos if self.of_node(info) == each.name]
             former, before = self._of(each.name), self.models.get(each.name)
             found = self._found(each, mine, layouts, secrets)
-            if not found:
+            if not found or (before is not None and self._is_only_lost(each, before, found, lost)):
                 if before is not None:
                     models |= _renamed({each.name: before}, secrets)
                     revisions |= _renamed(former, secrets)
@@ -220,6 +227,24 @@ class ServedModels:
 
     def _of(self, key: str) -> dict[str, ServedModel]:
         return {name: each for name, each in self.revisions.items() if each.key == key}
+
+    def _is_only_lost(
+        self, table: ModelTable, before: ServedModel, found: Mapping[str, ServedModel], lost: Sequence[NodeInfo]
+    ) -> bool:
+        """Whether another model would answer in this one's name, though nodes with this one are members still."""
+        first = next(iter(found.values()))
+        is_other = first.model_id != before.model_id and first.layout.model != before.layout.model
+        if not is_other or {first.layout.model, before.layout.model} <= set(table.revisions):
+            return False
+        if not any(
+            self.of_node(info) == table.name and revision_of(info, table.name) == before.revision for info in lost
+        ):
+            return False
+        log.error(
+            "model %s is not replaced by %s: nodes that have it are lost, and may come back; remove them if they do not",
+            before.model_id, first.model_id,
+        )  # fmt: skip
+        return True
 
     def _found(
         self, table: ModelTable, infos: Sequence[NodeInfo], layouts: Mapping[str, ModelLayout], secrets: NameSecrets

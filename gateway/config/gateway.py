@@ -31,9 +31,11 @@ from gateway.config.operators import OperatorConfig, check_operators, nameless
 from gateway.config.plan import PlanConfig
 from gateway.config.request_log import RequestLogConfig
 from gateway.config.tenants import TenantConfig, check_digest, check_tenants
+from gateway.config.timeouts import Timeouts
 from gateway.config.traces import TracesConfig
 from gateway.config.wrong_keys import WrongKeysConfig
 from gateway.errors import GatewayConfigError
+from membership.lines import Line, check_lines, read_lines
 from membership.member import Member, is_here, require_address
 from planner.decisions.defaults import DEPLOYED
 from planner.decisions.routing.placement import PLACERS
@@ -140,29 +142,6 @@ class RoutingConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Timeouts:
-    """How long each step may take, in seconds. Streams have no limit in total, only between two chunks."""
-
-    connect_s: float = 5.0
-    rpc_s: float = 5.0
-    prefill_s: float = 600.0
-    first_token_s: float = 600.0
-    stream_idle_s: float = 120.0
-    client_stall_s: float = 120.0
-    body_s: float = 60.0
-    read_s: float = 120.0
-    answer_s: float = 1800.0
-    reservation_ttl_s: float = 660.0
-    drain_s: float = 600.0
-    room_s: float = 30.0
-
-    def __post_init__(self) -> None:
-        for each in fields(self):
-            value = getattr(self, each.name)
-            require(value > 0, each.name, value, "a number of seconds above 0")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Strangers:
     """What anybody may take who reaches the port, before a request of theirs is served.
 
@@ -240,6 +219,9 @@ class GatewayConfig:
     fairly. Each of its processes for long bodies remembers as much.
     `drained_dir` remembers which links are drained when the gateway is started anew.
     `links`, as "FROM:TO" by names of clusters, are shown, and missed, before any node of theirs has been heard of.
+    `lines` are described once for gateways and plans, here or in a `lines_file` that others read, too.
+    Nodes of clusters that are not `near` say what they have cached by digests, which are short and may be wrong; an empty
+    `near` has every node name every block.
     `tls_certificate` and `tls_key` are PEM files, read again when they change: with them all listeners speak HTTPS. A gateway
     that other machines reach without says so, unless `plain_api` says that this is meant.
     `certificate`, `key` and `authority` are PEM files: with them, agents are talked to over mutual TLS. `revoked` lists
@@ -284,6 +266,9 @@ class GatewayConfig:
     kept_records: int = 4096
     drained_dir: Path | None = None
     links: tuple[str, ...] = ()
+    near: tuple[str, ...] = ()
+    lines: tuple[Line, ...] = ()
+    lines_file: Path | None = None
     log_level: str = "info"
     log_format: str = "text"
     certificate: Path | None = None
@@ -342,6 +327,7 @@ class GatewayConfig:
         for link in self.links:
             source, _, destination = link.partition(":")
             require(bool(source and destination) and source != destination, "links", link, '"FROM:TO", two clusters')
+        check_lines(self.lines, "lines")
         require_one_of("log_level", self.log_level, LOG_LEVELS)
         require_one_of("log_format", self.log_format, LOG_FORMATS)
         require(self.threshold_tokens >= 0, "threshold_tokens", self.threshold_tokens, "a number of at least 0")
@@ -437,9 +423,10 @@ class GatewayConfig:
 
     @property
     def ways(self) -> tuple[tuple[str, str], ...]:
-        """`links` as pairs: source, destination."""
+        """The ends of `links` and of `lines`: source, destination."""
         pairs = (link.partition(":") for link in self.links)
-        return tuple((source, destination) for source, _, destination in pairs)
+        named = ((source, destination) for source, _, destination in pairs)
+        return tuple(dict.fromkeys((*named, *(line.ends for line in self.lines))))
 
     @property
     def identity(self) -> Identity | None:
@@ -458,7 +445,7 @@ DIVIDED: Final = (
 )
 CHANGEABLE: Final = (
     "nodes", "models", "revisions", "threshold_tokens", "max_in_flight", "max_waiting", "log_level", "admission", "classes",
-    "tenants", "operators", "operator_keys", "names_secret", "names_overlap_s",
+    "tenants", "operators", "operator_keys", "names_secret", "names_overlap_s", "links", "lines",
 )  # fmt: skip
 CHANGEABLE_ROUTING: Final = (
     "prefill_tokens_per_s", "tie_share", "placement", "balancing_ratio", "home_cluster", "cross_cluster_cache",
@@ -479,7 +466,15 @@ def load(path: Path, copy: Path | None = None) -> GatewayConfig:
         _only_a_gateway(document)
         if not {"nodes", "membership"} & document["gateway"].keys():
             raise SettingsError("[gateway]: missing: nodes")
-        return build(GatewayConfig, document["gateway"], "[gateway]", path.parent)
+        return _with_lines(build(GatewayConfig, document["gateway"], "[gateway]", path.parent))
+
+
+def _with_lines(config: GatewayConfig) -> GatewayConfig:
+    """With those of its `lines_file`. Raises SettingsError."""
+    if config.lines_file is None:
+        return config
+    require(not config.lines, "lines", "[[gateway.lines]]", "left out beside lines_file, which describes them all")
+    return replace(config, lines=read_lines(config.lines_file))
 
 
 def _only_a_gateway(document: Mapping[str, Any]) -> None:

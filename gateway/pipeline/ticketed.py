@@ -117,6 +117,8 @@ class TicketedRunner:
         self._run.links.learn_coding(node, decode, outcome)
         self._run.decider.learn(node, outcome)
         self._run.decider.learn_arrival(request, way, node, decode)
+        if way.cached_tokens and way.fetch_from is None and self._run.clusters.indexes.is_far(node.id):
+            self._run.accounts.far_hit(request, way.cached_tokens, outcome.cached_tokens)
         return outcome
 
     async def _readdress(self, hold: DecodeReservation, sender: ClusterNode) -> None:

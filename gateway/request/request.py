@@ -17,6 +17,7 @@ from gateway.ratelimit.limiter import UNLIMITED, TenantLimiter
 from gateway.request.trace_context import TraceContext
 from planner.decisions.admission.classes import UNPROMISED, ServiceClass
 from planner.decisions.routing.offload import Route
+from planner.decisions.routing.sides import ClusterWeighed
 
 
 @dataclass(slots=True)
@@ -266,6 +267,7 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     overlap: float | None
     kv_ready_minus_prefill_end_s: float | None
     timeline: dict[str, float]
+    considered: tuple[ClusterWeighed, ...] = ()  # clusters that could have prefilled, and why others did not
     error: str = ""
 
 
@@ -323,6 +325,7 @@ def record_of(request: Request, seq: int, status: int, error: str = "") -> Reque
         overlap=_overlap(outcome) if outcome else None,
         kv_ready_minus_prefill_end_s=_rounded(timeline.kv_wait_s),
         timeline=timeline.relative(),
+        considered=route.considered if route else (),
         error=error,
     )
 

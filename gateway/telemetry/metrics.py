@@ -23,6 +23,7 @@ from gateway.telemetry.added_up import added_up
 from gateway.telemetry.instruments import FileValues, build_instruments, counters, gauge, gauges, histogram, histograms
 from gateway.telemetry.process_metrics import ProcessMetrics
 from gateway.telemetry.tenant_usage import TenantUsage, spent_by
+from membership.lines import LineUse
 from planner.decisions.estimates.accuracy import Error
 from planner.decisions.plans.live_plan import LivePlan
 
@@ -106,6 +107,9 @@ class Metrics:
     _output = histogram("prfaas_output_tokens", "Tokens of answers", TOKEN_BUCKETS)
     _contexts = counters("prfaas_contexts", "Prefixes of prompts that were to be kept", "outcome")
     _fallbacks = counters("prfaas_fallbacks", "Times that a first choice did not work out", "reason")
+    _far_hits = counters(
+        "prfaas_summary_hits", "Prefixes that a digest told of, by whether the node had all of it", "outcome"
+    )
     _takeovers = counters(
         "prfaas_takeovers", "Streams whose engine failed, by whether another one went on, or why not", "outcome"
     )
@@ -271,6 +275,9 @@ class Metrics:
         if tenant and tokens:
             self._tenant_tokens[tenant, "prompt"].inc(tokens)
 
+    def far_hit(self, outcome: str) -> None:
+        self._far_hits[outcome,].inc()
+
     def fallback(self, reason: str) -> None:
         self._fallbacks[reason,].inc()
 
@@ -334,6 +341,7 @@ class Metrics:
         budgets = {(link.source, link.destination): link.budget_bytes_per_s or 0.0 for link in links}
         what = "Egress budgets of all senders of a link, silent ones too; 0: not every sender has one"
         self._seen.note("prfaas_line_budget_bytes_per_second", what, ("cluster", "link"), budgets)
+        _note_lines(self._seen, [line for link in links for line in link.lines])
         self._seen.note("prfaas_link_drained", "1 while operators want nothing new on a link", ends, drained)
 
     def observe_estimates(self, errors: Mapping[tuple[str, str], Error]) -> None:
@@ -360,10 +368,12 @@ class Metrics:
         what = "Version of the plan that is followed for a model, 0: none"
         self._seen.note("prfaas_model_plan_version", what, labels, versions)
 
-    def observe_index(self, blocks: int) -> None:
-        """Takes down what is known of the nodes' caches."""
+    def observe_index(self, blocks: int, names: int) -> None:
+        """Takes down what is known of the nodes' caches; `names` by digests."""
         what = "Blocks that nodes have cached, as far as this gateway has heard"
         self._seen.note("prfaas_known_blocks", what, (), {(): blocks})
+        what = "Short names of blocks that digests of nodes far away have"
+        self._seen.note("prfaas_known_names", what, (), {(): names})
 
     def observe_names(self, moved: float, has_earlier: bool) -> None:
         """Takes down by which secrets blocks are named."""
@@ -426,3 +436,34 @@ class _Seen(Collector):
 
     def collect(self) -> Iterable[Metric]:
         return list(self.families.values())
+
+
+def _note_lines(seen: "_Seen", lines: Collection[LineUse]) -> None:
+    for name, what, field in (
+        ("prfaas_described_line_rate_bytes_per_second", "What may go over a described line", "rate_bytes_per_s"),
+        ("prfaas_described_line_share", "Part of what goes between its ends that takes a described line", "share"),
+        ("prfaas_described_line_used_ratio", "What goes over a described line now, of what may", "used_ratio"),
+        (
+            "prfaas_described_line_warn_ratio",
+            "Part of its rate or budget at which a described line is worth a look",
+            "warn_ratio",
+        ),
+        (
+            "prfaas_described_line_critical_ratio",
+            "The same at which requests wait for it",
+            "critical_ratio",
+        ),
+        ("prfaas_described_line_price_per_gb", "Price of a gigabyte over a described line", "price_per_gb"),
+        (
+            "prfaas_described_line_rent_per_month",
+            "Price of a month of it, whatever is sent",
+            "rent_per_month",
+        ),
+        (
+            "prfaas_described_line_budget_per_month",
+            "What a month of it may cost; 0: no budget",
+            "budget_per_month",
+        ),
+    ):
+        values = {(line.name, line.source, line.destination): getattr(line, field) for line in lines}
+        seen.note(name, what, ("line", "cluster", "link"), values)

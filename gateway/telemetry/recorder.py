@@ -83,6 +83,13 @@ class RequestRecorder:
         self._metrics.fallback(reason)
         log.warning("fallback id=%s reason=%s%s", request.id, reason, f" ({error})" if error else "")
 
+    def far_hit(self, request: Request, told_tokens: int, cached_tokens: int) -> None:
+        """A node far away has computed a prompt. Its digest had told that so many tokens of it are cached."""
+        is_held = cached_tokens >= told_tokens
+        self._metrics.far_hit("held" if is_held else "missing")
+        if not is_held:
+            self.fell_back(request, "summary_wrong")
+
     def doubted(self, request: Request, reason: str, error: Exception | None = None) -> None:
         """A node refused what the client wrote: that is the client's mistake, unless the decode node answers it."""
         request.progress.doubts.append(reason)

@@ -21,7 +21,8 @@ from gateway.api.openai import NOT_JSON
 from gateway.api.sse import DATA, ERROR
 from gateway.cluster.agent_values import PrefillOutcome
 from gateway.cluster.node import ClusterNode
-from gateway.config.gateway import GatewayConfig, Timeouts
+from gateway.config.gateway import GatewayConfig
+from gateway.config.timeouts import Timeouts
 from gateway.errors import DecodeFailed, LegFailed, PrefillFailed
 from gateway.request.request import Request
 from gateway.upstream.http1 import NODE_SILENT, EngineAnswer

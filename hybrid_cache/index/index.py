@@ -76,6 +76,15 @@ class PrefixIndex:
         hashes = sum(sys.getsizeof(block_hash) for holders in self._holders for block_hash in holders)
         return hashes + sum(holders.table_bytes + holders.sets_bytes for holders in self._holders)
 
+    @property
+    def holders(self) -> Sequence[HolderSets]:
+        """The table of each group."""
+        return self._holders
+
+    def bits(self, medium: Medium) -> dict[int, str]:
+        """The nodes that have anything in a medium, by their bits in the tables."""
+        return {bit: node_id for (node_id, each), bit in self._bits.items() if each is medium}
+
     def nodes(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(node_id for node_id, _ in self._bits))
 
@@ -160,7 +169,7 @@ class PrefixIndex:
             found = dict.fromkeys(known.names.values(), most)
             for nodes, holding in sets:
                 if holding is not most:
-                    found.update([(known.names[bit], holding) for bit in _bits_of(nodes)])
+                    found.update([(known.names[bit], holding) for bit in bits_of(nodes)])
         return found | look.each(alone) if alone else found
 
     def _look_up(self) -> "_Known":
@@ -365,7 +374,8 @@ def _lowest_free(used: int) -> int:
     return free & -free
 
 
-def _bits_of(bits: int) -> Iterator[int]:
+def bits_of(bits: int) -> Iterator[int]:
+    """Each bit alone, the lowest first."""
     while bits:
         yield bits & -bits
         bits &= bits - 1

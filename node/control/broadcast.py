@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Protocol
 
 from transport.control.proto import node_pb2 as pb
 
@@ -13,6 +14,12 @@ MAX_QUEUED_EVENTS = 4096
 
 class WatcherTooSlow(Exception):
     """The watcher's queue overflowed; its stream must end."""
+
+
+class EventListener(Protocol):
+    """Hears events as they are published."""
+
+    def offer(self, event: pb.NodeEvent) -> None: ...
 
 
 class Watcher:
@@ -43,7 +50,7 @@ class Broadcast:
     """Publishes to all current watchers."""
 
     def __init__(self) -> None:
-        self._watchers: set[Watcher] = set()
+        self._watchers: set[EventListener] = set()
 
     @property
     def watching(self) -> int:
@@ -59,6 +66,14 @@ class Broadcast:
             yield watcher
         finally:
             self._watchers.discard(watcher)
+
+    def tell(self, listener: EventListener) -> None:
+        """Has a listener hear everything from now on."""
+        self._watchers.add(listener)
+
+    def forget(self, listener: EventListener) -> None:
+        """Undoes `tell`."""
+        self._watchers.discard(listener)
 
     def publish(self, event: pb.NodeEvent) -> None:
         """Offers the event to every watcher; never blocks."""

@@ -93,6 +93,7 @@ class LinkView(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     link although others can, `lost` those (sender, receiver) that have no connection although the sender has others.
     `senders` are the same for each sender alone, by name, where each has a budget that no other one can use: what one
     of them sends leaves at its own rate, behind what is its own. Empty: the link is theirs together.
+    `lines` are the names of those that are described between its ends.
     """
 
     source: str
@@ -113,6 +114,7 @@ class LinkView(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     estimate_error: float = 0.0
     coded_ratio: float = 1.0
     senders: tuple[tuple[str, "LinkView"], ...] = ()
+    lines: tuple[str, ...] = ()
 
     @property
     def rate_bytes_per_s(self) -> float | None:

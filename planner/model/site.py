@@ -4,13 +4,14 @@ Units are in the key names, an unknown key is an error that names it, and tables
 """
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 
+from membership.lines import Line, by_ends, check_lines, read_lines
 from planner.decisions.views import ClusterKind
 from planner.errors import InputError
 from planner.model.demand.fitted import (
@@ -40,10 +41,8 @@ from transport.control.settings import (
     require_tables,
 )
 
-BYTES_PER_S_PER_GBPS: Final = 1e9 / 8
 INSTANCES: Final = Range(0, 1e5, "instances", is_whole=True)
 PRICE: Final = Range(0, 1e12)
-RTT: Final = Range(0, 1e6, "milliseconds")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,34 +73,6 @@ class Cluster:
         if self.fetch_gbps is not None:
             GBPS.of("fetch_gbps", self.fetch_gbps)
         SHARE.of("home_share", self.home_share)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Link:
-    """Egress from a PrfaaS cluster to a PD cluster. `quantiles_gbps` are capacities that robust plans must stand.
-
-    `rtt_ms` counts in simulations; next to prefills of seconds, plans leave it out.
-    """
-
-    source: str
-    destination: str
-    capacity_gbps: float
-    price_per_hour_per_gbps: float = 0.0
-    rtt_ms: float = 0.0
-    quantiles_gbps: tuple[float, ...] = ()
-    provenance: str = ""
-
-    def __post_init__(self) -> None:
-        GBPS.of("capacity_gbps", self.capacity_gbps)
-        PRICE.of("price_per_hour_per_gbps", self.price_per_hour_per_gbps)
-        RTT.of("rtt_ms", self.rtt_ms)
-        for at, quantile in enumerate(self.quantiles_gbps):
-            GBPS.of(f"quantiles_gbps[{at}]", quantile)
-        require(self.source != self.destination, "destination", self.destination, "another cluster than the source")
-
-    @property
-    def bytes_per_s(self) -> float:
-        return self.capacity_gbps * BYTES_PER_S_PER_GBPS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,7 +141,7 @@ class Site:
     name: str
     profile: ModelProfile
     clusters: tuple[Cluster, ...]
-    links: tuple[Link, ...]
+    links: tuple[Line, ...]
     workload: Workload
     slo: Slo = field(default_factory=Slo)
     deployments: Mapping[str, Deployment] = field(default_factory=dict)
@@ -196,7 +167,7 @@ class Site:
                 f"clusters: home_share adds up to {total:g} over pd clusters; it must be 1, or be left out"
             )
 
-    def _check_direction(self, link: Link) -> None:
+    def _check_direction(self, link: Line) -> None:
         """KVCache goes from PrfaaS to PD clusters; prefixes that move take the same line. Raises InputError."""
         source, destination = (
             next(cluster.kind for cluster in self.clusters if cluster.name == end)
@@ -222,7 +193,7 @@ class Site:
         shares = {cluster.name: cluster.home_share for cluster in self.of_kind(ClusterKind.PD)}
         return shares if any(shares.values()) else {}
 
-    def link(self, source: str, destination: str) -> Link | None:
+    def link(self, source: str, destination: str) -> Line | None:
         """The link between two clusters, if there is one."""
         ends = (source, destination)
         return next((link for link in self.links if (link.source, link.destination) == ends), None)
@@ -279,7 +250,8 @@ class _Document:
     profile: Path
     workload: Mapping[str, Any]
     clusters: tuple[Cluster, ...] = ()
-    links: tuple[Link, ...] = ()
+    links: tuple[Line, ...] = ()
+    lines_file: Path | None = None
     slo: Slo = field(default_factory=Slo)
     deployments: Mapping[str, Any] = field(default_factory=dict)
 
@@ -290,11 +262,14 @@ class _Document:
 def parse_site(table: Mapping[str, Any], folder: Path) -> Site:
     """A site from its TOML form; paths in it are relative to `folder`. Raises SettingsError or InputError."""
     document = build(_Document, table, "", folder)
+    described = read_lines(document.lines_file) if document.lines_file is not None else ()
+    lines = (*document.links, *(line for line in described if _is_of(line, document.clusters)))
+    check_lines(lines, "links")
     site = Site(
         name=document.name,
         profile=load_profile(document.profile),
         clusters=document.clusters,
-        links=document.links,
+        links=tuple(by_ends(lines).values()),
         workload=parse_workload(document.workload, folder),
         slo=document.slo,
         deployments={
@@ -308,6 +283,12 @@ def parse_site(table: Mapping[str, Any], folder: Path) -> Site:
         with placed(f"[deployments.{name}]"):
             _check_deployment(site, deployment)
     return site
+
+
+def _is_of(line: Line, clusters: Sequence[Cluster]) -> bool:
+    """Whether a line of a file for a whole fleet is one of this site."""
+    names = {cluster.name for cluster in clusters}
+    return {line.source, line.destination} <= names
 
 
 def _check_deployment(site: Site, deployment: Deployment) -> None:

@@ -15,14 +15,23 @@ from pathlib import Path
 from typing import Final
 
 from membership.etcd.settings import EtcdConfig
+from membership.lines import BYTES_PER_S_PER_GBPS, read_lines
 from planner.errors import InputError
 from planner.model.profile import load_profile
-from planner.model.site import BYTES_PER_S_PER_GBPS
 from planner.solve.control.controller import ControllerConfig, HardwareModel
 from planner.solve.control.ledger import PlanLimits
 from planner.solve.control.readings import Units
 from transport.control.secret_files import read_secret
-from transport.control.settings import SettingsError, build, in_file, read_toml, require, require_known, require_range
+from transport.control.settings import (
+    SettingsError,
+    build,
+    in_file,
+    mapped,
+    read_toml,
+    require,
+    require_known,
+    require_range,
+)
 from transport.path.tcp import is_loopback
 from transport.peers.guard import Guard
 from transport.peers.name import PeerRole
@@ -60,6 +69,7 @@ class ServiceConfig:
     pd_hardware: str
     prfaas_hardware: str = ""
     egress_gbps: float = 0.0
+    lines_file: Path | None = None
     gateways: tuple[str, ...] = ()
     gateway_model: str = ""
     host: str = "127.0.0.1"
@@ -89,6 +99,10 @@ class ServiceConfig:
         for name in ("drain_timeout_s", "poll_timeout_s", "log_bytes", "time_scale", "token_scale", "byte_scale"):
             require(getattr(self, name) > 0, name, getattr(self, name), "a number above 0")
         require(self.egress_gbps >= 0, "egress_gbps", self.egress_gbps, "a number of at least 0")
+        if self.lines_file is not None and self.egress_gbps:
+            raise SettingsError(
+                "egress_gbps and lines_file: what the lines carry is in their file; leave egress_gbps out"
+            )
         require(not self.url or self.url.startswith(("http://", "https://")), "url", self.url, "an http(s) URL")
         if self.url and self.etcd is None:
             raise SettingsError("url: it is what other services say with etcd, and there is no [plan.etcd]")
@@ -148,9 +162,16 @@ class ServiceConfig:
             remote=profile.prefill_on(self.prfaas_hardware or self.pd_hardware),
             kv=profile.kv_size(),
             num_prfaas=0,
-            egress_bytes_per_s=self.egress_gbps * BYTES_PER_S_PER_GBPS,
+            egress_bytes_per_s=self._egress_bytes_per_s(),
             decode_s_per_token=decode.full_step_s / decode.max_running,
         )
+
+    def _egress_bytes_per_s(self) -> float:
+        """What all lines carry together. Raises InputError."""
+        if self.lines_file is None:
+            return self.egress_gbps * BYTES_PER_S_PER_GBPS
+        with mapped(InputError):
+            return sum(line.bytes_per_s for line in read_lines(self.lines_file))
 
     def peers(self) -> Guard | None:
         """What knows the rights of those who ask; None: no certificates are asked for. Raises InputError."""

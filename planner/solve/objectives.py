@@ -3,8 +3,8 @@
 from dataclasses import replace
 from typing import Final
 
+from membership.lines import BYTES_PER_S_PER_GBPS
 from planner.errors import Infeasible, InputError
-from planner.model.site import BYTES_PER_S_PER_GBPS
 from planner.solve.aims import Aim
 from planner.solve.problem import Problem, best_cut
 from planner.solve.search import Cut

@@ -7,11 +7,12 @@ from typing import Any, Final
 
 import numpy as np
 
+from membership.lines import BYTES_PER_S_PER_GBPS
 from planner.decisions.defaults import DEPLOYED
 from planner.errors import Infeasible
 from planner.model.profile import provenance_kind
 from planner.model.queueing import Ttft
-from planner.model.site import BYTES_PER_S_PER_GBPS, Deployment, Site
+from planner.model.site import Deployment, Site
 from planner.solve.aims import Aim
 from planner.solve.decode_memory import BatchLimit
 from planner.solve.goals import Objective, ServiceTime

@@ -5,11 +5,12 @@ from typing import Any, Final
 
 import numpy as np
 
+from membership.lines import Line
 from planner.decisions.views import ClusterKind
 from planner.errors import Infeasible, InputError
 from planner.model.increments import full_chance
 from planner.model.profile import DecodeProfile, Floats, KvSize, PrefillCurve
-from planner.model.site import Cluster, Deployment, Link, Site
+from planner.model.site import Cluster, Deployment, Site
 from planner.model.throughput import decode_seconds
 from planner.model.traffic import Lengths
 from planner.solve.decode_memory import BatchLimit, DecodeMemory, decode_of, memory_of
@@ -62,7 +63,7 @@ class Problem:
     decode: DecodeProfile
     prfaas: Cluster | None
     pd: Cluster
-    link: Link | None
+    link: Line | None
     variant: Deployment = field(default_factory=Deployment)
     burst_index: float = 1.0
     output_spread: float = 0.0

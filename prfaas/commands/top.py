@@ -45,7 +45,10 @@ class Screen:
         """All of it, with the `max_nodes` nodes that need looking at most."""
         assert self._latest is not None
         now = self._latest
-        parts: list[RenderableType] = [self._head(now), _links(now["links"]), self._clusters(now)]
+        parts: list[RenderableType] = [self._head(now), _links(now["links"])]
+        if lines := [line for link in now["links"] for line in link["status"].get("lines", ())]:
+            parts.append(_lines(lines))
+        parts.append(self._clusters(now))
         parts.append(_nodes(now["nodes"], max_nodes))
         if lost := _lost(now.get("registries", ())):
             parts.append(lost)
@@ -118,6 +121,25 @@ def _links(links: Iterable[Mapping[str, Any]]) -> Table:
             seconds(status["rtt_s"]),
             f"{link['retransmit_ratio']:.2%}",
             f"{link['pressure']:.2f}",
+        )
+    return table
+
+
+def _lines(lines: Iterable[Mapping[str, Any]]) -> Table:
+    """Lines that are described: what they carry, and what a month at this rate costs."""
+    table = _table("line", "ends", "used", "carries", "ours", "a month", "budget", "shared with")
+    for line in lines:
+        style = {"critical": "bold magenta", "warn": "yellow"}.get(line["level"], "")
+        word = f" {line['level'].upper()}" if style else ""
+        table.add_row(
+            line["name"],
+            f"{line['source']} → {line['destination']}",
+            Text(f"{line['used_ratio']:.0%}{word}", style=style),
+            rate(line["carried_bytes_per_s"]),
+            rate(line["rate_bytes_per_s"]),
+            f"{line['spend_per_month']:,.0f}",
+            f"{line['budget_per_month']:,.0f}" if line["budget_per_month"] else "–",
+            ", ".join(line["shared_by"]) or "–",
         )
     return table
 

@@ -16,9 +16,9 @@ from engine.byte_tokenizer import save_byte_tokenizer
 from engine.emulated.standin import StandIn, StandInWindow
 from engine.errors import ModelError
 from engine.runtime.scheduler import MAX_RUNNING
+from membership.lines import BYTES_PER_S_PER_GBPS
 from planner.errors import InputError
 from planner.model.profile import ModelProfile, load_profile
-from planner.model.site import BYTES_PER_S_PER_GBPS
 from prfaas.errors import TopologyError
 from transport.control.settings import require
 

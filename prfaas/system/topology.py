@@ -21,12 +21,13 @@ nodes = [{ node_id = "east-p0", role = "prefill" }]
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from engine.torch.tiny import ARCHITECTURES
 from gateway.config.gateway import GatewayConfig
+from membership.lines import BYTES_PER_S_PER_GBPS, Line, by_ends, check_lines
 from node.config import BOOT_KEY, IDENTITY_KEYS, NodeConfig
 from planner.service.config import ServiceConfig
 from prfaas.errors import TopologyError
@@ -45,7 +46,7 @@ from transport.control.settings import (
 
 PATHS = (
     "path", "profile", "tokenizer_dir", "models_dir", "token_file", "gateway_key_file", "tls_certificate", "tls_key",
-    "metrics_key", "names_secret", "ssd_key",
+    "metrics_key", "names_secret", "ssd_key", "lines_file",
 )  # fmt: skip
 DEFAULT_FILE = Path(__file__).parents[1] / "data" / "local.toml"
 
@@ -102,24 +103,12 @@ class ClusterTable:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LinkTable:
-    """One of [[links]]: what may leave `source` for `destination`, a part of it for each node of `source`."""
-
-    source: str
-    destination: str
-    capacity_gbps: float
-
-    def __post_init__(self) -> None:
-        require(self.capacity_gbps > 0, "capacity_gbps", self.capacity_gbps, "a number above 0")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class _Document:
     """The tables that a file may have."""
 
     clusters: tuple[ClusterTable, ...]
     model: ModelChoice
-    links: tuple[LinkTable, ...] = ()
+    links: tuple[Line, ...] = ()
     gateway: Mapping[str, Any] = field(default_factory=dict)
     node: Mapping[str, Any] = field(default_factory=dict)
     plan: Mapping[str, Any] | None = None
@@ -198,9 +187,9 @@ def _parse(table: Mapping[str, Any], state_dir: Path) -> Topology:
     if "clusters" not in table:
         raise SettingsError(_what_it_is(table))
     document = build(_Document, dict(table), "")
-    model, gateway = document.model, document.gateway
-    common = {**document.node, "served_model": model.served_name}
     _check_links(document)
+    model, gateway = document.model, {**_lines(document), **document.gateway}
+    common = {**document.node, "served_model": model.served_name}
     tables = [
         (where, {**egress, **table, **_model_of(table, cluster, model, state_dir)})
         for index, cluster in enumerate(document.clusters)
@@ -253,7 +242,9 @@ def _plan(table: Mapping[str, Any], document: _Document) -> Mapping[str, Any]:
         "profile": model.profile,
         "pd_hardware": hardware.get("pd", ""),
         "prfaas_hardware": hardware.get("prfaas", ""),
-        "egress_gbps": sum(link.capacity_gbps for link in document.links if link.destination in homes),
+        "egress_gbps": sum(
+            line.capacity_gbps - line.shared_gbps for line in document.links if line.destination in homes
+        ),
         "time_scale": model.time_scale,
         "token_scale": model.token_scale,
         "byte_scale": model.byte_scale,
@@ -270,17 +261,35 @@ def _plan(table: Mapping[str, Any], document: _Document) -> Mapping[str, Any]:
 
 def _check_links(document: _Document) -> None:
     known = [cluster.name for cluster in document.clusters]
+    check_lines(document.links, "links")
     for link in document.links:
-        for end in (link.source, link.destination):
+        require(link.capacity_gbps > 0, "capacity_gbps", link.capacity_gbps, "a number above 0")
+        for end in link.ends:
             require_one_of("links", end, tuple(known))
 
 
+def _lines(document: _Document) -> Mapping[str, Any]:
+    """The lines as the gateway reads them, at the scale of what stands in for the model."""
+    scale = document.model.scale.bytes_per_s(1.0) / BYTES_PER_S_PER_GBPS
+    rates = {"capacity_gbps", "shared_gbps"}
+    tables = [
+        {
+            each.name: getattr(line, each.name) * scale if each.name in rates else getattr(line, each.name)
+            for each in fields(line)
+            if getattr(line, each.name) != each.default and each.name != "quantiles_gbps"
+        }
+        for line in document.links
+    ]
+    is_said = {"lines", "lines_file"} & document.gateway.keys()
+    return {"lines": tables} if tables and not is_said else {}
+
+
 def _egress(document: _Document, cluster: ClusterTable) -> Mapping[str, Any]:
-    """A link's capacity, in equal parts: nodes know nothing of each other's egress."""
+    """What all lines to a cluster carry, in equal parts: nodes know nothing of each other's egress."""
     rates = {
-        link.destination: document.model.scale.bytes_per_s(link.capacity_gbps) / len(cluster.nodes)
-        for link in document.links
-        if link.source == cluster.name and cluster.nodes
+        destination: document.model.scale.bytes_per_s(line.capacity_gbps - line.shared_gbps) / len(cluster.nodes)
+        for (source, destination), line in by_ends(document.links).items()
+        if source == cluster.name and cluster.nodes
     }
     return {"egress_bytes_per_s": rates} if rates else {}
 

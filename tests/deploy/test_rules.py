@@ -114,6 +114,15 @@ NODE = 'instance="n", cluster="east"'
 LINK = f'{NODE}, link="west", peer="p"'
 FIRES, CLEARS = "55m", "150m"
 
+LINE = f'{GATEWAY}, line="carrier-a", cluster="east", link="west"'
+
+
+def described_line(bytes_per_s: int) -> dict[str, str]:
+    """What a gateway tells of a line that takes all that goes from east to west."""
+    told = {"rate_bytes_per_second": bytes_per_s, "share": 1, "warn_ratio": 0.65, "critical_ratio": 0.8}
+    return {f"prfaas_described_line_{name}{{{LINE}}}": f"{value}x180" for name, value in told.items()}
+
+
 CAUSES: dict[str, dict[str, str]] = {
     "PrfaasGatewayDown": {f"up{{{GATEWAY}}}": "0x60 1x120"},
     "PrfaasNoDecodeNode": {
@@ -196,6 +205,22 @@ CAUSES: dict[str, dict[str, str]] = {
         f"prfaas_link_budget_bytes_per_second{{{LINK}}}": "5000000x180",
         f'prfaas_line_budget_bytes_per_second{{{GATEWAY}, cluster="east", link="west"}}': "10000000x180",
     },
+    "PrfaasLineBusy": {
+        f"prfaas_link_sent_bytes_total{{{LINK}}}": "0+420000000x60 25200000000+300000000x120",
+        **described_line(10_000_000),
+    },
+    "PrfaasLineSaturated": {
+        f"prfaas_link_sent_bytes_total{{{LINK}}}": "0+510000000x60 30600000000+300000000x120",
+        **described_line(10_000_000),
+    },
+    # Of 1000 a month, 50 are rent and 600 what was sent; then the budget is raised.
+    "PrfaasLineSpend": {
+        f"prfaas_link_sent_bytes_total{{{LINK}}}": "0+400000000000x180",
+        **described_line(10_000_000_000),
+        f"prfaas_described_line_price_per_gb{{{LINE}}}": "0.05x180",
+        f"prfaas_described_line_rent_per_month{{{LINE}}}": "50x180",
+        f"prfaas_described_line_budget_per_month{{{LINE}}}": "1000x60 100000x120",
+    },
     "PrfaasLinkLossy": {f"prfaas_link_retransmit_ratio{{{LINK}}}": "0.02x60 0.001x120"},
     "PrfaasLinkCongested": {f"prfaas_link_congested{{{LINK}}}": "1x60 0x120"},
     "PrfaasPlanServiceAway": {
@@ -229,7 +254,11 @@ def test_alerts_fire_on_their_cause_and_clear_after_it(tmp_path: Path) -> None:
 
 
 # What is above the higher of two limits is above the lower one.
-IMPLIED = {"PrfaasLinkSaturated": "PrfaasLinkBusy", "PrfaasSenderSaturated": "PrfaasSenderBusy"}
+IMPLIED = {
+    "PrfaasLinkSaturated": "PrfaasLinkBusy",
+    "PrfaasSenderSaturated": "PrfaasSenderBusy",
+    "PrfaasLineSaturated": "PrfaasLineBusy",
+}
 
 
 def test_a_dead_link_is_told_once_though_both_of_its_signs_are_seen() -> None:

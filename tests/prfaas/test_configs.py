@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from gateway.config.gateway import load as load_gateway
+from membership.lines import by_ends, read_lines
 from node.config import load_node_config
 from planner.model.site import load_site
 from planner.solve.plan import outline
@@ -24,6 +25,11 @@ def test_gateway() -> None:
     config = load_gateway(CONFIGS / "hosts" / "gateway.toml")
     agents = {f"{node.host}:{node.control_port}" for node in map(load_node_config, CONFIGS.glob("hosts/*-*.toml"))}
     assert {node.agent for node in config.nodes} == agents
+
+
+def test_lines() -> None:
+    (both,) = by_ends(read_lines(CONFIGS / "lines.toml")).values()
+    assert (both.label, both.shared_by) == ("carrier-a + carrier-b", ("backups",))
 
 
 @pytest.mark.parametrize(

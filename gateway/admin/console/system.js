@@ -4,9 +4,10 @@ import { h, meter, panel, Table, text, Tile } from "./dom.js";
 import { Chart } from "./charts.js";
 import { Topology } from "./topology.js";
 import { breaker, carried, FULL, level, linkName, quantile } from "./model.js";
-import { bytes, pair, percent, rate, seconds, tokens } from "./numbers.js";
+import { bytes, count, pair, percent, rate, seconds, tokens } from "./numbers.js";
 
 const LAST_S = 60;
+const LINE_LEVELS = { ok: "ok", warn: "busy", critical: "full" };
 const levelWord = { ok: "", busy: "≥ 65 %", full: "≥ 80 %", down: "down", drained: "drained" };
 
 export class System {
@@ -40,11 +41,22 @@ export class System {
       { head: "pressure", cell: (row) => row.link.pressure.toFixed(2), isNumber: true },
       { head: "≥ 80 % or down, 5 min", cell: (row) => percent(row.violation), isNumber: true },
     ], { empty: "no link: no PrfaaS node and decode node are connected", isNamed: true, onPick: (row) => this.pick({ link: linkName(row.link.status) }) });
+    this.lines = new Table("Lines", [
+      { head: "line", cell: (row) => row.name, isHead: true },
+      { head: "ends", cell: (row) => linkName(row) },
+      { head: "used", cell: (row) => meter(row.used_ratio, `${percent(row.used_ratio)} ${row.level}`, LINE_LEVELS[row.level]) },
+      { head: "carries", cell: (row) => rate(row.carried_bytes_per_s), isNumber: true },
+      { head: "ours", cell: (row) => rate(row.rate_bytes_per_s), isNumber: true },
+      { head: "a month", cell: (row) => count(row.spend_per_month), isNumber: true },
+      { head: "budget", cell: (row) => (row.budget_per_month ? count(row.budget_per_month) : "–"), isNumber: true },
+      { head: "shared with", cell: (row) => row.shared_by.join(", ") || "–" },
+    ], { empty: "no line is described", isNamed: true });
     this.element = h(
       "div", {},
       h("dl", { class: "tiles" }, Object.values(this.tiles).map((tile) => tile.element)),
       panel("Clusters and links", h("div", { class: "canvas" }, this.topology.element), legend(), this.detail),
       panel("Links", this.links.element),
+      panel("Lines", this.lines.element),
     );
   }
 
@@ -75,6 +87,7 @@ export class System {
     this.links.update(snapshot.links.map((link) => ({
       key: linkName(link.status), row: { link, violation: history.violation(linkName(link.status), FULL) },
     })));
+    this.lines.update(snapshot.links.flatMap((link) => link.status.lines).map((line) => ({ key: line.name, row: line })));
     if (this.picked) this.showDetail(history);
   }
 

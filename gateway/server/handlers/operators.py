@@ -169,7 +169,7 @@ class OperatorEndpoints:
         self._metrics.observe_estimates(default.router.errors())
         self._metrics.observe_plan(default.follower.plan, datetime.now(UTC).timestamp())
         index = self._clusters.index
-        self._metrics.observe_index(len(index) if index is not None else 0)
+        self._metrics.observe_index(len(index) if index is not None else 0, self._clusters.indexes.num_names)
         standing = self._models_served.standing()
         self._metrics.observe_models(
             {each.model: each.is_ready for each in standing},

@@ -6,9 +6,10 @@ from typing import Any, Final
 
 import numpy as np
 
+from membership.lines import BYTES_PER_S_PER_GBPS
 from planner.commands.rendering.charts import ChartLine, ChartMark, Swing, heat_map, line_chart, tornado
 from planner.commands.rendering.text import LABELS
-from planner.model.site import BYTES_PER_S_PER_GBPS, Site
+from planner.model.site import Site
 from planner.simulator.outcome import SimulationOutcome, over_seeds
 from planner.solve.plan import Plan
 from planner.solve.problem import Problem, SolveOptions, best_cut, pose

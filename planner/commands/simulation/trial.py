@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
+from membership.lines import BYTES_PER_S_PER_GBPS
 from planner.commands.argument_types import MOST
 from planner.commands.capacity.options import options_of, site_of
 from planner.commands.rendering.output import remark
@@ -16,7 +17,7 @@ from planner.decisions.views import ClusterKind
 from planner.errors import InputError
 from planner.model.fitting import workload_of
 from planner.model.reading import GBPS, SECONDS, SHARE, Range, named, read_columns
-from planner.model.site import BYTES_PER_S_PER_GBPS, Site
+from planner.model.site import Site
 from planner.model.traces import read_requests
 from planner.model.workload import Trace
 from planner.simulator.policies import Estimates

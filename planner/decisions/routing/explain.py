@@ -16,9 +16,7 @@ from planner.decisions.routing.offload import (
     ReadyNodes,
     Reason,
     Route,
-    Side,
     Target,
-    best_remote,
     compared_tokens,
     is_fed,
     route_among,
@@ -26,6 +24,7 @@ from planner.decisions.routing.offload import (
 )
 from planner.decisions.routing.placement import PlacementPolicy, Placer, PrefillChoice, choose_decode, has_memory
 from planner.decisions.routing.policy import RoutingPolicy
+from planner.decisions.routing.sides import Side, best_remote
 from planner.decisions.views import ClusterKind, LinkView, NodeView, PrefillCost, RouteRequest
 
 SLOWEST: Final = 1e-9  # of two predictions that are as good as equal

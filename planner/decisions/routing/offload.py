@@ -20,15 +20,14 @@ from msgspec import structs
 
 from planner.decisions.routing.arrivals import bytes_to_send, sending_of
 from planner.decisions.routing.congestion import is_scarce, pressure
-from planner.decisions.routing.lines import soonest_senders
 from planner.decisions.routing.placement import (
     PlacementPolicy,
     Placer,
     PrefillChoice,
     longest_holder,
-    soonest_s,
 )
 from planner.decisions.routing.policy import RoutingPolicy
+from planner.decisions.routing.sides import ClusterWeighed, Side, best_remote, lines_of, remote_delay_s
 from planner.decisions.views import ClusterKind, LinkView, NodeView, PrefillCost, Role, RouteRequest
 from planner.errors import NobodyPrefills, NoReadyNode
 
@@ -94,7 +93,7 @@ class Route(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     cross a link, and `coded_bytes` is their predicted size after coding. `link_s` is when they will have crossed,
     behind everything queued before. By `fetch_limit_s` the prefill node would have computed what it is handed; the
     decode node has `held_tokens`, and, where `shared_tokens` are not 0, so many in `shared_s`: those are waited for,
-    and not sent again.
+    and not sent again. `considered` are the clusters that could have prefilled, where that was a question.
     """
 
     target: Target
@@ -114,6 +113,7 @@ class Route(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     held_tokens: int = 0
     shared_tokens: int = 0
     shared_s: float = 0.0
+    considered: tuple[ClusterWeighed, ...] = ()
 
     @property
     def arrives_s(self) -> float:
@@ -237,7 +237,24 @@ def _route_to(
         held_tokens=decode.attention_tokens,
         shared_tokens=sending.shared_tokens,
         shared_s=sending.shared_s,
+        considered=_considered(decode.cluster, local, remote, verdict.target, reason),
     )
+
+
+def _considered(home: str, local: Side, remote: Side, target: Target, reason: Reason) -> tuple[ClusterWeighed, ...]:
+    """Both sides, and the remote clusters that lost to the best of them."""
+    is_local = target is Target.LOCAL
+    lost_at_home = str(reason) if local.prefill else "no_node"
+    at_home = ClusterWeighed(cluster=home, why_not="" if is_local else lost_at_home)
+    if not remote.prefill:
+        return (at_home, *remote.lost)
+    best = ClusterWeighed(
+        cluster=remote.cluster,
+        why_not=str(reason) if is_local else "",
+        delay_s=remote.delay_s,
+        lines=lines_of(remote),
+    )
+    return (at_home, best, *remote.lost)
 
 
 def _is_short_increment(request: RouteRequest, decode: NodeView, policy: RoutingPolicy) -> bool:
@@ -254,88 +271,6 @@ def _seen_s(request: RouteRequest, choice: PrefillChoice, decode: NodeView, remo
     if remote is None or remote.link is None:
         return choice.ttft_s
     return max(choice.ttft_s, remote.link.arrives_s(bytes_to_send(request, decode)))
-
-
-class Side:
-    """One cluster as a place to prefill: its prefill nodes, all holders of prefixes, its longest prefix, its egress."""
-
-    __slots__ = ("_holders", "cluster", "decodes", "link", "prefill")
-
-    def __init__(
-        self, prefill: list[NodeView], decodes: list[NodeView], cluster: str, link: LinkView | None = None
-    ) -> None:
-        self.prefill = prefill
-        self.decodes = decodes
-        self.cluster = cluster
-        self.link = link
-        self._holders: list[NodeView] | None = None
-
-    def only(self, prefill: list[NodeView], link: LinkView) -> Self:
-        """The same with fewer prefill nodes, over `link`; those left out still hand over prefixes."""
-        side = type(self)(prefill, self.decodes, self.cluster, link)
-        side._holders = self.holders() if len(prefill) < len(self.prefill) else None
-        return side
-
-    def holders(self) -> list[NodeView]:
-        if self._holders is None:
-            self._holders = self.prefill + [node for node in self.decodes if node.cluster == self.cluster]
-        return self._holders
-
-    def lenders(self, policy: RoutingPolicy) -> list[NodeView]:
-        # Without transfers inside the cluster only the node that computes can use its prefix.
-        return self.holders() if policy.placement.fetch_bytes_per_s else self.prefill
-
-    def cached_tokens(self, policy: RoutingPolicy) -> int:
-        """The longest prefix that a prefill here can begin with: its node's own, or one that its node is sent."""
-        own = max([node.cached_tokens for node in self.prefill], default=0)
-        return max(own, self.movable_tokens()) if policy.placement.fetch_bytes_per_s else own
-
-    def movable_tokens(self) -> int:
-        """The longest prefix that a node here can send to another one."""
-        holder = longest_holder(self.holders())
-        return holder.movable_tokens if holder is not None else 0
-
-    def queue_s(self, cost: PrefillCost) -> float:
-        return min(cost.queues_s(self.prefill))
-
-    def soonest_s(self, request: RouteRequest, cost: PrefillCost) -> float:
-        return soonest_s(request, self.prefill, cost)
-
-
-def best_remote(
-    request: RouteRequest,
-    prefills: Mapping[str, list[NodeView]],
-    decodes: list[NodeView],
-    links: Iterable[LinkView],
-    decode: NodeView,
-    cost: PrefillCost,
-) -> Side:
-    """The PrfaaS cluster with a live link to the decode node's whose queue and egress are done first.
-
-    A side without a link stands for PrfaaS nodes that cannot be reached; without nodes, for none being ready.
-    """
-    reachable = []
-    for link in links:
-        if link.up and link.destination == decode.cluster:
-            nodes = prefills.get(link.source)
-            if nodes is not None and (link.cut_off or link.lost):
-                nodes = [node for node in nodes if link.carries(node.node_id, decode.node_id)]
-            if nodes and nodes[0].kind is ClusterKind.PRFAAS:
-                side = Side(nodes, decodes, link.source, link)
-                own = soonest_senders(link, nodes, request, decode, cost) if link.senders else None
-                reachable.append(side.only(*own) if own else side)
-    if len(reachable) == 1:
-        return reachable[0]
-    if reachable:
-        return min(reachable, key=lambda side: _remote_delay_s(request, side, decode, cost))
-    cut_off = [nodes for nodes in prefills.values() if nodes[0].kind is ClusterKind.PRFAAS]
-    return Side(cut_off[0], decodes, cut_off[0][0].cluster) if cut_off else Side([], decodes, "")
-
-
-def _remote_delay_s(request: RouteRequest, side: Side, decode: NodeView, cost: PrefillCost) -> float:
-    assert side.link is not None
-    # Layers leave while later ones are computed, so the slower of the two is seen (§3.4.1).
-    return max(side.soonest_s(request, cost), side.link.arrives_s(bytes_to_send(request, decode)))
 
 
 class _Verdict(msgspec.Struct, frozen=True, gc=False):
@@ -381,7 +316,7 @@ def _decide(
     strain = 1.0 if link.sent_s(bytes_to_send(request, decode)) > home_s else pressure(link, policy)
     raised = threshold * policy.congestion_factor**strain if strain < 1 else float("inf")
     # Giving way must help: prefill at home may be the busier of the two.
-    if strain and uncached <= raised and home_s <= _remote_delay_s(request, remote, decode, cost):
+    if strain and uncached <= raised and home_s <= remote_delay_s(request, remote, decode, cost):
         return _Verdict(Target.LOCAL, Reason.CONGESTED, raised)
     remote_queue_s = remote.queue_s(cost)
     if remote_queue_s > policy.remote_queue_s and remote_queue_s > local.queue_s(cost) + policy.remote_queue_s:

@@ -12,6 +12,7 @@ from typing import Any, Final
 import numpy as np
 
 from hybrid_cache.eviction.choice import DEFAULT
+from membership.lines import BYTES_PER_S_PER_GBPS
 from planner.decisions.admission.overload import AdmissionPolicy
 from planner.decisions.defaults import DEPLOYED
 from planner.decisions.routing.placement import PlacementPolicy
@@ -19,7 +20,7 @@ from planner.decisions.routing.policy import RoutingPolicy
 from planner.decisions.views import ClusterKind
 from planner.errors import InputError
 from planner.model.reading import RATE, SHARE, TOKENS, named, number, placed, read_json
-from planner.model.site import BYTES_PER_S_PER_GBPS, INSTANCES, Cluster, Site
+from planner.model.site import INSTANCES, Cluster, Site
 from planner.model.workload import Trace, diurnal, poisson
 from planner.simulator.outcome import SimulationOutcome, over_seeds
 from planner.simulator.policies import Estimates

@@ -7,10 +7,11 @@ from typing import Final
 
 import numpy as np
 
+from membership.lines import BYTES_PER_S_PER_GBPS
 from planner.errors import Infeasible, InputError
 from planner.model.market import HOURS_PER_MONTH, MONEY, HardwareOffer, Market
 from planner.model.reading import LEAST
-from planner.model.site import BYTES_PER_S_PER_GBPS, Site
+from planner.model.site import Site
 from planner.solve.aims import Aim
 from planner.solve.buying.program import (
     GB,

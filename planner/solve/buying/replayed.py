@@ -6,7 +6,7 @@ from typing import Final
 
 import numpy as np
 
-from planner.model.site import BYTES_PER_S_PER_GBPS
+from membership.lines import BYTES_PER_S_PER_GBPS
 from planner.solve.buying.systems import HOME_GBPS, SizedSystem, Sought
 from planner.solve.replay import Replay
 from planner.solve.search import Cut, cuts_of

@@ -18,10 +18,10 @@ from typing import Final, Self
 
 import numpy as np
 
+from membership.lines import BYTES_PER_S_PER_GBPS
 from planner.model.market import LineOffer
 from planner.model.profile import DecodeProfile, Floats
 from planner.model.queueing import NO_WAIT_S, LoadedStations, Station, Wait, mgk_wait
-from planner.model.site import BYTES_PER_S_PER_GBPS
 from planner.model.throughput import decode_seconds
 from planner.model.trace_files.arrivals import KeptArrivals
 from planner.solve.loaded import NOTHING, LoadedTtft, loaded_ttft

@@ -4,8 +4,9 @@ import itertools
 from dataclasses import replace
 from typing import Any
 
+from membership.lines import BYTES_PER_S_PER_GBPS
 from planner.errors import InputError
-from planner.model.site import BYTES_PER_S_PER_GBPS, Deployment, Site
+from planner.model.site import Deployment, Site
 from planner.solve.goals import Worst
 from planner.solve.problem import Problem, SolveOptions, best_cut, pose, threshold_for
 from planner.solve.search import rate_at

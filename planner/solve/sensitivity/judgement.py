@@ -5,7 +5,7 @@ from typing import Final
 
 import numpy as np
 
-from planner.model.site import BYTES_PER_S_PER_GBPS
+from membership.lines import BYTES_PER_S_PER_GBPS
 from planner.solve.aims import Aim
 from planner.solve.problem import Problem, SolveOptions, best_cut, threshold_for
 from planner.solve.search import Cut, Interval, interval_of

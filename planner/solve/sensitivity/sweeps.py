@@ -8,9 +8,10 @@ from typing import Any, Final
 
 import numpy as np
 
+from membership.lines import BYTES_PER_S_PER_GBPS
 from planner.errors import InputError
 from planner.model.reading import GBPS, TOKENS, Range, named
-from planner.model.site import BYTES_PER_S_PER_GBPS, INSTANCES, Deployment, Site
+from planner.model.site import INSTANCES, Deployment, Site
 from planner.solve.problem import Problem, SolveOptions, best_cut, pose, threshold_for
 from planner.solve.search import mixed, rates
 from planner.solve.watch import ProgressWatch, unwatched

@@ -139,6 +139,7 @@ async def look(config: GatewayConfig, members: Sequence[Member] | None = None) -
         version=release(),
         has_identity=config.identity is not None,
         catalog=catalog,
+        lines=config.lines,
     )
 
 

@@ -13,9 +13,11 @@ from typing import Final
 from gateway.cluster.agent_values import NodeInfo, NodeLoad
 from gateway.config.models import ModelCatalog
 from gateway.upstream.pool import is_in_clear
+from membership.lines import Line, by_ends
 from transport.peers.name import HOW_TO_ISSUE
 
 CLOCKS_APART_S: Final = 1.0
+ALIKE: Final = 1.02  # budgets beside what a line has: a smaller difference is one of rounding
 """Beyond this, logs of two machines do not line up."""
 CLOCKS_WRONG_S: Final = 60.0
 """Beyond this, budgets by time of day change at the wrong time, and new certificates are not good yet."""
@@ -118,6 +120,7 @@ class CheckFindings:
     open_files: Sequence[OpenFile] = ()
     version: str = ""
     has_identity: bool = False  # the gateway asked
+    lines: Sequence[Line] = ()  # that the gateway's file describes
     name_secrets: Sequence[str] = ()  # fingerprints of those that the gateway names blocks by, the newest first
     catalog: ModelCatalog = ONE_MODEL
     names_left_s: float | None = None  # until they look for the earlier one no more; None: they have only one
@@ -142,6 +145,7 @@ def findings(seen: CheckFindings) -> list[Finding]:
         *_about_ports(seen.ports),
         *_about_ways(seen.ways, seen.ways_left_out),
         *_about_links(seen.described),
+        *_about_lines(seen.described, seen.lines),
     ]
 
 
@@ -441,6 +445,34 @@ def _about_links(nodes: Sequence[Described]) -> Iterator[Finding]:
             if link.congested:
                 what = f"congested: {link.retransmit_ratio:.2%} retransmitted; {what}"
             yield Finding(Level.WARNING if link.congested else Level.OK, about, what)
+
+
+def _about_lines(nodes: Sequence[Described], lines: Sequence[Line]) -> Iterator[Finding]:
+    """Whether clusters send over lines that nothing describes, or may send more than their lines have."""
+    described = by_ends(lines)
+    kinds = {node.info.cluster: node.info.cluster_kind for node in nodes}
+    for line in lines:
+        for end, kind in ((line.source, "prfaas"), (line.destination, "pd")):
+            if kinds.get(end, kind) != kind:
+                what = f"{end} is a cluster of kind {kinds[end]}: a line goes from a prfaas cluster to a pd one"
+                yield Finding(Level.ERROR, f"line {line.label}", what)
+    for (source, destination), line in described.items():
+        budgets = [
+            node.load.budgets.get(destination, node.load.budgets.get("", 0.0))
+            for node in nodes
+            if node.info.cluster == source
+        ]
+        if not budgets:
+            continue
+        about, total = f"line {line.label}", sum(budgets)
+        if not all(budgets):
+            what = f"carries {_rate(line.bytes_per_s)} of ours, and a node of {source} has no egress budget for it"
+            yield Finding(Level.WARNING, about, what, f"set egress_bytes_per_s of {source}'s nodes for {destination!r}")
+        elif total > ALIKE * line.bytes_per_s:
+            what = f"nodes of {source} may send {_rate(total)}, and only {_rate(line.bytes_per_s)} is ours"
+            yield Finding(Level.WARNING, about, what, f"set egress_bytes_per_s of {source}'s nodes for {destination!r}")
+        else:
+            yield Finding(Level.OK, about, f"{_rate(line.bytes_per_s)} is ours, nodes may send {_rate(total)}")
 
 
 def _rate(bytes_per_s: float) -> str:

@@ -10,6 +10,7 @@ import pytest
 from gateway.cluster.agent_values import LinkLoad, NodeLoad
 from gateway.cluster.links import FEW_SENDERS, RENEWED_S, ClusterLinks, is_path_failure
 from gateway.cluster.node import ClusterNode, NodeWork
+from membership.lines import Line
 from planner.decisions.views import LinkView
 from tests.gateway.cluster.test_inflight_load import node_of
 from tests.gateway.memory.pipeline import Pipelined, on_memory_loop, pipeline
@@ -28,6 +29,10 @@ def sender(name: str, *links: LinkLoad) -> ClusterNode:
     node = node_of(name, "east", "prfaas")
     node.load = NodeLoad(links=links)
     return node
+
+
+def a_line(to: str, gbps: float, name: str = "") -> Line:
+    return Line(source="east", destination=to, name=name, capacity_gbps=gbps)
 
 
 def line_of(*senders: ClusterNode) -> LinkView:
@@ -54,6 +59,26 @@ def test_longer_round_trips_are_a_queue_only_where_their_sender_says_so(inflated
 def test_a_line_nobody_has_measured_is_as_wide_as_the_configuration_says(configured: float, seen: float | None) -> None:
     (line,) = ClusterLinks([sender("r0"), node_of("d0", role="decode")], lambda: 0.0, configured).views()
     assert (line.up, line.available_bytes_per_s) == (True, seen)
+
+
+def test_a_line_nobody_has_measured_is_as_wide_as_its_description():
+    nodes = [sender("r0"), node_of("d0", role="decode")]
+    lines = [a_line("west", 8, "a"), a_line("west", 16, "b")]
+    (line,) = ClusterLinks(nodes, lambda: 0.0, 5.0, lines=lines).views()
+    assert line.available_bytes_per_s == 3 * GB
+
+
+def test_described_lines_show_what_they_carry_of_a_link():
+    links = ClusterLinks(
+        [sender("r0", replace(WEST, utilisation=0.7)), node_of("d0", role="decode")],
+        lambda: 0.0,
+        lines=[a_line("west", 8, "a"), a_line("far", 1)],
+        expected=[("east", "far")],
+    )
+    status = {each.destination: each for each in links.status()}
+    (a,), (far,) = status["west"].lines, status["far"].lines
+    assert (a.name, a.used_ratio, a.level) == ("a", pytest.approx(0.7), "warn")
+    assert (far.name, far.carried_bytes_per_s, far.level) == ("east:far", 0, "ok")
 
 
 def test_promises_are_those_of_the_destination_less_what_is_queued():

@@ -112,6 +112,25 @@ async def test_the_next_model_is_served_as_soon_as_the_last_node_of_the_one_befo
         await until(lambda: has_prefix(clusters, "d1", b"h" * 32))  # though it came while another model was served
 
 
+@on_loop
+async def test_another_model_never_takes_the_place_of_one_whose_region_is_lost() -> None:
+    async with watched(remote=0, local=0, decode=2) as w:
+        clusters, (first, second) = w.clusters, w.nodes.decode
+        served = clusters.served
+        second.layout, second.model_id = ModelLayout("other", "float32", 16, LAYOUT.groups), "another"
+        second.become(pb.NODE_STATE_READY)
+        await until(lambda: (info := clusters.by_id("d1").info) and info.model_id == "another")
+        await first.stop_agent()
+        await until(lambda: states(clusters)["d0"] == "down")
+        assert clusters.served == served
+        assert not clusters.is_ready
+        assert clusters.ready(Role.DECODE) == []
+        await first.start_agent(first.agent_address)
+        await until(lambda: [node.id for node in clusters.ready(Role.DECODE)] == ["d0"])
+        clusters.leave(clusters.by_id("d0"))  # an operator removes it: it will not come back
+        await until(lambda: [node.id for node in clusters.ready(Role.DECODE)] == ["d1"])
+
+
 @on_memory_loop
 async def test_an_address_that_returns_under_another_name_is_another_node() -> None:
     async with pipeline(decode=2) as w:

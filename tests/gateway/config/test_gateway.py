@@ -146,6 +146,32 @@ def test_a_missing_file_and_a_missing_tokenizer_end_it_too(tmp_path: Path, capsy
     assert "has no tokenizer.json" in capsys.readouterr().err
 
 
+LINES = """
+[[lines]]
+name = "carrier-a"
+source = "east"
+destination = "west"
+capacity_gbps = 40
+"""
+
+
+def test_lines_are_read_from_a_file_that_others_read_too(tmp_path: Path) -> None:
+    (tmp_path / "lines.toml").write_text(LINES)
+    named = GOOD.replace("[gateway]\n", '[gateway]\nlines_file = "lines.toml"\nlinks = ["north:west"]\n')
+    config = load(write(tmp_path, named))
+    assert [line.label for line in config.lines] == ["carrier-a"]
+    assert config.ways == (("north", "west"), ("east", "west"))
+    (tmp_path / "lines.toml").write_text(LINES + LINES.replace("carrier-a", "carrier-b"))
+    again = config.with_changes_of(load(write(tmp_path, named)))
+    assert [line.label for line in again.lines] == ["carrier-a", "carrier-b"]
+    (tmp_path / "lines.toml").write_text(LINES.replace("40", "-1"))
+    with pytest.raises(GatewayConfigError, match=r"lines\.toml: lines\[0\]: capacity_gbps = -1"):
+        load(write(tmp_path, named))
+    both = named.replace("[gateway.timeouts]", LINES.replace("[[lines]]", "[[gateway.lines]]") + "[gateway.timeouts]")
+    with pytest.raises(GatewayConfigError, match="left out beside lines_file"):
+        load(write(tmp_path, both))
+
+
 def test_a_reload_refuses_secrets_that_cannot_be_read(tmp_path: Path) -> None:
     secret, outcomes = tmp_path / "names.secret", list[str]()
     file = write(tmp_path, GOOD.replace("[gateway.timeouts]", 'names_secret = "names.secret"\n[gateway.timeouts]'))

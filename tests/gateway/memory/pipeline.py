@@ -256,6 +256,7 @@ async def _stepping(
                 door,
                 seen.rotation,
                 seen.roster,
+                seen.links,
             ],
             lambda: read_again(config),
             metrics.upkeep.reloaded,

@@ -7,10 +7,12 @@ import random
 import time
 
 import pytest
+import tomli_w
 import zstandard
 
 from planner.commands.cli import main
 from planner.model.reading import Range, open_text
+from planner.model.site import load_site
 from tests.planner.commands.inputs import CONFIGS, PROFILE, ROWS, SITE, jsonl, written
 from transport.control.settings import SettingsError
 
@@ -249,6 +251,20 @@ def test_a_site_that_cannot_be_is_refused_by_key(capsys, tmp_path, path, value):
     assert code == 1
     assert str(tmp_path / "site.toml") in err
     assert (next(iter(value)) if isinstance(value, dict) else path.split(".")[-1]) in err
+
+
+def test_two_lines_of_one_pair_carry_as_much_as_one(tmp_path):
+    (link,) = SITE["links"]
+    half = link["capacity_gbps"] / 2
+    lines = [{"name": name, **link, "capacity_gbps": half + 3, "shared_gbps": 3} for name in ("a", "b")]
+    far = {"source": "elsewhere", "destination": "pd", "capacity_gbps": 1}  # of another site
+    (tmp_path / "lines.toml").write_text(tomli_w.dumps({"lines": [*lines, far]}))
+    one, two, read = (
+        load_site(written(tmp_path, SITE | said))
+        for said in ({}, {"links": lines}, {"links": [], "lines_file": str(tmp_path / "lines.toml")})
+    )
+    assert two.links == read.links
+    assert [each.bytes_per_s for each in two.links] == [each.bytes_per_s for each in one.links]
 
 
 def test_two_links_of_one_pair_are_refused(capsys, tmp_path):

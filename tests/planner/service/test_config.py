@@ -37,6 +37,17 @@ def test_a_good_file(tmp_path: Path) -> None:
     assert config.ruled.min_prefill > 1000  # nothing is converted unless that is asked for
 
 
+def test_lines_say_how_much_may_leave(tmp_path: Path) -> None:
+    lines = [
+        f"[[lines]]\nname = '{name}'\nsource = 'east'\ndestination = 'west'\ncapacity_gbps = 50\n" for name in "ab"
+    ]
+    (tmp_path / "lines.toml").write_text("\n".join(lines) + "shared_gbps = 10\n")
+    said = GOOD.replace("egress_gbps = 100", "lines_file = 'lines.toml'")
+    assert load(write(tmp_path, said)).model().egress_bytes_per_s == 90 * 1e9 / 8
+    with pytest.raises(InputError, match="leave egress_gbps out"):
+        load(write(tmp_path, f"{GOOD}lines_file = 'lines.toml'"))
+
+
 @pytest.mark.parametrize(
     ("more", "message"),
     [

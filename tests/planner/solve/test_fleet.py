@@ -6,9 +6,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from membership.lines import Line
 from planner.decisions.views import ClusterKind
 from planner.errors import Infeasible, InputError
-from planner.model.site import Link
 from planner.model.traffic import Lengths
 from planner.solve.fleet import Fleet, at_threshold, fleet_json, fleet_of, solve_fleet, solve_split
 from planner.solve.problem import SolveOptions, best_cut, pose
@@ -105,7 +105,7 @@ def two_of_each(case_study):
         prfaas, replace(prfaas, name="prfaas-2", instances=2), pd, replace(pd, name="pd-2", instances=4)
     )  # fmt: skip
     links = tuple(
-        Link(source=a, destination=b, capacity_gbps=gbps, provenance="unverified: test")
+        Line(source=a, destination=b, capacity_gbps=gbps, provenance="unverified: test")
         for a, b, gbps in [("prfaas", "pd", 100), ("prfaas-2", "pd", 5), ("prfaas-2", "pd-2", 3)]
     )
     return replace(case_study, clusters=clusters, links=links)
@@ -131,7 +131,7 @@ def test_a_home_has_requests_of_all_lengths(case_study):
     prfaas, pd = case_study.clusters
     homes = (replace(pd, home_share=0.7), replace(pd, name="pd-2", instances=4, home_share=0.3))
     links = tuple(
-        Link(source="prfaas", destination=to, capacity_gbps=gbps, provenance="unverified: test")
+        Line(source="prfaas", destination=to, capacity_gbps=gbps, provenance="unverified: test")
         for to, gbps in (("pd", 100), ("pd-2", 2))
     )
     site = replace(case_study, clusters=(prfaas, *homes), links=links)

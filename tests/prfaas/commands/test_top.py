@@ -10,6 +10,7 @@ import pytest
 from rich.console import Console
 
 from gateway.config.models import ModelTable
+from membership.lines import Line
 from prfaas.cli import main
 from prfaas.commands.asking import GatewayClient
 from prfaas.commands.flows import FlowFilter, follow, line
@@ -48,6 +49,38 @@ async def test_a_page_has_links_clusters_and_nodes_and_a_link_that_fails_shows()
         assert "DOWN" in way
         assert "open (1 of 1)" in way
         assert "last minute: 1 requests, 0% remote" in page
+
+
+@on_loop
+async def test_described_lines_have_a_table_of_their_own() -> None:
+    line = Line(
+        source="east", destination="west", name="carrier-a", capacity_gbps=0.016, price_per_gb=0.02, shared_by=()
+    )
+    async with world(remote=1, local=1, decode=1, lines=(line,)) as w:
+        (remote,) = w.nodes.remote
+        remote.load = pb.Load(links=[pb.Link(peer="west", available_bytes_per_s=2e6, utilisation=0.85)])
+        await until(lambda: w.gateway.links.status()[0].utilisation > 0)
+        page = shown(await asyncio.to_thread(once, GatewayClient(w.gateway.url)))
+        (row,) = [each for each in page.splitlines() if each.startswith("carrier-a")]
+        assert row.split() == [
+            "carrier-a",
+            "east",
+            "→",
+            "west",
+            "85%",
+            "CRITICAL",
+            "1.7",
+            "MB/s",
+            "2.0",
+            "MB/s",
+            "89",
+            "–",
+            "–",
+        ]
+        told = [
+            each for each in (await w.metrics()).splitlines() if each.startswith("prfaas_described_line_used_ratio{")
+        ]
+        assert [each.rpartition(" ")[2] for each in told] == ["0.85"]
 
 
 @on_loop

@@ -4,8 +4,10 @@ from typing import Any
 import pytest
 import tomli_w
 
+from gateway.config.gateway import GatewayConfig
 from prfaas.errors import TopologyError
 from prfaas.system.topology import DEFAULT_FILE, load_topology, parse_topology
+from transport.control.settings import build
 
 
 def document(**changes: Any) -> dict[str, Any]:
@@ -143,6 +145,28 @@ def test_a_profile_is_emulated_by_every_node_on_its_clusters_hardware() -> None:
     assert {node.engine for node in nodes} == {"emulated"}
     assert nodes[0].model.endswith("/state/models/profile-m/fast.json")
     assert nodes[-1].model.endswith("/state/models/profile-m/cheap.json")
+
+
+def test_the_gateway_reads_the_lines_of_a_topology() -> None:
+    links = [
+        {
+            "source": "far",
+            "destination": "near",
+            "name": name,
+            "capacity_gbps": 50,
+            "shared_gbps": 10,
+            "price_per_gb": 0.02,
+        }
+        for name in ("a", "b")
+    ]
+    system = parse_topology(emulated(links=links), Path("state"))
+    assert [node.budgets()["near"] for node in system.nodes[:4]] == [pytest.approx(80e9 / 8 * 0.001 / 0.25 / 4)] * 4
+    minimal = {"tokenizer_dir": ".", "nodes": [{"agent": "127.0.0.1:1"}]}
+    first, second = build(GatewayConfig, {**minimal, **system.gateway}, "[gateway]").lines
+    assert (first.label, second.label, first.price_per_gb) == ("a", "b", 0.02)
+    assert first.bytes_per_s == pytest.approx(40e9 / 8 * 0.001 / 0.25)
+    own = {"lines": [{"source": "far", "destination": "near", "capacity_gbps": 1}]}
+    assert parse_topology(emulated(links=links, gateway=own), Path("state")).gateway["lines"] == own["lines"]
 
 
 def test_the_senders_of_a_link_share_it() -> None:

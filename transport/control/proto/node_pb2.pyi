@@ -498,15 +498,17 @@ class Context(_message.Message):
     def __init__(self, context_id: _Optional[str] = ..., num_tokens: _Optional[int] = ..., ttl_s: _Optional[float] = ..., owner: _Optional[str] = ..., whole_ttl_s: _Optional[float] = ..., added_tokens: _Optional[int] = ..., owned_tokens: _Optional[int] = ..., ended: _Optional[bool] = ...) -> None: ...
 
 class WatchRequest(_message.Message):
-    __slots__ = ("load_interval_s", "holder")
+    __slots__ = ("load_interval_s", "holder", "near")
     LOAD_INTERVAL_S_FIELD_NUMBER: _ClassVar[int]
     HOLDER_FIELD_NUMBER: _ClassVar[int]
+    NEAR_FIELD_NUMBER: _ClassVar[int]
     load_interval_s: float
     holder: str
-    def __init__(self, load_interval_s: _Optional[float] = ..., holder: _Optional[str] = ...) -> None: ...
+    near: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, load_interval_s: _Optional[float] = ..., holder: _Optional[str] = ..., near: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class NodeEvent(_message.Message):
-    __slots__ = ("seq", "snapshot", "stored", "removed", "description", "load", "cleared", "context")
+    __slots__ = ("seq", "snapshot", "stored", "removed", "description", "load", "cleared", "context", "digest")
     SEQ_FIELD_NUMBER: _ClassVar[int]
     SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
     STORED_FIELD_NUMBER: _ClassVar[int]
@@ -515,6 +517,7 @@ class NodeEvent(_message.Message):
     LOAD_FIELD_NUMBER: _ClassVar[int]
     CLEARED_FIELD_NUMBER: _ClassVar[int]
     CONTEXT_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
     seq: int
     snapshot: CacheSnapshot
     stored: BlocksStored
@@ -523,7 +526,28 @@ class NodeEvent(_message.Message):
     load: Load
     cleared: CacheCleared
     context: Context
-    def __init__(self, seq: _Optional[int] = ..., snapshot: _Optional[_Union[CacheSnapshot, _Mapping]] = ..., stored: _Optional[_Union[BlocksStored, _Mapping]] = ..., removed: _Optional[_Union[BlocksRemoved, _Mapping]] = ..., description: _Optional[_Union[NodeDescription, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., cleared: _Optional[_Union[CacheCleared, _Mapping]] = ..., context: _Optional[_Union[Context, _Mapping]] = ...) -> None: ...
+    digest: CacheDigest
+    def __init__(self, seq: _Optional[int] = ..., snapshot: _Optional[_Union[CacheSnapshot, _Mapping]] = ..., stored: _Optional[_Union[BlocksStored, _Mapping]] = ..., removed: _Optional[_Union[BlocksRemoved, _Mapping]] = ..., description: _Optional[_Union[NodeDescription, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., cleared: _Optional[_Union[CacheCleared, _Mapping]] = ..., context: _Optional[_Union[Context, _Mapping]] = ..., digest: _Optional[_Union[CacheDigest, _Mapping]] = ...) -> None: ...
+
+class CacheDigest(_message.Message):
+    __slots__ = ("anew", "parts")
+    ANEW_FIELD_NUMBER: _ClassVar[int]
+    PARTS_FIELD_NUMBER: _ClassVar[int]
+    anew: bool
+    parts: _containers.RepeatedCompositeFieldContainer[DigestPart]
+    def __init__(self, anew: _Optional[bool] = ..., parts: _Optional[_Iterable[_Union[DigestPart, _Mapping]]] = ...) -> None: ...
+
+class DigestPart(_message.Message):
+    __slots__ = ("group", "medium", "added", "removed")
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    MEDIUM_FIELD_NUMBER: _ClassVar[int]
+    ADDED_FIELD_NUMBER: _ClassVar[int]
+    REMOVED_FIELD_NUMBER: _ClassVar[int]
+    group: int
+    medium: Medium
+    added: bytes
+    removed: bytes
+    def __init__(self, group: _Optional[int] = ..., medium: _Optional[_Union[Medium, str]] = ..., added: _Optional[bytes] = ..., removed: _Optional[bytes] = ...) -> None: ...
 
 class BlocksStored(_message.Message):
     __slots__ = ("group", "hashes", "medium")

@@ -4,6 +4,7 @@ from msgspec.structs import replace
 from planner.decisions.routing.congestion import is_scarce, pressure
 from planner.decisions.routing.offload import Reason, Route, Target
 from planner.decisions.routing.placement import PlacementPolicy
+from planner.decisions.routing.sides import ClusterWeighed
 from planner.decisions.views import NodeView, PrefillCost
 from planner.errors import NoReadyNode
 from tests.planner.worlds import GB, link, pd_decode, pd_prefill, policy, prfaas, request, route
@@ -38,7 +39,36 @@ def test_a_route_names_both_nodes_and_both_lengths():
         link_bytes=518_400_000.0,
         link_s=518_400_000.0 / 12.5e9,
         coded_bytes=518_400_000.0,
+        considered=(ClusterWeighed(cluster="west", why_not="long"), ClusterWeighed(cluster="east")),
     )
+
+
+def test_a_route_says_which_clusters_it_was_weighed_against():
+    nodes = [prfaas(), prfaas(node_id="n0", cluster="north", queued_tokens=90_000), pd_prefill(), pd_decode()]
+    links = [
+        link(lines=("carrier-a", "carrier-b")),
+        link(source="north", lines=("carrier-c",)),
+        link(source="south", up=False, drained=True),
+        link(source="far", up=False),
+        link(source="gone"),
+    ]
+    found = route(request(30_000), nodes, links, policy(), cost=PrefillCost(10_000))
+    assert found.prefill_node == "r0"
+    home, best, slower, *others = found.considered
+    assert home == ClusterWeighed(cluster="west", why_not="long")
+    assert (best.cluster, best.why_not, best.delay_s, best.lines) == ("east", "", 3.0, ("carrier-a", "carrier-b"))
+    assert (slower.cluster, slower.why_not, slower.delay_s) == ("north", "slower", 12.0)
+    assert [(each.cluster, each.why_not) for each in others] == [
+        ("south", "drained"),
+        ("far", "down"),
+        ("gone", "no_node"),
+    ]
+    stays = route(request(3_000), nodes, links, policy(), cost=PrefillCost(10_000))
+    assert [(each.cluster, each.why_not) for each in stays.considered[:3]] == [
+        ("west", ""),
+        ("east", "short"),
+        ("north", "slower"),
+    ]
 
 
 def test_scarce_bandwidth_counts_only_the_prefix_at_home():

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from gateway.cluster.agent_values import LinkLoad, NodeInfo, NodeLoad
 from gateway.config.models import ModelCatalog, ModelTable
+from membership.lines import Line
 from prfaas.commands.checking.findings import (
     Certificate,
     CheckFindings,
@@ -181,6 +182,24 @@ def test_links_to_other_clusters_say_what_they_have_carried() -> None:
     load = NodeLoad(links=(replace(link, congested=True),))
     (found,) = bad(replace(WELL, described=(replace(far, load=load), DECODE)))
     assert found.what.startswith("congested: 2.00% retransmitted")
+
+
+def test_budgets_of_a_line_are_those_that_it_has() -> None:
+    line = Line(source="east", destination="west", name="a", capacity_gbps=20, shared_gbps=4)
+    far = replace(PREFILL, info=replace(PREFILL.info, cluster="east", cluster_kind="prfaas"))
+
+    def said(**budgets: float) -> list[tuple[Level, str]]:
+        sender = replace(far, load=NodeLoad(budgets=budgets))
+        seen = replace(WELL, described=(sender, sender, DECODE), lines=(line,))
+        return [(each.level, each.what) for each in findings(seen) if each.about == "line a"]
+
+    assert said(west=1e9) == [(Level.OK, "16.00 Gbit/s is ours, nodes may send 16.00 Gbit/s")]
+    assert said(west=2e9) == [(Level.WARNING, "nodes of east may send 32.00 Gbit/s, and only 16.00 Gbit/s is ours")]
+    assert said() == [(Level.WARNING, "carries 16.00 Gbit/s of ours, and a node of east has no egress budget for it")]
+    wrong = replace(line, source="west", destination="east")
+    seen = replace(WELL, described=(far, DECODE), lines=(wrong,))
+    found = next(each for each in findings(seen) if each.level is Level.ERROR)
+    assert "a line goes from a prfaas cluster to a pd one" in found.what
 
 
 def test_a_system_whose_only_decode_node_is_drained_serves_nothing() -> None:

@@ -1,0 +1,182 @@
+import asyncio
+from contextlib import aclosing
+from pathlib import Path
+
+from gateway.cluster.agent_client import AgentClient
+from gateway.cluster.agent_values import NodeEvent, NodeInfo, NodeLoad, events_from
+from hybrid_cache.cache.events import BlocksStored, CacheCleared, Medium
+from hybrid_cache.index.digest import NAME_BYTES, DigestCleared, DigestPart
+from node.control.broadcast import Broadcast, Watcher
+from node.control.summaries import MOST_CHANGES, PART_NAMES, TELL_S, Summaries, messages
+from tests.hybrid_cache.builders import hashes_of
+from tests.node.running import BLOCK, alone, config, running_node
+from transport.control.proto import node_pb2 as pb
+
+CHAIN = hashes_of(list(range(4 * 64)))
+PATIENCE_S = 60.0
+
+
+def named(blocks: list[bytes]) -> tuple[bytes, ...]:
+    return tuple(each[:NAME_BYTES] for each in blocks)
+
+
+def stored(blocks: list[bytes], group: int = 1) -> pb.NodeEvent:
+    return pb.NodeEvent(stored=pb.BlocksStored(group=group, hashes=b"".join(blocks), medium=pb.MEDIUM_MEMORY))
+
+
+def removed(blocks: list[bytes], group: int = 1) -> pb.NodeEvent:
+    return pb.NodeEvent(removed=pb.BlocksRemoved(group=group, hashes=b"".join(blocks), medium=pb.MEDIUM_MEMORY))
+
+
+class Node:
+    """A node's events, what it has cached, and its clock."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.events = Broadcast()
+        self.cached: list[BlocksStored] = []
+        self.summaries = Summaries(self.events, lambda: self.cached, lambda: (0,), lambda: self.now)
+
+
+async def heard(watcher: Watcher) -> list[NodeEvent]:
+    """All that is queued."""
+    found: list[NodeEvent] = []
+    while (event := await watcher.next(0.0)) is not None:
+        found += events_from(event)
+    return found
+
+
+def values(events: list[pb.NodeEvent]) -> list[NodeEvent]:
+    return [value for event in events for value in events_from(event)]
+
+
+def test_watchers_hear_what_has_changed_in_a_second() -> None:
+    async def scenario() -> None:
+        node = Node()
+        node.cached.append(BlocksStored(1, tuple(CHAIN[:2]), Medium.MEMORY))
+        with node.summaries.watch() as watcher:
+            assert values(node.summaries.whole()) == [DigestCleared(), DigestPart(1, Medium.MEMORY, named(CHAIN[:2]))]
+            node.summaries.tell()
+            node.events.publish(stored(CHAIN[2:5]))
+            node.events.publish(removed(CHAIN[3:5]))
+            node.summaries.tell()
+            assert await heard(watcher) == []  # not yet
+            node.now += TELL_S
+            node.summaries.tell()
+            assert await heard(watcher) == [DigestPart(1, Medium.MEMORY, named(CHAIN[2:3]))]
+            node.events.publish(pb.NodeEvent(load=pb.Load(running=3)))
+            node.events.publish(pb.NodeEvent(description=pb.NodeDescription(node_id="n")))
+            assert [type(value) for value in await heard(watcher)] == [NodeInfo, NodeLoad]
+            node.events.publish(pb.NodeEvent(cleared=pb.CacheCleared()))
+            node.now += TELL_S
+            node.summaries.tell()
+            assert await heard(watcher) == [DigestCleared()]
+        assert node.events.watching == 0
+
+    asyncio.run(scenario())
+
+
+def test_one_who_comes_late_is_told_all() -> None:
+    async def scenario() -> None:
+        node = Node()
+        with node.summaries.watch():
+            node.events.publish(stored(CHAIN[:2]))
+            with node.summaries.watch() as late:
+                assert values(node.summaries.whole())[1] == DigestPart(1, Medium.MEMORY, named(CHAIN[:2]))
+                node.now += TELL_S
+                node.summaries.tell()
+                assert await heard(late) == []
+            assert node.events.watching == 1
+        # Nothing is kept without watchers; what there is then counts.
+        node.events.publish(stored(CHAIN[2:4]))
+        with node.summaries.watch():
+            assert values(node.summaries.whole()) == [DigestCleared()]
+
+    asyncio.run(scenario())
+
+
+def test_one_who_comes_between_two_words_knows_what_the_others_know() -> None:
+    """What came since the last word is in the whole; what goes before the next one is told, too."""
+
+    async def scenario() -> None:
+        node = Node()
+        node.cached.append(BlocksStored(1, tuple(CHAIN[:1]), Medium.MEMORY))
+        with node.summaries.watch() as early:
+            node.events.publish(removed(CHAIN[:1]))
+            node.events.publish(stored(CHAIN[1:2]))
+            with node.summaries.watch() as late:
+                whole = values(node.summaries.whole())
+                assert whole == [DigestCleared(), DigestPart(1, Medium.MEMORY, named(CHAIN[1:2]))]
+                node.events.publish(stored(CHAIN[:1]))
+                node.events.publish(removed(CHAIN[1:2]))
+                node.now += TELL_S
+                node.summaries.tell()
+                change = DigestPart(1, Medium.MEMORY, named(CHAIN[:1]), named(CHAIN[1:2]))
+                assert await heard(late) == [change]
+                before = DigestPart(1, Medium.MEMORY, named(CHAIN[1:2]), named(CHAIN[:1]))
+                assert await heard(early) == [before, change]
+
+    asyncio.run(scenario())
+
+
+def test_changes_that_wait_to_be_told_have_a_bound() -> None:
+    """A gateway that reads no more holds its stream up; the changes for it have a bound, as its queue has."""
+
+    async def scenario() -> None:
+        node = Node()
+        with node.summaries.watch() as watcher:
+            many = [number.to_bytes(32) for number in range(MOST_CHANGES << 224, MOST_CHANGES * 2 << 224, 1 << 224)]
+            node.events.publish(stored(many))
+            told = await heard(watcher)
+            assert sum(len(each.added) for each in told if isinstance(each, DigestPart)) == MOST_CHANGES
+
+    asyncio.run(scenario())
+
+
+def test_long_digests_come_in_parts() -> None:
+    names = tuple(number.to_bytes(4) for number in range(PART_NAMES + 1))
+    parts = messages([DigestPart(0, Medium.MEMORY, names, names[:1])])
+    assert [len(each.digest.parts[0].added) for each in parts] == [PART_NAMES * NAME_BYTES, NAME_BYTES]
+    assert [len(each.digest.parts[0].removed) for each in parts] == [NAME_BYTES, 0]
+
+
+async def first_events(client: AgentClient, enough: int) -> list[NodeEvent]:
+    """What a watcher hears until so many load reports have come."""
+    found: list[NodeEvent] = []
+    async with asyncio.timeout(PATIENCE_S), aclosing(client.watch(0.05, PATIENCE_S)) as events:
+        async for event in events:
+            found.append(event)
+            if sum(isinstance(each, NodeLoad) for each in found) > enough:
+                return found
+    raise AssertionError("the stream ended")
+
+
+def test_a_node_sends_digests_to_gateways_far_away_alone(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with running_node(config(tmp_path)) as node:
+            prompt = [100 + (at * 7) % 150 for at in range(16 * BLOCK + 1)]
+            await node.prefill(prompt)
+            clients = {
+                "near": AgentClient(node.address, PATIENCE_S, near=("west", "other")),
+                "far": AgentClient(node.address, PATIENCE_S, near=("east",)),
+                "all": AgentClient(node.address, PATIENCE_S),
+            }
+            kinds = {name: await first_events(client, 2) for name, client in clients.items()}
+            for client in clients.values():
+                await client.close()
+            for name in ("near", "all"):
+                assert any(isinstance(each, BlocksStored) for each in kinds[name])
+                assert not any(isinstance(each, DigestPart | DigestCleared) for each in kinds[name])
+            far = kinds["far"]
+            assert isinstance(far[0], NodeInfo)
+            assert not any(isinstance(each, BlocksStored | CacheCleared) for each in far)
+            # Every state has a name; of the blocks of attention one in eight.
+            assert node.agent.pages is not None
+            full = node.agent.pages.layout.full_groups
+            parts = [each for each in far if isinstance(each, DigestPart) and each.group not in full]
+            blocks = [each for each in kinds["near"] if isinstance(each, BlocksStored) and each.group not in full]
+            told = {name for part in parts for name in part.added}
+            by_names = {each[:NAME_BYTES] for event in blocks for each in event.hashes}
+            assert told == by_names != set()
+
+    alone(scenario())
