@@ -8,7 +8,7 @@ import logging
 import tempfile
 import uuid
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -41,7 +41,7 @@ from node.errors import (
 )
 from node.kvcache.arena import Arena, take_arena
 from node.kvcache.paced_check import PacedCheck
-from node.kvcache.pages import ArenaPages, as_message
+from node.kvcache.pages import PART_HASHES, ArenaPages, as_message
 from node.kvcache.pinned_contexts import PinnedContexts
 from node.process.owned_names import OwnedDirectory
 from node.role import NodeRole
@@ -485,16 +485,16 @@ class NodeAgent:
             description.contexts.extend(self.contexts.messages())
         return description
 
-    def integrity_error(self) -> str:
-        """What check_integrity() of the pool says; empty when all is well. On a large pool it may be an answer of before."""
-        return self._integrity.result(self.pages.cache.check_integrity) if self.pages else ""
+    async def integrity_error(self) -> str:
+        """What a check of the pool says; empty when all is well. On a large pool it may be an answer of before."""
+        return await self._integrity.result(self.pages.cache.integrity_steps) if self.pages else ""
 
-    def snapshot_event(self) -> pb.NodeEvent:
-        """What is cached right now; empty before the first engine."""
-        event = self.pages.snapshot_event() if self.pages else pb.NodeEvent(snapshot=pb.CacheSnapshot())
+    def snapshot(self) -> Iterator[CacheEvent]:
+        """What is cached, in parts that are read when they are asked for; nothing before the first engine."""
+        if self.pages:
+            yield from self.pages.snapshot()
         if self._engine_cache is not None:
-            event.snapshot.groups.extend(as_message(stored).stored for stored in self._engine_cache.snapshot())
-        return event
+            yield from self._engine_cache.snapshot(PART_HASHES)
 
     def publish_description(self) -> None:
         self.events.publish(pb.NodeEvent(description=self.describe()))

@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+import itertools
 import logging
 from collections.abc import AsyncIterator, Callable
 from typing import NoReturn
@@ -17,7 +18,7 @@ from node.control.holders import checked_name
 from node.control.rights import CallerOf, RightsInterceptor
 from node.errors import NodeRefusal
 from node.known_peers import NOT_A_PEER
-from node.kvcache.pages import in_parts, split_hashes
+from node.kvcache.pages import snapshot_messages, split_hashes
 from node.kvcache.tenant_pages import TENANTS_PART
 from node.process.ports import ListenPort
 from node.process.tls_front import TlsFront
@@ -73,7 +74,7 @@ class NodeService(rpc.NodeAgentServicer):
     async def Describe(self, request: pb.DescribeRequest, context: grpc.aio.ServicerContext) -> pb.NodeDescription:
         description = self._agent.describe()
         if request.check_integrity:
-            description.integrity_error = self._agent.integrity_error()
+            description.integrity_error = await self._agent.integrity_error()
         return description
 
     # What is called over kept connections, too
@@ -190,10 +191,10 @@ class NodeService(rpc.NodeAgentServicer):
             holder = checked_name(request.holder)
         except NodeRefusal as exc:
             await _refuse(context, exc)
-        # Snapshot and subscription happen in one step of the loop, so no event is missed or seen twice.
+        # What changes while the snapshot is read, part by part, is queued behind it: nothing is missed, and the last word counts.
         with self._agent.holders.connected(holder), self._agent.events.watch() as watcher:
-            first, snapshot = pb.NodeEvent(description=self._agent.describe()), self._agent.snapshot_event()
-            for event in (first, *in_parts(snapshot)):
+            first = pb.NodeEvent(description=self._agent.describe())
+            for event in itertools.chain((first,), snapshot_messages(self._agent.snapshot())):
                 self._tell_bookings(event, holder)
                 event.seq = seq = seq + 1
                 yield event

@@ -173,7 +173,7 @@ def request_of(hashes: Sequence[bytes], clusters: Clusters, number: int) -> Requ
         leg_id=f"r{number}",
         call=call,
         asked=prompt,
-        served=clusters.served,
+        offered=clusters.served,
         progress=RequestProgress(Timeline(time.monotonic())),
         service=PROMISED,
     )

@@ -23,6 +23,7 @@ from typing import Any, Final
 import msgspec
 import uvloop
 
+from benchmarks.lib.loop_meter import BEAT_S, LoopMeter
 from hybrid_cache.hashing.block_hash import block_hashes, tokens_digest
 from hybrid_cache.layout.layout import ModelLayout
 from node.config import NodeConfig
@@ -43,39 +44,29 @@ from transport.control import messages as m
 from transport.control.proto import node_pb2 as pb
 from transport.control.tickets import ticket_info
 
-BEAT_S: Final = 0.001
 WAIT_S: Final = 300.0
 LEASE_S: Final = 600.0
 SALT: Final = b"sizes"
 
 
-class LoopMeter:
-    """How long the loop stands still, and what its thread spends."""
+class NodeMeter:
+    """What the loop and the process have spent since the last time."""
 
     def __init__(self) -> None:
-        self._pause_s = self._turn_s = 0.0
+        self.loop = LoopMeter()
         self._loop_s, self._process_s = time.thread_time(), time.process_time()
-
-    async def run(self) -> None:
-        at, cpu = time.monotonic(), time.thread_time()
-        while True:
-            await asyncio.sleep(BEAT_S)
-            now, spent = time.monotonic(), time.thread_time()
-            self._pause_s = max(self._pause_s, now - at - BEAT_S)
-            self._turn_s = max(self._turn_s, spent - cpu)
-            at, cpu = now, spent
 
     def take(self) -> dict[str, float]:
         """Since the last time."""
         loop_s, process_s = time.thread_time(), time.process_time()
         taken = {
-            "pause_s": self._pause_s,
-            "turn_s": self._turn_s,
+            "pause_s": self.loop.pause_s,
+            "turn_s": self.loop.turn_s,
             "loop_s": loop_s - self._loop_s,
             "cpu_s": process_s - self._process_s,
             "peak_bytes": _own_bytes(),
         }
-        self._pause_s = self._turn_s = 0.0
+        self.loop.reset()
         self._loop_s, self._process_s = loop_s, process_s
         return taken
 
@@ -205,7 +196,7 @@ class SizedPrompt:
         ).SerializeToString()
 
 
-async def serve(node: SizedNode, prompts: Sequence[SizedPrompt], meter: LoopMeter) -> None:
+async def serve(node: SizedNode, prompts: Sequence[SizedPrompt], meter: NodeMeter) -> None:
     """Answers until standard input ends."""
 
     def call_of(request: dict[str, Any]) -> Callable[[], Awaitable[dict[str, Any]]]:
@@ -226,7 +217,7 @@ async def serve(node: SizedNode, prompts: Sequence[SizedPrompt], meter: LoopMete
             case _:
                 return _nothing
 
-    beating = asyncio.create_task(meter.run())
+    beating = asyncio.create_task(meter.loop.run())
     while line := await asyncio.to_thread(sys.stdin.readline):
         call = call_of(json.loads(line))
         began = time.monotonic()
@@ -257,7 +248,7 @@ def main() -> None:
         node = SizedNode(args.name, layout, (pages + pages // 16 + 64) * layout.page_bytes, folder)
         prompts = [SizedPrompt(args.tokens, layout.block_size, first) for first in (0, 1)]
         print(json.dumps({"ready": True}), flush=True)
-        await serve(node, prompts, LoopMeter())
+        await serve(node, prompts, NodeMeter())
         await asyncio.to_thread(node.close)
 
     favour_the_loop()

@@ -6,6 +6,7 @@ receiver that is gone itself says nothing of the way to it. What follows of eith
 """
 
 import logging
+from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Final, NamedTuple
@@ -232,6 +233,9 @@ class ClusterLinks:
 
     def status(self) -> list["LinkStatus"]:
         """Every link, and the state of each of its senders, for operators."""
+        views, of_cluster = self.views(), defaultdict[str, list[ClusterNode]](list)
+        for node in self._nodes:  # once, not for every link
+            of_cluster[node.cluster].append(node)
         return [
             LinkStatus(
                 source=view.source,
@@ -240,8 +244,8 @@ class ClusterLinks:
                 drained=view.drained,
                 senders={
                     node.id: str(self._paths.state(node.id, view.destination)) if node.connected else UNHEARD
-                    for node in self._nodes
-                    if node.info is not None and node.cluster == view.source
+                    for node in of_cluster[view.source]
+                    if node.info is not None
                 },
                 lost=view.lost,
                 available_bytes_per_s=view.available_bytes_per_s,
@@ -249,17 +253,13 @@ class ClusterLinks:
                 utilisation=view.utilisation,
                 queued_bytes=view.queued_bytes,
                 promised_bytes=view.promised_bytes,
-                rtt_s=max([load.rtt_s for load in self._loads(view)], default=0.0),
+                rtt_s=max([load.rtt_s for load in _loads(of_cluster[view.source], view)], default=0.0),
                 min_rtt_s=view.min_rtt_s,
                 congested=view.congested,
                 coded_ratio=view.coded_ratio,
             )
-            for view in self.views()
+            for view in views
         ]
-
-    def _loads(self, view: LinkView) -> list[LinkLoad]:
-        senders = (node for node in self._nodes if node.connected and node.cluster == view.source)
-        return [load for node in senders if (load := node.link_to(view.destination)) is not None]
 
     # What operators want
 
@@ -386,3 +386,7 @@ def _seen_by_sender(
         min_rtt_s=load.min_rtt_s,
         estimate_error=load.estimate_error,
     )
+
+
+def _loads(senders: Sequence[ClusterNode], view: LinkView) -> list[LinkLoad]:
+    return [load for node in senders if node.connected and (load := node.link_to(view.destination)) is not None]

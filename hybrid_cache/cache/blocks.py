@@ -14,9 +14,9 @@ Pages = tuple[int, ...]
 class BlockNode:
     """One full block of a prefix. Evictable when it has neither locks nor children."""
 
-    __slots__ = ("children", "hash", "index", "locks", "pages", "parent")
+    __slots__ = ("children", "hash", "index", "locks", "pages", "parent", "stamp")
 
-    def __init__(self, hash: bytes, parent: "BlockNode | None", pages: Pages) -> None:
+    def __init__(self, hash: bytes, parent: "BlockNode | None", pages: Pages, stamp: int) -> None:
         self.hash = hash
         self.parent = parent
         self.children = 0
@@ -26,6 +26,7 @@ class BlockNode:
         else:
             self.index = parent.index + 1
             parent.children += 1
+        self.stamp = stamp  # the last check of the cache that has seen it (integrity.py)
         self.pages = pages  # of all full-attention groups, one group after the other
 
     @property
@@ -39,12 +40,13 @@ class BlockNode:
 class Companion:
     """A snapshot or window block of a node. Evictable when it has no locks; leaves with its node at the latest."""
 
-    __slots__ = ("group", "key", "locks", "node", "pages")
+    __slots__ = ("group", "key", "locks", "node", "pages", "stamp")
 
-    def __init__(self, node: BlockNode, group: int, pages: Pages) -> None:
+    def __init__(self, node: BlockNode, group: int, pages: Pages, stamp: int) -> None:
         self.node = node
         self.group = group
         self.key = (group, node.hash)
+        self.stamp = stamp
         self.pages = pages
         self.locks = 0
 

@@ -1,7 +1,7 @@
 """Events from a cache to its indexes: blocks came and went. One entry per group, as in vLLM's events."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 
@@ -39,6 +39,15 @@ class CacheCleared:
 
 
 CacheEvent = BlocksStored | BlocksRemoved | CacheCleared
+
+
+def in_parts(event: CacheEvent, most_hashes: int) -> Iterator[CacheEvent]:
+    """An event of many blocks as several of the same: a reader of a long one does nothing else meanwhile."""
+    if isinstance(event, CacheCleared) or len(event.hashes) <= most_hashes:
+        yield event
+        return
+    for start in range(0, len(event.hashes), most_hashes):
+        yield replace(event, hashes=event.hashes[start : start + most_hashes])
 
 
 class EventLog:

@@ -10,13 +10,14 @@ Single-threaded and pure: the owner serialises calls, passes `now` and moves the
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from hybrid_cache.cache.allocation import deal, need_of
 from hybrid_cache.cache.blocks import Pages
 from hybrid_cache.cache.events import BlocksStored, CacheCleared, CacheEvent, EventLog, Medium
+from hybrid_cache.cache.integrity import STEP
 from hybrid_cache.cache.lookup import PrefixHit, longest_common_hit
 from hybrid_cache.cache.reservation import NO_HINTS, Hints, Purpose, Reservation, ReservedPages
 from hybrid_cache.cache.snapshots import BranchPoints, Prefill, SnapshotPolicy
@@ -123,6 +124,16 @@ class PrefixCache:
     def snapshot(self) -> tuple[BlocksStored, ...]:
         """Everything that can be matched, one entry per group, parents before children."""
         return tuple(BlocksStored(group, tuple(held)) for group, held in enumerate(self._tree.held))
+
+    def snapshot_parts(self, most_hashes: int) -> Iterator[BlocksStored]:
+        """The same in parts, each as of when it is asked for. What changes meanwhile, `take_events` tells: a reader that
+        hears of it after the parts that were read before knows all.
+        """
+        for group, held in enumerate(self._tree.held):
+            keys = list(held)  # some milliseconds for a million
+            for start in range(0, len(keys), most_hashes):
+                if some := tuple([key for key in keys[start : start + most_hashes] if key in held]):
+                    yield BlocksStored(group, some)
 
     def take_events(self) -> list[CacheEvent]:
         """Changes since the last call. A reader that comes too late gets CacheCleared and a snapshot instead."""
@@ -233,8 +244,15 @@ class PrefixCache:
         self._tree.evict(self._tree.evictable_pages, now)
 
     def check_integrity(self) -> None:
-        """Raises IntegrityError unless every page, lock and link is accounted for. Reads everything: for probes."""
-        self._tree.check_integrity(self._holds.values())
+        """Raises IntegrityError unless every page, lock and link is accounted for. Reads everything in one go."""
+        for _ in self.integrity_steps():
+            pass
+
+    def integrity_steps(self, step: int = STEP) -> Iterator[None]:
+        """The same in steps of so many blocks, between which the cache may be used, but not checked again. What there was
+        when the first one was taken is judged.
+        """
+        return self._tree.check_integrity(self._holds.values(), step)
 
     def _hold(self, request_id: str) -> ReservedPages:
         try:

@@ -5,15 +5,15 @@ spends most of its time in these loops.
 """
 
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Container, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Sequence
 from itertools import chain
 
-from hybrid_cache.cache import integrity
 from hybrid_cache.cache.blocks import BlockNode, Companion, Pages
 from hybrid_cache.cache.events import EventLog
+from hybrid_cache.cache.integrity import STEP, IntegrityCheck
 from hybrid_cache.cache.pool import PagePool
 from hybrid_cache.cache.reservation import Purpose, ReservedPages, full_group_parts
-from hybrid_cache.errors import IntegrityError, OutOfPages
+from hybrid_cache.errors import OutOfPages
 from hybrid_cache.eviction.base import EvictionPolicy, Key
 from hybrid_cache.layout.layout import ModelLayout
 
@@ -39,6 +39,8 @@ class PrefixTree:
         self._companion_groups = layout.companion_groups
         self._node_pages = sum(layout.pages_per_block(group) for group in layout.full_groups)
         self._node_parts = full_group_parts(layout)
+        self._stamp = 0  # how many checks have begun
+        self._check: IntegrityCheck | None = None  # under way
 
     def __repr__(self) -> str:
         return f"PrefixTree({self.pool!r}, {len(self._nodes)} blocks)"
@@ -56,14 +58,19 @@ class PrefixTree:
         companion = self._companions[group].get(block_hash)
         return companion.pages if companion is not None else ()
 
-    def check_integrity(self, holds: Collection[ReservedPages]) -> None:
-        """Raises IntegrityError unless every page, lock and link is accounted for, `holds` being all there are."""
-        self.pool.check_integrity(integrity.held_pages(self._nodes, self._companions, holds))
-        evictable = integrity.evictable_pages(self._nodes, self._companions, self._node_pages)
-        if evictable != self.evictable_pages:
-            raise IntegrityError(f"{evictable} pages are evictable, {self.evictable_pages} were counted")
-        integrity.check_locks(self._nodes, self._companions, holds)
-        integrity.check_tree(self._nodes, self._companions)
+    def check_integrity(self, holds: Collection[ReservedPages], step: int = STEP) -> Iterator[None]:
+        """Whether every page, lock and link is accounted for now, `holds` being all there are: looks in steps, between which
+        anything may happen here but another check. Raises IntegrityError.
+        """
+        assert self._check is None, "one check at a time"
+        self._stamp += 1
+        self._check = IntegrityCheck(
+            self._stamp, self._nodes, self._companions, holds, self.pool, self.evictable_pages, step=step
+        )
+        try:
+            yield from self._check.run()
+        finally:
+            self._check = None
 
     # Locks
 
@@ -82,6 +89,8 @@ class PrefixTree:
         """Locks the request's blocks up to `blocks`, all cached, as far as it does not do so yet."""
         nodes, path = self._nodes, hold.nodes
         unlocked = 0
+        if self._check is not None:
+            self._check.keep([nodes[block_hash] for block_hash in hold.hashes[len(path) : blocks]])
         for block_hash in hold.hashes[len(path) : blocks]:
             node = nodes[block_hash]
             unlocked += not node.locks
@@ -93,6 +102,8 @@ class PrefixTree:
             self._eviction.withdraw(path[-1].hash)
 
     def _lock_companion(self, hold: ReservedPages, companion: Companion) -> None:
+        if self._check is not None:
+            self._check.keep((companion,))
         if not companion.locks:
             self.evictable_pages -= len(companion.pages)
             self._eviction.withdraw(companion.key)
@@ -105,6 +116,9 @@ class PrefixTree:
 
     def unlock(self, hold: ReservedPages, now: float) -> None:
         """Undoes all locks of a request."""
+        if self._check is not None:
+            self._check.keep(hold.companions)
+            self._check.keep(hold.nodes)
         # Tail first, so that age alone already evicts tails before heads.
         for companion in reversed(hold.companions):
             companion.locks -= 1
@@ -141,13 +155,15 @@ class PrefixTree:
         nodes, path, own, first = self._nodes, hold.nodes, hold.own_blocks, hold.first_own
         added = []
         parent = path[-1] if path else None
+        if self._check is not None:
+            self._check.keep(path[-1:])
         for index in range(len(path), full_blocks):
             block_hash = hold.hashes[index]
             if block_hash in nodes:
                 self._lock_path(hold, index + 1)
                 parent = path[-1]
                 continue
-            parent = nodes[block_hash] = BlockNode(block_hash, parent, own[index - first])
+            parent = nodes[block_hash] = BlockNode(block_hash, parent, own[index - first], self._stamp)
             own[index - first] = ()
             path.append(parent)
             added.append(block_hash)
@@ -165,7 +181,7 @@ class PrefixTree:
                 self._add_companion(hold, hold.nodes[blocks - 1], group, hold.own_states.pop((group, length)))
 
     def _add_companion(self, hold: ReservedPages, node: BlockNode, group: int, pages: Pages) -> None:
-        companion = self._companions[group][node.hash] = Companion(node, group, pages)
+        companion = self._companions[group][node.hash] = Companion(node, group, pages, self._stamp)
         companion.locks = 1
         hold.companions.append(companion)
         self._events.stored(group, (node.hash,))
@@ -192,6 +208,8 @@ class PrefixTree:
                 if not isinstance(key, bytes):
                     num_pages -= self._evict_companion(key)
                     continue
+                if self._check is not None:
+                    self._keep_leaving(nodes[key])
                 node = nodes.pop(key)
                 assert not node.locks
                 assert not node.children
@@ -218,6 +236,8 @@ class PrefixTree:
                 continue
             if node.locks or node.children:
                 break
+            if self._check is not None:
+                self._keep_leaving(node)
             self._drop_companions_of(node)
             if not self._node_pages:
                 self._prune(node)
@@ -265,6 +285,8 @@ class PrefixTree:
     def _drop_companion(self, companion: Companion) -> int:
         """Frees the pages of a companion; returns their number."""
         assert not companion.locks
+        if self._check is not None:
+            self._check.keep((companion,))
         group, block_hash = companion.key
         del self._companions[group][block_hash]
         self.evictable_pages -= len(companion.pages)
@@ -278,10 +300,19 @@ class PrefixTree:
         # Without full attention a node is only a place for companions.
         empty: BlockNode | None = node
         while empty and not (self._node_pages or empty.locks or empty.children or self._has_companions(empty)):
+            if self._check is not None:
+                self._keep_leaving(empty)
             del self._nodes[empty.hash]
             empty = empty.parent
             if empty is not None:
                 empty.children -= 1
+
+    def _keep_leaving(self, node: BlockNode) -> None:
+        """For the check that is under way, before a node leaves, and its companions with it."""
+        assert self._check is not None
+        held = (self._companions[group].get(node.hash) for group in self._companion_groups)
+        self._check.keep([companion for companion in held if companion is not None])
+        self._check.keep((node,) if node.parent is None else (node, node.parent))
 
     def _has_companions(self, node: BlockNode) -> bool:
         return any(node.hash in self._companions[group] for group in self._companion_groups)

@@ -14,11 +14,14 @@ PARTS = 256
 class HolderSets:
     """Sets of holders, as the bits of an int, by block hash. An empty set is no entry."""
 
-    __slots__ = ("_oldest", "_parts", "_size")
+    __slots__ = ("_alone", "_oldest", "_parts", "_size")
 
     def __init__(self) -> None:
         self._parts: tuple[dict[bytes, int], ...] = tuple({} for _ in range(PARTS))
         self._size = 0
+        self._alone: dict[
+            int, int
+        ] = {}  # the int of each single holder: most blocks have one, and it may have many bytes
         self._oldest = 0  # the part from which a block is forgotten next
 
     def __len__(self) -> int:
@@ -27,6 +30,11 @@ class HolderSets:
     def __iter__(self) -> Iterator[bytes]:
         for part in self._parts:
             yield from part
+
+    @property
+    def sets_bytes(self) -> int:
+        """Size of the ints: those of neighbours are the same one."""
+        return sum({id(some): sys.getsizeof(some) for part in self._parts for some in part.values()}.values())
 
     @property
     def table_bytes(self) -> int:
@@ -44,21 +52,29 @@ class HolderSets:
 
     def add(self, hashes: Iterable[bytes], bit: int) -> None:
         """`bit` holds these blocks, too."""
-        parts = self._parts
+        parts, same, together = self._parts, 0, 0
+        bit = self._alone.setdefault(bit, bit)
         for each in hashes:
             part = parts[each[0]]
             before = part.get(each, 0)
-            part[each] = before | bit
             if not before:
+                part[each] = bit
                 self._size += 1
+                continue
+            if before is not same:  # neighbours mostly have the same holders
+                same, together = before, before | bit
+            part[each] = together
 
     def remove(self, hashes: Iterable[bytes], bit: int) -> None:
         """`bit` holds these blocks no longer."""
-        parts = self._parts
+        parts, same, left = self._parts, 0, 0
         for each in hashes:
             part = parts[each[0]]
             before = part.get(each, 0)
-            if left := before & ~bit:
+            if before is not same:
+                left = before & ~bit
+                same, left = before, self._alone.get(left, left)
+            if left:
                 part[each] = left
             elif before:
                 del part[each]

@@ -13,7 +13,6 @@ given to another one only after that; a snapshot that comes meanwhile is stored 
 
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import count
 from typing import Final, NamedTuple, Self
 
 from hybrid_cache.cache.events import BlocksRemoved, BlocksStored, CacheCleared, CacheEvent, Medium
@@ -52,6 +51,7 @@ class PrefixIndex:
         self.max_blocks = max_blocks
         self._holders: tuple[HolderSets, ...] = tuple(HolderSets() for _ in layout.groups)
         self._bits: dict[tuple[str, Medium], int] = {}
+        self._used = 0  # all of these
         self._known: _Known | None = None  # made of the bits, until these change
         self._dead_bits = 0  # of dropped nodes; still in the table
         self._tidying = 0  # those of them that are being taken out now
@@ -72,9 +72,9 @@ class PrefixIndex:
 
     @property
     def memory_bytes(self) -> int:
-        """Size of the tables and the hashes in them (holders of up to 30 nodes are 28 bytes, with engines' caches up to 44)."""
+        """Size of the tables, the hashes and the sets of holders in them."""
         hashes = sum(sys.getsizeof(block_hash) for holders in self._holders for block_hash in holders)
-        return hashes + sum(holders.table_bytes for holders in self._holders)
+        return hashes + sum(holders.table_bytes + holders.sets_bytes for holders in self._holders)
 
     def nodes(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(node_id for node_id, _ in self._bits))
@@ -179,12 +179,13 @@ class PrefixIndex:
     def _bit(self, node_id: str, medium: Medium) -> int:
         if (bit := self._bits.get((node_id, medium))) is None:
             bit = self._bits[node_id, medium] = self._free_bit(node_id, medium)
+            self._used |= bit
             self._known = None
         return bit
 
     def _free_bit(self, node_id: str, medium: Medium) -> int:
         """A free one: a node's memory and its engine's cache a PLANE apart, unless that one is being tidied."""
-        used = sum(self._bits.values()) | self._dead_bits
+        used = self._used | self._dead_bits
         if medium is Medium.ENGINE and (memory := self._bits.get((node_id, Medium.MEMORY))):
             wanted = memory << PLANE
         elif medium is Medium.MEMORY and (engine := self._bits.get((node_id, Medium.ENGINE))):
@@ -193,12 +194,14 @@ class PrefixIndex:
             wanted = 0
         if wanted and not wanted & used:
             return wanted
-        low = next(low for low in map(_low_bit, count()) if not used & (low | low << PLANE))
+        low = _lowest_free(used)
         return low << PLANE if medium is Medium.ENGINE else low
 
     def _clear(self, node_id: str, media: Sequence[Medium]) -> None:
         self._known = None
-        self._dead_bits |= sum(self._bits.pop((node_id, medium), 0) for medium in media)
+        left = sum(self._bits.pop((node_id, medium), 0) for medium in media)
+        self._used &= ~left
+        self._dead_bits |= left
 
     def _store(self, holders: HolderSets, bit: int, hashes: Sequence[bytes]) -> None:
         holders.add(hashes, bit)
@@ -354,9 +357,12 @@ def _any_length(bits: int, limit: int) -> int:
     return limit
 
 
-def _low_bit(number: int) -> int:
-    """The bit of memory of the `number`-th place for a node."""
-    return 1 << number // PLANE * 2 * PLANE + number % PLANE
+def _lowest_free(used: int) -> int:
+    """The lowest bit for a node's memory that is free, and the one for its engine's cache with it."""
+    taken = used | used >> PLANE
+    pairs = taken.bit_length() // (2 * PLANE) + 2  # of planes, with a free one at the end
+    free = ~taken & int.from_bytes((b"\xff" * (PLANE // 8) + bytes(PLANE // 8)) * pairs, "little")
+    return free & -free
 
 
 def _bits_of(bits: int) -> Iterator[int]:

@@ -16,8 +16,8 @@ waiting for a disk is fine.
 import logging
 import struct
 import threading
-from collections import OrderedDict, deque
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Final, NamedTuple, Self
@@ -27,15 +27,16 @@ import numpy as np
 from hybrid_cache.cache.events import BlocksStored, CacheCleared, CacheEvent, EventLog, Medium
 from hybrid_cache.layout.layout import ModelLayout
 from hybrid_cache.tiers.files import Buffer, Disk
+from hybrid_cache.tiers.slot_table import TAIL_BYTES, SlotTable
 from hybrid_cache.tiers.slots import CORRUPT, HEADER_BYTES, CheckedSlots, SlotBlock, SlotFormat, checksum
 
 log = logging.getLogger(__name__)
 
 ORDER_MAGIC: Final = b"pfLR"
 ORDER: Final = struct.Struct("<4sQQ16s")  # magic, number of the save, number of blocks, checksum of what follows
-ORDER_BYTES: Final = 8  # of a hash
 PIECE_BYTES: Final = 1 << 20  # copied, hashed and freed at once: other threads run in between
 EVENT_LIMIT: Final = 1 << 20  # hashes kept for an absent reader
+PART_HASHES: Final = 2048  # of a snapshot, at once
 
 
 class BlockKey(NamedTuple):
@@ -87,8 +88,7 @@ class DiskTier:
         self._names = [f"{layout.fingerprint[:24]}-{group}{part}.kv" for group in range(len(layout.groups))]
         if freed := disk.keep(_most_bytes(layout, self._names, self._slots)):
             log.info("removed %d bytes of other layouts or keys, or beyond %d bytes for each group", freed, share)
-        self._index: list[OrderedDict[bytes, int]] = [OrderedDict() for _ in layout.groups]
-        self._free: list[list[int]] = [[] for _ in layout.groups]
+        self._tables = [SlotTable(slots) for slots in self._slots]
         self._pending: dict[BlockKey, list[memoryview]] = {}
         self._queue: deque[BlockKey] = deque()
         self._queued_bytes = 0
@@ -119,22 +119,33 @@ class DiskTier:
 
     def __contains__(self, key: BlockKey) -> bool:
         with self._lock:
-            return key in self._pending or key.block_hash in self._index[key.group]
+            return key in self._pending or key.block_hash in self._tables[key.group]
 
     def hashes(self, group: int) -> tuple[bytes, ...]:
-        """What can probably be read."""
+        """What can probably be read, the least recently used first."""
         with self._lock:
-            return tuple(self._index[group]) + tuple(key.block_hash for key in self._pending if key.group == group)
+            return (*self._tables[group], *(key.block_hash for key in self._pending if key.group == group))
 
     def holds(self, group: int, hashes: Sequence[bytes]) -> set[bytes]:
         """Which of `hashes` can probably be read."""
         with self._lock:
-            index, pending = self._index[group], self._pending
-            return {h for h in hashes if h in index or (pending and BlockKey(group, h) in pending)}
+            table, pending = self._tables[group], self._pending
+            return {h for h in hashes if h in table or (pending and BlockKey(group, h) in pending)}
 
-    def snapshot(self) -> tuple[BlocksStored, ...]:
-        """What can probably be read, one entry per group."""
-        return tuple(BlocksStored(group, self.hashes(group), Medium.SSD) for group in range(len(self.layout.groups)))
+    def snapshot(self, most_hashes: int = PART_HASHES) -> Iterator[BlocksStored]:
+        """What can probably be read, in parts, each as of when it is asked for. What changes meanwhile, `take_events` tells."""
+        for group, table in enumerate(self._tables):
+            with self._lock:  # first: their slots may be among those that were read
+                some = [key.block_hash for key in self._pending if key.group == group]
+            start = 0
+            while some or start < table.num_taken:
+                if some:
+                    yield BlocksStored(group, tuple(some), Medium.SSD)
+                with self._lock:
+                    some = table.blocks_in(start, start + most_hashes)
+                start += most_hashes
+            if some:
+                yield BlocksStored(group, tuple(some), Medium.SSD)
 
     def take_events(self) -> list[CacheEvent]:
         """Changes since the last call, or since the start. A reader that comes too late gets a snapshot instead."""
@@ -163,7 +174,7 @@ class DiskTier:
 
     def _takes(self, key: BlockKey, size: int) -> bool:
         """Whether a block may be queued; blocks without room are counted. The caller holds the lock."""
-        if key in self._pending or key.block_hash in self._index[key.group]:
+        if key in self._pending or key.block_hash in self._tables[key.group]:
             return False
         room = self._queued_bytes + size <= self.queue_bytes and self._slots[key.group]
         if self._closing or self._ended or not room:
@@ -175,7 +186,7 @@ class DiskTier:
         """Reads a block. False: not there, or damaged; then what is in `into` means nothing."""
         with self._lock:
             pending = list(self._pending.get(key, ()))
-            slot = self._index[key.group].get(key.block_hash)
+            slot = self._tables[key.group].slot_of(key.block_hash)
             if not pending and slot is None:
                 self._counts["misses"] += 1
                 return False
@@ -198,15 +209,15 @@ class DiskTier:
         if wrong:
             return self._count(wrong if self._forget(key, slot) else "misses", False)
         with self._lock:
-            if self._index[key.group].get(key.block_hash) == slot:
-                self._index[key.group].move_to_end(key.block_hash)
+            if self._tables[key.group].slot_of(key.block_hash) == slot:
+                self._tables[key.group].used(key.block_hash)
                 self._uses += 1
         return self._count("hits", True)
 
     def drop(self, key: BlockKey) -> None:
         """Forgets a block; after a restart it may be listed again."""
         with self._lock:
-            slot = self._index[key.group].get(key.block_hash)
+            slot = self._tables[key.group].slot_of(key.block_hash)
         if slot is not None:
             self._forget(key, slot)
 
@@ -238,8 +249,8 @@ class DiskTier:
         with self._lock:
             return DiskReport(
                 capacity_bytes=sum(slots * self.layout.block_bytes(group) for group, slots in enumerate(self._slots)),
-                blocks=sum(map(len, self._index)),
-                bytes=sum(len(held) * self.layout.block_bytes(group) for group, held in enumerate(self._index)),
+                blocks=sum(map(len, self._tables)),
+                bytes=sum(len(held) * self.layout.block_bytes(group) for group, held in enumerate(self._tables)),
                 queued_bytes=self._queued_bytes,
                 **self._counts,
             )
@@ -258,23 +269,15 @@ class DiskTier:
         except OSError:
             self._counts["read_errors"] += 1
             count = 0
+        blocks: list[bytes | None] = []
         for slot in range(count):
             header = bytearray(HEADER_BYTES)
             try:
                 self._disk.read(name, slot * size, [memoryview(header)])
             except OSError:
                 self._counts["read_errors"] += 1
-            block_hash = self._listed(group, header)
-            if block_hash is None or block_hash in self._index[group]:
-                self._free[group].append(slot)
-            else:
-                self._index[group][block_hash] = slot
-                self._counts["recovered"] += 1
-        self._free[group] += range(count, self._slots[group])
-        self._free[group].reverse()
-        rank = self._load_order(group)
-        found = sorted(self._index[group].items(), key=lambda item: rank.get(item[0][-ORDER_BYTES:], len(rank)))
-        self._index[group] = OrderedDict(found)
+            blocks.append(self._listed(group, header))
+        self._counts["recovered"] += self._tables[group].recover(blocks, self._load_order(group))
 
     def _listed(self, group: int, header: bytearray) -> bytes | None:
         block = self._format.listed(header)
@@ -284,10 +287,9 @@ class DiskTier:
     def _forget(self, key: BlockKey, slot: int) -> bool:
         """Drops a block from the index unless its slot has been given to another since."""
         with self._lock:
-            if self._index[key.group].get(key.block_hash) != slot:
+            if self._tables[key.group].slot_of(key.block_hash) != slot:
                 return False
-            del self._index[key.group][key.block_hash]
-            self._free[key.group].append(slot)
+            self._tables[key.group].forget(key.block_hash)
             self._events.removed(key.group, (key.block_hash,))
             return True
 
@@ -298,13 +300,12 @@ class DiskTier:
 
     # The order of use
 
-    def _load_order(self, group: int) -> dict[bytes, int]:
-        """The position of each hash in the latest order that was saved whole."""
+    def _load_order(self, group: int) -> bytes:
+        """The latest order that was saved whole."""
         saved = [self._read_order(f"{self._names[group]}.lru{turn}", self._slots[group]) for turn in (0, 1)]
         number, hashes = max(saved)
         self._saves = max(self._saves, number)
-        parts = (hashes[start : start + ORDER_BYTES] for start in range(0, len(hashes), ORDER_BYTES))
-        return {part: position for position, part in enumerate(parts)}
+        return hashes
 
     def _read_order(self, name: str, most: int) -> tuple[int, bytes]:
         """Number and hashes of a saved order. One of more blocks than there are slots, of a larger tier, counts as torn."""
@@ -313,9 +314,9 @@ class DiskTier:
             size = self._disk.size(name)
             self._disk.read(name, 0, [memoryview(header)])
             magic, number, count, check = ORDER.unpack_from(header)
-            if magic != ORDER_MAGIC or count > most or ORDER.size + count * ORDER_BYTES > size:
+            if magic != ORDER_MAGIC or count > most or ORDER.size + count * TAIL_BYTES > size:
                 return 0, b""
-            hashes = bytearray(count * ORDER_BYTES)
+            hashes = bytearray(count * TAIL_BYTES)
             self._disk.read(name, ORDER.size, [memoryview(hashes)])
         except OSError:
             self._counts["read_errors"] += 1
@@ -327,9 +328,11 @@ class DiskTier:
         for group, name in enumerate(self._names):
             with self._lock:
                 self._uses = 0
-                order = tuple(self._index[group])
-            hashes = b"".join([block_hash[-ORDER_BYTES:] for block_hash in order])
-            header = ORDER.pack(ORDER_MAGIC, self._saves, len(order), checksum([self._saves.to_bytes(8), hashes]))
+                uses = self._tables[group].uses()
+            hashes = uses.order()
+            header = ORDER.pack(
+                ORDER_MAGIC, self._saves, len(hashes) // TAIL_BYTES, checksum([self._saves.to_bytes(8), hashes])
+            )
             try:
                 self._disk.write(f"{name}.lru{self._saves % 2}", 0, [header, hashes])
             except OSError:
@@ -373,10 +376,9 @@ class DiskTier:
 
     def _take_slot(self, group: int) -> int:
         with self._lock:
-            if self._free[group]:
-                return self._free[group].pop()
-            block_hash, slot = self._index[group].popitem(last=False)
-            self._events.removed(group, (block_hash,))
+            slot, block_hash = self._tables[group].take()
+            if block_hash is not None:
+                self._events.removed(group, (block_hash,))
             return slot
 
     def _write(self, key: BlockKey, slot: int, data: list[memoryview]) -> None:
@@ -395,12 +397,12 @@ class DiskTier:
             data = self._pending.pop(key)
             self._queued_bytes -= self.layout.block_bytes(key.group)
             if written and slot is not None:
-                self._index[key.group][key.block_hash] = slot
+                self._tables[key.group].place(key.block_hash, slot)
                 self._uses += 1
             else:
                 self._counts["write_errors"] += 1
                 if slot is not None:
-                    self._free[key.group].append(slot)
+                    self._tables[key.group].give_back(slot)
                 self._events.removed(key.group, (key.block_hash,))
             if not self._pending:
                 self._idle.notify_all()
@@ -411,7 +413,7 @@ class DiskTier:
 def _slots_within(layout: ModelLayout, group: int, share: int, queue_bytes: int) -> int:
     """How many slots fit, with two orders of use beside them. None is said: what it means cannot be seen."""
     size = layout.block_bytes(group)
-    slots = max(0, share - 2 * ORDER.size) // (_slot_bytes(size) + 2 * ORDER_BYTES)
+    slots = max(0, share - 2 * ORDER.size) // (_slot_bytes(size) + 2 * TAIL_BYTES)
     if not slots:
         log.error("no block of group %d is kept on disk: one has %d bytes, and its share is %d", group, size, share)
     elif size > queue_bytes:
@@ -424,7 +426,7 @@ def _most_bytes(layout: ModelLayout, names: Sequence[str], slots: Sequence[int])
     most_bytes: dict[str, int] = {}
     for group, name in enumerate(names):
         most_bytes[name] = slots[group] * _slot_bytes(layout.block_bytes(group))
-        most_bytes |= {f"{name}.lru{turn}": ORDER.size + slots[group] * ORDER_BYTES for turn in (0, 1)}
+        most_bytes |= {f"{name}.lru{turn}": ORDER.size + slots[group] * TAIL_BYTES for turn in (0, 1)}
     return most_bytes
 
 

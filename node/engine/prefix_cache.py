@@ -110,10 +110,14 @@ class EngineCache:
         self._cut.clear()
         return self._clear_groups()
 
-    def snapshot(self) -> tuple[BlocksStored, ...]:
-        """Everything that is held, by group."""
-        held = (tuple(group.held) for group in self._groups)
-        return tuple(BlocksStored(number, hashes, Medium.ENGINE) for number, hashes in enumerate(held) if hashes)
+    def snapshot(self, most_hashes: int) -> Iterator[BlocksStored]:
+        """Everything that is held, by group, in parts that are read when they are asked for."""
+        for number, group in enumerate(self._groups):
+            names = list(group.held)  # some milliseconds for a million
+            for start in range(0, len(names), most_hashes):
+                some = tuple([name for name in names[start : start + most_hashes] if name in group.held])
+                if some:
+                    yield BlocksStored(number, some, Medium.ENGINE)
 
     def _learn(self, event: BlockStored) -> None:
         size = event.block_size
@@ -243,7 +247,10 @@ class EngineCache:
 
     def _forget_names(self, events: Sequence[EngineEvent]) -> None:
         if any(isinstance(event, AllBlocksCleared) for event in events):
-            self._names = {key: name for key, name in self._names.items() if any(name in g for g in self._groups)}
+            # What a group has now, it was told of in this batch: no need to go through all that it had before.
+            told = (key for event in events if isinstance(event, BlockStored) for key in event.block_hashes)
+            named = {key: self._names[key] for key in told if key in self._names}
+            self._names = {key: name for key, name in named.items() if any(name in group for group in self._groups)}
             for pieces in self._pieces.values():
                 pieces.tidy()
         for event in events:

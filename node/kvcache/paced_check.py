@@ -1,7 +1,8 @@
-"""A check that takes long on a large pool, and blocks: how often it may be made."""
+"""A check that takes long on a large pool: how often it is made, in steps between which other work has its turn."""
 
+import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Final
 
 from hybrid_cache.errors import IntegrityError
@@ -19,21 +20,28 @@ class PacedCheck:
         self._now = now
         self._answer = ""
         self._next_at = 0.0
+        self._is_made = asyncio.Lock()
 
-    def result(self, check: Callable[[], None]) -> str:
-        """What `check` says: empty when all is well. It raises IntegrityError."""
-        started_at = self._now()
-        if started_at >= self._next_at:
-            self._answer = _outcome(check)
-            seconds = self._now() - started_at
-            self._next_at = started_at + seconds / SHARE if seconds > FREE_S else started_at
+    async def result(self, steps: Callable[[], Iterator[None]]) -> str:
+        """What a check says: empty when all is well. A step of it raises IntegrityError."""
+        async with self._is_made:
+            started_at = self._now()
+            if started_at >= self._next_at:
+                seconds = await self._make(steps())
+                self._next_at = started_at + seconds / SHARE if seconds > FREE_S else started_at
         return self._answer
 
-
-def _outcome(check: Callable[[], None]) -> str:
-    try:
-        check()
-    except IntegrityError as exc:
-        log.error("pool integrity: %s", exc)
-        return str(exc)
-    return ""
+    async def _make(self, steps: Iterator[None]) -> float:
+        """Makes a check; returns the seconds that its steps have taken."""
+        seconds, answer, is_over = 0.0, "", False
+        while not is_over:
+            began_at = self._now()
+            try:
+                is_over = next(steps, self) is self
+            except IntegrityError as exc:
+                log.error("pool integrity: %s", exc)
+                answer, is_over = str(exc), True
+            seconds += self._now() - began_at
+            await asyncio.sleep(0)
+        self._answer = answer
+        return seconds

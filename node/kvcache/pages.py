@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Container, Iterator, Sequence
 from pathlib import Path
 
-from hybrid_cache.cache.events import BlocksRemoved, BlocksStored, CacheCleared, CacheEvent, Medium
+from hybrid_cache.cache.events import BlocksRemoved, BlocksStored, CacheCleared, CacheEvent, Medium, in_parts
 from hybrid_cache.cache.lookup import PrefixHit
 from hybrid_cache.cache.prefix_cache import PrefixCache
 from hybrid_cache.cache.reservation import NO_HINTS, Hints, Purpose, Reservation
@@ -36,7 +36,8 @@ SSD_SAVE_S = 10.0
 MEDIA = {Medium.MEMORY: pb.MEDIUM_MEMORY, Medium.SSD: pb.MEDIUM_SSD, Medium.ENGINE: pb.MEDIUM_ENGINE}
 
 LONG_BLOCKS = 512  # more of them take some milliseconds
-PART_HASHES = 16_384  # of a long snapshot, in one message
+PART_HASHES = 2048  # in one message: less than a millisecond of work, here and at a gateway
+WHOLE_PARTS = 8  # of a short snapshot: groups of few blocks, in several media
 OpenDisk = Callable[[ModelLayout, Path, int, SlotFormat | None], DiskTier]
 
 MAX_TOKENS = 1 << 24
@@ -113,6 +114,7 @@ class ArenaPages:
         self.ssd = Ssd(self.cache, disk, self.segment_views, self.changed, self._now, waits=self._ssd_waits)
         for stored in self.ssd.snapshot():
             self._events.publish(as_message(stored))
+            await asyncio.sleep(0)  # watchers read meanwhile
         log.info("SSD tier node=%s: %s blocks", node_id, self.ssd.report().blocks)
 
     async def close(self) -> None:
@@ -340,10 +342,11 @@ class ArenaPages:
         self._freed.set()
         self.publish()
 
-    def snapshot_event(self) -> pb.NodeEvent:
-        """All that is cached, as the first event of a watcher."""
-        stored = (*self.cache.snapshot(), *(self.ssd.snapshot() if self.ssd else ()))
-        return pb.NodeEvent(snapshot=pb.CacheSnapshot(groups=[as_message(each).stored for each in stored]))
+    def snapshot(self) -> Iterator[CacheEvent]:
+        """All that is cached, for a watcher, in parts that are read when they are asked for."""
+        yield from self.cache.snapshot_parts(PART_HASHES)
+        if self.ssd:
+            yield from self.ssd.snapshot()
 
     def report(self) -> pb.PoolReport:
         """Page counts as a message."""
@@ -378,7 +381,8 @@ class ArenaPages:
     def publish(self) -> None:
         """Tells watchers what has changed since the last time. Disks change by themselves."""
         for event in (*self.cache.take_events(), *(self.ssd.take_events() if self.ssd else ())):
-            self._events.publish(as_message(event))
+            for part in in_parts(event, PART_HASHES):
+                self._events.publish(as_message(part))
 
 
 def _close_unused(opening: "asyncio.Future[DiskTier]") -> None:
@@ -386,18 +390,14 @@ def _close_unused(opening: "asyncio.Future[DiskTier]") -> None:
         opening.result().close(SSD_RETRY_S)  # nothing is queued
 
 
-def in_parts(snapshot: pb.NodeEvent) -> Iterator[pb.NodeEvent]:
-    """A snapshot as a short one and more of the same behind it: a reader of one long message does nothing else meanwhile."""
-    step = PART_HASHES * hashing.HASH_BYTES
-    if snapshot.ByteSize() < step:
-        yield snapshot
+def snapshot_messages(parts: Iterator[CacheEvent]) -> Iterator[pb.NodeEvent]:
+    """A snapshot as the first messages of a watcher: a short one as a whole, a long one as an empty one with more behind it."""
+    first = list(itertools.islice(parts, WHOLE_PARTS + 1))
+    if len(first) <= WHOLE_PARTS:
+        yield pb.NodeEvent(snapshot=pb.CacheSnapshot(groups=[as_message(part).stored for part in first]))
         return
     yield pb.NodeEvent(snapshot=pb.CacheSnapshot())
-    for stored in snapshot.snapshot.groups:
-        hashes = stored.hashes
-        for start in range(0, len(hashes), step):
-            part = pb.BlocksStored(group=stored.group, hashes=hashes[start : start + step], medium=stored.medium)
-            yield pb.NodeEvent(stored=part)
+    yield from map(as_message, itertools.chain(first, parts))
 
 
 def as_message(event: CacheEvent) -> pb.NodeEvent:

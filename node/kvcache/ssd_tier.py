@@ -12,7 +12,7 @@ import itertools
 import logging
 import secrets
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -262,8 +262,8 @@ class Ssd:
 
     # What there is
 
-    def snapshot(self) -> tuple[BlocksStored, ...]:
-        """Everything that can probably be read, one entry per group."""
+    def snapshot(self) -> Iterator[BlocksStored]:
+        """Everything that can probably be read, in parts that are read when they are asked for."""
         return self._disk.snapshot()
 
     def take_events(self) -> list[CacheEvent]:

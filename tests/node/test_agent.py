@@ -13,6 +13,7 @@ import grpc
 import grpc.aio
 import pytest
 
+from hybrid_cache.cache.events import BlocksStored
 from hybrid_cache.hashing.block_hash import block_hashes
 from tests.node.running import BLOCK, RunningNode, alone, bounded, config, new_runner, refused, running_node, until
 from transport.control import messages as m
@@ -171,8 +172,12 @@ def test_a_cold_copy_is_given_up_and_computed_again(bench: Bench) -> None:
 
 
 def _cached_hashes(node: RunningNode) -> list[bytes]:
-    joined = node.agent.snapshot_event().snapshot.groups[0].hashes
-    return [joined[i : i + 32] for i in range(0, len(joined), 32)]
+    return [
+        each
+        for part in node.agent.snapshot()
+        if isinstance(part, BlocksStored) and not part.group
+        for each in part.hashes
+    ]
 
 
 def test_refusals_carry_a_status_and_a_reason(bench: Bench) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -370,3 +371,29 @@ def test_promises_and_losses_of_a_line_with_many_senders_count_at_once() -> None
     for node in nodes:
         node.connected = False
     assert not links.views()[0].up
+
+
+class CountedNodes(list[ClusterNode]):
+    """Nodes, and how often all of them were looked at."""
+
+    looks = 0
+
+    def __iter__(self) -> Iterator[ClusterNode]:
+        self.looks += 1
+        return super().__iter__()
+
+
+def test_links_are_shown_with_as_many_looks_at_the_fleet_however_many_there_are():
+    def looks(clusters: int) -> int:
+        nodes = CountedNodes()
+        for number in range(clusters):
+            nodes += [
+                node_of(f"r{number}", f"east{number}", "prfaas"),
+                node_of(f"d{number}", f"pd{number}", role="decode"),
+            ]
+        shown = ClusterLinks(nodes, lambda: 0.0).status()
+        assert len(shown) == clusters**2
+        assert {tuple(each.senders) for each in shown if each.source == "east0"} == {("r0",)}
+        return nodes.looks
+
+    assert looks(2) == looks(8)

@@ -1,11 +1,14 @@
+import random
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from hybrid_cache.cache.events import BlocksRemoved, BlocksStored, CacheCleared, Medium
 from hybrid_cache.cache.lookup import PrefixHit
-from hybrid_cache.cache.pool import PagePool
 from hybrid_cache.cache.prefix_cache import PrefixCache
 from hybrid_cache.cache.reservation import Hints, Purpose
-from hybrid_cache.errors import DuplicateReservation, IntegrityError, OutOfPages, UnknownReservation
+from hybrid_cache.errors import DuplicateReservation, OutOfPages, UnknownReservation
 from hybrid_cache.eviction.choice import POLICIES, policy_named
 from tests.hybrid_cache.builders import BLOCK, FULL, STATE, WINDOW, hashes_of, make_layout, prefill, reserve
 
@@ -226,16 +229,6 @@ def test_report_adds_up():
     assert report.reservations == 1
 
 
-def test_integrity_check_sees_a_lost_page():
-    pool = PagePool(4)
-    pages = pool.allocate(2)
-    pool.check_integrity(pages)
-    with pytest.raises(IntegrityError, match="lost"):
-        pool.check_integrity(pages[:1])
-    with pytest.raises(IntegrityError, match="held twice"):
-        pool.check_integrity([*pages, pages[0]])
-
-
 def test_prompt_shorter_than_a_block_is_the_first_ever():
     cache = make_cache()
     cache.reserve("short", [], 3, now=0.0, purpose=Purpose.PREFILL)
@@ -342,3 +335,31 @@ def test_what_is_of_no_use_leaves_first_unless_others_use_it() -> None:
     assert cache.match(hashes_of(useless), 32).num_tokens == 0
     assert cache.match(hashes_of(old), 16).num_tokens == 16
     assert cache.match(hashes_of(used), 16).num_tokens == 16
+
+
+@given(seed=st.integers(0, 1000), most=st.integers(1, 3))
+def test_a_snapshot_in_parts_and_the_events_behind_it_are_what_is_held(seed: int, most: int) -> None:
+    rng, cache = random.Random(seed), make_cache(FULL, STATE)
+
+    def change() -> None:
+        prefill(
+            cache, list(range(1000 * rng.randrange(4), 1000 * rng.randrange(1, 5))[: 4 * rng.randrange(1, 8)]) or [1]
+        )
+        if rng.random() < 0.3:
+            cache.clear(0.0)
+
+    for _ in range(4):
+        change()
+    cache.take_events()  # the reader hears of what comes now
+    told = [set(), set()]
+    queued = []
+    for part in cache.snapshot_parts(most):
+        assert 0 < len(part.hashes) <= most
+        told[part.group].update(part.hashes)
+        change()
+        queued += cache.take_events()
+    for event in queued:
+        (told[event.group].update if isinstance(event, BlocksStored) else told[event.group].difference_update)(
+            event.hashes
+        )
+    assert told == [set(stored.hashes) for stored in cache.snapshot()]

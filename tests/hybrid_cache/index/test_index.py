@@ -207,3 +207,24 @@ def test_what_is_forgotten_first_was_heard_of_first():
     assert index.forgotten_blocks == 1000
     kept = sum(bool(index.match("a", [each], 4).num_tokens) for each in new)
     assert kept > 950  # parts of the table differ in size
+
+
+def test_a_thousand_nodes_take_a_bit_each_and_those_that_are_gone_make_room():
+    index = PrefixIndex(make_layout(FULL))
+
+    def found() -> dict[str, int]:
+        return {node: index.match(node, CHAIN, 40).num_tokens for node in index.nodes()}
+
+    for number in range(1000):
+        medium = (Medium.MEMORY, Medium.ENGINE, Medium.SSD)[number % 3]
+        index.apply(f"n{number}", BlocksStored(0, tuple(CHAIN[: number % 10 + 1]), medium))
+    assert found() == {f"n{number}": 4 * (number % 10 + 1) for number in range(1000)}
+    size = index.memory_bytes
+    for number in range(0, 1000, 2):
+        index.drop(f"n{number}")
+    while index.tidy():
+        pass
+    for number in range(0, 1000, 2):
+        index.apply(f"n{number}", BlocksStored(0, tuple(CHAIN)))
+    assert found() == {f"n{number}": 40 if number % 2 == 0 else 4 * (number % 10 + 1) for number in range(1000)}
+    assert index.memory_bytes < 1.1 * size

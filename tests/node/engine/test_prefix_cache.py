@@ -1,5 +1,7 @@
 """vLLM's cache events, translated: our hashes, our groups, and a prefix only where all groups have it."""
 
+import sys
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -65,7 +67,8 @@ def test_blocks_get_our_names() -> None:
     assert cache.apply([stored(0, 2)]) == [BlocksStored(0, tuple(OURS[:2]), Medium.ENGINE)]
     assert cache.apply([stored(2, 4)]) == [BlocksStored(0, tuple(OURS[2:4]), Medium.ENGINE)]
     assert cache.apply([removed(3)]) == [BlocksRemoved(0, (OURS[3],), Medium.ENGINE)]
-    assert cache.snapshot() == (BlocksStored(0, tuple(OURS[:3]), Medium.ENGINE),)
+    assert list(cache.snapshot(8)) == [BlocksStored(0, tuple(OURS[:3]), Medium.ENGINE)]
+    assert [part.hashes for part in cache.snapshot(2)] == [tuple(OURS[:2]), (OURS[2],)]
 
 
 def test_hashes_may_be_bytes_and_a_server_without_groups_has_one() -> None:
@@ -170,7 +173,7 @@ def test_what_is_told_again_after_a_rotation_keeps_the_name_that_it_is_dropped_b
     cache.rename(model_salt("rotated"))
     assert cache.apply([told(3)]) == [BlocksStored(0, (OURS[2],), Medium.ENGINE)]
     cache.apply([removed(*range(3 * BLOCK // size))])
-    assert (cache.snapshot(), cache.remembered) == ((), 0)
+    assert (list(cache.snapshot(8)), cache.remembered) == ([], 0)
 
 
 def test_what_a_group_stores_again_after_a_rotation_is_what_the_others_still_hold() -> None:
@@ -180,7 +183,7 @@ def test_what_a_group_stores_again_after_a_rotation_is_what_the_others_still_hol
     cache.rename(model_salt("rotated"))
     cache.apply([stored(0, 3)])
     cache.apply([removed(0, 1, 2), removed(2, group=STATE)])
-    assert (cache.snapshot(), cache.remembered) == ((), 0)
+    assert (list(cache.snapshot(8)), cache.remembered) == ([], 0)
 
 
 def image(number: int) -> str:
@@ -221,7 +224,7 @@ def test_cleared_is_cleared_and_what_comes_after_it_counts() -> None:
         BlocksStored(0, (OURS[0],), Medium.ENGINE),
     ]
     assert cache.clear() == [CacheCleared(Medium.ENGINE)]
-    assert cache.snapshot() == ()
+    assert list(cache.snapshot(8)) == []
 
 
 @st.composite
@@ -276,7 +279,7 @@ def test_a_gateway_never_believes_in_more_than_the_engine_said(history: Sequence
     assert all(FULL in held[number] for number in range(hit))
     assert not hit or {STATE, SECOND_STATE} & set(truth) <= held[hit - 1]
     fresh = PrefixIndex(HYBRID)
-    for change in cache.snapshot():
+    for change in cache.snapshot(8):
         fresh.apply("n", change)
     assert fresh.match("n", OURS, len(TOKENS)) == index.match("n", OURS, len(TOKENS))
 
@@ -400,7 +403,7 @@ def test_a_block_is_never_believed_to_be_held_without_a_piece_of_it(history: lis
                 case AllBlocksCleared():
                     truth = {group: set() for group in truth}
         cache.apply(history[start : start + batch])
-        for held in cache.snapshot():
+        for held in cache.snapshot(8):
             numbers = [OURS.index(name) for name in held.hashes]
             if held.group == 0:
                 assert all({half(2 * n), half(2 * n + 1)} <= truth[FULL] for n in numbers)
@@ -415,3 +418,18 @@ def test_nothing_is_remembered_of_pieces_that_nobody_holds(ranges: list[tuple[in
         cache.apply([halves(first, max(stop, first + 1))])
     cache.apply([halves_removed(*range(12))])
     assert cache.remembered == 0
+
+
+def test_what_is_cleared_is_not_gone_through_block_by_block() -> None:
+    cache = EngineCache(DENSE, SALT)
+    tokens = list(range(1000 * BLOCK))
+    cache.apply([stored(0, 1000, block_hashes=list(range(1000)), token_ids=tokens)])
+    assert cache.remembered == 1000
+    calls = Counter[str]()
+    sys.setprofile(lambda frame, event, arg: calls.update([event]))
+    try:
+        cache.apply([AllBlocksCleared()])
+    finally:
+        sys.setprofile(None)
+    assert cache.remembered == 0
+    assert calls.total() < 200

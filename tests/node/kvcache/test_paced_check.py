@@ -1,33 +1,74 @@
+import asyncio
+from collections.abc import Iterator
+
 from hybrid_cache.errors import IntegrityError
 from node.kvcache.paced_check import PacedCheck
 
 
 class Pool:
-    """A pool whose check takes `seconds` on the clock."""
+    """A pool whose check takes `seconds` on the clock, in ten steps."""
 
     def __init__(self, seconds: float) -> None:
         self.now, self.checks, self.wrong = 100.0, 0, False
         self._seconds = seconds
 
-    def check_integrity(self) -> None:
-        self.now += self._seconds
+    def integrity_steps(self) -> Iterator[None]:
         self.checks += 1
+        for _ in range(10):
+            self.now += self._seconds / 10
+            yield
         if self.wrong:
             raise IntegrityError("a page is in two places")
 
 
 def test_a_fast_check_is_made_whenever_it_is_asked_for() -> None:
-    pool = Pool(0.001)
-    check = PacedCheck(lambda: pool.now)
-    assert check.result(pool.check_integrity) == ""
-    pool.wrong = True
-    assert check.result(pool.check_integrity) == "a page is in two places"
+    async def scenario() -> None:
+        pool = Pool(0.001)
+        check = PacedCheck(lambda: pool.now)
+        assert await check.result(pool.integrity_steps) == ""
+        pool.wrong = True
+        assert await check.result(pool.integrity_steps) == "a page is in two places"
+
+    asyncio.run(scenario())
 
 
 def test_a_slow_one_takes_a_hundredth_of_the_time() -> None:
-    pool = Pool(0.3)
-    check = PacedCheck(lambda: pool.now)
-    while pool.now < 400.0:
-        check.result(pool.check_integrity)
-        pool.now += 0.05
-    assert 9 <= pool.checks <= 11
+    async def scenario() -> int:
+        pool = Pool(0.3)
+        check = PacedCheck(lambda: pool.now)
+        while pool.now < 400.0:
+            await check.result(pool.integrity_steps)
+            pool.now += 0.05
+        return pool.checks
+
+    assert 9 <= asyncio.run(scenario()) <= 11
+
+
+def test_other_work_has_its_turn_between_two_steps() -> None:
+    async def scenario() -> int:
+        pool, turns = Pool(0.3), 0
+        check = PacedCheck(lambda: pool.now)
+
+        async def other() -> None:
+            nonlocal turns
+            while True:
+                turns += 1
+                await asyncio.sleep(0)
+
+        working = asyncio.create_task(other())
+        await check.result(pool.integrity_steps)
+        working.cancel()
+        return turns
+
+    assert asyncio.run(scenario()) >= 10
+
+
+def test_those_who_ask_together_share_a_slow_check() -> None:
+    async def scenario() -> tuple[int, list[str]]:
+        pool = Pool(0.3)
+        pool.wrong = True
+        check = PacedCheck(lambda: pool.now)
+        answers = await asyncio.gather(*(check.result(pool.integrity_steps) for _ in range(3)))
+        return pool.checks, list(answers)
+
+    assert asyncio.run(scenario()) == (1, ["a page is in two places"] * 3)

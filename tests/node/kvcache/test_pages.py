@@ -1,19 +1,21 @@
 """What a tenant's part of the pages is held against: what a request takes, not what it finds."""
 
 import asyncio
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
+from hybrid_cache.cache.events import BlocksStored, CacheEvent
 from hybrid_cache.cache.reservation import Purpose, Reservation
-from hybrid_cache.hashing.block_hash import block_hashes
+from hybrid_cache.hashing.block_hash import HASH_BYTES, block_hashes
 from node.config import NodeConfig
-from node.control.broadcast import Broadcast
+from node.control.broadcast import Broadcast, Watcher
 from node.errors import NodeRefusal
 from node.kvcache.arena import Arena
 from node.kvcache.eviction_steps import EVICT_BLOCKS
-from node.kvcache.pages import ArenaPages
+from node.kvcache.pages import PART_HASHES, WHOLE_PARTS, ArenaPages, snapshot_messages
 from node.kvcache.pinned_contexts import PinnedContexts
 from node.kvcache.tenant_pages import TENANTS_PART
 from tests.pd_cluster.handover import LAYOUT, run
@@ -22,8 +24,7 @@ from transport.control.proto import node_pb2 as pb
 BLOCKS = 3000  # fit into the arena, about
 
 
-@pytest.fixture
-def pages(tmp_path: Path) -> ArenaPages:
+def arena_pages(tmp_path: Path, events: Broadcast) -> ArenaPages:
     num_bytes = BLOCKS * sum(LAYOUT.pages_per_block(group) for group in LAYOUT.full_groups) * LAYOUT.page_bytes
     config = NodeConfig(
         node_id="n",
@@ -34,7 +35,12 @@ def pages(tmp_path: Path) -> ArenaPages:
         run_dir=str(tmp_path),
         cache_bytes=num_bytes,
     )
-    return ArenaPages(LAYOUT, Arena(tmp_path / "arena", num_bytes), config, Broadcast(), lambda: 0.0)
+    return ArenaPages(LAYOUT, Arena(tmp_path / "arena", num_bytes), config, events, lambda: 0.0)
+
+
+@pytest.fixture
+def pages(tmp_path: Path) -> ArenaPages:
+    return arena_pages(tmp_path, Broadcast())
 
 
 def reserve(pages: ArenaPages, name: str, tenant: str, blocks: int, *, first: int = 0, shared: int = 0) -> Reservation:
@@ -199,3 +205,48 @@ def test_a_prompt_that_is_given_up_while_room_is_made_holds_nothing(pages: Arena
         pages.cache.check_integrity()
 
     run(scenario())
+
+
+async def heard(watcher: Watcher) -> list[pb.NodeEvent]:
+    events: list[pb.NodeEvent] = []
+    while (event := await watcher.next(0.0)) is not None:
+        events.append(event)
+    return events
+
+
+def test_no_message_has_more_blocks_than_a_reader_takes_in_at_once(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        events = Broadcast()
+        cached = arena_pages(tmp_path, events)
+        reserve(cached, "long", "t", 2500)
+        with events.watch() as watcher:
+            cached.commit("long", 2500 * LAYOUT.block_size)
+            stored = [
+                len(event.stored.hashes) // HASH_BYTES for event in await heard(watcher) if not event.stored.group
+            ]
+            assert stored == [PART_HASHES, 2500 - PART_HASHES]
+            cached.release("long")
+            cached.cache.clear(0.0)
+            cached.publish()
+            gone = [len(event.removed.hashes) // HASH_BYTES for event in await heard(watcher)]
+        assert max(gone) == PART_HASHES
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("parts", [0, 1, WHOLE_PARTS, WHOLE_PARTS + 1, WHOLE_PARTS + 3])
+def test_a_long_snapshot_is_an_empty_one_with_more_behind_it(parts: int) -> None:
+    names = [bytes([number]) * HASH_BYTES for number in range(parts)]
+    read = []
+
+    def snapshot() -> Iterator[CacheEvent]:
+        for name in names:
+            read.append(name)
+            yield BlocksStored(0, (name,))
+
+    messages = snapshot_messages(snapshot())
+    first = next(messages)
+    assert len(read) <= WHOLE_PARTS + 1  # the rest when it is asked for
+    rest = [message.stored.hashes for message in messages]
+    assert [group.hashes for group in first.snapshot.groups] + rest == names
+    assert (len(first.snapshot.groups), len(rest)) == ((parts, 0) if parts <= WHOLE_PARTS else (0, parts))

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from hybrid_cache.cache.events import BlocksStored, Medium
 from hybrid_cache.cache.prefix_cache import PrefixCache
 from hybrid_cache.hashing.block_hash import block_hashes
 from hybrid_cache.layout.layout import KVCacheGroup, ModelLayout
@@ -147,10 +148,8 @@ def test_a_restarted_node_finds_its_prefixes_and_says_so(tmp_path: Path) -> None
             await prefill(node, PROMPT)  # stays in memory: closing saves it
         async with node_with_ssd(tmp_path) as (node, _):
             assert report(node).events["recovered"] == report(node).blocks > 0
-            stored = {
-                each.group: each for each in node.pages.snapshot_event().snapshot.groups if each.medium == pb.MEDIUM_SSD
-            }
-            assert set(hashes()) <= {stored[0].hashes[i : i + 32] for i in range(0, len(stored[0].hashes), 32)}
+            told = [each for each in node.pages.snapshot() if isinstance(each, BlocksStored) and not each.group]
+            assert set(hashes()) <= {name for each in told if each.medium is Medium.SSD for name in each.hashes}
             assert (await prefill(node, PROMPT)).cached_tokens == LAST
 
     run(scenario())
