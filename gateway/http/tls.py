@@ -28,7 +28,7 @@ CIPHERS: Final = "ECDHE+AESGCM:ECDHE+CHACHA20"
 LOOK_S: Final = 1.0  # between two looks at the files
 KNOWN_S: Final = 600.0  # how long strangers take no handshake's place from clients whose last one went well
 MAX_KNOWN: Final = 4_096
-FOR_KNOWN: Final = IN_ALL // 2  # places; anybody who has shaken hands once is known
+FOR_KNOWN: Final = IN_ALL // 2  # places; one handshake makes anybody known
 
 
 @runtime_checkable
