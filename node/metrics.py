@@ -286,14 +286,15 @@ class MetricsKey:
     def __init__(self, file: str) -> None:
         self._file = Path(file) if file else None
 
-    def check(self, headers: Mapping[str, str]) -> None:
-        """Raises HTTPUnauthorized."""
+    def check(self, headers: Mapping[str, str]) -> bool:
+        """Whether a key was shown: without a file, none is asked for. Raises HTTPUnauthorized."""
         if self._file is None:
-            return
+            return False
         scheme, _, key = headers.get("Authorization", "").partition(" ")
         shown = sha256(key.strip().encode("utf-8", "surrogateescape")).hexdigest()
         if scheme.lower() != "bearer" or shown not in self._digests(self._file):
             raise web.HTTPUnauthorized(headers={"WWW-Authenticate": 'Bearer realm="prfaas"'})
+        return True
 
     def _digests(self, file: Path) -> list[str]:
         """Several while one replaces another."""
@@ -321,8 +322,8 @@ async def serve_metrics(agent: NodeAgent, host: str, port: int) -> MetricsServer
         registry.register(InCluster(agent.config.cluster, collector))
 
     async def metrics(request: web.Request) -> web.Response:
-        key.check(request.headers)
-        callers.knows(request.remote or "")
+        if key.check(request.headers):  # else strangers would be known as well as others
+            callers.knows(request.remote or "")
         return web.Response(body=generate_latest(registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     async def health(request: web.Request) -> web.Response:

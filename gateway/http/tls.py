@@ -18,7 +18,7 @@ from aiohttp import web
 from gateway.config.gateway import GatewayConfig
 from gateway.errors import GatewayConfigError
 from gateway.http.connections import ClientConnection, Gate
-from transport.path.handshakes import HandshakePlaces
+from transport.path.handshakes import IN_ALL, HandshakePlaces
 from transport.path.site import site_of
 
 log = logging.getLogger("prfaas.gateway.tls")
@@ -28,6 +28,7 @@ CIPHERS: Final = "ECDHE+AESGCM:ECDHE+CHACHA20"
 LOOK_S: Final = 1.0  # between two looks at the files
 KNOWN_S: Final = 600.0  # how long strangers take no handshake's place from clients whose last one went well
 MAX_KNOWN: Final = 4_096
+FOR_KNOWN: Final = IN_ALL // 2  # places; one handshake makes anybody known
 
 
 @runtime_checkable
@@ -133,6 +134,7 @@ class Handshaking:
         self._connections: set[SecureConnection] = set()
         self._places: HandshakePlaces[SecureConnection] = HandshakePlaces()
         self._known: dict[str, float] = {}  # by site, when one from there was secure; the latest last
+        self._as_known: set[SecureConnection] = set()  # those that have places for that
 
     def __len__(self) -> int:
         return len(self._connections)
@@ -144,7 +146,10 @@ class Handshaking:
         """Another one may have to end for it, or it for others."""
         site, now = site_of(connection.address), self._now()
         self._connections.add(connection)
-        is_known = self._gate.trusts(connection.address) or now < self._known.get(site, float("-inf")) + KNOWN_S
+        is_trusted = self._gate.trusts(connection.address)
+        if not is_trusted and len(self._as_known) < FOR_KNOWN and now < self._known.get(site, float("-inf")) + KNOWN_S:
+            self._as_known.add(connection)
+        is_known = is_trusted or connection in self._as_known
         lost = self._places.enter(connection, site, now, is_known=is_known)
         if lost is not None:
             self._gate.turn_away(lost, "handshakes")
@@ -152,6 +157,7 @@ class Handshaking:
     def over(self, connection: "SecureConnection", *, is_secure: bool) -> None:
         """It has come to its end, well or not."""
         self._connections.discard(connection)
+        self._as_known.discard(connection)
         self._places.leave(connection)
         if is_secure:
             site = site_of(connection.address)

@@ -10,7 +10,7 @@ Single-threaded and pure: the owner serialises calls, passes `now` and moves the
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -248,7 +248,7 @@ class PrefixCache:
         for _ in self.integrity_steps():
             pass
 
-    def integrity_steps(self, step: int = STEP) -> Iterator[None]:
+    def integrity_steps(self, step: int = STEP) -> Generator[None, None, None]:
         """The same in steps of so many blocks, between which the cache may be used, but not checked again. What there was
         when the first one was taken is judged.
         """

@@ -5,7 +5,7 @@ spends most of its time in these loops.
 """
 
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Container, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Generator, Sequence
 from itertools import chain
 
 from hybrid_cache.cache.blocks import BlockNode, Companion, Pages
@@ -58,7 +58,7 @@ class PrefixTree:
         companion = self._companions[group].get(block_hash)
         return companion.pages if companion is not None else ()
 
-    def check_integrity(self, holds: Collection[ReservedPages], step: int = STEP) -> Iterator[None]:
+    def check_integrity(self, holds: Collection[ReservedPages], step: int = STEP) -> Generator[None, None, None]:
         """Whether every page, lock and link is accounted for now, `holds` being all there are: looks in steps, between which
         anything may happen here but another check. Raises IntegrityError.
         """

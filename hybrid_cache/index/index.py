@@ -144,7 +144,7 @@ class PrefixIndex:
         if not held_in.bits:
             return MISS
         held = tuple(_HeldBy(holders, held_in.bits) for holders in self._holders)
-        if len(held_in.closed) > 1 or held_in.has_holes:
+        if self.layout.full_groups and (len(held_in.closed) > 1 or held_in.has_holes):
             full = [self._holders[group] for group in self.layout.full_groups]
             limit = min(num_tokens // self.layout.block_size, len(hashes))
             led = leading_blocks(full, sum(held_in.closed), hashes, limit) if held_in.closed else ()

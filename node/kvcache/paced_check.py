@@ -2,7 +2,8 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
+from contextlib import closing
 from typing import Final
 
 from hybrid_cache.errors import IntegrityError
@@ -22,16 +23,17 @@ class PacedCheck:
         self._next_at = 0.0
         self._is_made = asyncio.Lock()
 
-    async def result(self, steps: Callable[[], Iterator[None]]) -> str:
-        """What a check says: empty when all is well. A step of it raises IntegrityError."""
+    async def result(self, steps: Callable[[], Generator[None, None, None]]) -> str:
+        """What a check says: empty when all is well. A step of it raises IntegrityError. Cancelled, it ends its check."""
         async with self._is_made:
             started_at = self._now()
             if started_at >= self._next_at:
-                seconds = await self._make(steps())
+                with closing(steps()) as check:
+                    seconds = await self._make(check)
                 self._next_at = started_at + seconds / SHARE if seconds > FREE_S else started_at
         return self._answer
 
-    async def _make(self, steps: Iterator[None]) -> float:
+    async def _make(self, steps: Generator[None, None, None]) -> float:
         """Makes a check; returns the seconds that its steps have taken."""
         seconds, answer, is_over = 0.0, "", False
         while not is_over:

@@ -190,6 +190,7 @@ class Fleet:
         path.write_text(tomli_w.dumps(self._gateway_file(name)))
         child = await self._started(name, "prfaas", "gateway", "-c", str(path), *more)
         self.urls[name] = await child.said(r"gateway ready url=(\S+)")
+        self.killed.discard(self.urls[name])  # its port may be that of one that was killed
         self.gateways[name] = child
 
     async def replace_gateway(self, name: str) -> None:

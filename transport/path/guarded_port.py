@@ -137,7 +137,8 @@ class _Caller:
 
     @property
     def has_left(self) -> bool:
-        return self.transport is not None and self.transport.is_closing()
+        """Whether its socket is closed: one that is closing may still hold what the caller does not read."""
+        return self.connection.fileno() < 0
 
     def end(self) -> None:
         """However far it is."""

@@ -21,7 +21,9 @@ from gateway.auth.keyring import digest_of
 from gateway.config.gateway import GatewayConfig, Strangers
 from gateway.config.operators import OperatorConfig, OperatorRole
 from gateway.errors import GatewayConfigError
-from gateway.http.tls import ServerCertificate
+from gateway.http.connections import ConnectionState, Gate
+from gateway.http.tls import Handshaking, SecureConnection, ServerCertificate
+from gateway.telemetry.metrics import Metrics
 from gateway.workers.process_scope import SingleProcess
 from gateway.workers.shared_counters import WorkerState
 from prfaas.commands.asking import GatewayClient
@@ -330,3 +332,31 @@ def test_commands_ask_over_https_and_trust_the_file_alone(
     scenario()
     with pytest.raises(AskError, match=r"--ca .*gone: No such file"):
         GatewayClient("https://127.0.0.1:1", authority=tmp_path / "gone")
+
+
+class Shaking(SecureConnection):
+    """A connection from an address, as far as `Handshaking` sees it."""
+
+    def __init__(self, gate: Gate, handshaking: Handshaking, address: str) -> None:
+        self.gate, self.state, self.address = gate, ConnectionState.NEW, address
+        self._handshaking = handshaking
+        handshaking.begun(self)
+
+    def end(self) -> None:
+        self._handshaking.over(self, is_secure=False)
+
+
+@pytest.mark.parametrize("network", ["198.51.100.{}", "2001:db8::{}"])
+def test_handshakes_of_before_keep_no_newcomer_from_its_own(network: str) -> None:
+    gate = Gate("clients", 10_000, Strangers(), Metrics(), lambda: 0.0)
+    handshaking = Handshaking(gate, lambda: 0.0)
+    for number in range(8):
+        handshaking.over(Shaking(gate, handshaking, network.format(number)), is_secure=True)
+    for number in range(IN_ALL):
+        Shaking(gate, handshaking, network.format(number % 8))
+    honest = Shaking(gate, handshaking, "203.0.113.9")
+    assert honest in list(handshaking)
+    assert len(handshaking) <= IN_ALL
+    for each in handshaking:
+        each.end()
+    assert not handshaking

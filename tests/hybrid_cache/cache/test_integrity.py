@@ -166,5 +166,5 @@ def test_a_check_that_is_given_up_leaves_room_for_another() -> None:
     cache = PrefixCache(make_layout(FULL), 100)
     steps = cache.integrity_steps()
     next(steps)
-    steps.close()  # type: ignore[attr-defined]
+    steps.close()
     cache.check_integrity()

@@ -30,6 +30,16 @@ def test_hits_are_per_node():
     assert len(index) == 3
 
 
+@pytest.mark.parametrize("medium", [Medium.ENGINE, Medium.SSD])
+def test_a_model_without_full_attention_is_matched_in_several_media(medium):
+    index = PrefixIndex(make_layout(WINDOW, STATE))
+    for group in (0, 1):
+        index.apply("a", BlocksStored(group, tuple(CHAIN[:3])))
+        index.apply("a", BlocksStored(group, tuple(CHAIN[3:6]), medium))
+    assert index.match("a", CHAIN, 40) == index.match_all(CHAIN, 40)["a"].hit
+    assert index.match("a", CHAIN, 40).num_tokens == 24
+
+
 def test_bits_of_dropped_nodes_are_reused():
     index = PrefixIndex(make_layout(FULL))
     for round_ in range(50):

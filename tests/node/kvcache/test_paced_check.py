@@ -1,8 +1,10 @@
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Generator
 
+from hybrid_cache.cache.prefix_cache import PrefixCache
 from hybrid_cache.errors import IntegrityError
 from node.kvcache.paced_check import PacedCheck
+from tests.hybrid_cache.builders import FULL, make_layout, prefill
 
 
 class Pool:
@@ -12,7 +14,7 @@ class Pool:
         self.now, self.checks, self.wrong = 100.0, 0, False
         self._seconds = seconds
 
-    def integrity_steps(self) -> Iterator[None]:
+    def integrity_steps(self) -> Generator[None, None, None]:
         self.checks += 1
         for _ in range(10):
             self.now += self._seconds / 10
@@ -72,3 +74,17 @@ def test_those_who_ask_together_share_a_slow_check() -> None:
         return pool.checks, list(answers)
 
     assert asyncio.run(scenario()) == (1, ["a page is in two places"] * 3)
+
+
+def test_a_check_whose_caller_leaves_makes_room_for_the_next() -> None:
+    async def scenario() -> str:
+        cache = PrefixCache(make_layout(FULL), 10_000)
+        prefill(cache, list(range(20_000)))
+        check = PacedCheck(lambda: 0.0)
+        leaving = asyncio.create_task(check.result(cache.integrity_steps))
+        await asyncio.sleep(0)
+        leaving.cancel()
+        await asyncio.wait([leaving])
+        return await check.result(cache.integrity_steps)  # `leaving` still has the error, and what that refers to
+
+    assert asyncio.run(scenario()) == ""

@@ -158,3 +158,37 @@ def test_closing_ends_handshakes(new_loop: NewLoop, tmp_path: Path) -> None:
         assert "caller" not in {each.get_name() for each in asyncio.all_tasks()}
 
     run(scenario, new_loop)
+
+
+class Generous(asyncio.Protocol):
+    """Says more than fits into the buffers of any kernel, and closes: most of it waits in this process."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        wire = cast(asyncio.WriteTransport, transport)
+        wire.write(bytes(16 << 20))
+        wire.close()
+
+
+@LOOPS
+@pytest.mark.parametrize("secure", [False, True], ids=["clear", "tls"])
+def test_a_caller_that_does_not_read_keeps_its_place_until_it_is_gone(
+    new_loop: NewLoop, secure: bool, tmp_path: Path
+) -> None:
+    trust, context = authority_and_server(tmp_path)
+
+    async def scenario() -> None:
+        port = GuardedPort(
+            Generous, context if secure else None, places=HandshakePlaces(in_all=2, of_network=2), handshake_s=WITHIN_S
+        )
+        async with listening(port) as address:
+            with ExitStack() as held:
+                for number in range(6):
+                    caller = held.enter_context(connected(address, f"127.0.9.{1 + number}"))
+                    if secure:
+                        shaken = await asyncio.to_thread(trust.wrap_socket, caller, server_hostname="127.0.0.1")
+                        held.enter_context(shaken)
+                await until(lambda: port.ended["crowded"] == 4)
+                assert len(port) == 2
+            await until(lambda: len(port) == 0)
+
+    run(scenario, new_loop)
