@@ -90,7 +90,7 @@ class ModelCatalog:
 
     def named(self, name: str) -> str | None:
         """The key of the model that the file gives this name; None: none, but nodes may have one."""
-        for each in self.models:
+        for each in self.models if name else ():
             if name in (each.names if each.name != REST else (self.served_model,)):
                 return each.name
         return None

@@ -186,6 +186,8 @@ class Models:
         if not name:
             if not self._may_use(tenant, self.default.key):
                 raise no_model_named()
+            if name is not None:
+                raise unknown_model(name)
             return self.default
         if (key := self._usable(name, tenant)) is None:
             raise unknown_model(name)

@@ -115,6 +115,7 @@ async def test_an_unknown_model_does_not_exist_and_nothing_of_others_is_told() -
         found = await error_of(w, "gpt-9")
         assert (found["status"], found["code"], found["param"]) == (404, "model_not_found", "model")
         assert not [name for name in (OTHER, "scripted") if name in found["message"]]
+        assert "scripted" not in (await error_of(w, ""))["message"]
         for path in ("/tokenize", "/v1/embeddings", "/v1/messages/count_tokens"):
             async with w.http.post(
                 path, json={"model": "gpt-9", "prompt": "a", "input": "a", "messages": []}
