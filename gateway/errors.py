@@ -101,10 +101,23 @@ class ApiError(GatewayError):
         )
 
 
+SHOWN_CHARS: Final = 256  # of a name that a client has made up
+
+
 def unknown_model(name: str, served: str = "") -> "ApiError":
     """404 for a model that is not served, or not to this client. `served` is the one that is, if there is no other."""
     more = f"this gateway serves '{served}'." if served else "GET /v1/models lists those that you may use."
-    return ApiError(404, f"The model '{name}' does not exist; {more}", param="model", code="model_not_found")
+    return ApiError(
+        404, f"The model '{name[:SHOWN_CHARS]}' does not exist; {more}", param="model", code="model_not_found"
+    )
+
+
+def no_model_named() -> "ApiError":
+    """404 for a body that names no model, or cannot be read, from a client that may not use the default one."""
+    message = (
+        "The body names no model, and the default one is not for you; GET /v1/models lists those that you may use."
+    )
+    return ApiError(404, message, param="model", code="model_not_found")
 
 
 class BadRequest(ApiError):

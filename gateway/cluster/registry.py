@@ -347,7 +347,8 @@ class Clusters:
         if info.layout_json:
             self.indexes.of(info)
         self._serve()
-        if info.layout_json and (why := self.all_served.why_unused(info)):
+        is_awaited = self.all_served.catalog.awaits(info.model_id)  # its model may be there in a moment
+        if info.layout_json and not is_awaited and (why := self.all_served.why_unused(info)):
             log.warning("node %s is not used: %s", info.node_id, why)
         if node.state != before:
             log.info("node %s (%s of %s) is %s", node.id, info.role, info.cluster, node.state)

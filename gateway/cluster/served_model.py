@@ -196,6 +196,8 @@ class ServedModels:
         key = self.of_node(info)
         if key is not None and revision_of(info, key) in self.revisions:
             return ""
+        if key is None and self.catalog.awaits(info.model_id):
+            return f"`models_dir` has no tokenizer for {info.model_id!r} yet, or there is no room for another model"
         return why_not(info, key, [name for name, served in self.revisions.items() if served.key == key])
 
     def by(

@@ -388,7 +388,12 @@ class GatewayConfig:
         """Whether its models go with the rest of this configuration; the parts of the default one stay as long as a gateway."""
         kept = ("served_model", "models_dir", "default_model", "tokenizer_dir")
         is_kept = all(getattr(self, name) == getattr(other, name) for name in kept)
-        return is_kept and other.catalog.default == self.catalog.default
+        was, will = (each.catalog.by_name(each.catalog.default) for each in (self, other))
+        assert was is not None
+        assert will is not None
+        if was.name != REST and (was.tokenizer_dir, was.plan) != (will.tokenizer_dir, will.plan):
+            return False
+        return is_kept and was.name == will.name
 
     def _may_have(self, nodes: Sequence[NodeAddress]) -> bool:
         """Whether these nodes go with the rest of this configuration; with that of their own file they do."""
@@ -400,7 +405,8 @@ class GatewayConfig:
         own = ModelTable(name=REST, revisions=self.revisions, plan=self.plan)
         models = (own, *self.models) if self.tokenizer_dir is not None else self.models
         default = self.default_model if self.default_model != self.served_model else REST
-        return ModelCatalog(ordered(models, default), self.served_model)
+        own_nodes = frozenset({self.served_model} - {""}) if self.models_dir is not None else None
+        return ModelCatalog(ordered(models, default), self.served_model, own_nodes)
 
     def differences(self, other: Self) -> list[str]:
         """The keys in which `other` differs."""

@@ -8,7 +8,7 @@ threshold_tokens = 8192              # default: the gateway's
 """
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -48,16 +48,23 @@ class ModelTable:
         """How its nodes call it."""
         return self.nodes or (self.name,)
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What clients may call it by the file, and each name once."""
+        return tuple(dict.fromkeys((self.name, *self.aliases, *self.announced)))
+
 
 @dataclass(frozen=True, slots=True)
 class ModelCatalog:
     """The models of a gateway, the default one first. The one called `REST` has the nodes that no other one names.
 
-    Clients call that one `served_model`, or "" what its nodes call it.
+    Clients call that one `served_model`, or "" what its nodes call it. With a `models_dir` it has only nodes whose names are
+    `without_folder` there: the others wait for a model of their own.
     """
 
     models: tuple[ModelTable, ...] = (ModelTable(name=REST),)
     served_model: str = ""
+    without_folder: frozenset[str] | None = None  # None: there is no `models_dir`
 
     @property
     def default(self) -> str:
@@ -74,7 +81,19 @@ class ModelCatalog:
         for each in self.models:
             if each.name != REST and announced in each.announced:
                 return each.name
-        return REST if any(each.name == REST for each in self.models) else None
+        has_rest = any(each.name == REST for each in self.models)
+        return REST if has_rest and not self.awaits(announced) else None
+
+    def awaits(self, announced: str) -> bool:
+        """Whether it has not been looked yet if `models_dir` has a folder for nodes that call their model so, or it has one."""
+        return self.without_folder is not None and announced not in self.without_folder
+
+    def named(self, name: str) -> str | None:
+        """The key of the model that the file gives this name; None: none, but nodes may have one."""
+        for each in self.models if name else ():
+            if name in (each.names if each.name != REST else (self.served_model,)):
+                return each.name
+        return None
 
     def shown(self, key: str) -> str:
         """What clients call it, "" where only its nodes know."""
@@ -84,11 +103,12 @@ class ModelCatalog:
         """None for a model that is not of this gateway."""
         return next((each for each in self.models if each.name == key), None)
 
-    def with_found(self, names: Collection[str]) -> "ModelCatalog":
-        """These beside them, as far as there is room, each by the name that nodes announce."""
+    def with_found(self, names: Iterable[str], without_folder: Collection[str] = ()) -> "ModelCatalog":
+        """These beside them, the first ones if there is no room for all, each by the name that nodes announce."""
         known = {each.name for each in self.models}
-        found = [ModelTable(name=name) for name in sorted(names) if name not in known]
-        return ModelCatalog((*self.models, *found[: MOST_MODELS - len(self.models)]), self.served_model)
+        found = [ModelTable(name=name) for name in names if name not in known]
+        rest = None if self.without_folder is None else self.without_folder.union(without_folder)
+        return ModelCatalog((*self.models, *found[: MOST_MODELS - len(self.models)]), self.served_model, rest)
 
 
 def ordered(models: Sequence[ModelTable], default: str) -> tuple[ModelTable, ...]:
@@ -106,14 +126,9 @@ def check_models(models: Sequence[ModelTable], served_model: str, default: str, 
             raise SettingsError(
                 f"models: {each.name!r} has no tokenizer_dir, and no folder of `models_dir` can have its name"
             )
-    for what in ("announced", "called"):
-        names = [name for each in models for name in _names(each, what)] + ([served_model] if served_model else [])
-        twice = sorted({name for name in names if names.count(name) > 1})
-        require(not twice, "models", twice, "each name with one model")
+    names = [name for each in models for name in each.names] + ([served_model] if served_model else [])
+    twice = sorted({name for name in names if names.count(name) > 1})
+    require(not twice, "models", twice, "each name with one model")
     keys = [each.name for each in models]
     known = ", ".join([*keys, *([served_model] if served_model else [])])
     require(not default or default in [*keys, served_model], "default_model", default, f"one of {known}")
-
-
-def _names(model: ModelTable, what: str) -> set[str]:
-    return set(model.announced) if what == "announced" else {model.name, *model.aliases}

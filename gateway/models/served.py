@@ -3,7 +3,7 @@
 body ──► the model that it names ──► its reader, router, line ──► nodes of that model alone
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,7 +18,7 @@ from gateway.cluster.registry import Clusters, is_ready
 from gateway.cluster.served_model import ServedModel
 from gateway.config.gateway import GatewayConfig
 from gateway.config.models import REST, ModelCatalog
-from gateway.errors import NoModel, unknown_model
+from gateway.errors import NoModel, no_model_named, unknown_model
 from gateway.models.asked import model_at_begin, model_in
 from gateway.pipeline.pipeline import Pipeline
 from gateway.request.request import Request
@@ -100,8 +100,12 @@ class Models:
         """That of requests that name none."""
         return next(iter(self._parts.values()))
 
+    def get(self, key: str) -> ModelParts | None:
+        """What serves that model; None: nothing does."""
+        return self._parts.get(key)
+
     def add(self, parts: ModelParts) -> None:
-        """It is served from now on."""
+        """It is served from now on, by these and no others."""
         self._parts[parts.key] = parts
 
     def remove(self, key: str) -> ModelParts:
@@ -125,9 +129,14 @@ class Models:
         """What serves the model of that name. Raises ApiError."""
         if not name:
             return self.default
-        if (key := self._key(name)) is None:
+        if (key := next(self._keys(name), None)) is None:
             raise unknown_model(name)
         return self._there(key)
+
+    def seen_as(self, name: str, tenant: Tenant) -> ServedModel | None:
+        """The model that a tenant gets by that name; None without one, and before a node has said that it has it."""
+        key = self._usable(name, tenant)
+        return self.clusters.models.get(key) if key is not None and key in self._parts else None
 
     def standing(self) -> list[ModelStanding]:
         """How each is served now, those without nodes, too."""
@@ -174,9 +183,14 @@ class Models:
             else:
                 reader = self.default.steps.reader
                 name = await reader.think(lambda _: model_in(body), tenant.share, len(body))
-        key = self._key(name) if name else self.default.key
-        if key is None or not self._may_use(tenant, key):
-            raise unknown_model(name or "default")
+        if not name:
+            if not self._may_use(tenant, self.default.key):
+                raise no_model_named()
+            if name is not None:
+                raise unknown_model(name)
+            return self.default
+        if (key := self._usable(name, tenant)) is None:
+            raise unknown_model(name)
         return self._there(key)
 
     def _there(self, key: str) -> ModelParts:
@@ -184,24 +198,34 @@ class Models:
             raise NoModel(self.catalog.shown(key))
         return parts
 
-    def _key(self, name: str) -> str | None:
-        """None for a name that no model has. Raises NoModel while it is not known what the default one is called."""
+    def _usable(self, name: str, tenant: Tenant) -> str | None:
+        """The key of the first model of that name that a tenant may use."""
+        return next((key for key in self._keys(name) if self._may_use(tenant, key)), None)
+
+    def _keys(self, name: str) -> Iterator[str]:
+        """The models of that name: the one that the file calls so, else those of nodes that call one, or an adapter, so.
+
+        Raises NoModel while it is not known what the default one is called.
+        """
         known = self.clusters.models
+        if (named := self.catalog.named(name)) is not None:
+            yield named
+            return
         for model in self.catalog.models:
             served = known.get(model.name)
-            own = (*model.announced, model.name, *model.aliases) if model.name else (self.catalog.served_model,)
-            if name in own or (served is not None and (name in served.called or name in served.adapters)):
-                return model.name
+            if served is not None and (name in served.called or name in served.adapters):
+                yield model.name
         if not self.catalog.served_model and REST in self._parts and REST not in known:
             raise NoModel
-        return None
 
     def _may_use(self, tenant: Tenant, key: str) -> bool:
-        if not tenant.models:
-            return True
-        served = self.clusters.models.get(key)
-        names = {self.catalog.shown(key), *(served.called if served is not None else ())} - {""}
-        return not names.isdisjoint(tenant.models)
+        return not tenant.models or any(key in self._called(name) for name in tenant.models)
+
+    def _called(self, name: str) -> Collection[str]:
+        """The models of that name, adapters aside."""
+        if (named := self.catalog.named(name)) is not None:
+            return (named,)
+        return [key for key, served in self.clusters.models.items() if name in served.called]
 
 
 def config_of(config: GatewayConfig, catalog: ModelCatalog, key: str, workers: int) -> GatewayConfig:

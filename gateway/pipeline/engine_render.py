@@ -229,7 +229,7 @@ class EngineReadings:
         if not nodes:
             raise LegFailed(NOBODY)
         node = min(nodes, key=lambda each: (each.pending_requests, each.load.running))
-        body = call.written({"model": model.names[-1], **values})
+        body = call.written({"model": node.info.model_id if node.info is not None else model.names[-1], **values})
         try:
             async with asyncio.timeout(self._timeout_s):
                 status, _, answer = await self._legs.ask(node, f"{call.endpoint}/render", body, max_bytes)

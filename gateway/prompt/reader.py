@@ -145,7 +145,8 @@ class PromptReader:
         try:
             await self._pool.close()
         finally:
-            self._threads.shutdown(wait=True, cancel_futures=True)
+            # What a thread does for a client that has left may take seconds, and other models are served meanwhile.
+            await asyncio.to_thread(self._threads.shutdown, wait=True, cancel_futures=True)
             self._pool.forget()
 
     async def _in_thread(

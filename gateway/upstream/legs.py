@@ -156,7 +156,7 @@ class Legs:
         }
         if request.progress.answered:
             params["answered"] = request.progress.answered
-        values = _common(request, params) | {"stream": _FALSE, "max_tokens": 1}
+        values = _common(request, node, params) | {"stream": _FALSE, "max_tokens": 1}
         if "truncate_prompt_tokens" in request.call.fields:  # to which length may depend on what else is asked for
             values["truncate_prompt_tokens"] = request.asked.num_tokens
         body = request.call.written(values, drop=NOT_FOR_PREFILL)
@@ -185,7 +185,7 @@ class Legs:
             params["resumable"] = True
         if request.progress.answered:
             params["answered"] = request.progress.answered
-        return await self._decode(node, request, request.call.written(_common(request, params)))
+        return await self._decode(node, request, request.call.written(_common(request, node, params)))
 
     async def _decode(self, node: ClusterNode, request: Request, body: Body) -> DecodeAnswer:
         try:
@@ -202,7 +202,7 @@ class Legs:
     async def prefill_in(self, node: ClusterNode, request: Request, room: BootstrapRoom) -> PrefillOutcome:
         """Has `node` compute the prompt and hand it to the server that asks for `room`. Raises PrefillFailed."""
         began = self._clock()
-        body = request.call.written(_paired(request, room) | {"stream": _FALSE}, drop=NOT_FOR_PAIRED_PREFILL)
+        body = request.call.written(_paired(request, node, room) | {"stream": _FALSE}, drop=NOT_FOR_PAIRED_PREFILL)
         told = await self._prefill_paired(node, request, body)
         return _paired_outcome(node, request, told, self._clock() - began)
 
@@ -217,7 +217,7 @@ class Legs:
 
     async def decode_in(self, node: ClusterNode, request: Request, room: BootstrapRoom) -> DecodeAnswer:
         """The answer of `node` to what another node prefills in `room`, as of `decode`. Raises DecodeFailed."""
-        return await self._decode(node, request, request.call.written(_paired(request, room)))
+        return await self._decode(node, request, request.call.written(_paired(request, node, room)))
 
     async def ask(
         self, node: ClusterNode, path: str, body: Body | bytes, max_bytes: int = MAX_ANSWER_BYTES
@@ -295,26 +295,27 @@ def _beginning(told: bytes) -> str:
     return repr(told[:MAX_TOLD_BYTES])
 
 
-def _common(request: Request, params: dict[str, Any]) -> dict[str, Any]:
+def _common(request: Request, node: ClusterNode, params: dict[str, Any]) -> dict[str, Any]:
     share = request.tenant.share
     if share.flow:  # engines take turns by it; those that do not know it pass over it
         params |= {"tenant": share.flow, "weight": share.weight}
     if request.token_ids is not None:  # an engine's own: vLLM takes them in the place of the messages
         params["prompt_token_ids"] = request.token_ids
-    return {"kv_transfer_params": params} | _named(request)
+    return {"kv_transfer_params": params} | _named(request, node)
 
 
-def _paired(request: Request, room: BootstrapRoom) -> dict[str, Any]:
-    return room.fields() | _named(request)
+def _paired(request: Request, node: ClusterNode, room: BootstrapRoom) -> dict[str, Any]:
+    return room.fields() | _named(request, node)
 
 
-def _named(request: Request) -> dict[str, Any]:
-    """The model's name and the cache's, as the engines know them."""
+def _named(request: Request, node: ClusterNode) -> dict[str, Any]:
+    """The model's name and the cache's, as the engine of `node` knows them: two of a model may be called differently."""
     values: dict[str, Any] = {}
     if request.prompt.namespace:  # of caches that engines keep for themselves
         values["cache_salt"] = request.prompt.namespace
-    if not request.prompt.adapter and request.call.options.model != request.served.model_id:
-        values["model"] = request.served.model_id
+    model_id = node.info.model_id if node.info is not None else request.served.model_id
+    if not request.prompt.adapter and request.call.options.model != model_id:
+        values["model"] = model_id
     return values
 
 

@@ -13,7 +13,7 @@ from gateway.auth.rights import Route
 from gateway.cluster.links import ClusterLinks
 from gateway.cluster.registry import Clusters
 from gateway.cluster.served_model import ServedModel
-from gateway.errors import ApiError, BadRequest, NoDecodeNode, Unavailable
+from gateway.errors import BadRequest, NoDecodeNode, Unavailable, unknown_model
 from gateway.http.connections import JSON
 from gateway.members.roster import Roster
 from gateway.models.load_report import LoadReporter
@@ -116,17 +116,17 @@ class OperatorEndpoints:
         cards = [
             self._card(served, name)
             for served in self._models_served.seen_by(tenant)
-            for name in (served.name, *served.aliases, *sorted(served.adapters))
+            for name in dict.fromkeys((served.name, *served.aliases, *sorted(served.adapters)))
+            if self._models_served.seen_as(name, tenant) is served
         ]
         return json_response({"object": "list", "data": cards})
 
     async def _model(self, http: web.Request) -> web.Response:
         tenant, name = self._keyring.tenant(http.headers), http.match_info["name"]
-        for served in self._models_served.seen_by(tenant):
-            if name in served.called or name in served.adapters:
-                is_own = name in served.adapters or name in served.aliases
-                return json_response(self._card(served, name if is_own else served.name))
-        raise ApiError(404, f"The model '{name}' does not exist.", param="model", code="model_not_found")
+        if (served := self._models_served.seen_as(name, tenant)) is None:
+            raise unknown_model(name)
+        is_own = name in served.adapters or name in served.aliases
+        return json_response(self._card(served, name if is_own else served.name))
 
     def _card(self, served: ServedModel, name: str) -> dict[str, object]:
         card: dict[str, object] = {"id": name, "object": "model", "created": self._started_at, "owned_by": "prfaas"}

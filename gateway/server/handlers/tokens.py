@@ -125,11 +125,12 @@ class TokenEndpoints:
                 self._model(body, tenant) as (parts, model),
                 self._place(tenant, len(body)) as allowance,
             ):
-                asked = _for_engine(body, model)
+                fields = _for_engine(body, model)
                 allowance.read(taken, 1)
                 used = 0
                 try:
                     node = self._node(parts.key, model.names[0])
+                    asked = _written(fields, node.info.model_id if node.info is not None else model.names[-1])
                     used = taken  # also of a client that does not wait for the answer
                     status, kind, told = await self._legs.ask(node, http.path, asked)
                     used = _tokens_counted(told, taken) if status == 200 else 0
@@ -193,8 +194,8 @@ class TokenEndpoints:
             raise
 
 
-def _for_engine(body: bytes, model: PromptModel) -> bytes:
-    """The client's body, with the name that engines know the model by. Raises ApiError."""
+def _for_engine(body: bytes, model: PromptModel) -> dict[str, Raw]:
+    """The fields of a client's body that an engine is to be given. Raises ApiError."""
     try:
         fields = _FIELDS.decode(body)
         check_text(body)
@@ -210,7 +211,12 @@ def _for_engine(body: bytes, model: PromptModel) -> bytes:
             raise BadRequest(f"'{reserved}' cannot be set by a client.", param=reserved, code="unsupported")
     if name is not None and name not in model.names:
         raise unknown_model(name, model.names[0])
-    return msgspec.json.encode(fields | {"model": Raw(msgspec.json.encode(model.names[-1]))})
+    return fields
+
+
+def _written(fields: Mapping[str, Raw], model_id: str) -> bytes:
+    """These, with the name that an engine knows its model by."""
+    return msgspec.json.encode({**fields, "model": Raw(msgspec.json.encode(model_id))})
 
 
 def _tokens_guessed(body: bytes) -> int:

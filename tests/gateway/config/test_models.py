@@ -24,6 +24,14 @@ agent = "127.0.0.1:7001"
 """
 
 
+ANOTHER = """
+[[gateway.models]]
+name = "a"
+nodes = ["b"]
+tokenizer_dir = "a"
+"""
+
+
 def read(tmp_path: Path, gateway: str = "", table: str = 'tokenizer_dir = "c"') -> GatewayConfig:
     file = tmp_path / "gateway.toml"
     file.write_text(FILE.format(gateway=gateway, table=table))
@@ -64,6 +72,8 @@ def test_tables_alone_leave_other_nodes_out_and_the_first_or_a_named_one_is_the_
         ("", 'tokenizer_dir = "c"\naliases = [""]', "nodes and aliases = '': must be names"),
         ('tokenizer_dir = "t"\nserved_model = "coder"', 'tokenizer_dir = "c"', "each name with one model"),
         ('default_model = "chat"', 'tokenizer_dir = "c"', "default_model = 'chat': must be one of coder"),
+        ("", 'tokenizer_dir = "c"\nnodes = ["a"]' + ANOTHER, "models = ['a']: must be each name with one model"),
+        ("", 'tokenizer_dir = "c"\naliases = ["b"]' + ANOTHER, "models = ['b']: must be each name with one model"),
         ("model_grace_s = -1", 'tokenizer_dir = "c"', "model_grace_s = -1.0"),
         ("", 'tokenizer_dir = "c"\ntokeniser_dir = "c"', "unknown key 'tokeniser_dir'"),
     ],

@@ -70,6 +70,10 @@ class MemoryReader(PromptReader):
         with memory_loop().working():
             return await super().think(*args, **options)
 
+    async def close(self) -> None:
+        with memory_loop().working():
+            await super().close()
+
 
 class MemoryUpkeep(ModelUpkeep):
     """Keeps models as the gateway does; the clock goes on for a thread that reads a tokenizer."""

@@ -115,6 +115,7 @@ async def test_an_unknown_model_does_not_exist_and_nothing_of_others_is_told() -
         found = await error_of(w, "gpt-9")
         assert (found["status"], found["code"], found["param"]) == (404, "model_not_found", "model")
         assert not [name for name in (OTHER, "scripted") if name in found["message"]]
+        assert "scripted" not in (await error_of(w, ""))["message"]
         for path in ("/tokenize", "/v1/embeddings", "/v1/messages/count_tokens"):
             async with w.http.post(
                 path, json={"model": "gpt-9", "prompt": "a", "input": "a", "messages": []}
@@ -256,3 +257,62 @@ async def test_a_node_of_no_model_is_not_used_and_it_is_said_why() -> None:
                 "why": "no model of this gateway has nodes that call theirs 'stranger'",
             }
         ]
+
+
+@on_memory_loop
+async def test_a_name_of_the_file_is_no_name_that_nodes_of_another_model_have() -> None:
+    async with two_models() as w:
+        w.nodes.decode[0].adapters = [OTHER, "sibling", "tuned"]
+        bring(w.nodes.decode[0], "scripted", LAYOUT)
+        await until(lambda: w.clusters.models[""].adapters)
+        for name, node in ((OTHER, "d1"), ("sibling", "d1"), ("tuned", "d0")):
+            assert await ask(w, name) == 200
+            assert (await w.records())[-1]["decode_node"] == node, name
+        async with w.http.get("/v1/models") as answer:
+            cards = [(card["id"], card.get("parent")) for card in (await answer.json())["data"]]
+        assert sorted(cards, key=str) == [(OTHER, None), ("scripted", None), ("sibling", OTHER), ("tuned", "scripted")]
+        async with w.http.get("/v1/models/sibling") as answer:
+            assert (await answer.json())["parent"] == OTHER
+
+
+@on_memory_loop
+async def test_an_adapter_of_two_models_is_that_of_the_one_that_a_tenant_may_use() -> None:
+    async with two_models(tenants=TENANTS) as w:
+        for node in w.nodes.decode:
+            node.adapters = ["legal"]
+            node.become(pb.NODE_STATE_READY)
+        await until(lambda: w.clusters.models[OTHER].adapters and w.clusters.models[""].adapters)
+        for key, node in (("a", "d1"), ("r", "d0")):
+            headers = {"Authorization": f"Bearer {key}"}
+            assert (await w.complete("hello", model="legal", headers=headers)).status == 200
+            assert (await w.records())[-1]["decode_node"] == node
+
+
+@on_memory_loop
+async def test_each_engine_is_asked_for_its_model_by_the_name_that_it_has_itself() -> None:
+    table = replace(TABLE, nodes=("other-a", "other-b"))
+    async with pipeline(remote=0, local=1, decode=3, tokenizers=tokenizers, models=(table,)) as w:
+        for node, name in zip(w.nodes.decode[1:], table.nodes, strict=True):
+            bring(node, name)
+        await until(lambda: OTHER in w.models and sum(node.model == OTHER for node in w.clusters.nodes) == 2)
+        assert await ask(w, OTHER) == 200
+        leave(next(node for node in w.nodes.decode[1:] if node.bodies))
+        await until(lambda: sum(node.state == "ready" for node in w.clusters.nodes) == 3)
+        assert await ask(w, OTHER) == 200
+        async with w.http.post("/v1/embeddings", json={"model": OTHER, "input": "a"}) as answer:
+            assert answer.status == 200
+        said = [{body["model"] for body in node.bodies} for node in w.nodes.decode[1:]]
+        assert said == [{"other-a"}, {"other-b"}]
+
+
+@on_memory_loop
+async def test_what_is_wrong_with_a_body_without_a_usable_name_is_said_in_short() -> None:
+    async with two_models(tenants=TENANTS) as w:
+        for body in (b"{", b"[]", b'{"model": 5}', b'{"model": ""}', b'{"model": "\\ud800"}', b'{"prompt": "a"}'):
+            async with w.http.post("/v1/completions", data=body, headers={"Authorization": "Bearer a"}) as answer:
+                assert answer.status == 404
+                assert "names no model" in (await answer.json())["error"]["message"], body
+        for model in ("x" * 100_000, "\x00", "\u202eother", " other", "OTHER", "other/"):
+            refused = await w.complete("hello", headers={"Authorization": "Bearer a"}, model=model)
+            assert refused.status == 404
+            assert len(await refused.text()) < 600

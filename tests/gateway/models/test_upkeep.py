@@ -1,21 +1,24 @@
 """Models join and leave a running gateway: by its file, and by their nodes."""
 
 import asyncio
+import threading
 from dataclasses import replace
 from pathlib import Path
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.config.gateway import GatewayConfig
-from gateway.config.models import MOST_MODELS, ModelTable
-from gateway.models.upkeep import AGAIN_S, SeenModels
+from gateway.config.gateway import GatewayConfig, NodeAddress
+from gateway.config.models import MOST_MODELS, REST, ModelCatalog, ModelTable
+from gateway.models.upkeep import AGAIN_S, SeenModels, brought
 from prompts.errors import TokenizerUnreadable
 from prompts.tokens.tokenizer import TextTokenizer
+from tests.gateway.layouts import LAYOUT
 from tests.gateway.members.test_roster import without
 from tests.gateway.memory.pipeline import on_memory_loop, pipeline
-from tests.gateway.models.worlds import OTHER, TABLE, ask, bring, error_of, tokenizers, two_models
-from tests.gateway.worlds import until
+from tests.gateway.models.worlds import LONG, OTHER, TABLE, ask, bring, error_of, tokenizers, two_models
+from tests.gateway.worlds import PATIENCE_S, until
+from tests.prompts.builders import text_tokenizer
 
 NAMES = st.sets(st.sampled_from([f"m{number}" for number in range(2 * MOST_MODELS)]))
 GRACE_S = 30.0
@@ -60,6 +63,74 @@ async def test_a_model_that_nodes_bring_without_a_folder_of_its_own_is_not_serve
             await asyncio.sleep(2)
             assert [parts.key for parts in w.models] == [""], name
             assert await ask(w, "scripted") == 200
+
+
+@on_memory_loop
+async def test_a_node_that_brings_a_model_is_never_used_for_another_one_whose_nodes_are_gone(tmp_path: Path) -> None:
+    (tmp_path / OTHER).mkdir()
+    async with pipeline(remote=0, local=0, decode=1, tokenizers=tokenizers, models_dir=tmp_path) as w:
+        node = w.nodes.decode[0]
+        assert await ask(w, "scripted") == 200
+        bring(node)
+        while OTHER not in w.models:
+            assert await ask(w, "scripted") == 503 or not node.bodies[1:]
+            await asyncio.sleep(0.01)
+        assert (await ask(w, OTHER), await ask(w, "scripted")) == (200, 503)
+        bring(node, "scripted", LAYOUT)
+        await until(lambda: w.models.serves(""))
+        assert (await ask(w, OTHER), await ask(w, "scripted")) == (503, 200)
+        assert [body["model"] for body in node.bodies] == ["scripted", OTHER, "scripted"]
+
+
+@on_memory_loop
+async def test_a_table_that_has_another_tokenizer_has_its_model_read_by_that_one() -> None:
+    new, is_broken = Path("new"), True
+
+    def read(config: GatewayConfig) -> TextTokenizer:
+        if config.tokenizer_dir == new and is_broken:
+            raise TokenizerUnreadable("it is half written")
+        return text_tokenizer() if config.tokenizer_dir == new else tokenizers(config)
+
+    async with pipeline(remote=0, local=1, decode=2, tokenizers=read, models=(TABLE,)) as w:
+        bring(w.nodes.decode[1])
+        await until(lambda: w.models.serves(OTHER))
+
+        async def is_by_bytes() -> bool:
+            async with w.http.post("/tokenize", json={"model": OTHER, "prompt": LONG}) as answer:
+                return bool((await answer.json())["count"] == len(LONG))
+
+        assert await is_by_bytes()
+        w.configure(replace(w.config, models=(replace(TABLE, tokenizer_dir=new, threshold_tokens=7.0),)))
+        await asyncio.sleep(2)
+        assert await is_by_bytes()  # the one before serves until the new one can
+        assert w.models.named(OTHER).router.setting.threshold_tokens == 7
+        is_broken = False
+        await asyncio.sleep(AGAIN_S + 2)
+        assert not await is_by_bytes()
+        assert await ask(w, OTHER) == 200
+
+
+@on_memory_loop
+async def test_a_reload_while_a_tokenizer_is_read_counts() -> None:
+    is_asked, may_go_on = threading.Event(), threading.Event()
+
+    def read(config: GatewayConfig) -> TextTokenizer:
+        if config.served_model == OTHER:
+            is_asked.set()
+            assert may_go_on.wait(PATIENCE_S)
+        return tokenizers(config)
+
+    late = ModelTable(name="late", tokenizer_dir=TABLE.tokenizer_dir)
+    async with pipeline(remote=0, local=1, decode=2, tokenizers=read) as w:
+        w.configure(replace(w.config, models=(TABLE, late)))
+        await until(is_asked.is_set)
+        w.configure(replace(w.config, models=(replace(TABLE, threshold_tokens=7.0),)))
+        may_go_on.set()
+        await until(lambda: OTHER in w.models)
+        assert w.models.named(OTHER).router.setting.threshold_tokens == 7
+        await asyncio.sleep(2)
+        assert "late" not in w.models
+        assert 'work="models"' not in await w.metrics()
 
 
 @on_memory_loop
@@ -117,7 +188,8 @@ async def test_the_default_model_stays_as_long_as_its_gateway() -> None:
     async with pipeline(
         decode=1, tokenizers=tokenizers, tokenizer_dir=None, served_model="", models=(table, TABLE)
     ) as w:
-        assert w.reloads.take(replace(w.config, models=(TABLE,))) == ["models"]
+        for models in ((TABLE,), (replace(table, tokenizer_dir=Path("new")), TABLE)):
+            assert w.reloads.take(replace(w.config, models=models)) == ["models"]
         assert await ask(w, "scripted") == 200
 
 
@@ -143,3 +215,17 @@ def test_a_model_that_is_here_pushes_out_none_that_was() -> None:
     assert later.last_seen_s.keys() == full.last_seen_s.keys()
     assert later.last_seen_s["a1"] == 1.0
     assert "b" in later.at(11.5, {"b"}, 10.0).last_seen_s
+    tables = tuple(ModelTable(name=f"t{number}") for number in range(MOST_MODELS - 1))
+    two = SeenModels().at(0.0, {"b"}, 10.0).at(1.0, {"a", "b"}, 10.0)
+    assert ModelCatalog(tables).with_found(two.last_seen_s).models[-1].name == "b"
+
+
+def test_a_folder_has_no_name_that_the_file_gives_a_model(tmp_path: Path) -> None:
+    for name in ("chat", "sibling", "new"):
+        (tmp_path / name).mkdir()
+    node = NodeAddress(agent="127.0.0.1:1")
+    config = GatewayConfig(
+        tokenizer_dir=Path("t"), served_model="chat", models=(TABLE,), models_dir=tmp_path, nodes=(node,)
+    )
+    assert brought(config, {"chat", "sibling", OTHER, "new"}) == {"new"}
+    assert [config.catalog.of_node(name) for name in ("chat", OTHER, "new")] == [REST, OTHER, None]

@@ -395,3 +395,16 @@ async def test_where_tokens_may_be_a_list_again_longer_texts_go_to_a_process() -
     finally:
         await tasks.join(60.0)
         await reads.close()
+
+
+@on_loop
+async def test_closing_waits_for_what_a_thread_does_for_a_client_that_has_left_and_holds_up_nothing_else() -> None:
+    reads, may_end = PromptReader(text_tokenizer(), TaskSet(lambda name: None)), threading.Event()
+    asked = asyncio.create_task(reads.think(lambda memory: may_end.wait(30)))
+    await asyncio.sleep(0.05)
+    asked.cancel()
+    closing = asyncio.create_task(reads.close())
+    await asyncio.sleep(0.05)
+    assert not closing.done()
+    may_end.set()
+    await closing
