@@ -24,6 +24,7 @@ from planner.model.site import Site, load_site
 from planner.model.traces import read_requests
 from planner.model.workload import Trace
 from planner.simulator.trials.hits import pd_prefixes
+from planner.simulator.trials.rehearsal import TraceRehearsal
 from planner.simulator.trials.saturation import parse_slo, saturate
 from planner.simulator.trials.trial import DEPLOYED_TRIAL, TrialSetting, scenario_of
 from planner.simulator.world import simulate
@@ -106,7 +107,7 @@ def row_of(site: Site, requests: ScaledTrace, load: float, seed: int) -> dict[st
     trace = requests.at(load * limit, seed)
     fitted = _fitted(site, trace)
     rate = len(trace) / trace.span_s
-    plan = outline(fitted, replace(options, rate_req_per_s=rate))
+    plan = outline(fitted, replace(options, rate_req_per_s=rate), rehearse=TraceRehearsal.of)
     scenario = scenario_of(fitted, TrialSetting.of(plan), DEPLOYED_TRIAL)
     found = simulate(scenario, trace, seed).report()
     assert plan.asked_ttft_mean_s is not None
@@ -141,7 +142,7 @@ def promise_of(site: Site, seed: int, requests: ScaledTrace) -> dict[str, Any]:
     """The rate that a plan for an SLO promises, beside the largest simulated one that keeps it."""
     assert site.slo.ttft_p90_s is not None
     fitted = _fitted(site, requests.at(1.0, seed))
-    plan = outline(fitted, SolveOptions(extrapolate=True, objective=Objective.SLO))
+    plan = outline(fitted, SolveOptions(extrapolate=True, objective=Objective.SLO), rehearse=TraceRehearsal.of)
     scenario = scenario_of(fitted, TrialSetting.of(plan), DEPLOYED_TRIAL)
     found = saturate(
         lambda rate: simulate(scenario, requests.at(rate, seed), seed).report(),

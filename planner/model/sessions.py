@@ -106,10 +106,10 @@ def replay(sessions: Sequence[Session], count: int, over_s: float, seed: int) ->
 
     A session that is drawn twice is two sessions: they share no blocks. Later turns do not wait for slow answers.
     """
-    return trace_of(
+    return trace_of_sessions(
         [
-            (start + turn.at_s, turn)
-            for start, session in drawn(sessions, count, over_s, seed)
+            (start + turn.at_s, which, turn)
+            for which, (start, session) in enumerate(drawn(sessions, count, over_s, seed))
             for turn in session
             if start + turn.at_s < over_s
         ]
@@ -130,16 +130,26 @@ def drawn(sessions: Sequence[Session], count: int, over_s: float, seed: int) -> 
     return found
 
 
-def drawn_once(sessions: Sequence[Session], over_s: float, seed: int = 0) -> list[tuple[float, Turn]]:
-    """Every session once, begun at a time uniform over `over_s`, to its end. They share no blocks."""
+def drawn_once(sessions: Sequence[Session], over_s: float, seed: int = 0) -> list[tuple[float, int, Turn]]:
+    """Every session once, begun at a time uniform over `over_s`, to its end: when, its number, and each turn.
+
+    They share no blocks.
+    """
     starts = np.random.default_rng(seed).random(len(sessions)) * over_s
     found, offset = [], 0
-    for start, session in zip(starts.tolist(), sessions, strict=True):
+    for which, (start, session) in enumerate(zip(starts.tolist(), sessions, strict=True)):
         for turn in session:
             own = tuple([block + offset for block in turn.blocks])
-            found.append((start + turn.at_s, replace(turn, blocks=own)))
+            found.append((start + turn.at_s, which, replace(turn, blocks=own)))
         offset += 1 + max((max(turn.blocks, default=0) for turn in session), default=0)
     return found
+
+
+def trace_of_sessions(arrivals: Sequence[tuple[float, int, Turn]], name: str = "sessions") -> Trace:
+    """Turns as requests, each with its session's number."""
+    arrivals = sorted(arrivals, key=lambda arrival: arrival[0])
+    numbers = np.array([float(which) for _, which, _ in arrivals])
+    return replace(trace_of([(at, turn) for at, _, turn in arrivals], name), sessions=numbers)
 
 
 def trace_of(arrivals: Sequence[tuple[float, Turn]], name: str = "sessions") -> Trace:

@@ -52,6 +52,7 @@ class Trace:
     block_size: int = 512
     cached_tokens: Floats | None = None  # what the system that wrote the trace found cached
     categories: RequestCategories | None = None  # where the trace says any
+    sessions: Floats | None = None  # the number of each request's session, where requests come in sessions
 
     def __post_init__(self) -> None:
         if not self.span_s <= MAX_SPAN_S:
@@ -80,6 +81,7 @@ class Trace:
             blocks=self.blocks[:count] if self.blocks is not None else None,
             cached_tokens=self.cached_tokens[:count] if self.cached_tokens is not None else None,
             categories=self.categories.head(count) if self.categories is not None else None,
+            sessions=self.sessions[:count] if self.sessions is not None else None,
         )
 
     def spread(self, rng: np.random.Generator) -> "Trace":

@@ -12,10 +12,12 @@ import numpy as np
 
 from planner.model.profile import Floats
 from planner.model.reading import RATE, SECONDS, SHARE, TOKENS, Range
-from transport.control.settings import require
+from planner.model.trace_files.shared_blocks import SharedBlocks
+from transport.control.settings import require, require_table
 
 MOST: Final = 20_000  # requests, that a workload keeps
 DIGITS: Final = 3  # after the point
+SESSION: Final = Range(0, 1e9)
 COLUMNS: Final[Mapping[str, Range]] = MappingProxyType(
     {
         "arrival_s": SECONDS, "tokens": TOKENS, "held": SHARE, "computed": TOKENS, "cached": TOKENS, "landed": TOKENS,
@@ -28,7 +30,8 @@ COLUMNS: Final[Mapping[str, Range]] = MappingProxyType(
 class KeptArrivals:
     """A request per place, sorted by `arrival_s`. The columns are those of `Lengths`, and the tokens of answers.
 
-    `rate_req_per_s` is that of the whole trace; these may be a part of it.
+    `rate_req_per_s` is that of the whole trace; these may be a part of it. `shared_blocks` says what prompts have in common,
+    where the trace does; without it nothing is cached. `sessions` numbers the session of each, where requests come in sessions.
     """
 
     rate_req_per_s: float
@@ -39,6 +42,8 @@ class KeptArrivals:
     cached: Floats
     landed: Floats
     output: Floats
+    shared_blocks: SharedBlocks | None = None
+    sessions: Floats | None = None
 
     def __len__(self) -> int:
         return len(self.arrival_s)
@@ -50,13 +55,22 @@ class KeptArrivals:
     def table(self) -> dict[str, Any]:
         """Its JSON form."""
         columns = {name: np.round(getattr(self, name), DIGITS).tolist() for name in COLUMNS}
-        return {"rate_req_per_s": self.rate_req_per_s, **columns}
+        blocks, sessions = self.shared_blocks, self.sessions
+        return {
+            "rate_req_per_s": self.rate_req_per_s,
+            **columns,
+            "shared_blocks": None if blocks is None else blocks.table(),
+            "sessions": None if sessions is None else sessions.tolist(),
+        }
 
     @classmethod
     def read(cls, table: Mapping[str, Any]) -> Self:
         """From its JSON form. Raises SettingsError."""
         columns: dict[str, Floats] = {}
-        for name, allowed in COLUMNS.items():
+        known = dict(COLUMNS)
+        if table.get("sessions") is not None:
+            known["sessions"] = SESSION
+        for name, allowed in known.items():
             column = table.get(name)
             require(isinstance(column, list) and 1 < len(column) <= MOST, name, column, f"2 to {MOST} numbers")
             columns[name] = np.array([allowed.of(f"{name}[{at}]", value) for at, value in enumerate(column or ())])
@@ -65,7 +79,10 @@ class KeptArrivals:
         times = columns["arrival_s"]
         ascends = bool((np.diff(times) >= 0).all()) and times[-1] > times[0]
         require(ascends, "arrival_s", times.tolist(), "times that go up")
-        return cls(rate_req_per_s=RATE.above_low("rate_req_per_s", table.get("rate_req_per_s")), **columns)
+        rate = RATE.above_low("rate_req_per_s", table.get("rate_req_per_s"))
+        blocks = table.get("shared_blocks")
+        shared = None if blocks is None else SharedBlocks.read(require_table(blocks, "shared_blocks"), len(times))
+        return cls(rate_req_per_s=rate, shared_blocks=shared, **columns)
 
 
 def busiest(arrival_s: Floats, most: int = MOST) -> slice:
