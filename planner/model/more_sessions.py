@@ -1,11 +1,13 @@
 """A trace at another rate: the same requests faster, or, of sessions, more of them, each as fast as it was."""
 
 from dataclasses import replace
+from math import ceil
 from typing import Final
 
 import numpy as np
 
 from planner.model.profile import Floats
+from planner.model.trace_files.blocks import Places
 from planner.model.workload import Trace
 
 SHIFT: Final = 0.1  # of the trace's span, by which a session that is there again begins earlier or later
@@ -24,39 +26,34 @@ def more_sessions(trace: Trace, factor: float, seed: int) -> Trace:
     """
     assert trace.sessions is not None
     rng = np.random.default_rng((seed, 2))
-    members = _members(trace.sessions)
-    wanted, kept, times, copies = factor * len(trace), list[Floats](), list[Floats](), list[Floats]()
-    count, copy = 0, 0
-    end_s = float(trace.arrival_s[-1])
-    while count < wanted:
+    members, end_s = _members(trace.sessions), float(trace.arrival_s[-1])
+    wanted, count = factor * len(trace), 0
+    kept, times, copies = list[Places](), list[Floats](), list[Floats]()
+    for copy in range(ceil(factor) + 1):  # once more than that, as some are cut
         order = rng.permutation(len(members))
         shifts_s = rng.uniform(-SHIFT, SHIFT, len(members)) * trace.span_s
-        whole = copy + 1 <= factor
         for which in order.tolist():
-            if not whole and count >= wanted:
-                break
             rows = members[which]
+            at = trace.arrival_s[rows]
             if copy:
-                first_s = float(trace.arrival_s[rows[0]])
-                at = trace.arrival_s[rows] + abs(first_s + shifts_s[which]) - first_s
+                at = at + (abs(at[0] + shifts_s[which]) - at[0])
                 rows, at = rows[at <= end_s], at[at <= end_s]
-            else:
-                at = trace.arrival_s[rows]
+            if copy + 1 > factor and len(rows) > 2 * (wanted - count):
+                continue  # fewer are nearer
             kept.append(rows)
             times.append(at)
             copies.append(np.full(len(rows), float(copy)))
             count += len(rows)
-        copy += 1
     return _together(trace, np.concatenate(kept), np.concatenate(times), np.concatenate(copies))
 
 
-def _members(sessions: Floats) -> list[Floats]:
+def _members(sessions: Floats) -> list[Places]:
     """The places of each session's requests, in order."""
     order = np.argsort(sessions, kind="stable")
     return np.split(order, np.flatnonzero(np.diff(sessions[order])) + 1)
 
 
-def _together(trace: Trace, rows: Floats, times: Floats, copies: Floats) -> Trace:
+def _together(trace: Trace, rows: Places, times: Floats, copies: Floats) -> Trace:
     assert trace.sessions is not None
     order = np.lexsort((rows, copies, times))
     rows, times, copies = rows[order], times[order], copies[order]

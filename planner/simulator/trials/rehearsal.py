@@ -29,7 +29,7 @@ from planner.solve.rehearsed import Rehearsed
 from planner.solve.replay import Replay
 from planner.solve.search import Cut
 
-MOST: Final = 5_000  # requests of a rehearsal
+MOST: Final = 6_000  # requests of a rehearsal
 STRIDE: Final = 1.12  # between rates, until one keeps the target and one does not
 WITHIN: Final = 0.01  # of each other, the two rates between which the largest lies
 FARTHEST: Final = 40  # strides down, to an eightieth

@@ -1,0 +1,112 @@
+"""Plans that have been run with their own requests before they promise anything."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import prfaas
+from planner.model.fitting import workload_of
+from planner.model.more_sessions import at_factor
+from planner.model.traces import read_requests
+from planner.model.workload import Trace, read_trace
+from planner.simulator.trials.hits import pd_prefixes
+from planner.simulator.trials.rehearsal import TraceRehearsal, kept_trace
+from planner.simulator.trials.saturation import parse_slo, saturate
+from planner.simulator.trials.trial import DEPLOYED_TRIAL, TrialSetting, scenario_of
+from planner.simulator.world import simulate
+from planner.solve.goals import Objective
+from planner.solve.plan import outline
+from planner.solve.problem import SolveOptions
+from tests.planner.traces import MOONCAKE
+
+SESSIONS = Path(prfaas.__file__).parent / "data" / "agent_sessions.jsonl"
+SLO = SolveOptions(objective=Objective.SLO, extrapolate=True)
+SIZE = 512
+NEAR = 0.03  # of what `saturate` finds
+
+
+def fitted(site, trace):
+    return replace(site, workload=workload_of(trace, pd_prefixes(trace, site, DEPLOYED_TRIAL.increment_tokens)))
+
+
+def saturated(site, plan, trace):
+    scenario = scenario_of(site, TrialSetting.of(plan), DEPLOYED_TRIAL)
+    return saturate(
+        lambda rate: simulate(scenario, at_factor(trace, rate * trace.span_s / len(trace), 0), 0).report(),
+        parse_slo("ttft_p90<=5"), upper=1.5 * plan.lambda_max, tolerance=0.01,
+    ).rate_req_per_s  # fmt: skip
+
+
+def documents(count=1_500, of=12):
+    """Short questions about a few long documents, so popular that no single decode node takes all who ask about one."""
+    rng = np.random.default_rng(3)
+    which = rng.integers(of, size=count)
+    blocks = [tuple(range(each * 10, each * 10 + 8)) + (1_000 + at,) for at, each in enumerate(which)]
+    return Trace(
+        name="documents",
+        arrival_s=np.cumsum(rng.exponential(0.1, count)),
+        prompt_tokens=np.full(count, 8.0 * SIZE + 200),
+        output_tokens=rng.integers(100, 700, count) * 1.0,
+        blocks=blocks,
+    )
+
+
+def test_what_a_workload_keeps_is_run_as_the_trace_is(case_study):
+    trace = read_trace(MOONCAKE).spread(np.random.default_rng(0))
+    site = fitted(case_study, trace)
+    kept = kept_trace(site.workload.arrivals, trace.name)
+    scenario = scenario_of(site, TrialSetting(9_000, 0.0, 4, 4), DEPLOYED_TRIAL)
+    assert kept is not None
+    report, wanted = (simulate(scenario, each, 0).report() for each in (kept, trace))
+    assert report["routes"] == wanted["routes"]
+    assert report["ttft_mean_s"] == pytest.approx(wanted["ttft_mean_s"], rel=1e-3)
+
+
+def test_nothing_is_run_that_is_not_known(case_study):
+    """Of a log without blocks, cached tokens are known, but not whose they are."""
+    trace = replace(read_trace(MOONCAKE), blocks=None, cached_tokens=np.full(400, 512.0))
+    assert kept_trace(fitted(case_study, trace).workload.arrivals, "log") is None
+    assert outline(fitted(case_study, trace), SLO, rehearse=TraceRehearsal.of).rehearsed_requests == 0
+
+
+def test_shares_at_a_rate_are_those_of_nodes_that_each_hold_something(case_study):
+    """A state is with one decode node, and another is chosen: closed forms have one cache for all of them."""
+    trace = documents()
+    site = fitted(case_study, trace)
+    options = SolveOptions(rate_req_per_s=len(trace) / trace.span_s, extrapolate=True)
+    plan, blind = outline(site, options, rehearse=TraceRehearsal.of), outline(site, options)
+    report = simulate(scenario_of(site, TrialSetting.of(plan), DEPLOYED_TRIAL), trace, 0).report()
+    held = report["routes"].get("decode held", 0) / len(trace)
+    assert plan.asked_held_fraction == pytest.approx(held, abs=0.01)
+    assert plan.asked_offload_fraction == pytest.approx(report["offload_fraction"], abs=0.01)
+    assert plan.asked_egress_gbps == pytest.approx(report["egress_mean_gbps"], rel=0.02)
+    assert abs(blind.asked_held_fraction - held) > 0.05
+
+
+def test_a_promise_is_what_saturate_finds(case_study):
+    for trace in (read_trace(MOONCAKE).spread(np.random.default_rng(0)), documents()):
+        site = fitted(case_study, trace)
+        plan = outline(site, SLO, rehearse=TraceRehearsal.of)
+        assert plan.rehearsed_requests == len(trace)
+        assert plan.lambda_slo == pytest.approx(saturated(site, plan, trace), rel=NEAR)
+
+
+def test_more_load_is_more_sessions(case_study):
+    trace = read_requests(SESSIONS, 300.0)
+    site = fitted(case_study, trace)
+    plan = outline(site, SLO, rehearse=TraceRehearsal.of)
+    faster = outline(fitted(case_study, replace(trace, sessions=None)), SLO, rehearse=TraceRehearsal.of)
+    found = saturated(site, plan, trace)
+    assert plan.lambda_slo == pytest.approx(found, rel=NEAR)
+    assert abs(faster.lambda_slo / found - 1) > NEAR
+
+
+def test_a_part_speaks_for_a_long_trace(case_study, monkeypatch):
+    trace = documents(3_000)
+    site = fitted(case_study, trace)
+    kept = kept_trace(site.workload.arrivals, "documents", 1_000)
+    assert kept is not None
+    assert len(kept) == 1_000
+    assert kept.span_s == pytest.approx(float(trace.arrival_s[999] - trace.arrival_s[0]))
