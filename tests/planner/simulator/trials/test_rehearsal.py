@@ -13,7 +13,6 @@ from planner.model.traces import read_requests
 from planner.model.workload import Trace, read_trace
 from planner.simulator.trials.hits import pd_prefixes
 from planner.simulator.trials.rehearsal import TraceRehearsal, kept_trace
-from planner.simulator.trials.saturation import parse_slo, saturate
 from planner.simulator.trials.trial import DEPLOYED_TRIAL, TrialSetting, scenario_of
 from planner.simulator.world import simulate
 from planner.solve.goals import Objective
@@ -24,31 +23,50 @@ from tests.planner.traces import MOONCAKE
 SESSIONS = Path(prfaas.__file__).parent / "data" / "agent_sessions.jsonl"
 SLO = SolveOptions(objective=Objective.SLO, extrapolate=True)
 SIZE = 512
-NEAR = 0.03  # of what `saturate` finds
+NEAR = 0.03  # of what is promised
+TARGET_S = 5.0
 
 
 def fitted(site, trace):
     return replace(site, workload=workload_of(trace, pd_prefixes(trace, site, DEPLOYED_TRIAL.increment_tokens)))
 
 
-def saturated(site, plan, trace):
+def p90_s(site, plan, trace, rate):
     scenario = scenario_of(site, TrialSetting.of(plan), DEPLOYED_TRIAL)
-    return saturate(
-        lambda rate: simulate(scenario, at_factor(trace, rate * trace.span_s / len(trace), 0), 0).report(),
-        parse_slo("ttft_p90<=5"), upper=1.5 * plan.lambda_max, tolerance=0.01,
-    ).rate_req_per_s  # fmt: skip
+    return simulate(scenario, at_factor(trace, rate * trace.span_s / len(trace), 0), 0).report()["ttft_p90_s"]
 
 
-def documents(count=1_500, of=12):
-    """Short questions about a few long documents, so popular that no single decode node takes all who ask about one."""
+def keeps_its_promise(site, plan, trace):
+    """Whether 3 % less than the promised rate keeps the target, and 3 % more does not."""
+    found = [p90_s(site, plan, trace, rate * plan.lambda_slo) for rate in (1 - NEAR, 1 + NEAR)]
+    return found[0] <= TARGET_S < found[1]
+
+
+def documents(count=600, of=12):
+    """Short questions about a few long documents: while caches are cold, prefill nodes have far more to do than later."""
     rng = np.random.default_rng(3)
     which = rng.integers(of, size=count)
-    blocks = [tuple(range(each * 10, each * 10 + 8)) + (1_000 + at,) for at, each in enumerate(which)]
     return Trace(
         name="documents",
         arrival_s=np.cumsum(rng.exponential(0.1, count)),
         prompt_tokens=np.full(count, 8.0 * SIZE + 200),
         output_tokens=rng.integers(100, 700, count) * 1.0,
+        blocks=[(*range(each * 10, each * 10 + 8), 1_000 + at) for at, each in enumerate(which)],
+    )
+
+
+def crowds(count=30, size=10):
+    """Each document is sent once, and at once many ask about it: no decode node has its state yet."""
+    blocks = [
+        (*range(each * 10, each * 10 + 8), *((1_000 + each * size + at,) if at else ()))
+        for each in range(count)
+        for at in range(size)
+    ]
+    return Trace(
+        name="crowds",
+        arrival_s=np.array([each * 5.0 + at / 1_000 for each in range(count) for at in range(size)]),
+        prompt_tokens=np.array([8.0 * SIZE + (200 if at else 0) for _ in range(count) for at in range(size)]),
+        output_tokens=np.full(count * size, 20.0),
         blocks=blocks,
     )
 
@@ -71,9 +89,9 @@ def test_nothing_is_run_that_is_not_known(case_study):
     assert outline(fitted(case_study, trace), SLO, rehearse=TraceRehearsal.of).rehearsed_requests == 0
 
 
-def test_shares_at_a_rate_are_those_of_nodes_that_each_hold_something(case_study):
-    """A state is with one decode node, and another is chosen: closed forms have one cache for all of them."""
-    trace = documents()
+def test_shares_at_a_rate_are_what_nodes_hold_at_that_moment(case_study):
+    """In closed forms all that was asked before is held."""
+    trace = crowds()
     site = fitted(case_study, trace)
     options = SolveOptions(rate_req_per_s=len(trace) / trace.span_s, extrapolate=True)
     plan, blind = outline(site, options, rehearse=TraceRehearsal.of), outline(site, options)
@@ -85,28 +103,29 @@ def test_shares_at_a_rate_are_those_of_nodes_that_each_hold_something(case_study
     assert abs(blind.asked_held_fraction - held) > 0.05
 
 
-def test_a_promise_is_what_saturate_finds(case_study):
-    for trace in (read_trace(MOONCAKE).spread(np.random.default_rng(0)), documents()):
-        site = fitted(case_study, trace)
-        plan = outline(site, SLO, rehearse=TraceRehearsal.of)
-        assert plan.rehearsed_requests == len(trace)
-        assert plan.lambda_slo == pytest.approx(saturated(site, plan, trace), rel=NEAR)
+def test_a_promise_is_kept_and_no_more_is(case_study):
+    trace = documents()
+    site = fitted(case_study, trace)
+    plan, blind = outline(site, SLO, rehearse=TraceRehearsal.of), outline(site, SLO)
+    assert plan.rehearsed_requests == len(trace)
+    assert keeps_its_promise(site, plan, trace)
+    assert not keeps_its_promise(site, blind, trace)
 
 
 def test_more_load_is_more_sessions(case_study):
     trace = read_requests(SESSIONS, 300.0)
     site = fitted(case_study, trace)
     plan = outline(site, SLO, rehearse=TraceRehearsal.of)
-    faster = outline(fitted(case_study, replace(trace, sessions=None)), SLO, rehearse=TraceRehearsal.of)
-    found = saturated(site, plan, trace)
-    assert plan.lambda_slo == pytest.approx(found, rel=NEAR)
-    assert abs(faster.lambda_slo / found - 1) > NEAR
+    assert keeps_its_promise(site, plan, trace)
+    assert not keeps_its_promise(site, outline(site, SLO), trace)
 
 
-def test_a_part_speaks_for_a_long_trace(case_study, monkeypatch):
-    trace = documents(3_000)
+def test_a_part_speaks_for_a_long_trace(case_study):
+    """Of twice the trace, half is run, and coarse replays of both say how they differ."""
+    trace = documents()
     site = fitted(case_study, trace)
-    kept = kept_trace(site.workload.arrivals, "documents", 1_000)
+    arrivals = site.workload.arrivals
+    kept = kept_trace(arrivals, "documents", 100)
     assert kept is not None
-    assert len(kept) == 1_000
-    assert kept.span_s == pytest.approx(float(trace.arrival_s[999] - trace.arrival_s[0]))
+    assert len(kept) == 100
+    assert kept.span_s == pytest.approx(float(trace.arrival_s[99] - trace.arrival_s[0]))
