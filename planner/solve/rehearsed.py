@@ -1,6 +1,6 @@
 """What a plan does under the requests that it was fitted to, where routing itself has been asked: closed forms cannot know it.
 
-Whoever solves may bring such a rehearsal; without one, `loaded.py` and `replay.py` say what they can.
+A command that solves may bring such a rehearsal; without one, `loaded.py` and `replay.py` say what they can.
 """
 
 from collections.abc import Callable
