@@ -57,7 +57,8 @@ class TraceRehearsal:
         pools = [
             replace(pool, decode=problem.decode) if pool.kind is ClusterKind.PD else pool for pool in scenario.pools
         ]
-        whole = part = None
+        whole: Replay | None = None
+        part: Replay | None = None
         if len(trace) < len(arrivals):
             prefixes = pd_prefixes(trace, site, DEPLOYED_TRIAL.increment_tokens)
             sample = arrivals_of(trace, prefixes)
