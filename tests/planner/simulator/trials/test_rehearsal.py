@@ -1,15 +1,12 @@
 """Plans that have been run with their own requests before they promise anything."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-import prfaas
 from planner.model.fitting import workload_of
 from planner.model.more_sessions import at_factor
-from planner.model.traces import read_requests
 from planner.model.workload import Trace, read_trace
 from planner.simulator.trials.hits import pd_prefixes
 from planner.simulator.trials.rehearsal import TraceRehearsal, kept_trace
@@ -20,7 +17,6 @@ from planner.solve.plan import outline
 from planner.solve.problem import SolveOptions
 from tests.planner.traces import MOONCAKE
 
-SESSIONS = Path(prfaas.__file__).parent / "data" / "agent_sessions.jsonl"
 SLO = SolveOptions(objective=Objective.SLO, extrapolate=True)
 SIZE = 512
 NEAR = 0.03  # of what is promised
@@ -71,6 +67,20 @@ def crowds(count=30, size=10):
     )
 
 
+def chats(count=60, turns=4):
+    """Sessions whose users think for 20 seconds: a prompt goes on from the one before it, 6 blocks longer."""
+    starts = np.random.default_rng(4).random(count) * 200
+    rows = sorted((start + 20.0 * turn, which, turn) for which, start in enumerate(starts) for turn in range(turns))
+    return Trace(
+        name="chats",
+        arrival_s=np.array([at for at, _, _ in rows]) - rows[0][0],
+        prompt_tokens=np.array([(turn + 1) * 6.0 * SIZE for _, _, turn in rows]),
+        output_tokens=np.full(len(rows), 200.0),
+        blocks=[tuple(range(which * 100, which * 100 + (turn + 1) * 6)) for _, which, turn in rows],
+        sessions=np.array([float(which) for _, which, _ in rows]),
+    )
+
+
 def test_what_a_workload_keeps_is_run_as_the_trace_is(case_study):
     trace = read_trace(MOONCAKE).spread(np.random.default_rng(0))
     site = fitted(case_study, trace)
@@ -113,7 +123,7 @@ def test_a_promise_is_kept_and_no_more_is(case_study):
 
 
 def test_more_load_is_more_sessions(case_study):
-    trace = read_requests(SESSIONS, 300.0)
+    trace = chats()
     site = fitted(case_study, trace)
     plan = outline(site, SLO, rehearse=TraceRehearsal.of)
     assert keeps_its_promise(site, plan, trace)
@@ -121,7 +131,6 @@ def test_more_load_is_more_sessions(case_study):
 
 
 def test_a_part_speaks_for_a_long_trace(case_study):
-    """Of twice the trace, half is run, and coarse replays of both say how they differ."""
     trace = documents()
     site = fitted(case_study, trace)
     arrivals = site.workload.arrivals
