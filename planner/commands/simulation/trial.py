@@ -15,8 +15,8 @@ from planner.decisions.defaults import TRIAL_REQUESTS
 from planner.decisions.views import ClusterKind
 from planner.errors import InputError
 from planner.model.fitting import workload_of
-from planner.model.more_sessions import at_factor
 from planner.model.reading import GBPS, SECONDS, SHARE, Range, named, read_columns
+from planner.model.sessions import at_factor
 from planner.model.site import BYTES_PER_S_PER_GBPS, Site, load_site
 from planner.model.traces import read_requests
 from planner.model.workload import Trace

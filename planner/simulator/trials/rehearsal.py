@@ -15,8 +15,8 @@ import numpy as np
 
 from planner.decisions.views import ClusterKind
 from planner.model.fitting import arrivals_of
-from planner.model.more_sessions import at_factor
 from planner.model.queueing import Ttft
+from planner.model.sessions import at_factor
 from planner.model.site import Site
 from planner.model.trace_files.arrivals import KeptArrivals
 from planner.model.workload import Trace

@@ -18,8 +18,8 @@ from planner.decisions.routing.placement import PlacementPolicy
 from planner.decisions.routing.policy import RoutingPolicy
 from planner.decisions.views import ClusterKind
 from planner.errors import InputError
-from planner.model.more_sessions import at_factor
 from planner.model.reading import RATE, SHARE, TOKENS, named, number, placed, read_json
+from planner.model.sessions import at_factor
 from planner.model.site import BYTES_PER_S_PER_GBPS, INSTANCES, Cluster, Site
 from planner.model.workload import Trace, diurnal, poisson
 from planner.simulator.outcome import SimulationOutcome, over_seeds

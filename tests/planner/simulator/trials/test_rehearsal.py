@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from planner.model.fitting import workload_of
-from planner.model.more_sessions import at_factor
+from planner.model.sessions import at_factor
 from planner.model.workload import Trace, read_trace
 from planner.simulator.trials.hits import pd_prefixes
 from planner.simulator.trials.rehearsal import TraceRehearsal, kept_trace
