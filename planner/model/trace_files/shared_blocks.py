@@ -21,7 +21,7 @@ MOST_BLOCKS: Final = 1_000_000  # of a prompt
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SharedBlocks:
-    """Each prompt has so many `blocks`; the first `shared` of them are those of the prompt at `source`, one before it or itself."""
+    """Each prompt has so many `blocks`; the first `shared` of them are those of the prompt at `source`, earlier or the same."""
 
     block_tokens: int
     source: Counts
