@@ -19,7 +19,7 @@ from typing import Any, Final
 import numpy as np
 
 from planner.model.fitting import workload_of
-from planner.model.sessions import read_sessions, replay, within
+from planner.model.sessions import at_factor, read_sessions, replay, within
 from planner.model.site import Site, load_site
 from planner.model.traces import read_requests
 from planner.model.workload import Trace
@@ -38,7 +38,7 @@ LOADS: Final = (0.5, 0.8)  # of Λ
 POINTS, EGRESS, TTFT, PROMISE = 0.05, 0.10, 0.15, 0.03  # by which plan and simulation may differ
 UPPER: Final = 1.5  # of Λ: the highest rate that is simulated for an SLO
 TOLERANCE: Final = 0.01  # of that search
-SESSIONS: Final = 200
+SESSIONS: Final = 700  # drawn, for about 12 requests per second
 SESSIONS_WITHIN_S: Final = 900.0  # sessions begin, and are cut
 COLUMNS: Final = (
     ("on decode nodes", "{:.1f}", 100),
@@ -80,12 +80,14 @@ class ScaledSessions(ScaledTrace):
         sessions = within(read_sessions(path), CONTEXT_TOKENS)
         middle = len(sessions) // 2
         self._sessions = sessions[:middle] if half == 1 else sessions[middle:]
-        self._requests = len(replay(self._sessions, SESSIONS, SESSIONS_WITHIN_S, 0))
+        self._drawn: dict[int, Trace] = {}  # by seed
 
     def at(self, rate: float, seed: int) -> Trace:
-        """As many sessions as make that rate."""
-        count = round(SESSIONS * rate * SESSIONS_WITHIN_S / self._requests)
-        return replace(replay(self._sessions, max(1, count), SESSIONS_WITHIN_S, seed), name=self.name)
+        """As many sessions as make that rate, of those drawn for the highest one."""
+        if seed not in self._drawn:
+            self._drawn[seed] = replay(self._sessions, SESSIONS, SESSIONS_WITHIN_S, seed)
+        drawn = self._drawn[seed]
+        return replace(at_factor(drawn, rate * drawn.span_s / len(drawn), seed), name=self.name)
 
 
 def requests_of(path: Path, count: int, half: int) -> ScaledTrace:

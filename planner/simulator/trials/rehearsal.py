@@ -5,7 +5,8 @@ and on how full it is at that moment: on the state that one decode node has whil
 that are empty at first. No closed form knows that, so a plan is run with these requests before it promises anything.
 
 Of many requests the first `MOST` are run. What is so of them goes for all; their TTFT, and the rate that keeps a target, are
-scaled by what the coarse replay of all says beside its replay of these.
+scaled by what the coarse replay of all says beside its replay of these. Of sessions so many are run that `MOST` requests come at
+Λ. They are not scaled: a replay has them faster.
 """
 
 from dataclasses import dataclass, replace
@@ -30,6 +31,7 @@ from planner.solve.replay import Replay
 from planner.solve.search import Cut
 
 MOST: Final = 6_000  # requests of a rehearsal
+LEAST: Final = 100
 STRIDE: Final = 1.12  # between rates, until one keeps the target and one does not
 WITHIN: Final = 0.01  # of each other, the two rates between which the largest lies
 FARTHEST: Final = 40  # strides down, to an eightieth
@@ -50,7 +52,12 @@ class TraceRehearsal:
     def of(cls, site: Site, problem: Problem, found: Cut, threshold_tokens: float) -> Self | None:
         """Of a plan for a site with one PD cluster. None where its workload does not say which blocks prompts share."""
         arrivals = site.workload.arrivals
-        if arrivals is None or not found.num_decode or (trace := kept_trace(arrivals, site.workload.name)) is None:
+        if arrivals is None or not found.num_decode or found.rate <= 0:
+            return None
+        in_sessions, rate = arrivals.sessions is not None, arrivals.rate_req_per_s
+        most = int(MOST * rate / found.rate) if in_sessions else MOST
+        trace = kept_trace(arrivals, site.workload.name, max(most, LEAST))
+        if trace is None:
             return None
         setting = TrialSetting(threshold_tokens, found.share, found.num_prefill, found.num_decode)
         scenario = scenario_of(site, setting, DEPLOYED_TRIAL)
@@ -59,14 +66,16 @@ class TraceRehearsal:
         ]
         whole: Replay | None = None
         part: Replay | None = None
-        if len(trace) < len(arrivals):
+        if in_sessions:
+            rate = rate if len(trace) == len(arrivals) else len(trace) / trace.span_s
+        elif len(trace) < len(arrivals):
             prefixes = pd_prefixes(trace, site, DEPLOYED_TRIAL.increment_tokens)
             sample = arrivals_of(trace, prefixes)
             if sample is not None:
                 whole = Replay.of(problem, found, arrivals)
                 part = Replay.of(problem, found, replace(sample, rate_req_per_s=arrivals.rate_req_per_s))
         return cls(
-            scenario=replace(scenario, pools=pools), trace=trace, rate_req_per_s=arrivals.rate_req_per_s,
+            scenario=replace(scenario, pools=pools), trace=trace, rate_req_per_s=rate,
             whole=whole, part=part,
         )  # fmt: skip
 
