@@ -39,6 +39,7 @@ POINTS, EGRESS, TTFT, PROMISE = 0.05, 0.10, 0.15, 0.03  # by which plan and simu
 UPPER: Final = 1.5  # of Λ: the highest rate that is simulated for an SLO
 TOLERANCE: Final = 0.01  # of that search
 SESSIONS: Final = 700  # drawn, for about 12 requests per second
+LEAST_RATE: Final = 1.0  # requests per second: a few sessions say nothing of all
 SESSIONS_WITHIN_S: Final = 900.0  # sessions begin, and are cut
 COLUMNS: Final = (
     ("on decode nodes", "{:.1f}", 100),
@@ -83,10 +84,11 @@ class ScaledSessions(ScaledTrace):
         self._drawn: dict[int, Trace] = {}  # by seed
 
     def at(self, rate: float, seed: int) -> Trace:
-        """As many sessions as make that rate, of those drawn for the highest one."""
+        """As many sessions as make that rate, or LEAST_RATE, of those drawn for the highest one."""
         if seed not in self._drawn:
             self._drawn[seed] = replay(self._sessions, SESSIONS, SESSIONS_WITHIN_S, seed)
         drawn = self._drawn[seed]
+        rate = max(rate, LEAST_RATE)
         return replace(at_factor(drawn, rate * drawn.span_s / len(drawn), seed), name=self.name)
 
 
