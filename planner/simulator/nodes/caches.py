@@ -19,6 +19,7 @@ from hybrid_cache.layout.spec import FullAttention, LinearState, SlidingWindow
 from planner.decisions.views import room_beside
 from planner.errors import InputError
 from planner.model.profile import KvSize
+from planner.simulator.nodes.dense import DenseCache
 from planner.simulator.nodes.endless import EndlessCache
 
 MOST_PAGES: Final = 30_000_000  # of all nodes: a list of the free ones takes 36 B each
@@ -115,9 +116,13 @@ class NodeCache:
         self.let_go(request_id, now)
 
 
-SimulatedCache = NodeCache | EndlessCache
+SimulatedCache = NodeCache | EndlessCache | DenseCache
 
 
 def cache_of(layout: ModelLayout, capacity_bytes: float, eviction: str = "lru") -> SimulatedCache:
-    """A node's cache of that size; an infinite one never evicts."""
-    return EndlessCache(layout) if capacity_bytes == inf else NodeCache(layout, capacity_bytes, eviction)
+    """A node's cache of that size, by the least work that finds the same; an infinite one never evicts."""
+    if capacity_bytes == inf:
+        return EndlessCache(layout)
+    if eviction == "lru" and DenseCache.serves(layout):
+        return DenseCache(layout, pages_within(layout, capacity_bytes))
+    return NodeCache(layout, capacity_bytes, eviction)
