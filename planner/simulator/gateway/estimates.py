@@ -48,9 +48,12 @@ class LearnedTimes(LearnedCost):
                 found.append(0.0)
                 continue
             curve = curves.get(node.node_id)
-            if curve is None or curve.cluster != node.cluster:
-                curve = self._look_up(node)
-            found.append(tokens / self.tokens_per_s if curve is None else tokens * curve.seconds_per_token)
+            if curve is not None and curve.cluster == node.cluster:
+                found.append(tokens * curve.seconds_per_token)
+            elif (estimate := self.estimate(node)) is not None:  # its curve need not be solved for this
+                found.append(tokens * estimate.seconds_per_token)
+            else:
+                found.append(tokens / self.tokens_per_s)
         return found
 
 

@@ -7,9 +7,8 @@ to evict: no block comes after one that stands before it in a prompt. A test hol
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from functools import partial
 
-from hybrid_cache.cache.lookup import longest_common_hit
+from hybrid_cache.cache.lookup import MISS, PrefixHit, full_hit
 from hybrid_cache.layout.layout import ModelLayout
 from planner.decisions.views import room_beside
 
@@ -37,12 +36,22 @@ class DenseCache:
         self._locks: dict[bytes, int] = {}  # of each block that is cached
         self._unlocked: OrderedDict[bytes, None] = OrderedDict()  # the next one to leave first
         self._holds: dict[str, _Hold] = {}
-        self.match = partial(longest_common_hit, layout, [self._locks])
+        self._hit = MISS  # the last one: most prompts find as much as the one before
 
     @staticmethod
     def serves(layout: ModelLayout) -> bool:
         """Whether a block of this model is one page, and all that there is of it."""
         return layout.full_groups == (0,) and len(layout.groups) == 1 and layout.pages_per_block(0) == 1
+
+    def match(self, hashes: Sequence[bytes], num_tokens: int) -> PrefixHit:
+        """How much of a prompt's first `num_tokens` tokens is cached."""
+        if not hashes or hashes[0] not in self._locks:
+            return MISS
+        limit = num_tokens // self._size
+        tokens = full_hit(self._locks, hashes, min(limit, len(hashes))) * self._size
+        if tokens != self._hit.num_tokens:
+            self._hit = PrefixHit(tokens, tokens)
+        return self._hit
 
     def begin(self, request_id: str, hashes: Sequence[bytes], num_tokens: int, now: float) -> int:
         """Reserves for a prefill; returns the cached prefix. A request too large for the pool is computed without it."""
