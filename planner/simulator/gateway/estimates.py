@@ -9,7 +9,7 @@ from dataclasses import replace
 from planner.decisions.estimates.accuracy import Accuracy, Error
 from planner.decisions.estimates.decoding import LearnedSteps
 from planner.decisions.estimates.durations import AnswerEstimate, LearnedCost, MoveEstimate
-from planner.decisions.routing.placement import PlacementPolicy
+from planner.decisions.routing.policy import PlacementPolicy
 from planner.decisions.views import NodeView, PrefillCost, Role
 from planner.model.profile import PrefillCurve
 from planner.simulator.loop import Loop

@@ -4,8 +4,7 @@ Nothing ever leaves, so what is cached is a set of hashes for each group. It gro
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from hybrid_cache.cache.lookup import PrefixHit, longest_common_hit
 from hybrid_cache.cache.snapshots import BranchPoints, Prefill
@@ -14,8 +13,7 @@ from hybrid_cache.layout.layout import ModelLayout
 SNAPSHOTS: Final = BranchPoints()  # as nodes have it
 
 
-@dataclass(frozen=True, slots=True)
-class _Prompt:
+class _Prompt(NamedTuple):
     """What a request will leave: its full blocks, and its states and windows after so many tokens."""
 
     hashes: Sequence[bytes]

@@ -3,8 +3,6 @@
 from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
-from copy import copy
-from dataclasses import dataclass, field
 from math import inf
 from typing import Any
 
@@ -24,13 +22,15 @@ from planner.simulator.sharing import FairShare
 NO_HASHES: tuple[bytes, ...] = ()
 
 
-@dataclass(slots=True, eq=False)
 class Coming:
     """A job's KVCache on its way to its decode node, and the jobs that wait until it has landed, or will not."""
 
-    hashes: tuple[bytes, ...]  # of its full blocks
-    expected_at: float
-    waiting: list["SimulatedRequest"] = field(default_factory=list)
+    __slots__ = ("expected_at", "hashes", "waiting")
+
+    def __init__(self, hashes: tuple[bytes, ...], expected_at: float) -> None:
+        self.hashes = hashes  # of its full blocks
+        self.expected_at = expected_at
+        self.waiting: list[SimulatedRequest] = []
 
 
 class SimulatedRequest:
@@ -58,13 +58,13 @@ class SimulatedRequest:
         self.flows = 1  # transfers still to be delivered before decode
         self.egress: Any = None
         self.failed: tuple[str, ...] = ()  # prefill nodes that computed it in vain
+        self.forecast = 0.0  # when decode was predicted to begin, where that is forecast
         self.is_lost = False  # the transfer was: what its node still computes is wasted
         # Set on the way; a million jobs are made.
         self.route: Route
         self.est_s: float  # predicted prefill time
         self.service_s: float
         self.unsent: float  # bytes that its egress has been promised
-        self.forecast: float
         self.decode_node: DecodeNode
         self.decode_start: float
         self.beside: int  # requests that decoded with it when it began, itself included
@@ -72,9 +72,11 @@ class SimulatedRequest:
 
     def again(self) -> "SimulatedRequest":
         """The same request, to take another way to its decode node."""
-        other = copy(self)
+        other = SimulatedRequest(self.index, self.arrived, self.prompt, self.output, self.hashes)
+        other.blocks, other.request_id, other.have = self.blocks, self.request_id, self.have
+        other.route, other.cached, other.queued = self.route, self.cached, self.queued
+        other.coming, other.decode_node, other.forecast = self.coming, self.decode_node, self.forecast
         other.failed = (*self.failed, self.route.prefill_node or "")
-        other.is_lost, other.egress, other.flows, other.ready_at = False, None, 1, 0.0
         return other
 
 
