@@ -1,6 +1,6 @@
 """Conversations in a trace of blocks: whose prompt goes on from whose."""
 
-from typing import cast
+from collections.abc import Hashable
 
 from planner.model.workload import Trace
 
@@ -20,15 +20,11 @@ def next_turns(trace: Trace) -> dict[int, int]:
     return found
 
 
-def hashes_of(trace: Trace, index: int) -> tuple[bytes, ...]:
-    """Names of a prompt's blocks. The trace must have blocks."""
-    assert trace.blocks is not None
-    return names_of(trace.blocks[index])
+def hashes_of(trace: Trace, index: int) -> tuple[Hashable, ...]:
+    """Names of a prompt's blocks. The trace must have blocks.
 
-
-def names_of(ids: tuple[int, ...]) -> tuple[bytes, ...]:
-    """The ids of a trace as the names of blocks.
-
-    Caches compare names and never look into them. So ids will do: none are made, and neighbours lie together in memory.
+    Caches compare names and never look into them. So a trace's ids will do: none are made, and neighbours lie together in
+    memory.
     """
-    return cast(tuple[bytes, ...], ids)
+    assert trace.blocks is not None
+    return trace.blocks[index]

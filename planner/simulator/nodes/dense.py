@@ -6,7 +6,7 @@ to evict: no block comes after one that stands before it in a prompt. A test hol
 """
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 from hybrid_cache.cache.lookup import MISS, PrefixHit, full_hit
 from hybrid_cache.layout.layout import ModelLayout
@@ -18,7 +18,7 @@ class _Hold:
 
     __slots__ = ("hashes", "locked", "num_tokens", "own")
 
-    def __init__(self, hashes: Sequence[bytes], num_tokens: int, locked: int) -> None:
+    def __init__(self, hashes: Sequence[Hashable], num_tokens: int, locked: int) -> None:
         self.hashes = hashes
         self.num_tokens = num_tokens
         self.locked = locked
@@ -33,8 +33,8 @@ class DenseCache:
         self.layout = layout
         self._size = layout.block_size
         self._free = num_pages
-        self._locks: dict[bytes, int] = {}  # of each block that is cached
-        self._unlocked: OrderedDict[bytes, None] = OrderedDict()  # the next one to leave first
+        self._locks: dict[Hashable, int] = {}  # of each block that is cached
+        self._unlocked: OrderedDict[Hashable, None] = OrderedDict()  # the next one to leave first
         self._holds: dict[str, _Hold] = {}
         self._hit = MISS  # the last one: most prompts find as much as the one before
 
@@ -43,7 +43,7 @@ class DenseCache:
         """Whether a block of this model is one page, and all that there is of it."""
         return layout.full_groups == (0,) and len(layout.groups) == 1 and layout.pages_per_block(0) == 1
 
-    def match(self, hashes: Sequence[bytes], num_tokens: int) -> PrefixHit:
+    def match(self, hashes: Sequence[Hashable], num_tokens: int) -> PrefixHit:
         """How much of a prompt's first `num_tokens` tokens is cached."""
         if not hashes or hashes[0] not in self._locks:
             return MISS
@@ -53,16 +53,16 @@ class DenseCache:
             self._hit = PrefixHit(tokens, tokens)
         return self._hit
 
-    def begin(self, request_id: str, hashes: Sequence[bytes], num_tokens: int, now: float) -> int:
+    def begin(self, request_id: str, hashes: Sequence[Hashable], num_tokens: int, now: float) -> int:
         """Reserves for a prefill; returns the cached prefix. A request too large for the pool is computed without it."""
         held = self._reserve(request_id, hashes, num_tokens)
         return self.match(hashes, num_tokens).num_tokens if held is None else held
 
-    def expect(self, request_id: str, hashes: Sequence[bytes], num_tokens: int, now: float) -> int:
+    def expect(self, request_id: str, hashes: Sequence[Hashable], num_tokens: int, now: float) -> int:
         """Reserves for KVCache that will land; returns how much of its attention need not be sent."""
         return self._reserve(request_id, hashes, num_tokens) or 0
 
-    def _reserve(self, request_id: str, hashes: Sequence[bytes], num_tokens: int) -> int | None:
+    def _reserve(self, request_id: str, hashes: Sequence[Hashable], num_tokens: int) -> int | None:
         """Tokens of the cached prefix, which is locked then; None where there is no room for the rest."""
         assert request_id not in self._holds
         cached = self.match(hashes, num_tokens).num_tokens
@@ -83,7 +83,7 @@ class DenseCache:
         self._holds[request_id] = hold
         return cached
 
-    def _lock(self, blocks: Sequence[bytes]) -> None:
+    def _lock(self, blocks: Sequence[Hashable]) -> None:
         locks, unlocked = self._locks, self._unlocked
         for block in blocks:
             if count := locks[block]:

@@ -2,7 +2,7 @@
 
 from array import array
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from math import inf
 from typing import Any
 
@@ -19,7 +19,7 @@ from planner.simulator.nodes.standstills import Standstills
 from planner.simulator.scenario import Pool
 from planner.simulator.sharing import FairShare
 
-NO_HASHES: tuple[bytes, ...] = ()
+NO_HASHES: tuple[Hashable, ...] = ()
 
 
 class Coming:
@@ -27,7 +27,7 @@ class Coming:
 
     __slots__ = ("expected_at", "hashes", "waiting")
 
-    def __init__(self, hashes: tuple[bytes, ...], expected_at: float) -> None:
+    def __init__(self, hashes: tuple[Hashable, ...], expected_at: float) -> None:
         self.hashes = hashes  # of its full blocks
         self.expected_at = expected_at
         self.waiting: list[SimulatedRequest] = []
@@ -42,7 +42,7 @@ class SimulatedRequest:
         "route", "service_s", "unsent",
     )  # fmt: skip
 
-    def __init__(self, index: int, arrived: float, prompt: int, output: float, hashes: tuple[bytes, ...]) -> None:
+    def __init__(self, index: int, arrived: float, prompt: int, output: float, hashes: tuple[Hashable, ...]) -> None:
         self.index = index
         self.arrived = arrived
         self.prompt = prompt
@@ -212,7 +212,7 @@ def _standing(requests: int) -> float:
     return 0.0
 
 
-def _nothing_cached(hashes: Sequence[bytes], num_tokens: int) -> PrefixHit:
+def _nothing_cached(hashes: Sequence[Hashable], num_tokens: int) -> PrefixHit:
     return MISS
 
 
@@ -316,7 +316,7 @@ class DecodeNode:
             self.seen = self._view(0, 0, 0.0)
         return self.seen
 
-    def view_for(self, hashes: Sequence[bytes], num_tokens: int, now: float) -> NodeView:
+    def view_for(self, hashes: Sequence[Hashable], num_tokens: int, now: float) -> NodeView:
         """As this prompt sees it."""
         hit = self.match(hashes, num_tokens)
         cached = min(hit.num_tokens, num_tokens - 1)
