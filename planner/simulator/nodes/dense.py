@@ -1,8 +1,8 @@
 """The prefix cache of a simulated node whose model has full attention alone, evicted by LRU: what `NodeCache` finds, by counts.
 
-A block takes one page, and no page is ever read, so pages are counted. A request locks its blocks from the first one on. So
-whatever it lets go is its tail first, and the blocks that no request locks, in the order in which they were let go, are those
-to evict: no block comes after one that stands before it in a prompt. A test holds it together with `NodeCache`.
+A block takes one page, and no page is ever read, so pages are counted. A request locks its blocks from the first one on, and
+lets them go from the last one on. So blocks leave in the order in which they were let go, and a prompt's tail leaves before
+what stands before it. A test holds it together with `NodeCache`.
 """
 
 from collections import OrderedDict
