@@ -76,13 +76,7 @@ def run_blocks(window: int, block_size: int) -> int:
 
 def full_hit(held: Container[Hashable], hashes: Hashes, limit: int) -> int:
     """Leading blocks that are held, at most `limit`. Needs a prefix-closed `held`."""
-    low, high, at = 0, limit, 0  # [0, low) is held, block `high` is not (or is the limit)
-    # Most nodes hold a block or two of a prompt. So the steps are small at first, and grow.
-    while at < high:
-        if hashes[at] in held:
-            low, at = at + 1, 3 * at + 1
-        else:
-            high = at
+    low, high = 0, limit  # [0, low) is held, block `high` is not (or is the limit)
     while low < high:
         middle = (low + high) // 2
         if hashes[middle] in held:

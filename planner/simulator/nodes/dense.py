@@ -45,10 +45,12 @@ class DenseCache:
 
     def match(self, hashes: Sequence[Hashable], num_tokens: int) -> PrefixHit:
         """How much of a prompt's first `num_tokens` tokens is cached."""
-        if not hashes or hashes[0] not in self._locks:
+        locks, limit = self._locks, min(num_tokens // self._size, len(hashes))
+        if not limit or hashes[0] not in locks:
             return MISS
-        limit = num_tokens // self._size
-        tokens = full_hit(self._locks, hashes, min(limit, len(hashes))) * self._size
+        # Most nodes hold the system prompt and no more of a prompt.
+        alone = limit == 1 or hashes[1] not in locks
+        tokens = self._size if alone else full_hit(locks, hashes, limit) * self._size
         if tokens != self._hit.num_tokens:
             self._hit = PrefixHit(tokens, tokens)
         return self._hit
