@@ -24,8 +24,13 @@ from planner.decisions.routing.offload import (
     route_among,
     shares_cache,
 )
-from planner.decisions.routing.placement import PlacementPolicy, Placer, PrefillChoice, choose_decode, has_memory
-from planner.decisions.routing.policy import RoutingPolicy
+from planner.decisions.routing.placement import (
+    Placer,
+    PrefillChoice,
+    choose_decode,
+    has_memory,
+)
+from planner.decisions.routing.policy import PlacementPolicy, RoutingPolicy
 from planner.decisions.views import ClusterKind, LinkView, NodeView, PrefillCost, RouteRequest
 
 SLOWEST: Final = 1e-9  # of two predictions that are as good as equal

@@ -22,13 +22,12 @@ from planner.decisions.routing.arrivals import bytes_to_send, sending_of
 from planner.decisions.routing.congestion import is_scarce, pressure
 from planner.decisions.routing.lines import soonest_senders
 from planner.decisions.routing.placement import (
-    PlacementPolicy,
     Placer,
     PrefillChoice,
     longest_holder,
     soonest_s,
 )
-from planner.decisions.routing.policy import RoutingPolicy
+from planner.decisions.routing.policy import PlacementPolicy, RoutingPolicy
 from planner.decisions.views import ClusterKind, LinkView, NodeView, PrefillCost, Role, RouteRequest
 from planner.errors import NobodyPrefills, NoReadyNode
 

@@ -14,8 +14,7 @@ import numpy as np
 from hybrid_cache.eviction.choice import DEFAULT
 from planner.decisions.admission.overload import AdmissionPolicy
 from planner.decisions.defaults import DEPLOYED
-from planner.decisions.routing.placement import PlacementPolicy
-from planner.decisions.routing.policy import RoutingPolicy
+from planner.decisions.routing.policy import PlacementPolicy, RoutingPolicy
 from planner.decisions.views import ClusterKind
 from planner.errors import InputError
 from planner.model.reading import RATE, SHARE, TOKENS, named, number, placed, read_json

@@ -51,7 +51,7 @@ def test_a_category_that_has_no_name_is_refused(tmp_path):
     table["arrivals"]["category"][0] = 2
     path = tmp_path / "workload.json"
     path.write_text(json.dumps(table))
-    with pytest.raises(InputError, match=r"arrivals.category=2.*2 categories"):
+    with pytest.raises(InputError, match=r"arrivals.category = 2.*2 categories"):
         read_fitted(path)
 
 
