@@ -26,6 +26,7 @@ from planner.model.traces import read_requests
 from planner.model.workload import Trace
 from planner.simulator.outcome import SimulationOutcome
 from planner.simulator.trials.hits import pd_prefixes
+from planner.simulator.trials.rehearsal import TraceRehearsal
 from planner.simulator.trials.trial import (
     DEPLOYED_TRIAL,
     Source,
@@ -77,7 +78,7 @@ def solve(
     options = SolveOptions(
         objective=Objective(objective), rate_req_per_s=rate_req_per_s, extrapolate=extrapolate
     )  # fmt: skip
-    return make_plan(of, options, deployment)
+    return make_plan(of, options, deployment, TraceRehearsal.of)
 
 
 def simulate(

@@ -3,6 +3,7 @@
 import ast
 import functools
 import re
+import tomllib
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -174,3 +175,16 @@ def test_a_reach_into_somebodys_privates_is_found() -> None:
 def test_tests_see_what_everybody_may_see(folder: str) -> None:
     reaches = {str(path.relative_to(ROOT)): seen(path).privates for path in sources(f"tests/{folder}")}
     assert {path: names for path, names in reaches.items() if names} == {}
+
+
+def test_what_a_compiled_wheel_compiles_is_there_and_can_be() -> None:
+    """mypyc cannot make dataclasses with slots: importing one fails."""
+    hook = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]["hooks"]
+    assert not hook["mypyc"]["enable-by-default"]
+    with_slots = [
+        path
+        for path in (each.lstrip("/") for each in hook["mypyc"]["include"])
+        for node in ast.walk(ast.parse((ROOT / path).read_text()))
+        if isinstance(node, ast.Call) and any(keyword.arg == "slots" for keyword in node.keywords)
+    ]
+    assert with_slots == []

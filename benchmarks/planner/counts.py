@@ -27,7 +27,7 @@ REQUESTS: Final = 3_000
 # About a tenth above what was counted with Python 3.11; later versions call less.
 BARS: Final = {
     "uncached": {"events": 3.9, "calls": 145.0},
-    "cached": {"events": 5.0, "calls": 418.0},
+    "cached": {"events": 5.0, "calls": 280.0},
 }
 
 

@@ -17,8 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from planner.decisions.routing.placement import PlacementPolicy
-from planner.decisions.routing.policy import RoutingPolicy
+from planner.decisions.routing.policy import PlacementPolicy, RoutingPolicy
 from planner.decisions.views import ClusterKind
 from planner.model.profile import DecodeProfile, KvSize, PrefillCurve
 from planner.model.site import load_site

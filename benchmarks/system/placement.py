@@ -21,7 +21,8 @@ from typing import Any, Final
 from benchmarks.planner.speed import cached_scenario, conversations
 from benchmarks.system.case_study import LiveDeployment, say
 from engine.byte_tokenizer import SPECIAL_TOKENS, VOCAB_SIZE
-from planner.decisions.routing.placement import PLACERS, PlacementPolicy
+from planner.decisions.routing.placement import PLACERS
+from planner.decisions.routing.policy import PlacementPolicy
 from planner.model.workload import Trace, read_trace
 from planner.simulator.scenario import Scenario
 from planner.simulator.world import simulate

@@ -23,8 +23,8 @@ from planner.decisions.plans.live_plan import LivePlan, PlanSetting
 from planner.decisions.routing.congestion import pressure
 from planner.decisions.routing.explain import Explanation, explain_among
 from planner.decisions.routing.offload import Route, route_among
-from planner.decisions.routing.placement import PLACERS, PlacementPolicy
-from planner.decisions.routing.policy import RoutingPolicy
+from planner.decisions.routing.placement import PLACERS
+from planner.decisions.routing.policy import PlacementPolicy, RoutingPolicy
 from planner.decisions.routing.revisions import RevisionChoice, choose_revision
 from planner.decisions.views import LinkView, RouteRequest
 from planner.errors import NobodyPrefills, NoReadyNode

@@ -9,14 +9,14 @@ Positions are counted in blocks here. A group serves some lengths and not others
 Agreement is vLLM's fixed point: each group keeps the length or shortens it, until none objects.
 """
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Hashable, Sequence
 
 import msgspec
 
 from hybrid_cache.layout.layout import ModelLayout
 from hybrid_cache.layout.spec import FullAttention, LinearState, SlidingWindow
 
-Hashes = Sequence[bytes]
+Hashes = Sequence[Hashable]
 
 
 class PrefixHit(msgspec.Struct, frozen=True, gc=False):
@@ -34,7 +34,7 @@ MISS = PrefixHit(0, 0)
 
 
 def longest_common_hit(
-    layout: ModelLayout, held: Sequence[Container[bytes]], hashes: Hashes, num_tokens: int
+    layout: ModelLayout, held: Sequence[Container[Hashable]], hashes: Hashes, num_tokens: int
 ) -> PrefixHit:
     """The hit of a prompt of `num_tokens` tokens with these block hashes; `held[g]` is what group g holds."""
     block_size = layout.block_size
@@ -57,7 +57,7 @@ def longest_common_hit(
     return PrefixHit(agreed * block_size, attention * block_size)
 
 
-def _shorten(layout: ModelLayout, held: Sequence[Container[bytes]], hashes: Hashes, limit: int) -> int:
+def _shorten(layout: ModelLayout, held: Sequence[Container[Hashable]], hashes: Hashes, limit: int) -> int:
     for group, entry in enumerate(layout.groups):
         match entry.spec:
             case FullAttention():
@@ -74,7 +74,7 @@ def run_blocks(window: int, block_size: int) -> int:
     return -(-(window - 1) // block_size)
 
 
-def full_hit(held: Container[bytes], hashes: Hashes, limit: int) -> int:
+def full_hit(held: Container[Hashable], hashes: Hashes, limit: int) -> int:
     """Leading blocks that are held, at most `limit`. Needs a prefix-closed `held`."""
     low, high = 0, limit  # [0, low) is held, block `high` is not (or is the limit)
     while low < high:
@@ -86,7 +86,7 @@ def full_hit(held: Container[bytes], hashes: Hashes, limit: int) -> int:
     return low
 
 
-def window_hit(held: Container[bytes], hashes: Hashes, limit: int, run: int) -> int:
+def window_hit(held: Container[Hashable], hashes: Hashes, limit: int, run: int) -> int:
     """The longest length at most `limit` whose last `run` blocks (or all, if fewer) are held."""
     if run == 0:
         return limit
@@ -101,6 +101,6 @@ def window_hit(held: Container[bytes], hashes: Hashes, limit: int, run: int) -> 
     return end
 
 
-def state_hit(held: Container[bytes], hashes: Hashes, limit: int) -> int:
+def state_hit(held: Container[Hashable], hashes: Hashes, limit: int) -> int:
     """The longest length at most `limit` with a snapshot."""
     return next((length for length in range(limit, 0, -1) if hashes[length - 1] in held), 0)

@@ -7,6 +7,7 @@ spends most of its time in these loops.
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Container, Generator, Sequence
 from itertools import chain
+from typing import Any
 
 from hybrid_cache.cache.blocks import BlockNode, Companion, Pages
 from hybrid_cache.cache.events import EventLog
@@ -14,7 +15,7 @@ from hybrid_cache.cache.integrity import STEP, IntegrityCheck
 from hybrid_cache.cache.pool import PagePool
 from hybrid_cache.cache.reservation import Purpose, ReservedPages, full_group_parts
 from hybrid_cache.errors import OutOfPages
-from hybrid_cache.eviction.base import EvictionPolicy, Key
+from hybrid_cache.eviction.base import EvictionPolicy
 from hybrid_cache.layout.layout import ModelLayout
 
 
@@ -29,7 +30,7 @@ class PrefixTree:
         self.on_evict: Callable[[int, bytes, Pages], None] | None = None
         self._eviction = eviction
         self._events = events
-        self._nodes: dict[bytes, BlockNode] = {}
+        self._nodes: dict[Any, BlockNode] = {}  # by hash
         self._companions: tuple[dict[bytes, Companion], ...] = tuple({} for _ in layout.groups)
         # The lookup's view of each group: nodes hold every full-attention group at once.
         self.held = tuple(
@@ -205,7 +206,7 @@ class PrefixTree:
         try:
             while num_pages > 0:
                 key = policy.pop_victim(now)
-                if not isinstance(key, bytes):
+                if isinstance(key, tuple):
                     num_pages -= self._evict_companion(key)
                     continue
                 if self._check is not None:
@@ -253,8 +254,7 @@ class PrefixTree:
                     self._eviction.offer(parent.hash, now)
         self._on_nodes_gone(left, left_pages)
 
-    def _evict_companion(self, key: Key) -> int:
-        assert isinstance(key, tuple)
+    def _evict_companion(self, key: tuple[Any, ...]) -> int:
         group, block_hash = key
         companion = self._companions[group][block_hash]
         freed = self._drop_companion(companion)

@@ -15,6 +15,7 @@ from planner.model.site import Workload
 from planner.model.trace_files.arrivals import KeptArrivals, busiest
 from planner.model.trace_files.categories import RequestCategories
 from planner.model.trace_files.reuse import reuse_by_category
+from planner.model.trace_files.shared_blocks import SharedBlocks
 from planner.model.traffic import Lengths
 from planner.model.workload import Trace
 from transport.control.settings import SettingsError, shown
@@ -95,8 +96,12 @@ def arrivals_of(
     columns |= {"arrival_s": arrival_s, "computed": computed, "output": trace.output_tokens}
     if named is not None:
         columns["category"] = named.codes.astype(np.float64)
+    shares = trace.blocks is not None and isinstance(hits, FoundPrefixes)
     return KeptArrivals(
-        rate_req_per_s=len(trace) / trace.span_s, **{name: values[kept] for name, values in columns.items()}
+        rate_req_per_s=len(trace) / trace.span_s,
+        shared_blocks=SharedBlocks.of(trace.blocks[kept], trace.block_size) if trace.blocks and shares else None,
+        sessions=None if trace.sessions is None else trace.sessions[kept],
+        **{name: values[kept] for name, values in columns.items()},
     )
 
 

@@ -5,19 +5,23 @@ session; `t`: seconds since the session began; `input_length`; `output_length`; 
 tokens as runs [first id, count]; `think_time`: seconds from the end of the answer before to this request, where known.
 Sessions say when their requests came, not when they themselves began: starts are drawn.
 
-A replay is open, every request at its time (`replay`), or closed, later turns waiting for answers (`ClosedLoop`).
+A replay is open, every request at its time (`replay`), or closed, later turns waiting for answers (`ClosedLoop`). At another
+rate there are more of them, or fewer (`at_factor`).
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
 from itertools import takewhile
+from math import ceil
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 
+from planner.model.profile import Floats
 from planner.model.reading import SECONDS, Range, json_rows, named, number, open_text, placed
+from planner.model.trace_files.blocks import Places
 from planner.model.workload import Trace
 from transport.control.settings import SettingsError, require
 
@@ -25,6 +29,7 @@ BLOCK_TOKENS: Final = 512  # of a trace: eight of the file's
 MERGED: Final = 8
 SMALL_TOKENS: Final = BLOCK_TOKENS // MERGED
 PROMPT: Final = Range(0, 1e7, "tokens")  # each block of a prompt is named
+SHIFT: Final = 0.1  # of the trace's span, by which a session that is there again begins earlier or later
 THINK: Final = Range(-SECONDS.high, SECONDS.high, "seconds")  # below 0 where clocks differed: at once
 
 
@@ -106,10 +111,10 @@ def replay(sessions: Sequence[Session], count: int, over_s: float, seed: int) ->
 
     A session that is drawn twice is two sessions: they share no blocks. Later turns do not wait for slow answers.
     """
-    return trace_of(
+    return trace_of_sessions(
         [
-            (start + turn.at_s, turn)
-            for start, session in drawn(sessions, count, over_s, seed)
+            (start + turn.at_s, which, turn)
+            for which, (start, session) in enumerate(drawn(sessions, count, over_s, seed))
             for turn in session
             if start + turn.at_s < over_s
         ]
@@ -130,16 +135,26 @@ def drawn(sessions: Sequence[Session], count: int, over_s: float, seed: int) -> 
     return found
 
 
-def drawn_once(sessions: Sequence[Session], over_s: float, seed: int = 0) -> list[tuple[float, Turn]]:
-    """Every session once, begun at a time uniform over `over_s`, to its end. They share no blocks."""
+def drawn_once(sessions: Sequence[Session], over_s: float, seed: int = 0) -> list[tuple[float, int, Turn]]:
+    """Every session once, begun at a time uniform over `over_s`, to its end: when, its number, and each turn.
+
+    They share no blocks.
+    """
     starts = np.random.default_rng(seed).random(len(sessions)) * over_s
     found, offset = [], 0
-    for start, session in zip(starts.tolist(), sessions, strict=True):
+    for which, (start, session) in enumerate(zip(starts.tolist(), sessions, strict=True)):
         for turn in session:
             own = tuple([block + offset for block in turn.blocks])
-            found.append((start + turn.at_s, replace(turn, blocks=own)))
+            found.append((start + turn.at_s, which, replace(turn, blocks=own)))
         offset += 1 + max((max(turn.blocks, default=0) for turn in session), default=0)
     return found
+
+
+def trace_of_sessions(arrivals: Sequence[tuple[float, int, Turn]], name: str = "sessions") -> Trace:
+    """Turns as requests, each with its session's number."""
+    arrivals = sorted(arrivals, key=lambda arrival: arrival[0])
+    numbers = np.array([float(which) for _, which, _ in arrivals])
+    return replace(trace_of([(at, turn) for at, _, turn in arrivals], name), sessions=numbers)
 
 
 def trace_of(arrivals: Sequence[tuple[float, Turn]], name: str = "sessions") -> Trace:
@@ -152,6 +167,70 @@ def trace_of(arrivals: Sequence[tuple[float, Turn]], name: str = "sessions") -> 
         output_tokens=np.array([float(turn.output_tokens) for _, turn in arrivals]),
         blocks=tuple(turn.blocks for _, turn in arrivals),
         block_size=BLOCK_TOKENS,
+    )
+
+
+def at_factor(trace: Trace, factor: float, seed: int) -> Trace:
+    """As many requests per second times `factor`."""
+    return trace.faster(factor) if trace.sessions is None else more_sessions(trace, factor, seed)
+
+
+def more_sessions(trace: Trace, factor: float, seed: int) -> Trace:
+    """As many sessions as make `factor` times the requests, within the same time. Of fewer, some are left out.
+
+    Of more, all are there once, and some again: they begin a little earlier or later, share no blocks with the first ones, and
+    are cut where the trace ends.
+    """
+    assert trace.sessions is not None
+    rng = np.random.default_rng((seed, 2))
+    members, end_s = _members(trace.sessions), float(trace.arrival_s[-1])
+    wanted, count = factor * len(trace), 0
+    kept, times, copies = list[Places](), list[Floats](), list[Floats]()
+    for copy in range(ceil(factor) + 1):  # once more than that, as some are cut
+        order = rng.permutation(len(members))
+        shifts_s = rng.uniform(-SHIFT, SHIFT, len(members)) * trace.span_s
+        for which in order.tolist():
+            rows = members[which]
+            at = trace.arrival_s[rows]
+            if copy:
+                at = at + (abs(at[0] + shifts_s[which]) - at[0])
+                rows, at = rows[at <= end_s], at[at <= end_s]
+            if copy + 1 > factor and len(rows) > 2 * (wanted - count):
+                continue  # fewer are nearer
+            kept.append(rows)
+            times.append(at)
+            copies.append(np.full(len(rows), float(copy)))
+            count += len(rows)
+    return _together(trace, np.concatenate(kept), np.concatenate(times), np.concatenate(copies))
+
+
+def _members(sessions: Floats) -> list[Places]:
+    """The places of each session's requests, in order."""
+    order = np.argsort(sessions, kind="stable")
+    return np.split(order, np.flatnonzero(np.diff(sessions[order])) + 1)
+
+
+def _together(trace: Trace, rows: Places, times: Floats, copies: Floats) -> Trace:
+    assert trace.sessions is not None
+    order = np.lexsort((rows, copies, times))
+    rows, times, copies = rows[order], times[order], copies[order]
+    blocks = None
+    if trace.blocks is not None:
+        step = 1 + max((max(ids, default=0) for ids in trace.blocks), default=0)
+        blocks = [
+            tuple([block + int(copy) * step for block in trace.blocks[row]]) if copy else trace.blocks[row]
+            for row, copy in zip(rows.tolist(), copies.tolist(), strict=True)
+        ]
+    numbers = 1.0 + float(trace.sessions.max())
+    return replace(
+        trace,
+        arrival_s=times,
+        prompt_tokens=trace.prompt_tokens[rows],
+        output_tokens=trace.output_tokens[rows],
+        blocks=blocks,
+        cached_tokens=None if trace.cached_tokens is None else trace.cached_tokens[rows],
+        categories=None if trace.categories is None else trace.categories.part(rows),
+        sessions=trace.sessions[rows] + copies * numbers,
     )
 
 

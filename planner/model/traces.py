@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Final
 
 from planner.model.reading import json_rows, named, open_text
-from planner.model.sessions import drawn_once, read_sessions, trace_of
+from planner.model.sessions import drawn_once, read_sessions, trace_of_sessions
 from planner.model.workload import Trace, read_trace
 
 BEGIN_WITHIN_S: Final = 10_800.0  # sessions, where nothing else is said
@@ -17,7 +17,7 @@ def read_requests(path: Path, begin_within_s: float = BEGIN_WITHIN_S) -> Trace:
     """
     if not _are_sessions(path):
         return read_trace(path)
-    return trace_of(drawn_once(read_sessions(path), begin_within_s), name=path.name.split(".")[0])
+    return trace_of_sessions(drawn_once(read_sessions(path), begin_within_s), name=path.name.split(".")[0])
 
 
 def _are_sessions(path: Path) -> bool:

@@ -52,6 +52,7 @@ class Trace:
     block_size: int = 512
     cached_tokens: Floats | None = None  # what the system that wrote the trace found cached
     categories: RequestCategories | None = None  # where the trace says any
+    sessions: Floats | None = None  # the number of each request's session, where requests come in sessions
 
     def __post_init__(self) -> None:
         if not self.span_s <= MAX_SPAN_S:
@@ -84,6 +85,7 @@ class Trace:
             blocks=self.blocks[kept] if self.blocks is not None else None,
             cached_tokens=self.cached_tokens[kept] if self.cached_tokens is not None else None,
             categories=self.categories.part(kept) if self.categories is not None else None,
+            sessions=self.sessions[kept] if self.sessions is not None else None,
         )
 
     def spread(self, rng: np.random.Generator) -> "Trace":

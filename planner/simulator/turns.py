@@ -1,8 +1,8 @@
 """Conversations in a trace of blocks: whose prompt goes on from whose."""
 
-from planner.model.workload import Trace
+from collections.abc import Hashable
 
-HASH_BYTES = 32
+from planner.model.workload import Trace
 
 
 def next_turns(trace: Trace) -> dict[int, int]:
@@ -20,7 +20,11 @@ def next_turns(trace: Trace) -> dict[int, int]:
     return found
 
 
-def hashes_of(trace: Trace, index: int) -> tuple[bytes, ...]:
-    """Names of a prompt's blocks. The trace must have blocks."""
+def hashes_of(trace: Trace, index: int) -> tuple[Hashable, ...]:
+    """Names of a prompt's blocks. The trace must have blocks.
+
+    Caches compare names and never look into them. So a trace's ids will do: none are made, and neighbours lie together in
+    memory.
+    """
     assert trace.blocks is not None
-    return tuple([block.to_bytes(HASH_BYTES, "little") for block in trace.blocks[index]])
+    return trace.blocks[index]

@@ -19,6 +19,7 @@ from planner.solve.goals import Objective, ServiceTime
 from planner.solve.loaded import loaded_ttft
 from planner.solve.objectives import cheapest, cost_per_hour, too_much
 from planner.solve.problem import Problem, SolveOptions, best_cut, pose, threshold_for, ttfts
+from planner.solve.rehearsed import PlanRehearsal, Rehearse
 from planner.solve.replay import Replay
 from planner.solve.search import (
     RECOMMENDED_LOAD,
@@ -55,7 +56,7 @@ class Plan:
     `lambda_max` is where it saturates, `lambda_slo` what it serves within a target for TTFT, where it was solved for one;
     `rate_req_per_s` the rate that was asked for, and `asked_*` what is so at it. Where decode nodes compute prompts,
     `lambda_warm` is Λ of the best plan that counts on what they hold. `cold_utilisation` is this plan's at Λ while they
-    hold nothing.
+    hold nothing. What is so at a rate, and `lambda_slo`, were rehearsed with `rehearsed_requests`, where that is not 0.
     """
 
     site: str
@@ -91,6 +92,7 @@ class Plan:
     decode_batch: int = 0
     decode_batch_limit: BatchLimit = BatchLimit.PROFILE
     lambda_slo: float | None = None
+    rehearsed_requests: int = 0
     rate_req_per_s: float | None = None
     asked_offload_fraction: float | None = None
     asked_held_fraction: float | None = None
@@ -142,6 +144,7 @@ class Plan:
             "lambda_max_req_per_s": self.lambda_max,
             f"lambda_max_{'of_mean' if self.service is ServiceTime.EXACT else 'exact'}_req_per_s": self.lambda_other_service,
             "lambda_slo_req_per_s": self.lambda_slo,
+            "rehearsed_requests": self.rehearsed_requests,
             "offload_fraction": self.offload_fraction,
             "held_fraction": self.held_fraction,
             "mean_offloaded_tokens": self.mean_offloaded_tokens,
@@ -201,14 +204,18 @@ class _Solved:
     thin_cut: Cut
     deployment: str
     lambda_slo: float | None
+    rehearsal: PlanRehearsal | None
+    in_time: Mapping[str, float]  # at `lambda_slo`, as rehearsed
 
 
-def make_plan(site: Site, options: SolveOptions, deployment: str | None = None) -> Plan:
-    """Solves a site with one PD cluster and at most one PrfaaS cluster.
+def make_plan(
+    site: Site, options: SolveOptions, deployment: str | None = None, rehearse: Rehearse | None = None
+) -> Plan:
+    """Solves a site with one PD cluster and at most one PrfaaS cluster. What it says of a rate is rehearsed, where it can be.
 
     Raises InputError for inputs that make no sense, Infeasible when nothing can be served.
     """
-    solved = _solve(site, options, deployment)
+    solved = _solve(site, options, deployment, rehearse)
     problem, found, aim = solved.problem, solved.found, solved.aim
     plan = replace(
         _outline(solved),
@@ -220,12 +227,12 @@ def make_plan(site: Site, options: SolveOptions, deployment: str | None = None) 
     return replace(plan, warnings=warnings_of(plan, solved.site, problem))
 
 
-def outline(site: Site, options: SolveOptions, deployment: str | None = None) -> Plan:
+def outline(site: Site, options: SolveOptions, deployment: str | None = None, rehearse: Rehearse | None = None) -> Plan:
     """The plan that `make_plan` makes, without judgement: no prices, no sensitivity, no alternative, no warnings."""
-    return _outline(_solve(site, options, deployment))
+    return _outline(_solve(site, options, deployment, rehearse))
 
 
-def _solve(site: Site, options: SolveOptions, deployment: str | None) -> _Solved:
+def _solve(site: Site, options: SolveOptions, deployment: str | None, rehearse: Rehearse | None) -> _Solved:
     variant = Deployment()
     if deployment is not None:
         site, variant = site.deployed(deployment)
@@ -244,12 +251,26 @@ def _solve(site: Site, options: SolveOptions, deployment: str | None) -> _Solved
     slo_rate = None if not aim.goals else best.rate
     if aim.arrivals is not None:
         best, slo_rate = aim.replayed(thin, best)
-    carried = best.rate if slo_rate is None else slo_rate
-    if options.rate_req_per_s and carried < options.rate_req_per_s * (1 - TIE):
-        raise too_much(options.rate_req_per_s, replace(best, rate=carried))
     found = aim.in_full(problem, thin, best)
     # With a target for TTFT the plan's own Λ is where it saturates, not the rate that meets the target.
     found = replace(found, rate=rate_at(problem.loads, problem.capacity, found.num_prefill, found.cut, found.share))
+    rehearsal = None
+    # A part of a site that is bought, and the paper's assumptions, are not what would be run.
+    if rehearse is not None and options.objective is not Objective.COST and options.service is ServiceTime.EXACT:
+        rehearsal = rehearse(site, problem, found, threshold_for(problem, found, options))
+    in_time: Mapping[str, float] = {}
+    if rehearsal is not None and slo_rate is not None:
+        # Caches are cold when a rehearsal begins, so how a start is carried is known, and limits nothing before.
+        warm = problem.warm()
+        limit = rate_at(warm.loads, warm.capacity, found.num_prefill, found.cut, found.share)
+        kept = rehearsal.highest_rate(slo_rate, limit)
+        slo_rate, in_time = kept.rate, kept.in_time
+        if not slo_rate:
+            raise aim.why_none(problem)
+        found = replace(found, rate=max(found.rate, slo_rate))
+    carried = best.rate if slo_rate is None else slo_rate
+    if options.rate_req_per_s and carried < options.rate_req_per_s * (1 - TIE):
+        raise too_much(options.rate_req_per_s, replace(best, rate=carried))
     return _Solved(
         site=site,
         problem=problem,
@@ -259,6 +280,8 @@ def _solve(site: Site, options: SolveOptions, deployment: str | None) -> _Solved
         thin_cut=best,
         deployment=deployment or "prfaas-pd",
         lambda_slo=slo_rate,
+        rehearsal=rehearsal,
+        in_time=in_time,
     )
 
 
@@ -322,13 +345,14 @@ def _outline(solved: _Solved) -> Plan:
         decode_batch=problem.decode.max_running,
         decode_batch_limit=problem.batch_limit(site.profile.decode_on(problem.pd.hardware)),
         lambda_slo=solved.lambda_slo,
+        rehearsed_requests=0 if solved.rehearsal is None else solved.rehearsal.requests,
         rate_req_per_s=options.rate_req_per_s,
-        asked_offload_fraction=asked.mix.offloaded if asked else None,
-        asked_held_fraction=asked.mix.held if asked else None,
+        asked_offload_fraction=asked.offloaded if asked else None,
+        asked_held_fraction=asked.held if asked else None,
         asked_egress_gbps=asked.egress_gbps if asked else None,
         asked_ttft_mean_s=asked.ttft.mean_s if asked else None,
         asked_ttft_p90_s=asked.ttft.p90_s if asked else None,
-        targets=_targets(solved),
+        targets=_targets(solved, loaded if asked is None else asked),
         provenance=site.provenances(),
         input_hash=site.input_hash,
     )
@@ -371,29 +395,39 @@ class _Mix:
 class _AtRate:
     """Who goes where at some rate, and what requests wait."""
 
-    mix: _Mix
+    offloaded: float
+    held: float
     egress_gbps: float
     ttft: Ttft
+    in_time: Mapping[str, float]  # as rehearsed
 
 
 def _at_rate(solved: _Solved, rate: float) -> _AtRate:
     found = solved.found
+    if solved.rehearsal is not None:
+        seen = solved.rehearsal.at(rate)
+        return _AtRate(seen.offload_fraction, seen.held_fraction, seen.egress_gbps, seen.ttft, seen.in_time)
     problem = solved.problem.at_rate(rate, found.num_decode)
     mix = _Mix.of(problem.loads, found)
     arrivals = solved.site.workload.arrivals
     ttft = loaded_ttft(problem, found, solved.site.workload.output_tokens).at(rate)
     if arrivals is not None and isfinite(ttft.mean_s):
         ttft = Replay.of(problem, found, arrivals).at(rate)
-    return _AtRate(mix, rate * mix.egress_bytes / BYTES_PER_S_PER_GBPS, ttft)
+    return _AtRate(mix.offloaded, mix.held, rate * mix.egress_bytes / BYTES_PER_S_PER_GBPS, ttft, {})
 
 
-def _targets(solved: _Solved) -> list[TargetOutlook]:
-    """How the site's targets are kept, at the rate that was asked for, else that is promised, else at 80 % of Λ."""
+def _targets(solved: _Solved, seen: _AtRate) -> list[TargetOutlook]:
+    """How the site's targets are kept, at the rate that was asked for, else that is promised, else at 80 % of Λ.
+
+    `seen` is what is so at the first or last of these.
+    """
     site, found = solved.site, solved.found
     goals = [Goal.of(target, site.workload) for target in site.slo.targets]
     if not goals:
         return []
-    rate = solved.aim.options.rate_req_per_s or solved.lambda_slo or RECOMMENDED_LOAD * found.rate
+    asked = solved.aim.options.rate_req_per_s
+    rate = asked or solved.lambda_slo or RECOMMENDED_LOAD * found.rate
+    rehearsed = seen.in_time if asked or not solved.lambda_slo else solved.in_time
     problem = solved.problem.at_rate(rate, found.num_decode)
     lengths, arrivals = problem.asked, site.workload.arrivals
     loaded = loaded_ttft(problem, found, site.workload.output_tokens, goals=goals)
@@ -404,7 +438,7 @@ def _targets(solved: _Solved) -> list[TargetOutlook]:
     return [
         TargetOutlook(
             requests=goal.target.name, of_all=float(lengths.weights @ goal.members(lengths)), ttft_s=goal.ttft_s,
-            asked_share=goal.target.share, share_in_time=share, at_req_per_s=rate,
+            asked_share=goal.target.share, share_in_time=rehearsed.get(goal.target.name, share), at_req_per_s=rate,
         )
         for goal, share in zip(goals, shares, strict=True)
     ]  # fmt: skip

@@ -10,6 +10,7 @@ from planner.commands.rendering.text import plan_text, table
 from planner.decisions.views import ClusterKind
 from planner.errors import InputError
 from planner.model.site import Site
+from planner.simulator.trials.rehearsal import TraceRehearsal
 from planner.solve.fleet import fleet_json, fleet_of, solve_fleet
 from planner.solve.goals import Objective, Worst
 from planner.solve.plan import make_plan, outline
@@ -25,7 +26,7 @@ def run(args: argparse.Namespace) -> int:
     if args.robust:
         return _solve_robust(args, site, options)
     with busy("solving"):
-        plan = make_plan(site, options, args.deployment)
+        plan = make_plan(site, options, args.deployment, TraceRehearsal.of)
     if args.output:
         write(args.output, plan.to_json())
     if args.json:

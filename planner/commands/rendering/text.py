@@ -94,8 +94,12 @@ def _judgement(plan: Plan) -> list[str]:
     low, high = plan.threshold_interval_tokens
     if plan.num_prfaas and high - low > 2:
         lines.append(f"Any t in [{tokens(low)}, {tokens(high)}) is as good; this one sends least over the link")
-    if plan.lambda_slo is not None:
-        target = "TTFT targets" if plan.targets else "P90 TTFT target"
+    target = "TTFT targets" if plan.targets else "P90 TTFT target"
+    if plan.rehearsed_requests:
+        lines.append(f"Times and shares at a rate: rehearsed with {plan.rehearsed_requests:,} requests of the workload")
+    if plan.lambda_slo is not None and plan.rehearsed_requests:
+        lines.append(f"Rate that meets the {target}: {plan.lambda_slo:.3f} req/s, by the same rehearsal")
+    elif plan.lambda_slo is not None:
         lines.append(
             f"Rate that meets the {target}, queues included: {plan.lambda_slo:.3f} req/s, if nodes are chosen by "
             "their true queues; saturate says what learned ones leave of it"

@@ -17,6 +17,7 @@ from planner.decisions.views import ClusterKind
 from planner.errors import InputError
 from planner.model.fitting import workload_of
 from planner.model.reading import GBPS, SECONDS, SHARE, Range, named, read_columns
+from planner.model.sessions import at_factor
 from planner.model.site import Site
 from planner.model.traces import read_requests
 from planner.model.workload import Trace
@@ -124,7 +125,8 @@ def site_for_trial(args: argparse.Namespace, trace: Trace | None) -> Site:
         return replace(site, workload=workload_of(trace, None))
     if args.ideal:
         return replace(site, workload=workload_of(trace, hits_of(trace)))
-    trace = trace.faster(getattr(args, "rate_scale", 1.0))  # the sooner a turn comes, the fewer answers it finds
+    # The sooner a turn comes, the fewer answers it finds.
+    trace = at_factor(trace, getattr(args, "rate_scale", 1.0), args.seed)
     found = pd_prefixes(trace, site, trial_of(args).increment_tokens, args.cache_gb)
     return replace(site, workload=workload_of(trace, found))
 

@@ -9,7 +9,7 @@ prefix serves every prompt that begins with it, wherever they part; states and w
 for prompts that were decided before it: no two wait for each other.
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Final, Generic, Protocol, TypeVar
 
@@ -26,7 +26,7 @@ class Arriving(Protocol):
     """A prompt whose KVCache is on its way; `hashes` are those of its full blocks."""
 
     @property
-    def hashes(self) -> Sequence[bytes]: ...
+    def hashes(self) -> Sequence[Hashable]: ...
 
 
 Prompt = TypeVar("Prompt", bound=Arriving)
@@ -44,7 +44,7 @@ class Arrivals(Generic[Prompt]):
     """The prompts whose KVCache is on its way to one decode node, in the order in which that was decided."""
 
     def __init__(self) -> None:
-        self._by_first_block: dict[bytes, list[Prompt]] = {}
+        self._by_first_block: dict[Hashable, list[Prompt]] = {}
 
     def __len__(self) -> int:
         return sum(map(len, self._by_first_block.values()))
@@ -63,7 +63,9 @@ class Arrivals(Generic[Prompt]):
         if not left:
             del self._by_first_block[prompt.hashes[0]]
 
-    def longest(self, hashes: Sequence[bytes], held: int, before: Prompt | None = None) -> SharedPrefix[Prompt] | None:
+    def longest(
+        self, hashes: Sequence[Hashable], held: int, before: Prompt | None = None
+    ) -> SharedPrefix[Prompt] | None:
         """The prompt that has most in common with these blocks, more than the `held` ones; of several the first.
 
         Only prompts that were decided `before` one of these are looked at.
@@ -83,7 +85,7 @@ class Arrivals(Generic[Prompt]):
         return found
 
 
-def common_blocks(one: Sequence[bytes], other: Sequence[bytes]) -> int:
+def common_blocks(one: Sequence[Hashable], other: Sequence[Hashable]) -> int:
     """The number of blocks that two prompts share: a block's hash stands for all blocks before it."""
     low, high = 0, min(len(one), len(other))
     while low < high:

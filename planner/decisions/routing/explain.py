@@ -22,8 +22,8 @@ from planner.decisions.routing.offload import (
     route_among,
     shares_cache,
 )
-from planner.decisions.routing.placement import PlacementPolicy, Placer, PrefillChoice, choose_decode, has_memory
-from planner.decisions.routing.policy import RoutingPolicy
+from planner.decisions.routing.placement import Placer, PrefillChoice, choose_decode, has_memory
+from planner.decisions.routing.policy import PlacementPolicy, RoutingPolicy
 from planner.decisions.routing.sides import Side, best_remote
 from planner.decisions.views import ClusterKind, LinkView, NodeView, PrefillCost, RouteRequest
 

@@ -21,12 +21,11 @@ from msgspec import structs
 from planner.decisions.routing.arrivals import bytes_to_send, sending_of
 from planner.decisions.routing.congestion import is_scarce, pressure
 from planner.decisions.routing.placement import (
-    PlacementPolicy,
     Placer,
     PrefillChoice,
     longest_holder,
 )
-from planner.decisions.routing.policy import RoutingPolicy
+from planner.decisions.routing.policy import PlacementPolicy, RoutingPolicy
 from planner.decisions.routing.sides import ClusterWeighed, Side, best_remote, lines_of, remote_delay_s
 from planner.decisions.views import ClusterKind, LinkView, NodeView, PrefillCost, Role, RouteRequest
 from planner.errors import NobodyPrefills, NoReadyNode

@@ -13,8 +13,7 @@ Five ways to place, by name, so that they can be compared, live and simulated:
 `cache_aware` and `kvcache_centric` are the two forms of Algorithm 1.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from math import inf
 from operator import attrgetter
 from types import MappingProxyType
@@ -22,69 +21,11 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from planner.decisions.defaults import DEPLOYED
+from planner.decisions.routing.policy import PlacementPolicy
 from planner.decisions.views import NodeView, PrefillCost, RouteRequest
 
-MOST_RATIO: Final = 4.0
-MOST_PRICE: Final = 1.0  # of 0.25, 0.5 and 1 the best on the first halves of two traces
 NOMINAL_STEP_S: Final = 0.025  # of a decode step nothing is known of: 40 tokens per second, the usual SLO
 DECODE_CHANCE: Final = 7919  # a prime: which decode node chance names says nothing of the prefill node
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlacementPolicy:
-    """Limits of node choice.
-
-    `balancing_ratio`: a prefix elsewhere is fetched only when it is longer than the node's own by this factor
-    (Algorithm 1's `kvcache_balancing_threshold`; near 1 copies hot prefixes eagerly, large values compute instead). None adapts
-    the balance to how busy the nodes are (`compute_price`) and to `fetch_lateness`, by how much longer late moves took than was
-    predicted (`ratio`).
-    `fetch_bytes_per_s`: rate of a prefix transfer inside a cluster; 0: there are no transfers. `fetch_calls_s` is what every
-    one takes beside its bytes, and `fetch_delays_s` what is feared beyond that, by (source, target) node: there some failed.
-    `decode_load_slack`: how much busier a decode node may be for the sake of a prefix it already holds, and how much slower
-    its tokens.
-    """
-
-    balancing_ratio: float | None = None
-    fetch_bytes_per_s: float = 0.0
-    fetch_calls_s: float = 0.0
-    fetch_delays_s: Mapping[tuple[str, str], float] = field(default_factory=dict, hash=False)
-    fetch_lateness: float = 0.0
-    decode_load_slack: float = DEPLOYED.decode_load_slack
-
-    def __post_init__(self) -> None:
-        if self.balancing_ratio is not None and self.balancing_ratio < 1:
-            raise ValueError(f"balancing_ratio={self.balancing_ratio}: must be at least 1")
-        if self.fetch_bytes_per_s < 0:
-            raise ValueError(f"fetch_bytes_per_s={self.fetch_bytes_per_s}: must not be negative")
-
-    @property
-    def ratio(self) -> float:
-        """The balancing ratio that holds.
-
-        A fetch is weighed against computing by predictions already, so all that a ratio adds is caution: where these
-        are right it is 1. Where moves take twice as long as predicted, a prefix elsewhere must be twice as long to be
-        worth a move.
-        """
-        if self.balancing_ratio is not None:
-            return self.balancing_ratio
-        return min(MOST_RATIO, 1.0 + self.fetch_lateness)
-
-    def compute_price(self, queues_s: Sequence[float]) -> float:
-        """What a second of computing costs those who come after, in seconds: nothing while nodes are idle.
-
-        Bounded, and a function of now alone: there is nothing in it that could swing.
-        """
-        if self.balancing_ratio is not None:
-            return 0.0
-        return MOST_PRICE * sum([queue_s > 0 for queue_s in queues_s]) / len(queues_s)
-
-    def fetch_s(self, source: NodeView, target: NodeView, num_bytes: float) -> float:
-        """Predicted time until a prefix of `num_bytes` has moved inside a cluster; there must be a rate."""
-        return self.fetch_calls_s + num_bytes / self.fetch_bytes_per_s + self.fetch_delay_s(source, target)
-
-    def fetch_delay_s(self, source: NodeView, target: NodeView) -> float:
-        return self.fetch_delays_s.get((source.node_id, target.node_id), 0.0)
 
 
 class PrefillChoice(msgspec.Struct, frozen=True, gc=False):

@@ -37,7 +37,7 @@ class RequestCategories:
     codes: npt.NDArray[np.uint8]
     source: CategorySource
 
-    def part(self, kept: slice) -> "RequestCategories":
+    def part(self, kept: slice | Places) -> "RequestCategories":
         """Those of some requests."""
         return RequestCategories(self.names, self.codes[kept], self.source)
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from planner.decisions.estimates.accuracy import Accuracy, Error
 from planner.decisions.estimates.decoding import LearnedSteps
 from planner.decisions.estimates.durations import AnswerEstimate, LearnedCost, MoveEstimate
-from planner.decisions.routing.placement import PlacementPolicy
+from planner.decisions.routing.policy import PlacementPolicy
 from planner.decisions.views import NodeView, PrefillCost, Role
 from planner.model.profile import PrefillCurve
 from planner.simulator.loop import Loop
@@ -48,9 +48,12 @@ class LearnedTimes(LearnedCost):
                 found.append(0.0)
                 continue
             curve = curves.get(node.node_id)
-            if curve is None or curve.cluster != node.cluster:
-                curve = self._look_up(node)
-            found.append(tokens / self.tokens_per_s if curve is None else tokens * curve.seconds_per_token)
+            if curve is not None and curve.cluster == node.cluster:
+                found.append(tokens * curve.seconds_per_token)
+            elif (estimate := self.estimate(node)) is not None:  # its curve need not be solved for this
+                found.append(tokens * estimate.seconds_per_token)
+            else:
+                found.append(tokens / self.tokens_per_s)
         return found
 
 

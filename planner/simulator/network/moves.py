@@ -5,7 +5,7 @@ it lacks, as at a gateway (`gateway/pipeline/ticketed.py`). Requests for one pre
 """
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 from msgspec import structs
@@ -23,7 +23,12 @@ class SimulatedMove:
     __slots__ = ("began", "ends", "expected_s", "key", "size", "source", "target", "waiting")
 
     def __init__(
-        self, source: PrefillNode | DecodeNode, target: PrefillNode, key: tuple[str, bytes], size: float, began: float
+        self,
+        source: PrefillNode | DecodeNode,
+        target: PrefillNode,
+        key: tuple[str, Hashable],
+        size: float,
+        began: float,
     ) -> None:
         self.source = source.node_id
         self.target = target
@@ -42,7 +47,7 @@ class SimulatedMoves:
         self._loop = loop
         self._block_size = block_size
         self._on_late = on_late
-        self._running: dict[tuple[str, bytes], SimulatedMove] = {}
+        self._running: dict[tuple[str, Hashable], SimulatedMove] = {}
         self.delays = MoveDelays()
         self.moved_bytes: Counter[str] = Counter()  # by "source cluster to target cluster"
 

@@ -4,10 +4,10 @@ A page holds the full-attention KV of one block, so the pool counts in blocks; a
 are worth.
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from functools import partial
 from math import ceil, inf
-from typing import Final
+from typing import Final, cast
 
 from hybrid_cache.cache.lookup import longest_common_hit
 from hybrid_cache.cache.prefix_cache import PrefixCache
@@ -19,6 +19,7 @@ from hybrid_cache.layout.spec import FullAttention, LinearState, SlidingWindow
 from planner.decisions.views import room_beside
 from planner.errors import InputError
 from planner.model.profile import KvSize
+from planner.simulator.nodes.dense import DenseCache
 from planner.simulator.nodes.endless import EndlessCache
 
 MOST_PAGES: Final = 30_000_000  # of all nodes: a list of the free ones takes 36 B each
@@ -69,21 +70,22 @@ class NodeCache:
         self._held: set[str] = set()
         self._room: tuple[int, int] | None = None  # tokens without and with eviction, until something changes
 
-    def begin(self, request_id: str, hashes: Sequence[bytes], num_tokens: int, now: float) -> int:
+    def begin(self, request_id: str, hashes: Sequence[Hashable], num_tokens: int, now: float) -> int:
         """Reserves for a prefill; returns the cached prefix. A request too large for the pool is computed without it."""
         held = self._reserve(request_id, hashes, num_tokens, now, Purpose.PREFILL)
-        return self.cache.match(hashes, num_tokens).num_tokens if held is None else held
+        return self.match(hashes, num_tokens).num_tokens if held is None else held
 
-    def expect(self, request_id: str, hashes: Sequence[bytes], num_tokens: int, now: float) -> int:
+    def expect(self, request_id: str, hashes: Sequence[Hashable], num_tokens: int, now: float) -> int:
         """Reserves for KVCache that will land; returns how much of its attention need not be sent."""
         return self._reserve(request_id, hashes, num_tokens, now, Purpose.LANDING) or 0
 
     def _reserve(
-        self, request_id: str, hashes: Sequence[bytes], num_tokens: int, now: float, purpose: Purpose
+        self, request_id: str, hashes: Sequence[Hashable], num_tokens: int, now: float, purpose: Purpose
     ) -> int | None:
         try:
             self._room = None
-            reservation = self.cache.reserve(request_id, hashes, num_tokens, now=now, purpose=purpose)
+            names = cast(Sequence[bytes], hashes)  # a cache compares them, and never looks into them
+            reservation = self.cache.reserve(request_id, names, num_tokens, now=now, purpose=purpose)
         except OutOfPages:
             return None
         self._held.add(request_id)
@@ -115,9 +117,13 @@ class NodeCache:
         self.let_go(request_id, now)
 
 
-SimulatedCache = NodeCache | EndlessCache
+SimulatedCache = NodeCache | EndlessCache | DenseCache
 
 
 def cache_of(layout: ModelLayout, capacity_bytes: float, eviction: str = "lru") -> SimulatedCache:
-    """A node's cache of that size; an infinite one never evicts."""
-    return EndlessCache(layout) if capacity_bytes == inf else NodeCache(layout, capacity_bytes, eviction)
+    """A node's cache of that size, by the least work that finds the same; an infinite one never evicts."""
+    if capacity_bytes == inf:
+        return EndlessCache(layout)
+    if eviction == "lru" and DenseCache.serves(layout):
+        return DenseCache(layout, pages_within(layout, capacity_bytes))
+    return NodeCache(layout, capacity_bytes, eviction)

@@ -3,9 +3,8 @@
 Nothing ever leaves, so what is cached is a set of hashes for each group. It grows as requests commit what they have reserved.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Final
+from collections.abc import Hashable, Sequence
+from typing import Final, NamedTuple
 
 from hybrid_cache.cache.lookup import PrefixHit, longest_common_hit
 from hybrid_cache.cache.snapshots import BranchPoints, Prefill
@@ -14,11 +13,10 @@ from hybrid_cache.layout.layout import ModelLayout
 SNAPSHOTS: Final = BranchPoints()  # as nodes have it
 
 
-@dataclass(frozen=True, slots=True)
-class _Prompt:
+class _Prompt(NamedTuple):
     """What a request will leave: its full blocks, and its states and windows after so many tokens."""
 
-    hashes: Sequence[bytes]
+    hashes: Sequence[Hashable]
     num_tokens: int
     lengths: frozenset[int] | set[int]
 
@@ -28,17 +26,17 @@ class EndlessCache:
 
     def __init__(self, layout: ModelLayout) -> None:
         self.layout = layout
-        self._blocks: set[bytes] = set()
+        self._blocks: set[Hashable] = set()
         self._held = tuple(
-            self._blocks if group in layout.full_groups else set[bytes]() for group in range(len(layout.groups))
+            self._blocks if group in layout.full_groups else set[Hashable]() for group in range(len(layout.groups))
         )
         self._prompts: dict[str, _Prompt] = {}
 
-    def match(self, hashes: Sequence[bytes], num_tokens: int) -> PrefixHit:
+    def match(self, hashes: Sequence[Hashable], num_tokens: int) -> PrefixHit:
         """How much of a prompt's first `num_tokens` tokens is cached."""
         return longest_common_hit(self.layout, self._held, hashes, num_tokens)
 
-    def begin(self, request_id: str, hashes: Sequence[bytes], num_tokens: int, now: float) -> int:
+    def begin(self, request_id: str, hashes: Sequence[Hashable], num_tokens: int, now: float) -> int:
         """A prefill begins; returns the cached prefix."""
         hit = self.match(hashes, num_tokens)
         lengths = {num_tokens}
@@ -54,7 +52,7 @@ class EndlessCache:
         self._prompts[request_id] = _Prompt(hashes, num_tokens, lengths)
         return hit.num_tokens
 
-    def expect(self, request_id: str, hashes: Sequence[bytes], num_tokens: int, now: float) -> int:
+    def expect(self, request_id: str, hashes: Sequence[Hashable], num_tokens: int, now: float) -> int:
         """KVCache will land; returns how much of its attention need not be sent."""
         self._prompts[request_id] = _Prompt(hashes, num_tokens, {num_tokens})
         return self.match(hashes, num_tokens).attention_tokens

@@ -2,9 +2,7 @@
 
 from array import array
 from collections import deque
-from collections.abc import Callable, Sequence
-from copy import copy
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Sequence
 from math import inf
 from typing import Any
 
@@ -21,16 +19,18 @@ from planner.simulator.nodes.standstills import Standstills
 from planner.simulator.scenario import Pool
 from planner.simulator.sharing import FairShare
 
-NO_HASHES: tuple[bytes, ...] = ()
+NO_HASHES: tuple[Hashable, ...] = ()
 
 
-@dataclass(slots=True, eq=False)
 class Coming:
     """A job's KVCache on its way to its decode node, and the jobs that wait until it has landed, or will not."""
 
-    hashes: tuple[bytes, ...]  # of its full blocks
-    expected_at: float
-    waiting: list["SimulatedRequest"] = field(default_factory=list)
+    __slots__ = ("expected_at", "hashes", "waiting")
+
+    def __init__(self, hashes: tuple[Hashable, ...], expected_at: float) -> None:
+        self.hashes = hashes  # of its full blocks
+        self.expected_at = expected_at
+        self.waiting: list[SimulatedRequest] = []
 
 
 class SimulatedRequest:
@@ -42,7 +42,7 @@ class SimulatedRequest:
         "route", "service_s", "unsent",
     )  # fmt: skip
 
-    def __init__(self, index: int, arrived: float, prompt: int, output: float, hashes: tuple[bytes, ...]) -> None:
+    def __init__(self, index: int, arrived: float, prompt: int, output: float, hashes: tuple[Hashable, ...]) -> None:
         self.index = index
         self.arrived = arrived
         self.prompt = prompt
@@ -58,13 +58,13 @@ class SimulatedRequest:
         self.flows = 1  # transfers still to be delivered before decode
         self.egress: Any = None
         self.failed: tuple[str, ...] = ()  # prefill nodes that computed it in vain
+        self.forecast = 0.0  # when decode was predicted to begin, where that is forecast
         self.is_lost = False  # the transfer was: what its node still computes is wasted
         # Set on the way; a million jobs are made.
         self.route: Route
         self.est_s: float  # predicted prefill time
         self.service_s: float
         self.unsent: float  # bytes that its egress has been promised
-        self.forecast: float
         self.decode_node: DecodeNode
         self.decode_start: float
         self.beside: int  # requests that decoded with it when it began, itself included
@@ -72,9 +72,11 @@ class SimulatedRequest:
 
     def again(self) -> "SimulatedRequest":
         """The same request, to take another way to its decode node."""
-        other = copy(self)
+        other = SimulatedRequest(self.index, self.arrived, self.prompt, self.output, self.hashes)
+        other.blocks, other.request_id, other.have = self.blocks, self.request_id, self.have
+        other.route, other.cached, other.queued = self.route, self.cached, self.queued
+        other.coming, other.decode_node, other.forecast = self.coming, self.decode_node, self.forecast
         other.failed = (*self.failed, self.route.prefill_node or "")
-        other.is_lost, other.egress, other.flows, other.ready_at = False, None, 1, 0.0
         return other
 
 
@@ -210,7 +212,7 @@ def _standing(requests: int) -> float:
     return 0.0
 
 
-def _nothing_cached(hashes: Sequence[bytes], num_tokens: int) -> PrefixHit:
+def _nothing_cached(hashes: Sequence[Hashable], num_tokens: int) -> PrefixHit:
     return MISS
 
 
@@ -314,7 +316,7 @@ class DecodeNode:
             self.seen = self._view(0, 0, 0.0)
         return self.seen
 
-    def view_for(self, hashes: Sequence[bytes], num_tokens: int, now: float) -> NodeView:
+    def view_for(self, hashes: Sequence[Hashable], num_tokens: int, now: float) -> NodeView:
         """As this prompt sees it."""
         hit = self.match(hashes, num_tokens)
         cached = min(hit.num_tokens, num_tokens - 1)

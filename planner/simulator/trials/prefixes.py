@@ -23,7 +23,7 @@ from planner.model.fitting import FoundPrefixes
 from planner.model.profile import KvSize
 from planner.model.workload import Trace
 from planner.simulator.nodes.caches import SimulatedCache, cache_of, layout_of
-from planner.simulator.turns import HASH_BYTES, next_turns
+from planner.simulator.turns import next_turns
 
 AT_DECODE: Final = 0.0
 ServedSeconds = Callable[[float, float], float]
@@ -54,7 +54,7 @@ def find_prefixes(
             answer = trace.blocks[following[asked]][:blocks]
             _pass(cache, f"answer {asked}", answer, blocks * size, now)
             states.keep_answer(answer, int(trace.prompt_tokens[asked]) // size)
-        landed[index] = cache.match(_hashes(ids), prompt).attention_tokens
+        landed[index] = cache.match(ids, prompt).attention_tokens
         pooled = _pass(cache, str(index), ids, prompt, now)
         cached[index], compared[index], held[index] = states.serve(ids, prompt, pooled)
         output = float(trace.output_tokens[index])
@@ -64,12 +64,8 @@ def find_prefixes(
     return FoundPrefixes(cached, compared, held, landed)
 
 
-def _hashes(ids: tuple[int, ...]) -> tuple[bytes, ...]:
-    return tuple([block.to_bytes(HASH_BYTES, "little") for block in ids])
-
-
 def _pass(cache: SimulatedCache, name: str, ids: tuple[int, ...], num_tokens: int, now: float) -> int:
-    found = cache.begin(name, _hashes(ids), num_tokens, now)
+    found = cache.begin(name, ids, num_tokens, now)
     cache.end(name, num_tokens, now)
     return found
 

@@ -15,11 +15,11 @@ from hybrid_cache.eviction.choice import DEFAULT
 from membership.lines import BYTES_PER_S_PER_GBPS
 from planner.decisions.admission.overload import AdmissionPolicy
 from planner.decisions.defaults import DEPLOYED
-from planner.decisions.routing.placement import PlacementPolicy
-from planner.decisions.routing.policy import RoutingPolicy
+from planner.decisions.routing.policy import PlacementPolicy, RoutingPolicy
 from planner.decisions.views import ClusterKind
 from planner.errors import InputError
 from planner.model.reading import RATE, SHARE, TOKENS, named, number, placed, read_json
+from planner.model.sessions import at_factor
 from planner.model.site import INSTANCES, Cluster, Site
 from planner.model.workload import Trace, diurnal, poisson
 from planner.simulator.outcome import SimulationOutcome, over_seeds
@@ -226,8 +226,8 @@ Source = Callable[[int], Trace]
 
 
 def from_trace(trace: Trace, rate_scale: float = 1.0) -> Source:
-    """The trace for every seed; seeds only spread the ticks of its clock."""
-    return lambda seed: trace.spread(np.random.default_rng(seed)).faster(rate_scale)
+    """The trace for every seed; seeds spread the ticks of its clock, and draw the sessions that a higher rate has more of."""
+    return lambda seed: at_factor(trace.spread(np.random.default_rng(seed)), rate_scale, seed)
 
 
 def from_workload(site: Site, rate_req_per_s: float, requests: int) -> Source:

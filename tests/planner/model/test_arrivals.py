@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 
+from planner.errors import InputError
 from planner.model.fitting import arrivals_of, fit
 from planner.model.site import read_fitted
 from planner.model.trace_files.arrivals import COLUMNS, MOST, KeptArrivals, busiest
@@ -31,6 +32,27 @@ def test_a_workload_of_before_has_none(tmp_path):
     path = tmp_path / "workload.json"
     path.write_text(json.dumps(table))
     assert read_fitted(path).arrivals is None
+
+
+def test_a_workload_without_blocks_sessions_and_categories_is_read(tmp_path):
+    """As they were written before these were kept."""
+    table = fit(read_trace(MOONCAKE), None)
+    for name in ("category", "shared_blocks", "sessions"):
+        table["arrivals"].pop(name, None)
+    path = tmp_path / "workload.json"
+    path.write_text(json.dumps(table))
+    found = read_fitted(path).arrivals
+    assert found is not None
+    assert (found.category, found.shared_blocks, found.sessions) == (None, None, None)
+
+
+def test_a_category_that_has_no_name_is_refused(tmp_path):
+    table = fit(read_trace(MOONCAKE), None)
+    table["arrivals"]["category"][0] = 2
+    path = tmp_path / "workload.json"
+    path.write_text(json.dumps(table))
+    with pytest.raises(InputError, match=r"arrivals.category = 2.*2 categories"):
+        read_fitted(path)
 
 
 def test_of_many_requests_the_busiest_are_kept():

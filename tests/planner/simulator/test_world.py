@@ -10,8 +10,7 @@ import pytest
 
 from planner.decisions.admission.classes import ServiceClass
 from planner.decisions.admission.overload import AdmissionPolicy
-from planner.decisions.routing.placement import PlacementPolicy
-from planner.decisions.routing.policy import RoutingPolicy
+from planner.decisions.routing.policy import PlacementPolicy, RoutingPolicy
 from planner.decisions.views import ClusterKind
 from planner.model.profile import DecodeProfile, Floats, KvSize, PrefillCurve
 from planner.model.queueing import erlang_c

@@ -3,7 +3,7 @@ from msgspec.structs import replace
 
 from planner.decisions.routing.lines import shared_line
 from planner.decisions.routing.offload import Reason, Target
-from planner.decisions.routing.placement import PlacementPolicy
+from planner.decisions.routing.policy import PlacementPolicy
 from planner.decisions.views import LinkView
 from tests.planner.worlds import GB, link, pd_decode, pd_prefill, policy, prfaas, request, route
 

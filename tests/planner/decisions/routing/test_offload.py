@@ -3,7 +3,7 @@ from msgspec.structs import replace
 
 from planner.decisions.routing.congestion import is_scarce, pressure
 from planner.decisions.routing.offload import Reason, Route, Target
-from planner.decisions.routing.placement import PlacementPolicy
+from planner.decisions.routing.policy import PlacementPolicy
 from planner.decisions.routing.sides import ClusterWeighed
 from planner.decisions.views import NodeView, PrefillCost
 from planner.errors import NoReadyNode

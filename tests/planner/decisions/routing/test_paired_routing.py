@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from planner.decisions.routing.offload import Reason, Route, Target
-from planner.decisions.routing.placement import PLACERS, PlacementPolicy
+from planner.decisions.routing.placement import PLACERS
+from planner.decisions.routing.policy import PlacementPolicy
 from planner.decisions.views import LinkView, NodeView, PrefillCost, RouteRequest
 from planner.errors import NobodyPrefills, NoReadyNode
 from tests.planner.worlds import link, pd_decode, pd_prefill, policy, prfaas, request, route

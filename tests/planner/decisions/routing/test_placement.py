@@ -5,15 +5,14 @@ from hypothesis import strategies as st
 from planner.decisions.estimates.decoding import LearnedSteps
 from planner.decisions.estimates.durations import LearnedCost
 from planner.decisions.routing.placement import (
-    MOST_RATIO,
     PLACERS,
-    PlacementPolicy,
     able_to_decode,
     has_memory,
     longest_holder,
     place_kvcache_centric,
     soonest_s,
 )
+from planner.decisions.routing.policy import MOST_RATIO, PlacementPolicy
 from planner.decisions.views import PrefillCost
 from tests.planner.worlds import GB, pd_decode, pd_prefill, request
 

@@ -3,7 +3,7 @@
 from typing import cast
 
 from planner.decisions.estimates.durations import MoveEstimate
-from planner.decisions.routing.placement import PlacementPolicy
+from planner.decisions.routing.policy import PlacementPolicy
 from planner.simulator.gateway.estimates import Experience, LearnedTimes
 
 
