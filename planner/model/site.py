@@ -108,7 +108,7 @@ class Workload:
             raise InputError(f"workload: output_tokens={self.output_tokens}: must be above 0 and finite")
         if self.rate_req_per_s is not None and not LEAST <= self.rate_req_per_s <= RATE.high:
             raise InputError(f"workload: rate_req_per_s={self.rate_req_per_s}: must be above 0 and finite")
-        if self.arrivals is not None and self.arrivals.category is not None:
+        if self.categories and self.arrivals is not None and self.arrivals.category is not None:
             most, names = int(self.arrivals.category.max()), len(self.categories)
             require(most < names, "arrivals.category", most, f"the place of one of {names} categories")
 

@@ -28,7 +28,7 @@ class Rehearsed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptRate:
-    """The largest rate at which a site's targets for TTFT are kept, 0 if there is none, and shares in time at it."""
+    """The largest rate at which a site's targets for TTFT are kept, else 0, and shares in time at it."""
 
     rate: float
     in_time: Mapping[str, float]

@@ -164,7 +164,7 @@ LONG = TtftTarget(ttft_s=1.5, above_tokens=15 * SIZE, share=0.8)
 
 @pytest.mark.parametrize("target", [FIRST_TURNS, LONG])
 def test_a_promise_keeps_targets_of_some_requests_too(case_study, target):
-    """As `simulate` counts them, of sessions of which there are more at a higher rate."""
+    """As `simulate` counts them, where a higher rate is more sessions."""
     trace = chats()
     site = with_targets(fitted(case_study, trace), target)
     plan = rehearsed(site)
