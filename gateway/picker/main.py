@@ -27,10 +27,13 @@ from membership.fleet import MemberFleet
 from membership.sources import FileSource, Source
 from membership.view import View
 from membership.watch import MembershipWatch
+from transport.control.settings import SettingsError
 
 log = logging.getLogger("prfaas.picker")
 
 BEGIN_S: Final = 10.0  # that a picker waits for its registries before it listens
+POOL_NAME: Final = "pool"  # in metrics
+TARGET_PORT: Final = 8000
 CALM_S: Final = 1.0  # that it refuses what is new before it ends: proxies look at its health meanwhile
 
 
@@ -39,7 +42,7 @@ class PickerConfig:
     """What a picker is told. A port of 0 takes any free one."""
 
     sources: Sequence[Source]
-    pool_name: str = "pool"
+    pool_name: str = POOL_NAME
     host: str = "127.0.0.1"
     grpc_port: int = 9002
     health_port: int = 9003
@@ -166,7 +169,7 @@ def config_from(arguments: argparse.Namespace) -> PickerConfig:
     """What the command line says. Raises SettingsError."""
     return PickerConfig(
         sources=sources_from(arguments),
-        pool_name=arguments.pool_name,
+        pool_name=arguments.pool_name or POOL_NAME,
         host=arguments.host,
         grpc_port=arguments.grpc_port,
         health_port=arguments.grpc_health_port,
@@ -187,13 +190,26 @@ def sources_from(arguments: argparse.Namespace) -> Sequence[Source]:
     """The registries that the command line names. Raises SettingsError."""
     if arguments.endpoints is not None:
         return [FileSource(Path(arguments.endpoints))]
-    from membership.kubernetes.settings import KubernetesConfig
-    from membership.kubernetes.source import KubernetesSource  # its client is loaded where there is an API server
+    # Its client is loaded where there is an API server.
+    from membership.kubernetes.pool_source import InferencePoolSource
+    from membership.kubernetes.settings import InferencePoolConfig, KubernetesConfig
+    from membership.kubernetes.source import KubernetesSource
 
-    pods = KubernetesConfig(
-        selector=arguments.selector,
-        namespaces=(arguments.pool_namespace,) if arguments.pool_namespace else (),
-        readiness="pod",
-        server=arguments.api_server,
+    if arguments.selector is not None:
+        pods = KubernetesConfig(
+            selector=arguments.selector,
+            namespaces=(arguments.pool_namespace,) if arguments.pool_namespace else (),
+            readiness="pod",
+            server=arguments.api_server,
+        )
+        return [KubernetesSource(pods, server_ports=(arguments.target_port or TARGET_PORT,))]
+    if not arguments.pool_name:
+        raise SettingsError("name the servers: --endpoints, --selector, or their InferencePool as --pool-name")
+    if arguments.target_port is not None:
+        raise SettingsError(
+            f"--target-port {arguments.target_port}: the InferencePool {arguments.pool_name} has its own"
+        )
+    pool = InferencePoolConfig(
+        name=arguments.pool_name, namespace=arguments.pool_namespace, server=arguments.api_server
     )
-    return [KubernetesSource(pods, server_port=arguments.target_port)]
+    return [InferencePoolSource(pool)]
