@@ -15,8 +15,9 @@ from typing import Final
 import uvloop
 from aiohttp import web
 
-from gateway.errors import CannotListen
+from gateway.errors import CannotListen, GatewayConfigError
 from gateway.picker.admission import PickLimits
+from gateway.picker.certificates import FollowedCertificate, TlsFiles
 from gateway.picker.choosing import PickSettings, ServerPicker
 from gateway.picker.metrics import CONTENT_TYPE, PickerMetrics
 from gateway.picker.reports import ReportAsker
@@ -47,6 +48,7 @@ class PickerConfig:
     grpc_port: int = 9002
     health_port: int = 9003
     metrics_port: int = 9090
+    tls: TlsFiles | None = None
     settings: PickSettings = field(default_factory=PickSettings)
     limits: PickLimits = field(default_factory=PickLimits)
     max_running: int = 256
@@ -60,7 +62,7 @@ def run(config: PickerConfig) -> int:
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     try:
         uvloop.run(_serve(config))
-    except CannotListen as error:
+    except GatewayConfigError as error:
         print(f"prfaas epp: {error}", file=sys.stderr)
         return 1
     return 0
@@ -71,6 +73,9 @@ async def _serve(config: PickerConfig) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     counts = PickerMetrics()
+    credentials = None
+    if config.tls is not None:
+        credentials = FollowedCertificate(config.tls, counts.certificate_failed).credentials()
     tasks = TaskSet(lambda name: log.error("an error of ours has ended: %s", name))
     pool = ServerPool(time.monotonic, tokens_per_s=config.settings.tokens_per_s, max_running=config.max_running)
     picker = ServerPicker(pool, config.settings, config.limits)
@@ -90,7 +95,14 @@ async def _serve(config: PickerConfig) -> None:
             metrics_port = await _serve_metrics(config.host, config.metrics_port, counts, held)
             health_port = await held.enter_async_context(grpc_listening(config.host, config.health_port, None, health))
             port = await held.enter_async_context(
-                grpc_listening(config.host, config.grpc_port, service, health, max_body_bytes=config.max_body_bytes)
+                grpc_listening(
+                    config.host,
+                    config.grpc_port,
+                    service,
+                    health,
+                    max_body_bytes=config.max_body_bytes,
+                    credentials=credentials,
+                )
             )
         except OSError as error:
             raise CannotListen(str(error)) from error
@@ -174,6 +186,7 @@ def config_from(arguments: argparse.Namespace) -> PickerConfig:
         grpc_port=arguments.grpc_port,
         health_port=arguments.grpc_health_port,
         metrics_port=arguments.metrics_port,
+        tls=tls_from(arguments),
         settings=PickSettings(
             placement=arguments.placement,
             fallbacks=arguments.fallbacks,
@@ -184,6 +197,16 @@ def config_from(arguments: argparse.Namespace) -> PickerConfig:
         ),
         drain_s=arguments.drain_timeout,
     )
+
+
+def tls_from(arguments: argparse.Namespace) -> TlsFiles | None:
+    """None: in clear. Raises SettingsError."""
+    authority = Path(arguments.client_ca) if arguments.client_ca else None
+    if not arguments.cert_path:
+        if authority is not None:
+            raise SettingsError("--client-ca needs --cert-path: without a certificate of its own the port is in clear")
+        return None
+    return TlsFiles(Path(arguments.cert_path), authority)
 
 
 def sources_from(arguments: argparse.Namespace) -> Sequence[Source]:

@@ -56,8 +56,18 @@ def _add_servers(epp: argparse.ArgumentParser) -> None:
 
 
 def _add_ports(epp: argparse.ArgumentParser) -> None:
+    epp.add_argument("--host", default="127.0.0.1", metavar="HOST", help="address of all ports (default: %(default)s)")
     epp.add_argument(
-        "--host", default="127.0.0.1", metavar="HOST", help="address of all ports, in clear (default: %(default)s)"
+        "--cert-path",
+        default="",
+        metavar="DIR",
+        help="TLS at the port that proxies ask: a folder with tls.crt and tls.key, read anew when they change",
+    )
+    epp.add_argument(
+        "--client-ca",
+        default="",
+        metavar="FILE",
+        help="with --cert-path: proxies must show a certificate that one of these authorities has signed",
     )
     for name, port, what in (
         ("--grpc-port", 9002, "port that proxies ask"),
