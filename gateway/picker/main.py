@@ -15,8 +15,9 @@ from typing import Final
 import uvloop
 from aiohttp import web
 
-from gateway.errors import CannotListen
+from gateway.errors import CannotListen, GatewayConfigError
 from gateway.picker.admission import PickLimits
+from gateway.picker.certificates import FollowedCertificate, TlsFiles
 from gateway.picker.choosing import PickSettings, ServerPicker
 from gateway.picker.metrics import CONTENT_TYPE, PickerMetrics
 from gateway.picker.reports import ReportAsker
@@ -27,10 +28,13 @@ from membership.fleet import MemberFleet
 from membership.sources import FileSource, Source
 from membership.view import View
 from membership.watch import MembershipWatch
+from transport.control.settings import SettingsError
 
 log = logging.getLogger("prfaas.picker")
 
 BEGIN_S: Final = 10.0  # that a picker waits for its registries before it listens
+POOL_NAME: Final = "pool"  # in metrics
+TARGET_PORT: Final = 8000
 CALM_S: Final = 1.0  # that it refuses what is new before it ends: proxies look at its health meanwhile
 
 
@@ -39,11 +43,12 @@ class PickerConfig:
     """What a picker is told. A port of 0 takes any free one."""
 
     sources: Sequence[Source]
-    pool_name: str = "pool"
+    pool_name: str = POOL_NAME
     host: str = "127.0.0.1"
     grpc_port: int = 9002
     health_port: int = 9003
     metrics_port: int = 9090
+    tls: TlsFiles | None = None
     settings: PickSettings = field(default_factory=PickSettings)
     limits: PickLimits = field(default_factory=PickLimits)
     max_running: int = 256
@@ -57,7 +62,7 @@ def run(config: PickerConfig) -> int:
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     try:
         uvloop.run(_serve(config))
-    except CannotListen as error:
+    except GatewayConfigError as error:
         print(f"prfaas epp: {error}", file=sys.stderr)
         return 1
     return 0
@@ -68,6 +73,9 @@ async def _serve(config: PickerConfig) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     counts = PickerMetrics()
+    credentials = None
+    if config.tls is not None:
+        credentials = FollowedCertificate(config.tls, counts.certificate_failed).credentials()
     tasks = TaskSet(lambda name: log.error("an error of ours has ended: %s", name))
     pool = ServerPool(time.monotonic, tokens_per_s=config.settings.tokens_per_s, max_running=config.max_running)
     picker = ServerPicker(pool, config.settings, config.limits)
@@ -87,7 +95,14 @@ async def _serve(config: PickerConfig) -> None:
             metrics_port = await _serve_metrics(config.host, config.metrics_port, counts, held)
             health_port = await held.enter_async_context(grpc_listening(config.host, config.health_port, None, health))
             port = await held.enter_async_context(
-                grpc_listening(config.host, config.grpc_port, service, health, max_body_bytes=config.max_body_bytes)
+                grpc_listening(
+                    config.host,
+                    config.grpc_port,
+                    service,
+                    health,
+                    max_body_bytes=config.max_body_bytes,
+                    credentials=credentials,
+                )
             )
         except OSError as error:
             raise CannotListen(str(error)) from error
@@ -166,11 +181,12 @@ def config_from(arguments: argparse.Namespace) -> PickerConfig:
     """What the command line says. Raises SettingsError."""
     return PickerConfig(
         sources=sources_from(arguments),
-        pool_name=arguments.pool_name,
+        pool_name=arguments.pool_name or POOL_NAME,
         host=arguments.host,
         grpc_port=arguments.grpc_port,
         health_port=arguments.grpc_health_port,
         metrics_port=arguments.metrics_port,
+        tls=tls_from(arguments),
         settings=PickSettings(
             placement=arguments.placement,
             fallbacks=arguments.fallbacks,
@@ -183,17 +199,40 @@ def config_from(arguments: argparse.Namespace) -> PickerConfig:
     )
 
 
+def tls_from(arguments: argparse.Namespace) -> TlsFiles | None:
+    """None: in clear. Raises SettingsError."""
+    authority = Path(arguments.client_ca) if arguments.client_ca else None
+    if not arguments.cert_path:
+        if authority is not None:
+            raise SettingsError("--client-ca needs --cert-path: without a certificate of its own the port is in clear")
+        return None
+    return TlsFiles(Path(arguments.cert_path), authority)
+
+
 def sources_from(arguments: argparse.Namespace) -> Sequence[Source]:
     """The registries that the command line names. Raises SettingsError."""
     if arguments.endpoints is not None:
         return [FileSource(Path(arguments.endpoints))]
-    from membership.kubernetes.settings import KubernetesConfig
-    from membership.kubernetes.source import KubernetesSource  # its client is loaded where there is an API server
+    # Its client is loaded where there is an API server.
+    from membership.kubernetes.pool_source import InferencePoolSource
+    from membership.kubernetes.settings import InferencePoolConfig, KubernetesConfig
+    from membership.kubernetes.source import KubernetesSource
 
-    pods = KubernetesConfig(
-        selector=arguments.selector,
-        namespaces=(arguments.pool_namespace,) if arguments.pool_namespace else (),
-        readiness="pod",
-        server=arguments.api_server,
+    if arguments.selector is not None:
+        pods = KubernetesConfig(
+            selector=arguments.selector,
+            namespaces=(arguments.pool_namespace,) if arguments.pool_namespace else (),
+            readiness="pod",
+            server=arguments.api_server,
+        )
+        return [KubernetesSource(pods, server_ports=(arguments.target_port or TARGET_PORT,))]
+    if not arguments.pool_name:
+        raise SettingsError("name the servers: --endpoints, --selector, or their InferencePool as --pool-name")
+    if arguments.target_port is not None:
+        raise SettingsError(
+            f"--target-port {arguments.target_port}: the InferencePool {arguments.pool_name} has its own"
+        )
+    pool = InferencePoolConfig(
+        name=arguments.pool_name, namespace=arguments.pool_namespace, server=arguments.api_server
     )
-    return [KubernetesSource(pods, server_port=arguments.target_port)]
+    return [InferencePoolSource(pool)]

@@ -29,6 +29,11 @@ class PickerMetrics:
     _sources = counters(
         "prfaas_picker_registry_failures", "Times that a registry of servers was lost", "source", "reason"
     )
+    _certificates = counters(
+        "prfaas_picker_certificate_failures",
+        "Times that changed TLS files could not be used, and the old stayed",
+        "reason",
+    )
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
@@ -71,6 +76,10 @@ class PickerMetrics:
     def registry_failed(self, source: str, reason: str) -> None:
         """A registry was lost."""
         self._sources[source, reason].inc()
+
+    def certificate_failed(self, reason: str) -> None:
+        """TLS files have changed, and are `unreadable`, or no pair and therefore `unusable`."""
+        self._certificates[reason,].inc()
 
 
 class PoolCollector(Collector):

@@ -157,8 +157,12 @@ async def grpc_listening(
     *,
     max_body_bytes: int = 0,
     grace_s: float = 0.0,
+    credentials: grpc.ServerCredentials | None = None,
 ) -> AsyncIterator[int]:
-    """A server inside the block; its port. Without a `service` it tells of health alone. Raises OSError."""
+    """A server inside the block; its port. Without a `service` it tells of health alone, without `credentials` in clear.
+
+    Raises OSError.
+    """
     server = grpc.aio.server(options=[*OPTIONS, ("grpc.max_receive_message_length", max_body_bytes + MESSAGE_BYTES)])
     handlers = [
         grpc.method_handlers_generic_handler(
@@ -175,8 +179,11 @@ async def grpc_listening(
         )
         handlers.append(grpc.method_handlers_generic_handler(SERVICE, {"Process": process}))
     server.add_generic_rpc_handlers(tuple(handlers))
+    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     try:
-        bound = server.add_insecure_port(f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
+        bound = (
+            server.add_insecure_port(address) if credentials is None else server.add_secure_port(address, credentials)
+        )
     except RuntimeError as error:
         raise OSError(f"{host}:{port} cannot be listened at: {error}") from error
     await server.start()

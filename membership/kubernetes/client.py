@@ -19,7 +19,7 @@ import msgspec
 from membership.errors import KubernetesFailed
 from membership.kubernetes.lines import WatchLines
 from membership.kubernetes.objects import GONE, ApiStatus, shown
-from membership.kubernetes.settings import KubernetesConfig
+from membership.kubernetes.settings import ApiServerConfig
 from transport.control.bounded import BodyTooLong, read_bounded
 from transport.control.secret_files import read_secret
 
@@ -45,7 +45,7 @@ class RelistNeeded(Exception):
 class ApiClient:
     """Questions to one API server; they raise KubernetesFailed and RelistNeeded."""
 
-    def __init__(self, config: KubernetesConfig, call_s: float = CALL_S) -> None:
+    def __init__(self, config: ApiServerConfig, call_s: float = CALL_S) -> None:
         """Inside an event loop."""
         self._config = config
         self._call_s = call_s

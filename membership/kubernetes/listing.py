@@ -1,13 +1,13 @@
 """What Pods and EndpointSlices come to as members. The same objects give the same members, in whatever order they came."""
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from membership.errors import KubernetesFailed
 from membership.kubernetes.objects import EndpointSlice, Pod
-from membership.kubernetes.pods import UnusablePod, is_ending, is_ready, member_of
+from membership.kubernetes.pods import UnusablePod, is_ending, is_ready, members_of
 from membership.member import Member
 from membership.sources import MAX_ENTRIES
 from membership.view import RegistryReading
@@ -19,11 +19,11 @@ MAX_PROBLEMS: Final = 32
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """A Pod, as far as it counts. None: it has no address yet. `since` and `place` say which of two comes later."""
+    """A Pod, as far as it counts: nothing, if it has no address yet. `since` and `place` say which of two comes later."""
 
     since: str
     place: str
-    found: Member | UnusablePod | None
+    found: tuple[Member | UnusablePod, ...]
     is_ending: bool
     is_ready: bool
 
@@ -33,12 +33,12 @@ class _Seen:
 
 
 class KubernetesListing:
-    """The objects of all namespaces, by uid. `readiness` is that of the settings; ports are as in `member_of`."""
+    """The objects of all namespaces, by uid. `readiness` is that of the settings; ports are as in `members_of`."""
 
-    def __init__(self, readiness: str = "agent", agent_port: int = 0, server_port: int = 0) -> None:
+    def __init__(self, readiness: str = "agent", agent_port: int = 0, server_ports: Sequence[int] = ()) -> None:
         self._readiness = readiness
         self._agent_port = agent_port
-        self._server_port = server_port
+        self._server_ports = server_ports
         self._pods: dict[str, dict[str, _Seen]] = {}  # by namespace and uid
         self._serving: dict[str, dict[str, frozenset[str]]] = {}  # uids of Pods, by namespace and uid of a slice
         self._is_empty_meant = False
@@ -91,14 +91,15 @@ class KubernetesListing:
     def _read(self) -> RegistryReading:
         members: dict[str, Member] = {}
         problems: list[UnusablePod] = []
-        for seen in sorted(self._all_used(), key=lambda seen: seen.order, reverse=True):
-            if isinstance(seen.found, UnusablePod):
-                problems.append(seen.found)
-            elif isinstance(seen.found, Member):
-                later = members.setdefault(seen.found.id, seen.found)
-                if later is not seen.found:
-                    text = f"{seen.place}: a later Pod is {later.id}, too, at {later.agent}"
-                    problems.append(UnusablePod("identity", text))
+        used = sorted(self._all_used(), key=lambda each: each.order, reverse=True)
+        for place, found in ((each.place, found) for each in used for found in each.found):
+            if isinstance(found, UnusablePod):
+                problems.append(found)
+                continue
+            later = members.setdefault(found.id, found)
+            if later is not found:
+                text = f"{place}: a later Pod is {later.id}, too, at {later.agent}"
+                problems.append(UnusablePod("identity", text))
         problems.reverse()
         texts = [problem.text for problem in problems]
         if len(texts) > MAX_PROBLEMS:
@@ -133,13 +134,13 @@ class KubernetesListing:
 
     def _is_used(self, seen: _Seen | None) -> bool:
         """Whether it counts by what it says itself."""
-        return seen is not None and seen.found is not None and not seen.is_ending and seen.is_ready
+        return seen is not None and bool(seen.found) and not seen.is_ending and seen.is_ready
 
     def _seen(self, pod: Pod) -> _Seen:
         return _Seen(
             since=pod.metadata.creation_timestamp,
             place=f"{pod.metadata.namespace}/{pod.metadata.name}",
-            found=member_of(pod, self._agent_port, self._server_port) if pod.status.pod_ip else None,
+            found=members_of(pod, self._agent_port, self._server_ports) if pod.status.pod_ip else (),
             is_ending=is_ending(pod),
             is_ready=self._readiness != "pod" or is_ready(pod),
         )

@@ -82,6 +82,28 @@ class EndpointSlice(msgspec.Struct, frozen=True, kw_only=True):
     endpoints: Sequence[ServiceEndpoint] | None = None
 
 
+class PoolSelector(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
+    match_labels: Mapping[str, str] | None = None
+
+
+class TargetPort(msgspec.Struct, frozen=True, kw_only=True):
+    number: int
+
+
+class PoolSpec(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
+    """Each Pod has a model server at each of the `target_ports`."""
+
+    selector: PoolSelector = PoolSelector()
+    target_ports: Sequence[TargetPort] | None = None
+
+
+class InferencePool(msgspec.Struct, frozen=True, kw_only=True):
+    """Of the Gateway API's inference extension, v1."""
+
+    metadata: Metadata
+    spec: PoolSpec = PoolSpec()
+
+
 class ListMetadata(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
     """`continue_` is the token of the next page, "" on the last one."""
 

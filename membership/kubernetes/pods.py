@@ -1,7 +1,7 @@
 """What a Pod says of a node: nothing here waits, and one Pod gives the same answer in every gateway."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Final
 
 from membership.documents import (
@@ -44,6 +44,19 @@ def is_ending(pod: Pod) -> bool:
 def is_ready(pod: Pod) -> bool:
     """Whether its Ready condition says so."""
     return any(each.type == "Ready" and each.status == "True" for each in pod.status.conditions or ())
+
+
+def members_of(pod: Pod, agent_port: int = 0, server_ports: Sequence[int] = ()) -> tuple[Member | UnusablePod, ...]:
+    """The node in a Pod, or its model servers: one for each of `server_ports`. Several are told apart by their ranks."""
+    if len(server_ports) < 2:
+        return (member_of(pod, agent_port, next(iter(server_ports), 0)),)
+    found: list[Member | UnusablePod] = []
+    for rank, port in enumerate(server_ports):
+        server = member_of(pod, agent_port, port)
+        if isinstance(server, UnusablePod):
+            return (server,)
+        found.append(replace(server, id=f"{server.id}-rank-{rank}"))
+    return tuple(found)
 
 
 def member_of(pod: Pod, agent_port: int = 0, server_port: int = 0) -> Member | UnusablePod:

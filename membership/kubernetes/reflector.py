@@ -57,14 +57,23 @@ V = TypeVar("V")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collection(Generic[T]):
-    """What is followed: `kind` at `path`, those that `selector` chooses. What is found is told to the other three."""
+    """What is followed: `kind` at `path`, those that `selector` chooses, or the one that has a `name`.
+
+    What is found is told to the other three.
+    """
 
     path: str
-    selector: str
+    selector: str = ""
+    name: str = ""
     kind: type[T]
     listed: Callable[[Sequence[T]], None]
     put: Callable[[T], None]
     deleted: Callable[[T], None]
+
+    @property
+    def params(self) -> dict[str, str]:
+        """What the API server is asked for."""
+        return {"fieldSelector": f"metadata.name={self.name}"} if self.name else {"labelSelector": self.selector}
 
 
 class Reflector(Generic[T]):
@@ -128,7 +137,7 @@ class Reflector(Generic[T]):
     async def _list(self) -> None:
         """Page by page. If what it lists is forgotten meanwhile, that is a failure, and all begins anew."""
         found: list[T] = []
-        params = {"labelSelector": self._of.selector, "limit": str(PAGE_OBJECTS)}
+        params = {**self._of.params, "limit": str(PAGE_OBJECTS)}
         for pages in itertools.count(1):
             try:
                 page = await self._page(params)
@@ -163,7 +172,7 @@ class Reflector(Generic[T]):
 
     async def _watch(self) -> None:
         params = {
-            "labelSelector": self._of.selector,
+            **self._of.params,
             "resourceVersion": self._version,
             "allowWatchBookmarks": "true",
         }

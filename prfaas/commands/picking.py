@@ -25,35 +25,49 @@ def add_epp(commands: Commands) -> argparse.ArgumentParser:
 
 
 def _add_servers(epp: argparse.ArgumentParser) -> None:
-    which = epp.add_mutually_exclusive_group(required=True)
+    which = epp.add_mutually_exclusive_group()
     which.add_argument(
         "--endpoints",
         metavar="FILE",
         help="file that lists the servers: llm-d's format in JSON, or ours; it is watched",
     )
-    which.add_argument(
-        "--selector", metavar="LABELS", help="label selector of the servers' Pods, as the InferencePool has it"
+    which.add_argument("--selector", metavar="LABELS", help="label selector of the servers' Pods")
+    epp.add_argument(
+        "--pool-name",
+        default="",
+        metavar="NAME",
+        help="the InferencePool, where neither --endpoints nor --selector is given; the name in metrics (default: pool)",
     )
-    epp.add_argument("--pool-name", default="pool", metavar="NAME", help="the pool's name in metrics (default: pool)")
-    epp.add_argument("--pool-namespace", default="", metavar="NAME", help="namespace of the Pods (default: our own)")
+    epp.add_argument(
+        "--pool-namespace", default="", metavar="NAME", help="namespace of the pool and its Pods (default: our own)"
+    )
     epp.add_argument(
         "--api-server",
         default=IN_CLUSTER,
         metavar="URL",
-        help="with --selector: Kubernetes' API, such as `kubectl proxy` (default: the cluster that we run in)",
+        help="Kubernetes' API, such as `kubectl proxy` (default: the cluster that we run in)",
     )
     epp.add_argument(
         "--target-port",
         type=within(1, 65535),
-        default=8000,
         metavar="PORT",
-        help="where Pods answer, as the InferencePool has it (default: %(default)s)",
+        help="with --selector: where Pods answer (default: 8000)",
     )
 
 
 def _add_ports(epp: argparse.ArgumentParser) -> None:
+    epp.add_argument("--host", default="127.0.0.1", metavar="HOST", help="address of all ports (default: %(default)s)")
     epp.add_argument(
-        "--host", default="127.0.0.1", metavar="HOST", help="address of all ports, in clear (default: %(default)s)"
+        "--cert-path",
+        default="",
+        metavar="DIR",
+        help="TLS at the port that proxies ask: a folder with tls.crt and tls.key, read anew when they change",
+    )
+    epp.add_argument(
+        "--client-ca",
+        default="",
+        metavar="FILE",
+        help="with --cert-path: proxies must show a certificate that one of these authorities has signed",
     )
     for name, port, what in (
         ("--grpc-port", 9002, "port that proxies ask"),

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ from gateway.picker.main import FollowedMembers, config_from
 from gateway.picker.servers import ServerPool
 from membership.kubernetes.objects import Metadata, Pod, PodSpec, PodStatus
 from membership.kubernetes.pods import member_of
+from membership.kubernetes.pool_source import InferencePoolSource
 from membership.kubernetes.source import KubernetesSource
 from membership.member import Member
 from membership.sources import Source
@@ -80,7 +82,7 @@ def test_pods_that_are_ready_are_servers(tmp_path: Path) -> None:
         cluster.add("vllm-0")
         cluster.add("vllm-1")
         cluster.ready("vllm-1", True)
-        source = KubernetesSource(config(api, tmp_path, readiness="pod"), server_port=8000)
+        source = KubernetesSource(config(api, tmp_path, readiness="pod"), server_ports=(8000,))
         assert followed([source], 1) == {"vllm-1": ("127.0.0.1:8000", False)}
     finally:
         api.close()
@@ -108,3 +110,24 @@ def test_pods_are_asked_for_as_the_flags_say() -> None:
     asked = ["epp", "--selector", "app=vllm", "--pool-namespace", "llm", "--api-server", "http://127.0.0.1:8001"]
     (source,) = config_from(parser().parse_args(asked)).sources
     assert source.name == "kubernetes"
+
+
+def test_without_a_file_or_a_selector_the_pool_is_asked_for(tmp_path: Path) -> None:
+    asked = ["epp", "--pool-name", "vllm", "--pool-namespace", "llm", "--api-server", "http://127.0.0.1:8001"]
+    config = config_from(parser().parse_args(asked))
+    (source,) = config.sources
+    assert isinstance(source, InferencePoolSource)
+    assert config.pool_name == "vllm"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ([], "name the servers: --endpoints, --selector, or their InferencePool as --pool-name"),
+        (["--pool-name", "vllm", "--target-port", "8000"], "--target-port 8000: the InferencePool vllm has its own"),
+        (["--pool-name", "Vllm"], "name = 'Vllm'"),
+    ],
+)
+def test_servers_that_are_not_named_are_said_before_anything_begins(arguments: Sequence[str], told: str) -> None:
+    with pytest.raises(SettingsError, match=re.escape(told)):
+        config_from(parser().parse_args(["epp", *arguments]))

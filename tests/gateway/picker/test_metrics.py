@@ -27,3 +27,9 @@ def test_picks_are_counted_by_what_came_of_them() -> None:
     page = metrics.page().decode()
     for outcome in ("picked", "prefill_apart", "refused_400", "r"):
         assert f'prfaas_picker_requests_total{{outcome="{outcome}"}} 1.0' in page
+
+
+def test_files_of_certificates_that_cannot_be_used_are_counted() -> None:
+    metrics = PickerMetrics()
+    metrics.certificate_failed("unusable")
+    assert 'prfaas_picker_certificate_failures_total{reason="unusable"} 1.0' in metrics.page().decode()

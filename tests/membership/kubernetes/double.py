@@ -1,4 +1,4 @@
-"""A double of the Kubernetes API, for tests: Pods and EndpointSlices as the real server keeps, lists and tells them.
+"""A double of the Kubernetes API, for tests: it keeps, lists and tells Pods, EndpointSlices and InferencePools as the real one.
 
 One version counts all writes. A watch begins after the version that it names, and a list goes on at the version of its first
 page; both get 410 once that is forgotten. A selector that an object no longer meets tells a watch that it is deleted.
@@ -19,12 +19,14 @@ from typing import Any, Final
 from aiohttp import web
 
 COLLECTION: Final = re.compile(
-    r"/(?P<api>api/v1|apis/discovery\.k8s\.io/v1)/namespaces/(?P<namespace>[^/]+)/(?P<resource>pods|endpointslices)"
+    r"/(?P<api>api/v1|apis/discovery\.k8s\.io/v1|apis/inference\.networking\.k8s\.io/v1)"
+    r"/namespaces/(?P<namespace>[^/]+)/(?P<resource>pods|endpointslices|inferencepools)"
     r"(?:/(?P<name>[^/]+)(?P<status>/status)?)?"
 )
-GROUPS: Final = {"pods": "", "endpointslices": "discovery.k8s.io"}
-KINDS: Final = {"pods": "Pod", "endpointslices": "EndpointSlice"}
-VERSIONS: Final = {"pods": "v1", "endpointslices": "discovery.k8s.io/v1"}
+POOLS: Final = "inference.networking.k8s.io"
+GROUPS: Final = {"pods": "", "endpointslices": "discovery.k8s.io", "inferencepools": POOLS}
+KINDS: Final = {"pods": "Pod", "endpointslices": "EndpointSlice", "inferencepools": "InferencePool"}
+VERSIONS: Final = {"pods": "v1", "endpointslices": "discovery.k8s.io/v1", "inferencepools": f"{POOLS}/v1"}
 TERM: Final = re.compile(
     r"(?P<key>[^\s!=,]+)\s*(?:(?P<op>=|==|!=)\s*(?P<value>\S*)|(?P<set>in|notin)\s*\((?P<values>.*)\))"
 )
@@ -233,7 +235,7 @@ class ApiDouble:
             everything = [
                 each
                 for key, each in sorted(self._at(at).items())
-                if key[:2] == (resource, namespace) and meets(each, http.query.get("labelSelector", ""))
+                if key[:2] == (resource, namespace) and is_asked_for(each, http.query)
             ]
         rest = [each for each in everything if each["metadata"]["name"] > last]
         limit = int(http.query.get("limit") or 0) or len(rest) or 1
@@ -260,7 +262,6 @@ class ApiDouble:
         answer = web.StreamResponse(headers={"content-type": "application/json"})
         await answer.prepare(http)
         seen = int(http.query["resourceVersion"])
-        selector = http.query.get("labelSelector", "")
         ends_at = time.monotonic() + float(http.query.get("timeoutSeconds", "1800"))
         marks_at = time.monotonic() + self.bookmark_s
         while (now := time.monotonic()) < ends_at:
@@ -271,7 +272,7 @@ class ApiDouble:
                 gone = ApiError(410, "Expired", f"too old resource version: {seen} ({self._floor})")
                 await answer.write(_line("ERROR", gone.status))
                 break
-            for kind, told in _events(writes, (resource, namespace), selector):
+            for kind, told in _events(writes, (resource, namespace), http.query):
                 await answer.write(_line(kind, told))
             seen = version
             if now >= marks_at and http.query.get("allowWatchBookmarks") == "true":
@@ -292,17 +293,25 @@ class ApiDouble:
         return answer
 
 
-def _events(writes: Sequence[Write], of: tuple[str, str], selector: str) -> Iterator[tuple[str, Object]]:
+def _events(writes: Sequence[Write], of: tuple[str, str], query: Mapping[str, str]) -> Iterator[tuple[str, Object]]:
     for write in writes:
         if write.key[:2] != of:
             continue
-        was = write.before is not None and meets(write.before, selector)
-        is_ = write.after is not None and meets(write.after, selector)
+        was = write.before is not None and is_asked_for(write.before, query)
+        is_ = write.after is not None and is_asked_for(write.after, query)
         version = {"resourceVersion": str(write.version)}
         if is_ and write.after is not None:
             yield ("MODIFIED" if was else "ADDED"), write.after
         elif was and (told := write.after or write.before) is not None:
             yield "DELETED", {**told, "metadata": {**told["metadata"], **version}}
+
+
+def is_asked_for(each: Object, query: Mapping[str, str]) -> bool:
+    """Whether labels, and the name, are as a list or a watch asks."""
+    field, _, name = query.get("fieldSelector", "").partition("=")
+    if field not in ("", "metadata.name"):
+        raise ApiError(400, "BadRequest", f"field label not supported: {field}")
+    return meets(each, query.get("labelSelector", "")) and (not field or each["metadata"]["name"] == name)
 
 
 def meets(each: Object, selector: str) -> bool:

@@ -28,6 +28,7 @@ ADMIN: Final = "admin"
 SELECTOR: Final = "app=prfaas"
 NAMESPACE: Final = "llm"
 READ: Final = frozenset((verb, resource) for verb in ("list", "watch") for resource in ("pods", "endpointslices"))
+READ_POOLS: Final = READ | {(verb, "inferencepools") for verb in ("list", "watch")}
 GROUPS: Final = {"pods": "", "endpointslices": "discovery.k8s.io"}
 
 
@@ -197,6 +198,7 @@ class Cluster:
         self._api = api
         self._pods = f"/api/v1/namespaces/{namespace}/pods"
         self._slices = f"/apis/discovery.k8s.io/v1/namespaces/{namespace}/endpointslices"
+        self._pools = f"/apis/inference.networking.k8s.io/v1/namespaces/{namespace}/inferencepools"
 
     def add(
         self, name: str, address: str = "127.0.0.1", port: int = 7001, labels: Mapping[str, str] = NO_LABELS
@@ -246,6 +248,20 @@ class Cluster:
             self._call("POST", self._slices, body)
         except urllib.error.HTTPError:
             self._call("PATCH", f"{self._slices}/{service}-{name}", body)
+
+    def pool(self, name: str, *ports: int, **labels: str) -> None:
+        """An InferencePool is there, or is another now."""
+        target_ports = [{"number": port} for port in ports]
+        spec = {"selector": {"matchLabels": labels}, "targetPorts": target_ports}
+        with contextlib.suppress(urllib.error.HTTPError):
+            self._call("DELETE", f"{self._pools}/{name}")
+        self._call("POST", self._pools, {"metadata": {"name": name}, "spec": spec})
+
+    def retarget(self, name: str, *ports: int) -> None:
+        self._call("PATCH", f"{self._pools}/{name}", {"spec": {"targetPorts": [{"number": port} for port in ports]}})
+
+    def drop_pool(self, name: str) -> None:
+        self._call("DELETE", f"{self._pools}/{name}")
 
     def _call(self, method: str, path: str, body: object = None) -> Any:
         kind = "application/merge-patch+json" if method == "PATCH" else "application/json"
