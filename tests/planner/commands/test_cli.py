@@ -229,7 +229,7 @@ def planned_with_only(packages: set[str], *argv: str) -> subprocess.CompletedPro
     return subprocess.run([sys.executable, "-c", code, *argv], capture_output=True, text=True)
 
 
-BARE = {"planner", "hybrid_cache", "transport", "node", "prfaas", "numpy", "msgspec"}
+BARE = {"planner", "membership", "hybrid_cache", "transport", "node", "prfaas", "numpy", "msgspec"}
 
 
 @pytest.mark.parametrize("argv", [["solve", "-c", CASE], ["simulate", "-c", CASE, "--requests", "50"]])
