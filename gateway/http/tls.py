@@ -18,7 +18,7 @@ from aiohttp import web
 from gateway.config.gateway import GatewayConfig
 from gateway.errors import GatewayConfigError
 from gateway.http.connections import ClientConnection, Gate
-from transport.path.handshakes import IN_ALL, HandshakePlaces
+from transport.path.handshakes import IN_ALL, HandshakePlaces, KnownSites
 from transport.path.site import site_of
 
 log = logging.getLogger("prfaas.gateway.tls")
@@ -26,7 +26,6 @@ log = logging.getLogger("prfaas.gateway.tls")
 # TLS 1.3 has its own; of TLS 1.2 those with forward secrecy and authenticated encryption (RFC 9325).
 CIPHERS: Final = "ECDHE+AESGCM:ECDHE+CHACHA20"
 LOOK_S: Final = 1.0  # between two looks at the files
-KNOWN_S: Final = 600.0  # how long strangers take no handshake's place from clients whose last one went well
 MAX_KNOWN: Final = 4_096
 FOR_KNOWN: Final = IN_ALL // 2  # places; one handshake makes anybody known
 
@@ -125,7 +124,7 @@ def _why(error: Exception) -> str:
 
 
 class Handshaking:
-    """Connections that agree on TLS still, which takes some 60 KiB of each: of few at a time."""
+    """Connections whose TLS handshake is under way. Each takes some 60 KiB, so their number is bounded."""
 
     def __init__(self, gate: Gate, now: Callable[[], float]) -> None:
         """`now` is the event loop's clock."""
@@ -133,7 +132,7 @@ class Handshaking:
         self._now = now
         self._connections: set[SecureConnection] = set()
         self._places: HandshakePlaces[SecureConnection] = HandshakePlaces()
-        self._known: dict[str, float] = {}  # by site, when one from there was secure; the latest last
+        self._known = KnownSites(MAX_KNOWN)  # from which a connection became secure
         self._as_known: set[SecureConnection] = set()  # those that have places for that
 
     def __len__(self) -> int:
@@ -147,7 +146,7 @@ class Handshaking:
         site, now = site_of(connection.address), self._now()
         self._connections.add(connection)
         is_trusted = self._gate.trusts(connection.address)
-        if not is_trusted and len(self._as_known) < FOR_KNOWN and now < self._known.get(site, float("-inf")) + KNOWN_S:
+        if not is_trusted and len(self._as_known) < FOR_KNOWN and self._known.is_known(site, now):
             self._as_known.add(connection)
         is_known = is_trusted or connection in self._as_known
         lost = self._places.enter(connection, site, now, is_known=is_known)
@@ -160,11 +159,7 @@ class Handshaking:
         self._as_known.discard(connection)
         self._places.leave(connection)
         if is_secure:
-            site = site_of(connection.address)
-            self._known.pop(site, None)
-            self._known[site] = self._now()
-            if len(self._known) > MAX_KNOWN:
-                del self._known[next(iter(self._known))]
+            self._known.remember(site_of(connection.address), self._now())
 
 
 class SecureConnection(ClientConnection):

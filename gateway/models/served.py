@@ -122,7 +122,7 @@ class Models:
         return any(is_ready(self.clusters, each) for each in self.clusters.revisions.values() if each.key == key)
 
     def of(self, request: Request) -> ModelParts:
-        """What serves `request`. Raises NoModel for a model that has gone since it was read."""
+        """The parts that serve the model of `request`. Raises NoModel if the model has left since the request was read."""
         return self._there(request.offered.key)
 
     def named(self, name: str) -> ModelParts:

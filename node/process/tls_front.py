@@ -24,7 +24,7 @@ from node.process.ports import ListenPort
 from node.process.relay import READ_BYTES, STALLED_S, TlsRelay, reset
 from transport.control.calls import keep_alive
 from transport.path.accept_loop import BACKLOG, AcceptLoop
-from transport.path.handshakes import HandshakePlaces
+from transport.path.handshakes import HandshakePlaces, KnownSites
 from transport.path.site import site_of
 from transport.path.tcp import family_of, format_address
 from transport.peers.name import said_by
@@ -37,8 +37,6 @@ HANDSHAKE_S: Final = 5.0
 CONNECT_S: Final = 5.0  # to an engine on the same machine, whose loop may be busy
 MAX_CONNECTIONS: Final = 16_384  # of callers that may ask
 MAX_OF_ADDRESS: Final = 4_096
-KNOWN_S: Final = 600.0  # how long a site stays known after its last caller left
-MAX_KNOWN: Final = 1_024
 MAX_LEFT: Final = 4_096
 
 ANY_IPV6: Final = "::"  # any of IPv4, too, as gRPC has it
@@ -94,7 +92,7 @@ class TlsFront:
         self._engine: tuple[str, int] | None = None  # that takes connections
         self._callers: set[_Caller] = set()
         self._admitted: Counter[str] = Counter()  # by site
-        self._seen: dict[str, float] = {}  # by site, when the last of its admitted callers went; the latest last
+        self._known = KnownSites()  # since one of their admitted callers left
         self._identity = identity
         self._complaint = complaint
         self._handshake_s = handshake_s
@@ -141,7 +139,7 @@ class TlsFront:
         self._engine = None
 
     def caller_at(self, inner: str) -> "AdmittedCaller | None":
-        """Who has called the server from that ADDRESS:PORT of this machine; None: another process has, or it has ended."""
+        """The caller for which the front connected from that inner ADDRESS:PORT; None for other processes."""
         return self._inside.get(inner)
 
     def has_left(self, inner: str) -> bool:
@@ -205,7 +203,7 @@ class TlsFront:
 
     def _is_known(self, site: str) -> bool:
         """Whether a good certificate has come from there of late."""
-        return site in self._admitted or self._loop.time() < self._seen.get(site, float("-inf")) + KNOWN_S
+        return site in self._admitted or self._known.is_known(site, self._loop.time())
 
     # What callers tell
 
@@ -251,10 +249,7 @@ class TlsFront:
             self._admitted[caller.site] -= 1
             if not self._admitted[caller.site]:
                 del self._admitted[caller.site]
-            self._seen.pop(caller.site, None)
-            self._seen[caller.site] = self._loop.time()
-            if len(self._seen) > MAX_KNOWN:
-                del self._seen[next(iter(self._seen))]
+            self._known.remember(caller.site, self._loop.time())
 
     async def _connect(self, caller: "_Caller", engine: tuple[str, int]) -> None:
         try:

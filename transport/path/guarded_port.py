@@ -1,9 +1,9 @@
-"""A port with few places for callers: a crowd of strangers takes no more memory than they have, and none from those known.
+"""A port with few places for callers. A crowd of strangers fills these at most, and takes none from known callers.
 
     accepted ── a place ── TLS handshake, within `handshake_s`, if there is a context ── the protocol of `server`
 
-A caller has its place until its handshake is over (`until_end` false: a certificate admits it), or until it leaves. What
-places are, and who loses one, is said in `transport.path.handshakes`.
+A caller keeps its place until it leaves. Where a certificate admits callers (`until_end` false), it keeps the place until
+its handshake is over. `transport.path.handshakes` says which caller loses its place to another one.
 """
 
 import asyncio
@@ -14,15 +14,13 @@ from collections.abc import Callable
 from typing import Final
 
 from transport.path.accept_loop import BACKLOG, AcceptLoop
-from transport.path.handshakes import HandshakePlaces
+from transport.path.handshakes import HandshakePlaces, KnownSites
 from transport.path.site import site_of
 from transport.path.tcp import family_of, shut
 
 HANDSHAKE_S: Final = 5.0
 IN_ALL: Final = 256  # each takes some 60 KiB with TLS
 OF_NETWORK: Final = 64
-KNOWN_S: Final = 600.0
-MAX_KNOWN: Final = 1_024
 
 ProtocolFactory = Callable[[], asyncio.BaseProtocol]
 
@@ -46,7 +44,7 @@ class GuardedPort:
         self._places = places if places is not None else HandshakePlaces(IN_ALL, OF_NETWORK)
         self._handshake_s = handshake_s
         self._callers: set[_Caller] = set()  # with a place
-        self._known: dict[str, float] = {}  # by site, until when; the latest last
+        self._known = KnownSites()
         self._loop: asyncio.AbstractEventLoop
         self._accepting: AcceptLoop | None = None
 
@@ -63,12 +61,8 @@ class GuardedPort:
         return bound
 
     def knows(self, address: str) -> None:
-        """A caller from there has shown that it may ask: strangers take no place from others from there, for a while."""
-        site = site_of(address)
-        self._known.pop(site, None)
-        self._known[site] = self._loop.time() + KNOWN_S
-        if len(self._known) > MAX_KNOWN:
-            del self._known[next(iter(self._known))]
+        """A caller at `address` has shown that it may ask. For a while strangers take no place from callers of its site."""
+        self._known.remember(site_of(address), self._loop.time())
 
     async def close(self) -> None:
         """Listens no more, and ends handshakes; the server ends what it has."""
@@ -86,7 +80,7 @@ class GuardedPort:
         now = self._loop.time()
         self._sweep()
         caller = _Caller(connection)
-        lost = self._places.enter(caller, site, now, is_known=now < self._known.get(site, now))
+        lost = self._places.enter(caller, site, now, is_known=self._known.is_known(site, now))
         if lost is not None:
             self.ended["crowded"] += 1
             self._callers.discard(lost)
@@ -141,7 +135,7 @@ class _Caller:
         return self.connection.fileno() < 0
 
     def end(self) -> None:
-        """However far it is."""
+        """Ends the connection, before or after its handshake."""
         if self.transport is not None:
             self.transport.abort()
         else:

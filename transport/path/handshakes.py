@@ -18,6 +18,8 @@ Caller = TypeVar("Caller")
 IN_ALL: Final = 1_024  # each takes some 50 KiB until it ends
 OF_NETWORK: Final = 256
 DAWDLES_S: Final = 1.0  # a handshake takes milliseconds, and a round trip or two
+KNOWN_S: Final = 600.0
+MAX_KNOWN: Final = 1_024
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +27,24 @@ class _Standing:
     network: str
     is_known: bool
     since: float
+
+
+class KnownSites:
+    """Sites from which a good caller has come of late, at most `most` of them. The caller of its methods gives `now`."""
+
+    def __init__(self, most: int = MAX_KNOWN) -> None:
+        self._most = most
+        self._until_s: dict[str, float] = {}  # by site; the latest last
+
+    def remember(self, site: str, now: float) -> None:
+        """A site stays known for KNOWN_S."""
+        self._until_s.pop(site, None)
+        self._until_s[site] = now + KNOWN_S
+        if len(self._until_s) > self._most:
+            del self._until_s[next(iter(self._until_s))]
+
+    def is_known(self, site: str, now: float) -> bool:
+        return now < self._until_s.get(site, float("-inf"))
 
 
 class HandshakePlaces(Generic[Caller]):

@@ -147,7 +147,7 @@ class TokenEndpoints:
             return web.Response(status=status, body=told, headers={"Content-Type": kind})
 
     async def _received(self, http: web.Request, max_bytes: int | None = None) -> tuple[Tenant, bytes]:
-        """Who asks, and the body. Raises ApiError."""
+        """The tenant and the body of a request. Raises ApiError."""
         tenant = self._tenant_of(http.headers)
         self._admission.check(tenant.share)
         body = await self._receiver.receive(http)

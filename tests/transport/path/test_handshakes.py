@@ -1,6 +1,6 @@
 """Who gets a place for a handshake, and who loses one."""
 
-from transport.path.handshakes import DAWDLES_S, HandshakePlaces
+from transport.path.handshakes import DAWDLES_S, KNOWN_S, HandshakePlaces, KnownSites
 
 
 def filled(in_all: int, of_network: int, *networks: str) -> HandshakePlaces[str]:
@@ -65,3 +65,13 @@ def test_a_place_is_given_back_once() -> None:
     places.leave("nobody")
     assert places.enter("new", "a", 0.0, is_known=False) is None
     assert len(places) == 2
+
+
+def test_sites_are_known_for_a_while_and_the_longest_unseen_are_forgotten_first() -> None:
+    sites = KnownSites(most=2)
+    assert not sites.is_known("a", 0.0)
+    for site, now in (("a", 0.0), ("b", 1.0), ("a", 2.0), ("c", 3.0)):
+        sites.remember(site, now)
+    assert [sites.is_known(site, 4.0) for site in "abc"] == [True, False, True]
+    assert sites.is_known("a", 2.0 + KNOWN_S - 0.1)
+    assert not sites.is_known("a", 2.0 + KNOWN_S)
