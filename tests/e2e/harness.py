@@ -7,7 +7,6 @@ import json
 import os
 import re
 import signal
-import socket
 import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
@@ -299,13 +298,6 @@ class Bench:
         node = self.node(name)
         port = int(node.agent_address.rpartition(":")[2])
         await self.system.start_node(dataclasses.replace(node.config, control_port=port))
-
-
-def free_port() -> int:
-    """A port without a listener right now."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port: int = probe.getsockname()[1]
-        return port
 
 
 async def _bounded(scenario: Coroutine[Any, Any, T], timeout_s: float) -> T:

@@ -15,7 +15,8 @@ import pytest
 import yaml
 
 from tests.conftest import Models
-from tests.e2e.harness import Bench, free_port, topology_document
+from tests.e2e.harness import Bench, topology_document
+from tests.ports import free_port
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy" / "prometheus"

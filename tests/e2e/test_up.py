@@ -20,7 +20,7 @@ import pytest
 import tomli_w
 
 from tests.e2e import tls
-from tests.e2e.harness import free_port
+from tests.ports import free_port
 
 pytestmark = pytest.mark.e2e
 

@@ -27,9 +27,10 @@ from engine.vllm.launch import VllmOptions, environment, server_command
 from hybrid_cache.layout.layout import ModelLayout
 from hybrid_cache.layout.transfers import transfer_ranges
 from prfaas.errors import PrfaasError
-from tests.e2e.harness import Bench, free_port
+from tests.e2e.harness import Bench
 from tests.gpu.models import GEOMETRIES, LEFT_OUT, written
 from tests.gpu.results import PartResult, judged
+from tests.ports import free_port
 
 NAME = "tiny"
 START_S = 300.0

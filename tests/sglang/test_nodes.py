@@ -17,6 +17,8 @@ from typing import Any
 
 import pytest
 
+from tests.ports import free_port
+
 pytest.importorskip("torch")
 pytest.importorskip("sglang")
 
@@ -26,7 +28,7 @@ from gateway.errors import AgentCallFailed
 from node.engine.liveness import has_ended
 from node.engine.shm_cleanup import SHARED
 from node.process.children import members
-from tests.e2e.harness import Bench, free_port
+from tests.e2e.harness import Bench
 from tests.sglang.serving import PAGE, THRESHOLD, Alone, document, kernels_stood_in
 from transport.control.proto import node_pb2 as pb
 

@@ -3,9 +3,7 @@
 import asyncio
 import contextlib
 import os
-import secrets
 import signal
-import socket
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
@@ -22,6 +20,7 @@ import tomli_w
 from gateway.auth.keyring import digest_of
 from prfaas.commands.keys import new_key
 from tests.e2e import tls
+from tests.ports import free_port
 from tests.transport.proxy import Proxy
 from transport.control.proto import node_pb2 as pb
 from transport.control.proto import node_pb2_grpc as rpc
@@ -281,11 +280,3 @@ def _sizes(status: str) -> dict[str, int]:
 
 def _modules(arguments: list[str]) -> Iterator[str]:
     return (after for flag, after in pairwise(arguments) if flag == "-m")
-
-
-def free_port() -> int:
-    """A port without a listener, which no outgoing connection is given before there is one."""
-    while True:
-        port = secrets.choice(PORTS)
-        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
-            return port

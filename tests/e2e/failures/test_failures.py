@@ -13,7 +13,8 @@ import pytest
 
 from prfaas.demo.client import DemoCompletion, RequestFailed
 from tests.conftest import Models
-from tests.e2e.harness import Bench, free_port, topology_document
+from tests.e2e.harness import Bench, topology_document
+from tests.ports import free_port
 from tests.transport.proxy import Proxy
 
 pytestmark = pytest.mark.e2e

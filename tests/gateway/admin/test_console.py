@@ -5,7 +5,6 @@ import base64
 import json
 import re
 import shutil
-import socket
 import subprocess
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -24,6 +23,7 @@ from gateway.config.tenants import TenantConfig
 from tests.gateway.admission.test_slo import LONG
 from tests.gateway.memory.pipeline import on_memory_loop, pipeline
 from tests.gateway.worlds import Deployment, on_loop, until, world
+from tests.ports import free_port
 from transport.control.proto import node_pb2 as pb
 
 FETCHED = re.compile(r"""(?:src|href)="(console/[^"]+)"|from "\./([^"]+)\"""")
@@ -139,7 +139,7 @@ async def test_a_busy_link_and_then_its_failure_show() -> None:
 @on_loop
 async def test_with_a_port_of_their_own_operators_have_the_console_there_alone() -> None:
     async with (
-        world(metrics_port=_free_port()) as w,
+        world(metrics_port=free_port()) as w,
         aiohttp.ClientSession(w.gateway.metrics_url.removesuffix("/metrics")) as operators,
     ):
         for path in ("/console", "/prfaas/console", "/prfaas/plan", "/console/app.js"):
@@ -178,12 +178,6 @@ async def test_with_tenants_the_console_is_for_operators() -> None:
         for path in ("/prfaas/explain", "/prfaas/links", "/prfaas/plan"):
             async with w.http.post(path, json=body, headers={"Authorization": "Bearer mine"}) as answer:
                 assert answer.status in (401, 403)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class PlanService:

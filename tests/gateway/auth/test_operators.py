@@ -13,9 +13,9 @@ from gateway.config.gateway import GatewayConfig
 from gateway.config.operators import OperatorConfig, OperatorRole
 from gateway.config.tenants import TenantConfig
 from gateway.errors import Forbidden, Unauthorised
-from tests.gateway.http.test_strangers import free_port
 from tests.gateway.memory.pipeline import on_memory_loop, pipeline
 from tests.gateway.worlds import World, on_loop, world
+from tests.ports import free_port
 from transport.control.settings import SettingsError, build
 
 ACME, OLD = "sk-acme", "sk-old"

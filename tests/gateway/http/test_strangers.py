@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import socket
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 
@@ -15,6 +14,7 @@ from gateway.telemetry.metrics import Metrics
 from tests.gateway.memory.pipeline import on_memory_loop, pipeline
 from tests.gateway.scripted import topology
 from tests.gateway.worlds import PATIENCE_S, Deployment, config_for, on_loop, until, world
+from tests.ports import free_port
 
 COMPLETION = json.dumps({"model": "scripted", "prompt": "hello there"}).encode()
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
@@ -254,9 +254,3 @@ async def test_operators_have_a_port_of_their_own() -> None:
                 assert shown.status == 200
         async with w.http.get(base + "/health") as health:
             assert health.status == 200
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -29,8 +29,8 @@ from gateway.workers.shared_counters import WorkerState
 from prfaas.commands.asking import GatewayClient
 from prfaas.errors import AskError
 from prfaas.system.certificates import CertificateHolder, issue
-from tests.gateway.http.test_strangers import free_port
 from tests.gateway.worlds import World, on_both_loops, on_loop, until, world
+from tests.ports import free_port
 from transport.control.asking import trusting
 from transport.control.settings import SettingsError, build
 from transport.path.handshakes import IN_ALL

@@ -5,7 +5,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import time
 import urllib.request
@@ -16,6 +15,7 @@ from typing import Any, Protocol
 import pytest
 
 from tests.membership.etcd.double import EtcdDouble
+from tests.ports import free_port
 
 BINARY = "ETCD_BINARY"
 START_S = 60.0
@@ -171,13 +171,6 @@ def _encoded(data: bytes) -> str:
 
 def _decoded(text: str) -> str:
     return base64.b64decode(text).decode()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
 
 
 def needed_binary() -> str:

@@ -19,8 +19,9 @@ from typing import Any, Final, Protocol
 import pytest
 
 from membership.kubernetes.settings import KubernetesConfig
-from tests.membership.etcd.servers import RealEtcd, etcd_binary, free_port
+from tests.membership.etcd.servers import RealEtcd, etcd_binary
 from tests.membership.kubernetes.double import ApiDouble
+from tests.ports import free_port
 
 BINARY: Final = "KUBE_APISERVER"
 START_S: Final = 90.0

@@ -22,7 +22,8 @@ from hybrid_cache.cache.events import Medium
 from hybrid_cache.hashing.block_hash import block_hashes
 from hybrid_cache.layout.layout import ModelLayout
 from prfaas.demo.client import complete
-from tests.e2e.harness import Bench, free_port
+from tests.e2e.harness import Bench
+from tests.ports import free_port
 from tests.transport.proxy import Proxy
 from tests.vllm.cases import build
 from tests.vllm.chats import HISTORIES, TOOLS

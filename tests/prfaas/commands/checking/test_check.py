@@ -12,8 +12,8 @@ from rich.console import Console
 from gateway.config.gateway import GatewayConfig, NodeAddress
 from prfaas.commands.checking.check import check, look
 from prfaas.errors import CheckError
-from tests.e2e.harness import free_port
 from tests.node.running import config, running_node
+from tests.ports import free_port
 from transport.control.certificates import Authority
 from transport.peers.name import PeerName, PeerRole
 
