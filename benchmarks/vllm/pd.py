@@ -38,7 +38,7 @@ from benchmarks.lib.wanem import ADDRESSES, Wan, why_not
 from engine.torch.tiny import build_model
 from engine.vllm.launch import VllmOptions, environment, installed_version, server_command
 from node.process.children import ending_with_us
-from tests.e2e.harness import free_port
+from tests.transport.path.ports import free_port
 
 NIXL = ("nixl==1.5.1", "nixl-cu12==1.5.1")
 HOME = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "prfaas-peers" / "vllm-nixl"

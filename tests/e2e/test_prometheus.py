@@ -16,7 +16,7 @@ import yaml
 
 from tests.conftest import Models
 from tests.e2e.harness import Bench, topology_document
-from tests.ports import free_port
+from tests.transport.path.ports import free_port
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy" / "prometheus"

@@ -20,7 +20,7 @@ import pytest
 import tomli_w
 
 from tests.e2e import tls
-from tests.ports import free_port
+from tests.transport.path.ports import free_port
 
 pytestmark = pytest.mark.e2e
 

@@ -30,7 +30,7 @@ from prfaas.errors import PrfaasError
 from tests.e2e.harness import Bench
 from tests.gpu.models import GEOMETRIES, LEFT_OUT, written
 from tests.gpu.results import PartResult, judged
-from tests.ports import free_port
+from tests.transport.path.ports import free_port
 
 NAME = "tiny"
 START_S = 300.0

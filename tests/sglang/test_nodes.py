@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from tests.ports import free_port
+from tests.transport.path.ports import free_port
 
 pytest.importorskip("torch")
 pytest.importorskip("sglang")

@@ -20,7 +20,7 @@ import tomli_w
 from gateway.auth.keyring import digest_of
 from prfaas.commands.keys import new_key
 from tests.e2e import tls
-from tests.ports import free_port
+from tests.transport.path.ports import free_port
 from tests.transport.proxy import Proxy
 from transport.control.proto import node_pb2 as pb
 from transport.control.proto import node_pb2_grpc as rpc

@@ -8,7 +8,7 @@ import pytest
 
 from tests.conftest import Models
 from tests.e2e.harness import Bench, topology_document
-from tests.ports import free_port
+from tests.transport.path.ports import free_port
 from tests.transport.proxy import Proxy
 
 pytestmark = pytest.mark.e2e

@@ -23,7 +23,7 @@ from gateway.config.tenants import TenantConfig
 from tests.gateway.admission.test_slo import LONG
 from tests.gateway.memory.pipeline import on_memory_loop, pipeline
 from tests.gateway.worlds import Deployment, on_loop, until, world
-from tests.ports import free_port
+from tests.transport.path.ports import free_port
 from transport.control.proto import node_pb2 as pb
 
 FETCHED = re.compile(r"""(?:src|href)="(console/[^"]+)"|from "\./([^"]+)\"""")

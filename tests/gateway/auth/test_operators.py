@@ -15,7 +15,7 @@ from gateway.config.tenants import TenantConfig
 from gateway.errors import Forbidden, Unauthorised
 from tests.gateway.memory.pipeline import on_memory_loop, pipeline
 from tests.gateway.worlds import World, on_loop, world
-from tests.ports import free_port
+from tests.transport.path.ports import free_port
 from transport.control.settings import SettingsError, build
 
 ACME, OLD = "sk-acme", "sk-old"

@@ -14,7 +14,7 @@ from gateway.telemetry.metrics import Metrics
 from tests.gateway.memory.pipeline import on_memory_loop, pipeline
 from tests.gateway.scripted import topology
 from tests.gateway.worlds import PATIENCE_S, Deployment, config_for, on_loop, until, world
-from tests.ports import free_port
+from tests.transport.path.ports import free_port
 
 COMPLETION = json.dumps({"model": "scripted", "prompt": "hello there"}).encode()
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"

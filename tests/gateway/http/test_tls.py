@@ -30,7 +30,7 @@ from prfaas.commands.asking import GatewayClient
 from prfaas.errors import AskError
 from prfaas.system.certificates import CertificateHolder, issue
 from tests.gateway.worlds import World, on_both_loops, on_loop, until, world
-from tests.ports import free_port
+from tests.transport.path.ports import free_port
 from transport.control.asking import trusting
 from transport.control.settings import SettingsError, build
 from transport.path.handshakes import IN_ALL

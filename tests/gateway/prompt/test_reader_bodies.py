@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack
@@ -95,6 +96,14 @@ class KeptReader:
         self.runner.run(bounded())
 
 
+def start_threads(reads: PromptReader) -> None:
+    """All that it may ever have. It starts them as they are needed, and a test that needs one more would seem to leave it."""
+    threads = reads._threads
+    together = threading.Barrier(threads._max_workers)
+    waiting = [threads.submit(together.wait, PATIENCE_S) for _ in range(threads._max_workers)]
+    assert len({each.result() for each in waiting}) == threads._max_workers
+
+
 @pytest.fixture(scope="module")
 def kept() -> Iterator[KeptReader]:
     """For tests that leave a reader as it was."""
@@ -102,6 +111,7 @@ def kept() -> Iterator[KeptReader]:
         held = AsyncExitStack()
         reads = runner.run(held.enter_async_context(reader()))
         runner.run(reads.warm(PATIENCE_S))
+        start_threads(reads)
         yield KeptReader(runner, reads)
         runner.run(held.aclose())
 

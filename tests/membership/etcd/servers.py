@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import pytest
 
 from tests.membership.etcd.double import EtcdDouble
-from tests.ports import free_port
+from tests.transport.path.ports import free_port
 
 BINARY = "ETCD_BINARY"
 START_S = 60.0

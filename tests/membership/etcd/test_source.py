@@ -20,7 +20,7 @@ from membership.sources import MAX_ENTRIES
 from membership.view import RegistryReading
 from tests.membership.etcd.double import EtcdDouble
 from tests.membership.etcd.servers import Clock, until
-from tests.ports import free_port
+from tests.transport.path.ports import free_port
 from transport.control.proto.etcd_pb2 import EtcdKeyValue
 
 LISTED = "/prfaas/nodes/listed/"

@@ -21,7 +21,7 @@ import pytest
 from membership.kubernetes.settings import KubernetesConfig
 from tests.membership.etcd.servers import RealEtcd, etcd_binary
 from tests.membership.kubernetes.double import ApiDouble
-from tests.ports import free_port
+from tests.transport.path.ports import free_port
 
 BINARY: Final = "KUBE_APISERVER"
 START_S: Final = 90.0

@@ -15,7 +15,7 @@ import aiohttp
 import pytest
 
 from tests.e2e.harness import Bench
-from tests.ports import free_port
+from tests.transport.path.ports import free_port
 from tests.transport.proxy import Proxy
 from tests.vllm.cases import build
 from tests.vllm.servers.calls import Call, calls, difference, told_in

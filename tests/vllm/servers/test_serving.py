@@ -23,7 +23,7 @@ from hybrid_cache.hashing.block_hash import block_hashes
 from hybrid_cache.layout.layout import ModelLayout
 from prfaas.demo.client import complete
 from tests.e2e.harness import Bench
-from tests.ports import free_port
+from tests.transport.path.ports import free_port
 from tests.transport.proxy import Proxy
 from tests.vllm.cases import build
 from tests.vllm.chats import HISTORIES, TOOLS

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.harness import Bench
-from tests.ports import free_port
+from tests.transport.path.ports import free_port
 from tests.transport.proxy import Proxy
 from tests.vllm.cases import build
 from tests.vllm.servers.test_serving import ARCH, LINK_BYTES_PER_S, counted, document, text_of

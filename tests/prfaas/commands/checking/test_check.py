@@ -13,7 +13,7 @@ from gateway.config.gateway import GatewayConfig, NodeAddress
 from prfaas.commands.checking.check import check, look
 from prfaas.errors import CheckError
 from tests.node.running import config, running_node
-from tests.ports import free_port
+from tests.transport.path.ports import free_port
 from transport.control.certificates import Authority
 from transport.peers.name import PeerName, PeerRole
 
