@@ -96,12 +96,11 @@ class KeptReader:
         self.runner.run(bounded())
 
 
-def start_threads(reads: PromptReader) -> None:
-    """All that it may ever have. It starts them as they are needed, and a test that needs one more would seem to leave it."""
-    threads = reads._threads
-    together = threading.Barrier(threads._max_workers)
-    waiting = [threads.submit(together.wait, PATIENCE_S) for _ in range(threads._max_workers)]
-    assert len({each.result() for each in waiting}) == threads._max_workers
+async def start_threads(reads: PromptReader) -> None:
+    """As many as read at once: one of each size, and two of any. A test that needed one more would seem to leave it behind."""
+    together = threading.Barrier(4)
+    waits = (reads.think(lambda _: together.wait(PATIENCE_S), num_bytes=size) for size in (1, 100_000, 1, 1))
+    assert len(set(await asyncio.gather(*waits))) == 4
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +110,7 @@ def kept() -> Iterator[KeptReader]:
         held = AsyncExitStack()
         reads = runner.run(held.enter_async_context(reader()))
         runner.run(reads.warm(PATIENCE_S))
-        start_threads(reads)
+        runner.run(start_threads(reads))
         yield KeptReader(runner, reads)
         runner.run(held.aclose())
 
