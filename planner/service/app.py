@@ -20,6 +20,7 @@ from planner.decisions.plans.live_plan import LivePlan
 from planner.errors import ChangeRefused
 from planner.service.status import Status
 from planner.solve.control.ledger import Ledger, LedgerEntry
+from transport.path.guarded_port import GuardedPort
 from transport.peers.guard import Guard
 from transport.peers.name import of_der
 from transport.peers.rights import CHANGE_PLAN, READ_PLAN
@@ -67,9 +68,18 @@ class PlanEndpoints:
     """Answers for the desk of the moment.
 
     `token` is asked for unless it is empty, and the right of a caller's certificate of `peers`. Plans are for `model`.
+    `port` hears of sites whose callers have shown one of these, and says how many connections it has ended.
     """
 
-    def __init__(self, desk: Callable[[], PlanDesk], token: str, peers: Guard | None = None, model: str = "") -> None:
+    def __init__(
+        self,
+        desk: Callable[[], PlanDesk],
+        token: str,
+        peers: Guard | None = None,
+        model: str = "",
+        port: GuardedPort | None = None,
+    ) -> None:
+        self._port = port
         self._model = model
         self._desk = desk
         self._token = token
@@ -98,6 +108,8 @@ class PlanEndpoints:
             return _error(403, why)
         if self._token and http.path != "/health" and not self._knows_token(http):
             return _error(401, "the secret of token_file is missing or wrong")
+        if self._port is not None and (self._peers is not None or (self._token and http.path != "/health")):
+            self._port.knows(http.remote or "")
         try:
             return await handler(http)
         except ChangeRefused as error:
@@ -136,7 +148,11 @@ class PlanEndpoints:
         return web.Response(status=204) if plan is None else _json(msgspec.structs.replace(plan, model=self._model))
 
     async def _status(self, http: web.Request) -> web.Response:
-        return _json(self._desk().status())
+        return self._standing()
+
+    def _standing(self) -> web.Response:
+        ended = {} if self._port is None else dict(self._port.ended)
+        return _json(msgspec.structs.replace(self._desk().status(), turned_away=ended))
 
     async def _history(self, http: web.Request) -> web.Response:
         limit = min(_number(http, "limit", 20), MAX_ENTRIES)
@@ -157,7 +173,7 @@ class PlanEndpoints:
             if http.content_type != JSON:
                 return _error(415, f"the body must be {JSON}")
             await change(msgspec.json.decode(await http.read() or b"{}", type=ChangeBody))
-            return _json(self._desk().status())
+            return self._standing()
 
         return answer
 

@@ -30,6 +30,7 @@ from planner.service.keeper import Keeper
 from planner.service.store import Lock, Store
 from planner.solve.control.ledger import Ledger
 from transport.path.guarded_port import GuardedPort
+from transport.path.handshakes import HandshakePlaces
 from transport.path.tcp import format_address
 from transport.peers.rights import SERVE_LOAD
 from transport.wire.asked_servers import AskedServers
@@ -127,17 +128,22 @@ async def taking_part(
 async def _answering(stack: AsyncExitStack, config: ServiceConfig, desk: Callable[[], PlanDesk]) -> str:
     """Answers over HTTP until the stack ends; returns where."""
     peers = config.peers()
+    secure = config.identity.mutual_context() if config.identity is not None and peers is not None else None
+
+    def protocol() -> asyncio.BaseProtocol:
+        assert runner.server is not None
+        return runner.server()
+
+    # A certificate admits its holder for good; in clear a caller has a place for as long as it is connected.
+    port = GuardedPort(protocol, secure, until_end=secure is None, places=HandshakePlaces())
     runner = web.AppRunner(
-        PlanEndpoints(desk, config.token(), peers, config.gateway_model).app(),
+        PlanEndpoints(desk, config.token(), peers, config.gateway_model, port).app(),
         access_log=None,
         handler_cancellation=True,
         shutdown_timeout=CLOSE_S,
     )
     stack.push_async_callback(runner.cleanup)
     await runner.setup()
-    secure = config.identity.mutual_context() if config.identity is not None and peers is not None else None
-    assert runner.server is not None
-    port = GuardedPort(runner.server, secure, until_end=False)
     bound = port.start(config.host, config.port, "the plan service")
     stack.push_async_callback(port.close)
     host = f"[{config.host}]" if ":" in config.host else config.host

@@ -14,6 +14,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     set while gateways follow a plan of a later term, or of a leader that goes before this one, which then changes nothing.
     `leads_at` is where the service answers that leads, where this one follows; "?" none does now.
     `failures` counts unexpected errors by what was being done; each is in the log.
+    `turned_away` counts connections to this service that it ended, by reason: crowded, handshake.
     """
 
     term: int
@@ -31,3 +32,4 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     failures: Mapping[str, int]
     leader: str = ""
     leads_at: str = ""
+    turned_away: Mapping[str, int] = {}

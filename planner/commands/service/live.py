@@ -65,6 +65,8 @@ def _status_lines(status: Status) -> Iterator[str]:
         yield f"questions to gateways that failed, {reason}: {count}"
     for work, count in status.failures.items():
         yield f"unforeseen errors, while {work}: {count}; they are in the log"
+    for reason, count in status.turned_away.items():
+        yield f"connections that were turned away, {reason}: {count}"
 
 
 def history_text(entries: list[LedgerEntry]) -> str:

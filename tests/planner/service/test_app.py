@@ -31,6 +31,7 @@ from planner.service.server import PlanService, leading, serve
 from planner.service.status import Status
 from planner.solve.control.ledger import Ledger, LedgerEntry
 from tests.planner.service.worlds import LAW, PATIENCE_S, SOON, FakeGateway, config_for, fake_gateway, on_loop
+from transport.path.handshakes import OF_NETWORK
 
 
 @asynccontextmanager
@@ -143,6 +144,36 @@ async def test_the_secret_is_asked_for(tmp_path: Path, capsys: pytest.CaptureFix
         assert await command("show", "--url", found.url) == 1
         assert "secret" in capsys.readouterr().err
         assert await command("show", "--url", found.url, "--token-file", str(token)) == 0
+
+
+@on_loop
+async def test_a_crowd_in_clear_is_bounded_counted_and_keeps_no_known_caller_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    token = tmp_path / "token"
+    await asyncio.to_thread(token.write_text, "abc\n")
+    shown = {"Authorization": "Bearer abc"}
+    fields: dict[str, Any] = {"host": "0.0.0.0", "plain": True, "token_file": token}
+    async with fake_gateway() as gateway, service(tmp_path / "s", gateway, **fields) as found:
+        assert found.url.startswith("http://")
+        port = int(found.url.rpartition(":")[2])
+        here = f"http://127.0.0.1:{port}"
+        async with aiohttp.ClientSession(here) as http, http.get("/status", headers=shown) as answer:
+            assert (await answer.json())["turned_away"] == {}
+        crowd = []
+        for _ in range(OF_NETWORK + 20):
+            _, writer = await asyncio.open_connection("127.0.0.1", port, local_addr=("127.0.9.1", 0))
+            crowd.append(writer)
+        async with aiohttp.ClientSession(here) as http:
+            async with asyncio.timeout(PATIENCE_S):
+                crowded = 0
+                while crowded < 20:
+                    async with http.get("/status", headers=shown) as answer:
+                        crowded = (await answer.json())["turned_away"].get("crowded", 0)
+        assert await command("show", "--url", here, "--token-file", str(token)) == 0
+        assert "connections that were turned away, crowded: " in capsys.readouterr().out
+        for writer in crowd:
+            writer.close()
 
 
 @on_loop
