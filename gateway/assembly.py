@@ -414,7 +414,7 @@ async def _listening(
             gateway.gates.append(gate)
             listener = await Listener.start(
                 app, gate, config.host, port, strangers.idle_s, straight=straight, sockets=seat.sockets.get(name, ()),
-                certificate=certificate, header_s=strangers.header_s,
+                certificate=certificate, header_s=strangers.header_s, strict_transport=config.strict_transport,
             )  # fmt: skip
             held.push_async_callback(listener.close)
             gateway.listeners.append(listener)

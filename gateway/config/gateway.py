@@ -56,6 +56,8 @@ MAX_BODY_BYTES: Final = 10 * 1024 * 1024
 MAX_SEVERAL_BYTES: Final = 256 * 1024 * 1024
 MAX_WORKERS: Final = 64
 HOST: Final = re.compile(r"[a-z0-9._-]+")
+STRICT_TRANSPORT: Final = "max-age=31536000"
+POLICY: Final = re.compile(r"max-age=\d{1,10}(; includeSubDomains)?(; preload)?")  # RFC 6797
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -223,7 +225,8 @@ class GatewayConfig:
     Nodes of clusters that are not `near` say what they have cached by digests, which are short and may be wrong; an empty
     `near` has every node name every block.
     `tls_certificate` and `tls_key` are PEM files, read again when they change: with them all listeners speak HTTPS. A gateway
-    that other machines reach without says so, unless `plain_api` says that this is meant.
+    that other machines reach without says so, unless `plain_api` says that this is meant. Over HTTPS every answer has
+    `strict_transport`, which browsers remember for the whole host; with "" no answer has it.
     `certificate`, `key` and `authority` are PEM files: with them, agents are talked to over mutual TLS. `revoked` lists
     certificates that count no more. Without, agents on other machines are talked to only if `plain` says that this is known.
     `names_secret` is a file of secrets that blocks are named by (`hybrid_cache.hashing.name_secrets`), the same for all.
@@ -293,6 +296,7 @@ class GatewayConfig:
     tls_certificate: Path | None = None
     tls_key: Path | None = None
     plain_api: bool = False
+    strict_transport: str = STRICT_TRANSPORT
     wrong_keys: WrongKeysConfig = field(default_factory=WrongKeysConfig)
     audit: AuditConfig = field(default_factory=AuditConfig)
     oidc: OidcConfig = field(default_factory=OidcConfig)
@@ -353,6 +357,8 @@ class GatewayConfig:
             )
         if (self.tls_certificate is None) != (self.tls_key is None):
             raise SettingsError("tls_certificate and tls_key go together")
+        is_policy = not self.strict_transport or bool(POLICY.fullmatch(self.strict_transport))
+        require(is_policy, "strict_transport", self.strict_transport, f'"" or as {STRICT_TRANSPORT!r}')
         missing = [name for name in IDENTITY_KEYS if getattr(self, name) is None]
         if missing and len(missing) < len(IDENTITY_KEYS):
             raise SettingsError(f"{missing[0]} is missing: {', '.join(IDENTITY_KEYS)} go together")

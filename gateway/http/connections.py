@@ -16,6 +16,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from enum import StrEnum
+from functools import partial
 from http import HTTPStatus
 from itertools import islice
 from typing import Any, Final, cast
@@ -48,6 +49,13 @@ BYTES_RECEIVED: Final = 128  # in struct tcp_info, include/uapi/linux/tcp.h
 UPGRADE: Final = re.compile(rb"\r\n(?<!\r\n\r\n)(?i:upgrade)(?=[ \t]*:)")
 MAX_OFFERS: Final = 16  # looked at in one packet; each costs some microseconds
 NOT_TAKEN: Final = b"\r\nx-offer"
+# An answer is shown as what it says it is, and as no part of a page; the console's pages say other things.
+ALWAYS: Final[Mapping[str, str]] = {"X-Content-Type-Options": "nosniff"}
+OF_NO_PAGE: Final[Mapping[str, str]] = {
+    "Content-Security-Policy": "default-src 'none'; frame-ancestors 'none'",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+}
 MOMENT_S: Final = 0.005
 FIRST_LOOK_S: Final = 0.0005  # after asking; the next ones after twice as long each
 LAST_LOOK_S: Final = 1.0
@@ -178,10 +186,14 @@ class Gate:
 
 
 class ClientConnection(RequestHandler):
-    """aiohttp's, that tells its gate what it does, answers errors in OpenAI's shape, and outlives half of a close."""
+    """aiohttp's, that tells its gate what it does, answers errors in OpenAI's shape, and outlives half of a close.
 
-    def __init__(self, gate: Gate, server: web.Server, **options: Any) -> None:
+    `always` are headers of all its answers.
+    """
+
+    def __init__(self, gate: Gate, server: web.Server, *, always: Mapping[str, str] = ALWAYS, **options: Any) -> None:
         super().__init__(server, **options)
+        self.always = always
         self.state = ConnectionState.NEW
         self.address = ""
         self.has_begun = False  # to answer the current request
@@ -409,15 +421,16 @@ def nameless(make: RequestFactory) -> RequestFactory:
         assert isinstance(protocol, ClientConnection)
         if protocol.gate.is_leaving and not message.should_close:
             message = message._replace(should_close=True)  # the answer says `Connection: close`
-        own = StreamWriter(protocol, writer.loop, on_headers_sent=_unnamed)
+        own = StreamWriter(protocol, writer.loop, on_headers_sent=partial(_guarded, protocol.always))
         return make(message, payload, protocol, own, task)
 
     return made
 
 
-async def _unnamed(headers: "CIMultiDict[str]") -> None:
+async def _guarded(always: Mapping[str, str], headers: "CIMultiDict[str]") -> None:
     headers.pop("Server", None)
-    headers.setdefault("X-Content-Type-Options", "nosniff")
+    for name, value in (*always.items(), *OF_NO_PAGE.items()):
+        headers.setdefault(name, value)
 
 
 def http_error_response(http: web.BaseRequest, error: web.HTTPException) -> web.Response:

@@ -13,7 +13,7 @@ from aiohttp import web
 
 from gateway.config.gateway import GatewayConfig
 from gateway.errors import CannotListen
-from gateway.http.connections import ClientConnection, Gate, Way, nameless, shaped
+from gateway.http.connections import ALWAYS, ClientConnection, Gate, Way, nameless, shaped
 from gateway.http.tls import Handshaking, SecureConnection, ServerCertificate
 from transport.path.tcp import format_address
 
@@ -71,11 +71,12 @@ class Listener:
         sockets: Sequence[socket.socket] = (),
         certificate: ServerCertificate | None = None,
         header_s: float = HANDSHAKE_S,
+        strict_transport: str = "",
     ) -> "Listener":
         """Listens on `host:port` (0: any free port), or on `sockets` that are bound already. Raises CannotListen.
 
         What is POSTed to the paths of `straight` goes around the application. With a `certificate` clients speak TLS, and
-        have `header_s` to agree on it.
+        have `header_s` to agree on it. `strict_transport` is what browsers remember then; "": nothing.
         """
         # A client that leaves ends its request here and on the nodes.
         runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
@@ -89,8 +90,10 @@ class Listener:
         # Idle connections are the gate's to close; aiohttp's own timer stands behind it.
         options: dict[str, Any] = {
             "loop": loop, "access_log": None, "keepalive_timeout": 2 * idle_s, "lingering_time": LINGER_S,
-            "auto_decompress": False,
+            "auto_decompress": False, "always": ALWAYS,
         }  # fmt: skip
+        if certificate is not None and strict_transport:
+            options["always"] = {**ALWAYS, "Strict-Transport-Security": strict_transport}
         secure = Handshaking(gate, loop.time)
 
         def connection() -> ClientConnection:

@@ -52,7 +52,7 @@ class Reply(web.StreamResponse):
         ends = self._is_empty or length is not None
         self._is_chunked = not ends and http.version >= HttpVersion11
         self._keep_alive = http.keep_alive and (ends or self._is_chunked)
-        lines = {**headers, "Date": date()}
+        lines = {**connection.always, **headers, "Date": date()}
         if self._is_chunked:
             lines["Transfer-Encoding"] = "chunked"
         elif length is not None and not self._is_empty:

@@ -70,6 +70,7 @@ async def test_a_whole_answer_has_a_length_and_the_connection_goes_on() -> None:
                 "x-request-id": number,
                 "content-type": "application/json; charset=utf-8",
                 "x-prfaas-route": headers["x-prfaas-route"],
+                "x-content-type-options": "nosniff",
             }
         client.close()
 

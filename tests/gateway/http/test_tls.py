@@ -10,7 +10,7 @@ import ssl
 import struct
 import threading
 import warnings
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +75,53 @@ async def test_every_listener_speaks_https_and_answers_as_without(tmp_path: Path
                 assert answer.status == 200
                 assert "Server" not in answer.headers
         await w.settled()
+
+
+HSTS = "Strict-Transport-Security"
+COMPLETION = {"model": "scripted", "prompt": "hello there", "max_tokens": 4}
+
+
+async def shown(http: aiohttp.ClientSession, w: World) -> list[Mapping[str, str]]:
+    """Headers of answers of every kind."""
+    pages = w.gateway.metrics_url.removesuffix("/metrics")
+    found = []
+    for stream in (False, True):
+        async with http.post(f"{w.gateway.url}/v1/completions", json={**COMPLETION, "stream": stream}) as answer:
+            assert answer.status == 200
+            await answer.read()
+            found.append(answer.headers)
+    asked = [f"{w.gateway.url}{path}" for path in ("/v1/models", "/nothing", "/v1/completions")]
+    asked += [f"{pages}{path}" for path in ("/metrics", "/console", "/console/app.js", "/prfaas/requests")]
+    for url in asked:
+        async with http.get(url) as answer:
+            found.append(answer.headers)
+    assert all(each["X-Content-Type-Options"] == "nosniff" for each in found)
+    for each in found[2:]:
+        assert "frame-ancestors 'none'" in each["Content-Security-Policy"]
+        assert "default-src 'none'" in each["Content-Security-Policy"]
+        assert (each["X-Frame-Options"], each["Referrer-Policy"]) == ("DENY", "no-referrer")
+    return found
+
+
+@on_loop
+async def test_browsers_are_told_over_https_alone_that_it_is_https_from_now_on(tmp_path: Path) -> None:
+    files = issued(tmp_path)
+    async with world(metrics_port=free_port(), **files) as w, client(tmp_path) as http:
+        assert {each[HSTS] for each in await shown(http, w)} == {"max-age=31536000"}
+        await w.settled()
+    async with world(metrics_port=free_port()) as w, aiohttp.ClientSession() as http:
+        assert not any(HSTS in each for each in await shown(http, w))
+        await w.settled()
+    async with world(strict_transport="", **files) as w, client(tmp_path) as http:
+        assert not any(HSTS in each for each in await shown(http, w))
+        await w.settled()
+
+
+@pytest.mark.parametrize("policy", ["yes", "max-age=", "max-age=1\r\nX: y", "max-age=1; everywhere", "max-age=-1"])
+def test_what_browsers_are_told_is_a_policy(policy: str) -> None:
+    with pytest.raises(SettingsError, match="strict_transport"):
+        config_of(strict_transport=policy)
+    assert config_of(strict_transport="max-age=0; includeSubDomains").strict_transport
 
 
 @on_both_loops
