@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from math import isfinite
 from typing import Final
 
 import numpy as np
@@ -12,7 +13,7 @@ from planner.model.trace_files.arrivals import KeptArrivals
 from planner.solve.goals import Objective
 from planner.solve.loaded import QUEUE_BINS, LoadedTtft, loaded_ttft
 from planner.solve.problem import Problem, SolveOptions, best_cut
-from planner.solve.replay import Replay
+from planner.solve.replay import STEPS, Replay
 from planner.solve.search import Cut, cuts_of, rate_at, threshold_of
 from planner.solve.targets import Goal, nearest_s
 
@@ -127,6 +128,24 @@ class Aim:
             raise self.why_none(problem)
         return best, most
 
+    def kept_rate(self, problem: Problem, found: Cut, goals: Sequence[Goal], limit: float) -> float:
+        """The largest rate up to `limit` at which the plan's `outlook` keeps all of these goals, 0 if none does.
+
+        Plans are compared with fewer lengths and by the loads of Λ, which is near. What is promised is what the plan says of it.
+        """
+
+        def keeps(rate: float) -> bool:
+            shares = outlook(problem, found, self.output_tokens, goals, self.arrivals, rate)
+            return all(share >= goal.target.share for goal, share in zip(goals, shares, strict=True))
+
+        if keeps(limit):
+            return limit
+        low, high = 0.0, limit
+        for _ in range(STEPS):
+            middle = (low + high) / 2
+            low, high = (middle, high) if keeps(middle) else (low, middle)
+        return low
+
     def in_full(self, problem: Problem, thin: Problem, found: Cut) -> Cut:
         """The plan of a `thinned` problem, of all lengths."""
         if not self.goals:
@@ -143,3 +162,20 @@ class Aim:
         if nearest <= goal.ttft_s:
             return Infeasible("slo: no plan meets all targets at once, even without load")
         return Infeasible(f"slo: {what}: no plan meets it even without load; the nearest is {nearest:.2f} s")
+
+
+def outlook(
+    problem: Problem,
+    found: Cut,
+    output_tokens: float,
+    goals: Sequence[Goal],
+    arrivals: KeptArrivals | None,
+    rate: float,
+) -> list[float]:
+    """The share of each goal's requests whose first token is there in time at a rate, with the loads of that rate."""
+    problem = problem.at_rate(rate, found.num_decode)
+    loaded = loaded_ttft(problem, found, output_tokens, goals=goals)
+    if arrivals is None or not isfinite(loaded.at(rate).mean_s):
+        return loaded.in_time(rate)
+    seconds = Replay.of(problem, found, arrivals).ttfts_s(rate)
+    return [goal.in_time(arrivals, seconds) for goal in goals]

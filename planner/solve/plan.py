@@ -13,7 +13,7 @@ from planner.errors import Infeasible
 from planner.model.profile import provenance_kind
 from planner.model.queueing import Ttft
 from planner.model.site import Deployment, Site
-from planner.solve.aims import Aim
+from planner.solve.aims import Aim, outlook
 from planner.solve.decode_memory import BatchLimit
 from planner.solve.goals import Objective, ServiceTime
 from planner.solve.loaded import loaded_ttft
@@ -268,6 +268,17 @@ def _solve(site: Site, options: SolveOptions, deployment: str | None, rehearse: 
         if not slo_rate:
             raise aim.why_none(problem)
         found = replace(found, rate=max(found.rate, slo_rate))
+    if slo_rate is not None and options.objective is Objective.SLO:
+        # What was not rehearsed is promised as the plan judges it.
+        judged = [
+            each for each in aim.goals if rehearsal is None or not (each.is_of_all or each.target.name in in_time)
+        ]
+        kept_rate = aim.kept_rate(problem, found, judged, slo_rate)
+        if not kept_rate:
+            raise aim.why_none(problem)
+        if kept_rate < slo_rate and rehearsal is not None:
+            in_time = rehearsal.at(kept_rate).in_time
+        slo_rate = kept_rate
     carried = best.rate if slo_rate is None else slo_rate
     if options.rate_req_per_s and carried < options.rate_req_per_s * (1 - TIE):
         raise too_much(options.rate_req_per_s, replace(best, rate=carried))
@@ -428,13 +439,8 @@ def _targets(solved: _Solved, seen: _AtRate) -> list[TargetOutlook]:
     asked = solved.aim.options.rate_req_per_s
     rate = asked or solved.lambda_slo or RECOMMENDED_LOAD * found.rate
     rehearsed = seen.in_time if asked or not solved.lambda_slo else solved.in_time
-    problem = solved.problem.at_rate(rate, found.num_decode)
-    lengths, arrivals = problem.asked, site.workload.arrivals
-    loaded = loaded_ttft(problem, found, site.workload.output_tokens, goals=goals)
-    shares = loaded.in_time(rate)
-    if arrivals is not None and isfinite(loaded.at(rate).mean_s):
-        seconds = Replay.of(problem, found, arrivals).ttfts_s(rate)
-        shares = [goal.in_time(arrivals, seconds) for goal in goals]
+    lengths, workload = solved.problem.asked, site.workload
+    shares = outlook(solved.problem, found, workload.output_tokens, goals, workload.arrivals, rate)
     return [
         TargetOutlook(
             requests=goal.target.name, of_all=float(lengths.weights @ goal.members(lengths)), ttft_s=goal.ttft_s,

@@ -60,6 +60,32 @@ def test_each_target_costs_rate_and_is_kept_at_the_one_that_is_left(site):
     assert plan.to_json()["targets"][0]["requests"] == SHORT.name
 
 
+PAPER = replace(SolveOptions.as_in_paper(), objective=Objective.SLO)
+MIDDLE = TtftTarget(ttft_s=6.0, above_tokens=30_000)
+SHORTEST = TtftTarget(ttft_s=1.5, share=0.95, up_to_tokens=4000)
+
+
+@pytest.mark.parametrize("options", [PAPER, WITHIN], ids=["as in paper", "exact"])
+@pytest.mark.parametrize("target", [SHORT, LONG, MIDDLE, SHORTEST], ids=lambda target: target.name)
+def test_a_plan_misses_nothing_that_it_promises(case_study, target, options):
+    """Of the site's own lengths: what is promised and what is judged are one figure."""
+    of = with_targets(case_study, target)
+    plan = outline(of, options)
+    (row,) = plan.targets
+    assert row.at_req_per_s == plan.lambda_slo
+    assert row.share_in_time >= row.asked_share
+    at_it = outline(of, replace(options, rate_req_per_s=plan.lambda_slo))
+    assert at_it.asked_ttft_p90_s <= 5.0 * 1.001
+
+
+@pytest.mark.parametrize("target", [SHORT, MIDDLE, SHORTEST], ids=lambda target: target.name)
+def test_a_replayed_plan_misses_nothing_that_it_promises(site, target):
+    of = replace(site, workload=workload_of(categorised(site, ["chat", "file"]), None))
+    plan = outline(with_targets(of, target), PAPER)
+    assert plan.rehearsed_requests == 0
+    assert plan.targets[0].share_in_time >= plan.targets[0].asked_share
+
+
 def test_what_a_plan_promises_is_kept_in_simulation(site):
     """Where nodes are chosen by their true queues: within 3 points, and all of it at 5 % less."""
     of = with_targets(site, SHORT, LONG)
