@@ -23,6 +23,7 @@ import numpy as np
 from benchmarks.system.case_study import LAG_EVERY_S, Lag, live_document, say
 from engine.byte_tokenizer import SPECIAL_TOKENS, VOCAB_SIZE
 from engine.emulated.emulated import emulated_tokens
+from membership.lines import BYTES_PER_S_PER_GBPS
 from planner.decisions.views import ClusterKind
 from planner.model.profile import Floats
 from planner.model.sessions import BLOCK_TOKENS, ClosedLoop, DueTurn, Session, trace_of
@@ -143,6 +144,9 @@ def topology_of(scenario: Scenario, scale: Scale, state_dir: Path) -> Topology:
         "by_total_length": policy.by_total_length,
     }
     cache_bytes = round(pd.cache_bytes * scale.bytes)
+    for link in document["links"]:
+        (wire,) = scenario.wires
+        link["capacity_gbps"] = wire.capacity[0][1] / BYTES_PER_S_PER_GBPS
     document["node"] |= {"block_size": scale.tokens_of(BLOCK_TOKENS), "cache_bytes": cache_bytes}
     return parse_topology(document, state_dir)
 

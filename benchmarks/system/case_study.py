@@ -156,7 +156,7 @@ class LiveDeployment:
 
     def __init__(self, system: System, scale: Scale, seed: int) -> None:
         self._system = system
-        self._scale = scale
+        self.scale = scale
         self._rng = np.random.default_rng(seed)
         self._seq = 0
         self._runs = 0
@@ -180,7 +180,7 @@ class LiveDeployment:
         """Tokens of a request: chance, so that nothing is cached. The decode node computes the last one, which the model's
         length has not.
         """
-        length = self._scale.tokens_of(trace.prompt_tokens[number]) + 1
+        length = self.scale.tokens_of(trace.prompt_tokens[number]) + 1
         tokens: list[int] = self._rng.integers(len(SPECIAL_TOKENS), VOCAB_SIZE, length).tolist()
         return tokens
 
@@ -188,9 +188,9 @@ class LiveDeployment:
         self, session: aiohttp.ClientSession, trace: Trace, number: int, begin: float
     ) -> DemoCompletion | None:
         prompt = self.prompt(trace, number)
-        max_tokens = self._scale.tokens_of(trace.output_tokens[number])
+        max_tokens = self.scale.tokens_of(trace.output_tokens[number])
         name = f"r{self._runs}-{number}"
-        await asyncio.sleep(max(0.0, begin + trace.arrival_s[number] * self._scale.time - time.monotonic()))
+        await asyncio.sleep(max(0.0, begin + trace.arrival_s[number] * self.scale.time - time.monotonic()))
         body = {"model": self._system.topology.model.served_name, "prompt": prompt, "max_tokens": max_tokens}
         body |= {"temperature": 0, "ignore_eos": True}
         try:
@@ -218,11 +218,11 @@ class LiveDeployment:
     def _seen(
         self, trace: Trace, answers: Sequence[DemoCompletion | None], records: Sequence[Mapping[str, Any]]
     ) -> CaseRun:
-        ttft = np.array([answer.ttft_s if answer else np.inf for answer in answers]) / self._scale.time
-        steps = max(1.0, (trace.output_tokens[0] - 1 / self._scale.tokens))
-        tbt = [(answer.e2e_s - answer.ttft_s) / self._scale.time / steps for answer in answers if answer]
+        ttft = np.array([answer.ttft_s if answer else np.inf for answer in answers]) / self.scale.time
+        steps = max(1.0, (trace.output_tokens[0] - 1 / self.scale.tokens))
+        tbt = [(answer.e2e_s - answer.ttft_s) / self.scale.time / steps for answer in answers if answer]
         remote = [record for record in records if record["route"] == "remote"]
-        sent = sum(record["bytes"] or 0 for record in remote) / self._scale.bytes
+        sent = sum(record["bytes"] or 0 for record in remote) / self.scale.bytes
         return CaseRun(
             ttft_mean_s=float(ttft.mean()),
             ttft_p90_s=float(np.quantile(ttft, 0.9)),

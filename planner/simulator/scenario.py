@@ -136,7 +136,8 @@ class Scenario:
     """A whole system and its policies.
 
     `tail_share` is the part of a remote KVCache that leaves only after the prefill has ended: 1 transfers after computing
-    (the published TTFTs), 1/layers is layer-wise streaming.
+    (the published TTFTs), 1/layers is layer-wise streaming. With `counts_first_step` TTFT has the decode step that computes a
+    prompt's last token, and what is left of the step before; without, as in plans, it ends where decode begins.
     `classes` are what requests were promised, by shares of them; without any, all of them the `targets`. With `line`, decode
     nodes have room for so many, and who finds none waits as at a gateway; without, they take everybody.
     Senders give a peer up after `peer_timeout_s` of silence, and so many nodes compute a prompt's KVCache in vain before its
@@ -153,6 +154,7 @@ class Scenario:
     admission: AdmissionPolicy = AdmissionPolicy.ACCEPT_ALL
     targets: Targets = field(default_factory=Targets)
     tail_share: float = 1.0
+    counts_first_step: bool = False
     eviction: str = "lru"
     controller: ControllerConfig | None = None
     flips: FlipTimes = field(default_factory=FlipTimes)

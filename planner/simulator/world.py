@@ -336,7 +336,8 @@ class World:
         job.decode_node.put(now, job)
 
     def _on_first_token(self, now: float, job: SimulatedRequest) -> None:
-        self._ttft[job.index] = now - job.arrived
+        first_s = job.decode_node.first_token_s if self.scenario.counts_first_step else 0.0
+        self._ttft[job.index] = now - job.arrived + first_s
         if not self._door.is_open:
             self._door.started(job)
 

@@ -288,6 +288,11 @@ class DecodeNode:
         self._loop.at(self._free_at, self._on_stalled, job.queued)
         self._loop.at(start + self.pool.prefill.with_prefix(job.prompt, job.cached), on_computed, job)
 
+    @property
+    def first_token_s(self) -> float:
+        """Until the first token of a request that has just joined: a step, after half of the one under way in the mean."""
+        return self._step_s[self.running] * (1.0 if self.running == 1 else 1.5)
+
     def queue_s(self, now: float) -> float:
         """Time until a prompt that comes now would be computed here."""
         return max(0.0, self._free_at - now)

@@ -106,6 +106,17 @@ def test_zero_load_ttft_is_the_models(case_study):
     assert found.ttft_s == pytest.approx(expected, abs=1e-6)
 
 
+def test_the_step_of_a_first_token_counts_where_it_is_asked_for(case_study):
+    plain = case_study_scenario(case_study)
+    step_s = case_study.profile.decode_on("h20x8").full_step_s
+    alone = poisson(case_study.workload.lengths, 1024, 1e-4, 50, np.random.default_rng(3))
+    busy = alone.faster(2e4)
+    for trace, steps in ((alone, 1.0), (busy, 1.5)):
+        more_s = simulate(replace(plain, counts_first_step=True), trace).ttft_s - simulate(plain, trace).ttft_s
+        assert set(np.round(more_s / step_s, 6)) <= {1.0, 1.5}
+        assert np.median(more_s) == pytest.approx(steps * step_s)
+
+
 def test_below_saturation_utilisation_and_throughput_are_the_closed_forms(case_study):
     plan = make_plan(case_study, SolveOptions.as_in_paper())
     rate = 0.7 * 3.163
