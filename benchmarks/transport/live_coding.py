@@ -23,7 +23,7 @@ import sys
 import tempfile
 import time
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
@@ -63,6 +63,14 @@ class CodingRow:
     coded_share: float
     saved_share: float
     ttft_mean_s: float
+
+    def binding_gbps(self, times: float) -> float:
+        """Of a line that takes so many times as long for a prompt as the prompt took here, all work of this machine included."""
+        seconds = times * self.ttft_mean_s * SCALE.time
+        return self.bytes / self.remote / seconds / SCALE.bytes_per_s(1.0)
+
+
+Width = float | Callable[[CodingRow], float]  # Gbit/s, or by what became of the prompts over the line before
 
 
 def topology_of(gbps: float, coding: str, state_dir: Path) -> Topology:
@@ -162,17 +170,20 @@ class CodingSystem:
 
 
 async def measure(
-    coding: str, lines_gbps: Sequence[float], requests: int, state_dir: Path, seed: int = 0
+    coding: str, lines_gbps: Sequence[Width], requests: int, state_dir: Path, seed: int = 0
 ) -> list[CodingRow]:
     """One system, over one line after the other; a first prompt, over which connections are made, is not counted."""
-    topology, run_dir = topology_of(lines_gbps[0], coding, state_dir), state_dir / coding
+    first, *_ = lines_gbps
+    assert not callable(first)
+    topology, run_dir = topology_of(first, coding, state_dir), state_dir / coding
     ensure_model(topology.model, state_dir, say)
-    rows = []
+    rows: list[CodingRow] = []
     async with System(topology, run_dir, lambda line: None) as system, aiohttp.ClientSession() as session:
         live = CodingSystem(system, session, run_dir, seed)
-        await live.send(1, lines_gbps[0], coding)
-        for number, gbps in enumerate(lines_gbps):
-            if number:
+        await live.send(1, first, coding)
+        for width in lines_gbps:
+            gbps = width(rows[-1]) if callable(width) else width
+            if rows:
                 await live.have_line(gbps)
             rows.append(await live.send(requests, gbps, coding))
             say(f"{rows[-1]}")

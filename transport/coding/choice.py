@@ -26,6 +26,7 @@ BACKLOG_LEAVE_S: Final = 0.02
 SWITCH_GAIN: Final = 1.15  # another codec has to be this much faster than the present one
 DWELL_S: Final = 0.5  # between two changes of mind
 SMOOTHING_BYTES: Final = 16 << 20  # over which ratio and speed are averaged
+LEAST_CORES: Final = 0.02  # that coding may always take: a line for which so little is enough is worth more than it
 FORGET_S: Final = 30.0  # older measurements of a codec say nothing about present bytes
 
 
@@ -263,13 +264,16 @@ class CpuMeter:
         self._idle_cores = 0.0
 
     def idle_cores(self, now: float, own_cpu_s: float) -> float:
-        """Idle cores, counting as idle the work that spent `own_cpu_s` so far. 0 until there are two samples."""
+        """Idle cores, counting as idle the work that spent `own_cpu_s` so far; LEAST_CORES at least.
+
+        0 until there are two samples.
+        """
         if self._last is not None and now - self._last[0] < self.INTERVAL_S:
             return self._idle_cores
         free_s = self._idle_s() + own_cpu_s
         if self._last is not None:
             idle = (free_s - self._last[1]) / (now - self._last[0])
-            self._idle_cores = min(max(idle, 0.0), float(self._usable))
+            self._idle_cores = min(max(idle, LEAST_CORES), float(self._usable))
         self._last = (now, free_s)
         return self._idle_cores
 

@@ -10,6 +10,7 @@ from transport.coding.choice import (
     BACKLOG_LEAVE_S,
     DWELL_S,
     FORGET_S,
+    LEAST_CORES,
     PRIORS,
     SWITCH_GAIN,
     Chooser,
@@ -181,6 +182,13 @@ def test_the_meter_counts_cores_that_idle_and_those_that_we_use(tmp_path: Path) 
     assert meter_at(1.1, 99.0, 0.0) == 0.5  # too soon
     assert meter_at(2.0, 10.5, 0.75) == 0.75
     assert meter_at(3.0, 30.0, 0.75) == 2.0  # no more than there are
+    assert meter_at(4.0, 30.0, 0.75) == LEAST_CORES  # of a machine that others keep busy
+
+
+def test_a_line_that_a_crumb_of_a_core_can_serve_is_coded_for_on_a_busy_machine() -> None:
+    for link_bytes_per_s, codec in ((300e3, Codec.ZSTD), (30e6, Codec.RAW)):
+        busy = Situation(link_bytes_per_s=link_bytes_per_s, backlog_bytes=100 << 20, idle_cores=LEAST_CORES)
+        assert choose((Codec.RAW, Codec.ZSTD), Codec.RAW, PRIORS, busy) is codec
 
 
 def test_priors_are_of_every_codec() -> None:
