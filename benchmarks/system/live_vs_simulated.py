@@ -4,8 +4,8 @@ Five scenarios of the case study, each under a minute of requests. A system of p
 for the model; gateway, agents, pages, transfers and lines are real. It is sent the requests of a seeded trace at their times,
 and the simulator is given the same ones. All processes read one clock, this machine's. Figures are in seconds of the model.
 
-The simulator agrees where its mean TTFT is within 5 % of the live one, its P90 within 10 %, and the share of requests that were
-offloaded within 3 points. `(!)` is where it does not, and the command then ends with 1. Scenarios that are marked as unseen were
+The simulator agrees where its mean TTFT is within 5 % of the live one, its P90 within 10 %. The share of requests that were
+offloaded must be within 3 points. `(!)` is where it does not, and the command then ends with 1. Scenarios that are marked as unseen were
 not looked at while simulator and scenarios were made to agree.
 """
 
@@ -120,7 +120,7 @@ def in_bursts(trace: Trace) -> Trace:
 
 
 def about_documents(count: int, seed: int) -> Trace:
-    """One request per second: a question after one of some documents, a few of which most are about."""
+    """One request per second: a question after one of some documents; most are about a few of them."""
     rng = np.random.default_rng(seed)
     sizes = rng.integers(*DOCUMENT_BLOCKS, DOCUMENTS)
     weights = 1 / np.arange(1, DOCUMENTS + 1)
