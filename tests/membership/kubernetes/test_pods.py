@@ -34,7 +34,9 @@ def test_a_pod_of_a_headless_service_has_the_name_that_its_certificate_carries()
 
 
 def test_a_certificate_may_carry_another_subdomain_than_that_of_the_service() -> None:
-    found = member_of(pod(annotations={"prfaas/certificate-subdomain": "site"}, hostname="d-0", subdomain="site-0-ab12-d"))
+    found = member_of(
+        pod(annotations={"prfaas/certificate-subdomain": "site"}, hostname="d-0", subdomain="site-0-ab12-d")
+    )
     assert found == Member(id="d-0", agent="10.0.0.7:7001", name="d-0.site.llm.svc")
 
 
