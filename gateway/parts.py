@@ -287,7 +287,6 @@ async def build_nodes(
             upkeep.called_by_grpc,
             seat.holder,
             guard,
-            near=config.near,
         )
 
     legs = Legs(config.timeouts, config.max_in_flight, clock, identity, guard)
@@ -296,6 +295,7 @@ async def build_nodes(
         clock,
         catalog=config.catalog,
         decode_slots=config.routing.decode_slots,
+        near=config.near,
         tasks=tasks.watches,
         on_lost=upkeep.node_lost,
         on_silent=legs.give_up,

@@ -51,6 +51,11 @@ RENEW_LOOK_S: Final = 10.0  # between two looks at our certificate
 RENEW_SPREAD_S: Final = 60.0  # within which all agents are watched anew with it
 
 
+def is_near(cluster: str, near: Sequence[str]) -> bool:
+    """Whether nodes of a cluster name every block to a gateway that says so."""
+    return not near or cluster in near
+
+
 class AgentClient:
     """One agent. Every call has a deadline; every failure is an AgentCallFailed with a reason label."""
 
@@ -72,7 +77,7 @@ class AgentClient:
 
         `holder` names this process: the agent frees what it holds once its connections are gone. "": with the lease.
         `guard` knows which certificates agents may have. An agent of a cluster that is not `near` sends digests; none: all
-        agents name every block.
+        agents name every block. With another `near` an agent for which that differs is watched anew.
         """
         self.address = address
         self.timeout_s = timeout_s
@@ -83,7 +88,7 @@ class AgentClient:
         self.kept = PersistentCalls(address, timeout_s, identity, name, holder, self._peer.refusal)
         self.certified_name = self.kept.certified_name
         self._holder = holder
-        self._near = tuple(near)
+        self.near = tuple(near)
         self._by_grpc = by_grpc
         self._look_at, self._renew_at = 0.0, inf
         self._channel = self._open()
@@ -259,14 +264,13 @@ class AgentClient:
     async def watch(self, load_interval_s: float, silence_s: float) -> AsyncGenerator[NodeEvent, None]:
         """Events until the stream ends or is silent for `silence_s`. Raises AgentCallFailed, also on a lost event.
 
-        With RENEWED, nothing is wrong as far as is known: the next stream shows another certificate of ours, or sees another
-        one of the agent's.
+        With RENEWED, nothing is wrong as far as is known: the next stream shows another certificate of ours, sees another one
+        of the agent's, or says that it is near, or not any more.
         """
         await self.renew()
         await self._peer.look()
-        stream = self._stub.Watch(
-            pb.WatchRequest(load_interval_s=load_interval_s, holder=self._holder, near=self._near)
-        )
+        told_near, cluster = self.near, ""
+        stream = self._stub.Watch(pb.WatchRequest(load_interval_s=load_interval_s, holder=self._holder, near=told_near))
         last_seq: int | None = None
         try:
             while True:
@@ -275,10 +279,12 @@ class AgentClient:
                     raise AgentCallFailed(self.address, "event_gap", f"{event.seq} after {last_seq}")
                 last_seq = event.seq
                 self._peer.unless_revoked()
-                if self._is_to_renew(asyncio.get_running_loop().time()):
+                is_changed = cluster and is_near(cluster, told_near) != is_near(cluster, self.near)
+                if is_changed or self._is_to_renew(asyncio.get_running_loop().time()):
                     raise AgentCallFailed(self.address, RENEWED)
                 for value in events_from(event):
                     if isinstance(value, NodeInfo):
+                        cluster = value.cluster
                         self._peer.says(value.cluster, value.node_id)
                         self.kept.offered(value.calls_port)
                     yield value

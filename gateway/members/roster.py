@@ -113,6 +113,7 @@ class Roster:
     def configure(self, config: GatewayConfig) -> None:
         """The gateway's file has been read again."""
         self._admits = config.admits
+        self._parts.clusters.hear_near(config.near)
         self.saw(STATIC, _static(config))
 
     def saw(self, source: str, view: View) -> None:
