@@ -189,6 +189,10 @@ class Models:
             if name is not None:
                 raise unknown_model(name)
             return self.default
+        return self.usable(name, tenant)
+
+    def usable(self, name: str, tenant: Tenant) -> ModelParts:
+        """What serves the model of that name to a tenant. Raises ApiError, the same for one that it may not use."""
         if (key := self._usable(name, tenant)) is None:
             raise unknown_model(name)
         return self._there(key)

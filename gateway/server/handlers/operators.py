@@ -17,7 +17,7 @@ from gateway.errors import BadRequest, NoDecodeNode, Unavailable, unknown_model
 from gateway.http.connections import JSON
 from gateway.members.roster import Roster
 from gateway.models.load_report import LoadReporter
-from gateway.models.served import Models
+from gateway.models.served import ModelParts, Models
 from gateway.routing.name_rotation import NameRotation
 from gateway.routing.transfer_log import merged
 from gateway.telemetry.metrics import CONTENT_TYPE, Metrics
@@ -145,7 +145,7 @@ class OperatorEndpoints:
         if not self._roster.is_synced:
             raise Unavailable("A registry of members has not been read yet.", "members_unread")
         wanted = http.query.get("model")
-        if wanted is not None and not self._models_served.serves(self._models_served.named(wanted).key):
+        if wanted is not None and not self._models_served.serves(self._seen(wanted, http).key):
             raise NoDecodeNode(wanted)
         if not self._clusters.is_ready:
             raise Unavailable("No decode node is ready.", "no_decode_node")
@@ -158,6 +158,15 @@ class OperatorEndpoints:
         if not self._keyring.has_tenants or self._keyring.is_operator(http.headers):
             health["nodes"] = states
         return json_response(health | {"workers_ready": workers.get(WorkerState.READY, 0)} if workers else health)
+
+    def _seen(self, name: str, http: web.Request) -> ModelParts:
+        """The model of that name, if it may be known here that there is one. Raises ApiError.
+
+        Where there are tenants, a probe shows a key like any client: strangers learn no names of models.
+        """
+        if not name or self._keyring.is_operator(http.headers):
+            return self._models_served.named(name)
+        return self._models_served.usable(name, self._keyring.tenant(http.headers))
 
     async def _prometheus(self, http: web.Request) -> web.Response:
         self._metrics.observe_nodes(self._clusters.nodes)

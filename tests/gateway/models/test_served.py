@@ -8,6 +8,7 @@ import pytest
 
 from gateway.auth.keyring import digest_of
 from gateway.config.models import ModelTable
+from gateway.config.operators import OperatorConfig
 from gateway.config.tenants import TenantConfig
 from planner.decisions.admission.classes import UNPROMISED
 from tests.gateway.layouts import LAYOUT
@@ -171,6 +172,28 @@ async def test_a_tenant_uses_and_sees_the_models_that_it_may() -> None:
         async with w.http.post("/tokenize", headers=own, json={"prompt": "hello"}) as answer:
             assert answer.status == 404
             assert "scripted" not in await answer.text()
+
+
+@on_memory_loop
+async def test_strangers_learn_no_names_of_models_by_asking_whether_they_are_ready() -> None:
+    operator = OperatorConfig(name="ann", keys=(digest_of("op"),))
+    async with two_models(tenants=TENANTS, operators=(operator,)) as w:
+        leave(w.nodes.decode[1])
+        await until(lambda: not w.models.serves(OTHER))
+
+        async def ready(model: str, key: str = "") -> tuple[int, str]:
+            headers = {"Authorization": f"Bearer {key}"} if key else {}
+            async with w.http.get("/readyz", params={"model": model}, headers=headers) as answer:
+                return answer.status, await answer.text()
+
+        assert len({await ready(model) for model in ("scripted", OTHER, "sibling", "missing")}) == 1
+        assert (await ready("scripted"))[0] == 401
+        own = {model: (await ready(model, "a"))[0] for model in ("scripted", OTHER, "missing")}
+        assert own == {"scripted": 404, OTHER: 503, "missing": 404}
+        assert (await ready("scripted", "r"))[0] == 200
+        assert [(await ready(model, "op"))[0] for model in ("scripted", OTHER, "missing")] == [200, 503, 404]
+        async with w.http.get("/readyz") as whole:
+            assert whole.status == 200
 
 
 @on_memory_loop
