@@ -2,14 +2,17 @@
 
 import asyncio
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from gateway.auth.keyring import digest_of
+from gateway.config.gateway import GatewayConfig, NodeAddress
 from gateway.config.models import ModelTable
 from gateway.config.operators import OperatorConfig
 from gateway.config.tenants import TenantConfig
+from gateway.models.served import config_of
 from planner.decisions.admission.classes import UNPROMISED
 from tests.gateway.layouts import LAYOUT
 from tests.gateway.memory.pipeline import on_memory_loop, pipeline
@@ -94,6 +97,34 @@ async def test_a_model_without_nodes_is_unavailable_by_its_name_and_others_are_s
         bring(w.nodes.decode[1])
         await until(lambda: w.models.serves(OTHER))
         assert await ask(w, OTHER) == 200
+
+
+@on_memory_loop
+async def test_a_model_has_no_more_requests_than_its_table_says() -> None:
+    async with two_models(models=(replace(TABLE, max_in_flight=1),)) as w:
+        gate = w.nodes.decode[1].script.decode_gate = asyncio.Event()
+        first = asyncio.create_task(ask(w, OTHER))
+        await until(lambda: w.nodes.decode[1].running)
+        found = await error_of(w, OTHER)
+        assert (found["status"], found["message"]) == (
+            429,
+            "The gateway already serves 1 requests of this model, its limit. Please retry.",
+        )
+        assert await ask(w, "scripted") == 200
+        w.configure(replace(w.config, models=(TABLE,)))
+        second = asyncio.create_task(ask(w, OTHER))
+        await until(lambda: len(w.nodes.decode[1].bodies) == 2)
+        gate.set()
+        assert (await first, await second) == (200, 200)
+        await w.settled()
+        assert [parts.in_flight for parts in w.models] == [0, 0]
+
+
+def test_workers_have_parts_of_what_a_model_may_have() -> None:
+    table = replace(TABLE, max_in_flight=9)
+    config = GatewayConfig(nodes=(NodeAddress(agent="127.0.0.1:7001"),), tokenizer_dir=Path("t"), models=(table,))
+    limits = [config_of(config, config.catalog, key, workers=4).max_in_flight for key in ("", OTHER)]
+    assert limits == [config.max_in_flight, 2]
 
 
 @on_memory_loop
