@@ -231,10 +231,10 @@ def test_they_are_what_the_schemas_say(
 def test_the_schemas_find_what_is_wrong(tmp_path: Path, schemas: Schemas) -> None:
     ((key, schema),) = ((key, each) for key, each in schemas.items() if key[1] == "LeaderWorkerSet")
     (workload,) = of_kind(rendered(tmp_path, {**PLAIN, "pools": [RANKS]}), key[1]).values()
-    workload["spec"]["leaderWorkerTemplate"] |= {"sise": 4, "restartPolicy": "Always"}
+    workload["spec"]["leaderWorkerTemplate"] |= {"groups": 4, "restartPolicy": "Always"}
     workload["spec"]["replicas"] = "2"
     found = "\n".join(faults(schema, workload))
-    assert "sise: unknown" in found
+    assert "groups: unknown" in found
     assert "restartPolicy: 'Always' is not one of" in found
     assert "replicas: '2' is no integer" in found
 

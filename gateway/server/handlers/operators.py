@@ -174,9 +174,10 @@ class OperatorEndpoints:
         self._metrics.observe_links(self._links.status())
         names = self._rotation.status()
         self._metrics.observe_names(names.moved, bool(names.earlier))
-        default = self._models_served.default
-        self._metrics.observe_estimates(default.router.errors())
-        self._metrics.observe_plan(default.follower.plan, datetime.now(UTC).timestamp())
+        served = {self._models_served.name_of(each.key): each for each in self._models_served}
+        self._metrics.observe_estimates({name: each.router.errors() for name, each in served.items()})
+        plans = {name: each.follower.plan for name, each in served.items()}
+        self._metrics.observe_plan(plans, datetime.now(UTC).timestamp())
         index = self._clusters.index
         self._metrics.observe_index(len(index) if index is not None else 0, self._clusters.indexes.num_names)
         standing = self._models_served.standing()

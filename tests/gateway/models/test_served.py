@@ -100,6 +100,21 @@ async def test_a_model_without_nodes_is_unavailable_by_its_name_and_others_are_s
 
 
 @on_memory_loop
+async def test_estimates_and_plans_are_told_by_model_where_there_are_several() -> None:
+    async with two_models() as w:
+        for model in ("scripted", OTHER):
+            assert await ask(w, model, LONG) == 200
+        await w.idle()
+        async with w.http.get("/metrics") as answer:
+            told = await answer.text()
+        for model in ("scripted", OTHER):
+            assert f'prfaas_plan_version{{model="{model}"}} 0.0' in told
+            assert f'prfaas_estimate_error_ratio{{model="{model}",of=' in told
+    async with pipeline() as w, w.http.get("/metrics") as answer:
+        assert "prfaas_plan_version 0.0" in await answer.text()
+
+
+@on_memory_loop
 async def test_a_model_has_no_more_requests_than_its_table_says() -> None:
     async with two_models(models=(replace(TABLE, max_in_flight=1),)) as w:
         gate = w.nodes.decode[1].script.decode_gate = asyncio.Event()
