@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import dataclass
 from hashlib import blake2b
 from math import inf
 from typing import Any, Final
@@ -51,9 +52,15 @@ RENEW_LOOK_S: Final = 10.0  # between two looks at our certificate
 RENEW_SPREAD_S: Final = 60.0  # within which all agents are watched anew with it
 
 
-def is_near(cluster: str, near: Sequence[str]) -> bool:
-    """Whether nodes of a cluster name every block to a gateway that says so."""
-    return not near or cluster in near
+@dataclass(slots=True)
+class NearClusters:
+    """The clusters whose nodes name every block; none: all do. All agents of a gateway share it, and a reload may change it."""
+
+    names: tuple[str, ...] = ()
+
+    def has(self, cluster: str) -> bool:
+        """Whether nodes of that cluster name every block."""
+        return not self.names or cluster in self.names
 
 
 class AgentClient:
@@ -71,13 +78,13 @@ class AgentClient:
         by_grpc: Callable[[str], None] = lambda reason: None,
         holder: str = "",
         guard: Guard | None = None,
-        near: Sequence[str] = (),
+        near: NearClusters | None = None,
     ) -> None:
         """`by_grpc` is told why a call that every request makes did not go over a kept connection.
 
         `holder` names this process: the agent frees what it holds once its connections are gone. "": with the lease.
         `guard` knows which certificates agents may have. An agent of a cluster that is not `near` sends digests; none: all
-        agents name every block. With another `near` an agent for which that differs is watched anew.
+        agents name every block. If that changes, an agent for which that differs is watched anew.
         """
         self.address = address
         self.timeout_s = timeout_s
@@ -88,7 +95,7 @@ class AgentClient:
         self.kept = PersistentCalls(address, timeout_s, identity, name, holder, self._peer.refusal)
         self.certified_name = self.kept.certified_name
         self._holder = holder
-        self.near = tuple(near)
+        self.near = near or NearClusters()
         self._by_grpc = by_grpc
         self._look_at, self._renew_at = 0.0, inf
         self._channel = self._open()
@@ -269,8 +276,10 @@ class AgentClient:
         """
         await self.renew()
         await self._peer.look()
-        told_near, cluster = self.near, ""
-        stream = self._stub.Watch(pb.WatchRequest(load_interval_s=load_interval_s, holder=self._holder, near=told_near))
+        told, cluster = NearClusters(self.near.names), ""
+        stream = self._stub.Watch(
+            pb.WatchRequest(load_interval_s=load_interval_s, holder=self._holder, near=told.names)
+        )
         last_seq: int | None = None
         try:
             while True:
@@ -279,7 +288,7 @@ class AgentClient:
                     raise AgentCallFailed(self.address, "event_gap", f"{event.seq} after {last_seq}")
                 last_seq = event.seq
                 self._peer.unless_revoked()
-                is_changed = cluster and is_near(cluster, told_near) != is_near(cluster, self.near)
+                is_changed = cluster and told.has(cluster) != self.near.has(cluster)
                 if is_changed or self._is_to_renew(asyncio.get_running_loop().time()):
                     raise AgentCallFailed(self.address, RENEWED)
                 for value in events_from(event):

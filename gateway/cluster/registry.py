@@ -80,12 +80,11 @@ class Clusters:
         catch_up: Callable[[Sequence[ClusterNode]], None] = lambda nodes: None,
         times: NodeTimes = NODE_TIMES,
         secrets: NameSecrets = UNKEYED,
-        near: Sequence[str] = (),
     ) -> None:
         """`on_silent` is told whose engine says nothing: what waits for it and has heard nothing for `quiet_s` need wait no more.
 
         `catch_up` is called before nodes are looked at: what other workers have under way on them is to be seen, too.
-        `catalog` says which model a node is of; other nodes are not used. Nodes of clusters that are `near` name every block.
+        `catalog` says which model a node is of; other nodes are not used.
         """
         # Changed in place: links and others look at the same list.
         self.nodes = [ClusterNode(agent) for agent in agents]
@@ -95,7 +94,6 @@ class Clusters:
         self.served: ServedModel | None = None
         self.revisions: Mapping[str, ServedModel] = {}
         self._decode_slots = decode_slots
-        self._near = tuple(near)
         self._clock = clock
         self._on_lost = on_lost
         self._on_silent = on_silent
@@ -156,14 +154,7 @@ class Clusters:
             await asyncio.wait([watch])
         await node.agent.close()
 
-    def hear_near(self, near: Sequence[str]) -> None:
-        """Nodes of these clusters name every block from now on, others do not."""
-        self._near = tuple(near)
-        for node in (*self.nodes, *self.retired, *self._successors.values()):
-            node.agent.near = self._near
-
     def _begin(self, node: ClusterNode) -> None:
-        node.agent.near = self._near
         if self._watches is not None:
             self._watches[node] = self._tasks.start(self._watch(node), "watch")
 

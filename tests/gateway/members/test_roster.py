@@ -213,8 +213,8 @@ async def test_other_clusters_are_near_from_a_reload_on_for_nodes_that_are_there
     async with pipeline(remote=1, local=1, decode=2, near=("west",)) as w:
         second = w.nodes.decode[1]
         without(w, second)
-        assert {node.agent.near for node in w.clusters.nodes} == {("west",)}
+        assert {node.agent.near.names for node in w.clusters.nodes} == {("west",)}
         w.configure(replace(w.config, near=("west", "east")))
         w.seen.roster.saw(FILE, view_of(second))
         await until(lambda: {"d0", "d1"} <= {node.id for node in w.clusters.nodes})
-        assert {node.agent.near for node in w.clusters.nodes} == {("west", "east")}
+        assert {node.agent.near.names for node in w.clusters.nodes} == {("west", "east")}
