@@ -15,7 +15,7 @@ from typing import Final
 from gateway.admission.concurrency import ConcurrencyLimiter
 from gateway.admission.queue import WaitingLine
 from gateway.admission.slo import SloGate
-from gateway.cluster.agent_client import AgentClient
+from gateway.cluster.agent_client import AgentClient, NearClusters
 from gateway.cluster.drained_links import DrainedLinks, SharedDrainedLinks
 from gateway.cluster.links import ClusterLinks
 from gateway.cluster.registry import Clusters, NodeTimes
@@ -278,6 +278,8 @@ async def build_nodes(
     if guard is not None:
         guard.told = upkeep.peer_refused
 
+    near = NearClusters(config.near)
+
     def agent_of(member: Member) -> AgentClient:
         return agent_client(
             member.agent,
@@ -287,7 +289,7 @@ async def build_nodes(
             upkeep.called_by_grpc,
             seat.holder,
             guard,
-            near=config.near,
+            near,
         )
 
     legs = Legs(config.timeouts, config.max_in_flight, clock, identity, guard)
@@ -308,6 +310,7 @@ async def build_nodes(
     acted_on = RosterParts(
         clusters=clusters,
         agent_of=agent_of,
+        near=near,
         join=seat.join,
         leave=seat.leave,
         forget=forget,

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import dataclass
 from hashlib import blake2b
 from math import inf
 from typing import Any, Final
@@ -51,6 +52,17 @@ RENEW_LOOK_S: Final = 10.0  # between two looks at our certificate
 RENEW_SPREAD_S: Final = 60.0  # within which all agents are watched anew with it
 
 
+@dataclass(slots=True)
+class NearClusters:
+    """The clusters whose nodes name every block; none: all do. All agents of a gateway share it, and a reload may change it."""
+
+    names: tuple[str, ...] = ()
+
+    def has(self, cluster: str) -> bool:
+        """Whether nodes of that cluster name every block."""
+        return not self.names or cluster in self.names
+
+
 class AgentClient:
     """One agent. Every call has a deadline; every failure is an AgentCallFailed with a reason label."""
 
@@ -66,13 +78,13 @@ class AgentClient:
         by_grpc: Callable[[str], None] = lambda reason: None,
         holder: str = "",
         guard: Guard | None = None,
-        near: Sequence[str] = (),
+        near: NearClusters | None = None,
     ) -> None:
         """`by_grpc` is told why a call that every request makes did not go over a kept connection.
 
         `holder` names this process: the agent frees what it holds once its connections are gone. "": with the lease.
         `guard` knows which certificates agents may have. An agent of a cluster that is not `near` sends digests; none: all
-        agents name every block.
+        agents name every block. If that changes, an agent for which that differs is watched anew.
         """
         self.address = address
         self.timeout_s = timeout_s
@@ -83,7 +95,7 @@ class AgentClient:
         self.kept = PersistentCalls(address, timeout_s, identity, name, holder, self._peer.refusal)
         self.certified_name = self.kept.certified_name
         self._holder = holder
-        self._near = tuple(near)
+        self.near = near or NearClusters()
         self._by_grpc = by_grpc
         self._look_at, self._renew_at = 0.0, inf
         self._channel = self._open()
@@ -259,13 +271,14 @@ class AgentClient:
     async def watch(self, load_interval_s: float, silence_s: float) -> AsyncGenerator[NodeEvent, None]:
         """Events until the stream ends or is silent for `silence_s`. Raises AgentCallFailed, also on a lost event.
 
-        With RENEWED, nothing is wrong as far as is known: the next stream shows another certificate of ours, or sees another
-        one of the agent's.
+        With RENEWED, nothing is wrong as far as is known: the next stream shows another certificate of ours, sees another one
+        of the agent's, or says that it is near, or not any more.
         """
         await self.renew()
         await self._peer.look()
+        told, cluster = NearClusters(self.near.names), ""
         stream = self._stub.Watch(
-            pb.WatchRequest(load_interval_s=load_interval_s, holder=self._holder, near=self._near)
+            pb.WatchRequest(load_interval_s=load_interval_s, holder=self._holder, near=told.names)
         )
         last_seq: int | None = None
         try:
@@ -275,10 +288,12 @@ class AgentClient:
                     raise AgentCallFailed(self.address, "event_gap", f"{event.seq} after {last_seq}")
                 last_seq = event.seq
                 self._peer.unless_revoked()
-                if self._is_to_renew(asyncio.get_running_loop().time()):
+                is_changed = cluster and told.has(cluster) != self.near.has(cluster)
+                if is_changed or self._is_to_renew(asyncio.get_running_loop().time()):
                     raise AgentCallFailed(self.address, RENEWED)
                 for value in events_from(event):
                     if isinstance(value, NodeInfo):
+                        cluster = value.cluster
                         self._peer.says(value.cluster, value.node_id)
                         self.kept.offered(value.calls_port)
                     yield value

@@ -457,7 +457,7 @@ DIVIDED: Final = (
 )
 CHANGEABLE: Final = (
     "nodes", "models", "revisions", "threshold_tokens", "max_in_flight", "max_waiting", "log_level", "admission", "classes",
-    "tenants", "operators", "operator_keys", "names_secret", "names_overlap_s", "links", "lines",
+    "tenants", "operators", "operator_keys", "names_secret", "names_overlap_s", "links", "lines", "near",
 )  # fmt: skip
 CHANGEABLE_ROUTING: Final = (
     "prefill_tokens_per_s", "tie_share", "placement", "balancing_ratio", "home_cluster", "cross_cluster_cache",

@@ -26,7 +26,8 @@ class ModelTable:
     """`[[gateway.models]]`. `nodes` are the names by which nodes announce it; without, its own name.
 
     Clients may call it by its name, by `aliases`, and by what its nodes call it. Without a `tokenizer_dir` it has the folder of
-    its name in the gateway's `models_dir`. Without `threshold_tokens` the gateway's holds. `plan` is of this model alone.
+    its name in the gateway's `models_dir`. Without `threshold_tokens` the gateway's holds. `max_in_flight`
+    are the requests that it may have among the gateway's. `plan` is of this model alone.
     """
 
     name: str
@@ -34,12 +35,15 @@ class ModelTable:
     aliases: tuple[str, ...] = ()
     tokenizer_dir: Path | None = None
     threshold_tokens: float | None = None
+    max_in_flight: int | None = None
     revisions: tuple[str, ...] = ()
     plan: PlanConfig = field(default_factory=PlanConfig)
 
     def __post_init__(self) -> None:
         for name in (*self.nodes, *self.aliases):
             require(bool(name), "nodes and aliases", name, "names")
+        most = self.max_in_flight
+        require(most is None or most >= 1, "max_in_flight", most, "at least 1")
         threshold = self.threshold_tokens
         require(threshold is None or threshold >= 0, "threshold_tokens", threshold, "a number of at least 0")
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from gateway.cluster.agent_client import AgentClient
+from gateway.cluster.agent_client import AgentClient, NearClusters
 from gateway.cluster.node import ClusterNode
 from gateway.cluster.registry import NODE_TIMES, Clusters, NodeTimes
 from gateway.config.gateway import GatewayConfig
@@ -57,6 +57,7 @@ class RosterParts:
     leave: Callable[[ClusterNode], None]
     forget: Callable[[str], None]
     on_change: Callable[[str], None]
+    near: NearClusters = field(default_factory=NearClusters)
     remembered: dict[str, str] = field(default_factory=dict)
 
 
@@ -113,6 +114,7 @@ class Roster:
     def configure(self, config: GatewayConfig) -> None:
         """The gateway's file has been read again."""
         self._admits = config.admits
+        self._parts.near.names = config.near
         self.saw(STATIC, _static(config))
 
     def saw(self, source: str, view: View) -> None:

@@ -18,7 +18,7 @@ from gateway.cluster.registry import Clusters, is_ready
 from gateway.cluster.served_model import ServedModel
 from gateway.config.gateway import GatewayConfig
 from gateway.config.models import REST, ModelCatalog
-from gateway.errors import NoModel, no_model_named, unknown_model
+from gateway.errors import NoModel, Overloaded, no_model_named, unknown_model
 from gateway.models.asked import model_at_begin, model_in
 from gateway.pipeline.pipeline import Pipeline
 from gateway.request.request import Request
@@ -47,6 +47,7 @@ class ModelParts:
     steps: Pipeline
     forget: Callable[[str], None]  # what was learned of a node
     uses: int = 0
+    in_flight: int = 0  # of the uses, those that have a place among the gateway's requests
 
     def __repr__(self) -> str:
         return f"<Model {self.key!r} [{self.uses} under way]>"
@@ -59,6 +60,21 @@ class ModelParts:
             yield
         finally:
             self.uses -= 1
+
+    def check_room(self) -> None:
+        """Raises Overloaded while it has as many requests as it may have."""
+        if self.in_flight >= (limit := self.config.max_in_flight):
+            raise Overloaded(f"The gateway already serves {limit} requests of this model, its limit. Please retry.")
+
+    @contextmanager
+    def serving(self) -> Iterator[None]:
+        """One more request of it has a place until the end of this block."""
+        self.in_flight += 1
+        try:
+            with self.used():
+                yield
+        finally:
+            self.in_flight -= 1
 
     def configure(self, config: GatewayConfig) -> None:
         """Works by `config`, which is for this model, from now on."""
@@ -189,6 +205,10 @@ class Models:
             if name is not None:
                 raise unknown_model(name)
             return self.default
+        return self.usable(name, tenant)
+
+    def usable(self, name: str, tenant: Tenant) -> ModelParts:
+        """What serves the model of that name to a tenant. Raises ApiError, the same for one that it may not use."""
         if (key := self._usable(name, tenant)) is None:
             raise unknown_model(name)
         return self._there(key)
@@ -231,13 +251,15 @@ class Models:
 def config_of(config: GatewayConfig, catalog: ModelCatalog, key: str, workers: int) -> GatewayConfig:
     """The gateway's configuration as it holds for one of its models. Raises KeyError for none of them.
 
-    The default one's line is shared by all workers; each worker has a part of the others'.
+    The default one's line is shared by all workers; each worker has a part of the others', and of a model's `max_in_flight`.
     """
     if (model := catalog.by_name(key)) is None:
         raise KeyError(key)
     changes: dict[str, Any] = {}
+    if model.max_in_flight is not None:
+        changes["max_in_flight"] = max(1, min(model.max_in_flight, config.max_in_flight) // workers)
     if key != REST:
-        changes = {
+        changes |= {
             "tokenizer_dir": model.tokenizer_dir or (config.models_dir or Path()) / key,
             "served_model": key,
             "plan": model.plan,

@@ -174,13 +174,14 @@ class GenerationEndpoint:
     async def _serve(self, visit: InflightRequest) -> web.StreamResponse:
         try:
             parts = visit.parts = await self.models.asked(visit.body, visit.tenant)
+            parts.check_room()
         except ApiError as error:
             self.metrics.rejected(error.code or "invalid", error.status, visit.tenant.name)
             raise
         except asyncio.CancelledError:
             self.metrics.rejected(CLIENT_LEFT, CLIENT_CLOSED, visit.tenant.name)
             raise
-        with parts.used():
+        with parts.serving():
             return await self._serve_by(parts, visit)
 
     async def _serve_by(self, parts: ModelParts, visit: InflightRequest) -> web.StreamResponse:

@@ -344,17 +344,26 @@ class Metrics:
         _note_lines(self._seen, [line for link in links for line in link.lines])
         self._seen.note("prfaas_link_drained", "1 while operators want nothing new on a link", ends, drained)
 
-    def observe_estimates(self, errors: Mapping[tuple[str, str], Error]) -> None:
-        """Takes down how wrong predictions were, by what was predicted, and of what."""
-        stats = {(*kind, name): getattr(error, name) for kind, error in errors.items() for name in ("mean", "p90")}
+    def observe_estimates(self, by_model: Mapping[str, Mapping[tuple[str, str], Error]]) -> None:
+        """Takes down how wrong predictions were, by model, by what was predicted, and of what."""
+        labels, named = _of_models(by_model)
+        stats = {
+            (*named[model], *kind, name): getattr(error, name)
+            for model, errors in by_model.items()
+            for kind, error in errors.items()
+            for name in ("mean", "p90")
+        }
         what = "|predicted / seen - 1| of the latest predictions, by what was predicted"
-        self._seen.note("prfaas_estimate_error_ratio", what, ("what", "of", "stat"), stats)
+        self._seen.note("prfaas_estimate_error_ratio", what, (*labels, "what", "of", "stat"), stats)
 
-    def observe_plan(self, plan: LivePlan | None, at: float) -> None:
-        """Takes down which plan is followed; `at` is seconds since the epoch."""
-        version, age_s = (plan.version, max(0.0, at - plan.made_at)) if plan is not None else (0, 0.0)
-        self._seen.note("prfaas_plan_version", "Version of the plan followed, 0: none", (), {(): version})
-        self._seen.note("prfaas_plan_age_seconds", "Age of the plan followed, 0: none", (), {(): age_s})
+    def observe_plan(self, by_model: Mapping[str, LivePlan | None], at: float) -> None:
+        """Takes down which plan is followed for each model; `at` is seconds since the epoch."""
+        labels, named = _of_models(by_model)
+        plans = {named[model]: plan for model, plan in by_model.items()}
+        versions = {key: plan.version if plan is not None else 0 for key, plan in plans.items()}
+        ages_s = {key: max(0.0, at - plan.made_at) if plan is not None else 0.0 for key, plan in plans.items()}
+        self._seen.note("prfaas_plan_version", "Version of the plan followed, 0: none", labels, versions)
+        self._seen.note("prfaas_plan_age_seconds", "Age of the plan followed, 0: none", labels, ages_s)
 
     def observe_models(self, ready: Mapping[str, bool], waiting: Mapping[str, int], plans: Mapping[str, int]) -> None:
         """Takes down how each model is served: whether a request would be, how many wait, by which plan (0: none)."""
@@ -436,6 +445,13 @@ class _Seen(Collector):
 
     def collect(self) -> Iterable[Metric]:
         return list(self.families.values())
+
+
+def _of_models(models: Collection[str]) -> tuple[tuple[str, ...], dict[str, tuple[str, ...]]]:
+    """The label for models and its value for each; a gateway of one model has no such label."""
+    if len(models) < 2:
+        return (), dict.fromkeys(models, ())
+    return ("model",), {model: (model,) for model in models}
 
 
 def _note_lines(seen: "_Seen", lines: Collection[LineUse]) -> None:

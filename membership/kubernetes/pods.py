@@ -20,6 +20,7 @@ OWN: Final = "prfaas/"  # before the names of our own labels and annotations
 OWN_ROLE_LABEL: Final = f"{OWN}role"
 ID_LABEL: Final = f"{OWN}node-id"
 NAME_LABEL: Final = f"{OWN}certificate-name"
+SUBDOMAIN_LABEL: Final = f"{OWN}certificate-subdomain"  # where certificates cannot carry the name of the Pod's service
 CONTROL_PORT: Final = "control"  # a container's port of that name is the agent's
 TOLD: Final = (f"{OWN}layout", f"{OWN}capacity", f"{OWN}pool", f"{OWN}rack")  # what is shown of a node besides
 TOPOLOGY: Final = "topology.kubernetes.io/"
@@ -85,7 +86,7 @@ def member_of(pod: Pod, agent_port: int = 0, server_port: int = 0) -> Member | U
         return Member(
             id=said.get(ID_LABEL) or pod.metadata.name,
             agent=f"[{host}]:{port}" if ":" in host else f"{host}:{port}",
-            name=said.get(NAME_LABEL) or _name(pod),
+            name=said.get(NAME_LABEL) or _name(pod, said.get(SUBDOMAIN_LABEL, "")),
             cluster=said.get(CLUSTER_LABEL, ""),
             role=role if role in OWN_ROLES else "",
             revision=said.get(REVISION_LABEL, ""),
@@ -101,12 +102,14 @@ def _control_port(pod: Pod) -> int:
     return next((port.container_port for port in ports if port.name == CONTROL_PORT), 0)
 
 
-def _name(pod: Pod) -> str:
-    """Its name in the DNS of its headless service, which its certificate carries; "" without such a service."""
-    spec = pod.spec
-    if not spec.hostname or not spec.subdomain:
+def _name(pod: Pod, said_subdomain: str) -> str:
+    """The name that its certificate carries: that in the DNS of its headless service, unless the Pod says another subdomain.
+    "" without either.
+    """
+    subdomain = said_subdomain or pod.spec.subdomain
+    if not pod.spec.hostname or not subdomain:
         return ""
-    return f"{spec.hostname}.{spec.subdomain}.{pod.metadata.namespace}.svc"
+    return f"{pod.spec.hostname}.{subdomain}.{pod.metadata.namespace}.svc"
 
 
 def _labels(pod: Pod, said: Mapping[str, str], role: str) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""What a site costs, and which part of it to pay for."""
+"""What a site costs, what its requests cost to carry, and which part of it to pay for."""
 
 from dataclasses import replace
 from typing import Final
@@ -7,13 +7,30 @@ from membership.lines import BYTES_PER_S_PER_GBPS
 from planner.errors import Infeasible, InputError
 from planner.solve.aims import Aim
 from planner.solve.problem import Problem, best_cut
-from planner.solve.search import Cut
+from planner.solve.search import Cut, mixed
 
 SAME_COST: Final = 1e-12
+BYTES_PER_GB: Final = 1e9
+S_PER_HOUR: Final = 3600.0
+
+
+def traffic_per_request(problem: Problem, found: Cut) -> float:
+    """What a mean request's bytes over the line cost, by the price of a gigabyte."""
+    if problem.link is None or not problem.capacity.num_prfaas:
+        return 0.0
+    sent_bytes = mixed(problem.loads.egress_bytes, found.cut, found.share)
+    return problem.link.price_per_gb * sent_bytes / BYTES_PER_GB
+
+
+def spend_per_hour(problem: Problem, found: Cut, rate: float) -> float:
+    """What the site and its traffic cost at a rate."""
+    return cost_per_hour(problem) + traffic_per_request(problem, found) * rate * S_PER_HOUR
 
 
 def cost_per_hour(problem: Problem) -> float:
-    """What the site costs, in the unit of its prices. A line is paid for where there is something at its far end."""
+    """What the site costs before a byte crosses a line, in the unit of its prices. A line's rent is paid where there is
+    something at its far end.
+    """
     capacity = problem.capacity
     total = problem.pd.price_per_hour * capacity.num_pd
     if problem.prfaas is not None:
@@ -27,8 +44,8 @@ def cost_per_hour(problem: Problem) -> float:
 def cheapest(problem: Problem, aim: Aim) -> Problem:
     """The part of the site worth paying for: least cost at the rate asked for, or else least cost per request.
 
-    The rate is the one that `aim` counts. Tries every count of instances up to what the site has; of equally cheap ones the
-    one with the highest rate is kept. `problem` is as the aim thins it. Raises Infeasible.
+    The rate is the one that `aim` counts. Tries every count of instances up to what the site has, each with the plan that
+    serves most; of equally cheap ones the one with the highest rate is kept. `problem` is as the aim thins it. Raises Infeasible.
     """
     if problem.pd.price_per_hour <= 0:
         raise InputError(f"cluster {problem.pd.name}: price_per_hour={problem.pd.price_per_hour}: cost needs a price")
@@ -64,13 +81,21 @@ def _parts(problem: Problem) -> list[Problem]:
 def _at_rate(problem: Problem, aim: Aim, asked: float) -> Problem | None:
     best: tuple[float, float, Problem] | None = None
     for part in sorted(_parts(problem), key=cost_per_hour):
-        cost = cost_per_hour(part)
-        if best is not None and cost > best[0] * (1 + SAME_COST):
+        least = cost_per_hour(part)
+        if best is not None and least > best[0] * (1 + SAME_COST):
             break
         if best_cut(part, aim.options).rate < asked:
             continue  # it would not carry that much even without a target
-        at_least = asked * (1 - SAME_COST) if best is None else best[1]
-        if (found := aim.best(part, above=at_least)) is not None and aim.carries(part, found, asked):
+        # One that costs as much before any traffic can only be better by its rate.
+        is_level = best is not None and least >= best[0] * (1 - SAME_COST)
+        at_least = best[1] if best is not None and is_level else asked * (1 - SAME_COST)
+        found = aim.best(part, above=at_least)
+        if found is None:
+            continue
+        cost = spend_per_hour(part, found, asked)
+        if best is not None and (cost, -found.rate) >= (best[0] * (1 + SAME_COST if is_level else 1), -best[1]):
+            continue
+        if aim.carries(part, found, asked):
             best = (cost, found.rate, part)
     return best[2] if best else None
 
@@ -85,6 +110,9 @@ def _per_request(problem: Problem, aim: Aim) -> Problem | None:
         if best is not None and bound >= best[0]:
             break
         found = aim.best(part, above=cost / best[0] * (1 + SAME_COST) if best else 0.0)
-        if found is not None:
-            best = (cost / found.rate, part)
+        if found is None:
+            continue
+        whole = cost / found.rate + traffic_per_request(part, found) * S_PER_HOUR
+        if best is None or whole < best[0]:
+            best = (whole, part)
     return best[1] if best else None

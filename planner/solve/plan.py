@@ -17,7 +17,7 @@ from planner.solve.aims import Aim, outlook
 from planner.solve.decode_memory import BatchLimit
 from planner.solve.goals import Objective, ServiceTime
 from planner.solve.loaded import loaded_ttft
-from planner.solve.objectives import cheapest, cost_per_hour, too_much
+from planner.solve.objectives import cheapest, spend_per_hour, too_much
 from planner.solve.problem import Problem, SolveOptions, best_cut, pose, threshold_for, ttfts
 from planner.solve.rehearsed import PlanRehearsal, Rehearse
 from planner.solve.replay import Replay
@@ -29,6 +29,7 @@ from planner.solve.search import (
     Loads,
     cold_rates,
     interval_of,
+    mixed,
     rate_at,
     stage_rates,
     weighted_quantile,
@@ -352,7 +353,7 @@ def _outline(solved: _Solved) -> Plan:
         utilisation={str(stage): found.rate / limit for stage, limit in warm.items()},
         lambda_warm=best_cut(problem.warm(), options).rate if cold else None,
         cold_utilisation={str(stage): found.rate / limit for stage, limit in cold.items()},
-        cost_per_hour=cost_per_hour(problem),
+        cost_per_hour=spend_per_hour(problem, found, options.rate_req_per_s or solved.lambda_slo or found.rate),
         decode_batch=problem.decode.max_running,
         decode_batch_limit=problem.batch_limit(site.profile.decode_on(problem.pd.hardware)),
         lambda_slo=solved.lambda_slo,
@@ -387,9 +388,6 @@ class _Mix:
         if found.share:
             kept[found.cut] = weights[found.cut] * found.share
         sent = weights - kept
-        egress = loads.egress_bytes[found.cut]
-        if found.share:
-            egress += found.share * (loads.egress_bytes[found.cut + 1] - egress)
         p = min(1.0, float(sent.sum())) if found.cut < len(tokens) else 0.0
         held = loads.lengths.held_share
         near = 1 - held - p
@@ -398,7 +396,7 @@ class _Mix:
             held,
             float(sent @ loads.lengths.uncached) / p if p else 0.0,
             float(kept @ loads.lengths.uncached) / near if near > 0 else 0.0,
-            float(egress),
+            mixed(loads.egress_bytes, found.cut, found.share),
         )
 
 

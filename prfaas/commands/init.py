@@ -8,6 +8,7 @@ import secrets
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Final
 
@@ -15,6 +16,7 @@ from gateway.auth.keyring import digest_of
 from gateway.config.operators import OperatorRole
 from hybrid_cache.hashing.name_secrets import SECRET_BYTES
 from prfaas.commands.keys import new_key, operator_lines
+from prfaas.commands.site_files.model_tables import SiteModel, check_models, model_tables, own_model
 from prfaas.commands.site_files.plan_files import PLAN_KEY, PlanSite, followed_lines, plan_file, start_lines
 from prfaas.commands.site_files.scraping import DIGEST_FILE, KEY_FILE, OPERATOR, ScrapeJob, prometheus_file
 from prfaas.commands.site_files.trust_files import CERTIFICATES, authority_lines, identity_files
@@ -50,9 +52,14 @@ IN_CLEAR: Final = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InitSite:
-    """What there is to know. `remote` are machines of a PrfaaS cluster, which only prefill; the others are one PD cluster."""
+    """What there is to know. `remote` are machines of a PrfaaS cluster, which only prefill; the others are one PD cluster.
+
+    `model` is a folder. `more_models` are served beside it, each by nodes of its own on every machine.
+    """
 
     model: str
+    name: str = ""  # what clients call it; "": as its folder
+    more_models: tuple[SiteModel, ...] = ()
     engine: str = "embedded"
     gateway: str = HERE
     remote: tuple[str, ...] = (HERE,)
@@ -65,6 +72,7 @@ class InitSite:
         """Raises InitError."""
         if not self.model:
             raise InitError("no model: name a directory with config.json, weights and tokenizer")
+        check_models(self.models)
         if self.engine not in ENGINES:
             raise InitError(f"engine {self.engine!r}: must be one of {', '.join(ENGINES)}")
         if not self.decode:
@@ -76,6 +84,16 @@ class InitSite:
         for host in (self.gateway, *self.remote, *self.prefill, *self.decode):
             if not host or not all(c.isalnum() or c in "-.:" for c in host):
                 raise InitError(f"host {host!r}: must be a name or an address")
+
+    def with_absolute_models(self) -> "InitSite":
+        """As on every command line, folders are relative to where it runs."""
+        first, *more = (SiteModel(str(Path(each.path).absolute()), each.name) for each in self.models)
+        return replace(self, model=first.path, more_models=tuple(more))
+
+    @property
+    def models(self) -> tuple[SiteModel, ...]:
+        """All of them, the default one first."""
+        return (SiteModel(self.model, self.name), *self.more_models)
 
     @property
     def is_one_machine(self) -> bool:
@@ -92,6 +110,7 @@ class SiteNode:
     role: str
     host: str
     nth: int
+    model: SiteModel
 
 
 def members(site: InitSite) -> list[SiteNode]:
@@ -103,8 +122,8 @@ def members(site: InitSite) -> list[SiteNode]:
         ("home", "pd", "prefill", site.prefill),
         ("home", "pd", "decode", site.decode),
     ):
-        for number, host in enumerate(hosts):
-            found.append(SiteNode(f"{cluster}-{role[0]}{number}", cluster, kind, role, host, seats[host]))
+        for number, (model, host) in enumerate(product(site.models, hosts)):
+            found.append(SiteNode(f"{cluster}-{role[0]}{number}", cluster, kind, role, host, seats[host], model))
             seats[host] += 1
     return found
 
@@ -127,7 +146,7 @@ class FirstKeys:
 def files(site: InitSite, keys: FirstKeys) -> dict[str, str]:
     """What to write: names and contents."""
     if site.is_one_machine:  # whose files all lie here
-        return {"prfaas.toml": _topology(replace(site, model=str(Path(site.model).absolute())))}
+        return {"prfaas.toml": _topology(site.with_absolute_models())}
     nodes = members(site)
     return {
         KEY_FILE: f"{keys.prometheus}\n",
@@ -235,6 +254,7 @@ def _topology(site: InitSite) -> str:
         "",
         "[model]",
         _pair("path", site.model, "the same files for every node"),
+        *([_pair("name", site.name, "what clients call it")] if site.name else []),
         "",
         "[gateway]",
         _pair("port", GATEWAY_PORT, "the OpenAI API"),
@@ -251,9 +271,12 @@ def _topology(site: InitSite) -> str:
         lines += ["", "[[clusters]]", _pair("name", cluster[0]), _pair("kind", cluster[1], WHAT_KINDS_ARE[cluster[1]])]
         lines.append("nodes = [")
         lines += [
-            f'    {{ node_id = "{node.name}", role = "{node.role}" }},' for node in nodes if node.cluster == cluster[0]
+            f'    {{ node_id = "{node.name}", role = "{node.role}"{own_model(node.model, site.more_models)} }},'
+            for node in nodes
+            if node.cluster == cluster[0]
         ]
         lines.append("]")
+    lines += model_tables(site.more_models)
     return "\n".join(lines) + "\n"
 
 
@@ -270,7 +293,8 @@ def _node_file(site: InitSite, node: SiteNode) -> str:
         _pair("cluster", node.cluster),
         _pair("cluster_kind", node.kind, WHAT_KINDS_ARE[node.kind]),
         _pair("role", node.role),
-        _pair("model", site.model, "the same files on every machine"),
+        _pair("model", node.model.path, "the same files on every machine"),
+        *([_pair("served_model", node.model.called)] if node.model.name or node.model in site.more_models else []),
         _pair("host", node.host, "where its ports listen, and what gateways and other nodes are told"),
         '# transfer_host = "203.0.113.7"         # an address of its own for KVCache, towards other clusters',
         *[_pair(name, port + node.nth, why) for name, (port, why) in _ports(site, node).items()],
@@ -320,6 +344,7 @@ def _gateway_file(site: InitSite, nodes: Sequence[SiteNode], keys: FirstKeys) ->
         _pair("host", site.gateway),
         _pair("port", GATEWAY_PORT, "the OpenAI API"),
         _pair("tokenizer_dir", site.model, "the model's directory, or one with its tokenizer only"),
+        *([_pair("served_model", site.name, "what clients call it")] if site.name else []),
         _pair(
             "threshold_tokens", 2048, "longer uncached prompts go to the PrfaaS cluster; prfaas-plan solve finds yours"
         ),
@@ -328,6 +353,7 @@ def _gateway_file(site: InitSite, nodes: Sequence[SiteNode], keys: FirstKeys) ->
         *([] if site.tls or all(is_loopback(node.host) for node in nodes) else [IN_CLEAR]),
         *_links(nodes),
     ]
+    lines += model_tables(site.more_models)
     if keys.operator:
         lines += [
             "",
@@ -385,11 +411,12 @@ def _start(site: InitSite, nodes: Sequence[SiteNode], keys: FirstKeys) -> str:
         lines += [*authority_lines(clusters, one_authority=site.one_authority), ""]
     lines += ["| machine | needs | command |", "|---|---|---|"]
     lines += [
-        f"| {node.host} | {_needs(site, node.name, f'{node.name}.toml', DIGEST_FILE)} | `prfaas node -c {node.name}.toml` |"
+        f"| {node.host} | {_needs(site, node.name, [node.model], f'{node.name}.toml', DIGEST_FILE)} | "
+        f"`prfaas node -c {node.name}.toml` |"
         for node in nodes
     ]
     lines.append(
-        f"| {site.gateway} | {_needs(site, GATEWAY_NAME, 'gateway.toml')} | `prfaas gateway -c gateway.toml` |"
+        f"| {site.gateway} | {_needs(site, GATEWAY_NAME, site.models, 'gateway.toml')} | `prfaas gateway -c gateway.toml` |"
     )
     if site.tls:
         lines += ["", *start_lines(_plan_site(site, keys))]
@@ -407,10 +434,10 @@ def _start(site: InitSite, nodes: Sequence[SiteNode], keys: FirstKeys) -> str:
     )
 
 
-def _needs(site: InitSite, name: str, *others: str) -> str:
+def _needs(site: InitSite, name: str, models: Sequence[SiteModel], *others: str) -> str:
     """What one process reads that its machine must hold, as a cell of the table."""
     own = [NAMES_FILE, f"certificates/{name}.pem", f"certificates/{name}.key"] if site.tls else []
-    return ", ".join(f"`{file}`" for file in (*others, *own, site.model))
+    return ", ".join(f"`{file}`" for file in (*others, *own, *(each.path for each in models)))
 
 
 def _pair(key: str, value: str | int, why: str = "") -> str:
@@ -444,14 +471,19 @@ QUESTIONS: Final = {
 }
 
 
-def site_of(answers: Mapping[str, str], tls: bool, plain: bool = False) -> InitSite:
+def site_of(
+    answers: Mapping[str, str], tls: bool, plain: bool = False, more_models: Sequence[SiteModel] = ()
+) -> InitSite:
     """Several machines get certificates unless `plain` says no, or their engine cannot. Raises InitError."""
 
     def hosts(text: str) -> tuple[str, ...]:
         return () if text in ("-", "") else tuple(host.strip() for host in text.split(","))
 
+    first = SiteModel.parse(answers["model"])
     site = InitSite(
-        model=answers["model"],
+        model=first.path,
+        name=first.name,
+        more_models=tuple(more_models),
         engine=answers["engine"],
         gateway=answers["gateway"],
         remote=hosts(answers["remote"]),

@@ -2,7 +2,6 @@
 
 import argparse
 import sys
-from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -63,7 +62,12 @@ def add_preparations(commands: Any) -> None:
 
 def _add_init(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", type=Path, metavar="DIR", help="directory to write the files to")
-    parser.add_argument("--model", metavar="DIR", help="the model's directory: config.json, weights, tokenizer")
+    parser.add_argument(
+        "--model",
+        metavar="[NAME=]DIR",
+        action="append",
+        help="the model's directory: config.json, weights, tokenizer; give it again for further models",
+    )
     parser.add_argument("--engine", choices=["embedded", "vllm", "sglang"], help="the engine (default: embedded)")
     for name, what in (
         ("decode", "machines that decode (default: this machine)"),
@@ -110,15 +114,17 @@ def _holder(text: str) -> "CertificateHolder":
 
 def _init(arguments: argparse.Namespace) -> int:
     from prfaas.commands.init import QUESTIONS, asked, init, site_of
+    from prfaas.commands.site_files.model_tables import SiteModel
 
     def ask(question: str, default: str) -> str:
         if arguments.yes or not sys.stdin.isatty():
             return default
         return input(f"{question} [{default}]: ")
 
-    site = site_of(asked({key: getattr(arguments, key) for key in QUESTIONS}, ask), arguments.tls, arguments.plain)
-    site = replace(site, model=str(Path(site.model).absolute()))  # as on every command line: relative to where it runs
-    init(site, arguments.folder, arguments.overwrite, print)
+    first, *more = arguments.model or [None]
+    answers = asked({**{key: getattr(arguments, key) for key in QUESTIONS}, "model": first}, ask)
+    site = site_of(answers, arguments.tls, arguments.plain, [SiteModel.parse(each) for each in more])
+    init(site.with_absolute_models(), arguments.folder, arguments.overwrite, print)
     return 0
 
 

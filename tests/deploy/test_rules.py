@@ -163,7 +163,7 @@ CAUSES: dict[str, dict[str, str]] = {
     "PrfaasNodeNotReady": {f"prfaas_node_ready{{{NODE}}}": "0x60 1x120"},
     "PrfaasEngineRestarts": {f"prfaas_engine_restarts_total{{{NODE}}}": "0+1x60 60x120"},
     "PrfaasNodeWatchFails": {f'prfaas_node_watch_failures_total{{{GATEWAY}, reason="silent"}}': "0+3x60 180x120"},
-    "PrfaasMembersFrozen": {f'prfaas_membership_frozen_seconds{{{GATEWAY}, source="file"}}': "0x60 0+60x60 0x60"},
+    "PrfaasMembersFrozen": {f'prfaas_membership_frozen_seconds{{{GATEWAY}, source="file"}}': "0+60x60 0x120"},
     "PrfaasArenaFull": {
         f'prfaas_pool_pages{{{NODE}, state="locked"}}': "95x60 10x120",
         f'prfaas_pool_pages{{{NODE}, state="total"}}': "100x180",
@@ -216,7 +216,7 @@ CAUSES: dict[str, dict[str, str]] = {
     # Of 1000 a month, 50 are rent and 600 what was sent; then the budget is raised.
     "PrfaasLineSpend": {
         f"prfaas_link_sent_bytes_total{{{LINK}}}": "0+400000000000x180",
-        **described_line(10_000_000_000),
+        **described_line(20_000_000_000),
         f"prfaas_described_line_price_per_gb{{{LINE}}}": "0.05x180",
         f"prfaas_described_line_rent_per_month{{{LINE}}}": "50x180",
         f"prfaas_described_line_budget_per_month{{{LINE}}}": "1000x60 100000x120",

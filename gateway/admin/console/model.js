@@ -7,6 +7,21 @@ export const KEPT_REQUESTS = 500;
 
 export const linkName = (status) => `${status.source} → ${status.destination}`;
 
+// What part of a line's budget a month at this rate costs; null without one.
+export const spentRatio = (line) => (line.budget_per_month ? line.spend_per_month / line.budget_per_month : null);
+
+// The level of a part of what a line can carry, or of its budget, by the line's own limits.
+export function partLevel(line, ratio) {
+  if (ratio >= line.critical_ratio) return "full";
+  return ratio >= line.warn_ratio ? "busy" : "ok";
+}
+
+// A line's level in words, and what it comes from where that is not well.
+export function lineLevel(line) {
+  if (line.level === "ok") return "ok";
+  return `${line.level}: ${(spentRatio(line) ?? 0) > line.used_ratio ? "spend" : "use"}`;
+}
+
 // How full a link is, as a word: colour never says it alone.
 export function level(status) {
   if (status.drained) return "drained";

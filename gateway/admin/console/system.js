@@ -3,12 +3,13 @@
 import { h, meter, panel, Table, text, Tile } from "./dom.js";
 import { Chart } from "./charts.js";
 import { Topology } from "./topology.js";
-import { breaker, carried, FULL, level, linkName, quantile } from "./model.js";
+import { breaker, carried, FULL, level, lineLevel, linkName, partLevel, quantile, spentRatio } from "./model.js";
 import { bytes, count, pair, percent, rate, seconds, tokens } from "./numbers.js";
 
 const LAST_S = 60;
-const LINE_LEVELS = { ok: "ok", warn: "busy", critical: "full" };
 const levelWord = { ok: "", busy: "≥ 65 %", full: "≥ 80 %", down: "down", drained: "drained" };
+
+const partMeter = (line, ratio) => meter(ratio, percent(ratio), partLevel(line, ratio));
 
 export class System {
   constructor(feed) {
@@ -44,11 +45,13 @@ export class System {
     this.lines = new Table("Lines", [
       { head: "line", cell: (row) => row.name, isHead: true },
       { head: "ends", cell: (row) => linkName(row) },
-      { head: "used", cell: (row) => meter(row.used_ratio, `${percent(row.used_ratio)} ${row.level}`, LINE_LEVELS[row.level]) },
+      { head: "level", cell: (row) => lineLevel(row) },
+      { head: "used", cell: (row) => partMeter(row, row.used_ratio) },
       { head: "carries", cell: (row) => rate(row.carried_bytes_per_s), isNumber: true },
       { head: "ours", cell: (row) => rate(row.rate_bytes_per_s), isNumber: true },
       { head: "a month", cell: (row) => count(row.spend_per_month), isNumber: true },
       { head: "budget", cell: (row) => (row.budget_per_month ? count(row.budget_per_month) : "–"), isNumber: true },
+      { head: "spent", cell: (row) => (row.budget_per_month ? partMeter(row, spentRatio(row)) : "–") },
       { head: "shared with", cell: (row) => row.shared_by.join(", ") || "–" },
     ], { empty: "no line is described", isNamed: true });
     this.element = h(

@@ -17,7 +17,7 @@ from gateway.errors import BadRequest, NoDecodeNode, Unavailable, unknown_model
 from gateway.http.connections import JSON
 from gateway.members.roster import Roster
 from gateway.models.load_report import LoadReporter
-from gateway.models.served import Models
+from gateway.models.served import ModelParts, Models
 from gateway.routing.name_rotation import NameRotation
 from gateway.routing.transfer_log import merged
 from gateway.telemetry.metrics import CONTENT_TYPE, Metrics
@@ -145,7 +145,7 @@ class OperatorEndpoints:
         if not self._roster.is_synced:
             raise Unavailable("A registry of members has not been read yet.", "members_unread")
         wanted = http.query.get("model")
-        if wanted is not None and not self._models_served.serves(self._models_served.named(wanted).key):
+        if wanted is not None and not self._models_served.serves(self._seen(wanted, http).key):
             raise NoDecodeNode(wanted)
         if not self._clusters.is_ready:
             raise Unavailable("No decode node is ready.", "no_decode_node")
@@ -159,15 +159,25 @@ class OperatorEndpoints:
             health["nodes"] = states
         return json_response(health | {"workers_ready": workers.get(WorkerState.READY, 0)} if workers else health)
 
+    def _seen(self, name: str, http: web.Request) -> ModelParts:
+        """The model of that name, if it may be known here that there is one. Raises ApiError.
+
+        Where there are tenants, a probe shows a key like any client: strangers learn no names of models.
+        """
+        if not name or self._keyring.is_operator(http.headers):
+            return self._models_served.named(name)
+        return self._models_served.usable(name, self._keyring.tenant(http.headers))
+
     async def _prometheus(self, http: web.Request) -> web.Response:
         self._metrics.observe_nodes(self._clusters.nodes)
         self._metrics.observe_members(self._roster.status())
         self._metrics.observe_links(self._links.status())
         names = self._rotation.status()
         self._metrics.observe_names(names.moved, bool(names.earlier))
-        default = self._models_served.default
-        self._metrics.observe_estimates(default.router.errors())
-        self._metrics.observe_plan(default.follower.plan, datetime.now(UTC).timestamp())
+        served = {self._models_served.name_of(each.key): each for each in self._models_served}
+        self._metrics.observe_estimates({name: each.router.errors() for name, each in served.items()})
+        plans = {name: each.follower.plan for name, each in served.items()}
+        self._metrics.observe_plan(plans, datetime.now(UTC).timestamp())
         index = self._clusters.index
         self._metrics.observe_index(len(index) if index is not None else 0, self._clusters.indexes.num_names)
         standing = self._models_served.standing()

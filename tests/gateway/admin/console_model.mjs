@@ -18,6 +18,16 @@ test("a link's level changes at 65 and at 80 per cent", () => {
   assert.equal(model.level({ up: false, drained: true, utilisation: 0 }), "drained");
 });
 
+test("a line says whether it is its use or its spend that is not well", () => {
+  const line = { level: "ok", used_ratio: 0.1, spend_per_month: 500, budget_per_month: 1000, warn_ratio: 0.65, critical_ratio: 0.8 };
+  assert.equal(model.lineLevel(line), "ok");
+  assert.equal(model.lineLevel({ ...line, level: "critical", spend_per_month: 3650 }), "critical: spend");
+  assert.equal(model.lineLevel({ ...line, level: "warn", used_ratio: 0.7 }), "warn: use");
+  assert.equal(model.lineLevel({ ...line, level: "critical", used_ratio: 0.9, budget_per_month: 0 }), "critical: use");
+  assert.equal(model.spentRatio({ ...line, budget_per_month: 0 }), null);
+  assert.deepEqual([0.64, 0.65, 0.8, 3.65].map((ratio) => model.partLevel(line, ratio)), ["ok", "busy", "full", "full"]);
+});
+
 test("a breaker is that of the senders that are worst off", () => {
   const of = (...states) => model.breaker({ senders: states.map((breaker) => ({ breaker })) });
   assert.deepEqual([of("closed", "closed"), of("open", "open"), of("closed", "open"), of("half_open", "closed"), of()], ["closed", "open", "1 of 2 open", "1 of 2 half open", "no sender"]);

@@ -28,6 +28,7 @@ def config_of(**values: Any) -> GatewayConfig:
     ("was", "will", "change"),
     [
         ({}, {"max_waiting": 9}, ConfigChange("max_waiting", "256", "9", False)),
+        ({}, {"near": ["west"]}, ConfigChange("near", "()", "('west',)", False)),
         ({}, {"port": 9}, ConfigChange("port", "8000", "9", True)),
         ({}, {"routing": {"tie_share": 0.5}}, ConfigChange("routing.tie_share", "1.0", "0.5", False)),
         ({}, {"routing": {"max_moves": 5}}, ConfigChange("routing.max_moves", "4", "5", True)),

@@ -206,3 +206,15 @@ async def test_an_entry_that_names_a_node_once_more_takes_nothing_of_it() -> Non
         await until(lambda: len(w.clusters.nodes) == 2)
         assert w.clusters.by_id("d0") is healthy
         assert dropped == []
+
+
+@on_memory_loop
+async def test_other_clusters_are_near_from_a_reload_on_for_nodes_that_are_there_and_that_come() -> None:
+    async with pipeline(remote=1, local=1, decode=2, near=("west",)) as w:
+        second = w.nodes.decode[1]
+        without(w, second)
+        assert {node.agent.near.names for node in w.clusters.nodes} == {("west",)}
+        w.configure(replace(w.config, near=("west", "east")))
+        w.seen.roster.saw(FILE, view_of(second))
+        await until(lambda: {"d0", "d1"} <= {node.id for node in w.clusters.nodes})
+        assert {node.agent.near.names for node in w.clusters.nodes} == {("west", "east")}

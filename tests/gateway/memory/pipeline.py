@@ -139,7 +139,7 @@ class Pipelined(Deployment):
         await self.idle()
         self.door.metrics.observe_nodes(self.clusters.nodes)
         self.door.metrics.observe_links(self.links.status())
-        self.door.metrics.observe_estimates(self.models.default.router.errors())
+        self.door.metrics.observe_estimates({"": self.models.default.router.errors()})
         return self.door.metrics.render().decode()
 
 

@@ -2,13 +2,17 @@
 
 import asyncio
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from gateway.auth.keyring import digest_of
+from gateway.config.gateway import GatewayConfig, NodeAddress
 from gateway.config.models import ModelTable
+from gateway.config.operators import OperatorConfig
 from gateway.config.tenants import TenantConfig
+from gateway.models.served import config_of
 from planner.decisions.admission.classes import UNPROMISED
 from tests.gateway.layouts import LAYOUT
 from tests.gateway.memory.pipeline import on_memory_loop, pipeline
@@ -96,6 +100,49 @@ async def test_a_model_without_nodes_is_unavailable_by_its_name_and_others_are_s
 
 
 @on_memory_loop
+async def test_estimates_and_plans_are_told_by_model_where_there_are_several() -> None:
+    async with two_models() as w:
+        for model in ("scripted", OTHER):
+            assert await ask(w, model, LONG) == 200
+        await w.idle()
+        async with w.http.get("/metrics") as answer:
+            told = await answer.text()
+        for model in ("scripted", OTHER):
+            assert f'prfaas_plan_version{{model="{model}"}} 0.0' in told
+            assert f'prfaas_estimate_error_ratio{{model="{model}",of=' in told
+    async with pipeline() as w, w.http.get("/metrics") as answer:
+        assert "prfaas_plan_version 0.0" in await answer.text()
+
+
+@on_memory_loop
+async def test_a_model_has_no_more_requests_than_its_table_says() -> None:
+    async with two_models(models=(replace(TABLE, max_in_flight=1),)) as w:
+        gate = w.nodes.decode[1].script.decode_gate = asyncio.Event()
+        first = asyncio.create_task(ask(w, OTHER))
+        await until(lambda: w.nodes.decode[1].running)
+        found = await error_of(w, OTHER)
+        assert (found["status"], found["message"]) == (
+            429,
+            "The gateway already serves 1 requests of this model, its limit. Please retry.",
+        )
+        assert await ask(w, "scripted") == 200
+        w.configure(replace(w.config, models=(TABLE,)))
+        second = asyncio.create_task(ask(w, OTHER))
+        await until(lambda: len(w.nodes.decode[1].bodies) == 2)
+        gate.set()
+        assert (await first, await second) == (200, 200)
+        await w.settled()
+        assert [parts.in_flight for parts in w.models] == [0, 0]
+
+
+def test_workers_have_parts_of_what_a_model_may_have() -> None:
+    table = replace(TABLE, max_in_flight=9)
+    config = GatewayConfig(nodes=(NodeAddress(agent="127.0.0.1:7001"),), tokenizer_dir=Path("t"), models=(table,))
+    limits = [config_of(config, config.catalog, key, workers=4).max_in_flight for key in ("", OTHER)]
+    assert limits == [config.max_in_flight, 2]
+
+
+@on_memory_loop
 async def test_the_line_of_one_model_is_none_of_another() -> None:
     async with two_models(max_waiting=1) as w:
         others = next(parts.line for parts in w.models if parts.key == OTHER)
@@ -171,6 +218,28 @@ async def test_a_tenant_uses_and_sees_the_models_that_it_may() -> None:
         async with w.http.post("/tokenize", headers=own, json={"prompt": "hello"}) as answer:
             assert answer.status == 404
             assert "scripted" not in await answer.text()
+
+
+@on_memory_loop
+async def test_strangers_learn_no_names_of_models_by_asking_whether_they_are_ready() -> None:
+    operator = OperatorConfig(name="ann", keys=(digest_of("op"),))
+    async with two_models(tenants=TENANTS, operators=(operator,)) as w:
+        leave(w.nodes.decode[1])
+        await until(lambda: not w.models.serves(OTHER))
+
+        async def ready(model: str, key: str = "") -> tuple[int, str]:
+            headers = {"Authorization": f"Bearer {key}"} if key else {}
+            async with w.http.get("/readyz", params={"model": model}, headers=headers) as answer:
+                return answer.status, await answer.text()
+
+        assert len({await ready(model) for model in ("scripted", OTHER, "sibling", "missing")}) == 1
+        assert (await ready("scripted"))[0] == 401
+        own = {model: (await ready(model, "a"))[0] for model in ("scripted", OTHER, "missing")}
+        assert own == {"scripted": 404, OTHER: 503, "missing": 404}
+        assert (await ready("scripted", "r"))[0] == 200
+        assert [(await ready(model, "op"))[0] for model in ("scripted", OTHER, "missing")] == [200, 503, 404]
+        async with w.http.get("/readyz") as whole:
+            assert whole.status == 200
 
 
 @on_memory_loop

@@ -33,6 +33,13 @@ def test_a_pod_of_a_headless_service_has_the_name_that_its_certificate_carries()
     )
 
 
+def test_a_certificate_may_carry_another_subdomain_than_that_of_the_service() -> None:
+    found = member_of(
+        pod(annotations={"prfaas/certificate-subdomain": "site"}, hostname="d-0", subdomain="site-0-ab12-d")
+    )
+    assert found == Member(id="d-0", agent="10.0.0.7:7001", name="d-0.site.llm.svc")
+
+
 def test_everything_that_can_be_said() -> None:
     labels = {
         "app": "prfaas", "prfaas/role": "prefill", "prfaas/cluster": "west", "prfaas/pool": "p",

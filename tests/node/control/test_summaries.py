@@ -1,9 +1,13 @@
 import asyncio
+from collections.abc import Sequence
 from contextlib import aclosing
 from pathlib import Path
 
-from gateway.cluster.agent_client import AgentClient
+import pytest
+
+from gateway.cluster.agent_client import RENEWED, AgentClient, NearClusters
 from gateway.cluster.agent_values import NodeEvent, NodeInfo, NodeLoad, events_from
+from gateway.errors import AgentCallFailed
 from hybrid_cache.cache.events import BlocksStored, CacheCleared, Medium
 from hybrid_cache.index.digest import NAME_BYTES, DigestCleared, DigestPart
 from node.control.broadcast import Broadcast, Watcher
@@ -140,6 +144,29 @@ def test_long_digests_come_in_parts() -> None:
     assert [len(each.digest.parts[0].removed) for each in parts] == [NAME_BYTES, 0]
 
 
+def test_a_gateway_for_which_a_node_becomes_far_hears_digests_from_then_on(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with running_node(config(tmp_path)) as node:
+            await node.prefill([100 + (at * 7) % 150 for at in range(16 * BLOCK + 1)])
+            client = AgentClient(node.address, PATIENCE_S, near=NearClusters(("west",)))
+            with pytest.raises(AgentCallFailed) as renewed:
+                await heard_with(client, [("west", "more"), ("east",)])
+            assert (renewed.value.reason, client.near.names) == (RENEWED, ("east",))  # it stayed near before
+            assert any(isinstance(each, DigestPart) for each in await first_events(client, 2))
+            await client.close()
+
+    alone(scenario())
+
+
+async def heard_with(client: AgentClient, nears: Sequence[tuple[str, ...]]) -> None:
+    """Watches, and says with each load report that other clusters are near."""
+    coming = iter(nears)
+    async with asyncio.timeout(PATIENCE_S), aclosing(client.watch(0.05, PATIENCE_S)) as events:
+        async for event in events:
+            if isinstance(event, NodeLoad):
+                client.near.names = next(coming, client.near.names)
+
+
 async def first_events(client: AgentClient, enough: int) -> list[NodeEvent]:
     """What a watcher hears until so many load reports have come."""
     found: list[NodeEvent] = []
@@ -157,8 +184,8 @@ def test_a_node_sends_digests_to_gateways_far_away_alone(tmp_path: Path) -> None
             prompt = [100 + (at * 7) % 150 for at in range(16 * BLOCK + 1)]
             await node.prefill(prompt)
             clients = {
-                "near": AgentClient(node.address, PATIENCE_S, near=("west", "other")),
-                "far": AgentClient(node.address, PATIENCE_S, near=("east",)),
+                "near": AgentClient(node.address, PATIENCE_S, near=NearClusters(("west", "other"))),
+                "far": AgentClient(node.address, PATIENCE_S, near=NearClusters(("east",))),
                 "all": AgentClient(node.address, PATIENCE_S),
             }
             kinds = {name: await first_events(client, 2) for name, client in clients.items()}

@@ -13,7 +13,7 @@ from planner.model.site import Deployment
 from planner.model.traffic import Lengths
 from planner.solve.aims import Aim
 from planner.solve.goals import Objective
-from planner.solve.objectives import cost_per_hour
+from planner.solve.objectives import cost_per_hour, spend_per_hour
 from planner.solve.plan import make_plan, outline
 from planner.solve.problem import SolveOptions, pose
 
@@ -63,6 +63,39 @@ def test_no_part_of_the_site_is_cheaper_than_the_cheapest(coarse):
     assert at_cost(small, 0.8).cost_per_hour == pytest.approx(min(cost for cost, rate in rates if rate >= 0.8))
     least = outline(small, SolveOptions(objective=Objective.COST))
     assert least.cost_per_1000_requests == pytest.approx(min(cost / 3.6 / rate for cost, rate in rates))
+
+
+def metered(site, price_per_gb, instances=(2, 4)):
+    """A small part of the site whose line bills each gigabyte."""
+    clusters = tuple(replace(each, instances=count) for each, count in zip(site.clusters, instances, strict=True))
+    return replace(site, clusters=clusters, links=(replace(site.links[0], price_per_gb=price_per_gb),))
+
+
+@pytest.mark.parametrize("price_per_gb", [0.005, 0.2])
+def test_a_gigabyte_is_paid_for_where_it_is_sent(coarse, price_per_gb):
+    small = metered(coarse, price_per_gb)
+    options = SolveOptions(objective=Objective.COST, rate_req_per_s=0.8)
+    aim = Aim.of(small, options)
+    thin = aim.thinned(pose(small, options))
+    parts = [thin.with_capacity(num_prfaas=far, num_pd=near) for far, near in itertools.product(range(3), range(1, 5))]
+    found = [(part, best) for part in parts if (best := aim.best(part)) and best.rate >= 0.8]
+    chosen = at_cost(small, 0.8)
+    assert chosen.cost_per_hour == pytest.approx(min(spend_per_hour(*each, 0.8) for each in found), rel=1e-3)
+    least = outline(small, SolveOptions(objective=Objective.COST))
+    rates = [(part, best) for part in parts if (best := aim.best(part))]
+    costs = [spend_per_hour(part, best, best.rate) / 3.6 / best.rate for part, best in rates]
+    assert least.cost_per_1000_requests == pytest.approx(min(costs), rel=1e-3)
+
+
+def test_dear_traffic_has_less_bought_at_its_far_end(coarse):
+    assert [at_cost(metered(coarse, price_per_gb), 0.4).num_prfaas for price_per_gb in (0.0, 10.0)] == [2, 1]
+
+
+def test_a_plan_says_what_its_traffic_costs(coarse):
+    free, billed = (outline(metered(coarse, price, (4, 8)), SolveOptions()) for price in (0.0, 0.02))
+    assert billed.egress_gbps == free.egress_gbps > 0
+    gb_per_hour = billed.egress_gbps / 8 * 3600
+    assert billed.cost_per_hour - free.cost_per_hour == pytest.approx(0.02 * gb_per_hour)
 
 
 def test_costs_are_those_of_the_rate_asked_for(coarse, within):

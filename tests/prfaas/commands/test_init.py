@@ -1,11 +1,13 @@
 """What `prfaas init` writes is what the programs that read it take."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from gateway.auth.keyring import Keyring
+from gateway.config.gateway import GatewayConfig
 from gateway.config.gateway import load as load_gateway
 from gateway.config.operators import OperatorRole
 from gateway.errors import Unauthorised
@@ -14,6 +16,7 @@ from node.config import load_node_config
 from planner.service.config import load as load_plan
 from prfaas.cli import main
 from prfaas.commands.init import QUESTIONS, FirstKeys, InitSite, asked, files, init, members, site_of
+from prfaas.commands.site_files.model_tables import SiteModel
 from prfaas.errors import InitError
 from prfaas.system.topology import load_topology
 from transport.control.certificates import Authority
@@ -66,6 +69,61 @@ def test_several_machines_get_a_file_for_each_process(tmp_path: Path) -> None:
         assert node.model == str(tmp_path / "models/m")
     start = (tmp_path / "START.md").read_text()
     assert all(f"prfaas node -c {member.name}.toml" in start for member in members(SEVERAL))
+
+
+def models_of(gateway: GatewayConfig) -> dict[str, tuple[str, tuple[str, ...]]]:
+    """By the name for clients: the folder of the tokenizer, and how nodes call the model."""
+    rest = {gateway.served_model: (str(gateway.tokenizer_dir), ())}
+    return rest | {each.name: (str(each.tokenizer_dir), each.announced) for each in gateway.models}
+
+
+def test_each_model_has_a_table_and_nodes_of_its_own_on_every_machine(tmp_path: Path) -> None:
+    more = (SiteModel("models/coder"), SiteModel("models/m2", "org/big"))
+    site = replace(SEVERAL, model="models/m", name="chat", more_models=more)
+    write(site, tmp_path)
+    gateway = load_gateway(tmp_path / "gateway.toml")
+    assert models_of(gateway) == {
+        "chat": (str(tmp_path / "models/m"), ()),
+        "coder": (str(tmp_path / "models/coder"), ("coder",)),
+        "org/big": (str(tmp_path / "models/m2"), ("org/big",)),
+    }
+    nodes = [load_node_config(tmp_path / f"{each.name}.toml") for each in members(site)]
+    assert len({(node.host, node.control_port) for node in nodes}) == len(nodes) == 3 * len(members(SEVERAL))
+    assert [each.agent for each in gateway.nodes] == [f"{node.host}:{node.control_port}" for node in nodes]
+    for host in {node.host for node in nodes if node.role == "decode"}:
+        here = {(node.served_model, node.model) for node in nodes if (node.host, node.role) == (host, "decode")}
+        assert {name for name, _ in here} == {"chat", "coder", "org/big"}
+        assert {gateway.catalog.of_node(name) for name, _ in here} == {"", "coder", "org/big"}
+    assert "models/coder" in (tmp_path / "START.md").read_text()
+
+
+def test_models_on_one_machine_are_what_up_takes(tmp_path: Path) -> None:
+    command = ["init", str(tmp_path), "--yes", "--prefill", "-", "--remote", "-"]
+    main([*command, "--model", f"chat={tmp_path / 'm'}", "--model", f"coder={tmp_path / 'c'}"])
+    topology = load_topology(tmp_path / "prfaas.toml", tmp_path)
+    served = {node.node_id: (node.served_model, node.model) for node in topology.nodes}
+    assert served == {"home-d0": ("chat", str(tmp_path / "m")), "home-d1": ("coder", str(tmp_path / "c"))}
+    assert [(each["name"], each["tokenizer_dir"]) for each in topology.gateway["models"]] == [
+        ("coder", str(tmp_path / "c"))
+    ]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["a=m", "a=n"], "two have this name"),
+        (["x/m", "y/m"], "models m: two"),
+        (["m", "=n"], "NAME=DIR"),
+        (["a="], "NAME=DIR"),
+    ],
+)
+def test_models_that_cannot_be_told_apart_are_named(given: list[str], message: str) -> None:
+    with pytest.raises(InitError, match=message):
+        site_of(
+            asked({"model": given[0]}, lambda _, default: default),
+            tls=False,
+            more_models=[SiteModel.parse(each) for each in given[1:]],
+        )
 
 
 def test_certificates_are_made_for_all_and_named_in_their_files(tmp_path: Path) -> None:
