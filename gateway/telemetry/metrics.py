@@ -382,6 +382,11 @@ class Metrics:
         what = "1 while the file of names_secret has an earlier secret, too"
         self._seen.note("prfaas_names_earlier_secret", what, (), {(): int(has_earlier)})
 
+    def observe_fleet_usage(self, age_s: float) -> None:
+        """Takes down how old the other gateways' usage is."""
+        what = "Since the usage of other gateways was read last, 0: it never was"
+        self._seen.note("prfaas_fleet_usage_age_seconds", what, (), {(): age_s})
+
     def observe_workers(self, states: Mapping[str, int], restarts: int) -> None:
         """Takes down how the processes of this gateway are."""
         by_state = {(state,): count for state, count in states.items()}
