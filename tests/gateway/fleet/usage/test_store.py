@@ -15,6 +15,7 @@ from tests.membership.etcd.servers import DoubledEtcd, EtcdUnderTest, RealEtcd, 
 
 ACME = ("acme", "requests_200", "", "")
 LONG = 1 << 20
+CALL_S = 8.0  # of a machine that has other things to do
 
 
 @pytest.fixture(params=["double", pytest.param("real", marks=pytest.mark.long)])
@@ -36,7 +37,7 @@ def store(etcd: EtcdUnderTest) -> Iterator[EtcdUsage]:
 
 def store_of(etcd: EtcdUnderTest) -> EtcdUsage:
     config = EtcdConfig(endpoints=(etcd.endpoint,))
-    return EtcdUsage(config, EtcdClient(config, call_s=1.0))
+    return EtcdUsage(config, EtcdClient(config, call_s=CALL_S))
 
 
 def test_a_run_is_written_and_folded_once(store: EtcdUsage) -> None:
@@ -59,10 +60,10 @@ def test_a_run_is_written_and_folded_once(store: EtcdUsage) -> None:
 
 
 def test_values_are_as_long_as_they_may_be(store: EtcdUsage) -> None:
-    for number in range(20):  # more than one answer may hold
+    for number in range(17):  # more than one answer may hold
         assert store.write(f"run{number}", bytes(LONG), FoundUsage())
     found = store.read()
-    assert found.num_bytes == 20 * LONG
+    assert found.num_bytes == 17 * LONG
     assert store.fold("run7", bytes(LONG), found)
 
 
