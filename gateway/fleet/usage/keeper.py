@@ -120,6 +120,7 @@ class FleetUsage:
         self._pauses = Backoff(np.random.default_rng(), CYCLE_S, MOST_PAUSE_S)
         self._stepping = threading.Lock()
         self._wrote_at = 0.0
+        self._latest: tuple[bytes, RunUsage] | None = None  # of our documents, and what it says
         self._is_failing = False
 
     async def run(self) -> None:
@@ -228,7 +229,7 @@ class FleetUsage:
         """Writes our run where it is not as it should be: so many bytes. None: it has changed since it was read."""
         now = self._clocks.now()
         known = found.runs.get(own.id)
-        seen = self._run(own.id, known.value) if known is not None else None
+        seen = self._own_state(own.id, known.value) if known is not None else None
         state = next_state(self._name, own, seen, own.counts(counted), has_ended)
         is_due = not has_ended and now - self._wrote_at >= RENEW_S
         if seen is not None and not is_due and seen.counts == state.counts and seen.has_ended == has_ended:
@@ -240,9 +241,15 @@ class FleetUsage:
         self._show(own.about_to_write(state.number, data, there), found, now, len(data))
         if not self._store.write(own.id, data, found):
             return None
-        self._wrote_at = now
+        self._wrote_at, self._latest = now, (data, state)
         self._telemetry.usage_moved("written", len(data))
         return len(data)
+
+    def _own_state(self, name: str, value: bytes) -> RunUsage | None:
+        if self._latest is None or self._latest[0] != value:
+            run = self._run(name, value)
+            self._latest = (value, run) if run is not None else None
+        return self._latest[1] if self._latest is not None else None
 
     def _show(self, own: OwnRun, found: FoundUsage, now: float, size: int) -> None:
         self._board.show(
