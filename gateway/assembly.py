@@ -316,7 +316,7 @@ def operator_pages(
     shown: ShownParts,
     kept: Mapping[str, NumberedRing],
     siblings: WorkerPeers | None,
-    usage: FleetUsage | None,
+    usage: FleetUsage | None = None,
 ) -> OperatorEndpoints:
     seat, seen = shown.seat, shown.seen
     return OperatorEndpoints(

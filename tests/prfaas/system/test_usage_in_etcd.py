@@ -41,6 +41,12 @@ class Customer:
                 left -= answer.status == 200
         self.served += times
 
+    async def table(self, url: str) -> tuple[str, str]:
+        """Of the fleet, and whether it is complete."""
+        headers = {"Authorization": f"Bearer {OPERATOR}"}
+        async with self._http.get(f"{url}/prfaas/usage?format=csv", headers=headers) as answer:
+            return await answer.text(), answer.headers["x-prfaas-usage-complete"]
+
     async def usage(self, url: str, query: str = "") -> Any:
         headers = {"Authorization": f"Bearer {OPERATOR}"}
         async with self._http.get(f"{url}/prfaas/usage{query}", headers=headers) as answer:
@@ -116,6 +122,9 @@ def test_usage_outlives_gateways_that_are_killed_replaced_and_ended(
                     assert (await acme.sees(url))["gateways"] == 2
                 own = await acme.usage(urls[0], "?gateway=self")
                 assert (own["gateway"], own["data"][0]["requests"]["200"]) == ("self", 5)
+                table, is_complete = await acme.table(urls[0])
+                assert is_complete == "true"
+                assert "acme,requests_200,,,12" in table.splitlines()
 
                 async with process(*second, "--replace") as successor:
                     assert await said(successor, r"gateway ready url=(\S+)") == urls[1]

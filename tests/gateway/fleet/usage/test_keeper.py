@@ -213,6 +213,31 @@ def test_the_last_process_to_end_writes_all() -> None:
     assert fleet.stored == {ACME: 5}
 
 
+def test_a_process_that_ends_waits_for_the_one_that_writes_its_last() -> None:
+    fleet = UsageFleet(1)
+    gateway = fleet.gateways[0]
+    gateway.count("acme", 5)
+    gateway.duty.is_ours = False
+    fleet.stepping = gateway
+
+    async def scenario() -> None:
+        asyncio.get_running_loop().call_later(0.1, setattr, gateway.duty, "is_ours", True)
+        await gateway.usage.farewell()
+
+    asyncio.run(scenario())
+    assert fleet.stored == {ACME: 5}
+    assert not gateway.duty.is_ours
+
+
+def test_a_process_that_ends_leaves_the_rest_to_one_that_goes_on() -> None:
+    fleet = UsageFleet(1)
+    gateway = fleet.gateways[0]
+    gateway.duty.is_ours = False
+    asyncio.run(gateway.usage.farewell())
+    assert fleet.stored == {}
+    assert gateway.heard.failures == []
+
+
 def test_the_pace_is_bounded_by_bytes() -> None:
     assert pause_s(0, 0) == CYCLE_S
     assert pause_s(0, 160 << 10) == 10.0

@@ -107,12 +107,14 @@ class CountingGateway:
     read: Counts = field(default_factory=dict)  # of its counters, for the last write
     heard: HeardTelemetry = field(default_factory=HeardTelemetry)
 
+    duty: OnDuty = field(default_factory=OnDuty)
+
     def __post_init__(self) -> None:
         self.usage = self.begun()
 
     def begun(self) -> FleetUsage:
         clocks = UsageClocks(now=lambda: self.fleet.now, unix_s=lambda: EPOCH_S + self.fleet.now)
-        return FleetUsage(self.name, self.store, self.board, self._counted, clocks, self.heard, OnDuty())
+        return FleetUsage(self.name, self.store, self.board, self._counted, clocks, self.heard, self.duty)
 
     def follow(self) -> None:
         """Another process of the same gateway speaks for it."""
