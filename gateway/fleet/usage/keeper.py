@@ -44,6 +44,7 @@ LATE_S: Final = 15.0  # after it was due, what was read is no longer that of now
 FAREWELL_S: Final = 2.0
 LOOK_S: Final = 0.05
 ID_CHARS: Final = 16  # of a run's name
+MOST_LOGGED: Final = 256
 TRIES: Final = 4  # of the last write
 
 
@@ -122,6 +123,7 @@ class FleetUsage:
         self._wrote_at = 0.0
         self._latest: tuple[bytes, RunUsage] | None = None  # of our documents, and what it says
         self._is_failing = False
+        self._unreadable = set[str]()  # runs that were logged
 
     async def run(self) -> None:
         """Until it is cancelled."""
@@ -235,6 +237,8 @@ class FleetUsage:
         if seen is not None and not is_due and seen.counts == state.counts and seen.has_ended == has_ended:
             self._show(own, found, now, 0)
             return 0
+        if seen is None and has_ended and not state.counts:
+            return 0
         data = run_written(state)
         # Before it is sent: if no answer comes, it may have been taken, and folded.
         there = {seen.number: known.value} if seen is not None and known is not None else {}
@@ -295,7 +299,10 @@ class FleetUsage:
         try:
             return run_read(name, value)
         except FleetFailed as failure:
-            self._failed(failure)
+            self._telemetry.fleet_failed("usage", failure.reason)
+            if name not in self._unreadable and len(self._unreadable) < MOST_LOGGED:
+                self._unreadable.add(name)
+                log.warning("%s", failure)
             return None
 
     def _seen(self) -> SeenUsage | None:

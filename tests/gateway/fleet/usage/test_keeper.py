@@ -1,6 +1,7 @@
 """The sum of a fleet's usage: whatever happens, nothing that was written is lost, and nothing counts twice."""
 
 import asyncio
+from dataclasses import replace
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -182,7 +183,8 @@ def test_what_cannot_be_read_is_left_and_told_of() -> None:
     fleet = UsageFleet(1)
     fleet.gateways[0].count("acme", 5)
     fleet.passes(STEP_S)
-    fleet.registry.found.runs["broken"] = StoredValue(b"?", 99)  # type: ignore[index]
+    found = fleet.registry.found
+    fleet.registry.found = replace(found, runs={**found.runs, "broken": StoredValue(b"?", 99)})
     fleet.passes(FORGET_S)
     report = fleet.gateways[0].usage.report()
     assert not report.complete
@@ -236,6 +238,12 @@ def test_a_process_that_ends_leaves_the_rest_to_one_that_goes_on() -> None:
     asyncio.run(gateway.usage.farewell())
     assert fleet.stored == {}
     assert gateway.heard.failures == []
+
+
+def test_a_gateway_that_never_served_leaves_nothing_behind() -> None:
+    fleet = UsageFleet(1)
+    asyncio.run(fleet.gateways[0].usage.farewell())
+    assert fleet.registry.found.runs == {}
 
 
 def test_the_pace_is_bounded_by_bytes() -> None:
