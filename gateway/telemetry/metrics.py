@@ -243,14 +243,8 @@ class Metrics:
 
     def spent(self) -> list[TenantUsage]:
         """What each tenant has been served, by all workers together."""
-        series = self._own_series() if self._files is None else self._files.series()
+        series = _counters_of(self._page) if self._files is None else self._files.series()
         return spent_by(*(series[name] for name in SPENT))
-
-    def _own_series(self) -> dict[str, list[LabelledValue]]:
-        found: dict[str, list[LabelledValue]] = defaultdict(list)
-        for family in self._page.collect():
-            found[family.name] = [(each.labels, each.value) for each in family.samples if each.name.endswith("_total")]
-        return found
 
     def _count_tokens(self, request: Request) -> None:
         if request.progress.route is None:
@@ -392,11 +386,6 @@ class Metrics:
         what = "1 while the file of names_secret has an earlier secret, too"
         self._seen.note("prfaas_names_earlier_secret", what, (), {(): int(has_earlier)})
 
-    def observe_fleet_usage(self, age_s: float) -> None:
-        """Takes down how old the other gateways' usage is."""
-        what = "Since the usage of other gateways was read last, 0: it never was"
-        self._seen.note("prfaas_fleet_usage_age_seconds", what, (), {(): age_s})
-
     def observe_workers(self, states: Mapping[str, int], restarts: int) -> None:
         """Takes down how the processes of this gateway are."""
         by_state = {(state,): count for state, count in states.items()}
@@ -421,6 +410,13 @@ class _AddedUp(Collector):
                 metric._multiprocess_mode = "livesum"  # type: ignore[attr-defined]
                 metric.add_sample(name, tuple(sorted(labels.items())), value)  # type: ignore[arg-type]
         return MultiProcessCollector._accumulate_metrics(found, True)  # type: ignore[no-untyped-call, no-any-return]
+
+
+def _counters_of(page: CollectorRegistry) -> dict[str, list[LabelledValue]]:
+    found: dict[str, list[LabelledValue]] = defaultdict(list)
+    for family in page.collect():
+        found[family.name] = [(each.labels, each.value) for each in family.samples if each.name.endswith("_total")]
+    return found
 
 
 class _Labels:

@@ -1,7 +1,7 @@
 """This gateway's usage, written for others to add, and theirs read: every few seconds, by one of its processes.
 
-What is read lies on a board that all processes of this gateway see, so a page asks no registry, and shows the last sums
-where the registry is lost. Only counters since then wait to be written: nothing of them is lost while this gateway lives.
+What is read lies on a board that all processes of this gateway see. So a page asks no registry, and has the last sums
+where that is lost. What was counted since waits to be written: nothing of it is lost while this gateway lives.
 """
 
 import asyncio
@@ -67,7 +67,7 @@ class UsageTelemetry(Protocol):
 
     def usage_moved(self, way: str, size: int) -> None: ...
 
-    def usage_runs(self, runs: int) -> None: ...
+    def usage_read(self, runs: int, unix_s: float) -> None: ...
 
 
 class UsageDuty(Protocol):
@@ -151,6 +151,7 @@ class FleetUsage:
         except (FleetFailed, OSError) as failure:  # among them the end of the time for it
             if self._duty():
                 self._failed(failure)
+        self._telemetry.usage_read(0, 0.0)  # workers' values are added up
         self._duty.give_up()
 
     def close(self) -> None:
@@ -169,7 +170,7 @@ class FleetUsage:
                 if size is not None:
                     break
                 self._telemetry.fleet_failed("usage", "contended")
-            self._telemetry.usage_runs(len(found.runs))
+            self._telemetry.usage_read(len(found.runs), self._clocks.unix_s())
             if found.is_cut:
                 self._telemetry.fleet_failed("usage", "too_many")
             if not has_ended:
@@ -209,11 +210,6 @@ class FleetUsage:
             gateways=1,
             data=accounts_of(counts_of(self._counted())),
         )
-
-    def age_s(self) -> float:
-        """Of what was read last; 0: nothing was."""
-        seen = self._seen()
-        return max(0.0, self._clocks.now() - seen.read_at) if seen is not None and seen.read_at else 0.0
 
     def _own(self, found: FoundUsage, counted: Counts) -> OwnRun:
         """This gateway's run, under another name from now on if it was folded meanwhile."""

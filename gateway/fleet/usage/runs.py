@@ -3,8 +3,8 @@
     runs/ID     a run's counters, since it began or was folded. It writes them whole, whatever lies there.
     folded      the sum of runs that have ended, and the names of the latest
 
-At each moment what a run has written is in one of the two, never in both: one transaction moves it. A run that was folded
-while it lived (it was cut off for long) goes on under another name, with what it has counted beyond what was folded.
+At each moment what a run has written is in one of the two, never in both: one transaction moves it. A run may be folded
+while it lives, if it is cut off for long. Then it goes on under another name, with what it has counted beyond that.
 """
 
 from collections.abc import Mapping

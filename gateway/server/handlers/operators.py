@@ -183,8 +183,6 @@ class OperatorEndpoints:
         if workers := self._seat.states():
             by_name = {state.name.lower(): count for state, count in workers.items()}
             self._metrics.observe_workers(by_name, self._seat.restarts)
-        if self._fleet_usage is not None:
-            self._metrics.observe_fleet_usage(await self._page_thread.has(self._fleet_usage.age_s))
         body = await self._page_thread.has(self._metrics.render)
         return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE})
 

@@ -159,7 +159,8 @@ def test_while_the_registry_is_lost_pages_show_the_last_sums_and_own_counts_go_o
     assert not report.complete
     assert report.frozen_since_unix_s == int(1_800_000_000 + lost_at)
     assert counts_of(report.data) == {ACME: 11}
-    assert fleet.gateways[0].usage.age_s() == CYCLE_S + LATE_S + 1.0
+    heard = fleet.gateways[0].heard
+    assert (heard.runs, heard.read_unix_s) == (2, 1_800_000_000 + lost_at)
     fleet.registry.fails = "none"
     fleet.passes(2 * STEP_S)
     report = fleet.gateways[0].usage.report()

@@ -1,4 +1,4 @@
-"""A fleet whose registry lies in memory, and whose counts are known: what was written, and by whom."""
+"""A fleet whose registry lies in memory, and whose counts are known: what each run has written."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -83,6 +83,7 @@ class HeardTelemetry:
     failures: list[str] = field(default_factory=list)
     num_bytes: dict[str, int] = field(default_factory=dict)
     runs: int = 0
+    read_unix_s: float = 0.0
 
     def fleet_failed(self, about: str, reason: str) -> None:
         assert about == "usage"
@@ -91,8 +92,8 @@ class HeardTelemetry:
     def usage_moved(self, way: str, size: int) -> None:
         self.num_bytes[way] = self.num_bytes.get(way, 0) + size
 
-    def usage_runs(self, runs: int) -> None:
-        self.runs = runs
+    def usage_read(self, runs: int, unix_s: float) -> None:
+        self.runs, self.read_unix_s = runs, unix_s
 
 
 @dataclass(eq=False)
