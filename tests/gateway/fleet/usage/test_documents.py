@@ -20,6 +20,7 @@ from gateway.fleet.usage.documents import (
     run_read,
     run_written,
 )
+from gateway.fleet.usage.keeper import CYCLE_S, pause_s
 from tests.gateway.fleet.usage.test_counts import COUNTS
 
 RUN = RunUsage(gateway="g0", since_unix_s=5, number=3, counts={}, has_ended=True)
@@ -82,6 +83,21 @@ def test_a_sum_that_grows_too_long_has_fewer_tenants() -> None:
     largest = max(counts, key=lambda series: counts[series])
     assert kept[largest] == counts[largest]
     assert (OTHER, "requests_200", "", "") in kept
+
+
+def test_a_thousand_tenants_fit_in_a_write_of_five_seconds() -> None:
+    rng = random.Random(7)
+    plain = ("requests_200", "requests_429", "requests_499", "prompt_tokens", "cached_tokens", "completion_tokens")
+    series = [(what, "", "") for what in plain]
+    series += [
+        ("kv_bytes_request", "east", "west"),
+        ("kv_bytes_request", "west", "east"),
+        ("kv_bytes_move", "east", "west"),
+    ]
+    counts = {(f"tenant-{n:04}", *each): rng.randrange(1, 10**10) for n in range(1000) for each in series}
+    data = run_written(replace(RUN, counts=counts))
+    assert len(data) < 90_000
+    assert pause_s(4 * len(data), len(data)) < CYCLE_S + 1.0
 
 
 def test_a_run_that_is_too_long_is_refused() -> None:
