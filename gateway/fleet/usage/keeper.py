@@ -189,8 +189,9 @@ class FleetUsage:
             ours = joined(written.counts, ours)
         age_s = self._clocks.now() - seen.read_at
         is_fresh = bool(seen.read_at) and age_s <= seen.due_s + LATE_S
-        ended = [found.folded] if found.folded is not None else []
-        others = [*ended, *found.runs.values()]
+        others: list[RunUsage | FoldedUsage] = [*found.runs.values()]
+        if found.folded is not None:
+            others.append(found.folded)
         return UsageReport(
             gateway="all",
             since_unix_s=min([seen.own.began_unix_s, *(each.since_unix_s for each in others)]),
