@@ -3,6 +3,7 @@
 import asyncio
 from dataclasses import replace
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -126,17 +127,18 @@ def test_a_gateway_that_was_cut_off_for_long_goes_on_without_counting_twice() ->
     assert counts_of(cut_off.usage.own_report().data) == {ACME: 7, RIVAL: 1}
 
 
-def test_a_write_whose_answer_was_lost_and_that_was_folded_is_known_again() -> None:
+@pytest.mark.parametrize(("lost", "was_taken"), [("answer", True), ("request", False)])
+def test_whether_a_lost_write_was_taken_is_known_after_a_fold(lost: str, was_taken: bool) -> None:
     fleet = UsageFleet(2)
     cut_off = fleet.gateways[0]
     cut_off.count("acme", 5)
     cut_off.step()
     cut_off.count("acme", 3)
-    fleet.registry.fails = "answer"
+    fleet.registry.fails = lost
     assert not cut_off.step()
     fleet.registry.fails = "none"
     fleet.passes(FORGET_S, silent=0)
-    assert fleet.stored == {ACME: 8}
+    assert fleet.stored == {ACME: 8 if was_taken else 5}
     cut_off.count("acme", 1)
     cut_off.step()
     assert fleet.stored == {ACME: 9}
