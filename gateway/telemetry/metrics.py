@@ -19,7 +19,7 @@ from gateway.cluster.node import ClusterNode
 from gateway.cluster.served_model import short
 from gateway.members.roster import SourceStatus
 from gateway.request.request import Request, cached_tokens, kept
-from gateway.telemetry.added_up import added_up
+from gateway.telemetry.added_up import CountersInFiles, LabelledValue, added_up
 from gateway.telemetry.instruments import FileValues, build_instruments, counters, gauge, gauges, histogram, histograms
 from gateway.telemetry.process_metrics import ProcessMetrics
 from gateway.telemetry.tenant_usage import TenantUsage, spent_by
@@ -37,6 +37,8 @@ LAG_BUCKETS_S: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.
 OVERLOADED: Final = 429
 MAX_REVISIONS: Final = 8  # that a process names in its life: later ones are "other"
 MAX_MODELS: Final = 64
+SPENT: Final = ("prfaas_tenant_requests", "prfaas_tenant_tokens", "prfaas_tenant_kv_bytes")
+SPENT_BEGIN: Final = '["prfaas_tenant_'  # of their names in files
 WASTED: Final = {OVERLOADED: "refused", 499: "left"}  # by status; else the request failed
 
 
@@ -155,6 +157,11 @@ class Metrics:
     def __init__(self, directory: Path | None = None) -> None:
         registry = CollectorRegistry()
         self._page = registry
+        self._files = (
+            CountersInFiles(directory, MmapedDict.read_all_values_from_file, SPENT_BEGIN)
+            if directory is not None
+            else None
+        )
         if directory is not None:
             self._page = CollectorRegistry()
             self._page.register(_AddedUp(directory))
@@ -236,11 +243,8 @@ class Metrics:
 
     def spent(self) -> list[TenantUsage]:
         """What each tenant has been served, by all workers together."""
-        found: dict[str, list[tuple[dict[str, str], float]]] = defaultdict(list)
-        for family in self._page.collect():
-            found[family.name] = [(each.labels, each.value) for each in family.samples if each.name.endswith("_total")]
-        names = ("prfaas_tenant_requests", "prfaas_tenant_tokens", "prfaas_tenant_kv_bytes")
-        return spent_by(*(found[name] for name in names))
+        series = _counters_of(self._page) if self._files is None else self._files.series()
+        return spent_by(*(series[name] for name in SPENT))
 
     def _count_tokens(self, request: Request) -> None:
         if request.progress.route is None:
@@ -415,6 +419,13 @@ class _AddedUp(Collector):
                 metric._multiprocess_mode = "livesum"  # type: ignore[attr-defined]
                 metric.add_sample(name, tuple(sorted(labels.items())), value)  # type: ignore[arg-type]
         return MultiProcessCollector._accumulate_metrics(found, True)  # type: ignore[no-untyped-call, no-any-return]
+
+
+def _counters_of(page: CollectorRegistry) -> dict[str, list[LabelledValue]]:
+    found: dict[str, list[LabelledValue]] = defaultdict(list)
+    for family in page.collect():
+        found[family.name] = [(each.labels, each.value) for each in family.samples if each.name.endswith("_total")]
+    return found
 
 
 class _Labels:

@@ -69,6 +69,14 @@ class ProcessMetrics:
     )
     _fleet_gateways = gauge("prfaas_fleet_gateways", "Gateways that divide tenants' limits, 0: none are divided")
 
+    _fleet_usage_bytes = counters(
+        "prfaas_fleet_usage_bytes", "Tenants' usage that was written to etcd, or read of it", "way"
+    )
+    _fleet_usage_runs = gauge("prfaas_fleet_usage_runs", "Runs of gateways whose usage lies in etcd by itself")
+    _fleet_usage_read = gauge(
+        "prfaas_fleet_usage_read_timestamp_seconds", "When the usage of all gateways was read last, since the epoch"
+    )
+
     def __init__(self, registry: CollectorRegistry) -> None:
         build_instruments(self, registry)
 
@@ -143,3 +151,12 @@ class ProcessMetrics:
 
     def fleet_seen(self, gateways: int) -> None:
         self._fleet_gateways.set(gateways)
+
+    def usage_moved(self, way: str, size: int) -> None:
+        """`written` or `read`."""
+        self._fleet_usage_bytes[way,].inc(size)
+
+    def usage_read(self, runs: int, unix_s: float) -> None:
+        """So many were found, at a time since the epoch."""
+        self._fleet_usage_runs.set(runs)
+        self._fleet_usage_read.set(unix_s)

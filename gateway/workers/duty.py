@@ -27,3 +27,9 @@ class Duty:
             self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600)
         fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         self._is_ours = True
+
+    def give_up(self) -> None:
+        """Another process may have it; this one is about to end, and has done all that there was to do."""
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd, self._is_ours = None, False

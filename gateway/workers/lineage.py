@@ -4,6 +4,7 @@
     metrics       what has been counted, usage too               drained     links that operators have drained
     tally         what was asked for                             places-N    of a generation: its places N, N+1 …, locked
     duty          locked by the process that speaks for this gateway with others
+    usage         what other gateways of its fleet have counted, and the name of this one's counters
 
 Every process has a place of its own: no other process writes to its columns or its metrics files. A
 generation whose lock can be had has ended, with its workers, however that went. The one in charge clears its places then, for
@@ -31,6 +32,7 @@ TALLY: Final = "tally"
 DRAINED: Final = "drained"
 SESSIONS: Final = "sessions"
 DUTY: Final = "duty"
+USAGE: Final = "usage"
 ALLOWANCES: Final = "allowances"
 PLACES: Final = "places-"
 SPARE_PLACES: Final = 12  # beside four generations' of the first one's size

@@ -19,12 +19,13 @@ from gateway.admission.slots import InFlightSlots, LocalInFlightSlots, LocalSlot
 from gateway.auth.sessions import LocalSessions, SessionStore, SharedSessions
 from gateway.cluster.drained_links import DrainedLinks, LocalDrainedLinks, SharedDrainedLinks
 from gateway.cluster.node import ClusterNode
+from gateway.fleet.usage.board import LocalUsageBoard, SharedUsageBoard, UsageBoard
 from gateway.ratelimit.limiter import TenantLimiters
 from gateway.telemetry.load_report import KEPT, OfferedLoad
 from gateway.telemetry.metrics import Metrics, keep_in
 from gateway.telemetry.record_ring import RecordRing
 from gateway.workers.duty import Duty
-from gateway.workers.lineage import ALLOWANCES, DRAINED, DUTY, METRICS, SESSIONS, TALLY
+from gateway.workers.lineage import ALLOWANCES, DRAINED, DUTY, METRICS, SESSIONS, TALLY, USAGE
 from gateway.workers.peers import NumberedRing, WorkerPeers
 from gateway.workers.ports import ListenerName, Sockets, taken
 from gateway.workers.shared_counters import (
@@ -89,12 +90,14 @@ class SingleProcess:
             self.offered = OfferedLoad(uuid.uuid4().hex, SampleRing(KEPT), SampleRing(KEPT))
             self.drained: DrainedLinks = LocalDrainedLinks()
             self.sessions: SessionStore = LocalSessions()
+            self.usage: UsageBoard = LocalUsageBoard()
         else:
             keep_in(self._lineage / METRICS, self._place)
             self.metrics = Metrics(self._lineage / METRICS)
             self.offered = SharedSamples(self._lineage / TALLY, most_unwritten=UNWRITTEN)
             self.drained = SharedDrainedLinks(self._lineage / DRAINED)
             self.sessions = SharedSessions(self._lineage / SESSIONS)
+            self.usage = SharedUsageBoard(self._lineage / USAGE)
 
     def offered_of(self, model: str) -> OfferedLoad:
         """What is asked for of one of several models, other than the default one."""
@@ -172,6 +175,7 @@ class WorkerProcess:
         self.next_seq: Callable[[], int] = self._board.next_seq
         self.drained: DrainedLinks = SharedDrainedLinks(self._lineage / DRAINED)
         self.sessions: SessionStore = SharedSessions(self._lineage / SESSIONS)
+        self.usage: UsageBoard = SharedUsageBoard(self._lineage / USAGE)
         self.duty = Duty(self._lineage / DUTY)
 
     def offered_of(self, model: str) -> OfferedLoad:

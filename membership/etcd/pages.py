@@ -19,7 +19,7 @@ def read_all(client: EtcdClient, root: str, until: float) -> Snapshot:
     """Everything at the revision of the first page; `until` is a time of `time.monotonic`. Raises SourceFailed."""
     keys: list[StoredKey] = []
     revision = cluster = 0
-    for page in _pages(client, root, until):
+    for page in pages(client, root, until):
         revision = revision or page.header.revision
         cluster = cluster or page.header.cluster_id
         if page.header.cluster_id != cluster:
@@ -35,13 +35,13 @@ def too_many(client: EtcdClient, root: str) -> SourceFailed:
     return SourceFailed("too_many", f"{client.where}: {root}: more than {MAX_ENTRIES} nodes")
 
 
-def _pages(client: EtcdClient, root: str, until: float) -> Iterator[RangeResponse]:
+def pages(client: EtcdClient, root: str, until: float) -> Iterator[RangeResponse]:
     """A page that is too long is asked for again in smaller ones."""
     begin, end = key_range(root)
     revision, limit = 0, PAGE_KEYS
     while True:
         if time.monotonic() > until:
-            raise EtcdFailed("late", f"{client.where}: it does not list all nodes within {BEGIN_S:g} s")
+            raise EtcdFailed("late", f"{client.where}: it does not list all keys within {BEGIN_S:g} s")
         try:
             page = client.range(begin, end, limit=limit, revision=revision)
         except EtcdFailed as failure:

@@ -14,6 +14,7 @@ from gateway.cluster.links import ClusterLinks
 from gateway.cluster.registry import Clusters
 from gateway.cluster.served_model import ServedModel
 from gateway.errors import BadRequest, NoDecodeNode, Unavailable, unknown_model
+from gateway.fleet.usage.keeper import FleetUsage
 from gateway.http.connections import JSON
 from gateway.members.roster import Roster
 from gateway.models.load_report import LoadReporter
@@ -44,6 +45,7 @@ class _Identified(msgspec.Struct, frozen=True):
     id: str
 
 
+COMPLETE: Final = "x-prfaas-usage-complete"  # of a table: it has no place for that
 _ID: Final = msgspec.json.Decoder(_Identified)
 
 
@@ -58,6 +60,7 @@ class OperatorEndpoints:
         links: ClusterLinks,
         admission: ConcurrencyLimiter,
         metrics: Metrics,
+        usage: FleetUsage | None,
         kept: Mapping[str, NumberedRing],
         load: LoadReporter,
         seat: SingleProcess | WorkerProcess,
@@ -76,6 +79,7 @@ class OperatorEndpoints:
         self._models_served = models
         self._admission = admission
         self._metrics = metrics
+        self._fleet_usage = usage
         self._kept = kept
         self._load = load
         self._seat = seat
@@ -196,12 +200,22 @@ class OperatorEndpoints:
         return json_response({"data": self._links.status()})
 
     async def _usage(self, http: web.Request) -> web.Response:
-        """What each tenant has been served; `?format=csv` gives a table."""
-        wanted = http.query.get("format", "json")
+        """What each tenant has been served, here (`?gateway=self`) or by the whole fleet; `?format=csv` gives a table."""
+        wanted, whose = http.query.get("format", "json"), http.query.get("gateway", "all")
         if wanted not in ("json", "csv"):
             raise BadRequest(f"format must be json or csv, not {wanted[:40]!r}.", param="format", code="invalid_value")
-        spent = await self._page_thread.has(self._metrics.spent)
-        return json_response({"data": spent}) if wanted == "json" else _csv(as_csv(spent))
+        if whose not in ("all", "self"):
+            raise BadRequest(f"gateway must be all or self, not {whose[:40]!r}.", param="gateway", code="invalid_value")
+        if self._fleet_usage is None:
+            spent = await self._page_thread.has(self._metrics.spent)
+            return json_response({"data": spent}) if wanted == "json" else _csv(as_csv(spent))
+        fleet = self._fleet_usage
+        report = await self._page_thread.has(fleet.report if whose == "all" else fleet.own_report)
+        if wanted == "json":
+            return json_response(report)
+        table = _csv(as_csv(report.data))
+        table.headers[COMPLETE] = str(report.complete).lower()
+        return table
 
     async def _all_load(self, http: web.Request) -> web.Response:
         """What was asked for since `?boot=ID&uncached=SEQ&outputs=SEQ` of `?model=NAME`, and its clusters as they are."""

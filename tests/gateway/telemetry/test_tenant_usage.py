@@ -93,8 +93,11 @@ async def test_what_was_served_to_whom() -> None:
         async with w.http.get("/prfaas/usage?format=csv", headers=key(OPERATOR)) as table:
             assert table.content_type == "text/csv"
             assert ["acme", "requests_200", "", "", "2"] in list(csv.reader(io.StringIO(await table.text())))
-        async with w.http.get("/prfaas/usage?format=xml", headers=key(OPERATOR)) as refused:
-            assert refused.status == 400
+        for query in ("format=xml", "gateway=g1"):
+            async with w.http.get(f"/prfaas/usage?{query}", headers=key(OPERATOR)) as refused:
+                assert refused.status == 400
+        async with w.http.get("/prfaas/usage?gateway=self", headers=key(OPERATOR)) as answer:
+            assert await answer.json() == {"data": [acme, rival]}
 
 
 @on_memory_loop

@@ -42,6 +42,14 @@ def test_one_process_is_on_duty_and_the_next_one_when_it_has_ended(tmp_path: Pat
     assert asked_once(path) == "False False"
 
 
+def test_a_process_that_is_about_to_end_leaves_it_to_another(tmp_path: Path) -> None:
+    own = Duty(tmp_path / "duty")
+    assert own()
+    own.give_up()
+    assert asked_once(tmp_path / "duty") == "True True"
+    assert own()
+
+
 def asked_once(path: Path) -> str:
     process, answers = asking(path)
     process.communicate(timeout=60)

@@ -39,6 +39,8 @@ def test_counts_of_workers_are_added_up_as_the_library_does_it(tmp_path: Path) -
     ours = Metrics(tmp_path).render().decode().splitlines()
     assert sorted(ours) == sorted(generate_latest(theirs).decode().splitlines())
     assert 'prfaas_tenant_requests_total{status="200",tenant="t4"} 15.0' in ours
+    spent = Metrics(tmp_path).spent()
+    assert [(each.tenant, each.requests) for each in spent] == [(f"t{n}", {"200": 3 * n + 3}) for n in range(5)]
 
 
 def test_series_without_end_become_one() -> None:

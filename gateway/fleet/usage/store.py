@@ -1,0 +1,87 @@
+"""Usage in etcd: a key for each run of a gateway, and one for the sum of those that have ended.
+
+PREFIX/gateways/usage/folded     comes before the runs: it is read however many they are
+PREFIX/gateways/usage/runs/ID
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Final
+
+from gateway.fleet.errors import FleetFailed
+from gateway.fleet.usage.documents import MAX_NAME_CHARS
+from gateway.fleet.usage.runs import NOTHING, FoundUsage, StoredValue
+from membership.errors import EtcdFailed
+from membership.etcd.client import EtcdClient
+from membership.etcd.pages import BEGIN_S, pages
+from membership.etcd.settings import EtcdConfig
+from transport.control.proto.etcd_pb2 import Compare, DeleteRangeRequest, PutRequest, RequestOp, TxnRequest
+
+USAGE: Final = "usage/"
+FOLDED: Final = "folded"
+RUNS: Final = "runs/"
+MOST_RUNS: Final = 256  # that are read; gateways fold those that have ended, one by one
+
+
+class EtcdUsage:
+    """That of one fleet. Every method blocks, and raises FleetFailed."""
+
+    def __init__(
+        self, config: EtcdConfig, client: EtcdClient | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._root = f"{config.fleet_root}{USAGE}"
+        self._client = client or EtcdClient(config)
+        self._clock = clock
+
+    def read(self) -> FoundUsage:
+        """All of one revision."""
+        folded, runs = NOTHING, dict[str, StoredValue]()
+        with _told():
+            for page in pages(self._client, self._root, self._clock() + BEGIN_S):
+                for kv in page.kvs:
+                    name = kv.key.decode(errors="backslashreplace").removeprefix(self._root)
+                    if name == FOLDED:
+                        folded = StoredValue(kv.value, kv.mod_revision)
+                    elif name.startswith(RUNS) and len(name) <= MAX_NAME_CHARS:
+                        if len(runs) == MOST_RUNS:
+                            return FoundUsage(folded, runs, is_cut=True)
+                        runs[name.removeprefix(RUNS)] = StoredValue(kv.value, kv.mod_revision)
+        return FoundUsage(folded, runs)
+
+    def write(self, run: str, value: bytes, found: FoundUsage) -> bool:
+        """Changes a run. False: it, or the sum, is no longer what was found."""
+        put = RequestOp(request_put=PutRequest(key=self._key(f"{RUNS}{run}"), value=value))
+        return self._transacted(run, found, [put])
+
+    def fold(self, run: str, folded: bytes, found: FoundUsage) -> bool:
+        """Changes the sum, and removes the run that it has now. False: as above."""
+        changes = [
+            RequestOp(request_put=PutRequest(key=self._key(FOLDED), value=folded)),
+            RequestOp(request_delete_range=DeleteRangeRequest(key=self._key(f"{RUNS}{run}"))),
+        ]
+        return self._transacted(run, found, changes)
+
+    def close(self) -> None:
+        """For good."""
+        self._client.close()
+
+    def _transacted(self, run: str, found: FoundUsage, changes: Sequence[RequestOp]) -> bool:
+        revisions = {FOLDED: found.folded.revision, f"{RUNS}{run}": found.runs.get(run, NOTHING).revision}
+        same = [
+            Compare(result=Compare.EQUAL, target=Compare.MOD, key=self._key(name), mod_revision=revision)
+            for name, revision in revisions.items()
+        ]
+        with _told():
+            return bool(self._client.transact(TxnRequest(compare=same, success=changes)).succeeded)
+
+    def _key(self, name: str) -> bytes:
+        return f"{self._root}{name}".encode()
+
+
+@contextmanager
+def _told() -> Iterator[None]:
+    try:
+        yield
+    except EtcdFailed as failure:
+        raise FleetFailed(failure.reason, str(failure)) from failure
