@@ -5,6 +5,7 @@ python -m benchmarks.cache.policies --trace FILE --prefix ...     hits as prefix
 python -m benchmarks.cache.policies --trace FILE --hybrid ...     token hits and FLOPs saved of a 1T hybrid model
 python -m benchmarks.cache.policies --trace FILE --prefix --plot out.png
 python -m benchmarks.cache.policies --trace FILE --prefix --half 2        that half alone, from an empty cache
+python -m benchmarks.cache.policies --trace FILE --prefix --margin        the default's lead over the best classic
 python -m benchmarks.cache.policies --speed                       the hot operations, no trace needed
 """
 
@@ -14,7 +15,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from benchmarks.cache.replay import Replay, Result, flat_replays, prefix_replays, run
+from benchmarks.cache.replay import CLASSICS, Replay, Result, flat_replays, margin, prefix_replays, run
 from benchmarks.cache.traces import RecordedTrace, read_trace
 
 DEFAULT_FRACTIONS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3)
@@ -53,7 +54,9 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--trace", type=Path, help="a .jsonl, .jsonl.xz or .jsonl.zst file with hash_ids")
     parser.add_argument("--half", type=int, choices=(1, 2), help="replay only that half of the requests")
-    parser.add_argument("--policy", action="append", help="lower-case name; may be given again (default: all)")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--policy", action="append", help="lower-case name; may be given again (default: all)")
+    which.add_argument("--margin", action="store_true", help="print how far the default is above the best classic")
     size = parser.add_mutually_exclusive_group()
     size.add_argument("--capacity-blocks", type=int, action="append", help="may be given again")
     size.add_argument("--capacity-frac", type=float, action="append", help="of the footprint, may be given again")
@@ -72,12 +75,17 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def _replay(trace: RecordedTrace, arguments: argparse.Namespace) -> list[Result]:
     replays = prefix_replays() if arguments.prefix else flat_replays()
+    names = ["default", *CLASSICS] if arguments.margin else arguments.policy or list(replays)
     results = []
     for capacity in _capacities(trace, arguments):
-        for name in arguments.policy or list(replays):
-            result = run(name, trace, capacity, _known(replays, name))
-            _print([result.table()], arguments.json)
-            results.append(result)
+        of_capacity = []
+        for name in names:
+            of_capacity.append(run(name, trace, capacity, _known(replays, name)))
+            if not arguments.margin:
+                _print([of_capacity[-1].table()], arguments.json)
+        if arguments.margin:
+            _print([margin(of_capacity)], arguments.json)
+        results += of_capacity
     return results
 
 

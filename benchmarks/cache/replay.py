@@ -12,6 +12,7 @@ from hybrid_cache.eviction.base import EvictionPolicy, Use
 from hybrid_cache.eviction.workload import WorkloadAware, fit_offline
 
 NEVER = 1 << 60
+CLASSICS = ("lru", "fifo", "lfu", "gdsf", "sieve", "s3fifo", "arc")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +56,14 @@ def run(name: str, trace: RecordedTrace, capacity: int, replay: Replay) -> Resul
         seconds=round(seconds, 3),
         evictions_per_s=round(counts.evictions / seconds, 1),
     )
+
+
+def margin(results: Sequence[Result]) -> dict[str, str | int | float]:
+    """How far the default is above the best classic, in points of hit ratio; of results at one capacity."""
+    default = next(result for result in results if result.policy == "default")
+    best = max((result for result in results if result.policy in CLASSICS), key=lambda result: result.hits)
+    points = round(100 * (default.hit_ratio - best.hit_ratio), 2)
+    return {"capacity_blocks": default.capacity_blocks, "best_classic": best.policy, "margin_points": points}
 
 
 def flat_replays() -> dict[str, Replay]:

@@ -10,7 +10,8 @@ blocks too young to have reached the bucket are not counted). The worth of a blo
 
 which is Gittins' index of the problem how long to keep it; least hit density (Beckmann et al., NSDI'18) is a relative.
 Rare classes lean on coarser ones (dropping features from the right). Those lean on all blocks, and all blocks on a
-hazard that falls with age. So a cache that knows nothing yet is an LRU cache.
+hazard that falls with age. So a cache that knows nothing yet is an LRU cache. All blocks lean longer than a class does:
+no block is older than the cache, so at first young blocks are known not to come back and old ones are not.
 
 What is remembered has bounds: BYTES_PER_BLOCK for the last use of each of `max_history` blocks, and STATE_BYTES for all counts,
 whatever requests say. So has the work of one call of `refresh`: it computes densities for ROWS_AT_ONCE classes at a time.
@@ -29,6 +30,7 @@ from hybrid_cache.eviction.base import Key, Use
 from hybrid_cache.eviction.cohorts import BUCKETS, EDGES, MAX_COHORTS, Cohort, Cohorts, bucket_of
 
 PRIOR_BLOCKS: Final = 100.0  # a few requests' worth
+PRIOR_OF_ALL_BLOCKS: Final = 800.0
 PRIOR_PROBABILITY: Final = 0.3  # the hazard at birth: PRIOR_PROBABILITY / (age + PRIOR_AGE_S)
 PRIOR_AGE_S: Final = 60.0
 HALF_LIFE_S: Final = 3600.0  # of what was learned
@@ -55,9 +57,12 @@ class LastUse(NamedTuple):
 class ReuseModel:
     """Reuse of blocks by class and age, learned from requests. Knows nothing of what is cached."""
 
-    def __init__(self, max_history: int, prior: float = PRIOR_BLOCKS) -> None:
+    def __init__(
+        self, max_history: int, prior: float = PRIOR_BLOCKS, prior_of_all: float = PRIOR_OF_ALL_BLOCKS
+    ) -> None:
         self.max_history = max_history
         self.prior = prior  # observations a class needs before it counts as much as its coarser one
+        self.prior_of_all = prior_of_all  # the same of all blocks, before they count as much as BIRTH_HAZARD
         self._places: OrderedDict[Key, LastUse] = OrderedDict()  # the least recently used first
         self._density: list[list[float]] = []  # by class id and age bucket
         self._fresh: list[list[float]] = []  # the same, being computed
@@ -227,8 +232,8 @@ class ReuseModel:
             np.add.at(reached, coarser[level], reached[level])
         hazard = np.empty_like(reused)
         for level in self._levels:
-            base = hazard[coarser[level]] if level[0] else BIRTH_HAZARD
-            hazard[level] = (reused[level] + self.prior * base) / (reached[level] + self.prior)
+            base, prior = (hazard[coarser[level]], self.prior) if level[0] else (BIRTH_HAZARD, self.prior_of_all)
+            hazard[level] = (reused[level] + prior * base) / (reached[level] + prior)
         least: NDArray[np.float64] = np.minimum(hazard, 0.999)
         return least
 

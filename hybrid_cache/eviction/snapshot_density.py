@@ -40,7 +40,7 @@ class SnapshotModel:
     REFRESH_REQUESTS: Final = 32
 
     def __init__(self, max_history: int = 1_000_000) -> None:
-        self.reuse = ReuseModel(max_history, PRIOR_SNAPSHOTS)
+        self.reuse = ReuseModel(max_history, PRIOR_SNAPSHOTS, PRIOR_SNAPSHOTS)
         self.max_history = max_history
         self._uses: dict[Key, int] = {}  # of snapshots
         self.depth: OrderedDict[Key, int] = OrderedDict()  # of blocks seen, in blocks; the least recently used first

@@ -50,6 +50,16 @@ def test_every_policy_runs_and_none_beats_the_optimum(short_trace, capsys, flag)
     assert max(hits, key=lambda name: (hits[name], name == "belady")) == "belady"
 
 
+def test_margin_over_the_best_classic(capsys):
+    arguments = ["--trace", str(TRACE), "--prefix", "--capacity-blocks", "323", "--json"]
+    assert main([*arguments, "--margin"]) == 0
+    (lead,) = output(capsys)
+    assert main([*arguments, "--policy", "default", "--policy", lead["best_classic"]]) == 0
+    ours, best = output(capsys)
+    assert lead["capacity_blocks"] == 323
+    assert lead["margin_points"] == pytest.approx(100 * (ours["hit_ratio"] - best["hit_ratio"]), abs=0.005)
+
+
 def test_halves_stand_alone(short_trace, capsys):
     whole = read_trace(short_trace)
     first, second = whole.half(1), whole.half(2)

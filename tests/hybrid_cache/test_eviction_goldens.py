@@ -101,3 +101,12 @@ def test_default_beats_the_classics(trace, share):
     ours = sum(replays["default"](trace, capacity).hits)
     bound = sum(replays["belady"](trace, capacity).hits)
     assert best + 0.005 * trace.blocks < ours <= bound
+
+
+@pytest.mark.rotating
+def test_a_cache_that_has_just_started_is_not_behind_lru(trace):
+    """Half a trace, from an empty cache: what is known of young blocks alone must not keep new ones out."""
+    half = trace.half(2)
+    capacity = round(half.footprint * 0.05)
+    replays = prefix_replays()
+    assert sum(replays["default"](half, capacity).hits) > sum(replays["lru"](half, capacity).hits)
