@@ -23,6 +23,7 @@ from node.control.broadcast import Broadcast
 from node.errors import NodeConfigError, NodeRefusal
 from node.kvcache.arena import Arena
 from node.kvcache.eviction_steps import attention_pages, evict_in_steps, pages_to_fit, takes_steps
+from node.kvcache.paced_work import PacedWork
 from node.kvcache.ssd_tier import WAITS, Ssd, SsdWaits, open_disk, slots_of
 from node.kvcache.tenant_pages import NOBODY, TENANTS_PART, TenantPages
 from transport.control.proto import node_pb2 as pb
@@ -36,10 +37,14 @@ SSD_SAVE_S = 10.0
 MEDIA = {Medium.MEMORY: pb.MEDIUM_MEMORY, Medium.SSD: pb.MEDIUM_SSD, Medium.ENGINE: pb.MEDIUM_ENGINE}
 
 LONG_BLOCKS = 512  # more of them take some milliseconds
+PACED_BLOCKS = 8192  # more of them are committed and learned of in steps
+COMMIT_BLOCKS = 2048  # in one such step: a millisecond or two
+READ_HASHES = 8192  # of a long prompt, before other work has its turn
 PART_HASHES = 2048  # in one message: less than a millisecond of work, here and at a gateway
 WHOLE_PARTS = 8  # of a short snapshot: groups of few blocks, in several media
 OpenDisk = Callable[[ModelLayout, Path, int, SlotFormat | None], DiskTier]
 
+TWICE = "a block hash appears twice: the hashes are not chained"
 MAX_TOKENS = 1 << 24
 """Longer than any context; a length beyond it is a mistake, and must not make us build lists of its size."""
 
@@ -50,6 +55,10 @@ def split_hashes(joined: bytes) -> list[bytes]:
         return hashing.split_hashes(joined)
     except ValueError as exc:
         raise NodeRefusal("bad_request", str(exc)) from exc
+
+
+class CheckedHashes(list[bytes]):
+    """Block hashes of a prompt. None of them appears twice."""
 
 
 class ArenaPages:
@@ -85,6 +94,7 @@ class ArenaPages:
         self._freed = asyncio.Event()
         self._rooms = TenantPages()
         self._room_ids = itertools.count()
+        self.work = PacedWork()
         # A request uses blocks that were cached: their hashes from the prompt's beginning on.
         self.on_found: Callable[[Sequence[bytes]], None] = lambda hashes: None
         self.pinned_tokens: Callable[[], int] = lambda: 0  # what contexts hold, whatever requests end
@@ -164,13 +174,29 @@ class ArenaPages:
         self._check(hashes, num_tokens)
         return self._reserve(request_id, hashes, num_tokens, purpose, hints, tenant)
 
+    def _is_paced(self, num_tokens: int) -> bool:
+        return num_tokens > PACED_BLOCKS * self.layout.block_size
+
     def _check(self, hashes: Sequence[bytes], num_tokens: int) -> None:
         if not 0 < num_tokens <= MAX_TOKENS:
             raise NodeRefusal("bad_request", f"num_tokens is {num_tokens}; it must be 1 to {MAX_TOKENS}")
-        if len(set(hashes)) != len(hashes):
-            raise NodeRefusal("bad_request", "a block hash appears twice: the hashes are not chained")
+        if not isinstance(hashes, CheckedHashes) and len(set(hashes)) != len(hashes):
+            raise NodeRefusal("bad_request", TWICE)
         if (needed := attention_pages(self.layout, num_tokens)) > self.num_pages:
             raise NodeRefusal("no_capacity", f"{needed} pages needed, the arena has {self.num_pages}")
+
+    async def read_hashes(self, joined: bytes, num_tokens: int) -> CheckedHashes:
+        """A message's block hashes for a prompt of so many tokens: of a long one in steps. Raises NodeRefusal."""
+        found, seen = CheckedHashes(), set[bytes]()
+        for start in range(0, len(joined), READ_HASHES * hashing.HASH_BYTES):
+            part = split_hashes(joined[start : start + READ_HASHES * hashing.HASH_BYTES])
+            found += part
+            seen.update(part)
+            await self.give_way(num_tokens)
+        if len(seen) != len(found):
+            raise NodeRefusal("bad_request", TWICE)
+        self._check(found, num_tokens)
+        return found
 
     @property
     def _available(self) -> int:
@@ -189,8 +215,9 @@ class ArenaPages:
         with contextlib.ExitStack() as unless_returned:
             try:
                 reservation = self.cache.reserve(
-                    request_id, hashes, num_tokens, now=self._now(), purpose=purpose, hints=hints
-                )
+                    request_id, hashes, num_tokens, now=now, purpose=purpose, hints=hints,
+                    begins=not self._is_paced(num_tokens),
+                )  # fmt: skip
                 unless_returned.callback(self.release, request_id)
                 self._rooms.reserved(request_id, tenant, available - self._available)
             except OutOfPages as exc:
@@ -200,7 +227,9 @@ class ArenaPages:
             if purpose in (Purpose.PREFILL, Purpose.LANDING) and reservation.cached_tokens:
                 self.on_found(hashes[: reservation.cached_tokens // self.layout.block_size])
             unless_returned.pop_all()
-            return reservation
+        if self._is_paced(num_tokens):
+            self.work.add(request_id, self.cache.begin_steps(request_id, purpose, hints, now))
+        return reservation
 
     async def reserve_when_free(
         self,
@@ -216,8 +245,8 @@ class ArenaPages:
 
         Of tenants that wait, the one that holds least is first.
         """
-        self._check(hashes, num_tokens)
         deadline = self._now() + timeout_s
+        self._check(hashes, num_tokens)
         await self.bring_back(hashes, num_tokens)
         unpinned = self.num_pages - attention_pages(self.layout, self.pinned_tokens())
         if self.cache.attention_pages_wanted(hashes, num_tokens, purpose) > unpinned:  # others would wait behind it
@@ -227,6 +256,7 @@ class ArenaPages:
             await self.give_way(num_tokens)
             if self._rooms.is_first(tenant):
                 await self.make_room(hashes, num_tokens, purpose, tenant)
+                await self.give_way(num_tokens)
             while True:
                 self._freed.clear()
                 left_s = deadline - self._now()
@@ -296,18 +326,22 @@ class ArenaPages:
         if self.ssd and num_tokens:
             self.ssd.computed(num_tokens, seconds)
 
-    async def prepare_landing(self, joined_hashes: bytes, num_tokens: int, tenant: str) -> None:
-        """Has the SSD give back full attention that need not be sent here then, and makes room for the rest. What is wrong
-        with a request, `reserve` says.
+    async def prepare_landing(self, joined_hashes: bytes, num_tokens: int, tenant: str) -> "CheckedHashes | None":
+        """Has the SSD give back full attention that need not be sent here then, and makes room for the rest. Returns the
+        hashes, if it had to look at them. What is wrong with a request, `reserve` says.
         """
-        if not self.ssd and attention_pages(self.layout, num_tokens) <= self.cache.free_pages:
-            return
+        fits = attention_pages(self.layout, num_tokens) <= self.cache.free_pages
+        if not self.ssd and fits and not self._is_paced(num_tokens):
+            return None
+        if not fits:
+            await self.work.settled()  # some of it may free pages
         with contextlib.suppress(NodeRefusal):
-            hashes = split_hashes(joined_hashes)
-            self._check(hashes, num_tokens)
+            hashes = await self.read_hashes(joined_hashes, num_tokens)
             if self.ssd:
                 await self.ssd.bring_back_for_landing(hashes, num_tokens)
             await self.make_room(hashes, num_tokens, Purpose.LANDING, tenant)
+            return hashes
+        return None
 
     async def settled(self, reservation: Reservation | None = None) -> None:
         """Returns when what lay in reserved pages before has been copied, should it have to be: then they may be filled."""
@@ -315,12 +349,39 @@ class ArenaPages:
             await self.ssd.settled(reservation)
 
     def commit(self, request_id: str, filled_tokens: int, unfilled: Container[tuple[int, int]] = ()) -> None:
-        """Filled blocks become prefix-cache blocks, but those of `unfilled`: (group, block or length)."""
+        """Filled blocks become prefix-cache blocks, but those of `unfilled`: (group, block or length). Of a long prompt
+        they do so in steps, and its `release` waits until they have.
+        """
+        if self._is_paced(filled_tokens) or request_id in self.work:
+            self.work.add(request_id, self._commit_steps(request_id, filled_tokens, unfilled))
+        else:
+            self._commit(request_id, filled_tokens, unfilled)
+
+    def _commit_steps(
+        self, request_id: str, filled_tokens: int, unfilled: Container[tuple[int, int]]
+    ) -> Iterator[None]:
+        step = COMMIT_BLOCKS * self.layout.block_size
+        for tokens in range(step, filled_tokens, step):
+            self._commit(request_id, tokens, unfilled)
+            yield
+        self._commit(request_id, filled_tokens, unfilled)
+
+    def _commit(self, request_id: str, filled_tokens: int, unfilled: Container[tuple[int, int]]) -> None:
         self.cache.commit(request_id, filled_tokens, self._now(), unfilled)
         self.publish()
 
     def release(self, request_id: str) -> None:
-        """Unlocks and drops what is not prefix cache; idempotent."""
+        """Unlocks and drops what is not prefix cache; idempotent. After what is still to be done for the request."""
+        if request_id in self.work:
+            self.work.add(request_id, self._release_steps(request_id))
+        else:
+            self._release(request_id)
+
+    def _release_steps(self, request_id: str) -> Iterator[None]:
+        yield from ()
+        self._release(request_id)
+
+    def _release(self, request_id: str) -> None:
         self.cache.release(request_id, now=self._now())
         self._rooms.released(request_id)
         self.changed()

@@ -131,7 +131,8 @@ class EngineLoans:
         return job_pages(message.job, reservation)
 
     async def _reserve(self, message: m.BeginPrefill) -> Reservation:
-        name, hashes = f"prefill-{next(self._ids)}", split_hashes(message.hashes)
+        name = f"prefill-{next(self._ids)}"
+        hashes = await self._pages.read_hashes(message.hashes, message.num_tokens)
         if message.computed:
             return await self._pages.reserve_now(name, hashes, message.num_tokens, Purpose.ANSWER)
         return await self._pages.reserve_when_free(

@@ -7,9 +7,11 @@ from hypothesis import strategies as st
 from hybrid_cache.cache.events import BlocksRemoved, BlocksStored, CacheCleared, Medium
 from hybrid_cache.cache.lookup import PrefixHit
 from hybrid_cache.cache.prefix_cache import PrefixCache
-from hybrid_cache.cache.reservation import Hints, Purpose
+from hybrid_cache.cache.reservation import NO_HINTS, Hints, Purpose
 from hybrid_cache.errors import DuplicateReservation, OutOfPages, UnknownReservation
+from hybrid_cache.eviction.base import BEGIN_STEP
 from hybrid_cache.eviction.choice import POLICIES, policy_named
+from hybrid_cache.layout.spec import KVCacheSpec
 from tests.hybrid_cache.builders import BLOCK, FULL, STATE, WINDOW, hashes_of, make_layout, prefill, reserve
 
 PROMPT = list(range(18))  # four full blocks and a half
@@ -363,3 +365,32 @@ def test_a_snapshot_in_parts_and_the_events_behind_it_are_what_is_held(seed: int
             event.hashes
         )
     assert told == [set(stored.hashes) for stored in cache.snapshot()]
+
+
+@pytest.mark.parametrize("groups", [(FULL,), (FULL, STATE)])
+def test_a_request_that_begins_in_steps_teaches_what_one_teaches_that_begins_at_once(
+    groups: tuple[KVCacheSpec, ...],
+) -> None:
+    """However many of them others take in between, and when another one begins."""
+    layout = make_layout(*groups)
+    long = list(range(3 * BEGIN_STEP * layout.block_size))
+    victims = []
+    for in_steps in (False, True):
+        cache = PrefixCache(layout, 8 * BEGIN_STEP)
+        for turn, tokens in enumerate([long, [7] * 64, long[: 2 * len(long) // 3], [9] * 64]):
+            name, hashes = f"r{turn}", hashes_of(tokens)
+            now = float(turn)
+            cache.reserve(
+                name, hashes, len(tokens), now=now, purpose=Purpose.PREFILL, begins=not (in_steps and len(tokens) > 64)
+            )
+            if in_steps and len(tokens) > 64:
+                steps = cache.begin_steps(name, Purpose.PREFILL, NO_HINTS, now)
+                assert next(steps, "over") is None
+            cache.commit(name, len(tokens), now)
+            cache.release(name, now)
+        cache.take_events()
+        cache.shrink(4 * BEGIN_STEP, 100.0)
+        victims.append(cache.take_events())
+        cache.check_integrity()
+    assert victims[0] == victims[1]
+    assert victims[0]
