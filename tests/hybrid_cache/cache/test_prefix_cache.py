@@ -371,26 +371,25 @@ def test_a_snapshot_in_parts_and_the_events_behind_it_are_what_is_held(seed: int
 def test_a_request_that_begins_in_steps_teaches_what_one_teaches_that_begins_at_once(
     groups: tuple[KVCacheSpec, ...],
 ) -> None:
-    """However many of them others take in between, and when another one begins."""
+    """Though another one begins before it is through."""
     layout = make_layout(*groups)
     long = list(range(3 * BEGIN_STEP * layout.block_size))
-    victims = []
+    gone = []
     for in_steps in (False, True):
         cache = PrefixCache(layout, 8 * BEGIN_STEP)
-        for turn, tokens in enumerate([long, [7] * 64, long[: 2 * len(long) // 3], [9] * 64]):
-            name, hashes = f"r{turn}", hashes_of(tokens)
-            now = float(turn)
-            cache.reserve(
-                name, hashes, len(tokens), now=now, purpose=Purpose.PREFILL, begins=not (in_steps and len(tokens) > 64)
-            )
-            if in_steps and len(tokens) > 64:
-                steps = cache.begin_steps(name, Purpose.PREFILL, NO_HINTS, now)
-                assert next(steps, "over") is None
-            cache.commit(name, len(tokens), now)
-            cache.release(name, now)
+        for turn, tokens in enumerate([long, long[: 2 * len(long) // 3]]):
+            now, hashes, short = float(turn), hashes_of(tokens), [turn] * 64
+            cache.reserve("long", hashes, len(tokens), now=now, purpose=Purpose.PREFILL, begins=not in_steps)
+            steps = cache.begin_steps("long", Purpose.PREFILL, NO_HINTS, now) if in_steps else iter(())
+            assert next(steps, "over") == (None if in_steps else "over")
+            reserve(cache, "short", short, now=now)
+            assert next(steps, "over") == "over"
+            for name, length in (("long", len(tokens)), ("short", len(short))):
+                cache.commit(name, length, now)
+                cache.release(name, now)
         cache.take_events()
         cache.shrink(4 * BEGIN_STEP, 100.0)
-        victims.append(cache.take_events())
+        gone.append(cache.take_events())
         cache.check_integrity()
-    assert victims[0] == victims[1]
-    assert victims[0]
+    assert gone[0] == gone[1]
+    assert gone[0]
