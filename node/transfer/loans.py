@@ -107,6 +107,7 @@ class EngineLoans:
             leg = await self._legs.begin(message, message.ticket, reply, lambda: self._reserve(message))
             loan = EngineLoan(message.job, kind, leg.reservation, self._now(), leg)
         self._loans[key] = loan
+        await self._pages.give_way(message.num_tokens)
         return job_pages(message.job, loan.reservation)
 
     async def _look_up(self, key: JobKey, message: m.BeginPrefill) -> m.JobPages:
