@@ -192,7 +192,8 @@ class ArenaPages:
             part = split_hashes(joined[start : start + READ_HASHES * hashing.HASH_BYTES])
             found += part
             seen.update(part)
-            await self.give_way(num_tokens)
+            if self._is_paced(num_tokens):
+                await asyncio.sleep(0)
         if len(seen) != len(found):
             raise NodeRefusal("bad_request", TWICE)
         self._check(found, num_tokens)
@@ -313,10 +314,11 @@ class ArenaPages:
 
     async def give_way(self, num_tokens: int) -> None:
         """Between two steps of a long prompt, which take milliseconds, whatever else waits on the loop goes first: what is
-        ready, and what a timer wakes.
+        ready, and for the longest prompts what a timer wakes, too.
         """
         if num_tokens > LONG_BLOCKS * self.layout.block_size:
             await asyncio.sleep(0)
+        if self._is_paced(num_tokens):
             await asyncio.sleep(0)
 
     async def bring_back(self, hashes: Sequence[bytes], num_tokens: int) -> None:
