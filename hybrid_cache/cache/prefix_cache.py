@@ -19,6 +19,7 @@ from hybrid_cache.cache.blocks import Pages
 from hybrid_cache.cache.events import BlocksStored, CacheCleared, CacheEvent, EventLog, Medium
 from hybrid_cache.cache.integrity import STEP
 from hybrid_cache.cache.lookup import PrefixHit, longest_common_hit
+from hybrid_cache.cache.policy_news import PolicyNews
 from hybrid_cache.cache.reservation import NO_HINTS, Hints, Purpose, Reservation, ReservedPages
 from hybrid_cache.cache.snapshots import BranchPoints, Prefill, SnapshotPolicy
 from hybrid_cache.cache.tree import PrefixTree
@@ -63,7 +64,7 @@ class PrefixCache:
         self._events = EventLog(event_limit)
         self._tree = PrefixTree(layout, num_pages, self._eviction, self._events)
         self._holds: dict[str, ReservedPages] = {}
-        self._beginning: Iterator[None] | None = None  # the policy hears of a request, in steps
+        self._news = PolicyNews(self._eviction)
         self._found: OrderedDict[bytes, float] = OrderedDict()  # last blocks of the hits of late, and when that was
 
     def __repr__(self) -> str:
@@ -195,17 +196,9 @@ class PrefixCache:
         """
         if purpose in (Purpose.ANSWER, Purpose.PROMOTION, Purpose.ATTENTION):  # the request is still to come
             return iter(())
-        use = Use(now, self._hold(request_id).hashes, hints.category, self._useful_blocks(hints))
-        return self._begin_steps(use)
-
-    def _begin_steps(self, use: Use) -> Iterator[None]:
-        if self._beginning is not None:
-            for _ in self._beginning:
-                pass
-        steps = self._beginning = self._eviction.begin_steps(use)
-        yield from steps
-        if self._beginning is steps:
-            self._beginning = None
+        useful = None if hints.useful_tokens is None else hints.useful_tokens // self.layout.block_size
+        use = Use(now, self._hold(request_id).hashes, hints.category, useful)
+        return self._news.steps(use)
 
     def pin(self, request_id: str, hashes: Sequence[bytes], num_tokens: int, purpose: Purpose = Purpose.PREFILL) -> int:
         """Locks the longest prefix that a request of `purpose` could reuse, without pages of its own; returns its tokens.
@@ -284,9 +277,6 @@ class PrefixCache:
             return self._holds[request_id]
         except KeyError:
             raise UnknownReservation(f"no reservation {request_id!r}") from None
-
-    def _useful_blocks(self, hints: Hints) -> int | None:
-        return None if hints.useful_tokens is None else hints.useful_tokens // self.layout.block_size
 
     def _snapshot_lengths(self, num_tokens: int, hit: PrefixHit, purpose: Purpose, hints: Hints) -> set[int]:
         if purpose is Purpose.ATTENTION:

@@ -102,8 +102,8 @@ class ReuseModel:
         placed = {uses: last_use(uses, count, is_end=False) for uses, count in Counter(earlier).items()}
         self._place(use.path[-1], last_use(end, 1, is_end=True), end)  # a prefix is of use without its tail
         for stop in range(len(earlier), 0, -BEGIN_STEP):
-            part = slice(max(0, stop - BEGIN_STEP), stop)
-            for key, uses in zip(reversed(use.path[part]), reversed(earlier[part]), strict=True):
+            some = slice(max(0, stop - BEGIN_STEP), stop)
+            for key, uses in zip(reversed(use.path[some]), reversed(earlier[some]), strict=True):
                 places[key] = placed[uses]
                 if uses:
                     places.move_to_end(key)

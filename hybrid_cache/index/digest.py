@@ -142,9 +142,9 @@ class CacheDigest:
             names = list(self._counts.get((group, medium), ()))  # some milliseconds for a million
             for start in range(0, len(names), most_names):
                 # What has gone meanwhile is left out, and what was told of memory already.
-                held = self._counts.get((group, medium), {})
-                told = self._counts.get((group, Medium.MEMORY), {}) if medium is Medium.SSD else {}
-                some = [name for name in names[start : start + most_names] if name in held and name not in told]
+                held = self._counts.get((group, medium), Counter[bytes]())
+                told = self._counts.get((group, Medium.MEMORY)) if medium is Medium.SSD else None
+                some = [name for name in names[start : start + most_names] if name in held and name not in (told or ())]
                 if some:
                     yield DigestPart(group, _told_as(medium), tuple(some))
 

@@ -86,7 +86,7 @@ class Summaries:
 
     def _tell_changes(self) -> None:
         if self._unread is not None:
-            return  # nobody was told anything yet
+            return  # no watcher was told anything yet
         self._told_at = self._now()
         for message in messages(self._digest.take()):
             self._far.publish(message)

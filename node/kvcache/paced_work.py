@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 
 class PacedWork:
@@ -27,7 +27,7 @@ class PacedWork:
         """Returns when all is done that there was to do when it was called."""
         if self._pieces:
             done = asyncio.Event()
-            self.add("", _telling(done))
+            self.add("", once(done.set))
             await done.wait()
 
     def _later(self) -> None:
@@ -48,6 +48,15 @@ class PacedWork:
                 self._later()
 
 
-def _telling(done: asyncio.Event) -> Iterator[None]:
+def once(act: Callable[[], None]) -> Iterator[None]:
+    """An act of one step."""
     yield from ()
-    done.set()
+    act()
+
+
+def up_to(end: int, step: int, act: Callable[[int], None]) -> Iterator[None]:
+    """An act that goes further each time, at last up to `end`."""
+    for reached in range(step, end, step):
+        act(reached)
+        yield
+    act(end)

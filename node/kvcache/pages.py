@@ -23,7 +23,7 @@ from node.control.broadcast import Broadcast
 from node.errors import NodeConfigError, NodeRefusal
 from node.kvcache.arena import Arena
 from node.kvcache.eviction_steps import attention_pages, evict_in_steps, pages_to_fit, takes_steps
-from node.kvcache.paced_work import PacedWork
+from node.kvcache.paced_work import PacedWork, once, up_to
 from node.kvcache.ssd_tier import WAITS, Ssd, SsdWaits, open_disk, slots_of
 from node.kvcache.tenant_pages import NOBODY, TENANTS_PART, TenantPages
 from transport.control.proto import node_pb2 as pb
@@ -59,6 +59,25 @@ def split_hashes(joined: bytes) -> list[bytes]:
 
 class CheckedHashes(list[bytes]):
     """Block hashes of a prompt. None of them appears twice."""
+
+
+async def read_hashes(joined: bytes, *, is_long: bool) -> CheckedHashes:
+    """A message's block hashes: of a long prompt in steps. Raises NodeRefusal."""
+    found, seen = CheckedHashes(), set[bytes]()
+    for start in range(0, len(joined), READ_HASHES * hashing.HASH_BYTES):
+        part = split_hashes(joined[start : start + READ_HASHES * hashing.HASH_BYTES])
+        found += part
+        seen.update(part)
+        if is_long:
+            await asyncio.sleep(0)
+    if len(seen) != len(found):
+        raise NodeRefusal("bad_request", TWICE)
+    return found
+
+
+def is_paced(layout: ModelLayout, num_tokens: int) -> bool:
+    """Whether a prompt of so many tokens is committed and learned of in steps."""
+    return num_tokens > PACED_BLOCKS * layout.block_size
 
 
 class ArenaPages:
@@ -174,9 +193,6 @@ class ArenaPages:
         self._check(hashes, num_tokens)
         return self._reserve(request_id, hashes, num_tokens, purpose, hints, tenant)
 
-    def _is_paced(self, num_tokens: int) -> bool:
-        return num_tokens > PACED_BLOCKS * self.layout.block_size
-
     def _check(self, hashes: Sequence[bytes], num_tokens: int) -> None:
         if not 0 < num_tokens <= MAX_TOKENS:
             raise NodeRefusal("bad_request", f"num_tokens is {num_tokens}; it must be 1 to {MAX_TOKENS}")
@@ -184,20 +200,6 @@ class ArenaPages:
             raise NodeRefusal("bad_request", TWICE)
         if (needed := attention_pages(self.layout, num_tokens)) > self.num_pages:
             raise NodeRefusal("no_capacity", f"{needed} pages needed, the arena has {self.num_pages}")
-
-    async def read_hashes(self, joined: bytes, num_tokens: int) -> CheckedHashes:
-        """A message's block hashes for a prompt of so many tokens: of a long one in steps. Raises NodeRefusal."""
-        found, seen = CheckedHashes(), set[bytes]()
-        for start in range(0, len(joined), READ_HASHES * hashing.HASH_BYTES):
-            part = split_hashes(joined[start : start + READ_HASHES * hashing.HASH_BYTES])
-            found += part
-            seen.update(part)
-            if self._is_paced(num_tokens):
-                await asyncio.sleep(0)
-        if len(seen) != len(found):
-            raise NodeRefusal("bad_request", TWICE)
-        self._check(found, num_tokens)
-        return found
 
     @property
     def _available(self) -> int:
@@ -217,7 +219,7 @@ class ArenaPages:
             try:
                 reservation = self.cache.reserve(
                     request_id, hashes, num_tokens, now=now, purpose=purpose, hints=hints,
-                    begins=not self._is_paced(num_tokens),
+                    begins=not is_paced(self.layout, num_tokens),
                 )  # fmt: skip
                 unless_returned.callback(self.release, request_id)
                 self._rooms.reserved(request_id, tenant, available - self._available)
@@ -228,7 +230,7 @@ class ArenaPages:
             if purpose in (Purpose.PREFILL, Purpose.LANDING) and reservation.cached_tokens:
                 self.on_found(hashes[: reservation.cached_tokens // self.layout.block_size])
             unless_returned.pop_all()
-        if self._is_paced(num_tokens):
+        if is_paced(self.layout, num_tokens):
             self.work.add(request_id, self.cache.begin_steps(request_id, purpose, hints, now))
         return reservation
 
@@ -318,7 +320,7 @@ class ArenaPages:
         """
         if num_tokens > LONG_BLOCKS * self.layout.block_size:
             await asyncio.sleep(0)
-        if self._is_paced(num_tokens):
+        if is_paced(self.layout, num_tokens):
             await asyncio.sleep(0)
 
     async def bring_back(self, hashes: Sequence[bytes], num_tokens: int) -> None:
@@ -336,12 +338,13 @@ class ArenaPages:
         hashes, if it had to look at them. What is wrong with a request, `reserve` says.
         """
         fits = attention_pages(self.layout, num_tokens) <= self.cache.free_pages
-        if not self.ssd and fits and not self._is_paced(num_tokens):
+        if not self.ssd and fits and not is_paced(self.layout, num_tokens):
             return None
         if not fits:
             await self.work.settled()  # some of it may free pages
         with contextlib.suppress(NodeRefusal):
-            hashes = await self.read_hashes(joined_hashes, num_tokens)
+            hashes = await read_hashes(joined_hashes, is_long=is_paced(self.layout, num_tokens))
+            self._check(hashes, num_tokens)
             if self.ssd:
                 await self.ssd.bring_back_for_landing(hashes, num_tokens)
             await self.make_room(hashes, num_tokens, Purpose.LANDING, tenant)
@@ -357,39 +360,29 @@ class ArenaPages:
         """Filled blocks become prefix-cache blocks, but those of `unfilled`: (group, block or length). Of a long prompt
         they do so in steps, and its `release` waits until they have.
         """
-        if self._is_paced(filled_tokens) or request_id in self.work:
-            self.work.add(request_id, self._commit_steps(request_id, filled_tokens, unfilled))
+
+        def committed(tokens: int) -> None:
+            self.cache.commit(request_id, tokens, self._now(), unfilled)
+            self.publish()
+
+        if is_paced(self.layout, filled_tokens) or request_id in self.work:
+            step = COMMIT_BLOCKS * self.layout.block_size
+            self.work.add(request_id, up_to(filled_tokens, step, committed))
         else:
-            self._commit(request_id, filled_tokens, unfilled)
-
-    def _commit_steps(
-        self, request_id: str, filled_tokens: int, unfilled: Container[tuple[int, int]]
-    ) -> Iterator[None]:
-        step = COMMIT_BLOCKS * self.layout.block_size
-        for tokens in range(step, filled_tokens, step):
-            self._commit(request_id, tokens, unfilled)
-            yield
-        self._commit(request_id, filled_tokens, unfilled)
-
-    def _commit(self, request_id: str, filled_tokens: int, unfilled: Container[tuple[int, int]]) -> None:
-        self.cache.commit(request_id, filled_tokens, self._now(), unfilled)
-        self.publish()
+            committed(filled_tokens)
 
     def release(self, request_id: str) -> None:
         """Unlocks and drops what is not prefix cache; idempotent. After what is still to be done for the request."""
+
+        def released() -> None:
+            self.cache.release(request_id, now=self._now())
+            self._rooms.released(request_id)
+            self.changed()
+
         if request_id in self.work:
-            self.work.add(request_id, self._release_steps(request_id))
+            self.work.add(request_id, once(released))
         else:
-            self._release(request_id)
-
-    def _release_steps(self, request_id: str) -> Iterator[None]:
-        yield from ()
-        self._release(request_id)
-
-    def _release(self, request_id: str) -> None:
-        self.cache.release(request_id, now=self._now())
-        self._rooms.released(request_id)
-        self.changed()
+            released()
 
     def drop(self, hashes: Sequence[bytes], keep_tokens: int, unused_s: float) -> int:
         """Gives up the end of a cached prefix, as `PrefixCache.drop` does; returns how many pages that frees."""

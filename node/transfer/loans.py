@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from hybrid_cache.cache.reservation import Hints, Purpose, Reservation
 from hybrid_cache.layout.layout import ModelLayout
 from node.errors import NodeRefusal
-from node.kvcache.pages import ArenaPages, split_hashes
+from node.kvcache.pages import ArenaPages, is_paced, read_hashes, split_hashes
 from node.transfer.job_replies import OK, JobKey, JobReplies, Reply, job_pages, noting_refusals
 from node.transfer.services import OutgoingLeg, OutgoingLegs
 from transport.control import messages as m
@@ -133,7 +133,7 @@ class EngineLoans:
 
     async def _reserve(self, message: m.BeginPrefill) -> Reservation:
         name = f"prefill-{next(self._ids)}"
-        hashes = await self._pages.read_hashes(message.hashes, message.num_tokens)
+        hashes = await read_hashes(message.hashes, is_long=is_paced(self.layout, message.num_tokens))
         if message.computed:
             return await self._pages.reserve_now(name, hashes, message.num_tokens, Purpose.ANSWER)
         return await self._pages.reserve_when_free(

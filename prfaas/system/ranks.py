@@ -1,6 +1,6 @@
 """Several engines from one node's file: a node for each, started and ended as one.
 
-    prfaas node -c big.toml --ranks 2        big-0: ports of the file, first half of the GPUs, data parallel rank 0
+    prfaas node -c FILE --ranks 2           big-0: ports of the file, first half of the GPUs, data parallel rank 0
                                              big-1: each port one higher, second half, rank 1
 
 An agent has one engine, and a landing lies in the memory of one: so each engine is a node, which gateways choose by name.
@@ -15,13 +15,13 @@ from dataclasses import dataclass
 from typing import Final
 
 from node.agent import ENGINE_STOP_S
-from node.config import LISTENERS, NodeConfig
+from node.config import LISTENERS, THIS_MACHINE, NodeConfig
 from node.process.children import ending_with_us
 from prfaas.errors import StartRefused
 from transport.control.python_command import python_module
 
 MOST_RANKS: Final = 64  # on one machine
-NUMBER: Final = "{rank}"  # in the names of files, of which each rank has its own
+NUMBER: Final = "{rank}"  # in the names of files that each rank has one of
 OWN_FILES: Final = ("certificate", "key")
 ADVERTISED: Final = ("control_advertise", "transfer_advertise")
 DEVICES: Final = "CUDA_VISIBLE_DEVICES"
@@ -102,11 +102,11 @@ def _data_parallel_flags(
         raise StartRefused(f"{SIZE[0]} {size}: --ranks {count} and --first-rank {first} need at least {first + count}")
     group: list[str] = []
     is_whole = int(size) == count
-    for names, value in ((ADDRESS, lambda: "127.0.0.1"), (RPC_PORT, lambda: str(free_port()))):
+    for names, value in ((ADDRESS, THIS_MACHINE), (RPC_PORT, "")):
         if _value(engine_args, names) is None:
             if not is_whole:
                 raise StartRefused(f"{names[0]}: needed, as ranks of the group run elsewhere")
-            group += [names[0], value()]
+            group += [names[0], value or str(free_port())]
     return [(*group, RANK[0], str(first + at)) for at in range(count)]
 
 

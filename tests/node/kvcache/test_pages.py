@@ -15,7 +15,15 @@ from node.control.broadcast import Broadcast, Watcher
 from node.errors import NodeRefusal
 from node.kvcache.arena import Arena
 from node.kvcache.eviction_steps import EVICT_BLOCKS
-from node.kvcache.pages import COMMIT_BLOCKS, PACED_BLOCKS, PART_HASHES, WHOLE_PARTS, ArenaPages, snapshot_messages
+from node.kvcache.pages import (
+    COMMIT_BLOCKS,
+    PACED_BLOCKS,
+    PART_HASHES,
+    WHOLE_PARTS,
+    ArenaPages,
+    read_hashes,
+    snapshot_messages,
+)
 from node.kvcache.pinned_contexts import PinnedContexts
 from node.kvcache.tenant_pages import TENANTS_PART
 from tests.pd_cluster.handover import LAYOUT, run
@@ -300,7 +308,7 @@ def test_of_a_long_prompt_no_block_may_appear_twice(tmp_path: Path) -> None:
         pages = arena_pages(tmp_path, Broadcast(), blocks + 10)
         hashes = block_hashes(range((blocks - 1) * size), size, b"")
         with pytest.raises(NodeRefusal, match="twice"):
-            await pages.read_hashes(b"".join([*hashes, hashes[0]]), blocks * size)
+            await read_hashes(b"".join([*hashes, hashes[0]]), is_long=True)
         with pytest.raises(NodeRefusal, match="twice"):
             pages.reserve("long", [*hashes, hashes[0]], blocks * size, Purpose.LANDING)
 
