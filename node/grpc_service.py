@@ -206,6 +206,8 @@ class NodeService(rpc.NodeAgentServicer):
         events = self._summaries if is_far else self._agent.events
         # What changes while the snapshot is read, part by part, is queued behind it: nothing is missed, and the last word counts.
         with self._agent.holders.connected(holder), events.watch() as watcher:
+            if is_far:
+                await self._summaries.read()
             first = pb.NodeEvent(description=self._agent.describe())
             cached = self._summaries.whole() if is_far else snapshot_messages(self._agent.snapshot())
             for event in itertools.chain((first,), cached):

@@ -1,6 +1,7 @@
 """The command line of `prfaas`: one parser, and one module of `prfaas.commands` for each command that needs one."""
 
 import argparse
+import asyncio
 import contextlib
 import json
 import os
@@ -43,6 +44,7 @@ from prfaas.errors import (
 from transport.control.grpc_environment import for_grpc
 
 if TYPE_CHECKING:
+    from node.config import NodeConfig
     from prfaas.system.system import System
     from prfaas.system.topology import Topology
 
@@ -59,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = commands.parse_args(own)
     if engine_args and arguments.command != "node":
         commands.error("only `prfaas node` takes arguments for an engine after --")
-    arguments.engine_args = engine_args
+    arguments.engine_args, arguments.own_args = engine_args, own
     try:
         status: int = arguments.run(arguments)
     except PrfaasError as exc:
@@ -139,6 +141,20 @@ def parser() -> argparse.ArgumentParser:
     gateway.set_defaults(run=_gateway)
 
     node = commands.add_parser("node", **COMMANDS["node"].arguments())
+    node.add_argument(
+        "--ranks",
+        type=within(1, 64),
+        default=1,
+        metavar="N",
+        help="so many nodes, an engine each, started and ended as one: NODE-0 with the file's ports, NODE-1 with each one higher",
+    )
+    node.add_argument(
+        "--first-rank",
+        type=within(0, 65535),
+        default=0,
+        metavar="N",
+        help="with --ranks: the number of the first, where others of the group run elsewhere (default: 0)",
+    )
     add_node_arguments(node)
     node.set_defaults(run=_node)
 
@@ -274,6 +290,8 @@ def _node(arguments: argparse.Namespace) -> int:
 
     try:
         config = config_from(arguments, arguments.engine_args)
+        if arguments.ranks > 1:
+            return _ranks(arguments, config)
         check_model(config)
     except NodeConfigError as exc:
         print(f"prfaas node: {exc}", file=sys.stderr)
@@ -283,6 +301,19 @@ def _node(arguments: argparse.Namespace) -> int:
     else:
         from pd_cluster.role import PD as role
     return run(config, role, lambda: config_from(arguments, arguments.engine_args))
+
+
+def _ranks(arguments: argparse.Namespace, config: "NodeConfig") -> int:
+    from prfaas.system.ranks import rank_plans, run_ranks
+    from transport.path.tcp import free_port
+
+    plans = rank_plans(config, arguments.ranks, arguments.first_rank, os.environ, lambda: free_port("127.0.0.1"))
+    commands = [plan.command(arguments.own_args, arguments.engine_args) for plan in plans]
+    return asyncio.run(run_ranks(plans, commands, config.drain_timeout_s, _to_stderr))
+
+
+def _to_stderr(line: str) -> None:
+    print(f"prfaas node: {line}", file=sys.stderr, flush=True)
 
 
 def _explain(arguments: argparse.Namespace) -> int:

@@ -177,7 +177,8 @@ class SizedNode:
         return {}
 
     async def clear(self) -> dict[str, Any]:
-        """Forgets every prefix."""
+        """Forgets every prefix, once no request holds any."""
+        await self.pages.work.settled()
         self.pages.cache.clear(time.monotonic())
         self.pages.publish()
         return {}

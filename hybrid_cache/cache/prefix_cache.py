@@ -19,6 +19,7 @@ from hybrid_cache.cache.blocks import Pages
 from hybrid_cache.cache.events import BlocksStored, CacheCleared, CacheEvent, EventLog, Medium
 from hybrid_cache.cache.integrity import STEP
 from hybrid_cache.cache.lookup import PrefixHit, longest_common_hit
+from hybrid_cache.cache.policy_news import PolicyNews
 from hybrid_cache.cache.reservation import NO_HINTS, Hints, Purpose, Reservation, ReservedPages
 from hybrid_cache.cache.snapshots import BranchPoints, Prefill, SnapshotPolicy
 from hybrid_cache.cache.tree import PrefixTree
@@ -63,6 +64,7 @@ class PrefixCache:
         self._events = EventLog(event_limit)
         self._tree = PrefixTree(layout, num_pages, self._eviction, self._events)
         self._holds: dict[str, ReservedPages] = {}
+        self._news = PolicyNews(self._eviction)
         self._found: OrderedDict[bytes, float] = OrderedDict()  # last blocks of the hits of late, and when that was
 
     def __repr__(self) -> str:
@@ -83,10 +85,14 @@ class PrefixCache:
         """How much of a prompt's first `num_tokens` tokens is cached. Changes nothing."""
         return longest_common_hit(self.layout, self._tree.held, hashes, num_tokens)
 
+    def reusable(self, hashes: Sequence[bytes], num_tokens: int, purpose: Purpose) -> int:
+        """Tokens of a prompt that a request of `purpose` need not be given again."""
+        return _cached(self.match(hashes, num_tokens), purpose)
+
     def attention_pages_wanted(self, hashes: Sequence[bytes], num_tokens: int, purpose: Purpose) -> int:
         """Pages of full attention that `reserve` would take from free or evictable ones, never from other holders."""
         block_size = self.layout.block_size
-        cached = _cached(self.match(hashes, num_tokens), purpose)
+        cached = self.reusable(hashes, num_tokens, purpose)
         blocks = -(-num_tokens // block_size) - self._tree.num_locked(hashes[: cached // block_size])
         return blocks * sum(self.layout.pages_per_block(group) for group in self.layout.full_groups)
 
@@ -151,11 +157,12 @@ class PrefixCache:
         now: float,
         purpose: Purpose,
         hints: Hints = NO_HINTS,
+        begins: bool = True,
     ) -> Reservation:
         """Locks the reusable prefix and allocates pages for the rest of `num_tokens` tokens, or changes nothing.
 
-        `hashes` are those of the full blocks; blocks without one stay private to the request. Raises OutOfPages and
-        DuplicateReservation.
+        `hashes` are those of the full blocks; blocks without one stay private to the request. Unless it `begins` now, the
+        eviction policy hears of the request by `begin_steps`. Raises OutOfPages and DuplicateReservation.
         """
         if request_id in self._holds:
             raise DuplicateReservation(f"request {request_id!r} already holds a reservation")
@@ -170,8 +177,9 @@ class PrefixCache:
         self._holds[request_id] = hold
         try:
             self._allocate_own(hold, cached, self._snapshot_lengths(num_tokens, hit, purpose, hints), now)
-            if purpose not in (Purpose.ANSWER, Purpose.PROMOTION, Purpose.ATTENTION):  # the request is still to come
-                self._eviction.begin(Use(now, hashes, hints.category, self._useful_blocks(hints)))
+            if begins:
+                for _ in self.begin_steps(request_id, purpose, hints, now):
+                    pass
         except BaseException:  # the caller learns of no hold that it could release
             self.release(request_id, now)
             raise
@@ -182,6 +190,16 @@ class PrefixCache:
                 self._found.popitem(last=False)
         return Reservation(hold, self.layout, purpose, cached)
 
+    def begin_steps(self, request_id: str, purpose: Purpose, hints: Hints, now: float) -> Iterator[None]:
+        """Has the eviction policy hear of a request that has reserved, in steps between which the cache may be used. One that
+        is not through when the next one begins is finished at once.
+        """
+        if purpose in (Purpose.ANSWER, Purpose.PROMOTION, Purpose.ATTENTION):  # the request is still to come
+            return iter(())
+        useful = None if hints.useful_tokens is None else hints.useful_tokens // self.layout.block_size
+        use = Use(now, self._hold(request_id).hashes, hints.category, useful)
+        return self._news.steps(use)
+
     def pin(self, request_id: str, hashes: Sequence[bytes], num_tokens: int, purpose: Purpose = Purpose.PREFILL) -> int:
         """Locks the longest prefix that a request of `purpose` could reuse, without pages of its own; returns its tokens.
 
@@ -189,7 +207,7 @@ class PrefixCache:
         """
         if request_id in self._holds:
             raise DuplicateReservation(f"request {request_id!r} already holds a reservation")
-        length = _cached(self.match(hashes, num_tokens), purpose)
+        length = self.reusable(hashes, num_tokens, purpose)
         blocks = list(hashes[: length // self.layout.block_size])
         hold = ReservedPages(request_id, blocks, length)
         self._tree.lock_prefix(hold, length, purpose)
@@ -259,9 +277,6 @@ class PrefixCache:
             return self._holds[request_id]
         except KeyError:
             raise UnknownReservation(f"no reservation {request_id!r}") from None
-
-    def _useful_blocks(self, hints: Hints) -> int | None:
-        return None if hints.useful_tokens is None else hints.useful_tokens // self.layout.block_size
 
     def _snapshot_lengths(self, num_tokens: int, hit: PrefixHit, purpose: Purpose, hints: Hints) -> set[int]:
         if purpose is Purpose.ATTENTION:

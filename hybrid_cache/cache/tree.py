@@ -92,11 +92,12 @@ class PrefixTree:
         unlocked = 0
         if self._check is not None:
             self._check.keep([nodes[block_hash] for block_hash in hold.hashes[len(path) : blocks]])
-        for block_hash in hold.hashes[len(path) : blocks]:
-            node = nodes[block_hash]
-            unlocked += not node.locks
+        locked = [nodes[block_hash] for block_hash in hold.hashes[len(path) : blocks]]
+        for node in locked:
+            if not node.locks:
+                unlocked += 1
             node.locks += 1
-            path.append(node)
+        path += locked
         self.evictable_pages -= unlocked * self._node_pages
         # Only the last one can be without children, and others were not offered.
         if unlocked and path[-1].locks == 1 and not path[-1].children:

@@ -1,9 +1,11 @@
 """The interface between the cache and an eviction policy."""
 
-from collections.abc import Hashable, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Hashable, Iterator, Sequence
+from typing import Final, NamedTuple, Protocol
 
 Key = Hashable
+
+BEGIN_STEP: Final = 4096  # blocks of a path that a policy looks at in one go: a millisecond or two
 
 
 class Use(NamedTuple):
@@ -26,6 +28,11 @@ class EvictionPolicy(Protocol):
     def begin(self, use: Use) -> None:
         """A request arrives; the touches of its blocks follow, perhaps later."""
         ...
+
+    def begin_steps(self, use: Use) -> Iterator[None]:
+        """`begin` in steps, between which anything else may happen but another `begin`."""
+        self.begin(use)
+        yield
 
     def touch(self, key: Key, now: float) -> None:
         """The item was stored or used. Within a prompt the tail is touched first."""

@@ -3,6 +3,7 @@ learned."""
 
 import heapq
 from collections import OrderedDict
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 from hybrid_cache.eviction.base import EvictionPolicy, Key, Use
@@ -36,9 +37,13 @@ class ReuseDensity(EvictionPolicy):
         self._max_useless = max_history
 
     def begin(self, use: Use) -> None:
+        for _ in self.begin_steps(use):
+            pass
+
+    def begin_steps(self, use: Use) -> Iterator[None]:
         use = self.heed(use)
         if use.path:
-            self.model.observe(use)
+            yield from self.model.observe_steps(use)
         # Often at first, when every request teaches something.
         if self._refreshing or self._requests % min(REFRESH_REQUESTS, 1 + self._requests // 16) == 0:
             self._refreshing = not self.model.refresh()
@@ -68,6 +73,9 @@ class ReuseDensity(EvictionPolicy):
     def touch(self, key: Key, now: float) -> None:
         if key in self._offered:
             self.offer(key, now)
+
+    def touch_path(self, keys: Sequence[Key], now: float) -> None:
+        """A touch is of no account for what is not offered."""
 
     def offer(self, key: Key, now: float) -> None:
         at, class_id, scale = self.place(key, now)

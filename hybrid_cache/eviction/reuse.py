@@ -17,8 +17,8 @@ What is remembered has bounds: BYTES_PER_BLOCK for the last use of each of `max_
 whatever requests say. So has the work of one call of `refresh`: it computes densities for ROWS_AT_ONCE classes at a time.
 """
 
-from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from itertools import groupby
 from math import log2
 from typing import Final, NamedTuple
@@ -26,7 +26,7 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from hybrid_cache.eviction.base import Key, Use
+from hybrid_cache.eviction.base import BEGIN_STEP, Key, Use
 from hybrid_cache.eviction.cohorts import BUCKETS, EDGES, MAX_COHORTS, Cohort, Cohorts, bucket_of
 
 PRIOR_BLOCKS: Final = 100.0  # a few requests' worth
@@ -81,11 +81,21 @@ class ReuseModel:
 
     def observe(self, use: Use) -> None:
         """Learns from the blocks a request uses again, and starts to wait for all of its blocks."""
+        for _ in self.observe_steps(use):
+            pass
+
+    def observe_steps(self, use: Use) -> Iterator[None]:
+        """The same in steps, between which nothing else may be learned."""
         self._age(use.now)
-        shape, category = self._shape(len(use.path), self._learn(use)), self._category(use.category)
+        shape = self._shape(len(use.path), (yield from self._learn(use)))
+        category = self._category(use.category)
         places, cohort = self._places, Cohort(use.now)
         known = places.get
-        earlier = [0 if (place := known(key)) is None else place.uses for key in use.path]
+        earlier: list[int] = []
+        for start in range(0, len(use.path), BEGIN_STEP):
+            part = use.path[start : start + BEGIN_STEP]
+            earlier += [0 if (place := known(key)) is None else place.uses for key in part]
+            yield
 
         def last_use(uses: int, blocks: int, *, is_end: bool) -> LastUse:
             class_id = self._id((*shape, _frequency(uses + 1), int(is_end), category))
@@ -93,24 +103,29 @@ class ReuseModel:
             return LastUse(cohort, class_id, uses + 1)
 
         # Blocks of one request that were used as often share what is remembered of them.
-        before_end = earlier[:-1]
-        blocks: dict[int, int] = {}
-        for uses in before_end:
-            blocks[uses] = blocks.get(uses, 0) + 1
-        placed = {uses: last_use(uses, count, is_end=False) for uses, count in blocks.items()}
-        new = [placed[uses] for uses in before_end]
-        new += [last_use(uses, 1, is_end=True) for uses in earlier[-1:]]
-        for key, uses, place in zip(reversed(use.path), reversed(earlier), reversed(new), strict=True):
-            places[key] = place  # a prefix is of use without its tail
-            if uses:
-                places.move_to_end(key)
+        end = earlier.pop()
+        placed = {uses: last_use(uses, count, is_end=False) for uses, count in Counter(earlier).items()}
+        self._place(use.path[-1], last_use(end, 1, is_end=True), end)  # a prefix is of use without its tail
+        for stop in range(len(earlier), 0, -BEGIN_STEP):
+            some = slice(max(0, stop - BEGIN_STEP), stop)
+            for key, uses in zip(reversed(use.path[some]), reversed(earlier[some]), strict=True):
+                places[key] = placed[uses]
+                if uses:
+                    places.move_to_end(key)
+            yield
         self._wait(use.now, cohort)
+
+    def _place(self, key: Key, place: LastUse, earlier_uses: int) -> None:
+        self._places[key] = place
+        if earlier_uses:
+            self._places.move_to_end(key)
 
     def observe_classes(self, now: float, uses: Sequence[tuple[Key, Class]]) -> None:
         """As `observe`, for a caller with classes of its own."""
         keys = [key for key, _ in uses]
         self._age(now)
-        self._learn(Use(now, keys))
+        for _ in self._learn(Use(now, keys)):
+            pass
         self._await(now, keys, [key_class for _, key_class in uses])
 
     def knows(self, key: Key) -> bool:
@@ -164,15 +179,25 @@ class ReuseModel:
         place = self._places.get(key)
         return 0 if place is None else place.uses
 
-    def _learn(self, use: Use) -> int:
-        """Counts the reuses; returns how many leading blocks were known."""
+    def _learn(self, use: Use) -> Generator[None, None, int]:
+        """Counts the reuses, in steps; returns how many leading blocks were known."""
         seen = 0
-        for _, same in groupby(map(self._places.get, use.path), id):  # one for many neighbours
+        for start in range(0, len(use.path), BEGIN_STEP):
+            part = use.path[start : start + BEGIN_STEP]
+            seen += (known := self._learn_part(use.now, part))
+            if known < len(part):
+                break
+            yield
+        return seen
+
+    def _learn_part(self, now: float, path: Sequence[Key]) -> int:
+        seen = 0
+        for _, same in groupby(map(self._places.get, path), id):  # one for many neighbours
             places = list(same)
             if (place := places[0]) is None:
                 break
             cohort = place.cohort.counted_in()
-            bucket = bucket_of(use.now - cohort.at)
+            bucket = bucket_of(now - cohort.at)
             counted = float(self._reused[place.class_id, bucket])
             for _ in places:  # one by one: the sum rounds as if each block were counted alone
                 counted += self._weight

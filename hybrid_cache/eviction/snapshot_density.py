@@ -10,12 +10,12 @@ continued from it, it lies in the shadow of the new tip; where prompts part ther
 """
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Generator, Iterator, Sequence
 from enum import IntEnum
 from math import log2
 from typing import Final
 
-from hybrid_cache.eviction.base import Key, Use
+from hybrid_cache.eviction.base import BEGIN_STEP, Key, Use
 from hybrid_cache.eviction.cohorts import bucket_of
 from hybrid_cache.eviction.density import JUNK, ReuseDensity
 from hybrid_cache.eviction.reuse import ReuseModel
@@ -49,14 +49,25 @@ class SnapshotModel:
 
     def observe(self, now: float, path: Sequence[Key]) -> bool:
         """A prompt of full blocks arrives; says whether there are new densities."""
+        steps = self.observe_steps(now, path)
+        while True:
+            try:
+                next(steps)
+            except StopIteration as end:
+                return bool(end.value)
+
+    def observe_steps(self, now: float, path: Sequence[Key]) -> Generator[None, None, bool]:
+        """The same in steps, between which no other prompt may arrive."""
         if not path:
             return False
-        seen = next((index for index, key in enumerate(path) if key not in self.depth), len(path))
+        seen = yield from self._known(path)
         deepest = next((index for index in range(seen - 1, -1, -1) if path[index] in self._uses), None)
         shape = (0 if not seen else 1 if seen < len(path) / 2 else 2, (len(path) - seen + 1).bit_length())
-        for index in range(len(path) - 1, -1, -1):  # a prefix is of use without its tail
-            self.depth[path[index]] = index + 1
-            self.depth.move_to_end(path[index])
+        for stop in range(len(path), 0, -BEGIN_STEP):  # a prefix is of use without its tail
+            for index in range(stop - 1, max(-1, stop - BEGIN_STEP - 1), -1):
+                self.depth[path[index]] = index + 1
+                self.depth.move_to_end(path[index])
+            yield
         if deepest is not None:
             key = path[deepest]
             self._uses[key] += 1
@@ -70,6 +81,15 @@ class SnapshotModel:
         self._refreshing = due and not self.reuse.refresh()
         self._requests += 1
         return due and not self._refreshing
+
+    def _known(self, path: Sequence[Key]) -> Generator[None, None, int]:
+        """How many leading blocks were seen before."""
+        for start in range(0, len(path), BEGIN_STEP):
+            part = path[start : start + BEGIN_STEP]
+            if (new := next((index for index, key in enumerate(part) if key not in self.depth), None)) is not None:
+                return start + new
+            yield
+        return len(path)
 
     def density(self, key: Key, now: float) -> float:
         """Expected hits per second of the snapshot at the end of a block."""
@@ -107,9 +127,9 @@ class SnapshotDensity(ReuseDensity):
     def knows(self, key: Key) -> bool:
         return key in self.snapshots.depth
 
-    def begin(self, use: Use) -> None:
+    def begin_steps(self, use: Use) -> Iterator[None]:
         use = self.heed(use)
-        if self.snapshots.observe(use.now, use.path):
+        if (yield from self.snapshots.observe_steps(use.now, use.path)):
             self._rank()
         for key in use.path[len(use.path) - self._tail :] if self._tail else ():
             self._serves[key] = use.path[-1]

@@ -6,7 +6,7 @@ there, and costs that some tokens are computed. The node itself compares whole h
 """
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -16,6 +16,7 @@ from hybrid_cache.cache.events import Medium
 from hybrid_cache.hashing.block_hash import HASH_BYTES
 
 NAME_BYTES: Final = 4
+WHOLE_NAMES: Final = 16_384  # in one part of all that there is: some milliseconds
 ONE_IN: Final = 8  # of the blocks of full attention; of all other groups each is named
 _MASK: Final = ONE_IN - 1
 
@@ -132,12 +133,20 @@ class CacheDigest:
         self._changed, self._is_cleared = {}, False
         return told
 
-    def whole(self) -> list[DigestEvent]:
-        """All of it, for a new listener; what `take` says next may be in it already."""
-        names: dict[tuple[int, Medium], dict[bytes, None]] = {}
-        for (group, medium), counts in self._counts.items():
-            names.setdefault((group, _told_as(medium)), {}).update(dict.fromkeys(counts))
-        return [DigestCleared(), *(DigestPart(*key, tuple(some)) for key, some in names.items() if some)]
+    def whole(self, most_names: int = WHOLE_NAMES) -> Iterator[DigestEvent]:
+        """All of it, for a new listener, in parts of so many names, each as of when it is asked for. What changes meanwhile,
+        `take` says: a listener that hears of it after the parts that were made before knows all.
+        """
+        yield DigestCleared()
+        for group, medium in sorted(self._counts):
+            names = list(self._counts.get((group, medium), ()))  # some milliseconds for a million
+            for start in range(0, len(names), most_names):
+                # What has gone meanwhile is left out, and what was told of memory already.
+                held = self._counts.get((group, medium), Counter[bytes]())
+                told = self._counts.get((group, Medium.MEMORY)) if medium is Medium.SSD else None
+                some = [name for name in names[start : start + most_names] if name in held and name not in (told or ())]
+                if some:
+                    yield DigestPart(group, _told_as(medium), tuple(some))
 
     def _has(self, group: int, medium: Medium, name: bytes) -> bool:
         return any(name in self._counts.get((group, each), ()) for each in _TOLD_TOGETHER[_told_as(medium)])

@@ -3,6 +3,7 @@
 One digest serves all of them. It is kept only while some of them watch.
 """
 
+import asyncio
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final
@@ -36,18 +37,16 @@ class Summaries:
         self._now = now
         self._far = Broadcast()
         self._digest = CacheDigest()
+        self._unread: Iterator[CacheEvent] | None = None  # what is cached, as far as it is not in the digest yet
         self._told_at = float("-inf")
 
     @contextmanager
     def watch(self) -> Iterator[Watcher]:
-        """A watcher of everything that is told from now on; `whole` is what there is."""
+        """A watcher of everything that is told from now on; `whole` is what there is, once it is `read`."""
         if not self._far.watching:
             self._digest = CacheDigest()
-            for part in self._snapshot():
-                if isinstance(part, BlocksStored):
-                    self._stored(part.group, part.hashes, part.medium)
-            self._digest.take()  # everyone who watches is told all of it
-            self._events.tell(self)
+            self._events.tell(self)  # what changes while the snapshot is read is heard, too: the last word counts
+            self._unread = iter(self._snapshot())
         else:
             self._tell_changes()  # so that all who watch have been told the same
         with self._far.watch() as watcher:
@@ -56,11 +55,29 @@ class Summaries:
             finally:
                 if self._far.watching == 1:
                     self._events.forget(self)
-                    self._digest = CacheDigest()
+                    self._digest, self._unread = CacheDigest(), None
 
-    def whole(self) -> list[pb.NodeEvent]:
-        """The digest, in messages."""
-        return messages(self._digest.whole())
+    async def read(self) -> None:
+        """Takes in what is cached, part by part, between which the loop goes on. All who watch take part in it."""
+        while self._unread is not None:
+            self._read_part()
+            await asyncio.sleep(0)
+
+    def _read_part(self) -> None:
+        assert self._unread is not None
+        part = next(self._unread, None)
+        if isinstance(part, BlocksStored):
+            self._stored(part.group, part.hashes, part.medium)
+        elif part is None:
+            self._unread = None
+        self._digest.take()  # everyone who watches is told all of it
+
+    def whole(self) -> Iterator[pb.NodeEvent]:
+        """The digest, in messages that are made when they are asked for."""
+        while self._unread is not None:
+            self._read_part()
+        for event in self._digest.whole():
+            yield from messages([event])
 
     def tell(self) -> None:
         """Tells all who watch what has changed, if the last word is TELL_S old."""
@@ -68,6 +85,8 @@ class Summaries:
             self._tell_changes()
 
     def _tell_changes(self) -> None:
+        if self._unread is not None:
+            return  # no watcher was told anything yet
         self._told_at = self._now()
         for message in messages(self._digest.take()):
             self._far.publish(message)

@@ -43,6 +43,9 @@ async def evict_in_steps(
     """Evicts nothing that the reservation can use: `name` holds that meanwhile. What is missing in the end, `reserve` evicts."""
     layout = cache.layout
     step = EVICT_BLOCKS * _block_pages(layout)
+    reusable = cache.reusable(hashes, num_tokens, purpose)
+    if attention_pages(layout, num_tokens) - attention_pages(layout, reusable) - cache.free_pages <= step:
+        return  # to hold a long prefix takes long, too
     cached = cache.pin(name, hashes, num_tokens, purpose)
     try:
         missing = attention_pages(layout, num_tokens) - attention_pages(layout, cached)

@@ -23,6 +23,7 @@ from node.control.broadcast import Broadcast
 from node.errors import NodeConfigError, NodeRefusal
 from node.kvcache.arena import Arena
 from node.kvcache.eviction_steps import attention_pages, evict_in_steps, pages_to_fit, takes_steps
+from node.kvcache.paced_work import PacedWork, once, up_to
 from node.kvcache.ssd_tier import WAITS, Ssd, SsdWaits, open_disk, slots_of
 from node.kvcache.tenant_pages import NOBODY, TENANTS_PART, TenantPages
 from transport.control.proto import node_pb2 as pb
@@ -36,10 +37,14 @@ SSD_SAVE_S = 10.0
 MEDIA = {Medium.MEMORY: pb.MEDIUM_MEMORY, Medium.SSD: pb.MEDIUM_SSD, Medium.ENGINE: pb.MEDIUM_ENGINE}
 
 LONG_BLOCKS = 512  # more of them take some milliseconds
+PACED_BLOCKS = 8192  # more of them are committed and learned of in steps
+COMMIT_BLOCKS = 2048  # in one such step: a millisecond or two
+READ_HASHES = 8192  # of a long prompt, before other work has its turn
 PART_HASHES = 2048  # in one message: less than a millisecond of work, here and at a gateway
 WHOLE_PARTS = 8  # of a short snapshot: groups of few blocks, in several media
 OpenDisk = Callable[[ModelLayout, Path, int, SlotFormat | None], DiskTier]
 
+TWICE = "a block hash appears twice: the hashes are not chained"
 MAX_TOKENS = 1 << 24
 """Longer than any context; a length beyond it is a mistake, and must not make us build lists of its size."""
 
@@ -50,6 +55,29 @@ def split_hashes(joined: bytes) -> list[bytes]:
         return hashing.split_hashes(joined)
     except ValueError as exc:
         raise NodeRefusal("bad_request", str(exc)) from exc
+
+
+class CheckedHashes(list[bytes]):
+    """Block hashes of a prompt. None of them appears twice."""
+
+
+async def read_hashes(joined: bytes, *, is_long: bool) -> CheckedHashes:
+    """A message's block hashes: of a long prompt in steps. Raises NodeRefusal."""
+    found, seen = CheckedHashes(), set[bytes]()
+    for start in range(0, len(joined), READ_HASHES * hashing.HASH_BYTES):
+        part = split_hashes(joined[start : start + READ_HASHES * hashing.HASH_BYTES])
+        found += part
+        seen.update(part)
+        if is_long:
+            await asyncio.sleep(0)
+    if len(seen) != len(found):
+        raise NodeRefusal("bad_request", TWICE)
+    return found
+
+
+def is_paced(layout: ModelLayout, num_tokens: int) -> bool:
+    """Whether a prompt of so many tokens is committed and learned of in steps."""
+    return num_tokens > PACED_BLOCKS * layout.block_size
 
 
 class ArenaPages:
@@ -85,6 +113,7 @@ class ArenaPages:
         self._freed = asyncio.Event()
         self._rooms = TenantPages()
         self._room_ids = itertools.count()
+        self.work = PacedWork()
         # A request uses blocks that were cached: their hashes from the prompt's beginning on.
         self.on_found: Callable[[Sequence[bytes]], None] = lambda hashes: None
         self.pinned_tokens: Callable[[], int] = lambda: 0  # what contexts hold, whatever requests end
@@ -167,8 +196,8 @@ class ArenaPages:
     def _check(self, hashes: Sequence[bytes], num_tokens: int) -> None:
         if not 0 < num_tokens <= MAX_TOKENS:
             raise NodeRefusal("bad_request", f"num_tokens is {num_tokens}; it must be 1 to {MAX_TOKENS}")
-        if len(set(hashes)) != len(hashes):
-            raise NodeRefusal("bad_request", "a block hash appears twice: the hashes are not chained")
+        if not isinstance(hashes, CheckedHashes) and len(set(hashes)) != len(hashes):
+            raise NodeRefusal("bad_request", TWICE)
         if (needed := attention_pages(self.layout, num_tokens)) > self.num_pages:
             raise NodeRefusal("no_capacity", f"{needed} pages needed, the arena has {self.num_pages}")
 
@@ -189,8 +218,9 @@ class ArenaPages:
         with contextlib.ExitStack() as unless_returned:
             try:
                 reservation = self.cache.reserve(
-                    request_id, hashes, num_tokens, now=self._now(), purpose=purpose, hints=hints
-                )
+                    request_id, hashes, num_tokens, now=now, purpose=purpose, hints=hints,
+                    begins=not is_paced(self.layout, num_tokens),
+                )  # fmt: skip
                 unless_returned.callback(self.release, request_id)
                 self._rooms.reserved(request_id, tenant, available - self._available)
             except OutOfPages as exc:
@@ -200,7 +230,9 @@ class ArenaPages:
             if purpose in (Purpose.PREFILL, Purpose.LANDING) and reservation.cached_tokens:
                 self.on_found(hashes[: reservation.cached_tokens // self.layout.block_size])
             unless_returned.pop_all()
-            return reservation
+        if is_paced(self.layout, num_tokens):
+            self.work.add(request_id, self.cache.begin_steps(request_id, purpose, hints, now))
+        return reservation
 
     async def reserve_when_free(
         self,
@@ -216,8 +248,8 @@ class ArenaPages:
 
         Of tenants that wait, the one that holds least is first.
         """
-        self._check(hashes, num_tokens)
         deadline = self._now() + timeout_s
+        self._check(hashes, num_tokens)
         await self.bring_back(hashes, num_tokens)
         unpinned = self.num_pages - attention_pages(self.layout, self.pinned_tokens())
         if self.cache.attention_pages_wanted(hashes, num_tokens, purpose) > unpinned:  # others would wait behind it
@@ -227,6 +259,7 @@ class ArenaPages:
             await self.give_way(num_tokens)
             if self._rooms.is_first(tenant):
                 await self.make_room(hashes, num_tokens, purpose, tenant)
+                await self.give_way(num_tokens)
             while True:
                 self._freed.clear()
                 left_s = deadline - self._now()
@@ -282,8 +315,12 @@ class ArenaPages:
         return reservation
 
     async def give_way(self, num_tokens: int) -> None:
-        """Between two steps of a long prompt, which take milliseconds, whatever else waits on the loop goes first."""
+        """Between two steps of a long prompt, which take milliseconds, whatever else waits on the loop goes first: what is
+        ready, and for the longest prompts what a timer wakes, too.
+        """
         if num_tokens > LONG_BLOCKS * self.layout.block_size:
+            await asyncio.sleep(0)
+        if is_paced(self.layout, num_tokens):
             await asyncio.sleep(0)
 
     async def bring_back(self, hashes: Sequence[bytes], num_tokens: int) -> None:
@@ -296,18 +333,23 @@ class ArenaPages:
         if self.ssd and num_tokens:
             self.ssd.computed(num_tokens, seconds)
 
-    async def prepare_landing(self, joined_hashes: bytes, num_tokens: int, tenant: str) -> None:
-        """Has the SSD give back full attention that need not be sent here then, and makes room for the rest. What is wrong
-        with a request, `reserve` says.
+    async def prepare_landing(self, joined_hashes: bytes, num_tokens: int, tenant: str) -> "CheckedHashes | None":
+        """Has the SSD give back full attention that need not be sent here then, and makes room for the rest. Returns the
+        hashes, if it had to look at them. What is wrong with a request, `reserve` says.
         """
-        if not self.ssd and attention_pages(self.layout, num_tokens) <= self.cache.free_pages:
-            return
+        fits = attention_pages(self.layout, num_tokens) <= self.cache.free_pages
+        if not self.ssd and fits and not is_paced(self.layout, num_tokens):
+            return None
+        if not fits:
+            await self.work.settled()  # some of it may free pages
         with contextlib.suppress(NodeRefusal):
-            hashes = split_hashes(joined_hashes)
+            hashes = await read_hashes(joined_hashes, is_long=is_paced(self.layout, num_tokens))
             self._check(hashes, num_tokens)
             if self.ssd:
                 await self.ssd.bring_back_for_landing(hashes, num_tokens)
             await self.make_room(hashes, num_tokens, Purpose.LANDING, tenant)
+            return hashes
+        return None
 
     async def settled(self, reservation: Reservation | None = None) -> None:
         """Returns when what lay in reserved pages before has been copied, should it have to be: then they may be filled."""
@@ -315,15 +357,32 @@ class ArenaPages:
             await self.ssd.settled(reservation)
 
     def commit(self, request_id: str, filled_tokens: int, unfilled: Container[tuple[int, int]] = ()) -> None:
-        """Filled blocks become prefix-cache blocks, but those of `unfilled`: (group, block or length)."""
-        self.cache.commit(request_id, filled_tokens, self._now(), unfilled)
-        self.publish()
+        """Filled blocks become prefix-cache blocks, but those of `unfilled`: (group, block or length). Of a long prompt
+        they do so in steps, and its `release` waits until they have.
+        """
+
+        def committed(tokens: int) -> None:
+            self.cache.commit(request_id, tokens, self._now(), unfilled)
+            self.publish()
+
+        if is_paced(self.layout, filled_tokens) or request_id in self.work:
+            step = COMMIT_BLOCKS * self.layout.block_size
+            self.work.add(request_id, up_to(filled_tokens, step, committed))
+        else:
+            committed(filled_tokens)
 
     def release(self, request_id: str) -> None:
-        """Unlocks and drops what is not prefix cache; idempotent."""
-        self.cache.release(request_id, now=self._now())
-        self._rooms.released(request_id)
-        self.changed()
+        """Unlocks and drops what is not prefix cache; idempotent. After what is still to be done for the request."""
+
+        def released() -> None:
+            self.cache.release(request_id, now=self._now())
+            self._rooms.released(request_id)
+            self.changed()
+
+        if request_id in self.work:
+            self.work.add(request_id, once(released))
+        else:
+            released()
 
     def drop(self, hashes: Sequence[bytes], keep_tokens: int, unused_s: float) -> int:
         """Gives up the end of a cached prefix, as `PrefixCache.drop` does; returns how many pages that frees."""

@@ -13,7 +13,7 @@ import asyncio
 import logging
 import secrets
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
@@ -158,10 +158,14 @@ class IncomingTransfers:
         """How long a reservation may go without progress: what was asked for, the node's lease at most."""
         return min(request.ttl_s, self._lease_s) if request.ttl_s > 0 else self._lease_s
 
-    def reserve(self, request: pb.ReserveRequest, use: IncomingUse | None = None) -> tuple[str, bytes, Reservation]:
-        """Reserve pages and expect their bytes: for a prefix, unless a role has another use. Raises NodeRefusal."""
+    def reserve(
+        self, request: pb.ReserveRequest, use: IncomingUse | None = None, hashes: Sequence[bytes] | None = None
+    ) -> tuple[str, bytes, Reservation]:
+        """Reserve pages and expect their bytes: for a prefix, unless a role has another use. `hashes` are those of the
+        request, if they were read already. Raises NodeRefusal.
+        """
         try:
-            entry, secret = self._reserve(request, use or self._prefix)
+            entry, secret = self._reserve(request, use or self._prefix, hashes)
         except NodeRefusal as exc:
             self.counts.refused[exc.label] += 1
             raise
@@ -175,8 +179,8 @@ class IncomingTransfers:
         self, request: pb.ReserveRequest, use: IncomingUse | None = None
     ) -> tuple[str, bytes, Reservation]:
         """`reserve`, after an SSD has given back what it can; the pages may be written into. Raises NodeRefusal."""
-        await self._pages.prepare_landing(request.block_hashes, request.num_tokens, request.tenant)
-        reserved = self.reserve(request, use)
+        hashes = await self._pages.prepare_landing(request.block_hashes, request.num_tokens, request.tenant)
+        reserved = self.reserve(request, use, hashes)
         try:
             await self._pages.settled(reserved[2])
             await self._pages.give_way(request.num_tokens)
@@ -185,7 +189,9 @@ class IncomingTransfers:
             raise
         return reserved
 
-    def _reserve(self, request: pb.ReserveRequest, use: IncomingUse) -> tuple[Incoming, bytes]:
+    def _reserve(
+        self, request: pb.ReserveRequest, use: IncomingUse, hashes: Sequence[bytes] | None
+    ) -> tuple[Incoming, bytes]:
         block_size = self.layout.block_size
         if request.prefix_only and request.num_tokens % block_size:
             raise NodeRefusal("bad_request", f"a prefix has whole blocks of {block_size} tokens")
@@ -195,7 +201,7 @@ class IncomingTransfers:
         ttl_s = self.granted_ttl_s(request)
         reservation = self._pages.reserve(
             transfer_id,
-            split_hashes(request.block_hashes),
+            split_hashes(request.block_hashes) if hashes is None else hashes,
             request.num_tokens,
             Purpose.LANDING,
             tenant=checked_name(request.tenant),

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from hybrid_cache.cache.reservation import Hints, Purpose, Reservation
 from hybrid_cache.layout.layout import ModelLayout
 from node.errors import NodeRefusal
-from node.kvcache.pages import ArenaPages, split_hashes
+from node.kvcache.pages import ArenaPages, is_paced, read_hashes, split_hashes
 from node.transfer.job_replies import OK, JobKey, JobReplies, Reply, job_pages, noting_refusals
 from node.transfer.services import OutgoingLeg, OutgoingLegs
 from transport.control import messages as m
@@ -107,6 +107,7 @@ class EngineLoans:
             leg = await self._legs.begin(message, message.ticket, reply, lambda: self._reserve(message))
             loan = EngineLoan(message.job, kind, leg.reservation, self._now(), leg)
         self._loans[key] = loan
+        await self._pages.give_way(message.num_tokens)
         return job_pages(message.job, loan.reservation)
 
     async def _look_up(self, key: JobKey, message: m.BeginPrefill) -> m.JobPages:
@@ -131,7 +132,8 @@ class EngineLoans:
         return job_pages(message.job, reservation)
 
     async def _reserve(self, message: m.BeginPrefill) -> Reservation:
-        name, hashes = f"prefill-{next(self._ids)}", split_hashes(message.hashes)
+        name = f"prefill-{next(self._ids)}"
+        hashes = await read_hashes(message.hashes, is_long=is_paced(self.layout, message.num_tokens))
         if message.computed:
             return await self._pages.reserve_now(name, hashes, message.num_tokens, Purpose.ANSWER)
         return await self._pages.reserve_when_free(

@@ -7,9 +7,11 @@ from hypothesis import strategies as st
 from hybrid_cache.cache.events import BlocksRemoved, BlocksStored, CacheCleared, Medium
 from hybrid_cache.cache.lookup import PrefixHit
 from hybrid_cache.cache.prefix_cache import PrefixCache
-from hybrid_cache.cache.reservation import Hints, Purpose
+from hybrid_cache.cache.reservation import NO_HINTS, Hints, Purpose
 from hybrid_cache.errors import DuplicateReservation, OutOfPages, UnknownReservation
+from hybrid_cache.eviction.base import BEGIN_STEP
 from hybrid_cache.eviction.choice import POLICIES, policy_named
+from hybrid_cache.layout.spec import KVCacheSpec
 from tests.hybrid_cache.builders import BLOCK, FULL, STATE, WINDOW, hashes_of, make_layout, prefill, reserve
 
 PROMPT = list(range(18))  # four full blocks and a half
@@ -363,3 +365,31 @@ def test_a_snapshot_in_parts_and_the_events_behind_it_are_what_is_held(seed: int
             event.hashes
         )
     assert told == [set(stored.hashes) for stored in cache.snapshot()]
+
+
+@pytest.mark.parametrize("groups", [(FULL,), (FULL, STATE)])
+def test_a_request_that_begins_in_steps_teaches_what_one_teaches_that_begins_at_once(
+    groups: tuple[KVCacheSpec, ...],
+) -> None:
+    """Though another one begins before it is through."""
+    layout = make_layout(*groups)
+    long = list(range(3 * BEGIN_STEP * layout.block_size))
+    gone = []
+    for in_steps in (False, True):
+        cache = PrefixCache(layout, 8 * BEGIN_STEP)
+        for turn, tokens in enumerate([long, long[: 2 * len(long) // 3]]):
+            now, hashes, short = float(turn), hashes_of(tokens), [turn] * 64
+            cache.reserve("long", hashes, len(tokens), now=now, purpose=Purpose.PREFILL, begins=not in_steps)
+            steps = cache.begin_steps("long", Purpose.PREFILL, NO_HINTS, now) if in_steps else iter(())
+            assert next(steps, "over") == (None if in_steps else "over")
+            reserve(cache, "short", short, now=now)
+            assert next(steps, "over") == "over"
+            for name, length in (("long", len(tokens)), ("short", len(short))):
+                cache.commit(name, length, now)
+                cache.release(name, now)
+        cache.take_events()
+        cache.shrink(4 * BEGIN_STEP, 100.0)
+        gone.append(cache.take_events())
+        cache.check_integrity()
+    assert gone[0] == gone[1]
+    assert gone[0]

@@ -1,6 +1,7 @@
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import aclosing
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ from gateway.cluster.agent_client import RENEWED, AgentClient, NearClusters
 from gateway.cluster.agent_values import NodeEvent, NodeInfo, NodeLoad, events_from
 from gateway.errors import AgentCallFailed
 from hybrid_cache.cache.events import BlocksStored, CacheCleared, Medium
-from hybrid_cache.index.digest import NAME_BYTES, DigestCleared, DigestPart
+from hybrid_cache.index.digest import NAME_BYTES, WHOLE_NAMES, DigestCleared, DigestPart
 from node.control.broadcast import Broadcast, Watcher
 from node.control.summaries import MOST_CHANGES, PART_NAMES, TELL_S, Summaries, messages
 from tests.hybrid_cache.builders import hashes_of
@@ -106,6 +107,7 @@ def test_one_who_comes_between_two_words_knows_what_the_others_know() -> None:
         node = Node()
         node.cached.append(BlocksStored(1, tuple(CHAIN[:1]), Medium.MEMORY))
         with node.summaries.watch() as early:
+            await node.summaries.read()
             node.events.publish(removed(CHAIN[:1]))
             node.events.publish(stored(CHAIN[1:2]))
             with node.summaries.watch() as late:
@@ -129,6 +131,7 @@ def test_changes_that_wait_to_be_told_have_a_bound() -> None:
     async def scenario() -> None:
         node = Node()
         with node.summaries.watch() as watcher:
+            await node.summaries.read()
             many = [number.to_bytes(32) for number in range(MOST_CHANGES << 224, MOST_CHANGES * 2 << 224, 1 << 224)]
             node.events.publish(stored(many))
             told = await heard(watcher)
@@ -207,3 +210,69 @@ def test_a_node_sends_digests_to_gateways_far_away_alone(tmp_path: Path) -> None
             assert told == by_names != set()
 
     alone(scenario())
+
+
+def test_what_is_cached_is_read_part_by_part_between_turns_of_the_loop() -> None:
+    """And what changes meanwhile counts, whether its part was read before or not."""
+
+    async def scenario() -> None:
+        node, read, turns = Node(), list[int](), list[int]()
+        blocks = [[(part << 8 | number).to_bytes(32, "big")[::-1] for number in range(4)] for part in range(40)]
+        gone: set[bytes] = set()
+
+        def snapshot() -> Iterator[BlocksStored]:
+            for part, hashes in enumerate(blocks):
+                read.append(part)
+                yield BlocksStored(1, tuple(each for each in hashes if each not in gone))
+
+        def remove(some: list[bytes]) -> None:
+            gone.update(some)
+            node.events.publish(removed(some))
+
+        async def beat() -> None:
+            while len(read) < len(blocks):
+                turns.append(len(read))
+                await asyncio.sleep(0)
+
+        summaries = Summaries(node.events, snapshot, lambda: (0,), lambda: node.now)
+        beating = asyncio.create_task(beat())
+
+        async def watch_and_leave() -> None:
+            with summaries.watch():
+                await summaries.read()
+
+        first = asyncio.create_task(watch_and_leave())
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert 5 < len(read) < 20
+        with summaries.watch() as watcher:
+            remove([blocks[2][0], blocks[30][0]])
+            node.events.publish(stored(CHAIN[:1]))
+            node.now += TELL_S
+            summaries.tell()
+            first.cancel()
+            await summaries.read()
+            await beating
+            told = {
+                name for each in values([*summaries.whole()]) if isinstance(each, DigestPart) for name in each.added
+            }
+            left = {each for part in blocks for each in part} - gone
+            assert told == {*named([*left, *CHAIN[:1]])}
+            assert await heard(watcher) == []
+        assert read == list(range(len(blocks)))
+        assert max(after - before for before, after in pairwise(turns)) <= 2
+        assert node.events.watching == 0
+
+    asyncio.run(scenario())
+
+
+def test_a_long_digest_is_made_message_by_message() -> None:
+    node = Node()
+    many = tuple(number.to_bytes(4) + bytes(28) for number in range(2 * WHOLE_NAMES + 1))
+    node.cached.append(BlocksStored(1, many, Medium.MEMORY))
+    with node.summaries.watch():
+        messages = node.summaries.whole()
+        assert values([next(messages)]) == [DigestCleared()]
+        assert len(next(messages).digest.parts[0].added) == WHOLE_NAMES * NAME_BYTES
+        node.events.publish(removed(list(many[-2:])))  # of the last two parts
+        assert [len(each.digest.parts[0].added) // NAME_BYTES for each in messages] == [WHOLE_NAMES - 1]

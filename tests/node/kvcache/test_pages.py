@@ -15,7 +15,15 @@ from node.control.broadcast import Broadcast, Watcher
 from node.errors import NodeRefusal
 from node.kvcache.arena import Arena
 from node.kvcache.eviction_steps import EVICT_BLOCKS
-from node.kvcache.pages import PART_HASHES, WHOLE_PARTS, ArenaPages, snapshot_messages
+from node.kvcache.pages import (
+    COMMIT_BLOCKS,
+    PACED_BLOCKS,
+    PART_HASHES,
+    WHOLE_PARTS,
+    ArenaPages,
+    read_hashes,
+    snapshot_messages,
+)
 from node.kvcache.pinned_contexts import PinnedContexts
 from node.kvcache.tenant_pages import TENANTS_PART
 from tests.pd_cluster.handover import LAYOUT, run
@@ -24,8 +32,8 @@ from transport.control.proto import node_pb2 as pb
 BLOCKS = 3000  # fit into the arena, about
 
 
-def arena_pages(tmp_path: Path, events: Broadcast) -> ArenaPages:
-    num_bytes = BLOCKS * sum(LAYOUT.pages_per_block(group) for group in LAYOUT.full_groups) * LAYOUT.page_bytes
+def arena_pages(tmp_path: Path, events: Broadcast, blocks: int = BLOCKS) -> ArenaPages:
+    num_bytes = blocks * sum(LAYOUT.pages_per_block(group) for group in LAYOUT.full_groups) * LAYOUT.page_bytes
     config = NodeConfig(
         node_id="n",
         cluster="c",
@@ -250,3 +258,58 @@ def test_a_long_snapshot_is_an_empty_one_with_more_behind_it(parts: int) -> None
     rest = [message.stored.hashes for message in messages]
     assert [group.hashes for group in first.snapshot.groups] + rest == names
     assert (len(first.snapshot.groups), len(rest)) == ((parts, 0) if parts <= WHOLE_PARTS else (0, parts))
+
+
+@pytest.mark.parametrize("landing", [True, False])
+def test_a_long_prompt_is_committed_in_steps_before_it_is_released(tmp_path: Path, landing: bool) -> None:
+    async def scenario() -> None:
+        blocks, size = 2 * PACED_BLOCKS, LAYOUT.block_size
+        pages = arena_pages(tmp_path, Broadcast(), blocks + 10)
+        hashes = block_hashes(range(blocks * size), size, b"")
+        if landing:
+            found = await pages.prepare_landing(b"".join(hashes), blocks * size, "tenant")
+            assert found == hashes
+            pages.reserve("long", found, blocks * size, Purpose.LANDING)
+        else:
+            await pages.reserve_when_free("long", hashes, blocks * size, Purpose.PREFILL, 0.0)
+        held = [0]
+        pages.commit("long", blocks * size)
+        pages.release("long")
+        while pages.report().reservations:
+            await asyncio.sleep(0)
+            held.append(pages.match(hashes, blocks * size).attention_tokens // size)
+        assert held[-1] == blocks
+        assert max(after - before for before, after in pairwise(held)) == COMMIT_BLOCKS
+        pages.cache.check_integrity()
+        pages.cache.clear(0.0)
+        assert pages.cache.free_pages == pages.num_pages
+
+    run(scenario())
+
+
+def test_a_landing_finds_the_pages_that_a_long_prompt_is_about_to_free(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        blocks, size = 2 * PACED_BLOCKS, LAYOUT.block_size
+        pages = arena_pages(tmp_path, Broadcast(), blocks + 10)
+        long = block_hashes(range(blocks * size), size, b"")
+        pages.reserve("long", long, blocks * size, Purpose.LANDING)
+        pages.commit("long", blocks * size)
+        pages.release("long")
+        other = block_hashes(range(10**7, 10**7 + 100 * size), size, b"")
+        await pages.prepare_landing(b"".join(other), 100 * size, "tenant")
+        pages.reserve("other", other, 100 * size, Purpose.LANDING)
+
+    run(scenario())
+
+
+def test_of_a_long_prompt_no_block_may_appear_twice(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        blocks, size = 2 * PACED_BLOCKS, LAYOUT.block_size
+        pages = arena_pages(tmp_path, Broadcast(), blocks + 10)
+        hashes = block_hashes(range((blocks - 1) * size), size, b"")
+        with pytest.raises(NodeRefusal, match="twice"):
+            await read_hashes(b"".join([*hashes, hashes[0]]), is_long=True)
+        with pytest.raises(NodeRefusal, match="twice"):
+            pages.reserve("long", [*hashes, hashes[0]], blocks * size, Purpose.LANDING)
+
+    run(scenario())

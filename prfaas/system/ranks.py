@@ -1,0 +1,200 @@
+"""Several engines from one node's file: a node for each, started and ended as one.
+
+    prfaas node -c FILE --ranks 2           big-0: ports of the file, first half of the GPUs, data parallel rank 0
+                                             big-1: each port one higher, second half, rank 1
+
+An agent has one engine, and a landing lies in the memory of one: so each engine is a node, which gateways choose by name.
+"""
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from node.agent import ENGINE_STOP_S
+from node.config import LISTENERS, THIS_MACHINE, NodeConfig
+from node.process.children import ending_with_us
+from prfaas.errors import StartRefused
+from transport.control.python_command import python_module
+
+MOST_RANKS: Final = 64  # on one machine
+NUMBER: Final = "{rank}"  # in the names of files that each rank has one of
+OWN_FILES: Final = ("certificate", "key")
+ADVERTISED: Final = ("control_advertise", "transfer_advertise")
+DEVICES: Final = "CUDA_VISIBLE_DEVICES"
+SIZE: Final = ("--data-parallel-size", "-dp")
+RANK: Final = ("--data-parallel-rank", "-dpn")
+ADDRESS: Final = ("--data-parallel-address", "-dpa")
+RPC_PORT: Final = ("--data-parallel-rpc-port", "-dpp")
+MARGIN_S: Final = 30.0  # beyond what a node takes to drain and to end its engine
+EXIT_FAILED: Final = 1
+
+
+@dataclass(frozen=True, slots=True)
+class RankPlan:
+    """One rank's node: how its command line and its environment differ from those of the others."""
+
+    node_id: str
+    flags: tuple[str, ...]
+    engine_flags: tuple[str, ...]
+    environment: Mapping[str, str]
+
+    def command(self, own: Sequence[str], engine_args: Sequence[str]) -> list[str]:
+        """The command of its process, where `own` and `engine_args` were given for all of them."""
+        return [*python_module("prfaas"), *own, *self.flags, "--", *engine_args, *self.engine_flags]
+
+
+def rank_plans(
+    config: NodeConfig, count: int, first: int, environment: Mapping[str, str], free_port: Callable[[], int]
+) -> list[RankPlan]:
+    """A node for each of `count` ranks, the first of them number `first`. Raises StartRefused."""
+    for name in OWN_FILES:
+        if (path := getattr(config, name)) and NUMBER not in path:
+            raise StartRefused(
+                f"{name} = {path!r}: each rank needs one of its own; write {NUMBER} where its number stands"
+            )
+    engine_flags = _data_parallel_flags(config.engine_args, count, first, free_port)
+    devices = _devices(environment.get(DEVICES, ""), count)
+    return [
+        RankPlan(
+            f"{config.node_id}-{first + at}",
+            (*_flags(config, at, first + at), "--ranks", "1"),
+            engine_flags[at],
+            {DEVICES: devices[at]} if devices else {},
+        )
+        for at in range(count)
+    ]
+
+
+def _flags(config: NodeConfig, at: int, number: int) -> list[str]:
+    """What tells the rank's node from others of the file."""
+    flags = ["--node-id", f"{config.node_id}-{number}"]
+    for key in (*(f"{listener}_port" for listener in LISTENERS), "bootstrap_port"):
+        if port := getattr(config, key):
+            flags += [_flag(key), str(port + at)]
+    for key in ADVERTISED:
+        host, _, port = getattr(config, key).rpartition(":")
+        if host and port.isdecimal() and (":" not in host or host.endswith("]")):
+            flags += [_flag(key), f"{host}:{int(port) + at}"]
+    for key in OWN_FILES:
+        if path := getattr(config, key):
+            flags += [_flag(key), path.replace(NUMBER, str(number))]
+    return flags
+
+
+def _flag(key: str) -> str:
+    return f"--{key.replace('_', '-')}"
+
+
+def _data_parallel_flags(
+    engine_args: Sequence[str], count: int, first: int, free_port: Callable[[], int]
+) -> list[tuple[str, ...]]:
+    """vLLM's flags of each rank, where its ranks are one group: a mixture of experts. Others know nothing of each other."""
+    if _value(engine_args, RANK) is not None:
+        raise StartRefused(f"{RANK[0]}: with --ranks each node gets the number of its own")
+    size = _value(engine_args, SIZE)
+    if size is None:
+        return [()] * count
+    if not size.isdecimal() or int(size) < first + count:
+        raise StartRefused(f"{SIZE[0]} {size}: --ranks {count} and --first-rank {first} need at least {first + count}")
+    group: list[str] = []
+    is_whole = int(size) == count
+    for names, value in ((ADDRESS, THIS_MACHINE), (RPC_PORT, "")):
+        if _value(engine_args, names) is None:
+            if not is_whole:
+                raise StartRefused(f"{names[0]}: needed, as ranks of the group run elsewhere")
+            group += [names[0], value or str(free_port())]
+    return [(*group, RANK[0], str(first + at)) for at in range(count)]
+
+
+def _value(flags: Sequence[str], names: tuple[str, str]) -> str | None:
+    """What is said last of a flag; None if nothing is."""
+    found = None
+    for index, flag in enumerate(flags):
+        name, has_value, value = flag.partition("=")
+        if (name.replace("_", "-") if name.startswith("--") else name) in names:
+            found = value if has_value else flags[index + 1] if index + 1 < len(flags) else ""
+    return found
+
+
+def _devices(visible: str, count: int) -> list[str]:
+    """The devices of each rank: equal parts of those that are visible; none where nothing is said of any."""
+    devices = [each for each in visible.split(",") if each]
+    if not devices:
+        return []
+    each, rest = divmod(len(devices), count)
+    if rest:
+        raise StartRefused(f"{DEVICES} = {visible!r}: {len(devices)} devices are no equal parts for {count} ranks")
+    return [",".join(devices[at * each : (at + 1) * each]) for at in range(count)]
+
+
+async def run_ranks(
+    plans: Sequence[RankPlan], commands: Sequence[Sequence[str]], drain_s: float, say: Callable[[str], None]
+) -> int:
+    """Runs a process for each rank until all have ended; returns an exit status.
+
+    Signals go to all of them: SIGTERM drains and ends them, a second one ends what still runs, SIGHUP has them read their
+    file again. Where one ends by itself, the others are told to end, too: what started us starts all of them again.
+    """
+    processes: dict[str, asyncio.subprocess.Process] = {}
+    told = asyncio.Event()
+
+    def send(number: signal.Signals) -> None:
+        for process in processes.values():
+            if process.returncode is None:
+                with contextlib.suppress(ProcessLookupError):
+                    process.send_signal(number)
+
+    def end() -> None:
+        told.set()
+        send(signal.SIGTERM)
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, end)
+    loop.add_signal_handler(signal.SIGHUP, send, signal.SIGHUP)
+    try:
+        for plan, command in zip(plans, commands, strict=True):
+            if told.is_set():
+                break
+            processes[plan.node_id] = await asyncio.create_subprocess_exec(
+                *ending_with_us(command, signal.SIGTERM),
+                stdin=asyncio.subprocess.DEVNULL,
+                env={**os.environ, **plan.environment},
+                start_new_session=True,
+            )
+        waits = {name: asyncio.create_task(process.wait()) for name, process in processes.items()}
+        telling = asyncio.create_task(told.wait())
+        await asyncio.wait([*waits.values(), telling], return_when=asyncio.FIRST_COMPLETED)
+        telling.cancel()
+        if by_itself := not told.is_set():
+            for name, task in waits.items():
+                if task.done():
+                    say(f"{name} ended with status {task.result()}: the other ranks are told to end")
+            end()
+        if waits:
+            await _ended([*waits.values()], drain_s + ENGINE_STOP_S + MARGIN_S, send, say)
+        return _status([task.result() for task in waits.values()], by_itself=by_itself)
+    finally:
+        send(signal.SIGTERM)
+
+
+async def _ended(
+    waits: Sequence["asyncio.Task[int]"],
+    timeout_s: float,
+    send: Callable[[signal.Signals], None],
+    say: Callable[[str], None],
+) -> None:
+    _, late = await asyncio.wait(waits, timeout=timeout_s)
+    if late:
+        say(f"{len(late)} ranks are late: they are killed")
+        send(signal.SIGKILL)
+        await asyncio.wait(waits)
+
+
+def _status(statuses: Sequence[int], *, by_itself: bool) -> int:
+    """What a rank says that failed, else that one ended without being told."""
+    return max([EXIT_FAILED if status < 0 else status for status in statuses], default=0) or int(by_itself)
