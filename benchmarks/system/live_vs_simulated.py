@@ -26,7 +26,7 @@ import numpy as np
 from benchmarks.system.agents_live import topology_of
 from benchmarks.system.case_study import CONFIGS, TAIL_SHARE, CaseRun, LiveDeployment, requests_of, say, simulated
 from engine.byte_tokenizer import SPECIAL_TOKENS, VOCAB_SIZE
-from planner.decisions.views import PrefillCost
+from planner.decisions.views import ClusterKind, PrefillCost
 from planner.model.sessions import BLOCK_TOKENS
 from planner.model.site import Site, load_site
 from planner.model.workload import Trace
@@ -146,9 +146,9 @@ def about_documents(count: int, seed: int) -> Trace:
 def scenarios(site: Site, scale: Scale, seed: int) -> list[ComparedScenario]:
     """Three that were looked at, and two that were not."""
     plan = outline(site, SolveOptions())
-    case = replace(scenario_of(site, TrialSetting.of(plan), TRIAL), counts_first_step=True)
+    case = _as_started(scenario_of(site, TrialSetting.of(plan), TRIAL))
     thin_wires = [replace(wire, capacity=((0.0, THIN_GBPS * 1.25e8),)) for wire in case.wires]
-    documents = scenario_of(site, DOCUMENTS_SETTING, replace(TRIAL, increment_tokens=1024))
+    documents = _as_started(scenario_of(site, DOCUMENTS_SETTING, replace(TRIAL, increment_tokens=1024)))
 
     def compared(
         name: str, scenario: Scenario, requests: Callable[[int], Trace], rate: float, *, is_unseen: bool = False
@@ -165,12 +165,19 @@ def scenarios(site: Site, scale: Scale, seed: int) -> list[ComparedScenario]:
         compared("half load", case, law, half),
         compared("high load", case, law, most),
         compared(
-            "documents", replace(documents, counts_first_step=True), lambda count: about_documents(count, seed),
+            "documents", documents, lambda count: about_documents(count, seed),
             DOCUMENTS_RATE,
         ),
         compared("bursts", case, lambda count: law(count, 1), half, is_unseen=True),
         compared("thin line", replace(case, wires=thin_wires), lambda count: law(count, 2), half, is_unseen=True),
     ]  # fmt: skip
+
+
+def _as_started(scenario: Scenario) -> Scenario:
+    """First tokens take a decode step, and every sender has its part of the line."""
+    senders = sum(pool.num_prefill for pool in scenario.pools if pool.kind is ClusterKind.PRFAAS)
+    wires = [replace(wire, senders=senders) for wire in scenario.wires]
+    return replace(scenario, wires=wires, counts_first_step=True)
 
 
 class ComparedDeployment(LiveDeployment):

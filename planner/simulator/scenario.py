@@ -39,17 +39,23 @@ class Pool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wire:
-    """An egress link. `capacity` are steps (from time s, bytes per s), the first at 0; a step of 0 is a link that is down."""
+    """An egress link. `capacity` are steps (from time s, bytes per s), the first at 0; a step of 0 is a link that is down.
+
+    With several `senders` each has a part of its own; with one, all transfers share all of it.
+    """
 
     source: str
     destination: str
     capacity: Sequence[tuple[float, float]]
     rtt_s: float = 0.0
+    senders: int = 1
 
     def __post_init__(self) -> None:
         times = [time for time, _ in self.capacity]
         if not times or times[0] != 0 or times != sorted(times):
             raise InputError(f"link {self.source} to {self.destination}: capacity must start at 0 s and go forward")
+        if self.senders < 1:
+            raise InputError(f"link {self.source} to {self.destination}: senders={self.senders}: must be at least 1")
         if self.rtt_s < 0 or any(rate < 0 for _, rate in self.capacity):
             raise InputError(f"link {self.source} to {self.destination}: neither capacity nor rtt_s may be negative")
 

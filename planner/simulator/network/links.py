@@ -15,9 +15,9 @@ from msgspec import structs
 from planner.decisions.links.paths import MAX_LOST, PROBE_TICK_S, Paths
 from planner.decisions.views import LinkView
 from planner.simulator.loop import Loop
-from planner.simulator.network.egress import SimulatedEgress
+from planner.simulator.network.egress import DividedEgress, SimulatedEgress
 from planner.simulator.nodes.node import DecodeNode, PrefillNode, SimulatedRequest
-from planner.simulator.scenario import Scenario
+from planner.simulator.scenario import Scenario, Wire
 
 
 class SimulatedLinks:
@@ -36,12 +36,12 @@ class SimulatedLinks:
     ) -> None:
         """`is_over` says that there is nothing more to send, and so to probe for."""
         self.all = [
-            SimulatedEgress(wire, loop, on_delivered, on_lost, scenario.peer_timeout_s) for wire in scenario.wires
+            _egress(wire)(wire, loop, on_delivered, on_lost, scenario.peer_timeout_s) for wire in scenario.wires
         ]
         self._by_ends = {(link.wire.source, link.wire.destination): link for link in self.all}
         # The other direction of the same lines: only prefixes go there.
         for wire in scenario.wires if scenario.routing.cross_cluster_cache else ():
-            back = replace(wire, source=wire.destination, destination=wire.source)
+            back = replace(wire, source=wire.destination, destination=wire.source, senders=1)
             self._by_ends[back.source, back.destination] = SimulatedEgress(
                 back, loop, on_delivered, on_lost, scenario.peer_timeout_s
             )
@@ -146,3 +146,7 @@ class SimulatedLinks:
         self._paths.still_down(sender, receivers[0], cluster, now)
         if not self._is_over():
             self._probe(now, (sender, cluster, receivers[1:]))
+
+
+def _egress(wire: Wire) -> type[SimulatedEgress]:
+    return DividedEgress if wire.senders > 1 else SimulatedEgress

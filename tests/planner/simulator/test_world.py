@@ -12,6 +12,7 @@ from planner.decisions.admission.classes import ServiceClass
 from planner.decisions.admission.overload import AdmissionPolicy
 from planner.decisions.routing.policy import PlacementPolicy, RoutingPolicy
 from planner.decisions.views import ClusterKind
+from planner.errors import InputError
 from planner.model.profile import DecodeProfile, Floats, KvSize, PrefillCurve
 from planner.model.queueing import erlang_c
 from planner.model.workload import Trace, poisson, read_trace
@@ -150,6 +151,19 @@ def test_a_link_is_shared_and_its_capacity_changes():
     # Two flows at 50 B/s have 50 B left each at 9. Then three share 100 B/s for a second; from 10 on they share 50 B/s.
     assert found.ttft_s == pytest.approx([11.0, 11.0, 20.0 - 9.0], abs=0.01)
     assert found.egress_bytes[1.0].sum() <= 1500
+
+
+def test_a_sender_gets_no_more_than_its_part_of_a_line():
+    one = with_link([(0.0, 100.0)])
+    parts = replace(one, wires=[replace(wire, senders=4) for wire in one.wires])
+    alone = simulate(parts, arrivals([0.0, 100.0], 500.0))
+    assert alone.ttft_s == pytest.approx([20.0, 20.0], abs=0.01)  # 25 B/s, though the rest of the line is free
+    assert alone.egress_bytes[1.0][:2] == pytest.approx([25, 25])
+    assert alone.sent_bytes == pytest.approx(1000)
+    both = simulate(parts, arrivals([0.0] * 8, 500.0)).ttft_s
+    assert both.max() >= simulate(one, arrivals([0.0] * 8, 500.0)).ttft_s.max() - 0.01
+    with pytest.raises(InputError, match="senders=0"):
+        replace(one.wires[0], senders=0)
 
 
 def test_egress_windows_hold_every_byte():
