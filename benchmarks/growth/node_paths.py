@@ -105,7 +105,7 @@ class FilledNode:
             self.pages.commit("prompt", num_tokens)
             await asyncio.sleep(0)
             self.pages.release("prompt")
-            await asyncio.sleep(0)
+            await self.pages.work.settled()
             while (event := await watcher.next(0.001)) is not None:
                 pb.NodeEvent().CopyFrom(event)
 

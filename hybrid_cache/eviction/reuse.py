@@ -86,6 +86,8 @@ class ReuseModel:
 
     def observe_steps(self, use: Use) -> Iterator[None]:
         """The same in steps, between which nothing else may be learned."""
+        if not use.path:
+            return
         self._age(use.now)
         shape = self._shape(len(use.path), (yield from self._learn(use)))
         category = self._category(use.category)

@@ -18,8 +18,8 @@ FLAGS: Final[Mapping[str, tuple[int, str]]] = {
     "--prefill-context-parallel-size": (2, "the connector does not support context parallelism"),
     "--data-parallel-size": (
         2,
-        "vLLM's own balancer has several engines, and a node is one: start one for each rank, with --data-parallel-rank, or "
-        "without these flags if the model has no experts; the gateway balances them",
+        "vLLM's own balancer has several engines, and a node is one: start one for each rank, with --data-parallel-rank "
+        "(`prfaas node --ranks N` does), or without these flags if the model has no experts; the gateway balances them",
     ),
 }
 DATA_PARALLEL: Final = "--data-parallel-size"
