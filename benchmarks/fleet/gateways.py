@@ -2,9 +2,10 @@
 
 Real gateways, agents and emulated engines. With an etcd (ETCD_BINARY) gateways share limits and nodes register there. The
 same conversations are held with each number of gateways, in turns. Each request goes to any gateway by chance: no load
-balancer keeps a conversation at one. Counted is the CPU of all gateways together. Each of them also hears what nodes store
-for the others, so a request costs more of it where there are more. What N gateways serve, each on a core of its own, is N
-over that cost; engines, agents and clients are not counted. `hits` is the cached part of all prompts' tokens.
+balancer keeps a conversation at one. Counted is the CPU of all gateways together, less what they take while nothing is
+asked. Each of them also hears what nodes store for the others, so a request costs more of it where there are more. What N
+gateways serve, each on a core of its own, is N times what is left of an idle core, over that cost. Engines, agents and
+clients are not counted. `hits` is the cached part of all prompts' tokens.
 """
 
 import argparse
@@ -27,11 +28,14 @@ from tests.fleet.system import FREE_KEY, Fleet
 from tests.membership.etcd.servers import etcd_binary
 
 NODES: Final = 8
-CLIENTS: Final = 8
+CLIENTS: Final = 48
+CACHE_BYTES: Final = 256 << 20  # of a node: no block is evicted
 TURNS: Final = 6  # of a conversation
 FIRST_TOKENS: Final = 600  # of its first prompt; each turn adds less
 MORE_TOKENS: Final = 120
 OUTPUT_TOKENS: Final = 16
+READS_S: Final = (0.2, 1.0)  # a user, before the next turn
+IDLE_S: Final = 10.0
 PATIENCE_S: Final = 120.0
 
 
@@ -44,6 +48,11 @@ class Served:
     cpu_ms: float
     idle: float
     hits: float
+
+    @property
+    def most_per_s(self) -> float:
+        """Requests that all gateways serve with a core each."""
+        return self.gateways * (1.0 - self.idle) / self.cpu_ms * 1e3
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +69,7 @@ class Scaling:
 async def served_by(count: int, conversations: int, seed: int, etcd: str | None) -> Served:
     """One round: a fleet of its own, with empty caches."""
     with tempfile.TemporaryDirectory(prefix="gateways-") as home:
-        fleet = Fleet(Path(home), NODES, count, etcd)
+        fleet = Fleet(Path(home), NODES, count, etcd, CACHE_BYTES)
         try:
             await fleet.start()
             async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
@@ -75,11 +84,11 @@ async def _round(
     loop = asyncio.get_running_loop()
     urls = sorted(fleet.urls.values())
     idle_began, idle_cpu_s = loop.time(), _cpu_s(fleet)
-    await asyncio.sleep(3.0)
+    await asyncio.sleep(IDLE_S)
     idle = (_cpu_s(fleet) - idle_cpu_s) / (loop.time() - idle_began) / count
     await asyncio.gather(*(_ask(http, url, [FIRST_TOKEN] * 8) for url in urls for _ in range(4)))
     waiting = [(random.Random(rng.random()), random.Random(rng.random())) for _ in range(conversations)]
-    before_s, found = _cpu_s(fleet), list[tuple[int, int]]()
+    began, before_s, found = loop.time(), _cpu_s(fleet), list[tuple[int, int]]()
 
     async def client() -> None:
         while waiting:
@@ -88,13 +97,15 @@ async def _round(
             for _ in range(TURNS):
                 answer = await _ask(http, goes.choice(urls), prompt)
                 found.append(_counts(answer))
+                await asyncio.sleep(says.uniform(*READS_S))
                 prompt += says.choices(range(FIRST_TOKEN, LAST_TOKEN), k=MORE_TOKENS)
 
     async with asyncio.TaskGroup() as group:
         for _ in range(CLIENTS):
             group.create_task(client())
+    taken_s = _cpu_s(fleet) - before_s - idle * count * (loop.time() - began)
     cached, prompted = map(sum, zip(*found, strict=True))
-    return Served(count, len(found), (_cpu_s(fleet) - before_s) / len(found) * 1e3, idle, cached / prompted)
+    return Served(count, len(found), taken_s / len(found) * 1e3, idle, cached / prompted)
 
 
 async def _ask(http: aiohttp.ClientSession, url: str, prompt: Sequence[int]) -> Mapping[str, Any]:
@@ -128,7 +139,7 @@ def scaling(rounds: Sequence[Mapping[int, Served]]) -> Iterator[Scaling]:
     least = min(rounds[0])
     for count in sorted(rounds[0]):
         served = [each[count] for each in rounds]
-        ratios = [count / each[count].cpu_ms / (least / each[least].cpu_ms) for each in rounds]
+        ratios = [each[count].most_per_s / each[least].most_per_s for each in rounds]
         yield Scaling(
             gateways=count,
             cpu_ms=statistics.median(each.cpu_ms for each in served),
@@ -161,6 +172,6 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="python -m benchmarks.fleet.gateways", description=__doc__)
     parser.add_argument("--counts", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--conversations", type=int, default=60)
+    parser.add_argument("--conversations", type=int, default=240)
     parser.add_argument("--json", action="store_true")
     asyncio.run(main(parser.parse_args()))

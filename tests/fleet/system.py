@@ -51,8 +51,11 @@ class FleetNode:
 class Fleet:
     """What runs, and how to change it. Everything lies in `home`."""
 
-    def __init__(self, home: Path, nodes: int, gateways: int, etcd_binary: str | None) -> None:
+    def __init__(
+        self, home: Path, nodes: int, gateways: int, etcd_binary: str | None, cache_bytes: int = 8 << 20
+    ) -> None:
         self.home = home
+        self._cache_bytes = cache_bytes  # of a node
         self.etcd = RealEtcd(home, etcd_binary) if etcd_binary is not None else None
         self.api = DoubledApi()
         self.pods = Cluster(self.api)
@@ -173,7 +176,7 @@ class Fleet:
             "served_model": "tiny",
             "engine": "emulated",
             "engine_args": [*TIMES],
-            "cache_bytes": 8 << 20,
+            "cache_bytes": self._cache_bytes,
             "run_dir": str(self.home / "tmp" / "run"),
         }
         if node.registry == "folder":
