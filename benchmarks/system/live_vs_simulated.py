@@ -1,6 +1,6 @@
 """The simulator beside running systems: `python -m benchmarks.system.live_vs_simulated [--only NAME …] [--json]`.
 
-Five scenarios of the case study, each under a minute of requests. A system of processes is started, with engines that stand in
+Six scenarios of the case study, each under a minute of requests. A system of processes is started, with engines that stand in
 for the model; gateway, agents, pages, transfers and lines are real. It is sent the requests of a seeded trace at their times,
 and the simulator is given the same ones. All processes read one clock, this machine's. Figures are in seconds of the model.
 
@@ -53,6 +53,8 @@ DOCUMENT_BLOCKS: Final = (8, 90)
 QUESTION_BLOCKS: Final = (1, 16)
 DOCUMENTS_SETTING: Final = TrialSetting(20_000.0, 0.0, 4, 4)
 DOCUMENTS_RATE: Final = 2.4  # requests per second
+TWO_SETTING: Final = TrialSetting(30_000.0, 0.0, 4, 4)
+TWO_RATE: Final = 1.4
 TRIAL: Final = Trial(cache_gb=CACHE_GB, fetch_gbps=100.0, tail_share=TAIL_SHARE)
 
 
@@ -144,11 +146,14 @@ def about_documents(count: int, seed: int) -> Trace:
 
 
 def scenarios(site: Site, scale: Scale, seed: int) -> list[ComparedScenario]:
-    """Three that were looked at, and two that were not."""
+    """Four that were looked at, and two that were not."""
     plan = outline(site, SolveOptions())
     case = _as_started(scenario_of(site, TrialSetting.of(plan), TRIAL))
     thin_wires = [replace(wire, capacity=((0.0, THIN_GBPS * 1.25e8),)) for wire in case.wires]
     documents = _as_started(scenario_of(site, DOCUMENTS_SETTING, replace(TRIAL, increment_tokens=1024)))
+
+    clusters = [replace(each, instances=2) if each.kind is ClusterKind.PRFAAS else each for each in site.clusters]
+    two = scenario_of(replace(site, clusters=clusters), TWO_SETTING, TRIAL)
 
     def compared(
         name: str, scenario: Scenario, requests: Callable[[int], Trace], rate: float, *, is_unseen: bool = False
@@ -169,7 +174,8 @@ def scenarios(site: Site, scale: Scale, seed: int) -> list[ComparedScenario]:
             DOCUMENTS_RATE,
         ),
         compared("bursts", case, lambda count: law(count, 1), half, is_unseen=True),
-        compared("thin line", replace(case, wires=thin_wires), lambda count: law(count, 2), half, is_unseen=True),
+        compared("thin line", replace(case, wires=thin_wires), lambda count: law(count, 2), half),
+        compared("two senders", _as_started(two), lambda count: law(count, 3), TWO_RATE, is_unseen=True),
     ]  # fmt: skip
 
 

@@ -30,8 +30,8 @@ def compared(case_study):
     return scenarios(case_study, SCALE, 0)
 
 
-def test_there_are_five_scenarios_and_two_of_them_are_unseen(compared) -> None:
-    assert len({each.name for each in compared}) == 5
+def test_there_are_six_scenarios_and_two_of_them_are_unseen(compared) -> None:
+    assert len({each.name for each in compared}) == 6
     assert sum(each.is_unseen for each in compared) == 2
 
 
