@@ -7,6 +7,7 @@ from typing import Final
 from membership.documents import (
     CLUSTER_LABEL,
     NOT_OURS,
+    OWN_ROLE_LABEL,
     OWN_ROLES,
     PORT_LABEL,
     REVISION_LABEL,
@@ -17,11 +18,16 @@ from membership.member import Member
 from transport.control.settings import SettingsError
 
 OWN: Final = "prfaas/"  # before the names of our own labels and annotations
-OWN_ROLE_LABEL: Final = f"{OWN}role"
 ID_LABEL: Final = f"{OWN}node-id"
 NAME_LABEL: Final = f"{OWN}certificate-name"
 CONTROL_PORT: Final = "control"  # a container's port of that name is the agent's
-TOLD: Final = (f"{OWN}layout", f"{OWN}capacity", f"{OWN}pool", f"{OWN}rack")  # what is shown of a node besides
+TOLD: Final = (
+    OWN_ROLE_LABEL,
+    f"{OWN}layout",
+    f"{OWN}capacity",
+    f"{OWN}pool",
+    f"{OWN}rack",
+)  # what is shown of a node besides
 TOPOLOGY: Final = "topology.kubernetes.io/"
 MACHINE_LABEL: Final = "kubernetes.io/hostname"
 COMBINED_ROLES: Final = ("prefill-decode", "encode-prefill", "encode-decode", "encode-prefill-decode")
@@ -81,6 +87,9 @@ def member_of(pod: Pod, agent_port: int = 0, server_port: int = 0) -> Member | U
             "port", f"{where}: where is its agent? It needs a port named {CONTROL_PORT}, or the annotation {PORT_LABEL}"
         )
     host = pod.status.pod_ip
+    labels_told = _labels(pod, said, role)
+    if server_port and OWN_ROLE_LABEL in said:  # by which pickers know a node of ours from other servers
+        labels_told[OWN_ROLE_LABEL] = role
     try:
         return Member(
             id=said.get(ID_LABEL) or pod.metadata.name,
@@ -89,7 +98,7 @@ def member_of(pod: Pod, agent_port: int = 0, server_port: int = 0) -> Member | U
             cluster=said.get(CLUSTER_LABEL, ""),
             role=role if role in OWN_ROLES else "",
             revision=said.get(REVISION_LABEL, ""),
-            labels=_labels(pod, said, role),
+            labels=labels_told,
         )
     except SettingsError as error:
         return UnusablePod("malformed", f"{where}: {error}")

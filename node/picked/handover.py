@@ -21,7 +21,7 @@ from node.control.call_server import Called
 from node.errors import NodeRefusal, UnansweredCall
 from node.picked.bodies import PickedBody, reason_against_leg, token_ids, with_params
 from node.picked.engine_calls import EngineCalls
-from node.picked.legs import MAX_TENANT_CHARS, LegAnswer, PrefillAsked, PrefillPlace
+from node.picked.legs import MAX_TENANT_CHARS, LegAnswer, PrefillAsked, PrefillPlace, label
 from node.picked.peer_calls import PeerCalls
 from node.picked.prompt_names import BlockOwner, names_of, owner_of
 from node.transfer.incoming import Incoming
@@ -193,7 +193,9 @@ class PickedRequests:
         try:
             async with asyncio.timeout(self._leg_s):
                 outcome = await self._peers.prefill(prefiller, asked, self._leg_s)
-            reason = "" if outcome.delivered else outcome.reason
+            reason = "" if outcome.delivered else label(outcome.reason)
+            if outcome.delivered and not await self._has_landed(landing):
+                reason = "not_landed"
         except (UnansweredCall, NodeRefusal) as exc:
             reason = exc.label
         except TimeoutError:
@@ -205,6 +207,14 @@ class PickedRequests:
             log.info("id=%s nothing comes from %s: %s", asked.request_id, prefiller, reason)
             landing.failure = f"prefill_{reason}"
             self._give_back(landing.ticket.transfer_id, "prefill_failed")
+
+    async def _has_landed(self, landing: PendingLanding) -> bool:
+        """Whether all of it is here, as the other node says: the last bytes are verified before it does."""
+        try:
+            async with asyncio.timeout(DELIVERED_S):
+                return not await asyncio.shield(landing.entry.landed)
+        except TimeoutError:
+            return False
 
     async def _end(self, landing: PendingLanding) -> None:
         """Nothing of it goes on: no leg, no landing; then what came of it is counted."""

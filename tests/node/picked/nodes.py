@@ -1,22 +1,27 @@
 """Two nodes that take picked requests, and what is asked of them."""
 
+import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, TypeVar
 
-import aiohttp
+from aiohttp import web
 
 from node.config import PICKED
 from node.grpc_service import NodeService
 from node.metrics import server_page
+from node.picked.legs import LEG_PATH, PLACE_PATH
 from node.picked.port import PREFILLER, PickedPort
-from tests.node.running import RunningNode, config, running_node, until
+from tests.node.running import RunningNode, config, new_runner, running_node, until
 
-MODEL = "tiny"
+T = TypeVar("T")
+
+MODEL: Final = "tiny"
+START_S: Final = 240.0  # of engines that start side by side, on a busy machine
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +50,7 @@ class PickedNode:
         async with self.asking(prompt, max_tokens, prefiller=prefiller, **options) as answer:
             return answer.status, await answer.json()
 
-    def asking(
-        self, prompt: Sequence[int] | str, max_tokens: int = 8, *, prefiller: str = "", **options: Any
-    ) -> Any:
+    def asking(self, prompt: Sequence[int] | str, max_tokens: int = 8, *, prefiller: str = "", **options: Any) -> Any:
         """The request, to be entered."""
         text = prompt if isinstance(prompt, str) else list(prompt)
         body = {"model": MODEL, "prompt": text, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
@@ -65,6 +68,16 @@ class PickedNode:
         await until(is_idle)
         assert not (await self.node.describe()).integrity_error
 
+    async def counted(self, **requests: int) -> None:
+        """Requests that have ended are counted a moment later: these, and no others."""
+        counts = self.node.agent.picked
+
+        async def are_counted() -> bool:
+            return counts.requests.total() >= sum(requests.values())
+
+        await until(are_counted)
+        assert counts.requests == requests, counts
+
     async def bytes_landed(self) -> int:
         assert self.node.agent.incoming is not None
         return self.node.agent.incoming.counts.bytes_landed
@@ -72,9 +85,11 @@ class PickedNode:
 
 @contextlib.asynccontextmanager
 async def picked_node(tmp_path: Path, **changes: Any) -> AsyncIterator[PickedNode]:
-    """A node with an emulated engine, unless `changes` say otherwise."""
-    settings = config(tmp_path, picked_port=0, served_model=MODEL, **changes)
-    async with running_node(settings) as node:
+    """A node with an emulated engine, unless `changes` say otherwise. It may still be starting."""
+    settings = config(
+        tmp_path, **({"picked_port": 0, "served_model": MODEL, "engine_start_timeout_s": START_S} | changes)
+    )
+    async with running_node(settings, wait=False) as node:
         port = PickedPort(node.agent, NodeService(node.agent, time.monotonic), partial(server_page, node.agent))
         try:
             await port.start(settings.port(PICKED))
@@ -90,6 +105,8 @@ async def pair(tmp_path: Path, **changes: Any) -> AsyncIterator[tuple[PickedNode
         picked_node(tmp_path, role="prefill", **changes) as prefill,
         picked_node(tmp_path, role="decode", **changes) as decode,
     ):
+        await prefill.node.agent.wait_ready(START_S)
+        await decode.node.agent.wait_ready(START_S)
         yield prefill, decode
 
 
@@ -99,6 +116,69 @@ def tokens_of(told: dict[str, Any]) -> list[int]:
     return found
 
 
-async def text_of(answer: aiohttp.ClientResponse) -> str:
-    """All that a stream says."""
-    return (await answer.read()).decode()
+@dataclass(slots=True)
+class StandInPeer:
+    """A prefill node that says of itself and of legs what it is told to; `asked` are legs, `left` those that hung up."""
+
+    place: dict[str, Any]
+    leg: dict[str, Any] | None = None  # None: no answer ever comes
+    asked: int = 0
+    left: int = 0
+    address: str = ""
+
+    async def _place(self, _: web.Request) -> web.Response:
+        return web.json_response(self.place)
+
+    async def _leg(self, request: web.Request) -> web.Response:
+        await request.read()
+        self.asked += 1
+        if self.leg is not None:
+            return web.json_response(self.leg)
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.left += 1
+        raise AssertionError("for ever")
+
+    @contextlib.asynccontextmanager
+    async def listening(self) -> "AsyncIterator[StandInPeer]":
+        app = web.Application(client_max_size=64 << 20)
+        app.router.add_get(PLACE_PATH, self._place)
+        app.router.add_post(LEG_PATH, self._leg)
+        runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1, handler_cancellation=True)
+        await runner.setup()
+        try:
+            await web.TCPSite(runner, "127.0.0.1", 0).start()
+            self.address = f"127.0.0.1:{runner.addresses[0][1]}"
+            yield self
+        finally:
+            await runner.cleanup()
+
+
+@dataclass(frozen=True, slots=True)
+class RunningPair:
+    """Two nodes on a loop of their own; `run` runs a test's coroutine there."""
+
+    runner: asyncio.Runner
+    prefill: PickedNode
+    decode: PickedNode
+
+    def run(self, scenario: Coroutine[Any, Any, T], within_s: float = 60.0) -> T:
+        return self.runner.run(_bounded(scenario, within_s))
+
+
+@contextlib.contextmanager
+def running_pair(tmp_path: Path, **changes: Any) -> Iterator[RunningPair]:
+    """Both inside the block."""
+    with new_runner() as runner:
+        stack = contextlib.AsyncExitStack()
+        prefill, decode = runner.run(_bounded(stack.enter_async_context(pair(tmp_path, **changes)), START_S))
+        try:
+            yield RunningPair(runner, prefill, decode)
+        finally:
+            runner.run(stack.aclose())
+
+
+async def _bounded(scenario: Coroutine[Any, Any, T], within_s: float) -> T:
+    async with asyncio.timeout(within_s):
+        return await scenario

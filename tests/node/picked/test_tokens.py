@@ -2,13 +2,15 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from node.picked.bodies import CHAT
+from node.picked.port import PREFILLER
 from tests.conftest import Models
-from tests.node.picked.nodes import MODEL, pair, tokens_of
-from tests.node.running import alone
+from tests.node.picked.nodes import MODEL, PickedNode, running_pair, tokens_of
 
 
 @pytest.mark.e2e
@@ -23,30 +25,34 @@ def test_tokens_are_those_of_a_plain_run_and_bytes_cross(models: Models, tmp_pat
         "stream": True,
     }
 
-    async def scenario() -> None:
-        settings = {"engine": "embedded", "model": str(model), "block_size": 0, "cache_bytes": 64 << 20}
-        async with pair(tmp_path, **settings) as (prefill, decode):
+    settings = {"engine": "embedded", "model": str(model), "block_size": 0, "cache_bytes": 64 << 20}
+    with running_pair(tmp_path, **settings) as nodes:
+        prefill, decode = nodes.prefill, nodes.decode
+
+        async def scenario() -> None:
             plain = await prefill.complete(prompt)
             handed = await decode.complete(prompt, prefiller=prefill.address)
             assert tokens_of(handed) == tokens_of(plain)
             assert await decode.bytes_landed() > 0
-            assert decode.node.agent.picked.requests == {"handed_over": 1}
-            assert not decode.node.agent.picked.fallbacks
-            assert prefill.node.agent.picked.legs == {"delivered": 1}
-
+            await decode.counted(handed_over=1)
             before = await decode.bytes_landed()
-            said = []
-            for node, headers in ((prefill, {}), (decode, {"x-prefiller-host-port": prefill.address})):
-                url = f"{node.port.url}/v1/chat/completions"
-                async with node.node.http.post(url, json=chat, headers=headers) as answer:
-                    assert answer.status == 200
-                    lines = (await answer.text()).splitlines()
-                parts = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
-                said.append("".join(part["choices"][0]["delta"].get("content") or "" for part in parts))
-            assert said[0] == said[1] != ""
+            plain_text, handed_text = await chatted(prefill, chat), await chatted(decode, chat, prefill.address)
+            assert plain_text == handed_text != ""
             assert await decode.bytes_landed() > before
-            assert decode.node.agent.picked.requests == {"handed_over": 2}
+            await decode.counted(handed_over=2)
+            assert not decode.node.agent.picked.fallbacks
+            assert prefill.node.agent.picked.legs == {"delivered": 2}
             await decode.idle()
             await prefill.idle()
 
-    alone(scenario())
+        nodes.run(scenario(), 200.0)
+
+
+async def chatted(node: PickedNode, chat: dict[str, Any], prefiller: str = "") -> str:
+    """The text of a streamed chat."""
+    headers = {PREFILLER: prefiller} if prefiller else {}
+    async with node.node.http.post(f"{node.port.url}{CHAT}", json=chat, headers=headers) as answer:
+        assert answer.status == 200
+        lines = (await answer.text()).splitlines()
+    parts = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    return "".join(part["choices"][0]["delta"].get("content") or "" for part in parts if part["choices"])
