@@ -21,13 +21,7 @@ OWN: Final = "prfaas/"  # before the names of our own labels and annotations
 ID_LABEL: Final = f"{OWN}node-id"
 NAME_LABEL: Final = f"{OWN}certificate-name"
 CONTROL_PORT: Final = "control"  # a container's port of that name is the agent's
-TOLD: Final = (
-    OWN_ROLE_LABEL,
-    f"{OWN}layout",
-    f"{OWN}capacity",
-    f"{OWN}pool",
-    f"{OWN}rack",
-)  # what is shown of a node besides
+TOLD: Final = (f"{OWN}layout", f"{OWN}capacity", f"{OWN}pool", f"{OWN}rack")  # what is shown of a node besides
 TOPOLOGY: Final = "topology.kubernetes.io/"
 MACHINE_LABEL: Final = "kubernetes.io/hostname"
 COMBINED_ROLES: Final = ("prefill-decode", "encode-prefill", "encode-decode", "encode-prefill-decode")
@@ -87,9 +81,9 @@ def member_of(pod: Pod, agent_port: int = 0, server_port: int = 0) -> Member | U
             "port", f"{where}: where is its agent? It needs a port named {CONTROL_PORT}, or the annotation {PORT_LABEL}"
         )
     host = pod.status.pod_ip
-    labels_told = _labels(pod, said, role)
+    told = _labels(pod, said, role)
     if server_port and OWN_ROLE_LABEL in said:  # by which pickers know a node of ours from other servers
-        labels_told[OWN_ROLE_LABEL] = role
+        told[OWN_ROLE_LABEL] = role
     try:
         return Member(
             id=said.get(ID_LABEL) or pod.metadata.name,
@@ -98,7 +92,7 @@ def member_of(pod: Pod, agent_port: int = 0, server_port: int = 0) -> Member | U
             cluster=said.get(CLUSTER_LABEL, ""),
             role=role if role in OWN_ROLES else "",
             revision=said.get(REVISION_LABEL, ""),
-            labels=labels_told,
+            labels=told,
         )
     except SettingsError as error:
         return UnusablePod("malformed", f"{where}: {error}")

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import ssl
 import time
 from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from node.metrics import server_page
 from node.picked.legs import LEG_PATH, PLACE_PATH
 from node.picked.port import PREFILLER, PickedPort
 from tests.node.running import RunningNode, config, new_runner, running_node, until
+from transport.wire.identity import Identity
 
 T = TypeVar("T")
 
@@ -30,6 +32,7 @@ class PickedNode:
 
     node: RunningNode
     port: PickedPort
+    shown: Identity | None = None  # to its port, by those who ask
 
     @property
     def address(self) -> str:
@@ -56,7 +59,8 @@ class PickedNode:
         body = {"model": MODEL, "prompt": text, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
         headers = {PREFILLER: prefiller} if prefiller else {}
         body |= {"return_token_ids": True} | options
-        return self.node.http.post(f"{self.port.url}/v1/completions", json=body, headers=headers)
+        secure = ssl_of(self.shown)
+        return self.node.http.post(f"{self.port.url}/v1/completions", json=body, headers=headers, ssl=secure)
 
     async def idle(self) -> None:
         """Nothing is held any more, and the books balance."""
@@ -108,6 +112,11 @@ async def pair(tmp_path: Path, **changes: Any) -> AsyncIterator[tuple[PickedNode
         await prefill.node.agent.wait_ready(START_S)
         await decode.node.agent.wait_ready(START_S)
         yield prefill, decode
+
+
+def ssl_of(shown: Identity | None) -> ssl.SSLContext | bool:
+    """What aiohttp is told of a caller's certificate."""
+    return True if shown is None else shown.client_context()
 
 
 def tokens_of(told: dict[str, Any]) -> list[int]:
