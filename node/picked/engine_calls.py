@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from io import BytesIO
 from typing import Any, Final
 
 import aiohttp
@@ -97,6 +98,7 @@ class EngineCalls:
         if not url:
             raise UnansweredCall("engine_down", "there has been no engine yet")
         method, headers = ("GET", headers) if body is None else ("POST", JSON | headers)
+        data = None if body is None else BytesIO(body)  # long ones leave in parts
         return await self._session.request(
-            method, f"{url}{path}", data=body, headers=headers, allow_redirects=False, **options
+            method, f"{url}{path}", data=data, headers=headers, allow_redirects=False, **options
         )

@@ -4,6 +4,7 @@ Over mutual TLS where the node has certificates: the other end must be a node by
 """
 
 from collections.abc import AsyncIterable
+from io import BytesIO
 from typing import Any, Final
 from urllib.parse import urlsplit
 
@@ -62,7 +63,7 @@ class PeerCalls:
             async with self._session.request(
                 method,
                 f"{'http' if secure is None else 'https'}://{address}{path}",
-                data=body,
+                data=None if body is None else BytesIO(body),
                 headers=JSON,
                 ssl=True if secure is None else secure,
                 timeout=limits,

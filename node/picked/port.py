@@ -82,7 +82,7 @@ class PickedPort:
         rights: Guard = guard
 
         def complaint(shown: PeerCertificate) -> str:
-            return rights.refusal(CALL_PICKED, of_tls(shown), port.name)
+            return rights.refusal(CALL_PICKED, of_tls(shown), port.key)
 
         await web.TCPSite(self._runner, LOOPBACK, 0).start()
         self._front = front = TlsFront(identity, complaint, protocol="http/1.1", whose="picked requests")

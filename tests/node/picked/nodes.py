@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import io
+import json
 import ssl
 import time
 from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
@@ -59,8 +61,9 @@ class PickedNode:
         body = {"model": MODEL, "prompt": text, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
         headers = {PREFILLER: prefiller} if prefiller else {}
         body |= {"return_token_ids": True} | options
+        sent = io.BytesIO(json.dumps(body).encode())
         secure = ssl_of(self.shown)
-        return self.node.http.post(f"{self.port.url}/v1/completions", json=body, headers=headers, ssl=secure)
+        return self.node.http.post(f"{self.port.url}/v1/completions", data=sent, headers=headers, ssl=secure)
 
     async def idle(self) -> None:
         """Nothing is held any more, and the books balance."""

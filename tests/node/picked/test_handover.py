@@ -70,6 +70,16 @@ def test_a_text_is_read_by_the_engine(nodes: RunningPair) -> None:
     nodes.run(scenario())
 
 
+def test_a_long_text_is_handed_over_in_parts(nodes: RunningPair) -> None:
+    """The engine has a limit of its own, which its client is told: longer than what an HTTP client sends at once."""
+
+    async def scenario() -> None:
+        status, told = await nodes.decode.ask("of rivers " * 150_000, prefiller=nodes.prefill.address)
+        assert (status, told["error"]["code"]) == (400, "context_length_exceeded")
+
+    nodes.run(scenario())
+
+
 def test_what_the_decode_node_has_is_not_sent_again(nodes: RunningPair) -> None:
     async def scenario() -> None:
         asked = prompt(3, 16 * 16 + 1)

@@ -1,6 +1,7 @@
 """What the port of picked requests answers besides, and whom."""
 
 import asyncio
+import io
 import json
 from collections.abc import Iterator
 from dataclasses import replace
@@ -59,7 +60,7 @@ def test_a_request_that_cannot_be_asked_for_is_told_why(
 ) -> None:
     async def scenario() -> None:
         url = f"{nodes.decode.port.url}/v1/completions"
-        async with nodes.decode.node.http.post(url, data=body) as answer:
+        async with nodes.decode.node.http.post(url, data=io.BytesIO(body)) as answer:
             assert answer.status == status
             assert (await answer.json())["error"]["code"] == code
 
