@@ -70,8 +70,8 @@ class NodeConfig:
     `rdma_devices` names the NICs to use; empty: all. Bytes that go by RDMA are checked, but never encrypted: with
     `integrity` "aead" only "rdma" uses it. With `rdma_direct` the nodes of the cluster write into the node's arena by
     themselves, anywhere in it; else each one's NIC reaches a buffer of its own only.
-    `picked_port` is where a proxy sends what an endpoint picker has picked the node for, and where other nodes ask it for the
-    prefill of such requests; None: nowhere. A prefill of theirs may take `picked_leg_s`.
+    `picked_port` is where a proxy sends what an endpoint picker has picked the node for; None: nowhere. Other nodes ask there
+    for the prefill of such requests, too. One that this node asks for may take `picked_leg_s`.
     `registry` is a folder in which the node writes a file of its own while it runs, for gateways that read the folder; in
     `etcd` it has a key. `control_advertise` is the host, or host:port, at which they reach `control_port`. It is needed where
     that listens at any address.

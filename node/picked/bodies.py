@@ -18,7 +18,7 @@ RESERVED: Final = "kv_transfer_params"
 CACHE_SALT: Final = "cache_salt"
 NOTHING: Final = (b"null", b"false")
 ONE: Final = (*NOTHING, b"1")
-# Fields of which a leg could do only a part, with the values that ask for no more than it does, and why it is not run.
+# Fields that a leg serves only in part: the values that ask for no more than that, and why no leg is run for others.
 APART: Final = (
     ("n", ONE, "several_answers"),
     ("best_of", ONE, "several_answers"),

@@ -84,7 +84,7 @@ class EngineCalls:
             try:
                 told = await read_bounded(answer.content.iter_any(), limit_bytes)
             except BaseException:
-                answer.close()  # else an engine goes on for nobody
+                answer.close()  # else its engine would go on
                 raise
             answer.release()
         except (aiohttp.ClientError, TimeoutError, OSError, BodyTooLong) as exc:

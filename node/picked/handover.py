@@ -238,5 +238,5 @@ class PickedRequests:
 
 
 def tenant_of(header: str) -> str:
-    """Whose turn a request takes, by a header that a proxy passes on; "" for nobody's."""
+    """Whose turn a request takes, by a header that a proxy passes on; "" for none."""
     return header.strip()[:MAX_TENANT_CHARS]
