@@ -98,6 +98,7 @@ class EngineCalls:
         if not url:
             raise UnansweredCall("engine_down", "there has been no engine yet")
         method, headers = ("GET", headers) if body is None else ("POST", JSON | headers)
+        headers = {**headers, "Accept-Encoding": "identity"}  # answers are passed on as they are
         data = None if body is None else BytesIO(body)  # long ones leave in parts
         return await self._session.request(
             method, f"{url}{path}", data=data, headers=headers, allow_redirects=False, **options

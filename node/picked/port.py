@@ -7,7 +7,8 @@ import asyncio
 import logging
 import re
 import secrets
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from typing import Final
 
 import aiohttp
@@ -38,7 +39,7 @@ PREFILLER: Final = "x-prefiller-host-port"
 FAIRNESS: Final = ("x-llm-d-inference-fairness-id", "x-gateway-inference-fairness-id")
 REQUEST_ID: Final = "x-request-id"
 MAX_BODY_BYTES: Final = 32 << 20
-MAX_HELD_BYTES: Final = 1 << 30  # of bodies at once
+MAX_HELD_BYTES: Final = 2 << 30  # of bodies of all requests under way
 MAX_REQUESTS: Final = 4096
 BODY_S: Final = 60.0
 STALLED_S: Final = 120.0  # a client that reads nothing of its answer for so long has left
@@ -141,16 +142,16 @@ class PickedPort:
     # For a proxy
 
     async def _picked(self, request: web.Request) -> web.StreamResponse:
-        body = read_body(request.path, await self._body(request))
         headers = request.headers
-        asked = PickedRequest(
-            id=_request_id(headers.get(REQUEST_ID, "")),
-            body=body,
-            prefiller=headers.get(PREFILLER, "").strip(),
-            tenant=tenant_of(next((headers[name] for name in FAIRNESS if headers.get(name)), "")),
-        )
-        async with self._requests.answered(asked) as answer:
-            return await self._passed_on(request, answer, asked.id)
+        async with self._body(request) as body:
+            asked = PickedRequest(
+                id=_request_id(headers.get(REQUEST_ID, "")),
+                body=read_body(request.path, body),
+                prefiller=headers.get(PREFILLER, "").strip(),
+                tenant=tenant_of(next((headers[name] for name in FAIRNESS if headers.get(name)), "")),
+            )
+            async with self._requests.answered(asked) as answer:
+                return await self._passed_on(request, answer, asked.id)
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
         request_id = _request_id(request.headers.get(REQUEST_ID, ""))
@@ -181,6 +182,9 @@ class PickedPort:
         return web.Response(status=200 if is_ready else 503)
 
     async def _metrics(self, request: web.Request) -> web.Response:
+        """A node that takes no requests says nothing of its load, so that pickers leave it out."""
+        if self._agent.state() != pb.NODE_STATE_READY:
+            return web.Response(status=503)
         return web.Response(body=self._page(), headers={"content-type": "text/plain; version=0.0.4"})
 
     # For other nodes
@@ -189,40 +193,40 @@ class PickedPort:
         return _json(msgspec.json.encode(self._requests.place()))
 
     async def _leg(self, request: web.Request) -> web.Response:
+        async with self._body(request) as body:
+            try:
+                asked = _ASKED.decode(body)
+            except NOT_JSON as exc:
+                raise BadPickedRequest(f"no leg: {exc}", code="bad_leg") from exc
+            return _json(msgspec.json.encode(await self._requests.run_leg(asked)))
+
+    @asynccontextmanager
+    async def _body(self, request: web.Request) -> AsyncIterator[bytes]:
+        """The body, which counts as held inside the block. Raises BadPickedRequest."""
+        body = bytearray()
         try:
-            asked = _ASKED.decode(await self._body(request))
-        except NOT_JSON as exc:
-            raise BadPickedRequest(f"no leg: {exc}", code="bad_leg") from exc
-        return _json(msgspec.json.encode(await self._requests.run_leg(asked)))
+            await self._read(request, body)
+            yield bytes(body)
+        finally:
+            self._held_bytes -= len(body)
 
-    async def _body(self, request: web.Request) -> bytes:
-        """Raises BadPickedRequest. What is read at once has a bound over all requests."""
-
-        async def counted() -> bytes:
-            nonlocal held
-            body = bytearray()
-            async for chunk in request.content.iter_any():
-                held += len(chunk)
-                self._held_bytes += len(chunk)
-                if self._held_bytes > MAX_HELD_BYTES:
-                    raise BadPickedRequest("too many long bodies are being read", code="overloaded", status=503)
-                body += chunk
-                if len(body) > MAX_BODY_BYTES:
-                    raise BadPickedRequest(
-                        f"the body has more than {MAX_BODY_BYTES} bytes", code="request_too_large", status=413
-                    )
-            return bytes(body)
-
-        held = 0
+    async def _read(self, request: web.Request, body: bytearray) -> None:
         try:
             async with asyncio.timeout(BODY_S):
-                return await counted()
+                async for chunk in request.content.iter_any():
+                    body += chunk
+                    self._held_bytes += len(chunk)
+                    self._check_room(len(body))
         except TimeoutError:
-            raise BadPickedRequest(
-                f"the body was not whole after {BODY_S:g} s", code="body_timeout", status=408
-            ) from None
-        finally:
-            self._held_bytes -= held
+            what = f"the body was not whole after {BODY_S:g} s"
+            raise BadPickedRequest(what, code="body_timeout", status=408) from None
+
+    def _check_room(self, num_bytes: int) -> None:
+        if num_bytes > MAX_BODY_BYTES:
+            what = f"the body has more than {MAX_BODY_BYTES} bytes"
+            raise BadPickedRequest(what, code="request_too_large", status=413)
+        if self._held_bytes > MAX_HELD_BYTES:
+            raise BadPickedRequest("too many long bodies are held", code="overloaded", status=503)
 
 
 @web.middleware

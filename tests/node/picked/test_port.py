@@ -101,7 +101,11 @@ def test_an_engine_that_is_gone_is_told_before_an_answer_begins(tmp_path: Path) 
     async def scenario() -> None:
         async with picked_node(tmp_path) as node:
             await node.node.agent.wait_ready(START_S)
+            async with node.node.http.get(f"{node.port.url}/metrics") as page:
+                assert page.status == 200
             await node.node.agent.supervisor.stop(5.0)
+            async with node.node.http.get(f"{node.port.url}/metrics") as page:
+                assert page.status == 503  # so that pickers leave it out
             status, told = await node.ask([5, 6, 7])
             assert (status, told["error"]["code"]) == (503, "engine_unreachable")
 
