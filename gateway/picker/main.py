@@ -232,7 +232,8 @@ def identity_from(arguments: argparse.Namespace) -> Identity | None:
         raise SettingsError(
             f"--node-{missing[0]} is missing: --node-certificate, --node-key, --node-authority go together"
         )
-    return Identity(**{name: Path(path) for name, path in files.items()})
+    certificate, key, authority = map(Path, files.values())
+    return Identity(certificate=certificate, key=key, authority=authority)
 
 
 def sources_from(arguments: argparse.Namespace) -> Sequence[Source]:

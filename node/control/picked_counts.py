@@ -2,6 +2,10 @@
 
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import Final
+
+MAX_REASONS: Final = 64  # other nodes say some of them in their own words
+OTHER: Final = "other"
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,4 +19,5 @@ class PickedCounts:
     def fell_back(self, reason: str) -> None:
         """The engine computes a prompt that another node was to prefill."""
         self.requests["fell_back"] += 1
-        self.fallbacks[reason] += 1
+        is_known = reason in self.fallbacks or len(self.fallbacks) < MAX_REASONS
+        self.fallbacks[reason if is_known else OTHER] += 1

@@ -9,7 +9,7 @@ import aiohttp
 import msgspec
 
 from node.errors import UnansweredCall
-from node.picked.bodies import NOT_JSON
+from node.picked.bodies import NOT_JSON, TokenIds
 from node.picked.legs import LegAnswer, PrefillAsked, engine_body, leg_answer
 from transport.control.bounded import BodyTooLong, read_bounded
 
@@ -24,7 +24,7 @@ JSON: Final = {"Content-Type": "application/json"}
 
 
 class _Rendered(msgspec.Struct):
-    token_ids: list[int]
+    token_ids: TokenIds
 
 
 _RENDERED: Final = msgspec.json.Decoder(_Rendered | list[_Rendered])

@@ -193,7 +193,7 @@ class PickedRequests:
         try:
             async with asyncio.timeout(self._leg_s):
                 outcome = await self._peers.prefill(prefiller, asked, self._leg_s)
-            reason = "" if outcome.delivered else label(outcome.reason)
+            reason = "" if outcome.delivered else label(outcome.reason) or "not_delivered"
             if outcome.delivered and not await self._has_landed(landing):
                 reason = "not_landed"
         except (UnansweredCall, NodeRefusal) as exc:
@@ -239,4 +239,4 @@ class PickedRequests:
 
 def tenant_of(header: str) -> str:
     """Whose turn a request takes, by a header that a proxy passes on; "" for none."""
-    return header.strip()[:MAX_TENANT_CHARS]
+    return header.encode("utf-8", "replace").decode().strip()[:MAX_TENANT_CHARS]

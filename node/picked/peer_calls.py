@@ -5,7 +5,7 @@ Over mutual TLS where the node has certificates: the other end must be a node by
 
 from collections.abc import AsyncIterable
 from io import BytesIO
-from typing import Any, Final
+from typing import Final, TypeVar
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -18,6 +18,8 @@ from node.picked.engine_calls import JSON, KEEP_ALIVE_S
 from node.picked.legs import LEG_PATH, PLACE_PATH, LegAnswer, PrefillAsked, PrefillPlace, label
 from transport.control.bounded import BodyTooLong, read_bounded
 from transport.wire.asked_servers import AskedNodes
+
+T = TypeVar("T")
 
 CONNECT_S: Final = 2.0
 PLACE_S: Final = 5.0
@@ -95,7 +97,7 @@ def _checked(address: str) -> str:
     return address
 
 
-def _decoded(decoder: "msgspec.json.Decoder[Any]", told: bytes) -> Any:
+def _decoded(decoder: "msgspec.json.Decoder[T]", told: bytes) -> T:
     try:
         return decoder.decode(told)
     except NOT_JSON as exc:

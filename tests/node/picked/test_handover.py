@@ -2,7 +2,10 @@
 
 import asyncio
 import contextlib
+import os
+import signal
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import grpc.aio
@@ -131,6 +134,7 @@ def test_a_dead_prefill_node_costs_nothing_but_the_prefill(nodes: RunningPair, a
         ({"place": 7}, {}, "bad_answer"),
         ({}, {"delivered": False, "reason": "no_capacity"}, "prefill_no_capacity"),
         ({}, {"delivered": False, "reason": "odd words; {}"}, "prefill_odd_words____"),
+        ({}, {"delivered": False}, "prefill_not_delivered"),
         ({}, {"delivered": "perhaps"}, "prefill_bad_answer"),
         ({}, None, "prefill_timeout"),
     ],
@@ -220,4 +224,28 @@ def test_a_node_without_room_for_the_landing_computes_all_of_it(nodes: RunningPa
 
 def test_tenants_have_names_of_a_length() -> None:
     assert tenant_of(" a ") == "a"
+    assert tenant_of("a\udcff") == "a?"
     assert tenant_of("x" * 1000) == "x" * MAX_TENANT_CHARS
+
+
+def test_an_engine_that_dies_with_a_leg_leaves_the_prompt_to_the_other(tmp_path: Path) -> None:
+    with running_pair(tmp_path, picked_leg_s=60.0) as nodes:
+        prefill, decode = nodes.prefill, nodes.decode
+
+        async def scenario() -> None:
+            plain = await prefill.complete(prompt(70))
+            pid = (await prefill.node.describe()).engine_pid
+            os.kill(pid, signal.SIGSTOP)  # its leg does not end before it does
+            asking = asyncio.ensure_future(decode.complete(prompt(70), prefiller=prefill.address))
+
+            async def has_reserved() -> bool:
+                return (await decode.node.describe()).pool.reservations > 0
+
+            await until(has_reserved)
+            os.kill(pid, signal.SIGKILL)
+            assert tokens_of(await asking) == tokens_of(plain)
+            await decode.counted(fell_back=1)
+            assert decode.node.agent.picked.fallbacks == {"prefill_engine_unreachable": 1}
+            await decode.idle()
+
+        nodes.run(scenario())
