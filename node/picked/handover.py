@@ -12,16 +12,18 @@ import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from hashlib import sha256
 from typing import Any, Final
 
 import aiohttp
 
 from node.agent import NodeAgent
 from node.control.call_server import Called
+from node.control.holders import MAX_NAME
 from node.errors import NodeRefusal, UnansweredCall
 from node.picked.bodies import PickedBody, reason_against_leg, token_ids, with_params
 from node.picked.engine_calls import EngineCalls
-from node.picked.legs import MAX_TENANT_CHARS, LegAnswer, PrefillAsked, PrefillPlace, label
+from node.picked.legs import LegAnswer, PrefillAsked, PrefillPlace, label
 from node.picked.peer_calls import PeerCalls
 from node.picked.prompt_names import BlockOwner, names_of, owner_of
 from node.transfer.incoming import Incoming
@@ -238,5 +240,6 @@ class PickedRequests:
 
 
 def tenant_of(header: str) -> str:
-    """Whose turn a request takes, by a header that a proxy passes on; "" for none."""
-    return header.encode("utf-8", "replace").decode().strip()[:MAX_TENANT_CHARS]
+    """Whose turn a request takes, by a header that a proxy passes on; "" for none. A long name is told by its digest."""
+    said = header.strip().encode("utf-8", "replace")
+    return said.decode() if len(said) <= MAX_NAME else sha256(said).hexdigest()

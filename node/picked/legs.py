@@ -13,12 +13,12 @@ from typing import Annotated, Any, Final
 import msgspec
 from msgspec import Meta
 
+from node.control.holders import MAX_NAME
 from transport.control.messages import TicketInfo
 
 PLACE_PATH: Final = "/prfaas/place"
 LEG_PATH: Final = "/prfaas/prefill"
 MAX_LABEL_CHARS: Final = 40
-MAX_TENANT_CHARS: Final = 128
 OUTCOME: Final = "kv_transfer_params"
 
 TokenIds = Annotated[list[Annotated[int, Meta(ge=0, le=2**32 - 1)]], Meta(min_length=2)]
@@ -40,7 +40,7 @@ class PrefillAsked(msgspec.Struct, frozen=True, kw_only=True):
     ticket: TicketInfo
     salt: str
     namespace: str = ""
-    tenant: Annotated[str, Meta(max_length=MAX_TENANT_CHARS)] = ""
+    tenant: Annotated[str, Meta(max_length=MAX_NAME)] = ""
 
 
 class LegAnswer(msgspec.Struct, frozen=True, kw_only=True):

@@ -11,9 +11,11 @@ from typing import Any
 import grpc.aio
 import pytest
 
+from node.control.holders import MAX_NAME
+from node.picked.bodies import COMPLETIONS
 from node.picked.handover import tenant_of
-from node.picked.legs import MAX_TENANT_CHARS
-from tests.node.picked.nodes import RunningPair, StandInPeer, running_pair, tokens_of
+from node.picked.port import FAIRNESS, PREFILLER
+from tests.node.picked.nodes import MODEL, RunningPair, StandInPeer, running_pair, tokens_of
 from tests.node.running import until
 from transport.control.proto import node_pb2 as pb
 
@@ -225,7 +227,22 @@ def test_a_node_without_room_for_the_landing_computes_all_of_it(nodes: RunningPa
 def test_tenants_have_names_of_a_length() -> None:
     assert tenant_of(" a ") == "a"
     assert tenant_of("a\udcff") == "a?"
-    assert tenant_of("x" * 1000) == "x" * MAX_TENANT_CHARS
+    assert tenant_of("x" * MAX_NAME) == "x" * MAX_NAME
+    long, other = tenant_of("x" * 1000), tenant_of("x" * 1001)
+    assert long != other
+    assert len(long) == MAX_NAME
+
+
+def test_a_tenant_takes_its_turns_whatever_it_is_called(nodes: RunningPair) -> None:
+    async def scenario() -> None:
+        headers = {PREFILLER: nodes.prefill.address, FAIRNESS[0]: "a tenant " * 40}
+        body = {"model": MODEL, "prompt": prompt(71), "max_tokens": 4}
+        url = f"{nodes.decode.port.url}{COMPLETIONS}"
+        async with nodes.decode.node.http.post(url, json=body, headers=headers) as answer:
+            assert answer.status == 200
+        await nodes.decode.counted(handed_over=1)
+
+    nodes.run(scenario())
 
 
 def test_an_engine_that_dies_with_a_leg_leaves_the_prompt_to_the_other(tmp_path: Path) -> None:
