@@ -36,6 +36,7 @@ log = logging.getLogger(__name__)
 PREPARE_S: Final = 90.0  # for all that comes before the two legs
 TTL_MARGIN_S: Final = 60.0
 DELIVERED_S: Final = 1.0  # until the other node says what has long arrived
+BY_ENGINE: Final = ("digest_mismatch", "landing_timeout")  # why it gave a landing up, and the leg fails for it
 LOADED: Final = "loaded"  # how a reservation ends whose pages an engine has copied
 UNOWNED: Final = BlockOwner(b"", "")  # before the first engine
 
@@ -207,7 +208,8 @@ class PickedRequests:
             reason = "internal"
         if reason:
             log.info("id=%s nothing comes from %s: %s", asked.request_id, prefiller, reason)
-            landing.failure = f"prefill_{reason}"
+            ended = landing.entry.ended
+            landing.failure = ended if ended in BY_ENGINE else f"prefill_{reason}"
             self._give_back(landing.ticket.transfer_id, "prefill_failed")
 
     async def _has_landed(self, landing: PendingLanding) -> bool:

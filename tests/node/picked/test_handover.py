@@ -2,8 +2,10 @@
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,8 +14,11 @@ import grpc.aio
 import pytest
 
 from node.control.holders import MAX_NAME
-from node.picked.bodies import COMPLETIONS
-from node.picked.handover import tenant_of
+from node.grpc_service import NodeService
+from node.picked.bodies import COMPLETIONS, read_body
+from node.picked.engine_calls import EngineCalls
+from node.picked.handover import PickedRequest, PickedRequests, tenant_of
+from node.picked.peer_calls import PeerCalls
 from node.picked.port import FAIRNESS, PREFILLER
 from tests.node.picked.nodes import MODEL, RunningPair, StandInPeer, running_pair, tokens_of
 from tests.node.running import until
@@ -167,6 +172,36 @@ def test_a_peer_that_says_delivered_and_sends_nothing_costs_time(nodes: RunningP
         assert tokens_of(fallen) == tokens_of(plain)
         await nodes.decode.counted(fell_back=1)
         assert nodes.decode.node.agent.picked.fallbacks == {"prefill_not_landed": 1}
+
+    nodes.run(scenario())
+
+
+class WrongReader(EngineCalls):
+    """Says of a prompt that it is another one."""
+
+    async def tokens(self, path: str, body: bytes) -> list[int]:
+        return list(reversed(await super().tokens(path, body)))
+
+
+def test_a_prompt_that_is_read_otherwise_than_its_engine_reads_it_is_computed(nodes: RunningPair) -> None:
+    """What has landed are other tokens' blocks: the engine's digest is another one, and no token comes from them."""
+
+    async def scenario() -> None:
+        text = "of rivers and of seas " * 20
+        plain = await nodes.prefill.complete(text)
+        agent = nodes.decode.node.agent
+        engine, peers = WrongReader(lambda: agent.door.engine_url), PeerCalls(agent.config.known_peers(), None)
+        picked = PickedRequests(agent, NodeService(agent, time.monotonic), engine, peers)
+        body = {"model": MODEL, "prompt": text, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+        said = json.dumps(body | {"return_token_ids": True}).encode()
+        asked = PickedRequest(id="r", body=read_body(COMPLETIONS, said), prefiller=nodes.prefill.address)
+        try:
+            async with picked.answered(asked) as answer:
+                assert tokens_of(await answer.json()) == tokens_of(plain)
+        finally:
+            await engine.close()
+            await peers.close()
+        assert agent.picked.fallbacks == {"digest_mismatch": 1}
 
     nodes.run(scenario())
 
