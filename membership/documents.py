@@ -16,6 +16,7 @@ from membership.view import RegistryReading
 from transport.control.settings import SettingsError, build, parse_toml, require, require_known, require_tables
 
 ROLE_LABEL: Final = "llm-d.ai/role"
+OWN_ROLE_LABEL: Final = "prfaas/role"  # of a node of ours; it counts before llm-d's
 PORT_LABEL: Final = "prfaas/agent-port"  # where llm-d's `port` is the model server's
 CLUSTER_LABEL: Final = "prfaas/cluster"
 REVISION_LABEL: Final = "prfaas/revision"
@@ -90,7 +91,10 @@ def _endpoint(table: Mapping[str, Any], labels: Mapping[str, Any], where: str) -
     for key in ("name", "address"):
         if not isinstance(table.get(key), str):
             raise SettingsError(f"{where}: {key} must be a string")
-    namespace, role = table.get("namespace") or "", labels.get(ROLE_LABEL)
+    own_role = labels.get(OWN_ROLE_LABEL)
+    if own_role is not None and own_role not in OWN_ROLES:
+        raise SettingsError(f"{where}: label {OWN_ROLE_LABEL} = {own_role!r}: must be one of {', '.join(OWN_ROLES)}")
+    namespace, role = table.get("namespace") or "", own_role or labels.get(ROLE_LABEL)
     port = str(labels.get(PORT_LABEL) or table.get("port", ""))
     member = {
         "id": f"{namespace}/{table['name']}" if namespace else table["name"],

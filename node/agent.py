@@ -20,6 +20,7 @@ from hybrid_cache.layout.layout import ModelLayout
 from node.config import SERVERS, NodeConfig
 from node.control.broadcast import Broadcast
 from node.control.holders import ReservationHolders
+from node.control.picked_counts import PickedCounts
 from node.draining import Draining
 from node.engine.block_naming import BlockNaming
 from node.engine.doors import door_of
@@ -106,6 +107,7 @@ class NodeAgent:
         self.decodes: DecodeService | None = None
         self.contexts: PinnedContexts | None = None
         self.ended: dict[str, Counter[str]] = {}  # by listener, connections that it ended, by why
+        self.picked = PickedCounts()
         self.reloads = Counter(applied=0, unchanged=0, refused=0)
         self.calls_port = 0  # where calls are taken over kept connections; 0: nowhere
         self.draining = Draining(config.node_id, now, self.is_idle, self._on_draining)
@@ -394,9 +396,7 @@ class NodeAgent:
         if not self._engine_serves or self.incoming is None or self.decodes is None:
             raise NodeRefusal("engine_down", f"{self.config.node_id} has no engine right now")
         if self.vigil.silence is not None:
-            raise NodeRefusal(
-                "engine_silent", f"{self.config.node_id} has an engine that does not answer: {self.vigil.silence}"
-            )
+            raise NodeRefusal("engine_silent", f"the engine of {self.config.node_id} is silent: {self.vigil.silence}")
         if request.prefix_only:
             return await self.incoming.reserve_settled(request)
         return await self.decodes.reserve(request)

@@ -48,7 +48,8 @@ SECRET_FLAGS: Final = ("--api-key", "--admin-api-key", "--hf-token", "--ssl-keyf
 THIS_MACHINE: Final = "127.0.0.1"
 BOOT_KEY: Final = "boot"  # of `ssd_key`
 LISTENERS: Final = ("control", "calls", "transfer", "engine", "metrics")
-GUARDED: Final = ("control", "calls", "transfer", "engine")  # by certificates
+PICKED: Final = "picked"  # a listener that not every node has
+GUARDED: Final = ("control", "calls", "transfer", "engine", PICKED)  # by certificates
 # What may be changed while the node runs, by SIGHUP.
 RELOADABLE: Final = ("egress_bytes_per_s",)
 
@@ -69,6 +70,8 @@ class NodeConfig:
     `rdma_devices` names the NICs to use; empty: all. Bytes that go by RDMA are checked, but never encrypted: with
     `integrity` "aead" only "rdma" uses it. With `rdma_direct` the nodes of the cluster write into the node's arena by
     themselves, anywhere in it; else each one's NIC reaches a buffer of its own only.
+    `picked_port` is where a proxy sends what an endpoint picker has picked the node for; None: nowhere. Other nodes ask there
+    for the prefill of such requests, too. One that this node asks for may take `picked_leg_s`.
     `registry` is a folder in which the node writes a file of its own while it runs, for gateways that read the folder; in
     `etcd` it has a key. `control_advertise` is the host, or host:port, at which they reach `control_port`. It is needed where
     that listens at any address.
@@ -112,6 +115,9 @@ class NodeConfig:
     transfer_host: str = ""
     engine_host: str = ""
     metrics_host: str = ""
+    picked_host: str = ""
+    picked_port: int | None = None
+    picked_leg_s: float = 600.0
     control_port: int = 0
     control_advertise: str = ""
     registry: str = ""
@@ -170,8 +176,13 @@ class NodeConfig:
         if self.cluster_kind == "prfaas" and self.role != "prefill":
             raise SettingsError(f"role = {self.role!r}: nodes of a PrfaaS cluster only prefill")
         require_one_of("engine", self.engine, ENGINES)
-        for name in LISTENERS:
+        for name in self.listeners:
             require_range(f"{name}_port", getattr(self, f"{name}_port"), 0, 65535)
+        if self.picked_port is not None and self.engine == "sglang":
+            raise SettingsError(
+                f"picked_port = {self.picked_port}: engine 'sglang' has none: "
+                "its servers are paired by rooms, and take no tickets"
+            )
         require_range("bootstrap_port", self.bootstrap_port, 0, 65535)
         require_range("chunk_tokens", self.prefill_chunk_tokens, 1, 1 << 20)
         require_range("stages", self.stages, 1, 256)
@@ -187,7 +198,7 @@ class NodeConfig:
             )
         require_range("threads", self.threads, 1, 1024)
         require_range("engine_max_restarts", self.engine_max_restarts, 0, 1000)
-        for name in ("lease_s", "room_timeout_s", "drain_timeout_s"):
+        for name in ("lease_s", "room_timeout_s", "drain_timeout_s", "picked_leg_s"):
             require_range(name, getattr(self, name), 0.1, 86400.0)
         for argument in self.engine_args:
             if argument.partition("=")[0] in SECRET_FLAGS:
@@ -246,7 +257,11 @@ class NodeConfig:
         missing = [name for name in IDENTITY_KEYS if not getattr(self, name)]
         if missing and len(missing) < len(IDENTITY_KEYS):
             raise SettingsError(f"{missing[0]} is missing: {', '.join(IDENTITY_KEYS)} go together")
-        if missing and not self.plain and (far := [name for name in GUARDED if not is_loopback(self.port(name).host)]):
+        if (
+            missing
+            and not self.plain
+            and (far := [name for name in self._guarded if not is_loopback(self.port(name).host)])
+        ):
             raise SettingsError(
                 f"host = {self.port(far[0]).host!r}: other machines reach {', '.join(f'{name}_port' for name in far)} "
                 f"without certificates: set {', '.join(IDENTITY_KEYS)} (`prfaas certificates` makes them), or set plain = true"
@@ -263,11 +278,20 @@ class NodeConfig:
             )
 
     @property
+    def listeners(self) -> tuple[str, ...]:
+        """All that the node listens for: LISTENERS, and picked requests if it takes any."""
+        return LISTENERS if self.picked_port is None else (*LISTENERS, PICKED)
+
+    @property
+    def _guarded(self) -> tuple[str, ...]:
+        return tuple(name for name in self.listeners if name in GUARDED)
+
+    @property
     def plain_listeners(self) -> tuple[str, ...]:
-        """Those of LISTENERS that other machines reach, and whose words anybody on the way can read."""
-        secured = {"control", "calls", "engine", "metrics"} if self.certificate else set()
+        """Those of `listeners` that other machines reach, and whose words anybody on the way can read."""
+        secured = {"control", "calls", "engine", "metrics", PICKED} if self.certificate else set()
         secured |= {"transfer"} if self.sealing == "aead" and not self.plain_clusters else set()
-        return tuple(name for name in LISTENERS if name not in secured and not is_loopback(self.port(name).host))
+        return tuple(name for name in self.listeners if name not in secured and not is_loopback(self.port(name).host))
 
     @property
     def plain_hops(self) -> tuple[str, ...]:
@@ -289,11 +313,11 @@ class NodeConfig:
         return KnownPeers(self.peers, self.peer_networks)
 
     def port(self, listener: str) -> ListenPort:
-        """Where one of LISTENERS is to listen."""
+        """Where one of `listeners` is to listen."""
         host = getattr(self, f"{'control' if listener == 'calls' else listener}_host") or self.host
         if listener == "metrics" and not self.metrics_key and not is_loopback(host):
             host = THIS_MACHINE
-        return ListenPort(f"{listener}_port", host, getattr(self, f"{listener}_port"))
+        return ListenPort(f"{listener}_port", host, getattr(self, f"{listener}_port") or 0)
 
     def inner_engine_port(self) -> ListenPort:
         """Where the engine itself is to listen: on loopback where its agent faces the network for it."""

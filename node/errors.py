@@ -9,6 +9,8 @@ NodeError
 │   ├── ArenaError         no page arena can be made for the engine's model
 │   ├── LayoutMismatch     an engine came back with another KVCache layout than the arena was cut for
 │   └── SecondEngine       an engine says Hello while another engine is connected
+├── UnansweredCall        another node, or the engine, was asked over HTTP and gave no answer; `label` says why
+├── BadPickedRequest      a picked request that no engine is asked; has a status and OpenAI's `code` and `param`
 └── NodeRefusal            a request the node will not serve; `label` is what fallbacks are counted under
 """
 
@@ -60,3 +62,21 @@ class NodeRefusal(NodeError):
         super().__init__(f"{label}: {detail}" if detail else label)
         self.label = label
         self.detail = detail
+
+
+class UnansweredCall(NodeError):
+    """An engine or another node did not answer, or not so that it can be used."""
+
+    def __init__(self, label: str, detail: str = "") -> None:
+        super().__init__(f"{label}: {detail}" if detail else label)
+        self.label = label
+
+
+class BadPickedRequest(NodeError):
+    """What a picked request says cannot be asked for; its client is told in OpenAI's shape."""
+
+    def __init__(self, message: str, *, code: str, status: int = 400, param: str | None = None) -> None:
+        super().__init__(message)
+        self.code = code
+        self.status = status
+        self.param = param

@@ -21,12 +21,13 @@ from membership.member import Member
 from membership.registration import FolderEntry, NodeEntry, registered
 from node.agent import ENGINE_STOP_S, NodeAgent
 from node.command_line import add_node_arguments, config_from, split_engine_args
-from node.config import BOOT_KEY, LISTENERS, SERVERS, NodeConfig
+from node.config import BOOT_KEY, PICKED, SERVERS, NodeConfig
 from node.control.call_server import CallServer
 from node.errors import EngineFailure, EngineRefused, NoArenaMemory, NodeConfigError, NodeError
 from node.grpc_service import NodeService, serve
 from node.kvcache.ssd_tier import ssd_secret
-from node.metrics import serve_metrics
+from node.metrics import serve_metrics, server_page
+from node.picked.port import PickedPort
 from node.process.interpreter import favour_the_loop
 from node.process.ports import UNUSABLE, ListenPort, wait_free
 from node.role import NodeRole
@@ -103,7 +104,7 @@ async def _start(
     config: NodeConfig, role: NodeRole, read_again: Callable[[], NodeConfig], stack: AsyncExitStack
 ) -> NodeAgent:
     """Starts all listeners, then the engine. Raises OSError, NodeError."""
-    for listener in LISTENERS:  # an engine would find out by dying, again and again
+    for listener in config.listeners:  # an engine would find out by dying, again and again
         await wait_free(config.port(listener), config.node_id, _patience_s(config), time.monotonic)
     agent = NodeAgent(config, role, time.monotonic)
     stack.push_async_callback(agent.close)
@@ -126,11 +127,23 @@ async def _start(
     stack.push_async_callback(calls.close, STOP_GRACE_S)
     with _binding(config.port("transfer")):
         await agent.start()
+    picked = await _take_picked(agent, service, stack) if config.picked_port is not None else ""
     asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, agent.reconfigure, read_again)
     for entry in _entries(config, bound):
         await stack.enter_async_context(registered(entry))
-    _say(f"node listening id={config.node_id} agent={format_address(control.host, bound)} metrics={metrics.url}")
+    _say(
+        f"node listening id={config.node_id} agent={format_address(control.host, bound)} metrics={metrics.url}{picked}"
+    )
     return agent
+
+
+async def _take_picked(agent: NodeAgent, service: NodeService, stack: AsyncExitStack) -> str:
+    """Listens for picked requests; where, for the line that says so."""
+    port = PickedPort(agent, service, partial(server_page, agent))
+    stack.push_async_callback(port.close)
+    with _binding(at := agent.config.port(PICKED)):
+        await port.start(at)
+    return f" {PICKED}={port.url}"
 
 
 def _entries(config: NodeConfig, bound: int) -> Iterator[NodeEntry]:

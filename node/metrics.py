@@ -12,7 +12,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from node.agent import NodeAgent
-from node.config import NodeConfig
+from node.config import PICKED, NodeConfig
 from transport.control.certificates import expires_at
 from transport.control.proto import node_pb2 as pb
 from transport.metrics import TransportCollector
@@ -100,7 +100,21 @@ class NodeCollector(Collector):
             "reason",
             self._agent.door.ended,
         )
+        yield from self._picked()
         yield _counter("prfaas_config_reloads", "SIGHUPs, by what came of them", "outcome", self._agent.reloads)
+
+    def _picked(self) -> Iterator[Metric]:
+        if self._agent.config.picked_port is None:
+            return
+        counts = self._agent.picked
+        about = "Requests that an endpoint picker has picked the node for, by what came of them"
+        yield _counter("prfaas_picked_requests", about, "outcome", counts.requests)
+        about = "Of them, prompts that were computed here though another node was to prefill them, by why"
+        yield _counter("prfaas_picked_fallbacks", about, "reason", counts.fallbacks)
+        about = "Prefills of picked requests for other nodes, by what came of them"
+        yield _counter("prfaas_picked_legs", about, "outcome", counts.legs)
+        about = "Connections to the port of picked requests that the node ended or turned away, by why"
+        yield _counter("prfaas_picked_connections_ended", about, "reason", self._agent.ended.get(PICKED, {}))
 
     def _requests(self) -> Iterator[Metric]:
         agent = self._agent
@@ -264,6 +278,24 @@ def _as_vllm(node: pb.NodeDescription) -> Iterator[Metric]:
         family = GaugeMetricFamily(f"vllm:{name}", about, labels=["model_name"])
         family.add_metric([node.model_id], value)
         yield family
+
+
+class _ServerCollector(Collector):
+    """What an endpoint picker reads of a model server, and no more: it reads that often."""
+
+    def __init__(self, agent: NodeAgent) -> None:
+        self._agent = agent
+
+    def collect(self) -> Iterable[Metric]:
+        """The families of `_as_vllm`."""
+        yield from _as_vllm(self._agent.describe())
+
+
+def server_page(agent: NodeAgent) -> bytes:
+    """How busy the node is, under vLLM's names."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_ServerCollector(agent))
+    return generate_latest(registry)
 
 
 class MetricsServer:

@@ -71,6 +71,8 @@ class OpenAIServer:
         app = web.Application(client_max_size=self._max_body_bytes, middlewares=[_request_ids, _errors])
         app.router.add_post("/v1/chat/completions", self._chat)
         app.router.add_post("/v1/completions", self._completions)
+        app.router.add_post("/v1/chat/completions/render", self._render_chat)
+        app.router.add_post("/v1/completions/render", self._render_completion)
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/v1/models/{model:.+}", self._model)
         app.router.add_get("/health", self._health)
@@ -129,6 +131,26 @@ class OpenAIServer:
                 param="model",
                 code="model_not_found",
             )
+
+    async def _render_chat(self, http: web.Request) -> web.Response:
+        """The tokens that a chat stands for, as vLLM says them."""
+        return _json({"token_ids": await self._rendered(http, ChatRequest)})
+
+    async def _render_completion(self, http: web.Request) -> web.Response:
+        """The same of a text, in a list of one."""
+        return _json([{"token_ids": await self._rendered(http, CompletionRequest)}])
+
+    async def _rendered(self, http: web.Request, kind: type[ChatRequest] | type[CompletionRequest]) -> list[int]:
+        data = await http.read()
+        if len(data) > LONG_BODY_BYTES:
+            return await asyncio.to_thread(self._tokens_of, data, kind)
+        return self._tokens_of(data, kind)
+
+    def _tokens_of(self, data: bytes, kind: type[ChatRequest] | type[CompletionRequest]) -> list[int]:
+        body: OpenAIRequest = parse_request(data, kind)
+        self._check_model(body.model)
+        check_supported(body)
+        return prompt_tokens(body, self._tokenizer, self._service.engine.vocab_size)
 
     async def _prefill_leg(self, parsed: _Parsed) -> web.Response:
         request = parsed.request
@@ -270,7 +292,7 @@ def _recomputed(request: ServedRequest) -> dict[str, Any] | None:
     return None if request.recomputed is None else {"recomputed": True, "reason": request.recomputed}
 
 
-def _json(body: dict[str, Any], status: int = 200) -> web.Response:
+def _json(body: dict[str, Any] | list[dict[str, Any]], status: int = 200) -> web.Response:
     return web.Response(body=msgspec.json.encode(body), status=status, content_type="application/json")
 
 

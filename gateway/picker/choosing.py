@@ -1,6 +1,7 @@
-"""Chooses among model servers that have no agents, by the gateway's own rule: `route_among`, and its placements by name.
+"""Chooses among model servers by the gateway's own rule: `route_among`, and its placements by name.
 
-Servers that prefill alone compute prompts for those that decode. Without them, a server that decodes does both.
+Servers that prefill alone compute prompts for those that decode. Without them, a server that decodes does both. PrfaaS nodes
+prefill for PrfaaS nodes, and llm-d's servers for theirs: of the two kinds, that which answers first is chosen.
 """
 
 from collections import Counter
@@ -12,7 +13,7 @@ from gateway.picker.admission import PickLimits, refusal
 from gateway.picker.asking import MAX_NAME_CHARS, PickRequest
 from gateway.picker.exchange import EndpointChoice, Refusal
 from gateway.picker.headers import NO_ENDPOINTS
-from gateway.picker.servers import POOL, ModelServer, ServerPool
+from gateway.picker.servers import NODES, ModelServer, ServerPool
 from planner.decisions.routing.offload import ReadyNodes, Route, Target, route_among
 from planner.decisions.routing.placement import PLACERS, Placer
 from planner.decisions.routing.policy import RoutingPolicy
@@ -101,10 +102,19 @@ class ServerPicker:
             tie=self._count * TIES % 2**32 / 2**32,
             answer_tokens=prompt.answer_tokens,
         )
-        prefills = [view for view in views if view.role == "prefill"]
         decodes = [view for view in views if view.role == "decode" and view.node_id not in without]
+        kinds = {view.cluster for view in decodes}
+        routes = [self._route_within(kind, wanted, views, decodes) for kind in sorted(kinds)]
+        return min(routes, key=lambda route: route.ttft_s)
+
+    def _route_within(
+        self, kind: str, wanted: RouteRequest, views: Sequence[NodeView], decodes: Sequence[NodeView]
+    ) -> Route:
+        is_short = kind == NODES and wanted.num_tokens <= self._policy.increment_tokens  # not worth a reservation
+        prefills = [view for view in views if view.role == "prefill" and view.cluster == kind and not is_short]
+        decodes = [view for view in decodes if view.cluster == kind]
         if prefills:
-            ready = ReadyNodes({POOL: prefills}, decodes)
+            ready = ReadyNodes({kind: prefills}, decodes)
             return route_among(ready, wanted, (), self._policy, place=self._place, cost=self._cost)
         # Each computes its own prompts: the one that does so first is chosen, as among prefill nodes.
         found = self._place.prefill(wanted, decodes, decodes, self._policy.placement, self._cost)

@@ -29,6 +29,9 @@ from membership.sources import FileSource, Source
 from membership.view import View
 from membership.watch import MembershipWatch
 from transport.control.settings import SettingsError
+from transport.peers.rights import SERVE
+from transport.wire.asked_servers import AskedNodes
+from transport.wire.identity import Identity
 
 log = logging.getLogger("prfaas.picker")
 
@@ -49,6 +52,7 @@ class PickerConfig:
     health_port: int = 9003
     metrics_port: int = 9090
     tls: TlsFiles | None = None
+    identity: Identity | None = None  # which PrfaaS nodes with certificates are shown; None: they are asked in clear
     settings: PickSettings = field(default_factory=PickSettings)
     limits: PickLimits = field(default_factory=PickLimits)
     max_running: int = 256
@@ -76,6 +80,7 @@ async def _serve(config: PickerConfig) -> None:
     credentials = None
     if config.tls is not None:
         credentials = FollowedCertificate(config.tls, counts.certificate_failed).credentials()
+    nodes = _asked_nodes(config.identity)
     tasks = TaskSet(lambda name: log.error("an error of ours has ended: %s", name))
     pool = ServerPool(time.monotonic, tokens_per_s=config.settings.tokens_per_s, max_running=config.max_running)
     picker = ServerPicker(pool, config.settings, config.limits)
@@ -89,7 +94,7 @@ async def _serve(config: PickerConfig) -> None:
     async with AsyncExitStack() as held:
         held.push_async_callback(tasks.cancel)
         tasks.keep(watch.run, "membership")
-        tasks.keep(ReportAsker(pool, counts.reported).run, "reports")
+        tasks.keep(ReportAsker(pool, counts.reported, nodes=nodes).run, "reports")
         await members.synced(BEGIN_S)
         try:
             metrics_port = await _serve_metrics(config.host, config.metrics_port, counts, held)
@@ -116,6 +121,14 @@ async def _serve(config: PickerConfig) -> None:
         await asyncio.sleep(CALM_S)
         service.leave()
         await _drained(service, config.drain_s)
+
+
+def _asked_nodes(identity: Identity | None) -> AskedNodes | None:
+    """Raises GatewayConfigError."""
+    try:
+        return AskedNodes(identity, SERVE) if identity is not None else None
+    except OSError as error:
+        raise GatewayConfigError(str(error)) from error
 
 
 async def _drained(service: ExchangeService, timeout_s: float) -> None:
@@ -187,6 +200,7 @@ def config_from(arguments: argparse.Namespace) -> PickerConfig:
         health_port=arguments.grpc_health_port,
         metrics_port=arguments.metrics_port,
         tls=tls_from(arguments),
+        identity=identity_from(arguments),
         settings=PickSettings(
             placement=arguments.placement,
             fallbacks=arguments.fallbacks,
@@ -207,6 +221,19 @@ def tls_from(arguments: argparse.Namespace) -> TlsFiles | None:
             raise SettingsError("--client-ca needs --cert-path: without a certificate of its own the port is in clear")
         return None
     return TlsFiles(Path(arguments.cert_path), authority)
+
+
+def identity_from(arguments: argparse.Namespace) -> Identity | None:
+    """Who the picker is to PrfaaS nodes; None: they have no certificates. Raises SettingsError."""
+    files = {name: getattr(arguments, f"node_{name}") for name in ("certificate", "key", "authority")}
+    if not any(files.values()):
+        return None
+    if missing := [name for name, path in files.items() if not path]:
+        raise SettingsError(
+            f"--node-{missing[0]} is missing: --node-certificate, --node-key, --node-authority go together"
+        )
+    certificate, key, authority = map(Path, files.values())
+    return Identity(certificate=certificate, key=key, authority=authority)
 
 
 def sources_from(arguments: argparse.Namespace) -> Sequence[Source]:

@@ -2,7 +2,8 @@
 
 import asyncio
 from collections.abc import Callable
-from typing import Final
+from contextlib import AbstractAsyncContextManager
+from typing import Any, Final
 from weakref import WeakKeyDictionary
 
 import aiohttp
@@ -10,6 +11,7 @@ import msgspec
 
 from gateway.picker.servers import ModelServer, ServerPool, ServerReport
 from transport.control.bounded import BodyTooLong, read_bounded
+from transport.wire.asked_servers import AskedNodes
 
 PATH: Final = "/metrics"
 MODELS: Final = "/v1/models"
@@ -56,7 +58,15 @@ def read_report(page: str) -> ServerReport:
 class ReportAsker:
     """Asks every server, again and again. One that does not answer holds up no other."""
 
-    def __init__(self, pool: ServerPool, on_report: Callable[[str], None], every_s: float = EVERY_S) -> None:
+    def __init__(
+        self,
+        pool: ServerPool,
+        on_report: Callable[[str], None],
+        every_s: float = EVERY_S,
+        nodes: AskedNodes | None = None,
+    ) -> None:
+        """`nodes` asks PrfaaS nodes over mutual TLS; None: they are asked in clear, as all others are."""
+        self._nodes = nodes
         self._pool = pool
         self._on_report = on_report
         self._every_s = every_s
@@ -80,7 +90,7 @@ class ReportAsker:
 
     async def _ask(self, session: aiohttp.ClientSession, server: ModelServer) -> None:
         try:
-            async with session.get(f"http://{server.address}{PATH}", allow_redirects=False) as response:
+            async with self._got(session, server, PATH) as response:
                 response.raise_for_status()
                 page = await read_bounded(response.content.iter_any(), MAX_PAGE_BYTES)
             report = read_report(page.decode("utf-8", "replace"))
@@ -99,6 +109,13 @@ class ReportAsker:
             self._pool.failed(server)
         self._on_report(outcome)
 
+    def _got(self, session: aiohttp.ClientSession, server: ModelServer, path: str) -> AbstractAsyncContextManager[Any]:
+        """A question to one server. Raises OSError where our own certificate cannot be read."""
+        if self._nodes is None or not server.is_node:
+            return session.get(f"http://{server.address}{path}", allow_redirects=False)
+        secure = self._nodes.context()
+        return session.get(f"https://{server.address}{path}", allow_redirects=False, ssl=secure)
+
     async def _ask_models(self, session: aiohttp.ClientSession, server: ModelServer) -> None:
         """A server that does not answer keeps what it said before. One that has never said may be asked for each model."""
         now = asyncio.get_running_loop().time()
@@ -106,7 +123,7 @@ class ReportAsker:
             return
         self._said_at[server] = now
         try:
-            async with session.get(f"http://{server.address}{MODELS}", allow_redirects=False) as response:
+            async with self._got(session, server, MODELS) as response:
                 response.raise_for_status()
                 cards = _CARDS.decode(await read_bounded(response.content.iter_any(), MAX_MODELS_BYTES))
         except (aiohttp.ClientError, TimeoutError, OSError):

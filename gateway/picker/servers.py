@@ -6,12 +6,14 @@ from typing import Final
 
 from gateway.picker.asking import BLOCK_TOKENS, AskedPrompt
 from gateway.picker.prefixes import DEFAULT_BLOCKS, SentPrefixes
-from membership.documents import ROLE_LABEL
+from membership.documents import OWN_ROLE_LABEL, ROLE_LABEL
 from membership.member import Member
 from planner.decisions.views import ClusterKind, NodeView, Role
 
 PREFILL_ONLY: Final = ("prefill", "encode-prefill")
-POOL: Final = "pool"  # all servers count as one cluster: there is no line between them
+# All servers of a kind count as one cluster: there is no line between them. KVCache goes from one kind to the other nowhere.
+POOL: Final = "pool"
+NODES: Final = "nodes"
 LEAST_S: Final = 1e-6
 RUNNING_TOKENS: Final = 16  # of prefill, that a request which is being answered costs those that come: it breaks ties
 STALE_S: Final = 5.0  # a report that is older says nothing
@@ -32,11 +34,15 @@ NO_REPORT: Final = ServerReport()
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class ModelServer:
-    """One server. `failures` counts reports in a row that did not come; one that has never reported may be asked."""
+    """One server. `failures` counts reports in a row that did not come; one that has never reported may be asked.
+
+    `is_node`: it is a PrfaaS node, at its port for picked requests.
+    """
 
     id: str
     address: str
     prefills_only: bool = False
+    is_node: bool = False
     report: ServerReport = NO_REPORT
     reported_at: float = float("-inf")
     failures: int = 0
@@ -88,6 +94,7 @@ class ServerPool:
             if server is None or server.address != member.agent:
                 server = ModelServer(member.id, member.agent, sent=SentPrefixes(self._max_blocks))
             server.prefills_only = prefills_only
+            server.is_node = OWN_ROLE_LABEL in member.labels
             kept[member.id] = server
         self._servers = kept
 
@@ -123,7 +130,7 @@ class ServerPool:
         cached = min(server.sent.length(prompt.blocks) * BLOCK_TOKENS, max(0, prompt.num_tokens - 1))
         return NodeView(
             node_id=server.id,
-            cluster=POOL,
+            cluster=NODES if server.is_node else POOL,
             kind=ClusterKind.PD,
             role=Role.PREFILL if server.prefills_only else Role.DECODE,
             queue_s=server.queue_s(now, self._tokens_per_s, self._usual_tokens),

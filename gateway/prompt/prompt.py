@@ -5,7 +5,6 @@ Long bodies take seconds, and most of the steps hold the interpreter's lock: `ga
 
 from collections.abc import Sequence
 from functools import partial
-from hashlib import sha256
 from typing import Any, Final, cast
 
 import msgspec
@@ -19,7 +18,7 @@ from gateway.api.validation import MAX_ANSWERS, Tools, check_tools, too_many
 from gateway.errors import BadRequest, unknown_model
 from gateway.prompt.cache_breakpoints import NO_MARKS, PrefixMarks, breakpoints, unmarked
 from gateway.prompt.media import TOKENS_EACH, Apart, MediaGuess, apart, may_have_media
-from hybrid_cache.hashing.block_hash import NAMESPACE, Inset, namespaced
+from hybrid_cache.hashing.block_hash import Inset, namespace_of, namespaced
 from hybrid_cache.hashing.chains import ChainCache
 from prompts.conversations import Conversations
 from prompts.errors import BadPrompt, TakesLonger
@@ -63,14 +62,8 @@ class Hashing(msgspec.Struct, frozen=True):
         return replace(self, group=group, earlier=earlier)
 
     def namespace(self, cache_salt: str | None) -> str:
-        """Whose blocks those of a prompt are; "" is everybody's. Engines that have caches of their own get it as `cache_salt`.
-
-        In characters that vLLM takes, and at a length that it takes, whatever a client writes.
-        """
-        if not (self.group or cache_salt):
-            return ""
-        said = f"{self.group}/{cache_salt or ''}".encode("utf-8", "surrogatepass")
-        return NAMESPACE + sha256(self.key + said).hexdigest()
+        """Whose blocks those of a prompt are; "" is everybody's. Engines that have caches of their own get it as `cache_salt`."""
+        return namespace_of(self.key, self.group, cache_salt or "")
 
 
 class BlockNames(msgspec.Struct, frozen=True):

@@ -109,6 +109,18 @@ def namespaced(salt: bytes, namespace: str) -> bytes:
     return sha256(b"prfaas.namespace" + salt + namespace.encode()).digest() if namespace else salt
 
 
+def namespace_of(key: bytes, group: str, cache_salt: str) -> str:
+    """Whose blocks those of a prompt are; "" is everybody's: no group, and no salt of the client's.
+
+    `key` keeps others from guessing it (`hybrid_cache.hashing.name_secrets`). In characters that vLLM takes as a cache's salt,
+    and at a length that it takes, whatever a client writes.
+    """
+    if not (group or cache_salt):
+        return ""
+    said = f"{group}/{cache_salt}".encode("utf-8", "surrogatepass")
+    return NAMESPACE + sha256(key + said).hexdigest()
+
+
 def split_hashes(data: bytes) -> list[bytes]:
     """Hashes out of their concatenation, as messages carry them."""
     if len(data) % HASH_BYTES:

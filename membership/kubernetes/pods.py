@@ -7,6 +7,7 @@ from typing import Final
 from membership.documents import (
     CLUSTER_LABEL,
     NOT_OURS,
+    OWN_ROLE_LABEL,
     OWN_ROLES,
     PORT_LABEL,
     REVISION_LABEL,
@@ -17,7 +18,6 @@ from membership.member import Member
 from transport.control.settings import SettingsError
 
 OWN: Final = "prfaas/"  # before the names of our own labels and annotations
-OWN_ROLE_LABEL: Final = f"{OWN}role"
 ID_LABEL: Final = f"{OWN}node-id"
 NAME_LABEL: Final = f"{OWN}certificate-name"
 SUBDOMAIN_LABEL: Final = f"{OWN}certificate-subdomain"  # where certificates cannot carry the name of the Pod's service
@@ -82,6 +82,9 @@ def member_of(pod: Pod, agent_port: int = 0, server_port: int = 0) -> Member | U
             "port", f"{where}: where is its agent? It needs a port named {CONTROL_PORT}, or the annotation {PORT_LABEL}"
         )
     host = pod.status.pod_ip
+    told = _labels(pod, said, role)
+    if server_port and OWN_ROLE_LABEL in said:  # by which pickers know a node of ours from other servers
+        told[OWN_ROLE_LABEL] = role
     try:
         return Member(
             id=said.get(ID_LABEL) or pod.metadata.name,
@@ -90,7 +93,7 @@ def member_of(pod: Pod, agent_port: int = 0, server_port: int = 0) -> Member | U
             cluster=said.get(CLUSTER_LABEL, ""),
             role=role if role in OWN_ROLES else "",
             revision=said.get(REVISION_LABEL, ""),
-            labels=_labels(pod, said, role),
+            labels=told,
         )
     except SettingsError as error:
         return UnusablePod("malformed", f"{where}: {error}")

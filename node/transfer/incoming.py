@@ -100,6 +100,7 @@ class Incoming:
     state: LandingState = LandingState.RESERVED
     landing: ExpectedTransfer | None = None
     receiving: bool = False
+    ended: str = ""  # why, once it is GONE
     last_progress: int = 0
 
 
@@ -343,7 +344,7 @@ class IncomingTransfers:
         """End a reservation and release its pages. Only the borrower calls this for lent pages."""
         if entry.state is LandingState.GONE:
             return
-        entry.state = LandingState.GONE
+        entry.state, entry.ended = LandingState.GONE, reason
         self.begun(entry)
         self.counts.ended[reason] = self.counts.ended.get(reason, 0) + 1
         if not entry.landed.done():

@@ -53,6 +53,13 @@ def _add_servers(epp: argparse.ArgumentParser) -> None:
         metavar="PORT",
         help="with --selector: where Pods answer (default: 8000)",
     )
+    for name, what in (("certificate", "of a gateway"), ("key", "to it"), ("authority", "of the nodes, or their list")):
+        epp.add_argument(
+            f"--node-{name}",
+            default="",
+            metavar="FILE",
+            help=f"where PrfaaS nodes have certificates: the {name} {what}",
+        )
 
 
 def _add_ports(epp: argparse.ArgumentParser) -> None:

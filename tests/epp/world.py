@@ -17,7 +17,7 @@ import random
 import shlex
 import socket
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -39,11 +39,12 @@ OWN_COMMAND: Final = (
 )
 COMMAND: Final = os.environ.get("EPP_COMMAND", OWN_COMMAND)
 START_S: Final = 30.0
+ROLE_LABEL: Final = "llm-d.ai/role"
 
 
 @dataclass(slots=True)
 class PickerWorld:
-    """What runs. `roles` are by server, empty where nothing is said."""
+    """What runs. `roles` are by server, empty where nothing is said; `role_label` says them."""
 
     servers: list[StandInServer]
     folder: Path
@@ -51,6 +52,7 @@ class PickerWorld:
     http: aiohttp.ClientSession
     more: Sequence[str] = ()
     roles: Sequence[str] = ()
+    role_label: str = ROLE_LABEL
     ports: dict[str, int] = field(default_factory=dict)
     picker: asyncio.subprocess.Process | None = None
     envoy: asyncio.subprocess.Process | None = None
@@ -69,7 +71,7 @@ class PickerWorld:
                 "namespace": "test",
                 "address": "127.0.0.1",
                 "port": str(server.port),
-                "labels": {"llm-d.ai/role": role} if role else {},
+                "labels": {self.role_label: role} if role else {},
             }
             for index, (server, role) in enumerate(zip(servers, roles, strict=False))
         ]
@@ -139,10 +141,28 @@ async def asked_world(
         running = await held.enter_async_context(running_servers(servers))
         http = await held.enter_async_context(aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=60)))
         ports = dict(zip(("grpc", "health", "metrics", "api", "admin"), free_ports(5), strict=True))
-        world = PickerWorld(running, folder, way, http, more, roles, ports, url=f"http://127.0.0.1:{ports['api']}")
+        url = f"http://127.0.0.1:{ports['api']}"
+        world = PickerWorld(running, folder, way, http, more, roles, ports=ports, url=url)
         world.list_servers(running)
         held.push_async_callback(_end_picker, world)
         await world.start_picker()
+        yield world
+
+
+@asynccontextmanager
+async def nodes_world(folder: Path, way: Way, nodes: Mapping[int, str]) -> AsyncIterator[PickerWorld]:
+    """The same around PrfaaS nodes, which listen at these ports in these roles."""
+    async with AsyncExitStack() as held:
+        http = await held.enter_async_context(aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=60)))
+        ports = dict(zip(("grpc", "health", "metrics", "api", "admin"), free_ports(5), strict=True))
+        servers = [StandInServer(port=port) for port in nodes]  # not started: the nodes are there
+        roles = tuple(nodes.values())
+        url = f"http://127.0.0.1:{ports['api']}"
+        world = PickerWorld(servers, folder, way, http, (), roles, "prfaas/role", ports, url=url)
+        world.list_servers(servers)
+        held.push_async_callback(_end_picker, world)
+        await world.start_picker()
+        await held.enter_async_context(_asking_envoy(world))
         yield world
 
 

@@ -60,6 +60,13 @@ def test_llm_d_endpoints() -> None:
     assert found.problems == ("endpoints[3]: 'e0' only encodes, which no node of ours does",)
 
 
+def test_our_own_role_counts_before_that_of_llm_d() -> None:
+    labels = {"prfaas/role": "decode", "llm-d.ai/role": "prefill"}
+    endpoints = [{"name": "d0", "address": "10.0.0.1", "port": "8000", "labels": labels}]
+    (found,) = read_members(json.dumps({"endpoints": endpoints}).encode(), is_toml=False).members
+    assert (found.role, found.labels) == ("decode", labels)
+
+
 @pytest.mark.parametrize(
     ("text", "is_toml", "why"),
     [
@@ -80,6 +87,11 @@ def test_llm_d_endpoints() -> None:
         (b'{"endpoints": [{"name": "a"}]}', False, "address must be a string"),
         (b'{"endpoints": [{"name": "a", "address": "h", "port": "x"}]}', False, "must be host:port"),
         (b'{"endpoints": [{"name": "a", "address": "h", "labels": 3}]}', False, "labels must be a table"),
+        (
+            b'{"endpoints": [{"name": "a", "address": "h", "port": 1, "labels": {"prfaas/role": "both"}}]}',
+            False,
+            "label prfaas/role = 'both': must be one of prefill, decode",
+        ),
     ],
 )
 def test_what_cannot_be_used_says_why(text: bytes, is_toml: bool, why: str) -> None:

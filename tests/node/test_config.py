@@ -36,6 +36,13 @@ def test_metrics_stay_on_this_machine_unless_a_key_guards_them(values: dict[str,
     assert node_config({**TABLE, **values}).port("metrics").host == host
 
 
+def test_picked_requests_are_taken_where_a_key_says_so() -> None:
+    assert "picked" not in node_config(TABLE).listeners
+    taking = node_config({**TABLE, "picked_port": 0, "picked_host": "10.0.0.1", "plain": True})
+    assert (taking.port("picked").host, taking.port("picked").number) == ("10.0.0.1", 0)
+    assert taking.plain_listeners == ("picked",)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -69,6 +76,13 @@ def test_metrics_stay_on_this_machine_unless_a_key_guards_them(values: dict[str,
         ({"ssd_bytes": 1 << 30}, "ssd_bytes = 1073741824: allowed only with ssd_dir, which is empty"),
         ({"block_size": 64, "chunk_tokens": 63}, "chunk_tokens = 63: less than a block, block_size = 64"),
         ({"block_size": 1024}, "chunk_tokens = 512: less than a block, block_size = 1024"),
+        ({"picked_port": 70_000}, "picked_port = 70000: must be 0 to 65535"),
+        ({"picked_leg_s": 0.0}, r"picked_leg_s = 0.0: must be 0.1 to"),
+        (
+            {"picked_port": 1, "engine": "sglang"},
+            "picked_port = 1: engine 'sglang' has none: its servers are paired by rooms",
+        ),
+        ({"picked_port": 1, "picked_host": "10.0.0.1"}, "host = '10.0.0.1': other machines reach picked_port without"),
         ({"threads": True}, "threads = True: must be an integer"),
     ],
 )

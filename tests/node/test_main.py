@@ -137,6 +137,20 @@ def test_a_node_that_was_killed_comes_back_on_its_ports(tmp_path: Path) -> None:
             assert process.wait(60.0) == (-signal.SIGKILL if end is signal.SIGKILL else 0)
 
 
+def test_a_node_says_where_it_takes_picked_requests(tmp_path: Path) -> None:
+    (port,) = free_ports(1)
+    more = f"picked_port = {port}"
+    command = [sys.executable, "-m", "pd_cluster", "-c", config_file(tmp_path, f"main{time.monotonic_ns()}", more)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert f" picked=http://127.0.0.1:{port}\n" in said(process, "node listening")
+            said(process, "node ready")
+            socket.create_connection(("127.0.0.1", port), 60.0).close()
+        finally:
+            process.send_signal(signal.SIGTERM)
+        assert process.wait(60.0) == 0
+
+
 def test_a_node_whose_engine_is_given_up_ends_so_that_it_is_started_again(tmp_path: Path) -> None:
     name = f"main{time.monotonic_ns()}"
     command = [sys.executable, "-m", "pd_cluster", "-c", config_file(tmp_path, name, "engine_max_restarts = 0")]

@@ -5,13 +5,16 @@
     reserve, watch, ask ...   yes       -         -         -         -
     convert                   -         -         -         yes       yes
     drain, undrain            -         -         -         -         yes
+    picked requests: ask      yes       -         -         -         -
+    picked requests: a leg    -         -         yes       -         -
     KVCache: send, receive    -         yes       yes       -         -
     plans: read, change       yes       -         -         -         yes
     plans: answer             -         -         -         yes       -
 
-A gateway neither drains nor converts: `prfaas drain` and `prfaas convert` show an operator's certificate, the plan
-service its own. `prfaas check` asks as the gateway does, with the gateway's. What operators do to plans in the console comes
-through the gateway, which has looked at the operator's role.
+A proxy that asks nodes for picked requests shows a gateway's certificate. A gateway neither drains nor converts:
+`prfaas drain` and `prfaas convert` show an operator's certificate, the plan service its own. `prfaas check` asks as
+the gateway does, with the gateway's. What operators do to plans in the console comes through the gateway, which has
+looked at the operator's role.
 """
 
 from collections.abc import Mapping
@@ -25,6 +28,7 @@ Roles = frozenset[PeerRole]
 GATEWAY: Final = frozenset({PeerRole.GATEWAY})
 NODES: Final = frozenset({PeerRole.PREFILL, PeerRole.NODE})
 CONVERTS: Final = frozenset({PeerRole.PLANNER, PeerRole.OPERATOR})
+DECODES: Final = frozenset({PeerRole.NODE})
 PLANNER: Final = frozenset({PeerRole.PLANNER})
 OPERATOR: Final = frozenset({PeerRole.OPERATOR})
 NOBODY: Final[Roles] = frozenset()
@@ -64,6 +68,9 @@ SEND: Final = "transfer.Open"
 GREET: Final = "transfer.Hello"
 RECEIVE: Final = "transfer.Accept"
 ASK_ENGINE: Final = "engine.ask"
+ASK_PICKED: Final = "picked.ask"
+ASK_LEG: Final = "picked.prefill"
+CALL_PICKED: Final = "picked.call"
 SERVE: Final = "node.serve"
 READ_PLAN: Final = "plan.read"
 CHANGE_PLAN: Final = "plan.change"
@@ -74,6 +81,7 @@ RIGHTS: Final[Mapping[str, Roles]] = MappingProxyType(
     | {f"call.{name}": roles for name, roles in CALLS.items()}
     | {f"transfer.{name}": roles for name, roles in FRAMES.items()}
     | {ASK_ENGINE: GATEWAY, SERVE: NODES}  # what is said to engines; who answers gateways
+    | {ASK_PICKED: GATEWAY, ASK_LEG: DECODES, CALL_PICKED: GATEWAY | DECODES}  # of proxies, and of each other
     | {READ_PLAN: GATEWAY | OPERATOR, CHANGE_PLAN: GATEWAY | OPERATOR}
     | {SERVE_PLAN: PLANNER, SERVE_LOAD: GATEWAY}  # who answers those, and the plan service's questions
 )

@@ -60,6 +60,17 @@ class AskedServers:
         return context
 
 
+class AskedNodes(AskedServers):
+    """Nodes that are asked at any address: only their certificates say who they are, and only our authority signs those."""
+
+    def _loaded(self) -> "_AskingContext":
+        context = _AskingContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.check_hostname = False
+        self._identity.load_into(context)
+        context.judged_by(self._guard, self._operation, self._identity.authorities())
+        return context
+
+
 @dataclass(frozen=True, slots=True)
 class _GoodContext:
     """A context, what it was made of, and since when it is in use."""

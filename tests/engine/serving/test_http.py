@@ -46,6 +46,28 @@ def test_completion_stream_adds_up_to_the_whole_answer():
     serve(scenario)
 
 
+def test_a_prompt_is_rendered_as_vllm_renders_it():
+    async def scenario(node):
+        prompt = random_tokens(70)
+        status, told = await node.post("/v1/completions/render", prompt=prompt)
+        assert (status, told) == (200, [{"token_ids": prompt}])
+        text = "of rivers " * 2000  # too long for the event loop
+        _, whole = await node.post(prompt=text[:200], max_tokens=1, return_token_ids=True)
+        _, told = await node.post("/v1/completions/render", prompt=text[:200])
+        assert told == [{"token_ids": whole["choices"][0]["prompt_token_ids"]}]
+        _, told = await node.post("/v1/completions/render", prompt=text)
+        assert len(told[0]["token_ids"]) > 10_000
+        messages = [{"role": "user", "content": "of rivers"}]
+        chat = {"messages": messages, "max_tokens": 1, "return_token_ids": True}
+        _, told = await node.post("/v1/chat/completions/render", **chat)
+        _, whole = await node.post("/v1/chat/completions", **chat)
+        assert told == {"token_ids": whole["prompt_token_ids"]}
+        status, told = await node.post("/v1/completions/render", prompt="a", model="another")
+        assert (status, told["error"]["code"]) == (404, "model_not_found")
+
+    serve(scenario)
+
+
 def test_openai_client_understands_us():
     async def scenario(node):
         async with openai.AsyncOpenAI(base_url=node.url + "/v1", api_key="none", max_retries=0) as client:

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from gateway.picker.admission import PickLimits
 from gateway.picker.asking import AskedPrompt, PickRequest
 from gateway.picker.choosing import Pick, PickSettings, ServerPicker
-from gateway.picker.exchange import Refusal
+from gateway.picker.exchange import EndpointChoice, Refusal
 from gateway.picker.servers import GIVEN_UP, STALE_S, ServerPool, ServerReport
+from membership.documents import OWN_ROLE_LABEL, ROLE_LABEL
 from membership.member import Member
 
 
@@ -187,3 +188,44 @@ def test_places_are_bounded() -> None:
     world.ask()
     world.ask()
     assert world.refused() == "429 rejected-saturated"
+
+
+def nodes_and_sidecars(world: World, *named: tuple[str, str]) -> None:
+    """Servers of roles, which a label of ours or of llm-d's says."""
+    members = [
+        Member(id=f"s{n}", agent=f"10.0.0.{n}:8000", role=role, labels={label: role})
+        for n, (label, role) in enumerate(named)
+    ]
+    world.pool.follow({member.id: member for member in members})
+
+
+def test_a_long_prompt_of_a_node_is_prefilled_by_a_node_and_a_short_one_where_it_is_decoded() -> None:
+    world = World([])
+    nodes_and_sidecars(world, (OWN_ROLE_LABEL, "prefill"), (OWN_ROLE_LABEL, "decode"))
+    found = world.ask(tokens=8000)
+    assert isinstance(found, Pick)
+    assert found.choice == EndpointChoice(("10.0.0.1:8000",), "10.0.0.0:8000")
+    found = world.ask(tokens=500)
+    assert isinstance(found, Pick)
+    assert found.choice == EndpointChoice(("10.0.0.1:8000",), "")
+
+
+def test_neither_kind_of_server_prefills_for_the_other() -> None:
+    world = World([])
+    nodes_and_sidecars(
+        world,
+        (OWN_ROLE_LABEL, "prefill"),
+        (OWN_ROLE_LABEL, "decode"),
+        (ROLE_LABEL, "prefill"),
+        (ROLE_LABEL, "decode"),
+    )
+    pairs = set()
+    for number in range(12):
+        found = world.ask(tokens=4000 + number)
+        assert isinstance(found, Pick)
+        pairs.add((found.choice.endpoints[0], found.choice.prefiller))
+    assert pairs == {("10.0.0.1:8000", "10.0.0.0:8000"), ("10.0.0.3:8000", "10.0.0.2:8000")}
+    nodes_and_sidecars(world, (OWN_ROLE_LABEL, "prefill"), (ROLE_LABEL, "decode"))
+    found = world.ask(tokens=8000)
+    assert isinstance(found, Pick)
+    assert found.choice == EndpointChoice(("10.0.0.1:8000",), "")

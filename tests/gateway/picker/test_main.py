@@ -131,3 +131,12 @@ def test_without_a_file_or_a_selector_the_pool_is_asked_for(tmp_path: Path) -> N
 def test_servers_that_are_not_named_are_said_before_anything_begins(arguments: Sequence[str], told: str) -> None:
     with pytest.raises(SettingsError, match=re.escape(told)):
         config_from(parser().parse_args(["epp", *arguments]))
+
+
+def test_nodes_with_certificates_are_asked_by_files_that_go_together() -> None:
+    arguments = ["epp", "--endpoints", "e.json", "--node-certificate", "a.pem"]
+    with pytest.raises(SettingsError, match="--node-key is missing"):
+        config_from(parser().parse_args(arguments))
+    whole = config_from(parser().parse_args([*arguments, "--node-key", "a.key", "--node-authority", "authority.pem"]))
+    assert whole.identity is not None
+    assert (whole.identity.certificate, whole.identity.key) == (Path("a.pem"), Path("a.key"))

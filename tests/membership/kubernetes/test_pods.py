@@ -70,6 +70,13 @@ def test_model_servers_answer_where_they_are_said_to() -> None:
     assert found == Member(id="d-0", agent="10.0.0.7:8000")
 
 
+def test_a_picker_is_told_which_model_servers_are_nodes_of_ours() -> None:
+    found = member_of(pod({"prfaas/role": "prefill"}), server_port=8000)
+    assert found == Member(id="d-0", agent="10.0.0.7:8000", role="prefill", labels={"prfaas/role": "prefill"})
+    found = member_of(pod({"llm-d.ai/role": "prefill"}), server_port=8000)
+    assert found == Member(id="d-0", agent="10.0.0.7:8000", role="prefill")
+
+
 @pytest.mark.parametrize(
     ("role", "wanted"),
     [("prefill", "prefill"), ("decode", "decode"), ("prefill-decode", ""), ("encode-prefill-decode", ""), ("", "")],
