@@ -8,7 +8,7 @@ import asyncio
 import logging
 import threading
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -46,16 +46,17 @@ LOOK_S: Final = 0.05
 ID_CHARS: Final = 16  # of a run's name
 MOST_LOGGED: Final = 256
 TRIES: Final = 4  # of the last write
+MOST_AT_ONCE: Final = 64  # runs that are folded; etcd takes 128 changes at once
 
 
 class UsageStore(Protocol):
     """Where usage lies. Every method may block, and raises FleetFailed."""
 
-    def read(self) -> FoundUsage: ...
+    def read(self, own: str) -> FoundUsage: ...
 
     def write(self, run: str, value: bytes, found: FoundUsage) -> bool: ...
 
-    def fold(self, run: str, folded: bytes, found: FoundUsage) -> bool: ...
+    def fold(self, runs: Collection[str], folded: bytes, found: FoundUsage) -> bool: ...
 
     def close(self) -> None: ...
 
@@ -122,6 +123,7 @@ class FleetUsage:
         self._stepping = threading.Lock()
         self._wrote_at = 0.0
         self._latest: tuple[bytes, RunUsage] | None = None  # of our documents, and what it says
+        self._latest_folds: tuple[bytes, int] | None = None  # of the sum
         self._is_failing = False
         self._unreadable = set[str]()  # runs that were logged
 
@@ -162,10 +164,11 @@ class FleetUsage:
         """Reads, writes and folds once. Blocks. Raises FleetFailed, OSError."""
         with self._stepping:  # one thread of this process at a time
             for _ in range(TRIES if has_ended else 1):
-                found = self._store.read()
+                seen = self._board.seen()
+                found = self._store.read(seen.own.id if seen is not None else "")
                 self._telemetry.usage_moved("read", found.num_bytes)
                 counted = counts_of(self._counted())
-                own = self._own(found, counted)
+                own = self._own(seen, found, counted)
                 size = self._written(own, found, counted, has_ended)
                 if size is not None:
                     break
@@ -174,7 +177,7 @@ class FleetUsage:
             if found.is_cut:
                 self._telemetry.fleet_failed("usage", "too_many")
             if not has_ended:
-                self._fold_one(own.id, found)
+                self._fold(own.id, found)
             return pause_s(found.num_bytes, size or 0)
 
     def report(self) -> UsageReport:
@@ -212,14 +215,16 @@ class FleetUsage:
             data=accounts_of(counts_of(self._counted())),
         )
 
-    def _own(self, found: FoundUsage, counted: Counts) -> OwnRun:
+    def _own(self, seen: SeenUsage | None, found: FoundUsage, counted: Counts) -> OwnRun:
         """This gateway's run, under another name from now on if it was folded meanwhile."""
-        seen, now_unix_s = self._board.seen(), int(self._clocks.unix_s())
+        now_unix_s = int(self._clocks.unix_s())
         if seen is None:
-            return OwnRun(id=new_id(), began_unix_s=now_unix_s, since_unix_s=now_unix_s)
+            folds = self._folds(found, 0)
+            return OwnRun(id=new_id(), began_unix_s=now_unix_s, since_unix_s=now_unix_s, folds=folds)
         again = resumed(seen.own, found, new_id(), now_unix_s, counted)
         if again is None:
-            return seen.own
+            is_there = seen.own.id in found.runs
+            return msgspec.structs.replace(seen.own, folds=self._folds(found, seen.own.folds)) if is_there else seen.own
         self._telemetry.fleet_failed("usage", "folded" if again.is_exact else "folded_unknown")
         log.warning("other gateways have taken this one for ended: its usage goes on under another name")
         return again.run
@@ -246,6 +251,17 @@ class FleetUsage:
         self._telemetry.usage_moved("written", len(data))
         return len(data)
 
+    def _folds(self, found: FoundUsage, before: int) -> int:
+        """How many runs the sum has; `before` where it cannot be read."""
+        if not found.folded.revision:
+            return 0
+        if self._latest_folds is None or self._latest_folds[0] != found.folded.value:
+            try:
+                self._latest_folds = (found.folded.value, folded_read(found.folded.value).folds)
+            except FleetFailed:  # it is told of where runs are folded
+                return before
+        return self._latest_folds[1]
+
     def _own_state(self, name: str, value: bytes) -> RunUsage | None:
         if self._latest is None or self._latest[0] != value:
             run = self._run(name, value)
@@ -264,21 +280,25 @@ class FleetUsage:
             )
         )
 
-    def _fold_one(self, own_id: str, found: FoundUsage) -> None:
-        """Folds a run that has ended, if there is one and no other gateway is faster."""
+    def _fold(self, own_id: str, found: FoundUsage) -> None:
+        """Folds runs that have ended, if there are some and no other gateway is faster."""
+        ended = dict[str, RunUsage]()
         for name, silent_s in self._sightings.silent(found.runs, self._clocks.now()).items():
-            if name == own_id or silent_s < ENDED_S:
+            if name == own_id or silent_s < ENDED_S or len(ended) == MOST_AT_ONCE:
                 continue
             run = self._run(name, found.runs[name].value)
             if run is not None and silent_s >= (ENDED_S if run.has_ended else FOLD_S):
-                total = folded_read(found.folded.value) if found.folded.revision else None
-                data, is_whole = folded_written(with_folded(total, name, run))
-                if self._store.fold(name, data, found):
-                    self._telemetry.usage_moved("written", len(data))
-                    log.info("run %s of gateway %s has ended: its usage is folded", name, run.gateway)
-                    if not is_whole:
-                        self._telemetry.fleet_failed("usage", "too_many_tenants")
-                return
+                ended[name] = run
+        if not ended:
+            return
+        total = folded_read(found.folded.value) if found.folded.revision else None
+        data, is_whole = folded_written(with_folded(total, ended))
+        if self._store.fold(ended, data, found):
+            self._telemetry.usage_moved("written", len(data))
+            for name, run in ended.items():
+                log.info("run %s of gateway %s has ended: its usage is folded", name, run.gateway)
+            if not is_whole:
+                self._telemetry.fleet_failed("usage", "too_many_tenants")
 
     def _documents(self, seen: SeenUsage) -> "tuple[_Documents, bool]":
         """What lay in the registry, and whether all of it can be read."""

@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway.fleet.usage.counts import counts_of, summed
-from gateway.fleet.usage.keeper import CYCLE_S, LATE_S, MOST_PAUSE_S, pause_s
-from gateway.fleet.usage.runs import ENDED_S, FOLD_S, RENEW_S, StoredValue
+from gateway.fleet.usage.documents import MOST_FOLDED, RunUsage, folded_read, folded_written, run_written
+from gateway.fleet.usage.keeper import CYCLE_S, LATE_S, MOST_AT_ONCE, MOST_PAUSE_S, pause_s
+from gateway.fleet.usage.runs import ENDED_S, FOLD_S, RENEW_S, StoredValue, with_folded
 from tests.gateway.fleet.usage.worlds import STEP_S, MemoryUsage, UsageFleet
 from tests.properties import examples
 
@@ -143,6 +144,38 @@ def test_whether_a_lost_write_was_taken_is_known_after_a_fold(lost: str, was_tak
     cut_off.step()
     assert fleet.stored == {ACME: 9}
     assert cut_off.heard.failures == ["folded"]
+
+
+def test_a_gateway_that_was_forgotten_does_not_count_twice() -> None:
+    fleet = UsageFleet(2)
+    cut_off = fleet.gateways[0]
+    cut_off.count("acme", 5)
+    cut_off.step()
+    fleet.passes(FORGET_S, silent=0)
+    found = fleet.registry.found
+    total = folded_read(found.folded.value)
+    ended = {f"r{number}": RunUsage(gateway="g2", since_unix_s=1, number=1, counts={}) for number in range(MOST_FOLDED)}
+    data, _ = folded_written(with_folded(total, ended))
+    fleet.registry.found = replace(found, folded=StoredValue(data, 10**6))
+    cut_off.count("acme", 2)
+    cut_off.step()
+    assert cut_off.heard.failures == ["folded_unknown"]
+    assert fleet.stored == {ACME: 7}
+
+
+def test_thousands_of_runs_that_were_killed_are_folded() -> None:
+    fleet = UsageFleet(1)
+    killed = 2000
+    one = run_written(RunUsage(gateway="g2", since_unix_s=1, number=1, counts={ACME: 1}))
+    runs = {f"r{number}": StoredValue(one, number + 1) for number in range(killed)}
+    fleet.registry.found = replace(fleet.registry.found, runs=runs)
+    fleet.registry.revision = killed + 1
+    fleet.gateways[0].count("acme", 1)
+    fleet.passes(FORGET_S)
+    looks = -(-killed // MOST_AT_ONCE)
+    fleet.passes(looks * STEP_S)
+    assert len(fleet.registry.found.runs) == 1
+    assert fleet.stored == {ACME: killed + 1}
 
 
 def test_while_the_registry_is_lost_pages_show_the_last_sums_and_own_counts_go_on() -> None:
