@@ -124,7 +124,7 @@ class FleetUsage:
         self._wrote_at = 0.0
         self._latest: tuple[bytes, RunUsage] | None = None  # of our documents, and what it says
         self._latest_folds: tuple[bytes, int] | None = None  # of the sum
-        self._is_failing = False
+        self._is_failing = self._has_left = False
         self._unreadable = set[str]()  # runs that were logged
 
     async def run(self) -> None:
@@ -153,6 +153,7 @@ class FleetUsage:
         except (FleetFailed, OSError) as failure:  # among them the end of the time for it
             if self._duty():
                 self._failed(failure)
+        self._has_left = True
         self._telemetry.usage_read(0, 0.0)  # workers' values are added up
         self._duty.give_up()
 
@@ -269,6 +270,8 @@ class FleetUsage:
         return self._latest[1] if self._latest is not None else None
 
     def _show(self, own: OwnRun, found: FoundUsage, now: float, size: int) -> None:
+        if self._has_left:  # this thread was late, and another process speaks for this gateway now
+            raise FleetFailed("late", "another process writes what this one has counted")
         self._board.show(
             SeenUsage(
                 own=own,

@@ -1,12 +1,14 @@
 """The sum of a fleet's usage: whatever happens, nothing that was written is lost, and nothing counts twice."""
 
 import asyncio
+import threading
 from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gateway.fleet.errors import FleetFailed
 from gateway.fleet.usage.counts import counts_of, summed
 from gateway.fleet.usage.documents import MOST_FOLDED, RunUsage, folded_read, folded_written, run_written
 from gateway.fleet.usage.keeper import CYCLE_S, LATE_S, MOST_AT_ONCE, MOST_PAUSE_S, pause_s
@@ -274,6 +276,30 @@ def test_a_process_that_ends_leaves_the_rest_to_one_that_goes_on() -> None:
     asyncio.run(gateway.usage.farewell())
     assert fleet.stored == {}
     assert gateway.heard.failures == []
+
+
+def test_a_last_look_that_is_late_changes_nothing() -> None:
+    fleet = UsageFleet(1)
+    gateway = fleet.gateways[0]
+    gateway.count("acme", 5)
+    gateway.step()
+    answered = threading.Event()
+    fleet.registry.on_read = lambda: answered.wait(10.0)
+    looking = gateway.usage
+    asyncio.run(looking.farewell())
+    assert gateway.heard.failures == ["late"]
+    fleet.registry.on_read = lambda: True
+    gateway.duty.is_ours = True
+    gateway.follow()
+    gateway.count("acme", 1)
+    gateway.step()
+    shown = gateway.board.seen()
+    gateway.count("acme", 1)
+    answered.set()
+    with pytest.raises(FleetFailed, match="another process"):
+        looking.step()  # after the late one
+    assert gateway.board.seen() == shown
+    assert fleet.stored == {ACME: 6}
 
 
 def test_a_gateway_that_never_served_leaves_nothing_behind() -> None:

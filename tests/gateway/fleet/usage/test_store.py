@@ -41,6 +41,12 @@ def store_of(etcd: EtcdUnderTest) -> EtcdUsage:
     return EtcdUsage(config, EtcdClient(config, call_s=CALL_S))
 
 
+def fill(store: EtcdUsage) -> None:
+    """Etcd keeps all versions."""
+    for _ in range(64):
+        assert store.write("one", bytes(LONG), store.read())
+
+
 def test_a_run_is_written_and_folded_once(store: EtcdUsage) -> None:
     empty = store.read()
     assert empty == FoundUsage()
@@ -110,6 +116,21 @@ def test_an_etcd_that_is_lost_says_so_and_keeps_what_was_written(etcd: EtcdUnder
     assert failed.value.reason == "unreachable"
     etcd.start()
     assert store.read().runs["one"].value == b"1"
+
+
+@pytest.mark.long
+def test_an_etcd_that_is_full_says_so(tmp_path: Path) -> None:
+    etcd = RealEtcd(tmp_path, needed_binary(), ["--quota-backend-bytes", str(8 * LONG)])
+    etcd.start()
+    store = store_of(etcd)
+    try:
+        with pytest.raises(FleetFailed, match="space exceeded") as failed:
+            fill(store)
+        assert failed.value.reason == "full"
+        assert store.read().num_bytes == LONG
+    finally:
+        store.close()
+        etcd.close()
 
 
 def test_gateways_add_up_through_etcd(etcd: EtcdUnderTest) -> None:

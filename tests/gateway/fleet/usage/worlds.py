@@ -23,11 +23,14 @@ class MemoryUsage:
         self.revision = 1
         self.fails = "none"
         self.on_written: Callable[[], None] = lambda: None
+        self.on_read: Callable[[], bool] = lambda: True
 
     def read(self, own: str = "") -> FoundUsage:
         if self.fails == "down":
             raise FleetFailed("unreachable", "it does not answer")
-        return self.found
+        found = self.found
+        self.on_read()  # the answer may take its time
+        return found
 
     def write(self, run: str, value: bytes, found: FoundUsage) -> bool:
         return self._changed([run], found, self.found.folded, {run: self._stored(value)}, self.on_written)
