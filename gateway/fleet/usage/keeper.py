@@ -245,8 +245,14 @@ class FleetUsage:
         data = run_written(state)
         # Before it is sent: if no answer comes, it may have been taken, and folded.
         there = {seen.number: known.value} if seen is not None and known is not None else {}
-        self._show(own.about_to_write(state.number, data, there), found, now, len(data))
-        if not self._store.write(own.id, data, found):
+        own = own.about_to_write(state.number, data, there)
+        self._show(own, found, now, len(data))
+        try:
+            is_taken = self._store.write(own.id, data, found)
+        except FleetFailed:
+            self._show(own, found, now, len(data), is_refused=True)
+            raise
+        if not is_taken:
             return None
         self._wrote_at, self._latest = now, (data, state)
         self._telemetry.usage_moved("written", len(data))
@@ -269,7 +275,7 @@ class FleetUsage:
             self._latest = (value, run) if run is not None else None
         return self._latest[1] if self._latest is not None else None
 
-    def _show(self, own: OwnRun, found: FoundUsage, now: float, size: int) -> None:
+    def _show(self, own: OwnRun, found: FoundUsage, now: float, size: int, is_refused: bool = False) -> None:
         if self._has_left:  # this thread was late, and another process speaks for this gateway now
             raise FleetFailed("late", "another process writes what this one has counted")
         self._board.show(
@@ -278,6 +284,7 @@ class FleetUsage:
                 folded=found.folded.value,
                 runs={name: each.value for name, each in found.runs.items()},
                 is_cut=found.is_cut,
+                is_refused=is_refused,
                 read_at=now,
                 due_s=pause_s(found.num_bytes, size),
             )
@@ -312,7 +319,7 @@ class FleetUsage:
         except FleetFailed as failure:
             self._failed(failure)
             return _Documents(runs, None), False
-        return _Documents(runs, folded), len(runs) == len(read) and not seen.is_cut
+        return _Documents(runs, folded), len(runs) == len(read) and not seen.is_cut and not seen.is_refused
 
     def _run(self, name: str, value: bytes) -> RunUsage | None:
         """None: it cannot be read. It stays as it is, unless it is our own."""

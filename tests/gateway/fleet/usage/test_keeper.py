@@ -205,6 +205,19 @@ def test_while_the_registry_is_lost_pages_show_the_last_sums_and_own_counts_go_o
     assert counts_of(report.data) == {ACME: 12}
 
 
+def test_where_nothing_can_be_written_sums_are_not_complete() -> None:
+    fleet = UsageFleet(2)
+    fleet.passes(2 * STEP_S)
+    fleet.registry.fails = "request"  # as an etcd that is full: it still tells what it has
+    for gateway in fleet.gateways:
+        gateway.count("acme", 5)
+        assert not gateway.step()
+    assert not fleet.gateways[0].usage.report().complete
+    fleet.registry.fails = "none"
+    fleet.passes(2 * STEP_S)
+    assert fleet.gateways[0].usage.report().complete
+
+
 def test_nobody_is_taken_for_ended_since_the_registry_was_lost() -> None:
     fleet = UsageFleet(3)
     fleet.passes(2 * STEP_S)
