@@ -14,8 +14,8 @@ from gateway.fleet.usage.runs import OwnRun
 class SeenUsage(msgspec.Struct, frozen=True, kw_only=True):
     """What lay in the registry at `read_at` (0: it was never read), and this gateway's own run.
 
-    `due_s` is after how many seconds it is to be read again. `is_refused`: nothing could be written, so others' counts may
-    be as old.
+    `due_s` is after how many seconds it is to be read again. `is_refused`: since `read_at` nothing can be written, by
+    others neither perhaps.
     """
 
     own: OwnRun

@@ -122,6 +122,7 @@ class FleetUsage:
         self._pauses = Backoff(np.random.default_rng(), CYCLE_S, MOST_PAUSE_S)
         self._stepping = threading.Lock()
         self._wrote_at = 0.0
+        self._refused_at: float | None = None  # the first write since the last one that was taken
         self._latest: tuple[bytes, RunUsage] | None = None  # of our documents, and what it says
         self._latest_folds: tuple[bytes, int] | None = None  # of the sum
         self._is_failing = self._has_left = False
@@ -192,7 +193,7 @@ class FleetUsage:
         if (written := found.runs.pop(seen.own.id, None)) is not None:
             ours = joined(written.counts, ours)
         age_s = self._clocks.now() - seen.read_at
-        is_fresh = bool(seen.read_at) and age_s <= seen.due_s + LATE_S
+        is_fresh = bool(seen.read_at) and age_s <= seen.due_s + LATE_S and not seen.is_refused
         others: list[RunUsage | FoldedUsage] = [*found.runs.values()]
         if found.folded is not None:
             others.append(found.folded)
@@ -236,7 +237,7 @@ class FleetUsage:
         known = found.runs.get(own.id)
         seen = self._own_state(own.id, known.value) if known is not None else None
         state = next_state(self._name, own, seen, own.counts(counted), has_ended)
-        is_due = not has_ended and now - self._wrote_at >= RENEW_S
+        is_due = not has_ended and (now - self._wrote_at >= RENEW_S or self._refused_at is not None)
         if seen is not None and not is_due and seen.counts == state.counts and seen.has_ended == has_ended:
             self._show(own, found, now, 0)
             return 0
@@ -248,12 +249,14 @@ class FleetUsage:
         own = own.about_to_write(state.number, data, there)
         self._show(own, found, now, len(data))
         try:
-            is_taken = self._store.write(own.id, data, found)
+            if not self._store.write(own.id, data, found):
+                return None
         except FleetFailed:
-            self._show(own, found, now, len(data), is_refused=True)
+            if self._refused_at is None:
+                self._refused_at = now
+                self._show(own, found, now, len(data))
             raise
-        if not is_taken:
-            return None
+        self._refused_at = None
         self._wrote_at, self._latest = now, (data, state)
         self._telemetry.usage_moved("written", len(data))
         return len(data)
@@ -275,7 +278,7 @@ class FleetUsage:
             self._latest = (value, run) if run is not None else None
         return self._latest[1] if self._latest is not None else None
 
-    def _show(self, own: OwnRun, found: FoundUsage, now: float, size: int, is_refused: bool = False) -> None:
+    def _show(self, own: OwnRun, found: FoundUsage, now: float, size: int) -> None:
         if self._has_left:  # this thread was late, and another process speaks for this gateway now
             raise FleetFailed("late", "another process writes what this one has counted")
         self._board.show(
@@ -284,8 +287,8 @@ class FleetUsage:
                 folded=found.folded.value,
                 runs={name: each.value for name, each in found.runs.items()},
                 is_cut=found.is_cut,
-                is_refused=is_refused,
-                read_at=now,
+                is_refused=self._refused_at is not None,
+                read_at=now if self._refused_at is None else self._refused_at,
                 due_s=pause_s(found.num_bytes, size),
             )
         )
@@ -319,7 +322,7 @@ class FleetUsage:
         except FleetFailed as failure:
             self._failed(failure)
             return _Documents(runs, None), False
-        return _Documents(runs, folded), len(runs) == len(read) and not seen.is_cut and not seen.is_refused
+        return _Documents(runs, folded), len(runs) == len(read) and not seen.is_cut
 
     def _run(self, name: str, value: bytes) -> RunUsage | None:
         """None: it cannot be read. It stays as it is, unless it is our own."""

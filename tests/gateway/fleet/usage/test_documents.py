@@ -86,8 +86,8 @@ def test_a_sum_that_grows_too_long_has_fewer_tenants() -> None:
 
 
 def test_a_sum_that_deflates_well_can_still_be_read() -> None:
-    whats = ("requests_200", "prompt_tokens", "cached_tokens", "completion_tokens")
-    counts = {(f"tenant-{number:06}", what, "", ""): 1 for number in range(150_000) for what in whats}
+    parts = ("requests_200", "prompt_tokens", "cached_tokens", "completion_tokens")
+    counts = {(f"tenant-{number:06}", what, "", ""): 1 for number in range(150_000) for what in parts}
     data, is_whole = folded_written(FoldedUsage(since_unix_s=5, counts=counts))
     assert not is_whole
     assert sum(folded_read(data).counts.values()) == len(counts)

@@ -212,7 +212,11 @@ def test_where_nothing_can_be_written_sums_are_not_complete() -> None:
     for gateway in fleet.gateways:
         gateway.count("acme", 5)
         assert not gateway.step()
-    assert not fleet.gateways[0].usage.report().complete
+    refused_at = 1_800_000_000 + int(fleet.now)
+    for _ in range(3):
+        report = fleet.gateways[0].usage.report()
+        assert (report.complete, report.frozen_since_unix_s) == (False, refused_at)
+        fleet.passes(STEP_S)
     fleet.registry.fails = "none"
     fleet.passes(2 * STEP_S)
     assert fleet.gateways[0].usage.report().complete
