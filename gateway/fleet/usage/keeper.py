@@ -8,7 +8,7 @@ import asyncio
 import logging
 import threading
 import uuid
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -17,7 +17,7 @@ import numpy as np
 
 from gateway.fleet.errors import FleetFailed
 from gateway.fleet.usage.board import SeenUsage, UsageBoard
-from gateway.fleet.usage.counts import Counts, accounts_of, counts_of, joined, summed
+from gateway.fleet.usage.counts import Counts, accounts_of, add, counts_of, joined
 from gateway.fleet.usage.documents import FoldedUsage, RunUsage, folded_read, folded_written, run_read, run_written
 from gateway.fleet.usage.runs import (
     ENDED_S,
@@ -47,6 +47,7 @@ ID_CHARS: Final = 16  # of a run's name
 MOST_LOGGED: Final = 256
 TRIES: Final = 4  # of the last write
 MOST_AT_ONCE: Final = 64  # runs that are folded; etcd takes 128 changes at once
+MOST_COUNTS: Final = 1 << 16  # of them together, or one run more
 
 
 class UsageStore(Protocol):
@@ -125,6 +126,7 @@ class FleetUsage:
         self._refused_at: float | None = None  # the first write since the last one that was taken
         self._latest: tuple[bytes, RunUsage] | None = None  # of our documents, and what it says
         self._latest_folds: tuple[bytes, int] | None = None  # of the sum
+        self._go_on = dict[str, int]()  # revisions of runs that did not say they had ended
         self._is_failing = self._has_left = False
         self._unreadable = set[str]()  # runs that were logged
 
@@ -188,22 +190,26 @@ class FleetUsage:
         seen = self._seen()
         if seen is None:
             return UsageReport(gateway="all", complete=False, gateways=1, data=accounts_of(ours))
-        found, is_whole = self._documents(seen)
         ours = seen.own.counts(ours)
-        if (written := found.runs.pop(seen.own.id, None)) is not None:
+        if (written := self._run_of(seen, seen.own.id)) is not None:
             ours = joined(written.counts, ours)
+        since_unix_s, gateways, is_whole, sums = seen.own.began_unix_s, 1, not seen.is_cut, dict(ours)
+        for each in self._others(seen):
+            if each is None:
+                is_whole = False
+                continue
+            since_unix_s = min(since_unix_s, each.since_unix_s)
+            gateways += isinstance(each, RunUsage) and not each.has_ended
+            add(sums, each.counts)
         age_s = self._clocks.now() - seen.read_at
         is_fresh = bool(seen.read_at) and age_s <= seen.due_s + LATE_S and not seen.is_refused
-        others: list[RunUsage | FoldedUsage] = [*found.runs.values()]
-        if found.folded is not None:
-            others.append(found.folded)
         return UsageReport(
             gateway="all",
-            since_unix_s=min([seen.own.began_unix_s, *(each.since_unix_s for each in others)]),
+            since_unix_s=since_unix_s,
             complete=is_fresh and is_whole,
             frozen_since_unix_s=None if is_fresh or not seen.read_at else int(self._clocks.unix_s() - age_s),
-            gateways=1 + sum(not each.has_ended for each in found.runs.values()),
-            data=accounts_of(summed([*(each.counts for each in others), ours])),
+            gateways=gateways,
+            data=accounts_of(sums),
         )
 
     def own_report(self) -> UsageReport:
@@ -295,13 +301,19 @@ class FleetUsage:
 
     def _fold(self, own_id: str, found: FoundUsage) -> None:
         """Folds runs that have ended, if there are some and no other gateway is faster."""
-        ended = dict[str, RunUsage]()
+        ended, num_counts = dict[str, RunUsage](), 0
+        self._go_on = {name: each for name, each in self._go_on.items() if name in found.runs}
         for name, silent_s in self._sightings.silent(found.runs, self._clocks.now()).items():
-            if name == own_id or silent_s < ENDED_S or len(ended) == MOST_AT_ONCE:
+            value, revision = found.runs[name]
+            if name == own_id or silent_s < (FOLD_S if self._go_on.get(name) == revision else ENDED_S):
                 continue
-            run = self._run(name, found.runs[name].value)
-            if run is not None and silent_s >= (ENDED_S if run.has_ended else FOLD_S):
-                ended[name] = run
+            run = self._run(name, value)
+            if run is not None and silent_s < (ENDED_S if run.has_ended else FOLD_S):
+                self._go_on[name] = revision
+            elif run is not None:
+                ended[name], num_counts = run, num_counts + len(run.counts)
+                if len(ended) == MOST_AT_ONCE or num_counts > MOST_COUNTS:
+                    break
         if not ended:
             return
         total = folded_read(found.folded.value) if found.folded.revision else None
@@ -313,16 +325,20 @@ class FleetUsage:
             if not is_whole:
                 self._telemetry.fleet_failed("usage", "too_many_tenants")
 
-    def _documents(self, seen: SeenUsage) -> "tuple[_Documents, bool]":
-        """What lay in the registry, and whether all of it can be read."""
-        read = {name: self._run(name, value) for name, value in seen.runs.items()}
-        runs = {name: run for name, run in read.items() if run is not None}
-        try:
-            folded = folded_read(seen.folded) if seen.folded else None
-        except FleetFailed as failure:
-            self._failed(failure)
-            return _Documents(runs, None), False
-        return _Documents(runs, folded), len(runs) == len(read) and not seen.is_cut
+    def _others(self, seen: SeenUsage) -> Iterator[RunUsage | FoldedUsage | None]:
+        """One after the other: all at once take far more memory. None: one that cannot be read."""
+        for name in seen.runs:
+            if name != seen.own.id:
+                yield self._run_of(seen, name)
+        if seen.folded:
+            try:
+                yield folded_read(seen.folded)
+            except FleetFailed as failure:
+                self._failed(failure)
+                yield None
+
+    def _run_of(self, seen: SeenUsage, name: str) -> RunUsage | None:
+        return self._run(name, seen.runs[name]) if name in seen.runs else None
 
     def _run(self, name: str, value: bytes) -> RunUsage | None:
         """None: it cannot be read. It stays as it is, unless it is our own."""
@@ -348,14 +364,6 @@ class FleetUsage:
         if not self._is_failing:
             self._is_failing = True
             log.warning("tenants' usage cannot be added up with other gateways' now: %s", failure or "no answer")
-
-
-@dataclass(slots=True)
-class _Documents:
-    """What can be read of what lay in the registry."""
-
-    runs: dict[str, RunUsage]
-    folded: FoldedUsage | None
 
 
 def pause_s(read_bytes: int, written_bytes: int) -> float:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from gateway.fleet.errors import FleetFailed
 from gateway.fleet.usage.counts import counts_of, summed
 from gateway.fleet.usage.documents import MOST_FOLDED, RunUsage, folded_read, folded_written, run_written
-from gateway.fleet.usage.keeper import CYCLE_S, LATE_S, MOST_AT_ONCE, MOST_PAUSE_S, pause_s
+from gateway.fleet.usage.keeper import CYCLE_S, LATE_S, MOST_AT_ONCE, MOST_COUNTS, MOST_PAUSE_S, pause_s
 from gateway.fleet.usage.runs import ENDED_S, FOLD_S, RENEW_S, StoredValue, with_folded
 from tests.gateway.fleet.usage.worlds import STEP_S, MemoryUsage, UsageFleet
 from tests.properties import examples
@@ -178,6 +178,20 @@ def test_thousands_of_runs_that_were_killed_are_folded() -> None:
     fleet.passes(looks * STEP_S)
     assert len(fleet.registry.found.runs) == 1
     assert fleet.stored == {ACME: killed + 1}
+
+
+def test_runs_with_many_counts_are_folded_a_few_at_a_time() -> None:
+    fleet = UsageFleet(1)
+    counts = {(f"t{number}", "requests_200", "", ""): 1 for number in range(MOST_COUNTS // 2)}
+    large = run_written(RunUsage(gateway="g2", since_unix_s=1, number=1, counts=counts, has_ended=True))
+    runs = {f"r{number}": StoredValue(large, number + 1) for number in range(4)}
+    fleet.registry.found = replace(fleet.registry.found, runs=runs)
+    fleet.registry.revision = 5
+    fleet.passes(2 * STEP_S)
+    assert len(fleet.registry.found.runs) == 2
+    fleet.passes(STEP_S)
+    assert len(fleet.registry.found.runs) == 1
+    assert sum(fleet.stored.values()) == 4 * len(counts)
 
 
 def test_while_the_registry_is_lost_pages_show_the_last_sums_and_own_counts_go_on() -> None:
