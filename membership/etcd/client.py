@@ -44,6 +44,7 @@ LEAST_TRY_S: Final = 1.0  # for one of them
 MAX_MESSAGE_BYTES: Final = 16 << 20
 MAX_DETAIL_CHARS: Final = 160
 OLD_TOKEN: Final = ("invalid auth token", "revision of auth store is old")
+FULL: Final = "database space exceeded"  # what etcd says of its quota, with the code of a message that is too long
 NEEDS_LEADER: Final = ("hasleader", "true")  # a member that is cut off from the others ends the watch
 # These say something of the endpoint; others would answer in another way.
 OF_ENDPOINT: Final = (
@@ -218,7 +219,7 @@ class EtcdClient:
     def _failed(self, error: Any, target: str, share_s: float) -> None:
         """Raises EtcdFailed for what another endpoint would say, too."""
         if error.code() not in OF_ENDPOINT:
-            reason = REASONS.get(error.code(), "refused")
+            reason = "full" if FULL in (error.details() or "") else REASONS.get(error.code(), "refused")
             if reason == "denied":
                 self._token = ""
             self._leave()

@@ -14,13 +14,15 @@ from gateway.fleet.usage.runs import OwnRun
 class SeenUsage(msgspec.Struct, frozen=True, kw_only=True):
     """What lay in the registry at `read_at` (0: it was never read), and this gateway's own run.
 
-    `due_s` is after how many seconds it is to be read again.
+    `due_s` is after how many seconds it is to be read again. `is_refused`: since `read_at` nothing can be written, by
+    others neither perhaps.
     """
 
     own: OwnRun
     folded: bytes = b""
     runs: dict[str, bytes] = {}
     is_cut: bool = False
+    is_refused: bool = False
     read_at: float = 0.0
     due_s: float = 0.0
 

@@ -60,9 +60,14 @@ def summed(all_of: Iterable[Counts]) -> dict[Series, int]:
     """What several runs have counted together."""
     sums: dict[Series, int] = {}
     for counts in all_of:
-        for series, count in counts.items():
-            sums[series] = min(MOST, sums.get(series, 0) + count)
+        add(sums, counts)
     return sums
+
+
+def add(sums: dict[Series, int], counts: Counts) -> None:
+    """Adds what one more run has counted."""
+    for series, count in counts.items():
+        sums[series] = min(MOST, sums.get(series, 0) + count)
 
 
 def beyond(counts: Counts, base: Counts) -> dict[Series, int]:

@@ -37,9 +37,10 @@ class RunUsage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoldedUsage:
-    """The sum of runs that have ended. `folded` has the latest of them, and which of their writes was the last."""
+    """The sum of `folds` runs that have ended. `folded` has the latest of them, and which of their writes was the last."""
 
     since_unix_s: int
+    folds: int = 0
     folded: Mapping[str, int] = field(default_factory=dict)
     counts: Counts = field(default_factory=dict)
 
@@ -58,6 +59,7 @@ class FoldedDocument(msgspec.Struct, frozen=True, kw_only=True):
     """Of all that have ended."""
 
     since_unix_s: _Number
+    folds: _Number
     folded: Annotated[dict[_Name, _Number], Meta(max_length=MOST_FOLDED)]
     accounts: list[TenantUsage]
 
@@ -71,9 +73,11 @@ def run_written(run: RunUsage) -> bytes:
         accounts=accounts_of(run.counts),
         has_ended=run.has_ended,
     )
-    data = _deflated(document)
-    if len(data) > MAX_BYTES:
-        raise FleetFailed("too_long", f"what tenants have used here takes {len(data)} bytes, more than {MAX_BYTES}")
+    text = msgspec.json.encode(document)
+    data = _deflated(text)
+    for size, most in ((len(data), MAX_BYTES), (len(text), MAX_TEXT_BYTES)):
+        if size > most:
+            raise FleetFailed("too_long", f"what tenants have used here takes {size} bytes, more than {most}")
     return data
 
 
@@ -93,21 +97,29 @@ def folded_written(usage: FoldedUsage) -> tuple[bytes, bool]:
     """The sum for the registry, and whether each tenant has its own: beyond the bound, the smallest are one."""
     counts, tenants = usage.counts, len({series[0] for series in usage.counts})
     is_whole = True
-    while len(data := _deflated(_folded_document(usage, counts))) > MAX_BYTES and tenants > 1:
+    while True:
+        text = msgspec.json.encode(_folded_document(usage, counts))
+        data = _deflated(text)
+        if tenants <= 1 or (len(data) <= MAX_BYTES and len(text) <= MAX_TEXT_BYTES):
+            return data, is_whole
         tenants, is_whole = int(tenants * FEWER), False
         counts = of_the_largest(usage.counts, tenants)
-    return data, is_whole
 
 
 def folded_read(data: bytes) -> FoldedUsage:
     """Raises FleetFailed."""
     document = _inflated("what gateways that have ended have counted", data, FoldedDocument)
     counts = _counts("folded", document.accounts)
-    return FoldedUsage(since_unix_s=document.since_unix_s, folded=document.folded, counts=counts)
+    return FoldedUsage(since_unix_s=document.since_unix_s, folds=document.folds, folded=document.folded, counts=counts)
 
 
 def _folded_document(usage: FoldedUsage, counts: Counts) -> FoldedDocument:
-    return FoldedDocument(since_unix_s=usage.since_unix_s, folded=dict(usage.folded), accounts=accounts_of(counts))
+    return FoldedDocument(
+        since_unix_s=usage.since_unix_s,
+        folds=usage.folds,
+        folded=dict(usage.folded),
+        accounts=accounts_of(counts),
+    )
 
 
 def _counts(name: str, accounts: list[TenantUsage]) -> Counts:
@@ -117,8 +129,8 @@ def _counts(name: str, accounts: list[TenantUsage]) -> Counts:
     return counts
 
 
-def _deflated(document: msgspec.Struct) -> bytes:
-    return zlib.compress(msgspec.json.encode(document), LEVEL)
+def _deflated(text: bytes) -> bytes:
+    return zlib.compress(text, LEVEL)
 
 
 def _inflated(what: str, data: bytes, kind: type[T]) -> T:

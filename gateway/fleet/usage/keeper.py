@@ -8,7 +8,7 @@ import asyncio
 import logging
 import threading
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -17,7 +17,7 @@ import numpy as np
 
 from gateway.fleet.errors import FleetFailed
 from gateway.fleet.usage.board import SeenUsage, UsageBoard
-from gateway.fleet.usage.counts import Counts, accounts_of, counts_of, joined, summed
+from gateway.fleet.usage.counts import Counts, accounts_of, add, counts_of, joined
 from gateway.fleet.usage.documents import FoldedUsage, RunUsage, folded_read, folded_written, run_read, run_written
 from gateway.fleet.usage.runs import (
     ENDED_S,
@@ -46,16 +46,18 @@ LOOK_S: Final = 0.05
 ID_CHARS: Final = 16  # of a run's name
 MOST_LOGGED: Final = 256
 TRIES: Final = 4  # of the last write
+MOST_AT_ONCE: Final = 64  # runs that are folded; etcd takes 128 changes at once
+MOST_COUNTS: Final = 1 << 16  # of them together, or one run more
 
 
 class UsageStore(Protocol):
     """Where usage lies. Every method may block, and raises FleetFailed."""
 
-    def read(self) -> FoundUsage: ...
+    def read(self, own: str) -> FoundUsage: ...
 
     def write(self, run: str, value: bytes, found: FoundUsage) -> bool: ...
 
-    def fold(self, run: str, folded: bytes, found: FoundUsage) -> bool: ...
+    def fold(self, runs: Collection[str], folded: bytes, found: FoundUsage) -> bool: ...
 
     def close(self) -> None: ...
 
@@ -121,8 +123,11 @@ class FleetUsage:
         self._pauses = Backoff(np.random.default_rng(), CYCLE_S, MOST_PAUSE_S)
         self._stepping = threading.Lock()
         self._wrote_at = 0.0
+        self._refused_at: float | None = None  # the first write since the last one that was taken
         self._latest: tuple[bytes, RunUsage] | None = None  # of our documents, and what it says
-        self._is_failing = False
+        self._latest_folds: tuple[bytes, int] | None = None  # of the sum
+        self._go_on = dict[str, int]()  # revisions of runs that did not say they had ended
+        self._is_failing = self._has_left = False
         self._unreadable = set[str]()  # runs that were logged
 
     async def run(self) -> None:
@@ -151,6 +156,7 @@ class FleetUsage:
         except (FleetFailed, OSError) as failure:  # among them the end of the time for it
             if self._duty():
                 self._failed(failure)
+        self._has_left = True
         self._telemetry.usage_read(0, 0.0)  # workers' values are added up
         self._duty.give_up()
 
@@ -162,10 +168,11 @@ class FleetUsage:
         """Reads, writes and folds once. Blocks. Raises FleetFailed, OSError."""
         with self._stepping:  # one thread of this process at a time
             for _ in range(TRIES if has_ended else 1):
-                found = self._store.read()
+                seen = self._board.seen()
+                found = self._store.read(seen.own.id if seen is not None else "")
                 self._telemetry.usage_moved("read", found.num_bytes)
                 counted = counts_of(self._counted())
-                own = self._own(found, counted)
+                own = self._own(seen, found, counted)
                 size = self._written(own, found, counted, has_ended)
                 if size is not None:
                     break
@@ -174,7 +181,7 @@ class FleetUsage:
             if found.is_cut:
                 self._telemetry.fleet_failed("usage", "too_many")
             if not has_ended:
-                self._fold_one(own.id, found)
+                self._fold(own.id, found)
             return pause_s(found.num_bytes, size or 0)
 
     def report(self) -> UsageReport:
@@ -183,22 +190,26 @@ class FleetUsage:
         seen = self._seen()
         if seen is None:
             return UsageReport(gateway="all", complete=False, gateways=1, data=accounts_of(ours))
-        found, is_whole = self._documents(seen)
         ours = seen.own.counts(ours)
-        if (written := found.runs.pop(seen.own.id, None)) is not None:
+        if (written := self._run_of(seen, seen.own.id)) is not None:
             ours = joined(written.counts, ours)
+        since_unix_s, gateways, is_whole, sums = seen.own.began_unix_s, 1, not seen.is_cut, dict(ours)
+        for each in self._others(seen):
+            if each is None:
+                is_whole = False
+                continue
+            since_unix_s = min(since_unix_s, each.since_unix_s)
+            gateways += isinstance(each, RunUsage) and not each.has_ended
+            add(sums, each.counts)
         age_s = self._clocks.now() - seen.read_at
-        is_fresh = bool(seen.read_at) and age_s <= seen.due_s + LATE_S
-        others: list[RunUsage | FoldedUsage] = [*found.runs.values()]
-        if found.folded is not None:
-            others.append(found.folded)
+        is_fresh = bool(seen.read_at) and age_s <= seen.due_s + LATE_S and not seen.is_refused
         return UsageReport(
             gateway="all",
-            since_unix_s=min([seen.own.began_unix_s, *(each.since_unix_s for each in others)]),
+            since_unix_s=since_unix_s,
             complete=is_fresh and is_whole,
             frozen_since_unix_s=None if is_fresh or not seen.read_at else int(self._clocks.unix_s() - age_s),
-            gateways=1 + sum(not each.has_ended for each in found.runs.values()),
-            data=accounts_of(summed([*(each.counts for each in others), ours])),
+            gateways=gateways,
+            data=accounts_of(sums),
         )
 
     def own_report(self) -> UsageReport:
@@ -212,14 +223,16 @@ class FleetUsage:
             data=accounts_of(counts_of(self._counted())),
         )
 
-    def _own(self, found: FoundUsage, counted: Counts) -> OwnRun:
+    def _own(self, seen: SeenUsage | None, found: FoundUsage, counted: Counts) -> OwnRun:
         """This gateway's run, under another name from now on if it was folded meanwhile."""
-        seen, now_unix_s = self._board.seen(), int(self._clocks.unix_s())
+        now_unix_s = int(self._clocks.unix_s())
         if seen is None:
-            return OwnRun(id=new_id(), began_unix_s=now_unix_s, since_unix_s=now_unix_s)
+            folds = self._folds(found, 0)
+            return OwnRun(id=new_id(), began_unix_s=now_unix_s, since_unix_s=now_unix_s, folds=folds)
         again = resumed(seen.own, found, new_id(), now_unix_s, counted)
         if again is None:
-            return seen.own
+            is_there = seen.own.id in found.runs
+            return msgspec.structs.replace(seen.own, folds=self._folds(found, seen.own.folds)) if is_there else seen.own
         self._telemetry.fleet_failed("usage", "folded" if again.is_exact else "folded_unknown")
         log.warning("other gateways have taken this one for ended: its usage goes on under another name")
         return again.run
@@ -230,7 +243,7 @@ class FleetUsage:
         known = found.runs.get(own.id)
         seen = self._own_state(own.id, known.value) if known is not None else None
         state = next_state(self._name, own, seen, own.counts(counted), has_ended)
-        is_due = not has_ended and now - self._wrote_at >= RENEW_S
+        is_due = not has_ended and (now - self._wrote_at >= RENEW_S or self._refused_at is not None)
         if seen is not None and not is_due and seen.counts == state.counts and seen.has_ended == has_ended:
             self._show(own, found, now, 0)
             return 0
@@ -239,12 +252,31 @@ class FleetUsage:
         data = run_written(state)
         # Before it is sent: if no answer comes, it may have been taken, and folded.
         there = {seen.number: known.value} if seen is not None and known is not None else {}
-        self._show(own.about_to_write(state.number, data, there), found, now, len(data))
-        if not self._store.write(own.id, data, found):
-            return None
+        own = own.about_to_write(state.number, data, there)
+        self._show(own, found, now, len(data))
+        try:
+            if not self._store.write(own.id, data, found):
+                return None
+        except FleetFailed:
+            if self._refused_at is None:
+                self._refused_at = now
+                self._show(own, found, now, len(data))
+            raise
+        self._refused_at = None
         self._wrote_at, self._latest = now, (data, state)
         self._telemetry.usage_moved("written", len(data))
         return len(data)
+
+    def _folds(self, found: FoundUsage, before: int) -> int:
+        """How many runs the sum has; `before` where it cannot be read."""
+        if not found.folded.revision:
+            return 0
+        if self._latest_folds is None or self._latest_folds[0] != found.folded.value:
+            try:
+                self._latest_folds = (found.folded.value, folded_read(found.folded.value).folds)
+            except FleetFailed:  # it is told of where runs are folded
+                return before
+        return self._latest_folds[1]
 
     def _own_state(self, name: str, value: bytes) -> RunUsage | None:
         if self._latest is None or self._latest[0] != value:
@@ -253,43 +285,60 @@ class FleetUsage:
         return self._latest[1] if self._latest is not None else None
 
     def _show(self, own: OwnRun, found: FoundUsage, now: float, size: int) -> None:
+        if self._has_left:  # this thread was late, and another process speaks for this gateway now
+            raise FleetFailed("late", "another process writes what this one has counted")
         self._board.show(
             SeenUsage(
                 own=own,
                 folded=found.folded.value,
                 runs={name: each.value for name, each in found.runs.items()},
                 is_cut=found.is_cut,
-                read_at=now,
+                is_refused=self._refused_at is not None,
+                read_at=now if self._refused_at is None else self._refused_at,
                 due_s=pause_s(found.num_bytes, size),
             )
         )
 
-    def _fold_one(self, own_id: str, found: FoundUsage) -> None:
-        """Folds a run that has ended, if there is one and no other gateway is faster."""
+    def _fold(self, own_id: str, found: FoundUsage) -> None:
+        """Folds runs that have ended, if there are some and no other gateway is faster."""
+        ended, num_counts = dict[str, RunUsage](), 0
+        self._go_on = {name: each for name, each in self._go_on.items() if name in found.runs}
         for name, silent_s in self._sightings.silent(found.runs, self._clocks.now()).items():
-            if name == own_id or silent_s < ENDED_S:
+            value, revision = found.runs[name]
+            if name == own_id or silent_s < (FOLD_S if self._go_on.get(name) == revision else ENDED_S):
                 continue
-            run = self._run(name, found.runs[name].value)
-            if run is not None and silent_s >= (ENDED_S if run.has_ended else FOLD_S):
-                total = folded_read(found.folded.value) if found.folded.revision else None
-                data, is_whole = folded_written(with_folded(total, name, run))
-                if self._store.fold(name, data, found):
-                    self._telemetry.usage_moved("written", len(data))
-                    log.info("run %s of gateway %s has ended: its usage is folded", name, run.gateway)
-                    if not is_whole:
-                        self._telemetry.fleet_failed("usage", "too_many_tenants")
-                return
+            run = self._run(name, value)
+            if run is not None and silent_s < (ENDED_S if run.has_ended else FOLD_S):
+                self._go_on[name] = revision
+            elif run is not None:
+                ended[name], num_counts = run, num_counts + len(run.counts)
+                if len(ended) == MOST_AT_ONCE or num_counts > MOST_COUNTS:
+                    break
+        if not ended:
+            return
+        total = folded_read(found.folded.value) if found.folded.revision else None
+        data, is_whole = folded_written(with_folded(total, ended))
+        if self._store.fold(ended, data, found):
+            self._telemetry.usage_moved("written", len(data))
+            for name, run in ended.items():
+                log.info("run %s of gateway %s has ended: its usage is folded", name, run.gateway)
+            if not is_whole:
+                self._telemetry.fleet_failed("usage", "too_many_tenants")
 
-    def _documents(self, seen: SeenUsage) -> "tuple[_Documents, bool]":
-        """What lay in the registry, and whether all of it can be read."""
-        read = {name: self._run(name, value) for name, value in seen.runs.items()}
-        runs = {name: run for name, run in read.items() if run is not None}
-        try:
-            folded = folded_read(seen.folded) if seen.folded else None
-        except FleetFailed as failure:
-            self._failed(failure)
-            return _Documents(runs, None), False
-        return _Documents(runs, folded), len(runs) == len(read) and not seen.is_cut
+    def _others(self, seen: SeenUsage) -> Iterator[RunUsage | FoldedUsage | None]:
+        """One after the other: all at once take far more memory. None: one that cannot be read."""
+        for name in seen.runs:
+            if name != seen.own.id:
+                yield self._run_of(seen, name)
+        if seen.folded:
+            try:
+                yield folded_read(seen.folded)
+            except FleetFailed as failure:
+                self._failed(failure)
+                yield None
+
+    def _run_of(self, seen: SeenUsage, name: str) -> RunUsage | None:
+        return self._run(name, seen.runs[name]) if name in seen.runs else None
 
     def _run(self, name: str, value: bytes) -> RunUsage | None:
         """None: it cannot be read. It stays as it is, unless it is our own."""
@@ -315,14 +364,6 @@ class FleetUsage:
         if not self._is_failing:
             self._is_failing = True
             log.warning("tenants' usage cannot be added up with other gateways' now: %s", failure or "no answer")
-
-
-@dataclass(slots=True)
-class _Documents:
-    """What can be read of what lay in the registry."""
-
-    runs: dict[str, RunUsage]
-    folded: FoldedUsage | None
 
 
 def pause_s(read_bytes: int, written_bytes: int) -> float:

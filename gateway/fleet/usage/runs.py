@@ -7,13 +7,14 @@ At each moment what a run has written is in one of the two, never in both: one t
 while it lives, if it is cut off for long. Then it goes on under another name, with what it has counted beyond that.
 """
 
+import functools
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 import msgspec
 
-from gateway.fleet.usage.counts import Counts, beyond, joined, summed
+from gateway.fleet.usage.counts import Counts, Series, beyond, joined, summed
 from gateway.fleet.usage.documents import MOST_FOLDED, FoldedUsage, RunUsage, folded_read, run_read, run_written
 
 RENEW_S: Final = 120.0  # without a change
@@ -49,12 +50,13 @@ class OwnRun(msgspec.Struct, frozen=True, kw_only=True):
     """This gateway's run, for the process that speaks for it, and the one that does so next.
 
     `base` is what earlier names of it had counted, as a document; `written` are those of its documents that may lie in the
-    registry, by number.
+    registry, by number. When `folds` runs had been folded, it was not among them.
     """
 
     id: str
     began_unix_s: int
     since_unix_s: int
+    folds: int = 0
     base: bytes = b""
     written: dict[int, bytes] = {}
 
@@ -68,7 +70,7 @@ class OwnRun(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Resumed(NamedTuple):
-    """A run that was folded, under its next name; not exact where it is not known what that write of it said."""
+    """A run that was folded, under its next name; not exact where it is not known which write of it was."""
 
     run: OwnRun
     is_exact: bool
@@ -78,18 +80,21 @@ def resumed(own: OwnRun, found: FoundUsage, new_id: str, now_unix_s: int, counte
     """The run under another name, if it has been folded. Raises FleetFailed."""
     if own.id in found.runs or not found.folded.revision:
         return None
-    number = folded_read(found.folded.value).folded.get(own.id)
-    if number is None:
+    total = folded_read(found.folded.value)
+    number = total.folded.get(own.id)
+    if number is None and not (own.written and total.folds - own.folds > MOST_FOLDED):  # its name may be forgotten
         return None
-    data = own.written.get(number)
-    if data is not None:
-        was = run_read(own.id, data)
-    else:  # nothing is counted twice: what was counted since then is lost
-        was = RunUsage(gateway="", since_unix_s=own.since_unix_s, number=number, counts=own.counts(counted))
+    known = own.written.get(number) if number is not None else None
+    # Nothing is counted twice: what was folded is at most the latest that may have been taken.
+    documents = [known] if known is not None else own.written.values()
+    states = [run_read(own.id, data).counts for data in documents] or [own.counts(counted)]
+    was = functools.reduce(joined, states, dict[Series, int]())
     before = run_read(own.id, own.base).counts if own.base else {}
-    base = run_written(replace(was, counts=summed([before, was.counts])))
-    run = OwnRun(id=new_id, began_unix_s=own.began_unix_s, since_unix_s=now_unix_s, base=base)
-    return Resumed(run, data is not None)
+    base = run_written(
+        RunUsage(gateway="", since_unix_s=own.since_unix_s, number=number or 0, counts=summed([before, was]))
+    )
+    run = OwnRun(id=new_id, began_unix_s=own.began_unix_s, since_unix_s=now_unix_s, folds=total.folds, base=base)
+    return Resumed(run, known is not None)
 
 
 def next_state(gateway: str, own: OwnRun, seen: RunUsage | None, counts: Counts, has_ended: bool) -> RunUsage:
@@ -104,15 +109,17 @@ def next_state(gateway: str, own: OwnRun, seen: RunUsage | None, counts: Counts,
     )
 
 
-def with_folded(total: FoldedUsage | None, name: str, run: RunUsage) -> FoldedUsage:
-    """The sum with one more run."""
+def with_folded(total: FoldedUsage | None, runs: Mapping[str, RunUsage]) -> FoldedUsage:
+    """The sum with more runs."""
+    since_unix_s = min(run.since_unix_s for run in runs.values())
     if total is None:
-        total = FoldedUsage(since_unix_s=run.since_unix_s)
-    folded = [*total.folded.items(), (name, run.number)][-MOST_FOLDED:]
+        total = FoldedUsage(since_unix_s=since_unix_s)
+    folded = [*total.folded.items(), *((name, run.number) for name, run in runs.items())][-MOST_FOLDED:]
     return FoldedUsage(
-        since_unix_s=min(total.since_unix_s, run.since_unix_s),
+        since_unix_s=min(total.since_unix_s, since_unix_s),
+        folds=total.folds + len(runs),
         folded=dict(folded),
-        counts=summed([total.counts, run.counts]),
+        counts=summed([total.counts, *(run.counts for run in runs.values())]),
     )
 
 

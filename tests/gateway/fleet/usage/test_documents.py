@@ -85,6 +85,17 @@ def test_a_sum_that_grows_too_long_has_fewer_tenants() -> None:
     assert (OTHER, "requests_200", "", "") in kept
 
 
+def test_a_sum_that_deflates_well_can_still_be_read() -> None:
+    parts = ("requests_200", "prompt_tokens", "cached_tokens", "completion_tokens")
+    counts = {(f"tenant-{number:06}", what, "", ""): 1 for number in range(150_000) for what in parts}
+    data, is_whole = folded_written(FoldedUsage(since_unix_s=5, counts=counts))
+    assert not is_whole
+    assert sum(folded_read(data).counts.values()) == len(counts)
+    with pytest.raises(FleetFailed, match="takes") as failed:
+        run_written(replace(RUN, counts=counts))
+    assert failed.value.reason == "too_long"
+
+
 def test_a_thousand_tenants_fit_in_a_write_of_five_seconds() -> None:
     rng = random.Random(7)
     plain = ("requests_200", "requests_429", "requests_499", "prompt_tokens", "cached_tokens", "completion_tokens")

@@ -1,15 +1,18 @@
 """The sum of a fleet's usage: whatever happens, nothing that was written is lost, and nothing counts twice."""
 
 import asyncio
+import threading
 from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gateway.fleet.errors import FleetFailed
 from gateway.fleet.usage.counts import counts_of, summed
-from gateway.fleet.usage.keeper import CYCLE_S, LATE_S, MOST_PAUSE_S, pause_s
-from gateway.fleet.usage.runs import ENDED_S, FOLD_S, RENEW_S, StoredValue
+from gateway.fleet.usage.documents import MOST_FOLDED, RunUsage, folded_read, folded_written, run_written
+from gateway.fleet.usage.keeper import CYCLE_S, LATE_S, MOST_AT_ONCE, MOST_COUNTS, MOST_PAUSE_S, pause_s
+from gateway.fleet.usage.runs import ENDED_S, FOLD_S, RENEW_S, StoredValue, with_folded
 from tests.gateway.fleet.usage.worlds import STEP_S, MemoryUsage, UsageFleet
 from tests.properties import examples
 
@@ -145,6 +148,52 @@ def test_whether_a_lost_write_was_taken_is_known_after_a_fold(lost: str, was_tak
     assert cut_off.heard.failures == ["folded"]
 
 
+def test_a_gateway_that_was_forgotten_does_not_count_twice() -> None:
+    fleet = UsageFleet(2)
+    cut_off = fleet.gateways[0]
+    cut_off.count("acme", 5)
+    cut_off.step()
+    fleet.passes(FORGET_S, silent=0)
+    found = fleet.registry.found
+    total = folded_read(found.folded.value)
+    ended = {f"r{number}": RunUsage(gateway="g2", since_unix_s=1, number=1, counts={}) for number in range(MOST_FOLDED)}
+    data, _ = folded_written(with_folded(total, ended))
+    fleet.registry.found = replace(found, folded=StoredValue(data, 10**6))
+    cut_off.count("acme", 2)
+    cut_off.step()
+    assert cut_off.heard.failures == ["folded_unknown"]
+    assert fleet.stored == {ACME: 7}
+
+
+def test_thousands_of_runs_that_were_killed_are_folded() -> None:
+    fleet = UsageFleet(1)
+    killed = 2000
+    one = run_written(RunUsage(gateway="g2", since_unix_s=1, number=1, counts={ACME: 1}))
+    runs = {f"r{number}": StoredValue(one, number + 1) for number in range(killed)}
+    fleet.registry.found = replace(fleet.registry.found, runs=runs)
+    fleet.registry.revision = killed + 1
+    fleet.gateways[0].count("acme", 1)
+    fleet.passes(FORGET_S)
+    looks = -(-killed // MOST_AT_ONCE)
+    fleet.passes(looks * STEP_S)
+    assert len(fleet.registry.found.runs) == 1
+    assert fleet.stored == {ACME: killed + 1}
+
+
+def test_runs_with_many_counts_are_folded_a_few_at_a_time() -> None:
+    fleet = UsageFleet(1)
+    counts = {(f"t{number}", "requests_200", "", ""): 1 for number in range(MOST_COUNTS // 2)}
+    large = run_written(RunUsage(gateway="g2", since_unix_s=1, number=1, counts=counts, has_ended=True))
+    runs = {f"r{number}": StoredValue(large, number + 1) for number in range(4)}
+    fleet.registry.found = replace(fleet.registry.found, runs=runs)
+    fleet.registry.revision = 5
+    fleet.passes(2 * STEP_S)
+    assert len(fleet.registry.found.runs) == 2
+    fleet.passes(STEP_S)
+    assert len(fleet.registry.found.runs) == 1
+    assert sum(fleet.stored.values()) == 4 * len(counts)
+
+
 def test_while_the_registry_is_lost_pages_show_the_last_sums_and_own_counts_go_on() -> None:
     fleet = UsageFleet(2)
     for gateway in fleet.gateways:
@@ -168,6 +217,23 @@ def test_while_the_registry_is_lost_pages_show_the_last_sums_and_own_counts_go_o
     report = fleet.gateways[0].usage.report()
     assert (report.complete, report.frozen_since_unix_s, report.gateways) == (True, None, 2)
     assert counts_of(report.data) == {ACME: 12}
+
+
+def test_where_nothing_can_be_written_sums_are_not_complete() -> None:
+    fleet = UsageFleet(2)
+    fleet.passes(2 * STEP_S)
+    fleet.registry.fails = "request"  # as an etcd that is full: it still tells what it has
+    for gateway in fleet.gateways:
+        gateway.count("acme", 5)
+        assert not gateway.step()
+    refused_at = 1_800_000_000 + int(fleet.now)
+    for _ in range(3):
+        report = fleet.gateways[0].usage.report()
+        assert (report.complete, report.frozen_since_unix_s) == (False, refused_at)
+        fleet.passes(STEP_S)
+    fleet.registry.fails = "none"
+    fleet.passes(2 * STEP_S)
+    assert fleet.gateways[0].usage.report().complete
 
 
 def test_nobody_is_taken_for_ended_since_the_registry_was_lost() -> None:
@@ -241,6 +307,30 @@ def test_a_process_that_ends_leaves_the_rest_to_one_that_goes_on() -> None:
     asyncio.run(gateway.usage.farewell())
     assert fleet.stored == {}
     assert gateway.heard.failures == []
+
+
+def test_a_last_look_that_is_late_changes_nothing() -> None:
+    fleet = UsageFleet(1)
+    gateway = fleet.gateways[0]
+    gateway.count("acme", 5)
+    gateway.step()
+    answered = threading.Event()
+    fleet.registry.on_read = lambda: answered.wait(10.0)
+    looking = gateway.usage
+    asyncio.run(looking.farewell())
+    assert gateway.heard.failures == ["late"]
+    fleet.registry.on_read = lambda: True
+    gateway.duty.is_ours = True
+    gateway.follow()
+    gateway.count("acme", 1)
+    gateway.step()
+    shown = gateway.board.seen()
+    gateway.count("acme", 1)
+    answered.set()
+    with pytest.raises(FleetFailed, match="another process"):
+        looking.step()  # after the late one
+    assert gateway.board.seen() == shown
+    assert fleet.stored == {ACME: 6}
 
 
 def test_a_gateway_that_never_served_leaves_nothing_behind() -> None:

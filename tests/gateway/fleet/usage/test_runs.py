@@ -66,10 +66,33 @@ def test_where_it_is_not_known_what_was_folded_nothing_counts_twice() -> None:
     assert again.run.counts({ACME: 9}) == {ACME: 3}
 
 
+def test_of_a_run_that_was_folded_at_an_earlier_write_what_it_has_not_written_counts() -> None:
+    own = OWN.about_to_write(7, run_written(run(7, {ACME: 6})), {})
+    again = resumed(own, folded_of(one=4), "new", 8, {ACME: 9})  # of an etcd that was restored
+    assert again is not None
+    assert not again.is_exact
+    assert again.run.counts({ACME: 9}) == {ACME: 3}
+
+
+def test_a_run_whose_name_may_be_forgotten_does_not_count_twice() -> None:
+    own = OWN.about_to_write(7, run_written(run(7, {ACME: 6})), {})
+    many = {f"r{number}": 1 for number in range(MOST_FOLDED)}
+
+    def found(folds: int) -> FoundUsage:
+        data, _ = folded_written(FoldedUsage(since_unix_s=1, folds=folds, folded=many))
+        return FoundUsage(StoredValue(data, 9))
+
+    assert resumed(own, found(MOST_FOLDED), "new", 8, {ACME: 9}) is None
+    again = resumed(own, found(MOST_FOLDED + 1), "new", 8, {ACME: 9})
+    assert again is not None
+    assert not again.is_exact
+    assert again.run.counts({ACME: 9}) == {ACME: 3}
+
+
 def test_a_sum_knows_the_latest_runs_that_it_has() -> None:
     total = None
     for number in range(MOST_FOLDED + 1):
-        total = with_folded(total, f"r{number}", run(number, {ACME: 1}, since_unix_s=100 - number % 7))
+        total = with_folded(total, {f"r{number}": run(number, {ACME: 1}, since_unix_s=100 - number % 7)})
     assert total is not None
     assert total.counts == {ACME: MOST_FOLDED + 1}
     assert total.since_unix_s == 94

@@ -1,6 +1,6 @@
 """A fleet whose registry lies in memory, and whose counts are known: what each run has written."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 
 from gateway.fleet.errors import FleetFailed
@@ -23,17 +23,20 @@ class MemoryUsage:
         self.revision = 1
         self.fails = "none"
         self.on_written: Callable[[], None] = lambda: None
+        self.on_read: Callable[[], bool] = lambda: True
 
-    def read(self) -> FoundUsage:
+    def read(self, own: str = "") -> FoundUsage:
         if self.fails == "down":
             raise FleetFailed("unreachable", "it does not answer")
-        return self.found
+        found = self.found
+        self.on_read()  # the answer may take its time
+        return found
 
     def write(self, run: str, value: bytes, found: FoundUsage) -> bool:
-        return self._changed(run, found, self.found.folded, {run: self._stored(value)}, self.on_written)
+        return self._changed([run], found, self.found.folded, {run: self._stored(value)}, self.on_written)
 
-    def fold(self, run: str, folded: bytes, found: FoundUsage) -> bool:
-        return self._changed(run, found, self._stored(folded), {}, lambda: None)
+    def fold(self, runs: Collection[str], folded: bytes, found: FoundUsage) -> bool:
+        return self._changed(runs, found, self._stored(folded), {}, lambda: None)
 
     def close(self) -> None:
         """Others go on."""
@@ -43,7 +46,7 @@ class MemoryUsage:
 
     def _changed(
         self,
-        run: str,
+        runs: Collection[str],
         found: FoundUsage,
         folded: StoredValue,
         instead: dict[str, StoredValue],
@@ -52,9 +55,9 @@ class MemoryUsage:
         if self.fails in ("down", "request"):
             raise FleetFailed("unreachable", "it does not answer")
         now = self.found
-        if (now.folded, now.runs.get(run)) != (found.folded, found.runs.get(run)):
+        if now.folded != found.folded or any(now.runs.get(run) != found.runs.get(run) for run in runs):
             return False
-        others = {name: each for name, each in now.runs.items() if name != run}
+        others = {name: each for name, each in now.runs.items() if name not in runs}
         self.found = replace(now, folded=folded, runs=others | instead)
         self.revision += 1
         on_changed()
