@@ -1,4 +1,4 @@
-"""What more gateways serve: `python -m benchmarks.fleet.gateways [--counts 1 2 4] [--clients 16 56] [--rounds 2] [--json]`.
+"""What more gateways serve: `python -m benchmarks.fleet.gateways [--counts 1 2 4] [--clients 24 72] [--rounds 2] [--json]`.
 
 Real gateways, agents and emulated engines. With an etcd (ETCD_BINARY) gateways share limits and nodes register there. The
 same conversations are held with each number of gateways, by fewer and by more clients. Each request goes to any gateway by
@@ -28,7 +28,7 @@ from tests.fleet.load import FIRST_TOKEN, LAST_TOKEN
 from tests.fleet.system import FREE_KEY, Fleet
 from tests.membership.etcd.servers import etcd_binary
 
-NODES: Final = 8
+NODES: Final = 4  # busy ones: reports of load then come as often as they may
 CACHE_BYTES: Final = 256 << 20  # of a node: no block is evicted
 CONVERSATIONS: Final = 4  # of a client, one after the other
 TURNS: Final = 6  # of a conversation
@@ -161,7 +161,7 @@ async def main(arguments: argparse.Namespace) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="python -m benchmarks.fleet.gateways", description=__doc__)
     parser.add_argument("--counts", type=int, nargs="+", default=[1, 2, 4])
-    parser.add_argument("--clients", type=int, nargs="+", default=[16, 56])
+    parser.add_argument("--clients", type=int, nargs="+", default=[24, 72])
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--json", action="store_true")
     asyncio.run(main(parser.parse_args()))
