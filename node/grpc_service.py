@@ -4,7 +4,7 @@ import asyncio
 import errno
 import itertools
 import logging
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Callable, Collection
 from functools import cached_property
 from typing import NoReturn
 
@@ -13,7 +13,7 @@ import grpc.aio
 
 from node.agent import NodeAgent
 from node.control.booking_news import BookingNews
-from node.control.broadcast import Watcher, WatcherTooSlow
+from node.control.broadcast import WatcherTooSlow
 from node.control.control_server import HTTP_2, ControlServer, FrontCallers, uncertified
 from node.control.holders import checked_name
 from node.control.rights import CallerOf, RightsInterceptor
@@ -36,7 +36,6 @@ log = logging.getLogger(__name__)
 DEFAULT_LOAD_INTERVAL_S = 0.25
 MIN_LOAD_INTERVAL_S = 0.02
 FAR_LOAD_INTERVAL_S = 1.0  # to gateways of other regions
-TOGETHER_S = 0.02  # events of the cache wait so long for others, where a watcher takes several
 COMMIT_TIMEOUT_S = 120.0
 # A gateway whose machine is gone says nothing, and no end of its connection comes: it would be taken to be there for ever.
 KEEPALIVE_MS, KEEPALIVE_TIMEOUT_MS = 30_000, 20_000
@@ -217,17 +216,16 @@ class NodeService(rpc.NodeAgentServicer):
                 yield event
             load_at = self._now() + interval_s
             while True:
-                wait_s = max(0.0, load_at - self._now()) if is_far else interval_s
                 try:
-                    heard = await _next_of(watcher, wait_s, request)
+                    heard = await watcher.next(max(0.0, load_at - self._now()) if is_far else interval_s)
                 except WatcherTooSlow:
                     await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "watcher too slow: watch again")
-                if not heard:
+                if heard is None:
                     load_at = self._now() + interval_s
                     self._summaries.tell()
-                event = _as_one(heard or (pb.NodeEvent(load=self._agent.load()),))
-                for each in event.several.events if event.HasField("several") else (event,):
-                    self._tell_bookings(each, holder)
+                event = pb.NodeEvent()
+                event.CopyFrom(heard or pb.NodeEvent(load=self._agent.load()))
+                self._tell_bookings(event, holder)
                 event.seq = seq = seq + 1
                 yield event
 
@@ -283,23 +281,6 @@ class NodeService(rpc.NodeAgentServicer):
         name = "".join(each if each.isprintable() else "?" for each in named[:80]) or "somebody"
         certified = self.caller_of(context.peer())
         return f"{name} ({certified[0]}) at {certified[1]}" if certified is not None else f"{name} at {context.peer()}"
-
-
-async def _next_of(watcher: Watcher, wait_s: float, request: pb.WatchRequest) -> Sequence[pb.NodeEvent]:
-    """What a watcher is to hear next: one event, or several where it takes them. Raises WatcherTooSlow."""
-    if request.takes_several:
-        return await watcher.next_several(wait_s, TOGETHER_S)
-    event = await watcher.next(wait_s)
-    return () if event is None else (event,)
-
-
-def _as_one(events: Sequence[pb.NodeEvent]) -> pb.NodeEvent:
-    """A message of its own: events are shared by all watchers."""
-    if len(events) > 1:
-        return pb.NodeEvent(several=pb.NodeEvents(events=events))
-    message = pb.NodeEvent()
-    message.CopyFrom(events[0])
-    return message
 
 
 async def _refuse(context: grpc.aio.ServicerContext, refusal: NodeRefusal) -> NoReturn:

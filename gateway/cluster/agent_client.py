@@ -278,7 +278,7 @@ class AgentClient:
         await self._peer.look()
         told, cluster = NearClusters(self.near.names), ""
         stream = self._stub.Watch(
-            pb.WatchRequest(load_interval_s=load_interval_s, holder=self._holder, near=told.names, takes_several=True)
+            pb.WatchRequest(load_interval_s=load_interval_s, holder=self._holder, near=told.names)
         )
         last_seq: int | None = None
         try:

@@ -191,9 +191,6 @@ def events_from(event: pb.NodeEvent) -> Iterator[NodeEvent]:
         case "cleared":
             every = event.cleared.medium == pb.MEDIUM_UNSPECIFIED
             yield CacheCleared(None if every else _medium(event.cleared.medium))
-        case "several":
-            for each in event.several.events:
-                yield from events_from(each)
         case _:
             return  # an event of a later version
 

@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -10,9 +10,6 @@ from transport.control.proto import node_pb2 as pb
 
 MAX_QUEUED_EVENTS = 4096
 """A watcher this far behind is cut off; it watches again and gets a fresh snapshot."""
-MOST_TOGETHER = 64
-MOST_TOGETHER_BYTES = 256 << 10
-OF_CACHE = frozenset({"stored", "removed"})  # what many requests cause, and a watcher may hear a moment later
 
 
 class WatcherTooSlow(Exception):
@@ -47,29 +44,6 @@ class Watcher:
             async with asyncio.timeout(timeout_s):
                 return await self._queue.get()
         return None
-
-    async def next_several(self, timeout_s: float, waits_s: float) -> Sequence[pb.NodeEvent]:
-        """The next event and what is behind it, none after `timeout_s` without one. Raises WatcherTooSlow.
-
-        Blocks that come and go wait up to `waits_s` for more events: a message costs each watcher far more than an event.
-        """
-        event = await self.next(timeout_s)
-        if event is None:
-            return ()
-        loop = asyncio.get_running_loop()
-        found, size, until = [event], event.ByteSize(), loop.time() + waits_s
-        while event is not None and len(found) < MOST_TOGETHER and size < MOST_TOGETHER_BYTES:
-            if event.WhichOneof("event") not in OF_CACHE:
-                until = loop.time()  # what is there already goes with it
-            left_s = until - loop.time()
-            event = await self.next(left_s) if left_s > 0 else self._at_once()
-            if event is not None:
-                found.append(event)
-                size += event.ByteSize()
-        return found
-
-    def _at_once(self) -> pb.NodeEvent | None:
-        return None if self._queue.empty() else self._queue.get_nowait()
 
 
 class Broadcast:
