@@ -114,6 +114,7 @@ class ArenaPages:
         self._rooms = TenantPages()
         self._room_ids = itertools.count()
         self.work = PacedWork()
+        self._committed_in_steps: dict[str, bytes] = {}  # by request: the first block of its prompt
         # A request uses blocks that were cached: their hashes from the prompt's beginning on.
         self.on_found: Callable[[Sequence[bytes]], None] = lambda hashes: None
         self.pinned_tokens: Callable[[], int] = lambda: 0  # what contexts hold, whatever requests end
@@ -324,9 +325,16 @@ class ArenaPages:
             await asyncio.sleep(0)
 
     async def bring_back(self, hashes: Sequence[bytes], num_tokens: int) -> None:
-        """Has the SSD give back what it adds to a prompt's hit, unless computing it is sooner done."""
+        """Has the SSD give back what it adds to a prompt's hit, unless computing it is sooner done. If a prompt that begins
+        alike is being committed, that is done first: its states are at its end.
+        """
+        await self._committed_alike(hashes)
         if self.ssd:
             await self.ssd.bring_back_for_prefill(hashes, num_tokens)
+
+    async def _committed_alike(self, hashes: Sequence[bytes]) -> None:
+        if any(first in hashes[:1] and name in self.work for name, first in self._committed_in_steps.items()):
+            await self.work.settled()
 
     def computed(self, num_tokens: int, seconds: float) -> None:
         """A prefill computed that much in that time."""
@@ -345,6 +353,7 @@ class ArenaPages:
         with contextlib.suppress(NodeRefusal):
             hashes = await read_hashes(joined_hashes, is_long=is_paced(self.layout, num_tokens))
             self._check(hashes, num_tokens)
+            await self._committed_alike(hashes)
             if self.ssd:
                 await self.ssd.bring_back_for_landing(hashes, num_tokens)
             await self.make_room(hashes, num_tokens, Purpose.LANDING, tenant)
@@ -367,6 +376,7 @@ class ArenaPages:
 
         if is_paced(self.layout, filled_tokens) or request_id in self.work:
             step = COMMIT_BLOCKS * self.layout.block_size
+            self._committed_in_steps[request_id] = self.cache.first_block(request_id)
             self.work.add(request_id, up_to(filled_tokens, step, committed))
         else:
             committed(filled_tokens)
@@ -377,6 +387,7 @@ class ArenaPages:
         def released() -> None:
             self.cache.release(request_id, now=self._now())
             self._rooms.released(request_id)
+            self._committed_in_steps.pop(request_id, None)
             self.changed()
 
         if request_id in self.work:
