@@ -104,10 +104,6 @@ class PrefixCache:
         """The pages of a window's block or a snapshot; empty unless it is held."""
         return self._tree.companion_pages(group, block_hash)
 
-    def first_block(self, request_id: str) -> bytes:
-        """The hash that a reservation's prompt begins with; b"" without a full block. Raises UnknownReservation."""
-        return next(iter(self._hold(request_id).hashes), b"")
-
     def report(self) -> PoolReport:
         prefix = self._tree.num_pages
         free = self._tree.pool.num_free
