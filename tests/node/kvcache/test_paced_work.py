@@ -93,6 +93,9 @@ def test_settled_does_not_wait_for_what_comes_later() -> None:
     run(scenario())
 
 
+OPS = ("reserve", "reserve", "commit", "commit", "release", "turns", "evict", "clear")
+
+
 class _Heard:
     """What one who hears all events of a cache believes to be there, by group."""
 
@@ -125,9 +128,9 @@ def test_whatever_comes_between_two_steps_what_is_told_is_there(tmp_path: Path, 
         pages = arena_pages(tmp_path, events, 4 * PACED_BLOCKS)
         prompts = [block_hashes(range(at, at + 3 * PACED_BLOCKS * size), size, b"") for at in (0, 10**7)]
         running: dict[str, int] = {}
-        for number in range(40):
+        for number in range(200):
             name = drawn.choice([*running, ""])
-            match drawn.choice(["reserve", "reserve", "commit", "release", "turns", "turns", "evict", "clear"]):
+            match drawn.choice(OPS):
                 case "reserve":
                     blocks, purpose = drawn.randint(1, 2 * PACED_BLOCKS), drawn.choice([*Purpose][:2])
                     with contextlib.suppress(NodeRefusal):
