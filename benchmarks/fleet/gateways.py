@@ -40,7 +40,7 @@ PATIENCE_S: Final = 120.0
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class ServedRound:
     """A round with so many gateways. `cores` is what they all took of the CPU."""
 
     gateways: int
@@ -65,7 +65,7 @@ class Scaling:
         return self.gateways * (1.0 - self.idle) / self.cpu_ms * 1e3
 
 
-async def served_by(count: int, clients: int, seed: int, etcd: str | None) -> Served:
+async def served_by(count: int, clients: int, seed: int, etcd: str | None) -> ServedRound:
     """One round: a fleet of its own, with empty caches."""
     with tempfile.TemporaryDirectory(prefix="gateways-") as home:
         fleet = Fleet(Path(home), NODES, count, etcd, CACHE_BYTES)
@@ -77,7 +77,7 @@ async def served_by(count: int, clients: int, seed: int, etcd: str | None) -> Se
             await fleet.end()
 
 
-async def _round(fleet: Fleet, http: aiohttp.ClientSession, clients: int, rng: random.Random) -> Served:
+async def _round(fleet: Fleet, http: aiohttp.ClientSession, clients: int, rng: random.Random) -> ServedRound:
     loop = asyncio.get_running_loop()
     urls = sorted(fleet.urls.values())
     await asyncio.gather(*(_ask(http, url, [FIRST_TOKEN] * 8) for url in urls for _ in range(4)))
@@ -98,7 +98,7 @@ async def _round(fleet: Fleet, http: aiohttp.ClientSession, clients: int, rng: r
             group.create_task(client())
     took_s = loop.time() - began
     cached, prompted = map(sum, zip(*found, strict=True))
-    return Served(len(urls), len(found) / took_s, (_cpu_s(fleet) - before_s) / took_s, cached / prompted)
+    return ServedRound(len(urls), len(found) / took_s, (_cpu_s(fleet) - before_s) / took_s, cached / prompted)
 
 
 async def _ask(http: aiohttp.ClientSession, url: str, prompt: Sequence[int]) -> Mapping[str, Any]:
@@ -127,7 +127,7 @@ def _cpu_s(fleet: Fleet) -> float:
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
-def scaling(rounds: Sequence[Served]) -> Iterator[Scaling]:
+def scaling(rounds: Sequence[ServedRound]) -> Iterator[Scaling]:
     """The least number of gateways first."""
     least: Scaling | None = None
     for count in sorted({each.gateways for each in rounds}):

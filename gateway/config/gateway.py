@@ -335,7 +335,7 @@ class GatewayConfig:
         require_one_of("log_level", self.log_level, LOG_LEVELS)
         require_one_of("log_format", self.log_format, LOG_FORMATS)
         require(self.threshold_tokens >= 0, "threshold_tokens", self.threshold_tokens, "a number of at least 0")
-        check_models(self.models, self.served_model, self.default_model, self.models_dir)
+        check_models(self.models, self.served_model, self.default_model, self.models_dir, self.workers)
         require(self.model_grace_s >= 0, "model_grace_s", self.model_grace_s, "a number of seconds of at least 0")
         if self.tokenizer_dir is None and not self.models:
             raise SettingsError("missing: tokenizer_dir (or [[gateway.models]] tables, each with its own)")

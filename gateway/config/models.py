@@ -120,11 +120,17 @@ def ordered(models: Sequence[ModelTable], default: str) -> tuple[ModelTable, ...
     return tuple(sorted(models, key=lambda each: bool(default) and each.name != default))
 
 
-def check_models(models: Sequence[ModelTable], served_model: str, default: str, models_dir: Path | None) -> None:
-    """Raises SettingsError for models without a name or a tokenizer, and for names that two have."""
+def check_models(
+    models: Sequence[ModelTable], served_model: str, default: str, models_dir: Path | None, workers: int = 1
+) -> None:
+    """Raises SettingsError for models without a name or a tokenizer, for names that two have, and for a `max_in_flight` that
+    workers cannot divide.
+    """
     require(len(models) < MOST_MODELS, "models", len(models), f"fewer than {MOST_MODELS} tables")
     for each in models:
         require(bool(each.name), "models.name", each.name, "a name")
+        most, wanted = each.max_in_flight, f"at least the number of workers, {workers}"
+        require(most is None or most >= workers, f"models: {each.name!r}: max_in_flight", most, wanted)
         has_folder = models_dir is not None and bool(FOLDER.fullmatch(each.name))
         if each.tokenizer_dir is None and not has_folder:
             raise SettingsError(

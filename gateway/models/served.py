@@ -61,20 +61,28 @@ class ModelParts:
         finally:
             self.uses -= 1
 
-    def check_room(self) -> None:
-        """Raises Overloaded while it has as many requests as it may have."""
-        if self.in_flight >= (limit := self.config.max_in_flight):
-            raise Overloaded(f"The gateway already serves {limit} requests of this model, its limit. Please retry.")
+    def check_room(self, places: int = 1) -> None:
+        """Raises Overloaded while it may not have so many requests more."""
+        limit = self.config.max_in_flight
+        if self.in_flight + places <= limit:
+            return
+        most = "its limit" if self.in_flight >= limit else f"and {limit} at most"
+        raise Overloaded(f"The gateway already serves {self.in_flight} requests of this model, {most}. Please retry.")
 
     @contextmanager
     def serving(self) -> Iterator[None]:
         """One more request of it has a place until the end of this block."""
-        self.in_flight += 1
+        with self.used(), self.placed(1):
+            yield
+
+    @contextmanager
+    def placed(self, places: int) -> Iterator[None]:
+        """So many more requests of it, one for each answer, have places until the end of this block."""
+        self.in_flight += places
         try:
-            with self.used():
-                yield
+            yield
         finally:
-            self.in_flight -= 1
+            self.in_flight -= places
 
     def configure(self, config: GatewayConfig) -> None:
         """Works by `config`, which is for this model, from now on."""

@@ -215,21 +215,22 @@ class GenerationEndpoint:
         n = request.call.options.n or 1
         if n == 1:
             return [request]
-        if n > (most := self._most_answers(visit)):
+        if n > (most := self._most_answers(parts, visit)):
             raise too_many(n, "n", most)
         check_size([request.call] * n, self.config.max_several_bytes)
         return _for_each_answer(request, self.next_id)
 
-    def _most_answers(self, visit: InflightRequest) -> int:
+    def _most_answers(self, parts: ModelParts, visit: InflightRequest) -> int:
         """How many answers one request may ask for: more would never have a place at once."""
         share, limits = visit.tenant.share, visit.tenant.limits
-        return min(MAX_ANSWERS, limits.at_once or MAX_ANSWERS, self.rooms.admission.most_of(share))
+        at_once = limits.at_once or MAX_ANSWERS
+        return min(MAX_ANSWERS, at_once, parts.config.max_in_flight, self.rooms.admission.most_of(share))
 
     async def _read_list(self, parts: ModelParts, visit: InflightRequest) -> list[Request]:
         """The requests that a completion with a list of prompts makes. Raises ApiError."""
         body, visit.body = visit.body, b""
         bodies = await parts.steps.reader.think(lambda _: bodies_of(body), visit.tenant.share, len(body))
-        n, most = bodies.common.options.n or 1, self._most_answers(visit)
+        n, most = bodies.common.options.n or 1, self._most_answers(parts, visit)
         if len(bodies) * n > most:
             raise too_many(len(bodies) * n, "n" if n > 1 else "prompt", most)
         check_size([bodies.whole(prompt) for prompt in bodies.prompts] * n, self.config.max_several_bytes)
@@ -257,6 +258,8 @@ class GenerationEndpoint:
         failed: ApiError | None = None
         with ExitStack() as places:
             try:
+                parts.check_room(len(requests) - 1)
+                places.enter_context(parts.placed(len(requests) - 1))
                 for _ in requests[1:]:
                     await self.rooms.admission.take(visit.tenant.share)
                     places.callback(self.rooms.admission.give_back, visit.tenant.share)

@@ -136,17 +136,22 @@ class CacheDigest:
     def whole(self, most_names: int = WHOLE_NAMES) -> Iterator[DigestEvent]:
         """All of it, for a new listener, in parts of so many names, each as of when it is asked for. What changes meanwhile,
         `take` says: a listener that hears of it after the parts that were made before knows all.
+
+        Before each part is asked for, all who listen must have been told of what `take` says. Else what goes and comes again
+        between two words is neither in a part nor told.
         """
         yield DigestCleared()
-        for group, medium in sorted(self._counts):
-            names = list(self._counts.get((group, medium), ()))  # some milliseconds for a million
-            for start in range(0, len(names), most_names):
-                # What has gone meanwhile is left out, and what was told of memory already.
-                held = self._counts.get((group, medium), Counter[bytes]())
-                told = self._counts.get((group, Medium.MEMORY)) if medium is Medium.SSD else None
-                some = [name for name in names[start : start + most_names] if name in held and name not in (told or ())]
-                if some:
-                    yield DigestPart(group, _told_as(medium), tuple(some))
+        for group, told_as in sorted({(group, _told_as(medium)) for group, medium in self._counts}):
+            media = _TOLD_TOGETHER[told_as]
+            # All at once, as names move from one medium to another: some milliseconds for a million.
+            names = [list(self._counts.get((group, medium), ())) for medium in media]
+            told: set[bytes] = set()
+            for some in (each[at : at + most_names] for each in names for at in range(0, len(each), most_names)):
+                part = tuple(name for name in some if name not in told and self._has(group, told_as, name))
+                if len(names) > 1 and all(names):
+                    told.update(part)
+                if part:
+                    yield DigestPart(group, told_as, part)
 
     def _has(self, group: int, medium: Medium, name: bytes) -> bool:
         return any(name in self._counts.get((group, each), ()) for each in _TOLD_TOGETHER[_told_as(medium)])

@@ -10,7 +10,7 @@ from typing import Final
 
 from hybrid_cache.cache.events import BlocksStored, CacheEvent, Medium
 from hybrid_cache.hashing.block_hash import split_hashes
-from hybrid_cache.index.digest import NAME_BYTES, CacheDigest, DigestCleared, DigestEvent
+from hybrid_cache.index.digest import NAME_BYTES, WHOLE_NAMES, CacheDigest, DigestCleared, DigestEvent
 from node.control.broadcast import Broadcast, Watcher
 from transport.control.proto import node_pb2 as pb
 
@@ -72,11 +72,15 @@ class Summaries:
             self._unread = None
         self._digest.take()  # everyone who watches is told all of it
 
-    def whole(self) -> Iterator[pb.NodeEvent]:
+    def whole(self, most_names: int = WHOLE_NAMES) -> Iterator[pb.NodeEvent]:
         """The digest, in messages that are made when they are asked for."""
         while self._unread is not None:
             self._read_part()
-        for event in self._digest.whole():
+        parts = self._digest.whole(most_names)
+        while True:
+            self._tell_changes()  # a part counts on it
+            if (event := next(parts, None)) is None:
+                return
             yield from messages([event])
 
     def tell(self) -> None:

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from hybrid_cache.cache.events import BlocksRemoved, BlocksStored, CacheCleared, CacheEvent, Medium, in_parts
@@ -114,6 +114,7 @@ class ArenaPages:
         self._rooms = TenantPages()
         self._room_ids = itertools.count()
         self.work = PacedWork()
+        self._long: dict[str, bytes] = {}  # requests that are committed in steps: the first block of each prompt
         # A request uses blocks that were cached: their hashes from the prompt's beginning on.
         self.on_found: Callable[[Sequence[bytes]], None] = lambda hashes: None
         self.pinned_tokens: Callable[[], int] = lambda: 0  # what contexts hold, whatever requests end
@@ -231,6 +232,7 @@ class ArenaPages:
                 self.on_found(hashes[: reservation.cached_tokens // self.layout.block_size])
             unless_returned.pop_all()
         if is_paced(self.layout, num_tokens):
+            self._long[request_id] = next(iter(hashes), b"")
             self.work.add(request_id, self.cache.begin_steps(request_id, purpose, hints, now))
         return reservation
 
@@ -324,7 +326,10 @@ class ArenaPages:
             await asyncio.sleep(0)
 
     async def bring_back(self, hashes: Sequence[bytes], num_tokens: int) -> None:
-        """Has the SSD give back what it adds to a prompt's hit, unless computing it is sooner done."""
+        """Has the SSD give back what it adds to a prompt's hit, unless computing it is sooner done. If a prompt that begins
+        alike is being committed, that is done first: its states are at its end.
+        """
+        await _committed_alike(self._long, hashes, self.work)
         if self.ssd:
             await self.ssd.bring_back_for_prefill(hashes, num_tokens)
 
@@ -345,6 +350,7 @@ class ArenaPages:
         with contextlib.suppress(NodeRefusal):
             hashes = await read_hashes(joined_hashes, is_long=is_paced(self.layout, num_tokens))
             self._check(hashes, num_tokens)
+            await _committed_alike(self._long, hashes, self.work)
             if self.ssd:
                 await self.ssd.bring_back_for_landing(hashes, num_tokens)
             await self.make_room(hashes, num_tokens, Purpose.LANDING, tenant)
@@ -377,6 +383,7 @@ class ArenaPages:
         def released() -> None:
             self.cache.release(request_id, now=self._now())
             self._rooms.released(request_id)
+            self._long.pop(request_id, None)
             self.changed()
 
         if request_id in self.work:
@@ -442,6 +449,12 @@ class ArenaPages:
         for event in (*self.cache.take_events(), *(self.ssd.take_events() if self.ssd else ())):
             for part in in_parts(event, PART_HASHES):
                 self._events.publish(as_message(part))
+
+
+async def _committed_alike(long: Mapping[str, bytes], hashes: Sequence[bytes], work: PacedWork) -> None:
+    """Waits for what is still to be done for long prompts that begin as this one."""
+    if any(first in hashes[:1] and request_id in work for request_id, first in long.items()):
+        await work.settled()
 
 
 def _close_unused(opening: "asyncio.Future[DiskTier]") -> None:

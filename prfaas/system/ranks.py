@@ -12,6 +12,7 @@ import os
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Final
 
 from node.agent import ENGINE_STOP_S
@@ -23,6 +24,7 @@ from transport.control.python_command import python_module
 MOST_RANKS: Final = 64  # on one machine
 NUMBER: Final = "{rank}"  # in the names of files that each rank has one of
 OWN_FILES: Final = ("certificate", "key")
+LAST_PORT: Final = 65535
 ADVERTISED: Final = ("control_advertise", "transfer_advertise")
 DEVICES: Final = "CUDA_VISIBLE_DEVICES"
 SIZE: Final = ("--data-parallel-size", "-dp")
@@ -56,6 +58,7 @@ def rank_plans(
             raise StartRefused(
                 f"{name} = {path!r}: each rank needs one of its own; write {NUMBER} where its number stands"
             )
+    _check_ports(config, count)
     engine_flags = _data_parallel_flags(config.engine_args, count, first, free_port)
     devices = _devices(environment.get(DEVICES, ""), count)
     return [
@@ -67,6 +70,18 @@ def rank_plans(
         )
         for at in range(count)
     ]
+
+
+def _check_ports(config: NodeConfig, count: int) -> None:
+    """Each rank's ports are one higher: two of a host that lie nearer together than there are ranks would meet."""
+    listeners = [config.port(name) for name in LISTENERS]
+    given = sorted((each.host, each.number, each.key) for each in listeners if each.number)
+    for _, port, key in given:
+        if port + count - 1 > LAST_PORT:
+            raise StartRefused(f"{key} = {port}: {count} ranks need ports up to {port + count - 1}")
+    for (host, lower, key), (other_host, port, other) in pairwise(given):
+        if host == other_host and port - lower < count:
+            raise StartRefused(f"{other} = {port} lies less than {count} above {key} = {lower}: ranks would meet there")
 
 
 def _flags(config: NodeConfig, at: int, number: int) -> list[str]:
@@ -196,5 +211,6 @@ async def _ended(
 
 
 def _status(statuses: Sequence[int], *, by_itself: bool) -> int:
-    """What a rank says that failed, else that one ended without being told."""
-    return max([EXIT_FAILED if status < 0 else status for status in statuses], default=0) or int(by_itself)
+    """What a rank says that failed, else that one ended without being told. A SIGTERM ends one that is about to start."""
+    own = (0 if status == -signal.SIGTERM else EXIT_FAILED if status < 0 else status for status in statuses)
+    return max(own, default=0) or int(by_itself)

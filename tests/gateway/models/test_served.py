@@ -21,6 +21,7 @@ from tests.gateway.routing.test_prefix_transfers import holds
 from tests.gateway.scripted import ScriptedNode
 from tests.gateway.worlds import until
 from transport.control.proto import node_pb2 as pb
+from transport.control.settings import SettingsError
 
 WHOLE = ModelTable(name=OTHER, tokenizer_dir=TABLE.tokenizer_dir, threshold_tokens=1e9)
 
@@ -135,11 +136,28 @@ async def test_a_model_has_no_more_requests_than_its_table_says() -> None:
         assert [parts.in_flight for parts in w.models] == [0, 0]
 
 
+@on_memory_loop
+async def test_each_answer_counts_among_the_requests_of_a_model() -> None:
+    """As it does among the gateway's."""
+    async with two_models(models=(replace(TABLE, max_in_flight=2),)) as w:
+        gate = w.nodes.decode[1].script.decode_gate = asyncio.Event()
+        assert await ask(w, OTHER, n=3) == 400
+        first = asyncio.create_task(ask(w, OTHER))
+        await until(lambda: w.nodes.decode[1].running)
+        assert await ask(w, OTHER, n=2) == 429
+        gate.set()
+        assert (await first, await ask(w, OTHER, n=2)) == (200, 200)
+        await w.settled()
+        assert [parts.in_flight for parts in w.models] == [0, 0]
+
+
 def test_workers_have_parts_of_what_a_model_may_have() -> None:
     table = replace(TABLE, max_in_flight=9)
     config = GatewayConfig(nodes=(NodeAddress(agent="127.0.0.1:7001"),), tokenizer_dir=Path("t"), models=(table,))
     limits = [config_of(config, config.catalog, key, workers=4).max_in_flight for key in ("", OTHER)]
     assert limits == [config.max_in_flight, 2]
+    with pytest.raises(SettingsError, match=f"{OTHER}.*max_in_flight.*at least the number of workers, 16"):
+        replace(config, workers=16)
 
 
 @on_memory_loop

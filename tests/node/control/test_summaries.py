@@ -5,6 +5,8 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from gateway.cluster.agent_client import RENEWED, AgentClient, NearClusters
 from gateway.cluster.agent_values import NodeEvent, NodeInfo, NodeLoad, events_from
@@ -276,3 +278,87 @@ def test_a_long_digest_is_made_message_by_message() -> None:
         assert len(next(messages).digest.parts[0].added) == WHOLE_NAMES * NAME_BYTES
         node.events.publish(removed(list(many[-2:])))  # of the last two parts
         assert [len(each.digest.parts[0].added) // NAME_BYTES for each in messages] == [WHOLE_NAMES - 1]
+
+
+BITS = [part + bytes(28) for part in (b"aaaa", b"bbbb", b"cccc")]
+CHANGES = st.tuples(
+    st.sampled_from(["stored", "removed", "cleared", "tell", "read"]),
+    st.sampled_from(BITS),
+    st.sampled_from([pb.MEDIUM_MEMORY, pb.MEDIUM_SSD, pb.MEDIUM_ENGINE]),
+)
+
+
+READ = ("read", BITS[0], pb.MEDIUM_MEMORY)
+
+
+@given(st.lists(CHANGES, max_size=8), st.lists(CHANGES, max_size=24))
+@example(  # it is read back from the SSD after its memory was told, and before the SSD is
+    [("stored", BITS[0], pb.MEDIUM_MEMORY), ("stored", BITS[1], pb.MEDIUM_SSD)],
+    [READ, READ, ("stored", BITS[1], pb.MEDIUM_MEMORY)],
+)
+@example(  # the same, and the SSD forgets it
+    [("stored", BITS[0], pb.MEDIUM_MEMORY), ("stored", BITS[1], pb.MEDIUM_SSD)],
+    [READ, READ, ("stored", BITS[1], pb.MEDIUM_MEMORY), ("removed", BITS[1], pb.MEDIUM_SSD)],
+)
+@example(  # its part leaves it out, and it comes again before the next word
+    [("stored", BITS[0], pb.MEDIUM_MEMORY), ("stored", BITS[1], pb.MEDIUM_MEMORY)],
+    [READ, READ, ("removed", BITS[1], pb.MEDIUM_MEMORY), READ, ("stored", BITS[1], pb.MEDIUM_MEMORY)],
+)
+@example(  # it is not there when the names are looked up, and comes again before the next word
+    [("stored", BITS[0], pb.MEDIUM_MEMORY), ("stored", BITS[1], pb.MEDIUM_MEMORY)],
+    [("removed", BITS[1], pb.MEDIUM_MEMORY), READ, READ, ("stored", BITS[1], pb.MEDIUM_MEMORY)],
+)
+def test_one_who_reads_the_whole_while_it_changes_knows_what_there_is(
+    before: list[tuple[str, bytes, pb.Medium]], after: list[tuple[str, bytes, pb.Medium]]
+) -> None:
+    """However blocks move between memory and SSD meanwhile, or go and come again."""
+
+    async def scenario() -> None:
+        node, held = Node(), set[tuple[bytes, bool]]()
+        of_medium: dict[pb.Medium, set[bytes]] = {
+            medium: set() for medium in (pb.MEDIUM_MEMORY, pb.MEDIUM_SSD, pb.MEDIUM_ENGINE)
+        }
+
+        def act(what: str, block: bytes, medium: pb.Medium) -> None:
+            if what == "stored":
+                of_medium[medium].add(block)
+                change = pb.BlocksStored(group=1, hashes=block, medium=medium)
+                node.events.publish(pb.NodeEvent(stored=change))
+            elif what == "removed":
+                of_medium[medium].discard(block)
+                gone = pb.BlocksRemoved(group=1, hashes=block, medium=medium)
+                node.events.publish(pb.NodeEvent(removed=gone))
+            elif what == "cleared":
+                of_medium[medium].clear()
+                node.events.publish(pb.NodeEvent(cleared=pb.CacheCleared(medium=medium)))
+            elif what == "tell":
+                node.now += TELL_S
+                node.summaries.tell()
+
+        def learn(events: list[NodeEvent]) -> None:
+            for event in events:
+                if isinstance(event, DigestCleared):
+                    held.clear()
+                elif isinstance(event, DigestPart):
+                    held.update((name, event.medium is Medium.ENGINE) for name in event.added)
+                    held.difference_update((name, event.medium is Medium.ENGINE) for name in event.removed)
+
+        with node.summaries.watch():
+            await node.summaries.read()
+            for change in before:
+                act(*change)
+            with node.summaries.watch() as watcher:
+                whole = node.summaries.whole(1)
+                for what, block, medium in after:
+                    if what == "read":
+                        learn(values([each for each in [next(whole, None)] if each is not None]))
+                    act(what, block, medium)
+                learn(values([*whole]))
+                node.now += TELL_S
+                node.summaries.tell()
+                learn(await heard(watcher))
+        here = of_medium[pb.MEDIUM_MEMORY] | of_medium[pb.MEDIUM_SSD]
+        wanted = {(name, False) for name in named([*here])}
+        assert held == wanted | {(name, True) for name in named([*of_medium[pb.MEDIUM_ENGINE]])}
+
+    asyncio.run(scenario())

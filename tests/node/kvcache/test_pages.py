@@ -313,3 +313,40 @@ def test_of_a_long_prompt_no_block_may_appear_twice(tmp_path: Path) -> None:
             pages.reserve("long", [*hashes, hashes[0]], blocks * size, Purpose.LANDING)
 
     run(scenario())
+
+
+def test_a_prompt_finds_all_of_a_long_one_that_is_just_being_committed(tmp_path: Path) -> None:
+    """Its state lies at its end, and comes last: half of a long prompt is of no use to a hybrid model."""
+
+    async def scenario() -> None:
+        blocks, size = 2 * PACED_BLOCKS, LAYOUT.block_size
+        pages = arena_pages(tmp_path, Broadcast(), 3 * blocks)
+        hashes = block_hashes(range((blocks + 4) * size), size, b"")
+        await pages.reserve_when_free("long", hashes[:blocks], blocks * size, Purpose.PREFILL, 0.0)
+        pages.commit("long", blocks * size)
+        pages.release("long")
+        contexts = PinnedContexts(pages, lambda: 0.0)
+        wish = pb.ContextRequest(
+            context_id="kept", block_hashes=b"".join(hashes[:blocks]), num_tokens=blocks * size, ttl_s=60.0
+        )
+        kept = asyncio.create_task(contexts.create(wish))
+        next_turn = await pages.reserve_when_free("next", hashes, (blocks + 4) * size, Purpose.PREFILL, 10.0)
+        assert next_turn.cached_tokens == blocks * size
+        assert (await kept).num_tokens == blocks * size
+
+    run(scenario())
+
+
+def test_a_prompt_does_not_wait_for_another_one_that_is_being_committed(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        blocks, size = 2 * PACED_BLOCKS, LAYOUT.block_size
+        pages = arena_pages(tmp_path, Broadcast(), blocks + 100)
+        long = block_hashes(range(blocks * size), size, b"")
+        await pages.reserve_when_free("long", long, blocks * size, Purpose.PREFILL, 0.0)
+        pages.commit("long", blocks * size)
+        pages.release("long")
+        other = block_hashes(range(10**7, 10**7 + 4 * size), size, b"")
+        await pages.reserve_when_free("other", other, 4 * size, Purpose.PREFILL, 10.0)
+        assert "long" in pages.work
+
+    run(scenario())

@@ -1,5 +1,6 @@
 """Several engines from one node's file."""
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -13,7 +14,7 @@ import pytest
 
 from node.config import NodeConfig
 from prfaas.errors import StartRefused
-from prfaas.system.ranks import DEVICES, RankPlan, rank_plans
+from prfaas.system.ranks import DEVICES, RankPlan, rank_plans, run_ranks
 
 PATIENCE_S = 120.0
 
@@ -86,6 +87,27 @@ def test_what_cannot_be_shared_out_is_refused(
 ) -> None:
     with pytest.raises(StartRefused, match=said):
         plans(environment=environment, engine_args=engine_args)
+
+
+def test_ports_that_two_ranks_would_share_are_named() -> None:
+    with pytest.raises(StartRefused, match=r"transfer_port = 7002 .*control_port = 7001"):
+        plans(control_port=7001, transfer_port=7002)
+    with pytest.raises(StartRefused, match=r"control_port = 65535"):
+        plans(control_port=65535)
+    assert len(plans(3, control_port=7001, transfer_port=7004)) == 3
+
+
+def test_ranks_that_are_told_to_end_before_they_listen_to_it_have_not_failed() -> None:
+    """What stops a service while it starts would call it failed."""
+
+    async def scenario() -> int:
+        async with asyncio.timeout(20.0):
+            running = asyncio.create_task(run_ranks(plans(), [["sleep", "600"]] * 2, 0.0, print))
+            await asyncio.sleep(0.2)
+            os.kill(os.getpid(), signal.SIGTERM)
+            return await running
+
+    assert asyncio.run(scenario()) == 0
 
 
 def start(tmp_path: Path) -> "subprocess.Popen[str]":
