@@ -21,7 +21,7 @@ from node.agent import NodeAgent
 from node.control.call_server import Called
 from node.control.holders import MAX_NAME
 from node.errors import NodeRefusal, UnansweredCall
-from node.picked.bodies import PickedBody, reason_against_leg, token_ids, with_params
+from node.picked.bodies import PickedBody, least_tokens, reason_against_leg, token_ids, with_params
 from node.picked.engine_calls import EngineCalls
 from node.picked.legs import LegAnswer, PrefillAsked, PrefillPlace, label
 from node.picked.peer_calls import PeerCalls
@@ -60,6 +60,11 @@ class PendingLanding:
     leg: "asyncio.Task[None] | None" = None
     failure: str = ""
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether all of it has come, whatever the other node says of it, or fails to say."""
+        return self.entry.landed.done() and not self.entry.landed.result()
+
 
 @dataclass(frozen=True, slots=True)
 class _Prepared:
@@ -89,9 +94,9 @@ class PickedRequests:
         except UnansweredCall as exc:
             outcome = LegAnswer(reason=exc.label)
         except asyncio.CancelledError:
-            self._agent.picked.legs["given_up"] += 1
+            self._agent.picked.leg_ended("given_up")
             raise
-        self._agent.picked.legs["delivered" if outcome.delivered else outcome.reason] += 1
+        self._agent.picked.leg_ended("delivered" if outcome.delivered else outcome.reason)
         return outcome
 
     @asynccontextmanager
@@ -103,7 +108,10 @@ class PickedRequests:
             self._agent.picked.requests["plain"] += 1
         try:
             body = with_params(asked.body, self._params(asked, owner, landing), owner.namespace)
-            async with self._engine.answer(asked.body.path, body, asked.id) as answer:
+            answering = self._engine.answer(asked.body.path, body, asked.id)
+            del body  # it may be long, and what follows, too
+            async with answering as answer:
+                asked.body.let_go()
                 yield answer
         finally:
             if landing is not None:
@@ -155,6 +163,8 @@ class PickedRequests:
 
     async def _prepared(self, asked: PickedRequest, owner: BlockOwner) -> _Prepared | None:
         """A ticket for the tokens of a prompt; None: this node has all of it. Raises UnansweredCall, NodeRefusal."""
+        most = self._agent.describe().max_model_len
+        _check_length(least_tokens(asked.body), most)
         if reason := reason_against_leg(asked.body, self._agent.config.model_name):
             raise NodeRefusal(reason)
         incoming = self._agent.known(self._agent.incoming)
@@ -167,6 +177,7 @@ class PickedRequests:
             await asyncio.gather(placing, return_exceptions=True)
         if peer.layout_fingerprint != incoming.layout.fingerprint:
             raise NodeRefusal("layout_mismatch", f"{peer.place} has another layout, or no engine yet")
+        _check_length(len(tokens), most)
         if len(tokens) < 2:
             return None
         names = await names_of(tokens, incoming.layout.block_size, owner.salt)
@@ -206,7 +217,7 @@ class PickedRequests:
         except Exception:
             log.exception("id=%s", asked.request_id)
             reason = "internal"
-        if reason:
+        if reason and not landing.is_whole:
             log.info("id=%s nothing comes from %s: %s", asked.request_id, prefiller, reason)
             ended = landing.entry.ended
             landing.failure = ended if ended in BY_ENGINE else f"prefill_{reason}"
@@ -239,6 +250,12 @@ class PickedRequests:
 
     def _give_back(self, transfer_id: str, reason: str) -> None:
         self._called.abort(pb.AbortRequest(transfer_id=transfer_id, reason=reason))
+
+
+def _check_length(num_tokens: int, max_model_len: int) -> None:
+    """Raises NodeRefusal for a prompt that the engine is going to refuse: neither pages nor another node work for it."""
+    if max_model_len and num_tokens >= max_model_len:
+        raise NodeRefusal("too_long", f"{num_tokens} tokens, of {max_model_len} at most with the answer's first")
 
 
 def tenant_of(header: str) -> str:

@@ -22,6 +22,7 @@ from node.errors import BadPickedRequest, UnansweredCall
 from node.picked.bodies import CHAT, COMPLETIONS, NOT_JSON, read_body
 from node.picked.engine_calls import EngineCalls
 from node.picked.handover import PickedRequest, PickedRequests, tenant_of
+from node.picked.held_bodies import HeldBodies, HeldBody
 from node.picked.legs import LEG_PATH, PLACE_PATH, PrefillAsked
 from node.picked.peer_calls import PeerCalls
 from node.process.ports import ListenPort
@@ -38,13 +39,12 @@ log = logging.getLogger(__name__)
 PREFILLER: Final = "x-prefiller-host-port"
 FAIRNESS: Final = ("x-llm-d-inference-fairness-id", "x-gateway-inference-fairness-id")
 REQUEST_ID: Final = "x-request-id"
-MAX_BODY_BYTES: Final = 32 << 20
-MAX_HELD_BYTES: Final = 2 << 30  # of bodies of all requests under way
 MAX_REQUESTS: Final = 4096
 BODY_S: Final = 60.0
 STALLED_S: Final = 120.0  # a client that reads nothing of its answer for so long has left
 RETRY_AFTER_S: Final = 1
 OF_PEERS: Final = (LEG_PATH, PLACE_PATH)
+WORK: Final = (CHAT, COMPLETIONS, LEG_PATH)  # that a node ends before it drains
 PASSED_ON: Final = ("content-type", "content-length", "retry-after", "x-prfaas-answered")
 _REQUEST_ID: Final = re.compile(r"[\w.:\-]{1,128}")
 _ASKED: Final = msgspec.json.Decoder(PrefillAsked)
@@ -69,7 +69,7 @@ class PickedPort:
         self._runner = web.AppRunner(self._app(), access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
         self._front: TlsFront | None = None
         self._open = 0
-        self._held_bytes = 0
+        self.held = HeldBodies()
 
     async def start(self, port: ListenPort) -> int:
         """The port it listens on. Raises OSError, NodeConfigError."""
@@ -121,11 +121,14 @@ class PickedPort:
             return _error(403, "permission_denied", why)
         if self._open >= MAX_REQUESTS:
             return _error(503, "overloaded", f"{MAX_REQUESTS} requests are under way")
+        is_work = request.path in WORK
         self._open += 1
+        self._agent.picked.under_way += is_work
         try:
             return await handler(request)
         finally:
             self._open -= 1
+            self._agent.picked.under_way -= is_work
 
     def _complaint(self, request: web.Request) -> str:
         """Why its caller may not ask for that; "": it may."""
@@ -146,11 +149,12 @@ class PickedPort:
         async with self._body(request) as body:
             asked = PickedRequest(
                 id=_request_id(headers.get(REQUEST_ID, "")),
-                body=read_body(request.path, body),
+                body=read_body(request.path, body.whole()),
                 prefiller=headers.get(PREFILLER, "").strip(),
                 tenant=tenant_of(next((headers[name] for name in FAIRNESS if headers.get(name)), "")),
             )
             async with self._requests.answered(asked) as answer:
+                body.let_go()
                 return await self._passed_on(request, answer, asked.id)
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
@@ -195,38 +199,29 @@ class PickedPort:
     async def _leg(self, request: web.Request) -> web.Response:
         async with self._body(request) as body:
             try:
-                asked = _ASKED.decode(body)
+                asked = _ASKED.decode(body.whole())
             except NOT_JSON as exc:
                 raise BadPickedRequest(f"no leg: {exc}", code="bad_leg") from exc
             return _json(msgspec.json.encode(await self._requests.run_leg(asked)))
 
     @asynccontextmanager
-    async def _body(self, request: web.Request) -> AsyncIterator[bytes]:
-        """The body, which counts as held inside the block. Raises BadPickedRequest."""
-        body = bytearray()
+    async def _body(self, request: web.Request) -> AsyncIterator[HeldBody]:
+        """The body, which counts as held inside the block, or until it is let go. Raises BadPickedRequest."""
+        body = HeldBody(self.held)
         try:
             await self._read(request, body)
-            yield bytes(body)
+            yield body
         finally:
-            self._held_bytes -= len(body)
+            body.let_go()
 
-    async def _read(self, request: web.Request, body: bytearray) -> None:
+    async def _read(self, request: web.Request, body: HeldBody) -> None:
         try:
             async with asyncio.timeout(BODY_S):
                 async for chunk in request.content.iter_any():
-                    body += chunk
-                    self._held_bytes += len(chunk)
-                    self._check_room(len(body))
+                    body.add(chunk)
         except TimeoutError:
             what = f"the body was not whole after {BODY_S:g} s"
             raise BadPickedRequest(what, code="body_timeout", status=408) from None
-
-    def _check_room(self, num_bytes: int) -> None:
-        if num_bytes > MAX_BODY_BYTES:
-            what = f"the body has more than {MAX_BODY_BYTES} bytes"
-            raise BadPickedRequest(what, code="request_too_large", status=413)
-        if self._held_bytes > MAX_HELD_BYTES:
-            raise BadPickedRequest("too many long bodies are held", code="overloaded", status=503)
 
 
 @web.middleware

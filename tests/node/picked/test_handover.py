@@ -18,6 +18,7 @@ from node.grpc_service import NodeService
 from node.picked.bodies import COMPLETIONS, read_body
 from node.picked.engine_calls import EngineCalls
 from node.picked.handover import PickedRequest, PickedRequests, tenant_of
+from node.picked.legs import PLACE_PATH
 from node.picked.peer_calls import PeerCalls
 from node.picked.port import FAIRNESS, PREFILLER
 from tests.node.picked.nodes import MODEL, RunningPair, StandInPeer, running_pair, tokens_of
@@ -172,6 +173,37 @@ def test_a_peer_that_says_delivered_and_sends_nothing_costs_time(nodes: RunningP
         assert tokens_of(fallen) == tokens_of(plain)
         await nodes.decode.counted(fell_back=1)
         assert nodes.decode.node.agent.picked.fallbacks == {"prefill_not_landed": 1}
+
+    nodes.run(scenario())
+
+
+def test_what_has_landed_is_used_though_the_answer_to_the_leg_is_lost(nodes: RunningPair) -> None:
+    async def scenario() -> None:
+        plain = await nodes.decode.complete(prompt(45))
+        async with nodes.prefill.node.http.get(f"{nodes.prefill.port.url}{PLACE_PATH}") as told:
+            its_place = await told.json()
+        lost = StandInPeer(its_place, {"delivered": False, "reason": "lost"}, real=nodes.prefill.port.url)
+        async with lost.listening() as peer:
+            handed = await nodes.decode.complete(prompt(46), prefiller=peer.address)
+        assert tokens_of(handed) == tokens_of(await nodes.prefill.complete(prompt(46)))
+        assert tokens_of(handed) != tokens_of(plain)
+        await nodes.decode.counted(plain=1, handed_over=1)
+        assert not nodes.decode.node.agent.picked.fallbacks
+
+    nodes.run(scenario())
+
+
+def test_a_prompt_that_the_engine_refuses_is_prefilled_nowhere(nodes: RunningPair) -> None:
+    """Whether it comes as tokens or as a text."""
+
+    async def scenario() -> None:
+        most = (await nodes.decode.node.describe()).max_model_len
+        for too_long in (prompt(47, most), "of rivers " * most):
+            status, told = await nodes.decode.ask(too_long, prefiller=nodes.prefill.address)
+            assert (status, told["error"]["code"]) == (400, "context_length_exceeded")
+        await nodes.decode.counted(fell_back=2)
+        assert nodes.decode.node.agent.picked.fallbacks == {"too_long": 2}
+        assert not nodes.prefill.node.agent.picked.legs
 
     nodes.run(scenario())
 
