@@ -70,6 +70,7 @@ class PendingLanding:
 class _Prepared:
     ticket: TicketInfo
     tokens: list[int]
+    place: str  # of the node that prefills
 
 
 class PickedRequests:
@@ -158,7 +159,8 @@ class PickedRequests:
         )
         entry = self._agent.known(self._agent.incoming).find(ticket.transfer_id)
         landing = PendingLanding(entry, ticket)
-        landing.leg = asyncio.create_task(self._follow(landing, asked.prefiller, leg), name="picked leg")
+        following = self._follow(landing, asked.prefiller, prepared.place, leg)
+        landing.leg = asyncio.create_task(following, name="picked leg")
         return landing
 
     async def _prepared(self, asked: PickedRequest, owner: BlockOwner) -> _Prepared | None:
@@ -194,7 +196,7 @@ class PickedRequests:
         if ticket.have_tokens >= ticket.num_tokens:
             self._give_back(ticket.transfer_id, "given_up")
             return None
-        return _Prepared(ticket, tokens)
+        return _Prepared(ticket, tokens, peer.place)
 
     async def _tokens(self, asked: PickedRequest) -> list[int]:
         ids = token_ids(asked.body)
@@ -202,11 +204,11 @@ class PickedRequests:
             return ids
         return await self._engine.tokens(asked.body.path, with_params(asked.body, {}, ""))
 
-    async def _follow(self, landing: PendingLanding, prefiller: str, asked: PrefillAsked) -> None:
+    async def _follow(self, landing: PendingLanding, prefiller: str, place: str, asked: PrefillAsked) -> None:
         """Has the other node prefill. If nothing will come, the landing is given up, and the engine computes the prompt."""
         try:
             async with asyncio.timeout(self._leg_s):
-                outcome = await self._peers.prefill(prefiller, asked, self._leg_s)
+                outcome = await self._peers.prefill(prefiller, place, asked, self._leg_s)
             reason = "" if outcome.delivered else label(outcome.reason) or "not_delivered"
             if outcome.delivered and not await self._has_landed(landing):
                 reason = "not_landed"

@@ -159,14 +159,14 @@ class StandInPeer:
         raise AssertionError("for ever")
 
     @contextlib.asynccontextmanager
-    async def listening(self) -> "AsyncIterator[StandInPeer]":
+    async def listening(self, secure: ssl.SSLContext | None = None) -> "AsyncIterator[StandInPeer]":
         app = web.Application(client_max_size=64 << 20)
         app.router.add_get(PLACE_PATH, self._place)
         app.router.add_post(LEG_PATH, self._leg)
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1, handler_cancellation=True)
         await runner.setup()
         try:
-            await web.TCPSite(runner, "127.0.0.1", 0).start()
+            await web.TCPSite(runner, "127.0.0.1", 0, ssl_context=secure).start()
             self.address = f"127.0.0.1:{runner.addresses[0][1]}"
             yield self
         finally:

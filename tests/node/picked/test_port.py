@@ -17,7 +17,16 @@ from gateway.picker.reports import read_report
 from node.picked.bodies import CHAT
 from node.picked.legs import LEG_PATH, PLACE_PATH
 from node.picked.port import PREFILLER
-from tests.node.picked.nodes import MODEL, START_S, RunningPair, picked_node, running_pair, ssl_of, tokens_of
+from tests.node.picked.nodes import (
+    MODEL,
+    START_S,
+    RunningPair,
+    StandInPeer,
+    picked_node,
+    running_pair,
+    ssl_of,
+    tokens_of,
+)
 from tests.node.running import alone, until
 from tests.peers import Peers
 from transport.peers.name import PeerName, PeerRole
@@ -231,8 +240,24 @@ def test_with_certificates_gateways_ask_for_answers_and_decode_nodes_for_legs(pe
             assert decode.node.agent.picked.fallbacks == {"unreachable": 1}
         assert asked == 0
 
+    async def a_node_that_says_it_is_another() -> None:
+        """Its certificate is a node's, and not that of the node that it says it is: it is not told the prompt."""
+        async with picked_node(tmp_path, node_id=names["decode"], peers=("west/*",), **tls(own["decode"])) as decode:
+            await decode.node.agent.wait_ready(START_S)
+            pages = decode.node.agent.pages
+            assert pages is not None
+            decode = replace(decode, shown=gateway)
+            place = {"place": "west/n-prefill", "layout_fingerprint": pages.layout.fingerprint}
+            secure = node_of_east.server_context("http/1.1")
+            async with StandInPeer(place, {"delivered": True}).listening(secure) as peer:
+                await decode.complete([4 + place % 300 for place in range(200)], prefiller=peer.address)
+            await decode.counted(fell_back=1)
+            assert decode.node.agent.picked.fallbacks == {"prefill_unreachable": 1}
+            assert peer.asked == 0
+
     alone(scenario())
     alone(a_peer_that_is_no_node())
+    alone(a_node_that_says_it_is_another())
 
 
 def test_errors_are_json(nodes: RunningPair) -> None:
