@@ -21,6 +21,7 @@ from node.agent import NodeAgent
 from node.control.call_server import Called
 from node.control.holders import MAX_NAME
 from node.errors import NodeRefusal, UnansweredCall
+from node.picked.answers import STREAM, CachedTokens, as_clients_read, no_prefill
 from node.picked.bodies import PickedBody, least_tokens, reason_against_leg, token_ids, with_params
 from node.picked.engine_calls import EngineCalls
 from node.picked.legs import LegAnswer, PrefillAsked, PrefillPlace, label
@@ -59,11 +60,32 @@ class PendingLanding:
     ticket: TicketInfo
     leg: "asyncio.Task[None] | None" = None
     failure: str = ""
+    outcome: LegAnswer | None = None
+
+    async def cached_tokens(self) -> int | None:
+        """How much of the prompt the other node found cached; None if nothing is known of that."""
+        if self.leg is not None:
+            await asyncio.wait([self.leg], timeout=DELIVERED_S)
+        is_known = self.outcome is not None and self.outcome.delivered and not self.failure
+        return self.outcome.cached_tokens if self.outcome is not None and is_known else None
 
     @property
     def is_whole(self) -> bool:
         """Whether all of it has come, whatever the other node says of it, or fails to say."""
         return self.entry.landed.done() and not self.entry.landed.result()
+
+
+@dataclass(frozen=True, slots=True)
+class PickedAnswer:
+    """What the engine answers, and how much of the prompt another node found cached."""
+
+    told: aiohttp.ClientResponse
+    cached_tokens: CachedTokens
+
+    def chunks(self) -> AsyncIterator[bytes]:
+        """As its client reads it."""
+        is_stream = self.told.content_type == STREAM
+        return as_clients_read(self.told.content.iter_any(), self.cached_tokens, is_stream=is_stream)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +123,7 @@ class PickedRequests:
         return outcome
 
     @asynccontextmanager
-    async def answered(self, asked: PickedRequest) -> AsyncIterator[aiohttp.ClientResponse]:
+    async def answered(self, asked: PickedRequest) -> AsyncIterator[PickedAnswer]:
         """The engine's answer inside the block, once it begins; nothing is left of it afterwards. Raises UnansweredCall."""
         owner = self._owner(asked)
         landing = await self._landing(asked, owner) if asked.prefiller else None
@@ -113,7 +135,7 @@ class PickedRequests:
             del body  # it may be long, and what follows, too
             async with answering as answer:
                 asked.body.let_go()
-                yield answer
+                yield PickedAnswer(answer, landing.cached_tokens if landing is not None else no_prefill)
         finally:
             if landing is not None:
                 await self._end(landing)
@@ -209,6 +231,7 @@ class PickedRequests:
         try:
             async with asyncio.timeout(self._leg_s):
                 outcome = await self._peers.prefill(prefiller, place, asked, self._leg_s)
+            landing.outcome = outcome
             reason = "" if outcome.delivered else label(outcome.reason) or "not_delivered"
             if outcome.delivered and not await self._has_landed(landing):
                 reason = "not_landed"
@@ -236,19 +259,26 @@ class PickedRequests:
     async def _end(self, landing: PendingLanding) -> None:
         """Nothing of it goes on: no leg, no landing; then what came of it is counted."""
         self._give_back(landing.ticket.transfer_id, "request_ended")
-        counts, ended = self._agent.picked, landing.entry.ended
+        try:
+            if landing.leg is not None and landing.entry.ended == LOADED:
+                await asyncio.wait([landing.leg], timeout=DELIVERED_S)
+        finally:  # its client may leave even now
+            if landing.leg is not None:
+                landing.leg.cancel()
+            self._count(landing)
         if landing.leg is not None:
-            await asyncio.wait([landing.leg], timeout=DELIVERED_S if ended == LOADED else 0.0)
-            landing.leg.cancel()
             await asyncio.wait([landing.leg])
+
+    def _count(self, landing: PendingLanding) -> None:
+        counts, ended = self._agent.picked, landing.entry.ended
         if landing.failure:
             counts.fell_back(landing.failure)
         elif ended == LOADED:
             counts.requests["handed_over"] += 1
-        elif ended == "request_ended":  # it was refused, or its client has left
+        elif ended in ("", "request_ended"):  # it was refused, or its client has left; "": its engine still lets go of pages
             counts.requests["ended"] += 1
         else:
-            counts.fell_back(ended or "not_loaded")
+            counts.fell_back(ended)
 
     def _give_back(self, transfer_id: str, reason: str) -> None:
         self._called.abort(pb.AbortRequest(transfer_id=transfer_id, reason=reason))

@@ -7,7 +7,7 @@ import asyncio
 import logging
 import re
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Final
 
@@ -45,7 +45,8 @@ STALLED_S: Final = 120.0  # a client that reads nothing of its answer for so lon
 RETRY_AFTER_S: Final = 1
 OF_PEERS: Final = (LEG_PATH, PLACE_PATH)
 WORK: Final = (CHAT, COMPLETIONS, LEG_PATH)  # that a node ends before it drains
-PASSED_ON: Final = ("content-type", "content-length", "retry-after", "x-prfaas-answered")
+PASSED_ON: Final = ("content-type", "retry-after", "x-prfaas-answered")
+LENGTH: Final = "content-length"  # of what is passed on as it is
 _REQUEST_ID: Final = re.compile(r"[\w.:\-]{1,128}")
 _ASKED: Final = msgspec.json.Decoder(PrefillAsked)
 
@@ -155,22 +156,27 @@ class PickedPort:
             )
             async with self._requests.answered(asked) as answer:
                 body.let_go()
-                return await self._passed_on(request, answer, asked.id)
+                return await self._passed_on(request, answer.told, answer.chunks(), asked.id, PASSED_ON)
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
         request_id = _request_id(request.headers.get(REQUEST_ID, ""))
         async with self._engine.answer(request.path, None, request_id) as answer:
-            return await self._passed_on(request, answer, request_id)
+            return await self._passed_on(request, answer, answer.content.iter_any(), request_id, (*PASSED_ON, LENGTH))
 
     async def _passed_on(
-        self, request: web.Request, answer: aiohttp.ClientResponse, request_id: str
+        self,
+        request: web.Request,
+        answer: aiohttp.ClientResponse,
+        chunks: AsyncIterator[bytes],
+        request_id: str,
+        names: Sequence[str],
     ) -> web.StreamResponse:
         """What the engine says, as it comes. A client that has begun to read sees an answer that breaks as broken."""
-        named = {name: answer.headers[name] for name in PASSED_ON if name in answer.headers}
+        named = {name: answer.headers[name] for name in names if name in answer.headers}
         response = web.StreamResponse(status=answer.status, headers={**named, REQUEST_ID: request_id})
         try:
             await response.prepare(request)
-            async for chunk in answer.content.iter_any():
+            async for chunk in chunks:
                 async with asyncio.timeout(STALLED_S):
                     await response.write(chunk)
             await response.write_eof()
