@@ -275,7 +275,10 @@ class PickedRequests:
             counts.fell_back(landing.failure)
         elif ended == LOADED:
             counts.requests["handed_over"] += 1
-        elif ended in ("", "request_ended"):  # it was refused, or its client has left; "": its engine still lets go of pages
+        elif ended in (
+            "",
+            "request_ended",
+        ):  # it was refused, or its client has left; "": its engine still lets go of pages
             counts.requests["ended"] += 1
         else:
             counts.fell_back(ended)
