@@ -208,8 +208,8 @@ class NodeAgent:
     def is_idle(self) -> bool:
         """Whether nothing runs, is sent or lands."""
         holders = (self.loans, self.legs, self.incoming)
-        engine_idle = self._engine is None or not (self.engine_load.running or self.engine_load.waiting)
-        return engine_idle and all(holder is None or holder.is_idle() for holder in holders)
+        asked = self.picked.under_way or (self._engine and (self.engine_load.running or self.engine_load.waiting))
+        return not asked and all(holder is None or holder.is_idle() for holder in holders)
 
     async def _keep_house(self) -> None:
         while True:

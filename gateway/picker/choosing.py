@@ -83,7 +83,7 @@ class ServerPicker:
         refused = refusal(asked, self._pool.reports(decoding), route.ttft_s, self._in_flight, self._limits)
         if refused is not None:
             return refused
-        endpoints = [route.decode_node, *self._others(asked, views, route.decode_node)]
+        endpoints = [route.decode_node, *self._others(asked, views, route)]
         return self._picked(asked, route, endpoints)
 
     def _none(self, asked: PickRequest) -> Refusal:
@@ -121,9 +121,13 @@ class ServerPicker:
         ready = ReadyNodes({}, [found.node])
         return route_among(ready, wanted, (), self._policy, place=self._place, cost=self._cost)
 
-    def _others(self, asked: PickRequest, views: Sequence[NodeView], best: str) -> list[str]:
-        """The next best ones, to be tried when those before do not answer."""
+    def _others(self, asked: PickRequest, views: Sequence[NodeView], route: Route) -> list[str]:
+        """The next best ones, to be tried when those before do not answer. If one prefills, it can do so for its kind alone."""
         found: list[str] = []
+        best = route.decode_node
+        if route.target is not Target.DECODE:
+            kind = next(view.cluster for view in views if view.node_id == best)
+            views = [view for view in views if view.cluster == kind]
         rest = sum(view.role == "decode" for view in views) - 1
         for _ in range(min(self._fallbacks, rest)):
             found.append(self._route(asked, views, without={best, *found}).decode_node)

@@ -4,7 +4,7 @@ Pure functions of bytes. A client's fields pass through as they are; what the en
 """
 
 from dataclasses import dataclass
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 from msgspec import Meta, Raw
@@ -22,6 +22,7 @@ ONE: Final = (*NOTHING, b"1")
 APART: Final = (
     ("n", ONE, "several_answers"),
     ("best_of", ONE, "several_answers"),
+    ("use_beam_search", NOTHING, "several_answers"),
     ("truncate_prompt_tokens", NOTHING, "truncated"),
     ("prompt_logprobs", NOTHING, "prompt_logprobs"),
     ("echo", NOTHING, "prompt_logprobs"),
@@ -32,6 +33,9 @@ TokenIds = list[Annotated[int, Meta(ge=0, le=2**32 - 1)]]
 
 
 class _TextPart(msgspec.Struct):
+    """By its type: engines look at that first, and one without it may be a picture that has a text, too."""
+
+    type: Literal["text"]
     text: str
 
 
@@ -58,6 +62,10 @@ class PickedBody:
         """A field as JSON; `null` where it is not there."""
         return bytes(self.fields.get(name, b"null"))
 
+    def let_go(self) -> None:
+        """Its engine has it all: an answer may take hours, and a body be long."""
+        self.fields.clear()
+
 
 def read_body(path: str, data: bytes) -> PickedBody:
     """Raises BadPickedRequest for what no engine may be asked."""
@@ -83,6 +91,12 @@ def reason_against_leg(body: PickedBody, served_model: str) -> str:
         return "" if _is_text(body.said("messages")) else "media"
     is_one = body.said("prompt").startswith(b'"') or token_ids(body) is not None
     return "" if is_one else "several_prompts"
+
+
+def least_tokens(body: PickedBody) -> int:
+    """How many tokens a prompt has at least, if it is given as tokens, without making numbers of them; 0 for any other."""
+    said = body.said("prompt")
+    return said.count(b",") + 1 if body.path == COMPLETIONS and said.startswith(b"[") else 0
 
 
 def token_ids(body: PickedBody) -> list[int] | None:

@@ -70,6 +70,7 @@ class EngineCalls:
             answer = await self._request(path, body, {REQUEST_ID: request_id})
         except (aiohttp.ClientError, TimeoutError, OSError) as exc:
             raise UnansweredCall("engine_unreachable", repr(exc)) from exc
+        del body
         try:
             yield answer
         finally:

@@ -21,7 +21,8 @@ from node.agent import NodeAgent
 from node.control.call_server import Called
 from node.control.holders import MAX_NAME
 from node.errors import NodeRefusal, UnansweredCall
-from node.picked.bodies import PickedBody, reason_against_leg, token_ids, with_params
+from node.picked.answers import STREAM, CachedTokens, as_clients_read, no_prefill
+from node.picked.bodies import PickedBody, least_tokens, reason_against_leg, token_ids, with_params
 from node.picked.engine_calls import EngineCalls
 from node.picked.legs import LegAnswer, PrefillAsked, PrefillPlace, label
 from node.picked.peer_calls import PeerCalls
@@ -59,12 +60,39 @@ class PendingLanding:
     ticket: TicketInfo
     leg: "asyncio.Task[None] | None" = None
     failure: str = ""
+    outcome: LegAnswer | None = None
+
+    async def cached_tokens(self) -> int | None:
+        """How much of the prompt the other node found cached; None if nothing is known of that."""
+        if self.leg is not None:
+            await asyncio.wait([self.leg], timeout=DELIVERED_S)
+        is_known = self.outcome is not None and self.outcome.delivered and not self.failure
+        return self.outcome.cached_tokens if self.outcome is not None and is_known else None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all of it has come, whatever the other node says of it, or fails to say."""
+        return self.entry.landed.done() and not self.entry.landed.result()
+
+
+@dataclass(frozen=True, slots=True)
+class PickedAnswer:
+    """What the engine answers, and how much of the prompt another node found cached."""
+
+    told: aiohttp.ClientResponse
+    cached_tokens: CachedTokens
+
+    def chunks(self) -> AsyncIterator[bytes]:
+        """As its client reads it."""
+        is_stream = self.told.content_type == STREAM
+        return as_clients_read(self.told.content.iter_any(), self.cached_tokens, is_stream=is_stream)
 
 
 @dataclass(frozen=True, slots=True)
 class _Prepared:
     ticket: TicketInfo
     tokens: list[int]
+    place: str  # of the node that prefills
 
 
 class PickedRequests:
@@ -89,13 +117,13 @@ class PickedRequests:
         except UnansweredCall as exc:
             outcome = LegAnswer(reason=exc.label)
         except asyncio.CancelledError:
-            self._agent.picked.legs["given_up"] += 1
+            self._agent.picked.leg_ended("given_up")
             raise
-        self._agent.picked.legs["delivered" if outcome.delivered else outcome.reason] += 1
+        self._agent.picked.leg_ended("delivered" if outcome.delivered else outcome.reason)
         return outcome
 
     @asynccontextmanager
-    async def answered(self, asked: PickedRequest) -> AsyncIterator[aiohttp.ClientResponse]:
+    async def answered(self, asked: PickedRequest) -> AsyncIterator[PickedAnswer]:
         """The engine's answer inside the block, once it begins; nothing is left of it afterwards. Raises UnansweredCall."""
         owner = self._owner(asked)
         landing = await self._landing(asked, owner) if asked.prefiller else None
@@ -103,8 +131,11 @@ class PickedRequests:
             self._agent.picked.requests["plain"] += 1
         try:
             body = with_params(asked.body, self._params(asked, owner, landing), owner.namespace)
-            async with self._engine.answer(asked.body.path, body, asked.id) as answer:
-                yield answer
+            answering = self._engine.answer(asked.body.path, body, asked.id)
+            del body  # it may be long, and what follows, too
+            async with answering as answer:
+                asked.body.let_go()
+                yield PickedAnswer(answer, landing.cached_tokens if landing is not None else no_prefill)
         finally:
             if landing is not None:
                 await self._end(landing)
@@ -150,11 +181,14 @@ class PickedRequests:
         )
         entry = self._agent.known(self._agent.incoming).find(ticket.transfer_id)
         landing = PendingLanding(entry, ticket)
-        landing.leg = asyncio.create_task(self._follow(landing, asked.prefiller, leg), name="picked leg")
+        following = self._follow(landing, asked.prefiller, prepared.place, leg)
+        landing.leg = asyncio.create_task(following, name="picked leg")
         return landing
 
     async def _prepared(self, asked: PickedRequest, owner: BlockOwner) -> _Prepared | None:
         """A ticket for the tokens of a prompt; None: this node has all of it. Raises UnansweredCall, NodeRefusal."""
+        most = self._agent.describe().max_model_len
+        _check_length(least_tokens(asked.body), most)
         if reason := reason_against_leg(asked.body, self._agent.config.model_name):
             raise NodeRefusal(reason)
         incoming = self._agent.known(self._agent.incoming)
@@ -167,6 +201,7 @@ class PickedRequests:
             await asyncio.gather(placing, return_exceptions=True)
         if peer.layout_fingerprint != incoming.layout.fingerprint:
             raise NodeRefusal("layout_mismatch", f"{peer.place} has another layout, or no engine yet")
+        _check_length(len(tokens), most)
         if len(tokens) < 2:
             return None
         names = await names_of(tokens, incoming.layout.block_size, owner.salt)
@@ -183,7 +218,7 @@ class PickedRequests:
         if ticket.have_tokens >= ticket.num_tokens:
             self._give_back(ticket.transfer_id, "given_up")
             return None
-        return _Prepared(ticket, tokens)
+        return _Prepared(ticket, tokens, peer.place)
 
     async def _tokens(self, asked: PickedRequest) -> list[int]:
         ids = token_ids(asked.body)
@@ -191,11 +226,12 @@ class PickedRequests:
             return ids
         return await self._engine.tokens(asked.body.path, with_params(asked.body, {}, ""))
 
-    async def _follow(self, landing: PendingLanding, prefiller: str, asked: PrefillAsked) -> None:
+    async def _follow(self, landing: PendingLanding, prefiller: str, place: str, asked: PrefillAsked) -> None:
         """Has the other node prefill. If nothing will come, the landing is given up, and the engine computes the prompt."""
         try:
             async with asyncio.timeout(self._leg_s):
-                outcome = await self._peers.prefill(prefiller, asked, self._leg_s)
+                outcome = await self._peers.prefill(prefiller, place, asked, self._leg_s)
+            landing.outcome = outcome
             reason = "" if outcome.delivered else label(outcome.reason) or "not_delivered"
             if outcome.delivered and not await self._has_landed(landing):
                 reason = "not_landed"
@@ -206,7 +242,7 @@ class PickedRequests:
         except Exception:
             log.exception("id=%s", asked.request_id)
             reason = "internal"
-        if reason:
+        if reason and not landing.is_whole:
             log.info("id=%s nothing comes from %s: %s", asked.request_id, prefiller, reason)
             ended = landing.entry.ended
             landing.failure = ended if ended in BY_ENGINE else f"prefill_{reason}"
@@ -223,22 +259,38 @@ class PickedRequests:
     async def _end(self, landing: PendingLanding) -> None:
         """Nothing of it goes on: no leg, no landing; then what came of it is counted."""
         self._give_back(landing.ticket.transfer_id, "request_ended")
-        counts, ended = self._agent.picked, landing.entry.ended
+        try:
+            if landing.leg is not None and landing.entry.ended == LOADED:
+                await asyncio.wait([landing.leg], timeout=DELIVERED_S)
+        finally:  # its client may leave even now
+            if landing.leg is not None:
+                landing.leg.cancel()
+            self._count(landing)
         if landing.leg is not None:
-            await asyncio.wait([landing.leg], timeout=DELIVERED_S if ended == LOADED else 0.0)
-            landing.leg.cancel()
             await asyncio.wait([landing.leg])
+
+    def _count(self, landing: PendingLanding) -> None:
+        counts, ended = self._agent.picked, landing.entry.ended
         if landing.failure:
             counts.fell_back(landing.failure)
         elif ended == LOADED:
             counts.requests["handed_over"] += 1
-        elif ended == "request_ended":  # it was refused, or its client has left
+        elif ended in (
+            "",
+            "request_ended",
+        ):  # it was refused, or its client has left; "": its engine still lets go of pages
             counts.requests["ended"] += 1
         else:
-            counts.fell_back(ended or "not_loaded")
+            counts.fell_back(ended)
 
     def _give_back(self, transfer_id: str, reason: str) -> None:
         self._called.abort(pb.AbortRequest(transfer_id=transfer_id, reason=reason))
+
+
+def _check_length(num_tokens: int, max_model_len: int) -> None:
+    """Raises NodeRefusal for a prompt that the engine is going to refuse: neither pages nor another node work for it."""
+    if max_model_len and num_tokens >= max_model_len:
+        raise NodeRefusal("too_long", f"{num_tokens} tokens, of {max_model_len} at most with the answer's first")
 
 
 def tenant_of(header: str) -> str:

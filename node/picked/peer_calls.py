@@ -3,9 +3,10 @@
 Over mutual TLS where the node has certificates: the other end must be a node by its certificate, wherever it listens.
 """
 
+import socket
 from collections.abc import AsyncIterable
 from io import BytesIO
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -17,6 +18,7 @@ from node.picked.bodies import NOT_JSON
 from node.picked.engine_calls import JSON, KEEP_ALIVE_S
 from node.picked.legs import LEG_PATH, PLACE_PATH, LegAnswer, PrefillAsked, PrefillPlace, label
 from transport.control.bounded import BodyTooLong, read_bounded
+from transport.control.calls import keep_alive
 from transport.wire.asked_servers import AskedNodes
 
 T = TypeVar("T")
@@ -36,7 +38,7 @@ class PeerCalls:
         """`asked` has the node's identity; None: in clear."""
         self._known = known
         self._asked = asked
-        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S)
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S, socket_factory=probed_socket)
         self._session = aiohttp.ClientSession(connector=connector)
 
     async def close(self) -> None:
@@ -46,22 +48,30 @@ class PeerCalls:
     async def place(self, address: str) -> PrefillPlace:
         """Which node is at HOST:PORT. Raises UnansweredCall; NodeRefusal for one that is not among this node's peers."""
         timeout = aiohttp.ClientTimeout(total=PLACE_S, sock_connect=CONNECT_S)
-        told = await self._told("GET", address, PLACE_PATH, None, timeout)
+        told = await self._told("GET", address, PLACE_PATH, None, timeout, self._asked)
         found = _decoded(_PLACE, told)
         self._known.require_name(found.place)
         return found
 
-    async def prefill(self, address: str, asked: PrefillAsked, within_s: float) -> LegAnswer:
-        """Has the node at `address` compute and send a prompt. Raises UnansweredCall, NodeRefusal, TimeoutError."""
+    async def prefill(self, address: str, place: str, asked: PrefillAsked, within_s: float) -> LegAnswer:
+        """Has the node `place`, at `address`, compute and send a prompt. Raises UnansweredCall, NodeRefusal, TimeoutError."""
         timeout = aiohttp.ClientTimeout(total=within_s, sock_connect=CONNECT_S)
-        return _decoded(_LEG, await self._told("POST", address, LEG_PATH, msgspec.json.encode(asked), timeout))
+        body = msgspec.json.encode(asked)
+        by_place = None if self._asked is None else self._asked.at(place)
+        return _decoded(_LEG, await self._told("POST", address, LEG_PATH, body, timeout, by_place))
 
     async def _told(
-        self, method: str, address: str, path: str, body: bytes | None, limits: aiohttp.ClientTimeout
+        self,
+        method: str,
+        address: str,
+        path: str,
+        body: bytes | None,
+        limits: aiohttp.ClientTimeout,
+        asked: AskedNodes | None,
     ) -> bytes:
         self._known.require_address(_checked(address))
         try:
-            secure = None if self._asked is None else self._asked.context()
+            secure = None if asked is None else asked.context()
             async with self._session.request(
                 method,
                 f"{'http' if secure is None else 'https'}://{address}{path}",
@@ -79,6 +89,18 @@ class PeerCalls:
         if answer.status != 200:
             raise UnansweredCall(label(_code(told) or str(answer.status)), told[:200].decode("utf-8", "replace"))
         return told
+
+
+def probed_socket(to: tuple[Any, ...]) -> socket.socket:
+    """For one connection to a resolved address. A machine that is gone says nothing: the kernel finds out in half a minute."""
+    connection = socket.socket(*to[:3])
+    try:
+        connection.setblocking(False)
+        keep_alive(connection)
+    except OSError:
+        connection.close()
+        raise
+    return connection
 
 
 async def _bounded(chunks: AsyncIterable[bytes]) -> bytes:

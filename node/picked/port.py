@@ -7,7 +7,7 @@ import asyncio
 import logging
 import re
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Final
 
@@ -22,6 +22,7 @@ from node.errors import BadPickedRequest, UnansweredCall
 from node.picked.bodies import CHAT, COMPLETIONS, NOT_JSON, read_body
 from node.picked.engine_calls import EngineCalls
 from node.picked.handover import PickedRequest, PickedRequests, tenant_of
+from node.picked.held_bodies import HeldBodies, HeldBody
 from node.picked.legs import LEG_PATH, PLACE_PATH, PrefillAsked
 from node.picked.peer_calls import PeerCalls
 from node.process.ports import ListenPort
@@ -38,14 +39,14 @@ log = logging.getLogger(__name__)
 PREFILLER: Final = "x-prefiller-host-port"
 FAIRNESS: Final = ("x-llm-d-inference-fairness-id", "x-gateway-inference-fairness-id")
 REQUEST_ID: Final = "x-request-id"
-MAX_BODY_BYTES: Final = 32 << 20
-MAX_HELD_BYTES: Final = 2 << 30  # of bodies of all requests under way
 MAX_REQUESTS: Final = 4096
 BODY_S: Final = 60.0
 STALLED_S: Final = 120.0  # a client that reads nothing of its answer for so long has left
 RETRY_AFTER_S: Final = 1
 OF_PEERS: Final = (LEG_PATH, PLACE_PATH)
-PASSED_ON: Final = ("content-type", "content-length", "retry-after", "x-prfaas-answered")
+WORK: Final = (CHAT, COMPLETIONS, LEG_PATH)  # that a node ends before it drains
+PASSED_ON: Final = ("content-type", "retry-after", "x-prfaas-answered")
+LENGTH: Final = "content-length"  # of what is passed on as it is
 _REQUEST_ID: Final = re.compile(r"[\w.:\-]{1,128}")
 _ASKED: Final = msgspec.json.Decoder(PrefillAsked)
 
@@ -69,7 +70,7 @@ class PickedPort:
         self._runner = web.AppRunner(self._app(), access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
         self._front: TlsFront | None = None
         self._open = 0
-        self._held_bytes = 0
+        self.held = HeldBodies()
 
     async def start(self, port: ListenPort) -> int:
         """The port it listens on. Raises OSError, NodeConfigError."""
@@ -121,11 +122,14 @@ class PickedPort:
             return _error(403, "permission_denied", why)
         if self._open >= MAX_REQUESTS:
             return _error(503, "overloaded", f"{MAX_REQUESTS} requests are under way")
+        is_work = request.path in WORK
         self._open += 1
+        self._agent.picked.under_way += is_work
         try:
             return await handler(request)
         finally:
             self._open -= 1
+            self._agent.picked.under_way -= is_work
 
     def _complaint(self, request: web.Request) -> str:
         """Why its caller may not ask for that; "": it may."""
@@ -146,27 +150,33 @@ class PickedPort:
         async with self._body(request) as body:
             asked = PickedRequest(
                 id=_request_id(headers.get(REQUEST_ID, "")),
-                body=read_body(request.path, body),
+                body=read_body(request.path, body.whole()),
                 prefiller=headers.get(PREFILLER, "").strip(),
                 tenant=tenant_of(next((headers[name] for name in FAIRNESS if headers.get(name)), "")),
             )
             async with self._requests.answered(asked) as answer:
-                return await self._passed_on(request, answer, asked.id)
+                body.let_go()
+                return await self._passed_on(request, answer.told, answer.chunks(), asked.id, PASSED_ON)
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
         request_id = _request_id(request.headers.get(REQUEST_ID, ""))
         async with self._engine.answer(request.path, None, request_id) as answer:
-            return await self._passed_on(request, answer, request_id)
+            return await self._passed_on(request, answer, answer.content.iter_any(), request_id, (*PASSED_ON, LENGTH))
 
     async def _passed_on(
-        self, request: web.Request, answer: aiohttp.ClientResponse, request_id: str
+        self,
+        request: web.Request,
+        answer: aiohttp.ClientResponse,
+        chunks: AsyncIterator[bytes],
+        request_id: str,
+        names: Sequence[str],
     ) -> web.StreamResponse:
         """What the engine says, as it comes. A client that has begun to read sees an answer that breaks as broken."""
-        named = {name: answer.headers[name] for name in PASSED_ON if name in answer.headers}
+        named = {name: answer.headers[name] for name in names if name in answer.headers}
         response = web.StreamResponse(status=answer.status, headers={**named, REQUEST_ID: request_id})
         try:
             await response.prepare(request)
-            async for chunk in answer.content.iter_any():
+            async for chunk in chunks:
                 async with asyncio.timeout(STALLED_S):
                     await response.write(chunk)
             await response.write_eof()
@@ -195,38 +205,29 @@ class PickedPort:
     async def _leg(self, request: web.Request) -> web.Response:
         async with self._body(request) as body:
             try:
-                asked = _ASKED.decode(body)
+                asked = _ASKED.decode(body.whole())
             except NOT_JSON as exc:
                 raise BadPickedRequest(f"no leg: {exc}", code="bad_leg") from exc
             return _json(msgspec.json.encode(await self._requests.run_leg(asked)))
 
     @asynccontextmanager
-    async def _body(self, request: web.Request) -> AsyncIterator[bytes]:
-        """The body, which counts as held inside the block. Raises BadPickedRequest."""
-        body = bytearray()
+    async def _body(self, request: web.Request) -> AsyncIterator[HeldBody]:
+        """The body, which counts as held inside the block, or until it is let go. Raises BadPickedRequest."""
+        body = HeldBody(self.held)
         try:
             await self._read(request, body)
-            yield bytes(body)
+            yield body
         finally:
-            self._held_bytes -= len(body)
+            body.let_go()
 
-    async def _read(self, request: web.Request, body: bytearray) -> None:
+    async def _read(self, request: web.Request, body: HeldBody) -> None:
         try:
             async with asyncio.timeout(BODY_S):
                 async for chunk in request.content.iter_any():
-                    body += chunk
-                    self._held_bytes += len(chunk)
-                    self._check_room(len(body))
+                    body.add(chunk)
         except TimeoutError:
             what = f"the body was not whole after {BODY_S:g} s"
             raise BadPickedRequest(what, code="body_timeout", status=408) from None
-
-    def _check_room(self, num_bytes: int) -> None:
-        if num_bytes > MAX_BODY_BYTES:
-            what = f"the body has more than {MAX_BODY_BYTES} bytes"
-            raise BadPickedRequest(what, code="request_too_large", status=413)
-        if self._held_bytes > MAX_HELD_BYTES:
-            raise BadPickedRequest("too many long bodies are held", code="overloaded", status=503)
 
 
 @web.middleware

@@ -9,6 +9,7 @@ A chain that cannot be looked at counts as ours.
 import logging
 import ssl
 import time
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
@@ -22,6 +23,7 @@ log = logging.getLogger(__name__)
 
 NEWEST: Final = "TLSv1.3"  # which servers of ours speak; a proxy may be older
 NOT_VERIFIED: Final = 1  # as OpenSSL numbers its errors
+MAX_PLACES: Final = 64  # nodes whose connections are kept
 RENEW_S: Final = 3600.0  # a connection that is older is used no more: certificates end
 
 
@@ -63,11 +65,27 @@ class AskedServers:
 class AskedNodes(AskedServers):
     """Nodes that are asked at any address: only their certificates say who they are, and only our authority signs those."""
 
+    def __init__(
+        self, identity: Identity, operation: str, now: Callable[[], float] = time.monotonic, place: str = ""
+    ) -> None:
+        """`place` is the node that is meant, as CLUSTER/NAME; "": any. Raises OSError."""
+        super().__init__(identity, operation, now)
+        self._place = place
+        self._placed: OrderedDict[str, AskedNodes] = OrderedDict()  # the latest last
+
+    def at(self, place: str) -> "AskedNodes":
+        """The same for the node `place` alone: another one is told nothing. Raises OSError."""
+        found = self._placed.pop(place, None) or AskedNodes(self._identity, self._operation, self._now, place)
+        self._placed[place] = found
+        if len(self._placed) > MAX_PLACES:
+            self._placed.popitem(last=False)
+        return found
+
     def _loaded(self) -> "_AskingContext":
         context = _AskingContext(ssl.PROTOCOL_TLS_CLIENT)
         context.check_hostname = False
         self._identity.load_into(context)
-        context.judged_by(self._guard, self._operation, self._identity.authorities())
+        context.judged_by(self._guard, self._operation, self._identity.authorities(), self._place)
         return context
 
 
@@ -89,7 +107,8 @@ def trust_of(asked: AskedServers | None, url: str) -> ssl.SSLContext | bool:
 class _AskingContext(ssl.SSLContext):
     """A context whose handshakes end with a look at the server."""
 
-    def judged_by(self, guard: Guard, operation: str, authorities: Authorities) -> None:
+    def judged_by(self, guard: Guard, operation: str, authorities: Authorities, place: str = "") -> None:
+        self._place = place
         self._guard = guard
         self._operation = operation
         self._authorities = authorities
@@ -101,7 +120,7 @@ class _AskingContext(ssl.SSLContext):
         peer = of_der(der)
         if peer.name is None and chain and not self._authorities.are_in(chain):
             return
-        why = self._guard.refusal(self._operation, peer, connection.server_hostname or "its address")
+        why = self._guard.refusal(self._operation, peer, connection.server_hostname or "its address", self._place)
         if not why and connection.version() != NEWEST:
             why = f"{peer} speaks {connection.version()} alone, and must speak {NEWEST}"
         if why:

@@ -229,3 +229,27 @@ def test_neither_kind_of_server_prefills_for_the_other() -> None:
     found = world.ask(tokens=8000)
     assert isinstance(found, Pick)
     assert found.choice == EndpointChoice(("10.0.0.1:8000",), "")
+
+
+def test_a_server_that_is_tried_next_can_ask_the_one_that_prefills() -> None:
+    """All that are named are told of the same one: a sidecar cannot ask a node."""
+    world = World([], settings=PickSettings(tokens_per_s=1000, fallbacks=3))
+    ours, theirs = ("10.0.0.0:8000", "10.0.0.1:8000", "10.0.0.2:8000"), ("10.0.0.3:8000", "10.0.0.4:8000")
+    nodes_and_sidecars(
+        world,
+        (OWN_ROLE_LABEL, "prefill"),
+        (OWN_ROLE_LABEL, "decode"),
+        (OWN_ROLE_LABEL, "decode"),
+        (ROLE_LABEL, "prefill"),
+        (ROLE_LABEL, "decode"),
+    )
+    for number in range(12):
+        found = world.ask(tokens=4000 + number)
+        assert isinstance(found, Pick)
+        kind = ours if found.choice.prefiller in ours else theirs
+        assert found.choice.prefiller in kind
+        assert sorted(found.choice.endpoints) == sorted(kind[1:])
+    short = world.ask(tokens=100)
+    assert isinstance(short, Pick)
+    if not short.choice.prefiller:
+        assert len(short.choice.endpoints) == 3

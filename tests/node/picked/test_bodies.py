@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from node.errors import BadPickedRequest
-from node.picked.bodies import CHAT, COMPLETIONS, read_body, reason_against_leg, token_ids, with_params
+from node.picked.bodies import CHAT, COMPLETIONS, least_tokens, read_body, reason_against_leg, token_ids, with_params
 
 
 def reason(path: str, **fields: Any) -> str:
@@ -16,6 +16,8 @@ def reason(path: str, **fields: Any) -> str:
 MESSAGES = [{"role": "user", "content": "a"}, {"role": "assistant", "content": None}]
 PARTS = [{"role": "user", "content": [{"type": "text", "text": "a"}, "b"]}]
 IMAGE = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]}]
+IMAGE_WITH_TEXT = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}, "text": "a"}]}]
+IMAGE_WITHOUT_TYPE = [{"role": "user", "content": [{"image_url": "data:", "text": "a"}]}]
 
 
 @pytest.mark.parametrize(
@@ -30,6 +32,7 @@ IMAGE = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url":
         (COMPLETIONS, {"prompt": "a", "n": 1, "best_of": None, "echo": False}, ""),
         (COMPLETIONS, {"prompt": "a", "n": 2}, "several_answers"),
         (COMPLETIONS, {"prompt": "a", "best_of": 3}, "several_answers"),
+        (COMPLETIONS, {"prompt": "a", "use_beam_search": True}, "several_answers"),
         (COMPLETIONS, {"prompt": "a", "echo": True}, "prompt_logprobs"),
         (COMPLETIONS, {"prompt": "a", "prompt_logprobs": 0}, "prompt_logprobs"),
         (COMPLETIONS, {"prompt": "a", "truncate_prompt_tokens": 5}, "truncated"),
@@ -37,6 +40,8 @@ IMAGE = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url":
         (CHAT, {"messages": MESSAGES}, ""),
         (CHAT, {"messages": PARTS}, ""),
         (CHAT, {"messages": IMAGE}, "media"),
+        (CHAT, {"messages": IMAGE_WITH_TEXT}, "media"),
+        (CHAT, {"messages": IMAGE_WITHOUT_TYPE}, "media"),
         (CHAT, {"messages": "a"}, "media"),
         (CHAT, {}, "media"),
     ],
@@ -49,6 +54,12 @@ def test_tokens_of_a_prompt_that_is_given_as_tokens() -> None:
     assert token_ids(read_body(COMPLETIONS, b'{"prompt": [3, 4]}')) == [3, 4]
     assert token_ids(read_body(COMPLETIONS, b'{"prompt": "a"}')) is None
     assert token_ids(read_body(CHAT, b'{"prompt": [3, 4]}')) is None
+
+
+def test_tokens_are_counted_before_numbers_are_made_of_them() -> None:
+    assert least_tokens(read_body(COMPLETIONS, b'{"prompt": [3, 4, 5]}')) == 3
+    assert least_tokens(read_body(COMPLETIONS, b'{"prompt": "a, b, c"}')) == 0
+    assert least_tokens(read_body(CHAT, b'{"prompt": [3, 4]}')) == 0
 
 
 def test_a_clients_fields_pass_and_ours_are_ours() -> None:

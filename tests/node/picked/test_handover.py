@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import grpc.aio
 import pytest
 
@@ -18,6 +19,7 @@ from node.grpc_service import NodeService
 from node.picked.bodies import COMPLETIONS, read_body
 from node.picked.engine_calls import EngineCalls
 from node.picked.handover import PickedRequest, PickedRequests, tenant_of
+from node.picked.legs import PLACE_PATH
 from node.picked.peer_calls import PeerCalls
 from node.picked.port import FAIRNESS, PREFILLER
 from tests.node.picked.nodes import MODEL, RunningPair, StandInPeer, running_pair, tokens_of
@@ -176,6 +178,52 @@ def test_a_peer_that_says_delivered_and_sends_nothing_costs_time(nodes: RunningP
     nodes.run(scenario())
 
 
+def test_what_has_landed_is_used_though_the_answer_to_the_leg_is_lost(nodes: RunningPair) -> None:
+    async def scenario() -> None:
+        plain = await nodes.decode.complete(prompt(45))
+        async with nodes.prefill.node.http.get(f"{nodes.prefill.port.url}{PLACE_PATH}") as told:
+            its_place = await told.json()
+        lost = StandInPeer(its_place, {"delivered": False, "reason": "lost"}, real=nodes.prefill.port.url)
+        async with lost.listening() as peer:
+            handed = await nodes.decode.complete(prompt(46), prefiller=peer.address)
+        assert tokens_of(handed) == tokens_of(await nodes.prefill.complete(prompt(46)))
+        assert tokens_of(handed) != tokens_of(plain)
+        await nodes.decode.counted(plain=1, handed_over=1)
+        assert not nodes.decode.node.agent.picked.fallbacks
+
+    nodes.run(scenario())
+
+
+def test_usage_says_what_the_prefill_found_cached_and_nothing_else_of_it_is_told(nodes: RunningPair) -> None:
+    async def scenario() -> None:
+        asked = prompt(48, 16 * 16 + 1)
+        await nodes.prefill.complete(asked)
+        handed = await nodes.decode.complete(asked, 1, prefiller=nodes.prefill.address)
+        assert handed["usage"]["prompt_tokens_details"] == {"cached_tokens": 256}
+        async with StandInPeer(place(nodes), {"delivered": True, "cached_tokens": 9}).listening() as peer:
+            fallen = await nodes.decode.complete(prompt(49), prefiller=peer.address)
+        assert fallen["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
+        assert "kv_transfer_params" not in fallen
+        await nodes.decode.counted(handed_over=1, fell_back=1)
+
+    nodes.run(scenario())
+
+
+def test_a_prompt_that_the_engine_refuses_is_prefilled_nowhere(nodes: RunningPair) -> None:
+    """Whether it comes as tokens or as a text."""
+
+    async def scenario() -> None:
+        most = (await nodes.decode.node.describe()).max_model_len
+        for too_long in (prompt(47, most), "of rivers " * most):
+            status, told = await nodes.decode.ask(too_long, prefiller=nodes.prefill.address)
+            assert (status, told["error"]["code"]) == (400, "context_length_exceeded")
+        await nodes.decode.counted(fell_back=2)
+        assert nodes.decode.node.agent.picked.fallbacks == {"too_long": 2}
+        assert not nodes.prefill.node.agent.picked.legs
+
+    nodes.run(scenario())
+
+
 class WrongReader(EngineCalls):
     """Says of a prompt that it is another one."""
 
@@ -197,7 +245,7 @@ def test_a_prompt_that_is_read_otherwise_than_its_engine_reads_it_is_computed(no
         asked = PickedRequest(id="r", body=read_body(COMPLETIONS, said), prefiller=nodes.prefill.address)
         try:
             async with picked.answered(asked) as answer:
-                assert tokens_of(await answer.json()) == tokens_of(plain)
+                assert tokens_of(await answer.told.json()) == tokens_of(plain)
         finally:
             await engine.close()
             await peers.close()
@@ -275,6 +323,29 @@ def test_a_tenant_takes_its_turns_whatever_it_is_called(nodes: RunningPair) -> N
         url = f"{nodes.decode.port.url}{COMPLETIONS}"
         async with nodes.decode.node.http.post(url, json=body, headers=headers) as answer:
             assert answer.status == 200
+            await answer.read()
+        await nodes.decode.counted(handed_over=1)
+
+    nodes.run(scenario())
+
+
+def test_a_client_that_leaves_at_the_very_end_leaves_no_leg_and_is_counted(nodes: RunningPair) -> None:
+    """While the node waits for the last word of the one that has prefilled."""
+
+    async def scenario() -> None:
+        async with nodes.prefill.node.http.get(f"{nodes.prefill.port.url}{PLACE_PATH}") as told:
+            its_place = await told.json()
+        async with StandInPeer(its_place, real=nodes.prefill.port.url).listening() as peer:
+            body = {"model": MODEL, "prompt": prompt(72), "max_tokens": 4, "stream": True}
+            url = f"{nodes.decode.port.url}{COMPLETIONS}"
+            named = {PREFILLER: peer.address, "connection": "close"}
+            async with aiohttp.ClientSession() as http, http.post(url, json=body, headers=named) as answer:
+                assert (await answer.text()).endswith("data: [DONE]\n\n")
+
+            async def has_left() -> bool:
+                return peer.left == 1
+
+            await until(has_left, 0.5)
         await nodes.decode.counted(handed_over=1)
 
     nodes.run(scenario())

@@ -1,9 +1,11 @@
 """What the port of picked requests answers besides, and whom."""
 
 import asyncio
+import gc
 import io
 import json
-from collections.abc import Iterator
+import tracemalloc
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,8 +17,17 @@ from gateway.picker.reports import read_report
 from node.picked.bodies import CHAT
 from node.picked.legs import LEG_PATH, PLACE_PATH
 from node.picked.port import PREFILLER
-from tests.node.picked.nodes import MODEL, START_S, RunningPair, picked_node, running_pair, ssl_of, tokens_of
-from tests.node.running import alone
+from tests.node.picked.nodes import (
+    MODEL,
+    START_S,
+    RunningPair,
+    StandInPeer,
+    picked_node,
+    running_pair,
+    ssl_of,
+    tokens_of,
+)
+from tests.node.running import alone, until
 from tests.peers import Peers
 from transport.peers.name import PeerName, PeerRole
 from transport.peers.rights import ASK_LEG, ASK_PICKED, CALL_PICKED
@@ -93,6 +104,55 @@ def test_a_stream_comes_as_it_is_computed_and_keeps_its_id(nodes: RunningPair) -
         assert "kv_transfer_params" not in said
         page = (await nodes.decode.node.get("/metrics"))[1]
         assert 'prfaas_picked_requests_total{cluster="west",outcome="handed_over"}' in page
+
+    nodes.run(scenario())
+
+
+def test_a_body_is_not_kept_for_as_long_as_its_answer_streams(nodes: RunningPair) -> None:
+    async def scenario() -> None:
+        asked = {"model": MODEL, "prompt": [5] * 40, "max_tokens": 30_000, "stream": True, "ignore_eos": True}
+        text = json.dumps(asked | {"metadata": {"long": "a" * (8 << 20)}}).encode()
+        tracemalloc.start()
+        try:
+            url = f"{nodes.decode.port.url}/v1/completions"
+            async with nodes.decode.node.http.post(url, data=io.BytesIO(text)) as answer:
+                await answer.content.readany()
+                gc.collect()
+                kept, _ = tracemalloc.get_traced_memory()
+                assert nodes.decode.port.held.num_bytes == 0
+                assert kept < len(text) // 4
+        finally:
+            tracemalloc.stop()
+
+    nodes.run(scenario())
+
+
+def test_a_node_is_not_idle_while_it_reads_what_it_is_asked(nodes: RunningPair) -> None:
+    """It would end under requests that its engine has not heard of."""
+
+    async def scenario() -> None:
+        agent, has_begun, may_end = nodes.decode.node.agent, asyncio.Event(), asyncio.Event()
+
+        async def parts() -> AsyncIterator[bytes]:
+            yield b'{"model": "tiny", '
+            has_begun.set()
+            await may_end.wait()
+            yield b'"prompt": [5, 6, 7], "max_tokens": 1}'
+
+        async def idle() -> bool:
+            return agent.is_idle()
+
+        async def busy() -> bool:
+            return not agent.is_idle()
+
+        await until(idle)
+        url = f"{nodes.decode.port.url}/v1/completions"
+        asking = asyncio.ensure_future(nodes.decode.node.http.post(url, data=parts()))
+        await has_begun.wait()
+        await until(busy)
+        may_end.set()
+        (await asking).close()
+        await until(idle)
 
     nodes.run(scenario())
 
@@ -180,8 +240,24 @@ def test_with_certificates_gateways_ask_for_answers_and_decode_nodes_for_legs(pe
             assert decode.node.agent.picked.fallbacks == {"unreachable": 1}
         assert asked == 0
 
+    async def a_node_that_says_it_is_another() -> None:
+        """Its certificate is a node's, and not that of the node that it says it is: it is not told the prompt."""
+        async with picked_node(tmp_path, node_id=names["decode"], peers=("west/*",), **tls(own["decode"])) as decode:
+            await decode.node.agent.wait_ready(START_S)
+            pages = decode.node.agent.pages
+            assert pages is not None
+            decode = replace(decode, shown=gateway)
+            place = {"place": "west/n-prefill", "layout_fingerprint": pages.layout.fingerprint}
+            secure = node_of_east.server_context("http/1.1")
+            async with StandInPeer(place, {"delivered": True}).listening(secure) as peer:
+                await decode.complete([4 + place % 300 for place in range(200)], prefiller=peer.address)
+            await decode.counted(fell_back=1)
+            assert decode.node.agent.picked.fallbacks == {"prefill_unreachable": 1}
+            assert peer.asked == 0
+
     alone(scenario())
     alone(a_peer_that_is_no_node())
+    alone(a_node_that_says_it_is_another())
 
 
 def test_errors_are_json(nodes: RunningPair) -> None:

@@ -13,11 +13,11 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from tests.transport.peers.two_sites import TwoSites
+from tests.transport.peers.two_sites import REMOTE_NODE, TwoSites
 from transport.control.certificates import Authority
 from transport.peers.name import PeerName, PeerRole
-from transport.peers.rights import SERVE_PLAN
-from transport.wire.asked_servers import RENEW_S, AskedServers
+from transport.peers.rights import SERVE, SERVE_PLAN
+from transport.wire.asked_servers import MAX_PLACES, RENEW_S, AskedNodes, AskedServers
 
 HERE: Final = "plans.example"
 DAY: Final = timedelta(days=1)
@@ -164,3 +164,20 @@ def test_a_planner_is_taken_that_speaks_the_newest_tls(sites: TwoSites, tmp_path
     server.maximum_version = ssl.TLSVersion.TLSv1_2
     with pytest.raises(ssl.SSLCertVerificationError, match=r"any/planner/planner speaks TLSv1\.2 alone"):
         shake(asking, server)
+
+
+def test_a_node_that_is_another_than_the_one_that_is_meant_is_not_taken(sites: TwoSites) -> None:
+    nodes, server = AskedNodes(sites.home, SERVE), sites.remote.server_context()
+    for meant in (nodes, nodes.at(REMOTE_NODE.place)):
+        shake(meant.context(), server)
+    assert nodes.at(REMOTE_NODE.place).context() is nodes.at(REMOTE_NODE.place).context()
+    with pytest.raises(ssl.SSLCertVerificationError, match="is not the node remote/p1"):
+        shake(nodes.at("remote/p1").context(), server)
+
+
+def test_contexts_of_nodes_are_bounded(sites: TwoSites) -> None:
+    nodes = AskedNodes(sites.home, SERVE)
+    first = nodes.at("remote/p0")
+    kept = [nodes.at(f"remote/p{number}") for number in range(1, MAX_PLACES + 1)]
+    assert nodes.at(f"remote/p{MAX_PLACES}") is kept[-1]
+    assert nodes.at("remote/p0") is not first
