@@ -38,7 +38,7 @@ OVERLOADED: Final = 429
 MAX_REVISIONS: Final = 8  # that a process names in its life: later ones are "other"
 MAX_MODELS: Final = 64
 SPENT: Final = ("prfaas_tenant_requests", "prfaas_tenant_tokens", "prfaas_tenant_kv_bytes")
-SPENT_BEGIN: Final = '["' + os.path.commonprefix(SPENT)  # of their names in files
+SPENT_BEGIN: Final = '["' + SPENT[0].removesuffix("requests")  # of their names in files
 WASTED: Final = {OVERLOADED: "refused", 499: "left"}  # by status; else the request failed
 
 
