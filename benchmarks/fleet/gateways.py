@@ -32,8 +32,9 @@ NODES: Final = 4  # busy ones: reports of load then come as often as they may
 CACHE_BYTES: Final = 256 << 20  # of a node: no block is evicted
 CONVERSATIONS: Final = 4  # of a client, one after the other
 TURNS: Final = 6  # of a conversation
-FIRST_TOKENS: Final = 600  # of its first prompt; each turn adds less
-MORE_TOKENS: Final = 120
+FIRST_TOKENS: Final = 6000  # of its first prompt; with the turns after it, as long as in Mooncake's traces
+MORE_TOKENS: Final = 600
+TIMES: Final = ("--decode-step-s", "0.02", "--prefill-per-token-s", "0.00001")  # so that gateways have much to do
 OUTPUT_TOKENS: Final = 16
 READS_S: Final = (0.2, 1.0)  # a user, before the next turn
 PATIENCE_S: Final = 120.0
@@ -68,7 +69,7 @@ class Scaling:
 async def served_by(count: int, clients: int, seed: int, etcd: str | None) -> ServedRound:
     """One round: a fleet of its own, with empty caches."""
     with tempfile.TemporaryDirectory(prefix="gateways-") as home:
-        fleet = Fleet(Path(home), NODES, count, etcd, CACHE_BYTES)
+        fleet = Fleet(Path(home), NODES, count, etcd, cache_bytes=CACHE_BYTES, engine_args=TIMES)
         try:
             await fleet.start()
             async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
