@@ -142,11 +142,18 @@ def test_the_example_is_of_a_site_that_init_writes() -> None:
     assert {(name, each["ansible_host"]) for each in machines for name in each["prfaas_nodes"]} == written
 
 
-class Ready(BaseHTTPRequestHandler):
-    """A health port: all is well."""
+class HealthPort(ThreadingHTTPServer):
+    """Of a process that is well, or is not."""
+
+    is_well = True
+
+
+class HealthPage(BaseHTTPRequestHandler):
+    """What such a port answers."""
 
     def do_GET(self) -> None:
-        self.send_response(200)
+        assert isinstance(self.server, HealthPort)
+        self.send_response(200 if self.server.is_well else 503)
         self.send_header("Content-Length", "0")
         self.end_headers()
 
@@ -155,14 +162,14 @@ class Ready(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def health_port(host: str, certificate: Path) -> Iterator[int]:
-    with ThreadingHTTPServer((host, 0), Ready) as server:
+def health_port(host: str, certificate: Path) -> Iterator[HealthPort]:
+    with HealthPort((host, 0), HealthPage) as server:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(certificate, certificate.with_suffix(".key"))
         server.socket = context.wrap_socket(server.socket, server_side=True)
         thread = threading.Thread(target=server.serve_forever, daemon=True)
         thread.start()
-        yield server.server_port
+        yield server
         server.shutdown()
         thread.join()
 
@@ -200,6 +207,7 @@ class Trial:
 
     folder: Path
     read: int = field(default=0, init=False)  # lines of the stand-in's log
+    ports: dict[str, HealthPort] = field(default_factory=dict, init=False)
 
     @property
     def site(self) -> Path:
@@ -208,8 +216,8 @@ class Trial:
     def settings(self, machine: str) -> Path:
         return self.folder / machine / "etc/prfaas"
 
-    def run(self, wheel: Path, *arguments: str) -> dict[str, int]:
-        """How many tasks changed something, by machine. Raises AssertionError for a run that fails."""
+    def run(self, wheel: Path, *arguments: str, fails: bool = False) -> dict[str, int]:
+        """How many tasks changed something, by machine. Raises AssertionError for a run that ends otherwise."""
         user = {"prfaas_user": self.folder.owner(), "prfaas_admin": self.folder.owner()}
         inventory = {
             "all": {"vars": {
@@ -217,7 +225,7 @@ class Trial:
                 "prfaas_site": str(self.site), "prfaas_wheel": str(wheel), "prfaas_python": sys.executable,
                 "prfaas_root": f"{self.folder}/{{{{ inventory_hostname }}}}", **user,
                 "prfaas_pip_arguments": "--no-index --no-deps", "prfaas_extras_by_group": {},
-                "prfaas_node_ready_within_s": 10, "prfaas_service_ready_within_s": 10,
+                "prfaas_node_ready_within_s": 4, "prfaas_service_ready_within_s": 10,
             }},
             "nodes": {"hosts": {"away": {"prfaas_nodes": ["remote-p0"]}, "here": {"prfaas_nodes": ["home-d0"]}}},
             "gateways": {"hosts": {"here": None}},
@@ -232,7 +240,7 @@ class Trial:
         done = subprocess.run(
             command, env=environment, capture_output=True, text=True, check=False, timeout=RUN_S, cwd=self.folder
         )
-        assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+        assert (done.returncode != 0) is fails, done.stdout[-6000:] + done.stderr[-2000:]
         return {name: int(count) for name, count in re.findall(r"^(\w+) +: ok=\d+ +changed=(\d+)", done.stdout, re.M)}
 
     def asked(self) -> list[str]:
@@ -260,8 +268,8 @@ def trial(tmp_path: Path) -> Iterator[Trial]:
             ("127.0.0.4", "gateway", "port"), ("127.0.0.4", "plan", "port"),
         ):  # fmt: skip
             certificate = made.site / "certificates" / f"{'planner' if name == 'plan' else name}.pem"
-            port = stack.enter_context(health_port(host, certificate))
-            change(made.site / f"{name}.toml", rf"^{key} = \d+", f"{key} = {port}")
+            made.ports[name] = stack.enter_context(health_port(host, certificate))
+            change(made.site / f"{name}.toml", rf"^{key} = \d+", f"{key} = {made.ports[name].server_port}")
         pair = 'tls_certificate = "certificates/gateway.pem"\ntls_key = "certificates/gateway.key"'
         change(made.site / "gateway.toml", r"^names_secret", f"{pair}\nnames_secret")
         yield made
@@ -306,7 +314,14 @@ def test_it_installs_a_site_and_then_restarts_what_has_changed(trial: Trial) -> 
         "restart prfaas-node@remote-p0", "reload prfaas-node@home-d0", "reload prfaas-gateway",
     ]  # fmt: skip
 
-    trial.run(a_wheel(trial.folder, "1.1"))
+    # The first node does not come up: the others keep what they have, and the next run begins with it again.
+    newer = a_wheel(trial.folder, "1.1")
+    trial.ports["remote-p0"].is_well = False
+    trial.run(newer, fails=True)
+    assert trial.asked() == ["restart prfaas-node@remote-p0"]
+    assert (trial.folder / "here/opt/prfaas/.venv").readlink().name.startswith("prfaas-1.0")
+    trial.ports["remote-p0"].is_well = True
+    trial.run(newer)
     assert trial.asked() == [
         "restart prfaas-node@remote-p0", "restart prfaas-node@home-d0",
         "kill --kill-whom=main --signal=SIGUSR2 prfaas-gateway", "restart prfaas-plan",
