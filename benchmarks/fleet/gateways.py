@@ -1,4 +1,4 @@
-"""What more gateways serve: `python -m benchmarks.fleet.gateways [--counts 1 2 4] [--clients 24 72] [--rounds 2] [--json]`.
+"""What more gateways serve: `python -m benchmarks.fleet.gateways [--counts 1 2 4] [--clients 16 56] [--rounds 2] [--json]`.
 
 Real gateways, agents and emulated engines. With an etcd (ETCD_BINARY) gateways share limits and nodes register there. The
 same conversations are held with each number of gateways, by fewer and by more clients. Each request goes to any gateway by
@@ -15,6 +15,7 @@ import json
 import os
 import random
 import statistics
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -28,13 +29,12 @@ from tests.fleet.load import FIRST_TOKEN, LAST_TOKEN
 from tests.fleet.system import FREE_KEY, Fleet
 from tests.membership.etcd.servers import etcd_binary
 
-NODES: Final = 4  # busy ones: reports of load then come as often as they may
+NODES: Final = 8
 CACHE_BYTES: Final = 256 << 20  # of a node: no block is evicted
 CONVERSATIONS: Final = 4  # of a client, one after the other
 TURNS: Final = 6  # of a conversation
-FIRST_TOKENS: Final = 6000  # of its first prompt; with the turns after it, as long as in Mooncake's traces
-MORE_TOKENS: Final = 600
-TIMES: Final = ("--decode-step-s", "0.02", "--prefill-per-token-s", "0.00001")  # so that gateways have much to do
+FIRST_TOKENS: Final = 600  # of its first prompt; each turn adds less
+MORE_TOKENS: Final = 120
 OUTPUT_TOKENS: Final = 16
 READS_S: Final = (0.2, 1.0)  # a user, before the next turn
 PATIENCE_S: Final = 120.0
@@ -69,7 +69,7 @@ class Scaling:
 async def served_by(count: int, clients: int, seed: int, etcd: str | None) -> ServedRound:
     """One round: a fleet of its own, with empty caches."""
     with tempfile.TemporaryDirectory(prefix="gateways-") as home:
-        fleet = Fleet(Path(home), NODES, count, etcd, cache_bytes=CACHE_BYTES, engine_args=TIMES)
+        fleet = Fleet(Path(home), NODES, count, etcd, cache_bytes=CACHE_BYTES)
         try:
             await fleet.start()
             async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
@@ -147,6 +147,7 @@ async def main(arguments: argparse.Namespace) -> None:
         for count in arguments.counts if number % 2 == 0 else arguments.counts[::-1]:
             for clients in arguments.clients:
                 rounds.append(await served_by(count, clients, number, etcd_binary()))
+                print(f"round {number}: {rounds[-1]}", file=sys.stderr, flush=True)
     results = [*scaling(rounds)]
     if arguments.json:
         print(json.dumps([asdict(each) for each in results]))
@@ -162,7 +163,7 @@ async def main(arguments: argparse.Namespace) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="python -m benchmarks.fleet.gateways", description=__doc__)
     parser.add_argument("--counts", type=int, nargs="+", default=[1, 2, 4])
-    parser.add_argument("--clients", type=int, nargs="+", default=[24, 72])
+    parser.add_argument("--clients", type=int, nargs="+", default=[16, 56])
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--json", action="store_true")
     asyncio.run(main(parser.parse_args()))

@@ -6,7 +6,7 @@ Each node is what it is anywhere: an agent and an engine without a model, two pr
 import asyncio
 import shutil
 import signal
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -59,10 +59,9 @@ class Fleet:
         etcd_binary: str | None,
         *,
         cache_bytes: int = 8 << 20,
-        engine_args: Sequence[str] = TIMES,
     ) -> None:
         self.home = home
-        self._cache_bytes, self._engine_args = cache_bytes, [*engine_args]  # of a node
+        self._cache_bytes = cache_bytes  # of a node
         self.etcd = RealEtcd(home, etcd_binary) if etcd_binary is not None else None
         self.api = DoubledApi()
         self.pods = Cluster(self.api)
@@ -182,7 +181,7 @@ class Fleet:
             "model": "llama",
             "served_model": "tiny",
             "engine": "emulated",
-            "engine_args": self._engine_args,
+            "engine_args": [*TIMES],
             "cache_bytes": self._cache_bytes,
             "run_dir": str(self.home / "tmp" / "run"),
         }
