@@ -1,7 +1,6 @@
 """Claims in etcd: the same with the double and with a real one."""
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -12,20 +11,10 @@ from gateway.ratelimit.parts import Parts
 from membership.etcd.client import EtcdClient
 from membership.etcd.settings import EtcdConfig
 from tests.gateway.fleet.test_limit_shares import PER_MINUTE, Site, let_in
-from tests.membership.etcd.servers import DoubledEtcd, EtcdUnderTest, RealEtcd, needed_binary
+from tests.membership.etcd.servers import EtcdUnderTest
 
 ONE = GatewayClaim(name="g0", fair=0.5, parts={"acme": Parts(0.9, 0.1, 1.0)}, wanted={"acme": Parts(1.5, 0.0, 0.2)})
 OTHER = GatewayClaim(name="g1", fair=0.5)
-
-
-@pytest.fixture(params=["double", pytest.param("real", marks=pytest.mark.long)])
-def etcd(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[EtcdUnderTest]:
-    server: EtcdUnderTest = DoubledEtcd() if request.param == "double" else RealEtcd(tmp_path, needed_binary())
-    try:
-        server.start()
-        yield server
-    finally:
-        server.close()
 
 
 @pytest.fixture

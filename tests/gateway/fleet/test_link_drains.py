@@ -1,8 +1,6 @@
 """Links drained at one gateway are drained at all."""
 
 import asyncio
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -14,7 +12,7 @@ from gateway.fleet.errors import FleetFailed
 from gateway.fleet.link_drains import LinkDrains
 from membership.etcd.client import EtcdClient
 from membership.etcd.settings import EtcdConfig
-from tests.membership.etcd.servers import DoubledEtcd, EtcdUnderTest, RealEtcd, needed_binary
+from tests.membership.etcd.servers import EtcdUnderTest
 from tests.properties import examples
 
 EAST, WEST = ("east", "west"), ("we/st 1", "éast")
@@ -105,16 +103,6 @@ def test_what_is_changed_while_the_registry_is_lost_is_told_when_it_is_back(is_d
     asyncio.run(first.step())
     asyncio.run(second.step())
     assert (EAST in other.links()) is is_drained
-
-
-@pytest.fixture(params=["double", pytest.param("real", marks=pytest.mark.long)])
-def etcd(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[EtcdUnderTest]:
-    server: EtcdUnderTest = DoubledEtcd() if request.param == "double" else RealEtcd(tmp_path, needed_binary())
-    try:
-        server.start()
-        yield server
-    finally:
-        server.close()
 
 
 def test_drains_lie_in_etcd_and_outlive_everybodys_restart(etcd: EtcdUnderTest) -> None:

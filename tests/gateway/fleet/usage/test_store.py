@@ -12,21 +12,11 @@ from gateway.fleet.usage.store import MOST_BYTES, MOST_RUNS, EtcdUsage
 from membership.etcd.client import EtcdClient
 from membership.etcd.settings import EtcdConfig
 from tests.gateway.fleet.usage.worlds import STEP_S, CountingGateway, UsageFleet
-from tests.membership.etcd.servers import DoubledEtcd, EtcdUnderTest, RealEtcd, needed_binary
+from tests.membership.etcd.servers import EtcdUnderTest, RealEtcd, needed_binary
 
 ACME = ("acme", "requests_200", "", "")
 LONG = 1 << 20
 CALL_S = 8.0  # of a machine that has other things to do
-
-
-@pytest.fixture(params=["double", pytest.param("real", marks=pytest.mark.long)])
-def etcd(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[EtcdUnderTest]:
-    server: EtcdUnderTest = DoubledEtcd() if request.param == "double" else RealEtcd(tmp_path, needed_binary())
-    try:
-        server.start()
-        yield server
-    finally:
-        server.close()
 
 
 @pytest.fixture
