@@ -151,9 +151,8 @@ def parser() -> argparse.ArgumentParser:
     node.add_argument(
         "--first-rank",
         type=within(0, 65535),
-        default=0,
         metavar="N",
-        help="with --ranks: the number of the first, where others of the group run elsewhere (default: 0)",
+        help="the number of the first of --ranks, where others of the group run elsewhere (default: 0)",
     )
     add_node_arguments(node)
     node.set_defaults(run=_node)
@@ -290,7 +289,7 @@ def _node(arguments: argparse.Namespace) -> int:
 
     try:
         config = config_from(arguments, arguments.engine_args)
-        if arguments.ranks > 1:
+        if arguments.ranks > 1 or arguments.first_rank is not None:
             return _ranks(arguments, config)
         check_model(config)
     except NodeConfigError as exc:
@@ -307,7 +306,7 @@ def _ranks(arguments: argparse.Namespace, config: "NodeConfig") -> int:
     from prfaas.system.ranks import rank_plans, run_ranks
     from transport.path.tcp import free_port
 
-    plans = rank_plans(config, arguments.ranks, arguments.first_rank, os.environ, lambda: free_port("127.0.0.1"))
+    plans = rank_plans(config, arguments.ranks, arguments.first_rank or 0, os.environ, lambda: free_port("127.0.0.1"))
     commands = [plan.command(arguments.own_args, arguments.engine_args) for plan in plans]
     return asyncio.run(run_ranks(plans, commands, config.drain_timeout_s, _to_stderr))
 

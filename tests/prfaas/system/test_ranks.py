@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from node.config import NodeConfig
+from prfaas.cli import main
 from prfaas.errors import StartRefused
 from prfaas.system.ranks import DEVICES, RankPlan, rank_plans, run_ranks
 
@@ -166,3 +167,14 @@ def test_a_rank_that_is_killed_ends_the_others(tmp_path: Path) -> None:
             wait_until(lambda: not Path(f"/proc/{other}").exists())
         finally:
             process.kill()
+
+
+def test_one_rank_of_a_group_elsewhere_has_the_number_that_it_is_given(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "node.toml"
+    path.write_text(
+        '[node]\nnode_id = "moe"\ncluster = "west"\ncluster_kind = "pd"\nrole = "decode"\nmodel = "m"\nengine = "vllm"\n'
+    )
+    assert main(["node", "-c", str(path), "--first-rank", "3", "--", "--data-parallel-size", "2"]) != 0
+    assert "--first-rank 3 need at least 4" in capsys.readouterr().err
