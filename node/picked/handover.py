@@ -39,6 +39,7 @@ TTL_MARGIN_S: Final = 60.0
 DELIVERED_S: Final = 1.0  # until the other node says what has long arrived
 BY_ENGINE: Final = ("digest_mismatch", "landing_timeout")  # why it gave a landing up, and the leg fails for it
 LOADED: Final = "loaded"  # how a reservation ends whose pages an engine has copied
+UNUSED: Final = ("", "request_ended")  # it was refused, or its client has left; "": its engine still lets go of pages
 UNOWNED: Final = BlockOwner(b"", "")  # before the first engine
 
 
@@ -275,10 +276,7 @@ class PickedRequests:
             counts.fell_back(landing.failure)
         elif ended == LOADED:
             counts.requests["handed_over"] += 1
-        elif ended in (
-            "",
-            "request_ended",
-        ):  # it was refused, or its client has left; "": its engine still lets go of pages
+        elif ended in UNUSED:
             counts.requests["ended"] += 1
         else:
             counts.fell_back(ended)
