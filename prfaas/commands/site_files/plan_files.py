@@ -34,6 +34,7 @@ def plan_file(site: PlanSite) -> str:
     lines = [
         f"# The plan service, if you want one: on {site.host}, run `prfaas-plan serve -c {PLAN_FILE}`.",
         "# It starts once profile, hardware and line are filled in. All keys are in docs/reference/plan.md.",
+        "# Under deploy/systemd/prfaas-plan.service, set state_dir and files of keys as that unit says.",
         "",
         "[plan]",
         '# profile = "profiles/internal-1t.json"  # times of your model; prfaas-plan profile and fit make one',
