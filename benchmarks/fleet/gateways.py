@@ -30,7 +30,7 @@ from tests.fleet.system import FREE_KEY, Fleet
 from tests.membership.etcd.servers import etcd_binary
 
 NODES: Final = 8
-CACHE_BYTES: Final = 256 << 20  # of a node: no block is evicted
+CACHE_BYTES: Final = 256 << 20  # of a node
 CONVERSATIONS: Final = 4  # of a client, one after the other
 TURNS: Final = 6  # of a conversation
 FIRST_TOKENS: Final = 600  # of its first prompt; each turn adds less
@@ -38,6 +38,7 @@ MORE_TOKENS: Final = 120
 OUTPUT_TOKENS: Final = 16
 READS_S: Final = (0.2, 1.0)  # a user, before the next turn
 PATIENCE_S: Final = 120.0
+LEAST_APART: Final = 1.5  # the greatest rate by the least: a line through rates that are nearer says nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +134,11 @@ def scaling(rounds: Sequence[ServedRound]) -> Iterator[Scaling]:
     least: Scaling | None = None
     for count in sorted({each.gateways for each in rounds}):
         served = [each for each in rounds if each.gateways == count]
-        cost_s, by_time = np.polyfit([each.per_s for each in served], [each.cores for each in served], 1)
+        rates = [each.per_s for each in served]
+        if max(rates) < LEAST_APART * min(rates):
+            raise SystemExit(f"{count} gateways: {min(rates):.0f} to {max(rates):.0f} requests/s are too near together: "
+                             "give --clients fewer and more of them, or a faster machine")  # fmt: skip
+        cost_s, by_time = np.polyfit(rates, [each.cores for each in served], 1)
         hits = statistics.fmean(each.hits for each in served)
         found = Scaling(gateways=count, cpu_ms=float(cost_s) * 1e3, idle=float(by_time) / count, hits=hits)
         least = least or found
