@@ -107,9 +107,11 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                     cpu_build.mend_eager_stages()
                 cpu_build.mend_seeded_chunks()
                 cpu_build.mend_state_checkpoints()
+                if vllm_config.speculative_config is not None:
+                    cpu_build.mend_drafted_states()
                 cpu_build.mend_exchanges()
                 cpu_build.unlink_shared_memory()
-                check_drafts(vllm_config, self._cached.layers)
+                check_drafts(vllm_config, self._cached.layers, columns_first=internals.keeps_columns_first())
                 own = specs.layer_names(kv_cache_config)
                 in_microbatches = bool(vllm_config.parallel_config.use_ubatching)
                 rank = internals.rank_of_worker()
@@ -173,8 +175,9 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
         state = scheduler_output.kv_connector_block_state
         offers = internals.state_offers(state)
+        drafts = scheduler_output.scheduled_spec_decode_tokens
         return StepMetadata(
-            self._scheduling.build_step(scheduler_output.num_scheduled_tokens, state.resolve_block_ids, offers)
+            self._scheduling.build_step(scheduler_output.num_scheduled_tokens, state.resolve_block_ids, offers, drafts)
         )
 
     def update_connector_output(self, connector_output: Any) -> None:

@@ -10,6 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from engine.vllm.server.seeds import with_seeds_back, without_unread_seeds
+from engine.vllm.worker_side.drafted_states import (
+    delta_rule,
+    keep_at_borders,
+    move_ahead,
+    moved_states,
+    update_columns,
+)
 from engine.vllm.worker_side.state_checkpoints import store_checkpoint, with_states_of_pieces
 from engine.vllm.worker_side.uneven_shares import gather_shares, own_share_of_sum
 
@@ -70,6 +77,70 @@ def mend_state_checkpoints() -> None:
     if mamba_mixer2.store_prefill_checkpoint is not store_checkpoint:
         mamba_mixer2.store_prefill_checkpoint = store_checkpoint
         ssd_combined._mamba_chunk_scan_combined_fwd = with_states_of_pieces(ssd_combined._mamba_chunk_scan_combined_fwd)
+
+
+def mend_drafted_states() -> None:
+    """With drafts the CPU build computes recurrent states wrongly, or dies. Its convolutions of Mamba 2 and of LFM2 do not look at
+    what has been accepted, that of gated delta nets loses its place when a step has fewer drafts than the one before. With prefix
+    caching the states are moved by kernels of Triton, which it lacks ("'function' object is not subscriptable").
+    """
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return
+    from vllm.model_executor.layers.mamba import mamba_mixer2, short_conv
+    from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
+    from vllm.v1.worker.mamba_utils import MambaSpecDecodeGPUContext
+
+    if mamba_mixer2.causal_conv1d_update is update_columns:
+        return
+    mamba_mixer2.causal_conv1d_update = short_conv.causal_conv1d_update = update_columns
+    short_conv.ShortConv.forward_native = (
+        short_conv.ShortConv.forward_cuda
+    )  # which knows drafts, and is PyTorch otherwise
+    gdn_attention._cpu_gdn_attention_spec_aware = _delta_net_with_drafts
+    MambaSpecDecodeGPUContext._populate_metadata = _note_moved_states
+    MambaSpecDecodeGPUContext.run_fused_precopy = _move_ahead
+    MambaSpecDecodeGPUContext.run_fused_postprocess = _keep_at_borders
+
+
+def _delta_net_with_drafts(layer: Any, metadata: Any, mixed_qkv: Any, b: Any, a: Any, out: Any, *widths: int) -> None:
+    from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
+
+    columns, weight = gdn_attention._conv_buffer_view(layer), gdn_attention._unpacked_conv_weight(layer)
+    delta_rule(layer, metadata, mixed_qkv, b, a, out, columns, weight)
+
+
+def _note_moved_states(context: Any, config: Any, layers: Any, functions: Any, tables: Any, _: Any) -> None:
+    from vllm.v1.worker.mamba_utils import _get_mamba_spec_for_layer
+
+    def copy_of(group: Any, name: str) -> Any:
+        return functions[_get_mamba_spec_for_layer(group, name).mamba_type]
+
+    context.moved = moved_states(config.kv_cache_groups, context.mamba_group_ids, layers, copy_of, tables)
+    context.is_initialized = True
+
+
+def _move_ahead(
+    context: Any, num_reqs: int, state_idx_gpu: Any, src_col_gpu: Any, token_bias_gpu: Any, idx_mapping: Any
+) -> None:
+    move_ahead(context.moved, num_reqs, state_idx_gpu, src_col_gpu, token_bias_gpu)
+
+
+def _keep_at_borders(
+    context: Any,
+    num_reqs: int,
+    num_accepted_tokens_gpu: Any,
+    mamba_state_idx_gpu: Any,
+    num_scheduled_tokens_gpu: Any,
+    num_computed_tokens_gpu: Any,
+    num_draft_tokens_gpu: Any,
+) -> None:
+    out, accepted = context.num_accepted_tokens_out, num_accepted_tokens_gpu
+    out[:num_reqs] = accepted[:num_reqs]
+    ends = (num_computed_tokens_gpu + num_scheduled_tokens_gpu - num_draft_tokens_gpu)[:num_reqs]
+    for row in keep_at_borders(context.moved, num_reqs, context.block_size, accepted, mamba_state_idx_gpu, ends):
+        out[row] = 1
 
 
 def mend_exchanges() -> None:

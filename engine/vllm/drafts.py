@@ -4,6 +4,8 @@ A draft is computed after a step has sampled, several times over, and its entry 
 it. So its layers are saved at the end of a step. The last entry of a leg follows from the token that the leg sampled, not
 from the prompt's last. (vLLM's own at the end of each chunk follows from the last token of the prompt.) vLLM verifies each
 draft, so that costs a draft at most, never a token.
+
+Recurrent states are handed over as a server without drafts has them (`engine.vllm.specs`), so the numbers of drafts may differ.
 """
 
 import re
@@ -17,22 +19,29 @@ from hybrid_cache.errors import LayoutError
 
 WITHOUT_CACHE: Final = frozenset({"ngram"})
 WITH_CACHE: Final = frozenset({"draft_model", "eagle", "eagle3", "mtp"})
-_OWN_MODEL: Final = "draft_model."  # how the layers of a model of its own begin
+_OWN: Final = ("draft_model.", "mtp.")  # how the layers of a model of its own begin, and predictors that count anew
 _NUMBER: Final = re.compile(r"(?:^|\.)layers\.(\d+)(?:\.|$)")
 
 
-def check_drafts(vllm_config: Any, layers: Iterable[CacheLayer]) -> None:
-    """Raises LayoutError for drafts that KVCache of prompts cannot be handed over with."""
+def check_drafts(vllm_config: Any, layers: Iterable[CacheLayer], *, columns_first: bool = True) -> None:
+    """Raises LayoutError for drafts that KVCache of prompts cannot be handed over with.
+
+    `columns_first`: whether convolutions keep their states column by column, so that those of drafts are apart.
+    """
     speculation = vllm_config.speculative_config
     if speculation is None:
         return
     if speculation.method not in WITHOUT_CACHE | WITH_CACHE:
         raise LayoutError(f"speculative decoding by {speculation.method!r} has not been tried with this connector")
     states = next((layer.name for layer in layers if layer.kind is LayerKind.STATE), None)
-    if states is not None:
+    if states is None:
+        return
+    if vllm_config.cache_config.use_replayssm:
+        raise LayoutError(f"{states}: with speculative decoding and --use-replayssm a state is not whole in any block")
+    if not columns_first:
         raise LayoutError(
-            f"{states}: recurrent states cannot be handed over with speculative decoding, which keeps several of a request: "
-            "start the nodes without --speculative-config"
+            f"{states}: with speculative decoding states are handed over in the layout SD alone: "
+            "start the nodes without VLLM_SSM_CONV_STATE_LAYOUT"
         )
 
 
@@ -44,7 +53,7 @@ def draft_layers(vllm_config: Any, names: Iterable[str]) -> frozenset[str]:
     return frozenset(
         name
         for name in names
-        if name.startswith(_OWN_MODEL) or ((found := _NUMBER.search(name)) is not None and int(found[1]) >= target)
+        if name.startswith(_OWN) or ((found := _NUMBER.search(name)) is not None and int(found[1]) >= target)
     )
 
 

@@ -364,6 +364,13 @@ def direct_copies() -> "DirectCopies | None":
     return DirectCopies(swap_blocks_batch, host_register, host_unregister)
 
 
+def keeps_columns_first() -> bool:
+    """Whether the states of convolutions lie column by column: the first ones are in one piece then."""
+    from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
+
+    return not is_conv_state_dim_first()
+
+
 def rank_of_worker() -> int:
     """Of all ranks of this engine: those of a stage follow each other."""
     from vllm.distributed import get_pp_group, get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size

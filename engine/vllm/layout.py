@@ -46,7 +46,8 @@ class CacheLayer:
     """One layer of vLLM's KV cache, as one rank has it.
 
     `block_tokens`: tokens per entry of its block table. `part_bytes`: of a block (or a state) on one rank, padding not
-    included. `parts`: how many different ones there are over all ranks.
+    included. `parts`: how many different ones there are over all ranks. `gap_at`, `gap_bytes`: room for drafts inside of a
+    state, which is no part of it.
     """
 
     name: str
@@ -56,6 +57,8 @@ class CacheLayer:
     part_bytes: int
     parts: int
     window: int = 0
+    gap_at: int = 0
+    gap_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,9 @@
 """vLLM's KV cache specs (vllm.v1.kv_cache_interface), read: what each layer keeps, and what equal bytes would not mean.
 
 A spec of a kind, or with a setting, that is not known here is refused: KVCache of it would be moved by rules of another.
+
+With drafts a recurrent state has room for them: its convolution keeps as many columns more, behind those that a server without
+drafts has, and each draft has a block for the state after it. What a prompt leaves is the first columns and the first block.
 """
 
 import dataclasses
@@ -36,6 +39,8 @@ KNOWN: Final = _names(
     """
 )
 INDEXER: Final = "indexer"
+CONVOLVED: Final = {"MAMBA2": 2, "GDN_ATTN": 2, "SHORT_CONV": 1}
+"""Recurrent states that begin with the columns of a convolution: how many tensors each consists of."""
 
 
 def cache_layers(vllm_config: Any, kv_cache_config: Any) -> list[CacheLayer]:
@@ -61,7 +66,7 @@ def layer_names(kv_cache_config: Any) -> frozenset[str]:
 def state_forms(kv_cache_config: Any) -> list[str]:
     """What recurrent states consist of: states of one size may differ in that, and must not be mistaken."""
     states = [spec for _, spec in _specs(kv_cache_config) if type(spec).__name__ == STATE]
-    return sorted({f"{tuple(map(tuple, spec.shapes))}{spec.dtypes}".replace("torch.", "") for spec in states})
+    return sorted({f"{_shapes(spec)}{spec.dtypes}".replace("torch.", "") for spec in states})
 
 
 def attention_of(kv_cache_config: Any) -> Iterator[tuple[str, Any]]:
@@ -94,13 +99,16 @@ def cache_layer(name: str, table: int, spec: Any, ranks: int, heads: int) -> Cac
     """A layer of a rank by its spec, and by the model's number of KV heads. Raises LayoutError."""
     _check(name, spec)
     if type(spec).__name__ == STATE:
+        gap_at, gap_bytes = _gap(name, spec)
         return CacheLayer(
             name=name,
             table=table,
             kind=LayerKind.STATE,
             block_tokens=spec.block_size,
-            part_bytes=spec.state_content_size_bytes,
+            part_bytes=spec.state_content_size_bytes - gap_bytes,
             parts=1 if spec.tp_replicated else ranks,
+            gap_at=gap_at,
+            gap_bytes=gap_bytes,
         )
     kind = ATTENTION[type(spec).__name__]
     return CacheLayer(
@@ -128,6 +136,27 @@ def _check(name: str, spec: Any) -> None:
         raise LayoutError(f"{name}: a window with {spec.extra_retained_tokens} extra tokens cannot be transferred")
     if getattr(spec, "bounded_replay", False):
         raise LayoutError(f"{name}: a window whose tokens are computed again cannot be transferred")
+
+
+def _gap(name: str, spec: Any) -> tuple[int, int]:
+    """Where a state has room for drafts, and how many bytes of it. Raises LayoutError for one that is laid out otherwise."""
+    drafts = spec.num_speculative_blocks
+    if not drafts:
+        return 0, 0
+    kind = getattr(spec.mamba_type, "name", str(spec.mamba_type))
+    if CONVOLVED.get(kind) != len(spec.shapes) or len(spec.shapes[0]) != 2 or spec.shapes[0][0] <= drafts:
+        raise LayoutError(f"{name}: how a state of kind {kind}, {_shapes(spec)}, has room for drafts is not known")
+    columns, width = spec.shapes[0]
+    column_bytes = width * spec.dtypes[0].itemsize
+    return (columns - drafts) * column_bytes, drafts * column_bytes
+
+
+def _shapes(spec: Any) -> tuple[tuple[int, ...], ...]:
+    """Of a state, without what it has for drafts."""
+    first, *others = map(tuple, spec.shapes)
+    if spec.num_speculative_blocks:
+        first = (first[0] - spec.num_speculative_blocks, *first[1:])
+    return (first, *others)
 
 
 def _specs(kv_cache_config: Any) -> Iterator[tuple[str, Any]]:

@@ -30,7 +30,9 @@ from vllm.model_executor.models import registry
 from vllm.v1.engine import utils as engine_utils
 from vllm.v1.executor import multiproc_executor
 
+from engine.vllm.cpu_build import mend_drafted_states
 from engine.vllm.layout import LayerKind
+from engine.vllm.worker_side.drafted_states import delta_rule
 
 # They would import vLLM once more, for every architecture, engine and rank.
 registry._run_in_subprocess = lambda look: look()
@@ -62,6 +64,10 @@ def serve(
 def _serve(pipe: Connection, options: dict[str, Any], role: str, connector: dict[str, Any] | None) -> None:
     if connector is not None:
         options["kv_transfer_config"] = KVTransferConfig(kv_role=role, kv_connector_extra_config=connector, **CONNECTOR)
+    if options.pop("in_float32", False):
+        _compute_delta_nets_in_float32()
+    if options.get("speculative_config") is not None:
+        mend_drafted_states()  # the connector does, but one server alone has none
     if "kv_events_config" in options:
         options["kv_events_config"] = KVEventsConfig(**options["kv_events_config"])
     llm = vllm.LLM(disable_hybrid_kv_cache_manager=False, enforce_eager=True, disable_log_stats=True, **options)
@@ -103,6 +109,22 @@ def _serve(pipe: Connection, options: dict[str, Any], role: str, connector: dict
                 if (layers := inspected.pop(output.request_id, None)) is not None:
                     pipe.send(("kept", _kept(core, output.request_id, layers)))
                 pipe.send(("token", (output.request_id, len(output.outputs[0].token_ids))))
+
+
+def _compute_delta_nets_in_float32() -> None:
+    """vLLM's kernel for a CPU wants bfloat16, in which a token depends on what is computed beside it."""
+    from vllm.forward_context import get_forward_context
+    from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
+
+    def core(mixed_qkv: Any, b: Any, a: Any, core_attn_out: Any, layer_name: gdn_attention.LayerNameType) -> None:
+        context, name = get_forward_context(), gdn_attention._resolve_layer_name(layer_name)
+        if context.attn_metadata is not None:
+            layer = context.no_compile_layers[name]
+            columns, weight = gdn_attention._conv_buffer_view(layer), gdn_attention._unpacked_conv_weight(layer)
+            delta_rule(layer, context.attn_metadata[layer.prefix], mixed_qkv, b, a, core_attn_out, columns, weight)
+
+    core.__annotations__ = gdn_attention.cpu_gdn_attention_core.__annotations__
+    gdn_attention.cpu_gdn_attention_core = core
 
 
 class SilencedLayer:

@@ -27,21 +27,25 @@ def step_save(
     num_tokens: int,
     tables: Sequence[Table],
     offers: Sequence[StateOffer] = (),
+    drafted: int = 0,
 ) -> SaveBlocks | None:
     """The save of a step that computes `num_tokens` tokens of a request, None if it adds nothing; notes it as saved.
 
     `tables`: block ids of the request by the end of the step, one table per group of vLLM. `offers`: states that the step
-    leaves behind on its way.
+    leaves behind on its way. `drafted`: how many of the tokens, the last ones, are drafts: they are no part of the prompt.
     """
     assert handover.pages is not None
     before = handover.request.num_computed_tokens
     if handover.computed_from is None:
         handover.computed_from = before
-    start, stop = handover.saved_tokens, min(before + num_tokens, handover.pages.num_tokens)
+    after = before + num_tokens - drafted
+    start, stop = handover.saved_tokens, min(after, handover.pages.num_tokens)
     if stop <= start:  # preempted, and computed once more
         return None
-    offers = [offer for offer in offers if offer.length <= before + num_tokens]
-    lengths = _states_at(layout, before, before + num_tokens, handover, tables, offers)
+    offers = [offer for offer in offers if offer.length <= after]
+    if drafted:
+        offers += _before_drafts(layout, before, after, drafted, tables)
+    lengths = _states_at(layout, before, after, handover, tables, offers, is_drafted=drafted > 0)
     handover.unfilled_windows |= unfilled(layout, handover.pages, tables, start, stop)
     handover.saved_tokens = stop
     wanted = tuple(offer for offer in offers if offer.length in lengths)
@@ -65,6 +69,8 @@ def _states_at(
     handover: Handover,
     tables: Sequence[Table],
     offers: Sequence[StateOffer],
+    *,
+    is_drafted: bool,
 ) -> tuple[int, ...]:
     """At which lengths this step has states to save: at its ends, and where it leaves some behind on its way.
 
@@ -78,12 +84,27 @@ def _states_at(
             for place in layout.places
             if place.layer.kind is LayerKind.STATE
             and (place.layer.table, length) not in offered
-            and not _has_state(place, length, before, after, tables)
+            and not (_has_state(place, length, before, after, tables) and (length == before or not is_drafted))
         }
         wanted = {key for key in handover.unsaved_states if key[1] == length and key[0] not in missing}
         handover.unsaved_states -= wanted
         saved |= {length for _ in wanted}
     return tuple(sorted(saved))
+
+
+def _before_drafts(
+    layout: VllmLayout, before: int, after: int, drafted: int, tables: Sequence[Table]
+) -> list[StateOffer]:
+    """Where a step with drafts has its states. Each of its tokens has a block, from the one on that its last token belongs to.
+    The first of them has the state after the first token, which alone is no draft.
+    """
+    if after != before + 1:
+        return []
+    sizes = {
+        place.layer.table: place.layer.block_tokens for place in layout.places if place.layer.kind is LayerKind.STATE
+    }
+    found = {table: state_block(tables[table], after + drafted, size) for table, size in sizes.items()}
+    return [StateOffer(table, block, after) for table, block in found.items() if block != NULL_BLOCK]
 
 
 def _has_state(place: LayerPlace, length: int, before: int, after: int, tables: Sequence[Table]) -> bool:

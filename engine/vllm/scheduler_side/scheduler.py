@@ -42,6 +42,7 @@ REPORT_INTERVAL_S: Final = 0.05
 REPEAT_INTERVAL_S: Final = 1.0  # of an unchanged load: waking the agent's thread costs more than all else in a step
 
 NO_OFFERS: Final[Mapping[str, Sequence[StateOffer]]] = MappingProxyType({})
+NO_DRAFTS: Final[Mapping[str, Sequence[int]]] = MappingProxyType({})
 
 
 class SchedulerSide:
@@ -155,9 +156,10 @@ class SchedulerSide:
         scheduled: Mapping[str, int],
         tables_of: Callable[[str], Sequence[Sequence[int]]],
         offers: Mapping[str, Sequence[StateOffer]] = NO_OFFERS,
+        drafts: Mapping[str, Sequence[int]] = NO_DRAFTS,
     ) -> ForwardStep:
         """What the workers do besides computing `scheduled` tokens of each request. `tables_of`: block ids of one. `offers`:
-        states that the step leaves in other blocks than at its end, by request."""
+        states that the step leaves in other blocks than at its end, by request. `drafts`: those of the tokens that are some."""
         in_lockstep = self._engine.in_lockstep
         if not scheduled and not self._loads and not self._rest() and self._is_waiting() and not in_lockstep:
             self._agent.news.wait(IDLE_WAIT_S)
@@ -167,7 +169,12 @@ class SchedulerSide:
             save
             for request_id, num_tokens in scheduled.items()
             if (handover := self._handovers.get(request_id)) is not None
-            and (save := self._save(handover, num_tokens, tables_of, offers.get(request_id, ()))) is not None
+            and (
+                save := self._save(
+                    handover, num_tokens, tables_of, offers.get(request_id, ()), len(drafts.get(request_id, ()))
+                )
+            )
+            is not None
         ]
         self._report_load(scheduled)
         step = ForwardStep(
@@ -411,11 +418,13 @@ class SchedulerSide:
         num_tokens: int,
         tables_of: Callable[[str], Sequence[Sequence[int]]],
         offers: Sequence[StateOffer],
+        drafted: int,
     ) -> SaveBlocks | None:
         """What this step adds to the pages of a request."""
         if handover.phase is not HandoverPhase.COMPUTING:
             return None
-        save = step_save(self._layout, handover, num_tokens, tables_of(handover.request.request_id), offers)
+        tables = tables_of(handover.request.request_id)
+        save = step_save(self._layout, handover, num_tokens, tables, offers, drafted)
         if save is not None and is_last(handover):
             self._agent.last_step(
                 handover.errand,

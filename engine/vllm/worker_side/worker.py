@@ -25,7 +25,7 @@ from engine.agent.block_copies import BlockCopies
 from engine.agent.job_pages import MappedArena
 from engine.errors import PagesInvalid
 from engine.vllm.copy_plan import CopyPlan, PagesIndex
-from engine.vllm.layout import LayerKind, LayerPlace, VllmLayout, unloadable
+from engine.vllm.layout import CacheLayer, LayerKind, LayerPlace, VllmLayout, unloadable
 from engine.vllm.scheduler_side.steps import (
     ArenaRef,
     ForwardStep,
@@ -39,6 +39,7 @@ from engine.vllm.scheduler_side.steps import (
 from engine.vllm.worker_side.accelerator import device_of
 from engine.vllm.worker_side.blocks import Blocks, blocks_of
 from engine.vllm.worker_side.device import OVER, ArenaMemory, CopyDevice, HostDevice, Mark
+from engine.vllm.worker_side.gaps import blocks_around
 from engine.vllm.worker_side.ranks import RankLink
 from engine.vllm.worker_side.saver import SAVE_TIMEOUT_S, Saver
 from transport.control.messages import ControlMessage
@@ -163,8 +164,12 @@ class WorkerSide:
             self._device = self._devices(tensors[next(iter(self._places))].device)
             self._save_stream, self._load_stream = self._device.stream(), self._device.stream()
         for name, place in self._places.items():
-            part_bytes = place.layer.part_bytes
-            self._blocks[name] = blocks_of(name, tensors[name], part_bytes, self._device, self._note_buffered)
+            self._blocks[name] = self._blocks_of(place.layer, tensors[name])
+
+    def _blocks_of(self, layer: CacheLayer, tensor: torch.Tensor) -> Blocks:
+        if layer.gap_bytes:
+            return blocks_around(layer, tensor, self._device, self._note_buffered)
+        return blocks_of(layer.name, tensor, layer.part_bytes, self._device, self._note_buffered)
 
     def begin_step(self, step: ForwardStep) -> None:
         """Takes over what a step brings. Pages that cannot be reached, or given back, are not taken."""
