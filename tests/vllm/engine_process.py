@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import sys
 import traceback
+import typing
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -116,14 +117,14 @@ def _compute_delta_nets_in_float32() -> None:
     from vllm.forward_context import get_forward_context
     from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
 
-    def core(mixed_qkv: Any, b: Any, a: Any, core_attn_out: Any, layer_name: gdn_attention.LayerNameType) -> None:
+    def core(mixed_qkv: Any, b: Any, a: Any, core_attn_out: Any, layer_name: Any) -> None:
         context, name = get_forward_context(), gdn_attention._resolve_layer_name(layer_name)
         if context.attn_metadata is not None:
             layer = context.no_compile_layers[name]
             columns, weight = gdn_attention._conv_buffer_view(layer), gdn_attention._unpacked_conv_weight(layer)
             delta_rule(layer, context.attn_metadata[layer.prefix], mixed_qkv, b, a, core_attn_out, columns, weight)
 
-    core.__annotations__ = gdn_attention.cpu_gdn_attention_core.__annotations__
+    core.__annotations__ = typing.get_type_hints(gdn_attention.cpu_gdn_attention_core)
     gdn_attention.cpu_gdn_attention_core = core
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-NULL_BLOCK = 0
+from engine.vllm.layout import NULL_BLOCK
 
 
 def rolled(
@@ -178,7 +178,8 @@ def moved_states(
     copy_of: Callable[[Any, str], Sequence[Any]],
     tables: Sequence[Any],
 ) -> list[MovedStates]:
-    """By vLLM's KV cache groups with recurrent states. `copy_of`: vLLM's functions for a layer's tensors, named by what those are."""
+    """Those of vLLM's KV cache groups with these `numbers`. `copy_of`: vLLM's functions for a layer's tensors, named by what
+    those are."""
     found = []
     for number, table in zip(numbers, tables, strict=True):
         group, columns, others = groups[number], list[torch.Tensor](), list[torch.Tensor]()
