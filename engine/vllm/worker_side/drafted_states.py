@@ -114,7 +114,9 @@ def delta_rule(
         made = functional.silu(made) if layer.activation in ("silu", "swish") else made
         query, key, value = (each[0].float() for each in layer.rearrange_mixed_qkv(made.to(mixed_qkv.dtype)))
         decay = -layer.A_log.float().exp() * functional.softplus(a[row.tokens].float() + layer.dt_bias.float())
-        state = states[row.blocks[row.accepted - 1]].float() if row.accepted else torch.zeros_like(states[0]).float()
+        state = torch.zeros(states.shape[1:])
+        if row.accepted:
+            state.copy_(states[row.blocks[row.accepted - 1]])
         written = [states[block] for block in row.blocks] if row.is_drafted else []
         answers = _recur(state, query, key, value, decay, b[row.tokens].float().sigmoid(), written)
         if not row.is_drafted:

@@ -110,7 +110,7 @@ class World:
         self.now = 0.0
         self.layout = layout
         self.agent = Agent()
-        self.offers = {}
+        self.offers, self.drafts = {}, {}
         self.side = SchedulerSide(layout, self.agent, lambda: self.now, **options)
 
     def arrive(self, request):
@@ -126,6 +126,7 @@ class World:
             {request.request_id: num_tokens},
             lambda _: tables_for(self.layout, request.num_computed_tokens + num_tokens),
             self.offers,
+            self.drafts,
         )
         request.num_computed_tokens += num_tokens
         return step

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from engine.vllm.layout import LayerKind
-from engine.vllm.specs import cache_layer, packing
+from engine.vllm.specs import cache_layer, packing, state_forms
 from hybrid_cache.errors import LayoutError
 
 NONE, FP8, NVFP4 = (SimpleNamespace(name=name) for name in ("NONE", "FP8_PER_TENSOR", "NVFP4"))
@@ -85,6 +85,48 @@ def test_layers_of_known_kinds_are_read() -> None:
 def test_what_is_not_known_is_refused(kind: str, fields: dict[str, Any], says: str) -> None:
     with pytest.raises(LayoutError, match=says):
         cache_layer("a", 0, spec(kind, **fields), 1, 8)
+
+
+BF16, FP32 = SimpleNamespace(itemsize=2), SimpleNamespace(itemsize=4)
+
+
+def state_spec(drafts: int, **fields: Any) -> Any:
+    """A convolution of 3 columns of 8 channels, and 16 numbers more."""
+    shapes, dtypes = ((3 + drafts, 8), (2, 2, 4)), (BF16, FP32)
+    values = {"block_size": 16, "shapes": shapes, "dtypes": dtypes, "mamba_type": SimpleNamespace(name="GDN_ATTN")}
+    values |= {"num_speculative_blocks": drafts, "tp_replicated": False} | fields
+    named = [(name, Any, dataclasses.field(default=0)) for name in values]
+    size = (3 + drafts) * 8 * 2 + 16 * 4
+    return dataclasses.make_dataclass("MambaSpec", named, namespace={"state_content_size_bytes": size})(**values)
+
+
+def test_a_state_is_what_a_server_without_drafts_has_of_it() -> None:
+    plain, drafted = (cache_layer("s", 0, state_spec(drafts), 2, 8) for drafts in (0, 3))
+    assert plain == dataclasses.replace(drafted, gap_at=0, gap_bytes=0)
+    assert (drafted.part_bytes, drafted.gap_at, drafted.gap_bytes) == (3 * 8 * 2 + 16 * 4, 3 * 8 * 2, 3 * 8 * 2)
+
+
+def test_states_are_called_alike_however_many_drafts_they_have_room_for() -> None:
+    forms = [
+        state_forms(SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec, layer_names=["s"])]))
+        for spec in (state_spec(0), state_spec(3), state_spec(0, shapes=((6, 8), (2, 2, 4))))
+    ]
+    assert forms[0] == forms[1] != forms[2]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"mamba_type": SimpleNamespace(name="LINEAR")},
+        {"mamba_type": SimpleNamespace(name="SHORT_CONV")},
+        {"shapes": ((6, 8), (2, 2, 4), (1, 4)), "dtypes": (BF16, FP32, FP32)},
+        {"shapes": ((3, 8), (2, 2, 4))},
+        {"shapes": ((2, 2, 4), (6, 8))},
+    ],
+)
+def test_states_that_have_room_for_drafts_elsewhere_are_refused(fields: dict[str, Any]) -> None:
+    with pytest.raises(LayoutError, match="room for drafts is not known"):
+        cache_layer("s", 0, state_spec(3, **fields), 1, 8)
 
 
 def test_what_a_newer_release_adds_is_no_trouble_while_it_is_not_used() -> None:

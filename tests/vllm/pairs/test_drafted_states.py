@@ -1,5 +1,5 @@
-"""Drafts over recurrent states: what a prompt leaves is handed over to a node with other drafts, or from one. Answers are those of
-a server that has neither a connector nor drafts.
+"""Drafts over recurrent states: what a prompt leaves is handed over to a node with other drafts, or from one. Answers are those
+of a server that has neither a connector nor drafts.
 """
 
 from collections.abc import Iterator

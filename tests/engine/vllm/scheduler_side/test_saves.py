@@ -1,7 +1,7 @@
 """What steps save: every token and state once, and only while vLLM has it."""
 
 from engine.vllm.scheduler_side.errands import ErrandWritten, Granted
-from engine.vllm.scheduler_side.steps import StateOffer
+from engine.vllm.scheduler_side.steps import SaveBlocks, StateOffer
 from tests.engine.vllm.builders import BLOCK, full, layout_of, pages_for, state, tables_for
 from tests.engine.vllm.scripted import ARENA, LAYOUT, LEG, N, Request, World
 
@@ -48,6 +48,39 @@ def test_a_state_of_which_one_part_is_left_behind_is_not_saved():
     step = world.schedule(request, N)
     assert (step.saves[0].states, step.saves[0].offers) == ((), ())
     assert world.agent.last == [(1, [(1, 3 * BLOCK)])]
+
+
+def drafted_end_of_a_leg(
+    cached: int, drafts: list[int], *, num_tokens: int, block_tokens: int = BLOCK
+) -> SaveBlocks | None:
+    """The last step of a leg that has `cached` of its tokens: vLLM adds drafts to a token that is computed alone."""
+    layout = layout_of(full("a", table=0), state("s", table=1, block_tokens=block_tokens))
+    world = World(layout=layout)
+    request = world.arrive(Request(num_tokens=num_tokens + 1, params=LEG))
+    world.agent.events.append(Granted(1, pages_for(layout, num_tokens), ARENA))
+    world.side.num_new_matched_tokens(request, cached)
+    world.side.after_alloc(request, tables_for(layout, num_tokens), 0)
+    request.num_computed_tokens, world.drafts = cached, {"r": drafts}
+    (save,) = world.schedule(request, num_tokens - cached + len(drafts)).saves
+    assert save.stop == num_tokens, "drafts are no part of the prompt"
+    assert world.agent.last == [(1, [] if num_tokens in save.states else [(1, num_tokens)])]
+    return save
+
+
+def test_a_step_with_drafts_has_its_state_where_its_first_token_put_it() -> None:
+    """In the block that its last draft belongs to, and those after it have the states after drafts."""
+    number = 3 * BLOCK - 1
+    here = drafted_end_of_a_leg(number - 1, [-1], num_tokens=number)
+    assert (here.states, here.offers) == ((number,), (StateOffer(1, 3, number),))
+    beyond = drafted_end_of_a_leg(number - 1, [-1] * 3, num_tokens=number)
+    assert (beyond.states, beyond.offers) == ((number,), (StateOffer(1, 4, number),))
+    lone = drafted_end_of_a_leg(number - 1, [-1] * 3, num_tokens=number, block_tokens=1 << 20)
+    assert (lone.states, lone.offers) == ((number,), (StateOffer(1, lone.tables[1][0], number),))
+
+
+def test_a_step_with_drafts_behind_several_tokens_has_no_state_to_save() -> None:
+    """vLLM does not do so: all of them would be in the state, drafts too."""
+    assert drafted_end_of_a_leg(BLOCK, [-1] * 3, num_tokens=2 * BLOCK + 1).states == ()
 
 
 def test_what_was_computed_is_told_without_the_queue_and_without_what_vllm_had(world):
