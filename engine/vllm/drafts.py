@@ -33,9 +33,12 @@ def check_drafts(vllm_config: Any, layers: Iterable[CacheLayer], *, columns_firs
         return
     if speculation.method not in WITHOUT_CACHE | WITH_CACHE:
         raise LayoutError(f"speculative decoding by {speculation.method!r} has not been tried with this connector")
-    states = next((layer.name for layer in layers if layer.kind is LayerKind.STATE), None)
-    if states is None:
+    found = [layer.name for layer in layers if layer.kind is LayerKind.STATE]
+    if not found:
         return
+    states = found[0]
+    if own := draft_layers(vllm_config, found):
+        raise LayoutError(f"{min(own)}: a draft with recurrent states of its own cannot be handed over")
     if vllm_config.cache_config.use_replayssm:
         raise LayoutError(f"{states}: with speculative decoding and --use-replayssm a state is not whole in any block")
     if not columns_first:

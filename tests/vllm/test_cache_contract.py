@@ -5,6 +5,9 @@ import inspect
 
 import pytest
 
+from engine.vllm import cpu_build
+from engine.vllm.specs import CONVOLVED
+
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.timeout(900),  # importing vLLM is slow
@@ -105,3 +108,58 @@ def test_microbatches_are_said_where_we_look_for_them():
     from vllm.config import ParallelConfig
 
     assert isinstance(ParallelConfig.use_ubatching, property)
+
+
+def test_a_state_has_room_for_drafts_behind_the_first_columns_of_its_convolution():
+    from vllm.model_executor.layers.mamba.mamba_utils import MambaStateShapeCalculator as Shapes
+    from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
+    from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
+
+    assert not is_conv_state_dim_first()
+    assert CONVOLVED.keys() <= MambaAttentionBackendEnum.__members__.keys()
+    shapes = {
+        "MAMBA2": lambda drafts: Shapes.mamba2_state_shape(1, 64, 1, 4, 16, 8, 4, num_spec=drafts),
+        "GDN_ATTN": lambda drafts: Shapes.gated_delta_net_state_shape(1, 2, 4, 8, 8, 4, num_spec=drafts),
+        "SHORT_CONV": lambda drafts: Shapes.short_conv_state_shape(1, 64, 4, num_spec=drafts),
+    }
+    assert shapes.keys() == CONVOLVED.keys()
+    for kind, shape_of in shapes.items():
+        (plain, *rest), (drafted, *others) = shape_of(0), shape_of(3)
+        assert len(rest) + 1 == CONVOLVED[kind]
+        assert rest == others
+        assert (plain[0], drafted[0]) == (3, 6)
+        assert plain[1:] == drafted[1:]
+
+
+def test_the_cpu_build_still_computes_no_states_with_drafts():
+    """Its convolutions are not told what was accepted, and Triton moves the states; ours take the places of these."""
+    from vllm.model_executor.layers.mamba import mamba_mixer2, short_conv
+    from vllm.model_executor.layers.mamba.ops.cpu import causal_conv1d, gdn_attention
+    from vllm.v1.worker import mamba_utils
+
+    lacking = causal_conv1d.causal_conv1d_update_cpu
+    assert "num_accepted_tokens" not in inspect.signature(lacking).parameters
+    assert mamba_mixer2.causal_conv1d_update is short_conv.causal_conv1d_update is lacking
+    with pytest.raises(TypeError, match="not subscriptable"):
+        mamba_utils.postprocess_mamba_fused_kernel[1]
+    context = mamba_utils.MambaSpecDecodeGPUContext
+    places = {
+        cpu_build._note_moved_states: context._populate_metadata,
+        cpu_build._move_ahead: context.run_fused_precopy,
+        cpu_build._keep_at_borders: context.run_fused_postprocess,
+    }
+    for ours, theirs in places.items():
+        assert len(inspect.signature(ours).parameters) == len(inspect.signature(theirs).parameters)
+    for ours, theirs in list(places.items())[1:]:
+        assert list(inspect.signature(ours).parameters)[1:] == list(inspect.signature(theirs).parameters)[1:]
+    delta_net = list(inspect.signature(gdn_attention._cpu_gdn_attention_spec_aware).parameters)
+    assert delta_net == ["layer", "attn_metadata_i", "mixed_qkv", "b", "a", "core_attn_out", "width", "state_len"]
+    assert callable(short_conv.ShortConv.forward_cuda)
+
+
+def test_a_step_says_which_of_its_tokens_are_drafts():
+    from vllm.config import CacheConfig
+    from vllm.v1.core.sched.output import SchedulerOutput
+
+    assert "scheduled_spec_decode_tokens" in {field.name for field in dataclasses.fields(SchedulerOutput)}
+    assert "use_replayssm" in {field.name for field in dataclasses.fields(CacheConfig)}

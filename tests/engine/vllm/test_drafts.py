@@ -50,6 +50,8 @@ def test_other_drafts_are_refused() -> None:
     with pytest.raises(LayoutError, match=r"s: .*without VLLM_SSM_CONV_STATE_LAYOUT"):
         check_drafts(config(), [full("a"), state("s")], columns_first=False)
     check_drafts(config(replay=True), [full("a")], columns_first=False)
+    with pytest.raises(LayoutError, match=r"draft_model\.layers\.0\.mixer: a draft with recurrent states"):
+        check_drafts(config("draft_model"), [state("model.layers.0.mixer"), state("draft_model.layers.0.mixer")])
 
 
 def test_a_draft_is_called_by_its_weights_and_its_configuration() -> None:

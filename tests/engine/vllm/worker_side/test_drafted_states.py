@@ -1,4 +1,4 @@
-"""States of servers with drafts, by PyTorch: whatever was accepted of any number of drafts, they are those of the accepted tokens."""
+"""States of servers with drafts, by PyTorch: they are those of the accepted tokens alone, whatever was drafted."""
 
 from types import SimpleNamespace
 from typing import Any
