@@ -132,3 +132,20 @@ def test_a_prompt_that_a_node_has_saved_itself_is_taken_up_again(drafted: Drafte
             assert answer.tokens == expected.tokens
             node.engine.forget_prefixes()
     pair.assert_idle()
+
+
+@pytest.mark.parametrize("forgotten", [False, True], ids=["in vllm", "in pages"])
+def test_a_leg_that_computes_one_token_saves_the_state_before_its_drafts(world: World, forgotten: bool) -> None:
+    """vLLM adds drafts to a token that is computed alone; with 2 or more of them its state is in another block now and then."""
+    pair, block = world.pair, world.pair.layout.block_size
+    shared = telling_prompt(world.alone, 2 * block, _seeds)
+    pair.producer.engine.submit(pair.name(), [*shared, 7], 1, pair.local_params).result(ANSWER_S)
+    if forgotten:
+        pair.producer.engine.forget_prefixes()
+    for _ in range(3):
+        prompt = telling_prompt(world.alone, 2, _seeds, shared)
+        leg, decode = pair.hand_over(prompt, TOKENS)
+        assert leg.result(ANSWER_S).params["delivered"]
+        expected = world.alone.submit(f"x{next(_seeds)}", prompt, TOKENS).result(ANSWER_S)
+        assert decode.result(ANSWER_S).tokens == expected.tokens
+    pair.assert_idle()
