@@ -23,9 +23,9 @@ def rolled(
     the step before, of whose tokens `accepted` were; afterwards they are those of this step. `tokens`: [tokens, channels]."""
     kept = weight.shape[-1] - 1
     series = torch.cat([columns[:, accepted - 1 : accepted - 1 + kept], tokens.T.to(columns.dtype)], dim=-1)
-    made = functional.conv1d(series[None].to(weight.dtype), weight[:, None], bias, groups=len(weight))[0]
+    made = (series.to(weight.dtype).unfold(-1, kept + 1, 1) * weight[:, None]).sum(-1)
     columns[:, : series.shape[1] - 1] = series[:, 1:]
-    return made.T
+    return (made if bias is None else made + bias[:, None]).T
 
 
 def update_columns(
