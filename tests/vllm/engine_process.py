@@ -67,11 +67,13 @@ def _serve(pipe: Connection, options: dict[str, Any], role: str, connector: dict
         options["kv_transfer_config"] = KVTransferConfig(kv_role=role, kv_connector_extra_config=connector, **CONNECTOR)
     if options.pop("in_float32", False):
         _compute_delta_nets_in_float32()
+    are_foretold = options.pop("foretold", False)
     if options.get("speculative_config") is not None:
         mend_drafted_states()  # the connector does, but one server alone has none
     if "kv_events_config" in options:
         options["kv_events_config"] = KVEventsConfig(**options["kv_events_config"])
     llm = vllm.LLM(disable_hybrid_kv_cache_manager=False, enforce_eager=True, disable_log_stats=True, **options)
+    foretold = _foretold() if are_foretold else []
     engine = llm.llm_engine
     core = engine.engine_core.engine_core
     scheduler = core.scheduler
@@ -96,6 +98,8 @@ def _serve(pipe: Connection, options: dict[str, Any], role: str, connector: dict
                 pipe.send(("unsilenced", silenced.pop().end()))
             elif command == "inspect":
                 inspected |= [value]
+            elif command == "foretell":
+                foretold.append(value)
             elif command == "submit":
                 _submit(engine, *value)
         for output in engine.step():
@@ -229,6 +233,35 @@ def _note_drafts(scheduler: Any) -> list[tuple[str, list[int]]]:
 
     scheduler.update_draft_token_ids = update
     return drafted
+
+
+def _foretold() -> list[list[int]]:
+    """Drafts by n-grams become those of tokens that are known, of prompts and their answers, which are added to the list. Of one
+    step all are right, of the next one none, or the first few; now and then there is one less.
+    """
+    from vllm.v1.spec_decode.ngram_proposer import NgramProposer
+
+    known: list[list[int]] = []
+
+    def propose(
+        proposer: Any, most: int, sampled: list[list[int]], lengths: Any, tokens: Any, *_: Any, **__: Any
+    ) -> Any:
+        return [
+            _continued(known, tokens[row, : lengths[row]].tolist(), most) if ids else []
+            for row, ids in enumerate(sampled)
+        ]
+
+    NgramProposer.propose = propose
+    return known
+
+
+def _continued(known: list[list[int]], tokens: list[int], most: int) -> list[int]:
+    length = len(tokens)
+    found = next((each for each in known if each[:length] == tokens), None)
+    if found is None:
+        return []
+    right = found[length : length + most - (length % 5 == 2)]
+    return [token if number < length % (most + 1) or length % 3 else token ^ 1 for number, token in enumerate(right)]
 
 
 def _kept(core: Any, request_id: str, layers: str) -> dict[str, Any]:

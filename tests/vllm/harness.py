@@ -118,6 +118,10 @@ class Engine:
         self._pipe.send(("inspect", (request_id, layers)))
         return self._kept
 
+    def foretell(self, tokens: Sequence[int]) -> None:
+        """Drafts of an engine that was started with `foretold` are these, when what it has of a request begins so."""
+        self._pipe.send(("foretell", list(tokens)))
+
     def forget_prefixes(self) -> None:
         """Empties vLLM's own prefix cache: what is reused from here on comes from the agent's pages."""
         self._was_reset = Future()

@@ -181,15 +181,22 @@ def moved_states(
     tables: Sequence[Any],
 ) -> list[MovedStates]:
     """Those of vLLM's KV cache groups with these `numbers`. `copy_of`: vLLM's functions for a layer's tensors, named by what
-    those are."""
+    those are. `tables`: the first rows of each group's table; vLLM names as many as the step has that asks first."""
     found = []
     for number, table in zip(numbers, tables, strict=True):
         group, columns, others = groups[number], list[torch.Tensor](), list[torch.Tensor]()
         for name in group.layer_names:
             for tensor, function in zip(layers[name].kv_cache, copy_of(group, name), strict=False):
                 (columns if "conv" in function.__name__ else others).append(tensor)
-        found.append(MovedStates(table, tuple(columns), tuple(others)))
+        found.append(MovedStates(_whole(table), tuple(columns), tuple(others)))
     return found
+
+
+def _whole(rows: torch.Tensor) -> torch.Tensor:
+    """The table whose first rows these are."""
+    stride = rows.stride(0)
+    num_rows = rows.untyped_storage().nbytes() // (rows.itemsize * stride)
+    return rows.as_strided((num_rows, rows.shape[1]), rows.stride(), 0)
 
 
 def move_ahead(

@@ -2,7 +2,7 @@
 of a server that has neither a connector nor drafts.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import count
@@ -69,6 +69,14 @@ class World:
     pair: Pair
     alone: Engine
 
+    def question(self, num_tokens: int, beginning: Sequence[int] = ()) -> tuple[list[int], list[int]]:
+        """A prompt and its answer. Nodes with drafts guess some of it rightly."""
+        prompt = telling_prompt(self.alone, num_tokens, _seeds, beginning)
+        expected = self.alone.submit(f"x{next(_seeds)}", prompt, TOKENS).result(ANSWER_S).tokens
+        for node in (self.pair.producer, self.pair.consumer):
+            node.engine.foretell([*prompt, *expected])
+        return prompt, expected
+
 
 @pytest.fixture(scope="module")
 def world(drafted: Drafted, models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
@@ -78,14 +86,16 @@ def world(drafted: Drafted, models: Path, tmp_path_factory: pytest.TempPathFacto
         options["in_float32"] = True
     folder = tmp_path_factory.mktemp("drafted")
     with ExitStack() as started:
-        alone = Engine("alone", folder, dict(options), "", None)
+        # Plain vLLM's scan of Mamba 2 on a CPU fails with prefix caching.
+        alone = Engine("alone", folder, options | {"enable_prefix_caching": False}, "", None)
         started.callback(alone.close)
         nodes = []
         for name, role, drafts_of in (("east", "prefill", drafted.prefill), ("west", "decode", drafted.decode)):
-            with_drafts: dict[str, Any] = {"speculative_config": speculation | {"num_speculative_tokens": drafts_of}}
-            node = make_node(name, folder, options | (with_drafts if drafts_of else {}), "kv_both", role)
-            started.callback(node.close)
-            nodes.append(node)
+            settings: dict[str, Any] = options | {"foretold": True}
+            if drafts_of:
+                settings["speculative_config"] = speculation | {"num_speculative_tokens": drafts_of}
+            nodes.append(make_node(name, folder, settings, "kv_both", role))
+            started.callback(nodes[-1].close)
         alone.wait_ready()
         yield World(Pair(*nodes), alone)
 
@@ -95,42 +105,58 @@ def test_answers_are_those_of_a_server_without_drafts(drafted: Drafted, world: W
     pair, block = world.pair, world.pair.layout.block_size
     accepted = 0
     for num_tokens in (2, 5, block - 1, block, block + 1, block + 2, 2 * block + 1, 1100):
-        prompt = telling_prompt(world.alone, num_tokens, _seeds)
+        prompt, expected = world.question(num_tokens)
         leg, decode = pair.hand_over(prompt, TOKENS)
         params, decoded = leg.result(ANSWER_S).params, decode.result(ANSWER_S)
         assert params is not None
         assert params["delivered"], params
         assert decoded.cached_tokens == num_tokens - 1, "computed again what had been sent"
-        expected = world.alone.submit(f"x{next(_seeds)}", prompt, TOKENS).result(ANSWER_S)
-        assert decoded.tokens == expected.tokens, num_tokens
-        accepted += max(0, TOKENS - len(decoded.drafts)) if drafted.decode else 1
-    assert accepted, "drafts were guessed"
+        assert decoded.tokens == expected, num_tokens
+        accepted += TOKENS - len(decoded.drafts)
+    assert not drafted.decode or accepted > 2 * TOKENS, "few drafts were right"
     pair.assert_idle()
 
 
-def test_several_at_once_and_beginnings_that_are_cached(drafted: Drafted, world: World) -> None:
+def test_several_at_once_and_beginnings_that_are_cached(world: World) -> None:
     pair, block = world.pair, world.pair.layout.block_size
     shared = telling_prompt(world.alone, 2 * block, _seeds)
-    prompts = [telling_prompt(world.alone, 1 + 97 * number, _seeds, shared) for number in range(4)]
+    questions = [world.question(1 + 97 * number, shared) for number in range(4)]
     for _ in range(2):
-        pending = [pair.hand_over(prompt, TOKENS) for prompt in prompts]
-        for prompt, (leg, decode) in zip(prompts, pending, strict=True):
-            assert leg.result(ANSWER_S).params["delivered"]
-            expected = world.alone.submit(f"x{next(_seeds)}", prompt, TOKENS).result(ANSWER_S)
-            assert decode.result(ANSWER_S).tokens == expected.tokens
+        pending = [pair.hand_over(prompt, TOKENS) for prompt, _ in questions]
+        for (_, expected), (leg, decode) in zip(questions, pending, strict=True):
+            params = leg.result(ANSWER_S).params
+            assert params is not None
+            assert params["delivered"], params
+            assert decode.result(ANSWER_S).tokens == expected
     pair.assert_idle()
 
 
-def test_a_prompt_that_a_node_has_saved_itself_is_taken_up_again(drafted: Drafted, world: World) -> None:
+def test_a_prompt_that_a_node_has_saved_itself_is_taken_up_again(world: World) -> None:
     """In both roles: what vLLM has forgotten comes out of the agent's pages."""
     pair, block = world.pair, world.pair.layout.block_size
     for node in (pair.producer, pair.consumer):
-        prompt = telling_prompt(world.alone, 2 * block + 1, _seeds)
-        expected = world.alone.submit(f"x{next(_seeds)}", prompt, TOKENS).result(ANSWER_S)
+        prompt, expected = world.question(2 * block + 1)
         for _ in range(2):
             answer = node.engine.submit(pair.name(), prompt, TOKENS, pair.local_params).result(ANSWER_S)
-            assert answer.tokens == expected.tokens
+            assert answer.tokens == expected
             node.engine.forget_prefixes()
+    pair.assert_idle()
+
+
+def test_an_answer_that_crosses_borders_is_the_beginning_of_the_next_prompt(world: World) -> None:
+    """What is kept of an answer was computed with drafts that were right, and with some that were not."""
+    pair, block = world.pair, world.pair.layout.block_size
+    for node in (pair.producer, pair.consumer):
+        for before in (1, 2, 3, 20):
+            prompt, expected = world.question(2 * block - before)
+            first = node.engine.submit(pair.name(), prompt, TOKENS, pair.local_params).result(ANSWER_S)
+            assert first.tokens == expected
+            longer, goes_on = world.question(5, [*prompt, *expected])
+            for forgotten in (False, True):
+                if forgotten:
+                    node.engine.forget_prefixes()
+                second = node.engine.submit(pair.name(), longer, TOKENS, pair.local_params).result(ANSWER_S)
+                assert second.tokens == goes_on, (before, forgotten)
     pair.assert_idle()
 
 
@@ -143,9 +169,10 @@ def test_a_leg_that_computes_one_token_saves_the_state_before_its_drafts(world: 
     if forgotten:
         pair.producer.engine.forget_prefixes()
     for _ in range(3):
-        prompt = telling_prompt(world.alone, 2, _seeds, shared)
+        prompt, expected = world.question(2, shared)
         leg, decode = pair.hand_over(prompt, TOKENS)
-        assert leg.result(ANSWER_S).params["delivered"]
-        expected = world.alone.submit(f"x{next(_seeds)}", prompt, TOKENS).result(ANSWER_S)
-        assert decode.result(ANSWER_S).tokens == expected.tokens
+        params = leg.result(ANSWER_S).params
+        assert params is not None
+        assert params["delivered"], params
+        assert decode.result(ANSWER_S).tokens == expected
     pair.assert_idle()
