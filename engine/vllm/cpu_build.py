@@ -15,6 +15,7 @@ from engine.vllm.worker_side.drafted_states import (
     keep_at_borders,
     move_ahead,
     moved_states,
+    token_by_token,
     update_columns,
 )
 from engine.vllm.worker_side.state_checkpoints import store_checkpoint, with_states_of_pieces
@@ -81,8 +82,9 @@ def mend_state_checkpoints() -> None:
 
 def mend_drafted_states() -> None:
     """With drafts the CPU build computes recurrent states wrongly, or dies. Its convolutions of Mamba 2 and of LFM2 do not look
-    at what has been accepted. That of gated delta nets loses its place when a step has fewer drafts than the one before. With
-    prefix caching the states are moved by kernels of Triton, which it lacks ("'function' object is not subscriptable").
+    at what has been accepted, and its scan of Mamba 2 loses a state of the step before. The convolution of gated delta nets
+    loses its place when a step has fewer drafts than the one before. With prefix caching the states are moved by kernels of
+    Triton, which it lacks ("'function' object is not subscriptable").
     """
     from vllm.platforms import current_platform
 
@@ -95,9 +97,9 @@ def mend_drafted_states() -> None:
     if mamba_mixer2.causal_conv1d_update is update_columns:
         return
     mamba_mixer2.causal_conv1d_update = short_conv.causal_conv1d_update = update_columns
-    short_conv.ShortConv.forward_native = (
-        short_conv.ShortConv.forward_cuda
-    )  # which knows drafts, and is PyTorch otherwise
+    mamba_mixer2.selective_state_update = token_by_token(mamba_mixer2.selective_state_update)
+    # It knows drafts, and is PyTorch otherwise.
+    short_conv.ShortConv.forward_native = short_conv.ShortConv.forward_cuda
     gdn_attention._cpu_gdn_attention_spec_aware = _delta_net_with_drafts
     MambaSpecDecodeGPUContext._populate_metadata = _note_moved_states
     MambaSpecDecodeGPUContext.run_fused_precopy = _move_ahead

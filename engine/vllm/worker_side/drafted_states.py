@@ -52,6 +52,47 @@ def update_columns(
     return functional.silu(made) if activation in (True, "silu", "swish") else made
 
 
+# Mamba 2
+
+SelectiveUpdate = Callable[..., None]
+
+
+def token_by_token(update: SelectiveUpdate) -> SelectiveUpdate:
+    """vLLM's `selective_state_update` over requests with drafts. The CPU build's kernel computes in the block that it starts from.
+    So the state of that block's own token is lost. Here each token starts from a copy, in the block that it is noted in.
+    """
+
+    def updated(
+        state: torch.Tensor,
+        x: torch.Tensor,
+        dt: torch.Tensor,
+        A: torch.Tensor,
+        B: torch.Tensor,
+        C: torch.Tensor,
+        *others: torch.Tensor,
+        out: torch.Tensor,
+        state_batch_indices: torch.Tensor,
+        num_accepted_tokens: torch.Tensor | None = None,
+        cu_seqlens: torch.Tensor | None = None,
+        **settings: Any,
+    ) -> None:
+        if num_accepted_tokens is None or cu_seqlens is None:
+            settings |= {"num_accepted_tokens": num_accepted_tokens, "cu_seqlens": cu_seqlens}
+            return update(state, x, dt, A, B, C, *others, out=out, state_batch_indices=state_batch_indices, **settings)
+        lengths = cu_seqlens.diff()
+        for token in range(int(lengths.max())):
+            rows = (lengths > token).nonzero().flatten()
+            before = num_accepted_tokens[rows] - 1 if token == 0 else torch.full_like(rows, token - 1)
+            blocks = state_batch_indices[rows, token]
+            state[blocks] = state[state_batch_indices[rows, before]]
+            here, made = cu_seqlens[rows] + token, torch.empty_like(out[: len(rows)])
+            settings |= {"state_batch_indices": blocks, "dst_state_batch_indices": blocks, "out": made}
+            update(state, x[here], dt[here], A, B[here], C[here], *others, **settings)
+            out[here] = made
+
+    return updated
+
+
 # Gated delta nets
 
 
