@@ -128,7 +128,7 @@ def _compute_delta_nets_in_float32() -> None:
             columns, weight = gdn_attention._conv_buffer_view(layer), gdn_attention._unpacked_conv_weight(layer)
             delta_rule(layer, context.attn_metadata[layer.prefix], mixed_qkv, b, a, core_attn_out, columns, weight)
 
-    core.__annotations__ = typing.get_type_hints(gdn_attention.cpu_gdn_attention_core)
+    core.__annotations__ = typing.get_type_hints(gdn_attention.cpu_gdn_attention_core) | {"return": None}
     gdn_attention.cpu_gdn_attention_core = core
 
 
