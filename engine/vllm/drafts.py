@@ -19,7 +19,9 @@ from hybrid_cache.errors import LayoutError
 
 WITHOUT_CACHE: Final = frozenset({"ngram"})
 WITH_CACHE: Final = frozenset({"draft_model", "eagle", "eagle3", "mtp"})
-_OWN: Final = ("draft_model.", "mtp.")  # how the layers of a model of its own begin, and predictors that count anew
+# How a draft's layers are called that are counted apart from the target's: "mtp" is inside of MiMo V2's names, and MiniCPM's
+# heads have a word of their own.
+_OWN: Final = re.compile(r"(?:^|\.)(?:draft_model|mtp|eagle_layers)\.")
 _NUMBER: Final = re.compile(r"(?:^|\.)layers\.(\d+)(?:\.|$)")
 
 
@@ -56,7 +58,7 @@ def draft_layers(vllm_config: Any, names: Iterable[str]) -> frozenset[str]:
     return frozenset(
         name
         for name in names
-        if name.startswith(_OWN) or ((found := _NUMBER.search(name)) is not None and int(found[1]) >= target)
+        if _OWN.search(name) or ((found := _NUMBER.search(name)) is not None and int(found[1]) >= target)
     )
 
 

@@ -29,9 +29,12 @@ def test_a_drafts_layers_are_numbered_behind_the_targets_or_have_a_model_of_thei
         "model.layers.4.attn",
         "draft_model.model.layers.0.attn",
         "mtp.layers.0.self_attn.attn",
+        "model.mtp.layers.0.self_attn.attn",
+        "model.eagle_layers.4.self_attn.attn",
         "a",
+        "model.layers.1.mtp_gate.attn",
     ]
-    assert draft_layers(config(), names) == set(names[2:5])
+    assert draft_layers(config(), names) == set(names[2:7])
     assert draft_layers(PLAIN, names) == frozenset()
 
 

@@ -6,6 +6,7 @@ proposals tell that the caches are equal.
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
@@ -29,7 +30,8 @@ def drafts(method: str, arch: str, folder: Path) -> tuple[Path, dict[str, Any]]:
         case "eagle" | "eagle3":
             return target, common | {"model": str(_head(method, folder))}
         case _:
-            return _with_predictor(target, folder), common
+            add = _next_predictor if arch == "qwen3_next" else _predictor
+            return _with_predictor(target, folder, add), common
 
 
 def _head(method: str, folder: Path) -> Path:
@@ -71,8 +73,10 @@ def _head(method: str, folder: Path) -> Path:
     return path
 
 
-def _with_predictor(target: Path, folder: Path) -> Path:
-    """The target with one layer more, as DeepSeek's multi-token prediction has it: its last layer's shapes, drawn anew."""
+def _with_predictor(
+    target: Path, folder: Path, add: Callable[[dict[str, Any], dict[str, Any], Any], dict[str, Any]]
+) -> Path:
+    """The target with one layer more that predicts. `add`: its weights, from the target's configuration and weights."""
     import torch
     from safetensors.torch import load_file, save_file
 
@@ -80,22 +84,46 @@ def _with_predictor(target: Path, folder: Path) -> Path:
     if path.exists():
         return path
     shutil.copytree(target, path)
-    config = json.loads((path / "config.json").read_text())
+    config, weights = json.loads((path / "config.json").read_text()), load_file(path / MODEL)
+    added = add(config, weights, torch.Generator().manual_seed(1))
+    save_file(weights | added, path / MODEL, metadata={"format": "pt"})
+    (path / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
+    return path
+
+
+def _predictor(config: dict[str, Any], weights: dict[str, Any], generator: Any) -> dict[str, Any]:
+    """As DeepSeek's multi-token prediction has it: the last layer's shapes, drawn anew."""
+    import torch
+
     last, hidden = config["num_hidden_layers"] - 1, config["hidden_size"]
-    weights = load_file(path / MODEL)
-    generator, prefix = torch.Generator().manual_seed(1), f"model.layers.{last + 1}"
-    of_last = {name: each for name, each in weights.items() if name.startswith(f"model.layers.{last}.")}
-    added = {
-        name.replace(f"model.layers.{last}.", f"{prefix}."): _like(weight, generator)
-        for name, weight in of_last.items()
-    }
+    prefix = f"model.layers.{last + 1}"
+    added = _layer_like(weights, last, prefix, generator)
     added |= {f"{prefix}.{norm}.weight": torch.ones(hidden) for norm in ("enorm", "hnorm", "shared_head.norm")}
     added[f"{prefix}.eh_proj.weight"] = _matrix((hidden, 2 * hidden), generator)
     added[f"{prefix}.embed_tokens.weight"] = weights["model.embed_tokens.weight"].clone()
     added[f"{prefix}.shared_head.head.weight"] = weights["lm_head.weight"].clone()
-    save_file(weights | added, path / MODEL, metadata={"format": "pt"})
-    (path / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
-    return path
+    return added
+
+
+def _next_predictor(config: dict[str, Any], weights: dict[str, Any], generator: Any) -> dict[str, Any]:
+    """As Qwen3-Next has it: a layer of full attention that is counted apart. Its norms add one to their weights."""
+    import torch
+
+    hidden = config["hidden_size"]
+    added = _layer_like(weights, config["layer_types"].index("full_attention"), "mtp.layers.0", generator)
+    added |= {
+        f"mtp.{norm}.weight": torch.zeros(hidden) for norm in ("norm", "pre_fc_norm_hidden", "pre_fc_norm_embedding")
+    }
+    return added | {"mtp.fc.weight": _matrix((hidden, 2 * hidden), generator)}
+
+
+def _layer_like(weights: dict[str, Any], number: int, prefix: str, generator: Any) -> dict[str, Any]:
+    before = f"model.layers.{number}."
+    return {
+        name.replace(before, f"{prefix}."): _like(weight, generator)
+        for name, weight in weights.items()
+        if name.startswith(before)
+    }
 
 
 def _matrix(shape: tuple[int, ...], generator: Any) -> Any:

@@ -29,9 +29,11 @@ class Drafted:
     prefix_caching: bool
     prefill: int
     decode: int
+    method: str = "ngram"
 
     def __str__(self) -> str:
-        return f"{self.arch} {self.prefill} to {self.decode}{' in blocks' if self.prefix_caching else ''}"
+        names = [self.arch, *([self.method] if self.method != "ngram" else []), f"{self.prefill} to {self.decode}"]
+        return " ".join([*names, *(["in blocks"] if self.prefix_caching else [])])
 
     @property
     def case(self) -> Case:
@@ -48,6 +50,7 @@ DRAFTED = (
     Drafted("nemotron_h", prefix_caching=True, prefill=0, decode=3),
     Drafted("qwen3_next", prefix_caching=False, prefill=3, decode=0),
     Drafted("qwen3_next", prefix_caching=True, prefill=0, decode=3),
+    Drafted("qwen3_next", prefix_caching=True, prefill=1, decode=3, method="mtp"),
 )
 
 
@@ -80,7 +83,7 @@ class World:
 
 @pytest.fixture(scope="module")
 def world(drafted: Drafted, models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    path, speculation = drafts("ngram", drafted.arch, models)
+    path, speculation = drafts(drafted.method, drafted.arch, models)
     options = drafted.case.options(path)
     if drafted.arch == "qwen3_next":
         options["in_float32"] = True
@@ -91,7 +94,7 @@ def world(drafted: Drafted, models: Path, tmp_path_factory: pytest.TempPathFacto
         started.callback(alone.close)
         nodes = []
         for name, role, drafts_of in (("east", "prefill", drafted.prefill), ("west", "decode", drafted.decode)):
-            settings: dict[str, Any] = options | {"foretold": True}
+            settings: dict[str, Any] = options | {"foretold": drafted.method == "ngram"}
             if drafts_of:
                 settings["speculative_config"] = speculation | {"num_speculative_tokens": drafts_of}
             nodes.append(make_node(name, folder, settings, "kv_both", role))
@@ -113,7 +116,7 @@ def test_answers_are_those_of_a_server_without_drafts(drafted: Drafted, world: W
         assert decoded.cached_tokens == num_tokens - 1, "computed again what had been sent"
         assert decoded.tokens == expected, num_tokens
         accepted += TOKENS - len(decoded.drafts)
-    assert not drafted.decode or accepted > 2 * TOKENS, "few drafts were right"
+    assert not drafted.decode or drafted.method != "ngram" or accepted > 2 * TOKENS, "few drafts were right"
     pair.assert_idle()
 
 

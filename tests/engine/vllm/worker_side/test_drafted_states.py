@@ -13,6 +13,7 @@ from engine.vllm.worker_side.drafted_states import (
     keep_at_borders,
     move_ahead,
     moved_states,
+    token_by_token,
     update_columns,
 )
 
@@ -65,6 +66,33 @@ def test_a_convolution_goes_on_from_what_was_accepted_however_many_drafts_there_
         assert not made[len(tokens) :].any(), "a row without a block is padding"
         series, before = torch.cat([series, tokens[:accepted]]), accepted
     assert torch.equal(states[[0, 1, 3, 4, 5]], others)
+
+
+def scanned(state: torch.Tensor, x: torch.Tensor, *rest: Any, **settings: Any) -> None:
+    """A kernel that computes one series in the block that it starts from: a state is the sum of its tokens."""
+    for row, block in enumerate(settings["state_batch_indices"].tolist()):
+        state[block] += x[row]
+        settings["out"][row] = state[block]
+
+
+def test_a_scan_starts_each_token_from_a_copy_and_notes_each_state() -> None:
+    """Two requests, the second with fewer drafts; the first had two of its tokens accepted, and starts from that one's block."""
+    states, tokens = torch.zeros(8, 1), torch.tensor([[1.0], [2.0], [4.0], [8.0]])
+    states[[1, 2, 4]] = torch.tensor([[100.0], [200.0], [400.0]])
+    out, blocks = torch.zeros(4, 1), torch.tensor([[1, 2, 3], [4, 5, 6]])
+    rest = (torch.zeros(4), torch.zeros(1), torch.zeros(4), torch.zeros(4))
+    update = token_by_token(scanned)
+    settings = {"num_accepted_tokens": torch.tensor([2, 1]), "cu_seqlens": torch.tensor([0, 3, 4])}
+    update(states, tokens, *rest, out=out, state_batch_indices=blocks, **settings)
+    assert states.flatten().tolist() == [0, 201, 203, 207, 408, 0, 0, 0]
+    assert out.flatten().tolist() == [201, 203, 207, 408]
+
+
+def test_a_scan_without_drafts_is_the_kernels_own() -> None:
+    states, out, rest = torch.zeros(2, 1), torch.zeros(1, 1), (None,) * 4
+    update = token_by_token(scanned)
+    update(states, torch.ones(1, 1), *rest, out=out, state_batch_indices=torch.tensor([1]), num_accepted_tokens=None)
+    assert states.flatten().tolist() == [0, 1]
 
 
 def delta_net() -> Any:
