@@ -6,7 +6,7 @@
 
 This module translates between vLLM's base class and our two sides, `engine.vllm.scheduler_side.scheduler` and
 `engine.vllm.worker_side.worker`. The base class is called experimental there: `engine.vllm.version` says what was run. What is
-beyond it is in `engine.vllm.internals` and `engine.vllm.cpu_build`.
+beyond it is in `engine.vllm.internals` and `engine.vllm.cpu.cpu_build`.
 """
 
 import logging
@@ -30,7 +30,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from engine.agent.identity import default_memory
-from engine.vllm import cpu_build, internals, specs
+from engine.vllm import internals, specs
+from engine.vllm.cpu import cpu_build
 from engine.vllm.drafts import check_drafts, draft_facts, draft_layers
 from engine.vllm.identity import kv_identity, with_forms
 from engine.vllm.layout import CacheLayer, LayerKind, VllmLayout, vllm_layout

@@ -1,5 +1,5 @@
 """Every reach into vLLM beyond its connector's base class and its configuration's public face, in one place; media have their own
-(`engine.vllm.scheduler_side.media`), and so has what its CPU build lacks (`engine.vllm.cpu_build`).
+(`engine.vllm.scheduler_side.media`), and so has what its CPU build lacks (`engine.vllm.cpu.cpu_build`).
 
 What is read or changed here is no interface of vLLM's: `tests/vllm/test_contract.py` says of each that it is still there.
 Requests are vLLM's own objects and are known by their attributes alone, so most of this runs without vLLM; what has to be

@@ -2,8 +2,8 @@
 
 A spec of a kind, or with a setting, that is not known here is refused: KVCache of it would be moved by rules of another.
 
-With drafts a recurrent state has room for them: its convolution keeps as many columns more, behind those that a server without
-drafts has, and each draft has a block for the state after it. What a prompt leaves is the first columns and the first block.
+With drafts a recurrent state has room for them. Its convolution keeps as many columns more, behind those that a server without
+drafts has. Each draft has a block for the state after it. What a prompt leaves is the first columns and the first block.
 """
 
 import dataclasses

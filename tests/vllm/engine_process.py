@@ -31,9 +31,9 @@ from vllm.model_executor.models import registry
 from vllm.v1.engine import utils as engine_utils
 from vllm.v1.executor import multiproc_executor
 
-from engine.vllm.cpu_build import mend_drafted_states
+from engine.vllm.cpu.cpu_build import mend_drafted_states
+from engine.vllm.cpu.drafted_states import delta_rule
 from engine.vllm.layout import LayerKind
-from engine.vllm.worker_side.drafted_states import delta_rule
 
 # They would import vLLM once more, for every architecture, engine and rank.
 registry._run_in_subprocess = lambda look: look()

@@ -5,7 +5,7 @@ import inspect
 
 import pytest
 
-from engine.vllm import cpu_build
+from engine.vllm.cpu import cpu_build
 from engine.vllm.specs import CONVOLVED
 
 pytestmark = [

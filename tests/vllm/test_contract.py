@@ -7,9 +7,9 @@ from typing import Final
 
 import pytest
 
+from engine.vllm.cpu.state_checkpoints import store_checkpoint
 from engine.vllm.scheduler_side import media
 from engine.vllm.server.servable import refusal_of
-from engine.vllm.worker_side.state_checkpoints import store_checkpoint
 from hybrid_cache.hashing.block_hash import MEDIUM
 
 pytestmark = [

@@ -1,6 +1,6 @@
 """Mamba 2 with prefix caching (`align`): a last chunk does not stop at the last border of blocks, but leaves its state behind.
 
-The CPU build lacks the two kernels that do so; the connector has them computed by PyTorch (`engine.vllm.cpu_build`). All else,
+The CPU build lacks the two kernels that do so; the connector has PyTorch compute them (`engine.vllm.cpu.cpu_build`). All else,
 what vLLM's scheduler says of it and which block a state goes to, is vLLM's own. The reference caches nothing.
 """
 

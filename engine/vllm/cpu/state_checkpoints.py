@@ -1,7 +1,7 @@
 """States of Mamba 2 after each piece of a chunk, on a CPU: vLLM's prefix cache keeps one at the last border of a prompt's blocks.
 
 vLLM's scan on a GPU says the states at the ends of all pieces. A kernel writes the one at a border into its block. The scan of
-its CPU build says a sequence's last state alone, and it has no such kernel (`engine.vllm.cpu_build.mend_state_checkpoints`).
+its CPU build says a sequence's last state alone, and it has no such kernel (`engine.vllm.cpu.cpu_build.mend_state_checkpoints`).
 """
 
 import functools

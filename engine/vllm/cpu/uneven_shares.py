@@ -1,7 +1,7 @@
 """Exchanges of tokens among ranks that have different numbers of them, over groups of PyTorch's that want equal shares.
 
 Ranks of a mixture of experts gather each other's tokens before its layers, and add up what became of them after
-(`engine.vllm.cpu_build.mend_exchanges`).
+(`engine.vllm.cpu.cpu_build.mend_exchanges`).
 """
 
 from collections.abc import Sequence

@@ -9,8 +9,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from engine.vllm.server.seeds import with_seeds_back, without_unread_seeds
-from engine.vllm.worker_side.drafted_states import (
+from engine.vllm.cpu.drafted_states import (
     delta_rule,
     keep_at_borders,
     move_ahead,
@@ -18,8 +17,9 @@ from engine.vllm.worker_side.drafted_states import (
     token_by_token,
     update_columns,
 )
-from engine.vllm.worker_side.state_checkpoints import store_checkpoint, with_states_of_pieces
-from engine.vllm.worker_side.uneven_shares import gather_shares, own_share_of_sum
+from engine.vllm.cpu.state_checkpoints import store_checkpoint, with_states_of_pieces
+from engine.vllm.cpu.uneven_shares import gather_shares, own_share_of_sum
+from engine.vllm.server.seeds import with_seeds_back, without_unread_seeds
 
 
 def mend_eager_stages() -> None:
@@ -82,7 +82,7 @@ def mend_state_checkpoints() -> None:
 
 def mend_drafted_states() -> None:
     """With drafts the CPU build computes recurrent states wrongly, or dies. Its convolutions of Mamba 2 and of LFM2 do not look
-    at what has been accepted, and its scan of Mamba 2 loses a state of the step before. The convolution of gated delta nets
+    at what has been accepted. Its scan of Mamba 2 loses a state of the step before. The convolution of gated delta nets
     loses its place when a step has fewer drafts than the one before. With prefix caching the states are moved by kernels of
     Triton, which it lacks ("'function' object is not subscriptable").
     """

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from engine.vllm.worker_side.state_checkpoints import store_checkpoint, with_states_of_pieces
+from engine.vllm.cpu.state_checkpoints import store_checkpoint, with_states_of_pieces
 
 LENGTHS = (5, 4)  # two sequences, cut into pieces of at most 3 tokens
 BORDERS = [0, 3, 5, 8, 9]

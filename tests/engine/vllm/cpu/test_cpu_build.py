@@ -1,6 +1,6 @@
 """What the CPU build lacks: shared memory whose names go."""
 
-from engine.vllm import cpu_build
+from engine.vllm.cpu import cpu_build
 
 
 def test_names_of_memory_that_ranks_share_go_and_those_of_others_stay(tmp_path, monkeypatch):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from engine.vllm.worker_side.drafted_states import (
+from engine.vllm.cpu.drafted_states import (
     MovedStates,
     delta_rule,
     keep_at_borders,

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from engine.vllm.worker_side.uneven_shares import gather_shares, own_share_of_sum
+from engine.vllm.cpu.uneven_shares import gather_shares, own_share_of_sum
 
 SIZES = (3, 1)
 

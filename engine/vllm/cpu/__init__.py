@@ -1,0 +1,1 @@
+"""What vLLM's CPU build lacks or computes wrongly, done in PyTorch."""
