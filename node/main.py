@@ -4,6 +4,7 @@ import argparse
 import asyncio
 import importlib.util
 import logging
+import os
 import re
 import signal
 import sys
@@ -30,6 +31,7 @@ from node.metrics import serve_metrics, server_page
 from node.picked.port import PickedPort
 from node.process.interpreter import favour_the_loop
 from node.process.ports import UNUSABLE, ListenPort, wait_free
+from node.process.rank_group import RankGroup
 from node.role import NodeRole
 from transport.control.certificates import expires_at
 from transport.control.settings import mapped
@@ -81,8 +83,9 @@ async def _run(config: NodeConfig, role: NodeRole, read_again: Callable[[], Node
     loop.add_signal_handler(signal.SIGHUP, log.info, "SIGHUP while starting: the configuration has just been read")
     # Ended in reverse: nothing may call into an agent that closes.
     async with AsyncExitStack() as stack:
+        stack.callback((group := RankGroup.of(os.environ)).close)
         try:
-            agent = await _or_stopped(_start(config, role, read_again, stack), stop)
+            agent = await _or_stopped(_start(config, role, read_again, stack, group), stop)
         except (OSError, NodeError) as exc:
             print(f"node {config.node_id}: cannot start: {exc}", file=sys.stderr)
             is_final = isinstance(exc, NodeConfigError) or (isinstance(exc, NoArenaMemory) and exc.is_final)
@@ -97,16 +100,30 @@ async def _run(config: NodeConfig, role: NodeRole, read_again: Callable[[], Node
         status = await _serve_until_told(agent, stop)
         if not await _or_stopped(agent.draining.for_good(config.drain_timeout_s), hurry):
             log.error("drain %s node=%s", "cut short" if hurry.is_set() else "timed out", config.node_id)
+        if stop.is_set() and not await _or_stopped(_others_drained(group, config.drain_timeout_s), hurry):
+            log.error("ended before other ranks have drained node=%s", config.node_id)
     return status
 
 
+async def _others_drained(group: RankGroup, timeout_s: float) -> bool:
+    """Whether they have: what they compute needs this node's engine."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            await group.drained()
+    except TimeoutError:
+        return False
+    return True
+
+
 async def _start(
-    config: NodeConfig, role: NodeRole, read_again: Callable[[], NodeConfig], stack: AsyncExitStack
+    config: NodeConfig, role: NodeRole, read_again: Callable[[], NodeConfig], stack: AsyncExitStack, group: RankGroup
 ) -> NodeAgent:
     """Starts all listeners, then the engine. Raises OSError, NodeError."""
     for listener in config.listeners:  # an engine would find out by dying, again and again
         await wait_free(config.port(listener), config.node_id, _patience_s(config), time.monotonic)
     agent = NodeAgent(config, role, time.monotonic)
+    agent.supervisor.on_death = group.engine_ended
+    group.listen(agent.supervisor.start_anew)
     stack.push_async_callback(agent.close)
     if agent.guard is not None:
         agent.tasks.start("revoked peers", partial(end_revoked, agent.guard))

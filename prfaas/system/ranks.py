@@ -13,12 +13,14 @@ import signal
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from math import prod
 from typing import Final
 
 from node.agent import ENGINE_STOP_S
-from node.config import LISTENERS, THIS_MACHINE, NodeConfig
+from node.config import LISTENERS, SERVERS, THIS_MACHINE, NodeConfig
 from node.process.children import ending_with_us
 from prfaas.errors import StartRefused
+from prfaas.system.rank_lines import RankLines
 from transport.control.python_command import python_module
 
 MOST_RANKS: Final = 64  # on one machine
@@ -31,6 +33,17 @@ SIZE: Final = ("--data-parallel-size", "-dp")
 RANK: Final = ("--data-parallel-rank", "-dpn")
 ADDRESS: Final = ("--data-parallel-address", "-dpa")
 RPC_PORT: Final = ("--data-parallel-rpc-port", "-dpp")
+TENSOR_PARALLEL: Final = ("--tensor-parallel-size", "-tp")
+STAGES: Final = ("--pipeline-parallel-size", "-pp")
+# Flags for several engines behind one address, or of all ranks at once: each with what says it here.
+ELSEWHERE: Final = {
+    ("--data-parallel-size-local", "-dpl"): "--ranks says how many run on this machine",
+    ("--data-parallel-start-rank", "-dpr"): "--first-rank says which is the first of this machine",
+    ("--data-parallel-hybrid-lb", "-dph"): "gateways balance the ranks",
+    ("--data-parallel-multi-port-external-lb", ""): "--ranks gives each a port",
+    ("--headless", ""): "each rank has a server of its own",
+    ("--device-ids", ""): f"each rank has devices of its own: set {DEVICES} to those of all",
+}
 MARGIN_S: Final = 30.0  # beyond what a node takes to drain and to end its engine
 EXIT_FAILED: Final = 1
 
@@ -43,6 +56,7 @@ class RankPlan:
     flags: tuple[str, ...]
     engine_flags: tuple[str, ...]
     environment: Mapping[str, str]
+    is_of_group: bool = False  # its engine computes each step with those of the other ranks
 
     def command(self, own: Sequence[str], engine_args: Sequence[str]) -> list[str]:
         """The command of its process, where `own` and `engine_args` were given for all of them."""
@@ -60,13 +74,14 @@ def rank_plans(
             )
     _check_ports(config, count)
     engine_flags = _data_parallel_flags(config.engine_args, count, first, free_port)
-    devices = _devices(environment.get(DEVICES, ""), count)
+    devices = _devices(config, environment.get(DEVICES), count)
     return [
         RankPlan(
             f"{config.node_id}-{first + at}",
             (*_flags(config, at, first + at), "--ranks", "1"),
             engine_flags[at],
             {DEVICES: devices[at]} if devices else {},
+            is_of_group=_value(config.engine_args, SIZE) is not None,
         )
         for at in range(count)
     ]
@@ -108,6 +123,9 @@ def _data_parallel_flags(
     engine_args: Sequence[str], count: int, first: int, free_port: Callable[[], int]
 ) -> list[tuple[str, ...]]:
     """vLLM's flags of each rank, where its ranks are one group: a mixture of experts. Others know nothing of each other."""
+    for names, instead in ELSEWHERE.items():
+        if _value(engine_args, names) is not None:
+            raise StartRefused(f"{names[0]}: leave it out with --ranks: {instead}")
     if _value(engine_args, RANK) is not None:
         raise StartRefused(f"{RANK[0]}: with --ranks each node gets the number of its own")
     size = _value(engine_args, SIZE)
@@ -135,15 +153,31 @@ def _value(flags: Sequence[str], names: tuple[str, str]) -> str | None:
     return found
 
 
-def _devices(visible: str, count: int) -> list[str]:
-    """The devices of each rank: equal parts of those that are visible; none where nothing is said of any."""
-    devices = [each for each in visible.split(",") if each]
+def _devices(config: NodeConfig, visible: str | None, count: int) -> list[str]:
+    """The devices of each rank: equal parts of those that are visible; none where there are none, or no server asks for any.
+
+    A server takes the first ones that it sees: each would take those of rank 0, unless it sees its own alone.
+    """
+    needed = _devices_of_engine(config)
+    if visible is None and needed:
+        return [",".join(map(str, range(at * needed, (at + 1) * needed))) for at in range(count)]
+    devices = [each for each in (visible or "").split(",") if each]
     if not devices:
         return []
     each, rest = divmod(len(devices), count)
     if rest:
         raise StartRefused(f"{DEVICES} = {visible!r}: {len(devices)} devices are no equal parts for {count} ranks")
+    if each < needed:
+        raise StartRefused(f"{DEVICES} = {visible!r}: {each} for each of {count} ranks, whose engine needs {needed}")
     return [",".join(devices[at * each : (at + 1) * each]) for at in range(count)]
+
+
+def _devices_of_engine(config: NodeConfig) -> int:
+    """How many one engine takes, 0 where it takes none: a rank of its tensors and stages each."""
+    if config.engine not in SERVERS:
+        return 0
+    sizes = [_value(config.engine_args, TENSOR_PARALLEL), _value(config.engine_args, STAGES) or str(config.stages)]
+    return prod(int(size) for size in sizes if size and size.isdecimal())
 
 
 async def run_ranks(
@@ -153,7 +187,19 @@ async def run_ranks(
 
     Signals go to all of them: SIGTERM drains and ends them, a second one ends what still runs, SIGHUP has them read their
     file again. Where one ends by itself, the others are told to end, too: what started us starts all of them again.
+    Engines of one group end and start together.
     """
+    with RankLines(len(plans) if any(plan.is_of_group for plan in plans) else 0) as lines:
+        return await _run(plans, commands, drain_s, say, lines)
+
+
+async def _run(
+    plans: Sequence[RankPlan],
+    commands: Sequence[Sequence[str]],
+    drain_s: float,
+    say: Callable[[str], None],
+    lines: RankLines,
+) -> int:
     processes: dict[str, asyncio.subprocess.Process] = {}
     told = asyncio.Event()
 
@@ -172,15 +218,17 @@ async def run_ranks(
         loop.add_signal_handler(number, end)
     loop.add_signal_handler(signal.SIGHUP, send, signal.SIGHUP)
     try:
-        for plan, command in zip(plans, commands, strict=True):
+        for at, (plan, command) in enumerate(zip(plans, commands, strict=True)):
             if told.is_set():
                 break
             processes[plan.node_id] = await asyncio.create_subprocess_exec(
                 *ending_with_us(command, signal.SIGTERM),
                 stdin=asyncio.subprocess.DEVNULL,
-                env={**os.environ, **plan.environment},
+                env={**os.environ, **plan.environment, **lines.environment(at)},
                 start_new_session=True,
+                pass_fds=lines.descriptors(at),
             )
+            lines.started(at)
         waits = {name: asyncio.create_task(process.wait()) for name, process in processes.items()}
         telling = asyncio.create_task(told.wait())
         await asyncio.wait([*waits.values(), telling], return_when=asyncio.FIRST_COMPLETED)

@@ -1,6 +1,8 @@
 """Several engines from one node's file."""
 
 import asyncio
+import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -10,12 +12,16 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import aiohttp
+import grpc.aio
 import pytest
 
 from node.config import NodeConfig
 from prfaas.cli import main
 from prfaas.errors import StartRefused
 from prfaas.system.ranks import DEVICES, RankPlan, rank_plans, run_ranks
+from transport.control.proto import node_pb2 as pb
+from transport.control.proto import node_pb2_grpc as rpc
 
 PATIENCE_S = 120.0
 
@@ -74,9 +80,22 @@ def test_each_rank_has_a_certificate_of_its_own() -> None:
         plans(**{**files, "certificate": "c.pem"})
 
 
+def test_a_server_sees_the_devices_of_its_rank_alone() -> None:
+    """vLLM's ranks of the external kind each take the first devices that they see."""
+    found = plans(engine="vllm", engine_args=("-tp", "2", "--pipeline-parallel-size", "2"))
+    assert [each.environment for each in found] == [{DEVICES: "0,1,2,3"}, {DEVICES: "4,5,6,7"}]
+    assert [each.environment for each in plans(engine="vllm")] == [{DEVICES: "0"}, {DEVICES: "1"}]
+    assert [each.environment for each in plans(engine="vllm", environment={DEVICES: ""})] == [{}, {}]
+    with pytest.raises(StartRefused, match="1 for each of 2 ranks, whose engine needs 2"):
+        plans(engine="vllm", engine_args=("-tp=2",), environment={DEVICES: "0,1"})
+
+
 @pytest.mark.parametrize(
     ("engine_args", "environment", "said"),
     [
+        (("-dp", "2", "-dpl", "2"), {}, "--data-parallel-size-local: leave it out with --ranks"),
+        (("-dp", "2", "--data_parallel_hybrid_lb"), {}, "--data-parallel-hybrid-lb: leave it out"),
+        (("--device-ids", "0,1"), {}, "set CUDA_VISIBLE_DEVICES"),
         (("--data-parallel-size", "1"), {}, "need at least 2"),
         (("-dp", "4"), {}, "--data-parallel-address"),
         (("-dp", "2", "--data-parallel-rank", "0"), {}, "--data-parallel-rank"),
@@ -106,6 +125,88 @@ def test_ranks_that_are_told_to_end_before_they_listen_to_it_have_not_failed() -
             running = asyncio.create_task(run_ranks(plans(), [["sleep", "600"]] * 2, 0.0, print))
             await asyncio.sleep(0.2)
             os.kill(os.getpid(), signal.SIGTERM)
+            return await running
+
+    assert asyncio.run(scenario()) == 0
+
+
+def group_commands(tmp_path: Path) -> list[list[str]]:
+    """Two emulated nodes, started as a group."""
+    (tmp_path / "fleet").mkdir()
+    return [
+        [
+            sys.executable, "-m", "prfaas", "node", "--engine", "emulated", "--model", "kimi_linear", "--ranks", "1",
+            "--node-id", f"group{time.monotonic_ns()}-{rank}", "--cache-bytes", str(16 << 20), "--run-dir",
+            str(tmp_path), "--registry", str(tmp_path / "fleet"), "--block-size", "16", "--chunk-tokens", "64",
+            "--drain-timeout-s", "30",
+        ]
+        for rank in range(2)
+    ]  # fmt: skip
+
+
+def group_plans() -> list[RankPlan]:
+    return plans(engine_args=("--data-parallel-size", "2"))
+
+
+def agents(tmp_path: Path) -> list[str]:
+    """Where the agents of both are asked, in the order of the ranks."""
+    files = sorted((tmp_path / "fleet").glob("*.json"), key=lambda path: path.stem.rpartition("-")[2])
+    return [json.loads(path.read_text())["agent"] for path in files]
+
+
+async def described(address: str) -> pb.NodeDescription:
+    async with grpc.aio.insecure_channel(address) as channel:
+        description: pb.NodeDescription = await rpc.NodeAgentStub(channel).Describe(pb.DescribeRequest(), timeout=30.0)  # type: ignore[no-untyped-call]
+        return description
+
+
+async def serving(tmp_path: Path) -> list[pb.NodeDescription]:
+    """Both nodes, once both have engines that serve."""
+    while True:
+        with contextlib.suppress(grpc.aio.AioRpcError):
+            found = [await described(address) for address in agents(tmp_path)]
+            if len(found) == 2 and all(each.state == pb.NODE_STATE_READY for each in found):
+                return found
+        await asyncio.sleep(0.1)
+
+
+@pytest.mark.timeout(300)
+def test_engines_of_a_group_start_anew_together_and_their_nodes_go_on(tmp_path: Path) -> None:
+    """One alone could not join the others again."""
+
+    async def scenario() -> int:
+        async with asyncio.timeout(PATIENCE_S):
+            running = asyncio.create_task(run_ranks(group_plans(), group_commands(tmp_path), 30.0, print))
+            before = await serving(tmp_path)
+            os.kill(before[1].engine_pid, signal.SIGKILL)
+            pids = {each.engine_pid for each in before}
+            after = await serving(tmp_path)
+            while pids & {each.engine_pid for each in after}:
+                await asyncio.sleep(0.1)
+                after = await serving(tmp_path)
+            assert [each.boot_id for each in after] == [each.boot_id for each in before], "their caches are there still"
+            os.kill(os.getpid(), signal.SIGTERM)
+            return await running
+
+    assert asyncio.run(scenario()) == 0
+
+
+@pytest.mark.timeout(300)
+def test_no_engine_of_a_group_ends_while_another_rank_still_answers(tmp_path: Path) -> None:
+    """The answer needs them all."""
+
+    async def scenario() -> int:
+        async with asyncio.timeout(PATIENCE_S), aiohttp.ClientSession() as session:
+            running = asyncio.create_task(run_ranks(group_plans(), group_commands(tmp_path), 30.0, print))
+            idle, busy = await serving(tmp_path)
+            body = {"model": "kimi_linear", "prompt": [1, 2, 3], "max_tokens": 400, "stream": True, "ignore_eos": True}
+            async with session.post(f"{busy.engine_url}/v1/completions", json=body) as answer:
+                lines = aiter(answer.content)
+                assert await anext(lines)
+                os.kill(os.getpid(), signal.SIGTERM)
+                last = [line async for line in lines if line.strip()][-1]
+                assert Path(f"/proc/{idle.engine_pid}").exists(), "it had nothing to do, and stayed"
+            assert last.strip() == b"data: [DONE]"
             return await running
 
     assert asyncio.run(scenario()) == 0
