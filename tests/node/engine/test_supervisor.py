@@ -83,11 +83,11 @@ def test_an_engine_that_starts_anew_with_others_has_not_failed(tmp_path: Path) -
         running = asyncio.create_task(engine.run())
         async with asyncio.timeout(60.0):
             for start in range(3):
-                while engine.pid is None or engine.restarts < start:
+                while engine.pid is None or engine.restarts < start:  # noqa: ASYNC110 a process starts
                     await asyncio.sleep(0.01)
                 engine.start_anew()
             assert (told, engine.gave_up) == ([], False)
-            while engine.pid is None or engine.restarts < 3:
+            while engine.pid is None or engine.restarts < 3:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
             engine.kill()
             await running
