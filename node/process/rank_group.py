@@ -2,7 +2,7 @@
 
 An engine of such a group cannot go on without the others, and cannot join them again. So all start anew when one has ended, and
 none ends in order before the last one has drained. What a node says of its engine reaches the others through the process that
-started them, over a socket each. There is none for a node on its own.
+started them, over a socket each. A node on its own has no line.
 """
 
 import asyncio
@@ -64,7 +64,7 @@ class RankGroup:
 
     def _say(self, word: bytes) -> None:
         if self._line is not None:
-            with suppress(OSError):  # who started us is gone, and we are about to hear of that
+            with suppress(OSError):  # the process that started us is gone, and we are about to hear of that
                 self._line.send(word)
 
     def _hear(self, line: socket.socket, start_anew: Callable[[], None]) -> None:

@@ -12,21 +12,21 @@ MOST_WORDS: Final = 64  # in one read
 
 
 class RankTalk:
-    """Says who is told what; ranks are numbers from 0."""
+    """Decides what each rank is told; ranks are numbers from 0."""
 
     def __init__(self, count: int) -> None:
         self._running = set(range(count))
         self._busy = set(range(count))
 
     def heard(self, rank: int, word: bytes) -> Iterator[tuple[int, bytes]]:
-        """What whom is told when a rank has said this."""
+        """The rank and the word of each message that follows from this one."""
         if word == ENGINE_ENDED:
             yield from ((other, START_ANEW) for other in sorted(self._running - {rank}))
         if word == DRAINED:
             yield from self._has_drained(rank)
 
     def gone(self, rank: int) -> Iterator[tuple[int, bytes]]:
-        """What whom is told when a rank's process has ended."""
+        """The messages that follow from the end of a rank's process."""
         self._running.discard(rank)
         yield from self._has_drained(rank)
 
@@ -37,7 +37,7 @@ class RankTalk:
 
 
 class RankLines:
-    """A socket to each rank's node. Has none where the ranks are no group."""
+    """A socket to each rank's node; empty where the ranks form no group."""
 
     def __init__(self, count: int) -> None:
         self._talk = RankTalk(count)

@@ -1,7 +1,7 @@
 """Several engines from one node's file: a node for each, started and ended as one.
 
     prfaas node -c FILE --ranks 2           big-0: ports of the file, first half of the GPUs, data parallel rank 0
-                                             big-1: each port one higher, second half, rank 1
+                                            big-1: each port one higher, second half, rank 1
 
 An agent has one engine, and a landing lies in the memory of one: so each engine is a node, which gateways choose by name.
 """
@@ -74,14 +74,17 @@ def rank_plans(
             )
     _check_ports(config, count)
     engine_flags = _data_parallel_flags(config.engine_args, count, first, free_port)
+    size = _value(config.engine_args, SIZE)
+    # An engine that dies takes with it those of other machines, which only what started them all can start again.
+    shared = ("--engine-max-restarts", "0") if size is not None and int(size) > count else ()
     devices = _devices(config, environment.get(DEVICES), count)
     return [
         RankPlan(
             f"{config.node_id}-{first + at}",
-            (*_flags(config, at, first + at), "--ranks", "1"),
+            (*_flags(config, at, first + at), *shared, "--ranks", "1"),
             engine_flags[at],
             {DEVICES: devices[at]} if devices else {},
-            is_of_group=_value(config.engine_args, SIZE) is not None,
+            is_of_group=size is not None,
         )
         for at in range(count)
     ]
@@ -138,7 +141,10 @@ def _data_parallel_flags(
     for names, value in ((ADDRESS, THIS_MACHINE), (RPC_PORT, "")):
         if _value(engine_args, names) is None:
             if not is_whole:
-                raise StartRefused(f"{names[0]}: needed, as ranks of the group run elsewhere")
+                raise StartRefused(
+                    f"{names[0]}: needed, as {int(size) - count} of {size} ranks run elsewhere: "
+                    f"{names[0]} {'HOST, where rank 0 runs' if names is ADDRESS else 'PORT, the same for all of them'}"
+                )
             group += [names[0], value or str(free_port())]
     return [(*group, RANK[0], str(first + at)) for at in range(count)]
 
@@ -154,7 +160,7 @@ def _value(flags: Sequence[str], names: tuple[str, str]) -> str | None:
 
 
 def _devices(config: NodeConfig, visible: str | None, count: int) -> list[str]:
-    """The devices of each rank: equal parts of those that are visible; none where there are none, or no server asks for any.
+    """The devices of each rank: equal parts of those that are visible. Empty where no server asks for any.
 
     A server takes the first ones that it sees: each would take those of rank 0, unless it sees its own alone.
     """

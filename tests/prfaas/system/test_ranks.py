@@ -61,6 +61,10 @@ def test_ranks_of_experts_are_one_group() -> None:
     assert second.engine_flags == (*group, "1")
     elsewhere = ("-dp", "16", "-dpa", "10.0.0.1", "-dpp", "5000")
     third, _ = plans(first=8, engine_args=elsewhere)
+    assert third.flags[-4:-2] == ("--engine-max-restarts", "0"), "it could not join those of other machines again"
+    assert "--engine-max-restarts" not in first.flags
+    assert first.is_of_group
+    assert third.is_of_group
     assert third.node_id == "big-8"
     assert third.engine_flags == ("--data-parallel-rank", "8")
 
@@ -97,7 +101,8 @@ def test_a_server_sees_the_devices_of_its_rank_alone() -> None:
         (("-dp", "2", "--data_parallel_hybrid_lb"), {}, "--data-parallel-hybrid-lb: leave it out"),
         (("--device-ids", "0,1"), {}, "set CUDA_VISIBLE_DEVICES"),
         (("--data-parallel-size", "1"), {}, "need at least 2"),
-        (("-dp", "4"), {}, "--data-parallel-address"),
+        (("-dp", "4"), {}, "2 of 4 ranks run elsewhere: --data-parallel-address HOST, where rank 0 runs"),
+        (("-dp", "4", "-dpa", "10.0.0.1"), {}, "--data-parallel-rpc-port PORT, the same for all"),
         (("-dp", "2", "--data-parallel-rank", "0"), {}, "--data-parallel-rank"),
         ((), {DEVICES: "0,1,2"}, "3 devices"),
     ],

@@ -122,7 +122,7 @@ class Ranks:
 
     async def tokens(self, prompt: list[int], name: str) -> list[int]:
         """What the gateway answers, once it has both nodes for it."""
-        while await self._roles() != {"moe-0": "prefill", "moe-1": "decode"}:
+        while await self._roles() != {"moe-0": "prefill", "moe-1": "decode"}:  # noqa: ASYNC110 of other processes
             await asyncio.sleep(0.2)
         body = BODY | {"prompt": prompt, "max_tokens": 16}
         return (await complete(self.session, self.url, body, name)).token_ids
@@ -177,7 +177,7 @@ def prompt(seed: int, num_tokens: int = 700) -> list[int]:
 def test_tokens_are_those_of_a_plain_server(ranks: Ranks, fleet: Fleet) -> None:
     async def scenario() -> None:
         convert = await ranks.begun(
-            "prfaas", "convert", ranks.agents[0], "--to", "prefill", "--force", "--verify-timeout", "300"
+            "prfaas", "convert", "moe-0", "--to", "prefill", "-c", "gateway.toml", "--force", "--verify-timeout", "300"
         )
         assert await convert.wait() == 0
         plain = fleet.reference(CASE)
