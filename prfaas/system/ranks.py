@@ -6,13 +6,14 @@
 An agent has one engine, and a landing lies in the memory of one: so each engine is a node, which gateways choose by name.
 """
 
+import argparse
 import asyncio
 import contextlib
 import os
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from math import prod
 from typing import Final
 
@@ -24,25 +25,28 @@ from prfaas.system.rank_lines import RankLines
 from transport.control.python_command import python_module
 
 MOST_RANKS: Final = 64  # on one machine
+RANK_FLAGS: Final = ("--ranks", "--first-rank")
 NUMBER: Final = "{rank}"  # in the names of files that each rank has one of
 OWN_FILES: Final = ("certificate", "key")
 LAST_PORT: Final = 65535
 ADVERTISED: Final = ("control_advertise", "transfer_advertise")
 DEVICES: Final = "CUDA_VISIBLE_DEVICES"
+VISIBLE: Final = (DEVICES, "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")  # vLLM refuses the second one if it differs
+NO_DEVICE: Final = "-1"  # CUDA sees none of those that follow
 SIZE: Final = ("--data-parallel-size", "-dp")
 RANK: Final = ("--data-parallel-rank", "-dpn")
 ADDRESS: Final = ("--data-parallel-address", "-dpa")
 RPC_PORT: Final = ("--data-parallel-rpc-port", "-dpp")
-TENSOR_PARALLEL: Final = ("--tensor-parallel-size", "-tp")
-STAGES: Final = ("--pipeline-parallel-size", "-pp")
+TENSOR_PARALLEL: Final = ("--tensor-parallel-size", "-tp", "--tp-size", "--tp")
+STAGES: Final = ("--pipeline-parallel-size", "-pp", "--pp-size")
 # Flags for several engines behind one address, or of all ranks at once: each with what says it here.
 ELSEWHERE: Final = {
     ("--data-parallel-size-local", "-dpl"): "--ranks says how many run on this machine",
     ("--data-parallel-start-rank", "-dpr"): "--first-rank says which is the first of this machine",
     ("--data-parallel-hybrid-lb", "-dph"): "gateways balance the ranks",
-    ("--data-parallel-multi-port-external-lb", ""): "--ranks gives each a port",
-    ("--headless", ""): "each rank has a server of its own",
-    ("--device-ids", ""): f"each rank has devices of its own: set {DEVICES} to those of all",
+    ("--data-parallel-multi-port-external-lb", "-dpm"): "--ranks gives each a port",
+    ("--headless",): "each rank has a server of its own",
+    ("--device-ids",): f"each rank has devices of its own: set {DEVICES} to those of all",
 }
 MARGIN_S: Final = 30.0  # beyond what a node takes to drain and to end its engine
 EXIT_FAILED: Final = 1
@@ -60,7 +64,15 @@ class RankPlan:
 
     def command(self, own: Sequence[str], engine_args: Sequence[str]) -> list[str]:
         """The command of its process, where `own` and `engine_args` were given for all of them."""
-        return [*python_module("prfaas"), *own, *self.flags, "--", *engine_args, *self.engine_flags]
+        return [*python_module("prfaas"), *_of_each(own), *self.flags, "--", *engine_args, *self.engine_flags]
+
+
+def _of_each(own: Sequence[str]) -> list[str]:
+    """What of a command line holds for each rank: one that were told of ranks would start ranks of its own, without end."""
+    parser = argparse.ArgumentParser(add_help=False)
+    for flag in RANK_FLAGS:
+        parser.add_argument(flag)
+    return parser.parse_known_args(own)[1]
 
 
 def rank_plans(
@@ -77,13 +89,13 @@ def rank_plans(
     size = _value(config.engine_args, SIZE)
     # An engine that dies takes with it those of other machines, which only what started them all can start again.
     shared = ("--engine-max-restarts", "0") if size is not None and int(size) > count else ()
-    devices = _devices(config, environment.get(DEVICES), count)
+    devices = _devices(config, environment, count)
     return [
         RankPlan(
             f"{config.node_id}-{first + at}",
-            (*_flags(config, at, first + at), *shared, "--ranks", "1"),
+            (*_flags(config, at, first + at), *shared),
             engine_flags[at],
-            {DEVICES: devices[at]} if devices else {},
+            {name: parts[at] for name, parts in devices.items()},
             is_of_group=size is not None,
         )
         for at in range(count)
@@ -149,7 +161,7 @@ def _data_parallel_flags(
     return [(*group, RANK[0], str(first + at)) for at in range(count)]
 
 
-def _value(flags: Sequence[str], names: tuple[str, str]) -> str | None:
+def _value(flags: Sequence[str], names: Sequence[str]) -> str | None:
     """What is said last of a flag; None if nothing is."""
     found = None
     for index, flag in enumerate(flags):
@@ -159,22 +171,28 @@ def _value(flags: Sequence[str], names: tuple[str, str]) -> str | None:
     return found
 
 
-def _devices(config: NodeConfig, visible: str | None, count: int) -> list[str]:
-    """The devices of each rank: equal parts of those that are visible. Empty where no server asks for any.
+def _devices(config: NodeConfig, environment: Mapping[str, str], count: int) -> dict[str, list[str]]:
+    """By the variables that say so, the devices of each rank: equal parts of the visible ones. Empty where no server asks.
 
     A server takes the first ones that it sees: each would take those of rank 0, unless it sees its own alone.
     """
     needed = _devices_of_engine(config)
-    if visible is None and needed:
-        return [",".join(map(str, range(at * needed, (at + 1) * needed))) for at in range(count)]
-    devices = [each for each in (visible or "").split(",") if each]
+    given = {name: environment[name] for name in VISIBLE if name in environment}
+    if not given and needed:
+        return {DEVICES: [",".join(map(str, range(at * needed, (at + 1) * needed))) for at in range(count)]}
+    parts = {name: _parts(name, visible, needed, count) for name, visible in given.items()}
+    return {name: each for name, each in parts.items() if each}
+
+
+def _parts(name: str, visible: str, needed: int, count: int) -> list[str]:
+    devices = [each for each in takewhile(lambda each: each.strip() != NO_DEVICE, visible.split(",")) if each]
     if not devices:
         return []
     each, rest = divmod(len(devices), count)
     if rest:
-        raise StartRefused(f"{DEVICES} = {visible!r}: {len(devices)} devices are no equal parts for {count} ranks")
+        raise StartRefused(f"{name} = {visible!r}: {len(devices)} devices are no equal parts for {count} ranks")
     if each < needed:
-        raise StartRefused(f"{DEVICES} = {visible!r}: {each} for each of {count} ranks, whose engine needs {needed}")
+        raise StartRefused(f"{name} = {visible!r}: {each} for each of {count} ranks, whose engine needs {needed}")
     return [",".join(devices[at * each : (at + 1) * each]) for at in range(count)]
 
 

@@ -46,13 +46,22 @@ def test_each_rank_is_a_node_with_ports_of_its_own() -> None:
     assert [each.node_id for each in found] == ["big-0", "big-1"]
     assert found[1].flags == (
         "--node-id", "big-1", "--control-port", "7002", "--engine-port", "7202", "--transfer-advertise",
-        "203.0.113.7:7102", "--ranks", "1",
+        "203.0.113.7:7102",
     )  # fmt: skip
     assert found[1].command(["node", "-c", "f.toml", "--ranks", "2"], ["--dtype", "auto"])[-3:] == [
         "--",
         "--dtype",
         "auto",
     ]
+
+
+def test_a_rank_is_not_told_of_ranks() -> None:
+    """It would start ranks of its own, and each of these, too."""
+    own = ["node", "-c", "f.toml", "--ranks=2", "--first-rank", "8", "--role", "decode", "--first=9"]
+    command = plans(first=8)[0].command(own, [])
+    assert command[command.index("node") :] == [
+        "node", "-c", "f.toml", "--role", "decode", "--node-id", "big-8", "--",
+    ]  # fmt: skip
 
 
 def test_ranks_of_experts_are_one_group() -> None:
@@ -62,7 +71,7 @@ def test_ranks_of_experts_are_one_group() -> None:
     assert second.engine_flags == (*group, "1")
     elsewhere = ("-dp", "16", "-dpa", "10.0.0.1", "-dpp", "5000")
     third, _ = plans(first=8, engine_args=elsewhere)
-    assert third.flags[-4:-2] == ("--engine-max-restarts", "0"), "it could not join those of other machines again"
+    assert third.flags[-2:] == ("--engine-max-restarts", "0"), "it could not join those of other machines again"
     assert "--engine-max-restarts" not in first.flags
     assert first.is_of_group
     assert third.is_of_group
@@ -78,7 +87,7 @@ def test_engines_without_a_group_get_no_flags_and_equal_parts_of_the_devices() -
 
 
 def test_each_rank_has_a_certificate_of_its_own() -> None:
-    files = {"certificate": "c-{rank}.pem", "key": "k-{rank}.pem", "authority": "a.pem"}
+    files: dict[str, Any] = {"certificate": "c-{rank}.pem", "key": "k-{rank}.pem", "authority": "a.pem"}
     assert "c-1.pem" in plans(**files)[1].flags
     assert "k-1.pem" in plans(**files)[1].flags
     with pytest.raises(StartRefused, match=r"certificate = 'c.pem'.*\{rank\}"):
@@ -91,8 +100,24 @@ def test_a_server_sees_the_devices_of_its_rank_alone() -> None:
     assert [each.environment for each in found] == [{DEVICES: "0,1,2,3"}, {DEVICES: "4,5,6,7"}]
     assert [each.environment for each in plans(engine="vllm")] == [{DEVICES: "0"}, {DEVICES: "1"}]
     assert [each.environment for each in plans(engine="vllm", environment={DEVICES: ""})] == [{}, {}]
+    assert [each.environment[DEVICES] for each in plans(engine="sglang", engine_args=("--tp", "2"))] == ["0,1", "2,3"]
     with pytest.raises(StartRefused, match="1 for each of 2 ranks, whose engine needs 2"):
         plans(engine="vllm", engine_args=("-tp=2",), environment={DEVICES: "0,1"})
+
+
+def test_devices_are_dealt_out_by_the_variable_that_names_them() -> None:
+    """vLLM on ROCm does not start where both name devices that differ."""
+    hip = {"HIP_VISIBLE_DEVICES": "4,5,6,7"}
+    assert plans(engine="vllm", environment=hip)[1].environment == {"HIP_VISIBLE_DEVICES": "6,7"}
+    both = plans(engine="vllm", environment={**hip, DEVICES: "4,5,6,7"})[1].environment
+    assert both == {"HIP_VISIBLE_DEVICES": "6,7", DEVICES: "6,7"}
+    named = "GPU-8932f937,MIG-GPU-8932f937/1/0"
+    assert plans(environment={DEVICES: named})[1].environment == {DEVICES: "MIG-GPU-8932f937/1/0"}
+    assert plans(environment={DEVICES: "-1"})[0].environment == {}, "none is seen"
+
+
+def test_an_empty_value_is_no_flag() -> None:
+    assert plans(engine_args=("--chat-template", ""))[0].engine_flags == ()
 
 
 @pytest.mark.parametrize(
@@ -100,6 +125,7 @@ def test_a_server_sees_the_devices_of_its_rank_alone() -> None:
     [
         (("-dp", "2", "-dpl", "2"), {}, "--data-parallel-size-local: leave it out with --ranks"),
         (("-dp", "2", "--data_parallel_hybrid_lb"), {}, "--data-parallel-hybrid-lb: leave it out"),
+        (("-dp", "2", "-dpm"), {}, "--data-parallel-multi-port-external-lb: leave it out"),
         (("--device-ids", "0,1"), {}, "set CUDA_VISIBLE_DEVICES"),
         (("--data-parallel-size", "1"), {}, "need at least 2"),
         (("-dp", "4"), {}, "2 of 4 ranks run elsewhere: --data-parallel-address HOST, where rank 0 runs"),
@@ -231,11 +257,12 @@ def test_no_engine_of_a_group_ends_while_another_rank_still_answers(tmp_path: Pa
     assert asyncio.run(scenario()) == 0
 
 
-def start(tmp_path: Path) -> "subprocess.Popen[str]":
+def start(tmp_path: Path, *more: str) -> "subprocess.Popen[str]":
     command = [
         sys.executable, "-m", "prfaas", "node", "--engine", "emulated", "--model", "kimi_linear", "--ranks", "2",
         "--node-id", f"ranks{time.monotonic_ns()}", "--cache-bytes", str(16 << 20), "--run-dir", str(tmp_path),
         "--registry", str(tmp_path / "fleet"), "--block-size", "16", "--chunk-tokens", "64", "--drain-timeout-s", "5",
+        *more,
     ]  # fmt: skip
     (tmp_path / "fleet").mkdir()
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=dict(os.environ))
@@ -271,6 +298,17 @@ def test_two_ranks_start_are_listed_and_end_as_one(tmp_path: Path) -> None:
             process.send_signal(signal.SIGTERM)
             assert process.wait(PATIENCE_S) == 0
             assert not list((tmp_path / "fleet").iterdir())
+        finally:
+            process.kill()
+
+
+@pytest.mark.timeout(300)
+def test_ranks_of_a_second_machine_are_counted_on(tmp_path: Path) -> None:
+    with start(tmp_path, "--first-rank", "2") as process:
+        try:
+            assert [name.rpartition("-")[2] for name in ready(process)] == ["2", "3"]
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(PATIENCE_S) == 0
         finally:
             process.kill()
 

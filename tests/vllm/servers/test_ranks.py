@@ -107,7 +107,7 @@ class Ranks:
 
     async def described(self, rank: int) -> pb.NodeDescription:
         async with grpc.aio.insecure_channel(self.agents[rank]) as channel:
-            stub = rpc.NodeAgentStub(channel)
+            stub = rpc.NodeAgentStub(channel)  # type: ignore[no-untyped-call]
             description: pb.NodeDescription = await stub.Describe(pb.DescribeRequest(), timeout=60.0)
             return description
 
