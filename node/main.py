@@ -45,6 +45,7 @@ T = TypeVar("T")
 
 STOP_GRACE_S = 0.5
 PREDECESSOR_MARGIN_S = 10.0
+OTHER_RANKS_MARGIN_S = 1.0  # they are told to end at the same instant, but not in it
 LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # where a listener on any address is reached from its own machine
 EXIT_FAILED = 1
 EXIT_BAD_CONFIG = 2
@@ -98,17 +99,18 @@ async def _run(config: NodeConfig, role: NodeRole, read_again: Callable[[], Node
             about = agent.describe()
             _say(f"node ready id={about.node_id} role={about.role} engine={about.engine_url}")
         status = await _serve_until_told(agent, stop)
+        others_by = asyncio.get_running_loop().time() + config.drain_timeout_s + OTHER_RANKS_MARGIN_S
         if not await _or_stopped(agent.draining.for_good(config.drain_timeout_s), hurry):
             log.error("drain %s node=%s", "cut short" if hurry.is_set() else "timed out", config.node_id)
-        if stop.is_set() and not await _or_stopped(_others_drained(group, config.drain_timeout_s), hurry):
+        if stop.is_set() and not await _or_stopped(_others_drained(group, others_by), hurry):
             log.error("ended before other ranks have drained node=%s", config.node_id)
     return status
 
 
-async def _others_drained(group: RankGroup, timeout_s: float) -> bool:
-    """Whether they have: what they compute needs this node's engine."""
+async def _others_drained(group: RankGroup, deadline: float) -> bool:
+    """Whether they have, by then on the loop's clock: what they compute needs this node's engine."""
     try:
-        async with asyncio.timeout(timeout_s):
+        async with asyncio.timeout_at(deadline):
             await group.drained()
     except TimeoutError:
         return False

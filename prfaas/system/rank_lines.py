@@ -75,6 +75,12 @@ class RankLines:
             self._theirs[rank].close()
             asyncio.get_running_loop().add_reader(self._ours[rank], self._hear, rank)
 
+    def not_started(self, rank: int) -> None:
+        """The rank gets no process: none waits for it."""
+        if self._ours:
+            self._theirs[rank].close()
+            self._tell(self._talk.gone(rank))
+
     def _hear(self, rank: int) -> None:
         words = b""
         with contextlib.suppress(OSError):

@@ -244,7 +244,8 @@ async def _run(
     try:
         for at, (plan, command) in enumerate(zip(plans, commands, strict=True)):
             if told.is_set():
-                break
+                lines.not_started(at)
+                continue
             processes[plan.node_id] = await asyncio.create_subprocess_exec(
                 *ending_with_us(command, signal.SIGTERM),
                 stdin=asyncio.subprocess.DEVNULL,

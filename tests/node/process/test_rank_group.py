@@ -58,6 +58,22 @@ def test_nodes_hear_each_other_through_their_lines() -> None:
     asyncio.run(scenario())
 
 
+def test_none_waits_for_a_rank_that_was_not_started() -> None:
+    """The signal to end came while the first ones were being started."""
+
+    async def scenario() -> None:
+        with RankLines(2) as lines:
+            group = RankGroup(lines.theirs(0).dup())
+            group.listen(lambda: None)
+            lines.started(0)
+            lines.not_started(1)
+            async with asyncio.timeout(WAIT_S):
+                await group.drained()
+            group.close()
+
+    asyncio.run(scenario())
+
+
 def test_a_line_that_breaks_keeps_no_node() -> None:
     async def scenario() -> None:
         lines = RankLines(2)

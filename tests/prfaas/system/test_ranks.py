@@ -162,7 +162,7 @@ def test_ranks_that_are_told_to_end_before_they_listen_to_it_have_not_failed() -
     assert asyncio.run(scenario()) == 0
 
 
-def group_commands(tmp_path: Path) -> list[list[str]]:
+def group_commands(tmp_path: Path, drain_timeout_s: str = "30") -> list[list[str]]:
     """Two emulated nodes, started as a group."""
     (tmp_path / "fleet").mkdir()
     return [
@@ -170,7 +170,7 @@ def group_commands(tmp_path: Path) -> list[list[str]]:
             sys.executable, "-m", "prfaas", "node", "--engine", "emulated", "--model", "kimi_linear", "--ranks", "1",
             "--node-id", f"group{time.monotonic_ns()}-{rank}", "--cache-bytes", str(16 << 20), "--run-dir",
             str(tmp_path), "--registry", str(tmp_path / "fleet"), "--block-size", "16", "--chunk-tokens", "64",
-            "--drain-timeout-s", "30",
+            "--drain-timeout-s", drain_timeout_s,
         ]
         for rank in range(2)
     ]  # fmt: skip
@@ -255,6 +255,46 @@ def test_no_engine_of_a_group_ends_while_another_rank_still_answers(tmp_path: Pa
             return await running
 
     assert asyncio.run(scenario()) == 0
+
+
+@pytest.mark.timeout(300)
+def test_a_rank_that_hangs_keeps_no_other_one_longer_than_its_own_drain(tmp_path: Path) -> None:
+    """What stops a service kills it after that time."""
+    drain_s = 12.0
+
+    async def scenario() -> float:
+        async with asyncio.timeout(PATIENCE_S), aiohttp.ClientSession() as session:
+            commands = group_commands(tmp_path, str(drain_s))
+            running = asyncio.create_task(run_ranks(group_plans(), commands, drain_s, print))
+            busy, hanging = await serving(tmp_path)
+            agent = parent_of(hanging.engine_pid)
+            os.kill(agent, signal.SIGSTOP)
+            body = {
+                "model": "kimi_linear",
+                "prompt": [1, 2, 3],
+                "max_tokens": 30_000,
+                "stream": True,
+                "ignore_eos": True,
+            }
+            async with session.post(f"{busy.engine_url}/v1/completions", json=body) as answer:
+                assert await anext(aiter(answer.content))
+                os.kill(os.getpid(), signal.SIGTERM)
+                told_at = time.monotonic()
+                async for _ in answer.content:
+                    if time.monotonic() > told_at + drain_s:
+                        break
+            while len(list((tmp_path / "fleet").iterdir())) == 2:  # noqa: ASYNC110 of another process
+                await asyncio.sleep(0.05)
+            ended_after_s = time.monotonic() - told_at
+            os.kill(agent, signal.SIGKILL)
+            await running
+            return ended_after_s
+
+    assert asyncio.run(scenario()) < drain_s + 4.0  # it answers for half of that time
+
+
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 def start(tmp_path: Path, *more: str) -> "subprocess.Popen[str]":
