@@ -97,7 +97,7 @@ async def _run(config: NodeConfig, role: NodeRole, read_again: Callable[[], Node
             return status
         if not stop.is_set():
             about = agent.describe()
-            _say(f"node ready id={about.node_id} role={about.role} engine={about.engine_url}")
+            say(f"node ready id={about.node_id} role={about.role} engine={about.engine_url}")
         status = await _serve_until_told(agent, stop)
         others_by = asyncio.get_running_loop().time() + config.drain_timeout_s + OTHER_RANKS_MARGIN_S
         if not await _or_stopped(agent.draining.for_good(config.drain_timeout_s), hurry):
@@ -150,9 +150,7 @@ async def _start(
     asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, agent.reconfigure, read_again)
     for entry in _entries(config, bound):
         await stack.enter_async_context(registered(entry))
-    _say(
-        f"node listening id={config.node_id} agent={format_address(control.host, bound)} metrics={metrics.url}{picked}"
-    )
+    say(f"node listening id={config.node_id} agent={format_address(control.host, bound)} metrics={metrics.url}{picked}")
     return agent
 
 
@@ -191,10 +189,10 @@ def _member(config: NodeConfig, bound: int) -> Member:
         )
 
 
-def _say(line: str, to: TextIO | None = None) -> None:
-    """Prints a line that may be lost: the disk that it is written to may be full."""
+def say(line: str, to: TextIO | None = None) -> None:
+    """Prints a line that may be lost: the disk that it is written to may be full. In one piece: ranks share an output."""
     with suppress(OSError):
-        print(line, file=to, flush=True)
+        print(f"{line}\n", end="", file=to, flush=True)
 
 
 def _patience_s(config: NodeConfig) -> float:
@@ -251,7 +249,7 @@ async def _serve_until_told(agent: NodeAgent, stop: asyncio.Event) -> int:
 
 def _say_why(agent: NodeAgent, what: str) -> None:
     tail = agent.engine_log.read_text(errors="replace")[-2000:] if agent.engine_log.exists() else ""
-    _say(f"node {agent.config.node_id}: {what}; end of {agent.engine_log}:\n{tail}", to=sys.stderr)
+    say(f"node {agent.config.node_id}: {what}; end of {agent.engine_log}:\n{tail}", to=sys.stderr)
 
 
 def check_model(config: NodeConfig) -> None:
