@@ -13,13 +13,14 @@ import os
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise, takewhile
+from itertools import combinations, takewhile
 from math import prod
 from typing import Final
 
 from node.agent import ENGINE_STOP_S
-from node.config import LISTENERS, SERVERS, THIS_MACHINE, NodeConfig
+from node.config import SERVERS, THIS_MACHINE, NodeConfig
 from node.process.children import ending_with_us
+from node.process.ports import ListenPort
 from prfaas.errors import StartRefused
 from prfaas.system.rank_lines import RankLines
 from transport.control.python_command import python_module
@@ -29,6 +30,7 @@ RANK_FLAGS: Final = ("--ranks", "--first-rank")
 NUMBER: Final = "{rank}"  # in the names of files that each rank has one of
 OWN_FILES: Final = ("certificate", "key")
 LAST_PORT: Final = 65535
+EVERYWHERE: Final = frozenset({"0.0.0.0", "::"})  # hosts of listeners at every address
 ADVERTISED: Final = ("control_advertise", "transfer_advertise")
 DEVICES: Final = "CUDA_VISIBLE_DEVICES"
 VISIBLE: Final = (DEVICES, "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")  # vLLM refuses the second one if it differs
@@ -104,20 +106,21 @@ def rank_plans(
 
 def _check_ports(config: NodeConfig, count: int) -> None:
     """Each rank's ports are one higher: two of a host that lie nearer together than there are ranks would meet."""
-    listeners = [config.port(name) for name in LISTENERS]
-    given = sorted((each.host, each.number, each.key) for each in listeners if each.number)
-    for _, port, key in given:
+    listeners = [config.port(name) for name in config.listeners]
+    listeners.append(ListenPort("bootstrap_port", config.port("engine").host, config.bootstrap_port))
+    given = sorted((each.number, each.key, each.host) for each in listeners if each.number)
+    for port, key, _ in given:
         if port + count - 1 > LAST_PORT:
             raise StartRefused(f"{key} = {port}: {count} ranks need ports up to {port + count - 1}")
-    for (host, lower, key), (other_host, port, other) in pairwise(given):
-        if host == other_host and port - lower < count:
+    for (lower, key, host), (port, other, other_host) in combinations(given, 2):
+        if port - lower < count and (host == other_host or not EVERYWHERE.isdisjoint((host, other_host))):
             raise StartRefused(f"{other} = {port} lies less than {count} above {key} = {lower}: ranks would meet there")
 
 
 def _flags(config: NodeConfig, at: int, number: int) -> list[str]:
     """What tells the rank's node from others of the file."""
     flags = ["--node-id", f"{config.node_id}-{number}"]
-    for key in (*(f"{listener}_port" for listener in LISTENERS), "bootstrap_port"):
+    for key in (*(f"{listener}_port" for listener in config.listeners), "bootstrap_port"):
         if port := getattr(config, key):
             flags += [_flag(key), str(port + at)]
     for key in ADVERTISED:

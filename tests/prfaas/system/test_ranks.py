@@ -147,6 +147,19 @@ def test_ports_that_two_ranks_would_share_are_named() -> None:
     with pytest.raises(StartRefused, match=r"control_port = 65535"):
         plans(control_port=65535)
     assert len(plans(3, control_port=7001, transfer_port=7004)) == 3
+    with pytest.raises(StartRefused, match=r"engine_port = 8999 .*bootstrap_port = 8998"):
+        plans(engine="sglang", bootstrap_port=8998, engine_port=8999)
+    with pytest.raises(StartRefused, match=r"metrics_port = 7101 .*control_port = 7100"):
+        plans(plain=True, host="0.0.0.0", control_port=7100, metrics_port=7101)
+
+
+def test_each_rank_takes_picked_requests_at_a_port_of_its_own() -> None:
+    assert [each.flags[-2:] for each in plans(picked_port=7400)] == [
+        ("--picked-port", "7400"),
+        ("--picked-port", "7401"),
+    ]
+    with pytest.raises(StartRefused, match=r"picked_port = 7401 .*engine_port = 7400"):
+        plans(engine_port=7400, picked_port=7401)
 
 
 def test_ranks_that_are_told_to_end_before_they_listen_to_it_have_not_failed() -> None:
