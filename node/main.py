@@ -4,6 +4,7 @@ import argparse
 import asyncio
 import importlib.util
 import logging
+import os
 import re
 import signal
 import sys
@@ -30,6 +31,7 @@ from node.metrics import serve_metrics, server_page
 from node.picked.port import PickedPort
 from node.process.interpreter import favour_the_loop
 from node.process.ports import UNUSABLE, ListenPort, wait_free
+from node.process.rank_group import RankGroup
 from node.role import NodeRole
 from transport.control.certificates import expires_at
 from transport.control.settings import mapped
@@ -43,6 +45,7 @@ T = TypeVar("T")
 
 STOP_GRACE_S = 0.5
 PREDECESSOR_MARGIN_S = 10.0
+OTHER_RANKS_MARGIN_S = 1.0  # they are told to end at the same instant, but not in it
 LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # where a listener on any address is reached from its own machine
 EXIT_FAILED = 1
 EXIT_BAD_CONFIG = 2
@@ -81,8 +84,9 @@ async def _run(config: NodeConfig, role: NodeRole, read_again: Callable[[], Node
     loop.add_signal_handler(signal.SIGHUP, log.info, "SIGHUP while starting: the configuration has just been read")
     # Ended in reverse: nothing may call into an agent that closes.
     async with AsyncExitStack() as stack:
+        stack.callback((group := RankGroup.of(os.environ)).close)
         try:
-            agent = await _or_stopped(_start(config, role, read_again, stack), stop)
+            agent = await _or_stopped(_start(config, role, read_again, stack, group), stop)
         except (OSError, NodeError) as exc:
             print(f"node {config.node_id}: cannot start: {exc}", file=sys.stderr)
             is_final = isinstance(exc, NodeConfigError) or (isinstance(exc, NoArenaMemory) and exc.is_final)
@@ -93,20 +97,35 @@ async def _run(config: NodeConfig, role: NodeRole, read_again: Callable[[], Node
             return status
         if not stop.is_set():
             about = agent.describe()
-            _say(f"node ready id={about.node_id} role={about.role} engine={about.engine_url}")
+            say(f"node ready id={about.node_id} role={about.role} engine={about.engine_url}")
         status = await _serve_until_told(agent, stop)
+        others_by = asyncio.get_running_loop().time() + config.drain_timeout_s + OTHER_RANKS_MARGIN_S
         if not await _or_stopped(agent.draining.for_good(config.drain_timeout_s), hurry):
             log.error("drain %s node=%s", "cut short" if hurry.is_set() else "timed out", config.node_id)
+        if stop.is_set() and not await _or_stopped(_others_drained(group, others_by), hurry):
+            log.error("ended before other ranks have drained node=%s", config.node_id)
     return status
 
 
+async def _others_drained(group: RankGroup, deadline: float) -> bool:
+    """Whether they have, by then on the loop's clock: what they compute needs this node's engine."""
+    try:
+        async with asyncio.timeout_at(deadline):
+            await group.drained()
+    except TimeoutError:
+        return False
+    return True
+
+
 async def _start(
-    config: NodeConfig, role: NodeRole, read_again: Callable[[], NodeConfig], stack: AsyncExitStack
+    config: NodeConfig, role: NodeRole, read_again: Callable[[], NodeConfig], stack: AsyncExitStack, group: RankGroup
 ) -> NodeAgent:
     """Starts all listeners, then the engine. Raises OSError, NodeError."""
     for listener in config.listeners:  # an engine would find out by dying, again and again
         await wait_free(config.port(listener), config.node_id, _patience_s(config), time.monotonic)
     agent = NodeAgent(config, role, time.monotonic)
+    agent.supervisor.on_death = group.engine_ended
+    group.listen(agent.supervisor.start_anew)
     stack.push_async_callback(agent.close)
     if agent.guard is not None:
         agent.tasks.start("revoked peers", partial(end_revoked, agent.guard))
@@ -131,9 +150,7 @@ async def _start(
     asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, agent.reconfigure, read_again)
     for entry in _entries(config, bound):
         await stack.enter_async_context(registered(entry))
-    _say(
-        f"node listening id={config.node_id} agent={format_address(control.host, bound)} metrics={metrics.url}{picked}"
-    )
+    say(f"node listening id={config.node_id} agent={format_address(control.host, bound)} metrics={metrics.url}{picked}")
     return agent
 
 
@@ -172,10 +189,10 @@ def _member(config: NodeConfig, bound: int) -> Member:
         )
 
 
-def _say(line: str, to: TextIO | None = None) -> None:
-    """Prints a line that may be lost: the disk that it is written to may be full."""
+def say(line: str, to: TextIO | None = None) -> None:
+    """Prints a line that may be lost: the disk that it is written to may be full. In one piece: ranks share an output."""
     with suppress(OSError):
-        print(line, file=to, flush=True)
+        print(f"{line}\n", end="", file=to, flush=True)
 
 
 def _patience_s(config: NodeConfig) -> float:
@@ -232,7 +249,7 @@ async def _serve_until_told(agent: NodeAgent, stop: asyncio.Event) -> int:
 
 def _say_why(agent: NodeAgent, what: str) -> None:
     tail = agent.engine_log.read_text(errors="replace")[-2000:] if agent.engine_log.exists() else ""
-    _say(f"node {agent.config.node_id}: {what}; end of {agent.engine_log}:\n{tail}", to=sys.stderr)
+    say(f"node {agent.config.node_id}: {what}; end of {agent.engine_log}:\n{tail}", to=sys.stderr)
 
 
 def check_model(config: NodeConfig) -> None:

@@ -304,9 +304,11 @@ def _node(arguments: argparse.Namespace) -> int:
 
 def _ranks(arguments: argparse.Namespace, config: "NodeConfig") -> int:
     from prfaas.system.ranks import rank_plans, run_ranks
-    from transport.path.tcp import free_port
+    from transport.path.tcp import lasting_port
 
-    plans = rank_plans(config, arguments.ranks, arguments.first_rank or 0, os.environ, lambda: free_port("127.0.0.1"))
+    plans = rank_plans(
+        config, arguments.ranks, arguments.first_rank or 0, os.environ, lambda: lasting_port("127.0.0.1")
+    )
     commands = [plan.command(arguments.own_args, arguments.engine_args) for plan in plans]
     return asyncio.run(run_ranks(plans, commands, config.drain_timeout_s, _to_stderr))
 

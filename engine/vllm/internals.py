@@ -243,7 +243,8 @@ def check_scheduling(vllm_config: Any) -> None:
     if is_one_of_several and not parallel.data_parallel_external_lb:
         raise ValueError(
             "vLLM's own balancer has several engines, and a node is one: start a node for each data parallel rank, with "
-            "--data-parallel-rank, or without these flags if the model has no experts; the gateway balances them"
+            "--data-parallel-rank (`prfaas node --ranks N` does), or without these flags if the model has no experts; "
+            "the gateway balances them"
         )
 
 

@@ -26,7 +26,8 @@ FINAL: Final = frozenset(
 )  # fmt: skip
 # Said in exceptions of whatever kind; they may pass.
 PASSING: Final = re.compile(
-    r"memory|no space left|too many open files|address already in use|connect|timed? ?out|download|resolve|temporar",
+    r"memory|no space left|too many open files|address already in use|connect|timed? ?out|download|resolve|temporar|"
+    r"remote process",
     re.I,
 )
 PASSING_KINDS: Final = frozenset(

@@ -92,12 +92,14 @@ class EngineSupervisor:
         self._deaths = Restarts(config.engine_max_restarts, first_backoff_s=first_backoff_s)
         self._process: Child | None = None
         self.control = ""  # address of the agent's control service, once it listens
+        self.on_death: Callable[[], None] = lambda: None  # of one that nothing outside has ended
         self.started_at = now()
         self.restarts = 0
         self.refusal = ""  # why no start of this engine can succeed
         self._cause: Cause | None = None  # of its last end
         self._has_served = False
         self._serves = False  # this start of it
+        self._is_ended_for_others = False
         self._given_up = asyncio.Event()
         self._leavings: set[Path] = set()  # of this start
 
@@ -125,6 +127,12 @@ class EngineSupervisor:
         """Keeps an engine running until cancelled or until it died too often (`node.process.restarts`)."""
         while True:
             await self._live_and_die()
+            if self._is_ended_for_others:
+                self._on_state()
+                await asyncio.sleep(self._deaths.on_kill(self._now()))
+                self.restarts += 1
+                continue
+            self.on_death()
             pause_s = self._deaths.on_death(self._now())
             self.refusal = self._reason()
             if pause_s is None or self.refusal:
@@ -155,7 +163,7 @@ class EngineSupervisor:
         return self._cause.reason
 
     async def _live_and_die(self) -> None:
-        self.started_at, self._serves = self._now(), False
+        self.started_at, self._serves, self._is_ended_for_others = self._now(), False, False
         try:
             returncode = await self._run_once()
         except OSError as exc:  # no memory for a process, no room for its log: may pass
@@ -188,6 +196,13 @@ class EngineSupervisor:
         """SIGKILL; `run` starts the next one."""
         if self._process and self._process.returncode is None:
             self._kill_group()
+
+    def start_anew(self) -> None:
+        """Ends an engine that has lost those it computes with; `run` starts the next one, and does not count this end."""
+        if self.pid is not None:
+            log.warning("engine ended node=%s: another rank's has ended, and all start together", self._config.node_id)
+            self._is_ended_for_others = True
+            self.kill()
 
     def _kill_group(self) -> None:
         """The engine and what it started: workers that outlive their server would hold its pages and its memory."""

@@ -1,36 +1,55 @@
 """Several engines from one node's file: a node for each, started and ended as one.
 
     prfaas node -c FILE --ranks 2           big-0: ports of the file, first half of the GPUs, data parallel rank 0
-                                             big-1: each port one higher, second half, rank 1
+                                            big-1: each port one higher, second half, rank 1
 
 An agent has one engine, and a landing lies in the memory of one: so each engine is a node, which gateways choose by name.
 """
 
+import argparse
 import asyncio
 import contextlib
 import os
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import combinations, takewhile
+from math import prod
 from typing import Final
 
 from node.agent import ENGINE_STOP_S
-from node.config import LISTENERS, THIS_MACHINE, NodeConfig
+from node.config import SERVERS, THIS_MACHINE, NodeConfig
 from node.process.children import ending_with_us
+from node.process.ports import ListenPort
 from prfaas.errors import StartRefused
+from prfaas.system.rank_lines import RankLines
 from transport.control.python_command import python_module
 
 MOST_RANKS: Final = 64  # on one machine
+RANK_FLAGS: Final = ("--ranks", "--first-rank")
 NUMBER: Final = "{rank}"  # in the names of files that each rank has one of
 OWN_FILES: Final = ("certificate", "key")
 LAST_PORT: Final = 65535
+EVERYWHERE: Final = frozenset({"0.0.0.0", "::"})  # hosts of listeners at every address
 ADVERTISED: Final = ("control_advertise", "transfer_advertise")
 DEVICES: Final = "CUDA_VISIBLE_DEVICES"
+VISIBLE: Final = (DEVICES, "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")  # vLLM refuses the second one if it differs
+NO_DEVICE: Final = "-1"  # CUDA sees none of those that follow
 SIZE: Final = ("--data-parallel-size", "-dp")
 RANK: Final = ("--data-parallel-rank", "-dpn")
 ADDRESS: Final = ("--data-parallel-address", "-dpa")
 RPC_PORT: Final = ("--data-parallel-rpc-port", "-dpp")
+TENSOR_PARALLEL: Final = ("--tensor-parallel-size", "-tp", "--tp-size", "--tp")
+STAGES: Final = ("--pipeline-parallel-size", "-pp", "--pp-size")
+# Flags for several engines behind one address, or of all ranks at once: each with what says it here.
+ELSEWHERE: Final = {
+    ("--data-parallel-size-local", "-dpl"): "--ranks says how many run on this machine",
+    ("--data-parallel-start-rank", "-dpr"): "--first-rank says which is the first of this machine",
+    ("--data-parallel-hybrid-lb", "-dph"): "gateways balance the ranks",
+    ("--data-parallel-multi-port-external-lb", "-dpm"): "--ranks gives each a port",
+    ("--headless",): "each rank has a server of its own",
+    ("--device-ids",): f"each rank has devices of its own: set {DEVICES} to those of all",
+}
 MARGIN_S: Final = 30.0  # beyond what a node takes to drain and to end its engine
 EXIT_FAILED: Final = 1
 
@@ -43,10 +62,19 @@ class RankPlan:
     flags: tuple[str, ...]
     engine_flags: tuple[str, ...]
     environment: Mapping[str, str]
+    is_of_group: bool = False  # its engine computes each step with those of the other ranks
 
     def command(self, own: Sequence[str], engine_args: Sequence[str]) -> list[str]:
         """The command of its process, where `own` and `engine_args` were given for all of them."""
-        return [*python_module("prfaas"), *own, *self.flags, "--", *engine_args, *self.engine_flags]
+        return [*python_module("prfaas"), *_of_each(own), *self.flags, "--", *engine_args, *self.engine_flags]
+
+
+def _of_each(own: Sequence[str]) -> list[str]:
+    """What of a command line holds for each rank: one that were told of ranks would start ranks of its own, without end."""
+    parser = argparse.ArgumentParser(add_help=False)
+    for flag in RANK_FLAGS:
+        parser.add_argument(flag)
+    return parser.parse_known_args(own)[1]
 
 
 def rank_plans(
@@ -60,13 +88,17 @@ def rank_plans(
             )
     _check_ports(config, count)
     engine_flags = _data_parallel_flags(config.engine_args, count, first, free_port)
-    devices = _devices(environment.get(DEVICES, ""), count)
+    size = _value(config.engine_args, SIZE)
+    # An engine that dies takes with it those of other machines, which only what started them all can start again.
+    shared = ("--engine-max-restarts", "0") if size is not None and int(size) > count else ()
+    devices = _devices(config, environment, count)
     return [
         RankPlan(
             f"{config.node_id}-{first + at}",
-            (*_flags(config, at, first + at), "--ranks", "1"),
+            (*_flags(config, at, first + at), *shared),
             engine_flags[at],
-            {DEVICES: devices[at]} if devices else {},
+            {name: parts[at] for name, parts in devices.items()},
+            is_of_group=size is not None,
         )
         for at in range(count)
     ]
@@ -74,20 +106,21 @@ def rank_plans(
 
 def _check_ports(config: NodeConfig, count: int) -> None:
     """Each rank's ports are one higher: two of a host that lie nearer together than there are ranks would meet."""
-    listeners = [config.port(name) for name in LISTENERS]
-    given = sorted((each.host, each.number, each.key) for each in listeners if each.number)
-    for _, port, key in given:
+    listeners = [config.port(name) for name in config.listeners]
+    listeners.append(ListenPort("bootstrap_port", config.port("engine").host, config.bootstrap_port))
+    given = sorted((each.number, each.key, each.host) for each in listeners if each.number)
+    for port, key, _ in given:
         if port + count - 1 > LAST_PORT:
             raise StartRefused(f"{key} = {port}: {count} ranks need ports up to {port + count - 1}")
-    for (host, lower, key), (other_host, port, other) in pairwise(given):
-        if host == other_host and port - lower < count:
+    for (lower, key, host), (port, other, other_host) in combinations(given, 2):
+        if port - lower < count and (host == other_host or not EVERYWHERE.isdisjoint((host, other_host))):
             raise StartRefused(f"{other} = {port} lies less than {count} above {key} = {lower}: ranks would meet there")
 
 
 def _flags(config: NodeConfig, at: int, number: int) -> list[str]:
     """What tells the rank's node from others of the file."""
     flags = ["--node-id", f"{config.node_id}-{number}"]
-    for key in (*(f"{listener}_port" for listener in LISTENERS), "bootstrap_port"):
+    for key in (*(f"{listener}_port" for listener in config.listeners), "bootstrap_port"):
         if port := getattr(config, key):
             flags += [_flag(key), str(port + at)]
     for key in ADVERTISED:
@@ -108,6 +141,9 @@ def _data_parallel_flags(
     engine_args: Sequence[str], count: int, first: int, free_port: Callable[[], int]
 ) -> list[tuple[str, ...]]:
     """vLLM's flags of each rank, where its ranks are one group: a mixture of experts. Others know nothing of each other."""
+    for names, instead in ELSEWHERE.items():
+        if _value(engine_args, names) is not None:
+            raise StartRefused(f"{names[0]}: leave it out with --ranks: {instead}")
     if _value(engine_args, RANK) is not None:
         raise StartRefused(f"{RANK[0]}: with --ranks each node gets the number of its own")
     size = _value(engine_args, SIZE)
@@ -120,12 +156,15 @@ def _data_parallel_flags(
     for names, value in ((ADDRESS, THIS_MACHINE), (RPC_PORT, "")):
         if _value(engine_args, names) is None:
             if not is_whole:
-                raise StartRefused(f"{names[0]}: needed, as ranks of the group run elsewhere")
+                raise StartRefused(
+                    f"{names[0]}: needed, as {int(size) - count} of {size} ranks run elsewhere: "
+                    f"{names[0]} {'HOST, where rank 0 runs' if names is ADDRESS else 'PORT, the same for all of them'}"
+                )
             group += [names[0], value or str(free_port())]
     return [(*group, RANK[0], str(first + at)) for at in range(count)]
 
 
-def _value(flags: Sequence[str], names: tuple[str, str]) -> str | None:
+def _value(flags: Sequence[str], names: Sequence[str]) -> str | None:
     """What is said last of a flag; None if nothing is."""
     found = None
     for index, flag in enumerate(flags):
@@ -135,15 +174,37 @@ def _value(flags: Sequence[str], names: tuple[str, str]) -> str | None:
     return found
 
 
-def _devices(visible: str, count: int) -> list[str]:
-    """The devices of each rank: equal parts of those that are visible; none where nothing is said of any."""
-    devices = [each for each in visible.split(",") if each]
+def _devices(config: NodeConfig, environment: Mapping[str, str], count: int) -> dict[str, list[str]]:
+    """By the variables that say so, the devices of each rank: equal parts of the visible ones. Empty where no server asks.
+
+    A server takes the first ones that it sees: each would take those of rank 0, unless it sees its own alone.
+    """
+    needed = _devices_of_engine(config)
+    given = {name: environment[name] for name in VISIBLE if name in environment}
+    if not given and needed:
+        return {DEVICES: [",".join(map(str, range(at * needed, (at + 1) * needed))) for at in range(count)]}
+    parts = {name: _parts(name, visible, needed, count) for name, visible in given.items()}
+    return {name: each for name, each in parts.items() if each}
+
+
+def _parts(name: str, visible: str, needed: int, count: int) -> list[str]:
+    devices = [each for each in takewhile(lambda each: each.strip() != NO_DEVICE, visible.split(",")) if each]
     if not devices:
         return []
     each, rest = divmod(len(devices), count)
     if rest:
-        raise StartRefused(f"{DEVICES} = {visible!r}: {len(devices)} devices are no equal parts for {count} ranks")
+        raise StartRefused(f"{name} = {visible!r}: {len(devices)} devices are no equal parts for {count} ranks")
+    if each < needed:
+        raise StartRefused(f"{name} = {visible!r}: {each} for each of {count} ranks, whose engine needs {needed}")
     return [",".join(devices[at * each : (at + 1) * each]) for at in range(count)]
+
+
+def _devices_of_engine(config: NodeConfig) -> int:
+    """How many one engine takes, 0 where it takes none: a rank of its tensors and stages each."""
+    if config.engine not in SERVERS:
+        return 0
+    sizes = [_value(config.engine_args, TENSOR_PARALLEL), _value(config.engine_args, STAGES) or str(config.stages)]
+    return prod(int(size) for size in sizes if size and size.isdecimal())
 
 
 async def run_ranks(
@@ -153,7 +214,19 @@ async def run_ranks(
 
     Signals go to all of them: SIGTERM drains and ends them, a second one ends what still runs, SIGHUP has them read their
     file again. Where one ends by itself, the others are told to end, too: what started us starts all of them again.
+    Engines of one group end and start together.
     """
+    with RankLines(len(plans) if any(plan.is_of_group for plan in plans) else 0) as lines:
+        return await _run(plans, commands, drain_s, say, lines)
+
+
+async def _run(
+    plans: Sequence[RankPlan],
+    commands: Sequence[Sequence[str]],
+    drain_s: float,
+    say: Callable[[str], None],
+    lines: RankLines,
+) -> int:
     processes: dict[str, asyncio.subprocess.Process] = {}
     told = asyncio.Event()
 
@@ -172,15 +245,18 @@ async def run_ranks(
         loop.add_signal_handler(number, end)
     loop.add_signal_handler(signal.SIGHUP, send, signal.SIGHUP)
     try:
-        for plan, command in zip(plans, commands, strict=True):
+        for at, (plan, command) in enumerate(zip(plans, commands, strict=True)):
             if told.is_set():
-                break
+                lines.not_started(at)
+                continue
             processes[plan.node_id] = await asyncio.create_subprocess_exec(
                 *ending_with_us(command, signal.SIGTERM),
                 stdin=asyncio.subprocess.DEVNULL,
-                env={**os.environ, **plan.environment},
+                env={**os.environ, **plan.environment, **lines.environment(at)},
                 start_new_session=True,
+                pass_fds=lines.descriptors(at),
             )
+            lines.started(at)
         waits = {name: asyncio.create_task(process.wait()) for name, process in processes.items()}
         telling = asyncio.create_task(told.wait())
         await asyncio.wait([*waits.values(), telling], return_when=asyncio.FIRST_COMPLETED)

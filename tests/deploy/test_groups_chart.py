@@ -111,11 +111,13 @@ def test_each_pod_of_a_group_is_a_node_with_one_rank(tmp_path: Path) -> None:
         "--data-parallel-address", "site-ranks-1.site-ranks.llm",
     )  # fmt: skip
     assert complaint_about_parallelism(node.engine_args) is None
+    assert node.engine_max_restarts == 0, "an engine alone cannot join the others again: its container ends"
 
 
 def test_a_group_of_one_pod_has_no_ranks(tmp_path: Path) -> None:
     manifests = rendered(tmp_path, {**PLAIN, "pools": [{**RANKS, "groupSize": 1, "engine": "sglang"}]})
-    assert config_of(manifests, "ranks", tmp_path).engine_args == ()
+    node = config_of(manifests, "ranks", tmp_path)
+    assert (node.engine_args, node.engine_max_restarts) == ((), 5)
     assert groups_of(manifests)["ranks"]["restartPolicy"] == "None"  # its container may start anew by itself
     assert not [name for name in of_kind(manifests, "NetworkPolicy") if name.endswith("-ranks-ranks")]
 

@@ -1,5 +1,6 @@
 """The node as a process: how it starts, how it says why it does not, how it ends."""
 
+import io
 import os
 import re
 import signal
@@ -18,7 +19,7 @@ import pytest
 
 from node.config import LISTENERS, NodeConfig
 from node.errors import NodeConfigError
-from node.main import check_model, doubts_about_identity
+from node.main import check_model, doubts_about_identity, say
 from pd_cluster.__main__ import main
 from tests.node.running import config
 from transport.control.certificates import Authority
@@ -278,3 +279,21 @@ def test_a_certificate_that_peers_will_refuse_is_told_of(tmp_path: Path) -> None
     assert "is on the list" in doubts_about_identity(node, now_s)
     assert "has expired" in doubts_about_identity(node, now_s + 400 * 86400)
     assert doubts_about_identity(config(tmp_path), now_s) == ""
+
+
+class _Pieces(io.StringIO):
+    """What is written, as it is written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def write(self, text: str, /) -> int:
+        self.found.append(text)
+        return len(text)
+
+
+def test_a_line_is_written_in_one_piece() -> None:
+    """Ranks share an output, and Python buffers nothing in our image: lines of two would mix."""
+    say("node ready", to=(output := _Pieces()))
+    assert [text for text in output.found if text] == ["node ready\n"]

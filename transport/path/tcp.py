@@ -1,5 +1,6 @@
 """TCP sockets as this package wants them: blocking, with a tick, and with the options that matter on a long link."""
 
+import random
 import select
 import socket
 import struct
@@ -8,6 +9,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from ipaddress import ip_address
+from pathlib import Path
 from typing import Final
 
 # A blocked read or write returns this often, so that a cancelled transfer gives its memory back soon.
@@ -23,6 +25,9 @@ SAME_HOST_BUFFER_BYTES: Final = 2 << 20
 NOTSENT_LOWAT_BYTES: Final = 256 << 10
 NOTSENT_LEAST_BYTES: Final = 16 << 10
 NOTSENT_S: Final = 0.08  # of what a lane carries
+EPHEMERAL: Final = Path("/proc/sys/net/ipv4/ip_local_port_range")
+LOWEST_LASTING_PORT: Final = 20_000
+TRIES: Final = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +67,18 @@ def free_port(host: str) -> int:
     with socket.create_server((host, 0)) as probe:
         port: int = probe.getsockname()[1]
         return port
+
+
+def lasting_port(host: str) -> int:
+    """As `free_port`, for a port that is left and taken again: the kernel gives it to no socket that asks for any.
+
+    Where nearly all are given to such sockets, it is one of theirs.
+    """
+    ports = range(LOWEST_LASTING_PORT, int(EPHEMERAL.read_text().split()[0]))
+    for port in random.Random().sample(ports, min(TRIES, len(ports))):
+        with suppress(OSError), socket.create_server((host, port)):
+            return port
+    return free_port(host)
 
 
 def family_of(host: str) -> socket.AddressFamily:

@@ -16,18 +16,17 @@ MAX_CONFIG_BYTES: Final = 4 << 20
 FLAGS: Final[Mapping[str, tuple[int, str]]] = {
     "--decode-context-parallel-size": (2, "the connector does not support context parallelism"),
     "--prefill-context-parallel-size": (2, "the connector does not support context parallelism"),
-    "--data-parallel-size": (
-        2,
-        "vLLM's own balancer has several engines, and a node is one: start one for each rank, with --data-parallel-rank "
-        "(`prfaas node --ranks N` does), or without these flags if the model has no experts; the gateway balances them",
-    ),
 }
 DATA_PARALLEL: Final = "--data-parallel-size"
 RANK: Final = "--data-parallel-rank"  # with it, a server has this rank's engine alone
+LOCAL: Final = "--data-parallel-size-local"
+FIRST: Final = "--data-parallel-start-rank"
 SHORT: Final = {
     "-dcp": "--decode-context-parallel-size",
     "-dp": DATA_PARALLEL,
     "-dpn": RANK,
+    "-dpl": LOCAL,
+    "-dpr": FIRST,
 }
 # Ends of names that no generating model of vLLM has. A bare `Model` is not among them: ChatGLMModel generates.
 POOLING: Final = (
@@ -84,14 +83,30 @@ def refusal_of(config: Mapping[str, Any]) -> str | None:
 
 def complaint_about_parallelism(flags: Sequence[str]) -> str | None:
     """The reason why a server with these flags cannot be served through the connector."""
-    has_rank = any(name == RANK for name, _ in _values(flags))
-    for name, value in _values(flags):
-        if name not in FLAGS or (name == DATA_PARALLEL and has_rank):
-            continue
-        least, why = FLAGS[name]
-        if value.isdigit() and int(value) >= least:
-            return f"{name} {value}: {why}"
+    said = dict(_values(flags))
+    for name, (least, why) in FLAGS.items():
+        if _number(said, name) >= least:
+            return f"{name} {said[name]}: {why}"
+    if _number(said, DATA_PARALLEL) > 1 and RANK not in said:
+        return f"{DATA_PARALLEL} {said[DATA_PARALLEL]}: {_instead_of_vllms_balancer(said)}"
     return None
+
+
+def _instead_of_vllms_balancer(said: Mapping[str, str]) -> str:
+    size, first = _number(said, DATA_PARALLEL), _number(said, FIRST)
+    here = min(_number(said, LOCAL) or size, size)
+    ranks = f"--ranks {here}" + (f" --first-rank {first}" if first else "")
+    elsewhere = " --data-parallel-address HOST --data-parallel-rpc-port PORT" if here < size else ""
+    return (
+        "vLLM's own balancer has several engines behind one address, and a node has one. Start a node for each: "
+        f"`prfaas node {ranks} ... -- {DATA_PARALLEL} {size}{elsewhere}`, with --ranks alone if the model has no experts; "
+        "the gateway balances them"
+    )
+
+
+def _number(said: Mapping[str, str], name: str) -> int:
+    value = said.get(name, "")
+    return int(value) if value.isdecimal() else 0
 
 
 def _values(flags: Sequence[str]) -> Iterator[tuple[str, str]]:
@@ -99,5 +114,5 @@ def _values(flags: Sequence[str]) -> Iterator[tuple[str, str]]:
     for index, flag in enumerate(flags):
         name, has_value, value = flag.partition("=")
         name = SHORT.get(name, name.replace("_", "-"))
-        if name in FLAGS or name in (REVISION, RANK):
+        if name in FLAGS or name in (REVISION, RANK, DATA_PARALLEL, LOCAL, FIRST):
             yield name, value if has_value else flags[index + 1] if index + 1 < len(flags) else ""

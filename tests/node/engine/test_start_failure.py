@@ -27,6 +27,7 @@ ROOT = "(APIServer pid=1) RuntimeError: Engine core initialization failed. See r
         (f"{VLLM}ValueError: Free memory on device is less than desired\n{ROOT}", None),
         (f"{VLLM}OSError: [Errno 98] Address already in use\n", None),
         (f"{VLLM}torch.cuda.OutOfMemoryError: CUDA\n{ROOT}", None),
+        (f"{VLLM}torch.distributed.DistBackendError: NCCL error in: x.cpp:9, remote process exited\n{ROOT}", None),
         ("KeyError\n", Cause("KeyError:", True)),
         (f"ValueError: {'x' * 9999}\n", Cause(f"ValueError: {'x' * 9999}"[: MOST_CHARACTERS - 1] + "…", True)),
     ],

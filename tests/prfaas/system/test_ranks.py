@@ -1,6 +1,8 @@
 """Several engines from one node's file."""
 
 import asyncio
+import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -10,14 +12,19 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import aiohttp
+import grpc.aio
 import pytest
 
 from node.config import NodeConfig
 from prfaas.cli import main
 from prfaas.errors import StartRefused
 from prfaas.system.ranks import DEVICES, RankPlan, rank_plans, run_ranks
+from transport.control.proto import node_pb2 as pb
+from transport.control.proto import node_pb2_grpc as rpc
 
 PATIENCE_S = 120.0
+ENDS_WITHIN_S = 10.0  # an emulated engine that has nothing to do takes a second to end
 
 
 def config(**changes: Any) -> NodeConfig:
@@ -39,13 +46,22 @@ def test_each_rank_is_a_node_with_ports_of_its_own() -> None:
     assert [each.node_id for each in found] == ["big-0", "big-1"]
     assert found[1].flags == (
         "--node-id", "big-1", "--control-port", "7002", "--engine-port", "7202", "--transfer-advertise",
-        "203.0.113.7:7102", "--ranks", "1",
+        "203.0.113.7:7102",
     )  # fmt: skip
     assert found[1].command(["node", "-c", "f.toml", "--ranks", "2"], ["--dtype", "auto"])[-3:] == [
         "--",
         "--dtype",
         "auto",
     ]
+
+
+def test_a_rank_is_not_told_of_ranks() -> None:
+    """It would start ranks of its own, and each of these, too."""
+    own = ["node", "-c", "f.toml", "--ranks=2", "--first-rank", "8", "--role", "decode", "--first=9"]
+    command = plans(first=8)[0].command(own, [])
+    assert command[command.index("node") :] == [
+        "node", "-c", "f.toml", "--role", "decode", "--node-id", "big-8", "--",
+    ]  # fmt: skip
 
 
 def test_ranks_of_experts_are_one_group() -> None:
@@ -55,6 +71,10 @@ def test_ranks_of_experts_are_one_group() -> None:
     assert second.engine_flags == (*group, "1")
     elsewhere = ("-dp", "16", "-dpa", "10.0.0.1", "-dpp", "5000")
     third, _ = plans(first=8, engine_args=elsewhere)
+    assert third.flags[-2:] == ("--engine-max-restarts", "0"), "it could not join those of other machines again"
+    assert "--engine-max-restarts" not in first.flags
+    assert first.is_of_group
+    assert third.is_of_group
     assert third.node_id == "big-8"
     assert third.engine_flags == ("--data-parallel-rank", "8")
 
@@ -67,18 +87,49 @@ def test_engines_without_a_group_get_no_flags_and_equal_parts_of_the_devices() -
 
 
 def test_each_rank_has_a_certificate_of_its_own() -> None:
-    files = {"certificate": "c-{rank}.pem", "key": "k-{rank}.pem", "authority": "a.pem"}
+    files: dict[str, Any] = {"certificate": "c-{rank}.pem", "key": "k-{rank}.pem", "authority": "a.pem"}
     assert "c-1.pem" in plans(**files)[1].flags
     assert "k-1.pem" in plans(**files)[1].flags
     with pytest.raises(StartRefused, match=r"certificate = 'c.pem'.*\{rank\}"):
         plans(**{**files, "certificate": "c.pem"})
 
 
+def test_a_server_sees_the_devices_of_its_rank_alone() -> None:
+    """vLLM's ranks of the external kind each take the first devices that they see."""
+    found = plans(engine="vllm", engine_args=("-tp", "2", "--pipeline-parallel-size", "2"))
+    assert [each.environment for each in found] == [{DEVICES: "0,1,2,3"}, {DEVICES: "4,5,6,7"}]
+    assert [each.environment for each in plans(engine="vllm")] == [{DEVICES: "0"}, {DEVICES: "1"}]
+    assert [each.environment for each in plans(engine="vllm", environment={DEVICES: ""})] == [{}, {}]
+    assert [each.environment[DEVICES] for each in plans(engine="sglang", engine_args=("--tp", "2"))] == ["0,1", "2,3"]
+    with pytest.raises(StartRefused, match="1 for each of 2 ranks, whose engine needs 2"):
+        plans(engine="vllm", engine_args=("-tp=2",), environment={DEVICES: "0,1"})
+
+
+def test_devices_are_dealt_out_by_the_variable_that_names_them() -> None:
+    """vLLM on ROCm does not start where both name devices that differ."""
+    hip = {"HIP_VISIBLE_DEVICES": "4,5,6,7"}
+    assert plans(engine="vllm", environment=hip)[1].environment == {"HIP_VISIBLE_DEVICES": "6,7"}
+    both = plans(engine="vllm", environment={**hip, DEVICES: "4,5,6,7"})[1].environment
+    assert both == {"HIP_VISIBLE_DEVICES": "6,7", DEVICES: "6,7"}
+    named = "GPU-8932f937,MIG-GPU-8932f937/1/0"
+    assert plans(environment={DEVICES: named})[1].environment == {DEVICES: "MIG-GPU-8932f937/1/0"}
+    assert plans(environment={DEVICES: "-1"})[0].environment == {}, "none is seen"
+
+
+def test_an_empty_value_is_no_flag() -> None:
+    assert plans(engine_args=("--chat-template", ""))[0].engine_flags == ()
+
+
 @pytest.mark.parametrize(
     ("engine_args", "environment", "said"),
     [
+        (("-dp", "2", "-dpl", "2"), {}, "--data-parallel-size-local: leave it out with --ranks"),
+        (("-dp", "2", "--data_parallel_hybrid_lb"), {}, "--data-parallel-hybrid-lb: leave it out"),
+        (("-dp", "2", "-dpm"), {}, "--data-parallel-multi-port-external-lb: leave it out"),
+        (("--device-ids", "0,1"), {}, "set CUDA_VISIBLE_DEVICES"),
         (("--data-parallel-size", "1"), {}, "need at least 2"),
-        (("-dp", "4"), {}, "--data-parallel-address"),
+        (("-dp", "4"), {}, "2 of 4 ranks run elsewhere: --data-parallel-address HOST, where rank 0 runs"),
+        (("-dp", "4", "-dpa", "10.0.0.1"), {}, "--data-parallel-rpc-port PORT, the same for all"),
         (("-dp", "2", "--data-parallel-rank", "0"), {}, "--data-parallel-rank"),
         ((), {DEVICES: "0,1,2"}, "3 devices"),
     ],
@@ -96,6 +147,19 @@ def test_ports_that_two_ranks_would_share_are_named() -> None:
     with pytest.raises(StartRefused, match=r"control_port = 65535"):
         plans(control_port=65535)
     assert len(plans(3, control_port=7001, transfer_port=7004)) == 3
+    with pytest.raises(StartRefused, match=r"engine_port = 8999 .*bootstrap_port = 8998"):
+        plans(engine="sglang", bootstrap_port=8998, engine_port=8999)
+    with pytest.raises(StartRefused, match=r"metrics_port = 7101 .*control_port = 7100"):
+        plans(plain=True, host="0.0.0.0", control_port=7100, metrics_port=7101)
+
+
+def test_each_rank_takes_picked_requests_at_a_port_of_its_own() -> None:
+    assert [each.flags[-2:] for each in plans(picked_port=7400)] == [
+        ("--picked-port", "7400"),
+        ("--picked-port", "7401"),
+    ]
+    with pytest.raises(StartRefused, match=r"picked_port = 7401 .*engine_port = 7400"):
+        plans(engine_port=7400, picked_port=7401)
 
 
 def test_ranks_that_are_told_to_end_before_they_listen_to_it_have_not_failed() -> None:
@@ -111,11 +175,147 @@ def test_ranks_that_are_told_to_end_before_they_listen_to_it_have_not_failed() -
     assert asyncio.run(scenario()) == 0
 
 
-def start(tmp_path: Path) -> "subprocess.Popen[str]":
+def group_commands(tmp_path: Path, drain_timeout_s: str = "30") -> list[list[str]]:
+    """Two emulated nodes, started as a group."""
+    (tmp_path / "fleet").mkdir()
+    return [
+        [
+            sys.executable, "-m", "prfaas", "node", "--engine", "emulated", "--model", "kimi_linear", "--ranks", "1",
+            "--node-id", f"group{time.monotonic_ns()}-{rank}", "--cache-bytes", str(16 << 20), "--run-dir",
+            str(tmp_path), "--registry", str(tmp_path / "fleet"), "--block-size", "16", "--chunk-tokens", "64",
+            "--drain-timeout-s", drain_timeout_s,
+        ]
+        for rank in range(2)
+    ]  # fmt: skip
+
+
+def group_plans() -> list[RankPlan]:
+    return plans(engine_args=("--data-parallel-size", "2"))
+
+
+def agents(tmp_path: Path) -> list[str]:
+    """Where the agents of both are asked, in the order of the ranks."""
+    files = sorted((tmp_path / "fleet").glob("*.json"), key=lambda path: path.stem.rpartition("-")[2])
+    return [json.loads(path.read_text())["agent"] for path in files]
+
+
+def is_running(pid: int) -> bool:
+    return Path(f"/proc/{pid}").exists()
+
+
+async def described(address: str) -> pb.NodeDescription:
+    async with grpc.aio.insecure_channel(address) as channel:
+        description: pb.NodeDescription = await rpc.NodeAgentStub(channel).Describe(pb.DescribeRequest(), timeout=30.0)  # type: ignore[no-untyped-call]
+        return description
+
+
+async def serving(tmp_path: Path) -> list[pb.NodeDescription]:
+    """Both nodes, once both have engines that serve."""
+    while True:
+        with contextlib.suppress(grpc.aio.AioRpcError):
+            found = [await described(address) for address in agents(tmp_path)]
+            if len(found) == 2 and all(each.state == pb.NODE_STATE_READY for each in found):
+                return found
+        await asyncio.sleep(0.1)
+
+
+@pytest.mark.timeout(300)
+def test_engines_of_a_group_start_anew_together_and_their_nodes_go_on(tmp_path: Path) -> None:
+    """One alone could not join the others again."""
+
+    async def scenario() -> int:
+        async with asyncio.timeout(PATIENCE_S):
+            running = asyncio.create_task(run_ranks(group_plans(), group_commands(tmp_path), 30.0, print))
+            before = await serving(tmp_path)
+            os.kill(before[1].engine_pid, signal.SIGKILL)
+            pids = {each.engine_pid for each in before}
+            after = await serving(tmp_path)
+            while pids & {each.engine_pid for each in after}:
+                await asyncio.sleep(0.1)
+                after = await serving(tmp_path)
+            assert [each.boot_id for each in after] == [each.boot_id for each in before], "their caches are there still"
+            os.kill(os.getpid(), signal.SIGTERM)
+            return await running
+
+    assert asyncio.run(scenario()) == 0
+
+
+@pytest.mark.timeout(300)
+def test_no_engine_of_a_group_ends_while_another_rank_still_answers(tmp_path: Path) -> None:
+    """The answer needs them all."""
+
+    async def scenario() -> int:
+        async with asyncio.timeout(PATIENCE_S), aiohttp.ClientSession() as session:
+            running = asyncio.create_task(run_ranks(group_plans(), group_commands(tmp_path), 30.0, print))
+            idle, busy = await serving(tmp_path)
+            body = {
+                "model": "kimi_linear",
+                "prompt": [1, 2, 3],
+                "max_tokens": 30_000,
+                "stream": True,
+                "ignore_eos": True,
+            }
+            async with session.post(f"{busy.engine_url}/v1/completions", json=body) as answer:
+                assert await anext(aiter(answer.content))
+                os.kill(os.getpid(), signal.SIGTERM)
+                told_at = time.monotonic()
+                async for _ in answer.content:
+                    if time.monotonic() > told_at + ENDS_WITHIN_S:
+                        break
+                else:
+                    raise AssertionError("the answer was too short")
+                assert is_running(idle.engine_pid), "it had nothing to do, and stayed"
+            return await running
+
+    assert asyncio.run(scenario()) == 0
+
+
+@pytest.mark.timeout(300)
+def test_a_rank_that_hangs_keeps_no_other_one_longer_than_its_own_drain(tmp_path: Path) -> None:
+    """What stops a service kills it after that time."""
+    drain_s = 12.0
+
+    async def scenario() -> float:
+        async with asyncio.timeout(PATIENCE_S), aiohttp.ClientSession() as session:
+            commands = group_commands(tmp_path, str(drain_s))
+            running = asyncio.create_task(run_ranks(group_plans(), commands, drain_s, print))
+            busy, hanging = await serving(tmp_path)
+            agent = parent_of(hanging.engine_pid)
+            os.kill(agent, signal.SIGSTOP)
+            body = {
+                "model": "kimi_linear",
+                "prompt": [1, 2, 3],
+                "max_tokens": 30_000,
+                "stream": True,
+                "ignore_eos": True,
+            }
+            async with session.post(f"{busy.engine_url}/v1/completions", json=body) as answer:
+                assert await anext(aiter(answer.content))
+                os.kill(os.getpid(), signal.SIGTERM)
+                told_at = time.monotonic()
+                async for _ in answer.content:
+                    if time.monotonic() > told_at + drain_s:
+                        break
+            while len(list((tmp_path / "fleet").iterdir())) == 2:  # noqa: ASYNC110 of another process
+                await asyncio.sleep(0.05)
+            ended_after_s = time.monotonic() - told_at
+            os.kill(agent, signal.SIGKILL)
+            await running
+            return ended_after_s
+
+    assert asyncio.run(scenario()) < drain_s + 4.0  # it answers for half of that time
+
+
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def start(tmp_path: Path, *more: str) -> "subprocess.Popen[str]":
     command = [
         sys.executable, "-m", "prfaas", "node", "--engine", "emulated", "--model", "kimi_linear", "--ranks", "2",
         "--node-id", f"ranks{time.monotonic_ns()}", "--cache-bytes", str(16 << 20), "--run-dir", str(tmp_path),
         "--registry", str(tmp_path / "fleet"), "--block-size", "16", "--chunk-tokens", "64", "--drain-timeout-s", "5",
+        *more,
     ]  # fmt: skip
     (tmp_path / "fleet").mkdir()
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=dict(os.environ))
@@ -151,6 +351,17 @@ def test_two_ranks_start_are_listed_and_end_as_one(tmp_path: Path) -> None:
             process.send_signal(signal.SIGTERM)
             assert process.wait(PATIENCE_S) == 0
             assert not list((tmp_path / "fleet").iterdir())
+        finally:
+            process.kill()
+
+
+@pytest.mark.timeout(300)
+def test_ranks_of_a_second_machine_are_counted_on(tmp_path: Path) -> None:
+    with start(tmp_path, "--first-rank", "2") as process:
+        try:
+            assert [name.rpartition("-")[2] for name in ready(process)] == ["2", "3"]
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(PATIENCE_S) == 0
         finally:
             process.kill()
 

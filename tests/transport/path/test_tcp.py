@@ -1,8 +1,11 @@
 """Addresses."""
 
+import socket
+from pathlib import Path
+
 import pytest
 
-from transport.path.tcp import format_address, parse_address
+from transport.path.tcp import format_address, lasting_port, parse_address
 
 
 @pytest.mark.parametrize("address", ["localhost", ":80", "host:", "host:99999", "host:-1"])
@@ -14,3 +17,11 @@ def test_refuses_what_is_no_address(address: str) -> None:
 def test_ipv6_addresses_keep_their_brackets() -> None:
     assert parse_address("[::1]:80") == ("::1", 80)
     assert format_address("::1", 80) == "[::1]:80"
+
+
+def test_a_lasting_port_is_none_that_the_kernel_gives() -> None:
+    low = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    port = lasting_port("127.0.0.1")
+    assert port < low
+    with socket.create_server(("127.0.0.1", port)):
+        assert lasting_port("127.0.0.1") != port

@@ -56,7 +56,7 @@ spec:
     - name: node
       image: {{ include "prfaas.image" (dict "root" $root "image" .image) | quote }}
       imagePullPolicy: {{ $root.Values.image.pullPolicy }}
-      args: [node, -c, /etc/prfaas/node.toml, --node-id, $(POD_NAME), --host, $(POD_IP){{ if gt (int .groupSize) 1 }}, --, --data-parallel-size, $(LWS_GROUP_SIZE), --data-parallel-rank, $(LWS_WORKER_INDEX), --data-parallel-address, $(LWS_LEADER_ADDRESS){{ end }}]
+      args: [node, -c, /etc/prfaas/node.toml, --node-id, $(POD_NAME), --host, $(POD_IP){{ if gt (int .groupSize) 1 }}, --engine-max-restarts, "0", --, --data-parallel-size, $(LWS_GROUP_SIZE), --data-parallel-rank, $(LWS_WORKER_INDEX), --data-parallel-address, $(LWS_LEADER_ADDRESS){{ end }}]
       env:
         - { name: POD_NAME, valueFrom: { fieldRef: { fieldPath: metadata.name } } }
         - { name: POD_IP, valueFrom: { fieldRef: { fieldPath: {{ if .hostNetwork }}status.hostIP{{ else }}status.podIP{{ end }} } } }

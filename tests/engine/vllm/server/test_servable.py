@@ -48,8 +48,13 @@ def test_a_model_of_which_nothing_is_known_to_be_wrong(config: dict[str, Any]) -
     [
         (["--prefill-context-parallel-size", "2"], "context parallelism"),
         (["-dcp", "4"], "context parallelism"),
-        (["--data-parallel-size=2"], "start one for each rank"),
-        (["-dp", "2", "--data-parallel-start-rank", "1"], "--data-parallel-rank"),
+        (["--data-parallel-size=2"], "`prfaas node --ranks 2 ... -- --data-parallel-size 2`"),
+        (
+            ["-dp", "8", "-dpl", "4", "--data-parallel-start-rank", "4"],
+            "`prfaas node --ranks 4 --first-rank 4 ... -- --data-parallel-size 8 --data-parallel-address HOST "
+            "--data-parallel-rpc-port PORT`",
+        ),
+        (["-dp", "8", "--data_parallel_hybrid_lb"], "--ranks 8"),
     ],
 )
 def test_flags_that_cannot_be_followed(flags: list[str], words: str) -> None:

@@ -1,0 +1,82 @@
+"""A node as one of several that started together, whose engines compute each step together: ranks of one group.
+
+An engine of such a group cannot go on without the others, and cannot join them again. So all start anew when one has ended, and
+none ends in order before the last one has drained. What a node says of its engine reaches the others through the process that
+started them, over a socket each. A node on its own has no line.
+"""
+
+import asyncio
+import os
+import socket
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Final, Self
+
+LINE_VARIABLE: Final = "PRFAAS_RANK_LINE"  # the number of the socket's descriptor
+MOST_WORDS: Final = 64  # in one read
+
+ENGINE_ENDED: Final = b"e"  # said by a node: its engine has ended by itself
+DRAINED: Final = b"d"  # it has drained, and would end its engine
+START_ANEW: Final = b"a"  # said to a node: end the engine, and start the next one
+MAY_END: Final = b"m"  # all have drained
+
+
+class RankGroup:
+    """The other ranks, as this node hears of them and tells them."""
+
+    def __init__(self, line: socket.socket | None) -> None:
+        self._line = line
+        self._may_end = asyncio.Event()
+        if line is None:
+            self._may_end.set()
+        else:
+            line.setblocking(False)
+
+    @classmethod
+    def of(cls, environment: Mapping[str, str]) -> Self:
+        """The group that this process was started for."""
+        number = environment.get(LINE_VARIABLE)
+        if number is None:
+            return cls(None)
+        os.set_inheritable(int(number), False)
+        return cls(socket.socket(fileno=int(number)))
+
+    def listen(self, start_anew: Callable[[], None]) -> None:
+        """From now on an engine of another rank that has ended has this one's start anew."""
+        if self._line is not None:
+            asyncio.get_running_loop().add_reader(self._line, self._hear, self._line, start_anew)
+
+    def engine_ended(self) -> None:
+        """This node's engine has ended by itself."""
+        self._say(ENGINE_ENDED)
+
+    async def drained(self) -> None:
+        """Returns once all ranks have drained. At once for a node on its own."""
+        self._say(DRAINED)
+        await self._may_end.wait()
+
+    def close(self) -> None:
+        if self._line is not None:
+            asyncio.get_running_loop().remove_reader(self._line)
+            self._line.close()
+            self._line = None
+        self._may_end.set()
+
+    def _say(self, word: bytes) -> None:
+        if self._line is not None:
+            with suppress(OSError):  # the process that started us is gone, and we are about to hear of that
+                self._line.send(word)
+
+    def _hear(self, line: socket.socket, start_anew: Callable[[], None]) -> None:
+        try:
+            words = line.recv(MOST_WORDS)
+        except BlockingIOError:
+            return
+        except OSError:
+            words = b""
+        if START_ANEW in words:
+            start_anew()
+        if MAY_END in words:
+            self._may_end.set()
+        if not words:
+            self.close()
