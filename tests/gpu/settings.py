@@ -154,7 +154,7 @@ def lengths_at_blocks(lengths: tuple[int, ...], block: int) -> list[int]:
 
 def length_inside(lengths: tuple[int, ...], block: int) -> int:
     """A prompt that ends inside a block."""
-    return max(2, min(lengths) // block) * block + block // 2 + 2
+    return max(2, min(lengths) // block) * block + block // 2 + 1
 
 
 def moved_bytes(layout: ModelLayout, length: int) -> int:

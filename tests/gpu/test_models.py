@@ -1,4 +1,4 @@
-"""The models of part B are what vLLM loads. Those that need it: `.venv-vllm/bin/python -m pytest tests/gpu`."""
+"""The models of parts B and C: what is written, and how."""
 
 import json
 from pathlib import Path
@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 
 from engine.torch import tiny
-from tests.gpu.models import ADDED, GEOMETRIES, WIDE_NAME, ModelWriter, written
+from tests.gpu.models import ADDED, GEOMETRIES, WIDE_NAME, ModelWriter, write_all, written
+
+WRITE_S = 120.0
 
 
 @pytest.mark.parametrize("name", sorted(GEOMETRIES))
@@ -19,13 +21,12 @@ def test_a_geometry_is_one_of_a_model(name: str) -> None:
     assert name not in tiny.ARCHITECTURES, "it is written under a name of its own"
 
 
-def test_what_vllm_reads_and_transformers_does_not_write_is_added(tmp_path: Path) -> None:
-    path = written("kimi_linear_6_2", tmp_path)
-    config = json.loads((path / "config.json").read_text())
-    assert config["linear_attn_config"] == ADDED["kimi_linear_6_2"]["linear_attn_config"]
-    assert config["max_position_embeddings"] == tiny.CONTEXT_TOKENS
-    kinds = config["layer_types"]
-    assert [1 + at for at, kind in enumerate(kinds) if kind == "full_attention"] == [4, 8]
+def test_what_vllm_reads_and_transformers_does_not_write_is_added() -> None:
+    kinds = GEOMETRIES["kimi_linear_6_2"]["layer_types"]
+    linear = ADDED["kimi_linear_6_2"]["linear_attn_config"]
+    for name, kind in (("full_attn_layers", "full_attention"), ("kda_layers", "linear_attention")):
+        assert linear[name] == [1 + at for at, each in enumerate(kinds) if each == kind]
+    assert linear["head_dim"] == GEOMETRIES["kimi_linear_6_2"]["linear_head_dim"]
 
 
 def test_a_model_for_times_has_no_weights(tmp_path: Path) -> None:
@@ -34,10 +35,11 @@ def test_a_model_for_times_has_no_weights(tmp_path: Path) -> None:
     assert not list(path.glob("*.safetensors"))
 
 
-def test_models_are_written_beside_what_runs(tmp_path: Path) -> None:
-    with ModelWriter(["llama", "no_such_model"], tmp_path) as writer:
-        assert (writer.path_of("llama", 120.0) / "config.json").is_file()
+def test_a_model_appears_whole_or_its_failure_does(tmp_path: Path) -> None:
+    write_all(tmp_path, [WIDE_NAME, "no_such_model"])
+    with ModelWriter([], tmp_path) as writer:
+        assert (writer.path_of(WIDE_NAME, WRITE_S) / "config.json").is_file()
         with pytest.raises(RuntimeError, match="no_such_model cannot be written: ModelError"):
-            writer.path_of("no_such_model", 120.0)
-        with pytest.raises(RuntimeError, match="is not written: its process ended"):
-            writer.path_of("never_asked", 120.0)
+            writer.path_of("no_such_model", WRITE_S)
+        with pytest.raises(RuntimeError, match="never_asked is not written"):
+            writer.path_of("never_asked", 0.0)
