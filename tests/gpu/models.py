@@ -92,14 +92,20 @@ GEOMETRIES: Final[dict[str, dict[str, Any]]] = {
     },
     "deepseek_v3_latents": {**RECIPES["deepseek_v3"], **LATENT, **GROUPED_EXPERTS, "q_lora_rank": 256},
 }
+LATENT_SCALES: Final = {"self_attn.o_proj.weight": 5.0, "self_attn.q_b_proj.weight": 2.0}
 # So that answers follow from what attention and states hold, as with the tiny models that these are made of.
 MIXER_SCALES: Final[dict[str, dict[str, float]]] = {
     "qwen3_next_12_4": tiny.MIXER_SCALES["qwen3_next"],
     "kimi_linear_6_2": tiny.MIXER_SCALES["kimi_linear"],
     "nemotron_h_slice": SCALES["nemotron_h"],
+    "deepseek_v3_2": LATENT_SCALES,
+    "deepseek_v3_latents": LATENT_SCALES,
 }
-# What vLLM reads in config.json and transformers does not write.
+# What vLLM reads in config.json and transformers does not write. Without the first two, a mixture has no place for the
+# bias by which DeepSeek chooses experts, and loading ends with a KeyError.
 ADDED: Final[dict[str, dict[str, Any]]] = {
+    "deepseek_v3_2": {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
+    "deepseek_v3_latents": {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
     "kimi_linear_6_2": {
         "max_position_embeddings": tiny.CONTEXT_TOKENS,
         "mla_use_nope": True,

@@ -13,6 +13,7 @@ from tests.gpu.answers import ANSWER_S, SingleServer, complaints, equal_until, t
 from tests.gpu.settings import OTHER_KERNELS, Setting, length_inside, lengths_at_blocks, moved_bytes
 
 POLL_S: Final = 0.02
+LEGS: Final = 3  # so many that a kill comes in the middle of one
 Found = tuple[list[str], dict[str, Any]]  # why a part has failed, and its figures
 
 
@@ -69,23 +70,28 @@ async def _depends_on_its_beginning(bench: Bench, server: SingleServer, length: 
 
 
 async def killed(bench: Bench, setting: Setting, _: str) -> Found:
-    """Part D: the server that prefills is killed in the middle of a leg; the answer is right, and the next leg is its own."""
+    """Part D: the server that prefills is killed in the middle of legs; answers are right, and the next leg is its own."""
     server = SingleServer(bench.session, bench.node("decode0").engine_url)
-    lengths = (*setting.lengths, *setting.timed_lengths)
-    length = lengths_at_blocks(lengths, (await _layout(bench)).block_size)[-1]
-    prompt, name = bench.prompt(length, seed=77), bench.name()
-    expected, engine = await _answers(server, prompt, setting.tokens), (await bench.describe("far")).engine_pid
-    task = asyncio.create_task(timed(bench.session, bench.system.api_url, prompt, setting.tokens, name))
-    await _until(lambda: _is_busy(bench, task))
-    is_late = task.done()
+    (length,) = lengths_at_blocks((setting.killed_length,), (await _layout(bench)).block_size)
+    prompts = [bench.prompt(length, seed=77 + number) for number in range(LEGS)]
+    expected = [await _answers(server, prompt, setting.tokens) for prompt in prompts]
+    engine, names = (await bench.describe("far")).engine_pid, [bench.name() for _ in prompts]
+    tasks = [
+        asyncio.create_task(timed(bench.session, bench.system.api_url, prompt, setting.tokens, name))
+        for prompt, name in zip(prompts, names, strict=True)
+    ]
+    await _until(lambda: _is_busy(bench, tasks))
+    open_legs = sum(not task.done() for task in tasks)
     os.kill(engine, signal.SIGKILL)
     killed_s = time.monotonic()
-    answer, record = await task, await bench.record(name)
-    wrong = [] if answer.tokens in expected else ["the answer has other tokens"]
-    wrong += ["the answer was there before its server was killed"] if is_late else []
+    answers = await asyncio.gather(*tasks)
+    fallbacks = [(await bench.record(name))["fallbacks"] for name in names]
+    pairs = zip(answers, expected, strict=True)
+    wrong = [f"answer {at} has other tokens" for at, (a, b) in enumerate(pairs) if a.tokens not in b]
+    wrong += [] if open_legs else ["the answers were there before their server was killed"]
     await _until(lambda: _is_back(bench, engine), setting.start_s)
-    figures: dict[str, Any] = {"ready_again_s": round(time.monotonic() - killed_s, 1), "fallbacks": record["fallbacks"]}
-    prompt, name = bench.prompt(length, seed=78), bench.name()
+    figures: dict[str, Any] = {"ready_again_s": round(time.monotonic() - killed_s, 1), "fallbacks": fallbacks}
+    prompt, name = bench.prompt(length, seed=76), bench.name()
     answer = await timed(bench.session, bench.system.api_url, prompt, setting.tokens, name)
     record = await bench.record(name)
     figures["after"] = {"route": record["route"], "bytes": record["bytes"], "fallbacks": record["fallbacks"]}
@@ -93,7 +99,7 @@ async def killed(bench: Bench, setting: Setting, _: str) -> Found:
         wrong.append("afterwards the answer has other tokens")
     if record["fallbacks"] or not record["bytes"]:
         wrong.append(f"afterwards nothing is prefilled remotely: {record['fallbacks']}")
-    return wrong, figures
+    return wrong, figures | {"open_legs": open_legs}
 
 
 async def _answers(server: SingleServer, prompt: Sequence[int], tokens: int) -> list[list[int]]:
@@ -106,9 +112,9 @@ async def _layout(bench: Bench) -> ModelLayout:
     return ModelLayout.from_json((await bench.describe("decode0")).layout_json)
 
 
-async def _is_busy(bench: Bench, task: "asyncio.Task[Any]") -> bool:
+async def _is_busy(bench: Bench, tasks: Sequence["asyncio.Task[Any]"]) -> bool:
     load = (await bench.describe("far")).load
-    return task.done() or bool(load.sending or load.running)
+    return all(task.done() for task in tasks) or bool(load.sending or load.running)
 
 
 async def _is_back(bench: Bench, engine: int) -> bool:

@@ -29,6 +29,7 @@ class Setting:
     lengths: tuple[int, ...]
     timed_model: str
     timed_lengths: tuple[int, ...]
+    killed_length: int
     rounds: int
     tokens: int
     timed_tokens: int
@@ -60,6 +61,7 @@ CUDA: Final = Setting(
     lengths=(300, 4096, 9000),
     timed_model=WIDE_NAME,
     timed_lengths=(2048, 8192, 30_000),
+    killed_length=30_000,
     rounds=5,
     tokens=64,
     timed_tokens=128,
@@ -86,6 +88,7 @@ CPU: Final = Setting(
     lengths=(300, 1025),
     timed_model="llama",
     timed_lengths=(600,),
+    killed_length=3500,
     rounds=2,
     tokens=8,
     timed_tokens=8,
