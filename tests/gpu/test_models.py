@@ -29,6 +29,15 @@ def test_what_vllm_reads_and_transformers_does_not_write_is_added() -> None:
     assert linear["head_dim"] == GEOMETRIES["kimi_linear_6_2"]["linear_head_dim"]
 
 
+@pytest.mark.parametrize("name", [name for name, recipe in GEOMETRIES.items() if "n_group" in recipe])
+def test_a_mixture_says_by_which_bias_it_chooses(name: str) -> None:
+    assert ADDED[name]["topk_method"] == "noaux_tc"
+
+
+def test_a_mixture_of_kimi_is_one_in_every_layer() -> None:
+    assert set(GEOMETRIES["kimi_linear_6_2"]["mlp_layer_types"]) == {"sparse"}
+
+
 def test_a_model_for_times_has_no_weights(tmp_path: Path) -> None:
     path = written(WIDE_NAME, tmp_path)
     assert json.loads((path / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
