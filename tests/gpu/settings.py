@@ -17,7 +17,8 @@ SHM: Final = Path("/dev/shm")
 LEAST_CACHE_BYTES: Final = 128 << 20
 STOP_S: Final = 20.0  # to take servers down before the limit
 # Where a prompt's last token and an answer's token are computed by different kernels: cut alike, they still round apart.
-OTHER_KERNELS: Final = {"nemotron_h_slice": "Mamba 2 computes a prompt's last token as prefill, not as decode"}
+MAMBA: Final = "Mamba 2 computes a prompt's last token as prefill, not as decode"
+OTHER_KERNELS: Final = {"nemotron_h_slice": MAMBA, "nemotron_h": MAMBA}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +69,7 @@ CUDA: Final = Setting(
     max_model_len=32_768,
     chunk_tokens=None,
     flags=(
-        *("--dtype", "bfloat16", "--max-num-seqs", "8"),
+        *("--dtype", "bfloat16", "--max-num-seqs", "8", "--enable-prefix-caching"),
         # How much is free changes while servers start side by side, so none of them asks: the second flag is a check.
         *("--kv-cache-memory-bytes", str(3 << 30), "--gpu-memory-utilization", "0.1"),
         # FlashInfer's kernels would be compiled, or fetched, at the first start.
