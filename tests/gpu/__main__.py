@@ -15,7 +15,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -28,6 +28,7 @@ BLOCK_BYTES = (64 << 10, 256 << 10, 1 << 20)
 LEAST_GB_PER_S = 40.0  # to the host, in blocks of 64 KiB
 LIMITS_S: Final = {"cuda": 570.0, "cpu": 7200.0}
 GRACE_S: Final = 15.0  # behind the limit
+PARTS: Final = ("A", "B", "C", "D")
 
 
 def part_a() -> PartResult:
@@ -59,19 +60,20 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.gpu", description="What only a GPU can show.")
     parser.add_argument("--json", type=Path, metavar="FILE", help="where results go, too, each as soon as it is there")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a dry run of B to D")
-    parser.add_argument("--parts", default="A,B,C,D", metavar="A,B", help="which ones (default: all)")
+    parser.add_argument("--parts", type=_parts, default=PARTS, metavar="A,B", help="which ones (default: all)")
     parser.add_argument("--models", metavar="NAME,NAME", help="of part B (default: all of the device's)")
     parser.add_argument(
-        "--limit-s", type=float, metavar="S", help="what no longer fits is skipped (default: 570; cpu: 7200)"
+        "--limit-s", type=_seconds, metavar="S", help="what no longer fits is skipped (default: 570; cpu: 7200)"
     )
     arguments = parser.parse_args(argv)
     budget = TimeBudget(arguments.limit_s or LIMITS_S[arguments.device], time.monotonic())
     report = Report(arguments.device, budget, arguments.json)
-    wanted = arguments.parts.split(",")
+    wanted = arguments.parts
     cut = threading.Timer(budget.limit_s + GRACE_S, _cut, [report])
     cut.daemon = True
     cut.start()
     if "A" in wanted:
+        report.awaits("A")
         report.add(whatever_it_lacks("A", part_a))
     _servers([part for part in wanted if part != "A"], arguments, report)
     cut.cancel()
@@ -79,7 +81,7 @@ def main(argv: list[str] | None = None) -> int:
     return 1 if report.has_failed else 0
 
 
-def _servers(wanted: list[str], arguments: argparse.Namespace, report: Report) -> None:
+def _servers(wanted: Sequence[str], arguments: argparse.Namespace, report: Report) -> None:
     try:
         from tests.gpu.servers import run_parts
         from tests.gpu.settings import CPU, CUDA
@@ -105,8 +107,22 @@ def whatever_it_lacks(name: str, part: Callable[[], PartResult]) -> PartResult:
 
 def _cut(report: Report) -> None:
     """A run that does not come to its end has its results in the file. Servers end with the processes that started them."""
-    report.say("out of time")
+    report.cut()
+    print(report.text(), flush=True)
     os._exit(1)
+
+
+def _parts(said: str) -> tuple[str, ...]:
+    parts = tuple(said.split(","))
+    if unknown := [part for part in parts if part not in PARTS]:
+        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is no part; there are {', '.join(PARTS)}")
+    return parts
+
+
+def _seconds(said: str) -> float:
+    if not 0 < (seconds := float(said)) < threading.TIMEOUT_MAX:
+        raise argparse.ArgumentTypeError(f"{said} s are no limit")
+    return seconds
 
 
 if __name__ == "__main__":

@@ -108,6 +108,8 @@ def complaints(row: dict[str, Any]) -> list[str]:
         found.append(f"the answers part at token {row['equal']}")
     if row["repeats"] < row["of"] // 2:
         found.append(f"one server parts from itself at token {row['repeats']}, so nothing is shown")
+    if row["loaded"] != row["tokens"] - 1:
+        found.append(f"vLLM loaded {row['loaded']} of the prompt, and computed the rest itself")
     if row["fallbacks"] or row["bytes"] != row["layout"]:
         found.append(f"{row['bytes']} of {row['layout']} bytes, fallbacks {row['fallbacks']}")
     return [f"{row['tokens']} tokens: {each}" for each in found]

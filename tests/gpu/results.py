@@ -50,6 +50,7 @@ class Report:
     def __init__(self, device: str, budget: TimeBudget, path: Path | None = None) -> None:
         self.budget = budget
         self.results: list[PartResult] = []
+        self._awaited: list[tuple[str, str]] = []
         self._device = device
         self._path = path
         self._lock = threading.Lock()
@@ -59,6 +60,16 @@ class Report:
 
     def say(self, line: str) -> None:
         print(f"{self._seconds():6.1f} s  {line}", flush=True)
+
+    def awaits(self, part: str, model: str = "") -> None:
+        """There is to be a result of that part, and of that model."""
+        self._awaited.append((part, model))
+
+    def cut(self) -> None:
+        """Of what is awaited still, nothing will come."""
+        for part, model in self._awaited:
+            if not any((part, model) == (result.part, result.model) for result in [*self.results]):
+                self.add(judged(part, [f"it had not ended {self._seconds():.0f} s after the beginning"], {}, model))
 
     def add(self, result: PartResult) -> None:
         with self._lock:

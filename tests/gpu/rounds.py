@@ -11,8 +11,10 @@ from hybrid_cache.layout.layout import ModelLayout
 from tests.e2e.harness import Bench
 from tests.gpu.answers import ANSWER_S, SingleServer, complaints, equal_until, timed
 from tests.gpu.settings import OTHER_KERNELS, Setting, length_inside, lengths_at_blocks, moved_bytes
+from transport.control.proto import node_pb2 as pb
 
 POLL_S: Final = 0.02
+LOADED: Final = "vllm:external_prefix_cache_hits_total"
 LEGS: Final = 3  # so many that a kill comes in the middle of one
 Found = tuple[list[str], dict[str, Any]]  # why a part has failed, and its figures
 
@@ -54,10 +56,12 @@ async def _row(
 ) -> dict[str, Any]:
     """By way of two servers, beside what one answers each of two times."""
     name = bench.name()
+    before = await _loaded_tokens(bench)
     answer = await timed(bench.session, bench.system.api_url, prompt, len(expected), name)
     record = await bench.record(name)
     return {
         "tokens": len(prompt),
+        "loaded": await _loaded_tokens(bench) - before,
         "equal": equal_until(answer.tokens, expected),
         "repeats": equal_until(again, expected),
         "of": len(expected),
@@ -66,6 +70,11 @@ async def _row(
         "route": record["route"],
         "fallbacks": record["fallbacks"],
     }
+
+
+async def _loaded_tokens(bench: Bench) -> int:
+    """What vLLM itself counts of prompts that a connector brought. A server that computes them all has the right answer, too."""
+    return int(await bench.metric(await bench.engine_url("decode0"), LOADED))
 
 
 async def _depends_on_its_beginning(bench: Bench, server: SingleServer, length: int, tokens: int) -> bool:
@@ -81,7 +90,7 @@ async def killed(bench: Bench, setting: Setting, _: str) -> Found:
     (length,) = lengths_at_blocks((setting.killed_length,), (await _layout(bench)).block_size)
     prompts = [bench.prompt(length, seed=77 + number) for number in range(LEGS)]
     expected = [await _answers(server, prompt, setting.tokens) for prompt in prompts]
-    engine, names = (await bench.describe("far")).engine_pid, [bench.name() for _ in prompts]
+    engine, names = engine_of(await bench.describe("far")), [bench.name() for _ in prompts]
     tasks = [
         asyncio.create_task(timed(bench.session, bench.system.api_url, prompt, setting.tokens, name))
         for prompt, name in zip(prompts, names, strict=True)
@@ -93,7 +102,7 @@ async def killed(bench: Bench, setting: Setting, _: str) -> Found:
     answers = await asyncio.gather(*tasks)
     fallbacks = [(await bench.record(name))["fallbacks"] for name in names]
     pairs = zip(answers, expected, strict=True)
-    wrong = [f"answer {at} has other tokens" for at, (a, b) in enumerate(pairs) if a.tokens not in b]
+    wrong = [f"answer {at} has other tokens" for at, (a, b) in enumerate(pairs) if not is_one_of(a.tokens, b)]
     wrong += [] if open_legs else ["the answers were there before their server was killed"]
     await _until(lambda: _is_back(bench, engine), setting.start_s)
     figures: dict[str, Any] = {"ready_again_s": round(time.monotonic() - killed_s, 1), "fallbacks": fallbacks}
@@ -101,11 +110,24 @@ async def killed(bench: Bench, setting: Setting, _: str) -> Found:
     answer = await timed(bench.session, bench.system.api_url, prompt, setting.tokens, name)
     record = await bench.record(name)
     figures["after"] = {"route": record["route"], "bytes": record["bytes"], "fallbacks": record["fallbacks"]}
-    if answer.tokens not in await _answers(server, prompt, setting.tokens):
+    if not is_one_of(answer.tokens, await _answers(server, prompt, setting.tokens)):
         wrong.append("afterwards the answer has other tokens")
     if record["fallbacks"] or not record["bytes"]:
         wrong.append(f"afterwards nothing is prefilled remotely: {record['fallbacks']}")
     return wrong, figures | {"open_legs": open_legs}
+
+
+def engine_of(description: pb.NodeDescription) -> int:
+    """The process of a node's engine. Raises RuntimeError where there is none: a signal to 0 is one to all of our own."""
+    if not description.engine_pid:
+        raise RuntimeError(f"{description.node_id} has no engine to kill: it ended by itself")
+    return description.engine_pid
+
+
+def is_one_of(found: Sequence[int], expected: Sequence[Sequence[int]]) -> bool:
+    """Whether an answer is one of these, or like one as far as they do not depend on where a prompt is cut."""
+    alike = min(equal_until(expected[0], other) for other in expected)
+    return alike > 0 and max(equal_until(found, other) for other in expected) >= alike
 
 
 async def _answers(server: SingleServer, prompt: Sequence[int], tokens: int) -> list[list[int]]:

@@ -4,15 +4,14 @@ B takes each model, several at a time. D takes the servers of the first one. C c
 On a CPU the same rounds run as a dry run with small models: tokens and bytes are judged, times are not.
 """
 
+import contextlib
 import os
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Final
-
-import aiohttp
+from typing import Any, Final
 
 from prfaas.errors import PrfaasError
 from tests.e2e.harness import Bench
@@ -22,7 +21,8 @@ from tests.gpu.rounds import equality, killed
 from tests.gpu.settings import ENVIRONMENT, STOP_S, Setting, document, why_not
 from tests.gpu.times import beside, times
 
-ENDINGS: Final = (PrfaasError, RuntimeError, OSError, ValueError, KeyError, AssertionError, aiohttp.ClientError)
+LATE_S: Final = 5.0  # for a node to say why its engine is not ready
+LOG_TAIL: Final = 1000
 ROUNDS: Final = {"B": equality, "D": killed}
 
 
@@ -35,6 +35,11 @@ def run_parts(setting: Setting, wanted: Sequence[str], report: Report) -> None:
     os.environ.update({key: value for key, value in ENVIRONMENT.items() if key not in os.environ})
     of_models = {"B": setting.models, "D": setting.models[:1]}
     equal = [name for name in setting.models if any(name in of_models[part] for part in wanted if part in of_models)]
+    for name in equal:
+        for part in (part for part in "BD" if part in wanted and name in of_models[part]):
+            report.awaits(part, name)
+    if "C" in wanted:
+        report.awaits("C", setting.timed_model)
     names = [*equal, *([setting.timed_model] if "C" in wanted and setting.timed_model not in equal else [])]
     with tempfile.TemporaryDirectory(prefix="prfaas-gpu-") as scratch, ModelWriter(names, Path(scratch)) as writer:
 
@@ -59,20 +64,37 @@ def of_model(name: str, setting: Setting, writer: ModelWriter, parts: Sequence[s
     try:
         model = writer.path_of(name, report.left_s())
         folder = Path(tempfile.mkdtemp(dir=model.parent))
-        with Bench(document(model, setting, start_s=_start_s(setting, report)), model, folder) as bench:
+        start_s = _start_s(setting, report)
+        with started(document(model, setting, start_s=start_s), model, folder, start_s) as bench:
             report.say(f"{name}: both are ready")
             while waiting and not (reason := _shortage(setting, waiting[0], report, is_ready=True)):
                 part = waiting[0]
                 try:
                     found = bench.run(ROUNDS[part](bench, setting, name), timeout_s=_rounds_s(report))
-                except ENDINGS as error:
+                except Exception as error:  # of vLLM, gRPC or HTTP: the other parts are not concerned
                     found = [_said(error)], {}
                 report.add(judged(waiting.pop(0), *found, model=name))
         for part in waiting:
             report.add(skipped(part, reason, name))
-    except ENDINGS as error:
+    except Exception as error:  # of vLLM, gRPC or HTTP: the other parts are not concerned
         for part in waiting or ["end"]:
             report.add(judged(part, [_said(error)], {}, model=name))
+
+
+@contextlib.contextmanager
+def started(nodes: dict[str, Any], model: Path, folder: Path, start_s: float) -> Iterator[Bench]:
+    """A pair of servers. Raises RuntimeError with the end of what they logged where they are not ready in time."""
+    with contextlib.ExitStack() as stack:
+        try:
+            bench = stack.enter_context(Bench(nodes, model, folder, start_s=start_s + LATE_S))
+        except (PrfaasError, TimeoutError) as error:
+            logs = "; ".join(f"{log.name}: {_end_of(log)}" for log in sorted(folder.glob("*-engine.log")))
+            raise RuntimeError(f"not ready after {start_s:.0f} s: {_said(error)}: {logs}") from error
+        yield bench
+
+
+def _end_of(log: Path) -> str:
+    return log.read_text(errors="replace")[-LOG_TAIL:]
 
 
 def of_times(setting: Setting, writer: ModelWriter, report: Report) -> None:
@@ -85,11 +107,12 @@ def of_times(setting: Setting, writer: ModelWriter, report: Report) -> None:
     try:
         model = writer.path_of(name, report.left_s())
         folder = Path(tempfile.mkdtemp(dir=model.parent))
-        started = document(model, setting, start_s=_start_s(setting, report), timed=True)
-        with beside(model, setting, folder) as (plain, pair), Bench(started, model, folder) as bench:
+        start_s = _start_s(setting, report)
+        nodes = document(model, setting, start_s=start_s, timed=True)
+        with beside(model, setting, folder) as (plain, pair), started(nodes, model, folder, start_s) as bench:
             report.say(f"{name}: both are ready")
             found = bench.run(times(bench, setting, plain, pair), timeout_s=_rounds_s(report))
-    except ENDINGS as error:
+    except Exception as error:  # of vLLM, gRPC or HTTP: the other parts are not concerned
         found = [_said(error)], {}
     report.add(judged("C", *found, model=name))
 

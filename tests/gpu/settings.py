@@ -15,6 +15,7 @@ from tests.gpu.models import GEOMETRIES, WIDE_NAME
 NAME: Final = "tiny"
 SHM: Final = Path("/dev/shm")
 LEAST_CACHE_BYTES: Final = 128 << 20
+DRAIN_S: Final = 3.0
 STOP_S: Final = 20.0  # to take servers down before the limit
 # Where a prompt's last token and an answer's token are computed by different kernels: cut alike, they still round apart.
 MAMBA: Final = "Mamba 2 computes a prompt's last token as prefill, not as decode"
@@ -137,6 +138,7 @@ def document(model: Path, setting: Setting, *, start_s: float, timed: bool = Fal
         "max_model_len": setting.max_model_len,
         "cache_bytes": cache_bytes(setting),
         "transport": "tcp",
+        "drain_timeout_s": DRAIN_S,
     }
     if setting.chunk_tokens is not None:
         node["chunk_tokens"] = setting.chunk_tokens

@@ -46,3 +46,25 @@ def test_a_part_that_ends_has_failed(error: Exception) -> None:
         raise error
 
     assert gpu.whatever_it_lacks("A", part).outcome == "failed"
+
+
+def test_what_was_cut_off_has_failed_and_says_so(tmp_path: Path) -> None:
+    path = tmp_path / "gpu.json"
+    report = Report("cpu", TimeBudget(9.0, time.monotonic()), path)
+    for name in ("llama", "qwen3_next"):
+        report.awaits("B", name)
+    report.add(judged("B", [], {}, "llama"))
+    report.cut()
+    assert [(part["model"], part["outcome"]) for part in json.loads(path.read_text())["parts"]] == [
+        ("llama", "passed"),
+        ("qwen3_next", "failed"),
+    ]
+    assert report.has_failed
+
+
+@pytest.mark.parametrize("arguments", [["--parts", "b"], ["--parts", "A,E"], ["--limit-s", "0"], ["--limit-s", "nan"]])
+def test_what_cannot_be_run_is_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        gpu.main(arguments)
+    assert ended.value.code == 2
+    assert arguments[1].split(",")[-1] in capsys.readouterr().err

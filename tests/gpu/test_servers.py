@@ -5,12 +5,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.gpu.answers import TimedAnswer, compared, complaints, equal_until, missed
+from tests.gpu.rounds import engine_of, is_one_of
 from tests.gpu.settings import CPU, CUDA, document, length_inside, lengths_at_blocks, why_not
 from tests.gpu.times import TimedRows
+from transport.control.proto import node_pb2 as pb
 
 SLOW, QUICK = TimedAnswer([1, 2, 3], [2.0, 3.0, 4.0]), TimedAnswer([1, 2, 3], [1.0, 1.5, 2.0])
 EQUAL = {
-    "tokens": 9, "equal": 4, "repeats": 4, "of": 4, "bytes": 7, "layout": 7, "fallbacks": [], "judged": True,
+    "tokens": 9, "loaded": 8, "equal": 4, "repeats": 4, "of": 4, "bytes": 7, "layout": 7, "fallbacks": [], "judged": True,
 }  # fmt: skip
 
 
@@ -53,6 +55,7 @@ def test_equal_tokens_and_bytes_are_no_complaint() -> None:
         ({"equal": 1, "repeats": 1}, "nothing is shown"),
         ({"bytes": 6}, "6 of 7 bytes"),
         ({"fallbacks": ["late"]}, "late"),
+        ({"loaded": 0}, "loaded 0 of the prompt"),
     ],
 )
 def test_what_is_wrong_with_a_row_is_said(change: dict[str, object], said: str) -> None:
@@ -86,3 +89,17 @@ def test_a_device_that_is_not_there_is_a_reason(tmp_path) -> None:
 def test_servers_for_times_have_the_graphs_that_those_for_tokens_go_without() -> None:
     assert "--enforce-eager" in CUDA.flags_for("llama_70b")
     assert "--enforce-eager" not in CUDA.flags_for("llama_70b", timed=True)
+
+
+def test_no_engine_is_nothing_to_kill() -> None:
+    assert engine_of(pb.NodeDescription(node_id="far", engine_pid=7)) == 7
+    with pytest.raises(RuntimeError, match="far has no engine to kill"):
+        engine_of(pb.NodeDescription(node_id="far"))
+
+
+@pytest.mark.parametrize(
+    ("found", "is_right"), [([1, 2, 3, 4], True), ([1, 2, 9, 9], True), ([1, 9, 3, 4], False), ([9, 2, 3, 4], False)]
+)
+def test_an_answer_is_held_to_what_no_cut_changes(found: list[int], is_right: bool) -> None:
+    assert is_one_of(found, [[1, 2, 3, 4], [1, 2, 8, 8]]) is is_right
+    assert not is_one_of(found, [[1, 2], [2, 2]]), "two that share nothing show nothing"
