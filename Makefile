@@ -174,9 +174,10 @@ test-vllm: $(VLLM_STAMP)  ## Test vLLM with our connector: a matrix of models, a
 test-vllm-release: $(VLLM_STAMP)  ## Test the contract and the matrix with another release of vLLM: RELEASE=0.33.0
 	./scripts/vllm-version $(RELEASE) tests/vllm/test_contract.py tests/vllm/test_cache_contract.py tests/vllm/pairs/test_matrix.py $(sampled)
 
-# The Python must have PyTorch with CUDA, and vLLM for what needs it: the environments above have their CPU builds.
-test-gpu: $(STAMP)  ## Show what only a GPU can: copies ordered and at rate, two vLLM servers beside one; GPU_PYTHON=python with CUDA; parts skip with a reason
-	PYTHONPATH=$(CURDIR) $(or $(GPU_PYTHON),$(BIN)/python) -m tests.gpu --json out/gpu.json
+# The Python must have PyTorch with CUDA, and vLLM for what needs it: the environments above have their CPU builds. With it,
+# nothing is installed: the machine may be without internet. LIMIT_S is how long all of it may take.
+test-gpu: $(if $(GPU_PYTHON),,$(STAMP))  ## Show what only a GPU can: copies ordered and at rate, two vLLM servers beside one; GPU_PYTHON=python with CUDA; parts skip with a reason
+	PYTHONPATH=$(CURDIR) $(or $(GPU_PYTHON),$(BIN)/python) -m tests.gpu --json out/gpu.json $(if $(LIMIT_S),--limit-s $(LIMIT_S))
 
 test-sglang: $(SGLANG_STAMP)  ## Compare SGLang's paired servers on a CPU with a single one, and test its classes; no GPU, no kernels
 	$(SGLANG_BIN)/python -m pytest -m sglang -o faulthandler_timeout=600 tests/sglang $(sampled)

@@ -64,8 +64,10 @@ class Bench:
     Where the environment wants mutual TLS, it has that on every hop, unless its document has a way of its own.
     """
 
-    def __init__(self, document: dict[str, Any], model: Path, state_dir: Path) -> None:
+    def __init__(self, document: dict[str, Any], model: Path, state_dir: Path, *, start_s: float | None = None) -> None:
+        """`start_s` is how long its start may take; without, a node that fails is started again several times."""
         self.model = model
+        self._start_s = start_s
         self._runner = asyncio.Runner()
         self._state_dir = state_dir
         self.certificates = tls.folder_for(document, state_dir)
@@ -80,7 +82,7 @@ class Bench:
 
     def __enter__(self) -> "Bench":
         try:
-            self._runner.run(self._start())
+            self._runner.run(_bounded(self._start(), self._start_s))
         except BaseException:
             self._runner.close()
             raise
@@ -300,6 +302,6 @@ class Bench:
         await self.system.start_node(dataclasses.replace(node.config, control_port=port))
 
 
-async def _bounded(scenario: Coroutine[Any, Any, T], timeout_s: float) -> T:
+async def _bounded(scenario: Coroutine[Any, Any, T], timeout_s: float | None) -> T:
     async with asyncio.timeout(timeout_s):
         return await scenario

@@ -1,4 +1,6 @@
-"""Copies between a GPU and registered memory, with vLLM's own call where it is installed and by CUDA's driver elsewhere."""
+"""The first GPU, and copies between it and registered memory: with vLLM's own call where it is installed, else by CUDA's
+driver.
+"""
 
 import ctypes
 import importlib.util
@@ -7,10 +9,29 @@ from collections.abc import Callable
 import torch
 
 from engine.vllm import internals
-from engine.vllm.worker_side.accelerator import DirectCopies
+from engine.vllm.worker_side.accelerator import AcceleratorDevice, DirectCopies
 
+SLOW_MATMULS, SLOW_SIZE = 8, 8192  # about 10 ms
 BATCH_SINCE = 12080  # CUDA's version
 IN_STREAM_ORDER = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
+
+
+class Gpu:
+    """The first GPU, and a model that is slow."""
+
+    def __init__(self, *, registers: bool = True) -> None:
+        self.torch_device = torch.device("cuda", 0)
+        self.copies_with, direct = direct_copies()
+        self._matrix = torch.ones((SLOW_SIZE, SLOW_SIZE), dtype=torch.bfloat16, device=self.torch_device)
+        self.port = AcceleratorDevice(self.torch_device, direct if registers else None)
+
+    def launch(self, work: Callable[[], object]) -> None:
+        for _ in range(SLOW_MATMULS):
+            torch.mm(self._matrix, self._matrix)
+        work()
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize()
 
 
 class Location(ctypes.Structure):

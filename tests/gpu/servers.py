@@ -1,367 +1,134 @@
 """Parts B, C and D: two vLLM servers on one device behind a gateway, the first prefilling for the second.
 
-On a CPU the same rounds run as a dry run with a tiny model: tokens and bytes are judged, times are not.
+B takes each model, several at a time. D takes the servers of the first one. C comes last and alone, as it measures times.
+On a CPU the same rounds run as a dry run with small models: tokens and bytes are judged, times are not.
 """
 
-import asyncio
 import contextlib
-import json
 import os
-import signal
-import statistics
-import sys
 import tempfile
 import time
-import uuid
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from importlib.util import find_spec
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final
 
-import aiohttp
-import torch
-
-from benchmarks.vllm.pd import ServerProcess, without
-from engine.vllm.launch import VllmOptions, environment, server_command
-from hybrid_cache.layout.layout import ModelLayout
-from hybrid_cache.layout.transfers import transfer_ranges
 from prfaas.errors import PrfaasError
 from tests.e2e.harness import Bench
-from tests.gpu.models import GEOMETRIES, LEFT_OUT, written
-from tests.gpu.results import PartResult, judged
-from tests.transport.path.ports import free_port
+from tests.gpu.models import ModelWriter
+from tests.gpu.results import Report, judged, skipped
+from tests.gpu.rounds import equality, killed
+from tests.gpu.settings import ENVIRONMENT, STOP_S, Setting, document, why_not
+from tests.gpu.times import beside, times
 
-NAME = "tiny"
-START_S = 300.0
-ANSWER_S = 120.0
-POLL_S = 0.2
-LEAST_PREFILL = 0.97  # of a plain server's rate
-MOST_ITL_P50, MOST_ITL_P99 = 1.03, 1.10  # of a plain server's
-LEAST_OVERLAP = 0.9  # of bytes that leave before the prefill ends, at the longest prompt
-ENDINGS: Final = (PrfaasError, RuntimeError, OSError, ValueError, aiohttp.ClientError)
+LATE_S: Final = 5.0  # for a node to say why its engine is not ready
+LOG_TAIL: Final = 1000
+ROUNDS: Final = {"B": equality, "D": killed}
 
 
-@dataclass(frozen=True)
-class Setting:
-    """What a device is asked."""
+def run_parts(setting: Setting, wanted: Sequence[str], report: Report) -> None:
+    """Those of B, C and D that are wanted."""
+    if reason := why_not(setting):
+        for part in wanted:
+            report.add(skipped(part, reason))
+        return
+    os.environ.update({key: value for key, value in ENVIRONMENT.items() if key not in os.environ})
+    of_models = {"B": setting.models, "D": setting.models[:1]}
+    equal = [name for name in setting.models if any(name in of_models[part] for part in wanted if part in of_models)]
+    for name in equal:
+        for part in (part for part in "BD" if part in wanted and name in of_models[part]):
+            report.awaits(part, name)
+    if "C" in wanted:
+        report.awaits("C", setting.timed_model)
+    names = [*equal, *([setting.timed_model] if "C" in wanted and setting.timed_model not in equal else [])]
+    with tempfile.TemporaryDirectory(prefix="prfaas-gpu-") as scratch, ModelWriter(names, Path(scratch)) as writer:
 
-    device: str
-    models: tuple[str, ...]
-    lengths: tuple[int, ...]
-    timed_lengths: tuple[int, ...]
-    rounds: int
-    tokens: int
-    max_model_len: int
-    chunk_tokens: int | None
-    flags: tuple[str, ...]
-    cache_bytes: int
+        def run(name: str) -> None:
+            of_model(
+                name, setting, writer, [part for part in "BD" if part in wanted and name in of_models[part]], report
+            )
 
-    @property
-    def is_dry(self) -> bool:
-        return self.device == "cpu"
-
-
-CUDA = Setting(
-    device="cuda",
-    models=tuple(GEOMETRIES),
-    lengths=(300, 1025, 4096, 9000),
-    timed_lengths=(2048, 8192, 30_000),
-    rounds=5,
-    tokens=64,
-    max_model_len=32_768,
-    chunk_tokens=None,
-    flags=("--dtype", "float32", "--gpu-memory-utilization", "0.28"),
-    cache_bytes=16 << 30,
-)
-CPU = Setting(
-    device="cpu",
-    models=("llama",),
-    lengths=(300, 1025),
-    timed_lengths=(600,),
-    rounds=2,
-    tokens=8,
-    max_model_len=4096,
-    chunk_tokens=256,
-    flags=("--dtype", "float32", "--num-gpu-blocks-override", "128"),
-    cache_bytes=128 << 20,
-)
+        with ThreadPoolExecutor(setting.side_by_side) as pool:
+            list(pool.map(run, equal))
+        if "C" in wanted:
+            of_times(setting, writer, report)
 
 
-def why_not(device: str) -> str:
-    """What a device lacks for these parts; empty if it is there."""
-    if find_spec("vllm") is None:
-        return "needs vLLM"
-    if device == "cuda" and not torch.cuda.is_available():
-        return f"needs PyTorch with CUDA and a GPU: torch {torch.__version__} sees none"
-    return ""
-
-
-def document(model: Path, setting: Setting) -> dict[str, Any]:
-    """Two nodes with a server each; the PD cluster has none that prefills."""
-    node: dict[str, Any] = {
-        "engine": "vllm",
-        "engine_args": list(setting.flags),
-        "max_model_len": setting.max_model_len,
-        "cache_bytes": setting.cache_bytes,
-        "transport": "tcp",
-    }
-    if setting.chunk_tokens is not None:
-        node["chunk_tokens"] = setting.chunk_tokens
-    return {
-        "model": {"path": str(model), "name": NAME},
-        "gateway": {"port": 0, "threshold_tokens": 200},
-        "node": node,
-        "clusters": [
-            {"name": "east", "kind": "prfaas", "nodes": [{"node_id": "far", "role": "prefill"}]},
-            {"name": "west", "kind": "pd", "nodes": [{"node_id": "decode0", "role": "decode"}]},
-        ],
-    }
-
-
-@dataclass(frozen=True)
-class TimedAnswer:
-    """An answer's tokens and when each event with some came, from the question on."""
-
-    tokens: list[int]
-    came_s: list[float]
-
-    @property
-    def ttft_s(self) -> float:
-        return self.came_s[0]
-
-    @property
-    def intervals_s(self) -> list[float]:
-        return [after - before for before, after in zip(self.came_s, self.came_s[1:], strict=False)]
-
-
-async def timed(
-    session: aiohttp.ClientSession, url: str, prompt: Sequence[int], tokens: int, name: str, **extra: Any
-) -> TimedAnswer:
-    body = {
-        "model": NAME, "prompt": list(prompt), "max_tokens": tokens, "temperature": 0, "ignore_eos": True,
-        "stream": True, "return_token_ids": True,
-    }  # fmt: skip
-    began_s, found, came_s = time.monotonic(), list[int](), list[float]()
-    limit = aiohttp.ClientTimeout(total=ANSWER_S)
-    call = session.post(f"{url}/v1/completions", json=body | extra, headers={"x-request-id": name}, timeout=limit)
-    async with call as answer:
-        answer.raise_for_status()
-        async for line in answer.content:
-            if not line.startswith(b"data: {"):
-                continue
-            event = json.loads(line[6:])
-            ids = [token for choice in event.get("choices") or () for token in choice.get("token_ids") or ()]
-            if ids:
-                found += ids
-                came_s.append(time.monotonic() - began_s)
-    return TimedAnswer(found, came_s)
-
-
-async def alone(bench: Bench, prompt: Sequence[int], tokens: int) -> list[int]:
-    """By the decode node's server: with a salt that no gateway gave, the connector leaves a prompt alone."""
-    url = bench.node("decode0").engine_url
-    return (await timed(bench.session, url, prompt, tokens, bench.name(), cache_salt=uuid.uuid4().hex)).tokens
-
-
-async def layout_bytes(bench: Bench, prompt: Sequence[int]) -> int:
-    """What of a prompt moves, by its layout."""
-    layout = ModelLayout.from_json((await bench.describe("decode0")).layout_json)
-    return sum(size * count for size, count in transfer_ranges(layout, len(prompt) - 1, 0).sizes(layout))
-
-
-async def equality(bench: Bench, setting: Setting) -> tuple[list[str], dict[str, Any]]:
-    """Part B for one model: tokens of two servers are those of one, and what crosses is what the layout says."""
-    wrong, rows = [], []
-    for number, length in enumerate(setting.lengths):
-        prompt, name = bench.prompt(length, seed=1000 + number), bench.name()
-        answer = await timed(bench.session, bench.system.api_url, prompt, setting.tokens, name)
-        record, expected = await bench.record(name), await layout_bytes(bench, prompt)
-        reference = await alone(bench, prompt, setting.tokens)
-        same = next(
-            (at for at, (a, b) in enumerate(zip(answer.tokens, reference, strict=False)) if a != b), len(reference)
-        )
-        row = {"tokens": length, "equal": same, "of": len(reference), "bytes": record["bytes"], "layout": expected}
-        rows.append(row | {"route": record["route"], "fallbacks": record["fallbacks"]})
-        if answer.tokens != reference or len(reference) != setting.tokens:
-            wrong.append(f"{length} tokens: the answers part at token {same}")
-        if record["fallbacks"] or record["bytes"] != expected:
-            wrong.append(f"{length} tokens: {record['bytes']} of {expected} bytes, fallbacks {record['fallbacks']}")
-    return wrong, {"prompts": rows}
-
-
-async def times(bench: Bench, setting: Setting, plain: str) -> tuple[list[str], dict[str, Any]]:
-    """Part C: the pair beside a plain server, in turn."""
-    rows, reasons = [], []
-    for length in setting.timed_lengths:
-        ours, theirs, overlaps = list[TimedAnswer](), list[TimedAnswer](), list[float]()
-        for number in range(-1, setting.rounds):  # the first opens connections, and does not count
-            prompt, name = bench.prompt(length, seed=5000 + 100 * length + number), bench.name()
-            answer = await timed(bench.session, bench.system.api_url, prompt, setting.tokens, name)
-            reference = await timed(bench.session, plain, prompt, setting.tokens, bench.name())
-            record = await bench.record(name)
-            if record["fallbacks"]:
-                reasons.append(f"{length} tokens: fallbacks {record['fallbacks']}")
-            if number >= 0:
-                ours.append(answer)
-                theirs.append(reference)
-                overlaps.append(record["overlap"] or 0.0)
-        row = {"tokens": length, **compared(ours, theirs), "overlap": statistics.median(overlaps)}
-        rows.append(row)
-        if not setting.is_dry:
-            reasons += missed(row, is_longest=length == max(setting.timed_lengths))
-    return reasons, {"prompts": rows, "nixl": "left out: benchmarks.vllm.pd measures it"}
-
-
-def compared(ours: Sequence[TimedAnswer], theirs: Sequence[TimedAnswer]) -> dict[str, float]:
-    """Medians of first tokens; of the intervals between tokens, ours over theirs."""
-    ttft_s, plain_s = (statistics.median(each.ttft_s for each in answers) for answers in (ours, theirs))
-    mine, other = (sorted(i for each in answers for i in each.intervals_s) for answers in (ours, theirs))
-    found = {"ttft_s": ttft_s, "plain_ttft_s": plain_s, "prefill": plain_s / ttft_s}
-    for name, share in (("itl_p50", 0.5), ("itl_p99", 0.99)) if mine and other else ():
-        at = [values[min(len(values) - 1, int(share * len(values)))] for values in (mine, other)]
-        found |= {f"{name}_s": at[0], f"plain_{name}_s": at[1], name: at[0] / at[1]}
-    return {key: round(value, 5) for key, value in found.items()}
-
-
-def missed(row: dict[str, Any], *, is_longest: bool) -> list[str]:
-    """Which limits a row of part C does not keep."""
-    found = [f"prefill at {row['prefill']} of a plain server's rate"] if row["prefill"] < LEAST_PREFILL else []
-    for name, limit in (("itl_p50", MOST_ITL_P50), ("itl_p99", MOST_ITL_P99)):
-        if name not in row:
-            found.append(f"{name} is not known: an answer came at once")
-        elif row[name] > limit:
-            found.append(f"{name} {row[name]} of a plain server's")
-    if is_longest and row["overlap"] < LEAST_OVERLAP:
-        found.append(f"overlap {row['overlap']}")
-    return [f"{row['tokens']} tokens: {each}" for each in found]
-
-
-async def killed(bench: Bench, setting: Setting) -> tuple[list[str], dict[str, Any]]:
-    """Part D: the server that prefills is killed in the middle of a leg; the answer is right, and the next leg is its own."""
-    length = max(setting.lengths)
-    prompt, name = bench.prompt(length, seed=77), bench.name()
-    reference, engine = await alone(bench, prompt, setting.tokens), (await bench.describe("far")).engine_pid
-    task = asyncio.create_task(timed(bench.session, bench.system.api_url, prompt, setting.tokens, name))
-    await _until(lambda: _is_busy(bench), ANSWER_S)
-    os.kill(engine, signal.SIGKILL)
-    killed_s = time.monotonic()
-    answer, record = await task, await bench.record(name)
-    wrong = [] if answer.tokens == reference else ["the answer has other tokens"]
-    await _until(lambda: _is_back(bench, engine), START_S)
-    figures: dict[str, Any] = {"ready_again_s": round(time.monotonic() - killed_s, 1), "fallbacks": record["fallbacks"]}
-    prompt, name = bench.prompt(length, seed=78), bench.name()
-    answer = await timed(bench.session, bench.system.api_url, prompt, setting.tokens, name)
-    record = await bench.record(name)
-    figures["after"] = {"route": record["route"], "bytes": record["bytes"], "fallbacks": record["fallbacks"]}
-    if answer.tokens != await alone(bench, prompt, setting.tokens):
-        wrong.append("afterwards the answer has other tokens")
-    if record["fallbacks"] or not record["bytes"]:
-        wrong.append(f"afterwards nothing is prefilled remotely: {record['fallbacks']}")
-    return wrong, figures
-
-
-async def _is_busy(bench: Bench) -> bool:
-    load = (await bench.describe("far")).load
-    return bool(load.sending or load.running)
-
-
-async def _is_back(bench: Bench, engine: int) -> bool:
-    if (await bench.describe("far")).engine_pid == engine:
-        return False
-    return await bench.gateway_sees("far") == "ready"
-
-
-async def _until(holds: Callable[[], Awaitable[bool]], limit_s: float) -> None:
-    async with asyncio.timeout(limit_s):
-        while True:
-            if await holds():
-                return
-            await asyncio.sleep(POLL_S)
+def of_model(name: str, setting: Setting, writer: ModelWriter, parts: Sequence[str], report: Report) -> None:
+    """Parts over one pair of servers, in order. What ends one of them, or the start, is a reason."""
+    waiting = list(parts)
+    if reason := _shortage(setting, waiting[0], report):
+        report.add(skipped(waiting[0], reason, name))
+        return
+    report.say(f"{name}: starting two servers")
+    try:
+        model = writer.path_of(name, report.left_s())
+        folder = Path(tempfile.mkdtemp(dir=model.parent))
+        start_s = _start_s(setting, report)
+        with started(document(model, setting, start_s=start_s), model, folder, start_s) as bench:
+            report.say(f"{name}: both are ready")
+            while waiting and not (reason := _shortage(setting, waiting[0], report, is_ready=True)):
+                part = waiting[0]
+                try:
+                    found = bench.run(ROUNDS[part](bench, setting, name), timeout_s=_rounds_s(report))
+                except Exception as error:  # of vLLM, gRPC or HTTP: the other parts are not concerned
+                    found = [_said(error)], {}
+                report.add(judged(waiting.pop(0), *found, model=name))
+        for part in waiting:
+            report.add(skipped(part, reason, name))
+    except Exception as error:  # of vLLM, gRPC or HTTP: the other parts are not concerned
+        for part in waiting or ["end"]:
+            report.add(judged(part, [_said(error)], {}, model=name))
 
 
 @contextlib.contextmanager
-def plain_server(bench: Bench, model: Path, setting: Setting, folder: Path) -> Iterator[str]:
-    """A server with the same flags and without our connector. Raises RuntimeError when it does not start."""
-    port = free_port()
-    options = VllmOptions(
-        model=str(model), served_name=NAME, host="127.0.0.1", port=port, agent_socket=folder / "unused.sock", threads=1,
-        drain_timeout_s=1.0, chunk_tokens=setting.chunk_tokens, max_model_len=setting.max_model_len,
-        vllm_flags=setting.flags,
-    )  # fmt: skip
-    command = server_command(options, is_cpu=setting.is_dry)
-    argv = without(command, "--kv-transfer-config", "--kv-events-config", "--middleware", "--scheduler-cls")
-    env = environment(options, os.environ, is_cpu=setting.is_dry)
-    server = ServerProcess([sys.executable, *argv], folder / "plain.log", env, talks=False)
+def started(nodes: dict[str, Any], model: Path, folder: Path, start_s: float) -> Iterator[Bench]:
+    """A pair of servers. Raises RuntimeError with the end of what they logged where they are not ready in time."""
+    with contextlib.ExitStack() as stack:
+        try:
+            bench = stack.enter_context(Bench(nodes, model, folder, start_s=start_s + LATE_S))
+        except (PrfaasError, TimeoutError) as error:
+            logs = "; ".join(f"{log.name}: {_end_of(log)}" for log in sorted(folder.glob("*-engine.log")))
+            raise RuntimeError(f"not ready after {start_s:.0f} s: {_said(error)}: {logs}") from error
+        yield bench
+
+
+def _end_of(log: Path) -> str:
+    return log.read_text(errors="replace")[-LOG_TAIL:]
+
+
+def of_times(setting: Setting, writer: ModelWriter, report: Report) -> None:
+    """Part C: every server at once, then one after the other is asked."""
+    name = setting.timed_model
+    if reason := _shortage(setting, "C", report):
+        report.add(skipped("C", reason, name))
+        return
+    report.say(f"{name}: starting two servers, and others to compare them with")
     try:
-        bench.run(_healthy(f"http://127.0.0.1:{port}/health", server), timeout_s=START_S)
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        server.stop()
+        model = writer.path_of(name, report.left_s())
+        folder = Path(tempfile.mkdtemp(dir=model.parent))
+        start_s = _start_s(setting, report)
+        nodes = document(model, setting, start_s=start_s, timed=True)
+        with beside(model, setting, folder) as (plain, pair), started(nodes, model, folder, start_s) as bench:
+            report.say(f"{name}: both are ready")
+            found = bench.run(times(bench, setting, plain, pair), timeout_s=_rounds_s(report))
+    except Exception as error:  # of vLLM, gRPC or HTTP: the other parts are not concerned
+        found = [_said(error)], {}
+    report.add(judged("C", *found, model=name))
 
 
-async def _healthy(url: str, server: ServerProcess) -> None:
-    async with aiohttp.ClientSession() as session:
-        while True:
-            server.raise_if_ended()
-            with contextlib.suppress(aiohttp.ClientError):
-                async with session.get(url) as answer:
-                    if answer.status == 200:
-                        return
-            await asyncio.sleep(POLL_S)
+def _shortage(setting: Setting, part: str, report: Report, *, is_ready: bool = False) -> str:
+    needed_s = setting.needed_s.get(part, 0.0)
+    return report.budget.shortage(needed_s / 3 if is_ready and part == "B" else needed_s, time.monotonic())
 
 
-Found = tuple[list[str], dict[str, Any]]  # why a part has failed, and its figures
-Round = Callable[[Bench, Setting, Path, Path], Found]
+def _start_s(setting: Setting, report: Report) -> float:
+    return max(1.0, min(setting.start_s, report.left_s() - STOP_S))
 
 
-def run_parts(device: str, wanted: Sequence[str]) -> list[PartResult]:
-    """Those of B, C and D that are wanted. C and D take the first model."""
-    if reason := why_not(device):
-        return [PartResult(part, "skipped", reason, {}) for part in wanted]
-    setting = CPU if device == "cpu" else CUDA
-    of_all: dict[str, Any] = {}
-    reasons, others = list[str](), list[PartResult]()
-    with tempfile.TemporaryDirectory(prefix="prfaas-gpu-") as scratch:
-        for number, name in enumerate(setting.models):
-            rounds = {part: ROUNDS[part] for part in wanted if part == "B" or number == 0}
-            found = with_servers(name, setting, Path(scratch), rounds) if rounds else {}
-            if "B" in found:
-                why, of_all[name] = found.pop("B")
-                reasons += [f"{name}: {each}" for each in why]
-            others += [judged(part, *each) for part, each in found.items()]
-    equal = [judged("B", reasons, of_all | {"left_out": LEFT_OUT})] if "B" in wanted else []
-    return [*equal, *others]
+def _rounds_s(report: Report) -> float:
+    return max(1.0, report.left_s() - STOP_S)
 
 
-def with_servers(name: str, setting: Setting, scratch: Path, rounds: Mapping[str, Round]) -> dict[str, Found]:
-    """Parts over one pair of servers, in order. What ends one of them, or the start, is a reason."""
-    found: dict[str, Found] = {}
-    folder = Path(tempfile.mkdtemp(dir=scratch))
-    try:
-        model = written(name, scratch)
-        with Bench(document(model, setting), model, folder) as bench:
-            for part, run in rounds.items():
-                try:
-                    found[part] = run(bench, setting, model, folder)
-                except ENDINGS as error:
-                    found[part] = ([f"{type(error).__name__}: {error}"], {})
-    except ENDINGS as error:
-        return {part: found.get(part, ([f"{type(error).__name__}: {error}"], {})) for part in rounds}
-    return found
-
-
-def _equal(bench: Bench, setting: Setting, model: Path, folder: Path) -> Found:
-    return bench.run(equality(bench, setting), timeout_s=START_S)
-
-
-def _timed(bench: Bench, setting: Setting, model: Path, folder: Path) -> Found:
-    with plain_server(bench, model, setting, folder) as url:
-        return bench.run(times(bench, setting, url), timeout_s=START_S)
-
-
-def _killed(bench: Bench, setting: Setting, model: Path, folder: Path) -> Found:
-    return bench.run(killed(bench, setting), timeout_s=2 * START_S)
-
-
-ROUNDS: Final[Mapping[str, Round]] = {"B": _equal, "C": _timed, "D": _killed}
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
