@@ -4,10 +4,11 @@ Where each has a budget of its own they are lines of their own beside that: a pr
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Final, Protocol
+from typing import Final
 
 from msgspec.structs import replace
 
+from planner.decisions.links.reports import LinkReport
 from planner.decisions.routing.arrivals import bytes_to_send
 from planner.decisions.routing.placement import soonest_s
 from planner.decisions.views import LinkView, NodeView, PrefillCost, RouteRequest
@@ -15,35 +16,10 @@ from planner.decisions.views import LinkView, NodeView, PrefillCost, RouteReques
 BOUND: Final = 0.98  # of its budget: a sender that measures as much is held by it, and not by the line
 
 
-class SenderReport(Protocol):
-    """What a sender says of its egress to a cluster. Rates and round trips are 0 while unknown."""
-
-    @property
-    def available_bytes_per_s(self) -> float: ...
-    @property
-    def budget_bytes_per_s(self) -> float: ...
-    @property
-    def utilisation(self) -> float: ...
-    @property
-    def retransmit_ratio(self) -> float: ...
-    @property
-    def queued_bytes(self) -> float: ...
-    @property
-    def congested(self) -> bool: ...
-    @property
-    def inflated(self) -> bool: ...
-    @property
-    def rtt_s(self) -> float: ...
-    @property
-    def min_rtt_s(self) -> float: ...
-    @property
-    def estimate_error(self) -> float: ...
-
-
 def seen_by_sender(
     source: str,
     destination: str,
-    report: SenderReport | None,
+    report: LinkReport | None,
     promised_bytes: float,
     budget_bytes_per_s: float | None,
 ) -> LinkView | None:

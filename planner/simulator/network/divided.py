@@ -5,9 +5,10 @@ Every sender reports to the deciders as a live one does, and the line is made of
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
+import msgspec
 import numpy as np
 from msgspec import structs
 
@@ -20,8 +21,7 @@ from planner.simulator.nodes.node import SimulatedRequest
 from planner.simulator.scenario import Wire
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SenderReport:
+class BudgetedReport(msgspec.Struct, frozen=True, kw_only=True):
     """What a sender with a budget says of a line that has room for it."""
 
     budget_bytes_per_s: float
@@ -55,7 +55,7 @@ class BudgetedSender:
         began, over_s, size = self._computing
         left_s = began + over_s - now
         uncomputed = size * left_s / over_s if left_s > 0 else 0.0
-        report = SenderReport(
+        report = BudgetedReport(
             budget_bytes_per_s=seen.available_bytes_per_s or 0.0,
             queued_bytes=max(0.0, seen.queued_bytes - uncomputed),
             rtt_s=wire.rtt_s,
@@ -100,8 +100,8 @@ class DividedEgress(SimulatedEgress):
         self._sender_of(item).send(now, size, item, over_s)
 
     def _sender_of(self, item: Any) -> BudgetedSender:
-        """A prefix may come from a node that is none of the senders: its bytes count as the first one's."""
-        name = item.route.prefill_node if isinstance(item, SimulatedRequest) else item.source
+        """A prefix may come from a node of another role: its bytes count as the first sender's."""
+        name = item.route.prefill_node or "" if isinstance(item, SimulatedRequest) else item.source
         return self._senders.get(name) or next(iter(self._senders.values()))
 
     def view(self, now: float) -> LinkView:
