@@ -3,7 +3,7 @@
 from typing import Protocol
 
 
-class LinkReport(Protocol):
+class SenderReport(Protocol):
     """What a sender says of its egress to a cluster. Rates and round trips are 0 while unknown."""
 
     @property

@@ -8,7 +8,7 @@ from typing import Final
 
 from msgspec.structs import replace
 
-from planner.decisions.links.reports import LinkReport
+from planner.decisions.links.reports import SenderReport
 from planner.decisions.routing.arrivals import bytes_to_send
 from planner.decisions.routing.placement import soonest_s
 from planner.decisions.views import LinkView, NodeView, PrefillCost, RouteRequest
@@ -19,7 +19,7 @@ BOUND: Final = 0.98  # of its budget: a sender that measures as much is held by 
 def seen_by_sender(
     source: str,
     destination: str,
-    report: LinkReport | None,
+    report: SenderReport | None,
     promised_bytes: float,
     budget_bytes_per_s: float | None,
 ) -> LinkView | None:
