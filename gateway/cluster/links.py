@@ -20,7 +20,7 @@ from gateway.config.gateway import GatewayConfig
 from membership.lines import Ends, Line, LineUse, by_ends, uses
 from planner.decisions.estimates.coding import CodingEstimate
 from planner.decisions.links.paths import PATH_FAILED, Paths
-from planner.decisions.routing.lines import BOUND, shared_line
+from planner.decisions.routing.lines import own_lines, seen_by_sender, shared_line
 from planner.decisions.views import ClusterKind, LinkView, Role
 
 log = logging.getLogger("prfaas.gateway.links")
@@ -192,7 +192,7 @@ class ClusterLinks:
             # Of the senders of a large cluster, a few have reported since the decision before.
             is_same = of is not None and of[0] == sender
             seen[sender[0]] = (
-                of if of is not None and is_same else (sender, _seen_by_sender(source, destination, *sender[1:]))
+                of if of is not None and is_same else (sender, seen_by_sender(source, destination, *sender[1:]))
             )
         return _ViewedLine(made_of, reported.loads, now, seen, self._line(source, destination, made_of, seen))
 
@@ -203,8 +203,6 @@ class ClusterLinks:
         # Promised by nodes that have not sent there yet, and say nothing of their budget.
         unseen_bytes = sum(promised for name, _, promised, _ in senders if name not in own)
         line = shared_line([*own.values()]) if own else LinkView(source=source, destination=destination)
-        # Without budgets, or with shared ones, what one sender leaves of the line is for the others.
-        is_theirs = line.budget_bytes_per_s is not None and len(own) == len(senders) > 1 and not self._is_budget_shared
         return replace(
             line,
             up=bool(senders) and not drained,
@@ -217,10 +215,8 @@ class ClusterLinks:
             promised_bytes=line.promised_bytes + unseen_bytes,
             coded_ratio=coded_ratio,
             lines=self._names.get((source, destination), ()),
-            senders=tuple(
-                (name, replace(view, coded_ratio=coded_ratio, rtt_s=view.rtt_s or line.min_rtt_s))
-                for name, view in (own.items() if is_theirs else ())
-            ),
+            # With shared budgets, what one sender leaves of the line is for the others.
+            senders=() if self._is_budget_shared else own_lines(line, own, len(senders), coded_ratio),
         )
 
     def _coded_ratio(self, source: str, destination: str) -> float:
@@ -386,38 +382,6 @@ def _names(lines: Sequence[Line]) -> dict[Ends, tuple[str, ...]]:
 def _sender(node: ClusterNode, destination: str) -> _Sender:
     promised_bytes = node.promised_bytes.get(destination, 0)
     return node.id, node.link_to(destination), promised_bytes, node.own_budget_to(destination)
-
-
-def _seen_by_sender(
-    source: str, destination: str, load: LinkLoad | None, promised_bytes: int, budget_bytes_per_s: float | None
-) -> LinkView | None:
-    """The link as one sender has it; None where it has not sent there yet, and does not say what it may."""
-    budget = budget_bytes_per_s or None
-    if load is None:
-        if budget_bytes_per_s is None:
-            return None
-        return LinkView(
-            source=source, destination=destination, budget_bytes_per_s=budget, promised_bytes=promised_bytes
-        )
-    available, carried = load.available_bytes_per_s, load.available_bytes_per_s * load.utilisation
-    if budget not in (None, load.budget_bytes_per_s) and 0 < BOUND * load.budget_bytes_per_s <= available:
-        available = budget_bytes_per_s or 0.0  # held by its share of a moment, not by the line
-    return LinkView(
-        source=source,
-        destination=destination,
-        available_bytes_per_s=available or None,
-        budget_bytes_per_s=budget,
-        utilisation=min(1.0, carried / available) if available else 0.0,
-        retransmit_ratio=load.retransmit_ratio,
-        queued_bytes=load.queued_bytes,
-        # What is queued already was promised before.
-        promised_bytes=max(0, promised_bytes - load.queued_bytes),
-        congested=load.congested,
-        # Longer round trips are a queue only where the sender says so; else they say nothing.
-        rtt_s=load.rtt_s if load.inflated or not load.min_rtt_s else min(load.rtt_s, load.min_rtt_s),
-        min_rtt_s=load.min_rtt_s,
-        estimate_error=load.estimate_error,
-    )
 
 
 def _carried(load: LinkLoad) -> float:

@@ -215,7 +215,7 @@ class World:
         if found.target is Target.REMOTE:
             job.egress = self.links.between(node.pool.name, decode.pool.name)
             job.unsent = _bytes_to_send(self.scenario.kv, job)
-            job.egress.promise(job.unsent)
+            job.egress.promise(job)
         rate = self.scenario.routing.placement.fetch_bytes_per_s
         source = None if found.fetch_from is None else self.roles.named(found.fetch_from)
         if source is not None and source.pool is not node.pool:
@@ -241,13 +241,13 @@ class World:
         self._wait[job.index] = now - job.arrived
         if job.egress is not None and self.scenario.tail_share < 1:
             job.flows = 2
-            self._send(now, job, 1 - self.scenario.tail_share)
+            self._send(now, job, 1 - self.scenario.tail_share, job.service_s)
 
-    def _send(self, now: float, job: SimulatedRequest, share: float) -> None:
+    def _send(self, now: float, job: SimulatedRequest, share: float, over_s: float = 0.0) -> None:
         size = _bytes_to_send(self.scenario.kv, job) * share
         job.unsent -= size
-        job.egress.promise(-size)
-        job.egress.send(now, size, job)
+        job.egress.leaves(size)
+        job.egress.send(now, size, job, over_s)
 
     def _on_prefilled(self, now: float, job: SimulatedRequest) -> None:
         if job.is_lost:
@@ -268,6 +268,7 @@ class World:
             return
         job.flows -= 1
         if not job.flows:
+            job.egress.forget(job)
             wire = job.egress.wire
             if not job.failed:
                 self._experience.on_arrived((wire.source, wire.destination), job.route.arrives_s, now - job.arrived)
@@ -280,7 +281,7 @@ class World:
         lost = list(dict.fromkeys(item for item in items if isinstance(item, SimulatedRequest)))
         for job in lost:
             job.is_lost = True
-            job.egress.promise(-job.unsent)
+            job.egress.forget(job)
             self.links.failed(now, job)
         for job in lost:
             self._fallbacks[f"prefill_{PATH_FAILED}"] += 1

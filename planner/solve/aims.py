@@ -128,23 +128,41 @@ class Aim:
             raise self.why_none(problem)
         return best, most
 
-    def kept_rate(self, problem: Problem, found: Cut, goals: Sequence[Goal], limit: float) -> float:
+    def solved(self, whole: Problem, thin: Problem) -> tuple[Cut, float | None]:
+        """The plan of a `thinned` problem, and the rate within its targets, where it has some. Raises Infeasible."""
+        best = self.best(thin)
+        if best is None:
+            raise self.why_none(whole)
+        if self.arrivals is not None:
+            return self.replayed(thin, best)
+        return best, best.rate if self.goals else None
+
+    def is_kept(self, whole: Problem, thin: Problem, rate: float) -> bool:
+        """Whether the plan of a problem keeps all goals at a rate as plans judge themselves, by all lengths."""
+        if not self.goals:
+            return True
+        best, _ = self.solved(whole, thin)
+        return self._keeps(whole, self.in_full(whole, thin, best), self.goals, rate)
+
+    def kept_rate(
+        self, problem: Problem, found: Cut, goals: Sequence[Goal], limit: float, known: float = 0.0
+    ) -> float:  # fmt: skip
         """The largest rate up to `limit` at which the plan's `outlook` keeps all of these goals, 0 if none does.
 
         Plans are compared with fewer lengths and by the loads of Λ, which is near. What is promised is what the plan says of it.
+        At a rate that is `known` it is kept.
         """
-
-        def keeps(rate: float) -> bool:
-            shares = outlook(problem, found, self.output_tokens, goals, self.arrivals, rate)
-            return all(share >= goal.target.share for goal, share in zip(goals, shares, strict=True))
-
-        if keeps(limit):
-            return limit
-        low, high = 0.0, limit
+        if limit <= known or self._keeps(problem, found, goals, limit):
+            return max(limit, known)
+        low, high = known, limit
         for _ in range(STEPS):
             middle = (low + high) / 2
-            low, high = (middle, high) if keeps(middle) else (low, middle)
+            low, high = (middle, high) if self._keeps(problem, found, goals, middle) else (low, middle)
         return low
+
+    def _keeps(self, problem: Problem, found: Cut, goals: Sequence[Goal], rate: float) -> bool:
+        shares = outlook(problem, found, self.output_tokens, goals, self.arrivals, rate)
+        return all(share >= goal.target.share for goal, share in zip(goals, shares, strict=True))
 
     def in_full(self, problem: Problem, thin: Problem, found: Cut) -> Cut:
         """The plan of a `thinned` problem, of all lengths."""

@@ -41,32 +41,32 @@ def cost_per_hour(problem: Problem) -> float:
     return total
 
 
-def cheapest(problem: Problem, aim: Aim) -> Problem:
+def cheapest(problem: Problem, aim: Aim, whole: Problem) -> Problem:
     """The part of the site worth paying for: least cost at the rate asked for, or else least cost per request.
 
     The rate is the one that `aim` counts. Tries every count of instances up to what the site has, each with the plan that
-    serves most; of equally cheap ones the one with the highest rate is kept. `problem` is as the aim thins it. Raises Infeasible.
+    serves most; of equally cheap ones the one with the highest rate is kept. `problem` is `whole` as the aim thins it: a part
+    whose plan misses a target at the rate asked for, by all lengths, is not worth anything. Raises Infeasible.
     """
     if problem.pd.price_per_hour <= 0:
         raise InputError(f"cluster {problem.pd.name}: price_per_hour={problem.pd.price_per_hour}: cost needs a price")
     asked = aim.options.rate_req_per_s
-    found = _at_rate(problem, aim, asked) if asked else _per_request(problem, aim)
+    found = _at_rate(problem, aim, whole, asked) if asked else _per_request(problem, aim)
     if found is not None:
         return found
-    most = aim.best(problem)
     if not asked:
         raise aim.why_none(problem)
-    if most is not None and aim.arrivals is not None:
-        best, rate = aim.replayed(problem, most)
-        most = replace(best, rate=rate)
-    raise too_much(asked, most)
+    best, most = aim.solved(whole, problem)
+    if most is not None:
+        most = aim.kept_rate(whole, aim.in_full(whole, problem, best), aim.goals, most)
+    raise too_much(asked, best.rate if most is None else most, aim)
 
 
-def too_much(asked: float, most: Cut | None) -> Infeasible:
-    """More is asked for than the site carries."""
+def too_much(asked: float, most: float, aim: Aim) -> Infeasible:
+    """More is asked for than the site carries, or carries within its targets."""
     return Infeasible(
-        f"rate_req_per_s={asked}: the whole site serves {most.rate if most else 0:.3f} req/s; ask for at most that, "
-        f"or add instances"
+        f"rate_req_per_s={asked}: the whole site serves {most:.3f} req/s{' within its targets' if aim.goals else ''}; "
+        "ask for at most that, or add instances"
     )
 
 
@@ -78,7 +78,7 @@ def _parts(problem: Problem) -> list[Problem]:
     ]
 
 
-def _at_rate(problem: Problem, aim: Aim, asked: float) -> Problem | None:
+def _at_rate(problem: Problem, aim: Aim, whole: Problem, asked: float) -> Problem | None:
     best: tuple[float, float, Problem] | None = None
     for part in sorted(_parts(problem), key=cost_per_hour):
         least = cost_per_hour(part)
@@ -95,7 +95,8 @@ def _at_rate(problem: Problem, aim: Aim, asked: float) -> Problem | None:
         cost = spend_per_hour(part, found, asked)
         if best is not None and (cost, -found.rate) >= (best[0] * (1 + SAME_COST if is_level else 1), -best[1]):
             continue
-        if aim.carries(part, found, asked):
+        in_full = replace(whole, capacity=part.capacity)
+        if aim.carries(part, found, asked) and aim.is_kept(in_full, part, asked):
             best = (cost, found.rate, part)
     return best[2] if best else None
 

@@ -244,14 +244,9 @@ def _solve(site: Site, options: SolveOptions, deployment: str | None, rehearse: 
     if best_cut(thin, options).rate <= 0:
         raise Infeasible(_why_nothing(problem))
     if options.objective is Objective.COST:
-        thin = cheapest(thin, aim)
+        thin = cheapest(thin, aim, problem)
         problem = replace(problem, capacity=thin.capacity)
-    best = aim.best(thin)
-    if best is None:
-        raise aim.why_none(problem)
-    slo_rate = None if not aim.goals else best.rate
-    if aim.arrivals is not None:
-        best, slo_rate = aim.replayed(thin, best)
+    best, slo_rate = aim.solved(problem, thin)
     found = aim.in_full(problem, thin, best)
     # With a target for TTFT the plan's own Λ is where it saturates, not the rate that meets the target.
     found = replace(found, rate=rate_at(problem.loads, problem.capacity, found.num_prefill, found.cut, found.share))
@@ -269,12 +264,13 @@ def _solve(site: Site, options: SolveOptions, deployment: str | None, rehearse: 
         if not slo_rate:
             raise aim.why_none(problem)
         found = replace(found, rate=max(found.rate, slo_rate))
-    if slo_rate is not None and options.objective is Objective.SLO:
+    if slo_rate is not None:
         # What was not rehearsed is promised as the plan judges it.
         judged = [
             each for each in aim.goals if rehearsal is None or not (each.is_of_all or each.target.name in in_time)
         ]
-        kept_rate = aim.kept_rate(problem, found, judged, slo_rate)
+        known = options.rate_req_per_s if options.objective is Objective.COST else None
+        kept_rate = aim.kept_rate(problem, found, judged, slo_rate, known or 0.0)
         if not kept_rate:
             raise aim.why_none(problem)
         if kept_rate < slo_rate and rehearsal is not None:
@@ -282,7 +278,7 @@ def _solve(site: Site, options: SolveOptions, deployment: str | None, rehearse: 
         slo_rate = kept_rate
     carried = best.rate if slo_rate is None else slo_rate
     if options.rate_req_per_s and carried < options.rate_req_per_s * (1 - TIE):
-        raise too_much(options.rate_req_per_s, replace(best, rate=carried))
+        raise too_much(options.rate_req_per_s, carried, aim)
     return _Solved(
         site=site,
         problem=problem,

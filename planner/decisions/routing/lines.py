@@ -3,14 +3,68 @@
 Where each has a budget of its own they are lines of their own beside that: a prompt leaves by one of them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
+from msgspec.structs import replace
+
+from planner.decisions.links.reports import SenderReport
 from planner.decisions.routing.arrivals import bytes_to_send
 from planner.decisions.routing.placement import soonest_s
 from planner.decisions.views import LinkView, NodeView, PrefillCost, RouteRequest
 
 BOUND: Final = 0.98  # of its budget: a sender that measures as much is held by it, and not by the line
+
+
+def seen_by_sender(
+    source: str,
+    destination: str,
+    report: SenderReport | None,
+    promised_bytes: float,
+    budget_bytes_per_s: float | None,
+) -> LinkView | None:
+    """The link as one sender has it; None where it has not sent there yet, and does not say what it may.
+
+    `promised_bytes` are those of all requests that were sent to it and have not been delivered.
+    """
+    budget = budget_bytes_per_s or None
+    if report is None:
+        if budget_bytes_per_s is None:
+            return None
+        return LinkView(
+            source=source, destination=destination, budget_bytes_per_s=budget, promised_bytes=promised_bytes
+        )
+    available, carried = report.available_bytes_per_s, report.available_bytes_per_s * report.utilisation
+    if budget not in (None, report.budget_bytes_per_s) and 0 < BOUND * report.budget_bytes_per_s <= available:
+        available = budget_bytes_per_s or 0.0  # held by its share of a moment, not by the line
+    return LinkView(
+        source=source,
+        destination=destination,
+        available_bytes_per_s=available or None,
+        budget_bytes_per_s=budget,
+        utilisation=min(1.0, carried / available) if available else 0.0,
+        retransmit_ratio=report.retransmit_ratio,
+        queued_bytes=report.queued_bytes,
+        # What is queued already was promised before.
+        promised_bytes=max(0, promised_bytes - report.queued_bytes),
+        congested=report.congested,
+        # Longer round trips are a queue only where the sender says so; else they say nothing.
+        rtt_s=report.rtt_s if report.inflated or not report.min_rtt_s else min(report.rtt_s, report.min_rtt_s),
+        min_rtt_s=report.min_rtt_s,
+        estimate_error=report.estimate_error,
+    )
+
+
+def own_lines(
+    line: LinkView, seen: Mapping[str, LinkView], num_senders: int, coded_ratio: float = 1.0
+) -> tuple[tuple[str, LinkView], ...]:
+    """`LinkView.senders` of `line`, where all its senders are `seen` and each has a budget of its own; else nothing."""
+    if line.budget_bytes_per_s is None or not len(seen) == num_senders > 1:
+        return ()
+    return tuple(
+        (name, replace(view, coded_ratio=coded_ratio, rtt_s=view.rtt_s or line.min_rtt_s))
+        for name, view in seen.items()
+    )
 
 
 def shared_line(seen: Sequence[LinkView]) -> LinkView:

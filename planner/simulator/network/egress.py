@@ -5,12 +5,10 @@ senders give a peer up after (`transport.send.options.ClientOptions.peer_timeout
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 from math import exp, inf
 from typing import Any, Final
 
 import numpy as np
-from msgspec import structs
 
 from planner.decisions.views import LinkView
 from planner.model.profile import Floats
@@ -56,12 +54,20 @@ class SimulatedEgress:
     def _speed(self, flows: int) -> float:
         return self._rate / flows
 
-    def promise(self, size: float) -> None:
-        """Bytes that a prefill which was routed here will send; negative once it has."""
-        self._promised = max(0.0, self._promised + size)
+    def promise(self, job: SimulatedRequest) -> None:
+        """A prefill that was routed here will send this job's KVCache."""
+        self._promised += job.unsent
 
-    def send(self, now: float, size: float, item: Any) -> None:
-        """Starts a transfer of `size` bytes."""
+    def leaves(self, size: float) -> None:
+        """So much of what was promised begins to leave."""
+        self._promised = max(0.0, self._promised - size)
+
+    def forget(self, job: SimulatedRequest) -> None:
+        """All of it has arrived, or what is left of it will not be sent."""
+        self._promised = max(0.0, self._promised - job.unsent)
+
+    def send(self, now: float, size: float, item: Any, over_s: float = 0.0) -> None:
+        """Starts a transfer of `size` bytes, which are computed in the next `over_s`: what waits for that is in no queue."""
         if self._busy_since is None:
             self._monitor(now)
             self._busy_since = now
@@ -168,41 +174,3 @@ class SimulatedEgress:
         part = np.clip(edges - start[inside], 0.0, stop[inside] - start[inside]) * rate[inside]
         before = np.where(at > 0, total[inside] + part, 0.0)
         return np.diff(before)
-
-
-class DividedEgress(SimulatedEgress):
-    """A line of several senders, each with a part of its own that no other one uses."""
-
-    def __init__(
-        self,
-        wire: Wire,
-        loop: Loop,
-        on_delivered: Callable[[float, Any], None],
-        on_lost: Callable[[float, list[Any]], None],
-        peer_timeout_s: float,
-    ) -> None:
-        super().__init__(wire, loop, on_delivered, on_lost, peer_timeout_s)
-        part = replace(wire, capacity=[(at, rate / wire.senders) for at, rate in wire.capacity], senders=1)
-        self._parts = [SimulatedEgress(part, loop, on_delivered, on_lost, peer_timeout_s) for _ in range(wire.senders)]
-        self._part_of: dict[str, SimulatedEgress] = {}  # by sender
-
-    def send(self, now: float, size: float, item: Any) -> None:
-        sender = item.route.prefill_node or "" if isinstance(item, SimulatedRequest) else ""
-        if sender not in self._part_of:
-            self._part_of[sender] = self._parts[len(self._part_of) % len(self._parts)]
-        self._part_of[sender].send(now, size, item)
-
-    def view(self, now: float) -> LinkView:
-        parts = [part.view(now) for part in self._parts]
-        return structs.replace(
-            super().view(now),
-            utilisation=sum(part.utilisation for part in parts) / len(parts),
-            queued_bytes=sum(part.queued_bytes for part in parts),
-        )
-
-    @property
-    def sent_bytes(self) -> float:
-        return sum(part.sent_bytes for part in self._parts)
-
-    def sent_per_window(self, window_s: float, horizon_s: float) -> Floats:
-        return np.asarray(np.sum([part.sent_per_window(window_s, horizon_s) for part in self._parts], axis=0))

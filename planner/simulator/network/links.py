@@ -15,7 +15,8 @@ from msgspec import structs
 from planner.decisions.links.paths import MAX_LOST, PROBE_TICK_S, Paths
 from planner.decisions.views import LinkView
 from planner.simulator.loop import Loop
-from planner.simulator.network.egress import DividedEgress, SimulatedEgress
+from planner.simulator.network.divided import DividedEgress
+from planner.simulator.network.egress import SimulatedEgress
 from planner.simulator.nodes.node import DecodeNode, PrefillNode, SimulatedRequest
 from planner.simulator.scenario import Scenario, Wire
 
@@ -35,9 +36,16 @@ class SimulatedLinks:
         is_over: Callable[[], bool],
     ) -> None:
         """`is_over` says that there is nothing more to send, and so to probe for."""
-        self.all = [
-            _egress(wire)(wire, loop, on_delivered, on_lost, scenario.peer_timeout_s) for wire in scenario.wires
-        ]
+        by_cluster = groupby(senders.values(), lambda node: node.pool.name)
+        self._senders = {name: tuple(node.node_id for node in nodes) for name, nodes in by_cluster}
+
+        def egress(wire: Wire) -> SimulatedEgress:
+            names = self._senders.get(wire.source, ())
+            if wire.senders == 1 or not names:
+                return SimulatedEgress(wire, loop, on_delivered, on_lost, scenario.peer_timeout_s)
+            return DividedEgress(wire, loop, on_delivered, on_lost, scenario.peer_timeout_s, names)
+
+        self.all = [egress(wire) for wire in scenario.wires]
         self._by_ends = {(link.wire.source, link.wire.destination): link for link in self.all}
         # The other direction of the same lines: only prefixes go there.
         for wire in scenario.wires if scenario.routing.cross_cluster_cache else ():
@@ -45,8 +53,6 @@ class SimulatedLinks:
             self._by_ends[back.source, back.destination] = SimulatedEgress(
                 back, loop, on_delivered, on_lost, scenario.peer_timeout_s
             )
-        by_cluster = groupby(senders.values(), lambda node: node.pool.name)
-        self._senders = {name: tuple(node.node_id for node in nodes) for name, nodes in by_cluster}
         self._cluster_of = {name: cluster for cluster, names in self._senders.items() for name in names}
         self._decodes = decodes
         self._loop = loop
@@ -146,7 +152,3 @@ class SimulatedLinks:
         self._paths.still_down(sender, receivers[0], cluster, now)
         if not self._is_over():
             self._probe(now, (sender, cluster, receivers[1:]))
-
-
-def _egress(wire: Wire) -> type[SimulatedEgress]:
-    return DividedEgress if wire.senders > 1 else SimulatedEgress

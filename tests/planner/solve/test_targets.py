@@ -78,6 +78,36 @@ def test_a_plan_misses_nothing_that_it_promises(case_study, target, options):
     assert at_it.asked_ttft_p90_s <= 5.0 * 1.001
 
 
+@pytest.mark.parametrize(
+    ("up_to_16k_s", "above_90k_s", "share", "rate"), [(3.128, 7.722, 0.9, 1.815), (3.815, 7.505, 0.95, 0.976)]
+)
+def test_the_cheapest_plan_misses_nothing_at_the_rate_that_was_asked_for(
+    case_study, up_to_16k_s, above_90k_s, share, rate
+):
+    targets = (
+        TtftTarget(ttft_s=up_to_16k_s, share=share, up_to_tokens=16_000),
+        TtftTarget(ttft_s=above_90k_s, above_tokens=90_000),
+    )
+    of = with_targets(case_study, *targets)
+    plan = outline(of, SolveOptions(objective=Objective.COST, rate_req_per_s=rate))
+    assert all(row.at_req_per_s == rate and row.share_in_time >= row.asked_share for row in plan.targets)
+    assert plan.lambda_slo >= rate
+    least = outline(of, SolveOptions(objective=Objective.COST))
+    assert all(row.at_req_per_s == least.lambda_slo for row in least.targets)
+    assert all(row.share_in_time >= row.asked_share for row in least.targets)
+    with pytest.raises(
+        Infeasible, match=r"the whole site serves \d\.\d+ req/s within its targets; ask for at most that"
+    ):
+        outline(of, SolveOptions(objective=Objective.COST, rate_req_per_s=3.0))
+
+
+def test_the_least_cost_per_request_is_promised_at_a_rate_that_keeps_all_targets(case_study):
+    targets = (TtftTarget(ttft_s=2.716, share=0.95, up_to_tokens=8000), TtftTarget(ttft_s=7.098, above_tokens=60_000))
+    plan = outline(with_targets(case_study, *targets), SolveOptions(objective=Objective.COST))
+    assert all(row.at_req_per_s == plan.lambda_slo for row in plan.targets)
+    assert all(row.share_in_time >= row.asked_share for row in plan.targets)
+
+
 @pytest.mark.parametrize("target", [SHORT, MIDDLE, SHORTEST], ids=lambda target: target.name)
 def test_a_replayed_plan_misses_nothing_that_it_promises(site, target):
     of = replace(site, workload=workload_of(categorised(site, ["chat", "file"]), None))

@@ -1,7 +1,7 @@
 import pytest
 from msgspec.structs import replace
 
-from planner.decisions.routing.lines import shared_line
+from planner.decisions.routing.lines import own_lines, shared_line
 from planner.decisions.routing.offload import Reason, Target
 from planner.decisions.routing.policy import PlacementPolicy
 from planner.decisions.views import LinkView
@@ -79,3 +79,13 @@ def test_a_sender_whose_line_is_busy_still_hands_over_its_prefix():
     rules = policy(placement=PlacementPolicy(fetch_bytes_per_s=100 * GB))
     found = route(request(60_000), nodes, [line], rules)
     assert (found.prefill_node, found.fetch_from) == ("r1", "r0")
+
+
+def test_senders_have_lines_of_their_own_where_each_has_a_budget_and_all_are_seen():
+    seen = {"r0": OWN, "r1": replace(OWN, rtt_s=0.02, min_rtt_s=0.02)}
+    line = shared_line([*seen.values()])
+    assert [(name, view.rtt_s) for name, view in own_lines(line, seen, 2)] == [("r0", 0.02), ("r1", 0.02)]
+    assert own_lines(line, seen, 3) == ()
+    assert own_lines(OWN, {"r0": OWN}, 1) == ()
+    free = {"r0": OWN, "r1": link()}
+    assert own_lines(shared_line([*free.values()]), free, 2) == ()

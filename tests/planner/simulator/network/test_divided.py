@@ -1,0 +1,76 @@
+"""A line of senders with budgets: prompts leave by one of them, and routing knows what each has to send."""
+
+from dataclasses import replace
+
+import pytest
+
+from planner.decisions.routing.offload import Reason, Route, Target
+from planner.decisions.views import LinkView
+from planner.simulator.loop import Loop
+from planner.simulator.network.divided import DividedEgress
+from planner.simulator.nodes.node import SimulatedRequest
+from planner.simulator.scenario import Scenario, Wire
+from planner.simulator.world import simulate
+from tests.planner.simulator.network.test_links import pair
+from tests.planner.simulator.systems import arrivals
+
+
+def divided(rate: float, senders: int) -> Scenario:
+    """A prompt of 1000 tokens takes a second at home, a tenth of one far away, and has 1000 bytes to send."""
+    whole = pair([], far=senders)
+    wires = [replace(wire, capacity=[(0.0, rate)], senders=senders) for wire in whole.wires]
+    return replace(whole, wires=wires)
+
+
+def test_a_prompt_stays_where_the_line_of_any_one_sender_is_slower_than_home():
+    found = simulate(divided(2000.0, senders=4), arrivals([0.0, 10.0], 1000.0))
+    assert found.routes == {"local congested": 2}
+    assert found.ttft_s == pytest.approx([1.0, 1.0], abs=0.01)
+
+
+def test_a_prompt_leaves_by_the_sender_whose_own_line_is_free():
+    found = simulate(divided(4000.0, senders=2), arrivals([0.0, 0.15], 1000.0))
+    assert found.routes == {"remote long": 2}
+    assert found.ttft_s == pytest.approx([0.6, 0.6], abs=0.01)  # the first one has computed, and sends still
+
+
+def test_a_line_is_as_wide_as_its_parts_and_down_with_them():
+    scenario = divided(4000.0, senders=2)
+    down = replace(scenario, wires=[replace(wire, capacity=[(0.0, 0.0), (60.0, 4000.0)]) for wire in scenario.wires])
+    found = simulate(down, arrivals([0.0, 30.0, 100.0], 1000.0))
+    assert found.fallbacks == {"prefill_peer_lost": 1}
+    assert found.remote.tolist() == [0.0, 0.0, 1.0]
+    assert found.sent_bytes == pytest.approx(1000.0)
+
+
+def job_for(sender: str) -> SimulatedRequest:
+    job = SimulatedRequest(0, 0.0, 1000, 1.0, ())
+    job.route = Route(
+        target=Target.REMOTE, reason=Reason.LONG, decode_node="d0", prefill_node=sender, uncached_tokens=1000,
+        cached_tokens=0, threshold_tokens=500, link_bytes=1000.0,
+    )  # fmt: skip
+    return job
+
+
+def own(link: LinkView) -> list[tuple[str, float | None, float, float]]:
+    return [(name, seen.rate_bytes_per_s, seen.queued_bytes, seen.promised_bytes) for name, seen in link.senders]
+
+
+def test_bytes_are_promised_until_they_are_delivered_and_queued_once_they_are_computed():
+    wire = Wire(source="far", destination="pd", capacity=[(0.0, 500.0)], senders=2)
+    link = DividedEgress(wire, Loop(), lambda now, item: None, lambda now, items: None, 5.0, ["r0", "r1"])
+    job = job_for("r1")
+    link.promise(job)
+    idle = ("r0", 250.0, 0.0, 0.0)
+    assert own(link.view(0.0)) == [idle, ("r1", 250.0, 0.0, 1000.0)]
+    link.leaves(1000.0)
+    link.send(0.0, 1000.0, job, over_s=2.0)
+    assert own(link.view(0.0)) == [idle, ("r1", 250.0, 0.0, 1000.0)]
+    # Of 500 bytes that are computed, 250 have left.
+    assert own(link.view(1.0)) == [idle, ("r1", 250.0, 250.0, 750.0)]
+    assert own(link.view(2.0)) == [idle, ("r1", 250.0, 500.0, 500.0)]
+    assert own(link.view(3.0)) == [idle, ("r1", 250.0, 250.0, 750.0)]
+    link.forget(job)
+    line = link.view(4.0)
+    assert own(line) == [idle, ("r1", 250.0, 0.0, 0.0)]
+    assert (line.rate_bytes_per_s, line.utilisation) == (500.0, 0.0)
