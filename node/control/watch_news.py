@@ -25,7 +25,7 @@ class _Blocks:
 
     kind: str
     group: int
-    medium: "pb.Medium.ValueType"
+    medium: pb.Medium
     hashes: list[bytes] = field(default_factory=list)
 
     def event(self) -> pb.NodeEvent:
