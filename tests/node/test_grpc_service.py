@@ -2,7 +2,8 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any, cast
 
@@ -57,13 +58,12 @@ class Watching:
         self, request: pb.WatchRequest, then: Callable[[], None], until: Callable[[pb.NodeEvent], bool]
     ) -> list[pb.NodeEvent]:
         """The messages after the first two, once `then` was done, up to the one that `until` wants."""
-        stream = self._service.Watch(request, cast(Any, None))
-        async with asyncio.timeout(PATIENCE_S):
+        watch = self._service.Watch(request, cast(Any, None))
+        async with asyncio.timeout(PATIENCE_S), aclosing(cast(AsyncGenerator[pb.NodeEvent, None], watch)) as stream:
             found = [await anext(stream) for _ in range(2)]
             asyncio.get_running_loop().call_later(2 * APART_S, then)
             while not until(found[-1]):
                 found.append(await anext(stream))
-        await stream.aclose()
         assert [event.seq for event in found] == [*range(1, len(found) + 1)]
         return found[2:]
 

@@ -16,11 +16,11 @@ LOAD = pb.NodeEvent(load=pb.Load())
 A, B, C = (bytes([number]) * 32 for number in range(3))
 
 
-def stored(*hashes: bytes, group: int = 0, medium: "pb.Medium.ValueType" = pb.MEDIUM_MEMORY) -> pb.NodeEvent:
+def stored(*hashes: bytes, group: int = 0, medium: pb.Medium = pb.MEDIUM_MEMORY) -> pb.NodeEvent:
     return pb.NodeEvent(stored=pb.BlocksStored(group=group, hashes=b"".join(hashes), medium=medium))
 
 
-def removed(*hashes: bytes, group: int = 0, medium: "pb.Medium.ValueType" = pb.MEDIUM_MEMORY) -> pb.NodeEvent:
+def removed(*hashes: bytes, group: int = 0, medium: pb.Medium = pb.MEDIUM_MEMORY) -> pb.NodeEvent:
     return pb.NodeEvent(removed=pb.BlocksRemoved(group=group, hashes=b"".join(hashes), medium=medium))
 
 
