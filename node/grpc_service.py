@@ -18,6 +18,7 @@ from node.control.control_server import HTTP_2, ControlServer, FrontCallers, unc
 from node.control.holders import checked_name
 from node.control.rights import CallerOf, RightsInterceptor
 from node.control.summaries import Summaries
+from node.control.watch_news import WatchNews
 from node.errors import NodeRefusal
 from node.known_peers import NOT_A_PEER
 from node.kvcache.pages import snapshot_messages, split_hashes
@@ -210,24 +211,40 @@ class NodeService(rpc.NodeAgentServicer):
                 await self._summaries.read()
             first = pb.NodeEvent(description=self._agent.describe())
             cached = self._summaries.whole() if is_far else snapshot_messages(self._agent.snapshot())
+            self._tell_bookings(first, holder)
             for event in itertools.chain((first,), cached):
-                self._tell_bookings(event, holder)
                 event.seq = seq = seq + 1
                 yield event
-            load_at = self._now() + interval_s
+            news = WatchNews(interval_s, _requests(first.description.load), self._now())
             while True:
                 try:
-                    heard = await watcher.next(max(0.0, load_at - self._now()) if is_far else interval_s)
+                    heard = await watcher.next(max(0.0, news.due_at - self._now()))
                 except WatcherTooSlow:
                     await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "watcher too slow: watch again")
-                if heard is None:
-                    load_at = self._now() + interval_s
+                if self._now() >= news.due_at:
                     self._summaries.tell()
-                event = pb.NodeEvent()
-                event.CopyFrom(heard or pb.NodeEvent(load=self._agent.load()))
-                self._tell_bookings(event, holder)
-                event.seq = seq = seq + 1
-                yield event
+                heard = heard or watcher.next_at_once()
+                while heard is not None:
+                    news.hear(heard, _requests(heard.load) + self._agent.holders.booked_by_others(holder))
+                    heard = watcher.next_at_once() if not news.is_full else None
+                for event in self._due(news, holder, request.takes_several):
+                    event.seq = seq = seq + 1
+                    yield event
+
+    def _due(self, news: WatchNews, holder: str, takes_several: bool) -> list[pb.NodeEvent]:
+        """Messages of a watcher's own: events are shared by all of them."""
+        now = self._now()
+        if now < news.due_at:
+            return []
+        events, is_load_due = news.take(now)
+        if is_load_due:
+            events.append(pb.NodeEvent(load=self._agent.load()))
+        parts = pb.NodeEvents(events=events)
+        for event in parts.events:
+            self._tell_bookings(event, holder)
+        if is_load_due:
+            news.load_told(_requests(parts.events[-1].load), now)
+        return [pb.NodeEvent(several=parts)] if takes_several and len(events) > 1 else [*parts.events]
 
     def _tell_bookings(self, event: pb.NodeEvent, holder: str) -> None:
         """What is different for each watcher: which bookings are its own gateway's."""
@@ -281,6 +298,10 @@ class NodeService(rpc.NodeAgentServicer):
         name = "".join(each if each.isprintable() else "?" for each in named[:80]) or "somebody"
         certified = self.caller_of(context.peer())
         return f"{name} ({certified[0]}) at {certified[1]}" if certified is not None else f"{name} at {context.peer()}"
+
+
+def _requests(load: pb.Load) -> int:
+    return load.running + load.waiting + load.booked_by_others
 
 
 async def _refuse(context: grpc.aio.ServicerContext, refusal: NodeRefusal) -> NoReturn:

@@ -21,6 +21,7 @@ from gateway.cluster.agent_values import (
     conversion_from,
     events_from,
     granted_from,
+    hashes_in,
     info_from,
     load_from,
 )
@@ -47,6 +48,7 @@ REASONS: Final = {
 NOT_WHO_WE_MEANT: Final = ("handshake failed", "Hostname Verification Check failed", "CERTIFICATE_VERIFY_FAILED")
 
 
+TURN_HASHES: Final = 512  # that are taken in at once, or the last part of more
 RENEWED: Final = "renewed"
 RENEW_LOOK_S: Final = 10.0  # between two looks at our certificate
 RENEW_SPREAD_S: Final = 60.0  # within which all agents are watched anew with it
@@ -278,9 +280,10 @@ class AgentClient:
         await self._peer.look()
         told, cluster = NearClusters(self.near.names), ""
         stream = self._stub.Watch(
-            pb.WatchRequest(load_interval_s=load_interval_s, holder=self._holder, near=told.names)
+            pb.WatchRequest(load_interval_s=load_interval_s, holder=self._holder, near=told.names, takes_several=True)
         )
         last_seq: int | None = None
+        num_hashes = 0  # since others had their turn
         try:
             while True:
                 event = await _next(stream, silence_s, self.address)
@@ -297,7 +300,10 @@ class AgentClient:
                         self._peer.says(value.cluster, value.node_id)
                         self.kept.offered(value.calls_port)
                     yield value
-                    await asyncio.sleep(0)  # a long snapshot must not hold the event loop
+                    num_hashes += hashes_in(value)
+                    if num_hashes >= TURN_HASHES:  # a long snapshot must not hold the event loop
+                        num_hashes = 0
+                        await asyncio.sleep(0)
         finally:
             stream.cancel()
 

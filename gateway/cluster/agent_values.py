@@ -191,8 +191,22 @@ def events_from(event: pb.NodeEvent) -> Iterator[NodeEvent]:
         case "cleared":
             every = event.cleared.medium == pb.MEDIUM_UNSPECIFIED
             yield CacheCleared(None if every else _medium(event.cleared.medium))
+        case "several":
+            for each in event.several.events:
+                yield from events_from(each)
         case _:
             return  # an event of a later version
+
+
+def hashes_in(event: NodeEvent) -> int:
+    """How many hashes or names of blocks it has: the work that it makes."""
+    match event:
+        case BlocksStored() | BlocksRemoved():
+            return len(event.hashes)
+        case DigestPart():
+            return len(event.added) + len(event.removed)
+        case _:
+            return 0
 
 
 def info_from(node: pb.NodeDescription) -> NodeInfo:

@@ -88,7 +88,7 @@ class Booking:
             self._decode.arrivals.remove(landing)
             landing.over.set()
 
-    def prefilled(self) -> None:
+    def prefilled(self, *, is_computed: bool = False) -> None:
         """The prefill node is through with it, however that ended."""
         if self._prefill is not None:
             node, work = self._prefill
@@ -97,7 +97,10 @@ class Booking:
         if self._computing is not None:
             node, computing = self._computing
             self._computing = self.awaited = None
-            node.underway.end(computing)
+            if is_computed:
+                node.underway.computed(computing, self._clock())
+            else:
+                node.underway.end(computing)
 
     def answered(self) -> None:
         """The decode node is through with it: its engine has said all."""

@@ -2,13 +2,19 @@
 
 A node's engine looks for a prefix when it is asked, not when it begins. So a prompt that is sent too early computes
 again what is being computed in front of it. A decode node looks when it reserves: what is reserved too early is sent again.
+
+Its node tells which blocks it has since then a moment after the answer. Until then the prompt is promised on.
 """
 
 import asyncio
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 from planner.decisions.routing.promises import Promises
+
+UNTOLD_S: Final = 0.25  # nodes collect what they tell for 0.1 s; the rest is for a network and a busy loop
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -35,12 +41,13 @@ class InflightPrefixes:
 
     def __init__(self) -> None:
         self._promises = Promises()
+        self._untold: deque[tuple[float, InflightPrefill]] = deque()  # computed, and until when they are promised on
         self.by_end: dict[
             bytes, list[InflightPrefill]
         ] = {}  # by their last hash; empty while nothing is that would be cached
 
     def __len__(self) -> int:
-        return len(self._promises)
+        return sum(map(len, self.by_end.values())) - len(self._untold)
 
     def begin(self, hashes: Sequence[bytes]) -> InflightPrefill:
         computing = InflightPrefill(hashes)
@@ -50,10 +57,24 @@ class InflightPrefixes:
         return computing
 
     def end(self, computing: InflightPrefill) -> None:
-        """To be called once for each."""
+        """It will not be computed. This or `computed` is to be called once for each."""
         computing.done.set()
-        if not computing.hashes:
-            return
+        if computing.hashes:
+            self._forget(computing)
+
+    def computed(self, computing: InflightPrefill, now: float) -> None:
+        """It has been computed."""
+        computing.done.set()
+        self.settle(now)
+        if computing.hashes:
+            self._untold.append((now + UNTOLD_S, computing))
+
+    def settle(self, now: float) -> None:
+        """What was computed a while ago is promised no more: by now its node has told what it has of it."""
+        while self._untold and self._untold[0][0] <= now:
+            self._forget(self._untold.popleft()[1])
+
+    def _forget(self, computing: InflightPrefill) -> None:
         self._promises.remove(computing.hashes)
         left = self.by_end[computing.hashes[-1]]
         left.remove(computing)

@@ -211,8 +211,9 @@ class ClusterNode:
             return None
         return room_beside(room.free_tokens, room.tokens, attention_tokens) - sum(self._landing_tokens)
 
-    def promised_tokens(self, hashes: Sequence[bytes], holding: Holding) -> int:
+    def promised_tokens(self, hashes: Sequence[bytes], holding: Holding, now: float) -> int:
         """How much of a prompt it will hold when it has computed what it computes now, 0 for no more than now."""
+        self.underway.settle(now)
         size = self.info.block_size if self.info is not None else 0
         return self.underway.longest(hashes, holding.hit.num_tokens // size) * size if size else 0
 

@@ -224,7 +224,7 @@ class Clusters:
             for name, node in nodes:
                 if now >= node.suspect_until and (not exclude or name not in exclude):
                     holding = holding_of(name, NOTHING)
-                    promised = node.promised_tokens(prompt.hashes, holding) if node.underway.by_end else 0
+                    promised = node.promised_tokens(prompt.hashes, holding, now) if node.underway.by_end else 0
                     landing = node.landing(prompt.hashes, holding, now) if node.arrivals else NO_LANDING
                     views.append(node.view(holding, self._decode_slots, now, promised, *landing))
             return views

@@ -102,7 +102,7 @@ class Pairing:
         has_no_queue = node.pending_requests <= 1
         leg = self._run.legs.prefill_in(node, request, room)
         outcome = await self._run.prefill(request, node, decode, leg)
-        booking.prefilled()
+        booking.prefilled(is_computed=True)
         if has_no_queue:
             self._run.decider.learn(node, outcome)
         self._run.decider.learn_arrival(request, way, node, decode)

@@ -97,7 +97,7 @@ class TicketedRunner:
                     failed.clear()
                     way = self._run.other_prefill(request, chosen, ()) or chosen
             else:
-                booking.prefilled()
+                booking.prefilled(is_computed=True)
                 booking.landed(has_landed=True)
                 self._run.accounts.delivered(request, outcome, hold.nodes[0])
                 self._refusals.computed(request, chosen.decode_node)

@@ -45,6 +45,10 @@ class Watcher:
                 return await self._queue.get()
         return None
 
+    def next_at_once(self) -> pb.NodeEvent | None:
+        """The next event if it is there already."""
+        return None if self._queue.empty() else self._queue.get_nowait()
+
 
 class Broadcast:
     """Publishes to all current watchers."""

@@ -11,9 +11,11 @@ from gateway.cluster.agent_values import (
     NodeLoad,
     events_from,
     granted_from,
+    hashes_in,
 )
 from gateway.errors import unheard
-from hybrid_cache.cache.events import BlocksRemoved, BlocksStored, CacheCleared
+from hybrid_cache.cache.events import BlocksRemoved, BlocksStored, CacheCleared, Medium
+from hybrid_cache.index.digest import DigestPart
 from transport.control.proto import node_pb2 as pb
 
 A, B = b"a" * 32, b"b" * 32
@@ -37,6 +39,15 @@ def test_changes_and_loads_are_values() -> None:
     assert list(events_from(pb.NodeEvent(removed=removed))) == [BlocksRemoved(1, (B,))]
     assert list(events_from(pb.NodeEvent(load=pb.Load(running=3)))) == [NodeLoad(running=3)]
     assert list(events_from(pb.NodeEvent())) == []
+
+
+def test_several_events_in_a_message_are_taken_in_their_order() -> None:
+    stored, removed = pb.BlocksStored(hashes=A), pb.BlocksRemoved(group=1, hashes=B)
+    several = [pb.NodeEvent(stored=stored), pb.NodeEvent(removed=removed), pb.NodeEvent(load=pb.Load(running=3))]
+    heard = list(events_from(pb.NodeEvent(several=pb.NodeEvents(events=several))))
+    assert heard == [BlocksStored(0, (A,)), BlocksRemoved(1, (B,)), NodeLoad(running=3)]
+    assert [hashes_in(event) for event in heard] == [1, 1, 0]
+    assert hashes_in(DigestPart(0, Medium.MEMORY, (b"1234",), (b"5678", b"9abc"))) == 3
 
 
 def test_a_description_is_who_the_node_is_and_how_busy() -> None:

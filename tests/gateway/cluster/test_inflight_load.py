@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from gateway.cluster.agent_client import AgentClient
 from gateway.cluster.agent_values import FreeRoom, NodeInfo, NodeLoad
 from gateway.cluster.inflight_load import Booking, booked
+from gateway.cluster.inflight_prefixes import UNTOLD_S
 from gateway.cluster.node import ClusterNode
 from hybrid_cache.index.index import NOTHING
 from planner.decisions.routing.offload import Reason, Route, Target
@@ -102,7 +103,7 @@ def test_nothing_leaks(steps: list[Step]) -> None:
         if act == 0:
             booking.prefill(nodes[at], route_of(int(amount) % 10_000, amount))
         elif act == 1:
-            booking.prefilled()
+            booking.prefilled(is_computed=bool(at % 2))
         elif act == 2:
             booking.answered()
             answered.add(request)
@@ -121,6 +122,9 @@ def test_nothing_leaks(steps: list[Step]) -> None:
     for _, stack in open_bookings.values():
         stack.close()
     assert [(node.pending_requests, node.pending_tokens, node.promised_bytes) for node in nodes] == [(0, 0, {})] * 5
+    for node in nodes:
+        assert not len(node.underway)
+        node.underway.settle(UNTOLD_S)  # and then none is promised on, either
     assert not any(node.arrivals or node.underway.by_end for node in nodes)
 
 

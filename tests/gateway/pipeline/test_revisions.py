@@ -1,6 +1,7 @@
 """Nodes of two layouts serve one model: each request, its retries and its stream are of one of them."""
 
 import asyncio
+import json
 from dataclasses import replace
 from typing import Any
 
@@ -68,13 +69,16 @@ async def test_each_request_goes_to_nodes_of_one_revision() -> None:
         await w.settled()
 
 
-@pytest.mark.parametrize("fields", [{"prompt": LONG, "n": 3}, {"prompt": [LONG, f"a {LONG}", "hello"]}])
+@pytest.mark.parametrize("fields", [{"prompt": "{}", "n": 3}, {"prompt": ["{}", "a {}", "hello {}"]}])
 @on_memory_loop
 async def test_all_answers_to_one_call_are_of_one_revision(fields: dict[str, Any]) -> None:
     async with pipeline(remote=2, local=2, decode=2, revisions=("scripted", "retrained")) as w:
         await rolled(w, RETRAINED)
-        for _ in range(12):
-            async with w.http.post("/v1/completions", json={"model": "scripted", **fields}) as response:
+        for number in range(
+            12
+        ):  # each with prompts of its own: those of before draw a call to the nodes that have them
+            body = json.loads(json.dumps({"model": "scripted", **fields}).replace("{}", f"{number} {LONG}"))
+            async with w.http.post("/v1/completions", json=body) as response:
                 assert response.status == 200
         by_call: dict[str, set[str]] = {}
         for record in await w.records():

@@ -498,17 +498,19 @@ class Context(_message.Message):
     def __init__(self, context_id: _Optional[str] = ..., num_tokens: _Optional[int] = ..., ttl_s: _Optional[float] = ..., owner: _Optional[str] = ..., whole_ttl_s: _Optional[float] = ..., added_tokens: _Optional[int] = ..., owned_tokens: _Optional[int] = ..., ended: _Optional[bool] = ...) -> None: ...
 
 class WatchRequest(_message.Message):
-    __slots__ = ("load_interval_s", "holder", "near")
+    __slots__ = ("load_interval_s", "holder", "near", "takes_several")
     LOAD_INTERVAL_S_FIELD_NUMBER: _ClassVar[int]
     HOLDER_FIELD_NUMBER: _ClassVar[int]
     NEAR_FIELD_NUMBER: _ClassVar[int]
+    TAKES_SEVERAL_FIELD_NUMBER: _ClassVar[int]
     load_interval_s: float
     holder: str
     near: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, load_interval_s: _Optional[float] = ..., holder: _Optional[str] = ..., near: _Optional[_Iterable[str]] = ...) -> None: ...
+    takes_several: bool
+    def __init__(self, load_interval_s: _Optional[float] = ..., holder: _Optional[str] = ..., near: _Optional[_Iterable[str]] = ..., takes_several: _Optional[bool] = ...) -> None: ...
 
 class NodeEvent(_message.Message):
-    __slots__ = ("seq", "snapshot", "stored", "removed", "description", "load", "cleared", "context", "digest")
+    __slots__ = ("seq", "snapshot", "stored", "removed", "description", "load", "cleared", "context", "digest", "several")
     SEQ_FIELD_NUMBER: _ClassVar[int]
     SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
     STORED_FIELD_NUMBER: _ClassVar[int]
@@ -518,6 +520,7 @@ class NodeEvent(_message.Message):
     CLEARED_FIELD_NUMBER: _ClassVar[int]
     CONTEXT_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
+    SEVERAL_FIELD_NUMBER: _ClassVar[int]
     seq: int
     snapshot: CacheSnapshot
     stored: BlocksStored
@@ -527,7 +530,14 @@ class NodeEvent(_message.Message):
     cleared: CacheCleared
     context: Context
     digest: CacheDigest
-    def __init__(self, seq: _Optional[int] = ..., snapshot: _Optional[_Union[CacheSnapshot, _Mapping]] = ..., stored: _Optional[_Union[BlocksStored, _Mapping]] = ..., removed: _Optional[_Union[BlocksRemoved, _Mapping]] = ..., description: _Optional[_Union[NodeDescription, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., cleared: _Optional[_Union[CacheCleared, _Mapping]] = ..., context: _Optional[_Union[Context, _Mapping]] = ..., digest: _Optional[_Union[CacheDigest, _Mapping]] = ...) -> None: ...
+    several: NodeEvents
+    def __init__(self, seq: _Optional[int] = ..., snapshot: _Optional[_Union[CacheSnapshot, _Mapping]] = ..., stored: _Optional[_Union[BlocksStored, _Mapping]] = ..., removed: _Optional[_Union[BlocksRemoved, _Mapping]] = ..., description: _Optional[_Union[NodeDescription, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., cleared: _Optional[_Union[CacheCleared, _Mapping]] = ..., context: _Optional[_Union[Context, _Mapping]] = ..., digest: _Optional[_Union[CacheDigest, _Mapping]] = ..., several: _Optional[_Union[NodeEvents, _Mapping]] = ...) -> None: ...
+
+class NodeEvents(_message.Message):
+    __slots__ = ("events",)
+    EVENTS_FIELD_NUMBER: _ClassVar[int]
+    events: _containers.RepeatedCompositeFieldContainer[NodeEvent]
+    def __init__(self, events: _Optional[_Iterable[_Union[NodeEvent, _Mapping]]] = ...) -> None: ...
 
 class CacheDigest(_message.Message):
     __slots__ = ("anew", "parts")
