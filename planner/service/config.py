@@ -24,6 +24,7 @@ from planner.solve.control.readings import Units
 from transport.control.secret_files import read_secret
 from transport.control.settings import (
     SettingsError,
+    WrittenPath,
     build,
     in_file,
     mapped,
@@ -64,7 +65,7 @@ class ServiceConfig:
     ledger yet, that of `state_dir` is the first.
     """
 
-    state_dir: Path
+    state_dir: WrittenPath
     profile: Path
     pd_hardware: str
     prfaas_hardware: str = ""

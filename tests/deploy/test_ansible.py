@@ -105,7 +105,7 @@ def test_ansible_core_alone_has_all_modules() -> None:
 
 def test_settings_are_for_their_user_alone() -> None:
     inside = [each for each in copies() if "prfaas_settings" in each["ansible.builtin.copy"]["dest"]]
-    assert len(inside) == 7
+    assert len(inside) == 6
     assert {each["ansible.builtin.copy"]["mode"] for each in inside} == {"0600"}
     assert {each["ansible.builtin.copy"]["owner"] for each in inside} == {"{{ prfaas_user }}"}
 
@@ -114,8 +114,7 @@ def test_no_secret_is_shown() -> None:
     secret = re.compile(r"\.key\b|secret|digest")
     found = [each for each in copies() if secret.search(str(each["ansible.builtin.copy"]) + str(each.get("loop", "")))]
     assert sorted(each["name"] for each in found if each.get("no_log")) == [
-        "Put keys of certificates in place", "Put secrets in place", "Put the key that gateways know in place",
-        "Write down what it runs with",
+        "Put keys of certificates in place", "Put secrets in place", "Write down what it runs with",
     ]  # fmt: skip
     assert all(each.get("no_log") for each in found)
 
@@ -259,9 +258,9 @@ def trial(tmp_path: Path) -> Iterator[Trial]:
     systemctl = tmp_path / "systemctl"
     systemctl.write_text(SYSTEMCTL % sys.executable)
     systemctl.chmod(0o755)
-    (made.site / "plan.token").write_text("secret\n")
-    change(made.site / "plan.toml", r"^state_dir.*", 'state_dir = "/var/lib/prfaas/plan"')
-    change(made.site / "plan.toml", r"^gateway_key_file.*", 'gateway_key_file = "$CREDENTIALS_DIRECTORY/operator.key"')
+    (made.site / "profiles").mkdir()
+    (made.site / "profiles/mine.json").write_text("{}")
+    change(made.site / "plan.toml", r"^# profile = .*", 'profile = "profiles/mine.json"')
     with ExitStack() as stack:
         for host, name, key in (
             ("127.0.0.2", "home-d0", "metrics_port"), ("127.0.0.3", "remote-p0", "metrics_port"),
@@ -304,14 +303,19 @@ def test_it_installs_a_site_and_then_restarts_what_has_changed(trial: Trial) -> 
     assert trial.run(wheel) == {"away": 0, "here": 0}
     assert trial.asked() == []
 
+    settings = trial.settings("here")
+    for name in ("plan.toml", "plan.key", "profiles/mine.json", "certificates/planner.key"):
+        assert (settings / name).read_bytes() == (trial.site / name).read_bytes()
+
     # Of these two files a process reads the first by itself.
     (trial.site / "certificates/revoked").write_text("remote-p7\n")
     (trial.site / "names.secret").write_text("another\n")
     change(trial.site / "remote-p0.toml", r"^cache_bytes = \d+", "cache_bytes = 2147483648")
+    (trial.site / "profiles/mine.json").write_text("{ }")
     trial.run(wheel)
     assert (trial.settings("here") / "certificates/revoked").read_text() == "remote-p7\n"
     assert trial.asked() == [
-        "restart prfaas-node@remote-p0", "reload prfaas-node@home-d0", "reload prfaas-gateway",
+        "restart prfaas-node@remote-p0", "reload prfaas-node@home-d0", "reload prfaas-gateway", "restart prfaas-plan",
     ]  # fmt: skip
 
     # The first node does not come up: the others keep what they have, and the next run begins with it again.

@@ -4,7 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from transport.control.durable import write_durably
+from transport.control.durable import state_folder, write_durably
+
+
+def test_what_is_written_lies_in_systemds_folder_or_beside_the_settings() -> None:
+    assert state_folder(Path("/etc/prfaas"), {}) == Path("/etc/prfaas")
+    assert state_folder(Path("/etc/prfaas"), {"STATE_DIRECTORY": ""}) == Path("/etc/prfaas")
+    assert state_folder(Path("/etc/prfaas"), {"STATE_DIRECTORY": "/var/lib/a:/var/lib/b"}) == Path("/var/lib/a")
 
 
 def test_a_file_is_replaced_whole(tmp_path: Path) -> None:
