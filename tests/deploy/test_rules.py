@@ -223,6 +223,11 @@ CAUSES: dict[str, dict[str, str]] = {
     },
     "PrfaasLinkLossy": {f"prfaas_link_retransmit_ratio{{{LINK}}}": "0.02x60 0.001x120"},
     "PrfaasLinkCongested": {f"prfaas_link_congested{{{LINK}}}": "1x60 0x120"},
+    "PrfaasUsageNotShared": {
+        f'prfaas_fleet_failures_total{{{GATEWAY}, about="usage", reason="too_many_tenants"}}': "0+1x60 60x120"
+    },
+    # Nothing is read for an hour.
+    "PrfaasUsageIncomplete": {f"prfaas_fleet_usage_read_timestamp_seconds{{{GATEWAY}}}": "60x60 3660+60x120"},
     "PrfaasPlanServiceAway": {
         f'prfaas_plan_polls_total{{{GATEWAY}, outcome="unreachable"}}': "0+1x60 60x120",
         f'prfaas_plan_polls_total{{{GATEWAY}, outcome="unchanged"}}': "5x60 5+1x120",
