@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from engine.byte_tokenizer import save_byte_tokenizer
 from prfaas.cli import main, parser
 from prfaas.commands.descriptions import COMMANDS
 from prfaas.ending import ended_by_signals, run_until_done
@@ -39,6 +40,33 @@ def test_an_unknown_key_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[s
     path.write_text("[node]\nnode_idd = 'x'\n")
     assert main(["node", "-c", str(path)]) == 2
     assert "unknown key 'node_idd'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("more", [[], ["--ranks", "2"]], ids=["one", "ranks"])
+def test_a_nodes_file_is_checked_and_nothing_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str]
+) -> None:
+    path = tmp_path / "node.toml"
+    path.write_text(
+        '[node]\nnode_id = "d"\ncluster = "c"\ncluster_kind = "pd"\nrole = "decode"\nengine = "emulated"\nmodel = "m"\n'
+    )
+    assert main(["node", "-c", str(path), "--check", *more]) == 0
+    assert capsys.readouterr().out == f"{path}: ok\n"
+    path.write_text(path.read_text().replace("pd", "pq"))
+    assert main(["node", "-c", str(path), "--check", *more]) == 2
+    assert "cluster_kind = 'pq'" in capsys.readouterr().err
+
+
+def test_a_gateways_file_is_checked_and_nothing_starts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "gateway.toml"
+    save_byte_tokenizer(tmp_path, 4096)
+    for tokenizer, status, told in ((".", 0, f"{path}: ok"), ("none", 2, "none")):
+        path.write_text(
+            f'[gateway]\ntokenizer_dir = "{tokenizer}"\nthreshold_tokens = 1\nnodes = [{{ agent = "127.0.0.1:1" }}]\n'
+        )
+        assert main(["gateway", "-c", str(path), "--check"]) == status
+        said = capsys.readouterr()
+        assert told in said.out + said.err
 
 
 def test_a_demo_needs_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
