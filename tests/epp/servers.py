@@ -21,7 +21,7 @@ HEADERS = (
 class StandInServer:
     """`waiting`, `running` and `usage` are what its /metrics says.
 
-    `asked` counts requests of clients, `reports` those for its /metrics: a picker's own questions are none of a client.
+    `asked` counts requests of clients, `reports` those for its /metrics. A picker's own questions are not a client's.
     """
 
     port: int = 0
