@@ -180,6 +180,19 @@ def test_a_gateway_of_init_keeps_the_plan_where_it_may_write(tmp_path: Path) -> 
         assert Path(found.stdout.strip()) == folder / "followed-plan.json"
 
 
+def test_a_gateway_that_kept_its_plan_beside_its_file_still_does(tmp_path: Path) -> None:
+    """Under a unit of one's own, whose process could write there: it had a state directory that nothing was relative to."""
+    site_of(tmp_path / "etc")
+    (tmp_path / "var").mkdir()
+    file = tmp_path / "etc/gateway.toml"
+    file.write_text(re.sub("# (.gateway.plan.|url|plan_file)", r"\1", file.read_text()))
+    (tmp_path / "etc/followed-plan.json").write_text("{}")
+    command = [sys.executable, "-c", READ_PLAN_FILE, str(file)]
+    environment = {"PYTHONPATH": str(ROOT), STATE_DIRECTORY: str(tmp_path / "var")}
+    found = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert Path(found.stdout.strip()) == tmp_path / "etc/followed-plan.json"
+
+
 def test_a_stop_is_waited_for_as_long_as_ours_take() -> None:
     node, gateway = (int(settings(unit_of(kind))["TimeoutStopSec"][0]) for kind in ("node", "gateway"))
     least = node_config({"node_id": "n", "cluster": "c", "cluster_kind": "pd", "role": "decode", "model": "m"})

@@ -10,7 +10,7 @@ that before it, and `in_file` the name of the file. Errors are SettingsError her
 error at its edge.
 
 A field has one of these types: str; int; float; bool; Path, relative to the folder of the file; Any; a StrEnum. A
-WrittenPath is relative to the folder that systemd gives a unit to write in, if there is one, else as a Path. It may
+WrittenPath is relative to the folder that systemd gives a unit to write in (`durable.state_path`), else as a Path. It may
 be a datetime: a date is its first moment, one without a time zone is in UTC, and a string is parsed. It may
 be another such class (a table), or a tuple of any of these (an array). It may be a Mapping from str to such a class
 (tables by name), or to Any (a table that its reader parses). It may be a union of them.
@@ -28,7 +28,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Final, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from transport.control.durable import state_folder
+from transport.control.durable import state_path
 from transport.control.secret_files import located
 
 T = TypeVar("T")
@@ -173,7 +173,8 @@ def _typed(kind: Any, value: Any, where: str, key: str, base: Path) -> Any:
     if kind is Any:
         return value
     if kind == WrittenPath:
-        return _typed(Path, value, where, key, state_folder(base))
+        found = _typed(Path, value, where, key, base)
+        return state_path(base, value) if found == base / value else found
     if get_origin(kind) in (Union, UnionType):
         return _of_union(kind, value, where, key, base)
     if isinstance(kind, type) and is_dataclass(kind):
