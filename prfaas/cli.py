@@ -312,11 +312,15 @@ def _node(arguments: argparse.Namespace) -> int:
 
 
 def _ranks(arguments: argparse.Namespace, config: "NodeConfig") -> int:
+    from node.main import check_model
     from prfaas.system.ranks import rank_plans, run_ranks
     from transport.path.tcp import free_port
 
     plans = rank_plans(config, arguments.ranks, arguments.first_rank or 0, os.environ, lambda: free_port("127.0.0.1"))
     if arguments.check:
+        for plan in plans:
+            own = parser().parse_args([*arguments.own_args, *plan.flags])
+            check_model(config_from(own, [*arguments.engine_args, *plan.engine_flags]))
         return _checked(arguments)
     commands = [plan.command(arguments.own_args, arguments.engine_args) for plan in plans]
     return asyncio.run(run_ranks(plans, commands, config.drain_timeout_s, _to_stderr))
