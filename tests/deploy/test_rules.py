@@ -250,12 +250,26 @@ def test_alerts_fire_on_their_cause_and_clear_after_it(tmp_path: Path) -> None:
     document = {
         "rule_files": [str(RULES)],
         "evaluation_interval": "1m",
-        "tests": [_case(*case) for case in CAUSES.items()],
+        "tests": [_case(*case) for case in (*CAUSES.items(), *NEWS.items())],
     }
     (tmp_path / "cases.yml").write_text(yaml.safe_dump(document))
     for command in (["check", "rules", str(RULES)], ["test", "rules", str(tmp_path / "cases.yml")]):
         done = subprocess.run([PROMTOOL, *command], capture_output=True, text=True, timeout=120, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
+
+
+NEWS: dict[str, dict[str, str]] = {
+    # A fold is rare: the first one makes the series.
+    "PrfaasUsageNotShared": {
+        f'prfaas_fleet_failures_total{{{GATEWAY}, about="usage", reason="too_many_tenants"}}': "_x50 1x130"
+    },
+    # Nothing has ever been read.
+    "PrfaasUsageIncomplete": {
+        f'prfaas_fleet_failures_total{{{GATEWAY}, about="usage", reason="unreadable"}}': "0+1x60 60x120",
+        f"prfaas_fleet_usage_read_timestamp_seconds{{{GATEWAY}}}": "0x180",
+    },
+}
+"""What else some of them fire on."""
 
 
 # What is above the higher of two limits is above the lower one.
