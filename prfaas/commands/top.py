@@ -177,7 +177,7 @@ def _tenants(accounts: Iterable[Mapping[str, Any]], usage: Snapshot) -> Renderab
     table = _table("tenant", "requests", "prompt tokens", "cached", "answer tokens")
     for each in accounts:
         table.add_row(
-            each["tenant"],
+            _name(each["tenant"]),
             f"{sum(each['requests'].values())}",
             scaled(each["prompt_tokens"]),
             _share(each["cached_tokens"], each["prompt_tokens"]),
@@ -187,6 +187,11 @@ def _tenants(accounts: Iterable[Mapping[str, Any]], usage: Snapshot) -> Renderab
         return table
     told = f"of {usage['gateways']} gateways" if usage["complete"] else "sums of gateways are not complete"
     return Group(table, Text(told, style="dim" if usage["complete"] else "bold yellow"))
+
+
+def _name(text: str) -> Text:
+    """What a registry says is called so: no markup, and nothing that moves a terminal's cursor."""
+    return Text("".join(each if each.isprintable() else "?" for each in text))
 
 
 def _lost(registries: Sequence[Mapping[str, Any]]) -> Text | None:

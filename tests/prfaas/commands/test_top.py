@@ -282,6 +282,19 @@ def test_tenants_are_shown_and_whether_their_sums_are_complete() -> None:
     assert "sums of gateways are not complete" in shown(screen.page(10))
 
 
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [("[/x]", "[/x]"), ("[red]a", "[red]a"), ("a\x1b[2Jb", "a?[2Jb"), ("a\u202eb", "a?b"), ("a\nb", "a?b")],
+)
+def test_a_tenants_name_is_shown_as_text(name: str, told: str) -> None:
+    screen = Screen()
+    screen.take(nothing_happens())
+    screen.take_usage({"gateways": 1, "complete": True, "data": [account(name, 7)]})
+    page = shown(screen.page(10))
+    assert any(line.split()[:1] == [told] for line in page.splitlines())
+    assert not set(page) & {"\x1b", "\u202e"}
+
+
 @on_loop
 async def test_tenants_of_a_gateway_are_asked_for() -> None:
     tenants = {"acme": TenantConfig(keys=(digest_of("sk-acme"),))}
