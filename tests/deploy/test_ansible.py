@@ -32,7 +32,7 @@ TASKS: Final = sorted((ROLE / "tasks").glob("*.yml"))
 SYSTEMD: Final = ROOT / "deploy" / "systemd"
 PLAYBOOK: Final = os.environ.get("ANSIBLE_PLAYBOOK") or shutil.which("ansible-playbook") or ""
 needs_ansible = pytest.mark.skipif(not PLAYBOOK, reason="no ansible-playbook: ANSIBLE_PLAYBOOK names it")
-RUN_S: Final = 200.0
+RUN_S: Final = 600.0  # a run takes half a minute, and many times that beside other suites
 
 SITE: Final = InitSite(model="m", gateway="127.0.0.4", decode=("127.0.0.2",), remote=("127.0.0.3",), tls=True)
 SYSTEMCTL: Final = """#!%s -S
@@ -233,7 +233,8 @@ class Trial:
         file = self.folder / "inventory.yml"
         file.write_text(yaml.safe_dump(inventory))
         environment = {
-            **os.environ, "PATH": f"{self.folder}:{os.environ['PATH']}", "ANSIBLE_NOCOLOR": "1", "HOME": str(self.folder),
+            **os.environ, "PATH": f"{self.folder}:{os.environ['PATH']}", "ANSIBLE_NOCOLOR": "1", "ANSIBLE_PIPELINING": "1",
+            "HOME": str(self.folder),
         }  # fmt: skip
         command = [PLAYBOOK, "-i", str(file), str(FOLDER / "site.yml"), "--skip-tags", "users", *arguments]
         done = subprocess.run(
@@ -278,6 +279,20 @@ def trial(tmp_path: Path) -> Iterator[Trial]:
 def test_ansible_reads_it() -> None:
     inventory = str(FOLDER / "inventory.example.yml")
     subprocess.run([PLAYBOOK, "-i", inventory, str(FOLDER / "site.yml"), "--syntax-check"], check=True, timeout=RUN_S)
+
+
+@needs_ansible
+@pytest.mark.timeout(2 * RUN_S)
+@pytest.mark.parametrize(("sign", "is_refused"), [("", True), ("# ", False)], ids=["named", "in a comment"])
+def test_keys_that_the_unit_no_longer_hands_over_are_refused_first(tmp_path: Path, sign: str, is_refused: bool) -> None:
+    said = f'[plan]\nprofile = "p.json"\n{sign}gateway_key_file = "$CREDENTIALS_DIRECTORY/operator.key"\n'
+    tasks = [{"ansible.builtin.import_tasks": str(ROLE / "tasks/plan.yml")}]
+    play = {"hosts": "localhost", "gather_facts": False, "vars": {"prfaas_plan_text": said}, "tasks": tasks}
+    (tmp_path / "play.yml").write_text(yaml.safe_dump([play]))
+    command = [PLAYBOOK, "-i", "localhost,", "-c", "local", str(tmp_path / "play.yml")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=RUN_S, cwd=tmp_path)
+    assert ('gateway_key_file = \\"plan.key\\"' in done.stdout) is is_refused
+    assert ("Make folders of settings" in done.stdout) is not is_refused
 
 
 @needs_ansible
