@@ -105,6 +105,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         copy = Path(seat.directory) / FIRST_CONFIG if seat is not None else None
         config = configured(arguments, copy)
         check_identity(config)
+        config.plan.headers()
         server_certificate(config)
         tokenizer = read_tokenizer(config)
     except GatewayConfigError as error:

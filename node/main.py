@@ -24,6 +24,7 @@ from node.agent import ENGINE_STOP_S, NodeAgent
 from node.command_line import add_node_arguments, config_from, split_engine_args
 from node.config import BOOT_KEY, PICKED, SERVERS, NodeConfig
 from node.control.call_server import CallServer
+from node.engine.block_naming import BlockNaming
 from node.errors import EngineFailure, EngineRefused, NoArenaMemory, NodeConfigError, NodeError
 from node.grpc_service import NodeService, serve
 from node.kvcache.ssd_tier import ssd_secret
@@ -258,6 +259,7 @@ def check_model(config: NodeConfig) -> None:
         raise NodeConfigError(NOT_INSTALLED[config.engine])
     check_identity(config)
     check_ssd_key(config)
+    BlockNaming(config.names_secret)
     if config.engine == "emulated" and config.model.endswith(".json") and not Path(config.model).is_file():
         raise NodeConfigError(f"model = {config.model!r}: no such file; the emulated engine needs a profile's file")
     if config.engine == "embedded" and not (Path(config.model) / "config.json").is_file():

@@ -6,6 +6,7 @@ PlannerError
 ├── InputError         a configuration, profile or trace names the field, the value and what would do
 │   └── OutsideProfile a length beyond the profiled points, without leave to extrapolate
 ├── MissingExtra       scipy is needed, which the extra `planner` installs
+├── NothingSeen        gateways have not been seen, or not of late: their load cannot be told
 ├── ChangeRefused      a change of the plan that cannot be made now
 │   └── Deposed        this service does not lead any more
 └── Infeasible         no plan meets the constraints; says which one and the nearest change that would
@@ -37,6 +38,10 @@ class OutsideProfile(InputError):
 
 class MissingExtra(PlannerError):
     """A package is needed that only the extra `planner` installs."""
+
+
+class NothingSeen(PlannerError):
+    """Gateways have not been seen, or not of late; the message says why."""
 
 
 class ChangeRefused(PlannerError):

@@ -138,6 +138,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="S",
         help="with --replace: give up if no node is ready by then (default: 60)",
     )
+    _add_check(gateway)
     gateway.set_defaults(run=_gateway)
 
     node = commands.add_parser("node", **COMMANDS["node"].arguments())
@@ -154,6 +155,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="N",
         help="the number of the first of --ranks, where others of the group run elsewhere (default: 0)",
     )
+    _add_check(node)
     add_node_arguments(node)
     node.set_defaults(run=_node)
 
@@ -174,6 +176,10 @@ def parser() -> argparse.ArgumentParser:
 
     add_preparations(commands)
     return top
+
+
+def _add_check(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--check", action="store_true", help="only check the configuration, and exit")
 
 
 def _console() -> Console:
@@ -266,7 +272,8 @@ def _gateway(arguments: argparse.Namespace) -> int:
     workers = [] if arguments.workers is None else ["--workers", str(arguments.workers)]
     replace = ["--replace"] if arguments.replace else []
     within = [] if arguments.ready_within is None else ["--ready-within", str(arguments.ready_within)]
-    return gateway_main(["-c", arguments.config, *workers, *replace, *within])
+    check = ["--check"] if arguments.check else []
+    return gateway_main(["-c", arguments.config, *workers, *replace, *within, *check])
 
 
 def _epp(arguments: argparse.Namespace) -> int:
@@ -295,6 +302,8 @@ def _node(arguments: argparse.Namespace) -> int:
     except NodeConfigError as exc:
         print(f"prfaas node: {exc}", file=sys.stderr)
         return EXIT_BAD_CONFIG
+    if arguments.check:
+        return _checked(arguments)
     if config.cluster_kind == "prfaas":
         from prfaas_cluster.role import PRFAAS as role
     else:
@@ -303,14 +312,25 @@ def _node(arguments: argparse.Namespace) -> int:
 
 
 def _ranks(arguments: argparse.Namespace, config: "NodeConfig") -> int:
+    from node.main import check_model
     from prfaas.system.ranks import rank_plans, run_ranks
     from transport.path.tcp import lasting_port
 
     plans = rank_plans(
         config, arguments.ranks, arguments.first_rank or 0, os.environ, lambda: lasting_port("127.0.0.1")
     )
+    if arguments.check:
+        for plan in plans:
+            own = parser().parse_args([*arguments.own_args, *plan.flags])
+            check_model(config_from(own, [*arguments.engine_args, *plan.engine_flags]))
+        return _checked(arguments)
     commands = [plan.command(arguments.own_args, arguments.engine_args) for plan in plans]
     return asyncio.run(run_ranks(plans, commands, config.drain_timeout_s, _to_stderr))
+
+
+def _checked(arguments: argparse.Namespace) -> int:
+    print(f"{arguments.config or 'node'}: ok")
+    return 0
 
 
 def _to_stderr(line: str) -> None:

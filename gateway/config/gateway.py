@@ -41,6 +41,7 @@ from planner.decisions.defaults import DEPLOYED
 from planner.decisions.routing.placement import PLACERS
 from transport.control.settings import (
     SettingsError,
+    WrittenPath,
     build,
     in_file,
     read_toml,
@@ -267,7 +268,7 @@ class GatewayConfig:
     prompt_memory_bytes: int = 128 << 20
     tokenise_threads: int = 2
     kept_records: int = 4096
-    drained_dir: Path | None = None
+    drained_dir: WrittenPath | None = None
     links: tuple[str, ...] = ()
     near: tuple[str, ...] = ()
     lines: tuple[Line, ...] = ()

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from gateway.errors import GatewayConfigError
 from transport.control.secret_files import read_secret
-from transport.control.settings import require
+from transport.control.settings import WrittenPath, require
 from transport.peers.rights import SERVE_PLAN
 from transport.wire.asked_servers import AskedServers
 from transport.wire.identity import Identity
@@ -21,7 +21,7 @@ class PlanConfig:
 
     url: str = ""
     token_file: Path | None = None
-    plan_file: Path | None = None
+    plan_file: WrittenPath | None = None
     wait_s: float = 20.0
 
     def __post_init__(self) -> None:

@@ -1,16 +1,15 @@
 """`[gateway.request_log]`: where finished requests are written."""
 
 from dataclasses import dataclass
-from pathlib import Path
 
-from transport.control.settings import require
+from transport.control.settings import WrittenPath, require
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestLogConfig:
     """`[gateway.request_log]`: nothing is written without a `directory`, and at most `max_bytes` are kept in it."""
 
-    directory: Path | None = None
+    directory: WrittenPath | None = None
     max_bytes: int = 1 << 30
 
     def __post_init__(self) -> None:

@@ -3,6 +3,7 @@
     GET  /plan?term=T&after=V&leader=L&wait_s=S   the plan in force as soon as it is another one than T, V of L (any leader's
                                          without an L); 204: it still is that one
     GET  /status, /history?limit=N, /health
+    GET  /scale                          how many nodes each site should have; 503: no look of late says it
     POST /apply {"version": V}, /rollback, /pause, /resume     with a JSON body that may name the caller: {"by": "ann"}
 
 A POST must be of type application/json: no page in a browser can send that here unasked. Over mutual TLS the caller's
@@ -17,9 +18,10 @@ import msgspec
 from aiohttp import web
 
 from planner.decisions.plans.live_plan import LivePlan
-from planner.errors import ChangeRefused
+from planner.errors import ChangeRefused, NothingSeen
 from planner.service.status import Status
 from planner.solve.control.ledger import Ledger, LedgerEntry
+from planner.solve.control.wishes import ScaleWishes
 from transport.path.guarded_port import GuardedPort
 from transport.peers.guard import Guard
 from transport.peers.name import of_der
@@ -44,12 +46,17 @@ class ChangeBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class PlanDesk(Protocol):
-    """What answers for the plans: the keeper of a service that leads, or one that follows. Changes raise ChangeRefused."""
+    """What answers for the plans: the keeper of a service that leads, or one that follows.
+
+    Changes raise ChangeRefused, `wishes` NothingSeen.
+    """
 
     @property
     def ledger(self) -> Ledger: ...
 
     def status(self) -> Status: ...
+
+    def wishes(self) -> ScaleWishes: ...
 
     async def next_plan(self, place: tuple[int, int], wait_s: float, leader: str | None = None) -> LivePlan | None: ...
 
@@ -96,6 +103,7 @@ class PlanEndpoints:
         app.on_response_prepare.append(_unnamed)
         app.router.add_get("/plan", self._plan)
         app.router.add_get("/status", self._status)
+        app.router.add_get("/scale", self._scale)
         app.router.add_get("/history", self._history)
         app.router.add_get("/health", self._health)
         changes = {"apply": self._apply, "rollback": self._roll_back, "pause": self._pause, "resume": self._resume}
@@ -114,6 +122,8 @@ class PlanEndpoints:
             return await handler(http)
         except ChangeRefused as error:
             return _error(409, str(error))
+        except NothingSeen as error:
+            return _error(503, str(error))
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
             return _error(400, str(error))
         except OSError as error:
@@ -149,6 +159,9 @@ class PlanEndpoints:
 
     async def _status(self, http: web.Request) -> web.Response:
         return self._standing()
+
+    async def _scale(self, http: web.Request) -> web.Response:
+        return _json(msgspec.structs.replace(self._desk().wishes(), model=self._model))
 
     def _standing(self) -> web.Response:
         ended = {} if self._port is None else dict(self._port.ended)

@@ -21,9 +21,11 @@ from planner.model.profile import load_profile
 from planner.solve.control.controller import ControllerConfig, HardwareModel
 from planner.solve.control.ledger import PlanLimits
 from planner.solve.control.readings import Units
+from planner.solve.control.wishes import LoadAims
 from transport.control.secret_files import read_secret
 from transport.control.settings import (
     SettingsError,
+    WrittenPath,
     build,
     in_file,
     mapped,
@@ -58,13 +60,13 @@ class ServiceConfig:
     holds an operator's key of the gateways, where they ask for one. `certificate`, `key` and `authority` are for mutual
     TLS: with nodes that are to convert, and with all callers where other machines reach the service, unless `plain`
     says that HTTP is meant; `revoked` lists certificates that count no more. `conversions` lets plans move nodes between
-    prefill and decode. A node has `drain_timeout_s` to end what it does.
+    prefill and decode. A node has `drain_timeout_s` to end what it does. `scale` are the loads that scalers should aim at.
 
     With `etcd` one of several services leads, and all have its plans; `url` is where others reach this one. Where etcd has no
     ledger yet, that of `state_dir` is the first.
     """
 
-    state_dir: Path
+    state_dir: WrittenPath
     profile: Path
     pd_hardware: str
     prfaas_hardware: str = ""
@@ -93,6 +95,7 @@ class ServiceConfig:
     url: str = ""
     controller: ControllerConfig = field(default_factory=ControllerConfig)
     limits: PlanLimits = field(default_factory=PlanLimits)
+    scale: LoadAims = field(default_factory=LoadAims)
 
     def __post_init__(self) -> None:
         require_range("port", self.port, 0, 65535)

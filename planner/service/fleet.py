@@ -12,7 +12,7 @@ from contextlib import suppress
 from typing import Any, Final
 
 from planner.decisions.plans.live_plan import LivePlan
-from planner.errors import ChangeRefused, Deposed, InputError
+from planner.errors import ChangeRefused, Deposed, InputError, NothingSeen
 from planner.service.announcement import AnnouncedLedger
 from planner.service.app import PlanDesk
 from planner.service.config import ApplyMode
@@ -20,6 +20,7 @@ from planner.service.etcd_store import PlanLeader, PlansFound, PlansInEtcd
 from planner.service.keeper import Keeper
 from planner.service.status import Status
 from planner.solve.control.ledger import Ledger, LedgerEntry
+from planner.solve.control.wishes import ScaleWishes
 from transport.threads import in_daemon_thread
 
 log = logging.getLogger("prfaas.plan")
@@ -65,6 +66,10 @@ class FollowingDesk:
             failures={},
             leads_at=leader.url if leader is not None and leader.url else UNKNOWN,
         )
+
+    def wishes(self) -> ScaleWishes:
+        """Raises NothingSeen: only the service that leads looks at gateways."""
+        raise NothingSeen(str(self._refused()))
 
     async def next_plan(self, place: tuple[int, int], wait_s: float, leader: str | None = None) -> LivePlan | None:
         """As `AnnouncedLedger.next_plan`."""

@@ -18,7 +18,7 @@ from planner.decisions.plans.conversions import NodeStanding, why_not
 from planner.decisions.plans.live_plan import LivePlan, PlanInputs, PlanSetting
 from planner.decisions.plans.offered import CONVERTING, READY, GatewayLoad
 from planner.decisions.views import Role
-from planner.errors import ChangeRefused
+from planner.errors import ChangeRefused, NothingSeen
 from planner.service.announcement import AnnouncedLedger
 from planner.service.config import ApplyMode, ServiceConfig
 from planner.service.conversions import ConversionFailed, NodeConverter
@@ -27,9 +27,11 @@ from planner.service.status import Status
 from planner.solve.control.controller import Controller, Effects, RoleMove
 from planner.solve.control.ledger import PENDING, Draft, Ledger, LedgerEntry
 from planner.solve.control.readings import Readings, quietest
+from planner.solve.control.wishes import ScaleWishes, site_wishes
 
 log = logging.getLogger("prfaas.plan")
 
+LOOKS_KEPT: Final = 3  # ticks, after which a look says nothing of the load any more
 ITSELF: Final = "controller"
 FROM: Final = {RoleMove.TO_PREFILL: Role.DECODE, RoleMove.TO_DECODE: Role.PREFILL}
 TO: Final = {RoleMove.TO_PREFILL: Role.PREFILL, RoleMove.TO_DECODE: Role.DECODE}
@@ -70,6 +72,8 @@ class Keeper:
         self._readings = Readings(config.units)
         self._controller = Controller(config.ruled, config.model(), clock())
         self._nodes = self._readings.nodes()
+        self._looked_at: float | None = None  # by `wall`
+        self._looked_s = 0.0  # by `clock`
         self._seen: PlanInputs | None = None
         self._diagnosis = "nothing has been seen yet"
         self._one_change = asyncio.Lock()
@@ -99,6 +103,19 @@ class Keeper:
             gateways=dict(self.gateways.answers),
             polls_failed=dict(self.gateways.failed),
             failures=dict(self.failures),
+        )
+
+    def wishes(self) -> ScaleWishes:
+        """How many nodes each site should have, by the latest look. Raises NothingSeen."""
+        if self.superseded:
+            raise NothingSeen("another service leads: ask that one")
+        if self._looked_at is None:
+            raise NothingSeen(self._diagnosis)
+        age_s = self._clock() - self._looked_s
+        if age_s > LOOKS_KEPT * self._config.controller.tick_s + self._config.poll_timeout_s:
+            raise NothingSeen(f"the gateways were last seen {age_s:.0f} s ago: {self._diagnosis}")
+        return ScaleWishes(
+            at=self._looked_at, reason=self._diagnosis, sites=site_wishes(self._nodes, self._config.scale)
         )
 
     async def next_plan(self, place: tuple[int, int], wait_s: float, leader: str | None = None) -> LivePlan | None:
@@ -158,7 +175,7 @@ class Keeper:
         if not loads:
             self._diagnosis = "no gateway answers"
             return
-        self._nodes = self._readings.nodes()
+        self._nodes, self._looked_at, self._looked_s = self._readings.nodes(), self._wall(), self._clock()
         await self._heed(loads)
         if PENDING in self.ledger.conversions.values():
             self._to_convert.set()

@@ -1,4 +1,4 @@
-"""`prfaas top`: the console in a terminal: links, clusters, nodes and the latest requests, a screenful a second."""
+"""`prfaas top`: the console in a terminal: links, clusters, nodes, tenants and the latest requests, a screenful a second."""
 
 import time
 from collections import Counter, deque
@@ -17,6 +17,8 @@ BUSY: Final = 0.65
 FULL: Final = 0.8
 KEPT_REQUESTS: Final = 500
 LAST_S: Final = 60.0
+MOST_TENANTS: Final = 20
+USAGE_EVERY_S: Final = 10.0  # it may be long to add up
 PREFIXES: Final = ("", "k", "M", "G", "T")
 WORST_FIRST: Final = ("down", "engine_down", "engine_silent", "starting", "converting", "draining", "unknown", "ready")
 
@@ -30,7 +32,12 @@ class Screen:
         self._latest: Snapshot | None = None
         self._before: Snapshot | None = None
         self._requests: deque[Mapping[str, Any]] = deque(maxlen=KEPT_REQUESTS)
+        self._usage: Snapshot = {"data": []}
         self.seq = 0
+
+    def take_usage(self, usage: Snapshot | None) -> None:
+        """The next sums of tenants; without one the former ones stay."""
+        self._usage = usage if usage is not None else self._usage
 
     def take(self, snapshot: Snapshot) -> None:
         """The next one, asked for with `since=seq`."""
@@ -49,7 +56,10 @@ class Screen:
         if lines := [line for link in now["links"] for line in link["status"].get("lines", ())]:
             parts.append(_lines(lines))
         parts.append(self._clusters(now))
-        parts.append(_nodes(now["nodes"], max_nodes))
+        tenants = self._usage["data"][: min(MOST_TENANTS + 1, max(3, max_nodes // 4))]
+        parts.append(_nodes(now["nodes"], max(3, max_nodes - len(tenants) - 3) if tenants else max_nodes))
+        if tenants:
+            parts.append(_tenants(tenants, self._usage))
         if lost := _lost(now.get("registries", ())):
             parts.append(lost)
         if models := _models(now.get("models", ())):
@@ -162,6 +172,28 @@ def _breaker(senders: Sequence[Mapping[str, Any]]) -> str:
     return "closed" if senders else "no sender"
 
 
+def _tenants(accounts: Iterable[Mapping[str, Any]], usage: Snapshot) -> RenderableType:
+    """Those with the most tokens, and the rest as one."""
+    table = _table("tenant", "requests", "prompt tokens", "cached", "answer tokens")
+    for each in accounts:
+        table.add_row(
+            _name(each["tenant"]),
+            f"{sum(each['requests'].values())}",
+            scaled(each["prompt_tokens"]),
+            _share(each["cached_tokens"], each["prompt_tokens"]),
+            scaled(each["completion_tokens"]),
+        )
+    if "gateways" not in usage:
+        return table
+    told = f"of {usage['gateways']} gateways" if usage["complete"] else "sums of gateways are not complete"
+    return Group(table, Text(told, style="dim" if usage["complete"] else "bold yellow"))
+
+
+def _name(text: str) -> Text:
+    """What a registry says is called so: no markup, and nothing that moves a terminal's cursor."""
+    return Text("".join(each if each.isprintable() else "?" for each in text))
+
+
 def _lost(registries: Sequence[Mapping[str, Any]]) -> Text | None:
     """Registries of nodes that are lost, and what others list in vain."""
     lines = []
@@ -255,11 +287,17 @@ def watch(
     """Shows it until the user interrupts. Raises AskError if no gateway answers at first; one that goes away is asked again."""
     screen = Screen()
     screen.take(gateway.get("/prfaas/console", since=0))
+    screen.take_usage(_usage(gateway))
+    usage_s = 0.0
     with Live(screen.page(_room(console)), console=console, screen=True, auto_refresh=False) as live:
         while True:
             sleep(every_s)
             try:
                 screen.take(gateway.get("/prfaas/console", since=screen.seq))
+                usage_s += every_s
+                if usage_s >= USAGE_EVERY_S:
+                    usage_s = 0.0
+                    screen.take_usage(_usage(gateway))
                 page = screen.page(_room(console))
             except AskError as error:
                 page = Group(Text(str(error), style="bold reverse"), screen.page(_room(console) - 2))
@@ -270,7 +308,17 @@ def once(gateway: GatewayClient) -> RenderableType:
     """One page, with every node."""
     screen = Screen()
     screen.take(gateway.get("/prfaas/console", since=0))
+    screen.take_usage(_usage(gateway))
     return screen.page(max_nodes=1 << 30)
+
+
+def _usage(gateway: GatewayClient) -> Snapshot | None:
+    """Tenants' sums; None: the gateway does not tell them now."""
+    try:
+        usage: Snapshot = gateway.get("/prfaas/usage", top=MOST_TENANTS)
+    except AskError:
+        return None
+    return usage
 
 
 def _room(console: Console) -> int:

@@ -23,8 +23,9 @@ from membership.member import Member
 from membership.view import RegistryReading, View
 from node.command_line import config_from
 from node.config import CLUSTER_KINDS, ENGINES, ROLES, NodeConfig
-from planner.decisions.plans.live_plan import PlanInputs
-from planner.service.status import Status
+from planner.decisions.plans.offered import NodeReport
+from planner.decisions.views import ClusterKind, Role
+from planner.solve.control.wishes import LoadAims, ScaleWishes, site_wishes
 from prfaas.cli import parser
 from tests.membership.kubernetes.double import meets
 from transport.peers.name import PeerName, PeerRole
@@ -82,7 +83,12 @@ PLAIN: Final = {"certificates": {"mode": "none"}, "gateway": {"settings": "open 
 DECODE: Final = {**POOL, "name": "d", "clusterKind": "pd", "role": "decode", "replicas": 1, "cacheBytes": 1 << 20}
 SCALE: Final = {"min": 2, "max": 8, "load": 0.7}
 KEDA: Final = {"keda": {"plan": "http://plan:8100"}}
-STATUS: Final = {"seen": msgspec.to_builtins(PlanInputs(decode_load=0.9, prefill_load=3.0))}  # of the plan service
+BUSY: Final = NodeReport(
+    node_id="d-0", agent="", cluster="east", kind=ClusterKind.PD, role=Role.DECODE, state="ready", running=9, slots=10
+)
+TOLD: Final = msgspec.to_builtins(  # by the plan service
+    ScaleWishes(at=0.0, reason="", sites=site_wishes([BUSY], LoadAims()))
+)
 
 Manifest = dict[str, Any]
 
@@ -345,16 +351,23 @@ def test_keda_scales_a_pool_by_what_the_plan_service_tells(tmp_path: Path) -> No
     assert (trigger["type"], trigger["metricType"]) == ("metrics-api", "Value")
     assert trigger["authenticationRef"] == {"name": "plan"}
     asked = trigger["metadata"]
-    assert (asked["url"], asked["targetValue"]) == ("https://plan.llm.svc:8100/status", "0.7")
-    assert "seen" in Status.__struct_fields__
-    told: object = STATUS
+    assert (asked["url"], asked["targetValue"]) == ("https://plan.llm.svc:8100/scale", "0.7")
+    told: object = TOLD
     for key in asked["valueLocation"].split("."):
         assert isinstance(told, dict)
         told = told[key]
-    assert told == STATUS["seen"]["decode_load"]
+    assert told == 0.9
     down = scaled["spec"]["advanced"]["horizontalPodAutoscalerConfig"]["behavior"]["scaleDown"]
     assert down["stabilizationWindowSeconds"] <= 3600  # as Kubernetes allows
     assert down["policies"][0]["periodSeconds"] <= 1800
+
+
+@needs_helm
+def test_keda_scales_a_pool_that_prefills_for_others_and_names_with_dots(tmp_path: Path) -> None:
+    pool = {**POOL, "cluster": "east.1", "replicas": 1, "cacheBytes": 1 << 20, "scale": SCALE}
+    (scaled,) = of_kind(rendered(tmp_path, {**PLAIN, **KEDA, "pools": [pool]}), "ScaledObject").values()
+    (trigger,) = scaled["spec"]["triggers"]
+    assert trigger["metadata"]["valueLocation"] == "sites.east\\.1.prefill.load"
 
 
 def test_keda_scales_nothing_unless_asked(manifests: list[Manifest]) -> None:
@@ -368,7 +381,6 @@ def test_keda_scales_nothing_unless_asked(manifests: list[Manifest]) -> None:
         ({"pools": [{**DECODE, "scale": SCALE}]}, "keda.plan"),
         ({"pools": [{**DECODE, "scale": {"min": 2, "max": 8}}]}, "load"),
         ({**KEDA, "pools": [{**DECODE, "scale": {**SCALE, "min": 9}}]}, "more than scale.max"),
-        ({**KEDA, "pools": [{**POOL, "replicas": 1, "cacheBytes": 1, "scale": SCALE}]}, "no load of a PrfaaS cluster"),
         ({"pools": [{**POOL, "replicas": 1, "cacheBytes": 1, "role": "decode"}]}, "only prefill"),
         ({"pools": [{**POOL, "replicas": 1}]}, "cacheBytes"),
         ({"pools": [{**POOL, "replicas": 1, "cacheBytes": "1Gi"}]}, "cacheBytes"),

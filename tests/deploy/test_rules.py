@@ -223,6 +223,11 @@ CAUSES: dict[str, dict[str, str]] = {
     },
     "PrfaasLinkLossy": {f"prfaas_link_retransmit_ratio{{{LINK}}}": "0.02x60 0.001x120"},
     "PrfaasLinkCongested": {f"prfaas_link_congested{{{LINK}}}": "1x60 0x120"},
+    "PrfaasUsageNotShared": {
+        f'prfaas_fleet_failures_total{{{GATEWAY}, about="usage", reason="too_many_tenants"}}': "0+1x60 60x120"
+    },
+    # Nothing is read for an hour.
+    "PrfaasUsageIncomplete": {f"prfaas_fleet_usage_read_timestamp_seconds{{{GATEWAY}}}": "60x60 3660+60x120"},
     "PrfaasPlanServiceAway": {
         f'prfaas_plan_polls_total{{{GATEWAY}, outcome="unreachable"}}': "0+1x60 60x120",
         f'prfaas_plan_polls_total{{{GATEWAY}, outcome="unchanged"}}': "5x60 5+1x120",
@@ -245,12 +250,26 @@ def test_alerts_fire_on_their_cause_and_clear_after_it(tmp_path: Path) -> None:
     document = {
         "rule_files": [str(RULES)],
         "evaluation_interval": "1m",
-        "tests": [_case(*case) for case in CAUSES.items()],
+        "tests": [_case(*case) for case in (*CAUSES.items(), *NEWS.items())],
     }
     (tmp_path / "cases.yml").write_text(yaml.safe_dump(document))
     for command in (["check", "rules", str(RULES)], ["test", "rules", str(tmp_path / "cases.yml")]):
         done = subprocess.run([PROMTOOL, *command], capture_output=True, text=True, timeout=120, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
+
+
+NEWS: dict[str, dict[str, str]] = {
+    # A fold is rare: the first one makes the series.
+    "PrfaasUsageNotShared": {
+        f'prfaas_fleet_failures_total{{{GATEWAY}, about="usage", reason="too_many_tenants"}}': "_x50 1x130"
+    },
+    # Nothing has ever been read.
+    "PrfaasUsageIncomplete": {
+        f'prfaas_fleet_failures_total{{{GATEWAY}, about="usage", reason="unreadable"}}': "0+1x60 60x120",
+        f"prfaas_fleet_usage_read_timestamp_seconds{{{GATEWAY}}}": "0x180",
+    },
+}
+"""What else some of them fire on."""
 
 
 # What is above the higher of two limits is above the lower one.

@@ -1,5 +1,6 @@
 """Units for systemd: it finds nothing wrong with them, our commands take their arguments, and they keep their bounds."""
 
+import os
 import re
 import shlex
 import shutil
@@ -19,6 +20,8 @@ from planner.commands.cli import parser as plan_parser
 from planner.service.config import ServiceConfig
 from prfaas.cli import EXIT_BAD_CONFIG
 from prfaas.cli import parser as prfaas_parser
+from prfaas.commands.init import InitSite, init
+from transport.control.durable import STATE_DIRECTORY
 from transport.control.secret_files import DIRECTORY, located
 
 ROOT: Final = Path(__file__).parent.parent.parent
@@ -110,6 +113,84 @@ def test_paths_are_where_the_guide_puts_them(unit: Path) -> None:
         assert located(SETTINGS, f"${DIRECTORY}/{name}", {DIRECTORY: "/run/c"}) == Path("/run/c") / name
     for said in re.findall(r'^# .*?(\w+) = "\$CREDENTIALS_DIRECTORY', unit.read_text(), re.MULTILINE):
         assert said in ServiceConfig.__slots__
+
+
+def site_of(folder: Path) -> InitSite:
+    """In `folder`, as `prfaas init` writes it; with a profile, which it leaves to its operator."""
+    site = InitSite(model="m", gateway="127.0.0.4", decode=("127.0.0.2",), remote=("127.0.0.3",), tls=True)
+    init(site, folder, overwrite=False, say=lambda line: None)
+    plan = folder / "plan.toml"
+    profile = ROOT / "configs/profiles/internal-1t.json"
+    chosen = f'profile = "{profile}"\npd_hardware = "h20x8"\nprfaas_hardware = "h200x8"'
+    plan.write_text(
+        re.sub("^# profile.*", chosen, plan.read_text(), flags=re.MULTILINE).replace("port = 8100", "port = 0")
+    )
+    return site
+
+
+@pytest.mark.parametrize("unit", UNITS, ids=NAMES)
+def test_it_needs_no_file_that_init_does_not_write(unit: Path, tmp_path: Path) -> None:
+    site_of(tmp_path)
+    for wanted in settings(unit).get("LoadCredential", []):
+        name = Path(wanted.partition(":")[2]).relative_to(SETTINGS)
+        assert (tmp_path / str(name).replace("%i", "home-d0")).exists()
+    (command,) = settings(unit)["ExecStart"]
+    assert (tmp_path / Path(shlex.split(command.replace("%i", "home-d0"))[-1]).relative_to(SETTINGS)).is_file()
+
+
+@pytest.mark.parametrize("is_unit", [True, False], ids=["under systemd", "by hand"])
+def test_a_plan_service_of_init_keeps_its_state_where_it_may_write(tmp_path: Path, is_unit: bool) -> None:
+    (tmp_path / "etc").mkdir()
+    site_of(tmp_path / "etc")
+    before = set((tmp_path / "etc").rglob("*"))
+    environment = {key: each for key, each in os.environ.items() if key not in (DIRECTORY, STATE_DIRECTORY)}
+    if is_unit:
+        (tmp_path / "var").mkdir()
+        environment[STATE_DIRECTORY] = str(tmp_path / "var")
+    command = [sys.executable, "-m", "planner", "serve", "-c", str(tmp_path / "etc/plan.toml")]
+    with subprocess.Popen(
+        command, env={**environment, "PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE, text=True
+    ) as ran:
+        assert ran.stdout is not None
+        said = ran.stdout.readline()
+        ran.terminate()
+    assert said.startswith("plan service ready url=http://127.0.0.4:")
+    folder = tmp_path / ("var" if is_unit else "etc") / "plan"
+    assert (folder / "ledger.json").is_file()
+    new = set((tmp_path / "etc").rglob("*")) - before
+    assert all(each.is_relative_to(folder) for each in new)
+
+
+READ_PLAN_FILE: Final = """
+import sys
+from pathlib import Path
+from gateway.config.gateway import load
+print(load(Path(sys.argv[1])).plan.plan_file)
+"""
+
+
+def test_a_gateway_of_init_keeps_the_plan_where_it_may_write(tmp_path: Path) -> None:
+    site_of(tmp_path)
+    file = tmp_path / "gateway.toml"
+    file.write_text(re.sub("# (.gateway.plan.|url|plan_file)", r"\1", file.read_text()))
+    command = [sys.executable, "-c", READ_PLAN_FILE, str(file)]
+    for given, folder in (({STATE_DIRECTORY: "/var/lib/g"}, Path("/var/lib/g")), ({}, tmp_path)):
+        environment = {"PYTHONPATH": str(ROOT), **given}
+        found = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+        assert Path(found.stdout.strip()) == folder / "followed-plan.json"
+
+
+def test_a_gateway_that_kept_its_plan_beside_its_file_still_does(tmp_path: Path) -> None:
+    """Under a unit of one's own, whose process could write there: it had a state directory that nothing was relative to."""
+    site_of(tmp_path / "etc")
+    (tmp_path / "var").mkdir()
+    file = tmp_path / "etc/gateway.toml"
+    file.write_text(re.sub("# (.gateway.plan.|url|plan_file)", r"\1", file.read_text()))
+    (tmp_path / "etc/followed-plan.json").write_text("{}")
+    command = [sys.executable, "-c", READ_PLAN_FILE, str(file)]
+    environment = {"PYTHONPATH": str(ROOT), STATE_DIRECTORY: str(tmp_path / "var")}
+    found = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert Path(found.stdout.strip()) == tmp_path / "etc/followed-plan.json"
 
 
 def test_a_stop_is_waited_for_as_long_as_ours_take() -> None:

@@ -19,13 +19,17 @@ HEADERS = (
 
 @dataclass(slots=True)
 class StandInServer:
-    """`waiting`, `running` and `usage` are what its /metrics says."""
+    """`waiting`, `running` and `usage` are what its /metrics says.
+
+    `asked` counts requests of clients, `reports` those for its /metrics. A picker's own questions are not a client's.
+    """
 
     port: int = 0
     waiting: int = 0
     running: int = 0
     usage: float = 0.0
     asked: int = 0
+    reports: int = 0
     held: asyncio.Event = field(default_factory=asyncio.Event)  # that requests with `x-hold` wait for
     _runner: web.AppRunner | None = None
 
@@ -36,6 +40,7 @@ class StandInServer:
     async def start(self) -> None:
         app = web.Application(client_max_size=64 << 20)
         app.router.add_get("/metrics", self._metrics)
+        app.router.add_get("/v1/models", self._models)
         app.router.add_route("*", "/{path:.*}", self._answer)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
         await self._runner.setup()
@@ -48,7 +53,11 @@ class StandInServer:
             runner, self._runner = self._runner, None
             await runner.cleanup()
 
+    async def _models(self, _: web.Request) -> web.Response:
+        return web.json_response({"object": "list", "data": [{"id": "m", "object": "model"}]})
+
     async def _metrics(self, _: web.Request) -> web.Response:
+        self.reports += 1
         labels = '{model_name="m",engine="0"}'
         return web.Response(
             text=f"vllm:num_requests_waiting{labels} {self.waiting}.0\n"

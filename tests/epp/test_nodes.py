@@ -27,7 +27,7 @@ def test_long_prompts_are_handed_over_and_short_ones_are_not(tmp_path: Path) -> 
 
         async def scenario() -> None:
             async with nodes_world(tmp_path, OWN, ports) as world:
-                await world.reported()
+                await world.knows_nodes()
                 for _ in range(100):  # a proxy may be ready before its picker's answers are
                     if (await world.ask(body(SHORT), "/v1/completions")).status == 200:
                         break

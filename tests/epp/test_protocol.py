@@ -68,9 +68,9 @@ class Caller:
 def asked(folder: Path, act: Callable[[PickerWorld, Caller], Coroutine[Any, Any, None]], **more: Any) -> None:
     async def acted() -> None:
         async with (
-            asyncio.timeout(60),
             asked_world(folder, **more) as world,
             grpc.aio.insecure_channel(f"127.0.0.1:{world.ports['grpc']}") as channel,
+            asyncio.timeout(60),
         ):
             await act(world, Caller(channel))
 

@@ -38,7 +38,7 @@ OWN_COMMAND: Final = (
     " --grpc-health-port {health} --metrics-port {metrics} --pool-name test"
 )
 COMMAND: Final = os.environ.get("EPP_COMMAND", OWN_COMMAND)
-START_S: Final = 30.0
+START_S: Final = 60.0  # that a process may take, beside suites that take all cores
 ROLE_LABEL: Final = "llm-d.ai/role"
 
 
@@ -107,9 +107,14 @@ class PickerWorld:
             return Told(answer.status, dict(answer.headers), await answer.read())
 
     async def reported(self) -> None:
-        """Waits until the picker has asked every server twice more."""
-        before = await self.metric("prfaas_picker_reports_total")
-        wanted = before + 2 * len(self.servers)
+        """Waits until the picker has asked every server twice more: it has read what the first of both times said."""
+        wanted = [server.reports + 2 for server in self.servers]
+        while any(server.reports < number for server, number in zip(self.servers, wanted, strict=True)):  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+
+    async def knows_nodes(self) -> None:
+        """Waits until the picker has asked the nodes: those count no questions."""
+        wanted = 2 * len(self.servers)
         await until(lambda: self.metric("prfaas_picker_reports_total"), lambda reports: reports >= wanted)
 
 

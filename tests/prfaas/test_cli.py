@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from engine.byte_tokenizer import save_byte_tokenizer
 from prfaas.cli import main, parser
 from prfaas.commands.descriptions import COMMANDS
 from prfaas.ending import ended_by_signals, run_until_done
@@ -39,6 +40,72 @@ def test_an_unknown_key_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[s
     path.write_text("[node]\nnode_idd = 'x'\n")
     assert main(["node", "-c", str(path)]) == 2
     assert "unknown key 'node_idd'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("more", [[], ["--ranks", "2"]], ids=["one", "ranks"])
+def test_a_nodes_file_is_checked_and_nothing_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str]
+) -> None:
+    path = tmp_path / "node.toml"
+    path.write_text(
+        '[node]\nnode_id = "d"\ncluster = "c"\ncluster_kind = "pd"\nrole = "decode"\nengine = "emulated"\nmodel = "m"\n'
+    )
+    assert main(["node", "-c", str(path), "--check", *more]) == 0
+    assert capsys.readouterr().out == f"{path}: ok\n"
+    path.write_text(path.read_text().replace("pd", "pq"))
+    assert main(["node", "-c", str(path), "--check", *more]) == 2
+    assert "cluster_kind = 'pq'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("more", [[], ["--ranks", "2"]], ids=["one", "ranks"])
+@pytest.mark.parametrize(
+    ("key", "told"),
+    [
+        ("names_secret = 'names.secret'", "names_secret: names.secret: "),
+        ("certificate = 'd-{rank}.pem'\nkey = 'd-{rank}.key'\nauthority = 'ca.pem'", "no such file"),
+        ("ssd_dir = 'disk'\nssd_bytes = 1073741824\nssd_key = 'ssd.key'", "ssd_key: ssd.key: "),
+    ],
+    ids=["names", "certificate", "disk"],
+)
+def test_a_nodes_check_reads_the_secrets_that_a_start_needs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str], key: str, told: str
+) -> None:
+    path = tmp_path / "node.toml"
+    path.write_text(
+        '[node]\nnode_id = "d"\ncluster = "c"\ncluster_kind = "pd"\nrole = "decode"\nengine = "emulated"\nmodel = "m"\n'
+        f"{key}\n"
+    )
+    (tmp_path / "names.secret").write_text("what-is-secret\n")
+    (tmp_path / "ssd.key").write_text("what-is-secret\n")
+    assert main(["node", "-c", str(path), "--check", *more]) == 2
+    said = capsys.readouterr()
+    assert told in said.err
+    assert "what-is-secret" not in said.err + said.out
+
+
+def test_a_gateways_file_is_checked_and_nothing_starts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "gateway.toml"
+    save_byte_tokenizer(tmp_path, 4096)
+    for tokenizer, status, told in ((".", 0, f"{path}: ok"), ("none", 2, "none")):
+        path.write_text(
+            f'[gateway]\ntokenizer_dir = "{tokenizer}"\nthreshold_tokens = 1\nnodes = [{{ agent = "127.0.0.1:1" }}]\n'
+        )
+        assert main(["gateway", "-c", str(path), "--check"]) == status
+        said = capsys.readouterr()
+        assert told in said.out + said.err
+
+
+def test_a_gateways_check_reads_the_secret_of_its_plan_service(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "gateway.toml"
+    save_byte_tokenizer(tmp_path, 4096)
+    path.write_text(
+        '[gateway]\ntokenizer_dir = "."\nthreshold_tokens = 1\nnodes = [{ agent = "127.0.0.1:1" }]\n'
+        '[gateway.plan]\nurl = "http://127.0.0.1:1"\ntoken_file = "plan.token"\n'
+    )
+    assert main(["gateway", "-c", str(path), "--check"]) == 2
+    assert "[gateway.plan]: token_file: " in capsys.readouterr().err
 
 
 def test_a_demo_needs_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

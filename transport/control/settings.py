@@ -9,7 +9,8 @@ checks values, with `require` and the like, which know the name of a key and not
 that before it, and `in_file` the name of the file. Errors are SettingsError here; each package maps them to its own
 error at its edge.
 
-A field has one of these types: str; int; float; bool; Path, relative to the folder of the file; Any; a StrEnum. It may
+A field has one of these types: str; int; float; bool; Path, relative to the folder of the file; Any; a StrEnum. A
+WrittenPath is relative to the folder that systemd gives a unit to write in (`durable.state_path`), else as a Path. It may
 be a datetime: a date is its first moment, one without a time zone is in UTC, and a string is parsed. It may
 be another such class (a table), or a tuple of any of these (an array). It may be a Mapping from str to such a class
 (tables by name), or to Any (a table that its reader parses). It may be a union of them.
@@ -25,11 +26,14 @@ from enum import StrEnum
 from math import isfinite, isnan
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Final, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Final, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from transport.control.durable import state_path
 from transport.control.secret_files import located
 
 T = TypeVar("T")
+
+WrittenPath = Annotated[Path, "written"]  # by the process: under systemd the folder of settings files is read-only
 
 MAX_SHOWN: Final = 80  # characters of a value in a message
 MAX_FILE_BYTES: Final = 1 << 20  # of a settings file; a fleet of a thousand nodes needs less
@@ -106,7 +110,7 @@ def build(cls: type[T], table: Any, where: str, base: Path = Path()) -> T:
     with _at(where):
         if missing:
             raise SettingsError(f"missing: {', '.join(missing)}")
-    types = get_type_hints(cls)
+    types = get_type_hints(cls, include_extras=True)
     values = {key: _typed(types[key], value, where, key, base) for key, value in table.items()}
     with _at(where):
         return cls(**values)
@@ -168,6 +172,9 @@ def _typed(kind: Any, value: Any, where: str, key: str, base: Path) -> Any:
     """Converts `value` to a field's type `kind`."""
     if kind is Any:
         return value
+    if kind == WrittenPath:
+        found = _typed(Path, value, where, key, base)
+        return state_path(base, value) if found == base / value else found
     if get_origin(kind) in (Union, UnionType):
         return _of_union(kind, value, where, key, base)
     if isinstance(kind, type) and is_dataclass(kind):

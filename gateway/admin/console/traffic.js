@@ -3,13 +3,14 @@
 import { h, panel, Table } from "./dom.js";
 import { Chart } from "./charts.js";
 import { counted, split } from "./model.js";
+import { Tenants } from "./tenants.js";
 import { clock, count, percent, tokens } from "./numbers.js";
 
 const WINDOW_S = 300;
 const STEP_S = 5;
 
 export class Traffic {
-  constructor() {
+  constructor(feed) {
     this.rates = new Chart("Requests/s that ended, by where they were computed", count);
     this.threshold = new Chart("Threshold t in uncached tokens, and the plan's versions", count, {
       marks: () => this.history.plans.map((each) => ({ at: each.seen, label: `plan ${each.version}` })),
@@ -32,16 +33,19 @@ export class Traffic {
       { head: "by", cell: (row) => row.plan.by },
       { head: "why", cell: (row) => row.plan.reason },
     ], { empty: "none: the threshold is that of the gateway's file" });
+    this.tenants = new Tenants(feed);
     this.element = h(
       "div", { class: "columns" },
       panel("Route split", this.rates.element),
       panel("Threshold", this.threshold.element),
       panel("Why", this.reasons.element, this.fallbacks.element),
       panel("Plans", this.plans.element),
+      this.tenants.element,
     );
   }
 
   update(history) {
+    this.tenants.update();
     this.history = history;
     const { requests, latest } = history;
     const parts = split(requests, latest.at, WINDOW_S, STEP_S);

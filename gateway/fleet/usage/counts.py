@@ -77,6 +77,15 @@ def beyond(counts: Counts, base: Counts) -> dict[Series, int]:
     return {series: count - base.get(series, 0) for series, count in counts.items() if count > base.get(series, 0)}
 
 
+def largest(accounts: Iterable[TenantUsage], most: int) -> list[TenantUsage]:
+    """Those with the most tokens, first, and all others as one, the last."""
+    ranked = sorted(accounts, key=lambda each: (-each.prompt_tokens - each.completion_tokens, each.tenant))
+    named = [each for each in ranked if each.tenant != OTHER][:most]
+    own = {each.tenant for each in named}
+    others = counts_of(each for each in ranked if each.tenant not in own)
+    return [*named, *accounts_of(summed({(OTHER, *series[1:]): count} for series, count in others.items()))]
+
+
 def of_the_largest(counts: Counts, most_tenants: int) -> dict[Series, int]:
     """The same sums with so many tenants, those that have used the most; all others are one."""
     used: dict[str, int] = {}

@@ -1,5 +1,6 @@
 """Paths without generation: the model list and health for clients, metrics and records for operators."""
 
+import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from datetime import UTC, datetime
 from typing import Final, Protocol
@@ -14,6 +15,7 @@ from gateway.cluster.links import ClusterLinks
 from gateway.cluster.registry import Clusters
 from gateway.cluster.served_model import ServedModel
 from gateway.errors import BadRequest, NoDecodeNode, Unavailable, unknown_model
+from gateway.fleet.usage.counts import largest
 from gateway.fleet.usage.keeper import FleetUsage
 from gateway.http.connections import JSON
 from gateway.members.roster import Roster
@@ -23,7 +25,7 @@ from gateway.routing.name_rotation import NameRotation
 from gateway.routing.transfer_log import merged
 from gateway.telemetry.metrics import CONTENT_TYPE, Metrics
 from gateway.telemetry.page_thread import PageThread
-from gateway.telemetry.tenant_usage import as_csv
+from gateway.telemetry.tenant_usage import TenantUsage, as_csv
 from gateway.workers.peers import NumberedRing, WorkerPeers, lines_of
 from gateway.workers.process_scope import SingleProcess, WorkerProcess
 from gateway.workers.shared_counters import WorkerState
@@ -200,17 +202,22 @@ class OperatorEndpoints:
         return json_response({"data": self._links.status()})
 
     async def _usage(self, http: web.Request) -> web.Response:
-        """What each tenant has been served, here (`?gateway=self`) or by the whole fleet; `?format=csv` gives a table."""
+        """What each tenant has been served, here (`?gateway=self`) or by the whole fleet.
+
+        `?format=csv` gives a table, `?top=N` the N tenants with the most tokens, and all others as one.
+        """
         wanted, whose = http.query.get("format", "json"), http.query.get("gateway", "all")
         if wanted not in ("json", "csv"):
             raise BadRequest(f"format must be json or csv, not {wanted[:40]!r}.", param="format", code="invalid_value")
         if whose not in ("all", "self"):
             raise BadRequest(f"gateway must be all or self, not {whose[:40]!r}.", param="gateway", code="invalid_value")
+        most = _top(http)
         if self._fleet_usage is None:
-            spent = await self._page_thread.has(self._metrics.spent)
+            spent = await _of_the_top(await self._page_thread.has(self._metrics.spent), most)
             return json_response({"data": spent}) if wanted == "json" else _csv(as_csv(spent))
         fleet = self._fleet_usage
         report = await self._page_thread.has(fleet.report if whose == "all" else fleet.own_report)
+        report = msgspec.structs.replace(report, data=await _of_the_top(report.data, most))
         if wanted == "json":
             return json_response(report)
         table = _csv(as_csv(report.data))
@@ -265,6 +272,21 @@ class OperatorEndpoints:
         for _ in range(silent):
             self._metrics.fallback("worker_silent")
         return [line for _, line in lines]
+
+
+def _top(http: web.Request) -> int | None:
+    """How many tenants are wanted; None: all. Raises BadRequest."""
+    text = http.query.get("top")
+    if text is None:
+        return None
+    if not (text.isascii() and text.isdecimal() and len(text) < 5 and int(text)):
+        raise BadRequest("top must be a number of tenants from 1 to 9999.", param="top", code="invalid_value")
+    return int(text)
+
+
+async def _of_the_top(accounts: list[TenantUsage], most: int | None) -> list[TenantUsage]:
+    """In a thread: there may be thousands."""
+    return accounts if most is None else await asyncio.to_thread(largest, accounts, most)
 
 
 def _sequence(http: web.Request, name: str) -> int:

@@ -34,7 +34,6 @@ def plan_file(site: PlanSite) -> str:
     lines = [
         f"# The plan service, if you want one: on {site.host}, run `prfaas-plan serve -c {PLAN_FILE}`.",
         "# It starts once profile, hardware and line are filled in. All keys are in docs/reference/plan.md.",
-        "# Under deploy/systemd/prfaas-plan.service, set state_dir and files of keys as that unit says.",
         "",
         "[plan]",
         '# profile = "profiles/internal-1t.json"  # times of your model; prfaas-plan profile and fit make one',
@@ -44,7 +43,7 @@ def plan_file(site: PlanSite) -> str:
         f'host = "{site.host}"',
         f"port = {PLAN_PORT}",
         f'gateways = ["{site.gateway}"]',
-        'state_dir = "plan"',
+        'state_dir = "plan"                       # beside this file; under systemd in the folder of its unit',
     ]
     lines += [f'gateway_key_file = "{site.key_file}"'] if site.key_file else []
     lines += [f'{key} = "{file}"' for key, file in site.identity.items()]

@@ -138,6 +138,7 @@ async def test_every_view_shows_a_system_whose_link_has_failed(tmp_path: Path) -
         await page.says("location.hash = 'traffic'")
         await page.until_told("Threshold", "link_down")
         await page.until("document.querySelectorAll('.u-wrap canvas').length === 2")
+        await page.until_told("Tenants with the most tokens", "Of this gateway, since it started.")
         await page.says("location.hash = 'nodes'")
         await page.until_told("Promises", "FullAttention 0", "d0", "r1")
         await page.says("location.hash = 'egress'")

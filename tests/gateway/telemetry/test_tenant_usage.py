@@ -93,7 +93,10 @@ async def test_what_was_served_to_whom() -> None:
         async with w.http.get("/prfaas/usage?format=csv", headers=key(OPERATOR)) as table:
             assert table.content_type == "text/csv"
             assert ["acme", "requests_200", "", "", "2"] in list(csv.reader(io.StringIO(await table.text())))
-        for query in ("format=xml", "gateway=g1"):
+        async with w.http.get("/prfaas/usage?top=1", headers=key(OPERATOR)) as answer:
+            first, others = (await answer.json())["data"]
+        assert (first, others) == (acme, rival | {"tenant": "other"})
+        for query in ("format=xml", "gateway=g1", "top=0", "top=x"):
             async with w.http.get(f"/prfaas/usage?{query}", headers=key(OPERATOR)) as refused:
                 assert refused.status == 400
         async with w.http.get("/prfaas/usage?gateway=self", headers=key(OPERATOR)) as answer:

@@ -20,7 +20,7 @@ from planner.commands.cli import main
 from planner.decisions.plans.live_plan import LivePlan
 from planner.decisions.plans.offered import NodeReport
 from planner.decisions.views import Role
-from planner.errors import InputError
+from planner.errors import InputError, NothingSeen
 from planner.service.announcement import AnnouncedLedger
 from planner.service.app import MAX_HISTORIES, PlanEndpoints
 from planner.service.config import ApplyMode
@@ -30,6 +30,7 @@ from planner.service.fleet import FollowingDesk
 from planner.service.server import PlanService, leading, serve
 from planner.service.status import Status
 from planner.solve.control.ledger import Ledger, LedgerEntry
+from planner.solve.control.wishes import ScaleWishes
 from tests.planner.service.worlds import LAW, PATIENCE_S, SOON, FakeGateway, config_for, fake_gateway, on_loop
 from transport.path.handshakes import OF_NETWORK
 
@@ -107,6 +108,43 @@ def test_what_cannot_be_is_refused(tmp_path: Path, method: str, path: str, body:
             assert answer.status == status
 
     asked()
+
+
+@on_loop
+async def test_scalers_are_told_how_many_nodes_are_wished(tmp_path: Path) -> None:
+    async with (
+        fake_gateway() as gateway,
+        service(tmp_path, gateway, gateway_model="m") as found,
+        aiohttp.ClientSession(found.url) as http,
+        asyncio.timeout(PATIENCE_S),
+    ):
+        while (answer := await http.get("/scale")).status == 503:  # before the first look
+            assert (await answer.json())["error"]
+        told = msgspec.json.decode(await answer.read(), type=ScaleWishes)
+        assert (told.model, list(told.sites)) == ("m", ["e", "w"])
+        assert told.at > 1e9
+        assert told.reason
+        # One number by path, as KEDA's metrics-api reads it.
+        assert (await answer.json())["sites"]["w"]["decode"]["wished"] == 1
+        async with http.post("/scale", json={}) as refused:
+            assert refused.status == 405
+
+
+@on_loop
+async def test_scalers_are_told_nothing_without_the_secret_or_by_a_service_that_follows(tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    await asyncio.to_thread(token.write_text, "abc\n")
+    async with (
+        fake_gateway() as gateway,
+        service(tmp_path / "s", gateway, token_file=token) as found,
+        aiohttp.ClientSession(found.url) as http,
+        http.get("/scale") as answer,
+    ):
+        assert answer.status == 401
+    plans = PlansInEtcd(EtcdConfig(endpoints=("127.0.0.1:1",)), "a")
+    with pytest.raises(NothingSeen, match="none leads now"):
+        FollowingDesk(AnnouncedLedger(Ledger()), ApplyMode.ADVISORY, plans).wishes()
+    plans.close()
 
 
 @on_loop

@@ -9,7 +9,7 @@ import pytest
 
 from planner.decisions.plans.live_plan import LivePlan, Mode, PlanSetting, refusal_of
 from planner.decisions.views import Role
-from planner.errors import ChangeRefused
+from planner.errors import ChangeRefused, NothingSeen
 from planner.service.config import ApplyMode
 from planner.service.store import Store
 from planner.solve.control.ledger import DONE, PENDING, Draft, PlanEvent, PlanLimits
@@ -160,6 +160,21 @@ async def test_gateways_that_do_not_answer_are_counted_and_nothing_is_made_of_th
         await seen_enough(at)
         assert at.keeper.status().polls_failed["unreachable"] == 2
         assert at.keeper.ledger.proposal is not None
+
+
+@on_loop
+async def test_wishes_of_a_look_that_is_long_ago_are_not_told(tmp_path: Path) -> None:
+    async with fake_gateway() as gateway, desk(tmp_path, gateway) as at:
+        with pytest.raises(NothingSeen, match="nothing has been seen yet"):
+            at.keeper.wishes()
+        await at.look(LAW)
+        assert at.keeper.wishes().at == at.watch.now
+        gateway.status = 500
+        await at.look()
+        assert at.keeper.wishes().sites["w"].prefill is not None  # the last ones still count
+        at.watch.now += 60.0
+        with pytest.raises(NothingSeen, match="last seen 61 s ago: no gateway answers"):
+            at.keeper.wishes()
 
 
 @on_loop

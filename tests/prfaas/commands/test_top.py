@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from gateway.auth.keyring import digest_of
 from gateway.config.models import ModelTable
+from gateway.config.tenants import TenantConfig
 from membership.lines import Line
 from prfaas.cli import main
 from prfaas.commands.asking import GatewayClient
@@ -184,7 +186,9 @@ def test_a_gateway_that_goes_away_is_asked_again() -> None:
     answers: list[Any] = [{**SNAPSHOT, "nodes": []}, AskError("no gateway answers"), {**SNAPSHOT, "nodes": []}]
 
     class Told:
-        def get(self, path: str, since: int) -> Any:
+        def get(self, path: str, since: int = 0, top: int = 0) -> Any:
+            if path == "/prfaas/usage":
+                raise AskError(f"the {top} first tenants are not told now")
             answer = answers.pop(0)
             if isinstance(answer, AskError):
                 raise answer
@@ -235,13 +239,71 @@ async def test_the_commands_print_what_scripts_read(capsys: pytest.CaptureFixtur
 )
 def test_a_page_says_how_far_a_rotation_of_names_is(rotation: dict[str, Any], told: str) -> None:
     screen = Screen()
-    screen.take({
-        "boot": "b", "last_seq": 0, "requests": [], "clock_s": 0.0, "model": "m", "workers": {}, "plan": None,
-        "in_flight": 0, "max_in_flight": 1, "waiting": 0, "threshold_tokens": 1.0, "links": [], "nodes": [],
-        "names": {"earlier": "old", "waits_for": []} | rotation,
-    })  # fmt: skip
+    screen.take({**nothing_happens(), "names": {"earlier": "old", "waits_for": []} | rotation})
     lines = [line.strip() for line in shown(screen.page(10)).splitlines() if line.startswith("names")]
     assert lines == ([told] if told else [])
+
+
+def nothing_happens() -> dict[str, Any]:
+    return {
+        "boot": "b", "last_seq": 0, "requests": [], "clock_s": 0.0, "model": "m", "workers": {}, "plan": None,
+        "in_flight": 0, "max_in_flight": 1, "waiting": 0, "threshold_tokens": 1.0, "links": [], "nodes": [],
+    }  # fmt: skip
+
+
+def account(tenant: str, tokens: int) -> dict[str, Any]:
+    return {
+        "tenant": tenant, "requests": {"200": 2, "429": 1}, "prompt_tokens": tokens, "cached_tokens": tokens // 2,
+        "completion_tokens": 5,
+    }  # fmt: skip
+
+
+def test_tenants_are_shown_and_whether_their_sums_are_complete() -> None:
+    screen = Screen()
+    screen.take(nothing_happens())
+    assert "tenant" not in shown(screen.page(10))
+    usage = {"gateways": 3, "complete": True, "data": [account(f"t{n}", 1_200_000 - n) for n in range(40)]}
+    screen.take_usage(usage)
+    page = shown(screen.page(1 << 30))
+    assert next(line.split() for line in page.splitlines() if line.startswith("t0 ")) == [
+        "t0",
+        "3",
+        "1.2",
+        "M",
+        "50%",
+        "5",
+    ]
+    assert "of 3 gateways" in page
+    assert "t20 " in page  # which stands for the rest, where the gateway cuts the list
+    assert "t21 " not in page
+    assert "t3 " not in shown(screen.page(10))
+    screen.take_usage({**usage, "complete": False})
+    screen.take_usage(None)
+    assert "sums of gateways are not complete" in shown(screen.page(10))
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [("[/x]", "[/x]"), ("[red]a", "[red]a"), ("a\x1b[2Jb", "a?[2Jb"), ("a\u202eb", "a?b"), ("a\nb", "a?b")],
+)
+def test_a_tenants_name_is_shown_as_text(name: str, told: str) -> None:
+    screen = Screen()
+    screen.take(nothing_happens())
+    screen.take_usage({"gateways": 1, "complete": True, "data": [account(name, 7)]})
+    page = shown(screen.page(10))
+    assert any(line.split()[:1] == [told] for line in page.splitlines())
+    assert not set(page) & {"\x1b", "\u202e"}
+
+
+@on_loop
+async def test_tenants_of_a_gateway_are_asked_for() -> None:
+    tenants = {"acme": TenantConfig(keys=(digest_of("sk-acme"),))}
+    async with world(decode=1, tenants=tenants, operator_keys=(digest_of("sk-op"),)) as w:
+        await w.complete(LONG, headers={"Authorization": "Bearer sk-acme"})
+        await w.idle()
+        gateway = GatewayClient(w.gateway.url, {"Authorization": "Bearer sk-op"})
+        page = shown(await asyncio.to_thread(once, gateway))
+        assert any(line.split()[:2] == ["acme", "1"] for line in page.splitlines())
 
 
 @on_loop

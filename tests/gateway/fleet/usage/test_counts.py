@@ -15,6 +15,7 @@ from gateway.fleet.usage.counts import (
     beyond,
     counts_of,
     joined,
+    largest,
     of_the_largest,
     summed,
 )
@@ -68,6 +69,17 @@ def test_beyond_so_many_tenants_the_smallest_are_one(counts: Counts, most: int) 
     fewer = of_the_largest(counts, most)
     assert sum(fewer.values()) == sum(counts.values())
     assert len({series[0] for series in fewer} - {OTHER}) <= most
+
+
+@given(COUNTS, st.integers(0, 4))
+def test_the_largest_come_first_and_nothing_is_lost(counts: Counts, most: int) -> None:
+    found = largest(accounts_of(counts), most)
+    named = [each for each in found if each.tenant != OTHER]
+    assert len(named) <= most
+    assert [each.tenant for each in found] == [*(each.tenant for each in named), *([OTHER] * (len(found) - len(named)))]
+    tokens = [each.prompt_tokens + each.completion_tokens for each in named]
+    assert tokens == sorted(tokens, reverse=True)
+    assert sum(counts_of(found).values()) == sum(counts.values())
 
 
 def test_a_sum_has_an_end() -> None:
