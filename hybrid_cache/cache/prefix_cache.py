@@ -158,11 +158,13 @@ class PrefixCache:
         purpose: Purpose,
         hints: Hints = NO_HINTS,
         begins: bool = True,
+        pinned: str = "",
     ) -> Reservation:
         """Locks the reusable prefix and allocates pages for the rest of `num_tokens` tokens, or changes nothing.
 
         `hashes` are those of the full blocks; blocks without one stay private to the request. Unless it `begins` now, the
-        eviction policy hears of the request by `begin_steps`. Raises OutOfPages and DuplicateReservation.
+        eviction policy hears of the request by `begin_steps`. The locks of a hold named `pinned`, of `pin_steps` for the
+        same prompt, become its own. Raises OutOfPages and DuplicateReservation.
         """
         if request_id in self._holds:
             raise DuplicateReservation(f"request {request_id!r} already holds a reservation")
@@ -172,6 +174,7 @@ class PrefixCache:
         hit = self.match(hashes, num_tokens)
         cached = _cached(hit, purpose)
         hold = ReservedPages(request_id, hashes, num_tokens)
+        self._take_over(pinned, hold, cached)
         self._tree.lock_prefix(hold, cached, purpose)
         hit_end = hold.nodes[-1].hash if hold.nodes else None
         self._holds[request_id] = hold
@@ -214,6 +217,28 @@ class PrefixCache:
         self._holds[request_id] = hold
         return length
 
+    def pin_steps(
+        self, request_id: str, hashes: Sequence[bytes], num_tokens: int, purpose: Purpose, step: int
+    ) -> Iterator[None]:
+        """Locks the blocks that a request of `purpose` could reuse, so many in a step. Between steps the cache may be used:
+        each one goes on from what is cached then. Ends like a reservation. Raises DuplicateReservation.
+        """
+        if request_id in self._holds:
+            raise DuplicateReservation(f"request {request_id!r} already holds a reservation")
+        block_size = self.layout.block_size
+        hold = self._holds[request_id] = ReservedPages(request_id, list(hashes[: num_tokens // block_size]), num_tokens)
+        while self._holds.get(request_id) is hold:
+            blocks = self.reusable(hold.hashes, num_tokens, purpose) // block_size
+            self._tree.lock_path(hold, min(blocks, len(hold.nodes) + step))
+            if len(hold.nodes) >= blocks:
+                return
+            yield
+
+    def pages_held_alone(self, request_id: str) -> int:
+        """Pages of full attention that would be evictable but for this request."""
+        hold = self._holds.get(request_id) if request_id else None
+        return 0 if hold is None else self._tree.pages_locked_once(hold)
+
     def commit(
         self, request_id: str, filled_tokens: int, now: float, unfilled: Container[tuple[int, int]] = ()
     ) -> None:
@@ -236,6 +261,20 @@ class PrefixCache:
         if hold is not None:
             self._tree.pool.free(hold.own_pages())
             self._tree.unlock(hold, now)
+
+    def release_steps(self, request_id: str, now: float, step: int) -> Iterator[None]:
+        """`release` in steps of so many blocks, between which the cache may be used. One in between ends it at once."""
+        hold = self._holds.get(request_id)
+        if hold is None:
+            return
+        own = hold.own_pages()
+        hold.own_blocks, hold.own_windows, hold.own_states = [], {}, {}
+        self._tree.pool.free(own)
+        for _ in self._tree.unlock_steps(hold, now, step):
+            yield
+            if self._holds.get(request_id) is not hold:
+                return
+        del self._holds[request_id]
 
     def abort(self, request_id: str, now: float) -> None:
         """The request will not be finished: what it did not commit is gone. Unknown ids are fine."""
@@ -277,6 +316,15 @@ class PrefixCache:
             return self._holds[request_id]
         except KeyError:
             raise UnknownReservation(f"no reservation {request_id!r}") from None
+
+    def _take_over(self, pinned: str, hold: ReservedPages, cached: int) -> None:
+        """Locks of a hold become those of another, unless it has more than that one shares."""
+        before = self._holds.get(pinned) if pinned else None
+        if before is not None and len(before.nodes) <= cached // self.layout.block_size:
+            if before.nodes and before.hashes[len(before.nodes) - 1] != hold.hashes[len(before.nodes) - 1]:
+                raise ValueError(f"{pinned!r} holds another prompt")
+            del self._holds[pinned]
+            hold.nodes = before.nodes
 
     def _snapshot_lengths(self, num_tokens: int, hit: PrefixHit, purpose: Purpose, hints: Hints) -> set[int]:
         if purpose is Purpose.ATTENTION:

@@ -78,7 +78,7 @@ class PrefixTree:
 
     def lock_prefix(self, hold: ReservedPages, cached: int, purpose: Purpose) -> None:
         """Locks what a request shares: the first `cached` tokens, with the companions that a prefill continues from."""
-        self._lock_path(hold, cached // self.layout.block_size)
+        self.lock_path(hold, cached // self.layout.block_size)
         if purpose is not Purpose.PREFILL or not cached:
             return
         for group in self.layout.window_groups:
@@ -87,7 +87,7 @@ class PrefixTree:
         for group in self.layout.state_groups:
             self._lock_companion(hold, self._companions[group][hold.nodes[-1].hash])
 
-    def _lock_path(self, hold: ReservedPages, blocks: int) -> None:
+    def lock_path(self, hold: ReservedPages, blocks: int) -> None:
         """Locks the request's blocks up to `blocks`, all cached, as far as it does not do so yet."""
         path = hold.nodes
         locked = list(map(self._nodes.__getitem__, hold.hashes[len(path) : blocks]))
@@ -114,6 +114,11 @@ class PrefixTree:
     def num_locked(self, hashes: Sequence[bytes]) -> int:
         """The held blocks of a path of cached blocks: a request that holds a block holds all before it."""
         return bisect_left(hashes, True, key=lambda block_hash: not self._nodes[block_hash].locks)
+
+    def pages_locked_once(self, hold: ReservedPages) -> int:
+        """Pages of blocks that no other request holds. They are the end of the path."""
+        shared = bisect_left(hold.nodes, True, key=lambda node: node.locks == 1)
+        return (len(hold.nodes) - shared) * self._node_pages
 
     def unlock_steps(self, hold: ReservedPages, now: float, step: int) -> Iterator[None]:
         """`unlock` in steps of so many blocks, tail first. Between them the hold locks what is left of it."""
@@ -175,7 +180,7 @@ class PrefixTree:
         # What is held of a path is its beginning: others may have stored more of it meanwhile.
         held = full_hit(self._nodes, hold.hashes, full_blocks)
         if held > len(path):
-            self._lock_path(hold, held)
+            self.lock_path(hold, held)
         start = len(path)
         if start >= full_blocks:
             return
