@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from pathlib import Path
 
 from hybrid_cache.cache.events import BlocksRemoved, BlocksStored, CacheCleared, CacheEvent, Medium, in_parts
@@ -24,7 +24,7 @@ from node.errors import NodeConfigError, NodeRefusal
 from node.kvcache.arena import Arena
 from node.kvcache.eviction_steps import attention_pages, evict_in_steps, pages_to_fit, takes_steps
 from node.kvcache.paced_locks import PacedLocks
-from node.kvcache.paced_work import PacedWork, once, up_to
+from node.kvcache.paced_work import PacedWork, committed_alike, once, up_to
 from node.kvcache.ssd_tier import WAITS, Ssd, SsdWaits, open_disk, slots_of
 from node.kvcache.tenant_pages import NOBODY, TENANTS_PART, TenantPages
 from transport.control.proto import node_pb2 as pb
@@ -349,7 +349,7 @@ class ArenaPages:
         """Has the SSD give back what it adds to a prompt's hit, unless computing it is sooner done. If a prompt that begins
         alike is being committed, that is done first: its states are at its end.
         """
-        await _committed_alike(self._long, hashes, self.work)
+        await committed_alike(self._long, hashes, self.work)
         if self.ssd:
             await self.ssd.bring_back_for_prefill(hashes, num_tokens)
 
@@ -370,7 +370,7 @@ class ArenaPages:
         with contextlib.suppress(NodeRefusal):
             hashes = await read_hashes(joined_hashes, is_long=is_paced(self.layout, num_tokens))
             self._check(hashes, num_tokens)
-            await _committed_alike(self._long, hashes, self.work)
+            await committed_alike(self._long, hashes, self.work)
             if self.ssd:
                 await self.ssd.bring_back_for_landing(hashes, num_tokens)
             await self.make_room(hashes, num_tokens, Purpose.LANDING, tenant)
@@ -470,12 +470,6 @@ class ArenaPages:
         for event in (*self.cache.take_events(), *(self.ssd.take_events() if self.ssd else ())):
             for part in in_parts(event, PART_HASHES):
                 self._events.publish(as_message(part))
-
-
-async def _committed_alike(long: Mapping[str, bytes], hashes: Sequence[bytes], work: PacedWork) -> None:
-    """Waits for what is still to be done for long prompts that begin as this one."""
-    if any(first in hashes[:1] and request_id in work for request_id, first in long.items()):
-        await work.settled()
 
 
 def _close_unused(opening: "asyncio.Future[DiskTier]") -> None:
