@@ -13,8 +13,8 @@ prompt at most, 20 ms and 1 µs for each run; `cpu_bar_ok` says whether `loop_cp
 
 `longest_pause_s` is the longest time in which an agent's loop ran nothing else, `longest_turn_s` the most processor time of
 its thread in one go: the former includes what other processes of this machine took. `loop_cpu_s` is the loops' processor time
-for one prompt, but for the wait until it is delivered, for the meter's beats and for four calls that do nothing; `cpu_s` that
-of the processes, their lanes included.
+for one prompt, but for the wait until it is delivered. The meter's beats and what four idle calls take are not in it, either.
+`cpu_s` is the time of the processes, their lanes included.
 """
 
 import argparse
