@@ -174,12 +174,13 @@ class PrefixCache:
         hit = self.match(hashes, num_tokens)
         cached = _cached(hit, purpose)
         hold = ReservedPages(request_id, hashes, num_tokens)
-        self._take_over(pinned, hold, cached)
+        _take_over(self._holds, pinned, hold, cached // self.layout.block_size)
         self._tree.lock_prefix(hold, cached, purpose)
         hit_end = hold.nodes[-1].hash if hold.nodes else None
         self._holds[request_id] = hold
         try:
-            self._allocate_own(hold, cached, self._snapshot_lengths(num_tokens, hit, purpose, hints), now)
+            lengths = _snapshot_lengths(self.layout, self._snapshots, num_tokens, hit, purpose, hints)
+            _allocate_own(self.layout, self._tree, hold, cached, lengths, now)
             if begins:
                 for _ in self.begin_steps(request_id, purpose, hints, now):
                     pass
@@ -317,50 +318,60 @@ class PrefixCache:
         except KeyError:
             raise UnknownReservation(f"no reservation {request_id!r}") from None
 
-    def _take_over(self, pinned: str, hold: ReservedPages, cached: int) -> None:
-        """Locks of a hold become those of another, unless it has more than that one shares."""
-        before = self._holds.get(pinned) if pinned else None
-        if before is not None and len(before.nodes) <= cached // self.layout.block_size:
-            if before.nodes and before.hashes[len(before.nodes) - 1] != hold.hashes[len(before.nodes) - 1]:
-                raise ValueError(f"{pinned!r} holds another prompt")
-            del self._holds[pinned]
-            hold.nodes = before.nodes
-
-    def _snapshot_lengths(self, num_tokens: int, hit: PrefixHit, purpose: Purpose, hints: Hints) -> set[int]:
-        if purpose is Purpose.ATTENTION:
-            return set()
-        if purpose not in (Purpose.PREFILL, Purpose.ANSWER) or not self.layout.companion_groups:
-            return {num_tokens}
-        prefill = Prefill(
-            num_tokens=num_tokens,
-            cached_tokens=hit.num_tokens,
-            attention_tokens=hit.attention_tokens,
-            block_size=self.layout.block_size,
-        )
-        branches = {length for length in hints.branch_tokens if not length % self.layout.block_size}
-        if hints.useful_tokens is not None:  # the last boundary is no more likely to be of use than any other
-            chosen = {length for length in self._snapshots.lengths(prefill) if length <= hints.useful_tokens}
-        else:
-            chosen = set(self._snapshots.lengths(prefill))
-        wanted = {length for length in chosen | branches if hit.num_tokens < length <= num_tokens}
-        if purpose is Purpose.ANSWER:  # a state of the past cannot be had any more
-            return wanted & {num_tokens}
-        return wanted | ({num_tokens} - {hit.num_tokens})
-
-    def _allocate_own(self, hold: ReservedPages, cached: int, lengths: set[int], now: float) -> None:
-        try:
-            self._allocate_for(hold, cached, lengths, now)
-        except OutOfPages:
-            # Extra snapshots serve later prompts; this one needs only its end.
-            if lengths <= {hold.num_tokens}:
-                raise
-            self._allocate_for(hold, cached, {hold.num_tokens}, now)
-
-    def _allocate_for(self, hold: ReservedPages, cached: int, lengths: Iterable[int], now: float) -> None:
-        need = need_of(self.layout, hold, cached, lengths)
-        deal(self.layout, hold, need, self._tree.allocate(need.num_pages(self.layout), now))
-
 
 def _cached(hit: PrefixHit, purpose: Purpose) -> int:
     """Tokens of a hit that a request need not be given again."""
     return hit.num_tokens if purpose is Purpose.PREFILL else hit.attention_tokens
+
+
+def _take_over(holds: dict[str, ReservedPages], pinned: str, hold: ReservedPages, blocks: int) -> None:
+    """Locks of a hold become those of another, unless it has more than that one shares."""
+    before = holds.get(pinned) if pinned else None
+    if before is not None and len(before.nodes) <= blocks:
+        if before.nodes and before.hashes[len(before.nodes) - 1] != hold.hashes[len(before.nodes) - 1]:
+            raise ValueError(f"{pinned!r} holds another prompt")
+        del holds[pinned]
+        hold.nodes = before.nodes
+
+
+def _snapshot_lengths(
+    layout: ModelLayout, snapshots: SnapshotPolicy, num_tokens: int, hit: PrefixHit, purpose: Purpose, hints: Hints
+) -> set[int]:
+    if purpose is Purpose.ATTENTION:
+        return set()
+    if purpose not in (Purpose.PREFILL, Purpose.ANSWER) or not layout.companion_groups:
+        return {num_tokens}
+    prefill = Prefill(
+        num_tokens=num_tokens,
+        cached_tokens=hit.num_tokens,
+        attention_tokens=hit.attention_tokens,
+        block_size=layout.block_size,
+    )
+    branches = {length for length in hints.branch_tokens if not length % layout.block_size}
+    if hints.useful_tokens is not None:  # the last boundary is no more likely to be of use than any other
+        chosen = {length for length in snapshots.lengths(prefill) if length <= hints.useful_tokens}
+    else:
+        chosen = set(snapshots.lengths(prefill))
+    wanted = {length for length in chosen | branches if hit.num_tokens < length <= num_tokens}
+    if purpose is Purpose.ANSWER:  # a state of the past cannot be had any more
+        return wanted & {num_tokens}
+    return wanted | ({num_tokens} - {hit.num_tokens})
+
+
+def _allocate_own(
+    layout: ModelLayout, tree: PrefixTree, hold: ReservedPages, cached: int, lengths: set[int], now: float
+) -> None:
+    try:
+        _allocate_for(layout, tree, hold, cached, lengths, now)
+    except OutOfPages:
+        # Extra snapshots serve later prompts; this one needs only its end.
+        if lengths <= {hold.num_tokens}:
+            raise
+        _allocate_for(layout, tree, hold, cached, {hold.num_tokens}, now)
+
+
+def _allocate_for(
+    layout: ModelLayout, tree: PrefixTree, hold: ReservedPages, cached: int, lengths: Iterable[int], now: float
+) -> None:
+    need = need_of(layout, hold, cached, lengths)
+    deal(layout, hold, need, tree.allocate(need.num_pages(layout), now))

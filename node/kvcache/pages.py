@@ -195,16 +195,8 @@ class ArenaPages:
 
         Without a lease of its own: who reserves must release, because only it knows when threads have let go of the pages.
         """
-        self._check(hashes, num_tokens)
+        _check(self.layout, self.num_pages, hashes, num_tokens)
         return self._reserve(request_id, hashes, num_tokens, purpose, hints, tenant, pinned)
-
-    def _check(self, hashes: Sequence[bytes], num_tokens: int) -> None:
-        if not 0 < num_tokens <= MAX_TOKENS:
-            raise NodeRefusal("bad_request", f"num_tokens is {num_tokens}; it must be 1 to {MAX_TOKENS}")
-        if not isinstance(hashes, CheckedHashes) and len(set(hashes)) != len(hashes):
-            raise NodeRefusal("bad_request", TWICE)
-        if (needed := attention_pages(self.layout, num_tokens)) > self.num_pages:
-            raise NodeRefusal("no_capacity", f"{needed} pages needed, the arena has {self.num_pages}")
 
     @property
     def _available(self) -> int:
@@ -257,7 +249,7 @@ class ArenaPages:
         Of tenants that wait, the one that holds least is first.
         """
         deadline = self._now() + timeout_s
-        self._check(hashes, num_tokens)
+        _check(self.layout, self.num_pages, hashes, num_tokens)
         await self.bring_back(hashes, num_tokens)
         unpinned = self.num_pages - attention_pages(self.layout, self.pinned_tokens())
         if self.cache.attention_pages_wanted(hashes, num_tokens, purpose) > unpinned:  # others would wait behind it
@@ -369,7 +361,7 @@ class ArenaPages:
             await self.work.settled()  # some of it may free pages
         with contextlib.suppress(NodeRefusal):
             hashes = await read_hashes(joined_hashes, is_long=is_paced(self.layout, num_tokens))
-            self._check(hashes, num_tokens)
+            _check(self.layout, self.num_pages, hashes, num_tokens)
             await committed_alike(self._long, hashes, self.work)
             if self.ssd:
                 await self.ssd.bring_back_for_landing(hashes, num_tokens)
@@ -470,6 +462,15 @@ class ArenaPages:
         for event in (*self.cache.take_events(), *(self.ssd.take_events() if self.ssd else ())):
             for part in in_parts(event, PART_HASHES):
                 self._events.publish(as_message(part))
+
+
+def _check(layout: ModelLayout, num_pages: int, hashes: Sequence[bytes], num_tokens: int) -> None:
+    if not 0 < num_tokens <= MAX_TOKENS:
+        raise NodeRefusal("bad_request", f"num_tokens is {num_tokens}; it must be 1 to {MAX_TOKENS}")
+    if not isinstance(hashes, CheckedHashes) and len(set(hashes)) != len(hashes):
+        raise NodeRefusal("bad_request", TWICE)
+    if (needed := attention_pages(layout, num_tokens)) > num_pages:
+        raise NodeRefusal("no_capacity", f"{needed} pages needed, the arena has {num_pages}")
 
 
 def _close_unused(opening: "asyncio.Future[DiskTier]") -> None:
