@@ -174,7 +174,8 @@ class PrefixCache:
         hit = self.match(hashes, num_tokens)
         cached = _cached(hit, purpose)
         hold = ReservedPages(request_id, hashes, num_tokens)
-        _take_over(self._holds, pinned, hold, cached // self.layout.block_size)
+        if pinned in self._holds:
+            self._take_over(pinned, hold, cached // self.layout.block_size, now)
         self._tree.lock_prefix(hold, cached, purpose)
         hit_end = hold.nodes[-1].hash if hold.nodes else None
         self._holds[request_id] = hold
@@ -230,15 +231,25 @@ class PrefixCache:
         hold = self._holds[request_id] = ReservedPages(request_id, list(hashes[: num_tokens // block_size]), num_tokens)
         while self._holds.get(request_id) is hold:
             blocks = self.reusable(hold.hashes, num_tokens, purpose) // block_size
-            self._tree.lock_path(hold, min(blocks, len(hold.nodes) + step))
+            hold.pages_ahead += self._tree.lock_path(hold, min(blocks, len(hold.nodes) + step))
             if len(hold.nodes) >= blocks:
                 return
             yield
 
-    def pages_held_alone(self, request_id: str) -> int:
-        """Pages of full attention that would be evictable but for this request."""
-        hold = self._holds.get(request_id) if request_id else None
-        return 0 if hold is None else self._tree.pages_locked_once(hold)
+    def pages_ahead(self, pinned: str) -> int:
+        """Pages that `pin_steps` has locked first for a hold, whatever requests have locked them since."""
+        hold = self._holds.get(pinned)
+        return 0 if hold is None else hold.pages_ahead
+
+    def _take_over(self, pinned: str, hold: ReservedPages, blocks: int, now: float) -> None:
+        """Locks of a hold become those of another, which shares so many `blocks`: fewer, if a state has left meanwhile."""
+        before = self._holds[pinned]
+        shared = min(blocks, len(before.nodes))
+        if shared and before.hashes[shared - 1] != hold.hashes[shared - 1]:
+            raise ValueError(f"{pinned!r} holds another prompt")
+        del self._holds[pinned]
+        self._tree.unlock_from(before, shared, now)
+        hold.nodes = before.nodes
 
     def commit(
         self, request_id: str, filled_tokens: int, now: float, unfilled: Container[tuple[int, int]] = ()
@@ -322,16 +333,6 @@ class PrefixCache:
 def _cached(hit: PrefixHit, purpose: Purpose) -> int:
     """Tokens of a hit that a request need not be given again."""
     return hit.num_tokens if purpose is Purpose.PREFILL else hit.attention_tokens
-
-
-def _take_over(holds: dict[str, ReservedPages], pinned: str, hold: ReservedPages, blocks: int) -> None:
-    """Locks of a hold become those of another, unless it has more than that one shares."""
-    before = holds.get(pinned) if pinned else None
-    if before is not None and len(before.nodes) <= blocks:
-        if before.nodes and before.hashes[len(before.nodes) - 1] != hold.hashes[len(before.nodes) - 1]:
-            raise ValueError(f"{pinned!r} holds another prompt")
-        del holds[pinned]
-        hold.nodes = before.nodes
 
 
 def _snapshot_lengths(

@@ -87,8 +87,10 @@ class PrefixTree:
         for group in self.layout.state_groups:
             self._lock_companion(hold, self._companions[group][hold.nodes[-1].hash])
 
-    def lock_path(self, hold: ReservedPages, blocks: int) -> None:
-        """Locks the request's blocks up to `blocks`, all cached, as far as it does not do so yet."""
+    def lock_path(self, hold: ReservedPages, blocks: int) -> int:
+        """Locks the request's blocks up to `blocks`, all cached, as far as it does not do so yet; returns how many pages were
+        evictable till now.
+        """
         path = hold.nodes
         locked = list(map(self._nodes.__getitem__, hold.hashes[len(path) : blocks]))
         if self._check is not None:
@@ -101,6 +103,7 @@ class PrefixTree:
         # Only the last one can be without children, and others were not offered.
         if unlocked and path[-1].locks == 1 and not path[-1].children:
             self._eviction.withdraw(path[-1].hash)
+        return unlocked * self._node_pages
 
     def _lock_companion(self, hold: ReservedPages, companion: Companion) -> None:
         if self._check is not None:
@@ -115,11 +118,6 @@ class PrefixTree:
         """The held blocks of a path of cached blocks: a request that holds a block holds all before it."""
         return bisect_left(hashes, True, key=lambda block_hash: not self._nodes[block_hash].locks)
 
-    def pages_locked_once(self, hold: ReservedPages) -> int:
-        """Pages of blocks that no other request holds. They are the end of the path."""
-        shared = bisect_left(hold.nodes, True, key=lambda node: node.locks == 1)
-        return (len(hold.nodes) - shared) * self._node_pages
-
     def unlock_steps(self, hold: ReservedPages, now: float, step: int) -> Iterator[None]:
         """`unlock` in steps of so many blocks, tail first. Between them the hold locks what is left of it."""
         while self._node_pages and len(hold.nodes) > step:
@@ -132,10 +130,14 @@ class PrefixTree:
         """Undoes all locks of a request."""
         # Tail first, so that age alone already evicts tails before heads.
         self._unlock_companions(hold, now)
+        self.unlock_from(hold, 0, now)
+
+    def unlock_from(self, hold: ReservedPages, start: int, now: float) -> None:
+        """Undoes the locks of a request's blocks from `start` on."""
         if not self._node_pages:
-            self._unlock_empty(hold)
-        elif hold.nodes:
-            self._unlock_path(hold, now, 0)
+            self._unlock_empty(hold, start)
+        elif len(hold.nodes) > start:
+            self._unlock_path(hold, now, start)
 
     def _unlock_companions(self, hold: ReservedPages, now: float) -> None:
         if self._check is not None:
@@ -149,7 +151,6 @@ class PrefixTree:
                 self._eviction.offer(companion.key, now)
 
     def _unlock_path(self, hold: ReservedPages, now: float, start: int) -> None:
-        """Undoes the locks of a request's blocks from `start` on."""
         left = hold.nodes[start:]
         if self._check is not None:
             self._check.keep(left)
@@ -164,10 +165,10 @@ class PrefixTree:
         if not tail.locks and not tail.children:
             self._eviction.offer(tail.hash, now)
 
-    def _unlock_empty(self, hold: ReservedPages) -> None:
+    def _unlock_empty(self, hold: ReservedPages, start: int) -> None:
         if self._check is not None:
-            self._check.keep(hold.nodes)
-        while hold.nodes:
+            self._check.keep(hold.nodes[start:])
+        while len(hold.nodes) > start:
             node = hold.nodes.pop()
             node.locks -= 1
             self._prune(node)

@@ -15,9 +15,11 @@ LOCK_BLOCKS: Final = 8192  # in one go: a millisecond
 class PacedLocks:
     """Locks of prompts with more blocks than one turn of the loop should lock."""
 
-    def __init__(self, cache: PrefixCache, now: Callable[[], float]) -> None:
+    def __init__(self, cache: PrefixCache, now: Callable[[], float], changed: Callable[[], None]) -> None:
+        """`changed` is told where others may find room that they did not find before."""
         self._cache = cache
         self._now = now
+        self._changed = changed
         self._ids = itertools.count()
 
     @asynccontextmanager
@@ -35,9 +37,10 @@ class PacedLocks:
             yield name
         finally:
             self._cache.release(name, self._now())
+            self._changed()
 
-    def release_steps(self, request_id: str, on_step: Callable[[], None]) -> Iterator[None]:
+    def release_steps(self, request_id: str) -> Iterator[None]:
         """Ends a reservation in steps."""
         for _ in self._cache.release_steps(request_id, self._now(), LOCK_BLOCKS):
-            on_step()
+            self._changed()
             yield

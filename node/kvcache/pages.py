@@ -115,7 +115,7 @@ class ArenaPages:
         self._rooms = TenantPages()
         self._room_ids = itertools.count()
         self.work = PacedWork()
-        self.locks = PacedLocks(self.cache, now)
+        self.locks = PacedLocks(self.cache, now, self.changed)
         self._long: dict[str, bytes] = {}  # requests that are committed in steps: the first block of each prompt
         # A request uses blocks that were cached: their hashes from the prompt's beginning on.
         self.on_found: Callable[[Sequence[bytes]], None] = lambda hashes: None
@@ -207,7 +207,7 @@ class ArenaPages:
         self, request_id: str, hashes: Sequence[bytes], num_tokens: int, purpose: Purpose, hints: Hints, tenant: str,
         pinned: str = "",
     ) -> Reservation:  # fmt: skip
-        ahead = self.cache.pages_held_alone(pinned)  # counted as if they were locked only now
+        ahead = self.cache.pages_ahead(pinned)  # counted as if they were locked only now
         available, now = self._available + ahead, self._now()
         self._rooms.ask(tenant, now)
         wanted = self.cache.attention_pages_wanted(hashes, num_tokens, purpose) + ahead
@@ -292,7 +292,6 @@ class ArenaPages:
             async with self.locks.ahead(hashes, num_tokens, purpose) as pinned:
                 if self._rooms.is_first(tenant):
                     return self._reserve(request_id, hashes, num_tokens, purpose, hints, tenant, pinned)
-        self.changed()  # what was locked meanwhile may have kept others from trying
         return None
 
     async def make_room(self, hashes: Sequence[bytes], num_tokens: int, purpose: Purpose, tenant: str) -> None:
@@ -399,7 +398,7 @@ class ArenaPages:
             self.changed()
 
         if request_id in self._long or request_id in self.work:
-            self.work.add(request_id, self.locks.release_steps(request_id, self.changed))
+            self.work.add(request_id, self.locks.release_steps(request_id))
             self.work.add(request_id, once(released))
         else:
             released()

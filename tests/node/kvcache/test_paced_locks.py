@@ -12,7 +12,7 @@ from hybrid_cache.cache.reservation import Purpose
 from hybrid_cache.hashing.block_hash import block_hashes
 from node.control.broadcast import Broadcast
 from node.errors import NodeRefusal
-from node.kvcache.paced_locks import LOCK_BLOCKS, PacedLocks
+from node.kvcache.paced_locks import LOCK_BLOCKS
 from node.kvcache.pages import ArenaPages
 from tests.hybrid_cache.builders import BLOCK, FULL, STATE, make_layout
 from tests.node.kvcache.test_pages import arena_pages, full_of
@@ -121,7 +121,7 @@ def test_requests_that_meet_while_the_chain_changes_leak_nothing(pages: ArenaPag
     run(scenario())
 
 
-def test_a_prefix_that_lost_its_state_between_steps_is_not_taken_over() -> None:
+def test_a_prefix_that_lost_its_state_between_steps_is_taken_over_as_far_as_it_is_of_use() -> None:
     layout = make_layout(FULL, STATE)
     cache, num = PrefixCache(layout, 400), 40
     hashes = block_hashes(range(num * BLOCK), BLOCK, b"")
@@ -137,8 +137,9 @@ def test_a_prefix_that_lost_its_state_between_steps_is_not_taken_over() -> None:
     cache.check_integrity()
     got = cache.reserve("r", hashes, num * BLOCK, now=1.0, purpose=Purpose.PREFILL, pinned="pin")
     assert got.cached_tokens == num // 2 * BLOCK
-    assert cache.pages_held_alone("pin")
-    cache.release("pin", 1.0)
+    assert cache.report().reservations == 1
+    locked = num // 2 * layout.pages_per_block(0) + layout.pages_per_block(1)
+    assert cache.report().pages_locked == locked  # the blocks after the state are not of use
     cache.check_integrity()
     cache.release("r", 1.0)
     assert cache.report().pages_locked == 0
@@ -147,13 +148,85 @@ def test_a_prefix_that_lost_its_state_between_steps_is_not_taken_over() -> None:
 def test_what_is_locked_ahead_counts_as_free_for_its_own_request(pages: ArenaPages) -> None:
     async def scenario() -> None:
         hashes = await cached(pages)
-        async with PacedLocks(pages.cache, lambda: 0.0).ahead(hashes, BLOCKS * SIZE, Purpose.LANDING) as pinned:
-            assert pages.cache.pages_held_alone(pinned) == BLOCKS * LAYOUT.pages_per_block(0)
+        async with pages.locks.ahead(hashes, BLOCKS * SIZE, Purpose.LANDING) as pinned:
+            assert pages.cache.pages_ahead(pinned) == BLOCKS * LAYOUT.pages_per_block(0)
             got = pages.reserve("r", hashes, BLOCKS * SIZE, Purpose.LANDING, tenant="t", pinned=pinned)
             assert got.cached_tokens == BLOCKS * SIZE
         assert pages.report().reservations == 1
         pages.release("r")
         await pages.work.settled()
         assert nothing_is_left(pages)
+
+    run(scenario())
+
+
+def may_have_more(pages: ArenaPages, tenant: str, blocks: int) -> bool:
+    hashes = block_hashes(range(10**7, 10**7 + blocks * SIZE), SIZE, b"")
+    try:
+        pages.reserve("more", hashes, blocks * SIZE, Purpose.LANDING, tenant=tenant)
+    except NodeRefusal:
+        return False
+    pages.release("more")
+    return True
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_a_tenant_holds_what_its_requests_have_locked_first_however_their_steps_meet(
+    pages: ArenaPages, together: bool
+) -> None:
+    async def scenario() -> None:
+        hashes = await cached(pages)
+        small = block_hashes(range(10**6, 10**6 + SIZE), SIZE, b"")
+        pages.reserve("other", small, SIZE, Purpose.LANDING, tenant="other")
+
+        async def asks(name: str) -> None:
+            await pages.reserve_when_free(name, hashes, BLOCKS * SIZE, Purpose.LANDING, 0.0, tenant="big")
+
+        if together:
+            await asyncio.gather(asks("r0"), asks("r1"))
+        else:
+            await asks("r0")
+            await asks("r1")
+        assert not may_have_more(pages, "big", 15 * BLOCKS // 16)  # it holds more than it would leave to others
+        for name in ("r0", "r1"):
+            pages.release(name)
+        await pages.work.settled()
+        assert may_have_more(pages, "big", 15 * BLOCKS // 16)
+
+    run(scenario())
+
+
+def test_a_tenant_is_not_held_to_what_was_locked_ahead_in_vain(pages: ArenaPages) -> None:
+    async def scenario() -> None:
+        hashes = await cached(pages)
+        small = block_hashes(range(10**6, 10**6 + SIZE), SIZE, b"")
+        pages.reserve("other", small, SIZE, Purpose.LANDING, tenant="other")
+        blocks = BLOCKS // 8
+        async with pages.locks.ahead(hashes, BLOCKS * SIZE, Purpose.PREFILL) as pinned:
+            pages.cache.shrink(pages.num_pages, 0.0)  # the states leave, nothing else can
+            got = pages.reserve("r", hashes[:blocks], blocks * SIZE, Purpose.PREFILL, tenant="big", pinned=pinned)
+            assert not got.cached_tokens
+        await pages.work.settled()
+        assert may_have_more(pages, "big", 7 * BLOCKS // 4)
+        pages.release("r")
+        await pages.work.settled()
+        pages.cache.check_integrity()
+
+    run(scenario())
+
+
+def test_what_was_locked_in_vain_wakes_those_who_wait_for_room(pages: ArenaPages) -> None:
+    async def scenario() -> None:
+        hashes = await cached(pages)
+        other = block_hashes(range(10**6, 10**6 + (BLOCKS + 1000) * SIZE), SIZE, b"")
+        async with pages.locks.ahead(hashes, BLOCKS * SIZE, Purpose.LANDING):
+            waiting = asyncio.create_task(
+                pages.reserve_when_free("r", other, (BLOCKS + 1000) * SIZE, Purpose.LANDING, 30.0)
+            )
+            for _ in range(20):
+                await asyncio.sleep(0)
+            assert not waiting.done()
+        async with asyncio.timeout(5.0):
+            await waiting
 
     run(scenario())
