@@ -12,6 +12,7 @@ class LoopMeter:
 
     def __init__(self) -> None:
         self.pause_s = self.turn_s = 0.0
+        self.beats = 0
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -21,8 +22,10 @@ class LoopMeter:
             now, spent = time.monotonic(), time.thread_time()
             self.pause_s = max(self.pause_s, now - at - BEAT_S)
             self.turn_s = max(self.turn_s, spent - cpu)
+            self.beats += 1
             at, cpu = now, spent
 
     def reset(self) -> None:
         """Begins anew."""
         self.pause_s = self.turn_s = 0.0
+        self.beats = 0

@@ -4,9 +4,10 @@
     {"compute": job, ...} -> {}                  {"delivered": job} -> {"ok": true, ...}
     {"claim": ...} -> {}                   {"clear": true} -> {}
 
-With {"prompt": 1} it is another one, which shares no block with the first.
+With {"prompt": 1} it is another one, which shares no block with the first; 2 is a short one.
 Every answer has what the call cost the loop: `pause_s`, the longest time in which nothing else could run; `turn_s`, the most
-processor time of the loop's thread between two of its turns; `loop_s`, all of it; `cpu_s`, that of the process.
+processor time of the loop's thread between two of its turns; `loop_s`, all of it but for the meter's own beats; `cpu_s`, that
+of the process. An empty call costs what calls do that nothing is done for.
 """
 
 import argparse
@@ -30,6 +31,7 @@ from node.config import NodeConfig
 from node.control.broadcast import Broadcast
 from node.control.holders import ReservationHolders
 from node.kvcache.arena import Arena, arena_directory, arena_path
+from node.kvcache.eviction_steps import EVICT_BLOCKS
 from node.kvcache.pages import ArenaPages
 from node.process.interpreter import favour_the_loop
 from node.transfer.incoming import IncomingTransfers
@@ -47,6 +49,8 @@ from transport.control.tickets import ticket_info
 WAIT_S: Final = 300.0
 LEASE_S: Final = 600.0
 SALT: Final = b"sizes"
+WARM_BLOCKS: Final = 4  # of the prompt that opens the link
+IDLE_S: Final = 0.25  # in which the meter learns what it costs itself
 
 
 class NodeMeter:
@@ -54,7 +58,15 @@ class NodeMeter:
 
     def __init__(self) -> None:
         self.loop = LoopMeter()
+        self._beat_s = 0.0  # of the loop's processor time
         self._loop_s, self._process_s = time.thread_time(), time.process_time()
+
+    async def calibrate(self) -> None:
+        """Learns what a beat of the meter costs while nothing else runs."""
+        self.take()
+        await asyncio.sleep(IDLE_S)
+        beats = max(1, self.loop.beats)
+        self._beat_s = self.take()["loop_s"] / beats
 
     def take(self) -> dict[str, float]:
         """Since the last time."""
@@ -62,7 +74,7 @@ class NodeMeter:
         taken = {
             "pause_s": self.loop.pause_s,
             "turn_s": self.loop.turn_s,
-            "loop_s": loop_s - self._loop_s,
+            "loop_s": max(0.0, loop_s - self._loop_s - self.loop.beats * self._beat_s),
             "cpu_s": process_s - self._process_s,
             "peak_bytes": _own_bytes(),
         }
@@ -179,8 +191,9 @@ class SizedNode:
     async def clear(self) -> dict[str, Any]:
         """Forgets every prefix, once no request holds any."""
         await self.pages.work.settled()
-        self.pages.cache.clear(time.monotonic())
-        self.pages.publish()
+        while self.pages.cache.shrink(EVICT_BLOCKS, time.monotonic()):
+            self.pages.publish()
+            await asyncio.sleep(0)
         return {}
 
 
@@ -219,6 +232,8 @@ async def serve(node: SizedNode, prompts: Sequence[SizedPrompt], meter: NodeMete
                 return _nothing
 
     beating = asyncio.create_task(meter.loop.run())
+    await meter.calibrate()
+    print(json.dumps({"ready": True}), flush=True)
     while line := await asyncio.to_thread(sys.stdin.readline):
         call = call_of(json.loads(line))
         began = time.monotonic()
@@ -248,7 +263,7 @@ def main() -> None:
     async def run(folder: Path) -> None:
         node = SizedNode(args.name, layout, (pages + pages // 16 + 64) * layout.page_bytes, folder)
         prompts = [SizedPrompt(args.tokens, layout.block_size, first) for first in (0, 1)]
-        print(json.dumps({"ready": True}), flush=True)
+        prompts.append(SizedPrompt(min(args.tokens, WARM_BLOCKS * layout.block_size), layout.block_size, 2))
         await serve(node, prompts, NodeMeter())
         await asyncio.to_thread(node.close)
 

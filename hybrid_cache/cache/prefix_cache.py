@@ -158,11 +158,13 @@ class PrefixCache:
         purpose: Purpose,
         hints: Hints = NO_HINTS,
         begins: bool = True,
+        pinned: str = "",
     ) -> Reservation:
         """Locks the reusable prefix and allocates pages for the rest of `num_tokens` tokens, or changes nothing.
 
         `hashes` are those of the full blocks; blocks without one stay private to the request. Unless it `begins` now, the
-        eviction policy hears of the request by `begin_steps`. Raises OutOfPages and DuplicateReservation.
+        eviction policy hears of the request by `begin_steps`. The locks of a hold named `pinned`, of `pin_steps` for the
+        same prompt, become its own. Raises OutOfPages and DuplicateReservation.
         """
         if request_id in self._holds:
             raise DuplicateReservation(f"request {request_id!r} already holds a reservation")
@@ -172,11 +174,14 @@ class PrefixCache:
         hit = self.match(hashes, num_tokens)
         cached = _cached(hit, purpose)
         hold = ReservedPages(request_id, hashes, num_tokens)
+        if pinned in self._holds:
+            self._take_over(pinned, hold, cached // self.layout.block_size, now)
         self._tree.lock_prefix(hold, cached, purpose)
         hit_end = hold.nodes[-1].hash if hold.nodes else None
         self._holds[request_id] = hold
         try:
-            self._allocate_own(hold, cached, self._snapshot_lengths(num_tokens, hit, purpose, hints), now)
+            lengths = _snapshot_lengths(self.layout, self._snapshots, num_tokens, hit, purpose, hints)
+            _allocate_own(self.layout, self._tree, hold, cached, lengths, now)
             if begins:
                 for _ in self.begin_steps(request_id, purpose, hints, now):
                     pass
@@ -214,6 +219,38 @@ class PrefixCache:
         self._holds[request_id] = hold
         return length
 
+    def pin_steps(
+        self, request_id: str, hashes: Sequence[bytes], num_tokens: int, purpose: Purpose, step: int
+    ) -> Iterator[None]:
+        """Locks the blocks that a request of `purpose` could reuse, so many in a step. Between steps the cache may be used:
+        each one goes on from what is cached then. Ends like a reservation. Raises DuplicateReservation.
+        """
+        if request_id in self._holds:
+            raise DuplicateReservation(f"request {request_id!r} already holds a reservation")
+        block_size = self.layout.block_size
+        hold = self._holds[request_id] = ReservedPages(request_id, list(hashes[: num_tokens // block_size]), num_tokens)
+        while self._holds.get(request_id) is hold:
+            blocks = self.reusable(hold.hashes, num_tokens, purpose) // block_size
+            hold.pages_ahead += self._tree.lock_path(hold, min(blocks, len(hold.nodes) + step))
+            if len(hold.nodes) >= blocks:
+                return
+            yield
+
+    def pages_ahead(self, pinned: str) -> int:
+        """Pages that `pin_steps` has locked first for a hold, whatever requests have locked them since."""
+        hold = self._holds.get(pinned)
+        return 0 if hold is None else hold.pages_ahead
+
+    def _take_over(self, pinned: str, hold: ReservedPages, blocks: int, now: float) -> None:
+        """Locks of a hold become those of another, which shares so many `blocks`: fewer, if a state has left meanwhile."""
+        before = self._holds[pinned]
+        shared = min(blocks, len(before.nodes))
+        if shared and before.hashes[shared - 1] != hold.hashes[shared - 1]:
+            raise ValueError(f"{pinned!r} holds another prompt")
+        del self._holds[pinned]
+        self._tree.unlock_from(before, shared, now)
+        hold.nodes = before.nodes
+
     def commit(
         self, request_id: str, filled_tokens: int, now: float, unfilled: Container[tuple[int, int]] = ()
     ) -> None:
@@ -236,6 +273,20 @@ class PrefixCache:
         if hold is not None:
             self._tree.pool.free(hold.own_pages())
             self._tree.unlock(hold, now)
+
+    def release_steps(self, request_id: str, now: float, step: int) -> Iterator[None]:
+        """`release` in steps of so many blocks, between which the cache may be used. One in between ends it at once."""
+        hold = self._holds.get(request_id)
+        if hold is None:
+            return
+        own = hold.own_pages()
+        hold.own_blocks, hold.own_windows, hold.own_states = [], {}, {}
+        self._tree.pool.free(own)
+        for _ in self._tree.unlock_steps(hold, now, step):
+            yield
+            if self._holds.get(request_id) is not hold:
+                return
+        del self._holds[request_id]
 
     def abort(self, request_id: str, now: float) -> None:
         """The request will not be finished: what it did not commit is gone. Unknown ids are fine."""
@@ -278,41 +329,50 @@ class PrefixCache:
         except KeyError:
             raise UnknownReservation(f"no reservation {request_id!r}") from None
 
-    def _snapshot_lengths(self, num_tokens: int, hit: PrefixHit, purpose: Purpose, hints: Hints) -> set[int]:
-        if purpose is Purpose.ATTENTION:
-            return set()
-        if purpose not in (Purpose.PREFILL, Purpose.ANSWER) or not self.layout.companion_groups:
-            return {num_tokens}
-        prefill = Prefill(
-            num_tokens=num_tokens,
-            cached_tokens=hit.num_tokens,
-            attention_tokens=hit.attention_tokens,
-            block_size=self.layout.block_size,
-        )
-        branches = {length for length in hints.branch_tokens if not length % self.layout.block_size}
-        if hints.useful_tokens is not None:  # the last boundary is no more likely to be of use than any other
-            chosen = {length for length in self._snapshots.lengths(prefill) if length <= hints.useful_tokens}
-        else:
-            chosen = set(self._snapshots.lengths(prefill))
-        wanted = {length for length in chosen | branches if hit.num_tokens < length <= num_tokens}
-        if purpose is Purpose.ANSWER:  # a state of the past cannot be had any more
-            return wanted & {num_tokens}
-        return wanted | ({num_tokens} - {hit.num_tokens})
-
-    def _allocate_own(self, hold: ReservedPages, cached: int, lengths: set[int], now: float) -> None:
-        try:
-            self._allocate_for(hold, cached, lengths, now)
-        except OutOfPages:
-            # Extra snapshots serve later prompts; this one needs only its end.
-            if lengths <= {hold.num_tokens}:
-                raise
-            self._allocate_for(hold, cached, {hold.num_tokens}, now)
-
-    def _allocate_for(self, hold: ReservedPages, cached: int, lengths: Iterable[int], now: float) -> None:
-        need = need_of(self.layout, hold, cached, lengths)
-        deal(self.layout, hold, need, self._tree.allocate(need.num_pages(self.layout), now))
-
 
 def _cached(hit: PrefixHit, purpose: Purpose) -> int:
     """Tokens of a hit that a request need not be given again."""
     return hit.num_tokens if purpose is Purpose.PREFILL else hit.attention_tokens
+
+
+def _snapshot_lengths(
+    layout: ModelLayout, snapshots: SnapshotPolicy, num_tokens: int, hit: PrefixHit, purpose: Purpose, hints: Hints
+) -> set[int]:
+    if purpose is Purpose.ATTENTION:
+        return set()
+    if purpose not in (Purpose.PREFILL, Purpose.ANSWER) or not layout.companion_groups:
+        return {num_tokens}
+    prefill = Prefill(
+        num_tokens=num_tokens,
+        cached_tokens=hit.num_tokens,
+        attention_tokens=hit.attention_tokens,
+        block_size=layout.block_size,
+    )
+    branches = {length for length in hints.branch_tokens if not length % layout.block_size}
+    if hints.useful_tokens is not None:  # the last boundary is no more likely to be of use than any other
+        chosen = {length for length in snapshots.lengths(prefill) if length <= hints.useful_tokens}
+    else:
+        chosen = set(snapshots.lengths(prefill))
+    wanted = {length for length in chosen | branches if hit.num_tokens < length <= num_tokens}
+    if purpose is Purpose.ANSWER:  # a state of the past cannot be had any more
+        return wanted & {num_tokens}
+    return wanted | ({num_tokens} - {hit.num_tokens})
+
+
+def _allocate_own(
+    layout: ModelLayout, tree: PrefixTree, hold: ReservedPages, cached: int, lengths: set[int], now: float
+) -> None:
+    try:
+        _allocate_for(layout, tree, hold, cached, lengths, now)
+    except OutOfPages:
+        # Extra snapshots serve later prompts; this one needs only its end.
+        if lengths <= {hold.num_tokens}:
+            raise
+        _allocate_for(layout, tree, hold, cached, {hold.num_tokens}, now)
+
+
+def _allocate_for(
+    layout: ModelLayout, tree: PrefixTree, hold: ReservedPages, cached: int, lengths: Iterable[int], now: float
+) -> None:
+    need = need_of(layout, hold, cached, lengths)
+    deal(layout, hold, need, tree.allocate(need.num_pages(layout), now))

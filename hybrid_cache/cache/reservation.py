@@ -50,6 +50,7 @@ class ReservedPages:
     )  # as `BlockNode.pages`, from block `first_own` on; () once committed
     own_windows: dict[tuple[int, int], Pages] = field(default_factory=dict)  # (group, block)
     own_states: dict[tuple[int, int], Pages] = field(default_factory=dict)  # (group, length)
+    pages_ahead: int = 0  # that were evictable when it locked them in steps
 
     def own_pages(self) -> list[int]:
         held = list(chain.from_iterable(self.own_blocks))

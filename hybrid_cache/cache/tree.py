@@ -5,13 +5,14 @@ spends most of its time in these loops.
 """
 
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Container, Generator, Sequence
+from collections.abc import Callable, Collection, Container, Generator, Iterator, Sequence
 from itertools import chain
 from typing import Any
 
 from hybrid_cache.cache.blocks import BlockNode, Companion, Pages
 from hybrid_cache.cache.events import EventLog
 from hybrid_cache.cache.integrity import STEP, IntegrityCheck
+from hybrid_cache.cache.lookup import full_hit
 from hybrid_cache.cache.pool import PagePool
 from hybrid_cache.cache.reservation import Purpose, ReservedPages, full_group_parts
 from hybrid_cache.errors import OutOfPages
@@ -77,7 +78,7 @@ class PrefixTree:
 
     def lock_prefix(self, hold: ReservedPages, cached: int, purpose: Purpose) -> None:
         """Locks what a request shares: the first `cached` tokens, with the companions that a prefill continues from."""
-        self._lock_path(hold, cached // self.layout.block_size)
+        self.lock_path(hold, cached // self.layout.block_size)
         if purpose is not Purpose.PREFILL or not cached:
             return
         for group in self.layout.window_groups:
@@ -86,22 +87,23 @@ class PrefixTree:
         for group in self.layout.state_groups:
             self._lock_companion(hold, self._companions[group][hold.nodes[-1].hash])
 
-    def _lock_path(self, hold: ReservedPages, blocks: int) -> None:
-        """Locks the request's blocks up to `blocks`, all cached, as far as it does not do so yet."""
-        nodes, path = self._nodes, hold.nodes
-        unlocked = 0
+    def lock_path(self, hold: ReservedPages, blocks: int) -> int:
+        """Locks the request's blocks up to `blocks`, all cached, as far as it does not do so yet; returns how many pages were
+        evictable till now.
+        """
+        path = hold.nodes
+        locked = list(map(self._nodes.__getitem__, hold.hashes[len(path) : blocks]))
         if self._check is not None:
-            self._check.keep([nodes[block_hash] for block_hash in hold.hashes[len(path) : blocks]])
-        locked = [nodes[block_hash] for block_hash in hold.hashes[len(path) : blocks]]
+            self._check.keep(locked)
+        unlocked = len(locked) - _num_locked(locked)
         for node in locked:
-            if not node.locks:
-                unlocked += 1
             node.locks += 1
         path += locked
         self.evictable_pages -= unlocked * self._node_pages
         # Only the last one can be without children, and others were not offered.
         if unlocked and path[-1].locks == 1 and not path[-1].children:
             self._eviction.withdraw(path[-1].hash)
+        return unlocked * self._node_pages
 
     def _lock_companion(self, hold: ReservedPages, companion: Companion) -> None:
         if self._check is not None:
@@ -116,37 +118,58 @@ class PrefixTree:
         """The held blocks of a path of cached blocks: a request that holds a block holds all before it."""
         return bisect_left(hashes, True, key=lambda block_hash: not self._nodes[block_hash].locks)
 
+    def unlock_steps(self, hold: ReservedPages, now: float, step: int) -> Iterator[None]:
+        """`unlock` in steps of so many blocks, tail first. Between them the hold locks what is left of it."""
+        while self._node_pages and len(hold.nodes) > step:
+            self._unlock_companions(hold, now)
+            self._unlock_path(hold, now, len(hold.nodes) - step)
+            yield
+        self.unlock(hold, now)
+
     def unlock(self, hold: ReservedPages, now: float) -> None:
         """Undoes all locks of a request."""
+        # Tail first, so that age alone already evicts tails before heads.
+        self._unlock_companions(hold, now)
+        self.unlock_from(hold, 0, now)
+
+    def unlock_from(self, hold: ReservedPages, start: int, now: float) -> None:
+        """Undoes the locks of a request's blocks from `start` on."""
+        if not self._node_pages:
+            self._unlock_empty(hold, start)
+        elif len(hold.nodes) > start:
+            self._unlock_path(hold, now, start)
+
+    def _unlock_companions(self, hold: ReservedPages, now: float) -> None:
         if self._check is not None:
             self._check.keep(hold.companions)
-            self._check.keep(hold.nodes)
-        # Tail first, so that age alone already evicts tails before heads.
-        for companion in reversed(hold.companions):
+        while hold.companions:
+            companion = hold.companions.pop()
             companion.locks -= 1
             self._eviction.touch(companion.key, now)
             if not companion.locks:
                 self.evictable_pages += len(companion.pages)
                 self._eviction.offer(companion.key, now)
-        if not self._node_pages:
-            self._unlock_empty(hold)
-        elif hold.nodes:
-            self._unlock_path(hold, now)
 
-    def _unlock_path(self, hold: ReservedPages, now: float) -> None:
-        path = hold.nodes
-        unlocked = 0
-        for node in path:
+    def _unlock_path(self, hold: ReservedPages, now: float, start: int) -> None:
+        left = hold.nodes[start:]
+        if self._check is not None:
+            self._check.keep(left)
+        hashes = hold.hashes[start : len(hold.nodes)]
+        del hold.nodes[start:]
+        for node in left:
             node.locks -= 1
-            unlocked += not node.locks
-        self.evictable_pages += unlocked * self._node_pages
-        self._eviction.touch_path(hold.hashes[len(path) - 1 :: -1], now)
-        tail = path[-1]
+        self.evictable_pages += (len(left) - _num_locked(left)) * self._node_pages
+        hashes.reverse()
+        self._eviction.touch_path(hashes, now)
+        tail = left[-1]
         if not tail.locks and not tail.children:
             self._eviction.offer(tail.hash, now)
 
-    def _unlock_empty(self, hold: ReservedPages) -> None:
-        for node in reversed(hold.nodes):
+    def _unlock_empty(self, hold: ReservedPages, start: int) -> None:
+        if self._check is not None:
+            self._check.keep(hold.nodes[start:])
+        while len(hold.nodes) > start:
+            node = hold.nodes.pop()
             node.locks -= 1
             self._prune(node)
 
@@ -154,21 +177,26 @@ class PrefixTree:
 
     def commit_blocks(self, hold: ReservedPages, full_blocks: int) -> None:
         """A request's own blocks up to `full_blocks` join the tree; where one is there already, ours stays its own."""
-        nodes, path, own, first = self._nodes, hold.nodes, hold.own_blocks, hold.first_own
-        added = []
-        parent = path[-1] if path else None
-        if self._check is not None:
-            self._check.keep(path[-1:])
-        for index in range(len(path), full_blocks):
-            block_hash = hold.hashes[index]
-            if block_hash in nodes:
-                self._lock_path(hold, index + 1)
-                parent = path[-1]
-                continue
-            parent = nodes[block_hash] = BlockNode(block_hash, parent, own[index - first], self._stamp)
-            own[index - first] = ()
-            path.append(parent)
-            added.append(block_hash)
+        path, own, first = hold.nodes, hold.own_blocks, hold.first_own
+        # What is held of a path is its beginning: others may have stored more of it meanwhile.
+        held = full_hit(self._nodes, hold.hashes, full_blocks)
+        if held > len(path):
+            self.lock_path(hold, held)
+        start = len(path)
+        if start >= full_blocks:
+            return
+        added, stamp = hold.hashes[start:full_blocks], self._stamp
+        node = path[-1] if path else None
+        if node is not None:
+            if self._check is not None:
+                self._check.keep((node,))
+            node.children += 1
+        ours = zip(added, own[start - first : full_blocks - first], range(start, full_blocks), strict=True)
+        new = [node := BlockNode(block_hash, node, pages, stamp, index, 1) for block_hash, pages, index in ours]
+        new[-1].children = 0
+        self._nodes.update(zip(added, new, strict=True))
+        path += new
+        own[start - first : full_blocks - first] = [()] * len(new)
         for group in self.layout.full_groups:
             self._events.stored(group, added)
 
@@ -204,11 +232,14 @@ class PrefixTree:
         policy, nodes, node_pages = self._eviction, self._nodes, self._node_pages
         left: list[bytes] = []
         left_pages: list[Pages] = []
+        key: Any = None  # a victim that is taken already
         try:
             while num_pages > 0:
-                key = policy.pop_victim(now)
+                if key is None:
+                    key = policy.pop_victim(now)
                 if isinstance(key, tuple):
                     num_pages -= self._evict_companion(key)
+                    key = None
                     continue
                 if self._check is not None:
                     self._keep_leaving(nodes[key])
@@ -220,11 +251,15 @@ class PrefixTree:
                 num_pages -= node_pages
                 if self._companion_groups:
                     num_pages -= self._drop_companions_of(node)
-                parent = node.parent
+                key, parent = None, node.parent
                 if parent is not None:
                     parent.children -= 1
-                    if not parent.children and not parent.locks:
+                    if parent.children or parent.locks:
+                        continue
+                    if num_pages <= 0:
                         policy.offer(parent.hash, now)
+                    elif policy.offer_or_take(parent.hash, now):
+                        key = parent.hash
         finally:  # their pages are free, whatever has become of the next one
             self._on_nodes_gone(left, left_pages)
 
@@ -317,3 +352,8 @@ class PrefixTree:
 
     def _has_companions(self, node: BlockNode) -> bool:
         return any(node.hash in self._companions[group] for group in self._companion_groups)
+
+
+def _num_locked(path: Sequence[BlockNode]) -> int:
+    """The locked blocks of a part of a path: they are its beginning."""
+    return bisect_left(path, True, key=lambda node: not node.locks)

@@ -85,6 +85,17 @@ class ReuseDensity(EvictionPolicy):
         self._offered[key] = self._offers
         self._put((class_id, scale, bucket_of(max(0.0, now - at))), (at, self._offers, key))
 
+    def offer_or_take(self, key: Key, now: float) -> bool:
+        at, class_id, scale = self.place(key, now)
+        if now <= self._sorted_at and self._order:
+            cell = self._order[0][1]
+            if cell == (class_id, scale, bucket_of(max(0.0, now - at))):
+                entries = self._cells[cell]
+                if not entries or at < entries[0][0]:
+                    return True
+        self.offer(key, now)
+        return False
+
     def withdraw(self, key: Key) -> None:
         self._offered.pop(key, None)
 

@@ -17,7 +17,7 @@ What is remembered has bounds: BYTES_PER_BLOCK for the last use of each of `max_
 whatever requests say. So has the work of one call of `refresh`: it computes densities for ROWS_AT_ONCE classes at a time.
 """
 
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from itertools import groupby
 from math import log2
@@ -110,10 +110,10 @@ class ReuseModel:
         self._place(use.path[-1], last_use(end, 1, is_end=True), end)  # a prefix is of use without its tail
         for stop in range(len(earlier), 0, -BEGIN_STEP):
             some = slice(max(0, stop - BEGIN_STEP), stop)
-            for key, uses in zip(reversed(use.path[some]), reversed(earlier[some]), strict=True):
-                places[key] = placed[uses]
-                if uses:
-                    places.move_to_end(key)
+            keys, counts = use.path[some][::-1], earlier[some][::-1]
+            deque(map(places.__setitem__, keys, map(placed.__getitem__, counts)), maxlen=0)
+            if any(counts):  # what is new is at the end already
+                deque(map(places.move_to_end, keys), maxlen=0)
             yield
         self._wait(use.now, cohort)
 

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 
 class PacedWork:
@@ -46,6 +46,12 @@ class PacedWork:
                     del self._waiting[request_id]
             if self._pieces:
                 self._later()
+
+
+async def committed_alike(long: Mapping[str, bytes], hashes: Sequence[bytes], work: PacedWork) -> None:
+    """Waits for what is still to be done for long prompts that begin as this one. `long` has the first block of each."""
+    if any(first in hashes[:1] and request_id in work for request_id, first in long.items()):
+        await work.settled()
 
 
 def once(act: Callable[[], None]) -> Iterator[None]:

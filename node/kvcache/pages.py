@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from pathlib import Path
 
 from hybrid_cache.cache.events import BlocksRemoved, BlocksStored, CacheCleared, CacheEvent, Medium, in_parts
@@ -23,7 +23,8 @@ from node.control.broadcast import Broadcast
 from node.errors import NodeConfigError, NodeRefusal
 from node.kvcache.arena import Arena
 from node.kvcache.eviction_steps import attention_pages, evict_in_steps, pages_to_fit, takes_steps
-from node.kvcache.paced_work import PacedWork, once, up_to
+from node.kvcache.paced_locks import PacedLocks
+from node.kvcache.paced_work import PacedWork, committed_alike, once, up_to
 from node.kvcache.ssd_tier import WAITS, Ssd, SsdWaits, open_disk, slots_of
 from node.kvcache.tenant_pages import NOBODY, TENANTS_PART, TenantPages
 from transport.control.proto import node_pb2 as pb
@@ -114,6 +115,7 @@ class ArenaPages:
         self._rooms = TenantPages()
         self._room_ids = itertools.count()
         self.work = PacedWork()
+        self.locks = PacedLocks(self.cache, now, self.changed)
         self._long: dict[str, bytes] = {}  # requests that are committed in steps: the first block of each prompt
         # A request uses blocks that were cached: their hashes from the prompt's beginning on.
         self.on_found: Callable[[Sequence[bytes]], None] = lambda hashes: None
@@ -186,21 +188,15 @@ class ArenaPages:
         purpose: Purpose,
         hints: Hints = NO_HINTS,
         tenant: str = NOBODY,
+        pinned: str = "",
     ) -> Reservation:
-        """Locks reusable blocks and allocates the rest. Raises NodeRefusal. New pages may be written into once `settled`.
+        """Locks reusable blocks, or takes over the locks of `pinned`, a hold of `locks`, and allocates the rest. Raises
+        NodeRefusal. New pages may be written into once `settled`.
 
         Without a lease of its own: who reserves must release, because only it knows when threads have let go of the pages.
         """
-        self._check(hashes, num_tokens)
-        return self._reserve(request_id, hashes, num_tokens, purpose, hints, tenant)
-
-    def _check(self, hashes: Sequence[bytes], num_tokens: int) -> None:
-        if not 0 < num_tokens <= MAX_TOKENS:
-            raise NodeRefusal("bad_request", f"num_tokens is {num_tokens}; it must be 1 to {MAX_TOKENS}")
-        if not isinstance(hashes, CheckedHashes) and len(set(hashes)) != len(hashes):
-            raise NodeRefusal("bad_request", TWICE)
-        if (needed := attention_pages(self.layout, num_tokens)) > self.num_pages:
-            raise NodeRefusal("no_capacity", f"{needed} pages needed, the arena has {self.num_pages}")
+        _check(self.layout, self.num_pages, hashes, num_tokens)
+        return self._reserve(request_id, hashes, num_tokens, purpose, hints, tenant, pinned)
 
     @property
     def _available(self) -> int:
@@ -208,11 +204,13 @@ class ArenaPages:
         return self.cache.free_pages + self.cache.evictable_pages
 
     def _reserve(
-        self, request_id: str, hashes: Sequence[bytes], num_tokens: int, purpose: Purpose, hints: Hints, tenant: str
-    ) -> Reservation:
-        available, now = self._available, self._now()
+        self, request_id: str, hashes: Sequence[bytes], num_tokens: int, purpose: Purpose, hints: Hints, tenant: str,
+        pinned: str = "",
+    ) -> Reservation:  # fmt: skip
+        ahead = self.cache.pages_ahead(pinned)  # counted as if they were locked only now
+        available, now = self._available + ahead, self._now()
         self._rooms.ask(tenant, now)
-        wanted = self.cache.attention_pages_wanted(hashes, num_tokens, purpose)
+        wanted = self.cache.attention_pages_wanted(hashes, num_tokens, purpose) + ahead
         if not self._rooms.may_have(tenant, wanted, available, now):
             reason = TENANTS_PART if self._rooms.has_its_part(tenant, wanted) else "no_capacity"
             raise NodeRefusal(reason, f"{available} pages are left, shared with other tenants")
@@ -220,7 +218,7 @@ class ArenaPages:
             try:
                 reservation = self.cache.reserve(
                     request_id, hashes, num_tokens, now=now, purpose=purpose, hints=hints,
-                    begins=not is_paced(self.layout, num_tokens),
+                    begins=not is_paced(self.layout, num_tokens), pinned=pinned,
                 )  # fmt: skip
                 unless_returned.callback(self.release, request_id)
                 self._rooms.reserved(request_id, tenant, available - self._available)
@@ -251,7 +249,7 @@ class ArenaPages:
         Of tenants that wait, the one that holds least is first.
         """
         deadline = self._now() + timeout_s
-        self._check(hashes, num_tokens)
+        _check(self.layout, self.num_pages, hashes, num_tokens)
         await self.bring_back(hashes, num_tokens)
         unpinned = self.num_pages - attention_pages(self.layout, self.pinned_tokens())
         if self.cache.attention_pages_wanted(hashes, num_tokens, purpose) > unpinned:  # others would wait behind it
@@ -262,7 +260,8 @@ class ArenaPages:
             if self._rooms.is_first(tenant):
                 await self.make_room(hashes, num_tokens, purpose, tenant)
                 await self.give_way(num_tokens)
-            while True:
+            reservation = await self._reserve_in_steps(request_id, hashes, num_tokens, purpose, hints, tenant)
+            while reservation is None:
                 self._freed.clear()
                 left_s = deadline - self._now()
                 if self._rooms.is_first(tenant):
@@ -282,6 +281,18 @@ class ArenaPages:
             self._rooms.goes(tenant)
             self._freed.set()  # it may have kept others from trying
         return await self._when_settled(reservation)
+
+    async def _reserve_in_steps(
+        self, request_id: str, hashes: Sequence[bytes], num_tokens: int, purpose: Purpose, hints: Hints, tenant: str
+    ) -> Reservation | None:
+        """Reserves for a long prompt if there is room now: what is cached of it is locked step by step."""
+        if not is_paced(self.layout, num_tokens):
+            return None
+        with contextlib.suppress(NodeRefusal):
+            async with self.locks.ahead(hashes, num_tokens, purpose) as pinned:
+                if self._rooms.is_first(tenant):
+                    return self._reserve(request_id, hashes, num_tokens, purpose, hints, tenant, pinned)
+        return None
 
     async def make_room(self, hashes: Sequence[bytes], num_tokens: int, purpose: Purpose, tenant: str) -> None:
         """Evicts in steps, between which the loop goes on, what a reservation of many blocks would evict at once.
@@ -329,7 +340,7 @@ class ArenaPages:
         """Has the SSD give back what it adds to a prompt's hit, unless computing it is sooner done. If a prompt that begins
         alike is being committed, that is done first: its states are at its end.
         """
-        await _committed_alike(self._long, hashes, self.work)
+        await committed_alike(self._long, hashes, self.work)
         if self.ssd:
             await self.ssd.bring_back_for_prefill(hashes, num_tokens)
 
@@ -349,8 +360,8 @@ class ArenaPages:
             await self.work.settled()  # some of it may free pages
         with contextlib.suppress(NodeRefusal):
             hashes = await read_hashes(joined_hashes, is_long=is_paced(self.layout, num_tokens))
-            self._check(hashes, num_tokens)
-            await _committed_alike(self._long, hashes, self.work)
+            _check(self.layout, self.num_pages, hashes, num_tokens)
+            await committed_alike(self._long, hashes, self.work)
             if self.ssd:
                 await self.ssd.bring_back_for_landing(hashes, num_tokens)
             await self.make_room(hashes, num_tokens, Purpose.LANDING, tenant)
@@ -386,7 +397,8 @@ class ArenaPages:
             self._long.pop(request_id, None)
             self.changed()
 
-        if request_id in self.work:
+        if request_id in self._long or request_id in self.work:
+            self.work.add(request_id, self.locks.release_steps(request_id))
             self.work.add(request_id, once(released))
         else:
             released()
@@ -451,10 +463,13 @@ class ArenaPages:
                 self._events.publish(as_message(part))
 
 
-async def _committed_alike(long: Mapping[str, bytes], hashes: Sequence[bytes], work: PacedWork) -> None:
-    """Waits for what is still to be done for long prompts that begin as this one."""
-    if any(first in hashes[:1] and request_id in work for request_id, first in long.items()):
-        await work.settled()
+def _check(layout: ModelLayout, num_pages: int, hashes: Sequence[bytes], num_tokens: int) -> None:
+    if not 0 < num_tokens <= MAX_TOKENS:
+        raise NodeRefusal("bad_request", f"num_tokens is {num_tokens}; it must be 1 to {MAX_TOKENS}")
+    if not isinstance(hashes, CheckedHashes) and len(set(hashes)) != len(hashes):
+        raise NodeRefusal("bad_request", TWICE)
+    if (needed := attention_pages(layout, num_tokens)) > num_pages:
+        raise NodeRefusal("no_capacity", f"{needed} pages needed, the arena has {num_pages}")
 
 
 def _close_unused(opening: "asyncio.Future[DiskTier]") -> None:

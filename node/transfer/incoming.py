@@ -160,13 +160,17 @@ class IncomingTransfers:
         return min(request.ttl_s, self._lease_s) if request.ttl_s > 0 else self._lease_s
 
     def reserve(
-        self, request: pb.ReserveRequest, use: IncomingUse | None = None, hashes: Sequence[bytes] | None = None
+        self,
+        request: pb.ReserveRequest,
+        use: IncomingUse | None = None,
+        hashes: Sequence[bytes] | None = None,
+        pinned: str = "",
     ) -> tuple[str, bytes, Reservation]:
         """Reserve pages and expect their bytes: for a prefix, unless a role has another use. `hashes` are those of the
-        request, if they were read already. Raises NodeRefusal.
+        request, if they were read already; `pinned` as for `ArenaPages.reserve`. Raises NodeRefusal.
         """
         try:
-            entry, secret = self._reserve(request, use or self._prefix, hashes)
+            entry, secret = self._reserve(request, use or self._prefix, hashes, pinned)
         except NodeRefusal as exc:
             self.counts.refused[exc.label] += 1
             raise
@@ -181,7 +185,8 @@ class IncomingTransfers:
     ) -> tuple[str, bytes, Reservation]:
         """`reserve`, after an SSD has given back what it can; the pages may be written into. Raises NodeRefusal."""
         hashes = await self._pages.prepare_landing(request.block_hashes, request.num_tokens, request.tenant)
-        reserved = self.reserve(request, use, hashes)
+        async with self._pages.locks.ahead(hashes or (), request.num_tokens, Purpose.LANDING) as pinned:
+            reserved = self.reserve(request, use, hashes, pinned)
         try:
             await self._pages.settled(reserved[2])
             await self._pages.give_way(request.num_tokens)
@@ -191,7 +196,7 @@ class IncomingTransfers:
         return reserved
 
     def _reserve(
-        self, request: pb.ReserveRequest, use: IncomingUse, hashes: Sequence[bytes] | None
+        self, request: pb.ReserveRequest, use: IncomingUse, hashes: Sequence[bytes] | None, pinned: str
     ) -> tuple[Incoming, bytes]:
         block_size = self.layout.block_size
         if request.prefix_only and request.num_tokens % block_size:
@@ -206,6 +211,7 @@ class IncomingTransfers:
             request.num_tokens,
             Purpose.LANDING,
             tenant=checked_name(request.tenant),
+            pinned=pinned,
         )
         try:
             entry = Incoming(

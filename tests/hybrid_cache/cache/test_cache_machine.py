@@ -45,6 +45,8 @@ class CacheMachine(RuleBasedStateMachine):
         self.now = 0.0
         self.made = 0
         self.check: Iterator[None] | None = None
+        self.pinning: tuple[str, list[int], Purpose, Iterator[None]] | None = None
+        self.ending: list[Iterator[None]] = []
 
     @rule(step=st.integers(1, 4))
     def begin_check(self, step):
@@ -119,6 +121,53 @@ class CacheMachine(RuleBasedStateMachine):
         del self.open[name]
         getattr(self.cache, end)(name, self.now)
 
+    @rule(tokens=TOKENS, purpose=st.sampled_from([Purpose.PREFILL, Purpose.LANDING]), step=st.integers(1, 3))
+    def lock_ahead(self, tokens, purpose, step):
+        if self.pinning is None:
+            steps = self.cache.pin_steps("pin", hashes_of(tokens), len(tokens), purpose, step)
+            self.pinning = ("pin", tokens, purpose, steps)
+            next(steps, None)
+
+    @precondition(lambda self: self.pinning)
+    @rule(end=st.sampled_from(["go on", "go on", "take over", "give up"]))
+    def go_on_locking(self, end):
+        pinned, tokens, purpose, steps = self.pinning
+        if end == "go on":
+            next(steps, None)
+            return
+        self.pinning = None
+        if end == "take over":
+            name = f"r{self.made}"
+            self.made += 1
+            try:
+                reservation = self.cache.reserve(
+                    name, hashes_of(tokens), len(tokens), now=self.now, purpose=purpose, pinned=pinned
+                )
+            except OutOfPages:
+                pass
+            else:
+                self.check_shared(reservation, tokens)
+                self.open[name] = (reservation, tokens)
+                self.write(reservation, tokens)
+        self.cache.release(pinned, self.now)
+        assert next(steps, None) is None
+
+    @precondition(lambda self: self.open)
+    @rule(data=st.data(), step=st.integers(1, 3))
+    def end_in_steps(self, data, step):
+        name = data.draw(st.sampled_from(sorted(self.open)))
+        del self.open[name]
+        steps = self.cache.release_steps(name, self.now, step)
+        if next(steps, self) is None:
+            self.ending.append(steps)
+
+    @precondition(lambda self: self.ending)
+    @rule(data=st.data())
+    def go_on_ending(self, data):
+        steps = data.draw(st.sampled_from(self.ending))
+        if next(steps, self) is self:
+            self.ending.remove(steps)
+
     @rule(seconds=st.floats(0.0, 8.0))
     def wait(self, seconds):
         self.now += seconds
@@ -151,6 +200,10 @@ class CacheMachine(RuleBasedStateMachine):
         assert self.index.match("n", hashes, 24) == self.cache.match(hashes, 24)
 
     def teardown(self):
+        self.cache.release("pin", self.now)
+        for steps in self.ending:
+            for _ in steps:
+                pass
         for name in list(self.open):
             self.cache.release(name, self.now)
         self.cache.clear(self.now)

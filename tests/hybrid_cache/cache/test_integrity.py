@@ -20,9 +20,9 @@ class Books:
         self.pool = PagePool(8)
         pages = self.pool.allocate(6)
         a = BlockNode(b"a", None, (pages[0],), 0)
-        b = BlockNode(b"b", a, (pages[1],), 0)
-        c = BlockNode(b"c", b, (pages[2],), 0)
-        b.locks = c.locks = 0
+        b = BlockNode(b"b", a, (pages[1],), 0, index=1, locks=0)
+        c = BlockNode(b"c", b, (pages[2],), 0, index=2, locks=0)
+        a.children = b.children = 1
         self.a, self.b, self.c = a, b, c
         self.nodes = {each.hash: each for each in (a, b, c)}
         self.state = Companion(c, 1, (pages[3],), 0)
