@@ -118,7 +118,7 @@ async def killed(bench: Bench, setting: Setting, _: str) -> Found:
 
 
 def engine_of(description: pb.NodeDescription) -> int:
-    """The process of a node's engine. Raises RuntimeError where there is none: a signal to 0 is one to all of our own."""
+    """The process of a node's engine. Raises RuntimeError where it has no engine: a signal to 0 is one to all of our own."""
     if not description.engine_pid:
         raise RuntimeError(f"{description.node_id} has no engine to kill: it ended by itself")
     return description.engine_pid
