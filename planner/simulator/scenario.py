@@ -183,5 +183,12 @@ class Scenario:
         homes = {pool.name for pool in self.pools if pool.num_decode}
         if strangers := self.homes.keys() - homes:
             raise InputError(f"homes: no node decodes in {', '.join(sorted(strangers))}")
+        for wire in self.wires:
+            sending = sum(pool.num_prefill for pool in self.pools if pool.name == wire.source)
+            if 1 < wire.senders < sending:
+                raise InputError(
+                    f"link {wire.source} to {wire.destination}: senders={wire.senders}: {sending} nodes prefill there, and "
+                    "each has a part of the line"
+                )
         if not any(pool.num_decode for pool in self.pools):
             raise InputError("no decode instance could answer: give a pd cluster at least one")

@@ -70,15 +70,17 @@ class Aim:
         ladder: Sequence[int] = range(0, size + 1, step)
         if (pinned := problem.variant.threshold_tokens) is not None:
             ladder = [int(cuts_of(problem.loads, np.array([pinned]))[0])]
+        is_refined = step > 1 and len(ladder) > 1
+        least = 0.0 if is_refined else above  # finer steps may be worth more than the whole ladder
         split = problem.variant.num_prefill
         for num_prefill in range(problem.capacity.num_pd) if split is None else [split]:
             for cut in ladder:
-                best = self._better(problem, best, above, num_prefill, cut)
-        while best is not None and step > 1 and len(ladder) > 1:
+                best = self._better(problem, best, least, num_prefill, cut)
+        while best is not None and is_refined and step > 1:
             centre, step = best, max(1, step // 4)
             for cut in range(max(0, centre.cut - 4 * step), min(size, centre.cut + 4 * step) + 1, step):
-                best = self._better(problem, best, above, centre.num_prefill, cut)
-        return best
+                best = self._better(problem, best, least, centre.num_prefill, cut)
+        return best if best is not None and best.rate > above else None
 
     def _better(self, problem: Problem, best: Cut | None, above: float, num_prefill: int, cut: int) -> Cut | None:
         beaten = best.rate if best else above

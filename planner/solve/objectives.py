@@ -1,6 +1,7 @@
 """What a site costs, what its requests cost to carry, and which part of it to pay for."""
 
 from dataclasses import replace
+from math import floor
 from typing import Final
 
 from membership.lines import BYTES_PER_S_PER_GBPS
@@ -59,15 +60,17 @@ def cheapest(problem: Problem, aim: Aim, whole: Problem) -> Problem:
     best, most = aim.solved(whole, problem)
     if most is not None:
         most = aim.kept_rate(whole, aim.in_full(whole, problem, best), aim.goals, most)
+        if not most:
+            raise aim.why_none(whole)
     raise too_much(asked, best.rate if most is None else most, aim)
 
 
 def too_much(asked: float, most: float, aim: Aim) -> Infeasible:
     """More is asked for than the site carries, or carries within its targets."""
-    return Infeasible(
-        f"rate_req_per_s={asked}: the whole site serves {most:.3f} req/s{' within its targets' if aim.goals else ''}; "
-        "ask for at most that, or add instances"
+    serves = (
+        f"{floor(most * 1000) / 1000:.3f} req/s{' within its targets' if aim.goals else ''}"  # no more than it does
     )
+    return Infeasible(f"rate_req_per_s={asked}: the whole site serves {serves}; ask for at most that, or add instances")
 
 
 def _parts(problem: Problem) -> list[Problem]:

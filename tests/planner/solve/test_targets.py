@@ -1,6 +1,7 @@
 """Plans that keep TTFT targets of some of the requests."""
 
 import json
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -99,6 +100,24 @@ def test_the_cheapest_plan_misses_nothing_at_the_rate_that_was_asked_for(
         Infeasible, match=r"the whole site serves \d\.\d+ req/s within its targets; ask for at most that"
     ):
         outline(of, SolveOptions(objective=Objective.COST, rate_req_per_s=3.0))
+
+
+@pytest.mark.parametrize(
+    ("short_s", "up_to", "share", "long_s"),
+    [(3.45, 2000, 0.99, 7.624), (3.506, 16_000, 0.9, 8.459), (2.59, 2000, 0.99, 7.577)],
+)
+def test_the_rate_that_is_said_to_be_served_can_be_asked_for(case_study, short_s, up_to, share, long_s):
+    targets = (
+        TtftTarget(ttft_s=short_s, share=share, up_to_tokens=up_to),
+        TtftTarget(ttft_s=long_s, above_tokens=90_000),
+    )
+    of = with_targets(case_study, *targets)
+    with pytest.raises(Infeasible) as too_much:
+        outline(of, SolveOptions(objective=Objective.COST, rate_req_per_s=9.0))
+    found = re.search(r"serves (\d+\.\d+) req/s within its targets", str(too_much.value))
+    assert found is not None
+    plan = outline(of, SolveOptions(objective=Objective.COST, rate_req_per_s=float(found[1])))
+    assert plan.lambda_slo >= float(found[1])
 
 
 def test_the_least_cost_per_request_is_promised_at_a_rate_that_keeps_all_targets(case_study):

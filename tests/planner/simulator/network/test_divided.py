@@ -5,7 +5,9 @@ from dataclasses import replace
 import pytest
 
 from planner.decisions.routing.offload import Reason, Route, Target
+from planner.decisions.routing.policy import RoutingPolicy
 from planner.decisions.views import LinkView
+from planner.errors import InputError
 from planner.simulator.loop import Loop
 from planner.simulator.network.divided import DividedEgress
 from planner.simulator.nodes.node import SimulatedRequest
@@ -13,6 +15,8 @@ from planner.simulator.scenario import Scenario, Wire
 from planner.simulator.world import simulate
 from tests.planner.simulator.network.test_links import pair
 from tests.planner.simulator.systems import arrivals
+
+EAGER = RoutingPolicy(threshold_tokens=500)
 
 
 def divided(rate: float, senders: int) -> Scenario:
@@ -32,6 +36,25 @@ def test_a_prompt_leaves_by_the_sender_whose_own_line_is_free():
     found = simulate(divided(4000.0, senders=2), arrivals([0.0, 0.15], 1000.0))
     assert found.routes == {"remote long": 2}
     assert found.ttft_s == pytest.approx([0.6, 0.6], abs=0.01)  # the first one has computed, and sends still
+
+
+@pytest.mark.parametrize("senders", [2, 3])
+def test_more_nodes_than_parts_would_send_more_than_the_line_carries(senders):
+    whole = divided(1000.0, senders=4)
+    with pytest.raises(InputError, match=f"link far to pd: senders={senders}: 4 nodes prefill there"):
+        replace(whole, wires=[replace(wire, senders=senders) for wire in whole.wires])
+
+
+@pytest.mark.parametrize(
+    ("nodes", "senders", "carried"), [(4, 4, 1000.0), (2, 4, 500.0), (1, 4, 250.0), (64, 64, 1000.0)]
+)
+def test_nodes_send_no_more_than_their_parts_of_a_line(nodes, senders, carried):
+    whole = divided(1000.0, senders=nodes)
+    scenario = replace(whole, wires=[replace(wire, senders=senders) for wire in whole.wires], routing=EAGER)
+    trace = arrivals([0.0] * 200, 1000.0)
+    found, again = simulate(scenario, trace), simulate(scenario, trace)
+    assert 0 < found.egress_bytes[1.0].max() <= carried + 0.01
+    assert found.ttft_s.tolist() == again.ttft_s.tolist()
 
 
 def test_a_line_is_as_wide_as_its_parts_and_down_with_them():
