@@ -315,7 +315,9 @@ class ArenaPages:
     async def reserve_now(
         self, request_id: str, hashes: Sequence[bytes], num_tokens: int, purpose: Purpose
     ) -> Reservation:
-        """`reserve`, for what gives way to everything else: it waits for no room. Raises NodeRefusal."""
+        """`reserve`, for what gives way to everything else: it waits only for what is being given back. Raises NodeRefusal."""
+        if attention_pages(self.layout, num_tokens) > self._available:
+            await self.work.settled()  # some of it may free pages
         return await self._when_settled(self.reserve(request_id, hashes, num_tokens, purpose))
 
     async def _when_settled(self, reservation: Reservation) -> Reservation:

@@ -230,3 +230,18 @@ def test_what_was_locked_in_vain_wakes_those_who_wait_for_room(pages: ArenaPages
             await waiting
 
     run(scenario())
+
+
+def test_what_waits_for_no_room_may_have_what_is_being_given_back(pages: ArenaPages) -> None:
+    async def scenario() -> None:
+        blocks = BLOCKS + LOCK_BLOCKS
+        first, second = (block_hashes(range(at, at + blocks * SIZE), SIZE, b"") for at in (0, 10**7))
+        pages.reserve("r", first, blocks * SIZE, Purpose.ANSWER)
+        await pages.work.settled()
+        pages.release("r")
+        await pages.reserve_now("again", second, blocks * SIZE, Purpose.ANSWER)
+        pages.release("again")
+        await pages.work.settled()
+        assert nothing_is_left(pages)
+
+    run(scenario())
