@@ -163,3 +163,29 @@ def test_a_step_says_which_of_its_tokens_are_drafts():
 
     assert "scheduled_spec_decode_tokens" in {field.name for field in dataclasses.fields(SchedulerOutput)}
     assert "use_replayssm" in {field.name for field in dataclasses.fields(CacheConfig)}
+
+
+def test_the_cpu_build_still_loses_states_of_mamba_2_that_drafts_were_accepted_in():
+    """It goes on from the first block whatever was accepted, and leaves the state after the last draft there. With what was
+    accepted it would go on from that token's block, and leave the first token's state in the first."""
+    import torch
+    from vllm.model_executor.layers.mamba.ops.cpu.mamba_ssm import selective_state_update
+
+    heads, width, tokens, blocks = 1, 2, 3, torch.tensor([[1, 2, 3]], dtype=torch.int32)
+    drawn = torch.Generator().manual_seed(1)
+
+    def step(accepted: int) -> tuple[torch.Tensor, torch.Tensor]:
+        states = torch.arange(4.0)[:, None, None, None].expand(4, heads, width, width).contiguous()
+        out, ones = torch.zeros(tokens, heads, width), torch.ones(heads, width)
+        inputs = torch.rand(tokens, heads, width, generator=drawn.manual_seed(1))
+        selective_state_update(
+            states, inputs, inputs, -torch.ones(heads, width, width), inputs, inputs, ones, dt_bias=ones,
+            dt_softplus=True, state_batch_indices=blocks, dst_state_batch_indices=blocks, out=out,
+            num_accepted_tokens=torch.tensor([accepted], dtype=torch.int32),
+            cu_seqlens=torch.tensor([0, tokens], dtype=torch.int32),
+        )  # fmt: skip
+        return out, states
+
+    (first, states), (third, _) = step(1), step(3)
+    assert torch.equal(first, third), "it looks at what was accepted: `token_by_token` need not be any more"
+    assert torch.equal(states[1], states[3])

@@ -82,7 +82,7 @@ def mend_state_checkpoints() -> None:
 
 def mend_drafted_states() -> None:
     """With drafts the CPU build computes recurrent states wrongly, or dies. Its convolutions of Mamba 2 and of LFM2 do not look
-    at what has been accepted. Its scan of Mamba 2 loses a state of the step before. The convolution of gated delta nets
+    at what has been accepted, nor does its scan of Mamba 2. The convolution of gated delta nets
     loses its place when a step has fewer drafts than the one before. With prefix caching the states are moved by kernels of
     Triton, which it lacks ("'function' object is not subscriptable").
     """

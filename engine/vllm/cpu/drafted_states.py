@@ -58,8 +58,9 @@ SelectiveUpdate = Callable[..., None]
 
 
 def token_by_token(update: SelectiveUpdate) -> SelectiveUpdate:
-    """vLLM's `selective_state_update` over requests with drafts. The CPU build's kernel computes in the block that it starts
-    from. So the state of that block's own token is lost. Here each token starts from a copy, in the block that it is noted in.
+    """vLLM's `selective_state_update` over requests with drafts. The CPU build's kernel goes on from a request's first block,
+    whatever was accepted, and leaves the state after the last draft there. Here each token starts from a copy of the state
+    before it, in the block that its own is noted in.
     """
 
     def updated(
