@@ -81,10 +81,10 @@ def mend_state_checkpoints() -> None:
 
 
 def mend_drafted_states() -> None:
-    """With drafts the CPU build computes recurrent states wrongly, or dies. Its convolutions of Mamba 2 and of LFM2 do not look
-    at what has been accepted, nor does its scan of Mamba 2. The convolution of gated delta nets
-    loses its place when a step has fewer drafts than the one before. With prefix caching the states are moved by kernels of
-    Triton, which it lacks ("'function' object is not subscriptable").
+    """With drafts the CPU build computes recurrent states wrongly, or dies. Its convolutions of Mamba 2 and of LFM2 do not
+    look at what has been accepted, nor does its scan of Mamba 2. The convolution of gated delta nets loses its place when a
+    step has fewer drafts than the one before. With prefix caching the states are moved by kernels of Triton, which it lacks
+    ("'function' object is not subscriptable").
     """
     from vllm.platforms import current_platform
 
