@@ -89,7 +89,7 @@ def started(nodes: dict[str, Any], model: Path, folder: Path, start_s: float) ->
             bench = stack.enter_context(Bench(nodes, model, folder, start_s=start_s + LATE_S))
         except (PrfaasError, TimeoutError) as error:
             logs = "; ".join(f"{log.name}: {_end_of(log)}" for log in sorted(folder.glob("*-engine.log")))
-            raise RuntimeError(f"not ready after {start_s:.0f} s: {_said(error)}: {logs}") from error
+            raise RuntimeError(f"not ready within {start_s:.0f} s: {str(error) or 'it is late'}; {logs}") from error
         yield bench
 
 
