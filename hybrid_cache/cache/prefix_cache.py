@@ -175,7 +175,7 @@ class PrefixCache:
         cached = _cached(hit, purpose)
         hold = ReservedPages(request_id, hashes, num_tokens)
         if pinned in self._holds:
-            self._take_over(pinned, hold, cached // self.layout.block_size, now)
+            _take_over(self._holds, self._tree, pinned, hold, cached // self.layout.block_size, now)
         self._tree.lock_prefix(hold, cached, purpose)
         hit_end = hold.nodes[-1].hash if hold.nodes else None
         self._holds[request_id] = hold
@@ -240,16 +240,6 @@ class PrefixCache:
         """Pages that `pin_steps` has locked first for a hold, whatever requests have locked them since."""
         hold = self._holds.get(pinned)
         return 0 if hold is None else hold.pages_ahead
-
-    def _take_over(self, pinned: str, hold: ReservedPages, blocks: int, now: float) -> None:
-        """Locks of a hold become those of another, which shares so many `blocks`: fewer, if a state has left meanwhile."""
-        before = self._holds[pinned]
-        shared = min(blocks, len(before.nodes))
-        if shared and before.hashes[shared - 1] != hold.hashes[shared - 1]:
-            raise ValueError(f"{pinned!r} holds another prompt")
-        del self._holds[pinned]
-        self._tree.unlock_from(before, shared, now)
-        hold.nodes = before.nodes
 
     def commit(
         self, request_id: str, filled_tokens: int, now: float, unfilled: Container[tuple[int, int]] = ()
@@ -333,6 +323,19 @@ class PrefixCache:
 def _cached(hit: PrefixHit, purpose: Purpose) -> int:
     """Tokens of a hit that a request need not be given again."""
     return hit.num_tokens if purpose is Purpose.PREFILL else hit.attention_tokens
+
+
+def _take_over(
+    holds: dict[str, ReservedPages], tree: PrefixTree, pinned: str, hold: ReservedPages, blocks: int, now: float
+) -> None:
+    """Locks of a hold become those of another, which shares so many blocks: fewer, if a state has left meanwhile."""
+    before = holds[pinned]
+    shared = min(blocks, len(before.nodes))
+    if shared and before.hashes[shared - 1] != hold.hashes[shared - 1]:
+        raise ValueError(f"{pinned!r} holds another prompt")
+    del holds[pinned]
+    tree.unlock_from(before, shared, now)
+    hold.nodes = before.nodes
 
 
 def _snapshot_lengths(
