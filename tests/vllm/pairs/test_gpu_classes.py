@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import pytest
 
@@ -57,6 +57,13 @@ class NoKernel:
             raise AttributeError(name)
 
 
+class NoStream:
+    """A type, because vLLM's annotations name it as one."""
+
+    def __init__(self, *args: object, **options: object) -> None:
+        pass
+
+
 class NoBackend:
     @staticmethod
     def get_name() -> str:
@@ -76,12 +83,9 @@ def unfilled(path: Path, place: str) -> tuple[int, list[str]]:
     from vllm.model_executor.layers.attention import mla_attention
     from vllm.utils.torch_utils import set_default_torch_dtype
 
-    def nothing(*args: object, **options: object) -> Any:
-        return None
-
     if ".nvidia." in place:
         mla_attention.get_attn_backend = lambda *args, **options: NoBackend
-        torch.cuda.Stream = torch.cuda.Event = nothing
+        torch.cuda.Stream = torch.cuda.Event = NoStream
     model = ModelConfig(model=str(path), tokenizer=str(path), dtype="bfloat16", max_model_len=4096, enforce_eager=True)
     config = VllmConfig(model_config=model, cache_config=CacheConfig(enable_prefix_caching=False))
     module, _, name = place.rpartition(":")
