@@ -26,6 +26,7 @@ MODELS = {"idefics3": build_vision, "paddleocr_vl": build_planes}
 CHAT = "/v1/chat/completions"
 SMALL = (84, 112)
 BLOCK, BLOCKS = 32, 160  # tokens, and how many of them a server has
+TRIES = 4
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1200), pytest.mark.dimensions(start="images")]
 
@@ -218,10 +219,12 @@ def test_kvcache_of_another_image_is_refused_and_a_landing_that_fails_is_recompu
 
 
 def test_chats_that_are_preempted_are_seen_again(bench: Bench) -> None:
-    """Their landings are used up by then: their decode node computes them, and has what they show."""
+    """Their landings are used up by then: their decode node computes them, and has what they show. On a busy machine landings
+    may come one after the other, and none is preempted: then others are asked.
+    """
 
-    async def scenario() -> None:
-        asked = [about(picture(90 + n), which=(0, 300)) | {"max_tokens": 300} for n in range(4)]
+    async def preempted(first: int) -> bool:
+        asked = [about(picture(first + n), which=(0, 300)) | {"max_tokens": 300} for n in range(4)]
         expected = [await alone(bench, each) for each in asked]
         assert sum(said.tokens + 300 for said in expected) > BLOCKS * BLOCK, "else nobody would be preempted"
         url, names = bench.node("decode0").engine_url, [bench.name() for _ in asked]
@@ -229,10 +232,16 @@ def test_chats_that_are_preempted_are_seen_again(bench: Bench) -> None:
         said = await asyncio.gather(
             *(answered(bench, bench.system.api_url, each, name) for each, name in zip(asked, names, strict=True))
         )
-        assert await bench.metric(url, "vllm:num_preemptions_total") > before
         assert [each.text for each in said] == [each.text for each in expected]
         records = [await bench.record(name) for name in names]
         assert [record["fallbacks"] for record in records] == [[]] * len(asked)
+        return bool(await bench.metric(url, "vllm:num_preemptions_total") > before)
+
+    async def scenario() -> None:
+        for first in range(90, 90 + 4 * TRIES, 4):
+            if await preempted(first):
+                return
+        raise AssertionError(f"{TRIES} times nothing was preempted")
 
     bench.run(scenario())
 
