@@ -10,7 +10,7 @@ export class Tenants {
   constructor(feed) {
     this.feed = feed;
     this.nextAt = 0;
-    this.note = h("p", { class: "hint" });
+    this.note = h("p", { class: "faint" });
     this.table = new Table("Tenants", [
       { head: "tenant", cell: (row) => row.tenant, isHead: true },
       { head: "requests", cell: (row) => count(Object.values(row.requests).reduce((sum, each) => sum + each, 0)), isNumber: true },
@@ -18,7 +18,7 @@ export class Tenants {
       { head: "of them cached", cell: (row) => percent(row.cached_tokens / row.prompt_tokens), isNumber: true },
       { head: "answer tokens", cell: (row) => tokens(row.completion_tokens), isNumber: true },
     ], { empty: "no tenant has used anything", isNamed: true });
-    this.element = panel("Tenants with the most tokens", this.note, this.table.element);
+    this.element = h("div", { class: "wide" }, panel("Tenants with the most tokens", this.note, this.table.element));
   }
 
   // Called with every snapshot.
