@@ -74,9 +74,7 @@ async def test_each_request_goes_to_nodes_of_one_revision() -> None:
 async def test_all_answers_to_one_call_are_of_one_revision(fields: dict[str, Any]) -> None:
     async with pipeline(remote=2, local=2, decode=2, revisions=("scripted", "retrained")) as w:
         await rolled(w, RETRAINED)
-        for number in range(
-            12
-        ):  # each with prompts of its own: those of before draw a call to the nodes that have them
+        for number in range(12):  # prompts of before draw a call to the nodes that have them
             body = json.loads(json.dumps({"model": "scripted", **fields}).replace("{}", f"{number} {LONG}"))
             async with w.http.post("/v1/completions", json=body) as response:
                 assert response.status == 200

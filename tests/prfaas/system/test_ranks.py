@@ -175,7 +175,7 @@ def test_ranks_that_are_told_to_end_before_they_listen_to_it_have_not_failed() -
     assert asyncio.run(scenario()) == 0
 
 
-def group_commands(tmp_path: Path, drain_timeout_s: str = "30") -> list[list[str]]:
+def group_commands(tmp_path: Path, drain_timeout_s: str = "30", *engine_args: str) -> list[list[str]]:
     """Two emulated nodes, started as a group."""
     (tmp_path / "fleet").mkdir()
     return [
@@ -183,7 +183,7 @@ def group_commands(tmp_path: Path, drain_timeout_s: str = "30") -> list[list[str
             sys.executable, "-m", "prfaas", "node", "--engine", "emulated", "--model", "kimi_linear", "--ranks", "1",
             "--node-id", f"group{time.monotonic_ns()}-{rank}", "--cache-bytes", str(16 << 20), "--run-dir",
             str(tmp_path), "--registry", str(tmp_path / "fleet"), "--block-size", "16", "--chunk-tokens", "64",
-            "--drain-timeout-s", drain_timeout_s,
+            "--drain-timeout-s", drain_timeout_s, *engine_args,
         ]
         for rank in range(2)
     ]  # fmt: skip
@@ -246,7 +246,8 @@ def test_no_engine_of_a_group_ends_while_another_rank_still_answers(tmp_path: Pa
 
     async def scenario() -> int:
         async with asyncio.timeout(PATIENCE_S), aiohttp.ClientSession() as session:
-            running = asyncio.create_task(run_ranks(group_plans(), group_commands(tmp_path), 30.0, print))
+            commands = group_commands(tmp_path, "30", "--", "--decode-step-s", "0.002")  # its answer takes a minute
+            running = asyncio.create_task(run_ranks(group_plans(), commands, 30.0, print))
             idle, busy = await serving(tmp_path)
             body = {
                 "model": "kimi_linear",

@@ -7,6 +7,7 @@ from typing import Any, cast
 
 from gateway.api.cache_control import Breakpoint
 from gateway.auth.keyring import Tenant
+from gateway.cluster.inflight_prefixes import UNTOLD_S
 from gateway.cluster.pinned_prefixes import PinnedPrefix, PinnedPrefixes, PinState
 from gateway.config.models import ModelTable
 from gateway.server.handlers.contexts import OUTCOME_WAIT_S, PAUSES_S, PinOutcome, details_of, id_of
@@ -157,6 +158,9 @@ async def test_a_context_is_kept_by_its_names_in_the_revision_that_computed_it()
             response = await w.complete(prompt, prompt_cache_options={"ttl": "5m"})
             details = (await response.json())["usage"]["prompt_tokens_details"]
             assert details["breakpoints"][0]["kept"] > 0
+            if all(cast(NotingNode, node).kept for node in w.nodes.local):
+                break
+            await asyncio.sleep(UNTOLD_S)  # until then the prompt is drawn to the node that has computed it
         for node in w.nodes.local:
             for names, num_tokens in cast(NotingNode, node).kept:
                 assert num_tokens == len(names) // HASH_BYTES * node.layout.block_size
