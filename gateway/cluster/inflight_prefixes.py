@@ -3,7 +3,7 @@
 A node's engine looks for a prefix when it is asked, not when it begins. So a prompt that is sent too early computes
 again what is being computed in front of it. A decode node looks when it reserves: what is reserved too early is sent again.
 
-Its node tells which blocks it has since then a moment after the answer. Until then the prompt is promised on.
+A node tells of the blocks of a prompt a moment after it has answered. Until then we keep the promise.
 """
 
 import asyncio
@@ -70,7 +70,7 @@ class InflightPrefixes:
             self._untold.append((now + UNTOLD_S, computing))
 
     def settle(self, now: float) -> None:
-        """What was computed a while ago is promised no more: by now its node has told what it has of it."""
+        """Ends the promises of prompts that were computed UNTOLD_S ago: their nodes have told of the blocks by now."""
         while self._untold and self._untold[0][0] <= now:
             self._forget(self._untold.popleft()[1])
 

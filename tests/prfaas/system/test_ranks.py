@@ -24,6 +24,7 @@ from transport.control.proto import node_pb2 as pb
 from transport.control.proto import node_pb2_grpc as rpc
 
 PATIENCE_S = 120.0
+LONG_ANSWER = {"model": "kimi_linear", "prompt": [1, 2, 3], "max_tokens": 30_000, "stream": True, "ignore_eos": True}
 ENDS_WITHIN_S = 10.0  # an emulated engine that has nothing to do takes a second to end
 
 
@@ -249,14 +250,7 @@ def test_no_engine_of_a_group_ends_while_another_rank_still_answers(tmp_path: Pa
             commands = group_commands(tmp_path, "30", "--", "--decode-step-s", "0.002")  # its answer takes a minute
             running = asyncio.create_task(run_ranks(group_plans(), commands, 30.0, print))
             idle, busy = await serving(tmp_path)
-            body = {
-                "model": "kimi_linear",
-                "prompt": [1, 2, 3],
-                "max_tokens": 30_000,
-                "stream": True,
-                "ignore_eos": True,
-            }
-            async with session.post(f"{busy.engine_url}/v1/completions", json=body) as answer:
+            async with session.post(f"{busy.engine_url}/v1/completions", json=LONG_ANSWER) as answer:
                 assert await anext(aiter(answer.content))
                 os.kill(os.getpid(), signal.SIGTERM)
                 told_at = time.monotonic()
@@ -283,14 +277,7 @@ def test_a_rank_that_hangs_keeps_no_other_one_longer_than_its_own_drain(tmp_path
             busy, hanging = await serving(tmp_path)
             agent = parent_of(hanging.engine_pid)
             os.kill(agent, signal.SIGSTOP)
-            body = {
-                "model": "kimi_linear",
-                "prompt": [1, 2, 3],
-                "max_tokens": 30_000,
-                "stream": True,
-                "ignore_eos": True,
-            }
-            async with session.post(f"{busy.engine_url}/v1/completions", json=body) as answer:
+            async with session.post(f"{busy.engine_url}/v1/completions", json=LONG_ANSWER) as answer:
                 assert await anext(aiter(answer.content))
                 os.kill(os.getpid(), signal.SIGTERM)
                 told_at = time.monotonic()
