@@ -1,4 +1,4 @@
-"""What more gateways serve: `python -m benchmarks.fleet.gateways [--counts 1 2 4] [--clients 16 56] [--rounds 2] [--json]`.
+"""What more gateways serve: `python -m benchmarks.fleet.gateways [--counts 1 2 4] [--nodes 8] [--clients 16 56] [--json]`.
 
 Real gateways, agents and emulated engines. With an etcd (ETCD_BINARY) gateways share limits and nodes register there. The
 same conversations are held with each number of gateways, by fewer and by more clients. Each request goes to any gateway by
@@ -29,7 +29,6 @@ from tests.fleet.load import FIRST_TOKEN, LAST_TOKEN
 from tests.fleet.system import FREE_KEY, Fleet
 from tests.membership.etcd.servers import etcd_binary
 
-NODES: Final = 8
 CACHE_BYTES: Final = 256 << 20  # of a node
 CONVERSATIONS: Final = 4  # of a client, one after the other
 TURNS: Final = 6  # of a conversation
@@ -67,10 +66,10 @@ class Scaling:
         return self.gateways * (1.0 - self.idle) / self.cpu_ms * 1e3
 
 
-async def served_by(count: int, clients: int, seed: int, etcd: str | None) -> ServedRound:
+async def served_by(count: int, nodes: int, clients: int, seed: int, etcd: str | None) -> ServedRound:
     """One round: a fleet of its own, with empty caches."""
     with tempfile.TemporaryDirectory(prefix="gateways-") as home:
-        fleet = Fleet(Path(home), NODES, count, etcd, cache_bytes=CACHE_BYTES)
+        fleet = Fleet(Path(home), nodes, count, etcd, cache_bytes=CACHE_BYTES)
         try:
             await fleet.start()
             async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
@@ -151,14 +150,14 @@ async def main(arguments: argparse.Namespace) -> None:
         # Each round begins at the other end, so that no number of gateways alone has a slow minute of the machine.
         for count in arguments.counts if number % 2 == 0 else arguments.counts[::-1]:
             for clients in arguments.clients:
-                rounds.append(await served_by(count, clients, number, etcd_binary()))
+                rounds.append(await served_by(count, arguments.nodes, clients, number, etcd_binary()))
                 print(f"round {number}: {rounds[-1]}", file=sys.stderr, flush=True)
     results = [*scaling(rounds)]
     if arguments.json:
         print(json.dumps([asdict(each) for each in results]))
         return
     rates = [each.per_s for each in rounds]
-    print(f"{NODES} nodes; {min(rates):.0f} to {max(rates):.0f} requests/s, {arguments.rounds} rounds; "
+    print(f"{arguments.nodes} nodes; {min(rates):.0f} to {max(rates):.0f} requests/s, {arguments.rounds} rounds; "
           f"etcd: {'yes' if etcd_binary() else 'no, nothing is shared'}")  # fmt: skip
     print("gateways  CPU ms/request  by time (core)   hits  throughput")
     for each in results:
@@ -168,6 +167,8 @@ async def main(arguments: argparse.Namespace) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="python -m benchmarks.fleet.gateways", description=__doc__)
     parser.add_argument("--counts", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--nodes", type=int, default=8, help="a node tells each gateway at most 10 messages/s, so few "
+                        "nodes under a load show what many show under a greater one")  # fmt: skip
     parser.add_argument("--clients", type=int, nargs="+", default=[16, 56])
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--json", action="store_true")

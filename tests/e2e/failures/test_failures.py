@@ -234,12 +234,12 @@ def test_a_decode_node_that_is_told_to_end_finishes_its_stream_and_takes_nothing
             return await bench.gateway_sees(leaving) == "draining"
 
         await bench.wait_until(streaming)
-        node = bench.node(leaving)
+        node, engine_url = bench.node(leaving), await bench.engine_url(leaving)
         os.kill(node.process.pid, signal.SIGTERM)
         await bench.wait_until(is_draining)
         assert not running.done()
         with pytest.raises(RequestFailed, match="503"):
-            await bench.generate(bench.prompt(10, seed=13), 1, url=node.engine_url)
+            await bench.generate(bench.prompt(10, seed=13), 1, url=engine_url)
         elsewhere = bench.name()
         await bench.generate(bench.prompt(20, seed=14), 1, name=elsewhere)
         assert (await bench.record(elsewhere))["decode_node"] != leaving

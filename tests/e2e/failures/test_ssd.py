@@ -76,6 +76,7 @@ async def served_from_disk(bench: Bench, prompt: list[int]) -> dict[str, object]
     for _ in range(ATTEMPTS):
         await bench.crowd_out("far")
         assert await media(bench, prompt) == {pb.MEDIUM_SSD}
+        await bench.wait_until_heard("far", prompt, CACHED)
         before = await bench.reads_given_up("far")
         record = await served(bench, prompt)
         if record["cached"]:
@@ -106,6 +107,7 @@ def test_a_prefix_outlives_the_node(bench: Bench) -> None:
         seen = await ssd(bench)
         assert seen.events["recovered"] == seen.blocks > 0
         assert seen.bytes <= seen.capacity_bytes
+        await bench.wait_until_heard("far", prompt, CACHED)
         record = await served(bench, prompt)
         assert (record["prefill_node"], record["reason"], record["cached"]) == ("far", "remote_prefix", CACHED)
         seen = await ssd(bench)
