@@ -1,4 +1,4 @@
-"""The object graph of a gateway: `running` says what is built, in order; a builder for each part says how."""
+"""The object graph of a gateway: `_built` says what is built, in order, `running` what then begins."""
 
 import asyncio
 import contextlib
@@ -6,38 +6,31 @@ import uuid
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from functools import partial
 from typing import Final
 
 from aiohttp import web
 
-from gateway.admin.console.endpoints import Console
-from gateway.admin.console.link_switch import LinkSwitch
-from gateway.admin.console.plan_proxy import PlanProxy
-from gateway.admin.console_snapshot import ConsoleSnapshots
-from gateway.admin.explain import Explanations
 from gateway.admin.reload import Reloads
 from gateway.admission.concurrency import ConcurrencyLimiter
 from gateway.auth.oidc import Provider
 from gateway.auth.sessions import OperatorSessions
 from gateway.cluster.agent_client import AgentClient
-from gateway.cluster.drained_links import DrainedLinks
 from gateway.cluster.link_probes import Probes
 from gateway.cluster.links import ClusterLinks
 from gateway.cluster.registry import NODE_TIMES, Clusters, NodeTimes
 from gateway.config.gateway import GatewayConfig, Strangers
 from gateway.errors import NotReplaced
-from gateway.fleet.fleet import build_fleet
-from gateway.fleet.usage.keeper import FleetUsage
+from gateway.fleet.fleet import FleetPart, build_fleet
 from gateway.http.body import BodyReceiver
 from gateway.http.connections import Gate, Way
 from gateway.http.listener import OPERATORS, Listener, client_connections, descriptor_limit
-from gateway.http.tls import ServerCertificate, keep_current, server_certificate
-from gateway.models.load_report import LoadReporter
+from gateway.http.tls import keep_current, server_certificate
 from gateway.models.served import Models, config_of
 from gateway.models.upkeep import ModelUpkeep, loaded
+from gateway.pages import ShownParts, operator_pages, token_endpoints
 from gateway.parts import (
+    CommonParts,
     GatewayTasks,
     NodeAccess,
     build_audit,
@@ -51,12 +44,11 @@ from gateway.routing.egress_leases import Shares
 from gateway.routing.transfer_log import Flows
 from gateway.server.app import GenerationEndpoint
 from gateway.server.handlers.operators import OperatorEndpoints
-from gateway.server.handlers.tokens import TokenEndpoints
 from gateway.server.routes import build_app, build_operators_app, straight_ways
 from gateway.tasks import TaskSet
 from gateway.telemetry.log_setup import LogLevel
 from gateway.telemetry.metrics import Metrics
-from gateway.workers.peers import NumberedRing, WorkerPeers
+from gateway.workers.peers import NumberedRing
 from gateway.workers.ports import ListenerName
 from gateway.workers.process_scope import SingleProcess, WorkerProcess
 from gateway.workers.shared_counters import WorkerState
@@ -116,16 +108,26 @@ class RunningGateway:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ShownParts:
-    """The parts of a gateway that operators' pages and the console show, and act on."""
+class BuiltParts:
+    """What a gateway is made of. Nothing of it runs yet but what writes its traces and records."""
 
     config: GatewayConfig
     clock: Callable[[], float]
     seat: SingleProcess | WorkerProcess
+    strangers: Strangers
+    tasks: GatewayTasks
     seen: NodeAccess
-    models: Models
+    common: CommonParts
+    fleet: FleetPart
+    upkeep: ModelUpkeep
     door: GenerationEndpoint
-    reloads: Reloads
+    gateway: RunningGateway
+    audit: NumberedRing
+
+    @property
+    def kept(self) -> dict[str, NumberedRing]:
+        """What operators read page by page."""
+        return {"requests": self.common.records, "flows": self.common.flows, "audit": self.audit}
 
 
 @asynccontextmanager
@@ -146,7 +148,45 @@ async def running(
     `read_again` gives its configuration as it is now, when an operator wants that taken over. The gateway waits up to `warm_s`
     for a process that reads long bodies; 0: the first long body starts one. `tokenizer` is that of the default model.
     """
-    seat = seat or SingleProcess()
+    async with AsyncExitStack() as held:
+        built = await held.enter_async_context(
+            _built(
+                config,
+                tokenizer,
+                clock,
+                seat or SingleProcess(),
+                read_again or (lambda: config),
+                agent_client=agent_client,
+                node_times=node_times,
+                load_tokenizer=load_tokenizer,
+            )
+        )
+        await built.upkeep.settle()
+        _begin_chores(built)
+        warming = _warming(built, warm_s)
+        pages = await held.enter_async_context(_pages(built))
+        await _all_heard(built)
+        if warming is not None:
+            await warming
+        gates = await held.enter_async_context(_listening(built, pages))
+        _begin_heartbeat(built, gates)
+        held.callback(built.door.visits.end_all)
+        yield built.gateway
+
+
+@asynccontextmanager
+async def _built(
+    config: GatewayConfig,
+    tokenizer: TextTokenizer,
+    clock: Callable[[], float],
+    seat: SingleProcess | WorkerProcess,
+    read_again: Callable[[], GatewayConfig],
+    *,
+    agent_client: type[AgentClient],
+    node_times: NodeTimes,
+    load_tokenizer: Callable[[GatewayConfig], TextTokenizer],
+) -> AsyncIterator[BuiltParts]:
+    """The parts of a gateway, each after those that it is given; at the block's end they end the other way round."""
     metrics = seat.metrics
     strangers = config.strangers.divided(seat.workers)
     tasks = GatewayTasks(*(TaskSet(metrics.upkeep.unforeseen) for _ in range(4)))
@@ -221,17 +261,8 @@ async def running(
         )
         reloads = Reloads(
             config,
-            [
-                upkeep,
-                common.admission,
-                seen.legs,
-                door,
-                LogLevel(),
-                seen.rotation,
-                seen.roster,
-                seen.links,
-            ],
-            read_again or (lambda: config),
+            [upkeep, common.admission, seen.legs, door, LogLevel(), seen.rotation, seen.roster, seen.links],
+            read_again,
             metrics.upkeep.reloaded,
             seat.parent,
         )
@@ -243,47 +274,72 @@ async def running(
             links=seen.links,
             reloads=reloads,
         )
-        await upkeep.settle()
-        seen.clusters.start()
-        keep_chores(config=config, clock=clock, metrics=metrics, tasks=tasks, seen=seen, flows=common.flows, door=door)
-        tasks.chores.keep(upkeep.run, "models")
-        for work in fleet.chores:
-            tasks.chores.keep(work, "fleet")
-        warming = tasks.afterwards.start(models.default.steps.reader.warm(warm_s), "warm") if warm_s else None
-        kept: dict[str, NumberedRing] = {"requests": common.records, "flows": common.flows, "audit": audit}
-        siblings = await held.enter_async_context(seat.siblings(kept))
-        shown = ShownParts(
+        yield BuiltParts(
             config=config,
             clock=clock,
             seat=seat,
+            strangers=strangers,
+            tasks=tasks,
             seen=seen,
-            models=models,
+            common=common,
+            fleet=fleet,
+            upkeep=upkeep,
             door=door,
-            reloads=reloads,
+            gateway=gateway,
+            audit=audit,
         )
-        pages = operator_pages(shown, kept, siblings, fleet.usage)
-        await _nodes_heard(seen, seat)
-        await fleet.settled()
-        seen.links.drain(seen.drained.links())  # other gateways may have drained some
-        if warming is not None:
-            await warming
-        certificate = server_certificate(config)
-        gates = await held.enter_async_context(
-            _listening(
-                gateway,
-                strangers=strangers,
-                seat=seat,
-                pages=pages,
-                desk=token_endpoints(seen=seen, door=door),
-                certificate=certificate,
-            )
-        )
-        if certificate is not None:
-            tasks.chores.keep(lambda: keep_current(certificate), "certificate")
-        seat.be(_state(door))
-        tasks.chores.keep(lambda: _heartbeat(door, gates, seen.links, seen.drained, clock, seat), "heartbeat")
-        held.callback(door.visits.end_all)
-        yield gateway
+
+
+def _begin_chores(built: BuiltParts) -> None:
+    """From now on the gateway hears its nodes, and does what goes on beside requests."""
+    built.seen.clusters.start()
+    keep_chores(
+        config=built.config,
+        clock=built.clock,
+        metrics=built.seat.metrics,
+        tasks=built.tasks,
+        seen=built.seen,
+        flows=built.common.flows,
+        door=built.door,
+    )
+    built.tasks.chores.keep(built.upkeep.run, "models")
+    for work in built.fleet.chores:
+        built.tasks.chores.keep(work, "fleet")
+
+
+def _warming(built: BuiltParts, warm_s: float) -> "asyncio.Task[None] | None":
+    """The start of a process that reads long bodies; None: the first of them starts one."""
+    reader = built.gateway.models.default.steps.reader
+    return built.tasks.afterwards.start(reader.warm(warm_s), "warm") if warm_s else None
+
+
+@asynccontextmanager
+async def _pages(built: BuiltParts) -> AsyncIterator[OperatorEndpoints]:
+    """What operators are shown, other workers' part of it as well."""
+    shown = ShownParts(
+        config=built.config,
+        clock=built.clock,
+        seat=built.seat,
+        seen=built.seen,
+        models=built.gateway.models,
+        door=built.door,
+        reloads=built.gateway.reloads,
+    )
+    async with built.seat.siblings(built.kept) as siblings:
+        yield operator_pages(shown, built.kept, siblings, built.fleet.usage)
+
+
+async def _all_heard(built: BuiltParts) -> None:
+    """Waits for nodes and other gateways, before the first client is answered. Raises NotReplaced."""
+    await _nodes_heard(built.seen, built.seat)
+    await built.fleet.settled()
+    built.seen.links.drain(built.seen.drained.links())  # other gateways may have drained some
+
+
+def _begin_heartbeat(built: BuiltParts, gates: list[Gate]) -> None:
+    """From now on the gateway says how it is, and ends what clients leave unread."""
+    built.seat.be(_state(built.door))
+    built.tasks.chores.keep(lambda: _heartbeat(built, gates), "heartbeat")
 
 
 def keep_chores(
@@ -312,80 +368,6 @@ def keep_chores(
     keep(Probes(seen.links, tasks.afterwards, PROBE_TIMEOUT_S, clock, flows.probed).run, "probes")
 
 
-def operator_pages(
-    shown: ShownParts,
-    kept: Mapping[str, NumberedRing],
-    siblings: WorkerPeers | None,
-    usage: FleetUsage | None = None,
-) -> OperatorEndpoints:
-    seat, seen = shown.seat, shown.seen
-    return OperatorEndpoints(
-        clusters=seen.clusters,
-        roster=seen.roster,
-        rotation=seen.rotation,
-        models=shown.models,
-        links=seen.links,
-        admission=shown.door.rooms.admission,
-        metrics=seat.metrics,
-        usage=usage,
-        kept=kept,
-        load=LoadReporter(seen.clusters, seen.links, shown.config.routing.decode_slots),
-        seat=seat,
-        siblings=siblings,
-        console=_console(shown),
-        clock=shown.clock,
-        keyring=shown.door.keyring,
-        started_at=int(datetime.now(UTC).timestamp()),
-    )
-
-
-def _console(shown: ShownParts) -> Console:
-    seen, steps, door = shown.seen, shown.door.rooms, shown.door
-    snapshots = ConsoleSnapshots(
-        config=shown.config,
-        clusters=seen.clusters,
-        roster=seen.roster,
-        rotation=seen.rotation,
-        links=seen.links,
-        models=shown.models,
-        admission=steps.admission,
-        classes=lambda: door.classes,
-        tenants=lambda: door.keyring.tenants,
-        seat=shown.seat,
-        clock=shown.clock,
-    )
-    return Console(
-        snapshots=snapshots,
-        explanations=Explanations(
-            door=door,
-            receiver=steps.receiver,
-            clusters=seen.clusters,
-            models=shown.models,
-            clock=shown.clock,
-        ),
-        desk=PlanProxy(shown.config.plan, shown.config.plan.asked(shown.config.identity)),
-        switch=LinkSwitch(seen.links, seen.drained),
-        reloads=shown.reloads,
-        receiver=steps.receiver,
-        keyring=door.keyring,
-        sessions=door.sessions,
-    )
-
-
-def token_endpoints(*, seen: NodeAccess, door: GenerationEndpoint) -> TokenEndpoints:
-    return TokenEndpoints(
-        admission=door.rooms.admission,
-        receiver=door.rooms.receiver,
-        models=door.models,
-        clusters=seen.clusters,
-        legs=seen.legs,
-        metrics=door.metrics,
-        tenant_of=door.keyring.tenant,
-        allowances=door.allowances,
-        media_domains=door.media_domains,
-    )
-
-
 async def _nodes_heard(seen: NodeAccess, seat: SingleProcess | WorkerProcess) -> None:
     """Waits for nodes before it listens, if others serve meanwhile: whom it answers first should be served, too.
 
@@ -401,17 +383,11 @@ async def _nodes_heard(seen: NodeAccess, seat: SingleProcess | WorkerProcess) ->
 
 
 @asynccontextmanager
-async def _listening(
-    gateway: RunningGateway,
-    *,
-    strangers: Strangers,
-    seat: SingleProcess | WorkerProcess,
-    pages: OperatorEndpoints,
-    desk: TokenEndpoints,
-    certificate: ServerCertificate | None,
-) -> AsyncIterator[list[Gate]]:
-    """Has `gateway` answer on its ports inside the block; the gates of its listeners."""
-    config, door, now = gateway.config, gateway.door, asyncio.get_running_loop().time
+async def _listening(built: BuiltParts, pages: OperatorEndpoints) -> AsyncIterator[list[Gate]]:
+    """Has the gateway answer on its ports inside the block; the gates of its listeners."""
+    gateway, door, seat, strangers = built.gateway, built.door, built.seat, built.strangers
+    config, now = gateway.config, asyncio.get_running_loop().time
+    certificate = server_certificate(config)
     clients_gate = Gate("clients", client_connections(config, descriptor_limit()), strangers, seat.metrics, now)
     operators_gate = Gate("operators", OPERATORS, strangers, seat.metrics, now)
     async with AsyncExitStack() as held:
@@ -428,25 +404,21 @@ async def _listening(
             gateway.listeners.append(listener)
             return listener.url
 
-        app = build_app(door, pages, desk)
+        app = build_app(door, pages, token_endpoints(seen=built.seen, door=door))
         gateway.url = await listen(ListenerName.CLIENTS, app, clients_gate, config.port, straight_ways(door))
         gateway.metrics_url = f"{gateway.url}/metrics"
         if config.metrics_port:
             app = build_operators_app(door, pages)
             url = await listen(ListenerName.OPERATORS, app, operators_gate, config.metrics_port, {})
             gateway.metrics_url = f"{url}/metrics"
+        if certificate is not None:
+            built.tasks.chores.keep(lambda: keep_current(certificate), "certificate")
         yield [clients_gate, operators_gate]
 
 
-async def _heartbeat(
-    door: GenerationEndpoint,
-    gates: list[Gate],
-    links: ClusterLinks,
-    drained: DrainedLinks,
-    clock: Callable[[], float],
-    seat: SingleProcess | WorkerProcess,
-) -> None:
+async def _heartbeat(built: BuiltParts, gates: list[Gate]) -> None:
     """Measures how late the event loop is, and ends unread answers and unused connections."""
+    clock, door = built.clock, built.door
     while True:
         due = clock() + BEAT_S
         await asyncio.sleep(BEAT_S)
@@ -454,10 +426,10 @@ async def _heartbeat(
         door.visits.end_stalled(clock(), door.config.timeouts.client_stall_s)
         for gate in gates:
             gate.sweep()
-        seat.be(_state(door))
+        built.seat.be(_state(door))
         for parts in door.models:
             parts.offered.publish()
-        links.drain(drained.links())
+        built.seen.links.drain(built.seen.drained.links())
 
 
 def _state(door: GenerationEndpoint) -> WorkerState:

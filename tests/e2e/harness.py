@@ -23,6 +23,7 @@ from prfaas.demo.client import DemoCompletion, complete
 from prfaas.system.system import StartedNode, System
 from prfaas.system.topology import parse_topology
 from tests.e2e import tls
+from tests.e2e.beliefs import believed_queues_s, known_tokens
 from transport.control.proto import node_pb2 as pb
 from transport.control.proto import node_pb2_grpc as rpc
 
@@ -142,25 +143,9 @@ class Bench:
         """Until the gateway knows that a node has the first tokens of `prompt`: it hears of blocks up to 0.1 s late."""
 
         async def is_heard_of() -> bool:
-            return await self._known_tokens(name, prompt) >= num_tokens
+            return await known_tokens(self.session, self.system.api_url, name, prompt) >= num_tokens
 
         await self.wait_until(is_heard_of)
-
-    async def _known_tokens(self, name: str, prompt: Sequence[int]) -> int:
-        """How many tokens of `prompt` the gateway believes that node to have."""
-        found = [
-            each["cached_tokens"]
-            for each in await self._candidates(prompt)
-            if each["node"] == name and not each.get("fetch_from")
-        ]
-        return max(found, default=0)
-
-    async def _candidates(self, prompt: Sequence[int]) -> list[dict[str, Any]]:
-        """What the gateway would choose `prompt`'s nodes from, as it knows them; nothing while no node serves it."""
-        body = {"model": "tiny", "prompt": list(prompt), "max_tokens": 1}
-        async with self.session.post(f"{self.system.api_url}/prfaas/explain", json=body) as answer:
-            decision = (await answer.json()).get("decision", {})
-        return [*decision.get("decodes", ()), *decision.get("prefills", ())]
 
     def expected(self, prompt: Sequence[int], max_tokens: int = 16) -> list[int]:
         """What a plain transformers.generate gives."""
@@ -267,14 +252,9 @@ class Bench:
                     break
                 assert time.monotonic() < deadline, f"{name} still holds {held}"
                 await asyncio.sleep(0.05)
-        while waits := await self._believed_queues_s():
+        while waits := await believed_queues_s(self.session, self.system.api_url):
             assert time.monotonic() < deadline, f"the gateway still believes in queues: {waits}"
             await asyncio.sleep(0.05)
-
-    async def _believed_queues_s(self) -> dict[str, float]:
-        """How long a prompt would wait at each node where the gateway believes that it would; it hears up to 0.1 s late."""
-        found = await self._candidates([1, 2])
-        return {each["node"]: each["queue_s"] for each in found if each.get("queue_s", 0.0) > 0}
 
     async def crowd_out(self, name: str) -> None:
         """Reserves all the memory of a node for a moment: what was there is on its disk afterwards, if it has one."""

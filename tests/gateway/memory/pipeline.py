@@ -15,7 +15,7 @@ from aiohttp import web
 from gateway.admin.reload import Reloads
 from gateway.admission.queue import WaitingLine
 from gateway.admission.slo import SloGate
-from gateway.assembly import ShownParts, keep_chores, operator_pages, token_endpoints
+from gateway.assembly import keep_chores
 from gateway.auth.sessions import OperatorSessions
 from gateway.cluster.agent_client import AgentClient
 from gateway.cluster.links import ClusterLinks
@@ -26,6 +26,7 @@ from gateway.http.connections import Gate
 from gateway.http.listener import OPERATORS, Listener
 from gateway.models.served import Models, config_of
 from gateway.models.upkeep import ModelUpkeep
+from gateway.pages import ShownParts, operator_pages, token_endpoints
 from gateway.parts import (
     GatewayTasks,
     NodeAccess,
