@@ -24,9 +24,9 @@ of all lengths: a gateway cannot choose whose prompts are short.
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Self
 
 import numpy as np
 
@@ -90,86 +90,174 @@ class FleetPlan:
         return found
 
 
+Entry = tuple[int, int, float]  # row, column, value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RateColumns:
+    """What the program decides, a rate each, one after the other: `remote` (b, i, j), `local` (b, j), `held` j, and then Λ."""
+
+    remote: Sequence[tuple[int, int, int]]
+    local: Sequence[tuple[int, int]]
+    held: range
+
+    @classmethod
+    def of(cls, fleet: Fleet, num_prefill: Sequence[int], cut: int | None) -> Self:
+        """Those that a split leaves, and a cut."""
+        bins, prfaas, pd = len(fleet.lengths.prefilled), len(fleet.num_prfaas), len(fleet.num_pd)
+        near, far = (range(bins), range(bins)) if cut is None else (range(cut), range(cut, bins))
+        has_held = fleet.lengths.held_share and fleet.held_s is not None
+        return cls(
+            remote=[(b, i, j) for b in far for i in range(prfaas) for j in range(pd) if fleet.links[i, j] > 0],
+            local=[(b, j) for b in near for j in range(pd) if num_prefill[j] > 0],
+            held=range(pd) if has_held else range(0),
+        )
+
+    @property
+    def prefilled(self) -> int:
+        return len(self.remote) + len(self.local)
+
+    @property
+    def total_rate(self) -> int:
+        """The column of Λ, the last."""
+        return self.prefilled + len(self.held)
+
+
+@dataclass(frozen=True, slots=True)
+class LimitRows:
+    """Which row of the program limits what. With cold caches all rows before decode stand again behind it."""
+
+    prfaas: int
+    pd: int
+
+    def remote(self, i: int) -> int:
+        return i
+
+    def local(self, j: int) -> int:
+        return self.prfaas + j
+
+    def link(self, i: int, j: int) -> int:
+        return self.prfaas + self.pd + i * self.pd + j
+
+    @property
+    def before_decode(self) -> int:
+        return self.prfaas + self.pd + self.prfaas * self.pd
+
+    def decode(self, j: int) -> int:
+        return self.before_decode + j
+
+    def cold(self, row: int) -> int:
+        return self.before_decode + self.pd + row
+
+
 def solve_split(fleet: Fleet, num_prefill: Sequence[int], cut: int | None = None) -> FleetPlan:
     """The best routing for fixed splits, by HiGHS. A rate of 0 when nothing can be served.
 
     With a `cut`, bins from it on are prefilled remotely, and those before it at home.
     """
-    weights, held_share = fleet.lengths.prefilled, fleet.lengths.held_share
-    bins, prfaas, pd = len(weights), len(fleet.num_prfaas), len(fleet.num_pd)
-    near, far = (range(bins), range(bins)) if cut is None else (range(cut), range(cut, bins))
-    remote_vars = [(b, i, j) for b in far for i in range(prfaas) for j in range(pd) if fleet.links[i, j] > 0]
-    local_vars = [(b, j) for b in near for j in range(pd) if num_prefill[j] > 0]
-    held_vars = range(pd) if held_share and fleet.held_s is not None else range(0)
-    prefilled = len(remote_vars) + len(local_vars)
-    count = prefilled + len(held_vars) + 1
-    rows: list[tuple[int, int, float]] = []
-    limits = np.concatenate(
-        (fleet.num_prfaas, np.asarray(num_prefill, dtype=np.float64), fleet.links.ravel(),
-         np.asarray(fleet.num_pd, dtype=np.float64) - np.asarray(num_prefill))
-    )  # fmt: skip
-    link_row, decode_row = prfaas + pd, prfaas + pd + prfaas * pd
-    cold_row = decode_row + pd  # of cold caches: as the rows before decode
-    if fleet.cold is not None:
-        limits = np.append(limits, limits[:decode_row])
-    equal: list[tuple[int, int, float]] = []
-    for index, (b, i, j) in enumerate(remote_vars):
-        rows += [
-            (i, index, fleet.remote_s[i, b]),
-            (link_row + i * pd + j, index, fleet.kv_bytes[b]),
-            (decode_row + j, index, fleet.decode_s[j]),
-        ]
-        if fleet.cold is not None and fleet.cold_bytes is not None:
-            rows += [
-                (cold_row + i, index, fleet.cold[b] * fleet.remote_s[i, b]),
-                (cold_row + link_row + i * pd + j, index, fleet.cold[b] * fleet.cold_bytes[b]),
-            ]
-        equal.append((fleet.row_of(b, j), index, 1.0))
-    for index, (b, j) in enumerate(local_vars, len(remote_vars)):
-        rows += [(prfaas + j, index, fleet.local_s[j, b]), (decode_row + j, index, fleet.decode_s[j])]
-        if fleet.cold is not None:
-            rows.append((cold_row + prfaas + j, index, fleet.cold[b] * fleet.local_s[j, b]))
-        equal.append((fleet.row_of(b, j), index, 1.0))
-    served = weights if fleet.home is None else np.outer(weights, fleet.home).ravel()
-    if held_vars:
-        assert fleet.held_s is not None
-        first = len(served)
-        served = np.append(served, held_share * (np.ones(1) if fleet.home is None else fleet.home))
-        for index, j in enumerate(held_vars, prefilled):
-            rows.append((decode_row + j, index, fleet.decode_s[j] + fleet.held_s[j]))
-            equal.append((first if fleet.home is None else first + j, index, 1.0))
-    equal += [(row, count - 1, -float(share)) for row, share in enumerate(served)]
-    size = len(served)
+    columns = RateColumns.of(fleet, num_prefill, cut)
+    rows = LimitRows(len(fleet.num_prfaas), len(fleet.num_pd))
+    taken = [*_taken(fleet, columns, rows), *_taken_when_cold(fleet, columns, rows)]
+    served = _served(fleet, columns)
+    equal = [*_served_by(fleet, columns), *((row, columns.total_rate, -float(w)) for row, w in enumerate(served))]
+    found = _most(columns, taken, _limits(fleet, num_prefill), equal, len(served))
+    return _plan(fleet, tuple(num_prefill), columns, found)
+
+
+def _limits(fleet: Fleet, num_prefill: Sequence[int]) -> Floats:
+    """What there is of each row: instances and bytes/s."""
+    prefill = np.asarray(num_prefill, dtype=np.float64)
+    before_decode = np.concatenate((fleet.num_prfaas, prefill, fleet.links.ravel()))
+    again = () if fleet.cold is None else (before_decode,)
+    return np.concatenate((before_decode, np.asarray(fleet.num_pd, dtype=np.float64) - prefill, *again))
+
+
+def _taken(fleet: Fleet, columns: RateColumns, rows: LimitRows) -> Iterator[Entry]:
+    """What a rate of 1 takes of each row."""
+    for column, (b, i, j) in enumerate(columns.remote):
+        yield rows.remote(i), column, fleet.remote_s[i, b]
+        yield rows.link(i, j), column, fleet.kv_bytes[b]
+        yield rows.decode(j), column, fleet.decode_s[j]
+    for column, (b, j) in enumerate(columns.local, len(columns.remote)):
+        yield rows.local(j), column, fleet.local_s[j, b]
+        yield rows.decode(j), column, fleet.decode_s[j]
+    if fleet.held_s is not None:
+        for column, j in enumerate(columns.held, columns.prefilled):
+            yield rows.decode(j), column, fleet.decode_s[j] + fleet.held_s[j]
+
+
+def _taken_when_cold(fleet: Fleet, columns: RateColumns, rows: LimitRows) -> Iterator[Entry]:
+    """The same for prefill and links, while caches have nothing."""
+    cold = fleet.cold
+    if cold is None:
+        return
+    for column, (b, i, j) in enumerate(columns.remote):
+        if fleet.cold_bytes is not None:
+            yield rows.cold(rows.remote(i)), column, cold[b] * fleet.remote_s[i, b]
+            yield rows.cold(rows.link(i, j)), column, cold[b] * fleet.cold_bytes[b]
+    for column, (b, j) in enumerate(columns.local, len(columns.remote)):
+        yield rows.cold(rows.local(j)), column, cold[b] * fleet.local_s[j, b]
+
+
+def _served(fleet: Fleet, columns: RateColumns) -> Floats:
+    """Shares of all requests that are served together: by length, or by length and home; then those that decode nodes hold."""
+    weights = fleet.lengths.prefilled
+    prefilled = weights if fleet.home is None else np.outer(weights, fleet.home).ravel()
+    if not columns.held:
+        return prefilled
+    return np.append(prefilled, fleet.lengths.held_share * (np.ones(1) if fleet.home is None else fleet.home))
+
+
+def _served_by(fleet: Fleet, columns: RateColumns) -> Iterator[Entry]:
+    """Which columns serve which of those shares."""
+    for column, (b, _, j) in enumerate(columns.remote):
+        yield fleet.row_of(b, j), column, 1.0
+    for column, (b, j) in enumerate(columns.local, len(columns.remote)):
+        yield fleet.row_of(b, j), column, 1.0
+    first = len(fleet.lengths.prefilled) * (1 if fleet.home is None else len(fleet.home))
+    for column, j in enumerate(columns.held, columns.prefilled):
+        yield first if fleet.home is None else first + j, column, 1.0
+
+
+def _most(columns: RateColumns, taken: list[Entry], limits: Floats, equal: list[Entry], shares: int) -> Floats:
+    """The rates of all columns where Λ is greatest; zeros where nothing can be served."""
     # Takes a second to load, and one PD cluster needs no program.
     with needing_scipy("plans of several PD clusters"):
         from scipy.optimize import linprog
 
+    count = columns.total_rate + 1
     # Rows in units of their own limit: bytes per second next to instances would lose the solver's tolerance.
     scale = np.where(limits > 0, limits, 1.0)
-    scaled = [(row, column, value / scale[row]) for row, column, value in rows]
     objective = np.zeros(count)
-    objective[-1] = -1.0
+    objective[columns.total_rate] = -1.0
     found = linprog(
         objective,
-        A_ub=_sparse(scaled, (len(limits), count)),
+        A_ub=_sparse([(row, column, value / scale[row]) for row, column, value in taken], (len(limits), count)),
         b_ub=limits / scale,
-        A_eq=_sparse(equal, (size, count)),
-        b_eq=np.zeros(size),
+        A_eq=_sparse(equal, (shares, count)),
+        b_eq=np.zeros(shares),
         method="highs",
     )
+    rates: Floats = found.x if found.status == 0 else np.zeros(count)
+    return rates
+
+
+def _plan(fleet: Fleet, num_prefill: tuple[int, ...], columns: RateColumns, rates: Floats) -> FleetPlan:
+    """Those rates as shares of Λ."""
+    bins, prfaas, pd = len(fleet.lengths.prefilled), len(fleet.num_prfaas), len(fleet.num_pd)
     remote, local, held = np.zeros((bins, prfaas, pd)), np.zeros((bins, pd)), np.zeros(pd)
-    rate = float(found.x[-1]) if found.status == 0 else 0.0
+    rate = float(rates[columns.total_rate])
     if rate > 0:
-        for index, place in enumerate(remote_vars):
-            remote[place] = found.x[index] / rate
-        for index, spot in enumerate(local_vars, len(remote_vars)):
-            local[spot] = found.x[index] / rate
-        for index, j in enumerate(held_vars, prefilled):
-            held[j] = found.x[index] / rate
-    return FleetPlan(rate=rate, num_prefill=tuple(num_prefill), remote=remote, local=local, held=held)
+        for share, place in zip(rates / rate, columns.remote, strict=False):
+            remote[place] = share
+        for share, spot in zip(rates[len(columns.remote) :] / rate, columns.local, strict=False):
+            local[spot] = share
+        for share, j in zip(rates[columns.prefilled :] / rate, columns.held, strict=False):
+            held[j] = share
+    return FleetPlan(rate=rate, num_prefill=num_prefill, remote=remote, local=local, held=held)
 
 
-def _sparse(entries: list[tuple[int, int, float]], shape: tuple[int, int]) -> Any:
+def _sparse(entries: list[Entry], shape: tuple[int, int]) -> Any:
     from scipy.sparse import coo_array
 
     rows, columns, values = zip(*entries, strict=True) if entries else ((), (), ())
