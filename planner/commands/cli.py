@@ -1,7 +1,7 @@
 """`prfaas-plan`: plan capacity, judge plans by simulation, and steer what runs by the plan service.
 
-Results go to stdout, remarks and warnings to stderr. Exit codes: 0 done (diff: no change), 1 wrong input, 2 usage (diff: a
-change), 3 infeasible.
+Results go to stdout, remarks and warnings to stderr. Exit codes: 0 done (diff: no change), 1 wrong input, 2 usage (serve: a wrong
+file, too; diff: a change), 3 infeasible.
 """
 
 import argparse
@@ -27,6 +27,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Vectors are all there is to multiply; a thread per core, started by the first import of numpy, costs more than it saves.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     try:
+        if getattr(args, "output", None) is not None:
+            from planner.commands.rendering.output import check_output  # imports numpy
+
+            check_output(args.output)
         # By name: a command loads what it needs, and no command loads what another one does.
         return int(import_module(f"planner.commands.{COMMANDS[args.command].module}").run(args))
     except BrokenPipeError:
@@ -36,8 +40,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Infeasible as exc:
         print(f"infeasible: {exc}", file=sys.stderr)
         return EXIT_INFEASIBLE
-    except (PlannerError, OSError) as exc:
+    except PlannerError as exc:
         print(f"error: {exc}", file=sys.stderr)
+        return EXIT_INPUT
+    except OSError as exc:
+        where = f"{exc.filename}: " if exc.filename else ""
+        print(f"error: {where}{exc.strerror or exc}", file=sys.stderr)
         return EXIT_INPUT
 
 
