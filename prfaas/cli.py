@@ -51,6 +51,9 @@ if TYPE_CHECKING:
 EXIT_NEEDS_RESTART = 3
 EXIT_BAD_CONFIG = 2
 WIDTH_WHEN_PIPED = 160
+WRONG_INPUTS = (
+    TopologyError, CertificateError, ConversionError, CheckError, InitError, KeyNameError, MembersError, StartRefused,
+)  # fmt: skip
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -66,21 +69,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         status: int = arguments.run(arguments)
     except PrfaasError as exc:
         print(f"prfaas {arguments.command}: {exc}", file=sys.stderr)
-        return (
-            EXIT_BAD_CONFIG
-            if isinstance(
-                exc,
-                TopologyError
-                | CertificateError
-                | ConversionError
-                | CheckError
-                | InitError
-                | KeyNameError
-                | MembersError
-                | StartRefused,
-            )
-            else EXIT_FAILED
-        )
+        # Of `explain`, 1 says that the request would be refused.
+        return EXIT_BAD_CONFIG if isinstance(exc, WRONG_INPUTS) or arguments.command == "explain" else EXIT_FAILED
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     return status
