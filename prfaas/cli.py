@@ -15,6 +15,7 @@ from rich.console import Console
 
 import prfaas
 from node.command_line import add_node_arguments, config_from, split_engine_args
+from planner.commands.command_parser import CommandParser
 from prfaas.commands.argument_types import within
 from prfaas.commands.arguments import (
     add_convert,
@@ -78,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """The whole command line."""
-    top = argparse.ArgumentParser(
+    top = CommandParser(
         prog="prfaas",
         description="Prefill-as-a-Service: long prefills run in another cluster.",
         epilog="Example: prfaas demo. Each command has its own --help; prfaas-plan plans capacity.",

@@ -12,6 +12,7 @@ from importlib import import_module
 from typing import Any
 
 from planner.commands.arguments import COMMANDS
+from planner.commands.command_parser import CommandParser
 from planner.commands.tab_completion import SHELLS, script_of
 from planner.errors import Infeasible, PlannerError
 from planner.version import tool_version
@@ -51,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """The whole command line."""
-    top = argparse.ArgumentParser(
+    top = CommandParser(
         prog="prfaas-plan",
         description="Plan the capacity of PrfaaS-PD deployments, simulate plans, run the plan service that gateways follow.",
         epilog=f"Example: {COMMANDS['solve'].example}. Each command has its own --help.",
