@@ -45,8 +45,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {exc}", file=sys.stderr)
         return EXIT_INPUT
     except OSError as exc:
-        where = f"{exc.filename}: " if exc.filename else ""
-        print(f"error: {where}{exc.strerror or exc}", file=sys.stderr)
+        # A full disk is told by a write, which knows no name of a file.
+        where = exc.filename or getattr(args, "output", None)
+        print(f"error: {f'{where}: ' if where else ''}{exc.strerror or exc}", file=sys.stderr)
         return EXIT_INPUT
 
 
