@@ -1,11 +1,12 @@
 """`prfaas-plan`: plan capacity, judge plans by simulation, and steer what runs by the plan service.
 
 Results go to stdout, remarks and warnings to stderr. Exit codes: 0 done (diff: no change), 1 wrong input, 2 usage (serve: a wrong
-file, too; diff: a change), 3 infeasible.
+file, too; diff: a change), 3 infeasible. Ctrl-C ends it as a signal does.
 """
 
 import argparse
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -38,6 +39,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader has seen enough; the interpreter's last flush must not complain about it.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except KeyboardInterrupt:
+        # Not by returning: Python would wait for what is on its way to processes that have ended.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        signal.raise_signal(signal.SIGINT)
+        raise
     except Infeasible as exc:
         print(f"infeasible: {exc}", file=sys.stderr)
         return EXIT_INFEASIBLE

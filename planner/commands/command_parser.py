@@ -36,5 +36,5 @@ def _meant_choice(message: str) -> str:
 
 
 def _meant(given: str, known: Sequence[str]) -> str:
-    near = get_close_matches(given, known, n=1)
+    near = get_close_matches(given, known, n=1, cutoff=0.75)
     return f" (did you mean {near[0]!r}?)" if near else ""
