@@ -20,6 +20,8 @@ class _NoRedirects(HTTPRedirectHandler):
         )
 
 
+NO_TLS: Final = ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "HTTP_REQUEST")  # as releases of OpenSSL call it
+
 _OPENER: Final = build_opener(_NoRedirects)
 
 
@@ -37,6 +39,8 @@ def why_unanswered(error: OSError) -> str:
     reason = error.reason if isinstance(error, URLError) else error
     if isinstance(reason, ssl.SSLCertVerificationError):
         return f"its certificate is not trusted: {reason.verify_message}"
+    if isinstance(reason, ssl.SSLError) and reason.reason in NO_TLS:
+        return "it does not speak TLS; is its URL http:// instead?"
     if isinstance(reason, OSError) and reason.strerror and not isinstance(reason, ssl.SSLError):
         return reason.strerror
     return str(reason)

@@ -60,6 +60,13 @@ def test_what_is_no_url_is_named(command: list[str], url: str, capsys: pytest.Ca
     assert f"--url {url}" in capsys.readouterr().err
 
 
+def test_a_server_without_tls_is_told_from_one_that_is_down(page: str, capsys: pytest.CaptureFixture[str]) -> None:
+    url = page.replace("http://", "https://")
+    assert main(["top", "--once", "-u", url]) == 1
+    told = f"no gateway answers at {url}: it does not speak TLS; is its URL http:// instead?\n"
+    assert capsys.readouterr().err == f"prfaas top: {told}"
+
+
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])
 def test_who_answers_with_pages_is_no_gateway(
     command: list[str], page: str, capsys: pytest.CaptureFixture[str]
