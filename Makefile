@@ -4,6 +4,9 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
+# On a terminal pip says what it does: on a slow network an installation takes many minutes.
+QUIET := $(if $(MAKE_TERMOUT),,--quiet)
+
 # vLLM's CPU build pins a torch of its own and needs 2.5 GB: it has an environment of its own.
 VLLM_VENV  := .venv-vllm
 VLLM_BIN   := $(VLLM_VENV)/bin
@@ -84,7 +87,7 @@ $(STAMP): pyproject.toml requirements/dev.lock
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "Installing into $(VENV) (first run only, about a minute; torch is the largest part) ..."
 	@$(BIN)/python -m pip install --quiet --upgrade "pip>=25.1"
-	@$(BIN)/python -m pip install --quiet --constraint requirements/dev.lock --editable ".[embedded,fast,oidc,otlp,planner,plots,zstd]" --group dev
+	@$(BIN)/python -m pip install $(QUIET) --constraint requirements/dev.lock --editable ".[embedded,fast,oidc,otlp,planner,plots,zstd]" --group dev
 	@touch $(STAMP)
 
 demo: $(STAMP)   ## Build a tiny hybrid model, start both clusters, replay 110 requests of a trace, check tokens and pages

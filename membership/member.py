@@ -55,7 +55,7 @@ def require_address(name: str, address: str) -> None:
     is_whole = host.startswith("[") and host.endswith("]") if ":" in host else bool(host)
     is_number = port.isascii() and port.isdigit() and len(port) <= MAX_PORT_DIGITS
     is_port = is_number and 0 < int(port) < 65536
-    require(is_whole and is_port, name, address, "host:port, an IPv6 address in brackets")
+    require(is_whole and is_port, name, address, "host:port with a port from 1 to 65535, an IPv6 address in brackets")
 
 
 def is_here(address: str) -> bool:

@@ -49,7 +49,8 @@ def add_node_arguments(parser: argparse.ArgumentParser, kind_of_cluster: str = D
         if field.type is bool:
             keys.add_argument(flag, action=argparse.BooleanOptionalAction, default=None, help=_default(field, defaults))
         else:
-            kind: Any = field.type if field.type in (int, float) else int if field.type == int | None else str
+            numbers: dict[Any, Any] = {float: float, int: _whole, int | None: _whole}
+            kind = numbers.get(field.type, str)
             keys.add_argument(
                 flag,
                 type=kind,
@@ -76,6 +77,13 @@ def config_from(arguments: argparse.Namespace, engine_args: Sequence[str] = ()) 
     table.setdefault("role", DEFAULT_ROLES[table["cluster_kind"]])
     table.setdefault("node_id", f"{table['cluster']}-{table['role']}")
     return node_config({**table, "engine_args": list(engine_args)}, "arguments")
+
+
+def _whole(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r}: must be a whole number; sizes are in bytes") from None
 
 
 def _number_or_text(key: str, value: Any) -> Any:

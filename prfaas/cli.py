@@ -15,6 +15,7 @@ from rich.console import Console
 
 import prfaas
 from node.command_line import add_node_arguments, config_from, split_engine_args
+from planner.commands.command_parser import CommandParser
 from prfaas.commands.argument_types import within
 from prfaas.commands.arguments import (
     add_convert,
@@ -51,6 +52,9 @@ if TYPE_CHECKING:
 EXIT_NEEDS_RESTART = 3
 EXIT_BAD_CONFIG = 2
 WIDTH_WHEN_PIPED = 160
+WRONG_INPUTS = (
+    TopologyError, CertificateError, ConversionError, CheckError, InitError, KeyNameError, MembersError, StartRefused,
+)  # fmt: skip
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -66,21 +70,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         status: int = arguments.run(arguments)
     except PrfaasError as exc:
         print(f"prfaas {arguments.command}: {exc}", file=sys.stderr)
-        return (
-            EXIT_BAD_CONFIG
-            if isinstance(
-                exc,
-                TopologyError
-                | CertificateError
-                | ConversionError
-                | CheckError
-                | InitError
-                | KeyNameError
-                | MembersError
-                | StartRefused,
-            )
-            else EXIT_FAILED
-        )
+        # Of `explain`, 1 says that the request would be refused.
+        return EXIT_BAD_CONFIG if isinstance(exc, WRONG_INPUTS) or arguments.command == "explain" else EXIT_FAILED
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     return status
@@ -88,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """The whole command line."""
-    top = argparse.ArgumentParser(
+    top = CommandParser(
         prog="prfaas",
         description="Prefill-as-a-Service: long prefills run in another cluster.",
         epilog="Example: prfaas demo. Each command has its own --help; prfaas-plan plans capacity.",

@@ -166,7 +166,7 @@ def build_model(
             (Path(unfinished) / MARKER_FILE).write_text(json.dumps(marker))
             _move(Path(unfinished), out)
     except (OSError, SafetensorError) as exc:
-        raise ModelError(f"{out} cannot be written: {exc}") from exc
+        raise ModelError(f"{out} cannot be written: {getattr(exc, 'strerror', None) or exc}") from exc
     built = BuiltModel(
         arch=arch,
         path=out,

@@ -11,7 +11,7 @@ MOST: Final = 10_000_000  # of whatever is counted: more requests than that do n
 
 def above_zero(text: str) -> float:
     """A number above 0."""
-    value = float(text)
+    value = _number(text)
     if not LEAST <= value <= LARGEST:
         raise argparse.ArgumentTypeError(f"{text}: must be above 0, and at most {LARGEST:g}")
     return value
@@ -19,7 +19,7 @@ def above_zero(text: str) -> float:
 
 def not_negative(text: str) -> float:
     """A number that is at least 0."""
-    value = float(text)
+    value = _number(text)
     if not 0 <= value <= LARGEST:
         raise argparse.ArgumentTypeError(f"{text}: must be at least 0, and at most {LARGEST:g}")
     return value
@@ -27,7 +27,7 @@ def not_negative(text: str) -> float:
 
 def whole(text: str) -> int:
     """A whole number of at least 0."""
-    value = int(text)
+    value = _whole_number(text)
     if not 0 <= value <= MOST:
         raise argparse.ArgumentTypeError(f"{text}: must be 0 to {MOST}")
     return value
@@ -35,7 +35,7 @@ def whole(text: str) -> int:
 
 def at_least_one(text: str) -> int:
     """A count."""
-    value = int(text)
+    value = _whole_number(text)
     if not 1 <= value <= MOST:
         raise argparse.ArgumentTypeError(f"{text}: must be 1 to {MOST}")
     return value
@@ -43,7 +43,22 @@ def at_least_one(text: str) -> int:
 
 def share(text: str) -> float:
     """A part of something, above 0."""
-    value = float(text)
+    value = _number(text)
     if not 0 < value <= 1:
         raise argparse.ArgumentTypeError(f"{text}: must be in (0, 1]")
     return value
+
+
+# argparse answers a ValueError with the name of the function, which means nothing to a user.
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r}: must be a number") from None
+
+
+def _whole_number(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r}: must be a whole number") from None

@@ -1,17 +1,19 @@
 """`prfaas-plan`: plan capacity, judge plans by simulation, and steer what runs by the plan service.
 
-Results go to stdout, remarks and warnings to stderr. Exit codes: 0 done (diff: no change), 1 wrong input, 2 usage (diff: a
-change), 3 infeasible.
+Results go to stdout, remarks and warnings to stderr. Exit codes: 0 done (diff: no change), 1 wrong input, 2 usage (serve: a wrong
+file, too; diff: a change), 3 infeasible. Ctrl-C ends it as a signal does.
 """
 
 import argparse
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
 
 from planner.commands.arguments import COMMANDS
+from planner.commands.command_parser import CommandParser
 from planner.commands.tab_completion import SHELLS, script_of
 from planner.errors import Infeasible, PlannerError
 from planner.version import tool_version
@@ -27,23 +29,37 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Vectors are all there is to multiply; a thread per core, started by the first import of numpy, costs more than it saves.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     try:
+        if getattr(args, "output", None) is not None:
+            from planner.commands.rendering.output import check_output  # imports numpy
+
+            check_output(args.output)
         # By name: a command loads what it needs, and no command loads what another one does.
         return int(import_module(f"planner.commands.{COMMANDS[args.command].module}").run(args))
     except BrokenPipeError:
         # The reader has seen enough; the interpreter's last flush must not complain about it.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except KeyboardInterrupt:
+        # Not by returning: Python would wait for what is on its way to processes that have ended.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        signal.raise_signal(signal.SIGINT)
+        raise
     except Infeasible as exc:
         print(f"infeasible: {exc}", file=sys.stderr)
         return EXIT_INFEASIBLE
-    except (PlannerError, OSError) as exc:
+    except PlannerError as exc:
         print(f"error: {exc}", file=sys.stderr)
+        return EXIT_INPUT
+    except OSError as exc:
+        # A full disk is told by a write, which knows no name of a file.
+        where = exc.filename or getattr(args, "output", None)
+        print(f"error: {f'{where}: ' if where else ''}{exc.strerror or exc}", file=sys.stderr)
         return EXIT_INPUT
 
 
 def parser() -> argparse.ArgumentParser:
     """The whole command line."""
-    top = argparse.ArgumentParser(
+    top = CommandParser(
         prog="prfaas-plan",
         description="Plan the capacity of PrfaaS-PD deployments, simulate plans, run the plan service that gateways follow.",
         epilog=f"Example: {COMMANDS['solve'].example}. Each command has its own --help.",

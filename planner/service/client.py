@@ -18,7 +18,7 @@ import msgspec
 from planner.errors import ChangeRefused, InputError
 from planner.service.status import Status
 from planner.solve.control.ledger import LedgerEntry
-from transport.control.asking import answer_to
+from transport.control.asking import answer_to, checked_url, why_unanswered
 from transport.control.secret_files import read_secret
 from transport.peers.rights import SERVE_PLAN
 from transport.wire.asked_servers import AskedServers
@@ -34,9 +34,10 @@ class PlanClient:
 
     def __init__(self, url: str, token_file: Path | None = None, identity: Identity | None = None) -> None:
         """`identity` is an operator's, for a service that asks for certificates."""
-        if not url.startswith(("http://", "https://")):
-            raise InputError(f"--url {url}: must be an http(s) URL")
-        self._url = url.rstrip("/")
+        try:
+            self._url = checked_url(url)
+        except ValueError as exc:
+            raise InputError(f"--url {url}: {exc}") from exc
         self._trust = _trust(identity) if url.startswith("https://") else None
         self._headers = {"Content-Type": "application/json"}
         if token_file is not None:
@@ -65,8 +66,7 @@ class PlanClient:
         except HTTPException as exc:
             raise InputError(f"{self._url} does not answer like a plan service: {type(exc).__name__}") from exc
         except (URLError, TimeoutError, OSError) as exc:
-            reason = exc.reason if isinstance(exc, URLError) else exc
-            raise InputError(f"no plan service answers at {self._url}: {reason}") from exc
+            raise InputError(f"no plan service answers at {self._url}: {why_unanswered(exc)}") from exc
 
     def _refusal(self, exc: HTTPError) -> Exception:
         try:

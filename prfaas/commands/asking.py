@@ -12,7 +12,7 @@ from urllib.parse import urlencode
 from urllib.request import Request
 
 from prfaas.errors import AskError
-from transport.control.asking import answer_to, trusting
+from transport.control.asking import answer_to, checked_url, trusting, why_unanswered
 from transport.control.secret_files import located, read_secret
 
 TIMEOUT_S: Final = 10.0
@@ -26,9 +26,10 @@ class GatewayClient:
 
     def __init__(self, url: str, headers: Mapping[str, str] = NEVER, authority: Path | None = None) -> None:
         """Over HTTPS its certificate is one that `authority` signs, or is; without one, that this host trusts."""
-        if not url.startswith(("http://", "https://")):
-            raise AskError(f"--url {url}: must be an http(s) URL")
-        self.url = url.rstrip("/")
+        try:
+            self.url = checked_url(url)
+        except ValueError as exc:
+            raise AskError(f"--url {url}: {exc}") from exc
         try:
             self._trust = trusting(authority) if authority is not None else None
         except OSError as exc:
@@ -75,8 +76,8 @@ class GatewayClient:
         except HTTPException as exc:
             raise AskError(f"{self.url} does not answer like a gateway: {type(exc).__name__}") from exc
         except (URLError, TimeoutError, OSError) as exc:
-            reason = exc.reason if isinstance(exc, URLError) else exc
-            raise AskError(f"no gateway answers at {self.url}: {reason}") from exc
+            hint = "; --ca names the authority that signed it" if "certificate" in why_unanswered(exc) else ""
+            raise AskError(f"no gateway answers at {self.url}: {why_unanswered(exc)}{hint}") from exc
 
 
 def _operator_key(environment: Mapping[str, str]) -> str:

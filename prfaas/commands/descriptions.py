@@ -55,12 +55,12 @@ COMMANDS: Final = MappingProxyType(
         "explain": CommandDescription(
             "show where the gateway would send a request now, and why; sends nothing",
             "prfaas explain --tokens 30000",
-            "Exit status: 0 if the request would be accepted, 1 if it would be refused.",
+            "Exit status: 0 if the request would be accepted, 1 if it would be refused, 2 if the gateway was not asked.",
         ),
         "check": CommandDescription(
             "check that a gateway's nodes fit together and reach each other",
             "prfaas check -c gateway.toml",
-            "Exit status: 0 without a finding that is an error, else 1.",
+            "Exit status: 0 no error, 1 errors, 2 the file cannot be used.",
         ),
         "top": CommandDescription(
             "show links, clusters, nodes and requests of a running gateway, every second",

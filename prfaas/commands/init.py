@@ -16,6 +16,7 @@ from gateway.auth.keyring import digest_of
 from gateway.config.operators import OperatorRole
 from hybrid_cache.hashing.name_secrets import SECRET_BYTES
 from prfaas.commands.keys import new_key, operator_lines
+from prfaas.commands.site_files.first_steps import INSTALLED, NodePorts, firewall_lines, question_lines
 from prfaas.commands.site_files.model_tables import SiteModel, check_models, model_tables, own_model
 from prfaas.commands.site_files.plan_files import PLAN_KEY, PlanSite, followed_lines, plan_file, start_lines
 from prfaas.commands.site_files.scraping import DIGEST_FILE, KEY_FILE, OPERATOR, ScrapeJob, prometheus_file
@@ -182,11 +183,7 @@ def init(site: InitSite, folder: Path, overwrite: bool, say: Callable[[str], Non
         issue(folder / CERTIFICATES, _holders(site), days=365, by_cluster=not site.one_authority)
     say(f"wrote {', '.join(contents)} to {folder}")
     if not site.tls and not site.is_one_machine:
-        why = (
-            "sglang's servers find each other without certificates"
-            if site.engine == "sglang"
-            else "as --plain wants it"
-        )
+        why = "its servers know no certificates" if site.engine == "sglang" else "as --plain wants it"
         say(f"in clear, {why}: carry all of it over a network that you trust, or over a VPN")
     if keys.operator and not site.is_one_machine:
         say(f"API key, shown this once, of tenant 'first': {keys.tenant}")
@@ -396,7 +393,7 @@ def _plan_site(site: InitSite, keys: FirstKeys) -> PlanSite:
 def _identity(site: InitSite, name: str) -> Iterator[str]:
     for key, file in identity_files(name, one_authority=site.one_authority).items():
         yield _pair(key, file)
-    yield _pair("names_secret", NAMES_FILE, "blocks are named by it: the same on all, and nobody else's")
+    yield _pair("names_secret", NAMES_FILE, "blocks are named by it: the same on all machines, and kept secret")
 
 
 def _https() -> Iterator[str]:
@@ -405,7 +402,7 @@ def _https() -> Iterator[str]:
 
 
 def _start(site: InitSite, nodes: Sequence[SiteNode], keys: FirstKeys) -> str:
-    lines = ["# What to run where", "", "Nodes and the gateway may start in any order.", ""]
+    lines = ["# What to run where", "", f"{INSTALLED} Nodes and the gateway may start in any order.", ""]
     if site.tls:
         clusters = list(dict.fromkeys(node.cluster for node in nodes))
         lines += [*authority_lines(clusters, one_authority=site.one_authority), ""]
@@ -421,14 +418,22 @@ def _start(site: InitSite, nodes: Sequence[SiteNode], keys: FirstKeys) -> str:
     if site.tls:
         lines += ["", *start_lines(_plan_site(site, keys))]
     ports = ", ".join(f"{name} {port}" for name, (port, _) in PORTS.items())
+    away, home = (
+        [NodePorts.of(node.host, _ports(site, node), node.nth) for node in nodes if node.kind == kind]
+        for kind in ("prfaas", "pd")
+    )
+    url = f"{'https' if _has_https(site) else 'http'}://{format_address(site.gateway, GATEWAY_PORT)}"
     return "\n".join(
         [
             *lines,
             "",
+            *firewall_lines(site.gateway, away, home),
+            *question_lines(site.gateway, url, AUTHORITY, has_keys=bool(keys.operator)),
+            "",
             f"Prometheus needs `prometheus.yml`, `{KEY_FILE}`{f', `{AUTHORITY}`' if site.tls else ''} and a copy of "
             "`deploy/prometheus/rules.yml`.",
             "",
-            f"Ports ({ports}) are explained in docs/guides/two-sites.md. `prfaas check -c gateway.toml` asks everybody.",
+            f"Ports ({ports}) are explained in docs/guides/two-sites.md.",
             "",
         ]
     )

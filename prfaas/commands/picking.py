@@ -10,7 +10,9 @@ from prfaas.commands.argument_types import seconds, within
 from prfaas.commands.descriptions import COMMANDS
 
 if TYPE_CHECKING:
-    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
+    from planner.commands.command_parser import CommandParser
+
+    Commands = argparse._SubParsersAction[CommandParser]
 else:
     Commands = Any
 

@@ -98,7 +98,9 @@ def issue(folder: Path, holders: Sequence[CertificateHolder], days: int, *, by_c
             return issue_by_cluster(folder, holders, days)
         authority = Authority(folder)
         return [authority.issue(each.name, each.hosts, days=days, peer=each.peer) for each in holders]
-    except (OSError, ValueError) as exc:
+    except OSError as exc:
+        raise CertificateError(f"{exc.filename or folder}: {exc.strerror or exc}") from exc
+    except ValueError as exc:
         raise CertificateError(f"{folder}: {exc}") from exc
 
 

@@ -9,6 +9,7 @@ from gateway.config.gateway import GatewayConfig, RoutingConfig, Strangers, Time
 from gateway.config.gateway import NodeAddress as Agent
 from gateway.config.plan import PlanConfig
 from node.config import NodeConfig
+from planner.decisions.routing.offload import Reason
 from planner.service.config import ServiceConfig
 from planner.solve.control.controller import ControllerConfig
 from planner.solve.control.ledger import PlanLimits
@@ -39,6 +40,11 @@ def test_every_key_of_a_node_is_explained(key: str) -> None:
 def test_every_key_of_a_gateway_is_explained(key: str) -> None:
     section = rows("reference/gateway.md", "The gateway's settings")
     assert f"`{key}`" in section or f"[gateway.{key}]" in section
+
+
+@pytest.mark.parametrize("reason", Reason)
+def test_every_reason_that_an_answer_says_is_explained(reason: Reason) -> None:
+    assert f"| `{reason}` |" in rows("reference/api.md", "Headers")
 
 
 @pytest.mark.parametrize("name", LINK_METRICS)

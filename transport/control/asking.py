@@ -4,7 +4,8 @@ import ssl
 from http.client import HTTPMessage
 from pathlib import Path
 from typing import IO, Final
-from urllib.error import HTTPError
+from urllib.error import HTTPError, URLError
+from urllib.parse import urlsplit
 from urllib.request import HTTPRedirectHandler, HTTPSHandler, Request, build_opener
 
 
@@ -19,7 +20,30 @@ class _NoRedirects(HTTPRedirectHandler):
         )
 
 
+NO_TLS: Final = ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "HTTP_REQUEST")  # as releases of OpenSSL call it
+
 _OPENER: Final = build_opener(_NoRedirects)
+
+
+def checked_url(url: str) -> str:
+    """`url` without a slash at its end. Raises ValueError, which says what is wrong with it."""
+    if not url.startswith(("http://", "https://")):
+        meant = f": http://{url}?" if "." in url or ":" in url else ", such as http://127.0.0.1:8000"
+        raise ValueError(f"must be an http(s) URL{meant}")
+    _ = urlsplit(url).port  # raises ValueError for one above 65535
+    return url.rstrip("/")
+
+
+def why_unanswered(error: OSError) -> str:
+    """What a user reads of a server that does not answer: no numbers of errors, no lines of OpenSSL's source."""
+    reason = error.reason if isinstance(error, URLError) else error
+    if isinstance(reason, ssl.SSLCertVerificationError):
+        return f"its certificate is not trusted: {reason.verify_message}"
+    if isinstance(reason, ssl.SSLError) and reason.reason in NO_TLS:
+        return "it does not speak TLS; is its URL http:// instead?"
+    if isinstance(reason, OSError) and reason.strerror and not isinstance(reason, ssl.SSLError):
+        return reason.strerror
+    return str(reason)
 
 
 def trusting(certificates: Path, *, checks_names: bool = True) -> ssl.SSLContext:

@@ -88,7 +88,7 @@ function nextTheme() {
 
 function setTheme(name) {
   document.documentElement.dataset.theme = name;
-  text(at("theme"), name);
+  text(at("theme"), `theme: ${name}`);
   at("theme").setAttribute("aria-label", `Theme: ${name}. Change it`);
   try {
     localStorage.setItem("theme", name);

@@ -7,6 +7,8 @@ import { breaker, carried, FULL, level, lineLevel, linkName, partLevel, quantile
 import { bytes, count, pair, percent, rate, seconds, tokens } from "./numbers.js";
 
 const LAST_S = 60;
+const LINK_WORDS = "breaker: closed is in use, open has failed and is not. promised: bytes that are routed over the link and not queued there yet. "
+  + "pressure: 0 not congested, 1 blocked. resent: the share that TCP sent again.";
 const levelWord = { ok: "", busy: "≥ 65 %", full: "≥ 80 %", down: "down", drained: "drained" };
 
 const partMeter = (line, ratio) => meter(ratio, percent(ratio), partLevel(line, ratio));
@@ -54,12 +56,14 @@ export class System {
       { head: "spent", cell: (row) => (row.budget_per_month ? partMeter(row, spentRatio(row)) : "–") },
       { head: "shared with", cell: (row) => row.shared_by.join(", ") || "–" },
     ], { empty: "no line is described", isNamed: true });
+    this.linesPanel = panel("Lines", this.lines.element);
+    this.linesPanel.hidden = true;
     this.element = h(
       "div", {},
       h("dl", { class: "tiles" }, Object.values(this.tiles).map((tile) => tile.element)),
       panel("Clusters and links", h("div", { class: "canvas" }, this.topology.element), legend(), this.detail),
-      panel("Links", this.links.element),
-      panel("Lines", this.lines.element),
+      panel("Links", this.links.element, h("p", { class: "faint" }, LINK_WORDS)),
+      this.linesPanel,
     );
   }
 
@@ -90,7 +94,9 @@ export class System {
     this.links.update(snapshot.links.map((link) => ({
       key: linkName(link.status), row: { link, violation: history.violation(linkName(link.status), FULL) },
     })));
-    this.lines.update(snapshot.links.flatMap((link) => link.status.lines).map((line) => ({ key: line.name, row: line })));
+    const lines = snapshot.links.flatMap((link) => link.status.lines);
+    this.lines.update(lines.map((line) => ({ key: line.name, row: line })));
+    this.linesPanel.hidden = lines.length === 0;
     if (this.picked) this.showDetail(history);
   }
 
@@ -159,7 +165,8 @@ export class System {
 function legend() {
   const entry = (kind, label) => h("li", {}, h("span", { class: `swatch ${kind}`, "aria-hidden": "true" }), label);
   return h("ul", { class: "legend" }, entry("ok", "link below 65 %"), entry("busy", "from 65 %, thicker"), entry("full", "from 80 %, thickest"),
-    entry("down", "down or drained, dashed"), entry("load", "a node's places that are taken"));
+    entry("down", "down or drained, dashed"), entry("load", "a node's places that are taken"),
+    h("li", {}, "P prefill, D decode: running + waiting of places"));
 }
 
 function sendersTable() {

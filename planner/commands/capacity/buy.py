@@ -1,14 +1,12 @@
 """`prfaas-plan buy`: GPUs and lines over the months, at least cost within the SLO."""
 
 import argparse
-from pathlib import Path
 
 from planner.commands.capacity.options import site_of
 from planner.commands.rendering.front import front_json, front_text
 from planner.commands.rendering.output import emit, remark
 from planner.commands.rendering.progress import busy
 from planner.commands.rendering.purchases import purchases_json, purchases_text
-from planner.errors import InputError
 from planner.model.market import load_market
 from planner.solve.buying.advice import advise
 from planner.solve.buying.pareto import pareto_front
@@ -20,7 +18,6 @@ def run(args: argparse.Namespace) -> int:
     if args.output is not None:  # before the search: it names the extra that it needs
         from planner.commands.rendering.purchases_page import purchases_page
 
-        _check_output(args.output)
     options = SolveOptions(extrapolate=args.extrapolate, survives_cold=not args.warm_caches)
     kinds = {cluster.hardware for cluster in site.clusters}
     for offer in market.hardware:
@@ -47,11 +44,3 @@ def run(args: argparse.Namespace) -> int:
         args.output.write_text(purchases_page(site, market, advice, front))
         remark(f"wrote {args.output}")
     return 0
-
-
-def _check_output(path: Path) -> None:
-    """Raises InputError for a file that cannot be written."""
-    if path.is_dir():
-        raise InputError(f"--output {path}: is a folder; name a file")
-    if not path.parent.is_dir():
-        raise InputError(f"--output {path}: there is no folder {path.parent}")

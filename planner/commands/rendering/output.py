@@ -2,6 +2,7 @@
 
 import csv
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from planner.errors import InputError
 from planner.solve.plan import Plan
 
 
@@ -22,6 +24,16 @@ def emit(value: Any) -> None:
 
 def write(path: Path, value: Any) -> None:
     path.write_text(_json(value) + "\n")
+
+
+def check_output(path: Path) -> None:
+    """Before the work whose result is written there. Raises InputError for a file that cannot be written."""
+    if path.is_dir():
+        raise InputError(f"--output {path}: is a folder; name a file")
+    if not path.parent.is_dir():
+        raise InputError(f"--output {path}: there is no folder {path.parent}")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise InputError(f"--output {path}: cannot be written by this user")
 
 
 def _json(value: Any) -> str:

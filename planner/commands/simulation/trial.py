@@ -93,7 +93,8 @@ def _outage(option: str, text: str, numbers: int) -> Outage:
     """That many numbers (from, until, and the share that is left), and maybe a link's ends, with colons between."""
     parts = text.split(":")
     if len(parts) not in (numbers, numbers + 2):
-        raise InputError(f"{option}={text!r}: must have the form that --help shows")
+        form = ("FROM:UNTIL:SHARE" if numbers > 2 else "FROM:UNTIL") + "[:SOURCE:DESTINATION]"
+        raise InputError(f"--{option} {text}: must have the form {form}, with times in seconds")
     allowed = (SECONDS, UNTIL, SHARE)[:numbers]
     with named(f"{option}={text!r}"):
         from_s, until_s, *share = (

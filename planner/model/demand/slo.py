@@ -14,7 +14,7 @@ from transport.control.settings import build, require
 SHARE_IN_TIME: Final = Range(0.0, 0.9999)
 P90: Final = 0.9
 MOST_TARGETS: Final = 16
-NUMBERS: Final = ("ttft_s", "share", "above_tokens", "up_to_tokens")
+NUMBERS: Final = {"ttft_s": SECONDS, "share": SHARE_IN_TIME, "above_tokens": TOKENS, "up_to_tokens": TOKENS}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +91,7 @@ def parsed_target(text: str) -> TtftTarget:
             key = key.strip()
             require(bool(separator), "part", part, "key=value")
             require(key not in table, key, value, "there once")
-            table[key] = TOKENS.of_text(key, value) if key in NUMBERS else value.strip()
+            table[key] = NUMBERS[key].of_text(key, value) if key in NUMBERS else value.strip()
         return build(TtftTarget, table, "")
 
 

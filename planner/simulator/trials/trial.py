@@ -1,11 +1,11 @@
 """Plans on trial: a site and a plan become a scenario, a scenario is run over several seeds."""
 
+import signal
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
-from itertools import repeat
 from math import inf
-from multiprocessing import get_context
+from multiprocessing import active_children, get_context
 from pathlib import Path
 from typing import Any, Final
 
@@ -253,9 +253,18 @@ def run(
     processes = min(processes, len(seeds))
     if processes < 2 or sum(len(trace) for trace in traces) < worth:
         return [simulate(scenario, trace, seed) for trace, seed in zip(traces, seeds, strict=True)]
-    # A fork would copy the locks of threads, such as the one that shows progress.
-    with ProcessPoolExecutor(processes, get_context("spawn")) as pool:
-        return list(pool.map(simulate, repeat(scenario), traces, seeds))
+    # A fork would copy the locks of threads, such as the one that shows progress. Ctrl-C ends the processes at once: as an
+    # exception it would end one seed, and they would go on with the next.
+    ended = (signal.SIGINT, signal.SIG_DFL)
+    with ProcessPoolExecutor(processes, get_context("spawn"), initializer=signal.signal, initargs=ended) as pool:
+        try:
+            # Not `map`, which cancels what is left: Python 3.11's pool breaks at that, with a traceback.
+            futures = [pool.submit(simulate, scenario, trace, seed) for trace, seed in zip(traces, seeds, strict=True)]
+            return [future.result() for future in futures]
+        except KeyboardInterrupt:
+            for child in active_children():  # else the pool waits for all seeds
+                child.terminate()
+            raise
 
 
 def judged(scenario: Scenario, source: Source, seeds: Sequence[int], processes: int = 1) -> dict[str, Any]:

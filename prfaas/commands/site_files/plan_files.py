@@ -64,7 +64,7 @@ def start_lines(site: PlanSite) -> list[str]:
     own = [PLAN_FILE, *([site.key_file] if site.key_file else []), site.identity["certificate"], site.identity["key"]]
     files = ", ".join(f"`{file}`" for file in own)
     return [
-        f"A plan service is for who wants one: on {site.host}, `prfaas-plan serve -c {PLAN_FILE}` needs {files}.",
+        f"A plan service is optional: on {site.host}, `prfaas-plan serve -c {PLAN_FILE}` needs {files}.",
         f"Fill in its profile, and uncomment `[gateway.plan]` in `gateway.toml`. `prfaas-plan show --url {site.url}"
         + (" --certificate certificates/operator.pem` asks it." if site.url.startswith("https") else "` asks it."),
     ]

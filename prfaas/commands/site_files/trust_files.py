@@ -28,8 +28,8 @@ def authority_lines(clusters: Sequence[str], *, one_authority: bool) -> list[str
     ]
     if not one_authority:
         lines.append(
-            f"Each signs for its own cluster: give it to who runs that, and keep the one of `{NO_CLUSTER}`, which signs for"
-            " gateways and operators."
+            f"Each signs for its own cluster: give it to the operators of that cluster. Keep the one of `{NO_CLUSTER}`, which"
+            " signs for gateways and operators."
         )
     return [*lines, f"Keep `{CERTIFICATES}/{OPERATOR_NAME}.key` with operators: it drains and converts nodes."]
 

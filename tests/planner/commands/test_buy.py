@@ -221,7 +221,7 @@ def test_where_a_page_goes_is_checked_before_the_search(capsys, tmp_path):
 
 def test_the_answer_is_printed_even_if_its_page_cannot_be_written(capsys, tmp_path):
     code, out, err = bought(capsys, tmp_path, MARKET | {"demand": DEMAND | {"months": 1}}, SMALL, "-o", "/dev/full")
-    assert (code, "Verdict: " in out, "No space left" in err) == (1, True, True)
+    assert (code, "Verdict: " in out, "error: /dev/full: No space left" in err) == (1, True, True)
 
 
 def changed(table, *path_and_value):

@@ -410,3 +410,36 @@ def test_a_profile_with_an_integer_of_thousands_of_digits_is_no_json(capsys, tmp
     (tmp_path / "p.json").write_text('{"schema": ' + "1" * 5_000 + "}")
     code, err = asked(capsys, "profile", "check", tmp_path / "p.json")
     assert (code, err.startswith(f"error: profile {tmp_path}/p.json: not JSON: ")) == (1, True)
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (("solve", "--rate", "abc"), "argument --rate: 'abc': must be a number"),
+        (("simulate", "--seeds", "x"), "argument --seeds: 'x': must be a whole number"),
+        (("simulate", "--cache-gb", "x"), "argument --cache-gb: 'x': must be a number"),
+        (("solve", "--target", "ttft_s=two"), "ttft_s = 'two': must be a number of seconds"),
+        (("simulate", "--link-down", "5"), "--link-down 5: must have the form FROM:UNTIL[:SOURCE:DESTINATION]"),
+        (
+            ("simulate", "--link-thin", "5:9"),
+            "--link-thin 5:9: must have the form FROM:UNTIL:SHARE[:SOURCE:DESTINATION]",
+        ),
+    ],
+)
+def test_an_argument_is_named_in_words_of_its_user(capsys, args, said):
+    code, err = asked(capsys, args[0], "-c", CONFIGS / "case_study.toml", *args[1:])
+    assert (code in (1, 2), said in err) == (True, True)
+
+
+@pytest.mark.parametrize("args", [("solve",), ("report",), ("whatif", "--sweep", "b_out=1:9")])
+def test_where_a_result_goes_is_checked_before_the_work(capsys, tmp_path, args):
+    site = tmp_path / "site.toml"  # is read first by the work, and is not there
+    for output, message in (
+        (tmp_path / "none" / "plan", f"there is no folder {tmp_path / 'none'}"),
+        (tmp_path, "is a folder"),
+    ):
+        code, err = asked(capsys, args[0], "-c", site, *args[1:], "-o", output)
+        assert (code, err) == (
+            1,
+            f"error: --output {output}: {message}{'; name a file' if output == tmp_path else ''}\n",
+        )

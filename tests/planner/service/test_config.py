@@ -89,6 +89,15 @@ def test_hardware_that_is_not_profiled_is_named(tmp_path: Path) -> None:
         config.model()
 
 
+def test_a_wrong_file_ends_the_service_with_the_status_that_no_supervisor_restarts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write(tmp_path, "[plan]\nmod = 1\n")
+    for check in ([], ["--check"]):
+        assert main(["serve", "-c", str(path), *check]) == 2
+        assert f"error: {path}: [plan]: unknown key 'mod'" in capsys.readouterr().err
+
+
 def test_an_etcd_on_another_machine_that_is_asked_in_clear_is_told(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -50,11 +50,21 @@ def page() -> Iterator[str]:
 COMMANDS = (["top", "--once"], ["flows", "--once"], ["reload", "--dry-run"])
 
 
-@pytest.mark.parametrize("url", ["", "nothing", "http://[::1", "http://127.0.0.1:no", "http://a b"])
+@pytest.mark.parametrize(
+    "url",
+    ["", "nothing", "http://[::1", "http://127.0.0.1:no", "http://a b", "http://127.0.0.1:99999", "127.0.0.1:8000"],
+)
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])
 def test_what_is_no_url_is_named(command: list[str], url: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*command, "-u", url]) == 1
     assert f"--url {url}" in capsys.readouterr().err
+
+
+def test_a_server_without_tls_is_told_from_one_that_is_down(page: str, capsys: pytest.CaptureFixture[str]) -> None:
+    url = page.replace("http://", "https://")
+    assert main(["top", "--once", "-u", url]) == 1
+    told = f"no gateway answers at {url}: it does not speak TLS; is its URL http:// instead?\n"
+    assert capsys.readouterr().err == f"prfaas top: {told}"
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])
@@ -76,7 +86,7 @@ def test_who_answers_with_json_of_another_shape_is_no_gateway(says: bytes, capsy
     asking = (*COMMANDS, ["reload"], ["explain", "--tokens", "3"], ["explain", "--prompt", "x", "--model", "m"])
     with serving(Json) as url:
         for command in (*asking, ["drain", "east:west"]):
-            assert main([*command, "-u", url]) == 1
+            assert main([*command, "-u", url]) == (2 if command[0] == "explain" else 1)
             assert f"{url} does not answer like a gateway" in capsys.readouterr().err
 
 

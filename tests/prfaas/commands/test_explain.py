@@ -62,11 +62,11 @@ async def test_an_operators_key_is_all_that_a_length_needs(monkeypatch: pytest.M
 
 
 def test_where_no_gateway_is_that_is_said(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert main(["explain", "-u", "http://127.0.0.1:1", "--tokens", "5"]) == 1
-    assert "no gateway answers at http://127.0.0.1:1" in capsys.readouterr().err
-    assert main(["explain", "-u", "127.0.0.1:1", "--tokens", "5"]) == 1
+    assert main(["explain", "-u", "http://127.0.0.1:1", "--tokens", "5"]) == 2
+    assert "no gateway answers at http://127.0.0.1:1: Connection refused\n" in capsys.readouterr().err
+    assert main(["explain", "-u", "127.0.0.1:1", "--tokens", "5"]) == 2
     assert "must be an http(s) URL" in capsys.readouterr().err
-    assert main(["explain", str(tmp_path / "nothing.json")]) == 1
+    assert main(["explain", str(tmp_path / "nothing.json")]) == 2
     assert "nothing.json: No such file" in capsys.readouterr().err
 
 

@@ -223,6 +223,21 @@ def test_start_names_each_file_that_a_process_reads(tmp_path: Path) -> None:
     assert "`prometheus.key`, `certificates/authority.pem`" in start
 
 
+def test_start_says_what_a_firewall_between_the_clusters_lets_through_and_what_to_ask_first(tmp_path: Path) -> None:
+    site = InitSite(model="/m", gateway="10.0.0.1", remote=("10.1.0.1",), decode=("10.0.0.2", "10.0.0.2"), tls=True)
+    write(site, tmp_path)
+    start = (tmp_path / "START.md").read_text()
+    through = "- from 10.0.0.1 to 10.1.0.1: 7001, 7401, 7201\n"
+    landings = "- from 10.1.0.1 to 10.0.0.2: 7101\n- from 10.1.0.1 to 10.0.0.2: 7102\n"
+    assert f"must let these connections through:\n\n{through}{landings}\n" in start
+    url = "https://10.0.0.1:8000/v1/models"
+    assert f"    curl --cacert certificates/authority.pem -H 'Authorization: Bearer KEY' {url}\n" in start
+    write(InitSite(model="/m", gateway="10.0.0.1", remote=("10.0.0.1",), decode=("10.0.0.2",)), tmp_path / "one")
+    start = (tmp_path / "one" / "START.md").read_text()
+    assert "firewall" not in start
+    assert "    curl -H 'Authorization: Bearer KEY' http://10.0.0.1:8000/v1/models\n" in start
+
+
 def test_with_certificates_all_name_blocks_by_one_secret_that_others_cannot_read(tmp_path: Path) -> None:
     site = InitSite(model="/m", gateway="10.0.0.1", remote=("10.1.0.1",), decode=("10.0.0.2",), tls=True)
     write(site, tmp_path)
