@@ -33,15 +33,19 @@ from engine.vllm.server.seats import Place, Seat, keep
 place, rank, port = sys.argv[1:]
 keep(Seat(Path(place), int(rank), 3), Place(int(rank), f"/run/{rank}/engine.sock", "127.0.0.1", int(port)))
 """
+SERVER = """
+import os, time
+from engine.vllm.server.seats import taken_over
+(taken,) = taken_over(os.environ)
+print(taken.getsockname()[1], flush=True)
+time.sleep(600)
+"""
 BECOME = """
-import os, sys, time
+import os, sys
 from pathlib import Path
 from engine.vllm.server.seats import Seat, handed_over, meet
 met = meet(Seat(Path(sys.argv[1]), 0, 2))
-environment = os.environ | handed_over(met)
-code = "import time\\nfrom engine.vllm.server.seats import taken_over\\nimport os\\n" \\
-       "print(taken_over(os.environ)[0].getsockname()[1], flush=True)\\ntime.sleep(600)"
-os.execve(sys.executable, [sys.executable, "-c", code], environment)
+os.execve(sys.executable, [sys.executable, "-c", sys.argv[2]], os.environ | handed_over(met))
 """
 
 
@@ -132,7 +136,7 @@ def test_what_a_launch_becomes_has_the_ports_and_others_hear_when_it_ends(
     tmp_path: Path, processes: list["subprocess.Popen[str]"]
 ) -> None:
     place = tmp_path / MEETING_PLACE
-    server = started(BECOME, place)
+    server = started(BECOME, place, SERVER)
     processes.append(server)
     (line,) = said(place, json.dumps({"rank": 1, "agent_socket": "s", "host": "127.0.0.1", "port": 0}).encode())
     assert server.stdout is not None
