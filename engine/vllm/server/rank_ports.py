@@ -7,19 +7,26 @@ node holds: so a request is computed by the rank whose port it came to. A client
 import asyncio
 import os
 import socket
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 from engine.vllm.internals import ASKED_RANK, listen_also
-from engine.vllm.server.answers import App, Receive, Send
+from engine.vllm.server.answers import App, Receive, ResumeMiddleware, Send
 from engine.vllm.server.seats import taken_over
 
 
 class RankPorts:
-    """The middleware. `listeners`: of ranks 1 and above; the server's own port is that of rank 0."""
+    """The middleware, around `answers`: vLLM warns of a flag that is given twice. `listeners`: of ranks 1 and above; the server's
+    own port is that of rank 0."""
 
-    def __init__(self, app: App, *, listeners: Sequence[socket.socket] | None = None) -> None:
-        self._app = app
+    def __init__(
+        self,
+        app: App,
+        *,
+        listeners: Sequence[socket.socket] | None = None,
+        answers: Callable[[App], App] = ResumeMiddleware,
+    ) -> None:
+        self._app = answers(app)
         self._listeners = taken_over(os.environ) if listeners is None else listeners
         ports = (listener.getsockname()[1] for listener in self._listeners)
         self._ranks: Mapping[int, int] = {port: rank for rank, port in enumerate(ports, 1)}

@@ -22,7 +22,7 @@ class Application:
 
     def __init__(self, listeners: list[socket.socket]) -> None:
         self.state = SimpleNamespace(server=None)
-        self._ports = RankPorts(self._answer, listeners=listeners)
+        self._ports = RankPorts(self._answer, listeners=listeners, answers=lambda inner: inner)
 
     async def __call__(
         self,

@@ -24,7 +24,7 @@ def test_the_port_that_a_request_came_to_is_its_rank() -> None:
 
     async def scenario() -> None:
         with socket.create_server(("127.0.0.1", 0)) as second, socket.create_server(("127.0.0.1", 0)) as third:
-            ports = RankPorts(app, listeners=[second, third])
+            ports = RankPorts(app, listeners=[second, third], answers=lambda inner: inner)
             for kind, server in (
                 ("http", third.getsockname()), ("websocket", second.getsockname()), ("http", ("::1", 1)), ("http", None),
             ):  # fmt: skip
