@@ -22,9 +22,7 @@ CANNOT_START = -1
 NO_DOMAIN = "none.invalid"  # to vLLM an empty list means every domain (RFC 6761: no name ends so)
 STARTING_STOP_S = 2.0
 CONTROL_VARIABLE = "PRFAAS_AGENT_CONTROL"  # for an engine that reserves at its own agent
-SEAT_VARIABLE = (
-    "PRFAAS_ENGINE_SEAT"  # of one in a server that nodes share (engine.vllm.server.seats): its rank comes last but one
-)
+SEAT_VARIABLE = "PRFAAS_ENGINE_SEAT"  # in a server that nodes share (engine.vllm.server.seats): PATH:RANK:COUNT
 EngineCommand = Callable[[NodeConfig, Path], list[str]]
 
 
