@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, NoReturn
 
-from engine.vllm.server.seats import OTHER_RANKS, Place, RankAtServer, Seat, SeatError, handed_over, keep, meet
+from engine.vllm.server.seats import OTHER_RANKS, RankAtServer, RankPlace, Seat, SeatError, handed_over, keep, meet
 from engine.vllm.server.servable import complaint_about_model, complaint_about_parallelism
 from engine.vllm.version import is_tested, untested
 from transport.control.last_words import CANNOT_SERVE
@@ -134,7 +134,7 @@ def _keep(seat: Seat, options: VllmOptions) -> NoReturn:
     print(
         f"engine: rank {seat.rank} of the server that rank 0 starts, whose log tells of it", file=sys.stderr, flush=True
     )
-    keep(seat, Place(seat.rank, str(options.agent_socket), options.host, options.port))
+    keep(seat, RankPlace(seat.rank, str(options.agent_socket), options.host, options.port))
 
 
 def server_command(options: VllmOptions, *, is_cpu: bool, renders: bool = True) -> list[str]:

@@ -37,7 +37,7 @@ class SeatError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """Which rank of which server an engine is."""
+    """The rank of an engine in a server that nodes share."""
 
     meeting_place: Path
     rank: int
@@ -57,7 +57,7 @@ class Seat:
         return {SEAT_VARIABLE: f"{self.meeting_place}:{self.rank}:{self.count}"}
 
 
-class Place(msgspec.Struct, frozen=True):
+class RankPlace(msgspec.Struct, frozen=True):
     """Where a rank's agent is, and where its requests are to be taken."""
 
     rank: int
@@ -96,7 +96,7 @@ def settings_of_rank(extra: Mapping[str, Any], rank: int) -> Mapping[str, Any]:
     return own
 
 
-def keep(seat: Seat, place: Place) -> NoReturn:
+def keep(seat: Seat, place: RankPlace) -> NoReturn:
     """Says where this rank is to whatever becomes the server, again and again."""
     while True:
         with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as line:
@@ -117,9 +117,9 @@ def meet(seat: Seat, within_s: float = MEET_S) -> list[RankAtServer]:
     return met
 
 
-def _come(seat: Seat, deadline: float, opened: contextlib.ExitStack) -> dict[int, tuple[Place, socket.socket]]:
+def _come(seat: Seat, deadline: float, opened: contextlib.ExitStack) -> dict[int, tuple[RankPlace, socket.socket]]:
     """Who has come by then on the monotonic clock, and has not left again."""
-    come: dict[int, tuple[Place, socket.socket]] = {}
+    come: dict[int, tuple[RankPlace, socket.socket]] = {}
     with socket.socket(socket.AF_UNIX) as table:
         table.bind(str(seat.meeting_place))
         table.listen(seat.count)
@@ -155,14 +155,14 @@ def taken_over(environment: Mapping[str, str]) -> list[socket.socket]:
     return listeners
 
 
-def _said(line: socket.socket, seat: Seat) -> Place | None:
+def _said(line: socket.socket, seat: Seat) -> RankPlace | None:
     """What a launch says that has come; None if that is nothing to seat."""
     line.settimeout(HEAR_S)
     said = b""
     try:
         while not said.endswith(b"\n") and len(said) < MAX_PLACE_BYTES and (part := line.recv(MAX_PLACE_BYTES)):
             said += part
-        place = msgspec.json.decode(said, type=Place)
+        place = msgspec.json.decode(said, type=RankPlace)
         line.setblocking(False)
     except (OSError, msgspec.DecodeError):
         return None
@@ -178,7 +178,7 @@ def _is_gone(line: socket.socket) -> bool:
         return True
 
 
-def _listening(place: Place) -> socket.socket:
+def _listening(place: RankPlace) -> socket.socket:
     """Raises OSError for a port that another process has."""
     try:
         return socket.create_server((place.host, place.port), family=family_of(place.host), backlog=BACKLOG)

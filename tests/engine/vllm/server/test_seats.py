@@ -16,8 +16,8 @@ import pytest
 from engine.vllm.server.seats import (
     LISTENERS_VARIABLE,
     MEETING_PLACE,
-    Place,
     RankAtServer,
+    RankPlace,
     Seat,
     SeatError,
     handed_over,
@@ -29,9 +29,9 @@ from engine.vllm.server.seats import (
 KEEP = """
 import sys
 from pathlib import Path
-from engine.vllm.server.seats import Place, Seat, keep
+from engine.vllm.server.seats import RankPlace, Seat, keep
 place, rank, port = sys.argv[1:]
-keep(Seat(Path(place), int(rank), 3), Place(int(rank), f"/run/{rank}/engine.sock", "127.0.0.1", int(port)))
+keep(Seat(Path(place), int(rank), 3), RankPlace(int(rank), f"/run/{rank}/engine.sock", "127.0.0.1", int(port)))
 """
 SERVER = """
 import os, time
@@ -178,4 +178,4 @@ def test_each_rank_reads_what_is_said_of_its_own_node() -> None:
 
 
 def test_a_place_is_an_agent_and_a_port() -> None:
-    assert Place(1, "s", "::1", 0).rank == 1
+    assert RankPlace(1, "s", "::1", 0).rank == 1
