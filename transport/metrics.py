@@ -18,7 +18,10 @@ _GAUGES: Final = {
     "available_bytes_per_second": ("What a busy sender gets, the budget at most", "available_bytes_per_s"),
     "goodput_bytes_per_second": ("Acknowledged by the peer", "goodput_bytes_per_s"),
     "budget_bytes_per_second": ("Egress budget, 0 = none", "budget_bytes_per_s"),
-    "utilisation_ratio": ("Share of the available bandwidth, the budget at most, used in the last 10 s", "utilisation"),
+    "utilisation_ratio": (
+        "Share of the available bandwidth, or of the budget while that holds the sender back, used in the last 10 s",
+        "utilisation",
+    ),
     "retransmit_ratio": ("Retransmitted share of what was sent", "retransmit_ratio"),
     "rtt_seconds": ("Median round trip of the connections", "rtt_s"),
     "min_rtt_seconds": ("Smallest round trip of late", "min_rtt_s"),

@@ -78,7 +78,10 @@ class ConversionStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkLoad:
-    """Egress from a node to the cluster `peer`. `available_bytes_per_s` is 0 while unknown, as round trips are."""
+    """Egress from a node to the cluster `peer`. `available_bytes_per_s` is 0 while unknown, as round trips are.
+
+    `utilisation` is the share of it that is used; while it is unknown, the share of the budget.
+    """
 
     peer: str
     available_bytes_per_s: float

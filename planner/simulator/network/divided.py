@@ -1,7 +1,8 @@
 """A line whose senders have egress budgets: each has a part of its own, which no other one uses.
 
 Every sender reports to the deciders as a live one does, and the line is made of these reports by the code of gateways
-(`planner.decisions.routing.lines`). A sender that its budget holds back measures nothing of the line, so it reports no rate.
+(`planner.decisions.routing.lines`). A sender that its budget holds back measures nothing of the line: it reports no rate, and how
+much of its budget it uses.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,6 +20,7 @@ from planner.simulator.loop import Loop
 from planner.simulator.network.egress import SimulatedEgress
 from planner.simulator.nodes.node import SimulatedRequest
 from planner.simulator.scenario import Wire
+from transport.path.link import USE_WINDOW_S, used_share
 
 
 class BudgetedReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -28,8 +30,8 @@ class BudgetedReport(msgspec.Struct, frozen=True, kw_only=True):
     queued_bytes: float
     rtt_s: float
     min_rtt_s: float
+    utilisation: float
     available_bytes_per_s: float = 0.0
-    utilisation: float = 0.0
     retransmit_ratio: float = 0.0
     congested: bool = False
     inflated: bool = False
@@ -55,14 +57,16 @@ class BudgetedSender:
         began, over_s, size = self._computing
         left_s = began + over_s - now
         uncomputed = size * left_s / over_s if left_s > 0 else 0.0
+        budget = seen.available_bytes_per_s or 0.0
         report = BudgetedReport(
-            budget_bytes_per_s=seen.available_bytes_per_s or 0.0,
+            budget_bytes_per_s=budget,
+            utilisation=used_share(self.part.sent_bytes_per_s(now, USE_WINDOW_S), 0.0, budget),
             queued_bytes=max(0.0, seen.queued_bytes - uncomputed),
             rtt_s=wire.rtt_s,
             min_rtt_s=wire.rtt_s,
         )
         found = seen_by_sender(
-            wire.source, wire.destination, report, self.promised_bytes, report.budget_bytes_per_s
+            wire.source, wire.destination, report, self.promised_bytes, budget
         )  # fmt: skip
         assert found is not None
         return found

@@ -155,6 +155,19 @@ class SimulatedEgress:
         self._busy.append((self._busy_since, now, self._rate))
         self._busy_since = None
 
+    def sent_bytes_per_s(self, now: float, window_s: float) -> float:
+        """What has left over the last `window_s`, or since the first transfer if that began later."""
+        first = self._busy[0][0] if self._busy else self._busy_since
+        since = now if first is None else max(first, now - window_s)
+        if now <= since:
+            return 0.0
+        sent = 0.0 if self._busy_since is None else self._rate * (now - max(since, self._busy_since))
+        for start, stop, rate in reversed(self._busy):
+            if stop <= since:
+                break
+            sent += rate * (stop - max(since, start))
+        return sent / (now - since)
+
     @property
     def sent_bytes(self) -> float:
         """All that has left so far, but for what leaves without a pause now."""

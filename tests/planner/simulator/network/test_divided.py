@@ -15,6 +15,7 @@ from planner.simulator.scenario import Scenario, Wire
 from planner.simulator.world import simulate
 from tests.planner.simulator.network.test_links import pair
 from tests.planner.simulator.systems import arrivals
+from transport.path.link import LinkMonitor, TcpInfo
 
 EAGER = RoutingPolicy(threshold_tokens=500)
 
@@ -96,4 +97,31 @@ def test_bytes_are_promised_until_they_are_delivered_and_queued_once_they_are_co
     link.forget(job)
     line = link.view(4.0)
     assert own(line) == [idle, ("r1", 250.0, 0.0, 0.0)]
-    assert (line.rate_bytes_per_s, line.utilisation) == (500.0, 0.0)
+    # In four seconds r1 has sent what its budget lets it.
+    assert (line.rate_bytes_per_s, line.utilisation) == (500.0, 0.5)
+    assert [sender.utilisation for _, sender in line.senders] == [0.0, 1.0]
+
+
+def test_a_simulated_sender_reports_as_much_use_of_its_budget_as_a_live_one():
+    """Two seconds of sending in every five, over a budget of 250 bytes a second."""
+    loop = Loop()
+    wire = Wire(source="far", destination="pd", capacity=[(0.0, 500.0)], senders=2)
+    link = DividedEgress(wire, loop, lambda now, item: None, lambda now, items: None, 5.0, ["r0", "r1"])
+    monitor, live, simulated = LinkMonitor("p"), [], []
+
+    def sample(now: float, delivered: float) -> None:
+        info = TcpInfo(
+            rtt_s=0.0, min_rtt_s=0.0, delivery_rate=1e6, app_limited=True, bytes_delivered=round(delivered),
+            bytes_sent=0, bytes_retransmitted=0, in_flight_bytes=0,
+        )  # fmt: skip
+        live.append(monitor.sample({0: info}, now, budget_bytes_per_s=250.0).utilisation)
+        simulated.append(dict(link.view(now).senders)["r0"].utilisation)
+
+    for tenths in range(400):
+        now = tenths / 10
+        if tenths % 50 == 0:
+            loop.at(now, lambda at, _: link.send(at, 500.0, job_for("r0")))
+        loop.at(now, sample, 500.0 * (tenths // 50) + 25.0 * min(20, tenths % 50))
+    loop.run()
+    assert simulated == pytest.approx(live, abs=0.025)
+    assert simulated[-1] == pytest.approx(0.4)
