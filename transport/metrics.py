@@ -116,7 +116,11 @@ def _coded(client: TransferClient) -> Iterator[Metric]:
     plain = CounterMetricFamily("prfaas_codec_plain_bytes", "Bytes that went into a codec", labels=labels)
     coded = CounterMetricFamily("prfaas_codec_coded_bytes", "Bytes that came out of it and were sent", labels=labels)
     seconds = CounterMetricFamily("prfaas_codec_cpu_seconds", "Processor time that it took", labels=labels)
-    events = CounterMetricFamily("prfaas_codec_events", "Changes of codec, and refusals", labels=["link", "event"])
+    events = CounterMetricFamily(
+        "prfaas_codec_events",
+        "Changes of codec, refusals, and chunks that no core was left for",
+        labels=["link", "event"],
+    )
     for link, accounts in sorted(client.codecs().items()):
         for (group, codec), use in sorted(accounts.uses.items()):
             plain.add_metric([link, group, codec], use.plain_bytes)
