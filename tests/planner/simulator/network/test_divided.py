@@ -76,6 +76,34 @@ def job_for(sender: str) -> SimulatedRequest:
     return job
 
 
+def all_delivered_at(*, shares_egress: bool) -> float:
+    """Both senders send a byte; then one of them has four seconds of its own part to send."""
+    loop, ends = Loop(), list[float]()
+    wire = Wire(source="far", destination="pd", capacity=[(0.0, 500.0)], senders=2, shares_egress=shares_egress)
+    link = DividedEgress(
+        wire, loop, lambda now, item: ends.append(now), lambda now, items: None, 5.0, ["r0", "r1"],
+        lambda: len(ends) == 3,
+    )  # fmt: skip
+    for at, sender, size in ((0.1, "r0", 1.0), (0.1, "r1", 1.0), (0.5, "r0", 1000.0)):
+        loop.at(at, lambda now, sent: link.send(now, *sent), (size, job_for(sender)))
+    loop.run()
+    return ends[-1]
+
+
+def test_a_sender_without_anything_to_send_lends_of_its_part_where_egress_is_shared():
+    assert all_delivered_at(shares_egress=False) == pytest.approx(4.5)
+    # From 1 s on it has 437.5 bytes a second for the 875 that are left.
+    assert all_delivered_at(shares_egress=True) == pytest.approx(3.0)
+
+
+def test_a_line_whose_egress_is_shared_carries_no_more_and_comes_to_an_end():
+    kept = replace(divided(500.0, senders=2), routing=EAGER)
+    shared = replace(kept, wires=[replace(wire, shares_egress=True) for wire in kept.wires])
+    found = simulate(shared, arrivals([0.0] * 50, 1000.0))
+    assert found.sent_bytes > 10_000.0
+    assert found.egress_bytes[1.0].max() <= 500.01
+
+
 def own(link: LinkView) -> list[tuple[str, float | None, float, float]]:
     return [(name, seen.rate_bytes_per_s, seen.queued_bytes, seen.promised_bytes) for name, seen in link.senders]
 
