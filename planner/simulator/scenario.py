@@ -41,8 +41,8 @@ class Pool:
 class Wire:
     """An egress link. `capacity` are steps (from time s, bytes per s), the first at 0; a step of 0 is a link that is down.
 
-    With several `senders` each has a part of its own; with one, all transfers share all of it. Where senders share their egress
-    (`shares_egress`), what one of them does not need of its part is lent to the others, as gateways deal it out.
+    With several `senders` each has a part of its own; with one, all transfers share all of it. With
+    `shares_egress`, what one of them does not need of its part is lent to the others, as gateways deal it out.
     """
 
     source: str
