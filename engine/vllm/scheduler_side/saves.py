@@ -97,14 +97,21 @@ def _before_drafts(
 ) -> list[StateOffer]:
     """Where a step with drafts has its states. Each of its tokens has a block, from the one on that its last token belongs to.
     The first of them has the state after the first token, which alone is no draft.
+
+    Two steps have none. The first tokens of a prompt are computed as one piece, drafts among them. And where the last draft
+    ends a block, vLLM moves the state after it to the first one, if all are right: before it says that the step is over.
     """
-    if after != before + 1:
+    if after != before + 1 or not before:
         return []
     sizes = {
         place.layer.table: place.layer.block_tokens for place in layout.places if place.layer.kind is LayerKind.STATE
     }
     found = {table: state_block(tables[table], after + drafted, size) for table, size in sizes.items()}
-    return [StateOffer(table, block, after) for table, block in found.items() if block != NULL_BLOCK]
+    return [
+        StateOffer(table, block, after)
+        for table, block in found.items()
+        if block != NULL_BLOCK and (after + drafted) % sizes[table]
+    ]
 
 
 def _has_state(place: LayerPlace, length: int, before: int, after: int, tables: Sequence[Table]) -> bool:
