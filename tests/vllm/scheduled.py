@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +12,7 @@ from engine.vllm.internals import HOLDING_SCHEDULER
 from engine.vllm.layout import VllmLayout
 from engine.vllm.scheduler_side.errands import Granted
 from engine.vllm.scheduler_side.scheduler import SchedulerSide
+from engine.vllm.worker_side.worker import LoadResults
 from tests.engine.vllm.builders import full, layout_of, pages_for
 from tests.engine.vllm.scripted import ARENA, Agent
 
@@ -138,16 +139,19 @@ class Scheduled:
         self._steps.append(step)
         return step
 
-    def end(self, sampled: dict[str, Sequence[int]] | None = None) -> dict[str, Any]:
-        """The oldest step is over: what it sampled, a token each that has computed all if nothing is said. Returns what was
-        answered, by request."""
-        from vllm.v1.outputs import ModelRunnerOutput
+    def end(
+        self, sampled: Mapping[str, Sequence[int]] | None = None, loads: LoadResults | None = None
+    ) -> dict[str, Any]:
+        """The oldest step is over: what it sampled, a token each that has computed all if nothing is said; which loads have
+        ended. Returns what was answered, by request."""
+        from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
         step = self._steps.pop(0)
         ids = list(step.num_scheduled_tokens)
         tokens = [list((sampled or {}).get(each, [7])) for each in ids]
         output = ModelRunnerOutput(
             req_ids=ids, req_id_to_index={each: index for index, each in enumerate(ids)}, sampled_token_ids=tokens,
+            kv_connector_output=KVConnectorOutput(finished_recving=loads.done, failed_recving=loads.failed) if loads else None,
         )  # fmt: skip
         answered = self.scheduler.update_from_output(step, output)
         return {each.request_id: each for outputs in answered.values() for each in outputs.outputs}

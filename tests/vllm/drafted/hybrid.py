@@ -16,7 +16,7 @@ import torch
 from engine.vllm.layout import CacheLayer, LayerKind, VllmLayout, vllm_layout
 from engine.vllm.scheduler_side.errands import Arrived, ErrandWritten, Granted
 from engine.vllm.scheduler_side.steps import ArenaRef, LayerWritten, SaveFailed, StateWritten, StepWritten
-from engine.vllm.worker_side.worker import WorkerSide
+from engine.vllm.worker_side.worker import LoadResults, WorkerSide
 from tests.engine.vllm.builders import num_pages, pages_for
 from tests.engine.vllm.scripted import LEG, Agent
 from tests.engine.vllm.worker_side.lazy_device import LazyDevice
@@ -137,7 +137,7 @@ class Server:
         )  # fmt: skip
         self.answered: dict[str, Any] = {}  # what vLLM says at its end, by request
         self.said: dict[str, list[int]] = {}
-        self._under_way: deque[dict[str, list[int]]] = deque()
+        self._under_way: deque[tuple[dict[str, list[int]], LoadResults]] = deque()
         self._heard = 0
         self.counts: dict[str, int] = {}  # tokens of the last step, by request
 
@@ -165,11 +165,11 @@ class Server:
             sampled = self.runner.sample(computed)
         self._worker.start_loads()
         self._worker.finish_step()
-        self._under_way.append(sampled)
+        self._under_way.append((sampled, self._worker.take_results()))
 
     def end(self) -> None:
         """The oldest step has been heard of."""
-        for name, output in self.scheduled.end(self._under_way.popleft()).items():
+        for name, output in self.scheduled.end(*self._under_way.popleft()).items():
             self.said[name] += output.new_token_ids
             if output.finished:
                 self.answered[name] = output
