@@ -49,7 +49,8 @@ def step_save(
     handover.unfilled_windows |= unfilled(layout, handover.pages, tables, start, stop)
     handover.saved_tokens = stop
     wanted = tuple(offer for offer in offers if offer.length in lengths)
-    return SaveBlocks(handover.pages.job, start, stop, lengths, frozen(tables), wanted)
+    is_drafted = drafted > 0 and after in lengths
+    return SaveBlocks(handover.pages.job, start, stop, lengths, frozen(tables), wanted, is_drafted=is_drafted)
 
 
 def is_last(handover: Handover) -> bool:
@@ -98,8 +99,7 @@ def _before_drafts(
     """Where a step with drafts has its states. Each of its tokens has a block, from the one on that its last token belongs to.
     The first of them has the state after the first token, which alone is no draft.
 
-    Two steps have none. The first tokens of a prompt are computed as one piece, drafts among them. And where the last draft
-    ends a block, vLLM moves the state after it to the first one, if all are right: before it says that the step is over.
+    A prompt's first tokens have none: vLLM computes them as one piece, drafts among them.
     """
     if after != before + 1 or not before:
         return []
@@ -107,11 +107,7 @@ def _before_drafts(
         place.layer.table: place.layer.block_tokens for place in layout.places if place.layer.kind is LayerKind.STATE
     }
     found = {table: state_block(tables[table], after + drafted, size) for table, size in sizes.items()}
-    return [
-        StateOffer(table, block, after)
-        for table, block in found.items()
-        if block != NULL_BLOCK and (after + drafted) % sizes[table]
-    ]
+    return [StateOffer(table, block, after) for table, block in found.items() if block != NULL_BLOCK]
 
 
 def _has_state(place: LayerPlace, length: int, before: int, after: int, tables: Sequence[Table]) -> bool:

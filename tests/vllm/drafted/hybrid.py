@@ -108,7 +108,15 @@ class Server:
     """One server. `right`: how many drafts of each step are, in turn."""
 
     def __init__(
-        self, model: Path, folder: Path, *, drafts: int, aligned: bool, right: Sequence[int] = (0,), blocks: int = 64
+        self,
+        model: Path,
+        folder: Path,
+        *,
+        drafts: int,
+        aligned: bool,
+        right: Sequence[int] = (0,),
+        blocks: int = 64,
+        keeps_order: bool = True,
     ) -> None:
         caches = hybrid(drafts, aligned=aligned, num_blocks=blocks)
         self.layout = caches.layout
@@ -121,7 +129,7 @@ class Server:
         self.scheduled = Scheduled(model, caches=caches, agent=self.agent, **options)
         self._listener = Scheduler(folder)
         self.agent.rank_socket = str(self._listener.path)
-        device = LazyDevice()
+        device = LazyDevice(keeps_order=keeps_order)
         self._worker = WorkerSide(self.layout, 0, devices=lambda _: device)
         shapes = {"a": (BLOCK, 1), "s": (1, KEPT + drafts + REST), "t": (1, KEPT + drafts + REST)}
         tensors = {
@@ -162,6 +170,7 @@ class Server:
         sampled: dict[str, list[int]] = {}
         if step.total_num_scheduled_tokens:
             computed = self.runner.compute(step, lambda: self._worker.save_layer("a"))
+            self._worker.finish_forward()
             sampled = self.runner.sample(computed)
         self._worker.start_loads()
         self._worker.finish_step()
