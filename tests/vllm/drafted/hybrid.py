@@ -253,6 +253,16 @@ class Server:
         return np.concatenate([held[page] for page in pages])
 
 
+def left(server: Server) -> dict[str, int]:
+    """What is remembered of requests that are over."""
+    side, worker = server.scheduled.side, server._worker
+    remembered = {
+        "requests": side._requests, "handovers": side._handovers, "errands": side._errands, "grants": side._grants,
+        "loads": side._loads, "grants of the rank": worker._grants, "saves": worker._saves,
+    }  # fmt: skip
+    return {name: len(each) for name, each in remembered.items() if each}
+
+
 def mistakes(server: Server) -> list[str]:
     """What has been announced and is not what a server without drafts would have. That more is announced than a prompt has."""
     found = list(server.runner.wrong)

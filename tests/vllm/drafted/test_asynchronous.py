@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.vllm.cases import LLAMA, build
-from tests.vllm.drafted.hybrid import Job, Server, mistakes
+from tests.vllm.drafted.hybrid import Job, Server, left, mistakes
 from tests.vllm.scheduled import BLOCK, second_runner
 
 pytestmark = [
@@ -170,7 +170,9 @@ def test_what_is_announced_is_that_of_a_server_without_drafts(
                 case _:
                     server.step()
         run_until_idle(server)
+        server.begin()  # which ends what is over
         assert mistakes(server) == []
+        assert left(server) == {}
         for job in legs(server):
             if (answered := server.answered.get(job.request)) is not None:
                 assert lacking(job) == [] or len(job.prompt) == 1
