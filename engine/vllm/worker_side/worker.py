@@ -25,7 +25,7 @@ from engine.agent.block_copies import BlockCopies
 from engine.agent.job_pages import MappedArena
 from engine.errors import PagesInvalid
 from engine.vllm.copy_plan import CopyPlan, PagesIndex
-from engine.vllm.layout import CacheLayer, LayerKind, LayerPlace, VllmLayout, unloadable
+from engine.vllm.layout import LayerKind, LayerPlace, VllmLayout, unloadable
 from engine.vllm.scheduler_side.steps import (
     ArenaRef,
     ForwardStep,
@@ -165,12 +165,11 @@ class WorkerSide:
             self._device = self._devices(tensors[next(iter(self._places))].device)
             self._save_stream, self._load_stream = self._device.stream(), self._device.stream()
         for name, place in self._places.items():
-            self._blocks[name] = self._blocks_of(place.layer, tensors[name])
-
-    def _blocks_of(self, layer: CacheLayer, tensor: torch.Tensor) -> Blocks:
-        if layer.gap_bytes:
-            return blocks_around(layer, tensor, self._device, self._note_buffered)
-        return blocks_of(layer.name, tensor, layer.part_bytes, self._device, self._note_buffered)
+            layer, tensor = place.layer, tensors[name]
+            if layer.gap_bytes:
+                self._blocks[name] = blocks_around(layer, tensor, self._device, self._note_buffered)
+            else:
+                self._blocks[name] = blocks_of(name, tensor, layer.part_bytes, self._device, self._note_buffered)
 
     def begin_step(self, step: ForwardStep) -> None:
         """Takes over what a step brings. Pages that cannot be reached, or given back, are not taken."""
@@ -241,19 +240,16 @@ class WorkerSide:
         """Saves the states at the end of this step, and layers that have not said that they are final. Waits until all of it
         is in pages, or submitted to a device. With nothing to save it waits for a load."""
         if self._saves:
-            self._finish_saves()
+            for place in self._places.values():
+                if place.layer.kind is not LayerKind.STATE and place.layer.name not in self._seen:
+                    self._submit_attention(place)
+            self._submit_states([saving for saving in self._saves if not saving.has_states])
+            for saving in self._saves:
+                self._submit(saving.save, self._note_step, saving)
+            self._wait_for_copies()
         if self._step.is_idle:
             self._loading = wait(self._loading, self._load_wait_s, FIRST_COMPLETED).not_done
         self._step, self._saves = ForwardStep(), ()
-
-    def _finish_saves(self) -> None:
-        for place in self._places.values():
-            if place.layer.kind is not LayerKind.STATE and place.layer.name not in self._seen:
-                self._submit_attention(place)
-        self._submit_states([saving for saving in self._saves if not saving.has_states])
-        for saving in self._saves:
-            self._submit(saving.save, self._note_step, saving)
-        self._wait_for_copies()
 
     def _submit_states(self, savings: Iterable[StepSave]) -> None:
         mark = self._device.mark()

@@ -148,7 +148,7 @@ def test_what_is_announced_is_that_of_a_server_without_drafts(
     answer: Sequence[int],
     doing: list[tuple[str, int]],
 ) -> None:
-    """Whatever is accepted, however prompts are cut, and whoever is preempted or leaves in between."""
+    """Whatever is accepted, however prompts are cut, and which of them are preempted or leave in between."""
     blocks = 14 + 4 * (2 + drafts) if is_tight else 160  # for two or three requests, or for all
     with served(model, drafts=drafts, aligned=aligned, right=right, blocks=blocks) as server:
         if is_warm:  # vLLM has beginnings of prompts, so ends of one token are padded
