@@ -222,6 +222,10 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
         self._working.save_layer(layer_name)
 
+    def finish_forward(self) -> None:
+        """The second model runner says so before it samples; the first one never does."""
+        self._working.finish_forward()
+
     def wait_for_save(self) -> None:
         self._working.finish_step()
 

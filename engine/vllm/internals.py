@@ -76,6 +76,12 @@ def sample_one(request: Any) -> None:
     request.max_tokens = 1
 
 
+def make_room(request: Any, drafted: int) -> None:
+    """The request does not end with the drafts of this step, should they all be right: vLLM pads a prompt's last token with some,
+    which the second model runner verifies as any others (token 0)."""
+    request.max_tokens += drafted
+
+
 def hold(request: Any) -> None:
     """The request is not scheduled any more, until it is let go."""
     if not is_held(request):

@@ -137,14 +137,10 @@ class EngineSupervisor:
         """Keeps an engine running until cancelled or until it died too often (`node.process.restarts`)."""
         while True:
             await self._live_and_die()
-            if self._is_ended_for_others:
-                self._on_state()
-                await asyncio.sleep(self._deaths.on_kill(self._now()))
-                self.restarts += 1
-                continue
-            self.on_death()
+            if not self._is_ended_for_others:
+                self.on_death()
             pause_s = self._deaths.on_death(self._now())
-            self.refusal = self._reason()
+            self.refusal = "" if self._is_ended_for_others else self._reason()
             if pause_s is None or self.refusal:
                 log.error(
                     "engine given up node=%s after %d deaths%s",
@@ -208,7 +204,8 @@ class EngineSupervisor:
             self._kill_group()
 
     def start_anew(self) -> None:
-        """Ends an engine that has lost those it computes with; `run` starts the next one, and does not count this end."""
+        """Ends an engine that has lost those it computes with; `run` starts the next one. Each of them counts that death of their
+        group. One that has ended already has counted it."""
         if self.pid is not None:
             log.warning("engine ended node=%s: another rank's has ended, and all start together", self._config.node_id)
             self._is_ended_for_others = True

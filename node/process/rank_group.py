@@ -1,7 +1,8 @@
 """A node as one of several that started together, whose engines compute each step together: ranks of one group.
 
 An engine of such a group cannot go on without the others, and cannot join them again. So all start anew when one has ended, and
-none ends in order before the last one has drained. What a node says of its engine reaches the others through the process that
+none ends in order before the last one has drained. Each of them counts each death of the group, once: so all give up at the same
+one, after as many as an engine on its own. What a node says of its engine reaches the others through the process that
 started them, over a socket each. A node on its own has no line.
 """
 
@@ -16,6 +17,7 @@ LINE_VARIABLE: Final = "PRFAAS_RANK_LINE"  # the number of the socket's descript
 MOST_WORDS: Final = 64  # in one read
 
 ENGINE_ENDED: Final = b"e"  # said by a node: its engine has ended by itself
+STARTS_ANEW: Final = b"s"  # said by a node: its engine has ended for the others, or had ended already
 DRAINED: Final = b"d"  # it has drained, and would end its engine
 START_ANEW: Final = b"a"  # said to a node: end the engine, and start the next one
 MAY_END: Final = b"m"  # all have drained
@@ -76,6 +78,7 @@ class RankGroup:
             words = b""
         if START_ANEW in words:
             start_anew()
+            self._say(STARTS_ANEW)
         if MAY_END in words:
             self._may_end.set()
         if not words:

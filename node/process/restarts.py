@@ -14,7 +14,7 @@ MAX_DOUBLINGS = 4  # after which it is MAX_BACKOFF_S; powers of any number of de
 
 
 class Restarts:
-    """The deaths of one process. `max_restarts`: how many may count before it is given up."""
+    """The deaths of one process, or of a group that dies as one. `max_restarts`: how many may count before it is given up."""
 
     def __init__(self, max_restarts: int, *, first_backoff_s: float = FIRST_BACKOFF_S) -> None:
         self._max_restarts = max_restarts

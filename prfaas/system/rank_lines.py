@@ -6,7 +6,7 @@ import socket
 from collections.abc import Iterator
 from typing import Final, Self
 
-from node.process.rank_group import DRAINED, ENGINE_ENDED, LINE_VARIABLE, MAY_END, START_ANEW
+from node.process.rank_group import DRAINED, ENGINE_ENDED, LINE_VARIABLE, MAY_END, START_ANEW, STARTS_ANEW
 
 MOST_WORDS: Final = 64  # in one read
 
@@ -17,17 +17,25 @@ class RankTalk:
     def __init__(self, count: int) -> None:
         self._running = set(range(count))
         self._busy = set(range(count))
+        self._told = set[
+            int
+        ]()  # to start anew; what they say of their engine until they have heard that is about the same death
 
     def heard(self, rank: int, word: bytes) -> Iterator[tuple[int, bytes]]:
         """The rank and the word of each message that follows from this one."""
-        if word == ENGINE_ENDED:
-            yield from ((other, START_ANEW) for other in sorted(self._running - {rank}))
+        if word == ENGINE_ENDED and rank not in self._told:
+            others = self._running - {rank} - self._told
+            self._told |= others
+            yield from ((other, START_ANEW) for other in sorted(others))
+        if word == STARTS_ANEW:
+            self._told.discard(rank)
         if word == DRAINED:
             yield from self._has_drained(rank)
 
     def gone(self, rank: int) -> Iterator[tuple[int, bytes]]:
         """The messages that follow from the end of a rank's process."""
         self._running.discard(rank)
+        self._told.discard(rank)
         yield from self._has_drained(rank)
 
     def _has_drained(self, rank: int) -> Iterator[tuple[int, bytes]]:

@@ -1,7 +1,9 @@
 """What of vLLM's caches the connector stands on: specs, packings, pieces of blocks, copies. As test_contract.py has it."""
 
 import dataclasses
+import importlib.util
 import inspect
+from pathlib import Path
 
 import pytest
 
@@ -189,3 +191,28 @@ def test_the_cpu_build_still_loses_states_of_mamba_2_that_drafts_were_accepted_i
     (first, states), (third, _) = step(1), step(3)
     assert torch.equal(first, third), "it looks at what was accepted: `token_by_token` need not be any more"
     assert torch.equal(states[1], states[3])
+
+
+def test_the_second_runner_moves_states_after_its_word_and_before_the_step_is_over() -> None:
+    """So a state before drafts is saved at that word. The first runner says none: there no padding is ever right."""
+    runner = source_of("vllm.v1.worker.gpu.model_runner")
+    forward, sampling = runner.index("self.kv_connector.finish_forward()"), runner.index("def sample_tokens")
+    moved = runner.index("self.postprocess_sampled(", sampling)
+    assert forward < sampling < moved < runner.index("kv_connector.post_forward(", moved)
+    assert "self.model_state.postprocess_state(" in runner
+    assert "finish_forward" not in source_of("vllm.v1.worker.gpu_model_runner")
+
+
+def test_what_pads_a_prompt_is_verified_by_the_second_runner() -> None:
+    """As token 0, which a model may say. The scheduler says -1, which none does, and the first runner takes that."""
+    assert "self.draft_tokens[req_idx].zero_()" in source_of("vllm.v1.worker.gpu.states")
+    scheduler = source_of("vllm.v1.core.sched.scheduler")
+    assert "padded_num_tokens = 1 + self.num_spec_tokens" in scheduler
+
+
+def source_of(module: str) -> str:
+    """Of a module that may need Triton to be imported."""
+    found = importlib.util.find_spec(module)
+    assert found is not None
+    assert found.origin is not None
+    return Path(found.origin).read_text()

@@ -49,7 +49,8 @@ def step_save(
     handover.unfilled_windows |= unfilled(layout, handover.pages, tables, start, stop)
     handover.saved_tokens = stop
     wanted = tuple(offer for offer in offers if offer.length in lengths)
-    return SaveBlocks(handover.pages.job, start, stop, lengths, frozen(tables), wanted)
+    is_drafted = drafted > 0 and after in lengths
+    return SaveBlocks(handover.pages.job, start, stop, lengths, frozen(tables), wanted, is_drafted=is_drafted)
 
 
 def is_last(handover: Handover) -> bool:
@@ -97,8 +98,10 @@ def _before_drafts(
 ) -> list[StateOffer]:
     """Where a step with drafts has its states. Each of its tokens has a block, from the one on that its last token belongs to.
     The first of them has the state after the first token, which alone is no draft.
+
+    A prompt's first tokens have none: vLLM computes them as one piece, drafts among them.
     """
-    if after != before + 1:
+    if after != before + 1 or not before:
         return []
     sizes = {
         place.layer.table: place.layer.block_tokens for place in layout.places if place.layer.kind is LayerKind.STATE

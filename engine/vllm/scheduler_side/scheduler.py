@@ -433,17 +433,19 @@ class SchedulerSide:
                 so_far_s=self._now() - handover.computing_s,
             )
             if handover.route is HandoverRoute.LEG:
-                self._hold(handover)
+                self._hold(handover, drafted)
         return save
 
-    def _hold(self, handover: Handover) -> None:
+    def _hold(self, handover: Handover, drafted: int = 0) -> None:
         handover.phase = HandoverPhase.HELD
         handover.deadline_s = self._now() + DELIVERY_WAIT_S
         internals.hold(handover.request)
+        internals.make_room(handover.request, drafted)
 
     def _let_finish(self, handover: Handover) -> None:
         if handover.phase is HandoverPhase.HELD:
             handover.phase = HandoverPhase.DELIVERED
+            internals.sample_one(handover.request)
         internals.let_go(handover.request)
 
     def _rest(self) -> bool:

@@ -36,7 +36,7 @@ class SaveBlocks:
     """Tokens [start, stop) of a request go into the job's pages, and its states after `states` tokens.
 
     `tables`: its block ids, one tuple per group of vLLM. `offers`: blocks that this step puts a state into which is not that
-    of its end; the table does not say which.
+    of its end; the table does not say which. `is_drafted`: its last state is one before drafts of this step.
     """
 
     job: str
@@ -45,6 +45,7 @@ class SaveBlocks:
     states: tuple[int, ...]
     tables: tuple[tuple[int, ...], ...]
     offers: tuple["StateOffer", ...] = ()
+    is_drafted: bool = False
 
 
 @dataclass(frozen=True, slots=True)

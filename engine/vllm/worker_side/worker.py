@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from functools import partial
@@ -25,7 +25,7 @@ from engine.agent.block_copies import BlockCopies
 from engine.agent.job_pages import MappedArena
 from engine.errors import PagesInvalid
 from engine.vllm.copy_plan import CopyPlan, PagesIndex
-from engine.vllm.layout import CacheLayer, LayerKind, LayerPlace, VllmLayout, unloadable
+from engine.vllm.layout import LayerKind, LayerPlace, VllmLayout, unloadable
 from engine.vllm.scheduler_side.steps import (
     ArenaRef,
     ForwardStep,
@@ -90,6 +90,7 @@ class StepSave:
     grant: PageGrant | None = None
     plan: CopyPlan | None = None
     written: set[tuple[str, int]] = field(default_factory=set)
+    has_states: bool = False  # they have been submitted
 
 
 @dataclass(slots=True)
@@ -164,12 +165,11 @@ class WorkerSide:
             self._device = self._devices(tensors[next(iter(self._places))].device)
             self._save_stream, self._load_stream = self._device.stream(), self._device.stream()
         for name, place in self._places.items():
-            self._blocks[name] = self._blocks_of(place.layer, tensors[name])
-
-    def _blocks_of(self, layer: CacheLayer, tensor: torch.Tensor) -> Blocks:
-        if layer.gap_bytes:
-            return blocks_around(layer, tensor, self._device, self._note_buffered)
-        return blocks_of(layer.name, tensor, layer.part_bytes, self._device, self._note_buffered)
+            layer, tensor = place.layer, tensors[name]
+            if layer.gap_bytes:
+                self._blocks[name] = blocks_around(layer, tensor, self._device, self._note_buffered)
+            else:
+                self._blocks[name] = blocks_of(name, tensor, layer.part_bytes, self._device, self._note_buffered)
 
     def begin_step(self, step: ForwardStep) -> None:
         """Takes over what a step brings. Pages that cannot be reached, or given back, are not taken."""
@@ -229,29 +229,42 @@ class WorkerSide:
         self._loading = {load for load in self._loading if not load.done()}
         self._loading |= {self._loader.submit(self._load, load, mark) for load in self._step.loads}
 
+    def finish_forward(self) -> None:
+        """The model has computed, and samples next. Where that accepts the drafts of a step it may move the state before them, so
+        that one is saved now. A runner that does not call this accepts no draft in such a step."""
+        if drafted := [saving for saving in self._saves if saving.save.is_drafted]:
+            self._submit_states(drafted)
+            self._wait_for_copies()
+
     def finish_step(self) -> None:
         """Saves the states at the end of this step, and layers that have not said that they are final. Waits until all of it
         is in pages, or submitted to a device. With nothing to save it waits for a load."""
         if self._saves:
-            self._finish_saves()
+            for place in self._places.values():
+                if place.layer.kind is not LayerKind.STATE and place.layer.name not in self._seen:
+                    self._submit_attention(place)
+            self._submit_states([saving for saving in self._saves if not saving.has_states])
+            for saving in self._saves:
+                self._submit(saving.save, self._note_step, saving)
+            self._wait_for_copies()
         if self._step.is_idle:
             self._loading = wait(self._loading, self._load_wait_s, FIRST_COMPLETED).not_done
         self._step, self._saves = ForwardStep(), ()
 
-    def _finish_saves(self) -> None:
-        for place in self._places.values():
-            if place.layer.kind is not LayerKind.STATE and place.layer.name not in self._seen:
-                self._submit_attention(place)
+    def _submit_states(self, savings: Iterable[StepSave]) -> None:
         mark = self._device.mark()
-        for saving in self._saves:
-            save = saving.save
-            for place in self._places.values() if save.states else ():
+        for saving in savings:
+            saving.has_states = True
+            for place in self._places.values() if saving.save.states else ():
                 if place.layer.kind is LayerKind.STATE:
-                    self._submit(save, self._save_state, place, saving, mark)
-            self._submit(save, self._note_step, saving)
+                    self._submit(saving.save, self._save_state, place, saving, mark)
+
+    def _wait_for_copies(self) -> None:
         started_s = time.perf_counter()
         given_up = self._saver.wait()
-        self._device.hold_model(self._save_stream.mark())  # it may be given the blocks of this step for others
+        self._device.hold_model(
+            self._save_stream.mark()
+        )  # it may write these blocks again, or be given them for others
         with self._lock:
             self._counts.waited_s += time.perf_counter() - started_s
             self._counts.saves_given_up += given_up

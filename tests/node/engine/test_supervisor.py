@@ -85,23 +85,24 @@ def test_an_engine_that_never_can_is_not_started_again(
     assert (engine.restarts + 1, engine.refusal, engine.gave_up) == (starts, refusal, True)
 
 
-def test_an_engine_that_starts_anew_with_others_has_not_failed(tmp_path: Path) -> None:
-    """It was not its fault: however often that happens, it is not given up. Its own end is told to the others."""
+def test_an_engine_that_starts_anew_with_others_counts_their_death_and_is_given_up_with_them(tmp_path: Path) -> None:
+    """Else a group of several would be started again as many times as often as an engine on its own. Its own end alone is
+    told to the others."""
 
     async def scenario() -> None:
-        engine, told = supervisor(tmp_path, tmp_path / "far-engine.log", "exec sleep 600", 0), list[str]()
+        engine, told = supervisor(tmp_path, tmp_path / "far-engine.log", "exec sleep 600", 3), list[str]()
         engine.on_death = lambda: told.append("ended")
         running = asyncio.create_task(engine.run())
         async with asyncio.timeout(60.0):
-            for start in range(3):
+            for start in range(4):
                 while engine.pid is None or engine.restarts < start:  # noqa: ASYNC110 a process starts
                     await asyncio.sleep(0.01)
-                engine.start_anew()
-            assert (told, engine.gave_up) == ([], False)
-            while engine.pid is None or engine.restarts < 3:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
-            engine.kill()
+                if start == 2:
+                    engine.kill()  # which is a death of the group as well
+                else:
+                    engine.start_anew()
+                    engine.start_anew()
             await running
-        assert (told, engine.gave_up) == (["ended"], True)
+        assert (told, engine.gave_up, engine.restarts) == (["ended"], True, 3)
 
     asyncio.run(scenario())

@@ -3,7 +3,18 @@
 import asyncio
 from functools import partial
 
-from node.process.rank_group import DRAINED, ENGINE_ENDED, LINE_VARIABLE, MAY_END, START_ANEW, RankGroup
+from hypothesis import given
+from hypothesis import strategies as st
+
+from node.process.rank_group import (
+    DRAINED,
+    ENGINE_ENDED,
+    LINE_VARIABLE,
+    MAY_END,
+    START_ANEW,
+    STARTS_ANEW,
+    RankGroup,
+)
 from prfaas.system.rank_lines import RankLines, RankTalk
 
 WAIT_S = 10.0
@@ -13,7 +24,49 @@ def test_an_engine_that_has_ended_has_those_of_the_others_start_anew() -> None:
     talk = RankTalk(3)
     assert list(talk.heard(1, ENGINE_ENDED)) == [(0, START_ANEW), (2, START_ANEW)]
     assert list(talk.gone(2)) == []
+    assert list(talk.heard(0, STARTS_ANEW)) == []
     assert list(talk.heard(0, ENGINE_ENDED)) == [(1, START_ANEW)]
+
+
+def test_an_engine_that_ends_of_the_death_of_another_ends_none() -> None:
+    """It cannot go on without that one, and may see so before it is told. The first may be there again by then."""
+    talk = RankTalk(3)
+    assert list(talk.heard(1, ENGINE_ENDED)) == [(0, START_ANEW), (2, START_ANEW)]
+    assert list(talk.heard(2, ENGINE_ENDED)) == []
+    assert [list(talk.heard(rank, STARTS_ANEW)) for rank in (0, 2)] == [[], []]
+    assert list(talk.heard(2, ENGINE_ENDED)) == [(0, START_ANEW), (1, START_ANEW)], "that is another death"
+
+
+@given(st.integers(2, 5), st.data())
+def test_each_rank_counts_each_death_of_its_group_once(count: int, data: st.DataObject) -> None:
+    """However many engines end of it, before they are told or because they are, and in whatever order that is heard."""
+    talk, counted = RankTalk(count), [0] * count
+    for death in range(1, 4):
+        sent: dict[int, list[bytes]] = {
+            rank: [] for rank in range(count)
+        }  # on its way to the process that started them
+        told, were_told = set[int](), set[int]()
+        first = data.draw(st.integers(0, count - 1))
+        by_themselves = {first} | data.draw(st.sets(st.integers(0, count - 1)))
+        for rank in by_themselves:
+            counted[rank] += 1
+            sent[rank].append(ENGINE_ENDED)
+        while waiting := [rank for rank in range(count) if sent[rank] or rank in told]:
+            rank = data.draw(st.sampled_from(waiting))
+            if sent[rank] and (rank not in told or data.draw(st.booleans())):
+                for other, word in talk.heard(rank, sent[rank].pop(0)):
+                    assert word == START_ANEW
+                    assert other not in were_told
+                    assert ENGINE_ENDED in sent[other] or other not in by_themselves, (
+                        "it said so: it may be there again"
+                    )
+                    told.add(other)
+                    were_told.add(other)
+            elif rank in told:
+                told.discard(rank)
+                counted[rank] += rank not in by_themselves
+                sent[rank].append(STARTS_ANEW)
+        assert counted == [death] * count
 
 
 def test_none_ends_before_all_have_drained() -> None:

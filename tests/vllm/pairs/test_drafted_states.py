@@ -179,3 +179,17 @@ def test_a_leg_that_computes_one_token_saves_the_state_before_its_drafts(world: 
         assert params["delivered"], params
         assert decode.result(ANSWER_S).tokens == expected
     pair.assert_idle()
+
+
+def test_a_leg_of_one_token_beside_an_answer_hands_over_no_state_with_drafts_in_it(world: World) -> None:
+    """vLLM pads it with drafts, and computes the first tokens of a prompt as one piece."""
+    pair = world.pair
+    busy, _ = world.question(20)
+    for _ in range(3):
+        prompt, expected = world.question(2)
+        answer = pair.producer.engine.submit(pair.name(), busy, 10 * TOKENS, pair.local_params)
+        leg, decode = pair.hand_over(prompt, TOKENS)
+        assert decode.result(ANSWER_S).tokens == expected
+        leg.result(ANSWER_S)
+        answer.result(ANSWER_S)
+    pair.assert_idle()

@@ -1,9 +1,12 @@
 """What steps save: every token and state once, and only while vLLM has it."""
 
-from engine.vllm.scheduler_side.errands import ErrandWritten, Granted
+import pytest
+
+from engine.vllm.scheduler_side.errands import Arrived, ErrandWritten, Granted
 from engine.vllm.scheduler_side.steps import SaveBlocks, StateOffer
 from tests.engine.vllm.builders import BLOCK, full, layout_of, pages_for, state, tables_for
 from tests.engine.vllm.scripted import ARENA, LAYOUT, LEG, N, Request, World
+from transport.control.messages import Delivered
 
 
 def test_local_prompts_save_whole_blocks_and_say_which_states_they_could_not(world):
@@ -76,6 +79,27 @@ def test_a_step_with_drafts_has_its_state_where_its_first_token_put_it() -> None
     assert (beyond.states, beyond.offers) == ((number,), (StateOffer(1, 4, number),))
     lone = drafted_end_of_a_leg(number - 1, [-1] * 3, num_tokens=number, block_tokens=1 << 20)
     assert (lone.states, lone.offers) == ((number,), (StateOffer(1, lone.tables[1][0], number),))
+
+
+def test_the_first_token_of_a_prompt_has_no_state_to_save_if_it_is_padded() -> None:
+    """vLLM computes a prompt's first tokens as one piece: drafts would be in its state."""
+    first = drafted_end_of_a_leg(0, [-1] * 2, num_tokens=1)
+    assert (first.states, first.offers) == ((), ())
+
+
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_a_held_leg_has_room_for_its_padding_and_ends_with_the_token_after_its_delivery(world, drafts: int) -> None:
+    """vLLM's second runner verifies what pads a prompt: a leg may have several tokens before its KVCache has arrived."""
+    request = world.arrive(Request(params=LEG))
+    world.grant()
+    world.side.num_new_matched_tokens(request, N - 2)
+    world.side.after_alloc(request, tables_for(LAYOUT, N - 1), 0)
+    request.num_computed_tokens, world.drafts = N - 2, {"r": [-1] * drafts}
+    world.schedule(request, 1 + drafts)
+    assert request.max_tokens == 2 + drafts
+    world.agent.events.append(Arrived(1, Delivered(job="j", ok=True)))
+    world.idle()
+    assert request.max_tokens == 1
 
 
 def test_a_step_with_drafts_behind_several_tokens_has_no_state_to_save() -> None:

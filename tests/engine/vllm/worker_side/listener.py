@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,11 @@ class Scheduler:
     def wait_for_count(self, kind: type, job: str, count: int) -> None:
         with self._news:
             assert self._news.wait_for(lambda: self._count(kind, job) >= count, WAIT_S), self.heard
+
+    def wait_until(self, holds: Callable[[], bool]) -> None:
+        """`holds` looks at what has been heard."""
+        with self._news:
+            assert self._news.wait_for(holds, WAIT_S), self.heard
 
     def _has(self, kind: type, job: str) -> bool:
         return self._count(kind, job) > 0

@@ -1,6 +1,8 @@
 """States of servers with different numbers of drafts, or none: what one saves another loads, and the rest stays as it was."""
 
+from dataclasses import replace
 from itertools import product
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,18 +11,21 @@ import torch
 from engine.agent.block_copies import BlockCopies, pieces_of
 from engine.errors import PagesInvalid
 from engine.vllm.layout import CacheLayer, LayerKind
+from engine.vllm.scheduler_side.steps import ArenaRef, ForwardStep, SaveBlocks
 from engine.vllm.worker_side.blocks import Blocks, blocks_of
 from engine.vllm.worker_side.device import ArenaMemory, CopyDevice, HostDevice
 from engine.vllm.worker_side.gaps import blocks_around
+from engine.vllm.worker_side.worker import WorkerSide
+from tests.engine.vllm.builders import BLOCK, full, layout_of, num_pages, pages_for, state
 from tests.engine.vllm.worker_side.lazy_device import LazyDevice
 
 COLUMN, COLUMNS, PAGE, NUM_BLOCKS = 16, 3, 64, 6
 DEVICES = [HostDevice, LazyDevice, lambda: LazyDevice(registers=False)]
 
 
-def layer(drafts: int, rest: int) -> CacheLayer:
+def layer(drafts: int, rest: int, table: int = 0) -> CacheLayer:
     return CacheLayer(
-        name="s", table=0, kind=LayerKind.STATE, block_tokens=4, part_bytes=COLUMNS * COLUMN + rest, parts=1,
+        name="s", table=table, kind=LayerKind.STATE, block_tokens=4, part_bytes=COLUMNS * COLUMN + rest, parts=1,
         gap_at=COLUMNS * COLUMN if drafts else 0, gap_bytes=drafts * COLUMN,
     )  # fmt: skip
 
@@ -64,6 +69,64 @@ def test_what_is_saved_by_one_is_loaded_by_another(make: type[HostDevice], rest:
     assert torch.equal(loaded[4, ..., gap], before[4, ..., gap]), "room for drafts is left alone"
     others = [0, 1, 2, 3, 5]
     assert torch.equal(loaded[others], before[others])
+
+
+@pytest.mark.parametrize("keeps_order", [True, False])
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_a_state_is_that_of_its_step_though_the_next_one_has_begun(
+    tmp_path: Path, drafts: int, keeps_order: bool
+) -> None:
+    """The device has both steps before it does anything. Without its waits the later one's state, or none, is saved."""
+    layout = layout_of(full("a", part_bytes=BLOCK * 8), state("s", table=1, part_bytes=COLUMNS * COLUMN + 100))
+    if drafts:
+        attention, kept = layout.places
+        layout = replace(layout, places=(attention, replace(kept, layer=layer(drafts, 100, table=1))))
+    pages, device = pages_for(layout, BLOCK), LazyDevice(keeps_order=keeps_order)
+    path = tmp_path / "arena"
+    path.write_bytes(bytes(num_pages(pages) * layout.model.page_bytes))
+    arena = ArenaRef(str(path), layout.model.page_bytes, num_pages(pages), 1)
+    states = torch.zeros((4, 1, 1, (COLUMNS + drafts) * COLUMN + 100), dtype=torch.int8)
+    worker = WorkerSide(layout, 0, devices=lambda _: device)
+    worker.register({"a": torch.zeros((4, 1, BLOCK, 8), dtype=torch.int8), "s": states})
+
+    def step(value: int, work: ForwardStep) -> None:
+        worker.begin_step(work)
+        device.launch(lambda: states[2].fill_(value))
+        device.launch(lambda: states[2, ..., COLUMNS * COLUMN : (COLUMNS + drafts) * COLUMN].fill_(99))
+        worker.finish_step()
+
+    step(7, ForwardStep("", arena, (pages,), (SaveBlocks("j", 0, BLOCK, (BLOCK,), ((1,), (2,))),)))
+    for value in (8, 9):
+        step(value, ForwardStep())
+    device.synchronize()
+    saved = path.read_bytes()
+    worker.close()
+    assert (saved.count(7) == COLUMNS * COLUMN + 100) is keeps_order
+    assert saved.count(99) == 0
+
+
+@pytest.mark.parametrize("says_so", [True, False])
+def test_a_state_before_drafts_is_saved_before_they_are_accepted(tmp_path: Path, says_so: bool) -> None:
+    """vLLM's second runner moves a state once it has sampled, before the step ends. Without its word that would be saved."""
+    layout = layout_of(full("a", part_bytes=BLOCK * 8), state("s", table=1, part_bytes=100))
+    pages, device = pages_for(layout, BLOCK), LazyDevice()
+    path = tmp_path / "arena"
+    path.write_bytes(bytes(num_pages(pages) * layout.model.page_bytes))
+    arena = ArenaRef(str(path), layout.model.page_bytes, num_pages(pages), 1)
+    states = torch.zeros((4, 1, 1, 100), dtype=torch.int8)
+    worker = WorkerSide(layout, 0, devices=lambda _: device)
+    worker.register({"a": torch.zeros((4, 1, BLOCK, 8), dtype=torch.int8), "s": states})
+    save = SaveBlocks("j", 0, BLOCK, (BLOCK,), ((1,), (2,)), is_drafted=True)
+    worker.begin_step(ForwardStep("", arena, (pages,), (save,)))
+    device.launch(lambda: states[2].fill_(7))
+    if says_so:
+        worker.finish_forward()
+    device.launch(lambda: states[2].fill_(8))
+    worker.finish_step()
+    device.synchronize()
+    assert worker.take_counts().bytes_saved == BLOCK * 8 + 100, "once"
+    worker.close()
+    assert path.read_bytes().count(7 if says_so else 8) == 100
 
 
 def test_blocks_of_another_size_are_refused() -> None:
