@@ -139,6 +139,11 @@ class ReuseModel:
         place = self._places.get(key)
         return (now, self.unknown) if place is None else (place.cohort.at, place.class_id)
 
+    def num_alike(self, keys: Sequence[Key]) -> int:
+        """How many of the first blocks are known by the same use as the first one."""
+        _, same = next(groupby(map(self._places.get, keys), id))
+        return sum(1 for _ in same)
+
     def density(self, class_id: int, bucket: int) -> float:
         """Worth of a block in hits per second, as of the last refresh."""
         while class_id >= len(self._density):  # younger than the last refresh

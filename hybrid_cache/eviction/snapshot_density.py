@@ -168,6 +168,11 @@ class SnapshotDensity(ReuseDensity):
         tokens = self.snapshots.depth[block_hash] * self.layout.block_size
         return at, class_id, round(SCALES_PER_OCTAVE * log2(efficiency(tokens, self.layout)))
 
+    def num_alike(self, keys: Sequence[Key]) -> int:
+        if keys[0] in self._live or not self._live.keys().isdisjoint(keys):
+            return 1
+        return len(keys)
+
     def _lose(self, key: Key) -> bool:
         """Notes that a state is gone; returns whether the key was a state."""
         if not isinstance(key, tuple) or key[1] not in self._live or key[0] not in self._live[key[1]]:
