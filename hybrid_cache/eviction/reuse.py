@@ -19,7 +19,7 @@ whatever requests say. So has the work of one call of `refresh`: it computes den
 
 from collections import Counter, OrderedDict, deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
-from itertools import groupby
+from itertools import groupby, repeat
 from math import log2
 from typing import Final, NamedTuple
 
@@ -89,15 +89,10 @@ class ReuseModel:
         if not use.path:
             return
         self._age(use.now)
-        shape = self._shape(len(use.path), (yield from self._learn(use)))
+        seen, runs = yield from self._learn(use)
+        shape = self._shape(len(use.path), seen)
         category = self._category(use.category)
         places, cohort = self._places, Cohort(use.now)
-        known = places.get
-        earlier: list[int] = []
-        for start in range(0, len(use.path), BEGIN_STEP):
-            part = use.path[start : start + BEGIN_STEP]
-            earlier += [0 if (place := known(key)) is None else place.uses for key in part]
-            yield
 
         def last_use(uses: int, blocks: int, *, is_end: bool) -> LastUse:
             class_id = self._id((*shape, _frequency(uses + 1), int(is_end), category))
@@ -105,16 +100,24 @@ class ReuseModel:
             return LastUse(cohort, class_id, uses + 1)
 
         # Blocks of one request that were used as often share what is remembered of them.
-        end = earlier.pop()
-        placed = {uses: last_use(uses, count, is_end=False) for uses, count in Counter(earlier).items()}
+        end, count = runs.pop()
+        if count > 1:
+            runs.append((end, count - 1))
+        earlier = Counter[int]()
+        for uses, count in runs:
+            earlier[uses] += count
+        placed = {uses: last_use(uses, count, is_end=False) for uses, count in earlier.items()}
         self._place(use.path[-1], last_use(end, 1, is_end=True), end)  # a prefix is of use without its tail
-        for stop in range(len(earlier), 0, -BEGIN_STEP):
-            some = slice(max(0, stop - BEGIN_STEP), stop)
-            keys, counts = use.path[some][::-1], earlier[some][::-1]
-            deque(map(places.__setitem__, keys, map(placed.__getitem__, counts)), maxlen=0)
-            if any(counts):  # what is new is at the end already
+        stop, taken = len(use.path) - 1, 0
+        for uses, count in reversed(runs):
+            keys = use.path[stop - count : stop][::-1]
+            deque(map(places.__setitem__, keys, repeat(placed[uses])), maxlen=0)
+            if uses:  # what is new is at the end already
                 deque(map(places.move_to_end, keys), maxlen=0)
-            yield
+            stop, taken = stop - count, taken + count
+            if taken >= BEGIN_STEP:
+                taken = 0
+                yield
         self._wait(use.now, cohort)
 
     def _place(self, key: Key, place: LastUse, earlier_uses: int) -> None:
@@ -141,8 +144,7 @@ class ReuseModel:
 
     def num_alike(self, keys: Sequence[Key]) -> int:
         """How many of the first blocks are known by the same use as the first one."""
-        _, same = next(groupby(map(self._places.get, keys), id))
-        return sum(1 for _ in same)
+        return next(self._runs_of(keys))[1]
 
     def density(self, class_id: int, bucket: int) -> float:
         """Worth of a block in hits per second, as of the last refresh."""
@@ -186,32 +188,39 @@ class ReuseModel:
         place = self._places.get(key)
         return 0 if place is None else place.uses
 
-    def _learn(self, use: Use) -> Generator[None, None, int]:
-        """Counts the reuses, in steps; returns how many leading blocks were known."""
-        seen = 0
+    def _learn(self, use: Use) -> Generator[None, None, tuple[int, list[tuple[int, int]]]]:
+        """Counts the reuses, in steps. Returns how many leading blocks were known, and runs of blocks that were used as often
+        before: how often, and how many, a step's at most.
+        """
+        seen, runs = 0, list[tuple[int, int]]()
         for start in range(0, len(use.path), BEGIN_STEP):
-            part = use.path[start : start + BEGIN_STEP]
-            seen += (known := self._learn_part(use.now, part))
-            if known < len(part):
-                break
+            for place, count in self._runs_of(use.path[start : start + BEGIN_STEP]):
+                if place is not None and seen == start:
+                    self._count_reuse(use.now, place, count)
+                    seen += count
+                start += count
+                runs.append((0 if place is None else place.uses, count))
             yield
-        return seen
+        return seen, runs
 
-    def _learn_part(self, now: float, path: Sequence[Key]) -> int:
-        seen = 0
-        for _, same in groupby(map(self._places.get, path), id):  # one for many neighbours
-            places = list(same)
-            if (place := places[0]) is None:
-                break
-            cohort = place.cohort.counted_in()
-            bucket = bucket_of(now - cohort.at)
-            counted = float(self._reused[place.class_id, bucket])
-            for _ in places:  # one by one: the sum rounds as if each block were counted alone
-                counted += self._weight
-            self._reused[place.class_id, bucket] = counted
-            cohort.remove(place.class_id, len(places))
-            seen += len(places)
-        return seen
+    def _runs_of(self, keys: Sequence[Key]) -> Iterator[tuple[LastUse | None, int]]:
+        """The last uses of blocks, one for neighbours that were used together, and of how many it is."""
+        found = list(map(self._places.get, keys))
+        if found.count(found[0]) == len(found):
+            yield found[0], len(found)
+            return
+        for _, same in groupby(found, id):
+            alike = list(same)
+            yield alike[0], len(alike)
+
+    def _count_reuse(self, now: float, place: LastUse, blocks: int) -> None:
+        cohort = place.cohort.counted_in()
+        bucket = bucket_of(now - cohort.at)
+        # One by one: the sum rounds as if each block were counted alone.
+        counted = np.full(blocks + 1, self._weight)
+        counted[0] = self._reused[place.class_id, bucket]
+        self._reused[place.class_id, bucket] = np.add.accumulate(counted)[-1]
+        cohort.remove(place.class_id, blocks)
 
     def _age(self, now: float) -> None:
         elapsed = now - self._learned_at

@@ -210,7 +210,7 @@ def test_events_tell_what_can_be_matched():
     assert cache.take_events() == [BlocksStored(0, tuple(HASHES)), BlocksStored(1, (HASHES[3],))]
     assert cache.take_events() == []
     assert cache.snapshot() == (BlocksStored(0, tuple(HASHES)), BlocksStored(1, (HASHES[3],)))
-    cache.clear(1.0)
+    cache.shrink(cache.evictable_pages, 1.0)
     assert cache.take_events() == [BlocksRemoved(1, (HASHES[3],)), BlocksRemoved(0, tuple(reversed(HASHES)))]
 
 
@@ -237,7 +237,7 @@ def test_prompt_shorter_than_a_block_is_the_first_ever():
     cache.commit("short", 3, 0.0)
     cache.release("short", 0.0)
     prefill(cache, PROMPT)
-    cache.clear(0.0)
+    cache.shrink(cache.evictable_pages, 0.0)
     assert cache.report().pages_free == 400
 
 
@@ -348,7 +348,7 @@ def test_a_snapshot_in_parts_and_the_events_behind_it_are_what_is_held(seed: int
             cache, list(range(1000 * rng.randrange(4), 1000 * rng.randrange(1, 5))[: 4 * rng.randrange(1, 8)]) or [1]
         )
         if rng.random() < 0.3:
-            cache.clear(0.0)
+            cache.shrink(cache.evictable_pages, 0.0)
 
     for _ in range(4):
         change()
