@@ -17,17 +17,18 @@ What is remembered has bounds: BYTES_PER_BLOCK for the last use of each of `max_
 whatever requests say. So has the work of one call of `refresh`: it computes densities for ROWS_AT_ONCE classes at a time.
 """
 
-from collections import Counter, OrderedDict, deque
+from collections import Counter
 from collections.abc import Generator, Iterable, Iterator, Sequence
-from itertools import groupby, repeat
+from itertools import groupby
 from math import log2
-from typing import Final, NamedTuple
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hybrid_cache.eviction.base import BEGIN_STEP, Key, Use
 from hybrid_cache.eviction.cohorts import BUCKETS, EDGES, MAX_COHORTS, Cohort, Cohorts, bucket_of
+from hybrid_cache.eviction.last_uses import LastUse, LastUses
 
 PRIOR_BLOCKS: Final = 100.0  # a few requests' worth
 PRIOR_OF_ALL_BLOCKS: Final = 800.0
@@ -46,14 +47,6 @@ STATE_BYTES: Final = MAX_CLASSES * (BYTES_PER_CLASS + MAX_COHORTS * BYTES_PER_CO
 Class = tuple[int, ...]
 
 
-class LastUse(NamedTuple):
-    """The last use of a block: its requests, its class, and its number among the block's uses."""
-
-    cohort: Cohort
-    class_id: int
-    uses: int
-
-
 class ReuseModel:
     """Reuse of blocks by class and age, learned from requests. Knows nothing of what is cached."""
 
@@ -63,7 +56,7 @@ class ReuseModel:
         self.max_history = max_history
         self.prior = prior  # observations a class needs before it counts as much as its coarser one
         self.prior_of_all = prior_of_all  # the same of all blocks, before they count as much as BIRTH_HAZARD
-        self._places: OrderedDict[Key, LastUse] = OrderedDict()  # the least recently used first
+        self._uses = LastUses()
         self._density: list[list[float]] = []  # by class id and age bucket
         self._fresh: list[list[float]] = []  # the same, being computed
         self._hazards: NDArray[np.float64] | None = None  # those that they are computed of
@@ -92,38 +85,32 @@ class ReuseModel:
         seen, runs = yield from self._learn(use)
         shape = self._shape(len(use.path), seen)
         category = self._category(use.category)
-        places, cohort = self._places, Cohort(use.now)
+        cohort = Cohort(use.now)
 
-        def last_use(uses: int, blocks: int, *, is_end: bool) -> LastUse:
+        def class_of(uses: int, blocks: int, *, is_end: bool) -> int:
             class_id = self._id((*shape, _frequency(uses + 1), int(is_end), category))
             cohort.add(class_id, blocks)
-            return LastUse(cohort, class_id, uses + 1)
+            return class_id
 
-        # Blocks of one request that were used as often share what is remembered of them.
+        # Blocks of one request that were used as often are of one class.
         end, count = runs.pop()
         if count > 1:
             runs.append((end, count - 1))
         earlier = Counter[int]()
         for uses, count in runs:
             earlier[uses] += count
-        placed = {uses: last_use(uses, count, is_end=False) for uses, count in earlier.items()}
-        self._place(use.path[-1], last_use(end, 1, is_end=True), end)  # a prefix is of use without its tail
+        classes = {uses: class_of(uses, count, is_end=False) for uses, count in earlier.items()}
+        # A prefix is of use without its tail.
+        self._uses.put(LastUse(cohort, class_of(end, 1, is_end=True), end + 1, [use.path[-1]]))
         stop, taken = len(use.path) - 1, 0
         for uses, count in reversed(runs):
-            keys = use.path[stop - count : stop][::-1]
-            deque(map(places.__setitem__, keys, repeat(placed[uses])), maxlen=0)
-            if uses:  # what is new is at the end already
-                deque(map(places.move_to_end, keys), maxlen=0)
-            stop, taken = stop - count, taken + count
+            start = stop - count
+            self._uses.put(LastUse(cohort, classes[uses], uses + 1, list(use.path[start:stop])))
+            stop, taken = start, taken + count
             if taken >= BEGIN_STEP:
                 taken = 0
                 yield
         self._wait(use.now, cohort)
-
-    def _place(self, key: Key, place: LastUse, earlier_uses: int) -> None:
-        self._places[key] = place
-        if earlier_uses:
-            self._places.move_to_end(key)
 
     def observe_classes(self, now: float, uses: Sequence[tuple[Key, Class]]) -> None:
         """As `observe`, for a caller with classes of its own."""
@@ -135,11 +122,11 @@ class ReuseModel:
 
     def knows(self, key: Key) -> bool:
         """Whether the block is known."""
-        return key in self._places
+        return key in self._uses
 
     def class_of(self, key: Key, now: float) -> tuple[float, int]:
         """Time of the last use and class id of a known block."""
-        place = self._places.get(key)
+        place = self._uses.get(key)
         return (now, self.unknown) if place is None else (place.cohort.at, place.class_id)
 
     def num_alike(self, keys: Sequence[Key]) -> int:
@@ -169,24 +156,19 @@ class ReuseModel:
 
     def _await(self, now: float, keys: Sequence[Key], classes: Iterable[Class]) -> None:
         cohort = Cohort(now)
-        places = self._places
+        used: list[LastUse] = []
         for key, key_class in zip(keys, classes, strict=True):
-            class_id = self._id(key_class)
+            class_id, before = self._id(key_class), self._uses.get(key)
             cohort.add(class_id)
-            places[key] = LastUse(cohort, class_id, self._uses(key) + 1)
-        for key in reversed(keys):  # a prefix is of use without its tail
-            places.move_to_end(key)
+            used.append(LastUse(cohort, class_id, 1 if before is None else before.uses + 1, [key]))
+        for run in reversed(used):  # a prefix is of use without its tail
+            self._uses.put(run)
         self._wait(now, cohort)
 
     def _wait(self, now: float, cohort: Cohort) -> None:
         self._cohorts.enter(cohort)
         self._age(now)
-        while len(self._places) > self.max_history:
-            self._places.popitem(last=False)
-
-    def _uses(self, key: Key) -> int:
-        place = self._places.get(key)
-        return 0 if place is None else place.uses
+        self._uses.keep(self.max_history)
 
     def _learn(self, use: Use) -> Generator[None, None, tuple[int, list[tuple[int, int]]]]:
         """Counts the reuses, in steps. Returns how many leading blocks were known, and runs of blocks that were used as often
@@ -205,7 +187,7 @@ class ReuseModel:
 
     def _runs_of(self, keys: Sequence[Key]) -> Iterator[tuple[LastUse | None, int]]:
         """The last uses of blocks, one for neighbours that were used together, and of how many it is."""
-        found = list(map(self._places.get, keys))
+        found = list(map(self._uses.get, keys))
         if found.count(found[0]) == len(found):
             yield found[0], len(found)
             return
