@@ -19,9 +19,8 @@ whatever requests say. So has the work of one call of `refresh`: it computes den
 
 from collections import Counter
 from collections.abc import Generator, Iterable, Iterator, Sequence
-from itertools import groupby
 from math import log2
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,6 +44,14 @@ BYTES_PER_COUNT: Final = 112  # of one class in one cohort: an entry of a dict t
 STATE_BYTES: Final = MAX_CLASSES * (BYTES_PER_CLASS + MAX_COHORTS * BYTES_PER_COUNT)
 
 Class = tuple[int, ...]
+
+
+class _Run(NamedTuple):
+    """Neighbours on a path that had the same last use, and how often they were used before."""
+
+    before: LastUse | None
+    uses: int
+    blocks: int
 
 
 class ReuseModel:
@@ -93,22 +100,23 @@ class ReuseModel:
             return class_id
 
         # Blocks of one request that were used as often are of one class.
-        end, count = runs.pop()
-        if count > 1:
-            runs.append((end, count - 1))
         earlier = Counter[int]()
-        for uses, count in runs:
-            earlier[uses] += count
-        classes = {uses: class_of(uses, count, is_end=False) for uses, count in earlier.items()}
-        # A prefix is of use without its tail.
-        self._uses.put(LastUse(cohort, class_of(end, 1, is_end=True), end + 1, [use.path[-1]]))
-        stop, taken = len(use.path) - 1, 0
-        for uses, count in reversed(runs):
-            start = stop - count
-            self._uses.put(LastUse(cohort, classes[uses], uses + 1, list(use.path[start:stop])))
-            stop, taken = start, taken + count
-            if taken >= BEGIN_STEP:
-                taken = 0
+        for run in runs:
+            earlier[run.uses] += run.blocks
+        last = runs.pop()
+        earlier[last.uses] -= 1
+        classes = {uses: class_of(uses, count, is_end=False) for uses, count in earlier.items() if count}
+        end = class_of(last.uses, 1, is_end=True)
+        rest = last.before and self._uses.take_end(last.before, use.path[len(use.path) - last.blocks :])
+        self._uses.put(use.path[-1:], cohort, end, last.uses + 1, None)  # a prefix is of use without its tail
+        stop, put = len(use.path) - 1, 0
+        for before, uses, blocks in (last._replace(before=rest, blocks=last.blocks - 1), *reversed(runs)):
+            start = stop - blocks
+            if blocks:
+                self._uses.put(use.path[start:stop], cohort, classes[uses], uses + 1, before)
+            stop, put = start, put + blocks
+            if put >= BEGIN_STEP:
+                put = 0
                 yield
         self._wait(use.now, cohort)
 
@@ -131,7 +139,7 @@ class ReuseModel:
 
     def num_alike(self, keys: Sequence[Key]) -> int:
         """How many of the first blocks are known by the same use as the first one."""
-        return next(self._runs_of(keys))[1]
+        return self._uses.num_alike(keys)
 
     def density(self, class_id: int, bucket: int) -> float:
         """Worth of a block in hits per second, as of the last refresh."""
@@ -156,13 +164,13 @@ class ReuseModel:
 
     def _await(self, now: float, keys: Sequence[Key], classes: Iterable[Class]) -> None:
         cohort = Cohort(now)
-        used: list[LastUse] = []
+        used: list[tuple[Key, int, LastUse | None]] = []
         for key, key_class in zip(keys, classes, strict=True):
-            class_id, before = self._id(key_class), self._uses.get(key)
+            class_id = self._id(key_class)
             cohort.add(class_id)
-            used.append(LastUse(cohort, class_id, 1 if before is None else before.uses + 1, [key]))
-        for run in reversed(used):  # a prefix is of use without its tail
-            self._uses.put(run)
+            used.append((key, class_id, self._uses.get(key)))
+        for key, class_id, before in reversed(used):  # a prefix is of use without its tail
+            self._uses.put([key], cohort, class_id, 1 if before is None else before.uses + 1, before)
         self._wait(now, cohort)
 
     def _wait(self, now: float, cohort: Cohort) -> None:
@@ -170,30 +178,19 @@ class ReuseModel:
         self._age(now)
         self._uses.keep(self.max_history)
 
-    def _learn(self, use: Use) -> Generator[None, None, tuple[int, list[tuple[int, int]]]]:
-        """Counts the reuses, in steps. Returns how many leading blocks were known, and runs of blocks that were used as often
-        before: how often, and how many, a step's at most.
-        """
-        seen, runs = 0, list[tuple[int, int]]()
-        for start in range(0, len(use.path), BEGIN_STEP):
-            for place, count in self._runs_of(use.path[start : start + BEGIN_STEP]):
-                if place is not None and seen == start:
-                    self._count_reuse(use.now, place, count)
-                    seen += count
-                start += count
-                runs.append((0 if place is None else place.uses, count))
-            yield
+    def _learn(self, use: Use) -> Generator[None, None, tuple[int, list[_Run]]]:
+        """Counts the reuses, in steps. Returns how many leading blocks were known, and all blocks as runs."""
+        seen, learned, runs = 0, 0, list[_Run]()
+        for place, blocks in self._uses.runs_of(use.path, BEGIN_STEP):
+            runs.append(_Run(place, 0 if place is None else place.uses, blocks))
+            if place is not None:
+                self._count_reuse(use.now, place, blocks)
+                seen += blocks
+            learned += blocks
+            if learned >= BEGIN_STEP:
+                learned = 0
+                yield
         return seen, runs
-
-    def _runs_of(self, keys: Sequence[Key]) -> Iterator[tuple[LastUse | None, int]]:
-        """The last uses of blocks, one for neighbours that were used together, and of how many it is."""
-        found = list(map(self._uses.get, keys))
-        if found.count(found[0]) == len(found):
-            yield found[0], len(found)
-            return
-        for _, same in groupby(found, id):
-            alike = list(same)
-            yield alike[0], len(alike)
 
     def _count_reuse(self, now: float, place: LastUse, blocks: int) -> None:
         cohort = place.cohort.counted_in()
