@@ -8,6 +8,7 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Collection, Container, Generator, Iterator, Sequence
 from itertools import chain, repeat
+from operator import attrgetter
 from typing import Any, Final
 
 from hybrid_cache.cache.blocks import BlockNode, Companion, Pages
@@ -20,7 +21,13 @@ from hybrid_cache.errors import OutOfPages
 from hybrid_cache.eviction.base import EvictionPolicy
 from hybrid_cache.layout.layout import ModelLayout
 
+LEAST_AT_ONCE: Final = 2  # eight times as many at first, and eight times more each time
 MOST_AT_ONCE: Final = 512  # ancestors that a policy is asked about in one go
+UNUSED: Final = (1, 0)  # children and locks of a block that nothing but one block after it needs
+
+_uses: Final = attrgetter("children", "locks")
+_hash: Final = attrgetter("hash")
+_pages: Final = attrgetter("pages")
 
 
 class PrefixTree:
@@ -196,8 +203,8 @@ class PrefixTree:
             path[-1].children += 1
             parents[0] = path[-1].hash
         ours = own[start - first : full_blocks - first]
-        stamps, indexes, children = repeat(self._stamp, count), range(start, full_blocks), repeat(1, count)
-        new = list(map(BlockNode, added, parents, ours, stamps, indexes, children))
+        stamp, one, run = repeat(self._stamp), repeat(1), repeat(added.copy())
+        new = list(map(BlockNode, added, parents, ours, stamp, range(start, full_blocks), one, one, run))
         new[-1].children = 0
         self._nodes.update(zip(added, new, strict=True))
         path += new
@@ -244,7 +251,7 @@ class PrefixTree:
                     continue
                 if self._check is not None:
                     self._keep_leaving(nodes[key])
-                last = nodes.pop(key)
+                last = self._take_out(nodes[key])
                 assert not last.locks
                 assert not last.children
                 left.append(last)
@@ -260,32 +267,44 @@ class PrefixTree:
 
     def _taken_with(self, node: BlockNode, num_pages: int, now: float) -> Iterator[list[BlockNode]]:
         """Takes out the ancestors that are the next victims, as far as so many pages need: more of them each time."""
-        wanted = 1
+        wanted = LEAST_AT_ONCE
         while num_pages > 0:
-            wanted = min(2 * wanted, MOST_AT_ONCE, -(-num_pages // self._node_pages))
+            wanted = min(8 * wanted, MOST_AT_ONCE, -(-num_pages // self._node_pages))
             path = self._leaving_with(node, wanted)
-            hashes = [ancestor.hash for ancestor in path]
+            hashes = list(map(_hash, path))
             taken = self._eviction.take_path(hashes, now) if hashes else 0
             if not taken:
                 return
             del path[taken:]
             if self._check is not None:
                 self._check.keep(path)
+            del path[0].run[-taken:]
             deque(map(self._nodes.__delitem__, hashes[:taken]), maxlen=0)
             yield path
-            if taken < wanted:
+            if taken < len(hashes):
                 return
             node, num_pages = path[-1], num_pages - taken * self._node_pages
 
     def _leaving_with(self, node: BlockNode, most: int) -> list[BlockNode]:
-        """The nearest ancestors that nothing but `node` keeps from leaving, and that nothing leaves with."""
-        nodes, path = self._nodes, list[BlockNode]()
-        while len(path) < most and node.parent is not None:
-            node = nodes[node.parent]
-            if node.locks or node.children != 1 or (self._companion_groups and self._has_companions(node)):
-                break
-            path.append(node)
+        """The nearest ancestors, all of one run, that nothing but `node` keeps from leaving, and that nothing leaves with."""
+        if node.parent is None or (parent := self._nodes[node.parent]).children != 1:
+            return []
+        path = list(map(self._nodes.__getitem__, reversed(parent.run[-most:])))
+        uses = list(map(_uses, path))
+        if uses.count(UNUSED) < len(uses):
+            del path[next(index for index, each in enumerate(uses) if each != UNUSED) :]
+        for group in self._companion_groups:
+            held = self._companions[group]
+            if path and not held.keys().isdisjoint([each.hash for each in path]):
+                del path[next(index for index, each in enumerate(path) if each.hash in held) :]
         return path
+
+    def _take_out(self, node: BlockNode) -> BlockNode:
+        """It has no children: it is the last one of its run."""
+        del self._nodes[node.hash]
+        last = node.run.pop()
+        assert last == node.hash
+        return node
 
     def _lose_child(self, node: BlockNode, now: float) -> None:
         """For the parent of a node that has left."""
@@ -314,8 +333,7 @@ class PrefixTree:
                 self._prune(node)
                 continue
             self._eviction.forget(block_hash)
-            del self._nodes[block_hash]
-            left.append(node)
+            left.append(self._take_out(node))
             self._lose_child(node, now)
         self._on_nodes_gone(left)
 
@@ -329,7 +347,7 @@ class PrefixTree:
     def _on_nodes_gone(self, left: Sequence[BlockNode]) -> None:
         """Finishes the removal of nodes that were taken out of the tree, children first."""
         self.evictable_pages -= len(left) * self._node_pages
-        hashes, pages_of = [node.hash for node in left], [node.pages for node in left]
+        hashes, pages_of = list(map(_hash, left)), list(map(_pages, left))
         # The first block's pages lie on top again, so the next block gets them in order.
         self.pool.free(list(chain.from_iterable(reversed(pages_of))))
         for group, part in zip(self.layout.full_groups, self._node_parts, strict=True):
@@ -368,7 +386,7 @@ class PrefixTree:
         while empty and not (self._node_pages or empty.locks or empty.children or self._has_companions(empty)):
             if self._check is not None:
                 self._keep_leaving(empty)
-            del self._nodes[empty.hash]
+            self._take_out(empty)
             empty = None if empty.parent is None else self._nodes[empty.parent]
             if empty is not None:
                 empty.children -= 1

@@ -86,7 +86,10 @@ class LastUses:
 
     def num_alike(self, keys: Sequence[Key]) -> int:
         """How many of the first blocks have the same last use as the first one, in whatever order they are."""
-        return sum(1 for _ in takewhile(partial(is_, self.get(keys[0])), map(self.get, keys)))
+        uses = list(map(self.get, keys))
+        if uses.count(uses[0]) == len(uses):
+            return len(uses)
+        return sum(1 for _ in takewhile(partial(is_, uses[0]), uses))
 
     def keep(self, most: int) -> None:
         """Forgets the blocks that were used least lately, but for so many: of a run, its end first."""
