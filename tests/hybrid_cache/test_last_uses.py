@@ -68,4 +68,4 @@ def test_what_is_used_again_without_what_is_before_it_is_not_listed_for_ever() -
     early = size_of(model)
     for start in range(1, 600):
         model.observe(Use(float(start), list(range(start, 600))))
-    assert size_of(model) <= early + (1 << 18)
+    assert size_of(model) <= early + (1 << 19)
