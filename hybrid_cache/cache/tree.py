@@ -6,7 +6,7 @@ spends most of its time in these loops.
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Collection, Container, Generator, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Generator, Iterator, Mapping, Sequence
 from itertools import chain, repeat
 from operator import attrgetter
 from typing import Any, Final
@@ -251,7 +251,7 @@ class PrefixTree:
                     continue
                 if self._check is not None:
                     self._keep_leaving(nodes[key])
-                last = self._take_out(nodes[key])
+                last = _take_out(self._nodes, nodes[key])
                 assert not last.locks
                 assert not last.children
                 left.append(last)
@@ -270,7 +270,7 @@ class PrefixTree:
         wanted = LEAST_AT_ONCE
         while num_pages > 0:
             wanted = min(8 * wanted, MOST_AT_ONCE, -(-num_pages // self._node_pages))
-            path = self._leaving_with(node, wanted)
+            path = _leaving_with(self._nodes, self._companions, node, wanted)
             hashes = list(map(_hash, path))
             taken = self._eviction.take_path(hashes, now) if hashes else 0
             if not taken:
@@ -284,27 +284,6 @@ class PrefixTree:
             if taken < len(hashes):
                 return
             node, num_pages = path[-1], num_pages - taken * self._node_pages
-
-    def _leaving_with(self, node: BlockNode, most: int) -> list[BlockNode]:
-        """The nearest ancestors, all of one run, that nothing but `node` keeps from leaving, and that nothing leaves with."""
-        if node.parent is None or (parent := self._nodes[node.parent]).children != 1:
-            return []
-        path = list(map(self._nodes.__getitem__, reversed(parent.run[-most:])))
-        uses = list(map(_uses, path))
-        if uses.count(UNUSED) < len(uses):
-            del path[next(index for index, each in enumerate(uses) if each != UNUSED) :]
-        for group in self._companion_groups:
-            held = self._companions[group]
-            if path and not held.keys().isdisjoint([each.hash for each in path]):
-                del path[next(index for index, each in enumerate(path) if each.hash in held) :]
-        return path
-
-    def _take_out(self, node: BlockNode) -> BlockNode:
-        """It has no children: it is the last one of its run."""
-        del self._nodes[node.hash]
-        last = node.run.pop()
-        assert last == node.hash
-        return node
 
     def _lose_child(self, node: BlockNode, now: float) -> None:
         """For the parent of a node that has left."""
@@ -333,7 +312,7 @@ class PrefixTree:
                 self._prune(node)
                 continue
             self._eviction.forget(block_hash)
-            left.append(self._take_out(node))
+            left.append(_take_out(self._nodes, node))
             self._lose_child(node, now)
         self._on_nodes_gone(left)
 
@@ -386,7 +365,7 @@ class PrefixTree:
         while empty and not (self._node_pages or empty.locks or empty.children or self._has_companions(empty)):
             if self._check is not None:
                 self._keep_leaving(empty)
-            self._take_out(empty)
+            _take_out(self._nodes, empty)
             empty = None if empty.parent is None else self._nodes[empty.parent]
             if empty is not None:
                 empty.children -= 1
@@ -405,3 +384,27 @@ class PrefixTree:
 def _num_locked(path: Sequence[BlockNode]) -> int:
     """The locked blocks of a part of a path: they are its beginning."""
     return bisect_left(path, True, key=lambda node: not node.locks)
+
+
+def _leaving_with(
+    nodes: Mapping[bytes, BlockNode], companions: Sequence[Mapping[bytes, Companion]], node: BlockNode, most: int
+) -> list[BlockNode]:
+    """The nearest ancestors, all of one run, that nothing but `node` keeps from leaving, and that nothing leaves with."""
+    if node.parent is None or (parent := nodes[node.parent]).children != 1:
+        return []
+    path = list(map(nodes.__getitem__, reversed(parent.run[-most:])))
+    uses = list(map(_uses, path))
+    if uses.count(UNUSED) < len(uses):
+        del path[next(index for index, each in enumerate(uses) if each != UNUSED) :]
+    for held in companions:
+        if path and held and not held.keys().isdisjoint(map(_hash, path)):
+            del path[next(index for index, each in enumerate(path) if each.hash in held) :]
+    return path
+
+
+def _take_out(nodes: dict[Any, BlockNode], node: BlockNode) -> BlockNode:
+    """It has no children: it is the last one of its run."""
+    del nodes[node.hash]
+    last = node.run.pop()
+    assert last == node.hash
+    return node
