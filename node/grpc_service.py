@@ -21,7 +21,8 @@ from node.control.summaries import Summaries
 from node.control.watch_news import Backlog, WatchNews
 from node.errors import NodeRefusal
 from node.known_peers import NOT_A_PEER
-from node.kvcache.pages import snapshot_messages, split_hashes
+from node.kvcache.pages import snapshot_messages
+from node.kvcache.prompt_hashes import split_hashes
 from node.kvcache.tenant_pages import TENANTS_PART
 from node.process.ports import ListenPort
 from node.process.tls_front import TlsFront

@@ -13,16 +13,21 @@ import msgspec
 Pages = tuple[int, ...]
 
 
-class BlockNode(msgspec.Struct, eq=False):
-    """One full block of a prefix. Evictable when it has neither locks nor children. Made in C: there are a million."""
+class BlockNode(msgspec.Struct, eq=False, gc=False):
+    """One full block of a prefix. Evictable when it has neither locks nor children. Made in C: there are a million.
+
+    It refers to no other one, so no collector of cycles need look at it, and a long path is not freed block in block. Blocks of
+    a path that were stored together are one run: the last one leaves first, and is then the last of the list.
+    """
 
     hash: bytes
-    parent: "BlockNode | None"
+    parent: bytes | None  # the hash of the block before it
     pages: Pages  # of all full-attention groups, one group after the other
     stamp: int  # the last check of the cache that has seen it (integrity.py)
     index: int = 0
     children: int = 0
     locks: int = 1  # of the request that stores it
+    run: list[bytes] = msgspec.field(default_factory=list)  # stored with it, as far as they are still there
 
     @property
     def key(self) -> bytes:

@@ -8,7 +8,7 @@ the number of the last check that has seen it, or of the last one before the blo
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
-from typing import Final, NamedTuple, TypeVar
+from typing import Final, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -69,7 +69,7 @@ class IntegrityCheck:
         self._holders = np.zeros(pool.num_pages, np.uint8)  # of each page
         self._found_evictable = self._found = 0
         self._kept: list[tuple[Item, int, int]] = []
-        self._locks, self._children = _Balance(), _Balance()
+        self._locks, self._children = _Balance[Item](), _Balance[bytes]()
         self._wrong = ""
 
     def keep(self, items: Iterable[Item]) -> None:
@@ -149,18 +149,18 @@ class IntegrityCheck:
         self._count_pages([node.pages for node in nodes])
         self._found += len(nodes)
         counted = Counter([node.parent for node in nodes])
-        counted.pop(None, None)
         for node, locks, children in looked:
             assert isinstance(node, BlockNode)
             if locks:
                 self._locks.add(node.hash, node, locks)
             else:
                 self._found_evictable += len(node.pages)
-            if children and children != (here := counted.pop(node, 0)):
-                self._children.add(node.hash, node, children - here)
+            if children and children != (here := counted.pop(node.hash, 0)):
+                self._children.add(node.hash, node.hash, children - here)
+        counted.pop(None, None)
         for parent, count in counted.items():
             assert parent is not None
-            self._children.add(parent.hash, parent, -count)
+            self._children.add(parent, parent, -count)
 
     def _look_at_companions(self, looked: Sequence[tuple[Item, int, int]]) -> None:
         self._count_pages([companion.pages for companion, _, _ in looked])
@@ -192,25 +192,26 @@ class IntegrityCheck:
             if item.stamp < self._number:
                 raise IntegrityError(f"{item!r} is in use but not cached")
             raise IntegrityError(f"{item!r} is locked {more:+d} times more than it is used")
-        for item, more in self._children.left():
-            if item.stamp < self._number:
-                raise IntegrityError(f"{item!r} has orphans")
-            raise IntegrityError(f"{item!r} counts {more:+d} children more than it has")
+        for block_hash, more in self._children.left():
+            node = self._table.get(block_hash)
+            if node is None or node.stamp < self._number:
+                raise IntegrityError(f"block {block_hash[:4].hex()} is not there and has orphans")
+            raise IntegrityError(f"{node!r} counts {more:+d} children more than it has")
 
 
-class _Balance:
+class _Balance(Generic[T]):
     """Numbers that must come to nothing for every item, in parts that are each quick to grow."""
 
     def __init__(self) -> None:
-        self._parts: list[dict[Item, int]] = [{} for _ in range(PARTS)]
+        self._parts: list[dict[T, int]] = [{} for _ in range(PARTS)]
 
-    def add(self, block_hash: bytes, item: Item, number: int) -> None:
+    def add(self, block_hash: bytes, item: T, number: int) -> None:
         part = self._parts[block_hash[0]]
         if sum_ := part.get(item, 0) + number:
             part[item] = sum_
         else:
             part.pop(item, None)
 
-    def left(self) -> Iterator[tuple[Item, int]]:
+    def left(self) -> Iterator[tuple[T, int]]:
         for part in self._parts:
             yield from part.items()

@@ -298,10 +298,6 @@ class PrefixCache:
         self._tree.drop(end[found[-1] + 1 :] if found else end, now)
         return self._tree.pool.num_free - before
 
-    def clear(self, now: float) -> None:
-        """Drops every block that is not in use."""
-        self._tree.evict(self._tree.evictable_pages, now)
-
     def check_integrity(self) -> None:
         """Raises IntegrityError unless every page, lock and link is accounted for. Reads everything in one go."""
         for _ in self.integrity_steps():

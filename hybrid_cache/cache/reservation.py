@@ -4,10 +4,13 @@ from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
 from itertools import accumulate, chain
+from operator import attrgetter
 from typing import Final
 
 from hybrid_cache.cache.blocks import BlockNode, Companion, Pages
 from hybrid_cache.layout.layout import ModelLayout
+
+_pages: Final = attrgetter("pages")
 
 
 class Purpose(Enum):
@@ -87,10 +90,11 @@ class Reservation:
     def blocks(self) -> tuple[tuple[Pages, ...], ...]:
         """`blocks[g][i]`: the pages of block i of group g (empty where nothing is stored, e.g. out of every window)."""
         layout = self._layout
-        full = [*(node.pages for node in self._shared), *self._own_blocks]
+        full = [*map(_pages, self._shared), *self._own_blocks]
         blocks: list[list[Pages]] = [[] for _ in layout.groups]
-        for group, part in zip(layout.full_groups, full_group_parts(layout), strict=True):
-            blocks[group] = [pages[part] for pages in full]
+        parts = full_group_parts(layout)
+        for group, part in zip(layout.full_groups, parts, strict=True):
+            blocks[group] = [pages[part] for pages in full] if len(parts) > 1 else full
         for group in layout.window_groups:
             blocks[group] = [()] * -(-self.num_tokens // layout.block_size)
         for companion in self._companions:

@@ -5,9 +5,11 @@ spends most of its time in these loops.
 """
 
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Container, Generator, Iterator, Sequence
-from itertools import chain
-from typing import Any
+from collections import deque
+from collections.abc import Callable, Collection, Container, Generator, Iterator, Mapping, Sequence
+from itertools import chain, repeat
+from operator import attrgetter
+from typing import Any, Final
 
 from hybrid_cache.cache.blocks import BlockNode, Companion, Pages
 from hybrid_cache.cache.events import EventLog
@@ -18,6 +20,14 @@ from hybrid_cache.cache.reservation import Purpose, ReservedPages, full_group_pa
 from hybrid_cache.errors import OutOfPages
 from hybrid_cache.eviction.base import EvictionPolicy
 from hybrid_cache.layout.layout import ModelLayout
+
+LEAST_AT_ONCE: Final = 2  # eight times as many at first, and eight times more each time
+MOST_AT_ONCE: Final = 512  # ancestors that a policy is asked about in one go
+UNUSED: Final = (1, 0)  # children and locks of a block that nothing but one block after it needs
+
+_uses: Final = attrgetter("children", "locks")
+_hash: Final = attrgetter("hash")
+_pages: Final = attrgetter("pages")
 
 
 class PrefixTree:
@@ -185,18 +195,20 @@ class PrefixTree:
         start = len(path)
         if start >= full_blocks:
             return
-        added, stamp = hold.hashes[start:full_blocks], self._stamp
-        node = path[-1] if path else None
-        if node is not None:
+        added, count = hold.hashes[start:full_blocks], full_blocks - start
+        parents: list[bytes | None] = [None, *added[:-1]]
+        if path:
             if self._check is not None:
-                self._check.keep((node,))
-            node.children += 1
-        ours = zip(added, own[start - first : full_blocks - first], range(start, full_blocks), strict=True)
-        new = [node := BlockNode(block_hash, node, pages, stamp, index, 1) for block_hash, pages, index in ours]
+                self._check.keep((path[-1],))
+            path[-1].children += 1
+            parents[0] = path[-1].hash
+        ours = own[start - first : full_blocks - first]
+        stamp, one, run = repeat(self._stamp), repeat(1), repeat(added.copy())
+        new = list(map(BlockNode, added, parents, ours, stamp, range(start, full_blocks), one, one, run))
         new[-1].children = 0
         self._nodes.update(zip(added, new, strict=True))
         path += new
-        own[start - first : full_blocks - first] = [()] * len(new)
+        own[start - first : full_blocks - first] = [()] * count
         for group in self.layout.full_groups:
             self._events.stored(group, added)
 
@@ -229,44 +241,64 @@ class PrefixTree:
 
     def evict(self, num_pages: int, now: float) -> None:
         """Evicts the policy's victims until `num_pages` more pages are free. As many must be evictable."""
-        policy, nodes, node_pages = self._eviction, self._nodes, self._node_pages
-        left: list[bytes] = []
-        left_pages: list[Pages] = []
-        key: Any = None  # a victim that is taken already
+        policy, nodes = self._eviction, self._nodes
+        left: list[BlockNode] = []
         try:
             while num_pages > 0:
-                if key is None:
-                    key = policy.pop_victim(now)
+                key: Any = policy.pop_victim(now)
                 if isinstance(key, tuple):
                     num_pages -= self._evict_companion(key)
-                    key = None
                     continue
                 if self._check is not None:
                     self._keep_leaving(nodes[key])
-                node = nodes.pop(key)
-                assert not node.locks
-                assert not node.children
-                left.append(node.hash)
-                left_pages.append(node.pages)
-                num_pages -= node_pages
+                last = _take_out(self._nodes, nodes[key])
+                assert not last.locks
+                assert not last.children
+                left.append(last)
+                num_pages -= self._node_pages
                 if self._companion_groups:
-                    num_pages -= self._drop_companions_of(node)
-                key, parent = None, node.parent
-                if parent is not None:
-                    parent.children -= 1
-                    if parent.children or parent.locks:
-                        continue
-                    if num_pages <= 0:
-                        policy.offer(parent.hash, now)
-                    elif policy.offer_or_take(parent.hash, now):
-                        key = parent.hash
+                    num_pages -= self._drop_companions_of(last)
+                for ancestors in self._taken_with(last, num_pages, now):
+                    left += ancestors
+                    num_pages -= len(ancestors) * self._node_pages
+                self._lose_child(left[-1], now)
         finally:  # their pages are free, whatever has become of the next one
-            self._on_nodes_gone(left, left_pages)
+            self._on_nodes_gone(left)
+
+    def _taken_with(self, node: BlockNode, num_pages: int, now: float) -> Iterator[list[BlockNode]]:
+        """Takes out the ancestors that are the next victims, as far as so many pages need: more of them each time."""
+        wanted = LEAST_AT_ONCE
+        while num_pages > 0:
+            wanted = min(8 * wanted, MOST_AT_ONCE, -(-num_pages // self._node_pages))
+            path = _leaving_with(self._nodes, self._companions, node, wanted)
+            hashes = list(map(_hash, path))
+            taken = self._eviction.take_path(hashes, now) if hashes else 0
+            if not taken:
+                return
+            del path[taken:]
+            if self._check is not None:
+                self._check.keep(path)
+            del path[0].run[-taken:]
+            deque(map(self._nodes.__delitem__, hashes[:taken]), maxlen=0)
+            yield path
+            if taken < len(hashes):
+                return
+            node, num_pages = path[-1], num_pages - taken * self._node_pages
+
+    def _lose_child(self, node: BlockNode, now: float) -> None:
+        """For the parent of a node that has left."""
+        if node.parent is None:
+            return
+        parent = self._nodes[node.parent]
+        if self._check is not None:
+            self._check.keep((parent,))
+        parent.children -= 1
+        if not parent.children and not parent.locks:
+            self._eviction.offer(parent.hash, now)
 
     def drop(self, hashes: Sequence[bytes], now: float) -> None:
         """Removes the blocks of a chain, its last one first, up to the first that is held or has children."""
-        left: list[bytes] = []
-        left_pages: list[Pages] = []
+        left: list[BlockNode] = []
         for block_hash in reversed(hashes):
             node = self._nodes.get(block_hash)
             if node is None:
@@ -280,15 +312,9 @@ class PrefixTree:
                 self._prune(node)
                 continue
             self._eviction.forget(block_hash)
-            del self._nodes[block_hash]
-            left.append(block_hash)
-            left_pages.append(node.pages)
-            parent = node.parent
-            if parent is not None:
-                parent.children -= 1
-                if not parent.children and not parent.locks:
-                    self._eviction.offer(parent.hash, now)
-        self._on_nodes_gone(left, left_pages)
+            left.append(_take_out(self._nodes, node))
+            self._lose_child(node, now)
+        self._on_nodes_gone(left)
 
     def _evict_companion(self, key: tuple[Any, ...]) -> int:
         group, block_hash = key
@@ -297,9 +323,10 @@ class PrefixTree:
         self._prune(companion.node)
         return freed
 
-    def _on_nodes_gone(self, hashes: Sequence[bytes], pages_of: Sequence[Pages]) -> None:
+    def _on_nodes_gone(self, left: Sequence[BlockNode]) -> None:
         """Finishes the removal of nodes that were taken out of the tree, children first."""
-        self.evictable_pages -= len(hashes) * self._node_pages
+        self.evictable_pages -= len(left) * self._node_pages
+        hashes, pages_of = list(map(_hash, left)), list(map(_pages, left))
         # The first block's pages lie on top again, so the next block gets them in order.
         self.pool.free(list(chain.from_iterable(reversed(pages_of))))
         for group, part in zip(self.layout.full_groups, self._node_parts, strict=True):
@@ -338,8 +365,8 @@ class PrefixTree:
         while empty and not (self._node_pages or empty.locks or empty.children or self._has_companions(empty)):
             if self._check is not None:
                 self._keep_leaving(empty)
-            del self._nodes[empty.hash]
-            empty = empty.parent
+            _take_out(self._nodes, empty)
+            empty = None if empty.parent is None else self._nodes[empty.parent]
             if empty is not None:
                 empty.children -= 1
 
@@ -348,7 +375,7 @@ class PrefixTree:
         assert self._check is not None
         held = (self._companions[group].get(node.hash) for group in self._companion_groups)
         self._check.keep([companion for companion in held if companion is not None])
-        self._check.keep((node,) if node.parent is None else (node, node.parent))
+        self._check.keep((node,) if node.parent is None else (node, self._nodes[node.parent]))
 
     def _has_companions(self, node: BlockNode) -> bool:
         return any(node.hash in self._companions[group] for group in self._companion_groups)
@@ -357,3 +384,27 @@ class PrefixTree:
 def _num_locked(path: Sequence[BlockNode]) -> int:
     """The locked blocks of a part of a path: they are its beginning."""
     return bisect_left(path, True, key=lambda node: not node.locks)
+
+
+def _leaving_with(
+    nodes: Mapping[bytes, BlockNode], companions: Sequence[Mapping[bytes, Companion]], node: BlockNode, most: int
+) -> list[BlockNode]:
+    """The nearest ancestors, all of one run, that nothing but `node` keeps from leaving, and that nothing leaves with."""
+    if node.parent is None or (parent := nodes[node.parent]).children != 1:
+        return []
+    path = list(map(nodes.__getitem__, reversed(parent.run[-most:])))
+    uses = list(map(_uses, path))
+    if uses.count(UNUSED) < len(uses):
+        del path[next(index for index, each in enumerate(uses) if each != UNUSED) :]
+    for held in companions:
+        if path and held and not held.keys().isdisjoint(map(_hash, path)):
+            del path[next(index for index, each in enumerate(path) if each.hash in held) :]
+    return path
+
+
+def _take_out(nodes: dict[Any, BlockNode], node: BlockNode) -> BlockNode:
+    """It has no children: it is the last one of its run."""
+    del nodes[node.hash]
+    last = node.run.pop()
+    assert last == node.hash
+    return node

@@ -47,10 +47,11 @@ class EvictionPolicy(Protocol):
         """The item may leave from now on."""
         ...
 
-    def offer_or_take(self, key: Key, now: float) -> bool:
-        """`offer`, or True where `pop_victim` would take this very item next: then it is taken. A victim's parent mostly is."""
-        self.offer(key, now)
-        return False
+    def take_path(self, keys: Sequence[Key], now: float) -> int:
+        """Takes the first of `keys` that `pop_victim` would take next, if each was offered once the one before it has left;
+        returns how many. Mostly a victim's ancestors are the next victims.
+        """
+        return 0
 
     def withdraw(self, key: Key) -> None:
         """The item is in use again; it may not have been offered."""

@@ -85,16 +85,25 @@ class ReuseDensity(EvictionPolicy):
         self._offered[key] = self._offers
         self._put((class_id, scale, bucket_of(max(0.0, now - at))), (at, self._offers, key))
 
-    def offer_or_take(self, key: Key, now: float) -> bool:
-        at, class_id, scale = self.place(key, now)
-        if now <= self._sorted_at and self._order:
-            cell = self._order[0][1]
-            if cell == (class_id, scale, bucket_of(max(0.0, now - at))):
-                entries = self._cells[cell]
-                if not entries or at < entries[0][0]:
-                    return True
-        self.offer(key, now)
-        return False
+    def take_path(self, keys: Sequence[Key], now: float) -> int:
+        if now > self._sorted_at or not self._order:
+            return 0
+        cell = self._order[0][1]
+        entries = self._cells[cell]
+        oldest = entries[0][0] if entries else float("inf")
+        taken = 0
+        while taken < len(keys):
+            at, class_id, scale = self.place(keys[taken], now)
+            if at >= oldest or cell != (class_id, scale, bucket_of(max(0.0, now - at))):
+                break
+            taken += self.num_alike(keys[taken:])
+        return taken
+
+    def num_alike(self, keys: Sequence[Key]) -> int:
+        """How many of the first blocks surely have the same place as the first one."""
+        if self._useless and not self._useless.keys().isdisjoint(keys):
+            return 1
+        return self.model.num_alike(keys)
 
     def withdraw(self, key: Key) -> None:
         self._offered.pop(key, None)

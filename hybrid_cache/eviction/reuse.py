@@ -17,9 +17,8 @@ What is remembered has bounds: BYTES_PER_BLOCK for the last use of each of `max_
 whatever requests say. So has the work of one call of `refresh`: it computes densities for ROWS_AT_ONCE classes at a time.
 """
 
-from collections import Counter, OrderedDict, deque
+from collections import Counter
 from collections.abc import Generator, Iterable, Iterator, Sequence
-from itertools import groupby
 from math import log2
 from typing import Final, NamedTuple
 
@@ -28,6 +27,7 @@ from numpy.typing import NDArray
 
 from hybrid_cache.eviction.base import BEGIN_STEP, Key, Use
 from hybrid_cache.eviction.cohorts import BUCKETS, EDGES, MAX_COHORTS, Cohort, Cohorts, bucket_of
+from hybrid_cache.eviction.last_uses import LastUse, LastUses
 
 PRIOR_BLOCKS: Final = 100.0  # a few requests' worth
 PRIOR_OF_ALL_BLOCKS: Final = 800.0
@@ -46,12 +46,12 @@ STATE_BYTES: Final = MAX_CLASSES * (BYTES_PER_CLASS + MAX_COHORTS * BYTES_PER_CO
 Class = tuple[int, ...]
 
 
-class LastUse(NamedTuple):
-    """The last use of a block: its requests, its class, and its number among the block's uses."""
+class _Run(NamedTuple):
+    """Neighbours on a path that had the same last use, and how often they were used before."""
 
-    cohort: Cohort
-    class_id: int
+    before: LastUse | None
     uses: int
+    blocks: int
 
 
 class ReuseModel:
@@ -63,7 +63,7 @@ class ReuseModel:
         self.max_history = max_history
         self.prior = prior  # observations a class needs before it counts as much as its coarser one
         self.prior_of_all = prior_of_all  # the same of all blocks, before they count as much as BIRTH_HAZARD
-        self._places: OrderedDict[Key, LastUse] = OrderedDict()  # the least recently used first
+        self._uses = LastUses()
         self._density: list[list[float]] = []  # by class id and age bucket
         self._fresh: list[list[float]] = []  # the same, being computed
         self._hazards: NDArray[np.float64] | None = None  # those that they are computed of
@@ -89,38 +89,36 @@ class ReuseModel:
         if not use.path:
             return
         self._age(use.now)
-        shape = self._shape(len(use.path), (yield from self._learn(use)))
+        seen, runs = yield from self._learn(use)
+        shape = self._shape(len(use.path), seen)
         category = self._category(use.category)
-        places, cohort = self._places, Cohort(use.now)
-        known = places.get
-        earlier: list[int] = []
-        for start in range(0, len(use.path), BEGIN_STEP):
-            part = use.path[start : start + BEGIN_STEP]
-            earlier += [0 if (place := known(key)) is None else place.uses for key in part]
-            yield
+        cohort = Cohort(use.now)
 
-        def last_use(uses: int, blocks: int, *, is_end: bool) -> LastUse:
+        def class_of(uses: int, blocks: int, *, is_end: bool) -> int:
             class_id = self._id((*shape, _frequency(uses + 1), int(is_end), category))
             cohort.add(class_id, blocks)
-            return LastUse(cohort, class_id, uses + 1)
+            return class_id
 
-        # Blocks of one request that were used as often share what is remembered of them.
-        end = earlier.pop()
-        placed = {uses: last_use(uses, count, is_end=False) for uses, count in Counter(earlier).items()}
-        self._place(use.path[-1], last_use(end, 1, is_end=True), end)  # a prefix is of use without its tail
-        for stop in range(len(earlier), 0, -BEGIN_STEP):
-            some = slice(max(0, stop - BEGIN_STEP), stop)
-            keys, counts = use.path[some][::-1], earlier[some][::-1]
-            deque(map(places.__setitem__, keys, map(placed.__getitem__, counts)), maxlen=0)
-            if any(counts):  # what is new is at the end already
-                deque(map(places.move_to_end, keys), maxlen=0)
-            yield
+        # Blocks of one request that were used as often are of one class.
+        earlier = Counter[int]()
+        for run in runs:
+            earlier[run.uses] += run.blocks
+        last = runs.pop()
+        earlier[last.uses] -= 1
+        classes = {uses: class_of(uses, count, is_end=False) for uses, count in earlier.items() if count}
+        end = class_of(last.uses, 1, is_end=True)
+        rest = last.before and self._uses.take_end(last.before, use.path[len(use.path) - last.blocks :])
+        self._uses.put(use.path[-1:], cohort, end, last.uses + 1, None)  # a prefix is of use without its tail
+        stop, put = len(use.path) - 1, 0
+        for before, uses, blocks in (last._replace(before=rest, blocks=last.blocks - 1), *reversed(runs)):
+            start = stop - blocks
+            if blocks:
+                self._uses.put(use.path[start:stop], cohort, classes[uses], uses + 1, before)
+            stop, put = start, put + blocks
+            if put >= BEGIN_STEP:
+                put = 0
+                yield
         self._wait(use.now, cohort)
-
-    def _place(self, key: Key, place: LastUse, earlier_uses: int) -> None:
-        self._places[key] = place
-        if earlier_uses:
-            self._places.move_to_end(key)
 
     def observe_classes(self, now: float, uses: Sequence[tuple[Key, Class]]) -> None:
         """As `observe`, for a caller with classes of its own."""
@@ -132,12 +130,16 @@ class ReuseModel:
 
     def knows(self, key: Key) -> bool:
         """Whether the block is known."""
-        return key in self._places
+        return key in self._uses
 
     def class_of(self, key: Key, now: float) -> tuple[float, int]:
         """Time of the last use and class id of a known block."""
-        place = self._places.get(key)
+        place = self._uses.get(key)
         return (now, self.unknown) if place is None else (place.cohort.at, place.class_id)
+
+    def num_alike(self, keys: Sequence[Key]) -> int:
+        """How many of the first blocks are known by the same use as the first one."""
+        return self._uses.num_alike(keys)
 
     def density(self, class_id: int, bucket: int) -> float:
         """Worth of a block in hits per second, as of the last refresh."""
@@ -162,51 +164,42 @@ class ReuseModel:
 
     def _await(self, now: float, keys: Sequence[Key], classes: Iterable[Class]) -> None:
         cohort = Cohort(now)
-        places = self._places
+        used: list[tuple[Key, int, LastUse | None]] = []
         for key, key_class in zip(keys, classes, strict=True):
             class_id = self._id(key_class)
             cohort.add(class_id)
-            places[key] = LastUse(cohort, class_id, self._uses(key) + 1)
-        for key in reversed(keys):  # a prefix is of use without its tail
-            places.move_to_end(key)
+            used.append((key, class_id, self._uses.get(key)))
+        for key, class_id, before in reversed(used):  # a prefix is of use without its tail
+            self._uses.put([key], cohort, class_id, 1 if before is None else before.uses + 1, before)
         self._wait(now, cohort)
 
     def _wait(self, now: float, cohort: Cohort) -> None:
         self._cohorts.enter(cohort)
         self._age(now)
-        while len(self._places) > self.max_history:
-            self._places.popitem(last=False)
+        self._uses.keep(self.max_history)
 
-    def _uses(self, key: Key) -> int:
-        place = self._places.get(key)
-        return 0 if place is None else place.uses
+    def _learn(self, use: Use) -> Generator[None, None, tuple[int, list[_Run]]]:
+        """Counts the reuses, in steps. Returns how many leading blocks were known, and all blocks as runs."""
+        seen, learned, runs = 0, 0, list[_Run]()
+        for place, blocks in self._uses.runs_of(use.path, BEGIN_STEP):
+            runs.append(_Run(place, 0 if place is None else place.uses, blocks))
+            if place is not None:
+                self._count_reuse(use.now, place, blocks)
+                seen += blocks
+            learned += blocks
+            if learned >= BEGIN_STEP:
+                learned = 0
+                yield
+        return seen, runs
 
-    def _learn(self, use: Use) -> Generator[None, None, int]:
-        """Counts the reuses, in steps; returns how many leading blocks were known."""
-        seen = 0
-        for start in range(0, len(use.path), BEGIN_STEP):
-            part = use.path[start : start + BEGIN_STEP]
-            seen += (known := self._learn_part(use.now, part))
-            if known < len(part):
-                break
-            yield
-        return seen
-
-    def _learn_part(self, now: float, path: Sequence[Key]) -> int:
-        seen = 0
-        for _, same in groupby(map(self._places.get, path), id):  # one for many neighbours
-            places = list(same)
-            if (place := places[0]) is None:
-                break
-            cohort = place.cohort.counted_in()
-            bucket = bucket_of(now - cohort.at)
-            counted = float(self._reused[place.class_id, bucket])
-            for _ in places:  # one by one: the sum rounds as if each block were counted alone
-                counted += self._weight
-            self._reused[place.class_id, bucket] = counted
-            cohort.remove(place.class_id, len(places))
-            seen += len(places)
-        return seen
+    def _count_reuse(self, now: float, place: LastUse, blocks: int) -> None:
+        cohort = place.cohort.counted_in()
+        bucket = bucket_of(now - cohort.at)
+        # One by one: the sum rounds as if each block were counted alone.
+        counted = np.full(blocks + 1, self._weight)
+        counted[0] = self._reused[place.class_id, bucket]
+        self._reused[place.class_id, bucket] = np.add.accumulate(counted)[-1]
+        cohort.remove(place.class_id, blocks)
 
     def _age(self, now: float) -> None:
         elapsed = now - self._learned_at

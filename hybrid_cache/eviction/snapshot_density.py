@@ -9,7 +9,7 @@ continues exactly from a snapshot rather than from a later one: the end of a pro
 continued from it, it lies in the shadow of the new tip; where prompts part there is a branch point.
 """
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Generator, Iterator, Sequence
 from enum import IntEnum
 from math import log2
@@ -64,9 +64,12 @@ class SnapshotModel:
         deepest = next((index for index in range(seen - 1, -1, -1) if path[index] in self._uses), None)
         shape = (0 if not seen else 1 if seen < len(path) / 2 else 2, (len(path) - seen + 1).bit_length())
         for stop in range(len(path), 0, -BEGIN_STEP):  # a prefix is of use without its tail
-            for index in range(stop - 1, max(-1, stop - BEGIN_STEP - 1), -1):
-                self.depth[path[index]] = index + 1
-                self.depth.move_to_end(path[index])
+            start, before = max(0, stop - BEGIN_STEP), len(self.depth)
+            keys = path[start:stop][::-1]
+            if seen < stop:
+                deque(map(self.depth.__setitem__, keys, range(stop, start, -1)), maxlen=0)
+            if len(self.depth) - before < len(keys):  # what is new is at the end already
+                deque(map(self.depth.move_to_end, keys), maxlen=0)
             yield
         if deepest is not None:
             key = path[deepest]
@@ -86,8 +89,8 @@ class SnapshotModel:
         """How many leading blocks were seen before."""
         for start in range(0, len(path), BEGIN_STEP):
             part = path[start : start + BEGIN_STEP]
-            if (new := next((index for index, key in enumerate(part) if key not in self.depth), None)) is not None:
-                return start + new
+            if not all(map(self.depth.__contains__, part)):
+                return start + next(index for index, key in enumerate(part) if key not in self.depth)
             yield
         return len(path)
 
@@ -167,6 +170,11 @@ class SnapshotDensity(ReuseDensity):
         at, class_id = self.model.class_of(block_hash, now)
         tokens = self.snapshots.depth[block_hash] * self.layout.block_size
         return at, class_id, round(SCALES_PER_OCTAVE * log2(efficiency(tokens, self.layout)))
+
+    def num_alike(self, keys: Sequence[Key]) -> int:
+        if keys[0] in self._live or not self._live.keys().isdisjoint(keys):
+            return 1
+        return len(keys)
 
     def _lose(self, key: Key) -> bool:
         """Notes that a state is gone; returns whether the key was a state."""

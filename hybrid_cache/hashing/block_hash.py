@@ -32,6 +32,8 @@ MEDIUM: Final = "prfaas-medium-"
 Tokens = Sequence[int] | NDArray[np.integer]
 
 _PLACE: Final = struct.Struct("<Q")
+_BEGINNING: Final = np.dtype("<u8")  # of a hash: two that differ hardly ever begin alike
+_HASH: Final = np.dtype((np.void, HASH_BYTES))
 _start: Final = itemgetter(0)
 
 
@@ -125,7 +127,16 @@ def split_hashes(data: bytes) -> list[bytes]:
     """Hashes out of their concatenation, as messages carry them."""
     if len(data) % HASH_BYTES:
         raise ValueError(f"{len(data)} bytes are not a sequence of {HASH_BYTES}-byte hashes")
-    return [data[start : start + HASH_BYTES] for start in range(0, len(data), HASH_BYTES)]
+    hashes: list[bytes] = np.frombuffer(data, _HASH).tolist() if data else []
+    return hashes
+
+
+def have_repeats(data: bytes) -> bool:
+    """Whether any of the hashes in such a concatenation appears twice."""
+    beginnings = np.sort(np.frombuffer(data, _BEGINNING)[:: HASH_BYTES // _BEGINNING.itemsize]) if data else np.empty(0)
+    if not (beginnings[1:] == beginnings[:-1]).any():
+        return False
+    return len(set(split_hashes(data))) < len(data) // HASH_BYTES
 
 
 def token_bytes(tokens: Tokens) -> bytes:

@@ -10,6 +10,7 @@ A long prompt of a deep model has a million slabs, and only as many runs as the 
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, NamedTuple, overload
 
 import numpy as np
@@ -181,9 +182,9 @@ class RangePlaces:
 
     def _made_table(self, part: GroupRanges) -> NDArray[np.int64]:
         pages, width = self._pages_of(part), self._layout.pages_per_block(part.group)
-        if len(pages) != len(part.blocks) or any(len(each) != width for each in pages):
+        if len(pages) != len(part.blocks) or set(map(len, pages)) - {width}:
             raise LayoutError(f"a block of group {part.group} has {width} pages, and {len(part.blocks)} blocks move")
-        return np.array(pages, np.int64).reshape(len(pages), width)
+        return np.fromiter(chain.from_iterable(pages), np.int64, len(pages) * width).reshape(len(pages), width)
 
 
 def _runs(part: GroupRanges, first: int, stop: int) -> Iterator[tuple[int, slice]]:

@@ -13,7 +13,6 @@ from hybrid_cache.cache.prefix_cache import PrefixCache
 from hybrid_cache.cache.reservation import NO_HINTS, Hints, Purpose, Reservation
 from hybrid_cache.errors import DiskInUse, OutOfPages
 from hybrid_cache.eviction.choice import policy_named
-from hybrid_cache.hashing import block_hash as hashing
 from hybrid_cache.layout.layout import ByteRange, ModelLayout
 from hybrid_cache.layout.transfers import GroupRanges, RangePlaces, TransferRanges
 from hybrid_cache.tiers.disk import DiskTier
@@ -25,6 +24,7 @@ from node.kvcache.arena import Arena
 from node.kvcache.eviction_steps import attention_pages, evict_in_steps, pages_to_fit, takes_steps
 from node.kvcache.paced_locks import PacedLocks
 from node.kvcache.paced_work import PacedWork, committed_alike, once, up_to
+from node.kvcache.prompt_hashes import TWICE, CheckedHashes, read_hashes
 from node.kvcache.ssd_tier import WAITS, Ssd, SsdWaits, open_disk, slots_of
 from node.kvcache.tenant_pages import NOBODY, TENANTS_PART, TenantPages
 from transport.control.proto import node_pb2 as pb
@@ -40,40 +40,12 @@ MEDIA = {Medium.MEMORY: pb.MEDIUM_MEMORY, Medium.SSD: pb.MEDIUM_SSD, Medium.ENGI
 LONG_BLOCKS = 512  # more of them take some milliseconds
 PACED_BLOCKS = 8192  # more of them are committed and learned of in steps
 COMMIT_BLOCKS = 2048  # in one such step: a millisecond or two
-READ_HASHES = 8192  # of a long prompt, before other work has its turn
 PART_HASHES = 2048  # in one message: less than a millisecond of work, here and at a gateway
 WHOLE_PARTS = 8  # of a short snapshot: groups of few blocks, in several media
 OpenDisk = Callable[[ModelLayout, Path, int, SlotFormat | None], DiskTier]
 
-TWICE = "a block hash appears twice: the hashes are not chained"
 MAX_TOKENS = 1 << 24
 """Longer than any context; a length beyond it is a mistake, and must not make us build lists of its size."""
-
-
-def split_hashes(joined: bytes) -> list[bytes]:
-    """A message's block hashes as a list. Raises NodeRefusal for a length that cannot be."""
-    try:
-        return hashing.split_hashes(joined)
-    except ValueError as exc:
-        raise NodeRefusal("bad_request", str(exc)) from exc
-
-
-class CheckedHashes(list[bytes]):
-    """Block hashes of a prompt. None of them appears twice."""
-
-
-async def read_hashes(joined: bytes, *, is_long: bool) -> CheckedHashes:
-    """A message's block hashes: of a long prompt in steps. Raises NodeRefusal."""
-    found, seen = CheckedHashes(), set[bytes]()
-    for start in range(0, len(joined), READ_HASHES * hashing.HASH_BYTES):
-        part = split_hashes(joined[start : start + READ_HASHES * hashing.HASH_BYTES])
-        found += part
-        seen.update(part)
-        if is_long:
-            await asyncio.sleep(0)
-    if len(seen) != len(found):
-        raise NodeRefusal("bad_request", TWICE)
-    return found
 
 
 def is_paced(layout: ModelLayout, num_tokens: int) -> bool:
@@ -214,6 +186,8 @@ class ArenaPages:
         if not self._rooms.may_have(tenant, wanted, available, now):
             reason = TENANTS_PART if self._rooms.has_its_part(tenant, wanted) else "no_capacity"
             raise NodeRefusal(reason, f"{available} pages are left, shared with other tenants")
+        if wanted > available:  # a long prompt that waits asks again at each step of a release
+            raise NodeRefusal("no_capacity", f"{wanted} pages needed, {available} are left")
         with contextlib.ExitStack() as unless_returned:
             try:
                 reservation = self.cache.reserve(

@@ -7,7 +7,8 @@ from typing import Final
 from hybrid_cache.errors import DuplicateReservation, UnknownReservation
 from hybrid_cache.pinning import Context, ContextCache, NotCached, OverBudget, TooManyContexts
 from node.errors import NodeRefusal
-from node.kvcache.pages import MAX_TOKENS, ArenaPages, split_hashes
+from node.kvcache.pages import MAX_TOKENS, ArenaPages
+from node.kvcache.prompt_hashes import split_hashes
 from transport.control.proto import node_pb2 as pb
 
 MAX_TTL_S: Final = 86400.0

@@ -24,7 +24,8 @@ from hybrid_cache.layout.transfers import transfer_ranges
 from node.coding import Coding
 from node.control.holders import ReservationHolders, checked_name
 from node.errors import NodeRefusal
-from node.kvcache.pages import ArenaPages, split_hashes
+from node.kvcache.pages import ArenaPages
+from node.kvcache.prompt_hashes import split_hashes
 from node.transfer.listener import ExpectedTransfer, PeerListener
 from transport.control.proto import node_pb2 as pb
 from transport.receive.registry.landing import LandingResult

@@ -91,7 +91,7 @@ def job_pages(job: str, reservation: Reservation, *, exact: bool = True) -> m.Jo
         job=job,
         num_tokens=reservation.num_tokens,
         cached_tokens=reservation.cached_tokens,
-        blocks=tuple(tuple(tuple(pages) for pages in group) for group in reservation.blocks),
-        states=tuple({length: tuple(pages) for length, pages in group.items()} for group in reservation.states),
+        blocks=reservation.blocks,
+        states=reservation.states,
         exact=exact,
     )

@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from hybrid_cache.cache.reservation import Hints, Purpose, Reservation
 from hybrid_cache.layout.layout import ModelLayout
 from node.errors import NodeRefusal
-from node.kvcache.pages import ArenaPages, is_paced, read_hashes, split_hashes
+from node.kvcache.pages import ArenaPages, is_paced
+from node.kvcache.prompt_hashes import read_hashes, split_hashes
 from node.transfer.job_replies import OK, JobKey, JobReplies, Reply, job_pages, noting_refusals
 from node.transfer.services import OutgoingLeg, OutgoingLegs
 from transport.control import messages as m

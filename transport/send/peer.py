@@ -127,17 +127,14 @@ class Peer:
     def wake_for_work(self) -> None:
         """Connected lanes first."""
         scheduler = self.transfers.scheduler
-        wanted = scheduler.lanes_wanted()
-        for lane in self._lanes:
-            if wanted > 0 and lane.up and lane.idle:
+        up = [lane for lane in self._lanes if lane.up]
+        if idle := [lane for lane in up if lane.idle]:
+            for lane in idle[: scheduler.lanes_wanted()]:
                 lane.idle = False
                 lane.wake()
-                wanted -= 1
-        missing = scheduler.lanes_useful(BYTES_PER_LANE) - sum(lane.up for lane in self._lanes)
-        for lane in self._lanes:
-            if missing > 0 and not lane.up:
+        if down := [lane for lane in self._lanes if not lane.up]:
+            for lane in down[: max(0, scheduler.lanes_useful(BYTES_PER_LANE) - len(up))]:
                 lane.start_or_wake()
-                missing -= 1
 
     def wake_connected(self) -> None:
         for lane in self._lanes:

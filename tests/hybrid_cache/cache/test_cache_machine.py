@@ -183,7 +183,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule()
     def clear(self):
-        self.cache.clear(self.now)
+        self.cache.shrink(self.cache.evictable_pages, self.now)
 
     @invariant()
     def books_balance(self):
@@ -206,7 +206,7 @@ class CacheMachine(RuleBasedStateMachine):
                 pass
         for name in list(self.open):
             self.cache.release(name, self.now)
-        self.cache.clear(self.now)
+        self.cache.shrink(self.cache.evictable_pages, self.now)
         assert self.cache.report().pages_free == 45
 
 

@@ -210,7 +210,7 @@ def test_events_tell_what_can_be_matched():
     assert cache.take_events() == [BlocksStored(0, tuple(HASHES)), BlocksStored(1, (HASHES[3],))]
     assert cache.take_events() == []
     assert cache.snapshot() == (BlocksStored(0, tuple(HASHES)), BlocksStored(1, (HASHES[3],)))
-    cache.clear(1.0)
+    cache.shrink(cache.evictable_pages, 1.0)
     assert cache.take_events() == [BlocksRemoved(1, (HASHES[3],)), BlocksRemoved(0, tuple(reversed(HASHES)))]
 
 
@@ -237,7 +237,7 @@ def test_prompt_shorter_than_a_block_is_the_first_ever():
     cache.commit("short", 3, 0.0)
     cache.release("short", 0.0)
     prefill(cache, PROMPT)
-    cache.clear(0.0)
+    cache.shrink(cache.evictable_pages, 0.0)
     assert cache.report().pages_free == 400
 
 
@@ -348,7 +348,7 @@ def test_a_snapshot_in_parts_and_the_events_behind_it_are_what_is_held(seed: int
             cache, list(range(1000 * rng.randrange(4), 1000 * rng.randrange(1, 5))[: 4 * rng.randrange(1, 8)]) or [1]
         )
         if rng.random() < 0.3:
-            cache.clear(0.0)
+            cache.shrink(cache.evictable_pages, 0.0)
 
     for _ in range(4):
         change()
@@ -393,3 +393,48 @@ def test_a_request_that_begins_in_steps_teaches_what_one_teaches_that_begins_at_
         cache.check_integrity()
     assert gone[0] == gone[1]
     assert gone[0]
+
+
+def one_by_one(policy):
+    """The same policy, which takes no block before it was offered."""
+    kind = type(policy)
+
+    class OneByOne(kind):
+        def take_path(self, keys, now):
+            return 0
+
+    policy.__class__ = OneByOne
+    return policy
+
+
+@pytest.mark.parametrize("specs", [(FULL,), (FULL, WINDOW), (FULL, STATE), (FULL, WINDOW, STATE)])
+@pytest.mark.parametrize("seed", range(3))
+def test_ancestors_that_leave_together_leave_in_the_order_in_which_they_would_alone(specs, seed):
+    layout = make_layout(*specs)
+    left: list[list[tuple[int, bytes]]] = []
+    for change in (lambda policy: policy, one_by_one):
+        drawn, gone = random.Random(seed), list[tuple[int, bytes]]()
+        cache = PrefixCache(layout, 90, eviction=change(policy_named("default", layout, 90)))
+        cache.on_evict = lambda group, block_hash, pages, gone=gone: gone.append((group, block_hash))
+        now = 0.0
+        for number in range(100):
+            now += drawn.choice((0.0, 0.5, 20.0))
+            tokens = [drawn.randrange(3)] * 12 + [drawn.randrange(4)] * 4 * drawn.randint(1, 12)
+            useful = drawn.choice((None, 8))
+            try:
+                cache.reserve(
+                    f"r{number}", hashes_of(tokens), len(tokens), now=now, purpose=Purpose.PREFILL,
+                    hints=Hints(useful_tokens=useful),
+                )  # fmt: skip
+            except OutOfPages:
+                pass
+            else:
+                cache.commit(f"r{number}", len(tokens), now)
+            cache.release(f"r{number - drawn.randint(0, 1)}", now)
+            cache.release(f"r{number - 1}", now)
+            if not drawn.randrange(8):
+                cache.shrink(drawn.randint(1, 60), now)
+        cache.check_integrity()
+        left.append(gone)
+    assert left[0] == left[1]
+    assert len(left[0]) > 80

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybrid_cache.hashing.block_hash import Inset, block_hashes, split_hashes, tokens_digest
+from hybrid_cache.hashing.block_hash import HASH_BYTES, Inset, block_hashes, have_repeats, split_hashes, tokens_digest
 
 TOKENS = st.lists(st.integers(0, 2**32 - 1), max_size=40)
 
@@ -102,8 +102,17 @@ def test_no_tokens(tokens):
         block_hashes(tokens, 2, b"")
 
 
-def test_split_hashes():
-    hashes = block_hashes(list(range(12)), 4, b"")
-    assert split_hashes(b"".join(hashes)) == hashes
+@pytest.mark.parametrize("end", [b"", bytes(HASH_BYTES), b"a" + bytes(HASH_BYTES - 1)])
+def test_split_hashes(end):
+    hashes = [*block_hashes(list(range(12)), 4, b""), *([end] if end else [])]
+    joined = b"".join(hashes)
+    assert split_hashes(joined) == split_hashes(memoryview(joined)) == hashes
+    assert not split_hashes(b"")
     with pytest.raises(ValueError, match="33 bytes"):
         split_hashes(bytes(33))
+
+
+@given(st.lists(st.binary(min_size=1, max_size=1), max_size=6), st.booleans())
+def test_hashes_that_appear_twice_are_found_however_alike_others_are(ends, at_end):
+    hashes = [bytes(HASH_BYTES - 1) + end if at_end else end * HASH_BYTES for end in ends]
+    assert have_repeats(b"".join(hashes)) == (len(set(hashes)) < len(hashes))

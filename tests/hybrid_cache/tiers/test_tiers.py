@@ -58,7 +58,7 @@ PROMPT = list(range(18))
 def test_evicted_prefix_comes_back(tmp_path):
     node = Node(tmp_path)
     node.prefill(PROMPT)
-    node.cache.clear(0.0)
+    node.cache.shrink(node.cache.evictable_pages, 0.0)
     assert node.cache.match(hashes_of(PROMPT), 18) == PrefixHit(0, 0)
     assert node.tiers.match(hashes_of(PROMPT), 18) == PrefixHit(16, 16)
     node.arena[:] = bytes(len(node.arena))
@@ -73,7 +73,7 @@ def test_evicted_prefix_comes_back(tmp_path):
 def test_restarted_node_serves_its_old_prefixes(tmp_path):
     node = Node(tmp_path)
     node.prefill(PROMPT)
-    node.cache.clear(0.0)
+    node.cache.shrink(node.cache.evictable_pages, 0.0)
     node.disk.close()
     node = Node(tmp_path)
     assert node.promote(PROMPT)
@@ -84,7 +84,7 @@ def test_restarted_node_serves_its_old_prefixes(tmp_path):
 def test_damaged_block_ends_the_promotion(tmp_path):
     node = Node(tmp_path)
     node.prefill(PROMPT)
-    node.cache.clear(0.0)
+    node.cache.shrink(node.cache.evictable_pages, 0.0)
     node.disk.flush()
     file = next(tmp_path.glob("*-2.kv"))
     data = bytearray(file.read_bytes())
@@ -124,7 +124,7 @@ def test_a_window_that_is_half_in_memory_comes_back_whole(tmp_path):
 def test_attention_alone_comes_back_for_a_landing(tmp_path):
     node = Node(tmp_path)
     node.prefill(PROMPT)
-    node.cache.clear(0.0)
+    node.cache.shrink(node.cache.evictable_pages, 0.0)
     node.disk.flush()
     for group in (1, 2):  # as if they had been overwritten since
         for block_hash in node.disk.hashes(group):

@@ -57,7 +57,7 @@ def test_a_long_prefix_comes_back_in_steps_between_which_others_have_their_turns
             waits=SsdWaits(first_s=60.0),
         )
         hashes = cached(cache, 0)
-        cache.clear(0.0)
+        cache.shrink(cache.evictable_pages, 0.0)
         await ssd.settled()
         disk.flush()
         cached(cache, 10**6)

@@ -21,10 +21,10 @@ from node.kvcache.pages import (
     PART_HASHES,
     WHOLE_PARTS,
     ArenaPages,
-    read_hashes,
     snapshot_messages,
 )
 from node.kvcache.pinned_contexts import PinnedContexts
+from node.kvcache.prompt_hashes import CheckedHashes
 from node.kvcache.tenant_pages import TENANTS_PART
 from tests.pd_cluster.handover import LAYOUT, run
 from transport.control.proto import node_pb2 as pb
@@ -150,6 +150,28 @@ def test_a_long_prompt_makes_room_in_steps_between_which_others_have_their_turns
     run(scenario())
 
 
+class ReadHashes(CheckedHashes):
+    """Hashes that count how many of them were read at once."""
+
+    read = 0
+
+    def __getitem__(self, key):
+        found = super().__getitem__(key)
+        self.read += len(found) if isinstance(key, slice) else 1
+        return found
+
+
+def test_one_that_finds_no_room_is_refused_before_its_prompt_is_read(pages: ArenaPages) -> None:
+    """A long prompt that waits asks again at each step in which another one gives pages back."""
+    reserve(pages, "other", "", 2000, first=10_000_000)
+    size = LAYOUT.block_size
+    hashes = ReadHashes(block_hashes(range(2000 * size), size, b""))
+    with pytest.raises(NodeRefusal, match="are left") as refused:
+        pages.reserve("wanted", hashes, 2000 * size, Purpose.LANDING)
+    assert refused.value.label == "no_capacity"
+    assert hashes.read < 50
+
+
 def test_making_room_leaves_what_the_prompt_begins_with(pages: ArenaPages) -> None:
     async def scenario() -> None:
         size = LAYOUT.block_size
@@ -234,7 +256,7 @@ def test_no_message_has_more_blocks_than_a_reader_takes_in_at_once(tmp_path: Pat
             ]
             assert stored == [PART_HASHES, 2500 - PART_HASHES]
             cached.release("long")
-            cached.cache.clear(0.0)
+            cached.cache.shrink(cached.cache.evictable_pages, 0.0)
             cached.publish()
             gone = [len(event.removed.hashes) // HASH_BYTES for event in await heard(watcher)]
         assert max(gone) == PART_HASHES
@@ -281,7 +303,7 @@ def test_a_long_prompt_is_committed_in_steps_before_it_is_released(tmp_path: Pat
         assert held[-1] == blocks
         assert max(after - before for before, after in pairwise(held)) == COMMIT_BLOCKS
         pages.cache.check_integrity()
-        pages.cache.clear(0.0)
+        pages.cache.shrink(pages.cache.evictable_pages, 0.0)
         assert pages.cache.free_pages == pages.num_pages
 
     run(scenario())
@@ -298,19 +320,6 @@ def test_a_landing_finds_the_pages_that_a_long_prompt_is_about_to_free(tmp_path:
         other = block_hashes(range(10**7, 10**7 + 100 * size), size, b"")
         await pages.prepare_landing(b"".join(other), 100 * size, "tenant")
         pages.reserve("other", other, 100 * size, Purpose.LANDING)
-
-    run(scenario())
-
-
-def test_of_a_long_prompt_no_block_may_appear_twice(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        blocks, size = 2 * PACED_BLOCKS, LAYOUT.block_size
-        pages = arena_pages(tmp_path, Broadcast(), blocks + 10)
-        hashes = block_hashes(range((blocks - 1) * size), size, b"")
-        with pytest.raises(NodeRefusal, match="twice"):
-            await read_hashes(b"".join([*hashes, hashes[0]]), is_long=True)
-        with pytest.raises(NodeRefusal, match="twice"):
-            pages.reserve("long", [*hashes, hashes[0]], blocks * size, Purpose.LANDING)
 
     run(scenario())
 

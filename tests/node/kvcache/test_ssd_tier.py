@@ -107,7 +107,7 @@ async def prefill(node: HandNode, tokens: Sequence[int], job: str = "job") -> m.
 
 async def forget(node: HandNode) -> None:
     """Everything leaves memory, and arrives on disk if it can."""
-    node.pages.cache.clear(time.monotonic())
+    node.pages.cache.shrink(node.pages.cache.evictable_pages, time.monotonic())
     await node.pages.settled()
     await until(lambda: not report(node).queued_bytes)
 
@@ -325,7 +325,7 @@ def test_an_ssd_that_hangs_does_not_keep_a_node_from_ending(tmp_path: Path, capl
         try:
             prompt = [1] * 2 * 4
             keep(cache, prompt)
-            cache.clear(1.0)
+            cache.shrink(cache.evictable_pages, 1.0)
             await ssd.settled()
             await asyncio.to_thread(tier.flush)
             keep(cache, [2] * 2 * 4)
