@@ -38,7 +38,8 @@ def why_unanswered(error: OSError) -> str:
     """What a user reads of a server that does not answer: no numbers of errors, no lines of OpenSSL's source."""
     reason = error.reason if isinstance(error, URLError) else error
     if isinstance(reason, ssl.SSLCertVerificationError):
-        return f"its certificate is not trusted: {reason.verify_message}"
+        # What a guard of ours refuses has words of its own, and none of OpenSSL's.
+        return f"its certificate is not trusted: {getattr(reason, 'verify_message', '') or reason}"
     if isinstance(reason, ssl.SSLError) and reason.reason in NO_TLS:
         return "it does not speak TLS; is its URL http:// instead?"
     if isinstance(reason, OSError) and reason.strerror and not isinstance(reason, ssl.SSLError):
