@@ -291,7 +291,7 @@ class NodeAgent:
         self._engine_serves = True
         self.supervisor.engine_serves()
         if self._hello is not None:
-            watch = partial(self.vigil.watch, self._hello.http_url, lambda: self.supervisor.pid)
+            watch = partial(self.vigil.watch, self._hello.http_url, self.supervisor.leader_of(self._hello.engine_pid))
             self._engine_tasks.start("engine's pulse", watch)
 
     async def _follow_engine_cache(self, layout: ModelLayout) -> None:

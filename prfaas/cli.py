@@ -45,6 +45,7 @@ from transport.control.grpc_environment import for_grpc
 
 if TYPE_CHECKING:
     from node.config import NodeConfig
+    from prfaas.system.ranks import RankPlan
     from prfaas.system.system import System
     from prfaas.system.topology import Topology
 
@@ -293,11 +294,12 @@ def _node(arguments: argparse.Namespace) -> int:
     _hear_no_hang_up()
     from node.errors import NodeConfigError
     from node.main import check_model, run
+    from prfaas.system.ranks import plans_of
 
     try:
         config = config_from(arguments, arguments.engine_args)
-        if arguments.ranks > 1 or arguments.first_rank is not None:
-            return _ranks(arguments, config)
+        if plans := plans_of(config, arguments.ranks, arguments.first_rank, os.environ):
+            return _ranks(arguments, config, plans)
         check_model(config)
     except NodeConfigError as exc:
         print(f"prfaas node: {exc}", file=sys.stderr)
@@ -311,14 +313,10 @@ def _node(arguments: argparse.Namespace) -> int:
     return run(config, role, lambda: config_from(arguments, arguments.engine_args))
 
 
-def _ranks(arguments: argparse.Namespace, config: "NodeConfig") -> int:
+def _ranks(arguments: argparse.Namespace, config: "NodeConfig", plans: "list[RankPlan]") -> int:
     from node.main import check_model
-    from prfaas.system.ranks import rank_plans, run_ranks
-    from transport.path.tcp import lasting_port
+    from prfaas.system.ranks import run_ranks
 
-    plans = rank_plans(
-        config, arguments.ranks, arguments.first_rank or 0, os.environ, lambda: lasting_port("127.0.0.1")
-    )
     if arguments.check:
         for plan in plans:
             own = parser().parse_args([*arguments.own_args, *plan.flags])

@@ -12,10 +12,11 @@ beyond it is in `engine.vllm.internals` and `engine.vllm.cpu.cpu_build`.
 import logging
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import vllm
@@ -41,6 +42,7 @@ from engine.vllm.scheduler_side.scheduler import SchedulerSide
 from engine.vllm.scheduler_side.steps import ForwardStep
 from engine.vllm.server.leaving import leave_at_once
 from engine.vllm.server.parent import end_with_parent
+from engine.vllm.server.seats import OTHER_RANKS, settings_of_rank
 from engine.vllm.server.stats import PrfaasPromMetrics, PrfaasStats, copy_stats, handover_stats
 from engine.vllm.version import is_tested, release, untested
 from engine.vllm.worker_side.accelerator import device_of
@@ -94,7 +96,8 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._engine = internals.NO_ENGINE
         if role is KVConnectorRole.SCHEDULER:
             end_with_parent()
-            internals.mend_event_endpoints()
+            is_shared = bool(self._kv_transfer_config.get_from_extra_config(OTHER_RANKS, []))
+            internals.mend_event_endpoints(_agent_socket(vllm_config).parent if is_shared else None)
             if media.takes_media(vllm_config):
                 media.keep_media()
         self._cached: Cached | None = None
@@ -336,16 +339,25 @@ def layout_of(vllm_config: Any, everything: Cached, model: str) -> VllmLayout:
     )
 
 
+def _settings(vllm_config: Any) -> Mapping[str, Any]:
+    """What the connector is told of this engine's own node."""
+    extra = vllm_config.kv_transfer_config.kv_connector_extra_config
+    return settings_of_rank(extra, vllm_config.parallel_config.data_parallel_index)
+
+
+def _agent_socket(vllm_config: Any) -> Path:
+    return agent_socket(_settings(vllm_config).get("agent_socket"))
+
+
 def _agent(vllm_config: Any, layout: VllmLayout) -> VllmAgentThread:
-    settings = vllm_config.kv_transfer_config
     model = vllm_config.model_config
     names = model.served_model_name
     return VllmAgentThread(
-        agent_socket(settings.get_from_extra_config("agent_socket", None)),
+        _agent_socket(vllm_config),
         layout,
         model_id=str(names[0] if isinstance(names, list) else names or model.model),
         max_model_len=model.max_model_len,
-        http_url=str(settings.get_from_extra_config("http_url", "")),
+        http_url=str(_settings(vllm_config).get("http_url", "")),
         notice="" if is_tested(vllm.__version__) else untested(vllm.__version__),
         takes_media=media.takes_media(vllm_config),
     )

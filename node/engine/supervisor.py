@@ -22,6 +22,7 @@ CANNOT_START = -1
 NO_DOMAIN = "none.invalid"  # to vLLM an empty list means every domain (RFC 6761: no name ends so)
 STARTING_STOP_S = 2.0
 CONTROL_VARIABLE = "PRFAAS_AGENT_CONTROL"  # for an engine that reserves at its own agent
+SEAT_VARIABLE = "PRFAAS_ENGINE_SEAT"  # in a server that nodes share (engine.vllm.server.seats): PATH:RANK:COUNT
 EngineCommand = Callable[[NodeConfig, Path], list[str]]
 
 
@@ -69,6 +70,11 @@ def engine_environment(config: NodeConfig, inherited: Mapping[str, str], control
     return {**defaults, **inherited, **ours}
 
 
+def is_in_another_nodes_server(environment: Mapping[str, str]) -> bool:
+    """Whether the process that this node starts only keeps a seat for its engine, in the server that rank 0's node starts."""
+    return environment.get(SEAT_VARIABLE, ":0:1").split(":")[-2] != "0"
+
+
 class EngineSupervisor:
     """One engine process at a time, started again until it fails too often."""
 
@@ -107,6 +113,10 @@ class EngineSupervisor:
     def pid(self) -> int | None:
         """The running engine's process id."""
         return self._process.pid if self._process and self._process.returncode is None else None
+
+    def leader_of(self, engine: int) -> Callable[[], int | None]:
+        """What an engine's processes descend from, where `engine` is the one that said Hello."""
+        return (lambda: engine) if is_in_another_nodes_server(os.environ) else (lambda: self.pid)
 
     @property
     def gave_up(self) -> bool:

@@ -4,6 +4,10 @@
                                             big-1: each port one higher, second half, rank 1
 
 An agent has one engine, and a landing lies in the memory of one: so each engine is a node, which gateways choose by name.
+
+    prfaas node -c FILE -- --data-parallel-size 2      the same nodes; their engines are in one server
+
+The launches of these engines meet (`engine.vllm.server.seats`).
 """
 
 import argparse
@@ -11,19 +15,25 @@ import asyncio
 import contextlib
 import os
 import signal
-from collections.abc import Callable, Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations, takewhile
 from math import prod
+from pathlib import Path
 from typing import Final
 
+from engine.vllm.server.seats import MEETING_PLACE, SEAT_VARIABLE, Seat
+from engine.vllm.server.servable import complaint_about_parallelism
 from node.agent import ENGINE_STOP_S
 from node.config import SERVERS, THIS_MACHINE, NodeConfig
 from node.process.children import ending_with_us
+from node.process.owned_names import OwnedDirectory
 from node.process.ports import ListenPort
 from prfaas.errors import StartRefused
 from prfaas.system.rank_lines import RankLines
 from transport.control.python_command import python_module
+from transport.path.tcp import lasting_port
 
 MOST_RANKS: Final = 64  # on one machine
 RANK_FLAGS: Final = ("--ranks", "--first-rank")
@@ -50,6 +60,19 @@ ELSEWHERE: Final = {
     ("--headless",): "each rank has a server of its own",
     ("--device-ids",): f"each rank has devices of its own: set {DEVICES} to those of all",
 }
+EXTERNAL: Final = ("--data-parallel-external-lb", "-dpe")
+BACKEND: Final = ("--data-parallel-backend", "-dpb")
+LOCAL: Final = ("--data-parallel-size-local", "-dpl")
+# Flags that are not for all ranks in one server, with one process that takes their requests: each with why.
+NOT_IN_ONE: Final = {
+    ("--data-parallel-start-rank", "-dpr"): "all ranks of this server run here: see --ranks and --first-rank",
+    ("--data-parallel-hybrid-lb", "-dph"): "gateways balance the ranks",
+    ("--data-parallel-multi-port-external-lb", "-dpm"): "--ranks N has a server for each rank",
+    ("--headless",): "a node's server takes its requests",
+    ("--api-server-count", "-asc"): "one process takes the requests of all ranks; --ranks N has a server for each",
+    ("--enable-elastic-ep",): "each rank is a node, and their number stays as it is",
+    ("--nnodes", "-n"): "all ranks of this server run here: see --ranks and --first-rank",
+}
 MARGIN_S: Final = 30.0  # beyond what a node takes to drain and to end its engine
 EXIT_FAILED: Final = 1
 
@@ -62,7 +85,8 @@ class RankPlan:
     flags: tuple[str, ...]
     engine_flags: tuple[str, ...]
     environment: Mapping[str, str]
-    is_of_group: bool = False  # its engine computes each step with those of the other ranks
+    is_of_group: bool = False  # its engine cannot go on without those of the other ranks
+    shares_server: bool = False  # which is that of all ranks
 
     def command(self, own: Sequence[str], engine_args: Sequence[str]) -> list[str]:
         """The command of its process, where `own` and `engine_args` were given for all of them."""
@@ -77,15 +101,25 @@ def _of_each(own: Sequence[str]) -> list[str]:
     return parser.parse_known_args(own)[1]
 
 
+def plans_of(
+    config: NodeConfig,
+    count: int,
+    first: int | None,
+    environment: Mapping[str, str],
+    free_port: Callable[[], int] = lambda: lasting_port(THIS_MACHINE),
+) -> list[RankPlan]:
+    """The nodes that a command line stands for, where it is more than itself. Raises StartRefused."""
+    if count > 1 or first is not None:
+        return rank_plans(config, count, first or 0, environment, free_port)
+    together = ranks_in_one_server(config, environment)
+    return plans_of_one_server(config, together) if together else []
+
+
 def rank_plans(
     config: NodeConfig, count: int, first: int, environment: Mapping[str, str], free_port: Callable[[], int]
 ) -> list[RankPlan]:
     """A node for each of `count` ranks, the first of them number `first`. Raises StartRefused."""
-    for name in OWN_FILES:
-        if (path := getattr(config, name)) and NUMBER not in path:
-            raise StartRefused(
-                f"{name} = {path!r}: each rank needs one of its own; write {NUMBER} where its number stands"
-            )
+    _check_own_files(config)
     _check_ports(config, count)
     engine_flags = _data_parallel_flags(config.engine_args, count, first, free_port)
     size = _value(config.engine_args, SIZE)
@@ -102,6 +136,44 @@ def rank_plans(
         )
         for at in range(count)
     ]
+
+
+def ranks_in_one_server(config: NodeConfig, environment: Mapping[str, str]) -> int:
+    """How many engines vLLM is to have in one server, as its own flags say; 0: one, or what `environment` has started."""
+    size, rank = _value(config.engine_args, SIZE), _value(config.engine_args, RANK)
+    is_apart = rank is not None or _value(config.engine_args, EXTERNAL) is not None
+    if config.engine != "vllm" or is_apart or SEAT_VARIABLE in environment or size is None or not size.isdecimal():
+        return 0
+    return int(size) if int(size) > 1 else 0
+
+
+def plans_of_one_server(config: NodeConfig, count: int) -> list[RankPlan]:
+    """A node for each of `count` ranks, whose engines are in one server. Raises StartRefused."""
+    for names, why in NOT_IN_ONE.items():
+        if _value(config.engine_args, names) is not None:
+            raise StartRefused(f"{names[0]}: not with {SIZE[0]} {count} in one server: {why}")
+    if (backend := _value(config.engine_args, BACKEND)) not in (None, "mp"):
+        raise StartRefused(
+            f"{BACKEND[0]} {backend}: not with {SIZE[0]} {count} in one server: its ranks are processes here"
+        )
+    if _value(config.engine_args, LOCAL) not in (None, str(count)):
+        raise StartRefused(str(complaint_about_parallelism(config.engine_args)))
+    if count > MOST_RANKS:
+        raise StartRefused(f"{SIZE[0]} {count}: a machine has {MOST_RANKS} ranks at most")
+    _check_own_files(config)
+    _check_ports(config, count)
+    return [
+        RankPlan(f"{config.node_id}-{at}", (*_flags(config, at, at),), (), {}, is_of_group=True, shares_server=True)
+        for at in range(count)
+    ]
+
+
+def _check_own_files(config: NodeConfig) -> None:
+    for name in OWN_FILES:
+        if (path := getattr(config, name)) and NUMBER not in path:
+            raise StartRefused(
+                f"{name} = {path!r}: each rank needs one of its own; write {NUMBER} where its number stands"
+            )
 
 
 def _check_ports(config: NodeConfig, count: int) -> None:
@@ -216,8 +288,22 @@ async def run_ranks(
     file again. Where one ends by itself, the others are told to end, too: what started us starts all of them again.
     Engines of one group end and start together.
     """
-    with RankLines(len(plans) if any(plan.is_of_group for plan in plans) else 0) as lines:
-        return await _run(plans, commands, drain_s, say, lines)
+    with RankLines(len(plans) if any(plan.is_of_group for plan in plans) else 0) as lines, _seats(plans) as seats:
+        return await _run(plans, commands, drain_s, say, lines, seats)
+
+
+@contextlib.contextmanager
+def _seats(plans: Sequence[RankPlan]) -> Iterator[list[dict[str, str]]]:
+    """What each rank's environment has of a server that they share."""
+    if not any(plan.shares_server for plan in plans):
+        yield [{} for _ in plans]
+        return
+    folder = OwnedDirectory(Path(tempfile.gettempdir()))
+    try:
+        place = folder.path / MEETING_PLACE
+        yield [Seat(place, at, len(plans)).environment() for at in range(len(plans))]
+    finally:
+        folder.close()
 
 
 async def _run(
@@ -226,6 +312,7 @@ async def _run(
     drain_s: float,
     say: Callable[[str], None],
     lines: RankLines,
+    seats: Sequence[Mapping[str, str]],
 ) -> int:
     processes: dict[str, asyncio.subprocess.Process] = {}
     told = asyncio.Event()
@@ -252,7 +339,7 @@ async def _run(
             processes[plan.node_id] = await asyncio.create_subprocess_exec(
                 *ending_with_us(command, signal.SIGTERM),
                 stdin=asyncio.subprocess.DEVNULL,
-                env={**os.environ, **plan.environment, **lines.environment(at)},
+                env={**os.environ, **plan.environment, **lines.environment(at), **seats[at]},
                 start_new_session=True,
                 pass_fds=lines.descriptors(at),
             )

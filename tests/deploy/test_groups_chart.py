@@ -201,6 +201,8 @@ def test_other_counts_roll_nothing(tmp_path: Path) -> None:
     [
         ({"pools": [{**RANKS, "engine": "sglang"}]}, "other engines have one"),
         ({"pools": [{**RANKS, "groupSize": -1}]}, "groupSize"),
+        ({"pools": [{**DECODE, "engine": "vllm", "engineArgs": ["--data-parallel-size", "4"]}]}, "a Pod is one node"),
+        ({"pools": [{**DECODE, "engine": "vllm", "engineArgs": ["-dp=4"]}]}, "groupSize says how many"),
         ({"pools": [{**RANKS, "set": "Home"}]}, "set"),
         ({"pools": ROLES[:1]}, "2 to 10 pools, and this has 1"),
         ({"pools": [ROLES[0], {**ROLES[1], "replicas": 0}]}, "or none has"),

@@ -427,6 +427,22 @@ def test_answers_go_on_through_what_the_front_end_has():
     VLLMValidationError("text", parameter="name")
 
 
+def test_one_server_has_a_port_for_each_rank_and_asks_the_one_that_is_named():
+    """What `engine.vllm.server.rank_ports` and `internals.listen_also` stand on."""
+    import uvicorn
+    from vllm.entrypoints.launchers import launcher
+    from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.engine.core_client import DPLBAsyncMPClient
+
+    assert "data_parallel_rank" in inspect.signature(AsyncLLM.generate).parameters
+    chooses = inspect.getsource(DPLBAsyncMPClient.get_core_engine_for_request)
+    assert "request.data_parallel_rank) is None" in chooses
+    serves = inspect.getsource(launcher.serve_http)
+    assert serves.index("app.state.server = server") < serves.index("server.serve(")
+    assert "config.http_protocol_class(" in inspect.getsource(launcher.NoSignalServer._connect)
+    assert "for server in self.servers:" in inspect.getsource(uvicorn.Server.shutdown)
+
+
 def test_streams_name_their_tokens_where_the_middleware_looks():
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.entrypoints.openai.completion.protocol import CompletionRequest, CompletionResponseStreamChoice

@@ -119,12 +119,19 @@ def test_one_rank_of_several_is_a_node_and_publishes_where_its_agent_listens(mod
 
     config = Scheduled(model, asynchronous=False).config  # its connector has mended the endpoints
     config.parallel_config.data_parallel_size = 2
-    with pytest.raises(ValueError, match="--data-parallel-rank"):
+    with pytest.raises(ValueError, match=r"is that of 1 node: `prfaas node \.\.\. -- --data-parallel-size N`"):
         internals.check_scheduling(config)
     config.parallel_config.data_parallel_size = 1  # as an engine of a dense model is told, which is on its own
     config.parallel_config.data_parallel_index = 1
-    with pytest.raises(ValueError, match="start a node for each data parallel rank"):
+    with pytest.raises(ValueError, match="an engine for each data parallel rank, and is that of 1 node"):
         internals.check_scheduling(config)
+    settings = config.kv_transfer_config.kv_connector_extra_config
+    settings["other_ranks"] = [{"agent_socket": "/run/y/engine.sock", "http_url": "http://127.0.0.1:1"}]
+    internals.check_scheduling(config)  # a node for each
+    config.parallel_config.data_parallel_size = 3
+    with pytest.raises(ValueError, match="is that of 2 nodes"):
+        internals.check_scheduling(config)
+    del settings["other_ranks"]
     config.parallel_config.data_parallel_size = 2
     config.parallel_config.data_parallel_external_lb = True
     internals.check_scheduling(config)

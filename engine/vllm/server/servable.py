@@ -81,26 +81,29 @@ def refusal_of(config: Mapping[str, Any]) -> str | None:
     return None
 
 
-def complaint_about_parallelism(flags: Sequence[str]) -> str | None:
-    """The reason why a server with these flags cannot be served through the connector."""
+def complaint_about_parallelism(flags: Sequence[str], *, nodes: int = 1) -> str | None:
+    """The reason why a server with these flags, and so many nodes, cannot be served through the connector."""
     said = dict(_values(flags))
     for name, (least, why) in FLAGS.items():
         if _number(said, name) >= least:
             return f"{name} {said[name]}: {why}"
-    if _number(said, DATA_PARALLEL) > 1 and RANK not in said:
-        return f"{DATA_PARALLEL} {said[DATA_PARALLEL]}: {_instead_of_vllms_balancer(said)}"
+    if RANK not in said and _number(said, DATA_PARALLEL) not in (0, nodes):
+        return f"{DATA_PARALLEL} {said[DATA_PARALLEL]}: {instead_of_one_node(said)}"
     return None
 
 
-def _instead_of_vllms_balancer(said: Mapping[str, str]) -> str:
+def instead_of_one_node(said: Mapping[str, str]) -> str:
+    """What starts the engines that these flags ask for."""
     size, first = _number(said, DATA_PARALLEL), _number(said, FIRST)
     here = min(_number(said, LOCAL) or size, size)
     ranks = f"--ranks {here}" + (f" --first-rank {first}" if first else "")
     elsewhere = " --data-parallel-address HOST --data-parallel-rpc-port PORT" if here < size else ""
+    one_server = (
+        "" if here < size or first else f"`prfaas node ... -- {DATA_PARALLEL} {size}` has all in one server, and "
+    )
     return (
-        "vLLM's own balancer has several engines behind one address, and a node has one. Start a node for each: "
-        f"`prfaas node {ranks} ... -- {DATA_PARALLEL} {size}{elsewhere}`, with --ranks alone if the model has no experts; "
-        "the gateway balances them"
+        f"a node has one engine. {one_server}`prfaas node {ranks} ... -- {DATA_PARALLEL} {size}{elsewhere}` has a server for "
+        "each of its nodes, with --ranks alone if the model has no experts; gateways balance them"
     )
 
 

@@ -1,10 +1,12 @@
 import json
+import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from engine.vllm.launch import VllmOptions, complaint_about, complaint_about_chunks, environment, main, server_command
+from engine.vllm.server.seats import RankAtServer
 from engine.vllm.version import is_tested, release
 
 
@@ -35,6 +37,19 @@ def test_the_connector_knows_its_agent_and_where_it_serves() -> None:
         "http_url": "http://127.0.0.1:8100",
         "model_revision": "r7",
     }
+
+
+def test_a_server_of_several_nodes_knows_their_agents_and_takes_their_requests() -> None:
+    near, far = socket.socketpair()
+    with near, far, socket.create_server(("127.0.0.1", 0)) as listener:
+        other = RankAtServer("/run/y/engine.sock", listener, near)
+        command = server_command(options(other_ranks=(other,)), is_cpu=False)
+        port = listener.getsockname()[1]
+    settings = json.loads(value_of(command, "--kv-transfer-config"))["kv_connector_extra_config"]
+    assert settings["agent_socket"] == "/run/x/engine.sock"
+    assert settings["other_ranks"] == [{"agent_socket": "/run/y/engine.sock", "http_url": f"http://127.0.0.1:{port}"}]
+    assert command.count("--middleware") == 1, "vLLM warns of two"
+    assert value_of(command, "--middleware") == "engine.vllm.server.rank_ports.RankPorts"
 
 
 def test_a_prefill_step_is_a_chunk() -> None:

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from node.engine.supervisor import EngineSupervisor, engine_environment
+from engine.vllm.server.seats import Seat
+from node.engine.supervisor import EngineSupervisor, engine_environment, is_in_another_nodes_server
 from node.process.log_rotation import earlier
 from tests.node.running import config
 
@@ -32,6 +33,16 @@ def test_an_engine_that_reserves_is_told_where(tmp_path: Path) -> None:
     chosen = engine_environment(config(tmp_path, engine="sglang"), {"PRFAAS_AGENT_CONTROL": "other:1"}, "127.0.0.1:2")
     assert chosen["PRFAAS_AGENT_CONTROL"] == "127.0.0.1:2"
     assert "PRFAAS_AGENT_CONTROL" not in engine_environment(config(tmp_path), {}, "127.0.0.1:2")
+
+
+def test_an_engine_in_another_nodes_server_is_watched_by_itself(tmp_path: Path) -> None:
+    """The process that its node has started keeps a seat, and runs whatever the engine does."""
+    place = tmp_path / "a:b"
+    for rank in (0, 1, 12):
+        assert is_in_another_nodes_server(Seat(place, rank, 16).environment()) is (rank != 0)
+    assert not is_in_another_nodes_server({})
+    alone = supervisor(tmp_path, tmp_path / "log", "sleep 1", 0)
+    assert alone.leader_of(4711)() == alone.pid
 
 
 def supervisor(tmp_path: Path, log_path: Path, script: str, max_restarts: int) -> EngineSupervisor:

@@ -16,10 +16,11 @@ import aiohttp
 import grpc.aio
 import pytest
 
+from engine.vllm.server.seats import Seat
 from node.config import NodeConfig
 from prfaas.cli import main
 from prfaas.errors import StartRefused
-from prfaas.system.ranks import DEVICES, RankPlan, rank_plans, run_ranks
+from prfaas.system.ranks import DEVICES, RankPlan, plans_of, rank_plans, run_ranks
 from transport.control.proto import node_pb2 as pb
 from transport.control.proto import node_pb2_grpc as rpc
 
@@ -140,6 +141,86 @@ def test_what_cannot_be_shared_out_is_refused(
 ) -> None:
     with pytest.raises(StartRefused, match=said):
         plans(environment=environment, engine_args=engine_args)
+
+
+def one_server(environment: Mapping[str, str] | None = None, **changes: Any) -> list[RankPlan]:
+    return plans_of(config(**{"engine": "vllm", **changes}), 1, None, environment or {}, lambda: 4711)
+
+
+def test_vllms_own_flag_has_all_engines_in_one_server() -> None:
+    """As `vllm serve` reads it."""
+    found = one_server(engine_args=("--data_parallel_size", "2"), engine_port=7201, environment={DEVICES: "0,1"})
+    assert [each.node_id for each in found] == ["big-0", "big-1"]
+    assert found[1].flags == ("--node-id", "big-1", "--engine-port", "7202")
+    assert [(each.engine_flags, each.environment) for each in found] == [((), {})] * 2, "vLLM shares out the devices"
+    assert all(each.is_of_group and each.shares_server for each in found)
+
+
+def test_a_node_of_one_engine_is_no_group() -> None:
+    assert one_server() == []
+    assert one_server(engine_args=("-dp", "1")) == []
+    assert one_server(engine_args=("-dp", "2", "-dpn", "1")) == [], "the rank of a server of its own"
+    assert one_server(engine_args=("-dp", "2", "--data-parallel-external-lb")) == []
+    assert one_server(engine_args=("-dp", "2"), engine="sglang") == []
+    seat = Seat(Path("/tmp/x"), 1, 2).environment()
+    assert one_server(seat, engine_args=("-dp", "2")) == [], "it would start ranks of its own, and each of these, too"
+
+
+def test_with_ranks_each_has_a_server() -> None:
+    found = plans_of(config(engine="vllm", engine_args=("-dp", "2")), 2, None, {}, lambda: 4711)
+    assert [each.shares_server for each in found] == [False, False]
+    assert "--data-parallel-rank" in found[0].engine_flags
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("-dpl", "1"), "--ranks 1 .* --data-parallel-size 2 --data-parallel-address HOST"),
+        (("--api-server-count", "2"), "--api-server-count: .* one process takes the requests of all ranks"),
+        (("-dph",), "--data-parallel-hybrid-lb: .* gateways balance the ranks"),
+        (("-dpm",), "--data-parallel-multi-port-external-lb: .* a server for each rank"),
+        (("--data-parallel-start-rank", "2"), "see --ranks and --first-rank"),
+        (("-dpb", "ray"), "--data-parallel-backend ray: .* processes here"),
+        (("--enable-elastic-ep",), "--enable-elastic-ep"),
+        (("--headless",), "--headless"),
+        (("--nnodes", "2"), "--nnodes"),
+    ],
+)
+def test_what_one_server_cannot_have_is_refused(flags: tuple[str, ...], said: str) -> None:
+    with pytest.raises(StartRefused, match=said):
+        one_server(engine_args=("--data-parallel-size", "2", *flags))
+
+
+def test_one_server_needs_what_any_ranks_need() -> None:
+    group = ("--data-parallel-size", "2")
+    assert len(one_server(engine_args=(*group, "-dpl", "2", "-dpb", "mp"))) == 2
+    with pytest.raises(StartRefused, match=r"certificate = 'c.pem'.*\{rank\}"):
+        one_server(engine_args=group, certificate="c.pem", key="k-{rank}.pem", authority="a.pem")
+    with pytest.raises(StartRefused, match=r"control_port = 65535"):
+        one_server(engine_args=group, control_port=65535)
+    with pytest.raises(StartRefused, match="65: a machine has 64 ranks at most"):
+        one_server(engine_args=("--data-parallel-size", "65"))
+
+
+SAYS_ITS_SEAT = """
+import os, sys
+from pathlib import Path
+from engine.vllm.server.seats import Seat
+seat = Seat.of(os.environ)
+assert seat.meeting_place.parent.is_dir()
+Path(sys.argv[1], str(seat.rank)).write_text(f"{seat.meeting_place}:{seat.count}")
+"""
+
+
+def test_ranks_of_one_server_have_a_place_to_meet_which_goes_with_them(tmp_path: Path) -> None:
+    commands = [[sys.executable, "-c", SAYS_ITS_SEAT, str(tmp_path)]] * 2
+    both = one_server(engine_args=("--data-parallel-size", "2"))
+    asyncio.run(run_ranks(both, commands, 0.0, print))
+    told = {path.read_text() for path in tmp_path.iterdir()}
+    assert len(told) == 1
+    place, _, count = told.pop().rpartition(":")
+    assert count == "2"
+    assert not Path(place).parent.exists()
 
 
 def test_ports_that_two_ranks_would_share_are_named() -> None:

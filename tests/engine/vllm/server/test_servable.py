@@ -49,6 +49,7 @@ def test_a_model_of_which_nothing_is_known_to_be_wrong(config: dict[str, Any]) -
         (["--prefill-context-parallel-size", "2"], "context parallelism"),
         (["-dcp", "4"], "context parallelism"),
         (["--data-parallel-size=2"], "`prfaas node --ranks 2 ... -- --data-parallel-size 2`"),
+        (["--data-parallel-size=2"], "`prfaas node ... -- --data-parallel-size 2` has all in one server"),
         (
             ["-dp", "8", "-dpl", "4", "--data-parallel-start-rank", "4"],
             "`prfaas node --ranks 4 --first-rank 4 ... -- --data-parallel-size 8 --data-parallel-address HOST "
@@ -74,6 +75,12 @@ def test_flags_that_cannot_be_followed(flags: list[str], words: str) -> None:
 )
 def test_flags_that_can(flags: list[str]) -> None:
     assert complaint_about_parallelism(flags) is None
+
+
+def test_a_server_of_several_nodes_has_as_many_engines() -> None:
+    assert complaint_about_parallelism(["-dp", "4"], nodes=4) is None
+    assert "a node has one engine" in (complaint_about_parallelism(["-dp", "4"], nodes=2) or "")
+    assert complaint_about_parallelism(["-dp", "1"]) is None
 
 
 def test_a_directory_is_looked_into(tmp_path: Path) -> None:
