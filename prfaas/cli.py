@@ -137,7 +137,6 @@ def parser() -> argparse.ArgumentParser:
     node.add_argument(
         "--ranks",
         type=within(1, 64),
-        default=1,
         metavar="N",
         help="so many nodes, an engine each, started and ended as one: NODE-0 with the file's ports, NODE-1 with each one higher",
     )

@@ -102,7 +102,6 @@ def main(
     seat = Seat.of(os.environ)
     if seat is not None and seat.rank > 0:
         _keep(seat, options)
-    options = replace(options, port=options.port or free_port(options.host))
     flags = options.vllm_flags
     about_model = complaint_about_model(options.model, flags, os.environ)
     about_chunks = complaint_about_chunks(options)
@@ -123,6 +122,7 @@ def main(
         except (OSError, SeatError) as error:
             print(f"engine: {error}", file=sys.stderr)
             return EXIT_FAILED
+    options = replace(options, port=options.port or free_port(options.host))  # it stays free for no longer than it must
     command = server_command(options, is_cpu=is_cpu, renders=can_render())
     sys.stderr.flush()
     chosen = environment(options, os.environ, is_cpu=is_cpu) | handed_over(options.other_ranks)

@@ -70,9 +70,9 @@ def engine_environment(config: NodeConfig, inherited: Mapping[str, str], control
     return {**defaults, **inherited, **ours}
 
 
-def is_in_another_nodes_server(environment: Mapping[str, str]) -> bool:
-    """Whether the process that this node starts only keeps a seat for its engine, in the server that rank 0's node starts."""
-    return environment.get(SEAT_VARIABLE, ":0:1").split(":")[-2] != "0"
+def shares_server(environment: Mapping[str, str]) -> bool:
+    """Whether other nodes have their engines in the same server: what rank 0 starts is all of it, what others start none."""
+    return SEAT_VARIABLE in environment
 
 
 class EngineSupervisor:
@@ -116,7 +116,7 @@ class EngineSupervisor:
 
     def leader_of(self, engine: int) -> Callable[[], int | None]:
         """What an engine's processes descend from, where `engine` is the one that said Hello."""
-        return (lambda: engine) if is_in_another_nodes_server(os.environ) else (lambda: self.pid)
+        return (lambda: engine) if shares_server(os.environ) else (lambda: self.pid)
 
     @property
     def gave_up(self) -> bool:

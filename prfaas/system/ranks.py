@@ -103,15 +103,18 @@ def _of_each(own: Sequence[str]) -> list[str]:
 
 def plans_of(
     config: NodeConfig,
-    count: int,
+    count: int | None,
     first: int | None,
     environment: Mapping[str, str],
     free_port: Callable[[], int] = lambda: lasting_port(THIS_MACHINE),
 ) -> list[RankPlan]:
-    """The nodes that a command line stands for, where it is more than itself. Raises StartRefused."""
-    if count > 1 or first is not None:
-        return rank_plans(config, count, first or 0, environment, free_port)
+    """The nodes that a command line stands for, where it is more than itself. Raises StartRefused.
+
+    `count` and `first` are None where it does not say: one of a group that has a machine for each rank is told `--ranks 1`.
+    """
     together = ranks_in_one_server(config, environment)
+    if (count or 1) > 1 or first is not None or (count is not None and together):
+        return rank_plans(config, count or 1, first or 0, environment, free_port)
     return plans_of_one_server(config, together) if together else []
 
 

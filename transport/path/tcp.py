@@ -64,7 +64,7 @@ def is_loopback(host: str) -> bool:
 
 def free_port(host: str) -> int:
     """A number for a process that asks for one. Another process may take it first: the process that got it then fails to bind."""
-    with socket.create_server((host, 0)) as probe:
+    with socket.create_server((host, 0), family=family_of(host)) as probe:
         port: int = probe.getsockname()[1]
         return port
 
@@ -76,7 +76,7 @@ def lasting_port(host: str) -> int:
     """
     ports = range(LOWEST_LASTING_PORT, int(EPHEMERAL.read_text().split()[0]))
     for port in random.Random().sample(ports, min(TRIES, len(ports))):
-        with suppress(OSError), socket.create_server((host, port)):
+        with suppress(OSError), socket.create_server((host, port), family=family_of(host)):
             return port
     return free_port(host)
 

@@ -24,8 +24,7 @@ SEAT_VARIABLE: Final = "PRFAAS_ENGINE_SEAT"  # of a launch: where it meets the o
 LISTENERS_VARIABLE: Final = "PRFAAS_RANK_LISTENERS"  # of a server: descriptors of the other ranks' ports
 MEETING_PLACE: Final = "server.sock"  # in that folder
 OTHER_RANKS: Final = "other_ranks"  # in the connector's configuration, in order
-MEET_S: Final = 900.0  # nodes take the memory of their arenas before they start their engines
-HEAR_S: Final = 5.0  # said at once by a launch that has come
+MEET_S: Final = 14400.0  # nodes may take their arenas' memory first; rank 0's ends a launch by `engine_start_timeout_s`
 AGAIN_S: Final = 0.2
 MAX_PLACE_BYTES: Final = 4096
 BACKLOG: Final = 2048  # as uvicorn's
@@ -71,14 +70,14 @@ class RankAtServer:
     """A rank of a server that another rank's launch becomes. `line` goes over into the server, as `listener` does."""
 
     agent_socket: str
+    host: str  # as its node calls it
     listener: socket.socket
     line: socket.socket
 
     @property
     def http_url(self) -> str:
         """Where its requests are taken."""
-        host, port = self.listener.getsockname()[:2]
-        return f"http://{format_address(host, port)}"
+        return f"http://{format_address(self.host, self.listener.getsockname()[1])}"
 
     def settings(self) -> dict[str, str]:
         """As the connector reads them."""
@@ -112,7 +111,10 @@ def meet(seat: Seat, within_s: float = MEET_S) -> list[RankAtServer]:
     with contextlib.ExitStack() as opened:
         come = _come(seat, time.monotonic() + within_s, opened)
         ranks = [come[rank] for rank in range(1, seat.count)]
-        met = [RankAtServer(place.agent_socket, opened.enter_context(_listening(place)), line) for place, line in ranks]
+        met = [
+            RankAtServer(place.agent_socket, place.host, opened.enter_context(_listening(place)), line)
+            for place, line in ranks
+        ]
         opened.pop_all()
     return met
 
@@ -124,15 +126,17 @@ def _come(seat: Seat, deadline: float, opened: contextlib.ExitStack) -> dict[int
         table.bind(str(seat.meeting_place))
         table.listen(seat.count)
         while missing := [rank for rank in range(1, seat.count) if rank not in come]:
-            table.settimeout(max(deadline - time.monotonic(), 0.001))
+            table.settimeout(_left_s(deadline))
             try:
                 line, _ = table.accept()
             except TimeoutError:
                 raise SeatError(f"ranks {missing} of this server have not come in time") from None
-            if (place := _said(opened.enter_context(line), seat)) is None:
+            if (place := _said(opened.enter_context(line), seat, deadline)) is None:
                 line.close()
-            else:
-                come[place.rank] = place, line
+                continue
+            if place.rank in come:  # another launch of it, which the node has started since
+                come.pop(place.rank)[1].close()
+            come[place.rank] = place, line
             for rank in [rank for rank, (_, line) in come.items() if _is_gone(line)]:
                 come.pop(rank)[1].close()
     return come
@@ -155,9 +159,14 @@ def taken_over(environment: Mapping[str, str]) -> list[socket.socket]:
     return listeners
 
 
-def _said(line: socket.socket, seat: Seat) -> RankPlace | None:
-    """What a launch says that has come; None if that is nothing to seat."""
-    line.settimeout(HEAR_S)
+def _left_s(deadline: float) -> float:
+    return max(deadline - time.monotonic(), 0.001)
+
+
+def _said(line: socket.socket, seat: Seat, deadline: float) -> RankPlace | None:
+    """What a launch says that has come; None if that is nothing to seat. All are needed, so a slow one is waited for: its line
+    breaks if it ends."""
+    line.settimeout(_left_s(deadline))
     said = b""
     try:
         while not said.endswith(b"\n") and len(said) < MAX_PLACE_BYTES and (part := line.recv(MAX_PLACE_BYTES)):

@@ -42,7 +42,7 @@ def test_the_connector_knows_its_agent_and_where_it_serves() -> None:
 def test_a_server_of_several_nodes_knows_their_agents_and_takes_their_requests() -> None:
     near, far = socket.socketpair()
     with near, far, socket.create_server(("127.0.0.1", 0)) as listener:
-        other = RankAtServer("/run/y/engine.sock", listener, near)
+        other = RankAtServer("/run/y/engine.sock", "127.0.0.1", listener, near)
         command = server_command(options(other_ranks=(other,)), is_cpu=False)
         port = listener.getsockname()[1]
     settings = json.loads(value_of(command, "--kv-transfer-config"))["kv_connector_extra_config"]

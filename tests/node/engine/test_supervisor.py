@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from engine.vllm.server.seats import Seat
-from node.engine.supervisor import EngineSupervisor, engine_environment, is_in_another_nodes_server
+from node.engine.supervisor import EngineSupervisor, engine_environment, shares_server
 from node.process.log_rotation import earlier
 from tests.node.running import config
 
@@ -35,12 +35,11 @@ def test_an_engine_that_reserves_is_told_where(tmp_path: Path) -> None:
     assert "PRFAAS_AGENT_CONTROL" not in engine_environment(config(tmp_path), {}, "127.0.0.1:2")
 
 
-def test_an_engine_in_another_nodes_server_is_watched_by_itself(tmp_path: Path) -> None:
-    """The process that its node has started keeps a seat, and runs whatever the engine does."""
-    place = tmp_path / "a:b"
-    for rank in (0, 1, 12):
-        assert is_in_another_nodes_server(Seat(place, rank, 16).environment()) is (rank != 0)
-    assert not is_in_another_nodes_server({})
+def test_an_engine_in_a_server_of_several_nodes_is_watched_by_itself(tmp_path: Path) -> None:
+    """What rank 0's node has started runs the engines of all: one that is stopped is not that node's. What others have started
+    keeps a seat, and runs whatever the engine does."""
+    assert all(shares_server(Seat(tmp_path / "a:b", rank, 16).environment()) for rank in (0, 1, 12))
+    assert not shares_server({})
     alone = supervisor(tmp_path, tmp_path / "log", "sleep 1", 0)
     assert alone.leader_of(4711)() == alone.pid
 

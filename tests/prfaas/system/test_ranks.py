@@ -144,7 +144,7 @@ def test_what_cannot_be_shared_out_is_refused(
 
 
 def one_server(environment: Mapping[str, str] | None = None, **changes: Any) -> list[RankPlan]:
-    return plans_of(config(**{"engine": "vllm", **changes}), 1, None, environment or {}, lambda: 4711)
+    return plans_of(config(**{"engine": "vllm", **changes}), None, None, environment or {}, lambda: 4711)
 
 
 def test_vllms_own_flag_has_all_engines_in_one_server() -> None:
@@ -164,6 +164,16 @@ def test_a_node_of_one_engine_is_no_group() -> None:
     assert one_server(engine_args=("-dp", "2"), engine="sglang") == []
     seat = Seat(Path("/tmp/x"), 1, 2).environment()
     assert one_server(seat, engine_args=("-dp", "2")) == [], "it would start ranks of its own, and each of these, too"
+
+
+def test_one_rank_of_a_machine_is_none_of_one_server() -> None:
+    """What a refusal of `--data-parallel-size-local 1` tells to write."""
+    group = ("-dp", "2", "--data-parallel-address", "10.0.1.5", "--data-parallel-rpc-port", "29550")
+    (only,) = plans_of(config(engine="vllm", engine_args=group), 1, None, {}, lambda: 4711)
+    assert (only.node_id, only.shares_server, only.engine_flags) == ("big-0", False, ("--data-parallel-rank", "0"))
+    with pytest.raises(StartRefused, match="--data-parallel-address: needed, as 1 of 2 ranks run elsewhere"):
+        plans_of(config(engine="vllm", engine_args=("-dp", "2")), 1, None, {}, lambda: 4711)
+    assert plans_of(config(engine="vllm"), 1, None, {}, lambda: 4711) == [], "a node as any other"
 
 
 def test_with_ranks_each_has_a_server() -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from transport.path.tcp import format_address, lasting_port, parse_address
+from transport.path.tcp import format_address, free_port, lasting_port, parse_address
 
 
 @pytest.mark.parametrize("address", ["localhost", ":80", "host:", "host:99999", "host:-1"])
@@ -17,6 +17,12 @@ def test_refuses_what_is_no_address(address: str) -> None:
 def test_ipv6_addresses_keep_their_brackets() -> None:
     assert parse_address("[::1]:80") == ("::1", 80)
     assert format_address("::1", 80) == "[::1]:80"
+
+
+def test_a_port_of_either_family_is_found() -> None:
+    assert free_port("127.0.0.1")
+    assert free_port("::1")
+    assert lasting_port("::1")
 
 
 def test_a_lasting_port_is_none_that_the_kernel_gives() -> None:

@@ -282,6 +282,25 @@ def parent_of(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
+def test_an_engine_that_is_stopped_is_silent_at_its_own_node_alone(ranks: Ranks) -> None:
+    """The process that rank 0's node has started may have those of all ranks below it."""
+
+    async def scenario() -> None:
+        engines = [each.engine_pid for each in await ranks.serving()]
+        for rank in (1, 0):
+            os.kill(engines[rank], signal.SIGSTOP)
+            try:
+                while (await ranks.described(rank)).state != pb.NODE_STATE_ENGINE_SILENT:  # noqa: ASYNC110
+                    await asyncio.sleep(0.2)
+                await asyncio.sleep(3.0)  # the other node looks each second, twice
+                assert (await ranks.described(1 - rank)).state == pb.NODE_STATE_READY
+            finally:
+                os.kill(engines[rank], signal.SIGCONT)
+            await ranks.serving()
+
+    ranks.run(scenario())
+
+
 def test_the_group_starts_anew_when_an_engine_dies(ranks: Ranks, fleet: Fleet) -> None:
     """The other engine could not go on, nor could the new one join it. Both nodes keep what they hold, and get back what was
     lent."""

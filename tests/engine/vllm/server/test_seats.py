@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -26,6 +26,7 @@ from engine.vllm.server.seats import (
     taken_over,
 )
 
+PATIENCE_S = 240.0  # of each wait: a busy machine takes a minute to start a process
 KEEP = """
 import sys
 from pathlib import Path
@@ -44,7 +45,7 @@ BECOME = """
 import os, sys
 from pathlib import Path
 from engine.vllm.server.seats import Seat, handed_over, meet
-met = meet(Seat(Path(sys.argv[1]), 0, 2))
+met = meet(Seat(Path(sys.argv[1]), 0, 2), 240.0)
 os.execve(sys.executable, [sys.executable, "-c", sys.argv[2]], os.environ | handed_over(met))
 """
 
@@ -80,11 +81,11 @@ def test_a_seat_is_handed_on_by_the_environment() -> None:
 def test_launches_meet_in_the_order_of_their_ranks(tmp_path: Path, processes: list["subprocess.Popen[str]"]) -> None:
     place = tmp_path / MEETING_PLACE
     processes += [started(KEEP, place, 2, 0), started(KEEP, place, 1, 0)]
-    met = meet(Seat(place, 0, 3), 60.0)
+    met = meet(Seat(place, 0, 3), PATIENCE_S)
     assert met[0].http_url.startswith("http://127.0.0.1:")
     assert met[0].http_url != met[1].http_url
     assert closed(met) == ["/run/1/engine.sock", "/run/2/engine.sock"]
-    again = meet(Seat(place, 0, 3), 60.0)  # a server has ended: they come to the next one by themselves
+    again = meet(Seat(place, 0, 3), PATIENCE_S)  # a server has ended: they come to the next one by themselves
     assert closed(again) == ["/run/1/engine.sock", "/run/2/engine.sock"]
 
 
@@ -93,34 +94,75 @@ def test_one_that_does_not_come_is_named(tmp_path: Path) -> None:
         meet(Seat(tmp_path / MEETING_PLACE, 0, 2), 0.1)
 
 
+def connected(place: Path) -> socket.socket:
+    """A line, once there is something to connect to."""
+    line, deadline = socket.socket(socket.AF_UNIX), time.monotonic() + PATIENCE_S
+    line.settimeout(PATIENCE_S)
+    while line.connect_ex(str(place)):
+        assert time.monotonic() < deadline, f"nothing at {place}"
+        time.sleep(0.01)
+    return line
+
+
 def said(place: Path, *words: bytes) -> list[socket.socket]:
-    """Connections that have said this, once there is something to connect to."""
+    """Connections that have said this."""
     lines = []
     for word in words:
-        line = socket.socket(socket.AF_UNIX)
-        while line.connect_ex(str(place)):
-            time.sleep(0.01)
-        line.sendall(word + b"\n")
-        lines.append(line)
+        lines.append(connected(place))
+        lines[-1].sendall(word + b"\n")
     return lines
 
 
-def test_what_is_no_rank_gets_no_seat_and_one_that_left_is_waited_for(tmp_path: Path) -> None:
-    place, met = tmp_path / MEETING_PLACE, []
-    meeting = threading.Thread(target=lambda: met.extend(meet(Seat(place, 0, 3), 60.0)))
-    meeting.start()
+def as_said(rank: int, name: str) -> bytes:
+    return json.dumps({"rank": rank, "agent_socket": name, "host": "127.0.0.1", "port": 0}).encode()
 
-    def as_said(rank: int, name: str) -> bytes:
-        return json.dumps({"rank": rank, "agent_socket": name, "host": "127.0.0.1", "port": 0}).encode()
 
+@pytest.fixture
+def meeting(tmp_path: Path) -> Callable[[], list[str]]:
+    """Three ranks are to meet; what is called returns the agents that have."""
+    met: list[RankAtServer] = []
+    seat = Seat(tmp_path / MEETING_PLACE, 0, 3)
+    thread = threading.Thread(target=lambda: met.extend(meet(seat, PATIENCE_S)), daemon=True)
+    thread.start()
+
+    def agents() -> list[str]:
+        thread.join(PATIENCE_S)
+        return closed(met)
+
+    return agents
+
+
+def test_what_is_no_rank_gets_no_seat_and_one_that_left_is_waited_for(
+    tmp_path: Path, meeting: Callable[[], list[str]]
+) -> None:
+    place = tmp_path / MEETING_PLACE
     strangers = said(place, b"{", b"[1]", as_said(0, "first"), as_said(3, "fourth"))
     (gone,) = said(place, as_said(1, "gone"))
     gone.close()
     strangers += said(place, as_said(2, "second"), as_said(1, "back"))
-    meeting.join(60.0)
-    assert closed(met) == ["back", "second"]
+    assert meeting() == ["back", "second"]
     for line in strangers:
         line.close()
+
+
+def test_of_two_launches_of_a_rank_the_later_one_has_its_seat(tmp_path: Path, meeting: Callable[[], list[str]]) -> None:
+    """The other hears of it at once, and not when all have met."""
+    place = tmp_path / MEETING_PLACE
+    earlier, later = said(place, as_said(1, "earlier"), as_said(1, "later"))
+    assert earlier.recv(1) == b""
+    (other,) = said(place, as_said(2, "second"))
+    assert meeting() == ["later", "second"]
+    for line in (earlier, later, other):
+        line.close()
+
+
+def test_a_rank_is_found_by_the_name_that_its_node_has(tmp_path: Path) -> None:
+    """As rank 0 is: what a name stands for here may be an address that nothing else reaches."""
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.socket() as line:
+        at = RankAtServer("s", "localhost", listener, line)
+        assert at.http_url == f"http://localhost:{listener.getsockname()[1]}"
+    with socket.socket() as line, socket.create_server(("::1", 0), family=socket.AF_INET6) as listener:
+        assert RankAtServer("s", "::1", listener, line).http_url == f"http://[::1]:{listener.getsockname()[1]}"
 
 
 def test_a_port_that_another_has_is_named(tmp_path: Path, processes: list["subprocess.Popen[str]"]) -> None:
@@ -129,7 +171,7 @@ def test_a_port_that_another_has_is_named(tmp_path: Path, processes: list["subpr
         place = tmp_path / MEETING_PLACE
         processes += [started(KEEP, place, 1, port), started(KEEP, place, 2, 0)]
         with pytest.raises(OSError, match=f"127.0.0.1:{port}, where rank 1 is to be asked"):
-            meet(Seat(place, 0, 3), 60.0)
+            meet(Seat(place, 0, 3), PATIENCE_S)
 
 
 def test_what_a_launch_becomes_has_the_ports_and_others_hear_when_it_ends(
@@ -138,7 +180,7 @@ def test_what_a_launch_becomes_has_the_ports_and_others_hear_when_it_ends(
     place = tmp_path / MEETING_PLACE
     server = started(BECOME, place, SERVER)
     processes.append(server)
-    (line,) = said(place, json.dumps({"rank": 1, "agent_socket": "s", "host": "127.0.0.1", "port": 0}).encode())
+    (line,) = said(place, as_said(1, "s"))
     assert server.stdout is not None
     port = int(server.stdout.readline())
     socket.create_connection(("127.0.0.1", port), timeout=10.0).close()
@@ -146,7 +188,7 @@ def test_what_a_launch_becomes_has_the_ports_and_others_hear_when_it_ends(
     with pytest.raises(TimeoutError):  # it runs
         line.recv(1)
     server.send_signal(signal.SIGKILL)
-    line.settimeout(60.0)
+    line.settimeout(PATIENCE_S)
     assert line.recv(1) == b""
     line.close()
 
@@ -157,7 +199,7 @@ def test_sockets_are_found_again_by_what_the_environment_says() -> None:
     near, far = socket.socketpair()
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
-    environment = handed_over([RankAtServer("s", listener, near)])
+    environment = handed_over([RankAtServer("s", "127.0.0.1", listener, near)])
     assert environment == {LISTENERS_VARIABLE: str(listener.fileno())}
     assert os.get_inheritable(listener.fileno())
     os.set_inheritable(near.fileno(), False)
