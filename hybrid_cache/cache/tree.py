@@ -21,7 +21,7 @@ from hybrid_cache.errors import OutOfPages
 from hybrid_cache.eviction.base import EvictionPolicy
 from hybrid_cache.layout.layout import ModelLayout
 
-LEAST_AT_ONCE: Final = 2  # eight times as many at first, and eight times more each time
+FIRST_AT_ONCE: Final = 2  # and eight times more each time
 MOST_AT_ONCE: Final = 512  # ancestors that a policy is asked about in one go
 UNUSED: Final = (1, 0)  # children and locks of a block that nothing but one block after it needs
 
@@ -267,9 +267,9 @@ class PrefixTree:
 
     def _taken_with(self, node: BlockNode, num_pages: int, now: float) -> Iterator[list[BlockNode]]:
         """Takes out the ancestors that are the next victims, as far as so many pages need: more of them each time."""
-        wanted = LEAST_AT_ONCE
+        wanted = FIRST_AT_ONCE
         while num_pages > 0:
-            wanted = min(8 * wanted, MOST_AT_ONCE, -(-num_pages // self._node_pages))
+            wanted = min(wanted, MOST_AT_ONCE, -(-num_pages // self._node_pages))
             path = _leaving_with(self._nodes, self._companions, node, wanted)
             hashes = list(map(_hash, path))
             taken = self._eviction.take_path(hashes, now) if hashes else 0
@@ -283,7 +283,7 @@ class PrefixTree:
             yield path
             if taken < len(hashes):
                 return
-            node, num_pages = path[-1], num_pages - taken * self._node_pages
+            node, num_pages, wanted = path[-1], num_pages - taken * self._node_pages, 8 * wanted
 
     def _lose_child(self, node: BlockNode, now: float) -> None:
         """For the parent of a node that has left."""

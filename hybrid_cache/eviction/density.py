@@ -4,6 +4,7 @@ learned."""
 import heapq
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from itertools import groupby
 from typing import Final
 
 from hybrid_cache.eviction.base import EvictionPolicy, Key, Use
@@ -101,8 +102,8 @@ class ReuseDensity(EvictionPolicy):
 
     def num_alike(self, keys: Sequence[Key]) -> int:
         """How many of the first blocks surely have the same place as the first one."""
-        if self._useless and not self._useless.keys().isdisjoint(keys):
-            return 1
+        if self._useless:
+            keys = list(next(groupby(keys, self._useless.__contains__))[1])
         return self.model.num_alike(keys)
 
     def withdraw(self, key: Key) -> None:

@@ -86,10 +86,10 @@ class LastUses:
 
     def num_alike(self, keys: Sequence[Key]) -> int:
         """How many of the first blocks have the same last use as the first one, in whatever order they are."""
-        uses = list(map(self.get, keys))
-        if uses.count(uses[0]) == len(uses):
+        first = self.get(keys[0])
+        if self.get(keys[-1]) is first and (uses := list(map(self.get, keys))).count(first) == len(uses):
             return len(uses)
-        return sum(1 for _ in takewhile(partial(is_, uses[0]), uses))
+        return sum(1 for _ in takewhile(partial(is_, first), map(self.get, keys)))
 
     def keep(self, most: int) -> None:
         """Forgets the blocks that were used least lately, but for so many: of a run, its end first."""

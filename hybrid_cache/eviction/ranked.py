@@ -68,6 +68,18 @@ class Ranked(EvictionPolicy, Generic[Rank]):
                 self._last_rank = rank
                 return key
 
+    def take_path(self, keys: Sequence[Key], now: float) -> int:
+        if self._newest is not None:
+            return 0
+        lowest = self._heap[0][0] if self._heap else None
+        for taken, key in enumerate(keys):
+            rank = self._ranks.get(key)
+            if rank is None or (lowest is not None and rank > lowest):
+                return taken
+            del self._ranks[key]
+            self._last_rank = rank
+        return len(keys)
+
     def _push(self, entry: tuple[Rank, Key]) -> None:
         heapq.heappush(self._heap, entry)
         if len(self._heap) > 2 * len(self._offered) + 64:

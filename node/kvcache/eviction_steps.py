@@ -8,7 +8,7 @@ from hybrid_cache.cache.prefix_cache import PrefixCache
 from hybrid_cache.cache.reservation import Purpose
 from hybrid_cache.layout.layout import ModelLayout
 
-EVICT_BLOCKS: Final = 1024  # in one go: less than a millisecond
+EVICT_BLOCKS: Final = 1024  # in one go: less than a millisecond, a few under "wa"
 
 
 def attention_pages(layout: ModelLayout, num_tokens: int) -> int:
