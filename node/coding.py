@@ -3,6 +3,7 @@
     [node.coding]
     accept_quantised = true                 # as a receiver; else senders hear that it takes exact bytes only
     reuse_quantised = false                 # what was quantised on its way does not become prefix cache
+    max_cores = 2.0                         # as a sender, over all lines; by default a quarter of those that the node may use
     [node.coding.full_attention]            # as a sender, by kind of group
     compression = "auto"                    # "off", "auto" (while the link is the bottleneck), "zstd" (always)
     quantisation = "int8"                   # "off", "int8", "fp8"
@@ -34,6 +35,7 @@ class Coding:
 
     accept_quantised: bool = False
     reuse_quantised: bool = False
+    max_cores: float | None = None
     full_attention: CodingPolicy = field(default_factory=CodingPolicy)
     sliding_window: CodingPolicy = field(default_factory=CodingPolicy)
     linear_state: CodingPolicy = field(default_factory=CodingPolicy)
@@ -41,6 +43,8 @@ class Coding:
     def __post_init__(self) -> None:
         if self.reuse_quantised and not self.accept_quantised:
             raise SettingsError("reuse_quantised = true: allowed only with accept_quantised, which is false")
+        if self.max_cores is not None and not 0 < self.max_cores < float("inf"):
+            raise SettingsError(f"max_cores = {self.max_cores}: must be above 0 and finite")
         for name in KIND_OF.values():
             check_installed(name, getattr(self, name), has_zstd=zstd_module() is not None)
 

@@ -18,7 +18,7 @@ from node.control.control_server import HTTP_2, ControlServer, FrontCallers, unc
 from node.control.holders import checked_name
 from node.control.rights import CallerOf, RightsInterceptor
 from node.control.summaries import Summaries
-from node.control.watch_news import WatchNews
+from node.control.watch_news import Backlog, WatchNews
 from node.errors import NodeRefusal
 from node.known_peers import NOT_A_PEER
 from node.kvcache.pages import snapshot_messages, split_hashes
@@ -215,7 +215,7 @@ class NodeService(rpc.NodeAgentServicer):
             for event in itertools.chain((first,), cached):
                 event.seq = seq = seq + 1
                 yield event
-            news = WatchNews(interval_s, _requests(first.description.load), self._now())
+            news = WatchNews(interval_s, _backlog(first.description.load), self._now())
             while True:
                 try:
                     heard = await watcher.next(max(0.0, news.due_at - self._now()))
@@ -225,7 +225,7 @@ class NodeService(rpc.NodeAgentServicer):
                     self._summaries.tell()
                 heard = heard or watcher.next_at_once()
                 while heard is not None:
-                    news.hear(heard, _requests(heard.load) + self._agent.holders.booked_by_others(holder))
+                    news.hear(heard, _backlog(heard.load, self._agent.holders.booked_by_others(holder)))
                     heard = watcher.next_at_once() if not news.is_full else None
                 for event in self._due(news, holder, request.takes_several):
                     event.seq = seq = seq + 1
@@ -243,7 +243,7 @@ class NodeService(rpc.NodeAgentServicer):
         for event in parts.events:
             self._tell_bookings(event, holder)
         if is_load_due:
-            news.load_told(_requests(parts.events[-1].load), now)
+            news.load_told(_backlog(parts.events[-1].load), now)
         return [pb.NodeEvent(several=parts)] if takes_several and len(events) > 1 else [*parts.events]
 
     def _tell_bookings(self, event: pb.NodeEvent, holder: str) -> None:
@@ -300,8 +300,10 @@ class NodeService(rpc.NodeAgentServicer):
         return f"{name} ({certified[0]}) at {certified[1]}" if certified is not None else f"{name} at {context.peer()}"
 
 
-def _requests(load: pb.Load) -> int:
-    return load.running + load.waiting + load.booked_by_others
+def _backlog(load: pb.Load, booked_by_others: int | None = None) -> Backlog:
+    """Of a load that a watcher is told, or of one that all are told of, where others than this one have so much booked."""
+    booked = load.booked_by_others if booked_by_others is None else booked_by_others
+    return Backlog(requests=load.running + load.waiting + booked, queued_tokens=load.queued_tokens)
 
 
 async def _refuse(context: grpc.aio.ServicerContext, refusal: NodeRefusal) -> NoReturn:

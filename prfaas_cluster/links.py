@@ -220,6 +220,7 @@ def _options(config: NodeConfig, reach: PeerReach) -> ClientOptions:
         guard=reach.guard,
         tcp=TcpOptions(congestion=config.congestion_control),
         rdma=reach.rdma,
+        coding_cores=config.codings().max_cores,
     )
     if isinstance(config.connections, str):
         return options  # as many as the link turns out to need

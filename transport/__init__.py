@@ -30,6 +30,6 @@ path.governor, send.{reach,
 sieve, spec}, send.schedule.{lanes, fairness}, receive.registry.{landing, landings, segments, activity, seats},
 coding.{elements, quantise}, rdma.{rails, topology}.
 Rim: send.{client, peer, lane}, receive.{server, connection}, path.{tcp, shm, link, pacing}, wire.{session, identity},
-peers.{guard, revocation}, rdma.{device, verbs, inlet}, coding.{codec, choice}, control.
+peers.{guard, revocation}, rdma.{device, verbs, inlet}, coding.{codec, choice, budget}, control.
 For tests without sockets: loopback; without NICs: rdma.loopback.
 """

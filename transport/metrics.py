@@ -18,7 +18,10 @@ _GAUGES: Final = {
     "available_bytes_per_second": ("What a busy sender gets, the budget at most", "available_bytes_per_s"),
     "goodput_bytes_per_second": ("Acknowledged by the peer", "goodput_bytes_per_s"),
     "budget_bytes_per_second": ("Egress budget, 0 = none", "budget_bytes_per_s"),
-    "utilisation_ratio": ("Share of the available bandwidth, the budget at most, used in the last 10 s", "utilisation"),
+    "utilisation_ratio": (
+        "Share of the available bandwidth, or of the budget while that holds the sender back, used in the last 10 s",
+        "utilisation",
+    ),
     "retransmit_ratio": ("Retransmitted share of what was sent", "retransmit_ratio"),
     "rtt_seconds": ("Median round trip of the connections", "rtt_s"),
     "min_rtt_seconds": ("Smallest round trip of late", "min_rtt_s"),
@@ -113,7 +116,11 @@ def _coded(client: TransferClient) -> Iterator[Metric]:
     plain = CounterMetricFamily("prfaas_codec_plain_bytes", "Bytes that went into a codec", labels=labels)
     coded = CounterMetricFamily("prfaas_codec_coded_bytes", "Bytes that came out of it and were sent", labels=labels)
     seconds = CounterMetricFamily("prfaas_codec_cpu_seconds", "Processor time that it took", labels=labels)
-    events = CounterMetricFamily("prfaas_codec_events", "Changes of codec, and refusals", labels=["link", "event"])
+    events = CounterMetricFamily(
+        "prfaas_codec_events",
+        "Changes of codec, refusals, and chunks that no core was left for",
+        labels=["link", "event"],
+    )
     for link, accounts in sorted(client.codecs().items()):
         for (group, codec), use in sorted(accounts.uses.items()):
             plain.add_metric([link, group, codec], use.plain_bytes)

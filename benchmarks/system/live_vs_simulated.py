@@ -205,6 +205,7 @@ def started_as(scenario: Scenario, scale: Scale, state_dir: Path) -> Topology:
     topology = topology_of(scenario, scale, state_dir)
     routing = {
         **topology.gateway["routing"], "prefill_tokens_per_s": PrefillCost().tokens_per_s * scale.tokens / scale.time,
+        "share_egress": any(wire.shares_egress for wire in scenario.wires),
     }  # fmt: skip
     return replace(topology, gateway={**topology.gateway, "routing": routing})
 

@@ -1,6 +1,6 @@
 """What an agent says, as values: who its node is, how busy it is, what it caches; parsed from node.proto's messages."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from math import inf
@@ -78,7 +78,10 @@ class ConversionStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkLoad:
-    """Egress from a node to the cluster `peer`. `available_bytes_per_s` is 0 while unknown, as round trips are."""
+    """Egress from a node to the cluster `peer`. `available_bytes_per_s` is 0 while unknown, as round trips are.
+
+    `utilisation` is the share of it that is used; while it is unknown, the share of the budget.
+    """
 
     peer: str
     available_bytes_per_s: float
@@ -192,10 +195,20 @@ def events_from(event: pb.NodeEvent) -> Iterator[NodeEvent]:
             every = event.cleared.medium == pb.MEDIUM_UNSPECIFIED
             yield CacheCleared(None if every else _medium(event.cleared.medium))
         case "several":
-            for each in event.several.events:
-                yield from events_from(each)
+            yield from _said_at_once(event.several.events)
         case _:
             return  # an event of a later version
+
+
+def _said_at_once(events: Sequence[pb.NodeEvent]) -> Iterator[NodeEvent]:
+    """Of several loads only the last one counts: they are one report, and two that agree say more than one."""
+    kinds = [each.WhichOneof("event") for each in events]
+    last = max((at for at, kind in enumerate(kinds) if kind in ("description", "load")), default=-1)
+    for at, (kind, each) in enumerate(zip(kinds, events, strict=True)):
+        if at >= last or kind not in ("description", "load"):
+            yield from events_from(each)
+        elif kind == "description":
+            yield info_from(each.description)
 
 
 def hashes_in(event: NodeEvent) -> int:

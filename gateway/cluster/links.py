@@ -20,6 +20,7 @@ from gateway.config.gateway import GatewayConfig
 from membership.lines import Ends, Line, LineUse, by_ends, uses
 from planner.decisions.estimates.coding import CodingEstimate
 from planner.decisions.links.paths import PATH_FAILED, Paths
+from planner.decisions.links.reports import carried_bytes_per_s
 from planner.decisions.routing.lines import own_lines, seen_by_sender, shared_line
 from planner.decisions.views import ClusterKind, LinkView, Role
 
@@ -250,7 +251,7 @@ class ClusterLinks:
         for node in self._nodes:  # once, not for every link
             of_cluster[node.cluster].append(node)
         loads = {(view.source, view.destination): _loads(of_cluster[view.source], view) for view in views}
-        lines = uses(self._lines, {ends: sum(map(_carried, of_it)) for ends, of_it in loads.items()})
+        lines = uses(self._lines, {ends: sum(map(carried_bytes_per_s, of_it)) for ends, of_it in loads.items()})
         return [
             LinkStatus(
                 source=view.source,
@@ -382,10 +383,6 @@ def _names(lines: Sequence[Line]) -> dict[Ends, tuple[str, ...]]:
 def _sender(node: ClusterNode, destination: str) -> _Sender:
     promised_bytes = node.promised_bytes.get(destination, 0)
     return node.id, node.link_to(destination), promised_bytes, node.own_budget_to(destination)
-
-
-def _carried(load: LinkLoad) -> float:
-    return load.available_bytes_per_s * load.utilisation
 
 
 def _loads(senders: Sequence[ClusterNode], view: LinkView) -> list[LinkLoad]:

@@ -12,9 +12,8 @@ from typing import Final
 from gateway.cluster.node import ClusterNode
 from gateway.errors import AgentCallFailed
 from gateway.telemetry.process_metrics import ProcessMetrics
-from planner.decisions.links.shares import LineSender, RateGrant, SharedBudget
+from planner.decisions.links.shares import DEAL_EVERY_S, LineSender, RateGrant, SharedBudget
 
-TICK_S: Final = 1.0
 DRIFT: Final = 1.02  # no two clocks run at rates that differ by more
 
 Line = tuple[str, str]
@@ -36,9 +35,9 @@ class Shares:
         self._budgets: dict[Line, SharedBudget] = {}
 
     async def run(self) -> None:
-        """Deals out every TICK_S, for ever."""
+        """Deals out every DEAL_EVERY_S, for ever."""
         while True:
-            await asyncio.sleep(TICK_S)
+            await asyncio.sleep(DEAL_EVERY_S)
             await self.tick()
 
     async def tick(self) -> None:
@@ -91,5 +90,4 @@ class Shares:
 def _sender(node: ClusterNode, cluster: str) -> LineSender:
     link = node.link_to(cluster)
     assert link is not None
-    queued_bytes = max(link.queued_bytes, node.promised_bytes[cluster])
-    return LineSender(node.id, link.own_budget_bytes_per_s, queued_bytes)
+    return LineSender.of(node.id, link.own_budget_bytes_per_s, link.queued_bytes, node.promised_bytes[cluster])

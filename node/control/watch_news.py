@@ -4,7 +4,8 @@ A message costs each gateway that watches far more CPU than what is in it, and e
 its nodes. What comes after a quiet time goes at once. What comes soon after a message waits, and goes with the next one.
 Blocks of a group are one event by then. Of loads only the last is told, as it is by then.
 
-Urgent is what is neither blocks nor load, such as a description. So are MANY requests more or fewer than were told.
+Urgent is what is neither blocks nor load, such as a description. So are MANY requests, or MANY_TOKENS to compute, more or
+fewer than were told.
 """
 
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from transport.control.proto import node_pb2 as pb
 APART_S: Final = 0.1  # between two messages
 MUCH_APART_S: Final = 0.02  # between a message and a load that has changed by MANY
 MANY: Final = 4  # requests
+MANY_TOKENS: Final = 32_768  # of prompts, not computed yet: about a second of a node, so computing them is no such news
 MOST_BYTES: Final = 256 << 10  # that wait
 
 
@@ -35,15 +37,29 @@ class _Blocks:
         return pb.NodeEvent(removed=pb.BlocksRemoved(group=self.group, hashes=hashes, medium=self.medium))
 
 
+@dataclass(frozen=True, slots=True)
+class Backlog:
+    """What a node has to do: requests, and tokens of prompts that it has not computed."""
+
+    requests: int
+    queued_tokens: int
+
+    def is_far_from(self, other: "Backlog") -> bool:
+        """Whether a gateway that knows the other one is to hear of this one soon."""
+        return (
+            abs(self.requests - other.requests) >= MANY or abs(self.queued_tokens - other.queued_tokens) >= MANY_TOKENS
+        )
+
+
 class WatchNews:
     """Holds what a watcher has not been told. Pure: the caller sends what is due."""
 
-    def __init__(self, load_interval_s: float, requests: int, now: float) -> None:
-        """The watcher has just been told a load, of so many requests."""
+    def __init__(self, load_interval_s: float, told: Backlog, now: float) -> None:
+        """The watcher has just been told a load: that one."""
         self._load_interval_s = load_interval_s
         self._load_at = now + load_interval_s
         self._is_load_new = False
-        self._told_at, self._told_requests = now, requests
+        self._told_at, self._told = now, told
         self._held: list[pb.NodeEvent | _Blocks] = []
         self._open: dict[tuple[int, int], _Blocks] = {}  # of each group and medium, those that may become more
         self._held_bytes = 0
@@ -59,13 +75,13 @@ class WatchNews:
         """Whether what waits is to be taken before more is heard."""
         return self._held_bytes >= MOST_BYTES
 
-    def hear(self, event: pb.NodeEvent, requests: int) -> None:
-        """An event of the node, which has so many `requests` now. It is not changed."""
+    def hear(self, event: pb.NodeEvent, backlog: Backlog) -> None:
+        """An event of the node, which has that `backlog` now. It is not changed."""
         match event.WhichOneof("event"):
             case "load":
-                is_much = abs(requests - self._told_requests) >= MANY
+                apart_s = MUCH_APART_S if backlog.is_far_from(self._told) else APART_S
                 self._is_load_new = True
-                self._load_at = min(self._load_at, self._told_at + (MUCH_APART_S if is_much else APART_S))
+                self._load_at = min(self._load_at, self._told_at + apart_s)
             case "stored":
                 self._hold("stored", event.stored)
             case "removed":
@@ -94,7 +110,7 @@ class WatchNews:
         self._events_at, self._told_at = inf, now
         return events, is_load_due
 
-    def load_told(self, requests: int, now: float) -> None:
-        """The watcher is told a load, of so many requests."""
-        self._is_load_new, self._told_requests = False, requests
+    def load_told(self, told: Backlog, now: float) -> None:
+        """The watcher is told a load."""
+        self._is_load_new, self._told = False, told
         self._load_at = now + self._load_interval_s

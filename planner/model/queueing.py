@@ -7,6 +7,7 @@ the judge (tests compare the two); this is what makes `--objective slo` take a s
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import repeat
 from math import isfinite
 from typing import Final, Self
@@ -72,7 +73,7 @@ def mgk_wait(rate: float, servers: int, mean_s: float, second_moment_s2: float, 
     return Wait(erlang_c(servers, offered), variability / 2 * mean_s / (servers - offered))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Station:
     """The requests of one way through the system: their weights, prefill times, and what follows (transfer)."""
 
@@ -82,13 +83,22 @@ class Station:
     servers: int
     burst_index: float = 1.0
 
+    @cached_property
+    def share(self) -> float:
+        """Of all requests."""
+        return float(self.weights.sum())
+
+    @cached_property
+    def moments(self) -> tuple[float, float]:
+        """The mean of its prefill times, and that of their squares; it has some requests."""
+        return float(self.weights @ self.prefill_s) / self.share, float(self.weights @ self.prefill_s**2) / self.share
+
     def wait(self, rate: float) -> Wait:
         """The prefill queue when requests of all stations together arrive at `rate`."""
-        share = float(self.weights.sum())
+        share = self.share
         if not share:
             return Wait(0.0, 0.0)
-        mean = float(self.weights @ self.prefill_s) / share
-        second = float(self.weights @ self.prefill_s**2) / share
+        mean, second = self.moments
         # Part of a bursty stream is less so, down to a Poisson one.
         burst_index = 1.0 + (self.burst_index - 1.0) * share
         return mgk_wait(rate * share, self.servers, mean, second, burst_index)

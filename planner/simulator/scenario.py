@@ -41,7 +41,8 @@ class Pool:
 class Wire:
     """An egress link. `capacity` are steps (from time s, bytes per s), the first at 0; a step of 0 is a link that is down.
 
-    With several `senders` each has a part of its own; with one, all transfers share all of it.
+    With several `senders` each has a part of its own; with one, all transfers share all of it. With
+    `shares_egress`, what one of them does not need of its part is lent to the others, as gateways deal it out.
     """
 
     source: str
@@ -49,6 +50,7 @@ class Wire:
     capacity: Sequence[tuple[float, float]]
     rtt_s: float = 0.0
     senders: int = 1
+    shares_egress: bool = False
 
     def __post_init__(self) -> None:
         times = [time for time, _ in self.capacity]

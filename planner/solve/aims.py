@@ -1,6 +1,6 @@
 """What plans are compared by: the rate they carry, or the rate they carry within a target for TTFT."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import isfinite
 from typing import Final
@@ -10,6 +10,7 @@ import numpy as np
 from planner.errors import Infeasible, InputError
 from planner.model.site import Site
 from planner.model.trace_files.arrivals import KeptArrivals
+from planner.model.traffic import Lengths
 from planner.solve.goals import Objective
 from planner.solve.loaded import QUEUE_BINS, LoadedTtft, loaded_ttft
 from planner.solve.problem import Problem, SolveOptions, best_cut
@@ -17,6 +18,9 @@ from planner.solve.replay import STEPS, Replay
 from planner.solve.search import Cut, cuts_of, rate_at, threshold_of
 from planner.solve.targets import Goal, nearest_s
 
+LADDER_REACH: Final = (
+    0.75  # of what finer steps could be worth is on the ladder: there, 1 in 40 requests takes another way
+)
 CANDIDATE_BINS: Final = 500  # of lengths, by which queues of many candidates are compared
 
 
@@ -52,7 +56,7 @@ class Aim:
         limit = rate_at(problem.loads, problem.capacity, found.num_prefill, found.cut, found.share)
         if not self.goals or limit <= 0:
             return limit
-        return self._queues(problem, found).highest_rate(limit)
+        return self._queues(problem, found, _compared(problem)).highest_rate(limit)
 
     def best(self, problem: Problem, *, known: Cut | None = None, above: float = 0.0) -> Cut | None:
         """The plan that is worth most, if it is worth more than `above`, and at least as much as one that is `known`.
@@ -71,32 +75,45 @@ class Aim:
         if (pinned := problem.variant.threshold_tokens) is not None:
             ladder = [int(cuts_of(problem.loads, np.array([pinned]))[0])]
         is_refined = step > 1 and len(ladder) > 1
-        least = 0.0 if is_refined else above  # finer steps may be worth more than the whole ladder
+        least = LADDER_REACH * above if is_refined else above  # finer steps may be worth more than the whole ladder
         split = problem.variant.num_prefill
-        for num_prefill in range(problem.capacity.num_pd) if split is None else [split]:
-            for cut in ladder:
-                best = self._better(problem, best, least, num_prefill, cut)
+        splits = range(problem.capacity.num_pd) if split is None else [split]
+        compared = _compared(problem)
+        best = self._best_of(problem, compared, best, least, ((each, cut) for each in splits for cut in ladder))
         while best is not None and is_refined and step > 1:
             centre, step = best, max(1, step // 4)
-            for cut in range(max(0, centre.cut - 4 * step), min(size, centre.cut + 4 * step) + 1, step):
-                best = self._better(problem, best, least, centre.num_prefill, cut)
+            finer = range(max(0, centre.cut - 4 * step), min(size, centre.cut + 4 * step) + 1, step)
+            best = self._best_of(problem, compared, best, least, ((centre.num_prefill, cut) for cut in finer))
         return best if best is not None and best.rate > above else None
 
-    def _better(self, problem: Problem, best: Cut | None, above: float, num_prefill: int, cut: int) -> Cut | None:
-        beaten = best.rate if best else above
-        limit = rate_at(problem.loads, problem.capacity, num_prefill, cut)
-        if limit <= beaten:
-            return best
-        num_decode = problem.capacity.num_pd - num_prefill
-        candidate = Cut(rate=limit, num_prefill=num_prefill, num_decode=num_decode, cut=cut)
-        queues = self._queues(problem, candidate)
-        if beaten and not queues.meets(beaten):
-            return best
-        rate = queues.highest_rate(limit)
-        return replace(candidate, rate=rate) if rate > beaten else best
+    def _best_of(
+        self,
+        problem: Problem,
+        compared: Lengths,
+        best: Cut | None,
+        above: float,
+        candidates: Iterable[tuple[int, int]],
+    ) -> Cut | None:
+        """The best of candidates (split and cut), and of one that is the best so far.
 
-    def _queues(self, problem: Problem, found: Cut) -> LoadedTtft:
-        return loaded_ttft(problem, found, self.output_tokens, CANDIDATE_BINS, self.goals)
+        Those that could be worth most come first: few of the others need queues then.
+        """
+        limits = [(rate_at(problem.loads, problem.capacity, *each), *each) for each in candidates]
+        for limit, num_prefill, cut in sorted(limits, key=lambda each: -each[0]):
+            beaten = best.rate if best else above
+            if limit <= beaten:
+                break
+            num_decode = problem.capacity.num_pd - num_prefill
+            candidate = Cut(rate=limit, num_prefill=num_prefill, num_decode=num_decode, cut=cut)
+            queues = self._queues(problem, candidate, compared)
+            if beaten and not queues.meets(beaten):
+                continue
+            rate = queues.highest_rate(limit, beaten)
+            best = replace(candidate, rate=rate) if rate > beaten else best
+        return best
+
+    def _queues(self, problem: Problem, found: Cut, compared: Lengths) -> LoadedTtft:
+        return loaded_ttft(problem, found, self.output_tokens, compared, self.goals)
 
     def carries(self, problem: Problem, found: Cut, rate: float) -> bool:
         """Whether all goals are kept at a rate under the arrivals of the trace, where there are any."""
@@ -182,6 +199,11 @@ class Aim:
         if nearest <= goal.ttft_s:
             return Infeasible("slo: no plan meets all targets at once, even without load")
         return Infeasible(f"slo: {what}: no plan meets it even without load; the nearest is {nearest:.2f} s")
+
+
+def _compared(problem: Problem) -> Lengths:
+    """The lengths by which queues of its plans are compared."""
+    return problem.lengths.thinned(CANDIDATE_BINS)
 
 
 def outlook(

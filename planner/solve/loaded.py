@@ -62,23 +62,23 @@ class LoadedTtft:
             mgk_wait(rate, slots, service_s, second_moment_s2, self.burst_index) if slots else Wait(1.0, float("inf"))
         )
 
-    def highest_rate(self, limit: float) -> float:
-        """The largest rate below `limit` that keeps all goals, 0 if none does."""
-        if not self.meets(limit * 1e-6):
+    def highest_rate(self, limit: float, kept: float = 0.0) -> float:
+        """The largest rate below `limit` that keeps all goals, 0 if none does. Up to `kept` they are known to be."""
+        if not kept and not self.meets(limit * 1e-6):
             return 0.0
         low, high = 0.0, limit
         for _ in range(24):
             middle = (low + high) / 2
-            low, high = (middle, high) if self.meets(middle) else (low, middle)
+            low, high = (middle, high) if middle <= kept or self.meets(middle) else (low, middle)
         return low
 
 
 def loaded_ttft(
-    problem: Problem, found: Cut, output_tokens: float, bins: int = QUEUE_BINS, goals: Sequence[Goal] = ()
+    problem: Problem, found: Cut, output_tokens: float, thin: Lengths | None = None, goals: Sequence[Goal] = ()
 ) -> LoadedTtft:
-    """The queues of a plan; lengths are thinned to `bins`, which changes a P90 by less than 0.1 %."""
+    """The queues of a plan, by `thin` lengths: by default QUEUE_BINS of them, which change a P90 by less than 0.1 %."""
     threshold = threshold_of(problem.loads, found)
-    thin = problem.lengths.thinned(bins)
+    thin = problem.lengths.thinned(QUEUE_BINS) if thin is None else thin
     at = int(np.searchsorted(thin.tokens, threshold, side="right"))
     capacity = problem.capacity
     short, rest = thin.part(slice(at)), thin.part(slice(at, None))

@@ -119,7 +119,10 @@ def _links(links: Iterable[Mapping[str, Any]]) -> Table:
     for link in links:
         status = link["status"]
         word, style = _level(status)
-        carried = sum((each["available_bytes_per_s"] or 0) * each["utilisation"] for each in link["senders"])
+        carried = sum(
+            (each["available_bytes_per_s"] or each["budget_bytes_per_s"] or 0) * each["utilisation"]
+            for each in link["senders"]
+        )
         table.add_row(
             f"{status['source']} → {status['destination']}",
             _breaker(link["senders"]),

@@ -41,6 +41,8 @@ def test_a_whole_table() -> None:
         ({"coding": {"full": {}}}, "unknown key 'full'"),
         ({"coding": {"accept_quantised": "yes"}}, "true or false"),
         ({"coding": {"reuse_quantised": True}}, "only with accept_quantised"),
+        ({"coding": {"max_cores": 0}}, r"max_cores = 0(\.0)?: must be above 0 and finite"),
+        ({"coding": {"max_cores": "all"}}, "max_cores"),
         ({"coding": {"full_attention": "zstd"}}, "must be a table"),
         ({"coding": {"full_attention": {"codec": "zstd"}}}, "unknown key 'codec'"),
         (

@@ -104,8 +104,8 @@ class LinkState:
 
     @property
     def utilisation(self) -> float:
-        """Share of the available bandwidth, the budget at most, that was used over USE_WINDOW_S, 0 to 1."""
-        return min(1.0, self.sent_bytes_per_s / self.available_bytes_per_s) if self.available_bytes_per_s else 0.0
+        """Share of what a sender gets that was used over USE_WINDOW_S, 0 to 1."""
+        return used_share(self.sent_bytes_per_s, self.available_bytes_per_s, self.budget_bytes_per_s)
 
     @property
     def rtt_inflation(self) -> float:
@@ -138,6 +138,15 @@ class LinkState:
         """Predicted time for `num_bytes` more, behind what is queued; inf while nothing is known."""
         rate = self.available_bytes_per_s
         return (self.queued_bytes + num_bytes) / rate + self.rtt_s if rate else math.inf
+
+
+def used_share(sent_bytes_per_s: float, available_bytes_per_s: float, budget_bytes_per_s: float) -> float:
+    """How much of the available bandwidth is used; of the budget, while that has kept a sender from measuring its line.
+
+    0 where neither is known.
+    """
+    most = available_bytes_per_s or budget_bytes_per_s
+    return min(1.0, sent_bytes_per_s / most) if most else 0.0
 
 
 def together(states: Sequence[LinkState]) -> LinkState:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Final, TypeAlias
 from weakref import WeakValueDictionary
 
+from transport.coding.budget import CodingBudget
 from transport.coding.choice import CodecAccounts, CpuMeter
 from transport.errors import Closed, LocalProtocolError
 from transport.path.link import LinkState
@@ -44,6 +45,7 @@ class TransferClient:
     def __init__(self, *, options: ClientOptions | None = None, cpu_meter: Callable[[], CpuMeter] = CpuMeter) -> None:
         self.options = options or ClientOptions()
         self._cpu_meter = cpu_meter
+        self._coding_budget = CodingBudget(self.options.coding_cores)
         self._lock = threading.Condition()
         self._peers: dict[PeerKey, Peer] = {}
         self._default_budget = self.options.egress_bytes_per_s
@@ -221,6 +223,7 @@ class TransferClient:
                 link=link,
                 receiver=spec.receiver,
                 egress=self._egress_of(link) if spec.via is Via.TCP else EgressBudget(),
+                coding_budget=self._coding_budget,
                 on_refused=self._refused,
                 on_failed=self._failed,
             )
@@ -281,7 +284,8 @@ class TransferClient:
                 self._bury(peer)
         # A client that codes nothing need not know how busy the machine is.
         coding_s = [peer.coding.cpu_s for peer in peers if peer.coding.active]
-        idle_cores = cpu.idle_cores(time.monotonic(), sum(coding_s)) if coding_s else 0.0
+        now = time.monotonic()
+        idle_cores = self._coding_budget.follow(cpu.idle_cores(now, sum(coding_s)), now) if coding_s else 0.0
         for peer in peers:
             try:
                 peer.keep(time.monotonic(), idle_cores)

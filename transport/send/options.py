@@ -29,6 +29,7 @@ class ClientOptions:
     guard: Guard | None = None  # which certificates may be sent to; None: all that the authority has signed
     rotate_keys_s: float = 600.0  # a connection is replaced, with new keys, after this time
     egress_bytes_per_s: Budget = None  # of every link that has no budget of its own; None = as fast as it goes
+    coding_cores: float | None = None  # that coding takes at most, over all peers; None: a quarter of the usable ones
     max_peers: int = 256  # with connections; more only while all of them are busy
     idle_timeout_s: float = 300.0  # after which an unused peer's connections are closed
     peer_timeout_s: float = 5.0  # transfers fail when for this long there was no connection, or nothing got through
@@ -40,6 +41,8 @@ class ClientOptions:
             raise ValueError(f"connections {self.connections}: at least 1")
         if not 0 < self.chunk_bytes <= MAX_CHUNK_BYTES:
             raise ValueError(f"chunk_bytes {self.chunk_bytes}: 1 to {MAX_CHUNK_BYTES}")
+        if self.coding_cores is not None and not 0 < self.coding_cores < float("inf"):
+            raise ValueError(f"coding_cores {self.coding_cores}: must be above 0 and finite")
         if self.integrity is Integrity.AEAD and self.identity is None:
             raise ValueError(f"integrity {self.integrity} needs an identity")
 

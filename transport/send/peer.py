@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Final
 
+from transport.coding.budget import CodingBudget
 from transport.coding.choice import CodecAccounts, Situation
 from transport.errors import ConnectionRefused
 from transport.path.governor import Governor
@@ -45,6 +46,7 @@ class Peer:
         link: str,
         receiver: str,
         egress: EgressBudget,
+        coding_budget: CodingBudget,
         on_refused: Callable[[str, str], None],
         on_failed: Callable[[str], None],
     ) -> None:
@@ -59,7 +61,7 @@ class Peer:
         self.transfers = Transfers(
             LaneScheduler(chunk_bytes=chunk_bytes, window_bytes=options.window_bytes), monitor, self
         )
-        self.coding = PeerCoding(self.transfers.lock)
+        self.coding = PeerCoding(self.transfers.lock, coding_budget)
         count = min(2, options.connections) if via is Via.SHM else options.connections
         adaptive = options.adaptive and via is Via.TCP
         governor = Governor(count, options.max_connections if adaptive else count)

@@ -32,7 +32,7 @@ export function level(status) {
 
 // What a link carries now, all its senders together, in bytes/s.
 export function carried(link) {
-  return link.senders.reduce((sum, each) => sum + (each.available_bytes_per_s ?? 0) * each.utilisation, 0);
+  return link.senders.reduce((sum, each) => sum + (each.available_bytes_per_s ?? each.budget_bytes_per_s ?? 0) * each.utilisation, 0);
 }
 
 export function breaker(link) {

@@ -1,4 +1,8 @@
-"""What the sender of a line reports of it, live or simulated."""
+"""What the sender of a line reports of it, live or simulated.
+
+Its utilisation is a share of the bandwidth that it measures. A sender that its budget holds back measures none: then it is a
+share of the budget, which is what binds.
+"""
 
 from typing import Protocol
 
@@ -26,3 +30,8 @@ class SenderReport(Protocol):
     def min_rtt_s(self) -> float: ...
     @property
     def estimate_error(self) -> float: ...
+
+
+def carried_bytes_per_s(report: SenderReport) -> float:
+    """What it sends, on average."""
+    return (report.available_bytes_per_s or report.budget_bytes_per_s) * report.utilisation

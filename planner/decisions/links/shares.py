@@ -13,8 +13,9 @@ the one who shared it out. What was not answered counts as not lowered; what was
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Final, Self
 
+DEAL_EVERY_S: Final = 1.0
 FLOOR: Final = 0.25  # of its own that a sender keeps in any case: what comes to it next leaves at once
 BUSY_S: Final = 0.25  # of its own budget must wait at a sender before others lend it theirs
 LEASE_S: Final = 3.0
@@ -28,6 +29,11 @@ class LineSender:
     node_id: str
     own_bytes_per_s: float
     queued_bytes: float
+
+    @classmethod
+    def of(cls, node_id: str, own_bytes_per_s: float, queued_bytes: float, promised_bytes: float) -> Self:
+        """By what it reports as queued, and what was promised to it: what is computed now leaves soon."""
+        return cls(node_id, own_bytes_per_s, max(queued_bytes, promised_bytes))
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from typing import Final
 
 from msgspec.structs import replace
 
-from planner.decisions.links.reports import SenderReport
+from planner.decisions.links.reports import SenderReport, carried_bytes_per_s
 from planner.decisions.routing.arrivals import bytes_to_send
 from planner.decisions.routing.placement import soonest_s
 from planner.decisions.views import LinkView, NodeView, PrefillCost, RouteRequest
@@ -34,15 +34,16 @@ def seen_by_sender(
         return LinkView(
             source=source, destination=destination, budget_bytes_per_s=budget, promised_bytes=promised_bytes
         )
-    available, carried = report.available_bytes_per_s, report.available_bytes_per_s * report.utilisation
+    available, carried = report.available_bytes_per_s, carried_bytes_per_s(report)
     if budget not in (None, report.budget_bytes_per_s) and 0 < BOUND * report.budget_bytes_per_s <= available:
         available = budget_bytes_per_s or 0.0  # held by its share of a moment, not by the line
+    may = available or budget or 0.0
     return LinkView(
         source=source,
         destination=destination,
         available_bytes_per_s=available or None,
         budget_bytes_per_s=budget,
-        utilisation=min(1.0, carried / available) if available else 0.0,
+        utilisation=min(1.0, carried / may) if may else 0.0,
         retransmit_ratio=report.retransmit_ratio,
         queued_bytes=report.queued_bytes,
         # What is queued already was promised before.
@@ -84,7 +85,7 @@ def shared_line(seen: Sequence[LinkView]) -> LinkView:
         if (link.congested, delay_s, link.rtt_s) > (worst.congested, worst_s, worst.rtt_s):
             worst, worst_s = link, delay_s
         available = max(available, rate)
-        carried += rate * link.utilisation
+        carried += (rate or link.budget_bytes_per_s or 0.0) * link.utilisation
         # A budget is each sender's own: together they may send all of them, as far as every sender has one.
         is_budgeted = is_budgeted and bool(link.budget_bytes_per_s)
         budget += link.budget_bytes_per_s or 0.0
@@ -97,7 +98,7 @@ def shared_line(seen: Sequence[LinkView]) -> LinkView:
         up = up or link.up
     if available:
         available = max(available, carried, bound)
-    may = min(available, budget) if is_budgeted else available
+    may = min(available or budget, budget) if is_budgeted else available
     return LinkView(
         source=worst.source,
         destination=worst.destination,

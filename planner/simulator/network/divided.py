@@ -1,7 +1,9 @@
 """A line whose senders have egress budgets: each has a part of its own, which no other one uses.
 
 Every sender reports to the deciders as a live one does, and the line is made of these reports by the code of gateways
-(`planner.decisions.routing.lines`). A sender that its budget holds back measures nothing of the line, so it reports no rate.
+(`planner.decisions.routing.lines`). Where they share their egress, it is dealt out by the rules of gateways, too
+(`planner.decisions.links.shares`). A sender that its budget holds back measures nothing of the line: it reports no rate, and how
+much of its budget it uses.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,6 +14,7 @@ import msgspec
 import numpy as np
 from msgspec import structs
 
+from planner.decisions.links.shares import DEAL_EVERY_S, LineSender, RateGrant, SharedBudget
 from planner.decisions.routing.lines import own_lines, seen_by_sender, shared_line
 from planner.decisions.views import LinkView
 from planner.model.profile import Floats
@@ -19,6 +22,7 @@ from planner.simulator.loop import Loop
 from planner.simulator.network.egress import SimulatedEgress
 from planner.simulator.nodes.node import SimulatedRequest
 from planner.simulator.scenario import Wire
+from transport.path.link import USE_WINDOW_S, used_share
 
 
 class BudgetedReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -28,8 +32,8 @@ class BudgetedReport(msgspec.Struct, frozen=True, kw_only=True):
     queued_bytes: float
     rtt_s: float
     min_rtt_s: float
+    utilisation: float
     available_bytes_per_s: float = 0.0
-    utilisation: float = 0.0
     retransmit_ratio: float = 0.0
     congested: bool = False
     inflated: bool = False
@@ -42,6 +46,7 @@ class BudgetedSender:
     def __init__(self, part: SimulatedEgress) -> None:
         self.part = part
         self.promised_bytes = 0.0
+        self._share_until = 0.0
         self._computing = (0.0, 0.0, 0.0)  # since when, for how long, how many bytes
 
     def send(self, now: float, size: float, item: Any, over_s: float) -> None:
@@ -49,20 +54,35 @@ class BudgetedSender:
             self._computing = now, over_s, size
         self.part.send(now, size, item)
 
-    def view(self, now: float) -> LinkView:
-        wire = self.part.wire
-        seen = self.part.view(now)
+    def queued_bytes(self, now: float) -> float:
+        """What has been computed and has not left."""
         began, over_s, size = self._computing
         left_s = began + over_s - now
         uncomputed = size * left_s / over_s if left_s > 0 else 0.0
+        return max(0.0, self.part.view(now).queued_bytes - uncomputed)
+
+    def take_share(self, now: float, grant: RateGrant) -> None:
+        """Sends at that rate until it ends."""
+        self._share_until = grant.until
+        self.part.scale(now, grant.bytes_per_s / grant.own_bytes_per_s)
+
+    def end_share(self, now: float) -> None:
+        """Back to its own budget, unless a later share holds."""
+        if now >= self._share_until:
+            self.part.scale(now, 1.0)
+
+    def view(self, now: float) -> LinkView:
+        wire = self.part.wire
+        budget = self.part.view(now).available_bytes_per_s or 0.0
         report = BudgetedReport(
-            budget_bytes_per_s=seen.available_bytes_per_s or 0.0,
-            queued_bytes=max(0.0, seen.queued_bytes - uncomputed),
+            budget_bytes_per_s=budget,
+            utilisation=used_share(self.part.sent_bytes_per_s(now, USE_WINDOW_S), 0.0, budget),
+            queued_bytes=self.queued_bytes(now),
             rtt_s=wire.rtt_s,
             min_rtt_s=wire.rtt_s,
         )
         found = seen_by_sender(
-            wire.source, wire.destination, report, self.promised_bytes, report.budget_bytes_per_s
+            wire.source, wire.destination, report, self.promised_bytes, self.part.unscaled_bytes_per_s
         )  # fmt: skip
         assert found is not None
         return found
@@ -79,12 +99,18 @@ class DividedEgress(SimulatedEgress):
         on_lost: Callable[[float, list[Any]], None],
         peer_timeout_s: float,
         names: Sequence[str],
+        is_over: Callable[[], bool] = lambda: False,
     ) -> None:
+        """`is_over` says that there is nothing more to send, and so to share."""
         super().__init__(wire, loop, on_delivered, on_lost, peer_timeout_s)
+        self._is_over = is_over
+        self._budget = SharedBudget()
         part = replace(wire, capacity=[(at, rate / wire.senders) for at, rate in wire.capacity], senders=1)
         self._senders = {
             name: BudgetedSender(SimulatedEgress(part, loop, on_delivered, on_lost, peer_timeout_s)) for name in names
         }
+        if wire.shares_egress:
+            loop.at(DEAL_EVERY_S, self._deal)
 
     def promise(self, job: SimulatedRequest) -> None:
         self._sender_of(job).promised_bytes += job.route.link_bytes
@@ -110,8 +136,39 @@ class DividedEgress(SimulatedEgress):
         return structs.replace(
             line,
             available_bytes_per_s=self._rate or self._last_rate,
-            senders=own_lines(line, seen, len(self._senders)),
+            # With shared budgets, what one sender leaves of the line is for the others.
+            senders=() if self.wire.shares_egress else own_lines(line, seen, len(self._senders)),
         )
+
+    def rates_bytes_per_s(self) -> dict[str, float]:
+        """What each sender may send now."""
+        return {name: sender.part.rate_bytes_per_s for name, sender in self._senders.items()}
+
+    def line_senders(self, now: float) -> list[LineSender]:
+        """Those that have sent something: of others a gateway knows no budget."""
+        return [
+            LineSender.of(
+                name, sender.part.unscaled_bytes_per_s, sender.queued_bytes(now), sender.promised_bytes
+            )
+            for name, sender in self._senders.items()
+            if sender.part.has_sent
+        ]  # fmt: skip
+
+    def _deal(self, now: float, _: Any) -> None:
+        """Shares are answered at once."""
+        if len(senders := self.line_senders(now)) > 1:
+            for grant in self._budget.lower(senders, now):
+                self._budget.answered(grant)
+                self._grant(now, grant)
+            for grant in self._budget.raise_(senders, now):
+                self._grant(now, grant)
+        if not self._is_over():
+            self._loop.at(now + DEAL_EVERY_S, self._deal)
+
+    def _grant(self, now: float, grant: RateGrant) -> None:
+        sender = self._senders[grant.node_id]
+        sender.take_share(now, grant)
+        self._loop.at(grant.until, lambda at, _: sender.end_share(at))
 
     @property
     def sent_bytes(self) -> float:

@@ -40,6 +40,7 @@ class SimulatedEgress:
         self._silences = 0  # times in which nothing got through that began or ended: news of another one is no news
         self._silent = False
         self._rate = wire.capacity[0][1]
+        self._scale = 1.0
         # What it last carried is what senders go on telling of a link that carries nothing now.
         self._last_rate = next((rate for _, rate in wire.capacity if rate > 0), 0.0)
         self._flows = FairShare(self._speed)
@@ -137,7 +138,31 @@ class SimulatedEgress:
         self._close(now)
         self._on_lost(now, items)
 
+    @property
+    def has_sent(self) -> bool:
+        """Whether anything has begun to leave."""
+        return bool(self._busy) or self._busy_since is not None
+
+    @property
+    def rate_bytes_per_s(self) -> float:
+        """What it carries now."""
+        return self._rate
+
+    @property
+    def unscaled_bytes_per_s(self) -> float:
+        """What its wire carries, or carried last."""
+        return (self._rate or self._last_rate) / self._scale
+
+    def scale(self, now: float, factor: float) -> None:
+        """From now on it carries so many times what its wire says."""
+        before, self._scale = self._scale, factor
+        self._last_rate *= factor / before
+        self._set_rate(now, self._rate * factor / before)
+
     def _change_rate(self, now: float, rate: float) -> None:
+        self._set_rate(now, rate * self._scale)
+
+    def _set_rate(self, now: float, rate: float) -> None:
         if self._busy_since is not None:
             self._close(now)
             self._busy_since = now
@@ -154,6 +179,19 @@ class SimulatedEgress:
         assert self._busy_since is not None
         self._busy.append((self._busy_since, now, self._rate))
         self._busy_since = None
+
+    def sent_bytes_per_s(self, now: float, window_s: float) -> float:
+        """What has left over the last `window_s`, or since the first transfer if that began later."""
+        first = self._busy[0][0] if self._busy else self._busy_since
+        since = now if first is None else max(first, now - window_s)
+        if now <= since:
+            return 0.0
+        sent = 0.0 if self._busy_since is None else self._rate * (now - max(since, self._busy_since))
+        for start, stop, rate in reversed(self._busy):
+            if stop <= since:
+                break
+            sent += rate * (stop - max(since, start))
+        return sent / (now - since)
 
     @property
     def sent_bytes(self) -> float:

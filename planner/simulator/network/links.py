@@ -43,13 +43,13 @@ class SimulatedLinks:
             names = self._senders.get(wire.source, ())
             if wire.senders == 1 or not names:
                 return SimulatedEgress(wire, loop, on_delivered, on_lost, scenario.peer_timeout_s)
-            return DividedEgress(wire, loop, on_delivered, on_lost, scenario.peer_timeout_s, names)
+            return DividedEgress(wire, loop, on_delivered, on_lost, scenario.peer_timeout_s, names, is_over)
 
         self.all = [egress(wire) for wire in scenario.wires]
         self._by_ends = {(link.wire.source, link.wire.destination): link for link in self.all}
         # The other direction of the same lines: only prefixes go there.
         for wire in scenario.wires if scenario.routing.cross_cluster_cache else ():
-            back = replace(wire, source=wire.destination, destination=wire.source, senders=1)
+            back = replace(wire, source=wire.destination, destination=wire.source, senders=1, shares_egress=False)
             self._by_ends[back.source, back.destination] = SimulatedEgress(
                 back, loop, on_delivered, on_lost, scenario.peer_timeout_s
             )

@@ -213,9 +213,8 @@ def _counts(
         far, near, decode = (ceil(busy[stage] / RECOMMENDED_LOAD - 1e-9) for stage in stages)
         yield far, near, decode
         return
-    queues = loaded_ttft(
-        problem, Cut(rate=rate, num_prefill=1, num_decode=1, cut=cut), sought.output_tokens, QUEUE_BINS, sought.goals
-    )
+    split = Cut(rate=rate, num_prefill=1, num_decode=1, cut=cut)
+    queues = loaded_ttft(problem, split, sought.output_tokens, problem.lengths.thinned(QUEUE_BINS), sought.goals)
     at_home, away, *held = _queues(queues)
     most_late = sum((each.most_late(sought.goals) for each in (at_home, away, *held)), np.zeros(len(sought.goals)))
     least_far, least_near, least_decode = (_instances(busy[stage]) for stage in stages)

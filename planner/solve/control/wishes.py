@@ -14,6 +14,7 @@ from planner.decisions.plans.offered import READY, NodeReport
 from planner.decisions.views import ClusterKind, Role
 
 ROUNDING: Final = 1e-9
+LEAST_AIM: Final = 1e-3  # a thousand nodes for each request; with much less, numbers of nodes overflow
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,8 +26,8 @@ class LoadAims:
 
     def __post_init__(self) -> None:
         for name in ("prefill", "decode"):
-            if not 0 < getattr(self, name) < float("inf"):
-                raise ValueError(f"{name}={getattr(self, name)}: must be above 0 and finite")
+            if not LEAST_AIM <= getattr(self, name) < float("inf"):
+                raise ValueError(f"scale: {name}={getattr(self, name)}: must be at least {LEAST_AIM:g} and finite")
 
 
 class RoleWish(msgspec.Struct, frozen=True, kw_only=True):

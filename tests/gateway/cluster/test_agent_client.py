@@ -50,6 +50,21 @@ def test_several_events_in_a_message_are_taken_in_their_order() -> None:
     assert hashes_in(DigestPart(0, Medium.MEMORY, (b"1234",), (b"5678", b"9abc"))) == 3
 
 
+def test_a_description_and_loads_in_a_message_are_one_report() -> None:
+    description = pb.NodeDescription(node_id="n", load=pb.Load(running=7))
+    said = [
+        pb.NodeEvent(load=pb.Load(running=5)),
+        pb.NodeEvent(description=description),
+        pb.NodeEvent(stored=pb.BlocksStored(hashes=A)),
+        pb.NodeEvent(load=pb.Load(running=8)),
+    ]
+    info, *rest = events_from(pb.NodeEvent(several=pb.NodeEvents(events=said)))
+    assert isinstance(info, NodeInfo)
+    assert rest == [BlocksStored(0, (A,)), NodeLoad(running=8)]
+    _, load, stored = events_from(pb.NodeEvent(several=pb.NodeEvents(events=said[:3])))
+    assert (load, stored) == (NodeLoad(running=7), BlocksStored(0, (A,)))
+
+
 def test_a_description_is_who_the_node_is_and_how_busy() -> None:
     message = pb.NodeDescription(
         node_id="n", state=pb.NODE_STATE_DRAINING, engine_url="http://h:1/", load=pb.Load(waiting=2)

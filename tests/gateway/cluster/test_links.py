@@ -315,6 +315,16 @@ def test_a_budget_counts_once_for_each_sender_of_the_line_and_silent_ones_count(
     assert (unlimited.budget_bytes_per_s, unlimited.senders) == (None, ())
 
 
+def test_a_sender_that_its_budget_holds_back_carries_what_that_allows():
+    """It measures no bandwidth."""
+    held = replace(WEST, available_bytes_per_s=0.0, budget_bytes_per_s=GB, own_budget_bytes_per_s=GB, utilisation=0.9)
+    lines = (a_line("west", 100.0, "a"),)
+    nodes = [budgeted("r0", held, west=GB), node_of("d0", role="decode")]
+    (status,) = ClusterLinks(nodes, lambda: 0.0, lines=lines).status()
+    assert status.utilisation == 0.9
+    assert status.lines[0].carried_bytes_per_s == 0.9 * GB
+
+
 def test_shares_of_a_moment_are_not_the_lines_budget():
     def part(share: float, utilisation: float) -> LinkLoad:
         return replace(

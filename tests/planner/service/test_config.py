@@ -57,6 +57,7 @@ def test_lines_say_how_much_may_leave(tmp_path: Path) -> None:
         ("host = '0.0.0.0'\ntoken_file = 't'", r"set certificate, key and authority, or plain = true"),
         ("token_scale = 0", r"token_scale = 0\.0: must be a number above 0"),
         ("[plan.controller]\ntick_s = 0", "need tick_s > 0"),
+        ("[plan.scale]\nprefill = 5e-324", r"\[plan\]: scale: prefill=5e-324: must be at least 0.001 and finite"),
         ("[plan.limits]\nmin_threshold_tokens = -1", "need 0 <= min <= max"),
         ("url = 'http://a:1'", r"url: it is what other services say with etcd, and there is no \[plan.etcd\]"),
         ("url = 'a:1'", r"url = 'a:1': must be an http\(s\) URL"),

@@ -50,7 +50,7 @@ def carries(sought: Sought, gbps: float, cut: int, far: int, near: int, decode: 
     split = Cut(rate=rate, num_prefill=near, num_decode=decode, cut=cut)
     if rate_at(problem.loads, problem.capacity, near, cut) <= rate:
         return False
-    stations = loaded_ttft(problem, split, sought.output_tokens, QUEUE_BINS).stations
+    stations = loaded_ttft(problem, split, sought.output_tokens, problem.lengths.thinned(QUEUE_BINS)).stations
     service_s = problem.decode.full_step_s * sought.output_tokens
     wait = mgk_wait(rate, decode * problem.decode.max_running, service_s, service_s**2)
     return sum(late(each, rate, wait, TARGET_S) for each in stations) <= 0.1

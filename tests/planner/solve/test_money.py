@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from benchmarks.planner.counts import Calls
 from planner.commands.rendering.text import plan_text
 from planner.errors import Infeasible
 from planner.model.profile import DecodeProfile
@@ -52,6 +53,15 @@ def test_cost_has_a_plan_at_every_rate_that_slo_finds(coarse, within):
     served = math.floor(within.lambda_slo * 1000) / 1000  # what is asked for next is served
     with pytest.raises(Infeasible, match=f"the whole site serves {served:.3f} req/s"):
         at_cost(coarse, within.lambda_slo + 0.01)
+
+
+def test_most_parts_of_a_site_are_found_wanting_with_little_work(coarse):
+    """Counted, as seconds of a busy machine say nothing: calls of functions, with and without a rate."""
+    calls = Calls()
+    with calls.counted():
+        outline(coarse, SolveOptions(objective=Objective.COST))
+        at_cost(coarse, 2.0)
+    assert calls.count < 800_000
 
 
 def test_no_part_of_the_site_is_cheaper_than_the_cheapest(coarse):

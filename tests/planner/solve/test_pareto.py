@@ -61,7 +61,7 @@ def every_system(site: Site, of: Market) -> list[Goals]:
     found = []
     for cut in even_cuts(problem):
         split = Cut(rate=0, num_prefill=1, num_decode=1, cut=cut)
-        stations = loaded_ttft(wired, split, output, QUEUE_BINS).stations
+        stations = loaded_ttft(wired, split, output, wired.lengths.thinned(QUEUE_BINS)).stations
 
         @cache
         def tardy(at: int, servers: int, decode: int, rate: float, seconds: float, stations=stations) -> float:

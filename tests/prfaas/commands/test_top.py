@@ -54,6 +54,16 @@ async def test_a_page_has_links_clusters_and_nodes_and_a_link_that_fails_shows()
 
 
 @on_loop
+async def test_a_sender_that_its_budget_holds_back_is_shown_to_carry_what_that_allows() -> None:
+    async with world(remote=1) as w:
+        w.nodes.remote[0].load = pb.Load(links=[pb.Link(peer="west", budget_bytes_per_s=2e6, utilisation=0.7)])
+        await until(lambda: w.gateway.links.status()[0].utilisation > 0)
+        page = shown(await asyncio.to_thread(once, GatewayClient(w.gateway.url)))
+        (way,) = [line for line in page.splitlines() if line.startswith("east → west")]
+        assert "1.4 MB/s" in way
+
+
+@on_loop
 async def test_described_lines_have_a_table_of_their_own() -> None:
     line = Line(
         source="east", destination="west", name="carrier-a", capacity_gbps=0.016, price_per_gb=0.02, shared_by=()

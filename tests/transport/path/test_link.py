@@ -196,6 +196,17 @@ def test_a_budget_is_all_that_is_available() -> None:
     assert monitor.sample(lanes, 2.0).available_bytes_per_s == pytest.approx(5e8)  # once it is lifted
 
 
+def test_a_sender_that_its_budget_holds_back_uses_its_budget() -> None:
+    """It never fills the line, so nothing is known of that."""
+    monitor, seen = LinkMonitor("p"), []
+    for i in range(2_000):
+        lanes = {0: info(app_limited=True, delivery_rate=5e6, bytes_delivered=i * 40_000)}
+        seen.append(monitor.sample(lanes, i * 0.01, queued_bytes=10_000_000, budget_bytes_per_s=4e6))
+    assert (seen[-1].available_bytes_per_s, seen[-1].utilisation) == (0.0, pytest.approx(1.0, rel=0.01))
+    assert together(seen[-1:]).utilisation == seen[-1].utilisation
+    assert monitor.sample(lanes, 20.0).utilisation == 0.0  # without a budget, too, nothing is known
+
+
 rates = st.floats(1e3, 1e10)
 peers = st.builds(
     LinkState,

@@ -5,6 +5,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
+from transport.coding.budget import CodingBudget
 from transport.coding.choice import Chooser, CodecAccounts, FormatOf, RangeFormat, Situation
 from transport.coding.codec import ChunkEncoder, ChunkPart, Codec, CodedPart, parts_of
 from transport.path.shm import advance
@@ -17,8 +18,10 @@ MAX_RATIO: Final = 0.98  # a chunk that stays larger leaves as it is: the receiv
 class PeerCoding:
     """What all lanes of one peer have learnt about coding. `lock` is that of the peer's transfers."""
 
-    def __init__(self, lock: threading.Lock) -> None:
+    def __init__(self, lock: threading.Lock, budget: CodingBudget) -> None:
+        """`budget` is that of all peers."""
         self._lock = lock
+        self._budget = budget
         self._chooser = Chooser()
 
     @property
@@ -38,20 +41,31 @@ class PeerCoding:
             accounts.merge(self._chooser.accounts)
         return accounts
 
-    def asked(self, formats: Mapping[str, RangeFormat], taken: Codec) -> dict[str, Codec]:
+    def asked(self, formats: Mapping[str, RangeFormat], taken: Codec, now: float) -> dict[str, Codec]:
         """The codec for ranges of each label now; `taken` is what the receiver decodes."""
+        choices = {label: found.policy.choices(taken) for label, found in formats.items()}
+        on_idle_link = {label: codecs[0] for label, codecs in choices.items()}
         with self._lock:
-            return {
-                label: self._chooser.codec_of(label, found.policy.choices(taken)) for label, found in formats.items()
-            }
+            asked = {label: self._chooser.codec_of(label, codecs) for label, codecs in choices.items()}
+            if asked == on_idle_link or self._budget.is_left(now):
+                return asked
+            self._chooser.accounts.events["no_core_left"] += 1
+        return on_idle_link
 
     def on_coded(
-        self, transfer: LaneTransfer, asked: Mapping[str, Codec], shares: Sequence[CodedPart], cpu_s: float, sent: int
+        self,
+        transfer: LaneTransfer,
+        asked: Mapping[str, Codec],
+        shares: Sequence[CodedPart],
+        cpu_s: float,
+        sent: int,
+        now: float,
     ) -> None:
         """A chunk of `transfer` was coded, and leaves as `sent` bytes."""
         plain = sum(share.plain_bytes for share in shares)
+        self._budget.charge(cpu_s, now)
         with self._lock:
-            self._chooser.on_coded(asked, shares, cpu_s, time.monotonic())
+            self._chooser.on_coded(asked, shares, cpu_s, now)
             transfer.outbox.bytes_saved += plain - sent
             for share in shares:
                 transfer.outbox.bytes_by_codec[share.codec.label] += share.plain_bytes
@@ -88,7 +102,7 @@ class LaneCoder:
         What is returned holds until the next batch. `taken` is what the receiver decodes.
         """
         pieces = list(_pieces(transfer, formats, start, stop))
-        asked = self._coding.asked({found.label: found for found, _, _ in pieces}, Codec(taken))
+        asked = self._coding.asked({found.label: found for found, _, _ in pieces}, Codec(taken), time.monotonic())
         length = stop - start
         cpu_s, encoded = 0.0, None
         if any(asked.values()) and length >= MIN_CODED_BYTES:
@@ -97,13 +111,13 @@ class LaneCoder:
             cpu_s = time.thread_time() - began
         if encoded is None:
             shares = [CodedPart(found.label, Codec.RAW, size, size) for found, _, size in pieces]
-            self._coding.on_coded(transfer, asked, shares, cpu_s, length)
+            self._coding.on_coded(transfer, asked, shares, cpu_s, length, time.monotonic())
             return None
         size, coded_shares = encoded
         coded = self._room[self._used : self._used + size]
         self._used += size
         self.bytes_saved += length - size
-        self._coding.on_coded(transfer, asked, coded_shares, cpu_s, size)
+        self._coding.on_coded(transfer, asked, coded_shares, cpu_s, size, time.monotonic())
         return coded
 
     def _encode(

@@ -1,10 +1,12 @@
 import pytest
 from msgspec.structs import replace
 
-from planner.decisions.routing.lines import own_lines, shared_line
+from planner.decisions.routing.congestion import is_scarce, pressure
+from planner.decisions.routing.lines import own_lines, seen_by_sender, shared_line
 from planner.decisions.routing.offload import Reason, Target
 from planner.decisions.routing.policy import PlacementPolicy
 from planner.decisions.views import LinkView
+from planner.simulator.network.divided import BudgetedReport
 from tests.planner.worlds import GB, link, pd_decode, pd_prefill, policy, prfaas, request, route
 
 
@@ -41,6 +43,29 @@ def test_budgets_that_bind_leave_room_for_all_of_them_and_use_is_of_the_line():
     assert (seen.available_bytes_per_s, seen.budget_bytes_per_s, seen.utilisation) == (4 * GB, 4 * GB, 0.25)
     line = [link(available_bytes_per_s=GB / 2, budget_bytes_per_s=GB, utilisation=1.0) for _ in range(2)]
     assert (shared_line(line).rate_bytes_per_s, shared_line(line).utilisation) == (GB, 1.0)
+
+
+def held(budget_bytes_per_s: float, utilisation: float) -> LinkView:
+    """What gateways make of the report of a sender that its budget holds back."""
+    report = BudgetedReport(
+        budget_bytes_per_s=budget_bytes_per_s, utilisation=utilisation, queued_bytes=0.0, rtt_s=0.0, min_rtt_s=0.0
+    )
+    seen = seen_by_sender("east", "west", report, 0, GB)
+    assert seen is not None
+    return seen
+
+
+def test_a_line_is_scarce_where_its_senders_use_up_their_budgets():
+    one = held(GB, 1.0)
+    assert (one.available_bytes_per_s, one.utilisation) == (None, 1.0)
+    assert (is_scarce(one, policy()), pressure(one, policy())) == (True, 1.0)
+    assert shared_line([one, held(GB, 0.9)]).utilisation == 0.95
+    assert shared_line([one, link(available_bytes_per_s=2 * GB, budget_bytes_per_s=GB)]).utilisation == 0.5
+
+
+def test_a_share_of_a_moment_is_used_as_a_part_of_the_senders_own_budget():
+    assert held(GB / 4, 1.0).utilisation == 0.25
+    assert held(7 * GB / 4, 1.0).utilisation == 1.0
 
 
 def senders_of(**own: LinkView) -> LinkView:

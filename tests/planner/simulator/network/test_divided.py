@@ -15,6 +15,7 @@ from planner.simulator.scenario import Scenario, Wire
 from planner.simulator.world import simulate
 from tests.planner.simulator.network.test_links import pair
 from tests.planner.simulator.systems import arrivals
+from transport.path.link import LinkMonitor, TcpInfo
 
 EAGER = RoutingPolicy(threshold_tokens=500)
 
@@ -75,6 +76,34 @@ def job_for(sender: str) -> SimulatedRequest:
     return job
 
 
+def all_delivered_at(*, shares_egress: bool) -> float:
+    """Both senders send a byte; then one of them has four seconds of its own part to send."""
+    loop, ends = Loop(), list[float]()
+    wire = Wire(source="far", destination="pd", capacity=[(0.0, 500.0)], senders=2, shares_egress=shares_egress)
+    link = DividedEgress(
+        wire, loop, lambda now, item: ends.append(now), lambda now, items: None, 5.0, ["r0", "r1"],
+        lambda: len(ends) == 3,
+    )  # fmt: skip
+    for at, sender, size in ((0.1, "r0", 1.0), (0.1, "r1", 1.0), (0.5, "r0", 1000.0)):
+        loop.at(at, lambda now, sent: link.send(now, *sent), (size, job_for(sender)))
+    loop.run()
+    return ends[-1]
+
+
+def test_a_sender_without_anything_to_send_lends_of_its_part_where_egress_is_shared():
+    assert all_delivered_at(shares_egress=False) == pytest.approx(4.5)
+    # From 1 s on it has 437.5 bytes a second for the 875 that are left.
+    assert all_delivered_at(shares_egress=True) == pytest.approx(3.0)
+
+
+def test_a_line_whose_egress_is_shared_carries_no_more_and_comes_to_an_end():
+    kept = replace(divided(500.0, senders=2), routing=EAGER)
+    shared = replace(kept, wires=[replace(wire, shares_egress=True) for wire in kept.wires])
+    found = simulate(shared, arrivals([0.0] * 50, 1000.0))
+    assert found.sent_bytes > 10_000.0
+    assert found.egress_bytes[1.0].max() <= 500.01
+
+
 def own(link: LinkView) -> list[tuple[str, float | None, float, float]]:
     return [(name, seen.rate_bytes_per_s, seen.queued_bytes, seen.promised_bytes) for name, seen in link.senders]
 
@@ -96,4 +125,31 @@ def test_bytes_are_promised_until_they_are_delivered_and_queued_once_they_are_co
     link.forget(job)
     line = link.view(4.0)
     assert own(line) == [idle, ("r1", 250.0, 0.0, 0.0)]
-    assert (line.rate_bytes_per_s, line.utilisation) == (500.0, 0.0)
+    # In four seconds r1 has sent what its budget lets it.
+    assert (line.rate_bytes_per_s, line.utilisation) == (500.0, 0.5)
+    assert [sender.utilisation for _, sender in line.senders] == [0.0, 1.0]
+
+
+def test_a_simulated_sender_reports_as_much_use_of_its_budget_as_a_live_one():
+    """Two seconds of sending in every five, over a budget of 250 bytes a second."""
+    loop = Loop()
+    wire = Wire(source="far", destination="pd", capacity=[(0.0, 500.0)], senders=2)
+    link = DividedEgress(wire, loop, lambda now, item: None, lambda now, items: None, 5.0, ["r0", "r1"])
+    monitor, live, simulated = LinkMonitor("p"), [], []
+
+    def sample(now: float, delivered: float) -> None:
+        info = TcpInfo(
+            rtt_s=0.0, min_rtt_s=0.0, delivery_rate=1e6, app_limited=True, bytes_delivered=round(delivered),
+            bytes_sent=0, bytes_retransmitted=0, in_flight_bytes=0,
+        )  # fmt: skip
+        live.append(monitor.sample({0: info}, now, budget_bytes_per_s=250.0).utilisation)
+        simulated.append(dict(link.view(now).senders)["r0"].utilisation)
+
+    for tenths in range(400):
+        now = tenths / 10
+        if tenths % 50 == 0:
+            loop.at(now, lambda at, _: link.send(at, 500.0, job_for("r0")))
+        loop.at(now, sample, 500.0 * (tenths // 50) + 25.0 * min(20, tenths % 50))
+    loop.run()
+    assert simulated == pytest.approx(live, abs=0.025)
+    assert simulated[-1] == pytest.approx(0.4)

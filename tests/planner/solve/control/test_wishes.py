@@ -56,7 +56,7 @@ def test_the_same_requests_on_more_nodes_wish_for_as_many(running: list[int], mo
     assert before.wished == after.wished == max(1, ceil(sum(running) / 2))
 
 
-@pytest.mark.parametrize("fields", [{"prefill": 0.0}, {"decode": float("inf")}])
+@pytest.mark.parametrize("fields", [{"prefill": 0.0}, {"prefill": 5e-324}, {"decode": 9e-4}, {"decode": float("inf")}])
 def test_aims_that_cannot_be_are_refused(fields: dict[str, float]) -> None:
-    with pytest.raises(ValueError, match="must be above 0"):
+    with pytest.raises(ValueError, match=f"^scale: {next(iter(fields))}=.*: must be at least 0.001 and finite"):
         LoadAims(**fields)

@@ -2,6 +2,7 @@
 
 import socket
 
+from transport.coding.budget import CodingBudget
 from transport.path.governor import Governor
 from transport.path.link import LinkMonitor
 from transport.path.pacing import EgressBudget
@@ -48,7 +49,7 @@ def stream_over(sock: socket.socket) -> Stream:
         Lane(),
         transfers=transfers,
         link=link,
-        coder=LaneCoder(PeerCoding(transfers.lock), 1 << 20),
+        coder=LaneCoder(PeerCoding(transfers.lock, CodingBudget()), 1 << 20),
         integrity=Integrity.CHECKSUM,
         session=None,
         on_frame=lambda _: None,
