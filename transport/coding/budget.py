@@ -55,6 +55,6 @@ class CodingBudget:
             self._left_s = max(self._left_s - cpu_s, least_s)
 
     def _earn(self, now: float) -> None:
-        passed_s = 0.0 if self._at is None else max(0.0, now - self._at)
-        self._left_s = min(BURST_S * self._cores, self._left_s + passed_s * self._cores)
-        self._at = now
+        since = now if self._at is None else self._at
+        self._at = max(since, now)  # a thread may have waited for the lock with an older time
+        self._left_s = min(BURST_S * self._cores, self._left_s + (self._at - since) * self._cores)

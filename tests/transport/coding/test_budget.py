@@ -98,6 +98,16 @@ def test_idle_cores_are_all_that_coding_takes_up_to_its_most() -> None:
     assert CodingBudget().most_cores > 0
 
 
+def test_a_moment_is_earned_once_although_threads_come_late_with_their_time() -> None:
+    budget = CodingBudget(most_cores=1.0)
+    budget.follow(1.0, 0.0)
+    budget.charge(1.0, 0.0)
+    for hundredths in range(60):
+        budget.charge(0.0, hundredths / 100)
+        budget.charge(0.0, (hundredths - 1) / 100)
+    assert not budget.is_left(0.6)
+
+
 spending = st.lists(st.tuples(st.floats(0.0, 0.5), st.floats(0.0, 64.0), st.floats(0.0, 0.2)), max_size=60)
 
 
