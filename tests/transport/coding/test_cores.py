@@ -39,10 +39,12 @@ V1 = "5:devices:/pod\n3:cpu,cpuacct:/pod\n0::/\n"
         ("", {}, 128.0),
     ],
 )  # fmt: skip
-def test_a_container_uses_no_more_than_it_is_allowed(tmp_path: Path, own: str, files: dict[str, str], found: float):
+def test_a_container_uses_no_more_than_it_is_allowed(
+    tmp_path: Path, own: str, files: dict[str, str], found: float
+) -> None:
     assert cores(tmp_path, own, files) == found
 
 
-def test_a_process_runs_on_no_more_cores_than_it_is_bound_to(tmp_path: Path):
+def test_a_process_runs_on_no_more_cores_than_it_is_bound_to(tmp_path: Path) -> None:
     assert cores(tmp_path, "0::/\n", {"groups/cpu.max": "800000 100000\n"}, runs_on=1) == 1.0
     assert usable_cores() > 0
