@@ -8,6 +8,7 @@ from typing import Final
 import numpy as np
 
 from planner.errors import Infeasible, InputError
+from planner.model.profile import Floats
 from planner.model.site import Site
 from planner.model.trace_files.arrivals import KeptArrivals
 from planner.model.traffic import Lengths
@@ -18,9 +19,8 @@ from planner.solve.replay import STEPS, Replay
 from planner.solve.search import Cut, cuts_of, rate_at, threshold_of
 from planner.solve.targets import Goal, nearest_s
 
-LADDER_REACH: Final = (
-    0.75  # of what finer steps could be worth is on the ladder: there, 1 in 40 requests takes another way
-)
+RUNGS: Final = 40  # of the ladder of thresholds that is tried first, for every split
+LADDER_REACH: Final = 0.75  # of what finer steps could be worth is on the ladder
 CANDIDATE_BINS: Final = 500  # of lengths, by which queues of many candidates are compared
 
 
@@ -70,8 +70,8 @@ class Aim:
         if known is not None and (rate := self.rate(problem, known)) > above:
             best = replace(known, rate=rate)
         size = len(problem.lengths.tokens)
-        step = max(1, size // 40)
-        ladder: Sequence[int] = range(0, size + 1, step)
+        step = max(1, size // RUNGS)
+        ladder: Sequence[int] = ladder_of(problem.lengths.weights, step)
         if (pinned := problem.variant.threshold_tokens) is not None:
             ladder = [int(cuts_of(problem.loads, np.array([pinned]))[0])]
         is_refined = step > 1 and len(ladder) > 1
@@ -199,6 +199,23 @@ class Aim:
         if nearest <= goal.ttft_s:
             return Infeasible("slo: no plan meets all targets at once, even without load")
         return Infeasible(f"slo: {what}: no plan meets it even without load; the nearest is {nearest:.2f} s")
+
+
+def ladder_of(weights: Floats, step: int) -> list[int]:
+    """Cuts at every so many lengths. Where many requests lie between two of them, they are cut there as well.
+
+    So few requests take another way from one cut to the next, but for those of one length.
+    """
+    size = len(weights)
+    rungs = {*range(0, size + 1, step), size}
+    if step > 1:
+        below = np.concatenate(([0.0], np.cumsum(weights)))
+        shares = np.arange(1, RUNGS) / RUNGS * below[-1]
+        for after in np.searchsorted(below, shares).tolist():
+            start = (after - 1) // step * step
+            if below[min(start + step, size)] - below[start] > 2 / RUNGS * below[-1]:
+                rungs |= {after - 1, after}
+    return sorted(rungs)
 
 
 def _compared(problem: Problem) -> Lengths:

@@ -8,9 +8,11 @@ budget in core-seconds a second:
 What finds the budget spent leaves as on an idle link, and is counted.
 """
 
-import os
+import math
 import threading
 from typing import Final
+
+from transport.coding.cores import usable_cores
 
 MOST_SHARE: Final = 0.25  # of the usable cores: what else runs there is the engine, which idle cores do not show
 LEAST_TOGETHER: Final = 0.1  # cores, of a machine that others keep busy: five lines that need a fiftieth
@@ -22,7 +24,7 @@ class CodingBudget:
 
     def __init__(self, most_cores: float | None = None) -> None:
         """`most_cores` is the most that coding may take; None: MOST_SHARE of the cores that this process may use."""
-        self.most_cores = MOST_SHARE * len(os.sched_getaffinity(0)) if most_cores is None else most_cores
+        self.most_cores = MOST_SHARE * usable_cores() if most_cores is None else most_cores
         self._lock = threading.Lock()
         self._cores = min(LEAST_TOGETHER, self.most_cores)
         self._left_s = BURST_S * self._cores
@@ -41,13 +43,18 @@ class CodingBudget:
             self._earn(now)
             return self._left_s > 0
 
-    def charge(self, cpu_s: float, now: float) -> None:
-        """Coding took so much; more than was left is owed."""
+    def charge(self, cpu_s: float, now: float, *, is_owed: bool = True) -> None:
+        """Coding took so much; more than was left is owed.
+
+        What is coded always, be anything left or not, may be hours of work. Of that no more is owed than BURST_S of the
+        budget: once it ends, other work waits no longer.
+        """
         with self._lock:
             self._earn(now)
-            self._left_s -= cpu_s
+            least_s = -math.inf if is_owed else min(self._left_s, -BURST_S * self._cores)
+            self._left_s = max(self._left_s - cpu_s, least_s)
 
     def _earn(self, now: float) -> None:
-        passed_s = 0.0 if self._at is None else max(0.0, now - self._at)
-        self._left_s = min(BURST_S * self._cores, self._left_s + passed_s * self._cores)
-        self._at = now
+        since = now if self._at is None else self._at
+        self._at = max(since, now)  # a thread may have waited for the lock with an older time
+        self._left_s = min(BURST_S * self._cores, self._left_s + (self._at - since) * self._cores)

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Final
 
 from transport.coding.codec import Codec, CodedPart
+from transport.coding.cores import usable_cores
 from transport.coding.elements import Run
 
 # The link becomes the bottleneck when the ready bytes need the first of these, and stops being it below the second.
@@ -218,6 +219,10 @@ class Chooser:
             self._present[label] = choices[0]
         return self._present[label]
 
+    def is_as_idle(self, asked: Mapping[str, Codec]) -> bool:
+        """Whether all is coded as on an idle link."""
+        return all(label in self._choices and codec == self._choices[label][0] for label, codec in asked.items())
+
     def on_coded(self, asked: Mapping[str, Codec], shares: Iterable[CodedPart], cpu_s: float, now: float) -> None:
         """A chunk was coded in `cpu_s`; `asked` says with what. Where that gained nothing, the share says RAW."""
         shares = list(shares)
@@ -255,11 +260,11 @@ class CpuMeter:
     INTERVAL_S: Final = 0.25
 
     def __init__(
-        self, path: Path = Path("/proc/stat"), *, ticks_per_s: int | None = None, usable_cores: int | None = None
+        self, path: Path = Path("/proc/stat"), *, ticks_per_s: int | None = None, usable: float | None = None
     ) -> None:
         self._path = path
         self._ticks_per_s = ticks_per_s or os.sysconf("SC_CLK_TCK")
-        self._usable = usable_cores or len(os.sched_getaffinity(0))
+        self._usable = usable_cores() if usable is None else usable
         self._last: tuple[float, float] | None = None  # (when, core seconds that were idle or ours so far)
         self._idle_cores = 0.0
 
@@ -273,7 +278,7 @@ class CpuMeter:
         free_s = self._idle_s() + own_cpu_s
         if self._last is not None:
             idle = (free_s - self._last[1]) / (now - self._last[0])
-            self._idle_cores = min(max(idle, LEAST_CORES), float(self._usable))
+            self._idle_cores = min(max(idle, LEAST_CORES), self._usable)
         self._last = (now, free_s)
         return self._idle_cores
 

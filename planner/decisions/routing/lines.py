@@ -43,7 +43,7 @@ def seen_by_sender(
         destination=destination,
         available_bytes_per_s=available or None,
         budget_bytes_per_s=budget,
-        utilisation=min(1.0, carried / may) if may else 0.0,
+        utilisation=carried / may if may else 0.0,  # above 1 of its own budget, while others lend it theirs
         retransmit_ratio=report.retransmit_ratio,
         queued_bytes=report.queued_bytes,
         # What is queued already was promised before.
@@ -63,7 +63,15 @@ def own_lines(
     if line.budget_bytes_per_s is None or not len(seen) == num_senders > 1:
         return ()
     return tuple(
-        (name, replace(view, coded_ratio=coded_ratio, rtt_s=view.rtt_s or line.min_rtt_s))
+        (
+            name,
+            replace(
+                view,
+                coded_ratio=coded_ratio,
+                rtt_s=view.rtt_s or line.min_rtt_s,
+                utilisation=min(1.0, view.utilisation),
+            ),
+        )
         for name, view in seen.items()
     )
 

@@ -77,6 +77,21 @@ def test_no_part_of_the_site_is_cheaper_than_the_cheapest(coarse):
     assert least.cost_per_1000_requests == pytest.approx(min(cost / 3.6 / rate for cost, rate in rates))
 
 
+def test_a_threshold_between_two_lengths_that_most_requests_have_is_found(coarse):
+    """It lies between two steps of the ladder, which are worth two thirds as much at most."""
+    tokens = np.geomspace(400.0, 120_000.0, 250)
+    weights = np.full(250, 0.2 / 250)
+    weights[218:220] += (0.3, 0.5)
+    workload = replace(coarse.workload, lengths=Lengths(tokens=tokens, weights=weights))
+    site = replace(coarse, workload=workload, slo=replace(coarse.slo, ttft_p90_s=40.0))
+    options = SolveOptions(objective=Objective.COST, rate_req_per_s=0.1)
+    aim = Aim.of(site, options)
+    part = aim.thinned(pose(site, options)).with_capacity(num_prfaas=1, num_pd=3)
+    best = aim.best(part)
+    assert (best.cut, best.rate > 0.5) == (219, True)
+    assert aim.best(part, above=0.99 * best.rate) == best
+
+
 def metered(site, price_per_gb, instances=(2, 4)):
     """A small part of the site whose line bills each gigabyte."""
     clusters = tuple(replace(each, instances=count) for each, count in zip(site.clusters, instances, strict=True))

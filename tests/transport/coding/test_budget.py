@@ -67,12 +67,45 @@ def test_what_is_always_coded_is_coded_and_paid_for() -> None:
     assert not line.accounts().events["no_core_left"]
 
 
+def test_after_an_hour_of_what_is_always_coded_other_lines_wait_no_longer() -> None:
+    budget = CodingBudget(most_cores=1.0)
+    budget.follow(LEAST_CORES, 0.0)
+    always = CodingPolicy(quantisation=Quantisation.INT8, quantise_when=QuantiseWhen.ALWAYS)
+    line, other = slow_line(budget, always), slow_line(budget)
+    transfer = LaneTransfer(slot=0, transfer_id="t", secret=b"s", outbox=Outbox(Manifest([10])))
+    for second in range(3_600):
+        asked = line.asked(formats(always), ALL, float(second))
+        line.on_coded(transfer, asked, (), 2.0, 0, float(second))
+    assert other.asked(formats(AUTO), ALL, 3_599.0) == {"kv": Codec.RAW}
+    assert other.asked(formats(AUTO), ALL, 3_599.0 + 2 * BURST_S) == {"kv": Codec.ZSTD}
+
+
+def test_what_waits_for_idle_cores_owes_all_that_it_takes() -> None:
+    budget = CodingBudget(most_cores=1.0)
+    line = slow_line(budget)
+    transfer = LaneTransfer(slot=0, transfer_id="t", secret=b"s", outbox=Outbox(Manifest([10])))
+    asked = line.asked(formats(AUTO), ALL, 1.0)
+    line.on_coded(transfer, asked, (), 1.0, 0, 1.0)
+    assert not budget.is_left(10.0)
+    assert budget.is_left(1.1 + 1.0 / LEAST_TOGETHER)
+
+
 def test_idle_cores_are_all_that_coding_takes_up_to_its_most() -> None:
     budget = CodingBudget(most_cores=2.0)
     assert budget.follow(0.0, 0.0) == 0.0  # not known yet
     assert budget.follow(1.5, 1.0) == 1.5
     assert budget.follow(64.0, 2.0) == 2.0
     assert CodingBudget().most_cores > 0
+
+
+def test_a_moment_is_earned_once_although_threads_come_late_with_their_time() -> None:
+    budget = CodingBudget(most_cores=1.0)
+    budget.follow(1.0, 0.0)
+    budget.charge(1.0, 0.0)
+    for hundredths in range(60):
+        budget.charge(0.0, hundredths / 100)
+        budget.charge(0.0, (hundredths - 1) / 100)
+    assert not budget.is_left(0.6)
 
 
 spending = st.lists(st.tuples(st.floats(0.0, 0.5), st.floats(0.0, 64.0), st.floats(0.0, 0.2)), max_size=60)

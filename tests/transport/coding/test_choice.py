@@ -176,7 +176,7 @@ def test_the_meter_counts_cores_that_idle_and_those_that_we_use(tmp_path: Path) 
         stat.write_text(f"cpu  1 1 1 {int(idle_s * ticks)} 0 0 0\ncpu0 1 1 1 1\n")
         return meter.idle_cores(now, own_s)
 
-    meter = CpuMeter(stat, ticks_per_s=ticks, usable_cores=2)
+    meter = CpuMeter(stat, ticks_per_s=ticks, usable=2.0)
     assert meter_at(0.0, 10.0, 0.0) == 0.0  # nothing is known yet
     assert meter_at(1.0, 10.5, 0.0) == 0.5
     assert meter_at(1.1, 99.0, 0.0) == 0.5  # too soon

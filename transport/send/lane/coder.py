@@ -63,8 +63,8 @@ class PeerCoding:
     ) -> None:
         """A chunk of `transfer` was coded, and leaves as `sent` bytes."""
         plain = sum(share.plain_bytes for share in shares)
-        self._budget.charge(cpu_s, now)
         with self._lock:
+            self._budget.charge(cpu_s, now, is_owed=not self._chooser.is_as_idle(asked))
             self._chooser.on_coded(asked, shares, cpu_s, now)
             transfer.outbox.bytes_saved += plain - sent
             for share in shares:

@@ -65,7 +65,14 @@ def test_a_line_is_scarce_where_its_senders_use_up_their_budgets():
 
 def test_a_share_of_a_moment_is_used_as_a_part_of_the_senders_own_budget():
     assert held(GB / 4, 1.0).utilisation == 0.25
-    assert held(7 * GB / 4, 1.0).utilisation == 1.0
+    assert held(7 * GB / 4, 1.0).utilisation == 1.75
+
+
+def test_a_line_that_one_sender_fills_with_the_budgets_of_others_is_full():
+    lent, idle = held(7 * GB / 4, 1.0), held(GB / 4, 0.0)
+    line = shared_line([lent, idle])
+    assert line.utilisation == 0.875
+    assert [each.utilisation for _, each in own_lines(line, {"a": lent, "b": idle}, 2)] == [1.0, 0.0]
 
 
 def senders_of(**own: LinkView) -> LinkView:
