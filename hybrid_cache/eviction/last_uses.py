@@ -16,16 +16,21 @@ from hybrid_cache.eviction.cohorts import Cohort
 SLACK: Final = 1024  # entries of keys that are not chained, before they are looked for
 
 
-class LastUse:
-    """The last use of some blocks: its request, their class, and its number among the uses of each."""
+class LastUse(list[Key]):
+    """The last use of these blocks: its request, their class, and its number among the uses of each.
 
-    __slots__ = ("class_id", "cohort", "keys", "newer", "older", "uses")
+    It is a list, for the memory of a use of one block, and equal to none but itself.
+    """
 
-    def __init__(self, cohort: Cohort, class_id: int, uses: int, keys: list[Key]) -> None:
+    __slots__ = ("class_id", "cohort", "newer", "older", "uses")
+    __eq__ = object.__eq__
+    __ne__ = object.__ne__
+
+    def __init__(self, cohort: Cohort, class_id: int, uses: int, keys: Sequence[Key]) -> None:
+        super().__init__(keys)
         self.cohort = cohort
         self.class_id = class_id
         self.uses = uses
-        self.keys = keys
         self.older = self.newer = self  # its neighbours in the order of use
 
 
@@ -34,7 +39,7 @@ class LastUses:
 
     def __init__(self) -> None:
         self._by_key: dict[Key, LastUse] = {}
-        self._ends = LastUse(Cohort(0.0), 0, 0, [])  # between the newest run and the oldest one
+        self._ends = LastUse(Cohort(0.0), 0, 0, ())  # between the newest run and the oldest one
         self._listed = 0  # keys of all runs
         self.get = self._by_key.get
 
@@ -52,9 +57,9 @@ class LastUses:
             if run is None:  # nor is what comes after it known
                 yield from ((None, min(most, len(path) - at)) for at in range(start, len(path), most))
                 return
-            count = len(run.keys)
+            count = len(run)
             stop = start + count
-            if stop > len(path) or run.keys[0] != path[start] or run.keys[-1] != path[stop - 1]:
+            if stop > len(path) or run[0] != path[start] or run[-1] != path[stop - 1]:
                 count = sum(1 for _ in takewhile(partial(is_, run), map(self.get, path[start : start + most])))
             yield run, count
             start += count
@@ -62,25 +67,25 @@ class LastUses:
     def put(self, keys: Sequence[Key], cohort: Cohort, class_id: int, uses: int, before: LastUse | None) -> None:
         """These blocks were used now, `before` until now."""
         if before is not None:
-            if len(before.keys) == len(keys):
+            if len(before) == len(keys):
                 before.cohort, before.class_id, before.uses = cohort, class_id, uses
                 _unlink(before)
                 _link(before, self._ends)
                 return
             self._take(before, keys)
-        run = LastUse(cohort, class_id, uses, list(keys))
+        run = LastUse(cohort, class_id, uses, keys)
         _link(run, self._ends)
-        self._by_key.update(zip(run.keys, repeat(run)))
+        self._by_key.update(zip(run, repeat(run)))
         self._listed += len(keys)
         if self._listed > 2 * len(self._by_key) + SLACK:
             self._drop_stale()
 
     def take_end(self, run: LastUse, keys: Sequence[Key]) -> LastUse | None:
         """The last of some first blocks of a run is about to be put apart: returns what the others are of then."""
-        if len(keys) == 1 or len(run.keys) > len(keys) or run.keys[-1] != keys[-1]:
+        if len(keys) == 1 or len(run) > len(keys) or run[-1] != keys[-1]:
             self._take(run, keys)
             return None
-        run.keys.pop()
+        run.pop()
         self._listed -= 1
         return run
 
@@ -95,28 +100,28 @@ class LastUses:
         """Forgets the blocks that were used least lately, but for so many: of a run, its end first."""
         while len(self._by_key) > most:
             run = self._ends.newer
-            while run.keys and len(self._by_key) > most:
-                key = run.keys.pop()
+            while run and len(self._by_key) > most:
+                key = run.pop()
                 self._listed -= 1
                 if self.get(key) is run:
                     del self._by_key[key]
-            if not run.keys:
+            if not run:
                 _unlink(run)
 
     def _take(self, run: LastUse, keys: Sequence[Key]) -> None:
-        if run.keys[: len(keys)] == list(keys):
-            del run.keys[: len(keys)]
+        if run[: len(keys)] == list(keys):
+            del run[: len(keys)]
             self._listed -= len(keys)
-            if not run.keys:
+            if not run:
                 _unlink(run)
 
     def _drop_stale(self) -> None:
         """What was used again out of the middle of a run, which chained blocks are not."""
         self._listed, run = 0, self._ends.newer
         while run is not self._ends:
-            run.keys = [key for key in run.keys if self.get(key) is run]
-            self._listed += len(run.keys)
-            if not run.keys:
+            run[:] = [key for key in run if self.get(key) is run]
+            self._listed += len(run)
+            if not run:
                 _unlink(run)
             run = run.newer
 

@@ -74,7 +74,7 @@ class Ranked(EvictionPolicy, Generic[Rank]):
         lowest = self._heap[0][0] if self._heap else None
         for taken, key in enumerate(keys):
             rank = self._ranks.get(key)
-            if rank is None or (lowest is not None and rank > lowest):
+            if rank is None or (lowest is not None and (rank,) > (lowest,)):
                 return taken
             del self._ranks[key]
             self._last_rank = rank
