@@ -106,6 +106,7 @@ class EngineSupervisor:
         self._has_served = False
         self._serves = False  # this start of it
         self._is_ended_for_others = False
+        self._is_counted = False  # the death that it has been ended for
         self._given_up = asyncio.Event()
         self._leavings: set[Path] = set()  # of this start
 
@@ -137,6 +138,11 @@ class EngineSupervisor:
         """Keeps an engine running until cancelled or until it died too often (`node.process.restarts`)."""
         while True:
             await self._live_and_die()
+            if self._is_counted:
+                self._on_state()
+                await asyncio.sleep(self._deaths.on_kill(self._now()))
+                self.restarts += 1
+                continue
             if not self._is_ended_for_others:
                 self.on_death()
             pause_s = self._deaths.on_death(self._now())
@@ -169,7 +175,8 @@ class EngineSupervisor:
         return self._cause.reason
 
     async def _live_and_die(self) -> None:
-        self.started_at, self._serves, self._is_ended_for_others = self._now(), False, False
+        self.started_at, self._serves = self._now(), False
+        self._is_ended_for_others = self._is_counted = False
         try:
             returncode = await self._run_once()
         except OSError as exc:  # no memory for a process, no room for its log: may pass
@@ -203,12 +210,12 @@ class EngineSupervisor:
         if self._process and self._process.returncode is None:
             self._kill_group()
 
-    def start_anew(self) -> None:
+    def start_anew(self, is_counted: bool) -> None:
         """Ends an engine that has lost those it computes with; `run` starts the next one. Each of them counts that death of their
-        group. One that has ended already has counted it."""
+        group. `is_counted`: this one's last engine has ended of it, too. One that has not been started again needs no end."""
         if self.pid is not None:
             log.warning("engine ended node=%s: another rank's has ended, and all start together", self._config.node_id)
-            self._is_ended_for_others = True
+            self._is_ended_for_others, self._is_counted = True, is_counted
             self.kill()
 
     def _kill_group(self) -> None:

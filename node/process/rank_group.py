@@ -21,6 +21,33 @@ STARTS_ANEW: Final = b"s"  # said by a node: its engine has ended for the others
 DRAINED: Final = b"d"  # it has drained, and would end its engine
 START_ANEW: Final = b"a"  # said to a node: end the engine, and start the next one
 MAY_END: Final = b"m"  # all have drained
+HEARD: Final = b"h"  # that its engine has ended by itself
+
+
+class DeathsTold:
+    """Tells a death of the group that this node has counted from one that it has not.
+
+    Its engine may have ended by itself of what the others tell it of, and be there again when it hears that.
+    """
+
+    def __init__(self) -> None:
+        self._unheard = 0
+
+    def has_ended(self) -> None:
+        """Its engine, by itself: that is said, and counted."""
+        self._unheard += 1
+
+    def was_heard(self) -> None:
+        """What is told from now on was said after that."""
+        self._unheard = max(0, self._unheard - 1)
+
+    @property
+    def is_counted(self) -> bool:
+        """Whether a death that is told now is one of those that this node has said."""
+        return self._unheard > 0
+
+
+StartAnew = Callable[[bool], None]  # whether that death has been counted here
 
 
 class RankGroup:
@@ -29,6 +56,7 @@ class RankGroup:
     def __init__(self, line: socket.socket | None) -> None:
         self._line = line
         self._may_end = asyncio.Event()
+        self._deaths = DeathsTold()
         if line is None:
             self._may_end.set()
         else:
@@ -43,13 +71,14 @@ class RankGroup:
         os.set_inheritable(int(number), False)
         return cls(socket.socket(fileno=int(number)))
 
-    def listen(self, start_anew: Callable[[], None]) -> None:
+    def listen(self, start_anew: StartAnew) -> None:
         """From now on an engine of another rank that has ended has this one's start anew."""
         if self._line is not None:
             asyncio.get_running_loop().add_reader(self._line, self._hear, self._line, start_anew)
 
     def engine_ended(self) -> None:
         """This node's engine has ended by itself."""
+        self._deaths.has_ended()
         self._say(ENGINE_ENDED)
 
     async def drained(self) -> None:
@@ -69,17 +98,23 @@ class RankGroup:
             with suppress(OSError):  # the process that started us is gone, and we are about to hear of that
                 self._line.send(word)
 
-    def _hear(self, line: socket.socket, start_anew: Callable[[], None]) -> None:
+    def _hear(self, line: socket.socket, start_anew: StartAnew) -> None:
         try:
             words = line.recv(MOST_WORDS)
         except BlockingIOError:
             return
         except OSError:
             words = b""
-        if START_ANEW in words:
-            start_anew()
-            self._say(STARTS_ANEW)
-        if MAY_END in words:
-            self._may_end.set()
+        for word in words:
+            self._heard(bytes([word]), start_anew)
         if not words:
             self.close()
+
+    def _heard(self, word: bytes, start_anew: StartAnew) -> None:
+        if word == START_ANEW:
+            start_anew(self._deaths.is_counted)
+            self._say(STARTS_ANEW)
+        elif word == HEARD:
+            self._deaths.was_heard()
+        elif word == MAY_END:
+            self._may_end.set()

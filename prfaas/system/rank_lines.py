@@ -6,7 +6,7 @@ import socket
 from collections.abc import Iterator
 from typing import Final, Self
 
-from node.process.rank_group import DRAINED, ENGINE_ENDED, LINE_VARIABLE, MAY_END, START_ANEW, STARTS_ANEW
+from node.process.rank_group import DRAINED, ENGINE_ENDED, HEARD, LINE_VARIABLE, MAY_END, START_ANEW, STARTS_ANEW
 
 MOST_WORDS: Final = 64  # in one read
 
@@ -23,10 +23,9 @@ class RankTalk:
 
     def heard(self, rank: int, word: bytes) -> Iterator[tuple[int, bytes]]:
         """The rank and the word of each message that follows from this one."""
-        if word == ENGINE_ENDED and rank not in self._told:
-            others = self._running - {rank} - self._told
-            self._told |= others
-            yield from ((other, START_ANEW) for other in sorted(others))
+        if word == ENGINE_ENDED:
+            yield rank, HEARD
+            yield from self._has_ended(rank)
         if word == STARTS_ANEW:
             self._told.discard(rank)
         if word == DRAINED:
@@ -37,6 +36,12 @@ class RankTalk:
         self._running.discard(rank)
         self._told.discard(rank)
         yield from self._has_drained(rank)
+
+    def _has_ended(self, rank: int) -> Iterator[tuple[int, bytes]]:
+        if rank not in self._told:
+            others = self._running - {rank} - self._told
+            self._told |= others
+            yield from ((other, START_ANEW) for other in sorted(others))
 
     def _has_drained(self, rank: int) -> Iterator[tuple[int, bytes]]:
         self._busy.discard(rank)

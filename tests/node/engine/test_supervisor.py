@@ -99,9 +99,29 @@ def test_an_engine_that_starts_anew_with_others_counts_their_death_and_is_given_
                 if start == 2:
                     engine.kill()  # which is a death of the group as well
                 else:
-                    engine.start_anew()
-                    engine.start_anew()
+                    engine.start_anew(False)
+                    engine.start_anew(False)
             await running
         assert (told, engine.gave_up, engine.restarts) == (["ended"], True, 3)
+
+    asyncio.run(scenario())
+
+
+def test_an_engine_that_is_told_late_of_a_death_that_it_has_counted_counts_no_other(tmp_path: Path) -> None:
+    """Its last one has ended of it, too. This one cannot go on with those that start anew."""
+
+    async def scenario() -> None:
+        engine = supervisor(tmp_path, tmp_path / "far-engine.log", "exec sleep 600", 0)
+        running = asyncio.create_task(engine.run())
+        async with asyncio.timeout(60.0):
+            for start in range(3):
+                while engine.pid is None or engine.restarts < start:  # noqa: ASYNC110 a process starts
+                    await asyncio.sleep(0.01)
+                if start < 2:
+                    engine.start_anew(True)
+            assert not engine.gave_up
+            engine.start_anew(False)
+            await running
+        assert (engine.gave_up, engine.restarts) == (True, 2)
 
     asyncio.run(scenario())
