@@ -1,5 +1,7 @@
 """A node serves whatever its machine's clock says: after a boot, after 43 days, after years without a request."""
 
+from collections.abc import Sequence
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -137,6 +139,10 @@ class Failing(LRU):
     def pop_victim(self, now: float, incoming: Key | None = None) -> Key:
         self._fail("pop_victim")
         return super().pop_victim(now, incoming)
+
+    def take_path(self, keys: Sequence[Key], now: float) -> int:
+        """None: victims leave one by one."""
+        return 0
 
     def _fail(self, where: str) -> None:
         if where != self.fails_at:
