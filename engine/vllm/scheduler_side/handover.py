@@ -67,6 +67,10 @@ class Handover:
         """Tokens whose KVCache another node can compute: all but the last."""
         return len(self.prompt) - 1
 
+    def lacks_state(self, length: int) -> bool:
+        """Whether its pages have been left without a state after so many tokens, as where drafts were in it."""
+        return any(at == length for _, at in self.unsaved_states)
+
     def answer(self) -> dict[str, Any] | None:
         """The `kv_transfer_params` of its answer."""
         if self.route is not HandoverRoute.LEG:

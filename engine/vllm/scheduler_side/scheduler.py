@@ -124,7 +124,7 @@ class SchedulerSide:
             if handover.route is HandoverRoute.LEG and ready >= handover.prefill_tokens:
                 self._send_cached(handover)
                 return None
-        if handover.phase is HandoverPhase.DELIVERED and not request.num_preemptions:
+        if handover.phase is HandoverPhase.DELIVERED and (not request.num_preemptions or handover.lacks_state(ready)):
             return 0
         if ready > request.num_prompt_tokens:  # cut after its delivery: there is nothing to load into
             return 0

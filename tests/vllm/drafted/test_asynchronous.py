@@ -3,6 +3,7 @@
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -104,6 +105,20 @@ def test_the_state_of_a_prompt_of_one_token_is_not_handed_over_if_it_is_padded(m
         assert lacking(leg) == [(1, 1)]
 
 
+def test_a_leg_that_left_without_a_state_does_not_load_it_after_a_preemption(model: Path) -> None:
+    """It has been delivered, and what was computed of it has gone: its pages have the attention alone."""
+    with served(model, drafts=1, aligned=True, right=(1,), blocks=160) as server:
+        server.ask("other", PROMPT[:5], [8, 7, 7, 0, 7], leg=False, max_tokens=9)
+        server.step()
+        server.ask("leg", PROMPT[:2], [8], leg=True)
+        server.step()
+        server.preempt()
+        run_until_idle(server)
+        assert mistakes(server) == []
+        (leg,) = legs(server)
+        assert lacking(leg) == [(1, 1)]
+
+
 def test_without_waits_of_the_device_steps_overtake_copies(model: Path) -> None:
     """The control: the same server, whose next steps do not wait for the copies of the one before."""
     with served(model, drafts=3, aligned=True, keeps_order=False) as server:
@@ -126,35 +141,66 @@ def actions(draw: st.DrawFn) -> list[tuple[str, int]]:
     return draw(st.lists(st.tuples(kinds, st.integers(0, 9)), min_size=5, max_size=60))
 
 
-@given(
+@dataclass(frozen=True)
+class Story:
+    """What happens at a server. `warm`: how many tokens of the prompt it has computed before, one request for each."""
+
+    drafts: int
+    aligned: bool
+    is_tight: bool
+    warm: Sequence[int]
+    right: Sequence[int]
+    lengths: Sequence[int]  # of prompts
+    answer: Sequence[int]
+    doing: Sequence[tuple[str, int]]
+
+
+ANY = st.builds(
+    Story,
     drafts=st.sampled_from([0, 1, 2, 4, BLOCK - 1, BLOCK]),
-    is_warm=st.booleans(),
     aligned=st.booleans(),
     is_tight=st.booleans(),
+    warm=st.sampled_from([(), (len(PROMPT),)]),
     right=st.lists(st.integers(0, 4), min_size=1, max_size=5),
     lengths=st.lists(LENGTHS, min_size=1, max_size=5),
     answer=st.lists(st.sampled_from([0, 0, 7, 8]), min_size=1, max_size=5),
     doing=actions(),
 )
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
-def test_what_is_announced_is_that_of_a_server_without_drafts(
-    model: Path,
-    drafts: int,
-    is_warm: bool,
-    aligned: bool,
-    is_tight: bool,
-    right: Sequence[int],
-    lengths: Sequence[int],
-    answer: Sequence[int],
-    doing: list[tuple[str, int]],
-) -> None:
+
+
+@st.composite
+def padded(draw: st.DrawFn) -> Story:
+    """The last token of a leg is computed alone, as all before it is cached. Its padding is right, or the first of it is."""
+    borders = draw(st.lists(st.integers(1, 5).map(lambda blocks: blocks * BLOCK), min_size=1, max_size=3))
+    return replace(
+        draw(ANY),
+        drafts=draw(st.sampled_from([1, 2, BLOCK - 1, BLOCK])),
+        aligned=True,
+        warm=[border + 9 for border in borders],
+        lengths=[border + 2 for border in borders],
+        answer=draw(st.sampled_from([[0], [0, 0, 7]])),
+        doing=[("leg", draw(st.integers(0, 9))), ("step", 0), *draw(actions())],
+    )
+
+
+@st.composite
+def beside(draw: st.DrawFn) -> Story:
+    """A leg whose first token is its last one comes while others are answered."""
+    doing = [("local", 8), *[("step", 0)] * draw(st.integers(2, 4)), ("leg", 1), *draw(actions())]
+    return replace(draw(ANY), drafts=draw(st.integers(1, 4)), is_tight=False, lengths=[5, 2], doing=doing)
+
+
+@given(st.one_of(ANY, padded(), beside()))
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+def test_what_is_announced_is_that_of_a_server_without_drafts(model: Path, story: Story) -> None:
     """Whatever is accepted, however prompts are cut, and which of them are preempted or leave in between."""
-    blocks = 14 + 4 * (2 + drafts) if is_tight else 160  # for two or three requests, or for all
-    with served(model, drafts=drafts, aligned=aligned, right=right, blocks=blocks) as server:
-        if is_warm:  # vLLM has beginnings of prompts, so ends of one token are padded
-            server.ask("warm", PROMPT, answer, leg=True)
+    drafts, lengths, answer = story.drafts, story.lengths, story.answer
+    blocks = 14 + 4 * (2 + drafts) if story.is_tight else 160  # for two or three requests, or for all
+    with served(model, drafts=drafts, aligned=story.aligned, right=story.right, blocks=blocks) as server:
+        for number, length in enumerate(story.warm):  # vLLM has beginnings of prompts, so ends of one token are padded
+            server.ask(f"warm{number}", PROMPT[:length], answer, leg=True)
             run_until_idle(server)
-        for number, (kind, which) in enumerate(doing):
+        for number, (kind, which) in enumerate(story.doing):
             match kind:
                 case "leg" | "local":
                     length, begin = lengths[which % len(lengths)], 0 if which % 3 else which % 2
