@@ -339,7 +339,7 @@ def test_shares_of_a_moment_are_not_the_lines_budget():
     links = ClusterLinks([*nodes, node_of("d0", role="decode")], lambda: 0.0, is_budget_shared=True)
     (line,) = links.views()
     assert (line.budget_bytes_per_s, line.available_bytes_per_s, line.senders) == (2 * GB, 2 * GB, ())
-    assert line.utilisation == 0.5
+    assert line.utilisation == 1.75 / 2
 
 
 @on_memory_loop

@@ -295,6 +295,7 @@ class Relay:
     def __init__(self, to: int) -> None:
         self._to = to
         self.port = free_port()
+        self._lock = threading.Lock()
         self._held: list[socket.socket] = []
         self.mend()
 
@@ -304,26 +305,43 @@ class Relay:
 
     def cut(self) -> None:
         """Connections end, and new ones are refused."""
-        for each in (self._listener, *self._held):
-            with contextlib.suppress(OSError):
-                each.shutdown(socket.SHUT_RDWR)
-            each.close()
-        self._held.clear()
+        with self._lock:
+            for each in (self._listener, *self._held):
+                _end(each)
+                each.close()
+            self._held.clear()
 
     def _accept(self, listener: socket.socket) -> None:
         with contextlib.suppress(OSError):
             while True:
                 near, _ = listener.accept()
-                far = socket.create_connection(("127.0.0.1", self._to))
-                self._held += (near, far)
-                for source, sink in ((near, far), (far, near)):
-                    threading.Thread(target=_copy, args=(source, sink), daemon=True).start()
+                self._relay(listener, near)
+
+    def _relay(self, listener: socket.socket, near: socket.socket) -> None:
+        """What `cut` does not know of by then has been cut with the rest."""
+        try:
+            far = socket.create_connection(("127.0.0.1", self._to))
+        except OSError:
+            near.close()
+            return
+        with self._lock:
+            if listener.fileno() < 0:
+                near.close()
+                far.close()
+                return
+            self._held += (near, far)
+        for source, sink in ((near, far), (far, near)):
+            threading.Thread(target=_copy, args=(source, sink), daemon=True).start()
 
 
 def _copy(source: socket.socket, sink: socket.socket) -> None:
     with contextlib.suppress(OSError):
         while part := source.recv(1 << 16):
             sink.sendall(part)
-    for each in (source, sink):
-        with contextlib.suppress(OSError):
-            each.shutdown(socket.SHUT_RDWR)
+    _end(source)
+    _end(sink)
+
+
+def _end(each: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        each.shutdown(socket.SHUT_RDWR)
