@@ -23,7 +23,7 @@ import sys
 from typing import Any, Final
 
 from benchmarks.lib.processes import GreetingChild
-from benchmarks.transport.sized_models import MODELS, SizedModel
+from benchmarks.lib.sized_models import MODELS, SizedModel
 
 TOKENS: Final = (8192, 131_072)
 BLOCKS: Final = ("16", "64", "native")

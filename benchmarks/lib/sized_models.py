@@ -57,6 +57,7 @@ def _hybrid(name: str, layers: tuple[int, int], token_bytes: int, k_bytes: int, 
 MODELS: Final = {
     model.name: model
     for model in (
+        SizedModel("tiny", 4, 4096, 2048, 16),  # what the others are compared with, at slabs of as many bytes
         SizedModel("dense-70b", 80, 4096, 2048, 16),  # 8 heads of 128, bfloat16
         SizedModel("v3-mla", 61, 1152, 1152, 64),  # latents of 576
         _hybrid("qwen3-next", (12, 36), 2048, 1024, 2_146_304),  # 2 heads of 256; Gated DeltaNet in float32
