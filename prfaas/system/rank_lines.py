@@ -17,9 +17,8 @@ class RankTalk:
     def __init__(self, count: int) -> None:
         self._running = set(range(count))
         self._busy = set(range(count))
-        self._told = set[
-            int
-        ]()  # to start anew; what they say of their engine until they have heard that is about the same death
+        # Ranks that were told to start anew: what they say of their engine until they do so is about the same death.
+        self._told = set[int]()
 
     def heard(self, rank: int, word: bytes) -> Iterator[tuple[int, bytes]]:
         """The rank and the word of each message that follows from this one."""

@@ -5,6 +5,7 @@ node holds: so a request is computed by the rank whose port it came to. A client
 """
 
 import asyncio
+import logging
 import os
 import socket
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
@@ -13,6 +14,8 @@ from typing import Any
 from engine.vllm.internals import ASKED_RANK, listen_also
 from engine.vllm.server.answers import App, Receive, ResumeMiddleware, Send
 from engine.vllm.server.seats import taken_over
+
+log = logging.getLogger(__name__)
 
 
 class RankPorts:
@@ -34,6 +37,7 @@ class RankPorts:
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
             opening = asyncio.create_task(listen_also(scope["app"], self._listeners))
+            opening.add_done_callback(_report_failure)
             try:
                 await self._app(scope, receive, send)
             finally:
@@ -49,3 +53,9 @@ class RankPorts:
         """The rank whose port a request came to."""
         server = scope.get("server") or ("", 0)
         return self._ranks.get(server[1], 0)
+
+
+def _report_failure(opening: "asyncio.Task[None]") -> None:
+    """The nodes of these ranks find their engines silent, and start them again; the log says why."""
+    if not opening.cancelled() and (error := opening.exception()) is not None:
+        log.error("the ports of the other ranks could not be opened: %s", error)

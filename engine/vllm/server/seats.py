@@ -120,7 +120,7 @@ def meet(seat: Seat, within_s: float = MEET_S) -> list[RankAtServer]:
 
 
 def _come(seat: Seat, deadline: float, opened: contextlib.ExitStack) -> dict[int, tuple[RankPlace, socket.socket]]:
-    """Who has come by then on the monotonic clock, and has not left again."""
+    """The launches that connect before the deadline, of the monotonic clock, and stay connected. Raises SeatError."""
     come: dict[int, tuple[RankPlace, socket.socket]] = {}
     with socket.socket(socket.AF_UNIX) as table:
         table.bind(str(seat.meeting_place))

@@ -202,7 +202,7 @@ class Server:
         self.scheduled.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
 
     def hear(self) -> None:
-        """What the device has done by now is announced; what is written whole has been delivered."""
+        """The ranks announce what the device has done so far. The agent then delivers the jobs that are written whole."""
         self.runner.device.synchronize()
         ends = {
             (job.pages.job, job.pages.num_tokens)

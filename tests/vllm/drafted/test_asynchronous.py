@@ -106,7 +106,7 @@ def test_the_state_of_a_prompt_of_one_token_is_not_handed_over_if_it_is_padded(m
 
 
 def test_a_leg_that_left_without_a_state_does_not_load_it_after_a_preemption(model: Path) -> None:
-    """It has been delivered, and what was computed of it has gone: its pages have the attention alone."""
+    """The leg is preempted after its delivery, and its pages hold attention but no state: the engine computes it again."""
     with served(model, drafts=1, aligned=True, right=(1,), blocks=160) as server:
         server.ask("other", PROMPT[:5], [8, 7, 7, 0, 7], leg=False, max_tokens=9)
         server.step()

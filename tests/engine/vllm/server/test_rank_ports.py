@@ -1,7 +1,10 @@
 import asyncio
 import socket
 from collections.abc import MutableMapping
+from types import SimpleNamespace
 from typing import Any
+
+import pytest
 
 from engine.vllm.internals import ASKED_RANK
 from engine.vllm.server.rank_ports import RankPorts
@@ -33,3 +36,15 @@ def test_the_port_that_a_request_came_to_is_its_rank() -> None:
 
     asyncio.run(scenario())
     assert asked == [2, 1, 0, 0]
+
+
+def test_the_log_says_why_ports_are_not_open(caplog: pytest.LogCaptureFixture) -> None:
+    async def app(scope: MutableMapping[str, Any], receive: object, send: object) -> None:
+        async with asyncio.timeout(30.0):
+            while not caplog.records:  # noqa: ASYNC110 nothing else tells
+                await asyncio.sleep(0.01)
+
+    stranger = SimpleNamespace(state=SimpleNamespace())  # an application that does not name its server
+    ports = RankPorts(app, listeners=[], answers=lambda inner: inner)
+    asyncio.run(ports({"type": "lifespan", "app": stranger}, nothing_comes, nothing_leaves))
+    assert "the ports of the other ranks could not be opened" in caplog.text
