@@ -345,7 +345,7 @@ def test_a_client_that_leaves_at_the_very_end_leaves_no_leg_and_is_counted(nodes
             async def has_left() -> bool:
                 return peer.left == 1
 
-            await until(has_left, 0.5)
+            await until(has_left)
         await nodes.decode.counted(handed_over=1)
 
     nodes.run(scenario())

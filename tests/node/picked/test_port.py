@@ -102,8 +102,12 @@ def test_a_stream_comes_as_it_is_computed_and_keeps_its_id(nodes: RunningPair) -
             said = await answer.text()
         assert said.endswith("data: [DONE]\n\n")
         assert "kv_transfer_params" not in said
-        page = (await nodes.decode.node.get("/metrics"))[1]
-        assert 'prfaas_picked_requests_total{cluster="west",outcome="handed_over"}' in page
+
+        async def is_told() -> bool:
+            page = (await nodes.decode.node.get("/metrics"))[1]
+            return 'prfaas_picked_requests_total{cluster="west",outcome="handed_over"}' in page
+
+        await until(is_told)  # its outcome is known after its last byte
 
     nodes.run(scenario())
 
