@@ -218,23 +218,25 @@ def _add(known: dict[str, Any], more: dict[str, Any]) -> None:
     """Texts and lists of a stream go on, everything else is said once."""
     for name, value in more.items():
         before = known.get(name)
-        if name in ("index", "role", "type", "id", "finish_reason", "stop_reason") or before is None:
-            known[name] = value if value is not None else before
+        if name == "tool_calls" and value:
+            known[name] = _with_calls(before or [], value)  # an event may have two parts of one call
         elif isinstance(value, dict):
-            _add(before, value)
-        elif name == "tool_calls":
-            _add_calls(before, value)
+            known[name] = before or {}
+            _add(known[name], value)
+        elif name in ("index", "role", "type", "id", "finish_reason", "stop_reason") or before is None:
+            known[name] = value if value is not None else before
         elif value is not None:
             known[name] = before + value
 
 
-def _add_calls(known: list[dict[str, Any]], more: list[dict[str, Any]]) -> None:
+def _with_calls(known: list[dict[str, Any]], more: list[dict[str, Any]]) -> list[dict[str, Any]]:
     for call in more:
         same = next((each for each in known if each["index"] == call["index"]), None)
         if same is None:
             known.append(call)
         else:
             _add(same, call)
+    return known
 
 
 def _plain(value: Any) -> Any:

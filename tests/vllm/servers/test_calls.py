@@ -113,6 +113,22 @@ async def answered(bench: Bench, url: str, call: Call, name: str) -> Any:
         return told_in(body, streamed=bool(call.body.get("stream")))
 
 
+def test_two_parts_of_a_tool_call_say_the_same_in_one_event_and_in_two() -> None:
+    """A server that has computed two tokens before it tells of the first one puts both into one event."""
+    named = {"index": 0, "type": "function", "function": {"name": "weather"}}
+    filled = {"index": 0, "function": {"arguments": "null"}}
+
+    def streamed(*deltas: list[dict[str, Any]]) -> bytes:
+        events = [{"choices": [{"index": 0, "delta": {"tool_calls": delta}}]} for delta in deltas]
+        lines = [*map(json.dumps, events), json.dumps({"choices": [], "usage": {"total_tokens": 2}})]
+        return "".join(f"data: {line}\n\n" for line in lines).encode()
+
+    together = told_in(streamed([named, filled]), streamed=True)
+    apart = told_in(streamed([named], [filled]), streamed=True)
+    assert not difference(together, apart)
+    assert together["choices"][0]["delta"]["tool_calls"][0]["function"] == {"name": "weather", "arguments": "null"}
+
+
 def test_there_are_many() -> None:
     assert len({call.name for call in calls()}) == len(calls()) >= 100
 
