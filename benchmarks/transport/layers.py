@@ -100,7 +100,10 @@ def main() -> None:
                     print(json.dumps(row) if args.json else line(row), flush=True)
 
 
-HEADER: Final = f"{'model':16} {'layers':>6} {'slab B':>6} {'slabs':>7}  {'MB/s':>6} {'of 4':>6} {'ratio':>6} {'lanes CPU':>9}  {'bar':6}  ratios"
+HEADER: Final = (
+    f"{'model':16} {'layers':>6} {'slab B':>6} {'slabs':>7}  {'MB/s':>6} {'of 4':>6} {'ratio':>6} "
+    f"{'lanes CPU':>9}  {'bar':6}  ratios"
+)
 
 
 def line(row: dict[str, Any]) -> str:
