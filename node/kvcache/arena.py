@@ -4,7 +4,7 @@ It is a file in /dev/shm. So the engine can map it by path, as can the agent of 
 host. It outlives an engine that dies, and goes when the agent closes it. All its memory is taken when the node starts:
 a process that writes into a page of a sparse file that its file system has no room for dies of SIGBUS. So does every
 engine that gets the same prompt after it. All of it is mapped then, too. A transfer that maps pages as it meets them
-takes up to twice the processor time, and more of it the more layers lie between two slabs of one layer.
+takes up to twice the processor time: the more, the more layers lie between two slabs of one layer.
 """
 
 import contextlib
