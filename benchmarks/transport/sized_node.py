@@ -1,7 +1,7 @@
 """One node of benchmarks.transport.sizes: an agent's parts without an engine, told what to do in JSON lines.
 
     {"reserve": n} -> {"ticket": ...}      {"begin": job, "ticket": ...} -> {"cached": n}
-    {"compute": job, ...} -> {}                  {"delivered": job} -> {"ok": true, ...}
+    {"compute": job, ...} -> {}                  {"delivered": job} -> {"ok": true, "taken_s": s, ...}
     {"claim": ...} -> {}                   {"clear": true} -> {}
 
 With {"prompt": 1} it is another one, which shares no block with the first; 2 is a short one.
@@ -116,6 +116,7 @@ class SizedNode:
         )
         self.landings = DecodeLandings(DecodePages(incoming))
         self._heard: asyncio.Queue[m.AgentMessage] = asyncio.Queue()
+        self._leaving_at = self._delivered_at = 0.0  # of the last prompt: when its first bytes could leave, and its end
 
     def close(self) -> None:
         self.egress.close()
@@ -124,6 +125,8 @@ class SizedNode:
 
     def _reply(self, message: m.AgentMessage) -> None:
         m.encode(message)  # as for an engine behind its socket
+        if isinstance(message, m.Delivered):
+            self._delivered_at = time.monotonic()
         self._heard.put_nowait(message)
 
     async def _next(self) -> m.AgentMessage:
@@ -154,6 +157,7 @@ class SizedNode:
             tokens_digest=prompt.digest,
             ticket=ticket,
         )
+        self._leaving_at = time.monotonic()
         self.loans.begin(message, self, self._reply)
         pages = await self._next()
         assert isinstance(pages, m.JobPages), pages
@@ -161,6 +165,8 @@ class SizedNode:
 
     async def compute(self, prompt: "SizedPrompt", job: str, cached: int) -> dict[str, Any]:
         """Says layer by layer that all tokens are computed, as for a prompt that is one chunk."""
+        if cached < prompt.num_tokens:
+            self._leaving_at = time.monotonic()
         states = self.layout.state_groups
         for group, entry in enumerate(self.layout.groups if cached < prompt.num_tokens else ()):
             for layer in entry.layers:
@@ -178,7 +184,8 @@ class SizedNode:
         message = await self._next()
         assert isinstance(message, m.Delivered), message
         self.loans.end(m.EndJob(job=job), self)
-        return {"ok": message.ok, "bytes": message.bytes_total}
+        taken_s = self._delivered_at - self._leaving_at  # what passed between calls is in it
+        return {"ok": message.ok, "bytes": message.bytes_total, "taken_s": taken_s}
 
     async def claim(self, prompt: "SizedPrompt", transfer_id: str) -> dict[str, Any]:
         claim = m.ClaimLanding(job="c", transfer_id=transfer_id, tokens_digest=prompt.digest, timeout_s=WAIT_S)
@@ -236,9 +243,7 @@ async def serve(node: SizedNode, prompts: Sequence[SizedPrompt], meter: NodeMete
     print(json.dumps({"ready": True}), flush=True)
     while line := await asyncio.to_thread(sys.stdin.readline):
         call = call_of(json.loads(line))
-        began = time.monotonic()
         answer = await call()
-        answer["seconds"] = time.monotonic() - began
         await asyncio.sleep(2 * BEAT_S)  # a beat sees what the call has cost
         print(json.dumps(answer | meter.take()), flush=True)
     beating.cancel()

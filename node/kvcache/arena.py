@@ -3,7 +3,8 @@
 It is a file in /dev/shm. So the engine can map it by path, as can the agent of another node for transfers inside one
 host. It outlives an engine that dies, and goes when the agent closes it. All its memory is taken when the node starts:
 a process that writes into a page of a sparse file that its file system has no room for dies of SIGBUS. So does every
-engine that gets the same prompt after it.
+engine that gets the same prompt after it. All of it is mapped then, too. A transfer that maps pages as it meets them
+takes up to twice the processor time: the more, the more layers lie between two slabs of one layer.
 """
 
 import contextlib
@@ -25,6 +26,7 @@ log = logging.getLogger(__name__)
 SHM_DIR = Path("/dev/shm")
 SHMEM_HUGEPAGES = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 MADV_POPULATE_WRITE: Final = 23  # madvise(2), Linux 5.14
+MAPPED_AT_ONCE_BYTES: Final = 4 << 20  # some milliseconds at most, in which no other thread of this process runs
 
 
 class Arena:
@@ -46,6 +48,9 @@ class Arena:
             self._map = mmap.mmap(self._fd, num_bytes)
             self.hugepages = hugepages and self._take_hugepages(hugepages_mode)
             self._take_pages()
+            # Pages of another file system would be written to disk.
+            if path.parent == SHM_DIR and not self.hugepages:
+                self._map_pages()
         except BaseException:
             path.unlink()
             os.close(self._fd)
@@ -71,6 +76,13 @@ class Arena:
             if exc.errno == errno.ENOSPC:  # another node was faster
                 raise _no_room(self.path.parent, self.num_bytes) from exc
             raise
+
+    def _map_pages(self) -> None:
+        try:
+            for start in range(0, self.num_bytes, MAPPED_AT_ONCE_BYTES):
+                self._map.madvise(MADV_POPULATE_WRITE, start, min(MAPPED_AT_ONCE_BYTES, self.num_bytes - start))
+        except OSError as exc:  # an older kernel
+            log.info("pages of arena=%s are mapped when first used: %s", self.path, exc)
 
     def _take_hugepages(self, mode_file: Path) -> bool:
         # Of the shared file, so they serve all that map it. "never" and "deny" make madvise succeed without any effect.

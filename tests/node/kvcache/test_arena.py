@@ -1,9 +1,10 @@
+import platform
 from pathlib import Path
 
 import pytest
 
 from node.errors import NoArenaMemory
-from node.kvcache.arena import SHMEM_HUGEPAGES, Arena
+from node.kvcache.arena import MAPPED_AT_ONCE_BYTES, SHM_DIR, SHMEM_HUGEPAGES, Arena, arena_directory, arena_path
 
 
 def test_pages_are_shared_by_path_and_gone_after_close(tmp_path: Path) -> None:
@@ -25,6 +26,21 @@ def test_close_survives_views_that_are_still_out(tmp_path: Path) -> None:
 def test_all_its_memory_is_taken_when_it_is_made(tmp_path: Path) -> None:
     with Arena(tmp_path / "arena", 1 << 20):
         assert (tmp_path / "arena").stat().st_blocks * 512 >= 1 << 20
+
+
+@pytest.mark.skipif(not SHM_DIR.is_dir(), reason="no shared memory")
+@pytest.mark.skipif(tuple(map(int, platform.release().split(".")[:2])) < (5, 14), reason="cannot map pages ahead")
+def test_all_its_pages_are_mapped_when_it_is_made(tmp_path: Path) -> None:
+    num_bytes = 2 * MAPPED_AT_ONCE_BYTES + 4096
+    with Arena(arena_path(arena_directory(tmp_path), tmp_path.name), num_bytes) as arena:
+        assert _mapped_bytes(arena.path) == num_bytes
+
+
+def _mapped_bytes(path: Path) -> int:
+    """Bytes of a file that this process reaches without a page fault."""
+    lines = iter(Path("/proc/self/smaps").read_text().splitlines())
+    next(line for line in lines if line.endswith(str(path)))
+    return int(next(line for line in lines if line.startswith("Rss:")).split()[1]) * 1024
 
 
 def test_what_does_not_fit_is_refused_with_the_numbers(tmp_path: Path) -> None:
