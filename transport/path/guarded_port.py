@@ -16,7 +16,7 @@ from typing import Final
 from transport.path.accept_loop import BACKLOG, AcceptLoop
 from transport.path.handshakes import HandshakePlaces, KnownSites
 from transport.path.site import site_of
-from transport.path.tcp import family_of, shut
+from transport.path.tcp import listen, shut
 
 HANDSHAKE_S: Final = 5.0
 IN_ALL: Final = 256  # each takes some 60 KiB with TLS
@@ -55,7 +55,7 @@ class GuardedPort:
     def start(self, host: str, port: int, whose: str) -> int:
         """Listens, inside an event loop; returns on which port. `whose` names it in the log. Raises OSError."""
         self._loop = asyncio.get_running_loop()
-        listener = socket.create_server((host, port), family=family_of(host), backlog=BACKLOG)
+        listener = listen(host, port, BACKLOG)
         bound: int = listener.getsockname()[1]
         self._accepting = AcceptLoop(listener, self._take, whose)
         return bound
