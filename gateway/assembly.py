@@ -24,7 +24,7 @@ from gateway.errors import NotReplaced
 from gateway.fleet.fleet import FleetPart, build_fleet
 from gateway.http.body import BodyReceiver
 from gateway.http.connections import Gate, Way
-from gateway.http.listener import OPERATORS, Listener, client_connections, descriptor_limit
+from gateway.http.listener import OPERATORS, Listener, client_connections
 from gateway.http.tls import keep_current, server_certificate
 from gateway.models.served import Models, config_of
 from gateway.models.upkeep import ModelUpkeep, loaded
@@ -54,6 +54,7 @@ from gateway.workers.process_scope import SingleProcess, WorkerProcess
 from gateway.workers.shared_counters import WorkerState
 from membership.watch import MembershipWatch
 from prompts.tokens.tokenizer import TextTokenizer
+from transport.path.descriptors import descriptor_limit
 from transport.peers.guard import end_revoked
 
 BEAT_S: Final = 0.25
