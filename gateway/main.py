@@ -17,8 +17,9 @@ from typing import Final
 import msgspec
 import uvloop
 
-from gateway.assembly import RunningGateway, running
+from gateway.assembly import running
 from gateway.config.gateway import GatewayConfig, load
+from gateway.construction import RunningGateway
 from gateway.errors import GatewayConfigError, NotReplaced
 from gateway.http.tls import server_certificate
 from gateway.models.served import config_of
