@@ -1,4 +1,4 @@
-"""Holders of certificates share their places: bounds hold, and who has little keeps it."""
+"""Holders of certificates share their places: bounds hold, and small holders keep what they have."""
 
 from hypothesis import given
 from hypothesis import strategies as st
