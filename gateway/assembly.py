@@ -1,133 +1,45 @@
-"""The object graph of a gateway: `_built` says what is built, in order, `running` what then begins."""
+"""A running gateway: `gateway.construction` builds its parts, `running` says what then begins."""
 
 import asyncio
-import contextlib
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
-from functools import partial
 from typing import Final
 
 from aiohttp import web
 
-from gateway.admin.reload import Reloads
-from gateway.admission.concurrency import ConcurrencyLimiter
 from gateway.auth.oidc import Provider
-from gateway.auth.sessions import OperatorSessions
 from gateway.cluster.agent_client import AgentClient
 from gateway.cluster.link_probes import Probes
-from gateway.cluster.links import ClusterLinks
-from gateway.cluster.registry import NODE_TIMES, Clusters, NodeTimes
-from gateway.config.gateway import GatewayConfig, Strangers
+from gateway.cluster.registry import NODE_TIMES, NodeTimes
+from gateway.config.gateway import GatewayConfig
+from gateway.construction import BEAT_S, BuiltParts, GatewayDraft, RunningGateway, construct
 from gateway.errors import NotReplaced
-from gateway.fleet.fleet import FleetPart, build_fleet
-from gateway.http.body import BodyReceiver
 from gateway.http.connections import Gate, Way
-from gateway.http.listener import OPERATORS, Listener, client_connections, descriptor_limit
+from gateway.http.listener import OPERATORS, Listener, client_connections
 from gateway.http.tls import keep_current, server_certificate
-from gateway.models.served import Models, config_of
-from gateway.models.upkeep import ModelUpkeep, loaded
+from gateway.models.upkeep import loaded
 from gateway.pages import ShownParts, operator_pages, token_endpoints
 from gateway.parts import (
-    CommonParts,
     GatewayTasks,
     NodeAccess,
-    build_audit,
-    build_common,
-    build_model,
-    build_nodes,
-    build_sinks,
-    ending,
 )
 from gateway.routing.egress_leases import Shares
 from gateway.routing.transfer_log import Flows
 from gateway.server.app import GenerationEndpoint
 from gateway.server.handlers.operators import OperatorEndpoints
 from gateway.server.routes import build_app, build_operators_app, straight_ways
-from gateway.tasks import TaskSet
-from gateway.telemetry.log_setup import LogLevel
 from gateway.telemetry.metrics import Metrics
-from gateway.workers.peers import NumberedRing
 from gateway.workers.ports import ListenerName
 from gateway.workers.process_scope import SingleProcess, WorkerProcess
 from gateway.workers.shared_counters import WorkerState
 from membership.watch import MembershipWatch
 from prompts.tokens.tokenizer import TextTokenizer
+from transport.path.descriptors import descriptor_limit
 from transport.peers.guard import end_revoked
 
-BEAT_S: Final = 0.25
 NODES_S: Final = 5.0  # that a worker waits for its nodes before it takes connections
 PROBE_TIMEOUT_S: Final = 10.0  # of a link: twice what a sender waits for a connection
-
-
-@dataclass(slots=True, kw_only=True)
-class RunningGateway:
-    """A running gateway; `url` is where it answers."""
-
-    door: GenerationEndpoint
-    admission: ConcurrencyLimiter
-    clusters: Clusters
-    models: Models
-    links: ClusterLinks
-    reloads: Reloads
-    url: str = ""
-    metrics_url: str = ""
-    listeners: list[Listener] = field(default_factory=list)
-    gates: list[Gate] = field(default_factory=list)
-
-    def __repr__(self) -> str:
-        return f"<Gateway {self.url} [{self.admission.in_flight} in flight]>"
-
-    @property
-    def config(self) -> GatewayConfig:
-        """The configuration by which it runs now."""
-        return self.reloads.config
-
-    def reload(self, config: GatewayConfig) -> list[str]:
-        """Takes over what may change while it runs; the keys that differ and may not are returned."""
-        return self.reloads.take(config)
-
-    def end_connections(self) -> None:
-        """Answers say `Connection: close` from now on."""
-        for gate in self.gates:
-            gate.is_leaving = True
-
-    def leave_ports(self) -> None:
-        """Takes no more connections; another gateway has the ports, or may have them."""
-        self.end_connections()
-        for listener in self.listeners:
-            listener.close_port()
-
-    async def left(self, timeout_s: float, goes_on: Callable[[], bool]) -> None:
-        """Waits until no client is connected, or `goes_on` says no. Answers tell clients to connect anew."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                while goes_on() and (self.admission.in_flight or any(map(len, self.gates))):  # noqa: ASYNC110 nothing tells
-                    await asyncio.sleep(BEAT_S)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BuiltParts:
-    """What a gateway is made of. Nothing of it runs yet but what writes its traces and records."""
-
-    config: GatewayConfig
-    clock: Callable[[], float]
-    seat: SingleProcess | WorkerProcess
-    strangers: Strangers
-    tasks: GatewayTasks
-    seen: NodeAccess
-    common: CommonParts
-    fleet: FleetPart
-    upkeep: ModelUpkeep
-    door: GenerationEndpoint
-    gateway: RunningGateway
-    audit: NumberedRing
-
-    @property
-    def kept(self) -> dict[str, NumberedRing]:
-        """What operators read page by page."""
-        return {"requests": self.common.records, "flows": self.common.flows, "audit": self.audit}
 
 
 @asynccontextmanager
@@ -150,15 +62,17 @@ async def running(
     """
     async with AsyncExitStack() as held:
         built = await held.enter_async_context(
-            _built(
-                config,
-                tokenizer,
-                clock,
-                seat or SingleProcess(),
-                read_again or (lambda: config),
-                agent_client=agent_client,
-                node_times=node_times,
-                load_tokenizer=load_tokenizer,
+            construct(
+                GatewayDraft(
+                    config=config,
+                    tokenizer=tokenizer,
+                    clock=clock,
+                    seat=seat or SingleProcess(),
+                    read_again=read_again or (lambda: config),
+                    agent_client=agent_client,
+                    node_times=node_times,
+                    load_tokenizer=load_tokenizer,
+                )
             )
         )
         await built.upkeep.settle()
@@ -172,122 +86,6 @@ async def running(
         _begin_heartbeat(built, gates)
         held.callback(built.door.visits.end_all)
         yield built.gateway
-
-
-@asynccontextmanager
-async def _built(
-    config: GatewayConfig,
-    tokenizer: TextTokenizer,
-    clock: Callable[[], float],
-    seat: SingleProcess | WorkerProcess,
-    read_again: Callable[[], GatewayConfig],
-    *,
-    agent_client: type[AgentClient],
-    node_times: NodeTimes,
-    load_tokenizer: Callable[[GatewayConfig], TextTokenizer],
-) -> AsyncIterator[BuiltParts]:
-    """The parts of a gateway, each after those that it is given; at the block's end they end the other way round."""
-    metrics = seat.metrics
-    strangers = config.strangers.divided(seat.workers)
-    tasks = GatewayTasks(*(TaskSet(metrics.upkeep.unforeseen) for _ in range(4)))
-    async with AsyncExitStack() as held:
-        held.callback(seat.offered.publish)
-        ended = await held.enter_async_context(build_sinks(config=config, metrics=metrics))
-        audit = await held.enter_async_context(build_audit(config=config, seat=seat, clock=clock))
-        allowances = held.enter_context(contextlib.closing(seat.allowances(clock)))
-        seen = await held.enter_async_context(
-            build_nodes(
-                config=config,
-                clock=clock,
-                seat=seat,
-                tasks=tasks,
-                agent_client=agent_client,
-                times=node_times,
-                forget=lambda node_id: models.forget(node_id),
-            )
-        )
-        models = Models(seen.clusters, config.catalog)
-        fleet = held.enter_context(
-            contextlib.closing(
-                build_fleet(
-                    config, seat.duty, metrics, seat.usage, clock, allowances, lambda: door.keyring, seen.drained
-                )
-            )
-        )
-        held.push_async_callback(fleet.farewell)
-        receiver = BodyReceiver(
-            strangers, config.max_body_bytes, config.timeouts.body_s, asyncio.get_running_loop().time
-        )
-        common = build_common(
-            config=config,
-            clock=clock,
-            seat=seat,
-            tasks=tasks,
-            seen=seen,
-            receiver=receiver,
-            strangers=strangers,
-            ended=ended,
-            allowances=allowances,
-        )
-        upkeep = ModelUpkeep(
-            config,
-            models,
-            clusters=seen.clusters,
-            build=partial(build_model, common=common, is_default=False),
-            tasks=tasks.afterwards,
-            clock=clock,
-            workers=seat.workers,
-            load=load_tokenizer,
-            on_failed=metrics.fallback,
-        )
-        held.push_async_callback(upkeep.close)
-        default = config_of(config, config.catalog, config.catalog.default, seat.workers)
-        models.add(
-            await held.enter_async_context(build_model(default, config.catalog.default, tokenizer, common=common))
-        )
-        await held.enter_async_context(ending(config=config, tasks=tasks))
-        door = GenerationEndpoint(
-            config=config,
-            models=models,
-            clusters=seen.clusters,
-            rotation=seen.rotation,
-            metrics=metrics,
-            tasks=tasks.requests,
-            clock=clock,
-            allowances=allowances,
-            audit=audit,
-            sessions=OperatorSessions(seat.sessions, config.session_s),
-            traces=ended.traces,
-        )
-        reloads = Reloads(
-            config,
-            [upkeep, common.admission, seen.legs, door, LogLevel(), seen.rotation, seen.roster, seen.links],
-            read_again,
-            metrics.upkeep.reloaded,
-            seat.parent,
-        )
-        gateway = RunningGateway(
-            door=door,
-            admission=common.admission,
-            clusters=seen.clusters,
-            models=models,
-            links=seen.links,
-            reloads=reloads,
-        )
-        yield BuiltParts(
-            config=config,
-            clock=clock,
-            seat=seat,
-            strangers=strangers,
-            tasks=tasks,
-            seen=seen,
-            common=common,
-            fleet=fleet,
-            upkeep=upkeep,
-            door=door,
-            gateway=gateway,
-            audit=audit,
-        )
 
 
 def _begin_chores(built: BuiltParts) -> None:

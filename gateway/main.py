@@ -17,10 +17,10 @@ from typing import Final
 import msgspec
 import uvloop
 
-from gateway.assembly import RunningGateway, running
+from gateway.assembly import running
 from gateway.config.gateway import GatewayConfig, load
+from gateway.construction import RunningGateway
 from gateway.errors import GatewayConfigError, NotReplaced
-from gateway.http.listener import raise_descriptor_limit
 from gateway.http.tls import server_certificate
 from gateway.models.served import config_of
 from gateway.routing.block_naming import name_secrets
@@ -42,6 +42,7 @@ from prompts.tokens.encoder import EncoderVerdict
 from prompts.tokens.tokenizer import TextTokenizer
 from transport.control.python_command import python_module
 from transport.control.settings import mapped
+from transport.path.descriptors import raise_descriptor_limit
 from transport.peers.name import PeerRole
 
 log = logging.getLogger("prfaas.gateway")

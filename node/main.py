@@ -48,6 +48,7 @@ STOP_GRACE_S = 0.5
 PREDECESSOR_MARGIN_S = 10.0
 OTHER_RANKS_MARGIN_S = 1.0  # they are told to end at the same instant, but not in it
 LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # where a listener on any address is reached from its own machine
+TOKENIZER = "tokenizer.json"  # of a model's directory
 EXIT_FAILED = 1
 EXIT_BAD_CONFIG = 2
 EXIT_ENGINE_FAILED = 3
@@ -267,6 +268,13 @@ def check_model(config: NodeConfig) -> None:
             f"model = {config.model!r}: it must be a model directory, with a config.json; `prfaas model build` makes one. "
             "A path in a file is relative to the file"
         )
+    if _reads_tokenizer(config) and not (Path(config.model) / TOKENIZER).is_file():
+        raise NodeConfigError(f"model = {config.model!r}: it has no {TOKENIZER}, which its engine reads; copy it there")
+
+
+def _reads_tokenizer(config: NodeConfig) -> bool:
+    """Whether our own engine takes the tokenizer out of the model's directory."""
+    return config.engine == "embedded" or (config.engine == "emulated" and Path(config.model).is_dir())
 
 
 def check_ssd_key(config: NodeConfig) -> None:

@@ -1,19 +1,23 @@
 """`python -m planner` is `prfaas-plan`."""
 
-import signal
 import sys
+
+from planner.commands.interrupted import run_imported
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 def main() -> int:
-    """The command. Ctrl-C while its modules are imported, which takes a second, ends it without a traceback."""
-    is_heard = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    if is_heard:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    """The command."""
+    return run_imported(_load)
+
+
+def _load() -> "Callable[[], int]":
     from planner.commands.cli import main as run
 
-    if is_heard:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-    return run()
+    return run
 
 
 if __name__ == "__main__":

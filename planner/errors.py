@@ -7,6 +7,7 @@ PlannerError
 │   └── OutsideProfile a length beyond the profiled points, without leave to extrapolate
 ├── MissingExtra       scipy is needed, which the extra `planner` installs
 ├── NothingSeen        gateways have not been seen, or not of late: their load cannot be told
+├── ServiceUnusable    no plan service answers there, or not as one of this version does, or it refuses
 ├── ChangeRefused      a change of the plan that cannot be made now
 │   └── Deposed        this service does not lead any more
 └── Infeasible         no plan meets the constraints; says which one and the nearest change that would
@@ -42,6 +43,10 @@ class MissingExtra(PlannerError):
 
 class NothingSeen(PlannerError):
     """Gateways have not been seen, or not of late; the message says why."""
+
+
+class ServiceUnusable(PlannerError):
+    """A plan service that was asked gave no usable answer; the message names its address and what came from there."""
 
 
 class ChangeRefused(PlannerError):

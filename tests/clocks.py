@@ -13,6 +13,18 @@ PAUSES: Final = st.one_of(
 )
 
 
+LEAPS: Final = st.one_of(PAUSES, PAUSES.map(lambda pause_s: -pause_s))
+
+
+def leaping_times(min_size: int = 1, max_size: int = 24) -> st.SearchStrategy[Sequence[float]]:
+    """Readings of a clock that is set forwards and backwards, down to 0."""
+
+    def readings(start: float, leaps: list[float]) -> list[float]:
+        return list(accumulate(leaps, lambda now, leap_s: max(0.0, now + leap_s), initial=start))
+
+    return st.builds(readings, STARTS, st.lists(LEAPS, min_size=min_size - 1, max_size=max_size - 1))
+
+
 def times(min_size: int = 1, max_size: int = 24) -> st.SearchStrategy[Sequence[float]]:
     """Readings of one clock, which never goes back."""
 

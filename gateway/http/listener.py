@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import os
-import resource
 import socket
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -26,12 +25,6 @@ HANDSHAKE_S: Final = 15.0  # until TLS must be agreed on
 LINGER_S: Final = 5.0  # how long the rest of a refused body is read, so that the client sees its answer
 
 
-def raise_descriptor_limit() -> None:
-    """As many descriptors as the system lets this process have."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-
-
 def client_connections(config: GatewayConfig, descriptors: int) -> int:
     """How many connections of clients may be open, so that everything else gets its descriptors out of so many."""
     free = descriptors - 2 * config.max_in_flight - OTHER_DESCRIPTORS
@@ -40,11 +33,6 @@ def client_connections(config: GatewayConfig, descriptors: int) -> int:
     if wanted > possible:
         log.warning("max_connections=%d: only %d of %d descriptors are free for them", wanted, possible, descriptors)
     return min(wanted or possible, possible)
-
-
-def descriptor_limit() -> int:
-    """How many descriptors this process may have open now."""
-    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
 class Listener:

@@ -44,9 +44,10 @@ UNKNOWN: Final = ReuseFit()
 
 
 def reuse_priority(fit: ReuseFit, age_s: float, life_s: float, *, conditional: bool) -> float:
-    """Probability of reuse within `life_s`, see the head of this file."""
+    """Probability of reuse within `life_s`, see the head of this file. A use that a clock set back puts ahead is one of now."""
     if fit.rate == 0.0:
         return 0.0
+    age_s = max(0.0, age_s)
     alive = exp(-fit.rate * age_s)
     joint = fit.probability * (alive - exp(-fit.rate * (age_s + life_s)))
     if not conditional:
@@ -154,7 +155,7 @@ class _Queue:
         self.lost = 1.0 - fit.probability
 
     def priority(self, at: float, now: float, conditional: bool) -> float:
-        alive = exp(self.rate * (at - now))
+        alive = exp(-self.rate * max(0.0, now - at))
         if conditional:
             waits = self.lost + self.probability * alive
             return self.within * alive / waits if waits else 0.0
@@ -348,7 +349,7 @@ class WorkloadAware(EvictionPolicy):
         return category if category in self._known_categories else OTHER
 
     def _refit(self, now: float, statistics: ReuseStatistics) -> None:
-        if now - self._refit_at < self.REFIT_S:
+        if 0.0 <= now - self._refit_at < self.REFIT_S:
             return
         self._refit_at = now
         for category, counts in statistics.counts.items():

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from transport.path.accept_loop import BACKLOG, AcceptLoop
 from transport.path.handshakes import HandshakePlaces
 from transport.path.site import site_of
-from transport.path.tcp import family_of
+from transport.path.tcp import listen
 
 Refused = Callable[[str, str, str], None]  # is told a reason, an address and a detail
 
@@ -59,7 +59,7 @@ class CallListener:
         """The port it listens on; without `secure` there are no handshakes. Raises OSError."""
         self._loop = asyncio.get_running_loop()
         self._secure = secure
-        listener = socket.create_server((host, port), family=family_of(host), backlog=BACKLOG)
+        listener = listen(host, port, BACKLOG)
         self._accepting = AcceptLoop(listener, self._welcome, "node calls")
         bound: int = listener.getsockname()[1]
         return bound

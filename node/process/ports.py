@@ -8,14 +8,13 @@ import asyncio
 import errno
 import logging
 import os
-import socket
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from node.errors import NodeConfigError, PortHeld
-from transport.path.tcp import family_of, format_address
+from transport.path.tcp import format_address, listen
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +59,7 @@ async def wait_free(port: ListenPort, node_id: str, timeout_s: float, now: Calla
 
 def _try(port: ListenPort) -> OSError | None:
     try:
-        socket.create_server((port.host, port.number), family=family_of(port.host)).close()
+        listen(port.host, port.number).close()
     except OSError as exc:
         if exc.errno not in UNUSABLE:
             raise

@@ -26,7 +26,7 @@ from transport.control.calls import keep_alive
 from transport.path.accept_loop import BACKLOG, AcceptLoop
 from transport.path.handshakes import HandshakePlaces, KnownSites
 from transport.path.site import site_of
-from transport.path.tcp import family_of, format_address
+from transport.path.tcp import family_of, format_address, listen
 from transport.peers.name import said_by
 from transport.receive.few_lines import FewLines
 from transport.wire.identity import Identity
@@ -39,7 +39,6 @@ MAX_CONNECTIONS: Final = 16_384  # of callers that may ask
 MAX_OF_ADDRESS: Final = 4_096
 MAX_LEFT: Final = 4_096
 
-ANY_IPV6: Final = "::"  # any of IPv4, too, as gRPC has it
 LOOPBACK: Final = "127.0.0.1"
 LOOPBACK_BASE: Final = int(ip_address("127.1.0.0"))  # what lies below is used by others, by habit
 LOOPBACK_SIZE: Final = int(ip_address("127.255.255.255")) - LOOPBACK_BASE
@@ -114,12 +113,7 @@ class TlsFront:
     async def start(self, port: ListenPort) -> int:
         """Listens; `url` says where, and this on which port. Raises NodeConfigError."""
         try:
-            listener = socket.create_server(
-                (port.host, port.number),
-                family=family_of(port.host),
-                backlog=BACKLOG,
-                dualstack_ipv6=port.host == ANY_IPV6 and socket.has_dualstack_ipv6(),
-            )
+            listener = listen(port.host, port.number, BACKLOG)
         except OSError as exc:
             raise port.refused(exc) from exc
         bound: int = listener.getsockname()[1]

@@ -412,7 +412,7 @@ COMMANDS: Final = MappingProxyType[str, PlannerCommand](
             to_compare,
             "compare a plan with what runs, from files or at a running service",
             "prfaas-plan diff plan.json --current running.json",
-            "Exit status: 0 no difference, 2 a difference, 3 infeasible.",
+            "Exit status: 0 no difference, 1 a difference, 2 wrong input or no answer, 3 infeasible.",
         ),
         "whatif": PlannerCommand(
             "capacity.whatif",

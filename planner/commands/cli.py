@@ -1,7 +1,7 @@
 """`prfaas-plan`: plan capacity, judge plans by simulation, and steer what runs by the plan service.
 
-Results go to stdout, remarks and warnings to stderr. Exit codes: 0 done (diff: no change), 1 wrong input, 2 usage (serve: a wrong
-file, too; diff: a change), 3 infeasible. Ctrl-C ends it as a signal does.
+Results go to stdout, remarks and warnings to stderr. Exit statuses are those of `prfaas` (docs/reference/commands.md), and 3 says
+infeasible. Ctrl-C ends it as a signal does.
 """
 
 import argparse
@@ -15,11 +15,11 @@ from typing import Any
 from planner.commands.arguments import COMMANDS
 from planner.commands.command_parser import CommandParser
 from planner.commands.tab_completion import SHELLS, script_of
-from planner.errors import Infeasible, PlannerError
+from planner.errors import Infeasible, InputError, MissingExtra, PlannerError
 from planner.version import tool_version
 from transport.control.grpc_environment import for_grpc
 
-EXIT_INPUT, EXIT_INFEASIBLE = 1, 3
+EXIT_FAILED, EXIT_INPUT, EXIT_INFEASIBLE = 1, 2, 3
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -49,12 +49,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_INFEASIBLE
     except PlannerError as exc:
         print(f"error: {exc}", file=sys.stderr)
-        return EXIT_INPUT
+        return _status_of(exc, args.command)
     except OSError as exc:
         # A full disk is told by a write, which knows no name of a file.
         where = exc.filename or getattr(args, "output", None)
         print(f"error: {f'{where}: ' if where else ''}{exc.strerror or exc}", file=sys.stderr)
-        return EXIT_INPUT
+        return _status_of(exc, args.command)
+
+
+def _status_of(failure: PlannerError | OSError, command: str) -> int:
+    # Of `diff`, 1 says that there is a difference.
+    return EXIT_INPUT if isinstance(failure, InputError | MissingExtra) or command == "diff" else EXIT_FAILED
 
 
 def parser() -> argparse.ArgumentParser:

@@ -15,7 +15,7 @@ from urllib.request import Request
 
 import msgspec
 
-from planner.errors import ChangeRefused, InputError
+from planner.errors import ChangeRefused, InputError, ServiceUnusable
 from planner.service.status import Status
 from planner.solve.control.ledger import LedgerEntry
 from transport.control.asking import answer_to, checked_url, why_unanswered
@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 class PlanClient:
-    """One service. Raises InputError when it does not answer, ChangeRefused when it does not do as it is told."""
+    """One service. Raises ServiceUnusable when it does not answer, ChangeRefused when it does not do as it is told."""
 
     def __init__(self, url: str, token_file: Path | None = None, identity: Identity | None = None) -> None:
         """`identity` is an operator's, for a service that asks for certificates."""
@@ -64,9 +64,9 @@ class PlanClient:
         except InvalidURL as exc:
             raise InputError(f"--url {self._url}: {exc}") from exc
         except HTTPException as exc:
-            raise InputError(f"{self._url} does not answer like a plan service: {type(exc).__name__}") from exc
+            raise ServiceUnusable(f"{self._url} does not answer like a plan service: {type(exc).__name__}") from exc
         except (URLError, TimeoutError, OSError) as exc:
-            raise InputError(f"no plan service answers at {self._url}: {why_unanswered(exc)}") from exc
+            raise ServiceUnusable(f"no plan service answers at {self._url}: {why_unanswered(exc)}") from exc
 
     def _refusal(self, exc: HTTPError) -> Exception:
         try:
@@ -74,16 +74,16 @@ class PlanClient:
         except (ValueError, KeyError, TypeError, OSError, HTTPException, RecursionError):
             text = None
         if not isinstance(text, str):
-            return InputError(f"{self._url} does not answer like a plan service: {exc.code} {exc.reason}")
+            return ServiceUnusable(f"{self._url} does not answer like a plan service: {exc.code} {exc.reason}")
         if exc.code == HTTPStatus.CONFLICT:
             return ChangeRefused(text)
-        return InputError(f"the plan service at {self._url}: {text}")
+        return ServiceUnusable(f"the plan service at {self._url}: {text}")
 
     def _decoded(self, body: bytes, kind: type[T]) -> T:
         try:
             return msgspec.json.decode(body, type=kind)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as exc:
-            raise InputError(f"{self._url} is not a plan service of this version: {exc}") from exc
+            raise ServiceUnusable(f"{self._url} is not a plan service of this version: {exc}") from exc
 
 
 def _trust(identity: Identity | None) -> ssl.SSLContext | None:

@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Final
+from typing import Any, Final
 
 import aiohttp
 from aiohttp import web
@@ -29,9 +29,12 @@ from planner.service.gateways import Gateways
 from planner.service.keeper import Keeper
 from planner.service.store import Lock, Store
 from planner.solve.control.ledger import Ledger
+from transport.path.descriptors import raise_descriptor_limit
 from transport.path.guarded_port import GuardedPort
 from transport.path.handshakes import HandshakePlaces
+from transport.path.holders import HolderPlaces
 from transport.path.tcp import format_address
+from transport.peers.name import of_der
 from transport.peers.rights import SERVE_LOAD
 from transport.wire.asked_servers import AskedServers
 
@@ -60,11 +63,14 @@ class FleetPlanService:
 
 @asynccontextmanager
 async def leading(
-    config: ServiceConfig, gateways: Gateways | None = None, converter: NodeConverter | None = None
+    config: ServiceConfig,
+    gateways: Gateways | None = None,
+    converter: NodeConverter | None = None,
+    holders: HolderPlaces[Any] | None = None,
 ) -> AsyncIterator[PlanService]:
     """A service that leads inside the block; waits for its turn first. Raises InputError, and OSError for a port.
 
-    `gateways` may come to be others while it waits.
+    `gateways` may come to be others while it waits. `holders` are the places of callers with certificates.
     """
     config.token(), config.peers()  # a file that cannot be read is no reason to wait first, either
     config.model()  # a profile that cannot be read is no reason to wait first
@@ -87,7 +93,7 @@ async def leading(
             converter or AgentConverter(config.drain_timeout_s, config.identity), asyncio.get_running_loop().time, _wall,
         )  # fmt: skip
         http = await stack.enter_async_context(aiohttp.ClientSession())
-        url = await _answering(stack, config, lambda: keeper)
+        url = await _answering(stack, config, lambda: keeper, holders)
         for work in _works(keeper, http):
             stack.push_async_callback(_ended, asyncio.create_task(work))
         yield PlanService(keeper, url)
@@ -125,7 +131,9 @@ async def taking_part(
         yield FleetPlanService(member, url)
 
 
-async def _answering(stack: AsyncExitStack, config: ServiceConfig, desk: Callable[[], PlanDesk]) -> str:
+async def _answering(
+    stack: AsyncExitStack, config: ServiceConfig, desk: Callable[[], PlanDesk], holders: HolderPlaces[Any] | None = None
+) -> str:
     """Answers over HTTP until the stack ends; returns where."""
     peers = config.peers()
     secure = config.identity.mutual_context() if config.identity is not None and peers is not None else None
@@ -134,8 +142,8 @@ async def _answering(stack: AsyncExitStack, config: ServiceConfig, desk: Callabl
         assert runner.server is not None
         return runner.server()
 
-    # A certificate admits its holder for good; in clear a caller has a place for as long as it is connected.
-    port = GuardedPort(protocol, secure, until_end=secure is None, places=HandshakePlaces())
+    holder_of = None if secure is None else _holder_of
+    port = GuardedPort(protocol, secure, holder_of=holder_of, places=HandshakePlaces(), holders=holders)
     runner = web.AppRunner(
         PlanEndpoints(desk, config.token(), peers, config.gateway_model, port).app(),
         access_log=None,
@@ -151,6 +159,14 @@ async def _answering(stack: AsyncExitStack, config: ServiceConfig, desk: Callabl
     return f"{scheme}://{format_address(host, bound)}"
 
 
+def _holder_of(transport: asyncio.BaseTransport) -> str:
+    """Of the certificate that a caller has shown; those without a name of ours share their places."""
+    try:
+        return str(of_der(transport.get_extra_info("ssl_object").getpeercert(binary_form=True)).name)
+    except ValueError:
+        return ""
+
+
 def _works(keeper: Keeper, http: aiohttp.ClientSession) -> list[Coroutine[None, None, None]]:
     """What a leader does, for ever."""
     return [
@@ -163,6 +179,7 @@ async def serve(
     config: ServiceConfig, announce: Callable[[str], None], read_again: Callable[[], ServiceConfig]
 ) -> None:
     """Serves until SIGTERM or SIGINT. SIGHUP has the gateways read again, before it leads, too. Raises InputError."""
+    raise_descriptor_limit()  # callers have more places than a process has descriptors by default
     gateways, loop = _gateways(config), asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGHUP, _reload, gateways, read_again)
     serving = asyncio.create_task(_serve(config, gateways, announce))

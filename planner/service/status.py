@@ -14,7 +14,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     set while gateways follow a plan of a later term, or of a leader that goes before this one, which then changes nothing.
     `leads_at` is where the service answers that leads, where this one follows; "?" none does now.
     `failures` counts unexpected errors by what was being done; each is in the log.
-    `turned_away` counts connections to this service that it ended, by reason: crowded, handshake.
+    `turned_away` counts connections to this service that it ended, by reason: crowded, crowded_holder, handshake.
     """
 
     term: int

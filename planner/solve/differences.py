@@ -13,7 +13,7 @@ class DiffStatus(IntEnum):
     """What `diff` exits with."""
 
     SAME = 0
-    DIFFERENT = 2
+    DIFFERENT = 1
     INFEASIBLE = 3
 
 

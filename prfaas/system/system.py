@@ -5,7 +5,6 @@ import dataclasses
 import fcntl
 import os
 import signal
-import socket
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
@@ -29,7 +28,7 @@ from prfaas.system.topology import Topology
 from prfaas.system.upkeep import first_start, keep_up
 from transport.control.asking import trusting
 from transport.control.credentials import channel_credentials, channel_options
-from transport.path.tcp import family_of, format_address
+from transport.path.tcp import format_address, listen
 from transport.peers.name import PeerRole
 from transport.wire.identity import Identity
 
@@ -79,7 +78,7 @@ class RunLock:
 def require_free_port(host: str, port: int) -> None:
     """Says now what the gateway would find out only after all engines have started. Raises TopologyError."""
     try:
-        socket.create_server((host, port), family=family_of(host)).close()
+        listen(host, port).close()
     except OSError as exc:
         reason = os.strerror(exc.errno) if exc.errno else str(exc)
         raise TopologyError(

@@ -19,11 +19,12 @@ import uvloop
 
 from gateway.admission.concurrency import ConcurrencyLimiter
 from gateway.api.openai import Endpoint
-from gateway.assembly import RunningGateway, running
+from gateway.assembly import running
 from gateway.cluster.agent_client import AgentClient
 from gateway.cluster.registry import NODE_TIMES, Clusters, NodeTimes
 from gateway.cluster.served_model import ServedModel
 from gateway.config.gateway import GatewayConfig, NodeAddress, Timeouts
+from gateway.construction import RunningGateway
 from gateway.models.upkeep import loaded
 from gateway.prompt.prompt import Hashing, Prompt, PromptMemory, PromptModel, read_call
 from gateway.request.request import Request, RequestProgress, Timeline

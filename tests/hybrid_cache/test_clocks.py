@@ -17,7 +17,7 @@ from hybrid_cache.eviction.reuse import HALF_LIFE_S, ReuseModel
 from hybrid_cache.eviction.workload import ReuseFit, ReuseStatistics, WorkloadAware, reuse_priority
 from hybrid_cache.index.index import PrefixIndex
 from hybrid_cache.index.store import PrefixStore
-from tests.clocks import YEAR_S, times
+from tests.clocks import YEAR_S, leaping_times, times
 from tests.hybrid_cache.builders import FULL, STATE, WINDOW, hashes_of, make_layout
 from tests.properties import examples
 
@@ -37,7 +37,7 @@ def serve(cache: PrefixCache, now: float, prompt: tuple[int, int, str]) -> None:
 @pytest.mark.parametrize("specs", LAYOUTS.values(), ids=LAYOUTS)
 @pytest.mark.parametrize("name", POLICIES)
 @settings(max_examples=examples(20))
-@given(data=st.data(), clock=times(max_size=12))
+@given(data=st.data(), clock=st.one_of(times(max_size=12), leaping_times(max_size=12)))
 def test_a_cache_serves_whatever_the_clock_says(specs, name, data, clock):
     layout = make_layout(*specs)
     cache = PrefixCache(layout, 60, eviction=policy_named(name, layout, 60, 1000))
@@ -85,7 +85,7 @@ def test_a_category_whose_uses_have_left_the_window_while_reuses_are_in_it():
     assert policy.pop_victim(741.0) in blocks
 
 
-@given(clock=times(min_size=2, max_size=12), window_s=st.sampled_from([60.0, 600.0, float("inf")]))
+@given(clock=st.one_of(times(2, 12), leaping_times(2, 12)), window_s=st.sampled_from([60.0, 600.0, float("inf")]))
 def test_fits_of_recorded_uses_are_rates_and_probabilities(clock, window_s):
     statistics = ReuseStatistics(window_s)
     for number, now in enumerate(clock):
@@ -95,7 +95,7 @@ def test_fits_of_recorded_uses_are_rates_and_probabilities(clock, window_s):
             assert 0.0 <= fit.probability < 1.0
 
 
-@given(rate=st.floats(0.0, 10.0), probability=st.floats(0.0, 1.0), age=st.floats(0.0, 1e9), conditional=st.booleans())
+@given(rate=st.floats(0.0, 10.0), probability=st.floats(0.0, 1.0), age=st.floats(-1e9, 1e9), conditional=st.booleans())
 def test_priorities_of_any_age_are_probabilities(rate, probability, age, conditional):
     priority = reuse_priority(ReuseFit(rate, probability), age, 60.0, conditional=conditional)
     assert 0.0 <= priority <= 1.0 + 1e-9
@@ -109,6 +109,34 @@ def test_a_block_that_is_surely_used_again_may_leave_at_any_age(clock, probabili
         policy.offer(b"%d" % number, now)
     for _ in clock:
         policy.pop_victim(clock[-1] + YEAR_S)
+
+
+@pytest.mark.parametrize("conditional", [True, False])
+@given(clock=leaping_times(min_size=2), data=st.data())
+def test_blocks_leave_one_by_one_whatever_leaps_the_clock_makes(conditional, clock, data):
+    rates = st.sampled_from([0.0, 1e-9, 1 / 300, 1.0, 1 / ReuseStatistics.MIN_REUSE_S])
+    fits = {name: ReuseFit(data.draw(rates), data.draw(st.floats(0.0, 1.0))) for name in "abc"}
+    policy, offered = WorkloadAware(fits=fits, conditional=conditional), set[bytes]()
+    for number, now in enumerate(clock):
+        block = b"%d" % number
+        policy.begin(Use(now, [block], "abc"[number % 3]))
+        policy.offer(block, now)
+        offered.add(block)
+        if data.draw(st.booleans()):
+            offered.remove(policy.pop_victim(data.draw(st.sampled_from(clock))))
+    while offered:
+        offered.remove(policy.pop_victim(data.draw(st.sampled_from(clock))))
+
+
+def test_a_clock_that_was_set_back_by_years_does_not_end_what_is_learned():
+    policy = WorkloadAware()
+    policy.begin(Use(YEAR_S, [b"x"], "once"))
+    blocks = [b"%d" % index for index in range(1000)]
+    for now in (0.0, 100.0, 200.0):
+        policy.begin(Use(now, blocks, "chat"))
+    for block in [*blocks, b"x"]:
+        policy.offer(block, 201.0)
+    assert policy.pop_victim(202.0) == b"x"  # nothing is known of it, and chats come again
 
 
 @given(clock=times(min_size=2))

@@ -57,6 +57,23 @@ def test_a_nodes_file_is_checked_and_nothing_starts(
     assert "cluster_kind = 'pq'" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("engine", ["embedded", "emulated"])
+def test_a_nodes_check_names_the_tokenizer_that_a_model_lacks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], engine: str
+) -> None:
+    path, model = tmp_path / "node.toml", tmp_path / "m"
+    model.mkdir()
+    save_byte_tokenizer(model, 4096)
+    (model / "config.json").write_text('{"model_type": "llama"}')
+    path.write_text(
+        f'[node]\nnode_id = "d"\ncluster = "c"\ncluster_kind = "pd"\nrole = "decode"\nengine = "{engine}"\nmodel = "{model}"\n'
+    )
+    assert main(["node", "-c", str(path), "--check"]) == 0
+    (model / "tokenizer.json").unlink()
+    assert main(["node", "-c", str(path), "--check"]) == 2
+    assert f"{str(model)!r}: it has no tokenizer.json" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("more", [[], ["--ranks", "2"]], ids=["one", "ranks"])
 @pytest.mark.parametrize(
     ("key", "told"),

@@ -2,8 +2,9 @@
 
     accepted ── a place ── TLS handshake, within `handshake_s`, if there is a context ── the protocol of `server`
 
-A caller keeps its place until it leaves. Where a certificate admits callers (`until_end` false), it keeps the place until
-its handshake is over. `transport.path.handshakes` says which caller loses its place to another one.
+A caller keeps its place until it leaves. Where a certificate admits callers (`holder_of`), it keeps the place until its
+handshake is over, and then has one of those for holders. `transport.path.handshakes` and `transport.path.holders` say which
+caller loses its place to another one.
 """
 
 import asyncio
@@ -15,8 +16,9 @@ from typing import Final
 
 from transport.path.accept_loop import BACKLOG, AcceptLoop
 from transport.path.handshakes import HandshakePlaces, KnownSites
+from transport.path.holders import HolderPlaces
 from transport.path.site import site_of
-from transport.path.tcp import family_of, shut
+from transport.path.tcp import listen, shut
 
 HANDSHAKE_S: Final = 5.0
 IN_ALL: Final = 256  # each takes some 60 KiB with TLS
@@ -26,21 +28,23 @@ ProtocolFactory = Callable[[], asyncio.BaseProtocol]
 
 
 class GuardedPort:
-    """Listens from `start` to `close`. `ended` counts connections that it ended, by reason: crowded, handshake."""
+    """Listens from `start` to `close`. `ended` counts connections that it ended: crowded, crowded_holder, handshake."""
 
     def __init__(
         self,
         server: ProtocolFactory,
         context: ssl.SSLContext | None = None,
         *,
-        until_end: bool = True,
+        holder_of: Callable[[asyncio.BaseTransport], str] | None = None,
         places: "HandshakePlaces[_Caller] | None" = None,
+        holders: "HolderPlaces[_Caller] | None" = None,
         handshake_s: float = HANDSHAKE_S,
     ) -> None:
         self.ended: Counter[str] = Counter()
         self._server = server
         self._context = context
-        self._until_end = until_end
+        self._holder_of = holder_of
+        self._holders = holders if holders is not None else HolderPlaces()
         self._places = places if places is not None else HandshakePlaces(IN_ALL, OF_NETWORK)
         self._handshake_s = handshake_s
         self._callers: set[_Caller] = set()  # with a place
@@ -55,7 +59,7 @@ class GuardedPort:
     def start(self, host: str, port: int, whose: str) -> int:
         """Listens, inside an event loop; returns on which port. `whose` names it in the log. Raises OSError."""
         self._loop = asyncio.get_running_loop()
-        listener = socket.create_server((host, port), family=family_of(host), backlog=BACKLOG)
+        listener = listen(host, port, BACKLOG)
         bound: int = listener.getsockname()[1]
         self._accepting = AcceptLoop(listener, self._take, whose)
         return bound
@@ -110,8 +114,16 @@ class GuardedPort:
         caller.transport = transport
         if caller not in self._callers:  # it has lost its place meanwhile
             transport.abort()
-        elif not self._until_end:
+        elif self._holder_of is not None:
             self._forget(caller)
+            self._admit(caller, self._holder_of(transport))
+
+    def _admit(self, caller: "_Caller", holder: str) -> None:
+        self._holders.leave_if(lambda each: each.has_left)
+        lost = self._holders.enter(caller, holder)
+        if lost is not None:
+            self.ended["crowded_holder"] += 1
+            lost.end()
 
     def _sweep(self) -> None:
         """Callers that have left give their places back."""

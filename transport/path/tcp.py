@@ -28,6 +28,7 @@ NOTSENT_S: Final = 0.08  # of what a lane carries
 EPHEMERAL: Final = Path("/proc/sys/net/ipv4/ip_local_port_range")
 LOWEST_LASTING_PORT: Final = 20_000
 TRIES: Final = 64
+ANY_IPV6: Final = "::"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +65,7 @@ def is_loopback(host: str) -> bool:
 
 def free_port(host: str) -> int:
     """A number for a process that asks for one. Another process may take it first: the process that got it then fails to bind."""
-    with socket.create_server((host, 0), family=family_of(host)) as probe:
+    with listen(host, 0) as probe:
         port: int = probe.getsockname()[1]
         return port
 
@@ -76,7 +77,7 @@ def lasting_port(host: str) -> int:
     """
     ports = range(LOWEST_LASTING_PORT, int(EPHEMERAL.read_text().split()[0]))
     for port in random.Random().sample(ports, min(TRIES, len(ports))):
-        with suppress(OSError), socket.create_server((host, port), family=family_of(host)):
+        with suppress(OSError), listen(host, port):
             return port
     return free_port(host)
 
@@ -97,8 +98,14 @@ def dial(address: str, options: TcpOptions) -> socket.socket:
     return sock
 
 
-def listen(host: str, port: int) -> socket.socket:
-    return socket.create_server((host, port), family=family_of(host), backlog=1024)
+def listen(host: str, port: int, backlog: int = 1024) -> socket.socket:
+    """Listens; at "::" to IPv4 as well, as gRPC and vLLM do. Raises OSError."""
+    return socket.create_server(
+        (host, port),
+        family=family_of(host),
+        backlog=backlog,
+        dualstack_ipv6=host == ANY_IPV6 and socket.has_dualstack_ipv6(),
+    )
 
 
 def prepare(sock: socket.socket, options: TcpOptions) -> None:

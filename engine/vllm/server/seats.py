@@ -18,7 +18,7 @@ from typing import Any, Final, NoReturn, Self
 
 import msgspec
 
-from transport.path.tcp import family_of, format_address
+from transport.path.tcp import format_address, listen
 
 SEAT_VARIABLE: Final = "PRFAAS_ENGINE_SEAT"  # of a launch: where it meets the others, its rank, their number
 LISTENERS_VARIABLE: Final = "PRFAAS_RANK_LISTENERS"  # of a server: descriptors of the other ranks' ports
@@ -190,7 +190,7 @@ def _is_gone(line: socket.socket) -> bool:
 def _listening(place: RankPlace) -> socket.socket:
     """Raises OSError for a port that another process has."""
     try:
-        return socket.create_server((place.host, place.port), family=family_of(place.host), backlog=BACKLOG)
+        return listen(place.host, place.port, BACKLOG)
     except OSError as error:
         address = format_address(place.host, place.port)
         raise OSError(error.errno, f"{address}, where rank {place.rank} is to be asked: {error.strerror}") from error

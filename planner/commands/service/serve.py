@@ -4,25 +4,11 @@ import argparse
 import asyncio
 import logging
 import signal
-import sys
-from typing import Final
-
-from planner.errors import InputError
-
-EXIT_BAD_CONFIG: Final = 2  # as of gateways and nodes: no supervisor need start it again
 
 
 def run(args: argparse.Namespace) -> int:
     # Until the service takes it, there is nothing to read again; left alone, it would end the process, and imports take a second.
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        return _serve(args)
-    except InputError as exc:
-        print(f"error: {exc}", file=sys.stderr)
-        return EXIT_BAD_CONFIG
-
-
-def _serve(args: argparse.Namespace) -> int:
     from planner.service.config import load
     from planner.service.server import serve
 

@@ -121,7 +121,7 @@ def test_a_week_may_be_a_file_and_only_one_is_said(capsys, tmp_path):
         True,
     )
     code, _, err = bought(capsys, tmp_path, MARKET | {"demand": DEMAND | {"week_file": "week.csv", "week": [1, 2]}})
-    assert (code, "week and week_file: give one of them" in err) == (1, True)
+    assert (code, "week and week_file: give one of them" in err) == (2, True)
     for text, why in (
         ("load\n-1\n", "row 1: load = -1"),
         ("load\n0\n", "one is above 0"),
@@ -129,7 +129,7 @@ def test_a_week_may_be_a_file_and_only_one_is_said(capsys, tmp_path):
     ):
         (tmp_path / "week.csv").write_text(text)
         code, _, err = bought(capsys, tmp_path, MARKET | {"demand": DEMAND | {"week_file": "week.csv"}})
-        assert (code, why in err, "week.csv" in err) == (1, True, True), err
+        assert (code, why in err, "week.csv" in err) == (2, True, True), err
 
 
 def test_a_fitted_workload_is_bought_for(capsys, tmp_path):
@@ -208,7 +208,7 @@ def test_a_page_without_matplotlib_names_the_extra_before_it_searches(capsys, tm
         monkeypatch.delitem(sys.modules, f"planner.commands.rendering.{name}", raising=False)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     code, _, err = bought(capsys, tmp_path, MARKET, SMALL, "-o", tmp_path / "buy.html")
-    assert (code, "pip install 'prfaas[plots]'" in err) == (1, True)
+    assert (code, "pip install 'prfaas[plots]'" in err) == (2, True)
 
 
 def test_where_a_page_goes_is_checked_before_the_search(capsys, tmp_path):
@@ -216,7 +216,7 @@ def test_where_a_page_goes_is_checked_before_the_search(capsys, tmp_path):
     hopeless = SMALL | {"slo": {"ttft_p90_s": 0.1}}
     for output, message in ((tmp_path / "none" / "buy.html", "there is no folder"), (tmp_path, "is a folder")):
         code, out, err = bought(capsys, tmp_path, MARKET, hopeless, "-o", output)
-        assert (code, out, f"error: --output {output}: {message}" in err) == (1, "", True)
+        assert (code, out, f"error: --output {output}: {message}" in err) == (2, "", True)
 
 
 def test_the_answer_is_printed_even_if_its_page_cannot_be_written(capsys, tmp_path):
@@ -278,16 +278,16 @@ def test_the_pareto_front_is_a_table_json_and_a_chart(capsys, tmp_path):
 )  # fmt: skip
 def test_errors_name_the_file_the_place_and_the_value(capsys, tmp_path, change, message):
     code, _, err = bought(capsys, tmp_path, changed(MARKET, *change))
-    assert code in (1, 3)
+    assert code in (2, 3)
     assert message in err
 
 
 def test_files_that_are_none_are_named(capsys, tmp_path):
     site = str(written(tmp_path, SMALL))
-    assert main(["buy", "-c", site, "-m", str(tmp_path / "none.toml")]) == 1
+    assert main(["buy", "-c", site, "-m", str(tmp_path / "none.toml")]) == 2
     assert "none.toml: no such file" in capsys.readouterr().err
     (tmp_path / "bad.toml").write_text("schema = ")
-    assert main(["buy", "-c", site, "-m", str(tmp_path / "bad.toml")]) == 1
+    assert main(["buy", "-c", site, "-m", str(tmp_path / "bad.toml")]) == 2
     assert "bad.toml: not valid TOML" in capsys.readouterr().err
 
 

@@ -109,7 +109,7 @@ def test_links_fail_at_given_times(capsys):
     assert "links that failed" not in run(capsys, *argv, "20:24:prfaas:pd")[1]  # shorter than the patience
     for wrong in ("20", "20:x", "50:20", "20:50:prfaas", "20:50:prfaas:else"):
         code, _, error = run(capsys, *argv, wrong)
-        assert code == 1
+        assert code == 2
         assert "link" in error or "until" in error
 
 
@@ -157,7 +157,7 @@ def test_plan_files_that_are_none_are_named(capsys, tmp_path, text, message):
     plan.write_text(text)
     for argv in (["simulate", "-c", CASE, "--plan", str(plan)], ["compare", "-c", CASE, "--plans", str(plan)]):
         code, _, err = run(capsys, *argv)
-        assert (code, message in err) == (1, True)
+        assert (code, message in err) == (2, True)
     assert "no such file" in run(capsys, "simulate", "-c", CASE, "--plan", str(tmp_path / "none.json"))[2]
 
 
@@ -239,7 +239,7 @@ def test_planning_needs_no_grpc_and_no_tokenizer(argv):
 
 def test_plans_of_several_pd_clusters_name_the_extra_that_they_need():
     done = planned_with_only(BARE, "solve", "-c", "configs/pairs.toml")
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert "pip install 'prfaas[planner]'" in done.stderr
 
 
@@ -255,7 +255,7 @@ def test_diff_exits_by_verdict(capsys, tmp_path):
 
     assert verdict() == 0
     assert verdict(threshold_tokens=table["threshold_tokens"] + 20) == 0
-    assert verdict(num_prefill=4, num_decode=4) == 2
+    assert verdict(num_prefill=4, num_decode=4) == 1
     assert verdict(num_pd=6) == 3
     assert verdict(num_prfaas=2) == 3
 
@@ -346,7 +346,7 @@ def test_compare_and_its_policies(capsys):
     assert [row["name"] for row in rows] == ["homogeneous", "naive", "prfaas"]
     assert rows[2]["ttft_mean_s"] < rows[0]["ttft_mean_s"]
     code, _, err = run(capsys, "compare", "-c", CASE, "--policies", "magic")
-    assert (code, "policy 'magic': must be one of" in err) == (1, True)
+    assert (code, "policy 'magic': must be one of" in err) == (2, True)
 
 
 def test_profile_commands(capsys, tmp_path):
@@ -375,7 +375,7 @@ def test_profile_commands(capsys, tmp_path):
     assert run(capsys, "profile", "check", str(better), "--points", str(points))[0] == 0
     assert run(capsys, "profile", "check", profile)[0] == 0
     code, _, err = run(capsys, "profile", "import-aic", profile, "--model-path", "x")
-    assert (code, "aiconfigurator is not installed" in err) == (1, True)
+    assert (code, "aiconfigurator is not installed" in err) == (2, True)
 
 
 def test_report_is_one_self_contained_page_of_the_trace_that_was_given(capsys, tmp_path):
@@ -398,7 +398,7 @@ def test_a_report_without_matplotlib_names_the_extra_before_it_simulates(capsys,
         monkeypatch.delitem(sys.modules, f"planner.commands.{name}", raising=False)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     code, _, err = run(capsys, "report", "-c", CASE, "-o", str(tmp_path / "report.html"))
-    assert (code, "charts need the plots extra (pip install 'prfaas[plots]')" in err) == (1, True)
+    assert (code, "charts need the plots extra (pip install 'prfaas[plots]')" in err) == (2, True)
 
 
 def site(tmp_path, text: str):
@@ -434,14 +434,14 @@ def test_errors_name_the_input_and_what_would_do(capsys, tmp_path, change, messa
     text = (CONFIGS / "case_study.toml").read_text().replace("profiles/", f"{CONFIGS}/profiles/")
     assert change[0] in text
     code, _, err = run(capsys, "solve", "-c", site(tmp_path, text.replace(*change)))
-    assert code == 1
+    assert code == 2
     assert message in err
 
 
 def test_missing_files_and_unknown_deployments(capsys, tmp_path):
     assert "no such file" in run(capsys, "solve", "-c", str(tmp_path / "none.toml"))[2]
     code, _, err = run(capsys, "solve", "-c", CASE, "--deployment", "moon")
-    assert (code, "known: homogeneous, naive" in err) == (1, True)
+    assert (code, "known: homogeneous, naive" in err) == (2, True)
 
 
 def test_infeasible_exits_3(capsys):

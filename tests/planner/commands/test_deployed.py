@@ -94,7 +94,7 @@ def test_a_workload_is_solved_with_the_caches_that_it_was_fitted_for(capsys, tmp
     assert json.loads((tmp_path / "w.json").read_text())["caches_gb"] == {"pd": 3.0}
     capsys.readouterr()
     with_caches(tmp_path, 50)
-    assert main(["solve", "-c", site, "-w", workload]) == 1
+    assert main(["solve", "-c", site, "-w", workload]) == 2
     assert "fitted for a cache of 3 GB per node, cluster 'pd' has one of 50 GB" in capsys.readouterr().err
 
 

@@ -126,5 +126,5 @@ def test_a_fleets_plan_is_emitted_cluster_by_cluster(capsys, tmp_path):
     ],
 )
 def test_what_cannot_be_emitted_is_told(capsys, tmp_path, table, more, why):
-    assert main(["emit", written(tmp_path, table), "-c", CASE, *more]) == 1
+    assert main(["emit", written(tmp_path, table), "-c", CASE, *more]) == 2
     assert why in capsys.readouterr().err

@@ -89,7 +89,7 @@ def test_an_index_beside_the_weights_knows_best(made, tmp_path):
 def test_an_unknown_model_by_hand(made):
     unknown = {"model_type": "mystery"}
     code, _, err, _ = made(unknown, "--gpu", "H100")
-    assert (code, "an unknown family" in err, "--kv-bytes-per-token" in err) == (1, True, True)
+    assert (code, "an unknown family" in err, "--kv-bytes-per-token" in err) == (2, True, True)
     by_hand = ("--kv-bytes-per-token", 17_280, "--state-bytes", 182_373_581, "--weights-gb", 400)
     code, _, err, path = made(unknown, *by_hand, "--gpu", "H100", "--max-running", 20)
     assert (code, err) == (0, "")
@@ -125,7 +125,7 @@ def test_what_cannot_be_is_refused_by_name(made, model, options, results, said):
     if said is None:
         assert code == 0
         return
-    assert (code, said in err, path.exists()) == (1, True, False)
+    assert (code, said in err, path.exists()) == (2, True, False)
     assert err.startswith("error: ")
 
 
@@ -133,7 +133,7 @@ def test_profiles_of_different_models_are_not_joined(made):
     _, _, _, path = made(models.LLAMA3_70B, "--gpu", "H100")
     code, _, err, _ = made(models.QWEN3_235B, "--gpu", "H200", "--add-to", path, output="both.json")
     assert (code, "kv.bytes_per_token = 327680 there and 192512 in this one: profiles of different models" in err) == (
-        1,
+        2,
         True,
     )
 
@@ -145,7 +145,7 @@ def test_a_folder_and_a_gpu_by_hand(tmp_path, capsys):
     assert found["kv"]["bytes_per_token"] == 70_272
     assert found["memory"]["x9x8"]["kv_copies"] == 8  # tensor parallelism cannot divide a latent
     assert "--kv-copies 1 where engines split requests instead" in found["memory"]["x9x8"]["provenance"]
-    assert main(["profile", "from-config", str(tmp_path / "nothing.json")]) == 1
+    assert main(["profile", "from-config", str(tmp_path / "nothing.json")]) == 2
     assert "no such file: give the config.json" in capsys.readouterr().err
 
 
@@ -161,7 +161,7 @@ def test_error_and_memory_are_checked_when_a_profile_is_read(tmp_path, capsys):
         ({"decode": {"x": {"max_running": 5, "step_s": 0.1, "error": float("nan")}}}, "error = NaN"),
     ):
         path.write_text(json.dumps({"schema": 1, "model": "m"} | spoiled))
-        assert main(["profile", "check", str(path)]) == 1
+        assert main(["profile", "check", str(path)]) == 2
         assert said in capsys.readouterr().err
 
 
@@ -190,7 +190,7 @@ def test_batches_that_fit_with_one_copy_are_not_refused(made):
     code, _, err, _ = made(models.DEEPSEEK_V3, "--gpu", "H200", results=[*fast, many])
     assert (code, err) == (0, "")
     code, _, err, _ = made(models.DEEPSEEK_V3, "--gpu", "H200", "--kv-copies", 8, results=[*fast, many])
-    assert (code, "GB of KVCache, and beside the weights" in err) == (1, True)
+    assert (code, "GB of KVCache, and beside the weights" in err) == (2, True)
 
 
 def test_weights_by_hand_tell_how_fast_they_can_be(made, tmp_path):
@@ -199,7 +199,7 @@ def test_weights_by_hand_tell_how_fast_they_can_be(made, tmp_path):
     fast = [vllm(prompt=n, ttft_ms=n * 0.025) for n in (1_000, 8_000)]  # the least in 16 bits is 0.0173 ms a token on 8
     assert made(model, "--gpu", "H100", "--gpus", 4, "--weights-gb", 71, results=fast)[0] == 0
     code, _, err, _ = made(models.LLAMA3_70B, "--gpu", "H100", "--gpus", 4, results=fast)
-    assert (code, "at its peak of 3.96 PFLOP/s" in err) == (1, True)
+    assert (code, "at its peak of 3.96 PFLOP/s" in err) == (2, True)
     index = tmp_path / "model/model.safetensors.index.json"
     index.write_text(json.dumps({"metadata": {"total_size": 71_000_000_000}}))
     assert made(model, "--gpu", "H100", "--gpus", 4, results=fast)[0] == 0
@@ -221,7 +221,7 @@ def test_what_is_added_to_is_checked(made, tmp_path, there, said):
     added = tmp_path / "there.json"
     added.write_text(json.dumps({"schema": 1, "model": "m"} | there))
     code, _, err, _ = made(models.GPT_OSS_120B, "--add-to", added, results=None)
-    assert code == 1
+    assert code == 2
     assert said in err
 
 

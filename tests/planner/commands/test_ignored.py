@@ -31,7 +31,7 @@ def asked(capsys, *args):
 
 def test_a_link_the_wrong_way_round_is_told_how_to_turn(capsys, tmp_path):
     code, _, err = asked(capsys, "solve", "-c", written(tmp_path, REVERSED))
-    assert (code, 'write source = "prfaas", destination = "pd"' in err) == (1, True)
+    assert (code, 'write source = "prfaas", destination = "pd"' in err) == (2, True)
 
 
 def test_whatif_keeps_what_a_deployment_pins_and_its_ties(capsys, tmp_path):
@@ -48,7 +48,7 @@ def test_whatif_keeps_what_a_deployment_pins_and_its_ties(capsys, tmp_path):
     assert plan["tie_share"] > 0
     assert float(row["offload_fraction"]) == pytest.approx(plan["offload_fraction"])
     code, _, err = asked(capsys, "whatif", "-c", site, "--deployment", "pinned", "--sweep", "n_pd=2")
-    assert (code, "the deployment pins num_prefill=4" in err) == (1, True)
+    assert (code, "the deployment pins num_prefill=4" in err) == (2, True)
 
 
 def test_a_knob_says_what_more_of_it_does():
@@ -60,7 +60,7 @@ def test_a_knob_says_what_more_of_it_does():
 def test_an_outage_after_the_last_request_is_told(capsys, tmp_path):
     site = written(tmp_path, SMALL)
     code, _, err = asked(capsys, "simulate", "-c", site, "--requests", "20", "--link-down", "90000:90010")
-    assert (code, "the last request comes at" in err) == (1, True)
+    assert (code, "the last request comes at" in err) == (2, True)
 
 
 def test_a_profile_is_asked_for_whole_prompts(capsys, tmp_path):
@@ -73,14 +73,14 @@ def test_a_profile_is_asked_for_whole_prompts(capsys, tmp_path):
     table["uncached_tokens"] = {"tokens": cut, "weights": [1 / len(cut)] * len(cut)}
     (tmp_path / "w.json").write_text(json.dumps(table))
     code, _, err = asked(capsys, "solve", "-c", written(tmp_path, SMALL), "-w", tmp_path / "w.json")
-    assert (code, "length 200100 tokens lies outside the profiled" in err) == (1, True)
+    assert (code, "length 200100 tokens lies outside the profiled" in err) == (2, True)
 
 
 def test_a_row_without_blocks_is_named(capsys, tmp_path):
     bare = {key: value for key, value in ROWS[6].items() if key != "hash_ids"}
     (tmp_path / "t.jsonl").write_text(jsonl([*ROWS[:6], bare, *ROWS[7:]]))
     code, _, err = asked(capsys, "fit", "--trace", tmp_path / "t.jsonl")
-    assert (code, "row 7: missing: hash_ids, which 39 of 40 rows have" in err) == (1, True)
+    assert (code, "row 7: missing: hash_ids, which 39 of 40 rows have" in err) == (2, True)
 
 
 def test_a_hit_ratio_that_is_not_known_is_not_0(capsys, tmp_path):
@@ -92,14 +92,14 @@ def test_a_hit_ratio_that_is_not_known_is_not_0(capsys, tmp_path):
     code, _, err = asked(capsys, "solve", "-c", written(tmp_path, SMALL), "-w", tmp_path / "w.json")
     assert (code, "prefix hits, which are not known" in err) == (0, True)
     code, _, err = asked(capsys, "fit", "--trace", tmp_path / "t.jsonl", "-c", written(tmp_path), "--cache-gb", 5)
-    assert (code, "the trace names no blocks" in err) == (1, True)
+    assert (code, "the trace names no blocks" in err) == (2, True)
 
 
 def test_seconds_are_not_taken_for_milliseconds(capsys, tmp_path):
     rows = [ROWS[0] | {"timestamp": at * 0.3} for at in range(200)]
     (tmp_path / "t.jsonl").write_text(jsonl(rows))
     code, _, err = asked(capsys, "fit", "--trace", tmp_path / "t.jsonl")
-    assert (code, "if it is in seconds, multiply it by 1000" in err) == (1, True)
+    assert (code, "if it is in seconds, multiply it by 1000" in err) == (2, True)
 
 
 def test_sessions_of_agents_are_read_and_other_shapes_named(capsys, tmp_path):
@@ -110,7 +110,7 @@ def test_sessions_of_agents_are_read_and_other_shapes_named(capsys, tmp_path):
     assert asked(capsys, "fit", "--trace", tmp_path / "s.jsonl")[0] == 0
     (tmp_path / "o.jsonl").write_text(jsonl([{"at": 0, "prompt": 5}]))
     code, _, err = asked(capsys, "fit", "--trace", tmp_path / "o.jsonl")
-    assert (code, "row 1: fields at, prompt: an unknown shape; known are Mooncake's" in err) == (1, True)
+    assert (code, "row 1: fields at, prompt: an unknown shape; known are Mooncake's" in err) == (2, True)
 
 
 def test_a_curve_that_falls_is_refused():
@@ -125,14 +125,14 @@ def test_a_profile_that_falls_fails_its_check(capsys, tmp_path):
     profile = PROFILE | {"prefill": {"h20x8": {k: v for k, v in curve.items() if k not in ("points", "interpolation")}}}
     (tmp_path / "p.json").write_text(json.dumps(profile))
     code, _, err = asked(capsys, "profile", "check", tmp_path / "p.json")
-    assert (code, "more tokens never take less time" in err) == (1, True)
+    assert (code, "more tokens never take less time" in err) == (2, True)
 
 
 def test_a_cache_larger_than_can_be_simulated_is_told(capsys, tmp_path):
     (tmp_path / "t.jsonl").write_text(jsonl(ROWS))
     argv = ("simulate", "-c", written(tmp_path), "--trace", tmp_path / "t.jsonl", "--cache-gb")
     code, _, err = asked(capsys, *argv, "100000000")
-    assert (code, "GB of this model are simulated" in err) == (1, True)
+    assert (code, "GB of this model are simulated" in err) == (2, True)
 
 
 def test_what_a_gateway_has_counted_as_cached_is_the_hit_ratio():

@@ -35,7 +35,7 @@ def test_a_value_that_no_request_can_have_is_named(capsys, tmp_path, key, value)
     path = tmp_path / "t.jsonl"
     path.write_text(jsonl([row | ({key: value} if at == 5 else {}) for at, row in enumerate(ROWS)]))
     code, err = asked(capsys, "fit", "--trace", path)
-    assert code == 1
+    assert code == 2
     assert f"error: trace {path}: row 6: {key} = " in err
 
 
@@ -44,14 +44,14 @@ def test_blocks_are_named_by_integers(capsys, tmp_path, ids):
     path = tmp_path / "t.jsonl"
     path.write_text(jsonl([ROWS[0] | {"hash_ids": ids}]))
     code, err = asked(capsys, "fit", "--trace", path)
-    assert (code, "row 1: hash_ids = " in err) == (1, True)
+    assert (code, "row 1: hash_ids = " in err) == (2, True)
 
 
 def test_a_time_far_from_all_others_is_named(capsys, tmp_path):
     path = tmp_path / "t.jsonl"
     path.write_text(jsonl([*ROWS, ROWS[0] | {"timestamp": 1.7e12}]))
     code, err = asked(capsys, "simulate", "-c", CONFIGS / "case_study.toml", "--trace", path)
-    assert (code, "row 41 comes 1.7e+09 s after row 1: a trace spans at most" in err) == (1, True)
+    assert (code, "row 41 comes 1.7e+09 s after row 1: a trace spans at most" in err) == (2, True)
 
 
 @pytest.mark.parametrize("spelled", ["t.jsonl", "t.jsonl.gz", "t.jsonl.xz", "t.jsonl.zst", "bom.jsonl", "two.jsonl.gz"])
@@ -79,7 +79,7 @@ def test_a_compressed_file_that_was_cut_or_damaged_is_named(capsys, tmp_path, pa
     path = tmp_path / "t"
     path.write_bytes(spoil(pack(random.Random(0).randbytes(300_000).hex().encode())))
     code, err = asked(capsys, "fit", "--trace", path)
-    assert (code, f"error: trace {path}: " in err) == (1, True)
+    assert (code, f"error: trace {path}: " in err) == (2, True)
 
 
 @pytest.mark.parametrize("data", [b"\xff\xfet\0", b"\x80", b"\x1f\x8b\xff\0", b"[1]\n", b"5\n", b"{}\n", b"[" * 10**6])
@@ -88,7 +88,7 @@ def test_what_is_no_such_file_is_named(capsys, tmp_path, data, option):
     path = tmp_path / "t"
     path.write_bytes(data)
     code, err = asked(capsys, "fit", option, path)
-    assert code == 1
+    assert code == 2
     assert err.startswith("error: ")
 
 
@@ -96,7 +96,7 @@ def test_a_cut_last_line_is_an_error_but_for_a_log_that_is_being_written(capsys,
     path = tmp_path / "t.jsonl"
     path.write_text(jsonl(ROWS)[:-10])
     code, err = asked(capsys, "fit", "--trace", path)
-    assert (code, "line 40: not JSON" in err) == (1, True)
+    assert (code, "line 40: not JSON" in err) == (2, True)
 
 
 AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
@@ -132,7 +132,7 @@ def test_azures_times_are_in_utc(capsys, tmp_path, monkeypatch, zone):
 def test_a_cell_that_is_wrong_is_named(capsys, tmp_path, row, message):
     (tmp_path / "t.csv").write_text(AZURE + "2023-11-05 00:00:00,1,1\n" + row + "\n")
     code, err = asked(capsys, "fit", "--trace", tmp_path / "t.csv")
-    assert (code, f"row 2: {message}" in err) == (1, True)
+    assert (code, f"row 2: {message}" in err) == (2, True)
 
 
 def fitted(capsys, path):
@@ -208,7 +208,7 @@ def test_metrics_are_read_as_prometheus_writes_them(capsys, tmp_path, stamp, lab
 def test_a_sum_that_is_none_is_named(capsys, tmp_path, total):
     (tmp_path / "m").write_text(metrics(total))
     code, err = asked(capsys, "fit", "--metrics", tmp_path / "m")
-    assert (code, "prfaas_uncached_prompt_tokens" in err) == (1, True)
+    assert (code, "prfaas_uncached_prompt_tokens" in err) == (2, True)
 
 
 # Sites, profiles, workloads
@@ -248,7 +248,7 @@ def changed(table, path, value):
 )
 def test_a_site_that_cannot_be_is_refused_by_key(capsys, tmp_path, path, value):
     code, err = asked(capsys, "solve", "-c", written(tmp_path, changed(SITE, path, value)))
-    assert code == 1
+    assert code == 2
     assert str(tmp_path / "site.toml") in err
     assert (next(iter(value)) if isinstance(value, dict) else path.split(".")[-1]) in err
 
@@ -269,7 +269,7 @@ def test_two_lines_of_one_pair_carry_as_much_as_one(tmp_path):
 
 def test_two_links_of_one_pair_are_refused(capsys, tmp_path):
     code, err = asked(capsys, "solve", "-c", written(tmp_path, SITE | {"links": SITE["links"] * 2}))
-    assert (code, "there are two from 'prfaas' to 'pd'" in err) == (1, True)
+    assert (code, "there are two from 'prfaas' to 'pd'" in err) == (2, True)
 
 
 @pytest.mark.parametrize(
@@ -292,7 +292,7 @@ def test_two_links_of_one_pair_are_refused(capsys, tmp_path):
 )
 def test_a_profile_that_cannot_be_is_refused_by_key(capsys, tmp_path, path, value, named):
     code, err = asked(capsys, "solve", "-c", written(tmp_path, profile=changed(PROFILE, path, value)))
-    assert code == 1
+    assert code == 2
     assert f"profile {tmp_path / 'profile.json'}" in err
     assert named in err
 
@@ -326,7 +326,7 @@ def test_a_fitted_workload_that_cannot_be_is_refused_by_key(capsys, tmp_path, pa
     workload = tmp_path / "w.json"
     workload.write_text(json.dumps(changed(json.loads(workload.read_text()), path, value)))
     code, err = asked(capsys, "solve", "-c", written(tmp_path), "-w", workload)
-    assert (code, f"error: {workload}" in err or f"workload {workload}" in err, path in err) == (1, True, True)
+    assert (code, f"error: {workload}" in err or f"workload {workload}" in err, path in err) == (2, True, True)
 
 
 # Arguments
@@ -397,19 +397,19 @@ def test_plans_that_cannot_be_compared_are_named(capsys, tmp_path, which, text, 
     for name, path in paths.items():
         path.write_text(text if name == which else json.dumps(PLAN))
     code, err = asked(capsys, "diff", paths["plan"], "--current", paths["current"])
-    assert (code, err.startswith(f"error: plan {paths[which]}: {said}")) == (1, True)
+    assert (code, err.startswith(f"error: plan {paths[which]}: {said}")) == (2, True)
 
 
 def test_a_plan_says_how_many_instances_it_uses(capsys, tmp_path):
     (tmp_path / "plan.json").write_text("{}")
     code, err = asked(capsys, "diff", tmp_path / "plan.json", "--current", tmp_path / "plan.json")
-    assert (code, err) == (1, f"error: plan {tmp_path}/plan.json: missing: num_prfaas\n")
+    assert (code, err) == (2, f"error: plan {tmp_path}/plan.json: missing: num_prfaas\n")
 
 
 def test_a_profile_with_an_integer_of_thousands_of_digits_is_no_json(capsys, tmp_path):
     (tmp_path / "p.json").write_text('{"schema": ' + "1" * 5_000 + "}")
     code, err = asked(capsys, "profile", "check", tmp_path / "p.json")
-    assert (code, err.startswith(f"error: profile {tmp_path}/p.json: not JSON: ")) == (1, True)
+    assert (code, err.startswith(f"error: profile {tmp_path}/p.json: not JSON: ")) == (2, True)
 
 
 @pytest.mark.parametrize(
@@ -440,6 +440,6 @@ def test_where_a_result_goes_is_checked_before_the_work(capsys, tmp_path, args):
     ):
         code, err = asked(capsys, args[0], "-c", site, *args[1:], "-o", output)
         assert (code, err) == (
-            1,
+            2,
             f"error: --output {output}: {message}{'; name a file' if output == tmp_path else ''}\n",
         )

@@ -224,9 +224,9 @@ async def test_commands_show_and_change_what_is_in_force(tmp_path: Path, capsys:
         assert "leads in term 1, advisory, paused" in shown
         assert "as gateways are configured" in shown
         assert f"gateway {gateway.url}: follows no plan" in shown
-        assert await command("diff", *url) == 2
+        assert await command("diff", *url) == 1
         assert "threshold_tokens" in capsys.readouterr().out
-        assert await command("diff", "--json", *url) == 2
+        assert await command("diff", "--json", *url) == 1
         changes = json.loads(capsys.readouterr().out)["changes"]
         assert changes["threshold_tokens"]["current"] == 60_000
         assert await command("apply", "--version", "999", *url) == 1
@@ -331,13 +331,14 @@ async def test_unforeseen_errors_are_counted_and_shown(tmp_path: Path, capsys: p
 def test_no_service_is_an_error_that_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["show", "--url", "http://127.0.0.1:1"]) == 1
     assert "no plan service answers at http://127.0.0.1:1" in capsys.readouterr().err
-    assert main(["show", "--url", "127.0.0.1"]) == 1
-    assert main(["diff", "--current", "x"]) == 1
+    assert main(["diff", "--url", "http://127.0.0.1:1"]) == 2  # 1 says that there is a difference
+    assert main(["show", "--url", "127.0.0.1"]) == 2
+    assert main(["diff", "--current", "x"]) == 2
 
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:1x", "http://127.0.0.1:1/ a"])
 def test_an_address_that_is_none_is_an_error_that_says_so(url: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["show", "--url", url]) == 1
+    assert main(["show", "--url", url]) == 2
     assert f"error: --url {url}: " in capsys.readouterr().err
 
 

@@ -22,6 +22,7 @@ from planner.service.server import PlanService, leading
 from planner.solve.control.readings import Readings, Units
 from tests.planner.service.worlds import SOON, FakeGateway, config_for, on_loop
 from transport.control.certificates import Authority
+from transport.path.holders import HolderPlaces
 from transport.peers.name import PeerName, PeerRole
 from transport.peers.rights import SERVE_LOAD, SERVE_PLAN
 from transport.wire.asked_servers import AskedServers
@@ -54,11 +55,13 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Site:
 
 
 @asynccontextmanager
-async def service(state_dir: Path, identity: Identity, **fields: Any) -> AsyncIterator[tuple[PlanService, str]]:
+async def service(
+    state_dir: Path, identity: Identity, holders: HolderPlaces[Any] | None = None, **fields: Any
+) -> AsyncIterator[tuple[PlanService, str]]:
     """One that other machines reach, and where it answers on this one."""
     files = {key: getattr(identity, key) for key in ("certificate", "key", "authority")}
     config = config_for(state_dir, host="0.0.0.0", **files | fields)
-    async with leading(replace(config, controller=SOON)) as found:
+    async with leading(replace(config, controller=SOON), holders=holders) as found:
         yield found, found.url.replace("0.0.0.0", HERE)
 
 
@@ -87,6 +90,25 @@ async def test_the_right_to_read_and_to_change_plans_is_the_table_s(site: Site, 
         for nobody in (site.stranger, None):
             assert isinstance(await status_of(f"{url}/health", "GET", nobody), str)
         assert isinstance(await status_of(f"{url}/health".replace("https", "http"), "GET", None), str)
+
+
+@on_loop
+async def test_gateways_with_many_connections_are_bounded_counted_and_keep_no_operator_out(
+    site: Site, tmp_path: Path
+) -> None:
+    busy = site.by_role[PeerRole.GATEWAY].client_context()
+    async with service(tmp_path / "s", site.by_role[PeerRole.PLANNER], HolderPlaces(in_all=4, of_holder=3)) as (_, url):
+        port = int(url.rpartition(":")[2])
+        crowd = []
+        for _ in range(6):
+            crowd.append(await asyncio.open_connection(HERE, port, ssl=busy, server_hostname=HERE))
+        for reader, _ in crowd[:3]:
+            assert await reader.read() == b""
+        trust = site.by_role[PeerRole.OPERATOR].client_context()
+        async with aiohttp.ClientSession() as http, http.get(f"{url}/status", ssl=trust) as answer:
+            assert (await answer.json())["turned_away"] == {"crowded_holder": 3}
+        for _, writer in crowd:
+            writer.close()
 
 
 @on_loop

@@ -15,6 +15,7 @@ from prfaas.system.certificates import CertificateHolder, issue
 from transport.control.asking import trusting
 from transport.path.guarded_port import GuardedPort
 from transport.path.handshakes import HandshakePlaces
+from transport.path.holders import HolderPlaces
 from transport.peers.name import PeerName, PeerRole
 
 WITHIN_S = 10.0
@@ -128,7 +129,7 @@ def test_a_certificate_admits_for_good_where_the_server_says_so(new_loop: NewLoo
     trust, context = authority_and_server(tmp_path)
 
     async def scenario() -> None:
-        port = GuardedPort(Echo, context, until_end=False, places=HandshakePlaces(in_all=1, of_network=1))
+        port = GuardedPort(Echo, context, holder_of=lambda _: "one", places=HandshakePlaces(in_all=1, of_network=1))
         async with listening(port) as address:
             held = []
             for _ in range(3):
@@ -140,6 +141,33 @@ def test_a_certificate_admits_for_good_where_the_server_says_so(new_loop: NewLoo
             for writer in held:
                 writer.close()
             assert not port.ended
+
+    run(scenario, new_loop)
+
+
+@LOOPS
+def test_holders_have_places_of_their_own_and_the_oldest_connection_makes_room(
+    new_loop: NewLoop, tmp_path: Path
+) -> None:
+    trust, context = authority_and_server(tmp_path)
+    names = iter(["busy", "busy", "operator", "busy"])
+
+    async def scenario() -> None:
+        port = GuardedPort(Echo, context, holder_of=lambda _: next(names), holders=HolderPlaces(3, 2))
+        async with listening(port) as address:
+            held = []
+            for _ in range(4):
+                reader, writer = await asyncio.open_connection(*address, ssl=trust, server_hostname="127.0.0.1")
+                writer.write(b"x")
+                assert await reader.readexactly(1) == b"x"
+                held.append((reader, writer))
+            assert await held[0][0].read() == b""  # the first one of "busy"
+            assert port.ended == {"crowded_holder": 1}
+            for reader, writer in held[1:]:
+                writer.write(b"y")
+                assert await reader.readexactly(1) == b"y"
+            for _, writer in held:
+                writer.close()
 
     run(scenario, new_loop)
 

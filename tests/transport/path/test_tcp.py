@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from transport.path.tcp import format_address, free_port, lasting_port, parse_address
+from transport.path.tcp import format_address, free_port, lasting_port, listen, parse_address
 
 
 @pytest.mark.parametrize("address", ["localhost", ":80", "host:", "host:99999", "host:-1"])
@@ -31,3 +31,11 @@ def test_a_lasting_port_is_none_that_the_kernel_gives() -> None:
     assert port < low
     with socket.create_server(("127.0.0.1", port)):
         assert lasting_port("127.0.0.1") != port
+
+
+def test_any_address_of_ipv6_is_any_of_ipv4_too() -> None:
+    with listen("::", 0) as listener:
+        for host in ("127.0.0.1", "::1"):
+            socket.create_connection((host, listener.getsockname()[1])).close()
+    with listen("::1", 0) as listener, pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", listener.getsockname()[1])).close()

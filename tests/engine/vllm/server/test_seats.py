@@ -165,6 +165,20 @@ def test_a_rank_is_found_by_the_name_that_its_node_has(tmp_path: Path) -> None:
         assert RankAtServer("s", "::1", listener, line).http_url == f"http://[::1]:{listener.getsockname()[1]}"
 
 
+def test_a_rank_at_any_address_of_ipv6_is_asked_by_ipv4_too(
+    tmp_path: Path, processes: list["subprocess.Popen[str]"]
+) -> None:
+    """As rank 0 is, whose port vLLM opens."""
+    place = tmp_path / MEETING_PLACE
+    everywhere = KEEP.replace("127.0.0.1", "::")
+    processes += [started(everywhere, place, 1, 0), started(everywhere, place, 2, 0)]
+    for rank in meet(Seat(place, 0, 3), PATIENCE_S):
+        for host in ("127.0.0.1", "::1"):
+            socket.create_connection((host, rank.listener.getsockname()[1])).close()
+        rank.listener.close()
+        rank.line.close()
+
+
 def test_a_port_that_another_has_is_named(tmp_path: Path, processes: list["subprocess.Popen[str]"]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
