@@ -73,7 +73,7 @@ def is_openai(body: bytes) -> bool:
 
 @on_loop
 async def test_slow_bodies_take_no_place_and_end_by_themselves() -> None:
-    strangers = Strangers(body_grace_s=0.5)
+    strangers = Strangers(body_grace_s=1.5)
     async with world(max_in_flight=2, strangers=strangers) as w, AsyncExitStack() as stack:
         slow = [await stack.enter_async_context(raw(w)) for _ in range(20)]
         for each in slow:
