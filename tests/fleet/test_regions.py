@@ -108,6 +108,10 @@ class Sites:
             return await answer.text()
 
     async def records(self, http: aiohttp.ClientSession) -> list[dict[str, Any]]:
+        """Of all requests so far, the last of which may be counted after its client has its answer."""
+        async with asyncio.timeout(PATIENCE_S):
+            while json.loads(await self.told(http, "prfaas/console"))["in_flight"]:
+                await asyncio.sleep(0.05)
         return [json.loads(line) for line in (await self.told(http, "prfaas/requests?since=0")).splitlines() if line]
 
 

@@ -387,7 +387,9 @@ async def test_while_another_waits_in_vain_too_who_was_held_back_asks_now_and_th
                 if held_back:
                     place.held_back()
 
-    waiting = [asyncio.create_task(in_vain("heavy", True)), asyncio.create_task(in_vain("light", False))]
+    waiting = [asyncio.create_task(in_vain("heavy", True))]
+    await until(lambda: len(line) == 1)
+    waiting.append(asyncio.create_task(in_vain("light", False)))
     await until(lambda: len(line) == 2)
     asked.clear()
     await until(lambda: asked.count("heavy") >= 3)

@@ -338,6 +338,7 @@ async def test_bodies_that_wait_are_bounded() -> None:
         await asyncio.sleep(0)
         held.set()
         assert (await other)[1].num_tokens
+        await asyncio.gather(*blocked)
         assert (await reads.read(Endpoint.COMPLETIONS, body, MODEL, share=TenantShare("acme")))[1].num_tokens
     finally:
         held.set()
