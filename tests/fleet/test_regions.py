@@ -110,7 +110,7 @@ class Sites:
     async def records(self, http: aiohttp.ClientSession) -> list[dict[str, Any]]:
         """Of all requests so far, the last of which may be counted after its client has its answer."""
         async with asyncio.timeout(PATIENCE_S):
-            while json.loads(await self.told(http, "prfaas/console"))["in_flight"]:
+            while json.loads(await self.told(http, "prfaas/console"))["in_flight"]:  # noqa: ASYNC110 in another process
                 await asyncio.sleep(0.05)
         return [json.loads(line) for line in (await self.told(http, "prfaas/requests?since=0")).splitlines() if line]
 
