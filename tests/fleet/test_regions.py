@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import aiohttp
+import pytest
 import tomli_w
 
 from engine.byte_tokenizer import save_byte_tokenizer
@@ -144,6 +145,7 @@ async def ready(sites: Sites, http: aiohttp.ClientSession, nodes: int) -> None:
             await asyncio.sleep(0.1)
 
 
+@pytest.mark.timeout(900)  # eleven processes start, and ask each other
 def test_a_lost_region_costs_no_request(tmp_path: Path) -> None:
     async def scenario() -> None:
         rng, sites = random.Random(0), Sites(tmp_path)

@@ -155,7 +155,9 @@ async def test_a_full_line_sends_the_last_away_for_a_higher_priority() -> None:
         line.place(ServiceClass(priority=1)) as high,
         line.place(ServiceClass(priority=-1)) as low,
     ):
-        waiting = [asyncio.create_task(place.wait()) for place in (first, last)]
+        waiting = [asyncio.create_task(first.wait())]
+        await until(lambda: len(line) == 1)
+        waiting.append(asyncio.create_task(last.wait()))
         await until(lambda: len(line) == 2)
         with pytest.raises(Overloaded, match="No decode node has room"):
             await low.wait()
