@@ -109,7 +109,7 @@ class Sites:
             return await answer.text()
 
     async def records(self, http: aiohttp.ClientSession) -> list[dict[str, Any]]:
-        """Of all requests so far, the last of which may be counted after its client has its answer."""
+        """Of all requests so far. The last one may be counted after its client has its answer."""
         async with asyncio.timeout(PATIENCE_S):
             while json.loads(await self.told(http, "prfaas/console"))["in_flight"]:  # noqa: ASYNC110 in another process
                 await asyncio.sleep(0.05)
