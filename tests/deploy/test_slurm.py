@@ -20,7 +20,7 @@ FOLDER: Final = Path(__file__).parent.parent.parent / "deploy" / "slurm"
 JOB: Final = FOLDER / "prfaas-nodes.sbatch"
 TASK: Final = FOLDER / "node-task"
 GUIDE: Final = FOLDER.parent.parent / "docs" / "guides" / "slurm.md"
-WAIT_S: Final = 20.0
+WAIT_S: Final = 60.0
 # In the place of `prfaas`: it keeps its file and arguments, and ends 0.2 s after it is told to.
 NODE: Final = """#!/usr/bin/env bash
 trap 'sleep 0.2; echo drained >> "$KEPT/log"; exit 3' TERM

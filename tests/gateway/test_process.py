@@ -82,7 +82,7 @@ async def test_sigterm_lets_streams_finish_refuses_new_ones_and_ends_the_process
     async with topology(decode=1) as nodes, process(tmp_path, nodes) as (running, url):
         async with aiohttp.ClientSession(url) as http:
             await until_ready(http)
-            nodes.decode[0].script.word_interval_s = 1.0
+            go_on = nodes.decode[0].script.word_gate = asyncio.Event()
             body = {"model": "scripted", "prompt": LONG, "stream": True}
             async with http.post("/v1/completions", json=body) as stream:
                 assert stream.status == 200
@@ -90,6 +90,7 @@ async def test_sigterm_lets_streams_finish_refuses_new_ones_and_ends_the_process
                 await until_draining(http)
                 async with http.post("/v1/completions", json=body) as refused:
                     assert (refused.status, refused.headers["Retry-After"]) == (503, "1")
+                go_on.set()
                 assert (await stream.read()).endswith(b"data: [DONE]\n\n")
         async with asyncio.timeout(PATIENCE_S):
             assert await running.wait() == 0  # draining may last ten times as long

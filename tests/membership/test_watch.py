@@ -39,7 +39,9 @@ class Scripted:
         pass
 
 
-def heard(source: Scripted, number: int, late_s: float = 60.0) -> tuple[list[View], list[str]]:
+def heard(
+    source: Scripted, number: int, late_s: float = 60.0, on_failure: Callable[[], object] = lambda: None
+) -> tuple[list[View], list[str]]:
     """The first views that are told of, and the failures up to then."""
     views, failures = list[View](), list[str]()
 
@@ -51,10 +53,12 @@ def heard(source: Scripted, number: int, late_s: float = 60.0) -> tuple[list[Vie
             if len(views) == number:
                 enough.set()
 
-        watch = MembershipWatch(
-            [source], asyncio.get_running_loop().time, on_view, lambda name, reason: failures.append(reason),
-            poll_s=0.0, late_s=late_s,
-        )  # fmt: skip
+        def failed(name: str, reason: str) -> None:
+            failures.append(reason)
+            on_failure()
+
+        now = asyncio.get_running_loop().time
+        watch = MembershipWatch([source], now, on_view, failed, poll_s=0.0, late_s=late_s)
         running = asyncio.create_task(watch.run())
         async with asyncio.timeout(60.0):
             await enough.wait()
@@ -82,8 +86,7 @@ def test_an_empty_list_is_not_believed_however_often_it_is_said() -> None:
 
 def test_a_registry_that_hangs_is_lost_until_it_answers() -> None:
     hung = threading.Event()
-    threading.Timer(0.3, hung.set).start()
-    views, failures = heard(Scripted(RegistryReading(members=[A]), hung.wait, None), 3, late_s=0.05)
+    views, failures = heard(Scripted(RegistryReading(members=[A]), hung.wait, None), 3, late_s=1.0, on_failure=hung.set)
     assert [view.state for view in views] == ["fresh", "frozen", "fresh"]
     assert failures == ["late"]
 

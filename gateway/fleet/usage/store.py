@@ -5,7 +5,7 @@ PREFIX/gateways/usage/runs/ID
 """
 
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final
 
@@ -28,19 +28,18 @@ MOST_BYTES: Final = 64 << 20  # of them together
 class EtcdUsage:
     """That of one fleet. Every method blocks, and raises FleetFailed."""
 
-    def __init__(
-        self, config: EtcdConfig, client: EtcdClient | None = None, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, config: EtcdConfig, client: EtcdClient | None = None, read_s: float = BEGIN_S) -> None:
+        """Everything is read within `read_s`."""
         self._root = f"{config.fleet_root}{USAGE}"
         self._client = client or EtcdClient(config)
-        self._clock = clock
+        self._read_s = read_s
 
     def read(self, own: str = "") -> FoundUsage:
         """All of one revision; run `own` however many there are."""
         folded, runs = NOTHING, dict[str, StoredValue]()
         revision = num_bytes = 0
         with _told():
-            for page in pages(self._client, self._root, self._clock() + BEGIN_S):
+            for page in pages(self._client, self._root, time.monotonic() + self._read_s):
                 revision = revision or page.header.revision
                 for kv in page.kvs:
                     name = kv.key.decode(errors="backslashreplace").removeprefix(self._root)

@@ -1,7 +1,6 @@
 """A full system lets requests wait in line, tells those it has no place for when to come again, and forgets no request."""
 
 import asyncio
-import time
 from collections import Counter
 
 import pytest
@@ -13,17 +12,17 @@ from gateway.http.response import Reply
 from planner.decisions.admission.classes import ServiceClass
 from planner.decisions.admission.waiting import TenantShare
 from tests.gateway.memory.pipeline import on_memory_loop, pipeline
-from tests.gateway.worlds import PATIENT, Deployment, on_loop, until
+from tests.gateway.worlds import PATIENT, Deployment, until
 from transport.control.proto import node_pb2 as pb
 
 LONG = "the quick brown fox jumps over the lazy dog " * 40
 
 
 def line_of(limit: int = 100, patience_s: float = 60.0) -> WaitingLine:
-    return WaitingLine(time.monotonic, limit=limit, patience_s=patience_s)
+    return WaitingLine(asyncio.get_running_loop().time, limit=limit, patience_s=patience_s)
 
 
-@on_loop
+@on_memory_loop
 async def test_the_first_is_served_first() -> None:
     line, room, served = line_of(), 0, []
 
@@ -50,7 +49,7 @@ async def test_the_first_is_served_first() -> None:
     assert len(line) == 0
 
 
-@on_loop
+@on_memory_loop
 async def test_a_line_that_is_full_says_when_to_come_again() -> None:
     line = line_of(limit=2)
     line.drain.interval_s = 3.0
@@ -66,7 +65,7 @@ async def test_a_line_that_is_full_says_when_to_come_again() -> None:
     assert len(line) == 0
 
 
-@on_loop
+@on_memory_loop
 async def test_nobody_waits_longer_than_the_patience() -> None:
     async def in_vain(place: QueueEntry) -> None:
         while True:
@@ -83,7 +82,7 @@ async def test_nobody_waits_longer_than_the_patience() -> None:
     assert len(line) == 0
 
 
-@on_loop
+@on_memory_loop
 async def test_who_leaves_lets_the_next_one_come() -> None:
     line = line_of()
     places: list[QueueEntry] = []
@@ -94,7 +93,9 @@ async def test_who_leaves_lets_the_next_one_come() -> None:
             while True:
                 await place.wait()
 
-    first, second = asyncio.create_task(client()), asyncio.create_task(client())
+    first = asyncio.create_task(client())
+    await until(lambda: len(line) == 1)
+    second = asyncio.create_task(client())
     await until(lambda: len(line) == 2)
     first.cancel()
     await until(lambda: len(line) == 1)
@@ -104,7 +105,7 @@ async def test_who_leaves_lets_the_next_one_come() -> None:
     assert len(line) == 0
 
 
-@on_loop
+@on_memory_loop
 async def test_whose_room_is_lost_waits_for_another() -> None:
     line = line_of()
     with line.place() as place:
@@ -119,7 +120,7 @@ async def test_whose_room_is_lost_waits_for_another() -> None:
     assert len(line) == 0
 
 
-@on_loop
+@on_memory_loop
 async def test_a_higher_priority_is_served_first() -> None:
     line, room, served = line_of(), 0, []
 
@@ -145,7 +146,7 @@ async def test_a_higher_priority_is_served_first() -> None:
     assert served == ["high", "first", "second", "low"]
 
 
-@on_loop
+@on_memory_loop
 async def test_a_full_line_sends_the_last_away_for_a_higher_priority() -> None:
     line = line_of(limit=2)
     with (
@@ -154,7 +155,9 @@ async def test_a_full_line_sends_the_last_away_for_a_higher_priority() -> None:
         line.place(ServiceClass(priority=1)) as high,
         line.place(ServiceClass(priority=-1)) as low,
     ):
-        waiting = [asyncio.create_task(place.wait()) for place in (first, last)]
+        waiting = [asyncio.create_task(first.wait())]
+        await until(lambda: len(line) == 1)
+        waiting.append(asyncio.create_task(last.wait()))
         await until(lambda: len(line) == 2)
         with pytest.raises(Overloaded, match="No decode node has room"):
             await low.wait()
@@ -171,7 +174,7 @@ async def test_a_full_line_sends_the_last_away_for_a_higher_priority() -> None:
         await asyncio.gather(*waiting, return_exceptions=True)
 
 
-@on_loop
+@on_memory_loop
 async def test_whose_deadline_has_passed_is_told_at_once() -> None:
     async def in_vain(place: QueueEntry) -> None:
         while True:
@@ -179,12 +182,12 @@ async def test_whose_deadline_has_passed_is_told_at_once() -> None:
 
     line = line_of()
     soon = ServiceClass(deadline_s=0.2)
-    with line.place(soon, arrived=time.monotonic()) as place, pytest.raises(Overloaded) as refused:
+    with line.place(soon, arrived=asyncio.get_running_loop().time()) as place, pytest.raises(Overloaded) as refused:
         await in_vain(place)
     assert refused.value.code == "deadline"
     for at in range(3):  # seconds
         line.drain.on_turn(float(at))
-    with line.place(soon, arrived=time.monotonic()) as place, pytest.raises(Overloaded) as refused:
+    with line.place(soon, arrived=asyncio.get_running_loop().time()) as place, pytest.raises(Overloaded) as refused:
         await place.wait()  # a turn takes a second
     assert refused.value.code == "deadline"
     assert len(line) == 0
@@ -301,7 +304,7 @@ async def test_full_prefill_nodes_are_asked_again_rather_than_the_decode_node() 
     assert PATIENT.room_s >= 1.0
 
 
-@on_loop
+@on_memory_loop
 async def test_who_is_refused_for_its_tenants_part_lets_others_ask_first() -> None:
     line, asked = line_of(), []
 
@@ -331,7 +334,7 @@ async def test_who_is_refused_for_its_tenants_part_lets_others_ask_first() -> No
     await asyncio.gather(*heavy, return_exceptions=True)
 
 
-@on_loop
+@on_memory_loop
 async def test_many_tenants_whose_parts_are_full_keep_none_waiting_that_finds_room() -> None:
     line, asked = line_of(limit=100), Counter[str]()
 
@@ -355,7 +358,7 @@ async def test_many_tenants_whose_parts_are_full_keep_none_waiting_that_finds_ro
     await asyncio.gather(*heavy, return_exceptions=True)
 
 
-@on_loop
+@on_memory_loop
 async def test_a_tenant_alone_that_is_held_back_asks_again_and_again() -> None:
     line, asked = line_of(), []
 
@@ -363,7 +366,7 @@ async def test_a_tenant_alone_that_is_held_back_asks_again_and_again() -> None:
         with line.place(share=TenantShare("heavy")) as place:
             while True:
                 await place.wait()
-                asked.append(time.monotonic())
+                asked.append(asyncio.get_running_loop().time())
                 place.held_back()
 
     waiting = [asyncio.create_task(in_vain()) for _ in range(2)]
@@ -374,7 +377,7 @@ async def test_a_tenant_alone_that_is_held_back_asks_again_and_again() -> None:
     await asyncio.gather(*waiting, return_exceptions=True)
 
 
-@on_loop
+@on_memory_loop
 async def test_while_another_waits_in_vain_too_who_was_held_back_asks_now_and_then() -> None:
     line, asked = line_of(), []
 
@@ -386,7 +389,11 @@ async def test_while_another_waits_in_vain_too_who_was_held_back_asks_now_and_th
                 if held_back:
                     place.held_back()
 
-    waiting = [asyncio.create_task(in_vain("heavy", True)), asyncio.create_task(in_vain("light", False))]
+    waiting = [asyncio.create_task(in_vain("heavy", True))]
+    await until(lambda: len(line) == 1)
+    waiting.append(asyncio.create_task(in_vain("light", False)))
+    await until(lambda: len(line) == 2)
+    asked.clear()
     await until(lambda: asked.count("heavy") >= 3)
     assert asked.count("light") >= 2
     for task in waiting:

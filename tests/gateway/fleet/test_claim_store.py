@@ -11,7 +11,7 @@ from gateway.ratelimit.parts import Parts
 from membership.etcd.client import EtcdClient
 from membership.etcd.settings import EtcdConfig
 from tests.gateway.fleet.test_limit_shares import PER_MINUTE, Site, let_in
-from tests.membership.etcd.servers import EtcdUnderTest
+from tests.membership.etcd.servers import CALL_S, EtcdUnderTest
 
 ONE = GatewayClaim(name="g0", fair=0.5, parts={"acme": Parts(0.9, 0.1, 1.0)}, wanted={"acme": Parts(1.5, 0.0, 0.2)})
 OTHER = GatewayClaim(name="g1", fair=0.5)
@@ -26,7 +26,7 @@ def store(etcd: EtcdUnderTest) -> Iterator[EtcdClaims]:
 
 def store_of(etcd: EtcdUnderTest) -> EtcdClaims:
     config = EtcdConfig(endpoints=(etcd.endpoint,))
-    return EtcdClaims(config, EtcdClient(config, call_s=1.0))
+    return EtcdClaims(config, EtcdClient(config, call_s=CALL_S))
 
 
 def test_a_claim_is_changed_only_by_one_that_has_seen_all_others(store: EtcdClaims) -> None:

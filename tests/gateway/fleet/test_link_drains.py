@@ -12,7 +12,7 @@ from gateway.fleet.errors import FleetFailed
 from gateway.fleet.link_drains import LinkDrains
 from membership.etcd.client import EtcdClient
 from membership.etcd.settings import EtcdConfig
-from tests.membership.etcd.servers import EtcdUnderTest
+from tests.membership.etcd.servers import CALL_S, EtcdUnderTest
 from tests.properties import examples
 
 EAST, WEST = ("east", "west"), ("we/st 1", "éast")
@@ -107,7 +107,7 @@ def test_what_is_changed_while_the_registry_is_lost_is_told_when_it_is_back(is_d
 
 def test_drains_lie_in_etcd_and_outlive_everybodys_restart(etcd: EtcdUnderTest) -> None:
     config = EtcdConfig(endpoints=(etcd.endpoint,))
-    store = EtcdDrains(config, "g0", EtcdClient(config, call_s=1.0))
+    store = EtcdDrains(config, "g0", EtcdClient(config, call_s=CALL_S))
     try:
         for link in (EAST, WEST):
             store.set(link, True)

@@ -92,7 +92,7 @@ async def test_what_the_gateway_does_not_live_to_see_the_end_of_is_no_fault_of_i
 
 @on_loop
 async def test_a_client_that_reads_nothing_of_a_whole_answer_loses_its_place_and_its_connection() -> None:
-    limits = Strangers(header_s=0.3, idle_s=0.3)
+    limits = Strangers(header_s=1.0, idle_s=1.0)
     async with world(decode=1, timeouts=replace(PATIENT, client_stall_s=0.3), strangers=limits) as w:
         w.nodes.decode[0].script.words = ("x" * 1000,) * 12_000
         reader, writer = await w.connect(limit=1024)

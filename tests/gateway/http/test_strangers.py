@@ -73,7 +73,7 @@ def is_openai(body: bytes) -> bool:
 
 @on_loop
 async def test_slow_bodies_take_no_place_and_end_by_themselves() -> None:
-    strangers = Strangers(body_grace_s=0.5)
+    strangers = Strangers(body_grace_s=1.5)
     async with world(max_in_flight=2, strangers=strangers) as w, AsyncExitStack() as stack:
         slow = [await stack.enter_async_context(raw(w)) for _ in range(20)]
         for each in slow:
@@ -99,7 +99,7 @@ async def test_whoever_sends_a_request_gets_in_however_many_connections_are_held
 
 @on_loop
 async def test_a_head_that_does_not_come_ends_its_connection() -> None:
-    async with world(strangers=Strangers(header_s=0.3, idle_s=0.3)) as w, raw(w) as silent, raw(w) as used:
+    async with world(strangers=Strangers(header_s=1.0, idle_s=1.0)) as w, raw(w) as silent, raw(w) as used:
         await silent.say(b"POST /v1/compl")
         await used.say(b"GET /livez HTTP/1.1\r\nHost: x\r\n\r\n")
         assert (await used.answer())[0] == 200

@@ -12,6 +12,7 @@ from aiohttp import web
 from gateway.picker.reports import ReportAsker, read_report
 from gateway.picker.servers import ServerPool, ServerReport
 from membership.member import Member
+from tests.gateway.worlds import until
 
 Asked = tuple[Mapping[str, ServerReport], Counter[str]]
 
@@ -39,8 +40,10 @@ def test_what_is_no_number_is_an_error(line: str) -> None:
         read_report(line)
 
 
-async def _asked(pages: Mapping[str, Callable[[web.Request], Awaitable[web.StreamResponse]]], for_s: float) -> Asked:
-    """What servers with these pages have said after a while, and how often each outcome came."""
+async def _asked(
+    pages: Mapping[str, Callable[[web.Request], Awaitable[web.StreamResponse]]], ends: Callable[[Counter[str]], object]
+) -> Asked:
+    """What servers with these pages have said, and how often each outcome came, once that `ends` it."""
     pool = ServerPool(time.monotonic, tokens_per_s=1.0, max_running=1)
     outcomes = Counter[str]()
     async with AsyncExitStack() as held:
@@ -55,7 +58,7 @@ async def _asked(pages: Mapping[str, Callable[[web.Request], Awaitable[web.Strea
             members[name] = Member(id=name, agent=f"127.0.0.1:{runner.addresses[0][1]}")
         pool.follow(members)
         asking = asyncio.create_task(ReportAsker(pool, lambda outcome: outcomes.update([outcome]), 0.05).run())
-        await asyncio.sleep(for_s)
+        await until(lambda: ends(outcomes))
         asking.cancel()
         await asyncio.wait([asking])
     return {server.id: server.report for server in pool}, outcomes
@@ -113,16 +116,15 @@ def test_a_server_says_which_models_it_has() -> None:
 
 
 def test_a_page_that_comes_in_parts_is_read_whole() -> None:
-    reports, _ = asyncio.run(_asked({"a": _in_two}, 0.5))
+    reports, _ = asyncio.run(_asked({"a": _in_two}, lambda outcomes: outcomes["read"]))
     assert reports == {"a": ServerReport(running=5, waiting=4, kv_usage=0.5)}
 
 
 def test_a_server_that_does_not_answer_holds_up_no_other() -> None:
-    _, outcomes = asyncio.run(_asked({"a": _whole, "b": _never}, 0.8))
-    assert outcomes["read"] >= 4
+    asyncio.run(_asked({"a": _whole, "b": _never}, lambda outcomes: outcomes["read"] >= 4))
 
 
 def test_a_page_without_an_end_is_not_read() -> None:
-    reports, outcomes = asyncio.run(_asked({"a": _endless}, 0.8))
+    reports, outcomes = asyncio.run(_asked({"a": _endless}, Counter[str].total))
     assert reports == {"a": ServerReport()}
     assert not outcomes["read"]

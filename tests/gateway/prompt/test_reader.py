@@ -247,14 +247,22 @@ async def test_a_process_that_ended_is_replaced_before_the_next_body_comes() -> 
         await until(lambda: reads.num_idle == 1)
 
 
-def taken(
+async def taken(
     reads: PromptReader,
     held: threading.Event,
     share: TenantShare,
     sizes: Sequence[int] = (200_000, 200_000, 60_000, 8_000),
 ) -> list[asyncio.Future[bool]]:
-    """Takes a place for each size until `held` is set: every one there is, those of shorter classes, too."""
-    return [asyncio.ensure_future(reads.think(lambda _: held.wait(60.0), share, size)) for size in sizes]
+    """Has a thread at work for each size until `held` is set: in every place there is, those of shorter classes, too."""
+    begun = list[bool]()
+
+    def hold(_: PromptMemory) -> bool:
+        begun.append(True)
+        return held.wait(60.0)
+
+    blocked = [asyncio.ensure_future(reads.think(hold, share, size)) for size in sizes]
+    await until(lambda: len(begun) == len(sizes))
+    return blocked
 
 
 @on_loop
@@ -262,8 +270,7 @@ async def test_a_short_body_passes_the_long_ones_of_another_tenant_and_its_own()
     heavy, light = TenantShare("heavy"), TenantShare("light")
     async with reader() as reads:
         held = threading.Event()
-        blocked = taken(reads, held, heavy)
-        await asyncio.sleep(0)
+        blocked = await taken(reads, held, heavy)
         order: list[str] = []
 
         async def read(name: str, share: TenantShare, size: int) -> None:
@@ -284,7 +291,7 @@ async def test_a_short_body_passes_the_long_ones_of_another_tenant_and_its_own()
 async def test_a_short_body_is_read_while_long_ones_take_all_other_places() -> None:
     async with reader() as reads:
         held = threading.Event()
-        blocked = taken(reads, held, TenantShare("heavy"), (200_000, 200_000))
+        blocked = await taken(reads, held, TenantShare("heavy"), (200_000, 200_000))
         waiting = [asyncio.ensure_future(reads.read(Endpoint.COMPLETIONS, long_body("a", 200_000), MODEL))]
         await asyncio.sleep(0)
         for size in (8_000, 60_000):
@@ -299,8 +306,7 @@ async def test_a_short_body_is_read_while_long_ones_take_all_other_places() -> N
 async def test_a_client_that_leaves_while_it_waits_takes_no_place() -> None:
     async with reader() as reads:
         held = threading.Event()
-        blocked = taken(reads, held, TenantShare())
-        await asyncio.sleep(0)
+        blocked = await taken(reads, held, TenantShare())
         left = asyncio.ensure_future(reads.read(Endpoint.COMPLETIONS, long_body("a", 200_000), MODEL))
         await asyncio.sleep(0)
         left.cancel()
@@ -332,6 +338,7 @@ async def test_bodies_that_wait_are_bounded() -> None:
         await asyncio.sleep(0)
         held.set()
         assert (await other)[1].num_tokens
+        await asyncio.gather(*blocked)
         assert (await reads.read(Endpoint.COMPLETIONS, body, MODEL, share=TenantShare("acme")))[1].num_tokens
     finally:
         held.set()
@@ -408,8 +415,7 @@ async def test_where_tokens_may_be_a_list_again_longer_texts_go_to_a_process() -
 @on_loop
 async def test_closing_waits_for_what_a_thread_does_for_a_client_that_has_left_and_holds_up_nothing_else() -> None:
     reads, may_end = PromptReader(text_tokenizer(), TaskSet(lambda name: None)), threading.Event()
-    asked = asyncio.create_task(reads.think(lambda memory: may_end.wait(30)))
-    await asyncio.sleep(0.05)
+    (asked,) = await taken(reads, may_end, TenantShare(), (1,))
     asked.cancel()
     closing = asyncio.create_task(reads.close())
     await asyncio.sleep(0.05)

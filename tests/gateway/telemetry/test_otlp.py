@@ -20,7 +20,7 @@ from gateway.request.request import RequestRecord
 from gateway.request.trace_context import TraceContext
 from gateway.telemetry.otlp import Traces
 from gateway.telemetry.otlp_spans import CLOSE_S, Spans
-from tests.gateway.worlds import SERVED, on_loop, request_of, world
+from tests.gateway.worlds import SERVED, on_loop, request_of, until, world
 from transport.control.settings import SettingsError
 
 LONG = "the quick brown fox jumps over the lazy dog " * 40
@@ -77,6 +77,9 @@ async def test_a_remote_prefill_and_answers_to_one_call_as_spans() -> None:
             node.headers.clear()
         assert (await w.complete(["a b", "c d"], headers={"traceparent": OTHER_CALLER})).status == 200
         of_answers = {headers["traceparent"] for node in w.nodes.decode for headers in node.headers}
+        await until(
+            lambda: len(collector.named("text_completion scripted")) == 3
+        )  # a stop waits for less than a second
     spans_of = {trace: [span for span in collector.spans if span.trace_id.hex() == trace] for trace in TRACES}
     assert sum(map(len, spans_of.values())) == len(collector.spans)
     one, other = (Collector(spans) for spans in spans_of.values())
@@ -130,6 +133,7 @@ async def test_a_collector_that_fails_is_nobodys_trouble() -> None:
         trace, _ = traces.below({"traceparent": CALLER})
         traces.ended(request_of("x", SERVED, trace=trace), of_one_step(), 0.0)
         await asyncio.to_thread(traces.close)
+        await until(lambda: lost)  # a close waits for less than a second
         assert set(lost) == {"collector"}
     async with asyncio.timeout(30), world(traces=TracesConfig(endpoint="http://127.0.0.1:9/v1/traces")) as w:
         assert (await w.complete("short")).status == 200

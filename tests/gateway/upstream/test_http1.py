@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from gateway.errors import LegFailed
 from gateway.upstream.http1 import MAX_QUIET_BYTES, MAX_UNREAD_BYTES, EngineAnswer, UpstreamConnection
+from tests.gateway.memory.pipeline import on_memory_loop
 from tests.gateway.worlds import on_loop
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/x\r\n"
@@ -223,9 +224,9 @@ async def test_an_engine_waits_for_who_does_not_read(bench: Bench) -> None:
     assert bench.wire.is_reading()
 
 
-@case
-async def test_an_engine_that_had_to_wait_was_not_quiet_meanwhile(bench: Bench) -> None:
-    size, quiet_s = MAX_UNREAD_BYTES + 1, 0.05
+@on_memory_loop
+async def test_an_engine_that_had_to_wait_was_not_quiet_meanwhile() -> None:
+    bench, size, quiet_s = Bench(), MAX_UNREAD_BYTES + 1, 0.05
     answer = await bench.told(HEAD + b"Content-Length: %d\r\n\r\n" % (2 * size), bytes(size))
     await asyncio.sleep(2 * quiet_s)
     bench.connection.give_up(quiet_s)
@@ -321,12 +322,12 @@ async def test_a_stream_may_take_its_time_but_not_fall_silent(bench: Bench) -> N
 @case
 async def test_what_has_come_while_nobody_was_there_to_hear_it_is_no_silence(bench: Bench) -> None:
     answer = await bench.told(HEAD + b"Transfer-Encoding: chunked\r\n\r\n", b"3\r\none\r\n")
-    answer.bound_silence(0.05)
+    answer.bound_silence(0.3)
     assert await answer.read() == b"one"
     reading = asyncio.create_task(answer.read())
     await asyncio.sleep(0)
     asyncio.get_running_loop().call_soon(bench.connection.data_received, b"3\r\ntwo\r\n")  # first of all, after that
-    time.sleep(0.1)  # noqa: ASYNC251 the loop is stuck
+    time.sleep(0.4)  # noqa: ASYNC251 the loop is stuck
     assert await reading == b"two"
     assert bench.wire.is_open
     with pytest.raises(LegFailed):

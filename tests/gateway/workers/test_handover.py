@@ -269,9 +269,15 @@ async def test_a_successor_that_is_told_to_end_while_it_starts_is_not_in_charge(
     seat.ready_s = PATIENCE_S
     name = name_of(tmp_path / "gateway.toml")
     with begun(config(tmp_path), name, replaces=False, ready_s=1.0, successor=list) as generation:
-        asyncio.get_running_loop().call_later(0.2, os.kill, os.getpid(), signal.SIGTERM)
+        usual = signal.getsignal(signal.SIGTERM)
+        serving = asyncio.ensure_future(
+            serve(config(tmp_path), text_tokenizer(), pytest.fail, pytest.fail, seat, generation)
+        )
+        await until(lambda: signal.getsignal(signal.SIGTERM) != usual)
+        await asyncio.sleep(0.2)  # mostly until it waits for nodes
+        os.kill(os.getpid(), signal.SIGTERM)
         with pytest.raises(NotReplaced, match="the new one was told to end"):
-            await serve(config(tmp_path), text_tokenizer(), pytest.fail, pytest.fail, seat, generation)
+            await serving
         assert await asyncio.to_thread(Predecessor.of, name) is None
 
 
@@ -429,11 +435,10 @@ async def test_a_stuck_successor_that_serves_at_last_hears_that_it_is_too_late(t
     door.open()
     with closing(asked(name)) as stuck, closing(asked(name)) as other:
         stuck.send(b"replace")
-        await asyncio.sleep(0.05)
+        await until(lambda: door.has_offered)
         other.send(b"replace")
         stuck.send(b"serving")  # before it can hear that the other one has asked
-        await asyncio.sleep(0.05)
-        words = [stuck.recv(1 << 16) for _ in range(2)]
+        words = [await asyncio.to_thread(stuck.recv, 1 << 16) for _ in range(2)]
         assert (words[1], left) == (b"withdrawn", [])
     door.close()
 

@@ -100,6 +100,7 @@ async def test_a_gateway_publishes_while_it_runs_and_when_it_ends(tmp_path: Path
         await w.complete()
         await until(lambda: len(other.outputs.after(0).values) == 1)
         await w.complete()
+        await w.idle()
     assert len(other.uncached.after(0).values) == len(other.outputs.after(0).values) == 2
     seat.offered.close()
     other.close()

@@ -13,7 +13,7 @@ from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import aiohttp
 import pytest
@@ -21,7 +21,7 @@ import pytest
 from gateway.auth.keyring import digest_of
 from gateway.workers.generation import SHARED_MEMORY
 from node.process.owned_names import sweep_directories
-from tests.gateway.scripted import Topology, topology
+from tests.gateway.scripted import ScriptedNode, Topology, topology
 from tests.gateway.test_process import write_config
 from tests.gateway.worlds import PATIENCE_S, on_loop, until
 
@@ -29,6 +29,20 @@ pytestmark = [pytest.mark.long, pytest.mark.turns]
 
 SHORT: Final = {"model": "scripted", "prompt": "hello there"}
 WORKERS: Final = 2
+
+
+class Reserved(ScriptedNode):
+    """Has no word for gateways that come while its door is closed."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.door = asyncio.Event()
+        self.door.set()
+
+    async def Watch(self, request: Any, context: Any) -> AsyncIterator[Any]:
+        await self.door.wait()
+        async for event in super().Watch(request, context):
+            yield event
 
 
 @dataclass
@@ -112,10 +126,12 @@ def is_alive(pid: int) -> bool:
 
 
 @asynccontextmanager
-async def system(directory: Path, decode: int = 2, tables: str = "") -> AsyncIterator[System]:
+async def system(
+    directory: Path, decode: int = 2, tables: str = "", kind: type[ScriptedNode] = ScriptedNode
+) -> AsyncIterator[System]:
     """A gateway of two workers that is ready; before decode nodes alone, so that nothing is reserved anywhere."""
     async with AsyncExitStack() as stack:
-        nodes = await stack.enter_async_context(topology(remote=0, local=0, decode=decode))
+        nodes = await stack.enter_async_context(topology(remote=0, local=0, decode=decode, kind=kind))
         path = write_config(directory, nodes)
         path.write_text(path.read_text().replace("port = 0", f"port = 0\nworkers = {WORKERS}\n") + tables)
         yield await stack.enter_async_context(started(path, nodes))
@@ -421,7 +437,7 @@ async def test_a_worker_is_started_again_with_the_file_that_the_others_have(
 async def test_a_worker_that_is_killed_leaves_its_tenants_place_before_another_one_is_there(tmp_path: Path) -> None:
     key = {"Authorization": "Bearer sk-one"}
     tenant = f'[gateway.tenants.one]\nkeys = ["{digest_of("sk-one")}"]\nconcurrent_requests = 1\n'
-    async with system(tmp_path, tables=tenant) as s:
+    async with system(tmp_path, tables=tenant, kind=Reserved) as s:
         clients = await s.clients(each=2)
         release = s.hold_answers()
         killed, survivor = clients
@@ -437,11 +453,16 @@ async def test_a_worker_that_is_killed_leaves_its_tenants_place_before_another_o
         await until(lambda: s.running == 1)
         other = clients[survivor][0]
         assert await status(other) == 429
+        doors = [cast(Reserved, node).door for node in s.nodes.decode]
+        for door in doors:
+            door.clear()  # its successor is not there before the test has looked
         os.kill(killed, signal.SIGKILL)
         assert await dying == 0
         release()
         async with asyncio.timeout(PATIENCE_S):
             while await status(other) != 200:  # noqa: ASYNC110 in other processes
                 await asyncio.sleep(0.01)
-        async with other.get("/health") as health:  # its successor is not there yet
+        async with other.get("/health") as health:
             assert (await health.json())["workers_ready"] == 1
+        for door in doors:
+            door.set()

@@ -19,6 +19,7 @@ from tests.transport.path.ports import free_port
 
 BINARY = "ETCD_BINARY"
 START_S = 60.0
+CALL_S = 20.0  # for an answer, on a machine that has other things to do
 MOST_PUTS = 128  # etcd's limit of operations in a transaction
 
 

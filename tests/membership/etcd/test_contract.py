@@ -16,7 +16,7 @@ from membership.etcd.settings import EtcdConfig
 from membership.etcd.source import EtcdSource
 from membership.member import Member
 from membership.view import RegistryReading, View
-from tests.membership.etcd.servers import Clock, DoubledEtcd, EtcdUnderTest, RealEtcd, needed_binary, until
+from tests.membership.etcd.servers import CALL_S, Clock, DoubledEtcd, EtcdUnderTest, RealEtcd, needed_binary, until
 
 A, B, C = (Member(id=id_, agent=f"127.0.0.1:{port}") for id_, port in (("a", 7001), ("b", 7002), ("c", 7003)))
 LEASE_S = 3.0
@@ -39,7 +39,7 @@ class Watching:
     def __init__(self, etcd: EtcdUnderTest, **more: object) -> None:
         config = EtcdConfig(endpoints=(etcd.endpoint,), **more)  # type: ignore[arg-type]
         self.clock = Clock()
-        self.source = EtcdSource(config, self.clock, np.random.default_rng(1), EtcdClient(config, call_s=2.0))
+        self.source = EtcdSource(config, self.clock, np.random.default_rng(1), EtcdClient(config, call_s=CALL_S))
         self.view = View()
         self._said = RegistryReading()
 

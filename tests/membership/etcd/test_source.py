@@ -19,12 +19,12 @@ from membership.member import Member
 from membership.sources import MAX_ENTRIES
 from membership.view import RegistryReading
 from tests.membership.etcd.double import EtcdDouble
-from tests.membership.etcd.servers import Clock, until
+from tests.membership.etcd.servers import CALL_S, Clock, until
 from tests.transport.path.ports import free_port
 from transport.control.proto.etcd_pb2 import EtcdKeyValue
 
 LISTED = "/prfaas/nodes/listed/"
-CALL_S = 0.4
+IN_VAIN_S = 0.4  # for an answer that does not come
 
 
 @pytest.fixture
@@ -86,7 +86,8 @@ def lists(etcd: EtcdDouble, *ids: str) -> None:
         etcd.put(f"{LISTED}{id_}", entry_text(Member(id=id_, agent=f"{id_}:7001"), 0.0))
 
 
-def test_a_connection_that_says_nothing_any_more_is_found_out(etcd: EtcdDouble, look: Looking) -> None:
+def test_a_connection_that_says_nothing_any_more_is_found_out(etcd: EtcdDouble) -> None:
+    look = Looking(EtcdConfig(endpoints=(etcd.endpoint,)), IN_VAIN_S)
     lists(etcd, "a")
     look.sees("a")
     etcd.is_silent = True
@@ -96,14 +97,15 @@ def test_a_connection_that_says_nothing_any_more_is_found_out(etcd: EtcdDouble, 
     etcd.is_silent = False
     lists(etcd, "b")
     look.sees("a", "b")
+    look.source.close()
 
 
 def test_a_connection_on_which_nothing_changes_is_not_given_up(etcd: EtcdDouble, look: Looking) -> None:
     lists(etcd, "a")
     look.sees("a")
     until(lambda: etcd.watches_begun == 1)
-    while look.clock.now < 5 * (ASK_S + ANSWER_S):
-        time.sleep(0.01)  # for etcd to answer
+    while look.clock.now < 2 * (ASK_S + ANSWER_S):
+        time.sleep(0.05)  # for etcd to answer: it has a second, which are five by this clock
         look.look()
         assert look.failed is None
     assert etcd.watches_begun == 1
@@ -118,7 +120,7 @@ def test_another_endpoint_is_asked_where_one_fails(etcd: EtcdDouble) -> None:
         look.look()
         assert (look.failed, len(look.reading.members)) == (None, 1)
         look.source.close()
-        alone = Looking(EtcdConfig(endpoints=(nowhere, never)))
+        alone = Looking(EtcdConfig(endpoints=(nowhere, never)), IN_VAIN_S)
         said = f"etcd does not answer: {nowhere}: connection refused; {never[7:]}: no answer within 1 s"
         assert [str(alone.failure(said)) for _ in range(2)] == [said] * 2
         alone.source.close()
@@ -232,7 +234,7 @@ def test_a_password_is_not_checked_again_for_another_endpoint(etcd: EtcdDouble, 
 
 def test_a_wrong_password_and_no_password_are_told(etcd: EtcdDouble, tmp_path: Path) -> None:
     for config in (with_password(etcd, tmp_path, "wrong"), EtcdConfig(endpoints=(etcd.endpoint,))):
-        look = Looking(config, call_s=4.0)
+        look = Looking(config)
         failure = look.failure()
         assert failure.reason == "denied"
         assert str(failure).startswith(f"etcd at 127.0.0.1:{etcd.port}: ")
@@ -258,7 +260,7 @@ def test_more_nodes_than_a_gateway_takes_freeze_the_view(etcd: EtcdDouble, look:
 
 
 def test_values_that_are_far_too_long_are_read_in_small_pages(etcd: EtcdDouble) -> None:
-    look = Looking(EtcdConfig(endpoints=(etcd.endpoint,)), call_s=4.0)
+    look = Looking(EtcdConfig(endpoints=(etcd.endpoint,)))
     sizes = [2 << 20, *([1 << 20] * 16)]
     for number, size in enumerate(sizes):
         etcd.put(f"{LISTED}big{number}", b"x" * size)

@@ -160,5 +160,5 @@ def test_closing_wakes_a_look_that_waits(follow: Follow) -> None:
     waiting.start()
     time.sleep(0.05)
     source.close()
-    waiting.join(5.0)
+    waiting.join(60.0)
     assert found.reason == "unreachable"

@@ -12,11 +12,10 @@ from gateway.fleet.usage.store import MOST_BYTES, MOST_RUNS, EtcdUsage
 from membership.etcd.client import EtcdClient
 from membership.etcd.settings import EtcdConfig
 from tests.gateway.fleet.usage.worlds import STEP_S, CountingGateway, UsageFleet
-from tests.membership.etcd.servers import EtcdUnderTest, RealEtcd, needed_binary
+from tests.membership.etcd.servers import CALL_S, EtcdUnderTest, RealEtcd, needed_binary
 
 ACME = ("acme", "requests_200", "", "")
 LONG = 1 << 20
-CALL_S = 8.0  # of a machine that has other things to do
 
 
 @pytest.fixture
@@ -28,7 +27,7 @@ def store(etcd: EtcdUnderTest) -> Iterator[EtcdUsage]:
 
 def store_of(etcd: EtcdUnderTest) -> EtcdUsage:
     config = EtcdConfig(endpoints=(etcd.endpoint,))
-    return EtcdUsage(config, EtcdClient(config, call_s=CALL_S))
+    return EtcdUsage(config, EtcdClient(config, call_s=CALL_S), read_s=CALL_S)
 
 
 def fill(store: EtcdUsage) -> None:
